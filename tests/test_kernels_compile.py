@@ -27,16 +27,16 @@ ARCHITECTURES = {"one": ("sm_90a",), "two": ("sm_90a", "sm_80"), "all": CHECKED}
 
 KEPT_AS_A_LESSON = "the write-up's walk holds the state beside all else: kept as measured, not mended"
 SPILLS = {
-    "gla-sequential-walk": (CHECKED, KEPT_AS_A_LESSON),
-    "gla-pipelined-walk": (CHECKED, KEPT_AS_A_LESSON),
+    "gla-sequential-forward": (CHECKED, KEPT_AS_A_LESSON),
+    "gla-pipelined-forward": (CHECKED, KEPT_AS_A_LESSON),
     "gla-fused-gradients, decay per head": (
         ("sm_80", "sm_90a", "gfx942"),
         "float32 states in three parts; smaller tiles spill as well (12 accesses on gfx942)",
     ),
     "gla-fused-gradients, decay per channel": (("gfx942",), "6 accesses; its cause was not looked into"),
-    "gla-fused-carry, decay per head (1)": (("sm_100a",), "16 accesses in bfloat16; its cause was not looked into"),
-    "gla-fused-carry, decay per head (2)": (("sm_100a",), "80 accesses with float32 states; its cause was not looked into"),
-    "gla-fused-carry, decay per head (3)": (("sm_100a",), "4 accesses with float32 states; its cause was not looked into"),
+    "gla-fused-chunk_state, decay per head (1)": (("sm_100a",), "16 accesses in bfloat16; its cause was not looked into"),
+    "gla-fused-chunk_state, decay per head (2)": (("sm_100a",), "80 accesses with float32 states; its cause was not looked into"),
+    "gla-fused-chunk_state, decay per head (3)": (("sm_100a",), "4 accesses with float32 states; its cause was not looked into"),
     "projections-wide_activated-activation_gradients, heads of 100, M = 4095, kept": (
         ("sm_80",),
         "2 accesses; its cause was not looked into",

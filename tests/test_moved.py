@@ -83,3 +83,23 @@ def test_functions_named_by_pickles_of_the_last_version_exist():
         "eager": b"conelaunch.operation\n_variant_by_name\n(Vonelaunch.ops.linear_rnn.contract\nVlinear_rnn\nVeager\ntR.",
     }
     assert {name: pickle.loads(data).name for name, data in stored.items()} == {name: name for name in stored}
+
+
+@pytest.mark.parametrize(
+    ("module", "old", "new"),
+    [
+        ("onelaunch.workbench.verify", "judge_answer", "judge_outputs"),
+        ("onelaunch.workbench.verify.calls", "Callee", "Candidate"),
+        ("onelaunch.workbench.verify.calls", "Answer", "OutputTensors"),
+        ("onelaunch.workbench.verify.reference", "Truth", "Reference"),
+    ],
+)
+def test_a_renamed_attribute_is_found_by_its_old_name_with_a_warning(module, old, new):
+    found = importlib.import_module(module)
+    with pytest.warns(DeprecationWarning, match=f"{old} is now {new}"):
+        assert getattr(found, old) is getattr(found, new)
+
+
+def test_a_name_that_was_never_there_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="no attribute 'never_was'"):
+        importlib.import_module("onelaunch.workbench.verify").never_was  # noqa: B018

@@ -14,7 +14,7 @@ import torch
 from onelaunch.errors import ArgumentError, UnknownOperation, UnknownVariant
 from onelaunch.launch.build import KernelBuild
 from onelaunch.operation import Cost, Query, find_operation, names_of, operation, operations, parse_dtype, remembered
-from onelaunch.workbench.verify.calls import Callee, Inputs
+from onelaunch.workbench.verify.calls import Candidate, Inputs
 from tests.toys import make_scale
 
 
@@ -127,7 +127,7 @@ def test_names_of_results_are_fixed_or_depend_on_the_call(scale):
     def names(arguments):
         return tuple(f"part{index}" for index in range(arguments["parts"]))
 
-    cut = Callee("cut", lambda x, parts: x.chunk(parts), names)
+    cut = Candidate("cut", lambda x, parts: x.chunk(parts), names)
     for parts in (2, 3):
         answer = cut(Inputs({"x": torch.arange(6.0), "parts": parts}))
         assert list(answer) == [f"part{index}" for index in range(parts)]

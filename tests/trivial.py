@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from onelaunch.workbench.verify.truth import Truth
+from onelaunch.workbench.verify.reference import Reference
 
 
-def trivial_answers(truth: Truth) -> dict[str, tuple[str, ...]]:
+def trivial_answers(truth: Reference) -> dict[str, tuple[str, ...]]:
     """Return the trivial outputs that would pass the gate, per component: a test of the case, not of a variant.
 
     Zeros, the correct values shifted by one, and every input of the right shape are tried. A case proves nothing about a

@@ -41,6 +41,7 @@ MOVED = {
     "onelaunch.workbench.provenance": "onelaunch.workbench.result.provenance",
     "onelaunch.workbench.study_file": "onelaunch.workbench.study.read",
     "onelaunch.workbench.timing": "onelaunch.workbench.measure.timing",
+    "onelaunch.workbench.verify.truth": "onelaunch.workbench.verify.reference",
 }
 """Name of the new module, by the name of the old one."""
 

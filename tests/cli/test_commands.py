@@ -282,7 +282,7 @@ def test_doctor_breaks_no_word_on_a_narrow_terminal(call, monkeypatch, width):
 def test_doctor_does_not_widen_a_column_for_one_long_word(call):
     """The name of a driver's setting once reduced the other column to three letters."""
     lines = call("doctor", "--no-measure", width=80).raw.splitlines()
-    needs = lines[next(index for index, line in enumerate(lines) if "What is here" in line) :]
+    needs = lines[next(index for index, line in enumerate(lines) if "Requirements" in line) :]
     assert sum(len(line.strip()) > 40 for line in needs) > len(doctor.NEEDS) / 2
     assert len(needs) < 2.5 * len(doctor.NEEDS)
 

@@ -272,11 +272,11 @@ from onelaunch.cli.main import app
 timing.WARM_UP_SECONDS["cpu"] = 0.0
 sampling.CACHES, sampling.CPU_SAMPLE_SECONDS = 0, 1e-4
 run.TIME_CAP_SECONDS = {"small": 2.0, "full": 2.0}
-keep = running.Run.keep
+keep = running.Run.save_partial
 def keep_and_be_terminated(self, path):
     keep(self, path)
     os.kill(os.getpid(), signal.SIGTERM)
-running.Run.keep = keep_and_be_terminated
+running.Run.save_partial = keep_and_be_terminated
 sys.argv = ["onelaunch", "study", "run", "toy-study", "--device", "cpu"]
 app()
 """

@@ -35,7 +35,7 @@ from onelaunch.decode.plan.phases import (
     Plan,
     Share,
     depth,
-    passes_of,
+    groups_of,
 )
 from onelaunch.errors import PlanError
 
@@ -283,7 +283,7 @@ class Interpreter:
         before = sum(granules(plan, each, cta) for each in PRODUCTS[: PRODUCTS.index(op)]) if op != "lm_head" else 0
         at = (int(self.stream.starts[cta]) + GRANULE * (layer * layers + before)) // 2
         columns, deep = width(plan, op), depth(plan.config)
-        for begin, end in passes_of(plan, op, cta):
+        for begin, end in groups_of(plan, op, cta):
             size = (end - begin) * TILE * columns
             part = self.stream.data[at : at + size].view(-1, end - begin, deep, WARPS, TILE, WARP_COLUMNS)
             # ``as_operands`` is its own inverse
@@ -312,7 +312,8 @@ class Interpreter:
                 joined = plan.joined if plan.used > plan.splits else 1
                 first = unit // joined * joined * plan.splits
                 x = self._weighted(slots[first : first + joined * plan.splits][None], unit % joined)
-            found = from_warps(part, blocks).unflatten(-1, (-1, blocks.room))[..., : blocks.channels] @ x  # [blocks, 8, tiles]
+            side_by_side = from_warps(part, blocks).unflatten(-1, (-1, blocks.tile_columns))
+            found = side_by_side[..., : blocks.channels] @ x  # [blocks, 8, tiles]
             found = found.transpose(1, 2).flatten()
             at = slice(block * blocks.rows, block * blocks.rows + len(found))
             rows[at] += found

@@ -52,7 +52,7 @@ def test_eager_variant_matches_the_oracle(name):
     verdict = judge.judge(decode_step, case_of(name), variant="eager")
     assert verdict.ok, verdict.problems
     assert {component.name for component in verdict.components} == {"logits", "keys", "values"}
-    assert not trivial_answers(judge.truth(decode_step, case_of(name)))
+    assert not trivial_answers(judge.reference(decode_step, case_of(name)))
 
 
 @pytest.mark.slow

@@ -125,9 +125,9 @@ def test_shared_memory_accesses_are_separated_by_barriers(rung, model, ctas, pos
 @pytest.mark.parametrize(
     "change",
     [
-        ("  lay_all<COLUMNS>(w, from, use);\n  w.meet();", "  lay_all<COLUMNS>(w, from, use);"),
-        ("  w.parity ^= 1;  // so that sums are read while others already multiply", "  ;"),
-        ("    warp_meets();\n#pragma unroll 1\n    for (; held > 0; --held)", "#pragma unroll 1\n    for (; held > 0; --held)"),
+        ("  stage_vector_unsynced<COLUMNS>(c, from, epoch);\n  c.sync();", "  stage_vector_unsynced<COLUMNS>(c, from, epoch);"),
+        ("    c.parity ^= 1;  // The next product writes", "    ;  //"),
+        ("    syncwarp();\n#pragma unroll 1\n    for (; unreleased", "#pragma unroll 1\n    for (; unreleased"),
     ],
 )
 def test_race_detector_finds_a_missing_barrier(change, libraries):

@@ -15,7 +15,7 @@ from onelaunch.decode.model.forward import prefill
 from onelaunch.decode.model.sampling import Sampler, Sampling
 from onelaunch.decode.plan import packing
 from onelaunch.decode.plan.builder import POSITIONS, layer_ctas
-from onelaunch.decode.plan.check import Room, check
+from onelaunch.decode.plan.check import Resources, check
 from onelaunch.decode.plan.packing import (
     as_operands,
     columns,
@@ -56,14 +56,14 @@ def tokens_of(config, rung, ctas):
 @each_rung
 def test_plans_for_an_h200_are_sound(rung):
     plan = plan_for(QWEN, rung, 132)
-    check(*tokens_of(QWEN, rung, 132), room=Room(THREADS, 168, layout_of(plan, Tuning()).bytes, 132))
+    check(*tokens_of(QWEN, rung, 132), resources=Resources(THREADS, 168, layout_of(plan, Tuning()).bytes, 132))
     assert max(sum(share.units for share in phase.shares) for phase in plan.phases() if phase.op == "lm_head") == 18992
 
 
 @in_streams
 def test_plans_for_a_4B_model_are_sound(rung):
     plan = plan_for(LARGER, rung, 132)
-    check(plan, plan, room=Room(THREADS, 168, layout_of(plan, Tuning()).bytes, 132))
+    check(plan, plan, resources=Resources(THREADS, 168, layout_of(plan, Tuning()).bytes, 132))
 
 
 @settings(max_examples=25, deadline=None)
@@ -225,16 +225,16 @@ def without(piece, taken):
 @pytest.mark.parametrize(
     ("room", "reason"),
     [
-        ({"processors": 100}, "100"),
+        ({"sms": 100}, "100"),
         ({"shared_bytes": 240_000}, "240000"),
         ({"registers": 240}, "65536"),
     ],
 )
 def test_ctas_that_cannot_all_be_resident_are_refused(room, reason, prose):
     plan = plan_for(QWEN, "streaming", 132)
-    facts = {"threads": THREADS, "registers": 168, "shared_bytes": 200_000, "processors": 132} | room
+    facts = {"threads": THREADS, "registers": 168, "shared_bytes": 200_000, "sms": 132} | room
     with prose.raises(PlanError, match=reason):
-        check(plan, room=Room(**facts))
+        check(plan, resources=Resources(**facts))
 
 
 def test_unsupported_models_are_refused_with_the_reason():

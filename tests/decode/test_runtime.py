@@ -87,7 +87,7 @@ def test_weights_that_kernels_would_misread_are_refused(name, change, error, mes
 def test_a_proof_is_valid_for_its_devices_resources_only(weights, played, monkeypatch, tmp_path):
     checked = []
     monkeypatch.setenv("ONELAUNCH_CACHE", str(tmp_path))
-    monkeypatch.setattr(proofs, "check", lambda *plans, room: checked.append(room))
+    monkeypatch.setattr(proofs, "check", lambda *plans, resources: checked.append(resources))
     for limit in (proofs.HOPPER_SHARED_BYTES, proofs.HOPPER_SHARED_BYTES, 1024):
         proofs._check.cache_clear()
         monkeypatch.setattr(proofs, "HOPPER_SHARED_BYTES", limit)
@@ -177,7 +177,7 @@ def test_only_the_requested_variant_is_proved_and_once_per_set_of_files(weights,
     checked = []
     monkeypatch.setenv("ONELAUNCH_CACHE", str(tmp_path))
     proofs._check.cache_clear()
-    monkeypatch.setattr(proofs, "check", lambda *plans, room: checked.append(plans[0].rung))
+    monkeypatch.setattr(proofs, "check", lambda *plans, resources: checked.append(plans[0].rung))
     monkeypatch.setattr(megakernel, "processors", lambda device: 132)
     for rung in RUNGS:
         assert megakernel.has_a_plan(rung, query_of(weights.config)) is None
@@ -195,7 +195,7 @@ def proofs_with(changes, monkeypatch, tmp_path):
     """Count the proofs that run with the sources as they are, then with changes by module name, then unchanged again."""
     real, proved = proofs.source_of, []
     monkeypatch.setenv("ONELAUNCH_CACHE", str(tmp_path))
-    monkeypatch.setattr(proofs, "check", lambda *plans, room: proved.append(plans[0].rung))
+    monkeypatch.setattr(proofs, "check", lambda *plans, resources: proved.append(plans[0].rung))
     for changed in ({}, changes, changes):
         monkeypatch.setattr(proofs, "source_of", lambda name, changed=changed: changed[name] if name in changed else real(name))
         proofs._check.cache_clear()
@@ -249,7 +249,7 @@ def test_importing_a_package_counts_all_of_its_modules(prose):
 def test_an_unsound_plan_is_refused_every_time(weights, played, monkeypatch, tmp_path, prose):
     monkeypatch.setenv("ONELAUNCH_CACHE", str(tmp_path))
 
-    def refuse(*plans, room):
+    def refuse(*plans, resources):
         raise PlanError("streaming", "it is not sound")
 
     monkeypatch.setattr(proofs, "check", refuse)

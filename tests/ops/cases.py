@@ -11,8 +11,8 @@ import torch
 
 from onelaunch.operation import Case, Direction, Operation, find_operation, names_of
 from onelaunch.workbench.result import Verdict
-from onelaunch.workbench.verify import Judge, judge, judge_answer
-from onelaunch.workbench.verify.calls import Callee
+from onelaunch.workbench.verify import Judge, judge, judge_outputs
+from onelaunch.workbench.verify.calls import Candidate
 from onelaunch.workbench.verify.poison import poisoned
 
 BOTH: tuple[Direction, ...] = ("forward", "forward_backward")
@@ -211,11 +211,11 @@ def assert_one_call_correct(
     operation: Operation[..., Any], case: Case, variant: str, direction: Direction = "forward_backward"
 ) -> None:
     """Check errors against the oracle and unwritten memory with one call. In the interpreter the whole gate takes minutes."""
-    truth = _JUDGE.truth(operation, case, direction=direction)
+    truth = _JUDGE.reference(operation, case, direction=direction)
     inputs = truth.inputs.clone()
     with poisoned():
-        answer = Callee.variant(operation, variant)(inputs)
-    assert_ok(judge_answer(truth, answer), operation, case, variant)
+        answer = Candidate.variant(operation, variant)(inputs)
+    assert_ok(judge_outputs(truth, answer), operation, case, variant)
 
 
 def assert_ok(verdict: Verdict, operation: Operation[..., Any], case: Case, variant: str) -> None:

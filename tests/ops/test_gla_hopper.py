@@ -128,7 +128,7 @@ def test_any_number_of_time_segments(parts, keys, values, per, device, monkeypat
     """More segments than chunks leave some of them empty."""
     from onelaunch.ops.gla import launch_hopper
 
-    monkeypatch.setattr(launch_hopper, "parts_of", lambda *_: parts)
+    monkeypatch.setattr(launch_hopper, "segment_count", lambda *_: parts)
     for lengths in (None, (5, 0, 290, 30)):
         case = GLA.case("bfloat16", B=1, T=325, H=2, K=keys, V=values, decay_per=per, lengths=lengths)
         assert_correct(GLA, case, "hopper", device)
@@ -303,6 +303,6 @@ def test_it_is_refused_without_a_hopper_gpu():
 )
 def test_time_segments_fill_the_gpu(programs, chunks, parts):
     pytest.importorskip("triton", reason="launches import their kernels, which import Triton")
-    from onelaunch.ops.gla.launch_hopper import parts_of
+    from onelaunch.ops.gla.launch_hopper import segment_count
 
-    assert parts_of(programs, chunks, 132) == parts
+    assert segment_count(programs, chunks, 132) == parts

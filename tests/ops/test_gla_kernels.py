@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from onelaunch.ablations.gla import WALKED_KEYS
+from onelaunch.ablations.gla import LARGEST_KEYS
 from onelaunch.errors import VariantUnsupported
 from onelaunch.operation import Query, fixed
 from onelaunch.ops.gla.reference import DECAYS
@@ -201,7 +201,7 @@ def test_kernels_refuse_unsupported_calls(variant, prose):
 
 def most_keys(variant: str, keys: int) -> int:
     """Return the largest head size up to ``keys`` that the variant takes."""
-    return min(keys, WALKED_KEYS) if variant in ("sequential", "pipelined") else keys
+    return min(keys, LARGEST_KEYS) if variant in ("sequential", "pipelined") else keys
 
 
 def made(variant: str, device: torch.device, *, grad: bool = False, seed: int = 0, **given: Any) -> dict[str, Any]:

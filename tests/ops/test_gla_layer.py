@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from onelaunch.dispatch.capture import compiler_missing
 from onelaunch.ops import gla_layer
 from onelaunch.workbench.verify import Judge
-from onelaunch.workbench.verify.truth import CAPS
+from onelaunch.workbench.verify.reference import CAPS
 from tests.ops.cases import assert_compiled_correct, assert_correct, assert_near, differentiable, pytorch_variants, results
 from tests.ops.gla_layer_cases import CASES, GLA_LAYER, TENSORS, case_of, made
 from tests.trivial import trivial_answers
@@ -35,14 +35,14 @@ def test_the_compiled_variant():
 
 
 def test_trivial_outputs_do_not_pass():
-    assert not trivial_answers(Judge().truth(GLA_LAYER, case_of("chunks_and_states")))
+    assert not trivial_answers(Judge().reference(GLA_LAYER, case_of("chunks_and_states")))
 
 
 def test_the_tolerance_grows_by_the_root_of_three_stages():
     """This applies in bfloat16, where twice the error of the PyTorch baseline is beyond the limit of one stage."""
-    truth = Judge().truth(GLA_LAYER, case_of("bfloat16"))
+    truth = Judge().reference(GLA_LAYER, case_of("bfloat16"))
     assert truth.allowed["out"] == pytest.approx(3**0.5 * CAPS[torch.bfloat16][0])
-    exact = Judge().truth(GLA_LAYER, case_of("small"))
+    exact = Judge().reference(GLA_LAYER, case_of("small"))
     assert exact.allowed["out"] < CAPS[torch.float32][0] / 10
 
 

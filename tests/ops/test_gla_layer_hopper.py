@@ -99,12 +99,12 @@ def test_aliased_scratch_buffers_do_not_change_results(name, device, monkeypatch
 
     given = given_on(device, **SIZES[name])
     leaves, lent = differentiable(given), []
-    lend = launch_hopper.lend_room
-    monkeypatch.setattr(launch_hopper, "lend_room", lambda call, into: lent.append(lend(call, into)) or lent[-1])
+    lend = launch_hopper.aliased_state_buffers
+    monkeypatch.setattr(launch_hopper, "aliased_state_buffers", lambda call, into: lent.append(lend(call, into)) or lent[-1])
     found = gradients_of((by_kernels(given),), leaves)
     assert len(lent) == 1
     assert lent[0] is not None
-    monkeypatch.setattr(launch_hopper, "lend_room", lambda call, into: None)
+    monkeypatch.setattr(launch_hopper, "aliased_state_buffers", lambda call, into: None)
     expected = gradients_of((by_kernels(given),), leaves)
     assert all(torch.equal(found[name], value) for name, value in expected.items())
 

@@ -229,11 +229,11 @@ def test_a_gradient_buffer_of_a_wrong_layout_is_refused(prose):
 
     k, matrix = torch.empty(2, 9, 2, 16), torch.empty(18, 80)
     fits = matrix[:, 32:64].view(2, 9, 2, 16)
-    assert launch.room_like(k, fits) is fits
-    assert launch.room_like(k, None).is_contiguous()
+    assert launch.output_like(k, fits) is fits
+    assert launch.output_like(k, None).is_contiguous()
     for wrong in (matrix[:, 32:64].half().view(2, 9, 2, 16), matrix[:, :64].view(2, 9, 2, 32), fits[:, :8], fits.transpose(0, 1)):
         with prose.raises(ValueError):
-            launch.room_like(k, wrong)
+            launch.output_like(k, wrong)
     with prose.raises(ValueError):
         launch_hopper.targets([64, 64], matrix.bfloat16()[:, 33:65].unflatten(0, (2, 9)).unflatten(-1, (2, 16)))
     assert SMALL["K"] == 16
@@ -250,7 +250,7 @@ def test_gradient_buffers_are_borrowed_if_states_fit_into_them():
         into = launch.Into(*(each.view(2, length, 2, -1) for each in (q, k, v)))
         given = [torch.empty(into_one.shape, dtype=torch.bfloat16) for into_one in (into.q, into.k, into.v, into.q)]
         call = launch.Attention.of(*given, None, offsets, 1.0)
-        return call, into, launch_hopper.lend_room(call, into)
+        return call, into, launch_hopper.aliased_state_buffers(call, into)
 
     for keys in (64, 128):
         call, into, found = borrowed(keys=keys)
@@ -265,4 +265,4 @@ def test_gradient_buffers_are_borrowed_if_states_fit_into_them():
     offsets = torch.tensor([0, 256], dtype=torch.int32)
     for refused in ({"length": 100}, {"keys": 256}, {"values": 64}, {"values": 256}, {"gap": 8}, {"offsets": offsets}):
         assert borrowed(**refused)[2] is None
-    assert launch_hopper.lend_room(borrowed()[0], None) is None
+    assert launch_hopper.aliased_state_buffers(borrowed()[0], None) is None

@@ -14,7 +14,7 @@ from onelaunch.dispatch.capture import compiler_missing
 from onelaunch.ops import Segment, gla, projections
 from onelaunch.ops.projections.layout import ACTIVATIONS
 from onelaunch.workbench.verify import Judge, judge_control
-from onelaunch.workbench.verify.calls import Callee, make_inputs
+from onelaunch.workbench.verify.calls import Candidate, make_inputs
 from tests.ops.cases import assert_compiled_correct, assert_correct, assert_near, pytorch_variants, results
 from tests.ops.projections_cases import CASES, EVERY, PROJECTIONS, SMALL, case_of, made, of_every_kind
 from tests.trivial import trivial_answers
@@ -43,7 +43,7 @@ def test_the_compiled_variant_is_correct(name):
 @pytest.mark.parametrize("name", [name for name in CASES if name not in ("one_of_everything", "heads_of_one_channel")])
 def test_trivial_outputs_do_not_pass(name):
     """Cases of single channels are left out: results shifted by one or normalized to signs are then near the correct ones."""
-    assert not trivial_answers(Judge().truth(PROJECTIONS, case_of(name)))
+    assert not trivial_answers(Judge().reference(PROJECTIONS, case_of(name)))
 
 
 @pytest.mark.parametrize("name", ["normalized", "bfloat16_gla"])
@@ -186,7 +186,7 @@ def test_gla_accepts_the_results(chain):
 
 def test_the_workbench_names_results_after_segments():
     inputs = make_inputs(PROJECTIONS, case_of("gla"), torch.device("cpu"), 0, "forward")
-    assert list(Callee.variant(PROJECTIONS, "wide")(inputs)) == ["q", "k", "v", "gate", "gk"]
+    assert list(Candidate.variant(PROJECTIONS, "wide")(inputs)) == ["q", "k", "v", "gate", "gk"]
 
 
 # PyTorch features

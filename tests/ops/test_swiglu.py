@@ -18,7 +18,7 @@ from onelaunch.ops import (
     swiglu_nvfp4,
 )
 from onelaunch.workbench.verify import judge_control
-from onelaunch.workbench.verify.calls import Callee
+from onelaunch.workbench.verify.calls import Candidate
 from tests.ops.cases import (
     assert_correct,
     assert_ok,
@@ -62,7 +62,7 @@ def test_trivial_outputs_do_not_pass(name):
 
     case = case_of(name)
     if name != "one_of_everything":  # a single channel shifted by one is itself
-        assert not trivial_answers(Judge().truth(SWIGLU, case))
+        assert not trivial_answers(Judge().reference(SWIGLU, case))
 
 
 @pytest.mark.parametrize("more", [{}, {"format": "fp8"}, {"format": "fp8", "row_scales": True}])
@@ -214,5 +214,5 @@ def test_the_workbench_sees_every_tensor_of_a_quantized_operand():
     assert names == [f"{one}.{part}" for one in ("x", "w_gate", "w_up") for part in ("codes", "scales", "global_scale")]
     other = make_inputs(SWIGLU, case_of("nvfp4"), torch.device("cpu"), 1, "forward")
     other.load(inputs)
-    callee = Callee.variant(SWIGLU, "eager")
+    callee = Candidate.variant(SWIGLU, "eager")
     assert torch.equal(callee(other)["h"], callee(inputs)["h"])

@@ -124,7 +124,7 @@ def test_errors_about_a_folder_name_the_environment_variable(folder, monkeypatch
     monkeypatch.setenv("ONELAUNCH_TABLES", str(folder / "file" if named == "a file" else tables.TABLES))
     with pytest.raises(error, match="ONELAUNCH_TABLES") as told:
         adopt([of_device("some-gpu")])
-    assert "--into out" not in str(told.value)
+    assert "Leave out --into" not in str(told.value)
     assert told.value.exit_code == (1 if named == "a file" else 2)
 
 

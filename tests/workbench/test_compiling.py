@@ -11,7 +11,7 @@ import torch
 
 from onelaunch.operation import find_operation
 from onelaunch.workbench.measure import compiling
-from onelaunch.workbench.measure.compiling import Place, call_once, compile_ahead, part_of_tuning, places_to_compile
+from onelaunch.workbench.measure.compiling import CompileCall, call_once, calls_to_compile, compile_ahead, part_of_tuning
 from onelaunch.workbench.study import Shape, Study
 from onelaunch.workbench.study.plan import plan_study
 from tests.workbench import toy
@@ -35,13 +35,13 @@ def study(operation: str = "toy_sum", **more):
     return Study(**(facts | more))
 
 
-def cases(declared, processes=3):
-    return list(places_to_compile(declared, plan_study(declared, SLOW_LIGHT, "cpu", "small").cells, processes))
+def calls(declared, processes=3):
+    return list(calls_to_compile(declared, plan_study(declared, SLOW_LIGHT, "cpu", "small").cells, processes))
 
 
 def test_every_runnable_call_is_compiled():
-    made = cases(study())
-    assert {(place.shape, place.direction) for place in made if place.variant == "eager"} == {
+    made = calls(study())
+    assert {(call.shape, call.direction) for call in made if call.variant == "eager"} == {
         (shape, direction) for shape in ("first", "second") for direction in ("forward", "forward_backward")
     }
 
@@ -49,10 +49,10 @@ def test_every_runnable_call_is_compiled():
 def test_each_process_compiles_some_of_the_tuned_configurations(monkeypatch):
     parallel = find_operation("toy_sum").get("parallel")
     monkeypatch.setattr(parallel, "capabilities", replace(parallel.capabilities, tunes=True))
-    made = cases(study(), 4)
-    tuned = [place for place in made if place.variant == "parallel" and place[:2] == ("first", "forward")]
-    assert [(place.part, place.parts) for place in tuned] == [(part, 4) for part in range(4)]
-    assert {place.parts for place in made if place.variant != "parallel"} == {1}
+    made = calls(study(), 4)
+    tuned = [call for call in made if call.variant == "parallel" and call[:2] == ("first", "forward")]
+    assert [(call.part, call.parts) for call in tuned] == [(part, 4) for part in range(4)]
+    assert {call.parts for call in made if call.variant != "parallel"} == {1}
     assert find_operation("gla").get("fla").capabilities.tunes
     assert find_operation("gla_layer").get("fla").capabilities.tunes
 
@@ -84,7 +84,7 @@ def test_a_share_of_tuning_tries_only_its_own_configurations():
 
 
 def test_a_share_without_a_valid_configuration_is_not_reported():
-    assert call_once(study(), Place("first", "forward", "raises", 1, 2), "cpu") is None
+    assert call_once(study(), CompileCall("first", "forward", "raises", 1, 2), "cpu") is None
 
 
 @pytest.mark.parametrize("direction", ["forward", "forward_backward"])
@@ -100,26 +100,26 @@ def test_a_call_is_made_as_it_is_measured(direction, monkeypatch):
 
             return call
 
-    monkeypatch.setattr(compiling, "Callee", Counted)
-    assert call_once(study(), Place("second", direction, "parallel"), "cpu") is None
+    monkeypatch.setattr(compiling, "Candidate", Counted)
+    assert call_once(study(), CompileCall("second", direction, "parallel"), "cpu") is None
     assert seen[-1] == ("parallel", direction == "forward_backward", ["y"] if direction == "forward_backward" else [])
 
 
 def test_an_exception_of_a_call_is_reported_and_not_raised():
     assert "raises" in toy.toy_sum.variants
-    assert call_once(study(), Place("first", "forward", "raises"), "cpu") == "RuntimeError: the kernel fell over"
+    assert call_once(study(), CompileCall("first", "forward", "raises"), "cpu") == "RuntimeError: the kernel fell over"
 
 
 def test_calls_are_made_in_other_processes(prose):
     declared, told = study("output_chain"), []
     asked = [
-        Place("first", "forward", "unfused"),
-        Place("second", "forward_backward", "unfused"),
-        Place("first", "forward", "no"),
+        CompileCall("first", "forward", "unfused"),
+        CompileCall("second", "forward_backward", "unfused"),
+        CompileCall("first", "forward", "no"),
     ]
-    failed = compile_ahead(declared, asked, "cpu", 2, lambda place, done, total: told.append((place, done, total)))
+    failed = compile_ahead(declared, asked, "cpu", 2, lambda call, done, total: told.append((call, done, total)))
     assert sorted(done for _, done, _ in told) == [1, 2, 3]
-    assert {place for place, *_ in told} == set(asked)
+    assert {call for call, *_ in told} == set(asked)
     (line,) = failed
     prose(line)
 
@@ -131,8 +131,8 @@ def test_without_calls_no_process_starts():
 def test_a_run_compiles_unfinished_cases_before_it_measures(prose):
     asked, order = [], []
 
-    def compiled(declared, cases, device, processes, tell):
-        asked.extend(cases)
+    def compiled(declared, calls, device, processes, tell):
+        asked.extend(calls)
         order.append("compile")
         tell(asked[0], 1, len(asked))
         return ["eager at first: too large"]
@@ -140,7 +140,7 @@ def test_a_run_compiles_unfinished_cases_before_it_measures(prose):
     result = run(study(), processes=3, steps=steps(compile=compiled), on_progress=lambda step: order.append(step.step))
     assert order[:2] == ["compile", "compile"]
     assert "verify" in order
-    assert len(asked) == len(cases(study()))
+    assert len(asked) == len(calls(study()))
     prose([note for note in result.notes if "too large" in note])
 
 
@@ -163,7 +163,7 @@ def test_a_call_leaves_no_tensors_behind(variant, monkeypatch):
 
     make_inputs = compiling.make_inputs
     monkeypatch.setattr(compiling, "make_inputs", make_and_note)
-    problem = call_once(study(), Place("first", "forward_backward", variant), "cpu")
+    problem = call_once(study(), CompileCall("first", "forward_backward", variant), "cpu")
     assert bool(problem) == (variant == "raises")
     assert left
     assert all(reference() is None for reference in left)
@@ -180,6 +180,6 @@ def test_a_gpu_gets_its_memory_back_after_each_call(fails, monkeypatch):
 
     monkeypatch.setattr(compiling, "_make", make)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: done.append("emptied"))
-    problem = call_once(study(), Place("first", "forward", "eager"), "cuda:0")
+    problem = call_once(study(), CompileCall("first", "forward", "eager"), "cuda:0")
     assert problem == ("OutOfMemoryError: no more" if fails else None)
     assert done == ["made", "emptied"]

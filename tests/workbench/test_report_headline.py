@@ -165,7 +165,7 @@ def with_cells(keep, **changes) -> Result:
 def test_a_rejected_time_does_not_count_as_missing() -> None:
     (said,) = headline(with_cells(lambda cell: cell.variant == "compiled" and cell.timings, status="invalid")).found
     assert "compiled" in said
-    assert "not believed" in said
+    assert "not valid" in said
     assert headline(with_cells(lambda cell: True, status="error", timings=())).found == ("Nothing was timed.",)
 
 

@@ -13,7 +13,7 @@ from onelaunch.workbench.report import markdown, page
 from onelaunch.workbench.report.details import details
 from onelaunch.workbench.report.plots import LONGEST_LABEL, Plot, plots
 from onelaunch.workbench.report.series import MOST_SERIES, Series
-from onelaunch.workbench.report.summary import summarize, times_floor
+from onelaunch.workbench.report.summary import over_roofline, summarize
 from onelaunch.workbench.result import Result
 from tests.workbench import results
 from tests.workbench.drawn import unseen_changed
@@ -83,7 +83,7 @@ def without_bounds(result: Result) -> Result:
 @pytest.mark.parametrize("make", [results.proceed_on_gpu, results.interrupted_on_cpu, results.largest])
 def test_a_roofline_bound_of_zero_gives_a_report_without_ratios(make) -> None:
     result = without_bounds(make())
-    assert {times_floor(cell, "cold") for cell in result.cells} == {None}
+    assert {over_roofline(cell, "cold") for cell in result.cells} == {None}
     assert {row[-1] for table in summarize(result).use for row in table.rows} == {"–"}
     assert not [plot for plot in page.plots(result) if plot.title.startswith("Distance")]
     assert "roofline bound 0 µs" in markdown.render(result)

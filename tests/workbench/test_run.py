@@ -48,8 +48,8 @@ def test_a_study_runs_from_plan_to_decision(tmp_path):
     assert any("input sets" in note for note in result.notes)
     assert {(step.shape, step.direction) for step in told} >= {("first", "forward"), ("second", "forward_backward")}
     assert {step.step for step in told} >= {"verify", "time"}
-    assert [step.place for step in told] == sorted(step.place for step in told)
-    assert {step.places for step in told} == {4}
+    assert [step.cases_done for step in told] == sorted(step.cases_done for step in told)
+    assert {step.cases for step in told} == {4}
 
 
 def test_the_result_is_saved_at_the_given_path_and_readable(tmp_path):

@@ -13,7 +13,7 @@ from onelaunch.workbench.measure import sampling, timing
 from onelaunch.workbench.measure.sampling import CpuSampler, GpuSampler, count_sets, rotate
 from onelaunch.workbench.measure.timing import Interrupted, measure, order
 from onelaunch.workbench.verify import Judge
-from onelaunch.workbench.verify.calls import Callee, status_of
+from onelaunch.workbench.verify.calls import Candidate, status_of
 from tests.workbench.toy import ToyCall, parallel, toy_case, toy_sum
 
 
@@ -36,7 +36,7 @@ class FakeSampler:
         self.counts[regime] += 1
         return self.script(self.name, regime, self.counts[regime])
 
-    def answers(self, regime):
+    def outputs(self, regime):
         yield self.answer
 
 
@@ -97,7 +97,7 @@ def test_candidates_are_interleaved_within_rounds(scripted):
 def test_the_baseline_is_timed_twice_but_shown_once(scripted):
     scripted(lambda name, regime, n: {"eager0": 10.0, "parallel1": 5.0, "eager2": 10.8}[name])
     found = run()
-    assert set(found.subjects) == {"eager", "parallel"}
+    assert set(found.candidates) == {"eager", "parallel"}
     (noise,) = found.noise
     assert noise.ratio.median == pytest.approx(1.08)
     assert noise.floor == pytest.approx(1.08)
@@ -118,7 +118,7 @@ def test_a_baseline_that_cannot_run_gives_no_noise(scripted):
 def test_the_first_correct_baseline_gives_the_noise(scripted, prose):
     scripted(lambda name, regime, n: {"eager0": 10.0, "parallel1": 5.0, "parallel2": 5.5}[name])
     found = run(variants=["zeros", "eager", "parallel"], baseline=("zeros", "parallel", "eager"))
-    assert found.subjects["zeros"].status == "incorrect"
+    assert found.candidates["zeros"].status == "incorrect"
     assert found.noise[0].floor == pytest.approx(1.1)
     prose([note for note in found.notes if "zeros" in note])
 
@@ -164,7 +164,7 @@ def test_consecutive_steps_are_timed_in_addition_to_single_calls(scripted, loops
     scripted(lambda name, regime, n: 10.0)
     made = loops(parallel={"step": 30e-6})
     found = run(regimes=("cold", "running", "served"))
-    times = {timing.regime: timing.microseconds.median for timing in found.subjects["parallel"].timings}
+    times = {timing.regime: timing.microseconds.median for timing in found.candidates["parallel"].timings}
     assert times == {"cold": 10.0, "running": pytest.approx(20.0), "served": pytest.approx(30.0)}
     assert {noise.regime for noise in found.noise} == {"cold", "running", "served"}
     assert sorted(made) == sorted(2 * ["eager", "parallel", "eager"]), "one loop per regime, and two for the baseline"
@@ -181,15 +181,15 @@ def test_times_of_wrong_consecutive_steps_are_rejected(scripted, loops, facts, s
     scripted(lambda name, regime, n: 10.0)
     loops(parallel=facts)
     found = run(regimes=("cold", "served"))
-    assert (found.subjects["parallel"].status, found.subjects["parallel"].reason) == (status, reason)
-    assert found.subjects["eager"].status == "ok"
+    assert (found.candidates["parallel"].status, found.candidates["parallel"].reason) == (status, reason)
+    assert found.candidates["eager"].status == "ok"
 
 
 def test_controls_and_gradients_have_no_consecutive_steps(scripted, loops):
     scripted(lambda name, regime, n: 10.0)
     made = loops()
     found = run(regimes=("cold", "running"), controls=["product"], rounds=3)
-    assert {name: len(subject.timings) for name, subject in found.subjects.items()} == {"eager": 2, "parallel": 2, "product": 1}
+    assert {name: len(subject.timings) for name, subject in found.candidates.items()} == {"eager": 2, "parallel": 2, "product": 1}
     made.clear()
     run(regimes=("cold", "running"), direction="forward_backward", rounds=3)
     assert made == []
@@ -208,7 +208,7 @@ def test_ctrl_c_keeps_complete_rounds(scripted):
     with pytest.raises(KeyboardInterrupt) as caught:
         run(rounds=50)
     assert isinstance(caught.value, Interrupted)
-    subjects = caught.value.measurements.subjects
+    subjects = caught.value.measurements.candidates
     kept = {name: len(subject.timings[0].rounds) for name, subject in subjects.items()}
     assert kept["eager"] == kept["parallel"] >= 2, "a round counts for all candidates or for none"
     assert {subject.status for subject in subjects.values()} == {"interrupted"}
@@ -223,7 +223,7 @@ def test_ctrl_c_during_verification_keeps_the_statuses_found(monkeypatch):
     monkeypatch.setattr(toy_sum.get("parallel"), "run", stop)
     with pytest.raises(Interrupted) as caught:
         run(variants=["eager", "zeros", "gpu_only", "parallel"])
-    statuses = {name: subject.status for name, subject in caught.value.measurements.subjects.items()}
+    statuses = {name: subject.status for name, subject in caught.value.measurements.candidates.items()}
     assert statuses == {"eager": "interrupted", "zeros": "incorrect", "gpu_only": "unsupported", "parallel": "interrupted"}
 
 
@@ -235,13 +235,13 @@ def test_a_candidate_that_fails_during_timing_does_not_stop_the_others(scripted)
 
     scripted(script)
     found = run(rounds=10)
-    assert found.subjects["parallel"].status == "out_of_memory"
-    assert len(found.subjects["eager"].timings[0].rounds) == 10
-    assert found.subjects["eager"].status == "ok"
+    assert found.candidates["parallel"].status == "out_of_memory"
+    assert len(found.candidates["eager"].timings[0].rounds) == 10
+    assert found.candidates["eager"].status == "ok"
 
 
 def test_statuses_have_reasons():
-    subjects = run(variants=["eager", "gpu_only", "missing_package", "raises", "runs_out", "zeros"]).subjects
+    subjects = run(variants=["eager", "gpu_only", "missing_package", "raises", "runs_out", "zeros"]).candidates
     assert {name: subject.status for name, subject in subjects.items()} == {
         "eager": "ok",
         "gpu_only": "unsupported",
@@ -260,7 +260,7 @@ def test_statuses_have_reasons():
 
 def test_no_runnable_candidate_is_a_valid_result():
     found = run(variants=["zeros", "gpu_only"])
-    assert not any(subject.timings for subject in found.subjects.values())
+    assert not any(subject.timings for subject in found.candidates.values())
     assert found.noise == ()
 
 
@@ -276,15 +276,15 @@ def test_a_refused_regime_does_not_affect_the_others(scripted, monkeypatch):
 
     monkeypatch.setattr(timing, "make_sampler", refusing)
     found = run(regimes=("cold", "eager"))
-    assert [one.regime for one in found.subjects["parallel"].timings] == ["eager"]
-    assert found.subjects["parallel"].status == "error"
-    assert "it synchronises" in found.subjects["parallel"].reason
-    assert found.subjects["eager"].status == "ok"
+    assert [one.regime for one in found.candidates["parallel"].timings] == ["eager"]
+    assert found.candidates["parallel"].status == "error"
+    assert "it synchronises" in found.candidates["parallel"].reason
+    assert found.candidates["eager"].status == "ok"
 
 
 def test_the_time_limit_stops_after_three_rounds_at_the_earliest():
     found = run(rounds=1000, time_cap_seconds=0.0)
-    assert len(found.subjects["eager"].timings[0].rounds) == 3
+    assert len(found.candidates["eager"].timings[0].rounds) == 3
     assert any("time cap" in note and "3 of 1000" in note for note in found.notes)
 
 
@@ -315,14 +315,14 @@ def test_times_and_controls_of_both_directions_are_plausible():
     forward = measure(toy_sum, case, variants=["eager", "parallel"], controls=["product"], rounds=5)
     backward = measure(toy_sum, case, "forward_backward", variants=["eager", "parallel"], controls=["product"], rounds=5)
     for found in (forward, backward):
-        assert {name: subject.status for name, subject in found.subjects.items()} == dict.fromkeys(found.subjects, "ok")
-        assert [one.regime for one in found.subjects["parallel"].timings] == ["cold", "warm", "eager"]
-        times = {name: subject.timings[0].microseconds.median for name, subject in found.subjects.items()}
+        assert {name: subject.status for name, subject in found.candidates.items()} == dict.fromkeys(found.candidates, "ok")
+        assert [one.regime for one in found.candidates["parallel"].timings] == ["cold", "warm", "eager"]
+        times = {name: subject.timings[0].microseconds.median for name, subject in found.candidates.items()}
         assert times["eager"] > 5 * times["parallel"] > 5 * 0.5 * times["product"] > 0
-        assert found.subjects["product"].control
-        assert found.subjects["eager"].verdict is not None
+        assert found.candidates["product"].control
+        assert found.candidates["eager"].verdict is not None
         assert found.clocks == {}
-    slower = [found.subjects["eager"].timings[0].microseconds.median for found in (forward, backward)]
+    slower = [found.candidates["eager"].timings[0].microseconds.median for found in (forward, backward)]
     assert slower[1] > 1.5 * slower[0]
 
 
@@ -343,9 +343,9 @@ def test_cold_calls_rotate_through_all_sets_and_warm_calls_use_one(monkeypatch):
         used.append(arguments["x"].data_ptr())
         return toy_sum(**arguments, variant="parallel")
 
-    rotation = rotate(Judge().truth(toy_sum, case), torch.device("cpu"))
+    rotation = rotate(Judge().reference(toy_sum, case), torch.device("cpu"))
     assert len(rotation.sets) > 4
-    callee = Callee("parallel", call, toy_sum.outputs)
+    callee = Candidate("parallel", call, toy_sum.outputs)
     one, other = CpuSampler(callee, rotation), CpuSampler(callee, rotation)
     one.prepare(("cold", "warm"))
     used.clear()
@@ -376,7 +376,7 @@ def test_rotated_sets_exceed_three_caches_unless_memory_is_short(monkeypatch):
 
 
 def test_every_set_has_its_own_storage_and_the_same_contents():
-    rotation = rotate(Judge().truth(toy_sum, toy_case(B=8, T=256, V=256), direction="forward_backward"), torch.device("cpu"))
+    rotation = rotate(Judge().reference(toy_sum, toy_case(B=8, T=256, V=256), direction="forward_backward"), torch.device("cpu"))
     pointers = [tensor.data_ptr() for one in rotation.sets for _, tensor in one.named_tensors()]
     assert len(set(pointers)) == len(pointers)
     first, last = rotation.sets[0], rotation.sets[-1]
@@ -404,14 +404,14 @@ def test_peak_memory_is_the_increase_by_one_call(monkeypatch):
         log.append("call")
         return parallel(ToyCall(**arguments))
 
-    rotation = rotate(Judge().truth(toy_sum, toy_case()), torch.device("cpu"))
-    sampler = GpuSampler(Callee("mine", call, toy_sum.outputs), rotation, torch.device("cuda"), Stream())
+    rotation = rotate(Judge().reference(toy_sum, toy_case()), torch.device("cpu"))
+    sampler = GpuSampler(Candidate("mine", call, toy_sum.outputs), rotation, torch.device("cuda"), Stream())
     assert sampler._measure_peak() == 4000
     assert log == ["reset_peak_memory_stats", "memory_allocated", "call", "synchronize", "max_memory_allocated"]
 
 
 def test_on_a_cpu_peak_memory_is_not_measured():
-    assert {subject.peak_bytes for subject in run(rounds=3).subjects.values()} == {None}
+    assert {subject.peak_bytes for subject in run(rounds=3).candidates.values()} == {None}
 
 
 # On a GPU
@@ -428,8 +428,8 @@ def test_peak_memory_includes_results_and_temporaries_but_no_inputs():
         return parallel(call)
 
     try:
-        found = measure(toy_sum, case, variants=["parallel", "greedy"], baseline="parallel", rounds=3, device="cuda").subjects
-        both = measure(toy_sum, case, "forward_backward", variants=["parallel"], rounds=3, device="cuda").subjects
+        found = measure(toy_sum, case, variants=["parallel", "greedy"], baseline="parallel", rounds=3, device="cuda").candidates
+        both = measure(toy_sum, case, "forward_backward", variants=["parallel"], rounds=3, device="cuda").candidates
     finally:
         del toy_sum.variants["greedy"]
     y = 8 * 512 * 64 * 2
@@ -445,7 +445,7 @@ def test_graphs_are_timed_in_all_regimes_and_directions():
         found = measure(
             toy_sum, case, direction, variants=["eager", "parallel", "gpu_only"], controls=["product"], rounds=5, device="cuda"
         )
-        for subject in found.subjects.values():
+        for subject in found.candidates.values():
             assert subject.status == "ok", subject.reason
             times = {one.regime: one.microseconds.median for one in subject.timings}
             assert 0 < times["warm"] <= 1.1 * times["cold"]
@@ -466,9 +466,9 @@ def test_a_call_that_cannot_be_captured_is_refused_and_the_next_capture_works():
         found = measure(toy_sum, toy_case(), variants=["synchronises", "parallel"], baseline="parallel", rounds=3, device="cuda")
     finally:
         del toy_sum.variants["synchronises"]
-    subject = found.subjects["synchronises"]
+    subject = found.candidates["synchronises"]
     assert subject.status == "error"
     assert "cannot be captured" in subject.reason
     assert [one.regime for one in subject.timings] == ["eager"]
-    assert found.subjects["parallel"].status == "ok"
-    assert [one.regime for one in found.subjects["parallel"].timings] == ["cold", "warm", "eager"]
+    assert found.candidates["parallel"].status == "ok"
+    assert [one.regime for one in found.candidates["parallel"].timings] == ["cold", "warm", "eager"]

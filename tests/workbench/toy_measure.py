@@ -12,7 +12,7 @@ from onelaunch.operation import Operation
 from onelaunch.workbench.decide.measured import CountedMeasure
 from onelaunch.workbench.measure.count import Request
 from onelaunch.workbench.study import Criterion, Shape, Study, register
-from onelaunch.workbench.verify.calls import Callee, make_inputs
+from onelaunch.workbench.verify.calls import Candidate, make_inputs
 
 
 @register
@@ -49,5 +49,5 @@ def _operators(operation: Operation[..., Any], request: Request, device: torch.d
         return "a control is no call of the operation"
     inputs = make_inputs(operation, request.case, device, 0, request.direction)
     with _Operators() as found:
-        Callee.variant(operation, request.variant)(inputs)
+        Candidate.variant(operation, request.variant)(inputs)
     return found.count

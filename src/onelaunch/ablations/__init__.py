@@ -1,4 +1,4 @@
-"""Variants that are kept as lessons: optimizations that were measured and lost.
+"""Ablations: variants of optimizations that were measured and lost.
 
 They are registered for the studies that measured them and run by name alone: ``auto`` never chooses them
 (``by_name_only=True``). Their kernels are left as they were measured, and some spill registers by design. They are registered

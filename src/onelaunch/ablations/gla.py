@@ -16,34 +16,37 @@ from onelaunch.ops.gla.variants.triton import BACKWARD, no_value_gate, training
 if TYPE_CHECKING:
     from onelaunch.ops.gla.launch import Attention, Tiles
 
-WALKED_KEYS = 64
-"""Largest K of which a CTA holds a whole state in registers."""
+LARGEST_KEYS = 64
+"""Largest K for which a CTA holds a whole state in registers."""
 
 
-def walk_tiles(keys: int, values: int) -> Tiles:
+def forward_tiles(keys: int, values: int) -> Tiles:
     """Return the tiles of the single launch: all keys, and as many values as registers allow."""
     from onelaunch.ops.gla.launch import Tiles, block
 
-    return Tiles(block(keys, WALKED_KEYS), block(values, 32), warps=8)
+    return Tiles(block(keys, LARGEST_KEYS), block(values, 32), warps=8)
 
 
-def walk(call: Attention, *, want_final: bool, ahead: bool) -> Results:
-    """Compute o and the final state in one launch, which loads the next chunk before it works on one (``ahead``) or after."""
-    from onelaunch.ablations.kernels.gla import walk_kernel
+def forward(call: Attention, *, want_final: bool, prefetch: bool) -> Results:
+    """Compute o and the final state in one launch.
+
+    With ``prefetch`` it loads the next chunk before it works on one, otherwise after.
+    """
+    from onelaunch.ablations.kernels.gla import forward_kernel
     from onelaunch.kernels.common.layout import cdiv
     from onelaunch.ops.gla.launch import empty_final, strides
 
     _, _, heads, keys, values = call.sizes
-    tiles, rounding = walk_tiles(keys, values), call.rounding
+    tiles, rounding = forward_tiles(keys, values), call.rounding
     out = torch.empty(call.v.shape, dtype=call.v.dtype, device=call.v.device)
     final = empty_final(call, wanted=want_final)
     Launch(
-        walk_kernel, (call.sequence_count * heads * cdiv(values, tiles.values),),
+        forward_kernel, (call.sequence_count * heads * cdiv(values, tiles.values),),
         call.q, call.k, call.v, call.g, call.sequences.initial, call.sequences.offsets, out, final, call.scale,
         *call.numbers(), *strides(call.q, call.k, call.v, call.g), mma=Mma.WARP,
         BS=min(tiles.keys, 16), PARTS=rounding.parts, STATE_PARTS=call.parts(want_final),
-        LIMIT=rounding.limit, LARGEST=rounding.largest, FIRST=call.sequences.initial is not None, LAST=want_final, AHEAD=ahead,
-        num_stages=tiles.stages, **call.flags(tiles, exact=want_final),
+        LIMIT=rounding.limit, LARGEST=rounding.largest, FIRST=call.sequences.initial is not None, LAST=want_final,
+        PREFETCH=prefetch, num_stages=tiles.stages, **call.flags(tiles, exact=want_final),
     ).run()  # fmt: skip
     return out, final
 
@@ -51,24 +54,30 @@ def walk(call: Attention, *, want_final: bool, ahead: bool) -> Results:
 @launches("sequential")
 def launch_sequential(call: Attention, want_final: bool) -> Results:
     """Launch the pass along time that loads a chunk after it has worked on the one before."""
-    return walk(call, want_final=want_final, ahead=False)
+    return forward(call, want_final=want_final, prefetch=False)
 
 
 @gla.variant("sequential", launches=1, fuses=("decay", "scores", "states"), hands=(), by_name_only=True, **BACKWARD)
 def sequential(call: GlaCall) -> Results:
-    """One launch along time, load after product after load: the write-up's baseline. Its backward pass is that of ``fused``."""
+    """Compute in one launch along time, load after product after load: the write-up's baseline.
+
+    Its backward pass is that of ``fused``.
+    """
     return attend(call, "sequential")
 
 
 @launches("pipelined")
 def launch_pipelined(call: Attention, want_final: bool) -> Results:
     """Launch the pass along time that loads a chunk before it works on the one before."""
-    return walk(call, want_final=want_final, ahead=True)
+    return forward(call, want_final=want_final, prefetch=True)
 
 
 @gla.variant("pipelined", launches=1, fuses=("decay", "scores", "states"), hands=(), by_name_only=True, **BACKWARD)
 def pipelined(call: GlaCall) -> Results:
-    """The same, double-buffered by hand: the next chunk's loads in registers. The write-up's loser, kept as the lesson it is."""
+    """Compute as ``sequential``, double-buffered by hand: the next chunk's loads wait in registers.
+
+    It lost in the write-up (1.9 times the baseline's time on an H200), and is kept for that result.
+    """
     return attend(call, "pipelined")
 
 
@@ -79,9 +88,9 @@ for _variant in (sequential, pipelined):
 @sequential.supports
 @pipelined.supports
 def holds_the_state(query: Query) -> str | None:
-    """Return why a CTA of these, which holds all keys of a state, cannot run a call."""
-    if query.sizes[3] > WALKED_KEYS:
-        return f"needs K of at most {WALKED_KEYS}: it holds the state in registers"
+    """Return why a CTA, which holds all keys of a state, cannot run a call, or ``None``."""
+    if query.sizes[3] > LARGEST_KEYS:
+        return f"needs K of at most {LARGEST_KEYS}: it holds the state in registers"
     return None
 
 
@@ -93,4 +102,4 @@ for _variant in (sequential, pipelined):
 @pipelined.examples
 def small_heads() -> list[Example]:
     """Return training calls with heads of the largest sizes that they take."""
-    return training(WALKED_KEYS, 64, ("channel",))
+    return training(LARGEST_KEYS, 64, ("channel",))

@@ -17,14 +17,14 @@ if TYPE_CHECKING:
     from onelaunch.ops.linear_rnn.launch import Layer, Results
 
 WIDEST = 2048
-"""Widest x whose weights the kernel holds in registers."""
+"""Largest number of columns of x for which the kernel holds the weights in registers."""
 
 CHANNELS = 16
 """Channels of a CTA: its weights [D, 16] stay in registers."""
 
 
 def warps_for(width: int) -> int:
-    """Return so many warps that each thread holds at most 64 weights."""
+    """Return the number of warps with which each thread holds at most 64 weights."""
     return min(16, max(4, power_of_2(width) * CHANNELS // (32 * 64)))
 
 
@@ -51,7 +51,10 @@ def run_stepwise(layer: Layer) -> Results:
     "fused_stepwise", launches=1, backward_launches=3, fuses=("projection", "scan", "gate"), gemm="vector", by_name_only=True
 )
 def fused_stepwise(call: LinearRNNCall) -> tuple[torch.Tensor, torch.Tensor]:
-    """One launch, a vector-matrix product per time step: the write-up's loser, kept as the lesson it is."""
+    """Compute in one launch, with a vector-matrix product per time step.
+
+    It lost in the write-up of experiment 040, and is kept for that result.
+    """
     return one_launch(call, "stepwise")
 
 

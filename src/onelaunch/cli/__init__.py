@@ -1,1 +1,1 @@
-"""The command line: one module per command."""
+"""Command line, with one module for each command."""

@@ -1,4 +1,7 @@
-"""What makes a command start sooner: what needs no Python is begun beside the import of PyTorch, and that import hastened."""
+"""Measures that shorten the start of a command.
+
+The import of PyTorch runs without garbage collection, and a CUDA context is created in a thread during the import.
+"""
 
 from __future__ import annotations
 
@@ -17,20 +20,21 @@ from pathlib import Path
 from onelaunch.cuda.driver import library
 
 _FOR_CUDA = re.compile(r"^cuda\b.*= *['\"]", re.MULTILINE)
-"""In PyTorch's ``version.py``, where it was built for CUDA."""
+"""Line of PyTorch's ``version.py`` that a build for CUDA contains."""
 
 
 @contextlib.contextmanager
 def hastened_import() -> Iterator[None]:
-    """PyTorch's, without garbage collection: a tenth of its time goes into looking again and again through what stays.
+    """Disable garbage collection while PyTorch is imported.
 
-    Ctrl-C ends the process at once meanwhile: an exception could be lost amid the import.
+    Garbage collection takes a tenth of the import's time, because it repeatedly scans objects that all stay alive. During the
+    import Ctrl-C ends the process at once, since an exception could be swallowed by the code that is being imported.
     """
     if "torch" in sys.modules or not gc.isenabled():
         yield
         return
-    alone = threading.current_thread() is threading.main_thread()
-    interruptible = alone and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    in_main_thread = threading.current_thread() is threading.main_thread()  # only there can signal handlers be set
+    interruptible = in_main_thread and signal.getsignal(signal.SIGINT) is signal.default_int_handler
     gc.disable()
     if interruptible:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -39,27 +43,30 @@ def hastened_import() -> Iterator[None]:
     finally:
         if interruptible:
             signal.signal(signal.SIGINT, signal.default_int_handler)
-        gc.freeze()  # nor are they looked through later
+        gc.freeze()  # later collections need not scan the imported objects either
         gc.enable()
 
 
 def make_context(arguments: Sequence[str]) -> threading.Thread | None:
-    """Make the first GPU's primary context, PyTorch's own, in a thread.
+    """Create the first GPU's primary context, which PyTorch will use, in a thread.
 
     Args:
-        arguments: of the command. Where they name a device, or ask for help, nothing is begun, and ``None`` comes back; nor where
-            PyTorch will not use a GPU.
+        arguments: Arguments of the command.
+
+    Returns:
+        The thread. ``None`` if the arguments name a device or ask for help, or if PyTorch was not built for CUDA; no context is
+        created then.
     """
     if any(argument.partition("=")[0] in ("--device", "--help", "-h") for argument in arguments) or not _for_cuda():
         return None
-    os.environ.setdefault("CUDA_MODULE_LOADING", "LAZY")  # as PyTorch does, which comes too late now
-    thread = threading.Thread(target=_make_context, name="context")  # the end of the process waits for it
+    os.environ.setdefault("CUDA_MODULE_LOADING", "LAZY")  # PyTorch sets this too, but only after the context exists
+    thread = threading.Thread(target=_make_context, name="context")  # no daemon: the process waits for it at its end
     thread.start()
     return thread
 
 
 def _for_cuda() -> bool:
-    """Without importing it."""
+    """Return whether PyTorch was built for CUDA, without importing it."""
     found = importlib.util.find_spec("torch")
     try:
         return bool(
@@ -70,10 +77,12 @@ def _for_cuda() -> bool:
 
 
 def _make_context() -> None:
-    """Without a driver or a GPU nothing happens: PyTorch says later what is missing."""
+    """Create the context. Without a driver or a GPU do nothing, since PyTorch reports later what is missing."""
     try:
         driver = library()
     except OSError:
         return
     if driver.cuInit(0) == 0:
-        driver.cuDevicePrimaryCtxRetain(ctypes.byref(ctypes.c_void_p()), 0)  # never released: the process keeps it
+        driver.cuDevicePrimaryCtxRetain(
+            ctypes.byref(ctypes.c_void_p()), 0
+        )  # never released, so that the context lives as long as the process

@@ -1,4 +1,4 @@
-"""All commands in one application, and how their errors reach the user. A command is imported when it is called."""
+"""Application of all commands. It imports a command when it is called, and reports errors in one line with an exit code."""
 
 from __future__ import annotations
 
@@ -20,31 +20,32 @@ from onelaunch.errors import AdvisedError, OneLaunchError
 from onelaunch.wording import escaped
 
 FAILED, INTERRUPTED, PIPE_CLOSED = 1, 130, 141
-"""Exit codes beside 0. Errors of ours say their own: :attr:`onelaunch.errors.OneLaunchError.exit_code`."""
+"""Exit codes other than 0. An error of onelaunch has its own: :attr:`onelaunch.errors.OneLaunchError.exit_code`."""
 
 OPTIONS = {"save_to": "--out", "folder": "--report-dir", "force": "--force", "resume": "--resume", "scale": "--scale"}
-"""Options that stand for the arguments which errors advise to pass."""
+"""Command-line options by the name of the function argument that an error advises to pass."""
 
 
 class Command(NamedTuple):
-    """A command's place and its summary, so that help need not import it."""
+    """Location and summary of a command, so that help can be printed without importing it."""
 
     module: str
     function: str
     """Name of the command's function in the module, or of a Typer application of several commands."""
     summary: str
-    """First sentence of its help."""
+    """First sentence of the command's help."""
 
 
 class LazyGroup(TyperGroup):
-    """Group of commands that are imported, with all that they need, only when they are called."""
+    """Group of commands that are imported only when they are called."""
 
     table: ClassVar[Mapping[str, Command]] = {}
+    """Commands by name."""
 
     def __init__(self, **facts: Any) -> None:
         super().__init__(**facts)
         names: Any = dict.fromkeys(self.table)
-        self.commands = names  # for what looks for a name that was meant
+        self.commands = names  # Typer reads these names to suggest one for a mistyped name
         self._helping = False
 
     def list_commands(self, ctx: Any) -> list[str]:
@@ -52,14 +53,14 @@ class LazyGroup(TyperGroup):
         return list(self.table)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """Return a command, imported; while the group's help is made, a stand-in with its name and summary."""
+        """Import and return a command. While the group's help is printed, return a placeholder with its name and summary."""
         del ctx
         if cmd_name not in self.table:
             return None
         return TyperCommand(cmd_name, help=self.table[cmd_name].summary) if self._helping else self.load(cmd_name)
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
-        """Write the help of the group, for which no command is imported."""
+        """Write the help of the group without importing any command."""
         self._helping = True
         try:
             super().format_help(ctx, formatter)
@@ -69,20 +70,20 @@ class LazyGroup(TyperGroup):
     @classmethod
     def load(cls, name: str) -> Any:
         """Import a command."""
-        place = cls.table[name]
+        command = cls.table[name]
         with hastened_import():
-            found = getattr(importlib.import_module(place.module), place.function)
-        alone = found
+            found = getattr(importlib.import_module(command.module), command.function)
+        app = found
         if not isinstance(found, typer.Typer):
-            alone = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False)
-            alone.command(name, help=_paragraphs(found.__doc__))(found)
-        command = typer.main.get_command(alone)
-        command.name = name
-        return command
+            app = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False)
+            app.command(name, help=_paragraphs(found.__doc__))(found)
+        loaded = typer.main.get_command(app)
+        loaded.name = name
+        return loaded
 
 
 class Commands(LazyGroup):
-    """All commands. Turns errors made on purpose into one line on stderr and an exit code."""
+    """Group of all commands. It reports expected errors in one line on stderr and ends with their exit code."""
 
     table: ClassVar[Mapping[str, Command]] = {
         "generate": Command(
@@ -90,17 +91,20 @@ class Commands(LazyGroup):
             "generate",
             "Continue a text with a model of the Qwen3 family.",
         ),
-        "explain": Command("onelaunch.cli.explain", "explain", "Say which variant would run a call here, and why."),
+        "explain": Command("onelaunch.cli.explain", "explain", "Show which variant would run a call here, and why."),
         "inspect": Command(
             "onelaunch.cli.inspection",
             "inspect",
-            "Compile an operation's kernels for an architecture and take them apart: no GPU is needed.",
+            "Compile and disassemble an operation's kernels for an architecture; no GPU is needed.",
         ),
-        "doctor": Command("onelaunch.cli.doctor", "doctor", "Say what is here and what is missing for what."),
+        "doctor": Command(
+            "onelaunch.cli.doctor", "doctor", "List the devices and software found here, and what is missing for which purpose."
+        ),
         "study": Command("onelaunch.cli.study.application", "study", "Declare, run, read and compare studies."),
     }
 
     def invoke(self, ctx: Any) -> Any:
+        """Run a command, and turn expected errors into one line on stderr and an exit code, unless ``--debug`` is set."""
         debug = ctx.params.get("debug")
         try:
             with warnings.catch_warnings():
@@ -127,7 +131,10 @@ class Commands(LazyGroup):
 
 
 def _paragraphs(text: str | None) -> str | None:
-    """Return a docstring with each paragraph on one line, since help wraps lines again but keeps line breaks."""
+    """Return a docstring with each paragraph on one line.
+
+    Help wraps lines itself but keeps line breaks. Paragraphs with indented lines stay as they are.
+    """
     if text is None:
         return None
     paragraphs = inspect.cleandoc(text).split("\n\n")
@@ -135,18 +142,18 @@ def _paragraphs(text: str | None) -> str | None:
 
 
 def _said(error: OneLaunchError) -> str:
-    """Return an error's message, with options where it advises to pass arguments."""
+    """Return an error's message, with command-line options in place of the arguments that it advises to pass."""
     return error.told(OPTIONS) if isinstance(error, AdvisedError) else str(error)
 
 
 def _one_line(show: Any) -> Any:
-    """Return a function that shows a warning of ours as one line, and any other as ``show`` does."""
+    """Return a function that prints a warning of onelaunch as one line, and any other warning as ``show`` does."""
 
-    def show_warning(message: Warning | str, category: type[Warning], *place: Any, **more: Any) -> None:
+    def show_warning(message: Warning | str, category: type[Warning], *location: Any, **more: Any) -> None:
         if issubclass(category, OneLaunchError):
             typer.echo(f"warning: {escaped(str(message))}", err=True)
         else:
-            show(message, category, *place, **more)
+            show(message, category, *location, **more)
 
     return show_warning
 
@@ -162,11 +169,12 @@ application = typer.Typer(
 
 
 def _is_about_this_machine(record: logging.LogRecord) -> bool:
-    """Drop PyTorch's warning that a machine with CUDA's tools has no GPU: it would stand between a command's own lines."""
+    """Return False for PyTorch's warning that a machine with CUDA's tools has no GPU, so that it does not clutter the output."""
     return "No CUDA runtime is found" not in record.getMessage()
 
 
 def _version(asked: bool) -> None:
+    """Print the version and exit, if ``--version`` was passed."""
     if asked:
         typer.echo(f"onelaunch {__version__}")
         raise typer.Exit
@@ -177,23 +185,23 @@ def onelaunch(
     version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show the whole traceback of an error.")] = False,
 ) -> None:
-    """Fused GPU kernels, and the workbench that proves when fusing pays.
+    """Fused GPU kernels, and the workbench that shows when fusing pays.
 
-    [bold]A first look[/bold]
+    [bold]First commands to try[/bold]
 
-      onelaunch doctor                      what is here, what is missing
-      onelaunch generate "def main("        text from a small model
-      onelaunch study run 040-linear-rnn    a decision and its report
-      onelaunch explain linear_rnn --help   which variant runs a call, why
-      onelaunch inspect linear_rnn          registers, spills: without a GPU
+      onelaunch doctor                      list what is installed or missing
+      onelaunch generate "def main("        continue a text with a small model
+      onelaunch study run 040-linear-rnn    run a study and write its report
+      onelaunch explain linear_rnn --help   show which variant runs a call
+      onelaunch inspect linear_rnn          show registers and spills, no GPU
 
     [bold]Exit codes[/bold]
 
-        0  done
-        1  failed while working
+        0  success
+        1  failure during the work
         2  wrong usage, name or argument
       130  interrupted (Ctrl-C)
-      141  the reader of stdout went away, as with "| head"
+      141  stdout was closed by its reader, as with "| head"
       143  terminated (SIGTERM)
     """
     logging.getLogger("torch.utils.cpp_extension").addFilter(_is_about_this_machine)

@@ -1,4 +1,4 @@
-"""Options that several commands share, and the reading of ``--shape``."""
+"""Arguments and options that several commands share, and the parser of ``--shape``."""
 
 from __future__ import annotations
 
@@ -12,16 +12,21 @@ from onelaunch.operation import Case, Operation
 from onelaunch.wording import did_you_mean, listing
 
 LARGEST_SIZE = 2**63 - 1
+"""Largest size of a tensor's dimension, a signed 64-bit integer."""
 
-OperationName = Annotated[str, typer.Argument(metavar="OPERATION", help="Its name, such as linear_rnn.", show_default=False)]
-DeviceName = Annotated[str, typer.Option("--device", help="cpu, cuda, cuda:1...; auto is the first GPU, or the CPU.")]
+OperationName = Annotated[
+    str, typer.Argument(metavar="OPERATION", help="Name of the operation, such as linear_rnn.", show_default=False)
+]
+DeviceName = Annotated[
+    str, typer.Option("--device", help="Device: cpu, cuda, cuda:1 and so on; auto is the first GPU, or the CPU.")
+]
 
 
 def parse_case(operation: Operation[..., Any], shape: str, dtype: str) -> Case:
-    """``"B=4,T=2048,D=256,V=64"`` as a case of the operation.
+    """Parse the value of ``--shape``, such as ``B=4,T=2048,D=256,V=64``, as a case of the operation.
 
     Raises:
-        ArgumentError: a part is not ``NAME=VALUE``, a name is given twice or not known, a size is missing or no integer.
+        ArgumentError: A part is not ``NAME=VALUE``, a name is given twice or not known, or a size is missing or no integer.
     """
     example = ",".join(f"{name}=64" for name in operation.dimensions)
     given: dict[str, Any] = {}
@@ -39,7 +44,7 @@ def parse_case(operation: Operation[..., Any], shape: str, dtype: str) -> Case:
 
 
 def _value(name: str, text: str, *, is_size: bool) -> Any:
-    """An integer where a size is meant, else whatever the text looks like."""
+    """Parse a size as an integer, and an option's value as JSON, or as a string if it is not JSON."""
     if is_size:
         try:
             size = int(text)

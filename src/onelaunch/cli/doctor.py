@@ -1,4 +1,4 @@
-"""``onelaunch doctor``: what this machine has, what it was measured to do, what is missing for what."""
+"""Command ``onelaunch doctor``: devices, measured peaks, and software that is installed or missing."""
 
 from __future__ import annotations
 
@@ -28,29 +28,30 @@ from onelaunch.workbench import quantities as q
 from onelaunch.workbench.report.tables import Table, columns
 
 LONGEST = 300
-"""Most characters that are shown of one text of a plug-in."""
+"""Largest number of characters that are shown of a string from a plug-in."""
 
 
 @dataclass(frozen=True)
 class Need:
-    """Something that a part of onelaunch needs."""
+    """Software or hardware that a part of onelaunch needs."""
 
     name: str
     purpose: str
+    """Part of onelaunch that needs it."""
     look: Callable[[], str | None]
-    """Function that returns the version or place that was found, or ``None``."""
+    """Function that returns the version or path that was found, or ``None``."""
     remedy: str
-    """Advice for when nothing was found."""
+    """Advice if nothing was found."""
 
 
 def doctor(
     device: DeviceName = "auto",
-    refresh: Annotated[bool, typer.Option("--refresh", help="Measure the peaks again.")] = False,
-    measure: Annotated[bool, typer.Option(help="Measure the peaks if they are not known yet (seconds).")] = True,
+    refresh: Annotated[bool, typer.Option("--refresh", help="Measure the device's peaks again.")] = False,
+    measure: Annotated[bool, typer.Option(help="Measure the device's peaks if they are not stored yet (takes seconds).")] = True,
 ) -> None:
-    """Say what is here and what is missing for what.
+    """List the devices and software found here, and what is missing for which purpose.
 
-    Prints the devices, the measured peaks of one of them, and one line for each thing that a part of onelaunch needs.
+    Prints the devices, the measured peaks of one device, and one line for each requirement of a part of onelaunch.
 
     Example: onelaunch doctor --device cpu
     """
@@ -60,16 +61,16 @@ def doctor(
     if measure:
         rates = None if refresh else stored(chosen)
         if rates is None:
-            with output.busy(f"Measuring the peaks of {chosen}; they are kept for the next time"):
+            with output.busy(f"Measuring the peaks of {chosen} (once, then they are stored)"):
                 rates = ceilings(chosen, refresh=True)
         output.table(console, _ceilings(chosen, rates))
-    output.entries(console, "What is here", _needs())
+    output.entries(console, "Requirements", _needs())
     if announced := plugins():
         output.entries(console, "Plug-ins", _plugins(announced))
 
 
 def _devices() -> Table:
-    heads = columns("device", "name", "architecture", ">processors", ">cache", ">memory")
+    heads = columns("device", "name", "architecture", ">SMs or cores", ">cache", ">memory")
     facts = ((name, describe(name)) for name in present())
     rows = tuple(
         (name, fact.name, fact.architecture, str(fact.processors), q.size(fact.cache_bytes), q.size(fact.memory_bytes))
@@ -89,16 +90,17 @@ def _ceilings(device: str, rates: Ceilings) -> Table:
     )
     rows = tuple((name, value, f"{spread[key]:.1%}" if key in spread else q.NONE) for name, key, value in found)
     note = (
-        f"Measured at {rates.measured_at} with {rates.software}; roofline bounds rest on these. Spread: distance of the fastest "
-        "samples. Other work on the device lowers them: measure again with onelaunch doctor --refresh."
+        f"Measured at {rates.measured_at} with {rates.software}. Roofline bounds are computed from these peaks. "
+        "Spread: difference of the fastest samples. If other work ran on the device, the peaks are too low; measure again with "
+        "onelaunch doctor --refresh."
     )
     if unsteady(rates):
-        note = f"The device was busy, so these may be too low and are measured again the next time: see the spreads. {note}"
+        note = f"The device was busy, as the spreads show. These peaks may be too low and are measured again next time. {note}"
     return Table(f"Measured peaks of {device}", columns("peak", ">measured", ">spread"), rows, note)
 
 
 def _needs() -> list[tuple[str, str, str]]:
-    """Return name, status and text of everything that a part of onelaunch needs."""
+    """Return name, status and text of every requirement."""
     rows = []
     for need in NEEDS:
         found = need.look()
@@ -107,7 +109,7 @@ def _needs() -> list[tuple[str, str, str]]:
 
 
 def _plugins(announced: Sequence[Plugin]) -> list[tuple[str, str, str]]:
-    """Return name, status and text of each announced plug-in, with the reason where one was not loaded."""
+    """Return name, status and text of each installed plug-in, with the reason if it was not loaded."""
     return [
         (
             _bounded(each.name),
@@ -119,7 +121,7 @@ def _plugins(announced: Sequence[Plugin]) -> list[tuple[str, str, str]]:
 
 
 def _package(distribution: str) -> str:
-    """Return a package's name and version without what its metadata lacks: a folder without ``METADATA`` names neither."""
+    """Return a package's name and version, as far as its metadata has them."""
     name, _, version = distribution.partition(" ")
     if name in ("", "None"):
         return "a package without metadata"
@@ -127,7 +129,7 @@ def _package(distribution: str) -> str:
 
 
 def _bounded(text: str) -> str:
-    """Return a text of somebody else in one line of at most :data:`LONGEST` characters, with control characters escaped."""
+    """Return a foreign string as one line of at most :data:`LONGEST` characters, with control characters escaped."""
     text = escaped(" ".join(text.split()))
     return text if len(text) <= LONGEST else f"{text[: LONGEST - 3]}..."
 
@@ -167,12 +169,12 @@ def _compiler() -> str | None:
 
 
 def _bytecode() -> str | None:
-    """Return ``kept`` where PyTorch's modules have bytecode files, as pip leaves them; images are often made without."""
-    return "kept" if Path(importlib.util.cache_from_source(torch.__file__)).exists() else None
+    """Return ``compiled`` if PyTorch's modules have bytecode files. Pip writes them, but container images often lack them."""
+    return "compiled" if Path(importlib.util.cache_from_source(torch.__file__)).exists() else None
 
 
 def _counters() -> str | None:
-    """Return who may read the hardware counters, where this user may."""
+    """Return which users may read the hardware counters, if this user may, else ``None``."""
     if os.geteuid() == 0:
         return "root" if Path("/proc/driver/nvidia/params").exists() else None
     try:
@@ -188,7 +190,7 @@ NEEDS: tuple[Need, ...] = (
     Need("torch", "everything", lambda: str(torch.__version__), "pip install torch"),
     Need(
         "bytecode",
-        "starts of a second or two less",
+        "starting a second or two faster",
         _bytecode,
         f"python -m compileall -q {Path(torch.__file__).parent}",
     ),
@@ -197,13 +199,16 @@ NEEDS: tuple[Need, ...] = (
     Need("NVRTC", "kernels in CUDA C++", _nvrtc, 'pip install "onelaunch[cuda]"'),
     Need("C++ compiler", "torch.compile on a CPU: variant compiled", _compiler, "install g++, or name one in $CXX"),
     Need(
-        "tokenizers", "text in and out of onelaunch generate", lambda: _installed("tokenizers"), 'pip install "onelaunch[decode]"'
+        "tokenizers",
+        "text input and output of onelaunch generate",
+        lambda: _installed("tokenizers"),
+        'pip install "onelaunch[decode]"',
     ),
     Need("transformers", "chat templates", lambda: _installed("transformers"), 'pip install "onelaunch[decode]"'),
     Need("nvidia-ml-py", "clocks and power in results", lambda: _installed("pynvml", "nvidia-ml-py"), "pip install nvidia-ml-py"),
-    Need("NVIDIA driver", "clocks and power in results", _driver, "install the driver; without a GPU nothing is missed"),
-    Need("ncu", "counted DRAM bytes; else they are arithmetic", find_ncu, "install NVIDIA Nsight Compute"),
-    Need("hardware counters", "counted DRAM bytes", _counters, "run as root, or set NVreg_RestrictProfilingToAdminUsers=0"),
+    Need("NVIDIA driver", "clocks and power in results", _driver, "install the driver; it is not needed without a GPU"),
+    Need("ncu", "counting DRAM bytes, which are computed by arithmetic otherwise", find_ncu, "install NVIDIA Nsight Compute"),
+    Need("hardware counters", "counting DRAM bytes", _counters, "run as root, or set NVreg_RestrictProfilingToAdminUsers=0"),
     Need("fla", "variant fla, the peer in studies", lambda: _installed("fla", "fla-core"), 'pip install "onelaunch[peers]"'),
 )
-"""One line each, in the order of who misses it most."""
+"""Requirements, the most important first."""

@@ -1,4 +1,4 @@
-"""``onelaunch explain``: which variant would run a call here, and why each other one would not."""
+"""Command ``onelaunch explain``: the variant that would run a call here, and why the others would not."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ def explain(
     ],
     dtype: Annotated[str, typer.Option("--dtype", help="float16, bfloat16 or float32.")] = "float16",
     device: DeviceName = "auto",
-    grad: Annotated[bool, typer.Option("--grad", help="A call whose backward pass will be needed.")] = False,
+    grad: Annotated[bool, typer.Option("--grad", help="Explain a call whose backward pass will be needed.")] = False,
 ) -> None:
-    """Say which variant would run a call here, and why.
+    """Show which variant would run a call here, and why.
 
-    Nothing is run: the answer rests on what each variant supports and on the times measured on this device before.
+    Nothing is run. The answer follows from what each variant supports and from times measured on this device before.
 
     Example: onelaunch explain linear_rnn --shape B=4,T=2048,D=256,V=64 --dtype float16 --grad
     """
@@ -45,11 +45,13 @@ def explain(
 
 
 def _table(answer: Explanation, summaries: Mapping[str, str]) -> Table:
-    """The one that runs first, then those that could, the fastest first, then those that cannot."""
+    """Return the table of variants: first the one that runs, then those that could, the fastest first, then the others."""
     standings = sorted(answer.standings, key=lambda at: (not at.chosen, bool(at.reason_against), at.microseconds or math.inf))
     rows = [_row(standing, summaries[standing.variant]) for standing in standings]
     if any(standing.microseconds is not None for standing in standings):
-        note = f"Measured: cold median nearest to this call, from {answer.table or 'a table of this device'}."
+        note = (
+            f"Measured: cold median at the measured size nearest to this call, from {answer.table or 'a table of this device'}."
+        )
         return Table("", columns("variant", "here", ">measured", ">times slower", "why"), tuple(rows), note)
     return Table("", columns("variant", "here", "why"), tuple((*row[:2], row[-1]) for row in rows))
 

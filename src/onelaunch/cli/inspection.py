@@ -1,4 +1,4 @@
-"""``onelaunch inspect``: what the compiler makes of each kernel, without a GPU."""
+"""Command ``onelaunch inspect``: registers, spills and matrix instructions of compiled kernels, without a GPU."""
 
 from __future__ import annotations
 
@@ -19,17 +19,22 @@ from onelaunch.workbench.report.tables import Table, columns
 
 def inspect(
     operation: OperationName,
-    architecture: Annotated[str, typer.Option("--arch", help="sm_80, sm_90a, sm_100a, gfx942...")] = "sm_90a",
+    architecture: Annotated[
+        str, typer.Option("--arch", help="Architecture, such as sm_80, sm_90a, sm_100a or gfx942.")
+    ] = "sm_90a",
     variant: Annotated[
-        list[str] | None, typer.Option("--variant", help="Only this variant; may be repeated.", show_default=False)
+        list[str] | None, typer.Option("--variant", help="Inspect only this variant. May be repeated.", show_default=False)
     ] = None,
     assembly: Annotated[
-        Path | None, typer.Option("--assembly", metavar="FOLDER", help="Write each kernel's stages there.", show_default=False)
+        Path | None,
+        typer.Option(
+            "--assembly", metavar="FOLDER", help="Write the code of each kernel's compiler stages there.", show_default=False
+        ),
     ] = None,
 ) -> None:
-    """Compile an operation's kernels for an architecture and take them apart: no GPU is needed.
+    """Compile and disassemble an operation's kernels for an architecture; no GPU is needed.
 
-    Exits with 1 when a kernel has a problem, such as spilled registers or matrix instructions that are not there.
+    The exit code is 1 if a kernel has a problem, such as spilled registers or missing matrix instructions.
 
     Example: onelaunch inspect linear_rnn --arch sm_90a --variant fused_chunked
     """
@@ -41,7 +46,7 @@ def inspect(
         output.table(console, _table(contract.name, architecture, found))
     looked_at = variant or contract.variants
     if without := [name for name in looked_at if name not in {inspection.variant for inspection in found}]:
-        console.print(f"Without kernels of their own: {listing(without)}.")
+        console.print(f"Variants without kernels of their own: {listing(without)}.")
     for inspection in found:
         for problem in inspection.problems:
             console.print(f"{inspection.variant}, {inspection.kernel}: {problem}.")
@@ -68,13 +73,14 @@ def _table(operation: str, architecture: str, found: list[Inspection]) -> Table:
         for inspection in found
     )
     note = (
-        "Registers and stack per thread, shared memory per block, matrix instructions by name; spills are accesses to local "
-        "memory in the machine code."
+        "Registers and stack are per thread, shared memory is per block. Spills are instructions that access local memory, and "
+        "matrix instructions are counted by name."
     )
     return Table(f"{operation} on {architecture}", heads, rows, note)
 
 
 def _write(found: list[Inspection], folder: Path) -> int:
+    """Write the code of all compiler stages, one file each, and return the number of files."""
     folder.mkdir(parents=True, exist_ok=True)
     written = 0
     for inspection in found:

@@ -1,4 +1,4 @@
-"""The console script. Importable with PyTorch alone, so that a missing extra becomes one line and not a traceback."""
+"""Console script. It can be imported with PyTorch alone, so that a missing extra is reported in one line, not a traceback."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ import sys
 from onelaunch.device.tools import package_installed
 
 EXTRA = frozenset({"jinja2", "markdown_it", "matplotlib", "numpy", "pydantic", "rich", "tomli", "typer"})
-"""What the extra ``workbench`` brings."""
+"""Packages of the extra ``workbench``."""
 
 
 def app() -> None:
-    """Run the command line with the process's arguments."""
+    """Run the command line with the arguments of the process."""
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # a terminal or locale without a character must not end a command
+        if isinstance(stream, io.TextIOWrapper):  # a character that the locale lacks must not end a command
             stream.reconfigure(errors="backslashreplace")
     try:
         for package in sorted(EXTRA - ({"tomli"} if sys.version_info >= (3, 11) else set())):
-            if not package_installed(package):  # better missed now than after a study has run
+            if not package_installed(package):  # reported now, not after a study has run
                 raise ModuleNotFoundError(f"No module named {package!r}", name=package)
         from onelaunch.cli.ahead import make_context
         from onelaunch.cli.application import application
     except ModuleNotFoundError as missing:
         if (missing.name or "").partition(".")[0] not in EXTRA:
             raise
-        sys.exit(f'error: the command line needs {missing.name}. Do: pip install "onelaunch[workbench]"')
+        sys.exit(f'error: the command line needs the package {missing.name}. Do: pip install "onelaunch[workbench]"')
     if sys.argv[1:2] == ["generate"]:
         make_context(sys.argv[2:])
     application()

@@ -1,4 +1,4 @@
-"""Where commands print: results to stdout, progress to stderr, colours only on a terminal."""
+"""Output of commands: results go to stdout, progress to stderr, and colours only to a terminal."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from rich.text import Text
 from onelaunch.errors import OutputUnwritable
 
 if TYPE_CHECKING:
-    from onelaunch.workbench.report.tables import Table  # with pydantic, which only tables need
+    from onelaunch.workbench.report.tables import Table  # imports pydantic, which only tables need
 
 
 class Stdout:
-    """The current stdout. What cannot be written, as on a full disk, is an error that names it."""
+    """Wrapper of the current stdout. If it cannot be written, as on a full disk, an error names it."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(sys.stdout, name)
@@ -34,45 +34,46 @@ class Stdout:
 
     @contextmanager
     def _named(self) -> Iterator[None]:
+        """Turn an error of the operating system into :class:`OutputUnwritable`."""
         try:
             yield
         except BrokenPipeError:
             raise
         except OSError as problem:
             drop_stdout()
-            raise OutputUnwritable("stdout", problem.strerror or str(problem), remedy="Lead it elsewhere.") from problem
+            raise OutputUnwritable("stdout", problem.strerror or str(problem), remedy="Redirect it to another file.") from problem
 
 
 def drop_stdout() -> None:
-    """Lead stdout to nowhere, so that the interpreter's end does not try again to write what is left in its buffer."""
-    with suppress(OSError, ValueError, AttributeError):  # a test's stdout has no descriptor
+    """Redirect stdout to the null device, so that the interpreter does not try again to flush its buffer when it exits."""
+    with suppress(OSError, ValueError, AttributeError):  # the stdout of a test has no file descriptor
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 class OneConsole(Console):
-    """Console whose reader may go away, as with ``| head``: the command then ends as others do."""
+    """Console that raises :class:`BrokenPipeError` if its reader ends, as with ``| head``. Rich would exit instead."""
 
     def on_broken_pipe(self) -> None:
         raise BrokenPipeError
 
 
 def stdout() -> Console:
-    """A console on the current stdout."""
+    """Return a console on the current stdout."""
     return OneConsole(highlight=False, file=cast("TextIO", Stdout()) if sys.stdout else None)
 
 
 def stderr() -> Console:
-    """A console on the current stderr."""
+    """Return a console on the current stderr."""
     return OneConsole(stderr=True, highlight=False)
 
 
 def heading(console: Console, title: str, text: str = "") -> None:
-    """A bold line, and what belongs to it."""
+    """Print a bold title, and a text after it on the same line."""
     console.print(Text.assemble((title, "bold"), "  " if text else "", text))
 
 
 def table(console: Console, content: Table) -> None:
-    """A table as wide as the console."""
+    """Print a table that fits the width of the console."""
     from onelaunch.workbench.report.tables import to_rich
 
     console.print(to_rich(content, console.width))
@@ -81,14 +82,14 @@ def table(console: Console, content: Table) -> None:
 def entries(console: Console, title: str, rows: Iterable[tuple[str, str, str]]) -> None:
     """Print a list of names, each with a status and a text that wraps between words.
 
-    A word that is longer than a line, such as a path, stays whole, also in a file: this is what people paste into issues.
+    A word that is longer than a line, such as a path, is not broken, since people paste this output into issues.
     """
     rows = list(rows)
     names, statuses = (max(len(row[index]) for row in rows) + 2 for index in (0, 1))
     console.print(Text(title, style="italic"))
     for name, status, text in rows:
-        room = max(24, console.width - names - statuses - 1)
-        first, *more = textwrap.wrap(text, room, break_long_words=False, break_on_hyphens=False) or [""]
+        width = max(24, console.width - names - statuses - 1)
+        first, *more = textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False) or [""]
         rest = "".join(f"\n{' ' * (names + statuses + 1)}{line}" for line in more)
         line = Text.assemble(f" {name:{names}}", status_text(status), " " * (statuses - len(status)), first, rest)
         console.print(line, soft_wrap=True)
@@ -96,7 +97,7 @@ def entries(console: Console, title: str, rows: Iterable[tuple[str, str, str]]) 
 
 
 def status_text(word: str) -> Text:
-    """A status in its colour."""
+    """Return a status word in its colour."""
     from onelaunch.workbench.report.tables import STYLES, TONES
 
     return Text(word, style=STYLES[TONES[word]] if word in TONES else "")
@@ -104,7 +105,7 @@ def status_text(word: str) -> Text:
 
 @contextmanager
 def busy(message: str) -> Iterator[None]:
-    """Say what takes a while: a spinner on a terminal, one line elsewhere."""
+    """Show that something takes a while: a spinner on a terminal, one line elsewhere."""
     console = stderr()
     if console.is_terminal:
         with console.status(message):

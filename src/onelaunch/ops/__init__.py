@@ -1,4 +1,4 @@
-"""The operations: each a public function with a contract, an oracle, a cost and variants."""
+"""Operations: public functions, each with a contract, an oracle, a cost and variants."""
 
 from onelaunch.formats import Fp8Tensor, NVFP4Tensor, dequantize_nvfp4, load_nvfp4, quantize_fp8, quantize_nvfp4, save_nvfp4
 from onelaunch.operation.registry import load_ablations

@@ -1,7 +1,8 @@
 """The workbench: from the declaration of a study to a decision with its evidence, and the report.
 
-A study goes from room to room: study (declare, read, plan), verify, measure, decide, report. They hand on what result and stored
-define, run leads through, and no room imports a later one. The measures that criteria can ask for are in measures.
+Each step is a package: ``study`` (declare, read, plan), ``verify``, ``measure``, ``decide``, ``report``. No package imports a
+later one. ``run`` carries out the steps in order. ``result`` and ``stored`` define the values that pass between them, and
+``measures`` holds the measures that criteria can ask for.
 """
 
 from onelaunch.device.tools import package_installed
@@ -11,6 +12,6 @@ for _package in ("numpy", "pydantic"):
     if not package_installed(_package):
         raise ExtraMissing("onelaunch.workbench", package=_package, extra="workbench")
 
-from onelaunch.workbench import measures  # noqa: E402 - registers the measures, and needs the packages above
+from onelaunch.workbench import measures  # noqa: E402 - importing it registers the measures; it needs the packages checked above
 
 __all__ = ["measures"]

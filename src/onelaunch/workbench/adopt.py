@@ -1,4 +1,4 @@
-"""From stored results to the dispatcher's tables: what was measured on a device decides which variant runs there."""
+"""Merge stored results into the dispatcher's tables, so that measured times decide which variant runs on a device."""
 
 from __future__ import annotations
 
@@ -20,29 +20,28 @@ from onelaunch.workbench.result import Cell, Result
 from onelaunch.workbench.study import Shape, Study
 
 PACKAGE = Path(onelaunch.__file__).resolve().parent
+"""Folder of the installed package, into which no table is written."""
 
 
 def adopt(results: Sequence[Result], into: Path | None = None) -> Path:
     """Merge results of one device into its table, in the format that :mod:`onelaunch.dispatch.measured` reads.
 
-    A row is one operation, direction, dtype, size and set of flags; its microseconds are cold medians of the variants that are
-    correct. Rows that the results do not measure again stay as they are; in rows that they do, only the variants measured again
-    change.
+    A row is one operation, direction, dtype, set of sizes and set of flags. Its microseconds are the cold medians of the correct
+    variants. Rows that the results did not measure stay unchanged. In the other rows only the variants that were measured change.
 
     Args:
-        results: what was measured.
-        into: the folder of the table; by default the user's own, :func:`onelaunch.folders.tables_folder`, which the dispatcher
-            reads.
+        results: Results of one device. Times of later ones replace those of earlier ones.
+        into: Folder of the table. By default the user's own, :func:`onelaunch.folders.tables_folder`, which the dispatcher reads.
 
     Returns:
         The path of the table.
 
     Raises:
-        ResultMismatch: the results are of several devices, or none was given, or none holds a time to adopt, or their device's
-            name or one of their times cannot be.
-        TableCorrupt: the table that is there already cannot be read.
-        TableFolderError: the folder is this package's, which an upgrade would overwrite.
-        OutputUnwritable: the table cannot be written there.
+        ResultMismatch: The results are of several devices, there is none, none holds a time to adopt, or a device name or time in
+            them is invalid.
+        TableCorrupt: The existing table cannot be read.
+        TableFolderError: The folder lies in the installed package, where an upgrade would overwrite the table.
+        OutputUnwritable: The table cannot be written.
     """
     remedy = _other_folder(into)
     into = folders.tables_folder() if into is None else into
@@ -51,18 +50,22 @@ def adopt(results: Sequence[Result], into: Path | None = None) -> Path:
         raise TableFolderError(into, problem, remedy=remedy)
     names = sorted({_table_name(result) for result in results})
     if len(names) != 1:
-        said = f"the results are of {', '.join(names) or 'no device at all'}"
-        raise ResultMismatch(f"One table is of one device, {said}. Adopt those of each device on their own.")
+        devices = f"the results are of {', '.join(names)}" if names else "no result was given"
+        raise ResultMismatch(f"A table holds the times of one device, but {devices}. Adopt the results of one device at a time.")
     path = into / f"{names[0]}.json"
     device, sources, rows = _read(path)
     if names[0].startswith("cpu-") and device not in (None, results[-1].provenance.device):
-        raise ResultMismatch(f"{path} is of {device}, the results are of {results[-1].provenance.device}. Name another folder.")
+        raise ResultMismatch(
+            f"{path} holds times of {device}, but the results are of {results[-1].provenance.device}. Name another folder."
+        )
     found = [row for result in results for row in _rows(result)]
     if not found:
-        raise ResultMismatch("No correct variant has a cold time in these results. Run the study to its end, then adopt it.")
+        raise ResultMismatch(
+            "These results hold no cold time of a correct variant. Run the study to its end, then adopt its result."
+        )
     for row in found:
-        kept = rows.get(key_of(row), {"microseconds": {}})["microseconds"]
-        rows[key_of(row)] = {**row, "microseconds": kept | row["microseconds"]}
+        earlier = rows.get(key_of(row), {"microseconds": {}})["microseconds"]
+        rows[key_of(row)] = {**row, "microseconds": earlier | row["microseconds"]}
     written = {
         "device": results[-1].provenance.device,
         "source": list(dict.fromkeys([*sources, *(_source(result) for result in results)])),
@@ -76,16 +79,16 @@ def adopt(results: Sequence[Result], into: Path | None = None) -> Path:
 
 
 def _other_folder(into: Path | None) -> str:
-    """Return how another folder is named, which depends on what named this one."""
+    """Return the advice on how to choose another folder, which depends on how this one was chosen."""
     if into is not None:
-        return "Leave --into out for the user's own folder, or name a folder of yours."
+        return "Leave out --into to use your own data folder, or pass a folder of yours."
     if os.environ.get(folders.TABLES):
-        return f"The environment variable {folders.TABLES} names it: set it to a folder of yours, or pass one with --into."
-    return f"Pass a folder that can be written with --into, or name one in the environment variable {folders.TABLES}."
+        return f"The environment variable {folders.TABLES} names it. Set it to a folder of yours, or pass one with --into."
+    return f"Pass a writable folder with --into, or set the environment variable {folders.TABLES} to one."
 
 
 def _table_name(result: Result) -> str:
-    """Return the name of the file for a result's device, which comes from the result and so may be anything."""
+    """Return the name of the table file for a result's device, after a check, because the result may come from anywhere."""
     slug, device = result.provenance.slug, result.provenance.device
     if not SLUG.fullmatch(slug):
         raise ResultMismatch(
@@ -96,7 +99,7 @@ def _table_name(result: Result) -> str:
 
 
 def _read(path: Path) -> tuple[str | None, list[str], dict[Key, dict[str, Any]]]:
-    """Return the device, the sources and the rows of a table, as they are stored; nothing where there is no table yet."""
+    """Return the device, the sources and the rows of a table as they are stored; empty values if there is no table yet."""
     try:
         device, sources, rows = read(path)
     except (FileNotFoundError, NotADirectoryError):
@@ -112,6 +115,7 @@ def _read(path: Path) -> tuple[str | None, list[str], dict[Key, dict[str, Any]]]
 def _row(
     operation: str, direction: str, dtype: str, flags: Sequence[str], sizes: Mapping[str, int], times: Mapping[str, float]
 ) -> dict[str, Any]:
+    """Return a row as a table stores it."""
     return {
         "operation": operation,
         "direction": direction,
@@ -123,7 +127,10 @@ def _row(
 
 
 def _rows(result: Result) -> list[dict[str, Any]]:
-    """One row for each shape and direction with a believed time. Shapes of which flags do not say all are left out."""
+    """Return a row for each shape and direction with a usable time.
+
+    Shapes with an option that no flag shows are left out, because the dispatcher could not tell them from other calls.
+    """
     dimensions = find_operation(result.study.operation).dimensions
     rows = []
     for shape in result.study.shapes:
@@ -140,7 +147,7 @@ def _rows(result: Result) -> list[dict[str, Any]]:
 
 
 def _flags(study: Study, shape: Shape) -> list[str] | None:
-    """What tells a dispatcher the options of a shape, or ``None`` where one of them shows in no flag."""
+    """Return the flags by which the dispatcher recognises the options of a shape, or ``None`` if an option shows in no flag."""
 
     def shown(options: Mapping[str, Any]) -> frozenset[str]:
         given: dict[str, Any] = {**shape.sizes, **options}
@@ -155,10 +162,10 @@ def _flags(study: Study, shape: Shape) -> list[str] | None:
 
 
 def _adoptable(result: Result, cell: Cell) -> float | None:
-    """Return the cold median of a variant that is correct and believed.
+    """Return the cold median in microseconds of a correct variant with status ``ok``, or ``None``. Controls have none.
 
     Raises:
-        ResultMismatch: it is no positive number of microseconds, so the result was not written by a run.
+        ResultMismatch: A time is not a positive number, so the result was not written by a run.
     """
     timing = cell.timing("cold")
     verified = cell.verdict is not None and cell.verdict.ok
@@ -167,13 +174,14 @@ def _adoptable(result: Result, cell: Cell) -> float | None:
     for time in (timing.microseconds.median, *timing.rounds):
         if not is_time(time) or not round(time, 3):
             raise ResultMismatch(
-                f"{cell.variant} at {cell.shape} takes {time:g} µs in the result of {result.study.name}; a time must be a "
+                f"{cell.variant} at {cell.shape} takes {time:g} µs in the result of {result.study.name}, but a time must be a "
                 "positive number. Run the study again, or restore the file."
             )
     return round(timing.microseconds.median, 3)
 
 
 def _source(result: Result) -> str:
+    """Return the line that names a result as a source of a table: study, date, commit and versions."""
     facts = result.provenance
     software = ", ".join(f"{name} {facts.versions[name]}" for name in ("torch", "triton") if name in facts.versions)
     return f"{result.study.name} of {facts.date}, commit {facts.commit}, {software}"

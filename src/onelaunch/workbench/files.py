@@ -1,4 +1,7 @@
-"""How the workbench reads and writes its files: UTF-8, of a bounded size, whole or not at all, and tried before it measures."""
+"""File access of the workbench: UTF-8 text of bounded size, written atomically.
+
+The probes check that an output can be written before a long measurement begins.
+"""
 
 from __future__ import annotations
 
@@ -19,19 +22,19 @@ def read_text(path: Path, most_bytes: int = MOST_BYTES) -> str:
     """Return the text of a regular file in UTF-8, without a byte-order mark.
 
     Raises:
-        FileNotFoundError: there is no such file.
-        OSError: it cannot be read, or is a folder or a device.
-        FileTooLarge: it has more than ``most_bytes``.
-        UnicodeDecodeError: it is not UTF-8.
+        FileNotFoundError: The file does not exist.
+        OSError: The file cannot be read, or is a folder or a device.
+        FileTooLarge: The file has more than ``most_bytes`` bytes.
+        UnicodeDecodeError: The file is not UTF-8.
     """
     return read_bytes(path, most_bytes).decode("utf-8-sig")
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file whole or not at all, in UTF-8; missing folders are created.
+    """Write a file atomically in UTF-8. Missing folders are created.
 
     Raises:
-        OutputUnwritable: the file cannot be written. What was there before is unchanged, and nothing new is left.
+        OutputUnwritable: The file cannot be written. Its earlier contents are unchanged, and no temporary file is left.
     """
     try:
         replace(path, text.encode())
@@ -40,10 +43,10 @@ def write_text(path: Path, text: str) -> None:
 
 
 def probe_file(path: Path) -> None:
-    """Check that a file can be written, by writing and removing a small one beside it. Nothing is left behind.
+    """Check that a file can be written, by writing and removing a small file in its folder. Nothing is left behind.
 
     Raises:
-        OutputUnwritable: it cannot; names the path and the reason.
+        OutputUnwritable: The file cannot be written. The message names the path and the reason.
     """
     try:
         if stat.S_ISDIR(path.stat().st_mode):
@@ -51,25 +54,25 @@ def probe_file(path: Path) -> None:
     except OutputUnwritable:
         raise
     except (FileNotFoundError, NotADirectoryError):
-        pass  # the usual case, and one that the check of the folder explains
+        pass  # The file does not exist yet. An error of its folder is found by the check of the folder.
     except (OSError, ValueError) as problem:  # a name that is too long, or holds a NUL
         raise OutputUnwritable(path, reason(problem)) from problem
     probe_folder(path.parent, wanted=path)
 
 
 def probe_folder(folder: Path, *, wanted: Path | None = None) -> None:
-    """Check that files can be written into a folder, which need not be there yet. Nothing is left behind.
+    """Check that files can be written into a folder, which need not exist yet. Nothing is left behind.
 
     Args:
-        folder: the folder; it and its parents are created for the check, and those that were missing are removed again.
-        wanted: the path that an error names, if not the folder.
+        folder: Folder to check. Missing folders are created for the check and removed again.
+        wanted: Path that an error names; ``folder`` by default.
 
     Raises:
-        OutputUnwritable: a file is in the way, or the folder is read-only or full; names the path and the reason.
+        OutputUnwritable: A file is in the way, or the folder is read-only or full. The message names the path and the reason.
     """
     wanted = folder if wanted is None else wanted
     try:
-        _check_way(folder, wanted)
+        _check_parents(folder, wanted)
         with _created(folder), tempfile.NamedTemporaryFile(prefix=".onelaunch-", dir=folder) as probe:
             probe.write(b"\0" * 4096)
             probe.flush()
@@ -84,14 +87,17 @@ def within(folder: Path, path: Path) -> Path:
     """Return ``path`` after a check that it lies in ``folder``, symbolic links and ``..`` resolved.
 
     Raises:
-        OutputUnwritable: it lies elsewhere.
+        OutputUnwritable: It lies elsewhere.
     """
     if not path.resolve().is_relative_to(folder.resolve()):
-        raise OutputUnwritable(path, f"it lies outside of {folder}", remedy="Look at the names in the file that it was made of.")
+        raise OutputUnwritable(
+            path, f"it lies outside of {folder}", remedy="Check the names in the file from which the path was built."
+        )
     return path
 
 
-def _check_way(folder: Path, wanted: Path) -> None:
+def _check_parents(folder: Path, wanted: Path) -> None:
+    """Raise an error if a file stands where the folder or one of its parents would have to be created."""
     for part in (folder, *folder.parents):
         if part.is_dir():
             return
@@ -101,7 +107,7 @@ def _check_way(folder: Path, wanted: Path) -> None:
 
 @contextlib.contextmanager
 def _created(folder: Path) -> Iterator[None]:
-    """Create a folder and its missing parents, and remove those again at the end unless something else came into them."""
+    """Create a folder and its missing parents, and remove them at the end, unless they hold other files by then."""
     missing = [part for part in (folder, *folder.parents) if not part.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,7 @@
-"""What the compiler made of a kernel: registers, spills, shared memory, matrix instructions, on a machine without a GPU.
+"""Inspect compiled kernels without a GPU: registers, spills, shared memory and matrix instructions.
 
-Triton and NVRTC compile for any target on any machine, and Triton's wheel brings NVIDIA's disassembler. So whether a kernel
-spills, and whether a matrix product became the instructions that were meant, needs no device and belongs into every test run.
+Triton and NVRTC compile for any target on any machine, and Triton's wheel includes NVIDIA's disassembler. Spilled registers, and
+matrix products that became other instructions than intended, are therefore found on every machine and in every test run.
 """
 
 from __future__ import annotations
@@ -36,20 +36,21 @@ class Inspection:
     kernel: str
     architecture: str
     registers: int
-    """Per thread; on AMD the vector registers, accumulators included."""
+    """Registers per thread; on AMD the vector registers, including accumulators."""
     spills: int
-    """Stores to and loads from local memory in the machine code; on AMD the spilled vector registers."""
+    """Number of instructions that store to or load from local memory; on AMD the number of spilled vector registers."""
     stack_bytes: int
-    """Per thread."""
+    """Stack per thread in bytes."""
     shared_bytes: int
-    """Per block, as launched."""
+    """Shared memory per block in bytes, static and dynamic."""
     matrix: Mapping[str, int]
-    """Matrix instructions by name, with how often each stands in the code."""
+    """Number of matrix instructions in the code, by the name of the instruction."""
     instructions: int
+    """Number of instructions in the code, without padding."""
     problems: tuple[str, ...] = ()
-    """What is wrong with it, in sentences: spills, other matrix instructions than meant, more shared memory than there is."""
+    """Problems in clauses: spills, other matrix instructions than intended, more shared memory or registers than a block has."""
     assembly: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
-    """The text of each stage: Triton's ``ttgir``, and ``ptx`` and ``sass``, or ``amdgcn``."""
+    """Code of each compiler stage by its name: Triton's ``ttgir``, and ``ptx`` and ``sass``, or ``amdgcn``."""
 
     @property
     def ok(self) -> bool:
@@ -57,43 +58,44 @@ class Inspection:
 
 
 @dataclass(frozen=True)
-class _Machine:
-    """What the machine code tells."""
+class _MachineCode:
+    """Facts that are read from the machine code of a kernel, as in :class:`Inspection`."""
 
     registers: int
     spills: int
     stack_bytes: int
     shared_bytes: int
-    """What the kernel declares; not what its launch adds."""
+    """Static shared memory, without the dynamic shared memory that a launch adds."""
     matrix: dict[str, int]
     instructions: int
 
 
 @dataclass(frozen=True)
-class _Code:
+class _Compiled:
     """A compiled kernel."""
 
-    machine: _Machine
+    machine: _MachineCode
     shared_bytes: int
-    """Per block, as launched."""
+    """Shared memory per block in bytes, static and dynamic."""
     assembly: Mapping[str, str]
     remarks: tuple[str, ...] = ()
-    """On the code: instructions that lost their speed, or that read too early."""
+    """Problems that the compiler reported (lost performance of WGMMA), or that the stall counts of the code show."""
 
 
 def inspect_operation(
     operation: Operation[..., Any], architecture: str, variants: Iterable[str] | None = None
 ) -> list[Inspection]:
-    """Compile and take apart the kernels of an operation's variants.
+    """Compile and disassemble the kernels of an operation's variants.
 
     Args:
-        operation: the operation.
-        architecture: a name of :data:`ARCHITECTURES`.
-        variants: names; all of the operation's by default. Those that launch no kernels of their own give no lines.
+        operation: Operation whose kernels are compiled.
+        architecture: Name of one of :data:`ARCHITECTURES`.
+        variants: Names of the variants; all of the operation's by default. A variant without kernels of its own has no entry.
 
     Raises:
-        InspectionError: the architecture is not known, the compiler is missing or interpreting, or a kernel does not compile.
-        UnknownVariant: the operation has no such variant.
+        InspectionError: The architecture is not known, the compiler is missing, Triton's interpreter is on, or a kernel does not
+            compile.
+        UnknownVariant: The operation has no such variant.
     """
     name = find_architecture(architecture).name
     chosen = operation.variants.values() if variants is None else [operation.get(variant) for variant in variants]
@@ -101,13 +103,14 @@ def inspect_operation(
 
 
 def inspect_build(build: Build, architecture: str, *, variant: str = "") -> Inspection:
-    """Compile one kernel for an architecture and take its machine code apart.
+    """Compile one kernel for an architecture and disassemble it.
 
-    Triton's pointers count as aligned to 16 bytes, as PyTorch's allocations are. An integer argument whose type ends in ``:16``
-    (``"i32:16"``) counts as divisible by 16, as Triton specialises it at a launch.
+    For Triton, pointers are declared as aligned to 16 bytes, as PyTorch's allocations are. An integer argument whose type ends in
+    ``:16`` (``"i32:16"``) is declared as divisible by 16, as Triton specialises it at a launch.
 
     Raises:
-        InspectionError: the architecture is not known, the compiler is missing or interpreting, or the kernel does not compile.
+        InspectionError: The architecture is not known, the compiler is missing, Triton's interpreter is on, or the kernel does
+            not compile.
     """
     target = find_architecture(architecture)
     code = _cuda_code(build, target) if isinstance(build, CudaBuild) else _triton_code(build, target)
@@ -127,7 +130,8 @@ def inspect_build(build: Build, architecture: str, *, variant: str = "") -> Insp
     )
 
 
-def _problems(build: Build, target: Architecture, code: _Code) -> Iterable[str]:
+def _problems(build: Build, target: Architecture, code: _Compiled) -> Iterable[str]:
+    """Yield the problems of a compiled kernel in clauses, such as for :attr:`Inspection.problems`."""
     machine = code.machine
     if machine.spills:
         yield f"spills registers: {machine.spills} accesses to local memory, {machine.stack_bytes} bytes of stack per thread"
@@ -145,16 +149,19 @@ def _problems(build: Build, target: Architecture, code: _Code) -> Iterable[str]:
 # CUDA C++
 
 _REGISTERS = 1 << 16
-"""Of a block, on every NVIDIA architecture."""
+"""Number of registers that a block can have on every NVIDIA architecture."""
 
 _HOPPER = 90
+"""Compute capability of Hopper, times ten."""
+
 _RESERVED = 1024
-"""Bytes that CUDA keeps of a block's shared memory from Hopper on; the disassembler counts them, the limits do not."""
+"""Bytes of a block's shared memory that CUDA reserves on Hopper and later. The disassembler counts them; the limits do not."""
 
 
-def _cuda_code(build: CudaBuild, target: Architecture) -> _Code:
+def _cuda_code(build: CudaBuild, target: Architecture) -> _Compiled:
+    """Compile a kernel in CUDA C++ with NVRTC and disassemble it."""
     if target.backend != "cuda":
-        raise InspectionError(f"Kernel {build.name!r} is CUDA C++ and has no code for {target.name}.")
+        raise InspectionError(f"Kernel {build.name!r} is CUDA C++ and cannot be compiled for {target.name}.")
     try:
         compiled = cuda.compile_now(build.source, target.name)
     except (CompilerMissing, CompileError) as error:
@@ -164,15 +171,16 @@ def _cuda_code(build: CudaBuild, target: Architecture) -> _Code:
     reserved = _RESERVED if isinstance(target.target, int) and target.target >= _HOPPER else 0
     shared = max(machine.shared_bytes - reserved, 0) + build.shared_bytes
     remarks = tuple(line.strip() for line in compiled.log.splitlines() if "Performance Loss" in line)
-    return _Code(machine, shared, {"ptx": compiled.ptx, "sass": listed}, remarks)
+    return _Compiled(machine, shared, {"ptx": compiled.ptx, "sass": listed}, remarks)
 
 
 # Triton
 
-_INSTALL_TRITON = "Do: pip install 'onelaunch[triton]'."
+_INSTALL_TRITON = "Install it with: pip install 'onelaunch[triton]'."
 
 
-def _triton_code(build: KernelBuild, target: Architecture) -> _Code:
+def _triton_code(build: KernelBuild, target: Architecture) -> _Compiled:
+    """Compile a Triton kernel and disassemble it."""
     compiled = _compile(build, target)
     stages = {stage: text for stage, text in compiled.asm.items() if isinstance(text, str)}
     if target.backend == "cuda":
@@ -180,25 +188,28 @@ def _triton_code(build: KernelBuild, target: Architecture) -> _Code:
         assembly = {"ttgir": stages["ttgir"], "ptx": stages["ptx"], "sass": listed}
         hazards = sass.stall_hazards(compiled.asm["cubin"]) if target.name in sass.ARCHITECTURES else []
         remarks = (
-            (f"may read too early what CS2R wrote, at {len(hazards)} places: a fault of the assembler, see onelaunch.cuda.sass",)
+            (f"may read the result of CS2R too early at {len(hazards)} places: a fault of ptxas, see onelaunch.cuda.sass",)
             if hazards
             else ()
         )
-        return _Code(_read_sass(listed), compiled.metadata.shared, assembly, remarks)
+        return _Compiled(_read_sass(listed), compiled.metadata.shared, assembly, remarks)
     assembly = {"ttgir": stages["ttgir"], "amdgcn": stages["amdgcn"]}
-    return _Code(_read_amdgcn(stages["amdgcn"]), compiled.metadata.shared, assembly)
+    return _Compiled(_read_amdgcn(stages["amdgcn"]), compiled.metadata.shared, assembly)
 
 
 def _compile(build: KernelBuild, target: Architecture) -> Any:
+    """Return what Triton's compiler returns for a build: the code of each stage, and metadata."""
     try:
         import triton
         from triton.backends.compiler import GPUTarget
         from triton.compiler import ASTSource
         from triton.experimental.gluon._runtime import GluonASTSource
     except ImportError as error:
-        raise InspectionError(f"Triton is not installed, nothing can be compiled. {_INSTALL_TRITON}") from error
+        raise InspectionError(f"Triton is not installed, so its kernels cannot be compiled. {_INSTALL_TRITON}") from error
     if os.environ.get("TRITON_INTERPRET") == "1":
-        raise InspectionError("TRITON_INTERPRET=1 is set, so kernels are interpreted and cannot be compiled. Unset it.")
+        raise InspectionError(
+            "TRITON_INTERPRET=1 is set, so Triton interprets kernels and cannot compile them. Unset this environment variable."
+        )
     signature, constants, attributes = _specialized(build)
     source = (GluonASTSource if build.kernel.is_gluon() else ASTSource)(
         build.kernel, signature=signature, constexprs=constants, attrs=attributes
@@ -211,7 +222,7 @@ def _compile(build: KernelBuild, target: Architecture) -> Any:
                 target=GPUTarget(target.backend, target.target, target.warp),
                 options={"num_warps": build.num_warps, "num_stages": build.num_stages, **build.options},
             )
-    except Exception as error:  # the compiler raises anything, from its own errors to those of ptxas
+    except Exception as error:  # Triton raises errors of many types: its own, MLIR's and those of ptxas
         raise InspectionError(
             f"Kernel {build.name!r} does not compile for {target.name}: {_first_line(error)}. "
             f"Its configuration: {dict(build.constants)}, {build.num_warps} warps, {build.num_stages} stages."
@@ -219,22 +230,25 @@ def _compile(build: KernelBuild, target: Architecture) -> Any:
 
 
 def _specialized(build: KernelBuild) -> tuple[dict[str, Any], dict[Any, Any], dict[Any, Any]]:
-    """Return the signature, the constants and the attributes of a build, as Triton's compiler takes them."""
+    """Return the signature, the constants and the attributes of a build for Triton's compiler.
+
+    Constants and attributes are by the path of the argument, which is its index or, in a tuple, index and position.
+    """
     if build.attributes is not None:
         return dict(build.signature), dict(build.constants), dict(build.attributes)
     types = dict(_types(build))
-    missing = [place for place, type_ in types.items() if len(place) > 1 and type_ == "constexpr"]
+    missing = [path for path, type_ in types.items() if len(path) > 1 and type_ == "constexpr"]
     signature = {
         name: tuple(_plain(each) for each in type_) if isinstance(type_, tuple) else _plain(type_)
         for name, type_ in build.signature.items()
     }
-    divisible = [place for place, type_ in types.items() if type_.startswith("*") or type_.endswith(":16")]
+    divisible = [path for path, type_ in types.items() if type_.startswith("*") or type_.endswith(":16")]
     constants = {**build.constants, **dict.fromkeys(missing)}
-    return signature, constants, {place: [["tt.divisibility", 16]] for place in divisible}
+    return signature, constants, {path: [["tt.divisibility", 16]] for path in divisible}
 
 
 def _types(build: KernelBuild) -> Iterator[tuple[tuple[int, ...], str]]:
-    """The type of every argument, and of every member of those that are tuples, by its place."""
+    """Yield the path and the type of every argument, and of every member of an argument that is a tuple."""
     for name, type_ in build.signature.items():
         index = build.kernel.arg_names.index(name)
         if isinstance(type_, tuple):
@@ -244,15 +258,15 @@ def _types(build: KernelBuild) -> Iterator[tuple[tuple[int, ...], str]]:
 
 
 def _plain(type_: str) -> str:
-    """Triton's name of a type."""
+    """Return Triton's name of a type, without the suffix that declares divisibility."""
     return type_.removesuffix(":16")
 
 
 def _first_line(error: Exception) -> str:
-    """The line of a compiler's message that names the problem."""
+    """Return the first line of a compiler's message that contains ``error``, or its last line if none does."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    telling = [line for line in lines if "error" in line.lower()]
-    return f"{type(error).__name__}: {(telling or lines[-1:] or ['no message'])[0].rstrip('.')}"
+    errors = [line for line in lines if "error" in line.lower()]
+    return f"{type(error).__name__}: {(errors or lines[-1:] or ['no message'])[0].rstrip('.')}"
 
 
 # Reading NVIDIA's machine code
@@ -262,11 +276,13 @@ _SASS_MATRIX = re.compile(r"(?:UTC)?[A-Z]+MMA")
 
 
 def _disassemble(cubin: bytes, kernel: str) -> str:
-    """Resource usage and SASS, by the ``cuobjdump`` that Triton brings."""
+    """Return the resource usage and the SASS of a cubin, from the ``cuobjdump`` in Triton's wheel."""
     try:
         from triton import knobs
     except ImportError as error:
-        raise InspectionError(f"Kernel {kernel!r} compiled; Triton brings the disassembler. {_INSTALL_TRITON}") from error
+        raise InspectionError(
+            f"Kernel {kernel!r} was compiled, but the disassembler comes with Triton. {_INSTALL_TRITON}"
+        ) from error
 
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.cubin"
@@ -277,17 +293,23 @@ def _disassemble(cubin: bytes, kernel: str) -> str:
                 command, capture_output=True, encoding="utf-8", errors="replace", check=True, timeout=120
             ).stdout
         except (OSError, RuntimeError, subprocess.SubprocessError) as error:
-            raise InspectionError(f"Kernel {kernel!r} compiled, but cuobjdump cannot take it apart: {error}.") from error
+            raise InspectionError(f"Kernel {kernel!r} was compiled, but cuobjdump cannot disassemble it: {error}.") from error
 
 
-def _read_sass(text: str, entry: str = "") -> _Machine:
-    """What the listing tells of a kernel, the only one or the one of this name; instructions are those of all functions."""
+def _read_sass(text: str, entry: str = "") -> _MachineCode:
+    """Return the facts of a kernel from cuobjdump's listing.
+
+    Args:
+        text: Listing with resource usage and SASS.
+        entry: Name of the kernel whose resource usage is read; without it, the listing holds one kernel only. Instructions are
+            counted over all functions of the listing.
+    """
     usage = re.search(rf"Function {re.escape(entry) or '.*'}:\s+REG:(\d+) STACK:(\d+) SHARED:(\d+)", text)
     if usage is None:
         raise InspectionError("cuobjdump printed no resource usage; its format has changed.")
     names = Counter(_SASS.findall(text))
     del names["NOP"]  # padding
-    return _Machine(
+    return _MachineCode(
         registers=int(usage[1]),
         spills=names["STL"] + names["LDL"],
         stack_bytes=int(usage[2]),
@@ -297,13 +319,15 @@ def _read_sass(text: str, entry: str = "") -> _Machine:
     )
 
 
-# Reading AMD's
+# Reading AMD's machine code
 
 _GCN = re.compile(r"^\t([svbdgfi][a-z0-9]*_[a-z0-9_]+)", re.MULTILINE)
 _GCN_MATRIX = ("v_mfma", "v_smfmac", "v_wmma")
 
 
-def _read_amdgcn(text: str) -> _Machine:
+def _read_amdgcn(text: str) -> _MachineCode:
+    """Return the facts of a kernel from AMD's assembly."""
+
     def fact(name: str) -> int:
         found = re.search(rf"^\s+(?:- )?\.{name}:\s+(\d+)", text, re.MULTILINE)
         if found is None:
@@ -311,7 +335,7 @@ def _read_amdgcn(text: str) -> _Machine:
         return int(found[1])
 
     names = Counter(_GCN.findall(text))
-    return _Machine(
+    return _MachineCode(
         registers=fact("vgpr_count"),
         spills=fact("vgpr_spill_count"),
         stack_bytes=fact("private_segment_fixed_size"),

@@ -1,4 +1,4 @@
-"""How numbers are written: one spelling of times, bytes, rates and ratios for every output."""
+"""Formatting of numbers: one spelling of times, bytes, rates and ratios for every output."""
 
 from __future__ import annotations
 
@@ -8,84 +8,87 @@ from collections.abc import Sequence
 from onelaunch.workbench.stored import Estimate
 
 NONE = "–"
-"""Stands where there is no number."""
+"""Mark of a missing number."""
 
 TIMES = ((1e6, "s"), (1e3, "ms"), (1.0, "µs"))
-"""Microseconds to larger units."""
+"""Units of time with their length in microseconds, the longest first."""
 
 BYTES = ((2.0**40, "TiB"), (2.0**30, "GiB"), (2.0**20, "MiB"), (2.0**10, "KiB"), (1.0, "B"))
+"""Units of size with their length in bytes, the longest first."""
+
 RATES = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""))
+"""Prefixes of rates and amounts of work, the largest first."""
 
 
 def number(value: float, digits: int = 3) -> str:
-    """Rounded to significant digits, never in powers of ten for everyday sizes: ``7.92``, ``1230``, ``0.0313``."""
+    """Format a number with ``digits`` significant digits and no exponent: ``7.92``, ``1230``, ``0.0313``."""
     if not math.isfinite(value):
         return str(value)
     return f"{value:.{_decimals(value, digits)}f}"
 
 
 def time(microseconds: float) -> str:
-    """``7.92 µs``, ``90.1 ms``."""
+    """Format a time with its unit: ``7.92 µs``, ``90.1 ms``."""
     scale, unit = _unit(abs(microseconds), TIMES)
     return f"{number(microseconds / scale)} {unit}"
 
 
 def interval(estimate: Estimate) -> str:
-    """A time with its interval, all three in one unit: ``7.92 µs [7.85, 8.01]``."""
+    """Format a time with its interval, all three in one unit: ``7.92 µs [7.85, 8.01]``."""
     scale, unit = _unit(abs(estimate.median), TIMES)
     return f"{number(estimate.median / scale)} {unit} {_bounds(estimate, scale)}"
 
 
 def ratio(value: float) -> str:
-    """``1.57x``."""
+    """Format a ratio: ``1.57x``."""
     return f"{number(value)}x"
 
 
 def ratio_interval(estimate: Estimate, digits: int = 3) -> str:
-    """``1.57x [1.52, 1.61]``."""
+    """Format a ratio with its interval: ``1.57x [1.52, 1.61]``."""
     return f"{number(estimate.median, digits)}x {_bounds(estimate, 1.0, digits)}"
 
 
 def size(count: float) -> str:
-    """``7.03 MiB``."""
+    """Format a number of bytes with its unit: ``7.03 MiB``."""
     scale, unit = _unit(abs(count), BYTES)
     return f"{count:.0f} B" if unit == "B" else f"{number(count / scale)} {unit}"
 
 
 def rate(per_second: float, unit: str) -> str:
-    """``4.02 TB/s``, ``644 GFLOP/s``."""
+    """Format a rate, whose unit is given: ``4.02 TB/s``, ``644 GFLOP/s``."""
     scale, prefix = _unit(abs(per_second), RATES)
     return f"{number(per_second / scale)} {prefix}{unit}"
 
 
 def work(flops: float) -> str:
-    """``0.268 GFLOP``."""
+    """Format a number of floating-point operations: ``0.268 GFLOP``."""
     scale, prefix = _unit(abs(flops), RATES)
     return f"{number(flops / scale)} {prefix}FLOP"
 
 
 def scientific(value: float) -> str:
-    """An error: ``3.1e-04``."""
+    """Format an error with two significant digits: ``3.1e-04``."""
     return f"{value:.1e}" if math.isfinite(value) else "not finite"
 
 
 def launches(count: int | None) -> str:
-    """Kernels launched by a call; ``varies`` where a compiler or a library decides."""
+    """Format the number of launches of a call; ``varies`` if a compiler or a library decides it."""
     return "varies" if count is None else str(count)
 
 
 def percent(factor: float) -> str:
-    """A factor's distance from one: 1.023 to ``2.3 %``."""
+    """Format a factor's distance from 1 in percent: ``2.3 %`` for 1.023."""
     return f"{number(100 * (factor - 1), 2)} %"
 
 
 def plural(count: int, noun: str, many: str = "") -> str:
-    """``1 round``, ``20 rounds``."""
+    """Format a count with its noun: ``1 round``, ``20 rounds``."""
     return f"{count} {noun if count == 1 else many or noun + 's'}"
 
 
 def span(counts: Sequence[int]) -> str:
-    """``20``, or ``7 to 20`` where they differ."""
+    """Format the range of several counts: ``7 to 20``, or ``20`` if they are all the same."""
     low, high = min(counts, default=0), max(counts, default=0)
     return str(low) if low == high else f"{low} to {high}"
 

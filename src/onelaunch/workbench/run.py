@@ -1,7 +1,8 @@
-"""Run a study: plan, verify, time, count, judge its criteria, decide. What is measured is never lost.
+"""Run a study: plan, verify, time, count, judge its criteria, decide. Finished measurements are never lost.
 
-One shape and direction after another; each is kept on disk before the next begins. Whatever a variant does wrong (raise, run
-out of memory, answer incorrectly) is its result, and the rest goes on. Ctrl-C ends the run early with all that was measured.
+The cases (a shape in one direction each) run one after another, and the partial result is saved after each. A variant that
+raises, runs out of memory or is incorrect is recorded as such, and the others continue. Ctrl-C ends the run early with everything
+that was measured.
 """
 
 from __future__ import annotations
@@ -19,32 +20,32 @@ from onelaunch.errors import OutputUnwritable, ResultCorrupt, ResultExists, Resu
 from onelaunch.wording import shown
 from onelaunch.workbench.files import probe_file, within
 from onelaunch.workbench.result import Result, StoredCeilings
-from onelaunch.workbench.running import QUICK_SECONDS, Progress, Run, Steps, Wanted
+from onelaunch.workbench.running import QUICK_SECONDS, Progress, Run, RunOptions, Steps
 from onelaunch.workbench.stored import FROM_A_FILE
 from onelaunch.workbench.study import Scale, Shape, Study
 from onelaunch.workbench.study.plan import plan_study, scale_for
 
 TIME_CAP_SECONDS: dict[Scale, float] = {"small": 15.0, "full": 60.0}
-"""No new round of a shape and direction begins after this: a small run is one that people wait for."""
+"""Seconds by scale after which no new round of a case begins. Small runs are short, because people wait for them."""
 
 
 def default_path(study: Study, device: str = "auto") -> Path:
-    """Return where a run on this device is saved by default: ``results/<device>/<study>.json`` in the working directory."""
+    """Return the default file of a run on this device: ``results/<device>/<study>.json`` in the working directory."""
     slug = hardware.describe(str(hardware.resolve(device))).slug
     return within(Path("results"), Path("results") / slug / f"{study.name}.json")
 
 
 def partial_path(path: Path) -> Path:
-    """Return where the finished shapes of a run are kept while it lasts; read it like any result if the run was killed."""
+    """Return the file that holds the finished cases during a run. After a killed run it can be read like any result."""
     return path.with_name(f"{path.stem}.partial.json")
 
 
 class ResultUnsaved(OutputUnwritable):
-    """A finished study could not be saved at its place, as on a disk that has become full.
+    """Error of a finished study that could not be saved to its file, such as on a full disk.
 
     Attributes:
-        result: what was measured and decided.
-        rescued: where it was saved instead, or ``None`` where that failed too.
+        result: Result with measurements and decision.
+        rescued: File in the system's temporary folder to which it was saved instead, or ``None`` if that failed too.
     """
 
     def __init__(self, failure: OutputUnwritable, result: Result) -> None:
@@ -54,7 +55,7 @@ class ResultUnsaved(OutputUnwritable):
         try:
             folder = Path(tempfile.mkdtemp(prefix="onelaunch-"))
             self.rescued = result.save(folder / failure.path.name)
-            remedy = f"The result was saved as {self.rescued} instead; move it from there."
+            remedy = f"The result was saved as {self.rescued} instead. Move it from there."
         except OSError:
             pass
         super().__init__(failure.path, failure.reason, remedy=remedy)
@@ -80,38 +81,39 @@ def run_study(
     """Run a study and save its result.
 
     Args:
-        study: as :func:`~onelaunch.workbench.study.read.load_study` reads it.
-        device: ``cuda:0``, ``cpu``...; ``auto`` is the first GPU, or the CPU.
-        scale: which of the study's shapes; ``auto`` is ``full`` on a GPU and ``small`` on a CPU.
-        rounds: instead of the study's own number.
-        time_cap: seconds after which no new round of a shape and direction begins, once three are measured;
-            :data:`TIME_CAP_SECONDS` of the scale by default.
-        quick: run the study's first direction alone, with a time cap of :data:`QUICK_SECONDS`, for a first look; a note in the
-            result says so.
-        count: DRAM bytes by the hardware's counters where they can be read: at the shapes where a criterion asks for bytes
-            (``True``; of what launches a known number of kernels, and of what the criterion names: a loop of thousands would keep
-            the profiler busy for minutes), of everything everywhere (``"all"``), or nowhere. Elsewhere bytes are by arithmetic.
-            Launches and barriers are counted where a criterion asks for them, of what it names, unless this is ``False``.
-        on_progress: is told how far the run is.
-        save_to: the file; :func:`default_path` by default.
-        force: replace a result that is there already.
-        resume: go on with an interrupted run (the file's, or the kept part of one that was killed) after what it finished; begins
-            where there is none. Nothing that tells on a result may have changed since.
-        processes: make every call once in so many processes side by side, before anything is measured: they compile what this one
-            then finds compiled. The device needs memory for as many calls.
-        command: how the run was started, for the result's provenance; this process's command line by default.
-        steps: what measures; for tests.
+        study: Study, as :func:`~onelaunch.workbench.study.read.load_study` reads it.
+        device: ``cuda:0``, ``cpu`` and so on; ``auto`` is the first GPU, or the CPU.
+        scale: Scale of the shapes to run; ``auto`` is ``full`` on a GPU and ``small`` on a CPU.
+        rounds: Number of rounds in place of the study's own.
+        time_cap: Seconds after which no new round of a case begins, once three are measured. :data:`TIME_CAP_SECONDS` of the
+            scale by default.
+        quick: Whether to run only the study's first direction, with a time cap of :data:`QUICK_SECONDS`, for a first look. A note
+            in the result says so.
+        count: Where to count DRAM bytes with the hardware's counters. ``True`` counts at the shapes where a criterion asks for
+            bytes: the variants that launch a known number of kernels, and those that the criterion names. (A loop of thousands of
+            launches would keep the profiler busy for minutes.) ``"all"`` counts everything at every shape, ``False`` nothing.
+            Bytes that are not counted are computed by arithmetic. Launches and grid barriers are counted for the variants and
+            shapes of the criteria that ask for them, unless this is ``False``.
+        on_progress: Callback for the progress.
+        save_to: File of the result; :func:`default_path` by default.
+        force: Whether to replace an existing result.
+        resume: Whether to continue an interrupted or killed run, whose partial result is read from its file. Without one the run
+            begins anew. Study, device, software, commit and rounds must be the same.
+        processes: Number of processes that first make every call once, so that their compiled code is in the cache. The device
+            needs memory for as many calls. 0 for none.
+        command: Command line for the result's provenance; this process's own by default.
+        steps: Functions that use the device; for tests.
 
     Returns:
-        The result, as saved. After Ctrl-C its ``interrupted`` is true, and cells that were not finished say so.
+        The result, as saved. After Ctrl-C its ``interrupted`` is true, and unfinished measurements have that status.
 
     Raises:
-        NoDeviceError: the device is not here.
-        StudyError: the study has no shapes of this scale.
-        ResultExists: the file (or the kept part of a killed run) is there already; raised before anything is measured.
-        OutputUnwritable: the file cannot be written; tried before anything is measured.
-        ResultUnsaved: the file could not be written when all was measured; holds the result.
-        ResultMismatch: ``resume``, but the study, the device, the software or the rounds are not those of the interrupted run.
+        NoDeviceError: The device does not exist here.
+        StudyError: The study has no shapes of this scale.
+        ResultExists: The file, or the partial result of a killed run, exists. Raised before anything is measured.
+        OutputUnwritable: The file cannot be written. Raised before anything is measured.
+        ResultUnsaved: The file could not be written at the end. Holds the result.
+        ResultMismatch: The interrupted run has another study, device, software, commit, scale or number of rounds.
     """
     where = hardware.resolve(device)
     path = save_to or default_path(study, str(where))
@@ -120,19 +122,19 @@ def run_study(
     chosen = scale_for(where.type) if scale == "auto" else scale
     if not study.at_scale(chosen):
         raise _no_shapes(study, chosen)
-    # floors of one result rest on the same rates
+    # A resumed run takes over the peaks, so that all bounds of a result are computed from the same peaks.
     ceilings = earlier.ceilings if earlier else StoredCeilings(**asdict(steps.ceilings(str(where))))
     cap = time_cap or (QUICK_SECONDS if quick else TIME_CAP_SECONDS[chosen])
-    wanted = Wanted(rounds or study.rounds, cap, quick=quick, count=count, command=command)
-    run = Run(plan_study(study, ceilings, str(where), chosen), where, ceilings, wanted, steps, on_progress or (lambda _: None))
+    options = RunOptions(rounds or study.rounds, cap, quick=quick, count=count, command=command)
+    run = Run(plan_study(study, ceilings, str(where), chosen), where, ceilings, options, steps, on_progress or (lambda _: None))
     if earlier is not None:
-        run.go_on(earlier, partial_path(path) if not path.exists() else path)
+        run.resume_from(earlier, partial_path(path) if not path.exists() else path)
     run.measure_all(processes, partial_path(path))
     return _saved(run.result(interrupted=run.stopped), path, force=force or earlier is not None)
 
 
 def _before_anything_runs(study: Study, path: Path, *, force: bool, resume: bool) -> Result | None:
-    """Check names and the output, and return the interrupted run to go on with, if there is one and ``resume`` asks for it."""
+    """Check names and the output file, and return the interrupted run to continue, or ``None`` for a new run."""
     try:
         Study.model_validate(study.model_dump(), context=FROM_A_FILE)
     except ValidationError as error:
@@ -149,7 +151,7 @@ def _before_anything_runs(study: Study, path: Path, *, force: bool, resume: bool
 
 
 def _saved(result: Result, path: Path, *, force: bool) -> Result:
-    """Save a result in the place of the part that was kept while it was measured, and return it."""
+    """Save a result, remove the partial one, and return the result."""
     try:
         result.save(path, force=force)
     except OutputUnwritable as failure:
@@ -171,7 +173,7 @@ def _no_shapes(study: Study, scale: Scale) -> StudyError:
 
 
 def is_resumable(path: Path) -> bool:
-    """Return whether a file is what an interrupted or killed run left, so that the run can be continued."""
+    """Return whether a file holds the partial result of an interrupted or killed run, which can be resumed."""
     try:
         return Result.load(path).interrupted
     except (ResultCorrupt, ResultMissing):
@@ -179,10 +181,10 @@ def is_resumable(path: Path) -> bool:
 
 
 def interrupted_run(path: Path, *, force: bool = False) -> Result | None:
-    """Return the result of an interrupted run, or the kept part of one that was killed; ``None`` where there is neither.
+    """Return the result of an interrupted run, or the partial result of a killed one; ``None`` if there is neither.
 
     Raises:
-        ResultExists: the run was finished, and is not to be replaced by ``force``.
+        ResultExists: The run was finished, and ``force`` does not allow to replace it.
     """
     found = next((Result.load(each) for each in (path, partial_path(path)) if each.exists()), None)
     if found is None or found.interrupted:

@@ -1,6 +1,6 @@
-"""Statistics over rounds and runs: medians with their interval, paired ratios, geometric means, noise.
+"""Statistics over rounds and runs: medians with intervals, paired ratios, geometric means, noise.
 
-They are the only statistics in the project.
+The whole project uses these functions and no others.
 """
 
 from __future__ import annotations
@@ -14,20 +14,26 @@ import numpy as np
 from onelaunch.workbench.stored import Estimate
 
 RESAMPLES = 2000
+"""Number of bootstrap resamples."""
+
 CONFIDENCE = 0.95
+"""Confidence level of all intervals."""
+
 SEED = 40
 """Seed of the bootstrap, fixed so that the same samples always give the same interval."""
 
 STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
-"""Two-sided 95 % quantiles of Student's t distribution for 1, 2, 3... degrees of freedom. The last also serves for more degrees,
-where it is slightly too large and thus on the safe side."""
+"""Two-sided 95 % quantiles of Student's t distribution for 1, 2, 3 and more degrees of freedom.
+
+The last value is also used for more degrees of freedom. It is slightly too large there, which is on the safe side.
+"""
 
 
 def estimate(samples: Sequence[float]) -> Estimate:
     """Return the median of the samples with its 95 % bootstrap interval (percentiles of the medians of resamples).
 
-    The same samples always give the same interval. One sample gives an interval of no width, so look at ``samples`` before
-    believing an interval.
+    The same samples always give the same interval. One sample gives an interval of width 0, so check ``samples`` before
+    relying on an interval.
 
     Raises:
         ValueError: There are no samples.
@@ -39,7 +45,7 @@ def estimate(samples: Sequence[float]) -> Estimate:
 
 @functools.lru_cache(maxsize=8192)
 def _estimate(samples: tuple[float, ...]) -> Estimate:
-    """Return :func:`estimate` of samples; a report asks for the same ones many times."""
+    """Return the estimate of samples, cached because a report asks for the same ones many times."""
     values = np.asarray(samples, dtype=np.float64)
     medians = np.median(values[_draws(values.size)], axis=1)
     tail = 50 * (1 - CONFIDENCE)
@@ -49,25 +55,28 @@ def _estimate(samples: tuple[float, ...]) -> Estimate:
 
 @functools.lru_cache(maxsize=64)
 def _draws(count: int) -> np.ndarray:
-    """Return which samples, of so many, each resample draws."""
+    """Return the indices that each bootstrap resample draws from ``count`` samples, shape ``[RESAMPLES, count]``."""
     return np.random.default_rng(SEED).integers(0, count, size=(RESAMPLES, count))
 
 
 def ratio(a: Sequence[float], b: Sequence[float]) -> Estimate:
-    """Return ``a / b`` round by round, so that conditions that both rounds shared (clocks, temperature) cancel.
+    """Return the estimate of ``a / b`` from ratios taken round by round.
 
-    If one has fewer rounds, only the rounds that both have count.
+    Conditions that both share in a round (clocks, temperature) cancel. Rounds that only one of them has are ignored.
     """
     return estimate([one / other for one, other in zip(a, b, strict=False)])
 
 
 def unpaired_ratio(a: Estimate, b: Estimate) -> Estimate:
-    """Return ``a / b`` of times that share no rounds. The interval covers everything that both intervals allow."""
+    """Return ``a / b`` of times that share no rounds. The interval covers every ratio that the two intervals allow."""
     return Estimate(median=a.median / b.median, low=a.low / b.high, high=a.high / b.low, samples=min(a.samples, b.samples))
 
 
 def mean_estimate(estimates: Sequence[Estimate]) -> Estimate:
-    """Return the geometric mean of ratios or times; the interval is as if all erred in one direction, ``samples`` the fewest."""
+    """Return the geometric mean of ratios or times.
+
+    The interval assumes that all values err in the same direction. ``samples`` is the smallest of theirs.
+    """
     if len(estimates) == 1:
         return estimates[0]
     return Estimate(
@@ -79,24 +88,27 @@ def mean_estimate(estimates: Sequence[Estimate]) -> Estimate:
 
 
 def geometric_mean(values: Sequence[float]) -> float:
-    """Return the geometric mean, the right one for ratios; every value must be above zero."""
+    """Return the geometric mean, which is the proper mean of ratios. Every value must be above 0."""
     return float(np.exp(np.mean(np.log(np.asarray(values, dtype=np.float64)))))
 
 
 def noise_floor(again: Estimate, least: float = 1.01) -> float:
-    """Return the smallest factor that may be claimed after an A/A run: the reach of its interval from 1, at least ``least``."""
+    """Return the smallest factor that may be claimed after an A/A run.
+
+    It is the distance of the far end of the A/A ratio's interval from 1, as a factor, and at least ``least``.
+    """
     return max(least, again.high, 1 / again.low)
 
 
 def noise_between_runs(first: Sequence[float], second: Sequence[float]) -> float | None:
-    """Return the largest factor between two sides' times that noise between runs explains, or ``None`` if nothing is repeated.
+    """Return the largest factor between two sides' times that noise between runs explains, or ``None`` without repeated runs.
 
-    Each side gives the median of each of its runs of the same code. The estimator is the half-width of Student's two-sample 95 %
-    interval for the difference of the mean logarithms, with one variance pooled over both sides, returned as a factor. It assumes
-    that both sides are equally noisy in proportion, so that repeats of one side speak for the other too.
+    Each side is a list of medians, one for each of its runs of the same code. The estimator is the half-width of Student's
+    two-sample 95 % interval for the difference of the mean logarithms, with one variance pooled over both sides, returned as a
+    factor. It assumes that both sides are equally noisy in proportion, so that repeats of one side also inform about the other.
 
-    More runs carry smaller claims. Where medians of runs scatter with a standard deviation of 1 %, two runs against one carry
-    changes beyond 17 %, two against two beyond 4.4 %, three against three beyond 2.3 %, and five against five beyond 1.5 %.
+    More runs allow smaller claims. If the medians of runs have a standard deviation of 1 %, a change can be claimed beyond 17 %
+    with two runs against one, 4.4 % with two against two, 2.3 % with three against three, and 1.5 % with five against five.
 
     Source: Student's t over repeated executions, as Georges, Buytaert and Eeckhout, "Statistically rigorous Java performance
     evaluation" (2007), and Kalibera and Jones, "Rigorous benchmarking in reasonable time" (2013).
@@ -107,5 +119,5 @@ def noise_between_runs(first: Sequence[float], second: Sequence[float]) -> float
     logs = [np.log(np.asarray(side, dtype=np.float64)) for side in (first, second)]
     pooled = sum(float(np.sum((side - side.mean()) ** 2)) for side in logs) / freedom
     error = math.sqrt(pooled * (1 / len(first) + 1 / len(second)))
-    with np.errstate(over="ignore"):  # infinite noise carries no claim
+    with np.errstate(over="ignore"):  # an overflow gives infinite noise, which allows no claim
         return float(np.exp(STUDENT[min(freedom, len(STUDENT)) - 1] * error))

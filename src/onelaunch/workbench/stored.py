@@ -1,4 +1,4 @@
-"""Base classes and types of all stored values: names, numbers and texts that follow the rules, and estimates."""
+"""Base classes and types of all stored values: validated names, numbers and strings, and estimates."""
 
 from __future__ import annotations
 
@@ -19,16 +19,17 @@ from onelaunch.device.hardware import SLUG
 from onelaunch.wording import escaped
 
 NAME = re.compile(r"(?! )[A-Za-z0-9 ._+*=/,():%'-]{1,80}(?<! )")
-"""Names of shapes, variants, controls and criteria: nothing that a page, a plot, a shell or a terminal could read as more."""
+"""Pattern of names of shapes, variants, controls and criteria. It allows no character that is markup on a page or in a plot, or
+a command to a shell or terminal."""
 
 NAME_RULE = "it must be 1 to 80 letters (A to Z), digits, spaces and . _ - + * = / , ( ) : % ', without a space at either end"
 
 FROM_A_FILE = {"from_a_file": True}
-"""Context of a validation in which names and texts must follow the rules: what is read from files, and what is about to run."""
+"""Validation context in which names and strings must follow the rules: for data from files, and before a study runs."""
 
 
 def check_names(value: Any, info: ValidationInfo) -> Any:
-    """Return a value after a check that every text in it, keys of mappings included, follows :data:`NAME`."""
+    """Return a value after a check that every string in it, keys of mappings included, follows :data:`NAME`."""
     if not info.context:
         return value
     if isinstance(value, str) and not NAME.fullmatch(value):
@@ -51,12 +52,12 @@ Slug = Annotated[str, AfterValidator(_slug)]
 Name = Annotated[str, AfterValidator(check_names)]
 
 Words = Annotated[str, AfterValidator(escaped)]
-"""Free text, such as the message of another package's error: control characters in it are written as backslash escapes."""
+"""Free text, such as the error message of another package. Control characters in it become backslash escapes."""
 
 Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 LEAST_TIME, MOST_TIME = 1e-6, 1e15
-"""Least and greatest time in microseconds: one picosecond and some thirty years. Times further apart cannot be drawn."""
+"""Smallest and largest time in microseconds: one picosecond and about thirty years. Times further apart cannot be plotted."""
 
 Time = Annotated[float, Field(ge=LEAST_TIME, le=MOST_TIME, allow_inf_nan=False)]
 
@@ -68,18 +69,18 @@ def _drawable(microseconds: float) -> float:
 
 
 Bound = Annotated[float, Field(ge=0, le=MOST_TIME, allow_inf_nan=False), AfterValidator(_drawable)]
-"""Microseconds of a plan, which may be 0 and which plots draw beside measured times."""
+"""Microseconds of a plan. They may be 0, and plots draw them together with measured times."""
 
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 Error = Annotated[float, Field(ge=0)]
-"""An error against the oracle, which may be infinite."""
+"""An error against the oracle. It may be infinite."""
 
 Count = Annotated[int, Field(ge=0, le=10**120)]
-"""A number of bytes or operations: sizes have 63 bits, and few of them are multiplied."""
+"""A number of bytes or operations. The limit exceeds every product of a few 63-bit sizes."""
 
 
 class Grown(BaseModel):
-    """Base of what is stored and has grown since: what was stored before stays as it was when it is stored again."""
+    """Base of stored values that have gained fields. A value that was stored before is stored again with the same bytes."""
 
     LATER: ClassVar[tuple[str, ...]] = ()
     """Fields added after results were published. They are left out at their default, so that older digests stay valid."""
@@ -95,7 +96,7 @@ class Grown(BaseModel):
 
 
 class Stored(BaseModel):
-    """Base of all stored values: closed and unchangeable."""
+    """Base of all stored values. They are immutable and reject unknown fields."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, ser_json_inf_nan="strings")
 

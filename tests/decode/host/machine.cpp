@@ -1,5 +1,8 @@
-// The machine of the decode kernels on a host: threads are fibers that take turns, copies arrive late, blocks and warps fall behind at random.
-// It is the same for all kernels, and with WATCHED it looks for races (races.cuh).
+// Emulation of a GPU for the decode kernels on one CPU thread: see machine.cuh.
+//
+// Threads are fibers that run until they wait: at a barrier, in a warp collective, or in one iteration of a spin loop. A scheduler sweeps
+// over all of them; at any time some blocks and warps are delayed at random, and bulk copies land at random, so that a missing wait gives
+// wrong results for some seed. With WATCHED the accesses to shared memory are checked for races (races.cuh).
 #include "machine.cuh"
 #include <csetjmp>
 #include <cstdio>
@@ -18,15 +21,15 @@
 
 namespace host {
 constexpr int LANES = 32;
-// Where threads wait for others: until the turn is another.
-struct Meeting {
+// A barrier: threads wait until its generation changes.
+struct Barrier {
   int arrived = 0;
-  u32 turn = 0;
+  u32 generation = 0;
   IF_WATCHED(std::vector<int> threads;)
 };
 struct Warp {
-  bool behind = false;
-  Meeting meeting;
+  bool delayed = false;
+  Barrier barrier;
   u64 in[LANES], out[LANES];
   u32 a[LANES][6];
   float d[LANES][4];
@@ -34,14 +37,14 @@ struct Warp {
 struct Block {
   std::vector<char> shared;
   std::vector<Warp> warps;
-  Meeting all, workers;
-  bool behind = false;
-  IF_WATCHED(std::unique_ptr<races::Watch> watch;)
+  Barrier all, workers;
+  bool delayed = false;
+  IF_WATCHED(std::unique_ptr<races::Detector> watch;)
 };
-struct Fiber : Place {
+struct Fiber : Thread {
   bool done = false, begun = false;
-  const Meeting* meeting = nullptr;  // where it waits
-  u32 turn;
+  const Barrier* barrier = nullptr;  // the one at which it waits
+  u32 generation;
   Block* block;
   jmp_buf at;
 };
@@ -53,50 +56,50 @@ struct Copy {
   Block* block;
   IF_WATCHED(races::Clock knowing;)
 };
-const Place* here = nullptr;
+const Thread* current = nullptr;
 long long clock;
 static jmp_buf scheduler;
 static std::vector<Copy> copies;
-static std::mt19937 dice;
+static std::mt19937 rng;
 static void (*body)();
 
-static Fiber& now() { return *(Fiber*)here; }
-static Warp& warp() { return now().block->warps[here->thread / LANES]; }
-IF_WATCHED(static races::Watch& watch() { return *now().block->watch; })
+static Fiber& fiber() { return *(Fiber*)current; }
+static Warp& warp() { return fiber().block->warps[current->thread / LANES]; }
+IF_WATCHED(static races::Detector& watch() { return *fiber().block->watch; })
 
 void yield() {
-  if (!_setjmp(now().at)) _longjmp(scheduler, 1);
+  if (!_setjmp(fiber().at)) _longjmp(scheduler, 1);
 }
-// So many threads bring something, the last one works for all. Who waits is not resumed before the turn is another.
+// Wait for `threads` threads. The last one to arrive runs work() for all. A waiting fiber is not resumed before the generation has changed.
 template <class Work>
-static void together(Meeting& m, int threads, Work work) {
-  const u32 turn = m.turn;
+static void rendezvous(Barrier& m, int threads, Work work) {
+  const u32 generation = m.generation;
   if (++m.arrived == threads) {
     work();
-    m.arrived = 0, ++m.turn;
+    m.arrived = 0, ++m.generation;
     return;
   }
-  now().meeting = &m, now().turn = turn;
+  fiber().barrier = &m, fiber().generation = generation;
   yield();
 }
-static void meet(Meeting& m, int threads) {
-  IF_WATCHED(m.threads.push_back(here->thread);)
-  together(m, threads, [&] { IF_WATCHED(watch().meet(m.threads); m.threads.clear();) });
+static void synchronize(Barrier& m, int threads) {
+  IF_WATCHED(m.threads.push_back(current->thread);)
+  rendezvous(m, threads, [&] { IF_WATCHED(watch().synchronize(m.threads); m.threads.clear();) });
 }
-// A barrier in shared memory: phase, threads wanted, threads missing, bytes on their way.
-struct Bar { u32 phase : 1, wanted : 15, missing : 16; int bytes; };
-static_assert(sizeof(Bar) == 8, "as large as the machine's");
-static void settle(Bar& b, Block& block) {
+// An mbarrier in shared memory: phase, arrivals expected per phase, arrivals missing, and bytes of copies in flight.
+struct Mbarrier { u32 phase : 1, wanted : 15, missing : 16; int bytes; };
+static_assert(sizeof(Mbarrier) == 8, "as large as the machine's");
+static void complete_if_done(Mbarrier& b, Block& block) {
   if (b.missing || b.bytes) return;
   b.phase ^= 1, b.missing = b.wanted;
   IF_WATCHED(block.watch->complete(&b);)
 }
 static void arrive(u64* bar, int bytes) {
-  Bar& b = *(Bar*)bar;
-  if (b.missing == 0) fprintf(stderr, "an arrival too many at a barrier\n"), abort();
+  Mbarrier& b = *(Mbarrier*)bar;
+  if (b.missing == 0) fprintf(stderr, "too many arrivals at an mbarrier\n"), abort();
   --b.missing, b.bytes += bytes;
-  IF_WATCHED(watch().arrive(bar, watch().clocks[here->thread]); watch().next(here->thread);)
-  settle(b, *now().block);
+  IF_WATCHED(watch().arrive(bar, watch().clocks[current->thread]); watch().next(current->thread);)
+  complete_if_done(b, *fiber().block);
 }
 static char* aligned(Block& block) {
   char* at = block.shared.data();
@@ -104,24 +107,24 @@ static char* aligned(Block& block) {
 }
 static void trampoline() {
   body();
-  now().done = true;
+  fiber().done = true;
   _longjmp(scheduler, 1);
 }
 
-// Stacks are kept from launch to launch, and begin in other lines of the cache.
+// Return a fiber's stack. Stacks are reused by later launches, and their offsets avoid conflicts in the CPU's cache.
 constexpr size_t STACK = 32768, BETWEEN_STACKS = STACK + 1088;
 static char* stack_of(size_t fiber) {
   constexpr size_t AT_ONCE = 256;
   static std::vector<char*> pieces;
   while (pieces.size() <= fiber / AT_ONCE) {
     void* piece = mmap(nullptr, AT_ONCE * BETWEEN_STACKS, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    if (piece == MAP_FAILED) fprintf(stderr, "no memory for stacks\n"), abort();
+    if (piece == MAP_FAILED) fprintf(stderr, "out of memory for stacks of fibers\n"), abort();
     pieces.push_back((char*)piece);
   }
   return pieces[fiber / AT_ONCE] + fiber % AT_ONCE * BETWEEN_STACKS;
 }
 static void resume(Fiber& f, size_t number) {
-  here = &f;
+  current = &f;
   if (_setjmp(scheduler)) return;
   if (f.begun) _longjmp(f.at, 1);
   f.begun = true;
@@ -131,82 +134,82 @@ static void resume(Fiber& f, size_t number) {
   makecontext(&context, trampoline, 0);
   setcontext(&context);
 }
-static void land() {
+static void land_copies() {
   std::uniform_int_distribution<int> percent(0, 99);
   for (size_t i = 0; i < copies.size();) {
-    if (percent(dice) >= 25) { ++i; continue; }
+    if (percent(rng) >= 25) { ++i; continue; }
     const Copy c = copies[i];
     copies[i] = copies.back(), copies.pop_back();
     memcpy(c.to, c.from, c.bytes);
-    Bar& b = *(Bar*)c.bar;
+    Mbarrier& b = *(Mbarrier*)c.bar;
     b.bytes -= c.bytes;
     IF_WATCHED(c.block->watch->arrive(c.bar, c.knowing);)
-    settle(b, *c.block);
+    complete_if_done(b, *c.block);
   }
 }
 
-// Runs blocks to their end. At any time some blocks and some warps stand still, and copies land when it pleases them.
-bool launch(const Launch& of, void (*what)()) {
-  dice.seed(of.seed);
+// Run all blocks of a launch to their end; return whether they ended within the given number of sweeps and no copy was left.
+bool launch(const Launch& options, void (*what)()) {
+  rng.seed(options.seed);
   body = what;
   clock = 0;
   copies.clear();
-  std::vector<Block> blocks(of.ctas);
-  std::vector<Fiber> fibers(of.ctas * of.threads);
-  for (int cta = 0; cta < of.ctas; ++cta) {
+  std::vector<Block> blocks(options.ctas);
+  std::vector<Fiber> fibers(options.ctas * options.threads);
+  for (int cta = 0; cta < options.ctas; ++cta) {
     Block& block = blocks[cta];
-    block.shared.assign(of.shared_bytes + 1024, (char)0xFF);  // NaN, if it is read before it is written
-    block.warps.resize(of.threads / LANES);
-    IF_WATCHED(block.watch.reset(new races::Watch(aligned(block), of.unwatched, of.barriers, of.threads));)
-    for (int thread = 0; thread < of.threads; ++thread) {
-      Fiber& f = fibers[cta * of.threads + thread];
+    block.shared.assign(options.shared_bytes + 1024, (char)0xFF);  // NaN, so that a read of memory that was not written shows
+    block.warps.resize(options.threads / LANES);
+    IF_WATCHED(block.watch.reset(new races::Detector(aligned(block), options.unwatched, options.barriers, options.threads));)
+    for (int thread = 0; thread < options.threads; ++thread) {
+      Fiber& f = fibers[cta * options.threads + thread];
       f.shared = aligned(block), f.cta = cta, f.thread = thread, f.block = &block;
     }
   }
   size_t left = fibers.size();
   std::uniform_int_distribution<int> percent(0, 99);
-  for (long long sweep = 0; left && sweep < of.most_sweeps; ++sweep, ++clock) {
+  for (long long sweep = 0; left && sweep < options.most_sweeps; ++sweep, ++clock) {
     if (sweep % 64 == 0)
-      for (Block& block : blocks) block.behind = percent(dice) < 40;
+      for (Block& block : blocks) block.delayed = percent(rng) < 40;
     if (sweep % 8 == 0)
       for (Block& block : blocks)
-        for (Warp& warp : block.warps) warp.behind = percent(dice) < 50;
-    land();
+        for (Warp& warp : block.warps) warp.delayed = percent(rng) < 50;
+    land_copies();
     for (size_t first = 0; first < fibers.size(); first += LANES) {
       const Block& block = *fibers[first].block;
-      if (block.behind || block.warps[fibers[first].thread / LANES].behind) continue;
+      if (block.delayed || block.warps[fibers[first].thread / LANES].delayed) continue;
       for (size_t number = first; number < first + LANES; ++number) {
         Fiber& f = fibers[number];
-        if (f.done || (f.meeting && f.meeting->turn == f.turn)) continue;
-        f.meeting = nullptr;
+        if (f.done || (f.barrier && f.barrier->generation == f.generation)) continue;
+        f.barrier = nullptr;
         resume(f, number);
         if (f.done) --left;
       }
     }
   }
-  here = nullptr;
+  current = nullptr;
   return left == 0 && copies.empty();
 }
 
-// What lanes have brought is overwritten, and what they are given, once all of them have come to the next such instruction.
+// Exchange values within a warp. Inputs and outputs stay valid until all lanes have come to the next collective.
 u64 exchange(u64 v, int mask) {
   Warp& w = warp();
-  const int lane = here->thread % LANES;
+  const int lane = current->thread % LANES;
   w.in[lane] = v;
-  together(w.meeting, LANES, [&] { memcpy(w.out, w.in, sizeof w.in); });
+  rendezvous(w.barrier, LANES, [&] { memcpy(w.out, w.in, sizeof w.in); });
   return w.out[lane ^ mask];
 }
 
-// m16n8k16 as the PTX manual lays its operands over lanes.
+// mma.m16n8k16 with the fragment layout of the PTX manual.
 void multiply(float (&d)[4], const u32 (&operands)[6]) {
   Warp& w = warp();
-  const int lane = here->thread % LANES;
+  const int lane = current->thread % LANES;
   memcpy(w.a[lane], operands, sizeof operands);
-  together(w.meeting, LANES, [&] {
+  rendezvous(w.barrier, LANES, [&] {
     static float A[16][16], B[16][8], D[16][8];
     for (int l = 0; l < 32; ++l) {
-      for (int i = 0; i < 8; ++i) A[l / 4 + 8 * (i / 2 % 2)][l % 4 * 2 + i % 2 + 8 * (i / 4)] = as_float(w.a[l][i / 2] >> 16 * (i % 2) << 16);
-      for (int i = 0; i < 4; ++i) B[l % 4 * 2 + i % 2 + 8 * (i / 2)][l / 4] = as_float(w.a[l][4 + i / 2] >> 16 * (i % 2) << 16);
+      for (int i = 0; i < 8; ++i) A[l / 4 + 8 * (i / 2 % 2)][l % 4 * 2 + i % 2 + 8 * (i / 4)] = uint_as_float(w.a[l][i / 2] >> 16 * (i % 2) << 16);
+      for (int i = 0; i < 4; ++i) B[l % 4 * 2 + i % 2 + 8 * (i / 2)][l / 4] = uint_as_float(w.a[l][4 + i / 2] >> 16 * (i % 2) << 16);
     }
     for (int row = 0; row < 16; ++row) {
       float sums[8] = {};
@@ -221,30 +224,31 @@ void multiply(float (&d)[4], const u32 (&operands)[6]) {
 }
 }  // namespace host
 
-void ring_init(u64* bar, u32 count) { *(host::Bar*)bar = {0, count, count, 0}; }
-void ring_expect(u64* bar, u32 bytes) { host::arrive(bar, bytes); }
-void ring_arrive(u64* bar) { host::arrive(bar, 0); }
-bool ring_passed(u64* bar, u32 phase) {
-  if (((host::Bar*)bar)->phase == phase) return false;
-  IF_WATCHED(host::watch().pass(bar, host::here->thread);)
+void mbarrier_init(u64* bar, u32 count) { *(host::Mbarrier*)bar = {0, count, count, 0}; }
+void mbarrier_arrive_expect_tx(u64* bar, u32 bytes) { host::arrive(bar, bytes); }
+void mbarrier_arrive(u64* bar) { host::arrive(bar, 0); }
+bool mbarrier_try_wait(u64* bar, u32 phase) {
+  if (((host::Mbarrier*)bar)->phase == phase) return false;
+  IF_WATCHED(host::watch().pass(bar, host::current->thread);)
   return true;
 }
-void ring_copy(void* to, const void* from, u32 bytes, u64* bar, u64) {
-  if ((uintptr_t)to % 16 || (uintptr_t)from % 16 || bytes % 16 || !bytes) fprintf(stderr, "a copy that is not aligned\n"), abort();
-  memset(to, 0xFF, bytes);  // from now on nobody may read what was there
-  IF_WATCHED(races::Watch& watch = host::watch(); const int me = host::here->thread;)
+void cp_async_bulk(void* to, const void* from, u32 bytes, u64* bar, u64) {
+  if ((uintptr_t)to % 16 || (uintptr_t)from % 16 || bytes % 16 || !bytes) fprintf(stderr, "a bulk copy is not aligned to 16 bytes, or empty\n"), abort();
+  memset(to, 0xFF, bytes);  // NaN until the copy lands: nobody may read the stage in between
+  IF_WATCHED(races::Detector& watch = host::watch(); const int me = host::current->thread;)
   IF_WATCHED(watch.access(to, bytes, true, me, __builtin_return_address(0));)
-  host::copies.push_back({to, from, bytes, bar, host::now().block, IF_WATCHED(watch.clocks[me])});
+  host::copies.push_back({to, from, bytes, bar, host::fiber().block, IF_WATCHED(watch.clocks[me])});
   IF_WATCHED(watch.next(me);)
 }
-void warp_meets() { host::meet(host::warp().meeting, host::LANES); }
-void block_meets() { host::meet(host::now().block->all, (int)host::now().block->warps.size() * host::LANES); }
-void workers_meet(int threads) { host::meet(host::now().block->workers, threads); }
+void syncwarp() { host::synchronize(host::warp().barrier, host::LANES); }
+void syncthreads() { host::synchronize(host::fiber().block->all, (int)host::fiber().block->warps.size() * host::LANES); }
+void bar_sync(int id, int threads) { host::synchronize(host::fiber().block->workers, threads); }
 
 #ifdef WATCHED
-// What the compiler calls at each load and store of a kernel where it was told to, with addresses in the kernel.
+// Functions that the compiler calls at each load and store of a kernel that was compiled with -fsanitize=thread. The return address
+// identifies the line of the kernel.
 static void access(void* at, size_t bytes, bool writes, void* code) {
-  if (host::here) host::watch().access(at, bytes, writes, host::here->thread, code);
+  if (host::current) host::watch().access(at, bytes, writes, host::current->thread, code);
 }
 #define OF(BYTES)                                                                                                 \
   EXPORTED void __tsan_read##BYTES(void* at) { access(at, BYTES, false, __builtin_return_address(0)); }            \

@@ -1,7 +1,9 @@
-// Whether threads of a block meet between their accesses to its shared memory, by vector clocks. A kernel compiled with
-// -fsanitize=thread tells of each load and store by functions that are machine.cpp's and not the sanitizer's. Barriers,
-// meetings of a warp and copies order; products and exchanges between lanes do not, though the machine's lanes rarely part there.
-// What lies behind `watched` bytes, barriers and words that are polled, is not looked at.
+// Race detector for shared memory, with vector clocks: reports two accesses to a byte, one of them a write, that no barrier orders.
+//
+// A kernel compiled with -fsanitize=thread calls a function of machine.cpp, in place of the sanitizer's, at each load and store. Barriers
+// (of a block, of the consumers, of a warp), mbarriers and bulk copies order accesses; mma and shuffles do not, though the emulated lanes
+// rarely diverge there. The first `watched` bytes are checked; behind them are mbarriers and words that threads poll.
+// Source: Fidge (1988), Mattern (1989).
 #pragma once
 #include <cstdint>
 #include <cstddef>
@@ -16,33 +18,33 @@ struct Access {
 };
 struct Cell {
   Access written = {-1, 0, nullptr};
-  std::vector<Access> reads;  // since, one of a thread
-  size_t next = 0;  // of them, the one behind that which was found last: threads take turns in the same order
+  std::vector<Access> reads;  // since the last write, at most one per thread
+  size_t next = 0;  // index of the read to look at first: threads come in the same order each time
 };
-// Of a barrier: what those knew who have arrived in this phase, and in the one before.
-struct Known { Clock now, before; };
+// Clocks of an mbarrier: joined over the threads that arrived in this phase, and in the phase before.
+struct BarrierClocks { Clock now, before; };
 struct Race {
   void *first, *second;
   const char* kind;
 };
-constexpr int GRAIN = 2;  // bytes: the smallest number that is stored
-struct Watch {
+constexpr int GRAIN = 2;  // bytes of a cell: the smallest type that kernels store
+struct Detector {
   char* base;
   size_t watched;
   std::vector<Clock> clocks;
   std::vector<Cell> cells;
-  std::vector<Known> barriers;
+  std::vector<BarrierClocks> barriers;
 
-  Watch(char* base, int watched, int barriers, int threads);
+  Detector(char* base, int watched, int barriers, int threads);
   void next(int thread);
-  void meet(const std::vector<int>& threads);
+  void synchronize(const std::vector<int>& threads);
   void arrive(const void* barrier, const Clock& knowing);
   void complete(const void* barrier);
   void pass(const void* barrier, int thread);
   void access(const void* at, size_t bytes, bool writes, int thread, void* code);
 
  private:
-  Known& of(const void* barrier);
+  BarrierClocks& of(const void* barrier);
   bool before(const Access& a, int thread) const;
 };
 }  // namespace races

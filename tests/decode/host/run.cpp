@@ -1,4 +1,4 @@
-// The decode kernel of one plan as a function of a shared library.
+// Entry point of a shared library that runs the decode kernel of one plan on the emulated GPU (machine.cuh).
 #define ON_HOST
 #include "step.cu"
 
@@ -8,20 +8,21 @@ static int layer_of_launch, phase_of_launch;
 static void body() {
   const Arguments& a = arguments;
   const int layer = layer_of_launch, phase = phase_of_launch;
-  if constexpr (SEPARATE) {
+  if constexpr (LAUNCH_PER_PHASE) {
     if (phase == QKV) decode_phase<QKV>(a, layer);
     if (phase == O) decode_phase<O>(a, layer);
     if (phase == GATE_UP) decode_phase<GATE_UP>(a, layer);
     if (phase == DOWN) decode_phase<DOWN>(a, layer);
     if (phase == LM_HEAD) decode_phase<LM_HEAD>(a, layer);
     if (phase == ATTENTION) decode_phase<ATTENTION>(a, layer);
-    if (phase == SHARES) decode_phase<SHARES>(a, layer);
+    if (phase == NEXT_TOKEN) decode_phase<NEXT_TOKEN>(a, layer);
   } else {
     decode_tokens(a);
   }
 }
 
-// Whether all blocks came to their end. What lies behind FULL_AT, barriers and words that are polled, is not watched.
+// Launch the kernel with arguments in the order of `decode` in step.cu; return whether all blocks came to their end. The race detector leaves out
+// what lies behind FULL_AT: mbarriers and words that threads poll.
 EXPORTED int run(void** p, int capacity, int count, int position, int layer, int phase, int ctas, int shared_bytes, unsigned seed,
                  long long sweeps) {
   arguments = {(const char*)p[0], (const long long*)p[1], (const int*)p[2], (const int*)p[3],

@@ -1,1 +1,1 @@
-"""Kernels of the variants that are kept as lessons."""
+"""Kernels of the ablations."""

@@ -1,13 +1,15 @@
-"""The whole forward pass in one launch that walks along time: the write-up's baseline, and its double buffering by hand.
+"""Gated linear attention forward in one launch along time: the write-up's baseline, and its double buffering by hand.
 
-Computes   as ops/gla/kernels/chunk.py: o and the final state.
-Grid       a program per sequence, head and BV values; it holds the state [BK, BV] (BK >= K) and takes chunk after chunk.
-On chip    the state, float32; a chunk's q, k, v, g, and where AHEAD those of the next one.
-Memory     q, k, g in once per BV values (the scores take them again, from the cache, block by block of keys), v in and o out
-           once; no states.
+Computes   o and the final state, by the chunkwise formulas of ops/gla/kernels/chunk.py.
+Grid       one CTA per sequence, head and BV values; it holds the state [BK, BV] (BK >= K) and takes chunk after chunk. No CTA
+           waits for another one.
+On chip    in registers: the state, float32; a chunk's q, k, v, g, and with PREFETCH those of the next one.
+Memory     q, k, g are read once per BV values (the scores read them again, from the cache, block by block of keys), v is read
+           and o written once; no states.
+Numerics   as in chunk.py: LOW is the inputs' dtype, to which one factor of each product is rounded.
 Lesson     load, product, decay, product, store follow one another, so every chunk waits for memory once and for each product in
-           turn. AHEAD loads the next chunk into registers before it works on this one: that hides no product behind another, and
-           the registers are missing elsewhere, which made it four times slower where it was first measured (a T4).
+           turn. PREFETCH loads the next chunk into registers before it works on this one: that hides no product behind another,
+           and the registers are missing elsewhere, which made it four times slower where it was first measured (a T4).
 Source     experiment 039.
 """
 
@@ -36,7 +38,7 @@ from onelaunch.ops.gla.kernels.chunk import (
 def load_chunk(
     p_q, p_k, p_v, p_g, chunk, length, q_stride_t, k_stride_t, v_stride_t, g_stride_t, t, k, v, K, V, SCALAR: tl.constexpr
 ):
-    """q, k, v and g of a chunk, as they are; zeros behind the end of the sequence."""
+    """Load q, k, v and g of a chunk in their dtypes; zeros behind the end of the sequence."""
     at = tl.cast(chunk * CHUNK, tl.int64)
     left = length - chunk * CHUNK
     gk = tl.arange(0, 1) if SCALAR else k
@@ -48,29 +50,29 @@ def load_chunk(
 
 
 @triton.jit(do_not_specialize=["T", "sequences"])
-def walk_kernel(
+def forward_kernel(
     q, k, v, g, first, offsets, out, last, scale,
     T, H, K, V, sequences,
     q_stride_b, q_stride_t, q_stride_h, k_stride_b, k_stride_t, k_stride_h,
     v_stride_b, v_stride_t, v_stride_h, g_stride_b, g_stride_t, g_stride_h,
     BK: tl.constexpr, BV: tl.constexpr, BS: tl.constexpr, PARTS: tl.constexpr, STATE_PARTS: tl.constexpr, LIMIT: tl.constexpr,
     LARGEST: tl.constexpr, PRECISION: tl.constexpr, EVEN: tl.constexpr, SCALAR: tl.constexpr, PACKED: tl.constexpr,
-    FIRST: tl.constexpr, LAST: tl.constexpr, AHEAD: tl.constexpr,
+    FIRST: tl.constexpr, LAST: tl.constexpr, PREFETCH: tl.constexpr,
 ):  # fmt: skip
-    """See the top of the file."""
+    """Loop over the chunks of one sequence, head and block of values; see the top of the file."""
     blocks = tl.cdiv(V, BV)
     head = tl.program_id(0) // blocks
     n, h = head // H, head % H
     c = tl.arange(0, BK)
     cv = (tl.program_id(0) % blocks) * BV + tl.arange(0, BV)
     t = tl.arange(0, CHUNK)
-    held = inside_state(c, cv, K, V)
+    mask = inside_state(c, cv, K, V)
     LOW: tl.constexpr = v.dtype.element_ty
     b, start, length, _ = sequence_bounds(offsets, n, T, PACKED)
     chunks = tl.cdiv(length, CHUNK)
     state = tl.zeros([BK, BV], tl.float32)
     if FIRST:
-        state = tl.load(state_pointers(first, head, c, cv, K, V), mask=held, other=0.0)
+        state = tl.load(state_pointers(first, head, c, cv, K, V), mask=mask, other=0.0)
     p_q = row_pointer(q, b, start, h, q_stride_b, q_stride_t, q_stride_h)
     p_k = row_pointer(k, b, start, h, k_stride_b, k_stride_t, k_stride_h)
     p_v = row_pointer(v, b, start, h, v_stride_b, v_stride_t, v_stride_h)
@@ -83,7 +85,7 @@ def walk_kernel(
         at = tl.cast(chunk * CHUNK, tl.int64)
         left = length - chunk * CHUNK
         b_q, b_k, b_v, b_g = next_q, next_k, next_v, next_g
-        if AHEAD:
+        if PREFETCH:
             next_q, next_k, next_v, next_g = load_chunk(
                 p_q, p_k, p_v, p_g, chunk + 1, length, q_stride_t, k_stride_t, v_stride_t, g_stride_t, t, c, cv, K, V, SCALAR
             )
@@ -92,19 +94,19 @@ def walk_kernel(
             scale, t, left, K, BS, LOW, PARTS, LIMIT, LARGEST, PRECISION, EVEN, SCALAR,
         )  # fmt: skip
         result = split_product(scores.to(LOW), b_v, tl.zeros([CHUNK, BV], tl.float32), 1, PRECISION)
-        steps = steps_of_chunk(chunk)
+        chunk_steps = steps_of_chunk(chunk)
         decay = bounded(b_g)
-        reading = b_q.to(tl.float32) * scale * exp(sum_before(decay, steps, PRECISION))
-        result = split_product(reading.to(LOW), state.to(LOW), result, 1, PRECISION)
+        decayed_q = b_q.to(tl.float32) * scale * exp(sum_before(decay, chunk_steps, PRECISION))
+        result = split_product(decayed_q.to(LOW), state.to(LOW), result, 1, PRECISION)
         store_rows(p_out + at * H * V, result, H * V, t, left, cv, V, EVEN)
-        fading = b_k.to(tl.float32) * exp(sum_after(decay, steps, PRECISION))
+        decayed_k = b_k.to(tl.float32) * exp(sum_after(decay, chunk_steps, PRECISION))
         state *= tl.trans(exp(tl.sum(decay, 0, keep_dims=True)))
         if STATE_PARTS == 0:
             b_v = b_v.to(tl.float32)
-        state = split_product(tl.trans(fading), b_v, state, STATE_PARTS, PRECISION)
-        if not AHEAD:
+        state = split_product(tl.trans(decayed_k), b_v, state, STATE_PARTS, PRECISION)
+        if not PREFETCH:
             next_q, next_k, next_v, next_g = load_chunk(
                 p_q, p_k, p_v, p_g, chunk + 1, length, q_stride_t, k_stride_t, v_stride_t, g_stride_t, t, c, cv, K, V, SCALAR
             )
     if LAST:
-        tl.store(state_pointers(last, head, c, cv, K, V), state, mask=held)
+        tl.store(state_pointers(last, head, c, cv, K, V), state, mask=mask)

@@ -1,10 +1,11 @@
 """The linear-RNN layer in one launch, with a vector-matrix product per time step.
 
 Computes   v = x W,  s_t = exp(log_decay_t) * s_{t-1} + v_t,  y_t = s_t * silu(gate_t)
-Grid       (B or the packed sequences, V / BV): a CTA walks its sequence alone.
+Grid       (B or the packed sequences, V / BV): one CTA per sequence and BV channels, which waits for no other.
 On chip    the weights [D, BV] of the CTA's channels in registers, and the state [BV].
 Memory     reads x once per BV channels, log_decay and gate once; writes y once; for a backward pass also v and a row of states
            every BT steps.
+Numerics   float32 throughout, rounded when stored.
 Lesson     no tensor cores, no parallelism over time, and no load ahead of its step: every step waits for memory once.
 Source     the single launch of experiment 040's write-up.
 """
@@ -23,7 +24,10 @@ def stepwise_kernel(
     BT: tl.constexpr, BV: tl.constexpr, BD: tl.constexpr,
     INITIAL: tl.constexpr, PACKED: tl.constexpr, FINAL: tl.constexpr, KEEP: tl.constexpr,
 ):  # fmt: skip
-    """See the top of the file. BD is at least D; KEEP: also write v and the carries, which the backward pass reads."""
+    """Loop over the steps of one sequence and block of channels; see the top of the file.
+
+    BD is at least D. KEEP also writes v and the carries (states at every BT-th step), which the backward pass reads.
+    """
     sequence = tl.program_id(0)
     c = tl.program_id(1) * BV + tl.arange(0, BV)
     k = tl.arange(0, BD)
@@ -45,7 +49,7 @@ def stepwise_kernel(
         if KEEP:
             if t % BT == 0:
                 tl.store(carries + (b * tl.cdiv(T, BT) + t // BT) * channels + c, s, mask=in_range)
-        # All of a step's loads before its first barrier: behind one, each is a trip to memory of its own
+        # All loads of a step stand before its first barrier: behind it, each would be a trip to memory of its own.
         b_decay = tl.load(log_decay + b * decay_stride_b + row * decay_stride_t + c, mask=in_range, other=0.0)
         b_gate = tl.load(gate + b * gate_stride_b + row * gate_stride_t + c, mask=in_range, other=0.0)
         b_x = tl.load(x + b * x_stride_b + row * x_stride_t + k, mask=k < width, other=0.0).to(tl.float32)

@@ -1,4 +1,4 @@
-"""``onelaunch study adopt``: let the dispatcher choose by what was measured."""
+"""Command ``onelaunch study adopt``: merge measured times into the dispatcher's table."""
 
 from __future__ import annotations
 
@@ -15,17 +15,22 @@ from onelaunch.workbench.result import Result
 
 def adopt(
     results: Annotated[
-        list[Path], typer.Argument(metavar="RESULT...", help="Results of one device, later ones win.", show_default=False)
+        list[Path],
+        typer.Argument(
+            metavar="RESULT...",
+            help="Results of one device. Times of later ones replace those of earlier ones.",
+            show_default=False,
+        ),
     ],
     into: Annotated[
         Path | None,
-        typer.Option("--into", help="The folder of the tables.", show_default=f"${TABLES}, or the user's data folder"),
+        typer.Option("--into", help="Folder of the tables.", show_default=f"${TABLES}, or the user's data folder"),
     ] = None,
 ) -> None:
     """Write measured times into a table that the dispatcher reads.
 
-    From then on, a call near a measured size runs the variant that was fastest there, in processes that start later. The table
-    lies in your own folder: upgrades of onelaunch leave it alone, and its rows go before those that ship with the package.
+    In processes that start later, a call near a measured size runs the variant that was fastest there. The table is written to
+    your own folder, which upgrades of onelaunch do not change. Its rows take precedence over those of the package.
 
     Example: onelaunch study adopt results/nvidia-h200/040-linear-rnn.json
     """
@@ -33,5 +38,5 @@ def adopt(
     console = output.stdout()
     console.print(f"Written: {table}", soft_wrap=True)
     if table.parent.resolve() != tables_folder().resolve():
-        said = f"Tables are read from {tables_folder()}. To have this one read, set {TABLES}={table.parent.resolve()}"
-        console.print(said, soft_wrap=True)
+        advice = f"Tables are read from {tables_folder()}. To use this one, set {TABLES}={table.parent.resolve()}"
+        console.print(advice, soft_wrap=True)

@@ -1,4 +1,4 @@
-"""The commands of ``onelaunch study`` in one application."""
+"""Application with the commands of ``onelaunch study``."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ from onelaunch.cli.application import Command, LazyGroup
 
 
 class Studies(LazyGroup):
-    """Commands on studies and their results."""
+    """Group of the commands on studies and their results."""
 
     table: ClassVar[Mapping[str, Command]] = {
-        "list": Command("onelaunch.cli.study.listing", "list_all", "List the studies that can be named."),
+        "list": Command("onelaunch.cli.study.listing", "list_all", "List the studies that can be run by name."),
         "show": Command(
-            "onelaunch.cli.study.show", "show", "Show what a study declares, and its plan: cost, floor and feasibility."
+            "onelaunch.cli.study.show", "show", "Show a study's declaration and plan: costs, roofline bounds and feasibility."
         ),
         "run": Command("onelaunch.cli.study.run", "run", "Run a study: plan, verify, time, count, judge, decide, report."),
         "report": Command(
             "onelaunch.cli.study.report",
             "report",
-            "Print the report on a stored result, and write it as Markdown and HTML if asked to.",
+            "Print the report on a stored result, and optionally write it as Markdown and HTML.",
         ),
         "compare": Command(
             "onelaunch.cli.study.compare",
             "compare",
-            "Say what changed from one result to another, beyond the noise within runs and between them.",
+            "Show what changed from one result to another beyond the noise within and between runs.",
         ),
         "judge": Command(
             "onelaunch.cli.study.judge",
             "judge",
-            "Evaluate a stored result's criteria again, as this version of onelaunch does, and decide again.",
+            "Judge a stored result's criteria again with this version of onelaunch, and decide again.",
         ),
         "adopt": Command("onelaunch.cli.study.adopt", "adopt", "Write measured times into a table that the dispatcher reads."),
     }
@@ -50,4 +50,4 @@ study = typer.Typer(
 
 @study.callback()
 def _studies() -> None:
-    """Take no options: those of the commands follow them."""
+    """Take no options; each command has its own."""

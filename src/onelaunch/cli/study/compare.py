@@ -1,4 +1,4 @@
-"""``onelaunch study compare``: compare two results, or repeated runs of two versions of the code."""
+"""Command ``onelaunch study compare``: compare two results, or repeated runs of two versions of the code."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from onelaunch.cli.study.report import ResultPath
 from onelaunch.workbench import quantities as q
 from onelaunch.workbench.decide.compare import Change, Comparison, MemoryChange, TimeChange, require_repeat, require_two_runs
 from onelaunch.workbench.decide.compare import compare as compare_sides
-from onelaunch.workbench.report.summary import way
+from onelaunch.workbench.report.summary import direction_words
 from onelaunch.workbench.report.tables import ROOMY, Table, columns, words
 from onelaunch.workbench.result import Result
 
-OTHER = columns("variant", "shape", "direction", "first", "second", "reason")
+STATUS_COLUMNS = columns("variant", "shape", "direction", "first", "second", "reason")
 
 NAMES: dict[Change, str] = {
     "FASTER": "faster",
@@ -36,18 +36,22 @@ def compare(
     second: ResultPath,
     more_first: Annotated[
         list[Path] | None,
-        typer.Option("--first", metavar="RESULT", help="Another run of the first's code. May be repeated.", show_default=False),
+        typer.Option(
+            "--first", metavar="RESULT", help="Another run of the first result's code. May be repeated.", show_default=False
+        ),
     ] = None,
     more_second: Annotated[
         list[Path] | None,
-        typer.Option("--second", metavar="RESULT", help="Another run of the second's code. May be repeated.", show_default=False),
+        typer.Option(
+            "--second", metavar="RESULT", help="Another run of the second result's code. May be repeated.", show_default=False
+        ),
     ] = None,
-    everything: Annotated[bool, typer.Option("--all", help="List also what stayed the same or is ambiguous.")] = False,
+    everything: Annotated[bool, typer.Option("--all", help="Also list times that are the same or ambiguous.")] = False,
 ) -> None:
-    """Say what changed from one result to another, beyond the noise within runs and between them.
+    """Show what changed from one result to another beyond the noise within and between runs.
 
-    A change of a time is claimed only beyond both. One run of each shows no noise between runs, so none is claimed: run both
-    again, in turn, and give the repeats with --first and --second.
+    A change of a time is claimed only if it exceeds both kinds of noise. One run of each version cannot show the noise between
+    runs, so no change is claimed. Run both versions again, in turn, and pass the repeats with --first and --second.
 
     Example: onelaunch study compare before.json after.json --first before-2.json --second after-2.json
     """
@@ -62,22 +66,38 @@ def compare(
     _identity(console, a, b, found)
     if found.incomparable:
         rows = tuple((each.shape, each.reason) for each in found.incomparable)
-        note = "The two results measured different cases under one name, so they are left out below."
+        note = "The two results declare different cases under these names, so the shapes are left out below."
         output.table(console, Table("Shapes that are not comparable", columns("shape", "reason"), rows, note))
     _print_times(console, found, everything=everything)
     if found.memory:
         rows = tuple(
-            (change.variant, change.shape, way(change.direction), q.size(change.before), q.size(change.after), _factor(change))
+            (
+                change.variant,
+                change.shape,
+                direction_words(change.direction),
+                q.size(change.before),
+                q.size(change.after),
+                _factor(change),
+            )
             for change in found.memory
         )
         heads = columns("variant", "shape", "direction", ">first", ">second", ">ratio")
-        output.table(console, Table("Peak memory", heads, rows, "Where it differs by more than one percent."))
+        output.table(
+            console, Table("Peak memory", heads, rows, "Measurements whose peak memory differs by more than one percent.")
+        )
     if found.statuses:
         rows = tuple(
-            (change.variant, change.shape, way(change.direction), words(change.before), words(change.after), change.reason)
+            (
+                change.variant,
+                change.shape,
+                direction_words(change.direction),
+                words(change.before),
+                words(change.after),
+                change.reason,
+            )
             for change in found.statuses
         )
-        output.table(console, Table("Other statuses", OTHER, rows))
+        output.table(console, Table("Other statuses", STATUS_COLUMNS, rows))
     if found.outcomes:
         rows = tuple(
             (change.criterion, *(words(status) if status else "not declared" for status in (change.before, change.after)))
@@ -86,11 +106,11 @@ def compare(
         output.table(console, Table("Criteria", columns("criterion", "first", "second"), rows))
     for which, names in (("first", found.only_first), ("second", found.only_second)):
         if names:
-            console.print(f"In the {which} alone: {'; '.join(names)}.", markup=False)
+            console.print(f"Only in the {which}: {'; '.join(names)}.", markup=False)
 
 
 def _side(paths: Sequence[Path]) -> list[Result]:
-    """Load a result and its repeats; an error names the file that is no repeat."""
+    """Load a result and its repeats. An error names a file that is no repeat."""
     runs = [Result.load(each) for each in paths]
     for index, run in enumerate(runs):
         for earlier in range(index):
@@ -99,30 +119,33 @@ def _side(paths: Sequence[Path]) -> list[Result]:
 
 
 def _identity(console: Console, a: Result, b: Result, found: Comparison) -> None:
+    """Print which results are compared, how their declarations and provenance differ, and their decisions."""
     output.heading(console, f"{a.study.name} against {b.study.name}", f"{a.provenance.date} and {b.provenance.date}")
     for sentence in found.declarations:
         console.print(f"! {sentence}", markup=False)
     if found.provenance:
         rows = tuple((name, *pair) for name, pair in found.provenance.items())
-        output.table(console, Table("Made differently", columns("fact", "first", "second"), rows))
+        output.table(console, Table("Different provenance", columns("fact", "first", "second"), rows))
     if found.runs != (1, 1):
         console.print(
-            f"Times are of {q.plural(found.runs[0], 'run')} of the first and {q.plural(found.runs[1], 'run')} of the second; "
-            "everything else is of the first run of each."
+            f"Times are from {q.plural(found.runs[0], 'run')} of the first and {q.plural(found.runs[1], 'run')} of the second; "
+            "everything else is from the first run of each."
         )
     if found.same_code:
-        console.print("Both sides are runs of the same code: differences of times are noise between runs. List them with --all.")
+        console.print(
+            "Both sides are runs of the same code, so differences of times are noise between runs. List them with --all."
+        )
     if not found.same_device:
         console.print(
-            "! The devices differ: times say which device is faster, not what the code changed, and only where both sides are "
-            "repeated."
+            "! The devices differ: times show which device is faster, not what the code changed, and only if both sides have "
+            "repeated runs."
         )
     before, after = (words(result.decision.kind) if result.decision else "not decided" for result in (a, b))
     console.print(f"Decision: {before}, as before." if before == after else f"Decision: {before}, then {after}.")
 
 
 def _print_times(console: Console, found: Comparison, *, everything: bool) -> None:
-    """Print how many times changed in which way, a table of the changes, and advice where runs have to be repeated."""
+    """Print the number of changes of each kind, a table of the changes, and advice if runs have to be repeated."""
     unrepeated = found.count("UNREPEATED")
     counts = [f"{found.count(change)} {name}" for change, name in NAMES.items() if change != "UNREPEATED"]
     if unrepeated:
@@ -134,8 +157,8 @@ def _print_times(console: Console, found: Comparison, *, everything: bool) -> No
         output.table(console, _times(listed, console.width))
     if unrepeated:
         console.print(
-            "No change is claimed where a time only differs. Run both versions again, in turn, and add the results with --first "
-            "and --second; three runs of each show changes of a few percent."
+            "A time that only differs is no claim of a change. Run both versions again, in turn, and add the results with "
+            "--first and --second; three runs of each can show changes of a few percent."
         )
 
 
@@ -148,7 +171,7 @@ def _times(changes: list[TimeChange], width: int) -> Table:
         (
             change.variant,
             change.shape,
-            way(change.direction),
+            direction_words(change.direction),
             change.regime,
             NAMES[change.change],
             q.time(change.before),
@@ -158,7 +181,7 @@ def _times(changes: list[TimeChange], width: int) -> Table:
         )
         for change in changes
     )
-    note = "Ratio: time in the second over time in the first, with the interval that both intervals leave."
+    note = "Ratio: time in the second over time in the first, with the interval that both intervals allow."
     if width >= ROOMY:  # narrower terminals leave the column out
         note += " Noise: the largest factor that noise explains, within runs and, where runs were repeated, between them."
     heads = columns("variant", "shape", "direction", "regime", "change", ">first", ">second", ">ratio", "?>noise")

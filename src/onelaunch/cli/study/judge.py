@@ -1,4 +1,4 @@
-"""``onelaunch study judge``: hold stored measurements against their criteria again."""
+"""Command ``onelaunch study judge``: judge the criteria of a stored result again."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from onelaunch.workbench.result.provenance import commit
 
 
 def judge(result: ResultPath) -> None:
-    """Evaluate a stored result's criteria again, as this version of onelaunch does, and decide again.
+    """Judge a stored result's criteria again with this version of onelaunch, and decide again.
 
-    Nothing is measured, and neither measurements nor criteria change: they are the file's own. A note in it says so.
+    Nothing is measured. The measurements and criteria in the file do not change. A note in it says that it was judged again.
 
     Example: onelaunch study judge results/nvidia-h200/decode-megakernel.json
     """
     stored = Result.load(result)
     here = commit()
     note = f"Measured at {stored.provenance.commit or 'an unknown commit'}, judged again at {here or 'an unknown one'}."
-    kept = tuple(each for each in stored.notes if ", judged again at " not in each)
-    again = concluded(stored.model_copy(update={"notes": (*kept, note)}))
+    other_notes = tuple(each for each in stored.notes if ", judged again at " not in each)
+    again = concluded(stored.model_copy(update={"notes": (*other_notes, note)}))
     again.save(result, force=True)
     show(again, output.stdout())

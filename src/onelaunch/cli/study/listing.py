@@ -1,4 +1,4 @@
-"""``onelaunch study list``: the studies that can be named."""
+"""Command ``onelaunch study list``: the studies that can be run by name."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from onelaunch.workbench.study.read import StudyFile, list_studies
 
 
 def list_all() -> None:
-    """List the studies that can be named.
+    """List the studies that can be run by name.
 
-    Looks into ./studies, then at the built-in ones, then into the folders in $ONELAUNCH_STUDIES. Of two studies with one name,
-    the first is taken.
+    The folder ./studies is searched first, then the built-in studies, then the folders in $ONELAUNCH_STUDIES. Of two studies with
+    one name, the first is taken.
     """
     found = list_studies()
     console = output.stdout()
     if not found:
-        console.print("No studies here. Declare one in studies/NAME.toml.")
+        console.print("No studies were found. Declare one in studies/NAME.toml.")
         return
     heads = columns("name", "operation", ">shapes", ">criteria", "question", "?file")
     output.table(console, Table("", heads, tuple(map(_row, found))))

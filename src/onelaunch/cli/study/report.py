@@ -1,4 +1,4 @@
-"""``onelaunch study report``: read a stored result again."""
+"""Command ``onelaunch study report``: print or write the report on a stored result."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from onelaunch.workbench.report import write_report
 from onelaunch.workbench.report.terminal import show
 from onelaunch.workbench.result import Result
 
-ResultPath = Annotated[Path, typer.Argument(metavar="RESULT", help="A result's JSON file.", show_default=False)]
+ResultPath = Annotated[Path, typer.Argument(metavar="RESULT", help="JSON file of a result.", show_default=False)]
 
 
 def report(
@@ -23,10 +23,10 @@ def report(
         Path | None,
         typer.Option("--report-dir", help="Write report.md, report.html and result.json there.", show_default=False),
     ] = None,
-    full: Annotated[bool, typer.Option("--full", help="Print all tables, not the first screen alone.")] = False,
+    full: Annotated[bool, typer.Option("--full", help="Print all tables, not only the first screen.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Replace the report of another result in that folder.")] = False,
 ) -> None:
-    """Print the report on a stored result, and write it as Markdown and HTML if asked to.
+    """Print the report on a stored result, and optionally write it as Markdown and HTML.
 
     Example: onelaunch study report results/nvidia-h200/040-linear-rnn.json --report-dir reports/040
     """
@@ -44,11 +44,11 @@ def report(
 
 
 def write_into(result: Result, folder: Path, *, force: bool) -> dict[str, Path]:
-    """Write a report; errors name the folder and the option that chose it.
+    """Write a report, with errors that name the folder and the option that chose it.
 
     Raises:
-        ResultExists: the folder holds another result, and ``force`` is off.
-        OutputUnwritable: the report cannot be written.
+        ResultExists: The folder holds another result, and ``force`` is off.
+        OutputUnwritable: The report cannot be written.
     """
     try:
         return write_report(result, folder, force=force)

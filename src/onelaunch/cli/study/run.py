@@ -1,4 +1,4 @@
-"""``onelaunch study run``: from a declared study to a decision with its evidence."""
+"""Command ``onelaunch study run``: run a study, save its result and write its report."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from onelaunch.device.peaks import ceilings
 from onelaunch.errors import ResultExists
 from onelaunch.workbench.files import probe_file, probe_folder, within
 from onelaunch.workbench.report import RESULT
-from onelaunch.workbench.report.summary import way
+from onelaunch.workbench.report.summary import direction_words
 from onelaunch.workbench.report.terminal import show
 from onelaunch.workbench.report.text import one_line
 from onelaunch.workbench.result import Result
@@ -32,49 +32,57 @@ from onelaunch.workbench.study import Study
 from onelaunch.workbench.study.read import find_study
 
 INTERRUPTED, TERMINATED = 130, 128 + signal.SIGTERM
+"""Exit codes after Ctrl-C and after SIGTERM."""
 
 
 def run(
     name: StudyName,
     device: DeviceName = "auto",
     scale: ScaleName = None,
-    rounds: Annotated[int | None, typer.Option("--rounds", min=3, help="Rounds of timing.", show_default="the study's")] = None,
+    rounds: Annotated[
+        int | None, typer.Option("--rounds", min=3, help="Number of timing rounds.", show_default="the study's")
+    ] = None,
     time_cap: Annotated[
         float | None,
         typer.Option(
             "--time-cap",
             min=0.1,
-            help="Seconds of timing after which no new round of a shape and direction begins (three are always measured).",
+            help="Seconds of timing after which no new round of a shape and direction begins. Three rounds are always measured.",
             show_default="15 on a CPU, 60 on a GPU",
         ),
     ] = None,
     quick: Annotated[
-        bool, typer.Option("--quick", help="A first look in a minute: the first direction alone, each shape for 3 seconds.")
+        bool, typer.Option("--quick", help="Take a first look: measure only the first direction, and each shape for 3 seconds.")
     ] = False,
     out: Annotated[
         Path | None,
-        typer.Option("--out", help="The result's JSON file, or a folder.", show_default="results/DEVICE/NAME.json"),
+        typer.Option(
+            "--out", help="JSON file of the result, or a folder for result and report.", show_default="results/DEVICE/NAME.json"
+        ),
     ] = None,
     report_dir: Annotated[
         Path | None,
-        typer.Option("--report-dir", help="The folder of the report.", show_default="reports/DEVICE/NAME"),
+        typer.Option("--report-dir", help="Folder of the report.", show_default="reports/DEVICE/NAME"),
     ] = None,
     count: Annotated[
         bool,
-        typer.Option("--count/--no-count", help="Count DRAM bytes with the hardware's counters where criteria ask for them."),
+        typer.Option(
+            "--count/--no-count", help="Count DRAM bytes with the hardware's counters at the shapes where criteria ask for them."
+        ),
     ] = True,
-    count_all: Annotated[bool, typer.Option("--count-all", help="Count them at every shape (slow).")] = False,
-    force: Annotated[bool, typer.Option("--force", help="Replace a result and a report that are there already.")] = False,
+    count_all: Annotated[bool, typer.Option("--count-all", help="Count DRAM bytes at every shape (slow).")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace an existing result and report.")] = False,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Go on with an interrupted run, after the shapes that it finished.")
+        bool, typer.Option("--resume", help="Continue an interrupted run after the shapes that it finished.")
     ] = False,
     processes: Annotated[
-        int, typer.Option("--processes", min=0, help="Compile in so many processes side by side, before anything is measured.")
+        int, typer.Option("--processes", min=0, help="Number of processes that compile before anything is measured; 0 for none.")
     ] = 0,
 ) -> None:
     """Run a study: plan, verify, time, count, judge, decide, report.
 
-    Ctrl-C keeps what was measured and reports on that; --resume measures the rest. A result is never overwritten without --force.
+    After Ctrl-C, everything that was measured is saved and reported; --resume measures the rest. A result is never overwritten
+    without --force.
 
     Example: onelaunch study run 040-linear-rnn --device cpu --rounds 5
     """
@@ -82,11 +90,11 @@ def run(
     where = str(resolve(device))
     result_path, report_path = _paths(study, where, out, report_dir)
     replace = _probe(result_path, report_path, force=force, resume=resume)
-    with output.busy(f"Reading the measured peaks of {where} (measured once, then kept)"):
+    with output.busy(f"Reading the measured peaks of {where} (measured once, then stored)"):
         ceilings(where)
     counted: bool | Literal["all"] = "all" if count and count_all else count
     unsaved: ResultUnsaved | None = None
-    with _told_when_terminated(partial_path(result_path)), _progress() as tell:
+    with _reported_termination(partial_path(result_path)), _progress() as report:
         try:
             result = run_study(
                 study,
@@ -96,7 +104,7 @@ def run(
                 time_cap=time_cap,
                 quick=quick,
                 count=counted,
-                on_progress=tell,
+                on_progress=report,
                 save_to=result_path,
                 force=force,
                 resume=resume,
@@ -104,28 +112,30 @@ def run(
             )
         except ResultUnsaved as problem:
             unsaved, result = problem, problem.result
-    _tell(result, unsaved, result_path, report_path, replace=replace)
+    _finish(result, unsaved, result_path, report_path, replace=replace)
 
 
 def _probe(result_path: Path, report_path: Path, *, force: bool, resume: bool) -> bool:
-    """Check that a result and a report can be written, and return whether they may replace what is there."""
+    """Check that a result and a report can be written, and return whether they may replace existing ones."""
     probe_file(result_path)
     probe_folder(report_path)
-    replace = force or (resume and interrupted_run(result_path) is not None)  # with its report
+    replace = force or (
+        resume and interrupted_run(result_path) is not None
+    )  # a resumed run replaces its own partial result and report
     for path, argument in ((result_path, "save_to"), (partial_path(result_path), "save_to"), (report_path / RESULT, "folder")):
         if path.exists() and not replace:
             raise ResultExists(path, argument=argument, resumable=argument == "save_to" and is_resumable(path))
     return replace
 
 
-def _tell(result: Result, unsaved: ResultUnsaved | None, result_path: Path, report_path: Path, *, replace: bool) -> None:
-    """Write the report, and print it with the paths of what was written."""
-    # The report is written before anything is printed: a reader that goes away must not cost it.
+def _finish(result: Result, unsaved: ResultUnsaved | None, result_path: Path, report_path: Path, *, replace: bool) -> None:
+    """Write the report, and print it with the paths of the written files."""
+    # The report is written before anything is printed, because printing fails if the reader of stdout ends.
     report, failed = None, None
     if unsaved is None:
         try:
             report = write_into(result, report_path, force=replace)
-        except Exception as problem:  # noqa: BLE001 - raised below, after the decision and the result's path
+        except Exception as problem:  # noqa: BLE001 - raised below, after the decision and the path of the result are printed
             failed = problem
     console = output.stdout()
     show(result, console)
@@ -137,21 +147,21 @@ def _tell(result: Result, unsaved: ResultUnsaved | None, result_path: Path, repo
     if report:
         console.print(f"Report: {report['html']} (also {report['markdown'].name})", soft_wrap=True, markup=False)
     if result.interrupted:
-        output.stderr().print(f"interrupted: what was measured is kept in {result_path}", soft_wrap=True, markup=False)
+        output.stderr().print(f"interrupted: the measurements so far are saved in {result_path}", soft_wrap=True, markup=False)
         raise typer.Exit(INTERRUPTED)
 
 
 @contextmanager
-def _told_when_terminated(partial: Path) -> Iterator[None]:
-    """Say on SIGTERM where the finished shapes are kept, and end with the exit code that stands for it."""
+def _reported_termination(partial: Path) -> Iterator[None]:
+    """Print on SIGTERM where the finished shapes are saved, and exit with the code for it."""
 
     def end(signum: int, frame: FrameType | None) -> None:
         del signum, frame
-        kept = f"finished shapes are kept in {partial}; continue with --resume" if partial.exists() else "no shape was finished"
-        output.stderr().print(f"terminated: {kept}", soft_wrap=True, markup=False)
+        saved = f"finished shapes are saved in {partial}; continue with --resume" if partial.exists() else "no shape was finished"
+        output.stderr().print(f"terminated: {saved}", soft_wrap=True, markup=False)
         raise SystemExit(TERMINATED)
 
-    if threading.current_thread() is not threading.main_thread():  # which alone may handle signals
+    if threading.current_thread() is not threading.main_thread():  # only the main thread may handle signals
         yield
         return
     before = signal.signal(signal.SIGTERM, end)
@@ -162,7 +172,7 @@ def _told_when_terminated(partial: Path) -> Iterator[None]:
 
 
 def _paths(study: Study, device: str, out: Path | None, report_dir: Path | None) -> tuple[Path, Path]:
-    """Where the result and the report go. A folder for ``out`` takes both."""
+    """Return the path of the result and the folder of the report. If ``out`` is a folder, both go there."""
     slug = describe(device).slug
     if out is None:
         reports = Path("reports")
@@ -174,35 +184,35 @@ def _paths(study: Study, device: str, out: Path | None, report_dir: Path | None)
 
 @contextmanager
 def _progress() -> Iterator[Callable[[Step], None]]:
-    """What tells the user how far a run is: a bar on a terminal, a line for each step elsewhere. Always on stderr."""
+    """Yield a callback that shows the progress of a run on stderr: as a bar on a terminal, else as a line for each step."""
     console = output.stderr()
     if not console.is_terminal:
         seen: set[str] = set()
 
-        def tell_line(step: Step) -> None:
-            line = f"[{step.place + 1}/{step.places}] {_place(step)}"
+        def report_line(step: Step) -> None:
+            line = f"[{step.cases_done + 1}/{step.cases}] {_case(step)}"
             if line not in seen:
                 seen.add(line)
                 console.print(line, soft_wrap=True, markup=False)
 
-        yield tell_line
+        yield report_line
         return
     heads = (TextColumn("{task.description}", markup=False), BarColumn(bar_width=24), TextColumn("{task.fields[part]}"))
     with Progress(*heads, TimeElapsedColumn(), console=console, transient=True) as bar:
         task = bar.add_task("starting", total=None, part="")
 
-        def tell_bar(step: Step) -> None:
+        def report_bar(step: Step) -> None:
             share = step.done / step.total if step.total else 0.0
             bar.update(
                 task,
-                description=_place(step),
-                completed=step.place + share,
-                total=step.places,
-                part=f"{step.place + 1} of {step.places}",
+                description=_case(step),
+                completed=step.cases_done + share,
+                total=step.cases,
+                part=f"{step.cases_done + 1} of {step.cases}",
             )
 
-        yield tell_bar
+        yield report_bar
 
 
-def _place(step: Step) -> str:
-    return one_line(f"{step.shape}, {way(step.direction)}: {step.step}")
+def _case(step: Step) -> str:
+    return one_line(f"{step.shape}, {direction_words(step.direction)}: {step.step}")

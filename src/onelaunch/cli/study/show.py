@@ -1,4 +1,4 @@
-"""``onelaunch study show``: what a study declares and what arithmetic says about it, before anything runs."""
+"""Command ``onelaunch study show``: a study's declaration, and its plan by arithmetic, before anything runs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from onelaunch.errors import UnknownShape
 from onelaunch.operation import Direction
 from onelaunch.wording import escaped
 from onelaunch.workbench import quantities as q
-from onelaunch.workbench.report.summary import asked, sizes, way
+from onelaunch.workbench.report.summary import asked, direction_words, sizes
 from onelaunch.workbench.report.tables import Table, columns, words
 from onelaunch.workbench.study import Shape, Study
 from onelaunch.workbench.study.plan import PlannedCell, StudyPlan, plan_study, scale_for
@@ -29,17 +29,17 @@ def show(
     name: StudyName,
     device: DeviceName = "auto",
     scale: ScaleName = None,
-    at: Annotated[str | None, typer.Option("--at", help="The shape whose variants are listed.", show_default="the first")] = None,
+    at: Annotated[str | None, typer.Option("--at", help="Shape whose variants are listed.", show_default="the first")] = None,
 ) -> None:
-    """Show what a study declares, and its plan: cost, floor and feasibility.
+    """Show a study's declaration and plan: costs, roofline bounds and feasibility.
 
-    No variant is run. The floors rest on the device's ceilings, which are measured once (seconds) and kept.
+    No variant is run. The roofline bounds follow from the device's peaks, which are measured once (in seconds) and stored.
 
     Example: onelaunch study show 040-linear-rnn --scale full
     """
     path, study = find_study(name)
     chosen = str(resolve(device))
-    with output.busy(f"Reading the measured peaks of {chosen} (measured once, then kept)"):
+    with output.busy(f"Reading the measured peaks of {chosen} (measured once, then stored)"):
         rates = ceilings(chosen)
     plan = plan_study(study, rates, chosen, scale or scale_for(describe(chosen).type))
     console = output.stdout()
@@ -49,7 +49,7 @@ def show(
         style="dim",
         markup=False,
     )
-    console.print(f"Regimes: {', '.join(study.regimes)}. Directions: {', '.join(map(way, study.directions))}.")
+    console.print(f"Regimes: {', '.join(study.regimes)}. Directions: {', '.join(map(direction_words, study.directions))}.")
     if study.notes:
         console.print("Reported before (history):", style="dim")
         console.print(Padding(Markdown(study.notes), (0, 2)), style="dim")
@@ -57,7 +57,7 @@ def show(
     _show_criteria(console, study, plan)
     output.heading(console, f"Plan for {describe(chosen).name}, {plan.scale} scale")
     if not plan.shapes:
-        console.print(f"The study has no shapes of scale {plan.scale}. Choose the other with --scale.")
+        console.print(f"The study has no shapes of scale {plan.scale}. Choose the other scale with --scale.")
         return
     for direction in study.directions:
         output.table(console, _shapes(plan, direction))
@@ -67,7 +67,7 @@ def show(
 
 def _show_criteria(console: Console, study: Study, plan: StudyPlan) -> None:
     if not study.criteria:
-        console.print("None: such a study measures, it decides nothing.")
+        console.print("None. Such a study measures but decides nothing.")
         return
     rows = tuple(
         (
@@ -112,15 +112,22 @@ def _shapes(plan: StudyPlan, direction: Direction) -> Table:
                 f"{able} of {len(cells)}",
             )
         )
-    heads = columns("shape", "sizes", ">least bytes", ">floor", ">variants that run")
-    return Table(way(direction).capitalize(), heads, tuple(rows), "Nothing can run below the floor in the cold regime.")
+    heads = columns("shape", "sizes", ">least bytes", ">roofline bound", ">variants that run")
+    return Table(
+        direction_words(direction).capitalize(),
+        heads,
+        tuple(rows),
+        "No variant can be faster than the roofline bound in the cold regime.",
+    )
 
 
 def _variants(plan: StudyPlan, shape: Shape, direction: Direction) -> Table:
     rows = tuple(_variant_row(cell) for cell in _cells(plan, shape, direction))
     heads = columns("variant", ">launches", ">own bytes", "?>matrix work", ">planned", "status", "reason")
-    note = "Planned: own bytes, FLOPs and launches at the measured ceilings; what a variant takes above that has another reason."
-    return Table(f"At {shape.name}, {way(direction)}", heads, rows, note)
+    note = (
+        "Planned: time of the variant's own bytes, FLOPs and launches at the measured peaks. Any time beyond it has other causes."
+    )
+    return Table(f"At {shape.name}, {direction_words(direction)}", heads, rows, note)
 
 
 def _variant_row(cell: PlannedCell) -> tuple[str, ...]:

@@ -1,6 +1,8 @@
 // PTX instructions of Hopper (sm_90a) as functions: mbarriers, clusters, TMA, WGMMA, and shared memory by address.
 //
-// Shared memory is addressed by 32 bits (shared_address). Functions have the names of the instructions that they are.
+// Each function wraps one instruction and has its name, so the PTX manual is its documentation; comments only say what is easily missed.
+// Shared memory is addressed by 32 bits (shared_address), as the instructions take it. Included by the GEMMs in kernels/gemm_sm90, the
+// decode kernels (through their machine.cuh) and the read benchmark of device/read_rate.cu.
 #pragma once
 
 typedef unsigned int u32;
@@ -13,6 +15,9 @@ struct alignas(64) TensorMap {
 __device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 
 // Barriers: mbarriers in shared memory, and the named barriers of a CTA.
+//
+// A phase of an mbarrier completes when all its arrivals have come and all expected bytes of copies have landed (expect_tx). Waiters pass
+// the parity of the phase that they wait for; it flips with each phase.
 
 __device__ __forceinline__ void mbarrier_init(u32 bar, u32 count) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(bar), "r"(count));
@@ -31,12 +36,14 @@ __device__ __forceinline__ void mbarrier_arrive_cluster(u32 bar, u32 rank) {
       "r"(rank)
       : "memory");
 }
+// Spin until the phase with this parity has completed, without a time-out.
 __device__ __forceinline__ void mbarrier_wait(u32 bar, u32 phase) {
   asm volatile(
       "{\n.reg .pred there;\nAGAIN:\nmbarrier.try_wait.parity.shared::cta.b64 there, [%0], %1;\n"
       "@there bra DONE;\nbra AGAIN;\nDONE:\n}" ::"r"(bar), "r"(phase)
       : "memory");
 }
+// Named barrier of `threads` threads of the CTA, whole warps. Barrier 0 is __syncthreads().
 __device__ __forceinline__ void bar_sync(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
@@ -68,7 +75,8 @@ __device__ __forceinline__ void st_shared_cluster_v4(u32 at, u32 rank, float a, 
 __device__ __forceinline__ void griddepcontrol_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 __device__ __forceinline__ void griddepcontrol_launch_dependents() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
-// TMA. Coordinates are innermost first.
+// TMA. Coordinates are innermost first. One thread issues a copy. A load completes on an mbarrier that expects its bytes; stores complete
+// in groups, and fence_proxy_async_shared() must order the writes to shared memory before them.
 
 __device__ __forceinline__ void prefetch_tensormap(const TensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
@@ -122,6 +130,7 @@ template <int PENDING>
 __device__ __forceinline__ void tma_store_wait_group_read() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(PENDING) : "memory");
 }
+// Order this thread's writes to shared memory before later TMA and WGMMA accesses, which use the async proxy.
 __device__ __forceinline__ void fence_proxy_async_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // WGMMA. The instruction itself is generated for its shape, in wgmma.cuh.
@@ -136,6 +145,7 @@ __device__ __forceinline__ void wgmma_wait_group() {
 __device__ __forceinline__ u64 wgmma_descriptor(u32 at) {
   return (u64)((at & 0x3FFFF) >> 4) | (u64)1 << 16 | (u64)(1024 >> 4) << 32 | (u64)1 << 62;
 }
+// Change the number of registers per thread of a warpgroup: the producer gives some back, the consumers take them.
 template <int REGISTERS>
 __device__ __forceinline__ void setmaxnreg_inc() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));

@@ -1,48 +1,48 @@
-"""Layout of a plan's launch: bytes of shared memory, offsets of the word buffers, and the tables that the kernel reads."""
+"""Memory layout of a plan's launch: shared memory, offsets of the buffers, and the tables that the kernel reads."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Final
 
-from onelaunch.decode.plan.phases import CHUNK, MOST_TILES, PRODUCTS, TILE, WARPS, Phase, Plan, padded, passes_of
+from onelaunch.decode.plan.phases import CHUNK, MAX_TILES, PRODUCTS, TILE, WARPS, Phase, Plan, groups_of, padded
 from onelaunch.device.architectures import HOPPER_SHARED_BYTES
 
 THREADS: Final = 32 * (WARPS + 1)
-"""Threads of a CTA: the warps that multiply, and a producer warp that copies weights with TMA."""
+"""Threads of a CTA: eight consumer warps, and a producer warp that issues bulk copies."""
 
-SHARES = (*PRODUCTS, "attention", "rope", "norm")
-"""Rows of the table of work assignments, by the names that the kernel gives them."""
+ASSIGNED_PHASES = (*PRODUCTS, "attention", "rope", "norm")
+"""Rows of the table of work assignments, in the order of the enumeration in ``step.cu``."""
 
 BINS = 1024
-"""Bins of the histogram of a radix-select pass, ten bits of a key, when a token is sampled."""
+"""Bins of a radix-select pass of the sampler, for ten bits of a key."""
 
 MARKER_HEADER = 4
-"""Words of a CTA before its profile markers: clock and nanoseconds at the start of the token, then at its end."""
+"""Words of a CTA before its profile markers: clock and nanoseconds at the start of the token, then both at its end."""
 
-MARKER_ROWS = (*SHARES, "next")
-"""Phases in the order of their profile markers, two words each. A norm computed by one CTA has none."""
+MARKER_ROWS = (*ASSIGNED_PHASES, "next")
+"""Phases in the order of their profile markers, two words each: operand staged, results stored. A norm in one CTA has none."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    """Settings of the ring of weight chunks that a plan leaves open."""
+    """Settings of the weight ring and of polling, which do not change results."""
 
     stages: int | None = None
-    """Chunks of 16 KB in the ring; by default all of shared memory that is left, or half of it where launches overlap."""
+    """Chunks of 16 KB in the ring; by default as many as fit in shared memory, or in half of it if launches overlap."""
     flight: int = 2
-    """Chunks in flight at once in phases that pass data between CTAs, since that data queues behind them."""
+    """Bulk copies in flight at once in phases that pass data between CTAs, since that data queues behind them."""
     flight_apart: int = 3
-    """Chunks in flight at once while the context is so short that attention passes nothing between CTAs."""
+    """Bulk copies in flight at once while the context is so short that attention exchanges no partial results."""
     pace: int | None = None
-    """Clock cycles between the copies of two chunks, in phases that pass data between CTAs: evenly paced copies do not queue.
+    """Clock cycles between two bulk copies, in phases that pass data between CTAs: evenly paced copies do not queue.
 
-    ``None`` is 800, or 700 where additions to the residual stream are counted, which saves one exchange between CTAs.
+    ``None`` is 800, or 700 if the output projection is split over heads, which saves one exchange between CTAs.
     """
     hold: int = 600
     """Clock cycles to wait before polling for the other CTAs' partial attention results. Polling earlier delays them."""
     stamps: bool = False
-    """Flag of a kernel that writes profile markers: each CTA's clock at the start and the end of its work in every phase."""
+    """Flag of a kernel that writes profile markers: each CTA's clock when a phase's operand and its results are there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,32 +50,32 @@ class Layout:
     """Layout of a CTA's shared memory."""
 
     stages: int
-    """Chunks in the ring, which lies at offset 0."""
+    """Number of chunks in the ring, which lies at offset 0."""
     offsets: tuple[tuple[str, int], ...]
-    """Name and offset in bytes of everything behind the ring."""
+    """Name and offset, in bytes, of each array behind the ring."""
     bytes: int
-    """Size of all of it, in bytes."""
+    """Total size in bytes."""
 
 
 def layout_of(plan: Plan, tuning: Tuning) -> Layout:
-    """Lay out shared memory: the ring first, as large as there is room for, then everything else."""
+    """Lay out shared memory: the ring first, as large as fits, then all other arrays."""
     config = plan.config
     widest = max(map(padded, (config.hidden_size, config.query_size, config.intermediate_size)))
-    if plan.blocks:  # what units have found lies behind the residual stream
+    if plan.blocks:  # the units' attention results lie behind the residual stream
         units = max(share.units for share in plan.phase("rope_attention").shares)
-        widest = max(widest, padded(config.hidden_size) + units * plan.blocks.room)
+        widest = max(widest, padded(config.hidden_size) + units * plan.blocks.tile_columns)
     own = max((share.units for share in plan.phase("o").shares), default=0) * TILE
     sizes = {
-        "UPPER": widest * 2 + 64,  # 64 bytes apart in banks: a warp reads both parts at once
-        "LOWER": max(widest * 2 + 64, 8 * BINS - widest * 2),  # over both lie the sums of a drawn token
+        "VECTOR_HI": widest * 2 + 64,  # 64 bytes apart in banks, since a warp reads both halves at once
+        "VECTOR_LO": max(widest * 2 + 64, 8 * BINS - widest * 2),  # the sampler's histogram aliases both
         "SUMS": 2 * WARPS * sum_rows(plan) * 4,
-        "OWN": 0 if plan.blocks else own * 4,
+        "OWN_ROWS": 0 if plan.blocks else own * 4,
         "SQUARES": WARPS * 4,
-        "FOUND": WARPS * (config.queries_per_key // plan.sharers * plan.joined) * (config.head_dim + 4) * 4,
-        "WINNERS": WARPS * 8,
+        "WARP_PARTIAL": WARPS * (config.queries_per_key // plan.sharers * plan.joined) * (config.head_dim + 4) * 4,
+        "CANDIDATES": WARPS * 8,
     }
     rest = sum(-(-size // 64) * 64 for size in sizes.values()) + 256
-    # two launches side by side on a processor, each with what CUDA keeps for itself
+    # Two overlapping launches share an SM, and CUDA reserves 1 KB for each.
     limit = HOPPER_SHARED_BYTES // 2 - 1024 if plan.separate else HOPPER_SHARED_BYTES
     stages = tuning.stages or max((limit - rest) // (CHUNK + 16), 1)
     at, offsets = stages * CHUNK, []
@@ -83,61 +83,62 @@ def layout_of(plan: Plan, tuning: Tuning) -> Layout:
         offsets.append((f"{name}_AT", at))
         at += -(-size // 64) * 64
     offsets.append(("FULL_AT", at))
-    return Layout(stages, tuple(offsets), at + 16 * stages + 20 + 8 * len(SHARES))
+    return Layout(stages, tuple(offsets), at + 16 * stages + 20 + 8 * len(ASSIGNED_PHASES))
 
 
 def sum_rows(plan: Plan) -> int:
-    """Return the number of row sums that a warp keeps at once, for a group of tiles or of blocks of tiles."""
-    most = max((end - begin for cta in range(plan.ctas) for begin, end in passes_of(plan, "o", cta)), default=0)
-    return max(MOST_TILES * TILE, most * plan.blocks.rows if plan.blocks else 0)
+    """Return the number of row sums per warp, for a group of tiles or of blocks of tiles."""
+    most = max((end - begin for cta in range(plan.ctas) for begin, end in groups_of(plan, "o", cta)), default=0)
+    return max(MAX_TILES * TILE, most * plan.blocks.rows if plan.blocks else 0)
 
 
 def word_offsets(plan: Plan) -> dict[str, int]:
-    """Return the offset of each buffer among the float32 words, with the number of all words under ``"end"``.
+    """Return the offset of each buffer in the array of float32 words, and the size of the array as ``"end"``.
 
-    Offsets are multiples of 32 words. A word that counts its additions takes two.
+    Offsets are multiples of 32 words. A word that counts its additions takes two. ``"kept"`` holds the residual stream between
+    launches, if each phase is a launch.
     """
-    found, at = {}, 0
+    offsets, at = {}, 0
     for buffer in plan.buffers:
-        if buffer.name in APART:
+        if buffer.name in OTHER_BUFFERS:
             continue
-        found[buffer.name] = at
+        offsets[buffer.name] = at
         at += -(-buffer.words * (1 + buffer.counts) // 32) * 32
-    found["kept"] = at
-    return found | {"end": at + -(-plan.config.hidden_size // 32) * 32}
+    offsets["kept"] = at
+    return offsets | {"end": at + -(-plan.config.hidden_size // 32) * 32}
 
 
-APART = ("best", "drawn", "tallies", "cache")
-"""Names of the buffers that are not among the float32 words."""
+OTHER_BUFFERS = ("best", "drawn", "tallies", "cache")
+"""Names of the buffers that are not in the array of float32 words."""
 
 
-def shares_table(plan: Plan) -> list[list[tuple[int, int]]]:
-    """Return the first and last unit of each CTA in each phase, ``[CTAS][SHARES][2]``."""
+def assignments_table(plan: Plan) -> list[list[tuple[int, int]]]:
+    """Return the work assignments: first unit and one past the last, ``[CTAs][phases][2]``."""
     by_op: dict[str, Phase] = {}
     for phase in plan.phases():
         by_op.setdefault("attention" if phase.op == "rope_attention" else phase.op, phase)
     nothing = (0, 0)
     return [
-        [(by_op[op].shares[cta].begin, by_op[op].shares[cta].end) if op in by_op else nothing for op in SHARES]
+        [(by_op[op].shares[cta].begin, by_op[op].shares[cta].end) if op in by_op else nothing for op in ASSIGNED_PHASES]
         for cta in range(plan.ctas)
     ]
 
 
 def launch_of(plan: Plan, phase: Phase) -> tuple[int, int]:
-    """Return the kernel's number of a phase that is launched alone, and its CTAs; one CTA chooses the next token."""
+    """Return a phase's number in the kernel and its CTAs, if each phase is a launch; one CTA chooses the next token."""
     if phase.op == "next":
-        return len(SHARES), 1
-    return SHARES.index("attention" if phase.op == "rope_attention" else phase.op), plan.ctas
+        return len(ASSIGNED_PHASES), 1
+    return ASSIGNED_PHASES.index("attention" if phase.op == "rope_attention" else phase.op), plan.ctas
 
 
 def arrivals_table(plan: Plan) -> list[int]:
-    """Return how many CTAs increment each counter per use."""
-    found: dict[int, int] = {}
+    """Return the number of CTAs that increment each semaphore per epoch."""
+    arrivals: dict[int, int] = {}
     for phase in plan.layer:
         for share in phase.shares:
             for counter in share.arrives:
-                found[counter] = found.get(counter, 0) + 1
-    return [found.get(counter, 0) for counter in range(max(found, default=-1) + 1)]
+                arrivals[counter] = arrivals.get(counter, 0) + 1
+    return [arrivals.get(counter, 0) for counter in range(max(arrivals, default=-1) + 1)]
 
 
 def marker_words(plan: Plan) -> int:

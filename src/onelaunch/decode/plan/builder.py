@@ -1,4 +1,4 @@
-"""Builder of plans: the units of work of each CTA, what they read and write, and the edges between phases."""
+"""Builder of plans: divides each phase's work over the CTAs, and lists what they read and write and how they synchronize."""
 
 from __future__ import annotations
 
@@ -27,46 +27,55 @@ from onelaunch.decode.plan.phases import (
 )
 
 HALF_TILE = TILE // 2
-"""Channels of the MLP in a tile: each has a row of the gate and one of the up projection."""
+"""Number of MLP channels in a tile of gate and up projection: each has a row of either."""
 
 SPLITS = 8
-"""Most CTAs that share the positions of a key head: all others read what each of them found."""
+"""Largest number of KV splits of a key head. Every CTA reads each split's partial output, so more cost more than they save."""
 
 POSITIONS = 64
-"""Positions from which on one more CTA pays."""
+"""Positions per KV split, from which on one more split pays."""
 
 LONG = 1280
-"""Positions from which on CTAs take each other's queries, so that each key is read once."""
+"""Position from which on query splits take each other's queries, so that each key is read once."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rung:
-    """A step of the ladder."""
+    """Optimization level: the choices from which :class:`Builder` makes a plan."""
 
     summary: str
+    """Description for the table of variants."""
     norms: bool = False
-    """Flag that one CTA normalises for all, in a phase of its own."""
+    """Flag of norms in a phase of their own, by one CTA for all; else every CTA normalizes the vector that it reads."""
     rope: bool = False
-    """Flag that heads are normalised and turned in a phase of their own. Else queries and keys are turned by the CTA that makes
-    them, and attention divides by their norms.
+    """Flag of norm and RoPE of heads in a phase of their own.
+
+    Else the epilogue of the QKV product applies RoPE, and attention divides by the RMS.
     """
     heads: Edge = "grid"
-    """Between the projections of a head and its attention."""
+    """Synchronization between the QKV product and attention."""
     others: Edge = "grid"
+    """Synchronization before all other phases."""
     streams: bool = False
+    """Flag of weights that are prefetched across phases."""
     splits: int = 1
+    """Largest number of KV splits."""
     positions: int = POSITIONS
+    """Positions per KV split."""
     joined_from: int = LONG
+    """Position from which on query splits take each other's queries."""
     summed: bool = False
-    """Flag that a CTA multiplies the attention results of its own heads by their columns of the output projection.
+    """Flag of an output projection that is split over heads (split-K) and fused with attention.
 
-    It adds the products to the residual stream, whose words count their additions.
+    A CTA multiplies the attention results of its own units by their columns and adds the products atomically to the residual
+    stream, whose words count their additions.
     """
     separate: bool = False
+    """Flag of one launch per phase."""
 
 
-def halved(words: Piece) -> Piece:
-    """Return the slice of the squares of heads' words: one for each two of them."""
+def squares_of(words: Piece) -> Piece:
+    """Return the slice of ``squares`` that belongs to a slice of ``qkv``: one word per RoPE pair."""
     return Piece("squares", words.begin // 2, words.end // 2)
 
 
@@ -83,14 +92,18 @@ def tiles(config: ModelConfig, op: Op) -> int:
 
 
 def layer_ctas(config: ModelConfig, ctas: int) -> int:
-    """CTAs that work in the layers: the fewest with which none of them has more tiles than with all."""
+    """Return the number of CTAs that work in the layers: the fewest for which the largest share of tiles does not grow."""
     counts = [tiles(config, op) for op in ("qkv", "o", "gate_up", "down")]
     most = [-(-count // ctas) for count in counts]
     return max(-(-count // each) for count, each in zip(counts, most, strict=True))
 
 
 class Builder:
-    """Builder of an optimization level's plan; the arguments are those of :func:`onelaunch.decode.plan.plan_for`."""
+    """Builder of an optimization level's plan; the arguments are those of :func:`onelaunch.decode.plan.plan_for`.
+
+    The layers use ``workers`` CTAs, the LM head all of them. :class:`~onelaunch.decode.plan.phases.Plan` explains the splits of
+    attention.
+    """
 
     def __init__(
         self, config: ModelConfig, name: str, rung: Rung, ctas: int, used: int | None = None, rounds: int | None = None
@@ -107,11 +120,12 @@ class Builder:
         self.joined = self.most_joined() if self.blocks else 1
         self.parts = self.splits * self.joined
         self.used = self.parts if used is None else used
-        self.apart = self.blocks is not None and self.used == 1  # each unit with all positions, and nothing from the others
+        self.apart = self.blocks is not None and self.used == 1  # each unit takes all positions
         queries = config.queries_per_key // self.sharers * self.joined
-        self.slot = queries * config.head_dim + -(-queries // 4) * 4  # results, and the logarithms of their sums; whole 16 bytes
+        self.slot = queries * config.head_dim + -(-queries // 4) * 4  # outputs, then LSE, in whole 16 bytes
 
     def plan(self) -> Plan:
+        """Return the plan."""
         rung, config = self.rung, self.config
         layer: list[Phase] = []
         if rung.norms:
@@ -123,42 +137,53 @@ class Builder:
             layer.append(self.product("qkv", {"qkv": TILE, "squares": HALF_TILE}, self.whole(source)))
         layer += [
             self.attention(),
-            self.summed(self.blocks) if self.blocks else self.product("o", {"mid": TILE}, self.partials()),
+            self.split_k_output(self.blocks) if self.blocks else self.product("o", {"mid": TILE}, self.partials()),
         ]
         if rung.norms:
             layer.append(self.norm("post_norm", "mid"))
         source = "normed" if rung.norms else "mid"
         layer.append(self.product("gate_up", {"act": HALF_TILE}, self.whole(source)))
         layer.append(self.down("hidden"))
-        found = tuple(self.connected(layer))
+        phases = tuple(self.with_semaphores(layer))
         closing = self.down("final")
-        tail = (self.head(), self.next_token()) if self.rounds is None else (self.head(), *self.drawing(self.rounds))
-        keys_stream = rung.streams and depth(config) == 4  # whole chunks for each phase: others go between them
+        tail = (self.lm_head(), self.next_token()) if self.rounds is None else (self.lm_head(), *self.sampling(self.rounds))
+        keys_stream = rung.streams and depth(config) == 4  # phases then end at chunks, so keys and values can come between
         parts = (self.splits, self.sharers, self.joined, self.used, rung.positions, rung.joined_from)
         facts = (rung.streams, keys_stream, rung.separate, self.blocks)
-        return Plan(config, self.name, self.ctas, found, closing, tail, self.buffers(), *parts, *facts)
+        return Plan(config, self.name, self.ctas, phases, closing, tail, self.buffers(), *parts, *facts)
 
     # Buffers
 
     @functools.cached_property
     def sizes(self) -> dict[str, int]:
+        """Number of words of each buffer.
+
+        ``hidden`` is the residual stream after a layer's MLP, ``final`` that of the last layer, and ``mid`` that after
+        attention (as sums that count their additions, with a split-K output projection). ``normed`` is the normalized
+        vector, if one CTA computes it. ``qkv`` has the outputs of the QKV product, ``squares`` the sums of squares of its
+        RoPE pairs, ``q`` the queries after RoPE in a phase of its own, ``partial`` the partial outputs and LSE of
+        attention, and ``act`` the MLP's activations. ``best`` has each CTA's best candidate, ``drawn`` its sampled one.
+        ``cache`` stands for the KV cache with one word per key head and KV split, ``tallies`` for the sampler's histograms
+        with one word per radix-select pass.
+        """
         config = self.config
         heads = config.num_key_value_heads
-        found = dict.fromkeys(("hidden", "final", "mid"), config.hidden_size) | {"act": config.intermediate_size}
-        found["qkv"] = heads * self.head_words
-        found["partial"] = self.all_units() * self.slot
-        found["best"] = self.ctas
-        found["cache"] = heads * self.parts
-        found |= {"drawn": self.ctas, "tallies": ROUNDS}
+        sizes = dict.fromkeys(("hidden", "final", "mid"), config.hidden_size) | {"act": config.intermediate_size}
+        sizes["qkv"] = heads * self.head_words
+        sizes["partial"] = self.all_units() * self.slot
+        sizes["best"] = self.ctas
+        sizes["cache"] = heads * self.parts
+        sizes |= {"drawn": self.ctas, "tallies": ROUNDS}
         if self.rung.norms:
-            found["normed"] = config.hidden_size
+            sizes["normed"] = config.hidden_size
         if self.rung.rope:
-            found["q"] = config.query_size
+            sizes["q"] = config.query_size
         else:
-            found["squares"] = tiles(config, "qkv") * HALF_TILE
-        return found
+            sizes["squares"] = tiles(config, "qkv") * HALF_TILE
+        return sizes
 
     def buffers(self) -> tuple[Buffer, ...]:
+        """Return the buffers, with what synchronizes their words."""
         counted = ("mid",) if self.blocks else ()
         untagged = ("cache", "drawn", "tallies", *counted) if self.rung.others == "data" else tuple(self.sizes)
         return tuple(
@@ -175,10 +200,14 @@ class Builder:
         )
 
     def whole(self, name: str) -> tuple[Piece, ...]:
+        """Return the slice of a whole buffer."""
         return (Piece(name, 0, self.sizes[name]),)
 
-    def waiting(self, edge: Edge, share: Share) -> Share:
-        """Return the share with spins on the words it reads where that is the edge; the cache's are ordered by what led here."""
+    def with_polls(self, edge: Edge, share: Share) -> Share:
+        """Return the share with spins on all words that it reads, if ``edge`` is flag-in-data.
+
+        Rows of the KV cache have no tags: the spins on other words order them.
+        """
         if edge != "data":
             return share
         return replace(share, polls=tuple(piece for piece in share.reads if piece.buffer != "cache"))
@@ -186,43 +215,53 @@ class Builder:
     # Phases
 
     def norm(self, name: str, source: str) -> Phase:
+        """Return the phase in which CTA 0 normalizes the residual stream for all."""
         first = Share(0, 1, self.whole(source), self.whole("normed"))
         return Phase(name, "norm", self.rung.others, (first, *[Share()] * (self.ctas - 1)))
 
     def over_workers(self, units: int) -> list[tuple[int, int]]:
+        """Divide units over the CTAs that work in the layers; the others have none."""
         return split(units, self.workers) + [(units, units)] * (self.ctas - self.workers)
 
     def product(self, op: Op, targets: dict[str, int], reads: tuple[Piece, ...]) -> Phase:
-        """A matrix times a vector: a tile gives so many words of each target. CTAs without tiles read nothing."""
+        """Return a phase that multiplies a matrix by a vector.
+
+        Args:
+            op: Operation, which names the matrix.
+            targets: Words that a tile writes to each buffer.
+            reads: Slices that every CTA with tiles reads.
+        """
         shares = []
         for begin, end in self.over_workers(tiles(self.config, op)):
             written = tuple(
                 Piece(target, begin * width, min(end * width, self.sizes[target])) for target, width in targets.items()
             )
             share = Share(begin, end, reads, written) if end > begin else Share(begin, end)
-            shares.append(self.waiting(self.rung.others, share))
+            shares.append(self.with_polls(self.rung.others, share))
         return Phase(op, op, self.rung.others, tuple(shares))
 
-    def summed(self, blocks: Blocks) -> Phase:
-        """The output projection by heads: each unit's part, over all units the rows' sums."""
+    def split_k_output(self, blocks: Blocks) -> Phase:
+        """Return the output projection, split over units of attention: each adds its product to the residual stream."""
         shares = []
         for begin, end in self.units():
-            places, reads, adds = [], [], []
+            ends, reads, adds = [], [], []
             for unit in range(begin, end):
                 group, part = divmod(unit, self.splits)
                 first, last = split(blocks.count, self.splits)[part]
-                places += [group * blocks.count + first, group * blocks.count + last]
+                ends += [group * blocks.count + first, group * blocks.count + last]
                 if first == last:
                     continue
-                reads += [self.found_by(unit)] if self.apart else self.found_for(unit)
+                reads += [self.partial(unit)] if self.apart else self.partials_for(unit)
                 adds.append(Piece("mid", first * blocks.rows, min(last * blocks.rows, self.config.hidden_size)))
-            share = Share(places[0], places[-1], tuple(reads), adds=tuple(adds)) if places else Share()
-            shares.append(self.waiting(self.rung.others, share))
+            share = Share(ends[0], ends[-1], tuple(reads), adds=tuple(adds)) if ends else Share()
+            shares.append(self.with_polls(self.rung.others, share))
         return Phase("o", "o", self.rung.others, tuple(shares))
 
     def down(self, target: str) -> Phase:
-        """With the CTA's own rows of the residual stream, where others add to them too: it adds its own, or clears for the next
-        token what it has read.
+        """Return the down projection.
+
+        If others add to the residual stream too, a CTA reads its own rows of it, and adds the product to them; in the last
+        layer (``target`` is ``final``) it clears them for the next token instead.
         """
         phase = self.product("down", {target: TILE}, self.whole("act"))
         if self.blocks is None:
@@ -238,8 +277,10 @@ class Builder:
         return replace(phase, shares=tuple(map(with_rows, phase.shares)))
 
     def most_units(self) -> tuple[int, int]:
-        """Sharers of a key head's queries, and of their positions, that give the most CTAs a unit of attention each; and each of
-        them a part of the output projection, as nobody waits for one that has none.
+        """Return the query splits and KV splits that give the most CTAs one unit of attention each.
+
+        Each of them must also have a part of the output projection: nothing would wait for a CTA that has none, so its reads
+        of queries would be unordered.
         """
         group, heads = self.config.queries_per_key, self.config.num_key_value_heads
         sharers = [each for each in range(1, group + 1) if group % each == 0]
@@ -250,65 +291,73 @@ class Builder:
         )
 
     def most_joined(self) -> int:
-        """Return the most CTAs whose partial results a warp's lanes can read: eight, or sixteen where a head leaves lanes."""
+        """Return how many query splits take each other's queries in a long context.
+
+        A thread reads all of a query's partial results at once: at most sixteen, or eight if a head has more than 128
+        channels.
+        """
         most = 8 if self.config.head_dim > 128 else 16
         return max(each for each in range(1, self.sharers + 1) if self.sharers % each == 0 and each * self.splits <= most)
 
     def most_sharers(self) -> int:
-        """Return the most CTAs of a key head that leave each one unit at most, with as many queries each."""
+        """Return the largest number of query splits of equal size with which no CTA has more than one unit."""
         group, room = self.config.queries_per_key, self.workers // (self.config.num_key_value_heads * self.splits)
         return max(each for each in range(1, group + 1) if group % each == 0 and each <= max(room, 1))
 
     def all_units(self) -> int:
+        """Return the number of units of attention."""
         return self.config.num_key_value_heads * self.sharers * self.splits
 
     def unit(self, number: int) -> Unit:
+        """Return a unit of attention by its number."""
         return unit_of(number, self.sharers, self.splits, self.joined if self.used > self.splits else 1, apart=self.apart)
 
     def units(self) -> list[tuple[int, int]]:
-        """Units of attention over CTAs: one each where there are enough."""
+        """Return the first and last unit of attention of each CTA: one each if there are enough CTAs."""
         units, workers = self.all_units(), self.workers
         if units > workers:
             return self.over_workers(units)
-        # apart from each other: neighbours share a part of the chip
-        places = {unit * workers // units: unit for unit in range(units)}
-        return [(places[cta], places[cta] + 1) if cta in places else (0, 0) for cta in range(self.ctas)]
+        # spread over the CTAs, since neighbouring CTAs share a part of the chip
+        unit_at = {unit * workers // units: unit for unit in range(units)}
+        return [(unit_at[cta], unit_at[cta] + 1) if cta in unit_at else (0, 0) for cta in range(self.ctas)]
 
     def queries(self, head: int) -> Piece:
+        """Return the slice of a key head's queries after norm and RoPE."""
         words = self.config.queries_per_key * self.config.head_dim
         return Piece("q", head * words, (head + 1) * words)
 
-    def made(self, head: int) -> tuple[Piece, ...]:
-        """A key head's queries, key and value, and, where they are turned already, their squares: half a word for each."""
+    def qkv_of(self, head: int) -> tuple[Piece, ...]:
+        """Return the slices of a key head's queries, key and value; with RoPE in the epilogue also their squares."""
         words = Piece("qkv", head * self.head_words, (head + 1) * self.head_words)
-        return (words,) if self.rung.rope else (words, halved(words))
+        return (words,) if self.rung.rope else (words, squares_of(words))
 
-    def made_for(self, unit: Unit) -> tuple[Piece, ...]:
-        """Return the slices that a unit of attention reads: its queries, and key and value, for it may have the newest one."""
+    def qkv_for(self, unit: Unit) -> tuple[Piece, ...]:
+        """Return the slices that a unit of attention reads: its queries, and the newest key and value, which it may need."""
         begin, size = unit.head * self.head_words, self.config.head_dim
         queries = self.config.queries_per_key // self.sharers * size
         own = Piece("qkv", begin + unit.first * queries, begin + unit.last * queries)
         new = Piece("qkv", begin + self.head_words - 2 * size, begin + self.head_words)
-        return own, new, halved(own), halved(new)
+        return own, new, squares_of(own), squares_of(new)
 
     def cached(self, head: int) -> Piece:
+        """Return the slice of a key head's cache: one word stands for the rows of each KV split."""
         return Piece("cache", head * self.parts, (head + 1) * self.parts)
 
     def rope(self) -> Phase:
-        """Norm and rotation of a key head's queries and key; its key and value go to the cache."""
+        """Return the phase of norm and RoPE of queries and keys, which also writes the newest key and value to the cache."""
         shares = []
         for begin, end in self.over_workers(self.config.num_key_value_heads):
             heads = range(begin, end)
             written = (*map(self.queries, heads), *map(self.cached, heads))
-            reads = tuple(piece for head in heads for piece in self.made(head))
-            shares.append(self.waiting(self.rung.heads, Share(begin, end, reads, written)))
+            reads = tuple(piece for head in heads for piece in self.qkv_of(head))
+            shares.append(self.with_polls(self.rung.heads, Share(begin, end, reads, written)))
         return Phase("rope", "rope", self.rung.heads, tuple(shares))
 
     def attention(self) -> Phase:
-        """Return the phase of attention: a key head's queries over a part of the positions.
+        """Return the phase of attention.
 
-        Where heads are not normalised in a phase of their own, they are here. The new key and value then go to the cache from the
-        CTA that has their position, which may be each of a head's.
+        Without a phase of norm and RoPE it divides by the RMS and writes the newest key and value to the cache: in the CTA
+        whose split has their position, which may be any of a head's.
         """
         shares = []
         for begin, end in self.units():
@@ -316,43 +365,45 @@ class Builder:
             writes: list[Piece] = []
             for number in range(begin, end):
                 unit = self.unit(number)
-                writes.append(self.found_by(number))  # by those without positions too: each word is written once in every use
+                writes.append(self.partial(number))  # also without positions: each word is written in every epoch
                 if unit.part >= self.used:
                     continue
-                reads += [*((self.queries(unit.head),) if self.rung.rope else self.made_for(unit)), self.cached(unit.head)]
+                reads += [*((self.queries(unit.head),) if self.rung.rope else self.qkv_for(unit)), self.cached(unit.head)]
                 if not self.rung.rope and unit.keeps:
-                    kept = unit.head * self.parts + unit.part
-                    writes.append(Piece("cache", kept, kept + 1))
-            shares.append(self.waiting(self.rung.heads, Share(begin, end, tuple(reads), tuple(writes))))
+                    word = unit.head * self.parts + unit.part
+                    writes.append(Piece("cache", word, word + 1))
+            shares.append(self.with_polls(self.rung.heads, Share(begin, end, tuple(reads), tuple(writes))))
         op: Op = "attention" if self.rung.rope else "rope_attention"
         return Phase("attention", op, self.rung.heads, tuple(shares))
 
-    def found_by(self, unit: int) -> Piece:
+    def partial(self, unit: int) -> Piece:
+        """Return the slot of a unit's partial output and LSE."""
         return Piece("partial", unit * self.slot, (unit + 1) * self.slot)
 
-    def found_for(self, unit: int) -> list[Piece]:
-        """Results of a unit's own queries, and the logarithms of their sums, by all units that have parts of them."""
+    def partials_for(self, unit: int) -> list[Piece]:
+        """Return the slices of outputs and LSE of a unit's own queries, one of either per KV split."""
         joined = self.joined if self.used > self.splits else 1
         own, queries = unit // self.splits % joined, self.config.queries_per_key // self.sharers
         parts, pieces = self.splits * joined, []
         for each in range(unit - unit % parts, unit - unit % parts + parts):
-            begin, logs = self.found_by(each).begin, self.joined * queries * self.config.head_dim
+            begin, lse = self.partial(each).begin, self.joined * queries * self.config.head_dim
             results = begin + own * queries * self.config.head_dim
             pieces.append(Piece("partial", results, results + queries * self.config.head_dim))
-            pieces.append(Piece("partial", begin + logs + own * queries, begin + logs + (own + 1) * queries))
+            pieces.append(Piece("partial", begin + lse + own * queries, begin + lse + (own + 1) * queries))
         return pieces
 
     def partials(self) -> tuple[Piece, ...]:
-        return tuple(self.found_by(unit) for unit in range(self.all_units()) if self.unit(unit).part < self.used)
+        """Return the slots of all units that have positions."""
+        return tuple(self.partial(unit) for unit in range(self.all_units()) if self.unit(unit).part < self.used)
 
-    def connected(self, phases: list[Phase]) -> Iterable[Phase]:
-        """With flags: a counter for each key head and phase that is waited for."""
+    def with_semaphores(self, phases: list[Phase]) -> Iterable[Phase]:
+        """Add semaphores, one per key head and phase that is waited for, to phases whose edge is ``flags``."""
         heads = self.config.num_key_value_heads
-        found = list(phases)
-        for place, phase in enumerate(phases):
+        linked = list(phases)
+        for index, phase in enumerate(phases):
             if phase.edge != "flags":
                 continue
-            before, base = found[place - 1], (place - 1) * heads
+            before, base = linked[index - 1], (index - 1) * heads
             arriving = [
                 replace(share, arrives=tuple(base + head for head in self.heads_of(share.writes)) if share.units else ())
                 for share in before.shares
@@ -361,51 +412,55 @@ class Builder:
             for share in arriving:
                 for counter in share.arrives:
                     counts[counter] = counts.get(counter, 0) + 1
-            found[place - 1] = replace(before, shares=tuple(arriving))
+            linked[index - 1] = replace(before, shares=tuple(arriving))
             waiting = (
                 replace(share, awaits=tuple(Wait(base + head, counts[base + head]) for head in self.heads_of(share.reads)))
                 for share in phase.shares
             )
-            found[place] = replace(found[place], shares=tuple(waiting))
-        return found
+            linked[index] = replace(linked[index], shares=tuple(waiting))
+        return linked
 
     def heads_of(self, pieces: tuple[Piece, ...]) -> list[int]:
-        """The key heads that words of ``q`` or ``qkv`` belong to."""
+        """Return the key heads that slices of ``q`` or ``qkv`` belong to."""
         sizes = {"qkv": self.head_words, "q": self.config.queries_per_key * self.config.head_dim}
-        found = {
+        heads = {
             head
             for piece in pieces
             if (size := sizes.get(piece.buffer))
             for head in range(piece.begin // size, -(-piece.end // size))
         }
-        return sorted(found)
+        return sorted(heads)
 
-    def head(self) -> Phase:
+    def lm_head(self) -> Phase:
+        """Return the phase of the LM head: each CTA writes the best candidate of its rows."""
         shares = []
         for cta, (begin, end) in enumerate(split(tiles(self.config, "lm_head"), self.ctas)):
             share = Share(begin, end, self.whole("final"), (Piece("best", cta, cta + 1),))
-            shares.append(self.waiting(self.rung.others, share))
+            shares.append(self.with_polls(self.rung.others, share))
         return Phase("lm_head", "lm_head", self.rung.others, tuple(shares))
 
     def next_token(self) -> Phase:
-        share = self.waiting(self.rung.others, Share(0, 1, self.whole("best")))
+        """Return the phase in which every CTA takes the best of all candidates."""
+        share = self.with_polls(self.rung.others, Share(0, 1, self.whole("best")))
         return Phase("next", "next", self.rung.others, (share,) * self.ctas)
 
-    def drawing(self, rounds: int) -> Iterable[Phase]:
-        """Yield the phases that follow the LM head where a token is drawn.
+    def sampling(self, rounds: int) -> Iterable[Phase]:
+        """Yield the phases that follow the LM head if the token is sampled.
 
-        All CTAs add to the histogram of a radix-select pass and meet, and so on to the next; then each gives the best of its own,
-        all meet, and the histograms are cleared, each by one CTA.
+        In each radix-select pass all CTAs add to a histogram and pass a grid barrier. Then each writes the best candidate of
+        its own, and after another barrier all read these, and the histograms are cleared, each by one CTA.
         """
 
-        def sums(begin: int) -> tuple[Piece, ...]:
+        def histogram(begin: int) -> tuple[Piece, ...]:
             return (Piece("tallies", begin, begin + 1),)
 
-        edge, share = self.rung.others, self.waiting(self.rung.others, Share(0, 1, self.whole("best")))
+        edge, share = self.rung.others, self.with_polls(self.rung.others, Share(0, 1, self.whole("best")))
         for number in range(rounds):
-            yield Phase(f"tally {number}", "tally", edge, (replace(share, adds=sums(number)),) * self.ctas)
-            edge, share = "grid", Share(0, 1, sums(number))
-        said = (replace(share, writes=(Piece("drawn", cta, cta + 1),)) for cta in range(self.ctas))
-        yield Phase("draw", "draw", edge, tuple(said))
-        cleared = (tuple(piece for each in range(cta, rounds, self.ctas) for piece in sums(each)) for cta in range(self.ctas))
+            yield Phase(f"tally {number}", "tally", edge, (replace(share, adds=histogram(number)),) * self.ctas)
+            edge, share = "grid", Share(0, 1, histogram(number))
+        sampled = (replace(share, writes=(Piece("drawn", cta, cta + 1),)) for cta in range(self.ctas))
+        yield Phase("draw", "draw", edge, tuple(sampled))
+        cleared = (
+            tuple(each for number in range(cta, rounds, self.ctas) for each in histogram(number)) for cta in range(self.ctas)
+        )
         yield Phase("next", "next", "grid", tuple(Share(0, 1, self.whole("drawn"), pieces) for pieces in cleared))

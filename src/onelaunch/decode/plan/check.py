@@ -1,7 +1,11 @@
-"""The static check of a plan: reads ordered after the writes they need, nothing overwritten while it is read, all CTAs resident.
+"""Static check of a plan: proves the absence of races and deadlocks before anything is launched.
 
-Ordering is followed with vector clocks: what each CTA knows every other to have finished, phase by phase, over tokens and layers.
-An edge that does not hold for certain gives no knowledge. Source: Fidge (1988), Mattern (1989).
+It proves that every read follows the writes that it needs, that nothing is overwritten while it may still be read, that a
+spin on flag-in-data words cannot take an old word for a new one, and that all CTAs, which wait for each other, can be
+resident.
+
+The check follows vector clocks over a few tokens and layers: ``known[c, d]`` is the last time at which CTA c is certain that
+CTA d had finished. An edge that does not hold for certain adds no knowledge. Source: Fidge (1988), Mattern (1989).
 """
 
 from __future__ import annotations
@@ -19,34 +23,38 @@ LAYERS = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
-    """Resources that a launch needs, and those of the device."""
+class Resources:
+    """Resources that each CTA of a launch needs, and those of the device."""
 
     threads: int
+    """Threads of a CTA."""
     registers: int
     """Registers of a thread."""
     shared_bytes: int
     """Shared memory of a CTA."""
-    processors: int
+    sms: int
+    """Number of SMs."""
     shared_limit: int = HOPPER_SHARED_BYTES
+    """Bytes of shared memory of an SM."""
     registers_limit: int = 1 << 16
     """Registers of an SM."""
 
 
-def check(*tokens: Plan, room: Room | None = None) -> None:
+def check(*tokens: Plan, resources: Resources | None = None) -> None:
     """Raise :class:`PlanError` with the reason unless a plan is sound.
 
     Args:
-        tokens: the plan of each of a few tokens in a row: one plan, or the same for lengths that use more and fewer CTAs.
-        room: what a launch needs; without it, residency is not looked at.
+        tokens: Plan of each of a few consecutive tokens: one plan, which is repeated, or its versions for lengths with more
+            and fewer KV splits.
+        resources: What a CTA needs and the device has; without it, residency is not checked.
     """
     plan = tokens[0]
-    if room is not None:
-        check_room(plan, room)
+    if resources is not None:
+        check_residency(plan, resources)
     for each in dict.fromkeys(tokens):
         _check_shares(each)
     if plan.separate:
-        return  # launches on one stream follow each other
+        return  # Launches on one stream are ordered.
     tokens = tokens if len(tokens) > 1 else (plan,) * 4
     clocks = _Clocks(plan)
     for number, each in enumerate(tokens):
@@ -55,22 +63,23 @@ def check(*tokens: Plan, room: Room | None = None) -> None:
             clocks.follow(phase, layer, f"token {number}, layer {layer}")
 
 
-def check_room(plan: Plan, room: Room) -> None:
-    """The part of :func:`check` that depends on the device: whether all CTAs can be resident."""
-    if room.shared_bytes > room.shared_limit:
-        raise PlanError(plan.rung, f"a CTA needs {room.shared_bytes} bytes of shared memory; there are {room.shared_limit}")
-    if room.threads * room.registers > room.registers_limit:
-        needed = f"{room.threads} threads of {room.registers} registers"
-        raise PlanError(plan.rung, f"a CTA needs {needed}; a processor has {room.registers_limit}")
-    resident = room.processors * min(
-        room.shared_limit // max(room.shared_bytes, 1), room.registers_limit // (room.threads * room.registers)
-    )
+def check_residency(plan: Plan, resources: Resources) -> None:
+    """Raise :class:`PlanError` unless all CTAs can be resident: the part of :func:`check` that depends on the device."""
+    if resources.shared_bytes > resources.shared_limit:
+        needed = f"{resources.shared_bytes} bytes of shared memory"
+        raise PlanError(plan.rung, f"a CTA needs {needed}; there are {resources.shared_limit}")
+    if resources.threads * resources.registers > resources.registers_limit:
+        needed = f"{resources.threads} threads of {resources.registers} registers"
+        raise PlanError(plan.rung, f"a CTA needs {needed}; an SM has {resources.registers_limit}")
+    by_memory = resources.shared_limit // max(resources.shared_bytes, 1)
+    by_registers = resources.registers_limit // (resources.threads * resources.registers)
+    resident = resources.sms * min(by_memory, by_registers)
     if not plan.separate and plan.ctas > resident:
         raise PlanError(plan.rung, f"{plan.ctas} CTAs wait for each other; only {resident} can be resident")
 
 
 def _check_shares(plan: Plan) -> None:
-    """Raise for errors that no order of phases can mend: words that are nowhere, or have two writers or none."""
+    """Raise for errors that no order of phases can repair: words outside of a buffer, with two writers, or with none."""
     for phase in plan.phases():
         if len(phase.shares) != plan.ctas:
             raise PlanError(plan.rung, f"phase {phase.name} has {len(phase.shares)} shares for {plan.ctas} CTAs")
@@ -80,7 +89,7 @@ def _check_shares(plan: Plan) -> None:
                 if not 0 <= piece.begin <= piece.end <= _buffer(plan, piece).words:
                     raise PlanError(plan.rung, f"{_who(phase, cta)} names words {piece.begin} to {piece.end} of {piece.buffer}")
             if any(not _buffer(plan, piece).sums for piece in share.adds):
-                raise PlanError(plan.rung, f"{_who(phase, cta)} adds to words that are no sums")
+                raise PlanError(plan.rung, f"{_who(phase, cta)} adds to words that are not sums")
             if phase.edge == "data":
                 _check_polls(plan, phase, cta, share)
             for piece in share.writes:
@@ -95,13 +104,14 @@ def _check_shares(plan: Plan) -> None:
 
 
 def _check_polls(plan: Plan, phase: Phase, cta: int, share: Share) -> None:
-    """Words that say themselves that they are there say nothing of any other: each that is read is waited for."""
+    """Raise unless a CTA spins on every flag-in-data word that it reads: a tag says nothing about any other word."""
     for piece in share.reads:
         if (_buffer(plan, piece).tagged or _buffer(plan, piece).counts) and piece not in share.polls:
             raise PlanError(plan.rung, f"{_who(phase, cta)} reads words of {piece.buffer} that it does not wait for")
 
 
 def _buffer(plan: Plan, piece: Piece) -> Buffer:
+    """Return the buffer of a slice."""
     for buffer in plan.buffers:
         if buffer.name == piece.buffer:
             return buffer
@@ -109,16 +119,17 @@ def _buffer(plan: Plan, piece: Piece) -> Buffer:
 
 
 def _embedded(phase: Phase, piece: Piece, layer: int) -> bool:
-    """Return whether the embedding's row takes the place of the residual stream."""
+    """Return whether the embedding row is read in place of the residual stream, in the first layer."""
     return layer == 0 and piece.buffer == "hidden" and phase.op in ("norm", "qkv")
 
 
 def _who(phase: Phase, cta: int) -> str:
+    """Return the subject of an error message."""
     return f"CTA {cta} in phase {phase.name}"
 
 
 class _State:
-    """Accesses to one buffer: who wrote each word and when, also the time before, and when each CTA read it since, or added."""
+    """Accesses to one buffer: last and previous writer of each word with their times, and each CTA's last read and addition."""
 
     def __init__(self, words: int, ctas: int) -> None:
         self.writer, self.written, self.writer_before, self.written_before = (np.zeros(words, np.int32) for _ in range(4))
@@ -129,39 +140,42 @@ class _State:
 
 @dataclass(slots=True)
 class _Past:
-    """Writers and times of a piece's words, now and before, once for each run of words that have the same."""
+    """Last and previous writers of a slice's words with their times, one entry per run of words with equal ones."""
 
     writer: np.ndarray
     written: np.ndarray
     writer_before: np.ndarray
     written_before: np.ndarray
     knew: np.ndarray | None = None
-    """Clock that the writers, taken together, knew when they had finished."""
+    """Join of the clocks that the writers had when they finished."""
 
 
 class _Clocks:
+    """Vector clocks of all CTAs, and the state of all buffers."""
+
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self.time = self.token = 0
         self.known = np.zeros((plan.ctas, plan.ctas), np.int32)
-        """``[c, d]``: the last time that CTA c knows CTA d to have finished."""
+        """``[c, d]``: the last time at which CTA c is certain that CTA d had finished."""
         self.history: list[np.ndarray] = [self.known.copy()]
-        """Clocks that each CTA knew when it had finished, at each time."""
+        """Copy of ``known`` after each phase, by time."""
         self.states: dict[tuple[str, int, int], _State] = {}
-        self.found: dict[tuple[str, int, int], _Past] = {}
-        """Past accesses to the slices that several CTAs read in the phase at hand."""
+        self.pasts: dict[tuple[str, int, int], _Past] = {}
+        """Cache of past accesses to the slices that are read in the current phase; several CTAs often read the same."""
         self.begun = self.known
-        """Clocks that each CTA knew when it began the token: all that keys and values that are fetched ahead can rely on."""
+        """Copy of ``known`` at the start of the token. Keys and values that are prefetched can rely on nothing later."""
         self.arrivals: dict[int, tuple[int, list[int]]] = {}
         """Time of the last increment of each counter, and the CTAs that made it."""
 
     def begin_token(self, number: int) -> None:
+        """Note the start of a token."""
         self.token, self.begun = number, self.known.copy()
 
     def follow(self, phase: Phase, layer: int, where: str) -> None:
-        """One phase: what is known at its begin, its reads, its writes, what is known at its end."""
+        """Follow one phase: its synchronization, its reads, its writes and additions, and what is known at its end."""
         self.time += 1
-        self.found.clear()
+        self.pasts.clear()
         if phase.edge == "grid":
             self.known[:] = np.maximum(self.known, self.known.max(axis=0))
         else:
@@ -178,14 +192,14 @@ class _Clocks:
                 self._add(phase, cta, piece, layer, where)
         self.known[np.diag_indices(self.plan.ctas)] = self.time
         self.history.append(self.known.copy())
-        bumped: dict[int, list[int]] = {}
+        incremented: dict[int, list[int]] = {}
         for cta, share in enumerate(phase.shares):
             for counter in share.arrives:
-                bumped.setdefault(counter, []).append(cta)
-        self.arrivals.update({counter: (self.time, ctas) for counter, ctas in bumped.items()})
+                incremented.setdefault(counter, []).append(cta)
+        self.arrivals.update({counter: (self.time, ctas) for counter, ctas in incremented.items()})
 
     def _waited(self, phase: Phase, cta: int, share: Share, layer: int, where: str) -> np.ndarray:
-        """Return the clock that a CTA learns from the edge before its share."""
+        """Return the clock that a CTA learns from the synchronization before its share."""
         learnt = np.zeros(self.plan.ctas, np.int32)
         if phase.edge == "flags":
             for wait in share.awaits:
@@ -203,9 +217,10 @@ class _Clocks:
         return learnt
 
     def _polled(self, phase: Phase, cta: int, piece: Piece, layer: int, where: str) -> np.ndarray:
-        """Return the clock of the writers of flag-in-data words that a CTA spins on, or of those who added to them.
+        """Return the joined clock of all CTAs that wrote, or added to, the flag-in-data words that a CTA spins on.
 
-        The use before must be known to be over: a word's tag tells only a few uses apart, and its count begins anew.
+        The CTA must be certain that the previous epoch's writes are over: a tag of two bits tells only a few epochs apart,
+        and a count restarts.
         """
         buffer, state = _buffer(self.plan, piece), self._state(piece, layer)
         if not (buffer.tagged or buffer.counts):
@@ -227,18 +242,19 @@ class _Clocks:
         return past.knew
 
     def _counted(self, phase: Phase, cta: int, piece: Piece, layer: int, where: str) -> None:
-        """Raise unless words have as many additions as are waited for: with fewer or more, the wait would never end."""
+        """Raise unless words have exactly the additions that are waited for: with fewer or more, the spin would never end."""
         wanted, counts = self.plan.additions(layer), self._state(piece, layer).count[piece.begin : piece.end]
         if (wrong := counts != wanted).any():
             problem = f"waits for {wanted} additions to a word of {piece.buffer}, which has {int(counts[wrong.argmax()])}"
             raise PlanError(self.plan.rung, f"{_who(phase, cta)} {problem} ({where})")
 
     def _read(self, phase: Phase, cta: int, piece: Piece, layer: int, where: str) -> None:
+        """Raise unless all writes of a slice are certain to be finished; note the read."""
         state = self._state(piece, layer)
         if _embedded(phase, piece, layer):
             return
         past = self._past(state, piece)
-        # the cache's first words are the caller's, sums begin as zero
+        # The first rows of the cache are the caller's, and sums begin as zero.
         if not past.written.all() and piece.buffer != "cache" and not _buffer(self.plan, piece).sums:
             raise PlanError(self.plan.rung, f"{_who(phase, cta)} reads words of {piece.buffer} that nobody writes ({where})")
         known = self.begun if self.plan.keys_stream and piece.buffer == "cache" else self.known
@@ -252,6 +268,7 @@ class _Clocks:
         state.read[cta, piece.begin : piece.end] = self.time
 
     def _follows_sums(self, phase: Phase, cta: int, what: str, piece: Piece, state: _State, where: str) -> None:
+        """Raise unless all additions to sums are certain to be finished."""
         if not _buffer(self.plan, piece).sums:
             return
         if (late := self.known[cta] < state.added[:, piece.begin : piece.end].max(axis=1, initial=0)).any():
@@ -259,9 +276,10 @@ class _Clocks:
             raise PlanError(self.plan.rung, f"{_who(phase, cta)} {problem} ({where})")
 
     def _add(self, phase: Phase, cta: int, piece: Piece, layer: int, where: str) -> None:
-        """Each other adder may come before or after; who cleared the words, and whoever read the sums before, must have.
+        """Raise unless the words were cleared, and all earlier reads of the sums have finished; note the addition.
 
-        Sums that count may be read in between, by those who wait for that number; these must have finished too.
+        Other additions may come before or after. Sums that count may be read in between, by CTAs that wait for that number of
+        additions; these reads must have finished too.
         """
         state, at = self._state(piece, layer), slice(piece.begin, piece.end)
         read = state.read[:, at].max(axis=1, initial=0)
@@ -279,10 +297,11 @@ class _Clocks:
         raise PlanError(self.plan.rung, f"{_who(phase, cta)} {problem} ({where})")
 
     def _write(self, phase: Phase, cta: int, piece: Piece, layer: int, where: str) -> None:
+        """Raise unless all earlier reads, writes and additions of a slice have finished; note the write."""
         state = self._state(piece, layer)
         at = slice(piece.begin, piece.end)
         read = state.read[:, at]
-        # of the cache other positions are written than are read in the same phase
+        # In the same phase, other positions of the cache are written than are read.
         last = (np.where(read == self.time, 0, read) if piece.buffer == "cache" else read).max(axis=1, initial=0)
         last[cta] = 0
         if (late := self.known[cta] < last).any():
@@ -300,6 +319,7 @@ class _Clocks:
         state.writer[at], state.written[at] = cta, self.time
 
     def _state(self, piece: Piece, layer: int) -> _State:
+        """Return the state of a slice's buffer, for this layer and token."""
         buffer = _buffer(self.plan, piece)
         key = (piece.buffer, layer if buffer.per_layer else 0, self.token % buffer.copies)
         if key not in self.states:
@@ -307,11 +327,11 @@ class _Clocks:
         return self.states[key]
 
     def _past(self, state: _State, piece: Piece) -> _Past:
-        """Return the past accesses to a slice that is read; cached within a phase, whose CTAs often read the same."""
-        if piece not in self.found:
+        """Return the past accesses to a slice that is read, from the phase's cache if another CTA has read it."""
+        if piece not in self.pasts:
             at = slice(piece.begin, piece.end)
             table = np.stack([state.writer[at], state.written[at], state.writer_before[at], state.written_before[at]])
             new = np.ones(table.shape[1], np.bool_)
             new[1:] = (table[:, 1:] != table[:, :-1]).any(axis=0)
-            self.found[piece] = _Past(*table[:, new])
-        return self.found[piece]
+            self.pasts[piece] = _Past(*table[:, new])
+        return self.pasts[piece]

@@ -1,8 +1,10 @@
-"""Weights in the order of their use: for each CTA one run of memory, a token long, that its copying thread walks through.
+"""Repacking of weights: one contiguous stream per CTA, in the order in which its producer thread copies them during one token.
 
-Within a phase the order is: groups of up to six tiles; in each, columns in steps of 256, ``depth`` of them; tiles; steps;
-the 32 columns of each warp; rows. So every thread's 16 bytes of a product are where a warp reads 512 bytes in a row; its 8
-columns are in the order of the product's operands, :func:`as_operands`.
+A CTA's stream has its granules of each layer's products, then those of the LM head. A granule is a tile of 8 rows over 256
+columns, 4 KB. Within a phase the order is, from the outermost: groups of up to six tiles; blocks of ``depth`` steps of 256
+columns; tiles; steps of the block; warps, with 32 columns each; rows; columns. So the 16 bytes that each thread needs for an
+mma lie where a warp reads 512 contiguous bytes of shared memory, without bank conflicts. The 8 columns in them are in
+fragment order, :func:`as_operands`.
 """
 
 from __future__ import annotations
@@ -27,36 +29,36 @@ from onelaunch.decode.plan.phases import (
     Plan,
     blocks_of,
     depth,
+    groups_of,
     padded,
-    passes_of,
 )  # fmt: skip
 
 MOMENTARY = 1 << 25
-"""Bytes of tiles that are packed at once."""
+"""Bytes of tiles that are packed at once, which bounds the temporary memory."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Stream:
-    """All weights that products use, repacked."""
+    """Repacked weights of all products, for the CTAs of a plan."""
 
     data: torch.Tensor
-    """bfloat16, one dimension."""
+    """Granules of all CTAs, one dimension, bfloat16."""
     starts: torch.Tensor
-    """``[CTAs]`` int64: where each one's run begins, in bytes."""
+    """Offset of each CTA's weights in ``data``, in bytes, ``[CTAs]`` int64."""
 
 
 def columns(config: ModelConfig, op: Op) -> int:
-    """Return the columns of a phase's matrix."""
+    """Return the number of columns of a phase's matrix."""
     return {"o": config.query_size, "down": config.intermediate_size}.get(op, config.hidden_size)
 
 
 def width(plan: Plan, op: Op) -> int:
-    """Return the columns of a phase's tiles in the stream."""
+    """Return the number of columns of a phase's tiles in the stream, padding included."""
     return plan.blocks.width if op == "o" and plan.blocks else padded(columns(plan.config, op))
 
 
 def in_pairs(heads: torch.Tensor) -> torch.Tensor:
-    """Channels ``[..., D]`` of heads in the order of tiles: of each 8, four of the first half and the four they rotate with."""
+    """Permute the channels ``[..., D]`` of heads so that each tile of 8 has four of the first half and their RoPE partners."""
     return heads.unflatten(-1, (2, -1, TILE // 2)).transpose(-3, -2).reshape(heads.shape)
 
 
@@ -67,10 +69,10 @@ def from_pairs(words: torch.Tensor) -> torch.Tensor:
 
 @functools.lru_cache(maxsize=64)
 def row_order(config: ModelConfig, op: Op) -> torch.Tensor:
-    """Rows of a phase's matrix (of several: one below the other) in the order of its tiles, ``[tiles, 8]``.
+    """Return the rows of a phase's matrix in the order of its tiles, ``[tiles, 8]``; -1 stands for a row of zeros at the end.
 
-    Behind them, -1 is a row of zeros. ``qkv``: a key head's queries, its key, its value, each head's channels in pairs,
-    :func:`in_pairs`. ``gate_up``: four channels of the gate, the same four of the up projection.
+    Several matrices of a phase are stacked. ``qkv``: per key head its queries, its key and its value, each head's channels
+    permuted by :func:`in_pairs`. ``gate_up``: four rows of the gate, then the same four of the up projection.
     """
     head, heads, group = config.head_dim, config.num_key_value_heads, config.queries_per_key
     if op == "qkv":
@@ -87,7 +89,7 @@ def row_order(config: ModelConfig, op: Op) -> torch.Tensor:
 
 
 def matrix(weights: Weights, layer: LayerWeights | None, op: Op) -> torch.Tensor:
-    """A phase's matrix, ``[rows, columns]`` in Hugging Face's order."""
+    """Return a phase's matrix, ``[rows, columns]`` in the order of Hugging Face; without a layer that of the LM head."""
     if layer is None:
         return weights.lm_head
     if op == "qkv":
@@ -98,40 +100,42 @@ def matrix(weights: Weights, layer: LayerWeights | None, op: Op) -> torch.Tensor
 
 
 def as_operands(values: torch.Tensor) -> torch.Tensor:
-    """Values ``[..., columns]``, of each 8 columns the second pair and the third in each other's places.
+    """Permute columns to the fragment order of ``mma.m16n8k16``: of each 8, swap the second and the third pair.
 
-    A thread's registers are those of an m16n8k16 then: a quarter of them for each pair of columns, in this order.
+    The four 32-bit registers of a thread's fragment of operand A are then its 16 bytes as they lie. The first and the third
+    register are rows 0 to 7 of the operand, the others rows 8 to 15 (codegen/kernels/products.cuh).
     """
     return values.unflatten(-1, (-1, 2, 2, 2)).transpose(-3, -2).reshape(values.shape)
 
 
 def by_heads(values: torch.Tensor, blocks: Blocks) -> torch.Tensor:
-    """The output projection ``[H, Q * D]`` as ``[units' blocks * 8, width]``: of a block, tiles of a unit's columns side by side,
-    :func:`by_warps`.
+    """Cut the output projection ``[H, Q * D]`` into units of attention: ``[blocks of all units * 8, width]``.
+
+    In each block, tiles of a unit's columns lie side by side, in the order of :func:`by_warps`.
     """
     units = values.unflatten(1, (-1, blocks.channels))
-    room = values.new_zeros(blocks.count * blocks.rows, units.shape[1], blocks.room)
-    room[: len(units), :, : blocks.channels] = units
-    room = room.unflatten(0, (blocks.count, -1, TILE))  # [blocks, tiles, 8, units, columns]
-    return by_warps(room.permute(3, 0, 2, 1, 4).reshape(-1, blocks.width), blocks)
+    stacked = values.new_zeros(blocks.count * blocks.rows, units.shape[1], blocks.tile_columns)
+    stacked[: len(units), :, : blocks.channels] = units
+    stacked = stacked.unflatten(0, (blocks.count, -1, TILE))  # [blocks, tiles, 8, units, columns]
+    return by_warps(stacked.permute(3, 0, 2, 1, 4).reshape(-1, blocks.width), blocks)
 
 
 def by_warps(values: torch.Tensor, blocks: Blocks) -> torch.Tensor:
-    """Columns ``[..., width]`` of tiles side by side in the order that gives each warp, in its steps, 32 after 32 of one tile."""
-    if blocks.room == blocks.width:
+    """Permute the columns ``[..., width]`` of a block so that a warp's parts of 32 columns are consecutive ones of one tile."""
+    if blocks.tile_columns == blocks.width:
         return values
     return values.unflatten(-1, (WARPS, -1, WARP_COLUMNS)).transpose(-3, -2).reshape(values.shape)
 
 
 def from_warps(values: torch.Tensor, blocks: Blocks) -> torch.Tensor:
     """Undo :func:`by_warps`."""
-    if blocks.room == blocks.width:
+    if blocks.tile_columns == blocks.width:
         return values
     return values.unflatten(-1, (-1, WARPS, WARP_COLUMNS)).transpose(-3, -2).reshape(values.shape)
 
 
 def in_order(weights: Weights, layer: LayerWeights | None, op: Op, plan: Plan) -> tuple[torch.Tensor, torch.Tensor]:
-    """A phase's matrix, and its rows in the order of tiles."""
+    """Return a phase's matrix, and its rows in the order of tiles."""
     values = matrix(weights, layer, op)
     if op != "o" or plan.blocks is None:
         return values, row_order(plan.config, op)
@@ -140,13 +144,13 @@ def in_order(weights: Weights, layer: LayerWeights | None, op: Op, plan: Plan) -
 
 
 def in_tiles(values: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
-    """``[tiles, steps, warps, 8, 32]``: a matrix's rows in order, columns filled up with zeros, as operands."""
-    room = values.new_zeros(len(order) * TILE, padded(values.shape[1]))
+    """Return a matrix as tiles in fragment order, padded with zeros, ``[tiles, steps, warps, 8, 32]``."""
+    stacked = values.new_zeros(len(order) * TILE, padded(values.shape[1]))
     rows = order.flatten()
     rows = rows[rows >= 0].to(values.device)
-    room[: len(rows), : values.shape[1]] = values[rows]
-    room = as_operands(room)
-    return room.view(len(order), TILE, -1, WARPS, WARP_COLUMNS).permute(0, 2, 3, 1, 4)
+    stacked[: len(rows), : values.shape[1]] = values[rows]
+    stacked = as_operands(stacked)
+    return stacked.view(len(order), TILE, -1, WARPS, WARP_COLUMNS).permute(0, 2, 3, 1, 4)
 
 
 def granules(plan: Plan, op: Op, cta: int) -> int:
@@ -155,7 +159,10 @@ def granules(plan: Plan, op: Op, cta: int) -> int:
 
 
 def stream_bytes(config: ModelConfig, *, summed: bool = False) -> int:
-    """Return the bytes of a model's stream, however it is cut; at most, where the output projection is ``summed`` over heads."""
+    """Return the bytes of a model's stream, which do not depend on the number of CTAs.
+
+    If the output projection is split over heads (``summed``), it is the largest size over all query splits.
+    """
     sizes = {op: tiles(config, op) * (padded(columns(config, op)) // STEP) * GRANULE for op in PRODUCTS}
     if summed:
         sharers = [each for each in range(1, config.queries_per_key + 1) if config.queries_per_key % each == 0]
@@ -165,55 +172,56 @@ def stream_bytes(config: ModelConfig, *, summed: bool = False) -> int:
 
 
 def packing_bytes(config: ModelConfig, *, summed: bool = False) -> int:
-    """Return the most bytes that :func:`pack` takes: the stream, gate and up side by side, and a few copies of some tiles."""
+    """Return the largest number of bytes that :func:`pack` takes: the stream, one phase's stacked matrices, and some tiles."""
     sizes = {op: columns(config, op) * row_order(config, op).numel() * config.dtype.itemsize for op in PRODUCTS[:-1]}
     return stream_bytes(config, summed=summed) + max(sizes.values()) + 4 * MOMENTARY
 
 
 def pack(weights: Weights, plan: Plan, again: Stream | None = None) -> Stream:
-    """A model's weights for the CTAs of a plan. Plans that cut all matrices alike share a stream.
+    """Repack a model's weights for the CTAs of a plan. Plans that divide all matrices alike can share a stream.
 
     Args:
-        weights: of the model.
-        plan: what each CTA multiplies.
-        again: what this gave before, to be written over: addresses that a CUDA graph may hold stay as they are.
+        weights: Weights of the model.
+        plan: Plan that says which tiles each CTA multiplies.
+        again: Earlier result to overwrite, so that addresses in captured CUDA graphs stay valid.
     """
     sizes = {op: torch.tensor([granules(plan, op, cta) for cta in range(plan.ctas)], device="cpu") for op in PRODUCTS}
     layer = torch.stack([sizes[op] for op in PRODUCTS[:-1]]).sum(0)
-    runs = layer * len(weights.layers) + sizes[PRODUCTS[-1]]
-    begin = starts = runs.cumsum(0) - runs
-    data = again.data if again else weights.embed_tokens.new_empty((int(runs.sum()) * GRANULE // 2,))
+    sizes_of_ctas = layer * len(weights.layers) + sizes[PRODUCTS[-1]]
+    begin = starts = sizes_of_ctas.cumsum(0) - sizes_of_ctas
+    data = again.data if again else weights.embed_tokens.new_empty((int(sizes_of_ctas.sum()) * GRANULE // 2,))
     stream = data.view(-1, GRANULE // 2)
     for op in PRODUCTS[:-1]:
-        of_tiles = torch.tensor([share.units for share in plan.phase(op).shares], device="cpu")
-        further = layer.repeat_interleave(of_tiles)[:, None]  # to the next layer of the CTA that has a tile
-        places, further = (each.to(data.device) for each in (_places(plan, op, begin), further))
+        tiles_per_cta = torch.tensor([share.units for share in plan.phase(op).shares], device="cpu")
+        # granules between a tile and the same tile of the next layer
+        to_next_layer = layer.repeat_interleave(tiles_per_cta)[:, None]
+        indices, to_next_layer = (each.to(data.device) for each in (_granule_indices(plan, op, begin), to_next_layer))
         for number, each in enumerate(weights.layers):
-            _scatter(*in_order(weights, each, op, plan), places + number * further, stream)
+            _scatter(*in_order(weights, each, op, plan), indices + number * to_next_layer, stream)
         begin = begin + sizes[op]
-    places = _places(plan, PRODUCTS[-1], starts + layer * len(weights.layers)).to(data.device)
-    _scatter(*in_order(weights, None, PRODUCTS[-1], plan), places, stream)
+    indices = _granule_indices(plan, PRODUCTS[-1], starts + layer * len(weights.layers)).to(data.device)
+    _scatter(*in_order(weights, None, PRODUCTS[-1], plan), indices, stream)
     return again or Stream(data, (starts * GRANULE).to(data.device))
 
 
-def _scatter(values: torch.Tensor, order: torch.Tensor, places: torch.Tensor, stream: torch.Tensor) -> None:
-    """A matrix's granules to theirs of the stream, some tiles at a time: there are a few copies of them for a moment."""
+def _scatter(values: torch.Tensor, order: torch.Tensor, indices: torch.Tensor, stream: torch.Tensor) -> None:
+    """Write a matrix's granules to their places in the stream, some tiles at a time to bound the temporary memory."""
     some = max(MOMENTARY // (TILE * padded(values.shape[1]) * values.itemsize), 1)
-    for rows, where in zip(order.split(some), places.split(some), strict=True):
+    for rows, where in zip(order.split(some), indices.split(some), strict=True):
         stream.index_copy_(0, where.flatten(), in_tiles(values, rows).flatten(0, 1).flatten(1))
 
 
-def _places(plan: Plan, op: Op, at: torch.Tensor) -> torch.Tensor:
-    """``[tiles, steps]`` int64: places in the stream of a phase's granules, of which those of each CTA begin ``at``."""
+def _granule_indices(plan: Plan, op: Op, at: torch.Tensor) -> torch.Tensor:
+    """Return the index in the stream of each granule of a phase, ``[tiles, steps]`` int64; each CTA's begin ``at``."""
     steps, deep = width(plan, op) // STEP, depth(plan.config)
 
     @functools.cache
     def within(count: int) -> torch.Tensor:
-        """A pass of so many tiles."""
+        """Return the order of granules in a group of ``count`` tiles, ``[count, steps]``."""
         return torch.arange(count * steps, device="cpu").view(-1, count, deep).transpose(0, 1).flatten(1)
 
     begins = at.tolist()
-    found = [
-        within(end - begin) + (begins[cta] + begin * steps) for cta in range(plan.ctas) for begin, end in passes_of(plan, op, cta)
+    order = [
+        within(end - begin) + (begins[cta] + begin * steps) for cta in range(plan.ctas) for begin, end in groups_of(plan, op, cta)
     ]
-    return torch.cat(found)
+    return torch.cat(order)

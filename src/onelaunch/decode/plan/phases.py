@@ -1,7 +1,12 @@
-"""Plan of one token as data: its phases, the work of every CTA in each, and the synchronization between them.
+"""Plan of one token as data: its phases, the work assignment of every CTA in each, and the synchronization between them.
 
-:mod:`onelaunch.decode.plan.rungs` has the plans, :mod:`onelaunch.decode.plan.check` proves that they are ordered, and
-:mod:`onelaunch.decode.codegen.emit` generates the kernel. Tests run plans in PyTorch.
+A phase is one step of a layer (a matrix-vector product, attention, ...) that all CTAs of the persistent kernel take part in.
+CTAs exchange vectors through buffers in global memory. For each CTA and phase, a :class:`Share` lists the units of work it
+computes and the :class:`Piece` (slices) of buffers it reads and writes; a phase's :data:`Edge` is the synchronization before
+it.
+
+:mod:`onelaunch.decode.plan.builder` builds plans, :mod:`onelaunch.decode.plan.check` proves them free of races and deadlocks,
+and :mod:`onelaunch.decode.codegen.emit` generates the kernel. Tests also run plans in PyTorch.
 """
 
 from __future__ import annotations
@@ -14,33 +19,43 @@ from typing import Literal, NamedTuple
 from onelaunch.decode.model.config import ModelConfig
 
 Edge = Literal["none", "grid", "flags", "data"]
-"""Synchronization before a phase: none, a grid barrier, semaphores that some CTAs increment, or flag-in-data words."""
+"""Kind of synchronization before a phase: none, a grid barrier, semaphores per key head, or flag-in-data words.
+
+Flag-in-data words (as in NCCL's LL protocol) carry a tag in their low bits, and readers spin on the words themselves; see
+``codegen/kernels/words.cuh``.
+"""
 
 Op = Literal[
     "norm", "qkv", "rope", "attention", "rope_attention", "o", "gate_up", "down", "lm_head", "tally", "draw", "next"
 ]  # fmt: skip
+"""Operation of a phase.
+
+``norm`` normalizes the residual stream in one CTA; ``rope`` normalizes and rotates heads; ``attention`` reads their results, and
+``rope_attention`` divides by the RMS itself; ``qkv``, ``o``, ``gate_up``, ``down`` and ``lm_head`` are matrix-vector products;
+``tally`` is a radix-select pass of the sampler, ``draw`` its candidates, and ``next`` takes the next token.
+"""
 
 PRODUCTS: tuple[Op, ...] = ("qkv", "o", "gate_up", "down", "lm_head")
-"""Phases that multiply by weights, in the order of the weight stream."""
+"""Phases that multiply by a weight matrix, in the order of the weight stream."""
 
 WARPS = 8
-"""Warps of a CTA that multiply."""
+"""Consumer warps of a CTA; one more warp is the producer."""
 
 TILE = 8
-"""Rows of a matrix that are multiplied together, the smallest unit of work of a CTA."""
+"""Rows of a tile, the smallest unit of work of a CTA in a product."""
 
 STEP = 256
-"""Columns that the eight warps of a CTA multiply at once, 32 each."""
+"""Columns of a step: the eight warps of a CTA multiply 32 each."""
 
 GRANULE = TILE * STEP * 2
-"""Bytes of a tile's rows over the columns of a step: 4 KB."""
+"""Bytes of a granule, a tile's rows over the columns of a step in bfloat16: 4 KB."""
 
 CHUNK = 4 * GRANULE
-"""Bytes of one TMA copy."""
+"""Bytes of one bulk copy (``cp.async.bulk``) into the ring in shared memory: 16 KB."""
 
 
 class Piece(NamedTuple):
-    """Range of words of a buffer."""
+    """Slice of a buffer: words ``begin`` to ``end``."""
 
     buffer: str
     begin: int
@@ -56,142 +71,158 @@ class Wait(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """Work assignment of one CTA in a phase."""
+    """Work assignment of one CTA in a phase: units, slices that it reads and writes, and its synchronization."""
 
     begin: int = 0
     end: int = 0
-    """First unit and one past the last: tiles of a matrix, or heads."""
+    """First unit and one past the last: tiles of a matrix, units of attention, or key heads."""
     reads: tuple[Piece, ...] = ()
-    """Words that the CTA reads; earlier phases wrote them."""
+    """Slices that the CTA reads; earlier phases wrote them."""
     writes: tuple[Piece, ...] = ()
+    """Slices that the CTA writes; no other CTA writes the same words in this phase."""
     adds: tuple[Piece, ...] = ()
-    """Words of sums to which the CTA adds, as others do in the same phase."""
+    """Slices of sums to which the CTA adds atomically, as others may in the same phase."""
     polls: tuple[Piece, ...] = ()
-    """Flag-in-data words that the CTA spins on, one by one."""
+    """Slices of flag-in-data words that the CTA spins on, word by word."""
     awaits: tuple[Wait, ...] = ()
+    """Semaphores that the CTA waits for before it reads."""
     arrives: tuple[int, ...] = ()
-    """Counters that the CTA increments once it has written."""
+    """Semaphores that the CTA increments once it has written."""
 
     @property
     def units(self) -> int:
+        """Number of units of work."""
         return self.end - self.begin
 
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """Step of a token, over all CTAs."""
+    """Phase of a token, with the work assignment of every CTA."""
 
     name: str
     op: Op
     edge: Edge
     """Synchronization before the phase."""
     shares: tuple[Share, ...]
+    """Work assignment of each CTA."""
 
 
 @dataclass(frozen=True, slots=True)
 class Buffer:
-    """Memory through which CTAs exchange float32 words."""
+    """Buffer in global memory through which CTAs exchange words."""
 
     name: str
     words: int
     tagged: bool = False
-    """Flag of flag-in-data words: their low bits say which use they were written for, so that a reader can spin on them."""
+    """Flag of flag-in-data words: their two low bits are the epoch modulo 4, so that a reader can spin on them."""
     per_layer: bool = False
-    """Flag of a buffer that each layer has one of, as the cache."""
+    """Flag of a buffer that exists once per layer, like the KV cache."""
     sums: bool = False
-    """Flag of sums: CTAs add to the words, which start as zero and are cleared by writing them."""
+    """Flag of sums: CTAs add to the words atomically. They start as zero, and a write clears them."""
     counts: bool = False
-    """Flag of sums that count their additions, so that a reader can wait for a number of them."""
+    """Flag of sums that count their additions in the word, so that a reader can spin until all are there."""
     copies: int = 1
-    """Copies that tokens use in turn, so that one is written while the previous one may still be read."""
+    """Number of copies that tokens use in turn, so that one is written while the previous one may still be read."""
 
 
 class Blocks(NamedTuple):
-    """Cut of the output projection by heads: a unit's channels, and rows in blocks of tiles that lie side by side."""
+    """Layout of the output projection when it is split over units of attention (split-K).
+
+    A unit multiplies its own channels only, which are fewer columns than a step has. Several tiles therefore lie side by side
+    in the same columns of the stream, as a block.
+    """
 
     channels: int
     """Channels of the queries of a unit of attention."""
-    room: int
-    """Columns that a tile of these channels takes in the weight stream: a power of two, at least a warp's 32."""
+    tile_columns: int
+    """Columns of the weight stream that a tile takes: ``channels`` rounded up to a power of two, at least a warp's 32."""
     width: int
-    """Columns of a block."""
+    """Columns of a block of tiles."""
     count: int
-    """Blocks of all rows."""
+    """Number of blocks that cover all rows of the output projection."""
 
     @property
     def rows(self) -> int:
-        """Rows of a block."""
-        return self.width // self.room * TILE
+        """Number of rows in a block."""
+        return self.width // self.tile_columns * TILE
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Plan of a token: the phases of a layer, which are repeated, and the epilogue after the last layer."""
+    """Plan of a token: the phases of a layer, which are repeated, and the tail: LM head and next token.
+
+    A key head has ``queries_per_key`` queries. A *unit* of attention is the work of one CTA: a part of these queries over a
+    part of the positions. ``sharers`` is the split over queries, ``splits`` the split over positions (KV splits, as in
+    flash-decoding).
+    """
 
     config: ModelConfig
     rung: str
     ctas: int
     layer: tuple[Phase, ...]
     closing: Phase
-    """Phase that replaces a layer's last one in the last layer, since its result has other readers."""
+    """Phase that replaces ``layer[-1]`` in the last layer, since its result has other readers: all CTAs, at the LM head."""
     tail: tuple[Phase, ...]
     buffers: tuple[Buffer, ...]
     splits: int
-    """Most KV splits of a key head: CTAs that share its positions."""
+    """Number of KV splits of a key head: units that share the positions of the same queries."""
     sharers: int
-    """CTAs that share the queries of a key head, each for the same positions."""
+    """Number of query splits of a key head: units with different queries and the same positions."""
     joined: int
-    """Number of these CTAs that, for long contexts, split the positions instead of the queries (flash-decoding)."""
+    """Number of neighbouring query splits that, in a long context, take each other's queries and split positions instead."""
     used: int
-    """KV splits that have positions at the current length.
+    """Number of KV splits that have positions at the current length.
 
-    With ``blocks``, 1 means that each unit takes all positions, and more than ``splits`` that CTAs split positions instead of
-    queries.
+    With ``blocks``, 1 means that each unit takes all positions, and more than ``splits`` that ``joined`` query splits take
+    each other's queries.
     """
     positions: int
-    """Positions per KV split; with ``blocks``, the position from which on there are several splits."""
+    """Positions per KV split; with ``blocks``, the number of positions up to which there is one split."""
     joined_from: int
-    """Positions from which on a context is long."""
+    """Position from which on query splits take each other's queries."""
     streams: bool
-    """Flag of weights that are prefetched across synchronization."""
+    """Flag of a plan whose producer threads prefetch weights across phases, layers and tokens."""
     keys_stream: bool = False
-    """Flag of keys and values that are prefetched like weights, as soon as the previous token is done."""
+    """Flag of a plan in which keys and values pass through the ring like weights, as soon as the previous token is complete."""
     separate: bool = False
-    """Flag of a plan with a launch per phase, which needs no other synchronization."""
+    """Flag of a plan with one launch per phase, which needs no other synchronization."""
     blocks: Blocks | None = None
-    """Cut of the output projection, if CTAs multiply their own heads' results and add to the residual stream."""
+    """Layout of the output projection, if units multiply their own attention results and add to the residual stream."""
 
     @property
     def apart(self) -> bool:
-        """Flag of units of attention that take all positions, and nothing from others."""
+        """Flag of units of attention that take all positions, so that no partial results are exchanged."""
         return self.blocks is not None and self.used == 1
 
     def unit(self, number: int) -> Unit:
-        """Return a unit of attention by its number."""
+        """Return the unit of attention with this number."""
         joined = self.joined if self.used > self.splits else 1
         return unit_of(number, self.sharers, self.splits, joined, apart=self.apart)
 
     @property
     def parts(self) -> int:
-        """Most KV splits of the same queries."""
+        """Largest number of KV splits of the same queries."""
         return self.splits * self.joined
 
     @property
     def adders(self) -> int:
-        """Additions to a word of the residual stream per output projection, where words count them."""
+        """Number of additions to a residual word per output projection; 0 if words do not count them."""
         return self.config.num_key_value_heads * self.sharers if self.blocks else 0
 
     def additions(self, layer: int) -> int:
-        """Return the additions to a residual word since the token began, once a layer's attention is added; an MLP adds once."""
+        """Return the additions to a residual word since the token began, up to a layer's attention; an MLP adds once."""
         return self.adders * (layer + 1) + layer
 
     def buffer(self, name: str) -> Buffer:
+        """Return the buffer of this name."""
         return next(buffer for buffer in self.buffers if buffer.name == name)
 
     def phases(self) -> tuple[Phase, ...]:
+        """Return all phases, each once."""
         return (*self.layer, self.closing, *self.tail)
 
     def phase(self, op: Op) -> Phase:
+        """Return the first phase with this operation."""
         return next(phase for phase in self.phases() if phase.op == op)
 
     def instances(self, layers: int | None = None) -> Iterator[tuple[int, Phase]]:
@@ -208,26 +239,26 @@ class Plan:
 
 
 def split(units: int, parts: int) -> list[tuple[int, int]]:
-    """Return begin and end of each of ``parts`` parts of the units, as even as possible."""
+    """Divide units into ``parts`` ranges, as even as possible, and return begin and end of each."""
     return [(part * units // parts, (part + 1) * units // parts) for part in range(parts)]
 
 
 class Unit(NamedTuple):
-    """Unit of attention: the work that a CTA does at once."""
+    """Unit of attention: some queries of a key head over one KV split."""
 
     head: int
     """Key head."""
     first: int
     last: int
-    """First sharer whose queries the unit takes, and one past the last."""
+    """First query split whose queries the unit takes, and one past the last."""
     part: int
-    """KV split: part of the positions."""
+    """Index of the KV split, the part of the positions."""
     keeps: bool
-    """Flag of the unit that stores the newest key and value, if it has their position."""
+    """Flag of the unit that writes the newest key and value to the cache, if its split has their position."""
 
 
 def unit_of(number: int, sharers: int, splits: int, joined: int = 1, *, apart: bool = False) -> Unit:
-    """Return a unit of attention from a plan's numbers; with ``apart``, each takes all positions."""
+    """Return a unit of attention by its number and a plan's splits; with ``apart``, each unit takes all positions."""
     rest, part = divmod(number, splits)
     head, sharer = divmod(rest, sharers)
     if apart:
@@ -237,46 +268,52 @@ def unit_of(number: int, sharers: int, splits: int, joined: int = 1, *, apart: b
 
 
 def padded(columns: int) -> int:
-    """Return the number of columns that the weight stream holds for ``columns``."""
+    """Return ``columns`` rounded up to whole steps, as the weight stream has them."""
     return -(-columns // STEP) * STEP
 
 
 ROUNDS = 9
-"""Most radix-select passes of a sampled token: three over a key's value for top-k, six for top-p, which orders equals too."""
+"""Largest number of radix-select passes of a sampled token.
+
+Top-k takes at most three, over the value of a key; top-p at most six, since it also orders tokens of equal logits.
+"""
 
 
 def depth(config: ModelConfig) -> int:
-    """Return how many granules of a tile follow each other in the stream: four where all matrices' columns allow it."""
+    """Return how many granules of a tile are contiguous in the stream: 4 if the columns of all matrices allow it, else 2 or 1.
+
+    With four, a chunk is one tile's, and every phase ends at a chunk.
+    """
     steps = [padded(columns) // STEP for columns in (config.hidden_size, config.query_size, config.intermediate_size)]
     return next(each for each in (4, 2, 1) if not any(step % each for step in steps))
 
 
 WARP_COLUMNS = 32
-"""Columns of a step that each of the eight warps multiplies."""
+"""Columns of a step that one of the eight warps multiplies."""
 
 
 def blocks_of(config: ModelConfig, sharers: int) -> Blocks:
-    """Return the cut of the output projection for ``sharers`` units of attention per key head."""
+    """Return the split-K layout of the output projection for ``sharers`` query splits per key head."""
     channels = config.queries_per_key // sharers * config.head_dim
-    room = max(1 << (channels - 1).bit_length(), WARP_COLUMNS)
-    width = max(room, depth(config) * STEP)
-    return Blocks(channels, room, width, -(-config.hidden_size // (width // room * TILE)))
+    tile_columns = max(1 << (channels - 1).bit_length(), WARP_COLUMNS)
+    width = max(tile_columns, depth(config) * STEP)
+    return Blocks(channels, tile_columns, width, -(-config.hidden_size // (width // tile_columns * TILE)))
 
 
-MOST_TILES = 6
-"""Most tiles whose sums a CTA keeps in registers."""
+MAX_TILES = 6
+"""Largest number of tiles whose sums a CTA keeps in registers at once."""
 
 
-def passes(tiles: int) -> list[tuple[int, int]]:
-    """Return begin and end of the groups of a CTA's tiles that are multiplied together."""
-    return split(tiles, -(-tiles // MOST_TILES)) if tiles else []
+def groups(tiles: int) -> list[tuple[int, int]]:
+    """Divide a CTA's tiles into groups that are multiplied together, and return begin and end of each."""
+    return split(tiles, -(-tiles // MAX_TILES)) if tiles else []
 
 
-def passes_of(plan: Plan, op: Op, cta: int) -> list[tuple[int, int]]:
-    """Return the groups of tiles of a CTA in a phase; unit by unit where each unit of attention has its own vector."""
+def groups_of(plan: Plan, op: Op, cta: int) -> list[tuple[int, int]]:
+    """Return the groups of tiles of a CTA in a phase. With split-K a group stays within a unit, which has its own operand."""
     share = plan.phase(op).shares[cta]
     if op != "o" or plan.blocks is None or not share.units:
-        return passes(share.units)
+        return groups(share.units)
     count = plan.blocks.count
     ends = [0, *range(count - share.begin % count, share.units, count), share.units]
-    return [(first + begin, first + end) for first, last in itertools.pairwise(ends) for begin, end in passes(last - first)]
+    return [(first + begin, first + end) for first, last in itertools.pairwise(ends) for begin, end in groups(last - first)]

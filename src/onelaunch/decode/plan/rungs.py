@@ -1,4 +1,8 @@
-"""Plans of the ladder: from eight barriers a layer to none."""
+"""Optimization levels of the decode megakernel, from eight grid barriers per layer to none, and the plan of each.
+
+Each level adds one optimization to the previous one, so that their times are an ablation. Each is a variant of
+``decode_step``.
+"""
 
 from __future__ import annotations
 
@@ -9,21 +13,23 @@ from onelaunch.decode.plan.builder import SPLITS, Builder, Rung
 from onelaunch.decode.plan.phases import TILE, Plan
 
 RUNGS = {
-    "eight_barriers": Rung("one launch, eight barriers over the grid in each layer", norms=True, rope=True),
-    "redundant_norm": Rung("one launch, six barriers: every CTA computes norms itself", rope=True),
-    "head_local": Rung("one launch, four barriers: a head's CTAs wait only for each other", rope=True, heads="flags"),
+    "eight_barriers": Rung("one launch, eight grid barriers per layer", norms=True, rope=True),
+    "redundant_norm": Rung("one launch, six grid barriers per layer: every CTA computes the norms itself", rope=True),
+    "head_local": Rung(
+        "one launch, four grid barriers per layer: the CTAs of a head synchronize by semaphores", rope=True, heads="flags"
+    ),
     "fused_phases": Rung(
-        "one launch, four barriers and one hand-off by heads: heads are turned where they are made", heads="flags"
+        "one launch, four grid barriers and one semaphore per layer: RoPE is in the epilogue of the QKV product", heads="flags"
     ),
     "tagged_words": Rung(
-        "one launch, no barriers: weights stream through all edges, words tell when they are there",
+        "one launch, no barriers: flag-in-data words, and weights are prefetched across all phases",
         heads="data",
         others="data",
         streams=True,
         splits=SPLITS,
     ),
     "streaming": Rung(
-        "the same with four hand-offs a layer: what a head found is multiplied where it is, words count what is added to them",
+        "as tagged_words, with four exchanges per layer: the output projection is split over heads and added atomically",
         heads="data",
         others="data",
         streams=True,
@@ -31,13 +37,14 @@ RUNGS = {
         summed=True,
     ),
     "graph": Rung(
-        "a launch for each phase, overlapping, in a CUDA graph", heads="none", others="none", splits=SPLITS, separate=True
+        "one launch per phase, overlapping, in a CUDA graph", heads="none", others="none", splits=SPLITS, separate=True
     ),
 }
+"""Optimization levels by name, in the order of the ablation; ``graph`` is the baseline with a launch per phase."""
 
 
 def unsupported(config: ModelConfig) -> str | None:
-    """Why there are no kernels for a model, in words that complete "it ...", or ``None``."""
+    """Return why the kernels cannot run a model, in words that complete "it ...", or ``None`` if they can."""
     if config.attention_bias:
         return "has no biases in attention"
     if str(config.dtype) != "torch.bfloat16":
@@ -55,15 +62,16 @@ def unsupported(config: ModelConfig) -> str | None:
 
 @functools.lru_cache(maxsize=64)
 def plan_for(config: ModelConfig, rung: str, ctas: int, used: int | None = None, rounds: int | None = None) -> Plan:
-    """The plan of a rung.
+    """Return the plan of an optimization level.
 
     Args:
-        config: the model.
-        rung: a name of :data:`RUNGS`.
-        ctas: of the launch, all resident at once.
-        used: CTAs that share the positions of a key head; by default as many as may. Where sums are counted all do, or, with 1,
-            each takes all positions.
-        rounds: in which the limits of a token are found that is drawn: 0 with a temperature alone, at most
-            :data:`~onelaunch.decode.plan.phases.ROUNDS`; by default, the likeliest is taken. One kernel does both.
+        config: Model.
+        rung: Optimization level, a name of :data:`RUNGS`.
+        ctas: Number of CTAs of the launch, all resident at once.
+        used: Number of KV splits of a key head at the current position; by default the most. In levels that are ``summed``
+            it is 1 (each unit takes all positions), the number of ``splits``, or the most.
+        rounds: Number of radix-select passes of a sampled token: 0 with a temperature alone, at most
+            :data:`~onelaunch.decode.plan.phases.ROUNDS`. By default the token with the largest logit is taken. One kernel
+            does both; the number only matters for the check.
     """
     return Builder(config, rung, RUNGS[rung], ctas, used, rounds).plan()

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from onelaunch.decode.codegen.layout import BINS, arrivals_table, marker_words, shares_table, word_offsets
+from onelaunch.decode.codegen.layout import BINS, arrivals_table, assignments_table, marker_words, word_offsets
 from onelaunch.decode.model.cache import KVCache
 from onelaunch.decode.model.rope import rotation
 from onelaunch.decode.model.sampling import Sampler
@@ -82,7 +82,7 @@ class Memory:
         device = constants.weights.device
         arrivals = arrivals_table(plan)
         self.plan, self.constants, self.context = plan, constants, context
-        self.shares = torch.tensor(shares_table(plan), dtype=torch.int32, device=device)
+        self.shares = torch.tensor(assignments_table(plan), dtype=torch.int32, device=device)
         """Work assignment of each CTA in each phase, first and last unit."""
         self.arrivals = torch.tensor(arrivals or [0], dtype=torch.int32, device=device)
         """Number of CTAs that increment each counter per use."""

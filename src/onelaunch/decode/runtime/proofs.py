@@ -12,7 +12,7 @@ from collections.abc import Callable
 from onelaunch import folders
 from onelaunch.decode.codegen.layout import THREADS, Tuning, layout_of
 from onelaunch.decode.model.config import SIZES, ModelConfig
-from onelaunch.decode.plan.check import Room, check
+from onelaunch.decode.plan.check import Resources, check
 from onelaunch.decode.plan.phases import ROUNDS, Plan
 from onelaunch.decode.plan.rungs import RUNGS, plan_for
 from onelaunch.device.architectures import HOPPER_SHARED_BYTES
@@ -55,9 +55,9 @@ def check_sampling(config: ModelConfig, level: str, ctas: int) -> None:
     _check_sampling(_planned(config), level, ctas)
 
 
-def room_of(plan: Plan, tuning: Tuning, ctas: int) -> Room:
+def resources_of(plan: Plan, tuning: Tuning, ctas: int) -> Resources:
     """Return the resources that a plan's launch needs, and those of a device with ``ctas`` SMs."""
-    return Room(THREADS, REGISTERS, layout_of(plan, tuning).bytes, ctas)
+    return Resources(THREADS, REGISTERS, layout_of(plan, tuning).bytes, ctas)
 
 
 def _planned(config: ModelConfig) -> ModelConfig:
@@ -79,7 +79,7 @@ def _check(config: ModelConfig, level: str, ctas: int, tuning: Tuning) -> None:
         if plan.joined > 1:
             between = plan_for(config, level, ctas, plan.splits)
             plans = (short, between, plan, between, between, short)
-        check(*plans, room=room_of(plan, tuning, ctas))
+        check(*plans, resources=resources_of(plan, tuning, ctas))
 
     _prove((config, level, RUNGS[level], ctas, tuning, HOPPER_SHARED_BYTES), proof)
 

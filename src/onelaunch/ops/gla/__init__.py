@@ -1,4 +1,4 @@
-"""``gla``: S_t = diag(exp(g_t)) S_{t-1} + k_t^T v_t, o_t = scale * q_t S_t, by chunks of time or step by step."""
+"""Gated linear attention: S_t = diag(exp(g_t)) S_{t-1} + k_t^T v_t, o_t = scale * q_t S_t, by chunks of time or step by step."""
 
 from onelaunch.ops.gla.contract import gla
 from onelaunch.ops.gla.functions import chunk_gla, chunk_simple_gla, fused_recurrent_gla

@@ -1,7 +1,7 @@
-"""Operators of ``gla``'s own kernels, one pair for all of them, and their gradients.
+"""PyTorch operators of ``gla``'s own kernels, one pair for all variants, and their gradients.
 
-``onelaunch::gla_forward`` runs the launches of a variant by its name. What is kept for ``onelaunch::gla_backward`` are the inputs
-alone.
+``onelaunch::gla_forward`` runs the launches of the variant whose name it is given. Only the inputs are saved for
+``onelaunch::gla_backward``, which computes the states again.
 """
 
 from __future__ import annotations

@@ -1,17 +1,17 @@
 """Gated linear attention by chunks in plain PyTorch, stable for every decay down to -inf.
 
-Time is split into chunks of C steps. Between chunks the state ``[K, V]`` is handed on, one step per chunk; within a chunk
+Time is split into chunks of C steps. Between chunks the state ``[K, V]`` is updated serially; within a chunk
 
     o = (scores * causal) v + (q * before) S,    scores[t, s] = sum over channels of q_t k_s exp(g_{s+1} + ... + g_t).
 
-A chunk's scores come from halves of halves: between two neighbouring blocks of b steps the decay from s (left) to t (right) is
-the product of all decays after s in the left block and all decays up to t in the right one, so these scores are one matrix
-product of ``q * before`` and ``k * after``. Blocks grow from one step to the chunk, log2(C) products in all, and the factors of
-each size are those of the size below times the whole of the neighbour. Every factor is a product of decays in [0, 1]: nothing
-overflows, nothing is divided or subtracted, and a decay of 0 is as good as any other. It is the sub-chunks with an anchor each of
+A chunk's scores are computed by recursive halving: between two neighbouring blocks of b steps the decay from s (left) to t
+(right) is the product of all decays after s in the left block and all decays up to t in the right one. So these scores are one
+matrix product of ``q * before`` and ``k * after``. Blocks grow from one step to the chunk, log2(C) products in all, and the
+factors of each size are those of the size below times the whole of the neighbour. Every factor is a product of decays in [0,
+1]: nothing overflows, nothing is divided or subtracted, and a decay of 0 needs no special case. It is the secondary chunking of
 Yang et al. (2024), carried down to sub-chunks of one step.
 
-Memory: what is kept for the backward pass are the inputs; both passes compute a few heads at a time.
+Memory: only the inputs are saved for the backward pass; both passes compute a few heads at a time.
 """
 
 from __future__ import annotations
@@ -30,12 +30,17 @@ CHUNK = 64
 """Steps per chunk. 32 to 128 are within 20 % of each other on two x86 cores at T = 1024, K = V = 64."""
 
 PART = {"cpu": 1 << 19}
-"""Elements of q, or of states, that are worked on at a time: what a CPU's caches like."""
+"""Elements of q, or of states, that are computed at a time, by device: few enough for a CPU's caches."""
 LARGEST_PART = 1 << 24
-"""The same where memory is all that bounds it: a backward pass holds up to 47 float32 values for each, 3 GB."""
+"""Elements of q, or of states, that are computed at a time where only memory bounds them.
+
+A backward pass holds up to 47 float32 values for each, 3 GB.
+"""
 
 Optional = torch.Tensor | None
+"""Tensor that may be absent."""
 Results = tuple[torch.Tensor, torch.Tensor]
+"""Output and final state, or another pair of tensors."""
 
 
 def gla(
@@ -48,9 +53,9 @@ def gla(
     offsets: Optional,
     scale: float,
 ) -> Results:
-    """``o [B, T, H, V]`` in the dtype of ``v``, and the final state ``[N, H, K, V]`` float32; at least one time step.
+    """Return ``o [B, T, H, V]`` in the dtype of ``v``, and the final state ``[N, H, K, V]`` float32; T is at least 1.
 
-    Differentiable. For tracers and transforms the backward pass is made of PyTorch's own operations, else it is ours.
+    Differentiable. Tracers and transforms get PyTorch's own operations; otherwise the backward pass is :class:`_InParts`.
     """
     if is_traced(q) or is_transformed():
         return attend(q, k, v, g, gv, initial, offsets, scale)
@@ -67,7 +72,7 @@ def attend(
     offsets: Optional,
     scale: float,
 ) -> Results:
-    """The same in one piece, differentiable operation by operation."""
+    """Return the results of :func:`gla` computed for all heads at once, differentiable operation by operation."""
     layout = Unpacked.of(q, initial) if offsets is None else Packed.of(q, initial, offsets)
     queries, keys, values = layout.split(q) * scale, layout.split(k), layout.split(v)  # [B, H, chunks, C, K or V]
     key_decay = products(layout.split(g if g.dim() == 4 else g[..., None]).exp())
@@ -89,17 +94,17 @@ class Products(NamedTuple):
     """Products of decays ``[..., C, X]`` within a chunk, and within its blocks of 1, 2, 4... steps."""
 
     levels: list[Results]
-    """Per block size b, ``[..., C/2b, b, X]``: up to and with each step of the right blocks, after each step of the left ones."""
+    """Per block size b, ``[..., C/2b, b, X]``: up to and with each step of right blocks, after each step of left ones."""
     before: torch.Tensor
-    """``[..., C, X]``: from the start of the chunk up to and with each step."""
+    """Products from the start of the chunk up to and with each step, ``[..., C, X]``."""
     after: torch.Tensor
-    """``[..., C, X]``: after each step to the end."""
+    """Products after each step to the end of the chunk, ``[..., C, X]``."""
     whole: torch.Tensor
-    """``[..., 1, X]``"""
+    """Products of whole chunks, ``[..., 1, X]``."""
 
 
 def products(decay: torch.Tensor) -> Products:
-    """All products that :func:`inside` needs, from decays ``[..., C, X]`` with C a power of 2."""
+    """Return all products that :func:`inside` needs, from decays ``[..., C, X]`` with C a power of 2."""
     before = whole = decay.unsqueeze(-2)  # [..., C/b, b, X], and [..., C/b, 1, X]
     after, levels = torch.ones_like(before), []
     while before.shape[-3] > 1:
@@ -116,17 +121,17 @@ def products(decay: torch.Tensor) -> Products:
 def inside(
     queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, key_decay: Products, value_decay: Products | None
 ) -> torch.Tensor:
-    """What a chunk's steps take from each other: ``[..., C, V]``."""
+    """Return the terms of a chunk's outputs that come from steps of the same chunk, ``[..., C, V]``."""
     if value_decay is not None:
         return _inside_by_blocks(queries, keys, values, key_decay, value_decay)
-    if key_decay.whole.shape[-1] == 1:  # one decay for all channels: the decays are a matrix of their own
+    if key_decay.whole.shape[-1] == 1:  # one decay per head: the decays between steps are a matrix
         one = queries.new_ones(*queries.shape[:-1], 1)
         return ((queries @ keys.mT) * scores(one, one, key_decay.levels)) @ values
     return scores(queries, keys, key_decay.levels) @ values
 
 
 def scores(queries: torch.Tensor, keys: torch.Tensor, levels: list[Results]) -> torch.Tensor:
-    """The lower triangle ``[..., C, C]`` of decayed products of queries and keys, zeros above."""
+    """Return the lower triangle ``[..., C, C]`` of decayed products of queries and keys, zeros above."""
     found = (queries * keys).sum(-1)[..., None, None]  # blocks of one step: [..., C, 1, 1]
     for level in levels:
         crossing = _crossing(queries, keys, level)
@@ -139,7 +144,10 @@ def scores(queries: torch.Tensor, keys: torch.Tensor, levels: list[Results]) -> 
 def _inside_by_blocks(
     queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, key_decay: Products, value_decay: Products
 ) -> torch.Tensor:
-    """Values that decay too have a matrix of scores each, so blocks are applied as they come."""
+    """Return the outputs within chunks where values decay too.
+
+    Each value channel then has its own matrix of scores, so blocks are applied as they are made.
+    """
     outputs = (queries * keys).sum(-1, keepdim=True) * values
     for key_level, (through, after) in zip(key_decay.levels, value_decay.levels, strict=True):
         left, _ = _blocks(values, after.shape[-2])
@@ -149,7 +157,7 @@ def _inside_by_blocks(
 
 
 def _crossing(queries: torch.Tensor, keys: torch.Tensor, level: Results) -> torch.Tensor:
-    """Scores of the steps in right blocks with those in the left blocks beside them: ``[..., C/2b, b, b]``."""
+    """Return the scores of the steps of right blocks with those of the left blocks next to them, ``[..., C/2b, b, b]``."""
     through, after = level
     _, right = _blocks(queries, through.shape[-2])
     left, _ = _blocks(keys, after.shape[-2])
@@ -157,13 +165,13 @@ def _crossing(queries: torch.Tensor, keys: torch.Tensor, level: Results) -> torc
 
 
 def _blocks(x: torch.Tensor, size: int) -> Results:
-    """Left and right blocks of ``[..., C, X]``, each ``[..., C/2b, b, X]``."""
+    """Return the left and the right blocks of ``[..., C, X]``, each ``[..., C/2b, b, X]``."""
     left, right = x.unflatten(-2, (-1, 2, size)).unbind(-3)
     return left, right
 
 
 def _halves(blocks: torch.Tensor) -> Results:
-    """Every other block of ``[..., C/b, b, X]``, from the first and from the second."""
+    """Return every other block of ``[..., C/b, b, X]``, from the first and from the second."""
     left, right = blocks.unflatten(-3, (-1, 2)).unbind(-3)
     return left, right
 
@@ -172,13 +180,13 @@ def _halves(blocks: torch.Tensor) -> Results:
 
 
 def _chunk(length: float) -> int:
-    """The smallest power of 2 that holds a sequence, at most :data:`CHUNK`."""
+    """Return the smallest power of 2 that holds a sequence, at most :data:`CHUNK`."""
     return next((size for size in (1, 2, 4, 8, 16, 32) if size >= min(length, CHUNK)), CHUNK)
 
 
 @dataclass(frozen=True)
 class Unpacked:
-    """Every batch entry is one sequence; the last chunk is filled up with steps that change nothing."""
+    """Layout in which every batch entry is one sequence; the last chunk is padded with steps that change nothing."""
 
     length: int
     chunk: int
@@ -186,19 +194,20 @@ class Unpacked:
 
     @classmethod
     def of(cls, q: torch.Tensor, initial: Optional) -> Unpacked:
+        """Make the layout for the shape of q."""
         return cls(q.shape[1], _chunk(q.shape[1]), initial)
 
     def split(self, x: torch.Tensor) -> torch.Tensor:
-        """``[B, T, H, X]`` as ``[B, H, chunks, C, X]`` float32."""
+        """Return ``[B, T, H, X]`` as ``[B, H, chunks, C, X]`` float32."""
         padded = F.pad(x.float(), (0, 0, 0, 0, 0, -self.length % self.chunk))
         return padded.unflatten(1, (-1, self.chunk)).permute(0, 3, 1, 2, 4).contiguous()
 
     def join(self, x: torch.Tensor) -> torch.Tensor:
-        """``[B, H, chunks, C, X]`` as ``[B, T, H, X]``."""
+        """Return ``[B, H, chunks, C, X]`` as ``[B, T, H, X]``."""
         return x.permute(0, 2, 3, 1, 4).flatten(1, 2)[:, : self.length]
 
     def states(self, added: torch.Tensor, decay: torch.Tensor) -> Results:
-        """The states that enter the chunks, and the final ones, from what each chunk adds ``[B, H, chunks, K, V]``."""
+        """Return the states that enter the chunks, and the final ones, from what each chunk adds ``[B, H, chunks, K, V]``."""
         state = torch.zeros_like(added[:, :, 0]) if self.initial is None else self.initial
         entering = []
         for index in range(added.shape[2]):
@@ -209,27 +218,27 @@ class Unpacked:
 
 @dataclass(frozen=True)
 class Packed:
-    """Sequences of one batch entry, each split into chunks of its own: at most ``T // C + N`` whatever the offsets are."""
+    """Layout in which packed sequences have chunks of their own: at most ``T // C + N``, whatever the offsets are."""
 
     token: torch.Tensor
-    """``[chunks * C]``: which step of T lies there, T for none."""
+    """Step of T at each position, T for padding, ``[chunks * C]``."""
     place: torch.Tensor
-    """``[T]``: where each step lies."""
+    """Position of each step, ``[T]``."""
     starts: torch.Tensor
-    """``[chunks]`` bool: whether a sequence starts with this chunk."""
+    """Flags of the chunks that start a sequence, ``[chunks]`` bool."""
     last: torch.Tensor
-    """``[N]``: the last chunk of each sequence."""
+    """Last chunk of each sequence, ``[N]``."""
     empty: torch.Tensor
-    """``[N]`` bool."""
+    """Flags of the sequences without steps, ``[N]`` bool."""
     chunk: int
     entering: torch.Tensor
-    """``[chunks, H, K, V]`` or a zero: the initial state of the sequence that each chunk belongs to."""
+    """Initial state of the sequence that each chunk belongs to, ``[chunks, H, K, V]``, or a zero."""
     initial: torch.Tensor
-    """``[N, H, K, V]``, or a zero."""
+    """Initial states, ``[N, H, K, V]``, or a zero."""
 
     @classmethod
     def of(cls, q: torch.Tensor, initial: Optional, offsets: torch.Tensor) -> Packed:
-        """By arithmetic on the device of ``q``: nothing is read by the host."""
+        """Make the layout by arithmetic on the device of ``q``: the host reads nothing."""
         length, sequences = q.shape[1], offsets.shape[0] - 1
         chunk = _chunk(length / sequences)
         chunks = length // chunk + sequences
@@ -248,16 +257,16 @@ class Packed:
         return cls(token, place, starts, (ends - 1).clamp(min=0), counts == 0, chunk, *states)
 
     def split(self, x: torch.Tensor) -> torch.Tensor:
-        """``[1, T, H, X]`` as ``[1, H, chunks, C, X]`` float32."""
+        """Return ``[1, T, H, X]`` as ``[1, H, chunks, C, X]`` float32."""
         padded = F.pad(x[0].float(), (0, 0, 0, 0, 0, 1))
         return padded[self.token].unflatten(0, (-1, self.chunk)).permute(2, 0, 1, 3).unsqueeze(0).contiguous()
 
     def join(self, x: torch.Tensor) -> torch.Tensor:
-        """``[1, H, chunks, C, X]`` as ``[1, T, H, X]``."""
+        """Return ``[1, H, chunks, C, X]`` as ``[1, T, H, X]``."""
         return x[0].permute(1, 2, 0, 3).flatten(0, 1)[self.place].unsqueeze(0)
 
     def states(self, added: torch.Tensor, decay: torch.Tensor) -> Results:
-        """The states that enter the chunks, and the final ones, from what each chunk adds ``[1, H, chunks, K, V]``."""
+        """Return the states that enter the chunks, and the final ones, from what each chunk adds ``[1, H, chunks, K, V]``."""
         first = self.entering.expand(added.shape[2], *added.shape[1:2], *added.shape[3:])
         entering, leaving = [], []
         state = torch.zeros_like(added[0, :, 0])
@@ -273,10 +282,14 @@ class Packed:
 
 
 class _InParts(torch.autograd.Function):
-    """:func:`attend` part by part; the backward pass takes each part's inputs through it again, with gradients."""
+    """Form of :func:`attend` that computes a few heads at a time.
+
+    The backward pass runs the forward pass of each part again, with gradients.
+    """
 
     @staticmethod
     def forward(ctx: Any, scale: float, *inputs: Any) -> Results:
+        """Compute each part of the results, and save the inputs."""
         ctx.scale = scale
         ctx.save_for_backward(*inputs)
         ctx.set_materialize_grads(False)
@@ -290,11 +303,12 @@ class _InParts(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> tuple[Optional, ...]:  # pyrefly: ignore[bad-override]
+        """Compute the gradients part by part, or at once where they will be differentiated themselves."""
         inputs, wanted = ctx.saved_tensors, ctx.needs_input_grad[1:]
         do, dfinal = grad_outputs
         with without_autocast(inputs[0].device):
-            if torch.is_grad_enabled():  # these gradients will be differentiated themselves: in one piece, and kept
-                aliases = [None if x is None else x.view_as(x) for x in inputs]  # one tensor may be given twice
+            if torch.is_grad_enabled():  # double backward: in one piece, and the graph is kept
+                aliases = [None if x is None else x.view_as(x) for x in inputs]  # the same tensor may be passed as two inputs
                 return None, *_gradients(aliases, wanted, do, dfinal, ctx.scale, create_graph=True)
             gradients = [torch.zeros_like(x) if needed else None for x, needed in zip(inputs, wanted, strict=True)]
             for part in _parts(inputs[0], inputs[2], inputs[6]):
@@ -319,7 +333,7 @@ def _gradients(
     *,
     create_graph: bool,
 ) -> list[Optional]:
-    """Of the inputs of :func:`attend`, by a forward pass through it that is kept for a moment."""
+    """Return the gradients of the inputs of :func:`attend`, by a forward pass whose graph is dropped after use."""
     with torch.enable_grad():
         o, final = attend(*inputs, scale=scale)
     reached = [(y, dy) for y, dy in ((o, do), (final, dfinal)) if dy is not None and y.requires_grad]
@@ -340,15 +354,15 @@ class _Part:
     sequences: slice
 
     def of_steps(self, x: torch.Tensor) -> torch.Tensor:
-        """``[B, T, H, ...]``"""
+        """Return the part of a tensor ``[B, T, H, ...]``."""
         return x[self.batch, :, self.heads]
 
     def of_states(self, x: torch.Tensor) -> torch.Tensor:
-        """``[N, H, K, V]``"""
+        """Return the part of a tensor ``[N, H, K, V]``."""
         return x[self.sequences, self.heads]
 
     def of_inputs(self, inputs: Sequence[Any]) -> list[Any]:
-        """Of q, k, v, g, gv, the initial state, and the offsets as they are."""
+        """Return the parts of q, k, v, g, gv and the initial state, and the offsets as they are."""
         *steps, initial, offsets = inputs
         return [
             *(None if x is None else self.of_steps(x) for x in steps),
@@ -358,7 +372,7 @@ class _Part:
 
 
 def _parts(q: torch.Tensor, v: torch.Tensor, offsets: Optional) -> Iterator[_Part]:
-    """Parts of about as many elements as :data:`PART` says, steps or states: whole batch entries, or some heads of one."""
+    """Yield parts of about :data:`PART` elements, of steps or of states: whole batch entries, or some heads of one."""
     batch, length, heads, keys = q.shape
     values, sequences = v.shape[3], 1 if offsets is None else offsets.shape[0] - 1
     wanted = PART.get(q.device.type, LARGEST_PART)

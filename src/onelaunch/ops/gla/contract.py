@@ -1,4 +1,4 @@
-"""The operation ``gla``: what it computes, what it takes, what can go wrong. ``fla``'s names for it stand in ``functions.py``."""
+"""The operation ``gla``: its formula, arguments, checks and errors. Functions with ``fla``'s names are in ``functions.py``."""
 
 from __future__ import annotations
 
@@ -15,53 +15,67 @@ from onelaunch.operation import Query, Shapes, fixed, operation, remembered, sta
 from onelaunch.operation.autocast import autocast, low_dtype, without_autocast
 
 SMALLEST_HEAD, LARGEST_HEAD = 16, 512
-"""Sizes that K and V may have: a matrix instruction's width, and what a chip holds of a state."""
+"""Sizes that K and V may have.
+
+The smallest is the width of a matrix instruction, the largest is set by what the chip can hold of a state.
+"""
 
 PER_CHANNEL, PER_HEAD = "[B, T, H, K]", "[B, T, H]"
-"""How ``g`` may be laid out: a decay for every key channel (GLA), or one for a whole head (RetNet, lightning attention, SSD)."""
+"""Layouts that ``g`` may have.
+
+A decay for every key channel (GLA), or one for a whole head (RetNet, lightning attention, SSD).
+"""
 
 
 class GlaCall(NamedTuple):
     """Checked arguments of :func:`gla`. Tensors have any strides."""
 
     q: torch.Tensor
-    """``[B, T, H, K]``"""
+    """Queries, ``[B, T, H, K]``."""
     k: torch.Tensor
-    """``[B, T, H, K]``, dtype of ``q``."""
+    """Keys, ``[B, T, H, K]``, dtype of ``q``."""
     v: torch.Tensor
-    """``[B, T, H, V]``, dtype of ``q``."""
+    """Values, ``[B, T, H, V]``, dtype of ``q``."""
     g: torch.Tensor
-    """``[B, T, H, K]`` or ``[B, T, H]``, float32 or the dtype of ``q``. Strides of 0 where one decay serves many steps."""
+    """Log-decay, ``[B, T, H, K]`` or ``[B, T, H]``, float32 or the dtype of ``q``. Strides are 0 where one serves many steps."""
     gv: torch.Tensor | None
-    """``[B, T, H, V]``, float32 or the dtype of ``q``: the query's flag ``value_gate``."""
+    """Log-decay of values, ``[B, T, H, V]``, float32 or the dtype of ``q``: the query's flag ``value_gate``."""
     scale: float
     initial_state: torch.Tensor | None
-    """``[N, H, K, V]`` float32; a transposed view where the caller keeps values first."""
+    """Initial state, ``[N, H, K, V]`` float32; a transposed view where the caller keeps values first."""
     cu_seqlens: torch.Tensor | None
-    """``[N + 1]`` int32 or int64."""
+    """Offsets of packed sequences, ``[N + 1]`` int32 or int64."""
     output_final_state: bool
     state_v_first: bool
-    """Whether the caller will see the final state transposed: one laid out ``[N, H, V, K]`` is then the contiguous one."""
+    """Flag that the caller gets the final state transposed.
+
+    A state laid out ``[N, H, V, K]`` is then the contiguous one.
+    """
     key: Query
+    """Dispatch key of the call."""
 
     def query(self) -> Query:
+        """Return the dispatch key."""
         return self.key
 
     @property
     def sequences(self) -> int:
-        """N: sequences packed into the batch, or the batch."""
+        """Number N of sequences packed into the batch, or of batch entries."""
         return self.q.shape[0] if self.cu_seqlens is None else self.cu_seqlens.shape[0] - 1
 
     @property
     def per_head(self) -> bool:
-        """Whether a head has one decay for all its channels: the query's flag ``scalar_decay``."""
+        """Flag that a head has one decay for all its channels: the query's flag ``scalar_decay``."""
         return self.g.dim() == 3
 
 
 def gate_flags(per_head: bool, value_gate: bool, wide: bool) -> tuple[str, ...]:
-    """The query's flags that say how the state decays; none for a decay per key channel alone, in the dtype of q.
+    """Return the query's flags about decays; none for a decay per key channel alone in the dtype of q.
 
-    ``wide``: log-decays in float32 beside 16-bit inputs.
+    Args:
+        per_head: Flag that a head has one decay for all channels.
+        value_gate: Flag that value channels decay too.
+        wide: Flag that log-decays are float32 next to 16-bit inputs.
     """
     return ("scalar_decay",) * per_head + ("value_gate",) * value_gate + ("float32_decay",) * wide
 
@@ -81,7 +95,13 @@ def bind(
     gate: str = "g",
     layouts: tuple[str, ...] = (PER_CHANNEL, PER_HEAD),
 ) -> GlaCall:
-    """The checked call; raises as :func:`gla` says. ``gate`` is the caller's name for ``g``, ``layouts`` those it may have."""
+    """Return the checked call, from the arguments of :func:`gla`.
+
+    ``gate`` is the caller's name of ``g``, for messages; ``layouts`` are those that ``g`` may have.
+
+    Raises:
+        OneLaunchError: As in :func:`gla`.
+    """
     checks.flag("output_final_state", output_final_state)
     checks.flag("state_v_first", state_v_first)
     key = _key(
@@ -127,7 +147,7 @@ def _key(
     gate: str,
     layouts: tuple[str, ...],
 ) -> Query:
-    """All checks that need no values, and the dispatch key."""
+    """Run all checks that need no values, and return the dispatch key."""
     checks.rank("q", q, "[B, T, H, K]")
     checks.dtype("q", q, checks.FLOATS)
     batch, length, heads, keys = q.shape
@@ -167,7 +187,10 @@ def _key(
 
 
 def _per_step(name: str, value: Facts, q: Facts, channels: int, *layouts: str) -> None:
-    """Raise unless a tensor with something for every step and head has one of the layouts; its last dimension is ``channels``."""
+    """Raise unless a tensor with a value for every step and head has one of the layouts, on the device of q.
+
+    Its last dimension, where the layout has one for channels, must be ``channels``.
+    """
     known = {layout.count(",") + 1: layout for layout in layouts}
     rank = len(value.shape)
     if rank not in known:
@@ -183,7 +206,7 @@ def _per_step(name: str, value: Facts, q: Facts, channels: int, *layouts: str) -
 
 
 def check_head_sizes(q: Sequence[int], v: Sequence[int]) -> None:
-    """Raise unless K and V are sizes that heads may have; of the shapes of q and v."""
+    """Raise unless K and V, the last dimensions of the shapes of q and v, are sizes that heads may have."""
     for name, shape, dimension in (("q", q, "K"), ("v", v, "V")):
         if SMALLEST_HEAD <= shape[-1] <= LARGEST_HEAD:
             continue
@@ -198,7 +221,10 @@ def check_head_sizes(q: Sequence[int], v: Sequence[int]) -> None:
 
 
 def _at_most_zero(name: str, value: torch.Tensor) -> None:
-    """Raise when a log-decay is positive (where values are checked). NaN passes: it has to come out as NaN."""
+    """Raise when a log-decay is positive, where values are checked.
+
+    NaN passes: it has to come out as NaN.
+    """
     if checks.values_are_checked(value) and bool((value > 0).any()):
         largest = value[value > 0].max().item()
         wanted = "a log-decay is at most 0 (decay = exp(log-decay) lies in [0, 1]); pass torch.log of your decay"
@@ -206,6 +232,7 @@ def _at_most_zero(name: str, value: torch.Tensor) -> None:
 
 
 def _scale(scale: float | None, keys: int) -> float:
+    """Return the scale of the queries, ``K ** -0.5`` by default; raise unless it is a finite number."""
     if scale is None:
         return keys**-0.5
     if isinstance(scale, bool) or not isinstance(scale, (int, float)):
@@ -246,38 +273,39 @@ def gla(
     cu_seqlens: torch.Tensor | None = None,
     variant: str = dispatch.AUTO,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Gated linear attention: a matrix-valued state per head that decays, takes in ``k v`` and is read by ``q``.
+    """Run gated linear attention: a matrix-valued state per head that decays, adds ``k^T v`` and is multiplied by ``q``.
 
         S_t = diag(exp(g_t)) S_{t-1} diag(exp(gv_t)) + k_t^T v_t;  o_t = scale * q_t S_t        per head
 
     Differentiable in every floating-point tensor, through ``o`` and through the final state. NaN in an input makes NaN of all
-    that depends on it, unless it has decayed to 0 in float32 since, and may reach back to the start of its chunk of at most 64
+    that depends on it, unless it has decayed to 0 in float32 since. It may reach back to the start of its chunk of at most 64
     steps; other heads and sequences stay clean.
 
     Args:
-        q: ``[B, T, H, K]`` float16, bfloat16 or float32, K from 16 to 512.
-        k: ``[B, T, H, K]``, dtype of ``q``.
-        v: ``[B, T, H, V]``, dtype of ``q``, V from 16 to 512.
-        g: log-decay at most 0, ``[B, T, H, K]`` per key channel or ``[B, T, H]`` per head, dtype of ``q`` or float32. ``-inf``
-            forgets the past. Default: no decay.
-        gv: log-decay at most 0 per value channel, ``[B, T, H, V]``, dtype of ``q`` or float32. Default: none.
-        scale: of the queries; any number. Default: ``K ** -0.5``.
-        initial_state: ``[N, H, K, V]`` float32, ``N = B`` or the number of packed sequences. Default: zeros.
-        output_final_state: also return the state after the last step of every sequence.
-        state_v_first: states are ``[N, H, V, K]``, the initial and the final one.
-        cu_seqlens: ``[N + 1]`` int32 or int64 offsets of sequences packed into one batch entry, from 0 to T, never decreasing
-            (equal neighbours are an empty sequence); needs ``B = 1``. Never read by the host on a GPU.
-        variant: a name from ``gla.variants``, or ``"auto"`` for the fastest measured one.
+        q: Queries, ``[B, T, H, K]``, float16, bfloat16 or float32, K from 16 to 512.
+        k: Keys, ``[B, T, H, K]``, dtype of ``q``.
+        v: Values, ``[B, T, H, V]``, dtype of ``q``, V from 16 to 512.
+        g: Log-decay, at most 0, ``[B, T, H, K]`` per key channel or ``[B, T, H]`` per head, dtype of ``q`` or float32.
+            ``-inf`` resets the state. Default: no decay.
+        gv: Log-decay per value channel, at most 0, ``[B, T, H, V]``, dtype of ``q`` or float32. Default: none.
+        scale: Factor of the queries, any number. Default: ``K ** -0.5``.
+        initial_state: State before the first step, ``[N, H, K, V]`` float32, ``N = B`` or the number of packed sequences.
+            Default: zeros.
+        output_final_state: Flag to return the state after the last step of every sequence as well.
+        state_v_first: Flag that states, the initial and the final one, are ``[N, H, V, K]``.
+        cu_seqlens: Offsets of sequences packed into one batch entry, ``[N + 1]`` int32 or int64, from 0 to T, never
+            decreasing (equal neighbours are an empty sequence). Requires ``B = 1``. Never read by the host on a GPU.
+        variant: Name from ``gla.variants``, or ``"auto"`` for the fastest variant measured near this call.
 
     Returns:
-        ``o [B, T, H, V]`` in the dtype of ``v``, and the final state float32, or ``None`` unless ``output_final_state``. The
+        ``o [B, T, H, V]`` in the dtype of ``v``, and the final state, float32, or ``None`` unless ``output_final_state``. The
         state is float32 between steps.
 
     Raises:
-        ShapeError, DTypeError, DeviceError, PackingError, ValueRangeError, ArgumentError: an argument is wrong; the message names
-            it, what it was and what it has to be.
-        UnknownVariant: no variant of that name.
-        VariantUnsupported: the named variant cannot run this call; says why and which can.
+        ShapeError, DTypeError, DeviceError, PackingError, ValueRangeError, ArgumentError: An argument is wrong; the message
+            names it, what it was and what it has to be.
+        UnknownVariant: No variant has that name.
+        VariantUnsupported: The named variant cannot run this call; the message says why, and which variants can.
 
     Source: experiment 039; Yang et al., Gated Linear Attention Transformers with Hardware-Efficient Training (2024).
     """
@@ -289,6 +317,7 @@ def gla(
 
 
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]
+"""Tensors q, k, v, g and gv."""
 
 
 def bind_under_autocast(
@@ -300,10 +329,10 @@ def bind_under_autocast(
 
 
 def under_autocast(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor | None, gv: torch.Tensor | None) -> Tensors:
-    """Under autocast, q, k and v in the autocast dtype and the log-decays in float32 (sums of them lose bits first).
+    """Return the tensors as autocast has them: q, k and v in the autocast dtype, log-decays in float32.
 
-    Those that come in the autocast dtype stay so: what they have lost does not come back, sums are taken in float32 anyway, and
-    fewer kernels take float32 ones.
+    Sums of log-decays are the first to lose bits. Log-decays that come in the autocast dtype stay so: what they have lost does
+    not come back, sums are taken in float32 anyway, and fewer kernels take float32 ones.
     """
     low = low_dtype(q)
     if low is None:
@@ -320,7 +349,7 @@ def under_autocast(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.T
 
 
 def run(call: GlaCall, variant: str) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Results of a checked call by a variant, the final state in the layout that the caller keeps."""
+    """Return the results of a checked call by a variant, the final state in the layout that the caller keeps."""
     with without_autocast(call.q.device):
         o, final_state = dispatch.run(gla, call, variant)
     if not call.output_final_state:

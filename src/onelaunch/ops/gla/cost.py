@@ -1,4 +1,4 @@
-"""What ``gla`` must compute and move, per variant."""
+"""Operations and bytes that ``gla`` must take, per variant."""
 
 from __future__ import annotations
 
@@ -9,23 +9,26 @@ from onelaunch.operation import Case, Cost, Direction, Variant, launch_count
 from onelaunch.ops.gla.contract import gla
 
 HANDED = ("cumulated", "states", "rounded_states", "scores", "partial_outputs")
-"""What launches may hand to each other through memory, each written and read once, in float32 unless it says otherwise. A
-variant's tag ``hands`` lists what its forward pass does, ``backward_hands`` what its backward pass does again; its tag ``chunk``
-is the steps per state.
+"""Intermediates that launches may pass to each other through memory, each written and read once.
+
+A variant's tag ``hands`` lists those of its forward pass, ``backward_hands`` those of its backward pass; its tag ``chunk`` is
+the number of steps per state. They are float32 unless it says otherwise.
 
 - ``cumulated``: the log-decays summed within chunks, as large as ``g``;
 - ``states``: a ``[K, V]`` state for every chunk;
 - ``rounded_states``: the same in the inputs' dtype;
 - ``scores``: a ``[chunk, chunk]`` matrix for every chunk;
-- ``partial_outputs``: an ``o``, or in the backward pass the gradients of q and k, before the last addition."""
+- ``partial_outputs``: an ``o``, or in the backward pass the gradients of q and k, before the last addition.
+"""
 
 
 @gla.costs
 def cost(case: Case, variant: Variant | None, direction: Direction) -> Cost:
-    """The least: q, k, v, g in, o out; backward q, k, v, g, do in again and four gradients out: 5 tensor passes, then 14.
+    """Return the least operations and bytes: q, k, v, g in and o out; backward q, k, v, g, do in and four gradients out.
 
-    With a decay per head ``g`` is a K-th of a tensor. States count as far as the call has them, with their gradients. A variant
-    adds what its launches hand to each other through memory, see :data:`HANDED`.
+    That is 5 tensor passes forward, and 14 with the backward pass. With a decay per head ``g`` is a K-th of a tensor. States
+    count as far as the call has them, with their gradients. A variant adds the intermediates between its launches, see
+    :data:`HANDED`.
     """
     tags: Mapping[str, Any] = {} if variant is None else variant.tags
     chunk = max(1, min(tags.get("chunk", 1), case.sizes["T"]))
@@ -33,7 +36,7 @@ def cost(case: Case, variant: Variant | None, direction: Direction) -> Cost:
     hands: tuple[str, ...] = tags.get("hands", ())
     if direction == "forward_backward":
         hands += tags.get("backward_hands", hands)
-    handed = sum(_handed(what, case, rows, chunk) for what in hands)
+    handed = sum(_intermediate_bytes(what, case, rows, chunk) for what in hands)
     per_row, per_row_written = _bytes_per_row(case, direction)
     ends, ends_written = _end_bytes(case, direction)
     flops = rows * _flops_per_row(case.sizes["K"], case.sizes["V"], 0 if variant is None else chunk, direction)
@@ -72,8 +75,8 @@ def _end_bytes(case: Case, direction: Direction) -> tuple[int, int]:
     return moves * state, written * state
 
 
-def _handed(what: str, case: Case, rows: int, chunk: int) -> int:
-    """Bytes of one thing that launches hand to each other."""
+def _intermediate_bytes(what: str, case: Case, rows: int, chunk: int) -> int:
+    """Return the bytes of one intermediate of :data:`HANDED`."""
     keys, values = case.sizes["K"], case.sizes["V"]
     state = -(-keys * values // chunk)
     per_row = {
@@ -87,11 +90,12 @@ def _handed(what: str, case: Case, rows: int, chunk: int) -> int:
 
 
 def _flops_per_row(keys: int, values: int, chunk: int, direction: Direction) -> int:
-    """Of the matrix products for one step of one head: with the state, and within a chunk (causal, so half of it counts).
+    """Return the FLOPs of the matrix products for one step of one head.
 
-    Forward ``k v`` into the state, ``q S``, then scores and their product with v. Backward the same for the gradient of the
-    state, products with both states for dq, dk and dv, four products within the chunk, and the states and scores once more.
-    Without a chunk, the least: one step at a time, nothing computed twice.
+    Forward: ``k^T v`` into the state, ``q S``, then scores and their product with v; within a chunk they are causal, so half
+    counts. Backward: the same for the gradient of the state, products with both states for dq, dk and dv, four products within
+    the chunk, and the states and scores once more. Without a chunk the least is counted: one step at a time, nothing computed
+    twice.
     """
     flops = 4 * keys * values + chunk * (keys + values)
     if direction == "forward_backward":

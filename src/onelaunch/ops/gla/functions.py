@@ -1,7 +1,7 @@
-"""``fla``'s names for ``gla``: its signatures and results, so that changing the import is all a user does.
+"""``gla`` under ``fla``'s names, with its signatures and results, so that a user only changes the import.
 
 Signatures are those of fla 0.6.0 with our keyword ``variant`` at the end. Everything becomes one call of the operation: gates
-that are the same for every step are expanded without a copy, ``reverse`` flips time around it.
+that are the same for every step are expanded without a copy, and ``reverse`` flips time before and after the call.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from onelaunch.ops.gla.contract import PER_CHANNEL, PER_HEAD, GlaCall, bind_unde
 from onelaunch.wording import did_you_mean, listing
 
 Results = tuple[torch.Tensor, torch.Tensor | None]
+"""Output ``o`` and the final state, if it was asked for."""
 
 
 def chunk_gla(
@@ -33,26 +34,26 @@ def chunk_gla(
     *,
     variant: str = dispatch.AUTO,
 ) -> Results:
-    """Gated linear attention with a decay per key channel: :func:`onelaunch.ops.gla` like ``fla.ops.gla.chunk_gla``.
+    """Run gated linear attention with a decay per key channel: :func:`onelaunch.ops.gla` as ``fla.ops.gla.chunk_gla``.
 
     Args:
-        q: ``[B, T, H, K]`` float16, bfloat16 or float32, K from 16 to 512.
-        k: ``[B, T, H, K]``, dtype of ``q``.
-        v: ``[B, T, H, V]``, dtype of ``q``, V from 16 to 512.
-        g: log-decay ``[B, T, H, K]``, at most 0, dtype of ``q`` or float32.
-        scale: of the queries. Default: ``K ** -0.5``.
-        initial_state: ``[N, H, K, V]`` float32 (``[N, H, V, K]`` if ``state_v_first``). Default: zeros.
-        output_final_state: also return the state after the last step of every sequence.
-        state_v_first: states are ``[N, H, V, K]``, the initial and the final one.
-        cu_seqlens: ``[N + 1]`` int32 or int64 offsets of packed sequences; needs ``B = 1``.
-        cu_seqlens_cpu: not needed, since offsets are never read by the host on a GPU; only together with ``cu_seqlens``.
-        variant: a name from ``gla.variants``, or ``"auto"`` for the fastest measured one.
+        q: Queries, ``[B, T, H, K]``, float16, bfloat16 or float32, K from 16 to 512.
+        k: Keys, ``[B, T, H, K]``, dtype of ``q``.
+        v: Values, ``[B, T, H, V]``, dtype of ``q``, V from 16 to 512.
+        g: Log-decay, ``[B, T, H, K]``, at most 0, dtype of ``q`` or float32.
+        scale: Factor of the queries. Default: ``K ** -0.5``.
+        initial_state: Initial state, ``[N, H, K, V]`` float32 (``[N, H, V, K]`` if ``state_v_first``). Default: zeros.
+        output_final_state: Flag to return the state after the last step of every sequence as well.
+        state_v_first: Flag that states, the initial and the final one, are ``[N, H, V, K]``.
+        cu_seqlens: Offsets of packed sequences, ``[N + 1]`` int32 or int64. Requires ``B = 1``.
+        cu_seqlens_cpu: Offsets on the CPU, accepted together with ``cu_seqlens`` only. Unused: the host never reads offsets.
+        variant: Name from ``gla.variants``, or ``"auto"`` for the fastest variant measured near this call.
 
     Returns:
-        ``o [B, T, H, V]`` in the dtype of ``v``, and the final state float32, or ``None`` unless ``output_final_state``.
+        ``o [B, T, H, V]`` in the dtype of ``v``, and the final state, float32, or ``None`` unless ``output_final_state``.
 
     Raises:
-        OneLaunchError: as :func:`onelaunch.ops.gla`.
+        OneLaunchError: As in :func:`onelaunch.ops.gla`.
     """
     _companion(cu_seqlens, cu_seqlens_cpu)
     checks.tensor("g", g)
@@ -79,30 +80,32 @@ def chunk_simple_gla(
     variant: str = dispatch.AUTO,
     **kwargs: Any,
 ) -> Results:
-    """Gated linear attention with one decay per head: :func:`onelaunch.ops.gla` like ``fla.ops.simple_gla.chunk_simple_gla``.
+    """Run gated linear attention with one decay per head, as ``fla.ops.simple_gla.chunk_simple_gla``.
+
+    It is :func:`onelaunch.ops.gla` with ``g`` of ``[B, T, H]``.
 
     Args:
-        q: ``[B, T, H, K]`` float16, bfloat16 or float32, K from 16 to 512.
-        k: ``[B, T, H, K]``, dtype of ``q``.
-        v: ``[B, T, H, V]``, dtype of ``q``, V from 16 to 512.
-        g: log-decay ``[B, T, H]``, at most 0, dtype of ``q`` or float32.
-        g_gamma: log-decay ``[H]``, at most 0, any of our dtypes: the same at every step (RetNet, lightning attention). Not
+        q: Queries, ``[B, T, H, K]``, float16, bfloat16 or float32, K from 16 to 512.
+        k: Keys, ``[B, T, H, K]``, dtype of ``q``.
+        v: Values, ``[B, T, H, V]``, dtype of ``q``, V from 16 to 512.
+        g: Log-decay, ``[B, T, H]``, at most 0, dtype of ``q`` or float32.
+        g_gamma: Log-decay, ``[H]``, at most 0, any of our dtypes: the same at every step (RetNet, lightning attention). Not
             together with ``g``. Without either, nothing decays.
-        scale: of the queries. Default: ``K ** -0.5``.
-        initial_state: ``[N, H, K, V]`` float32 (``[N, H, V, K]`` if ``state_v_first``). Default: zeros.
-        output_final_state: also return the state after the last step of every sequence.
-        state_v_first: states are ``[N, H, V, K]``, the initial and the final one.
-        cu_seqlens: ``[N + 1]`` int32 or int64 offsets of packed sequences; needs ``B = 1``.
-        cu_seqlens_cpu: not needed, since offsets are never read by the host on a GPU; only together with ``cu_seqlens``.
-        variant: a name from ``gla.variants``, or ``"auto"`` for the fastest measured one.
-        **kwargs: fla's ``chunk_size``, a power of 2: taken and checked, but the variants choose their own.
+        scale: Factor of the queries. Default: ``K ** -0.5``.
+        initial_state: Initial state, ``[N, H, K, V]`` float32 (``[N, H, V, K]`` if ``state_v_first``). Default: zeros.
+        output_final_state: Flag to return the state after the last step of every sequence as well.
+        state_v_first: Flag that states, the initial and the final one, are ``[N, H, V, K]``.
+        cu_seqlens: Offsets of packed sequences, ``[N + 1]`` int32 or int64. Requires ``B = 1``.
+        cu_seqlens_cpu: Offsets on the CPU, accepted together with ``cu_seqlens`` only. Unused: the host never reads offsets.
+        variant: Name from ``gla.variants``, or ``"auto"`` for the fastest variant measured near this call.
+        **kwargs: fla's ``chunk_size``, a power of 2. It is checked, but the variants choose their own.
 
     Returns:
-        ``o [B, T, H, V]`` in the dtype of ``v``, and the final state float32, or ``None`` unless ``output_final_state``.
+        ``o [B, T, H, V]`` in the dtype of ``v``, and the final state, float32, or ``None`` unless ``output_final_state``.
 
     Raises:
-        ArgumentError: ``g`` and ``g_gamma`` are both given, or another keyword.
-        OneLaunchError: as :func:`onelaunch.ops.gla` for the rest.
+        ArgumentError: ``g`` and ``g_gamma`` are both given, or a keyword is unknown.
+        OneLaunchError: For the rest, as in :func:`onelaunch.ops.gla`.
     """
     _companion(cu_seqlens, cu_seqlens_cpu)
     state_v_first = _older_names("chunk_simple_gla", kwargs, state_v_first, ("chunk_size",))
@@ -133,31 +136,32 @@ def fused_recurrent_gla(
     variant: str = dispatch.AUTO,
     **kwargs: Any,
 ) -> Results:
-    """Gated linear attention for few steps: :func:`onelaunch.ops.gla` like ``fla.ops.gla.fused_recurrent_gla``.
+    """Run gated linear attention, for few steps, as ``fla.ops.gla.fused_recurrent_gla``.
 
-    The same operation as :func:`chunk_gla`, by the same variants: one step of decoding and a long sequence differ in their sizes.
+    It is :func:`onelaunch.ops.gla`, by the variants of :func:`chunk_gla`: one step of decoding and a long sequence only differ
+    in their sizes.
 
     Args:
-        q: ``[B, T, H, K]`` float16, bfloat16 or float32, K from 16 to 512.
-        k: ``[B, T, H, K]``, dtype of ``q``.
-        v: ``[B, T, H, V]``, dtype of ``q``, V from 16 to 512.
-        gk: log-decay per key channel ``[B, T, H, K]``, at most 0, dtype of ``q`` or float32. Default: none.
-        gv: log-decay per value channel ``[B, T, H, V]``, likewise. Default: none.
-        scale: of the queries. Default: ``K ** -0.5``.
-        initial_state: ``[N, H, K, V]`` float32 (``[N, H, V, K]`` if ``state_v_first``). Default: zeros.
-        output_final_state: also return the state after the last step of every sequence.
-        reverse: go through every sequence from its end to its start; costs a flipped copy of every tensor.
-        state_v_first: states are ``[N, H, V, K]``, the initial and the final one.
-        cu_seqlens: ``[N + 1]`` int32 or int64 offsets of packed sequences; needs ``B = 1``.
-        variant: a name from ``gla.variants``, or ``"auto"`` for the fastest measured one.
-        **kwargs: fla's older name ``transpose_state_layout`` of ``state_v_first``, with a warning.
+        q: Queries, ``[B, T, H, K]``, float16, bfloat16 or float32, K from 16 to 512.
+        k: Keys, ``[B, T, H, K]``, dtype of ``q``.
+        v: Values, ``[B, T, H, V]``, dtype of ``q``, V from 16 to 512.
+        gk: Log-decay per key channel, ``[B, T, H, K]``, at most 0, dtype of ``q`` or float32. Default: none.
+        gv: Log-decay per value channel, ``[B, T, H, V]``, at most 0, dtype of ``q`` or float32. Default: none.
+        scale: Factor of the queries. Default: ``K ** -0.5``.
+        initial_state: Initial state, ``[N, H, K, V]`` float32 (``[N, H, V, K]`` if ``state_v_first``). Default: zeros.
+        output_final_state: Flag to return the state after the last step of every sequence as well.
+        reverse: Flag to go through every sequence from its end to its start; it costs a flipped copy of every tensor.
+        state_v_first: Flag that states, the initial and the final one, are ``[N, H, V, K]``.
+        cu_seqlens: Offsets of packed sequences, ``[N + 1]`` int32 or int64. Requires ``B = 1``.
+        variant: Name from ``gla.variants``, or ``"auto"`` for the fastest variant measured near this call.
+        **kwargs: fla's former name ``transpose_state_layout`` of ``state_v_first``, with a warning.
 
     Returns:
-        ``o [B, T, H, V]`` in the dtype of ``v``, and the final state float32, or ``None`` unless ``output_final_state``.
+        ``o [B, T, H, V]`` in the dtype of ``v``, and the final state, float32, or ``None`` unless ``output_final_state``.
 
     Raises:
-        ArgumentError: another keyword.
-        OneLaunchError: as :func:`onelaunch.ops.gla` for the rest.
+        ArgumentError: A keyword is unknown.
+        OneLaunchError: For the rest, as in :func:`onelaunch.ops.gla`.
     """
     state_v_first = _older_names("fused_recurrent_gla", kwargs, state_v_first, ())
     call = bind_under_autocast(
@@ -168,7 +172,10 @@ def fused_recurrent_gla(
 
 
 def _backwards(call: GlaCall, variant: str) -> Results:
-    """The call with time reversed, and its results put back. Packed sequences then come in reverse order too."""
+    """Return the results of the call with time reversed, in the caller's order of time.
+
+    Packed sequences come in reverse order during the call.
+    """
     offsets, initial = call.cu_seqlens, call.initial_state
     if offsets is not None:
         offsets = call.q.shape[1] - offsets.flip(0)
@@ -188,7 +195,7 @@ def _backwards(call: GlaCall, variant: str) -> Results:
 
 
 def _at_every_step(g_gamma: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
-    """A decay ``[H]`` as ``[B, T, H]`` float32 with strides of 0."""
+    """Return a decay ``[H]`` as ``[B, T, H]`` float32 with strides of 0."""
     checks.rank("q", checks.tensor("q", q), "[B, T, H, K]")
     checks.rank("g_gamma", checks.tensor("g_gamma", g_gamma), "[H]")
     checks.shape("g_gamma", g_gamma, q.shape[2:3], "[H]", f"q {list(q.shape)}")
@@ -198,12 +205,18 @@ def _at_every_step(g_gamma: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
 
 
 def _companion(cu_seqlens: torch.Tensor | None, cu_seqlens_cpu: torch.Tensor | None) -> None:
+    """Raise if the offsets for the host are given without those for the device."""
     if cu_seqlens is None and cu_seqlens_cpu is not None:
         raise ArgumentError("cu_seqlens_cpu is given without cu_seqlens; give the offsets as cu_seqlens, on the device of q.")
 
 
 def _older_names(function: str, kwargs: dict[str, Any], state_v_first: bool, known: tuple[str, ...]) -> bool:
-    """``state_v_first``, also under fla's former name; an :class:`ArgumentError` for any keyword that is not fla's."""
+    """Return ``state_v_first``, which fla formerly called ``transpose_state_layout``.
+
+    Raises:
+        ArgumentError: A keyword that fla does not have, or a combination that contradicts itself.
+        ValueRangeError: A ``chunk_size`` that is no power of 2.
+    """
     known = (*known, "transpose_state_layout", "head_first")
     for name, value in kwargs.items():
         if name not in known:

@@ -1,4 +1,7 @@
-"""Launches of ``gla``'s portable kernels: allocate the results, choose the tiles, pass the pointers. No checks, no autograd."""
+"""Launches of ``gla``'s portable kernels: allocate the results, choose the tiles, pass the pointers.
+
+Arguments are checked in contract.py and gradients wired in autograd.py; nothing here does either.
+"""
 
 from __future__ import annotations
 
@@ -25,14 +28,15 @@ def product_precision(exact: bool) -> str:
     """Return how float32 operands are multiplied, see ``split_product``.
 
     Args:
-        exact: Multiply as accurately as a loop over time does. Matrix units truncate what they add: 2 to 3 times its error.
+        exact: Flag that the product must be as accurate as a loop over time. Matrix units truncate what they add, which
+            makes 2 to 3 times its error.
     """
     return "ieee" if exact or interpreting() else "bf16x6"
 
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """Tile of a state that a CTA takes at once, and launch options of the kernel."""
+    """Tile [keys, values] of a state that a CTA holds at once, and launch options of the kernel."""
 
     keys: int
     values: int
@@ -47,28 +51,33 @@ def block(size: int, most: int = 64) -> int:
 
 @functools.cache
 def family(device: torch.device) -> str:
-    """Return what tiles of a device depend on: ``warps`` (NVIDIA up to Hopper), ``cpu`` (the interpreter), or ``other``."""
+    """Return the kind of device that tiles are chosen for.
+
+    ``warps`` stands for NVIDIA GPUs up to Hopper, whose portable kernels multiply by ``mma.sync``; ``cpu`` for the interpreter;
+    ``other`` for all else.
+    """
     if device.type == "cpu":
         return "cpu"
     generation = compute_capability(device)
     return "warps" if generation is not None and generation <= 9 else "other"
 
 
-def carry_tiles(keys: int, values: int, family: str) -> Tiles:
+def chunk_state_tiles(keys: int, values: int, family: str) -> Tiles:
     """Return the tiles of the chunk state pass: the largest that spill no registers; not measured yet."""
     most = 32 if family == "warps" else 64
     return Tiles(block(keys, most), block(values, most), warps=8, stages=2)
 
 
-def read_tiles(keys: int, values: int, family: str) -> Tiles:
+def chunk_output_tiles(keys: int, values: int, family: str) -> Tiles:
     """Return the tiles of the chunk output: the largest that spill no registers; not measured yet."""
     most = {"cpu": 64, "warps": 16}.get(family, 32)
     return Tiles(block(keys, most), block(values), warps=8 if family == "warps" else 4)
 
 
 def gradient_tiles(keys: int, values: int, family: str) -> Tiles:
-    """Return the tiles of the gradients of q, k and g: the largest that do not spill with a decay per channel; no others were
-    timed.
+    """Return the tiles of the gradients of q, k and g.
+
+    They are the largest that spill no registers with a decay per channel; no others were timed.
     """
     if family == "warps":
         return Tiles(block(keys, 16), block(values, 32), warps=8)
@@ -78,15 +87,17 @@ def gradient_tiles(keys: int, values: int, family: str) -> Tiles:
 
 @dataclass(frozen=True, slots=True)
 class Rounding:
-    """Number of 16-bit parts of a float32 factor, and bounds beyond which pairs of steps are computed block by block."""
+    """Number of 16-bit terms of a float32 factor, and bounds beyond which pairs of steps need secondary chunking."""
 
     parts: int = 2
-    """1 for a product of float32."""
+    """Terms of a float32 factor next to a 16-bit one; 1 for products of float32."""
     limit: float = 40.0
-    """Sums of log-decays from a chunk's middle up to which one product serves all pairs: exp(2 * limit) times products of inputs
-    must stay finite, and in float32 the sums' own rounding must not show."""
+    """Largest sum of log-decays from a chunk's middle for which one product serves all pairs.
+
+    exp(2 * limit) times products of inputs must stay finite, and in float32 the rounding of the sums must not show.
+    """
     largest: float | None = None
-    """Inputs up to which the factor exp(limit) may be multiplied on them."""
+    """Largest input that may be multiplied by exp(limit); ``None`` for no bound."""
 
 
 ROUNDINGS = {
@@ -97,7 +108,7 @@ ROUNDINGS = {
 
 
 class Attention(NamedTuple):
-    """Tensors of a call as the kernels take them: neighbouring channels are neighbours in memory."""
+    """Tensors of a call as the kernels take them: the last dimension is contiguous."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -122,13 +133,13 @@ class Attention(NamedTuple):
     ) -> Attention:
         """Make the call from tensors of any strides; ``g [B, T, H]`` for one decay per head.
 
-        ``either_order`` leaves an initial state as it is where its keys rather than its values are next to each other in memory.
+        With ``either_order`` an initial state whose keys rather than values are contiguous is taken as it is.
         """
         decay = g.unsqueeze(-1) if g.dim() == 3 else inner_contiguous(g)
         tensors = (inner_contiguous(q), inner_contiguous(k), inner_contiguous(v), decay)
-        kept = either_order and initial is not None and initial.mT.is_contiguous()
-        sequences = Sequences.of(None if kept else initial, offsets)
-        return cls(*tensors, sequences._replace(initial=initial) if kept else sequences, scale)
+        as_given = either_order and initial is not None and initial.mT.is_contiguous()
+        sequences = Sequences.of(None if as_given else initial, offsets)
+        return cls(*tensors, sequences._replace(initial=initial) if as_given else sequences, scale)
 
     @property
     def sizes(self) -> tuple[int, int, int, int, int]:
@@ -148,11 +159,12 @@ class Attention(NamedTuple):
 
     @property
     def rounding(self) -> Rounding:
+        """Rounding of a call's factors, by the dtype of q."""
         return ROUNDINGS[self.q.dtype]
 
     @property
     def slots(self) -> int:
-        """Most chunks that the call's sequences can have: CTAs along time."""
+        """Largest number of chunks that the call's sequences can have: CTAs along time."""
         batch, length = self.q.shape[:2]
         return batch * cdiv(length, CHUNK) if self.sequences.offsets is None else length // CHUNK + self.sequence_count
 
@@ -161,11 +173,11 @@ class Attention(NamedTuple):
         return (*self.sizes[1:], self.sequence_count)
 
     def parts(self, exact: bool) -> int:
-        """Return the number of parts of a float32 factor beside the inputs; 0 for a product of float32."""
+        """Return the number of 16-bit terms of a float32 factor next to the inputs; 0 for a product of float32."""
         return 0 if exact and self.q.dtype is not torch.float32 else self.rounding.parts
 
     def flags(self, tiles: Tiles, *, exact: bool = False) -> dict[str, Any]:
-        """Return the constants that all kernels have; ``exact`` where a float32 result hangs on the products."""
+        """Return the constants that all kernels have; ``exact`` where a float32 result depends on the products."""
         _, length, _, keys, values = self.sizes
         packed = self.sequences.offsets is not None
         even = not packed and length % CHUNK == 0 and keys % tiles.keys == 0 and values % tiles.values == 0
@@ -193,47 +205,47 @@ def empty_final(call: Attention, *, wanted: bool) -> torch.Tensor:
     return call.q.new_empty((call.sequence_count, heads, keys, values) if wanted else (0,), dtype=torch.float32)
 
 
-def carry_mma(exact: bool) -> Mma:
+def chunk_state_mma(exact: bool) -> Mma:
     """Return the matrix instructions of the chunk state pass, which multiplies float32 without loss where it is ``exact``."""
     return Mma.WARP_OR_NONE if exact else Mma.WARP
 
 
-def carry(call: Attention, *, want_final: bool, exact: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+def chunk_states(call: Attention, *, want_final: bool, exact: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute the initial state of each chunk, and the final state ``[N, H, K, V]`` (no elements if it is not wanted).
 
     ``exact`` keeps them in float32.
     """
-    tiles = carry_tiles(*call.sizes[3:], family(call.q.device))
+    tiles = chunk_state_tiles(*call.sizes[3:], family(call.q.device))
     states, final = empty_states(call, exact=exact), empty_final(call, wanted=want_final)
     Launch(
-        chunk_kernels.carry_kernel, carry_grid(call, tiles),
+        chunk_kernels.chunk_state_kernel, chunk_state_grid(call, tiles),
         call.k, call.v, call.g, call.sequences.initial, call.sequences.offsets, states, final, call.scale,
-        *call.numbers(), *strides(call.k, call.v, call.g), mma=carry_mma(want_final or exact),
+        *call.numbers(), *strides(call.k, call.v, call.g), mma=chunk_state_mma(want_final or exact),
         STAGES=tiles.stages, PARTS=call.parts(want_final or exact), FIRST=call.sequences.initial is not None, LAST=want_final,
         REVERSE=False, **call.flags(tiles, exact=want_final or exact),
     ).run()  # fmt: skip
     return states, final
 
 
-def carry_grid(call: Attention, tiles: Tiles) -> tuple[int]:
+def chunk_state_grid(call: Attention, tiles: Tiles) -> tuple[int]:
     """Return the grid of the chunk state pass: a CTA per tile of the state, head and sequence."""
     _, _, heads, keys, values = call.sizes
     return (call.sequence_count * heads * cdiv(keys, tiles.keys) * cdiv(values, tiles.values),)
 
 
-def read(
+def chunk_output(
     call: Attention, values: torch.Tensor, states: torch.Tensor, *, transposed: bool, into: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Compute o from v and each chunk's initial state; with ``transposed``, dv from do and each chunk's final-state gradient.
 
-    Written where ``into`` says, see :class:`Into`, or to new memory.
+    The result is written to ``into``, see :class:`Into`, or to new memory.
     """
     _, _, heads, keys, width = call.sizes
-    tiles = read_tiles(keys, width, family(call.q.device))
-    out = room_like(call.v, into)
+    tiles = chunk_output_tiles(keys, width, family(call.q.device))
+    out = output_like(call.v, into)
     rounding = call.rounding
     Launch(
-        chunk_kernels.read_kernel, (call.slots * heads * cdiv(width, tiles.values),),
+        chunk_kernels.chunk_output_kernel, (call.slots * heads * cdiv(width, tiles.values),),
         call.q, call.k, values, call.g, call.sequences.offsets, states, out, call.scale,
         *call.numbers(), *strides(call.q, call.k, values, call.g), pitch_of(out), mma=Mma.WARP,
         STEPS=call.sequences.bisection_steps(), PARTS=rounding.parts, LIMIT=rounding.limit, LARGEST=rounding.largest,
@@ -244,8 +256,8 @@ def read(
 
 def forward(call: Attention, *, want_final: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute ``o [B, T, H, V]`` and the final state ``[N, H, K, V]``, which has no elements if it is not wanted."""
-    states, final = carry(call, want_final=want_final)
-    return read(call, call.v, states, transposed=False), final
+    states, final = chunk_states(call, want_final=want_final)
+    return chunk_output(call, call.v, states, transposed=False), final
 
 
 def step_tiles(keys: int, values: int) -> Tiles:
@@ -272,7 +284,10 @@ def step(call: Attention, *, want_final: bool) -> tuple[torch.Tensor, torch.Tens
 
 
 def final_like(initial: torch.Tensor | None, final: torch.Tensor) -> torch.Tensor:
-    """Return room for the final state in the order of the initial one, which a caller that keeps values first wants back."""
+    """Return memory for the final state in the order of the initial one.
+
+    A caller that keeps values first, ``[N, H, V, K]``, gets such a state back.
+    """
     if initial is None or initial.is_contiguous() or final.dim() != 4:
         return final
     return torch.empty_like(final.mT, memory_format=torch.contiguous_format).mT
@@ -293,10 +308,10 @@ class Gradients(NamedTuple):
 
 
 class Into(NamedTuple):
-    """Destinations of the gradients of q, k and v: ``[B, T, H, X]``, packed with others in one matrix.
+    """Destinations of the gradients of q, k and v: ``[B, T, H, X]``, columns of one matrix.
 
-    Tokens are one pitch apart, of all batch entries one behind the other; heads and channels have nothing between them. For
-    TMA, the pitch and where each begins are multiples of 16 bytes. That of q and k is the same.
+    Tokens are one pitch apart, and batch entries follow each other; heads and channels are contiguous. TMA wants the pitch and
+    each address to be multiples of 16 bytes. q and k have the same pitch.
     """
 
     q: torch.Tensor
@@ -304,8 +319,12 @@ class Into(NamedTuple):
     v: torch.Tensor
 
 
-def room_like(tensor: torch.Tensor, into: torch.Tensor | None) -> torch.Tensor:
-    """Return the destination of what is shaped ``[B, T, H, X]`` like ``tensor``: ``into``, or new memory without gaps."""
+def output_like(tensor: torch.Tensor, into: torch.Tensor | None) -> torch.Tensor:
+    """Return the destination of a result shaped ``[B, T, H, X]`` like ``tensor``: ``into``, or new contiguous memory.
+
+    Raises:
+        ValueError: ``into`` has another shape or dtype, or strides that :class:`Into` excludes.
+    """
     if into is None:
         return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
     (batch, length, heads, channels), strides = tensor.shape, into.stride()
@@ -317,31 +336,32 @@ def room_like(tensor: torch.Tensor, into: torch.Tensor | None) -> torch.Tensor:
 
 
 def pitch_of(tensor: torch.Tensor) -> int:
-    """Return the elements from token to token of ``[B, T, H, X]``, where an entry's last one is followed by the next's first.
+    """Return the elements from token to token of ``[B, T, H, X]``, where a batch entry follows the one before without a gap.
 
-    Views of a single token have any stride there.
+    Views of a single token may have any stride there, so that of the batch is taken.
     """
     return tensor.stride(1) if tensor.shape[1] > 1 else tensor.stride(0)
 
 
 def exact_gradients(call: Attention) -> bool:
-    """Return whether nothing is rounded on the way to dq, dk and dg.
+    """Return whether nothing may be rounded on the way to dq, dk and dg.
 
-    A float32 dg beside 16-bit inputs is held to float32's accuracy, and float16 has too narrow a range for products of gradients.
+    A float32 dg next to 16-bit inputs is held to float32's accuracy, and float16 has too narrow a range for products of
+    gradients.
     """
     return call.g.dtype is torch.float32 or call.q.dtype is torch.float16
 
 
-def carry_back(
+def chunk_state_gradients(
     call: Attention, do: torch.Tensor, dfinal: torch.Tensor | None, *, exact: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute the gradient of each chunk's final state, and that of the initial state (no elements where there is none)."""
-    tiles, wanted = carry_tiles(*call.sizes[3:], family(call.q.device)), call.sequences.initial is not None
+    tiles, wanted = chunk_state_tiles(*call.sizes[3:], family(call.q.device)), call.sequences.initial is not None
     dstates, dinitial = empty_states(call, exact=exact), empty_final(call, wanted=wanted)
     Launch(
-        chunk_kernels.carry_kernel, carry_grid(call, tiles),
+        chunk_kernels.chunk_state_kernel, chunk_state_grid(call, tiles),
         call.q, do, call.g, dfinal, call.sequences.offsets, dstates, dinitial, call.scale,
-        *call.numbers(), *strides(call.q, do, call.g), mma=carry_mma(wanted or exact),
+        *call.numbers(), *strides(call.q, do, call.g), mma=chunk_state_mma(wanted or exact),
         STAGES=tiles.stages, PARTS=call.parts(wanted or exact), FIRST=dfinal is not None, LAST=wanted, REVERSE=True,
         **call.flags(tiles, exact=wanted or exact),
     ).run()  # fmt: skip
@@ -349,16 +369,16 @@ def carry_back(
 
 
 def backward(call: Attention, do: torch.Tensor, dfinal: torch.Tensor | None, into: Into | None = None) -> Gradients:
-    """Compute the gradients of all inputs from those of ``o`` and of the final state; nothing was kept but the inputs."""
+    """Compute the gradients of all inputs from those of ``o`` and of the final state; only the inputs were saved."""
     do, dfinal = inner_contiguous(do), None if dfinal is None else dfinal.contiguous()
     exact, rounding = exact_gradients(call), call.rounding
-    kept = exact or call.scalar  # one dg for a whole head adds up over all of a state: rounded ones would show
-    states, _ = carry(call, want_final=False, exact=kept)
-    dstates, dinitial = carry_back(call, do, dfinal, exact=kept)
+    exact_states = exact or call.scalar  # one dg per head sums over a whole state, in which its rounding would show
+    states, _ = chunk_states(call, want_final=False, exact=exact_states)
+    dstates, dinitial = chunk_state_gradients(call, do, dfinal, exact=exact_states)
     to_q, to_k, to_v = into or (None, None, None)
-    dv = read(call, do, dstates, transposed=True, into=to_v)
+    dv = chunk_output(call, do, dstates, transposed=True, into=to_v)
     tiles = gradient_tiles(*call.sizes[3:], family(call.q.device))
-    dq, dk, dg = room_like(call.q, to_q), room_like(call.k, to_k), room_like(call.g, None)
+    dq, dk, dg = output_like(call.q, to_q), output_like(call.k, to_k), output_like(call.g, None)
     Launch(
         backward_kernels.gradients_kernel, (call.slots * call.sizes[2],),
         call.q, call.k, call.v, call.g, do, call.sequences.offsets, states, dstates, dq, dk, dg, call.scale,

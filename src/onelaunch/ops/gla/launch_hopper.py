@@ -1,4 +1,8 @@
-"""Launches of ``gla``'s kernels for Hopper GPUs: passes along time, in parts that fill the chip, and gradients of chunks."""
+"""Launches of ``gla``'s Hopper kernels: passes along time, in segments that fill the chip, and gradients of chunks.
+
+The forward pass is one launch of ``chunk_state_kernel``. The backward pass is three: states again, then dv with the gradients
+of the states, then dq, dk and dg of all chunks. A pass whose heads do not fill the SMs is preceded by ``segment_sum_kernel``.
+"""
 
 from __future__ import annotations
 
@@ -12,83 +16,97 @@ from onelaunch.kernels.common.layout import cdiv, inner_contiguous
 from onelaunch.kernels.tma import address, addressable, described
 from onelaunch.launch.launch import Launch, Mma
 from onelaunch.operation import remembered
-from onelaunch.ops.gla.launch import CHUNK, Attention, Gradients, Into, empty_final, pitch_of, room_like
+from onelaunch.ops.gla.launch import CHUNK, Attention, Gradients, Into, empty_final, output_like, pitch_of
 
 PANEL = 64
 """Channels of one TMA box."""
 
 WHOLE = 1 << 30
-"""Length of a part that holds any sequence, in steps; a multiple of CHUNK."""
+"""Length of a segment that holds any sequence, in steps; a multiple of CHUNK."""
 
 LIMITS = {torch.bfloat16: 40.0, torch.float16: 6.0}
-"""Sums of log-decays from a chunk's middle up to which one product serves all pairs: its factors must fit the dtype."""
+"""Largest sum of log-decays from a chunk's middle for which one product serves all pairs, by dtype.
 
-PART_COST = 0.5
-"""Cost of the kernel that only sums, relative to the one that makes outputs, which it precedes where T is in parts."""
+Its factors, up to exp of it, must fit the dtype.
+"""
+
+SEGMENT_SUM_COST = 0.5
+"""Time of ``segment_sum_kernel`` relative to a pass that makes outputs over the same steps."""
 
 
 @dataclass(frozen=True, slots=True)
-class WalkTiles:
-    """Configuration of a CTA that passes along time: warpgroups of 64 values each, tiles in flight, buffers for scores, whether
-    stored states leave through shared memory, and registers of its groups of warps.
-    """
+class PassTiles:
+    """Configuration of a CTA that passes along time."""
 
     groups: int
+    """Warpgroups that hold a state, for 64 values each."""
     stages: int = 3
+    """Chunks in flight."""
     scores: int = 3
+    """Buffers for scores."""
     staged: bool = True
+    """Flag that stored states leave through shared memory."""
     multiply_registers: int = 160
-    decay_registers: int = 184
+    """Registers of a thread that holds a state."""
+    prepare_registers: int = 184
+    """Registers of a thread that decays keys."""
 
-    def options(self, multiply: str, decay: str) -> dict[str, int]:
-        """Return the constants of a kernel that calls the two kinds of warps by these names."""
+    def options(self) -> dict[str, int]:
+        """Return the constants that both kernels take from this configuration."""
         return {
             "GROUPS": self.groups, "STAGES": self.stages,
-            f"{multiply}_REGISTERS": self.multiply_registers, f"{decay}_REGISTERS": self.decay_registers,
+            "MULTIPLY_REGISTERS": self.multiply_registers, "PREPARE_REGISTERS": self.prepare_registers,
         }  # fmt: skip
 
 
 @remembered
-def walk_tiles(keys: int, values: int, *, scalar: bool, keep: bool, read: bool) -> WalkTiles:
-    """Return the configuration of the pass: two groups where values allow it, since they share what is prepared.
+def pass_tiles(keys: int, values: int, *, scalar: bool, store_states: bool, output: bool) -> PassTiles:
+    """Return the configuration of ``chunk_state_kernel``: two groups where values allow it, since they share what is prepared.
 
-    They have as many registers as leave no products waiting. Stored states leave through shared memory, for which a pass that
-    makes outputs as well gives up a stage.
+    Registers are so many that ptxas does not serialize the products. Stored states leave through shared memory, for which a
+    pass that makes outputs as well gives up a stage.
     """
-    stages = 2 if keep and read else 3
+    stages = 2 if store_states and output else 3
     if keys > 2 * PANEL:
-        return WalkTiles(1, stages=2, scores=1, staged=not read, decay_registers=240)
+        return PassTiles(1, stages=2, scores=1, staged=not output, prepare_registers=240)
     if values % (2 * PANEL):
-        return WalkTiles(1, stages, stages, decay_registers=232)
+        return PassTiles(1, stages, stages, prepare_registers=232)
     if scalar:
-        return WalkTiles(2, stages, stages, multiply_registers=184, decay_registers=136)
-    return WalkTiles(2, stages, stages)
+        return PassTiles(2, stages, stages, multiply_registers=184, prepare_registers=136)
+    return PassTiles(2, stages, stages)
 
 
 @remembered
-def sum_tiles(keys: int, values: int) -> WalkTiles:
-    """Return the configuration of the kernel that sums parts: it makes no outputs, so more tiles fit."""
+def segment_tiles(keys: int, values: int) -> PassTiles:
+    """Return the configuration of ``segment_sum_kernel``: it makes no outputs, so more stages fit."""
     if keys > 2 * PANEL:
-        return WalkTiles(1, stages=2, decay_registers=240)
-    return WalkTiles(1, stages=4, decay_registers=232) if values % (2 * PANEL) else WalkTiles(2, stages=4)
+        return PassTiles(1, stages=2, prepare_registers=240)
+    return PassTiles(1, stages=4, prepare_registers=232) if values % (2 * PANEL) else PassTiles(2, stages=4)
 
 
 @remembered
-def parts_of(programs: int, chunks: int, multiprocessors: int) -> int:
-    """Return the number of parts of T: one, unless SMs would idle for longer than it costs to sum the parts up first."""
+def segment_count(ctas: int, chunks: int, multiprocessors: int) -> int:
+    """Return the number of segments of T: one, unless that leaves SMs idle for longer than the sums cost.
 
-    def duration(parts: int) -> float:
-        rounds = cdiv(programs * parts, multiprocessors)
-        return rounds * cdiv(chunks, parts) * (1.0 if parts == 1 else 1.0 + PART_COST)
+    The model counts waves of CTAs times chunks per segment. A segment has at least four chunks.
+    """
 
-    return min((parts for parts in (1, 2, 3, 4, 6, 8, 12, 16) if parts <= max(chunks // 4, 1)), key=duration)
+    def duration(segments: int) -> float:
+        waves = cdiv(ctas * segments, multiprocessors)
+        return waves * cdiv(chunks, segments) * (1.0 if segments == 1 else 1.0 + SEGMENT_SUM_COST)
+
+    return min((segments for segments in (1, 2, 3, 4, 6, 8, 12, 16) if segments <= max(chunks // 4, 1)), key=duration)
 
 
-class Walk(NamedTuple):
-    """Operands of a pass in one direction of time: queries (readers), keys (adders) and values."""
+class PassOperands(NamedTuple):
+    """Operands of a pass in one direction of time, see kernels/hopper_prepare.py.
 
-    readers: torch.Tensor | None
-    adders: torch.Tensor
+    ``queries`` multiply the state and ``keys`` are added to it: q and k forwards, k and q backwards. ``queries`` of ``None``
+    make no outputs.
+    """
+
+    queries: torch.Tensor | None
+    keys: torch.Tensor
     values: torch.Tensor
     reverse: bool
 
@@ -104,11 +122,15 @@ def boxes(box: list[int], *tensors: torch.Tensor) -> list[Any]:
 
 
 def targets(box: list[int], *tensors: torch.Tensor) -> list[Any]:
-    """Return descriptors of tensors that are written to: none of them may be a copy."""
+    """Return descriptors of tensors that are written to, ``[B, T, H, X]``.
+
+    Raises:
+        ValueError: TMA cannot address a tensor where it is; a copy would not reach the caller.
+    """
     for tensor in tensors:
         flat = tensor.flatten(0, 1).flatten(1)
         if address(flat) != address(tensor) or addressable(flat) is not flat:
-            raise ValueError(f"the copy engine cannot write {list(tensor.shape)} of strides {tensor.stride()}")
+            raise ValueError(f"TMA cannot write {list(tensor.shape)} of strides {tensor.stride()}")
     return boxes(box, *tensors)
 
 
@@ -117,13 +139,13 @@ def rows_of_states(states: torch.Tensor) -> torch.Tensor:
     return states if states.dim() == 2 else states.flatten(0, 2)
 
 
-def lend_room(call: Attention, into: Into | None) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Return matrices ``[B T, 2 H K]`` in which states and their gradients can lie until dq, dk and dg are written there.
+def aliased_state_buffers(call: Attention, into: Into | None) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Return two matrices ``[B T, 2 H K]`` that hold states and their gradients until dq, dk and dg overwrite them.
 
-    For V of two chunks a state is as large as dq and dk of its chunk and head: its first 64 rows lie in the place of dq, the
-    others in that of dk. The CTA that writes those has read them before, and no other one reads them. Gradients of states
-    lie so in a matrix of their own, of which dg takes the first half. ``None`` unless dq and dk lie beside each other, all
-    chunks are whole, and states leave through shared memory.
+    It saves the memory of both. With V of two chunks a state is as large as dq and dk of its chunk and head: its first 64 rows
+    lie in the place of dq, the others in that of dk. The CTA that writes those has read them before, and no other one reads
+    them. Gradients of states lie in the same way in a matrix of their own, of which dg takes the first half. ``None`` unless dq
+    and dk are neighbours in memory, all chunks are whole, and states leave through shared memory.
     """
     batch, length, heads, keys, values = call.sizes
     if into is None or call.scalar or call.sequences.offsets is not None or length % CHUNK:
@@ -135,56 +157,57 @@ def lend_room(call: Attention, into: Into | None) -> tuple[torch.Tensor, torch.T
     return both, torch.empty_like(both, memory_format=torch.contiguous_format)
 
 
-def walk(call: Attention, way: Walk, out: torch.Tensor | None, states: list[torch.Tensor]) -> None:
-    """Fill ``out`` (what readers see) and ``states`` (what enters each chunk, ``[slots, H, V, K]``), whichever is given.
+def state_pass(call: Attention, operands: PassOperands, out: torch.Tensor | None, states: list[torch.Tensor]) -> None:
+    """Fill ``out`` (queries times states and scores) and ``states`` (the state that enters each chunk), whichever is given.
 
-    A second tensor of states takes what rounding took of the first. A matrix takes them spread, see :func:`lend_room`.
+    States are ``[slots, H, V, K]``. A second tensor of states takes the rounding errors of the first as second terms. A matrix
+    takes them in the order of :func:`aliased_state_buffers`.
     """
-    from onelaunch.ops.gla.kernels.hopper_sum import sum_kernel
-    from onelaunch.ops.gla.kernels.hopper_walk import walk_kernel
+    from onelaunch.ops.gla.kernels.hopper_chunk_state import chunk_state_kernel
+    from onelaunch.ops.gla.kernels.hopper_segment_sum import segment_sum_kernel
 
     _, length, heads, keys, values = call.sizes
     sequences, offsets = call.sequence_count, call.sequences.offsets
-    first = None if way.reverse else call.sequences.initial
-    tiles = walk_tiles(keys, values, scalar=call.scalar, keep=bool(states), read=out is not None)
+    first = None if operands.reverse else call.sequences.initial
+    tiles = pass_tiles(keys, values, scalar=call.scalar, store_states=bool(states), output=out is not None)
     slices = values // (PANEL * tiles.groups)
     mean_length = length if offsets is None else cdiv(length, sequences)
-    parts = parts_of(sequences * heads * slices, cdiv(mean_length, CHUNK), processors(way.adders.device))
-    sources = (*boxes([CHUNK, keys], way.adders), *boxes([CHUNK, PANEL], way.values))
+    segments = segment_count(sequences * heads * slices, cdiv(mean_length, CHUNK), processors(operands.keys.device))
+    sources = (*boxes([CHUNK, keys], operands.keys), *boxes([CHUNK, PANEL], operands.values))
     decays = (None, call.g.contiguous()) if call.scalar else (*boxes([CHUNK, keys], call.g), None)
-    part_steps = cdiv(cdiv(length, CHUNK), parts) * CHUNK if parts > 1 else WHOLE
+    segment_steps = cdiv(cdiv(length, CHUNK), segments) * CHUNK if segments > 1 else WHOLE
     shared: dict[str, Any] = {
-        "SLICES": slices, "PACKED": offsets is not None, "REVERSE": way.reverse,
-        "EXACT": not call.scalar or bool(states), "num_warps": 4,
+        "SLICES": slices, "PACKED": offsets is not None, "REVERSE": operands.reverse,
+        "SPLIT_KEYS": not call.scalar or bool(states), "num_warps": 4,
     }  # fmt: skip
-    grid = (sequences * heads * slices * parts,)
+    grid = (sequences * heads * slices * segments,)
     sums: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
-    if parts > 1:
-        device = way.adders.device
+    if segments > 1:
+        device = operands.keys.device
         sums = (
-            torch.empty((sequences, heads, parts, values, keys), dtype=torch.float32, device=device),
-            torch.empty((sequences, heads, parts, keys), dtype=torch.float32, device=device),
+            torch.empty((sequences, heads, segments, values, keys), dtype=torch.float32, device=device),
+            torch.empty((sequences, heads, segments, keys), dtype=torch.float32, device=device),
         )
         Launch(
-            sum_kernel, grid, *sources, *decays, *sums, offsets, length, heads, parts, part_steps, call.scale, values,
-            mma=Mma.WIDEST, **sum_tiles(keys, values).options("ADD", "FADE"), **shared,
+            segment_sum_kernel, grid, *sources, *decays, *sums, offsets, length, heads, segments, segment_steps,
+            call.scale, values, mma=Mma.WIDEST, **segment_tiles(keys, values).options(), **shared,
         ).run()  # fmt: skip
-    readers = None if out is None or way.readers is None else boxes([CHUNK, keys], way.readers)[0]
+    queries = None if out is None or operands.queries is None else boxes([CHUNK, keys], operands.queries)[0]
     target = None if out is None else targets([CHUNK, PANEL], out)[0]
-    spread = bool(states) and states[0].dim() == 2
-    kept = [described(rows_of_states(each), [PANEL, keys]) for each in states] if tiles.staged else states
+    in_aliased_buffer = bool(states) and states[0].dim() == 2
+    stored = [described(rows_of_states(each), [PANEL, keys]) for each in states] if tiles.staged else states
     Launch(
-        walk_kernel, grid,
-        readers, *sources, *decays, out, target, first, *(*kept, None, None)[:2], *sums, offsets, length, heads, parts,
-        part_steps, call.scale, values, 0 if out is None else pitch_of(out), mma=Mma.WIDEST,
-        LIMIT=LIMITS[call.q.dtype], READ=out is not None, KEEP=bool(states), STAGED=bool(states) and tiles.staged,
-        SPREAD=spread, INITIAL=first is not None, PARTS=parts > 1, SCORES=tiles.scores, **tiles.options("ATTEND", "PREPARE"),
+        chunk_state_kernel, grid,
+        queries, *sources, *decays, out, target, first, *(*stored, None, None)[:2], *sums, offsets, length, heads, segments,
+        segment_steps, call.scale, values, 0 if out is None else pitch_of(out), mma=Mma.WIDEST,
+        LIMIT=LIMITS[call.q.dtype], OUTPUT=out is not None, STORE_STATES=bool(states), STAGED=bool(states) and tiles.staged,
+        ALIASED=in_aliased_buffer, INITIAL=first is not None, SEGMENTED=segments > 1, SCORES=tiles.scores, **tiles.options(),
         **shared,
     ).run()  # fmt: skip
 
 
 def empty_states(call: Attention, count: int) -> list[torch.Tensor]:
-    """Allocate so many tensors of a state per chunk, ``[slots, H, V, K]``."""
+    """Allocate ``count`` tensors of a state per chunk, ``[slots, H, V, K]``."""
     _, _, heads, keys, values = call.sizes
     shape = (call.slots, heads, values, keys)
     return [torch.empty(shape, dtype=call.q.dtype, device=call.q.device) for _ in range(count)]
@@ -193,7 +216,7 @@ def empty_states(call: Attention, count: int) -> list[torch.Tensor]:
 def forward(call: Attention, states: list[torch.Tensor] | None = None) -> torch.Tensor:
     """Compute ``o [B, T, H, V]``; fill ``states``, where given, for :func:`backward`."""
     out = torch.empty(call.v.shape, dtype=call.v.dtype, device=call.v.device)
-    walk(call, Walk(call.q, call.k, call.v, reverse=False), out, states or [])
+    state_pass(call, PassOperands(call.q, call.k, call.v, reverse=False), out, states or [])
     return out
 
 
@@ -210,30 +233,37 @@ def backward(
 ) -> Gradients:
     """Compute the gradients of q, k, v and g from that of ``o``.
 
-    Those of q, k and v go where ``into`` says. With a ``normalizer`` log-decays, one for each channel, were made by ``g =
-    logsigmoid(z) / normalizer``, and the gradient of z takes the place of that of g. ``states`` are those that
-    :func:`forward` filled; without them a state pass makes them again, from nothing but the inputs.
+    Args:
+        call: Tensors of the forward pass.
+        do: Gradient of ``o``, ``[B, T, H, V]``.
+        into: Destinations of the gradients of q, k and v; new memory by default.
+        normalizer: Number by which the log-decays were divided when they were made, ``g = logsigmoid(z) / normalizer``, one
+            per channel. The gradient of z then takes the place of that of g.
+        states: States that :func:`forward` filled; without them a state pass computes them again from the inputs.
+
+    Returns:
+        The gradients, without one of an initial state.
     """
     from onelaunch.ops.gla.kernels.hopper_gradients import gradients_kernel
 
     batch, length, heads, keys, values = call.sizes
     q, k, v, do = call.q, call.k, call.v, inner_contiguous(do)
     to_q, to_k, to_v = into or (None, None, None)
-    lent = lend_room(call, into) if states is None else None
+    aliased = aliased_state_buffers(call, into) if states is None else None
     if states is None:
-        # one decay of a head sums over all of a state: its rounding would show, see kernels/hopper_gradients.py
-        states = empty_states(call, 2 if call.scalar else 1) if lent is None else [lent[0]]
-        walk(call, Walk(None, k, v, reverse=False), None, states)
-    dstates = empty_states(call, 1)[0] if lent is None else lent[1]
-    dq, dk, dv = room_like(q, to_q), room_like(k, to_k), room_like(v, to_v)
-    walk(call, Walk(k, q, do, reverse=True), dv, [dstates])
+        # dg per head sums over a whole state, in which its rounding would show: see kernels/hopper_gradients.py
+        states = empty_states(call, 2 if call.scalar else 1) if aliased is None else [aliased[0]]
+        state_pass(call, PassOperands(None, k, v, reverse=False), None, states)
+    dstates = empty_states(call, 1)[0] if aliased is None else aliased[1]
+    dq, dk, dv = output_like(q, to_q), output_like(k, to_k), output_like(v, to_v)
+    state_pass(call, PassOperands(k, q, do, reverse=True), dv, [dstates])
     panels, block = keys // PANEL, PANEL if values % (2 * PANEL) else 2 * PANEL
-    square, wide, tall = [CHUNK, PANEL], [CHUNK, block], [block if lent is None else PANEL, PANEL]
-    if call.scalar:  # a part for each panel
+    square, wide, tall = [CHUNK, PANEL], [CHUNK, block], [block if aliased is None else PANEL, PANEL]
+    if call.scalar:  # one part for each panel of channels, added up below
         dg = torch.empty((panels, batch, length, heads), dtype=torch.float32, device=q.device)
         log_decay, described_decays, written = call.g.contiguous(), None, (*targets(square, dq, dk), None)
     else:
-        dg = room_like(call.g, None if lent is None else dstates[:, : heads * keys].view(call.g.shape))
+        dg = output_like(call.g, None if aliased is None else dstates[:, : heads * keys].view(call.g.shape))
         log_decay, described_decays, written = None, boxes(square, call.g)[0], targets(square, dq, dk, dg)
     held = [described(rows_of_states(x), tall) for x in (*states[:1], dstates, *states[1:])]
     offsets = call.sequences.offsets
@@ -243,7 +273,7 @@ def backward(
         offsets,
         length, heads, call.sequence_count, batch * length, call.scale, values, pitch_of(dq), mma=Mma.WIDEST,
         PANELS=panels, STEPS=call.sequences.bisection_steps(), LIMIT=LIMITS[q.dtype],
-        NORMALIZER=normalizer, SPREAD=lent is not None, PACKED=offsets is not None,
+        NORMALIZER=normalizer, ALIASED=aliased is not None, PACKED=offsets is not None,
         num_warps=GRADIENT_WARPS,
     ).run()  # fmt: skip
     if call.scalar:

@@ -1,4 +1,4 @@
-"""The oracle of ``gla``, and the inputs it is judged on."""
+"""The oracle of ``gla``, and the inputs on which variants are judged."""
 
 from __future__ import annotations
 
@@ -15,17 +15,27 @@ from onelaunch.operation.inputs import case_flags, make_log_decay
 from onelaunch.ops.gla.contract import check_head_sizes, gate_flags, gla
 
 DECAYS = ("model", "weak", "strong", "zero", "forget", "mixed")
-"""What ``decay`` may be: as models produce it (logsigmoid of a gate over 16), near 1, steps down to -20 that sum below -80 within
-16 steps, exactly 0 (nothing is forgotten), model-like with a step in four at -inf, or all of these by channel and step."""
+"""Kinds of log-decays that the option ``decay`` may name.
+
+- ``model``: as models produce them, logsigmoid of a gate over 16;
+- ``weak``: near 0, decays near 1;
+- ``strong``: steps down to -20, which sum below -80 within 16 steps;
+- ``zero``: exactly 0, nothing is forgotten;
+- ``forget``: as ``model``, with a step in four at -inf;
+- ``mixed``: all of these, by channel and step.
+"""
 
 DECAY_PER = ("channel", "head")
-"""What ``decay_per`` may be: ``g`` is ``[B, T, H, K]`` or ``[B, T, H]``."""
+"""Values of the option ``decay_per``: ``g`` is ``[B, T, H, K]`` or ``[B, T, H]``."""
 
 SIDE_BY_SIDE = (1 << 18, 1 << 25)
-"""Bytes that the states of segments which go side by side may take together, on a CPU (its caches) and elsewhere."""
+"""Bytes that the states of segments computed at once may take, on a CPU (its caches) and elsewhere."""
 
 KEPT_STATES = 1 << 28
-"""Bytes of states that the loop may keep for its backward pass; beyond, it keeps some and computes the others again."""
+"""Bytes of states that the loop may save for its backward pass.
+
+Beyond, it saves some and computes the others again (checkpointing).
+"""
 
 
 @gla.oracle
@@ -42,10 +52,11 @@ def reference(
     state_v_first: bool = False,
     cu_seqlens: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Step by step, sequence by sequence, in the dtype of the arguments (float64 when judging).
+    """Compute ``gla`` step by step, sequence by sequence, in the dtype of the arguments (float64 when judging).
 
-    A long sequence goes in equal segments side by side, each from nothing, and takes in what the one before it leaves afterwards:
-    sums of the same products in another order, and as few steps one after another as there are in a segment.
+    A long sequence is cut into equal segments, which start from zero states and run side by side. What the segments before
+    leave is added afterwards. These are sums of the same products in another order, with only as many serial steps as a segment
+    has.
     """
     if state_v_first and initial_state is not None:
         initial_state = initial_state.mT
@@ -67,14 +78,15 @@ def recurrence(
     *,
     side_by_side: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The loop over time: ``o [B, T, H, V]`` and the final state ``[N, H, K, V]`` in the dtype of the arguments, scaled ``q``.
+    """Return ``o [B, T, H, V]`` and the final state ``[N, H, K, V]``, in the dtype of the arguments, by a loop over time.
 
-    ``side_by_side``: how many bytes the states of segments may take that are computed at once, instead of one after another.
+    ``q`` is already scaled. ``side_by_side`` is the number of bytes that the states of segments which run at once may take; 0
+    runs all steps one after another.
     """
     sequences = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     if initial_state is None:
         initial_state = q.new_zeros(sequences, q.shape[2], q.shape[3], v.shape[3])
-    if q.shape[1] == 0:  # nothing happens, and nothing has to be read
+    if q.shape[1] == 0:  # no steps: the states stay, and no offsets have to be read
         return q[..., :1] * v, initial_state.clone()
     if q.shape[1] == 1 and cu_seqlens is None:
         return _single_step(q, k, v, g, gv, initial_state)
@@ -83,8 +95,8 @@ def recurrence(
     parts = Part(q, k, v, g if g.dim() == 4 else g[..., None], gv).split(lengths)
     outputs, finals = [], []
     for state, part in zip(states, parts, strict=True):
-        room = side_by_side // max(state.numel() * state.itemsize, 1)
-        o, state = _walk(state, part, max(1, min(room, math.isqrt(part.q.shape[1]))))
+        most = side_by_side // max(state.numel() * state.itemsize, 1)
+        o, state = _segmented_scan(state, part, max(1, min(most, math.isqrt(part.q.shape[1]))))
         outputs.append(o)
         finals.append(state)
     return torch.cat(outputs, 1), torch.cat(finals)
@@ -102,7 +114,7 @@ def _single_step(
 
 
 class Part(NamedTuple):
-    """Some steps of one sequence, or of a batch of them."""
+    """Some consecutive steps of one sequence, or of a batch of sequences."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -111,51 +123,51 @@ class Part(NamedTuple):
     gv: torch.Tensor | None
 
     def split(self, sizes: list[int]) -> list[Part]:
-        """Along time."""
+        """Return consecutive pieces of these numbers of steps."""
         q, k, v, g = (x.split(sizes, 1) for x in self[:4])
         gv = itertools.repeat(None, len(sizes)) if self.gv is None else self.gv.split(sizes, 1)
         return list(itertools.starmap(Part, zip(q, k, v, g, gv, strict=True)))
 
     def folded(self, segments: int) -> Part:
-        """As many sequences, one after another's segments, side by side."""
+        """Return the segments of every sequence as sequences of their own, side by side."""
         q, k, v, g = (_fold(x, segments) for x in self[:4])
         return Part(q, k, v, g, None if self.gv is None else _fold(self.gv, segments))
 
 
 def _fold(x: torch.Tensor, segments: int) -> torch.Tensor:
-    """``[N, T, ...]`` as ``[segments N, T / segments, ...]``."""
+    """Return ``[N, T, ...]`` as ``[segments N, T / segments, ...]``."""
     return x.unflatten(1, (segments, -1)).transpose(0, 1).flatten(0, 1)
 
 
-def _walk(state: torch.Tensor, part: Part, segments: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """From a state through all steps of a part: ``o``, and the state behind them."""
+def _segmented_scan(state: torch.Tensor, part: Part, segments: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return ``o`` of all steps of a part, and the state behind them, with the segments run side by side."""
     if segments < 2:
         return _loop(state, part)
     steps = part.q.shape[1]
     most, rest = part.split([steps - steps % segments, steps % segments])
     side_by_side = most.folded(segments)
-    nothing = state.new_zeros(segments * state.shape[0], *state.shape[1:])
-    o, added = _loop(nothing, side_by_side)
-    # of what a segment is handed, this is left at each of its steps
+    zeros = state.new_zeros(segments * state.shape[0], *state.shape[1:])
+    o, added = _loop(zeros, side_by_side)
+    # Decay from the start of a segment to each of its steps: what is left there of its initial state.
     decay = side_by_side.g.cumsum(1).exp()
     value_decay = None if side_by_side.gv is None else side_by_side.gv.cumsum(1).exp()
     value_ends = itertools.repeat(None, segments) if value_decay is None else value_decay[:, -1].chunk(segments)
-    handed = []
+    entering = []
     for ours, faded, value_faded in zip(added.chunk(segments), decay[:, -1].chunk(segments), value_ends, strict=True):
-        handed.append(state)
+        entering.append(state)
         state = _decayed(state, faded, value_faded) + ours
-    seen = torch.einsum("nthk,nhkv->nthv", side_by_side.q * decay, torch.cat(handed))
+    seen = torch.einsum("nthk,nhkv->nthv", side_by_side.q * decay, torch.cat(entering))
     o = o + (seen if value_decay is None else seen * value_decay)
     last, state = _loop(state, rest)
     return torch.cat([o.unflatten(0, (segments, -1)).transpose(0, 1).flatten(1, 2), last], 1), state
 
 
 def _loop(state: torch.Tensor, part: Part) -> tuple[torch.Tensor, torch.Tensor]:
-    """Step by step, keeping some states and computing the others again where all would be too many."""
-    runs = _runs(state, part.q.shape[1])
+    """Return ``o`` and the last state step by step; where the states are too many, some are saved, the others recomputed."""
+    lengths = _checkpoints(state, part.q.shape[1])
     outputs = [part.v[:, :0]]
-    for piece in part._replace(g=part.g.exp(), gv=None if part.gv is None else part.gv.exp()).split(runs):
-        if len(runs) > 1:
+    for piece in part._replace(g=part.g.exp(), gv=None if part.gv is None else part.gv.exp()).split(lengths):
+        if len(lengths) > 1:
             o, state = checkpoint(_steps, state, *piece, use_reentrant=False, preserve_rng_state=False)
         else:
             o, state = _steps(state, *piece)
@@ -164,13 +176,13 @@ def _loop(state: torch.Tensor, part: Part) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _decayed(state: torch.Tensor, decay: torch.Tensor, value_decay: torch.Tensor | None) -> torch.Tensor:
-    """A state ``[N, H, K, V]`` after decays per key ``[N, H, K]`` or head ``[N, H, 1]``, and per value ``[N, H, V]``."""
+    """Return a state ``[N, H, K, V]`` after decays per key ``[N, H, K]`` or head ``[N, H, 1]``, and per value ``[N, H, V]``."""
     state = decay[..., None] * state
     return state if value_decay is None else state * value_decay[..., None, :]
 
 
-def _runs(state: torch.Tensor, steps: int) -> list[int]:
-    """How many steps to keep the states of at once: all, or the root of their number where they are too large."""
+def _checkpoints(state: torch.Tensor, steps: int) -> list[int]:
+    """Return the numbers of steps between saved states: all at once, or the square root where the states are too large."""
     if state.numel() * state.itemsize * steps <= KEPT_STATES or not torch.is_grad_enabled():
         return [steps] if steps else []
     most = math.isqrt(steps)
@@ -185,7 +197,10 @@ def _steps(
     decay: torch.Tensor,
     value_decay: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """A run of steps, unbound at once: the gradient of ``x[:, t]`` would be as large as x for every t."""
+    """Return the outputs and the last state of some steps.
+
+    The inputs are unbound at once: the gradient of ``x[:, t]`` would be as large as x for every t.
+    """
     outputs = []
     value_decays = itertools.repeat(None) if value_decay is None else value_decay.unbind(1)
     for qt, kt, vt, at, bt in zip(*(x.unbind(1) for x in (q, k, v, decay)), value_decays, strict=False):
@@ -196,7 +211,7 @@ def _steps(
 
 @gla.inputs
 def make_inputs(case: Case, device: torch.device, generator: torch.Generator) -> Reading:
-    """Random q, k, v, and log-decays of the kind that the case asks for."""
+    """Return random q, k, v, and log-decays of the kind that the case asks for."""
     options = {**gla.options, **case.options}
     batch, length, heads, keys, values = (case.sizes[name] for name in gla.dimensions)
     if options["decay_per"] not in DECAY_PER:
@@ -233,18 +248,18 @@ def make_inputs(case: Case, device: torch.device, generator: torch.Generator) ->
 
 
 def make_decay(kind: str, extent: tuple[int, ...], device: torch.device, generator: torch.Generator) -> torch.Tensor:
-    """A float32 log-decay of one of :data:`DECAYS`, ``[B, T, H, ...]``."""
+    """Return a float32 log-decay of one of :data:`DECAYS`, ``[B, T, H, ...]``."""
     batch, length, *rest = extent
     if kind != "forget":
         return make_log_decay(kind, (batch, length, math.prod(rest)), device, generator).view(extent)
-    forgotten = torch.rand(extent[:3], device=device, generator=generator) < 0.25  # all channels of a head at once
+    forgotten = torch.rand(extent[:3], device=device, generator=generator) < 0.25  # all channels of a head together
     model = make_decay("model", extent, device, generator)
     return torch.where(forgotten.view(*extent[:3], *(1,) * len(rest[1:])), -math.inf, model)
 
 
 @gla.queries
 def make_query(case: Case, device: str, grad: bool) -> Query:
-    """The dispatch key of a case, if heads may have its sizes."""
+    """Return the dispatch key of a case; raise if heads cannot have its sizes."""
     sizes = tuple(case.sizes[name] for name in gla.dimensions)
     batch, length, heads, keys, values = sizes
     check_head_sizes((batch, length, heads, keys), (batch, length, heads, values))

@@ -1,1 +1,1 @@
-"""Decisions: which measurements a criterion compares, how it is judged, what to do next, and what changed between results."""
+"""Decisions: select the measurements of a criterion, judge it, decide what to do next, and compare results."""

@@ -3,11 +3,11 @@
 A change of a time is claimed only if the whole interval of the ratio lies beyond the noise within runs and the noise between
 runs; with one run on each side, none is.
 
-- The interval covers everything that both sides' intervals allow, from one's low over the other's high to the reverse, since
+- The interval covers every ratio that both sides' intervals allow, from one's low over the other's high to the reverse, because
   rounds of different runs cannot be paired.
 - Noise within a run is measured by A/A runs. The largest noise floor of the results that are compared counts.
 - Noise between runs of the same code (other clocks, other addresses, another process) is often larger, and no single run can show
-  it. It is estimated from repeated runs by :func:`onelaunch.workbench.stats.noise_between_runs`. Where both sides are of the same
+  it. It is estimated from repeated runs by :func:`onelaunch.workbench.stats.noise_between_runs`. If both sides are of the same
   code, all their runs are repeats, and the noise is the largest median over the smallest.
 
 With one run on each side the noise between runs is unknown: a difference beyond the noise within a run is then listed as
@@ -55,12 +55,13 @@ class TimeChange:
     regime: Regime
     change: Change
     ratio: Estimate
-    """Time on the second side over time on the first, with the interval that both leave; ``samples`` of the smaller."""
+    """Time on the second side over time on the first, with the interval that both allow. ``samples`` is the smaller of theirs."""
     noise: float
-    """The largest factor that noise explains, within runs and between them; infinite where a result has no A/A run."""
+    """Largest factor that noise explains, within runs and between them; infinite if a result has no A/A run."""
     before: float
     """Microseconds on the first side: the median, or the geometric mean of several runs' medians."""
     after: float
+    """Microseconds on the second side, likewise."""
     runs: tuple[int, int] = (1, 1)
     """Number of runs with this time on each side."""
     between: float | None = None
@@ -77,11 +78,12 @@ class MemoryChange:
     before: int
     """Bytes in the first result."""
     after: int
+    """Bytes in the second result."""
 
 
 @dataclass(frozen=True)
 class StatusChange:
-    """A measurement whose status differs between the results."""
+    """Measurement whose status differs between the results."""
 
     shape: str
     direction: Direction
@@ -94,7 +96,7 @@ class StatusChange:
 
 @dataclass(frozen=True)
 class OutcomeChange:
-    """A criterion whose status differs; ``None`` where a result does not declare it."""
+    """Criterion whose status differs between the results; ``None`` for a result that does not declare it."""
 
     criterion: str
     before: CriterionStatus | None
@@ -112,7 +114,7 @@ class Incomparable:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Everything that differs between two sides. All but times is read from the first result of each side."""
+    """Differences between two sides. Everything except times is read from the first result of each side."""
 
     times: tuple[TimeChange, ...]
     memory: tuple[MemoryChange, ...]
@@ -159,23 +161,23 @@ def compare(a: Result | Sequence[Result], b: Result | Sequence[Result]) -> Compa
     """
     firsts, seconds = _side(a, "first"), _side(b, "second")
     for index, run in enumerate(seconds):
-        for place, other in enumerate(firsts):
-            require_two_runs(other, run, (f"Result {index + 1} of the second side", f"result {place + 1} of the first"))
+        for position, other in enumerate(firsts):
+            require_two_runs(other, run, (f"Result {index + 1} of the second side", f"result {position + 1} of the first"))
     one, other = firsts[0], seconds[0]
     incomparable = _incomparable(one.study, other.study)
-    first, second = _by_place(one), _by_place(other)
-    apart = {each.shape for each in incomparable}
-    shared = [place for place in first if place in second and place[0] not in apart]
+    first, second = _by_key(one), _by_key(other)
+    left_out = {each.shape for each in incomparable}
+    shared = [key for key in first if key in second and key[0] not in left_out]
     times = _Times(firsts, seconds)
     return Comparison(
-        times=tuple(change for place in shared for change in times.at(place)),
-        memory=tuple(change for place in shared if (change := _memory(first[place], second[place])) is not None),
-        statuses=tuple(_status(first[place], second[place]) for place in shared if first[place].status != second[place].status),
+        times=tuple(change for key in shared for change in times.at(key)),
+        memory=tuple(change for key in shared if (change := _memory(first[key], second[key])) is not None),
+        statuses=tuple(_status(first[key], second[key]) for key in shared if first[key].status != second[key].status),
         outcomes=_outcomes(one, other),
         decision=_decision(one, other),
         provenance=_provenance(one, other),
-        only_first=tuple(_name(cell) for place, cell in first.items() if place not in second),
-        only_second=tuple(_name(cell) for place, cell in second.items() if place not in first),
+        only_first=tuple(_name(cell) for key, cell in first.items() if key not in second),
+        only_second=tuple(_name(cell) for key, cell in second.items() if key not in first),
         declarations=tuple(_declarations(one, other)),
         incomparable=incomparable,
         runs=(len(firsts), len(seconds)),
@@ -185,12 +187,12 @@ def compare(a: Result | Sequence[Result], b: Result | Sequence[Result]) -> Compa
 
 
 def require_repeat(run: Result, of: Result, names: tuple[str, str]) -> None:
-    """Check that a result is another run of the code that made a first one.
+    """Check that a result is a repeated run of the same code as another result.
 
     Args:
         run: The result that may serve as a repeat.
         of: The result that it would repeat.
-        names: What messages call the two, such as their files.
+        names: Names of the two in messages, such as their files.
 
     Raises:
         ResultMismatch: The declaration, device, driver, versions or commit differ, or both are the same run.
@@ -206,14 +208,14 @@ def require_repeat(run: Result, of: Result, names: tuple[str, str]) -> None:
 
 
 def require_two_runs(first: Result, second: Result, names: tuple[str, str]) -> None:
-    """Check that the two sides of a comparison do not hold one result, such as one file given twice.
+    """Check that two results, one of each side of a comparison, are not the same, such as one file given twice.
 
     A result and the same run judged again by other criteria are two results.
 
     Args:
         first: A result of the first side.
         second: A result of the second side.
-        names: What messages call the two, such as their files.
+        names: Names of the two in messages, such as their files.
 
     Raises:
         ResultMismatch: Both are the same.
@@ -224,8 +226,8 @@ def require_two_runs(first: Result, second: Result, names: tuple[str, str]) -> N
 
 def _same_run(names: tuple[str, str]) -> ResultMismatch:
     return ResultMismatch(
-        f"{names[0]} is the same run as {names[1]}, which says nothing about noise between runs. Run the study again, into "
-        "another file, and give that."
+        f"{names[0]} is the same run as {names[1]}, which shows nothing about the noise between runs. Run the study again into "
+        "another file, and pass that file instead."
     )
 
 
@@ -247,26 +249,27 @@ def classify(ratio: Estimate, noise: float, within: float | None = None) -> Chan
     return "AMBIGUOUS"
 
 
-Place = tuple[str, Direction, str]
+Key = tuple[str, Direction, str]
+"""Key of a measurement: shape, direction and variant."""
 
 
 class _Times:
-    """Times of two sides at each place, with the noise that their runs share."""
+    """Times of two sides, compared measurement by measurement, with the noise within and between their runs."""
 
     def __init__(self, firsts: Sequence[Result], seconds: Sequence[Result]) -> None:
         self.sides = (firsts, seconds)
         one, other = firsts[0], seconds[0]
         self.same_device = one.provenance.device == other.provenance.device
         commit = one.provenance.commit
-        known = bool(commit) and not commit.endswith("-dirty")  # two changed checkouts of one commit may hold different code
+        known = bool(commit) and not commit.endswith("-dirty")  # a checkout with changes may hold other code than its commit
         self.same_code = known and not _code_differences(one, other)
 
-    def at(self, place: Place) -> list[TimeChange]:
+    def at(self, key: Key) -> list[TimeChange]:
         """Compare the times of one variant at one shape and direction, regime by regime."""
-        shape, direction, variant = place
-        found = [_ok_cells(runs, place) for runs in self.sides]
+        shape, direction, variant = key
+        found = [_ok_cells(runs, key) for runs in self.sides]
         if not all(cells and cells[0][0] is runs[0] for cells, runs in zip(found, self.sides, strict=True)):
-            return []  # a side's first result lacks the time
+            return []  # the first result of a side has no such time
         changes = []
         for regime in (timing.regime for timing in found[0][0][1].timings):
             timed = [_timed(cells, regime) for cells in found]
@@ -303,23 +306,26 @@ class _Times:
         return stats.noise_between_runs(before, after)
 
     def _change(self, ratio: Estimate, within: float, between: float | None) -> Change:
+        """Classify a ratio by the noise within and between runs."""
         if math.isinf(within):
             return "AMBIGUOUS"
         change = classify(ratio, max(within, between or 1.0), within)
         if change not in ("FASTER", "SLOWER"):
             return change
         if self.same_code:
-            return "AMBIGUOUS"  # the difference is itself the noise between runs, but for rounding
+            return "AMBIGUOUS"  # the difference is noise between runs; only rounding puts it beyond that noise
         return "UNREPEATED" if between is None else change
 
 
-def _ok_cells(runs: Sequence[Result], place: Place) -> list[tuple[Result, Cell]]:
-    shape, direction, variant = place
+def _ok_cells(runs: Sequence[Result], key: Key) -> list[tuple[Result, Cell]]:
+    """Return the runs in which a measurement has the status ``ok``, each with the measurement."""
+    shape, direction, variant = key
     found = ((run, run.cell(shape, variant, direction)) for run in runs)
     return [(run, cell) for run, cell in found if cell is not None and cell.status == "ok"]
 
 
 def _timed(cells: Iterable[tuple[Result, Cell]], regime: Regime) -> list[tuple[Result, Estimate]]:
+    """Return the runs that have a time in a regime, each with the time."""
     found = ((run, cell.timing(regime)) for run, cell in cells)
     times = [(run, timing.microseconds) for run, timing in found if timing is not None]
     return [(run, time) for run, time in times if _is_time(time)]
@@ -340,7 +346,7 @@ def _side(results: Result | Sequence[Result], which: str) -> list[Result]:
     """Return a side's results as a list, after checking that they are repeats of the first."""
     runs = [results] if isinstance(results, Result) else list(results)
     if not runs:
-        raise ResultMismatch(f"The {which} side has no result; give it one or more.")
+        raise ResultMismatch(f"The {which} side has no result. Pass at least one.")
     for index, run in enumerate(runs):
         for earlier, other in enumerate(runs[:index]):
             require_repeat(run, other, (f"Result {index + 1} of the {which} side", f"its result {earlier + 1}"))
@@ -348,7 +354,7 @@ def _side(results: Result | Sequence[Result], which: str) -> list[Result]:
 
 
 def _code_differences(one: Result, other: Result) -> dict[str, tuple[str, str]]:
-    """Return the facts that keep two results from being runs of the same code on the same kind of device."""
+    """Return the differences that show that two results are not runs of the same code on the same kind of device."""
     facts = {
         name: (str(getattr(one.provenance, name)), str(getattr(other.provenance, name)))
         for name in ("device", "architecture", "driver", "commit")
@@ -379,6 +385,7 @@ def _incomparable(one: Study, other: Study) -> tuple[Incomparable, ...]:
 
 
 def _case_differences(one: Shape, other: Shape) -> list[str]:
+    """Return a clause for each difference between the dtypes, sizes and options of two shapes."""
     reasons = [f"dtypes differ: {one.dtype} and {other.dtype}"] if one.dtype != other.dtype else []
     for what, mine, theirs in (("sizes", one.sizes, other.sizes), ("options", one.options, other.options)):
         names = [name for name in dict.fromkeys((*mine, *theirs)) if mine.get(name) != theirs.get(name)]
@@ -391,11 +398,13 @@ def _values(given: dict[str, Any], names: Iterable[str]) -> str:
     return listing(f"{name}={given[name]}" if name in given else f"no {name}" for name in names)
 
 
-def _by_place(result: Result) -> dict[Place, Cell]:
+def _by_key(result: Result) -> dict[Key, Cell]:
+    """Return the measurements of a result by shape, direction and variant."""
     return {(cell.shape, cell.direction, cell.variant): cell for cell in result.cells}
 
 
 def _memory(before: Cell, after: Cell) -> MemoryChange | None:
+    """Return the change of peak memory, or ``None`` if it is within :data:`LEAST_MEMORY` or not measured."""
     if before.status != "ok" or after.status != "ok" or not before.peak_bytes or not after.peak_bytes:
         return None
     if 1 / LEAST_MEMORY <= after.peak_bytes / before.peak_bytes <= LEAST_MEMORY:
@@ -415,6 +424,7 @@ def _status(before: Cell, after: Cell) -> StatusChange:
 
 
 def _outcomes(a: Result, b: Result) -> tuple[OutcomeChange, ...]:
+    """Return the criteria whose status differs, including those that only one result declares."""
     first = {outcome.criterion.name: outcome.status for outcome in a.outcomes}
     second = {outcome.criterion.name: outcome.status for outcome in b.outcomes}
     return tuple(
@@ -430,6 +440,7 @@ def _decision(a: Result, b: Result) -> tuple[DecisionKind | None, DecisionKind |
 
 
 def _provenance(a: Result, b: Result) -> dict[str, tuple[str, str]]:
+    """Return the facts of the provenance that differ, by name."""
     one, other = a.provenance, b.provenance
     facts = {
         name: (str(getattr(one, name)), str(getattr(other, name)))
@@ -440,6 +451,7 @@ def _provenance(a: Result, b: Result) -> dict[str, tuple[str, str]]:
 
 
 def _declarations(a: Result, b: Result) -> list[str]:
+    """Describe the differences between two declarations, one sentence each."""
     if a.study_digest == b.study_digest:
         return []
     sentences = [f"The declarations differ (digests {a.study_digest[:12]} and {b.study_digest[:12]})."]
@@ -453,7 +465,7 @@ def _declarations(a: Result, b: Result) -> list[str]:
                 sentences.append(f"{key}: {name!r} is in the second only.")
             elif earlier[name] != later[name]:
                 one_side, other_side = earlier[name], later[name]
-                fields = dict.fromkeys((*one_side, *other_side))  # a key at its default may be left out
+                fields = dict.fromkeys((*one_side, *other_side))  # a stored declaration leaves out newer keys at their default
                 changed = ", ".join(field for field in fields if one_side.get(field) != other_side.get(field))
                 sentences.append(f"{key}: {name!r} differs in {changed}.")
     sentences += [f"{key} differ." for key in one if key not in ("shapes", "criteria") and one[key] != other[key]]

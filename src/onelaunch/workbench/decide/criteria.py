@@ -40,6 +40,7 @@ def evaluate(result: Result, infeasible: Mapping[str, str]) -> tuple[Outcome, ..
 
 
 def _outcome(result: Result, criterion: Criterion, refuted: str | None) -> Outcome:
+    """Judge one criterion. ``refuted`` is the reason why arithmetic alone refutes it, if it does."""
     findings = [_finding(result, criterion, shape) for shape in result.study.shapes_of(criterion)]
     mean = _mean(criterion, findings) if criterion.combine == "geomean" else None
     needed = criterion.in_at_least or len(findings)
@@ -104,6 +105,7 @@ def _said_of_all(findings: Sequence[Finding]) -> str:
 
 
 def _evidence(criterion: Criterion, findings: Sequence[Finding], needed: int) -> str:
+    """Return the evidence of a criterion that is judged shape by shape."""
     if len(findings) == 1:
         return f"{findings[0].text}."
     if said_of_all := _said_of_all(findings):
@@ -126,6 +128,7 @@ def _asked(criterion: Criterion) -> str:
 
 
 def _finding(result: Result, criterion: Criterion, shape: Shape) -> Finding:
+    """Judge a criterion at one shape, or say which scale it needs if the shape did not run."""
     if shape.scale != result.provenance.scale and not any(cell.shape == shape.name for cell in result.cells):
         remedy = "run on a GPU, or with --scale full" if shape.scale == "full" else "run on a CPU, or with --scale small"
         return Finding(shape.name, "not_measured", f"needs {shape.scale} scale: {remedy}", f"needs {shape.scale} scale")

@@ -1,4 +1,4 @@
-"""Decide what to do next from the outcomes of a study's criteria, and say on which evidence.
+"""Decide what to do next from the outcomes of a study's criteria, and name the evidence.
 
 The first of these rules that applies decides:
 
@@ -30,9 +30,9 @@ from onelaunch.operation import Direction, find_operation
 from onelaunch.wording import listing
 from onelaunch.workbench import quantities as q
 from onelaunch.workbench import stats
-from onelaunch.workbench.decide.candidates import STATUS_WORDS, candidate, compared
 from onelaunch.workbench.decide.criteria import evaluate
 from onelaunch.workbench.decide.measured import judged
+from onelaunch.workbench.decide.selection import STATUS_WORDS, compared, select_cell
 from onelaunch.workbench.result import Cell, Decision, DecisionKind, Outcome, Result, Saving
 from onelaunch.workbench.study import Criterion, Selector, Shape
 from onelaunch.workbench.study.plan import bandwidth, infeasibilities, matrix_dtype
@@ -44,7 +44,7 @@ FUSION = ("launches", "backward_launches", "fuses")
 """Tags that together are one factor: the way the steps are spread over launches."""
 
 NO_FACTORS = ("requires", "backward", "yardstick")
-"""Tags that say nothing about how a variant computes."""
+"""Tags that do not describe how a variant computes."""
 
 
 def concluded(result: Result) -> Result:
@@ -55,8 +55,8 @@ def concluded(result: Result) -> Result:
 
 def decide(result: Result) -> Decision:
     """Decide on a result whose criteria have been judged; a ``decision`` that it already has is ignored."""
-    aside = {outcome.criterion.name: why for outcome in result.outcomes if (why := excluded(result, outcome)) is not None}
-    judged = [outcome for outcome in result.outcomes if outcome.criterion.name not in aside]
+    exclusions = {outcome.criterion.name: why for outcome in result.outcomes if (why := excluded(result, outcome)) is not None}
+    judged = [outcome for outcome in result.outcomes if outcome.criterion.name not in exclusions]
     kind, grounds = _grounds(result, judged)
     met = [outcome for outcome in judged if outcome.status == "met"]
     total = "Every criterion" if judged and len(met) == len(judged) else f"{len(met)} of {len(judged)} criteria"
@@ -64,7 +64,7 @@ def decide(result: Result) -> Decision:
     because = [
         counted if met else f"None of {len(judged)} criteria is met." if judged else "No criterion is left to decide on.",
         *grounds,
-        *(f"Set aside: {name!r} {why}" for name, why in aside.items()),
+        *(f"Set aside: {name!r} {why}" for name, why in exclusions.items()),  # worded as in stored results
     ]
     savings = explain_savings(result)
     return Decision(kind=kind, because=tuple(because), savings=savings, unexplained=tuple(_left_open(result, savings)))
@@ -88,7 +88,11 @@ def explain_savings(result: Result) -> tuple[Saving, ...]:
 
 
 def explain(result: Result, cell: Cell, over: Cell) -> Saving | None:
-    """Split the time that a cell saves over another into saved bytes, saved launches and the rest; ``None`` if it saves none."""
+    """Split the time that one measurement saves over another into saved bytes, saved launches and the rest.
+
+    Returns:
+        The parts of the saved time, or ``None`` if no time is saved or a time is missing.
+    """
     mine, theirs = _cold(cell), _cold(over)
     if mine is None or theirs is None or theirs <= mine:
         return None
@@ -112,7 +116,7 @@ def explain(result: Result, cell: Cell, over: Cell) -> Saving | None:
 
 
 def bottleneck(result: Result, cell: Cell) -> str:
-    """Name the most likely limit of a cell's cold time, with the numbers that show it."""
+    """Name the most likely bottleneck of a measurement's cold time, with the numbers that show it."""
     time, plan = _cold(cell), cell.plan
     if time is None or plan is None:
         return "nothing is known of its time"
@@ -132,7 +136,7 @@ def bottleneck(result: Result, cell: Cell) -> str:
 
 
 def _grounds(result: Result, judged: list[Outcome]) -> tuple[DecisionKind, list[str]]:
-    """Return the decision and the sentences that force it, by the rules of the module's docstring."""
+    """Return the decision and the sentences that lead to it, by the rules of the module's docstring."""
     if broken := _broken(result, judged):
         return "debug", broken
     if unreachable := [outcome for outcome in judged if outcome.status == "infeasible" and not _refuted(outcome)]:
@@ -167,13 +171,13 @@ def _refuted(outcome: Outcome) -> bool:
 
 
 def _broken(result: Result, judged: list[Outcome]) -> list[str]:
-    """Describe the incorrect, invalid or failed cells that a criterion depends on, one sentence each."""
+    """Describe the incorrect, invalid or failed measurements that a criterion depends on, one sentence each."""
     sentences = []
     for outcome in judged:
         criterion = outcome.criterion
         for at in result.study.shapes_of(criterion):
             for selector, shape in result.study.sides(criterion, at):
-                if candidate(result, criterion, selector, shape.name).cell is None:
+                if select_cell(result, criterion, selector, shape.name).cell is None:
                     sentences += [_describe(cell) for cell in _cells(result, criterion, selector, shape.name) if _is_broken(cell)]
     return list(dict.fromkeys(sentences))
 
@@ -194,12 +198,13 @@ def _cells(result: Result, criterion: Criterion, selector: Selector, shape: str)
 
 
 def _missed(result: Result, outcome: Outcome) -> str:
+    """Describe a missed criterion with its worst shape: the time over its roofline bound, and the likely bottleneck."""
     criterion = outcome.criterion
     sentence = f"{criterion.name!r} is missed: {outcome.evidence}"
     if not judged(criterion).limited_by_time:
         return sentence
     for shape in _worst_first(result, outcome):
-        cell = candidate(result, criterion, criterion.of, shape.name).cell
+        cell = select_cell(result, criterion, criterion.of, shape.name).cell
         time = _cold(cell) if cell is not None else None
         if cell is not None and cell.plan is not None and time is not None:
             above = time / cell.plan.floor_microseconds if cell.plan.floor_microseconds else 0.0
@@ -236,7 +241,8 @@ def _quoted(outcomes: Iterable[Outcome]) -> list[str]:
 def _uncontrolled(result: Result, outcome: Outcome) -> list[str]:
     """Describe the savings behind a met speed-up that neither bytes, launches nor a control explain.
 
-    Only claims between variants of known launches are claims about fusion; being faster than a peer's library is a fact.
+    A speed-up is a claim about fusion only if the launches of both variants are known. A speed-up over a peer's library needs no
+    explanation, because it claims no cause.
     """
     criterion = outcome.criterion
     if not judged(criterion).claims_gain or criterion.regime != "cold" or criterion.over_at or criterion.over_regime:
@@ -264,8 +270,8 @@ def _isolated(result: Result, of: Cell) -> str | None:
     mine = of.timing("cold")
     for cell in result.cells:
         theirs = cell.timing("cold")
-        same_place = (cell.shape, cell.direction) == (of.shape, of.direction) and not cell.control
-        if not same_place or cell.status != "ok" or mine is None or theirs is None or noise is None:
+        same_case = (cell.shape, cell.direction) == (of.shape, of.direction) and not cell.control
+        if not same_case or cell.status != "ok" or mine is None or theirs is None or noise is None:
             continue
         if _launches(result, cell.variant) is None or len(_differences(result, of.variant, cell.variant)) != 1:
             continue
@@ -287,6 +293,7 @@ def _differences(result: Result, one: str, other: str) -> set[str]:
 
 
 def _factors(tags: dict[str, Any]) -> dict[str, Any]:
+    """Return the factors of a variant: its tags, with those of :data:`FUSION` as one."""
     factors = {key: value for key, value in tags.items() if key not in (*FUSION, *NO_FACTORS)}
     return factors | {"fusion": tuple(tags.get(key) for key in FUSION)}
 
@@ -316,16 +323,17 @@ def _left_open(result: Result, savings: Iterable[Saving]) -> list[str]:
 
 
 def _beyond_noise(result: Result, saving: Saving) -> bool:
-    time = next((_cold(cell) for cell in result.cells if _place(cell) == (saving.shape, saving.variant, saving.direction)), None)
+    time = next((_cold(cell) for cell in result.cells if _key(cell) == (saving.shape, saving.variant, saving.direction)), None)
     noise = result.noise_at(saving.shape, saving.direction, "cold")
     return time is None or noise is None or (time + saving.saved_microseconds) / time > noise.floor
 
 
-def _place(cell: Cell) -> tuple[str, str, Direction]:
+def _key(cell: Cell) -> tuple[str, str, Direction]:
     return cell.shape, cell.variant, cell.direction
 
 
 def _saving_words(saving: Saving, over: str) -> str:
+    """Return a clause on a saving and the parts of it that bytes and launches explain."""
     direction = "" if saving.direction == "forward" else ", forward and backward"
     share = saving.unexplained / saving.saved_microseconds
     return (
@@ -336,7 +344,7 @@ def _saving_words(saving: Saving, over: str) -> str:
 
 
 def _cold(cell: Cell) -> float | None:
-    """Return the cold median of a cell in microseconds, or ``None`` if it has none, or its status is not ``ok``."""
+    """Return the cold median of a measurement in microseconds, or ``None`` if it has none, or its status is not ``ok``."""
     timing = cell.timing("cold")
     if timing is None or cell.status != "ok" or not 0 < timing.microseconds.median < math.inf:
         return None
@@ -344,13 +352,14 @@ def _cold(cell: Cell) -> float | None:
 
 
 def _bandwidth(result: Result, *cells: Cell) -> float:
-    """Return the measured bandwidth of copies, or that of reads where all these cells do little else than read."""
+    """Return the bandwidth that bounds these measurements: that of copies, or of reads if all of them hardly write."""
     plans = [cell.plan for cell in cells if cell.plan is not None]
     rates = [bandwidth(plan.bytes, plan.written, result.ceilings) for plan in plans]
     return min(rates, default=result.ceilings.copy_bytes_per_second)
 
 
 def _bytes(cell: Cell, *, counted: bool) -> float:
+    """Return the DRAM bytes of a measurement: the counted ones, or those of its plan."""
     if counted and cell.traffic is not None:
         return cell.traffic.total
     return cell.plan.bytes if cell.plan is not None else 0.0

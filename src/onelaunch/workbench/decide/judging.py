@@ -1,4 +1,4 @@
-"""Hold a value against a criterion's bound: with interval and noise if it is a time, directly if it is an exact number."""
+"""Compare a value with a criterion's bound: with interval and noise if it is a time, directly if it is an exact number."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from onelaunch.workbench.decide.candidates import asked_of_over, compared
+from onelaunch.workbench.decide.selection import asked_of_over, compared
 from onelaunch.workbench.result import CriterionStatus, Estimate, Result
 from onelaunch.workbench.study import Criterion, Study
 
 FEWEST_ROUNDS = 3
-"""Smallest number of rounds whose interval is believed."""
+"""Smallest number of rounds that give a usable interval."""
 
 
 @dataclass(frozen=True)
@@ -41,9 +41,9 @@ def possible_gain(result: Result, criterion: Criterion, shape: str) -> float | N
     if criterion.regime != "cold" or criterion.over_regime is not None:
         return None
     over = compared(result, criterion, result.study.shape(shape))[-1].cell
-    floor = floor_of(result, criterion, shape)
+    roofline = bound_of(result, criterion, shape)
     timing = over.timing("cold") if over else None
-    return timing.microseconds.high / floor / share_of_work(result.study, criterion, shape) if timing and floor else None
+    return timing.microseconds.high / roofline / share_of_work(result.study, criterion, shape) if timing and roofline else None
 
 
 def noise_of(result: Result, criterion: Criterion, shapes: Sequence[str]) -> float | None:
@@ -75,7 +75,7 @@ def judge_time(ratio: Estimate, criterion: Criterion, noise: float | None) -> tu
 
 
 def _turned(criterion: Criterion, ratio: Estimate) -> tuple[float, float, float, float]:
-    """Return bound, low, high and median, inverted if the bound is an upper one, so that larger is better."""
+    """Return bound, low, high and median. For an upper bound all are inverted, so that larger is better."""
     if criterion.at_least is not None:
         return criterion.at_least, ratio.low, ratio.high, ratio.median
     bound = criterion.at_most or 1.0
@@ -90,7 +90,7 @@ def exactly(criterion: Criterion, shape: str, value: float, text: str, brief: st
 
 
 def held(criterion: Criterion, value: float) -> CriterionStatus:
-    """Return whether an exact number is on the right side of the bound, as a status."""
+    """Return ``met`` if an exact number is on the right side of the bound, else ``missed``."""
     if criterion.equals is not None:
         return "met" if value == criterion.equals else "missed"
     enough = value >= criterion.at_least if criterion.at_least is not None else value <= (criterion.at_most or 0.0)
@@ -104,7 +104,7 @@ def share_of_work(study: Study, criterion: Criterion, shape: str) -> float:
     return work[1] / work[0] if work[0] else 1.0
 
 
-def floor_of(result: Result, criterion: Criterion, shape: str) -> float | None:
+def bound_of(result: Result, criterion: Criterion, shape: str) -> float | None:
     """Return the lowest roofline bound of the variants that ``of`` selects at a shape, in microseconds."""
     names = result.study.select(criterion.of)
     cells = (result.cell(shape, name, criterion.direction) for name in names)

@@ -1,4 +1,4 @@
-"""Measures as results are judged by them: how each is read, counted and judged, and its words in evidence and reports."""
+"""Base classes of measures that results are judged by: how they are read, counted and judged, and their words in reports."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 
 from onelaunch.operation import Operation
 from onelaunch.workbench import quantities as q
-from onelaunch.workbench.decide.candidates import compared
 from onelaunch.workbench.decide.judging import Finding, exactly, held
+from onelaunch.workbench.decide.selection import compared
 from onelaunch.workbench.measure.count import Request
 from onelaunch.workbench.result import Cell, CriterionStatus, Estimate, Result
 from onelaunch.workbench.study import Alone, Criterion, Measure, Shape, measures
@@ -97,7 +97,7 @@ class CountedMeasure(JudgedMeasure):
                 "evidence": f"the {cls.name} of {{of}} are",
                 "alone": Alone(f"{cls.name} are counted", f"a number of {cls.name} is"),
             }
-            for key in words.keys() - cls.__dict__.keys():  # what the class says itself stays
+            for key in words.keys() - cls.__dict__.keys():  # words that the class defines itself take precedence
                 setattr(cls, key, words[key])
 
     @abstractmethod

@@ -1,1 +1,1 @@
-"""Measurements: times by interleaved rounds, clocks, DRAM bytes, launches and barriers, and compiling ahead of them."""
+"""Measurements: times in interleaved rounds, clocks, DRAM bytes, launches and grid barriers; and compilation ahead of them."""

@@ -1,4 +1,4 @@
-"""Clocks and power of the GPU while something is timed, sampled through nvidia-ml-py where it is installed."""
+"""Clocks and power of the GPU during a measurement, sampled through nvidia-ml-py where it is installed."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import torch
 
 
 class Clocks:
-    """Samples clocks and power; silent where there is no driver to ask.
+    """Sampler of clocks and power. Without nvidia-ml-py or a driver, and on a CPU or an AMD GPU, it takes no samples.
 
     Args:
-        device: whose clocks; a CPU's are not sampled.
+        device: Device to sample.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -28,22 +28,22 @@ class Clocks:
             uuid = str(torch.cuda.get_device_properties(device).uuid)
             self._handle = pynvml.nvmlDeviceGetHandleByUUID(uuid if uuid.startswith("GPU-") else f"GPU-{uuid}")
             self._nvml = pynvml
-        except Exception:  # noqa: BLE001 - clocks are a courtesy: no failure of the library may stop a measurement
+        except Exception:  # noqa: BLE001 - a measurement is valid without clocks, so no error of the library may stop it
             self._nvml = None
 
     def sample(self) -> None:
-        """Take one sample."""
+        """Take one sample of clocks and power."""
         if (nvml := self._nvml) is None:
             return
         try:
             self._add("sm_mhz", nvml.nvmlDeviceGetClockInfo(self._handle, nvml.NVML_CLOCK_SM))
             self._add("memory_mhz", nvml.nvmlDeviceGetClockInfo(self._handle, nvml.NVML_CLOCK_MEM))
             self._add("power_w", nvml.nvmlDeviceGetPowerUsage(self._handle) / 1000)
-        except Exception:  # noqa: BLE001 - see above
+        except Exception:  # noqa: BLE001 - a measurement is valid without clocks
             self._nvml = None
 
     def medians(self) -> dict[str, float]:
-        """Medians over the samples, and the lowest SM clock; empty where nothing was sampled."""
+        """Return the medians over the samples and the lowest SM clock, or an empty dictionary without samples."""
         found = {name: float(statistics.median(values)) for name, values in self._samples.items()}
         if "sm_mhz" in self._samples:
             found["sm_mhz_lowest"] = min(self._samples["sm_mhz"])

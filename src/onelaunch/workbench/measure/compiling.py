@@ -1,8 +1,8 @@
-"""Every call of a study once, in several processes side by side, so that what is timed afterwards need not wait for compilers.
+"""Make every call of a study once, in several processes at the same time, so that the measuring process need not compile.
 
-Triton, NVRTC and torch.compile keep what they compiled on disk, where the process that measures finds it. What a call tunes
-itself to while others use the same device is not worth keeping; but the configurations that it tries can be compiled, a part of
-them by each process.
+Triton, NVRTC and torch.compile cache compiled code on disk, where the measuring process finds it. The results of autotuning are
+not reused, because several processes share the device and disturb each other's times. But the configurations that an autotuner
+would try can be compiled: each process compiles a part of them.
 """
 
 from __future__ import annotations
@@ -22,66 +22,71 @@ from onelaunch.operation import Direction, find_operation
 from onelaunch.wording import in_a_line
 from onelaunch.workbench.study import Study
 from onelaunch.workbench.study.plan import PlannedCell
-from onelaunch.workbench.verify.calls import Callee, Inputs, draw_gradients, make_inputs
+from onelaunch.workbench.verify.calls import Candidate, Inputs, draw_gradients, make_inputs
 
 
-class Place(NamedTuple):
-    """A call of a study."""
+class CompileCall(NamedTuple):
+    """A call of a study that a process makes once, so that its kernels are compiled."""
 
     shape: str
     direction: Direction
     variant: str
     part: int = 0
     parts: int = 1
-    """Number of parts of the configurations that Triton's autotuner would try; ``part`` is the one that is compiled."""
+    """Number of parts of the configurations of Triton's autotuner; ``part`` is the index of the part for this call."""
 
 
-def places_to_compile(study: Study, cells: Iterable[PlannedCell], processes: int) -> Iterator[Place]:
-    """Calls that can run here; one that tunes itself once for each process."""
+def calls_to_compile(study: Study, cells: Iterable[PlannedCell], processes: int) -> Iterator[CompileCall]:
+    """Yield the calls that can run here. A variant that autotunes has one call for each process."""
     operation = find_operation(study.operation)
     for cell in cells:
         if cell.status is None and not cell.control:
             parts = processes if operation.get(cell.variant).capabilities.tunes else 1
-            yield from (Place(cell.shape.name, cell.direction, cell.variant, part, parts) for part in range(parts))
+            yield from (CompileCall(cell.shape.name, cell.direction, cell.variant, part, parts) for part in range(parts))
 
 
 def compile_ahead(
-    study: Study, places: Iterable[Place], device: str, processes: int, tell: Callable[[Place, int, int], None]
+    study: Study, calls: Iterable[CompileCall], device: str, processes: int, report: Callable[[CompileCall, int, int], None]
 ) -> list[str]:
-    """Make these calls, and tell after each how many of how many are done.
+    """Make calls of a study in several processes, and report the progress after each.
 
     Args:
-        study: as it was loaded here; other processes receive a copy.
-        places: calls of it.
-        device: on which each process makes its calls, one at a time; it needs memory for as many as there are processes.
-        processes: how many.
-        tell: is called in this process.
+        study: Study of the calls. Each process receives a copy.
+        calls: Calls to make.
+        device: Device of all processes. Each process makes one call at a time, so the device needs memory for as many calls as
+            there are processes.
+        processes: Number of processes.
+        report: Callback in this process, with the call, the number of calls that are done, and the number of all calls.
 
     Returns:
-        What could not be done, a line each. It is no error: the call is made again where it is measured.
+        One line for each call that failed. These are no errors, because the call is made again when it is measured.
     """
-    waiting = list(places)
+    waiting = list(calls)
     failed: list[str] = []
     if not waiting:
         return failed
     context = multiprocessing.get_context("spawn")  # a forked process cannot use CUDA
     pool = ProcessPoolExecutor(min(processes, len(waiting)), mp_context=context)
     try:
-        calls = {pool.submit(call_once, study, place, device): place for place in waiting}
-        for done, call in enumerate(as_completed(calls), 1):
-            if problem := call.result():
-                failed.append(f"Not compiled ahead: {calls[call].variant} at {calls[call].shape}: {problem}")
-            tell(calls[call], done, len(calls))
+        futures = {pool.submit(call_once, study, call, device): call for call in waiting}
+        for done, future in enumerate(as_completed(futures), 1):
+            call = futures[future]
+            if problem := future.result():
+                failed.append(f"Not compiled ahead: {call.variant} at {call.shape}: {problem}")
+            report(call, done, len(futures))
     except BrokenProcessPool:
-        failed.append("A process ended while it compiled; what it and the others had left is compiled where it is measured.")
+        failed.append("A process died while it compiled. The calls that were left are compiled when they are measured.")
     finally:
-        pool.shutdown(wait=False, cancel_futures=True)  # Ctrl-C waits for no compiler
+        pool.shutdown(wait=False, cancel_futures=True)  # so that Ctrl-C need not wait for a compiler
     return failed
 
 
 @contextlib.contextmanager
 def part_of_tuning(part: int, parts: int) -> Iterator[None]:
-    """Let Triton's autotuner try one of so many parts of each kernel's configurations, whatever it has tried before."""
+    """Limit Triton's autotuner to part number ``part`` of ``parts`` of each kernel's configurations.
+
+    Earlier results of the autotuner are dropped, so that it does try this part.
+    """
     if parts == 1 or not package_installed("triton"):
         yield
         return
@@ -89,50 +94,52 @@ def part_of_tuning(part: int, parts: int) -> Iterator[None]:
 
     prune, run, begun = Autotuner.prune_configs, Autotuner.run, set()
 
-    def fewer(self: Autotuner, *args: Any, **kwargs: Any) -> Any:
+    def prune_to_part(self: Autotuner, *args: Any, **kwargs: Any) -> Any:
         found = prune(self, *args, **kwargs)
         return found[part::parts] or found[:1]
 
-    def anew(self: Autotuner, *args: Any, **kwargs: Any) -> Any:
+    def run_untuned(self: Autotuner, *args: Any, **kwargs: Any) -> Any:
         if id(self) not in begun:
             begun.add(id(self))
             self.cache.clear()
         return run(self, *args, **kwargs)
 
-    Autotuner.prune_configs, Autotuner.run = fewer, anew
+    Autotuner.prune_configs, Autotuner.run = prune_to_part, run_untuned
     try:
         yield
     finally:
         Autotuner.prune_configs, Autotuner.run = prune, run
 
 
-def call_once(study: Study, place: Place, device: str) -> str | None:
-    """Make a call as it will be measured; what was wrong with it, or ``None``."""
-    with part_of_tuning(place.part, place.parts):
-        problem = _call(study, place, device)
-    return problem if place.parts == 1 else None  # a part of the configurations may have none that can be launched
+def call_once(study: Study, call: CompileCall, device: str) -> str | None:
+    """Make a call as it will be measured, and return the problem if it failed, else ``None``."""
+    with part_of_tuning(call.part, call.parts):
+        problem = _call(study, call, device)
+    return problem if call.parts == 1 else None  # a part of the configurations may hold none that can be launched
 
 
-def _call(study: Study, place: Place, device: str) -> str | None:
+def _call(study: Study, call: CompileCall, device: str) -> str | None:
+    """Make a call, free its memory, and return the error if it raised."""
     try:
-        _make(study, place, torch.device(device))
-    except Exception as error:  # noqa: BLE001 - whatever a variant raises is told where it is measured
+        _make(study, call, torch.device(device))
+    except Exception as error:  # noqa: BLE001 - the exception is reported again when the variant is measured
         problem = f"{type(error).__name__}: {in_a_line(error)}"
     else:
         problem = None
-    gc.collect()  # a process may have to make room for the others, and graphs are kept in cycles
+    gc.collect()  # the other processes need the memory, and CUDA graphs are held by reference cycles
     if torch.device(device).type == "cuda":
         torch.cuda.empty_cache()
     return problem
 
 
-def _make(study: Study, place: Place, device: torch.device) -> None:
+def _make(study: Study, call: CompileCall, device: torch.device) -> None:
+    """Make one call of a variant, with its backward pass if the direction asks for it."""
     operation = find_operation(study.operation)
-    case = study.case(study.shape(place.shape))
-    inputs = make_inputs(operation, case, device, 0, place.direction)
-    callee = Callee.variant(operation, place.variant)
+    case = study.case(study.shape(call.shape))
+    inputs = make_inputs(operation, case, device, 0, call.direction)
+    candidate = Candidate.variant(operation, call.variant)
     if inputs.differentiable:
-        inputs.output_gradients = draw_gradients(callee(Inputs(inputs.arguments)), case.dtype, 0)
-    callee(inputs)
+        inputs.output_gradients = draw_gradients(candidate(Inputs(inputs.arguments)), case.dtype, 0)
+    candidate(inputs)
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -1,8 +1,8 @@
-"""Count the DRAM bytes of a call: by the hardware's counters through NVIDIA's ``ncu``, else by arithmetic; the result says which.
+"""Count the DRAM bytes of a call with NVIDIA's ``ncu``, or compute them by arithmetic. The result says which.
 
-One child process (:mod:`onelaunch.workbench.measure.count_child`) runs under ``ncu`` for many requests at once, each in an NVTX
-range of its own. It calls over rotated inputs larger than three last-level caches after a full untimed rotation, with the caches
-left as they are: in that steady state all compulsory traffic reaches DRAM, write-backs included.
+One child process (:mod:`onelaunch.workbench.measure.count_child`) runs under ``ncu`` for many requests, each in an NVTX range of
+its own. It calls over rotated inputs that exceed three last-level caches, after one full rotation that is not counted. ``ncu``
+leaves the caches alone. In this steady state all compulsory traffic reaches DRAM, including write-backs.
 """
 
 from __future__ import annotations
@@ -29,21 +29,24 @@ from onelaunch.operation import Case, Cost, Direction, Operation
 from onelaunch.workbench.result import Traffic
 
 READ, WRITTEN = "dram__bytes_read.sum", "dram__bytes_write.sum"
+"""Metrics of ``ncu`` for the bytes that are read from DRAM and written to it."""
 
 METRICS = (READ, WRITTEN, "lts__t_bytes.sum", "gpu__time_duration.sum")
-"""At most four, so that one pass over each kernel is enough and nothing is replayed."""
+"""Metrics to collect. They are at most four, so that one pass over each kernel suffices and no kernel is replayed."""
 
 RANGE = "onelaunch_count_"
+"""Prefix of the NVTX range of a request; the index of the request follows."""
 
 MOST_KERNELS = 20_000
-"""Most kernels that one child process profiles."""
+"""Largest number of kernels that one child process profiles."""
 
 UNITS = {"byte": 1.0, "Kbyte": 1e3, "Mbyte": 1e6, "Gbyte": 1e9, "Tbyte": 1e12}
+"""Bytes by the unit names of ``ncu``."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """One call whose bytes are wanted."""
+    """Description of a call that is to be counted."""
 
     case: Case
     variant: str
@@ -54,7 +57,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Counted:
-    """Sums over the kernels of one NVTX range."""
+    """Sums over the kernels of one NVTX range: bytes read, bytes written, number of kernels."""
 
     read: float = 0.0
     written: float = 0.0
@@ -65,7 +68,7 @@ class Counted:
 
 
 class CountFailed(RuntimeError):
-    """The profiler gave no numbers; the message says why."""
+    """Error of a profiler that gave no numbers. The message says why."""
 
 
 def count(
@@ -79,7 +82,7 @@ def count(
     seed: int = 0,
     timeout_seconds: float = 240.0,
 ) -> Traffic:
-    """DRAM bytes of one call of a variant (or control); see :func:`count_all`, which is faster for several."""
+    """Return the DRAM bytes of one call of a variant or control. For several calls :func:`count_all` is faster."""
     request = Request(case, variant, direction, control)
     return count_all(operation, [request], device=device, seed=seed, timeout_seconds=timeout_seconds)[0]
 
@@ -92,10 +95,10 @@ def count_all(
     seed: int = 0,
     timeout_seconds: float = 600.0,
 ) -> list[Traffic]:
-    """DRAM bytes of several calls, in the order of the requests, profiled in one child process.
+    """Return the DRAM bytes of each requested call, all profiled in one child process.
 
-    Never raises for a profiler that is missing, not permitted or too slow: what could not be counted comes from :func:`analytic`,
-    with a note that says why.
+    A profiler that is missing, not permitted or too slow is no error. The bytes that could not be counted are computed by
+    :func:`analytic`, with a note that says why.
     """
     device = torch.device(device)
     try:
@@ -111,7 +114,7 @@ def count_all(
 
 
 def analytic(cost: Cost, because: str = "") -> Traffic:
-    """Return the fewest bytes by arithmetic: all under ``read`` where the cost does not tell reads from writes."""
+    """Return the fewest bytes by arithmetic. If the cost does not say how many are written, all count as read."""
     written = cost.written or 0
     note = "fewest bytes by arithmetic" + (", reads and writes together" if cost.written is None else "")
     note = f"{note} ({because})" if because else note
@@ -119,18 +122,19 @@ def analytic(cost: Cost, because: str = "") -> Traffic:
 
 
 def parse(text: str) -> dict[int, Counted]:
-    """Sums per request from ``ncu --csv --page raw --print-units base``: a header, a row of units, a row per kernel.
+    """Return the sums by request from the output of ``ncu --csv --page raw --print-units base``.
 
-    A kernel belongs to the request whose range its NVTX columns name.
+    The output is a header, a row of units, and a row for each kernel. A kernel belongs to the request whose NVTX range its row
+    names.
 
     Raises:
-        CountFailed: there is no table, a metric is missing or in a unit that is not of bytes; with the profiler's own error if it
+        CountFailed: There is no table, or a metric is missing or not in bytes. The message holds the profiler's own error if it
             gave one.
     """
     lines = text.splitlines()
     start = next((index for index, line in enumerate(lines) if line.startswith('"ID"')), None)
     if start is None:
-        raise CountFailed(_own_words(text) or "ncu gave no table")
+        raise CountFailed(_error_line(text) or "ncu gave no table")
     rows = csv.DictReader(io.StringIO("\n".join(lines[start:])))
     if missing := [name for name in (READ, WRITTEN) if name not in (rows.fieldnames or ())]:
         raise CountFailed(f"ncu gave no {' and no '.join(missing)}")
@@ -149,7 +153,7 @@ def parse(text: str) -> dict[int, Counted]:
 
 
 def command(ncu: str, log: Path, specification: Path, requests: int) -> list[str]:
-    """The profiler's command line round the child process."""
+    """Return the command line that runs the child process under the profiler."""
     include = [part for index in range(requests) for part in ("--nvtx-include", f"{RANGE}{index}/")]
     return [
         *(ncu, "--metrics", ",".join(METRICS), "--clock-control", "none", "--cache-control", "none"),
@@ -162,28 +166,29 @@ def command(ncu: str, log: Path, specification: Path, requests: int) -> list[str
 def _profile(
     operation: Operation[..., Any], requests: Sequence[Request], device: torch.device, seed: int, timeout_seconds: float
 ) -> list[Traffic | str]:
-    """Per request its traffic, or why it could not be counted."""
+    """Return for each request its traffic, or the reason why it could not be counted."""
     if (ncu := find_ncu()) is None:
         raise CountFailed("ncu is not installed")
     with tempfile.TemporaryDirectory(prefix="onelaunch-count-") as folder:
         specification, log, report = (Path(folder) / name for name in ("requests.json", "ncu.csv", "report.json"))
         specification.write_text(json.dumps(_specification(operation, requests, device, seed, report)), encoding="utf-8")
-        said, code = _run(command(ncu, log, specification, len(requests)), timeout_seconds)
+        printed, code = _run(command(ncu, log, specification, len(requests)), timeout_seconds)
         text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
         if code != 0 and '"ID"' not in text:
-            raise CountFailed(_own_words(text + said) or f"ncu ended with code {code}: {said.strip()[-200:]}")
+            raise CountFailed(_error_line(text + printed) or f"ncu ended with code {code}: {printed.strip()[-200:]}")
         sums = parse(text)
         outcomes = json.loads(report.read_text(encoding="utf-8")) if report.exists() else {}
     if sum(found.kernels for found in sums.values()) >= MOST_KERNELS:
-        sums.pop(max(sums))  # cut off in the middle
+        sums.pop(max(sums))  # the limit cut this request off, so its sum is incomplete
     return [_traffic(sums.get(index), outcomes.get(str(index), {})) for index in range(len(requests))]
 
 
 def _traffic(found: Counted | None, outcome: dict[str, Any]) -> Traffic | str:
+    """Return the bytes per call of one request, or the reason why there is no number."""
     if error := outcome.get("error"):
         return str(error)
     if found is None or not outcome.get("calls"):
-        return "ncu counted no kernel of it"
+        return "ncu counted no kernel of this call"
     calls = outcome["calls"]
     note = (
         f"mean of {calls} calls over {outcome['sets']} rotated input sets, {found.kernels / calls:g} kernels a call, "
@@ -195,6 +200,7 @@ def _traffic(found: Counted | None, outcome: dict[str, Any]) -> Traffic | str:
 def _specification(
     operation: Operation[..., Any], requests: Sequence[Request], device: torch.device, seed: int, report: Path
 ) -> dict[str, Any]:
+    """Return the JSON description of the requests for the child process."""
     return {
         "operation": operation.name,
         "module": operation.__module__,
@@ -216,7 +222,11 @@ def _specification(
 
 
 def _run(arguments: list[str], timeout_seconds: float) -> tuple[str, int]:
-    """Run to the end; what was printed, and the exit code. :class:`CountFailed` when it takes too long or does not start."""
+    """Run a command to its end, and return what it printed and its exit code.
+
+    Raises:
+        CountFailed: It does not start, or takes longer than ``timeout_seconds``.
+    """
     paths = [str(Path(onelaunch.__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
     try:
@@ -232,17 +242,17 @@ def _run(arguments: list[str], timeout_seconds: float) -> tuple[str, int]:
     except OSError as error:
         raise CountFailed(f"ncu does not start: {error}") from error
     try:
-        said, _ = process.communicate(timeout=timeout_seconds)
-    except BaseException as error:  # the profiler's child must not outlive it, whatever ended the wait
+        printed, _ = process.communicate(timeout=timeout_seconds)
+    except BaseException as error:  # whatever ended the wait, the whole process group must end, the profiled child included
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
         if isinstance(error, subprocess.TimeoutExpired):
             raise CountFailed(f"ncu took more than {timeout_seconds:g} s") from error
         raise
-    return said, process.returncode
+    return printed, process.returncode
 
 
-def _own_words(text: str) -> str | None:
+def _error_line(text: str) -> str | None:
     """Return the profiler's first error line, if there is one."""
     found = re.search(r"==ERROR==\s*(.+)", text)
     return f"ncu: {found.group(1).strip()}" if found else None

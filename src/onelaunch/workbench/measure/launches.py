@@ -1,8 +1,9 @@
-"""Count what one call launches, and the barriers over the grid that its kernel meets at.
+"""Count the launches of one call, and its grid barriers.
 
-Launches are the kernels, copies and fills of a CUDA graph that the call is captured in. A graph holds what the device is given,
-whoever launched it: libraries, compilers and the backward pass included. No profiler has to be permitted for that. Barriers are
-counted by the kernel itself: a variant whose kernel does so has a tag ``barriers``, which runs a call and reads the counter.
+Launches are the kernels, copies and fills in a CUDA graph that captures the call. The graph holds all work of the device,
+including that of libraries, compiled code and the backward pass. No permission to profile is needed. Grid barriers are counted by
+the kernel itself: a variant whose kernel counts them has the capability ``barriers``, a function that makes a call and reads the
+counter.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ from onelaunch.cuda.driver import accept, library
 from onelaunch.operation import Operation
 from onelaunch.workbench.measure.count import Request
 from onelaunch.workbench.measure.sampling import WARM_UP_CALLS, capture
-from onelaunch.workbench.verify.calls import Callee, Inputs, draw_gradients, make_inputs, status_of
+from onelaunch.workbench.verify.calls import Candidate, Inputs, draw_gradients, make_inputs, status_of
 
 LAUNCHES = (0, 1, 2)
-"""The driver's kinds of nodes that are work of their own for the device: kernels, copies, fills."""
+"""Types of graph nodes that are work for the device, by their ``CUgraphNodeType``: kernel, memcpy and memset."""
 
 
 def count_launches(
@@ -30,7 +31,7 @@ def count_launches(
     device: torch.device | str = "cpu",
     seed: int = 0,
 ) -> list[int | str]:
-    """Return the launches of one call for each request, or why they could not be counted, in the order of the requests."""
+    """Return for each request the number of launches of one call, or the reason why they could not be counted."""
     device = torch.device(device)
     if device.type != "cuda" or torch.version.hip:
         return ["launches are counted on NVIDIA GPUs only"] * len(requests)
@@ -44,44 +45,47 @@ def count_barriers(
     device: torch.device | str = "cpu",
     seed: int = 0,
 ) -> list[int | str]:
-    """Return the barriers over the grid in one call for each request, or why they could not be counted, in their order."""
+    """Return for each request the number of grid barriers in one call, or the reason why they could not be counted."""
     device = torch.device(device)
     return [_or_why_not(_barriers, operation, request, device, seed) for request in requests]
 
 
-ABOUT = "the nodes of a captured graph"
-"""Object of the driver's errors here."""
+GRAPH_NODES = "the nodes of a captured graph"
+"""Object that errors of the driver name."""
 
 
 def launches_in(graph: torch.cuda.CUDAGraph) -> int:
-    """Return the number of kernels, copies and fills in a captured graph, made with ``keep_graph=True``.
+    """Return the number of kernels, copies and fills in a captured graph, which must be made with ``keep_graph=True``.
 
     Raises:
-        DriverError: The driver does not tell what the graph holds.
+        DriverError: The driver cannot list the nodes of the graph.
     """
     driver, handle, size = library(), ctypes.c_void_p(graph.raw_cuda_graph()), ctypes.c_size_t()
-    accept("cuGraphGetNodes", driver.cuGraphGetNodes(handle, None, ctypes.byref(size)), ABOUT)
+    accept("cuGraphGetNodes", driver.cuGraphGetNodes(handle, None, ctypes.byref(size)), GRAPH_NODES)
     nodes, kind = (ctypes.c_void_p * size.value)(), ctypes.c_int()
     if size.value:
-        accept("cuGraphGetNodes", driver.cuGraphGetNodes(handle, nodes, ctypes.byref(size)), ABOUT)
+        accept("cuGraphGetNodes", driver.cuGraphGetNodes(handle, nodes, ctypes.byref(size)), GRAPH_NODES)
     found = 0
     for node in nodes:
-        accept("cuGraphNodeGetType", driver.cuGraphNodeGetType(ctypes.c_void_p(node), ctypes.byref(kind)), ABOUT)
+        accept("cuGraphNodeGetType", driver.cuGraphNodeGetType(ctypes.c_void_p(node), ctypes.byref(kind)), GRAPH_NODES)
         found += kind.value in LAUNCHES
     return found
 
 
 Count = Callable[[Operation[..., Any], Request, torch.device, int], int | str]
+"""Function that counts one request on a device with a seed, and returns the count or the reason why there is none."""
 
 
 def _or_why_not(count: Count, operation: Operation[..., Any], request: Request, device: torch.device, seed: int) -> int | str:
+    """Return a count, or the message of the exception that prevented it."""
     try:
         return count(operation, request, device, seed)
-    except Exception as error:  # noqa: BLE001 - whatever a variant does wrong here, the others are counted
+    except Exception as error:  # noqa: BLE001 - the other requests are counted whatever this variant raises
         return status_of(error)[1]
 
 
 def _barriers(operation: Operation[..., Any], request: Request, device: torch.device, seed: int) -> int | str:
+    """Count the grid barriers of one call, or return the reason why they cannot be counted."""
     counter = None if request.control else operation.get(request.variant).capabilities.barriers
     if counter is None:
         return "its kernels count none"
@@ -91,16 +95,17 @@ def _barriers(operation: Operation[..., Any], request: Request, device: torch.de
 
 
 def _launches(operation: Operation[..., Any], request: Request, device: torch.device, seed: int) -> int:
+    """Count the kernels, copies and fills of one call, captured in a CUDA graph after warming up."""
     control = operation.controls[request.variant] if request.control else None
-    callee = Callee.variant(operation, request.variant) if control is None else Callee.control(operation, control)
+    candidate = Candidate.variant(operation, request.variant) if control is None else Candidate.control(operation, control)
     inputs = make_inputs(operation, request.case, device, seed, request.direction)
     stream, graph = torch.cuda.Stream(device), torch.cuda.CUDAGraph(keep_graph=True)
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
         if inputs.differentiable:
-            inputs.output_gradients = draw_gradients(callee(Inputs(inputs.arguments)), request.case.dtype, seed)
+            inputs.output_gradients = draw_gradients(candidate(Inputs(inputs.arguments)), request.case.dtype, seed)
         for _ in range(WARM_UP_CALLS):
-            callee(inputs)
+            candidate(inputs)
         stream.synchronize()
-    capture(callee, [inputs], 1, graph, stream)
+    capture(candidate, [inputs], 1, graph, stream)
     return launches_in(graph)

@@ -1,7 +1,7 @@
-"""Samples of one subject's time: plain calls on a CPU, CUDA-graph replay on a GPU.
+"""Samplers of one candidate's time: plain calls on a CPU, CUDA-graph replay on a GPU.
 
-A sampler is prepared once (compile, warm up, capture) and then asked for samples, one per regime and round. What the timed calls
-left in their outputs can be taken afterwards, to be verified.
+A sampler is prepared once (compile, warm up, capture) and then asked for samples, one per regime and round. Afterwards the
+outputs of the timed calls can be read, to be verified.
 """
 
 from __future__ import annotations
@@ -19,147 +19,153 @@ from onelaunch import cuda
 from onelaunch.device.hardware import describe, free_memory
 from onelaunch.wording import in_a_line
 from onelaunch.workbench.result import Regime, Status
-from onelaunch.workbench.verify.calls import Answer, Callee, Inputs, status_of
+from onelaunch.workbench.verify.calls import Candidate, Inputs, OutputTensors, status_of
 from onelaunch.workbench.verify.poison import poison
-from onelaunch.workbench.verify.truth import Truth
+from onelaunch.workbench.verify.reference import Reference
 
 CACHES = 3.0
-"""The rotated inputs are larger than so many last-level caches."""
+"""Size of all rotated inputs together, in last-level caches. Each call then finds its inputs in memory, not in the cache."""
 
 GPU_SAMPLE_SECONDS = 2e-3
-"""A GPU sample takes at least this long: an event's resolution and the gaps round a graph are then below 0.1 %."""
+"""Least length of a GPU sample. The resolution of events and the gaps before and after a graph are then below 0.1 % of it."""
 
 CPU_SAMPLE_SECONDS = 5e-3
+"""Least length of a CPU sample."""
 
 LONG_SAMPLE_SECONDS = 50e-3
-"""A sample is never made longer than this by more calls: slow variants are called once."""
+"""Length beyond which no more calls are added to a sample. A variant that is slower than this is called once."""
 
 MOST_CALLS = 4096
+"""Largest number of calls in a sample, and of input sets."""
 
 SHARE_OF_MEMORY = 0.25
+"""Largest fraction of the free memory that the input sets and their outputs may take."""
 
 WARM_UP_CALLS = 3
+"""Number of untimed calls that come first."""
 
 
 class Sampler(Protocol):
-    """Times one subject."""
+    """Sampler of the time of one candidate."""
 
     peak_bytes: int | None
-    """Most memory in use above the inputs during one call; ``None`` where it is not measured."""
+    """Peak memory of one call in bytes, without the inputs; ``None`` where it is not measured."""
     refused: dict[Regime, tuple[Status, str]]
-    """Regimes that the subject cannot be timed in, after :meth:`prepare`."""
+    """Regimes in which the candidate cannot be timed, each with status and reason; known after :meth:`prepare`."""
 
     def prepare(self, regimes: Sequence[Regime]) -> None:
-        """Do everything that must not be timed."""
+        """Compile, warm up and capture, so that none of this is timed."""
         ...
 
     def sample(self, regime: Regime) -> float:
-        """Return the microseconds of one call, over as many calls as the sample needs."""
+        """Return the mean microseconds of a call over the calls of one sample."""
         ...
 
-    def answers(self, regime: Regime) -> Iterator[Answer]:
-        """Yield the results of timed calls."""
+    def outputs(self, regime: Regime) -> Iterator[OutputTensors]:
+        """Yield the outputs of timed calls."""
         ...
 
 
 @dataclass
 class Rotation:
-    """Input sets of the same contents in different storage, shared by all subjects of a measurement.
+    """Input sets with the same contents in different storage, shared by all candidates of a measurement.
 
-    The same contents, so that the outputs of any of them can be verified against one oracle.
+    Because their contents are the same, the outputs of every set can be judged by one reference.
     """
 
-    truth: Truth
+    reference: Reference
     sets: list[Inputs]
     full: bool
-    """True if the sets together are larger than three caches; memory may be too small for it, or the sets too tiny."""
+    """True if the sets together exceed three last-level caches. False if memory is too small for that, or the sets too tiny."""
     stream: torch.cuda.Stream | None = None
-    """On a GPU: where everything is captured, replayed and timed."""
+    """Stream on which calls are captured, replayed and timed; ``None`` on a CPU."""
     _next: int = field(default=0, init=False)
 
     def next(self) -> Inputs:
-        """Return the set that was used longest ago, whoever used it."""
+        """Return the least recently used set, over all candidates."""
         self._next = (self._next + 1) % len(self.sets)
         return self.sets[self._next]
 
     @property
     def note(self) -> str:
-        """How the rotation came out, in a sentence."""
+        """Number and size of the input sets, in a sentence for the result."""
         size = sum(one.nbytes for one in self.sets) / 2**20
         short = "" if self.full else f"; too few to exceed {CACHES:g} last-level caches"
         return f"{len(self.sets)} input sets rotated, {size:.0f} MiB in all{short}"
 
 
-def rotate(truth: Truth, device: torch.device) -> Rotation:
-    """Make as many input sets as exceed three last-level caches, as far as memory allows."""
-    results = sum(value.numel() * truth.case.dtype.itemsize for value in truth.expected.values() if value is not None)
-    count, full = count_sets(truth.inputs.nbytes, results, device)
+def rotate(reference: Reference, device: torch.device) -> Rotation:
+    """Make enough input sets to exceed three last-level caches, as far as memory allows."""
+    output_bytes = sum(
+        value.numel() * reference.case.dtype.itemsize for value in reference.expected.values() if value is not None
+    )
+    count, full = count_sets(reference.inputs.nbytes, output_bytes, device)
     stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-    return Rotation(truth, [truth.inputs.clone() for _ in range(count)], full, stream)
+    return Rotation(reference, [reference.inputs.clone() for _ in range(count)], full, stream)
 
 
-def count_sets(input_bytes: int, result_bytes: int, device: torch.device) -> tuple[int, bool]:
-    """Return how many input sets to rotate through, and whether their inputs exceed three last-level caches.
+def count_sets(input_bytes: int, output_bytes: int, device: torch.device) -> tuple[int, bool]:
+    """Return the number of input sets to rotate through, and whether their inputs exceed three last-level caches.
 
-    Each set's results are kept too; all together take at most a quarter of the free memory.
+    The outputs of each set stay allocated too. Inputs and outputs together take at most a quarter of the free memory.
     """
     one = max(input_bytes, 1)
     wanted = int(CACHES * describe(str(device)).cache_bytes) // one + 2
-    fit = int(SHARE_OF_MEMORY * free_memory(device)) // (one + result_bytes)
+    fit = int(SHARE_OF_MEMORY * free_memory(device)) // (one + output_bytes)
     count = max(1, min(wanted, fit, MOST_CALLS))
     return count, count == wanted
 
 
-def make_sampler(callee: Callee, rotation: Rotation, device: torch.device) -> Sampler:
+def make_sampler(candidate: Candidate, rotation: Rotation, device: torch.device) -> Sampler:
     """Return the sampler for a device."""
     if rotation.stream is None:
-        return CpuSampler(callee, rotation)
-    return GpuSampler(callee, rotation, device, rotation.stream)
+        return CpuSampler(candidate, rotation)
+    return GpuSampler(candidate, rotation, device, rotation.stream)
 
 
 class CpuSampler:
-    """Plain calls between two readings of the clock."""
+    """Sampler that times plain calls by the host's clock."""
 
-    def __init__(self, callee: Callee, rotation: Rotation) -> None:
+    def __init__(self, candidate: Candidate, rotation: Rotation) -> None:
         self.peak_bytes: int | None = None
         self.refused: dict[Regime, tuple[Status, str]] = {}
-        self._callee = callee
+        self._candidate = candidate
         self._rotation = rotation
         self._calls = 1
-        self._last: dict[Regime, Answer] = {}
+        self._last: dict[Regime, OutputTensors] = {}
 
     def prepare(self, regimes: Sequence[Regime]) -> None:
-        """Warm up, and decide how many calls make a sample."""
+        """Warm up, and choose the number of calls in a sample."""
         seconds = math.inf
         for call in range(WARM_UP_CALLS):
             start = time.perf_counter()
-            self._callee(self._rotation.next())
+            self._candidate(self._rotation.next())
             seconds = min(seconds, time.perf_counter() - start)
             if call and seconds > LONG_SAMPLE_SECONDS:
                 break
         self._calls = max(1, min(MOST_CALLS, round(CPU_SAMPLE_SECONDS / max(seconds, 1e-9))))
 
     def sample(self, regime: Regime) -> float:
-        """Return the mean over the calls of one sample; the warm regime first calls once untimed."""
+        """Return the mean microseconds of a call. In the warm regime one untimed call comes first, which fills the caches."""
         if regime == "warm":
-            self._callee(self._rotation.sets[0])
+            self._candidate(self._rotation.sets[0])
         spent = 0.0
         for _ in range(self._calls):
             inputs = self._rotation.sets[0] if regime == "warm" else self._rotation.next()
             start = time.perf_counter()
-            answer = self._callee(inputs)
+            outputs = self._candidate(inputs)
             spent += time.perf_counter() - start
-            self._last[regime] = answer
+            self._last[regime] = outputs
         return 1e6 * spent / self._calls
 
-    def answers(self, regime: Regime) -> Iterator[Answer]:
-        """Yield the results of the last timed call."""
+    def outputs(self, regime: Regime) -> Iterator[OutputTensors]:
+        """Yield the outputs of the last timed call."""
         if regime in self._last:
             yield self._last[regime]
 
 
 class CaptureFailed(RuntimeError):
-    """Calls that no CUDA graph can hold: they synchronise, or read on the host."""
+    """Error of calls that cannot be captured in a CUDA graph, such as those that synchronise or read a value on the host."""
 
 
 @dataclass
@@ -169,37 +175,37 @@ class Capture:
     graph: torch.cuda.CUDAGraph
     calls: int
     sets: list[Inputs]
-    answers: list[Answer]
-    """Results of the last call on every set: each writes to its own memory, as the next layer of a model would find it."""
+    outputs: list[OutputTensors]
+    """Outputs of the last call on every set. Each call writes to memory of its own, as in a model, whose next layer reads it."""
     launch_seconds: float = 0.0
-    """Host time of one replay: how long the stream is held up so that the host cannot be what is timed."""
+    """Host time of launching the graph. The stream is first blocked for longer than this, so that a sample times the device."""
 
 
 class GpuSampler:
-    """CUDA-graph replay (cold, warm), and calls from Python (eager), timed by events on one side stream."""
+    """Sampler for a GPU: CUDA-graph replay (cold, warm) and calls from Python (eager), timed by events on a side stream."""
 
-    def __init__(self, callee: Callee, rotation: Rotation, device: torch.device, stream: torch.cuda.Stream) -> None:
+    def __init__(self, candidate: Candidate, rotation: Rotation, device: torch.device, stream: torch.cuda.Stream) -> None:
         self.peak_bytes: int | None = None
         self.refused: dict[Regime, tuple[Status, str]] = {}
-        self._callee = callee
+        self._candidate = candidate
         self._rotation = rotation
         self._device = device
         self._stream = stream
         self._flush: torch.Tensor | None = None
         self._captures: dict[Regime, Capture] = {}
         self._eager_calls = 1
-        self._eager_answer: Answer | None = None
+        self._eager_outputs: OutputTensors | None = None
 
     def prepare(self, regimes: Sequence[Regime]) -> None:
-        """Compile and warm up on the stream that captures, measure memory, capture the graphs."""
+        """Compile and warm up on the stream that captures, measure the peak memory, and capture the graphs."""
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             for _ in range(WARM_UP_CALLS):
-                self._callee(self._rotation.next())
+                self._candidate(self._rotation.next())
             self._stream.synchronize()
             self.peak_bytes = self._measure_peak()
             start = time.perf_counter()
-            self._callee(self._rotation.next())
+            self._candidate(self._rotation.next())
             self._stream.synchronize()
             seconds = time.perf_counter() - start
         self._eager_calls = _calls(seconds, GPU_SAMPLE_SECONDS)
@@ -210,10 +216,10 @@ class GpuSampler:
             try:
                 self._captures[regime] = self._prepare_capture(sets, most)
             except CaptureFailed as error:
-                self.refused[regime] = status_of(error)  # not the error: its traceback would keep the capture's memory
+                self.refused[regime] = status_of(error)  # not the error itself, whose traceback would hold the capture's memory
 
     def sample(self, regime: Regime) -> float:
-        """One replay, or as many eager calls as make a sample."""
+        """Return the mean microseconds of a call over one replay, or over the eager calls of one sample."""
         with torch.cuda.stream(self._stream):
             if regime == "eager":
                 return 1e6 * self._eager_seconds() / self._eager_calls
@@ -221,37 +227,37 @@ class GpuSampler:
             if regime == "warm":
                 capture.graph.replay()
             elif capture.calls < len(self._rotation.sets) or not self._rotation.full:
-                self._flush_caches()  # too few calls to displace each other
+                self._flush_caches()  # these calls are too few to evict each other's data
             return 1e6 * self._replay_seconds(capture) / capture.calls
 
-    def answers(self, regime: Regime) -> Iterator[Answer]:
-        """Yield what one more replay writes over poison (first and last set), or what the last eager call returned."""
+    def outputs(self, regime: Regime) -> Iterator[OutputTensors]:
+        """Yield the outputs of a replay over poisoned memory, for the first and last set; or those of the last eager call."""
         if regime == "eager":
-            if self._eager_answer is not None:
+            if self._eager_outputs is not None:
                 torch.cuda.synchronize(self._device)
-                yield self._eager_answer
+                yield self._eager_outputs
             return
         capture = self._captures[regime]
         with torch.cuda.stream(self._stream):
-            for answer in capture.answers:
-                for value in answer.values():
+            for outputs in capture.outputs:
+                for value in outputs.values():
                     if value is not None and _own_memory_per_element(value):
                         poison(value)
-            for inputs in capture.sets:  # a result may be part of an input
-                inputs.load(self._rotation.truth.inputs)
+            for inputs in capture.sets:  # an output may be a view of an input, which is poisoned then
+                inputs.load(self._rotation.reference.inputs)
             capture.graph.replay()
             self._stream.synchronize()
-        yield capture.answers[0]
-        if len(capture.answers) > 1:
-            yield capture.answers[-1]
+        yield capture.outputs[0]
+        if len(capture.outputs) > 1:
+            yield capture.outputs[-1]
 
     def _prepare_capture(self, sets: list[Inputs], most: int) -> Capture:
-        """Capture one rotation (or fewer calls, at most ``most``), and once more with more calls if that is too short to time."""
+        """Capture one rotation (at most ``most`` calls), and capture again with more calls if its replay is too short to time."""
         capture = self._capture(sets, min(len(sets), most))
         self._replay_seconds(capture)  # the first replay also uploads the graph
         needed = _calls(self._replay_seconds(capture) / capture.calls, GPU_SAMPLE_SECONDS)
         if len(sets) > 1 and (not self._rotation.full or needed <= len(sets)):
-            needed = min(needed, len(sets))  # a second round over too few sets would find them in the cache
+            needed = min(needed, len(sets))  # a second pass over so few sets would find them in the cache
         elif len(sets) > 1:
             needed = min(math.ceil(needed / len(sets)), max(1, MOST_CALLS // len(sets))) * len(sets)
         if needed > capture.calls:
@@ -262,9 +268,10 @@ class GpuSampler:
     def _capture(self, sets: list[Inputs], calls: int) -> Capture:
         used = sets[: min(calls, len(sets))]
         graph = torch.cuda.CUDAGraph()
-        return Capture(graph, calls, used, capture(self._callee, used, calls, graph, self._stream))
+        return Capture(graph, calls, used, capture(self._candidate, used, calls, graph, self._stream))
 
     def _replay_seconds(self, capture: Capture) -> float:
+        """Return the device time of one replay in seconds."""
         with torch.cuda.stream(self._stream):
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             torch.cuda._sleep(int(2e9 * (50e-6 + 2 * capture.launch_seconds)))  # noqa: SLF001 - cycles, at about 2 GHz
@@ -277,75 +284,80 @@ class GpuSampler:
         return start.elapsed_time(end) / 1e3
 
     def _eager_seconds(self) -> float:
+        """Return the device time of one sample of eager calls in seconds."""
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         self._stream.synchronize()
         sets = [self._rotation.next() for _ in range(self._eager_calls)]
-        answer: Answer = {}
+        outputs: OutputTensors = {}
         if sets[0].differentiable:
             start.record()
             for inputs in sets:
-                answer = self._callee(inputs)
+                outputs = self._candidate(inputs)
             end.record()
-        else:  # nothing of ours between the caller and the public function
-            call, result = self._callee.call, None
+        else:  # the timed loop calls the public function directly, without code of the workbench in between
+            call, result = self._candidate.call, None
             with torch.no_grad():
                 start.record()
                 for inputs in sets:
                     result = call(**inputs.arguments)
                 end.record()
-            answer = self._callee.name_results(result, sets[-1].arguments)
+            outputs = self._candidate.name_outputs(result, sets[-1].arguments)
         end.synchronize()
-        self._eager_answer = answer
+        self._eager_outputs = outputs
         return start.elapsed_time(end) / 1e3
 
     def _flush_caches(self) -> None:
+        """Evict everything from the last-level cache by writing a buffer of three times its size."""
         if self._flush is None:
             size = int(CACHES * describe(str(self._device)).cache_bytes)
             self._flush = torch.empty(size, dtype=torch.int8, device=self._device)
         self._flush.zero_()
 
     def _measure_peak(self) -> int:
-        """Return the most that PyTorch's allocator had given out during one call, above what it had given out before.
+        """Return the peak of PyTorch's allocated bytes during one call, minus the bytes that were allocated before it.
 
-        One call from Python after warming up, outside of any graph. Inputs and incoming gradients are there before and do not
-        count; all that the call makes does: results, and with a backward pass what is kept for it and the gradients of the
-        inputs. Nor is counted what a variant keeps between calls, or what a library takes past PyTorch's allocator.
+        The call is made from Python after warming up, outside of any graph. Inputs and incoming gradients are allocated before
+        it and do not count. Everything that the call allocates counts: outputs, workspaces, and with a backward pass the saved
+        tensors and the gradients of the inputs. Memory that a variant caches between calls does not count, nor does memory that a
+        library allocates without PyTorch's allocator.
         """
-        gc.collect()  # garbage of earlier calls that went during this one would hide some of it
+        gc.collect()  # if garbage of earlier calls were freed during this call, the peak would come out too low
         torch.cuda.reset_peak_memory_stats(self._device)
         before = torch.cuda.memory_allocated(self._device)
-        answer = self._callee(self._rotation.next())
+        outputs = self._candidate(self._rotation.next())
         self._stream.synchronize()
         peak = torch.cuda.max_memory_allocated(self._device) - before
-        del answer
+        del outputs
         return peak
 
 
 def capture(
-    callee: Callee, sets: Sequence[Inputs], calls: int, graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream
-) -> list[Answer]:
-    """Capture so many calls in a graph, over the sets in turn, and return the answers of the last call on every set.
+    candidate: Candidate, sets: Sequence[Inputs], calls: int, graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream
+) -> list[OutputTensors]:
+    """Capture ``calls`` calls in a graph, on the sets in turn, and return the outputs of the last call on every set.
 
     Raises:
-        CaptureFailed: with what the callee raised.
+        CaptureFailed: The candidate raised during the capture. The message holds its error.
     """
-    answers: list[Answer] = [{} for _ in sets]
+    outputs: list[OutputTensors] = [{} for _ in sets]
 
     def call_all() -> None:
         for call in range(calls):
-            answers[call % len(sets)] = callee(sets[call % len(sets)])
+            outputs[call % len(sets)] = candidate(sets[call % len(sets)])
 
-    gc.collect()  # what garbage holds is given back before, so that the calls find the same room as others did
+    gc.collect()  # frees the memory that garbage holds, so that every candidate finds the same free memory
     try:
         cuda.capture(call_all, graph, stream)
     except Exception as error:
         raise CaptureFailed(f"cannot be captured in a CUDA graph: {in_a_line(error)}") from error
-    return answers
+    return outputs
 
 
 def _calls(seconds: float, sample_seconds: float) -> int:
+    """Return the number of calls of this length that fill a sample."""
     return max(1, min(MOST_CALLS, math.ceil(sample_seconds / max(seconds, 1e-9))))
 
 
 def _own_memory_per_element(tensor: torch.Tensor) -> bool:
+    """Return whether each element has its own memory. Expanded tensors share it and cannot be filled."""
     return all(step or size < 2 for step, size in zip(tensor.stride(), tensor.shape, strict=True))

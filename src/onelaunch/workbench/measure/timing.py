@@ -1,7 +1,9 @@
-"""Time several subjects together, fairly: verified first, interleaved, with an A/A run, verified again afterwards.
+"""Time several candidates (variants and controls) together, so that their times can be compared.
 
-Regimes (see :data:`onelaunch.workbench.result.Regime`) are timed in every round, subjects in rotating and reversed order, so that
-what drifts (clocks, temperature, a neighbour) falls on all alike. Ratios between subjects are to be taken round by round.
+Each candidate is verified first, and its timed outputs are verified again afterwards. Every round times all candidates in all
+regimes (:data:`onelaunch.workbench.result.Regime`). Their order rotates and reverses from round to round, so that a drift of
+clocks or temperature, or other work on the machine, affects all of them alike. Ratios between candidates are to be taken round by
+round. The baseline takes part twice; the ratio of its two copies (A/A run) is the noise.
 """
 
 from __future__ import annotations
@@ -20,31 +22,32 @@ from onelaunch.workbench.measure.sampling import Rotation, Sampler, make_sampler
 from onelaunch.workbench.result import Noise, Regime, Status, Timing, Verdict
 from onelaunch.workbench.study import LOOPS
 from onelaunch.workbench.study.plan import missing_package
-from onelaunch.workbench.verify import Judge, judge_answer
-from onelaunch.workbench.verify.calls import Callee, status_of
-from onelaunch.workbench.verify.truth import Truth
+from onelaunch.workbench.verify import Judge, judge_outputs
+from onelaunch.workbench.verify.calls import Candidate, status_of
+from onelaunch.workbench.verify.reference import Reference
 
 AGAIN = " again"
-"""Ends the hidden name of the baseline's second copy, whose ratio to the first is the noise."""
+"""Suffix of the hidden name of the baseline's second copy, whose ratio to the first is the noise."""
 
 ALL_REGIMES: tuple[Regime, ...] = ("cold", "warm", "eager")
+"""Regimes that every operation has. The regimes of steps in a row need a loop of the operation."""
 
 LEAST_ROUNDS = 3
-"""Rounds that are measured even when the time is up: fewer give no interval."""
+"""Number of rounds that are measured even if the time cap is reached, because fewer give no interval."""
 
 WARM_UP_SECONDS = {"cuda": 1.0, "cpu": 0.2}
-"""Seconds of mixed load before the first round, so that clocks and temperature have settled."""
+"""Seconds by device type for which all candidates run before the first round, so that clocks and temperature settle."""
 
-BELOW_FLOOR = 0.95
-"""Share of its roofline bound below which a time is not believed."""
+BELOW_BOUND = 0.95
+"""Fraction of its roofline bound below which a cold time is invalid. The 5 % allow for errors of the measured peaks."""
 
 Progress = Callable[[str, int, int], None]
-"""Called with what is being done, how much of it is done, and how much there is."""
+"""Callback for progress: the name of the step, the number of its items that are done, and the number of all its items."""
 
 
 @dataclass
-class Subject:
-    """One variant or control, and what became of it."""
+class CandidateResult:
+    """Outcome of one variant or control: its status, verdict and times."""
 
     name: str
     control: bool = False
@@ -59,16 +62,17 @@ class Subject:
 class Measurements:
     """Measurements of one case in one direction."""
 
-    subjects: dict[str, Subject]
+    candidates: dict[str, CandidateResult]
+    """Outcomes by the name of the variant or control."""
     noise: tuple[Noise, ...] = ()
     clocks: dict[str, float] = field(default_factory=dict)
-    """Medians over the rounds, as :attr:`onelaunch.workbench.result.Provenance.clocks`."""
+    """Medians over the rounds, with the keys of :attr:`onelaunch.workbench.result.Provenance.clocks`."""
     notes: tuple[str, ...] = ()
-    """How it was measured, in sentences: input sets, rounds, what cut it short."""
+    """Sentences on how it was measured: number of input sets, rounds, and the reason if it stopped early."""
 
 
 class Interrupted(KeyboardInterrupt):
-    """Ctrl-C during :func:`measure`; ``measurements`` hold the rounds that were finished, with status ``interrupted``."""
+    """Ctrl-C during :func:`measure`. ``measurements`` holds the finished rounds, with the status ``interrupted``."""
 
     def __init__(self, measurements: Measurements) -> None:
         super().__init__("interrupted while measuring")
@@ -96,27 +100,29 @@ def measure(
     """Verify, time and verify again several variants and controls of one operation at one case.
 
     Args:
-        operation: what is computed.
-        case: at which sizes, dtype and options.
+        operation: Operation to measure.
+        case: Sizes, dtype and options.
         direction: ``"forward_backward"`` times the call and the gradients of all its differentiable inputs together.
-        variants: names; one that cannot run, is wrong or raises is recorded with its status, and the others go on.
-        controls: names of the operation's controls, timed beside the variants.
-        baseline: the variant that is timed twice for the A/A run, of several the first that is correct; in the order of
-            ``variants`` by default.
-        regimes: which; those of steps in a row where the operation has such loops, forward and of variants alone.
-        rounds: how many samples of each subject and regime.
-        device: where.
-        seed: of the inputs.
-        floors: per name, the roofline bound: microseconds below which a cold time cannot be. Such a time becomes ``invalid``.
-        bounds_again: called where a cold time is below its bound, before it becomes ``invalid``: measures the device's peaks
-            again and returns the bounds that follow from them.
-        judge: keeps the oracle's answers; pass the same one for every measurement of a study.
-        time_cap_seconds: no new round begins after this (at least three are measured).
-        on_progress: is told how far it is.
+        variants: Names of the variants. One that cannot run, is incorrect or raises is recorded with its status; the others
+            continue.
+        controls: Names of the operation's controls that are timed in the same rounds.
+        baseline: Variant that is timed twice for the A/A run. Of several the first that has times is taken. By default they are
+            tried in the order of ``variants``.
+        regimes: Regimes to time. Those of steps in a row are timed only forward, only for variants, and only if the operation has
+            such loops.
+        rounds: Number of samples of each candidate and regime.
+        device: Device to run on.
+        seed: Seed of the inputs.
+        floors: Roofline bounds in microseconds by name. A cold time well below its bound becomes ``invalid``.
+        bounds_again: Function that measures the device's peaks again and returns the new bounds. It is called when a cold time is
+            below its bound, before the time becomes ``invalid``.
+        judge: Judge whose cache of oracle outputs is used. Pass the same one for every measurement of a study.
+        time_cap_seconds: Seconds after which no new round begins. Three rounds are always measured.
+        on_progress: Callback for the progress.
 
     Raises:
-        Interrupted: on Ctrl-C, with the finished rounds.
-        UnknownVariant: no variant of that name.
+        Interrupted: Ctrl-C was pressed. Holds the finished rounds.
+        UnknownVariant: A variant is not known.
     """
     session = _Session(
         operation=operation,
@@ -130,15 +136,15 @@ def measure(
         progress=on_progress or (lambda *_: None),
     )
     for name in variants:
-        session.add(name, Callee.variant(operation, name), None)
+        session.add(name, Candidate.variant(operation, name), None)
     for name in controls:
-        session.add(name, Callee.control(operation, operation.controls[name]), operation.controls[name])
+        session.add(name, Candidate.control(operation, operation.controls[name]), operation.controls[name])
     try:
         session.verify()
         session.prepare()
         session.take_rounds(rounds, time_cap_seconds)
         session.verify_again()
-        session.release()  # peaks are measured with buffers of their own
+        session.release()  # measuring the peaks again needs memory for buffers of its own
         return session.measurements(floors or {}, bounds_again)
     except KeyboardInterrupt:
         session.interrupt()
@@ -149,32 +155,33 @@ def measure(
 
 @dataclass
 class _Entry:
-    """A subject while it is measured."""
+    """A candidate while it is measured."""
 
-    subject: Subject
-    callee: Callee
-    part: Control | None
+    result: CandidateResult
+    candidate: Candidate
+    control: Control | None
     hidden: bool = False
+    """True for the second copy of the baseline, which :class:`Measurements` do not list."""
     sampler: Sampler | None = None
     loops: dict[Regime, Loop] = field(default_factory=dict)
     rounds: dict[Regime, list[float]] = field(default_factory=dict)
 
     @property
     def runs(self) -> bool:
-        return self.subject.status == "ok"
+        return self.result.status == "ok"
 
     def fail(self, error: Exception) -> None:
-        self.subject.status, self.subject.reason = status_of(error)
+        self.result.status, self.result.reason = status_of(error)
         self.release()
 
     def release(self) -> None:
-        """Free its memory."""
+        """Free the memory of its inputs, outputs and graphs."""
         self.sampler, self.loops = None, {}
 
 
 @dataclass
 class _Session:
-    """The steps of :func:`measure`; what earlier steps and rounds found stays when a later one is interrupted."""
+    """Steps of :func:`measure`. The findings of earlier steps and rounds stay if a later one is interrupted."""
 
     operation: Operation[..., Any]
     case: Case
@@ -188,34 +195,34 @@ class _Session:
     entries: dict[str, _Entry] = field(default_factory=dict)
     clocks: Clocks = field(init=False)
     notes: list[str] = field(default_factory=list)
-    steady: str | None = None
-    """The variant of the A/A run."""
+    aa_variant: str | None = None
+    """Name of the variant of the A/A run; ``None`` before it is chosen, or if no variant can be timed."""
 
     def __post_init__(self) -> None:
         self.clocks = Clocks(self.device)
 
-    def add(self, name: str, callee: Callee, part: Control | None) -> None:
-        self.entries[name] = _Entry(Subject(name, control=part is not None), callee, part)
+    def add(self, name: str, candidate: Candidate, control: Control | None) -> None:
+        self.entries[name] = _Entry(CandidateResult(name, control=control is not None), candidate, control)
 
     def verify(self) -> None:
-        """No time without a passing verdict."""
-        torch.compiler.reset()  # else compiled variants stop being compiled after a few cases, and say so only in a log
+        """Judge every candidate. One that does not pass is not timed."""
+        torch.compiler.reset()  # or torch.compile, after a few cases, silently runs its variants uncompiled
         for done, entry in enumerate(list(self.entries.values())):
             self.progress("verify", done, len(self.entries))
-            subject = entry.subject
-            subject.status, subject.reason = self._can_run(entry)
+            result = entry.result
+            result.status, result.reason = self._can_run(entry)
             if not entry.runs:
                 continue
             try:
-                subject.verdict = self._verdict(entry)
-            except Exception as error:  # noqa: BLE001 - whatever a variant raises is its result
+                result.verdict = self._verdict(entry)
+            except Exception as error:  # noqa: BLE001 - any exception of a variant is its result
                 entry.fail(error)
                 continue
-            if not subject.verdict.ok:
-                subject.status, subject.reason = "incorrect", subject.verdict.explain()
+            if not result.verdict.ok:
+                result.status, result.reason = "incorrect", result.verdict.explain()
 
     def prepare(self) -> None:
-        """Make the rotated inputs, compile, warm up and capture."""
+        """Make the rotated inputs, then compile, warm up and capture each candidate, and the A/A copy of the baseline."""
         ready = [entry for entry in self.entries.values() if entry.runs]
         if not ready:
             return
@@ -224,25 +231,25 @@ class _Session:
             self.progress("prepare", done, len(ready))
             try:
                 self._prepare(entry, rotations)
-            except Exception as error:  # noqa: BLE001 - see above
+            except Exception as error:  # noqa: BLE001 - any exception of a variant is its result
                 entry.fail(error)
         running = [name for name in self.baselines if name in self.entries and self.entries[name].runs]
         if running:
-            self.steady = running[0]
-            if self.steady != self.baselines[0]:
-                self.notes.append(f"The A/A run is of {self.steady}: {self.baselines[0]} has no time here.")
-            main = self.entries[self.steady]
-            again = _Entry(Subject(self.steady + AGAIN), main.callee, main.part, hidden=True)
+            self.aa_variant = running[0]
+            if self.aa_variant != self.baselines[0]:
+                self.notes.append(f"The A/A run is of {self.aa_variant}: {self.baselines[0]} has no time here.")
+            main = self.entries[self.aa_variant]
+            again = _Entry(CandidateResult(self.aa_variant + AGAIN), main.candidate, main.control, hidden=True)
             try:
                 self._prepare(again, rotations)
-            except Exception as error:  # noqa: BLE001 - without it there is no noise floor, which the notes say
+            except Exception as error:  # noqa: BLE001 - a measurement without a noise floor is still of use, and a note says so
                 self.notes.append(f"No A/A run: {status_of(error)[1]}.")
             else:
-                self.entries[again.subject.name] = again
-        self.notes += [f"{rotation.note}." for part, rotation in rotations.items() if part is None]
+                self.entries[again.result.name] = again
+        self.notes += [f"{rotation.note}." for control, rotation in rotations.items() if control is None]
 
     def take_rounds(self, rounds: int, time_cap_seconds: float) -> None:
-        """Samples of all subjects in all regimes, round by round."""
+        """Take samples of all candidates in all regimes, round by round, until the time cap."""
         self._warm_up()
         start = time.perf_counter()
         for index in range(rounds):
@@ -256,46 +263,47 @@ class _Session:
                 for name in order(tuple(name for name, entry in self.entries.items() if entry.runs), index)
                 if (sample := self._sample(self.entries[name], regime)) is not None
             ]
-            for name, regime, sample in taken:  # only whole rounds: ratios are taken round by round
+            for name, regime, sample in taken:  # an interrupted round is dropped, since ratios are taken round by round
                 self.entries[name].rounds.setdefault(regime, []).append(sample)
             self.clocks.sample()
 
     def verify_again(self) -> None:
-        """The outputs of the timed calls must still pass."""
+        """Judge the outputs of the timed calls; a candidate whose outputs do not pass becomes ``incorrect``."""
         for entry in self.entries.values():
             if not entry.runs or entry.sampler is None:
                 continue
-            truth = self._truth(entry)
+            reference = self._reference(entry)
             try:
                 verdicts = [
-                    (regime, judge_answer(truth, answer))
+                    (regime, judge_outputs(reference, outputs))
                     for regime in self.regimes
                     if regime not in LOOPS and regime not in entry.sampler.refused
-                    for answer in entry.sampler.answers(regime)
+                    for outputs in entry.sampler.outputs(regime)
                 ]
-                said = ((regime, loop.problem()) for regime, loop in entry.loops.items() if regime in entry.rounds)
-                problem = next(((regime, why) for regime, why in said if why is not None), None)
-            except Exception as error:  # noqa: BLE001 - see above
+                loop_problems = ((regime, loop.problem()) for regime, loop in entry.loops.items() if regime in entry.rounds)
+                problem = next(((regime, why) for regime, why in loop_problems if why is not None), None)
+            except Exception as error:  # noqa: BLE001 - any exception of a variant is its result
                 entry.fail(error)
                 continue
             if wrong := next(((regime, verdict) for regime, verdict in verdicts if not verdict.ok), None):
-                entry.subject.status = "incorrect"
-                entry.subject.reason = f"The outputs of the timed calls ({wrong[0]}) do not pass: {wrong[1].explain()}"
-                entry.subject.verdict = wrong[1]
+                entry.result.status = "incorrect"
+                entry.result.reason = f"The outputs of the timed calls ({wrong[0]}) do not pass: {wrong[1].explain()}"
+                entry.result.verdict = wrong[1]
             elif problem is not None:
-                entry.subject.status = "incorrect"
-                entry.subject.reason = f"The steps that were timed ({problem[0]}) are wrong: {problem[1]}"
+                entry.result.status = "incorrect"
+                entry.result.reason = f"The steps that were timed ({problem[0]}) are wrong: {problem[1]}"
             elif entry.sampler.refused:
-                entry.subject.status, entry.subject.reason = next(iter(entry.sampler.refused.values()))
+                entry.result.status, entry.result.reason = next(iter(entry.sampler.refused.values()))
 
     def interrupt(self) -> None:
+        """Mark every running candidate as interrupted, with the number of its finished rounds."""
         for entry in self.entries.values():
             if entry.runs:
                 count = max(map(len, entry.rounds.values()), default=0)
-                entry.subject.status, entry.subject.reason = "interrupted", f"interrupted after {count} rounds"
+                entry.result.status, entry.result.reason = "interrupted", f"interrupted after {count} rounds"
 
     def release(self) -> None:
-        """Give the memory of inputs, outputs and graphs back: what comes next (a larger shape, a profiled process) needs it."""
+        """Free the memory of inputs, outputs and graphs for the next step, such as a larger shape or a profiled process."""
         for entry in self.entries.values():
             entry.release()
         if self.device.type == "cuda":
@@ -304,24 +312,29 @@ class _Session:
     def measurements(
         self, floors: Mapping[str, float], bounds_again: Callable[[], Mapping[str, float]] | None = None
     ) -> Measurements:
-        """Return everything found so far as plain values; a cold time is held against a bound twice before it is refused."""
+        """Return the findings so far as plain values.
+
+        A cold time below its bound is first compared with bounds from newly measured peaks, if ``bounds_again`` is given. Only
+        then does it become ``invalid``.
+        """
         for entry in self.entries.values():
-            entry.subject.timings = tuple(
+            entry.result.timings = tuple(
                 Timing(regime=regime, microseconds=stats.estimate(samples), rounds=tuple(samples))
                 for regime, samples in entry.rounds.items()
             )
-        subjects = [entry.subject for entry in self.entries.values()]
-        if bounds_again is not None and any(_too_fast(each, floors.get(each.name, 0.0)) for each in subjects):
+        results = [entry.result for entry in self.entries.values()]
+        if bounds_again is not None and any(_too_fast(each, floors.get(each.name, 0.0)) for each in results):
             floors = bounds_again()
-        for subject in subjects:
-            _believe(subject, floors.get(subject.name, 0.0), again=bounds_again is not None)
-        shown = {name: entry.subject for name, entry in self.entries.items() if not entry.hidden}
+        for result in results:
+            _invalidate(result, floors.get(result.name, 0.0), again=bounds_again is not None)
+        shown = {name: entry.result for name, entry in self.entries.items() if not entry.hidden}
         return Measurements(shown, self._noise(), self.clocks.medians(), tuple(self.notes))
 
     def _noise(self) -> tuple[Noise, ...]:
-        if self.steady is None or self.steady + AGAIN not in self.entries:
+        """Return the A/A noise of each regime in which both copies of the baseline have times."""
+        if self.aa_variant is None or self.aa_variant + AGAIN not in self.entries:
             return ()
-        again, main = self.entries[self.steady + AGAIN], self.entries[self.steady]
+        again, main = self.entries[self.aa_variant + AGAIN], self.entries[self.aa_variant]
         both = [regime for regime in again.rounds if regime in main.rounds]
         ratios = {regime: stats.ratio(again.rounds[regime], main.rounds[regime]) for regime in both}
         return tuple(
@@ -330,9 +343,10 @@ class _Session:
         )
 
     def _can_run(self, entry: _Entry) -> tuple[Status, str]:
-        if entry.part is not None:
+        """Return the status ``ok``, or the status and the reason why a candidate cannot run here."""
+        if entry.control is not None:
             return "ok", ""
-        variant = self.operation.get(entry.subject.name)
+        variant = self.operation.get(entry.result.name)
         if (needed := missing_package(variant)) is not None:
             return "not_installed", f"needs the package {needed}, which is not installed"
         query = self.operation.query(self.case, str(self.device), grad=self.direction == "forward_backward")
@@ -340,29 +354,30 @@ class _Session:
         return ("ok", "") if reason is None else ("unsupported", reason)
 
     def _verdict(self, entry: _Entry) -> Verdict:
-        place = {"device": self.device, "directions": (self.direction,), "seed": self.seed}
-        if entry.part is not None:
-            return self.judge.judge_control(self.operation, self.case, entry.part.name, **place)
-        return self.judge.judge(self.operation, self.case, variant=entry.subject.name, **place)
+        options = {"device": self.device, "directions": (self.direction,), "seed": self.seed}
+        if entry.control is not None:
+            return self.judge.judge_control(self.operation, self.case, entry.control.name, **options)
+        return self.judge.judge(self.operation, self.case, variant=entry.result.name, **options)
 
-    def _truth(self, entry: _Entry) -> Truth:
-        return self.judge.truth(
-            self.operation, self.case, device=self.device, direction=self.direction, seed=self.seed, control=entry.part
+    def _reference(self, entry: _Entry) -> Reference:
+        return self.judge.reference(
+            self.operation, self.case, device=self.device, direction=self.direction, seed=self.seed, control=entry.control
         )
 
     def _prepare(self, entry: _Entry, rotations: dict[Control | None, Rotation]) -> None:
-        if entry.part not in rotations:
-            rotations[entry.part] = rotate(self._truth(entry), self.device)
-        entry.sampler = make_sampler(entry.callee, rotations[entry.part], self.device)
+        """Make the sampler of a candidate and, for variants, the loops of consecutive steps."""
+        if entry.control not in rotations:
+            rotations[entry.control] = rotate(self._reference(entry), self.device)
+        entry.sampler = make_sampler(entry.candidate, rotations[entry.control], self.device)
         entry.sampler.prepare([regime for regime in self.regimes if regime not in LOOPS])
-        entry.subject.peak_bytes = entry.sampler.peak_bytes
-        if entry.part is None and self.direction == "forward":
-            variant, arguments = self.operation.get(entry.callee.name), rotations[entry.part].sets[0].arguments
+        entry.result.peak_bytes = entry.sampler.peak_bytes
+        if entry.control is None and self.direction == "forward":
+            variant, arguments = self.operation.get(entry.candidate.name), rotations[entry.control].sets[0].arguments
             makers = {regime: self.operation.loops[regime] for regime in self.regimes if regime in LOOPS}
             entry.loops = {regime: make(variant, arguments) for regime, make in makers.items()}
 
     def _warm_up(self) -> None:
-        """Mixed load; a subject that fails here fails."""
+        """Run all candidates in turn for :data:`WARM_UP_SECONDS`. One that raises is not timed."""
         end = time.perf_counter() + WARM_UP_SECONDS[self.device.type]
         while any(entry.runs for entry in self.entries.values()):
             for entry in self.entries.values():
@@ -373,19 +388,20 @@ class _Session:
                         return
 
     def _sample(self, entry: _Entry, regime: Regime) -> float | None:
+        """Return one sample in microseconds, or ``None`` if the candidate cannot be timed in this regime."""
         if entry.sampler is None or regime in entry.sampler.refused:
             return None
         try:
             if regime in LOOPS:
                 return 1e6 * entry.loops[regime].seconds() if regime in entry.loops else None
             return entry.sampler.sample(regime)
-        except Exception as error:  # noqa: BLE001 - see above
+        except Exception as error:  # noqa: BLE001 - any exception of a variant is its result
             entry.fail(error)
             return None
 
 
 def order(names: Sequence[str], index: int) -> tuple[str, ...]:
-    """The order of a round: rotated by one every other round, every other round reversed."""
+    """Return the names in the order of round ``index``: rotated by one every second round, and reversed in odd rounds."""
     if not names:
         return ()
     start = (index // 2) % len(names)
@@ -394,26 +410,27 @@ def order(names: Sequence[str], index: int) -> tuple[str, ...]:
 
 
 def below(timing: Timing | None, bound_microseconds: float) -> bool:
-    """Return whether a time is so far below its roofline bound that it is not believed."""
-    return timing is not None and timing.microseconds.median < BELOW_FLOOR * bound_microseconds
+    """Return whether a time is so far below its roofline bound that it must be wrong."""
+    return timing is not None and timing.microseconds.median < BELOW_BOUND * bound_microseconds
 
 
-def _cold(subject: Subject) -> Timing | None:
-    return next((timing for timing in subject.timings if timing.regime == "cold"), None)
+def _cold(result: CandidateResult) -> Timing | None:
+    return next((timing for timing in result.timings if timing.regime == "cold"), None)
 
 
-def _too_fast(subject: Subject, bound_microseconds: float) -> bool:
-    return subject.status == "ok" and below(_cold(subject), bound_microseconds)
+def _too_fast(result: CandidateResult, bound_microseconds: float) -> bool:
+    return result.status == "ok" and below(_cold(result), bound_microseconds)
 
 
-def _believe(subject: Subject, bound_microseconds: float, *, again: bool) -> None:
-    """Refuse a cold time well below its bound: it is no time but a mistake, of the variant or of the peaks."""
-    cold = _cold(subject)
-    if cold is None or not _too_fast(subject, bound_microseconds):
+def _invalidate(result: CandidateResult, bound_microseconds: float, *, again: bool) -> None:
+    """Set the status ``invalid`` if the cold time is well below its bound; the reason names likely causes and the remedy."""
+    cold = _cold(result)
+    if cold is None or not _too_fast(result, bound_microseconds):
         return
-    subject.status = "invalid"
+    result.status = "invalid"
     peaks = "the device's peaks were measured too low" + (", and again when this time was seen" if again else "")
-    subject.reason = (
-        f"{cold.microseconds.median:.2f} µs is below its roofline bound of {bound_microseconds:.2f} µs: less was done than must "
-        f"be, or {peaks}. Where other work ran on the device, end it and measure the peaks with onelaunch doctor --refresh"
+    result.reason = (
+        f"{cold.microseconds.median:.2f} µs is below its roofline bound of {bound_microseconds:.2f} µs: the variant does less "
+        f"work than it must, or {peaks}. If other work ran on the device, end it and measure the peaks again with "
+        "onelaunch doctor --refresh"
     )

@@ -1,4 +1,4 @@
-"""The measures that criteria can ask for. Every module in this folder registers its own when it is imported.
+"""Measures that criteria can ask for. Every module in this folder registers its measures when it is imported.
 
 A new measure is one new module here: a class that derives from :class:`onelaunch.workbench.decide.measured.JudgedMeasure`, or
 from its ``CountedMeasure``, under the decorator :func:`onelaunch.workbench.study.register`. A package of your own registers
@@ -9,7 +9,7 @@ import importlib
 import pkgutil
 
 FIRST = ("times", "traffic", "memory", "counts", "error")
-"""Modules in the order in which messages and the documentation list their measures; the others follow by name."""
+"""Modules in the order in which messages and the documentation list their measures. Other modules follow by name."""
 
 for _name in dict.fromkeys((*FIRST, *sorted(module.name for module in pkgutil.iter_modules(__path__)))):
     importlib.import_module(f"{__name__}.{_name}")

@@ -1,4 +1,4 @@
-"""Measures that are counted in one call, where a criterion asks for them."""
+"""Measures that are counted in one call if a criterion asks for them: launches and grid barriers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from onelaunch.workbench.study import register
 
 @register
 class Launches(CountedMeasure):
-    """Kernels, copies and fills of one call of ``of``."""
+    """Number of kernels, copies and fills in one call of ``of``."""
 
     name = "launches"
     meaning = "kernels, copies and fills of one call of `of`, counted"
@@ -31,10 +31,10 @@ class Launches(CountedMeasure):
 
 @register
 class Barriers(CountedMeasure):
-    """Barriers over the grid in one call of ``of``."""
+    """Number of grid barriers in one call of ``of``."""
 
     name = "barriers"
-    meaning = "barriers over the grid in one call of `of`, counted by its kernel"
+    meaning = "grid barriers in one call of `of`, counted by its kernel"
     noun = "barrier"
     does = "meets {count} barriers over the grid"
     rank = 8

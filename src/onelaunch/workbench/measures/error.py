@@ -1,13 +1,13 @@
-"""The measure of correctness."""
+"""Measure of correctness: the error against the oracle."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from onelaunch.workbench import quantities as q
-from onelaunch.workbench.decide.candidates import why_none
 from onelaunch.workbench.decide.judging import Finding, exactly
 from onelaunch.workbench.decide.measured import JudgedMeasure
+from onelaunch.workbench.decide.selection import why_none
 from onelaunch.workbench.result import Cell, Estimate, Result
 from onelaunch.workbench.study import Alone, Criterion, Shape, Study, register
 
@@ -15,8 +15,11 @@ ROUNDING = {"float16": 2.0**-11, "bfloat16": 2.0**-8, "float32": 2.0**-24}
 """Unit roundoff of each dtype."""
 
 EXACTNESS = 0.25
-"""A result rounded once has a norm-wise error between 0.29 and 0.58 of the unit roundoff; an error asked below this share of it
-cannot be reached by anything that stores its result in that dtype."""
+"""Fraction of the unit roundoff below which an error cannot be asked for.
+
+An output that is rounded once has a norm-wise error between 0.29 and 0.58 of the unit roundoff. No implementation that stores its
+output in that dtype can reach an error below this fraction.
+"""
 
 
 @register
@@ -44,7 +47,7 @@ class Error(JudgedMeasure):
         )
 
     def finding(self, result: Result, criterion: Criterion, shape: Shape) -> Finding:
-        """Judge the largest error of all selected variants. The fastest alone would not do: every variant has to be accurate."""
+        """Judge the largest error of all selected variants, not of the fastest alone, since every variant has to be accurate."""
         names = result.study.select(criterion.of)
         cells = [cell for name in names if (cell := result.cell(shape.name, name, criterion.direction)) is not None]
         judged = [cell for cell in cells if cell.verdict is not None and (cell.verdict.components or not cell.verdict.ok)]

@@ -1,4 +1,4 @@
-"""The measure of peak memory."""
+"""Measure of peak memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Measures of time: compared round by round, with an interval and the A/A noise."""
+"""Measures of time. They are compared round by round, with an interval and the A/A noise.
+
+Evidence is stored in results, which must give the same bytes when they are judged again. Its sentences therefore still call the
+roofline bound *floor*.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +11,9 @@ from typing import ClassVar
 
 from onelaunch.workbench import quantities as q
 from onelaunch.workbench import stats
-from onelaunch.workbench.decide.candidates import asked_of_over, timing_of
-from onelaunch.workbench.decide.judging import Finding, floor_of, judge_time, noise_of, possible_gain, scaled, share_of_work
+from onelaunch.workbench.decide.judging import Finding, bound_of, judge_time, noise_of, possible_gain, scaled, share_of_work
 from onelaunch.workbench.decide.measured import JudgedMeasure
+from onelaunch.workbench.decide.selection import asked_of_over, timing_of
 from onelaunch.workbench.decide.words import per
 from onelaunch.workbench.result import Cell, CriterionStatus, Estimate, Result
 from onelaunch.workbench.study import Alone, Criterion, Shape, Study, register
@@ -33,13 +37,13 @@ class TimeMeasure(JudgedMeasure):
         return q.ratio_interval(value)
 
     def reach(self, gain: float) -> str:
-        """Return the best value that a possible gain allows, in words."""
+        """Return the best value that the roofline bounds allow, in words."""
         return f"at least {1 / gain:.2f}x the time"
 
     def out_of_reach(self, criterion: Criterion, gain: float, noise: float | None) -> bool:
         """Return whether the bound lies beyond the largest possible gain by more than the A/A noise.
 
-        The gain is computed from a measured time. Without an A/A run its noise is unknown, and nothing is out of reach.
+        The gain is computed from a measured time. Without an A/A run its noise is unknown, and no bound counts as out of reach.
         """
         return noise is not None and criterion.at_most is not None and 1 / (gain * noise) > criterion.at_most
 
@@ -51,7 +55,10 @@ class TwoTimes(TimeMeasure):
     """Verb and object that compare ``of`` with ``over``, with ``{:.3g}`` for the value."""
 
     def ratio(self, study: Study, criterion: Criterion, of: Cell, over: Cell) -> Estimate:
-        """Return the time of ``of`` over that of ``over``, round by round if they share rounds, each per share of the work."""
+        """Return the time of ``of`` over that of ``over``.
+
+        The ratio is taken round by round if they share rounds. At two shapes each time is divided by its amount of work.
+        """
         of_time, over_time = timing_of(of, criterion), timing_of(over, asked_of_over(criterion))
         if criterion.over_at is None:
             return stats.ratio(of_time.rounds, over_time.rounds)
@@ -67,8 +74,8 @@ class TwoTimes(TimeMeasure):
         gain = possible_gain(result, criterion, of.shape)
         if status != "met" and gain is not None and self.out_of_reach(criterion, gain, noise):
             status = "infeasible"
-            floor = floor_of(result, criterion, of.shape) or 0.0
-            why = f"{self.reach(gain)} of {over.variant} is possible, as the floor is {q.time(floor)}"
+            roofline = bound_of(result, criterion, of.shape) or 0.0
+            why = f"{self.reach(gain)} of {over.variant} is possible, as the floor is {q.time(roofline)}"
         other = f" {criterion.over_regime}" if criterion.over_regime else ""
         medians = [q.time(timing.microseconds.median) for timing in (of_time, over_time)]
         details = [
@@ -131,7 +138,7 @@ class OneTime(TimeMeasure):
     """Base of measures of one variant's time."""
 
     def scale(self, cell: Cell) -> float | None:
-        """Return the microseconds that count as 1, or ``None`` if they are not known."""
+        """Return the microseconds by which the time is divided, or ``None`` if they are not known."""
         del cell
         return 1.0
 
@@ -141,7 +148,7 @@ class OneTime(TimeMeasure):
         return f"{time.median:.4g} µs"
 
     def against(self, time: Estimate, scale: float) -> str:
-        """Return what the time is held against, in words, or nothing."""
+        """Return what the time is compared with, in words, or an empty string."""
         del time, scale
         return ""
 
@@ -173,7 +180,7 @@ class Time(OneTime):
     name = "time"
     meaning = "time of `of`, in microseconds"
     unit = " µs"
-    alone = Alone("a time is held against microseconds", "a time is")
+    alone = Alone("a time is compared with microseconds", "a time is")
     rank = 6
     evidence = "the time of {of} in microseconds is"
     demand = "{of} takes {bound}"
@@ -185,11 +192,11 @@ class Time(OneTime):
 
 @register
 class TimeOverFloor(OneTime):
-    """Time of ``of`` divided by its roofline bound, which the fewest bytes or the matrix products need on this device."""
+    """Time of ``of`` divided by its roofline bound on this device."""
 
     name = "time_over_floor"
     meaning = "time of `of` / its roofline bound on this device"
-    alone = Alone("a time is held against its floor", "a time over its floor is")
+    alone = Alone("a time is compared with its roofline bound", "a time over its roofline bound is")
     rank = 5
     evidence = "the time of {of} over its floor is"
     demand = "{of} takes {bound} its roofline bound"
@@ -197,7 +204,7 @@ class TimeOverFloor(OneTime):
 
     def problem(self, criterion: Criterion) -> str | None:
         if criterion.regime == "warm":
-            return "floors are for data that lies in memory, not in caches; use cold or eager as the regime"
+            return "roofline bounds assume that data lies in memory, not in caches; use cold or eager as the regime"
         return None
 
     def infeasible_at(self, study: Study, criterion: Criterion, shape: Shape) -> str | None:

@@ -1,4 +1,4 @@
-"""Measures of DRAM bytes: measured only where the hardware counted them."""
+"""Measures of DRAM bytes. A criterion on them is measured only if the hardware counted the bytes."""
 
 from __future__ import annotations
 
@@ -70,11 +70,11 @@ class DramBytesRatio(JudgedMeasure):
 
 @register
 class DramBytesOverLeast(JudgedMeasure):
-    """DRAM bytes of ``of`` divided by the fewest bytes of any way of computing, as the plan has them."""
+    """DRAM bytes of ``of`` divided by the fewest bytes that any implementation must move, by the plan."""
 
     name = "dram_bytes_over_least"
-    meaning = "DRAM bytes of `of` / the fewest bytes of any way of computing, by the plan"
-    alone = Alone("bytes are held against the least", "bytes over the least are")
+    meaning = "DRAM bytes of `of` / the fewest bytes that any implementation must move, by the plan"
+    alone = Alone("bytes are compared with the least", "bytes over the least are")
     needs_dram_bytes = True
     rank = 4
     evidence = "the bytes of {of} over the least are"

@@ -1,4 +1,4 @@
-"""The report on a finished or interrupted study, made from its stored result alone."""
+"""Report on a finished or interrupted study, made from its stored result alone."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from onelaunch.workbench.result import Result
 __all__ = ["RESULT", "docs_overview", "docs_section", "docs_table", "write_report"]
 
 RESULT = "result.json"
-"""The result's name in the folder of its report."""
+"""File name of the result in the folder of its report."""
 
 
 def write_report(result: Result, folder: Path, *, force: bool = False) -> dict[str, Path]:
     """Write ``report.md``, ``report.html`` and ``result.json`` into a folder.
 
     Args:
-        result: what to report on.
-        folder: made if it is not there.
-        force: replace the report of another result.
+        result: Result to report on.
+        folder: Folder of the report. It is created if it does not exist.
+        force: Whether to replace the report of another result.
 
     Returns:
-        Paths by kind: ``markdown``, ``html``, ``json``.
+        Paths of the files by kind: ``markdown``, ``html``, ``json``.
 
     Raises:
-        ResultExists: the folder holds another result, and ``force`` is off.
-        OutputUnwritable: a file cannot be written. Each is written whole or not at all.
+        ResultExists: The folder holds another result, and ``force`` is off.
+        OutputUnwritable: A file cannot be written. Each file is written atomically.
     """
     texts = {"markdown": markdown.render(result), "html": page.render(result)}
     paths = {"markdown": folder / "report.md", "html": folder / "report.html", "json": folder / RESULT}

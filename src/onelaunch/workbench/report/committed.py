@@ -1,7 +1,7 @@
-"""Headlines of the results that were measured for this version, kept in the package as ``committed.json``.
+"""Headlines of the results that were committed with this version, stored in the package as ``committed.json``.
 
-A machine that cannot answer a study's question can still say what the answer was elsewhere. The file is written by
-``tools/summarize_results.py`` from the results in the repository, never by hand.
+With them a report on a machine that cannot answer a study's question can quote the answer from another device. The file is
+written by ``tools/summarize_results.py`` from the results in the repository, never by hand.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ FILE = "committed.json"
 
 
 class Committed(BaseModel):
-    """The headline of one committed result, with what it takes to find that result again."""
+    """Headline of one committed result, with the facts that identify the result."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -32,7 +32,7 @@ class Committed(BaseModel):
 
 
 def committed(study: str) -> tuple[Committed, ...]:
-    """Return the committed headlines of a study, one for each device."""
+    """Return the committed headlines of a study, one for each device that has a result."""
     return tuple(entry for entry in _entries() if entry.study == study)
 
 

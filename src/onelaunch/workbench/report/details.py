@@ -1,4 +1,4 @@
-"""The part of a report after its first screen: every time, error and byte with how it was obtained, and the provenance."""
+"""Sections of a report after its first screen: all times, errors and bytes with their sources, and the provenance."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from onelaunch.workbench.decide.measured import counted_measures
 from onelaunch.workbench.report.summary import (
     REGIMES,
     Section,
-    believed,
     cells_at,
+    direction_words,
     directions,
     main_regime,
+    over_roofline,
     reference,
     regimes,
     shapes,
     sizes,
     speedup,
-    times_floor,
-    way,
+    valid_timing,
 )
 from onelaunch.workbench.report.tables import Table, columns, words
 from onelaunch.workbench.result import Cell, ComponentError, Estimate, Result
 from onelaunch.workbench.study import Shape
 
 MANY = 3
-"""More tables than this in a section are folded away on a page."""
+"""Largest number of tables that a section of a page shows unfolded."""
 
 CLOCKS = {
     "sm_mhz": "SM clock, MHz, median",
@@ -36,22 +36,27 @@ CLOCKS = {
     "power_w": "power, W, median",
     "temperature_c": "temperature, °C, median",
 }
-"""Names of what is sampled during a run, each with its unit."""
+"""Titles of the values that are sampled during a run, with their units."""
 
 READING = (
-    "Cold: inputs rotated through more than three last-level caches, replayed as a graph on a GPU. Warm: the same inputs again. "
-    "Eager: as a Python caller sees it, checks and dispatch included. Times are medians over rounds with their 95 % bootstrap "
-    "interval; speeds are medians of ratios taken round by round."
+    "Cold: inputs rotated through more than three last-level caches; on a GPU the calls are replayed from a CUDA graph. "
+    "Warm: the same inputs again. Eager: calls of the public function from Python, including checks and dispatch. Times are "
+    "medians over rounds with their 95 % bootstrap interval; speeds are medians of ratios taken round by round."
 )
+"""Explanation of the columns of times."""
+
 IN_A_ROW = (
-    "Running: a step of many in a row on the device, each on what the one before gave. "
-    "Served: the same through the public loop, as its reader sees it."
+    "Running: one of many consecutive steps on the device, each on the state that the previous one left. "
+    "Served: the same through the public loop, by the host's clock."
 )
+"""Explanation of the regimes of consecutive steps."""
+
 HISTORY = "History, as the original write-up reported it. Nothing here was measured by this run or used in its decision."
+"""Introduction of the notes of a study."""
 
 
 def details(result: Result) -> tuple[Section, ...]:
-    """Return the sections after the first screen, without those that have nothing to show."""
+    """Return the sections after the first screen, without empty ones."""
     sections = (
         _shapes(result),
         *(_times(result, direction) for direction in directions(result)),
@@ -73,22 +78,25 @@ def times_table(result: Result, shape: Shape, direction: Direction) -> Table:
     regime = main_regime(result)
     rows = []
     for cell in cells:
-        gain, distance = speedup(cell, over, regime), times_floor(cell, regime)
-        measured = [timing.microseconds for name in regimes(result) if (timing := believed(cell, name))]
+        gain, distance = speedup(cell, over, regime), over_roofline(cell, regime)
+        measured = [timing.microseconds for name in regimes(result) if (timing := valid_timing(cell, name))]
         rows.append(
             (
                 f"{cell.variant} (control)" if cell.control else cell.variant,
                 words(cell.status),
-                *(q.interval(timing.microseconds) if (timing := believed(cell, name)) else q.NONE for name in regimes(result)),
+                *(
+                    q.interval(timing.microseconds) if (timing := valid_timing(cell, name)) else q.NONE
+                    for name in regimes(result)
+                ),
                 _speed(gain, is_reference=cell is over and bool(measured)),
                 q.ratio(distance) if distance else q.NONE,
                 q.span([estimate.samples for estimate in measured]) if measured else q.NONE,
             )
         )
     heads = [f"{'?' if name == 'warm' else ''}>{name}" for name in regimes(result)]
-    floor = next((q.time(cell.plan.floor_microseconds) for cell in cells if cell.plan and not cell.control), "not known")
+    bound = next((q.time(cell.plan.floor_microseconds) for cell in cells if cell.plan and not cell.control), "not known")
     return Table(
-        f"{shape.name}: {sizes(shape)}, {way(direction)}; roofline bound {floor}",
+        f"{shape.name}: {sizes(shape)}, {direction_words(direction)}; roofline bound {bound}",
         columns("variant", "status", *heads, f">speed ({regime or 'not timed'})", ">/ bound", "?>rounds"),
         tuple(rows),
     )
@@ -105,8 +113,8 @@ def _shapes(result: Result) -> Section:
         known = (q.work(plan.flops), q.size(plan.least_bytes), q.time(plan.floor_microseconds)) if plan else (q.NONE,) * 3
         rows.append((shape.name, sizes(shape), shape.scale, *known))
     note = (
-        "By arithmetic, for one forward call; the roofline bound is the longer time of bytes and FLOPs at the measured peaks. "
-        "Shapes of a scale that did not run have none."
+        "By arithmetic, for one forward call. The roofline bound is the longer of the times of the bytes and the FLOPs at the "
+        "measured peaks. Shapes of a scale that did not run have none."
     )
     table = Table("", columns("shape", "sizes", "scale", ">matrix work", ">least bytes", ">roofline bound"), tuple(rows), note)
     return Section("Shapes", tables=(table,))
@@ -115,7 +123,7 @@ def _shapes(result: Result) -> Section:
 def _times(result: Result, direction: Direction) -> Section:
     tables = tuple(times_table(result, shape, direction) for shape in shapes(result, direction))
     reading = (READING,) if regimes(result) == REGIMES else (READING, IN_A_ROW)
-    return Section(f"All times, {way(direction)}", reading, tables, folded=len(tables) > MANY)
+    return Section(f"All times, {direction_words(direction)}", reading, tables, folded=len(tables) > MANY)
 
 
 def _savings(result: Result) -> Section:
@@ -123,7 +131,7 @@ def _savings(result: Result) -> Section:
     rows = tuple(
         (
             saving.shape,
-            way(saving.direction),
+            direction_words(saving.direction),
             saving.variant,
             q.time(saving.saved_microseconds),
             q.time(saving.by_bytes),
@@ -134,12 +142,13 @@ def _savings(result: Result) -> Section:
         for saving in savings
     )
     heads = columns("shape", "direction", "variant", ">saved", ">by bytes", ">by launches", ">unexplained", "bytes from")
-    note = "Saved bytes over the measured bandwidth, saved launches times the measured launch cost; the rest is unexplained."
+    note = "Saved bytes over the measured bandwidth, saved launches times the measured time of a launch; the rest is unexplained."
     tables = (Table("", heads, rows, note),) if rows else ()
-    return Section(f"Where the time went that is saved over {result.study.baseline}", tables=tables)
+    return Section(f"Explanation of the time saved over {result.study.baseline}", tables=tables)
 
 
 def _traffic(result: Result, direction: Direction) -> Section:
+    """Return the section with bytes, launches and peak memory in one direction."""
     tables = []
     for shape in shapes(result, direction):
         cells = [cell for cell in cells_at(result, shape.name, direction) if cell.plan and not cell.control]
@@ -157,15 +166,15 @@ def _traffic(result: Result, direction: Direction) -> Section:
             )
             notes = sorted({cell.traffic.note for cell in cells if cell.traffic and cell.traffic.note})
             least = next(q.size(cell.plan.least_bytes) for cell in cells if cell.plan)
-            title = f"{shape.name}: {sizes(shape)}, {way(direction)}; least {least}"
+            title = f"{shape.name}: {sizes(shape)}, {direction_words(direction)}; least {least}"
             tables.append(Table(title, heads, tuple(_traffic_row(cell) for cell in cells), "; ".join(notes)))
     text = (
-        "Own bytes: the fewest that this way of computing must move; planned: the time that those, its FLOPs and launches take "
-        "at the measured peaks. Barriers: over the grid, as the kernel counted them. "
-        "Read and written: one call, counted by the hardware (ncu) or by arithmetic. "
-        "Peak memory: most that PyTorch had allocated above the inputs during one call; results and gradients are in it."
+        "Own bytes: the fewest that this variant must move. Planned: the time of these bytes, its FLOPs and its launches at the "
+        "measured peaks. Barriers: grid barriers, counted by the kernel. "
+        "Read and written: bytes of one call, counted by the hardware (ncu) or by arithmetic. "
+        "Peak memory: PyTorch's peak of allocated memory during one call, without the inputs but with outputs and gradients."
     )
-    title = f"Bytes and launches, {way(direction)}"
+    title = f"Bytes and launches, {direction_words(direction)}"
     return Section(title, (text,), tuple(tables), folded=len(tables) > MANY) if tables else Section(title)
 
 
@@ -185,11 +194,12 @@ def _traffic_row(cell: Cell) -> tuple[str, ...]:
 
 
 def source(name: str) -> str:
-    """Return the source of a number of bytes, in words."""
+    """Return the source of a number of bytes in words."""
     return {"ncu": "counted (ncu)", "analytic": "arithmetic"}[name]
 
 
 def _correctness(result: Result) -> Section:
+    """Return the section with the worst error of each output, by variant and direction."""
     groups: dict[tuple[str, str], list[Cell]] = {}
     for cell in result.cells:
         if cell.verdict:
@@ -204,13 +214,22 @@ def _correctness(result: Result) -> Section:
                     worst[component.name] = (component, cell.shape)
         for component, shape in worst.values():
             right = f"{passed} of {len(cells)}"
-            rows.append((variant, way(direction), right, component.name, *_error_row(component), shape))
+            rows.append((variant, direction_words(direction), right, component.name, *_error_row(component), shape))
     heads = columns(
-        "variant", "direction", ">right", "of", ">worst error", ">allowed", "?>largest difference", "?>along the sequence", "?at"
+        "variant",
+        "direction",
+        ">correct",
+        "output",
+        ">worst error",
+        ">allowed",
+        "?>largest difference",
+        "?>along the sequence",
+        "?at",
     )
     note = (
-        "Against the float64 oracle, norm-wise, where each result is nearest to its limit: the smaller of the dtype's "
-        "cap and twice the error of plain PyTorch in the same dtype. Along the sequence: error of its first and of its last part."
+        "Norm-wise errors against the float64 oracle, at the shape where each output is nearest to its limit. The limit is the "
+        "smaller of the dtype's cap and twice the error of plain PyTorch in the same dtype. Along the sequence: errors of its "
+        "first and its last part."
     )
     return Section("Correctness", tables=(Table("", heads, tuple(rows), note),) if rows else (), folded=len(rows) > 12)
 
@@ -226,10 +245,11 @@ def _share(component: ComponentError) -> float:
 
 
 def _noise(result: Result) -> Section:
+    """Return the section with the A/A runs."""
     rows = tuple(
         (
             noise.shape,
-            way(noise.direction),
+            direction_words(noise.direction),
             noise.regime,
             q.ratio_interval(noise.ratio, 4),
             str(noise.ratio.samples),
@@ -248,6 +268,7 @@ def _history(result: Result) -> Section:
 
 
 def _provenance(result: Result) -> Section:
+    """Return the section with the provenance and the measured peaks."""
     facts, ceilings = result.provenance, result.ceilings
     run = (
         ("device", f"{facts.device} ({facts.architecture})"),
@@ -271,7 +292,7 @@ def _provenance(result: Result) -> Section:
     return Section(
         "Provenance and measured peaks",
         tables=(
-            Table("Where this comes from", columns("fact", "value"), run),
+            Table("Provenance", columns("fact", "value"), run),
             Table("Measured peaks of the device", columns("peak", ">measured"), tuple(rates), measured),
         ),
     )

@@ -1,8 +1,8 @@
 """Markdown for the documentation, made from committed results: one section for each result, and single tables.
 
-A section shows the fastest variant of the operation beside its rivals first: other libraries' variants (peers), the study's
-baseline and torch.compile. All other times, the sizes of the shapes, and the reasons for missing times follow, folded. Names and
-texts of a result are escaped, since a result may come from anywhere.
+A section first compares the fastest variant of the operation with its rivals: other libraries' variants (peers), the study's
+baseline and torch.compile. All other times, the sizes of the shapes, and the reasons for missing times follow in folded blocks.
+All strings of a result are escaped, since a result may come from anywhere.
 """
 
 from __future__ import annotations
@@ -15,54 +15,56 @@ from typing import Literal
 
 from onelaunch.operation import Direction
 from onelaunch.workbench.report.details import details, times_table
-from onelaunch.workbench.report.summary import believed, directions, peer_names, shapes, speedup, summarize, use_table
+from onelaunch.workbench.report.summary import directions, peer_names, shapes, speedup, summarize, use_table, valid_timing
 from onelaunch.workbench.report.tables import to_markdown
 from onelaunch.workbench.report.text import markdown
 from onelaunch.workbench.result import Cell, Result
 from onelaunch.workbench.study import LOOPS, Regime, Shape
 
 DocsTable = Literal["use", "times", "criteria", "missing", "provenance"]
+"""Name of a table for the documentation."""
 
 NONE = "–"
-"""Mark of a cell without a time."""
+"""Mark of a missing time."""
 
 SHOWN: tuple[Regime, ...] = ("cold", *LOOPS)
 """Regimes whose times the documentation shows."""
 
 SIDE_BY_SIDE = 5
-"""Shapes that stand beside each other in a table of all variants, so that it fits a page."""
+"""Number of shapes that are columns of a table of all variants, so that it fits a page."""
 
 COMPILED = "compiled"
-"""Name that every operation gives to torch.compile of its plain form."""
+"""Name of the variant of every operation that is torch.compile of plain PyTorch."""
 
 READING = (
-    "Times are medians in µs; the least time of a row is bold. In brackets: how many times as fast the fastest variant of "
-    "onelaunch is. Roofline: the roofline bound over the time of that variant; 100 % means that it runs at the measured peaks of "
-    f"the device, and up to 5 % more lies within their error. {NONE}: no time; the reason stands under “Without a time”, or the "
-    "study leaves the variant out at that shape (`skip`), since it would take minutes there."
+    "Times are medians in µs; the smallest time of a row is bold. In brackets: the speed of the fastest variant of onelaunch "
+    "over this one. Roofline: the roofline bound over the time of that variant; 100 % means that it runs at the measured peaks "
+    f"of the device, and up to 5 % more lies within their error. {NONE}: no time; the reason is listed under “Without a time”, "
+    "or the study leaves the variant out at that shape (`skip`), because it would take minutes there."
 )
+"""Explanation of the tables of a section."""
 
 
 def docs_table(result: Result, which: DocsTable = "use", *, direction: Direction | None = None, shape: str | None = None) -> str:
     """Return Markdown tables for the documentation, made from a committed result.
 
     Args:
-        result: what was measured.
+        result: Result to show.
         which: ``use`` (the variant to use at each shape), ``times`` (all variants, shape by shape), ``criteria``, ``missing``
-            (what has no believed time, and why), ``provenance`` (device, versions, measured peaks).
-        direction: ``forward`` or ``forward_backward``; all that were measured by default. For ``use`` and ``times``.
-        shape: the name of one shape, for ``times``; all by default.
+            (variants without a valid time, with the reasons), or ``provenance`` (device, versions, measured peaks).
+        direction: ``forward`` or ``forward_backward``, for ``use`` and ``times``; all measured directions by default.
+        shape: Name of one shape, for ``times``; all shapes by default.
 
     Returns:
-        The tables, each under its title, ending with a line that names device, commit and date.
+        The tables, each under its title, and a last line with device, commit and date.
     """
     summary = summarize(result)
-    ways = (direction,) if direction else directions(result)
+    chosen = (direction,) if direction else directions(result)
     tables = {
-        "use": lambda: [use_table(result, way) for way in ways],
+        "use": lambda: [use_table(result, each) for each in chosen],
         "times": lambda: [
-            times_table(result, declared, way)
-            for way in ways
+            times_table(result, declared, each)
+            for each in chosen
             for declared in result.study.shapes
             if shape in (None, declared.name)
         ],
@@ -75,11 +77,11 @@ def docs_table(result: Result, which: DocsTable = "use", *, direction: Direction
 
 
 def docs_section(result: Result, source: str) -> str:
-    """Return the section about one result: where and when, the winners beside their rivals, everything else folded.
+    """Return the section about one result: provenance, the winners with their rivals, and everything else folded.
 
     Args:
-        result: what was measured.
-        source: the path of the stored result, relative to the repository's root.
+        result: Result to show.
+        source: Path of the stored result, relative to the repository's root.
     """
     facts = result.provenance
     known = (name for name in ("torch", "triton", "fla-core", "liger-kernel") if name in facts.versions)
@@ -92,13 +94,13 @@ def docs_section(result: Result, source: str) -> str:
     ]
     blocks = [f"### {markdown(result.study.name)} on {markdown(facts.device)}", f"{markdown(', '.join(where))}; {code(source)}."]
     if result.interrupted:
-        blocks.append("The run was interrupted: shapes that are missing here were not reached.")
+        blocks.append("The run was interrupted; it did not reach the shapes that are missing here.")
     blocks.append(" ".join(filter(None, (_legend(result), READING))))
-    ranges = [(way, regime) for way in directions(result) for regime in SHOWN if _timed(result, way, regime)]
-    for way, regime in ranges:
-        blocks += [f"**{_title(way, regime)}**", _winners(result, way, regime)]
-    for way, regime in ranges:
-        blocks.append(folded(f"All variants: {_title(way, regime).lower()}", _everything(result, way, regime)))
+    ranges = [(direction, regime) for direction in directions(result) for regime in SHOWN if _timed(result, direction, regime)]
+    for direction, regime in ranges:
+        blocks += [f"**{_title(direction, regime)}**", _winners(result, direction, regime)]
+    for direction, regime in ranges:
+        blocks.append(folded(f"All variants: {_title(direction, regime).lower()}", _everything(result, direction, regime)))
     blocks.append(folded("Sizes of the shapes", _sizes(result)))
     if missing := summarize(result).missing:
         heads = [column.title for column in missing.columns]
@@ -115,23 +117,26 @@ def docs_overview(results: Iterable[Result], page: Callable[[str], str]) -> str:
     """Return one table over all results: the fastest variant's speed over peers and over torch.compile.
 
     Args:
-        results: what was measured.
-        page: the page of an operation of this name, as a link from the page that shows the table.
+        results: Results to show.
+        page: Function that returns the link to the page of an operation, by the operation's name.
     """
     rows = []
     for result in results:
         operation = result.study.operation
-        for way in directions(result):
-            regime: Regime = "running" if _timed(result, way, "running") else "cold"
-            cells, peers = _cells(result, way, regime), peer_names(result)
+        for direction in directions(result):
+            regime: Regime = "running" if _timed(result, direction, "running") else "cold"
+            cells, peers = _cells(result, direction, regime), peer_names(result)
             over = [_gain(cells, names, peers, regime) for names in (peers, (COMPILED,))]
-            what = "a step of many" if regime == "running" else way.replace("_", " and ")
+            what = "one of many steps" if regime == "running" else direction.replace("_", " and ")
             rows.append([f"[{code(operation)}]({page(operation)})", markdown(result.provenance.device), what, *over])
     return markdown_table(["operation", "device", "measured", "over the fastest peer", "over torch.compile"], rows, right=(3, 4))
 
 
 def _gain(cells: Mapping[str, Mapping[str, Cell]], names: Sequence[str], peers: Sequence[str], regime: Regime) -> str:
-    """Return the geometric mean and range of the speed over the fastest of some variants, at the shapes that have both."""
+    """Return the geometric mean and the range of our fastest variant's speed over the fastest of ``names``.
+
+    Only shapes at which both have times count.
+    """
     gains = []
     for found in cells.values():
         entrants = {name: cell for name, cell in found.items() if not cell.control}
@@ -158,36 +163,36 @@ def code(text: str) -> str:
 
 
 def markdown_table(heads: Sequence[str], rows: Iterable[Iterable[str]], *, right: Iterable[int] = ()) -> str:
-    """Return a table of cells that are Markdown already, with the columns of those numbers set to the right."""
+    """Return a table of Markdown cells, with the columns of the indices in ``right`` aligned to the right."""
     rules = ["---:" if index in set(right) else "---" for index in range(len(heads))]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in (heads, rules, *rows))
 
 
 def folded(title: str, blocks: Iterable[str]) -> str:
-    """Return blocks of Markdown that a page shows when the reader opens them."""
+    """Return blocks of Markdown in a ``<details>`` element, which a page shows when the reader opens it."""
     return "\n\n".join([f"<details>\n<summary>{title}</summary>", *blocks, "</details>"])
 
 
-def _title(way: Direction, regime: Regime) -> str:
-    return f"{way.replace('_', ' and ').capitalize()}, {regime}"
+def _title(direction: Direction, regime: Regime) -> str:
+    return f"{direction.replace('_', ' and ').capitalize()}, {regime}"
 
 
-def _timed(result: Result, way: Direction, regime: Regime) -> bool:
-    return any(believed(cell, regime) for cell in result.cells if cell.direction == way)
+def _timed(result: Result, direction: Direction, regime: Regime) -> bool:
+    return any(valid_timing(cell, regime) for cell in result.cells if cell.direction == direction)
 
 
-def _cells(result: Result, way: Direction, regime: Regime) -> dict[str, dict[str, Cell]]:
-    """Believed cells by shape and variant, in the order of the study."""
+def _cells(result: Result, direction: Direction, regime: Regime) -> dict[str, dict[str, Cell]]:
+    """Return the measurements with valid times by shape and variant, in the order of the study."""
     found: dict[str, dict[str, Cell]] = {}
-    for shape in shapes(result, way):
-        cells = [cell for cell in result.cells if (cell.shape, cell.direction) == (shape.name, way)]
-        if times := {cell.variant: cell for cell in cells if believed(cell, regime)}:
+    for shape in shapes(result, direction):
+        cells = [cell for cell in result.cells if (cell.shape, cell.direction) == (shape.name, direction)]
+        if times := {cell.variant: cell for cell in cells if valid_timing(cell, regime)}:
             found[shape.name] = times
     return found
 
 
 def _time(cell: Cell, regime: Regime) -> float:
-    """Return the median time in microseconds of a cell that has one."""
+    """Return the median time of a measurement in microseconds, or infinity without one."""
     timing = cell.timing(regime)
     return timing.microseconds.median if timing else float("inf")
 
@@ -198,14 +203,14 @@ def _fastest(cells: Iterable[Cell], regime: Regime) -> Cell | None:
 
 @dataclass(frozen=True)
 class _Rival:
-    """A column of the table of winners: one variant, or the fastest of several peers."""
+    """Column of the table of winners: one variant, or the fastest of several peers."""
 
     title: str
     names: tuple[str, ...]
 
 
 def _rivals(result: Result, cells: Mapping[str, Mapping[str, Cell]]) -> list[_Rival]:
-    """The peers, the baseline and torch.compile, as far as they have times."""
+    """Return the columns for the peers, the baseline and torch.compile, without those that have no times."""
     timed = {name for found in cells.values() for name in found}
     peers = tuple(name for name in peer_names(result) if name in timed)
     alone = [name for name in dict.fromkeys((result.study.baseline, COMPILED)) if name in timed and name not in peers]
@@ -213,8 +218,9 @@ def _rivals(result: Result, cells: Mapping[str, Mapping[str, Cell]]) -> list[_Ri
     return first + [_Rival(code(name), (name,)) for name in alone]
 
 
-def _winners(result: Result, way: Direction, regime: Regime) -> str:
-    cells = _cells(result, way, regime)
+def _winners(result: Result, direction: Direction, regime: Regime) -> str:
+    """Return the table with the fastest variant at each shape and its rivals."""
+    cells = _cells(result, direction, regime)
     rivals, peers = _rivals(result, cells), peer_names(result)
     rows = []
     for shape, found in cells.items():
@@ -224,13 +230,14 @@ def _winners(result: Result, way: Direction, regime: Regime) -> str:
         if best is None:
             continue
         bound = f"{100 * best.plan.floor_microseconds / _time(best, regime):.0f} %" if best.plan else NONE
-        beside = [_rival(rival, best, least, entrants, regime) for rival in rivals]
-        rows.append([markdown(shape), code(best.variant), _number(best, least, regime), bound, *beside])
+        rival_cells = [_rival(rival, best, least, entrants, regime) for rival in rivals]
+        rows.append([markdown(shape), code(best.variant), _number(best, least, regime), bound, *rival_cells])
     heads = ["shape", "fastest of onelaunch", "µs", "roofline", *(rival.title for rival in rivals)]
     return markdown_table(heads, rows, right=range(2, len(heads)))
 
 
 def _rival(rival: _Rival, best: Cell, least: Cell | None, entrants: Mapping[str, Cell], regime: Regime) -> str:
+    """Return the cell of a rival at one shape: its time, and the speed of the fastest variant over it."""
     cell = _fastest((entrants[name] for name in rival.names if name in entrants), regime)
     if cell is None:
         return NONE
@@ -244,9 +251,12 @@ def _number(cell: Cell, least: Cell | None, regime: Regime) -> str:
     return f"**{written}**" if cell is least else written
 
 
-def _everything(result: Result, way: Direction, regime: Regime) -> list[str]:
-    """Tables of all variants and controls, some shapes side by side: the winners first, then peers, then the rest."""
-    cells, peers = _cells(result, way, regime), peer_names(result)
+def _everything(result: Result, direction: Direction, regime: Regime) -> list[str]:
+    """Return tables of all variants and controls, :data:`SIDE_BY_SIDE` shapes each.
+
+    Variants that are fastest somewhere come first, then peers, then the others.
+    """
+    cells, peers = _cells(result, direction, regime), peer_names(result)
     least = {shape: _fastest((cell for cell in found.values() if not cell.control), regime) for shape, found in cells.items()}
     wins = [cell.variant for cell in least.values() if cell]
     names = dict.fromkeys(name for found in cells.values() for name in found)
@@ -273,22 +283,21 @@ def _measured_shapes(result: Result) -> list[Shape]:
 
 
 def _legend(result: Result) -> str:
-    """Return the sentence that says which sizes the numbers in the names of shapes are, where all names agree."""
+    """Return the sentence on the sizes in the names of shapes, such as ``4x2048``, if all names have the same meaning."""
     read = {}
     for shape in _measured_shapes(result):
         if match := re.match(r"\d+(x\d+)+", shape.name):
             read[match[0]] = _dimensions([int(number) for number in match[0].split("x")], shape.sizes)
     meanings = set(read.values())
     if len(meanings) != 1 or None in meanings:
-        return "The sizes of each shape stand below."
+        return "The sizes of each shape are listed below."
     (meaning,) = meanings
-    return (
-        f"The numbers of a shape's name are {' x '.join(meaning or ())}, as in {code(next(iter(read)))}; all sizes stand below."
-    )
+    names = " x ".join(meaning or ())
+    return f"The numbers in a shape's name are {names}, as in {code(next(iter(read)))}; all sizes are listed below."
 
 
 def _dimensions(numbers: Sequence[int], sizes: Mapping[str, int]) -> tuple[str, ...] | None:
-    """Return the sizes, in their order, that have these values; ``None`` where some number is none of them."""
+    """Return the names of the sizes with these values, in their order, or ``None`` if a number is not among them."""
     left, found = iter(sizes.items()), []
     for number in numbers:
         name = next((name for name, size in left if size == number), None)
@@ -299,7 +308,7 @@ def _dimensions(numbers: Sequence[int], sizes: Mapping[str, int]) -> tuple[str, 
 
 
 def _sizes(result: Result) -> list[str]:
-    """Return a sentence with the sizes that all shapes have in common, and a table of the others."""
+    """Return a sentence with the sizes that all shapes share, and a table of the sizes that differ."""
     measured = _measured_shapes(result)
     values = [
         {**shape.sizes, "dtype": shape.dtype, **{key: str(value) for key, value in shape.options.items()}} for shape in measured

@@ -1,7 +1,7 @@
-"""The first lines of a report: the decision in one sentence with its strongest evidence, computed from the result.
+"""First lines of a report: the decision in one sentence with its strongest evidence, computed from the result.
 
-A run that could not measure what its study asks, such as a CPU's run of a study of GPU kernels, first says what it did find, and
-then what a committed result of the same study says.
+If a run could not answer the question of its study, such as a run on a CPU of a study of GPU kernels, the report first states
+what this run found. It then quotes the headline of a committed result of the same study.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from onelaunch.workbench.decide.measured import judged
 from onelaunch.workbench.report.committed import committed
 from onelaunch.workbench.report.summary import (
     FEW,
-    believed,
     cells_at,
+    direction_words,
     directions,
     fastest,
     main_regime,
@@ -29,14 +29,14 @@ from onelaunch.workbench.report.summary import (
     selector,
     shapes,
     speedup,
-    way,
+    valid_timing,
 )
 from onelaunch.workbench.report.tables import words
 from onelaunch.workbench.result import Cell, Estimate, Outcome, Result
 from onelaunch.workbench.study import Criterion
 
 COUNTED = re.compile(r"(Every criterion is met|None of \d+ criteria|\d+ of \d+ criteria|Set aside: )")
-"""Beginnings of a decision's sentences that only count or repeat criteria."""
+"""Pattern of the sentences of a decision that only count or repeat criteria."""
 
 
 @dataclass(frozen=True)
@@ -44,11 +44,11 @@ class Headline:
     """First lines of a report."""
 
     found: tuple[str, ...]
-    """Findings of this machine, where it could not answer the study's question."""
+    """Findings on this machine, if it could not answer the study's question."""
     sentence: str
     """Sentence that says why the decision is what it is."""
     elsewhere: tuple[str, ...]
-    """Headlines of committed results of the same study, where this machine could not answer its question."""
+    """Headlines of committed results of the same study, if this machine could not answer its question."""
     grounds: tuple[str, ...]
     """Sentences of the decision beyond the criteria's own evidence."""
 
@@ -67,7 +67,7 @@ def headline(result: Result) -> Headline:
 
 
 def counts(result: Result, leaving_out: Sequence[Outcome] = ()) -> str:
-    """Return how many criteria are met, and what became of the others: ``7 of 10 criteria are met, 3 are excluded ...``."""
+    """Return the number of criteria by status in words: ``7 of 10 criteria are met, 3 are excluded ...``."""
     outcomes = [outcome for outcome in result.outcomes if outcome not in leaving_out]
     left = [outcome for outcome in outcomes if excluded(result, outcome) is None]
     by_status = Counter(outcome.status for outcome in left)
@@ -82,7 +82,7 @@ def counts(result: Result, leaving_out: Sequence[Outcome] = ()) -> str:
 
 
 def clause(result: Result, outcome: Outcome) -> str:
-    """Return what was measured for a criterion as a short clause with its interval, or nothing where nothing was."""
+    """Return the measured value of a criterion as a clause with its interval, or an empty string without a value."""
     criterion, values = outcome.criterion, outcome.values
     if not values:
         return ""
@@ -99,12 +99,12 @@ def clause(result: Result, outcome: Outcome) -> str:
         at = f"at {len(values)} shapes"
     said = measure.told.format(of=of, over=over, amount=amount)
     other = f" at {criterion.over_at}, itself" if criterion.over_at is not None else ""
-    how = [way(criterion.direction), *([criterion.regime] if measure.timed else [])]
+    how = [direction_words(criterion.direction), *([criterion.regime] if measure.timed else [])]
     return f"{said}{other} {at} ({', '.join(how)})"
 
 
 def _sentence(result: Result, needing: Sequence[Outcome]) -> tuple[str, str]:
-    """Return the decision's sentence, and that of its own grounds which the sentence repeats."""
+    """Return the sentence of the decision, and the stored sentence of the decision that it repeats, if any."""
     if result.decision is None:
         return "The study ended before anything was decided.", ""
     if not result.outcomes:
@@ -136,7 +136,7 @@ def _sentence(result: Result, needing: Sequence[Outcome]) -> tuple[str, str]:
 
 
 def _failing(result: Result, outcome: Outcome) -> str:
-    """Return how a criterion failed: its name, what was measured, and what was asked."""
+    """Return a clause on a criterion that failed: its name, its status, the measured value and the bound."""
     said = clause(result, outcome)
     status = "out of reach" if outcome.status == "infeasible" else words(outcome.status)
     measured = f": {said}, {outcome.criterion.bound} was asked" if said else ""
@@ -144,15 +144,16 @@ def _failing(result: Result, outcome: Outcome) -> str:
 
 
 def _margin(outcome: Outcome) -> float:
-    """Return by which factor the worst value of a criterion is better than its bound; below 1 it is worse.
+    """Return the factor by which the worst value of a criterion is better than its bound; below 1 it is worse.
 
-    A value that must equal its bound has a factor of 1 if it does, else one below 1 by which it lies above or below the bound.
+    For a bound that must be equalled the factor is 1 if it is, else the smaller of value and bound over the larger.
     """
     values = [outcome.overall] if outcome.overall else list(outcome.values.values())
     return min((_factor(outcome.criterion, value.median) for value in values), default=0.0)
 
 
 def _factor(criterion: Criterion, value: float) -> float:
+    """Return the factor by which one value is better than the bound of a criterion."""
     if criterion.equals is not None:
         least, most = sorted((value, criterion.equals))
         return 1.0 if least == most else max(least, 0.0) / most
@@ -164,7 +165,7 @@ def _factor(criterion: Criterion, value: float) -> float:
 
 
 def _measured_one(result: Result, outcome: Outcome) -> str:
-    """Return the variant that a criterion was asked of; of a choice by tags, the one that its evidence names."""
+    """Return the variant that a criterion judged. For a selector of tags it is the one that the evidence names, if any."""
     chosen = outcome.criterion.of
     if isinstance(chosen, str):
         return chosen
@@ -180,11 +181,11 @@ def _are(count: int) -> str:
     return f"{count} {'is' if count == 1 else 'are'}"
 
 
-# What a machine could answer, and what others did
+# Questions that this machine could not answer, and answers from others
 
 
 def _needing_another_scale(result: Result) -> list[Outcome]:
-    """Return the criteria that decide and are asked at shapes of a scale that did not run."""
+    """Return the deciding criteria whose shapes are all of a scale that did not run."""
     ran = {cell.shape for cell in result.cells}
     scales = {shape.name: shape.scale for shape in result.study.shapes}
 
@@ -197,7 +198,7 @@ def _needing_another_scale(result: Result) -> list[Outcome]:
 
 
 def _found(result: Result) -> tuple[str, ...]:
-    """Return for each direction the largest gain over the reference that is beyond the noise, or why there is none."""
+    """Return the largest gain over the reference beyond the noise in each direction, or the reason why there is none."""
     regime = main_regime(result)
     if regime is None:
         return (_nothing_believed(result),)
@@ -206,46 +207,49 @@ def _found(result: Result) -> tuple[str, ...]:
     if sentences:
         return (f"On this {here} {'; '.join(sentences)}.",)
     over = reference(result)
-    timed = {cell.variant for cell in result.cells if not cell.control and believed(cell, regime)}
+    timed = {cell.variant for cell in result.cells if not cell.control and valid_timing(cell, regime)}
     if over not in timed:
-        return (f"On this {here} there is no believed time of {over}, so no variant is compared with it.",)
+        return (f"On this {here} {over} has no valid time, so no variant is compared with it.",)
     if timed == {over}:
         return (f"On this {here} only {over} was timed ({regime}), so there is nothing to compare it with.",)
     return (f"On this {here} no variant was faster than {over} by more than the noise ({regime}).",)
 
 
 def _nothing_believed(result: Result) -> str:
-    """Return the sentence for a result without a time to compare: none was taken, or none that was is believed."""
+    """Return the sentence for a result without a valid time: nothing was timed, or all times are invalid."""
     names = list(dict.fromkeys(cell.variant for cell in result.cells if cell.timings and not cell.control))
     if not names:
         return "Nothing was timed."
     if len(names) > FEW:
-        return "No time is believed: the reasons stand below."
-    return f"The {'time' if len(names) == 1 else 'times'} of {listing(names)} {'is' if len(names) == 1 else 'are'} not believed."
+        return "No time is valid: the reasons are listed below."
+    return f"The {'time' if len(names) == 1 else 'times'} of {listing(names)} {'is' if len(names) == 1 else 'are'} not valid."
 
 
 def _largest_gain(result: Result, direction: Direction) -> str:
-    """Return the largest gain at any shape in a direction, or nothing; ``up to`` where others were compared as well."""
+    """Return a clause on the largest gain at any shape in a direction, or an empty string.
+
+    It says ``up to`` if more than one variant or shape was compared.
+    """
     regime, over_name = main_regime(result), reference(result)
     gains: list[tuple[Estimate, Cell, Cell]] = []
     compared = 0
     for shape in shapes(result, direction):
         best, over = fastest(result, shape.name, direction), result.cell(shape.name, over_name, direction)
         others = [cell for cell in cells_at(result, shape.name, direction) if not cell.control and cell.variant != over_name]
-        compared += sum(believed(cell, regime) is not None for cell in others) if believed(over, regime) else 0
+        compared += sum(valid_timing(cell, regime) is not None for cell in others) if valid_timing(over, regime) else 0
         gain = speedup(best, over, regime)
         if best and over and gain and gain.low > noise_floor(result, best, regime):
             gains.append((gain, best, over))
     if not gains:
         return ""
     gain, best, over = max(gains, key=lambda each: each[0].median)
-    how = f"({way(direction)}, {regime})"
+    how = f"({direction_words(direction)}, {regime})"
     most = "up to " if compared > 1 else ""
     return f"{best.variant} is {most}{q.ratio_interval(gain)} as fast as {over_name} at {best.shape} {how}"
 
 
 def _elsewhere(result: Result) -> tuple[str, ...]:
-    """Return what committed results of the same study on other devices say."""
+    """Return a sentence for each committed result of the same study on another device."""
     lines = []
     for entry in committed(result.study.name):
         if entry.slug != result.provenance.slug:
@@ -256,26 +260,26 @@ def _elsewhere(result: Result) -> tuple[str, ...]:
     return tuple(lines)
 
 
-# What the decision says itself
+# Sentences of the stored decision
 
 
 def _grounds(result: Result) -> list[str]:
-    """Return the sentences of the stored decision without what the table of criteria says."""
+    """Return the sentences of the stored decision without the evidence that the table of criteria shows."""
     if result.decision is None:
         return []
-    kept = []
+    sentences = []
     for line in result.decision.because:
         quoted = [outcome for outcome in result.outcomes if outcome.evidence and outcome.evidence in line]
         if quoted:
             rest = line.partition(quoted[0].evidence)[2].strip()
-            kept += [f"{quoted[0].criterion.name!r}: {rest}"] if rest and not COUNTED.match(line) else []
+            sentences += [f"{quoted[0].criterion.name!r}: {rest}"] if rest and not COUNTED.match(line) else []
         elif not COUNTED.match(line):
-            kept.append(line)
-    return list(dict.fromkeys(kept))
+            sentences.append(line)
+    return list(dict.fromkeys(sentences))
 
 
 def unexplained(result: Result, grounds: Iterable[str]) -> tuple[str, ...]:
-    """Return what the stored decision leaves open, without what its grounds say already."""
+    """Return the open questions of the stored decision that its other sentences do not mention."""
     said = tuple(grounds)
     left = result.decision.unexplained if result.decision else ()
     return tuple(line for line in left if not any(line.rstrip(".") in ground for ground in said))

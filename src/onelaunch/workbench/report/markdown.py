@@ -1,4 +1,4 @@
-"""The report as Markdown."""
+"""Report as Markdown."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from onelaunch.workbench.result import Result
 
 
 def render(result: Result) -> str:
-    """Return the whole report as one Markdown text, in which no text of the result is markup."""
+    """Return the whole report as Markdown, in which no string of the result becomes markup."""
     summary, head = summarize(result), headline(result)
     first, later = first_tables(summary.use)
     blocks = [f"# {escape(f'{summary.name}: {summary.decision}')}", escape(summary.question)]
@@ -37,5 +37,5 @@ def render(result: Result) -> str:
 
 
 def bullets(lines: tuple[str, ...]) -> str:
-    """Return a Markdown list of texts."""
+    """Return lines of plain text as a Markdown list."""
     return "\n".join(f"- {escape(line)}" for line in lines)

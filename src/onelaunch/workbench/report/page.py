@@ -1,7 +1,8 @@
-"""One self-contained page: style and pictures inside, nothing is fetched, readable on a phone, light and dark.
+"""Report as one self-contained HTML page, readable on a phone, in light and dark mode.
 
-Every text of a result is escaped: the template escapes what it is given, tables and plots escape their own texts, and an author's
-notes become HTML without raw elements. A content security policy forbids scripts, should any of that fail.
+Style and plots are inside the page, and nothing is fetched. Every string of a result is escaped: the template escapes its values,
+tables and plots escape their own strings, and an author's notes become HTML without raw elements. In case any of that fails, a
+content security policy forbids scripts.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ from onelaunch.workbench.report.text import html, one_line, visible
 from onelaunch.workbench.result import Result
 
 NOTES_HEADING = "h4"
-"""Element of every heading in an author's notes."""
+"""HTML element of every heading in an author's notes."""
 
 
 def render(result: Result) -> str:
-    """Return the page as text."""
+    """Return the page as a string."""
     summary, head = summarize(result), headline(result)
     first, later = first_tables(summary.use)
     pictures = plots(result)
@@ -51,9 +52,9 @@ def render(result: Result) -> str:
 
 
 def notes_html(notes: str) -> Markup:
-    """Return an author's Markdown as HTML: raw HTML stays text, pictures are left out, links lead to web pages only.
+    """Return an author's Markdown as HTML, with raw HTML escaped, without pictures, and with links to web pages only.
 
-    Headings become small ones, below all of the page's own, so that none can pass for the decision.
+    Headings become smaller than all headings of the page, so that none can be mistaken for the decision.
     """
     writer = MarkdownIt("commonmark", {"html": False}).enable("table").disable("image")
     writer.validateLink = _is_web_page  # type: ignore[method-assign]
@@ -62,7 +63,7 @@ def notes_html(notes: str) -> Markup:
 
 
 def _shrink_headings(state: StateCore) -> None:
-    """Make every heading of an author's text one of the level that the page's own headings do not use."""
+    """Replace every heading of an author's notes by one of a level that the page's own headings do not use."""
     for token in state.tokens:
         if token.type in ("heading_open", "heading_close"):
             token.tag = NOTES_HEADING
@@ -73,11 +74,11 @@ def _is_web_page(address: str) -> bool:
 
 
 def _table(table: Table) -> Markup:
-    return Markup(to_html(table))  # noqa: S704 - it escapes its texts
+    return Markup(to_html(table))  # noqa: S704 - to_html escapes all strings
 
 
 def _drawn(plot: Plot) -> Markup:
-    return Markup(plot.svg)  # noqa: S704 - it is serialized from a tree, which escapes its texts
+    return Markup(plot.svg)  # noqa: S704 - the SVG is serialized from a tree, which escapes all strings
 
 
 @functools.cache

@@ -1,8 +1,8 @@
-"""The plots of a report as SVG to be placed inside a page: colours come from the page, so that light and dark both work.
+"""Plots of a report as inline SVG. Their colours come from the page, so that light and dark mode both work.
 
-Drawn by matplotlib with stand-in colours that are replaced by CSS variables (``--ink``, ``--faint``, ``--floor``, ``--v0`` to
-``--v9``). A plot is narrow enough to be read on a phone; a page puts several side by side. Names may hold anything: they are
-clipped to one line without hidden characters, are never read as mathematics, and the SVG is serialized from a tree.
+Matplotlib draws with placeholder colours, which are replaced by CSS variables (``--ink``, ``--faint``, ``--floor``, ``--v0`` to
+``--v9``). A plot is narrow enough for a phone, and a page puts several side by side. Names may hold any characters. They are
+clipped to one line without invisible characters and never parsed as mathematics, and the SVG is serialized from a tree.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from onelaunch.operation import Direction
 from onelaunch.workbench import quantities as q
 from onelaunch.workbench.report.series import COLOURS, Series
 from onelaunch.workbench.report.summary import (
-    believed,
     cells_at,
+    direction_words,
     directions,
     main_regime,
+    over_roofline,
     shapes,
-    times_floor,
-    way,
+    valid_timing,
 )
 from onelaunch.workbench.report.text import clipped, one_line
 from onelaunch.workbench.result import Cell, Regime, Result
@@ -37,27 +37,31 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-INK, FAINT, FLOOR, SOFT = "#010101", "#020202", "#030303", "#050505"
-STAND_INS = {INK: "var(--ink)", FAINT: "var(--faint)", FLOOR: "var(--floor)", SOFT: "var(--soft)"} | {
+INK, FAINT, BOUND, SOFT = "#010101", "#020202", "#030303", "#050505"
+"""Placeholder colours of text, grid, roofline bound and faint variants."""
+
+STAND_INS = {INK: "var(--ink)", FAINT: "var(--faint)", BOUND: "var(--floor)", SOFT: "var(--soft)"} | {
     colour: f"var(--v{index})" for index, colour in enumerate(COLOURS)
 }
 DASHES = (0, (2, 1.4))
+"""Line style of the roofline bound."""
+
 CROWDED = 5
-"""More labels than this on an axis need care."""
+"""Largest number of labels that fit on an axis without rotation or thinning."""
 
 WIDTH = 4.6
-"""Inches; a page shows an inch as about 80 pixels."""
+"""Width of a plot in inches. A page shows an inch as about 80 pixels."""
 
 LONGEST_LABEL = 28
-"""Characters of a name in a plot; the rest is an ellipsis."""
+"""Largest number of characters of a name in a plot. A longer name ends in an ellipsis."""
 
 SWEPT = ("B", "T", "N")
-"""Dimensions whose product is the amount of work at one size of the model: batch, time, tokens."""
+"""Dimensions (batch, time, tokens) whose product is the amount of work for fixed sizes of the model."""
 
 
 @dataclass(frozen=True)
 class Plot:
-    """A picture with the sentence that says what to see in it."""
+    """A plot with a caption that says what it shows."""
 
     title: str
     caption: str
@@ -66,7 +70,7 @@ class Plot:
 
 
 def plots(result: Result) -> tuple[Plot, ...]:
-    """All plots that this result has numbers for."""
+    """Return all plots for which a result has numbers."""
     regime = main_regime(result)
     if regime is None:
         return ()
@@ -81,7 +85,7 @@ def plots(result: Result) -> tuple[Plot, ...]:
 
 
 def _times(result: Result, series: Series, direction: Direction, regime: Regime) -> list[Plot]:
-    """One plot for every group of shapes that differ in batch and time alone."""
+    """Return a plot for every group of shapes that differ only in the dimensions of :data:`SWEPT`."""
     groups: dict[tuple[Any, ...], list[Shape]] = {}
     for shape in shapes(result, direction):
         fixed = tuple((key, value) for key, value in shape.sizes.items() if key not in SWEPT)
@@ -91,7 +95,7 @@ def _times(result: Result, series: Series, direction: Direction, regime: Regime)
     made = []
     for (fixed, options, dtype), members in groups.items():
         model = " ".join([*(f"{key}={value}" for key, value in (*fixed, *options)), dtype])
-        title = f"Time, {way(direction)}, {model}"
+        title = f"Time, {direction_words(direction)}, {model}"
         if len(members) == 1:
             name = members[0].name
             caption = f"{name} ({regime}): each variant's median with its 95 % interval; the line is the roofline bound."
@@ -114,17 +118,17 @@ def _times(result: Result, series: Series, direction: Direction, regime: Regime)
 def _time_lines(
     axes: Axes, result: Result, series: Series, members: Sequence[Shape], direction: Direction, regime: Regime
 ) -> int:
-    """Draw times against the size that varies, joined by lines; or, where no such axis exists, as points shape by shape."""
+    """Draw times as lines over the size that varies, or as points shape by shape without such an axis; return the lines drawn."""
     members = sorted(members, key=lambda shape: (_amount(shape), shape.sizes.get("T", 0)))
-    places, joined = _size_axis(axes, members)
+    positions, joined = _size_axis(axes, members)
     ls = "-" if joined else "none"
     shown, order = series.prominent, series.order
     spread = 0.0 if joined else 0.5 / max(1, len(shown))
-    for variant in sorted(order, key=lambda name: name in shown):  # the faint ones below
+    for variant in sorted(order, key=lambda name: name in shown):  # faint variants first, so that they lie below
         points = [
-            (places[shape.name], timing.microseconds)
+            (positions[shape.name], timing.microseconds)
             for shape in members
-            if (timing := believed(result.cell(shape.name, variant, direction), regime))
+            if (timing := valid_timing(result.cell(shape.name, variant, direction), regime))
         ]
         if not points:
             continue
@@ -139,7 +143,7 @@ def _time_lines(
         axes.vlines(x, [time.low for time in times], [time.high for time in times], color=colour, lw=1.6)
     if series.others:
         axes.plot([], [], marker=".", color=SOFT, lw=0.8, ms=3.5, alpha=0.55, label=f"{series.others} others", ls=ls)
-    bounds = [(places[shape.name], bound) for shape in members if (bound := _floor(result, shape, direction))]
+    bounds = [(positions[shape.name], bound) for shape in members if (bound := _bound(result, shape, direction))]
     _bounds(axes, bounds, joined=joined)
     axes.set_yscale("log")
     axes.yaxis.set_major_formatter(lambda value, _: _tick(value))
@@ -149,22 +153,22 @@ def _time_lines(
 
 
 def _bounds(axes: Axes, bounds: Sequence[tuple[float, float]], *, joined: bool) -> None:
-    """Draw the roofline bounds: one line along an axis of sizes, a tick for each shape where there is none."""
+    """Draw the roofline bounds: one line along an axis of sizes, or a tick for each shape without such an axis."""
     if not bounds:
         return
     x, y = zip(*bounds, strict=True)
     if joined:
-        axes.plot(x, y, color=FLOOR, lw=2.2, ls=DASHES, label="roofline bound")
+        axes.plot(x, y, color=BOUND, lw=2.2, ls=DASHES, label="roofline bound")
     else:
-        axes.hlines(y, [at - 0.32 for at in x], [at + 0.32 for at in x], color=FLOOR, lw=2.2)
-        axes.plot([], [], color=FLOOR, lw=2.2, label="roofline bound")
+        axes.hlines(y, [at - 0.32 for at in x], [at + 0.32 for at in x], color=BOUND, lw=2.2)
+        axes.plot([], [], color=BOUND, lw=2.2, label="roofline bound")
 
 
 def _size_axis(axes: Axes, members: Sequence[Shape]) -> tuple[dict[str, int], bool]:
-    """Place each shape at the one size that varies, else at its amount of work, else side by side in that order.
+    """Set up the horizontal axis: the one size that varies, else the amount of work, else one tick for each shape.
 
     Returns:
-        The places by shape, and whether they are sizes: a line from shape to shape says nothing where they are not.
+        The position of each shape by name, and whether positions are sizes. If not, a line between shapes has no meaning.
     """
     swept = [key for key in SWEPT if all(key in shape.sizes for shape in members)]
     varied = [key for key in swept if len({shape.sizes[key] for shape in members}) > 1]
@@ -173,7 +177,7 @@ def _size_axis(axes: Axes, members: Sequence[Shape]) -> tuple[dict[str, int], bo
         axes.set_xticks(range(len(members)), [_short(shape) for shape in members], rotation=45 if len(members) > CROWDED else 0)
         axes.set_xlabel(f"{' × '.join(swept)}, by their product" if swept else "")
         axes.set_xlim(-0.6, len(members) - 0.4)
-        return {shape.name: place for place, shape in enumerate(members)}, False
+        return {shape.name: position for position, shape in enumerate(members)}, False
     axes.set_xscale("log", base=2)
     ticks = _spaced(along)
     axes.set_xticks(ticks, [f"{value:,}" for value in ticks])
@@ -184,19 +188,20 @@ def _size_axis(axes: Axes, members: Sequence[Shape]) -> tuple[dict[str, int], bo
 
 
 def _time_bars(axes: Axes, result: Result, series: Series, shape: Shape, direction: Direction, regime: Regime) -> int:
+    """Draw the times at one shape, one row for each variant. Return the number of rows."""
     cells = _timed(result, shape, direction, regime)
     cells.sort(key=lambda cell: -_median(cell, regime))
-    for place, cell in enumerate(cells):
-        timing = believed(cell, regime)
+    for row, cell in enumerate(cells):
+        timing = valid_timing(cell, regime)
         if timing:
             time = timing.microseconds
-            axes.plot([time.low, time.high], [place, place], color=series.colour(cell.variant), lw=3)
-            axes.plot(time.median, place, marker=series.marker(cell.variant), ms=6, color=series.colour(cell.variant))
-            axes.annotate(q.time(time.median), (time.high, place), (7, 0), textcoords="offset points", va="center", color=INK)
-    if floor := _floor(result, shape, direction):
-        axes.axvline(floor, color=FLOOR, lw=2.2, ls=DASHES)
+            axes.plot([time.low, time.high], [row, row], color=series.colour(cell.variant), lw=3)
+            axes.plot(time.median, row, marker=series.marker(cell.variant), ms=6, color=series.colour(cell.variant))
+            axes.annotate(q.time(time.median), (time.high, row), (7, 0), textcoords="offset points", va="center", color=INK)
+    if bound := _bound(result, shape, direction):
+        axes.axvline(bound, color=BOUND, lw=2.2, ls=DASHES)
         axes.annotate(
-            f"roofline bound {q.time(floor)}", (floor, len(cells) - 0.4), (3, 0), textcoords="offset points", color=FLOOR
+            f"roofline bound {q.time(bound)}", (bound, len(cells) - 0.4), (3, 0), textcoords="offset points", color=BOUND
         )
     _rows(axes, [_label(cell.variant) for cell in cells], "time")
     return len(cells)
@@ -209,11 +214,11 @@ def _distance(result: Result, series: Series, direction: Direction, regime: Regi
     rows = [
         shape
         for shape in shapes(result, direction)
-        if any(times_floor(c, regime) for c in _timed(result, shape, direction, regime))
+        if any(over_roofline(c, regime) for c in _timed(result, shape, direction, regime))
     ]
     if not rows:
         return []
-    title = f"Distance from the roofline, {way(direction)}"
+    title = f"Distance from the roofline, {direction_words(direction)}"
     caption = f"Time over the roofline bound ({regime}). The bar is the fastest variant, the marks are all; 1 is the bound."
     return [_plot(title, caption, direction, lambda axes: _distance_bars(axes, result, series, rows, direction, regime), 0.0)]
 
@@ -221,14 +226,15 @@ def _distance(result: Result, series: Series, direction: Direction, regime: Regi
 def _distance_bars(
     axes: Axes, result: Result, series: Series, rows: Sequence[Shape], direction: Direction, regime: Regime
 ) -> int:
+    """Draw the times over the roofline bound, one row for each shape. Return the number of rows."""
     shown, order = series.prominent, series.order
     marks: dict[str, list[tuple[float, int]]] = {variant: [] for variant in order}
-    for place, shape in enumerate(reversed(rows)):
-        far = {cell.variant: value for cell in _timed(result, shape, direction, regime) if (value := times_floor(cell, regime))}
+    for row, shape in enumerate(reversed(rows)):
+        far = {cell.variant: value for cell in _timed(result, shape, direction, regime) if (value := over_roofline(cell, regime))}
         best = min(far, key=lambda name: far[name])
-        axes.barh(place, far[best] - 1, left=1, height=0.56, color=series.colour(best), alpha=0.45, lw=0)
+        axes.barh(row, far[best] - 1, left=1, height=0.56, color=series.colour(best), alpha=0.45, lw=0)
         for variant, value in far.items():
-            marks[variant].append((value, place))
+            marks[variant].append((value, row))
     for variant in sorted(order, key=lambda name: name in shown):
         x, y = [x for x, _ in marks[variant]], [y for _, y in marks[variant]]
         if x and variant in shown:
@@ -237,7 +243,7 @@ def _distance_bars(
             axes.plot(x, y, ls="", ms=3.5, marker=".", color=SOFT, alpha=0.55)
     if series.others:
         axes.plot([], [], ls="", ms=3.5, marker=".", color=SOFT, alpha=0.55, label=f"{series.others} others")
-    axes.axvline(1, color=FLOOR, lw=2.2, ls=DASHES)
+    axes.axvline(1, color=BOUND, lw=2.2, ls=DASHES)
     _rows(axes, [_label(shape.name) for shape in reversed(rows)], "ratio")
     return len(rows)
 
@@ -246,7 +252,7 @@ def _distance_bars(
 
 
 def _bytes(result: Result, series: Series) -> list[Plot]:
-    """The shapes with counted bytes, or the first one where nothing was counted."""
+    """Return plots of the shapes with counted bytes, or of the first shape if nothing was counted; four at most."""
     candidates = []
     for direction in directions(result):
         for shape in shapes(result, direction):
@@ -256,23 +262,24 @@ def _bytes(result: Result, series: Series) -> list[Plot]:
     chosen = [entry for entry in candidates if entry[0]] or candidates[:1]
     made = []
     for counted, direction, shape, cells in chosen[:4]:
-        title = f"DRAM bytes, {way(direction)}, {shape.name}"
+        title = f"DRAM bytes, {direction_words(direction)}, {shape.name}"
         how = "counted by the hardware (ncu) where the bar is solid" if counted else "by arithmetic, not counted"
-        caption = f"Bytes of one call, {how}; the tick is what this way of computing must move, the line the least of any."
+        caption = f"Bytes of one call, {how}; the tick is what the variant must move, the line what any implementation must move."
         made.append(_plot(title, caption, direction, lambda axes, cells=cells: _bytes_bars(axes, cells, series), 0.0))
     return made
 
 
 def _bytes_bars(axes: Axes, cells: Sequence[Cell], series: Series) -> int:
+    """Draw the DRAM bytes at one shape, one row for each variant. Return the number of rows."""
     ordered = sorted(cells, key=lambda cell: -_moved(cell))
     most = max(max(_moved(cell), cell.plan.bytes, cell.plan.least_bytes) for cell in ordered if cell.plan)
-    for place, cell in enumerate(ordered):
+    for row, cell in enumerate(ordered):
         if cell.traffic and cell.plan:
             alpha = 0.8 if cell.traffic.source == "ncu" else 0.3
-            axes.barh(place, _moved(cell), height=0.6, color=series.colour(cell.variant), alpha=alpha, lw=0)
-            axes.plot([cell.plan.bytes] * 2, [place - 0.38, place + 0.38], color=INK, lw=2)
-            axes.annotate(q.size(_moved(cell)), (1.4 * most, place), ha="right", va="center", color=INK)  # right of all ticks
-            axes.axvline(cell.plan.least_bytes, color=FLOOR, lw=2.2, ls=DASHES)
+            axes.barh(row, _moved(cell), height=0.6, color=series.colour(cell.variant), alpha=alpha, lw=0)
+            axes.plot([cell.plan.bytes] * 2, [row - 0.38, row + 0.38], color=INK, lw=2)
+            axes.annotate(q.size(_moved(cell)), (1.4 * most, row), ha="right", va="center", color=INK)  # right of all ticks
+            axes.axvline(cell.plan.least_bytes, color=BOUND, lw=2.2, ls=DASHES)
     axes.set_yticks(range(len(ordered)), [_label(cell.variant) for cell in ordered])
     unit = next((scale for scale, _ in q.BYTES if most >= scale), 1.0)
     axes.set_xlim(0, 1.42 * most)
@@ -287,11 +294,19 @@ def _moved(cell: Cell) -> float:
     return total if math.isfinite(total) else 0.0
 
 
-# What the plots share
+# Functions that all plots use
 
 
 def _plot(title: str, caption: str, direction: Direction, draw: Callable[[Axes], int], height: float) -> Plot:
-    """Draw on a fresh figure; a height of 0 grows with the number of rows drawn."""
+    """Draw on a new figure and return it as SVG.
+
+    Args:
+        title: Title above the plot.
+        caption: Sentence below the plot.
+        direction: Direction of the plotted measurements.
+        draw: Function that draws on the axes and returns the number of rows.
+        height: Height in inches; 0 for a height that follows from the number of rows.
+    """
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
@@ -312,7 +327,7 @@ def _plot(title: str, caption: str, direction: Direction, draw: Callable[[Axes],
         "xtick.minor.visible": False,
     }
     with mpl.rc_context(settings), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Glyph .* missing from font")  # the page's fonts draw the text
+        warnings.filterwarnings("ignore", "Glyph .* missing from font")  # the browser draws the text with the page's fonts
         figure = Figure(figsize=(WIDTH, height or 3.0), layout="constrained")
         axes = figure.add_subplot()
         rows = draw(axes)
@@ -325,7 +340,7 @@ def _plot(title: str, caption: str, direction: Direction, draw: Callable[[Axes],
 
 
 def _svg(figure: Figure, title: str) -> str:
-    """Return the figure as one SVG element whose ids are its own and whose colours are the page's."""
+    """Return the figure as one SVG element with unique ids and with the page's colours."""
     buffer = io.StringIO()
     figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
     root = ET.fromstring(buffer.getvalue())  # noqa: S314 - written by matplotlib just now
@@ -345,12 +360,12 @@ def _svg(figure: Figure, title: str) -> str:
 
 
 def _local(name: str) -> str:
-    """Return a name of XML without its namespace."""
+    """Return an XML name without its namespace."""
     return name.rpartition("}")[2]
 
 
 def _page_value(name: str, value: str, own: str) -> str:
-    """Return an attribute's value with the page's colours and font, ids prefixed."""
+    """Return an attribute's value with prefixed ids and with the page's colours and font."""
     if name == "id":
         return own + value
     value = re.sub(r"^#(?=[A-Za-z])", f"#{own}", value) if name == "href" else value.replace("url(#", f"url(#{own}")
@@ -360,7 +375,7 @@ def _page_value(name: str, value: str, own: str) -> str:
 
 
 def _rows(axes: Axes, labels: Sequence[str], kind: str) -> None:
-    """Named rows against a logarithmic axis of times or ratios."""
+    """Set up the axes of a plot with one row for each label, over a logarithmic axis of times or ratios (``kind``)."""
     from matplotlib.ticker import LogLocator
 
     axes.set_yticks(range(len(labels)), labels)
@@ -368,7 +383,7 @@ def _rows(axes: Axes, labels: Sequence[str], kind: str) -> None:
     axes.set_xscale("log")
     low, high = axes.get_xlim()
     axes.set_xlim(low, high * (high / low) ** 0.16)
-    if high < 30 * low:  # powers of ten alone would leave one label
+    if high < 30 * low:  # with powers of ten alone there would be one label
         axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.xaxis.set_major_formatter(lambda value, _: _tick(value) if kind == "time" else f"{value:g}x")
     axes.xaxis.set_minor_formatter(lambda *_: "")
@@ -377,7 +392,7 @@ def _rows(axes: Axes, labels: Sequence[str], kind: str) -> None:
 
 
 def _tick(microseconds: float) -> str:
-    """A time without the zeros that say how exact it is: ``10 µs``."""
+    """Format a time for a tick, without trailing zeros: ``10 µs``."""
     value, _, unit = q.time(microseconds).partition(" ")
     return f"{float(value):g} {unit}"
 
@@ -389,24 +404,27 @@ def _steps(most: float) -> Sequence[float]:
 
 
 def _timed(result: Result, shape: Shape, direction: Direction, regime: Regime) -> list[Cell]:
-    return [cell for cell in cells_at(result, shape.name, direction) if not cell.control and believed(cell, regime)]
+    return [cell for cell in cells_at(result, shape.name, direction) if not cell.control and valid_timing(cell, regime)]
 
 
 def _label(name: str) -> str:
-    """Return a name as a plot shows it. Matplotlib hides what begins with an underscore from legends: a thin space goes first."""
+    """Return a name as a plot shows it.
+
+    Matplotlib hides names that begin with an underscore from legends, so a thin space is put before them.
+    """
     label = clipped(name, LONGEST_LABEL)
     return f"\u2009{label}" if label.startswith("_") else label
 
 
-def _floor(result: Result, shape: Shape, direction: Direction) -> float | None:
-    """Return the roofline bound of a shape, or ``None`` where it is not known or zero."""
+def _bound(result: Result, shape: Shape, direction: Direction) -> float | None:
+    """Return the roofline bound of a shape in microseconds, or ``None`` if it is not known or 0."""
     plans = (cell.plan for cell in cells_at(result, shape.name, direction) if cell.plan and not cell.control)
     bound = next((plan.floor_microseconds for plan in plans), 0.0)
     return bound if 0 < bound < math.inf else None
 
 
 def _median(cell: Cell, regime: Regime) -> float:
-    timing = believed(cell, regime)
+    timing = valid_timing(cell, regime)
     return timing.microseconds.median if timing else math.inf
 
 
@@ -419,9 +437,9 @@ def _short(shape: Shape) -> str:
 
 
 def _spaced(values: Sequence[int]) -> list[int]:
-    """Those of the rising values whose labels have room on a logarithmic axis."""
-    kept: list[int] = []
+    """Return those of the ascending values whose labels do not overlap on a logarithmic axis."""
+    spaced: list[int] = []
     for value in values:
-        if not kept or value >= (values[-1] / values[0]) ** (1 / CROWDED) * kept[-1]:
-            kept.append(value)
-    return kept
+        if not spaced or value >= (values[-1] / values[0]) ** (1 / CROWDED) * spaced[-1]:
+            spaced.append(value)
+    return spaced

@@ -1,4 +1,4 @@
-"""Which variants a plot draws prominently, and in which order they take their colours."""
+"""Choice of the variants that plots draw prominently, and of their colours and markers."""
 
 from __future__ import annotations
 
@@ -6,38 +6,39 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from onelaunch.workbench import stats
-from onelaunch.workbench.report.summary import believed, directions, fastest, main_regime, peer_names, reference, shapes
+from onelaunch.workbench.report.summary import directions, fastest, main_regime, peer_names, reference, shapes, valid_timing
 from onelaunch.workbench.result import Result
 
 COLOURS = tuple(f"#04{index:02x}04" for index in range(10))
-"""Stand-ins that the page's own colours ``--v0`` to ``--v9`` replace."""
+"""Placeholder colours, which the page's own colours ``--v0`` to ``--v9`` replace."""
 
 MARKERS = "osD^vPX*<>"
+"""Matplotlib's names of the markers."""
 
 MOST_SERIES = 8
-"""Lines that a reader can tell apart in one plot."""
+"""Largest number of lines that a reader can tell apart in one plot."""
 
 PROMINENT = 6
-"""Lines drawn prominently where there are more than that."""
+"""Number of lines drawn prominently if there are more than :data:`MOST_SERIES`."""
 
 
 @dataclass(frozen=True)
 class Series:
-    """The variants of a result, as all of its plots draw them: each has one colour and one marker in a report."""
+    """Variants of a result in the order of their colours. A variant has the same colour and marker in all plots of a report."""
 
     prominent: tuple[str, ...]
-    """Drawn in colour and named; the others are faint."""
+    """Variants drawn in colour and named in the legend. The others are drawn faintly."""
     order: tuple[str, ...]
     """All variants, the prominent ones first."""
     others: int
-    """Variants with a time that are not prominent."""
+    """Number of timed variants that are not prominent."""
 
     @classmethod
     def of(cls, result: Result) -> Series:
         """Choose the prominent variants.
 
-        All of up to :data:`MOST_SERIES`; of more, the reference, the peers' libraries and those that are fastest somewhere,
-        filled up to :data:`PROMINENT` by speed.
+        Up to :data:`MOST_SERIES` variants are all prominent. If there are more, the reference, the peers and the variants that
+        are fastest at some shape are prominent, and then the fastest others, up to :data:`PROMINENT`.
         """
         every = list(dict.fromkeys(cell.variant for cell in result.cells if not cell.control))
         timed = {cell.variant for cell in result.cells if cell.status == "ok" and cell.timings}
@@ -47,12 +48,12 @@ class Series:
         libraries = peer_names(result)
         wanted = dict.fromkeys([reference(result), *(name for name in names if name in libraries), *_winners(result)])
         most = max(PROMINENT, min(len(wanted), MOST_SERIES))
-        kept = list(dict.fromkeys([*wanted, *_by_speed(result, names)]))[:most]
-        shown = tuple(name for name in names if name in kept)
+        chosen = list(dict.fromkeys([*wanted, *_by_speed(result, names)]))[:most]
+        shown = tuple(name for name in names if name in chosen)
         return cls(shown, (*shown, *(name for name in every if name not in shown)), len(names) - len(shown))
 
     def colour(self, variant: str) -> str:
-        """Return the stand-in colour of a variant."""
+        """Return the placeholder colour of a variant."""
         return COLOURS[self.order.index(variant) % len(COLOURS)]
 
     def marker(self, variant: str) -> str:
@@ -62,17 +63,17 @@ class Series:
 
 def _winners(result: Result) -> list[str]:
     """Return the variants that are fastest at some shape."""
-    places = [(shape.name, direction) for direction in directions(result) for shape in shapes(result, direction)]
-    return [best.variant for place in places if (best := fastest(result, *place))]
+    cases = [(shape.name, direction) for direction in directions(result) for shape in shapes(result, direction)]
+    return [best.variant for case in cases if (best := fastest(result, *case))]
 
 
 def _by_speed(result: Result, names: Iterable[str]) -> list[str]:
-    """Return the timed variants by their mean distance from the fastest at each shape, the nearest first."""
+    """Return the timed variants, sorted by the geometric mean of their times over the fastest at each shape."""
     regime = main_regime(result)
     ratios: dict[str, list[float]] = {name: [] for name in names}
     for cell in result.cells:
-        timing = believed(cell, regime)
-        best = believed(fastest(result, cell.shape, cell.direction), regime)
+        timing = valid_timing(cell, regime)
+        best = valid_timing(fastest(result, cell.shape, cell.direction), regime)
         if timing and best and cell.variant in ratios and not cell.control:
             ratios[cell.variant].append(timing.microseconds.median / best.microseconds.median)
     timed = [name for name in ratios if ratios[name]]

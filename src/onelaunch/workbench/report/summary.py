@@ -1,8 +1,8 @@
-"""Content of a report as plain values: made once from a result, then only spelt by the terminal, Markdown and HTML.
+"""Content of a report as plain values, which the terminal, Markdown and HTML only format.
 
 The first screen answers three questions: what was asked and decided (:mod:`onelaunch.workbench.report.headline`), which variant
-to use where, and what stays unmeasured or unexplained. The criteria and the details follow
-(:mod:`onelaunch.workbench.report.details`).
+to use at which shape, and what was not measured or stays unexplained. The criteria and the details
+(:mod:`onelaunch.workbench.report.details`) follow.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from onelaunch.workbench.stats import ratio
 from onelaunch.workbench.study import LOOPS, Criterion, Selector, Shape, Study
 
 REGIMES: tuple[Regime, ...] = ("cold", "warm", "eager")
-"""In the order of preference for comparing variants."""
+"""Regimes in the order of preference for comparing variants."""
 
 FIRST_ROWS = 8
-"""Rows of the tables on a first screen, if they are of several directions."""
+"""Largest number of table rows on the first screen if they are of several directions."""
 
 NO_CRITERIA = "No criteria were declared."
-NOTHING_OPEN = "Nothing: every declared variant has a believed time at every shape."
+NOTHING_OPEN = "Nothing: every declared variant has a valid time at every shape."
 
 FEW = 4
-"""Longer lists than this are not for a first screen."""
+"""Largest number of items of a list on the first screen."""
 
 
 @dataclass(frozen=True)
@@ -44,29 +44,30 @@ class Section:
     text: tuple[str, ...] = ()
     tables: tuple[Table, ...] = ()
     notes: str = ""
-    """Markdown that the study's author wrote."""
+    """Notes of the study's author, in Markdown."""
     folded: bool = False
-    """Long: a page shows it when asked to."""
+    """True for a long section, which a page shows only when the reader opens it."""
 
 
 @dataclass(frozen=True)
 class Summary:
-    """The first screen."""
+    """Content of the first screen."""
 
     name: str
     question: str
     decision: str
     """``proceed``, ``debug``, ``abandon``, ``measure more`` or ``not decided``."""
     facts: tuple[str, ...]
-    """Device, time and way of measuring."""
+    """Device, scale, rounds, date and version, as short phrases."""
     alerts: tuple[str, ...]
-    """Sentences that a reader must know before believing anything."""
+    """Warnings about the whole result, in sentences."""
     criteria: Table | None
     use: tuple[Table, ...]
+    """Tables of the variant to use at each shape, one for each direction."""
     missing: Table | None
-    """Every variant that has no believed time somewhere, with the reason."""
+    """Variants without a valid time at some shape, with the reasons."""
     open: tuple[str, ...]
-    """Sentences on what else was not measured."""
+    """Other things that were not measured, in sentences."""
 
 
 def summarize(result: Result) -> Summary:
@@ -86,9 +87,10 @@ def summarize(result: Result) -> Summary:
 
 
 def first_tables(tables: tuple[Table, ...]) -> tuple[tuple[Table, ...], tuple[Table, ...]]:
-    """Split tables into those of the first screen and the others: all if they are short, else the first alone.
+    """Split tables into those of the first screen and the others.
 
-    Tables of a group share their last one's note.
+    All are on the first screen if they have at most :data:`FIRST_ROWS` rows together, else only the first. In each group only the
+    last table keeps its note, which is the same for all.
     """
     few = sum(len(table.rows) for table in tables) <= FIRST_ROWS
     first = len(tables) if few else 1
@@ -96,30 +98,31 @@ def first_tables(tables: tuple[Table, ...]) -> tuple[tuple[Table, ...], tuple[Ta
 
 
 def _note_once(tables: tuple[Table, ...]) -> tuple[Table, ...]:
+    """Return the tables with the note of the last one only."""
     return (*(replace(table, note="") for table in tables[:-1]), *tables[-1:])
 
 
-# What other parts of the report ask of a result
+# Queries of a result that all parts of the report use
 
 
 def directions(result: Result) -> tuple[Direction, ...]:
-    """Return the directions that have cells, forward first."""
+    """Return the directions that have measurements, forward first."""
     return tuple(name for name in DIRECTIONS if any(cell.direction == name for cell in result.cells))
 
 
 def shapes(result: Result, direction: Direction) -> tuple[Shape, ...]:
-    """Return the declared shapes that have cells in a direction, in the order of the study."""
+    """Return the declared shapes that have measurements in a direction, in the order of the study."""
     seen = {cell.shape for cell in result.cells if cell.direction == direction}
     return tuple(shape for shape in result.study.shapes if shape.name in seen)
 
 
 def cells_at(result: Result, shape: str, direction: Direction) -> tuple[Cell, ...]:
-    """Return all cells of one shape in one direction, controls included."""
+    """Return all measurements of one shape in one direction, including controls."""
     return tuple(cell for cell in result.cells if (cell.shape, cell.direction) == (shape, direction))
 
 
 def regimes(result: Result) -> tuple[Regime, ...]:
-    """Return the columns of a table of times: cold, warm, eager, and the regimes of steps in a row that the study declares."""
+    """Return the columns of a table of times: cold, warm, eager, and the regimes of consecutive steps that are declared."""
     return (*REGIMES, *(regime for regime in LOOPS if regime in result.study.regimes))
 
 
@@ -129,8 +132,8 @@ def main_regime(result: Result) -> Regime | None:
     return next((regime for regime in REGIMES if regime in measured), None)
 
 
-def believed(cell: Cell | None, regime: Regime | None) -> Timing | None:
-    """Return the time of a cell in a regime, if there is one to be believed: from a correct call, above zero and finite."""
+def valid_timing(cell: Cell | None, regime: Regime | None) -> Timing | None:
+    """Return a measurement's timing in a regime if it is valid: of status ``ok``, above 0 and finite; otherwise ``None``."""
     timing = cell.timing(regime) if cell and cell.status == "ok" and regime else None
     if timing is None or not timing.rounds:
         return None
@@ -138,37 +141,37 @@ def believed(cell: Cell | None, regime: Regime | None) -> Timing | None:
 
 
 def speedup(cell: Cell | None, over: Cell | None, regime: Regime | None) -> Estimate | None:
-    """Return how many times as fast a cell is as another, from ratios taken round by round."""
-    ours, theirs = believed(cell, regime), believed(over, regime)
+    """Return the speed of a measurement over another, from ratios taken round by round; ``None`` without two valid times."""
+    ours, theirs = valid_timing(cell, regime), valid_timing(over, regime)
     return ratio(theirs.rounds, ours.rounds) if ours and theirs and cell is not over else None
 
 
-def times_floor(cell: Cell, regime: Regime | None) -> float | None:
-    """Return a cell's time over the roofline bound of its shape, or ``None`` where the bound is zero or not known."""
-    timing = believed(cell, regime)
+def over_roofline(cell: Cell, regime: Regime | None) -> float | None:
+    """Return a measurement's time over the roofline bound, or ``None`` if the bound is 0 or not known."""
+    timing = valid_timing(cell, regime)
     bound = cell.plan.floor_microseconds if cell.plan else 0.0
     return timing.microseconds.median / bound if timing and bound > 0 else None
 
 
 def fastest(result: Result, shape: str, direction: Direction) -> Cell | None:
-    """Return the fastest correct variant's cell in the regime in which variants are compared."""
+    """Return the measurement of the fastest correct variant in the regime in which variants are compared."""
     regime = main_regime(result)
     timed = {
         timing.microseconds.median: cell
         for cell in reversed(cells_at(result, shape, direction))
-        if not cell.control and (timing := believed(cell, regime))
+        if not cell.control and (timing := valid_timing(cell, regime))
     }
     return timed[min(timed)] if timed else None
 
 
 def noise_floor(result: Result, cell: Cell, regime: Regime | None) -> float:
-    """Return the smallest factor that may be claimed at a cell's shape, 1 where no A/A run tells it."""
+    """Return the smallest factor that may be claimed at a measurement's shape, or 1 without an A/A run."""
     noise = result.noise_at(cell.shape, cell.direction, regime) if regime is not None else None
     return noise.floor if noise is not None else 1.0
 
 
 def peer_names(result: Result) -> tuple[str, ...]:
-    """Return the names of a result's variants that are another library's; none where the operation is not known here."""
+    """Return the names of the variants that belong to another library; none if the operation is not installed here."""
     try:
         known = find_operation(result.study.operation).variants
     except OneLaunchError:
@@ -177,19 +180,19 @@ def peer_names(result: Result) -> tuple[str, ...]:
     return tuple(name for name in names if name in known and known[name].capabilities.requires)
 
 
-def way(direction: str) -> str:
-    """``forward + backward``."""
+def direction_words(direction: str) -> str:
+    """Return a direction in words, such as ``forward + backward``."""
     return direction.replace("_", " + ")
 
 
 def sizes(shape: Shape) -> str:
-    """``B=4 T=2048 D=256 V=64 float16``, with the options that differ from their defaults."""
+    """Return sizes, options and dtype in words, such as ``B=4 T=2048 D=256 V=64 float16``."""
     parts = [f"{key}={value}" for key, value in (*shape.sizes.items(), *shape.options.items())]
     return " ".join([*parts, shape.dtype])
 
 
 def selector(chosen: Selector) -> str:
-    """``fused_chunked``, or ``the fastest with launches 1 or 2``."""
+    """Return a selector in words: ``fused_chunked``, or ``the fastest with launches 1 or 2``."""
     return selector_words(chosen, "the fastest", "the fastest variant")
 
 
@@ -202,30 +205,30 @@ def asked(criterion: Criterion, study: Study) -> str:
     what = measure.demand.format(of=of, over=over, bound=f"{criterion.bound}{measure.unit}")
     regime = f", {criterion.regime}" if measure.timed else ""
     regime += f" over {criterion.over_regime}" if criterion.over_regime else ""
-    aside = "" if criterion.decides else "; decides nothing"
-    return f"{what} {_asked_at(criterion, study)} ({way(criterion.direction)}{regime}{aside})"
+    no_decision = "" if criterion.decides else "; decides nothing"
+    return f"{what} {_asked_at(criterion, study)} ({direction_words(criterion.direction)}{regime}{no_decision})"
 
 
 def reference(result: Result) -> str:
-    """Return the variant that speeds are taken over: the study's baseline, or if it was never timed, the first that was."""
+    """Return the variant over which speeds are taken: the study's baseline, or the first timed variant if it has no time."""
     timed = dict.fromkeys(cell.variant for cell in result.cells if cell.status == "ok" and cell.timings and not cell.control)
     return result.study.baseline if result.study.baseline in timed else next(iter(timed), result.study.baseline)
 
 
 def use_table(result: Result, direction: Direction) -> Table:
-    """Return the table of the variant to use at each shape, and how sure that is."""
+    """Return the table of the variant to use at each shape, with its interval and its rivals within the noise."""
     regime = main_regime(result)
     over_name = reference(result)
     rows, counts = [], []
     for shape in shapes(result, direction):
         best = fastest(result, shape.name, direction)
-        time = believed(best, regime)
+        time = valid_timing(best, regime)
         if best is None or time is None:
             rows.append((shape.name, sizes(shape), "none was timed", q.NONE, q.NONE, q.NONE))
             continue
         over = result.cell(shape.name, over_name, direction)
         counts.append(time.microseconds.samples)
-        gain, distance = speedup(best, over, regime), times_floor(best, regime)
+        gain, distance = speedup(best, over, regime), over_roofline(best, regime)
         rows.append(
             (
                 shape.name,
@@ -238,11 +241,11 @@ def use_table(result: Result, direction: Direction) -> Table:
         )
     how = f"{regime}, median [95 % interval] of {q.span(counts)} rounds" if regime else "nothing was timed"
     return Table(
-        f"{way(direction).capitalize()}: {how}",
+        f"{direction_words(direction).capitalize()}: {how}",
         columns("shape", "?sizes", "use", ">time", ">speed", ">/ bound"),
         tuple(rows),
         f"Speed is over {over_name}{_instead(result)}. The bound is the roofline bound: the fewest bytes and FLOPs at the "
-        "measured peaks. A second name is as fast within the noise.",
+        "measured peaks. A second name means that its time differs by no more than the noise.",
     )
 
 
@@ -250,11 +253,12 @@ def use_table(result: Result, direction: Direction) -> Table:
 
 
 def _instead(result: Result) -> str:
-    """Return why the reference is not the declared baseline; nothing if it is."""
+    """Return a clause on why the reference is not the declared baseline, or an empty string if it is."""
     return "" if reference(result) == result.study.baseline else f", as the baseline {result.study.baseline} was not timed"
 
 
 def _facts(result: Result) -> tuple[str, ...]:
+    """Return device, scale, rounds, date and version as short phrases."""
     facts = result.provenance
     scale = f"{facts.scale} scale, " if facts.scale else ""
     return (
@@ -271,18 +275,19 @@ def _short(commit: str) -> str:
 
 
 def _alerts(result: Result) -> tuple[str, ...]:
+    """Return warnings about an interrupted run, wrong variants and a changed declaration."""
     alerts = []
     if result.interrupted:
         done = sum(cell.status != "interrupted" for cell in result.cells)
         alerts.append(
-            f"Interrupted: {done} of {len(result.cells)} cells were reached; the decision rests on those alone. "
-            "What is missing is listed below."
+            f"Interrupted: {done} of {len(result.cells)} measurements were reached, and the decision rests on those alone. "
+            "The missing ones are listed below."
         )
     wrong = sorted({cell.variant for cell in result.cells if cell.status in ("incorrect", "invalid")})
     if wrong:
-        alerts.append(f"Not to be used: {', '.join(wrong)} gave wrong results or times that cannot be; see below.")
+        alerts.append(f"Do not use {', '.join(wrong)}: outputs were wrong, or times were below the roofline bound; see below.")
     if result.study.digest() != result.study_digest:
-        alerts.append("The study stored here is not the one that ran: its digest differs, its criteria may have moved.")
+        alerts.append("The study stored here is not the one that ran: its digest differs, so its criteria may have been changed.")
     return tuple(alerts)
 
 
@@ -291,11 +296,12 @@ def _criteria(result: Result) -> Table | None:
     if not result.study.criteria:
         return None
     rows = [_criterion(criterion, judged.get(criterion.name), result) for criterion in result.study.criteria]
-    rows.sort(key=lambda row: row[1].endswith("(excluded)"))  # what the decision rests on comes first
+    rows.sort(key=lambda row: row[1].endswith("(excluded)"))  # criteria that decide come first
     return Table("", columns("criterion", "status", "?asked", "evidence"), tuple(rows))
 
 
 def _criterion(criterion: Criterion, outcome: Outcome | None, result: Result) -> tuple[str, ...]:
+    """Return the row of a criterion: name, status, demand and evidence."""
     demand = asked(criterion, result.study)
     if outcome is None:
         return (criterion.name, "not measured", demand, "The study ended before this was judged.")
@@ -310,6 +316,7 @@ def _criterion(criterion: Criterion, outcome: Outcome | None, result: Result) ->
 
 
 def _missing(result: Result) -> Table | None:
+    """Return the table of measurements without a valid time. Those with the same reason share a row."""
     groups: dict[tuple[str, str, str], list[Cell]] = {}
     for cell in result.cells:
         if cell.status != "ok":
@@ -324,7 +331,7 @@ def _missing(result: Result) -> Table | None:
 
 
 def _reason(cell: Cell) -> str:
-    """Return why a cell has no believed time: its reason, and what the verdict adds to it."""
+    """Return why a measurement has no valid time: its reason, and the problems of the verdict."""
     problems = cell.verdict.explain() if cell.verdict and not cell.verdict.ok else ""
     parts = [part for part in (cell.reason, problems) if part]
     if len(parts) == 2 and (parts[0] in parts[1] or parts[1] in parts[0]):
@@ -333,7 +340,7 @@ def _reason(cell: Cell) -> str:
 
 
 def _where(cells: Sequence[Cell], result: Result) -> str:
-    """``all 8 shapes, forward``."""
+    """Return the shapes and directions of measurements in words, such as ``all 8 shapes, forward``."""
     named = []
     for direction in directions(result):
         here = [cell.shape for cell in cells if cell.direction == direction]
@@ -341,7 +348,7 @@ def _where(cells: Sequence[Cell], result: Result) -> str:
             continue
         total = len(shapes(result, direction))
         at = ("both shapes" if total == 2 else f"all {total} shapes") if len(here) == total > 1 else ", ".join(here)
-        named.append((at, way(direction)))
+        named.append((at, direction_words(direction)))
     if len(directions(result)) == 1:
         return named[0][0]
     if len({at for at, _ in named}) == 1 and len(named) == len(directions(result)):
@@ -362,21 +369,25 @@ def _open(result: Result) -> tuple[str, ...]:
 
 
 def _notes(result: Result) -> list[str]:
-    """Return the run's notes on what was not measured, as many as a first screen can bear."""
+    """Return the run's notes on what was not measured, at most :data:`FEW`.
+
+    These notes begin with ``No`` or ``Stopped``, after the name of the case if they have one.
+    """
     missed = [note for note in result.notes if re.search(r"(^|: )(No |Stopped )", note)]
     if len(missed) <= FEW:
         return missed
-    return [*missed[: FEW - 1], f"The run noted {len(missed) - FEW + 1} more such things; see its notes."]
+    return [*missed[: FEW - 1], f"The run has {len(missed) - FEW + 1} more notes of this kind; see the notes of the run."]
 
 
 def _uncounted(result: Result) -> list[str]:
+    """Return a sentence on the shapes at which no DRAM bytes were counted, if any."""
     timed = [cell for cell in result.cells if cell.status == "ok" and not cell.control]
     counted = {cell.shape for cell in timed if cell.traffic and cell.traffic.source == "ncu"}
     everywhere = {cell.shape for cell in timed}
     if not timed or counted == everywhere:
         return []
     if not counted and result.decision and result.decision.savings:
-        return []  # the decision says so itself
+        return []  # the decision has a sentence on this
     if not counted:
         return ["DRAM bytes were counted nowhere: all traffic is arithmetic."]
     names = [shape.name for shape in result.study.shapes if shape.name in counted]
@@ -396,6 +407,7 @@ def _as_good(result: Result, best: Cell, regime: Regime | None) -> list[str]:
 
 
 def _asked_at(criterion: Criterion, study: Study) -> str:
+    """Return the shapes of a criterion in words."""
     at = [shape.name for shape in study.shapes_of(criterion)] if criterion.at is None else criterion.at
     names = [at] if isinstance(at, str) else list(at)
     where = ", ".join(names)

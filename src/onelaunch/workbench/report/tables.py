@@ -1,4 +1,4 @@
-"""The one table writer: a plain :class:`Table` and its three spellings."""
+"""Tables as plain values, and their rendering as Markdown, HTML and for a terminal."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     import rich.table
 
 Tone = Literal["good", "bad", "open", "quiet"]
+"""Meaning of a status word, which determines its colour."""
 
 TONES: Mapping[str, Tone] = {
     "proceed": "good",
@@ -49,29 +50,29 @@ TONES: Mapping[str, Tone] = {
     "not measured (excluded)": "quiet",
     "infeasible (excluded)": "quiet",
 }
-"""How a status word is coloured. Colour never says anything that the word does not."""
+"""Tone of each status word. Colour never carries information that the word does not."""
 
 STYLES: Mapping[Tone, str] = {"good": "green", "bad": "red", "open": "yellow", "quiet": "dim"}
-"""In a terminal."""
+"""Style of each tone in a terminal."""
 
 ROOMY = 100
-"""A terminal of at least this many columns shows optional columns too."""
+"""Width of a terminal, in characters, from which on optional columns are shown."""
 
 
 @dataclass(frozen=True)
 class Column:
-    """The head of a column."""
+    """Heading and layout of a column."""
 
     title: str
     right: bool = False
-    """Numbers stand to the right."""
+    """True for a column of numbers, which are aligned to the right."""
     optional: bool = False
-    """Left out of narrow terminals."""
+    """True for a column that narrow terminals leave out."""
 
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of text under a title, with what a reader must know about all of them in the note."""
+    """Table of strings with a title, and a note on what a reader must know about all rows."""
 
     title: str
     columns: tuple[Column, ...]
@@ -80,17 +81,17 @@ class Table:
 
 
 def columns(*titles: str) -> tuple[Column, ...]:
-    """Columns from titles: ``>`` before a title puts it to the right, ``?`` makes it optional (``?>`` both)."""
+    """Return columns from titles. The prefix ``>`` aligns a column to the right, ``?`` makes it optional, ``?>`` does both."""
     return tuple(Column(title.lstrip("?>"), ">" in title[:2], title.startswith("?")) for title in titles)
 
 
 def words(status: str) -> str:
-    """A stored status as people write it: ``not_measured`` to ``not measured``."""
+    """Return a stored status with spaces: ``not measured`` for ``not_measured``."""
     return status.replace("_", " ")
 
 
 def to_markdown(table: Table, *, title: bool = True) -> str:
-    """A Markdown table, its columns aligned in the source as well."""
+    """Return a Markdown table whose columns are aligned in the source too."""
     heads = [_markdown(column.title) for column in table.columns]
     rows = [[_markdown(text) for text in row] for row in table.rows]
     widths = [max(3, *(len(row[index]) for row in [heads, *rows])) for index in range(len(heads))]
@@ -104,7 +105,11 @@ def to_markdown(table: Table, *, title: bool = True) -> str:
 
 
 def to_html(table: Table) -> str:
-    """An HTML table. On a narrow screen sentences stack under their heads; numbers scroll sideways, optional columns go."""
+    """Return an HTML table.
+
+    On a narrow screen a table with sentences stacks its cells under their headings, a table of numbers scrolls sideways, and
+    optional columns are hidden.
+    """
     stacks = ' class="stacks"' if any(len(text) > LONG for row in table.rows for text in row) else ""
     parts = ['<figure class="table">']
     if table.title:
@@ -121,7 +126,7 @@ def to_html(table: Table) -> str:
 
 
 def to_rich(table: Table, width: int) -> rich.table.Table:
-    """A table for a terminal of that many columns."""
+    """Return a table for a terminal of ``width`` characters."""
     from rich import box
     from rich.table import Table as RichTable
     from rich.text import Text
@@ -157,14 +162,14 @@ def to_rich(table: Table, width: int) -> rich.table.Table:
 
 
 def _plain(table: Table) -> Table:
-    """Return the table with every text on one line and without hidden characters."""
+    """Return the table with every string on one line and without invisible characters."""
     heads = tuple(replace(column, title=one_line(column.title)) for column in table.columns)
     rows = tuple(tuple(map(one_line, row)) for row in table.rows)
     return Table(one_line(table.title), heads, rows, one_line(table.note))
 
 
 def _fits(table: Table, shown: list[int], width: int) -> bool:
-    """Whether the numbers can stand unbroken and leave some room to the words."""
+    """Return whether the columns fit if numbers are not broken and words wrap."""
     needed = 2 * len(shown)
     for index in shown:
         widest = max(len(text) for text in [table.columns[index].title, *(row[index] for row in table.rows)])

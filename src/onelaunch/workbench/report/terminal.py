@@ -1,4 +1,4 @@
-"""The first screen of a report for a terminal, in which no text of a result is markup or a command to the terminal."""
+"""Report for a terminal. No string of a result becomes markup or a command to the terminal."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from onelaunch.workbench.result import Result
 
 
 def show(result: Result, console: Console, *, full: bool = False) -> None:
-    """Print the first screen, or with ``full`` the whole report."""
+    """Print the first screen of a report, or the whole report if ``full`` is set."""
     console.print(render(result, console.width, full=full))
 
 
 def render(result: Result, width: int, *, full: bool = False) -> Group:
-    """Return the report as one thing that rich prints on a terminal of that many columns."""
+    """Return the report as one group for rich, laid out for a terminal of ``width`` characters."""
     summary, head = summarize(result), headline(result)
     first, later = first_tables(summary.use)
     parts: list[RenderableType] = [

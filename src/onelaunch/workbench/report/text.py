@@ -1,8 +1,8 @@
-"""Text from studies and results, made safe for each form of a report.
+"""Escaping of strings from studies and results for each format of a report.
 
-Names, questions, reasons and notes may come from a file that somebody else wrote. In every form they read as they were written,
-and none of them becomes markup: no element, link, heading or table cell, and no command to a terminal. One exception is out of
-reach: where a report in Markdown is shown on GitHub, it links e-mail addresses and names after ``@``, escaped or not.
+Names, questions, reasons and notes may come from a file of unknown origin. In every format they are shown as they were written,
+and none of them becomes markup (an element, link, heading or table cell) or a command to a terminal. One exception cannot be
+prevented: if a Markdown report is shown on GitHub, GitHub links e-mail addresses and names after ``@``, escaped or not.
 """
 
 from __future__ import annotations
@@ -14,23 +14,23 @@ import unicodedata
 from markupsafe import Markup
 
 LONG = 40
-"""A text of more characters than this is a sentence: it gets room on a page, and wraps."""
+"""Number of characters above which a string counts as a sentence, which gets a wide column on a page and wraps."""
 
 CONTROL_PICTURES = 0x2400
 """First of the Unicode symbols for control characters: ``\\x1b`` is shown as the symbol for ESC."""
 
 HIDDEN = frozenset({"Cc", "Cf", "Co", "Cs", "Zl", "Zp"})
-"""Unicode categories of characters that a reader cannot see, or that reorder or break the text around them."""
+"""Unicode categories of characters that are invisible, or that reorder or break the text around them."""
 
 MICROSECONDS = re.compile(r"(?<=\d) us\b")
-"""The unit as results of earlier versions spell it in their sentences."""
+"""Unit of microseconds as the sentences of older results spell it."""
 
 MARKDOWN_ALWAYS = re.compile(r"[\\`*<|~$]")
 """Characters that can begin markup anywhere."""
 
 MARKDOWN_SOMEWHERE = re.compile(
     r"(?<![^\W_])_+"  # an underscore that no letter or digit precedes
-    r"|_+(?![^\W_])"  # or follows: inside a word it is no emphasis
+    r"|_+(?![^\W_])"  # or follows; inside a word an underscore is no emphasis
     r"|\](?=[(:\[{])"  # the end of a link's text
     r"|&(?=#?\w+;)"  # an entity
     r"|:(?=//)"  # an address that some readers make a link
@@ -40,22 +40,22 @@ MARKDOWN_SOMEWHERE = re.compile(
 """Characters that begin markup in some places only, so that ordinary text keeps its look."""
 
 MARKDOWN_START = re.compile(
-    r"(?:(?P<digits>\d{1,9})(?=[.)](?:\s|$)))?"  # of an ordered list
+    r"(?:(?P<digits>\d{1,9})(?=[.)](?:\s|$)))?"  # the number of an ordered list
     r"(?:(?<=\d)[.)]|#{1,6}(?=\s|$)|[-+](?=\s|$)|[-=]{2,}\s*$|\+{3}|>|%|:(?=[\s:])|\((?=[^)]*\)=)|\[(?=[ xX]\]))"
 )
-"""What begins a heading, quotation, list, rule, directive, comment, target or task at the start of a line."""
+"""Characters that begin a heading, quotation, list, rule, directive, comment, target or task at the start of a line."""
 
 OPTION = re.compile(r"(?<![\w-])--\w[\w-]*(?: [\w.]+)?")
 """A command-line option with its value, such as ``--scale full``."""
 
 
 def visible(text: str) -> str:
-    """Return the text with every invisible or control character replaced by a symbol; line breaks and tabs stay."""
+    """Return the text with every invisible or control character replaced by a symbol, except line breaks and tabs."""
     return text if text.isprintable() else "".join(_symbol(character) for character in text)
 
 
 def one_line(text: str) -> str:
-    """Return the text as one line without hidden characters, its microseconds spelt ``µs``."""
+    """Return the text as one line without invisible characters, with ``µs`` for ``us`` after a number."""
     return MICROSECONDS.sub(" µs", visible(" ".join(text.split())))
 
 
@@ -68,8 +68,8 @@ def clipped(text: str, most: int) -> str:
 def markdown(text: str) -> str:
     """Return the text as one line that CommonMark shows as it is and without a link, in a paragraph, list or table cell.
 
-    GitHub's Markdown shows the same line. It makes links of e-mail addresses and of names after ``@``, though: it looks for them
-    in the finished text, where no escape is left.
+    GitHub shows the same line, except that it links e-mail addresses and names after ``@``. It looks for these in the rendered
+    text, in which no escapes are left.
     """
     escaped = MARKDOWN_ALWAYS.sub(r"\\\g<0>", one_line(text))
     escaped = MARKDOWN_SOMEWHERE.sub(lambda found: "".join(f"\\{mark}" for mark in found[0]), escaped)
@@ -81,14 +81,14 @@ def markdown(text: str) -> str:
 
 
 def markdown_block(text: str) -> str:
-    """Return text of several lines as a code block of Markdown, which no line of it can end."""
+    """Return text of several lines as a Markdown code block, whose fence is longer than every run of backticks in the text."""
     longest = max((len(run) for run in re.findall(r"`+", text)), default=0)
     fence = "`" * max(3, longest + 1)
     return f"{fence}text\n{visible(text)}\n{fence}"
 
 
 def html(text: str) -> Markup:
-    """Return the text escaped for HTML, where it breaks no line inside an option such as ``--scale full``."""
+    """Return the text escaped for HTML. Options such as ``--scale full`` are marked so that no line breaks inside them."""
     line = one_line(text)
     parts: list[str] = []
     end = 0

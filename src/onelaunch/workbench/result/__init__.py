@@ -1,4 +1,4 @@
-"""Results of studies: the stored schema, versioned, and where, when and with what a result was made (provenance)."""
+"""Results of studies: their versioned schema, and their provenance (device, time, software, command)."""
 
 from onelaunch.workbench.result.schema import (
     READABLE,

@@ -24,6 +24,7 @@ from onelaunch.workbench.result.schema import Provenance
 from onelaunch.workbench.study import Scale, Study
 
 PACKAGE = Path(onelaunch.__file__).parent
+"""Folder of the package."""
 
 
 def provenance(
@@ -38,12 +39,12 @@ def provenance(
     """Return the provenance of a run of a study that ends now.
 
     Args:
-        study: whose variants name the peers that take part.
-        device: where it ran.
-        scale: which shapes ran.
-        rounds: how many were asked for.
-        clocks: as sampled at each shape and direction.
-        command: how it was started; this process's command line by default.
+        study: Study that ran. The packages that its variants require are recorded with their versions.
+        device: Device of the run.
+        scale: Scale of the shapes that ran.
+        rounds: Number of rounds that were asked for.
+        clocks: Sampled clocks, one dictionary for each case.
+        command: Command line of the run; this process's own by default.
     """
     facts = describe(str(device))
     return Provenance(
@@ -62,7 +63,7 @@ def provenance(
 
 
 def driver(device: torch.device) -> str:
-    """Return the GPU driver's version; empty for a CPU, or where nvidia-ml-py cannot tell."""
+    """Return the GPU driver's version, or an empty string for a CPU or without nvidia-ml-py."""
     if device.type != "cuda" or torch.version.hip:
         return ""
     try:
@@ -70,16 +71,16 @@ def driver(device: torch.device) -> str:
 
         pynvml.nvmlInit()
         found = pynvml.nvmlSystemGetDriverVersion()
-    except Exception:  # noqa: BLE001 - the library raises its own errors; a missing fact must not stop a study
+    except Exception:  # noqa: BLE001 - a missing driver version must not stop a study, whatever the library raises
         return ""
     return found.decode() if isinstance(found, bytes) else str(found)
 
 
 def versions(study: Study) -> dict[str, str]:
-    """Return the versions of what a study rests on.
+    """Return the versions of the software that a study depends on.
 
-    Python, torch, triton, CUDA (or ROCm), onelaunch, the packages that its variants require, and those that provide the
-    operation and its variants where they are a user's own: these have no commit, so their version says what was measured.
+    These are Python, torch, triton, CUDA (or ROCm), onelaunch and the packages that its variants require. If a user's own package
+    provides the operation or a variant, its version is recorded too, because the commit says nothing about it.
     """
     found = {"python": platform.python_version(), "torch": str(torch.__version__), "onelaunch": onelaunch.__version__}
     if toolkit := torch.version.cuda:
@@ -91,11 +92,11 @@ def versions(study: Study) -> dict[str, str]:
     for package in ("triton", *peers):
         if (version := _version(package)) is not None:
             found[package] = version
-    return found | _makers(owner, study)
+    return found | _providers(owner, study)
 
 
-def _makers(owner: Operation[..., Any], study: Study) -> dict[str, str]:
-    """Return the versions of the distributions, other than onelaunch, that the operation and its variants come from."""
+def _providers(owner: Operation[..., Any], study: Study) -> dict[str, str]:
+    """Return the versions of the distributions, other than onelaunch, that provide the operation and its variants."""
     made = (owner, *(owner.get(name).run for name in study.variant_names()))
     packages = {(getattr(each, "__module__", None) or "").partition(".")[0] for each in made} - {"", "onelaunch", "__main__"}
     owners = _distributions() if packages else {}
@@ -104,19 +105,19 @@ def _makers(owner: Operation[..., Any], study: Study) -> dict[str, str]:
 
 @functools.cache
 def _distributions() -> Mapping[str, list[str]]:
-    """Return the installed distributions of each package; looking through all of them takes a fifth of a second."""
+    """Return the installed distributions by package, cached because the search takes a fifth of a second."""
     return importlib.metadata.packages_distributions()
 
 
 def spelled(arguments: Sequence[str]) -> str:
-    """Return the command line as another person can use it: folders that only this machine has are left off absolute paths."""
+    """Return the command line with absolute paths reduced to their last part, since other machines have other folders."""
     return shlex.join([Path(part).name if Path(part).is_absolute() else part for part in arguments])
 
 
 def commit() -> str:
-    """Return the commit of the package's checkout, with ``-dirty`` when its files differ; empty for an installed package.
+    """Return the commit of the package's checkout, with ``-dirty`` if files are changed; empty for an installed package.
 
-    Where the files came without their history, ``$ONELAUNCH_COMMIT`` says which commit they are.
+    If the files are there without their Git history, the environment variable ``ONELAUNCH_COMMIT`` can name the commit.
     """
     if named := os.environ.get("ONELAUNCH_COMMIT"):
         return named
@@ -128,7 +129,7 @@ def commit() -> str:
 
 
 def merge_clocks(samples: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """Return the medians over all shapes; of what is a lowest value, the lowest."""
+    """Merge the clocks of all cases: the median of each value, and the minimum of those whose name ends in ``_lowest``."""
     values: dict[str, list[float]] = {}
     for sample in samples:
         for name, value in sample.items():
@@ -140,17 +141,18 @@ def merge_clocks(samples: Iterable[Mapping[str, float]]) -> dict[str, float]:
 
 
 def _version(package: str) -> str | None:
-    """Return the version of the distribution that holds an importable package."""
+    """Return the version of the distribution that provides a package, or ``None``."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         owners = importlib.metadata.packages_distributions().get(package, ())
         return importlib.metadata.version(owners[0]) if owners else None
-    except ValueError:  # metadata without a name or a version
+    except ValueError:  # broken metadata without a name or a version
         return None
 
 
 def _git(*arguments: str) -> str | None:
+    """Return the output of a Git command in the package's folder, or ``None`` if it fails or there is no Git."""
     try:
         done = subprocess.run(["git", *arguments], cwd=PACKAGE, capture_output=True, encoding="utf-8", timeout=20, check=True)  # noqa: S607
     except (OSError, ValueError, subprocess.SubprocessError):

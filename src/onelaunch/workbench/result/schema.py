@@ -1,7 +1,7 @@
-"""The stored schema of results, versioned.
+"""Versioned schema of stored results.
 
-Everything that a report, a comparison or a program reads about a finished study stands here, as plain values.
-Times are in microseconds, traffic in bytes; every measured number names its regime, its sample count or its source.
+Reports, comparisons and programs read these plain values and nothing else about a finished study. Times are in microseconds,
+traffic in bytes. Every measured number has its regime, its number of samples or its source.
 """
 
 from __future__ import annotations
@@ -39,33 +39,38 @@ from onelaunch.workbench.study import Criterion, Regime, Study, members
 from onelaunch.workbench.study.plan import Plan
 
 SCHEMA = 3
-"""Version of what is stored. Older ones read as they stand: version 1 had no means over shapes, no times at two shapes, no memory
-and no criteria that do not decide; version 2 no read bandwidth, no spread of the measured peaks and no written bytes."""
+"""Version of the schema. Results of older versions can be read without conversion.
+
+Version 1 had no means over shapes, no times at two shapes, no memory, and no criteria that do not decide. Version 2 had no read
+bandwidth, no spread of the measured peaks, and no written bytes.
+"""
 
 READABLE = (1, 2, 3)
-
+"""Versions that can be read."""
 
 Status = Literal["ok", "unsupported", "not_installed", "incorrect", "invalid", "out_of_memory", "error", "interrupted"]
-"""``incorrect``: the verdict failed, no time was taken. ``invalid``: faster than its floor, the time is not believed."""
+"""Status of a measurement.
 
+``incorrect``: The verdict failed, and no time is used. ``invalid``: The time is below the roofline bound and is not used.
+"""
 
 OWN_COUNTS = ("launches", "barriers")
-"""Counted measures for which a cell has a field of its own."""
+"""Counted measures that have a field of their own in :class:`Cell`."""
 
 
 class ComponentError(Stored):
-    """How one result or gradient compares with the oracle."""
+    """Error of one output or gradient against the oracle."""
 
     name: Words
-    """``y``, ``final_state``, ``grad x``..."""
+    """Name of the output or gradient, such as ``y``, ``final_state`` or ``grad x``."""
     error: Error
-    """Norm-wise: ||out - oracle|| / ||oracle||. NaN is stored as infinity."""
+    """Norm-wise error ||out - oracle|| / ||oracle||. NaN is stored as infinity."""
     max_error: Error
     """Largest absolute difference."""
     allowed: Positive
-    """The smaller of the dtype's cap and twice the error of plain PyTorch in the same dtype."""
+    """Largest allowed error: the smaller of the dtype's cap and twice the error of plain PyTorch in the same dtype."""
     error_by_position: tuple[Error, ...] = ()
-    """The norm-wise error of successive parts of the sequence, first to last."""
+    """Norm-wise errors of successive parts of the sequence, first to last."""
 
 
 class Verdict(Stored):
@@ -77,7 +82,7 @@ class Verdict(Stored):
     """Problems in sentences; empty when ``ok``."""
 
     def explain(self) -> str:
-        """Return the problems in one line, or the worst component."""
+        """Return the problems in one line, or the output that is nearest to its limit if there are none."""
         if self.problems:
             return " ".join(self.problems)
         worst = max(self.components, key=lambda component: component.error / component.allowed, default=None)
@@ -85,12 +90,13 @@ class Verdict(Stored):
 
 
 class Timing(Stored):
-    """One variant's time in one regime."""
+    """Time of one variant in one regime."""
 
     regime: Regime
     microseconds: Estimate
+    """Median over the rounds with its interval."""
     rounds: tuple[Time, ...] = Field(min_length=1)
-    """The median of each round, in the order the rounds ran: ratios between variants are taken round by round."""
+    """Microseconds of each round, in the order of the rounds. Ratios between variants are taken round by round."""
 
     @model_validator(mode="after")
     def _is_a_time(self) -> Timing:
@@ -104,10 +110,11 @@ class Traffic(Stored):
     """DRAM bytes of one call."""
 
     source: Literal["ncu", "analytic"]
+    """``ncu``: counted by the hardware. ``analytic``: computed by arithmetic."""
     read: Amount
     written: Amount
     note: Words = ""
-    """How they were obtained, such as the cache control of the profiler."""
+    """Note on how the bytes were obtained, such as the number of calls and the cache control of the profiler."""
 
     @property
     def total(self) -> float:
@@ -115,7 +122,7 @@ class Traffic(Stored):
 
 
 class Cell(Grown, Stored):
-    """One variant (or control) at one shape in one direction."""
+    """Measurement of one variant or control at one shape in one direction."""
 
     LATER = ("launches", "barriers", "counts")
 
@@ -125,43 +132,44 @@ class Cell(Grown, Stored):
     control: bool = False
     status: Status
     reason: Words = ""
-    """Why the status is not ``ok``."""
+    """Reason why the status is not ``ok``."""
     plan: Plan | None = None
     verdict: Verdict | None = None
     timings: tuple[Timing, ...] = ()
     traffic: Traffic | None = None
     peak_bytes: Count | None = None
-    """Most memory in use above the inputs during one call, as :class:`~onelaunch.workbench.measure.sampling.GpuSampler` measures
-    it; ``None`` where it is not measured, such as on a CPU."""
+    """Peak memory of one call in bytes, without the inputs, as measured by
+    :class:`~onelaunch.workbench.measure.sampling.GpuSampler`; ``None`` if it is not measured, such as on a CPU."""
     launches: Count | None = None
-    """Kernels, copies and fills of one call, as counted in a CUDA graph; ``None`` where no criterion asks for them."""
+    """Number of kernels, copies and fills of one call, counted in a CUDA graph; ``None`` if no criterion asks for it."""
     barriers: Count | None = None
-    """Barriers over the grid in one call, as the variant's kernel counts them; ``None`` where no criterion asks for them."""
+    """Number of grid barriers of one call, counted by the variant's kernel; ``None`` if no criterion asks for it."""
     counts: dict[Name, Count] = Field(default_factory=dict)
-    """Other counts of one call by the name of their measure, where a criterion asks for them."""
+    """Other counts of one call, by the name of the measure that a criterion asks for."""
 
     def timing(self, regime: Regime) -> Timing | None:
         return next((timing for timing in self.timings if timing.regime == regime), None)
 
     def count(self, measure: str) -> int | None:
-        """Return what was counted of one call for a measure, or ``None``."""
+        """Return the count of one call for a measure, or ``None``."""
         return getattr(self, measure) if measure in OWN_COUNTS else self.counts.get(measure)
 
     def counted(self, measure: str, count: int) -> Cell:
-        """Return the cell with what was counted of one call for a measure."""
+        """Return a copy of the measurement with the count of one call for a measure."""
         changes = {measure: count} if measure in OWN_COUNTS else {"counts": {**self.counts, measure: count}}
         return self.model_copy(update=changes)
 
 
 class Noise(Stored):
-    """An A/A run: the baseline against itself at one shape. Its spread is the smallest difference that may be claimed."""
+    """Noise of one case and regime, from an A/A run: the baseline timed against itself."""
 
     shape: Name
     direction: Direction
     regime: Regime
     ratio: Estimate
+    """Time of the baseline's second copy over that of the first."""
     floor: Positive
-    """Differences below this factor (1.02 = 2 %) are noise."""
+    """Smallest factor that may be claimed: differences below it (1.02 = 2 %) are noise."""
 
     @model_validator(mode="after")
     def _is_a_ratio(self) -> Noise:
@@ -173,32 +181,33 @@ CriterionStatus = Literal["met", "missed", "inconclusive", "not_measured", "infe
 
 
 class Outcome(Stored):
-    """A declared criterion and what became of it."""
+    """A declared criterion with its status and evidence."""
 
     criterion: Criterion
     status: CriterionStatus
     evidence: Words
-    """One sentence with the numbers."""
+    """Evidence in one sentence with the numbers."""
     values: dict[Name, Estimate] = Field(default_factory=dict)
-    """The measured value per shape."""
+    """Measured values by shape."""
     overall: Estimate | None = None
-    """Geometric mean of the values, where the criterion asks for it and every shape has a value."""
+    """Geometric mean of the values, if the criterion asks for it and every shape has a value."""
     best_of: Count = 1
-    """From how many candidates the measured one was chosen."""
+    """Number of variants from which the judged one was chosen as the fastest."""
 
 
 class Saving(Stored):
-    """The time a variant saves over the baseline, explained."""
+    """Explanation of the time that a variant saves over the baseline."""
 
     shape: Name
     direction: Direction
     variant: Name
     saved_microseconds: Finite
     by_bytes: Finite
-    """Microseconds: saved bytes over the measured bandwidth."""
+    """Microseconds explained by saved bytes, at the measured bandwidth."""
     by_launches: Finite
-    """Microseconds: saved launches times the measured launch cost."""
+    """Microseconds explained by saved launches, at the measured time of a launch."""
     unexplained: Finite
+    """Microseconds that neither explains."""
     traffic_source: Literal["ncu", "analytic"]
 
 
@@ -206,10 +215,11 @@ DecisionKind = Literal["proceed", "debug", "abandon", "measure_more"]
 
 
 class Decision(Stored):
-    """Decision on what to do, and the evidence it rests on."""
+    """Decision on what to do next, with its evidence."""
 
     kind: DecisionKind
     because: tuple[Words, ...]
+    """Evidence in sentences, beginning with the number of criteria that are met."""
     savings: tuple[Saving, ...] = ()
     unexplained: tuple[Words, ...] = ()
     """Questions that the evidence leaves open, in sentences."""
@@ -223,18 +233,18 @@ class Provenance(Stored):
     architecture: Words
     driver: Words
     versions: dict[Words, Words]
-    """python, torch, triton, cuda, onelaunch, and the peers that took part."""
+    """Versions of python, torch, triton, cuda, onelaunch and the peers, by name."""
     commit: Words
     date: Words
     clocks: dict[Words, Amount] = Field(default_factory=dict)
-    """SM and memory MHz, power in watts, as sampled during the run; empty where no driver tells."""
+    """SM and memory clock in MHz and power in watts, sampled during the run; empty without a driver that reports them."""
     command: Words = ""
     scale: Words = ""
     rounds: Count = 0
 
 
 class StoredCeilings(Grown, Stored):
-    """The device's measured peaks, as :class:`onelaunch.device.hardware.Ceilings`."""
+    """Measured peaks of the device, with the fields of :class:`onelaunch.device.hardware.Ceilings`."""
 
     LATER = ("read_bytes_per_second", "spread")
 
@@ -248,12 +258,12 @@ class StoredCeilings(Grown, Stored):
 
 
 class Result(Stored):
-    """A finished, or interrupted, study."""
+    """Result of a finished or interrupted study."""
 
     schema_version: Literal[1, 2, 3] = SCHEMA
     study: Study
     study_digest: Words
-    """SHA-256 of the declaration: criteria cannot be moved afterwards unnoticed."""
+    """SHA-256 of the declaration. It shows if criteria were changed afterwards."""
     provenance: Provenance
     ceilings: StoredCeilings
     cells: tuple[Cell, ...]
@@ -261,11 +271,11 @@ class Result(Stored):
     outcomes: tuple[Outcome, ...] = ()
     decision: Decision | None = None
     notes: tuple[Words, ...] = ()
-    """How it was measured, in sentences: input sets, rounds, what cut them short, why nothing was counted."""
+    """Sentences on how it was measured: input sets, rounds, why a case stopped early, why nothing was counted."""
     interrupted: bool = False
 
     def cell(self, shape: str, variant: str, direction: Direction = "forward") -> Cell | None:
-        """Return the cell of a variant at a shape, if there is one."""
+        """Return the measurement of a variant or control at a shape, or ``None``."""
         return next((c for c in self.cells if (c.shape, c.variant, c.direction) == (shape, variant, direction)), None)
 
     def noise_at(self, shape: str, direction: Direction, regime: Regime) -> Noise | None:
@@ -278,11 +288,11 @@ class Result(Stored):
         return self.model_dump_json(indent=1) + "\n"
 
     def save(self, path: Path, *, force: bool = False) -> Path:
-        """Write as JSON, whole or not at all.
+        """Write the result as JSON, atomically.
 
         Raises:
-            ResultExists: the file is there already, and ``force`` is off.
-            OutputUnwritable: the file cannot be written.
+            ResultExists: The file exists, and ``force`` is off.
+            OutputUnwritable: The file cannot be written.
         """
         if path.exists() and not force:
             raise ResultExists(path)
@@ -291,12 +301,12 @@ class Result(Stored):
 
     @classmethod
     def load(cls, path: Path) -> Result:
-        """Read what :meth:`save` wrote.
+        """Read a result that :meth:`save` wrote.
 
         Raises:
-            ResultMissing: there is no such file.
-            ResultTooNew: a newer onelaunch wrote it.
-            ResultCorrupt: the file is something else, or damaged; says where.
+            ResultMissing: The file does not exist.
+            ResultTooNew: A newer version of onelaunch wrote the file.
+            ResultCorrupt: The file is damaged, or is no result. The message says where.
         """
         try:
             raw = json.loads(read_text(path))
@@ -308,8 +318,8 @@ class Result(Stored):
         if type(version) is int and version > SCHEMA:
             raise ResultTooNew(path, schema=version, newest=SCHEMA)
         if type(version) is not int or version not in READABLE:
-            said = f"its schema_version is {shown(version)}, this onelaunch reads {listing(map(str, READABLE))}"
-            raise ResultCorrupt(path, said)
+            message = f"its schema_version is {shown(version)}, this onelaunch reads {listing(map(str, READABLE))}"
+            raise ResultCorrupt(path, message)
         try:
             found = cls.model_validate(raw, context=FROM_A_FILE)
         except ValidationError as error:
@@ -329,7 +339,7 @@ def _check_positive(estimate: Estimate, what: str) -> None:
 
 
 def _undeclared(result: Result) -> str | None:
-    """Return what a result says of shapes that its study does not declare, or declares twice; ``None`` where all is well."""
+    """Return the problem if a result names a shape that its study does not declare, or declares twice; else ``None``."""
     declared = {shape.name for shape in result.study.shapes}
     named = [measured.shape for measured in (*result.cells, *result.noise)]
     named += [shape for outcome in result.outcomes for shape in outcome.values]
@@ -343,9 +353,9 @@ def _undeclared(result: Result) -> str | None:
 
 
 def _repeated(result: Result) -> str | None:
-    """Return which measurement a result holds twice, so that readers could not tell which one counts; ``None`` where none is."""
-    places = Counter((cell.shape, cell.direction, cell.variant, cell.control) for cell in result.cells)
-    twice = next((place for place, count in places.items() if count > 1), None)
+    """Return the problem if a result holds a measurement twice, so that it would be unclear which one counts; else ``None``."""
+    keys = Counter((cell.shape, cell.direction, cell.variant, cell.control) for cell in result.cells)
+    twice = next((key for key, count in keys.items() if count > 1), None)
     if twice is not None:
         shape, direction, variant, control = twice
         return f"cells: {'the control ' if control else ''}{variant!r} stands twice at {shape!r}, {direction}"

@@ -1,5 +1,7 @@
-"""Declared studies: how one is written down (declare), read from a file (read), held against a device's peaks (plan), and the
-measures that its criteria can ask for (measure).
+"""Declared studies.
+
+``declare`` defines what a study declares, ``read`` reads it from a file, and ``plan`` computes its costs and roofline bounds on a
+device. ``measure`` holds the base class and the registry of the measures that criteria can ask for.
 """
 
 from onelaunch.workbench.study.declare import (

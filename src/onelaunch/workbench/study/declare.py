@@ -1,4 +1,4 @@
-"""The declaration of a study, before it runs: its operation, shapes and variants, its baseline, and what counts as success."""
+"""Declaration of a study: its operation, shapes, variants and baseline, and the criteria of success."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from onelaunch.workbench.stored import Grown, check_names
 from onelaunch.workbench.study.measure import Measure, find_measure, measure_names
 
 FILE_NAME = re.compile(r"(?!.*\.\.)[A-Za-z0-9][A-Za-z0-9._-]{0,79}")
-"""Names of studies, which name files and folders."""
+"""Pattern of names of studies. Files and folders are named after studies."""
 
 FILE_NAME_RULE = "it names files, so it must be 1 to 80 letters (A to Z), digits, '.', '_' and '-', with no '..'"
 
@@ -33,7 +33,7 @@ def check_file_name(value: str, info: ValidationInfo) -> str:
 
 
 def check_prose(value: str, info: ValidationInfo) -> str:
-    """Return a text of several lines after a check that it holds no control characters."""
+    """Return a string of several lines after a check that it holds no control characters."""
     if info.context and UNSAFE.search(value):
         raise ValueError("it must hold no control characters except line breaks and tabs")
     return value
@@ -65,17 +65,22 @@ Scale = Literal["small", "full"]
 """``small`` shapes suit a machine without a GPU, ``full`` ones need a GPU."""
 
 Regime = Literal["cold", "warm", "eager", "running", "served"]
-"""cold: inputs rotated through more than three last-level caches, graph replay on a GPU; warm: the same inputs again;
-eager: as a Python caller of the public function sees it, checks and dispatch included. Of operations that are steps:
-running: a step of many in a row, each on what the one before gave, with nothing handed to the host; served: a step of many that
-come through the public loop, as its reader sees it."""
+"""Regime of a timing.
+
+- ``cold``: The inputs rotate through more than three last-level caches; on a GPU the calls are replayed from a CUDA graph.
+- ``warm``: The same inputs are used again and again.
+- ``eager``: Calls of the public function from Python, including checks and dispatch.
+- ``running``, for operations that are steps: one of many consecutive steps, each on the state that the previous one left on the
+  device. Nothing is copied to the host.
+- ``served``, for operations that are steps: one of many consecutive steps through the public loop, by the host's clock.
+"""
 
 LOOPS: tuple[Regime, ...] = ("running", "served")
-"""Regimes of many steps in a row; an operation says how they are made: :class:`onelaunch.operation.Loop`."""
+"""Regimes of many consecutive steps. The operation provides the loop that runs them: :class:`onelaunch.operation.Loop`."""
 
 
 def check_measure(value: Any) -> Any:
-    """Return the name of a measure after a check that there is one of that name."""
+    """Return the name of a measure after a check that it is registered."""
     if not isinstance(value, str) or value not in measure_names():
         *most, last = map(repr, measure_names())
         raise PydanticCustomError("literal_error", "Input should be {expected}", {"expected": f"{', '.join(most)} or {last}"})
@@ -87,7 +92,7 @@ MeasureName = Annotated[str, BeforeValidator(check_measure)]
 
 
 class Declared(Grown):
-    """Base of what a study file declares: a misspelt key is an error."""
+    """Base of everything that a study file declares. An unknown key is an error."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -130,10 +135,10 @@ Selector = str | dict[str, Any]
 class Criterion(Declared):
     """One condition of success.
 
-    ``measure`` says what is judged: one of the registered measures, :func:`onelaunch.workbench.study.measures`.
-    ``over`` is the study's baseline by default; where it stands for the fastest variant, and that is ``of`` itself, times are
-    held against the fastest of the others. Where a selector stands for the fastest variant, bytes, memory and counts are
-    those of the fastest variant too.
+    ``measure`` names the quantity that is judged, one of :func:`onelaunch.workbench.study.measures`. ``over`` is the study's
+    baseline by default. If ``over`` stands for the fastest variant, and that is ``of`` itself, times are compared with the
+    fastest of the others. If a selector stands for the fastest variant, bytes, memory and counts are those of the fastest variant
+    too.
     """
 
     LATER = ("combine", "over_at", "per", "decides", "over_regime", "equals")
@@ -160,7 +165,7 @@ class Criterion(Declared):
     """With ``over_at``: sizes by whose product both times are divided; ``["B", "T"]`` gives the time per token."""
     decides: bool = True
     """Switch for taking part in the decision. A criterion that takes no part is judged and shown all the same, such as a claim of
-    a write-up that is kept for what it taught."""
+    a write-up that is recorded for its lesson."""
     direction: Direction = "forward"
     """Direction that is judged: the forward pass alone, or the forward and backward passes together."""
     regime: Regime = "cold"
@@ -202,7 +207,7 @@ class Study(Declared):
     name: str
     """Name of the study; its results and reports are named after it."""
     question: str
-    """Question that the study answers, in a sentence; the report shows it beside the decision."""
+    """Question that the study answers, in a sentence; the report shows it with the decision."""
     operation: str
     """Name of the operation whose variants are compared."""
     baseline: str
@@ -210,7 +215,7 @@ class Study(Declared):
     variants: tuple[str, ...] = ()
     """Variants that take part; all of the operation's when empty. The baseline always takes part."""
     controls: tuple[str, ...] = ()
-    """Controls that are timed beside the variants: parts of the operation, such as its matrix product alone."""
+    """Controls that are timed together with the variants: parts of the operation, such as its matrix product alone."""
     directions: tuple[Direction, ...] = ("forward",)
     """Directions that are measured: the forward pass alone, the forward and backward passes together, or each of them."""
     regimes: tuple[Regime, ...] = ("cold", "warm", "eager")
@@ -249,7 +254,7 @@ class Study(Declared):
         return (self.baseline, *(name for name in names if name != self.baseline))
 
     def select(self, selector: Selector) -> tuple[str, ...]:
-        """Return the names of the variants (or the one control) that a selector stands for in this study."""
+        """Return the names of the variants, or of the one control, that a selector stands for in this study."""
         if isinstance(selector, str):
             return (selector,)
         owner = find_operation(self.operation)
@@ -267,7 +272,7 @@ class Study(Declared):
         return (criterion.of, shape), (self.over(criterion), other)
 
     def shapes_of(self, criterion: Criterion) -> tuple[Shape, ...]:
-        """Return the shapes at which a criterion is asked."""
+        """Return the shapes at which a criterion is judged."""
         if criterion.at is None:
             return self.at_scale("full") or self.shapes
         names = (criterion.at,) if isinstance(criterion.at, str) else criterion.at
@@ -279,12 +284,12 @@ class Study(Declared):
 
 
 def members(value: Any) -> Sequence[Any]:
-    """Return the members of a list, or a value that stands for a list of one."""
+    """Return a list or tuple unchanged, and any other value as a tuple of one."""
     return value if isinstance(value, (list, tuple)) else (value,)
 
 
 def _matches(variant: Variant, selector: Mapping[str, Any]) -> bool:
-    """Return whether each wanted tag is there with one of the wanted values; a tag that is a tuple has each of its members."""
+    """Return whether a variant has every wanted tag with one of the wanted values. A tag that is a tuple has all its members."""
     return all(
         key in variant.tags and any(value in members(variant.tags[key]) for value in members(wanted))
         for key, wanted in selector.items()

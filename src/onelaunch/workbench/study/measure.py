@@ -1,7 +1,8 @@
-"""Measures that criteria can ask for: what a declaration, its validation and its plan need to know of each, and their registry.
+"""Base class and registry of the measures that criteria can ask for.
 
-A measure is one class in one file, registered by :func:`register`. How it is read from a result and judged, and its words in
-reports, belong to the same class: :class:`onelaunch.workbench.decide.measured.JudgedMeasure`.
+A measure is one class in one file, registered by :func:`register`. The base class here holds what declarations, their validation
+and plans need. How a measure is read from a result and judged, and its words in reports, belong to the same class through
+:class:`onelaunch.workbench.decide.measured.JudgedMeasure`.
 """
 
 from __future__ import annotations
@@ -14,19 +15,20 @@ if TYPE_CHECKING:
     from onelaunch.workbench.study.declare import Criterion, Shape, Study
 
 NAME = re.compile(r"[a-z][a-z0-9_]{0,39}")
-"""Names of measures."""
+"""Pattern of names of measures."""
 
 
-NO_MEAN_OF_COUNTS = "what is counted exactly, or may be none, has no geometric mean"
+NO_MEAN_OF_COUNTS = "a count that must be exact, or may be 0, has no geometric mean"
+"""Reason why the geometric mean of counts cannot be asked for."""
 
 
 class Alone(NamedTuple):
-    """Beginnings of the sentences that refuse ``over`` and the wrong bound to a measure of ``of`` alone."""
+    """Words of the errors of a measure of ``of`` alone whose criterion has an ``over``, or a bound on the wrong side."""
 
     held: str
-    """Statement of what it is held against, such as ``bytes are held against the least``."""
+    """Statement of what the value is compared with, such as ``bytes are compared with the least``."""
     bounded: str
-    """Subject and verb of a statement about its bound, such as ``bytes over the least are``."""
+    """CandidateResult and verb of a statement about its bound, such as ``bytes over the least are``."""
 
 
 class Measure(ABC):
@@ -83,15 +85,19 @@ def register(measure: M) -> M:
     if not NAME.fullmatch(measure.name):
         raise ValueError(f"a measure cannot be called {measure.name!r}: use 1 to 40 small letters, digits and '_'")
     if measure.name in _MEASURES:
-        raise ValueError(f"there is a measure {measure.name!r} already; each name must be its own")
+        raise ValueError(f"there is a measure {measure.name!r} already; give this one another name")
     if measure.counted and measure.alone is None:
-        raise ValueError(f"the measure {measure.name!r} is counted, so it must be one of a single variant: set alone")
+        raise ValueError(f"the measure {measure.name!r} is counted, so it must be of a single variant: set its attribute alone")
     _MEASURES[measure.name] = measure()
     return measure
 
 
 def find_measure(name: str) -> Measure:
-    """Return the measure of a name; :class:`LookupError` if there is none."""
+    """Return the measure with this name.
+
+    Raises:
+        KeyError: No measure has this name.
+    """
     return _MEASURES[name]
 
 

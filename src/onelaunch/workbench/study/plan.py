@@ -1,4 +1,4 @@
-"""The plan of a study before anything runs: costs, roofline bounds, variants that can run, criteria that nothing could meet."""
+"""Plan of a study before anything runs: costs, roofline bounds, variants that can run, criteria that cannot be met."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from onelaunch.workbench.study.declare import Criterion, Scale, Selector, Shape,
 
 
 class Rates(Protocol):
-    """The measured rates that a plan rests on: :class:`onelaunch.device.hardware.Ceilings`, or the stored ones."""
+    """Measured peaks of a device: :class:`onelaunch.device.hardware.Ceilings`, or the stored ones of a result."""
 
     @property
     def copy_bytes_per_second(self) -> float: ...
@@ -26,10 +26,10 @@ class Rates(Protocol):
 
 
 READ_MOSTLY = 0.1
-"""Largest share of written bytes for which the bandwidth of reads sets the bound, and not that of copies."""
+"""Fraction of written bytes below which the read bandwidth sets the roofline bound; from there on the copy bandwidth does."""
 
 LEFT_OUT = "is left out at this shape by the study"
-"""Reason why a variant that a shape skips does not run."""
+"""Reason of a measurement that its shape skips."""
 
 
 class Plan(Grown, Stored):
@@ -39,12 +39,13 @@ class Plan(Grown, Stored):
 
     flops: Count
     bytes: Count
-    """Fewest bytes of this way of computing."""
+    """Fewest bytes that this variant must move."""
     least_bytes: Count
-    """Fewest bytes of any way of computing."""
+    """Fewest bytes that any implementation must move."""
     launches: Count | None
+    """Number of launches of one call; ``None`` if a compiler or a library decides it."""
     floor_microseconds: Bound
-    """No variant can run below this in the cold regime."""
+    """Roofline bound: no variant can be faster in the cold regime."""
     planned_microseconds: Bound
     """Time of this variant's own bytes, FLOPs and launches at the measured peaks."""
     written: Count | None = None
@@ -63,13 +64,13 @@ class PlannedCell:
     plan: Plan
     control: bool = False
     status: Literal["unsupported", "not_installed"] | None = None
-    """Why it will not run, in the words of a cell's status; ``None`` when it will."""
+    """Status that says why it will not run; ``None`` if it will."""
     reason: str = ""
 
 
 @dataclass(frozen=True)
 class StudyPlan:
-    """A study held against a device, before anything runs."""
+    """Plan of a study on a device, before anything runs."""
 
     study: Study
     device: str
@@ -77,11 +78,11 @@ class StudyPlan:
     cells: tuple[PlannedCell, ...]
     """Planned measurements of the shapes of this scale, by shape, direction and variant: the baseline first, controls last."""
     infeasible: dict[str, str]
-    """Criteria that no way of computing could meet, at any scale, each with the sentence that says why."""
+    """Criteria that no implementation could meet at any scale, each with the reason as a sentence."""
 
     @property
     def shapes(self) -> tuple[Shape, ...]:
-        """The shapes that run."""
+        """Shapes that run."""
         planned = {cell.shape.name for cell in self.cells}
         return tuple(shape for shape in self.study.at_scale(self.scale) if shape.name in planned)
 
@@ -102,9 +103,9 @@ def plan_study(study: Study, ceilings: Rates, device: str, scale: Scale) -> Stud
 
 
 def floor_microseconds(least: Cost, dtype: str, rates: Rates) -> float:
-    """Return the roofline bound: the time that bytes or matrix products need at the device's measured peaks, whichever is longer.
+    """Return the roofline bound: the longer of the times of the bytes and of the matrix products at the measured peaks.
 
-    Products at a rate that was not measured count for nothing.
+    Matrix products of a dtype whose peak was not measured add no time.
     """
     by_bytes = least.bytes / bandwidth(least.bytes, least.written, rates)
     by_flops = least.flops / rates.matrix_flops_per_second.get(least.matrix_dtype or dtype, math.inf)
@@ -112,10 +113,11 @@ def floor_microseconds(least: Cost, dtype: str, rates: Rates) -> float:
 
 
 def bandwidth(moved: float, written: float | None, rates: Rates) -> float:
-    """Return the bytes per second that bound a way of computing: those of reads where fewer than a tenth are written.
+    """Return the bytes per second that bound a variant: the read bandwidth if less than a tenth of its bytes are written.
 
-    Copies set the bound where most is not read, where the operation does not say what it writes, and where no bandwidth of reads
-    was measured, as in older results. A device that copies faster than it was seen to read also reads as fast.
+    Otherwise the copy bandwidth bounds it. It also does so if the operation does not say how many bytes are written, or if the
+    read bandwidth was not measured, as in older results. If the measured copy bandwidth is higher than the read bandwidth, the
+    device can read as fast as it copies, so the higher one is taken.
     """
     read = rates.read_bytes_per_second
     if read is None or written is None or not written < READ_MOSTLY * moved:
@@ -129,22 +131,25 @@ def matrix_dtype(study: Study, shape: Shape) -> str:
 
 
 def infeasibilities(study: Study) -> dict[str, str]:
-    """Return the criteria that no way of computing could meet, each with the sentence that says why."""
+    """Return the criteria that no implementation could meet, each with the reason as a sentence."""
     return {criterion.name: why for criterion in study.criteria if (why := infeasibility(study, criterion)) is not None}
 
 
 def infeasibility(study: Study, criterion: Criterion) -> str | None:
-    """Return why arithmetic alone refutes a criterion, or ``None``. Criteria on times need a measured baseline first."""
+    """Return why arithmetic alone refutes a criterion, or ``None``.
+
+    Comparisons of two times cannot be refuted before the baseline is measured.
+    """
     return criterion.quantity.infeasibility(study, criterion)
 
 
 def least_cost(study: Study, shape: Shape, direction: Direction) -> Cost:
-    """Return the cost of the fewest bytes and FLOPs of any way of computing an operation at a shape."""
+    """Return the least cost of an operation at a shape: the fewest bytes and FLOPs of any implementation."""
     return find_operation(study.operation).cost(study.case(shape), None, direction)
 
 
 def most_bytes(study: Study, selector: Selector, shape: Shape, direction: Direction) -> int:
-    """Return the most bytes that arithmetic gives the variants of a selector at a shape."""
+    """Return the largest number of bytes, by arithmetic, of the variants that a selector stands for at a shape."""
     operation, case = find_operation(study.operation), study.case(shape)
     if isinstance(selector, str) and selector in operation.controls and selector not in operation.variants:
         return operation.controls[selector].cost(case).bytes
@@ -152,6 +157,7 @@ def most_bytes(study: Study, selector: Selector, shape: Shape, direction: Direct
 
 
 def _plan(cost: Cost, least: Cost, dtype: str, rates: Rates) -> Plan:
+    """Return the costs and bounds of a variant from its own cost and the least cost of the operation."""
     launching = 1e6 * (cost.launches or 0) * rates.launch_seconds
     return Plan(
         flops=cost.flops,
@@ -166,6 +172,7 @@ def _plan(cost: Cost, least: Cost, dtype: str, rates: Rates) -> Plan:
 
 
 def _planned_variant(study: Study, shape: Shape, direction: Direction, name: str, rates: Rates, device: str) -> PlannedCell:
+    """Plan a variant at a shape, with the reason if it cannot run."""
     operation, case = find_operation(study.operation), study.case(shape)
     variant = operation.get(name)
     plan = _plan(operation.cost(case, variant, direction), least_cost(study, shape, direction), shape.dtype, rates)
@@ -180,6 +187,7 @@ def _planned_variant(study: Study, shape: Shape, direction: Direction, name: str
 
 
 def _planned_control(study: Study, shape: Shape, name: str, rates: Rates) -> PlannedCell:
+    """Plan a control at a shape. It is forward only, and its own cost is its bound."""
     cost = find_operation(study.operation).controls[name].cost(study.case(shape))
     cell = PlannedCell(shape, "forward", name, _plan(cost, cost, shape.dtype, rates), control=True)
     return replace(cell, status="unsupported", reason=LEFT_OUT) if name in shape.skip else cell

@@ -1,4 +1,4 @@
-"""Study files: the folders they lie in, their reader, and what it says of every mistake in them."""
+"""Reader of study files: the folders that are searched, and the checks of a file, whose errors name the key and the remedy."""
 
 from __future__ import annotations
 
@@ -47,36 +47,36 @@ else:
     import tomli as tomllib  # pyrefly: ignore[missing-import]
 
 FOLDERS = "ONELAUNCH_STUDIES"
-"""Environment variable: folders of studies beside our own, separated like ``PATH``."""
+"""Environment variable with more folders of studies, separated like ``PATH``."""
 
 MOST_BYTES = 4 << 20
-"""Size of the largest study file that is read."""
+"""Largest size of a study file in bytes."""
 
 
 @dataclass(frozen=True)
 class StudyFile:
-    """A study that was found, readable or not."""
+    """A study file that was found, readable or not."""
 
     name: str
     path: Path
     study: Study | None
     problem: str = ""
-    """Why it cannot be read, when ``study`` is ``None``."""
+    """Error of a file that cannot be read; ``study`` is then ``None``."""
 
 
 def study_folders() -> list[Path]:
-    """Return the folders in which studies are looked for; of two studies with one name, the first folder's is taken.
+    """Return the folders that are searched for studies. Of two studies with the same name the first one found is taken.
 
-    1. ``./studies``, of the current folder, so that a project's own studies come first.
-    2. The built-in studies: ``studies`` in the package, as a wheel brings it, or beside its source in an editable install.
-    3. The folders that ``$ONELAUNCH_STUDIES`` names, in its order. A :class:`~onelaunch.errors.FolderNotice` names one that is
-       not there.
+    1. ``./studies`` in the current folder, so that a project's own studies come first.
+    2. The built-in studies: the folder ``studies`` in the package of a wheel, or at the root of an editable install.
+    3. The folders in ``$ONELAUNCH_STUDIES``, in their order. A warning, :class:`~onelaunch.errors.FolderNotice`, names a folder
+       that does not exist.
     """
     named = [Path(entry) for entry in os.environ.get(FOLDERS, "").split(os.pathsep) if entry]
     for folder in named:
         if not _is_folder(folder):
-            told = f"${FOLDERS} names {folder}, which is no folder; no studies are read from there."
-            warnings.warn(FolderNotice(escaped(told)), stacklevel=1)  # one place: told once a process
+            notice = f"${FOLDERS} names {folder}, which is no folder; no studies are read from there."
+            warnings.warn(FolderNotice(escaped(notice)), stacklevel=1)  # Python shows a warning of one line once per process
     return [folder for folder in (Path("studies"), _built_in(), *named) if _is_folder(folder)]
 
 
@@ -90,17 +90,17 @@ def _built_in() -> Path:
 def _is_folder(path: Path) -> bool:
     try:
         return path.is_dir()
-    except (OSError, ValueError):  # longer than any name may be, or with characters that none has
+    except (OSError, ValueError):  # the name is too long, or holds a NUL
         return False
 
 
 def list_studies() -> list[StudyFile]:
-    """Return every study that can be named, by name; of two with one name, the first that :func:`study_folders` meets."""
+    """Return every study file, sorted by name. Of two with one name the first in the order of :func:`study_folders` is taken."""
     found: dict[str, StudyFile] = {}
     for folder in study_folders():
         for path in sorted(folder.glob("*.toml")):
             if path.stem not in found:
-                found[path.stem] = _look(path)
+                found[path.stem] = _study_file(path)
     return sorted(found.values(), key=lambda entry: entry.name)
 
 
@@ -108,9 +108,9 @@ def find_study(name_or_path: str | Path) -> tuple[Path, Study]:
     """Return a study and its path, by its name or by the path of its file.
 
     Raises:
-        UnknownStudy: there is no study of that name.
-        StudyFileMissing: a path was given, and there is no file.
-        StudyError: the file is wrong; says where and what would be right.
+        UnknownStudy: No study has this name.
+        StudyFileMissing: A path was given, and the file does not exist.
+        StudyError: The file is wrong. The message names the key and the remedy.
     """
     path = Path(name_or_path)
     if _is_file(path) or path.suffix == ".toml" or len(path.parts) > 1:
@@ -132,8 +132,8 @@ def load_study(path: str | Path) -> Study:
     """Read and check a study file.
 
     Raises:
-        StudyFileMissing: there is no such file.
-        StudyError: the file is wrong; names the key and what would be right.
+        StudyFileMissing: The file does not exist.
+        StudyError: The file is wrong. The message names the key and the remedy.
     """
     path = Path(path)
     try:
@@ -153,7 +153,7 @@ def _known_names() -> list[str]:
     return sorted({path.stem for folder in study_folders() for path in folder.glob("*.toml")})
 
 
-def _look(path: Path) -> StudyFile:
+def _study_file(path: Path) -> StudyFile:
     try:
         return StudyFile(path.stem, path, load_study(path))
     except OneLaunchError as error:
@@ -161,7 +161,7 @@ def _look(path: Path) -> StudyFile:
 
 
 class _Reader:
-    """Turns a parsed study file into a :class:`Study`, or says which key is wrong."""
+    """Reader that turns a parsed study file into a :class:`Study`, or raises an error that names the wrong key."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -170,6 +170,7 @@ class _Reader:
         raise StudyError(self.path, problem)
 
     def read(self, raw: Mapping[str, Any]) -> Study:
+        """Turn a parsed file into a study, after all checks."""
         self._keys("the study", raw, Study)
         operation = self._operation(raw["operation"])
         self._names(raw)
@@ -185,13 +186,14 @@ class _Reader:
         return study
 
     def _names(self, raw: Mapping[str, Any]) -> None:
-        """Refuse names that do not follow the rule, before they are used in any other message."""
+        """Reject names that break the rule, before they appear in any other message."""
         for key in ("shapes", "criteria"):
             for index, table in enumerate(self._tables(raw, key)):
                 if isinstance(name := table.get("name", ""), str) and "name" in table and not NAME.fullmatch(name):
                     self.fail(f"{key}[{index}]: name is {shown(name)}; {NAME_RULE}.")
 
     def _keys(self, where: str, table: Mapping[str, Any], model: type[Declared], more: Sequence[str] = ()) -> None:
+        """Reject unknown and missing keys of a table."""
         known = (*model.model_fields, *more)
         for key in table:
             if key not in known:
@@ -212,6 +214,7 @@ class _Reader:
         return tables
 
     def _shape(self, index: int, table: dict[str, Any], operation: Operation[..., Any]) -> dict[str, Any]:
+        """Check the table of a shape, and return its fields with the sizes and options in tables of their own."""
         where = f"shapes[{index}] ({table.get('name', 'without a name')})"
         own = {key: table[key] for key in SHAPE_KEYS if key in table}
         given = {key: value for key, value in table.items() if key not in own}
@@ -229,12 +232,13 @@ class _Reader:
                 self.fail(f"{where}: skip names no variant or control {shown(name)}.{did_you_mean(str(name), known)}")
         try:
             case = operation.case(own.get("dtype", Shape.model_fields["dtype"].default), **given)
-        except (ArgumentError, TypeError) as error:  # a dtype that is no text, nor anything that can be looked up
+        except (ArgumentError, TypeError) as error:  # TypeError: the dtype is not a string and not hashable
             self.fail(f"{where}: {error}")
         self._check_case(where, case, operation)
         return {**own, "sizes": dict(case.sizes), "options": dict(case.options)}
 
     def _check_case(self, where: str, case: Case, operation: Operation[..., Any]) -> None:
+        """Reject sizes that no tensor can have, and options of the wrong type."""
         for key, value in case.sizes.items():
             if value > LARGEST_SIZE:
                 self.fail(f"{where}: {key} is {shown(value)}; it must be at most {LARGEST_SIZE}, the largest size of a tensor.")
@@ -246,6 +250,7 @@ class _Reader:
                 )
 
     def _criterion(self, index: int, table: dict[str, Any]) -> dict[str, Any]:
+        """Check the keys and the bound of a criterion's table, and return the table."""
         where = f"criteria[{index}] ({table.get('name', 'without a name')})"
         self._keys(where, table, Criterion)
         bounds = {key: table[key] for key in ("at_least", "at_most", "equals") if key in table}
@@ -261,24 +266,27 @@ class _Reader:
         return table
 
     def _exact_count(self, where: str, table: Mapping[str, Any]) -> None:
+        """Check the bound ``equals``, which only counted measures can have."""
         value = table["equals"]
         counted = [measure.name for measure in measures() if measure.counted]
         if table["measure"] not in counted:
-            self.fail(f"{where}: equals is for what is counted ({listing(counted)}); use at_least or at_most.")
+            self.fail(f"{where}: equals is for counted measures ({listing(counted)}); use at_least or at_most.")
         if isinstance(value, bool) or not isinstance(value, int) or value < 0:
             self.fail(f"{where}: equals is {shown(value)}; it must be an integer of at least 0.")
 
     def _validate(self, prepared: dict[str, Any]) -> Study:
+        """Let pydantic validate the study, and report its first error."""
         try:
             return Study.model_validate(prepared, context=FROM_A_FILE)
         except ValidationError as error:
             first = error.errors()[0]
             where = ".".join(str(part) for part in first["loc"]) or "the study"
-            if first["type"] == "value_error":  # a rule of our own
+            if first["type"] == "value_error":  # raised by a validator of this package, whose message is a rule
                 self.fail(f"{where} is {shown(first['input'])}; {first['msg'].removeprefix('Value error, ')}.")
             self.fail(f"{where} is {shown(first['input'])}: {first['msg'][:1].lower()}{first['msg'][1:]}.")
 
     def _check_names(self, study: Study, operation: Operation[..., Any]) -> None:
+        """Check that names are distinct, and that regimes, directions, variants and controls exist."""
         self._distinct("shapes", (shape.name for shape in study.shapes))
         self._distinct("criteria", (criterion.name for criterion in study.criteria))
         for key in ("variants", "controls", "directions", "regimes"):
@@ -288,11 +296,13 @@ class _Reader:
                 self.fail(f"{key} is empty; leave it out for the default.")
         for regime in study.regimes:
             if regime in LOOPS and regime not in operation.loops:
-                self.fail(f"regimes has {regime!r}, which is of steps in a row; {operation.name} has no such loop.")
+                self.fail(f"regimes has {regime!r}, which is for consecutive steps; {operation.name} has no loop of steps.")
         for shape in study.shapes:
             self._distinct(f"directions of {shape.name}", shape.directions)
             if others := [direction for direction in shape.directions if direction not in study.directions]:
-                self.fail(f"directions of {shape.name} has {listing(map(repr, others))}, which the study does not; add it there.")
+                self.fail(
+                    f"directions of {shape.name} has {listing(map(repr, others))}, which the study does not have; add it there."
+                )
         self._check_variants(study, operation)
 
     def _check_variants(self, study: Study, operation: Operation[..., Any]) -> None:
@@ -314,6 +324,7 @@ class _Reader:
             self.fail(f"{key}: {owner} has no {kind} {name!r}.{did_you_mean(name, known)} Known: {listing(known)}.")
 
     def _check_criterion(self, study: Study, criterion: Criterion, operation: Operation[..., Any]) -> None:
+        """Check a criterion against the study: its shapes, direction, regimes, measure and selectors."""
         where = f"criterion {criterion.name!r}"
         names = [shape.name for shape in study.shapes]
         for name in () if criterion.at is None else members(criterion.at):
@@ -341,6 +352,7 @@ class _Reader:
             self._check_selector(f"{where}: over", study, criterion, criterion.over, operation)
 
     def _check_alone(self, where: str, criterion: Criterion, words: Alone) -> None:
+        """Check a criterion whose measure is of ``of`` alone."""
         if criterion.over is not None:
             self.fail(f"{where}: {words.held}; leave over out.")
         if criterion.quantity.better == "lower" and criterion.at_least is not None:
@@ -349,6 +361,7 @@ class _Reader:
             self.fail(f"{where}: {words.bounded} bounded from below; use at_least.")
 
     def _check_direction(self, where: str, study: Study, criterion: Criterion) -> None:
+        """Check that the criterion's direction runs at all of its shapes."""
         if criterion.direction not in study.directions:
             self.fail(f"{where}: direction is {criterion.direction!r}, which is not among the study's directions; add it there.")
         held = [*study.shapes_of(criterion), *(shape for shape in study.shapes if shape.name == criterion.over_at)]
@@ -356,6 +369,7 @@ class _Reader:
             self.fail(f"{where}: direction is {criterion.direction!r}, which does not run at {listing(missing)}; add it there.")
 
     def _check_mean(self, where: str, criterion: Criterion, shapes: Sequence[str]) -> None:
+        """Check a criterion on the geometric mean."""
         if criterion.combine == "each":
             return
         if criterion.in_at_least is not None:
@@ -366,6 +380,7 @@ class _Reader:
             self.fail(f"{where}: a geometric mean needs two shapes or more; leave combine out.")
 
     def _check_other_shape(self, where: str, study: Study, criterion: Criterion, operation: Operation[..., Any]) -> None:
+        """Check ``over_at`` and ``per``."""
         if criterion.over_at is None:
             if criterion.per:
                 self.fail(f"{where}: per is for times at two shapes; name the other one by over_at, or leave per out.")
@@ -384,6 +399,7 @@ class _Reader:
                 self.fail(f"{where}: per names no size {name!r}.{hint} Known: {listing(operation.dimensions)}.")
 
     def _check_other_regime(self, where: str, study: Study, criterion: Criterion) -> None:
+        """Check ``over_regime``."""
         if criterion.measure not in (paired := _measures_of_two_times()):
             self.fail(f"{where}: over_regime is for times; leave it out, or use one of {listing(paired)} as the measure.")
         if criterion.over_regime not in study.regimes:
@@ -392,6 +408,7 @@ class _Reader:
     def _check_selector(
         self, where: str, study: Study, criterion: Criterion, selector: Selector, operation: Operation[..., Any]
     ) -> None:
+        """Check that a selector stands for a variant or control of the study."""
         taking_part = study.variant_names()
         if isinstance(selector, str):
             if selector in operation.controls and selector not in taking_part:
@@ -415,7 +432,7 @@ class _Reader:
         if not study.select(selector):
             there = {key: sorted({str(value) for entry in tags for value in members(entry.get(key))}) for key in selector}
             seen = "; ".join(f"{key} is {listing(values)}" for key, values in there.items())
-            self.fail(f"{where} = {selector} matches no variant of the study; among them {seen}.")
+            self.fail(f"{where} = {selector} matches no variant of the study; in their tags {seen}.")
 
 
 def _measures_of_two_times() -> list[str]:

@@ -1,5 +1,11 @@
-"""The gate that tests and studies share: a variant is as near to the float64 oracle as plain PyTorch in the same dtype."""
+"""Correctness check that tests and studies share.
 
-from onelaunch.workbench.verify.gate import Judge, judge, judge_answer, judge_control
+A variant passes if its outputs are as near to the float64 oracle as those of plain PyTorch in the same dtype.
+"""
 
-__all__ = ["Judge", "judge", "judge_answer", "judge_control"]
+from onelaunch.moved import renamed
+from onelaunch.workbench.verify.gate import Judge, judge, judge_control, judge_outputs
+
+__all__ = ["Judge", "judge", "judge_control", "judge_outputs"]
+
+__getattr__ = renamed(__name__, {"judge_answer": "judge_outputs"})

@@ -1,4 +1,4 @@
-"""Calls of an operation as tests, timings and profiles make them: made inputs, one call, and the results by name."""
+"""Calls of an operation as tests, timings and profilers make them: generated inputs, one call, and its outputs by name."""
 
 from __future__ import annotations
 
@@ -9,26 +9,32 @@ from typing import Any
 import torch
 
 from onelaunch.errors import OneLaunchError, VariantUnsupported
+from onelaunch.moved import renamed
 from onelaunch.operation import Bundle, Case, Control, Direction, Operation, Outputs, names_of
 from onelaunch.wording import in_a_line
 from onelaunch.workbench.result import Status
 
-Answer = dict[str, torch.Tensor | None]
-"""Results of one call by name, then ``grad NAME`` for every differentiable input (``None`` where there is none)."""
+OutputTensors = dict[str, torch.Tensor | None]
+"""Outputs of one call by name, then the gradient of each differentiable input as ``grad NAME``.
+
+A value is ``None`` if the call returned ``None``, or if no gradient reaches the input.
+"""
+
+__getattr__ = renamed(__name__, {"Answer": "OutputTensors", "Callee": "Candidate"})
 
 
 @dataclass
 class Inputs:
-    """The arguments of one call, and, when it is followed by its backward pass, the gradients of its results."""
+    """Arguments of one call. For a call with its backward pass, also the gradients that come in through its outputs."""
 
     arguments: dict[str, Any]
     differentiable: tuple[str, ...] = ()
-    """Empty for a forward call."""
+    """Names of the inputs whose gradients are computed; empty for a forward call."""
     output_gradients: dict[str, torch.Tensor] = field(default_factory=dict)
-    """By result name, in the dtype of the result."""
+    """Incoming gradients by the name of the output, each in the dtype of the output."""
 
     def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield every tensor that the call may read and must not change."""
+        """Yield the name and the tensor of everything that the call may read and must not change."""
         for name, value in self.arguments.items():
             if isinstance(value, torch.Tensor):
                 yield name, value
@@ -39,11 +45,11 @@ class Inputs:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors."""
+        """Size of all tensors in bytes."""
         return sum(tensor.nbytes for _, tensor in self.named_tensors())
 
     def clone(self) -> Inputs:
-        """Return the same contents in new storage."""
+        """Return a copy of all tensors in new storage."""
         gradients = {name: gradient.clone() for name, gradient in self.output_gradients.items()}
         return Inputs(self.map(lambda tensor: tensor.detach().clone()), self.differentiable, gradients)
 
@@ -59,7 +65,7 @@ class Inputs:
 
     @torch.no_grad()
     def load(self, other: Inputs) -> None:
-        """Copy another's contents into this storage; a tensor whose shape differs is left as it is."""
+        """Copy the contents of other inputs into this storage. A tensor whose shape differs keeps its contents."""
         contents = dict(other.named_tensors())
         for name, tensor in self.named_tensors():
             if name in contents and contents[name].shape == tensor.shape:
@@ -67,13 +73,16 @@ class Inputs:
 
 
 def make_inputs(operation: Operation[..., Any], case: Case, device: torch.device, seed: int, direction: Direction) -> Inputs:
-    """Return the operation's inputs for a case, ready for the direction, but for the gradients of the results."""
-    reading = operation.make_inputs(case, device, seed)
-    return Inputs(reading.arguments, reading.differentiable if direction == "forward_backward" else ()).clone()
+    """Return the operation's inputs for a case and direction. Gradients of the outputs are not in them yet."""
+    made = operation.make_inputs(case, device, seed)
+    return Inputs(made.arguments, made.differentiable if direction == "forward_backward" else ()).clone()
 
 
-def draw_gradients(outputs: Answer, dtype: torch.dtype, seed: int) -> dict[str, torch.Tensor]:
-    """Random gradients for every floating-point result, with values that ``dtype`` holds exactly, in the dtype of the result."""
+def draw_gradients(outputs: OutputTensors, dtype: torch.dtype, seed: int) -> dict[str, torch.Tensor]:
+    """Draw a random gradient for every floating-point output.
+
+    The values are representable in ``dtype``, so that a cast to it loses nothing. Each gradient has the dtype of its output.
+    """
     drawn = {}
     for name, output in outputs.items():
         if output is not None and output.is_floating_point():
@@ -84,35 +93,36 @@ def draw_gradients(outputs: Answer, dtype: torch.dtype, seed: int) -> dict[str, 
 
 
 @dataclass(frozen=True)
-class Callee:
-    """Target of a call: a variant through the public function, a control, or the oracle."""
+class Candidate:
+    """Function that is called and whose outputs are judged: a variant through the public function, a control, or the oracle."""
 
     name: str
     call: Callable[..., Any]
     outputs: Outputs
 
     @classmethod
-    def variant(cls, operation: Operation[..., Any], name: str) -> Callee:
-        """A variant as a user calls it, checks and dispatch included."""
+    def variant(cls, operation: Operation[..., Any], name: str) -> Candidate:
+        """Return a variant as a user calls it, with the checks and the dispatch of the public function."""
         operation.get(name)
         return cls(name, lambda **arguments: operation(**arguments, variant=name), operation.outputs)
 
     @classmethod
-    def control(cls, operation: Operation[..., Any], control: Control) -> Callee:
-        """A control on the operation's checked call; its result goes by the control's name."""
+    def control(cls, operation: Operation[..., Any], control: Control) -> Candidate:
+        """Return a control, which takes the operation's checked call. Its output has the name of the control."""
         return cls(control.name, lambda **arguments: control.run(operation.bind(**arguments)), (control.name,))
 
-    def __call__(self, inputs: Inputs) -> Answer:
-        """Call once, with the backward pass when the inputs ask for gradients."""
+    def __call__(self, inputs: Inputs) -> OutputTensors:
+        """Call once, with the backward pass if the inputs are differentiable, and return all outputs and gradients."""
         if not inputs.differentiable:
             with torch.no_grad():
-                return self.name_results(self.call(**inputs.arguments), inputs.arguments)
+                return self.name_outputs(self.call(**inputs.arguments), inputs.arguments)
         with torch.enable_grad():
-            outputs = self.name_results(self.call(**inputs.arguments), inputs.arguments)
+            outputs = self.name_outputs(self.call(**inputs.arguments), inputs.arguments)
             reached = {name: outputs[name] for name in inputs.output_gradients if name in outputs}
+            # An output of a wrong shape cannot take the gradient; it is left out here, and the verdict names its shape.
             reached = {
                 name: output
-                for name, output in reached.items()  # a result of a wrong shape takes no gradient; the verdict names the shape
+                for name, output in reached.items()
                 if output is not None and output.requires_grad and output.shape == inputs.output_gradients[name].shape
             }
             leaves = [inputs.arguments[name] for name in inputs.differentiable]
@@ -120,22 +130,22 @@ class Callee:
             if reached:
                 seeds = [inputs.output_gradients[name].to(output.dtype) for name, output in reached.items()]
                 gradients = torch.autograd.grad(list(reached.values()), leaves, seeds, allow_unused=True)
-        answer: Answer = {name: None if output is None else output.detach() for name, output in outputs.items()}
-        return answer | {f"grad {name}": gradient for name, gradient in zip(inputs.differentiable, gradients, strict=True)}
+        detached: OutputTensors = {name: None if output is None else output.detach() for name, output in outputs.items()}
+        return detached | {f"grad {name}": gradient for name, gradient in zip(inputs.differentiable, gradients, strict=True)}
 
-    def name_results(self, result: Any, arguments: Mapping[str, Any]) -> Answer:
-        """Return what the callee returned for these arguments, by name."""
+    def name_outputs(self, result: Any, arguments: Mapping[str, Any]) -> OutputTensors:
+        """Return by name what the call with these arguments returned."""
         results = result if isinstance(result, tuple) else (result,)
         return dict(zip(names_of(self.outputs, arguments), results, strict=False))
 
 
-def duplicate(answer: Answer) -> Answer:
-    """Return copies of the tensors of an answer, taken on the current stream."""
-    return {name: None if value is None else value.clone() for name, value in answer.items()}
+def duplicate(outputs: OutputTensors) -> OutputTensors:
+    """Return copies of output tensors; the copies are enqueued on the current stream."""
+    return {name: None if value is None else value.clone() for name, value in outputs.items()}
 
 
 def status_of(error: BaseException) -> tuple[Status, str]:
-    """Return the status that a variant's exception stands for, and the reason in one line."""
+    """Return the status of a measurement whose variant raised this exception, and the reason in one line."""
     reason = in_a_line(error)
     for link in (error, error.__cause__):
         if isinstance(link, torch.OutOfMemoryError) or "can't allocate memory" in str(link):

@@ -1,4 +1,4 @@
-"""Poisoned memory: what a variant allocates and does not write must not look like an answer."""
+"""Poisoned memory: an output element that a variant allocates but never writes must not look like a result."""
 
 from __future__ import annotations
 
@@ -11,13 +11,15 @@ from torch import _C as DISPATCHER
 from torch.utils._python_dispatch import TorchDispatchMode
 
 ALLOCATIONS = frozenset({"empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "empty_permuted"})
+"""Operators of PyTorch that return uninitialised memory."""
 
 
 class Poison(TorchDispatchMode):
-    """While active, fresh uninitialised tensors hold NaN, or an odd large number where NaN cannot be held.
+    """Dispatch mode that fills newly allocated, uninitialised tensors with NaN, or with a large number if the dtype has no NaN.
 
-    Memory that is made initialised (``zeros``, ``full``) stays as it is. It also sees the allocations inside custom operators,
-    which run below the level at which a dispatch mode is switched off again.
+    Allocations that initialise their memory (``zeros``, ``full``) keep their contents. PyTorch switches a dispatch mode off in
+    the kernel of a custom operator. This mode therefore calls such a kernel itself, with the mode on, and so sees the allocations
+    inside it.
     """
 
     def __torch_dispatch__(
@@ -28,16 +30,18 @@ class Poison(TorchDispatchMode):
             result = func(*args, **given)
             return poison(result) if func.overloadpacket.__name__ in ALLOCATIONS else result
         if (keys := _backend_keys(func, (*args, *given.values()))) is not None:
-            with self:  # straight to the operator's kernel, so that what it calls comes through here again
+            # Dispatch straight to the operator's kernel with the mode on, so that the operators that it calls pass through here.
+            with self:
                 return func.redispatch(keys, *args, **given)
         return func(*args, **given)
 
 
 @contextmanager
 def poisoned() -> Iterator[None]:
-    """A region in which allocations are poisoned.
+    """Poison all allocations inside the ``with`` block.
 
-    What is compiled runs uncompiled here: Dynamo would otherwise meet a dispatch mode, and never compile that function again.
+    Functions of torch.compile run eagerly inside the block. If Dynamo compiled one while a dispatch mode is active, it would give
+    up on that function and never compile it again.
     """
     with torch.compiler.set_stance("force_eager"), Poison():
         yield
@@ -45,7 +49,7 @@ def poisoned() -> Iterator[None]:
 
 @torch.no_grad()
 def poison(tensor: torch.Tensor) -> torch.Tensor:
-    """Fill a tensor with what no answer holds, and return it."""
+    """Fill a tensor with values that no correct output contains, and return it."""
     if tensor.is_floating_point() or tensor.is_complex():
         return tensor.fill_(float("nan"))
     if tensor.dtype == torch.bool:
@@ -54,7 +58,7 @@ def poison(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _backend_keys(func: Any, values: tuple[Any, ...]) -> Any:
-    """The key set of the operator's own kernel for the device of its first tensor, if it has one."""
+    """Return the dispatch key set of the operator's own kernel for the device of its first tensor, or ``None`` without one."""
     for value in values:
         for tensor in value if isinstance(value, (list, tuple)) else (value,):
             if type(tensor) in (torch.Tensor, torch.nn.Parameter):

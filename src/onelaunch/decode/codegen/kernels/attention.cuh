@@ -1,100 +1,116 @@
-// Attention of a key head's queries, or of some of them, over a part of the positions, or all of them.
+// Decode attention of one unit: some queries of a KV head over its KV split, with online softmax (flash-decoding).
+//
+// Computes   s_p = q k_p (base 2, scaled), m = max s_p, l = sum 2^(s_p - m), o = sum 2^(s_p - m) v_p / l, LSE = m + log2(l), for the
+//            positions p of the unit's Span. parts.cuh combines the KV splits of a query.
+// Grid       a CTA has one unit if there are enough CTAs (UNITS == 1), else some one after another.
+// Warps      rounds over the positions: each warp takes POSITIONS_PER_WARP positions per row, HEAD_DIM / 8 lanes per position with 8
+//            channels each, ROWS_PER_LANE rows per round. Every lane keeps its own online softmax; a score is one shuffle reduction
+//            over the lanes of a position. At the end lanes are combined by shuffles, warps through Shared::partial. With few positions
+//            one warp has all of them, and nothing is combined. Tensor cores were tried for scores and values and were slower.
+// Registers  queries, accumulators, maxima and sums in float32; keys and values of this round and of the next.
+// Memory     each key and value row of the split is read once per unit, in bfloat16: through the ring (KV_THROUGH_RING), with keys in the
+//            first half of a chunk and values in the second, or by plain loads.
+// Sync       rows of earlier positions are safe: no CTA begins a token before all have finished the previous one. Queries, and the newest
+//            key and value, are flag-in-data words (words.cuh); loads of earlier positions are in flight before they are waited for.
+//            Results are flag-in-data words too. Every word of a partial result is written in every epoch, also by units without
+//            positions (PartialStore::fill).
 #pragma once
 
-constexpr int FOUND_WORDS = HEAD + 4;  // results, maximum, sum
-constexpr float NOTHING = -1e30f;  // a maximum before the first position
+constexpr int WARP_PARTIAL_WORDS = HEAD_DIM + 4;  // a warp's accumulator, maximum and sum of a query, padded to 16 bytes
+constexpr float NO_SCORE = -1e30f;  // maximum before the first position; finite, so that differences are never NaN
 
-// Running results of a lane's 8 channels: sums of values by powers of two of what the keys gave, over the largest so far.
+// Online softmax of a lane: per query the largest score so far, and, relative to it, the sum of exponentials and the accumulator of the
+// lane's 8 channels.
 template <int QUERIES>
-struct Found {
-  float most[QUERIES], sum[QUERIES], values[QUERIES][8];
-  DEVICE Found() {
+struct OnlineSoftmax {
+  float max_score[QUERIES], sum[QUERIES], acc[QUERIES][8];
+  DEVICE OnlineSoftmax() {
 #pragma unroll
     for (int g = 0; g < QUERIES; ++g) {
-      most[g] = NOTHING, sum[g] = 0;
+      max_score[g] = NO_SCORE, sum[g] = 0;
 #pragma unroll
-      for (int i = 0; i < 8; ++i) values[g][i] = 0;
+      for (int i = 0; i < 8; ++i) acc[g][i] = 0;
     }
   }
   DEVICE void rescale(int g, float larger) {
-    const float by = power(most[g] - larger);
+    const float by = exp2_approx(max_score[g] - larger);
     sum[g] *= by;
 #pragma unroll
-    for (int i = 0; i < 8; ++i) values[g][i] *= by;
-    most[g] = larger;
+    for (int i = 0; i < 8; ++i) acc[g][i] *= by;
+    max_score[g] = larger;
   }
   DEVICE void add(int g, float score, const float (&value)[8]) {
-    const float weight = power(score - most[g]);
+    const float weight = exp2_approx(score - max_score[g]);
     sum[g] += weight;
 #pragma unroll
-    for (int i = 0; i < 8; ++i) values[g][i] += weight * value[i];
+    for (int i = 0; i < 8; ++i) acc[g][i] += weight * value[i];
   }
 };
 
-// Keys and values of earlier positions come through the ring like weights, where chunks are whole phases' and no wait is in their way:
-// keys in the first half of a chunk, values in the second.
-constexpr int ROWS = CHUNK / (4 * HEAD);  // of a chunk
+constexpr int CHUNK_POSITIONS = CHUNK / (4 * HEAD_DIM);  // positions whose keys and values fill a chunk of the ring
 
-// Keys and values of a warp's positions in a round, DEEP of each lane's: as many as registers have room for.
+// Keys and values of a round in registers, ROWS_PER_LANE rows per lane: as many as there are registers for. A round has ROUND positions
+// over all warps, and takes CHUNKS chunks of the ring.
 template <int QUERIES>
 struct Batch {
-  static constexpr int DEEP = QUERIES > 2 ? 1 : QUERIES == 2 ? 2 : 4;
-  static constexpr int ROUND = WARPS * AT_ONCE * DEEP, CHUNKS = ROUND > ROWS ? ROUND / ROWS : 1;  // positions of all warps; chunks of these
-  static_assert(ROWS % ROUND == 0 || ROUND % ROWS == 0, "a chunk is for whole rounds of all warps, or a round takes whole chunks");
-  uint4 keys[DEEP], values[DEEP];
-  DEVICE void load(Worker& w, const Span& span, int base) {
-    const int row = w.warp * AT_ONCE + w.lane / LANES, within = (base - span.begin) % ROWS;
-    const long long cached = KEYS_STREAM ? 0 : (w.cached(span.head) + (long long)base * HEAD) * 2;
+  static constexpr int ROWS_PER_LANE = QUERIES > 2 ? 1 : QUERIES == 2 ? 2 : 4;
+  static constexpr int ROUND = WARPS * POSITIONS_PER_WARP * ROWS_PER_LANE, CHUNKS = ROUND > CHUNK_POSITIONS ? ROUND / CHUNK_POSITIONS : 1;
+  static_assert(CHUNK_POSITIONS % ROUND == 0 || ROUND % CHUNK_POSITIONS == 0, "a chunk has whole rounds, or a round has whole chunks");
+  uint4 keys[ROWS_PER_LANE], values[ROWS_PER_LANE];
+  DEVICE void load(Consumer& c, const Span& span, int base) {
+    const int row = c.warp * POSITIONS_PER_WARP + c.lane / LANES, within = (base - span.begin) % CHUNK_POSITIONS;
+    const long long cached = KV_THROUGH_RING ? 0 : (c.cache_offset(span.head) + (long long)base * HEAD_DIM) * 2;
 #pragma unroll
     for (int chunk = 0; chunk < CHUNKS; ++chunk) {
-      const int first = base + chunk * ROWS;  // where a round has several chunks
-      const char *keys_at = (const char*)w.a.keys + cached, *values_at = (const char*)w.a.values + cached;
-      if (KEYS_STREAM) {
-        keys_at = (first < span.cached ? w.chunk() : w.s.stages) + (within - chunk * ROWS) * HEAD * 2, values_at = keys_at + CHUNK / 2;
+      const int first = base + chunk * CHUNK_POSITIONS;
+      const char *keys_at = (const char*)c.a.keys + cached, *values_at = (const char*)c.a.values + cached;
+      if (KV_THROUGH_RING) {
+        keys_at = (first < span.cached ? c.wait_chunk() : c.s.stages) + (within - chunk * CHUNK_POSITIONS) * HEAD_DIM * 2;
+        values_at = keys_at + CHUNK / 2;
       }
 #pragma unroll
-      for (int i = chunk * DEEP / CHUNKS; i < (chunk + 1) * DEEP / CHUNKS; ++i) {
-        const int mine = row + i * WARPS * AT_ONCE, offset = mine * HEAD * 2 + channel_of(w) * 2;
+      for (int i = chunk * ROWS_PER_LANE / CHUNKS; i < (chunk + 1) * ROWS_PER_LANE / CHUNKS; ++i) {
+        const int mine = row + i * WARPS * POSITIONS_PER_WARP, offset = mine * HEAD_DIM * 2 + channel_of(c) * 2;
         keys[i] = values[i] = {0, 0, 0, 0};
         if (base + mine < span.cached) keys[i] = read_row(keys_at + offset), values[i] = read_row(values_at + offset);
       }
-      if (KEYS_STREAM && first < span.cached && (within + ROUND >= ROWS || base + ROUND >= span.cached)) w.drop();
+      if (KV_THROUGH_RING && first < span.cached && (within + ROUND >= CHUNK_POSITIONS || base + ROUND >= span.cached)) c.release_chunk();
     }
   }
-  // A row of the round that is not in the cache yet, where it is this lane's.
-  DEVICE void insert(const Worker& w, int row, const uint4& key, const uint4& value) {
+  // Put the newest position's key and value, which are not in the cache yet, into row `row` of the round, in the lanes that have it.
+  DEVICE void insert(const Consumer& c, int row, const uint4& key, const uint4& value) {
 #pragma unroll
-    for (int i = 0; i < DEEP; ++i)
-      if (i * WARPS * AT_ONCE + w.warp * AT_ONCE + w.lane / LANES == row) keys[i] = key, values[i] = value;
+    for (int i = 0; i < ROWS_PER_LANE; ++i)
+      if (i * WARPS * POSITIONS_PER_WARP + c.warp * POSITIONS_PER_WARP + c.lane / LANES == row) keys[i] = key, values[i] = value;
   }
-  DEVICE static uint4 read_row(const char* at) { return KEYS_STREAM ? *(const uint4*)at : load_plain((const uint4*)at); }
+  DEVICE static uint4 read_row(const char* at) { return KV_THROUGH_RING ? *(const uint4*)at : load_weak((const uint4*)at); }
 };
 
-// Scores of the first rows of a lane in a round, and what was found before by the largest of them.
+// Compute the scores of a lane's first COUNT rows of a round, and rescale the accumulators to the new maximum.
 template <int COUNT, int QUERIES>
-DEVICE void score_rows(Worker& w, const Span& span, int base, const Batch<QUERIES>& batch, const Heads<QUERIES>& heads, Found<QUERIES>& f,
-                       float (&scores)[QUERIES][COUNT]) {
+DEVICE void score_rows(Consumer& c, const Span& span, int base, const Batch<QUERIES>& batch, const Heads<QUERIES>& heads,
+                       OnlineSoftmax<QUERIES>& f, float (&scores)[QUERIES][COUNT]) {
 #pragma unroll
   for (int i = 0; i < COUNT; ++i) {
-    const bool valid = base + i * WARPS * AT_ONCE + w.warp * AT_ONCE + w.lane / LANES < span.end;
+    const bool valid = base + i * WARPS * POSITIONS_PER_WARP + c.warp * POSITIONS_PER_WARP + c.lane / LANES < span.end;
     float key[8];
     unpack(batch.keys[i], key);
 #pragma unroll
     for (int g = 0; g < QUERIES; ++g) {
-      const float found = heads.score(g, key);
-      scores[g][i] = valid ? found : 2 * NOTHING;
+      const float score = heads.score(g, key);
+      scores[g][i] = valid ? score : 2 * NO_SCORE;
     }
   }
 #pragma unroll
   for (int g = 0; g < QUERIES; ++g) {
-    float larger = f.most[g];
+    float larger = f.max_score[g];
 #pragma unroll
     for (int i = 0; i < COUNT; ++i) larger = fmaxf(larger, scores[g][i]);
     f.rescale(g, larger);
   }
 }
 template <int COUNT, int QUERIES>
-DEVICE void add_rows(const Batch<QUERIES>& batch, Found<QUERIES>& f, const float (&scores)[QUERIES][COUNT]) {
+DEVICE void add_rows(const Batch<QUERIES>& batch, OnlineSoftmax<QUERIES>& f, const float (&scores)[QUERIES][COUNT]) {
 #pragma unroll
   for (int i = 0; i < COUNT; ++i) {
     float value[8];
@@ -104,166 +120,175 @@ DEVICE void add_rows(const Batch<QUERIES>& batch, Found<QUERIES>& f, const float
   }
 }
 template <int COUNT, int QUERIES>
-DEVICE void attend_rows(Worker& w, const Span& span, int base, const Batch<QUERIES>& batch, const Heads<QUERIES>& heads, Found<QUERIES>& f) {
+DEVICE void attend_rows(Consumer& c, const Span& span, int base, const Batch<QUERIES>& batch, const Heads<QUERIES>& heads,
+                        OnlineSoftmax<QUERIES>& f) {
   float scores[QUERIES][COUNT];
-  score_rows<COUNT>(w, span, base, batch, heads, f, scores);
+  score_rows<COUNT>(c, span, base, batch, heads, f, scores);
   add_rows<COUNT>(batch, f, scores);
 }
-// All positions of the span, by rounds; the first round's are there or on their way. In the last one a warp may have no position, and
-// where a lane has one row at most, the others are left out.
+// Attend to all positions of the span, round by round. `batch` has the first round, loaded or in flight. The next round's loads are
+// issued after the scores, when the keys' registers are free. In the last round a warp may have no position; if its lanes have one or
+// two rows at max_score, the others are left out.
 template <int QUERIES>
-DEVICE void attend_all(Worker& w, const Span& span, Batch<QUERIES>& batch, const Heads<QUERIES>& heads, bool newest, Found<QUERIES>& f) {
-  constexpr int DEEP = Batch<QUERIES>::DEEP, ROUND = Batch<QUERIES>::ROUND;
+DEVICE void attend_all(Consumer& c, const Span& span, Batch<QUERIES>& batch, const Heads<QUERIES>& heads, bool newest,
+                       OnlineSoftmax<QUERIES>& f) {
+  constexpr int ROWS_PER_LANE = Batch<QUERIES>::ROWS_PER_LANE, ROUND = Batch<QUERIES>::ROUND;
   int base = span.begin;
 #pragma unroll 1
   for (; base + ROUND < span.end; base += ROUND) {
-    w.refresh();
-    float scores[QUERIES][DEEP];
-    score_rows<DEEP>(w, span, base, batch, heads, f, scores);
+    c.refresh();
+    float scores[QUERIES][ROWS_PER_LANE];
+    score_rows<ROWS_PER_LANE>(c, span, base, batch, heads, f, scores);
     Batch<QUERIES> next;
-    next.load(w, span, base + ROUND);
-    add_rows<DEEP>(batch, f, scores);
+    next.load(c, span, base + ROUND);
+    add_rows<ROWS_PER_LANE>(batch, f, scores);
     batch = next;
   }
-  if (base + w.warp * AT_ONCE >= span.end) return;
-  w.refresh();
-  if (newest) batch.insert(w, span.cached - base, heads.key, heads.value);
-  if (DEEP > 1 && base + WARPS * AT_ONCE >= span.end)
-    attend_rows<1>(w, span, base, batch, heads, f);
-  else if (DEEP > 2 && base + 2 * WARPS * AT_ONCE >= span.end)
-    attend_rows<2>(w, span, base, batch, heads, f);
+  if (base + c.warp * POSITIONS_PER_WARP >= span.end) return;
+  c.refresh();
+  if (newest) batch.insert(c, span.cached - base, heads.key, heads.value);
+  if (ROWS_PER_LANE > 1 && base + WARPS * POSITIONS_PER_WARP >= span.end)
+    attend_rows<1>(c, span, base, batch, heads, f);
+  else if (ROWS_PER_LANE > 2 && base + 2 * WARPS * POSITIONS_PER_WARP >= span.end)
+    attend_rows<2>(c, span, base, batch, heads, f);
   else
-    attend_rows<DEEP>(w, span, base, batch, heads, f);
+    attend_rows<ROWS_PER_LANE>(c, span, base, batch, heads, f);
 }
 
-// What a unit found goes to its slot; and, where it has all positions and its CTA multiplies it, to the vector, from a column on.
-struct Kept {
+// Destination of a unit's result: its slot of the buffer PARTIAL, read by other CTAs. With SPLIT_K_O and one KV split the result is
+// also staged as the operand of the CTA's own output projection, from `column` on.
+struct PartialStore {
   float* slot;
-  int column;  // or -1
-  DEVICE Kept(const Worker& w, int unit)
-      : slot(w.a.words + PARTIAL + unit * SLOT),
-        column(SUMMED && w.used() == 1 ? padded(HIDDEN) + (UNITS > 1 ? unit - w.begin(ATTENTION) : 0) * BLOCK_ROOM : -1) {}
-  DEVICE void tell(Worker& w, int at, float4 v) const {
-    put(slot + at, v, w.use());
-    if constexpr (SUMMED)
-      if (column >= 0) lay(w, column + at, v);
+  int column;  // -1 if it is not staged
+  DEVICE PartialStore(const Consumer& c, int unit)
+      : slot(c.a.words + PARTIAL + unit * PARTIAL_WORDS),
+        column(SPLIT_K_O && c.kv_splits() == 1 ? padded(HIDDEN) + (UNITS > 1 ? unit - c.begin(ATTENTION) : 0) * O_TILE_COLUMNS : -1) {}
+  DEVICE void store(Consumer& c, int at, float4 v) const {
+    store_words(slot + at, v, c.epoch());
+    if constexpr (SPLIT_K_O)
+      if (column >= 0) store_split4(c, column + at, v);
   }
-  DEVICE void tell(Worker& w, int at, float v) const {
-    put(slot + at, v, w.use());
-    if constexpr (SUMMED)
-      if (column >= 0) lay_one(w, column + at, v);
+  DEVICE void store(Consumer& c, int at, float v) const {
+    store_words(slot + at, v, c.epoch());
+    if constexpr (SPLIT_K_O)
+      if (column >= 0) store_split1(c, column + at, v);
   }
-  // What nobody tells: each word is written in every use.
-  DEVICE void fill(Worker& w, const Span& span, int queries) const {
-    if constexpr (!TAGGED) return;
+  // Store the words of the slot that no query of this span fills, since each word must be written in every epoch. With SPLIT_K_O a unit
+  // without positions gives NO_SCORE as LSE, so that its weight is zero; other plans do not read such units.
+  DEVICE void fill(Consumer& c, const Span& span, int queries) const {
+    if constexpr (!FLAG_IN_DATA) return;
     const float4 zeros = {0, 0, 0, 0};
-    if (span.used && queries == SLOT_QUERIES) return;
-    const int begin = span.used ? queries * HEAD : 0;
-    for (int at = begin + 4 * w.thread; at < SLOT_QUERIES * HEAD; at += 4 * WORKERS_THREADS) put(slot + at, zeros, w.use());
-    const float4 none = span.used || !SUMMED ? zeros : float4{NOTHING, NOTHING, NOTHING, NOTHING};
-    const int logs = SLOT_QUERIES * HEAD + (span.used ? queries : 0);
-    for (int at = logs + w.thread; at < SLOT; at += WORKERS_THREADS) put(slot + at, none.x, w.use());
+    if (span.active && queries == PARTIAL_QUERIES) return;
+    const int begin = span.active ? queries * HEAD_DIM : 0;
+    for (int at = begin + 4 * c.thread; at < PARTIAL_QUERIES * HEAD_DIM; at += 4 * CONSUMER_THREADS)
+      store_words(slot + at, zeros, c.epoch());
+    const float4 none = span.active || !SPLIT_K_O ? zeros : float4{NO_SCORE, NO_SCORE, NO_SCORE, NO_SCORE};
+    const int lse = PARTIAL_QUERIES * HEAD_DIM + (span.active ? queries : 0);
+    for (int at = lse + c.thread; at < PARTIAL_WORDS; at += CONSUMER_THREADS) store_words(slot + at, none.x, c.epoch());
   }
-  DEVICE void tell_logarithm(Worker& w, int query, float v) const { put(slot + SLOT_QUERIES * HEAD + query, v, w.use()); }
+  DEVICE void store_lse(Consumer& c, int query, float v) const { store_words(slot + PARTIAL_QUERIES * HEAD_DIM + query, v, c.epoch()); }
 };
 
-// What a warp found, of the lanes that have the same channels: to its place, or, where other warps had positions too, to be combined.
+// Combine the lanes of a warp that have the same channels. If this warp alone has positions, store the result; else leave accumulator,
+// maximum and sum in Shared::partial for combine_warps().
 template <int QUERIES>
-DEVICE void combine_lanes(Worker& w, Found<QUERIES>& f, const Kept& place, int sharing) {
-  w.refresh();
+DEVICE void combine_lanes(Consumer& c, OnlineSoftmax<QUERIES>& f, const PartialStore& out, int active_warps) {
+  c.refresh();
 #pragma unroll
   for (int g = 0; g < QUERIES; ++g) {
-    float larger = f.most[g];
+    float larger = f.max_score[g];
 #pragma unroll
-    for (int mask = LANES; mask < 32; mask *= 2) larger = fmaxf(larger, from_lane_xor(larger, mask));
+    for (int mask = LANES; mask < 32; mask *= 2) larger = fmaxf(larger, shfl_xor(larger, mask));
     f.rescale(g, larger);
 #pragma unroll
     for (int mask = LANES; mask < 32; mask *= 2) {
-      f.sum[g] += from_lane_xor(f.sum[g], mask);
+      f.sum[g] += shfl_xor(f.sum[g], mask);
 #pragma unroll
-      for (int i = 0; i < 8; ++i) f.values[g][i] += from_lane_xor(f.values[g][i], mask);
+      for (int i = 0; i < 8; ++i) f.acc[g][i] += shfl_xor(f.acc[g][i], mask);
     }
-    const float(&x)[8] = f.values[g];
-    if (sharing == 1) {  // as with few positions: no need of the others
-      const float whole = inverse(f.sum[g]);
-      if (w.lane / LANES == g % AT_ONCE) {
-        const int at = g * HEAD + channel_of(w);
-        place.tell(w, at, float4{x[0] * whole, x[1] * whole, x[2] * whole, x[3] * whole});
-        place.tell(w, at + 4, float4{x[4] * whole, x[5] * whole, x[6] * whole, x[7] * whole});
+    const float(&x)[8] = f.acc[g];
+    if (active_warps == 1) {
+      const float inverse_sum = rcp_approx(f.sum[g]);
+      if (c.lane / LANES == g % POSITIONS_PER_WARP) {
+        const int at = g * HEAD_DIM + channel_of(c);
+        out.store(c, at, float4{x[0] * inverse_sum, x[1] * inverse_sum, x[2] * inverse_sum, x[3] * inverse_sum});
+        out.store(c, at + 4, float4{x[4] * inverse_sum, x[5] * inverse_sum, x[6] * inverse_sum, x[7] * inverse_sum});
       }
-      if (w.lane == 0) place.tell_logarithm(w, g, larger + logarithm(f.sum[g]));
+      if (c.lane == 0) out.store_lse(c, g, larger + log2_approx(f.sum[g]));
       continue;
     }
-    float* mine = w.s.found + (w.warp * QUERIES + g) * FOUND_WORDS;
-    float4* at = (float4*)(mine + channel_of(w));
-    if (w.lane < LANES) at[0] = {x[0], x[1], x[2], x[3]}, at[1] = {x[4], x[5], x[6], x[7]};
-    if (w.lane == 0) mine[HEAD] = larger, mine[HEAD + 1] = f.sum[g];
+    float* mine = c.s.partial + (c.warp * QUERIES + g) * WARP_PARTIAL_WORDS;
+    float4* at = (float4*)(mine + channel_of(c));
+    if (c.lane < LANES) at[0] = {x[0], x[1], x[2], x[3]}, at[1] = {x[4], x[5], x[6], x[7]};
+    if (c.lane == 0) mine[HEAD_DIM] = larger, mine[HEAD_DIM + 1] = f.sum[g];
   }
 }
-// Of all warps that had positions: results and the logarithm of their sums.
+// Combine the results of all warps that had positions, and store output and LSE. Begins with a barrier; another must precede the next
+// write to Shared::partial.
 template <int QUERIES>
-DEVICE void combine_warps(Worker& w, const Kept& place, int sharing) {
-  w.refresh();
-  const float* found = w.s.found;  // [WARPS][QUERIES][FOUND_WORDS]
-  w.meet();
-  for (int at = w.thread; at < QUERIES * HEAD; at += WORKERS_THREADS) {
-    const int g = at / HEAD, channel = at % HEAD;
+DEVICE void combine_warps(Consumer& c, const PartialStore& out, int active_warps) {
+  c.refresh();
+  const float* partial = c.s.partial;  // [WARPS][QUERIES][WARP_PARTIAL_WORDS]
+  c.sync();
+  for (int at = c.thread; at < QUERIES * HEAD_DIM; at += CONSUMER_THREADS) {
+    const int g = at / HEAD_DIM, channel = at % HEAD_DIM;
     float larger[WARPS], sums[WARPS], values[WARPS];
 #pragma unroll
-    for (int warp = 0; warp < WARPS; ++warp) {  // all read before any is used
-      const float* its = found + (warp * QUERIES + g) * FOUND_WORDS;
-      larger[warp] = NOTHING, sums[warp] = values[warp] = 0;
-      if (warp < sharing) larger[warp] = its[HEAD], sums[warp] = its[HEAD + 1], values[warp] = its[channel];
+    for (int warp = 0; warp < WARPS; ++warp) {  // All loads come before the first use.
+      const float* row = partial + (warp * QUERIES + g) * WARP_PARTIAL_WORDS;
+      larger[warp] = NO_SCORE, sums[warp] = values[warp] = 0;
+      if (warp < active_warps) larger[warp] = row[HEAD_DIM], sums[warp] = row[HEAD_DIM + 1], values[warp] = row[channel];
     }
-    float most = NOTHING, sum = 0, value = 0;
+    float max_score = NO_SCORE, sum = 0, value = 0;
 #pragma unroll
-    for (int warp = 0; warp < WARPS; ++warp) most = fmaxf(most, larger[warp]);
+    for (int warp = 0; warp < WARPS; ++warp) max_score = fmaxf(max_score, larger[warp]);
 #pragma unroll
     for (int warp = 0; warp < WARPS; ++warp) {
-      const float weight = power(larger[warp] - most);
+      const float weight = exp2_approx(larger[warp] - max_score);
       sum += weight * sums[warp], value += weight * values[warp];
     }
-    place.tell(w, at, value * inverse(sum));
-    if (channel == 0) place.tell_logarithm(w, g, most + logarithm(sum));
+    out.store(c, at, value * rcp_approx(sum));
+    if (channel == 0) out.store_lse(c, g, max_score + log2_approx(sum));
   }
 }
 
-// Each warp takes the queries for itself, and works alone until all have found something: positions are dealt out AT_ONCE to a warp.
-// The newest position's key and value are used and kept by the warp that has it.
+// Run one unit. Positions are dealt out POSITIONS_PER_WARP at a time to the warps, and each warp loads the queries itself, so warps
+// need no barrier before they combine. The warp that has the newest position inserts its key and value, and stores them.
 template <int QUERIES>
-DEVICE void attend_unit(Worker& w, const Span& span, const Kept& place) {
-  const int all = (span.end - span.begin + AT_ONCE - 1) / AT_ONCE, sharing = all < WARPS ? all : WARPS;
-  const bool newest = span.cached < span.end && w.warp == (span.cached - span.begin) / AT_ONCE % WARPS;
+DEVICE void attend_unit(Consumer& c, const Span& span, const PartialStore& out) {
+  const int all = (span.end - span.begin + POSITIONS_PER_WARP - 1) / POSITIONS_PER_WARP, active_warps = all < WARPS ? all : WARPS;
+  const bool newest = span.cached < span.end && c.warp == (span.cached - span.begin) / POSITIONS_PER_WARP % WARPS;
   Batch<QUERIES> batch;
-  if constexpr (!ROPE_APART) batch.load(w, span, span.begin);  // of earlier tokens: no need to wait
-  if (w.warp < sharing) {  // the others have no position in any round
-    Found<QUERIES> f;
+  if constexpr (!ROPE_PHASE) batch.load(c, span, span.begin);  // Rows of earlier tokens need no wait.
+  if (c.warp < active_warps) {  // The other warps have no position in any round.
+    OnlineSoftmax<QUERIES> f;
     Heads<QUERIES> heads;
-    if constexpr (ROPE_APART) {
-      heads.take_scaled(w, span);
-      batch.load(w, span, span.begin);
+    if constexpr (ROPE_PHASE) {
+      heads.load_scaled(c, span);
+      batch.load(c, span, span.begin);
     } else {
-      heads.take_turned(w, span, newest);
+      heads.load_rotated(c, span, newest);
     }
-    attend_all(w, span, batch, heads, newest, f);
-    combine_lanes(w, f, place, sharing);
+    attend_all(c, span, batch, heads, newest, f);
+    combine_lanes(c, f, out, active_warps);
   }
-  if (sharing > 1) combine_warps<QUERIES>(w, place, sharing);
+  if (active_warps > 1) combine_warps<QUERIES>(c, out, active_warps);
 }
-DEVICE void attend(Worker& w) {
-  w.refresh();
-  const int first = w.begin(ATTENTION), last = w.end(ATTENTION);
+// Phase ATTENTION: run all units of the CTA.
+DEVICE void attend(Consumer& c) {
+  c.refresh();
+  const int first = c.begin(ATTENTION), last = c.end(ATTENTION);
   for (int unit = first; unit < last && (UNITS > 1 || unit == first); ++unit) {
-    const Span span(unit, w.position);
-    const Kept place(w, unit);
-    const bool joined = JOINED > 1 && w.used() > SPLITS;
-    place.fill(w, span, joined ? SLOT_QUERIES : UNIT_QUERIES);
-    if (!span.used) continue;
-    if (unit > first) w.meet();  // what all have found has been read
-    if (joined)
-      attend_unit<SLOT_QUERIES>(w, span, place);
+    const Span span(unit, c.position);
+    const PartialStore out(c, unit);
+    const bool merged = QUERY_MERGE > 1 && c.kv_splits() > KV_SPLITS;
+    out.fill(c, span, merged ? PARTIAL_QUERIES : UNIT_QUERIES);
+    if (!span.active) continue;
+    if (unit > first) c.sync();  // All threads have read Shared::partial of the unit before.
+    if (merged)
+      attend_unit<PARTIAL_QUERIES>(c, span, out);
     else
-      attend_unit<UNIT_QUERIES>(w, span, place);
-    w.mark(ATTENTION, DONE);
+      attend_unit<UNIT_QUERIES>(c, span, out);
+    c.mark(ATTENTION, DONE);
   }
 }

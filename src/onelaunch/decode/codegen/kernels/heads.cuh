@@ -1,162 +1,177 @@
-// Heads at the newest position: their norm and rotation, as a phase of their own or when attention takes them.
+// Queries, keys and values of the newest position: RMS norm and RoPE, the unit of attention, and the write to the KV cache.
+//
+// Computes   q' = rope(q * w_q) / RMS(q), k' = rope(k * w_k) / RMS(k) per head, v' = v, for the token's position. Scores are in base 2:
+//            queries carry log2(e) / sqrt(HEAD_DIM).
+// Where      either in a phase of its own (ROPE_PHASE: norm_rope), one warp per head; or split between two phases: the QKV product applies
+//            weights and rotation, which are linear, to its outputs and also gives squares (phases.cuh, RowRope), and attention adds up
+//            the squares and divides by the RMS (Heads::load_rotated).
+// Layout     a lane has 8 channels of a head. Rows of the QKV product are permuted so that a tile of 8 rows has four channels of a head's
+//            first half and their RoPE partners of the second half (packing.py, in_pairs); the words keep that order.
+// Sync       words are flag-in-data (words.cuh). Rows of the KV cache are plain stores, seen by later tokens: the candidate of the LM head
+//            is stored with release semantics once per token, after them.
 #pragma once
 
-constexpr int LANES = HEAD / 8;    // of a position: 8 channels each
-constexpr int AT_ONCE = 32 / LANES;  // positions of a warp
+constexpr int LANES = HEAD_DIM / 8;             // lanes per position, with 8 channels each
+constexpr int POSITIONS_PER_WARP = 32 / LANES;   // positions that a warp handles at once
 
 DEVICE void unpack(const uint4& v, float (&x)[8]) {
-  const float4 a = widen({v.x, v.y}), b = widen({v.z, v.w});
+  const float4 a = bf16x4_to_float4({v.x, v.y}), b = bf16x4_to_float4({v.z, v.w});
   x[0] = a.x, x[1] = a.y, x[2] = a.z, x[3] = a.w, x[4] = b.x, x[5] = b.y, x[6] = b.z, x[7] = b.w;
 }
-DEVICE uint4 rounded(const float (&x)[8]) {
-  return {round_pair(x[0], x[1]), round_pair(x[2], x[3]), round_pair(x[4], x[5]), round_pair(x[6], x[7])};
+DEVICE uint4 pack_bf16x8(const float (&x)[8]) {
+  return {floats_to_bf16x2(x[0], x[1]), floats_to_bf16x2(x[2], x[3]), floats_to_bf16x2(x[4], x[5]), floats_to_bf16x2(x[6], x[7])};
 }
-DEVICE int channel_of(const Worker& w) { return w.lane % LANES * 8; }
-DEVICE float sum_of_head(float v) {  // of its lanes, in each
+DEVICE int channel_of(const Consumer& c) { return c.lane % LANES * 8; }
+// Return the sum over the lanes of a head, in each of them.
+DEVICE float head_sum(float v) {
 #pragma unroll
-  for (int mask = LANES / 2; mask; mask /= 2) v += from_lane_xor(v, mask);
+  for (int mask = LANES / 2; mask; mask /= 2) v += shfl_xor(v, mask);
   return v;
 }
 
-// Words of a head are in the order of its tiles: four channels of its first half, the same four of its second. Where a lane's first four
-// channels are; the next four are those of the next tile.
-constexpr int NEXT_FOUR = HEAD > TILE ? TILE : TILE / 2;
-DEVICE int words_of(const Worker& w) { return channel_of(w) % (HEAD / 2) * 2 + channel_of(w) / (HEAD / 2) * (TILE / 2); }
+// Offset of a lane's first four channels among the words of a head, which are in the order of its tiles: four channels of the first
+// half, the same four of the second. The lane's next four channels are those of the next tile, NEXT_QUAD words later.
+constexpr int NEXT_QUAD = HEAD_DIM > TILE ? TILE : TILE / 2;
+DEVICE int word_offset(const Consumer& c) { return channel_of(c) % (HEAD_DIM / 2) * 2 + channel_of(c) / (HEAD_DIM / 2) * (TILE / 2); }
 
-// What turns a lane's 8 channels of a head where that is a phase of its own, read before the head is there. A channel's other is half a
-// head away.
-struct Turn {
-  uint4 queries_factors, keys_factors;
+// Weights and rotation of a lane's 8 channels, for norm and RoPE in a phase of their own. They are loaded before the head's words are
+// waited for. The RoPE partner of a channel is half a head away, in lane (lane ^ LANES / 2).
+struct NormRope {
+  uint4 query_weights, key_weights;
   float4 cosines[2], sines[2];
-  DEVICE explicit Turn(const Worker& w) {
-    const u16* factors = w.layer_norms() + 2 * HIDDEN + channel_of(w);
-    queries_factors = *(const uint4*)factors, keys_factors = *(const uint4*)(factors + HEAD);
+  DEVICE explicit NormRope(const Consumer& c) {
+    const u16* weights = c.norm_weights() + 2 * HIDDEN + channel_of(c);
+    query_weights = *(const uint4*)weights, key_weights = *(const uint4*)(weights + HEAD_DIM);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const float* pair = w.rotation() + (channel_of(w) + 4 * i) % (HEAD / 2);
-      cosines[i] = *(const float4*)pair, sines[i] = *(const float4*)(pair + HEAD / 2);
+      const float* pair = c.rotation() + (channel_of(c) + 4 * i) % (HEAD_DIM / 2);
+      cosines[i] = *(const float4*)pair, sines[i] = *(const float4*)(pair + HEAD_DIM / 2);
     }
   }
-  // Normalised, turned, and scaled; by all lanes of a warp.
-  DEVICE void apply(const Worker& w, float (&x)[8], const uint4 factors, float by) const {
-    float squares = 0, factor[8];
-    unpack(factors, factor);
+  // Normalize, rotate and scale a head in head_at. All lanes of the warp must take part.
+  DEVICE void apply(const Consumer& c, float (&x)[8], const uint4 weights, float by) const {
+    float squares = 0, weight[8];
+    unpack(weights, weight);
 #pragma unroll
     for (int i = 0; i < 8; ++i) squares += x[i] * x[i];
-    const float scale = by * inverse_root(sum_of_head(squares) / HEAD + EPS);
+    const float scale = by * rsqrt_approx(head_sum(squares) / HEAD_DIM + EPS);
     float other[8];
 #pragma unroll
-    for (int i = 0; i < 8; ++i) x[i] *= scale * factor[i];
+    for (int i = 0; i < 8; ++i) x[i] *= scale * weight[i];
 #pragma unroll
-    for (int i = 0; i < 8; ++i) other[i] = LANES > 1 ? from_lane_xor(x[i], LANES / 2) : x[i ^ 4];
+    for (int i = 0; i < 8; ++i) other[i] = LANES > 1 ? shfl_xor(x[i], LANES / 2) : x[i ^ 4];
 #pragma unroll
     for (int i = 0; i < 8; i += 4) {
-      const bool lower = channel_of(w) + i < HEAD / 2;
-      const float4 c = cosines[i / 4], s = sines[i / 4];
-      const float cosine[4] = {c.x, c.y, c.z, c.w}, sine[4] = {s.x, s.y, s.z, s.w};
+      const bool lower = channel_of(c) + i < HEAD_DIM / 2;
+      const float4 cos4 = cosines[i / 4], sin4 = sines[i / 4];
+      const float cosine[4] = {cos4.x, cos4.y, cos4.z, cos4.w}, sine[4] = {sin4.x, sin4.y, sin4.z, sin4.w};
 #pragma unroll
       for (int j = 0; j < 4; ++j) x[i + j] = x[i + j] * cosine[j] + (lower ? -other[i + j] : other[i + j]) * sine[j];
     }
   }
 };
-DEVICE void bare(const uint4& first, const uint4& next, float (&x)[8]) {
-  const float4 a = bare(first), b = bare(next);
+DEVICE void strip_tag(const uint4& first, const uint4& next, float (&x)[8]) {
+  const float4 a = strip_tag(first), b = strip_tag(next);
   x[0] = a.x, x[1] = a.y, x[2] = a.z, x[3] = a.w, x[4] = b.x, x[5] = b.y, x[6] = b.z, x[7] = b.w;
 }
-// A lane's channels of some heads that follow each other; those from limit on are left out.
+// Load a lane's channels of up to COUNT consecutive heads from flag-in-data words; heads from `limit` on are left out.
 template <int COUNT>
-DEVICE void take_heads(Worker& w, const float* from, int limit, float (&x)[COUNT][8]) {
+DEVICE void load_heads(Consumer& c, const float* from, int limit, float (&x)[COUNT][8]) {
   uint4 v[2 * COUNT];
-  const float* mine = from + words_of(w);
-  take(w, v, w.use(), [&](int i) { return i / 2 < limit; }, [&](int i) { return mine + i / 2 * HEAD + i % 2 * NEXT_FOUR; });
+  const float* mine = from + word_offset(c);
+  spin_load(c, v, c.epoch(), [&](int i) { return i / 2 < limit; }, [&](int i) { return mine + i / 2 * HEAD_DIM + i % 2 * NEXT_QUAD; });
 #pragma unroll
-  for (int i = 0; i < COUNT; ++i) bare(v[2 * i], v[2 * i + 1], x[i]);
+  for (int i = 0; i < COUNT; ++i) strip_tag(v[2 * i], v[2 * i + 1], x[i]);
 }
-// A lane's channels in a row of keys or values of the cache.
-DEVICE void cache(const Worker& w, u16* rows, int head, const uint4& row) {
-  *(uint4*)(rows + w.cached(head) + (long long)w.position * HEAD + channel_of(w)) = row;
+// Write a lane's channels of the newest position to the key or value cache.
+DEVICE void store_cache(const Consumer& c, u16* rows, int head, const uint4& row) {
+  *(uint4*)(rows + c.cache_offset(head) + (long long)c.position * HEAD_DIM + channel_of(c)) = row;
 }
-constexpr float QUERY_SCALE = LOG2E;  // and one over the root of HEAD: scores are exponents of two
+constexpr float QUERY_SCALE = LOG2E;  // times 1 / sqrt(HEAD_DIM): exponentials are powers of two
 
-// A unit: some of a key head's queries, and a part of the positions. Where it multiplies what it finds, in a short text all positions;
-// in a long one JOINED units take each other's queries too, for each key to be read once. The newest one is not in the cache yet; of
-// those who have it one keeps it.
-static_assert(SUMMED || POSITIONS >= SPLITS, "each of those who share positions has some");
-constexpr int PARTS = SPLITS * JOINED, SLOT_QUERIES = UNIT_QUERIES * JOINED;
+static_assert(SPLIT_K_O || POSITIONS_PER_SPLIT >= KV_SPLITS, "each KV split has positions");
+constexpr int MAX_KV_SPLITS = KV_SPLITS * QUERY_MERGE, PARTIAL_QUERIES = UNIT_QUERIES * QUERY_MERGE;
+
+// Work of a unit of attention at a position: UNIT_QUERIES queries of a KV head over a range of positions (a KV split, as in
+// flash-decoding). With SPLIT_K_O there are three regimes. In a short context each unit takes all positions, so that its CTA can
+// multiply the result at once. In a longer one KV_SPLITS units share the positions. From MERGE_FROM on QUERY_MERGE neighbouring units
+// also take each other's queries, each over 1 / QUERY_MERGE of the positions: each key is then read once. The newest position is not in
+// the cache yet (`cached` excludes it); of the units that have it, one stores its key and value.
 struct Span {
   int head, query, begin, end, cached;
-  bool used, keeps;
-  DEVICE Span(int unit, int position) : head(unit / (SHARERS * SPLITS)), query(unit / SPLITS % SHARERS * UNIT_QUERIES) {
-    const int positions = position + 1, parts = used_at(position);
-    int size = (positions + parts - 1) / parts, part = unit % SPLITS;
-    keeps = query == 0;
-    if constexpr (SUMMED) {  // one of three numbers of parts: no division
+  bool active, stores;
+  DEVICE Span(int unit, int position) : head(unit / (QUERY_SPLITS * KV_SPLITS)), query(unit / KV_SPLITS % QUERY_SPLITS * UNIT_QUERIES) {
+    const int positions = position + 1, parts = kv_splits_at(position);
+    int size = (positions + parts - 1) / parts, part = unit % KV_SPLITS;
+    stores = query == 0;
+    if constexpr (SPLIT_K_O) {  // One of three constant divisors: no integer division.
       if (parts == 1) {
-        size = positions, keeps = query == 0 && part == 0, part = 0;
-      } else if (JOINED == 1 || parts == SPLITS) {
-        size = (positions + SPLITS - 1) / SPLITS;
+        size = positions, stores = query == 0 && part == 0, part = 0;
+      } else if (QUERY_MERGE == 1 || parts == KV_SPLITS) {
+        size = (positions + KV_SPLITS - 1) / KV_SPLITS;
       } else {
-        size = (positions + PARTS - 1) / PARTS, keeps = query < SLOT_QUERIES, part = unit % PARTS;
-        query -= query % SLOT_QUERIES;
+        size = (positions + MAX_KV_SPLITS - 1) / MAX_KV_SPLITS, stores = query < PARTIAL_QUERIES, part = unit % MAX_KV_SPLITS;
+        query -= query % PARTIAL_QUERIES;
       }
     }
     begin = part * size, end = begin + size < positions ? begin + size : positions;
-    cached = !ROPE_APART && end == positions ? end - 1 : end;
-    used = part < parts && begin < positions;
+    cached = !ROPE_PHASE && end == positions ? end - 1 : end;
+    active = part < parts && begin < positions;
   }
 };
-// A key head at the newest position, as a warp needs it: a lane's channels of the queries, turned, but not scaled, for scores are; and, for
-// who has the position, of key and value as they are cached.
+// Queries of a unit in registers: a lane's 8 channels of each, rotated; `scales` are applied to the scores. Also the newest position's
+// key and value in bfloat16, as they are cached, in the warp that has this position.
 template <int COUNT>
 struct Heads {
   float queries[COUNT][8], scales[COUNT];
   uint4 key, value;
 
-  // Turned by who made them. Their squares are added up by the lanes of a head.
-  DEVICE void take_turned(Worker& w, const Span& span, bool newest) {
+  // Load queries (and key and value if `newest`) that the QKV product rotated, and divide by the RMS of each head: for queries in
+  // `scales`. The lanes of a head add up the squares. Stores key and value to the cache if the unit is the one that does.
+  DEVICE void load_rotated(Consumer& c, const Span& span, bool newest) {
     constexpr int WORDS = 2 * (COUNT + 2);
-    const float* words = w.a.words + RAW + span.head * HEAD_WORDS + words_of(w);
-    const float* squares = w.a.words + HEAD_SQUARES + span.head * (HEAD_WORDS / 2) + channel_of(w) / 2;
+    const float* words = c.a.words + QKV_OUT + span.head * HEAD_WORDS + word_offset(c);
+    const float* squares = c.a.words + HEAD_SQUARES + span.head * (HEAD_WORDS / 2) + channel_of(c) / 2;
     uint4 v[WORDS + COUNT + 1];
     auto which = [](int i) { return i < WORDS ? i / 2 : i - WORDS; };
-    auto place = [&](int i) { return which(i) < COUNT ? span.query + which(i) : which(i) - COUNT + GROUP; };
-    take(w, v, w.use(), [&](int i) { return newest || which(i) < COUNT; },
-         [&](int i) { return i < WORDS ? words + place(i) * HEAD + i % 2 * NEXT_FOUR : squares + place(i) * (HEAD / 2); });
-    w.mark(ATTENTION, READY);
+    auto head_at = [&](int i) { return which(i) < COUNT ? span.query + which(i) : which(i) - COUNT + GROUP; };
+    spin_load(c, v, c.epoch(), [&](int i) { return newest || which(i) < COUNT; },
+              [&](int i) { return i < WORDS ? words + head_at(i) * HEAD_DIM + i % 2 * NEXT_QUAD : squares + head_at(i) * (HEAD_DIM / 2); });
+    c.mark(ATTENTION, READY);
     float norms[COUNT + 1];
 #pragma unroll
     for (int i = 0; i <= COUNT; ++i) {
-      const float4 s = bare(v[WORDS + i]);
+      const float4 s = strip_tag(v[WORDS + i]);
       norms[i] = s.x + s.y + (s.z + s.w);
     }
 #pragma unroll
-    for (int mask = LANES / 2; mask; mask /= 2)  // side by side
+    for (int mask = LANES / 2; mask; mask /= 2)  // The shuffles of all heads overlap.
 #pragma unroll
-      for (int i = 0; i <= COUNT; ++i) norms[i] += from_lane_xor(norms[i], mask);
+      for (int i = 0; i <= COUNT; ++i) norms[i] += shfl_xor(norms[i], mask);
 #pragma unroll
-    for (int i = 0; i <= COUNT; ++i) norms[i] = inverse_root(norms[i] / HEAD + EPS);
+    for (int i = 0; i <= COUNT; ++i) norms[i] = rsqrt_approx(norms[i] / HEAD_DIM + EPS);
 #pragma unroll
     for (int g = 0; g < COUNT; ++g) {
-      bare(v[2 * g], v[2 * g + 1], queries[g]);
-      scales[g] = QUERY_SCALE * inverse_root(HEAD) * norms[g];
+      strip_tag(v[2 * g], v[2 * g + 1], queries[g]);
+      scales[g] = QUERY_SCALE * rsqrt_approx(HEAD_DIM) * norms[g];
     }
     key = value = {0, 0, 0, 0};
     if (!newest) return;
     float x[8];
-    bare(v[2 * COUNT], v[2 * COUNT + 1], x);
+    strip_tag(v[2 * COUNT], v[2 * COUNT + 1], x);
 #pragma unroll
     for (int i = 0; i < 8; ++i) x[i] *= norms[COUNT];
-    key = rounded(x);
-    bare(v[2 * COUNT + 2], v[2 * COUNT + 3], x);
-    value = rounded(x);
-    if (!span.keeps || w.lane >= LANES) return;
-    cache(w, w.a.keys, span.head, key);
-    cache(w, w.a.values, span.head, value);
+    key = pack_bf16x8(x);
+    strip_tag(v[2 * COUNT + 2], v[2 * COUNT + 3], x);
+    value = pack_bf16x8(x);
+    if (!span.stores || c.lane >= LANES) return;
+    store_cache(c, c.a.keys, span.head, key);
+    store_cache(c, c.a.values, span.head, value);
   }
-  // Turned and scaled by a phase of its own, which has cached the rest.
-  DEVICE void take_scaled(Worker& w, const Span& span) {
-    take_heads(w, w.a.words + QUERIES + (span.head * GROUP + span.query) * HEAD, COUNT, queries);
-    w.mark(ATTENTION, READY);
+  // Load queries that norm_rope() normalized, rotated and scaled; it has written key and value to the cache too.
+  DEVICE void load_scaled(Consumer& c, const Span& span) {
+    load_heads(c, c.a.words + QUERIES + (span.head * GROUP + span.query) * HEAD_DIM, COUNT, queries);
+    c.mark(ATTENTION, READY);
 #pragma unroll
     for (int g = 0; g < COUNT; ++g) scales[g] = 1.0f;
     key = value = {0, 0, 0, 0};
@@ -165,28 +180,28 @@ struct Heads {
     float sum = 0;
 #pragma unroll
     for (int i = 0; i < 8; ++i) sum += queries[g][i] * key[i];
-    return sum_of_head(sum) * scales[g];
+    return head_sum(sum) * scales[g];
   }
 };
 
-// Norm and rotation as a phase of their own: a warp for each query head, the key and the value.
-DEVICE void turn(Worker& w) {
-  w.refresh();
-  for (int unit = w.begin(ROPE) * (GROUP + 2) + w.warp; unit < w.end(ROPE) * (GROUP + 2); unit += WARPS) {
+// Phase ROPE: normalize and rotate the heads of the CTA, one warp per query head, key or value.
+DEVICE void norm_rope(Consumer& c) {
+  c.refresh();
+  for (int unit = c.begin(ROPE) * (GROUP + 2) + c.warp; unit < c.end(ROPE) * (GROUP + 2); unit += WARPS) {
     const int head = unit / (GROUP + 2), which = unit % (GROUP + 2);
-    const Turn turn(w);
+    const NormRope rope(c);
     float x[1][8];
-    take_heads(w, w.a.words + RAW + unit * HEAD, 1, x);
-    w.mark(ROPE, READY);
-    const float scale = which == GROUP ? 1.0f : QUERY_SCALE * inverse_root(HEAD);
-    if (which <= GROUP) turn.apply(w, x[0], which == GROUP ? turn.keys_factors : turn.queries_factors, scale);
+    load_heads(c, c.a.words + QKV_OUT + unit * HEAD_DIM, 1, x);
+    c.mark(ROPE, READY);
+    const float scale = which == GROUP ? 1.0f : QUERY_SCALE * rsqrt_approx(HEAD_DIM);
+    if (which <= GROUP) rope.apply(c, x[0], which == GROUP ? rope.key_weights : rope.query_weights, scale);
     if (which >= GROUP) {
-      if (w.lane < LANES) cache(w, which == GROUP ? w.a.keys : w.a.values, head, rounded(x[0]));
-    } else if (w.lane < LANES) {
-      float* at = w.a.words + QUERIES + (head * GROUP + which) * HEAD + words_of(w);
-      put(at, float4{x[0][0], x[0][1], x[0][2], x[0][3]}, w.use());
-      put(at + NEXT_FOUR, float4{x[0][4], x[0][5], x[0][6], x[0][7]}, w.use());
+      if (c.lane < LANES) store_cache(c, which == GROUP ? c.a.keys : c.a.values, head, pack_bf16x8(x[0]));
+    } else if (c.lane < LANES) {
+      float* at = c.a.words + QUERIES + (head * GROUP + which) * HEAD_DIM + word_offset(c);
+      store_words(at, float4{x[0][0], x[0][1], x[0][2], x[0][3]}, c.epoch());
+      store_words(at + NEXT_QUAD, float4{x[0][4], x[0][5], x[0][6], x[0][7]}, c.epoch());
     }
   }
-  w.mark(ROPE, DONE);
+  c.mark(ROPE, DONE);
 }

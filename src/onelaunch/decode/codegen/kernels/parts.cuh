@@ -1,30 +1,38 @@
-// What units of attention found, put together as the vector that is multiplied next.
+// Combination of KV splits: partial attention outputs with their LSE become the operand of the output projection (flash-decoding).
+//
+// Computes   o = sum_i 2^(LSE_i - M) o_i / sum_i 2^(LSE_i - M), with M = max LSE_i, over the splits i of a query; LSE in base 2.
+// Memory     PARTIAL has a slot per unit: [PARTIAL_QUERIES][HEAD_DIM] outputs, then [PARTIAL_QUERIES] LSE. Without SPLIT_K_O every CTA
+//            reads the slots of all queries from the L2 cache; with it a unit reads only the splits of its own queries.
+// Threads    a thread combines 4 or 8 channels of a head. Loads of all splits that fit in registers are in flight at once.
+// Sync       slots are flag-in-data words (words.cuh). Both staging functions end with a barrier of the consumer threads.
 #pragma once
 
-// What attention found over all positions, as the vector that is multiplied next: parts weighted by their sums. A thread has 4 channels
-// of a head, or 8, and of several parts all on their way at once.
-constexpr int MOST_PARTS = SEPARATE || MOST_O > 3 ? 3 : MOST_O > 1 ? 4 : 8;  // weights wait in registers beside them
+// Splits that a thread loads at once. The weights of the output projection's first tiles are in registers meanwhile, so more tiles
+// leave room for fewer splits.
+constexpr int PARTIALS_AT_ONCE = LAUNCH_PER_PHASE || MAX_O > 3 ? 3 : MAX_O > 1 ? 4 : 8;
 
+// Outputs and LSE of up to COUNT splits of a query, 4 * QUADS channels per thread, tags included.
 template <int COUNT, int QUADS>
-struct Parts {
+struct Partials {
   uint4 values[COUNT][QUADS];
-  u32 logs[COUNT];
+  u32 lse[COUNT];
   DEVICE void load(int part, const float* slot, int channel, int g) {
-    const uint4* at = (const uint4*)(slot + part * SLOT + g * HEAD + channel);
-    const u32* log = (const u32*)(slot + part * SLOT + SLOT_QUERIES * HEAD + g);
+    const uint4* at = (const uint4*)(slot + part * PARTIAL_WORDS + g * HEAD_DIM + channel);
+    const u32* lse_at = (const u32*)(slot + part * PARTIAL_WORDS + PARTIAL_QUERIES * HEAD_DIM + g);
 #pragma unroll
-    for (int i = 0; i < QUADS; ++i) values[part][i] = TAGGED ? load_relaxed(at + i) : load_plain(at + i);
-    logs[part] = TAGGED ? load_relaxed(log) : *log;
+    for (int i = 0; i < QUADS; ++i) values[part][i] = FLAG_IN_DATA ? load_relaxed(at + i) : load_weak(at + i);
+    lse[part] = FLAG_IN_DATA ? load_relaxed(lse_at) : *lse_at;
   }
-  // The first so many. All are asked for again until all are there: lanes that ask for what they lack go apart, one after another.
-  DEVICE void take(Worker& w, const float* slot, int channel, int g, int count) {
+  // Spin until the first `count` splits have arrived; the others count as empty. All lanes load all splits again until all are there:
+  // lanes that asked only for what they lacked diverged and asked one after another (words.cuh).
+  DEVICE void spin_load(Consumer& c, const float* slot, int channel, int g, int count) {
     auto all_there = [&] {
-      u32 some = tag_of(w.use()), every = some;
+      u32 some = tag_of(c.epoch()), every = some;
 #pragma unroll
       for (int part = 0; part < COUNT; ++part) {
 #pragma unroll
         for (int i = 0; i < QUADS; ++i) values[part][i] = {0, 0, 0, 0};
-        logs[part] = as_bits(2 * NOTHING);
+        lse[part] = float_as_uint(2 * NO_SCORE);
         if (part < count) load(part, slot, channel, g);
       }
 #pragma unroll
@@ -32,119 +40,124 @@ struct Parts {
         if (part >= count) continue;
 #pragma unroll
         for (const uint4& v : values[part]) some |= v.x | v.y | v.z | v.w, every &= v.x & v.y & v.z & v.w;
-        some |= logs[part], every &= logs[part];
+        some |= lse[part], every &= lse[part];
       }
       return (some & ~every & 3) == 0;
     };
-    if constexpr (TAGGED)
-      await(w.a, w.s, all_there);
+    if constexpr (FLAG_IN_DATA)
+      spin_until(c.a, c.s, all_there);
     else
       all_there();
   }
 };
-// Channels of a head: sums of what parts have found, by powers of two of their logarithms, over the largest so far.
+// Running combination of splits by their LSE: the largest LSE so far, the sum of weights, and 4 * QUADS weighted channels.
 template <int QUADS>
-struct Mixture {
-  float most = NOTHING, sum = 0;
+struct LseCombine {
+  float max_lse = NO_SCORE, sum = 0;
   float4 sums[QUADS] = {};
   template <int COUNT>
-  DEVICE void add(const Parts<COUNT, QUADS>& parts) {
-    float larger = most;
+  DEVICE void add(const Partials<COUNT, QUADS>& parts) {
+    float larger = max_lse;
 #pragma unroll
-    for (int part = 0; part < COUNT; ++part) larger = fmaxf(larger, bare(parts.logs[part]));
-    const float by = power(most - larger);
-    most = larger, sum *= by;
+    for (int part = 0; part < COUNT; ++part) larger = fmaxf(larger, strip_tag(parts.lse[part]));
+    const float by = exp2_approx(max_lse - larger);
+    max_lse = larger, sum *= by;
 #pragma unroll
     for (float4& s : sums) s = {s.x * by, s.y * by, s.z * by, s.w * by};
 #pragma unroll
     for (int part = 0; part < COUNT; ++part) {
-      const float weight = power(bare(parts.logs[part]) - most);
+      const float weight = exp2_approx(strip_tag(parts.lse[part]) - max_lse);
       sum += weight;
 #pragma unroll
       for (int i = 0; i < QUADS; ++i) {
-        const float4 p = bare(parts.values[part][i]);
+        const float4 p = strip_tag(parts.values[part][i]);
         sums[i] = {sums[i].x + weight * p.x, sums[i].y + weight * p.y, sums[i].z + weight * p.z, sums[i].w + weight * p.w};
       }
     }
   }
-  DEVICE void lay_out(Worker& w, int column) const {
-    const float whole = inverse(sum);
+  DEVICE void store(Consumer& c, int column) const {
+    const float inverse_sum = rcp_approx(sum);
 #pragma unroll
     for (int i = 0; i < QUADS; ++i)
-      lay(w, column + 4 * i, float4{sums[i].x * whole, sums[i].y * whole, sums[i].z * whole, sums[i].w * whole});
+      store_split4(c, column + 4 * i,
+                   float4{sums[i].x * inverse_sum, sums[i].y * inverse_sum, sums[i].z * inverse_sum, sums[i].w * inverse_sum});
   }
 };
-// From its parts on, COUNT at a time.
+// Combine all splits of a head from `slot` on, COUNT at a time.
 template <int COUNT>
-DEVICE void combine_parts(Worker& w, const float* slot, int channel, int g, int column) {
-  Mixture<2> mixture;
+DEVICE void combine_parts(Consumer& c, const float* slot, int channel, int g, int column) {
+  LseCombine<2> combined;
 #pragma unroll 1
-  for (int first = 0; first < w.used(); first += COUNT, slot += COUNT * SLOT) {
-    Parts<COUNT, 2> parts;
-    parts.take(w, slot, channel, g, w.used() - first);
-    mixture.add(parts);
+  for (int first = 0; first < c.kv_splits(); first += COUNT, slot += COUNT * PARTIAL_WORDS) {
+    Partials<COUNT, 2> parts;
+    parts.spin_load(c, slot, channel, g, c.kv_splits() - first);
+    combined.add(parts);
   }
-  mixture.lay_out(w, column);
+  combined.store(c, column);
 }
-DEVICE void lay_zeros(Worker& w, int column) {
-  lay(w, column, float4{0, 0, 0, 0});
-  lay(w, column + 4, float4{0, 0, 0, 0});
+DEVICE void store_split_zeros(Consumer& c, int column) {
+  store_split4(c, column, float4{0, 0, 0, 0});
+  store_split4(c, column + 4, float4{0, 0, 0, 0});
 }
-DEVICE void gather_found(Worker& w) {
-  const int used = w.used();
+// Stage the attention output of all heads as the operand of the output projection (plans without SPLIT_K_O).
+DEVICE void stage_attention(Consumer& c) {
+  const int splits = c.kv_splits();
 #pragma unroll 1
-  for (int column = 8 * w.thread; column < padded(QUERY); column += 8 * WORKERS_THREADS) {
+  for (int column = 8 * c.thread; column < padded(QUERY); column += 8 * CONSUMER_THREADS) {
     if (column >= QUERY) {
-      lay_zeros(w, column);
+      store_split_zeros(c, column);
       continue;
     }
-    const int head = column / HEAD, g = head % UNIT_QUERIES;
-    const float* slot = w.a.words + PARTIAL + head / UNIT_QUERIES * SPLITS * SLOT;
-    if (used == 1) {  // as it is
+    const int head = column / HEAD_DIM, g = head % UNIT_QUERIES;
+    const float* slot = c.a.words + PARTIAL + head / UNIT_QUERIES * KV_SPLITS * PARTIAL_WORDS;
+    if (splits == 1) {  // The output is final; no LSE is read.
       uint4 v[2];
-      take(w, v, w.use(), [](int) { return true; }, [&](int i) { return slot + g * HEAD + column % HEAD + 4 * i; });
-      lay(w, column, bare(v[0]));
-      lay(w, column + 4, bare(v[1]));
-    } else if (used == 2) {
-      combine_parts<2>(w, slot, column % HEAD, g, column);
-    } else if (MOST_PARTS > 4 && used <= 4) {
-      combine_parts<4>(w, slot, column % HEAD, g, column);
+      spin_load(c, v, c.epoch(), [](int) { return true; }, [&](int i) { return slot + g * HEAD_DIM + column % HEAD_DIM + 4 * i; });
+      store_split4(c, column, strip_tag(v[0]));
+      store_split4(c, column + 4, strip_tag(v[1]));
+    } else if (splits == 2) {
+      combine_parts<2>(c, slot, column % HEAD_DIM, g, column);
+    } else if (PARTIALS_AT_ONCE > 4 && splits <= 4) {
+      combine_parts<4>(c, slot, column % HEAD_DIM, g, column);
     } else {
-      combine_parts<MOST_PARTS>(w, slot, column % HEAD, g, column);
+      combine_parts<PARTIALS_AT_ONCE>(c, slot, column % HEAD_DIM, g, column);
     }
   }
-  w.scale = 1.0f, w.normed = false;
-  w.meet();
+  c.scale = 1.0f, c.norm_pending = false;
+  c.sync();
 }
 
-// The same of a unit's own queries, of which other units have found parts, all at one trip. In a short text it has found all itself, and
-// laid out.
+// Combine COUNT splits of one of the unit's own queries, all with one trip to the L2 cache.
 template <int COUNT>
-DEVICE void combine_own(Worker& w, const float* slots, int channel, int query, int column) {
-  Parts<COUNT, 1> parts;
-  parts.take(w, slots, channel, query, COUNT);
-  Mixture<1> mixture;
-  mixture.add(parts);
-  mixture.lay_out(w, column);
+DEVICE void combine_own(Consumer& c, const float* slots, int channel, int query, int column) {
+  Partials<COUNT, 1> parts;
+  parts.spin_load(c, slots, channel, query, COUNT);
+  LseCombine<1> combined;
+  combined.add(parts);
+  combined.store(c, column);
 }
-DEVICE void gather_own(Worker& w, int unit, int column) {
-  constexpr int QUERIES_WIDTH = UNIT_QUERIES * HEAD;
-  for (int at = QUERIES_WIDTH + 8 * w.thread; at < BLOCK_ROOM; at += 8 * WORKERS_THREADS) lay_zeros(w, column + at);
-  const int parts_of_all = w.used();
-  if (parts_of_all > 1) {
-    const bool joined = JOINED > 1 && parts_of_all > SPLITS;
-    const long long since = ticks();
-    while (w.warp * 32 * 4 < QUERIES_WIDTH && ticks() - since < HOLD) breathe();
+// Stage the attention output of a unit's own queries, as the operand of its part of the output projection (SPLIT_K_O). With one KV
+// split the unit has staged it already (PartialStore). Else wait HOLD cycles before the first poll: polling earlier delays the words
+// that are polled.
+DEVICE void stage_own_attention(Consumer& c, int unit, int column) {
+  constexpr int QUERIES_WIDTH = UNIT_QUERIES * HEAD_DIM;
+  for (int at = QUERIES_WIDTH + 8 * c.thread; at < O_TILE_COLUMNS; at += 8 * CONSUMER_THREADS) store_split_zeros(c, column + at);
+  const int splits = c.kv_splits();
+  if (splits > 1) {
+    const bool merged = QUERY_MERGE > 1 && splits > KV_SPLITS;
+    const long long since = clock64();
+    while (c.warp * 32 * 4 < QUERIES_WIDTH && clock64() - since < HOLD) spin_pause();
 #pragma unroll 1
-    for (int at = 4 * w.thread; at < QUERIES_WIDTH; at += 4 * WORKERS_THREADS) {
-      const int channel = at % HEAD, query = at / HEAD;
-      const float* slots = w.a.words + PARTIAL;
-      if (joined)
-        combine_own<PARTS>(w, slots + unit / JOINED * JOINED * SPLITS * SLOT, channel, unit % JOINED * UNIT_QUERIES + query, column + at);
+    for (int at = 4 * c.thread; at < QUERIES_WIDTH; at += 4 * CONSUMER_THREADS) {
+      const int channel = at % HEAD_DIM, query = at / HEAD_DIM;
+      const float* slots = c.a.words + PARTIAL;
+      if (merged)
+        combine_own<MAX_KV_SPLITS>(c, slots + unit / QUERY_MERGE * QUERY_MERGE * KV_SPLITS * PARTIAL_WORDS, channel,
+                                   unit % QUERY_MERGE * UNIT_QUERIES + query, column + at);
       else
-        combine_own<SPLITS>(w, slots + unit * SPLITS * SLOT, channel, query, column + at);
+        combine_own<KV_SPLITS>(c, slots + unit * KV_SPLITS * PARTIAL_WORDS, channel, query, column + at);
     }
   }
-  w.scale = 1.0f, w.normed = false;
-  w.meet();
+  c.scale = 1.0f, c.norm_pending = false;
+  c.sync();
 }

@@ -1,195 +1,223 @@
-// Phases of a token, and the edges before them.
+// Phases of a token, and the synchronization before them. The generated order.cuh, included at the end, calls them in the plan's order.
+//
+// Phases     QKV (RMSNorm, projections, RoPE), ATTENTION, O (output projection, residual), GATE_UP (RMSNorm, SwiGLU), DOWN (residual) in
+//            each layer; then LM_HEAD and the next token. NORM and ROPE are phases of their own in the early optimization levels.
+// Work       each CTA owns tiles of 8 rows of every matrix, and thread t finishes row t of a group of tiles (products.cuh).
+// Sync       a plan has one of these before each phase (codegen/emit.py):
+//            grid      grid_barrier(): all writes of all CTAs before it are visible to all after it.
+//            flags     a semaphore per KV head (signal_heads, wait_heads): only the CTAs of a head wait for each other.
+//            data      none here: the phase spins on the flag-in-data words that it reads (words.cuh).
+// Residual   the CTA that owns a row of O owns the same row of DOWN, so the residual stream stays in its shared memory over all layers
+//            (Shared::own_rows) and is only written for others to read. With SPLIT_K_O see residual.cuh.
 #pragma once
 
-// Over the grid. What was written before by any CTA is seen after it by all.
-DEVICE void meet_grid(Worker& w) {
-  w.meet();
-  if (w.thread == 0) {
-    u32* counter = w.a.counters;
-    bump(counter);
-    const u32 target = ++*w.s.met * CTAS;  // counted on over launches, and around
-    await(w.a, w.s, [&] { return (int)(load_acquire(counter) - target) >= 0; });
+// Wait for all CTAs of the grid, which must all be resident (the host checks that). The release increment and the acquire poll, between
+// two CTA barriers, make all earlier writes of every CTA visible to all. The counter is never reset: it counts on over launches and
+// wraps around, so it is compared by the sign of the difference.
+DEVICE void grid_barrier(Consumer& c) {
+  c.sync();
+  if (c.thread == 0) {
+    u32* counter = c.a.counters;
+    red_increment_release(counter);
+    const u32 target = ++*c.s.grid_barriers * CTAS;
+    spin_until(c.a, c.s, [&] { return (int)(load_acquire(counter) - target) >= 0; });
   }
-  w.meet();
+  c.sync();
 }
-// By key heads: counters stand 128 bytes apart, behind the grid's.
-DEVICE u32* counter_of(Worker& w, int counter) { return w.a.counters + 32 * (1 + counter); }
-DEVICE void arrive_heads(Worker& w, int base, int first, int last) {
-  w.meet();
-  for (int head = first + w.thread; head < last; head += WORKERS_THREADS) bump(counter_of(w, base + head));
+// Semaphores, one per KV head and phase that is waited for. They are 128 bytes apart, behind the grid barrier's counter, and count on
+// over launches: the target is the epoch times the CTAs that signal (Arguments::arrivals).
+DEVICE u32* semaphore(Consumer& c, int counter) { return c.a.counters + 32 * (1 + counter); }
+DEVICE void signal_heads(Consumer& c, int base, int first, int last) {
+  c.sync();
+  for (int head = first + c.thread; head < last; head += CONSUMER_THREADS) red_increment_release(semaphore(c, base + head));
 }
-DEVICE void await_heads(Worker& w, int base, int first, int last) {
-  for (int head = first + w.thread; head < last; head += WORKERS_THREADS) {
-    const u32* counter = counter_of(w, base + head);
-    const u32 target = w.use() * (u32)w.a.arrivals[base + head];
-    await(w.a, w.s, [&] { return (int)(load_acquire(counter) - target) >= 0; });
+DEVICE void wait_heads(Consumer& c, int base, int first, int last) {
+  for (int head = first + c.thread; head < last; head += CONSUMER_THREADS) {
+    const u32* counter = semaphore(c, base + head);
+    const u32 target = c.epoch() * (u32)c.a.arrivals[base + head];
+    spin_until(c.a, c.s, [&] { return (int)(load_acquire(counter) - target) >= 0; });
   }
-  w.meet();
+  c.sync();
 }
-// Lets the copying thread go on to a phase's weights, where it does not anyway.
-DEVICE void open_ring(Worker& w, int phase, int columns) {
-  if constexpr (!STREAMS && !SEPARATE) {
-    const int granules = layer_granules(w.share) * LAYERS + phase_granules(w.share, LM_HEAD, HIDDEN);
-    w.passed += phase_granules(w.share, phase, columns);
-    if (w.thread == 0) *w.s.allowed = *w.s.made * ((granules + 3) / 4) + (w.passed + 3) / 4;
+// Permit the producer to copy a phase's weights, in plans without prefetch across phases (elsewhere it needs no permission).
+DEVICE void allow_weights(Consumer& c, int phase, int columns) {
+  if constexpr (!CROSS_PHASE_PREFETCH && !LAUNCH_PER_PHASE) {
+    const int granules = layer_granules(c.assignments) * LAYERS + phase_granules(c.assignments, LM_HEAD, HIDDEN);
+    c.granules_allowed += phase_granules(c.assignments, phase, columns);
+    if (c.thread == 0) *c.s.chunks_allowed = *c.s.tokens_done * ((granules + 3) / 4) + (c.granules_allowed + 3) / 4;
   }
 }
 
-DEVICE const u16* first_row(const Worker& w) { return w.layer == 0 ? w.embedded() : nullptr; }
+// The embedding row takes the place of the residual stream in the first layer.
+DEVICE const u16* first_row(const Consumer& c) { return c.layer == 0 ? c.embedding_row() : nullptr; }
 
-DEVICE void input_norm(Worker& w) { share_normed(w, w.a.words + RESIDUAL, first_row(w), w.layer_norms()); }
-DEVICE void post_norm(Worker& w) { share_normed(w, w.a.words + MID, nullptr, w.layer_norms() + HIDDEN); }
+DEVICE void input_norm(Consumer& c) { norm_by_one_cta(c, c.a.words + RESIDUAL, first_row(c), c.norm_weights()); }
+DEVICE void post_norm(Consumer& c) { norm_by_one_cta(c, c.a.words + MID, nullptr, c.norm_weights() + HIDDEN); }
 
-// What turns a channel of a query or a key with its other, half a head away, which is in the same tile: the rotation, the norm's factors
-// of both. It is linear, so that one over the norm can come later. Values stay as they are.
-struct RowTurn {
+// RoPE and norm weights of one row of the QKV product. The RoPE partner of a channel is half a head away and, by the order of rows,
+// half a tile away. Weights and rotation are linear, so the division by the RMS can come later, in attention. Rows of values stay as
+// they are.
+struct RowRope {
   float cosine = 1, sine = 0, sign;
-  u32 factor = 0x3F80, others = 0;  // bfloat16
-  DEVICE RowTurn(const Worker& w, u32 row) : sign(upper(row) ? 1.0f : -1.0f) {
-    const u32 which = row / HEAD % (GROUP + 2), pair = row % HEAD / TILE * (TILE / 2) + row % (TILE / 2);
+  u32 weight = 0x3F80, partner_weight = 0;  // bfloat16: 1 and 0
+  DEVICE RowRope(const Consumer& c, u32 row) : sign(upper(row) ? 1.0f : -1.0f) {
+    const u32 which = row / HEAD_DIM % (GROUP + 2), pair = row % HEAD_DIM / TILE * (TILE / 2) + row % (TILE / 2);
     if (which > GROUP) return;
-    const u16* lower = w.layer_norms() + 2 * HIDDEN + (which == GROUP ? HEAD : 0) + pair;
-    const int half = upper(row) ? HEAD / 2 : 0;
-    factor = lower[half], others = lower[HEAD / 2 - half];
-    cosine = w.rotation()[pair], sine = w.rotation()[HEAD / 2 + pair];
+    const u16* lower = c.norm_weights() + 2 * HIDDEN + (which == GROUP ? HEAD_DIM : 0) + pair;
+    const int half = upper(row) ? HEAD_DIM / 2 : 0;
+    weight = lower[half], partner_weight = lower[HEAD_DIM / 2 - half];
+    cosine = c.rotation()[pair], sine = c.rotation()[HEAD_DIM / 2 + pair];
   }
   DEVICE static bool upper(u32 row) { return row & TILE / 2; }
   DEVICE float apply(float own, float other) const {
-    return own * (as_float(factor << 16) * cosine) + other * (as_float(others << 16) * (sign * sine));
+    return own * (uint_as_float(weight << 16) * cosine) + other * (uint_as_float(partner_weight << 16) * (sign * sine));
   }
 };
-DEVICE void multiply_qkv(Worker& w) {
-  w.refresh();
-  if (w.begin(QKV) == w.end(QKV)) return;
-  open_ring(w, QKV, HIDDEN);
-  auto vector = [&] {
-    if constexpr (NORM_APART)
-      gather<HIDDEN>(w, w.a.words + NORMED, 0);
+// Phase QKV: projections of queries, keys and values, with RoPE in the epilogue unless that is a phase of its own.
+DEVICE void multiply_qkv(Consumer& c) {
+  c.refresh();
+  if (c.begin(QKV) == c.end(QKV)) return;
+  allow_weights(c, QKV, HIDDEN);
+  auto stage = [&] {
+    if constexpr (NORM_PHASE)
+      stage_vector<HIDDEN>(c, c.a.words + NORMED, 0);
     else
-      gather_normed(w, w.a.words + RESIDUAL, first_row(w), w.layer_norms(), w.use() - 1);
+      stage_normed(c, c.a.words + RESIDUAL, first_row(c), c.norm_weights(), c.epoch() - 1);
   };
-  const RowTurn first(w, w.begin(QKV) * TILE + w.thread);  // of the first group; on its way before the vector is waited for
-  product_of<HIDDEN, MOST_QKV, LEAST_QKV, GROUPS_QKV>(w, QKV, vector, [&](u32 row, int mine, float own, float other) {
-    if constexpr (ROPE_APART) {
-      put(w.a.words + RAW + row, own, w.use());
+  const RowRope first(c, c.begin(QKV) * TILE + c.thread);  // Of the first group of tiles: loaded before the operand is waited for.
+  multiply_phase<HIDDEN, MAX_QKV, MIN_QKV, GROUPS_QKV>(c, QKV, stage, [&](u32 row, int mine, float own, float other) {
+    if constexpr (ROPE_PHASE) {
+      store_words(c.a.words + QKV_OUT + row, own, c.epoch());
       return;
     }
-    const RowTurn turn = mine == w.thread ? first : RowTurn(w, row);
-    put(w.a.words + RAW + row, turn.apply(own, other), w.use());
-    if (!RowTurn::upper(row))  // of values too: each word is written in every use
-      put(w.a.words + HEAD_SQUARES + (row & ~(TILE - 1)) / 2 + row % (TILE / 2), own * own + other * other, w.use());
+    const RowRope rope = mine == c.thread ? first : RowRope(c, row);
+    store_words(c.a.words + QKV_OUT + row, rope.apply(own, other), c.epoch());
+    // Squares of a pair of channels. Those of values are not needed, but each word is written in every epoch.
+    if (!RowRope::upper(row))
+      store_words(c.a.words + HEAD_SQUARES + (row & ~(TILE - 1)) / 2 + row % (TILE / 2), own * own + other * other, c.epoch());
   });
 }
 
-// A row of the residual stream, kept by its CTA, or by all launches in memory.
-DEVICE float& own_row(Worker& w, int row, int mine, bool first) {
-  if constexpr (SEPARATE) {
-    float& kept = w.a.words[KEPT + row];
-    if (first) kept = as_float((u32)w.embedded()[row] << 16);
-    return kept;
+// Return a row of the residual stream that this CTA owns: in shared memory or, if each phase is a launch, in global memory.
+DEVICE float& own_row(Consumer& c, int row, int mine, bool first) {
+  if constexpr (LAUNCH_PER_PHASE) {
+    float& value = c.a.words[RESIDUAL_ROWS + row];
+    if (first) value = uint_as_float((u32)c.embedding_row()[row] << 16);
+    return value;
   }
-  return w.s.own[mine];
+  return c.s.own_rows[mine];
 }
-DEVICE void multiply_o(Worker& w) {
-  w.refresh();
-  if (w.begin(O) == w.end(O)) return;
-  open_ring(w, O, QUERY);
-  product_of<QUERY, MOST_O, LEAST_O, GROUPS_O>(w, O, [&] { gather_found(w); }, [&](int row, int mine, float sum, float) {
-    float& own = own_row(w, row, mine, w.layer == 0);
-    put(w.a.words + MID + row, own += sum, w.use());
+// Phase O: output projection of all heads, added to the residual stream.
+DEVICE void multiply_o(Consumer& c) {
+  c.refresh();
+  if (c.begin(O) == c.end(O)) return;
+  allow_weights(c, O, QUERY);
+  multiply_phase<QUERY, MAX_O, MIN_O, GROUPS_O>(c, O, [&] { stage_attention(c); }, [&](int row, int mine, float sum, float) {
+    float& own = own_row(c, row, mine, c.layer == 0);
+    store_words(c.a.words + MID + row, own += sum, c.epoch());
   });
 }
 
-// A tile has 4 channels: their rows of the gate, then of the up projection.
-DEVICE void multiply_gate_up(Worker& w) {
-  w.refresh();
-  if (w.begin(GATE_UP) == w.end(GATE_UP)) return;
-  open_ring(w, GATE_UP, HIDDEN);
-  auto vector = [&] {
-    if constexpr (NORM_APART)
-      gather<HIDDEN>(w, w.a.words + NORMED, 0);
-    else if constexpr (SUMMED)
-      gather_residual(w, w.layer_norms() + HIDDEN);
+// Phase GATE_UP: SwiGLU. A tile has the gate's rows of 4 channels, then the up projection's rows of the same channels.
+DEVICE void multiply_gate_up(Consumer& c) {
+  c.refresh();
+  if (c.begin(GATE_UP) == c.end(GATE_UP)) return;
+  allow_weights(c, GATE_UP, HIDDEN);
+  auto stage = [&] {
+    if constexpr (NORM_PHASE)
+      stage_vector<HIDDEN>(c, c.a.words + NORMED, 0);
+    else if constexpr (SPLIT_K_O)
+      stage_residual(c, c.norm_weights() + HIDDEN);
     else
-      gather_normed(w, w.a.words + MID, nullptr, w.layer_norms() + HIDDEN, w.use());
+      stage_normed(c, c.a.words + MID, nullptr, c.norm_weights() + HIDDEN, c.epoch());
   };
-  product_of<HIDDEN, MOST_GATE_UP, LEAST_GATE_UP, GROUPS_GATE_UP>(w, GATE_UP, vector, [&](u32 row, int, float gate, float up) {
+  multiply_phase<HIDDEN, MAX_GATE_UP, MIN_GATE_UP, GROUPS_GATE_UP>(c, GATE_UP, stage, [&](u32 row, int, float gate, float up) {
     if (row % TILE >= TILE / 2) return;
-    put(w.a.words + ACT + row / TILE * (TILE / 2) + row % TILE, up * gate * inverse(1.0f + power(-LOG2E * gate)), w.use());
+    store_words(c.a.words + ACT + row / TILE * (TILE / 2) + row % TILE,
+                up * gate * rcp_approx(1.0f + exp2_approx(-LOG2E * gate)), c.epoch());
   });
 }
 
-DEVICE void multiply_down(Worker& w) {
-  w.refresh();
-  if (w.begin(DOWN) == w.end(DOWN)) return;
-  open_ring(w, DOWN, INNER);
-  const bool last = w.layer + 1 == LAYERS;  // read by the head, also in CTAs that have no part in layers
-  float* to = w.a.words + (last ? FINAL : RESIDUAL);
-  auto vector = [&] { gather<INNER>(w, w.a.words + ACT, w.use()); };
-  product_of<INNER, MOST_DOWN, LEAST_DOWN, GROUPS_DOWN>(w, DOWN, vector, [&](int row, int mine, float sum, float) {
-    float& own = own_row(w, row, mine, false);
-    put(to + row, own += sum, last ? w.token : w.use());
+// Phase DOWN: down projection, added to the residual stream.
+DEVICE void multiply_down(Consumer& c) {
+  c.refresh();
+  if (c.begin(DOWN) == c.end(DOWN)) return;
+  allow_weights(c, DOWN, INNER);
+  const bool last = c.layer + 1 == LAYERS;  // The last result has a buffer of its own, as CTAs without work in the layers read it too.
+  float* to = c.a.words + (last ? FINAL : RESIDUAL);
+  auto stage = [&] { stage_vector<INNER>(c, c.a.words + ACT, c.epoch()); };
+  multiply_phase<INNER, MAX_DOWN, MIN_DOWN, GROUPS_DOWN>(c, DOWN, stage, [&](int row, int mine, float sum, float) {
+    float& own = own_row(c, row, mine, false);
+    store_words(to + row, own += sum, last ? c.token_epoch : c.epoch());
   });
 }
 
-// The largest logit wins, the first of equals: numbers in an order of integers, then the token's turned around, then a tag.
+// Encode a candidate so that the largest integer is the largest logit and, among equals, the smallest token: 32 bits of the logit in an
+// order that integers have, 24 bits of the token counted down, and 8 bits for the epoch's tag.
 DEVICE u64 candidate(float logit, int token) {
-  const u32 bits = as_bits(logit), ordered = bits >> 31 ? ~bits : bits | 1u << 31;
+  const u32 bits = float_as_uint(logit), ordered = bits >> 31 ? ~bits : bits | 1u << 31;
   return (u64)ordered << 32 | (u64)(0xFFFFFF - token) << 8;
 }
 DEVICE float logit_of(u64 candidate) {
   const u32 ordered = (u32)(candidate >> 32);
-  return as_float(ordered >> 31 ? ordered ^ 1u << 31 : ~ordered);
+  return uint_as_float(ordered >> 31 ? ordered ^ 1u << 31 : ~ordered);
 }
-DEVICE u64 better(u64 a, u64 b) { return a > b ? a : b; }
-// Of all working threads, in each.
-DEVICE u64 best_of_all(Worker& w, u64 mine) {
-  w.meet();  // the ones before have been read
-  for (int mask = 16; mask; mask /= 2) mine = better(mine, from_lane_xor(mine, mask));
-  if (w.lane == 0) w.s.winners[w.warp] = mine;
-  w.meet();
-  for (int warp = 0; warp < WARPS; ++warp) mine = better(mine, w.s.winners[warp]);
+DEVICE u64 larger_of(u64 a, u64 b) { return a > b ? a : b; }
+// Return the largest candidate of all consumer threads, in each of them. Contains two barriers.
+DEVICE u64 cta_max(Consumer& c, u64 mine) {
+  c.sync();  // All threads have read Shared::candidates of the call before.
+  for (int mask = 16; mask; mask /= 2) mine = larger_of(mine, shfl_xor(mine, mask));
+  if (c.lane == 0) c.s.candidates[c.warp] = mine;
+  c.sync();
+  for (int warp = 0; warp < WARPS; ++warp) mine = larger_of(mine, c.s.candidates[warp]);
   return mine;
 }
-DEVICE u64* best_at(Worker& w) { return w.a.best + (w.token & 1) * CTAS; }
+DEVICE u64* candidates_of_token(Consumer& c) { return c.a.best + (c.token_epoch & 1) * CTAS; }
 
 #include "sampling.cuh"
 
-DEVICE void multiply_head(Worker& w) {
-  w.refresh();
-  open_ring(w, LM_HEAD, HIDDEN);
-  auto vector = [&] {
-    gather_normed(w, w.a.words + FINAL, nullptr, w.a.norms + (long long)LAYERS * (2 * HIDDEN + 2 * HEAD), w.token);
+// Phase LM_HEAD: write logits, and this CTA's candidate for the next token.
+DEVICE void multiply_head(Consumer& c) {
+  c.refresh();
+  allow_weights(c, LM_HEAD, HIDDEN);
+  auto stage = [&] {
+    stage_normed(c, c.a.words + FINAL, nullptr, c.a.norms + (long long)LAYERS * (2 * HIDDEN + 2 * HEAD_DIM), c.token_epoch);
   };
   u64 mine = 0;
-  product_of<HIDDEN, MOST_LM_HEAD, LEAST_LM_HEAD, GROUPS_LM_HEAD>(w, LM_HEAD, vector, [&](int row, int, float sum, float) {
+  multiply_phase<HIDDEN, MAX_LM_HEAD, MIN_LM_HEAD, GROUPS_LM_HEAD>(c, LM_HEAD, stage, [&](int row, int, float sum, float) {
     if (row >= VOCAB) return;
-    const float logit = *w.s.gone ? as_float(0x7FC00000) : sum;  // not a number, if something was not waited for
-    w.a.logits[row] = logit;
-    mine = better(mine, candidate(penalised(w, logit, row), row));
+    const float logit = *c.s.aborted ? uint_as_float(0x7FC00000) : sum;  // NaN once a wait has timed out: the host must notice
+    c.a.logits[row] = logit;
+    mine = larger_of(mine, candidate(penalised(c, logit, row), row));
   });
-  mine = best_of_all(w, mine);
-  if (w.thread == 0) store_release(best_at(w) + cta_index(), mine | (w.token & 0xFF));  // and what went to the cache, once a token
+  mine = cta_max(c, mine);
+  // The release also orders this token's rows of the KV cache before it, once per token.
+  if (c.thread == 0) store_release(candidates_of_token(c) + cta_index(), mine | (c.token_epoch & 0xFF));
 }
 
-DEVICE void next_token(Worker& w) {
-  w.refresh();
+// Take the best of all CTAs' candidates, or sample. Every CTA does so for itself and gets the same token. Two sets of candidates
+// alternate from token to token, as a slow CTA may still read the previous one's.
+DEVICE void next_token(Consumer& c) {
+  c.refresh();
   u64 mine = 0;
-  for (int cta = w.thread; cta < CTAS; cta += WORKERS_THREADS) {
-    u64 found;
-    await(w.a, w.s, [&] { return found = load_acquire(best_at(w) + cta), !TAGGED || (u32)((found ^ w.token) & 0xFF) == 0; });
-    mine = better(mine, found);
+  for (int cta = c.thread; cta < CTAS; cta += CONSUMER_THREADS) {
+    u64 theirs;
+    spin_until(c.a, c.s, [&] {
+      theirs = load_acquire(candidates_of_token(c) + cta);
+      return !FLAG_IN_DATA || (u32)((theirs ^ c.token_epoch) & 0xFF) == 0;
+    });
+    mine = larger_of(mine, theirs);
   }
-  mine = best_of_all(w, mine);
-  if (draws(w)) mine = draw(w, mine, w.position + 1);
-  if (w.thread == 0) {
+  mine = cta_max(c, mine);
+  if (samples(c)) mine = sample_token(c, mine, c.position + 1);
+  if (c.thread == 0) {
     const int token = 0xFFFFFF - (int)(mine >> 8 & 0xFFFFFF);
-    *w.s.token = token < VOCAB ? token : VOCAB - 1;  // after an error: a place that exists
-    remember(w, *w.s.token);
-    if (cta_index() == 0) w.a.tokens[w.position + 1] = *w.s.token;
+    *c.s.token = token < VOCAB ? token : VOCAB - 1;  // After an error it must still be an index of the embedding.
+    mark_seen(c, *c.s.token);
+    if (cta_index() == 0) c.a.tokens[c.position + 1] = *c.s.token;
   }
-  w.meet();
-  w.mark(SHARES, READY), w.mark(SHARES, DONE);
+  c.sync();
+  c.mark(NEXT_TOKEN, READY), c.mark(NEXT_TOKEN, DONE);
 }
 
 #include "order.cuh"

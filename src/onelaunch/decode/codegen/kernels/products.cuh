@@ -1,109 +1,131 @@
-// A CTA's tiles of a matrix times the vector laid out: weights out of the ring, sums of all warps, and what becomes of them.
+// Matrix-vector products of a CTA's rows with tensor cores: weights from the ring, operand from shared memory.
+//
+// Computes   y = W x for the CTA's tiles of 8 rows, with W in bfloat16, x as x_hi + x_lo (vectors.cuh), and float32 sums.
+// mma        one mma.m16n8k16 multiplies 8 rows by 32 columns. A thread's 16 bytes of the stream are 8 consecutive columns of one row.
+//            The first four of them are rows 0 to 7 of operand A, the last four rows 8 to 15: the same rows of W over other columns.
+//            Operand B has x_hi and x_lo of the first four columns in its columns 0 and 1, of the last four in 2 and 3. So
+//            D[r][0] + D[r][1] + D[r + 8][2] + D[r + 8][3] is the row's sum; the rest of D is unused. The memory bound leaves room for
+//            that: float32 activations cost nothing, and a row is summed with one shuffle.
+// Warps      each of the eight warps multiplies 32 of every STEP (256) columns, for all tiles of the CTA. The warps' sums meet in
+//            Shared::sums; thread t adds those of row t.
+// Memory     weights pass from the ring to registers once, 16 bytes per thread and load without bank conflicts; in plans that prefetch
+//            across phases a phase's first tiles are fetched before its operand is waited for, so that only products remain.
+// Barriers   one barrier of the consumer threads per group of tiles, between the warps' sums and their addition. It also lets the next
+//            phase overwrite the operand. Two sets of sums alternate, so that a warp may multiply again while others still add.
 #pragma once
 
-constexpr int FITTING = SEPARATE ? 2 : MOST;  // side by side, launches have fewer registers
+// Tiles whose weights are in registers at once. Launches that overlap, two CTAs per SM, have fewer registers.
+constexpr int TILES_AHEAD = LAUNCH_PER_PHASE ? 2 : MAX_TILES;
 
-// Tiles of a CTA in groups of at most MOST; the stream has the same. GROUPS_... are the most of any CTA.
-DEVICE int groups_of(int tiles) { return (tiles + MOST - 1) / MOST; }
+// A CTA multiplies its tiles in groups of at most MAX_TILES, in the order of the weight stream (packing.py). GROUPS_... in plan.cuh is
+// the most groups of any CTA, MAX_... and MIN_... the most and fewest tiles of a group.
+DEVICE int group_count(int tiles) { return (tiles + MAX_TILES - 1) / MAX_TILES; }
 
-// How a phase's weights go through registers, in the order of the stream: blocks of DEPTH steps; of each, batches of tiles. Of a single
-// tile, several blocks are a batch. Where a tile takes only so many columns, ROOM, others lie beside it in the same steps.
-template <int COLUMNS, int TILES, int LEAST, int ROOM = COLUMNS>
-struct Batches {
-  static constexpr bool BESIDE = ROOM < COLUMNS;
-  static constexpr int WANTED = BESIDE ? 2 : FITTING, AHEAD = WANTED < STAGES ? WANTED : STAGES;
+// Order in which a phase's weights pass through registers, which is that of the stream: blocks of DEPTH steps of columns; in each block
+// the tiles, in batches of SIZE. For a single tile, ROUNDS blocks are one batch. If a tile has fewer columns (TILE_COLUMNS) than a
+// block (COLUMNS), several tiles lie side by side in the same steps (residual.cuh).
+template <int COLUMNS, int TILES, int MIN_TILES, int TILE_COLUMNS = COLUMNS>
+struct WeightBatches {
+  static constexpr bool SIDE_BY_SIDE_TILES = TILE_COLUMNS < COLUMNS;
+  static constexpr int WANTED = SIDE_BY_SIDE_TILES ? 2 : TILES_AHEAD, AHEAD = WANTED < STAGES ? WANTED : STAGES;
   static constexpr int BLOCKS = padded(COLUMNS) / STEP / DEPTH, MANY = (TILES + AHEAD - 1) / AHEAD;
   static constexpr int SIZE = (TILES + MANY - 1) / MANY, ROUNDS = TILES > 1 ? 1 : BLOCKS < AHEAD ? BLOCKS : AHEAD;
-  static_assert(padded(COLUMNS) / STEP % DEPTH == 0, "granules of a tile that follow each other");
-  static_assert(!BESIDE || (BLOCKS == 1 && COLUMNS % ROOM == 0 && ROOM % 32 == 0), "whole tiles in what is fetched together");
+  static_assert(padded(COLUMNS) / STEP % DEPTH == 0, "blocks of DEPTH steps cover all columns");
+  static_assert(!SIDE_BY_SIDE_TILES || (BLOCKS == 1 && COLUMNS % TILE_COLUMNS == 0 && TILE_COLUMNS % 32 == 0), "a batch has whole tiles");
   typedef uint4 Weights[ROUNDS * SIZE][DEPTH];
 
-  // Those of tiles from first on, of blocks from block on.
-  DEVICE static void fetch(Worker& w, int block, int first, int tiles, Weights& v) {
+  // Fetch the weights of the batch that begins at tile `first` and block `block`, of `tiles` tiles in the group.
+  DEVICE static void fetch(Consumer& c, int block, int first, int tiles, Weights& v) {
     auto within = [](int count, int most) { return count < 0 ? 0 : count < most ? count : most; };
     if constexpr (TILES == 1)
-      w.fetch(v, within(BLOCKS - block, ROUNDS), within(BLOCKS - (BLOCKS - 1) / ROUNDS * ROUNDS, ROUNDS));
+      c.fetch(v, within(BLOCKS - block, ROUNDS), within(BLOCKS - (BLOCKS - 1) / ROUNDS * ROUNDS, ROUNDS));
     else
-      w.fetch(v, within(LEAST == TILES ? TILES - first : tiles - first, SIZE), within(LEAST - first, SIZE));
+      c.fetch(v, within(MIN_TILES == TILES ? TILES - first : tiles - first, SIZE), within(MIN_TILES - first, SIZE));
   }
 };
 
-// Rows 0 to 7 of columns 0 and 1 are in a quad's first lane, rows 8 to 15 of columns 2 and 3 in its second: a warp's sum of a row.
+// Return a warp's sum of a row, in the first two lanes of each quad: the first lane has D's rows 0 to 7 of columns 0 and 1, the second
+// rows 8 to 15 of columns 2 and 3. CHAINS accumulators are added.
 template <int CHAINS>
-DEVICE float sum_of_quad(const Worker& w, const float (&d)[CHAINS][4]) {
+DEVICE float quad_sum(const Consumer& c, const float (&d)[CHAINS][4]) {
   float sum = 0;
 #pragma unroll
-  for (int i = 0; i < CHAINS; ++i) sum += w.lane % 4 == 0 ? d[i][0] + d[i][1] : d[i][2] + d[i][3];
-  return sum + from_lane_xor(sum, 1);
+  for (int i = 0; i < CHAINS; ++i) sum += c.lane % 4 == 0 ? d[i][0] + d[i][1] : d[i][2] + d[i][3];
+  return sum + shfl_xor(sum, 1);
 }
-// Where a lane finds its part of the vector: row of the tile; as a column: which half of the 32 channels, which part.
-DEVICE const u16* operand(const Worker& w, int column) {
-  const int row = w.lane / 4, quad = w.lane % 4;
-  return (row & 1 ? w.s.lower : w.s.upper) + column + 8 * quad + (row & 2 ? 4 : 0);
+// Return the address of a lane's fragment of operand B, for the 32 columns from `column` on. B's column (lane / 4) selects x_hi or x_lo
+// and the first or last four of each eight columns; the lane's quad selects the eight.
+DEVICE const u16* operand(const Consumer& c, int column) {
+  const int row = c.lane / 4, quad = c.lane % 4;
+  return (row & 1 ? c.s.vector_lo : c.s.vector_hi) + column + 8 * quad + (row & 2 ? 4 : 0);
 }
-// Tiles side by side: of a block's parts of 32 columns each warp has DEPTH that follow each other, tile after tile.
-template <int COLUMNS, int ROOM>
-struct Beside {
-  static constexpr int TILES = COLUMNS / ROOM, PARTS = ROOM / 32;
+// Assignment of tiles that lie side by side to warps: a block has parts of 32 columns, and each warp has DEPTH consecutive parts, tile
+// after tile. A warp then has OF_A_WARP whole tiles, or WARPS_OF_ONE warps share a tile.
+template <int COLUMNS, int TILE_COLUMNS>
+struct SideBySide {
+  static constexpr int TILES = COLUMNS / TILE_COLUMNS, PARTS = TILE_COLUMNS / 32;
   static constexpr int OF_A_WARP = PARTS < DEPTH ? DEPTH / PARTS : 1, WARPS_OF_ONE = PARTS > DEPTH ? PARTS / DEPTH : 1;
 };
-// Sums of up to TILES blocks: told to found(row of the blocks, sum) by some lanes where a warp has whole tiles, else by warp.
-template <int COLUMNS, int TILES, int LEAST, int ROOM, class Found>
-DEVICE void multiply_beside(Worker& w, int tiles, int column, typename Batches<COLUMNS, TILES, LEAST, ROOM>::Weights& v, Found found) {
-  using B = Batches<COLUMNS, TILES, LEAST, ROOM>;
-  using Its = Beside<COLUMNS, ROOM>;
-  const int quad = w.lane % 4, first_part = w.warp * DEPTH;
+// Multiply up to TILES blocks of tiles that lie side by side. If a warp has whole tiles, its lanes call store(row in the blocks, sum)
+// and no barrier is needed; else the sums go to Shared::sums, and the caller adds those of WARPS_OF_ONE warps after a barrier.
+template <int COLUMNS, int TILES, int MIN_TILES, int TILE_COLUMNS, class Store>
+DEVICE void multiply_side_by_side(Consumer& c, int tiles, int column,
+                                  typename WeightBatches<COLUMNS, TILES, MIN_TILES, TILE_COLUMNS>::Weights& v, Store store) {
+  using B = WeightBatches<COLUMNS, TILES, MIN_TILES, TILE_COLUMNS>;
+  using Its = SideBySide<COLUMNS, TILE_COLUMNS>;
+  const int quad = c.lane % 4, first_part = c.warp * DEPTH;
 #pragma unroll
   for (int first = 0; first < TILES; first += B::SIZE) {
-    if (first) B::fetch(w, 0, first, tiles, v);
-    constexpr int CHAINS = DEPTH / Its::OF_A_WARP > 1 ? 2 : 1;  // of products that wait for each other
+    if (first) B::fetch(c, 0, first, tiles, v);
+    constexpr int CHAINS = DEPTH / Its::OF_A_WARP > 1 ? 2 : 1;  // independent accumulators: mma's that do not wait for each other
     float d[B::SIZE][Its::OF_A_WARP][CHAINS][4] = {};
 #pragma unroll
     for (int i = 0; i < DEPTH; ++i) {
       const int part = Its::PARTS <= DEPTH ? i % Its::PARTS : first_part % Its::PARTS + i;
-      const uint2 b = *(const uint2*)operand(w, column + part * 32);
+      const uint2 b = *(const uint2*)operand(c, column + part * 32);
 #pragma unroll
       for (int t = 0; t < B::SIZE && first + t < TILES; ++t)
-        if (first + t < LEAST || first + t < tiles) product(d[t][Its::OF_A_WARP > 1 ? i / Its::PARTS : 0][i % CHAINS], v[t][i], b);
+        if (first + t < MIN_TILES || first + t < tiles) mma_m16n8k16(d[t][Its::OF_A_WARP > 1 ? i / Its::PARTS : 0][i % CHAINS], v[t][i], b);
     }
     constexpr int EACH = B::SIZE * Its::OF_A_WARP;
 #pragma unroll
-    for (int some = 0; some < EACH; some += 2) {  // the first two of a quad's lanes have a tile's sum; they take on a tile each
+    for (int some = 0; some < EACH; some += 2) {  // Two lanes of a quad have a tile's sum; each of them goes on with one tile of a pair.
       int tile = -1;
       float mine = 0;
 #pragma unroll
       for (int each = some; each < some + 2 && each < EACH; ++each) {
         const int t = each / Its::OF_A_WARP;
-        const float sum = sum_of_quad(w, d[t][each % Its::OF_A_WARP]);
+        const float sum = quad_sum(c, d[t][each % Its::OF_A_WARP]);
         if (first + t < tiles && quad == each - some)
           mine = sum, tile = (first + t) * Its::TILES + first_part / Its::PARTS + each % Its::OF_A_WARP;
       }
       if (tile < 0) continue;
-      const int row = tile * TILE + w.lane / 4;
+      const int row = tile * TILE + c.lane / 4;
       if constexpr (Its::WARPS_OF_ONE == 1)
-        found(row, mine);
+        store(row, mine);
       else
-        w.s.sums[(w.parity * WARPS + w.warp % Its::WARPS_OF_ONE) * SUM_ROWS + row] = mine;
+        c.s.sums[(c.parity * WARPS + c.warp % Its::WARPS_OF_ONE) * SUM_ROWS + row] = mine;
     }
   }
 }
-// Sums of up to TILES tiles over all columns, each warp its 32 of every STEP. The first batch of weights is there.
-template <int COLUMNS, int TILES, int LEAST>
-DEVICE void multiply(Worker& w, int tiles, typename Batches<COLUMNS, TILES, LEAST>::Weights& v, int column = 0) {
-  using B = Batches<COLUMNS, TILES, LEAST>;
-  // of products that wait for each other: many tiles have no registers for two, and one tile alone has nothing else to do
+// Multiply up to TILES tiles over all columns; each warp takes its 32 columns of every STEP and leaves its row sums in Shared::sums.
+// The first batch of weights must have been fetched into v, and the operand must be staged.
+template <int COLUMNS, int TILES, int MIN_TILES>
+DEVICE void multiply(Consumer& c, int tiles, typename WeightBatches<COLUMNS, TILES, MIN_TILES>::Weights& v, int column = 0) {
+  using B = WeightBatches<COLUMNS, TILES, MIN_TILES>;
+  // Independent accumulators per tile: many tiles have no registers for two, and one tile alone has no other mma's to overlap with.
   constexpr int CHAINS = TILES > 4 ? 1 : TILES == 1 ? 4 : 2;
   float d[TILES][CHAINS][4];
 #pragma unroll
   for (int t = 0; t < TILES; ++t)
 #pragma unroll
     for (int i = 0; i < 4 * CHAINS; ++i) d[t][i / 4][i % 4] = 0.0f;
-  const u16* x = operand(w, column + 32 * w.warp);
+  const u16* x = operand(c, column + 32 * c.warp);
 #pragma unroll 1
   for (int block = 0; block < B::BLOCKS; block += B::ROUNDS) {
 #pragma unroll
     for (int first = 0; first < TILES; first += B::SIZE) {
-      if (block || first) B::fetch(w, block, first, tiles, v);
+      if (block || first) B::fetch(c, block, first, tiles, v);
 #pragma unroll
       for (int r = 0; r < B::ROUNDS; ++r) {
         if (B::BLOCKS % B::ROUNDS && block + r >= B::BLOCKS) continue;
@@ -114,59 +136,61 @@ DEVICE void multiply(Worker& w, int tiles, typename Batches<COLUMNS, TILES, LEAS
         for (int i = 0; i < DEPTH; ++i)
 #pragma unroll
           for (int t = 0; t < B::SIZE && first + t < TILES; ++t)
-            if (first + t < LEAST || first + t < tiles) product(d[first + t][i % CHAINS], v[r + t][i], b[i]);
+            if (first + t < MIN_TILES || first + t < tiles) mma_m16n8k16(d[first + t][i % CHAINS], v[r + t][i], b[i]);
       }
     }
   }
 #pragma unroll
   for (int t = 0; t < TILES; ++t)
-    if (t < LEAST || t < tiles) {
-      const float sum = sum_of_quad(w, d[t]);
-      if (w.lane % 4 == 0) w.s.sums[(w.parity * WARPS + w.warp) * SUM_ROWS + t * TILE + w.lane / 4] = sum;
+    if (t < MIN_TILES || t < tiles) {
+      const float sum = quad_sum(c, d[t]);
+      if (c.lane % 4 == 0) c.s.sums[(c.parity * WARPS + c.warp) * SUM_ROWS + t * TILE + c.lane / 4] = sum;
     }
 }
-// Of all warps, or the first so many; not scaled yet.
+// Return a row's sum over all warps, or the first COUNT; not yet scaled. A barrier must have followed multiply().
 template <int COUNT = WARPS>
-DEVICE float sum_of_row(const Worker& w, int row) {
+DEVICE float sum_over_warps(const Consumer& c, int row) {
   float each[COUNT];
 #pragma unroll
-  for (int warp = 0; warp < COUNT; ++warp) each[warp] = w.s.sums[(w.parity * WARPS + warp) * SUM_ROWS + row];
-  return sum_of(each);
+  for (int warp = 0; warp < COUNT; ++warp) each[warp] = c.s.sums[(c.parity * WARPS + warp) * SUM_ROWS + row];
+  return tree_sum(each);
 }
 
-// All tiles of a phase: gather() lays the vector out, then apply(row of the matrix, row among the CTA's, its product, that of the row
-// half a tile away) by a thread for each row.
-template <int COLUMNS, int TILES, int LEAST, int GROUPS, class Gather, class Apply>
-DEVICE void product_of(Worker& w, int phase, Gather gather, Apply apply) {
-  using B = Batches<COLUMNS, TILES, LEAST>;
-  constexpr bool EARLY = STREAMS || SEPARATE;  // else weights come last
-  const int begin = w.begin(phase), count = w.end(phase) - begin, groups = GROUPS > 1 ? groups_of(count) : 1;
-  if (phase == LM_HEAD && count == 0) return gather();  // a small vocabulary: its words are waited for in every use
+// Run a matrix-vector phase: fetch weights, call stage() to stage the operand, multiply all tiles, and call
+// apply(row of the matrix, row among the CTA's, its product, product of the row half a tile away) in one thread for each row.
+// The row half a tile away is the RoPE partner, or the up projection's row of a gate row. stage() must end with a barrier.
+template <int COLUMNS, int TILES, int MIN_TILES, int GROUPS, class Stage, class Apply>
+DEVICE void multiply_phase(Consumer& c, int phase, Stage stage, Apply apply) {
+  using B = WeightBatches<COLUMNS, TILES, MIN_TILES>;
+  constexpr bool EARLY = CROSS_PHASE_PREFETCH || LAUNCH_PER_PHASE;  // Else weights may not be copied before the phase begins.
+  const int begin = c.begin(phase), count = c.end(phase) - begin, groups = GROUPS > 1 ? group_count(count) : 1;
+  if (phase == LM_HEAD && count == 0) return stage();  // A CTA without rows still follows every epoch of the words (words.cuh).
   auto first_of = [&](int group) { return group * count / groups; };
   typename B::Weights v;
-  auto product_of_group = [&](int first, int tiles) {
-    multiply<COLUMNS, TILES, LEAST>(w, tiles, v);
-    if (first == 0) tell_squares(w);
-    w.meet();
-    const bool has = w.thread < tiles * TILE;
-    const float own = sum_of_row(w, has ? w.thread : 0), other = from_lane_xor(own, TILE / 2);  // before the scale is made of others
-    if (first == 0) take_scale(w);
-    if (has) apply((begin + first) * TILE + w.thread, first * TILE + w.thread, own * w.scale, other * w.scale);
-    w.parity ^= 1;  // so that sums are read while others already multiply
+  auto multiply_group = [&](int first, int tiles) {
+    multiply<COLUMNS, TILES, MIN_TILES>(c, tiles, v);
+    if (first == 0) publish_squares(c);
+    c.sync();
+    const bool has = c.thread < tiles * TILE;
+    // Loaded before read_scale() loads the squares: the scale is needed last.
+    const float own = sum_over_warps(c, has ? c.thread : 0), other = shfl_xor(own, TILE / 2);
+    if (first == 0) read_scale(c);
+    if (has) apply((begin + first) * TILE + c.thread, first * TILE + c.thread, own * c.scale, other * c.scale);
+    c.parity ^= 1;  // The next product writes the other set of sums, while slower threads still read this one.
   };
   int tiles = groups == 1 ? count : first_of(1);
-  if constexpr (EARLY) B::fetch(w, 0, 0, tiles, v);
-  gather();
-  w.mark(phase, READY);
-  if constexpr (!EARLY) B::fetch(w, 0, 0, tiles, v);
-  product_of_group(0, tiles);
+  if constexpr (EARLY) B::fetch(c, 0, 0, tiles, v);
+  stage();
+  c.mark(phase, READY);
+  if constexpr (!EARLY) B::fetch(c, 0, 0, tiles, v);
+  multiply_group(0, tiles);
 #pragma unroll 1
   for (int group = 1; group < groups; ++group) {
     const int first = first_of(group);
     tiles = first_of(group + 1) - first;
-    B::fetch(w, 0, 0, tiles, v);
-    product_of_group(first, tiles);
+    B::fetch(c, 0, 0, tiles, v);
+    multiply_group(first, tiles);
   }
-  w.mark(phase, DONE);
-  w.give_back();
+  c.mark(phase, DONE);
+  c.release();
 }

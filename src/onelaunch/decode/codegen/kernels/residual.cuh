@@ -1,155 +1,174 @@
-// The residual stream where each word is a sum that CTAs add to, and that counts its additions: who reads it waits for their number.
+// Output projection fused with attention: split-K over heads, with atomic additions to a fixed-point residual stream (plans with
+// SPLIT_K_O).
 //
-// 56 bits of sum, in units of 2^-28, over 8 bits of count. Integers, so that no order of additions matters; the whole word less the
-// number of additions has the sum in its upper bits, whatever the count has carried into them. Who owns a row clears it for the next
-// token with what it read, by adding the opposite.
+// Computes   residual += W_o[:, unit] o_unit for each unit of attention, in the CTA that has o_unit in shared memory. So attention results
+//            do not pass through global memory in a short context. The MLP's down projection adds to the same words.
+// Words      64 bits: 56 bits of sum in units of 2^-28, above 8 bits that count additions. An addition is one red.add of
+//            (value << 8) + 1. Integer sums do not depend on the order of additions, so results are bitwise reproducible. A reader spins
+//            until the count equals the number of additions that the plan has up to there, modulo 256; word - additions is then the sum
+//            exactly, whatever the count has carried into the upper bits.
+// Clearing   the CTA that owns a row reads it in the last layer and adds the negated word, which leaves zero for the next token.
+// Sync       the count is a flag in the data (words.cuh): no barrier, no fence. An addition must come after all reads that wait for the
+//            previous count; onelaunch.decode.plan.check proves that for each plan.
+// Numerics   |values| < 2^26; the error word OUT_OF_RANGE is set otherwise, also for NaN, and the launch is aborted.
 #pragma once
 
 constexpr int COUNT_BITS = 8;
-constexpr float OF_ONE = 268435456.0f, MOST_HELD = 67108864.0f;  // units; half of what a word can hold
-static_assert(!SUMMED || ADDERS + 1 < 1 << COUNT_BITS, "additions from one wait to the next are told apart");
+constexpr float FIXED_POINT_ONE = 268435456.0f;  // 2^28 units
+constexpr float RESIDUAL_RANGE = 67108864.0f;    // 2^26: half of what a word can hold
+static_assert(!SPLIT_K_O || ADDERS + 1 < 1 << COUNT_BITS, "the count tells one wait from the next");
 
-DEVICE u64* residual_at(const Worker& w, int row) { return (u64*)(w.a.words + MID) + row; }
-// Once attention is added: all heads in each layer so far, and the MLPs before.
-DEVICE u32 additions(const Worker& w) { return (u32)(ADDERS * (w.layer + 1) + w.layer); }
-DEVICE bool has_all(u64 word, u32 additions) { return (((u32)word ^ additions) & ((1u << COUNT_BITS) - 1)) == 0; }
-DEVICE float value_of(u64 word, u32 additions) {  // by halves: numbers of 64 bits take longer, and the lower one is exact
+DEVICE u64* residual_at(const Consumer& c, int row) { return (u64*)(c.a.words + MID) + row; }
+// Return the number of additions to a word since the token began, once attention of this layer is added: ADDERS per layer so far, and
+// one per earlier MLP.
+DEVICE u32 additions(const Consumer& c) { return (u32)(ADDERS * (c.layer + 1) + c.layer); }
+// Return whether a word has that many additions, modulo 256.
+DEVICE bool is_complete(u64 word, u32 additions) { return (((u32)word ^ additions) & ((1u << COUNT_BITS) - 1)) == 0; }
+// Return the value of a complete word. Its halves are converted apart: 64-bit conversions are slower, and the lower half is exact.
+DEVICE float from_fixed_point(u64 word, u32 additions) {
   const u64 v = word - additions;
-  return fmaf((float)(int)(v >> 32), 1.0f / 16, (float)(u32)v * (1.0f / 256 / OF_ONE));
+  return fmaf((float)(int)(v >> 32), 1.0f / 16, (float)(u32)v * (1.0f / 256 / FIXED_POINT_ONE));
 }
-// Whether a number stays within what words hold; if not, that is noted, and nothing of this launch is waited for any longer.
-DEVICE bool in_range(Worker& w, float v, float most) {
+// Return whether |v| < most. If not, note the error and abort the launch: no wait of it waits any longer.
+DEVICE bool in_range(Consumer& c, float v, float most) {
   if (fabsf(v) < most) return true;
-  if (!load_relaxed(w.a.state + ERROR)) store_relaxed(w.a.state + ERROR, OUT_OF_RANGE);  // or what another's stall has made
-  *w.s.gone = 1;
+  // A time-out that was noted before stays: the value may be a consequence of it.
+  if (!load_relaxed(c.a.state + ERROR)) store_relaxed(c.a.state + ERROR, OUT_OF_RANGE);
+  *c.s.aborted = 1;
   return false;
 }
-DEVICE u64 in_units(Worker& w, float v) {
-  if (!in_range(w, v, MOST_HELD / (ADDERS + 2))) v = 0;
-  return (u64)llrintf(v * OF_ONE) << COUNT_BITS;
+// Return a value as an addend. The range is divided by the most additions, so that a sum within limits per addend cannot overflow.
+DEVICE u64 to_fixed_point(Consumer& c, float v) {
+  if (!in_range(c, v, RESIDUAL_RANGE / (ADDERS + 2))) v = 0;
+  return (u64)llrintf(v * FIXED_POINT_ONE) << COUNT_BITS;
 }
 
-// All rows, times the norm's factors, as the vector that is multiplied: two columns of a thread lie side by side, so that a warp reads
-// 512 bytes in a row.
-DEVICE void gather_residual(Worker& w, const u16* factors) {
-  constexpr int AT_ONCE = 2 * WORKERS_THREADS, PAIRS = (padded(HIDDEN) + AT_ONCE - 1) / AT_ONCE, TOGETHER = PAIRS < 4 ? PAIRS : 4;
-  const u32 wanted = additions(w);
-  w.squares = 0;
+// Stage the residual stream times the norm's weights as the operand of the gate and up projections, once attention of all heads is
+// added. A thread has two adjacent columns, so that a warp reads 512 contiguous bytes. Ends with a barrier.
+DEVICE void stage_residual(Consumer& c, const u16* weights) {
+  constexpr int STRIDE = 2 * CONSUMER_THREADS, PAIRS = (padded(HIDDEN) + STRIDE - 1) / STRIDE, UNROLL = PAIRS < 4 ? PAIRS : 4;
+  const u32 wanted = additions(c);
+  c.squares = 0;
 #pragma unroll 1
-  for (int first = 2 * w.thread; first < padded(HIDDEN); first += TOGETHER * AT_ONCE) {
-    u64 v[TOGETHER][2];
-    u32 f[TOGETHER];
-    auto inside = [&](int i) { return HIDDEN % (TOGETHER * AT_ONCE) == 0 || first + i * AT_ONCE < HIDDEN; };
+  for (int first = 2 * c.thread; first < padded(HIDDEN); first += UNROLL * STRIDE) {
+    u64 v[UNROLL][2];
+    u32 f[UNROLL];
+    auto inside = [&](int i) { return HIDDEN % (UNROLL * STRIDE) == 0 || first + i * STRIDE < HIDDEN; };
 #pragma unroll
-    for (int i = 0; i < TOGETHER; ++i) f[i] = inside(i) ? *(const u32*)(factors + first + i * AT_ONCE) : 0;
-    await(w.a, w.s, [&] {
+    for (int i = 0; i < UNROLL; ++i) f[i] = inside(i) ? *(const u32*)(weights + first + i * STRIDE) : 0;
+    spin_until(c.a, c.s, [&] {
       bool all = true;
 #pragma unroll
-      for (int i = 0; i < TOGETHER; ++i) {
+      for (int i = 0; i < UNROLL; ++i) {
         v[i][0] = v[i][1] = wanted;
-        if (inside(i)) load_relaxed(residual_at(w, first + i * AT_ONCE), v[i]);
+        if (inside(i)) load_relaxed(residual_at(c, first + i * STRIDE), v[i]);
       }
 #pragma unroll
-      for (int i = 0; i < TOGETHER; ++i) all &= has_all(v[i][0], wanted) & has_all(v[i][1], wanted);
+      for (int i = 0; i < UNROLL; ++i) all &= is_complete(v[i][0], wanted) & is_complete(v[i][1], wanted);
       return all;
     });
 #pragma unroll
-    for (int i = 0; i < TOGETHER; ++i) {
-      const int column = first + i * AT_ONCE;
+    for (int i = 0; i < UNROLL; ++i) {
+      const int column = first + i * STRIDE;
       if (column >= padded(HIDDEN)) continue;
-      const float a = value_of(v[i][0], wanted), b = value_of(v[i][1], wanted);
-      w.squares += a * a + b * b;
-      lay_pair(w, column, a * as_float(f[i] << 16), b * as_float(f[i] & ~0xFFFFu));
+      const float a = from_fixed_point(v[i][0], wanted), b = from_fixed_point(v[i][1], wanted);
+      c.squares += a * a + b * b;
+      store_split2(c, column, a * uint_as_float(f[i] << 16), b * uint_as_float(f[i] & ~0xFFFFu));
     }
   }
-  w.normed = true;
-  w.meet();
+  c.norm_pending = true;
+  c.sync();
 }
 
-// Each unit's part of the output projection: blocks of rows, several tiles side by side, times what the unit has found. In the first
-// layer the first unit of all adds the embedding too. Where warps have whole tiles they do not meet: the vector lies apart from that
-// of the next phase.
-constexpr int OWN_VECTOR = padded(HIDDEN), BLOCK_ROWS = BLOCK_WIDTH / BLOCK_ROOM * TILE;
+// Multiply a unit's columns of the output projection: blocks of rows, in each several tiles side by side. In the first layer unit 0
+// also adds the embedding. If each warp has whole tiles, no barrier is needed before the additions: the operand lies apart from that of
+// the next phase, behind column padded(HIDDEN).
+constexpr int OWN_VECTOR = padded(HIDDEN), BLOCK_ROWS = BLOCK_WIDTH / O_TILE_COLUMNS * TILE;
 
-DEVICE void add_row(Worker& w, int unit, int row, float sum) {
+DEVICE void add_row(Consumer& c, int unit, int row, float sum) {
   if (row >= HIDDEN) return;
-  u64 v = in_units(w, sum);
-  if (w.layer == 0 && unit == 0) v += in_units(w, as_float((u32)w.embedded()[row] << 16));
-  add_relaxed(residual_at(w, row), v + 1);
+  u64 v = to_fixed_point(c, sum);
+  if (c.layer == 0 && unit == 0) v += to_fixed_point(c, uint_as_float((u32)c.embedding_row()[row] << 16));
+  red_add_relaxed(residual_at(c, row), v + 1);
 }
 template <int WIDTH>
-DEVICE void multiply_unit(Worker& w, int unit, int begin, int count, int column) {
-  using B = Batches<WIDTH, MOST_O, LEAST_O, BLOCK_ROOM>;
-  const int groups = GROUPS_O > 1 ? groups_of(count) : 1;
+DEVICE void multiply_unit(Consumer& c, int unit, int begin, int count, int column) {
+  using B = WeightBatches<WIDTH, MAX_O, MIN_O, O_TILE_COLUMNS>;
+  const int groups = GROUPS_O > 1 ? group_count(count) : 1;
   auto first_of = [&](int group) { return group * count / groups; };
   typename B::Weights v;
   int tiles = groups == 1 ? count : first_of(1), first = 0;
-  B::fetch(w, 0, 0, tiles, v);
-  gather_own(w, unit, column);
-  w.mark(O, READY);
+  B::fetch(c, 0, 0, tiles, v);
+  stage_own_attention(c, unit, column);
+  c.mark(O, READY);
 #pragma unroll 1
   for (int group = 0; group < groups && (GROUPS_O > 1 || group == 0); ++group) {
-    if (group > 0) B::fetch(w, 0, 0, tiles, v);
-    const int from = (begin - unit * UNIT_BLOCKS + first) * BLOCK_ROWS;
-    if constexpr (B::BESIDE) {
-      auto found = [&](int row, float sum) { add_row(w, unit, from + row, sum); };
-      multiply_beside<WIDTH, MOST_O, LEAST_O, BLOCK_ROOM>(w, tiles, column, v, found);
+    if (group > 0) B::fetch(c, 0, 0, tiles, v);
+    const int from = (begin - unit * BLOCKS_PER_UNIT + first) * BLOCK_ROWS;
+    if constexpr (B::SIDE_BY_SIDE_TILES) {
+      auto add = [&](int row, float sum) { add_row(c, unit, from + row, sum); };
+      multiply_side_by_side<WIDTH, MAX_O, MIN_O, O_TILE_COLUMNS>(c, tiles, column, v, add);
     } else {
-      multiply<WIDTH, MOST_O, LEAST_O>(w, tiles, v, column);
+      multiply<WIDTH, MAX_O, MIN_O>(c, tiles, v, column);
     }
-    constexpr int WARPS_OF_ONE = B::BESIDE ? Beside<WIDTH, BLOCK_ROOM>::WARPS_OF_ONE : WARPS;
+    constexpr int WARPS_OF_ONE = B::SIDE_BY_SIDE_TILES ? SideBySide<WIDTH, O_TILE_COLUMNS>::WARPS_OF_ONE : WARPS;
     if constexpr (WARPS_OF_ONE > 1) {
-      w.meet();
-      for (int row = w.thread; row < tiles * BLOCK_ROWS; row += WORKERS_THREADS)
-        add_row(w, unit, from + row, sum_of_row<WARPS_OF_ONE>(w, row));
-      w.parity ^= 1;
+      c.sync();
+      for (int row = c.thread; row < tiles * BLOCK_ROWS; row += CONSUMER_THREADS)
+        add_row(c, unit, from + row, sum_over_warps<WARPS_OF_ONE>(c, row));
+      c.parity ^= 1;
     }
     first += tiles, tiles = first_of(group + 2) - first;
   }
-  w.mark(O, DONE);
-  w.give_back();
+  c.mark(O, DONE);
+  c.release();
 }
-DEVICE void multiply_summed(Worker& w) {
-  w.refresh();
-  const int begin = w.begin(O), end = w.end(O);
+// Phase O: multiply the attention results of the CTA's units by their columns of the output projection.
+DEVICE void multiply_o_split_k(Consumer& c) {
+  c.refresh();
+  const int begin = c.begin(O), end = c.end(O);
 #pragma unroll 1
   for (int first = begin; first < end && (UNITS > 1 || first == begin);) {
-    const int unit = first / UNIT_BLOCKS, next = (unit + 1) * UNIT_BLOCKS, last = UNITS > 1 && next < end ? next : end;
-    multiply_unit<BLOCK_WIDTH>(w, unit, first, last - first, OWN_VECTOR + (UNITS > 1 ? (unit - begin / UNIT_BLOCKS) * BLOCK_ROOM : 0));
+    const int unit = first / BLOCKS_PER_UNIT, next = (unit + 1) * BLOCKS_PER_UNIT, last = UNITS > 1 && next < end ? next : end;
+    const int offset = UNITS > 1 ? (unit - begin / BLOCKS_PER_UNIT) * O_TILE_COLUMNS : 0;
+    multiply_unit<BLOCK_WIDTH>(c, unit, first, last - first, OWN_VECTOR + offset);
     first = last;
   }
 }
 
-// A row that the CTA owns, with attention and before the MLP. On its way before the MLP's inner vector is waited for.
+// A row of the residual stream that this CTA owns, with attention and without this layer's MLP. The load is in flight before the
+// operand of the down projection is waited for; wait() spins until all additions are there.
 struct OwnRow {
   u64 word;
   float value = 0;
-  DEVICE OwnRow(const Worker& w, int row) : word(load_relaxed(residual_at(w, row))) {}
-  DEVICE void take(Worker& w, int row) {
-    const u32 wanted = additions(w);
-    await(w.a, w.s, [&] { return has_all(word, wanted) || (word = load_relaxed(residual_at(w, row)), false); });
-    value = value_of(word, wanted);
-    in_range(w, value, MOST_HELD);
+  DEVICE OwnRow(const Consumer& c, int row) : word(load_relaxed(residual_at(c, row))) {}
+  DEVICE void wait(Consumer& c, int row) {
+    const u32 wanted = additions(c);
+    spin_until(c.a, c.s, [&] { return is_complete(word, wanted) || (word = load_relaxed(residual_at(c, row)), false); });
+    value = from_fixed_point(word, wanted);
+    in_range(c, value, RESIDUAL_RANGE);
   }
 };
-DEVICE void multiply_down_summed(Worker& w) {
-  w.refresh();
-  const int begin = w.begin(DOWN), end = w.end(DOWN);
+// Phase DOWN: write each owned row plus the MLP to a buffer of flag-in-data words for the next phase, and add it to (in the last layer
+// clear) the word of the residual stream.
+DEVICE void multiply_down_counted(Consumer& c) {
+  c.refresh();
+  const int begin = c.begin(DOWN), end = c.end(DOWN);
   if (begin == end) return;
-  const bool last = w.layer + 1 == LAYERS;  // read by the head, also in CTAs that have no part in layers
-  float* to = w.a.words + (last ? FINAL : RESIDUAL);
-  const int mine = begin * TILE + w.thread;
-  const bool has = mine < end * TILE && w.thread < MOST_DOWN * TILE;
-  OwnRow first(w, has ? mine : 0);
-  auto vector = [&] {
-    lay_all<INNER>(w, w.a.words + ACT, w.use());
-    if (has) first.take(w, mine);
-    w.meet();
+  const bool last = c.layer + 1 == LAYERS;  // The last result has a buffer of its own, as CTAs without work in the layers read it too.
+  float* to = c.a.words + (last ? FINAL : RESIDUAL);
+  const int mine = begin * TILE + c.thread;
+  const bool has_row = mine < end * TILE && c.thread < MAX_DOWN * TILE;
+  OwnRow first(c, has_row ? mine : 0);
+  auto stage = [&] {
+    stage_vector_unsynced<INNER>(c, c.a.words + ACT, c.epoch());
+    if (has_row) first.wait(c, mine);
+    c.sync();
   };
-  product_of<INNER, MOST_DOWN, LEAST_DOWN, GROUPS_DOWN>(w, DOWN, vector, [&](int row, int, float found, float) {
+  multiply_phase<INNER, MAX_DOWN, MIN_DOWN, GROUPS_DOWN>(c, DOWN, stage, [&](int row, int, float sum, float) {
     OwnRow own = first;
-    if (GROUPS_DOWN > 1 && row != mine) own = OwnRow(w, row), own.take(w, row);
-    put(to + row, own.value + found, last ? w.token : w.use());
-    add_relaxed(residual_at(w, row), last ? 0 - own.word : in_units(w, found) + 1);
+    if (GROUPS_DOWN > 1 && row != mine) own = OwnRow(c, row), own.wait(c, row);
+    store_words(to + row, own.value + sum, last ? c.token_epoch : c.epoch());
+    red_add_relaxed(residual_at(c, row), last ? 0 - own.word : to_fixed_point(c, sum) + 1);
   });
 }

@@ -1,124 +1,137 @@
-// A token drawn from logits that stay with the CTAs that made them: penalty, temperature, top-k, top-p and min-p as sampling.py has them.
+// Sampling of the next token across all CTAs: repetition penalty, temperature, top-k, top-p and min-p, with the rules of model/sampling.py.
 //
-// Keys       how far a logit lies below the largest, over the temperature, as an integer, and the token among equals: smaller is likelier.
-//            Tokens stay whose keys are at most a limit.
-// Limits     top-k and top-p look for theirs by ten bits of the key at a time. Each CTA adds up its tokens by that digit: one for each, or its
-//            probability in fixed point, so that no order of additions matters. All CTAs add to one set of bins, meet, and each sees in which
-//            bin the limit lies. They end when all that this bin has stays: mostly after two or three rounds of six.
-// Draw       the largest of what stays plus noise, a function of seed, position and token. Each CTA says its own, all meet, all take the best.
-// Memory     tallies: bins for each round of a token, zero before it, and again once every CTA has taken the token.
-// Barriers   one for each round and one for the draw. None for a token that is not drawn; a penalty alone needs nothing but its flags.
+// Computes   argmax over the kept tokens of -distance + Gumbel noise, with distance = (largest logit - logit) / temperature. The noise is a
+//            function of seed, position and token. Logits stay in the CTAs that computed them.
+// Keys       60 bits: the distance as an integer (28 bits of its float32 pattern), then the token: smaller is likelier. The kept tokens are
+//            those whose key is at most a limit; min-p is such a limit at once.
+// Select     top-k and top-p find theirs by radix select, ten bits of the key per pass: each CTA adds its tokens to a histogram of
+//            1024 bins, by count or by probability in fixed point (so no order of additions matters); after a grid barrier each CTA reads
+//            it and finds the bin in which the limit lies. A search ends when the whole bin is kept: mostly after two or three passes; at
+//            most three for top-k, which keeps all tokens of equal logits, and six for top-p, which does not.
+// On chip    a histogram in shared memory, 8 KB over the operand, which is not in use then.
+// Memory     one histogram of 64-bit sums per pass; read by all CTAs. They are zero before a token, and each is cleared by one CTA
+//            after the last barrier, when all have read it.
+// Sync       a grid barrier per pass and one for the candidates, also in plans that otherwise need none. A token that is not sampled has
+//            none; a penalty alone needs nothing but the candidates' tags.
 #pragma once
 
-enum { TEMPERATURE, TOP_K, TOP_P, FARTHEST, PENALTY, SEED_LOW, SEED_HIGH };  // words of choices
-constexpr int DIGIT = 10, BINS_A_THREAD = BINS / WORKERS_THREADS;
-constexpr int FIRST_DIGIT = 50, LAST_OF_VALUE = 30;  // where they lie: three of the value, three of the token
+enum { TEMPERATURE, TOP_K, TOP_P, MIN_P_DISTANCE, PENALTY, SEED_LOW, SEED_HIGH };  // words of Arguments::choices
+constexpr int DIGIT = 10, BINS_PER_THREAD = BINS / CONSUMER_THREADS;
+constexpr int FIRST_DIGIT = 50, LAST_OF_VALUE = 30;  // lowest bit of the first digit, and of the last digit of the distance
 static_assert(ROUNDS == 3 + 6 && BINS == 1 << DIGIT, "top-k keeps all equals, top-p does not");
-// Of values: nearer ones count as the largest, farther ones as equally far, for noise lies between -2.9 and 22.9: they are never drawn.
-constexpr u32 NEAREST = 0x32000000, FARTHEST_OF_ALL = 0x41FFFFFF;  // 2^-27, just below 32
+// Smallest distance above zero that is told apart, and largest distance. The noise lies between -2.9 and 22.9, so tokens at the largest
+// distance or farther are never taken.
+constexpr u32 MIN_DISTANCE = 0x32000000, MAX_DISTANCE = 0x41FFFFFF;  // 2^-27, just below 32
 
-DEVICE float choice(const Worker& w, int which) { return as_float(w.a.choices[which]); }
-DEVICE bool draws(const Worker& w) { return !SEPARATE && w.a.choices && choice(w, TEMPERATURE) > 0; }
-DEVICE float penalised(const Worker& w, float logit, int row) {
-  if (!w.a.seen || !w.a.seen[row]) return logit;
-  const float penalty = choice(w, PENALTY);
+DEVICE float choice(const Consumer& c, int which) { return uint_as_float(c.a.choices[which]); }
+DEVICE bool samples(const Consumer& c) { return !LAUNCH_PER_PHASE && c.a.choices && choice(c, TEMPERATURE) > 0; }
+DEVICE float penalised(const Consumer& c, float logit, int row) {
+  if (!c.a.seen || !c.a.seen[row]) return logit;
+  const float penalty = choice(c, PENALTY);
   return logit < 0 ? logit * penalty : logit / penalty;
 }
-// By the CTA that has the token's row: nobody else asks.
-DEVICE void remember(const Worker& w, int token) {
-  if (w.a.seen && token >= w.begin(LM_HEAD) * TILE && token < w.end(LM_HEAD) * TILE) w.a.seen[token] = 1;
+// Mark a token as seen, for the penalty. Only the CTA that has the token's row of the LM head reads and writes its flag.
+DEVICE void mark_seen(const Consumer& c, int token) {
+  if (c.a.seen && token >= c.begin(LM_HEAD) * TILE && token < c.end(LM_HEAD) * TILE) c.a.seen[token] = 1;
 }
 
-struct Draw {
+// Limit of the keys that are kept, and the number of histograms used so far.
+struct Selection {
   float largest, temperature;
   u64 limit = ~0ull;
   int rounds = 0;
 };
-DEVICE u64 key_of(float apart, u32 token) {
-  const u32 bits = as_bits(fminf(apart, as_float(FARTHEST_OF_ALL)));
-  return (u64)(bits > NEAREST ? bits - NEAREST : 0) << 32 | token;
+// Return the key of a token: distances below the smallest count as zero.
+DEVICE u64 key_of(float distance, u32 token) {
+  const u32 bits = float_as_uint(fminf(distance, uint_as_float(MAX_DISTANCE)));
+  return (u64)(bits > MIN_DISTANCE ? bits - MIN_DISTANCE : 0) << 32 | token;
 }
-DEVICE float apart_of(u64 key) { return as_float((u32)(key >> 32) + NEAREST); }
-// A probability over that of the likeliest; all together are less than 2^62.
-DEVICE u64 portion(float apart) { return (u64)(expf(-apart) * 0x1p38f); }
+DEVICE float distance_of(u64 key) { return uint_as_float((u32)(key >> 32) + MIN_DISTANCE); }
+// Return exp(-distance), the probability relative to the likeliest token's, in units of 2^-38. The sum over a vocabulary is less than
+// 2^62.
+DEVICE u64 fixed_probability(float distance) { return (u64)(expf(-distance) * 0x1p38f); }
 
-// apply(token, how far its logit lies below the largest) over the CTA's own.
+// Call apply(token, distance) for the logits of this CTA.
 template <class Apply>
-DEVICE void for_logits(Worker& w, const Draw& d, Apply apply) {
-  const int end = w.end(LM_HEAD) * TILE;
-  for (int row = w.begin(LM_HEAD) * TILE + w.thread; row < end && row < VOCAB; row += WORKERS_THREADS)
-    apply(row, (d.largest - penalised(w, w.a.logits[row], row)) / d.temperature);
+DEVICE void for_logits(Consumer& c, const Selection& d, Apply apply) {
+  const int end = c.end(LM_HEAD) * TILE;
+  for (int row = c.begin(LM_HEAD) * TILE + c.thread; row < end && row < VOCAB; row += CONSUMER_THREADS)
+    apply(row, (d.largest - penalised(c, c.a.logits[row], row)) / d.temperature);
 }
 
-// Adds the CTA's tokens to a set of bins: those within the limit whose keys begin with a prefix, by the digit behind it.
-DEVICE void tally(Worker& w, const Draw& d, u64* set, bool portions, u64 prefix, int at) {
-  u32 *low = w.s.bins, *high = low + BINS;
-  for (int bin = w.thread; bin < BINS; bin += WORKERS_THREADS) low[bin] = high[bin] = 0;
-  w.meet();
-  for_logits(w, d, [&](int token, float apart) {
-    const u64 key = key_of(apart, token);
+// Add the CTA's tokens to a histogram: those within the limit whose key begins with `prefix`, by the digit that begins at bit `at`.
+// Shared memory adds 32 bits at once, so sums have two words there. Contains two barriers of the consumer threads.
+DEVICE void add_histogram(Consumer& c, const Selection& d, u64* histogram, bool by_probability, u64 prefix, int at) {
+  u32 *low = c.s.histogram, *high = low + BINS;
+  for (int bin = c.thread; bin < BINS; bin += CONSUMER_THREADS) low[bin] = high[bin] = 0;
+  c.sync();
+  for_logits(c, d, [&](int token, float distance) {
+    const u64 key = key_of(distance, token);
     if (key > d.limit || key >> at >> DIGIT != prefix) return;
-    const u64 v = portions ? portion(apart) : 1;
+    const u64 v = by_probability ? fixed_probability(distance) : 1;
     const int bin = (int)(key >> at) & (BINS - 1);
-    const u32 before = add_shared(low + bin, (u32)v), more = (u32)(v >> 32) + (before + (u32)v < before);  // shared memory adds 32 bits
-    if (more) add_shared(high + bin, more);
+    const u32 before = atomic_add_shared(low + bin, (u32)v), more = (u32)(v >> 32) + (before + (u32)v < before);
+    if (more) atomic_add_shared(high + bin, more);
   });
-  w.meet();
-  for (int bin = w.thread; bin < BINS; bin += WORKERS_THREADS)
-    if (low[bin] | high[bin]) add_relaxed(set + bin, (u64)high[bin] << 32 | low[bin]);
+  c.sync();
+  for (int bin = c.thread; bin < BINS; bin += CONSUMER_THREADS)
+    if (low[bin] | high[bin]) red_add_relaxed(histogram + bin, (u64)high[bin] << 32 | low[bin]);
 }
 
-// The bin in which the sum of all before it and its own reaches the target, or a share of the sum of all, which then is the target.
-struct Place {
-  u64 bin, before, inside;
+// A bin: its index, the sum of all bins before it, and its own.
+struct Bin {
+  u64 index, before, inside;
 };
-DEVICE Place find(Worker& w, const u64* set, u64& target, bool is_share) {
-  u64 v[BINS_A_THREAD], sum = 0, before = 0;
+// Return the bin in which the running sum over the histogram reaches the target; with `is_fraction` the target is first set to top-p
+// times the sum of all. A thread has BINS_PER_THREAD bins; sums before it come by shuffles in the warp and by shared memory.
+DEVICE Bin find_bin(Consumer& c, const u64* histogram, u64& target, bool is_fraction) {
+  u64 v[BINS_PER_THREAD], sum = 0, before = 0;
 #pragma unroll
-  for (int i = 0; i < BINS_A_THREAD; i += 2) {
-    const uint4 two = load_relaxed((const uint4*)(set + w.thread * BINS_A_THREAD + i));
+  for (int i = 0; i < BINS_PER_THREAD; i += 2) {
+    const uint4 two = load_relaxed((const uint4*)(histogram + c.thread * BINS_PER_THREAD + i));
     v[i] = (u64)two.y << 32 | two.x, v[i + 1] = (u64)two.w << 32 | two.z;
     sum += v[i] + v[i + 1];
   }
   for (int mask = 1; mask < 32; mask *= 2) {
-    const u64 others = from_lane_xor(sum, mask);
-    if (w.lane & mask) before += others;
+    const u64 others = shfl_xor(sum, mask);
+    if (c.lane & mask) before += others;
     sum += others;
   }
-  if (w.lane == 0) w.s.winners[w.warp] = sum;
-  w.meet();
+  if (c.lane == 0) c.s.candidates[c.warp] = sum;
+  c.sync();
   sum = 0;
   for (int warp = 0; warp < WARPS; ++warp) {
-    if (warp < w.warp) before += w.s.winners[warp];
-    sum += w.s.winners[warp];
+    if (warp < c.warp) before += c.s.candidates[warp];
+    sum += c.s.candidates[warp];
   }
-  if (is_share) {
-    target = (u64)((double)choice(w, TOP_P) * (double)sum);
-    if (target == 0) target = 1;  // the likeliest stays
+  if (is_fraction) {
+    target = (u64)((double)choice(c, TOP_P) * (double)sum);
+    if (target == 0) target = 1;  // The likeliest token is always kept.
   }
-  u64* found = (u64*)w.s.squares;
+  u64* result = (u64*)c.s.squares;
 #pragma unroll
-  for (int i = 0; i < BINS_A_THREAD; ++i) {
-    if (before < target && target <= before + v[i]) found[0] = w.thread * BINS_A_THREAD + i, found[1] = before, found[2] = v[i];
+  for (int i = 0; i < BINS_PER_THREAD; ++i) {
+    if (before < target && target <= before + v[i]) result[0] = c.thread * BINS_PER_THREAD + i, result[1] = before, result[2] = v[i];
     before += v[i];
   }
-  w.meet();
-  return {found[0], found[1], found[2]};
+  c.sync();
+  return {result[0], result[1], result[2]};
 }
 
-// Lowers the limit: to the key at which so many tokens are reached, and its equals; or at which top-p's share of all portions is.
-DEVICE void narrow(Worker& w, Draw& d, bool portions, u64 target) {
+// Lower the limit: by count, to the key of the target-th token and its equals; or by probability, to the key at which the sum reaches
+// top-p's part of the whole sum.
+DEVICE void radix_select(Consumer& c, Selection& d, bool by_probability, u64 target) {
   u64 prefix = 0;
   for (int at = FIRST_DIGIT;; at -= DIGIT) {
-    u64* set = w.a.tallies + d.rounds++ * BINS;
-    tally(w, d, set, portions, prefix, at);
-    meet_grid(w);
-    const Place place = find(w, set, target, portions && at == FIRST_DIGIT);
-    target -= place.before;
-    prefix = prefix << DIGIT | place.bin;
-    const u64 last = ((prefix + 1) << at) - 1, spare = place.inside - target;
-    // Whether all of the bin stays. No portion in it is smaller than that of its last key.
-    const bool all = portions ? spare < portion(apart_of(last)) : spare == 0 || at == LAST_OF_VALUE;
+    u64* histogram = c.a.histograms + d.rounds++ * BINS;
+    add_histogram(c, d, histogram, by_probability, prefix, at);
+    grid_barrier(c);
+    const Bin bin = find_bin(c, histogram, target, by_probability && at == FIRST_DIGIT);
+    target -= bin.before;
+    prefix = prefix << DIGIT | bin.index;
+    const u64 last = ((prefix + 1) << at) - 1, excess = bin.inside - target;
+    // Is the whole bin kept? By probability it is if less is left over than its last key's probability, the smallest in the bin.
+    const bool all = by_probability ? excess < fixed_probability(distance_of(last)) : excess == 0 || at == LAST_OF_VALUE;
     if (all || at == 0) {
       if (last < d.limit) d.limit = last;
       return;
@@ -126,40 +139,42 @@ DEVICE void narrow(Worker& w, Draw& d, bool portions, u64 target) {
   }
 }
 
+// Permute 32-bit words so that no pattern is left, as sampling.py does. Constants: Wellons (2018).
 DEVICE u32 mix(u32 v) {
   v = (v ^ v >> 16) * 0x7FEB352D;
   v = (v ^ v >> 15) * 0x846CA68B;
   return v ^ v >> 16;
 }
-// Gumbel's noise: sampling.gumbel.
-DEVICE float noise(u32 a, u32 b, u32 token) {
+// Return Gumbel noise of a token, bit for bit the integers of sampling.gumbel.
+DEVICE float gumbel_noise(u32 a, u32 b, u32 token) {
   const float v = ((float)mix(mix(token + a) ^ b) + 0.5f) * 0x1p-32f;
   return -logf(-log1pf(-fminf(v, 1.0f - 0x1p-24f)));
 }
 
-DEVICE u64* drawn(Worker& w) { return w.a.best + 2 * CTAS; }
+DEVICE u64* sampled_candidates(Consumer& c) { return c.a.best + 2 * CTAS; }
 
-// A candidate for the token at a position, in all threads; the likeliest is known.
-DEVICE u64 draw(Worker& w, u64 likeliest, u32 position) {
-  Draw d = {logit_of(likeliest), choice(w, TEMPERATURE)};
+// Return the candidate that is sampled for a position, in all threads. `likeliest` is the best candidate of all CTAs. Every CTA gets
+// the same.
+DEVICE u64 sample_token(Consumer& c, u64 likeliest, u32 position) {
+  Selection d = {logit_of(likeliest), choice(c, TEMPERATURE)};
 #pragma unroll 1
-  for (int portions = 0; portions < 2; ++portions)
-    if (portions ? choice(w, TOP_P) < 1 : w.a.choices[TOP_K] > 0) narrow(w, d, portions, w.a.choices[TOP_K]);
-  const u64 farthest = key_of(choice(w, FARTHEST), ~0u);
+  for (int by_probability = 0; by_probability < 2; ++by_probability)
+    if (by_probability ? choice(c, TOP_P) < 1 : c.a.choices[TOP_K] > 0) radix_select(c, d, by_probability, c.a.choices[TOP_K]);
+  const u64 farthest = key_of(choice(c, MIN_P_DISTANCE), ~0u);
   if (farthest < d.limit) d.limit = farthest;
-  const u32 first = mix(mix(w.a.choices[SEED_LOW]) ^ w.a.choices[SEED_HIGH]), second = mix(first + 0x9E3779B9);
+  const u32 first = mix(mix(c.a.choices[SEED_LOW]) ^ c.a.choices[SEED_HIGH]), second = mix(first + 0x9E3779B9);
   const u32 a = mix(position ^ first), b = mix(position + second);
   u64 mine = 0;
-  for_logits(w, d, [&](int token, float apart) {
-    if (key_of(apart, token) <= d.limit) mine = better(mine, candidate(noise(a, b, token) - apart, token));
+  for_logits(c, d, [&](int token, float distance) {
+    if (key_of(distance, token) <= d.limit) mine = larger_of(mine, candidate(gumbel_noise(a, b, token) - distance, token));
   });
-  mine = best_of_all(w, mine);
-  if (w.thread == 0) drawn(w)[cta_index()] = mine;
-  meet_grid(w);
+  mine = cta_max(c, mine);
+  if (c.thread == 0) sampled_candidates(c)[cta_index()] = mine;
+  grid_barrier(c);
   mine = 0;
-  for (int cta = w.thread; cta < CTAS; cta += WORKERS_THREADS) mine = better(mine, load_relaxed(drawn(w) + cta));
-  for (int round = cta_index(); round < d.rounds; round += CTAS)  // all have read them
-    for (int bin = 2 * w.thread; bin < BINS; bin += 2 * WORKERS_THREADS)
-      store_relaxed((uint4*)(w.a.tallies + round * BINS + bin), {0, 0, 0, 0});
-  return best_of_all(w, mine);
+  for (int cta = c.thread; cta < CTAS; cta += CONSUMER_THREADS) mine = larger_of(mine, load_relaxed(sampled_candidates(c) + cta));
+  for (int round = cta_index(); round < d.rounds; round += CTAS)  // All CTAs have read the histograms.
+    for (int bin = 2 * c.thread; bin < BINS; bin += 2 * CONSUMER_THREADS)
+      store_relaxed((uint4*)(c.a.histograms + round * BINS + bin), {0, 0, 0, 0});
+  return cta_max(c, mine);
 }

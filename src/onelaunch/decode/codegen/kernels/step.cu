@@ -1,62 +1,78 @@
-// Tokens of a Qwen3 model at batch 1: all layers, the head and the choice of the next token in one launch, or one phase of them.
+// Decode step of a Qwen3 model at batch 1, as one persistent kernel: all layers, LM head and choice of the next token in one launch.
 //
-// Plan       plan.cuh, written for a model, a rung of the ladder and a chip: sizes, places, edges, the order of phases.
-// Grid       one CTA for each processor, all resident. Each owns tiles of 8 rows of every matrix, see shares.
-// Warps      8 work; one thread of a ninth copies the CTA's weights, which lie in the order of their use, into a ring in shared memory.
-//            Where the plan streams it waits for no edge but one: it runs into the next phase, layer and token, but copies keys and
-//            values of earlier positions once the token before is done.
-// On chip    weights on their way; the vector that a phase multiplies; the rows of the residual stream that the CTA owns, if it alone
-//            adds to them.
-// Products   a tile's 8 rows times 32 channels are one product of 16 rows by 8 columns: rows 8 to 15 are the same rows, 16 channels on.
-//            Columns are the vector's upper and lower 8 bits of mantissa, for either half: float32 activations at no cost, no shuffles.
-// Edges      grid: a counter that all bump. flags: counters by key head. data: a word's two lowest bits say which use it was written
-//            for, and readers wait for the words themselves; that needs no fence and no order but that of the data. Where heads are
-//            summed, words of the residual stream count what was added to them, and readers wait for that number: residual.cuh.
-// Numerics   weights, keys and values bfloat16; sums, residual stream and what CTAs hand each other float32, less two bits if tagged;
-//            a stream that is added to is in integers of 2^-28.
-// Waiting    never without end: after LIMIT ticks an error is noted, and no wait of this launch waits again.
+// Computes   per token and layer: x += W_o attention(rope(norm(W_qkv rmsnorm(x)))) and x += W_down (silu(W_gate y) * W_up y), y =
+//            rmsnorm(x); then logits = W_head rmsnorm(x) and the next token. Defined with ONLY_PHASE, the kernel runs one phase of this
+//            per launch.
+// Plan       plan.cuh (sizes, flags, offsets) and order.cuh (sequence of phases and their synchronization) are generated from a plan by
+//            codegen/emit.py, for one model, optimization level and number of SMs.
+// Grid       one CTA per SM, all resident (cooperative launch), since CTAs wait for each other. Each owns tiles of 8 rows of every weight
+//            matrix, and some units of attention: its row of the table `assignments`.
+// Warps      eight consumer warps compute. One thread of a ninth warp, the producer, copies the CTA's weights, which lie in global memory
+//            in the order of their use, into a ring in shared memory with cp.async.bulk (waiting.cuh). With CROSS_PHASE_PREFETCH it
+//            runs ahead into the next phase, layer and token, bounded by the ring alone; keys and values of earlier positions, which
+//            it copies too (KV_THROUGH_RING), it may only copy once the previous token is complete.
+// On chip    shared memory: the ring (the rest of 227 KB), the operand of the current product as two bfloat16 per column, and the CTA's own
+//            rows of the residual stream. Registers: the weights of a phase's first tiles, fetched before its operand is waited for.
+// Memory     every weight is read once per token; each cached key and value once per unit that has its position. Vectors between phases
+//            pass through the L2 cache: every CTA reads a phase's whole operand.
+// Products   mma.m16n8k16 with x split into two bfloat16 (products.cuh).
+// Sync       between phases, by plan: grid barriers, semaphores per KV head (phases.cuh), or flag-in-data words as in NCCL's LL
+//            protocol, which need neither fence nor barrier (words.cuh). With SPLIT_K_O words of the residual stream are sums that
+//            count their additions, and readers wait for the count (residual.cuh). Before launch, onelaunch.decode.plan.check proves
+//            every plan free of races.
+// Numerics   weights, keys and values bfloat16; products, residual stream and words between CTAs float32 (22 significant bits where
+//            words carry a tag; fixed point in units of 2^-28 where they are added to).
+// Time-out   every wait ends: after TIMEOUT_CYCLES an error is noted, and no wait of the launch waits again (waiting.cuh).
+// Source     docs/notebook/decode.md, with the measurements behind these choices.
 #include "machine.cuh"
 #include "plan.cuh"
 
-constexpr int WARPS = 8, WORKERS_THREADS = 32 * WARPS, THREADS = WORKERS_THREADS + 32;
-constexpr int TILE = 8, STEP = 256, GRANULE = TILE * STEP * 2, CHUNK = 4 * GRANULE, MOST = 6;
-constexpr int HEAD_WORDS = (GROUP + 2) * HEAD, UNIT_QUERIES = GROUP / SHARERS;  // queries of a unit of attention
-constexpr int SLOT = UNIT_QUERIES * JOINED * HEAD + (UNIT_QUERIES * JOINED + 3) / 4 * 4;
-constexpr long long LIMIT = 1ll << 32;  // ticks: two seconds
+constexpr int WARPS = 8, CONSUMER_THREADS = 32 * WARPS, THREADS = CONSUMER_THREADS + 32;
+constexpr int TILE = 8, STEP = 256, GRANULE = TILE * STEP * 2, CHUNK = 4 * GRANULE, MAX_TILES = 6;
+constexpr int HEAD_WORDS = (GROUP + 2) * HEAD_DIM;           // words of a KV head: its queries, key and value
+constexpr int UNIT_QUERIES = GROUP / QUERY_SPLITS;            // queries of a unit of attention
+// Words of a unit's slot of PARTIAL: outputs, then LSE, in whole 16 bytes.
+constexpr int PARTIAL_WORDS = UNIT_QUERIES * QUERY_MERGE * HEAD_DIM + (UNIT_QUERIES * QUERY_MERGE + 3) / 4 * 4;
+constexpr long long TIMEOUT_CYCLES = 1ll << 32;  // about two seconds
 constexpr float LOG2E = 1.4426950408889634f;
 
-enum { QKV, O, GATE_UP, DOWN, LM_HEAD, ATTENTION, ROPE, NORM, SHARES };       // rows of the table of shares
-enum { POSITION, TOKENS, BARRIERS, ERROR, STATE_WORDS };                      // words of state
-enum { STALLED = 1, OUT_OF_RANGE };                                           // errors
-enum { TICKS_BEGIN, TIME_BEGIN, TICKS_END, TIME_END, MARKS };                 // behind them if STAMPED, for each CTA: of a token; then
-enum { READY, DONE, MARKS_OF_A_PHASE };                                       // [LAYERS + 1][SHARES + 1] of these, in ticks
+// Phases with a row in Arguments::assignments, and the choice of the next token, which has none.
+enum { QKV, O, GATE_UP, DOWN, LM_HEAD, ATTENTION, ROPE, NORM, TABLE_PHASES, NEXT_TOKEN = TABLE_PHASES };
+enum { POSITION, TOKENS, BARRIERS, ERROR, STATE_WORDS };  // words of Arguments::state
+enum { STALLED = 1, OUT_OF_RANGE };  // values of the error word
+// Profile markers, behind the state if PROFILED: per CTA MARKER_HEADER words of the token, in cycles and nanoseconds, then
+// [LAYERS + 1][TABLE_PHASES + 1][MARKERS_PER_PHASE] in cycles.
+enum { TICKS_BEGIN, TIME_BEGIN, TICKS_END, TIME_END, MARKER_HEADER };
+enum { READY, DONE, MARKERS_PER_PHASE };  // operand staged; results stored
 
 typedef unsigned short u16;
 
 struct Arguments {
-  const char* stream;        // weights, CTA after CTA
-  const long long* starts;   // where each CTA's begin, in bytes
-  const int* shares;         // [CTAS][SHARES][2]: units of each CTA
-  const int* arrivals;       // of each counter, in one use
+  const char* stream;        // weights, CTA after CTA, each in the order of its use (packing.py)
+  const long long* starts;   // [CTAS]: offset of each CTA's weights, in bytes
+  const int* assignments;    // [CTAS][TABLE_PHASES][2]: first unit and one past the last
+  const int* arrivals;       // per semaphore: CTAs that signal it in one epoch
   const u16* embedding;      // [VOCAB][HIDDEN]
-  const u16* norms;          // per layer HIDDEN, HIDDEN, HEAD, HEAD; then HIDDEN
-  const float* rotations;    // [capacity][HEAD]: cosines, then sines
-  u16 *keys, *values;        // [LAYERS][HEADS][capacity][HEAD]
-  const long long* first;    // the token that comes first, or none: that of its position in tokens
-  int* tokens;               // by position
-  float* words;              // buffers
-  u64* best;                 // [3][CTAS]: candidates, two sets by turns; those that are drawn
-  u32* counters;
+  const u16* norms;          // weights of norms, per layer [HIDDEN], [HIDDEN], [HEAD_DIM], [HEAD_DIM]; then the last [HIDDEN]
+  const float* rotations;    // [capacity][HEAD_DIM]: cosines, then sines
+  u16 *keys, *values;        // [LAYERS][KV_HEADS][capacity][HEAD_DIM]
+  const long long* first;    // first token to process; null for that of its position in `tokens`
+  int* tokens;               // [positions]: token ids; the launch writes those that it makes
+  float* words;              // buffers between CTAs, at the offsets of plan.cuh
+  u64* best;                 // [3][CTAS]: candidates: two sets that alternate, and the sampled ones
+  u32* counters;             // grid barrier, then semaphores, 128 bytes each
   u32* state;
   float* logits;             // [VOCAB]
-  const u32* choices;        // how a token is chosen, or none: the likeliest; see sampling.cuh
-  unsigned char* seen;       // [VOCAB]: whether a token is in the text, or none: without a penalty
-  u64* tallies;              // [ROUNDS][BINS]
+  const u32* choices;        // sampling parameters (sampling.cuh); null takes the largest logit
+  unsigned char* seen;       // [VOCAB]: flag of tokens in the sequence; null without a penalty
+  u64* histograms;           // [ROUNDS][BINS]
   int capacity, count;       // positions that the cache has room for; tokens to make
-  int position;              // of the first token, or -1: as the last launch left it
+  int position;              // position of the first token; -1 continues where the last launch ended
 };
 
 #include "waiting.cuh"
+#include "consumer.cuh"
+#include "words.cuh"
 #include "vectors.cuh"
 #include "products.cuh"
 #include "heads.cuh"
@@ -65,149 +81,157 @@ struct Arguments {
 #include "residual.cuh"
 #include "phases.cuh"
 
-// The thread that copies. In a plan that does not stream it stops where the workers have not yet arrived. Before the chunk at which
-// hand-offs end, what is on its way is bounded, and how soon one chunk follows another: hand-offs queue behind it.
-struct Copier {
+// The producer thread's state. Before the LM head, where vectors still pass between CTAs, the number of copies in flight is bounded
+// (`flight`), and so is the pace at which they follow each other: loads and polls of the consumers queue behind them in the memory
+// system.
+struct Producer {
   const Arguments& a;
   Shared& s;
   Ring ring;
   int issued = 0, flight = FLIGHT;
   long long earliest = 0;
-  const u64 once = used_once();
+  const u64 read_once = createpolicy_evict_first();
 
-  // The place of the next chunk, of so many bytes, once it is free; or none: nobody waits for the rest.
-  DEVICE char* next(int bytes, bool bounded, int pace) {
-    if constexpr (!STREAMS && !SEPARATE) await(a, s, [&] { return (int)(*s.allowed - issued) > 0; });
-    if (!await_ring(a, s, s.empty + ring.stage, ring.phase ^ 1)) return nullptr;
-    ring_expect(s.full + ring.stage, bytes);
+  // Return the address for the next chunk, of `bytes` bytes, once its stage is empty, and arm its `full` barrier. Return null if a wait
+  // timed out: the rest is not copied, as nobody waits for it. In plans without prefetch, first wait for permission (allow_weights).
+  DEVICE char* acquire(int bytes, bool bounded, int pace) {
+    if constexpr (!CROSS_PHASE_PREFETCH && !LAUNCH_PER_PHASE) spin_until(a, s, [&] { return (int)(*s.chunks_allowed - issued) > 0; });
+    if (!wait_ring(a, s, s.empty + ring.stage, ring.phase ^ 1)) return nullptr;
+    mbarrier_arrive_expect_tx(s.full + ring.stage, bytes);
     if (bounded) {
       const Ring landed = ring.before(flight);
-      await_ring(a, s, s.full + landed.stage, landed.phase);
-      if (pace > 0) await(a, s, [&] { return ticks() >= earliest; });
-      earliest = ticks() + pace;
+      wait_ring(a, s, s.full + landed.stage, landed.phase);
+      if (pace > 0) spin_until(a, s, [&] { return clock64() >= earliest; });
+      earliest = clock64() + pace;
     }
     return s.stages + ring.stage * CHUNK;
   }
-  DEVICE void copy(char* to, const void* from, int bytes) { ring_copy(to, from, bytes, s.full + ring.stage, once); }
-  DEVICE void done() { ring.advance(), ++issued; }
+  DEVICE void copy(char* to, const void* from, int bytes) { cp_async_bulk(to, from, bytes, s.full + ring.stage, read_once); }
+  DEVICE void advance() { ring.advance(), ++issued; }
 };
-DEVICE void copy_weights(Copier& c, const char* from, int granules, int chunk, bool bounded) {
+DEVICE void copy_weights(Producer& p, const char* from, int granules, int chunk, bool bounded) {
   const int bytes = GRANULE * (granules - 4 * chunk < 4 ? granules - 4 * chunk : 4);
-  if (char* to = c.next(bytes, bounded, PACE)) c.copy(to, from + (long long)chunk * CHUNK, bytes), c.done();
+  if (char* to = p.acquire(bytes, bounded, PACE)) p.copy(to, from + (long long)chunk * CHUNK, bytes), p.advance();
 }
-// Earlier positions of a layer. Those of the token before are there once it is done.
-DEVICE void copy_cache(Copier& c, const int* share, int layer, int token, int position) {
-  for (int unit = share[2 * ATTENTION]; unit < share[2 * ATTENTION + 1]; ++unit) {
+// Copy the keys and values of earlier positions for the CTA's units. Before the first layer's, wait until this CTA has completed the
+// previous token: the rows that any CTA wrote for it have then been acquired, and the proxy fence orders them before bulk copies.
+DEVICE void copy_cache(Producer& p, const int* assignments, int layer, int token, int position) {
+  for (int unit = assignments[2 * ATTENTION]; unit < assignments[2 * ATTENTION + 1]; ++unit) {
     const Span span(unit, position);
-    if (!span.used || span.begin >= span.cached) continue;
+    if (!span.active || span.begin >= span.cached) continue;
     if (layer == 0) {
-      await(c.a, c.s, [&] { return *c.s.made >= token; });
-      see_for_copies();
+      spin_until(p.a, p.s, [&] { return *p.s.tokens_done >= token; });
+      fence_proxy_async();
     }
-    for (int base = span.begin; base < span.cached; base += ROWS) {
-      const int bytes = 2 * HEAD * (span.cached - base < ROWS ? span.cached - base : ROWS);
-      const long long at = ((long long)(layer * HEADS + span.head) * c.a.capacity + base) * HEAD;
-      char* to = c.next(2 * bytes, true, 0);
+    for (int base = span.begin; base < span.cached; base += CHUNK_POSITIONS) {
+      const int bytes = 2 * HEAD_DIM * (span.cached - base < CHUNK_POSITIONS ? span.cached - base : CHUNK_POSITIONS);
+      const long long at = ((long long)(layer * KV_HEADS + span.head) * p.a.capacity + base) * HEAD_DIM;
+      char* to = p.acquire(2 * bytes, true, 0);
       if (!to) return;
-      c.copy(to, c.a.keys + at, bytes), c.copy(to + CHUNK / 2, c.a.values + at, bytes), c.done();
+      p.copy(to, p.a.keys + at, bytes), p.copy(to + CHUNK / 2, p.a.values + at, bytes), p.advance();
     }
   }
 }
-DEVICE void copy_tokens(const Arguments& a, const int* share, Shared& s) {
-  const int qkv = phase_granules(share, QKV, HIDDEN) / 4, layer = layer_granules(share), chunks = (layer * LAYERS + 3) / 4;
-  const int granules = layer * LAYERS + phase_granules(share, LM_HEAD, HIDDEN);
+// The producer thread: copy all weights of the CTA, in the order of their use, token after token.
+DEVICE void produce(const Arguments& a, const int* assignments, Shared& s) {
+  const int qkv = phase_granules(assignments, QKV, HIDDEN) / 4, layer = layer_granules(assignments), chunks = (layer * LAYERS + 3) / 4;
+  const int granules = layer * LAYERS + phase_granules(assignments, LM_HEAD, HIDDEN);
   const int position = a.position < 0 ? (int)a.state[POSITION] : a.position;
   const char* from = a.stream + a.starts[cta_index()];
-  Copier c = {a, s};
+  Producer p = {a, s};
   for (int token = 0; token < a.count; ++token) {
-    if (FLIGHT_APART != FLIGHT) c.flight = used_at(position + token) == 1 ? FLIGHT_APART : FLIGHT;
-    int until = qkv;  // whole layers are whole chunks, where keys and values come too
-    for (int chunk = 0, at = 0; chunk < (granules + 3) / 4 && !*s.gone; ++chunk) {
-      if (KEYS_STREAM && chunk == until && at < LAYERS) copy_cache(c, share, at++, token, position + token), until += layer / 4;
-      copy_weights(c, from, granules, chunk, chunk < chunks);
+    if (FLIGHT_LOCAL != FLIGHT) p.flight = kv_splits_at(position + token) == 1 ? FLIGHT_LOCAL : FLIGHT;
+    int until = qkv;  // With KV_THROUGH_RING phases end at chunks: a layer's keys and values come between QKV's weights and the rest.
+    for (int chunk = 0, at = 0; chunk < (granules + 3) / 4 && !*s.aborted; ++chunk) {
+      if (KV_THROUGH_RING && chunk == until && at < LAYERS) copy_cache(p, assignments, at++, token, position + token), until += layer / 4;
+      copy_weights(p, from, granules, chunk, chunk < chunks);
     }
   }
 }
 
+// Load the CTA's assignments and initialize the ring. Ends with a barrier of all threads.
 DEVICE Shared set_up(const Arguments& a) {
   Shared s(shared_memory());
-  if (thread_index() < 2 * SHARES) s.share[thread_index()] = a.shares[cta_index() * SHARES * 2 + thread_index()];
+  if (thread_index() < 2 * TABLE_PHASES) s.assignments[thread_index()] = a.assignments[cta_index() * TABLE_PHASES * 2 + thread_index()];
   if (thread_index() == 0) {
     for (int stage = 0; stage < STAGES; ++stage) {
-      ring_init(s.full + stage, 1);
-      ring_init(s.empty + stage, WARPS);
+      mbarrier_init(s.full + stage, 1);
+      mbarrier_init(s.empty + stage, WARPS);
     }
-    *s.allowed = 0;
-    *s.gone = 0;
-    *s.made = 0;
-    ring_fence();
+    *s.chunks_allowed = 0;
+    *s.aborted = 0;
+    *s.tokens_done = 0;
+    fence_mbarrier_init();
   }
-  block_meets();
+  syncthreads();
   return s;
 }
 
+// Decode a.count tokens.
 DEVICE void decode_tokens(const Arguments& a) {
   Shared s = set_up(a);
-  const int* share = s.share;
-  if (thread_index() >= WORKERS_THREADS) {
-    if (thread_index() == WORKERS_THREADS) copy_tokens(a, share, s);
+  const int* assignments = s.assignments;
+  if (thread_index() >= CONSUMER_THREADS) {
+    if (thread_index() == CONSUMER_THREADS) produce(a, assignments, s);
   } else {
-    Worker w(a, s, share);
-    while (*s.made < a.count) {
-      w.begin_token();
-      for (w.layer = 0; w.layer < LAYERS; ++w.layer) layer_phases(w);
-      tail_phases(w);
-      w.end_token();
+    Consumer c(a, s, assignments);
+    while (*s.tokens_done < a.count) {
+      c.begin_token();
+      for (c.layer = 0; c.layer < LAYERS; ++c.layer) layer_phases(c);
+      tail_phases(c);
+      c.end_token();
     }
-    w.end_launch();
+    c.end_launch();
   }
 }
 
-// One phase of a layer, or of the tail where layer is LAYERS, as a launch of its own. SHARES stands for the choice of the next token.
+// Run one phase of a layer, or of the tail with layer LAYERS, as a launch of its own. Launches overlap (programmatic dependent launch):
+// the producer starts at once, as weights depend on no result; the consumers wait for the launches before. Copies in flight are not
+// bounded, as no vectors pass between CTAs within a launch.
 template <int PHASE>
 DEVICE void decode_phase(const Arguments& a, int layer) {
   Shared s = set_up(a);
-  const int* share = s.share;
-  if (thread_index() >= WORKERS_THREADS) {
-    if (PHASE <= LM_HEAD && thread_index() == WORKERS_THREADS) {
-      int before = layer * layer_granules(share);
-      for (int each = 0; each < PHASE && PHASE != LM_HEAD; ++each) before += phase_granules(share, each, columns_of(each));
-      const int granules = phase_granules(share, PHASE, columns_of(PHASE));
+  const int* assignments = s.assignments;
+  if (thread_index() >= CONSUMER_THREADS) {
+    if (PHASE <= LM_HEAD && thread_index() == CONSUMER_THREADS) {
+      int before = layer * layer_granules(assignments);
+      for (int each = 0; each < PHASE && PHASE != LM_HEAD; ++each) before += phase_granules(assignments, each, columns_of(each));
+      const int granules = phase_granules(assignments, PHASE, columns_of(PHASE));
       const char* from = a.stream + a.starts[cta_index()] + (long long)before * GRANULE;
-      Copier c = {a, s};
-      for (int chunk = 0; chunk < (granules + 3) / 4; ++chunk) copy_weights(c, from, granules, chunk, false);  // nobody's result: no need to wait
+      Producer p = {a, s};
+      for (int chunk = 0; chunk < (granules + 3) / 4; ++chunk) copy_weights(p, from, granules, chunk, false);
     }
   } else {
-    begin_after_earlier_launches();
-    let_next_launch_begin();
-    Worker w(a, s, share);
-    w.layer = layer;
-    if constexpr (PHASE == QKV) multiply_qkv(w);
-    if constexpr (PHASE == ATTENTION) attend(w);
-    if constexpr (PHASE == O) multiply_o(w);
-    if constexpr (PHASE == GATE_UP) multiply_gate_up(w);
-    if constexpr (PHASE == DOWN) multiply_down(w);
-    if constexpr (PHASE == LM_HEAD) multiply_head(w);
-    if constexpr (PHASE == SHARES) next_token(w), w.end_launch();
+    griddepcontrol_wait();
+    griddepcontrol_launch_dependents();
+    Consumer c(a, s, assignments);
+    c.layer = layer;
+    if constexpr (PHASE == QKV) multiply_qkv(c);
+    if constexpr (PHASE == ATTENTION) attend(c);
+    if constexpr (PHASE == O) multiply_o(c);
+    if constexpr (PHASE == GATE_UP) multiply_gate_up(c);
+    if constexpr (PHASE == DOWN) multiply_down(c);
+    if constexpr (PHASE == LM_HEAD) multiply_head(c);
+    if constexpr (PHASE == NEXT_TOKEN) next_token(c), c.end_launch();
   }
 }
 
 #ifndef ON_HOST
-#ifdef ALONE
-// Two launches side by side, but attention's has more registers: those beside it have few.
-constexpr int SIDE_BY_SIDE = ALONE == ATTENTION ? 1 : 2;
+#ifdef ONLY_PHASE
+// Two launches overlap on an SM. Attention may use more than half of the registers, as the launches before and after it use few.
+constexpr int MIN_CTAS_PER_SM = ONLY_PHASE == ATTENTION ? 1 : 2;
 #else
-constexpr int SIDE_BY_SIDE = 1;
+constexpr int MIN_CTAS_PER_SM = 1;
 #endif
-extern "C" __global__ void __launch_bounds__(THREADS, SIDE_BY_SIDE)
-decode(const char* stream, const long long* starts, const int* shares, const int* arrivals, const u16* embedding, const u16* norms,
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS_PER_SM)
+decode(const char* stream, const long long* starts, const int* assignments, const int* arrivals, const u16* embedding, const u16* norms,
        const float* rotations, u16* keys, u16* values, const long long* first, int* tokens, float* words, u64* best, u32* counters,
-       u32* state, float* logits, const u32* choices, unsigned char* seen, u64* tallies, int capacity, int count, int position,
+       u32* state, float* logits, const u32* choices, unsigned char* seen, u64* histograms, int capacity, int count, int position,
        int layer) {
-  const Arguments a = {stream, starts, shares,   arrivals, embedding, norms,   rotations, keys,    values,   first, tokens,
-                       words,  best,   counters, state,    logits,    choices, seen,      tallies, capacity, count, position};
-#ifdef ALONE
-  decode_phase<ALONE>(a, layer);
+  const Arguments a = {stream, starts, assignments, arrivals, embedding, norms, rotations, keys, values, first, tokens, words,
+                       best, counters, state, logits, choices, seen, histograms, capacity, count, position};
+#ifdef ONLY_PHASE
+  decode_phase<ONLY_PHASE>(a, layer);
 #else
   decode_tokens(a);
 #endif

@@ -80,12 +80,12 @@ def not_resident(level: str, config: ModelConfig, ctas: int) -> str | None:
     Only residency depends on the device. The ordering of the plan's phases is proved later, when its session is made.
     """
     from onelaunch.decode.codegen.layout import Tuning
-    from onelaunch.decode.plan.check import check_room
-    from onelaunch.decode.runtime.proofs import room_of
+    from onelaunch.decode.plan.check import check_residency
+    from onelaunch.decode.runtime.proofs import resources_of
 
     plan = plan_for(config, level, ctas)
     try:
-        check_room(plan, room_of(plan, Tuning(), ctas))
+        check_residency(plan, resources_of(plan, Tuning(), ctas))
     except PlanError as error:
         return f"has no sound plan here: {error.problem}"
     return None

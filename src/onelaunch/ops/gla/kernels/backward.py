@@ -1,19 +1,21 @@
-"""Gradients of gated linear attention with respect to q, k and g, parallel over chunks.
+"""Gradients of gated linear attention with respect to q, k and g, portable Triton, parallel over chunks.
 
-Computes   over a chunk that S enters, with dS the gradient of the state behind it, and dP = tril(do v^T):
-           dq = scale * (e^before (do S^T) + sum_s dP[t, s] k_s e^(g_s+1 + ... + g_t))
-           dk = e^after (v dS^T) + scale * sum_t dP[t, s] q_t e^(g_s+1 + ... + g_t)
-           dg_t = the sum of all that passes from before t to t or behind it: from S to dS, from S to steps, from steps to dS, and
-           between steps of the chunk
-Grid       a program per chunk and head; blocks of K one after the other, blocks of V inside.
-On chip    dP [64, 64]; dq, dk and dg [64, BK], float32.
-Memory     S and dS of the chunk in (carry_kernel wrote them), q, k, g in and dq, dk, dg out once; v and do once per block of K.
-Decay      as in chunk.py. Every part of dg has exp(g_t) as a factor, and none is the difference of larger ones but where a
-           chunk's decay is benign: there the pairs within the chunk are suffix sums of q dq - k dk, in which pairs that lie
-           behind t altogether cancel. They do so only if dq and dk hold the very same terms, so the products are those of what
-           was rounded. dg adds up over a chunk alone, so that errors do not add up along T.
-Rounding   dq and dk may have two roundings beside their own: those of dP and k, or that of a state. A float32 dg beside 16-bit
-           inputs is held to float32's own accuracy: then nothing is rounded (EXACT).
+Computes   for a chunk that S enters, with dS the gradient of the state that leaves it, and dP = tril(do v^T):
+             dq = scale * (e^before (do S^T) + sum over s of dP[t, s] k_s e^(g_s+1 + ... + g_t))
+             dk = e^after (v dS^T) + scale * sum over t of dP[t, s] q_t e^(g_s+1 + ... + g_t)
+             dg_t = the sum of all terms whose decay contains g_t, which reach from before t to t or behind it: from S to dS,
+             from S to steps, from steps to dS, and between steps of the chunk.
+Grid       one CTA per chunk and head; blocks of K one after the other, blocks of V inside. No CTA waits for another one.
+On chip    in registers, float32: dP [64, 64]; dq, dk and dg [64, BK].
+Memory     S and dS of the chunk (``chunk_state_kernel`` stored them) and q, k, g are read once, dq, dk, dg written once; v and
+           do are read once per block of K.
+Decay      as in chunk.py. Every term of dg has e^(g_t) as a factor. None is the difference of larger ones, except in a chunk of
+           moderate decay. There, terms between steps are suffix sums of q dq - k dk, in which the pairs that lie behind t
+           altogether cancel. They cancel only if dq and dk hold the very same terms, so what is subtracted are products of what
+           was rounded. dg is added up within a chunk only, so errors do not grow with T.
+Numerics   dq and dk may have two roundings besides their own: those of dP and k, or that of a state. A float32 dg next to
+           16-bit inputs is held to float32's own accuracy: then nothing is rounded (EXACT).
+Source     experiment 039; docs/notebook/gla.md.
 """
 
 import triton
@@ -22,6 +24,7 @@ import triton.language as tl
 from onelaunch.ops.gla.kernels.chunk import (
     CHUNK,
     LEVELS,
+    adjacent_blocks,
     exp,
     find_chunk,
     from_middle,
@@ -30,7 +33,6 @@ from onelaunch.ops.gla.kernels.chunk import (
     is_benign,
     load_decay,
     load_rows,
-    neighbours,
     pair_decay,
     row_pointer,
     split_product,
@@ -46,20 +48,23 @@ from onelaunch.ops.gla.kernels.chunk import (
 
 
 @triton.jit
-def sum_earlier(x, t, PRECISION: tl.constexpr):
-    """Before each step."""
+def prefix_sum_exclusive(x, t, PRECISION: tl.constexpr):
+    """Return the sums over the steps before each step."""
     return sums(x, t * 0, t, PRECISION)
 
 
 @triton.jit
-def sum_onward(x, t, PRECISION: tl.constexpr):
-    """From each step on."""
+def suffix_sum(x, t, PRECISION: tl.constexpr):
+    """Return the sums from each step on to the end of the chunk."""
     return sums(x, t, t * 0 + CHUNK, PRECISION)
 
 
 @triton.jit
 def pair_gradients(both, q, k, t, LOW: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl.constexpr):
-    """Of decayed queries and keys [64, BK], and each one's product with its own; ``both`` [64, 64] is dP and its transpose."""
+    """Return the gradients of decayed queries and keys [64, BK], and the product of each with its own gradient.
+
+    ``both`` [64, 64] is dP below the diagonal and its transpose above. The last two results are what dg subtracts.
+    """
     zero = tl.zeros(q.shape, tl.float32)
     none = tl.zeros([CHUNK, CHUNK], LOW)
     keys = k.to(LOW)
@@ -69,23 +74,26 @@ def pair_gradients(both, q, k, t, LOW: tl.constexpr, PARTS: tl.constexpr, PRECIS
 
 
 @triton.jit
-def by_pairs(both, q, k, g, t, LOW: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl.constexpr, BENIGN: tl.constexpr):
-    """What pairs of different steps give dq, dk and dg, over a block of keys; q, k, g float32 [64, BK]."""
+def pair_terms(both, q, k, g, t, LOW: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl.constexpr, BENIGN: tl.constexpr):
+    """Return what pairs of different steps add to dq, dk and dg, over a block of keys; q, k, g are float32 [64, BK].
+
+    BENIGN: one product anchored at the middle of the chunk; otherwise secondary chunking as in chunk.py.
+    """
     if BENIGN:
         distance = from_middle(g, t, PRECISION)
         shrink = exp(distance)
         grow = exp(-distance)
         dq, dk, of_q, of_k = pair_gradients(both, q * shrink, k * grow, t, LOW, PARTS, PRECISION)
-        return dq * shrink, dk * grow, sum_onward(of_q - of_k, t, PRECISION)
+        return dq * shrink, dk * grow, suffix_sum(of_q - of_k, t, PRECISION)
     dq = tl.zeros(q.shape, tl.float32)
     dk = tl.zeros(q.shape, tl.float32)
     dg = tl.zeros(q.shape, tl.float32)
     for level in range(LEVELS):
-        # right steps are queries here and left ones keys, so one product has dq of those and dk of these
+        # Steps of right blocks are queries and those of left blocks keys: one product gives dq of those and dk of these.
         right = in_right_block(t, level)[:, None]
         factor = exp(sums_by_block(g, t, level, PRECISION))
         decayed = factor * tl.where(right, q, k)
-        taken = tl.where(neighbours(t, level), both, tl.zeros([CHUNK, CHUNK], LOW))
+        taken = tl.where(adjacent_blocks(t, level), both, tl.zeros([CHUNK, CHUNK], LOW))
         found = split_product(taken, decayed, tl.zeros(q.shape, tl.float32), PARTS, PRECISION)
         dg += sums_around(decayed * found, t, level, PRECISION)
         found *= factor
@@ -98,31 +106,31 @@ def by_pairs(both, q, k, g, t, LOW: tl.constexpr, PARTS: tl.constexpr, PRECISION
 def score_gradients(
     p_do, do_stride_t, p_v, v_stride_t, t, left, V, BV: tl.constexpr, PRECISION: tl.constexpr, EVEN: tl.constexpr
 ):
-    """dP [64, 64] below the diagonal, and on it [64, 1]."""
+    """Return dP = do v^T [64, 64] below the diagonal, 0 elsewhere, and its diagonal [64, 1]; block by block of values."""
     dscores = tl.zeros([CHUNK, CHUNK], tl.float32)
     for first in range(0, V, BV):
         c = first + tl.arange(0, BV)
         b_do = load_rows(p_do, do_stride_t, t, left, c, V, EVEN)
         b_v = load_rows(p_v, v_stride_t, t, left, c, V, EVEN)
         dscores = split_product(b_do, tl.trans(b_v), dscores, 1, PRECISION)
-    alone = tl.sum(tl.where(t[:, None] == t[None, :], dscores, 0.0), 1)[:, None]
-    return tl.where(t[:, None] > t[None, :], dscores, 0.0), alone
+    diagonal = tl.sum(tl.where(t[:, None] == t[None, :], dscores, 0.0), 1)[:, None]
+    return tl.where(t[:, None] > t[None, :], dscores, 0.0), diagonal
 
 
 @triton.jit
-def through_states(
+def state_products(
     p_do, do_stride_t, p_v, v_stride_t, states, dstates, index, t, left, c, K, V,
     BV: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """For a block of keys do S^T and v dS^T [64, BK], undecayed, and the sum over V of S and dS [1, BK]."""
+    """Return do S^T and v dS^T [64, BK] for a block of keys, without decay, and the sum over V of S and dS [1, BK]."""
     from_states = tl.zeros([CHUNK, c.shape[0]], tl.float32)
     from_dstates = tl.zeros([CHUNK, c.shape[0]], tl.float32)
     whole = tl.zeros([c.shape[0]], tl.float32)
     for first in range(0, V, BV):
         cv = first + tl.arange(0, BV)
-        held = inside_state(c, cv, K, V)
-        b_state = tl.load(state_pointers(states, index, c, cv, K, V), mask=held, other=0.0)
-        b_dstate = tl.load(state_pointers(dstates, index, c, cv, K, V), mask=held, other=0.0)
+        inside = inside_state(c, cv, K, V)
+        b_state = tl.load(state_pointers(states, index, c, cv, K, V), mask=inside, other=0.0)
+        b_dstate = tl.load(state_pointers(dstates, index, c, cv, K, V), mask=inside, other=0.0)
         whole += tl.sum(b_state.to(tl.float32) * b_dstate.to(tl.float32), 1)
         b_do = load_rows(p_do, do_stride_t, t, left, cv, V, EVEN)
         b_v = load_rows(p_v, v_stride_t, t, left, cv, V, EVEN)
@@ -141,8 +149,8 @@ def chunk_gradients(
     BK: tl.constexpr, BV: tl.constexpr, LOW: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl.constexpr, EVEN: tl.constexpr,
     BENIGN: tl.constexpr,
 ):  # fmt: skip
-    """dq, dk and dg of a chunk with a decay per channel."""
-    dscores, alone = score_gradients(p_do, do_stride_t, p_v, v_stride_t, t, left, V, BV, PRECISION, EVEN)
+    """Compute and store dq, dk and dg of a chunk with a decay per channel, block by block of keys."""
+    dscores, diagonal = score_gradients(p_do, do_stride_t, p_v, v_stride_t, t, left, V, BV, PRECISION, EVEN)
     both = (dscores + tl.trans(dscores)).to(LOW)
     for first in range(0, K, BK):
         t = steps_of_chunk(first)
@@ -150,11 +158,11 @@ def chunk_gradients(
         b_q = load_rows(p_q, q_stride_t, t, left, c, K, EVEN).to(tl.float32) * scale
         b_k = load_rows(p_k, k_stride_t, t, left, c, K, EVEN).to(tl.float32)
         b_g = load_decay(p_g, g_stride_t, t, left, c, K, EVEN)
-        b_dq, b_dk, b_dg = by_pairs(both, b_q, b_k, b_g, t, LOW, PARTS, PRECISION, BENIGN)
-        b_dq += alone * b_k
-        b_dk += alone * b_q
+        b_dq, b_dk, b_dg = pair_terms(both, b_q, b_k, b_g, t, LOW, PARTS, PRECISION, BENIGN)
+        b_dq += diagonal * b_k
+        b_dk += diagonal * b_q
         t = steps_of_chunk(first + 1)
-        from_states, from_dstates, whole = through_states(
+        from_states, from_dstates, whole = state_products(
             p_do, do_stride_t, p_v, v_stride_t, states, dstates, index, t, left, c, K, V, BV, PARTS, PRECISION, EVEN
         )
         b_g = load_decay(p_g, g_stride_t, t, left, c, K, EVEN)
@@ -162,11 +170,11 @@ def chunk_gradients(
         from_states *= exp(sum_before(b_g, t, PRECISION))
         store_rows(p_dq, (b_dq + from_states) * scale, d_stride_t, t, left, c, K, EVEN)
         b_q = load_rows(p_q, q_stride_t, t, left, c, K, EVEN).to(tl.float32) * scale
-        b_dg += sum_onward(b_q * from_states, t, PRECISION)
+        b_dg += suffix_sum(b_q * from_states, t, PRECISION)
         from_dstates *= exp(sum_after(b_g, t, PRECISION))
         store_rows(p_dk, b_dk + from_dstates, d_stride_t, t, left, c, K, EVEN)
         b_k = load_rows(p_k, k_stride_t, t, left, c, K, EVEN).to(tl.float32)
-        b_dg += sum_earlier(b_k * from_dstates, t, PRECISION)
+        b_dg += prefix_sum_exclusive(b_k * from_dstates, t, PRECISION)
         store_rows(p_dg, b_dg, H * K, t, left, c, K, EVEN)
 
 
@@ -176,16 +184,16 @@ def chunk_gradients_scalar(
     q_stride_t, k_stride_t, v_stride_t, g_stride_t, do_stride_t, d_stride_t,
     BK: tl.constexpr, BV: tl.constexpr, LOW: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """The same with a decay per head."""
+    """Compute and store dq, dk and dg of a chunk with one decay per head, block by block of keys."""
     one = tl.arange(0, 1)
     b_g = load_decay(p_g, g_stride_t, t, left, one, 1, EVEN)
-    dscores, alone = score_gradients(p_do, do_stride_t, p_v, v_stride_t, t, left, V, BV, PRECISION, EVEN)
+    dscores, diagonal = score_gradients(p_do, do_stride_t, p_v, v_stride_t, t, left, V, BV, PRECISION, EVEN)
     dscores *= pair_decay(b_g, t, PRECISION)
     both = (dscores + tl.trans(dscores)).to(LOW)
     scores = tl.zeros([CHUNK, CHUNK], tl.float32)
-    dg_before = tl.zeros([CHUNK, 1], tl.float32)  # from each step to dS
-    dg_behind = tl.zeros([CHUNK, 1], tl.float32)  # from S to each step
-    dg_whole = tl.zeros([1, 1], tl.float32)  # from S to dS
+    dg_before = tl.zeros([CHUNK, 1], tl.float32)  # terms from each step to dS
+    dg_behind = tl.zeros([CHUNK, 1], tl.float32)  # terms from S to each step
+    dg_whole = tl.zeros([1, 1], tl.float32)  # terms from S to dS
     before = exp(sum_before(b_g, t, PRECISION))
     after = exp(sum_after(b_g, t, PRECISION))
     for first in range(0, K, BK):
@@ -197,7 +205,7 @@ def chunk_gradients_scalar(
         b_q = b_q.to(tl.float32) * scale
         b_k = b_k.to(tl.float32)
         b_dq, b_dk, _, _ = pair_gradients(both, b_q, b_k, t, LOW, PARTS, PRECISION)
-        from_states, from_dstates, whole = through_states(
+        from_states, from_dstates, whole = state_products(
             p_do, do_stride_t, p_v, v_stride_t, states, dstates, index, t, left, c, K, V, BV, PARTS, PRECISION, EVEN
         )
         from_states *= before
@@ -205,12 +213,12 @@ def chunk_gradients_scalar(
         dg_behind += tl.sum(b_q * from_states, 1, keep_dims=True)
         dg_before += tl.sum(b_k * from_dstates, 1, keep_dims=True)
         dg_whole += tl.sum(whole, 1, keep_dims=True)
-        store_rows(p_dq, (b_dq + from_states + alone * b_k) * scale, d_stride_t, t, left, c, K, EVEN)
-        store_rows(p_dk, b_dk + from_dstates + alone * b_q, d_stride_t, t, left, c, K, EVEN)
+        store_rows(p_dq, (b_dq + from_states + diagonal * b_k) * scale, d_stride_t, t, left, c, K, EVEN)
+        store_rows(p_dk, b_dk + from_dstates + diagonal * b_q, d_stride_t, t, left, c, K, EVEN)
     b_dg = dg_whole * exp(tl.sum(b_g, 0, keep_dims=True))
-    b_dg += sum_earlier(dg_before, t, PRECISION) + sum_onward(dg_behind, t, PRECISION)
-    # [t, s]: from s to all steps from t on; what comes from before t is what passes t
-    onward = sum_onward(scores * dscores * scale, t, PRECISION)
+    b_dg += prefix_sum_exclusive(dg_before, t, PRECISION) + suffix_sum(dg_behind, t, PRECISION)
+    # onward[t, s]: terms from step s to all steps from t on. Those with s < t contain g_t.
+    onward = suffix_sum(scores * dscores * scale, t, PRECISION)
     b_dg += tl.sum(tl.where(t[None, :] < t[:, None], onward, 0.0), 1, keep_dims=True)
     store_rows(p_dg, b_dg, H, t, left, one, 1, EVEN)
 
@@ -220,7 +228,10 @@ def chunk_is_benign(
     p_q, q_stride_t, p_k, k_stride_t, p_g, g_stride_t, t, left, K,
     BK: tl.constexpr, LIMIT: tl.constexpr, LARGEST: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """The same of a whole chunk, before anything else: code that serves both kinds in turn needs the registers of both."""
+    """Return whether ``is_benign`` holds for all keys of a chunk.
+
+    It is asked before anything else: code that served both kinds of decay block by block would need the registers of both.
+    """
     benign = left > 0
     for first in range(0, K, BK):
         c = first + tl.arange(0, BK)
@@ -244,7 +255,7 @@ def gradients_kernel(
     LIMIT: tl.constexpr, LARGEST: tl.constexpr, PRECISION: tl.constexpr, EVEN: tl.constexpr, SCALAR: tl.constexpr,
     PACKED: tl.constexpr,
 ):  # fmt: skip
-    """dq, dk [B, T, H, K], tokens ``d_stride_t`` apart, and dg [B, T, H, K or 1], contiguous."""
+    """Store dq, dk [B, T, H, K], tokens ``d_stride_t`` elements apart, and dg [B, T, H, K or 1], contiguous."""
     slot, h = tl.program_id(0) // H, tl.program_id(0) % H
     b, start, left = find_chunk(offsets, slot, T, sequences, STEPS, PACKED)
     if left <= 0:

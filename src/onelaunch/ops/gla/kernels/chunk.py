@@ -1,28 +1,31 @@
-"""Gated linear attention by chunks of 64 steps: what the kernels share, the walk of the states, and the reading of them.
+"""Gated linear attention in chunks of 64 steps, portable Triton: chunk state pass, chunk output, and what all kernels share.
 
-Computes   S_t = diag(exp(g_t)) S_{t-1} + k_t^T v_t,  o_t = scale * q_t S_t                                   (per head)
-           over a chunk that S enters:  o = scale * (q e^before) S + tril(P) v,  S' = e^whole S + (k e^after)^T v,
-           P[t, s] = scale * sum over channels of q_t k_s e^(g_s+1 + ... + g_t);
-           before, after: sums of g in the chunk up to and with a step, and behind it; whole: of all of it.
-Launches   1. carry_kernel, serial over chunks: the state that enters each chunk, and the final one;
-           2. read_kernel, parallel over chunks: o from it.
-           The same two, mirrored, are half of the backward pass: dS runs from the end to the start (q e^before for k e^after, do
-           for v), and dv = (k e^after) dS + P^T do reads it. The other half is backward.py.
-Grid       carry: (K / BK) * (V / BV) tiles of the state, per head and sequence; read: V / BV blocks, per head and chunk.
-On chip    carry: the state's tile [BK, BV], float32; read: P [64, 64] and o [64, BV].
-Memory     a state [K, V] per chunk goes out and in; all else is read once per tile or block of the other side.
-Packing    chunks start where sequences start; a program finds its sequence by bisection of the offsets, on the device.
-
-Decay      every exponent of the states is a sum of its own, from -inf to 0, never a difference: -inf minus -inf is NaN. So are
-           those of P where steps lie far apart in decay: for block sizes 1, 2, 4... 32, the steps of every second block (right)
-           read those of the block before it (left), through exp(sum from their block's start) and exp(sum to the other block's
-           end), see sums_by_block. Where no sum of a chunk is farther than LIMIT from that at its middle, one product gives P,
-           with factors exp(sums from the middle) and exp(-sums from the middle). One decay per head needs neither: its sums
-           between any two steps are a matrix [64, 64], see pair_decay.
-Rounding   16-bit inputs: the plain loop in float32 has one rounding, that of the result; twice its error is allowed, and
-           roundings add up as squares. So a path may have two more. o through the state: q e^before and S; o through P: k and P,
-           while q goes in as two 16-bit parts. dv likewise. What goes into the states is two parts as well, or as many as make
-           float32 where a float32 result hangs on it. float32 inputs: see split_product.
+Computes   S_t = diag(e^(g_t)) S_{t-1} + k_t^T v_t,   o_t = scale * q_t S_t   per head; in chunkwise form, where S enters a
+           chunk:
+             o = scale * (q e^before) S + tril(P) v,      S' = e^whole S + (k e^after)^T v,
+             P[t, s] = scale * sum over channels of q_t k_s e^(g_s+1 + ... + g_t);
+           before and after: sums of g in the chunk up to and with a step, and behind it; whole: the sum of all of it.
+Launches   1. ``chunk_state_kernel`` (fla's chunk_h), serial over chunks: the state that enters each chunk, and the final one;
+           2. ``chunk_output_kernel`` (fla's chunk_o), parallel over chunks: o from it.
+           With time reversed and q and k exchanged, the same two are half of the backward pass: dS runs from the end to the
+               start (q e^before in the place of k e^after, do in that of v), and dv = (k e^after) dS + P^T do. The other half
+               is backward.py.
+Grid       chunk state: ceil(K / BK) * ceil(V / BV) tiles of the state, per head and sequence. Chunk output: ceil(V / BV)
+           blocks, per head and chunk. No CTA waits for another one; the launches follow each other on the stream.
+On chip    chunk state: the tile [BK, BV] of the state, float32, in registers. Chunk output: P [64, 64] and o [64, BV], float32.
+Memory     a state [K, V] per chunk is written and read; all else is read once per tile or block of the other dimension.
+Packing    chunks begin where sequences begin. A CTA finds its sequence by bisection of the offsets on the device.
+Decay      every exponent at a state is a sum of its own, from -inf to 0, never a difference: -inf minus -inf is NaN. The
+           exponents within P have two forms. If no half of the chunk decays by more than LIMIT (``is_benign``), both factors
+           are anchored at the middle, e^(sum from the middle) and its inverse, and one product gives P. Otherwise secondary
+           chunking, carried down to single steps: for blocks of 1, 2, 4, ... 32 steps, every right block is multiplied with the
+           left block next to it, through e^(sum from the right block's start) and e^(sum to the left block's end), both at most
+           1 (``sums_by_block``). One decay per head needs neither: its sums between any two steps are a matrix [64, 64]
+           (``pair_decay``).
+Numerics   u is the norm-wise error of rounding the exact result to 16 bits. A loop in float32 has that one rounding, and twice
+           its error is allowed; rounding errors add up as squares, so a path may have two more. o through the state: q e^before
+           and S. o through P: k and P, while q goes in as two 16-bit terms. dv likewise. What is added to states has two terms
+           as well, or as many as make float32 where a float32 result depends on it. float32 inputs: see ``split_product``.
 Source     Yang et al., Gated Linear Attention Transformers with Hardware-Efficient Training (2024); experiment 039.
 """
 
@@ -30,13 +33,14 @@ import triton
 import triton.language as tl
 
 CHUNK = tl.constexpr(64)
+"""Steps per chunk."""
 LEVELS = tl.constexpr(6)
-"""Its binary logarithm."""
+"""Base-2 logarithm of CHUNK: the number of block sizes 1, 2, ... 32 of secondary chunking."""
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
 LEAST = tl.constexpr(-1e30)
-"""Log-decays are at least this: sums stay finite, and the decay is 0 all the same."""
+"""Least log-decay: smaller ones are raised to it, so that sums stay finite. Its exponential is 0 all the same."""
 
 
 # Where a chunk lies
@@ -44,17 +48,19 @@ LEAST = tl.constexpr(-1e30)
 
 @triton.jit
 def steps_of_chunk(turn):
-    """0 to 63, which the compiler does not know to be the same in every turn of a loop: else it keeps what follows from them, the
-    many masks [64, 64], in registers throughout.
+    """Return 0 to 63, in a form that the compiler must recompute in each iteration.
+
+    Otherwise what follows from it, the many masks [64, 64], is kept in registers throughout the loop.
     """
     return tl.arange(0, CHUNK) + turn // (1 << 30)
 
 
 @triton.jit
 def sequence_bounds(offsets, n, T, PACKED: tl.constexpr):
-    """Of sequence n: its batch entry, first step, length, and the slot of its first chunk.
+    """Return the batch entry, the first step, the length, and the slot of the first chunk of sequence n.
 
-    Packed, that is offsets[n] // 64 + n, which leaves each sequence at least as many slots as it has chunks.
+    Slots number the chunks of all sequences. Packed, the first slot is offsets[n] // 64 + n, which leaves each sequence at
+    least as many slots as it has chunks, without a scan over the sequences.
     """
     if PACKED:
         first = tl.load(offsets + n).to(tl.int32)
@@ -65,7 +71,10 @@ def sequence_bounds(offsets, n, T, PACKED: tl.constexpr):
 
 @triton.jit
 def find_chunk(offsets, slot, T, sequences, STEPS: tl.constexpr, PACKED: tl.constexpr):
-    """Of the chunk in ``slot``: its batch entry, first step, and steps from there to the sequence's end, none in a spare slot."""
+    """Return the batch entry and the first step of the chunk in ``slot``, and the steps from there to the sequence's end.
+
+    The last number is at most 0 in a spare slot, which has no chunk.
+    """
     n = slot // tl.cdiv(T, CHUNK)
     if PACKED:
         n = slot * 0
@@ -82,13 +91,13 @@ def find_chunk(offsets, slot, T, sequences, STEPS: tl.constexpr, PACKED: tl.cons
 
 @triton.jit
 def row_pointer(base, b, t, h, stride_b, stride_t, stride_h):
-    """Where step t of head h of batch entry b begins; 64-bit, since sizes multiply."""
+    """Return the pointer to step t of head h of batch entry b; in 64 bits, since sizes multiply."""
     return base + b.to(tl.int64) * stride_b + t.to(tl.int64) * stride_t + h.to(tl.int64) * stride_h
 
 
 @triton.jit
 def load_rows(first, stride_t, t, left, c, channels, EVEN: tl.constexpr):
-    """[64, X] of the chunk whose first row ``first`` points to; 0 outside of the sequence and the channels."""
+    """Load [64, X] of the chunk whose first row ``first`` points to; 0 outside of the sequence and of the channels."""
     pointers = first + t[:, None] * stride_t + c[None, :]
     if EVEN:
         return tl.load(pointers)
@@ -97,7 +106,7 @@ def load_rows(first, stride_t, t, left, c, channels, EVEN: tl.constexpr):
 
 @triton.jit
 def store_rows(first, values, stride_t, t, left, c, channels, EVEN: tl.constexpr):
-    """The same the other way, rounded to what ``first`` points to."""
+    """Store [64, X] of a chunk, rounded to the dtype of ``first``, which points to its first row; nothing outside."""
     pointers = first + t[:, None] * stride_t + c[None, :]
     rounded = values.to(first.dtype.element_ty)
     if EVEN:
@@ -108,12 +117,13 @@ def store_rows(first, values, stride_t, t, left, c, channels, EVEN: tl.constexpr
 
 @triton.jit
 def state_pointers(states, index, k, v, K, V):
-    """[BK, BV] of matrix ``index`` of [..., K, V]."""
+    """Return the pointers to the tile [BK, BV] of matrix ``index`` of [..., K, V]."""
     return states + index.to(tl.int64) * K * V + (k[:, None] * V + v[None, :])
 
 
 @triton.jit
 def inside_state(k, v, K, V):
+    """Return the mask [BK, BV] of what lies inside a state [K, V]."""
     return (k < K)[:, None] & (v < V)[None, :]
 
 
@@ -122,23 +132,24 @@ def inside_state(k, v, K, V):
 
 @triton.jit
 def bounded(g):
-    """float32 and at least LEAST; NaN stays."""
+    """Return g in float32, at least LEAST; NaN stays NaN."""
     g = g.to(tl.float32)
     return tl.where(g < LEAST, LEAST, g)
 
 
 @triton.jit
 def load_decay(first, stride_t, t, left, c, channels, EVEN: tl.constexpr):
-    """Log-decays [64, BK] of a chunk, or [64, 1] where a head has one; 0 outside."""
+    """Load the log-decays [64, BK] of a chunk, or [64, 1] for one per head, float32 and bounded; 0 outside."""
     return bounded(load_rows(first, stride_t, t, left, c, channels, EVEN))
 
 
 @triton.jit
 def sums(g, low, high, PRECISION: tl.constexpr):
-    """[64, X]: for each step t the sum of g [64, X] over the steps from low[t] on and before high[t], at least low[t].
+    """Return [64, X]: for each step t the sum of g [64, X] over the steps from low[t] up to but without high[t] >= low[t].
 
-    A product with 0 and 1, of three bfloat16 parts unless PRECISION is "ieee": fewer registers than a scan. The matrix is made as
-    its transpose: a thread holds a single column of that, and would need the bounds of many rows.
+    It is a product with a matrix of 0 and 1, with g as three bfloat16 terms unless PRECISION is "ieee": fewer registers than a
+    scan. The matrix is made as its transpose, of which a thread holds a single column; otherwise it would need the bounds of
+    many rows.
     """
     steps = tl.arange(0, CHUNK)
     taken = (steps[:, None] - low[None, :]).to(tl.uint32) < (high - low).to(tl.uint32)[None, :]
@@ -152,25 +163,25 @@ def sums(g, low, high, PRECISION: tl.constexpr):
 
 @triton.jit
 def sum_before(g, t, PRECISION: tl.constexpr):
-    """Up to and with each step."""
+    """Return the sums of log-decays up to and with each step."""
     return sums(g, t * 0, t + 1, PRECISION)
 
 
 @triton.jit
 def sum_after(g, t, PRECISION: tl.constexpr):
-    """Behind each step to the end of the chunk."""
+    """Return the sums of log-decays behind each step to the end of the chunk."""
     return sums(g, t + 1, t * 0 + CHUNK, PRECISION)
 
 
 @triton.jit
 def exp(x):
-    """In the base that the hardware has."""
+    """Return e^x through 2^x, which the hardware has."""
     return tl.exp2(x * LOG2E)
 
 
 @triton.jit
 def pair_decay(g, t, PRECISION: tl.constexpr):
-    """exp(g_s+1 + ... + g_t) [64, 64] for t >= s of g [64, 1]; 1 elsewhere."""
+    """Return e^(g_s+1 + ... + g_t) [64, 64] for t >= s, from g [64, 1]; 1 elsewhere."""
     until = tl.where(t[None, :] <= t[:, None], tl.trans(g), 0.0)
     behind = tl.where(t[:, None] > t[None, :], 1.0, 0.0)
     if PRECISION != "ieee":
@@ -180,13 +191,17 @@ def pair_decay(g, t, PRECISION: tl.constexpr):
 
 @triton.jit
 def in_right_block(t, level):
-    """Of blocks of 2^level steps, every second is a right one: its steps read those of the left block before it."""
+    """Return whether steps lie in right blocks: of blocks of 2^level steps every second, multiplied with the one before it."""
     return ((t >> level) & 1) == 1
 
 
 @triton.jit
 def sums_by_block(g, t, level, PRECISION: tl.constexpr):
-    """[64, BK]: in right blocks from the start up to and with each step, in left ones behind each step to the end."""
+    """Return [64, BK], the exponents of secondary chunking, at most 0.
+
+    In right blocks of 2^level steps the sum from the block's start up to and with each step; in left blocks the sum behind each
+    step to the block's end.
+    """
     right = in_right_block(t, level)
     start = (t >> level) << level
     return sums(g, tl.where(right, start, t + 1), tl.where(right, t + 1, ((t >> level) + 1) << level), PRECISION)
@@ -194,23 +209,27 @@ def sums_by_block(g, t, level, PRECISION: tl.constexpr):
 
 @triton.jit
 def sums_around(x, t, level, PRECISION: tl.constexpr):
-    """[64, BK]: from each step on to the block's end in right blocks, before each step from the block's start on in left ones."""
+    """Return [64, BK], sums of x as the gradients of log-decays need them in blocks of 2^level steps.
+
+    In right blocks from each step on to the block's end; in left blocks from the block's start up to each step, without it.
+    """
     right = in_right_block(t, level)
     start = (t >> level) << level
     return sums(x, tl.where(right, t, start), tl.where(right, ((t >> level) + 1) << level, t), PRECISION)
 
 
 @triton.jit
-def neighbours(t, level):
-    """[64, 64]: steps of right blocks with those of the left blocks beside them, and the other way round."""
+def adjacent_blocks(t, level):
+    """Return the mask [64, 64] of pairs of steps in a right block and the left block next to it, both ways round."""
     return (t[:, None] >> level) ^ 1 == (t[None, :] >> level)
 
 
 @triton.jit
 def is_benign(q, k, g, t, LIMIT: tl.constexpr, LARGEST: tl.constexpr):
-    """Whether one product will do: no factor beyond exp(LIMIT), and none times LARGEST beyond what the operands' dtype holds.
+    """Return whether one product, anchored at the middle of the chunk, gives P.
 
-    Log-decays are at most 0, so no sum to or from the chunk's middle goes beyond that of a whole half.
+    It does if no factor exceeds e^LIMIT, and no input times that what the operands' dtype holds. Log-decays are at most 0, so
+    no sum from or to the middle of the chunk goes beyond that of a whole half.
     """
     first = tl.sum(tl.where((t < CHUNK // 2)[:, None], g, 0.0), 0)
     second = tl.sum(tl.where((t < CHUNK // 2)[:, None], 0.0, g), 0)
@@ -222,7 +241,7 @@ def is_benign(q, k, g, t, LIMIT: tl.constexpr, LARGEST: tl.constexpr):
 
 @triton.jit
 def from_middle(g, t, PRECISION: tl.constexpr):
-    """Sums from the middle of the chunk, at most 0 behind it and at least 0 before."""
+    """Return the sums from the middle of the chunk to each step: at most 0 behind the middle, at least 0 before it."""
     halves = sums_by_block(g, t, LEVELS - 1, PRECISION)
     return tl.where((t < CHUNK // 2)[:, None], -halves, halves)
 
@@ -232,12 +251,12 @@ def from_middle(g, t, PRECISION: tl.constexpr):
 
 @triton.jit
 def split_product(a, b, out, PARTS: tl.constexpr, PRECISION: tl.constexpr):
-    """out + a b.
+    """Return out + a b, with a float32 operand split into 16-bit terms.
 
-    A float32 operand beside a 16-bit one goes in as the sum of PARTS of the other's dtype. Two float32 ones are multiplied as
-    such if PRECISION is "ieee" (what the interpreter has), else as three bfloat16 parts each, in the six products that count: as
-    exact, and every target has them in its matrix units. By hand, since Triton's own form of it keeps all parts in registers at
-    once.
+    A float32 operand next to a 16-bit one goes in as the sum of PARTS terms of the other's dtype. Two float32 operands are
+    multiplied as such if PRECISION is "ieee" (which the interpreter can do). Otherwise each is three bfloat16 terms, of whose
+    nine products the six largest are taken: nearly as exact, and every target has them in its matrix units. It is written out
+    by hand, since Triton's own form keeps all terms in registers at once.
     """
     if a.dtype == tl.float32 and b.dtype == tl.float32:
         if PRECISION == "ieee":
@@ -274,32 +293,31 @@ def add_pairs(
     scores, q, k, g, t,
     LOW: tl.constexpr, PARTS: tl.constexpr, LIMIT: tl.constexpr, LARGEST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """scores [64, 64] + those of steps with earlier ones over a block of keys; q, k, g float32 [64, BK]. Above the diagonal
-    anything.
+    """Return scores [64, 64] plus those of later with earlier steps over a block of keys; above the diagonal they mean nothing.
 
-    k is rounded to LOW, q goes in as PARTS of it.
+    q, k and g are float32 [64, BK]. k is rounded to LOW, q goes in as PARTS terms of it.
     """
     if is_benign(q, k, g, t, LIMIT, LARGEST):
         distance = from_middle(g, t, PRECISION)
         scores = split_product(q * exp(distance), tl.trans((k * exp(-distance)).to(LOW)), scores, PARTS, PRECISION)
     else:
         for level in range(LEVELS):
-            # right steps are queries here and left ones keys
+            # Steps of right blocks are queries here, those of left blocks keys.
             decayed = exp(sums_by_block(g, t, level, PRECISION)) * tl.where(in_right_block(t, level)[:, None], q, k)
             found = split_product(decayed, tl.trans(decayed.to(LOW)), tl.zeros([CHUNK, CHUNK], tl.float32), PARTS, PRECISION)
-            scores += tl.where(neighbours(t, level), found, 0.0)
+            scores += tl.where(adjacent_blocks(t, level), found, 0.0)
     return scores
 
 
 @triton.jit
-def causal_scores(scores, alone, t):
-    """Scores below the diagonal, on it those of steps with themselves, 0 above."""
-    return tl.where(t[:, None] > t[None, :], scores, tl.where(t[:, None] == t[None, :], alone[:, None], 0.0))
+def causal_scores(scores, diagonal, t):
+    """Return ``scores`` below the diagonal, ``diagonal`` [64] on it (scores of steps with themselves), and 0 above."""
+    return tl.where(t[:, None] > t[None, :], scores, tl.where(t[:, None] == t[None, :], diagonal[:, None], 0.0))
 
 
 @triton.jit
 def scalar_scores(products, g, scale, t, PRECISION: tl.constexpr):
-    """Scores from the products of queries and keys, for one decay per head: g [64, 1]."""
+    """Return the scores from the products q k^T, for one decay per head: g [64, 1]."""
     return tl.where(t[:, None] >= t[None, :], products * (scale * pair_decay(g, t, PRECISION)), 0.0)
 
 
@@ -309,9 +327,9 @@ def chunk_scores(
     BK: tl.constexpr, LOW: tl.constexpr, PARTS: tl.constexpr, LIMIT: tl.constexpr, LARGEST: tl.constexpr,
     PRECISION: tl.constexpr, EVEN: tl.constexpr, SCALAR: tl.constexpr,
 ):  # fmt: skip
-    """P [64, 64] of the chunk whose rows the pointers begin with, block by block of keys."""
+    """Return P [64, 64] of the chunk whose first rows the pointers point to, block by block of keys."""
     scores = tl.zeros([CHUNK, CHUNK], tl.float32)
-    alone = tl.zeros([CHUNK], tl.float32)  # scores of steps with themselves
+    diagonal = tl.zeros([CHUNK], tl.float32)  # scores of steps with themselves
     for first in range(0, K, BK):
         t = steps_of_chunk(first)
         c = first + tl.arange(0, BK)
@@ -323,35 +341,35 @@ def chunk_scores(
             b_g = load_decay(p_g, g_stride_t, t, left, c, K, EVEN)
             b_q = b_q.to(tl.float32) * scale
             b_k = b_k.to(tl.float32)
-            alone += tl.sum(b_q * b_k, 1)
+            diagonal += tl.sum(b_q * b_k, 1)
             scores = add_pairs(scores, b_q, b_k, b_g, t, LOW, PARTS, LIMIT, LARGEST, PRECISION)
     if SCALAR:
         b_g = load_decay(p_g, g_stride_t, t, left, tl.arange(0, 1), 1, EVEN)
         return scalar_scores(scores, b_g, scale, t, PRECISION)
-    return causal_scores(scores, alone, t)
+    return causal_scores(scores, diagonal, t)
 
 
-# The walk of the states
+# Chunk state pass
 
 
 @triton.jit(do_not_specialize=["T", "sequences"])
-def carry_kernel(
-    rows, values, g, first, offsets, states, last, scale,
+def chunk_state_kernel(
+    added, values, g, first, offsets, states, last, scale,
     T, H, K, V, sequences,
-    rows_stride_b, rows_stride_t, rows_stride_h, values_stride_b, values_stride_t, values_stride_h,
+    added_stride_b, added_stride_t, added_stride_h, values_stride_b, values_stride_t, values_stride_h,
     g_stride_b, g_stride_t, g_stride_h,
     BK: tl.constexpr, BV: tl.constexpr, STAGES: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl.constexpr,
     EVEN: tl.constexpr, SCALAR: tl.constexpr, PACKED: tl.constexpr,
     FIRST: tl.constexpr, LAST: tl.constexpr, REVERSE: tl.constexpr,
 ):  # fmt: skip
-    """The state that enters every chunk, from ``first`` (or zeros), and where LAST the one behind the last chunk as ``last``.
+    """Store the state that enters every chunk, from ``first`` (or zeros), and with LAST the final one as ``last``.
 
-    Forward, rows are k and values v. REVERSE walks from the end with rows q and values do: the gradient of the state behind every
-    chunk, and of the one that enters the first.
+    Forward, ``added`` is k and ``values`` v. REVERSE goes from the end, with q and do: it stores the gradient of the state that
+    leaves each chunk, and as ``last`` that of the initial state. PARTS of 0 multiplies float32.
     """
     blocks = tl.cdiv(V, BV)
     tiles = tl.cdiv(K, BK) * blocks
-    head = tl.program_id(0) // tiles  # of all sequences' heads
+    head = tl.program_id(0) // tiles  # counts the heads of all sequences
     n, h = head // H, head % H
     block = tl.program_id(0) % blocks
     k = ((tl.program_id(0) % tiles) // blocks) * BK + tl.arange(0, BK)
@@ -359,41 +377,41 @@ def carry_kernel(
     t = tl.arange(0, CHUNK)
     c = tl.arange(0, 1) if SCALAR else k
     channels = 1 if SCALAR else K
-    held = inside_state(k, v, K, V)
+    inside = inside_state(k, v, K, V)
     b, start, length, slot = sequence_bounds(offsets, n, T, PACKED)
     chunks = tl.cdiv(length, CHUNK)
     state = tl.zeros([BK, BV], tl.float32)
     if FIRST:
-        state = tl.load(state_pointers(first, head, k, v, K, V), mask=held, other=0.0)
-    p_rows = row_pointer(rows, b, start, h, rows_stride_b, rows_stride_t, rows_stride_h)
+        state = tl.load(state_pointers(first, head, k, v, K, V), mask=inside, other=0.0)
+    p_added = row_pointer(added, b, start, h, added_stride_b, added_stride_t, added_stride_h)
     p_values = row_pointer(values, b, start, h, values_stride_b, values_stride_t, values_stride_h)
     p_g = row_pointer(g, b, start, h, g_stride_b, g_stride_t, g_stride_h)
     for step in tl.range(0, chunks, num_stages=STAGES):
         chunk = chunks - 1 - step if REVERSE else step
         left = length - chunk * CHUNK
         at = (chunk * CHUNK).to(tl.int64)
-        b_rows = load_rows(p_rows + at * rows_stride_t, rows_stride_t, t, left, k, K, EVEN).to(tl.float32)  # [64, BK]
+        b_added = load_rows(p_added + at * added_stride_t, added_stride_t, t, left, k, K, EVEN).to(tl.float32)  # [64, BK]
         b_values = load_rows(p_values + at * values_stride_t, values_stride_t, t, left, v, V, EVEN)  # [64, BV]
         b_g = load_decay(p_g + at * g_stride_t, g_stride_t, t, left, c, channels, EVEN)  # [64, BK]
         if PARTS == 0:
             b_values = b_values.to(tl.float32)
         if REVERSE:
-            b_rows = b_rows * scale * exp(sum_before(b_g, t, PRECISION))
+            b_added = b_added * scale * exp(sum_before(b_g, t, PRECISION))
         else:
-            b_rows *= exp(sum_after(b_g, t, PRECISION))
+            b_added *= exp(sum_after(b_g, t, PRECISION))
         index = (slot + chunk).to(tl.int64) * H + h
-        tl.store(state_pointers(states, index, k, v, K, V), state.to(states.dtype.element_ty), mask=held)
+        tl.store(state_pointers(states, index, k, v, K, V), state.to(states.dtype.element_ty), mask=inside)
         state *= tl.trans(exp(tl.sum(b_g, 0, keep_dims=True)))
-        state = split_product(tl.trans(b_rows), b_values, state, PARTS, PRECISION)
+        state = split_product(tl.trans(b_added), b_values, state, PARTS, PRECISION)
     if LAST:
-        tl.store(state_pointers(last, head, k, v, K, V), state, mask=held)
+        tl.store(state_pointers(last, head, k, v, K, V), state, mask=inside)
 
 
-# The reading of them
+# Chunk output
 
 
 @triton.jit(do_not_specialize=["T", "sequences"])
-def read_kernel(
+def chunk_output_kernel(
     q, k, values, g, offsets, states, out, scale,
     T, H, K, V, sequences,
     q_stride_b, q_stride_t, q_stride_h, k_stride_b, k_stride_t, k_stride_h,
@@ -401,8 +419,10 @@ def read_kernel(
     BK: tl.constexpr, BV: tl.constexpr, STEPS: tl.constexpr, PARTS: tl.constexpr, LIMIT: tl.constexpr, LARGEST: tl.constexpr,
     PRECISION: tl.constexpr, EVEN: tl.constexpr, SCALAR: tl.constexpr, PACKED: tl.constexpr, TRANSPOSED: tl.constexpr,
 ):  # fmt: skip
-    """out [B, T, H, V], tokens ``out_stride_t`` apart: o from the states that enter the chunks and v, or, TRANSPOSED, dv from the
-    gradients of the states behind the chunks and do.
+    """Store ``out`` [B, T, H, V], tokens ``out_stride_t`` elements apart.
+
+    It is o from v and the states that enter the chunks, or with TRANSPOSED dv from do and the gradients of the states that
+    leave them.
     """
     blocks = tl.cdiv(V, BV)
     slot, h = tl.program_id(0) // (blocks * H), (tl.program_id(0) // blocks) % H
@@ -432,11 +452,11 @@ def read_kernel(
         channels = 1 if SCALAR else K
         b_g = load_decay(p_g, g_stride_t, t, left, gc, channels, EVEN)
         if TRANSPOSED:
-            reading = load_rows(p_k, k_stride_t, t, left, c, K, EVEN).to(tl.float32) * exp(sum_after(b_g, t, PRECISION))
+            decayed_rows = load_rows(p_k, k_stride_t, t, left, c, K, EVEN).to(tl.float32) * exp(sum_after(b_g, t, PRECISION))
         else:
             b_q = load_rows(p_q, q_stride_t, t, left, c, K, EVEN).to(tl.float32)
-            reading = b_q * scale * exp(sum_before(b_g, t, PRECISION))
+            decayed_rows = b_q * scale * exp(sum_before(b_g, t, PRECISION))
         b_state = tl.load(state_pointers(states, index, c, v, K, V), mask=inside_state(c, v, K, V), other=0.0)
-        result = split_product(reading.to(LOW), b_state.to(LOW), result, 1, PRECISION)
+        result = split_product(decayed_rows.to(LOW), b_state.to(LOW), result, 1, PRECISION)
     p_out = row_pointer(out, b, start, h, tl.cast(T, tl.int64) * out_stride_t, out_stride_t, V)
     store_rows(p_out, result, out_stride_t, t, left, v, V, EVEN)

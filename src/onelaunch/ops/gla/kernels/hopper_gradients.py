@@ -1,15 +1,27 @@
-"""Gradients of gated linear attention on Hopper GPUs with respect to q, k and g, parallel over chunks.
+"""Gradients of gated linear attention with respect to q, k and g on Hopper GPUs, parallel over chunks.
 
-Computes   what backward.py says, for 64 channels of a chunk, from the states and their gradients that walks left.
-Grid       a program per chunk, head and panel of 64 channels; values in blocks inside.
-On chip    q, k, g [64, 64]; v and do [64, BV], S and dS [BV, 64] block by block; two programs fit on a processor, so that one
-           computes while the other's copies arrive. What has to wait takes the room of S and dS: registers are what is scarce.
-Decay      products with 0 and 1 sum log-decays up to and with each step, over the first half of the chunk and over all of it;
-           differences of them are decays from the middle and to the end. Where these exceed LIMIT, or the sums LONGEST, decays
-           to the end are summed on their own and pairs of steps are computed by levels of halves (``by_levels``).
-Rounding   decayed queries and keys, S and dS are 16-bit, dP a sum of two such numbers (so is S where a head has one decay, whose
-           gradient is a sum over all of a state): products of three roundings would leave dg no more than its own. What is
-           subtracted for dg is the product of what was rounded, and adds up over the chunk in two parts as well.
+Computes   for one chunk, head and panel of 64 channels the formulas of backward.py, from S, the state that enters the chunk,
+           and dS, the gradient of the state that leaves it; hopper_chunk_state.py stored both. dP = scale do v^T below the
+           diagonal.
+Grid       one CTA of 4 warps (one warpgroup) per chunk, head and panel; values in blocks of BV inside. Two CTAs fit on an SM,
+           so that one computes while the loads of the other are in flight: no warp specialization is needed.
+On chip    shared memory for 16-bit numbers, BV = 128: five tiles [64, 64] (q, k, two of scratch, g; two without a decay per
+           channel), 8192 bytes each; v and do [64, BV], S and dS [BV, 64], 16384 bytes each: 104 KiB. What has to wait lies
+           where S and dS were. In registers: the three accumulators of the products with S, dS and v, then dq, dk and dg, [64,
+           64] float32, 32 registers each. Registers are what is scarce.
+Barriers   two mbarriers: ``bars[0]`` for the loads of q, k, g, waited for once; ``bars[1]`` for a block of v, do, S, dS, with
+           one phase per block. All loads of the first block are issued before anything is waited for. The next block is loaded
+           after the products with this one have finished. Stores leave from the tiles of q, k and g; they are waited for at the
+           end of the kernel.
+Decay      products with matrices of 0 and 1 sum log-decays up to and with each step, over the first half of the chunk and over
+           all of it. Differences of them are decays from the middle and to the end. Where these exceed LIMIT, or the sums
+           LONGEST, decays to the end are summed on their own, and pairs of steps are computed by levels (hopper_pairs.py).
+Numerics   decayed queries and keys, S and dS are 16-bit. dP is a sum of two such numbers. So is S with one decay per head,
+           whose gradient is a sum over all of a state, in which the rounding of S would show (2.07 u of 2 u). With three
+           rounded factors in every product dg was off by 2.06 u of the 2 u that are allowed; with dP in two terms by 1.6 u.
+           What is subtracted for dg is the product of what was rounded, and it is added up over the chunk in two terms as well.
+Memory     per panel: q, k, g in, dq, dk, dg out; v and do once per panel; S and dS once in all.
+Source     docs/notebook/gla.md.
 """
 
 from onelaunch.kernels.gluon.compat import (
@@ -29,27 +41,31 @@ from onelaunch.ops.gla.kernels.hopper_pairs import (
     logarithm,
     pairs_by_levels,
     pairs_from_middle,
-    summed_in_parts,
+    sum_split,
 )
 from onelaunch.ops.gla.kernels.hopper_tiles import (
     LOG2E,
+    MIN_LOG_DECAY,
     PANEL,
-    SHORTEST,
     C,
-    cut,
     exp2_flushed,
     find_chunk,
     log_sigmoid_slope,
+    opaque_zero,
     plus,
-    rows_of,
-    store_in_parts,
-    zero_of,
+    row_index,
+    store_split,
+    zero_tail,
 )
 
 
 @gluon.jit
-def through_states(descriptors, tiles, bar, rows, cells, channel, values, acc: gl.constexpr):
-    """do S^T, v dS^T [C, PANEL] and do v^T [C, C], and S dS summed over V [PANEL]."""
+def state_products(descriptors, tiles, bar, rows, cells, channel, values, acc: gl.constexpr):
+    """Return do S^T and v dS^T [C, PANEL], do v^T [C, C], and S dS summed over V [PANEL], all float32 and without decay.
+
+    Block by block of BV values; the first block must be on its way to ``bar``. Afterwards the tiles of v, do, S and dS are
+    free. With ``states_low`` S is the sum of two terms.
+    """
     v, _, _, _, states_low = descriptors
     t_v, t_do, t_s, t_ds, t_low = tiles
     BV: gl.constexpr = v.block_type.shape[1]
@@ -62,7 +78,7 @@ def through_states(descriptors, tiles, bar, rows, cells, channel, values, acc: g
     for first in range(0, values, BV):
         if first > 0:
             mbarrier.expect(bar, (4 if states_low is None else 5) * v.block_type.nbytes)
-            fetch_values(descriptors, tiles, bar, rows, cells, channel, values, first)
+            load_value_block(descriptors, tiles, bar, rows, cells, channel, values, first)
         mbarrier.wait(bar, phase)
         phase ^= 1
         of_states = warpgroup_mma(t_do, t_s, of_states, is_async=True)
@@ -80,10 +96,11 @@ def through_states(descriptors, tiles, bar, rows, cells, channel, values, acc: g
 
 
 @gluon.jit
-def fetch_values(descriptors, tiles, bar, rows, cells, channel, values, first):
-    """Copy a block of v, do, S and dS.
+def load_value_block(descriptors, tiles, bar, rows, cells, channel, values, first):
+    """Load a block of v, do, S and dS by TMA, which arrives at ``bar``; the caller has announced the bytes.
 
-    Where one of states is two boxes, these lie in the rows of the chunk, side by side ``cells`` apart.
+    ``cells`` is the first row of the chunk's state in a tensor of states [rows of K]. With ALIASED, where a state is two boxes
+    of 64 values, it is the number of columns from one box to the other; both lie in the rows of the chunk.
     """
     v, do, states, dstates, states_low = descriptors
     t_v, t_do, t_s, t_ds, t_low = tiles
@@ -103,15 +120,19 @@ def fetch_values(descriptors, tiles, bar, rows, cells, channel, values, first):
 
 
 @gluon.jit
-def put(tile, values, out, out_tiles, row, column, pitch, left):
-    """A gradient [C, PANEL] to where it belongs, in rows a pitch apart; the caller waits for the copy."""
+def store_gradient(tile, values, out, out_tiles, row, column, pitch, left):
+    """Store a gradient [C, PANEL], float32, rounded, through ``tile`` to rows ``pitch`` elements apart.
+
+    By TMA if the chunk is whole, in which case the caller waits with ``tma_store_wait``; otherwise row by row, since a box
+    would overwrite the next sequence.
+    """
     tile.store(values.to(tile.dtype))
     if left >= C:
         fence_async_shared()
         tma_store(out_tiles, [row, column], tile)
     else:
         rows: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
-        t = rows_of(rows, left)
+        t = row_index(rows, left)
         u = column + gl.arange(0, PANEL, layout=gl.SliceLayout(0, rows))[None, :]
         gl.store(out + (row + t).to(gl.int64) * pitch + u, tile.load(rows), mask=t < left)
 
@@ -121,7 +142,12 @@ def channel_gradients(
     descriptors, tiles, blocks, both, results, bars, at, sizes, scale, LIMIT: gl.constexpr, NORMALIZER: gl.constexpr,
     acc: gl.constexpr,
 ):  # fmt: skip
-    """dq, dk and dg of a panel of channels, each with its decay."""
+    """Compute and store dq, dk and dg of one panel with a decay per channel.
+
+    Given the loads in flight (``bars``). Leaves TMA stores in flight from tiles 0, 1 and 4. ``at``: first row, steps to the end
+    of the sequence, head, see ``load_value_block``, first channel. ``sizes``: values, row pitch of dq and dk, row width of dg,
+    first column.
+    """
     row, left, head, cells, channel = at
     values, pitch, width, column = sizes
     dq, dk, dg, dq_tiles, dk_tiles, dg_tiles = results
@@ -134,23 +160,23 @@ def channel_gradients(
     t_q = tiles.index(0)
     t_k = tiles.index(1)
     t_g = tiles.index(4)
-    numbers = gl.allocate_shared_memory(gl.int32, [5, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    flag = numbers.index(0)
-    one = numbers.index(1)
+    saved_ints = gl.allocate_shared_memory(gl.int32, [5, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    flag = saved_ints.index(0)
+    one = saved_ints.index(1)
     one.store(gl.full([1], 1, gl.int32, layout=vector))
-    # where results go: wanted at the end, and registers are scarcer than shared memory
-    numbers.index(2).store(gl.full([1], 0, gl.int32, layout=vector) + row)
-    numbers.index(3).store(gl.full([1], 0, gl.int32, layout=vector) + column // PANEL)
-    numbers.index(4).store(gl.full([1], 0, gl.int32, layout=vector) + left)
+    # Coordinates of the results wait in shared memory until the end: registers are scarcer.
+    saved_ints.index(2).store(gl.full([1], 0, gl.int32, layout=vector) + row)
+    saved_ints.index(3).store(gl.full([1], 0, gl.int32, layout=vector) + column // PANEL)
+    saved_ints.index(4).store(gl.full([1], 0, gl.int32, layout=vector) + left)
     mbarrier.wait(bars.index(0), 0)
     if left < C:
         rows: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
-        cut(t_q, left, rows)
-        cut(t_k, left, rows)
-        cut(t_g, left, rows)
+        zero_tail(t_q, left, rows)
+        zero_tail(t_k, left, rows)
+        zero_tail(t_g, left, rows)
         fence_async_shared()
 
-    from_states, from_dstates, dscores, whole = through_states(
+    from_states, from_dstates, dscores, whole = state_products(
         descriptors, blocks, bars.index(1), (row, head), cells, channel, values, acc
     )
     plain: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
@@ -163,118 +189,123 @@ def channel_gradients(
     t = gl.arange(0, C, layout=gl.SliceLayout(1, acc))[:, None]
     s = gl.arange(0, C, layout=across)[None, :]
     dscores *= scale
-    if left < C:  # what follows may be NaN
+    if left < C:  # rows behind the sequence may be NaN
         from_states = gl.where(t < left, from_states, 0.0)
         from_dstates = gl.where(t < left, from_dstates, 0.0)
         dscores = gl.where((t < left) & (left - s > 0), dscores, 0.0)
-    alone = gl.sum(gl.where(t - s == 0, dscores, 0.0), 1)[:, None]
+    diagonal = gl.sum(gl.where(t - s == 0, dscores, 0.0), 1)[:, None]
     t_p = t_do.slice(0, PANEL, dim=1)
     t_low = t_v.slice(0, PANEL, dim=1)
-    store_in_parts(gl.where(t - s > 0, dscores, 0.0), t_p, t_low)
+    store_split(gl.where(t - s > 0, dscores, 0.0), t_p, t_low)
     fence_async_shared()
 
-    before = logarithm(t_g, "before", zero_of(one, vector), acc)
+    before = logarithm(t_g, "before", opaque_zero(one, vector), acc)
     d = before - logarithm(t_g, "half", 0, acc)
-    gentle = (gl.abs(d) <= LIMIT * LOG2E) & (before >= LONGEST)
-    wild = gl.max(gl.max(gl.where(gentle, 0, 1), 1), 0)
-    # what the compiler knows to be the same on both sides of a branch it computes on one of them alone: see docs/notebook/gla.md
-    flag.store(gl.full([1], 0, gl.int32, layout=vector) + wild)
-    if wild == 0:
+    moderate = (gl.abs(d) <= LIMIT * LOG2E) & (before >= LONGEST)
+    is_strong = gl.max(gl.max(gl.where(moderate, 0, 1), 1), 0)
+    # From here on indices are hidden from the compiler. ptxas computes descriptors that both sides of a branch share on one
+    # side alone, and the other side reads garbage: see the traps in docs/notebook/gla.md.
+    flag.store(gl.full([1], 0, gl.int32, layout=vector) + is_strong)
+    if is_strong == 0:
         behind = logarithm(t_g, "all", 0, acc) - before
     else:
         b_g = t_g.load(acc).to(gl.float32)
         t_g.store(gl.where(b_g < LOWEST, LOWEST, b_g).to(E))
         fence_async_shared()
-        same = zero_of(flag, vector)
-        before = logarithm(tiles.index(4 + same), "before", same, acc)
-        behind = logarithm(tiles.index(4 + same), "behind", same, acc)
+        opaque = opaque_zero(flag, vector)
+        before = logarithm(tiles.index(4 + opaque), "before", opaque, acc)
+        behind = logarithm(tiles.index(4 + opaque), "behind", opaque, acc)
 
     behind = exp2_flushed(behind)
     b_dk = from_dstates * behind
     of_k = t_k.load(acc).to(gl.float32) * b_dk
-    stash.store(b_dk + alone * t_q.load(acc).to(gl.float32))
+    stash.store(b_dk + diagonal * t_q.load(acc).to(gl.float32))
     before = exp2_flushed(before)
     all_of_it = t_whole.load(across)[None, :] * (before * behind)
-    t_whole.store(gl.sum(of_k + gl.where(rows_of(acc, left) == 0, all_of_it, 0.0), 0))
+    t_whole.store(gl.sum(of_k + gl.where(row_index(acc, left) == 0, all_of_it, 0.0), 0))
     b_dq = from_states * (before * scale)
     onward = t_q.load(acc).to(gl.float32) * b_dq - of_k
-    b_dq += alone * tiles.index(1 + zero_of(one, vector)).load(acc).to(gl.float32)
-    if wild == 0:
-        zero = zero_of(one, vector)
+    b_dq += diagonal * tiles.index(1 + opaque_zero(one, vector)).load(acc).to(gl.float32)
+    if is_strong == 0:
+        zero = opaque_zero(one, vector)
         d = logarithm(tiles.index(4 + zero), "before", zero, acc)
         decay = exp2_flushed(d - logarithm(tiles.index(4 + zero), "half", 0, acc))
         b_dq, b_dk, onward = pairs_from_middle(b_dq, onward, (t_p, t_low), tiles, decay, one, acc)
         from_levels = gl.zeros([C, PANEL], gl.float32, layout=acc)
     else:
-        same = zero_of(flag, vector)
-        high = tiles.index(2 + same)._reinterpret(gl.bfloat16, [C, PANEL], square)  # noqa: SLF001
-        low = tiles.index(3 + same)._reinterpret(gl.bfloat16, [C, PANEL], square)  # noqa: SLF001
+        opaque = opaque_zero(flag, vector)
+        high = tiles.index(2 + opaque)._reinterpret(gl.bfloat16, [C, PANEL], square)  # noqa: SLF001
+        low = tiles.index(3 + opaque)._reinterpret(gl.bfloat16, [C, PANEL], square)  # noqa: SLF001
         nothing = gl.zeros([C, PANEL], gl.float32, layout=acc)
-        from_levels = summed_in_parts(onward, high, low, nothing, "onward", 0, same, acc)
+        from_levels = sum_split(onward, high, low, nothing, "onward", 0, opaque, acc)
         onward = nothing
         b_dk = nothing
         b_dq, from_levels = pairs_by_levels(
-            b_dq, stash, from_levels, t_p, t_low, tiles.index(same), tiles.index(1 + same), tiles.index(4 + same),
-            tiles.index(2 + same), high, low, flag, acc,
+            b_dq, stash, from_levels, t_p, t_low, tiles.index(opaque), tiles.index(1 + opaque), tiles.index(4 + opaque),
+            tiles.index(2 + opaque), high, low, flag, acc,
         )  # fmt: skip
     b_dk += stash.load(acc)
-    same = zero_of(one, vector)
-    high = tiles.index(2 + same)._reinterpret(gl.bfloat16, [C, PANEL], square)  # noqa: SLF001
-    low = tiles.index(3 + same)._reinterpret(gl.bfloat16, [C, PANEL], square)  # noqa: SLF001
-    b_dg = summed_in_parts(onward, high, low, from_levels, "onward", 0, same, acc)
+    opaque = opaque_zero(one, vector)
+    high = tiles.index(2 + opaque)._reinterpret(gl.bfloat16, [C, PANEL], square)  # noqa: SLF001
+    low = tiles.index(3 + opaque)._reinterpret(gl.bfloat16, [C, PANEL], square)  # noqa: SLF001
+    b_dg = sum_split(onward, high, low, from_levels, "onward", 0, opaque, acc)
     b_dg += t_whole.load(across)[None, :]
-    row = gl.max(numbers.index(2).load(vector), 0)
-    column = gl.max(numbers.index(3).load(vector), 0) * PANEL
-    left = gl.max(numbers.index(4).load(vector), 0)
-    put(t_q, b_dq, dq, dq_tiles, row, column, pitch, left)
-    put(t_k, b_dk, dk, dk_tiles, row, column, pitch, left)
+    row = gl.max(saved_ints.index(2).load(vector), 0)
+    column = gl.max(saved_ints.index(3).load(vector), 0) * PANEL
+    left = gl.max(saved_ints.index(4).load(vector), 0)
+    store_gradient(t_q, b_dq, dq, dq_tiles, row, column, pitch, left)
+    store_gradient(t_k, b_dk, dk, dk_tiles, row, column, pitch, left)
     if NORMALIZER is not None:
-        y = tiles.index(4 + zero_of(one, vector)).load(acc).to(gl.float32) * NORMALIZER
+        y = tiles.index(4 + opaque_zero(one, vector)).load(acc).to(gl.float32) * NORMALIZER
         b_dg *= log_sigmoid_slope(y) * (1.0 / NORMALIZER)
-    put(t_g, b_dg, dg, dg_tiles, row, column, width, left)
+    store_gradient(t_g, b_dg, dg, dg_tiles, row, column, width, left)
 
 
 @gluon.jit
 def head_gradients(descriptors, tiles, blocks, results, bars, at, sizes, scale, log_decay, heads, to, acc: gl.constexpr):
-    """The same where a head has one decay; what this panel adds to dg goes ``to`` [B, T, H]."""
+    """Compute and store dq and dk of one panel with one decay per head, and what the panel adds to dg, at ``to`` [B, T, H].
+
+    Given and left as by ``channel_gradients``. dg is float32, and the host adds up the panels. The decays between steps are a
+    matrix [64, 64], so all pairs take one product whatever the decays are.
+    """
     row, left, head, cells, channel = at
     values, pitch, _, column = sizes
     dq, dk, _, dq_tiles, dk_tiles, _ = results
     t_v, t_do, _, _, _ = blocks
-    vector: gl.constexpr = gl.BlockedLayout([C // 32], [32], [gl.num_warps()], [0])  # all steps in each warp, as in prepare_heads
+    vector: gl.constexpr = gl.BlockedLayout([C // 32], [32], [gl.num_warps()], [0])  # all 64 steps in each warp
     down: gl.constexpr = gl.SliceLayout(1, acc)
     across: gl.constexpr = gl.SliceLayout(0, acc)
     t_q = tiles.index(0)
     t_k = tiles.index(1)
     step = gl.arange(0, C, layout=vector)
-    place = (row + step).to(gl.int64) * heads + head
-    b_g = gl.load(log_decay + place, mask=step < left, other=0.0).to(gl.float32)
-    b_g = gl.where(b_g < SHORTEST, SHORTEST, b_g)
+    offset = (row + step).to(gl.int64) * heads + head
+    b_g = gl.load(log_decay + offset, mask=step < left, other=0.0).to(gl.float32)
+    b_g = gl.where(b_g < MIN_LOG_DECAY, MIN_LOG_DECAY, b_g)
     sums = gl.associative_scan(b_g, 0, plus) * LOG2E
     total = gl.sum(b_g, 0) * LOG2E
     before = gl.convert_layout(sums, down)[:, None]
     mbarrier.wait(bars.index(0), 0)
     if left < C:
         rows: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
-        cut(t_q, left, rows)
-        cut(t_k, left, rows)
+        zero_tail(t_q, left, rows)
+        zero_tail(t_k, left, rows)
         fence_async_shared()
 
-    from_states, from_dstates, dscores, whole = through_states(
+    from_states, from_dstates, dscores, whole = state_products(
         descriptors, blocks, bars.index(1), (row, head), cells, channel, values, acc
     )
     t = gl.arange(0, C, layout=down)[:, None]
     s = gl.arange(0, C, layout=across)[None, :]
     dscores *= scale
-    if left < C:  # what follows may be NaN
+    if left < C:  # rows behind the sequence may be NaN
         from_states = gl.where(t < left, from_states, 0.0)
         from_dstates = gl.where(t < left, from_dstates, 0.0)
         dscores = gl.where((t < left) & (s < left), dscores, 0.0)
-    alone = gl.sum(gl.where(t == s, dscores, 0.0), 1)[:, None]
+    diagonal = gl.sum(gl.where(t == s, dscores, 0.0), 1)[:, None]
     t_p = t_do.slice(0, PANEL, dim=1)
     t_low = t_v.slice(0, PANEL, dim=1)
     between = before - gl.convert_layout(sums, across)[None, :]
-    store_in_parts(gl.where(t > s, dscores * exp2_flushed(gl.where(t > s, between, 0.0)), 0.0), t_p, t_low)
+    store_split(gl.where(t > s, dscores * exp2_flushed(gl.where(t > s, between, 0.0)), 0.0), t_p, t_low)
     fence_async_shared()
     of_q = gl.zeros([C, PANEL], gl.float32, layout=acc)
     of_k = gl.zeros([C, PANEL], gl.float32, layout=acc)
@@ -289,25 +320,28 @@ def head_gradients(descriptors, tiles, blocks, results, bars, at, sizes, scale, 
     of_q, of_k = warpgroup_mma_wait(num_outstanding=0, deps=(of_q, of_k))
     onward = gl.convert_layout(gl.sum(b_q * (of_q + from_states) - b_k * of_k, 1), vector)
     earlier = gl.convert_layout(gl.sum(b_k * from_dstates, 1), vector)
-    put(t_q, from_states + of_q + alone * b_k, dq, dq_tiles, row, column, pitch, left)
-    put(t_k, from_dstates + of_k + alone * b_q, dk, dk_tiles, row, column, pitch, left)
+    store_gradient(t_q, from_states + of_q + diagonal * b_k, dq, dq_tiles, row, column, pitch, left)
+    store_gradient(t_k, from_dstates + of_k + diagonal * b_q, dk, dk_tiles, row, column, pitch, left)
     found = gl.sum(onward, 0) - gl.associative_scan(onward, 0, plus) + onward
     found += gl.associative_scan(earlier, 0, plus) - earlier
     found += gl.sum(whole, 0) * gl.exp2(total)
-    gl.store(to + place, found, mask=step < left)
+    gl.store(to + offset, found, mask=step < left)
 
 
 @gluon.jit(do_not_specialize=["T", "heads", "sequences"])
 def gradients_kernel(
     q, k, g, v, do, states, dstates, states_low, log_decay, dq, dk, dg, dq_tiles, dk_tiles, dg_tiles, offsets,
     T, heads, sequences, rows, scale, values, pitch,
-    PANELS: gl.constexpr, STEPS: gl.constexpr, LIMIT: gl.constexpr, NORMALIZER: gl.constexpr, SPREAD: gl.constexpr,
+    PANELS: gl.constexpr, STEPS: gl.constexpr, LIMIT: gl.constexpr, NORMALIZER: gl.constexpr, ALIASED: gl.constexpr,
     PACKED: gl.constexpr,
 ):  # fmt: skip
-    """dq, dk and dg [B, T, H, K]; with a decay per head ``dg`` has float32 parts [PANELS, B, T, H] of it.
+    """Compute dq, dk and dg [B, T, H, K] of one chunk, head and panel; see the top of the file.
 
-    ``rows``: B T. ``pitch``: elements from row to row of dq and of dk [B T, H K]. With a ``NORMALIZER`` log-decays, one for each
-    channel, are logsigmoid(z) / NORMALIZER, and dg is the gradient of z. ``SPREAD``: states lie as the walks leave them so.
+    ``q`` to ``states_low`` and the ``*_tiles`` are TMA descriptors; dq, dk and dg are the same tensors as pointers, for chunks
+    that are cut off. With one decay per head ``g`` is None, ``log_decay`` [B, T, H] is given, and ``dg`` has float32 parts
+    [PANELS, B, T, H]. ``rows`` is B T. ``pitch`` is the number of elements from row to row of dq and of dk [B T, H K]. With a
+    NORMALIZER log-decays, one for each channel, are logsigmoid(z) / NORMALIZER, and dg is the gradient of z. ALIASED: states
+    and their gradients lie in the rows of their chunk, see ``aliased_state_buffers`` in launch_hopper.py.
     """
     SCALAR: gl.constexpr = g is None
     E: gl.constexpr = q.dtype
@@ -343,16 +377,16 @@ def gradients_kernel(
     tma_load(q, [row, column], bars.index(0), tiles.index(0))
     tma_load(k, [row, column], bars.index(0), tiles.index(1))
     descriptors = (v, do, states, dstates, states_low)
-    mbarrier.expect(bars.index(1), (5 if SCALAR else 4) * v.block_type.nbytes)  # blocks of states are as large
-    if SPREAD:
+    mbarrier.expect(bars.index(1), (5 if SCALAR else 4) * v.block_type.nbytes)  # blocks of S and dS are as large
+    if ALIASED:
         cells = heads * PANELS * PANEL
         channel = column
     else:
         cells = (slot * heads + head) * values
-    fetch_values(descriptors, blocks, bars.index(1), (row, head), cells, channel, values, 0)
+    load_value_block(descriptors, blocks, bars.index(1), (row, head), cells, channel, values, 0)
     results = (dq, dk, dg, dq_tiles, dk_tiles, dg_tiles)
     at = (row, left, head, cells, channel)
-    sizes = (BV if SPREAD else values, pitch, width, column)  # known then: nothing more is fetched
+    sizes = (BV if ALIASED else values, pitch, width, column)  # ALIASED means V = BV, a constant: no further block is loaded
     if SCALAR:
         to = dg + panel.to(gl.int64) * rows * heads
         head_gradients(descriptors, tiles, blocks, results, bars, at, sizes, scale, log_decay, heads, to, acc)
@@ -360,4 +394,4 @@ def gradients_kernel(
         channel_gradients(descriptors, tiles, blocks, both, results, bars, at, sizes, scale, LIMIT, NORMALIZER, acc)
     tma_store_wait(pendings=0)
     keep_barriers((bars,))
-    tiles._keep_alive()  # noqa: SLF001 - else reductions that follow the stores may take the room that these still read
+    tiles._keep_alive()  # noqa: SLF001 - Triton would place reductions over tiles that TMA still reads

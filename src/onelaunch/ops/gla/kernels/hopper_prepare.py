@@ -1,77 +1,101 @@
-"""Gated linear attention on Hopper GPUs: what one group of warps makes of a tile before others multiply with it.
+"""Intra-chunk part of gated linear attention on Hopper GPUs: decay queries and keys in place, and multiply them to scores.
 
-Computes   from queries, keys and log-decays of a chunk of 64 steps: the decayed ones and the scores between its steps.
-Mirrored   forward in time, queries read a state to which keys add; backwards (``REVERSE``), keys read its gradient, to which
-           queries add. So there are *readers* and *adders*: readers are decayed from where the walk enters the chunk, adders to
-           where it leaves it, and a reader sees the adders that the walk met before it, and its own.
-On chip    decayed readers and adders lie where readers and adders lay, what rounding took of the adders where the log-decays did.
-Decay      per channel: anchored in the middle of the chunk, exp(+-LIMIT) at most; where that does not hold, products by levels of
-           halves, whose factors are at most 1 (``by_levels``). Per head: the scores' decays are a matrix [64, 64].
-Rounding   readers as one 16-bit number, adders as a sum of two, scores as one. What is read has two roundings beside its own, a
-           state only that of being an operand: the gradient of g hangs on products of two states.
+Computes   for a chunk of 64 steps, from q, k and log-decays g in shared memory, per head:
+             q~_t = q_t e^(sum of g from the anchor to t),   k~_s = k_s e^(-(sum of g from the anchor to s)),
+             scores[t, s] = scale * sum over channels of q_t k_s e^(g_s+1 + ... + g_t) for t >= s, 0 elsewhere,
+           and two factors per channel by which the state has to decay before and after its product with the queries.
+Role       one warpgroup of hopper_chunk_state.py runs ``prepare_channels`` (a decay per channel) or ``prepare_heads`` (one per
+           head) and works up to STAGES chunks ahead of the warpgroups that hold the state.
+Reverse    the backward pass is the same recurrence from the last step to the first, with q and k exchanged: dv_s = sum over t
+           >= s of (k_s q_t e^...) do_t, and the state becomes its gradient dS. So with REVERSE the tile called ``queries``
+           holds k (it multiplies the state) and the one called ``keys`` holds q (it is added to the state). The pass enters a
+           chunk at its near end, which is the last step with REVERSE, and leaves at its far end. ``scale`` belongs to q in both
+           directions.
+Decay      per channel, moderate: anchored at the middle of the chunk, so that one product gives all scores. Factors reach
+           exp(+-LIMIT) at most, where LIMIT bounds the sum over either half. Per channel, strong (any sum, -inf included):
+           secondary chunking, carried down to single steps: blocks of 1, 2, 4, ... 32 steps, in which every right block is
+           multiplied with the left block next to it, anchored between the two, so that no factor exceeds 1
+           (``scores_by_levels``). Per head: the decays between steps are a matrix [64, 64] that multiplies q k^T.
+On chip    everything in shared memory, bytes for 16-bit numbers: decayed queries and keys overwrite queries and keys (128 K
+           each); the rounding errors of the keys, as second 16-bit terms, overwrite the log-decays (128 K); scores (8192); sums
+           of steps come from products with matrices of 0 and 1.
+Barriers   waits for ``full`` (TMA has written the tile); arrives at ``decayed`` (queries, keys, ``ends`` and ``strong`` may be
+           read) and at ``scores_full``. It waits for ``scores_empty`` only where there are fewer score buffers than stages. No
+           wait for ``empty`` is needed: a stage is refilled after the state warpgroups have released it, which they do after
+           both arrivals here. All writes are followed by ``fence_async_shared``, since WGMMA reads them through the async
+           proxy.
+Numerics   queries are rounded once to 16 bits, keys are a sum of two 16-bit numbers (one with a decay per head where no states
+           are stored: SPLIT_KEYS), scores are rounded once. u is the norm-wise error of rounding the exact result to the
+           inputs' dtype, and 2 u is allowed. Rounding errors add up as squares: with its own rounding and two more an output
+           has 1.73 u. A state has only its rounding as an operand, because the gradient of g is a product of two states.
+Source     Yang et al., Gated Linear Attention Transformers with Hardware-Efficient Training (2024), secondary chunking;
+           docs/notebook/gla.md.
 """
 
 from onelaunch.kernels.gluon.compat import fence_async_shared, gl, gluon, mbarrier, warpgroup_mma, warpgroup_mma_wait
 from onelaunch.ops.gla.kernels.hopper_tiles import (
     LOG2E,
+    MIN_LOG_DECAY,
     PANEL,
-    SHORTEST,
     C,
     chunk_of,
-    cut,
     exp,
     exp2_flushed,
     ones_where,
-    place,
+    opaque_zero,
     plus,
-    rows_of,
-    span,
-    store_in_parts,
-    zero_of,
+    row_index,
+    segment_span,
+    store_split,
+    work_item,
+    zero_tail,
 )
 
 LARGEST = gl.constexpr(128.0)
-"""Of float16 inputs that may be decayed from and to the middle of a tile, as in launch.py."""
+"""Largest float16 input for which the anchor may be the middle: times exp(LIMIT) it stays finite (see launch.py)."""
 
 
 @gluon.jit
-def seen(reader, adder, REVERSE: gl.constexpr):
-    """Whether the walk meets the adder before the reader, or with it."""
-    return reader <= adder if REVERSE else reader >= adder
+def visible(query, key, REVERSE: gl.constexpr):
+    """Return whether a query sees a key: the key is at the same step, or was passed before it."""
+    return query <= key if REVERSE else query >= key
 
 
 @gluon.jit
-def score(readers, adders, square: gl.constexpr):
-    """Products [C, C] of readers in registers with adders in shared memory."""
+def score(queries, keys, square: gl.constexpr):
+    """Return the products [C, C] of queries in registers with keys in shared memory, [C, PANEL] each; waits for WGMMA."""
     operand: gl.constexpr = gl.DotOperandLayout(0, square, 2)
     p = gl.zeros([C, C], gl.float32, layout=square)
-    p = warpgroup_mma(gl.convert_layout(readers, operand), adders.permute((1, 0)), p, use_acc=False, is_async=True)
+    p = warpgroup_mma(gl.convert_layout(queries, operand), keys.permute((1, 0)), p, use_acc=False, is_async=True)
     return warpgroup_mma_wait(num_outstanding=0, deps=(p,))
 
 
 @gluon.jit
-def weighted(weights, g, rows: gl.constexpr):
-    """weights [C, C] times log-decays [C, PANEL]: sums over parts of a tile."""
+def weighted_sum(weights, g, rows: gl.constexpr):
+    """Return weights [C, C] of 0 and 1 times log-decays [C, PANEL] in shared memory: sums over some of the steps, float32."""
     zero = gl.zeros([C, PANEL], gl.float32, layout=rows)
     d = warpgroup_mma(weights.to(g.dtype), g, zero, use_acc=False, is_async=True)
     return warpgroup_mma_wait(num_outstanding=0, deps=(d,))
 
 
 @gluon.jit
-def halves_of(g, ones, panel: gl.constexpr):
-    """Log-decay summed over the first and over the second half of the steps, for a panel of channels [PANEL]; ``ones`` [8, C]."""
+def half_sums(g, ones, panel: gl.constexpr):
+    """Return the sums of a panel's log-decays over the first and over the second half of the steps, each [PANEL].
+
+    ``ones`` [8, C] comes from ``fill_half_masks``. The product is transposed, [PANEL, 8]: M is 64 channels, N is 8.
+    """
     few: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 8, 16])
     total = gl.zeros([PANEL, 8], gl.float32, layout=few)
-    part = g.slice(panel * PANEL, PANEL, dim=1)
-    total = warpgroup_mma(part.permute((1, 0)), ones.permute((1, 0)), total, use_acc=False, is_async=True)
+    p_g = g.slice(panel * PANEL, PANEL, dim=1)
+    total = warpgroup_mma(p_g.permute((1, 0)), ones.permute((1, 0)), total, use_acc=False, is_async=True)
     total = warpgroup_mma_wait(num_outstanding=0, deps=(total,))
     first, second = gl.split(gl.reshape(total, [PANEL, 4, 2]))
-    return gl.sum(first, 1), gl.sum(second, 1)  # all but the first of the four are 0
+    return gl.sum(first, 1), gl.sum(second, 1)  # the other three of each four are 0
 
 
 @gluon.jit
-def too_large(tile, scale, layout: gl.constexpr):
-    """Whether anything in a tile, times the scale, is beyond LARGEST: 0 or more."""
+def exceeds_largest(tile, scale, layout: gl.constexpr):
+    """Return a number above 0 if any element of a tile times ``scale`` is beyond LARGEST or NaN, else 0."""
     found = 0
     for panel in gl.static_range(tile.shape[1] // PANEL):
         size = gl.abs(tile.slice(panel * PANEL, PANEL, dim=1).load(layout).to(gl.float32) * scale)
@@ -80,8 +104,8 @@ def too_large(tile, scale, layout: gl.constexpr):
 
 
 @gluon.jit
-def fill_halves(ones):
-    """[8, C] of ones over the first half of the steps, over the second half, and zeros."""
+def fill_half_masks(ones):
+    """Write [8, C] to shared memory: ones in the first half of row 0 and in the second half of row 1, else zeros. Fences."""
     E: gl.constexpr = ones.dtype
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     which = gl.arange(0, 8, layout=gl.SliceLayout(1, layout))[:, None]
@@ -91,53 +115,55 @@ def fill_halves(ones):
 
 
 @gluon.jit
-def anchored(readers, adders, g, scores, decayed, taken, turn, scale, square: gl.constexpr,
-             ALONE: gl.constexpr, READ: gl.constexpr, REVERSE: gl.constexpr):  # fmt: skip
-    """Readers and adders decayed from and to the middle of the tile, in place, and their scores.
+def scores_from_middle(queries, keys, g, scores, decayed, scores_empty, turn, scale, square: gl.constexpr,
+                       SINGLE_BUFFER: gl.constexpr, OUTPUT: gl.constexpr, REVERSE: gl.constexpr):  # fmt: skip
+    """Decay queries and keys in place, anchored at the middle of the chunk, and compute the scores by one product.
 
-    Where there is a single place for scores (``ALONE``), those of the tile before must have been taken from it.
+    Given q, k and g of a full stage with moderate decays. Leaves decayed queries, keys in two 16-bit terms (``keys`` and
+    ``g``), and scores; arrives at ``decayed`` before the scores' product, which only reads. With SINGLE_BUFFER it waits until
+    the scores of the tile before have been read. The caller fences and arrives at ``scores_full``.
     """
-    E: gl.constexpr = adders.dtype
+    E: gl.constexpr = keys.dtype
     weights: gl.constexpr = gl.DotOperandLayout(0, square, 2)
     t = gl.arange(0, C, layout=gl.SliceLayout(1, weights))[:, None]
     s = gl.arange(0, C, layout=gl.SliceLayout(0, weights))[None, :]
     later = ones_where((s <= t) & (s >= C // 2), gl.float32)
     around = later - ones_where((s > t) & (s < C // 2), gl.float32)
-    for panel in gl.static_range(adders.shape[1] // PANEL):
-        p_r = readers.slice(panel * PANEL, PANEL, dim=1)
-        p_a = adders.slice(panel * PANEL, PANEL, dim=1)
+    for panel in gl.static_range(keys.shape[1] // PANEL):
+        p_q = queries.slice(panel * PANEL, PANEL, dim=1)
+        p_k = keys.slice(panel * PANEL, PANEL, dim=1)
         p_g = g.slice(panel * PANEL, PANEL, dim=1)
-        d = weighted(around, p_g, square) * (-LOG2E if REVERSE else LOG2E)
-        b_a = p_a.load(square).to(gl.float32) * exp2_flushed(-d)
+        d = weighted_sum(around, p_g, square) * (-LOG2E if REVERSE else LOG2E)
+        b_k = p_k.load(square).to(gl.float32) * exp2_flushed(-d)
         if REVERSE:
-            b_a *= scale
-        store_in_parts(b_a, p_a, p_g)
-        if READ:
-            b_r = p_r.load(square).to(gl.float32) * exp2_flushed(d)
+            b_k *= scale
+        store_split(b_k, p_k, p_g)
+        if OUTPUT:
+            b_q = p_q.load(square).to(gl.float32) * exp2_flushed(d)
             if not REVERSE:
-                b_r *= scale
-            p_r.store(b_r.to(E))
+                b_q *= scale
+            p_q.store(b_q.to(E))
     fence_async_shared()
     mbarrier.arrive(decayed, count=1)
-    if READ:
+    if OUTPUT:
         p = gl.zeros([C, C], gl.float32, layout=square)
-        p = warpgroup_mma(readers, adders.permute((1, 0)), p, use_acc=False, is_async=True)
-        p = warpgroup_mma(readers, g.permute((1, 0)), p, is_async=True)
+        p = warpgroup_mma(queries, keys.permute((1, 0)), p, use_acc=False, is_async=True)
+        p = warpgroup_mma(queries, g.permute((1, 0)), p, is_async=True)
         p = warpgroup_mma_wait(num_outstanding=0, deps=(p,))
         t = gl.arange(0, C, layout=gl.SliceLayout(1, square))[:, None]
         s = gl.arange(0, C, layout=gl.SliceLayout(0, square))[None, :]
-        if ALONE:
-            mbarrier.wait(taken, (turn & 1) ^ 1)
-        scores.store(gl.where(seen(t, s, REVERSE), p, 0.0).to(E))
+        if SINGLE_BUFFER:
+            mbarrier.wait(scores_empty, (turn & 1) ^ 1)
+        scores.store(gl.where(visible(t, s, REVERSE), p, 0.0).to(E))
 
 
 @gluon.jit
 def decay_over(g, level, zero, PART: gl.constexpr, square: gl.constexpr):
-    """What is left of each channel of g [C, PANEL].
+    """Return e^(a sum of log-decays) for each element of g [C, PANEL]; sums of at most 0, never differences.
 
-    PART "before": from the start of the tile up to each step; "behind": from behind each step to the end of the tile; "block":
-    where the level's bit of a step is 1, from the start of its block of 2^level steps up to it, elsewhere behind it to its
-    block's end.
+    PART "before" sums from the start of the chunk up to and with each step; "behind" sums the steps after each one to the end
+    of the chunk; "block" sums, where bit ``level`` of a step is 1 (a right block), from the start of its block of 2^level steps
+    up to and with it, and elsewhere (a left block) the steps after it to the end of its block.
     """
     weights: gl.constexpr = gl.DotOperandLayout(0, square, 2)
     t = gl.arange(0, C, layout=gl.SliceLayout(1, weights))[:, None] + zero
@@ -150,49 +176,56 @@ def decay_over(g, level, zero, PART: gl.constexpr, square: gl.constexpr):
         later = (((t >> level) & 1) == 1) & (s <= t)
         earlier = (((t >> level) & 1) == 0) & (s > t)
         within = (later | earlier) & ((s >> level) == (t >> level))
-    return exp(weighted(ones_where(within, gl.float32), g, square))
+    return exp(weighted_sum(ones_where(within, gl.float32), g, square))
 
 
 @gluon.jit
-def by_levels(readers, adders, g, scores, decayed, flag, taken, turn, scale, square: gl.constexpr,
-              ALONE: gl.constexpr, READ: gl.constexpr, REVERSE: gl.constexpr):  # fmt: skip
-    """The same for decays of any size: readers decayed from the tile's near end, adders to its far one, panel by panel."""
-    E: gl.constexpr = adders.dtype
+def scores_by_levels(queries, keys, g, scores, decayed, flag, scores_empty, turn, scale, square: gl.constexpr,
+                     SINGLE_BUFFER: gl.constexpr, OUTPUT: gl.constexpr, REVERSE: gl.constexpr):  # fmt: skip
+    """Decay queries and keys in place, and compute the scores, for log-decays of any size (secondary chunking).
+
+    Works panel by panel. For each level the right blocks of 2^level steps are multiplied with the left blocks next to them,
+    anchored between the two; steps with themselves come from an undecayed product. Then queries are decayed from the near end
+    of the chunk and keys to its far end. Six products per panel instead of one in all, but no factor exceeds 1. ``flag`` holds
+    1 (see ``opaque_zero``). Arrives at ``decayed`` at the end, since ``keys`` is scratch until then; the caller arrives at
+    ``scores_full``.
+    """
+    E: gl.constexpr = keys.dtype
     FROM_START: gl.constexpr = "behind" if REVERSE else "before"
     TO_END: gl.constexpr = "before" if REVERSE else "behind"
     vector: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     p = gl.zeros([C, C], gl.float32, layout=square)
     column = gl.arange(0, C, layout=gl.SliceLayout(0, square))[None, :]
-    for panel in gl.static_range(adders.shape[1] // PANEL):
-        p_r = readers.slice(panel * PANEL, PANEL, dim=1)
-        p_a = adders.slice(panel * PANEL, PANEL, dim=1)
+    for panel in gl.static_range(keys.shape[1] // PANEL):
+        p_q = queries.slice(panel * PANEL, PANEL, dim=1)
+        p_k = keys.slice(panel * PANEL, PANEL, dim=1)
         p_g = g.slice(panel * PANEL, PANEL, dim=1)
-        row = gl.arange(0, C, layout=gl.SliceLayout(1, square))[:, None] + zero_of(flag, vector)
-        b_a = p_a.load(square)
-        if READ:
-            p += gl.where(row == column, score(p_r.load(square), p_a, square), 0.0)
+        row = gl.arange(0, C, layout=gl.SliceLayout(1, square))[:, None] + opaque_zero(flag, vector)
+        b_k = p_k.load(square)
+        if OUTPUT:
+            p += gl.where(row == column, score(p_q.load(square), p_k, square), 0.0)
             for level in range(6):
-                zero = zero_of(flag, vector)
+                zero = opaque_zero(flag, vector)
                 d = decay_over(p_g, level, zero, "block", square)
                 row = gl.arange(0, C, layout=gl.SliceLayout(1, square))[:, None] + zero
-                reads = ((row >> level) & 1) == (0 if REVERSE else 1)
-                p_a.store(gl.where(reads, 0.0, b_a.to(gl.float32) * d).to(E))
-                b_r = gl.where(reads, p_r.load(square).to(gl.float32) * d, 0.0)
+                is_query = ((row >> level) & 1) == (0 if REVERSE else 1)
+                p_k.store(gl.where(is_query, 0.0, b_k.to(gl.float32) * d).to(E))
+                b_q = gl.where(is_query, p_q.load(square).to(gl.float32) * d, 0.0)
                 fence_async_shared()
-                crossing = score(b_r.to(E), p_a, square)
+                crossing = score(b_q.to(E), p_k, square)
                 p += gl.where((row >> (level + 1)) == (column >> (level + 1)), crossing, 0.0)
-        if READ:
-            d = decay_over(p_g, 0, zero_of(flag, vector), FROM_START, square)
+        if OUTPUT:
+            d = decay_over(p_g, 0, opaque_zero(flag, vector), FROM_START, square)
             if not REVERSE:
                 d *= scale
-            p_r.store((p_r.load(square).to(gl.float32) * d).to(E))
-        d = decay_over(p_g, 0, zero_of(flag, vector), TO_END, square)
+            p_q.store((p_q.load(square).to(gl.float32) * d).to(E))
+        d = decay_over(p_g, 0, opaque_zero(flag, vector), TO_END, square)
         if REVERSE:
             d *= scale
-        store_in_parts(b_a.to(gl.float32) * d, p_a, p_g)
-    if READ:
-        if ALONE:
-            mbarrier.wait(taken, (turn & 1) ^ 1)
+        store_split(b_k.to(gl.float32) * d, p_k, p_g)
+    if OUTPUT:
+        if SINGLE_BUFFER:
+            mbarrier.wait(scores_empty, (turn & 1) ^ 1)
         scores.store((p * scale).to(E))
     fence_async_shared()
     mbarrier.arrive(decayed, count=1)
@@ -200,14 +233,19 @@ def by_levels(readers, adders, g, scores, decayed, flag, taken, turn, scale, squ
 
 @gluon.jit
 def prepare_channels(tiles, vectors, bars, offsets, T, sizes, scale, LIMIT: gl.constexpr, SLICES: gl.constexpr,
-                     PACKED: gl.constexpr, READ: gl.constexpr, REVERSE: gl.constexpr):  # fmt: skip
-    """Tile after tile with a decay per channel."""
-    tiles_r, tiles_a, _, tiles_g, tiles_s, _ = tiles
+                     PACKED: gl.constexpr, OUTPUT: gl.constexpr, REVERSE: gl.constexpr):  # fmt: skip
+    """Run the prepare role for a decay per channel: all chunks of this CTA's segment, one after the other.
+
+    Per chunk: wait for ``full``, clear the rows behind the sequence, sum the log-decays of both halves, write the factors of
+    the state to ``ends`` [2, K] and the kind of decay to ``strong``, then take one of the two ways to the scores. ``ends``:
+    with moderate decay the factors of the near and of the far half; with strong decay those of the whole chunk, and 1.
+    """
+    tiles_q, tiles_k, _, tiles_g, tiles_s, _ = tiles
     ones, ends, strong = vectors
-    arrived, decayed, ready, _, taken = bars
-    K: gl.constexpr = tiles_a.shape[2]
-    E: gl.constexpr = tiles_a.dtype
-    STAGES: gl.constexpr = tiles_a.shape[0]
+    full, decayed, scores_full, _, scores_empty = bars
+    K: gl.constexpr = tiles_k.shape[2]
+    E: gl.constexpr = tiles_k.dtype
+    STAGES: gl.constexpr = tiles_k.shape[0]
     SCORES: gl.constexpr = tiles_s.shape[0]
     square: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
     vector: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
@@ -216,131 +254,136 @@ def prepare_channels(tiles, vectors, bars, offsets, T, sizes, scale, LIMIT: gl.c
     LOWEST: gl.constexpr = -1e30 if E == gl.bfloat16 else -65504.0  # noqa: SIM300
     NEAR: gl.constexpr = 1 if REVERSE else 0
     ends_flat = ends._reinterpret(gl.float32, [2 * STAGES, K], gl.SwizzledSharedLayout(1, 1, 1, [0]))  # noqa: SLF001
-    _, _, part_steps = sizes
-    n, _, _, segment = place(sizes, SLICES)
-    _, steps = span(offsets, n, T, segment, part_steps, PACKED)
+    _, _, segment_steps = sizes
+    n, _, _, segment = work_item(sizes, SLICES)
+    _, steps = segment_span(offsets, n, T, segment, segment_steps, PACKED)
     chunks = gl.cdiv(steps, C)
-    fill_halves(ones)
+    fill_half_masks(ones)
     for c in range(chunks):
         stage = c % STAGES
         left = steps - chunk_of(c, chunks, REVERSE) * C
         g = tiles_g.index(stage)
-        mbarrier.wait(arrived.index(stage), (c // STAGES) & 1)
-        if left < C:  # what follows belongs to somebody else
-            cut(g, left, rows)
-            cut(tiles_a.index(stage), left, rows)
+        mbarrier.wait(full.index(stage), (c // STAGES) & 1)
+        if left < C:  # the rows behind belong to the next sequence
+            zero_tail(g, left, rows)
+            zero_tail(tiles_k.index(stage), left, rows)
             fence_async_shared()
         within = True
         for panel in gl.static_range(K // PANEL):
-            first, second = halves_of(g, ones, panel)
+            first, second = half_sums(g, ones, panel)
             ends_flat.index(2 * stage + NEAR).slice(panel * PANEL, PANEL, dim=0).store(exp(first))
             ends_flat.index(2 * stage + 1 - NEAR).slice(panel * PANEL, PANEL, dim=0).store(exp(second))
             within = (gl.abs(first) <= LIMIT) & (gl.abs(second) <= LIMIT) & within
-        # a warp for all channels: a maximum across warps costs a round trip more, and a register throughout the loop
-        wild = gl.max(gl.convert_layout(gl.where(within, 0, 1), every), 0)
-        if gl.float16 == E:  # times exp(LIMIT) they would be beyond what it holds
-            wild += too_large(tiles_a.index(stage), scale if REVERSE else 1.0, rows)
-            if READ:
-                wild += too_large(tiles_r.index(stage), 1.0 if REVERSE else scale, rows)
-        if wild == 0:
+        # Each warp takes the maximum over all channels: one across warps costs a round trip through shared memory,
+        # and a register throughout the loop.
+        is_strong = gl.max(gl.convert_layout(gl.where(within, 0, 1), every), 0)
+        if gl.float16 == E:  # times exp(LIMIT), larger inputs would overflow
+            is_strong += exceeds_largest(tiles_k.index(stage), scale if REVERSE else 1.0, rows)
+            if OUTPUT:
+                is_strong += exceeds_largest(tiles_q.index(stage), 1.0 if REVERSE else scale, rows)
+        if is_strong == 0:
             strong.index(stage).store(gl.full([1], 0, gl.int32, layout=vector))
-            anchored(
-                tiles_r.index(stage), tiles_a.index(stage), g, tiles_s.index(stage % SCORES), decayed.index(stage), taken, c,
-                scale, square, SCORES < STAGES, READ, REVERSE,
+            scores_from_middle(
+                tiles_q.index(stage), tiles_k.index(stage), g, tiles_s.index(stage % SCORES), decayed.index(stage),
+                scores_empty, c, scale, square, SCORES < STAGES, OUTPUT, REVERSE,
             )  # fmt: skip
         else:
             strong.index(stage).store(gl.full([1], 1, gl.int32, layout=vector))
-            # what the compiler knows to be the same on both sides it computes on one of them alone: see docs/notebook/gla.md
-            same = stage + zero_of(strong.index(stage), vector)
+            # The stage is hidden from the compiler. ptxas computes descriptors that both sides of the branch share on one
+            # side alone, and the other side reads garbage: see the traps in docs/notebook/gla.md.
+            opaque_stage = stage + opaque_zero(strong.index(stage), vector)
             for panel in gl.static_range(K // PANEL):
-                p_g = tiles_g.index(same).slice(panel * PANEL, PANEL, dim=1)
+                p_g = tiles_g.index(opaque_stage).slice(panel * PANEL, PANEL, dim=1)
                 b_g = p_g.load(rows).to(gl.float32)
                 p_g.store(gl.where(b_g < LOWEST, LOWEST, b_g).to(E))
             fence_async_shared()
             for panel in gl.static_range(K // PANEL):
-                first, second = halves_of(tiles_g.index(same), ones, panel)
+                first, second = half_sums(tiles_g.index(opaque_stage), ones, panel)
                 near = ends_flat.index(2 * stage).slice(panel * PANEL, PANEL, dim=0)
                 far = ends_flat.index(2 * stage + 1).slice(panel * PANEL, PANEL, dim=0)
                 near.store(exp(first + second))
-                far.store(first * 0.0 + 1.0)
-            by_levels(
-                tiles_r.index(same), tiles_a.index(same), tiles_g.index(same), tiles_s.index(same % SCORES),
-                decayed.index(stage), strong.index(same), taken, c, scale, square, SCORES < STAGES, READ, REVERSE,
+                far.store(first * 0.0 + 1.0)  # 1, but NaN where a log-decay is NaN
+            scores_by_levels(
+                tiles_q.index(opaque_stage), tiles_k.index(opaque_stage), tiles_g.index(opaque_stage),
+                tiles_s.index(opaque_stage % SCORES), decayed.index(stage), strong.index(opaque_stage), scores_empty, c, scale,
+                square, SCORES < STAGES, OUTPUT, REVERSE,
             )  # fmt: skip
-        if READ:
+        if OUTPUT:
             fence_async_shared()
-            mbarrier.arrive(ready.index(stage), count=1)
+            mbarrier.arrive(scores_full.index(stage), count=1)
 
 
 @gluon.jit
 def prepare_heads(tiles, vectors, bars, offsets, log_decay, T, sizes, scale, SLICES: gl.constexpr,
-                  PACKED: gl.constexpr, READ: gl.constexpr, REVERSE: gl.constexpr,
-                  EXACT: gl.constexpr):  # fmt: skip
-    """Tile after tile with a decay per head: adders decayed in place, and scores; what has decayed of readers is left to others.
+                  PACKED: gl.constexpr, OUTPUT: gl.constexpr, REVERSE: gl.constexpr,
+                  SPLIT_KEYS: gl.constexpr):  # fmt: skip
+    """Run the prepare role for one decay per head: all chunks of this CTA's segment, one after the other.
 
-    Of ends [2, K], the first row holds the readers' factors, the second what is left of the state.
+    Keys are decayed in place and scores computed. The queries stay as they are: their factors, one per step, are left in row 0
+    of ``ends`` [2, K], and the state warpgroups multiply their product by them. Row 1 holds the factor of the state. The
+    log-decays of the next chunk are loaded from global memory one chunk ahead.
     """
-    tiles_r, tiles_a, _, tiles_low, tiles_s, _ = tiles
+    tiles_q, tiles_k, _, tiles_low, tiles_s, _ = tiles
     sums, ends, _ = vectors
-    arrived, decayed, ready, _, taken = bars
-    K: gl.constexpr = tiles_a.shape[2]
-    E: gl.constexpr = tiles_a.dtype
-    STAGES: gl.constexpr = tiles_a.shape[0]
+    full, decayed, scores_full, _, scores_empty = bars
+    K: gl.constexpr = tiles_k.shape[2]
+    E: gl.constexpr = tiles_k.dtype
+    STAGES: gl.constexpr = tiles_k.shape[0]
     SCORES: gl.constexpr = tiles_s.shape[0]
     square: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
     rows: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    vector: gl.constexpr = gl.BlockedLayout([C // 32], [32], [4], [0])  # all steps in each warp: sums need no shared memory
+    vector: gl.constexpr = gl.BlockedLayout([C // 32], [32], [4], [0])  # all 64 steps in each warp: scans need no shared memory
     sums_flat = sums._reinterpret(gl.float32, [2, C], gl.SwizzledSharedLayout(1, 1, 1, [0]))  # noqa: SLF001
     ends_flat = ends._reinterpret(gl.float32, [2 * STAGES, K], gl.SwizzledSharedLayout(1, 1, 1, [0]))  # noqa: SLF001
-    heads, _, part_steps = sizes
-    n, head, _, segment = place(sizes, SLICES)
-    row, steps = span(offsets, n, T, segment, part_steps, PACKED)
+    heads, _, segment_steps = sizes
+    n, head, _, segment = work_item(sizes, SLICES)
+    row, steps = segment_span(offsets, n, T, segment, segment_steps, PACKED)
     chunks = gl.cdiv(steps, C)
     step = gl.arange(0, C, layout=vector)
     t = gl.arange(0, C, layout=gl.SliceLayout(1, square))
     s = gl.arange(0, C, layout=gl.SliceLayout(0, square))
     at = chunk_of(0, chunks, REVERSE) * C + step
-    coming = gl.load(log_decay + (row + at).to(gl.int64) * heads + head, mask=(at < steps) & (at >= 0), other=0.0)
+    next_g = gl.load(log_decay + (row + at).to(gl.int64) * heads + head, mask=(at < steps) & (at >= 0), other=0.0)
     for c in range(chunks):
         stage = c % STAGES
         j = chunk_of(c, chunks, REVERSE)
         left = steps - j * C
-        readers = tiles_r.index(stage)
-        adders = tiles_a.index(stage)
-        g = coming.to(gl.float32)
-        g = gl.where(g < SHORTEST, SHORTEST, g)
+        queries = tiles_q.index(stage)
+        keys = tiles_k.index(stage)
+        g = next_g.to(gl.float32)
+        g = gl.where(g < MIN_LOG_DECAY, MIN_LOG_DECAY, g)
         at = chunk_of(c + 1, chunks, REVERSE) * C + step
-        coming = gl.load(log_decay + (row + at).to(gl.int64) * heads + head, mask=(at < steps) & (at >= 0), other=0.0)
+        next_g = gl.load(log_decay + (row + at).to(gl.int64) * heads + head, mask=(at < steps) & (at >= 0), other=0.0)
         before = gl.associative_scan(g, 0, plus)
         whole = gl.sum(g, 0)
         behind = whole - before
-        mbarrier.wait(arrived.index(stage), (c // STAGES) & 1)
+        mbarrier.wait(full.index(stage), (c // STAGES) & 1)
         ends_flat.index(2 * stage).slice(0, C, dim=0).store(exp(behind) if REVERSE else exp(before) * scale)
         ends_flat.index(2 * stage + 1).store(gl.full([K], 1.0, gl.float32, layout=vector) * exp(whole))
         sums_flat.index(0).store(before)
         sums_flat.index(1).store(exp(before) * scale if REVERSE else exp(behind))
-        if READ:
+        if OUTPUT:
             p = gl.zeros([C, C], gl.float32, layout=square)
-            p = warpgroup_mma(readers, adders.permute((1, 0)), p, use_acc=False, is_async=True)
+            p = warpgroup_mma(queries, keys.permute((1, 0)), p, use_acc=False, is_async=True)
             p = warpgroup_mma_wait(num_outstanding=0, deps=(p,))
-            of_reader = sums_flat.index(0).load(gl.SliceLayout(1, square))[:, None]
-            of_adder = sums_flat.index(0).load(gl.SliceLayout(0, square))[None, :]
-            d = of_adder - of_reader if REVERSE else of_reader - of_adder
-            met = seen(t[:, None], s[None, :], REVERSE) & (s[None, :] < left)
+            query_sum = sums_flat.index(0).load(gl.SliceLayout(1, square))[:, None]
+            key_sum = sums_flat.index(0).load(gl.SliceLayout(0, square))[None, :]
+            d = key_sum - query_sum if REVERSE else query_sum - key_sum
+            mask = visible(t[:, None], s[None, :], REVERSE) & (s[None, :] < left)
             if SCORES < STAGES:
-                mbarrier.wait(taken, (c & 1) ^ 1)
-            tiles_s.index(stage % SCORES).store(gl.where(met, p * exp(gl.where(met, d, 0.0)) * scale, 0.0).to(E))
+                mbarrier.wait(scores_empty, (c & 1) ^ 1)
+            tiles_s.index(stage % SCORES).store(gl.where(mask, p * exp(gl.where(mask, d, 0.0)) * scale, 0.0).to(E))
         factor = sums_flat.index(1).load(gl.SliceLayout(1, rows))[:, None]
         for panel in gl.static_range(K // PANEL):
-            p_a = adders.slice(panel * PANEL, PANEL, dim=1)
-            b_a = p_a.load(rows).to(gl.float32) * factor
+            p_k = keys.slice(panel * PANEL, PANEL, dim=1)
+            b_k = p_k.load(rows).to(gl.float32) * factor
             if left < C:
-                b_a = gl.where(rows_of(rows, left) < left, b_a, 0.0)
-            if EXACT:
-                store_in_parts(b_a, p_a, tiles_low.index(stage).slice(panel * PANEL, PANEL, dim=1))
+                b_k = gl.where(row_index(rows, left) < left, b_k, 0.0)
+            if SPLIT_KEYS:
+                store_split(b_k, p_k, tiles_low.index(stage).slice(panel * PANEL, PANEL, dim=1))
             else:
-                p_a.store(b_a.to(E))
+                p_k.store(b_k.to(E))
         fence_async_shared()
         mbarrier.arrive(decayed.index(stage), count=1)
-        if READ:
-            mbarrier.arrive(ready.index(stage), count=1)
+        if OUTPUT:
+            mbarrier.arrive(scores_full.index(stage), count=1)

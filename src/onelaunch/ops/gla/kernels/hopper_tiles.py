@@ -1,36 +1,56 @@
-"""Gated linear attention on Hopper GPUs: where tiles lie, and what all groups of warps compute alike."""
+"""Device functions that the Hopper kernels of gated linear attention share: coordinates, masks, splitting, exponentials.
+
+All of them are inlined into the Gluon kernels of this folder (hopper_chunk_state.py, hopper_segment_sum.py,
+hopper_gradients.py). They hold no barriers. A function that writes shared memory says so: the caller must then run
+``fence_async_shared`` before WGMMA or TMA reads the tile, and must arrive at an mbarrier, or wait for a product, before other
+warps read it.
+
+Two functions, ``row_index`` and ``opaque_zero``, exist to hide constants from the compiler. Index tensors and masks that do not
+depend on the loop are otherwise computed before it and held in registers for its whole length (docs/notebook/gla.md, traps).
+"""
 
 from onelaunch.kernels.gluon.compat import gl, gluon
 
 LOG2E = gl.constexpr(1.4426950408889634)
+"""Factor from natural logarithms to those of base 2, since the hardware computes ``2^x``."""
 C = gl.constexpr(64)
-"""Steps of a tile: a chunk."""
+"""Steps of a chunk, which is the height of every tile."""
 PANEL = gl.constexpr(64)
-"""Channels that are copied or worked on at once."""
+"""Channels that one TMA box or one warpgroup takes at once: 64 16-bit numbers are the 128-byte swizzle width."""
 
 
-SHORTEST = gl.constexpr(-120.0)
-"""Log-decay of a step that stands for all below: exp of it is 0 in float32, and sums of 64 are still good to 2^-12."""
+MIN_LOG_DECAY = gl.constexpr(-120.0)
+"""Least log-decay of a step, per head; smaller ones, -inf included, are replaced by it.
+
+Its exponential is 0 in float32, and sums over 64 such steps are still good to 2^-12.
+"""
 
 
 @gluon.jit
 def plus(a, b):
+    """Return a + b, as the combining function of an associative scan."""
     return a + b
 
 
 @gluon.jit
 def exp(x):
+    """Return e^x through ``2^x``."""
     return gl.exp2(x * LOG2E)
 
 
 @gluon.jit
 def ones_where(condition, dtype: gl.constexpr):
+    """Return 1 where ``condition`` holds and 0 elsewhere, in ``dtype``: a matrix that sums steps when it multiplies."""
     return gl.where(condition, 1.0, 0.0).to(dtype)
 
 
 @gluon.jit
-def bounds(offsets, n, T, PACKED: gl.constexpr):
-    """Of sequence n: its first row, its length, and the slot of its first chunk, as chunk.py counts them."""
+def sequence_bounds(offsets, n, T, PACKED: gl.constexpr):
+    """Return the first row, the length, and the slot of the first chunk of sequence n.
+
+    Slots number the chunks of all sequences. Packed sequences are counted as in chunk.py: the first slot is offsets[n] // C +
+    n.
+    """
     if PACKED:
         first = gl.load(offsets + n).to(gl.int32)
         length = gl.load(offsets + n + 1).to(gl.int32) - first
@@ -39,16 +59,23 @@ def bounds(offsets, n, T, PACKED: gl.constexpr):
 
 
 @gluon.jit
-def span(offsets, n, T, segment, part_steps, PACKED: gl.constexpr):
-    """First row and number of steps of a sequence's part."""
-    first, length, _ = bounds(offsets, n, T, PACKED)
-    start = segment * part_steps
-    return first + start, gl.maximum(gl.minimum(length - start, part_steps), 0)
+def segment_span(offsets, n, T, segment, segment_steps, PACKED: gl.constexpr):
+    """Return the first row and the number of steps of one segment of sequence n.
+
+    A segment is ``segment_steps`` long, a multiple of C. The last ones of a short sequence may have fewer steps, or none.
+    """
+    first, length, _ = sequence_bounds(offsets, n, T, PACKED)
+    start = segment * segment_steps
+    return first + start, gl.maximum(gl.minimum(length - start, segment_steps), 0)
 
 
 @gluon.jit
 def find_chunk(offsets, slot, T, sequences, STEPS: gl.constexpr, PACKED: gl.constexpr):
-    """First row of the chunk in ``slot``, and steps from there to its sequence's end, none in a spare slot: see chunk.py."""
+    """Return the first row of the chunk in ``slot``, and the number of steps from there to the end of its sequence.
+
+    The number of steps is at most 0 in a spare slot, which has no chunk. Packed sequences are found by bisection of the offsets
+    in STEPS halvings, so that the host never reads them: see chunk.py.
+    """
     if PACKED:
         n = slot * 0
         high = n + sequences
@@ -70,37 +97,47 @@ def find_chunk(offsets, slot, T, sequences, STEPS: gl.constexpr, PACKED: gl.cons
 
 
 @gluon.jit
-def place(sizes, SLICES: gl.constexpr):
-    """Sequence, head, slice of values and part of the sequence that a program works on."""
+def work_item(sizes, SLICES: gl.constexpr):
+    """Return the sequence, the head, the slice of values and the segment that this CTA works on.
+
+    Slices of values vary fastest, so CTAs that read the same queries, keys and log-decays are neighbours.
+    """
     heads, segments, _ = sizes
     item = gl.program_id(0)
-    part = item % SLICES
+    value_slice = item % SLICES
     item = item // SLICES
     head = item % heads
     item = item // heads
     segment = item % segments
-    return item // segments, head, part, segment
+    return item // segments, head, value_slice, segment
 
 
 @gluon.jit
 def chunk_of(turn, chunks, REVERSE: gl.constexpr):
-    """Which chunk of its part a walk meets in this turn."""
+    """Return the chunk, of ``chunks``, that is processed in iteration ``turn``: from the last to the first with REVERSE."""
     return chunks - 1 - turn if REVERSE else turn
 
 
 @gluon.jit
-def rows_of(layout: gl.constexpr, left):
-    """The row of each element of a tile, computed where it is wanted: left >> 31 is 0, but the compiler cannot know."""
+def row_index(layout: gl.constexpr, left):
+    """Return the row of each element of a tile, [C, 1], computed where it is used.
+
+    ``left >> 31`` is 0 for the non-negative numbers that occur. The compiler cannot know, so it does not compute the index
+    before the loop and hold it in registers.
+    """
     return gl.arange(0, C, layout=gl.SliceLayout(1, layout))[:, None] + (left >> 31)
 
 
 @gluon.jit
-def zero_of(flag, layout: gl.constexpr):
-    """0, from a flag in shared memory that is 1: constants that depend on it are computed where they are used, not kept."""
+def opaque_zero(flag, layout: gl.constexpr):
+    """Return 0, read from an int32 in shared memory that holds 1.
+
+    Constants that depend on it are computed where they are used instead of being held in registers.
+    """
     return gl.max(flag.load(layout), 0) - 1
 
 
-PARTS_BF16 = gl.constexpr("""
+SPLIT_BF16 = gl.constexpr("""
 {
     .reg .b32 c, d;
     .reg .f32 a, b;
@@ -114,7 +151,7 @@ PARTS_BF16 = gl.constexpr("""
     cvt.rn.bf16x2.f32 $1, b, a;
 }
 """)
-PARTS_FP16 = gl.constexpr("""
+SPLIT_FP16 = gl.constexpr("""
 {
     .reg .b16 c, d;
     .reg .f32 a, b;
@@ -130,16 +167,20 @@ PARTS_FP16 = gl.constexpr("""
 
 
 @gluon.jit
-def store_in_parts(x, high, low):
-    """x as the sum of two numbers of the tiles' dtype, two elements at a time."""
+def store_split(x, high, low):
+    """Store float32 x as the sum of two 16-bit numbers, x = high + low, into two tiles of one dtype in shared memory.
+
+    high is x rounded, low is the rounded remainder, so that the sum has about twice the mantissa. Five instructions for two
+    elements. The caller fences.
+    """
     E: gl.constexpr = high.dtype
     if gl.bfloat16 == E:
         first, second = gl.inline_asm_elementwise(
-            PARTS_BF16, "=r,=r,f,f", [x], dtype=(gl.bfloat16, gl.bfloat16), is_pure=True, pack=2
+            SPLIT_BF16, "=r,=r,f,f", [x], dtype=(gl.bfloat16, gl.bfloat16), is_pure=True, pack=2
         )
     else:
         first, second = gl.inline_asm_elementwise(
-            PARTS_FP16, "=r,=r,f,f", [x], dtype=(gl.float16, gl.float16), is_pure=True, pack=2
+            SPLIT_FP16, "=r,=r,f,f", [x], dtype=(gl.float16, gl.float16), is_pure=True, pack=2
         )
     high.store(first)
     low.store(second)
@@ -147,40 +188,49 @@ def store_in_parts(x, high, low):
 
 @gluon.jit
 def exp2_flushed(x):
-    """2^x, 0 where that is not a normal number: a third of the instructions."""
+    """Return 2^x, and 0 where that is subnormal: a third of the instructions of an exact one."""
     return gl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
 
 
 @gluon.jit
 def log_sigmoid_slope(y):
-    """The derivative of logsigmoid by its result, 1 - exp(y); a series where the exponential is all but 1."""
+    """Return the derivative of logsigmoid from its result y: 1 - exp(y).
+
+    Near y = 0 the exponential is all but 1 and the difference would cancel; a series replaces it from -0.01 on.
+    """
     series = -y * (1.0 + y * (0.5 + y * (1.0 / 6.0)))
     return gl.where(y > -0.01, series, 1.0 - exp2_flushed(y * LOG2E))
 
 
 @gluon.jit
-def cut(tile, left, layout: gl.constexpr):
-    """Make 0 of what belongs to somebody else: the rows from ``left`` on."""
+def zero_tail(tile, left, layout: gl.constexpr):
+    """Set the rows of a tile in shared memory from ``left`` on to 0.
+
+    They belong to the next sequence, or lie behind the tensor, and may hold NaN. The caller fences before WGMMA reads the tile.
+    """
     for panel in gl.static_range(tile.shape[1] // PANEL):
-        part = tile.slice(panel * PANEL, PANEL, dim=1)
-        kept = gl.where(rows_of(layout, left) < left, part.load(layout).to(gl.float32), 0.0)
-        part.store(kept.to(tile.dtype))
+        p_tile = tile.slice(panel * PANEL, PANEL, dim=1)
+        inside = gl.where(row_index(layout, left) < left, p_tile.load(layout).to(gl.float32), 0.0)
+        p_tile.store(inside.to(tile.dtype))
 
 
 @gluon.jit
-def raise_to(tile, layout: gl.constexpr):
-    """Make log-decays at least what the dtype holds, since -inf times 0 is NaN; NaN stays."""
+def clamp_log_decays(tile, layout: gl.constexpr):
+    """Raise the log-decays of a tile in shared memory to the least finite number of the dtype; NaN stays NaN.
+
+    They are summed by a product with a matrix of 0 and 1, where -inf times 0 would be NaN. The caller fences.
+    """
     E: gl.constexpr = tile.dtype
     for panel in gl.static_range(tile.shape[1] // PANEL):
-        part = tile.slice(panel * PANEL, PANEL, dim=1)
+        p_tile = tile.slice(panel * PANEL, PANEL, dim=1)
         if gl.bfloat16 == E:
             raised = gl.inline_asm_elementwise(
-                "max.NaN.bf16x2 $0, $1, $2;", "=r,r,r", [part.load(layout), gl.full([C, PANEL], -1e30, E, layout=layout)],
+                "max.NaN.bf16x2 $0, $1, $2;", "=r,r,r", [p_tile.load(layout), gl.full([C, PANEL], -1e30, E, layout=layout)],
                 dtype=gl.bfloat16, is_pure=True, pack=2,
             )  # fmt: skip
         else:
             raised = gl.inline_asm_elementwise(
-                "max.NaN.f16x2 $0, $1, $2;", "=r,r,r", [part.load(layout), gl.full([C, PANEL], -65504.0, E, layout=layout)],
+                "max.NaN.f16x2 $0, $1, $2;", "=r,r,r", [p_tile.load(layout), gl.full([C, PANEL], -65504.0, E, layout=layout)],
                 dtype=gl.float16, is_pure=True, pack=2,
             )  # fmt: skip
-        part.store(raised)
+        p_tile.store(raised)

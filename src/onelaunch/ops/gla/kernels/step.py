@@ -1,10 +1,12 @@
-"""A step at a time: decoding, and sequences too short for chunks.
+"""Gated linear attention one step at a time, portable Triton: for decoding, and for sequences too short for chunks.
 
-Computes   as chunk.py: o and the final state.
-Grid       a program per sequence, head and BV values.
-On chip    the state [BK, BV] (BK >= K), float32: nothing is rounded but o.
-Memory     the state in and out once, which is nearly all there is to one step; q, k, g in per BV values, v in and o out once.
-Order      a step's vectors are loaded a step ahead of it: the loop waits for memory once, not at every step.
+Computes   S_t = diag(e^(g_t)) S_{t-1} + k_t^T v_t,   o_t = scale * q_t S_t   per head, and the final state.
+Grid       one CTA per sequence, head and BV values. No CTA waits for another one.
+On chip    the state [BK, BV] in registers (BK >= K), float32: nothing is rounded but o.
+Memory     the state is read and written once, which is nearly all the traffic of a single step; q, k, g are read once per BV
+           values, v once, o is written once.
+Order      the vectors of a step are loaded one step ahead: the loop waits for memory once, not at every step.
+Source     the recurrent form; experiment 039.
 """
 
 import triton
@@ -15,7 +17,7 @@ from onelaunch.ops.gla.kernels.chunk import exp, inside_state, row_pointer, sequ
 
 @triton.jit
 def load_step(p_q, p_k, p_v, p_g, c, cv, inside, K, V, SCALAR: tl.constexpr):
-    """q, k [BK], v [BV] and g [BK] of a step, float32; zeros where not ``inside``."""
+    """Load q, k [BK], v [BV] and g [BK] of one step, float32; zeros where not ``inside``."""
     b_q = tl.load(p_q + c, mask=(c < K) & inside, other=0.0).to(tl.float32)
     b_k = tl.load(p_k + c, mask=(c < K) & inside, other=0.0).to(tl.float32)
     b_v = tl.load(p_v + cv, mask=(cv < V) & inside, other=0.0).to(tl.float32)
@@ -32,18 +34,22 @@ def step_kernel(
     g_stride_b, g_stride_t, g_stride_h,
     BK: tl.constexpr, BV: tl.constexpr, SCALAR: tl.constexpr, PACKED: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr,
 ):  # fmt: skip
-    """See the top of the file. States [N, H, K, V] may lie in memory with values or with keys next to each other."""
+    """Loop over the steps of one sequence, head and block of values; see the top of the file.
+
+    States [N, H, K, V] may have values or keys next to each other in memory: ``state_stride_k`` and ``state_stride_v``, in
+    elements.
+    """
     blocks = tl.cdiv(V, BV)
     head = tl.program_id(0) // blocks
     n, h = head // H, head % H
     c = tl.arange(0, BK)
     cv = (tl.program_id(0) % blocks) * BV + tl.arange(0, BV)
-    held = inside_state(c, cv, K, V)
+    inside = inside_state(c, cv, K, V)
     cell = head.to(tl.int64) * K * V + c[:, None] * state_stride_k + cv[None, :] * state_stride_v
     b, start, length, _ = sequence_bounds(offsets, n, T, PACKED)
     state = tl.zeros([BK, BV], tl.float32)
     if FIRST:
-        state = tl.load(first + cell, mask=held, other=0.0)
+        state = tl.load(first + cell, mask=inside, other=0.0)
     p_q = row_pointer(q, b, start, h, q_stride_b, q_stride_t, q_stride_h)
     p_k = row_pointer(k, b, start, h, k_stride_b, k_stride_t, k_stride_h)
     p_v = row_pointer(v, b, start, h, v_stride_b, v_stride_t, v_stride_h)
@@ -63,4 +69,4 @@ def step_kernel(
         tl.store(p_out + cv, b_out.to(out.dtype.element_ty), mask=cv < V)
         p_out += H * V
     if LAST:
-        tl.store(last + cell, state, mask=held)
+        tl.store(last + cell, state, mask=inside)

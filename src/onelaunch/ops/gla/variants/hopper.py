@@ -1,4 +1,4 @@
-"""The variant ``hopper`` of ``gla``: walks along time with the state in registers, and decays under matrix products."""
+"""Variant ``hopper`` of ``gla``: the state stays in registers along time, and a warpgroup decays keys while others multiply."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
     from onelaunch.ops.gla.launch import Attention
 
 KEYS = (64, 128, 256)
-"""Sizes K of heads: a warpgroup's registers hold at most 64 values of 256 channels."""
+"""Sizes K of heads: the registers of a warpgroup hold at most 64 values of 256 channels."""
 
 
 @launches("hopper")
 def launch_forward(call: Attention, want_final: bool) -> Results:
-    """Launch the pass along time; a final state is never wanted."""
+    """Launch the pass along time; the final state is never asked for."""
     from onelaunch.ops.gla import launch, launch_hopper
 
     return launch_hopper.forward(call), launch.empty_final(call, wanted=want_final)
@@ -33,10 +33,10 @@ def launch_forward(call: Attention, want_final: bool) -> Results:
     backward_hands=("rounded_states", "rounded_states"), gemm="gluon", architectures=("sm_90a",),
 )  # fmt: skip
 def hopper(call: GlaCall) -> Results:
-    """One launch along time, or two where T is cut into parts to fill the chip: decays under products, states in registers.
+    """Compute o in one launch along time, or two where T is cut into segments to fill the chip; states stay in registers.
 
-    Backward three: two walks and the gradients of all chunks; one more for each walk of parts, and two of PyTorch's that add up
-    what panels give one decay per head.
+    The backward pass has three launches: two passes along time and the gradients of all chunks. There is one more for each pass
+    in segments, and two of PyTorch's that add up one decay per head over panels of channels.
     """
     return attend(call, "hopper")
 
@@ -47,7 +47,7 @@ hopper.supports(no_value_gate)
 
 @hopper.supports
 def fits(query: Query) -> str | None:
-    """What the copy engine, the registers and the gate allow."""
+    """Return why TMA, the registers or the accuracy gate exclude a call, or ``None``."""
     if not is_hopper(torch.device(query.device)):
         return "needs a Hopper GPU (compute capability 9.x)"
     if query.dtype not in (torch.float16, torch.bfloat16):
@@ -65,7 +65,10 @@ def fits(query: Query) -> str | None:
 
 
 def why_no_gradients(query: Query) -> str | None:
-    """What the backward pass leaves to others: float32 results, and a dtype whose range is too narrow for its products."""
+    """Return why the backward pass leaves a call to other variants, or ``None``.
+
+    Its results have 16 bits, and float16 has too narrow a range for products of gradients.
+    """
     if query.dtype is torch.float16:
         return "trains in bfloat16 alone: products of gradients leave the range of float16"
     if "initial_state" in query.flags:

@@ -1,4 +1,4 @@
-"""The peer: ``fla``'s own functions, called as its layers call them."""
+"""The peer ``fla``: flash-linear-attention's own functions, called as its layers call them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from onelaunch.operation.requirements import not_installed
 from onelaunch.ops.gla.contract import GlaCall, gla
 
 FEW_STEPS = 64
-"""Up to here fla's layers call ``fused_recurrent_*``, beyond ``chunk_*``."""
+"""Most steps for which fla's layers call ``fused_recurrent_*``; beyond, they call ``chunk_*``."""
 
 MISCOMPILED = ((3, 4, 0), (3, 7, 1))
 """Triton versions, the first included, the last not, for which chunk_simple_gla's backward pass raises on Hopper."""
@@ -20,7 +20,10 @@ MISCOMPILED = ((3, 4, 0), (3, 7, 1))
 
 @gla.variant("fla", launches=None, fuses=(), chunk=64, hands=("cumulated", "states", "scores"), requires="fla", tunes=True)
 def fla(call: GlaCall) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """``chunk_gla`` or ``chunk_simple_gla`` of flash-linear-attention; its one-kernel loop for few steps or a gate on values."""
+    """Compute by ``chunk_gla`` or ``chunk_simple_gla`` of flash-linear-attention.
+
+    For few steps, or a gate on values, by its loop in one kernel.
+    """
     from fla.ops import gla as by_channel  # pyrefly: ignore[missing-import]
     from fla.ops import simple_gla as by_head  # pyrefly: ignore[missing-import]
 
@@ -45,7 +48,7 @@ def fla(call: GlaCall) -> tuple[torch.Tensor, torch.Tensor | None]:
 
 @fla.supports
 def what_fla_can(query: Query) -> str | None:
-    """Its limits as of fla 0.6.0."""
+    """Return why fla 0.6.0 cannot run a call, or ``None``."""
     if (reason := not_installed("fla")) is not None:
         return reason
     if query.device_type != "cuda":
@@ -62,10 +65,12 @@ def what_fla_can(query: Query) -> str | None:
 
 
 def _triton_version() -> tuple[int, ...]:
-    import triton  # by its own word: nightly builds of PyTorch bring it under another name of distribution
+    """Return Triton's version as numbers."""
+    import triton  # the module itself: nightly builds of PyTorch distribute it under another name
 
     return tuple(int(part) for part in re.findall(r"\d+", triton.__version__)[:3])
 
 
 def _miscompiles(version: tuple[int, ...]) -> bool:
+    """Return whether a version of Triton is one of :data:`MISCOMPILED`."""
     return MISCOMPILED[0] <= version < MISCOMPILED[1]

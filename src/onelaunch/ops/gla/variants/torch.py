@@ -1,4 +1,4 @@
-"""Variants of ``gla`` in plain PyTorch: they run everywhere and every call, and one of them is the CPU's default."""
+"""Variants of ``gla`` in plain PyTorch: they run everywhere and every call, and ``chunked`` is the CPU's default."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from onelaunch.ops.gla.contract import GlaCall, gla
 from onelaunch.ops.gla.reference import recurrence
 
 Results = tuple[torch.Tensor, torch.Tensor]
+"""Output and final state."""
 
 UNROLLED = 128
-"""Chunks of a compiled call: its loop over them is unrolled, and compiling takes seconds per hundred."""
+"""Most chunks of a compiled call: its loop over them is unrolled, and compiling takes seconds per hundred."""
 
 
 @gla.variant("recurrent", launches=None, fuses=(), chunk=1, hands=("states",), yardstick=True)
 def recurrent(call: GlaCall) -> Results:
-    """The loop over time, one step after another: what the other variants are measured against for accuracy."""
+    """Compute by a loop over time, one step after another: the PyTorch baseline that sets the tolerance."""
     q, k, v, g = (x.float() for x in (call.q, call.k, call.v, call.g))
     gv = None if call.gv is None else call.gv.float()
     o, final = recurrence(q * call.scale, k, v, g, gv, call.initial_state, call.cu_seqlens)
@@ -28,20 +29,20 @@ def recurrent(call: GlaCall) -> Results:
 
 @gla.variant("chunked", launches=None, fuses=(), chunk=chunkwise.CHUNK, hands=("states", "scores"))
 def chunked(call: GlaCall) -> Results:
-    """Pure PyTorch, chunk by chunk with matrix products: the default on a CPU."""
+    """Compute in pure PyTorch, chunk by chunk with matrix products: the default on a CPU."""
     return chunkwise.gla(call.q, call.k, call.v, call.g, call.gv, call.initial_state, call.cu_seqlens, call.scale)
 
 
 @gla.variant("compiled", launches=None, fuses=(), chunk=chunkwise.CHUNK, hands=("states", "scores"))
 def compiled(call: GlaCall) -> Results:
-    """torch.compile of the chunked form."""
+    """Compute by ``torch.compile`` of the chunked form."""
     function = compile_static(chunkwise.attend)
     return function(call.q, call.k, call.v, call.g, call.gv, call.initial_state, call.cu_seqlens, call.scale)
 
 
 @compiled.supports
 def short_enough(query: Query) -> str | None:
-    """The loop over chunks is unrolled."""
+    """Return why a call has too many chunks to unroll, or ``None``."""
     most = UNROLLED * chunkwise.CHUNK
     return f"takes at most {most} steps: each chunk of them is code of its own" if query.sizes[1] > most else None
 

@@ -13,7 +13,10 @@ if TYPE_CHECKING:
     from onelaunch.ops.gla.launch import Attention
 
 BACKWARD: dict[str, Any] = {"chunk": 64, "backward_launches": 4, "backward_hands": ("rounded_states", "rounded_states")}
-"""Tags of a variant with the portable backward pass: two passes that leave a state per chunk, and two kernels over all chunks."""
+"""Tags of a variant with the portable backward pass.
+
+Two passes that leave a state per chunk, and two kernels over all chunks.
+"""
 
 
 @launches("fused")
@@ -26,7 +29,7 @@ def launch_fused(call: Attention, want_final: bool) -> Results:
 
 @gla.variant("fused", launches=2, fuses=("decay", "scores"), hands=("rounded_states",), **BACKWARD)
 def fused(call: GlaCall) -> Results:
-    """A walk that leaves a state per chunk, then all chunks at once, for any decay; keeps nothing but the inputs."""
+    """Compute by a chunk state pass, then the outputs of all chunks at once, for any decay; only the inputs are saved."""
     return attend(call, "fused")
 
 
@@ -40,16 +43,21 @@ def launch_stepwise(call: Attention, want_final: bool) -> Results:
 
 @gla.variant("stepwise", launches=1, fuses=("decay", "states"), hands=(), **BACKWARD)
 def stepwise(call: GlaCall) -> Results:
-    """One launch, a step at a time in float32: for decoding and a few steps. Its backward pass is that of ``fused``."""
+    """Compute in one launch, a step at a time in float32, for decoding and a few steps.
+
+    Its backward pass is that of ``fused``.
+    """
     return attend(call, "stepwise")
 
 
 FEW_STEPS_CPU, SMALL_STATE = 4, 1 << 16
-"""Most steps for which the loop over time is preferred on a CPU where nothing was measured; and, beyond a single step, the most
-elements that the states of all sequences and heads may have together."""
+"""Most steps for which a CPU prefers the loop over time where nothing was measured, and the size of its states.
+
+Beyond a single step, the states of all sequences and heads may have at most the second number of elements together.
+"""
 
 FEW_STEPS = 16
-"""So few steps are done in a loop before two launches over a chunk of 64 have begun."""
+"""Most steps that a loop finishes before two launches over a chunk of 64 have begun."""
 
 
 @gla.prefers
@@ -73,7 +81,7 @@ def by_length(query: Query) -> tuple[str, ...]:
 @fused.supports
 @stepwise.supports
 def no_value_gate(query: Query) -> str | None:
-    """Return why the kernels, in which states decay along keys alone, cannot run a call."""
+    """Return why the kernels, in which states decay along keys only, cannot run a call, or ``None``."""
     return "takes no gate on values" if "value_gate" in query.flags else None
 
 

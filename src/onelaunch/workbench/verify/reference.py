@@ -1,7 +1,7 @@
-"""Reference outputs of a case, and how far outputs may lie from them.
+"""Reference outputs of a case, and the error that a variant's outputs may have against them.
 
-The oracle runs in float64 on the low-precision inputs upcast; plain PyTorch in the call's own dtype (the yardstick) says how much
-of the distance is the dtype's.
+The oracle runs in float64 on the upcast inputs. The PyTorch baseline, which is plain PyTorch in the call's own dtype, shows how
+much error the dtype alone causes, and thereby sets the tolerance.
 """
 
 from __future__ import annotations
@@ -13,50 +13,59 @@ from typing import Any
 import torch
 
 from onelaunch.errors import OneLaunchError
+from onelaunch.moved import renamed
 from onelaunch.operation import Case, Control, Direction, Operation, Variant
 from onelaunch.workbench.result import ComponentError
-from onelaunch.workbench.verify.calls import Answer, Callee, Inputs, draw_gradients, make_inputs
+from onelaunch.workbench.verify.calls import Candidate, Inputs, OutputTensors, draw_gradients, make_inputs
 
 CAPS = {torch.float32: (1e-4, 1e-4), torch.float16: (5e-3, 1e-2), torch.bfloat16: (5e-3, 1e-2)}
-"""By dtype of the call: the largest norm-wise error of a result, and of a gradient, of an operation of one stage."""
+"""Caps of the norm-wise error by dtype, for an output and for a gradient, of an operation of one stage.
+
+They are multiplied by the square root of the operation's number of stages.
+"""
 
 SLACK = 2.0**-21
-"""Added to twice the yardstick's error: four roundings of float32, so that a yardstick that rounds nothing (one step, one
-channel, no decay) does not ask for exactness. Only such float32 cases need it; the most that one needs is 3.2e-7."""
+"""Slack added to twice the error of the PyTorch baseline: four roundings of float32.
+
+Without it a case in which the baseline rounds nothing (one step, one channel, no decay) would ask for exact outputs. Only such
+float32 cases need it; the largest slack that one of them needs is 3.2e-7.
+"""
+
+__getattr__ = renamed(__name__, {"Truth": "Reference", "find_truth": "compute_reference", "yardstick": "pytorch_baseline"})
 
 PARTS = 8
-"""Into how many successive parts of the sequence an error is broken down."""
+"""Number of successive parts of the sequence for which an error is reported separately."""
 
 
 @dataclass(frozen=True)
-class Truth:
-    """The oracle's answer to one case in one direction, with what judging by it needs."""
+class Reference:
+    """Reference outputs of one case in one direction, with the tolerances and dtypes that judging needs."""
 
     case: Case
     inputs: Inputs
-    """Inputs as the variants get them; never handed out themselves, so that nobody can change them."""
-    expected: Answer
-    """float64."""
+    """Inputs whose copies the variants get. No variant gets these tensors themselves, so that none can change them."""
+    expected: OutputTensors
+    """Outputs and gradients of the oracle, in float64."""
     allowed: dict[str, float]
-    """Norm-wise error per component."""
+    """Largest norm-wise error by the name of the output or gradient."""
     dtypes: dict[str, torch.dtype]
-    """Per component; only where plain PyTorch could say."""
+    """Required dtypes by name; empty if the PyTorch baseline could not run."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors."""
+        """Size of all tensors in bytes."""
         return self.inputs.nbytes + sum(value.nbytes for value in self.expected.values() if value is not None)
 
-    def compare(self, answer: Answer) -> tuple[tuple[ComponentError, ...], tuple[str, ...]]:
-        """Every component's error, and what is wrong in sentences (empty when the answer passes)."""
+    def compare(self, outputs: OutputTensors) -> tuple[tuple[ComponentError, ...], tuple[str, ...]]:
+        """Return the error of each output and gradient, and the problems in sentences, which are none if the outputs pass."""
         errors, problems = [], []
         for name, expected in self.expected.items():
-            given = answer.get(name)
+            given = outputs.get(name)
             if expected is None:
                 continue
             if given is None:
                 if name.startswith("grad ") and not expected.any():
-                    continue  # no gradient is a zero gradient
+                    continue  # a missing gradient counts as a gradient of zeros
                 problems.append(f"{name} is missing.")
                 continue
             if (problem := self._mismatch(name, given, expected)) is not None:
@@ -66,11 +75,12 @@ class Truth:
             error = self._error(name, given, expected)
             errors.append(error)
             if not error.error <= error.allowed:
-                said = "is not finite everywhere" if math.isinf(error.error) else f"is off by {error.error:.2e}"
-                problems.append(f"{name} {said}; {error.allowed:.2e} is allowed (norm-wise, against the float64 oracle).")
+                fault = "is not finite everywhere" if math.isinf(error.error) else f"is off by {error.error:.2e}"
+                problems.append(f"{name} {fault}; {error.allowed:.2e} is allowed (norm-wise, against the float64 oracle).")
         return tuple(errors), tuple(problems)
 
     def _mismatch(self, name: str, given: torch.Tensor, expected: torch.Tensor) -> str | None:
+        """Return the problem if shape, dtype or device of an output are wrong."""
         if given.shape != expected.shape:
             return f"{name} has shape {tuple(given.shape)}; it must be {tuple(expected.shape)}."
         if given.dtype != self.dtypes.get(name, given.dtype):
@@ -91,20 +101,21 @@ class Truth:
         )
 
     def _by_position(self, exact: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> tuple[float, ...]:
+        """Return the errors of successive parts of the sequence, or nothing for an output without a time dimension."""
         length = self.case.sizes.get("T", 0)
-        # The batch comes first everywhere: a size that equals T by chance is looked for there last.
+        # The first dimension of every output is the batch, whose size may equal T by chance. It is therefore tried last.
         along = next((axis for axis in (*range(1, exact.ndim), 0) if exact.ndim and exact.shape[axis] == length), None)
         if length < 2 or along is None or not exact.numel():
             return ()
         parts = zip(exact.tensor_split(min(PARTS, length), along), expected.tensor_split(min(PARTS, length), along), strict=True)
-        return tuple(norm_error(part, truth, dtype) for part, truth in parts)
+        return tuple(norm_error(part, true, dtype) for part, true in parts)
 
 
 def norm_error(given: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> float:
-    """``||given - expected|| / ||expected||`` of float64 tensors; infinity where anything is not finite.
+    """Return ``||given - expected|| / ||expected||`` of float64 tensors, or infinity if an element is not finite.
 
-    Where the oracle has nothing but zeros (or what ``dtype`` cannot tell from zero), the root mean square of the difference:
-    inputs are of unit scale.
+    If all expected values are zero, or too small for ``dtype`` to represent, the root mean square of the difference is returned
+    instead. That is meaningful because inputs are of unit scale.
     """
     if not expected.numel():
         return 0.0
@@ -117,28 +128,28 @@ def norm_error(given: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) 
     return error if math.isfinite(error) else math.inf
 
 
-def find_truth(
+def compute_reference(
     operation: Operation[..., Any], case: Case, device: torch.device, seed: int, direction: Direction, control: Control | None
-) -> Truth:
-    """Run the oracle and the yardstick on one case."""
+) -> Reference:
+    """Run the oracle and the PyTorch baseline on one case."""
     inputs = make_inputs(operation, case, device, seed, direction)
     oracle = operation.reference if control is None else control.oracle
     names = operation.outputs if control is None else (control.name,)
-    # Forward first: the results' shapes and dtypes say which gradients come in.
+    # The forward pass runs first, because the incoming gradients take the shapes and dtypes of its outputs.
     forward = Inputs(inputs.arguments)
-    plain = _yardstick(operation, control, forward)
-    shapes = Callee("oracle", oracle, names)(upcast(forward))
+    plain = _baseline_outputs(operation, control, forward)
+    shapes = Candidate("oracle", oracle, names)(upcast(forward))
     visible = {name: shapes[name] for name in (plain or shapes) if shapes.get(name) is not None}
     if direction == "forward_backward":
-        typed: Answer = {name: value.to(_dtype(plain, name, case)) for name, value in visible.items() if value is not None}
+        typed: OutputTensors = {name: value.to(_dtype(plain, name, case)) for name, value in visible.items() if value is not None}
         inputs.output_gradients = draw_gradients(typed, case.dtype, seed)
-        expected = Callee("oracle", oracle, names)(upcast(inputs))
+        expected = Candidate("oracle", oracle, names)(upcast(inputs))
         expected = {name: value for name, value in expected.items() if name in visible or name.startswith("grad ")}
-        plain = _yardstick(operation, control, inputs)
+        plain = _baseline_outputs(operation, control, inputs)
     else:
         expected = visible
     stages = operation.stages if control is None else 1
-    return Truth(
+    return Reference(
         case=case,
         inputs=inputs,
         expected=expected,
@@ -148,7 +159,7 @@ def find_truth(
 
 
 def upcast(inputs: Inputs) -> Inputs:
-    """Return the same values in float64; integers and what is no tensor stay as they are."""
+    """Return the inputs in float64; integer tensors and values that are no tensors are unchanged."""
 
     def up(value: torch.Tensor) -> torch.Tensor:
         return value.detach().double() if value.is_floating_point() else value
@@ -156,33 +167,34 @@ def upcast(inputs: Inputs) -> Inputs:
     return Inputs(inputs.map(up), inputs.differentiable, {name: g.double() for name, g in inputs.output_gradients.items()})
 
 
-def yardstick(operation: Operation[..., Any]) -> Variant | None:
-    """The plain same-dtype PyTorch variant: the one tagged ``yardstick``, else the one named ``eager``."""
+def pytorch_baseline(operation: Operation[..., Any]) -> Variant | None:
+    """Return the variant that is plain PyTorch: the one with the tag ``yardstick``, else the one named ``eager``, if any."""
     tagged = (variant for variant in operation.variants.values() if variant.tags.get("yardstick"))
     return next(tagged, operation.variants.get("eager"))
 
 
-def _yardstick(operation: Operation[..., Any], control: Control | None, inputs: Inputs) -> Answer | None:
-    """Plain PyTorch's answer, or ``None`` where it cannot run: then the dtype's cap alone decides."""
-    plain = yardstick(operation)
-    if control is not None:  # the control's oracle in the call's own dtype is plain PyTorch too
-        callee = Callee("yardstick", control.oracle, (control.name,))
+def _baseline_outputs(operation: Operation[..., Any], control: Control | None, inputs: Inputs) -> OutputTensors | None:
+    """Return the outputs of the PyTorch baseline, or ``None`` if it cannot run. The dtype's cap is then the tolerance."""
+    plain = pytorch_baseline(operation)
+    if control is not None:  # a control's oracle is plain PyTorch, and runs here in the call's own dtype
+        baseline = Candidate("PyTorch baseline", control.oracle, (control.name,))
     elif plain is not None:
-        callee = Callee.variant(operation, plain.name)
+        baseline = Candidate.variant(operation, plain.name)
     else:
         return None
     try:
-        return callee(inputs.clone())
-    except (OneLaunchError, RuntimeError):  # unsupported, out of memory: other variants may still run
+        return baseline(inputs.clone())
+    except (OneLaunchError, RuntimeError):  # Unsupported here, or out of memory. Other variants may still run.
         return None
 
 
-def _dtype(plain: Answer | None, name: str, case: Case) -> torch.dtype:
+def _dtype(plain: OutputTensors | None, name: str, case: Case) -> torch.dtype:
     value = (plain or {}).get(name)
     return case.dtype if value is None else value.dtype
 
 
 def _allowed(name: str, expected: torch.Tensor | None, plain: torch.Tensor | None, dtype: torch.dtype, stages: int) -> float:
+    """Return the largest allowed norm-wise error of an output or gradient."""
     cap = math.sqrt(stages) * CAPS.get(dtype, CAPS[torch.float32])[name.startswith("grad ")]
     if expected is None or plain is None or plain.shape != expected.shape:
         return cap

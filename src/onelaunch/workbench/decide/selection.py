@@ -18,11 +18,12 @@ STATUS_WORDS = {
     "error": "failed",
     "interrupted": "was interrupted",
 }
+"""Words for each status except ``ok``. They are part of stored decisions, so they must not change."""
 
 
 @dataclass(frozen=True)
-class Candidate:
-    """Measurement that a selector stands for at one shape."""
+class Selected:
+    """The measurement that a selector stands for at one shape."""
 
     cell: Cell | None
     among: int = 1
@@ -31,30 +32,33 @@ class Candidate:
     """The reason if there is no measurement."""
 
 
-def candidate(result: Result, criterion: Criterion, selector: Selector, shape: str, but: str | None = None) -> Candidate:
-    """Return the named variant's (or control's) cell, or the fastest correct one that a tag filter selects, except ``but``."""
+def select_cell(result: Result, criterion: Criterion, selector: Selector, shape: str, but: str | None = None) -> Selected:
+    """Return the measurement that a selector stands for at a shape.
+
+    It is that of the named variant or control, or of the fastest correct variant with the selector's tags, except ``but``.
+    """
     names = [name for name in result.study.select(selector) if name != but]
     cells = [cell for name in names if (cell := result.cell(shape, name, criterion.direction)) is not None]
     timed = [cell for cell in cells if cell.status == "ok" and cell.timing(criterion.regime) is not None]
     counted = [] if criterion.quantity.timed else [cell for cell in cells if cell.status == "ok"]
     usable = timed or counted
     if not usable:
-        return Candidate(None, 0, why_none(names, cells, shape, criterion))
-    return Candidate(min(usable, key=lambda cell: _median(cell, criterion)), len(usable))
+        return Selected(None, 0, why_none(names, cells, shape, criterion))
+    return Selected(min(usable, key=lambda cell: _median(cell, criterion)), len(usable))
 
 
-def compared(result: Result, criterion: Criterion, shape: Shape) -> list[Candidate]:
-    """Return the candidate for ``of`` and, if the measure compares two, the candidate for ``over``.
+def compared(result: Result, criterion: Criterion, shape: Shape) -> list[Selected]:
+    """Return the measurement for ``of`` and, if the measure compares two, the one for ``over``.
 
     If both selectors stand for the same fastest variant, it is compared with the fastest of the others. Against itself, noise
     alone would decide.
     """
     asked = zip((criterion, asked_of_over(criterion)), result.study.sides(criterion, shape), strict=False)
-    sides = [candidate(result, asking, selector, where.name) for asking, (selector, where) in asked]
+    sides = [select_cell(result, asking, selector, where.name) for asking, (selector, where) in asked]
     if criterion.quantity.timed and len(sides) == 2 and criterion.over_regime is None and sides[0].cell is sides[1].cell:
         _, (selector, where) = result.study.sides(criterion, shape)
         if sides[0].cell is not None and not isinstance(selector, str):
-            other = candidate(result, criterion, selector, where.name, but=sides[0].cell.variant)
+            other = select_cell(result, criterion, selector, where.name, but=sides[0].cell.variant)
             sides[1] = sides[1] if other.cell is None else other
     return sides
 
@@ -65,7 +69,11 @@ def asked_of_over(criterion: Criterion) -> Criterion:
 
 
 def timing_of(cell: Cell, criterion: Criterion) -> Timing:
-    """Return a cell's timing in the criterion's regime. A chosen cell always has one; :class:`LookupError` for any other."""
+    """Return a measurement's timing in the criterion's regime, which a selected measurement always has.
+
+    Raises:
+        LookupError: The measurement has none.
+    """
     timing = cell.timing(criterion.regime)
     if timing is None:
         raise LookupError(f"{cell.variant} has no {criterion.regime} time")
@@ -82,12 +90,12 @@ def why_none(names: Sequence[str], cells: Sequence[Cell], shape: str, criterion:
     if not cells:
         return f"{listing(names)} did not run at {shape}"
     if len(cells) > 1 and {cell.status for cell in cells} - {"unsupported", "not_installed"} == {"interrupted"}:
-        return f"the run was interrupted before {shape} was done"  # whichever of them it would have been
+        return f"the run was interrupted before {shape} was done"  # any of these variants might have been the fastest
     reasons = []
     for cell in cells:
         if cell.status == "ok":
             reasons.append(f"{cell.variant} has no {criterion.regime} time at {shape}")
         else:
-            said = f" ({cell.reason})" if cell.reason else ""
-            reasons.append(f"{cell.variant} {STATUS_WORDS[cell.status]} at {shape}{said}")
+            detail = f" ({cell.reason})" if cell.reason else ""
+            reasons.append(f"{cell.variant} {STATUS_WORDS[cell.status]} at {shape}{detail}")
     return "; ".join(reasons)

@@ -1,0 +1,152 @@
+// State of a consumer thread: its work assignment, its place in the token, and its side of the weight ring.
+//
+// The eight consumer warps of a CTA run this code; the producer thread is in step.cu. Everything that outlives a phase is in Consumer.
+// It is little, since registers are scarce: with nine warps a thread has at most 168 (three warps share a quarter of the SM's registers).
+#pragma once
+
+// Return the number of KV splits (flash-decoding) at a position: how many units share the positions of the same queries.
+// Without SPLIT_K_O it is one more for every POSITIONS_PER_SPLIT positions, at most KV_SPLITS. With it there are three regimes: one
+// split in a short context, KV_SPLITS in a longer one, and from MERGE_FROM on QUERY_MERGE times as many (heads.cuh, Span).
+DEVICE int kv_splits_at(int position) {
+  const int wanted = (position + POSITIONS_PER_SPLIT) / POSITIONS_PER_SPLIT;
+  if (SPLIT_K_O) return position >= MERGE_FROM ? KV_SPLITS * QUERY_MERGE : wanted > 1 ? KV_SPLITS : 1;
+  return wanted < KV_SPLITS ? wanted : KV_SPLITS;
+}
+
+struct Consumer {
+  const Arguments& a;
+  Shared& s;
+  const int* assignments;      // this CTA's row of the table: first unit and one past the last, per phase
+  int thread, warp, lane;
+  int layer = 0, position;
+  u32 token_epoch;             // epoch of the buffers that are used once per token; counts on over launches
+  float scale = 1.0f;          // factor of this phase's products: 1 / RMS of the vector if norm_pending, else 1
+  float squares = 0;           // this thread's part of the sum of squares behind that RMS
+  bool norm_pending = false;   // the staged vector was multiplied by the norm's weights, but not yet divided by its RMS
+  Ring ring;                   // next chunk to read
+  int unreleased = 0;          // chunks before `ring` that were read but whose `empty` barrier was not arrived at
+  int granules_left = 0;       // granules of the current chunk that the next phase will read (DEPTH < 4: phases end within chunks)
+  bool ring_ok = true;         // no wait for the ring timed out; else chunks are no longer released, so that no barrier overflows
+  int granules_allowed = 0;    // granules of this token whose phases have begun (allow_weights)
+  int parity = 0;              // set of Shared::sums that the next product writes
+
+  DEVICE Consumer(const Arguments& a, Shared& s, const int* assignments)
+      : a(a), s(s), assignments(assignments), thread(thread_index()), warp(thread_index() / 32), lane(thread_index() % 32),
+        position(a.position < 0 ? (int)a.state[POSITION] : a.position), token_epoch(a.state[TOKENS] + 1) {
+    *s.grid_barriers = a.state[BARRIERS];
+    *s.token = a.first ? (int)*a.first : a.tokens[position];  // all threads write the same value
+  }
+  // Recompute the thread's indices. Called before each phase and within attention, so that addresses made of them are computed there
+  // and not kept in registers over all layers.
+  DEVICE void refresh() { thread = opaque(thread), warp = thread / 32, lane = thread % 32; }
+  // Barrier of the consumer threads; the producer warp does not take part.
+  DEVICE void sync() const { bar_sync(1, CONSUMER_THREADS); }
+  // Epoch of the buffers that each layer uses once: a number that grows by one per use over all tokens and launches (words.cuh).
+  DEVICE u32 epoch() const { return (token_epoch - 1) * LAYERS + layer + 1; }
+  DEVICE int begin(int phase) const { return assignments[2 * phase]; }
+  DEVICE int end(int phase) const { return assignments[2 * phase + 1]; }
+
+  // Profile markers, only if the kernel was generated with them. Thread 0 writes its clock; the next token has the row NEXT_TOKEN.
+  DEVICE void write_marker(int at, u32 v) const {
+    constexpr int WORDS = MARKER_HEADER + (LAYERS + 1) * (TABLE_PHASES + 1) * MARKERS_PER_PHASE;  // of a CTA
+    if constexpr (PROFILED)
+      if (thread == 0) a.state[STATE_WORDS + cta_index() * WORDS + at] = v;
+  }
+  DEVICE void mark(int phase, int marker) const {
+    if constexpr (PROFILED) write_marker(MARKER_HEADER + (layer * (TABLE_PHASES + 1) + phase) * MARKERS_PER_PHASE + marker, (u32)clock64());
+  }
+  DEVICE void mark_token(int at) const {
+    if constexpr (PROFILED) write_marker(at, (u32)clock64()), write_marker(at + 1, (u32)globaltimer());
+  }
+
+  DEVICE int kv_splits() const { return kv_splits_at(position); }
+  DEVICE const u16* norm_weights() const { return a.norms + (long long)opaque(layer) * (2 * HIDDEN + 2 * HEAD_DIM); }
+  DEVICE const float* rotation() const { return a.rotations + (long long)position * HEAD_DIM; }  // cosines of pairs, then sines
+  DEVICE const u16* embedding_row() const { return a.embedding + (long long)*s.token * HIDDEN; }
+  DEVICE long long cache_offset(int head) const { return (long long)(opaque(layer) * KV_HEADS + head) * a.capacity * HEAD_DIM; }
+
+  // Load the CTA's own rows of the residual stream, which stay in shared memory over all layers.
+  DEVICE void begin_token() {
+    mark_token(TICKS_BEGIN);
+    const int first = begin(O) * TILE, rows = SPLIT_K_O ? 0 : (end(O) - begin(O)) * TILE;
+    for (int row = thread; row < rows; row += CONSUMER_THREADS) s.own_rows[row] = uint_as_float((u32)embedding_row()[first + row] << 16);
+    granules_allowed = 0;
+  }
+  DEVICE void end_token() {
+    ++position, ++token_epoch;
+    if (thread == 0) ++*s.tokens_done;
+    if (DEPTH < 4 && granules_left) release_chunk();
+    sync();
+    mark_token(TICKS_END);
+  }
+  // Write the state for the next launch. Every CTA read the old state before it took part in a token, and CTA 0 cannot finish a token
+  // without all of them.
+  DEVICE void end_launch() {
+    if (cta_index() || thread) return;
+    a.state[POSITION] = position + LAUNCH_PER_PHASE;
+    a.state[TOKENS] = token_epoch - 1;
+    a.state[BARRIERS] = *s.grid_barriers;
+  }
+
+  // Read this thread's 16 bytes of the next `units` * DEPTH granules of the ring into registers. `units` is at most CAPACITY, and at
+  // least `guaranteed` in every call of this instantiation. The shared-memory loads are in flight when this returns. The chunks stay
+  // unreleased until release() or the next call, so that the arrivals do not delay the loads. A warp waits at one barrier at a time: a
+  // version in which each lane had the barrier of another chunk gave wrong results on the GPU.
+  template <int CAPACITY>
+  DEVICE void fetch(uint4 (&v)[CAPACITY][DEPTH], int units, int guaranteed) {
+    release();
+    const int begin = DEPTH < 4 && granules_left ? 4 - granules_left : 0, end = begin + units * DEPTH, until = (end + 3) / 4;
+    bool landed = true;  // The chunks mostly landed long ago, so all barriers are tested first, without a branch between them.
+#pragma unroll
+    for (int chunk = 0; chunk < (CAPACITY * DEPTH + 6) / 4; ++chunk) {
+      const Ring each = ring.after(chunk);
+      if (chunk >= (begin > 0) && chunk < until) landed &= mbarrier_try_wait(s.full + each.stage, each.phase);
+    }
+    if (!landed) {
+      Ring each = ring.after(begin > 0);
+#pragma unroll 1
+      for (int chunk = begin > 0; chunk < until; ++chunk, each.advance())
+        ring_ok &= wait_ring(a, s, s.full + each.stage, each.phase);
+    }
+    const char* base = s.stages + warp * (GRANULE / WARPS) + lane * 16;
+#pragma unroll
+    for (int unit = 0; unit < CAPACITY; ++unit) {
+      const int granule = begin + unit * DEPTH;
+      const char* at = base + ring.after(granule / 4).stage * CHUNK + granule % 4 * GRANULE;
+#pragma unroll
+      for (int i = 0; i < DEPTH; ++i)  // An array that is not written on every path would be kept in registers from layer to layer.
+        v[unit][i] = unit < guaranteed || unit < units ? *(const uint4*)(at + i * GRANULE) : uint4{0, 0, 0, 0};
+    }
+    unreleased = end / 4, ring = ring.after(unreleased);
+    if (DEPTH < 4) granules_left = end % 4 ? 4 - end % 4 : 0;
+  }
+  // Wait for the next chunk and return its address, for all lanes to read. release_chunk() must follow.
+  DEVICE const char* wait_chunk() {
+    ring_ok &= wait_ring(a, s, s.full + ring.stage, ring.phase);
+    return s.stages + ring.stage * CHUNK;
+  }
+  DEVICE void release_chunk() {
+    ++unreleased, ring.advance(), granules_left = 0;
+    release();
+  }
+  // Arrive once at the `empty` barrier of every chunk that this warp has read to its end. The warp barrier comes first: all its lanes
+  // have then read them.
+  DEVICE void release() {
+    syncwarp();
+#pragma unroll 1
+    for (; unreleased > 0; --unreleased)
+      if (lane == 0 && ring_ok) mbarrier_arrive(s.empty + (ring.stage - unreleased + (ring.stage < unreleased ? STAGES : 0)));
+  }
+};
+
+// Return the number of granules that a CTA with these assignments reads in a phase. In the stream, phases follow each other in the
+// order of the enumeration QKV, O, GATE_UP, DOWN, and LM_HEAD comes after all layers.
+DEVICE int phase_granules(const int* assignments, int phase, int columns) {
+  return (assignments[2 * phase + 1] - assignments[2 * phase]) * ((columns + STEP - 1) / STEP);
+}
+DEVICE int columns_of(int phase) { return phase == O ? (SPLIT_K_O ? BLOCK_WIDTH : QUERY) : phase == DOWN ? INNER : HIDDEN; }
+DEVICE int layer_granules(const int* assignments) {
+  int sum = 0;
+  for (int phase = QKV; phase <= DOWN; ++phase) sum += phase_granules(assignments, phase, columns_of(phase));
+  return sum;
+}

@@ -1,0 +1,405 @@
+"""Gated linear attention on Hopper GPUs: chunk state pass and chunk output in one persistent loop, state in registers.
+
+Computes   per head and 64 values, for one chunk of 64 steps after the other (fla's chunk_h and chunk_o in one kernel):
+             o  = (q e^before) S + (scores) v,     S' = e^whole S + (k e^after)^T v,
+           where S enters the chunk and S' leaves it; before and after are sums of log-decays of the chunk up to and with a
+           step, and behind it; whole is the sum of all. With REVERSE time runs backwards and q and k are exchanged: then the
+           state is the gradient dS, and the output is dv from do. hopper_prepare.py defines *queries* and *keys* for both
+           directions.
+Grid       one CTA per segment of T, sequence, head and slice of 64 GROUPS values (``work_item``).
+Roles      GROUPS (1 or 2) warpgroups run ``multiply``: each holds the state [V = 64, K] transposed in registers, issues all
+           WGMMAs on it, and stores outputs and states; the first one also issues the TMA loads. One warpgroup runs ``prepare``:
+           it decays queries and keys in place in shared memory and computes the scores. No warp is left to the loads: a warp of
+           its own would cost 24 registers times 128 threads.
+Registers  per thread of a ``multiply`` warpgroup: K / 2 for the state and 32 for the output, float32; 160 or 184 in all
+           where there are two groups. The state is the A operand of its product with the queries and comes from registers,
+           converted 64 channels at a time. It never touches shared memory, except to leave.
+On chip    shared memory for 16-bit numbers, per stage: queries, keys, log-decays [64, K], 128 K bytes each (no log-decays with
+           one decay per head, unless their place is needed for the second terms of the keys); values [64, 64], 8192 bytes per
+           group. Scores [64, 64], 8192 bytes per buffer; states on their way out [64, K], 128 K bytes per group and term. K =
+           128 with two groups and three stages: 220 KiB. The second terms of the keys replace the log-decays, and outputs
+           replace the values, which they leave from.
+Barriers   one mbarrier per stage of each kind, and one for the scores:
+           - full: the TMA loads of the stage have landed (transaction bytes). Waited for by all warpgroups.
+           - decayed: ``prepare`` has replaced queries and keys, and written ``ends`` and ``strong``. Waited for by
+             ``multiply``.
+           - scores_full: ``prepare`` has written the scores. Waited for by ``multiply`` before its last product.
+           - scores_empty: all groups have read the only score buffer (SCORES < STAGES). Waited for by ``prepare``.
+           - empty: all groups have finished the products that read the stage, and the output in it has been read by TMA.
+             Waited for by the first group, which then refills the stage. With OUTPUT this is one chunk late, so that the store
+             of an output overlaps with the next chunk.
+           The order is enough because ``prepare`` only touches a stage between ``full`` and its own last arrival, and
+           ``multiply`` releases a stage after it has waited for that arrival. Writes by threads are followed by
+           ``fence_async_shared`` before an arrival or a TMA store. ``keep_barriers`` keeps Triton from placing anything else
+           over the barriers.
+Memory     values are read and outputs written once, queries, keys and log-decays read once per slice of values (1.01 times the
+           least bytes in all, measured forward on an H200). With STORE_STATES the state that enters each chunk is stored as
+           well, 16 bits, [V, K], and its rounding error as a second term if ``states_low`` is given.
+Segments   where heads do not fill the chip, T is cut into segments (a chunk-parallel scan). hopper_segment_sum.py first leaves
+           what each segment adds to the state and its decay; here each segment starts from their sum, in the order of time, so
+           results are deterministic.
+Numerics   see hopper_prepare.py; the state and all sums are float32.
+Source     Yang et al., Gated Linear Attention Transformers with Hardware-Efficient Training (2024); docs/notebook/gla.md.
+"""
+
+from onelaunch.kernels.gluon.compat import (
+    fence_async_shared,
+    gl,
+    gluon,
+    keep_barriers,
+    mbarrier,
+    tma_load,
+    tma_store,
+    tma_store_wait,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from onelaunch.ops.gla.kernels.hopper_prepare import prepare_channels, prepare_heads
+from onelaunch.ops.gla.kernels.hopper_tiles import (
+    PANEL,
+    C,
+    chunk_of,
+    row_index,
+    segment_span,
+    sequence_bounds,
+    store_split,
+    work_item,
+)
+
+
+@gluon.jit
+def load_stage(descriptors, tiles, full, at, head, panel, stage, enabled, GROUPS: gl.constexpr, OUTPUT: gl.constexpr,
+               SCALAR: gl.constexpr):  # fmt: skip
+    """Load one chunk into a stage by TMA: log-decays per channel, keys, queries with OUTPUT, and values of all groups.
+
+    The stage must be empty. Announces the bytes to ``full``, on which the loads arrive; does nothing unless ``enabled``.
+    """
+    queries, keys, values, g = descriptors
+    tiles_q, tiles_k, tiles_v, tiles_g, _, _ = tiles
+    K: gl.constexpr = keys.block_type.shape[1]
+    TILES: gl.constexpr = 1 + (1 if OUTPUT else 0) + (0 if SCALAR else 1)
+    bar = full.index(stage)
+    mbarrier.expect(bar, TILES * keys.block_type.nbytes + GROUPS * values.block_type.nbytes, pred=enabled)
+    if not SCALAR:
+        tma_load(g, [at, head * K], bar, tiles_g.index(stage), pred=enabled)
+    tma_load(keys, [at, head * K], bar, tiles_k.index(stage), pred=enabled)
+    if OUTPUT:
+        tma_load(queries, [at, head * K], bar, tiles_q.index(stage), pred=enabled)
+    for group in gl.static_range(GROUPS):
+        tma_load(values, [at, (panel + group) * PANEL], bar, tiles_v.index(stage * GROUPS + group), pred=enabled)
+
+
+@gluon.jit
+def split_columns(x):
+    """Return the left and the right half of the columns of x."""
+    return gl.split(gl.permute(gl.reshape(x, [x.shape[0], 2, x.shape[1] // 2]), (0, 2, 1)))
+
+
+@gluon.jit
+def query_panel(out, state, queries, operand: gl.constexpr, FIRST: gl.constexpr):
+    """Add the product of the queries with a state [V, PANEL] to out [V, C].
+
+    ``queries`` [C, K] must be decayed. It waits for the product: two in flight take too many registers, and ptxas then
+    serializes all products.
+    """
+    state = gl.convert_layout(state.to(queries.dtype), operand)
+    out = warpgroup_mma(state, queries.slice(FIRST, PANEL, dim=1).permute((1, 0)), out, is_async=True)
+    return warpgroup_mma_wait(num_outstanding=0, deps=(out,))
+
+
+@gluon.jit
+def query_state(out, state, queries, operand: gl.constexpr, FIRST: gl.constexpr):
+    """Add the product of the queries with a state [V, any number of panels] to out [V, C], panel by panel from FIRST on."""
+    if state.shape[1] == PANEL:
+        out = query_panel(out, state, queries, operand, FIRST)
+    else:
+        left, right = split_columns(state)
+        out = query_state(out, left, queries, operand, FIRST)
+        out = query_state(out, right, queries, operand, FIRST + state.shape[1] // 2)
+    return out
+
+
+@gluon.jit
+def state_offsets(first_value, turn, layout: gl.constexpr, K: gl.constexpr, COLUMNS: gl.constexpr):
+    """Return the offset of each element of a state [V, K] in memory, int64, computed where it is used.
+
+    ``turn >> 31`` is 0, but the compiler cannot know: otherwise the offsets are held in registers throughout the loop.
+    """
+    channel = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, layout))[None, :]
+    value = first_value + (turn >> 31) + gl.arange(0, PANEL, layout=gl.SliceLayout(1, layout))[:, None]
+    return value.to(gl.int64) * K + channel
+
+
+@gluon.jit
+def store_state(to, state, turn, K: gl.constexpr):
+    """Store a state [V, panels] into rows of K channels, without shared memory; panel by panel, which takes fewer registers."""
+    if state.shape[1] == PANEL:
+        state_layout: gl.constexpr = state.type.layout
+        gl.store(to + state_offsets(0, turn, state_layout, K, PANEL), state.to(to.dtype.element_ty))
+    else:
+        left, right = split_columns(state)
+        store_state(to, left, turn, K)
+        store_state(to + state.shape[1] // 2, right, turn, K)
+
+
+@gluon.jit
+def multiply(descriptors, outputs, state_pointers, tiles, vectors, bars, offsets, T, sizes, values, GROUP: gl.constexpr,
+             GROUPS: gl.constexpr, SLICES: gl.constexpr, PACKED: gl.constexpr, OUTPUT: gl.constexpr,
+             REVERSE: gl.constexpr, STORE_STATES: gl.constexpr, STAGED: gl.constexpr, ALIASED: gl.constexpr, SCALAR: gl.constexpr,
+             INITIAL: gl.constexpr, SEGMENTED: gl.constexpr, SPLIT_KEYS: gl.constexpr):  # fmt: skip
+    """Run the role of one warpgroup that holds a state [V, K] for PANEL values, for all chunks of a segment.
+
+    Start from the initial state, or from the sums of the segments before. Per chunk: store the state if STORE_STATES; wait for
+    ``full`` and ``decayed``; decay the state to the anchor; out = queries times state; state += keys^T v; wait for
+    ``scores_full``; out += scores v; release the stage before this one and refill it (GROUP 0); store out from the place of the
+    values; decay the state to the end of the chunk.
+    """
+    tiles_q, tiles_k, tiles_v, tiles_low, tiles_s, tiles_state = tiles
+    _, ends, strong = vectors
+    full, decayed, scores_full, empty, scores_empty = bars
+    out_values, out_tiles, out_pitch = outputs
+    initial, states, states_low, segment_states, segment_decays = state_pointers
+    K: gl.constexpr = tiles_k.shape[2]
+    E: gl.constexpr = tiles_k.dtype
+    STAGES: gl.constexpr = tiles_k.shape[0]
+    SCORES: gl.constexpr = tiles_s.shape[0]
+    state_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, K, 16])
+    out_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
+    operand: gl.constexpr = gl.DotOperandLayout(0, out_layout, 2)
+    across: gl.constexpr = gl.SliceLayout(0, state_layout)
+    rows: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    scalar: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    ends_flat = ends._reinterpret(gl.float32, [2 * STAGES, K], gl.SwizzledSharedLayout(1, 1, 1, [0]))  # noqa: SLF001
+    heads, segments, segment_steps = sizes
+    n, head, value_slice, segment = work_item(sizes, SLICES)
+    # From here on rows of K elements are counted in 32 bits: no memory holds 2^31 of them, and 64-bit numbers take registers.
+    row, steps = segment_span(offsets, n, T, segment, segment_steps, PACKED)
+    first, _, slot = sequence_bounds(offsets, n, T + (n >> 31), PACKED)  # n >> 31 is 0, as in state_offsets
+    slot += (row - first) // C
+    first_value = (value_slice * GROUPS + GROUP) * PANEL
+    state = gl.zeros([PANEL, K], gl.float32, layout=state_layout)
+    pair = n * heads + head
+    if INITIAL:
+        channel = gl.arange(0, K, layout=across)[None, :]
+        value = first_value + gl.arange(0, PANEL, layout=gl.SliceLayout(1, state_layout))[:, None]
+        state = gl.load(initial + (pair * values).to(gl.int64) * K + (channel * values + value))
+    if SEGMENTED:
+        earlier = segments - 1 - segment if REVERSE else segment
+        nearest = pair * segments + (segment + 1 if REVERSE else segment - 1)
+        p_nearest = segment_decays + nearest.to(gl.int64) * K + gl.arange(0, K, layout=across)
+        nearest_decay = gl.max(gl.load(p_nearest, mask=earlier > 0, other=0.0), 0)
+        # If no channel survives the nearest segment, as with decays of trained models, only its sum has to be read.
+        for turn in range(gl.maximum(earlier - 1, 0) if nearest_decay == 0.0 else 0, earlier):
+            before = pair * segments + (segments - 1 - turn if REVERSE else turn)
+            state = state * gl.load(segment_decays + before.to(gl.int64) * K + gl.arange(0, K, layout=across))[None, :]
+            state += gl.load(segment_states + state_offsets(before * values + first_value, turn, state_layout, K, K))
+    panel = (head * SLICES + value_slice) * GROUPS
+    chunks = gl.cdiv(steps, C)
+    if GROUP == 0:
+        for i in gl.static_range(STAGES):
+            at = row + chunk_of(i, chunks, REVERSE) * C
+            load_stage(descriptors, tiles, full, at, head, panel, i, i < chunks, GROUPS, OUTPUT, SCALAR)
+    stage = 0
+    phase = 0
+    for c in range(chunks):
+        j = chunk_of(c, chunks, REVERSE)
+        left = steps - j * C
+        b_v = tiles_v.index(stage * GROUPS + GROUP)
+        b_k = tiles_k.index(stage)
+        if STORE_STATES:
+            state_row = ((slot + j) * heads + head) * values + first_value  # counts rows of K elements
+            if STAGED:
+                staging = tiles_state.index(GROUP)
+                tma_store_wait(pendings=0)  # the store of the state before has read its buffer
+                if states_low is None:
+                    staging.store(state.to(E))
+                else:
+                    store_split(state, staging, tiles_state.index(GROUPS + GROUP))
+                fence_async_shared()
+                if ALIASED:
+                    tma_store(states, [(slot + j) * C, (first_value // PANEL * heads + head) * K], staging)
+                else:
+                    tma_store(states, [state_row, 0], staging)
+                if states_low is not None:
+                    tma_store(states_low, [state_row, 0], tiles_state.index(GROUPS + GROUP))
+            else:
+                store_state(states + state_row.to(gl.int64) * K, state, left, K)
+        mbarrier.wait(full.index(stage), phase)
+        if left < C:
+            t = row_index(rows, left)
+            b_v.store(gl.where(t < left, b_v.load(rows), 0.0).to(E))
+            fence_async_shared()
+        mbarrier.wait(decayed.index(stage), phase)
+        flag = gl.max(strong.index(stage).load(scalar), 0)
+        if not SCALAR:
+            if STORE_STATES and not SEGMENTED:
+                # With strong decay row 1 holds 1. A branch would keep the stored state in registers until TMA has read it.
+                state = state * ends_flat.index(2 * stage + flag).load(across)[None, :]
+            elif flag == 0:
+                state = state * ends_flat.index(2 * stage).load(across)[None, :]
+        out = gl.zeros([PANEL, C], gl.float32, layout=out_layout)
+        if OUTPUT:
+            out = query_state(out, state, tiles_q.index(stage), operand, 0)
+        if SCALAR:
+            state = state * ends_flat.index(2 * stage + 1).load(across)[None, :]
+            if OUTPUT:
+                query_decay = ends_flat.index(2 * stage).slice(0, C, dim=0).load(gl.SliceLayout(0, out_layout))
+                out = out * query_decay[None, :]
+        else:
+            if flag > 0:
+                state = state * ends_flat.index(2 * stage).load(across)[None, :]
+        state = warpgroup_mma(b_v.permute((1, 0)), b_k, state, is_async=True)
+        if SPLIT_KEYS:
+            state = warpgroup_mma(b_v.permute((1, 0)), tiles_low.index(stage), state, is_async=True)
+        if OUTPUT:
+            mbarrier.wait(scores_full.index(stage), phase)
+            out = warpgroup_mma(b_v.permute((1, 0)), tiles_s.index(stage % SCORES).permute((1, 0)), out, is_async=True)
+            out, state = warpgroup_mma_wait(num_outstanding=0, deps=(out, state))
+            if SCORES < STAGES:
+                mbarrier.arrive(scores_empty, count=1)
+        else:
+            state = warpgroup_mma_wait(num_outstanding=0, deps=(state,))
+            if not SCALAR:
+                state = state * ends_flat.index(2 * stage + 1).load(across)[None, :]
+        if OUTPUT:
+            tma_store_wait(pendings=0)  # the store of the output of the chunk before has read its tile
+            freed = (stage + STAGES - 1) % STAGES
+            freed_turn = c - 1
+        else:
+            freed = stage
+            freed_turn = c
+        mbarrier.arrive(empty.index(freed), count=1, pred=freed_turn >= 0)
+        if GROUP == 0:
+            refill = (freed_turn >= 0) & (freed_turn + STAGES < chunks)
+            mbarrier.wait(empty.index(freed), (freed_turn // STAGES) & 1, pred=refill)
+            at = row + chunk_of(freed_turn + STAGES, chunks, REVERSE) * C
+            load_stage(descriptors, tiles, full, at, head, panel, freed, refill, GROUPS, OUTPUT, SCALAR)
+        if OUTPUT:
+            at = row + j * C
+            b_v.permute((1, 0)).store(out.to(E))
+            fence_async_shared()
+            if left >= C:
+                tma_store(out_tiles, [at, head * values + first_value], b_v)
+            else:
+                t = row_index(rows, left)
+                u = gl.arange(0, PANEL, layout=gl.SliceLayout(0, rows))[None, :]
+                pitch = out_pitch + (left >> 31)  # as in row_index
+                tile = out_values + at.to(gl.int64) * pitch + (head * values + first_value)
+                gl.store(tile + t * pitch + u, b_v.load(rows), mask=t < left)
+            if not SCALAR:  # last, when out takes no registers any more
+                state = state * ends_flat.index(2 * stage + 1).load(across)[None, :]
+        stage += 1
+        if stage == STAGES:
+            stage = 0
+            phase ^= 1
+    if OUTPUT or STAGED:
+        tma_store_wait(pendings=0)
+
+
+@gluon.jit(do_not_specialize=["T", "heads", "segments", "segment_steps"])
+def chunk_state_kernel(
+    queries, keys, v, g, log_decay, o, out_tiles, initial, states, states_low, segment_states, segment_decays, offsets,
+    T, heads, segments, segment_steps, scale, values, out_pitch,
+    SLICES: gl.constexpr, LIMIT: gl.constexpr, PACKED: gl.constexpr, OUTPUT: gl.constexpr,
+    REVERSE: gl.constexpr, STORE_STATES: gl.constexpr, STAGED: gl.constexpr, ALIASED: gl.constexpr, INITIAL: gl.constexpr,
+    SEGMENTED: gl.constexpr, SPLIT_KEYS: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr, SCORES: gl.constexpr,
+    MULTIPLY_REGISTERS: gl.constexpr, PREPARE_REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """Pass along one segment of time with the state in registers; see the top of the file.
+
+    ``queries``, ``keys``, ``v``, ``g``, ``out_tiles`` are TMA descriptors of matrices [B T, H X]. ``g`` describes log-decays
+    per channel; if it is None, ``log_decay`` [B, T, H] has one per head. ``out_pitch`` is the number of elements from row to
+    row of ``o`` [B T, H V]. ``o`` is written without TMA where a chunk is cut off by the end of its sequence, since a box would
+    overwrite the next one. ``initial`` [N, H, K, V] is float32. ``segment_states`` [N, H, segments, V, K] and
+    ``segment_decays`` [N, H, segments, K], float32, come from hopper_segment_sum.py.
+
+    Constants: OUTPUT: make outputs. STORE_STATES: store the state that enters each chunk. STAGED: ``states`` are descriptors
+    and states leave through shared memory by TMA; otherwise ``states`` is a pointer. ALIASED: states lie in the rows of their
+    chunk of a matrix [B T, V / PANEL, H, K], see ``aliased_state_buffers`` in launch_hopper.py. INITIAL: there is an initial
+    state. SEGMENTED: T is cut into several segments. SPLIT_KEYS: keys as two 16-bit terms, always so with a decay per channel.
+    """
+    SCALAR: gl.constexpr = g is None
+    K: gl.constexpr = keys.block_type.shape[1]
+    E: gl.constexpr = keys.dtype
+    scores_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, C], E)
+    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    lines: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    tiles_k = gl.allocate_shared_memory(E, [STAGES, C, K], keys.layout)
+    tiles_v = gl.allocate_shared_memory(E, [STAGES * GROUPS, C, PANEL], v.layout)
+    tiles_g = tiles_k
+    tiles_q = tiles_k
+    tiles_s = tiles_v
+    if SPLIT_KEYS:
+        tiles_g = gl.allocate_shared_memory(E, [STAGES, C, K], keys.layout)
+    if OUTPUT:
+        tiles_q = gl.allocate_shared_memory(E, [STAGES, C, K], keys.layout)
+        tiles_s = gl.allocate_shared_memory(E, [SCORES, C, C], scores_layout)
+    tiles_state = tiles_k
+    if STAGED:
+        STATE_TERMS: gl.constexpr = 1 if states_low is None else 2
+        tiles_state = gl.allocate_shared_memory(E, [STATE_TERMS * GROUPS, PANEL, K], keys.layout)
+    if SCALAR:
+        sums = gl.allocate_shared_memory(gl.float32, [2, C], lines)
+    else:
+        sums = gl.allocate_shared_memory(E, [8, C], gl.NVMMASharedLayout.get_default_for([8, C], E))
+    ends = gl.allocate_shared_memory(gl.float32, [STAGES, 2, K], lines)
+    strong = gl.allocate_shared_memory(gl.int32, [STAGES, 1], flat)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    decayed = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    scores_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    scores_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(decayed.index(i), count=1)
+        mbarrier.init(scores_full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=GROUPS)
+        strong.index(i).store(gl.full([1], 0, gl.int32, layout=gl.BlockedLayout([1], [32], [4], [0])))
+    mbarrier.init(scores_empty, count=GROUPS)
+    fence_async_shared()  # TMA, which arrives at these barriers, sees them initialized
+    sizes = (heads, segments, segment_steps)
+    descriptors = (queries, keys, v, g)
+    outputs = (o, out_tiles, out_pitch)
+    state_pointers = (initial, states, states_low, segment_states, segment_decays)
+    tiles = (tiles_q, tiles_k, tiles_v, tiles_g, tiles_s, tiles_state)
+    vectors = (sums, ends, strong)
+    bars = (full, decayed, scores_full, empty, scores_empty)
+    if GROUPS == 2:
+        gl.warp_specialize(
+            [
+                (multiply, (descriptors, outputs, state_pointers, tiles, vectors, bars, offsets, T, sizes, values, 0, GROUPS,
+                            SLICES, PACKED, OUTPUT, REVERSE, STORE_STATES, STAGED, ALIASED, SCALAR,
+                            INITIAL, SEGMENTED, SPLIT_KEYS)),
+                (multiply, (descriptors, outputs, state_pointers, tiles, vectors, bars, offsets, T, sizes, values, 1, GROUPS,
+                            SLICES, PACKED, OUTPUT, REVERSE, STORE_STATES, STAGED, ALIASED, SCALAR,
+                            INITIAL, SEGMENTED, SPLIT_KEYS)),
+                (prepare, (tiles, vectors, bars, offsets, log_decay, T, sizes, scale, LIMIT, SLICES, PACKED,
+                           OUTPUT, REVERSE, SCALAR, SPLIT_KEYS)),
+            ],
+            [4, 4],
+            [MULTIPLY_REGISTERS, PREPARE_REGISTERS],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (multiply, (descriptors, outputs, state_pointers, tiles, vectors, bars, offsets, T, sizes, values, 0, GROUPS,
+                            SLICES, PACKED, OUTPUT, REVERSE, STORE_STATES, STAGED, ALIASED, SCALAR,
+                            INITIAL, SEGMENTED, SPLIT_KEYS)),
+                (prepare, (tiles, vectors, bars, offsets, log_decay, T, sizes, scale, LIMIT, SLICES, PACKED,
+                           OUTPUT, REVERSE, SCALAR, SPLIT_KEYS)),
+            ],
+            [4],
+            [PREPARE_REGISTERS],
+        )  # fmt: skip
+    keep_barriers(bars)
+
+
+@gluon.jit
+def prepare(tiles, vectors, bars, offsets, log_decay, T, sizes, scale, LIMIT: gl.constexpr, SLICES: gl.constexpr,
+            PACKED: gl.constexpr, OUTPUT: gl.constexpr, REVERSE: gl.constexpr,
+            SCALAR: gl.constexpr, SPLIT_KEYS: gl.constexpr):  # fmt: skip
+    """Run the role of the warpgroup that decays queries and keys and computes scores, for every chunk of the segment."""
+    if SCALAR:
+        prepare_heads(tiles, vectors, bars, offsets, log_decay, T, sizes, scale, SLICES, PACKED, OUTPUT, REVERSE, SPLIT_KEYS)
+    else:
+        prepare_channels(tiles, vectors, bars, offsets, T, sizes, scale, LIMIT, SLICES, PACKED, OUTPUT, REVERSE)

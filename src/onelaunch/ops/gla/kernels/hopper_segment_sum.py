@@ -1,0 +1,356 @@
+"""Gated linear attention on Hopper GPUs: what each segment of T adds to the state, for a chunk-parallel scan.
+
+Computes   for one segment, per head and 64 values: the sum over its steps of (k_s e^(sum of g behind s in the segment))^T v_s,
+           [V, K], and e^(sum of g over the segment), [K]. With REVERSE, q, do and sums up to and with a step take their places.
+           hopper_chunk_state.py adds these up in the order of time and starts each segment from the result. *keys*, *near* and
+           *far* are defined in hopper_prepare.py.
+Grid       one CTA per segment of T, sequence, head and slice of 64 GROUPS values (``work_item``).
+Order      chunks go from the far end of the segment to its near end. Each step's decay is then a running sum of log-decays that
+           only gets more negative: its factor is at most 1 whatever the decays are, no state has to be decayed, and the loop
+           stops early once all factors are 0 in float32.
+Roles      GROUPS warpgroups run ``accumulate``: each holds the sum [V = 64, K] in registers, K / 2 per thread; the first one
+           also issues the TMA loads. One warpgroup runs ``decay_keys``: it decays keys in place in shared memory.
+On chip    shared memory for 16-bit numbers, per stage: keys and log-decays [64, K], 128 K bytes each, values 8192 per group.
+           The second terms of the keys replace the log-decays. Matrices of 0 and 1, [2, 64, 64], 16384 bytes, which sum steps
+           by WGMMA.
+Barriers   per stage: full (TMA loads have landed; all wait), decayed (keys are decayed and ``stop`` is written; ``accumulate``
+           waits), empty (all groups have finished their products; the first one waits and refills). ``stop`` holds, per stage,
+           the number of chunks after which the loops end. It is written before ``decayed`` and not changed before the stage is
+           refilled, so all threads of all warps read the same number and leave in the same iteration. Loads that were issued
+           beyond it are waited for at the end, so that none arrives in a CTA that is gone.
+Memory     keys, values and log-decays of all segments but the last to be passed are read once, up to where the loop stops; one
+           float32 state and K decays per segment are written.
+Numerics   keys are a sum of two 16-bit numbers with SPLIT_KEYS; sums are float32.
+Source     the segmented form of a scan (reduce, then scan); docs/notebook/gla.md.
+"""
+
+from onelaunch.kernels.gluon.compat import (
+    fence_async_shared,
+    gl,
+    gluon,
+    keep_barriers,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from onelaunch.ops.gla.kernels.hopper_chunk_state import load_stage, split_columns, store_state
+from onelaunch.ops.gla.kernels.hopper_tiles import (
+    LOG2E,
+    MIN_LOG_DECAY,
+    PANEL,
+    C,
+    chunk_of,
+    clamp_log_decays,
+    exp,
+    exp2_flushed,
+    ones_where,
+    plus,
+    segment_span,
+    store_split,
+    work_item,
+    zero_tail,
+)
+
+LOG_OF_ZERO = gl.constexpr(-88.0)
+"""Log-decay below which ``exp2_flushed`` makes factors 0."""
+
+
+@gluon.jit
+def segment_chunks(steps, segment, segments, REVERSE: gl.constexpr):
+    """Return the number of chunks of a segment; 0 for the one passed last, since no other starts from its sum."""
+    last = segment == (0 if REVERSE else segments - 1)
+    return gl.where(last, 0, gl.cdiv(steps, C))
+
+
+@gluon.jit
+def accumulate(descriptors, segment_states, tiles, bars, offsets, T, sizes, values, GROUP: gl.constexpr, GROUPS: gl.constexpr,
+               SLICES: gl.constexpr, PACKED: gl.constexpr, REVERSE: gl.constexpr, SCALAR: gl.constexpr,
+               SPLIT_KEYS: gl.constexpr):  # fmt: skip
+    """Run the role of one warpgroup that sums keys^T v over the segment for PANEL values, and store the sum.
+
+    Per chunk: wait for ``full`` and ``decayed``, multiply, wait for the product, arrive at ``empty``; GROUP 0 then refills the
+    stage.
+    """
+    _, tiles_k, tiles_v, tiles_low, _, _ = tiles
+    full, decayed, empty, stop = bars
+    K: gl.constexpr = tiles_k.shape[2]
+    STAGES: gl.constexpr = tiles_k.shape[0]
+    state_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, K, 16])
+    rows: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    heads, segments, segment_steps = sizes
+    n, head, value_slice, segment = work_item(sizes, SLICES)
+    row, steps = segment_span(offsets, n, T, segment, segment_steps, PACKED)
+    state = gl.zeros([PANEL, K], gl.float32, layout=state_layout)
+    panel = (head * SLICES + value_slice) * GROUPS
+    chunks = segment_chunks(steps, segment, segments, REVERSE)
+    limit = chunks
+    issued = gl.minimum(chunks, STAGES)
+    vector: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    if GROUP == 0:
+        for i in gl.static_range(STAGES):
+            at = row + chunk_of(i, chunks, not REVERSE) * C
+            load_stage(descriptors, tiles, full, at, head, panel, i, i < chunks, GROUPS, False, SCALAR)
+    stage = 0
+    phase = 0
+    c = 0
+    while c < limit:
+        left = steps - chunk_of(c, chunks, not REVERSE) * C
+        b_v = tiles_v.index(stage * GROUPS + GROUP)
+        mbarrier.wait(full.index(stage), phase)
+        if left < C:
+            zero_tail(b_v, left, rows)
+            fence_async_shared()
+        mbarrier.wait(decayed.index(stage), phase)
+        limit = gl.minimum(limit, gl.max(stop.index(stage).load(vector), 0))
+        state = warpgroup_mma(b_v.permute((1, 0)), tiles_k.index(stage), state, is_async=True)
+        if SPLIT_KEYS:
+            state = warpgroup_mma(b_v.permute((1, 0)), tiles_low.index(stage), state, is_async=True)
+        state = warpgroup_mma_wait(num_outstanding=0, deps=(state,))
+        mbarrier.arrive(empty.index(stage), count=1)
+        if GROUP == 0:
+            refill = issued < limit  # limit may already have been lowered by ``stop``
+            mbarrier.wait(empty.index(stage), phase, pred=refill)
+            at = row + chunk_of(issued, chunks, not REVERSE) * C
+            load_stage(descriptors, tiles, full, at, head, panel, stage, refill, GROUPS, False, SCALAR)
+            issued += refill.to(gl.int32)
+        stage += 1
+        if stage == STAGES:
+            stage = 0
+            phase ^= 1
+        c += 1
+    if GROUP == 0:  # loads in flight, at most STAGES - 1, must land before the CTA ends
+        for i in gl.static_range(STAGES - 1):
+            at = c + i
+            mbarrier.wait(full.index(at % STAGES), (at // STAGES) & 1, pred=at < issued)
+    first_value = (value_slice * GROUPS + GROUP) * PANEL
+    index = (n.to(gl.int64) * heads + head) * segments + segment
+    store_state(segment_states + (index * values + first_value) * K, state, steps, K)
+
+
+@gluon.jit
+def drop_duplicate_rows(x):
+    """Return [C / 2, columns] of x [C, columns], all rows of which are alike.
+
+    A thread holds rows t and t + 8; one of the two is enough, which halves the registers.
+    """
+    pairs = gl.permute(gl.reshape(x, [C // 16, 2, 8, x.shape[1]]), (0, 2, 3, 1))
+    first, _ = gl.split(pairs)
+    return gl.reshape(first, [C // 2, x.shape[1]])
+
+
+@gluon.jit
+def restore_duplicate_rows(x, layout: gl.constexpr):
+    """Return [C, columns] from [C / 2, columns], the inverse of ``drop_duplicate_rows``; no data leaves its thread."""
+    rows = gl.reshape(x, [C // 16, 8, x.shape[1]])
+    return gl.convert_layout(gl.reshape(gl.permute(gl.join(rows, rows), (0, 3, 1, 2)), [C, x.shape[1]]), layout)
+
+
+@gluon.jit
+def decay_panels(keys, g, carry, weights, scale, FIRST: gl.constexpr, REVERSE: gl.constexpr):
+    """Decay the keys of a chunk in place, from channel FIRST on, and return ``carry`` with the chunk's log-decays added.
+
+    Each row of ``carry`` [C / 2, channels] is the sum of the log-decays of the chunks processed before. ``weights`` holds two
+    matrices of 0 and 1, for the steps on the far side of each step and for all steps.
+    """
+    carry_layout: gl.constexpr = carry.type.layout
+    K: gl.constexpr = carry.shape[1]
+    if K == PANEL:
+        p_k = keys.slice(FIRST, PANEL, dim=1)
+        p_g = g.slice(FIRST, PANEL, dim=1)
+        square: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PANEL, 16])
+        d = gl.zeros([C, PANEL], gl.float32, layout=square)
+        total = gl.zeros([C, PANEL], gl.float32, layout=square)
+        d = warpgroup_mma(weights.index(0), p_g, d, use_acc=False, is_async=True)
+        total = warpgroup_mma(weights.index(1), p_g, total, use_acc=False, is_async=True)
+        d, total = warpgroup_mma_wait(num_outstanding=0, deps=(d, total))
+        b_k = p_k.load(square).to(gl.float32) * exp2_flushed((restore_duplicate_rows(carry, square) + d) * LOG2E)
+        carry += gl.convert_layout(drop_duplicate_rows(total), carry_layout)
+        if REVERSE:
+            b_k *= scale
+        store_split(b_k, p_k, p_g)
+    else:
+        left, right = split_columns(carry)
+        left = decay_panels(keys, g, left, weights, scale, FIRST, REVERSE)
+        right = decay_panels(keys, g, right, weights, scale, FIRST + K // 2, REVERSE)
+        carry = gl.convert_layout(gl.reshape(gl.permute(gl.join(left, right), (0, 2, 1)), [C // 2, K]), carry_layout)
+    return carry
+
+
+@gluon.jit
+def decay_key_channels(tiles, segment_decays, bars, offsets, T, sizes, scale, SLICES: gl.constexpr, PACKED: gl.constexpr,
+                       REVERSE: gl.constexpr):  # fmt: skip
+    """Run the decay role for a decay per channel: all chunks of the segment, from its far end; store the segment's decay."""
+    _, tiles_k, _, tiles_g, weights, _ = tiles
+    full, decayed, _, stop = bars
+    K: gl.constexpr = tiles_k.shape[2]
+    E: gl.constexpr = tiles_k.dtype
+    STAGES: gl.constexpr = tiles_k.shape[0]
+    rows: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    heads, segments, segment_steps = sizes
+    n, head, value_slice, segment = work_item(sizes, SLICES)
+    _, steps = segment_span(offsets, n, T, segment, segment_steps, PACKED)
+    chunks = segment_chunks(steps, segment, segments, REVERSE)
+    vector: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    # The matrices are operands from shared memory. In registers they leave too few for two products at once; ptxas then
+    # serialized all products, and segments of a single chunk came out wrong.
+    t = gl.arange(0, C, layout=gl.SliceLayout(1, rows))[:, None]
+    s = gl.arange(0, C, layout=gl.SliceLayout(0, rows))[None, :]
+    weights.index(0).store(ones_where(s <= t if REVERSE else s > t, E))
+    weights.index(1).store(ones_where((s >= 0) & (t >= 0), E))
+    wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, K, 16])
+    carry = drop_duplicate_rows(gl.zeros([C, K], gl.float32, layout=wide))
+    carry_layout: gl.constexpr = carry.type.layout
+    limit = chunks
+    c = 0
+    while c < limit:
+        stage = c % STAGES
+        left = steps - chunk_of(c, chunks, not REVERSE) * C
+        g = tiles_g.index(stage)
+        mbarrier.wait(full.index(stage), (c // STAGES) & 1)
+        if left < C:  # the rows behind belong to the next sequence
+            zero_tail(g, left, rows)
+            zero_tail(tiles_k.index(stage), left, rows)
+        clamp_log_decays(g, rows)
+        fence_async_shared()
+        carry = decay_panels(tiles_k.index(stage), g, carry, weights, scale, 0, REVERSE)
+        if c & 1 == 1:
+            if gl.max(gl.max(carry, 1), 0) < LOG_OF_ZERO:
+                limit = gl.minimum(limit, c + 1)
+        stop.index(stage).store(gl.full([1], 0, gl.int32, layout=vector) + limit)
+        fence_async_shared()
+        mbarrier.arrive(decayed.index(stage), count=1)
+        c += 1
+    if value_slice == 0:
+        index = (n.to(gl.int64) * heads + head) * segments + segment
+        row = gl.arange(0, C // 2, layout=gl.SliceLayout(1, carry_layout))[:, None]
+        channel = gl.arange(0, K, layout=gl.SliceLayout(0, carry_layout))[None, :]
+        gl.store(segment_decays + index * K + channel + 0 * row, exp(carry), mask=(row == 0) & (channel >= 0))
+
+
+@gluon.jit
+def decay_key_heads(tiles, segment_decays, bars, offsets, log_decay, T, sizes, scale, SLICES: gl.constexpr,
+                    PACKED: gl.constexpr, REVERSE: gl.constexpr, SPLIT_KEYS: gl.constexpr):  # fmt: skip
+    """Run the decay role for one decay per head: all chunks of the segment, from its far end; store the segment's decay."""
+    _, tiles_k, _, tiles_low, _, _ = tiles
+    full, decayed, _, stop = bars
+    K: gl.constexpr = tiles_k.shape[2]
+    E: gl.constexpr = tiles_k.dtype
+    STAGES: gl.constexpr = tiles_k.shape[0]
+    rows: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    down: gl.constexpr = gl.SliceLayout(1, rows)
+    heads, segments, segment_steps = sizes
+    n, head, value_slice, segment = work_item(sizes, SLICES)
+    row, steps = segment_span(offsets, n, T, segment, segment_steps, PACKED)
+    chunks = segment_chunks(steps, segment, segments, REVERSE)
+    vector: gl.constexpr = gl.BlockedLayout([C // 32], [32], [4], [0])  # all 64 steps in each warp, as in prepare_heads
+    step = gl.arange(0, C, layout=vector)
+    carry = 0.0
+    limit = chunks
+    c = 0
+    while c < limit:
+        stage = c % STAGES
+        j = chunk_of(c, chunks, not REVERSE)
+        left = steps - j * C
+        at = (row + j * C + step).to(gl.int64) * heads + head
+        g = gl.load(log_decay + at, mask=step < left, other=0.0).to(gl.float32)
+        g = gl.where(g < MIN_LOG_DECAY, MIN_LOG_DECAY, g)
+        before = gl.associative_scan(g, 0, plus)
+        whole = gl.sum(g, 0)
+        factor = exp(carry + before) * scale if REVERSE else exp(carry + whole - before)
+        factor = gl.convert_layout(factor, down)[:, None]
+        carry += whole
+        keys = tiles_k.index(stage)
+        mbarrier.wait(full.index(stage), (c // STAGES) & 1)
+        if left < C:
+            zero_tail(keys, left, rows)
+        for panel in gl.static_range(K // PANEL):
+            p_k = keys.slice(panel * PANEL, PANEL, dim=1)
+            b_k = p_k.load(rows).to(gl.float32) * factor
+            if SPLIT_KEYS:
+                store_split(b_k, p_k, tiles_low.index(stage).slice(panel * PANEL, PANEL, dim=1))
+            else:
+                p_k.store(b_k.to(E))
+        if carry < LOG_OF_ZERO:
+            limit = gl.minimum(limit, c + 1)
+        stop.index(stage).store(gl.full([1], 0, gl.int32, layout=vector) + limit)
+        fence_async_shared()
+        mbarrier.arrive(decayed.index(stage), count=1)
+        c += 1
+    if value_slice == 0:
+        index = (n.to(gl.int64) * heads + head) * segments + segment
+        segment_decay = gl.full([K], 1.0, gl.float32, layout=vector) * exp(carry)
+        gl.store(segment_decays + index * K + gl.arange(0, K, layout=vector), segment_decay)
+
+
+@gluon.jit
+def decay_keys(tiles, segment_decays, bars, offsets, log_decay, T, sizes, scale, SLICES: gl.constexpr,
+               PACKED: gl.constexpr, REVERSE: gl.constexpr, SCALAR: gl.constexpr,
+               SPLIT_KEYS: gl.constexpr):  # fmt: skip
+    """Run the role of the warpgroup that decays keys to the far end of the segment, for every chunk."""
+    if SCALAR:
+        decay_key_heads(tiles, segment_decays, bars, offsets, log_decay, T, sizes, scale, SLICES, PACKED, REVERSE, SPLIT_KEYS)
+    else:
+        decay_key_channels(tiles, segment_decays, bars, offsets, T, sizes, scale, SLICES, PACKED, REVERSE)
+
+
+@gluon.jit(do_not_specialize=["T", "heads", "segments", "segment_steps"])
+def segment_sum_kernel(
+    keys, v, g, log_decay, segment_states, segment_decays, offsets, T, heads, segments, segment_steps, scale, values,
+    SLICES: gl.constexpr, PACKED: gl.constexpr, REVERSE: gl.constexpr, SPLIT_KEYS: gl.constexpr,
+    GROUPS: gl.constexpr, STAGES: gl.constexpr, PREPARE_REGISTERS: gl.constexpr, MULTIPLY_REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """Sum up what a segment adds to the state; see the top of the file.
+
+    ``segment_states`` [N, H, segments, V, K] and ``segment_decays`` [N, H, segments, K] are float32. ``g`` describes log-decays
+    per channel; if it is None, ``log_decay`` [B, T, H] has one per head.
+    """
+    SCALAR: gl.constexpr = g is None
+    K: gl.constexpr = keys.block_type.shape[1]
+    E: gl.constexpr = keys.dtype
+    tiles_k = gl.allocate_shared_memory(E, [STAGES, C, K], keys.layout)
+    tiles_v = gl.allocate_shared_memory(E, [STAGES * GROUPS, C, PANEL], v.layout)
+    tiles_g = tiles_k
+    if SPLIT_KEYS:
+        tiles_g = gl.allocate_shared_memory(E, [STAGES, C, K], keys.layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    decayed = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(decayed.index(i), count=1)
+        mbarrier.init(empty.index(i), count=GROUPS)
+    fence_async_shared()  # TMA, which arrives at these barriers, sees them initialized
+    # One number per stage: it does not change between decayed and empty, so all threads read the same one.
+    stop = gl.allocate_shared_memory(gl.int32, [STAGES, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    sizes = (heads, segments, segment_steps)
+    descriptors = (keys, keys, v, g)
+    weights = tiles_k
+    if not SCALAR:
+        weights = gl.allocate_shared_memory(E, [2, C, C], gl.NVMMASharedLayout.get_default_for([C, C], E))
+    tiles = (tiles_k, tiles_k, tiles_v, tiles_g, weights, tiles_k)
+    bars = (full, decayed, empty, stop)
+    if GROUPS == 2:
+        gl.warp_specialize(
+            [
+                (accumulate, (descriptors, segment_states, tiles, bars, offsets, T, sizes, values, 0, GROUPS, SLICES,
+                       PACKED, REVERSE, SCALAR, SPLIT_KEYS)),
+                (accumulate, (descriptors, segment_states, tiles, bars, offsets, T, sizes, values, 1, GROUPS, SLICES,
+                       PACKED, REVERSE, SCALAR, SPLIT_KEYS)),
+                (decay_keys, (tiles, segment_decays, bars, offsets, log_decay, T, sizes, scale, SLICES, PACKED, REVERSE,
+                        SCALAR, SPLIT_KEYS)),
+            ],
+            [4, 4],
+            [MULTIPLY_REGISTERS, PREPARE_REGISTERS],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (accumulate, (descriptors, segment_states, tiles, bars, offsets, T, sizes, values, 0, GROUPS, SLICES,
+                       PACKED, REVERSE, SCALAR, SPLIT_KEYS)),
+                (decay_keys, (tiles, segment_decays, bars, offsets, log_decay, T, sizes, scale, SLICES, PACKED, REVERSE,
+                        SCALAR, SPLIT_KEYS)),
+            ],
+            [4],
+            [PREPARE_REGISTERS],
+        )  # fmt: skip
+    keep_barriers((full, decayed, empty))
