@@ -140,7 +140,7 @@ def test_compare_reports_different_studies(call, stored, prose):
     answer = call("study", "compare", *stored)
     assert answer.code == 0
     prose(lines_with(answer.raw, "eclarations"))
-    prose(lines_with(answer.raw, "alone"))
+    prose(lines_with(answer.raw, "Only in"))
 
 
 def test_adopt_writes_the_dispatcher_s_table(call, here, stored):

@@ -1,7 +1,7 @@
 """Interpreter of a decode plan in PyTorch: it runs CTA by CTA, in any order that the plan's synchronization edges permit.
 
 It shows without a GPU whether a plan orders enough. Buffer words that no phase has written are NaN, and a CTA sees only the
-words that its work assignment (``Share``) declares as read. A plan that orders or declares too little therefore gives other
+words that its work assignment (``Assignment``) declares as read. A plan that orders or declares too little therefore gives other
 numbers than the model. Weights are read from the packed stream in the kernel's own order.
 """
 
@@ -28,12 +28,12 @@ from onelaunch.decode.plan.phases import (
     TILE,
     WARP_COLUMNS,
     WARPS,
+    Assignment,
     Blocks,
     Op,
     Phase,
-    Piece,
     Plan,
-    Share,
+    Slice,
     depth,
     groups_of,
 )
@@ -138,23 +138,23 @@ class Interpreter:
 
     def _ready(self, cta: int, at: list[int], step: tuple[int, int, Phase]) -> bool:
         number, layer, phase = step
-        share = phase.shares[cta]
+        assignment = phase.assignments[cta]
         if phase.edge == "grid" or self.plan.separate:
             return min(at) >= at[cta]
         if phase.edge == "flags":
             use = number * self.plan.config.num_hidden_layers + layer + 1
-            return all(self.counters.get(wait.counter, 0) >= wait.arrivals * use for wait in share.awaits)
+            return all(self.counters.get(wait.counter, 0) >= wait.arrivals * use for wait in assignment.awaits)
         if phase.edge == "data":
-            return all(self._there(piece, number, layer, phase) for piece in share.polls)
+            return all(self._there(slice_, number, layer, phase) for slice_ in assignment.polls)
         return True
 
-    def _there(self, piece: Piece, number: int, layer: int, phase: Phase) -> bool:
-        if piece.buffer == "hidden" and layer == 0:
+    def _there(self, slice_: Slice, number: int, layer: int, phase: Phase) -> bool:
+        if slice_.buffer == "hidden" and layer == 0:
             return True
-        tag = self._tag(piece.buffer, number, layer - (piece.buffer == "hidden"))
-        if self.plan.buffer(piece.buffer).counts:
+        tag = self._tag(slice_.buffer, number, layer - (slice_.buffer == "hidden"))
+        if self.plan.buffer(slice_.buffer).counts:
             tag = self.plan.additions(layer)
-        return bool((self.tags[self._key(piece.buffer, number)][piece.begin : piece.end] == tag).all())
+        return bool((self.tags[self._key(slice_.buffer, number)][slice_.begin : slice_.end] == tag).all())
 
     def _tag(self, buffer: str, number: int, layer: int) -> int:
         """Return the tag that tells a use of a word from earlier uses.
@@ -171,67 +171,67 @@ class Interpreter:
     # Phases
 
     def _step(self, cta: int, number: int, layer: int, phase: Phase) -> None:
-        share = phase.shares[cta]
+        assignment = phase.assignments[cta]
         position = self.cache.length + number
         if phase is self.plan.phases()[0] and layer == 0 and self.plan.blocks is None:
-            rows = self.plan.phase("o").shares[cta]
+            rows = self.plan.phase("o").assignments[cta]
             self.own[cta] = self._embedded(position)[rows.begin * TILE : rows.end * TILE].clone()
-        seen = self._seen(share, number)
+        seen = self._seen(assignment, number)
         if layer == 0 and "hidden" in seen:
             seen["hidden"] = self._embedded(position)
-        self._keep(share, self._compute(phase.op, cta, share, layer, position, seen), number, layer)
-        for counter in share.arrives:
+        self._keep(assignment, self._compute(phase.op, cta, assignment, layer, position, seen), number, layer)
+        for counter in assignment.arrives:
             self.counters[counter] = self.counters.get(counter, 0) + 1
 
-    def _seen(self, share: Share, number: int) -> dict[str, torch.Tensor]:
-        """Return for each buffer the words that a CTA's share reads. All other words are NaN."""
+    def _seen(self, assignment: Assignment, number: int) -> dict[str, torch.Tensor]:
+        """Return for each buffer the words that a CTA's assignment reads. All other words are NaN."""
         seen: dict[str, torch.Tensor] = {}
-        for piece in share.reads:
-            source = self.words[self._key(piece.buffer, number)]
-            room = seen.setdefault(piece.buffer, torch.full_like(source, torch.nan))
-            room[piece.begin : piece.end] = source[piece.begin : piece.end]
+        for slice_ in assignment.reads:
+            source = self.words[self._key(slice_.buffer, number)]
+            room = seen.setdefault(slice_.buffer, torch.full_like(source, torch.nan))
+            room[slice_.begin : slice_.end] = source[slice_.begin : slice_.end]
         return seen
 
-    def _keep(self, share: Share, found: dict[str, torch.Tensor], number: int, layer: int) -> None:
-        """Store the results of a share: add the words that it accumulates, and write the words that it owns."""
-        for place, piece in enumerate(share.adds):
-            if piece.buffer in found:
-                at = slice(piece.begin, piece.end)
-                self.tags[piece.buffer, 0][at] += 1
+    def _keep(self, assignment: Assignment, found: dict[str, torch.Tensor], number: int, layer: int) -> None:
+        """Store the results of an assignment: add the words that it accumulates, and write the words that it owns."""
+        for place, slice_ in enumerate(assignment.adds):
+            if slice_.buffer in found:
+                at = slice(slice_.begin, slice_.end)
+                self.tags[slice_.buffer, 0][at] += 1
                 if place == 0:  # each unit adds to all rows, and ``found`` is already the sum over units
-                    self.words[piece.buffer, 0][at] += found[piece.buffer][at]
-        for piece in share.writes:
-            at, key = slice(piece.begin, piece.end), self._key(piece.buffer, number)
-            if self.plan.buffer(piece.buffer).counts:
+                    self.words[slice_.buffer, 0][at] += found[slice_.buffer][at]
+        for slice_ in assignment.writes:
+            at, key = slice(slice_.begin, slice_.end), self._key(slice_.buffer, number)
+            if self.plan.buffer(slice_.buffer).counts:
                 self.words[key][at] = self.tags[key][at] = 0
-            elif piece.buffer in found:
-                self.words[key][at] = found[piece.buffer][at]
-                self.tags[key][at] = self._tag(piece.buffer, number, layer)
-            elif piece.buffer == "tallies":
+            elif slice_.buffer in found:
+                self.words[key][at] = found[slice_.buffer][at]
+                self.tags[key][at] = self._tag(slice_.buffer, number, layer)
+            elif slice_.buffer == "tallies":
                 self.tallies[at] = 0
 
     def _embedded(self, position: int) -> torch.Tensor:
         return self.weights.embed_tokens[self.tokens[position]]
 
     def _compute(
-        self, op: Op, cta: int, share: Share, layer: int, position: int, seen: dict[str, torch.Tensor]
+        self, op: Op, cta: int, assignment: Assignment, layer: int, position: int, seen: dict[str, torch.Tensor]
     ) -> dict[str, torch.Tensor]:
         """Return what a CTA computes in a phase, by buffer. Words that the CTA does not write are NaN or unused."""
         if op == "next":
             return self._choose(cta, seen, position)
         if op == "lm_head":
-            return self._head(cta, share, seen["final"], position)
+            return self._head(cta, assignment, seen["final"], position)
         if op in ("tally", "draw"):
-            return self._draw(cta, share, position, seen)
-        if share.units == 0:
+            return self._draw(cta, assignment, position, seen)
+        if assignment.units == 0:
             return {}
         if op == "norm":
             return self._norm(layer, seen)
         if op == "rope":
-            return self._turn(share, layer, position, seen["qkv"])
+            return self._turn(assignment, layer, position, seen["qkv"])
         if op in ("attention", "rope_attention"):
-            return self._attend(share, layer, position, seen)
-        return self._product(op, cta, share, layer, position, seen)
+            return self._attend(assignment, layer, position, seen)
+        return self._product(op, cta, assignment, layer, position, seen)
 
     def _norm(self, layer: int, seen: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         weights, eps = self.weights.layers[layer], self.plan.config.rms_norm_eps
@@ -240,20 +240,20 @@ class Interpreter:
         return {"normed": rms_norm(seen["mid"], weights.post_attention_layernorm, eps)}
 
     def _product(
-        self, op: Op, cta: int, share: Share, layer: int, position: int, seen: dict[str, torch.Tensor]
+        self, op: Op, cta: int, assignment: Assignment, layer: int, position: int, seen: dict[str, torch.Tensor]
     ) -> dict[str, torch.Tensor]:
         x = seen["normed"] if "normed" in seen else seen["act"] if op == "down" else None
         if op == "o" and self.plan.blocks:
-            return {"mid": self._by_heads(cta, share, layer, position, seen["partial"], self.plan.blocks)}
+            return {"mid": self._by_heads(cta, assignment, layer, position, seen["partial"], self.plan.blocks)}
         if op == "o":
             x = self._combined(seen["partial"])
         elif x is None:
             x = self._norm(layer, seen)["normed"]
         rows = self._multiply(op, cta, layer, x)
-        first = share.begin * TILE
+        first = assignment.begin * TILE
         if op == "gate_up":
             gate, up = rows.view(-1, 2, TILE // 2).unbind(1)
-            return {"act": self._placed("act", share.begin * TILE // 2, (torch.nn.functional.silu(gate) * up).flatten())}
+            return {"act": self._placed("act", assignment.begin * TILE // 2, (torch.nn.functional.silu(gate) * up).flatten())}
         if op == "down" and self.plan.blocks:
             before = seen["mid"][first : first + len(rows)]
             found = {name: self._placed(name, first, before + rows[: len(before)]) for name in ("hidden", "final")}
@@ -262,7 +262,7 @@ class Interpreter:
             self.own[cta] = rows = self.own[cta] + rows
         names = {"qkv": ("qkv",), "o": ("mid",), "down": ("hidden", "final")}[op]
         found = {name: self._placed(name, first, rows) for name in names}
-        if op == "qkv" and any(piece.buffer == "squares" for piece in share.writes):
+        if op == "qkv" and any(slice_.buffer == "squares" for slice_ in assignment.writes):
             found["squares"] = found["qkv"].view(-1, 2, TILE // 2).square().sum(1).flatten()
             found["qkv"] = self._rotated(found["qkv"], layer, position)
         return found
@@ -295,7 +295,9 @@ class Interpreter:
         found = [(part[..., : len(x)] @ x).flatten() for _, part in self._weights(op, cta, layer)]
         return torch.cat(found) if found else x.new_zeros(0)
 
-    def _by_heads(self, cta: int, share: Share, layer: int, position: int, partial: torch.Tensor, blocks: Blocks) -> torch.Tensor:
+    def _by_heads(
+        self, cta: int, assignment: Assignment, layer: int, position: int, partial: torch.Tensor, blocks: Blocks
+    ) -> torch.Tensor:
         """Return what a CTA adds to each row of the residual stream in the output projection (split over its heads).
 
         The CTA of the first layer's first unit adds the embedding as well.
@@ -303,11 +305,11 @@ class Interpreter:
         rows = torch.zeros(blocks.count * blocks.rows, dtype=torch.float64)
         plan = self.plan
         slots = partial.view(plan.adders * plan.splits, -1)
-        own = plan.phase("rope_attention").shares[cta].begin  # index of the CTA's first unit of attention
+        own = plan.phase("rope_attention").assignments[cta].begin  # index of the CTA's first unit of attention
         for begin, part in self._weights("o", cta, layer):
-            unit, block = divmod(share.begin + begin, blocks.count)
+            unit, block = divmod(assignment.begin + begin, blocks.count)
             if plan.apart:
-                x = self._weighted(slots[own + unit - share.begin // blocks.count][None, None])
+                x = self._weighted(slots[own + unit - assignment.begin // blocks.count][None, None])
             else:
                 joined = plan.joined if plan.used > plan.splits else 1
                 first = unit // joined * joined * plan.splits
@@ -353,21 +355,23 @@ class Interpreter:
         self.cache.keys[layer, head, position] = key
         self.cache.values[layer, head, position] = value
 
-    def _turn(self, share: Share, layer: int, position: int, raw: torch.Tensor) -> dict[str, torch.Tensor]:
+    def _turn(self, assignment: Assignment, layer: int, position: int, raw: torch.Tensor) -> dict[str, torch.Tensor]:
         queries = torch.full((self.plan.config.query_size,), torch.nan, dtype=torch.float64)
         by_head = queries.view(self.plan.config.num_key_value_heads, -1)
-        for head in range(share.begin, share.end):
+        for head in range(assignment.begin, assignment.end):
             q, key, value = self._turned(raw, head, layer, position)
             by_head[head] = q.flatten()
             self._store(layer, head, position, key, value)
         return {"q": queries, "cache": torch.zeros(self.plan.buffer("cache").words, dtype=torch.float64)}
 
-    def _attend(self, share: Share, layer: int, position: int, seen: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def _attend(
+        self, assignment: Assignment, layer: int, position: int, seen: dict[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
         config, plan, positions = self.plan.config, self.plan, position + 1
         partial = torch.zeros(plan.buffer("partial").words, dtype=torch.float64)
         size, queries = -(-positions // plan.used), config.queries_per_key // plan.sharers
         slots = partial.view(config.num_key_value_heads * plan.sharers * plan.splits, -1)
-        for number in range(share.begin, share.end):
+        for number in range(assignment.begin, assignment.end):
             slot, (head, first, last, part, keeps) = slots[number], plan.unit(number)
             logarithms = slot[queries * plan.joined * config.head_dim :]
             if part >= plan.used:
@@ -402,15 +406,15 @@ class Interpreter:
         queries, size = self.plan.config.queries_per_key // self.plan.sharers, self.plan.config.head_dim
         at = slice(own * queries, (own + 1) * queries)
         values = slots[..., : self.plan.joined * queries * size].unflatten(-1, (-1, size))[..., at, :]
-        shares = slots[..., self.plan.joined * queries * size :][..., at].softmax(1)
-        return (values * shares[..., None]).sum(1).flatten()
+        assignments = slots[..., self.plan.joined * queries * size :][..., at].softmax(1)
+        return (values * assignments[..., None]).sum(1).flatten()
 
-    def _head(self, cta: int, share: Share, hidden: torch.Tensor, position: int) -> dict[str, torch.Tensor]:
+    def _head(self, cta: int, assignment: Assignment, hidden: torch.Tensor, position: int) -> dict[str, torch.Tensor]:
         """Return a CTA's candidate among its tokens, after the repetition penalty. Reported logits have no penalty."""
         config = self.plan.config
         normed = rms_norm(hidden, self.weights.norm, config.rms_norm_eps)
         rows = self._multiply("lm_head", cta, config.num_hidden_layers, normed)
-        first = share.begin * TILE
+        first = assignment.begin * TILE
         rows = rows[: config.vocab_size - first]
         at = self._own_tokens(cta)
         self.logits[at] = rows
@@ -420,8 +424,8 @@ class Interpreter:
         return self._candidate("best", cta, position, rows)
 
     def _own_tokens(self, cta: int) -> slice:
-        share, most = self.plan.phase("lm_head").shares[cta], self.plan.config.vocab_size
-        return slice(min(share.begin * TILE, most), min(share.end * TILE, most))
+        assignment, most = self.plan.phase("lm_head").assignments[cta], self.plan.config.vocab_size
+        return slice(min(assignment.begin * TILE, most), min(assignment.end * TILE, most))
 
     def _candidate(self, buffer: str, cta: int, position: int, scores: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return the best of a CTA's tokens, or -1 if the CTA has no token."""
@@ -445,7 +449,7 @@ class Interpreter:
             self.sampler.seen[token] = True
         return {}
 
-    def _draw(self, cta: int, share: Share, position: int, seen: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def _draw(self, cta: int, assignment: Assignment, position: int, seen: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Add to the next radix-select pass, or draw the CTA's candidate after the last pass.
 
         The result of the pass before is applied first.
@@ -455,19 +459,19 @@ class Interpreter:
             likeliest = self._best("best", seen, position)
             self.searches[cta] = Search(self.scores.get(("best", position, likeliest), math.nan))
         search, own = self.searches[cta], self._own_tokens(cta)
-        for piece in share.reads:
-            if piece.buffer == "tallies":
-                self._narrow(search, *rounds[piece.begin], self.tallies[piece.begin])
+        for slice_ in assignment.reads:
+            if slice_.buffer == "tallies":
+                self._narrow(search, *rounds[slice_.begin], self.tallies[slice_.begin])
                 place = search.prefix, search.target
-                if self.places.setdefault((position, piece.begin), place) != place:
-                    raise PlanError(self.plan.rung, f"CTAs disagree about round {piece.begin} of position {position + 1}")
+                if self.places.setdefault((position, slice_.begin), place) != place:
+                    raise PlanError(self.plan.rung, f"CTAs disagree about round {slice_.begin} of position {position + 1}")
         apart = (search.largest - self.penalised[own]) / max(sampling.temperature, COLDEST)
         keys = self._keys(apart) | torch.arange(own.start, own.stop)
-        for piece in share.adds:
-            portions, at = rounds[piece.begin]
+        for slice_ in assignment.adds:
+            portions, at = rounds[slice_.begin]
             kept = (keys <= search.limit) & (keys >> at >> DIGIT == (search.prefix if at < 50 else 0))
             weights = (apart.neg().exp() * 2**38).long() if portions else torch.ones_like(keys)
-            self.tallies[piece.begin].index_add_(0, (keys >> at)[kept] % BINS, weights[kept])
+            self.tallies[slice_.begin].index_add_(0, (keys >> at)[kept] % BINS, weights[kept])
             return {}
         if sampling.min_p:
             search.limit = min(search.limit, int(self._keys(torch.tensor(-math.log(sampling.min_p)).abs())) | 0xFFFFFFFF)

@@ -27,7 +27,7 @@ from onelaunch.decode.plan.packing import (
     pack,
     row_order,
 )
-from onelaunch.decode.plan.phases import ROUNDS, Piece, Wait, padded
+from onelaunch.decode.plan.phases import ROUNDS, Slice, Wait, padded
 from onelaunch.decode.plan.rungs import RUNGS, plan_for, unsupported
 from onelaunch.errors import PlanError
 from tests.decode.interpret import Interpreter, digits
@@ -57,7 +57,10 @@ def tokens_of(config, rung, ctas):
 def test_plans_for_an_h200_are_sound(rung):
     plan = plan_for(QWEN, rung, 132)
     check(*tokens_of(QWEN, rung, 132), resources=Resources(THREADS, 168, layout_of(plan, Tuning()).bytes, 132))
-    assert max(sum(share.units for share in phase.shares) for phase in plan.phases() if phase.op == "lm_head") == 18992
+    assert (
+        max(sum(assignment.units for assignment in phase.assignments) for phase in plan.phases() if phase.op == "lm_head")
+        == 18992
+    )
 
 
 @in_streams
@@ -94,7 +97,9 @@ def without_edge(plan, name):
     def bare(phase):
         if phase.name != name:
             return phase
-        return replace(phase, edge="none", shares=tuple(replace(share, polls=(), awaits=()) for share in phase.shares))
+        return replace(
+            phase, edge="none", assignments=tuple(replace(assignment, polls=(), awaits=()) for assignment in phase.assignments)
+        )
 
     return replace(plan, layer=tuple(map(bare, plan.layer)), closing=bare(plan.closing), tail=tuple(map(bare, plan.tail)))
 
@@ -118,16 +123,16 @@ def test_accumulators_receive_as_many_additions_as_readers_wait_for(prose):
     plan = plan_for(TINY, "streaming", 5)
     for op in ("o", "down"):
         phase = next(phase for phase in plan.layer if phase.op == op)
-        cta = next(cta for cta, share in enumerate(phase.shares) if share.adds)
-        for adds in ((), phase.shares[cta].adds * 2):
+        cta = next(cta for cta, assignment in enumerate(phase.assignments) if assignment.adds)
+        for adds in ((), phase.assignments[cta].adds * 2):
             with prose.raises(PlanError):
-                check(changed_share(plan, phase, cta, replace(phase.shares[cta], adds=adds)))
+                check(changed_share(plan, phase, cta, replace(phase.assignments[cta], adds=adds)))
 
 
 def test_accumulators_are_cleared_for_the_next_token(prose):
     plan = plan_for(TINY, "streaming", 5)
-    share = plan.closing.shares[0]
-    kept = replace(share, writes=tuple(piece for piece in share.writes if piece.buffer != "mid"))
+    assignment = plan.closing.assignments[0]
+    kept = replace(assignment, writes=tuple(slice_ for slice_ in assignment.writes if slice_.buffer != "mid"))
     with prose.raises(PlanError):
         check(changed_share(plan, plan.closing, 0, kept))
 
@@ -135,9 +140,9 @@ def test_accumulators_are_cleared_for_the_next_token(prose):
 def test_every_word_that_is_read_must_be_waited_for(prose):
     plan = plan_for(TINY, "streaming", 5)
     phase = plan.phase("down")
-    polls = tuple(piece for piece in phase.shares[1].polls if piece.buffer != "mid")
+    polls = tuple(slice_ for slice_ in phase.assignments[1].polls if slice_.buffer != "mid")
     with prose.raises(PlanError, match="CTA"):
-        check(changed_share(plan, phase, 1, replace(phase.shares[1], polls=polls)))
+        check(changed_share(plan, phase, 1, replace(phase.assignments[1], polls=polls)))
 
 
 @in_streams
@@ -146,10 +151,10 @@ def test_a_read_in_a_middle_layer_is_checked(rung, prose):
     ctas = 7
     plan = plan_for(replace(TINY, num_hidden_layers=3), rung, ctas)
     assert layer_ctas(TINY, ctas) < ctas
-    qkv, hidden = plan.layer[0], (Piece("hidden", 0, TINY.hidden_size),)
+    qkv, hidden = plan.layer[0], (Slice("hidden", 0, TINY.hidden_size),)
     check(plan)
     with prose.raises(PlanError, match="CTA"):
-        check(changed_share(plan, qkv, ctas - 1, replace(qkv.shares[-1], reads=hidden, polls=hidden)))
+        check(changed_share(plan, qkv, ctas - 1, replace(qkv.assignments[-1], reads=hidden, polls=hidden)))
 
 
 @settings(max_examples=30, deadline=None)
@@ -157,47 +162,54 @@ def test_a_read_in_a_middle_layer_is_checked(rung, prose):
 def test_no_writer_can_go_without_being_waited_for(data, rung):
     """Remove from one CTA's polls all words that one other CTA writes. The check must reject the plan."""
     plan = plan_for(TINY, rung, data.draw(st.integers(2, 9)))
-    phase = data.draw(st.sampled_from([phase for phase in plan.phases() if any(share.polls for share in phase.shares)]))
-    cta = data.draw(st.sampled_from([cta for cta, share in enumerate(phase.shares) if share.polls]))
-    polls = phase.shares[cta].polls
+    phase = data.draw(
+        st.sampled_from([phase for phase in plan.phases() if any(assignment.polls for assignment in phase.assignments)])
+    )
+    cta = data.draw(st.sampled_from([cta for cta, assignment in enumerate(phase.assignments) if assignment.polls]))
+    polls = phase.assignments[cta].polls
     wrote = {other: writer_pieces(plan, other) for other in range(plan.ctas) if other != cta}
-    waited = [other for other, pieces in wrote.items() if any(overlap(a, b) for a in polls for b in pieces)]
+    waited = [other for other, slices in wrote.items() if any(overlap(a, b) for a in polls for b in slices)]
     assume(waited)
     left = polls
-    for piece in wrote[data.draw(st.sampled_from(waited))]:
-        left = tuple(part for each in left for part in without(each, piece))
+    for slice_ in wrote[data.draw(st.sampled_from(waited))]:
+        left = tuple(part for each in left for part in without(each, slice_))
     with pytest.raises(PlanError):
-        check(changed_share(plan, phase, cta, replace(phase.shares[cta], polls=left)))
+        check(changed_share(plan, phase, cta, replace(phase.assignments[cta], polls=left)))
 
 
 @settings(max_examples=25, deadline=None)
 @given(data=st.data(), rung=st.sampled_from(["head_local", "fused_phases"]), change=st.sampled_from(["count", "wait", "arrival"]))
 def test_no_semaphore_arrival_or_wait_can_be_left_out(data, rung, change):
     plan = plan_for(TINY, rung, data.draw(st.integers(2, 9)))
-    wanted = (lambda share: share.arrives) if change == "arrival" else (lambda share: share.awaits)
-    phase = data.draw(st.sampled_from([phase for phase in plan.layer if any(map(wanted, phase.shares))]))
-    cta = data.draw(st.sampled_from([cta for cta, share in enumerate(phase.shares) if wanted(share)]))
-    share = phase.shares[cta]
+    wanted = (lambda assignment: assignment.arrives) if change == "arrival" else (lambda assignment: assignment.awaits)
+    phase = data.draw(st.sampled_from([phase for phase in plan.layer if any(map(wanted, phase.assignments))]))
+    cta = data.draw(st.sampled_from([cta for cta, assignment in enumerate(phase.assignments) if wanted(assignment)]))
+    assignment = phase.assignments[cta]
     if change == "count":
-        share = replace(share, awaits=(Wait(share.awaits[0].counter, share.awaits[0].arrivals - 1), *share.awaits[1:]))
+        assignment = replace(
+            assignment, awaits=(Wait(assignment.awaits[0].counter, assignment.awaits[0].arrivals - 1), *assignment.awaits[1:])
+        )
     elif change == "wait":
         arrivers = [
-            other for each in plan.layer for other, its in enumerate(each.shares) if share.awaits[0].counter in its.arrives
+            other
+            for each in plan.layer
+            for other, its in enumerate(each.assignments)
+            if assignment.awaits[0].counter in its.arrives
         ]
         assume(arrivers != [cta])
-        share = replace(share, awaits=share.awaits[1:])
+        assignment = replace(assignment, awaits=assignment.awaits[1:])
     else:
-        share = replace(share, arrives=share.arrives[1:])
+        assignment = replace(assignment, arrives=assignment.arrives[1:])
     with pytest.raises(PlanError):
-        check(changed_share(plan, phase, cta, share))
+        check(changed_share(plan, phase, cta, assignment))
 
 
-def changed_share(plan, phase, cta, share):
+def changed_share(plan, phase, cta, assignment):
     """Return the plan with the work assignment of one CTA in one phase replaced."""
-    shares = (*phase.shares[:cta], share, *phase.shares[cta + 1 :])
+    assignments = (*phase.assignments[:cta], assignment, *phase.assignments[cta + 1 :])
 
     def changed(each):
-        return replace(each, shares=shares) if each is phase else each
+        return replace(each, assignments=assignments) if each is phase else each
 
     return replace(
         plan, layer=tuple(map(changed, plan.layer)), closing=changed(plan.closing), tail=tuple(map(changed, plan.tail))
@@ -206,7 +218,7 @@ def changed_share(plan, phase, cta, share):
 
 def writer_pieces(plan, cta):
     """Return the slices of buffers that a CTA writes in any phase."""
-    return [piece for phase in plan.phases() for piece in phase.shares[cta].writes]
+    return [slice_ for phase in plan.phases() for slice_ in phase.assignments[cta].writes]
 
 
 def overlap(a, b):
@@ -214,12 +226,12 @@ def overlap(a, b):
     return a.buffer == b.buffer and a.begin < b.end and b.begin < a.end
 
 
-def without(piece, taken):
+def without(slice_, taken):
     """Return what is left of a slice without the words of another one."""
-    if not overlap(piece, taken):
-        return [piece]
-    ends = [(piece.begin, max(piece.begin, taken.begin)), (min(piece.end, taken.end), piece.end)]
-    return [Piece(piece.buffer, *each) for each in ends if each[0] < each[1]]
+    if not overlap(slice_, taken):
+        return [slice_]
+    ends = [(slice_.begin, max(slice_.begin, taken.begin)), (min(slice_.end, taken.end), slice_.end)]
+    return [Slice(slice_.buffer, *each) for each in ends if each[0] < each[1]]
 
 
 @pytest.mark.parametrize(
@@ -282,11 +294,11 @@ def test_every_weight_is_in_the_stream_once(rung, model):
 def test_a_stream_is_the_same_however_many_tiles_are_packed_at_once(monkeypatch):
     weights, _, _, _ = text(MODELS["odd sizes"], 1)
     plan = plan_for(weights.config, "streaming", 7)
-    stream, pieces, of = pack(weights, plan), [], packing.in_tiles
+    stream, slices, of = pack(weights, plan), [], packing.in_tiles
     monkeypatch.setattr(packing, "MOMENTARY", 3 * 8 * 2 * 512)  # bytes of three padded tiles of the hidden size
-    monkeypatch.setattr(packing, "in_tiles", lambda values, rows: pieces.append(len(rows)) or of(values, rows))
+    monkeypatch.setattr(packing, "in_tiles", lambda values, rows: slices.append(len(rows)) or of(values, rows))
     assert torch.equal(pack(weights, plan).data, stream.data)
-    assert max(pieces) <= 6
+    assert max(slices) <= 6
 
 
 def counts(values):
@@ -412,23 +424,23 @@ def test_plans_of_drawn_tokens_are_sound(rung):
 @pytest.mark.parametrize(
     "change",
     [
-        lambda share: replace(share, writes=()),
-        lambda share: replace(share, writes=share.writes * 2),
-        lambda share: replace(share, adds=(Piece("drawn", 0, 1),)),
+        lambda assignment: replace(assignment, writes=()),
+        lambda assignment: replace(assignment, writes=assignment.writes * 2),
+        lambda assignment: replace(assignment, adds=(Slice("drawn", 0, 1),)),
     ],
 )
 def test_histograms_are_cleared_by_one_cta_before_new_additions(change, prose):
     plan = plan_for(TINY, "streaming", 3, rounds=4)
     closing = plan.tail[-1]
     with prose.raises(PlanError):
-        check(changed_share(plan, closing, 0, change(closing.shares[0])))
+        check(changed_share(plan, closing, 0, change(closing.assignments[0])))
 
 
 def test_histograms_are_not_cleared_while_others_read_them(prose):
     """The phase that reads the last histogram must not clear it, because other CTAs may still be reading."""
     plan = plan_for(TINY, "streaming", 3, rounds=2)
     draw = plan.phase("draw")
-    early = replace(draw.shares[0], writes=(*draw.shares[0].writes, Piece("tallies", 0, 2)))
+    early = replace(draw.assignments[0], writes=(*draw.assignments[0].writes, Slice("tallies", 0, 2)))
     with prose.raises(PlanError, match="CTA"):
         check(changed_share(plan, draw, 0, early))
 

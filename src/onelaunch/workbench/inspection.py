@@ -293,7 +293,8 @@ def _disassemble(cubin: bytes, kernel: str) -> str:
                 command, capture_output=True, encoding="utf-8", errors="replace", check=True, timeout=120
             ).stdout
         except (OSError, RuntimeError, subprocess.SubprocessError) as error:
-            raise InspectionError(f"Kernel {kernel!r} was compiled, but cuobjdump cannot disassemble it: {error}.") from error
+            problem = str(error).rstrip(".")
+            raise InspectionError(f"Kernel {kernel!r} was compiled, but cuobjdump cannot disassemble it: {problem}.") from error
 
 
 def _read_sass(text: str, entry: str = "") -> _MachineCode:

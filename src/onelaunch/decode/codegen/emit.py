@@ -58,8 +58,10 @@ def header(plan: Plan, tuning: Tuning) -> str:
     for op in PRODUCTS:
         groups_of_ctas = [end - begin for cta in range(plan.ctas) for begin, end in groups_of(plan, op, cta)]
         numbers |= {f"MAX_{op.upper()}": max(groups_of_ctas), f"MIN_{op.upper()}": min(groups_of_ctas)}
-        numbers[f"GROUPS_{op.upper()}"] = max(len(groups(share.units)) for share in plan.phase(op).shares)
-    numbers["UNITS"] = max(share.units for phase in plan.phases() for share in phase.shares if "attention" in phase.op)
+        numbers[f"GROUPS_{op.upper()}"] = max(len(groups(assignment.units)) for assignment in plan.phase(op).assignments)
+    numbers["UNITS"] = max(
+        assignment.units for phase in plan.phases() for assignment in phase.assignments if "attention" in phase.op
+    )
     flags = {
         "CROSS_PHASE_PREFETCH": plan.streams, "LAUNCH_PER_PHASE": plan.separate,
         "FLAG_IN_DATA": any(buffer.tagged for buffer in plan.buffers),
@@ -106,11 +108,11 @@ def order(plan: Plan) -> str:
     def body(phases: tuple[Phase, ...]) -> list[str]:
         lines = []
         for phase in phases:
-            waits = [wait.counter for share in phase.shares for wait in share.awaits]
+            waits = [wait.counter for assignment in phase.assignments for wait in assignment.awaits]
             base = min(waits) if waits else 0
             lines.append(f"wait_heads(c, {base}, {HEADS_OF[phase.op]});" if phase.edge == "flags" else BEFORE[phase.edge])
             lines.append(f"{phase.name}(c);" if phase.op == "norm" else calls[phase.op])
-            if arrives := [counter for share in phase.shares for counter in share.arrives]:
+            if arrives := [counter for assignment in phase.assignments for counter in assignment.arrives]:
                 lines.append(f"signal_heads(c, {min(arrives)}, {HEADS_OF[phase.op]});")
         return [f"  {line}" for line in lines if line]
 

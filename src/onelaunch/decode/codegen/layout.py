@@ -62,9 +62,9 @@ def layout_of(plan: Plan, tuning: Tuning) -> Layout:
     config = plan.config
     widest = max(map(padded, (config.hidden_size, config.query_size, config.intermediate_size)))
     if plan.blocks:  # the units' attention results lie behind the residual stream
-        units = max(share.units for share in plan.phase("rope_attention").shares)
+        units = max(assignment.units for assignment in plan.phase("rope_attention").assignments)
         widest = max(widest, padded(config.hidden_size) + units * plan.blocks.tile_columns)
-    own = max((share.units for share in plan.phase("o").shares), default=0) * TILE
+    own = max((assignment.units for assignment in plan.phase("o").assignments), default=0) * TILE
     sizes = {
         "VECTOR_HI": widest * 2 + 64,  # 64 bytes apart in banks, since a warp reads both halves at once
         "VECTOR_LO": max(widest * 2 + 64, 8 * BINS - widest * 2),  # the sampler's histogram aliases both
@@ -119,7 +119,7 @@ def assignments_table(plan: Plan) -> list[list[tuple[int, int]]]:
         by_op.setdefault("attention" if phase.op == "rope_attention" else phase.op, phase)
     nothing = (0, 0)
     return [
-        [(by_op[op].shares[cta].begin, by_op[op].shares[cta].end) if op in by_op else nothing for op in ASSIGNED_PHASES]
+        [(by_op[op].assignments[cta].begin, by_op[op].assignments[cta].end) if op in by_op else nothing for op in ASSIGNED_PHASES]
         for cta in range(plan.ctas)
     ]
 
@@ -135,8 +135,8 @@ def arrivals_table(plan: Plan) -> list[int]:
     """Return the number of CTAs that increment each semaphore per epoch."""
     arrivals: dict[int, int] = {}
     for phase in plan.layer:
-        for share in phase.shares:
-            for counter in share.arrives:
+        for assignment in phase.assignments:
+            for counter in assignment.arrives:
                 arrivals[counter] = arrivals.get(counter, 0) + 1
     return [arrivals.get(counter, 0) for counter in range(max(arrivals, default=-1) + 1)]
 

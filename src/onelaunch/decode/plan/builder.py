@@ -10,14 +10,14 @@ from onelaunch.decode.model.config import ModelConfig
 from onelaunch.decode.plan.phases import (
     ROUNDS,
     TILE,
+    Assignment,
     Blocks,
     Buffer,
     Edge,
     Op,
     Phase,
-    Piece,
     Plan,
-    Share,
+    Slice,
     Unit,
     Wait,
     blocks_of,
@@ -74,9 +74,9 @@ class Rung:
     """Flag of one launch per phase."""
 
 
-def squares_of(words: Piece) -> Piece:
+def squares_of(words: Slice) -> Slice:
     """Return the slice of ``squares`` that belongs to a slice of ``qkv``: one word per RoPE pair."""
-    return Piece("squares", words.begin // 2, words.end // 2)
+    return Slice("squares", words.begin // 2, words.end // 2)
 
 
 def tiles(config: ModelConfig, op: Op) -> int:
@@ -199,31 +199,31 @@ class Builder:
             for name, words in self.sizes.items()
         )
 
-    def whole(self, name: str) -> tuple[Piece, ...]:
+    def whole(self, name: str) -> tuple[Slice, ...]:
         """Return the slice of a whole buffer."""
-        return (Piece(name, 0, self.sizes[name]),)
+        return (Slice(name, 0, self.sizes[name]),)
 
-    def with_polls(self, edge: Edge, share: Share) -> Share:
-        """Return the share with spins on all words that it reads, if ``edge`` is flag-in-data.
+    def with_polls(self, edge: Edge, assignment: Assignment) -> Assignment:
+        """Return the assignment with spins on all words that it reads, if ``edge`` is flag-in-data.
 
         Rows of the KV cache have no tags: the spins on other words order them.
         """
         if edge != "data":
-            return share
-        return replace(share, polls=tuple(piece for piece in share.reads if piece.buffer != "cache"))
+            return assignment
+        return replace(assignment, polls=tuple(slice_ for slice_ in assignment.reads if slice_.buffer != "cache"))
 
     # Phases
 
     def norm(self, name: str, source: str) -> Phase:
         """Return the phase in which CTA 0 normalizes the residual stream for all."""
-        first = Share(0, 1, self.whole(source), self.whole("normed"))
-        return Phase(name, "norm", self.rung.others, (first, *[Share()] * (self.ctas - 1)))
+        first = Assignment(0, 1, self.whole(source), self.whole("normed"))
+        return Phase(name, "norm", self.rung.others, (first, *[Assignment()] * (self.ctas - 1)))
 
     def over_workers(self, units: int) -> list[tuple[int, int]]:
         """Divide units over the CTAs that work in the layers; the others have none."""
         return split(units, self.workers) + [(units, units)] * (self.ctas - self.workers)
 
-    def product(self, op: Op, targets: dict[str, int], reads: tuple[Piece, ...]) -> Phase:
+    def product(self, op: Op, targets: dict[str, int], reads: tuple[Slice, ...]) -> Phase:
         """Return a phase that multiplies a matrix by a vector.
 
         Args:
@@ -231,18 +231,18 @@ class Builder:
             targets: Words that a tile writes to each buffer.
             reads: Slices that every CTA with tiles reads.
         """
-        shares = []
+        assignments = []
         for begin, end in self.over_workers(tiles(self.config, op)):
             written = tuple(
-                Piece(target, begin * width, min(end * width, self.sizes[target])) for target, width in targets.items()
+                Slice(target, begin * width, min(end * width, self.sizes[target])) for target, width in targets.items()
             )
-            share = Share(begin, end, reads, written) if end > begin else Share(begin, end)
-            shares.append(self.with_polls(self.rung.others, share))
-        return Phase(op, op, self.rung.others, tuple(shares))
+            assignment = Assignment(begin, end, reads, written) if end > begin else Assignment(begin, end)
+            assignments.append(self.with_polls(self.rung.others, assignment))
+        return Phase(op, op, self.rung.others, tuple(assignments))
 
     def split_k_output(self, blocks: Blocks) -> Phase:
         """Return the output projection, split over units of attention: each adds its product to the residual stream."""
-        shares = []
+        assignments = []
         for begin, end in self.units():
             ends, reads, adds = [], [], []
             for unit in range(begin, end):
@@ -252,10 +252,10 @@ class Builder:
                 if first == last:
                     continue
                 reads += [self.partial(unit)] if self.apart else self.partials_for(unit)
-                adds.append(Piece("mid", first * blocks.rows, min(last * blocks.rows, self.config.hidden_size)))
-            share = Share(ends[0], ends[-1], tuple(reads), adds=tuple(adds)) if ends else Share()
-            shares.append(self.with_polls(self.rung.others, share))
-        return Phase("o", "o", self.rung.others, tuple(shares))
+                adds.append(Slice("mid", first * blocks.rows, min(last * blocks.rows, self.config.hidden_size)))
+            assignment = Assignment(ends[0], ends[-1], tuple(reads), adds=tuple(adds)) if ends else Assignment()
+            assignments.append(self.with_polls(self.rung.others, assignment))
+        return Phase("o", "o", self.rung.others, tuple(assignments))
 
     def down(self, target: str) -> Phase:
         """Return the down projection.
@@ -267,14 +267,16 @@ class Builder:
         if self.blocks is None:
             return phase
 
-        def with_rows(share: Share) -> Share:
-            if share.units == 0:
-                return share
-            rows = (Piece("mid", share.begin * TILE, min(share.end * TILE, self.config.hidden_size)),)
-            share = replace(share, reads=(*share.reads, *rows), polls=(*share.polls, *rows))
-            return replace(share, writes=(*share.writes, *rows)) if target == "final" else replace(share, adds=rows)
+        def with_rows(assignment: Assignment) -> Assignment:
+            if assignment.units == 0:
+                return assignment
+            rows = (Slice("mid", assignment.begin * TILE, min(assignment.end * TILE, self.config.hidden_size)),)
+            assignment = replace(assignment, reads=(*assignment.reads, *rows), polls=(*assignment.polls, *rows))
+            return (
+                replace(assignment, writes=(*assignment.writes, *rows)) if target == "final" else replace(assignment, adds=rows)
+            )
 
-        return replace(phase, shares=tuple(map(with_rows, phase.shares)))
+        return replace(phase, assignments=tuple(map(with_rows, phase.assignments)))
 
     def most_units(self) -> tuple[int, int]:
         """Return the query splits and KV splits that give the most CTAs one unit of attention each.
@@ -321,37 +323,37 @@ class Builder:
         unit_at = {unit * workers // units: unit for unit in range(units)}
         return [(unit_at[cta], unit_at[cta] + 1) if cta in unit_at else (0, 0) for cta in range(self.ctas)]
 
-    def queries(self, head: int) -> Piece:
+    def queries(self, head: int) -> Slice:
         """Return the slice of a key head's queries after norm and RoPE."""
         words = self.config.queries_per_key * self.config.head_dim
-        return Piece("q", head * words, (head + 1) * words)
+        return Slice("q", head * words, (head + 1) * words)
 
-    def qkv_of(self, head: int) -> tuple[Piece, ...]:
+    def qkv_of(self, head: int) -> tuple[Slice, ...]:
         """Return the slices of a key head's queries, key and value; with RoPE in the epilogue also their squares."""
-        words = Piece("qkv", head * self.head_words, (head + 1) * self.head_words)
+        words = Slice("qkv", head * self.head_words, (head + 1) * self.head_words)
         return (words,) if self.rung.rope else (words, squares_of(words))
 
-    def qkv_for(self, unit: Unit) -> tuple[Piece, ...]:
+    def qkv_for(self, unit: Unit) -> tuple[Slice, ...]:
         """Return the slices that a unit of attention reads: its queries, and the newest key and value, which it may need."""
         begin, size = unit.head * self.head_words, self.config.head_dim
         queries = self.config.queries_per_key // self.sharers * size
-        own = Piece("qkv", begin + unit.first * queries, begin + unit.last * queries)
-        new = Piece("qkv", begin + self.head_words - 2 * size, begin + self.head_words)
+        own = Slice("qkv", begin + unit.first * queries, begin + unit.last * queries)
+        new = Slice("qkv", begin + self.head_words - 2 * size, begin + self.head_words)
         return own, new, squares_of(own), squares_of(new)
 
-    def cached(self, head: int) -> Piece:
+    def cached(self, head: int) -> Slice:
         """Return the slice of a key head's cache: one word stands for the rows of each KV split."""
-        return Piece("cache", head * self.parts, (head + 1) * self.parts)
+        return Slice("cache", head * self.parts, (head + 1) * self.parts)
 
     def rope(self) -> Phase:
         """Return the phase of norm and RoPE of queries and keys, which also writes the newest key and value to the cache."""
-        shares = []
+        assignments = []
         for begin, end in self.over_workers(self.config.num_key_value_heads):
             heads = range(begin, end)
             written = (*map(self.queries, heads), *map(self.cached, heads))
-            reads = tuple(piece for head in heads for piece in self.qkv_of(head))
-            shares.append(self.with_polls(self.rung.heads, Share(begin, end, reads, written)))
-        return Phase("rope", "rope", self.rung.heads, tuple(shares))
+            reads = tuple(slice_ for head in heads for slice_ in self.qkv_of(head))
+            assignments.append(self.with_polls(self.rung.heads, Assignment(begin, end, reads, written)))
+        return Phase("rope", "rope", self.rung.heads, tuple(assignments))
 
     def attention(self) -> Phase:
         """Return the phase of attention.
@@ -359,10 +361,10 @@ class Builder:
         Without a phase of norm and RoPE it divides by the RMS and writes the newest key and value to the cache: in the CTA
         whose split has their position, which may be any of a head's.
         """
-        shares = []
+        assignments = []
         for begin, end in self.units():
-            reads: list[Piece] = []
-            writes: list[Piece] = []
+            reads: list[Slice] = []
+            writes: list[Slice] = []
             for number in range(begin, end):
                 unit = self.unit(number)
                 writes.append(self.partial(number))  # also without positions: each word is written in every epoch
@@ -371,28 +373,28 @@ class Builder:
                 reads += [*((self.queries(unit.head),) if self.rung.rope else self.qkv_for(unit)), self.cached(unit.head)]
                 if not self.rung.rope and unit.keeps:
                     word = unit.head * self.parts + unit.part
-                    writes.append(Piece("cache", word, word + 1))
-            shares.append(self.with_polls(self.rung.heads, Share(begin, end, tuple(reads), tuple(writes))))
+                    writes.append(Slice("cache", word, word + 1))
+            assignments.append(self.with_polls(self.rung.heads, Assignment(begin, end, tuple(reads), tuple(writes))))
         op: Op = "attention" if self.rung.rope else "rope_attention"
-        return Phase("attention", op, self.rung.heads, tuple(shares))
+        return Phase("attention", op, self.rung.heads, tuple(assignments))
 
-    def partial(self, unit: int) -> Piece:
+    def partial(self, unit: int) -> Slice:
         """Return the slot of a unit's partial output and LSE."""
-        return Piece("partial", unit * self.slot, (unit + 1) * self.slot)
+        return Slice("partial", unit * self.slot, (unit + 1) * self.slot)
 
-    def partials_for(self, unit: int) -> list[Piece]:
+    def partials_for(self, unit: int) -> list[Slice]:
         """Return the slices of outputs and LSE of a unit's own queries, one of either per KV split."""
         joined = self.joined if self.used > self.splits else 1
         own, queries = unit // self.splits % joined, self.config.queries_per_key // self.sharers
-        parts, pieces = self.splits * joined, []
+        parts, slices = self.splits * joined, []
         for each in range(unit - unit % parts, unit - unit % parts + parts):
             begin, lse = self.partial(each).begin, self.joined * queries * self.config.head_dim
             results = begin + own * queries * self.config.head_dim
-            pieces.append(Piece("partial", results, results + queries * self.config.head_dim))
-            pieces.append(Piece("partial", begin + lse + own * queries, begin + lse + (own + 1) * queries))
-        return pieces
+            slices.append(Slice("partial", results, results + queries * self.config.head_dim))
+            slices.append(Slice("partial", begin + lse + own * queries, begin + lse + (own + 1) * queries))
+        return slices
 
-    def partials(self) -> tuple[Piece, ...]:
+    def partials(self) -> tuple[Slice, ...]:
         """Return the slots of all units that have positions."""
         return tuple(self.partial(unit) for unit in range(self.all_units()) if self.unit(unit).part < self.used)
 
@@ -405,44 +407,49 @@ class Builder:
                 continue
             before, base = linked[index - 1], (index - 1) * heads
             arriving = [
-                replace(share, arrives=tuple(base + head for head in self.heads_of(share.writes)) if share.units else ())
-                for share in before.shares
+                replace(
+                    assignment,
+                    arrives=tuple(base + head for head in self.heads_of(assignment.writes)) if assignment.units else (),
+                )
+                for assignment in before.assignments
             ]
             counts: dict[int, int] = {}
-            for share in arriving:
-                for counter in share.arrives:
+            for assignment in arriving:
+                for counter in assignment.arrives:
                     counts[counter] = counts.get(counter, 0) + 1
-            linked[index - 1] = replace(before, shares=tuple(arriving))
+            linked[index - 1] = replace(before, assignments=tuple(arriving))
             waiting = (
-                replace(share, awaits=tuple(Wait(base + head, counts[base + head]) for head in self.heads_of(share.reads)))
-                for share in phase.shares
+                replace(
+                    assignment, awaits=tuple(Wait(base + head, counts[base + head]) for head in self.heads_of(assignment.reads))
+                )
+                for assignment in phase.assignments
             )
-            linked[index] = replace(linked[index], shares=tuple(waiting))
+            linked[index] = replace(linked[index], assignments=tuple(waiting))
         return linked
 
-    def heads_of(self, pieces: tuple[Piece, ...]) -> list[int]:
+    def heads_of(self, slices: tuple[Slice, ...]) -> list[int]:
         """Return the key heads that slices of ``q`` or ``qkv`` belong to."""
         sizes = {"qkv": self.head_words, "q": self.config.queries_per_key * self.config.head_dim}
         heads = {
             head
-            for piece in pieces
-            if (size := sizes.get(piece.buffer))
-            for head in range(piece.begin // size, -(-piece.end // size))
+            for slice_ in slices
+            if (size := sizes.get(slice_.buffer))
+            for head in range(slice_.begin // size, -(-slice_.end // size))
         }
         return sorted(heads)
 
     def lm_head(self) -> Phase:
         """Return the phase of the LM head: each CTA writes the best candidate of its rows."""
-        shares = []
+        assignments = []
         for cta, (begin, end) in enumerate(split(tiles(self.config, "lm_head"), self.ctas)):
-            share = Share(begin, end, self.whole("final"), (Piece("best", cta, cta + 1),))
-            shares.append(self.with_polls(self.rung.others, share))
-        return Phase("lm_head", "lm_head", self.rung.others, tuple(shares))
+            assignment = Assignment(begin, end, self.whole("final"), (Slice("best", cta, cta + 1),))
+            assignments.append(self.with_polls(self.rung.others, assignment))
+        return Phase("lm_head", "lm_head", self.rung.others, tuple(assignments))
 
     def next_token(self) -> Phase:
         """Return the phase in which every CTA takes the best of all candidates."""
-        share = self.with_polls(self.rung.others, Share(0, 1, self.whole("best")))
-        return Phase("next", "next", self.rung.others, (share,) * self.ctas)
+        assignment = self.with_polls(self.rung.others, Assignment(0, 1, self.whole("best")))
+        return Phase("next", "next", self.rung.others, (assignment,) * self.ctas)
 
     def sampling(self, rounds: int) -> Iterable[Phase]:
         """Yield the phases that follow the LM head if the token is sampled.
@@ -451,16 +458,16 @@ class Builder:
         its own, and after another barrier all read these, and the histograms are cleared, each by one CTA.
         """
 
-        def histogram(begin: int) -> tuple[Piece, ...]:
-            return (Piece("tallies", begin, begin + 1),)
+        def histogram(begin: int) -> tuple[Slice, ...]:
+            return (Slice("tallies", begin, begin + 1),)
 
-        edge, share = self.rung.others, self.with_polls(self.rung.others, Share(0, 1, self.whole("best")))
+        edge, assignment = self.rung.others, self.with_polls(self.rung.others, Assignment(0, 1, self.whole("best")))
         for number in range(rounds):
-            yield Phase(f"tally {number}", "tally", edge, (replace(share, adds=histogram(number)),) * self.ctas)
-            edge, share = "grid", Share(0, 1, histogram(number))
-        sampled = (replace(share, writes=(Piece("drawn", cta, cta + 1),)) for cta in range(self.ctas))
+            yield Phase(f"tally {number}", "tally", edge, (replace(assignment, adds=histogram(number)),) * self.ctas)
+            edge, assignment = "grid", Assignment(0, 1, histogram(number))
+        sampled = (replace(assignment, writes=(Slice("drawn", cta, cta + 1),)) for cta in range(self.ctas))
         yield Phase("draw", "draw", edge, tuple(sampled))
         cleared = (
             tuple(each for number in range(cta, rounds, self.ctas) for each in histogram(number)) for cta in range(self.ctas)
         )
-        yield Phase("next", "next", "grid", tuple(Share(0, 1, self.whole("drawn"), pieces) for pieces in cleared))
+        yield Phase("next", "next", "grid", tuple(Assignment(0, 1, self.whole("drawn"), slices) for slices in cleared))

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from onelaunch.decode.plan.phases import Buffer, Phase, Piece, Plan, Share
+from onelaunch.decode.plan.phases import Assignment, Buffer, Phase, Plan, Slice
 from onelaunch.device.architectures import HOPPER_SHARED_BYTES
 from onelaunch.errors import PlanError
 
@@ -81,20 +81,22 @@ def check_residency(plan: Plan, resources: Resources) -> None:
 def _check_shares(plan: Plan) -> None:
     """Raise for errors that no order of phases can repair: words outside of a buffer, with two writers, or with none."""
     for phase in plan.phases():
-        if len(phase.shares) != plan.ctas:
-            raise PlanError(plan.rung, f"phase {phase.name} has {len(phase.shares)} shares for {plan.ctas} CTAs")
+        if len(phase.assignments) != plan.ctas:
+            raise PlanError(plan.rung, f"phase {phase.name} has {len(phase.assignments)} assignments for {plan.ctas} CTAs")
         counts: dict[str, np.ndarray] = {}
-        for cta, share in enumerate(phase.shares):
-            for piece in (*share.reads, *share.writes, *share.adds, *share.polls):
-                if not 0 <= piece.begin <= piece.end <= _buffer(plan, piece).words:
-                    raise PlanError(plan.rung, f"{_who(phase, cta)} names words {piece.begin} to {piece.end} of {piece.buffer}")
-            if any(not _buffer(plan, piece).sums for piece in share.adds):
+        for cta, assignment in enumerate(phase.assignments):
+            for slice_ in (*assignment.reads, *assignment.writes, *assignment.adds, *assignment.polls):
+                if not 0 <= slice_.begin <= slice_.end <= _buffer(plan, slice_).words:
+                    raise PlanError(
+                        plan.rung, f"{_who(phase, cta)} names words {slice_.begin} to {slice_.end} of {slice_.buffer}"
+                    )
+            if any(not _buffer(plan, slice_).sums for slice_ in assignment.adds):
                 raise PlanError(plan.rung, f"{_who(phase, cta)} adds to words that are not sums")
             if phase.edge == "data":
-                _check_polls(plan, phase, cta, share)
-            for piece in share.writes:
-                count = counts.setdefault(piece.buffer, np.zeros(_buffer(plan, piece).words, np.int32))
-                count[piece.begin : piece.end] += 1
+                _check_polls(plan, phase, cta, assignment)
+            for slice_ in assignment.writes:
+                count = counts.setdefault(slice_.buffer, np.zeros(_buffer(plan, slice_).words, np.int32))
+                count[slice_.begin : slice_.end] += 1
         for name, count in counts.items():
             if count.max(initial=0) > 1:
                 raise PlanError(plan.rung, f"word {int(count.argmax())} of {name} has two writers in phase {phase.name}")
@@ -103,24 +105,24 @@ def _check_shares(plan: Plan) -> None:
                 raise PlanError(plan.rung, f"word {missing} of {name} is tagged but not written in every use, by {phase.name}")
 
 
-def _check_polls(plan: Plan, phase: Phase, cta: int, share: Share) -> None:
+def _check_polls(plan: Plan, phase: Phase, cta: int, assignment: Assignment) -> None:
     """Raise unless a CTA spins on every flag-in-data word that it reads: a tag says nothing about any other word."""
-    for piece in share.reads:
-        if (_buffer(plan, piece).tagged or _buffer(plan, piece).counts) and piece not in share.polls:
-            raise PlanError(plan.rung, f"{_who(phase, cta)} reads words of {piece.buffer} that it does not wait for")
+    for slice_ in assignment.reads:
+        if (_buffer(plan, slice_).tagged or _buffer(plan, slice_).counts) and slice_ not in assignment.polls:
+            raise PlanError(plan.rung, f"{_who(phase, cta)} reads words of {slice_.buffer} that it does not wait for")
 
 
-def _buffer(plan: Plan, piece: Piece) -> Buffer:
+def _buffer(plan: Plan, slice_: Slice) -> Buffer:
     """Return the buffer of a slice."""
     for buffer in plan.buffers:
-        if buffer.name == piece.buffer:
+        if buffer.name == slice_.buffer:
             return buffer
-    raise PlanError(plan.rung, f"there is no buffer {piece.buffer!r}")
+    raise PlanError(plan.rung, f"there is no buffer {slice_.buffer!r}")
 
 
-def _embedded(phase: Phase, piece: Piece, layer: int) -> bool:
+def _embedded(phase: Phase, slice_: Slice, layer: int) -> bool:
     """Return whether the embedding row is read in place of the residual stream, in the first layer."""
-    return layer == 0 and piece.buffer == "hidden" and phase.op in ("norm", "qkv")
+    return layer == 0 and slice_.buffer == "hidden" and phase.op in ("norm", "qkv")
 
 
 def _who(phase: Phase, cta: int) -> str:
@@ -180,29 +182,29 @@ class _Clocks:
             self.known[:] = np.maximum(self.known, self.known.max(axis=0))
         else:
             before = self.known.copy()
-            for cta, share in enumerate(phase.shares):
-                self.known[cta] = np.maximum(before[cta], self._waited(phase, cta, share, layer, where))
-        for cta, share in enumerate(phase.shares):
-            for piece in share.reads:
-                self._read(phase, cta, piece, layer, where)
-        for cta, share in enumerate(phase.shares):
-            for piece in share.writes:
-                self._write(phase, cta, piece, layer, where)
-            for piece in share.adds:
-                self._add(phase, cta, piece, layer, where)
+            for cta, assignment in enumerate(phase.assignments):
+                self.known[cta] = np.maximum(before[cta], self._waited(phase, cta, assignment, layer, where))
+        for cta, assignment in enumerate(phase.assignments):
+            for slice_ in assignment.reads:
+                self._read(phase, cta, slice_, layer, where)
+        for cta, assignment in enumerate(phase.assignments):
+            for slice_ in assignment.writes:
+                self._write(phase, cta, slice_, layer, where)
+            for slice_ in assignment.adds:
+                self._add(phase, cta, slice_, layer, where)
         self.known[np.diag_indices(self.plan.ctas)] = self.time
         self.history.append(self.known.copy())
         incremented: dict[int, list[int]] = {}
-        for cta, share in enumerate(phase.shares):
-            for counter in share.arrives:
+        for cta, assignment in enumerate(phase.assignments):
+            for counter in assignment.arrives:
                 incremented.setdefault(counter, []).append(cta)
         self.arrivals.update({counter: (self.time, ctas) for counter, ctas in incremented.items()})
 
-    def _waited(self, phase: Phase, cta: int, share: Share, layer: int, where: str) -> np.ndarray:
-        """Return the clock that a CTA learns from the synchronization before its share."""
+    def _waited(self, phase: Phase, cta: int, assignment: Assignment, layer: int, where: str) -> np.ndarray:
+        """Return the clock that a CTA learns from the synchronization before its assignment."""
         learnt = np.zeros(self.plan.ctas, np.int32)
         if phase.edge == "flags":
-            for wait in share.awaits:
+            for wait in assignment.awaits:
                 time, ctas = self.arrivals.get(wait.counter, (0, []))
                 if wait.arrivals != len(ctas):
                     wanted = f"waits for {wait.arrivals} arrivals at counter {wait.counter}, at which {len(ctas)} CTAs arrive"
@@ -210,128 +212,128 @@ class _Clocks:
                 for other in ctas:
                     learnt = np.maximum(learnt, self.history[time][other])
         if phase.edge == "data":
-            for piece in share.polls:
-                if _embedded(phase, piece, layer):
+            for slice_ in assignment.polls:
+                if _embedded(phase, slice_, layer):
                     continue
-                learnt = np.maximum(learnt, self._polled(phase, cta, piece, layer, where))
+                learnt = np.maximum(learnt, self._polled(phase, cta, slice_, layer, where))
         return learnt
 
-    def _polled(self, phase: Phase, cta: int, piece: Piece, layer: int, where: str) -> np.ndarray:
+    def _polled(self, phase: Phase, cta: int, slice_: Slice, layer: int, where: str) -> np.ndarray:
         """Return the joined clock of all CTAs that wrote, or added to, the flag-in-data words that a CTA spins on.
 
         The CTA must be certain that the previous epoch's writes are over: a tag of two bits tells only a few epochs apart,
         and a count restarts.
         """
-        buffer, state = _buffer(self.plan, piece), self._state(piece, layer)
+        buffer, state = _buffer(self.plan, slice_), self._state(slice_, layer)
         if not (buffer.tagged or buffer.counts):
-            raise PlanError(self.plan.rung, f"{_who(phase, cta)} waits for words of {piece.buffer}, which has no tags ({where})")
-        past = self._past(state, piece)
+            raise PlanError(self.plan.rung, f"{_who(phase, cta)} waits for words of {slice_.buffer}, which has no tags ({where})")
+        past = self._past(state, slice_)
         if buffer.counts:
-            self._counted(phase, cta, piece, layer, where)
+            self._counted(phase, cta, slice_, layer, where)
         elif not past.written.all():
-            raise PlanError(self.plan.rung, f"{_who(phase, cta)} waits for words of {piece.buffer} that nobody writes ({where})")
+            raise PlanError(self.plan.rung, f"{_who(phase, cta)} waits for words of {slice_.buffer} that nobody writes ({where})")
         writer, written = (past.writer, past.written) if buffer.counts else (past.writer_before, past.written_before)
         if (self.known[cta, writer] < written).any():
-            stale = f"may take a word of {piece.buffer} of an old use for a new one: it does not follow every use"
+            stale = f"may take a word of {slice_.buffer} of an old use for a new one: it does not follow every use"
             raise PlanError(self.plan.rung, f"{_who(phase, cta)} {stale} ({where})")
         if past.knew is None:
-            writers = enumerate(state.added[:, piece.begin : piece.end].max(axis=1, initial=0))
+            writers = enumerate(state.added[:, slice_.begin : slice_.end].max(axis=1, initial=0))
             pairs = writers if buffer.counts else zip(past.writer, past.written, strict=True)
             knew = [self.history[time][writer] for writer, time in pairs]
             past.knew = np.max([np.zeros(self.plan.ctas, np.int32), *knew], axis=0)
         return past.knew
 
-    def _counted(self, phase: Phase, cta: int, piece: Piece, layer: int, where: str) -> None:
+    def _counted(self, phase: Phase, cta: int, slice_: Slice, layer: int, where: str) -> None:
         """Raise unless words have exactly the additions that are waited for: with fewer or more, the spin would never end."""
-        wanted, counts = self.plan.additions(layer), self._state(piece, layer).count[piece.begin : piece.end]
+        wanted, counts = self.plan.additions(layer), self._state(slice_, layer).count[slice_.begin : slice_.end]
         if (wrong := counts != wanted).any():
-            problem = f"waits for {wanted} additions to a word of {piece.buffer}, which has {int(counts[wrong.argmax()])}"
+            problem = f"waits for {wanted} additions to a word of {slice_.buffer}, which has {int(counts[wrong.argmax()])}"
             raise PlanError(self.plan.rung, f"{_who(phase, cta)} {problem} ({where})")
 
-    def _read(self, phase: Phase, cta: int, piece: Piece, layer: int, where: str) -> None:
+    def _read(self, phase: Phase, cta: int, slice_: Slice, layer: int, where: str) -> None:
         """Raise unless all writes of a slice are certain to be finished; note the read."""
-        state = self._state(piece, layer)
-        if _embedded(phase, piece, layer):
+        state = self._state(slice_, layer)
+        if _embedded(phase, slice_, layer):
             return
-        past = self._past(state, piece)
+        past = self._past(state, slice_)
         # The first rows of the cache are the caller's, and sums begin as zero.
-        if not past.written.all() and piece.buffer != "cache" and not _buffer(self.plan, piece).sums:
-            raise PlanError(self.plan.rung, f"{_who(phase, cta)} reads words of {piece.buffer} that nobody writes ({where})")
-        known = self.begun if self.plan.keys_stream and piece.buffer == "cache" else self.known
+        if not past.written.all() and slice_.buffer != "cache" and not _buffer(self.plan, slice_).sums:
+            raise PlanError(self.plan.rung, f"{_who(phase, cta)} reads words of {slice_.buffer} that nobody writes ({where})")
+        known = self.begun if self.plan.keys_stream and slice_.buffer == "cache" else self.known
         if (early := known[cta, past.writer] < past.written).any():
             writer = int(past.writer[early.argmax()])
             problem = (
-                f"reads words {piece.begin} to {piece.end} of {piece.buffer} before CTA {writer} has written them for certain"
+                f"reads words {slice_.begin} to {slice_.end} of {slice_.buffer} before CTA {writer} has written them for certain"
             )
             raise PlanError(self.plan.rung, f"{_who(phase, cta)} {problem} ({where})")
-        self._follows_sums(phase, cta, "reads", piece, state, where)
-        state.read[cta, piece.begin : piece.end] = self.time
+        self._follows_sums(phase, cta, "reads", slice_, state, where)
+        state.read[cta, slice_.begin : slice_.end] = self.time
 
-    def _follows_sums(self, phase: Phase, cta: int, what: str, piece: Piece, state: _State, where: str) -> None:
+    def _follows_sums(self, phase: Phase, cta: int, what: str, slice_: Slice, state: _State, where: str) -> None:
         """Raise unless all additions to sums are certain to be finished."""
-        if not _buffer(self.plan, piece).sums:
+        if not _buffer(self.plan, slice_).sums:
             return
-        if (late := self.known[cta] < state.added[:, piece.begin : piece.end].max(axis=1, initial=0)).any():
-            problem = f"{what} sums of {piece.buffer} to which CTA {int(late.argmax())} may still add"
+        if (late := self.known[cta] < state.added[:, slice_.begin : slice_.end].max(axis=1, initial=0)).any():
+            problem = f"{what} sums of {slice_.buffer} to which CTA {int(late.argmax())} may still add"
             raise PlanError(self.plan.rung, f"{_who(phase, cta)} {problem} ({where})")
 
-    def _add(self, phase: Phase, cta: int, piece: Piece, layer: int, where: str) -> None:
+    def _add(self, phase: Phase, cta: int, slice_: Slice, layer: int, where: str) -> None:
         """Raise unless the words were cleared, and all earlier reads of the sums have finished; note the addition.
 
         Other additions may come before or after. Sums that count may be read in between, by CTAs that wait for that number of
         additions; these reads must have finished too.
         """
-        state, at = self._state(piece, layer), slice(piece.begin, piece.end)
+        state, at = self._state(slice_, layer), slice(slice_.begin, slice_.end)
         read = state.read[:, at].max(axis=1, initial=0)
         others = np.where(np.arange(self.plan.ctas) == cta, 0, read)
-        if read.any() and not _buffer(self.plan, piece).counts:
-            problem = f"adds to sums of {piece.buffer} that were read and not cleared since"
+        if read.any() and not _buffer(self.plan, slice_).counts:
+            problem = f"adds to sums of {slice_.buffer} that were read and not cleared since"
         elif (late := self.known[cta] < others).any():
-            problem = f"adds to sums of {piece.buffer} that CTA {int(late.argmax())} may still read"
+            problem = f"adds to sums of {slice_.buffer} that CTA {int(late.argmax())} may still read"
         elif (self.known[cta, state.writer[at]] < state.written[at]).any():
-            problem = f"adds to sums of {piece.buffer} before they are cleared for certain"
+            problem = f"adds to sums of {slice_.buffer} before they are cleared for certain"
         else:
             state.added[cta, at] = self.time
             state.count[at] += 1
             return
         raise PlanError(self.plan.rung, f"{_who(phase, cta)} {problem} ({where})")
 
-    def _write(self, phase: Phase, cta: int, piece: Piece, layer: int, where: str) -> None:
+    def _write(self, phase: Phase, cta: int, slice_: Slice, layer: int, where: str) -> None:
         """Raise unless all earlier reads, writes and additions of a slice have finished; note the write."""
-        state = self._state(piece, layer)
-        at = slice(piece.begin, piece.end)
+        state = self._state(slice_, layer)
+        at = slice(slice_.begin, slice_.end)
         read = state.read[:, at]
         # In the same phase, other positions of the cache are written than are read.
-        last = (np.where(read == self.time, 0, read) if piece.buffer == "cache" else read).max(axis=1, initial=0)
+        last = (np.where(read == self.time, 0, read) if slice_.buffer == "cache" else read).max(axis=1, initial=0)
         last[cta] = 0
         if (late := self.known[cta] < last).any():
-            problem = f"overwrites words of {piece.buffer} that CTA {int(late.argmax())} may still read"
+            problem = f"overwrites words of {slice_.buffer} that CTA {int(late.argmax())} may still read"
             raise PlanError(self.plan.rung, f"{_who(phase, cta)} {problem} ({where})")
         writer, written = state.writer[at], state.written[at]
         if (late := (writer != cta) & (self.known[cta, writer] < written)).any():
-            problem = f"may overtake CTA {int(writer[late.argmax()])}, which writes the same words of {piece.buffer} before"
+            problem = f"may overtake CTA {int(writer[late.argmax()])}, which writes the same words of {slice_.buffer} before"
             raise PlanError(self.plan.rung, f"{_who(phase, cta)} {problem} ({where})")
-        self._follows_sums(phase, cta, "clears", piece, state, where)
+        self._follows_sums(phase, cta, "clears", slice_, state, where)
         read[read != self.time] = 0
         state.added[:, at] = 0
         state.count[at] = 0
         state.writer_before[at], state.written_before[at] = state.writer[at], state.written[at]
         state.writer[at], state.written[at] = cta, self.time
 
-    def _state(self, piece: Piece, layer: int) -> _State:
+    def _state(self, slice_: Slice, layer: int) -> _State:
         """Return the state of a slice's buffer, for this layer and token."""
-        buffer = _buffer(self.plan, piece)
-        key = (piece.buffer, layer if buffer.per_layer else 0, self.token % buffer.copies)
+        buffer = _buffer(self.plan, slice_)
+        key = (slice_.buffer, layer if buffer.per_layer else 0, self.token % buffer.copies)
         if key not in self.states:
             self.states[key] = _State(buffer.words, self.plan.ctas)
         return self.states[key]
 
-    def _past(self, state: _State, piece: Piece) -> _Past:
+    def _past(self, state: _State, slice_: Slice) -> _Past:
         """Return the past accesses to a slice that is read, from the phase's cache if another CTA has read it."""
-        if piece not in self.pasts:
-            at = slice(piece.begin, piece.end)
+        if slice_ not in self.pasts:
+            at = slice(slice_.begin, slice_.end)
             table = np.stack([state.writer[at], state.written[at], state.writer_before[at], state.written_before[at]])
             new = np.ones(table.shape[1], np.bool_)
             new[1:] = (table[:, 1:] != table[:, :-1]).any(axis=0)
-            self.pasts[piece] = _Past(*table[:, new])
-        return self.pasts[piece]
+            self.pasts[slice_] = _Past(*table[:, new])
+        return self.pasts[slice_]

@@ -155,7 +155,7 @@ def in_tiles(values: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
 
 def granules(plan: Plan, op: Op, cta: int) -> int:
     """Return the number of granules of 4 KB that a CTA loads in a phase."""
-    return plan.phase(op).shares[cta].units * (width(plan, op) // STEP)
+    return plan.phase(op).assignments[cta].units * (width(plan, op) // STEP)
 
 
 def stream_bytes(config: ModelConfig, *, summed: bool = False) -> int:
@@ -192,7 +192,7 @@ def pack(weights: Weights, plan: Plan, again: Stream | None = None) -> Stream:
     data = again.data if again else weights.embed_tokens.new_empty((int(sizes_of_ctas.sum()) * GRANULE // 2,))
     stream = data.view(-1, GRANULE // 2)
     for op in PRODUCTS[:-1]:
-        tiles_per_cta = torch.tensor([share.units for share in plan.phase(op).shares], device="cpu")
+        tiles_per_cta = torch.tensor([assignment.units for assignment in plan.phase(op).assignments], device="cpu")
         # granules between a tile and the same tile of the next layer
         to_next_layer = layer.repeat_interleave(tiles_per_cta)[:, None]
         indices, to_next_layer = (each.to(data.device) for each in (_granule_indices(plan, op, begin), to_next_layer))

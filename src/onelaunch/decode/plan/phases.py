@@ -1,8 +1,8 @@
 """Plan of one token as data: its phases, the work assignment of every CTA in each, and the synchronization between them.
 
 A phase is one step of a layer (a matrix-vector product, attention, ...) that all CTAs of the persistent kernel take part in.
-CTAs exchange vectors through buffers in global memory. For each CTA and phase, a :class:`Share` lists the units of work it
-computes and the :class:`Piece` (slices) of buffers it reads and writes; a phase's :data:`Edge` is the synchronization before
+CTAs exchange vectors through buffers in global memory. For each CTA and phase, an :class:`Assignment` lists the units of work it
+computes and the :class:`Slice` of buffers that it reads and writes; a phase's :data:`Edge` is the synchronization before
 it.
 
 :mod:`onelaunch.decode.plan.builder` builds plans, :mod:`onelaunch.decode.plan.check` proves them free of races and deadlocks,
@@ -54,7 +54,7 @@ CHUNK = 4 * GRANULE
 """Bytes of one bulk copy (``cp.async.bulk``) into the ring in shared memory: 16 KB."""
 
 
-class Piece(NamedTuple):
+class Slice(NamedTuple):
     """Slice of a buffer: words ``begin`` to ``end``."""
 
     buffer: str
@@ -70,19 +70,19 @@ class Wait(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class Assignment:
     """Work assignment of one CTA in a phase: units, slices that it reads and writes, and its synchronization."""
 
     begin: int = 0
     end: int = 0
     """First unit and one past the last: tiles of a matrix, units of attention, or key heads."""
-    reads: tuple[Piece, ...] = ()
+    reads: tuple[Slice, ...] = ()
     """Slices that the CTA reads; earlier phases wrote them."""
-    writes: tuple[Piece, ...] = ()
+    writes: tuple[Slice, ...] = ()
     """Slices that the CTA writes; no other CTA writes the same words in this phase."""
-    adds: tuple[Piece, ...] = ()
+    adds: tuple[Slice, ...] = ()
     """Slices of sums to which the CTA adds atomically, as others may in the same phase."""
-    polls: tuple[Piece, ...] = ()
+    polls: tuple[Slice, ...] = ()
     """Slices of flag-in-data words that the CTA spins on, word by word."""
     awaits: tuple[Wait, ...] = ()
     """Semaphores that the CTA waits for before it reads."""
@@ -103,7 +103,7 @@ class Phase:
     op: Op
     edge: Edge
     """Synchronization before the phase."""
-    shares: tuple[Share, ...]
+    assignments: tuple[Assignment, ...]
     """Work assignment of each CTA."""
 
 
@@ -311,9 +311,9 @@ def groups(tiles: int) -> list[tuple[int, int]]:
 
 def groups_of(plan: Plan, op: Op, cta: int) -> list[tuple[int, int]]:
     """Return the groups of tiles of a CTA in a phase. With split-K a group stays within a unit, which has its own operand."""
-    share = plan.phase(op).shares[cta]
-    if op != "o" or plan.blocks is None or not share.units:
-        return groups(share.units)
+    assignment = plan.phase(op).assignments[cta]
+    if op != "o" or plan.blocks is None or not assignment.units:
+        return groups(assignment.units)
     count = plan.blocks.count
-    ends = [0, *range(count - share.begin % count, share.units, count), share.units]
+    ends = [0, *range(count - assignment.begin % count, assignment.units, count), assignment.units]
     return [(first + begin, first + end) for first, last in itertools.pairwise(ends) for begin, end in groups(last - first)]

@@ -119,7 +119,7 @@ def _constants(weights: Weights, plan: Plan) -> Constants:
     key = (
         plan.ctas,
         plan.blocks,
-        *(phase.shares[cta].units for phase in plan.phases() for cta in range(plan.ctas) if phase.op in PRODUCTS),
+        *(phase.assignments[cta].units for phase in plan.phases() for cta in range(plan.ctas) if phase.op in PRODUCTS),
     )
     cached = MODELS.kernels(weights).constants
     if key not in cached:

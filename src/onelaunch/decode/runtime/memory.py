@@ -82,7 +82,7 @@ class Memory:
         device = constants.weights.device
         arrivals = arrivals_table(plan)
         self.plan, self.constants, self.context = plan, constants, context
-        self.shares = torch.tensor(assignments_table(plan), dtype=torch.int32, device=device)
+        self.assignments = torch.tensor(assignments_table(plan), dtype=torch.int32, device=device)
         """Work assignment of each CTA in each phase, first and last unit."""
         self.arrivals = torch.tensor(arrivals or [0], dtype=torch.int32, device=device)
         """Number of CTAs that increment each counter per use."""
@@ -119,7 +119,7 @@ class Memory:
         constants = self.constants
         sampling = (None, None) if sampler is None else (sampler.choices, sampler.seen)
         return [
-            constants.stream.data, constants.stream.starts, self.shares, self.arrivals, constants.weights.embed_tokens,
+            constants.stream.data, constants.stream.starts, self.assignments, self.arrivals, constants.weights.embed_tokens,
             constants.norms, constants.rotations, cache.keys, cache.values, token, self.tokens, self.words, self.best,
             self.counters, self.state, logits, *sampling, self.histograms,
         ]  # fmt: skip
