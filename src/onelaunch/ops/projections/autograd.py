@@ -1,8 +1,13 @@
 """The PyTorch operator of ``projections``'s own kernels, one for all of them, and its gradients.
 
-``onelaunch::projections_forward`` runs the launches of the variant that its argument names. For a backward pass it saves what
-the gradients of the activations are computed from. The backward pass is one launch, which writes the gradients of all segments
-into one matrix dz, and one product with dz for each of x and the weight.
+``projections`` computes z = x W^T for a packed weight ``[N, D]`` whose rows form segments, adds each segment's bias and applies
+its activation. ``onelaunch::projections_forward`` runs the launches of the variant that its argument names. For a backward pass
+it saves x, the weight, and what the gradients of the activations are computed from. The backward pass is one launch, which
+writes the gradients of z of all segments into one matrix dz, and one product with dz for each of x and the weight.
+
+Arguments of an operator must have a type that PyTorch knows. So a layout (widths, activations and offsets of the segments) is
+passed as a string, its ``code``, such as ``16x128:silu,4x64:logsigmoid/16.0:bias``. ``read_layout`` returns the layout of a
+code.
 """
 
 from __future__ import annotations
@@ -22,7 +27,9 @@ class Wanted(NamedTuple):
     """Properties of a call that its launches depend on, in addition to their operands."""
 
     layout: Layout
+    """Offsets of all segments in the packed tensors."""
     eps: float
+    """Number that is added to the sum of squares of a normalized head."""
     keep: bool
     """Flag: a backward pass will follow."""
 
@@ -31,7 +38,10 @@ class Packed(NamedTuple):
     """Results of a variant's launches."""
 
     y: torch.Tensor
-    """Packed result ``[M, layout.pitch]``, contiguous, dtype of x; columns between segments need not be written."""
+    """Packed result ``[M, layout.pitch]``, contiguous, dtype of x.
+
+    Segments begin at multiples of 8 columns. Columns between segments need not be written.
+    """
     rstd: torch.Tensor | None = None
     """``1 / sqrt(sum(z^2) + eps)`` of normalized heads, ``[M, layout.norms]`` float32, contiguous.
 
@@ -56,7 +66,8 @@ def run_forward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Run the variant of this name; return the packed result ``[..., pitch]``, rstd and the saved pre-activations.
 
-    The last two have no elements if they are not saved.
+    The last two have no elements if they are not saved. ``code`` is the layout's code, ``x`` is ``[..., D]``, and ``keep`` says
+    that a backward pass will follow.
     """
     layout = read_layout(code)
     y, rstd, kept = launches[variant](x.reshape(-1, x.shape[-1]), weight, bias, Wanted(layout, eps, keep))
@@ -65,7 +76,7 @@ def run_forward(
 
 
 def run_activation_gradients(
-    dys: Sequence[Optional[torch.Tensor]],  # noqa: UP045 - as PyTorch reads schemas
+    dys: Sequence[Optional[torch.Tensor]],  # noqa: UP045 - PyTorch's schema inference needs Optional
     y: torch.Tensor,
     rstd: torch.Tensor,
     kept: torch.Tensor,
@@ -73,8 +84,11 @@ def run_activation_gradients(
 ) -> torch.Tensor:
     """Return dz ``[M, gradient_pitch]``, of which the first N columns are written, in the order of the weight's rows.
 
-    ``dys`` are the gradients of the segments' results, with any strides; ``None`` means zeros.
+    ``gradient_pitch`` is N rounded up to a multiple of 8. ``dys`` are the gradients of the segments' results, with any strides;
+    ``None`` means zeros. ``y``, ``rstd`` and ``kept`` are the results of :func:`run_forward`. The derivative of SiLU is
+    computed from ``kept``, those of the other activations from their results in ``y``.
     """
+    # The module imports Triton, which is an optional dependency.
     from onelaunch.ops.projections import launch
 
     layout = read_layout(code)
@@ -82,14 +96,18 @@ def run_activation_gradients(
 
 
 def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-    """Save x, the weight, the packed result, rstd and the pre-activations."""
+    """Save x, the weight and all results of :func:`run_forward`: the packed result, rstd and the pre-activations."""
     x, weight, _, ctx.code, *_ = inputs
     ctx.save_for_backward(x, weight, *output)
     ctx.set_materialize_grads(False)  # a segment whose result was not used costs no memory
 
 
 def gradients(ctx: Any, backward: Any, *dys: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-    """Return the gradients of x, the weight and the bias."""
+    """Return a gradient or ``None`` for every input of :func:`run_forward`: x, the weight, the bias, and four constants.
+
+    ``backward`` is :func:`run_activation_gradients` or its registered operator. ``dys`` has one entry per segment, since
+    :func:`views` cuts the packed result into one view per segment.
+    """
     x, weight, y, rstd, kept = ctx.saved_tensors
     layout = read_layout(ctx.code)
     dz = backward(list(dys), y, rstd, kept, ctx.code)[:, : layout.rows]  # [M, N]
@@ -105,7 +123,7 @@ def gradients(ctx: Any, backward: Any, *dys: torch.Tensor | None) -> tuple[torch
 
 
 def views(inputs: tuple[Any, ...], packed: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Return the segments' results, as views of the packed result."""
+    """Return the segments' results, as views of the packed result. ``inputs`` are those of :func:`run_forward`."""
     return read_layout(inputs[3]).cut(packed)
 
 

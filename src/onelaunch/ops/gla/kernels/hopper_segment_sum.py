@@ -1,25 +1,32 @@
 """Gated linear attention on Hopper GPUs: what each segment of T adds to the state, for a chunk-parallel scan.
 
-Computes   for one segment, per head and 64 values: the sum over its steps of (k_s e^(sum of g behind s in the segment))^T v_s,
-           [V, K], and e^(sum of g over the segment), [K]. With REVERSE, q, do and sums up to and with a step take their places.
-           hopper_chunk_state.py adds these up in the order of time and starts each segment from the result. *keys*, *near* and
-           *far* are defined in hopper_prepare.py.
-Grid       one CTA per segment of T, sequence, head and slice of 64 GROUPS values (``work_item``).
+Computes   for one segment, per head and slice of 64 value channels: the sum over the segment's steps s of
+           (k_s e^(sum of g after s))^T v_s, [V, K], and the segment's decay e^(sum of g), [K]; sums of g end with the segment.
+           REVERSE computes the same for the state's gradient: q takes the place of k, do that of v, sums of g go from the
+           segment's first step up to and with s, and q is multiplied by ``scale``. hopper_chunk_state.py adds these sums up in
+           the order of time and starts each segment from the result. It runs right after this kernel, with the same segments.
+Words      *keys* are the rows that are added to the state: k, or q with REVERSE. *values* are v, or do. The *far end* of a
+           segment is where the recurrence leaves it: its last step, or its first step with REVERSE. The *near end* is the other
+           one. hopper_prepare.py has the same words for chunks.
+Grid       one CTA per segment of T, sequence, head and slice of 64 GROUPS value channels (``work_item``). GROUPS is 1 or 2;
+           SLICES = V / (64 GROUPS) slices per head.
 Order      chunks go from the far end of the segment to its near end. Each step's decay is then a running sum of log-decays that
            only gets more negative: its factor is at most 1 whatever the decays are, no state has to be decayed, and the loop
            stops early once all factors are 0 in float32.
 Roles      GROUPS warpgroups run ``accumulate``: each holds the sum [V = 64, K] in registers, K / 2 per thread; the first one
            also issues the TMA loads. One warpgroup runs ``decay_keys``: it decays keys in place in shared memory.
 On chip    shared memory for 16-bit numbers, per stage: keys and log-decays [64, K], 128 K bytes each, values 8192 per group.
-           The second terms of the keys replace the log-decays. Matrices of 0 and 1, [2, 64, 64], 16384 bytes, which sum steps
-           by WGMMA.
+           With SPLIT_KEYS the second terms of the keys (their rounding errors) replace the log-decays. With one decay per head
+           there are no log-decays in shared memory; the second terms then have that place for themselves, and without
+           SPLIT_KEYS the place does not exist. Per channel also the matrices of 0 and 1, [2, 64, 64], 16384 bytes, which sum
+           steps by WGMMA.
 Barriers   per stage: full (TMA loads have landed; all wait), decayed (keys are decayed and ``stop`` is written; ``accumulate``
            waits), empty (all groups have finished their products; the first one waits and refills). ``stop`` holds, per stage,
            the number of chunks after which the loops end. It is written before ``decayed`` and not changed before the stage is
            refilled, so all threads of all warps read the same number and leave in the same iteration. Loads that were issued
            beyond it are waited for at the end, so that none arrives in a CTA that is gone.
-Memory     keys, values and log-decays of all segments but the last to be passed are read once, up to where the loop stops; one
-           float32 state and K decays per segment are written.
+Memory     keys, values and log-decays are read once, up to where the loop stops, by all segments but the one at which the
+           recurrence ends, since no segment starts from its sum. One float32 state and K decays per segment are written.
 Numerics   keys are a sum of two 16-bit numbers with SPLIT_KEYS; sums are float32.
 Source     the segmented form of a scan (reduce, then scan); docs/notebook/gla.md.
 """
@@ -52,12 +59,15 @@ from onelaunch.ops.gla.kernels.hopper_tiles import (
 )
 
 LOG_OF_ZERO = gl.constexpr(-88.0)
-"""Log-decay below which ``exp2_flushed`` makes factors 0."""
+"""Natural log-decay below which ``exp2_flushed`` makes factors 0: e^-88 is subnormal in float32."""
 
 
 @gluon.jit
 def segment_chunks(steps, segment, segments, REVERSE: gl.constexpr):
-    """Return the number of chunks of a segment; 0 for the one passed last, since no other starts from its sum."""
+    """Return the number of chunks of a segment; 0 for the segment at which the recurrence ends.
+
+    That is the last segment of T, or the first with REVERSE. No other segment starts from its sum.
+    """
     last = segment == (0 if REVERSE else segments - 1)
     return gl.where(last, 0, gl.cdiv(steps, C))
 
@@ -66,10 +76,11 @@ def segment_chunks(steps, segment, segments, REVERSE: gl.constexpr):
 def accumulate(descriptors, segment_states, tiles, bars, offsets, T, sizes, values, GROUP: gl.constexpr, GROUPS: gl.constexpr,
                SLICES: gl.constexpr, PACKED: gl.constexpr, REVERSE: gl.constexpr, SCALAR: gl.constexpr,
                SPLIT_KEYS: gl.constexpr):  # fmt: skip
-    """Run the role of one warpgroup that sums keys^T v over the segment for PANEL values, and store the sum.
+    """Run the role of one warpgroup that sums keys^T v over the segment for PANEL value channels, and store the sum.
 
     Per chunk: wait for ``full`` and ``decayed``, multiply, wait for the product, arrive at ``empty``; GROUP 0 then refills the
-    stage.
+    stage. GROUP is the index of the warpgroup. The tuples are made in ``segment_sum_kernel``, which explains them; ``offsets``
+    and ``values`` (the number V of value channels) come from there as well.
     """
     _, tiles_k, tiles_v, tiles_low, _, _ = tiles
     full, decayed, empty, stop = bars
@@ -129,7 +140,7 @@ def accumulate(descriptors, segment_states, tiles, bars, offsets, T, sizes, valu
 
 @gluon.jit
 def drop_duplicate_rows(x):
-    """Return [C / 2, columns] of x [C, columns], all rows of which are alike.
+    """Return x [C, columns], all rows of which are alike, as [C / 2, columns].
 
     A thread holds rows t and t + 8; one of the two is enough, which halves the registers.
     """
@@ -150,7 +161,10 @@ def decay_panels(keys, g, carry, weights, scale, FIRST: gl.constexpr, REVERSE: g
     """Decay the keys of a chunk in place, from channel FIRST on, and return ``carry`` with the chunk's log-decays added.
 
     Each row of ``carry`` [C / 2, channels] is the sum of the log-decays of the chunks processed before. ``weights`` holds two
-    matrices of 0 and 1, for the steps on the far side of each step and for all steps.
+    matrices of 0 and 1. The first sums the log-decays on the far side of each step, with REVERSE that of the step too; the
+    second sums those of all steps. A call with more than PANEL channels halves ``carry`` and calls itself for each half, since
+    a product covers PANEL channels. The second terms of the keys overwrite the log-decays ``g``. ``full`` must have been waited
+    for; the caller fences and arrives at ``decayed`` afterwards.
     """
     carry_layout: gl.constexpr = carry.type.layout
     K: gl.constexpr = carry.shape[1]
@@ -179,7 +193,11 @@ def decay_panels(keys, g, carry, weights, scale, FIRST: gl.constexpr, REVERSE: g
 @gluon.jit
 def decay_key_channels(tiles, segment_decays, bars, offsets, T, sizes, scale, SLICES: gl.constexpr, PACKED: gl.constexpr,
                        REVERSE: gl.constexpr):  # fmt: skip
-    """Run the decay role for a decay per channel: all chunks of the segment, from its far end; store the segment's decay."""
+    """Run the decay role for a decay per channel: all chunks of the segment, from its far end; store the segment's decay.
+
+    Per chunk: wait for ``full``, decay the keys, write ``stop``, arrive at ``decayed``. No wait for ``empty`` is needed, since
+    ``full`` only completes after a refill. ``segment_sum_kernel`` explains the arguments.
+    """
     _, tiles_k, _, tiles_g, weights, _ = tiles
     full, decayed, _, stop = bars
     K: gl.constexpr = tiles_k.shape[2]
@@ -207,12 +225,14 @@ def decay_key_channels(tiles, segment_decays, bars, offsets, T, sizes, scale, SL
         left = steps - chunk_of(c, chunks, not REVERSE) * C
         g = tiles_g.index(stage)
         mbarrier.wait(full.index(stage), (c // STAGES) & 1)
-        if left < C:  # the rows behind belong to the next sequence
+        if left < C:  # the rows from ``left`` on belong to the next sequence or lie beyond the tensor
             zero_tail(g, left, rows)
             zero_tail(tiles_k.index(stage), left, rows)
         clamp_log_decays(g, rows)
         fence_async_shared()
         carry = decay_panels(tiles_k.index(stage), g, carry, weights, scale, 0, REVERSE)
+        # The maximum is a reduction across all warps, so it is taken after every second chunk. After every fourth was slower:
+        # loads decide the time, and more chunks were loaded in vain (docs/notebook/gla.md).
         if c & 1 == 1:
             if gl.max(gl.max(carry, 1), 0) < LOG_OF_ZERO:
                 limit = gl.minimum(limit, c + 1)
@@ -220,7 +240,7 @@ def decay_key_channels(tiles, segment_decays, bars, offsets, T, sizes, scale, SL
         fence_async_shared()
         mbarrier.arrive(decayed.index(stage), count=1)
         c += 1
-    if value_slice == 0:
+    if value_slice == 0:  # the CTAs of all slices compute the same decays; one stores them
         index = (n.to(gl.int64) * heads + head) * segments + segment
         row = gl.arange(0, C // 2, layout=gl.SliceLayout(1, carry_layout))[:, None]
         channel = gl.arange(0, K, layout=gl.SliceLayout(0, carry_layout))[None, :]
@@ -230,7 +250,11 @@ def decay_key_channels(tiles, segment_decays, bars, offsets, T, sizes, scale, SL
 @gluon.jit
 def decay_key_heads(tiles, segment_decays, bars, offsets, log_decay, T, sizes, scale, SLICES: gl.constexpr,
                     PACKED: gl.constexpr, REVERSE: gl.constexpr, SPLIT_KEYS: gl.constexpr):  # fmt: skip
-    """Run the decay role for one decay per head: all chunks of the segment, from its far end; store the segment's decay."""
+    """Run the decay role for one decay per head: all chunks of the segment, from its far end; store the segment's decay.
+
+    The log-decays are loaded from global memory into registers, and one number is their running sum, so every chunk can test
+    it. Without SPLIT_KEYS keys are rounded to 16 bits once. The rest is as in :func:`decay_key_channels`.
+    """
     _, tiles_k, _, tiles_low, _, _ = tiles
     full, decayed, _, stop = bars
     K: gl.constexpr = tiles_k.shape[2]
@@ -242,7 +266,8 @@ def decay_key_heads(tiles, segment_decays, bars, offsets, log_decay, T, sizes, s
     n, head, value_slice, segment = work_item(sizes, SLICES)
     row, steps = segment_span(offsets, n, T, segment, segment_steps, PACKED)
     chunks = segment_chunks(steps, segment, segments, REVERSE)
-    vector: gl.constexpr = gl.BlockedLayout([C // 32], [32], [4], [0])  # all 64 steps in each warp, as in prepare_heads
+    # Every warp holds all 64 steps, so that sums over steps stay within a warp.
+    vector: gl.constexpr = gl.BlockedLayout([C // 32], [32], [4], [0])
     step = gl.arange(0, C, layout=vector)
     carry = 0.0
     limit = chunks
@@ -276,7 +301,7 @@ def decay_key_heads(tiles, segment_decays, bars, offsets, log_decay, T, sizes, s
         fence_async_shared()
         mbarrier.arrive(decayed.index(stage), count=1)
         c += 1
-    if value_slice == 0:
+    if value_slice == 0:  # the CTAs of all slices compute the same decays; one stores them
         index = (n.to(gl.int64) * heads + head) * segments + segment
         segment_decay = gl.full([K], 1.0, gl.float32, layout=vector) * exp(carry)
         gl.store(segment_decays + index * K + gl.arange(0, K, layout=vector), segment_decay)
@@ -301,8 +326,12 @@ def segment_sum_kernel(
 ):  # fmt: skip
     """Sum up what a segment adds to the state; see the top of the file.
 
-    ``segment_states`` [N, H, segments, V, K] and ``segment_decays`` [N, H, segments, K] are float32. ``g`` describes log-decays
-    per channel; if it is None, ``log_decay`` [B, T, H] has one per head.
+    ``keys``, ``v`` and ``g`` are TMA descriptors of matrices [B T, H X], with boxes of C rows by K channels (PANEL for ``v``).
+    ``g`` describes log-decays per channel; if it is None, ``log_decay`` [B, T, H] has one per head. ``segment_states``
+    [N, H, segments, V, K] and ``segment_decays`` [N, H, segments, K] are float32 results. ``offsets`` [N + 1] are the first
+    rows of packed sequences, read with PACKED. ``segment_steps`` is the length of a segment, a multiple of C; ``values`` is V.
+    ``scale`` is used with REVERSE only. PREPARE_REGISTERS and MULTIPLY_REGISTERS are the registers of a thread of the decaying
+    warpgroup and of the second accumulating one.
     """
     SCALAR: gl.constexpr = g is None
     K: gl.constexpr = keys.block_type.shape[1]
@@ -323,6 +352,9 @@ def segment_sum_kernel(
     # One number per stage: it does not change between decayed and empty, so all threads read the same one.
     stop = gl.allocate_shared_memory(gl.int32, [STAGES, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     sizes = (heads, segments, segment_steps)
+    # ``load_stage`` takes descriptors of queries, keys, values and log-decays, and tiles in the same order. There are no
+    # queries here: it is called with OUTPUT = False and ignores their place, which the keys fill. Tiles go on with the matrices
+    # of 0 and 1, and with a place for states that chunk_state_kernel uses, also filled by the keys.
     descriptors = (keys, keys, v, g)
     weights = tiles_k
     if not SCALAR:
@@ -353,4 +385,4 @@ def segment_sum_kernel(
             [4],
             [PREPARE_REGISTERS],
         )  # fmt: skip
-    keep_barriers((full, decayed, empty))
+    keep_barriers((full, decayed, empty))  # Triton would otherwise place other data over the mbarriers
