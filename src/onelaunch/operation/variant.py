@@ -1,4 +1,9 @@
-"""Variants (implementations) of an operation, and the controls and loops that studies time in addition."""
+"""Variants (implementations) of an operation, and the controls and loops that studies time in addition.
+
+Functions here take a *checked call* or a *query*. A checked call holds the arguments of the public function after all checks. It
+is an object of the operation's own class, such as ``SwigluCall``, made by the ``bind`` function of the operation's contract. A
+:class:`Query` is the call's dispatch key, without tensors.
+"""
 
 from __future__ import annotations
 
@@ -41,19 +46,28 @@ class Capabilities:
     architectures: tuple[str, ...] | None = None
     """Architectures that its kernels are written for, such as ``("sm_90a",)``; ``None`` for all."""
     barriers: Callable[[Any], int] | None = None
-    """Function that runs a checked call and returns the number of grid barriers that its kernel counted."""
+    """Function that runs a checked call and returns the number of grid barriers that its kernel counted; studies report it."""
     engine: Callable[..., Any] | None = None
-    """Function that makes the decoding engine for a model's weights; see :mod:`onelaunch.decode`."""
+    """Function that makes the decoding engine for a model's weights.
+
+    :mod:`onelaunch.decode.step.capabilities` states the arguments and results of this function, of ``barriers`` and of the three
+    functions below.
+    """
     engine_bytes: Callable[..., int] | None = None
     """Function that returns the bytes of device memory that this engine needs in addition to the weights."""
     prompt_steps: Callable[..., int] | None = None
-    """Function that returns the longest prompt in tokens that this engine reads one by one instead of in one forward pass."""
+    """Function that returns the longest prompt, in tokens, that this engine feeds one token per step instead of in one pass."""
     in_a_row: Callable[..., Any] | None = None
     """Function that runs several steps in one launch, from a checked call and the number of steps."""
 
     @classmethod
     def of(cls, operation: str, variant: str, tags: Mapping[str, Any]) -> Capabilities:
-        """Return the capabilities among the keywords of a variant's registration.
+        """Return the capabilities among the keywords of a variant's registration; ignore its other keywords.
+
+        Args:
+            operation: Name of the operation, for the message.
+            variant: Name of the variant, for the message.
+            tags: All keywords of the registration.
 
         Raises:
             ArgumentError: A value has a wrong type. The message names the variant, the keyword and the right type.
@@ -125,10 +139,13 @@ class Variant:
         self.run = run
         self.capabilities = Capabilities.of(operation.name, name, tags)
         self.tags = {key: value for key, value in tags.items() if key not in _UNSELECTABLE}
-        """Facts by which studies select variants."""
+        """Keywords of the registration by which studies select variants: capabilities, and free ones such as ``gemm``."""
         self.summary = (inspect.getdoc(run) or "").partition("\n")[0]
         self.confirmed: set[Query] = set()
-        """Queries for which the dispatcher has checked the results of this variant."""
+        """Queries for which the dispatcher has checked the number, devices and shapes of this variant's results.
+
+        It checks the first results for each query only; :mod:`onelaunch.dispatch.choice` fills this set.
+        """
         self.latest: Query | None = None
         """Query of the latest checked call: comparing its identity saves a look-up in ``confirmed``."""
         self._supports: list[Callable[[Query], str | None]] = []
@@ -137,6 +154,9 @@ class Variant:
 
     def __repr__(self) -> str:
         return f"<variant {self.operation.name}.{self.name}>"
+
+    # A process has one object per variant, the registered one. So a pickle holds its names only, and a deep copy of a model that
+    # holds a variant shares the variant.
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[str, ...]]:
         from onelaunch.operation.registry import variant_by_name  # imported here, since the registry imports this module
@@ -233,7 +253,10 @@ class Loop(Protocol):
         """Run the loop once, and return the mean seconds per step."""
 
     def problem(self) -> str | None:
-        """Return what is wrong with the last run's results, or ``None``. Single steps, which the oracle judges, are right."""
+        """Return how the last run's results differ from those of single steps, or ``None`` if they agree.
+
+        Single steps count as right, since the oracle has judged them.
+        """
 
 
 LoopMaker = Callable[[Variant, Mapping[str, Any]], Loop]

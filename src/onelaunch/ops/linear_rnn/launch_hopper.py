@@ -1,4 +1,9 @@
-"""Launches of the layer's kernels for Hopper GPUs, which load tensors by TMA descriptors."""
+"""Launches of the layer's two Gluon kernels for Hopper GPUs, which load tensors by TMA descriptors.
+
+``variants/hopper.py`` calls :func:`persistent` (the variant ``fused_hopper``, for wide layers), and ``variants/triton.py`` calls
+:func:`chunked` (``fused_chunked``) if :func:`suits` allows. Both kernels compute v = x W, scan v over time, and gate the result.
+Below, ``length`` is T, ``width`` is D (columns of x) and ``channels`` is V (columns of the weight).
+"""
 
 from __future__ import annotations
 
@@ -18,7 +23,17 @@ from onelaunch.ops.linear_rnn.launch import Layer, ProjectTiles, Results
 
 @dataclass(frozen=True, slots=True)
 class PersistentTiles:
-    """Tiles of a wide layer: ``steps`` by ``channels`` per tile, ``inner`` columns of x per stage."""
+    """Tiles and registers of the kernel for wide layers, one configuration for all layers.
+
+    Attributes:
+        steps: Time steps of a tile; each of two consumer warpgroups multiplies one half.
+        channels: Columns of v in a tile.
+        inner: Columns of x in a stage, the K extent of a k-block.
+        stages: Stages of x and W in shared memory, of 48 KiB each.
+        multiply_registers: Registers per thread of a consumer warpgroup.
+        scan_registers: Registers per thread of the scan warpgroup. With 24 for the producer, 2 * 168 + 152 + 24 = 512 times 128
+            threads are all 65536 registers of an SM.
+    """
 
     steps: int = 256
     channels: int = 128
@@ -34,7 +49,12 @@ class PersistentTiles:
         }  # fmt: skip
 
     def boxes(self, decay_size: int) -> dict[str, list[int]]:
-        """Return the TMA box of each argument; ``decay_size`` is in bytes, and float32 decays take shorter boxes."""
+        """Return the TMA box ``[rows, columns]`` of each argument, in the order of the kernel's parameters.
+
+        ``decay_size`` is the bytes of an element of log_decay. Two slots of boxes of log_decay and gate must fit beside the
+        stages (144 KiB) and v (64 KiB). With 16 rows they take 16 KiB; with float32 decays they would take 24 KiB, and Hopper
+        has 227 KiB.
+        """
         rows = 16 if decay_size == 2 else 8
         return {
             "x": [self.steps // 2, self.inner],
@@ -49,6 +69,7 @@ class PersistentTiles:
 
 
 PERSISTENT = PersistentTiles()
+"""Configuration of every launch by :func:`persistent`."""
 
 
 def rows_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -66,8 +87,9 @@ def persistent(layer: Layer) -> Results:
     tiles = tiles_t * batch * slices
     boxes = PERSISTENT.boxes(layer.log_decay.element_size())
     given = (layer.x, layer.weight[None], layer.log_decay, layer.gate)
-    words = workspace(layer.x.device, batch * tiles_t * channels)
-    # No look-back has a workspace of one word, so no other launch uses this one. The kernel resets it to 0.
+    words = workspace(layer.x.device, batch * tiles_t * channels)  # one flag-in-data word per tile of time and channel
+    # The tile counter must be 0 before a launch; the kernel resets it. Launches that ask for equally many words share a
+    # workspace, and no other launch asks for one word: a look-back needs more.
     counter = workspace(layer.x.device, 1)
     ctas = min(tiles, processors(layer.x.device))
     Launch(
@@ -82,7 +104,10 @@ def persistent(layer: Layer) -> Results:
 
 @functools.lru_cache(maxsize=1024)
 def chunked_tiles(multiprocessors: int, batch: int, length: int, width: int, channels: int) -> ProjectTiles:
-    """Return 64 x 32 while that leaves SMs free, else 64 x 64, which reads x half as often.
+    """Return tiles of 64 steps x 32 channels while these leave SMs free, else 64 x 64, which read x half as often.
+
+    Up to four stages of 64 columns of x hold all of D up to 256, whose loads are then in flight at once. The number of tiles
+    in a look-back group (8 or 32) follows the rule of :func:`onelaunch.kernels.scan.launch.scan_tiles`.
 
     64 steps are the rows of one warpgroup. Measured on an H200 with D=256 V=64, 64 x 32 against 64 x 64: 3.9 against 4.4 us at
     B=1 T=512, 6.8 against 6.4 us at B=4 T=2048, 9.5 against 8.3 us at B=16 T=1024. 64 x 64 with four warps is 4 % faster at
@@ -95,7 +120,10 @@ def chunked_tiles(multiprocessors: int, batch: int, length: int, width: int, cha
 
 
 def suits(layer: Layer) -> bool:
-    """Return whether :func:`chunked` can run the layer: 16-bit, not packed, sizes that TMA can address, on Hopper."""
+    """Return whether :func:`chunked` can run the layer: 16-bit, not packed, sizes that TMA can address, on Hopper.
+
+    TMA needs rows of whole 16 bytes (8 elements), and its coordinates, here up to B T, are 32-bit integers.
+    """
     batch, length, width, channels = layer.sizes
     return (
         layer.sequences.offsets is None
@@ -107,12 +135,15 @@ def suits(layer: Layer) -> bool:
 
 
 def chunked(layer: Layer) -> Results:
-    """Run the kernel for layers whose product is short: all loads are in flight at once, and little work follows the product."""
+    """Run the kernel for layers whose product is short: loads are all issued first, and little work follows the product.
+
+    It runs any D. If D exceeds four stages of 64 columns, a stage is loaded again after the WGMMA that read it.
+    """
     from onelaunch.ops.linear_rnn.kernels.project_scan_gate_chunked_hopper import project_scan_gate_chunked_hopper_kernel
 
     results, initial = layer.results(), layer.sequences.initial
     batch, length, width, channels = layer.sizes
-    tiles = chunked_tiles(processors(layer.x.device), *map(int, layer.sizes))  # as integers: a tracer's sizes cannot be hashed
+    tiles = chunked_tiles(processors(layer.x.device), *map(int, layer.sizes))  # traced sizes (SymInt) have no hash
     scan = tiles.scan
     x = described(rows_of(layer.x), [scan.steps, tiles.inner])
     weight = described(rows_of(layer.weight[None]), [tiles.inner, scan.channels])

@@ -1,6 +1,7 @@
 """Operation ``swiglu``: public function, argument checks and dispatch key.
 
-``functions.py`` has the entry points for quantized operands given as plain tensors.
+A call passes through :func:`swiglu`, :func:`bind` (checks, dispatch key) and :func:`run` (dispatch to a variant, which takes a
+:class:`SwigluCall`). ``functions.py`` has the entry points for quantized operands given as plain tensors; they call these.
 """
 
 from __future__ import annotations
@@ -25,7 +26,10 @@ FORMATS = {
     ("dense", "nvfp4"): "nvfp4_weights",
     ("nvfp4", "nvfp4"): "nvfp4",
 }
-"""Format of a call by the kinds of ``x`` and of the weights. All formats but ``dense`` are flags of the query."""
+"""Format of a call by the kinds of ``x`` and of the weights.
+
+The query (dispatch key) has the format as a flag, unless it is ``dense``. Variants read flags to decide whether they can run.
+"""
 
 RESULTS = {
     "fp8": (torch.bfloat16, torch.float16, torch.float32),
@@ -41,7 +45,7 @@ NAMES = ("x", "w_gate", "w_up")
 
 
 class Facts(NamedTuple):
-    """Properties of an operand that are known without reading its elements. Hashable."""
+    """Properties of an operand that are known without reading its elements; hashable, so that :func:`key_of` can be cached."""
 
     name: str
     """Name that the caller knows the operand by."""
@@ -63,13 +67,13 @@ class SwigluCall(NamedTuple):
     w_gate: Operand
     """Weight of the gate, ``[N, K]``; the first N rows of ``stacked`` if that is given."""
     w_up: Operand
-    """Weight of up, ``[N, K]``, of the same kind."""
+    """Weight of the up projection, ``[N, K]``, of the same kind."""
     stacked: Operand | None
     """Stacked weights ``[2 N, K]`` in one matrix, the gate's rows first, or None. It sets the query's flag ``stacked``."""
     key: Query
     """Dispatch key."""
     constant_weights: bool = False
-    """Promise that nothing still running writes the weights."""
+    """Promise that no work still running on the GPU writes the weights; see :func:`swiglu`."""
 
     def query(self) -> Query:
         """Return the dispatch key."""
@@ -87,17 +91,17 @@ def facts(name: str, operand: object) -> Facts:
         flags = ("row_scales",) * operand.per_row
         checks.dtype(name, operand.values, (torch.float8_e4m3fn,))
         checks.dtype(f"the scale of {name}", operand.scale, (torch.float32,))
-        return Facts(name, "fp8", operand.shape, operand.values.dtype, operand.values.device, _wanted(operand), flags)
+        return Facts(name, "fp8", operand.shape, operand.values.dtype, operand.values.device, _requires_grad(operand), flags)
     if isinstance(operand, NVFP4Tensor):
         flags = ("swizzled_scales",) * operand.swizzled
         checks.dtype(f"the scales of {name}", operand.scales, (torch.float8_e4m3fn,))
-        return Facts(name, "nvfp4", operand.shape, operand.scales.dtype, operand.codes.device, _wanted(operand), flags)
+        return Facts(name, "nvfp4", operand.shape, operand.scales.dtype, operand.codes.device, _requires_grad(operand), flags)
     if not isinstance(operand, torch.Tensor):
         raise ArgumentError(f"{name} is {type(operand).__name__}; it must be a torch.Tensor, an Fp8Tensor or an NVFP4Tensor.")
     return Facts(name, "dense", *checks.facts(name, operand))
 
 
-def _wanted(operand: Bundle) -> bool:
+def _requires_grad(operand: Bundle) -> bool:
     """Return whether any tensor of a quantized operand requires gradients."""
     return any(tensor.requires_grad for tensor in operand.tensors().values())
 
@@ -128,7 +132,10 @@ def bind(
 
 @remembered
 def key_of(x: Facts, w_gate: Facts, w_up: Facts | None, out_dtype: torch.dtype | None, grad_enabled: bool) -> Query:
-    """Run all checks that need no element values, and return the dispatch key."""
+    """Run all checks that need no element values, and return the dispatch key.
+
+    The result is cached by the arguments (``@remembered``), so that calls of equal shapes and dtypes are checked once.
+    """
     if len(x.shape) < 2:
         raise ShapeError(x.name, got=x.shape, want="[..., K], a tensor of at least 2 dimensions")
     weights = (w_gate,) if w_up is None else (w_gate, w_up)
@@ -136,7 +143,7 @@ def key_of(x: Facts, w_gate: Facts, w_up: Facts | None, out_dtype: torch.dtype |
     dtype = _result_dtype(form, x, weights, out_dtype)
     columns = _columns(x, weights)
     inner = x.shape[-1]
-    if form == "fp8":
+    if form == "fp8":  # torch._scaled_mm, which the variant ``eager`` calls, needs K and N in multiples of 16
         for operand, dimension, size in ((x, "K", inner), (w_gate, "N", columns)):
             if size % BLOCK:
                 raise ShapeError(
@@ -209,6 +216,7 @@ def _columns(x: Facts, weights: Sequence[Facts]) -> int:
         return rows
     if rows % 2:
         raise ShapeError(gate.name, got=gate.shape, want="[2 N, K], the gate's rows before those of up, where w_up is not given")
+    # Swizzled scales come in atoms of 128 rows. The stacked weights are cut after N rows, which must not be inside an atom.
     if "swizzled_scales" in gate.flags and rows // 2 % ATOM_ROWS:
         said = f"[2 N, K] with N a multiple of {ATOM_ROWS} where its scales are swizzled; pass plain() of it"
         raise ShapeError(gate.name, got=gate.shape, want=said)
@@ -219,6 +227,7 @@ def _columns(x: Facts, weights: Sequence[Facts]) -> int:
     dimensions=("M", "N", "K"),
     outputs=("h",),
     bind=bind,
+    # Options of the input maker in reference.py, which draws the arguments of tests and studies.
     options={
         "format": "dense",
         "stacked": False,
@@ -253,7 +262,8 @@ def swiglu(
         w_gate: Weight of the gate, shape ``[N, K]``, as ``torch.nn.Linear`` holds it. It has the dtype of a plain ``x``, is an
             :class:`Fp8Tensor` like ``x``, or is an :class:`NVFP4Tensor` with ``x`` in NVFP4 or 16 bits. Shape ``[2 N, K]``, the
             gate's rows first, if ``w_up`` is not given.
-        w_up: Weight of up, shape ``[N, K]``, of the kind and dtype of ``w_gate``. Defaults to the second half of ``w_gate``.
+        w_up: Weight of the up projection, shape ``[N, K]``, of the kind and dtype of ``w_gate``. Defaults to the second half of
+            ``w_gate``.
         out_dtype: Dtype of the result if ``x`` is quantized: bfloat16 (default for float8), float16 (default for NVFP4) or
             float32. A plain ``x`` determines the dtype.
         constant_weights: Promise of the caller that no work still running on the GPU writes the weights, as in inference. A
@@ -277,7 +287,7 @@ def swiglu(
 
 
 def under_autocast(x: Operand, w_gate: Operand, w_up: Operand | None) -> tuple[Operand, Operand, Operand | None]:
-    """Return the operands; under autocast, plain tensors are cast to the autocast dtype."""
+    """Return the operands; under ``torch.autocast``, plain tensors are cast to the autocast dtype."""
     low = low_dtype(x)
     if low is None:
         return x, w_gate, w_up
@@ -285,7 +295,10 @@ def under_autocast(x: Operand, w_gate: Operand, w_up: Operand | None) -> tuple[O
 
 
 def run(x: Operand, call: SwigluCall, variant: str) -> torch.Tensor:
-    """Run a checked call by a variant; return the result with the leading dimensions of the caller's ``x``."""
+    """Run a checked call by a variant; return the result with the leading dimensions of the caller's ``x``.
+
+    Autocast is off meanwhile: the operands have been cast, and it must not lower a variant's float32 products.
+    """
     with without_autocast(torch.device(call.key.device)):
         (h,) = dispatch.run(swiglu, call, variant)
     return h.unflatten(0, x.shape[:-1]) if len(x.shape) > 2 else h

@@ -1,4 +1,9 @@
-"""Variants of ``linear_rnn`` in three, two and one launch, portable."""
+"""Variants of ``linear_rnn`` in three, two and one launch, which need no Hopper GPU.
+
+The layer is v = x W [B, T, V], a scan of v with decays, and a gate. "PyTorch's matrix product" is cuBLAS on NVIDIA GPUs, the tag
+``gemm="cublas"``. Kernels are launched by ``ops/gated_scan`` (scan and gate) and by ``launch.py`` and ``launch_hopper.py``, which
+are imported on the first call, since they need Triton.
+"""
 
 from __future__ import annotations
 
@@ -15,33 +20,37 @@ from onelaunch.ops.linear_rnn.contract import LinearRNNCall, linear_rnn
 
 if TYPE_CHECKING:
     from onelaunch.ops.linear_rnn.launch import Layer
-    from onelaunch.ops.linear_rnn.launch import Results as Made
+    from onelaunch.ops.linear_rnn.launch import Results as LaunchResults
 
 Results = tuple[torch.Tensor, torch.Tensor]
+"""Results of a variant: y, and the final states, which are ignored unless the call asks for them."""
 
 
 @linear_rnn.variant("three_launch", launches=3, backward_launches=4, fuses=(), gemm="triton")
 def three_launch(call: LinearRNNCall) -> Results:
-    """Run a Triton matrix product, a scan kernel and a gate kernel: the write-up's baseline."""
+    """Run a Triton matrix product, a scan kernel and a gate kernel: the baseline of experiment 040's write-up."""
     v = matmul(call.x.flatten(0, 1), call.weight, grad=call.query().grad).unflatten(0, call.x.shape[:2])
     return scan.separate(call.scan_call(v))
 
 
 @linear_rnn.variant("three_launch_cublas", launches=3, backward_launches=4, fuses=(), gemm="cublas")
 def three_launch_cublas(call: LinearRNNCall) -> Results:
-    """Run the library's matrix product, a scan kernel and a gate kernel: the control that the write-up lacked."""
+    """Run PyTorch's matrix product, a scan kernel and a gate kernel: the control that experiment 040's write-up lacked."""
     return scan.separate(call.scan_call(call.project()))
 
 
 @linear_rnn.variant("semi_fused", launches=2, backward_launches=3, fuses=("scan", "gate"), gemm="cublas")
 def semi_fused(call: LinearRNNCall) -> Results:
-    """Run the library's matrix product, then scan and gate in one kernel."""
+    """Run PyTorch's matrix product, then scan and gate in one kernel."""
     return scan.fused(call.scan_call(call.project()))
 
 
 @launches("chunked")
-def run_chunked(layer: Layer) -> Made:
-    """Project, scan and gate each tile; by the Hopper kernel if it can run the layer, else by the portable one."""
+def run_chunked(layer: Layer) -> LaunchResults:
+    """Launch the kernel that projects, scans and gates one tile per CTA: the Hopper kernel if it suits, else the portable one.
+
+    ``one_launch(call, "chunked")`` finds this function by the name given to ``@launches``.
+    """
     from onelaunch.ops.linear_rnn import launch, launch_hopper
 
     return launch_hopper.chunked(layer) if launch_hopper.suits(layer) else launch.chunked(layer)
@@ -58,21 +67,21 @@ for _variant in (three_launch, three_launch_cublas, semi_fused, fused_chunked):
 
 
 WIDE = 512 * 512
-"""Number of weights beyond which the library's matrix product gains more than its own launch costs."""
+"""Number of weights (D times V) from which PyTorch's matrix product gains more than its own launch costs."""
 
 
 @linear_rnn.prefers
 def library_product_for_wide_layers(query: Query) -> tuple[str, ...]:
-    """Prefer the library's product for wide layers.
+    """Prefer PyTorch's matrix product for wide layers; the dispatcher asks if it has no measured times near the query.
 
-    At D = V = 2048 two launches take 515 us on an H200, ``fused_chunked`` 927 us, because its product is slower than the
-    library's.
+    At D = V = 2048 two launches take 515 us on an H200, ``fused_chunked`` 927 us, because its product is slower than
+    PyTorch's. The query's sizes are (B, T, D, V).
     """
     return ("semi_fused",) if query.device_type == "cuda" and query.sizes[2] * query.sizes[3] >= WIDE else ()
 
 
 def layer_of(batch: int, width: int) -> Case:
-    """Return the layer that kernels are compiled for: 2048 steps of 64 channels in float16, without packing or states."""
+    """Return the layer that kernels are compiled for: T=2048, V=64, float16, no packed sequences, no initial or final states."""
     return linear_rnn.case("float16", B=batch, T=2048, D=width, V=64)
 
 
@@ -80,15 +89,17 @@ def layer_of(batch: int, width: int) -> Case:
 @three_launch_cublas.examples
 @semi_fused.examples
 def training() -> list[Example]:
-    """Return a training call without packing or states."""
+    """Return a training call, for which the kernels are compiled and inspected."""
     return [Example(layer_of(4, 256), "forward_backward")]
 
 
 @fused_chunked.examples
 def every_tile() -> list[Example]:
-    """Return training calls that compile every kernel: portable, and on Hopper narrow and wide tiles and a D beyond the stages.
+    """Return training calls that together launch every kernel in each of its configurations.
 
-    On Hopper the portable kernel runs layers that TMA cannot address, such as rows of 260 elements.
+    For Hopper ``launch_hopper.chunked_tiles`` chooses tiles of 32 channels for B=1 and of 64 channels for B=16. With D=1024 the
+    k-blocks of a tile outnumber the stages of shared memory, so stages are loaded again. With D=260 a row has 520 bytes, no
+    multiple of the 16 bytes that TMA needs, so the portable kernel runs.
     """
     on_hopper = ("sm_90a",)
     others = tuple(name for name in ARCHITECTURES if name not in on_hopper)
