@@ -42,9 +42,8 @@ def run(operation: Operation[..., Any], call: Call, variant: str) -> Any:
         return operation.variants[_constant_name(variant, *query)].run(call)
     chosen = operation.variants[_name(variant, query)]
     results = chosen.run(call)
-    if (
-        query is not chosen.latest
-    ):  # Contracts cache queries, so equal calls share one object, and comparing identity saves a hash.
+    # An operation's argument checks cache queries, so that equal calls share one object. Comparing identity saves a hash.
+    if query is not chosen.latest:
         if query not in chosen.confirmed:
             check_results(chosen, call, results)
             if len(chosen.confirmed) >= CONFIRMED:
@@ -94,7 +93,11 @@ def _name(variant: str, query: Query) -> str:
 
 
 def _constant_name(variant: str, *query: Any) -> str:
-    """Return the name of the variant, as a constant for ``torch.compile``: shapes are known when a graph is traced."""
+    """Return the name of the variant, as a constant for ``torch.compile``: shapes are known when a graph is traced.
+
+    ``query`` holds the fields of a :class:`Query`. While it traces, the compiler can pass such a function strings, flags and
+    tuples, but no named tuple.
+    """
     return _name(variant, Query(*query))
 
 
@@ -114,7 +117,7 @@ def _checked(variant: str, query: Query) -> str:
 
 
 def forget() -> None:
-    """Clear the caches of choices and of checked names."""
+    """Clear the caches of choices and of checked names, so that later calls see changed tables or variants."""
     choose.cache_clear()
     _checked.cache_clear()
 
@@ -127,9 +130,10 @@ def able(operation: Operation[..., Any], query: Query) -> list[str]:
 def measured_near(operation: Operation[..., Any], query: Query) -> Measured | None:
     """Return the measured times of the call nearest to a query, or ``None``.
 
-    It is ``None`` too for a device that this machine does not have, and for one that computes nothing, such as the meta device.
+    It is ``None`` too for a pretended device (:mod:`onelaunch.device.architectures`), for CUDA on a machine without it, and for
+    a device that computes nothing, such as the meta device.
     """
-    if architecture_of(torch.device(query.device)) is not None:
+    if architecture_of(torch.device(query.device)) is not None:  # None for a real device
         return None
     if query.device_type != "cpu" and not (query.device_type == "cuda" and torch.cuda.is_available()):
         return None

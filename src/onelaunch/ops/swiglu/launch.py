@@ -90,42 +90,54 @@ class ProductTiles:
         return {**constants, "num_warps": self.warps, "num_stages": self.stages}
 
     def mma(self, mma_dtype: tl.dtype) -> Mma:
-        """Return the matrix instruction that products of this dtype must compile to; its M dimension is ``n`` weights' rows."""
+        """Return the matrix instruction that products of this dtype must compile to.
+
+        The weights are the left operand, so the M dimension of the instruction is ``n``, and not ``m``.
+        """
         if mma_dtype is tl.float32:
             return Mma.NONE
         return mma_of(self.n)
 
 
 @remembered
-def product_tiles(rows: int, columns: int, mma_dtype: str, stored: float, products: int, count: int, shared: int) -> ProductTiles:
+def product_tiles(
+    rows: int, columns: int, mma_dtype: str, element_bytes: float, products: int, count: int, shared: int
+) -> ProductTiles:
     """Return the tiles for h ``[rows, columns]``. They are not measured yet.
 
-    A tile has up to 128 rows, so that the weights are read few times. It has 64 columns of both products or 128 of one, and 32 if
-    there are few rows and some SMs would have no tile. float32 products consist of single multiplications with operands in
-    registers, and NVFP4 codes are decoded in registers; larger tiles than these spill. The number of stages, from 2 to 5 (3 for
-    float32, whose time is that of the multiplications), lets two CTAs share an SM.
+    Rows: up to 128, so that the weights are read few times. float32 products consist of single multiplications with operands
+    in registers, and NVFP4 codes are decoded in registers. Larger tiles spill. So float32 products
+    and NVFP4 weights have tiles of up to 64 rows, and float32 products of NVFP4 weights up to 16.
+
+    Columns: 64 of both products or 128 of one; float32 tiles have half as many. With few rows they are halved, down to 32, as
+    long as some SMs would have no tile.
+
+    Stages: from 2 to 5 (3 for float32, whose time is that of the multiplications), so that two CTAs share the shared memory of
+    an SM.
 
     Args:
         rows: Number of rows, M.
         columns: Number of columns, N.
         mma_dtype: Dtype that is multiplied, a name of :data:`MMA_DTYPES`.
-        stored: Bytes of an element in memory: 4, 2, 1, or 0.5 for NVFP4 weights.
+        element_bytes: Bytes of an element of the weights in memory: 4, 2, 1, or 0.5 for NVFP4.
         products: Number of products that a CTA computes, 1 or 2.
         count: Number of SMs.
         shared: Bytes of shared memory that a CTA may have.
     """
-    wide, codes = mma_dtype == "fp32", stored < 1
-    most = (16 if codes else 64) if wide else 64 if codes else 128
+    fp32, nvfp4 = mma_dtype == "fp32", element_bytes < 1
+    most = (16 if nvfp4 else 64) if fp32 else 64 if nvfp4 else 128
     m = next((size for size in (16, 32, 64) if rows <= size or size == most), most)
-    n = columns_for(rows, columns, m, (64 if wide else 128) // products, count)
+    n = columns_for(rows, columns, m, (64 if fp32 else 128) // products, count)
     k = 64
-    if wide and not codes:
+    if fp32 and not nvfp4:
         k = 32
-    elif mma_dtype == "fp8e4nv" or (codes and not wide and m == 16):
+    elif mma_dtype == "fp8e4nv" or (nvfp4 and not fp32 and m == 16):
         k = 128
-    held = 2 if stored == 1 and mma_dtype == "fp16" else stored  # decoded float8 takes space as well
-    stage = int((m * (2 if codes else held) + products * n * held) * k)
-    stages = max(2, min(3 if wide else 5, shared // (2 * stage)))
+    # float8 that is multiplied as float16 counts as 2 bytes, because the decoded elements take space as well.
+    weight_bytes = 2 if element_bytes == 1 and mma_dtype == "fp16" else element_bytes
+    x_bytes = 2 if nvfp4 else weight_bytes
+    stage = int((m * x_bytes + products * n * weight_bytes) * k)
+    stages = max(2, min(3 if fp32 else 5, shared // (2 * stage)))
     return ProductTiles(m, n, k, stages, warps=8 if m * n >= 64 * 128 else 4)
 
 
@@ -137,7 +149,7 @@ def mma_dtype_of(x: Matrix, dtype: torch.dtype, *, native: bool) -> str:
     """Return the name of the dtype that is multiplied for a result in ``dtype``; kernels/product.py gives the reasons.
 
     Args:
-        x: Rows of the call.
+        x: Left operand ``[M, K]`` of the call, the rows that are multiplied by both weights.
         dtype: Dtype of h.
         native: Flag that the device multiplies float8.
     """
@@ -193,8 +205,10 @@ def fused(x: Matrix, w_gate: Matrix, w_up: Matrix, dtype: torch.dtype, products:
 
 
 def up(x: Matrix, w_up: Matrix, gate: torch.Tensor, dtype: torch.dtype, kept: torch.Tensor | None) -> torch.Tensor:
-    """Return ``h [M, N]`` from the product ``gate [M, N]`` and that of up, which is also stored to ``kept`` if given.
+    """Multiply x by ``w_up`` and return ``h [M, N]``.
 
+    ``gate [M, N]`` is the product of x with the gate's weight, before SiLU, which an earlier launch has computed.
+    If ``kept [M, N]`` is given, the product with ``w_up`` is stored there for the backward pass; its rows may have any stride.
     NVFP4 operands are not supported.
     """
     (rows, inner), columns = x.values.shape, w_up.values.shape[0]
@@ -249,7 +263,7 @@ def block_scaled(x: Matrix, w_gate: Matrix, w_up: Matrix, dtype: torch.dtype, *,
     h = torch.empty((rows, columns), dtype=dtype, device=x.values.device)
     Launch(
         block_scaled_kernels.block_scaled_kernel, (cdiv(rows, BLOCK_SCALED["BM"]) * cdiv(columns, BLOCK_SCALED["BN"]),),
-        *codes, *blocks, *scales, h, rows, columns, 2 * half, half, half, half,
+        *codes, *blocks, *scales, h, rows, columns, 2 * half, half, half, half,  # the last three are the strides of the codes
         SWIZZLED=swizzled, mma=Mma.WIDEST, num_warps=BLOCK_SCALED_WARPS, **BLOCK_SCALED,
     ).run()  # fmt: skip
     return h

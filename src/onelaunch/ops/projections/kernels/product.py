@@ -1,13 +1,20 @@
-"""The wide product of all segments, with each segment's activation applied to the sums in registers.
+"""One matrix product for all segments of a packed projection, with the activations applied to the sums in registers.
 
-Computes   y = activation(x w^T + bias), and for a backward pass what ``autograd.py`` saves (rstd, kept)
-Grid       one CTA per tile [BM, BN] of y, ordered in swaths of GROUP tiles of rows: CTAs that run at the same time share
-           weights and rows of x in the L2 cache. A tile of columns lies in one segment. Where heads are normalized it holds as
-           many whole heads as fit, or one. All warps do the same work.
+A segment is a block of rows of the packed weight, and so of columns of y, that has an activation of its own: a layer's queries,
+keys, values, gate or decays (``Segment`` in ``layout.py``). ``launch.epilogue`` launches the kernel.
+
+Computes   y [M, PITCH] = activation(x [M, D] weight [N, D]^T + bias). For a backward pass also rstd [M, NORM_PITCH], which is
+           1 / sqrt(sum(z^2) + eps) of every normalized head, and kept [M, KEPT_PITCH], which is z = x weight^T + bias of the
+           segments with SiLU.
+Grid       one CTA per tile [BM, BN] of y, in groups of GROUP tiles of rows (as in Triton's matrix product tutorial): CTAs that
+           run at the same time share weights and rows of x in the L2 cache. A tile of columns lies in one segment. If heads are
+           normalized, a tile holds BN / head_size whole heads. If head_size is not a power of 2, a tile holds one head, and its
+           other columns are idle. All warps do the same work.
 On chip    [BM, BN] sums in float32 registers; Triton pipelines x [BM, BK] and the weight [BK, BN] through shared memory.
 Memory     reads x once per BN columns and the weight once per BM rows, writes every result once.
 Protocol   CTAs do not exchange anything.
-Numerics   products of float32 do not use TF32; activations see sums in float32, which no variant of two launches gives them.
+Numerics   products of float32 do not use TF32. Activations are computed from the float32 sums. A variant of two launches
+           rounds the sums to the dtype of y in between.
 Edges      rows beyond the end repeat the last one and are not stored; channels beyond the end are zeros of x.
 Source     experiment 058; docs/notebook/projections.md.
 """
@@ -28,8 +35,12 @@ def epilogue_kernel(
 ):  # fmt: skip
     """Compute one tile of y: see the top of the file.
 
-    FIRSTS holds each segment's first tile of columns, and behind them the number of tiles. STEPS holds the columns of a
-    segment's tiles, HEADS the columns that a normalized head takes of a tile.
+    The constants in the plural are tuples with an entry per segment: FIRSTS the index of its first tile of columns, and in an
+    additional last entry the number of tiles; STEPS the number of columns that a tile of it computes, at most BN; HEADS the
+    columns of a tile per normalized head (BN if nothing is normalized or the tile holds one head); WIDTHS its number of
+    columns; ROWS its first row of the weight; COLUMNS its first column of y. NORMS, KEPTS and BIASES hold the first column in
+    rstd, the first column in kept and the first element in bias, or NOTHING. NORMALIZERS hold the divisors of log-sigmoids.
+    PITCH, NORM_PITCH and KEPT_PITCH are the elements from one row of y, rstd and kept to the next. EVEN: BK divides D.
     """
     pid = tl.program_id(0)
     tiles_m, tiles_n = tl.cdiv(M, BM), FIRSTS[len(WIDTHS)]
@@ -38,12 +49,12 @@ def epilogue_kernel(
     index = pid % (GROUP * tiles_n)
     m = ((first + index % high) * BM + tl.arange(0, BM)).to(tl.int64)
     tile = index // high
-    row, count = 0, 0  # first row of the weight, and number of rows, of this tile
+    row, count = 0, 0  # the tile's first row of the weight, and its number of rows
     for s in tl.static_range(len(WIDTHS)):
         inside = (tile >= FIRSTS[s]) & (tile < FIRSTS[s + 1])
-        behind = (tile - FIRSTS[s]) * STEPS[s]
-        row = tl.where(inside, ROWS[s] + behind, row)
-        count = tl.where(inside, tl.minimum(STEPS[s], WIDTHS[s] - behind), count)
+        preceding = (tile - FIRSTS[s]) * STEPS[s]  # columns of the segment before this tile
+        row = tl.where(inside, ROWS[s] + preceding, row)
+        count = tl.where(inside, tl.minimum(STEPS[s], WIDTHS[s] - preceding), count)
 
     at, k = tl.arange(0, BN), tl.arange(0, BK)
     x_rows = x + tl.minimum(m, M - 1)[:, None] * x_stride
@@ -57,7 +68,7 @@ def epilogue_kernel(
             a = tl.load(x_rows + (start + k)[None, :], mask=(start + k < D)[None, :], other=0.0)
             b = tl.load(w_rows + tl.minimum(start + k, D - 1)[:, None])
         v = tl.dot(a, b, v, input_precision="ieee")
-    v = tl.where((at < count)[None, :], v, 0.0)
+    v = tl.where((at < count)[None, :], v, 0.0)  # columns beyond `count` repeat a row of the weight; norms must not count them
 
     for s in tl.static_range(len(WIDTHS)):
         if (tile >= FIRSTS[s]) & (tile < FIRSTS[s + 1]):
