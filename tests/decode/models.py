@@ -1,4 +1,4 @@
-"""Models and checkpoint files shared by the decoding tests."""
+"""Small models and checkpoint files shared by the decoding tests."""
 
 from __future__ import annotations
 
@@ -27,44 +27,53 @@ SMALL = ModelConfig(
     dtype=torch.float32,
     eos_token_ids=(0,),
 )
+"""Qwen3 model with GQA (two query heads to a KV head), small enough for the CPU. The other configurations differ from it."""
 
 CONFIGS = {
     "tied": SMALL,
     "untied_with_biases": replace(SMALL, tie_word_embeddings=False, attention_bias=True, rms_norm_eps=1e-5),
+    # One KV head for all query heads (MQA).
     "one_key_head": replace(SMALL, num_key_value_heads=1, head_dim=16, rope_theta=1e6),
+    # A KV head for each query head (MHA).
     "a_key_head_each": replace(SMALL, num_key_value_heads=4, num_hidden_layers=3),
     "linear": replace(SMALL, rope_scaling=LinearScaling(3.0)),
     "yarn": replace(SMALL, rope_scaling=YarnScaling(4.0, 128)),
+    # All options of YaRN that have defaults: beta_fast, beta_slow, attention_factor and truncate.
     "yarn_with_choices": replace(SMALL, rope_scaling=YarnScaling(2.0, 64, 24.0, 2.0, 1.25, truncate=False)),
     "llama3": replace(SMALL, rope_theta=5e4, rope_scaling=Llama3Scaling(8.0, 128, 1.0, 4.0)),
 }
+"""Configurations of models by name: head layouts, biases, tied and untied LM head, and each RoPE scaling."""
 
-KINDS = {LinearScaling: "linear", YarnScaling: "yarn", Llama3Scaling: "llama3"}
+ROPE_TYPES = {LinearScaling: "linear", YarnScaling: "yarn", Llama3Scaling: "llama3"}
+"""Value of ``rope_type`` in ``config.json`` for each class of RoPE scaling."""
 
 
 def as_dict(config: ModelConfig) -> dict[str, Any]:
-    """Return the content of ``config.json`` for a configuration."""
-    named = {name: value for name, value in vars(config).items() if name not in ("dtype", "eos_token_ids", "rope_scaling")}
-    named |= {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "dtype": str(config.dtype).removeprefix("torch.")}
-    named["eos_token_id"] = list(config.eos_token_ids)
+    """Return the content of a Hugging Face ``config.json`` for a configuration."""
+    content = {name: value for name, value in vars(config).items() if name not in ("dtype", "eos_token_ids", "rope_scaling")}
+    content |= {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "dtype": str(config.dtype).removeprefix("torch.")}
+    content["eos_token_id"] = list(config.eos_token_ids)
     if (scaling := config.rope_scaling) is not None:
-        given = {name: value for name, value in vars(scaling).items() if value is not None}
-        named["rope_parameters"] = given | {"rope_type": KINDS[type(scaling)], "rope_theta": config.rope_theta}
-    return named
+        parameters = {name: value for name, value in vars(scaling).items() if value is not None}
+        content["rope_parameters"] = parameters | {"rope_type": ROPE_TYPES[type(scaling)], "rope_theta": config.rope_theta}
+    return content
 
 
 def write(folder: Path, weights: Weights, shards: int = 1) -> Path:
-    """Write weights and configuration as a Hugging Face folder."""
+    """Write weights and configuration as a Hugging Face folder, and return the folder.
+
+    With several ``shards``, tensors are dealt to the files in turn, and an index file names the file of each tensor.
+    """
     config = weights.config
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(as_dict(config)))
-    held = weights.tensors()
-    tensors = {file_name: held[name] for name, file_name, _ in parts(config)}
+    by_field = weights.tensors()
+    tensors = {checkpoint_name: by_field[field] for field, checkpoint_name, _ in parts(config)}
     if shards == 1:
         save_file(tensors, folder / "model.safetensors")
         return folder
-    homes = {name: f"model-{number % shards}.safetensors" for number, name in enumerate(tensors)}
-    for file in set(homes.values()):
-        save_file({name: tensor for name, tensor in tensors.items() if homes[name] == file}, folder / file)
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": homes}))
+    file_of = {name: f"model-{number % shards}.safetensors" for number, name in enumerate(tensors)}
+    for file in set(file_of.values()):
+        save_file({name: tensor for name, tensor in tensors.items() if file_of[name] == file}, folder / file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": file_of}))
     return folder

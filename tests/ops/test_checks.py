@@ -1,6 +1,7 @@
 """Tests of argument checks: each error names the argument, its value, and what it must be.
 
-Arguments that only ``gla`` takes are tested in ``test_gla_contract.py``.
+Tests change a small valid call, which :func:`~tests.ops.cases.arguments_of` makes: float32 on the CPU, with B = 2, T = 9, D = 5
+(columns of ``x``) and V = 6. Arguments that only ``gla`` takes are tested in ``test_gla_contract.py``.
 """
 
 from __future__ import annotations
@@ -43,14 +44,19 @@ both_scans = pytest.mark.parametrize("operation", SCANS, ids=lambda operation: o
 
 @pytest.fixture
 def refused(prose: Prose) -> Callable[..., Any]:
-    """Expect a call to raise an error that names an argument and is worded as recorded."""
+    """Return a function that expects a call to raise an error, and compares its message with the recorded one.
 
-    def call(operation: Any, error: Any, named: str, /, **changes: Any) -> Any:
+    It takes the operation, the class of the error, and a regular expression of which the message must hold a match: mostly just
+    the name of the wrong argument. Its keyword arguments replace arguments of a valid call.
+    """
+
+    def call(operation: Any, error: Any, pattern: str, /, **changes: Any) -> Any:
         arguments = arguments_of(operation) | changes
-        with prose.raises(error, match=rf"(?<!\w){named}(?!\w)") as caught:
+        with prose.raises(error, match=rf"(?<!\w){pattern}(?!\w)") as caught:
             operation(**arguments)
         assert isinstance(caught.value, OneLaunchError)
-        assert not named.isidentifier() or named in getattr(caught.value, "argument", named)
+        # If the pattern is the name of an argument, an error with the attribute ``argument`` must hold it there too.
+        assert not pattern.isidentifier() or pattern in getattr(caught.value, "argument", pattern)
         assert "\n" not in str(caught.value)
         return caught.value
 
@@ -64,6 +70,7 @@ def refused(prose: Prose) -> Callable[..., Any]:
 @pytest.mark.parametrize("shape", [(9, 6), (6,), (), (1, 2, 9, 6)])
 @pytest.mark.parametrize("argument", ["first", "log_decay", "gate"])
 def test_wrong_rank(operation, argument, shape, refused):
+    """The first argument is ``v`` or ``x``, depending on the operation."""
     argument = first_of(operation) if argument == "first" else argument
     error = refused(operation, ShapeError, argument, **{argument: -torch.ones(shape)})
     assert error.argument == argument
@@ -99,6 +106,7 @@ def test_initial_state_of_wrong_rank(operation, refused):
 
 @both_scans
 def test_initial_state_counts_packed_sequences(operation, prose):
+    """An initial state has a row per sequence. With packing these are the three sequences, whereas B is 1."""
     arguments = arguments_of(operation, B=1, lengths=(4, 0, 5)) | {"initial_state": torch.zeros(1, 6)}
     with prose.raises(ShapeError):
         operation(**arguments)
@@ -163,8 +171,8 @@ def test_weight_on_another_device(refused):
 
 
 @both_scans
-@pytest.mark.parametrize(("value", "said"), [(0.25, "0.25"), (float("nan"), "NaN"), (float("inf"), "inf")])
-def test_an_invalid_log_decay_value(operation, value, said, refused):
+@pytest.mark.parametrize("value", [0.25, float("nan"), float("inf")])
+def test_an_invalid_log_decay_value(operation, value, refused):
     log_decay = -torch.ones(2, 9, 6)
     log_decay[1, 4, 3] = value
     refused(operation, ValueRangeError, "log_decay", log_decay=log_decay)
@@ -212,13 +220,15 @@ def test_a_mistake_is_named_at_every_call(operation):
 
 @both_scans
 def test_cache_keys_of_checks_distinguish_calls(operation):
+    """The dispatch key (query) of a call is cached. A call that differs in gradient or dtype must not find another call's key."""
     arguments = arguments_of(operation)
     plain = operation.bind(**arguments).query()
-    assert operation.bind(**arguments).query() is plain
+    assert operation.bind(**arguments).query() is plain, "the same call finds the cached key"
     arguments["gate"].requires_grad_()
     assert operation.bind(**arguments).query() == plain._replace(grad=True)
     with torch.no_grad():
         assert operation.bind(**arguments).query() == plain
+    # Outside of no_grad, the gate asks for a gradient again. An argument given as None changes nothing.
     assert operation.bind(**arguments, cu_seqlens=None).query().grad
     arguments = {name: value.half() if isinstance(value, torch.Tensor) else value for name, value in arguments.items()}
     arguments["initial_state"] = None
@@ -286,6 +296,7 @@ def test_a_variant_that_cannot_run_here(operation, variant, prose):
 
 @pytest.mark.parametrize("operation", [LINEAR_RNN, GLA], ids=lambda operation: operation.name)
 def test_fla_cannot_run_here(operation):
+    """The variant that calls the package fla (flash-linear-attention) needs the package and CUDA tensors."""
     with pytest.raises(VariantUnsupported, match=r"fla|CUDA"):
         operation(**arguments_of(operation), variant="fla")
 
@@ -351,6 +362,7 @@ def test_no_columns_of_x(variant):
 @both_scans
 @pytest.mark.parametrize("empty", ["B", "T", "V"])
 def test_kernels_refuse_empty_inputs(operation, empty, prose):
+    """In the interpreter the kernels could run on the CPU, so the empty size alone rules them out. ``auto`` finds a variant."""
     given: dict[str, Any] = {"initial_state": True, "final_state": True, empty: 0}
     arguments = arguments_of(operation, **given)
     for variant in triton_variants(operation):

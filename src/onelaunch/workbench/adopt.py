@@ -54,6 +54,7 @@ def adopt(results: Sequence[Result], into: Path | None = None) -> Path:
         raise ResultMismatch(f"A table holds the times of one device, but {devices}. Adopt the results of one device at a time.")
     path = into / f"{names[0]}.json"
     device, sources, rows = _read(path)
+    # The file name of a CPU's table is a shortened form of the CPU's name. The dispatcher ignores a table of another CPU.
     if names[0].startswith("cpu-") and device not in (None, results[-1].provenance.device):
         raise ResultMismatch(
             f"{path} holds times of {device}, but the results are of {results[-1].provenance.device}. Name another folder."
@@ -129,7 +130,8 @@ def _row(
 def _rows(result: Result) -> list[dict[str, Any]]:
     """Return a row for each shape and direction with a usable time.
 
-    Shapes with an option that no flag shows are left out, because the dispatcher could not tell them from other calls.
+    The dispatcher looks a call up by sizes, dtype and the flags of its :class:`~onelaunch.operation.Query`, such as ``packed``. A
+    shape with an option that changes no flag is left out, because the dispatcher could not tell it from other calls.
     """
     dimensions = find_operation(result.study.operation).dimensions
     rows = []
@@ -141,22 +143,26 @@ def _rows(result: Result) -> list[dict[str, Any]]:
             times = {cell.variant: time for cell in cells if (time := _adoptable(result, cell)) is not None}
             if times:
                 sizes = {name: shape.sizes[name] for name in dimensions}
-                fastest_first = dict(sorted(times.items(), key=lambda entry: entry[1]))
+                fastest_first = dict(sorted(times.items(), key=lambda entry: entry[1]))  # for people who open the table
                 rows.append(_row(result.study.operation, direction, shape.dtype, flags, sizes, fastest_first))
     return rows
 
 
 def _flags(study: Study, shape: Shape) -> list[str] | None:
-    """Return the flags by which the dispatcher recognises the options of a shape, or ``None`` if an option shows in no flag."""
+    """Return the query flags by which the dispatcher recognizes the options of a shape.
 
-    def shown(options: Mapping[str, Any]) -> frozenset[str]:
+    Returns:
+        Sorted flags, or ``None`` if an option changes no flag: without it the shape would have the same ones.
+    """
+
+    def flags_with(options: Mapping[str, Any]) -> frozenset[str]:
         given: dict[str, Any] = {**shape.sizes, **options}
-        return frozenset(operation.query(operation.case(shape.dtype, **given), "cpu").flags)
+        return frozenset(operation.query(operation.case(shape.dtype, **given), "cpu").flags)  # the device is not compared
 
     operation = find_operation(study.operation)
-    flags = shown(shape.options)
+    flags = flags_with(shape.options)
     for option in shape.options:
-        if shown({name: value for name, value in shape.options.items() if name != option}) == flags:
+        if flags_with({name: value for name, value in shape.options.items() if name != option}) == flags:
             return None
     return sorted(flags)
 
@@ -172,7 +178,7 @@ def _adoptable(result: Result, cell: Cell) -> float | None:
     if timing is None or not verified or cell.status != "ok" or cell.control:
         return None
     for time in (timing.microseconds.median, *timing.rounds):
-        if not is_time(time) or not round(time, 3):
+        if not is_time(time) or not round(time, 3):  # a table stores nanoseconds, and a time below half of one would become 0
             raise ResultMismatch(
                 f"{cell.variant} at {cell.shape} takes {time:g} µs in the result of {result.study.name}, but a time must be a "
                 "positive number. Run the study again, or restore the file."

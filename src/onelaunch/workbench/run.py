@@ -1,8 +1,8 @@
 """Run a study: plan, verify, time, count, judge its criteria, decide. Finished measurements are never lost.
 
-The cases (a shape in one direction each) run one after another, and the partial result is saved after each. A variant that
-raises, runs out of memory or is incorrect is recorded as such, and the others continue. Ctrl-C ends the run early with everything
-that was measured.
+A case is a shape in one direction, ``forward`` or ``forward_backward``. Cases run one after another, and the partial result is
+saved after each. A variant that raises, runs out of memory or is incorrect is recorded as such, and the others continue.
+Ctrl-C ends the run early with everything that was measured.
 """
 
 from __future__ import annotations
@@ -99,18 +99,19 @@ def run_study(
         force: Whether to replace an existing result.
         resume: Whether to continue an interrupted or killed run, whose partial result is read from its file. Without one the run
             begins anew. Study, device, software, commit and rounds must be the same.
-        processes: Number of processes that first make every call once, so that their compiled code is in the cache. The device
-            needs memory for as many calls. 0 for none.
+        processes: Number of processes that make every call of the study once before anything is measured, so that its compiled
+            kernels are in the cache; 0 for none. Each makes one call at a time, and the device needs memory for all of them.
         command: Command line for the result's provenance; this process's own by default.
-        steps: Functions that use the device; for tests.
+        steps: Functions that use the device: they read its peaks, measure a case, count and compile. Tests replace them.
 
     Returns:
         The result, as saved. After Ctrl-C its ``interrupted`` is true, and unfinished measurements have that status.
 
     Raises:
         NoDeviceError: The device does not exist here.
-        StudyError: The study has no shapes of this scale.
-        ResultExists: The file, or the partial result of a killed run, exists. Raised before anything is measured.
+        StudyError: The study has no shapes of this scale, or a name in it is not allowed in a file.
+        ResultExists: The file, or the partial result of a killed run, exists, and neither ``force`` nor ``resume`` applies.
+            Raised before anything is measured.
         OutputUnwritable: The file cannot be written. Raised before anything is measured.
         ResultUnsaved: The file could not be written at the end. Holds the result.
         ResultMismatch: The interrupted run has another study, device, software, commit, scale or number of rounds.
@@ -122,19 +123,23 @@ def run_study(
     chosen = scale_for(where.type) if scale == "auto" else scale
     if not study.at_scale(chosen):
         raise _no_shapes(study, chosen)
-    # A resumed run takes over the peaks, so that all bounds of a result are computed from the same peaks.
+    # A resumed run takes over the measured peaks of the device (bandwidth, FLOP rates, launch time), so that all roofline bounds
+    # of a result are computed from the same peaks.
     ceilings = earlier.ceilings if earlier else StoredCeilings(**asdict(steps.ceilings(str(where))))
     cap = time_cap or (QUICK_SECONDS if quick else TIME_CAP_SECONDS[chosen])
     options = RunOptions(rounds or study.rounds, cap, quick=quick, count=count, command=command)
     run = Run(plan_study(study, ceilings, str(where), chosen), where, ceilings, options, steps, on_progress or (lambda _: None))
     if earlier is not None:
+        # The path is for messages: an existing result is read first, and the partial file only in its absence.
         run.resume_from(earlier, partial_path(path) if not path.exists() else path)
     run.measure_all(processes, partial_path(path))
     return _saved(run.result(interrupted=run.stopped), path, force=force or earlier is not None)
 
 
 def _before_anything_runs(study: Study, path: Path, *, force: bool, resume: bool) -> Result | None:
-    """Check names and the output file, and return the interrupted run to continue, or ``None`` for a new run."""
+    """Check the study's names and the output file, and return the interrupted run to continue, or ``None`` for a new run."""
+    # A study made in Python may have names that a study file may not, such as ones with markup. They become names of files and
+    # parts of reports and plots, so the study is validated again by the rules for files.
     try:
         Study.model_validate(study.model_dump(), context=FROM_A_FILE)
     except ValidationError as error:
@@ -162,13 +167,14 @@ def _saved(result: Result, path: Path, *, force: bool) -> Result:
 
 def _no_shapes(study: Study, scale: Scale) -> StudyError:
     """Return the error of a study that has no shapes of a scale."""
-    there = sorted({shape.scale for shape in study.shapes})
+    declared = sorted({shape.scale for shape in study.shapes})
     default = Shape.model_fields["scale"].default
     return StudyError(
         study.name,
         f"declares no shape of {scale} scale, which is the default on {'a CPU' if scale == 'small' else 'a GPU'}. Its "
-        f"{len(study.shapes)} shapes are of {there[0]} scale (a shape that names no scale is of {default} scale).",
-        advice=f'Pass {{scale}} {there[0]}, or declare a shape with scale = "{scale}".',
+        f"{len(study.shapes)} shapes are of {declared[0]} scale (a shape that names no scale is of {default} scale).",
+        # The error replaces {scale} by the name of the argument or the command-line option.
+        advice=f'Pass {{scale}} {declared[0]}, or declare a shape with scale = "{scale}".',
     )
 
 
@@ -181,10 +187,17 @@ def is_resumable(path: Path) -> bool:
 
 
 def interrupted_run(path: Path, *, force: bool = False) -> Result | None:
-    """Return the result of an interrupted run, or the partial result of a killed one; ``None`` if there is neither.
+    """Return the result of an interrupted run, or the partial result of a killed one.
+
+    Args:
+        path: File of the result. It is looked at first, then :func:`partial_path` of it.
+        force: Flag to treat a finished run as absent, so that a new one replaces it.
+
+    Returns:
+        The result to resume, or ``None`` if there is none and a new run begins.
 
     Raises:
-        ResultExists: The run was finished, and ``force`` does not allow to replace it.
+        ResultExists: The run was finished, and ``force`` is not set.
     """
     found = next((Result.load(each) for each in (path, partial_path(path)) if each.exists()), None)
     if found is None or found.interrupted:
