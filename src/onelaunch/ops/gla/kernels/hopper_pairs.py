@@ -14,7 +14,7 @@ Registers  are what is scarce. That is why factors are recomputed (``reciprocal`
 from onelaunch.kernels.gluon.compat import fence_async_shared, gl, gluon, warpgroup_mma, warpgroup_mma_wait
 from onelaunch.ops.gla.kernels.hopper_tiles import LOG2E, PANEL, C, exp2_flushed, ones_where, opaque_zero, store_split
 
-LONGEST = gl.constexpr(-512.0)
+MIN_LOG2_SUM = gl.constexpr(-512.0)
 """Base-2 logarithm of a decay within a chunk down to which a difference of two such float32 sums gives a decay to 2^-12.
 
 Beyond it, differences are noise, and decays are summed on their own.
