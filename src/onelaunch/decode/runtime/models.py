@@ -52,12 +52,18 @@ class PreparedKernels:
         self._written = writes
 
     def _writes(self) -> int:
-        """Return how often PyTorch wrote to the tensors in place: the sum of their version counters."""
+        """Return how often PyTorch wrote to the tensors in place: the sum of their version counters.
+
+        Inference tensors have no version counter, so writes to them are not noticed.
+        """
         return sum([tensor._version for tensor in self._tensors if not tensor.is_inference()])  # noqa: SLF001
 
 
 class CapturedSteps(Generic[Captured]):
-    """PyTorch steps that were captured for a model. All sequences share their memory.
+    """PyTorch steps that were captured as CUDA graphs for a model.
+
+    Sequences may replay the same graph, in the same memory. So replays are enqueued under a lock, and replays on different
+    streams run in that order.
 
     Args:
         device: Device of the weights.
@@ -97,7 +103,7 @@ class Models:
 
     def captured(self, weights: Weights) -> CapturedSteps[Any]:
         """Return the captured steps of a model."""
-        found = self._captured.get(weights)
+        found = self._captured.get(weights)  # no lock: two threads that come here at once get one object from ``setdefault``
         return self._captured.setdefault(weights, CapturedSteps(weights.device)) if found is None else found
 
     def discard(self, weights: Weights) -> None:

@@ -1,4 +1,12 @@
-"""The oracle of ``gla``, and the inputs on which variants are judged."""
+"""Reference of gated linear attention (``gla``), random inputs for its cases, and the dispatch key of a case.
+
+The reference computes, for each sequence and head, from log-decays g (per key channel or head) and gv (per value channel):
+
+    S_t = diag(exp(g_t)) S_{t-1} diag(exp(gv_t)) + k_t^T v_t;  o_t = scale * q_t S_t
+
+The framework compares the results of every variant with those of the reference (the operation's oracle) in float64.
+:func:`recurrence` is also the loop of the PyTorch variant (variants/torch.py).
+"""
 
 from __future__ import annotations
 
@@ -29,12 +37,15 @@ DECAY_PER = ("channel", "head")
 """Values of the option ``decay_per``: ``g`` is ``[B, T, H, K]`` or ``[B, T, H]``."""
 
 SIDE_BY_SIDE = (1 << 18, 1 << 25)
-"""Bytes that the states of segments computed at once may take, on a CPU (its caches) and elsewhere."""
+"""Largest size in bytes of the states of all segments that run side by side: on a CPU, and on other devices.
+
+The states of a CPU should stay in its caches. The index is ``device.type != "cpu"``.
+"""
 
 KEPT_STATES = 1 << 28
-"""Bytes of states that the loop may save for its backward pass.
+"""Largest size in bytes of the states that the loop over time saves for its backward pass.
 
-Beyond, it saves some and computes the others again (checkpointing).
+If all states are larger, it saves some of them and recomputes the others in the backward pass (checkpointing).
 """
 
 
@@ -52,11 +63,11 @@ def reference(
     state_v_first: bool = False,
     cu_seqlens: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Compute ``gla`` step by step, sequence by sequence, in the dtype of the arguments (float64 when judging).
+    """Compute ``gla`` step by step, sequence by sequence, in the dtype of the arguments (float64 when variants are checked).
 
-    A long sequence is cut into equal segments, which start from zero states and run side by side. What the segments before
-    leave is added afterwards. These are sums of the same products in another order, with only as many serial steps as a segment
-    has.
+    A long sequence is cut into equal segments, which start from zero states and run side by side (:func:`_segmented_scan`).
+    The contribution of the state that enters each segment is added afterwards. These are sums of the same products in another
+    order, in fewer serial steps.
     """
     if state_v_first and initial_state is not None:
         initial_state = initial_state.mT
@@ -80,8 +91,8 @@ def recurrence(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return ``o [B, T, H, V]`` and the final state ``[N, H, K, V]``, in the dtype of the arguments, by a loop over time.
 
-    ``q`` is already scaled. ``side_by_side`` is the number of bytes that the states of segments which run at once may take; 0
-    runs all steps one after another.
+    ``q`` is already scaled. ``side_by_side`` bounds the bytes of the states of segments that run side by side; with 0 all steps
+    run one after another.
     """
     sequences = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     if initial_state is None:
@@ -95,6 +106,7 @@ def recurrence(
     parts = Part(q, k, v, g if g.dim() == 4 else g[..., None], gv).split(lengths)
     outputs, finals = [], []
     for state, part in zip(states, parts, strict=True):
+        # With S segments there are T / S serial steps, then S serial additions of states: fewest for the square root of T.
         most = side_by_side // max(state.numel() * state.itemsize, 1)
         o, state = _segmented_scan(state, part, max(1, min(most, math.isqrt(part.q.shape[1]))))
         outputs.append(o)
@@ -105,7 +117,10 @@ def recurrence(
 def _single_step(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, gv: torch.Tensor | None, state: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the output and the state of one step of every sequence, as decoding takes it: few, small operations."""
+    """Return the output and the state after a single step of every sequence, in few operations, since decoding takes this path.
+
+    The tensors have T = 1; ``state`` is ``[N, H, K, V]``.
+    """
     state = state * (g if g.dim() == 4 else g[..., None]).exp()[:, 0, :, :, None]  # [N, H, K, V]
     if gv is not None:
         state = state * gv.exp()[:, 0, :, None]
@@ -114,7 +129,10 @@ def _single_step(
 
 
 class Part(NamedTuple):
-    """Some consecutive steps of one sequence, or of a batch of sequences."""
+    """Inputs of consecutive steps of one sequence, or of a batch of sequences, ``[N, T, H, ...]``.
+
+    The log-decay ``g`` is ``[N, T, H, K]`` or ``[N, T, H, 1]``.
+    """
 
     q: torch.Tensor
     k: torch.Tensor
@@ -140,7 +158,10 @@ def _fold(x: torch.Tensor, segments: int) -> torch.Tensor:
 
 
 def _segmented_scan(state: torch.Tensor, part: Part, segments: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return ``o`` of all steps of a part, and the state behind them, with the segments run side by side."""
+    """Return ``o`` of all steps of a part, and the state after them, with ``segments`` equal segments run side by side.
+
+    Steps that are left over, fewer than ``segments``, run one after another at the end.
+    """
     if segments < 2:
         return _loop(state, part)
     steps = part.q.shape[1]
@@ -148,24 +169,24 @@ def _segmented_scan(state: torch.Tensor, part: Part, segments: int) -> tuple[tor
     side_by_side = most.folded(segments)
     zeros = state.new_zeros(segments * state.shape[0], *state.shape[1:])
     o, added = _loop(zeros, side_by_side)
-    # Decay from the start of a segment to each of its steps: what is left there of its initial state.
+    # Decay from the start of a segment to each of its steps: the factor of the segment's initial state at that step.
     decay = side_by_side.g.cumsum(1).exp()
     value_decay = None if side_by_side.gv is None else side_by_side.gv.cumsum(1).exp()
     value_ends = itertools.repeat(None, segments) if value_decay is None else value_decay[:, -1].chunk(segments)
     entering = []
-    for ours, faded, value_faded in zip(added.chunk(segments), decay[:, -1].chunk(segments), value_ends, strict=True):
+    for added_here, end, value_end in zip(added.chunk(segments), decay[:, -1].chunk(segments), value_ends, strict=True):
         entering.append(state)
-        state = _decayed(state, faded, value_faded) + ours
-    seen = torch.einsum("nthk,nhkv->nthv", side_by_side.q * decay, torch.cat(entering))
-    o = o + (seen if value_decay is None else seen * value_decay)
+        state = _decayed(state, end, value_end) + added_here
+    from_entering = torch.einsum("nthk,nhkv->nthv", side_by_side.q * decay, torch.cat(entering))
+    o = o + (from_entering if value_decay is None else from_entering * value_decay)
     last, state = _loop(state, rest)
     return torch.cat([o.unflatten(0, (segments, -1)).transpose(0, 1).flatten(1, 2), last], 1), state
 
 
 def _loop(state: torch.Tensor, part: Part) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return ``o`` and the last state step by step; where the states are too many, some are saved, the others recomputed."""
+    """Return ``o`` and the last state, computed step by step; the backward pass recomputes states that are not checkpoints."""
     lengths = _checkpoints(state, part.q.shape[1])
-    outputs = [part.v[:, :0]]
+    outputs = [part.v[:, :0]]  # the result for a part without steps
     for piece in part._replace(g=part.g.exp(), gv=None if part.gv is None else part.gv.exp()).split(lengths):
         if len(lengths) > 1:
             o, state = checkpoint(_steps, state, *piece, use_reentrant=False, preserve_rng_state=False)
@@ -182,7 +203,11 @@ def _decayed(state: torch.Tensor, decay: torch.Tensor, value_decay: torch.Tensor
 
 
 def _checkpoints(state: torch.Tensor, steps: int) -> list[int]:
-    """Return the numbers of steps between saved states: all at once, or the square root where the states are too large."""
+    """Return the lengths, in steps, of the pieces between saved states (checkpoints).
+
+    It is one piece if no gradient is needed or if all states fit into KEPT_STATES bytes. Otherwise pieces have about the square
+    root of ``steps``, so that few states are saved, and few are recomputed at a time.
+    """
     if state.numel() * state.itemsize * steps <= KEPT_STATES or not torch.is_grad_enabled():
         return [steps] if steps else []
     most = math.isqrt(steps)
@@ -197,9 +222,9 @@ def _steps(
     decay: torch.Tensor,
     value_decay: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the outputs and the last state of some steps.
+    """Return the outputs and the last state of consecutive steps; ``decay`` and ``value_decay`` are factors, not logarithms.
 
-    The inputs are unbound at once: the gradient of ``x[:, t]`` would be as large as x for every t.
+    The inputs are unbound once, before the loop: the gradient of ``x[:, t]`` would be as large as x for every t.
     """
     outputs = []
     value_decays = itertools.repeat(None) if value_decay is None else value_decay.unbind(1)
@@ -211,7 +236,7 @@ def _steps(
 
 @gla.inputs
 def make_inputs(case: Case, device: torch.device, generator: torch.Generator) -> Reading:
-    """Return random q, k, v, and log-decays of the kind that the case asks for."""
+    """Return random q, k and v, log-decays of the kind that the case names, and the names of the differentiable arguments."""
     options = {**gla.options, **case.options}
     batch, length, heads, keys, values = (case.sizes[name] for name in gla.dimensions)
     if options["decay_per"] not in DECAY_PER:
@@ -259,7 +284,11 @@ def make_decay(kind: str, extent: tuple[int, ...], device: torch.device, generat
 
 @gla.queries
 def make_query(case: Case, device: str, grad: bool) -> Query:
-    """Return the dispatch key of a case; raise if heads cannot have its sizes."""
+    """Return the dispatch key of a case.
+
+    Raises:
+        ShapeError: K or V is outside the range of head sizes that ``gla`` supports.
+    """
     sizes = tuple(case.sizes[name] for name in gla.dimensions)
     batch, length, heads, keys, values = sizes
     check_head_sizes((batch, length, heads, keys), (batch, length, heads, values))

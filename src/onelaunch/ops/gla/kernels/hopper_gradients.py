@@ -14,8 +14,9 @@ Barriers   two mbarriers: ``bars[0]`` for the loads of q, k, g, waited for once;
            after the products with this one have finished. Stores leave from the tiles of q, k and g; they are waited for at the
            end of the kernel.
 Decay      products with matrices of 0 and 1 sum log-decays up to and with each step, over the first half of the chunk and over
-           all of it. Differences of them are decays from the middle and to the end. Where these exceed LIMIT, or the sums
-           LONGEST, decays to the end are summed on their own, and pairs of steps are computed by levels (hopper_pairs.py).
+           all of it. Differences of them are decays from the middle and to the end. Where these exceed LIMIT, or a sum is
+           below MIN_LOG2_SUM, decays to the end are summed on their own, and pairs of steps are computed by levels
+           (hopper_pairs.py).
 Numerics   decayed queries and keys, S and dS are 16-bit. dP is a sum of two such numbers. So is S with one decay per head,
            whose gradient is a sum over all of a state, in which the rounding of S would show (2.07 u of 2 u). With three
            rounded factors in every product dg was off by 2.06 u of the 2 u that are allowed; with dP in two terms by 1.6 u.
@@ -37,7 +38,7 @@ from onelaunch.kernels.gluon.compat import (
     warpgroup_mma_wait,
 )
 from onelaunch.ops.gla.kernels.hopper_pairs import (
-    LONGEST,
+    MIN_LOG2_SUM,
     logarithm,
     pairs_by_levels,
     pairs_from_middle,
@@ -201,7 +202,7 @@ def channel_gradients(
 
     before = logarithm(t_g, "before", opaque_zero(one, vector), acc)
     d = before - logarithm(t_g, "half", 0, acc)
-    moderate = (gl.abs(d) <= LIMIT * LOG2E) & (before >= LONGEST)
+    moderate = (gl.abs(d) <= LIMIT * LOG2E) & (before >= MIN_LOG2_SUM)
     is_strong = gl.max(gl.max(gl.where(moderate, 0, 1), 1), 0)
     # From here on indices are hidden from the compiler. ptxas computes descriptors that both sides of a branch share on one
     # side alone, and the other side reads garbage: see the traps in docs/notebook/gla.md.

@@ -3,21 +3,26 @@
 Computes   sums over steps as WGMMA products with matrices of 0 and 1, from which decays are made; and the terms of dq, dk and
            dg that come from pairs of different steps t > s of one chunk,
              dq_t += dP[t, s] k_s e^(g_s+1 + ... + g_t),   dk_s += dP[t, s] q_t e^(g_s+1 + ... + g_t),
-           anchored at the middle of the chunk (one product for all pairs), or by levels of blocks where decays are strong
-           (secondary chunking as in hopper_prepare.py, ``scores_by_levels``).
+             dg_u += the sum of dP[t, s] q_t k_s e^(g_s+1 + ... + g_t) over all pairs with s < u <= t.
+Decay      moderate: ``pairs_from_middle`` anchors all decays at the middle of the chunk, and one product serves all pairs.
+           Strong: ``pairs_by_levels`` is secondary chunking, as in hopper_prepare.py. For blocks of 1, 2, 4, ... 32 steps it
+           multiplies every right block with the left block next to it, anchored between the two, so that no factor exceeds 1.
+Sizes      a chunk has C = 64 steps, a panel PANEL = 64 channels. Sums and gradients are [C, PANEL], float32 in registers.
 Given      all operands in the shared memory of hopper_gradients.py, which lists them. All warps of the CTA call these functions
            together; there are no mbarriers here. Writes are fenced before WGMMA reads them, and every product is waited for.
-Registers  are what is scarce. That is why factors are recomputed (``reciprocal``, ``opaque_zero``), and why dk of strong decay
-           is added up in shared memory (``stash``).
+Registers  are what is scarce. That is why factors are recomputed (``reciprocal``), and why dk of strong decay is added up in
+           shared memory (``dk_sum``). ``opaque_zero`` returns a 0 that the compiler cannot know, from an int32 in shared memory
+           that holds 1: index tensors and masks that depend on it are computed where they are used, not held in registers.
 """
 
 from onelaunch.kernels.gluon.compat import fence_async_shared, gl, gluon, warpgroup_mma, warpgroup_mma_wait
 from onelaunch.ops.gla.kernels.hopper_tiles import LOG2E, PANEL, C, exp2_flushed, ones_where, opaque_zero, store_split
 
-LONGEST = gl.constexpr(-512.0)
-"""Base-2 logarithm of a decay within a chunk down to which a difference of two such float32 sums gives a decay to 2^-12.
+MIN_LOG2_SUM = gl.constexpr(-512.0)
+"""Least base-2 logarithm of a chunk's decay for which decays may be computed from differences of float32 sums.
 
-Beyond it, differences are noise, and decays are summed on their own.
+Down to it, 2 to the power of a difference of two such sums is accurate to 2^-12. Below it, rounding errors of the sums dominate
+their difference. Then hopper_gradients.py takes the path of strong decay, which sums each decay's own steps.
 """
 
 
@@ -25,11 +30,17 @@ Beyond it, differences are noise, and decays are summed on their own.
 def weights_of(PART: gl.constexpr, level, zero, acc: gl.constexpr, dtype: gl.constexpr):
     """Return the matrix [C, C] of 0 and 1 whose product sums, for each step t (row), the steps s (columns) that PART names.
 
-    "before": s <= t. "behind": s > t. "onward": s >= t. "block", in blocks of 2^level steps: where bit ``level`` of t is 1 (a
-    right block), from the block's start up to and with t; in a left block, the steps after t to the block's end. "around": in a
-    right block from t on to the block's end; in a left block the steps before t from the block's start on. ``zero`` is an
-    ``opaque_zero``, so that the matrix is not kept in registers. Columns only occur as a difference from the row: otherwise the
-    compiler keeps 17 numbers for all masks.
+    - "before": the steps up to and with t, s <= t;
+    - "behind": the steps after t, s > t;
+    - "onward": t and the steps after it, s >= t, which is the transpose of "before";
+    - "block", within the block of 2^level steps that holds t: in a right block (bit ``level`` of t is 1) the steps from the
+      block's start up to and with t; in a left block the steps after t to the block's end. These are the steps between t and
+      the boundary of the two blocks;
+    - "around": the transpose of "block", which sums for a log-decay the terms whose factor contains it. In a right block these
+      are the steps from t on to the block's end, in a left block those from the block's start to before t.
+
+    ``zero`` is an ``opaque_zero``, so that the matrix is not kept in registers. Columns only occur together with rows, as t - s
+    or t ^ s: with columns on their own the compiler holds 17 more numbers in registers, for all masks.
     """
     operand: gl.constexpr = gl.DotOperandLayout(0, acc, 2)
     t = gl.arange(0, C, layout=gl.SliceLayout(1, operand))[:, None] + zero
@@ -58,7 +69,7 @@ def not_(condition):
 
 @gluon.jit
 def summed(x, PART: gl.constexpr, level, zero, acc: gl.constexpr):
-    """Return x [C, PANEL], in shared memory, summed over the steps that PART names: see ``weights_of``. Waits for WGMMA."""
+    """Return x [C, PANEL], in shared memory, summed over the steps that PART names (``weights_of``). It waits for WGMMA."""
     d = gl.zeros([C, PANEL], gl.float32, layout=acc)
     d = warpgroup_mma(weights_of(PART, level, zero, acc, x.dtype), x, d, use_acc=False, is_async=True)
     return warpgroup_mma_wait(num_outstanding=0, deps=(d,))
@@ -66,22 +77,25 @@ def summed(x, PART: gl.constexpr, level, zero, acc: gl.constexpr):
 
 @gluon.jit
 def reciprocal(x):
-    """Return 1 / x of normal numbers; not pure, so that it is recomputed at each use instead of being held in registers."""
+    """Return 1 / x of normal numbers.
+
+    The assembly is marked as not pure, so that it is recomputed at each use instead of being held in registers.
+    """
     return gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=False, pack=1)
 
 
 @gluon.jit
 def logarithm(g, PART: gl.constexpr, zero, acc: gl.constexpr):
-    """Return the base-2 logarithm of the decays [C, PANEL] over the steps that PART names.
+    """Return the base-2 logarithm of the decays [C, PANEL] over the steps that PART names. It waits for WGMMA.
 
-    "before": up to and with each step; "behind": after each step; "all" and "half": all steps, or the first half, the same in
-    every row. The matrices of the last two are constants.
+    ``g`` holds natural log-decays [C, PANEL] in shared memory. "before" sums the steps up to and with each step, "behind" those
+    after each step. "all" and "half" sum all steps, or the first half of the chunk, so that all rows are the same.
     """
     E: gl.constexpr = g.dtype
     operand: gl.constexpr = gl.DotOperandLayout(0, acc, 2)
     if PART == "before" or PART == "behind":
         weights = weights_of(PART, 0, zero, acc, E)
-    else:  # constants: they take no instructions
+    else:  # the matrices are constants: computing them takes no instructions
         gl.static_assert(PART == "all" or PART == "half")
         s = gl.arange(0, C, layout=gl.SliceLayout(0, operand))[None, :]
         weights = ones_where(s < (C if PART == "all" else C // 2), E) + gl.zeros([C, C], E, layout=operand)
@@ -92,10 +106,10 @@ def logarithm(g, PART: gl.constexpr, zero, acc: gl.constexpr):
 
 @gluon.jit
 def sum_split(x, high, low, d, PART: gl.constexpr, level, zero, acc: gl.constexpr):
-    """Return d plus float32 x [C, PANEL] in registers, summed over the steps that PART names: see ``weights_of``.
+    """Return d plus the sums of x over the steps that PART names (``weights_of``); x and d are float32 [C, PANEL] in registers.
 
-    x goes through two bfloat16 tiles in shared memory, ``high`` and ``low``, as a sum of two terms. Fences, and waits for
-    WGMMA.
+    x is stored as a sum of two bfloat16 numbers in the shared tiles ``high`` and ``low``, whose content is overwritten. The
+    function fences these writes and waits for WGMMA.
     """
     store_split(x, high, low)
     fence_async_shared()
@@ -107,17 +121,24 @@ def sum_split(x, high, low, d, PART: gl.constexpr, level, zero, acc: gl.constexp
 
 @gluon.jit
 def pairs_from_middle(dq, onward, dscores, tiles, decay, one, acc: gl.constexpr):
-    """Add the pair terms to dq, and to the terms whose suffix sum is dg; return the pair terms of dk. Moderate decays.
+    """Compute the pair terms of dq, dk and dg of a chunk with moderate decay, by one product for each of dq and dk.
+
+    A pair s < t belongs to dg of the steps u with s < u <= t. So these terms of dg are the suffix sums of q dq - k dk: the two
+    terms of a pair have opposite signs, and cancel for u <= s. They cancel exactly, because q, k and dP are the same rounded
+    numbers in both of them.
 
     Args:
         dq: Gradient of the queries so far, [C, PANEL], float32.
-        onward: Terms of dg that are summed from each step to the end of the chunk; q dq - k dk is added. Only products of
-            what was rounded are subtracted, so pairs on one side of a step cancel exactly.
+        onward: Terms of dg so far, [C, PANEL], float32. The caller sums them from each step to the end of the chunk.
         dscores: Two 16-bit tiles [C, C] that add up to dP, 0 on and above the diagonal.
         tiles: Tiles of hopper_gradients.py; 0 and 1 hold q and k, 2 and 3 are overwritten by the decayed ones.
-        decay: Decay from the chunk's middle to each step, [C, PANEL], at most exp(LIMIT).
+        decay: Decay from the chunk's middle to each step, [C, PANEL], between exp(-LIMIT) and exp(LIMIT); LIMIT is that of
+            hopper_gradients.py.
         one: int32 in shared memory that holds 1, for ``opaque_zero``.
         acc: Layout of the accumulators.
+
+    Returns:
+        ``dq`` with the pair terms; the pair terms of dk alone; ``onward`` with the pair terms of q dq - k dk.
     """
     E: gl.constexpr = tiles.dtype
     vector: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
@@ -140,12 +161,14 @@ def pairs_from_middle(dq, onward, dscores, tiles, decay, one, acc: gl.constexpr)
 
 
 @gluon.jit
-def pairs_by_levels(dq, stash, dg, dscores, dscores_low, q, k, g, x, high, low, flag, acc: gl.constexpr):
-    """Add the pair terms to dq and dg, and to dk, which is held in ``stash``, for decays of any size.
+def pairs_by_levels(dq, dk_sum, dg, dscores, dscores_low, q, k, g, x, high, low, one, acc: gl.constexpr):
+    """Add the pair terms to dq, dk and dg, for decays of any size, by one product for each level of blocks.
+
+    Two different steps of a chunk lie in a right and a left block next to each other at exactly one of the levels.
 
     Args:
         dq: Gradient of the queries so far, [C, PANEL], float32.
-        stash: Gradient of the keys so far, [C, PANEL], float32 in shared memory.
+        dk_sum: Gradient of the keys so far, [C, PANEL], float32 in shared memory; the pair terms are added in place.
         dg: Gradient of the log-decays so far, [C, PANEL], float32.
         dscores: First 16-bit term [C, C] of dP, 0 on and above the diagonal.
         dscores_low: Second term of it.
@@ -153,17 +176,21 @@ def pairs_by_levels(dq, stash, dg, dscores, dscores_low, q, k, g, x, high, low, 
         k: Keys of the panel.
         g: Log-decays of the panel, all finite.
         x: Scratch tile for decayed queries and keys.
-        high: Scratch tile for the first term of a sum; it may be ``x``.
-        low: Scratch tile for the second term.
-        flag: int32 in shared memory that holds 1, for ``opaque_zero``.
+        high: Scratch tile, bfloat16, for the first term of a sum; it may be ``x``.
+        low: Scratch tile, bfloat16, for the second term.
+        one: int32 in shared memory that holds 1, for ``opaque_zero``.
         acc: Layout of the accumulators.
+
+    Returns:
+        ``dq`` and ``dg`` with the pair terms.
     """
     E: gl.constexpr = q.dtype
     vector: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     operand: gl.constexpr = gl.DotOperandLayout(0, acc, 2)
-    for level in range(6):
-        # Steps of right blocks are queries and those of left blocks keys: one product gives dq of those and dk of these.
-        zero = opaque_zero(flag, vector)
+    for level in range(6):  # 2^6 = C
+        # Steps of right blocks are queries, and steps of left blocks are keys. With dP and its transpose in one operand, one
+        # product gives dq of the former and dk of the latter.
+        zero = opaque_zero(one, vector)
         factor = exp2_flushed(summed(g, "block", level, zero, acc) * LOG2E)
         row = gl.arange(0, C, layout=gl.SliceLayout(1, acc))[:, None] + zero
         right = ((row >> level) & 1) == 1
@@ -180,6 +207,7 @@ def pairs_by_levels(dq, stash, dg, dscores, dscores_low, q, k, g, x, high, low, 
         found = warpgroup_mma(gl.where(across, both.to(gl.float32), 0.0).to(E), x, found, is_async=True)
         found = warpgroup_mma_wait(num_outstanding=0, deps=(found,))
         dq += gl.where(right, found * factor, 0.0)
-        stash.store(stash.load(acc) + gl.where(right, 0.0, found * factor))
-        dg = sum_split(x.load(acc).to(gl.float32) * found, high, low, dg, "around", level, opaque_zero(flag, vector), acc)
+        dk_sum.store(dk_sum.load(acc) + gl.where(right, 0.0, found * factor))
+        # The gradient of log(factor) is x * found. That logarithm sums the steps "block", so dg sums its transpose "around".
+        dg = sum_split(x.load(acc).to(gl.float32) * found, high, low, dg, "around", level, opaque_zero(one, vector), acc)
     return dq, dg

@@ -15,7 +15,12 @@ Decay      per channel, moderate: anchored at the middle of the chunk, so that o
            exp(+-LIMIT) at most, where LIMIT bounds the sum over either half. Per channel, strong (any sum, -inf included):
            secondary chunking, carried down to single steps: blocks of 1, 2, 4, ... 32 steps, in which every right block is
            multiplied with the left block next to it, anchored between the two, so that no factor exceeds 1
-           (``scores_by_levels``). Per head: the decays between steps are a matrix [64, 64] that multiplies q k^T.
+           (``scores_by_levels``). Per head: the decays between steps are a matrix [64, 64] that multiplies q k^T. LIMIT is 40
+           for bfloat16 and 6 for float16 (LIMITS in launch_hopper.py).
+Given      three tuples of hopper_chunk_state.py. ``tiles``: queries, keys, values, log-decays or second terms of the keys,
+           scores, and states on their way out. ``vectors``: scratch of this role (a mask for ``half_sums`` with a decay per
+           channel, sums of log-decays with one per head); ``ends``, the factors of the state or of its product; and
+           ``strong``, 1 where a chunk's decay is strong. ``bars``: full, decayed, scores_full, empty and scores_empty.
 On chip    everything in shared memory, bytes for 16-bit numbers: decayed queries and keys overwrite queries and keys (128 K
            each); the rounding errors of the keys, as second 16-bit terms, overwrite the log-decays (128 K); scores (8192); sums
            of steps come from products with matrices of 0 and 1.
@@ -24,10 +29,11 @@ Barriers   waits for ``full`` (TMA has written the tile); arrives at ``decayed``
            wait for ``empty`` is needed: a stage is refilled after the state warpgroups have released it, which they do after
            both arrivals here. All writes are followed by ``fence_async_shared``, since WGMMA reads them through the async
            proxy.
-Numerics   queries are rounded once to 16 bits, keys are a sum of two 16-bit numbers (one with a decay per head where no states
-           are stored: SPLIT_KEYS), scores are rounded once. u is the norm-wise error of rounding the exact result to the
-           inputs' dtype, and 2 u is allowed. Rounding errors add up as squares: with its own rounding and two more an output
-           has 1.73 u. A state has only its rounding as an operand, because the gradient of g is a product of two states.
+Numerics   queries are rounded once to 16 bits, keys are a sum of two 16-bit numbers (SPLIT_KEYS; one number only with a decay
+           per head where no states are stored), scores are rounded once. u is the norm-wise error of rounding the exact
+           result to the inputs' dtype, and an error of 2 u is allowed. Rounding errors add up as squares: with its own rounding
+           and two more an output has 1.73 u. A state is rounded only when it becomes the operand of a product; the keys that
+           were added to it are as good as exact. The gradient of g needs that, because it is a product of two states.
 Source     Yang et al., Gated Linear Attention Transformers with Hardware-Efficient Training (2024), secondary chunking;
            docs/notebook/gla.md.
 """
@@ -52,18 +58,21 @@ from onelaunch.ops.gla.kernels.hopper_tiles import (
 )
 
 LARGEST = gl.constexpr(128.0)
-"""Largest float16 input for which the anchor may be the middle: times exp(LIMIT) it stays finite (see launch.py)."""
+"""Largest magnitude of float16 queries and keys for which the chunk's middle may be the anchor.
+
+Times exp(LIMIT), with LIMIT = 6 for float16, they stay finite. A chunk with larger ones takes the path of strong decay.
+"""
 
 
 @gluon.jit
 def visible(query, key, REVERSE: gl.constexpr):
-    """Return whether a query sees a key: the key is at the same step, or was passed before it."""
+    """Return whether a query, at step ``query``, sees a key, at step ``key``: the pass reaches the key no later than it."""
     return query <= key if REVERSE else query >= key
 
 
 @gluon.jit
 def score(queries, keys, square: gl.constexpr):
-    """Return the products [C, C] of queries in registers with keys in shared memory, [C, PANEL] each; waits for WGMMA."""
+    """Return the products [C, C] of queries in registers with keys in shared memory, [C, PANEL] each. It waits for WGMMA."""
     operand: gl.constexpr = gl.DotOperandLayout(0, square, 2)
     p = gl.zeros([C, C], gl.float32, layout=square)
     p = warpgroup_mma(gl.convert_layout(queries, operand), keys.permute((1, 0)), p, use_acc=False, is_async=True)
@@ -72,7 +81,10 @@ def score(queries, keys, square: gl.constexpr):
 
 @gluon.jit
 def weighted_sum(weights, g, rows: gl.constexpr):
-    """Return weights [C, C] of 0 and 1 times log-decays [C, PANEL] in shared memory: sums over some of the steps, float32."""
+    """Return the product of weights [C, C] and log-decays [C, PANEL] in shared memory: sums over some steps, float32.
+
+    ``weights`` are 0 and 1, or -1 for steps that are subtracted. The function waits for WGMMA.
+    """
     zero = gl.zeros([C, PANEL], gl.float32, layout=rows)
     d = warpgroup_mma(weights.to(g.dtype), g, zero, use_acc=False, is_async=True)
     return warpgroup_mma_wait(num_outstanding=0, deps=(d,))
@@ -105,7 +117,10 @@ def exceeds_largest(tile, scale, layout: gl.constexpr):
 
 @gluon.jit
 def fill_half_masks(ones):
-    """Write [8, C] to shared memory: ones in the first half of row 0 and in the second half of row 1, else zeros. Fences."""
+    """Write the mask of ``half_sums``, [8, C]: ones in the first half of row 0 and the second half of row 1, else zeros.
+
+    The function fences its writes.
+    """
     E: gl.constexpr = ones.dtype
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     which = gl.arange(0, 8, layout=gl.SliceLayout(1, layout))[:, None]
@@ -120,20 +135,23 @@ def scores_from_middle(queries, keys, g, scores, decayed, scores_empty, turn, sc
     """Decay queries and keys in place, anchored at the middle of the chunk, and compute the scores by one product.
 
     Given q, k and g of a full stage with moderate decays. Leaves decayed queries, keys in two 16-bit terms (``keys`` and
-    ``g``), and scores; arrives at ``decayed`` before the scores' product, which only reads. With SINGLE_BUFFER it waits until
-    the scores of the tile before have been read. The caller fences and arrives at ``scores_full``.
+    ``g``), and scores; arrives at ``decayed`` before the scores' product, which only reads. With SINGLE_BUFFER there is one
+    score buffer: the function waits at ``scores_empty`` until the scores of the chunk before have been read. ``turn`` counts
+    the chunks, and its parity is the phase of that barrier. The caller fences and arrives at ``scores_full``.
     """
     E: gl.constexpr = keys.dtype
     weights: gl.constexpr = gl.DotOperandLayout(0, square, 2)
     t = gl.arange(0, C, layout=gl.SliceLayout(1, weights))[:, None]
     s = gl.arange(0, C, layout=gl.SliceLayout(0, weights))[None, :]
+    # Weights of the sum of log-decays from the middle to step t: 1 from the middle up to and with a later t, and -1 from after
+    # an earlier t up to the middle.
     later = ones_where((s <= t) & (s >= C // 2), gl.float32)
-    around = later - ones_where((s > t) & (s < C // 2), gl.float32)
+    from_middle = later - ones_where((s > t) & (s < C // 2), gl.float32)
     for panel in gl.static_range(keys.shape[1] // PANEL):
         p_q = queries.slice(panel * PANEL, PANEL, dim=1)
         p_k = keys.slice(panel * PANEL, PANEL, dim=1)
         p_g = g.slice(panel * PANEL, PANEL, dim=1)
-        d = weighted_sum(around, p_g, square) * (-LOG2E if REVERSE else LOG2E)
+        d = weighted_sum(from_middle, p_g, square) * (-LOG2E if REVERSE else LOG2E)
         b_k = p_k.load(square).to(gl.float32) * exp2_flushed(-d)
         if REVERSE:
             b_k *= scale
@@ -159,11 +177,13 @@ def scores_from_middle(queries, keys, g, scores, decayed, scores_empty, turn, sc
 
 @gluon.jit
 def decay_over(g, level, zero, PART: gl.constexpr, square: gl.constexpr):
-    """Return e^(a sum of log-decays) for each element of g [C, PANEL]; sums of at most 0, never differences.
+    """Return e^(a sum of log-decays) for each element of g [C, PANEL], which must be finite.
 
-    PART "before" sums from the start of the chunk up to and with each step; "behind" sums the steps after each one to the end
-    of the chunk; "block" sums, where bit ``level`` of a step is 1 (a right block), from the start of its block of 2^level steps
-    up to and with it, and elsewhere (a left block) the steps after it to the end of its block.
+    Each sum is added up from its own log-decays and is at most 0. It is never a difference of two longer sums, whose rounding
+    errors would show where decays are strong. PART "before" sums from the start of the chunk up to and with each step; "behind"
+    sums the steps after each one to the end of the chunk. "block" stays within a step's block of 2^level steps: where bit
+    ``level`` of the step is 1 (a right block) it sums from the block's start up to and with the step, and elsewhere (a left
+    block) the steps after it to the block's end. ``zero`` is an ``opaque_zero``, so that the weights are not held in registers.
     """
     weights: gl.constexpr = gl.DotOperandLayout(0, square, 2)
     t = gl.arange(0, C, layout=gl.SliceLayout(1, weights))[:, None] + zero
@@ -185,10 +205,11 @@ def scores_by_levels(queries, keys, g, scores, decayed, flag, scores_empty, turn
     """Decay queries and keys in place, and compute the scores, for log-decays of any size (secondary chunking).
 
     Works panel by panel. For each level the right blocks of 2^level steps are multiplied with the left blocks next to them,
-    anchored between the two; steps with themselves come from an undecayed product. Then queries are decayed from the near end
-    of the chunk and keys to its far end. Six products per panel instead of one in all, but no factor exceeds 1. ``flag`` holds
-    1 (see ``opaque_zero``). Arrives at ``decayed`` at the end, since ``keys`` is scratch until then; the caller arrives at
-    ``scores_full``.
+    anchored between the two. Scores of a step's query with its own key come from an undecayed product. Then queries are decayed
+    from the near end of the chunk and keys to its far end. There are seven products per panel, not one in all, but no
+    factor exceeds 1. Log-decays must be finite. ``flag`` is an int32 in shared memory that holds 1: it makes indices opaque to
+    the compiler (``opaque_zero``). For SINGLE_BUFFER and ``turn`` see ``scores_from_middle``. The function arrives at
+    ``decayed`` at the end, since ``keys`` is scratch until then; the caller arrives at ``scores_full``.
     """
     E: gl.constexpr = keys.dtype
     FROM_START: gl.constexpr = "behind" if REVERSE else "before"
@@ -204,7 +225,7 @@ def scores_by_levels(queries, keys, g, scores, decayed, flag, scores_empty, turn
         b_k = p_k.load(square)
         if OUTPUT:
             p += gl.where(row == column, score(p_q.load(square), p_k, square), 0.0)
-            for level in range(6):
+            for level in range(6):  # 2^6 = C
                 zero = opaque_zero(flag, vector)
                 d = decay_over(p_g, level, zero, "block", square)
                 row = gl.arange(0, C, layout=gl.SliceLayout(1, square))[:, None] + zero
@@ -236,9 +257,10 @@ def prepare_channels(tiles, vectors, bars, offsets, T, sizes, scale, LIMIT: gl.c
                      PACKED: gl.constexpr, OUTPUT: gl.constexpr, REVERSE: gl.constexpr):  # fmt: skip
     """Run the prepare role for a decay per channel: all chunks of this CTA's segment, one after the other.
 
-    Per chunk: wait for ``full``, clear the rows behind the sequence, sum the log-decays of both halves, write the factors of
-    the state to ``ends`` [2, K] and the kind of decay to ``strong``, then take one of the two ways to the scores. ``ends``:
-    with moderate decay the factors of the near and of the far half; with strong decay those of the whole chunk, and 1.
+    Per chunk: wait for ``full``, clear the rows past the end of the sequence, sum the log-decays of both halves, write the
+    factors of the state to ``ends`` [2, K] and the kind of decay to ``strong`` (1 for strong, 0 for moderate). Then call
+    ``scores_by_levels`` or ``scores_from_middle``. ``ends``: with moderate decay the factors of the near and of the far half;
+    with strong decay those of the whole chunk, and 1.
     """
     tiles_q, tiles_k, _, tiles_g, tiles_s, _ = tiles
     ones, ends, strong = vectors
@@ -251,6 +273,7 @@ def prepare_channels(tiles, vectors, bars, offsets, T, sizes, scale, LIMIT: gl.c
     vector: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     rows: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     every: gl.constexpr = gl.BlockedLayout([PANEL // 32], [32], [4], [0])
+    # Finite stand-in for -inf, which times a 0 of a mask would be NaN. It decays to 0, and sums of 64 stay finite in float32.
     LOWEST: gl.constexpr = -1e30 if E == gl.bfloat16 else -65504.0  # noqa: SIM300
     NEAR: gl.constexpr = 1 if REVERSE else 0
     ends_flat = ends._reinterpret(gl.float32, [2 * STAGES, K], gl.SwizzledSharedLayout(1, 1, 1, [0]))  # noqa: SLF001
@@ -261,10 +284,10 @@ def prepare_channels(tiles, vectors, bars, offsets, T, sizes, scale, LIMIT: gl.c
     fill_half_masks(ones)
     for c in range(chunks):
         stage = c % STAGES
-        left = steps - chunk_of(c, chunks, REVERSE) * C
+        left = steps - chunk_of(c, chunks, REVERSE) * C  # steps from the chunk's start to the end of the segment
         g = tiles_g.index(stage)
         mbarrier.wait(full.index(stage), (c // STAGES) & 1)
-        if left < C:  # the rows behind belong to the next sequence
+        if left < C:  # the rows from ``left`` on belong to the next sequence, or lie past the end of the tensor
             zero_tail(g, left, rows)
             zero_tail(tiles_k.index(stage), left, rows)
             fence_async_shared()
@@ -274,10 +297,10 @@ def prepare_channels(tiles, vectors, bars, offsets, T, sizes, scale, LIMIT: gl.c
             ends_flat.index(2 * stage + NEAR).slice(panel * PANEL, PANEL, dim=0).store(exp(first))
             ends_flat.index(2 * stage + 1 - NEAR).slice(panel * PANEL, PANEL, dim=0).store(exp(second))
             within = (gl.abs(first) <= LIMIT) & (gl.abs(second) <= LIMIT) & within
-        # Each warp takes the maximum over all channels: one across warps costs a round trip through shared memory,
-        # and a register throughout the loop.
+        # Each warp takes the maximum over all channels for itself. A maximum across warps would cost a round trip through
+        # shared memory, and a register throughout the loop.
         is_strong = gl.max(gl.convert_layout(gl.where(within, 0, 1), every), 0)
-        if gl.float16 == E:  # times exp(LIMIT), larger inputs would overflow
+        if gl.float16 == E:  # inputs beyond LARGEST would overflow when they are multiplied by exp(LIMIT)
             is_strong += exceeds_largest(tiles_k.index(stage), scale if REVERSE else 1.0, rows)
             if OUTPUT:
                 is_strong += exceeds_largest(tiles_q.index(stage), 1.0 if REVERSE else scale, rows)
@@ -321,7 +344,10 @@ def prepare_heads(tiles, vectors, bars, offsets, log_decay, T, sizes, scale, SLI
 
     Keys are decayed in place and scores computed. The queries stay as they are: their factors, one per step, are left in row 0
     of ``ends`` [2, K], and the state warpgroups multiply their product by them. Row 1 holds the factor of the state. The
-    log-decays of the next chunk are loaded from global memory one chunk ahead.
+    log-decays of the next chunk are loaded from global memory one chunk ahead. Log-decays below MIN_LOG_DECAY, -inf included,
+    are raised to it: its exponential is 0 too, and differences of their sums are still exact enough. ``sums`` [2, C] is scratch
+    through which sums of log-decays (row 0) and factors of the keys (row 1) change their layout. SPLIT_KEYS: the keys become
+    two 16-bit terms, the second of them in the tile in which log-decays per channel lie otherwise.
     """
     tiles_q, tiles_k, _, tiles_low, tiles_s, _ = tiles
     sums, ends, _ = vectors
