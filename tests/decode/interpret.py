@@ -42,11 +42,14 @@ from onelaunch.errors import PlanError
 AHEAD = 6
 """Largest number of phases that one CTA runs before another CTA is chosen."""
 
-
 DIGIT = BINS.bit_length() - 1
+"""Bits of a radix-select digit."""
 
 NEAREST, FARTHEST = 100 << 23, 0x41FFFFFF
-"""Bit patterns of the float32 range that a sort key can hold: distance of a logit below the largest, times 1 / temperature."""
+"""Bit patterns of the smallest and the largest distance in a key, in float32.
+
+A token's distance is (largest logit - its logit) / temperature. Its key has 60 bits: 28 for the distance, then 32 for the token.
+"""
 
 
 @dataclass(slots=True)
@@ -56,21 +59,21 @@ class Search:
     largest: float = math.nan
     limit: int = 1 << 60
     prefix: int = 0
-    target: int = 0
+    target: int = 0  # tokens, or probability in units of 2**-38, that are kept of the keys that begin with ``prefix``
 
 
 def digits(sampling: Sampling) -> list[tuple[bool, int]]:
-    """Return for each radix-select pass whether it sums probabilities (top-p) or counts tokens (top-k), and its digit's bit.
+    """Return for each radix-select pass whether it sums probabilities (top-p) or counts tokens (top-k), and its lowest key bit.
 
-    These are all passes that can be needed, and a plan needs as many ``rounds``. The kernel ends sooner where nothing is left
-    to decide.
+    These are all passes that can be needed, and ``plan_for`` is given their number as ``rounds``. The kernel ends sooner where
+    nothing is left to decide. Top-k looks at the distance only, since it keeps all tokens with equal logits; top-p does not.
     """
     counted = [(False, at) for at in (50, 40, 30)] if sampling.top_k else []
     return counted + ([(True, at) for at in (50, 40, 30, 20, 10, 0)] if sampling.top_p < 1 else [])
 
 
 class Interpreter:
-    """Interpreter of one sequence, token by token.
+    """Interpreter of one sequence, token by token. :class:`Plan` explains the plan's fields, such as ``splits`` and ``joined``.
 
     Args:
         plan: Plan of any variant. For drawn tokens it has as many radix-select passes as :func:`digits` returns.
@@ -92,23 +95,21 @@ class Interpreter:
             for buffer in plan.buffers
             for copy in range(buffer.copies)
         }
+        # Tag of each word; for sums that count their additions, their number so far.
         self.tags = {key: torch.zeros(len(words), dtype=torch.int64) for key, words in self.words.items()}
-        """Tag of each word. For accumulators that count, the number of additions so far."""
         for buffer in plan.buffers:
             if buffer.counts:
                 self.words[buffer.name, 0].zero_()
         self.counters: dict[int, int] = {}
-        self.own: dict[int, torch.Tensor] = {}
-        self.tokens: dict[int, int] = {}
-        """Token by position. Every CTA must arrive at the same one."""
+        self.own_rows: dict[int, torch.Tensor] = {}  # rows of the residual stream that a CTA keeps to itself, without blocks
+        self.tokens: dict[int, int] = {}  # by position; every CTA must arrive at the same token
         self.logits = torch.full((plan.config.vocab_size,), torch.nan, dtype=torch.float64)
         self.penalised = self.logits.clone()
-        self.scores: dict[tuple[str, int, int], float] = {}
-        """Score of each candidate, by buffer, position and token."""
+        self.scores: dict[tuple[str, int, int], float] = {}  # of each candidate, by buffer, position and token
         self.searches: dict[int, Search] = {}
-        self.places: dict[tuple[int, int], tuple[int, int]] = {}
+        self.narrowed: dict[tuple[int, int], tuple[int, int]] = {}
         """Digit prefix and remaining target by position and radix-select pass. Every CTA must arrive at the same pair."""
-        self.tallies = torch.zeros(ROUNDS, BINS, dtype=torch.int64)
+        self.histograms = torch.zeros(ROUNDS, BINS, dtype=torch.int64)
 
     def run(self, token: int, count: int = 1) -> torch.Tensor:
         """Make ``count`` tokens, beginning with ``token`` at position ``cache.length``.
@@ -139,19 +140,19 @@ class Interpreter:
     def _ready(self, cta: int, at: list[int], step: tuple[int, int, Phase]) -> bool:
         number, layer, phase = step
         assignment = phase.assignments[cta]
-        if phase.edge == "grid" or self.plan.separate:
+        if phase.edge == "grid" or self.plan.separate:  # a launch of its own also begins after all CTAs have finished
             return min(at) >= at[cta]
         if phase.edge == "flags":
             use = number * self.plan.config.num_hidden_layers + layer + 1
             return all(self.counters.get(wait.counter, 0) >= wait.arrivals * use for wait in assignment.awaits)
         if phase.edge == "data":
-            return all(self._there(slice_, number, layer, phase) for slice_ in assignment.polls)
+            return all(self._arrived(slice_, number, layer, phase) for slice_ in assignment.polls)
         return True
 
-    def _there(self, slice_: Slice, number: int, layer: int, phase: Phase) -> bool:
-        if slice_.buffer == "hidden" and layer == 0:
+    def _arrived(self, slice_: Slice, number: int, layer: int, phase: Phase) -> bool:
+        if slice_.buffer == "hidden" and layer == 0:  # the embedding, which each CTA reads for itself
             return True
-        tag = self._tag(slice_.buffer, number, layer - (slice_.buffer == "hidden"))
+        tag = self._tag(slice_.buffer, number, layer - (slice_.buffer == "hidden"))  # the layer before wrote ``hidden``
         if self.plan.buffer(slice_.buffer).counts:
             tag = self.plan.additions(layer)
         return bool((self.tags[self._key(slice_.buffer, number)][slice_.begin : slice_.end] == tag).all())
@@ -175,40 +176,40 @@ class Interpreter:
         position = self.cache.length + number
         if phase is self.plan.phases()[0] and layer == 0 and self.plan.blocks is None:
             rows = self.plan.phase("o").assignments[cta]
-            self.own[cta] = self._embedded(position)[rows.begin * TILE : rows.end * TILE].clone()
-        seen = self._seen(assignment, number)
+            self.own_rows[cta] = self._embedded(position)[rows.begin * TILE : rows.end * TILE].clone()
+        seen = self._visible(assignment, number)
         if layer == 0 and "hidden" in seen:
             seen["hidden"] = self._embedded(position)
-        self._keep(assignment, self._compute(phase.op, cta, assignment, layer, position, seen), number, layer)
+        self._store_results(assignment, self._compute(phase.op, cta, assignment, layer, position, seen), number, layer)
         for counter in assignment.arrives:
             self.counters[counter] = self.counters.get(counter, 0) + 1
 
-    def _seen(self, assignment: Assignment, number: int) -> dict[str, torch.Tensor]:
+    def _visible(self, assignment: Assignment, number: int) -> dict[str, torch.Tensor]:
         """Return for each buffer the words that a CTA's assignment reads. All other words are NaN."""
         seen: dict[str, torch.Tensor] = {}
         for slice_ in assignment.reads:
             source = self.words[self._key(slice_.buffer, number)]
-            room = seen.setdefault(slice_.buffer, torch.full_like(source, torch.nan))
-            room[slice_.begin : slice_.end] = source[slice_.begin : slice_.end]
+            words = seen.setdefault(slice_.buffer, torch.full_like(source, torch.nan))
+            words[slice_.begin : slice_.end] = source[slice_.begin : slice_.end]
         return seen
 
-    def _keep(self, assignment: Assignment, found: dict[str, torch.Tensor], number: int, layer: int) -> None:
+    def _store_results(self, assignment: Assignment, found: dict[str, torch.Tensor], number: int, layer: int) -> None:
         """Store the results of an assignment: add the words that it accumulates, and write the words that it owns."""
-        for place, slice_ in enumerate(assignment.adds):
+        for index, slice_ in enumerate(assignment.adds):
             if slice_.buffer in found:
                 at = slice(slice_.begin, slice_.end)
                 self.tags[slice_.buffer, 0][at] += 1
-                if place == 0:  # each unit adds to all rows, and ``found`` is already the sum over units
+                if index == 0:  # each unit adds to all rows, and ``found`` is already the sum over units
                     self.words[slice_.buffer, 0][at] += found[slice_.buffer][at]
         for slice_ in assignment.writes:
             at, key = slice(slice_.begin, slice_.end), self._key(slice_.buffer, number)
-            if self.plan.buffer(slice_.buffer).counts:
+            if self.plan.buffer(slice_.buffer).counts:  # cleared for the next token
                 self.words[key][at] = self.tags[key][at] = 0
             elif slice_.buffer in found:
                 self.words[key][at] = found[slice_.buffer][at]
                 self.tags[key][at] = self._tag(slice_.buffer, number, layer)
             elif slice_.buffer == "tallies":
-                self.tallies[at] = 0
+                self.histograms[at] = 0
 
     def _embedded(self, position: int) -> torch.Tensor:
         return self.weights.embed_tokens[self.tokens[position]]
@@ -228,7 +229,7 @@ class Interpreter:
         if op == "norm":
             return self._norm(layer, seen)
         if op == "rope":
-            return self._turn(assignment, layer, position, seen["qkv"])
+            return self._norm_rope(assignment, layer, position, seen["qkv"])
         if op in ("attention", "rope_attention"):
             return self._attend(assignment, layer, position, seen)
         return self._product(op, cta, assignment, layer, position, seen)
@@ -244,34 +245,35 @@ class Interpreter:
     ) -> dict[str, torch.Tensor]:
         x = seen["normed"] if "normed" in seen else seen["act"] if op == "down" else None
         if op == "o" and self.plan.blocks:
-            return {"mid": self._by_heads(cta, assignment, layer, position, seen["partial"], self.plan.blocks)}
+            return {"mid": self._split_k_output(cta, assignment, layer, position, seen["partial"], self.plan.blocks)}
         if op == "o":
-            x = self._combined(seen["partial"])
+            x = self._combine_all(seen["partial"])
         elif x is None:
             x = self._norm(layer, seen)["normed"]
         rows = self._multiply(op, cta, layer, x)
         first = assignment.begin * TILE
         if op == "gate_up":
             gate, up = rows.view(-1, 2, TILE // 2).unbind(1)
-            return {"act": self._placed("act", assignment.begin * TILE // 2, (torch.nn.functional.silu(gate) * up).flatten())}
+            return {"act": self._in_buffer("act", assignment.begin * TILE // 2, (torch.nn.functional.silu(gate) * up).flatten())}
         if op == "down" and self.plan.blocks:
             before = seen["mid"][first : first + len(rows)]
-            found = {name: self._placed(name, first, before + rows[: len(before)]) for name in ("hidden", "final")}
-            return found | {"mid": self._placed("mid", first, rows)}
+            found = {name: self._in_buffer(name, first, before + rows[: len(before)]) for name in ("hidden", "final")}
+            return found | {"mid": self._in_buffer("mid", first, rows)}  # an addition; in the last layer ``mid`` is cleared
         if op in ("o", "down"):
-            self.own[cta] = rows = self.own[cta] + rows
+            self.own_rows[cta] = rows = self.own_rows[cta] + rows
         names = {"qkv": ("qkv",), "o": ("mid",), "down": ("hidden", "final")}[op]
-        found = {name: self._placed(name, first, rows) for name in names}
+        found = {name: self._in_buffer(name, first, rows) for name in names}
         if op == "qkv" and any(slice_.buffer == "squares" for slice_ in assignment.writes):
             found["squares"] = found["qkv"].view(-1, 2, TILE // 2).square().sum(1).flatten()
             found["qkv"] = self._rotated(found["qkv"], layer, position)
         return found
 
-    def _placed(self, name: str, first: int, values: torch.Tensor) -> torch.Tensor:
-        room = torch.full((self.plan.buffer(name).words,), torch.nan, dtype=torch.float64)
-        values = values[: len(room) - first]
-        room[first : first + len(values)] = values
-        return room
+    def _in_buffer(self, name: str, first: int, values: torch.Tensor) -> torch.Tensor:
+        """Return a buffer with the values from word ``first`` on, without rows of padding; all other words are NaN."""
+        words = torch.full((self.plan.buffer(name).words,), torch.nan, dtype=torch.float64)
+        values = values[: len(words) - first]
+        words[first : first + len(values)] = values
+        return words
 
     def _weights(self, op: Op, cta: int, layer: int) -> Iterator[tuple[int, torch.Tensor]]:
         """Yield the CTA's weights of a phase, in stream order.
@@ -279,9 +281,9 @@ class Interpreter:
         Each group is the index of its first tile, and its tiles ``[tiles, 8, columns]``.
         """
         plan = self.plan
-        layers = sum(granules(plan, each, cta) for each in PRODUCTS[:-1])
+        per_layer = sum(granules(plan, each, cta) for each in PRODUCTS[:-1])
         before = sum(granules(plan, each, cta) for each in PRODUCTS[: PRODUCTS.index(op)]) if op != "lm_head" else 0
-        at = (int(self.stream.starts[cta]) + GRANULE * (layer * layers + before)) // 2
+        at = (int(self.stream.starts[cta]) + GRANULE * (layer * per_layer + before)) // 2  # bytes to bfloat16
         columns, deep = width(plan, op), depth(plan.config)
         for begin, end in groups_of(plan, op, cta):
             size = (end - begin) * TILE * columns
@@ -295,7 +297,7 @@ class Interpreter:
         found = [(part[..., : len(x)] @ x).flatten() for _, part in self._weights(op, cta, layer)]
         return torch.cat(found) if found else x.new_zeros(0)
 
-    def _by_heads(
+    def _split_k_output(
         self, cta: int, assignment: Assignment, layer: int, position: int, partial: torch.Tensor, blocks: Blocks
     ) -> torch.Tensor:
         """Return what a CTA adds to each row of the residual stream in the output projection (split over its heads).
@@ -305,15 +307,15 @@ class Interpreter:
         rows = torch.zeros(blocks.count * blocks.rows, dtype=torch.float64)
         plan = self.plan
         slots = partial.view(plan.adders * plan.splits, -1)
-        own = plan.phase("rope_attention").assignments[cta].begin  # index of the CTA's first unit of attention
+        first_unit = plan.phase("rope_attention").assignments[cta].begin  # the CTA's first unit of attention
         for begin, part in self._weights("o", cta, layer):
             unit, block = divmod(assignment.begin + begin, blocks.count)
             if plan.apart:
-                x = self._weighted(slots[own + unit - assignment.begin // blocks.count][None, None])
+                x = self._combine(slots[first_unit + unit - assignment.begin // blocks.count][None, None])
             else:
                 joined = plan.joined if plan.used > plan.splits else 1
                 first = unit // joined * joined * plan.splits
-                x = self._weighted(slots[first : first + joined * plan.splits][None], unit % joined)
+                x = self._combine(slots[first : first + joined * plan.splits][None], unit % joined)
             side_by_side = from_warps(part, blocks).unflatten(-1, (-1, blocks.tile_columns))
             found = side_by_side[..., : blocks.channels] @ x  # [blocks, 8, tiles]
             found = found.transpose(1, 2).flatten()
@@ -343,7 +345,9 @@ class Interpreter:
         *q, k = heads[:-1] * (squares[:-1] / size + self.plan.config.rms_norm_eps).rsqrt()
         return torch.stack(q), k, heads[-1]
 
-    def _turned(self, raw: torch.Tensor, head: int, layer: int, position: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def _norm_and_rotate(
+        self, raw: torch.Tensor, head: int, layer: int, position: int
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Normalise and rotate a key head's queries ``[G, D]`` and key ``[D]``; return them with its value ``[D]``."""
         weights, eps, heads = self.weights.layers[layer], self.plan.config.rms_norm_eps, self._heads(raw)[head]
         cosine, sine = rotation(self.plan.config, torch.tensor([position]), torch.float64)
@@ -355,11 +359,11 @@ class Interpreter:
         self.cache.keys[layer, head, position] = key
         self.cache.values[layer, head, position] = value
 
-    def _turn(self, assignment: Assignment, layer: int, position: int, raw: torch.Tensor) -> dict[str, torch.Tensor]:
+    def _norm_rope(self, assignment: Assignment, layer: int, position: int, raw: torch.Tensor) -> dict[str, torch.Tensor]:
         queries = torch.full((self.plan.config.query_size,), torch.nan, dtype=torch.float64)
         by_head = queries.view(self.plan.config.num_key_value_heads, -1)
         for head in range(assignment.begin, assignment.end):
-            q, key, value = self._turned(raw, head, layer, position)
+            q, key, value = self._norm_and_rotate(raw, head, layer, position)
             by_head[head] = q.flatten()
             self._store(layer, head, position, key, value)
         return {"q": queries, "cache": torch.zeros(self.plan.buffer("cache").words, dtype=torch.float64)}
@@ -367,15 +371,16 @@ class Interpreter:
     def _attend(
         self, assignment: Assignment, layer: int, position: int, seen: dict[str, torch.Tensor]
     ) -> dict[str, torch.Tensor]:
+        """Return ``partial`` with a slot per unit: outputs of its queries, then their LSE (-inf without positions)."""
         config, plan, positions = self.plan.config, self.plan, position + 1
         partial = torch.zeros(plan.buffer("partial").words, dtype=torch.float64)
         size, queries = -(-positions // plan.used), config.queries_per_key // plan.sharers
         slots = partial.view(config.num_key_value_heads * plan.sharers * plan.splits, -1)
         for number in range(assignment.begin, assignment.end):
             slot, (head, first, last, part, keeps) = slots[number], plan.unit(number)
-            logarithms = slot[queries * plan.joined * config.head_dim :]
+            lse = slot[queries * plan.joined * config.head_dim :]
             if part >= plan.used:
-                logarithms.fill_(-torch.inf)
+                lse.fill_(-torch.inf)
                 continue
             begin, end = part * size, min((part + 1) * size, positions)
             keys, values = self.cache.keys[layer, head, begin:end], self.cache.values[layer, head, begin:end]
@@ -391,23 +396,23 @@ class Interpreter:
                 q = q[first * queries : last * queries]
             scores = (q @ keys.T) / config.head_dim**0.5
             slot[: q.numel()] = (scores.softmax(-1) @ values).flatten() if begin < end else 0
-            logarithms[: len(q)] = scores.logsumexp(-1)
+            lse[: len(q)] = scores.logsumexp(-1)
         return {"partial": partial, "cache": torch.zeros(plan.buffer("cache").words, dtype=torch.float64)}
 
-    def _combined(self, partial: torch.Tensor) -> torch.Tensor:
+    def _combine_all(self, partial: torch.Tensor) -> torch.Tensor:
         """Combine the KV splits' partial outputs into attention over all positions, ``[Q * D]``, weighted by their LSE."""
         config = self.plan.config
-        return self._weighted(
+        return self._combine(
             partial.view(config.num_key_value_heads * self.plan.sharers, self.plan.splits, -1)[:, : self.plan.used]
         )
 
-    def _weighted(self, slots: torch.Tensor, own: int = 0) -> torch.Tensor:
-        """Combine slots ``[units, splits, words]`` by their LSE, for the queries of joined unit ``own``."""
+    def _combine(self, slots: torch.Tensor, sharer: int = 0) -> torch.Tensor:
+        """Combine slots ``[units, splits, words]`` by their LSE; if units are joined, for query split ``sharer`` of them."""
         queries, size = self.plan.config.queries_per_key // self.plan.sharers, self.plan.config.head_dim
-        at = slice(own * queries, (own + 1) * queries)
+        at = slice(sharer * queries, (sharer + 1) * queries)
         values = slots[..., : self.plan.joined * queries * size].unflatten(-1, (-1, size))[..., at, :]
-        assignments = slots[..., self.plan.joined * queries * size :][..., at].softmax(1)
-        return (values * assignments[..., None]).sum(1).flatten()
+        weights = slots[..., self.plan.joined * queries * size :][..., at].softmax(1)
+        return (values * weights[..., None]).sum(1).flatten()
 
     def _head(self, cta: int, assignment: Assignment, hidden: torch.Tensor, position: int) -> dict[str, torch.Tensor]:
         """Return a CTA's candidate among its tokens, after the repetition penalty. Reported logits have no penalty."""
@@ -436,7 +441,7 @@ class Interpreter:
 
     def _best(self, buffer: str, seen: dict[str, torch.Tensor], position: int) -> int:
         if seen[buffer].isnan().any():
-            raise PlanError(self.plan.rung, "a CTA chooses a token before all have said theirs")
+            raise PlanError(self.plan.rung, "a CTA chooses a token before all CTAs have written their candidates")
         return max(map(int, seen[buffer]), key=lambda token: self.scores.get((buffer, position, token), -math.inf))
 
     def _choose(self, cta: int, seen: dict[str, torch.Tensor], position: int) -> dict[str, torch.Tensor]:
@@ -450,10 +455,7 @@ class Interpreter:
         return {}
 
     def _draw(self, cta: int, assignment: Assignment, position: int, seen: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Add to the next radix-select pass, or draw the CTA's candidate after the last pass.
-
-        The result of the pass before is applied first.
-        """
+        """Apply the previous radix-select pass; then add to the next one's histogram, or after the last draw a candidate."""
         sampling, rounds = self.sampler.sampling, digits(self.sampler.sampling)
         if "best" in seen:
             likeliest = self._best("best", seen, position)
@@ -461,34 +463,38 @@ class Interpreter:
         search, own = self.searches[cta], self._own_tokens(cta)
         for slice_ in assignment.reads:
             if slice_.buffer == "tallies":
-                self._narrow(search, *rounds[slice_.begin], self.tallies[slice_.begin])
-                place = search.prefix, search.target
-                if self.places.setdefault((position, slice_.begin), place) != place:
+                self._narrow(search, *rounds[slice_.begin], self.histograms[slice_.begin])
+                pair = search.prefix, search.target
+                if self.narrowed.setdefault((position, slice_.begin), pair) != pair:
                     raise PlanError(self.plan.rung, f"CTAs disagree about round {slice_.begin} of position {position + 1}")
-        apart = (search.largest - self.penalised[own]) / max(sampling.temperature, COLDEST)
-        keys = self._keys(apart) | torch.arange(own.start, own.stop)
-        for slice_ in assignment.adds:
-            portions, at = rounds[slice_.begin]
+        distances = (search.largest - self.penalised[own]) / max(sampling.temperature, COLDEST)
+        keys = self._keys(distances) | torch.arange(own.start, own.stop)
+        for slice_ in assignment.adds:  # at most one histogram
+            by_probability, at = rounds[slice_.begin]
             kept = (keys <= search.limit) & (keys >> at >> DIGIT == (search.prefix if at < 50 else 0))
-            weights = (apart.neg().exp() * 2**38).long() if portions else torch.ones_like(keys)
-            self.tallies[slice_.begin].index_add_(0, (keys >> at)[kept] % BINS, weights[kept])
+            weights = (distances.neg().exp() * 2**38).long() if by_probability else torch.ones_like(keys)
+            self.histograms[slice_.begin].index_add_(0, (keys >> at)[kept] % BINS, weights[kept])
             return {}
         if sampling.min_p:
             search.limit = min(search.limit, int(self._keys(torch.tensor(-math.log(sampling.min_p)).abs())) | 0xFFFFFFFF)
-        scores = gumbel(sampling.seed, position + 1, len(self.logits), "cpu")[own] - apart
+        scores = gumbel(sampling.seed, position + 1, len(self.logits), "cpu")[own] - distances
         return self._candidate("drawn", cta, position, scores.where(keys <= search.limit, -math.inf))
 
-    def _keys(self, apart: torch.Tensor) -> torch.Tensor:
-        bits = apart.float().view(torch.int32).clamp(NEAREST, FARTHEST)
+    def _keys(self, distances: torch.Tensor) -> torch.Tensor:
+        """Return the keys of tokens at these distances, without the 32 bits that hold the token."""
+        bits = distances.float().view(torch.int32).clamp(NEAREST, FARTHEST)
         return (bits - NEAREST).long() << 32
 
-    def _narrow(self, search: Search, portions: bool, at: int, sums: torch.Tensor) -> None:
+    def _narrow(self, search: Search, by_probability: bool, at: int, sums: torch.Tensor) -> None:
+        """Find the next digit of the limit in a pass's histogram, and after the last digit lower the limit to it."""
         sampling, total = self.sampler.sampling, sums.cumsum(0)
         if at == 50:
-            search.target = max(int(sampling.top_p * int(total[-1])), 1) if portions else min(sampling.top_k, int(total[-1]))
+            search.target = (
+                max(int(sampling.top_p * int(total[-1])), 1) if by_probability else min(sampling.top_k, int(total[-1]))
+            )
             search.prefix = 0
         digit = int((total < search.target).sum())
         search.target -= int(total[digit] - sums[digit]) if digit < BINS else 0
         search.prefix = search.prefix << DIGIT | digit
-        if at == (0 if portions else 30):
+        if at == (0 if by_probability else 30):
             search.limit = min(search.limit, (search.prefix + 1 << at) - 1)

@@ -1,26 +1,32 @@
-// Decode attention of one unit: some queries of a KV head over its KV split, with online softmax (flash-decoding).
+// Decode attention of one unit: some queries of a KV head over one KV split, with online softmax (flash-decoding).
 //
 // Computes   s_p = q k_p (base 2, scaled), m = max s_p, l = sum 2^(s_p - m), o = sum 2^(s_p - m) v_p / l, LSE = m + log2(l), for the
-//            positions p of the unit's Span. parts.cuh combines the KV splits of a query.
-// Grid       a CTA has one unit if there are enough CTAs (UNITS == 1), else some one after another.
-// Warps      rounds over the positions: each warp takes POSITIONS_PER_WARP positions per row, HEAD_DIM / 8 lanes per position with 8
-//            channels each, ROWS_PER_LANE rows per round. Every lane keeps its own online softmax; a score is one shuffle reduction
-//            over the lanes of a position. At the end lanes are combined by shuffles, warps through Shared::partial. With few positions
-//            one warp has all of them, and nothing is combined. Tensor cores were tried for scores and values and were slower.
-// Registers  queries, accumulators, maxima and sums in float32; keys and values of this round and of the next.
+//            positions p of the unit's Span (heads.cuh). parts.cuh combines the KV splits of a query.
+// Grid       UNITS is the largest number of units of a CTA: 1 if there are enough CTAs, else a CTA runs its units one after another.
+//            A unit has UNIT_QUERIES queries, or PARTIAL_QUERIES in a long context where units are merged (heads.cuh, Span).
+// Warps      LANES = HEAD_DIM / 8 lanes have the key and value of a position, 8 channels each, so a warp has POSITIONS_PER_WARP =
+//            32 / LANES positions at once. The eight warps take the positions in rounds of WARPS * POSITIONS_PER_WARP * ROWS_PER_LANE:
+//            row i of a lane belongs to position (i * WARPS + warp) * POSITIONS_PER_WARP + lane / LANES of the round. Every lane keeps
+//            its own online softmax; a score is one shuffle reduction over the lanes of a position. At the end lanes are combined by
+//            shuffles, and warps through Shared::partial. A unit with at most POSITIONS_PER_WARP positions needs one warp, and no
+//            combination of warps. Tensor cores were tried for scores and values and were slower.
+// Registers  queries, accumulators, maxima and sums in float32; keys and values of this round and of the next. c.refresh() recomputes
+//            the thread's indices, so that addresses made of them are not kept in registers.
 // Memory     each key and value row of the split is read once per unit, in bfloat16: through the ring (KV_THROUGH_RING), with keys in the
 //            first half of a chunk and values in the second, or by plain loads.
-// Sync       rows of earlier positions are safe: no CTA begins a token before all have finished the previous one. Queries, and the newest
-//            key and value, are flag-in-data words (words.cuh); loads of earlier positions are in flight before they are waited for.
-//            Results are flag-in-data words too. Every word of a partial result is written in every epoch, also by units without
-//            positions (PartialStore::fill).
+// Sync       rows of earlier positions are safe: no CTA begins a token before all have finished the previous one (heads.cuh). Queries, and
+//            the newest key and value, are flag-in-data words (words.cuh); loads of earlier positions are in flight before they are
+//            waited for. Results are flag-in-data words too. Every word of a partial result is written in every epoch, also by units
+//            without positions (PartialStore::fill): an old word could have the tag that a reader waits for. A reader whose words never
+//            come stops after about two seconds with an error (waiting.cuh). In plans without FLAG_IN_DATA a grid barrier, a semaphore
+//            or a launch before and after this phase orders all of these.
 #pragma once
 
 constexpr int WARP_PARTIAL_WORDS = HEAD_DIM + 4;  // a warp's accumulator, maximum and sum of a query, padded to 16 bytes
 constexpr float NO_SCORE = -1e30f;  // maximum before the first position; finite, so that differences are never NaN
 
 // Online softmax of a lane: per query the largest score so far, and, relative to it, the sum of exponentials and the accumulator of the
-// lane's 8 channels.
+// lane's 8 channels. Before add(), rescale() must have raised the maximum to the score or above.
 template <int QUERIES>
 struct OnlineSoftmax {
   float max_score[QUERIES], sum[QUERIES], acc[QUERIES][8];
@@ -47,24 +53,27 @@ struct OnlineSoftmax {
   }
 };
 
-constexpr int CHUNK_POSITIONS = CHUNK / (4 * HEAD_DIM);  // positions whose keys and values fill a chunk of the ring
+constexpr int CHUNK_POSITIONS = CHUNK / (4 * HEAD_DIM);  // positions whose bfloat16 keys and values fill a chunk (CHUNK bytes) of the ring
 
-// Keys and values of a round in registers, ROWS_PER_LANE rows per lane: as many as there are registers for. A round has ROUND positions
-// over all warps, and takes CHUNKS chunks of the ring.
+// Keys and values of a round in registers, ROWS_PER_LANE rows of each per lane: as many as there are registers for. A round has ROUND
+// positions over all warps. It takes CHUNKS chunks of the ring, or several rounds share one chunk.
 template <int QUERIES>
 struct Batch {
   static constexpr int ROWS_PER_LANE = QUERIES > 2 ? 1 : QUERIES == 2 ? 2 : 4;
   static constexpr int ROUND = WARPS * POSITIONS_PER_WARP * ROWS_PER_LANE, CHUNKS = ROUND > CHUNK_POSITIONS ? ROUND / CHUNK_POSITIONS : 1;
   static_assert(CHUNK_POSITIONS % ROUND == 0 || ROUND % CHUNK_POSITIONS == 0, "a chunk has whole rounds, or a round has whole chunks");
   uint4 keys[ROWS_PER_LANE], values[ROWS_PER_LANE];
+  // Load the lane's rows of the round that begins at position `base`; rows from `span.cached` on, which the cache does not have, become
+  // zero. With KV_THROUGH_RING wait for the round's chunks, and release a chunk after its last round. All eight warps must then call
+  // this, as a chunk is free only when each has released it.
   DEVICE void load(Consumer& c, const Span& span, int base) {
     const int row = c.warp * POSITIONS_PER_WARP + c.lane / LANES, within = (base - span.begin) % CHUNK_POSITIONS;
-    const long long cached = KV_THROUGH_RING ? 0 : (c.cache_offset(span.head) + (long long)base * HEAD_DIM) * 2;
+    const long long round_at = KV_THROUGH_RING ? 0 : (c.cache_offset(span.head) + (long long)base * HEAD_DIM) * 2;
 #pragma unroll
     for (int chunk = 0; chunk < CHUNKS; ++chunk) {
       const int first = base + chunk * CHUNK_POSITIONS;
-      const char *keys_at = (const char*)c.a.keys + cached, *values_at = (const char*)c.a.values + cached;
-      if (KV_THROUGH_RING) {
+      const char *keys_at = (const char*)c.a.keys + round_at, *values_at = (const char*)c.a.values + round_at;
+      if (KV_THROUGH_RING) {  // Row offsets count from `base`, which lies `within` positions behind the start of its chunk.
         keys_at = (first < span.cached ? c.wait_chunk() : c.s.stages) + (within - chunk * CHUNK_POSITIONS) * HEAD_DIM * 2;
         values_at = keys_at + CHUNK / 2;
       }
@@ -83,10 +92,12 @@ struct Batch {
     for (int i = 0; i < ROWS_PER_LANE; ++i)
       if (i * WARPS * POSITIONS_PER_WARP + c.warp * POSITIONS_PER_WARP + c.lane / LANES == row) keys[i] = key, values[i] = value;
   }
+  // Rows of the cache are ordered before this (Sync), so a weak load suffices. It must not be ld.global.nc: this launch writes rows too.
   DEVICE static uint4 read_row(const char* at) { return KV_THROUGH_RING ? *(const uint4*)at : load_weak((const uint4*)at); }
 };
 
-// Compute the scores of a lane's first COUNT rows of a round, and rescale the accumulators to the new maximum.
+// Compute the scores of a lane's first COUNT rows of a round, and rescale the accumulators to the new maximum. Rows behind the span score
+// 2 * NO_SCORE: their weight is then zero even in a lane without any position, whose maximum is NO_SCORE.
 template <int COUNT, int QUERIES>
 DEVICE void score_rows(Consumer& c, const Span& span, int base, const Batch<QUERIES>& batch, const Heads<QUERIES>& heads,
                        OnlineSoftmax<QUERIES>& f, float (&scores)[QUERIES][COUNT]) {
@@ -109,6 +120,7 @@ DEVICE void score_rows(Consumer& c, const Span& span, int base, const Batch<QUER
     f.rescale(g, larger);
   }
 }
+// Add the values of a lane's first COUNT rows, weighted by their scores. score_rows() must have rescaled the accumulators.
 template <int COUNT, int QUERIES>
 DEVICE void add_rows(const Batch<QUERIES>& batch, OnlineSoftmax<QUERIES>& f, const float (&scores)[QUERIES][COUNT]) {
 #pragma unroll
@@ -119,6 +131,7 @@ DEVICE void add_rows(const Batch<QUERIES>& batch, OnlineSoftmax<QUERIES>& f, con
     for (int g = 0; g < QUERIES; ++g) f.add(g, scores[g][i], value);
   }
 }
+// Attend to a lane's first COUNT rows of a round.
 template <int COUNT, int QUERIES>
 DEVICE void attend_rows(Consumer& c, const Span& span, int base, const Batch<QUERIES>& batch, const Heads<QUERIES>& heads,
                         OnlineSoftmax<QUERIES>& f) {
@@ -127,8 +140,9 @@ DEVICE void attend_rows(Consumer& c, const Span& span, int base, const Batch<QUE
   add_rows<COUNT>(batch, f, scores);
 }
 // Attend to all positions of the span, round by round. `batch` has the first round, loaded or in flight. The next round's loads are
-// issued after the scores, when the keys' registers are free. In the last round a warp may have no position; if its lanes have one or
-// two rows at max_score, the others are left out.
+// issued after the scores, when the keys' registers are free. In the last round a warp may have no position, and returns. If no lane of
+// any warp has more than one row there (or more than two), the others are left out. `newest`: this warp has the newest position, which
+// is always in the last round.
 template <int QUERIES>
 DEVICE void attend_all(Consumer& c, const Span& span, Batch<QUERIES>& batch, const Heads<QUERIES>& heads, bool newest,
                        OnlineSoftmax<QUERIES>& f) {
@@ -156,7 +170,8 @@ DEVICE void attend_all(Consumer& c, const Span& span, Batch<QUERIES>& batch, con
 }
 
 // Destination of a unit's result: its slot of the buffer PARTIAL, read by other CTAs. With SPLIT_K_O and one KV split the result is
-// also staged as the operand of the CTA's own output projection, from `column` on.
+// also staged as the operand of the CTA's own output projection (vectors.cuh), from `column` on. These columns lie behind the
+// padded(HIDDEN) columns that the operand of the next phase takes; each unit of the CTA has O_TILE_COLUMNS of them.
 struct PartialStore {
   float* slot;
   int column;  // -1 if it is not staged
@@ -173,8 +188,8 @@ struct PartialStore {
     if constexpr (SPLIT_K_O)
       if (column >= 0) store_split1(c, column + at, v);
   }
-  // Store the words of the slot that no query of this span fills, since each word must be written in every epoch. With SPLIT_K_O a unit
-  // without positions gives NO_SCORE as LSE, so that its weight is zero; other plans do not read such units.
+  // Store the words of the slot that none of the unit's `queries` queries fills, since each word must be written in every epoch. With
+  // SPLIT_K_O a unit without positions gives NO_SCORE as LSE, so that its weight is zero; other plans do not read such units.
   DEVICE void fill(Consumer& c, const Span& span, int queries) const {
     if constexpr (!FLAG_IN_DATA) return;
     const float4 zeros = {0, 0, 0, 0};
@@ -190,7 +205,7 @@ struct PartialStore {
 };
 
 // Combine the lanes of a warp that have the same channels. If this warp alone has positions, store the result; else leave accumulator,
-// maximum and sum in Shared::partial for combine_warps().
+// maximum and sum in Shared::partial for combine_warps(). All readers of the previous unit's Shared::partial must have passed a barrier.
 template <int QUERIES>
 DEVICE void combine_lanes(Consumer& c, OnlineSoftmax<QUERIES>& f, const PartialStore& out, int active_warps) {
   c.refresh();
@@ -252,8 +267,10 @@ DEVICE void combine_warps(Consumer& c, const PartialStore& out, int active_warps
   }
 }
 
-// Run one unit. Positions are dealt out POSITIONS_PER_WARP at a time to the warps, and each warp loads the queries itself, so warps
-// need no barrier before they combine. The warp that has the newest position inserts its key and value, and stores them.
+// Run one unit, by all consumer warps. Positions are dealt out POSITIONS_PER_WARP at a time to the warps, and each warp loads the queries
+// itself, so warps need no barrier before they combine. Without ROPE_PHASE the warp that has the newest position inserts its key and
+// value, and stores them to the cache. With ROPE_PHASE norm_rope() has stored them, and the cache has all rows when this phase begins.
+// Such plans have no KV_THROUGH_RING, so warps without positions need not load.
 template <int QUERIES>
 DEVICE void attend_unit(Consumer& c, const Span& span, const PartialStore& out) {
   const int all = (span.end - span.begin + POSITIONS_PER_WARP - 1) / POSITIONS_PER_WARP, active_warps = all < WARPS ? all : WARPS;
@@ -274,7 +291,8 @@ DEVICE void attend_unit(Consumer& c, const Span& span, const PartialStore& out) 
   }
   if (active_warps > 1) combine_warps<QUERIES>(c, out, active_warps);
 }
-// Phase ATTENTION: run all units of the CTA.
+// Phase ATTENTION: run all units of the CTA. The generated order.cuh calls it once per layer and token; in plans with a launch per phase,
+// decode_phase() calls it. `merged`: in a long context each unit has the queries of QUERY_MERGE units, over fewer positions (Span).
 DEVICE void attend(Consumer& c) {
   c.refresh();
   const int first = c.begin(ATTENTION), last = c.end(ATTENTION);

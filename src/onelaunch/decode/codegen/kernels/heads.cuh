@@ -5,10 +5,14 @@
 // Where      either in a phase of its own (ROPE_PHASE: norm_rope), one warp per head; or split between two phases: the QKV product applies
 //            weights and rotation, which are linear, to its outputs and also gives squares (phases.cuh, RowRope), and attention adds up
 //            the squares and divides by the RMS (Heads::load_rotated).
-// Layout     a lane has 8 channels of a head. Rows of the QKV product are permuted so that a tile of 8 rows has four channels of a head's
-//            first half and their RoPE partners of the second half (packing.py, in_pairs); the words keep that order.
-// Sync       words are flag-in-data (words.cuh). Rows of the KV cache are plain stores, seen by later tokens: the candidate of the LM head
-//            is stored with release semantics once per token, after them.
+// Layout     a lane has 8 channels of a head; each group of LANES lanes in a warp has a whole head. The words of a KV head are its GROUP
+//            query heads, the key and the value, HEAD_DIM words each (HEAD_WORDS in all). Rows of the QKV product are permuted so that a
+//            tile of 8 rows has four channels of a head's first half and their RoPE partners of the second half (packing.py, in_pairs);
+//            the words keep that order. HEAD_SQUARES has one word per RoPE pair: the sum of the pair's two squares.
+// Sync       words are flag-in-data (words.cuh), or, without FLAG_IN_DATA, ordered by a grid barrier or semaphore before the phase. Rows of
+//            the KV cache are plain stores. Later tokens see them, because each CTA stores its candidate for the next token (the largest
+//            logit of its rows of the LM head) with release semantics after them, once per token, and acquires those of all CTAs. With
+//            ROPE_PHASE attention reads the newest row in the same token; such plans have a grid barrier or semaphore between the phases.
 #pragma once
 
 constexpr int LANES = HEAD_DIM / 8;             // lanes per position, with 8 channels each
@@ -21,6 +25,7 @@ DEVICE void unpack(const uint4& v, float (&x)[8]) {
 DEVICE uint4 pack_bf16x8(const float (&x)[8]) {
   return {floats_to_bf16x2(x[0], x[1]), floats_to_bf16x2(x[2], x[3]), floats_to_bf16x2(x[4], x[5]), floats_to_bf16x2(x[6], x[7])};
 }
+// First of a lane's 8 channels.
 DEVICE int channel_of(const Consumer& c) { return c.lane % LANES * 8; }
 // Return the sum over the lanes of a head, in each of them.
 DEVICE float head_sum(float v) {
@@ -40,7 +45,7 @@ struct NormRope {
   uint4 query_weights, key_weights;
   float4 cosines[2], sines[2];
   DEVICE explicit NormRope(const Consumer& c) {
-    const u16* weights = c.norm_weights() + 2 * HIDDEN + channel_of(c);
+    const u16* weights = c.norm_weights() + 2 * HIDDEN + channel_of(c);  // behind the two norms of the residual stream: q_norm, k_norm
     query_weights = *(const uint4*)weights, key_weights = *(const uint4*)(weights + HEAD_DIM);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -48,13 +53,13 @@ struct NormRope {
       cosines[i] = *(const float4*)pair, sines[i] = *(const float4*)(pair + HEAD_DIM / 2);
     }
   }
-  // Normalize, rotate and scale a head in head_at. All lanes of the warp must take part.
-  DEVICE void apply(const Consumer& c, float (&x)[8], const uint4 weights, float by) const {
+  // Normalize and rotate a head in place, and multiply it by `factor`. `x` has the lane's 8 channels. All lanes of the warp must call this.
+  DEVICE void apply(const Consumer& c, float (&x)[8], const uint4 weights, float factor) const {
     float squares = 0, weight[8];
     unpack(weights, weight);
 #pragma unroll
     for (int i = 0; i < 8; ++i) squares += x[i] * x[i];
-    const float scale = by * rsqrt_approx(head_sum(squares) / HEAD_DIM + EPS);
+    const float scale = factor * rsqrt_approx(head_sum(squares) / HEAD_DIM + EPS);
     float other[8];
 #pragma unroll
     for (int i = 0; i < 8; ++i) x[i] *= scale * weight[i];
@@ -70,6 +75,7 @@ struct NormRope {
     }
   }
 };
+// Clear the tags of a lane's two quads of words.
 DEVICE void strip_tag(const uint4& first, const uint4& next, float (&x)[8]) {
   const float4 a = strip_tag(first), b = strip_tag(next);
   x[0] = a.x, x[1] = a.y, x[2] = a.z, x[3] = a.w, x[4] = b.x, x[5] = b.y, x[6] = b.z, x[7] = b.w;
@@ -89,17 +95,22 @@ DEVICE void store_cache(const Consumer& c, u16* rows, int head, const uint4& row
 }
 constexpr float QUERY_SCALE = LOG2E;  // times 1 / sqrt(HEAD_DIM): exponentials are powers of two
 
+// A further split is used only from POSITIONS_PER_SPLIT more positions on. Its size may then be rounded up, and no split is left empty.
 static_assert(SPLIT_K_O || POSITIONS_PER_SPLIT >= KV_SPLITS, "each KV split has positions");
+// With merged units (Span): the number of KV splits, and the queries of a unit. A slot of PARTIAL has room for as many.
 constexpr int MAX_KV_SPLITS = KV_SPLITS * QUERY_MERGE, PARTIAL_QUERIES = UNIT_QUERIES * QUERY_MERGE;
 
 // Work of a unit of attention at a position: UNIT_QUERIES queries of a KV head over a range of positions (a KV split, as in
 // flash-decoding). With SPLIT_K_O there are three regimes. In a short context each unit takes all positions, so that its CTA can
 // multiply the result at once. In a longer one KV_SPLITS units share the positions. From MERGE_FROM on QUERY_MERGE neighbouring units
-// also take each other's queries, each over 1 / QUERY_MERGE of the positions: each key is then read once. The newest position is not in
-// the cache yet (`cached` excludes it); of the units that have it, one stores its key and value.
+// also take each other's queries, each over 1 / QUERY_MERGE of the positions: each key is then read once. Without ROPE_PHASE the newest
+// position is not in the cache yet; of the units that have it, one stores its key and value.
 struct Span {
-  int head, query, begin, end, cached;
-  bool active, stores;
+  int head, query;  // KV head; first query, counted within the KV head
+  int begin, end;   // first position and one past the last
+  int cached;       // one past the last position of the range that is in the cache
+  bool active;      // false if the unit has no positions: its split is not used in this context
+  bool stores;      // this unit stores the newest key and value, if it has the newest position
   DEVICE Span(int unit, int position) : head(unit / (QUERY_SPLITS * KV_SPLITS)), query(unit / KV_SPLITS % QUERY_SPLITS * UNIT_QUERIES) {
     const int positions = position + 1, parts = kv_splits_at(position);
     int size = (positions + parts - 1) / parts, part = unit % KV_SPLITS;
@@ -126,22 +137,25 @@ struct Heads {
   float queries[COUNT][8], scales[COUNT];
   uint4 key, value;
 
-  // Load queries (and key and value if `newest`) that the QKV product rotated, and divide by the RMS of each head: for queries in
-  // `scales`. The lanes of a head add up the squares. Stores key and value to the cache if the unit is the one that does.
+  // Load queries (and key and value if `newest`) that the QKV product rotated, and divide by the RMS of each head: the key at once, the
+  // queries by means of `scales`. The lanes of a head add up the squares. Stores key and value to the cache if `span.stores`. All lanes
+  // of the warp must call this; no barrier is needed. One spin loads everything: two quads of words for each query, key and value
+  // (QUADS), then one quad of squares for each query and the key.
   DEVICE void load_rotated(Consumer& c, const Span& span, bool newest) {
-    constexpr int WORDS = 2 * (COUNT + 2);
+    constexpr int QUADS = 2 * (COUNT + 2);
     const float* words = c.a.words + QKV_OUT + span.head * HEAD_WORDS + word_offset(c);
     const float* squares = c.a.words + HEAD_SQUARES + span.head * (HEAD_WORDS / 2) + channel_of(c) / 2;
-    uint4 v[WORDS + COUNT + 1];
-    auto which = [](int i) { return i < WORDS ? i / 2 : i - WORDS; };
+    uint4 v[QUADS + COUNT + 1];
+    auto which = [](int i) { return i < QUADS ? i / 2 : i - QUADS; };
+    // Index of quad i's head within the KV head: GROUP queries, key, value.
     auto head_at = [&](int i) { return which(i) < COUNT ? span.query + which(i) : which(i) - COUNT + GROUP; };
     spin_load(c, v, c.epoch(), [&](int i) { return newest || which(i) < COUNT; },
-              [&](int i) { return i < WORDS ? words + head_at(i) * HEAD_DIM + i % 2 * NEXT_QUAD : squares + head_at(i) * (HEAD_DIM / 2); });
+              [&](int i) { return i < QUADS ? words + head_at(i) * HEAD_DIM + i % 2 * NEXT_QUAD : squares + head_at(i) * (HEAD_DIM / 2); });
     c.mark(ATTENTION, READY);
     float norms[COUNT + 1];
 #pragma unroll
     for (int i = 0; i <= COUNT; ++i) {
-      const float4 s = strip_tag(v[WORDS + i]);
+      const float4 s = strip_tag(v[QUADS + i]);
       norms[i] = s.x + s.y + (s.z + s.w);
     }
 #pragma unroll
@@ -164,7 +178,7 @@ struct Heads {
     key = pack_bf16x8(x);
     strip_tag(v[2 * COUNT + 2], v[2 * COUNT + 3], x);
     value = pack_bf16x8(x);
-    if (!span.stores || c.lane >= LANES) return;
+    if (!span.stores || c.lane >= LANES) return;  // All groups of LANES lanes have the same key and value.
     store_cache(c, c.a.keys, span.head, key);
     store_cache(c, c.a.values, span.head, value);
   }
@@ -176,6 +190,8 @@ struct Heads {
     for (int g = 0; g < COUNT; ++g) scales[g] = 1.0f;
     key = value = {0, 0, 0, 0};
   }
+  // Return the score of query g and a key, of which the lane has its 8 channels; all lanes of the position get it. All lanes of the warp
+  // must call this.
   DEVICE float score(int g, const float (&key)[8]) const {
     float sum = 0;
 #pragma unroll
@@ -184,7 +200,9 @@ struct Heads {
   }
 };
 
-// Phase ROPE: normalize and rotate the heads of the CTA, one warp per query head, key or value.
+// Phase ROPE, in plans with ROPE_PHASE: normalize and rotate the heads of the CTA, one warp per query head, key or value. Queries go to the
+// buffer QUERIES, scaled; the newest key and value to the cache, in bfloat16. The generated order.cuh calls it, after a grid barrier or
+// semaphore.
 DEVICE void norm_rope(Consumer& c) {
   c.refresh();
   for (int unit = c.begin(ROPE) * (GROUP + 2) + c.warp; unit < c.end(ROPE) * (GROUP + 2); unit += WARPS) {
