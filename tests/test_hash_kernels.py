@@ -127,6 +127,34 @@ def test_a_kernel_that_moves_to_another_variant_is_a_difference(prose):
     prose(text)
 
 
+def test_kernels_of_equal_ptx_are_equal_whatever_ptxas_made_of_it(prose):
+    old, new = [entry("one", "scan")], [entry("one", "scan", instructions=("c3",))]
+    lines, same = hash_kernels.compare({"sm_100a": [{**old[0], "ptx": "p"}]}, {"sm_100a": [{**new[0], "ptx": "p"}]})
+    assert same
+    prose(lines)
+    for one, other in (("p", "q"), ("", ""), ("p", "")):
+        assert not hash_kernels.compare({"sm_100a": [{**old[0], "ptx": one}]}, {"sm_100a": [{**new[0], "ptx": other}]})[1]
+
+
+def test_a_digest_of_ptx_ignores_names_and_lines_alone():
+    ptx = """// made by a compiler
+.visible .entry {name}(.param .u64 {name}_param_0)
+{{
+  .loc 1 {line} 5
+  ld.param.u64 %rd1, [{name}_param_0]; // a comment
+  add.s64 %rd2, %rd1, {number};
+}}
+.section .debug_str
+{{
+  .b8 {line}
+}}
+"""
+    digest = hash_kernels.ptx_digest(ptx.format(name="walk", line=3, number=8))
+    assert digest == hash_kernels.ptx_digest(ptx.format(name="chunk_state", line=70, number=8))
+    assert digest != hash_kernels.ptx_digest(ptx.format(name="walk", line=3, number=16))
+    assert hash_kernels.ptx_digest("") == ""
+
+
 def test_a_missing_architecture_is_a_difference(prose):
     lines, same = hash_kernels.compare({"sm_90a": OLD}, {})
     assert not same

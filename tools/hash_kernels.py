@@ -8,7 +8,8 @@
 needed. A kernel's digest covers its instructions, registers, stack, shared memory, threads and constants, in a fixed order and
 without names. Entry names, symbols, relocations and debug lines do not affect it. ``compare`` matches the two files by digest,
 and exits with 1 unless every variant has the same kernels in both. Both files must come from the same versions of the
-compilers, which are stored with the digests.
+compilers, which are stored with the digests. ptxas makes different machine code of the same PTX from run to run for some large
+kernels and for sm_100a. Kernels whose digests differ are therefore equal too if their PTX is, again without names and lines.
 
 To hash another source tree of this project, put its ``src`` and root first on ``PYTHONPATH`` and run this file by its path.
 """
@@ -56,6 +57,8 @@ class Binary(NamedTuple):
     """Dynamic shared memory of a CTA at launch, in bytes."""
     threads: int
     """Number of threads of a CTA at launch."""
+    ptx: str = ""
+    """PTX from which ptxas made the code; empty for AMD."""
 
 
 def listed_kernels(architecture: str) -> list[Listed]:
@@ -83,10 +86,11 @@ def compile_build(build: Any, architecture: str) -> Binary:
 
     target = inspection.find_architecture(architecture)
     if isinstance(build, CudaBuild):
-        return Binary(cuda.compile_now(build.source, target.name).cubin, build.shared_bytes, build.threads)
+        made = cuda.compile_now(build.source, target.name)
+        return Binary(made.cubin, build.shared_bytes, build.threads, made.ptx)
     compiled = inspection._compile(build, target)  # noqa: SLF001  the inspector's public functions return listings, not machine code
     code = compiled.asm["cubin" if target.backend == "cuda" else "hsaco"]
-    return Binary(code, compiled.metadata.shared, build.num_warps * target.warp)
+    return Binary(code, compiled.metadata.shared, build.num_warps * target.warp, compiled.asm.get("ptx", ""))
 
 
 def compiler_versions() -> dict[str, str]:
@@ -252,6 +256,16 @@ def _noted(note: bytes, name: str) -> int:
     return int.from_bytes(note[at + 1 : at + 1 + size], "big")
 
 
+def ptx_digest(ptx: str) -> str:
+    """Return the SHA-256 of PTX without comments, debug information and the kernel's name; empty for no PTX."""
+    ptx = re.sub(r"//[^\n]*|/\*.*?\*/", "", ptx, flags=re.DOTALL)
+    ptx = re.sub(r"^\s*\.section\s+\.debug\w*\s*\{.*?^\s*\}", "", ptx, flags=re.DOTALL | re.MULTILINE)
+    for name in re.findall(r"\.entry\s+([\w$]+)", ptx):
+        ptx = re.sub(rf"\b{re.escape(name)}(?=_param_|\b)", "kernel", ptx)
+    kept = [" ".join(line.split()) for line in ptx.splitlines() if not re.match(r"\s*\.(loc|file)\b", line)]
+    return _sha("\n".join(line for line in kept if line).encode()) if ptx.strip() else ""
+
+
 def _sha(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
 
@@ -259,24 +273,37 @@ def _sha(content: bytes) -> str:
 # Writing a file of digests
 
 
-def hash_all(architectures: Iterable[str], jobs: int) -> dict[str, list[dict[str, Any]]]:
-    """Return one entry for each kernel of each variant, by architecture. Equal builds are compiled once."""
+def hash_all(architectures: Iterable[str], jobs: int, only: str = "") -> dict[str, list[dict[str, Any]]]:
+    """Return one entry for each kernel of each variant, by architecture. Equal builds are compiled once.
+
+    Args:
+        architectures: Names of the architectures.
+        jobs: Number of processes that compile at the same time.
+        only: Regular expression that ``operation.variant`` must contain a match of.
+    """
     listed = {architecture: listed_kernels(architecture) for architecture in architectures}
+    chosen = {
+        architecture: [index for index, each in enumerate(kernels) if re.search(only, f"{each.operation}.{each.variant}")]
+        for architecture, kernels in listed.items()
+    }
     work: dict[tuple[str, str], tuple[str, int]] = {}
-    for architecture, kernels in listed.items():
-        for index, kernel in enumerate(kernels):
-            work.setdefault((architecture, build_key(kernel.build)), (architecture, index))
-    machines: dict[tuple[str, str], Machine] = {}
-    for done, (key, machine) in enumerate(zip(work, _compiled(list(work.values()), jobs), strict=True), 1):
-        machines[key] = machine
+    for architecture, indices in chosen.items():
+        for index in indices:
+            work.setdefault((architecture, build_key(listed[architecture][index].build)), (architecture, index))
+    facts: dict[tuple[str, str], tuple[Machine, str]] = {}
+    for done, (key, found) in enumerate(zip(work, _compiled(list(work.values()), jobs), strict=True), 1):
+        facts[key] = found
         _progress(done, len(work), work[key])
     return {
-        architecture: [_entry(kernel, machines[architecture, build_key(kernel.build)]) for kernel in kernels]
-        for architecture, kernels in listed.items()
+        architecture: [
+            _entry(kernel, *facts[architecture, build_key(kernel.build)])
+            for kernel in map(listed[architecture].__getitem__, indices)
+        ]
+        for architecture, indices in chosen.items()
     }
 
 
-def _compiled(work: Sequence[tuple[str, int]], jobs: int) -> Iterator[Machine]:
+def _compiled(work: Sequence[tuple[str, int]], jobs: int) -> Iterator[tuple[Machine, str]]:
     if jobs == 1:
         yield from itertools.starmap(compile_listed, work)
         return
@@ -288,12 +315,13 @@ _LISTED: dict[str, list[Listed]] = {}
 """Kernels by architecture in a compiling process. A kernel is sent to it as an index, since kernels cannot be pickled."""
 
 
-def compile_listed(architecture: str, index: int) -> Machine:
-    """Compile the kernel at an index of the list for an architecture."""
+def compile_listed(architecture: str, index: int) -> tuple[Machine, str]:
+    """Compile the kernel at an index of the list for an architecture; return its properties and the digest of its PTX."""
     if architecture not in _LISTED:
         _LISTED[architecture] = listed_kernels(architecture)
     kernel = _LISTED[architecture][index]
-    return read_machine(compile_build(kernel.build, architecture))
+    binary = compile_build(kernel.build, architecture)
+    return read_machine(binary), ptx_digest(binary.ptx)
 
 
 def _progress(done: int, total: int, what: tuple[str, int]) -> None:
@@ -301,15 +329,15 @@ def _progress(done: int, total: int, what: tuple[str, int]) -> None:
         sys.stderr.write(f"{done} of {total}, last for {what[0]}\n")
 
 
-def _entry(kernel: Listed, machine: Machine) -> dict[str, Any]:
+def _entry(kernel: Listed, machine: Machine, ptx: str) -> dict[str, Any]:
     names = {"operation": kernel.operation, "variant": kernel.variant, "build": kernel.kernel}
-    return {"digest": machine.digest, **names, **dataclasses.asdict(machine)}
+    return {"digest": machine.digest, "ptx": ptx, **names, **dataclasses.asdict(machine)}
 
 
 # Comparing two files of digests
 
 Entries = Sequence[Mapping[str, Any]]
-_NAMES = ("digest", "operation", "variant", "build")
+_NAMES = ("digest", "ptx", "operation", "variant", "build")
 
 
 def compare(old: Mapping[str, Entries], new: Mapping[str, Entries]) -> tuple[list[str], bool]:
@@ -327,11 +355,14 @@ def compare(old: Mapping[str, Entries], new: Mapping[str, Entries]) -> tuple[lis
 
 
 def _compare_architecture(old: Entries, new: Entries) -> tuple[list[str], bool]:
+    new, recompiled = _match_ptx(old, new)
     before, after = _by_digest(old), _by_digest(new)
     gone, added = [key for key in before if key not in after], [key for key in after if key not in before]
     kept = [key for key in before if key in after]
     counted = f"{len(kept)} different kernels equal, {len(gone)} only in the old file, {len(added)} only in the new;"
     lines = [f"{counted} listed {len(old)} times before, {len(new)} times now"]
+    if recompiled:
+        lines.append(f"{recompiled} of the equal kernels have equal PTX, from which ptxas made different machine code")
     lines += [line for key in gone for line in _unmatched("only in old", before[key], [after[each][0] for each in added])]
     lines += [line for key in added for line in _unmatched("only in new", after[key], [before[each][0] for each in gone])]
     counts = [key for key in kept if len(before[key]) != len(after[key])]
@@ -341,6 +372,18 @@ def _compare_architecture(old: Entries, new: Entries) -> tuple[list[str], bool]:
     ]
     moved = _moved(old, new)
     return lines + moved, not (gone or added or moved)
+
+
+def _match_ptx(old: Entries, new: Entries) -> tuple[Entries, int]:
+    """Return the new entries, with the old digest where only the PTX is equal, and the number of such kernels."""
+    known, before, after = {}, _by_digest(old), _by_digest(new)
+    for entry in old:
+        if entry.get("ptx") and entry["digest"] not in after:
+            known[entry["ptx"]] = entry["digest"]
+    matched = {
+        entry["digest"]: known[entry["ptx"]] for entry in new if entry["digest"] not in before and entry.get("ptx") in known
+    }
+    return [{**entry, "digest": matched.get(entry["digest"], entry["digest"])} for entry in new], len(matched)
 
 
 def _by_digest(entries: Entries) -> dict[str, list[Mapping[str, Any]]]:
@@ -395,6 +438,7 @@ def main(words: Sequence[str] | None = None) -> int:
     default = f"architecture to compile for; may be repeated (default: {', '.join(ARCHITECTURES)})"
     write.add_argument("--architecture", action="append", help=default)
     write.add_argument("--jobs", type=int, default=1, help="number of processes that compile at the same time (default: 1)")
+    write.add_argument("--only", default="", help="regular expression for the names OPERATION.VARIANT to compile")
     matched = commands.add_parser("compare", help="compare two files of digests")
     matched.add_argument("old", type=Path)
     matched.add_argument("new", type=Path)
@@ -404,7 +448,7 @@ def main(words: Sequence[str] | None = None) -> int:
 
 def _write(options: argparse.Namespace) -> int:
     start = time.perf_counter()
-    found = hash_all(options.architecture or ARCHITECTURES, options.jobs)
+    found = hash_all(options.architecture or ARCHITECTURES, options.jobs, options.only)
     text = json.dumps({"versions": compiler_versions(), "architectures": found}, indent=1)
     options.path.write_text(text + "\n", encoding="utf-8")
     counts = Counter({architecture: len({entry["digest"] for entry in entries}) for architecture, entries in found.items()})
