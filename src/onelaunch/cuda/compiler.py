@@ -100,7 +100,7 @@ def compile_source(source: Source, architecture: str) -> bytes:
     if cubin is None:
         # One of 16 locks, by the first digit of the key: a process seldom waits for another one that compiles a different kernel.
         with folders.process_lock(folders.cache_folder() / "locks", f"compile-{key[0]}"):
-            cubin = _stored(path)
+            cubin = _stored(path)  # another process may have compiled it while this one waited for the lock
             if cubin is None:
                 cubin = compile_now(source, architecture).cubin
                 folders.keep(path, cubin + hashlib.sha256(cubin).digest())
@@ -109,13 +109,13 @@ def compile_source(source: Source, architecture: str) -> bytes:
 
 def compile_now(source: Source, architecture: str) -> Compiled:
     """Compile a source without reading or writing the cache folder; raise the same errors as :func:`compile_source`."""
-    version()
+    version()  # raises CompilerMissing before the import below can fail
     nvrtc = importlib.import_module("cuda.bindings.nvrtc")
     names = [name.encode() for name, _ in source.headers]
-    texts = [text.encode() for _, text in source.headers]
+    contents = [content.encode() for _, content in source.headers]
     defines = [f"--define-macro={name}={value}" for name, value in source.defines]
     options = [option.encode() for option in (f"--gpu-architecture={architecture}", *OPTIONS, *defines)]
-    program = _nvrtc("nvrtcCreateProgram", source.text.encode(), source.name.encode(), len(names), texts, names)
+    program = _nvrtc("nvrtcCreateProgram", source.text.encode(), source.name.encode(), len(names), contents, names)
     try:
         (error,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
         log = _product(program, "ProgramLog").rstrip(b"\0").decode(errors="replace").strip()

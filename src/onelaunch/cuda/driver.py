@@ -26,13 +26,24 @@ def library() -> Any:
 
 
 def accept(call: str, error: int, about: str = "PyTorch's context") -> None:
-    """Raise :class:`DriverError` unless a driver call made through :mod:`ctypes` returned 0 (success)."""
+    """Raise :class:`DriverError` unless a driver call made through :mod:`ctypes` returned 0 (success).
+
+    Args:
+        call: Name of the driver function.
+        error: Result that it returned.
+        about: Object of the call, such as a kernel or a context, for the error's message.
+    """
     if error:
         raise DriverError(call, got=f"error {error}", about=about)
 
 
 def bound(call: str, *arguments: Any, about: str = "PyTorch's context") -> Any:
     """Call a driver function through ``cuda-bindings`` and return its first result, or ``None`` if it has none.
+
+    Args:
+        call: Name of the driver function.
+        *arguments: Its arguments.
+        about: Object of the call, such as a kernel or a context, for the error's message.
 
     Raises:
         DriverError: The driver returned an error.
@@ -70,7 +81,7 @@ def make_context_current() -> None:
     """
     driver, context = library(), ctypes.c_void_p()
     error = driver.cuCtxGetCurrent(ctypes.byref(context))
-    if error or context.value is None:
+    if error or context.value is None:  # an error is raised below, where the device that the message names is known
         import torch
 
         index = torch.cuda.current_device()
@@ -82,9 +93,9 @@ def make_context_current() -> None:
 @contextlib.contextmanager
 def current_context(index: int) -> Iterator[None]:
     """Make the primary context of a device current in this thread, and restore the previous one at the end."""
-    driver, before = library(), ctypes.c_void_p()
+    driver, popped = library(), ctypes.c_void_p()
     accept("cuCtxPushCurrent", driver.cuCtxPushCurrent_v2(ctypes.c_void_p(primary_context(index))))
     try:
         yield
     finally:
-        accept("cuCtxPopCurrent", driver.cuCtxPopCurrent_v2(ctypes.byref(before)))
+        accept("cuCtxPopCurrent", driver.cuCtxPopCurrent_v2(ctypes.byref(popped)))

@@ -90,6 +90,7 @@ def load(
 @functools.cache
 def _load(source: Source, index: int, kinds: tuple[Kind, ...], shape: _Shape) -> Function:
     major, minor = torch.cuda.get_device_capability(index)
+    # Code for "sm_90a" may use instructions that later architectures lack, such as WGMMA; code for "sm_90" may not.
     cubin = compile_source(source, f"sm_{major}{minor}" + ("a" if major >= 9 else ""))
     return Function(cubin, source.entry, index, kinds, shape)
 
@@ -106,7 +107,7 @@ class Function:
         self.entry = entry
         self.kinds = kinds
         self._index = index
-        self._pointers = tuple(at for at, kind in enumerate(kinds) if kind == "pointer")
+        self._pointer_indices = tuple(at for at, kind in enumerate(kinds) if kind == "pointer")
         self._driver = driver
         self._stream = torch._C._cuda_getCurrentRawStream  # noqa: SLF001  takes a tenth of the time of torch.cuda.current_stream
         torch.cuda.init()
@@ -138,7 +139,7 @@ class Function:
         packet = self._packet
         values = list(arguments)
         try:
-            for at in self._pointers:
+            for at in self._pointer_indices:
                 values[at] = 0 if values[at] is None else values[at].data_ptr()
             packet.layout.pack_into(packet.buffer, packet.start, *values)
         except (struct.error, AttributeError, IndexError) as error:
@@ -159,6 +160,13 @@ class _Packet(threading.local):
     """Buffers for the arguments and the configuration of a launch, which every launch overwrites.
 
     Each thread has its own, since the driver call releases the GIL.
+
+    Attributes:
+        layout: Packed layout of the argument values, padded so that each has its alignment.
+        buffer: Memory for the values. They begin at ``start``, since a tensor map must be aligned to 128 bytes.
+        start: Offset in ``buffer`` in bytes.
+        parameters: Address of the array of pointers to the values, the driver's argument ``kernelParams``.
+        config: Launch configuration of the driver.
     """
 
     def __init__(self, kinds: tuple[Kind, ...], shape: _Shape) -> None:
@@ -166,8 +174,8 @@ class _Packet(threading.local):
         self.buffer = ctypes.create_string_buffer(self.layout.size + MAP_BYTES)
         self.start = -ctypes.addressof(self.buffer) % MAP_BYTES
         first = ctypes.addressof(self.buffer) + self.start
-        self._pointers = (ctypes.c_void_p * len(kinds))(*(first + offset for offset in offsets))
-        self.parameters = ctypes.addressof(self._pointers)
+        self._addresses = (ctypes.c_void_p * len(kinds))(*(first + offset for offset in offsets))
+        self.parameters = ctypes.addressof(self._addresses)
         self.config = _configuration(shape)
 
 

@@ -80,8 +80,8 @@ def patched(cubin: bytes) -> bytes:
     code = bytearray(cubin)
     for at, cycles in stall_hazards(cubin):
         (upper,) = struct.unpack_from("<Q", code, at + 8)
-        kept = upper & ~(15 << _STALL)
-        struct.pack_into("<Q", code, at + 8, kept | _stall(cubin, at) + cycles << _STALL)
+        others = upper & ~(15 << _STALL)
+        struct.pack_into("<Q", code, at + 8, others | _stall(cubin, at) + cycles << _STALL)
     return bytes(code)
 
 
@@ -93,7 +93,7 @@ def _missing(code: bytes, at: int, end: int) -> StallHazard | None:
     for later in range(at + _BYTES, end, _BYTES):
         if waited >= CYCLES:
             return None
-        if any(name < first + 2 and first < name + count for name, count in _read(code[later : later + _BYTES])):
+        if any(register < first + 2 and first < register + count for register, count in _read(code[later : later + _BYTES])):
             return StallHazard(at, CYCLES - waited)
         waited += _stall(code, later)
     return None
@@ -103,19 +103,22 @@ def _read(instruction: bytes) -> Iterator[tuple[int, int]]:
     """Yield the first register of each source operand, and how many registers the operand reads.
 
     The count is 1 for an operand of a register pair too: such a pair begins at an even register, as the pair of ``CS2R`` does.
-    Where the true count is not known, a larger one is given: an unneeded patch costs only a few cycles.
+    Where the true count is not known, a larger one is given: an unneeded patch costs only a few cycles. The accumulators of WGMMA
+    are the exception: of more than 32 registers, only the first 32 are given.
     """
     low, high = struct.unpack("<2Q", instruction)
     operation, form = low & 0x1FF, low >> 9 & 7
     first, second, third = instruction[3], instruction[4], instruction[8]
     if operation in _WARPGROUP:
-        yield instruction[2], 32  # accumulators of 64 columns; wider ones begin at the same register
+        yield instruction[2], 32  # accumulators of 64 columns in float32; the first ones of a wider tile
         yield first, 4
     elif operation in _LOADS:
         yield first, 1
     elif operation in _STORES or operation == _STORE_MATRIX:
         yield first, 1
-        yield second, 4 if operation == _STORE_MATRIX else max(1, 1 << (high >> 9 & 7) >> 4)  # 4 for 32 bits, 5 for 64, 6 for 128
+        # The size code of a store is 4 for 32 bits, 5 for 64 bits and 6 for 128 bits: 1, 2 and 4 registers of data.
+        yield second, 4 if operation == _STORE_MATRIX else max(1, 1 << (high >> 9 & 7) >> 4)
+        # The third operand is a register in a compare-and-swap, and in forms 1 and 4 of SHFL.
         if operation in _SWAPS or (operation == _SHUFFLE and form in (1, 4)):
             yield third, 2
         if operation == _COPY:

@@ -21,7 +21,10 @@ HOPPER_SMS = 132
 """Number of SMs of an H200 and of an H100 SXM. Constants that were fitted on one of these chips are stated per SM."""
 
 _NVIDIA_SMALL = 99 * 1024
+"""Shared memory that one CTA may use on sm_86, sm_89 and sm_120, in bytes."""
+
 _MMA = ("HMMA", "IMMA", "DMMA")
+"""Mnemonics of warp-level matrix instructions (``mma.sync``) in SASS: for floats up to 32 bits, for integers and for float64."""
 
 
 @dataclass(frozen=True)

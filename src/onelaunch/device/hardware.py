@@ -212,6 +212,7 @@ def _cpu_name() -> str:
 
 
 def _cpu_cache_bytes() -> int:
+    """Return the size of core 0's largest cache in bytes as Linux reports it, or 32 MiB where it reports none."""
     caches = Path("/sys/devices/system/cpu/cpu0/cache")
     sizes = [path.read_text(encoding="utf-8").strip() for path in caches.glob("index*/size")]
     kib = [int(size[:-1]) * (1024 if size.endswith("M") else 1) for size in sizes if size[:-1].isdigit()]

@@ -124,8 +124,8 @@ def stored(device: str) -> Ceilings | None:
 
     If the cache cannot be written, the peaks that this process measured are used instead.
     """
-    place = cache_path(device), software(device)
-    found = _UNKEPT.get(place) or _entries(device).get(place[1])
+    path, key = cache_path(device), software(device)
+    found = _UNKEPT.get((path, key)) or _entries(device).get(key)
     needed = {_name(dtype) for dtype in _multiplied(device)}
     if found is None or unsteady(found) or not needed <= found.matrix_flops_per_second.keys():
         return None

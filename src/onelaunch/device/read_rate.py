@@ -38,19 +38,22 @@ def read_kernels(source: torch.Tensor) -> dict[str, Callable[[], torch.Tensor]]:
     sums = torch.zeros(grid * WARPS, dtype=torch.int32, device=source.device)
     vectors = _loaded(read_source("read_vectors"), source.device, ("pointer", "i64", "pointer"), threads=32 * WARPS)
     kernels = {"read_vectors": _launcher(vectors, grid, sums, source, source.nbytes // 16, sums)}
-    room = getattr(torch.cuda.get_device_properties(source.device), "shared_memory_per_block_optin", 0)
+    shared_limit = getattr(torch.cuda.get_device_properties(source.device), "shared_memory_per_block_optin", 0)
     for chunk, stages in RINGS:
-        if capability < 9 or room < chunk * stages + 1024 or source.nbytes % chunk:
+        # Besides the ring, a CTA needs static shared memory for two mbarriers per stage; 1024 bytes are more than that.
+        if capability < 9 or shared_limit < chunk * stages + 1024 or source.nbytes % chunk:
             continue
+        # Arguments of read_bulk: from, chunks, first, stride, each, sums.
         kinds: tuple[cuda.Kind, ...] = ("pointer", "i64", "i64", "i64", "i64", "pointer")
         text = read_source("read_bulk", chunk, stages)
         bulk = _loaded(text, source.device, kinds, threads=32 * (WARPS + 1), shared_bytes=chunk * stages)
         chunks = source.nbytes // chunk
-        each = -(-chunks // count)
-        for order, first, stride in (("interleaved", 1, count), ("contiguous", each, 1)):
+        per_cta = -(-chunks // count)
+        # CTA c reads at most per_cta chunks: c * first, c * first + stride, c * first + 2 * stride, ...
+        for order, first, stride in (("interleaved", 1, count), ("contiguous", per_cta, 1)):
             partial = sums[: count * WARPS]
             name = f"read_bulk {chunk >> 10} KB x {stages} {order}"
-            kernels[name] = _launcher(bulk, count, partial, source, chunks, first, stride, each, partial)
+            kernels[name] = _launcher(bulk, count, partial, source, chunks, first, stride, per_cta, partial)
     return kernels
 
 

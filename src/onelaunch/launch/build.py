@@ -36,17 +36,19 @@ class KernelBuild:
     num_warps: int = 4
     num_stages: int = 3
     matrix: bool = False
-    """Flag that the machine code must contain matrix instructions."""
+    """Expectation about the machine code: it must contain matrix instructions. The inspector checks it."""
     by_warps: bool = False
-    """Flag that these are warp-level instructions (``mma.sync``) on every NVIDIA architecture but Blackwell, see
-    ``launch/warp_mma.py``."""
+    """Expectation about the machine code for Hopper: its matrix instructions must be warp-level (``mma.sync``), not WGMMA. On
+    another architecture the inspector accepts the matrix instructions of that architecture."""
     attributes: Mapping[Path, Any] | None = None
     """Attributes of arguments by path, as Triton's binder found them. ``None`` for a build written by hand: its pointers count as
     aligned to 16 bytes, and its integers as multiples of 16 if their type ends in ``:16``."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Further compiler options of Triton, such as ``maxnreg``."""
     warp_mma: bool | None = None
-    """Flag that Triton is told to use warp-level matrix instructions; ``None`` if ``by_warps`` decides it."""
+    """Setting of the compiler: whether :mod:`onelaunch.launch.warp_mma` keeps Triton from WGMMA. It differs from ``by_warps`` for
+    a tile that is too small for WGMMA anyway (:attr:`Mma.SMALL`), and where no matrix instructions are required
+    (:attr:`Mma.WARP_OR_NONE`). ``None``, in a build written by hand, stands for the value of ``by_warps``."""
 
     @property
     def key(self) -> tuple[object, ...]:
@@ -89,7 +91,9 @@ def build_of(launch: Launch | CudaLaunch, architecture: Architecture, name: str)
     kernel = launch.kernel
     backend, binder = _binder(kernel, architecture.backend, architecture.target, architecture.warp)
     bound, specialization, given = binder(*map(_stand_in, launch.arguments), **launch.constants)
+    # Triton's method parses its second argument and ignores its last, which has the same content in Triton's own launches too.
     options, signature, constants, attributes = kernel._pack_args(backend, given, bound, specialization, given)  # noqa: SLF001
+    # Mma.SMALL: a tile with too few rows for WGMMA, for which no matrix instructions are required on Blackwell.
     small_on_blackwell = launch.mma is Mma.SMALL and architecture.name == "sm_100a"
     return KernelBuild(
         name,
@@ -123,15 +127,15 @@ def builds_of(launches: Sequence[tuple[str, Launch | CudaLaunch]], architecture:
     for call, launch in launches:
         build = build_of(launch, architecture, "")
         distinct.setdefault(build.key, (call, launch, build))
-    found = list(distinct.values())
-    names = [_name(launch) for _, launch, _ in found]
+    entries = list(distinct.values())
+    names = [_name(launch) for _, launch, _ in entries]
     several = {name for name in names if names.count(name) > 1}
-    calls = [f"{name}, {call}" if name in several and call else name for name, (call, _, _) in zip(names, found, strict=True)]
-    taken: dict[str, int] = {}
+    calls = [f"{name}, {call}" if name in several and call else name for name, (call, _, _) in zip(names, entries, strict=True)]
+    number_of: dict[str, int] = {}  # number of the last build of each name, for names that are still not unique
     builds = []
-    for name, (_, _, build) in zip(calls, found, strict=True):
-        taken[name] = taken.get(name, 0) + 1
-        builds.append(replace(build, name=f"{name} ({taken[name]})" if calls.count(name) > 1 else name))
+    for name, (_, _, build) in zip(calls, entries, strict=True):
+        number_of[name] = number_of.get(name, 0) + 1
+        builds.append(replace(build, name=f"{name} ({number_of[name]})" if calls.count(name) > 1 else name))
     return builds
 
 

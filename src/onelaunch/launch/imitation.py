@@ -63,7 +63,7 @@ def imitate() -> Iterator[None]:
 
 @contextmanager
 def observe() -> Iterator[list[Any]]:
-    """Record the launches of this thread inside, and execute them. Yields the list of launches."""
+    """Record the launches of this thread inside, and yield the list of them. They are also executed, unless they are imitated."""
     before = _STATE.launches
     _STATE.launches = launches = []
     try:
@@ -103,19 +103,19 @@ class _Brackets(TorchFunctionMode):
 
 def _indexed(tensor: torch.Tensor, items: tuple[Any, ...]) -> torch.Tensor:
     """Return the view for an index of integers, slices, ``None`` and at most one ``...``."""
-    named = sum(each is not None and each is not Ellipsis for each in items)
-    dimension = 0
+    indexed = sum(each is not None and each is not Ellipsis for each in items)  # dimensions that the items from here on index
+    dimension = 0  # dimension of `tensor`, as the earlier items have changed it, that the next item applies to
     for item in items:
         if item is Ellipsis:
-            dimension = tensor.dim() - named
+            dimension = tensor.dim() - indexed
         elif item is None:
             tensor = tensor.unsqueeze(dimension)
             dimension += 1
         elif isinstance(item, slice):
             tensor = torch.ops.aten.slice.Tensor(tensor, dimension, item.start, item.stop, item.step or 1)
-            dimension, named = dimension + 1, named - 1
+            dimension, indexed = dimension + 1, indexed - 1
         else:
-            tensor, named = tensor.select(dimension, item), named - 1
+            tensor, indexed = tensor.select(dimension, item), indexed - 1  # the next dimension moves to this place
     return tensor
 
 

@@ -64,6 +64,7 @@ class Operator:
         self.name = name
         self.run = run
         self.views = views
+        # Three forms of the function: for compiled code, for eager code with a gradient, and for recorded launches (_recorded).
         self.registered = library.custom_op(f"onelaunch::{name}", run, mutates_args=())
         self.registered.register_fake(fake or partial(_imitated, run))
         self.eager: Callable[..., Any] = run
@@ -74,11 +75,11 @@ class Operator:
 
         def save_all(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
             save(ctx, inputs, output)
-            if views is not None:
-                ctx.cut = partial(views, tuple(None if isinstance(each, torch.Tensor) else each for each in inputs))
+            if views is not None:  # for the backward pass; tensors are not kept, since ``views`` may not use them
+                ctx.split_gradient = partial(views, tuple(None if isinstance(each, torch.Tensor) else each for each in inputs))
 
         def differentiate_registered(ctx: Any, *grad_outputs: Any) -> Gradients:
-            given = grad_outputs[:outputs] if views is None else ctx.cut(grad_outputs[0])
+            given = grad_outputs[:outputs] if views is None else ctx.split_gradient(grad_outputs[0])
             return gradients(ctx, inner.registered, *given)
 
         self.registered.register_autograd(differentiate_registered, setup_context=save_all)
@@ -95,7 +96,12 @@ class Operator:
         def differentiate(ctx: Any, *grad_outputs: Any) -> Gradients:
             return gradients(ctx, inner.run, *(grad_outputs[:outputs] if views is None else grad_outputs))
 
-        def run_both_ways(*inputs: Any) -> Any:
+        def run_forward_and_backward(*inputs: Any) -> Any:
+            """Launch the kernels of both passes on fake tensors, so that both are recorded, and return the output of ``run``.
+
+            PyTorch builds no autograd graph on a pretended device. So ``gradients`` is called here, with empty tensors as the
+            gradients of the outputs.
+            """
             output = run(*inputs)
             ctx = _Context(inputs)
             save(ctx, inputs, output)
@@ -105,7 +111,7 @@ class Operator:
             gradients(ctx, inner.run, *(torch.empty_like(each) for each in differentiable))
             return output
 
-        self._recorded = run_both_ways
+        self._recorded = run_forward_and_backward
         once = torch.autograd.function.once_differentiable(differentiate)
         methods = {"forward": staticmethod(forward_and_save), "backward": staticmethod(once)}
         function: Any = type(name, (torch.autograd.Function,), methods)  # profilers show this name
@@ -123,7 +129,7 @@ class Operator:
             with torch.no_grad():  # as the forward of an autograd function would run
                 output = self._recorded(*inputs) if grad and self._recorded else self.run(*inputs)
             return output if self.views is None else self.views(inputs, output[0])
-        traced = is_traced(inputs[0])
+        traced = is_traced(inputs[0])  # one tensor of the call is enough, see is_traced
         if grad and not traced:
             return self.eager(*inputs)
         output = self.registered(*inputs) if traced else self.run(*inputs)

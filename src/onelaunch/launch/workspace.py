@@ -1,7 +1,8 @@
 """Device memory through which the CTAs of one launch communicate. It is zeroed when allocated, and reused without clearing.
 
-A kernel that uses :mod:`onelaunch.kernels.scan.look_back` needs int64 words that no other launch writes while it runs. Launches
-on one stream run one after another and share a workspace. A captured graph may be replayed on any stream, so each captured call
+A kernel that uses :mod:`onelaunch.kernels.scan.look_back` needs int64 words that no other launch writes while it runs. It writes
+each word once per launch and flips the phase bit in it, so the words that the previous launch left need no clearing. Launches on
+one stream run one after another and share a workspace. A captured graph may be replayed on any stream, so each captured call
 gets its own words. They are taken from a zeroed reserve that eager calls keep filled, since a memset in the graph would be a
 second launch.
 """

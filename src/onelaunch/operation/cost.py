@@ -44,6 +44,7 @@ class Cost:
             raise CostError("written", got=self.written, want=f"at most bytes, {self.bytes}, of which it is a part")
 
     def __add__(self, other: Cost) -> Cost:
+        """Return the cost of both. Its ``matrix_dtype`` is that of the left operand, since a cost holds only one."""
         return Cost(
             self.flops + other.flops,
             self.bytes + other.bytes,
@@ -61,7 +62,7 @@ def _sum(one: int | None, other: int | None) -> int | None:
 def launch_count(variant: Variant | None, direction: Direction) -> int | None:
     """Return the number of launches that a variant declares for a direction; for ``None``, the smallest possible number.
 
-    Forward and backward together have ``launches`` plus ``backward_launches``.
+    That smallest number is one launch for each pass. Forward and backward together have ``launches`` plus ``backward_launches``.
     """
     if variant is None:
         return 1 if direction == "forward" else 2

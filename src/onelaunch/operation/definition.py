@@ -127,7 +127,13 @@ class Operation(Generic[P, R]):
         return register_control
 
     def loop(self, regime: str) -> Callable[[LoopMaker], LoopMaker]:
-        """Register the decorated function, which makes loops of many steps, for the regime ``running`` or ``served``."""
+        """Register the decorated function, which makes loops of many steps for one regime of a study.
+
+        :class:`onelaunch.operation.Loop` describes such a loop.
+
+        Args:
+            regime: ``running`` for consecutive steps on the device, ``served`` for steps as the public Python loop runs them.
+        """
 
         def register_loop(make: LoopMaker) -> LoopMaker:
             if regime in self.loops:
@@ -213,6 +219,7 @@ class Operation(Generic[P, R]):
 
     def make_inputs(self, case: Case, device: torch.device, seed: int) -> Reading:
         """Return random arguments of the public function for a case. The same seed gives the same values on a device."""
+        # A pretended device (fake tensors, no GPU) has no generator of its own, so the CPU's stands in for it.
         generator = torch.Generator("cpu" if architecture_of(device) else device).manual_seed(seed)
         return _declared(self._inputs, self, "inputs")(case, device, generator)
 

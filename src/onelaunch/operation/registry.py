@@ -87,13 +87,13 @@ def _copied(value: Any) -> Any:
 
 
 def operation_by_name(module: str, name: str) -> Operation[..., Any]:
-    """Return a pickled operation, after importing the module that registers it."""
+    """Return an operation for a pickle, which stores only the module that registers it and its name; import the module first."""
     importlib.import_module(module)
     return find_operation(name)
 
 
 def variant_by_name(module: str, operation_name: str, name: str) -> Variant:
-    """Return a pickled variant of an operation."""
+    """Return a variant for a pickle, which stores only the operation's module, the operation's name and the variant's name."""
     return operation_by_name(module, operation_name).get(name)
 
 
@@ -112,7 +112,11 @@ def _check_parts(name: str, dimensions: object, outputs: object, bind: object) -
 
 
 def load_ablations() -> None:
-    """Register the ablations, which register into the operations. The import is by name, since they are a higher layer."""
+    """Register the ablations (variants kept for the studies that measured them) with the operations, which must exist before.
+
+    ``onelaunch.ops`` calls it last, so that users of that package alone see the same variants as :func:`operations` does. The
+    ablations are a higher layer, so they are imported by name.
+    """
     importlib.import_module("onelaunch.ablations")
 
 

@@ -40,9 +40,12 @@ def cannot_scan(query: Query) -> str | None:
     """Return why Triton kernels that scan over time cannot run a call of sizes (batch, ..., channels), or ``None``."""
     if (reason := cannot_launch(query) or interprets_bfloat16_wrongly(query)) is not None:
         return reason
+    # The grid has one CTA along y per batch entry and tile of channels. The narrowest tile gives the most CTAs.
     slices = query.sizes[0] * -(-query.sizes[-1] // FEWEST_CHANNELS)
     if slices > LARGEST_GRID_Y:
-        return f"takes at most {LARGEST_GRID_Y} pairs of a batch entry and {FEWEST_CHANNELS} channels: a launch is no wider"
+        return (
+            f"takes at most {LARGEST_GRID_Y} pairs of a batch entry and {FEWEST_CHANNELS} channels: a grid is no larger along y"
+        )
     return None
 
 
@@ -82,5 +85,8 @@ def not_installed(package: str) -> str | None:
 
 
 def no_steps(query: Query) -> str | None:
-    """Return why a call without time steps cannot run (it has no chunks), or ``None`` for a call with some."""
+    """Return why a call without time steps cannot run (it has no chunks), or ``None`` for a call with some.
+
+    The number of time steps T is the second size of a query.
+    """
     return "needs at least one time step" if query.sizes[1] == 0 else None
