@@ -2,13 +2,18 @@
 //
 // Computes:   for each tile, D [A_ROWS, B_ROWS] = A [A_ROWS, K] B [B_ROWS, K]^T; both operands are K-major. EPILOGUE turns D
 //             into results. A supplies the M dimension of WGMMA (64 rows for each consumer warpgroup), B its N dimension.
+// Used by:    swiglu (A: rows of both weights, B: rows of x) and projections (A: rows of x, B: rows of the packed weight). The
+//             host function gemm_of() in kernel.py makes one kernel of this file per configuration. It defines the macros in
+//             capitals (tile.cuh lists them), among them OPERANDS and EPILOGUE, the paths of two headers of the operation.
 // Files:      tile.cuh       tile sizes, the layout of shared memory, named barriers
 //             scheduler.cuh  assignment of k-blocks and tiles to CTAs (SCHEDULE)
 //             mainloop.cuh   TMA producer, mbarrier ring of STAGES stages, WGMMA consumers
 //             nvfp4.cuh      dequantization of an NVFP4 operand A into registers
 //             reduction.cuh  split-K: sums of warpgroups, stream-K fix-up, exchange through distributed shared memory
-//             OPERANDS       kernel parameters, tile coordinates, TMA loads (operands/*.cuh)
-//             EPILOGUE       results of a tile, stored by TMA (epilogue/*.cuh)
+//             OPERANDS       operands/*.cuh: PARAMETERS of the kernel and ARGUMENTS made of them, tile coordinates, TMA loads
+//             EPILOGUE       epilogue/*.cuh: results of a tile, stored by TMA
+// Schedules:  SCHEDULE is STREAM_K, PERSISTENT, SPLIT_K_CLUSTER or STATIC_PERSISTENT. scheduler.cuh describes them. MULTICAST
+//             names the operand that both CTAs of a cluster have in common, if there is one: each loads half of it into both.
 // Grid:       one-dimensional, 1 CTA per SM at most; __launch_bounds__(THREADS, 1). Clusters of 2 CTAs for SPLIT_K_CLUSTER and
 //             for MULTICAST.
 // Warps:      A_ROWS / 64 * SPLIT consumer warpgroups (2 to 4), then one warpgroup with the producer warp and three warps that
@@ -29,8 +34,8 @@
 //                           it. SPLIT_K_CLUSTER: cluster barriers around the exchange. MULTICAST: empty[s] counts both CTAs'
 //                           warps.
 // Launches:   programmatic dependent launch. The CTA sets itself up while the previous launch ends. Then every warp that reads
-//             or writes global memory executes griddepcontrol.wait first. The one exception is operand A with `early`: the
-//             caller promises that no earlier launch writes it.
+//             or writes global memory executes griddepcontrol.wait first. The one exception is operand A, if the argument
+//             `early` is set: the caller promises that no earlier launch writes it.
 // Numerics:   WGMMA accumulates in float32. Every sum has a fixed order, so that a configuration gives the same bits each time.
 // Source:     warp-specialized persistent kernels after CUTLASS 3; stream-K after Osama et al. (2023). Measurements:
 //             docs/notebook/swiglu.md.
@@ -74,9 +79,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) gemm_sm90(PARAMETERS) {
         mbarrier_init(smem.scales_converted + 8 * s, CONVERTER_WARPS);
       }
     }
-    if ((SCHEDULE == PERSISTENT || SCHEDULE == SPLIT_K_CLUSTER) && warp < 2) {  // SPLIT_K_CLUSTER does not use them
-      mbarrier_init(smem.tile_full + 8 * warp, 1);
-      mbarrier_init(smem.tile_empty + 8 * warp, 4 * WARPGROUPS + CONVERTER_WARPS);
+    // Warp s initializes slot s of the tile counter. Only PERSISTENT uses the slots; SPLIT_K_CLUSTER initializes them in vain.
+    if ((SCHEDULE == PERSISTENT || SCHEDULE == SPLIT_K_CLUSTER) && warp < 2) {
+      mbarrier_init(smem.tile_full + 8 * warp, 1);  // lane 0 of the producer warp
+      mbarrier_init(smem.tile_empty + 8 * warp, 4 * WARPGROUPS + CONVERTER_WARPS);  // lane 0 of each warp that reads it
     }
     fence_mbarrier_init();
   }
@@ -101,22 +107,25 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) gemm_sm90(PARAMETERS) {
 #endif
     griddepcontrol_wait();
     const Epilogue epilogue(a);
+    // This warpgroup multiplies the m_block-th 64 rows of A by the k-blocks that fall to `split`, as described in mainloop.cuh.
+    // STATIC_PERSISTENT has SPLIT == 1, so that m_block is simply the warpgroup's number.
     const int m_block = SCHEDULE == STATIC_PERSISTENT ? warpgroup : warpgroup % M_BLOCKS, split = warpgroup / M_BLOCKS;
     PipelineState state;
     scheduler.consume(smem, lane, [&](WorkItem item) INLINE {
-      if constexpr (TILE_HAS_WIDTH) {
+      if constexpr (TILE_WIDTHS_VARY) {  // the coordinates tell the width, so they are needed before the main loop
         const Tile tile = tile_at(scheduler, item.tile);
         auto tile_of_item = [&]() INLINE { return tile; };
         if (NARROW < B_ROWS && tile.width() <= NARROW)
           compute<NARROW>(a, scheduler, smem, item, state, m_block, split, epilogue, tile_of_item);
         else
           compute<B_ROWS>(a, scheduler, smem, item, state, m_block, split, epilogue, tile_of_item);
-      } else {  // the coordinates are computed after the main loop, which needs the registers
+      } else {  // only the epilogue needs the coordinates: they are computed after the main loop, which needs the registers
         auto tile_of_item = [&]() INLINE { return tile_at(scheduler, item.tile); };
         compute<B_ROWS>(a, scheduler, smem, item, state, m_block, split, epilogue, tile_of_item);
       }
     });
-    if (threadIdx.x % 128 == 0) tma_store_wait_group_read<0>();  // shared memory must outlive the TMA stores that read it
+    // Shared memory must outlive the TMA stores that read it. The thread of each warpgroup that has issued them waits for them.
+    if (threadIdx.x % 128 == 0) tma_store_wait_group_read<0>();
   }
   if constexpr (MULTICAST) cluster_sync();  // shared memory must outlive the other CTA's multicast loads and arrivals
 }

@@ -11,6 +11,8 @@
 // NVFP4:     the producer warp also copies block scales with cp.async, whose completion arrives at scales_full[s]. Three
 //            converter warps turn them into 16-bit factors and arrive at scales_converted[s], for which consumers wait before
 //            they use the factors. The buffers of scales and factors are freed by empty[s] together with the stage.
+// Macros:    the OPERANDS header defines MAY_LOAD_EARLY, and WHOLE_WARP_LOADS (whether all 32 lanes of the producer warp run
+//            load_item, as NVFP4's block scales need, or lane 0 alone). tile.cuh explains the other macros.
 // Leaves:    d, the float32 sums over the k-blocks of an item that this warpgroup has taken; reduction.cuh adds them up.
 #pragma once
 #include "scheduler.cuh"
@@ -23,8 +25,9 @@
 struct PipelineState {
   int stage = 0;
   u32 phase = 0;
-  // Return the number of k-blocks from here to the first one of warpgroup `split`.
+  // Return the number of k-blocks from here to the first one of warpgroup `split`, whose stages are `split` modulo SPLIT.
   __device__ __forceinline__ int k_blocks_until(int split) const { return (split + SPLIT - stage % SPLIT) % SPLIT; }
+  // Move on by `count` k-blocks. STATIC_PERSISTENT calls this for one k-block only, which needs no division.
   __device__ __forceinline__ void advance(int count = 1) {
     if constexpr (SCHEDULE == STATIC_PERSISTENT) {
       if (++stage == STAGES) stage = 0, phase ^= 1;
@@ -41,6 +44,7 @@ struct PipelineState {
 // Producer
 
 // Load all k-blocks of an item into the ring; every lane of the producer warp calls this (lane 0 only, if !WHOLE_WARP_LOADS).
+// load_a() and load_b() of the OPERANDS header issue the TMA loads; load_a() also announces the bytes of both at full[s].
 //
 // With `early`, griddepcontrol_wait() has not been executed yet, but A does not depend on earlier launches: load A into all
 // free stages, then wait, then load B. The block scales of A are so few that they are loaded with B. Without `early`,
@@ -50,10 +54,10 @@ __device__ __forceinline__ void load_item(
     bool early) {
   const int count = item.last - item.first;
   const Tile tile = tile_at(scheduler, item.tile);
-  int ahead = 0;
+  int ahead = 0;  // number of stages whose A is already loading
   if (early) {
-    for (PipelineState first = state; ahead < min(count, STAGES); ++ahead, first.advance())
-      if (lane == 0) load_a(a, smem, tile, item.first + ahead, first.stage);
+    for (PipelineState at = state; ahead < min(count, STAGES); ++ahead, at.advance())
+      if (lane == 0) load_a(a, smem, tile, item.first + ahead, at.stage);
     griddepcontrol_wait();
     griddepcontrol_launch_dependents();
   }
@@ -64,6 +68,7 @@ __device__ __forceinline__ void load_item(
       load_b(a, smem, tile, item.first + i, state.stage);
     }
 #if NVFP4
+    // Rows of A are 8 of one weight, 8 of the other in turn. A lane copies rows that are 32 apart, so all are of one weight.
     const unsigned char* blocks = lane / 8 % 2 ? a.blocks[1] : a.blocks[0];
     copy_scales(smem.table, state.stage, blocks, tile.column, item.first + i, a.N, a.K, lane);
     cp_async_mbarrier_arrive_noinc(smem.scales_full + 8 * state.stage);
@@ -87,10 +92,11 @@ __device__ __forceinline__ void convert_k_blocks(const SharedMemory& smem, int c
 // Run the last warpgroup: the producer warp, and for NVFP4 the warps that convert block scales. Returns when all loads of this
 // CTA have been issued; the consumers wait for their completion.
 //
-// griddepcontrol.launch_dependents follows griddepcontrol.wait: the next launch may set itself up from then on.
+// griddepcontrol.launch_dependents follows griddepcontrol.wait: the next launch may set itself up from then on. If A may be
+// loaded early, only the producer warp executes both (at the latest in load_item); the converter warps touch no global memory.
 __device__ __forceinline__ void produce(
     const Arguments& a, const Scheduler& scheduler, const SharedMemory& smem, int warp, int lane) {
-  const bool early = MAY_LOAD_EARLY && SCHEDULE != PERSISTENT && a.early;
+  const bool early = MAY_LOAD_EARLY && SCHEDULE != PERSISTENT && a.early;  // PERSISTENT must wait: it reads a counter first
   if (!MAY_LOAD_EARLY) {
     griddepcontrol_wait();
     griddepcontrol_launch_dependents();
@@ -144,7 +150,9 @@ __device__ __forceinline__ void multiply(
   for (int k = first; k < count; k += SPLIT) {
     const u32 at = smem.stages + mine.stage * STAGE_BYTES;
     const u64 b = wgmma_descriptor(at + A_BYTES);
-    u32 w[2][4][4];  // A fragments of two chunks of 64 channels: one is multiplied while the other is decoded
+    // A fragments of two chunks of 64 channels: one is multiplied while the other is decoded. The second index numbers the four
+    // WGMMAs of a chunk, which have 16 channels each.
+    u32 w[2][4][4];
     Decoder decoder(dynamic_shared, at, mine.stage, r, lane);
     mbarrier_wait(smem.full + 8 * mine.stage, mine.phase);
     decoder.load(0);
@@ -159,6 +167,7 @@ __device__ __forceinline__ void multiply(
       if (c + 1 < CHUNKS) decoder.look_up();
       if (c + 2 < CHUNKS) decoder.load(c + 2);
       wgmma_fence();
+      // A descriptor's address is in units of 16 bytes: a chunk of B is B_ROWS rows of 128 bytes; a WGMMA reads 32 of each.
 #pragma unroll
       for (int part = 0; part < 4; ++part) wgmma(d, w[c % 2][part], b + c * (B_ROWS * 128 / 16) + 2 * part);
       wgmma_commit_group();
@@ -179,20 +188,21 @@ __device__ __forceinline__ void multiply(
   const int first = SCHEDULE == STATIC_PERSISTENT ? 0 : state.k_blocks_until(split);
   PipelineState mine = state;
   if constexpr (SCHEDULE != STATIC_PERSISTENT) mine.advance(first);
-  int before = -1;
+  int previous = -1;  // SPLIT == 1: stage of the k-block before, not released yet
   zero(d);
   for (int k = first; k < count; k += SPLIT) {
     mbarrier_wait(smem.full + 8 * mine.stage, mine.phase);
     const u32 at = smem.stages + mine.stage * STAGE_BYTES;
     const u64 first_a = wgmma_descriptor(at + m_block * (A_BYTES / M_BLOCKS)), first_b = wgmma_descriptor(at + A_BYTES);
     wgmma_fence();
+    // Four WGMMAs, each of 32 bytes of the rows (2 in units of 16 bytes).
 #pragma unroll
     for (int part = 0; part < 4; ++part) wgmma(d, first_a + 2 * part, first_b + 2 * part);
     wgmma_commit_group();
     if constexpr (SPLIT == 1) {  // keep one group of WGMMAs in flight: release the stage before this one
       wgmma_wait_group<1>();
-      if (before >= 0 && lane == 0) release(smem, before);
-      before = mine.stage;
+      if (previous >= 0 && lane == 0) release(smem, previous);
+      previous = mine.stage;
     } else {  // the other warpgroups' WGMMAs keep the tensor cores busy meanwhile
       wgmma_wait_group<0>();
       if (lane == 0) release(smem, mine.stage);
@@ -200,7 +210,8 @@ __device__ __forceinline__ void multiply(
     mine.advance(SPLIT);
   }
   wgmma_wait_group<0>();
-  if ((SCHEDULE == STATIC_PERSISTENT || before >= 0) && lane == 0) release(smem, before);
+  // SPLIT == 1: release the last stage. An item of STATIC_PERSISTENT always has a k-block; SPLIT_K_CLUSTER's may have none.
+  if ((SCHEDULE == STATIC_PERSISTENT || previous >= 0) && lane == 0) release(smem, previous);
   if constexpr (SCHEDULE == STATIC_PERSISTENT)
     state = mine;
   else

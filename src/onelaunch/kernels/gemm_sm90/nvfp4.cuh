@@ -1,5 +1,7 @@
 // NVFP4 dequantization: 4-bit codes of operand A times their block scales become 16-bit WGMMA fragments in registers, exactly.
 //
+// Given:      with NVFP4 = 1 (tile.cuh), a stage holds A_ROWS rows of K_BLOCK / 2 bytes of codes. A k-block has CHUNKS chunks
+//             of 64 channels; each is multiplied by four WGMMAs of 16 channels, one block of the format each.
 // Computes:   element = e2m1 code * e4m3 scale of its block of 16 channels. The product has at most 6 significant bits, so
 //             float16 and bfloat16 hold it exactly. Scales of whole tensors are applied by the epilogue. NaN scales stay NaN.
 // Codes:      a byte holds two neighbouring channels. It is looked up in a table in shared memory, which gives both elements.
@@ -8,6 +10,7 @@
 //             offset of an entry is a byte of codes followed by a byte that selects the bank, and one PRMT composes it.
 // Scales:     the producer warp copies a k-block's e4m3 scales with cp.async; three converter warps turn them into 16-bit
 //             factors. Otherwise each decoding thread would convert all scales of its rows, and four threads share a row.
+// Steps:      fill_table() once per CTA; copy_scales() and convert_scales() per k-block; a Decoder in each consumer thread.
 // Protocol:   scales_full[s], scales_converted[s] and empty[s]: see mainloop.cuh.
 // Requires:   K is a multiple of K_BLOCK, since nothing masks the codes and scales beyond the end.
 #pragma once
@@ -40,8 +43,9 @@ __device__ __forceinline__ u32 broadcast_half(u32 word, int half) {
   return r;
 }
 
-// Decode the two e2m1 codes of a byte to a pair of 16-bit elements, the lower code in the lower half. The PRMTs select the
-// upper and lower bytes of the elements 0, 0.5, 1, 1.5, 2, 3, 4, 6.
+// Decode the two e2m1 codes of a byte to a pair of 16-bit elements, the lower code in the lower half. Bit 3 of a code is the
+// sign, the others number the magnitudes 0, 0.5, 1, 1.5, 2, 3, 4, 6, whose upper and lower bytes the PRMTs select. The lower
+// bytes of all these float16 numbers are 0.
 __device__ __forceinline__ u32 decode_pair(u32 byte) {
   u32 pair = 0;
 #pragma unroll
@@ -63,32 +67,37 @@ __device__ __forceinline__ void fill_table(char* table, u32 thread) {
     *reinterpret_cast<uint4*>(table + thread * 256 + (piece + thread) % 8 * 16) = make_uint4(pair, pair, pair, pair);
 }
 
-// Look up the pair of one byte of `word`; `bytes` is the PRMT selector that composes the offset from that byte and `bank`.
-__device__ __forceinline__ u32 look_up_pair(const char* table, u32 word, u32 bytes, u32 bank) {
-  return *reinterpret_cast<const u32*>(table + prmt(word, bank, bytes));
+// Look up the pair of one byte of `word`. The PRMT selector composes the entry's offset: 256 times that byte, plus `bank`.
+__device__ __forceinline__ u32 look_up_pair(const char* table, u32 word, u32 selector, u32 bank) {
+  return *reinterpret_cast<const u32*>(table + prmt(word, bank, selector));
 }
 
-// Block scales of a k-block: ROW_SCALES e4m3 scales of each row of A become as many 16-bit factors. Factors are grouped by
-// pairs of chunks (64 channels, 4 factors each): within a pair, row after row, FACTOR_VECTOR_BYTES per row. cp.async puts the
-// e4m3 scales of a row where its last factors will be written; the thread that converts a row reads all its scales first.
+// Block scales of a k-block: ROW_SCALES e4m3 scales of each row of A become as many 16-bit factors, FACTOR_BYTES in a stage.
+// Factors are grouped by pairs of chunks (64 channels, 4 factors each): within a pair, row after row, one vector of
+// FACTOR_VECTOR_BYTES per row. cp.async puts the e4m3 scales of a row where its last factors will be written; the thread that
+// converts a row reads all its scales first.
 constexpr int ROW_SCALES = 4 * CHUNKS, FACTOR_BYTES = 2 * A_ROWS * ROW_SCALES, FACTOR_VECTOR_BYTES = CHUNKS == 1 ? 8 : 16;
 static_assert(STAGES * FACTOR_BYTES <= TABLE_BYTES / 2, "the factors fit into the free halves of the table's rows");
 
-// Return the address of the factors of row r for the piece-th pair of chunks (or the only chunk).
-__device__ __forceinline__ u32 factors_at(u32 table, int stage, int r, int piece) {
-  const u32 offset = stage * FACTOR_BYTES + (piece * A_ROWS + r) * FACTOR_VECTOR_BYTES;
+// Return the address of the factors of row r for a pair of chunks, given by its index in the k-block (0 if CHUNKS is 1). Each
+// 128 bytes of factors fill the free half of one row of the table.
+__device__ __forceinline__ u32 factors_at(u32 table, int stage, int r, int chunk_pair) {
+  const u32 offset = stage * FACTOR_BYTES + (chunk_pair * A_ROWS + r) * FACTOR_VECTOR_BYTES;
   return table + offset + offset / 128 * 128 + 128;
 }
 // Return the address to which the e4m3 scales of row r are copied.
 __device__ __forceinline__ u32 scales_at(u32 table, int stage, int r) { return factors_at(table, stage, r, (CHUNKS - 1) / 2); }
 
-// Copy the e4m3 scales of a k-block with cp.async, by all lanes of the producer warp. A lane copies rows of one weight only,
-// whose scales `blocks` are. TMA would need boxes of 16 bytes per row, and K in multiples of 256. cp.async fetches 128 bytes
-// into L2.
+// Copy the e4m3 scales of a k-block with cp.async, by all lanes of the producer warp. Rows of A are 8 of one weight and 8 of
+// the other in turn (operands/swiglu.cuh), and `column` is the row of both weights at which the tile begins. A lane copies rows
+// of A that are 32 apart, so all are of one weight, whose scales [N, K / 16] `blocks` points to. Rows behind the last one copy
+// its scales; their results are not stored. TMA would need boxes of 16 bytes per row, and K in multiples of 256. cp.async
+// fetches 128 bytes into L2.
 __device__ __forceinline__ void copy_scales(
     u32 table, int stage, const unsigned char* blocks, int column, int k_block, int N, int K, int lane) {
 #pragma unroll
   for (int r = 0; r < A_ROWS; r += 32) {
+    // Row of the weight that row r + lane of A is.
     const int n = min(column + (r + lane) / 16 * 8 + lane % 8, N - 1);
     cp_async<ROW_SCALES>(scales_at(table, stage, r + lane), blocks + (long long)n * (K / 16) + k_block * ROW_SCALES);
   }
@@ -132,9 +141,10 @@ __device__ __forceinline__ void convert_scales(u32 table, int stage, int thread,
   }
 }
 
-// Load 16 bytes, the codes of 32 channels, of row r of the stage at address `at`.
+// Load the piece-th 16 bytes, the codes of 32 channels, of row r of the stage at address `at`. TMA has swizzled a row's pieces:
+// it XORs their index with the index of the 128 bytes in which the row lies, modulo the number of pieces of a row.
 __device__ __forceinline__ uint4 load_codes(u32 at, int r, int piece) {
-  constexpr int PITCH = 32 * CHUNKS, PIECES = 2 * CHUNKS;  // the TMA swizzle spans one row
+  constexpr int PITCH = 32 * CHUNKS, PIECES = 2 * CHUNKS;  // bytes and pieces of a row
   return ld_shared_v4_u32((at + r * PITCH + r / (8 / PIECES) % PIECES * 16) ^ piece * 16);
 }
 
@@ -144,15 +154,17 @@ __device__ __forceinline__ uint4 load_codes(u32 at, int r, int piece) {
 // chunk c: load(c) needs full[stage]; look_up() follows it; load_factors(c) needs scales_converted[stage]; scale(w, c) is last.
 struct Decoder {
   const char* table;
-  u32 at;             // address of the stage
+  u32 at;             // address of the stage, where its codes begin
   int stage, r;       // stage; the first of the thread's two rows of A
-  u32 byte, bank;     // PRMT selector of this lane's byte of a word; this lane's bank, in bytes
+  // PRMT selector of look_up_pair, and this lane's bank as an offset in bytes. From the lowest byte, the selector takes byte 0
+  // of `bank`, this lane's byte of the word, and twice byte 1 of `bank`, which is 0.
+  u32 selector, bank;
   uint4 codes[2][2];  // [row][half of the chunk]: 32 channels
   u32 pairs[2][8];    // [row][group of 8 channels]: this lane's two channels of the group
   u32 factors[2][4];  // [row][pair of factors]: those of two chunks, if CHUNKS > 1
 
   __device__ __forceinline__ Decoder(const char* table, u32 at, int stage, int r, int lane)
-      : table(table), at(at), stage(stage), r(r), byte(0x5504 | lane % 4 << 4), bank(4 * lane) {}
+      : table(table), at(at), stage(stage), r(r), selector(0x5504 | lane % 4 << 4), bank(4 * lane) {}
 
   // Load the codes of chunk c.
   __device__ __forceinline__ void load(int c) {
@@ -170,10 +182,10 @@ struct Decoder {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const uint4 four = codes[i][half];
-        pairs[i][4 * half] = look_up_pair(table, four.x, byte, bank);
-        pairs[i][4 * half + 1] = look_up_pair(table, four.y, byte, bank);
-        pairs[i][4 * half + 2] = look_up_pair(table, four.z, byte, bank);
-        pairs[i][4 * half + 3] = look_up_pair(table, four.w, byte, bank);
+        pairs[i][4 * half] = look_up_pair(table, four.x, selector, bank);
+        pairs[i][4 * half + 1] = look_up_pair(table, four.y, selector, bank);
+        pairs[i][4 * half + 2] = look_up_pair(table, four.z, selector, bank);
+        pairs[i][4 * half + 3] = look_up_pair(table, four.w, selector, bank);
       }
   }
 
@@ -191,7 +203,8 @@ struct Decoder {
     }
   }
 
-  // Write the fragments of chunk c to w: four WGMMAs of 16 channels, which are one block each.
+  // Write the fragments of chunk c to w: those of four WGMMAs of 16 channels, which are one block each. The four registers of a
+  // fragment are, in this order: rows r and r + 8 of channels 0 to 7, then the same rows of channels 8 to 15.
   __device__ __forceinline__ void scale(u32 (&w)[4][4], int c) const {
 #pragma unroll
     for (int i = 0; i < 2; ++i)

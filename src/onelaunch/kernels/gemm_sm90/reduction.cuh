@@ -6,17 +6,19 @@
 // Stream-K fix-up: a CTA whose unit begins inside a tile stores its accumulators in its slot of the workspace in global memory
 //     (float32, ACCUMULATORS * EPILOGUE_THREADS numbers), then sets the flag of its unit with st.release.gpu. The CTA that owns
 //     the tile's first k-block spins on the flags of the later units with ld.acquire.gpu, one after the other, and adds their
-//     sums in that order, so that the result does not depend on timing. It resets each flag to 0 for the next launch.
-//     scheduler.cuh says why the wait ends.
+//     sums in that order, so that the result does not depend on timing. It resets each flag to 0 for the next launch. Only the
+//     first item of a unit can begin inside a tile, so a unit has one slot at most to fill, and fills it before it waits for
+//     others; scheduler.cuh says why its CTA is running by then.
 // Cluster (SPLIT_K_CLUSTER): each CTA sends the sums of one half of the columns of D to the other CTA by distributed shared
-//     memory, into the memory of the stages, and finishes the other half.
+//     memory, into the memory of the stages, and finishes the other half: rank 0 the first columns, rank 1 the last ones.
 //
-// An accumulator d[4 j + 2 h + e] of a thread belongs to row h * 8 and column 8 j + e of its part of D; threads with equal
-// indices hold equal elements, so partial sums need no other order than (group of four, thread).
+// An accumulator d[4 j + 2 h + e] of a thread belongs to row r + 8 h and column 8 j + c + e of D, where r and c depend only on
+// the thread's index among the EPILOGUE_THREADS threads with its `split`. Threads with the same index hold the same elements,
+// so a buffer of partial sums is simply [ACCUMULATORS / 4][EPILOGUE_THREADS] vectors of four sums.
 #pragma once
 #include "scheduler.cuh"
 
-// Add four numbers to the accumulators from 4 * four on.
+// Add four numbers to the accumulators with indices 4 * four to 4 * four + 3.
 template <int COUNT>
 __device__ __forceinline__ void add(float (&d)[COUNT], int four, float4 other) {
   d[4 * four] += other.x;
@@ -78,15 +80,15 @@ __device__ __forceinline__ void add_partials(
   }
 }
 
-// Split-K of a cluster: send the other CTA this CTA's sums of its half of D's columns, and add the sums that it sends.
-// Afterwards the first ACCUMULATORS / 2 elements of d are the totals of this CTA's half.
+// Split-K of a cluster: send the other CTA this CTA's sums for the columns of D that the other finishes, and add those that it
+// sends for this CTA's columns. Afterwards the first ACCUMULATORS / 2 elements of d are the totals of this CTA's half.
 //
 // All threads of both CTAs must execute the two cluster barriers (those of the producer do so in gemm.cu); only threads with
 // `has_total` hold sums. The first barrier shows that neither CTA uses its stages any longer, since sums overwrite them. It
 // orders no memory accesses, because none have to be. The second one (release, acquire) makes the sums visible.
 __device__ __forceinline__ void exchange_halves(float (&d)[ACCUMULATORS], const SharedMemory& smem, bool has_total) {
   constexpr int HALF = ACCUMULATORS / 2;
-  const u32 rank = cluster_ctarank(), mine = smem.stages + threadIdx.x * 16;
+  const u32 rank = cluster_ctarank(), mine = smem.stages + threadIdx.x * 16;  // the thread's first vector in either CTA
   cluster_sync_relaxed();
   if (has_total) {
 #pragma unroll

@@ -11,39 +11,42 @@
 // STATIC_PERSISTENT: a CTA, or with MULTICAST a cluster whose tiles have one operand in common, takes one tile per round of
 //                    gridDim.x / CLUSTER tiles.
 //
-// produce() runs in the producer warp and consume() in every consumer warp; both see the same items in the same order.
+// produce() runs in the producer warp and consume() in every consumer warp; both see the same items in the same order. The
+// OPERANDS header fills in a Scheduler (scheduler_of), and turns a tile's number into its place in the result (tile_at).
 #pragma once
 #include "tile.cuh"
 
 struct WorkItem { int tile, first, last; };  // k-blocks [first, last) of a tile
 
-struct Coordinates { int row, column; };  // in tiles
+struct Coordinates { int row, column; };  // of a tile in the result, counted in tiles
 
-constexpr int RASTER_GROUP = SCHEDULE == STATIC_PERSISTENT ? 16 : 8;  // tiles of rows that share operands in L2
+constexpr int RASTER_GROUP = SCHEDULE == STATIC_PERSISTENT ? 16 : 8;  // rows of tiles in a group: see coordinates()
 
 // Shape of a cluster in tiles: two tiles of a row share their rows of A, two tiles of a column their rows of B.
 constexpr int CLUSTER_ROWS = MULTICAST == OPERAND_B ? 2 : 1, CLUSTER_COLUMNS = MULTICAST == OPERAND_A ? 2 : 1;
 
 struct Scheduler {
   int k_blocks;          // k-blocks of a tile
-  int row_tiles, tiles;  // tiles along the rows of the result, and in all; with MULTICAST, clusters of tiles
+  int row_tiles, tiles;  // rows of tiles in the result, and tiles in all; with MULTICAST, counted in clusters of tiles
   // STREAM_K: granules of a unit, number of units with one granule more, k-blocks of a granule, this CTA's unit
   int unit_granules, longer_units, granule, unit;
-  int stride, rounds;    // STATIC_PERSISTENT: number of CTAs or clusters, and tiles of each of them
+  int stride, rounds;    // STATIC_PERSISTENT: number of CTAs or clusters, and most tiles of any of them
 
-  // Return the coordinates of a tile in a result of `columns` tiles per row. Consecutive tiles go down the rows of a group of
-  // RASTER_GROUP rows first, so that CTAs that run at the same time share both operands in L2.
+  // Return the coordinates of a tile in a result of `columns` tiles per row. The order is that of a grouped raster: within a
+  // group of RASTER_GROUP rows of tiles, consecutive tiles go down a column first. So CTAs that run at the same time share both
+  // operands in L2. With MULTICAST, `tile` and `columns` count clusters, and the CTA's rank selects its tile in the cluster.
   __device__ __forceinline__ Coordinates coordinates(int tile, int columns) const {
-    const int group = tile / (RASTER_GROUP * columns), first = group * RASTER_GROUP;
-    const int rows = min(RASTER_GROUP, row_tiles - first), at = tile - first * columns;
+    const int group = tile / (RASTER_GROUP * columns), first_row = group * RASTER_GROUP;
+    const int rows = min(RASTER_GROUP, row_tiles - first_row), in_group = tile - first_row * columns;
     const int rank = MULTICAST ? cluster_ctarank() : 0;
-    return {(first + at % rows) * CLUSTER_ROWS + (CLUSTER_ROWS > 1 ? rank : 0),
-            at / rows * CLUSTER_COLUMNS + (CLUSTER_COLUMNS > 1 ? rank : 0)};
+    return {(first_row + in_group % rows) * CLUSTER_ROWS + (CLUSTER_ROWS > 1 ? rank : 0),
+            in_group / rows * CLUSTER_COLUMNS + (CLUSTER_COLUMNS > 1 ? rank : 0)};
   }
 
   // STREAM_K: return the first k-block of a unit, counted over all tiles.
   __device__ __forceinline__ int begin(int unit) const { return (unit * unit_granules + min(unit, longer_units)) * granule; }
-  // STREAM_K: return the part of a unit, which ends before `end`, that lies in the tile of k-block `k_block`.
+  // STREAM_K: return the item of a unit that begins at k-block `k_block`. It ends with the tile, or at `end` with the unit.
+  // Both arguments are counted over all tiles; the item's k-blocks are counted within its tile.
   __device__ __forceinline__ WorkItem item_at(int k_block, int end) const {
     const int tile = k_block / k_blocks, first = k_block - tile * k_blocks;
     return {tile, first, min(k_blocks, first + end - k_block)};
@@ -79,7 +82,8 @@ struct Scheduler {
         at += item.last - item.first;
       }
     } else if constexpr (SCHEDULE == PERSISTENT) {
-      // The two slots let the producer take the next tile, and load it, while consumers still compute the one before.
+      // Two slots let the producer take the next tile, and load it, while consumers still compute the one before. The first
+      // number behind the last tile is passed on as well: it ends the consumers' loop.
       for (int turn = 0, tile = 0; tile < tiles; ++turn) {
         const int slot = turn & 1;
         mbarrier_wait(smem.tile_empty + 8 * slot, (turn / 2 & 1) ^ 1);
@@ -91,7 +95,8 @@ struct Scheduler {
         tile = __shfl_sync(~0u, tile, 0);
         if (tile < tiles) load(WorkItem{tile, 0, k_blocks}, false);
       }
-      // The CTA that finishes last resets both counters for the next launch: all others have taken their last tile.
+      // The CTA that comes here last resets both counters for the next launch: all others have taken their last tile.
+      // counters[0] is the number of tiles taken, counters[1] the number of CTAs that have come here.
       if (lane == 0 && atomicAdd(counters + 1, 1) == (int)gridDim.x - 1) {
         counters[0] = 0;
         counters[1] = 0;

@@ -9,12 +9,20 @@
 // Shared:     `staging`: per warpgroup, PANELS panels of 64 rows and 64 columns with the 128-byte swizzle.
 // Barriers:   one named barrier per warpgroup (bar_sync(EPILOGUE_BARRIER + m_block, 128)); warpgroups do not wait for each
 //             other.
-// Generated:  layout.cuh (ops/projections/configure_hopper.py) defines Columns, KINDS_OF_SEGMENTS, the activations and pitches.
+// Generated:  layout.cuh (ops/projections/configure_hopper.py) describes the segments of the weight, such as q, k, v and gates.
+//             Columns (of a tile)  kind     index in KINDS_OF_SEGMENTS
+//                                  count    columns of the tile that belong to the segment; 0 if the tile is only padding
+//                                  column, kept, norm, bias   first column in y and `kept`, first head in rstd, first bias
+//             Kind (of segments)   activation, bias (has one), ragged (see store_rows)
+//                                  head     columns of a normalized head, 1 for other activations
+//                                  by       factor of LOGSIGMOID
+//             PITCH, KEPT, NORMS   elements of a row of y, of `kept` and of rstd, for all segments together
+//             KEEP, a macro of launch_hopper.py, is 1 if a backward pass follows.
 // Numerics:   float32 until the stores; ex2.approx and rcp.approx for the sigmoid; a series for log(1 + e) of small e.
 #pragma once
 #include "mainloop.cuh"
 
-constexpr int PANEL = 64, PANEL_BYTES = 64 * 128;  // columns of one TMA store of a warpgroup, and its bytes
+constexpr int PANEL = 64, PANEL_BYTES = 64 * 128;  // columns of one TMA store of a warpgroup (64 rows), and its bytes
 constexpr int PANELS = 2;                          // panels of a warpgroup: one is stored while the next is written
 static_assert(STORE_BYTES >= WARPGROUPS * PANELS * PANEL_BYTES, "the staging buffer holds the panels of all warpgroups");
 
@@ -43,7 +51,8 @@ __device__ __forceinline__ float logsigmoid(float z) {
   return fminf(z, 0.0f) - log1p;
 }
 
-// Apply an elementwise activation; `factor` multiplies the log-sigmoid. L2NORM has been applied before, by normalize().
+// Apply an elementwise activation; `factor` multiplies the log-sigmoid. NONE and L2NORM leave z as it is: normalize() has
+// applied the norm before.
 template <int ACTIVATION>
 __device__ __forceinline__ float activated(float z, float factor) {
   if (ACTIVATION == SILU) return z * sigmoid(z);
@@ -60,22 +69,25 @@ __device__ __forceinline__ void store_pair(unsigned short* at, u32 pair, int lef
     *at = (unsigned short)pair;
 }
 
-// Activate and store the 64 rows of a warpgroup from `row` on, `count` columns from `column` on, one panel at a time. The last
+// Activate and store the 64 rows of a warpgroup from `row` on, `count` columns from `column` on, one panel at a time. `map` and
+// `matrix` are the tensor map and the address of the result (y or `kept`), a row of which has `pitch` elements. The last
 // columns of a segment that fill no panel are stored by plain stores, because a TMA box would reach into the next segment;
-// RAGGED says whether a segment of this kind can have such columns. All 128 threads of the warpgroup must call this.
+// RAGGED says whether a segment of this kind can have such columns. TMA leaves out rows behind the last one. All 128 threads of
+// the warpgroup must call this.
 template <int WIDTH, int ACTIVATION, bool RAGGED>
 __device__ __forceinline__ void store_rows(
     const float (&d)[WIDTH / 2], float factor, const TensorMap* map, unsigned short* matrix, int pitch, const Arguments& a,
     const SharedMemory& smem, int column, int count, int row, int m_block) {
+  // Activated elements i and i + 1 of d, which are neighbours in a row, in 16 bits.
   auto pair = [&](int i) { return pack(activated<ACTIVATION>(d[i], factor), activated<ACTIVATION>(d[i + 1], factor)); };
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
-  const bool stores = threadIdx.x % 128 == 0;
+  const bool issues_tma = threadIdx.x % 128 == 0;
 #pragma unroll
   for (int panel = 0; panel < (WIDTH + PANEL - 1) / PANEL; ++panel) {
     const int left = count - panel * PANEL;
-    if (left >= PANEL && WIDTH >= (panel + 1) * PANEL) {
+    if (left >= PANEL && WIDTH >= (panel + 1) * PANEL) {  // the second condition drops this code for an incomplete last panel
       const u32 from = smem.staging + (m_block * PANELS + panel % PANELS) * PANEL_BYTES;
-      if (stores) {  // wait for the store that last read this panel; one of an earlier call may be the most recent store
+      if (issues_tma) {  // wait for the store that last read this panel; one of an earlier call may be the most recent store
         if (panel == 0)
           tma_store_wait_group_read<0>();
         else
@@ -84,6 +96,7 @@ __device__ __forceinline__ void store_rows(
       bar_sync(EPILOGUE_BARRIER + m_block, 128);
 #pragma unroll
       for (int j = 0; j < 8; j += 2) {
+        // Four 8 x 8 matrices: rows 0 to 7 and 8 to 15 of the warp's 16, in 8 columns, then both in the next 8 columns.
         const int i = 4 * (panel * 8 + j), r = warp * 16 + lane % 16, chunk = j + lane / 16;
         if (i + 7 < WIDTH / 2) {
           const u32 v[4] = {pair(i), pair(i + 2), pair(i + 4), pair(i + 6)};
@@ -92,7 +105,7 @@ __device__ __forceinline__ void store_rows(
       }
       fence_proxy_async_shared();  // the TMA store reads through the async proxy
       bar_sync(EPILOGUE_BARRIER + m_block, 128);
-      if (stores) {
+      if (issues_tma) {
         tma_store_2d(map, from, column + panel * PANEL, row);
         tma_store_commit_group();
       }
@@ -111,7 +124,8 @@ __device__ __forceinline__ void store_rows(
 }
 
 // Divide each head of a tile by its norm, sqrt(sum of squares + eps); with KEEP store 1 / norm. `row` is the warpgroup's first
-// row. Four lanes share a row and exchange sums by shuffles, so whole warps must call this.
+// row. Four lanes share a row and exchange sums by shuffles, so whole warps must call this. Heads of d behind the tile's
+// `count` columns are divided as well, but nothing of them is stored.
 template <int WIDTH, int HEAD>
 __device__ __forceinline__ void normalize(float (&d)[WIDTH / 2], const Arguments& a, const Columns& columns, int row) {
   const int lane = threadIdx.x % 32, r = row + threadIdx.x / 32 % 4 * 16 + lane / 4;
@@ -138,7 +152,7 @@ __device__ __forceinline__ void normalize(float (&d)[WIDTH / 2], const Arguments
   }
 }
 
-// Add the bias of the tile's columns to d.
+// Add the bias of the tile's columns to d: to columns c and c + 1 of every 8, in both rows of this thread.
 template <int WIDTH>
 __device__ __forceinline__ void add_bias(float (&d)[WIDTH / 2], const Arguments& a, const Columns& columns) {
 #pragma unroll
@@ -157,6 +171,7 @@ template <int WIDTH, int KIND>
 __device__ __forceinline__ void finish_as(
     float (&d)[WIDTH / 2], const Arguments& a, const SharedMemory& smem, const Columns& columns, int row, int m_block) {
   constexpr Kind kind = KINDS_OF_SEGMENTS[KIND];
+  // A tile of normalized heads has whole heads, so a narrow WGMMA (WIDTH < head) never has one: no code is made for it.
   if constexpr (kind.bias) add_bias<WIDTH>(d, a, columns);
   if constexpr (kind.activation == L2NORM && WIDTH >= kind.head) normalize<WIDTH, kind.head>(d, a, columns, row);
   if constexpr (kind.activation == SILU && KEEP)
@@ -176,9 +191,10 @@ __device__ __forceinline__ void finish_tile(
 }
 
 struct Epilogue {
-  __device__ __forceinline__ explicit Epilogue(const Arguments&) {}
+  __device__ __forceinline__ explicit Epilogue(const Arguments&) {}  // nothing has to be read before the first tile
 
-  // Finish a tile from its totals d; called by every consumer warpgroup.
+  // Finish a tile from its totals d; called by every consumer warpgroup. m_block is the index of its 64 rows in the tile. WIDTH
+  // is the number of columns of D that its WGMMAs have computed, NARROW or B_ROWS.
   template <int WIDTH>
   __device__ __forceinline__ void store(
       float (&d)[WIDTH / 2], const Arguments& a, const SharedMemory& smem, Tile tile, int m_block) const {

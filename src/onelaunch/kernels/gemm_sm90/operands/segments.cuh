@@ -1,10 +1,16 @@
-// Operands of projections: A has rows of x; B has rows of the packed weight, all of one segment (of whole heads, if the
-// segment's heads are normalized).
+// Operands of projections, y = activation(x weight^T + bias): A has rows of x, B rows of the packed weight, which are columns
+// of y. The weight is a stack of segments (such as q, k, v and gates), each with its own activation. A tile lies within one
+// segment, and has whole heads if the segment's heads are normalized.
 //
-// Narrow tiles: where a segment has few columns left, such as a decay with one column per head, WGMMAs are NARROW columns wide.
-// Few rows:     the box of x has no more rows than x. Products with the stage's stale rows are never stored.
-// Multicast:    each CTA of a cluster loads one half of the common operand into both CTAs. The NARROW rows of a weight are not
-//               halved, because a half of a swizzled box must have eight rows.
+// Narrow tiles: where a segment has few columns left, such as a decay with one column per head, WGMMAs
+//               have NARROW columns.
+// Few rows:     the box of x has no more rows than x, rounded up to 8. The other rows of a stage hold stale data, but products
+//               with them are never stored.
+// Multicast:    each CTA of a cluster loads one half of the common operand into both CTAs, so both halves arrive at
+//               full[stage] of each. The NARROW rows of a weight are not halved, because each half of a swizzled box must have
+//               a multiple of eight rows: each CTA loads all of them for itself.
+// Padding:      with OPERAND_A and an odd number of column tiles, the last cluster has a tile behind the end. Its `count` is 0:
+//               it takes part in the loads, and nothing of it is stored.
 // Schedule:     STATIC_PERSISTENT only.
 // Host code:    ops/projections/launch_hopper.py makes the maps and passes PARAMETERS in this order.
 #pragma once
@@ -18,38 +24,38 @@
 
 #define ARGUMENTS { &x, &weight, &narrow, &y, &kept, bias, rstd, y_at, kept_at, M, K, a_bytes, eps, nullptr, nullptr, false }
 
-constexpr int COLUMN_UNITS = (COLUMN_TILES + CLUSTER_COLUMNS - 1) / CLUSTER_COLUMNS;
-constexpr bool TILE_HAS_WIDTH = true;      // a tile can have fewer columns than B_ROWS
-constexpr bool MAY_LOAD_EARLY = false;
+constexpr int COLUMN_CLUSTERS = (COLUMN_TILES + CLUSTER_COLUMNS - 1) / CLUSTER_COLUMNS;  // clusters of tiles along a row of y
+constexpr bool TILE_WIDTHS_VARY = true;    // a tile can have fewer columns than B_ROWS
+constexpr bool MAY_LOAD_EARLY = false;     // A is x, which an earlier launch may write
 constexpr bool WHOLE_WARP_LOADS = false;   // lane 0 of the producer warp loads
 
 struct Arguments {
-  const TensorMap *x, *weight, *narrow, *y, *kept;
-  const unsigned short* bias;
-  float* rstd;
+  const TensorMap *x, *weight, *narrow, *y, *kept;  // narrow: the weight in boxes of NARROW rows; kept: see the epilogue
+  const unsigned short* bias;                       // 16-bit elements, of the type ELEMENT
+  float* rstd;                                      // KEEP: 1 / norm of each normalized head, NORMS per row of x
   unsigned short *y_at, *kept_at;  // memory of the maps y and kept, for columns that no TMA box can store
   int M, K;
-  int a_bytes;  // bytes of x in a k-block
-  float eps;
-  float* workspace;  // these three belong to schedules and early loads that are not used here
+  int a_bytes;  // bytes of x that TMA writes into this CTA per k-block, by both CTAs of a cluster together
+  float eps;    // added to the sum of squares under a norm's square root
+  float* workspace;  // unused, as the next two: shared code names them for other schedules and for early loads
   u32* counters;
   bool early;
 };
 
 struct Tile {
   int row;  // first row of x
-  Columns columns;
+  Columns columns;  // kind of the segment, first row of the weight, and places in the results (layout.cuh)
   __device__ __forceinline__ int width() const { return columns.count; }  // number of columns of D that are stored
 };
 
 __device__ __forceinline__ Scheduler scheduler_of(const Arguments& a) {
   const int k_blocks = (a.K + K_BLOCK - 1) / K_BLOCK, row_tiles = (a.M + A_ROWS * CLUSTER_ROWS - 1) / (A_ROWS * CLUSTER_ROWS);
-  const int tiles = row_tiles * COLUMN_UNITS, stride = gridDim.x / CLUSTER;
+  const int tiles = row_tiles * COLUMN_CLUSTERS, stride = gridDim.x / CLUSTER;
   return {k_blocks, row_tiles, tiles, 0, 0, 0, 0, stride, (tiles + stride - 1) / stride};
 }
 
 __device__ __forceinline__ Tile tile_at(const Scheduler& scheduler, int tile) {
-  const Coordinates at = scheduler.coordinates(tile, COLUMN_UNITS);
+  const Coordinates at = scheduler.coordinates(tile, COLUMN_CLUSTERS);
   return {at.row * A_ROWS, columns_of(at.column)};
 }
 

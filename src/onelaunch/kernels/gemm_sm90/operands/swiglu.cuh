@@ -1,10 +1,13 @@
-// Operands of swiglu: A interleaves both weights, 8 rows of one and 8 of the other in turn; B has rows of x.
+// Operands of swiglu, h = silu(x gate^T) * (x up^T): A interleaves both weights, 8 rows of each in turn; B has rows of x.
 //
-// Interleaving: a thread of a WGMMA holds rows r and r + 8 of D, so it holds a gate and its up value at the same place, and the
-//     epilogue needs no exchange. A four-dimensional TMA map (channels, 8 rows, weight, groups of 8 rows) interleaves the
-//     weights while it reads them where they lie, stacked or not: the distance of the weights is a stride.
-// Orientation: the rows of x are the N dimension of WGMMA, a multiple of 8, so few rows of x waste few products.
-// NVFP4: the map of A has bytes of two codes; x is read in CHUNKS boxes of 128 bytes per row, one after the other.
+// Interleaving: a thread of a WGMMA holds rows r and r + 8 of D, which are the gate and the up value of one element of h. So
+//     the epilogue needs no exchange between threads. A four-dimensional TMA map (channels, 8 rows, weight, groups of 8 rows)
+//     interleaves the weights as it reads them. They need not be stored in one tensor: the distance between their addresses is
+//     the stride of the dimension `weight`. A box is one k-block of A_ROWS / 16 groups of 8 rows of both weights.
+// Orientation: the rows of x are the N dimension of WGMMA, a multiple of 8. With few rows of x, fewer products are wasted than
+//     if they were the M dimension, which is 64. D is therefore transposed: its rows are columns of h.
+// NVFP4: an element of A's map is a byte of two codes. A row of x in a k-block has CHUNKS pieces of 128 bytes, because the
+//     swizzle spans 128 bytes. A stage holds piece 0 of all B_ROWS rows, then piece 1; a three-dimensional map loads them.
 // Host code: ops/swiglu/launch_hopper.py makes the maps and passes PARAMETERS in this order.
 #pragma once
 #include "scheduler.cuh"
@@ -22,19 +25,20 @@
         CHUNKS * 128 * (NVFP4 ? B_ROWS : min(B_ROWS, M)), up_first != 0, x_scales != 0, w_scales != 0, early != 0 \
   }
 
-constexpr int COLUMNS = A_ROWS / 2;      // columns of h in a tile
-constexpr bool TILE_HAS_WIDTH = false;   // all tiles are B_ROWS wide
-constexpr bool MAY_LOAD_EARLY = true;    // constant weights may be loaded before earlier launches have ended
-constexpr bool WHOLE_WARP_LOADS = true;  // all lanes of the producer warp copy block scales
+constexpr int COLUMNS = A_ROWS / 2;       // columns of h in a tile
+constexpr bool TILE_WIDTHS_VARY = false;  // all tiles are B_ROWS wide
+constexpr bool MAY_LOAD_EARLY = true;     // `early`, below, lets A be loaded before earlier launches have ended
+constexpr bool WHOLE_WARP_LOADS = true;   // all lanes of the producer warp run the main loop's loads, to copy block scales
 
 struct Arguments {
   const TensorMap *x, *weights, *h, *products;
-  const unsigned char* blocks[2];  // e4m3 block scales of the weights [N, K / 16], the weight at the lower address first
+  const unsigned char* blocks[2];  // NVFP4: e4m3 block scales [N, K / 16] of each weight, in the order of A's rows (up_first)
   const float *x_scale, *gate_scale, *up_scale;
   float* workspace;  // STREAM_K: partial sums, one slot for each unit
   u32* counters;     // STREAM_K: a flag for each unit; PERSISTENT: tiles taken, CTAs that have finished. 0 between launches
-  int M, N, K, unit_granules, longer_units, granule;
-  int b_bytes;  // bytes of x in a k-block; without NVFP4 the box has no more than M rows
+  int M, N, K;       // x [M, K], each weight [N, K], h [M, N]
+  int unit_granules, longer_units, granule;  // STREAM_K: see Scheduler
+  int b_bytes;       // bytes of x that TMA writes per k-block; without NVFP4 the box has no more than M rows
   bool up_first;            // w_up lies at a lower address than w_gate, so it is the first of each pair of 8 rows
   bool x_scales, w_scales;  // x, or the weights, have one scale per row instead of one in all
   bool early;               // weights may be read before earlier launches have ended
