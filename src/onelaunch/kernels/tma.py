@@ -1,4 +1,10 @@
-"""Tensor maps, alignment and descriptors for TMA, the bulk-copy unit of Hopper and later GPUs."""
+"""Tensor maps, alignment and descriptors for TMA, the bulk-copy unit of Hopper and later GPUs.
+
+CUDA C++ kernels get a tensor map (``CUtensorMap``) as bytes, and Gluon kernels get Triton's descriptor, which contains one.
+While launches are imitated (``launch/imitation.py``), tensors are fake: they have shapes and strides, but no address, and no
+kernel runs. If such launches are recorded too, the inspector compiles kernels from their arguments, so these must have the
+right types.
+"""
 
 from __future__ import annotations
 
@@ -31,20 +37,23 @@ def tensor_map(
 ) -> bytes:
     """Return a tensor map made by :func:`onelaunch.cuda.tensor_map`, cached because calls often repeat the same tensors.
 
-    While launches are imitated there is no driver to make one, and the map is all zeros.
+    While launches are imitated, the map is all zeros: there may be no driver that makes one, and no kernel reads it.
     """
     return bytes(MAP_BYTES) if imitated() else _tensor_map(dtype, address, sizes, strides, box, swizzle=swizzle)
 
 
 def address(tensor: torch.Tensor) -> int:
-    """Return the address of a tensor's first element in bytes; while launches are imitated, its offset in its storage."""
+    """Return the address of a tensor's first element in bytes; while launches are imitated, its offset in its storage.
+
+    The offset decides alignment as the address does, since PyTorch aligns the storage itself to more than :data:`ALIGNMENT`.
+    """
     return int(tensor.storage_offset()) * tensor.element_size() if imitated() else tensor.data_ptr()
 
 
 def addressable(tensor: torch.Tensor) -> torch.Tensor:
     """Return a matrix ``[rows, columns]``, copied if TMA cannot address its strides or its first element."""
-    apart = tensor.stride(0) >= tensor.shape[1]  # false for expanded rows, which share memory
-    aligned = apart and tensor.stride(1) == 1 and tensor.stride(0) * tensor.element_size() % ALIGNMENT == 0
+    disjoint = tensor.stride(0) >= tensor.shape[1]  # false for expanded rows, which share memory
+    aligned = disjoint and tensor.stride(1) == 1 and tensor.stride(0) * tensor.element_size() % ALIGNMENT == 0
     return tensor if aligned and address(tensor) % ALIGNMENT == 0 else tensor.clone(memory_format=torch.contiguous_format)
 
 
@@ -58,7 +67,10 @@ def shared_layout(rows: int, columns: int, dtype: torch.dtype) -> Any:
 
 
 def described(tensor: torch.Tensor, box: list[int]) -> Any:
-    """Return a Gluon tensor descriptor of a matrix for TMA copies of boxes ``[rows, columns]``."""
+    """Return a Gluon tensor descriptor of a matrix for TMA copies of boxes ``[rows, columns]``.
+
+    While launches are imitated but not recorded, nobody reads the argument, and the tensor itself is returned.
+    """
     from onelaunch.kernels.gluon.compat import TensorDescriptor
 
     if imitated():

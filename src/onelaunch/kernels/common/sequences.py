@@ -1,4 +1,4 @@
-"""Packed or batched sequences of a call: their offsets and initial states."""
+"""Packed or batched sequences of a call of a recurrence: their offsets and initial states."""
 
 from __future__ import annotations
 
@@ -11,15 +11,20 @@ class Sequences(NamedTuple):
     """Initial states and offsets of a call's sequences, contiguous as the kernels read them."""
 
     initial: torch.Tensor | None
+    """State before the first token of each sequence, one entry per sequence; ``None`` for zeros."""
     offsets: torch.Tensor | None
+    """First token of each packed sequence, and last the number of tokens, as ``cu_seqlens`` of FlashAttention; integers.
+
+    ``None`` if sequences are not packed. Then each row of the batch is one sequence.
+    """
 
     @classmethod
     def of(cls, initial: torch.Tensor | None, offsets: torch.Tensor | None) -> Sequences:
-        """Return the sequences of tensors with any strides."""
+        """Return the sequences of a call, with copies of tensors that are not contiguous."""
         return cls(None if initial is None else initial.contiguous(), None if offsets is None else offsets.contiguous())
 
     def count(self, batch: int) -> int:
-        """Return the number of sequences."""
+        """Return the number of sequences: of the packed ones if there are offsets, and else the batch size ``batch``."""
         return batch if self.offsets is None else self.offsets.shape[0] - 1
 
     def bisection_steps(self) -> int:

@@ -20,7 +20,11 @@ LEAST_COLUMNS = 32
 
 
 def mma_of(columns: int) -> Mma:
-    """Return the matrix instruction that a tile with this number of columns must compile to. Not for float32 products."""
+    """Return the requirement on the matrix instructions of a tile with this number of columns; the inspector checks it.
+
+    On Hopper these are ``mma.sync`` (``SMALL``) for fewer than 64 columns, and WGMMA (``WIDEST``) from 64 on. The function is
+    not for float32 products, for which no matrix instructions are required.
+    """
     return Mma.SMALL if columns < WGMMA_ROWS else Mma.WIDEST
 
 

@@ -32,11 +32,15 @@ def _column_or_nothing(column: int | None) -> int:
 
 @functools.lru_cache(maxsize=256)
 def constants(layout: Layout) -> dict[str, Any]:
-    """Return the constants of a layout that both kernels of activations share; a normalized segment's tiles are its heads."""
+    """Return the constants of a layout that both kernels of activations share; a normalized segment's tiles are its heads.
+
+    The keys are names of the kernels' parameters, explained at the top of ``kernels/activation.py``. All segments have the same
+    number of rows per tile, BM, so the widest tile decides it.
+    """
     segments = [span.segment for span in layout.spans]
     normalized = [segment.activation == "l2norm" for segment in segments]
-    longest = max([power_of_2(each.head_size) for each, norm in zip(segments, normalized, strict=True) if norm], default=1)
-    widest = max(longest, COLUMNS)
+    longest_head = max([power_of_2(each.head_size) for each, norm in zip(segments, normalized, strict=True) if norm], default=1)
+    widest = max(longest_head, COLUMNS)
     blocks, steps, firsts = [], [], [0]
     for segment, norm in zip(segments, normalized, strict=True):
         blocks.append(power_of_2(segment.head_size) if norm else min(power_of_2(segment.width), widest))
@@ -107,14 +111,19 @@ def product_tiles(layout: Layout, rows: int, element: torch.dtype) -> ProductTil
 
 @functools.lru_cache(maxsize=256)
 def product_constants(layout: Layout, tiles: ProductTiles, keep: bool) -> dict[str, Any]:
-    """Return the constants of the kernel that multiplies and applies activations in its epilogue."""
+    """Return the constants of the kernel that multiplies and applies activations in its epilogue.
+
+    The keys are explained at ``epilogue_kernel`` in ``kernels/product.py``. The kernel separates the heads of a tile by a
+    reshape, which needs a power of 2. So a normalized head of another size has a tile of its own, whose other columns are zero.
+    """
     known = {name: value for name, value in forward_constants(layout, keep).items() if name not in ("BLOCKS", "BM", "Z_PITCH")}
     steps, heads, firsts = [], [], [0]
     for span in layout.spans:
         size = span.segment.head_size
-        one = span.segment.activation == "l2norm" and power_of_2(size) != size  # each head has a tile of its own
-        steps.append(size if one else tiles.n)
-        heads.append(size if span.segment.activation == "l2norm" and not one else tiles.n)
+        normalized = span.segment.activation == "l2norm"
+        head_per_tile = normalized and power_of_2(size) != size
+        steps.append(size if head_per_tile else tiles.n)
+        heads.append(size if normalized and not head_per_tile else tiles.n)  # not read unless heads are normalized
         firsts.append(firsts[-1] + cdiv(span.segment.width, steps[-1]))
     known |= {"FIRSTS": tuple(firsts), "STEPS": tuple(steps), "HEADS": tuple(heads)}
     return known | {"BM": tiles.m, "BN": tiles.n, "BK": tiles.k, "GROUP": tiles.group}
@@ -178,7 +187,11 @@ def activate(
 def activation_gradients(
     dys: Sequence[torch.Tensor | None], y: torch.Tensor, rstd: torch.Tensor, kept: torch.Tensor, layout: Layout
 ) -> torch.Tensor:
-    """Return dz ``[M, gradient_pitch]``, of which the first N columns are written."""
+    """Return dz ``[M, gradient_pitch]``, of which the first N columns are written.
+
+    ``dys`` has the gradient of each segment's result, or ``None`` if no gradient reaches it. The others are results of
+    :func:`activate` or :func:`epilogue` with ``keep``.
+    """
     rows = y.shape[0]
     dz = y.new_empty(rows, layout.gradient_pitch)
     flat = tuple(

@@ -1,4 +1,9 @@
-"""Launches of the Hopper matrix product for ``projections``."""
+"""Launches of the Hopper matrix product for ``projections``: tensor maps, the cached plan of a call's size, and arguments.
+
+Operand A has rows of x, operand B rows of the packed weight. Each tile lies in one segment. Where a segment has few columns left,
+its last tile is *narrow*: it uses a second WGMMA with a smaller N dimension, and loads fewer rows of the weight. With
+``multicast`` "a" or "b", the two CTAs of a cluster share that operand, and each loads one half of it into both.
+"""
 
 from __future__ import annotations
 
@@ -44,9 +49,9 @@ class Plan(NamedTuple):
     x_box: int
     """Number of rows of x in one TMA load."""
     weight_box: int
-    """Number of rows of the weight in one TMA load, for tiles that are not narrow."""
+    """Number of rows of the weight in one TMA load, for tiles that are not narrow: half a tile's if they are multicast."""
     x_bytes: int
-    """Number of bytes of x that arrive per k-block."""
+    """Number of bytes of x that arrive in a CTA's shared memory per k-block, for which its mbarrier waits."""
 
 
 @functools.lru_cache(maxsize=4096)
@@ -55,6 +60,7 @@ def plan_of(
 ) -> Plan:
     """Return the plan of calls of this size."""
     config = configuration(layout, rows, channels, element, multiprocessors, multicast)
+    # With few rows, a load has only the rows of x, in whole groups of 8 rows, the period of the 128-byte swizzle.
     x_box = TILE_ROWS // 2 if multicast == "a" else min(TILE_ROWS, cdiv(rows, 8) * 8)
     return Plan(
         gemm=gemm_for(layout, config, keep=keep),
@@ -80,12 +86,12 @@ def launch_of(
     arguments = (
         matrix_map(x, plan.x_box, config.k_block),
         matrix_map(weight, plan.weight_box, config.k_block),
-        matrix_map(weight, config.narrow or config.b_rows, config.k_block),
+        matrix_map(weight, config.narrow or config.b_rows, config.k_block),  # for narrow tiles; not multicast
         y_map,
-        y_map if kept is None else matrix_map(kept, PANEL, PANEL),
+        y_map if kept is None else matrix_map(kept, PANEL, PANEL),  # the parameter must be a valid map, but is not stored to
         bias,
         rstd,
-        y,
+        y,  # y and kept again as pointers: columns that do not fill a panel are stored without TMA
         kept,
         rows,
         channels,
@@ -97,7 +103,7 @@ def launch_of(
 
 
 def wide_gemm(multicast: Multicast, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, wanted: Wanted) -> Packed:
-    """Compute all segments in one launch; clusters load the operand ``multicast`` once for their CTAs."""
+    """Compute all segments in one launch; the CTAs of a cluster share the operand that ``multicast`` names."""
     launch, results = launch_of(multicast, x, weight, bias, wanted)
     launch.run()
     return results

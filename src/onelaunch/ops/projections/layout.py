@@ -16,7 +16,10 @@ Activation: TypeAlias = Literal["none", "l2norm", "silu", "sigmoid", "logsigmoid
 ACTIVATIONS: tuple[Activation, ...] = get_args(Activation)
 
 ALIGNMENT = 8
-"""Number of columns whose multiples segments begin at: 8 elements of 16 bits are 16 bytes, the alignment that TMA needs."""
+"""Alignment of segments in the packed result and in the saved pre-activations, in columns.
+
+8 elements of 16 bits are 16 bytes, the alignment that TMA needs.
+"""
 
 
 @dataclass(frozen=True)
@@ -74,7 +77,11 @@ class Segment:
 
     @property
     def code(self) -> str:
-        """All fields but the name as one word, such as ``16x128:silu`` or ``4x64:logsigmoid/16.0:bias``."""
+        """All fields but the name as one word, such as ``16x128:silu`` or ``4x64:logsigmoid/16.0:bias``.
+
+        Registered PyTorch operators get segments in this form, since they accept only types that PyTorch knows. :meth:`read`
+        is the inverse.
+        """
         word = f"{self.heads}x{self.head_size}:{self.activation}"
         if self.normalizer != 1.0:
             word += f"/{float(self.normalizer)}"

@@ -2,9 +2,13 @@
 
 Computes   a = h * rstd * norm_weight * act(gate), rstd = 1 / sqrt(mean(h^2) + eps) of every head. act is SiLU, or the identity
            if the gate is activated already. Backward, from da: dh, dgate, dnorm_weight, and a again, which was not saved.
+           With x = h * rstd and f = act(gate) * norm_weight:
+             a = x f,  dh = rstd (da f - x mean(da x f)) with the mean over the head,  dgate = da x norm_weight act'(gate),
+             dnorm_weight = sum of da x act(gate) over tokens and heads.
 Grid       forward: one CTA per BM tokens and head. Backward: one CTA per ``steps`` such tiles, one after the other. The heads
            of the same tokens are neighbouring tiles. All warps do the same work.
-On chip    whole heads [BM, BV] in float32 registers; backward also the CTA's own sum of dnorm_weight, [BM, BV].
+On chip    whole heads [BM, BV] in float32 registers, with BV the power of 2 that holds the V channels of a head; backward also
+           the CTA's own sum of dnorm_weight, [BM, BV].
 Memory     forward reads h and the gate once, writes a once, and rstd, one float32 per token and head, if there is a buffer for
            it. Backward reads h, the gate, da and rstd once, writes dh, dgate and a once, and a row of partial sums of
            dnorm_weight per CTA. Another launch adds those rows in a fixed order, so the result does not depend on which CTA
@@ -69,7 +73,7 @@ def norm_gate_gradients_kernel(
     """Compute a again, unless ``a`` is ``None``, and from da, unless it is ``None``, the gradients.
 
     dgate and ``partials`` [CTAs, V] may be ``None``. Each CTA stores its partial sum of dnorm_weight in its row of
-    ``partials``.
+    ``partials``. The last CTA may have fewer than ``steps`` tiles: the tokens of those beyond the end are masked.
     """
     c = tl.arange(0, BV)
     weight = 1.0
@@ -80,26 +84,26 @@ def norm_gate_gradients_kernel(
         m, tokens_valid, head = tile_coordinates(tl.program_id(0) * steps + step, M, H, BM)
         valid = tokens_valid[:, None] & (c < V)[None, :]
         column = (head * V + c)[None, :]
-        packed = m[:, None] * (H * V) + column
+        contiguous = m[:, None] * (H * V) + column  # offsets in a and dh
         r = tl.load(rstd + m * H + head, mask=tokens_valid, other=0.0)[:, None]
         x = tl.load(h + m[:, None] * h_stride + column, mask=valid, other=0.0).to(tl.float32) * r  # [BM, BV]
         if gate is not None:
             g = tl.load(gate + m[:, None] * gate_stride + column, mask=valid, other=0.0)
-            opened, slope = activate(g, ACTIVATED), 1.0 if ACTIVATED else silu_slope(g)
+            activated, slope = activate(g, ACTIVATED), 1.0 if ACTIVATED else silu_slope(g)
         else:
-            opened, slope = 1.0, 0.0
-        factor = opened * weight
+            activated, slope = 1.0, 0.0  # the slope is not used, since dgate is None without a gate
+        factor = activated * weight
         if a is not None:
-            tl.store(a + packed, (x * factor).to(a.dtype.element_ty), mask=valid)
+            tl.store(a + contiguous, (x * factor).to(a.dtype.element_ty), mask=valid)
         if da is not None:
             d = tl.load(da + m[:, None] * da_stride + column, mask=valid, other=0.0).to(tl.float32)
-            both = d * x
-            along = tl.sum(both * factor, axis=1) * (1.0 / V)  # [BM]
-            tl.store(dh + packed, (r * (d * factor - x * along[:, None])).to(dh.dtype.element_ty), mask=valid)
+            d_times_x = d * x
+            mean = tl.sum(d_times_x * factor, axis=1) * (1.0 / V)  # [BM]
+            tl.store(dh + contiguous, (r * (d * factor - x * mean[:, None])).to(dh.dtype.element_ty), mask=valid)
             if partials is not None:
-                dweight += both * opened
+                dweight += d_times_x * activated
             if dgate is not None:
-                to = dgate + m[:, None] * dgate_stride + column
-                tl.store(to, (both * weight * slope).to(dgate.dtype.element_ty), mask=valid)
+                at = dgate + m[:, None] * dgate_stride + column
+                tl.store(at, (d_times_x * weight * slope).to(dgate.dtype.element_ty), mask=valid)
     if partials is not None:
         tl.store(partials + tl.program_id(0).to(tl.int64) * V + c, tl.sum(dweight, axis=0), mask=c < V)

@@ -1,12 +1,21 @@
 """Activations of all segments of a packed projection, and their gradients, each in one pass over an existing product.
 
-Computes   y = activation(z + bias). Backward: dz from dy and what the forward pass saved: y, 1 / norm of every normalized head
-           (rstd), and z where SiLU was applied (kept).
+Computes   y = activation(z + bias); a log-sigmoid is divided by the segment's NORMALIZER. Backward: dz from dy and what the
+           forward pass saved: y, 1 / norm of every normalized head (rstd), and z + bias where SiLU was applied (kept).
+             l2norm      dz = rstd (dy - y sum(y dy)), the sum over the head
+             silu        dz = dy silu'(kept)
+             sigmoid     dz = dy y (1 - y)
+             logsigmoid  dz = dy (1 - exp(y NORMALIZER)) / NORMALIZER
 Grid       one CTA per BM rows and one tile of columns: CTA i has rows from BM * (i // TILES) and tile i % TILES. A tile lies in
            one segment, and is one head where heads are normalized. All warps do the same work.
 On chip    one tile [BM, BLOCK] in float32 registers; only the norm of a head is a reduction over threads.
 Memory     forward reads z once and writes y once (and rstd, kept); backward reads dy, and y or kept, once and writes dz once.
-           Segment s begins at column ROWS[s] of z and dz, and at column COLUMNS[s] of y.
+           Segment s begins at column ROWS[s] of z and dz, which is its first row of the weight, and at column COLUMNS[s] of y.
+Constants  plural names are tuples with an entry per segment. FIRSTS: index of its first tile; one more entry at the end is the
+           number of tiles, TILES. STEPS: columns that a tile covers. BLOCKS: columns of the tile in registers, a power of 2;
+           those from STEP on are idle. WIDTHS: columns of the segment. NORMS, KEPTS, BIASES: its first column in rstd, its
+           first column in kept, its first element in bias, or NOTHING. Z_PITCH, PITCH, NORM_PITCH, KEPT_PITCH: elements from
+           one row to the next of z (or dz), y, rstd, kept.
 Protocol   CTAs do not exchange anything.
 Numerics   float32 between the loads and the stores; a head is normalized by the sum of its squares plus eps, as fla does.
 Source     experiment 058; docs/notebook/projections.md.
@@ -37,14 +46,17 @@ def log_sigmoid(z):
 
 @triton.jit
 def log_sigmoid_slope(y):
-    """Return the derivative of log_sigmoid from its result y, 1 - exp(y); by a series where the subtraction would cancel."""
+    """Return 1 - exp(y), the derivative of log_sigmoid where its result is y; by a series where the subtraction would cancel."""
     series = -y * (1.0 + y * (0.5 + y * (1.0 / 6.0)))
     return tl.where(y > -SMALL, series, 1.0 - tl.exp2(y * LOG2E))
 
 
 @triton.jit
 def tile_coordinates(M, first, TILES: tl.constexpr, BM: tl.constexpr):
-    """Return this CTA's rows, 64-bit, the mask of those below M, and its tile's index within the segment."""
+    """Return this CTA's rows, 64-bit, the mask of those below M, and its tile's index within the segment.
+
+    ``first`` is the index of the segment's first tile, TILES the number of tiles of all segments.
+    """
     m = (tl.program_id(0) // TILES).to(tl.int64) * BM + tl.arange(0, BM)
     return m, m < M, tl.program_id(0) % TILES - first
 
@@ -59,7 +71,9 @@ def finish_tile(
 
     Stores y, rstd unless NORM is NOTHING, and z before the activation unless KEPT is NOTHING. ``v`` is float32, and 0 outside
     ``valid``. ``m`` are the rows, ``c`` the columns within the segment. If heads are normalized, the tile holds BLOCK / HEAD
-    heads, the first of which has index ``norm``.
+    heads, the first of which has index ``norm`` in the segment. HEAD is a power of 2: a tile of one head has HEAD = BLOCK, with
+    zeros behind the head, which add nothing to its norm. COLUMN is the segment's first column of y. The kernel of the fused
+    product (product.py) calls this as well.
     """
     if BIAS != NOTHING:
         v += tl.load(bias + BIAS + c, mask=columns_valid, other=0.0).to(tl.float32)[None, :]
@@ -130,7 +144,7 @@ def gradient_tile(
     ROW: tl.constexpr, COLUMN: tl.constexpr, ACTIVATION: tl.constexpr, NORMALIZER: tl.constexpr, NORM: tl.constexpr,
     KEPT: tl.constexpr, Z_PITCH: tl.constexpr, PITCH: tl.constexpr, NORM_PITCH: tl.constexpr, KEPT_PITCH: tl.constexpr,
 ):  # fmt: skip
-    """Compute one tile of dz of one segment; zeros if dy is ``None``."""
+    """Compute one tile of dz of one segment; zeros if dy is ``None``, because no gradient reaches the segment."""
     m, rows_valid, tile = tile_coordinates(M, FIRST, TILES, BM)
     at = tl.arange(0, BLOCK)
     c = tile * STEP + at

@@ -18,6 +18,9 @@ Numerics:  a float32 result uses float32 products without TF32: tensor cores tru
 Edges:     rows beyond the end repeat the last row and are not stored. Channels beyond the end are zeros.
 NVFP4:     the order of the channels in a product is free. One tl.dot multiplies the even channels (lower halves of bytes) and
            another the odd ones (upper halves), so nothing is interleaved. A 16-bit x is read as 32-bit words of two channels.
+Names:     x_scale, gate_scale and up_scale are the operands' float32 scales: one per tensor or, with X_ROWS or W_ROWS, one per
+           row. x_blocks, gate_blocks and up_blocks are NVFP4's float8 scales of blocks of 16 channels, as bytes. A pointer may be
+           None: then there are no such scales. Strides are in elements. EVEN: BK divides K, and no load needs a mask.
 Source:    the write-up "dual GEMM with a SiLU-mul epilogue"; swizzled scales: the order of cuBLAS, see formats/swizzle.py.
 """
 
@@ -159,7 +162,10 @@ def up_kernel(
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, EVEN: tl.constexpr,
     X_ROWS: tl.constexpr, W_ROWS: tl.constexpr, KEEP: tl.constexpr, MMA_DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """Compute the product of ``w_up`` and h from it and ``gate [M, N]``, the other product. With KEEP, store up to ``kept``."""
+    """Compute the product of ``w_up``, and h from it and ``gate [M, N]``, the product of w_gate that an earlier launch stored.
+
+    With KEEP, store the product of ``w_up`` to ``kept [M, N]``.
+    """
     PROMOTE_EVERY: tl.constexpr = BK if x.dtype.element_ty.is_fp8() else 0
     m_start, n_start = tile_of(M, N, BM, BN, GROUP)
     m, n = rows_from(m_start, M, BM), rows_from(n_start, N, BN)
@@ -189,6 +195,7 @@ def fused_nvfp4_kernel(
     SWIZZLED: tl.constexpr, MMA_DTYPE: tl.constexpr,
 ):  # fmt: skip
     """Compute h from NVFP4 weights and an ``x`` in NVFP4 (uint8) or in 16 bits (int32 words of two channels)."""
+    # Scales from one step to the next. Swizzled scales advance by an atom, 128 rows x 4 scales or 512 bytes, per 64 channels.
     STEP: tl.constexpr = BK // 64 * 512 if SWIZZLED else BK // 16
     m_start, n_start = tile_of(M, N, BM, BN, GROUP)
     m, n = rows_from(m_start, M, BM), rows_from(n_start, N, BN)
