@@ -6,7 +6,8 @@ On chip    the weights [D, BV] of the CTA's channels in registers, and the state
 Memory     reads x once per BV channels, log_decay and gate once; writes y once; for a backward pass also v and a row of states
            every BT steps.
 Numerics   float32 throughout, rounded when stored.
-Lesson     no tensor cores, no parallelism over time, and no load ahead of its step: every step waits for memory once.
+Shows      the cost of a kernel without tensor cores, without parallelism over time and without loads ahead of their step: every
+           step waits for memory once.
 Source     the single launch of experiment 040's write-up.
 """
 
@@ -26,7 +27,7 @@ def stepwise_kernel(
 ):  # fmt: skip
     """Loop over the steps of one sequence and block of channels; see the top of the file.
 
-    BD is at least D. KEEP also writes v and the carries (states at every BT-th step), which the backward pass reads.
+    BD is at least D. KEEP also writes v and the carries (the state before every BT-th step), which the backward pass reads.
     """
     sequence = tl.program_id(0)
     c = tl.program_id(1) * BV + tl.arange(0, BV)
@@ -38,7 +39,7 @@ def stepwise_kernel(
     first, after, b = tl.cast(0, tl.int32), T, sequence.to(tl.int64)
     if PACKED:
         first, after = tl.load(offsets + sequence).to(tl.int32), tl.load(offsets + sequence + 1).to(tl.int32)
-        b = sequence.to(tl.int64) * 0
+        b = sequence.to(tl.int64) * 0  # 0 as an int64 tensor: packed sequences share batch entry 0
     s = tl.zeros([BV], tl.float32)
     if INITIAL:
         s = tl.load(initial + sequence.to(tl.int64) * channels + c, mask=in_range, other=0.0)
@@ -49,7 +50,7 @@ def stepwise_kernel(
         if KEEP:
             if t % BT == 0:
                 tl.store(carries + (b * tl.cdiv(T, BT) + t // BT) * channels + c, s, mask=in_range)
-        # All loads of a step stand before its first barrier: behind it, each would be a trip to memory of its own.
+        # All loads of a step are issued before the sum over D, which has a barrier. Loads after it would wait for memory again.
         b_decay = tl.load(log_decay + b * decay_stride_b + row * decay_stride_t + c, mask=in_range, other=0.0)
         b_gate = tl.load(gate + b * gate_stride_b + row * gate_stride_t + c, mask=in_range, other=0.0)
         b_x = tl.load(x + b * x_stride_b + row * x_stride_t + k, mask=k < width, other=0.0).to(tl.float32)

@@ -12,6 +12,8 @@ Recompute  Each tile scans v again from the state that entered it, which the for
 Memory     reads v, log_decay, gate and dy once, writes the three gradients once; reads one float32 per tile and channel.
 Protocol   the decoupled look-back of look_back.py over ds, with tiles in reverse order. The tile's pair is published early; the
            states are recomputed after the carry of ds has arrived.
+Padding    elements outside the tensor are loaded as 0: dy = 0, v = 0 and decay = exp(0) = 1. So steps past the end add nothing
+           to ds and pass the final state's gradient on unchanged; a_{T+1} is 1 in the recurrence above.
 Numerics   float32 between loads and stores; nothing is divided by a decay. dv and the others are rounded once.
 Source     Merrill and Garland (2016); docs/notebook/linear_rnn.md.
 """
@@ -114,8 +116,9 @@ def gradient_terms(
             factor = decays[r + 1]
         else:
             mask = (t + ROWS < T)[:, None] & in_range
-            behind = p_decay + ROWS * decay_stride_t + (segment[:, None] * (ROWS * decay_stride_t) + c[None, :])
-            factor = decay_of(tl.load(behind, mask=mask, other=0.0))
+            # The next segment's first decay is held by another thread, or by another CTA, so it is loaded again.
+            next_decay = p_decay + ROWS * decay_stride_t + (segment[:, None] * (ROWS * decay_stride_t) + c[None, :])
+            factor = decay_of(tl.load(next_decay, mask=mask, other=0.0))
         if PACKED:
             sequence, _, after = sequence_of(offsets, sequences, t + r, STEPS)
             ends = ((after == t + r + 1) & (t + r < T))[:, None]
@@ -140,7 +143,7 @@ def scan_gate_backward_kernel(
 
     If GATED is false, dy is the gradient of the states and dgate is not written.
     """
-    order, tiles = tl.program_id(0), tl.num_programs(0)
+    order, tiles = tl.program_id(0), tl.num_programs(0)  # order: the tile's place in the look-back, 0 for the last steps
     tile = tiles - 1 - order
     slices = tl.cdiv(channels, BV)
     b = tl.program_id(1) // slices
@@ -155,7 +158,7 @@ def scan_gate_backward_kernel(
     decays = decays_of(load_slabs(p_decay, decay_stride_t, segment, t, T, c, channels, EVEN))
     p_dy = row_pointer(dy, b, start, dy_stride_b, dy_stride_t)
     b_dy = load_slabs(p_dy, dy_stride_t, segment, t, T, c, channels, EVEN)
-    gates = b_dy
+    gates = b_dy  # stands for the argument, which is not read if GATED is false
     if GATED:
         p_gate = row_pointer(gate, b, start, gate_stride_b, gate_stride_t)
         gates = load_slabs(p_gate, gate_stride_t, segment, t, T, c, channels, EVEN)
@@ -184,7 +187,7 @@ def scan_gate_backward_kernel(
         DFINAL,
         STEPS,
     )
-    factor, total = one, zero
+    factor, total = one, zero  # map of each segment: ds behind its last step -> ds of its first step
     for r in tl.static_range(ROWS - 1, -1, -1):
         total = factors[r] * total + addends[r]
         factor *= factors[r]
@@ -198,7 +201,8 @@ def scan_gate_backward_kernel(
     )
     ds = factor_behind * carry[None, :] + total_behind
 
-    # The states before each step, recomputed from the left
+    # The states before each step, recomputed from the left. The scan over segments takes v and decays as changed at the starts
+    # of packed sequences, and states_before takes them unchanged: before a sequence's first step it returns the initial state.
     entering = tl.load(carries + (b.to(tl.int64) * tiles + tile) * channels + c, mask=in_range, other=0.0)
     scanned, scanned_decays = values, decays
     if PACKED:
@@ -218,12 +222,13 @@ def scan_gate_backward_kernel(
     for r in tl.static_range(ROWS - 1, -1, -1):
         ds = factors[r] * ds + addends[r]
         store_slab(p_dv, r, ds, channels, segment, t, T, c, channels, EVEN)
-        dfactor = ds * decays[r]
-        store_slab(p_dlog_decay, r, dfactor * before[r], channels, segment, t, T, c, channels, EVEN)
+        dprevious = ds * decays[r]  # gradient of s_{t-1}; at a sequence's first step, of its initial state
+        store_slab(p_dlog_decay, r, dprevious * before[r], channels, segment, t, T, c, channels, EVEN)
         if GATED:
             s = decays[r] * before[r] + values[r].to(tl.float32)
-            slope = b_dy[r].to(tl.float32) * s * silu_slope(gates[r])
-            store_slab(row_pointer(dgate, b, start, stride_b, channels), r, slope, channels, segment, t, T, c, channels, EVEN)
+            gate_gradient = b_dy[r].to(tl.float32) * s * silu_slope(gates[r])
+            p_dgate = row_pointer(dgate, b, start, stride_b, channels)
+            store_slab(p_dgate, r, gate_gradient, channels, segment, t, T, c, channels, EVEN)
         if INITIAL:
             sequence = tl.zeros_like(t) + b
             starts = t + r == 0
@@ -231,8 +236,9 @@ def scan_gate_backward_kernel(
                 sequence, first, _ = sequence_of(offsets, sequences, t + r, STEPS)
                 starts = (first == t + r) & (t + r < T)
             target = dinitial + sequence.to(tl.int64)[:, None] * channels + c[None, :]
-            tl.store(target, dfactor, mask=starts[:, None] & in_range[None, :])
+            tl.store(target, dprevious, mask=starts[:, None] & in_range[None, :])
     if INITIAL and PACKED:
+        # An empty sequence's final state is its initial state, so dinitial is dfinal there.
         copy_empty_sequences(dfinal, dinitial, offsets, sequences, order, tiles, c, channels, DFINAL)
 
 

@@ -4,13 +4,15 @@ Computes   s_t = exp(log_decay_t) * s_{t-1} + v_t,  y_t = s_t * silu(gate_t)   (
 Grid       scan_gate_kernel: (ceil(T / BT), B * ceil(V / BV)). A CTA owns one tile of BT steps by BV channels, BT = SEGS * ROWS.
            sequential_scan_gate_kernel: (B * ceil(V / BV)). A CTA loops over the tiles of its channels and needs no look-back.
 Warps      all alike. A thread scans ROWS consecutive steps of a channel serially.
-On chip    ROWS slabs [SEGS, BV] of v, log_decay and gate (see look_back.py) in registers; per segment and channel
-           the pair (product of decays, state), also in registers.
+Maps       consecutive steps map the state s that enters them to A s + S: A is the product of their decays, S the state behind
+           them when started from zero. Below, a segment's or tile's map is the pair (A, S).
+On chip    ROWS slabs [SEGS, BV] of v, log_decay and gate (see look_back.py) and one map per segment and channel, in registers.
 Memory     reads v, log_decay and gate once, writes y once. Per tile and channel one 64-bit word for the look-back, and one
            float32 of the state that enters the tile where a backward pass needs it (CARRIES).
-Protocol   the decoupled look-back of look_back.py: publish the tile's pair, wait for the earlier tiles, then scan from the
-           carry. scan_gate_kernel reads its old words first and loads its operands meanwhile. The sequential kernel waits for
-           no other CTA.
+Protocol   the decoupled look-back of look_back.py: publish the tile's map, wait for the earlier tiles, then scan from the
+           carry. scan_gate_kernel first reads the words that the previous launch left for its tile, since their phase
+           bit decides the phase of this launch, and loads its operands meanwhile. The sequential kernel waits for no other CTA.
+Padding    elements outside the tensor are loaded as 0: v = 0 and decay = exp(0) = 1, so a step past the end keeps the state.
 Packing    sequences packed into one batch entry are one scan whose decay is set to 0 where a sequence starts. Each step finds
            its sequence by bisection of the offsets, on the device.
 Numerics   decays multiply in linear space, float32; nothing is divided by a decay, so -inf is safe. y is rounded once, at its
@@ -30,7 +32,10 @@ ROWS = tl.constexpr(8)
 
 @triton.jit
 def row_pointer(base, b, start, stride_b, stride_t):
-    """Return the pointer to step ``start`` of batch entry ``b`` in a [B, T, V] tensor, with 64-bit offsets: sizes multiply."""
+    """Return the pointer to step ``start`` of batch entry ``b`` in a [B, T, V] tensor.
+
+    Offsets are 64-bit, since an index times a stride may exceed 2^31.
+    """
     return base + b.to(tl.int64) * stride_b + start.to(tl.int64) * stride_t
 
 
@@ -139,7 +144,10 @@ def copy_empty_sequences(source, target, offsets, sequences, tile, tiles, c, cha
 
 @triton.jit
 def scan_serially(values, decays, decay, state):
-    """Return the map of every segment [SEGS, BV], applied behind the map (decay, state); each thread scans its ROWS steps."""
+    """Return the map (decay, state) [SEGS, BV] followed by the ROWS steps of each segment, which one thread scans.
+
+    Started from the identity map (1, 0), the result is the map of the segment.
+    """
     for r in tl.static_range(ROWS):
         state = decays[r] * state + values[r].to(tl.float32)
         decay *= decays[r]
@@ -148,9 +156,10 @@ def scan_serially(values, decays, decay, state):
 
 @triton.jit
 def sequence_words(words, b, batches, tiles, channels, GROUP: tl.constexpr):
-    """Return pointers to the words of batch entry b: its tiles' words and its groups' words.
+    """Return pointers to the look-back's words of batch entry b: first its tiles' words, then its groups' words.
 
-    The workspace holds the words of all tiles of all batch entries, then those of all groups.
+    GROUP consecutive tiles form a group. The workspace holds the words of all tiles of all batch entries, then those of all
+    groups; a tile or group has one word per channel.
     """
     groups = (tiles + GROUP - 1) // GROUP
     behind = words + batches.to(tl.int64) * tiles * channels
@@ -218,7 +227,7 @@ def scan_gate_tile(
     ``before`` are this CTA's words of the previous launch, from :func:`read_previous_words`. ``carries`` receives the state
     that enters the tile (CARRIES), for a backward pass.
     """
-    start = tile * (segment.shape[0] * ROWS)
+    start = tile * (segment.shape[0] * ROWS)  # segment.shape[0] * ROWS is BT
     decays = decays_of(log_decays)
     if PACKED:
         values, decays = reset_at_sequence_starts(
@@ -281,7 +290,7 @@ def scan_gate_kernel(
         row_pointer(log_decay, b, start, decay_stride_b, decay_stride_t), decay_stride_t, segment, t, T, c, channels, EVEN
     )
     values = load_slabs(row_pointer(v, b, start, v_stride_b, v_stride_t), v_stride_t, segment, t, T, c, channels, EVEN)
-    gates = values
+    gates = values  # stands for the argument, which is not read if GATED is false
     if GATED:
         p_gate = row_pointer(gate, b, start, gate_stride_b, gate_stride_t)
         gates = load_slabs(p_gate, gate_stride_t, segment, t, T, c, channels, EVEN)
@@ -303,7 +312,8 @@ def sequential_scan_gate_kernel(
     """Scan and gate with one CTA per BV channels, which loops over time and carries the state itself.
 
     For calls whose channels alone fill the device. The loads of the next STAGES - 1 tiles are in flight while one is computed;
-    no CTA waits for another. The state is stored for the backward pass every CARRY_STEPS steps (CARRIES).
+    no CTA waits for another. The state before every CARRY_STEPS-th step is stored for the backward pass (CARRIES), whose tiles
+    have CARRY_STEPS steps. CARRY_STEPS must be a multiple of BT, unless one tile holds all steps.
     """
     slices = tl.cdiv(channels, BV)
     b = tl.program_id(0) // slices
@@ -318,23 +328,23 @@ def sequential_scan_gate_kernel(
         decays = decays_of(load_slabs(p_decay, decay_stride_t, segment, t, T, c, channels, EVEN))
         p_v = row_pointer(v, b, start, v_stride_b, v_stride_t)
         values = load_slabs(p_v, v_stride_t, segment, t, T, c, channels, EVEN)
-        gates = values
+        gates = values  # stands for the argument, which is not read if GATED is false
         if GATED:
             p_gate = row_pointer(gate, b, start, gate_stride_b, gate_stride_t)
             gates = load_slabs(p_gate, gate_stride_t, segment, t, T, c, channels, EVEN)
-        entered, entered_decays = values, decays
+        scanned, scanned_decays = values, decays
         if PACKED:
-            entered, entered_decays = reset_at_sequence_starts(
+            scanned, scanned_decays = reset_at_sequence_starts(
                 values, decays, initial, offsets, sequences, t, T, c, channels, INITIAL, STEPS
             )
-        decay_before, state_before, decay_with, state_with = tile_maps(entered, entered_decays)
+        decay_before, state_before, decay_with, state_with = tile_maps(scanned, scanned_decays)
         if CARRIES:
             if start % CARRY_STEPS == 0:
-                kept = b.to(tl.int64) * tl.cdiv(T, CARRY_STEPS) + start // CARRY_STEPS
-                tl.store(carries + kept * channels + c, carry, mask=c < channels)
+                saved_row = b.to(tl.int64) * tl.cdiv(T, CARRY_STEPS) + start // CARRY_STEPS
+                tl.store(carries + saved_row * channels + c, carry, mask=c < channels)
         s = decay_before * carry[None, :] + state_before
         gate_and_store(
-            entered, entered_decays, gates, s, y, final, offsets, b, segment, start, c, T, channels, sequences,
+            scanned, scanned_decays, gates, s, y, final, offsets, b, segment, start, c, T, channels, sequences,
             STEPS, EVEN, GATED, PACKED, FINAL,
         )  # fmt: skip
         carry = row(decay_with * carry[None, :] + state_with, segment.shape[0] - 1)

@@ -1,6 +1,7 @@
 """Launches of the scan's kernels: allocate results, choose tiles, pass pointers.
 
-The public functions check arguments beforehand, and the operators in autograd.py add gradients.
+Arguments are not checked here: the contracts of ``gated_scan`` and ``linear_rnn`` have done so. The operators in
+``ops/gated_scan/autograd.py`` call these functions and add gradients; ``linear_rnn`` calls :func:`backward` too.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ class ScanTiles:
     group: int = 32
     """Number of tiles in a group of the look-back, whose words a tile reads at once.
 
-    A multiple of 8 (``POLL_ROWS``). 8 * ``channels`` must be at least the number of threads, which is to say
-    ``channels`` at least 4 * ``warps``.
+    A multiple of 8 (``POLL_ROWS``). 8 * ``channels`` must be at least the number of threads, so ``channels`` at least
+    4 * ``warps`` where a warp has 32 threads, and 8 * ``warps`` on AMD, where it has 64.
     """
     warps: int = 4
     backward_warps: int = 4
@@ -62,10 +63,10 @@ def scan_tiles(length: int, width: int) -> ScanTiles:
 
     The backward pass uses the same tiles, since it reads the state that entered each of them.
 
-    64 x 32 with 4 warps was fastest or within 3 % of it at all seven sizes of experiment 040 on an H200 (9.2 us with its
-    product at B=4 T=2048 V=64, where 64 x 64 took 10.4 and 128 x 32 10.9); two warps or eight are slower by 5 to 20 %. Groups
-    of 8 tiles are 6 % faster than 32 while no sequence has more than 8 tiles; chains of smaller groups lose (11.9 us with
-    groups of 16).
+    64 x 32 with 4 warps was fastest or within 3 % of it at all seven sizes of experiment 040 on an H200. At B=4 T=2048 V=64 it
+    took 9.2 us, the layer's matrix product included, where 64 x 64 took 10.4 and 128 x 32 10.9. Two warps or eight are slower by
+    5 to 20 %. Groups of 8 tiles are 6 % faster than 32 while no sequence has more than 8 tiles. Longer chains of smaller groups
+    are slower (11.9 us with groups of 16).
     """
     steps = 64 if length > 32 else 32 if length > 16 else 16
     return ScanTiles(steps=steps, channels=32 if width > 16 else 16, group=8 if length <= 8 * steps else 32)
@@ -105,7 +106,7 @@ def forward(
     v, log_decay = inner_contiguous(v), inner_contiguous(log_decay)
     y = torch.empty(v.shape, dtype=v.dtype, device=v.device)
     final, carries = empty_states(v, sequences, tiles, want_final, want_carries)
-    gate = v if gate is None else inner_contiguous(gate)
+    gate = v if gate is None else inner_contiguous(gate)  # a kernel without a gate gets v in its place and does not read it
     given = (v, log_decay, gate, sequences.initial, sequences.offsets, y, final, carries)
     sizes = (
         length, width, sequences.count(batch),
@@ -125,7 +126,8 @@ def forward(
         Launch(
             kernels.sequential_scan_gate_kernel, (ctas,),
             *given, *sizes, BT=sequential.steps, BV=sequential.channels, EVEN=sequential.even(length, width),
-            STAGES=sequential.stages, CARRY_STEPS=tiles.steps, **sequential.options(v.device), **flags,
+            STAGES=sequential.stages, CARRY_STEPS=tiles.steps,  # one state per tile of the backward pass
+            **sequential.options(v.device), **flags,
         ).run()  # fmt: skip
     else:
         words = workspace(v.device, tiles.words(batch, length, width))

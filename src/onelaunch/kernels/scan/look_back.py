@@ -20,8 +20,9 @@ Words      The pair and its flag are one 64-bit flag-in-data word (as in NCCL's 
            needed.
 Memory     per tile and channel one word written, and at most GROUP words read; one more word per group and channel.
 Reuse      Each word of a workspace is written exactly once per launch, so between launches all words have the same phase. A CTA
-           reads the phase from its own word and publishes with the opposite one. No launch clears, counts or receives
-           anything, so a captured graph can be replayed.
+           reads the phase from its own word and publishes with the opposite one. So launches may share a workspace only if they
+           have equally many words, of which each writes all. No launch clears, counts or receives anything, so a captured graph
+           can be replayed.
 Ordering   A CTA reads the old value of its own word at its start, and :func:`launch_phase` is a barrier between that read and
            the CTA's own write. No other CTA writes that word.
 Progress   A tile waits only for tiles of a lower program index, which the hardware starts no later.
@@ -33,7 +34,7 @@ import triton
 import triton.language as tl
 
 POLL_ROWS = tl.constexpr(8)
-"""Rows of the tensor [POLL_ROWS, BV] that a CTA spins on: POLL_ROWS * BV must be at least the number of threads.
+"""Rows of the tensor [POLL_ROWS, BV] that a CTA spins on: POLL_ROWS * BV must be at least the CTA's number of threads.
 
 A smaller tensor would have elements that several threads hold copies of. Each of those threads loads the element on its own,
 and one may see it published when another does not yet. The loop would then end with a stale copy in the other thread. So no
@@ -160,9 +161,11 @@ def poll_slabs(pointers, channels, tile, count, in_range, phase, SLABS: tl.const
 def wait_for_earlier_tiles(words, count, state, channels, c, phase, GROUP: tl.constexpr):
     """Wait for the first ``count`` tiles of a group, and return the state [BV] behind them.
 
-    ``state`` [POLL_ROWS, BV] enters the group, the same in every row; ``words`` points to the words of the group's first tile.
+    ``state`` [POLL_ROWS, BV] enters the group; every row holds the same state, as :func:`wait_for_group_state` returns
+    it. ``words`` points to the words of the group's first tile.
     """
     slabs: tl.constexpr = GROUP // POLL_ROWS
+    # Row i polls the words of tiles i * slabs to (i + 1) * slabs - 1, one per slab. They are combined before the scan over rows.
     tile = tl.arange(0, POLL_ROWS) * slabs
     in_range = (c < channels)[None, :]
     pointers = words + tile.to(tl.int64)[:, None] * channels + c[None, :]  # [POLL_ROWS, BV]
@@ -228,5 +231,6 @@ def decoupled_look_back(
         carry = row(entering, 0)
     if (tile == first + GROUP - 1) | (tile == tiles - 1):
         leaving = decays * carry[None, :] + states
+        # The word of a group holds its final state; the place of the decay is 0 and not read.
         publish(group_words + group.to(tl.int64) * channels, tl.zeros_like(leaving), leaving, index, channels, c, phase)
     return carry

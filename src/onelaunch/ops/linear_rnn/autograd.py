@@ -35,6 +35,7 @@ def run_matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 def _matmul_gradients(ctx: Any, product: Any, dout: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     a, b = ctx.saved_tensors
+    # ``product`` is this operator, so that the gradients are products by the same kernel.
     da = product(dout, b.t()) if ctx.needs_input_grad[0] else None
     db = product(a.t(), dout) if ctx.needs_input_grad[1] else None
     return da, db
@@ -100,6 +101,7 @@ def gradients(ctx: Any, backward: Any, dy: torch.Tensor | None, dfinal: torch.Te
     dy = torch.zeros_like(v) if dy is None else dy
     dfinal = dfinal if ctx.want_final else None
     *found, dinitial = backward(dy, dfinal, x, weight, log_decay, gate, initial, offsets, v, carries)
+    # offsets, want_final, keep and kernel have no gradients
     return *found, None if initial is None else dinitial, None, None, None, None
 
 

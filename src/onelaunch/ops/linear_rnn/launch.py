@@ -1,6 +1,6 @@
 """Launches of the layer's portable kernels: allocate results, choose tiles, pass pointers.
 
-The public function checks arguments beforehand, and the operators in autograd.py add gradients.
+``contract.py`` has checked the arguments, and the operators in ``autograd.py`` call these functions and add gradients.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Results(NamedTuple):
     v: torch.Tensor
     """Product x W, ``[B, T, V]``, saved for a backward pass."""
     carries: torch.Tensor
-    """State every ``scan_tiles(T, V).steps`` steps, ``[B, tiles, V]`` float32, saved for a backward pass."""
+    """State before every ``scan_tiles(T, V).steps``-th step, ``[B, tiles, V]`` float32, saved for a backward pass."""
 
 
 class Layer(NamedTuple):
@@ -82,19 +82,19 @@ class ProjectTiles:
     stages: int = 3
 
 
-MANY = 400
-"""Number of CTAs beyond which wider tiles are faster: about three on each of an H200's 132 SMs."""
+MANY_CTAS = 400
+"""Number of CTAs with the tiles of :func:`scan_tiles` beyond which wider tiles are faster: about three per SM of an H200."""
 
 
 def project_tiles(batch: int, length: int, width: int, channels: int, element_size: int) -> ProjectTiles:
     """Return tiles with as many steps as those of the scan, since the backward pass reads one carry per tile.
 
     64 x 32 is fastest while it leaves SMs free (7.3 us against 8.2 us for 64 x 64 at B=4 T=2048 D=256 V=64). With more than
-    :data:`MANY` such CTAs, 64 x 64 with 8 warps is fastest (10.0 us against 11.0 us at B=16 T=1024), since it reads x once.
+    :data:`MANY_CTAS` such CTAs, 64 x 64 with 8 warps is fastest (10.0 us against 11.0 us at B=16 T=1024), since it reads x once.
     Tiles of 128 steps are slower at all sizes.
     """
     scan = scan_tiles(length, channels)
-    if channels >= 64 and batch * cdiv(length, scan.steps) * cdiv(channels, scan.channels) > MANY:
+    if channels >= 64 and batch * cdiv(length, scan.steps) * cdiv(channels, scan.channels) > MANY_CTAS:
         scan = replace(scan, channels=64, warps=8)
     inner = next((size for size in (16, 32) if width <= size), 64 if element_size == 2 else 32)
     return ProjectTiles(scan, inner=inner)
@@ -113,7 +113,8 @@ def chunked(layer: Layer) -> Results:
     words = workspace(layer.x.device, tiles.scan.words(batch, length, channels))
     Launch(
         project_scan_gate_kernel, tiles.scan.grid(batch, length, channels),
-        *layer[:4], *sequences, results.y, results.v, results.final, results.carries, words,
+        *layer[:4], *sequences,  # x, weight, log_decay, gate, initial, offsets
+        results.y, results.v, results.final, results.carries, words,
         length, width, channels, sequences.count(batch), *layer.strides(),
         BT=tiles.scan.steps, BV=tiles.scan.channels, BD=tiles.inner, EVEN_D=width % tiles.inner == 0,
         GROUP=tiles.scan.group, EVEN=tiles.scan.even(length, channels),

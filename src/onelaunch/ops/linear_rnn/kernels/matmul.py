@@ -1,4 +1,4 @@
-"""A plain matrix product of operands with any strides: the first launch of the three-launch baseline.
+"""A plain matrix product of operands with any strides, the first of the unfused baseline's launches (product, scan, gate).
 
 Computes   out [M, N] = a [M, K] b [K, N]
 Grid       one CTA per tile [BM, BN] of out. Tiles are ordered so that GROUP_M tiles of rows come before the next tile of
@@ -20,19 +20,19 @@ def matmul_kernel(
     """Compute one tile of out = a b; out is contiguous, a and b have any strides."""
     pid = tl.program_id(0)
     tiles_m, tiles_n = tl.cdiv(M, BM), tl.cdiv(N, BN)
-    per_group = GROUP_M * tiles_n
-    first = (pid // per_group) * GROUP_M
-    high = min(tiles_m - first, GROUP_M)
-    m = (first + pid % per_group % high) * BM + tl.arange(0, BM)
-    n = (pid % per_group // high) * BN + tl.arange(0, BN)
+    tiles_per_group = GROUP_M * tiles_n
+    first_m = (pid // tiles_per_group) * GROUP_M
+    group_m = min(tiles_m - first_m, GROUP_M)  # tiles of rows in this group; the last group may have fewer
+    m = (first_m + pid % tiles_per_group % group_m) * BM + tl.arange(0, BM)
+    n = (pid % tiles_per_group // group_m) * BN + tl.arange(0, BN)
     k = tl.arange(0, BK)
     p_a = a + m.to(tl.int64)[:, None] * a_stride_m + k.to(tl.int64)[None, :] * a_stride_k  # [BM, BK]
     p_b = b + k.to(tl.int64)[:, None] * b_stride_k + n.to(tl.int64)[None, :] * b_stride_n  # [BK, BN]
     total = tl.zeros([BM, BN], tl.float32)
     for start in range(0, K, BK):
-        inside = start + k < K
-        b_a = tl.load(p_a, mask=(m < M)[:, None] & inside[None, :], other=0.0)
-        b_b = tl.load(p_b, mask=inside[:, None] & (n < N)[None, :], other=0.0)
+        in_depth = start + k < K
+        b_a = tl.load(p_a, mask=(m < M)[:, None] & in_depth[None, :], other=0.0)
+        b_b = tl.load(p_b, mask=in_depth[:, None] & (n < N)[None, :], other=0.0)
         total = tl.dot(b_a, b_b, total, input_precision="ieee")
         p_a += BK * a_stride_k
         p_b += BK * b_stride_k

@@ -4,15 +4,14 @@ Computes   v = x W,  s_t = exp(log_decay_t) * s_{t-1} + v_t,  y_t = s_t * silu(g
 Grid       (ceil(T / BT), B * ceil(V / BV)). A CTA owns one tile of BT steps by BV channels, so time is split too and B = 1
            fills the device as well. All warps do the same work.
 On chip    the tile of v, first as the accumulator [BT, BV] of x W in float32, then as ROWS slabs [BT / ROWS, BV] (see
-look_back.py);
-           the slabs of log_decay, loaded before the product begins, and of the gate, loaded behind it. All are registers.
-           Triton pipelines x [BT, BD] and W [BD, BV] through shared memory, which also serves the one change of layout to
-           slabs.
+           kernels/scan/look_back.py); the slabs of log_decay, loaded before the product begins, and of the gate, loaded after
+           it. All are registers. Triton pipelines x [BT, BD] and W [BD, BV] through shared memory, which also serves the one
+           change of layout to slabs.
 Memory     reads x once per BV channels, W once per tile of steps (from the L2 cache), log_decay and gate once; writes y once.
            For a backward pass also writes v and one row of states per tile (KEEP).
 Protocol   the decoupled look-back of kernels/scan/look_back.py, after the product; see there for words, order and progress.
-Numerics   v stays in float32 on its way into the scan; float32 operands are multiplied without TF32. See
-           kernels/scan/forward.py.
+Numerics   v stays in float32 on its way into the scan; float32 operands are multiplied without TF32. The scan's
+           numerics are those of kernels/scan/forward.py.
 Source     the "chunked GEMM fusion" that experiment 040 named as its next step; docs/notebook/linear_rnn.md.
 """
 
@@ -38,7 +37,7 @@ def project_tile(
 ):  # fmt: skip
     """Return v = x W for BT steps and BV channels, float32 [BT, BV]; 0 outside the tensors.
 
-    EVEN: steps and channels need no mask. EVEN_D: the D columns of x need none either.
+    EVEN: BT divides T and BV divides V, so steps and channels need no mask. EVEN_D: BD divides D, so columns of x need none.
     """
     rows = tl.arange(0, BT)
     k = tl.arange(0, BD)
@@ -105,7 +104,7 @@ def project_scan_gate_kernel(
     values = split_into_slabs(
         project_tile(x, weight, b, start, c, T, width, channels, x_stride_b, x_stride_t, weight_stride, BT, BV, BD, EVEN, EVEN_D)
     )
-    # The gate is loaded behind x, which is needed first. It arrives while this CTA waits for its carry.
+    # The gate is loaded after x, which is needed first. It arrives while this CTA waits for its carry.
     p_gate = row_pointer(gate, b, start, gate_stride_b, gate_stride_t)
     gates = load_slabs(p_gate, gate_stride_t, segment, t, T, c, channels, EVEN)
     if KEEP:
@@ -115,5 +114,5 @@ def project_scan_gate_kernel(
     scan_gate_tile(
         values, log_decays, gates, initial, offsets, y, final, carries, own_words, group_words, before,
         tile, tiles, b, segment, c, T, channels, sequences,
-        GROUP, STEPS, EVEN, True, INITIAL, PACKED, FINAL, KEEP,
+        GROUP, STEPS, EVEN, True, INITIAL, PACKED, FINAL, KEEP,  # True is GATED; carries are stored if KEEP
     )  # fmt: skip

@@ -8,10 +8,11 @@ Order      all loads are issued at once: log_decay and gate into registers, x an
            stages. exp(log_decay) and silu(gate) are computed while x is in flight. Little is left behind the WGMMAs: one trip
            through shared memory to the layout [SEGS, ROWS, BV], a serial scan of ROWS steps, the carry, and per element a
            multiply-add and the product with the gate.
-Registers  a warp holds ROWS consecutive steps of all BV channels, two neighbouring channels per thread. So its global loads and
-           stores are whole rows, and a segment is scanned in one thread.
+Registers  a warp holds whole segments, ROWS consecutive steps of all BV channels: one for BV = 64, two for BV = 32. A thread
+           holds a segment of two neighbouring channels and scans it alone. Global loads and stores are whole rows.
 Shared     STAGES stages of x [BT, BD] and W [BD, BV] in 16 bits (64 KiB for four stages, BV = BD = 64), one mbarrier per stage,
-           and four buffers [SEGS, BV] of float32 (8 KiB for BV = 64) for in_order.
+           and four buffers [SEGS, BV] of float32 (8 KiB for BV = 64), through which in_order exchanges maps
+           between warps.
 Memory     reads x once per BV channels, W once per tile of steps (from the L2 cache), log_decay and gate once; writes y once.
            For a backward pass also writes v and one row of states per tile (KEEP).
 Protocol   full[stage] completes when the stage's x and W have arrived. If D needs more steps than stages, a stage is loaded
@@ -75,7 +76,10 @@ def load_stage(x, weight, x_tiles, w_tiles, full, row, c, k):
 
 @gluon.jit
 def project_tile(x, weight, x_tiles, w_tiles, full, row, c, STEPS: gl.constexpr, wgmma_layout: gl.constexpr):
-    """Return v = x W for one tile, float32 [BT, BV] in the layout of WGMMA; loads of the first STAGES stages are in flight."""
+    """Return v = x W for one tile, float32 [BT, BV] in the layout of WGMMA.
+
+    STEPS is the number of blocks of BD columns of x. The loads of the first STAGES blocks must be in flight.
+    """
     STAGES: gl.constexpr = x_tiles.shape[0]
     BT: gl.constexpr = x_tiles.shape[1]
     BV: gl.constexpr = w_tiles.shape[2]
@@ -92,10 +96,10 @@ def project_tile(x, weight, x_tiles, w_tiles, full, row, c, STEPS: gl.constexpr,
             started = warpgroup_mma(x_tiles.index(stage), w_tiles.index(stage), total, use_acc=k > 0, is_async=True)
             total = warpgroup_mma_wait(num_outstanding=1, deps=(started,))
             block_barrier()  # The WGMMA of step k - 1 is complete in all warps, so its stage is free.
-            after = k + STAGES - 1
-            if (k > 0) & (after < STEPS):
-                mbarrier.expect(full.index(after % STAGES), nbytes)
-                load_stage(x, weight, x_tiles, w_tiles, full, row, c, after)
+            refill = k + STAGES - 1  # the next block for the stage of step k - 1
+            if (k > 0) & (refill < STEPS):
+                mbarrier.expect(full.index(refill % STAGES), nbytes)
+                load_stage(x, weight, x_tiles, w_tiles, full, row, c, refill)
     return warpgroup_mma_wait(num_outstanding=0, deps=(total,))
 
 
@@ -135,11 +139,13 @@ def project_scan_gate_chunked_hopper_kernel(
     b_long, tile_long = b.to(gl.int64), tile.to(gl.int64)
     sequence_words = words + b_long * tiles * CHANNELS + c
     group_words = words + (batches.to(gl.int64) * tiles + b_long * groups) * CHANNELS + c
+    # Maps are tensors [SEGS, BV]. A row is a segment of this tile, or a part of the earlier tiles of the group.
     part = gl.arange(0, SEGS, layout=gl.SliceLayout(1, maps))
-    lane = gl.arange(0, BV, layout=gl.SliceLayout(0, maps))[None, :]
-    in_range = lane < CHANNELS - c
-    # The old words are read long before `publish` overwrites them, with barriers between. This also brings them into the cache.
-    own_words = sequence_words + tile_long * CHANNELS + lane
+    map_channel = gl.arange(0, BV, layout=gl.SliceLayout(0, maps))[None, :]
+    in_range = map_channel < CHANNELS - c
+    # The words that the previous launch left are read long before `publish` overwrites them, with barriers between. Their phase
+    # decides this launch's phase. The load also brings them into the cache.
+    own_words = sequence_words + tile_long * CHANNELS + map_channel
     phase = launch_phase(gl.load(own_words, mask=in_range, other=0, volatile=True))
     segment = gl.arange(0, SEGS, layout=gl.SliceLayout(1, gl.SliceLayout(2, slab)))[:, None]
     row = gl.arange(0, ROWS, layout=gl.SliceLayout(0, gl.SliceLayout(2, slab)))[None, :]
@@ -149,6 +155,7 @@ def project_scan_gate_chunked_hopper_kernel(
     inside = None if EVEN else in_time & (channel < CHANNELS - c)
     p_decay = log_decay + (b_long * decay_stride_b + start.to(gl.int64) * DECAY_STRIDE + c)
     p_gate = gate + (b_long * gate_stride_b + start.to(gl.int64) * GATE_STRIDE + c)
+    # Elements outside `inside` are undefined. Decays of steps past the end are replaced below. No other result of them is stored.
     log_decays = gl.load(p_decay + (t * DECAY_STRIDE + channel), mask=inside)
     gates = gl.load(p_gate + (t * GATE_STRIDE + channel), mask=inside)
     x_tiles = gl.allocate_shared_memory(x.dtype, [STAGES, BT, BD], x.layout)
@@ -186,23 +193,24 @@ def project_scan_gate_chunked_hopper_kernel(
     publish(own_words, tile_decay, tile_state, in_range, phase)
     carry = gl.zeros([1, BV], gl.float32, layout=maps)
     if group > 0:
-        pointers = group_words + (group - 1).to(gl.int64) * CHANNELS + lane
+        pointers = group_words + (group - 1).to(gl.int64) * CHANNELS + map_channel
+        # Channels out of range get this launch's phase, so that they are not waited for.
         found = gl.where(in_range, gl.load(pointers, mask=in_range, other=0, volatile=True), phase)
         carry = unpack(spin_until_published(found, pointers, phase))[1]
     elif INITIAL:
-        carry = gl.load(initial + b_long * CHANNELS + c + lane, mask=in_range, other=0.0)
+        carry = gl.load(initial + b_long * CHANNELS + c + map_channel, mask=in_range, other=0.0)
     decay, state = wait_for_earlier_tiles(
-        sequence_words + first.to(gl.int64) * CHANNELS, CHANNELS, part, lane, tile - first, in_range, phase, GROUP // SEGS
+        sequence_words + first.to(gl.int64) * CHANNELS, CHANNELS, part, map_channel, tile - first, in_range, phase, GROUP // SEGS
     )
     _, _, decay, state = in_order(tile_decays, tile_states, decay, state, part)
     carry = decay * carry + state
     leaving = tile_decay * carry + tile_state
     if (tile == first + GROUP - 1) | (tile == tiles - 1):
-        publish(group_words + group.to(gl.int64) * CHANNELS + lane, gl.zeros_like(leaving), leaving, in_range, phase)
+        publish(group_words + group.to(gl.int64) * CHANNELS + map_channel, gl.zeros_like(leaving), leaving, in_range, phase)
     if KEEP:
-        gl.store(carries + (b_long * tiles + tile) * CHANNELS + c + lane, carry, mask=in_range)
+        gl.store(carries + (b_long * tiles + tile) * CHANNELS + c + map_channel, carry, mask=in_range)
     if FINAL:
-        gl.store(final + b_long * CHANNELS + c + lane, leaving, mask=in_range & (tile == tiles - 1))
+        gl.store(final + b_long * CHANNELS + c + map_channel, leaving, mask=in_range & (tile == tiles - 1))
 
     entering = gl.expand_dims(decay_before * carry + state_before, 1)
     states = decays * entering + states

@@ -79,12 +79,12 @@ def produce(x, weight, x_tiles, w_tiles, tile_ids, full, empty, counter, sizes):
     T, width, tiles, pairs, slices, ctas = sizes
     steps = gl.cdiv(width, BD)
     stage = 0
-    phase = 1
+    phase = 1  # a new mbarrier passes a wait for phase 1 at once: all stages are free at first
     tile = gl.atomic_add(counter, 1, sem="relaxed").to(gl.int32)
     while tile < tiles:
         time, b, column = tile_coordinates(tile, pairs, slices)
         row = b * T + time * (2 * half)
-        mbarrier.wait(empty.index(stage), phase)
+        mbarrier.wait(empty.index(stage), phase)  # also frees tile_ids[stage]: the consumers read it before the stage
         write_scalar(tile_ids.index(stage), tile, layout)
         tile = gl.atomic_add(counter, 1, sem="relaxed").to(gl.int32)
         for k in range(steps):
@@ -102,18 +102,19 @@ def produce(x, weight, x_tiles, w_tiles, tile_ids, full, empty, counter, sizes):
         gl.atomic_xchg(counter, 0, sem="relaxed")  # every CTA has taken its last index: reset for the next launch
     mbarrier.wait(empty.index(stage), phase)
     write_scalar(tile_ids.index(stage), -1, layout)
-    mbarrier.arrive(full.index(stage), count=1)
+    mbarrier.arrive(full.index(stage), count=1)  # completes the phase without operands
 
 
 @gluon.jit
 def multiply(
     x_tiles, w_tiles, tile_ids, full, empty, v_tile, v_ids, id_ready, v_ready, v_free, width,
-    BD: gl.constexpr, GROUP: gl.constexpr,
+    BD: gl.constexpr, HALF_INDEX: gl.constexpr,
 ):  # fmt: skip
-    """Run a consumer warpgroup: compute the GROUP-th half of the steps of each tile of v, and store it for the scan.
+    """Run a consumer warpgroup: compute one half of the steps of each tile of v, and store it for the scan.
 
-    Waits for full[stage] before each WGMMA and for v_free[GROUP] before the store. Arrives at empty[stage] when the WGMMA that
-    read the stage is complete, and at v_ready[GROUP] after the store. Group 0 also forwards tile indices to the scan.
+    HALF_INDEX is 0 for the earlier half of the steps and 1 for the later. The warpgroup waits for full[stage] before each WGMMA
+    and for v_free[HALF_INDEX] before the store. It arrives at empty[stage] when the WGMMA that read the stage is complete, and
+    at v_ready[HALF_INDEX] after the store. The warpgroup of half 0 also forwards tile indices to the scan.
     """
     stages: gl.constexpr = w_tiles.shape[0]
     half: gl.constexpr = x_tiles.shape[1]
@@ -127,14 +128,16 @@ def multiply(
     mbarrier.wait(full.index(0), 0)
     tile = read_scalar(tile_ids.index(0), layout)
     while tile >= 0:
-        if GROUP == 0:
+        if HALF_INDEX == 0:
             # The slot held the index two tiles back. The scan read it before it freed that tile of v, which was waited for.
             write_scalar(v_ids.index(parity), tile, layout)
             mbarrier.arrive(id_ready.index(parity), count=1)
         total = gl.zeros([half, channels], gl.float32, layout=product)
         for k in range(steps):
             mbarrier.wait(full.index(stage), phase)
-            started = warpgroup_mma(x_tiles.index(2 * stage + GROUP), w_tiles.index(stage), total, use_acc=k > 0, is_async=True)
+            started = warpgroup_mma(
+                x_tiles.index(2 * stage + HALF_INDEX), w_tiles.index(stage), total, use_acc=k > 0, is_async=True
+            )
             total = warpgroup_mma_wait(num_outstanding=1, deps=(started,))
             mbarrier.arrive(empty.index((stage + stages - 1) % stages), count=1, pred=k > 0)
             stage += 1
@@ -143,20 +146,25 @@ def multiply(
                 phase ^= 1
         total = warpgroup_mma_wait(num_outstanding=0, deps=(total,))
         mbarrier.arrive(empty.index((stage + stages - 1) % stages), count=1)
-        mbarrier.wait(v_free.index(GROUP), parity ^ 1)
-        v_tile.index(GROUP).store(total.to(v_tile.dtype))
-        mbarrier.arrive(v_ready.index(GROUP), count=1)
+        mbarrier.wait(v_free.index(HALF_INDEX), parity ^ 1)
+        v_tile.index(HALF_INDEX).store(total.to(v_tile.dtype))
+        mbarrier.arrive(v_ready.index(HALF_INDEX), count=1)
         parity ^= 1
         mbarrier.wait(full.index(stage), phase)
         tile = read_scalar(tile_ids.index(stage), layout)
-    if GROUP == 0:
+    if HALF_INDEX == 0:
         write_scalar(v_ids.index(parity), -1, layout)
         mbarrier.arrive(id_ready.index(parity), count=1)
 
 
 @gluon.jit
 def fetch_rows(log_decay, gate, decay_rows, gate_rows, fetched, row, c, n, wanted):
-    """Start the TMA loads of the n-th ROWS steps of a tile's log_decay and gate into slot n % 2; nothing unless ``wanted``."""
+    """Start the TMA loads of the n-th ROWS steps of a tile's log_decay and gate into slot n % 2; nothing unless ``wanted``.
+
+    Each thread's shared loads from that slot must come earlier in its program. Triton (3.7.1) puts a barrier of the warpgroup
+    before the expect and before each TMA load, which one elected thread issues: in PTX ``bar.sync``. So no TMA load overwrites
+    rows that a slow warp has yet to read, and the caller needs no barrier of its own.
+    """
     slot = n % 2
     arrived = fetched.index(slot)
     mbarrier.expect(arrived, log_decay.block_type.nbytes + gate.block_type.nbytes, pred=wanted)
@@ -179,17 +187,19 @@ def scan_gate(
     ROWS: gl.constexpr = decay_rows.shape[1]
     BV: gl.constexpr = decay_rows.shape[2]
     BT: gl.constexpr = 2 * v_tile.shape[1]
+    # A chunk is ROWS steps. The number of chunks is a multiple of 4, so fetched[slot] completes an even number of times per tile
+    # and every tile starts with phase 0.
     chunks: gl.constexpr = BT // ROWS
     rows_layout: gl.constexpr = gl.BlockedLayout([ROWS, 1], [1, 32], [1, 4], [1, 0])
     row_layout: gl.constexpr = gl.SliceLayout(0, rows_layout)
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     T, channels, pairs, slices = sizes
-    v_rows = v_tile._reinterpret(v_tile.dtype, [chunks, ROWS, BV], v_tile.layout)  # noqa: SLF001 - its public name
+    v_rows = v_tile._reinterpret(v_tile.dtype, [chunks, ROWS, BV], v_tile.layout)  # noqa: SLF001 - it has no public name
     r = gl.arange(0, ROWS, layout=gl.SliceLayout(1, rows_layout))
-    lane = gl.arange(0, BV, layout=row_layout)
+    channel = gl.arange(0, BV, layout=row_layout)
     tiles_t = gl.cdiv(T, BT)
     parity = 0
-    turn = 0
+    scanned_tiles = 0
     mbarrier.wait(id_ready.index(0), 0)
     tile = read_scalar(v_ids.index(0), layout)
     while tile >= 0:
@@ -201,18 +211,19 @@ def scan_gate(
         first_row = b * T + start
         fetch_rows(log_decay, gate, decay_rows, gate_rows, fetched, first_row, c, 0, True)
         fetch_rows(log_decay, gate, decay_rows, gate_rows, fetched, first_row, c, 1, True)
-        in_range = lane < channels - c
+        in_range = channel < channels - c
         own = words + (b_long * tiles_t + time) * channels + c
-        old = gl.load(own + lane, mask=in_range, other=0)
+        # The own word still has the previous launch's phase (bit 63). A word with the other phase is of this launch.
+        old = gl.load(own + channel, mask=in_range, other=0)
         s = gl.zeros([BV], gl.float32, layout=row_layout)
         if time == 0:
             if INITIAL:
-                s = gl.load(initial + b_long * channels + c + lane, mask=in_range, other=0.0)
+                s = gl.load(initial + b_long * channels + c + channel, mask=in_range, other=0.0)
         else:
-            found = gl.load(own - channels + lane, mask=in_range, other=0, volatile=True)
+            found = gl.load(own - channels + channel, mask=in_range, other=0, volatile=True)
             missing = ((found < 0) == (old < 0)) & in_range
             while gl.max(missing.to(gl.int32), 0) > 0:
-                found = gl.load(own - channels + lane, mask=in_range, other=0, volatile=True)
+                found = gl.load(own - channels + channel, mask=in_range, other=0, volatile=True)
                 missing = ((found < 0) == (old < 0)) & in_range
             s = found.to(gl.int32).to(gl.float32, bitcast=True)
         out = (b_long * T + start) * channels + c
@@ -236,27 +247,29 @@ def scan_gate(
                 inside = in_time & in_range[None, :]
                 b_v = gl.where(in_time, b_v, 0.0)
                 b_decay = gl.where(in_time, b_decay, 1.0)
-            target = ((n * ROWS + r) * channels)[:, None] + lane[None, :]
+            target = ((n * ROWS + r) * channels)[:, None] + channel[None, :]
             if KEEP:
                 gl.store(v + out + target, b_v, mask=inside)
                 step = n * ROWS
-                row = carries + (b_long * gl.cdiv(T, CARRY) + (start + step) // CARRY) * channels + c
-                gl.store(row + lane, s, mask=in_range & (step % CARRY == 0) & (step < left))
+                saved_row = carries + (b_long * gl.cdiv(T, CARRY) + (start + step) // CARRY) * channels + c
+                gl.store(saved_row + channel, s, mask=in_range & (step % CARRY == 0) & (step < left))
             # The state enters with the first row, so what is left is a scan from zero. Its products of decays are dead code.
             b_v = b_v.to(gl.float32)
             b_v += gl.where((r == 0)[:, None], b_decay * s[None, :], 0.0)
             b_s = gl.associative_scan((b_decay, b_v), 0, combine)[1]  # [ROWS, BV]
             s = gl.reduce(b_s, 0, take_last)
+            # silu's sigmoid as a squared reciprocal root: two instructions, where a division takes eight
             root = gl.rsqrt(1.0 + gl.exp2(b_gate * -LOG2E))
             gl.store(y + out + target, (b_s * b_gate * root * root).to(y.dtype.element_ty), mask=inside)
         bits = s.to(gl.int32, bitcast=True).to(gl.int64) & 0xFFFFFFFF
+        # -9223372036854775807 - 1 is bit 63 alone: the word gets the phase opposite to the old word's.
         word = gl.where(old < 0, bits, bits | (-9223372036854775807 - 1))
-        gl.atomic_xchg(own + lane, word, mask=in_range, sem="relaxed")
+        gl.atomic_xchg(own + channel, word, mask=in_range, sem="relaxed")
         if FINAL:
-            gl.store(final + b_long * channels + c + lane, s, mask=in_range & (time == tiles_t - 1))
+            gl.store(final + b_long * channels + c + channel, s, mask=in_range & (time == tiles_t - 1))
         parity ^= 1
-        turn += 1
-        mbarrier.wait(id_ready.index(parity), (turn // 2) & 1)
+        scanned_tiles += 1
+        mbarrier.wait(id_ready.index(parity), (scanned_tiles // 2) & 1)
         tile = read_scalar(v_ids.index(parity), layout)
 
 
@@ -292,13 +305,15 @@ def project_scan_gate_hopper_kernel(
     fetched = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=2)
+        mbarrier.init(empty.index(i), count=2)  # both consumer warpgroups arrive
     for i in gl.static_range(2):
         mbarrier.init(id_ready.index(i), count=1)
         mbarrier.init(v_ready.index(i), count=1)
         mbarrier.init(v_free.index(i), count=1)
         mbarrier.init(fetched.index(i), count=1)
     slices = gl.cdiv(channels, BV)
+    # The first function runs on the kernel's own warps (num_warps = 4). The two lists below give the warps and the registers per
+    # thread of the others: 4, 4 and 1 warps.
     gl.warp_specialize(
         [
             (multiply, (x_tiles, w_tiles, tile_ids, full, empty, v_tile, v_ids, id_ready, v_ready, v_free, width, BD, 0)),
