@@ -79,6 +79,19 @@ def test_groups_of_tiles_propagate_the_carry():
 
 
 @pytest.mark.interpret
+@pytest.mark.parametrize("variant", ["fused", "separate"])
+def test_the_values_may_be_their_own_gate(variant):
+    """Kernels without a gate are passed v in its place, so that a gate must not be recognized by its identity."""
+    v = torch.randn(2, 20, 8, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    log_decay = -torch.rand(2, 20, 8, generator=torch.Generator().manual_seed(2))
+    found = []
+    for name in (variant, "eager"):
+        y, _ = GATED_SCAN(v, log_decay, v, variant=name)
+        found.append((y, *torch.autograd.grad(y.sum(), v)))
+    torch.testing.assert_close(*found)
+
+
+@pytest.mark.interpret
 @pytest.mark.parametrize(
     "name",
     ["one_step_one_channel", "one_step_over_a_tile", "exactly_a_tile", "packed_with_empty_sequences", "packed_many_short"],

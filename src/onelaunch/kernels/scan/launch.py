@@ -106,6 +106,7 @@ def forward(
     v, log_decay = inner_contiguous(v), inner_contiguous(log_decay)
     y = torch.empty(v.shape, dtype=v.dtype, device=v.device)
     final, carries = empty_states(v, sequences, tiles, want_final, want_carries)
+    gated = gate is not None
     gate = v if gate is None else inner_contiguous(gate)  # a kernel without a gate gets v in its place and does not read it
     given = (v, log_decay, gate, sequences.initial, sequences.offsets, y, final, carries)
     sizes = (
@@ -114,7 +115,7 @@ def forward(
     )  # fmt: skip
     flags: dict[str, Any] = {
         "STEPS": sequences.bisection_steps(),
-        "GATED": gate is not v,
+        "GATED": gated,
         "INITIAL": sequences.initial is not None,
         "PACKED": sequences.offsets is not None,
         "FINAL": want_final,
@@ -171,6 +172,7 @@ def backward(
     dinitial = v.new_empty(0) if sequences.initial is None else torch.empty_like(sequences.initial)
     dfinal = None if dfinal is None else dfinal.contiguous()
     words = workspace(v.device, tiles.words(batch, length, width))
+    gated = gate is not None
     gate = v if gate is None else inner_contiguous(gate)
     Launch(
         backward_kernels.scan_gate_backward_kernel, tiles.grid(batch, length, width),
@@ -180,7 +182,7 @@ def backward(
         dy.stride(0), dy.stride(1), v.stride(0), v.stride(1),
         log_decay.stride(0), log_decay.stride(1), gate.stride(0), gate.stride(1),
         BT=tiles.steps, BV=tiles.channels, GROUP=tiles.group, STEPS=sequences.bisection_steps(), EVEN=tiles.even(length, width),
-        GATED=gate is not v, INITIAL=sequences.initial is not None, PACKED=sequences.offsets is not None,
+        GATED=gated, INITIAL=sequences.initial is not None, PACKED=sequences.offsets is not None,
         DFINAL=dfinal is not None, num_warps=tiles.backward_warps,
     ).run()  # fmt: skip
     return dv, dlog_decay, dgate, dinitial
