@@ -109,7 +109,7 @@ class Candidate:
 
     @classmethod
     def control(cls, operation: Operation[..., Any], control: Control) -> Candidate:
-        """Return a control as a candidate. It gets arguments that the operation has checked; its output has the control's name."""
+        """Return the candidate for a control, whose name its output has. It gets arguments that the operation has checked."""
         return cls(control.name, lambda **arguments: control.run(operation.bind(**arguments)), (control.name,))
 
     def __call__(self, inputs: Inputs) -> OutputTensors:
