@@ -19,7 +19,7 @@ from typing import Any
 
 from onelaunch import cuda
 from onelaunch.cuda import sass
-from onelaunch.device.architectures import ARCHITECTURES, CHECKED, Architecture, find_architecture  # noqa: F401 - as before
+from onelaunch.device.architectures import ARCHITECTURES, CHECKED, Architecture, find_architecture  # noqa: F401 - re-export
 from onelaunch.errors import CompileError, CompilerMissing, InspectionError
 from onelaunch.launch.build import Build, CudaBuild, KernelBuild
 from onelaunch.launch.global_atomics import global_atomics
@@ -135,6 +135,7 @@ def _problems(build: Build, target: Architecture, code: _Compiled) -> Iterable[s
     machine = code.machine
     if machine.spills:
         yield f"spills registers: {machine.spills} accesses to local memory, {machine.stack_bytes} bytes of stack per thread"
+    # For Triton the choice of warp-level instructions exists on Hopper only, see onelaunch.launch.warp_mma.
     by_warps = build.by_warps and (isinstance(build, CudaBuild) or target.name == "sm_90a")
     wanted = ARCHITECTURES["sm_80"].matrix if by_warps else target.matrix
     if build.matrix and not any(name.startswith(wanted) for name in machine.matrix):
@@ -237,13 +238,13 @@ def _specialized(build: KernelBuild) -> tuple[dict[str, Any], dict[Any, Any], di
     if build.attributes is not None:
         return dict(build.signature), dict(build.constants), dict(build.attributes)
     types = dict(_types(build))
-    missing = [path for path, type_ in types.items() if len(path) > 1 and type_ == "constexpr"]
+    nones = [path for path, type_ in types.items() if len(path) > 1 and type_ == "constexpr"]  # a tuple's constants are all None
     signature = {
         name: tuple(_plain(each) for each in type_) if isinstance(type_, tuple) else _plain(type_)
         for name, type_ in build.signature.items()
     }
     divisible = [path for path, type_ in types.items() if type_.startswith("*") or type_.endswith(":16")]
-    constants = {**build.constants, **dict.fromkeys(missing)}
+    constants = {**build.constants, **dict.fromkeys(nones)}
     return signature, constants, {path: [["tt.divisibility", 16]] for path in divisible}
 
 
@@ -272,6 +273,8 @@ def _first_line(error: Exception) -> str:
 # Reading NVIDIA's machine code
 
 _SASS = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:\{\s*)?(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9]*)", re.MULTILINE)
+"""Opcode of each line of SASS without its modifiers, after an optional brace and an optional predicate."""
+
 _SASS_MATRIX = re.compile(r"(?:UTC)?[A-Z]+MMA")
 
 
@@ -323,6 +326,8 @@ def _read_sass(text: str, entry: str = "") -> _MachineCode:
 # Reading AMD's machine code
 
 _GCN = re.compile(r"^\t([svbdgfi][a-z0-9]*_[a-z0-9_]+)", re.MULTILINE)
+"""Mnemonic of each line of AMD's assembly, such as ``v_add_f32``, ``s_waitcnt`` or ``buffer_load_dword``."""
+
 _GCN_MATRIX = ("v_mfma", "v_smfmac", "v_wmma")
 
 

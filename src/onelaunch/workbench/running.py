@@ -54,7 +54,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class Steps:
-    """Functions that use the device. Tests replace them."""
+    """Functions that use the device, as fields so that tests can replace them."""
 
     ceilings: Callable[[str], hardware.Ceilings] = peaks.ceilings
     remeasure: Callable[[str, hardware.Ceilings], hardware.Ceilings] = peaks.remeasure
@@ -91,6 +91,7 @@ class Run:
     steps: Steps
     on_progress: Callable[[Progress], None]
     cells: dict[tuple[str, Direction, str], Cell] = field(default_factory=dict)
+    """Measurements so far, by shape, direction and variant or control."""
     noise: list[Noise] = field(default_factory=list)
     clocks: list[dict[str, float]] = field(default_factory=list)
     """Sampled clocks of each case."""
@@ -144,6 +145,7 @@ class Run:
         for case in self.cases:
             name = case[0].name, case[1]
             cells = [cell for cell in earlier.cells if (cell.shape, cell.direction) == name]
+            # A case is taken over only if everything that this run counts was counted.
             counted = name not in self.counted or any(cell.traffic and cell.traffic.source == "ncu" for cell in cells)
             for what, (_, asked) in self.counts.items():
                 counted = counted and (name not in asked or any(cell.count(what) is not None for cell in cells))
@@ -192,9 +194,8 @@ class Run:
         if runnable:
             self._measure(self.study.case(shape), direction, runnable)
         self.finished.append((shape, direction))
-        self.judge = Judge(
-            ORACLE_BYTES.get(self.device.type, 1 << 30)
-        )  # drops the cached oracle outputs, which the next shape cannot use
+        # A new judge drops the cached oracle outputs, which the next shape cannot use.
+        self.judge = Judge(ORACLE_BYTES.get(self.device.type, 1 << 30))
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -311,7 +312,7 @@ class Run:
             if self.cells[_key(planned)].status == "ok"
             and (self.options.count == "all" or planned.plan.launches is not None or planned.variant in named)
         ]
-        ready.sort(key=self._cold_time)
+        ready.sort(key=self._first_time)
         self._report(case.name, direction, "count", 0, len(ready))
         requests = [Request(case, planned.variant, direction, planned.control) for planned in ready]
         try:
@@ -333,7 +334,8 @@ class Run:
             else:
                 self.notes.append(f"{measure.name.capitalize()} of {planned.variant} at {case.name} were not counted: {found}")
 
-    def _cold_time(self, planned: PlannedCell) -> float:
+    def _first_time(self, planned: PlannedCell) -> float:
+        """Return the median microseconds in the first regime that was timed, by default the cold one; 0 without times."""
         times = self.cells[_key(planned)].timings
         return times[0].microseconds.median if times else 0.0
 

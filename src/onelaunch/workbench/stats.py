@@ -48,7 +48,7 @@ def _estimate(samples: tuple[float, ...]) -> Estimate:
     """Return the estimate of samples, cached because a report asks for the same ones many times."""
     values = np.asarray(samples, dtype=np.float64)
     medians = np.median(values[_draws(values.size)], axis=1)
-    tail = 50 * (1 - CONFIDENCE)
+    tail = 50 * (1 - CONFIDENCE)  # percent outside of the interval at each end
     low, high = np.percentile(medians, [tail, 100 - tail])
     return Estimate(median=float(np.median(values)), low=float(low), high=float(high), samples=values.size)
 

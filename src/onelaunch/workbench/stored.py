@@ -49,7 +49,10 @@ def _slug(text: str, info: ValidationInfo) -> str:
 
 
 Slug = Annotated[str, AfterValidator(_slug)]
+"""Name that is also part of the names of files, such as that of a study."""
+
 Name = Annotated[str, AfterValidator(check_names)]
+"""Name that follows :data:`NAME`."""
 
 Words = Annotated[str, AfterValidator(escaped)]
 """Free text, such as the error message of another package. Control characters in it become backslash escapes."""
@@ -80,13 +83,16 @@ Count = Annotated[int, Field(ge=0, le=10**120)]
 
 
 class Grown(BaseModel):
-    """Base of stored values that have gained fields. A value that was stored before is stored again with the same bytes."""
+    """Base of stored values that have gained fields since results were published.
+
+    A value from an older file is written with the same bytes as before.
+    """
 
     LATER: ClassVar[tuple[str, ...]] = ()
     """Fields added after results were published. They are left out at their default, so that older digests stay valid."""
 
     @model_serializer(mode="wrap")
-    def _as_it_was(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+    def _without_later_defaults(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
         fields = type(self).model_fields
         return {
             key: value

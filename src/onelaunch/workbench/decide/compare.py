@@ -91,7 +91,7 @@ class StatusChange:
     before: str
     after: str
     reason: str
-    """The reason that the result gives whose status is not ``ok``."""
+    """Reason that the second result gives, or that of the first if the second gives none."""
 
 
 @dataclass(frozen=True)
@@ -267,12 +267,13 @@ class _Times:
     def at(self, key: Key) -> list[TimeChange]:
         """Compare the times of one variant at one shape and direction, regime by regime."""
         shape, direction, variant = key
-        found = [_ok_cells(runs, key) for runs in self.sides]
-        if not all(cells and cells[0][0] is runs[0] for cells, runs in zip(found, self.sides, strict=True)):
+        ok_cells = [_ok_cells(runs, key) for runs in self.sides]
+        if not all(cells and cells[0][0] is runs[0] for cells, runs in zip(ok_cells, self.sides, strict=True)):
             return []  # the first result of a side has no such time
+        _, first_cell = ok_cells[0][0]
         changes = []
-        for regime in (timing.regime for timing in found[0][0][1].timings):
-            timed = [_timed(cells, regime) for cells in found]
+        for regime in (timing.regime for timing in first_cell.timings):
+            timed = [_timed(cells, regime) for cells in ok_cells]
             if not all(timed):
                 continue
             before, after = (stats.mean_estimate([time for _, time in side]) for side in timed)

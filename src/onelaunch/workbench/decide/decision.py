@@ -38,7 +38,7 @@ from onelaunch.workbench.study import Criterion, Selector, Shape
 from onelaunch.workbench.study.plan import bandwidth, infeasibilities, matrix_dtype
 
 MOSTLY = 0.5
-"""Share of a time above which it counts as most of that time."""
+"""Fraction of a time above which a part of it counts as most of it."""
 
 FUSION = ("launches", "backward_launches", "fuses")
 """Tags that together are one factor: the way the steps are spread over launches."""
@@ -56,13 +56,13 @@ def concluded(result: Result) -> Result:
 def decide(result: Result) -> Decision:
     """Decide on a result whose criteria have been judged; a ``decision`` that it already has is ignored."""
     exclusions = {outcome.criterion.name: why for outcome in result.outcomes if (why := excluded(result, outcome)) is not None}
-    judged = [outcome for outcome in result.outcomes if outcome.criterion.name not in exclusions]
-    kind, grounds = _grounds(result, judged)
-    met = [outcome for outcome in judged if outcome.status == "met"]
-    total = "Every criterion" if judged and len(met) == len(judged) else f"{len(met)} of {len(judged)} criteria"
-    counted = f"{total} {'is' if len(judged) == len(met) or len(met) == 1 else 'are'} met: {listing(_quoted(met))}."
+    deciding = [outcome for outcome in result.outcomes if outcome.criterion.name not in exclusions]
+    kind, grounds = _grounds(result, deciding)
+    met = [outcome for outcome in deciding if outcome.status == "met"]
+    total = "Every criterion" if deciding and len(met) == len(deciding) else f"{len(met)} of {len(deciding)} criteria"
+    counted = f"{total} {'is' if len(deciding) == len(met) or len(met) == 1 else 'are'} met: {listing(_quoted(met))}."
     because = [
-        counted if met else f"None of {len(judged)} criteria is met." if judged else "No criterion is left to decide on.",
+        counted if met else f"None of {len(deciding)} criteria is met." if deciding else "No criterion is left to decide on.",
         *grounds,
         *(f"Set aside: {name!r} {why}" for name, why in exclusions.items()),  # worded as in stored results
     ]
@@ -135,21 +135,24 @@ def bottleneck(result: Result, cell: Cell) -> str:
     return f"most likely {largest}: of {q.time(time)}, {parts}"
 
 
-def _grounds(result: Result, judged: list[Outcome]) -> tuple[DecisionKind, list[str]]:
-    """Return the decision and the sentences that lead to it, by the rules of the module's docstring."""
-    if broken := _broken(result, judged):
+def _grounds(result: Result, deciding: list[Outcome]) -> tuple[DecisionKind, list[str]]:
+    """Return the decision and the sentences that lead to it, by the rules of the module's docstring.
+
+    ``deciding`` are the outcomes of the criteria that are not excluded.
+    """
+    if broken := _broken(result, deciding):
         return "debug", broken
-    if unreachable := [outcome for outcome in judged if outcome.status == "infeasible" and not _refuted(outcome)]:
+    if unreachable := [outcome for outcome in deciding if outcome.status == "infeasible" and not _refuted(outcome)]:
         return "abandon", [f"{outcome.criterion.name!r} is out of reach: {outcome.evidence}" for outcome in unreachable]
-    if missed := [outcome for outcome in judged if outcome.status == "missed"]:
+    if missed := [outcome for outcome in deciding if outcome.status == "missed"]:
         return "debug", [_missed(result, outcome) for outcome in missed]
-    if unsettled := [outcome for outcome in judged if outcome.status != "met"]:
+    if unsettled := [outcome for outcome in deciding if outcome.status != "met"]:
         return "measure_more", _unsettled(unsettled)
-    if not judged:
+    if not deciding:
         return "measure_more", ["Declare a criterion that can be met and missed."]
-    if loose := list(dict.fromkeys(chain.from_iterable(_uncontrolled(result, outcome) for outcome in judged))):
+    if loose := list(dict.fromkeys(chain.from_iterable(_uncontrolled(result, outcome) for outcome in deciding))):
         return "measure_more", loose
-    return "proceed", [f"{outcome.criterion.name!r}: {outcome.evidence}" for outcome in judged]
+    return "proceed", [f"{outcome.criterion.name!r}: {outcome.evidence}" for outcome in deciding]
 
 
 def excluded(result: Result, outcome: Outcome) -> str | None:
@@ -170,10 +173,10 @@ def _refuted(outcome: Outcome) -> bool:
     return outcome.status == "infeasible" and not outcome.criterion.quantity.timed
 
 
-def _broken(result: Result, judged: list[Outcome]) -> list[str]:
+def _broken(result: Result, deciding: list[Outcome]) -> list[str]:
     """Describe the incorrect, invalid or failed measurements that a criterion depends on, one sentence each."""
     sentences = []
-    for outcome in judged:
+    for outcome in deciding:
         criterion = outcome.criterion
         for at in result.study.shapes_of(criterion):
             for selector, shape in result.study.sides(criterion, at):
@@ -281,14 +284,15 @@ def _isolated(result: Result, of: Cell) -> str | None:
 
 
 def _launches(result: Result, variant: str) -> int | None:
-    owner = find_operation(result.study.operation)
-    return owner.variants[variant].launches if variant in owner.variants else None
+    """Return the number of launches that a variant declares, or ``None`` if it is unknown, as for controls."""
+    operation = find_operation(result.study.operation)
+    return operation.variants[variant].launches if variant in operation.variants else None
 
 
 def _differences(result: Result, one: str, other: str) -> set[str]:
     """Return the factors in which two variants differ, as their tags declare them."""
-    owner = find_operation(result.study.operation)
-    a, b = _factors(owner.get(one).tags), _factors(owner.get(other).tags)
+    operation = find_operation(result.study.operation)
+    a, b = _factors(operation.get(one).tags), _factors(operation.get(other).tags)
     return {factor for factor in a.keys() | b.keys() if a.get(factor) != b.get(factor)}
 
 
@@ -323,6 +327,7 @@ def _left_open(result: Result, savings: Iterable[Saving]) -> list[str]:
 
 
 def _beyond_noise(result: Result, saving: Saving) -> bool:
+    """Return whether a saving, as a factor of time, is larger than the A/A noise; also true if time or noise are unknown."""
     time = next((_cold(cell) for cell in result.cells if _key(cell) == (saving.shape, saving.variant, saving.direction)), None)
     noise = result.noise_at(saving.shape, saving.direction, "cold")
     return time is None or noise is None or (time + saving.saved_microseconds) / time > noise.floor

@@ -25,7 +25,9 @@ class Finding:
     brief: str
     """The status in a word or two, for a row of shapes."""
     value: Estimate | None = None
+    """The measured value, in the unit of the bound; ``None`` if it was not measured."""
     best_of: int = 1
+    """Number of measurements from which the compared one was chosen as the fastest."""
     noise: float | None = None
     """The smallest factor that may be claimed of a time, or ``None`` without an A/A run."""
     gain: float | None = None
@@ -40,7 +42,7 @@ def possible_gain(result: Result, criterion: Criterion, shape: str) -> float | N
     """
     if criterion.regime != "cold" or criterion.over_regime is not None:
         return None
-    over = compared(result, criterion, result.study.shape(shape))[-1].cell
+    over = compared(result, criterion, result.study.shape(shape))[-1].cell  # the last of the two sides, ``of`` and ``over``
     roofline = bound_of(result, criterion, shape)
     timing = over.timing("cold") if over else None
     return timing.microseconds.high / roofline / share_of_work(result.study, criterion, shape) if timing and roofline else None
@@ -83,7 +85,16 @@ def _turned(criterion: Criterion, ratio: Estimate) -> tuple[float, float, float,
 
 
 def exactly(criterion: Criterion, shape: str, value: float, text: str, brief: str, among: int = 1) -> Finding:
-    """Judge a number that is exact, without an interval or noise."""
+    """Judge a number that is exact, without an interval or noise.
+
+    Args:
+        criterion: The criterion that is judged.
+        shape: Name of the shape.
+        value: The number.
+        text: Clause with the number, for :attr:`Finding.text`.
+        brief: The number in a word or two, for :attr:`Finding.brief`.
+        among: Number of measurements from which this one was chosen as the fastest.
+    """
     status = held(criterion, value)
     exact = Estimate(median=value, low=value, high=value, samples=1)
     return Finding(shape, status, text, brief if status == "met" else f"{brief} (missed)", exact, among)

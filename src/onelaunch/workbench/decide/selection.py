@@ -40,8 +40,9 @@ def select_cell(result: Result, criterion: Criterion, selector: Selector, shape:
     names = [name for name in result.study.select(selector) if name != but]
     cells = [cell for name in names if (cell := result.cell(shape, name, criterion.direction)) is not None]
     timed = [cell for cell in cells if cell.status == "ok" and cell.timing(criterion.regime) is not None]
-    counted = [] if criterion.quantity.timed else [cell for cell in cells if cell.status == "ok"]
-    usable = timed or counted
+    # A measure of no time, such as memory, also accepts measurements without a time. The first of them is then chosen.
+    untimed = [] if criterion.quantity.timed else [cell for cell in cells if cell.status == "ok"]
+    usable = timed or untimed
     if not usable:
         return Selected(None, 0, why_none(names, cells, shape, criterion))
     return Selected(min(usable, key=lambda cell: _median(cell, criterion)), len(usable))

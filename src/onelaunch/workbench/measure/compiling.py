@@ -85,26 +85,26 @@ def compile_ahead(
 def part_of_tuning(part: int, parts: int) -> Iterator[None]:
     """Limit Triton's autotuner to part number ``part`` of ``parts`` of each kernel's configurations.
 
-    Earlier results of the autotuner are dropped, so that it does try this part.
+    The results that each autotuner cached before are dropped at its first run in the block, so that it does try this part.
     """
     if parts == 1 or not package_installed("triton"):
         yield
         return
     from triton.runtime.autotuner import Autotuner
 
-    prune, run, begun = Autotuner.prune_configs, Autotuner.run, set()
+    prune, run, cleared = Autotuner.prune_configs, Autotuner.run, set()
 
     def prune_to_part(self: Autotuner, *args: Any, **kwargs: Any) -> Any:
-        found = prune(self, *args, **kwargs)
-        return found[part::parts] or found[:1]
+        configurations = prune(self, *args, **kwargs)
+        return configurations[part::parts] or configurations[:1]  # the autotuner needs at least one
 
-    def run_untuned(self: Autotuner, *args: Any, **kwargs: Any) -> Any:
-        if id(self) not in begun:
-            begun.add(id(self))
+    def run_from_scratch(self: Autotuner, *args: Any, **kwargs: Any) -> Any:
+        if id(self) not in cleared:
+            cleared.add(id(self))
             self.cache.clear()
         return run(self, *args, **kwargs)
 
-    Autotuner.prune_configs, Autotuner.run = prune_to_part, run_untuned
+    Autotuner.prune_configs, Autotuner.run = prune_to_part, run_from_scratch
     try:
         yield
     finally:

@@ -114,7 +114,12 @@ def count_all(
 
 
 def analytic(cost: Cost, because: str = "") -> Traffic:
-    """Return the fewest bytes by arithmetic. If the cost does not say how many are written, all count as read."""
+    """Return the fewest bytes by arithmetic. If the cost does not say how many are written, all count as read.
+
+    Args:
+        cost: The cost of the call.
+        because: Reason why the bytes were not counted, for the note.
+    """
     written = cost.written or 0
     note = "fewest bytes by arithmetic" + (", reads and writes together" if cost.written is None else "")
     note = f"{note} ({because})" if because else note
@@ -141,7 +146,7 @@ def parse(text: str) -> dict[int, Counted]:
     scales = {READ: 1.0, WRITTEN: 1.0}
     sums: dict[int, Counted] = {}
     for row in rows:
-        if not row["ID"]:
+        if not row["ID"]:  # the row of units, which comes before the kernels
             scales = {name: _scale(row[name]) for name in scales}
             continue
         if (match := re.search(rf"{RANGE}(\d+)\b", " ".join(value for value in row.values() if isinstance(value, str)))) is None:
@@ -174,7 +179,7 @@ def _profile(
         specification.write_text(json.dumps(_specification(operation, requests, device, seed, report)), encoding="utf-8")
         printed, code = _run(command(ncu, log, specification, len(requests)), timeout_seconds)
         text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
-        if code != 0 and '"ID"' not in text:
+        if code != 0 and '"ID"' not in text:  # a crash after some kernels leaves a table, whose complete requests are of use
             raise CountFailed(_error_line(text + printed) or f"ncu ended with code {code}: {printed.strip()[-200:]}")
         sums = parse(text)
         outcomes = json.loads(report.read_text(encoding="utf-8")) if report.exists() else {}
@@ -227,6 +232,7 @@ def _run(arguments: list[str], timeout_seconds: float) -> tuple[str, int]:
     Raises:
         CountFailed: It does not start, or takes longer than ``timeout_seconds``.
     """
+    # The child must import this onelaunch, also from a checkout that is not installed.
     paths = [str(Path(onelaunch.__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
     try:

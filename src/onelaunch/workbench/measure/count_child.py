@@ -66,10 +66,12 @@ def _run(operation: Operation[..., Any], request: dict[str, Any], index: int, de
     if request["direction"] == "forward_backward":
         inputs.output_gradients = draw_gradients(candidate(Inputs(inputs.arguments)), case.dtype, seed)
     candidate(inputs)
+    # Compiled functions run eagerly here, because Dynamo never compiles a function again that it tried under a dispatch mode.
     with torch.compiler.set_stance("force_eager"), Operators() as operators:
         candidate(inputs)
     if operators.count > TOO_MANY_KERNELS:
         return {"error": f"about {operators.count} kernels a call are too many to profile"}
+    # The size of the outputs is estimated as that of the inputs.
     sets = [inputs.clone() for _ in range(count_sets(inputs.nbytes, inputs.nbytes, device)[0])]
     calls = max(1, min(len(sets), KERNELS // max(operators.count, 1)))
     outputs = [candidate(one) for one in sets]  # stay alive, so that each call writes to memory of its own, as in a model

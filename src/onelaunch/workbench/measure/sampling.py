@@ -110,6 +110,7 @@ def count_sets(input_bytes: int, output_bytes: int, device: torch.device) -> tup
     The outputs of each set stay allocated too. Inputs and outputs together take at most a quarter of the free memory.
     """
     one = max(input_bytes, 1)
+    # One set more than exceeds the caches, so that the others alone exceed them between two uses of a set.
     wanted = int(CACHES * describe(str(device)).cache_bytes) // one + 2
     fit = int(SHARE_OF_MEMORY * free_memory(device)) // (one + output_bytes)
     count = max(1, min(wanted, fit, MOST_CALLS))
@@ -259,7 +260,7 @@ class GpuSampler:
         if len(sets) > 1 and (not self._rotation.full or needed <= len(sets)):
             needed = min(needed, len(sets))  # a second pass over so few sets would find them in the cache
         elif len(sets) > 1:
-            needed = min(math.ceil(needed / len(sets)), max(1, MOST_CALLS // len(sets))) * len(sets)
+            needed = min(math.ceil(needed / len(sets)), max(1, MOST_CALLS // len(sets))) * len(sets)  # whole passes over the sets
         if needed > capture.calls:
             capture = self._capture(sets, needed)
             self._replay_seconds(capture)
@@ -278,6 +279,7 @@ class GpuSampler:
             start.record()
             began = time.perf_counter()
             capture.graph.replay()
+            # Capped, because one slow launch must not block the stream for long at the next sample.
             capture.launch_seconds = min(time.perf_counter() - began, 5e-3)
             end.record()
             end.synchronize()

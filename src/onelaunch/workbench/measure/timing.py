@@ -30,7 +30,7 @@ AGAIN = " again"
 """Suffix of the hidden name of the baseline's second copy, whose ratio to the first is the noise."""
 
 ALL_REGIMES: tuple[Regime, ...] = ("cold", "warm", "eager")
-"""Regimes that every operation has. The regimes of steps in a row need a loop of the operation."""
+"""Regimes that every operation has. Those of :data:`LOOPS` time many consecutive steps, and need a loop of the operation."""
 
 LEAST_ROUNDS = 3
 """Number of rounds that are measured even if the time cap is reached, because fewer give no interval."""
@@ -108,8 +108,8 @@ def measure(
         controls: Names of the operation's controls that are timed in the same rounds.
         baseline: Variant that is timed twice for the A/A run. Of several the first that has times is taken. By default they are
             tried in the order of ``variants``.
-        regimes: Regimes to time. Those of steps in a row are timed only forward, only for variants, and only if the operation has
-            such loops.
+        regimes: Regimes to time. Those of :data:`LOOPS` are timed only forward and only for variants; the operation must have a
+            loop for each.
         rounds: Number of samples of each candidate and regime.
         device: Device to run on.
         seed: Seed of the inputs.
@@ -163,8 +163,11 @@ class _Entry:
     hidden: bool = False
     """True for the second copy of the baseline, which :class:`Measurements` do not list."""
     sampler: Sampler | None = None
+    """Sampler of single calls; ``None`` before it is made, and after :meth:`release`."""
     loops: dict[Regime, Loop] = field(default_factory=dict)
+    """Loops of consecutive steps, for the regimes of :data:`LOOPS`."""
     rounds: dict[Regime, list[float]] = field(default_factory=dict)
+    """Samples in microseconds, one for each round."""
 
     @property
     def runs(self) -> bool:

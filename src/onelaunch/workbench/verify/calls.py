@@ -86,6 +86,7 @@ def draw_gradients(outputs: OutputTensors, dtype: torch.dtype, seed: int) -> dic
     drawn = {}
     for name, output in outputs.items():
         if output is not None and output.is_floating_point():
+            # A seed of its own for each output, different from the seed of the inputs.
             generator = torch.Generator(device=output.device).manual_seed(seed + 1 + len(drawn))
             values = torch.randn(output.shape, device=output.device, generator=generator)
             drawn[name] = values.to(dtype).to(output.dtype)
@@ -108,7 +109,7 @@ class Candidate:
 
     @classmethod
     def control(cls, operation: Operation[..., Any], control: Control) -> Candidate:
-        """Return a control, which takes the operation's checked call. Its output has the name of the control."""
+        """Return the candidate for a control, whose name its output has. It gets arguments that the operation has checked."""
         return cls(control.name, lambda **arguments: control.run(operation.bind(**arguments)), (control.name,))
 
     def __call__(self, inputs: Inputs) -> OutputTensors:
@@ -136,6 +137,7 @@ class Candidate:
     def name_outputs(self, result: Any, arguments: Mapping[str, Any]) -> OutputTensors:
         """Return by name what the call with these arguments returned."""
         results = result if isinstance(result, tuple) else (result,)
+        # Surplus results are dropped. A missing one is reported by the verdict.
         return dict(zip(names_of(self.outputs, arguments), results, strict=False))
 
 
@@ -147,6 +149,8 @@ def duplicate(outputs: OutputTensors) -> OutputTensors:
 def status_of(error: BaseException) -> tuple[Status, str]:
     """Return the status of a measurement whose variant raised this exception, and the reason in one line."""
     reason = in_a_line(error)
+    # The cause is examined too, because a failed capture, for example, wraps the error of the call. PyTorch's CPU allocator
+    # raises a RuntimeError, which is recognised by its message.
     for link in (error, error.__cause__):
         if isinstance(link, torch.OutOfMemoryError) or "can't allocate memory" in str(link):
             return "out_of_memory", reason

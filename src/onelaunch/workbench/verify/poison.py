@@ -54,15 +54,21 @@ def poison(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.fill_(float("nan"))
     if tensor.dtype == torch.bool:
         return tensor.logical_or_(torch.ones_like(tensor))
+    # Two thirds of the largest integer, negative if the dtype is signed.
     return tensor.fill_(torch.iinfo(tensor.dtype).max // 3 * 2 * (-1 if tensor.dtype.is_signed else 1))
 
 
 def _backend_keys(func: Any, values: tuple[Any, ...]) -> Any:
-    """Return the dispatch key set of the operator's own kernel for the device of its first tensor, or ``None`` without one."""
+    """Return the dispatch key set of the kernel that a custom operator has for the device of its first plain tensor argument.
+
+    The result is ``None`` if the operator has no kernel for that device, or if no argument is a plain tensor. Subclasses, such as
+    fake tensors, are not plain.
+    """
     for value in values:
         for tensor in value if isinstance(value, (list, tuple)) else (value,):
             if type(tensor) in (torch.Tensor, torch.nn.Parameter):
-                name = tensor.device.type.upper()
-                found = DISPATCHER._dispatch_has_computed_kernel_for_dispatch_key(func.name(), name)  # noqa: SLF001 - no other way
-                return DISPATCHER.DispatchKeySet(DISPATCHER.DispatchKey.__members__[name]) if found else None
+                key = tensor.device.type.upper()
+                # PyTorch has no public function that tells this.
+                known = DISPATCHER._dispatch_has_computed_kernel_for_dispatch_key(func.name(), key)  # noqa: SLF001
+                return DISPATCHER.DispatchKeySet(DISPATCHER.DispatchKey.__members__[key]) if known else None
     return None

@@ -121,8 +121,9 @@ def norm_error(given: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) 
         return 0.0
     root = math.sqrt(expected.numel())
     scale = float(torch.linalg.vector_norm(expected))
-    facts = torch.finfo(dtype) if dtype.is_floating_point else torch.finfo(torch.float64)
-    if scale / root < max(1e-12, facts.tiny * facts.eps):
+    finfo = torch.finfo(dtype) if dtype.is_floating_point else torch.finfo(torch.float64)
+    smallest_subnormal = finfo.tiny * finfo.eps
+    if scale / root < max(1e-12, smallest_subnormal):
         scale = root
     error = float(torch.linalg.vector_norm(given - expected)) / scale
     return error if math.isfinite(error) else math.inf
@@ -139,6 +140,7 @@ def compute_reference(
     forward = Inputs(inputs.arguments)
     plain = _baseline_outputs(operation, control, forward)
     shapes = Candidate("oracle", oracle, names)(upcast(forward))
+    # Only outputs that the baseline returns too are compared, since the oracle may return more than the call does.
     visible = {name: shapes[name] for name in (plain or shapes) if shapes.get(name) is not None}
     if direction == "forward_backward":
         typed: OutputTensors = {name: value.to(_dtype(plain, name, case)) for name, value in visible.items() if value is not None}
