@@ -295,7 +295,7 @@ def test_a_stream_is_the_same_however_many_tiles_are_packed_at_once(monkeypatch)
     weights, _, _, _ = text(MODELS["odd sizes"], 1)
     plan = plan_for(weights.config, "streaming", 7)
     stream, slices, of = pack(weights, plan), [], packing.in_tiles
-    monkeypatch.setattr(packing, "MOMENTARY", 3 * 8 * 2 * 512)  # bytes of three padded tiles of the hidden size
+    monkeypatch.setattr(packing, "BATCH_BYTES", 3 * 8 * 2 * 512)  # bytes of three padded tiles of the hidden size
     monkeypatch.setattr(packing, "in_tiles", lambda values, rows: slices.append(len(rows)) or of(values, rows))
     assert torch.equal(pack(weights, plan).data, stream.data)
     assert max(slices) <= 6

@@ -92,7 +92,10 @@ def tiles(config: ModelConfig, op: Op) -> int:
 
 
 def layer_ctas(config: ModelConfig, ctas: int) -> int:
-    """Return the number of CTAs that work in the layers: the fewest for which the largest share of tiles does not grow."""
+    """Return the number of CTAs that work in the layers.
+
+    It is the smallest number with which the busiest CTA of each phase has no more tiles than if all CTAs worked.
+    """
     counts = [tiles(config, op) for op in ("qkv", "o", "gate_up", "down")]
     most = [-(-count // ctas) for count in counts]
     return max(-(-count // each) for count, each in zip(counts, most, strict=True))
@@ -148,9 +151,9 @@ class Builder:
         closing = self.down("final")
         tail = (self.lm_head(), self.next_token()) if self.rounds is None else (self.lm_head(), *self.sampling(self.rounds))
         keys_stream = rung.streams and depth(config) == 4  # phases then end at chunks, so keys and values can come between
-        parts = (self.splits, self.sharers, self.joined, self.used, rung.positions, rung.joined_from)
-        facts = (rung.streams, keys_stream, rung.separate, self.blocks)
-        return Plan(config, self.name, self.ctas, phases, closing, tail, self.buffers(), *parts, *facts)
+        splits = (self.splits, self.sharers, self.joined, self.used, rung.positions, rung.joined_from)
+        options = (rung.streams, keys_stream, rung.separate, self.blocks)
+        return Plan(config, self.name, self.ctas, phases, closing, tail, self.buffers(), *splits, *options)
 
     # Buffers
 
@@ -241,14 +244,14 @@ class Builder:
         return Phase(op, op, self.rung.others, tuple(assignments))
 
     def split_k_output(self, blocks: Blocks) -> Phase:
-        """Return the output projection, split over units of attention: each adds its product to the residual stream."""
+        """Return the output projection, split over query splits: each adds its product to the residual stream."""
         assignments = []
         for begin, end in self.units():
             ends, reads, adds = [], [], []
-            for unit in range(begin, end):
-                group, part = divmod(unit, self.splits)
+            for unit in range(begin, end):  # the KV splits of a query split divide its blocks of rows among themselves
+                query_split, part = divmod(unit, self.splits)
                 first, last = split(blocks.count, self.splits)[part]
-                ends += [group * blocks.count + first, group * blocks.count + last]
+                ends += [query_split * blocks.count + first, query_split * blocks.count + last]
                 if first == last:
                     continue
                 reads += [self.partial(unit)] if self.apart else self.partials_for(unit)
@@ -303,8 +306,8 @@ class Builder:
 
     def most_sharers(self) -> int:
         """Return the largest number of query splits of equal size with which no CTA has more than one unit."""
-        group, room = self.config.queries_per_key, self.workers // (self.config.num_key_value_heads * self.splits)
-        return max(each for each in range(1, group + 1) if group % each == 0 and each <= max(room, 1))
+        group, most = self.config.queries_per_key, self.workers // (self.config.num_key_value_heads * self.splits)
+        return max(each for each in range(1, group + 1) if group % each == 0 and each <= max(most, 1))
 
     def all_units(self) -> int:
         """Return the number of units of attention."""
@@ -315,7 +318,7 @@ class Builder:
         return unit_of(number, self.sharers, self.splits, self.joined if self.used > self.splits else 1, apart=self.apart)
 
     def units(self) -> list[tuple[int, int]]:
-        """Return the first and last unit of attention of each CTA: one each if there are enough CTAs."""
+        """Return the first unit of attention of each CTA and one past the last: one unit if there are enough CTAs."""
         units, workers = self.all_units(), self.workers
         if units > workers:
             return self.over_workers(units)
@@ -379,11 +382,11 @@ class Builder:
         return Phase("attention", op, self.rung.heads, tuple(assignments))
 
     def partial(self, unit: int) -> Slice:
-        """Return the slot of a unit's partial output and LSE."""
+        """Return the slot in ``partial`` of a unit of attention, with its partial outputs and LSE."""
         return Slice("partial", unit * self.slot, (unit + 1) * self.slot)
 
     def partials_for(self, unit: int) -> list[Slice]:
-        """Return the slices of outputs and LSE of a unit's own queries, one of either per KV split."""
+        """Return the slices of partial outputs and of LSE of a unit's own queries, one of each per KV split."""
         joined = self.joined if self.used > self.splits else 1
         own, queries = unit // self.splits % joined, self.config.queries_per_key // self.sharers
         parts, slices = self.splits * joined, []

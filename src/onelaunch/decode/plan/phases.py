@@ -30,9 +30,10 @@ Op = Literal[
 ]  # fmt: skip
 """Operation of a phase.
 
-``norm`` normalizes the residual stream in one CTA; ``rope`` normalizes and rotates heads; ``attention`` reads their results, and
-``rope_attention`` divides by the RMS itself; ``qkv``, ``o``, ``gate_up``, ``down`` and ``lm_head`` are matrix-vector products;
-``tally`` is a radix-select pass of the sampler, ``draw`` its candidates, and ``next`` takes the next token.
+``norm`` normalizes the residual stream in one CTA; ``rope`` normalizes and rotates heads. ``attention`` reads the results of
+``rope``; ``rope_attention`` reads heads that the epilogue of ``qkv`` has rotated, and divides them by their RMS. ``qkv``, ``o``,
+``gate_up``, ``down`` and ``lm_head`` are matrix-vector products. ``tally`` is a radix-select pass of the sampler, ``draw`` samples
+a candidate in each CTA, and ``next`` takes the best candidate as the next token.
 """
 
 PRODUCTS: tuple[Op, ...] = ("qkv", "o", "gate_up", "down", "lm_head")
@@ -120,7 +121,7 @@ class Buffer:
     sums: bool = False
     """Flag of sums: CTAs add to the words atomically. They start as zero, and a write clears them."""
     counts: bool = False
-    """Flag of sums that count their additions in the word, so that a reader can spin until all are there."""
+    """Flag of sums that count their additions in the word, so that a reader can spin until all have been made."""
     copies: int = 1
     """Number of copies that tokens use in turn, so that one is written while the previous one may still be read."""
 
@@ -128,18 +129,18 @@ class Buffer:
 class Blocks(NamedTuple):
     """Layout of the output projection when it is split over units of attention (split-K).
 
-    A unit multiplies its own channels only, which are fewer columns than a step has. Several tiles therefore lie side by side
-    in the same columns of the stream, as a block.
+    A CTA multiplies the attention outputs of its own query splits only. Their channels are fewer columns than a step has. Several
+    tiles therefore lie side by side in the same columns of the stream, as a block.
     """
 
     channels: int
-    """Channels of the queries of a unit of attention."""
+    """Channels of the queries of a query split (see :class:`Plan`)."""
     tile_columns: int
     """Columns of the weight stream that a tile takes: ``channels`` rounded up to a power of two, at least a warp's 32."""
     width: int
     """Columns of a block of tiles."""
     count: int
-    """Number of blocks that cover all rows of the output projection."""
+    """Number of blocks that cover all rows of the output projection, for each query split."""
 
     @property
     def rows(self) -> int:
@@ -206,7 +207,7 @@ class Plan:
 
     @property
     def adders(self) -> int:
-        """Number of additions to a residual word per output projection; 0 if words do not count them."""
+        """Number of additions to a residual word per output projection, one by each query split; 0 if words do not count them."""
         return self.config.num_key_value_heads * self.sharers if self.blocks else 0
 
     def additions(self, layer: int) -> int:
@@ -254,7 +255,7 @@ class Unit(NamedTuple):
     part: int
     """Index of the KV split, the part of the positions."""
     keeps: bool
-    """Flag of the unit that writes the newest key and value to the cache, if its split has their position."""
+    """Flag of the unit that writes the newest key and value to the cache, if its KV split has their position."""
 
 
 def unit_of(number: int, sharers: int, splits: int, joined: int = 1, *, apart: bool = False) -> Unit:
