@@ -113,10 +113,10 @@ def test_prefetched_keys_must_be_of_earlier_tokens(rung, prose):
     plan = plan_for(TINY, rung, 5)
     check(plan)
     with prose.raises(PlanError, match="CTA"):
-        check(replace(plan, keys_stream=True))
+        check(replace(plan, kv_through_ring=True))
     for rung in STREAMS:
         check(plan_for(MODELS["whole chunks"], rung, 9))
-        assert plan_for(MODELS["whole chunks"], rung, 9).keys_stream
+        assert plan_for(MODELS["whole chunks"], rung, 9).kv_through_ring
 
 
 def test_accumulators_receive_as_many_additions_as_readers_wait_for(prose):
@@ -340,7 +340,7 @@ def test_in_any_order_the_logits_are_the_models(rung, model):
 def test_in_any_order_ctas_that_share_queries_give_the_models_logits(model):
     for used in (1, 2):
         plan = plan_with(MODELS[model], "tagged_words", *SHARED[model], used)
-        assert plan.sharers > 1
+        assert plan.query_splits > 1
         assert_in_any_order(MODELS[model], plan)
 
 

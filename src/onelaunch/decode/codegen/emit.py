@@ -43,16 +43,16 @@ def header(plan: Plan, tuning: Tuning) -> str:
     numbers = {
         "CTAS": plan.ctas, "LAYERS": config.num_hidden_layers, "HIDDEN": config.hidden_size, "INNER": config.intermediate_size,
         "QUERY": config.query_size, "VOCAB": config.vocab_size, "KV_HEADS": config.num_key_value_heads,
-        "GROUP": config.queries_per_key, "HEAD_DIM": config.head_dim, "KV_SPLITS": plan.splits, "QUERY_SPLITS": plan.sharers,
-        "QUERY_MERGE": plan.joined, "POSITIONS_PER_SPLIT": plan.positions, "MERGE_FROM": plan.joined_from,
+        "GROUP": config.queries_per_key, "HEAD_DIM": config.head_dim, "KV_SPLITS": plan.splits, "QUERY_SPLITS": plan.query_splits,
+        "QUERY_MERGE": plan.query_merge, "POSITIONS_PER_SPLIT": plan.positions, "MERGE_FROM": plan.merge_from,
         "SUM_ROWS": sum_rows(plan),
         "DEPTH": depth(config), "STAGES": layout.stages, "FLIGHT": min(tuning.flight, layout.stages),
         "HOLD": tuning.hold,
-        "FLIGHT_LOCAL": min(tuning.flight_apart if plan.blocks else tuning.flight, layout.stages),
+        "FLIGHT_LOCAL": min(tuning.flight_local if plan.blocks else tuning.flight, layout.stages),
         "RADIX_PASSES": ROUNDS, "BINS": BINS, "PACE": (700 if plan.blocks else 800) if tuning.pace is None else tuning.pace,
     }  # fmt: skip
     # Plans without blocks do not run the code that uses these constants, but it must compile.
-    blocks = plan.blocks or blocks_of(config, plan.sharers)
+    blocks = plan.blocks or blocks_of(config, plan.query_splits)
     numbers |= {"BLOCK_WIDTH": blocks.width, "O_TILE_COLUMNS": blocks.tile_columns}
     numbers |= {"BLOCKS_PER_SPLIT": blocks.count, "ADDERS": plan.adders}
     numbers |= {name: words.get(buffer, 0) for buffer, name in NAMES.items()} | dict(layout.offsets)
@@ -67,8 +67,8 @@ def header(plan: Plan, tuning: Tuning) -> str:
     flags = {
         "CROSS_PHASE_PREFETCH": plan.streams, "LAUNCH_PER_PHASE": plan.separate,
         "FLAG_IN_DATA": any(buffer.tagged for buffer in plan.buffers),
-        "ROPE_PHASE": "rope" in ops, "NORM_PHASE": "norm" in ops, "PROFILED": tuning.stamps, "KV_THROUGH_RING": plan.keys_stream,
-        "SPLIT_K_O": plan.blocks is not None,
+        "ROPE_PHASE": "rope" in ops, "NORM_PHASE": "norm" in ops, "PROFILED": tuning.stamps,
+        "KV_THROUGH_RING": plan.kv_through_ring, "SPLIT_K_O": plan.blocks is not None,
     }  # fmt: skip
     lines = ["#pragma once", *(f"constexpr int {name} = {value};" for name, value in numbers.items())]
     lines += [f"constexpr bool {name} = {str(value).lower()};" for name, value in flags.items()]

@@ -32,7 +32,7 @@ class Tuning:
     """Chunks of 16 KB in the ring; by default as many as fit in shared memory, or in half of it if launches overlap."""
     flight: int = 2
     """Bulk copies in flight at once in phases that pass data between CTAs, since that data queues behind them."""
-    flight_apart: int = 3
+    flight_local: int = 3
     """Bulk copies in flight at once while the context is so short that attention exchanges no partial results."""
     pace: int | None = None
     """Clock cycles between two bulk copies, in phases that pass data between CTAs: evenly paced copies do not queue.
@@ -71,7 +71,7 @@ def layout_of(plan: Plan, tuning: Tuning) -> Layout:
         "SUMS": 2 * WARPS * sum_rows(plan) * 4,
         "OWN_ROWS": 0 if plan.blocks else own * 4,
         "SQUARES": WARPS * 4,
-        "WARP_PARTIAL": WARPS * (config.queries_per_key // plan.sharers * plan.joined) * (config.head_dim + 4) * 4,
+        "WARP_PARTIAL": WARPS * (config.queries_per_key // plan.query_splits * plan.query_merge) * (config.head_dim + 4) * 4,
         "CANDIDATES": WARPS * 8,
     }
     rest = sum(-(-size // 64) * 64 for size in sizes.values()) + 256  # 256 hold the control words and assignments

@@ -5,9 +5,9 @@
 //            The KV_SPLITS units of attention of a query split divide the rows of W_o[:, s] among themselves (in blocks). In a short
 //            context each of these units computes the whole of o_s in its own CTA, so attention outputs do not pass through global
 //            memory. The MLP's down projection adds to the same words.
-// Blocks     W_o[:, s] has fewer columns than a step of the weight stream. So several tiles of 8 rows lie side by side in the same
-//            columns, O_TILE_COLUMNS each (the query split's channels, padded to a power of two). They form a block of BLOCK_WIDTH
-//            columns. BLOCKS_PER_SPLIT blocks cover all rows; block b of query split s has the number s * BLOCKS_PER_SPLIT + b.
+// Blocks     W_o[:, s] mostly has fewer columns than DEPTH steps of the weight stream. Then several tiles of 8 rows lie side by side in
+//            the same columns, O_TILE_COLUMNS each (the query split's channels, rounded up to a power of two). They form a block of
+//            BLOCK_WIDTH columns. BLOCKS_PER_SPLIT blocks cover all rows; block b of query split s has the number s * BLOCKS_PER_SPLIT + b.
 // Words      64 bits: 56 bits of sum in units of 2^-28, above 8 bits that count additions, at the offset MID. An addition is one red.add of
 //            (value << 8) + 1. Integer sums do not depend on the order of additions, so results are bitwise reproducible. A reader spins
 //            until the count equals the number of additions that the plan has up to there, modulo 256; word - additions is then the sum
@@ -29,7 +29,8 @@ DEVICE u64* residual_at(const Consumer& c, int row) { return (u64*)(c.a.words + 
 DEVICE u32 additions(const Consumer& c) { return (u32)(ADDERS * (c.layer + 1) + c.layer); }
 // Return whether a word has that many additions, modulo 256.
 DEVICE bool is_complete(u64 word, u32 additions) { return (((u32)word ^ additions) & ((1u << COUNT_BITS) - 1)) == 0; }
-// Return the value of a complete word. Its halves are converted apart: 64-bit conversions are slower, and the lower half is exact.
+// Return the value of a complete word. Its halves are converted one by one: 64-bit conversions are slower. The lower half is converted
+// exactly, since its lowest 8 bits are zero and 24 remain.
 DEVICE float from_fixed_point(u64 word, u32 additions) {
   const u64 v = word - additions;
   return fmaf((float)(int)(v >> 32), 1.0f / 16, (float)(u32)v * (1.0f / 256 / FIXED_POINT_ONE));
