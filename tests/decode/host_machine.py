@@ -89,7 +89,7 @@ class HostKernel:
     """Launcher of a plan's kernel on the CPU."""
 
     def __init__(self, plan, folder: Path, tuning: Tuning | None = None, **options) -> None:
-        self.plan, self.tuning = plan, tuning or Tuning(stages=3, flight=2, flight_apart=3)
+        self.plan, self.tuning = plan, tuning or Tuning(stages=3, flight=2, flight_local=3)
         self.binary = build(plan, self.tuning, folder, **options)
         self.kernel = ctypes.CDLL(str(self.binary))
         self.shared = layout_of(plan, self.tuning).bytes

@@ -73,7 +73,7 @@ def digits(sampling: Sampling) -> list[tuple[bool, int]]:
 
 
 class Interpreter:
-    """Interpreter of one sequence, token by token. :class:`Plan` explains the plan's fields, such as ``splits`` and ``joined``.
+    """Interpreter of one sequence, token by token. :class:`Plan` explains fields such as ``splits`` and ``query_merge``.
 
     Args:
         plan: Plan of any variant. For drawn tokens it has as many radix-select passes as :func:`digits` returns.
@@ -313,7 +313,7 @@ class Interpreter:
             if plan.apart:
                 x = self._combine(slots[first_unit + unit - assignment.begin // blocks.count][None, None])
             else:
-                joined = plan.joined if plan.used > plan.splits else 1
+                joined = plan.query_merge if plan.used > plan.splits else 1
                 first = unit // joined * joined * plan.splits
                 x = self._combine(slots[first : first + joined * plan.splits][None], unit % joined)
             side_by_side = from_warps(part, blocks).unflatten(-1, (-1, blocks.tile_columns))
@@ -374,11 +374,11 @@ class Interpreter:
         """Return ``partial`` with a slot per unit: outputs of its queries, then their LSE (-inf without positions)."""
         config, plan, positions = self.plan.config, self.plan, position + 1
         partial = torch.zeros(plan.buffer("partial").words, dtype=torch.float64)
-        size, queries = -(-positions // plan.used), config.queries_per_key // plan.sharers
-        slots = partial.view(config.num_key_value_heads * plan.sharers * plan.splits, -1)
+        size, queries = -(-positions // plan.used), config.queries_per_key // plan.query_splits
+        slots = partial.view(config.num_key_value_heads * plan.query_splits * plan.splits, -1)
         for number in range(assignment.begin, assignment.end):
             slot, (head, first, last, part, keeps) = slots[number], plan.unit(number)
-            lse = slot[queries * plan.joined * config.head_dim :]
+            lse = slot[queries * plan.query_merge * config.head_dim :]
             if part >= plan.used:
                 lse.fill_(-torch.inf)
                 continue
@@ -403,15 +403,15 @@ class Interpreter:
         """Combine the KV splits' partial outputs into attention over all positions, ``[Q * D]``, weighted by their LSE."""
         config = self.plan.config
         return self._combine(
-            partial.view(config.num_key_value_heads * self.plan.sharers, self.plan.splits, -1)[:, : self.plan.used]
+            partial.view(config.num_key_value_heads * self.plan.query_splits, self.plan.splits, -1)[:, : self.plan.used]
         )
 
     def _combine(self, slots: torch.Tensor, sharer: int = 0) -> torch.Tensor:
         """Combine slots ``[units, splits, words]`` by their LSE; if units are joined, for query split ``sharer`` of them."""
-        queries, size = self.plan.config.queries_per_key // self.plan.sharers, self.plan.config.head_dim
+        queries, size = self.plan.config.queries_per_key // self.plan.query_splits, self.plan.config.head_dim
         at = slice(sharer * queries, (sharer + 1) * queries)
-        values = slots[..., : self.plan.joined * queries * size].unflatten(-1, (-1, size))[..., at, :]
-        weights = slots[..., self.plan.joined * queries * size :][..., at].softmax(1)
+        values = slots[..., : self.plan.query_merge * queries * size].unflatten(-1, (-1, size))[..., at, :]
+        weights = slots[..., self.plan.query_merge * queries * size :][..., at].softmax(1)
         return (values * weights[..., None]).sum(1).flatten()
 
     def _head(self, cta: int, assignment: Assignment, hidden: torch.Tensor, position: int) -> dict[str, torch.Tensor]:

@@ -68,7 +68,7 @@ def test_logits_keys_and_values_are_the_oracles(rung, model, ctas, libraries):
 def test_ctas_that_share_queries_match_the_oracle(rung, model, libraries):
     """Several CTAs divide one key head's queries. Keys come by two chunks a round: rows of one, both and a further round."""
     plan = plan_with(MODELS[model], rung, *SHARED[model])
-    assert plan.sharers > 1
+    assert plan.query_splits > 1
     positions = (129, 0, 32, 63) if model == "two queries a key" else (129, 0)
     weights, *given = text(MODELS[model], 129)
     assert_matches_oracle(weights, plan, libraries, given, positions)
@@ -86,8 +86,8 @@ JOINED = {
 def test_joined_attention_units_match_the_oracle(model, libraries):
     """Joined units take each other's queries in long contexts. In shorter ones each takes its own, at some or all positions."""
     config, ctas, splits = JOINED[model]
-    plan = plan_with(config, "streaming", ctas, splits, joined_from=100)
-    assert plan.joined > 1
+    plan = plan_with(config, "streaming", ctas, splits, merge_from=100)
+    assert plan.query_merge > 1
     assert plan.positions == 64
     weights, *given = text(config, 129)
     assert_matches_oracle(weights, plan, libraries, given, (129, 1, 63, 64))
@@ -179,7 +179,7 @@ ROWS = [
 def test_tokens_of_one_launch_are_those_of_many_in_any_timing(model, rung, ctas, libraries):
     weights, cache, _, _ = text(MODELS[model], 62)
     plan = plan_for(MODELS[model], rung, ctas)
-    assert plan.keys_stream == (model == "whole chunks")
+    assert plan.kv_through_ring == (model == "whole chunks")
     kernel, memory = kernel_and_memory(weights, plan, libraries)
     single, steps, count = cache.map(torch.clone), [9], 2 if model == "whole chunks" else 5
     for position in range(62, 62 + count):

@@ -113,10 +113,10 @@ def test_prefetched_keys_must_be_of_earlier_tokens(rung, prose):
     plan = plan_for(TINY, rung, 5)
     check(plan)
     with prose.raises(PlanError, match="CTA"):
-        check(replace(plan, keys_stream=True))
+        check(replace(plan, kv_through_ring=True))
     for rung in STREAMS:
         check(plan_for(MODELS["whole chunks"], rung, 9))
-        assert plan_for(MODELS["whole chunks"], rung, 9).keys_stream
+        assert plan_for(MODELS["whole chunks"], rung, 9).kv_through_ring
 
 
 def test_accumulators_receive_as_many_additions_as_readers_wait_for(prose):
@@ -295,7 +295,7 @@ def test_a_stream_is_the_same_however_many_tiles_are_packed_at_once(monkeypatch)
     weights, _, _, _ = text(MODELS["odd sizes"], 1)
     plan = plan_for(weights.config, "streaming", 7)
     stream, slices, of = pack(weights, plan), [], packing.in_tiles
-    monkeypatch.setattr(packing, "MOMENTARY", 3 * 8 * 2 * 512)  # bytes of three padded tiles of the hidden size
+    monkeypatch.setattr(packing, "BATCH_BYTES", 3 * 8 * 2 * 512)  # bytes of three padded tiles of the hidden size
     monkeypatch.setattr(packing, "in_tiles", lambda values, rows: slices.append(len(rows)) or of(values, rows))
     assert torch.equal(pack(weights, plan).data, stream.data)
     assert max(slices) <= 6
@@ -340,7 +340,7 @@ def test_in_any_order_the_logits_are_the_models(rung, model):
 def test_in_any_order_ctas_that_share_queries_give_the_models_logits(model):
     for used in (1, 2):
         plan = plan_with(MODELS[model], "tagged_words", *SHARED[model], used)
-        assert plan.sharers > 1
+        assert plan.query_splits > 1
         assert_in_any_order(MODELS[model], plan)
 
 

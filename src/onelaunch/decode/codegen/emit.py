@@ -1,7 +1,7 @@
 """Source of the decode megakernel: CUDA C++ files, and two headers that are generated from a plan.
 
-``plan.cuh`` has sizes, flags and offsets as constants; ``order.cuh`` calls the phases in order, with the synchronization
-between them. So the compiler specializes the kernel for one model, optimization level and number of SMs.
+``plan.cuh`` has sizes, flags and offsets as constants, which ``step.cu`` describes; ``order.cuh`` calls the phases in order, with
+the synchronization between them. So the compiler specializes the kernel for one model, optimization level and number of SMs.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ NAMES = {
     "hidden": "RESIDUAL", "final": "FINAL", "mid": "MID", "act": "ACT", "qkv": "QKV_OUT", "partial": "PARTIAL",
     "normed": "NORMED", "q": "QUERIES", "squares": "HEAD_SQUARES", "kept": "RESIDUAL_ROWS",
 }  # fmt: skip
-"""Name in the kernel of each buffer's offset."""
+"""Name of the constant in the kernel that holds the offset of each buffer of :func:`word_offsets`."""
 
 
 def header(plan: Plan, tuning: Tuning) -> str:
@@ -43,21 +43,23 @@ def header(plan: Plan, tuning: Tuning) -> str:
     numbers = {
         "CTAS": plan.ctas, "LAYERS": config.num_hidden_layers, "HIDDEN": config.hidden_size, "INNER": config.intermediate_size,
         "QUERY": config.query_size, "VOCAB": config.vocab_size, "KV_HEADS": config.num_key_value_heads,
-        "GROUP": config.queries_per_key, "HEAD_DIM": config.head_dim, "KV_SPLITS": plan.splits, "QUERY_SPLITS": plan.sharers,
-        "QUERY_MERGE": plan.joined, "POSITIONS_PER_SPLIT": plan.positions, "MERGE_FROM": plan.joined_from,
+        "GROUP": config.queries_per_key, "HEAD_DIM": config.head_dim, "KV_SPLITS": plan.splits, "QUERY_SPLITS": plan.query_splits,
+        "QUERY_MERGE": plan.query_merge, "POSITIONS_PER_SPLIT": plan.positions, "MERGE_FROM": plan.merge_from,
         "SUM_ROWS": sum_rows(plan),
         "DEPTH": depth(config), "STAGES": layout.stages, "FLIGHT": min(tuning.flight, layout.stages),
         "HOLD": tuning.hold,
-        "FLIGHT_LOCAL": min(tuning.flight_apart if plan.blocks else tuning.flight, layout.stages),
-        "ROUNDS": ROUNDS, "BINS": BINS, "PACE": (700 if plan.blocks else 800) if tuning.pace is None else tuning.pace,
+        "FLIGHT_LOCAL": min(tuning.flight_local if plan.blocks else tuning.flight, layout.stages),
+        "RADIX_PASSES": ROUNDS, "BINS": BINS, "PACE": (700 if plan.blocks else 800) if tuning.pace is None else tuning.pace,
     }  # fmt: skip
-    blocks = plan.blocks or blocks_of(config, plan.sharers)
+    # Plans without blocks do not run the code that uses these constants, but it must compile.
+    blocks = plan.blocks or blocks_of(config, plan.query_splits)
     numbers |= {"BLOCK_WIDTH": blocks.width, "O_TILE_COLUMNS": blocks.tile_columns}
-    numbers |= {"BLOCKS_PER_UNIT": blocks.count, "ADDERS": plan.adders}
+    numbers |= {"BLOCKS_PER_SPLIT": blocks.count, "ADDERS": plan.adders}
     numbers |= {name: words.get(buffer, 0) for buffer, name in NAMES.items()} | dict(layout.offsets)
+    # Most and fewest tiles of a group that is multiplied at once, and most groups of a CTA.
     for op in PRODUCTS:
-        groups_of_ctas = [end - begin for cta in range(plan.ctas) for begin, end in groups_of(plan, op, cta)]
-        numbers |= {f"MAX_{op.upper()}": max(groups_of_ctas), f"MIN_{op.upper()}": min(groups_of_ctas)}
+        tiles_of_groups = [end - begin for cta in range(plan.ctas) for begin, end in groups_of(plan, op, cta)]
+        numbers |= {f"MAX_{op.upper()}": max(tiles_of_groups), f"MIN_{op.upper()}": min(tiles_of_groups)}
         numbers[f"GROUPS_{op.upper()}"] = max(len(groups(assignment.units)) for assignment in plan.phase(op).assignments)
     numbers["UNITS"] = max(
         assignment.units for phase in plan.phases() for assignment in phase.assignments if "attention" in phase.op
@@ -65,8 +67,8 @@ def header(plan: Plan, tuning: Tuning) -> str:
     flags = {
         "CROSS_PHASE_PREFETCH": plan.streams, "LAUNCH_PER_PHASE": plan.separate,
         "FLAG_IN_DATA": any(buffer.tagged for buffer in plan.buffers),
-        "ROPE_PHASE": "rope" in ops, "NORM_PHASE": "norm" in ops, "PROFILED": tuning.stamps, "KV_THROUGH_RING": plan.keys_stream,
-        "SPLIT_K_O": plan.blocks is not None,
+        "ROPE_PHASE": "rope" in ops, "NORM_PHASE": "norm" in ops, "PROFILED": tuning.stamps,
+        "KV_THROUGH_RING": plan.kv_through_ring, "SPLIT_K_O": plan.blocks is not None,
     }  # fmt: skip
     lines = ["#pragma once", *(f"constexpr int {name} = {value};" for name, value in numbers.items())]
     lines += [f"constexpr bool {name} = {str(value).lower()};" for name, value in flags.items()]
@@ -87,7 +89,7 @@ ATTENTION_HEADS = (
     "c.begin(ATTENTION) / (KV_SPLITS * QUERY_SPLITS), "
     "(c.end(ATTENTION) + KV_SPLITS * QUERY_SPLITS - 1) / (KV_SPLITS * QUERY_SPLITS)"
 )
-"""Key heads of a CTA's units of attention."""
+"""First key head of a CTA's units of attention, and one past the last, as arguments in the kernel."""
 
 HEADS_OF: dict[Op, str] = {
     "qkv": "c.begin(QKV) * TILE / HEAD_WORDS, c.begin(QKV) < c.end(QKV) ? (c.end(QKV) * TILE + HEAD_WORDS - 1) / HEAD_WORDS : 0",
@@ -109,7 +111,7 @@ def order(plan: Plan) -> str:
         lines = []
         for phase in phases:
             waits = [wait.counter for assignment in phase.assignments for wait in assignment.awaits]
-            base = min(waits) if waits else 0
+            base = min(waits) if waits else 0  # the semaphore of key head 0; those of a phase follow each other by head
             lines.append(f"wait_heads(c, {base}, {HEADS_OF[phase.op]});" if phase.edge == "flags" else BEFORE[phase.edge])
             lines.append(f"{phase.name}(c);" if phase.op == "norm" else calls[phase.op])
             if arrives := [counter for assignment in phase.assignments for counter in assignment.arrives]:

@@ -32,7 +32,7 @@ class Tuning:
     """Chunks of 16 KB in the ring; by default as many as fit in shared memory, or in half of it if launches overlap."""
     flight: int = 2
     """Bulk copies in flight at once in phases that pass data between CTAs, since that data queues behind them."""
-    flight_apart: int = 3
+    flight_local: int = 3
     """Bulk copies in flight at once while the context is so short that attention exchanges no partial results."""
     pace: int | None = None
     """Clock cycles between two bulk copies, in phases that pass data between CTAs: evenly paced copies do not queue.
@@ -42,7 +42,7 @@ class Tuning:
     hold: int = 600
     """Clock cycles to wait before polling for the other CTAs' partial attention results. Polling earlier delays them."""
     stamps: bool = False
-    """Flag of a kernel that writes profile markers: each CTA's clock when a phase's operand and its results are there."""
+    """Flag of a kernel that writes profile markers: each CTA's clock when a phase's operand is staged and its results stored."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,20 +61,20 @@ def layout_of(plan: Plan, tuning: Tuning) -> Layout:
     """Lay out shared memory: the ring first, as large as fits, then all other arrays."""
     config = plan.config
     widest = max(map(padded, (config.hidden_size, config.query_size, config.intermediate_size)))
-    if plan.blocks:  # the units' attention results lie behind the residual stream
+    if plan.blocks:  # attention outputs lie behind the operand of the next phase (residual.cuh)
         units = max(assignment.units for assignment in plan.phase("rope_attention").assignments)
         widest = max(widest, padded(config.hidden_size) + units * plan.blocks.tile_columns)
     own = max((assignment.units for assignment in plan.phase("o").assignments), default=0) * TILE
     sizes = {
-        "VECTOR_HI": widest * 2 + 64,  # 64 bytes apart in banks, since a warp reads both halves at once
+        "VECTOR_HI": widest * 2 + 64,  # so that the two are 64 bytes apart modulo the 128 of all banks: a warp reads both at once
         "VECTOR_LO": max(widest * 2 + 64, 8 * BINS - widest * 2),  # the sampler's histogram aliases both
         "SUMS": 2 * WARPS * sum_rows(plan) * 4,
         "OWN_ROWS": 0 if plan.blocks else own * 4,
         "SQUARES": WARPS * 4,
-        "WARP_PARTIAL": WARPS * (config.queries_per_key // plan.sharers * plan.joined) * (config.head_dim + 4) * 4,
+        "WARP_PARTIAL": WARPS * (config.queries_per_key // plan.query_splits * plan.query_merge) * (config.head_dim + 4) * 4,
         "CANDIDATES": WARPS * 8,
     }
-    rest = sum(-(-size // 64) * 64 for size in sizes.values()) + 256
+    rest = sum(-(-size // 64) * 64 for size in sizes.values()) + 256  # 256 hold the control words and assignments
     # Two overlapping launches share an SM, and CUDA reserves 1 KB for each.
     limit = HOPPER_SHARED_BYTES // 2 - 1024 if plan.separate else HOPPER_SHARED_BYTES
     stages = tuning.stages or max((limit - rest) // (CHUNK + 16), 1)
@@ -83,11 +83,12 @@ def layout_of(plan: Plan, tuning: Tuning) -> Layout:
         offsets.append((f"{name}_AT", at))
         at += -(-size // 64) * 64
     offsets.append(("FULL_AT", at))
+    # Behind the arrays: two mbarriers per stage, five control words, and two assignments per phase (waiting.cuh, Shared).
     return Layout(stages, tuple(offsets), at + 16 * stages + 20 + 8 * len(ASSIGNED_PHASES))
 
 
 def sum_rows(plan: Plan) -> int:
-    """Return the number of row sums per warp, for a group of tiles or of blocks of tiles."""
+    """Return the number of row sums that a warp stores at most: for a group of tiles, or of blocks of tiles."""
     most = max((end - begin for cta in range(plan.ctas) for begin, end in groups_of(plan, "o", cta)), default=0)
     return max(MAX_TILES * TILE, most * plan.blocks.rows if plan.blocks else 0)
 
@@ -109,7 +110,7 @@ def word_offsets(plan: Plan) -> dict[str, int]:
 
 
 OTHER_BUFFERS = ("best", "drawn", "tallies", "cache")
-"""Names of the buffers that are not in the array of float32 words."""
+"""Names of the buffers of a plan that are not in the array of float32 words; ``Builder.sizes`` describes all buffers."""
 
 
 def assignments_table(plan: Plan) -> list[list[tuple[int, int]]]:

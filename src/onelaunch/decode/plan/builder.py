@@ -62,7 +62,7 @@ class Rung:
     """Largest number of KV splits."""
     positions: int = POSITIONS
     """Positions per KV split."""
-    joined_from: int = LONG
+    merge_from: int = LONG
     """Position from which on query splits take each other's queries."""
     summed: bool = False
     """Flag of an output projection that is split over heads (split-K) and fused with attention.
@@ -92,7 +92,10 @@ def tiles(config: ModelConfig, op: Op) -> int:
 
 
 def layer_ctas(config: ModelConfig, ctas: int) -> int:
-    """Return the number of CTAs that work in the layers: the fewest for which the largest share of tiles does not grow."""
+    """Return the number of CTAs that work in the layers.
+
+    It is the smallest number with which the busiest CTA of each phase has no more tiles than if all CTAs worked.
+    """
     counts = [tiles(config, op) for op in ("qkv", "o", "gate_up", "down")]
     most = [-(-count // ctas) for count in counts]
     return max(-(-count // each) for count, each in zip(counts, most, strict=True))
@@ -112,16 +115,16 @@ class Builder:
         self.workers = layer_ctas(config, ctas)
         self.head_words = (config.queries_per_key + 2) * config.head_dim  # queries, key, value
         self.splits = max(1, min(self.rung.splits, self.workers // config.num_key_value_heads))
-        self.sharers = self.most_sharers() if self.rung.splits > 1 else 1
+        self.query_splits = self.most_query_splits() if self.rung.splits > 1 else 1
         self.blocks: Blocks | None = None
         if self.rung.summed:
-            self.sharers, self.splits = self.most_units()
-            self.blocks = blocks_of(config, self.sharers)
-        self.joined = self.most_joined() if self.blocks else 1
-        self.parts = self.splits * self.joined
+            self.query_splits, self.splits = self.most_units()
+            self.blocks = blocks_of(config, self.query_splits)
+        self.query_merge = self.most_query_merge() if self.blocks else 1
+        self.parts = self.splits * self.query_merge
         self.used = self.parts if used is None else used
         self.apart = self.blocks is not None and self.used == 1  # each unit takes all positions
-        queries = config.queries_per_key // self.sharers * self.joined
+        queries = config.queries_per_key // self.query_splits * self.query_merge
         self.slot = queries * config.head_dim + -(-queries // 4) * 4  # outputs, then LSE, in whole 16 bytes
 
     def plan(self) -> Plan:
@@ -147,10 +150,10 @@ class Builder:
         phases = tuple(self.with_semaphores(layer))
         closing = self.down("final")
         tail = (self.lm_head(), self.next_token()) if self.rounds is None else (self.lm_head(), *self.sampling(self.rounds))
-        keys_stream = rung.streams and depth(config) == 4  # phases then end at chunks, so keys and values can come between
-        parts = (self.splits, self.sharers, self.joined, self.used, rung.positions, rung.joined_from)
-        facts = (rung.streams, keys_stream, rung.separate, self.blocks)
-        return Plan(config, self.name, self.ctas, phases, closing, tail, self.buffers(), *parts, *facts)
+        kv_through_ring = rung.streams and depth(config) == 4  # phases then end at chunks, so keys and values can come between
+        splits = (self.splits, self.query_splits, self.query_merge, self.used, rung.positions, rung.merge_from)
+        options = (rung.streams, kv_through_ring, rung.separate, self.blocks)
+        return Plan(config, self.name, self.ctas, phases, closing, tail, self.buffers(), *splits, *options)
 
     # Buffers
 
@@ -241,14 +244,14 @@ class Builder:
         return Phase(op, op, self.rung.others, tuple(assignments))
 
     def split_k_output(self, blocks: Blocks) -> Phase:
-        """Return the output projection, split over units of attention: each adds its product to the residual stream."""
+        """Return the output projection, split over query splits: each adds its product to the residual stream."""
         assignments = []
         for begin, end in self.units():
             ends, reads, adds = [], [], []
-            for unit in range(begin, end):
-                group, part = divmod(unit, self.splits)
+            for unit in range(begin, end):  # the KV splits of a query split divide its blocks of rows among themselves
+                query_split, part = divmod(unit, self.splits)
                 first, last = split(blocks.count, self.splits)[part]
-                ends += [group * blocks.count + first, group * blocks.count + last]
+                ends += [query_split * blocks.count + first, query_split * blocks.count + last]
                 if first == last:
                     continue
                 reads += [self.partial(unit)] if self.apart else self.partials_for(unit)
@@ -285,37 +288,41 @@ class Builder:
         of queries would be unordered.
         """
         group, heads = self.config.queries_per_key, self.config.num_key_value_heads
-        sharers = [each for each in range(1, group + 1) if group % each == 0]
-        most = [min(self.rung.splits, blocks_of(self.config, each).count) for each in sharers]
-        pairs = [(each, min(parts, self.workers // (heads * each))) for each, parts in zip(sharers, most, strict=True)]
+        divisors = [each for each in range(1, group + 1) if group % each == 0]
+        most = [min(self.rung.splits, blocks_of(self.config, each).count) for each in divisors]
+        pairs = [(each, min(parts, self.workers // (heads * each))) for each, parts in zip(divisors, most, strict=True)]
         return max(
             ((each, parts) for each, parts in pairs if parts), key=lambda pair: (pair[0] * pair[1], -pair[0]), default=(1, 1)
         )
 
-    def most_joined(self) -> int:
+    def most_query_merge(self) -> int:
         """Return how many query splits take each other's queries in a long context.
 
         A thread reads all of a query's partial results at once: at most sixteen, or eight if a head has more than 128
         channels.
         """
         most = 8 if self.config.head_dim > 128 else 16
-        return max(each for each in range(1, self.sharers + 1) if self.sharers % each == 0 and each * self.splits <= most)
+        return max(
+            each for each in range(1, self.query_splits + 1) if self.query_splits % each == 0 and each * self.splits <= most
+        )
 
-    def most_sharers(self) -> int:
+    def most_query_splits(self) -> int:
         """Return the largest number of query splits of equal size with which no CTA has more than one unit."""
-        group, room = self.config.queries_per_key, self.workers // (self.config.num_key_value_heads * self.splits)
-        return max(each for each in range(1, group + 1) if group % each == 0 and each <= max(room, 1))
+        group, most = self.config.queries_per_key, self.workers // (self.config.num_key_value_heads * self.splits)
+        return max(each for each in range(1, group + 1) if group % each == 0 and each <= max(most, 1))
 
     def all_units(self) -> int:
         """Return the number of units of attention."""
-        return self.config.num_key_value_heads * self.sharers * self.splits
+        return self.config.num_key_value_heads * self.query_splits * self.splits
 
     def unit(self, number: int) -> Unit:
         """Return a unit of attention by its number."""
-        return unit_of(number, self.sharers, self.splits, self.joined if self.used > self.splits else 1, apart=self.apart)
+        return unit_of(
+            number, self.query_splits, self.splits, self.query_merge if self.used > self.splits else 1, apart=self.apart
+        )
 
     def units(self) -> list[tuple[int, int]]:
-        """Return the first and last unit of attention of each CTA: one each if there are enough CTAs."""
+        """Return the first unit of attention of each CTA and one past the last: one unit if there are enough CTAs."""
         units, workers = self.all_units(), self.workers
         if units > workers:
             return self.over_workers(units)
@@ -336,7 +343,7 @@ class Builder:
     def qkv_for(self, unit: Unit) -> tuple[Slice, ...]:
         """Return the slices that a unit of attention reads: its queries, and the newest key and value, which it may need."""
         begin, size = unit.head * self.head_words, self.config.head_dim
-        queries = self.config.queries_per_key // self.sharers * size
+        queries = self.config.queries_per_key // self.query_splits * size
         own = Slice("qkv", begin + unit.first * queries, begin + unit.last * queries)
         new = Slice("qkv", begin + self.head_words - 2 * size, begin + self.head_words)
         return own, new, squares_of(own), squares_of(new)
@@ -371,7 +378,7 @@ class Builder:
                 if unit.part >= self.used:
                     continue
                 reads += [*((self.queries(unit.head),) if self.rung.rope else self.qkv_for(unit)), self.cached(unit.head)]
-                if not self.rung.rope and unit.keeps:
+                if not self.rung.rope and unit.stores_newest:
                     word = unit.head * self.parts + unit.part
                     writes.append(Slice("cache", word, word + 1))
             assignments.append(self.with_polls(self.rung.heads, Assignment(begin, end, tuple(reads), tuple(writes))))
@@ -379,16 +386,16 @@ class Builder:
         return Phase("attention", op, self.rung.heads, tuple(assignments))
 
     def partial(self, unit: int) -> Slice:
-        """Return the slot of a unit's partial output and LSE."""
+        """Return the slot in ``partial`` of a unit of attention, with its partial outputs and LSE."""
         return Slice("partial", unit * self.slot, (unit + 1) * self.slot)
 
     def partials_for(self, unit: int) -> list[Slice]:
-        """Return the slices of outputs and LSE of a unit's own queries, one of either per KV split."""
-        joined = self.joined if self.used > self.splits else 1
-        own, queries = unit // self.splits % joined, self.config.queries_per_key // self.sharers
-        parts, slices = self.splits * joined, []
+        """Return the slices of partial outputs and of LSE of a unit's own queries, one of each per KV split."""
+        query_merge = self.query_merge if self.used > self.splits else 1
+        own, queries = unit // self.splits % query_merge, self.config.queries_per_key // self.query_splits
+        parts, slices = self.splits * query_merge, []
         for each in range(unit - unit % parts, unit - unit % parts + parts):
-            begin, lse = self.partial(each).begin, self.joined * queries * self.config.head_dim
+            begin, lse = self.partial(each).begin, self.query_merge * queries * self.config.head_dim
             results = begin + own * queries * self.config.head_dim
             slices.append(Slice("partial", results, results + queries * self.config.head_dim))
             slices.append(Slice("partial", begin + lse + own * queries, begin + lse + (own + 1) * queries))

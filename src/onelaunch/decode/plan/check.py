@@ -259,7 +259,7 @@ class _Clocks:
         # The first rows of the cache are the caller's, and sums begin as zero.
         if not past.written.all() and slice_.buffer != "cache" and not _buffer(self.plan, slice_).sums:
             raise PlanError(self.plan.rung, f"{_who(phase, cta)} reads words of {slice_.buffer} that nobody writes ({where})")
-        known = self.begun if self.plan.keys_stream and slice_.buffer == "cache" else self.known
+        known = self.begun if self.plan.kv_through_ring and slice_.buffer == "cache" else self.known
         if (early := known[cta, past.writer] < past.written).any():
             writer = int(past.writer[early.argmax()])
             problem = (

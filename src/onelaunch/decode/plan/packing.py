@@ -33,7 +33,7 @@ from onelaunch.decode.plan.phases import (
     padded,
 )  # fmt: skip
 
-MOMENTARY = 1 << 25
+BATCH_BYTES = 1 << 25
 """Bytes of tiles that are packed at once, which bounds the temporary memory."""
 
 
@@ -108,20 +108,23 @@ def as_operands(values: torch.Tensor) -> torch.Tensor:
     return values.unflatten(-1, (-1, 2, 2, 2)).transpose(-3, -2).reshape(values.shape)
 
 
-def by_heads(values: torch.Tensor, blocks: Blocks) -> torch.Tensor:
-    """Cut the output projection ``[H, Q * D]`` into units of attention: ``[blocks of all units * 8, width]``.
+def by_query_splits(values: torch.Tensor, blocks: Blocks) -> torch.Tensor:
+    """Cut the columns of the output projection ``[H, Q * D]`` by query splits: ``[blocks of all query splits * 8, width]``.
 
-    In each block, tiles of a unit's columns lie side by side, in the order of :func:`by_warps`.
+    In each block, several tiles of a query split's columns lie side by side, in the order of :func:`by_warps`.
     """
-    units = values.unflatten(1, (-1, blocks.channels))
-    stacked = values.new_zeros(blocks.count * blocks.rows, units.shape[1], blocks.tile_columns)
-    stacked[: len(units), :, : blocks.channels] = units
-    stacked = stacked.unflatten(0, (blocks.count, -1, TILE))  # [blocks, tiles, 8, units, columns]
+    parts = values.unflatten(1, (-1, blocks.channels))
+    stacked = values.new_zeros(blocks.count * blocks.rows, parts.shape[1], blocks.tile_columns)
+    stacked[: len(parts), :, : blocks.channels] = parts
+    stacked = stacked.unflatten(0, (blocks.count, -1, TILE))  # [blocks, tiles, 8, query splits, columns]
     return by_warps(stacked.permute(3, 0, 2, 1, 4).reshape(-1, blocks.width), blocks)
 
 
 def by_warps(values: torch.Tensor, blocks: Blocks) -> torch.Tensor:
-    """Permute the columns ``[..., width]`` of a block so that a warp's parts of 32 columns are consecutive ones of one tile."""
+    """Permute the columns ``[..., width]`` of a block so that each warp gets neighbouring parts of 32 columns of one tile.
+
+    In the stream, a warp's columns are every eighth part of 32: one in each step.
+    """
     if blocks.tile_columns == blocks.width:
         return values
     return values.unflatten(-1, (WARPS, -1, WARP_COLUMNS)).transpose(-3, -2).reshape(values.shape)
@@ -135,11 +138,11 @@ def from_warps(values: torch.Tensor, blocks: Blocks) -> torch.Tensor:
 
 
 def in_order(weights: Weights, layer: LayerWeights | None, op: Op, plan: Plan) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return a phase's matrix, and its rows in the order of tiles."""
+    """Return a phase's matrix, and the indices of its rows in the order of tiles, ``[tiles, 8]``."""
     values = matrix(weights, layer, op)
     if op != "o" or plan.blocks is None:
         return values, row_order(plan.config, op)
-    values = by_heads(values, plan.blocks)
+    values = by_query_splits(values, plan.blocks)
     return values, torch.arange(len(values), device="cpu").view(-1, TILE)
 
 
@@ -161,20 +164,20 @@ def granules(plan: Plan, op: Op, cta: int) -> int:
 def stream_bytes(config: ModelConfig, *, summed: bool = False) -> int:
     """Return the bytes of a model's stream, which do not depend on the number of CTAs.
 
-    If the output projection is split over heads (``summed``), it is the largest size over all query splits.
+    If the output projection is split over heads (``summed``), it is the largest size over all numbers of query splits.
     """
     sizes = {op: tiles(config, op) * (padded(columns(config, op)) // STEP) * GRANULE for op in PRODUCTS}
     if summed:
-        sharers = [each for each in range(1, config.queries_per_key + 1) if config.queries_per_key % each == 0]
-        cuts = [(config.num_key_value_heads * each, blocks_of(config, each)) for each in sharers]
-        sizes["o"] = max(units * blocks.count * (blocks.width // STEP) for units, blocks in cuts) * GRANULE
+        counts = [each for each in range(1, config.queries_per_key + 1) if config.queries_per_key % each == 0]
+        layouts = [(config.num_key_value_heads * each, blocks_of(config, each)) for each in counts]
+        sizes["o"] = max(splits * blocks.count * (blocks.width // STEP) for splits, blocks in layouts) * GRANULE
     return sizes.pop("lm_head") + config.num_hidden_layers * sum(sizes.values())
 
 
 def packing_bytes(config: ModelConfig, *, summed: bool = False) -> int:
-    """Return the largest number of bytes that :func:`pack` takes: the stream, one phase's stacked matrices, and some tiles."""
+    """Return the most bytes that :func:`pack` takes: the stream, one phase's stacked matrices, and a batch of tiles."""
     sizes = {op: columns(config, op) * row_order(config, op).numel() * config.dtype.itemsize for op in PRODUCTS[:-1]}
-    return stream_bytes(config, summed=summed) + max(sizes.values()) + 4 * MOMENTARY
+    return stream_bytes(config, summed=summed) + max(sizes.values()) + 4 * BATCH_BYTES
 
 
 def pack(weights: Weights, plan: Plan, again: Stream | None = None) -> Stream:
@@ -205,14 +208,17 @@ def pack(weights: Weights, plan: Plan, again: Stream | None = None) -> Stream:
 
 
 def _scatter(values: torch.Tensor, order: torch.Tensor, indices: torch.Tensor, stream: torch.Tensor) -> None:
-    """Write a matrix's granules to their places in the stream, some tiles at a time to bound the temporary memory."""
-    some = max(MOMENTARY // (TILE * padded(values.shape[1]) * values.itemsize), 1)
-    for rows, where in zip(order.split(some), indices.split(some), strict=True):
-        stream.index_copy_(0, where.flatten(), in_tiles(values, rows).flatten(0, 1).flatten(1))
+    """Write a matrix's granules to ``indices`` of the stream, a batch of tiles at a time to bound the temporary memory."""
+    batch = max(BATCH_BYTES // (TILE * padded(values.shape[1]) * values.itemsize), 1)
+    for rows, granule in zip(order.split(batch), indices.split(batch), strict=True):
+        stream.index_copy_(0, granule.flatten(), in_tiles(values, rows).flatten(0, 1).flatten(1))
 
 
 def _granule_indices(plan: Plan, op: Op, at: torch.Tensor) -> torch.Tensor:
-    """Return the index in the stream of each granule of a phase, ``[tiles, steps]`` int64; each CTA's begin ``at``."""
+    """Return the index in the stream of each granule of a phase, ``[tiles, steps]`` int64.
+
+    ``at`` has the index of each CTA's first granule of the phase.
+    """
     steps, deep = width(plan, op) // STEP, depth(plan.config)
 
     @functools.cache

@@ -30,9 +30,10 @@ Op = Literal[
 ]  # fmt: skip
 """Operation of a phase.
 
-``norm`` normalizes the residual stream in one CTA; ``rope`` normalizes and rotates heads; ``attention`` reads their results, and
-``rope_attention`` divides by the RMS itself; ``qkv``, ``o``, ``gate_up``, ``down`` and ``lm_head`` are matrix-vector products;
-``tally`` is a radix-select pass of the sampler, ``draw`` its candidates, and ``next`` takes the next token.
+``norm`` normalizes the residual stream in one CTA; ``rope`` normalizes and rotates heads. ``attention`` reads the results of
+``rope``; ``rope_attention`` reads heads that the epilogue of ``qkv`` has rotated, and divides them by their RMS. ``qkv``, ``o``,
+``gate_up``, ``down`` and ``lm_head`` are matrix-vector products. ``tally`` is a radix-select pass of the sampler, ``draw``
+samples a candidate in each CTA, and ``next`` takes the best candidate as the next token.
 """
 
 PRODUCTS: tuple[Op, ...] = ("qkv", "o", "gate_up", "down", "lm_head")
@@ -120,7 +121,7 @@ class Buffer:
     sums: bool = False
     """Flag of sums: CTAs add to the words atomically. They start as zero, and a write clears them."""
     counts: bool = False
-    """Flag of sums that count their additions in the word, so that a reader can spin until all are there."""
+    """Flag of sums that count their additions in the word, so that a reader can spin until all have been made."""
     copies: int = 1
     """Number of copies that tokens use in turn, so that one is written while the previous one may still be read."""
 
@@ -128,18 +129,18 @@ class Buffer:
 class Blocks(NamedTuple):
     """Layout of the output projection when it is split over units of attention (split-K).
 
-    A unit multiplies its own channels only, which are fewer columns than a step has. Several tiles therefore lie side by side
-    in the same columns of the stream, as a block.
+    A CTA multiplies the attention outputs of its own query splits only. Their channels are fewer columns than a step has. Several
+    tiles therefore lie side by side in the same columns of the stream, as a block.
     """
 
     channels: int
-    """Channels of the queries of a unit of attention."""
+    """Channels of the queries of a query split (see :class:`Plan`)."""
     tile_columns: int
     """Columns of the weight stream that a tile takes: ``channels`` rounded up to a power of two, at least a warp's 32."""
     width: int
     """Columns of a block of tiles."""
     count: int
-    """Number of blocks that cover all rows of the output projection."""
+    """Number of blocks that cover all rows of the output projection, for each query split."""
 
     @property
     def rows(self) -> int:
@@ -152,7 +153,7 @@ class Plan:
     """Plan of a token: the phases of a layer, which are repeated, and the tail: LM head and next token.
 
     A key head has ``queries_per_key`` queries. A *unit* of attention is the work of one CTA: a part of these queries over a
-    part of the positions. ``sharers`` is the split over queries, ``splits`` the split over positions (KV splits, as in
+    part of the positions. ``query_splits`` is the split over queries, ``splits`` the split over positions (KV splits, as in
     flash-decoding).
     """
 
@@ -166,23 +167,23 @@ class Plan:
     buffers: tuple[Buffer, ...]
     splits: int
     """Number of KV splits of a key head: units that share the positions of the same queries."""
-    sharers: int
+    query_splits: int
     """Number of query splits of a key head: units with different queries and the same positions."""
-    joined: int
+    query_merge: int
     """Number of neighbouring query splits that, in a long context, take each other's queries and split positions instead."""
     used: int
     """Number of KV splits that have positions at the current length.
 
-    With ``blocks``, 1 means that each unit takes all positions, and more than ``splits`` that ``joined`` query splits take
+    With ``blocks``, 1 means that each unit takes all positions, and more than ``splits`` that ``query_merge`` query splits take
     each other's queries.
     """
     positions: int
     """Positions per KV split; with ``blocks``, the number of positions up to which there is one split."""
-    joined_from: int
+    merge_from: int
     """Position from which on query splits take each other's queries."""
     streams: bool
     """Flag of a plan whose producer threads prefetch weights across phases, layers and tokens."""
-    keys_stream: bool = False
+    kv_through_ring: bool = False
     """Flag of a plan in which keys and values pass through the ring like weights, as soon as the previous token is complete."""
     separate: bool = False
     """Flag of a plan with one launch per phase, which needs no other synchronization."""
@@ -196,18 +197,18 @@ class Plan:
 
     def unit(self, number: int) -> Unit:
         """Return the unit of attention with this number."""
-        joined = self.joined if self.used > self.splits else 1
-        return unit_of(number, self.sharers, self.splits, joined, apart=self.apart)
+        query_merge = self.query_merge if self.used > self.splits else 1
+        return unit_of(number, self.query_splits, self.splits, query_merge, apart=self.apart)
 
     @property
     def parts(self) -> int:
         """Largest number of KV splits of the same queries."""
-        return self.splits * self.joined
+        return self.splits * self.query_merge
 
     @property
     def adders(self) -> int:
-        """Number of additions to a residual word per output projection; 0 if words do not count them."""
-        return self.config.num_key_value_heads * self.sharers if self.blocks else 0
+        """Number of additions to a residual word per output projection, one by each query split; 0 if words do not count them."""
+        return self.config.num_key_value_heads * self.query_splits if self.blocks else 0
 
     def additions(self, layer: int) -> int:
         """Return the additions to a residual word since the token began, up to a layer's attention; an MLP adds once."""
@@ -253,18 +254,18 @@ class Unit(NamedTuple):
     """First query split whose queries the unit takes, and one past the last."""
     part: int
     """Index of the KV split, the part of the positions."""
-    keeps: bool
-    """Flag of the unit that writes the newest key and value to the cache, if its split has their position."""
+    stores_newest: bool
+    """Flag of the unit that writes the newest key and value to the cache, if its KV split has their position."""
 
 
-def unit_of(number: int, sharers: int, splits: int, joined: int = 1, *, apart: bool = False) -> Unit:
+def unit_of(number: int, query_splits: int, splits: int, query_merge: int = 1, *, apart: bool = False) -> Unit:
     """Return a unit of attention by its number and a plan's splits; with ``apart``, each unit takes all positions."""
     rest, part = divmod(number, splits)
-    head, sharer = divmod(rest, sharers)
+    head, query_split = divmod(rest, query_splits)
     if apart:
-        return Unit(head, sharer, sharer + 1, 0, sharer == 0 and part == 0)
-    first = sharer - sharer % joined
-    return Unit(head, first, first + joined, sharer % joined * splits + part, first == 0)
+        return Unit(head, query_split, query_split + 1, 0, query_split == 0 and part == 0)
+    first = query_split - query_split % query_merge
+    return Unit(head, first, first + query_merge, query_split % query_merge * splits + part, first == 0)
 
 
 def padded(columns: int) -> int:
@@ -292,9 +293,9 @@ WARP_COLUMNS = 32
 """Columns of a step that one of the eight warps multiplies."""
 
 
-def blocks_of(config: ModelConfig, sharers: int) -> Blocks:
-    """Return the split-K layout of the output projection for ``sharers`` query splits per key head."""
-    channels = config.queries_per_key // sharers * config.head_dim
+def blocks_of(config: ModelConfig, query_splits: int) -> Blocks:
+    """Return the split-K layout of the output projection for ``query_splits`` query splits per key head."""
+    channels = config.queries_per_key // query_splits * config.head_dim
     tile_columns = max(1 << (channels - 1).bit_length(), WARP_COLUMNS)
     width = max(tile_columns, depth(config) * STEP)
     return Blocks(channels, tile_columns, width, -(-config.hidden_size // (width // tile_columns * TILE)))

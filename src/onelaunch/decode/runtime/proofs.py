@@ -76,7 +76,7 @@ def _check(config: ModelConfig, level: str, ctas: int, tuning: Tuning) -> None:
     def proof() -> None:
         plan, short = plan_for(config, level, ctas), plan_for(config, level, ctas, 1)
         plans = (plan,) * 4 if plan.splits == 1 else (short, plan, plan, short)
-        if plan.joined > 1:
+        if plan.query_merge > 1:
             between = plan_for(config, level, ctas, plan.splits)
             plans = (short, between, plan, between, between, short)
         check(*plans, resources=resources_of(plan, tuning, ctas))

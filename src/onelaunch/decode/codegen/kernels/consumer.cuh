@@ -2,9 +2,16 @@
 //
 // The eight consumer warps of a CTA run this code; the producer thread is in step.cu. Everything that outlives a phase is in Consumer.
 // It is little, since registers are scarce: with nine warps a thread has at most 168 (three warps share a quarter of the SM's registers).
+//
+// Weights    A granule (GRANULE, 4 KB) is a tile of 8 rows over a step (STEP) of 256 columns. A thread's share of it is 16 bytes. A chunk
+//            (CHUNK, 16 KB) is one stage of the ring and holds four granules. DEPTH granules of a tile follow each other in the stream:
+//            4, 2 or 1, the largest number that divides the steps of every matrix. With 4, a chunk belongs to one tile, and every phase
+//            ends at the end of a chunk. With less, a chunk may hold several tiles and the end of one phase and the begin of the next.
+// Units      `assignments` counts a phase's work in units: tiles of a matrix, units of attention (heads.cuh), or KV heads. A unit of
+//            phase O is a block of tiles if SPLIT_K_O (residual.cuh).
 #pragma once
 
-// Return the number of KV splits (flash-decoding) at a position: how many units share the positions of the same queries.
+// Return the number of KV splits (flash-decoding) at a position: how many units of attention share the positions of the same queries.
 // Without SPLIT_K_O it is one more for every POSITIONS_PER_SPLIT positions, at most KV_SPLITS. With it there are three regimes: one
 // split in a short context, KV_SPLITS in a longer one, and from MERGE_FROM on QUERY_MERGE times as many (heads.cuh, Span).
 DEVICE int kv_splits_at(int position) {
@@ -16,7 +23,7 @@ DEVICE int kv_splits_at(int position) {
 struct Consumer {
   const Arguments& a;
   Shared& s;
-  const int* assignments;      // this CTA's row of the table: first unit and one past the last, per phase
+  const int* assignments;      // this CTA's row of the table: first unit and one past the last, for each phase
   int thread, warp, lane;
   int layer = 0, position;
   u32 token_epoch;             // epoch of the buffers that are used once per token; counts on over launches
@@ -27,7 +34,7 @@ struct Consumer {
   int unreleased = 0;          // chunks before `ring` that were read but whose `empty` barrier was not arrived at
   int granules_left = 0;       // granules of the current chunk that the next phase will read (DEPTH < 4: phases end within chunks)
   bool ring_ok = true;         // no wait for the ring timed out; else chunks are no longer released, so that no barrier overflows
-  int granules_allowed = 0;    // granules of this token whose phases have begun (allow_weights)
+  int granules_allowed = 0;    // granules of this token up to the phase that began last; bounds the producer (allow_weights)
   int parity = 0;              // set of Shared::sums that the next product writes
 
   DEVICE Consumer(const Arguments& a, Shared& s, const int* assignments)
@@ -46,7 +53,8 @@ struct Consumer {
   DEVICE int begin(int phase) const { return assignments[2 * phase]; }
   DEVICE int end(int phase) const { return assignments[2 * phase + 1]; }
 
-  // Profile markers, only if the kernel was generated with them. Thread 0 writes its clock; the next token has the row NEXT_TOKEN.
+  // Profile markers, only if the kernel was generated with them (PROFILED). Thread 0 writes its clock. The choice of the next token has
+  // the row NEXT_TOKEN. Phases behind the last layer have `layer` = LAYERS.
   DEVICE void write_marker(int at, u32 v) const {
     constexpr int WORDS = MARKER_HEADER + (LAYERS + 1) * (TABLE_PHASES + 1) * MARKERS_PER_PHASE;  // of a CTA
     if constexpr (PROFILED)
@@ -80,7 +88,7 @@ struct Consumer {
     mark_token(TICKS_END);
   }
   // Write the state for the next launch. Every CTA read the old state before it took part in a token, and CTA 0 cannot finish a token
-  // without all of them.
+  // without all of them. With a launch per phase end_token() is not called, so the position is advanced here.
   DEVICE void end_launch() {
     if (cta_index() || thread) return;
     a.state[POSITION] = position + LAUNCH_PER_PHASE;
@@ -88,15 +96,19 @@ struct Consumer {
     a.state[BARRIERS] = *s.grid_barriers;
   }
 
-  // Read this thread's 16 bytes of the next `units` * DEPTH granules of the ring into registers. `units` is at most CAPACITY, and at
-  // least `guaranteed` in every call of this instantiation. The shared-memory loads are in flight when this returns. The chunks stay
-  // unreleased until release() or the next call, so that the arrivals do not delay the loads. A warp waits at one barrier at a time: a
-  // version in which each lane had the barrier of another chunk gave wrong results on the GPU.
+  // Read this thread's 16 bytes of each of the next `runs` * DEPTH granules of the ring into registers. A run is DEPTH consecutive
+  // granules of one tile. `runs` is at most CAPACITY, and at least `guaranteed` in every call of this instantiation. The shared-memory
+  // loads are in flight when this returns. The chunks stay unreleased until release() or the next call, so that the arrivals do not
+  // delay the loads. A warp waits at one barrier at a time: a version in which each lane had the barrier of another chunk gave wrong
+  // results on the GPU.
   template <int CAPACITY>
-  DEVICE void fetch(uint4 (&v)[CAPACITY][DEPTH], int units, int guaranteed) {
+  DEVICE void fetch(uint4 (&v)[CAPACITY][DEPTH], int runs, int guaranteed) {
     release();
-    const int begin = DEPTH < 4 && granules_left ? 4 - granules_left : 0, end = begin + units * DEPTH, until = (end + 3) / 4;
-    bool landed = true;  // The chunks mostly landed long ago, so all barriers are tested first, without a branch between them.
+    // Granules from the begin of the first chunk on, which the previous call may have read in part; `until` counts chunks.
+    const int begin = DEPTH < 4 && granules_left ? 4 - granules_left : 0, end = begin + runs * DEPTH, until = (end + 3) / 4;
+    // Mostly all chunks have landed long ago, so all barriers are tested first, without a branch between them. The first chunk needs no
+    // test if the previous call has read from it.
+    bool landed = true;
 #pragma unroll
     for (int chunk = 0; chunk < (CAPACITY * DEPTH + 6) / 4; ++chunk) {
       const Ring each = ring.after(chunk);
@@ -110,12 +122,12 @@ struct Consumer {
     }
     const char* base = s.stages + warp * (GRANULE / WARPS) + lane * 16;
 #pragma unroll
-    for (int unit = 0; unit < CAPACITY; ++unit) {
-      const int granule = begin + unit * DEPTH;
+    for (int run = 0; run < CAPACITY; ++run) {
+      const int granule = begin + run * DEPTH;
       const char* at = base + ring.after(granule / 4).stage * CHUNK + granule % 4 * GRANULE;
 #pragma unroll
-      for (int i = 0; i < DEPTH; ++i)  // An array that is not written on every path would be kept in registers from layer to layer.
-        v[unit][i] = unit < guaranteed || unit < units ? *(const uint4*)(at + i * GRANULE) : uint4{0, 0, 0, 0};
+      for (int i = 0; i < DEPTH; ++i)  // The compiler would keep an array that is not written on every path in registers over all layers.
+        v[run][i] = run < guaranteed || run < runs ? *(const uint4*)(at + i * GRANULE) : uint4{0, 0, 0, 0};
     }
     unreleased = end / 4, ring = ring.after(unreleased);
     if (DEPTH < 4) granules_left = end % 4 ? 4 - end % 4 : 0;
@@ -139,12 +151,14 @@ struct Consumer {
   }
 };
 
-// Return the number of granules that a CTA with these assignments reads in a phase. In the stream, phases follow each other in the
-// order of the enumeration QKV, O, GATE_UP, DOWN, and LM_HEAD comes after all layers.
+// Return the number of granules that a CTA with these assignments reads in a phase whose tiles have `columns` columns. In the stream,
+// phases follow each other in the order of the enumeration QKV, O, GATE_UP, DOWN, and LM_HEAD comes after all layers.
 DEVICE int phase_granules(const int* assignments, int phase, int columns) {
   return (assignments[2 * phase + 1] - assignments[2 * phase]) * ((columns + STEP - 1) / STEP);
 }
+// Return the columns of a phase's tiles: those of its matrix or, with SPLIT_K_O, of a block of the output projection.
 DEVICE int columns_of(int phase) { return phase == O ? (SPLIT_K_O ? BLOCK_WIDTH : QUERY) : phase == DOWN ? INNER : HIDDEN; }
+// Return the number of granules that a CTA reads in each layer.
 DEVICE int layer_granules(const int* assignments) {
   int sum = 0;
   for (int phase = QKV; phase <= DOWN; ++phase) sum += phase_granules(assignments, phase, columns_of(phase));

@@ -139,7 +139,8 @@ DEVICE u32 floats_to_bf16x2(float low, float high) {
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(v) : "f"(high), "f"(low));
   return v;
 }
-// exp2, log2, 1/x and 1/sqrt(x) as one instruction each, correct to about 22 bits. Subnormal results are flushed to zero.
+// exp2, log2, 1/x and 1/sqrt(x) as one instruction each, correct to about 22 bits. Subnormal arguments and
+// results are flushed to zero.
 DEVICE float exp2_approx(float v) {
   float r;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(v));

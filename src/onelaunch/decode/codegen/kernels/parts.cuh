@@ -1,8 +1,9 @@
 // Combination of KV splits: partial attention outputs with their LSE become the operand of the output projection (flash-decoding).
 //
 // Computes   o = sum_i 2^(LSE_i - M) o_i / sum_i 2^(LSE_i - M), with M = max LSE_i, over the splits i of a query; LSE in base 2.
-// Memory     PARTIAL has a slot per unit: [PARTIAL_QUERIES][HEAD_DIM] outputs, then [PARTIAL_QUERIES] LSE. Without SPLIT_K_O every CTA
-//            reads the slots of all queries from the L2 cache; with it a unit reads only the splits of its own queries.
+// Memory     PARTIAL has a slot per unit of attention: [PARTIAL_QUERIES][HEAD_DIM] outputs, then [PARTIAL_QUERIES] LSE. The KV splits of
+//            the same queries have consecutive slots. Without SPLIT_K_O every CTA reads the slots of all queries from the L2 cache; with
+//            it a CTA reads only those of its query splits.
 // Threads    a thread combines 4 or 8 channels of a head. Loads of all splits that fit in registers are in flight at once.
 // Sync       slots are flag-in-data words (words.cuh). Both staging functions end with a barrier of the consumer threads.
 #pragma once
@@ -16,24 +17,26 @@ template <int COUNT, int QUADS>
 struct Partials {
   uint4 values[COUNT][QUADS];
   u32 lse[COUNT];
-  DEVICE void load(int part, const float* slot, int channel, int g) {
-    const uint4* at = (const uint4*)(slot + part * PARTIAL_WORDS + g * HEAD_DIM + channel);
-    const u32* lse_at = (const u32*)(slot + part * PARTIAL_WORDS + PARTIAL_QUERIES * HEAD_DIM + g);
+  // Load split `part` of a query, an index into the slot's queries. `slot` is that of the first split.
+  DEVICE void load(int part, const float* slot, int channel, int query) {
+    const uint4* at = (const uint4*)(slot + part * PARTIAL_WORDS + query * HEAD_DIM + channel);
+    const u32* lse_at = (const u32*)(slot + part * PARTIAL_WORDS + PARTIAL_QUERIES * HEAD_DIM + query);
 #pragma unroll
     for (int i = 0; i < QUADS; ++i) values[part][i] = FLAG_IN_DATA ? load_relaxed(at + i) : load_weak(at + i);
     lse[part] = FLAG_IN_DATA ? load_relaxed(lse_at) : *lse_at;
   }
-  // Spin until the first `count` splits have arrived; the others count as empty. All lanes load all splits again until all are there:
-  // lanes that asked only for what they lacked diverged and asked one after another (words.cuh).
-  DEVICE void spin_load(Consumer& c, const float* slot, int channel, int g, int count) {
+  // Spin until the first `count` splits have arrived; the others get the weight 0. All lanes load all splits again until all have
+  // arrived: lanes that loaded only the missing ones diverged, and their loads came one after another (words.cuh, spin_load, which also
+  // explains the comparison of tags).
+  DEVICE void spin_load(Consumer& c, const float* slot, int channel, int query, int count) {
     auto all_there = [&] {
       u32 some = tag_of(c.epoch()), every = some;
 #pragma unroll
       for (int part = 0; part < COUNT; ++part) {
 #pragma unroll
         for (int i = 0; i < QUADS; ++i) values[part][i] = {0, 0, 0, 0};
-        lse[part] = float_as_uint(2 * NO_SCORE);
-        if (part < count) load(part, slot, channel, g);
+        lse[part] = float_as_uint(2 * NO_SCORE);  // weight 0 even if max_lse is still NO_SCORE (attention.cuh)
+        if (part < count) load(part, slot, channel, query);
       }
 #pragma unroll
       for (int part = 0; part < COUNT; ++part) {
@@ -60,10 +63,10 @@ struct LseCombine {
     float larger = max_lse;
 #pragma unroll
     for (int part = 0; part < COUNT; ++part) larger = fmaxf(larger, strip_tag(parts.lse[part]));
-    const float by = exp2_approx(max_lse - larger);
-    max_lse = larger, sum *= by;
+    const float rescale = exp2_approx(max_lse - larger);
+    max_lse = larger, sum *= rescale;
 #pragma unroll
-    for (float4& s : sums) s = {s.x * by, s.y * by, s.z * by, s.w * by};
+    for (float4& s : sums) s = {s.x * rescale, s.y * rescale, s.z * rescale, s.w * rescale};
 #pragma unroll
     for (int part = 0; part < COUNT; ++part) {
       const float weight = exp2_approx(strip_tag(parts.lse[part]) - max_lse);
@@ -83,14 +86,14 @@ struct LseCombine {
                    float4{sums[i].x * inverse_sum, sums[i].y * inverse_sum, sums[i].z * inverse_sum, sums[i].w * inverse_sum});
   }
 };
-// Combine all splits of a head from `slot` on, COUNT at a time.
+// Combine all splits of a query head from `slot` on, COUNT at a time, and stage 8 channels at `column` of the operand.
 template <int COUNT>
-DEVICE void combine_parts(Consumer& c, const float* slot, int channel, int g, int column) {
+DEVICE void combine_parts(Consumer& c, const float* slot, int channel, int query, int column) {
   LseCombine<2> combined;
 #pragma unroll 1
   for (int first = 0; first < c.kv_splits(); first += COUNT, slot += COUNT * PARTIAL_WORDS) {
     Partials<COUNT, 2> parts;
-    parts.spin_load(c, slot, channel, g, c.kv_splits() - first);
+    parts.spin_load(c, slot, channel, query, c.kv_splits() - first);
     combined.add(parts);
   }
   combined.store(c, column);
@@ -108,26 +111,26 @@ DEVICE void stage_attention(Consumer& c) {
       store_split_zeros(c, column);
       continue;
     }
-    const int head = column / HEAD_DIM, g = head % UNIT_QUERIES;
+    const int head = column / HEAD_DIM, query = head % UNIT_QUERIES;
     const float* slot = c.a.words + PARTIAL + head / UNIT_QUERIES * KV_SPLITS * PARTIAL_WORDS;
     if (splits == 1) {  // The output is final; no LSE is read.
       uint4 v[2];
-      spin_load(c, v, c.epoch(), [](int) { return true; }, [&](int i) { return slot + g * HEAD_DIM + column % HEAD_DIM + 4 * i; });
+      spin_load(c, v, c.epoch(), [](int) { return true; }, [&](int i) { return slot + query * HEAD_DIM + column % HEAD_DIM + 4 * i; });
       store_split4(c, column, strip_tag(v[0]));
       store_split4(c, column + 4, strip_tag(v[1]));
     } else if (splits == 2) {
-      combine_parts<2>(c, slot, column % HEAD_DIM, g, column);
+      combine_parts<2>(c, slot, column % HEAD_DIM, query, column);
     } else if (PARTIALS_AT_ONCE > 4 && splits <= 4) {
-      combine_parts<4>(c, slot, column % HEAD_DIM, g, column);
+      combine_parts<4>(c, slot, column % HEAD_DIM, query, column);
     } else {
-      combine_parts<PARTIALS_AT_ONCE>(c, slot, column % HEAD_DIM, g, column);
+      combine_parts<PARTIALS_AT_ONCE>(c, slot, column % HEAD_DIM, query, column);
     }
   }
   c.scale = 1.0f, c.norm_pending = false;
   c.sync();
 }
 
-// Combine COUNT splits of one of the unit's own queries, all with one trip to the L2 cache.
+// Combine COUNT splits of a query, all with one trip to the L2 cache, and stage 4 channels at `column` of the operand.
 template <int COUNT>
 DEVICE void combine_own(Consumer& c, const float* slots, int channel, int query, int column) {
   Partials<COUNT, 1> parts;
@@ -136,10 +139,10 @@ DEVICE void combine_own(Consumer& c, const float* slots, int channel, int query,
   combined.add(parts);
   combined.store(c, column);
 }
-// Stage the attention output of a unit's own queries, as the operand of its part of the output projection (SPLIT_K_O). With one KV
-// split the unit has staged it already (PartialStore). Else wait HOLD cycles before the first poll: polling earlier delays the words
-// that are polled.
-DEVICE void stage_own_attention(Consumer& c, int unit, int column) {
+// Stage the attention output of a query split, as the operand of its blocks of the output projection (SPLIT_K_O). With one KV split
+// the CTA's attention phase has staged it already (PartialStore), and only the padding is written. Else the warps that poll wait HOLD
+// cycles before the first poll: polling earlier delays the words that are polled.
+DEVICE void stage_own_attention(Consumer& c, int query_split, int column) {
   constexpr int QUERIES_WIDTH = UNIT_QUERIES * HEAD_DIM;
   for (int at = QUERIES_WIDTH + 8 * c.thread; at < O_TILE_COLUMNS; at += 8 * CONSUMER_THREADS) store_split_zeros(c, column + at);
   const int splits = c.kv_splits();
@@ -151,11 +154,11 @@ DEVICE void stage_own_attention(Consumer& c, int unit, int column) {
     for (int at = 4 * c.thread; at < QUERIES_WIDTH; at += 4 * CONSUMER_THREADS) {
       const int channel = at % HEAD_DIM, query = at / HEAD_DIM;
       const float* slots = c.a.words + PARTIAL;
-      if (merged)
-        combine_own<MAX_KV_SPLITS>(c, slots + unit / QUERY_MERGE * QUERY_MERGE * KV_SPLITS * PARTIAL_WORDS, channel,
-                                   unit % QUERY_MERGE * UNIT_QUERIES + query, column + at);
+      if (merged)  // Each slot of QUERY_MERGE neighbouring query splits has the queries of all of them.
+        combine_own<MAX_KV_SPLITS>(c, slots + query_split / QUERY_MERGE * QUERY_MERGE * KV_SPLITS * PARTIAL_WORDS, channel,
+                                   query_split % QUERY_MERGE * UNIT_QUERIES + query, column + at);
       else
-        combine_own<KV_SPLITS>(c, slots + unit * KV_SPLITS * PARTIAL_WORDS, channel, query, column + at);
+        combine_own<KV_SPLITS>(c, slots + query_split * KV_SPLITS * PARTIAL_WORDS, channel, query, column + at);
     }
   }
   c.scale = 1.0f, c.norm_pending = false;

@@ -7,6 +7,7 @@
 //            grid      grid_barrier(): all writes of all CTAs before it are visible to all after it.
 //            flags     a semaphore per KV head (signal_heads, wait_heads): only the CTAs of a head wait for each other.
 //            data      none here: the phase spins on the flag-in-data words that it reads (words.cuh).
+//            With a launch per phase nothing is needed between phases.
 // Residual   the CTA that owns a row of O owns the same row of DOWN, so the residual stream stays in its shared memory over all layers
 //            (Shared::own_rows) and is only written for others to read. With SPLIT_K_O see residual.cuh.
 #pragma once
@@ -54,16 +55,17 @@ DEVICE const u16* first_row(const Consumer& c) { return c.layer == 0 ? c.embeddi
 DEVICE void input_norm(Consumer& c) { norm_by_one_cta(c, c.a.words + RESIDUAL, first_row(c), c.norm_weights()); }
 DEVICE void post_norm(Consumer& c) { norm_by_one_cta(c, c.a.words + MID, nullptr, c.norm_weights() + HIDDEN); }
 
-// RoPE and norm weights of one row of the QKV product. The RoPE partner of a channel is half a head away and, by the order of rows,
-// half a tile away. Weights and rotation are linear, so the division by the RMS can come later, in attention. Rows of values stay as
-// they are.
+// RoPE and norm weights of one row of the QKV product. The RoPE partner of a channel is half a head away. Rows are packed so that a tile
+// has four channels of a head's first half and then their partners (packing.py, in_pairs): in the tile the partner is half a tile away.
+// A KV head has GROUP query heads, then its key, then its value. Norm weights and rotation are linear, so the division by the RMS of the
+// head can come later, in attention. Rows of values stay as they are.
 struct RowRope {
   float cosine = 1, sine = 0, sign;
   u32 weight = 0x3F80, partner_weight = 0;  // bfloat16: 1 and 0
   DEVICE RowRope(const Consumer& c, u32 row) : sign(upper(row) ? 1.0f : -1.0f) {
-    const u32 which = row / HEAD_DIM % (GROUP + 2), pair = row % HEAD_DIM / TILE * (TILE / 2) + row % (TILE / 2);
-    if (which > GROUP) return;
-    const u16* lower = c.norm_weights() + 2 * HIDDEN + (which == GROUP ? HEAD_DIM : 0) + pair;
+    const u32 head = row / HEAD_DIM % (GROUP + 2), pair = row % HEAD_DIM / TILE * (TILE / 2) + row % (TILE / 2);
+    if (head > GROUP) return;  // a row of a value
+    const u16* lower = c.norm_weights() + 2 * HIDDEN + (head == GROUP ? HEAD_DIM : 0) + pair;
     const int half = upper(row) ? HEAD_DIM / 2 : 0;
     weight = lower[half], partner_weight = lower[HEAD_DIM / 2 - half];
     cosine = c.rotation()[pair], sine = c.rotation()[HEAD_DIM / 2 + pair];
@@ -80,11 +82,12 @@ DEVICE void multiply_qkv(Consumer& c) {
   allow_weights(c, QKV, HIDDEN);
   auto stage = [&] {
     if constexpr (NORM_PHASE)
-      stage_vector<HIDDEN>(c, c.a.words + NORMED, 0);
-    else
+      stage_vector<HIDDEN>(c, c.a.words + NORMED, 0);  // Any epoch will do: these plans have grid barriers and no tags.
+    else  // The previous layer's DOWN wrote RESIDUAL, in its epoch.
       stage_normed(c, c.a.words + RESIDUAL, first_row(c), c.norm_weights(), c.epoch() - 1);
   };
-  const RowRope first(c, c.begin(QKV) * TILE + c.thread);  // Of the first group of tiles: loaded before the operand is waited for.
+  // This thread's row in the first group of tiles. Its weights are loaded before the wait for the operand.
+  const RowRope first(c, c.begin(QKV) * TILE + c.thread);
   multiply_phase<HIDDEN, MAX_QKV, MIN_QKV, GROUPS_QKV>(c, QKV, stage, [&](u32 row, int mine, float own, float other) {
     if constexpr (ROPE_PHASE) {
       store_words(c.a.words + QKV_OUT + row, own, c.epoch());
@@ -152,8 +155,9 @@ DEVICE void multiply_down(Consumer& c) {
   });
 }
 
-// Encode a candidate so that the largest integer is the largest logit and, among equals, the smallest token: 32 bits of the logit in an
-// order that integers have, 24 bits of the token counted down, and 8 bits for the epoch's tag.
+// Encode a candidate for the next token so that the largest integer is the largest logit and, among equals, the smallest token. From the
+// top: 32 bits of the logit, mapped so that unsigned integers have the order of the floats; 24 bits of 0xFFFFFF - token; and 8 zero bits
+// for the tag.
 DEVICE u64 candidate(float logit, int token) {
   const u32 bits = float_as_uint(logit), ordered = bits >> 31 ? ~bits : bits | 1u << 31;
   return (u64)ordered << 32 | (u64)(0xFFFFFF - token) << 8;
@@ -172,11 +176,12 @@ DEVICE u64 cta_max(Consumer& c, u64 mine) {
   for (int warp = 0; warp < WARPS; ++warp) mine = larger_of(mine, c.s.candidates[warp]);
   return mine;
 }
+// Return this token's set of candidates, one per CTA; two sets alternate.
 DEVICE u64* candidates_of_token(Consumer& c) { return c.a.best + (c.token_epoch & 1) * CTAS; }
 
 #include "sampling.cuh"
 
-// Phase LM_HEAD: write logits, and this CTA's candidate for the next token.
+// Phase LM_HEAD: write logits, and this CTA's candidate for the next token, with the number of the token modulo 256 as its tag.
 DEVICE void multiply_head(Consumer& c) {
   c.refresh();
   allow_weights(c, LM_HEAD, HIDDEN);
@@ -196,7 +201,8 @@ DEVICE void multiply_head(Consumer& c) {
 }
 
 // Take the best of all CTAs' candidates, or sample. Every CTA does so for itself and gets the same token. Two sets of candidates
-// alternate from token to token, as a slow CTA may still read the previous one's.
+// alternate from token to token, as a slow CTA may still read the previous one's. Without FLAG_IN_DATA the barrier before this phase has
+// ordered the candidates, and tags are not checked.
 DEVICE void next_token(Consumer& c) {
   c.refresh();
   u64 mine = 0;
@@ -217,7 +223,7 @@ DEVICE void next_token(Consumer& c) {
     if (cta_index() == 0) c.a.tokens[c.position + 1] = *c.s.token;
   }
   c.sync();
-  c.mark(NEXT_TOKEN, READY), c.mark(NEXT_TOKEN, DONE);
+  c.mark(NEXT_TOKEN, READY), c.mark(NEXT_TOKEN, DONE);  // no operand is staged: both markers are the end
 }
 
 #include "order.cuh"

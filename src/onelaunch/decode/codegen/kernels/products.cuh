@@ -5,9 +5,9 @@
 //            The first four of them are rows 0 to 7 of operand A, the last four rows 8 to 15: the same rows of W over other columns.
 //            Operand B has x_hi and x_lo of the first four columns in its columns 0 and 1, of the last four in 2 and 3. So
 //            D[r][0] + D[r][1] + D[r + 8][2] + D[r + 8][3] is the row's sum; the rest of D is unused. The memory bound leaves room for
-//            that: float32 activations cost nothing, and a row is summed with one shuffle.
-// Warps      each of the eight warps multiplies 32 of every STEP (256) columns, for all tiles of the CTA. The warps' sums meet in
-//            Shared::sums; thread t adds those of row t.
+//            that: float32 activations take no extra time, and a row is summed with one shuffle.
+// Warps      each of the eight warps multiplies 32 of every STEP (256) columns, for all tiles of the CTA. The warps write
+//            their sums to Shared::sums, and thread t adds those of row t.
 // Memory     weights pass from the ring to registers once, 16 bytes per thread and load without bank conflicts; in plans that prefetch
 //            across phases a phase's first tiles are fetched before its operand is waited for, so that only products remain.
 // Barriers   one barrier of the consumer threads per group of tiles, between the warps' sums and their addition. It also lets the next
@@ -21,15 +21,16 @@ constexpr int TILES_AHEAD = LAUNCH_PER_PHASE ? 2 : MAX_TILES;
 // the most groups of any CTA, MAX_... and MIN_... the most and fewest tiles of a group.
 DEVICE int group_count(int tiles) { return (tiles + MAX_TILES - 1) / MAX_TILES; }
 
-// Order in which a phase's weights pass through registers, which is that of the stream: blocks of DEPTH steps of columns; in each block
-// the tiles, in batches of SIZE. For a single tile, ROUNDS blocks are one batch. If a tile has fewer columns (TILE_COLUMNS) than a
-// block (COLUMNS), several tiles lie side by side in the same steps (residual.cuh).
+// Order in which a group's weights pass through registers, which is that of the stream. The columns are divided into BLOCKS of DEPTH
+// steps. In each block come the tiles, in batches of SIZE, fetched at once. For a single tile, ROUNDS blocks are one batch. A batch has
+// at most AHEAD entries: they must all fit in the ring. TILES and MIN_TILES are the most and fewest tiles of a group. If a tile has
+// fewer columns (TILE_COLUMNS) than a block (COLUMNS), several tiles lie side by side in the same steps (residual.cuh).
 template <int COLUMNS, int TILES, int MIN_TILES, int TILE_COLUMNS = COLUMNS>
 struct WeightBatches {
   static constexpr bool SIDE_BY_SIDE_TILES = TILE_COLUMNS < COLUMNS;
-  static constexpr int WANTED = SIDE_BY_SIDE_TILES ? 2 : TILES_AHEAD, AHEAD = WANTED < STAGES ? WANTED : STAGES;
-  static constexpr int BLOCKS = padded(COLUMNS) / STEP / DEPTH, MANY = (TILES + AHEAD - 1) / AHEAD;
-  static constexpr int SIZE = (TILES + MANY - 1) / MANY, ROUNDS = TILES > 1 ? 1 : BLOCKS < AHEAD ? BLOCKS : AHEAD;
+  static constexpr int MOST = SIDE_BY_SIDE_TILES ? 2 : TILES_AHEAD, AHEAD = MOST < STAGES ? MOST : STAGES;
+  static constexpr int BLOCKS = padded(COLUMNS) / STEP / DEPTH, BATCHES = (TILES + AHEAD - 1) / AHEAD;
+  static constexpr int SIZE = (TILES + BATCHES - 1) / BATCHES, ROUNDS = TILES > 1 ? 1 : BLOCKS < AHEAD ? BLOCKS : AHEAD;
   static_assert(padded(COLUMNS) / STEP % DEPTH == 0, "blocks of DEPTH steps cover all columns");
   static_assert(!SIDE_BY_SIDE_TILES || (BLOCKS == 1 && COLUMNS % TILE_COLUMNS == 0 && TILE_COLUMNS % 32 == 0), "a batch has whole tiles");
   typedef uint4 Weights[ROUNDS * SIZE][DEPTH];
@@ -59,52 +60,55 @@ DEVICE const u16* operand(const Consumer& c, int column) {
   const int row = c.lane / 4, quad = c.lane % 4;
   return (row & 1 ? c.s.vector_lo : c.s.vector_hi) + column + 8 * quad + (row & 2 ? 4 : 0);
 }
-// Assignment of tiles that lie side by side to warps: a block has parts of 32 columns, and each warp has DEPTH consecutive parts, tile
-// after tile. A warp then has OF_A_WARP whole tiles, or WARPS_OF_ONE warps share a tile.
+// Division of a block of TILES tiles that lie side by side among the warps. A tile has PARTS parts of 32 columns, the columns of one mma.
+// Each warp takes DEPTH consecutive parts of the block, tile after tile. So a warp has TILES_PER_WARP whole tiles, or WARPS_PER_TILE
+// warps share a tile.
 template <int COLUMNS, int TILE_COLUMNS>
 struct SideBySide {
   static constexpr int TILES = COLUMNS / TILE_COLUMNS, PARTS = TILE_COLUMNS / 32;
-  static constexpr int OF_A_WARP = PARTS < DEPTH ? DEPTH / PARTS : 1, WARPS_OF_ONE = PARTS > DEPTH ? PARTS / DEPTH : 1;
+  static constexpr int TILES_PER_WARP = PARTS < DEPTH ? DEPTH / PARTS : 1, WARPS_PER_TILE = PARTS > DEPTH ? PARTS / DEPTH : 1;
 };
-// Multiply up to TILES blocks of tiles that lie side by side. If a warp has whole tiles, its lanes call store(row in the blocks, sum)
-// and no barrier is needed; else the sums go to Shared::sums, and the caller adds those of WARPS_OF_ONE warps after a barrier.
+// Multiply `tiles` (at most TILES) blocks of tiles that lie side by side by the operand from `column` on. The first batch of weights must
+// have been fetched into v, and the operand must be staged. If a warp has whole tiles, its lanes call store(row in the blocks, sum), and
+// no barrier is needed. Else the sums go to Shared::sums, and the caller adds those of WARPS_PER_TILE warps after a barrier.
 template <int COLUMNS, int TILES, int MIN_TILES, int TILE_COLUMNS, class Store>
 DEVICE void multiply_side_by_side(Consumer& c, int tiles, int column,
                                   typename WeightBatches<COLUMNS, TILES, MIN_TILES, TILE_COLUMNS>::Weights& v, Store store) {
   using B = WeightBatches<COLUMNS, TILES, MIN_TILES, TILE_COLUMNS>;
-  using Its = SideBySide<COLUMNS, TILE_COLUMNS>;
+  using Split = SideBySide<COLUMNS, TILE_COLUMNS>;
   const int quad = c.lane % 4, first_part = c.warp * DEPTH;
 #pragma unroll
   for (int first = 0; first < TILES; first += B::SIZE) {
     if (first) B::fetch(c, 0, first, tiles, v);
-    constexpr int CHAINS = DEPTH / Its::OF_A_WARP > 1 ? 2 : 1;  // independent accumulators: mma's that do not wait for each other
-    float d[B::SIZE][Its::OF_A_WARP][CHAINS][4] = {};
+    constexpr int CHAINS = DEPTH / Split::TILES_PER_WARP > 1 ? 2 : 1;  // independent accumulators: mma's that do not wait for each other
+    float d[B::SIZE][Split::TILES_PER_WARP][CHAINS][4] = {};
 #pragma unroll
     for (int i = 0; i < DEPTH; ++i) {
-      const int part = Its::PARTS <= DEPTH ? i % Its::PARTS : first_part % Its::PARTS + i;
+      const int part = Split::PARTS <= DEPTH ? i % Split::PARTS : first_part % Split::PARTS + i;
       const uint2 b = *(const uint2*)operand(c, column + part * 32);
 #pragma unroll
       for (int t = 0; t < B::SIZE && first + t < TILES; ++t)
-        if (first + t < MIN_TILES || first + t < tiles) mma_m16n8k16(d[t][Its::OF_A_WARP > 1 ? i / Its::PARTS : 0][i % CHAINS], v[t][i], b);
+        if (first + t < MIN_TILES || first + t < tiles)
+          mma_m16n8k16(d[t][Split::TILES_PER_WARP > 1 ? i / Split::PARTS : 0][i % CHAINS], v[t][i], b);
     }
-    constexpr int EACH = B::SIZE * Its::OF_A_WARP;
+    constexpr int SUMS = B::SIZE * Split::TILES_PER_WARP;
 #pragma unroll
-    for (int some = 0; some < EACH; some += 2) {  // Two lanes of a quad have a tile's sum; each of them goes on with one tile of a pair.
+    for (int pair = 0; pair < SUMS; pair += 2) {  // quad_sum() leaves a tile's sum in two lanes of a quad; each stores one tile of two.
       int tile = -1;
       float mine = 0;
 #pragma unroll
-      for (int each = some; each < some + 2 && each < EACH; ++each) {
-        const int t = each / Its::OF_A_WARP;
-        const float sum = quad_sum(c, d[t][each % Its::OF_A_WARP]);
-        if (first + t < tiles && quad == each - some)
-          mine = sum, tile = (first + t) * Its::TILES + first_part / Its::PARTS + each % Its::OF_A_WARP;
+      for (int each = pair; each < pair + 2 && each < SUMS; ++each) {
+        const int t = each / Split::TILES_PER_WARP;
+        const float sum = quad_sum(c, d[t][each % Split::TILES_PER_WARP]);
+        if (first + t < tiles && quad == each - pair)
+          mine = sum, tile = (first + t) * Split::TILES + first_part / Split::PARTS + each % Split::TILES_PER_WARP;
       }
       if (tile < 0) continue;
       const int row = tile * TILE + c.lane / 4;
-      if constexpr (Its::WARPS_OF_ONE == 1)
+      if constexpr (Split::WARPS_PER_TILE == 1)
         store(row, mine);
       else
-        c.s.sums[(c.parity * WARPS + c.warp % Its::WARPS_OF_ONE) * SUM_ROWS + row] = mine;
+        c.s.sums[(c.parity * WARPS + c.warp % Split::WARPS_PER_TILE) * SUM_ROWS + row] = mine;
     }
   }
 }
@@ -113,7 +117,8 @@ DEVICE void multiply_side_by_side(Consumer& c, int tiles, int column,
 template <int COLUMNS, int TILES, int MIN_TILES>
 DEVICE void multiply(Consumer& c, int tiles, typename WeightBatches<COLUMNS, TILES, MIN_TILES>::Weights& v, int column = 0) {
   using B = WeightBatches<COLUMNS, TILES, MIN_TILES>;
-  // Independent accumulators per tile: many tiles have no registers for two, and one tile alone has no other mma's to overlap with.
+  // Independent accumulators per tile, so that an mma need not wait for the one before it. More than four tiles leave no registers for
+  // two, and overlap with each other; one tile alone has no other mma's to overlap with.
   constexpr int CHAINS = TILES > 4 ? 1 : TILES == 1 ? 4 : 2;
   float d[TILES][CHAINS][4];
 #pragma unroll
@@ -147,7 +152,7 @@ DEVICE void multiply(Consumer& c, int tiles, typename WeightBatches<COLUMNS, TIL
       if (c.lane % 4 == 0) c.s.sums[(c.parity * WARPS + c.warp) * SUM_ROWS + t * TILE + c.lane / 4] = sum;
     }
 }
-// Return a row's sum over all warps, or the first COUNT; not yet scaled. A barrier must have followed multiply().
+// Return a row's sum over all warps, or over the first COUNT, not yet scaled by 1 / RMS. A barrier must lie between multiply() and this.
 template <int COUNT = WARPS>
 DEVICE float sum_over_warps(const Consumer& c, int row) {
   float each[COUNT];
@@ -157,7 +162,7 @@ DEVICE float sum_over_warps(const Consumer& c, int row) {
 }
 
 // Run a matrix-vector phase: fetch weights, call stage() to stage the operand, multiply all tiles, and call
-// apply(row of the matrix, row among the CTA's, its product, product of the row half a tile away) in one thread for each row.
+// apply(row of the matrix, index of the row in this CTA, its product, product of the row half a tile away) in one thread for each row.
 // The row half a tile away is the RoPE partner, or the up projection's row of a gate row. stage() must end with a barrier.
 template <int COLUMNS, int TILES, int MIN_TILES, int GROUPS, class Stage, class Apply>
 DEVICE void multiply_phase(Consumer& c, int phase, Stage stage, Apply apply) {

@@ -1,9 +1,14 @@
 // Output projection fused with attention: split-K over heads, with atomic additions to a fixed-point residual stream (plans with
 // SPLIT_K_O).
 //
-// Computes   residual += W_o[:, unit] o_unit for each unit of attention, in the CTA that has o_unit in shared memory. So attention results
-//            do not pass through global memory in a short context. The MLP's down projection adds to the same words.
-// Words      64 bits: 56 bits of sum in units of 2^-28, above 8 bits that count additions. An addition is one red.add of
+// Computes   residual += W_o[:, s] o_s for each query split s: UNIT_QUERIES query heads of one KV head, with their attention output o_s.
+//            The KV_SPLITS units of attention of a query split divide the rows of W_o[:, s] among themselves (in blocks). In a short
+//            context each of these units computes the whole of o_s in its own CTA, so attention outputs do not pass through global
+//            memory. The MLP's down projection adds to the same words.
+// Blocks     W_o[:, s] mostly has fewer columns than DEPTH steps of the weight stream. Then several tiles of 8 rows lie side by side in
+//            the same columns, O_TILE_COLUMNS each (the query split's channels, rounded up to a power of two). They form a block of
+//            BLOCK_WIDTH columns. BLOCKS_PER_SPLIT blocks cover all rows; block b of query split s has the number s * BLOCKS_PER_SPLIT + b.
+// Words      64 bits: 56 bits of sum in units of 2^-28, above 8 bits that count additions, at the offset MID. An addition is one red.add of
 //            (value << 8) + 1. Integer sums do not depend on the order of additions, so results are bitwise reproducible. A reader spins
 //            until the count equals the number of additions that the plan has up to there, modulo 256; word - additions is then the sum
 //            exactly, whatever the count has carried into the upper bits.
@@ -19,12 +24,13 @@ constexpr float RESIDUAL_RANGE = 67108864.0f;    // 2^26: half of what a word ca
 static_assert(!SPLIT_K_O || ADDERS + 1 < 1 << COUNT_BITS, "the count tells one wait from the next");
 
 DEVICE u64* residual_at(const Consumer& c, int row) { return (u64*)(c.a.words + MID) + row; }
-// Return the number of additions to a word since the token began, once attention of this layer is added: ADDERS per layer so far, and
-// one per earlier MLP.
+// Return the number of additions to a word since the token began, once attention of this layer is added: ADDERS (one per query split of
+// the model) in each layer so far, and one per earlier MLP.
 DEVICE u32 additions(const Consumer& c) { return (u32)(ADDERS * (c.layer + 1) + c.layer); }
 // Return whether a word has that many additions, modulo 256.
 DEVICE bool is_complete(u64 word, u32 additions) { return (((u32)word ^ additions) & ((1u << COUNT_BITS) - 1)) == 0; }
-// Return the value of a complete word. Its halves are converted apart: 64-bit conversions are slower, and the lower half is exact.
+// Return the value of a complete word. Its halves are converted one by one: 64-bit conversions are slower. The lower half is converted
+// exactly, since its lowest 8 bits are zero and 24 remain.
 DEVICE float from_fixed_point(u64 word, u32 additions) {
   const u64 v = word - additions;
   return fmaf((float)(int)(v >> 32), 1.0f / 16, (float)(u32)v * (1.0f / 256 / FIXED_POINT_ONE));
@@ -37,7 +43,9 @@ DEVICE bool in_range(Consumer& c, float v, float most) {
   *c.s.aborted = 1;
   return false;
 }
-// Return a value as an addend. The range is divided by the most additions, so that a sum within limits per addend cannot overflow.
+// Return a value as an addend. Each word is checked by its owner once per layer to be within RESIDUAL_RANGE, half of what it can hold.
+// Until the next check it gets at most ADDERS + 2 addends (query splits, MLP, embedding). They are limited so that they fill at most the
+// other half, and the sum cannot overflow.
 DEVICE u64 to_fixed_point(Consumer& c, float v) {
   if (!in_range(c, v, RESIDUAL_RANGE / (ADDERS + 2))) v = 0;
   return (u64)llrintf(v * FIXED_POINT_ONE) << COUNT_BITS;
@@ -80,42 +88,44 @@ DEVICE void stage_residual(Consumer& c, const u16* weights) {
   c.sync();
 }
 
-// Multiply a unit's columns of the output projection: blocks of rows, in each several tiles side by side. In the first layer unit 0
-// also adds the embedding. If each warp has whole tiles, no barrier is needed before the additions: the operand lies apart from that of
-// the next phase, behind column padded(HIDDEN).
+// Column of Shared::vector_hi and vector_lo from which on attention outputs lie: behind the operand of the next phase, which may then be
+// staged while slower warps still multiply. Rows of the output projection in a block.
 constexpr int OWN_VECTOR = padded(HIDDEN), BLOCK_ROWS = BLOCK_WIDTH / O_TILE_COLUMNS * TILE;
 
-DEVICE void add_row(Consumer& c, int unit, int row, float sum) {
+// Add a query split's product to a row of the residual stream; in the first layer query split 0 adds the embedding too.
+DEVICE void add_row(Consumer& c, int query_split, int row, float sum) {
   if (row >= HIDDEN) return;
   u64 v = to_fixed_point(c, sum);
-  if (c.layer == 0 && unit == 0) v += to_fixed_point(c, uint_as_float((u32)c.embedding_row()[row] << 16));
+  if (c.layer == 0 && query_split == 0) v += to_fixed_point(c, uint_as_float((u32)c.embedding_row()[row] << 16));
   red_add_relaxed(residual_at(c, row), v + 1);
 }
+// Stage a query split's attention output at `column`, and multiply it by `count` blocks of the output projection from number `begin` on.
+// If each warp has whole tiles, no barrier is needed before the additions.
 template <int WIDTH>
-DEVICE void multiply_unit(Consumer& c, int unit, int begin, int count, int column) {
+DEVICE void multiply_blocks(Consumer& c, int query_split, int begin, int count, int column) {
   using B = WeightBatches<WIDTH, MAX_O, MIN_O, O_TILE_COLUMNS>;
   const int groups = GROUPS_O > 1 ? group_count(count) : 1;
   auto first_of = [&](int group) { return group * count / groups; };
   typename B::Weights v;
   int tiles = groups == 1 ? count : first_of(1), first = 0;
   B::fetch(c, 0, 0, tiles, v);
-  stage_own_attention(c, unit, column);
+  stage_own_attention(c, query_split, column);
   c.mark(O, READY);
 #pragma unroll 1
   for (int group = 0; group < groups && (GROUPS_O > 1 || group == 0); ++group) {
     if (group > 0) B::fetch(c, 0, 0, tiles, v);
-    const int from = (begin - unit * BLOCKS_PER_UNIT + first) * BLOCK_ROWS;
+    const int from = (begin - query_split * BLOCKS_PER_SPLIT + first) * BLOCK_ROWS;
     if constexpr (B::SIDE_BY_SIDE_TILES) {
-      auto add = [&](int row, float sum) { add_row(c, unit, from + row, sum); };
+      auto add = [&](int row, float sum) { add_row(c, query_split, from + row, sum); };
       multiply_side_by_side<WIDTH, MAX_O, MIN_O, O_TILE_COLUMNS>(c, tiles, column, v, add);
     } else {
       multiply<WIDTH, MAX_O, MIN_O>(c, tiles, v, column);
     }
-    constexpr int WARPS_OF_ONE = B::SIDE_BY_SIDE_TILES ? SideBySide<WIDTH, O_TILE_COLUMNS>::WARPS_OF_ONE : WARPS;
-    if constexpr (WARPS_OF_ONE > 1) {
+    constexpr int WARPS_PER_TILE = B::SIDE_BY_SIDE_TILES ? SideBySide<WIDTH, O_TILE_COLUMNS>::WARPS_PER_TILE : WARPS;
+    if constexpr (WARPS_PER_TILE > 1) {
       c.sync();
       for (int row = c.thread; row < tiles * BLOCK_ROWS; row += CONSUMER_THREADS)
-        add_row(c, unit, from + row, sum_over_warps<WARPS_OF_ONE>(c, row));
+        add_row(c, query_split, from + row, sum_over_warps<WARPS_PER_TILE>(c, row));
       c.parity ^= 1;
     }
     first += tiles, tiles = first_of(group + 2) - first;
@@ -123,34 +133,37 @@ DEVICE void multiply_unit(Consumer& c, int unit, int begin, int count, int colum
   c.mark(O, DONE);
   c.release();
 }
-// Phase O: multiply the attention results of the CTA's units by their columns of the output projection.
+// Phase O: multiply the CTA's blocks of the output projection by the attention outputs of their query splits. UNITS is the most units
+// of attention of any CTA. With one, all blocks of a CTA belong to one query split.
 DEVICE void multiply_o_split_k(Consumer& c) {
   c.refresh();
   const int begin = c.begin(O), end = c.end(O);
 #pragma unroll 1
   for (int first = begin; first < end && (UNITS > 1 || first == begin);) {
-    const int unit = first / BLOCKS_PER_UNIT, next = (unit + 1) * BLOCKS_PER_UNIT, last = UNITS > 1 && next < end ? next : end;
-    const int offset = UNITS > 1 ? (unit - begin / BLOCKS_PER_UNIT) * O_TILE_COLUMNS : 0;
-    multiply_unit<BLOCK_WIDTH>(c, unit, first, last - first, OWN_VECTOR + offset);
+    const int query_split = first / BLOCKS_PER_SPLIT, next = (query_split + 1) * BLOCKS_PER_SPLIT;
+    const int last = UNITS > 1 && next < end ? next : end;
+    const int offset = UNITS > 1 ? (query_split - begin / BLOCKS_PER_SPLIT) * O_TILE_COLUMNS : 0;
+    multiply_blocks<BLOCK_WIDTH>(c, query_split, first, last - first, OWN_VECTOR + offset);
     first = last;
   }
 }
 
-// A row of the residual stream that this CTA owns, with attention and without this layer's MLP. The load is in flight before the
-// operand of the down projection is waited for; wait() spins until all additions are there.
+// A row of the residual stream that this CTA owns, with attention and without this layer's MLP, which only this CTA adds. The load is in
+// flight before the wait for the operand of the down projection. wait() spins until the word has all additions, and checks its range.
 struct OwnRow {
   u64 word;
   float value = 0;
   DEVICE OwnRow(const Consumer& c, int row) : word(load_relaxed(residual_at(c, row))) {}
   DEVICE void wait(Consumer& c, int row) {
     const u32 wanted = additions(c);
+    // The first check is of the word that the constructor loaded; each failed check loads it again for the next one.
     spin_until(c.a, c.s, [&] { return is_complete(word, wanted) || (word = load_relaxed(residual_at(c, row)), false); });
     value = from_fixed_point(word, wanted);
     in_range(c, value, RESIDUAL_RANGE);
   }
 };
-// Phase DOWN: write each owned row plus the MLP to a buffer of flag-in-data words for the next phase, and add it to (in the last layer
-// clear) the word of the residual stream.
+// Phase DOWN: write each owned row plus the MLP to a buffer of flag-in-data words for the next phase, and add the MLP to the word of the
+// residual stream; in the last layer clear the word instead.
 DEVICE void multiply_down_counted(Consumer& c) {
   c.refresh();
   const int begin = c.begin(DOWN), end = c.end(DOWN);

@@ -24,19 +24,35 @@
 //            words carry a tag; fixed point in units of 2^-28 where they are added to).
 // Time-out   every wait ends: after TIMEOUT_CYCLES an error is noted, and no wait of the launch waits again (waiting.cuh).
 // Source     docs/notebook/decode.md, with the measurements behind these choices.
+//
+// Constants of plan.cuh
+// Model      HIDDEN, INNER (width of the MLP), QUERY (channels of all query heads), KV_HEADS, GROUP (query heads per KV head), HEAD_DIM.
+// Attention  the work is divided into units, each the work of one CTA: QUERY_SPLITS divides a KV head's queries, KV_SPLITS the positions.
+//            In a long context, from position MERGE_FROM on, QUERY_MERGE neighbouring query splits take each other's queries and divide
+//            the positions further (heads.cuh). UNITS is the most units of any CTA. PARTIAL and the other buffer names are offsets in
+//            Arguments::words.
+// Weights    STAGES of the ring, DEPTH (consumer.cuh); MAX_, MIN_ and GROUPS_ of each product (products.cuh). SUM_ROWS is the number of
+//            row sums that a warp has room for in shared memory.
+// Pacing     FLIGHT bulk copies in flight, at least PACE cycles apart; FLIGHT_LOCAL in flight while there is one KV split, since CTAs then
+//            exchange no partial attention outputs (only with SPLIT_K_O; else equal to FLIGHT). HOLD cycles before a poll (parts.cuh).
+// Flags      CROSS_PHASE_PREFETCH, KV_THROUGH_RING, LAUNCH_PER_PHASE, FLAG_IN_DATA, SPLIT_K_O, PROFILED; NORM_PHASE and ROPE_PHASE, if
+//            RMSNorm and RoPE are phases of their own.
 #include "machine.cuh"
 #include "plan.cuh"
 
 constexpr int WARPS = 8, CONSUMER_THREADS = 32 * WARPS, THREADS = CONSUMER_THREADS + 32;
+// Rows of a tile, columns of a step; bytes of a granule (a tile's rows in one step) and of a chunk (a stage of the ring); the most tiles
+// that a CTA multiplies at once.
 constexpr int TILE = 8, STEP = 256, GRANULE = TILE * STEP * 2, CHUNK = 4 * GRANULE, MAX_TILES = 6;
 constexpr int HEAD_WORDS = (GROUP + 2) * HEAD_DIM;           // words of a KV head: its queries, key and value
-constexpr int UNIT_QUERIES = GROUP / QUERY_SPLITS;            // queries of a unit of attention
-// Words of a unit's slot of PARTIAL: outputs, then LSE, in whole 16 bytes.
+constexpr int UNIT_QUERIES = GROUP / QUERY_SPLITS;            // queries of a query split, and so of a unit of attention
+// Words of a unit's slot of PARTIAL: outputs, then LSE, rounded up to a multiple of 16 bytes.
 constexpr int PARTIAL_WORDS = UNIT_QUERIES * QUERY_MERGE * HEAD_DIM + (UNIT_QUERIES * QUERY_MERGE + 3) / 4 * 4;
 constexpr long long TIMEOUT_CYCLES = 1ll << 32;  // about two seconds
 constexpr float LOG2E = 1.4426950408889634f;
 
-// Phases with a row in Arguments::assignments, and the choice of the next token, which has none.
+// Phases that have a row in Arguments::assignments, in the order of its rows (layout.py, ASSIGNED_PHASES). NEXT_TOKEN, the choice of the
+// next token, has none.
 enum { QKV, O, GATE_UP, DOWN, LM_HEAD, ATTENTION, ROPE, NORM, TABLE_PHASES, NEXT_TOKEN = TABLE_PHASES };
 enum { POSITION, TOKENS, BARRIERS, ERROR, STATE_WORDS };  // words of Arguments::state
 enum { STALLED = 1, OUT_OF_RANGE };  // values of the error word
@@ -50,14 +66,14 @@ typedef unsigned short u16;
 struct Arguments {
   const char* stream;        // weights, CTA after CTA, each in the order of its use (packing.py)
   const long long* starts;   // [CTAS]: offset of each CTA's weights, in bytes
-  const int* assignments;    // [CTAS][TABLE_PHASES][2]: first unit and one past the last
+  const int* assignments;    // [CTAS][TABLE_PHASES][2]: first unit of work and one past the last (consumer.cuh)
   const int* arrivals;       // per semaphore: CTAs that signal it in one epoch
   const u16* embedding;      // [VOCAB][HIDDEN]
   const u16* norms;          // weights of norms, per layer [HIDDEN], [HIDDEN], [HEAD_DIM], [HEAD_DIM]; then the last [HIDDEN]
   const float* rotations;    // [capacity][HEAD_DIM]: cosines, then sines
   u16 *keys, *values;        // [LAYERS][KV_HEADS][capacity][HEAD_DIM]
-  const long long* first;    // first token to process; null for that of its position in `tokens`
-  int* tokens;               // [positions]: token ids; the launch writes those that it makes
+  const long long* first;    // id of the first token to process; if null it is read from `tokens`
+  int* tokens;               // [positions]: token ids by position; the launch writes the ids that it chooses
   float* words;              // buffers between CTAs, at the offsets of plan.cuh
   u64* best;                 // [3][CTAS]: candidates: two sets that alternate, and the sampled ones
   u32* counters;             // grid barrier, then semaphores, 128 bytes each
@@ -65,8 +81,8 @@ struct Arguments {
   float* logits;             // [VOCAB]
   const u32* choices;        // sampling parameters (sampling.cuh); null takes the largest logit
   unsigned char* seen;       // [VOCAB]: flag of tokens in the sequence; null without a penalty
-  u64* histograms;           // [ROUNDS][BINS]
-  int capacity, count;       // positions that the cache has room for; tokens to make
+  u64* histograms;           // [RADIX_PASSES][BINS], zero between tokens
+  int capacity, count;       // positions that the KV cache has room for; tokens to process
   int position;              // position of the first token; -1 continues where the last launch ended
 };
 
@@ -81,9 +97,9 @@ struct Arguments {
 #include "residual.cuh"
 #include "phases.cuh"
 
-// The producer thread's state. Before the LM head, where vectors still pass between CTAs, the number of copies in flight is bounded
-// (`flight`), and so is the pace at which they follow each other: loads and polls of the consumers queue behind them in the memory
-// system.
+// State of the producer thread. In the layers, where vectors pass between CTAs, the number of copies in flight is bounded by `flight`, and
+// copies are at least PACE cycles apart: loads and polls of the consumers queue behind them in the memory system. `earliest` is the clock
+// cycle before which the next copy may not begin, and `issued` the number of copies so far.
 struct Producer {
   const Arguments& a;
   Shared& s;
@@ -93,7 +109,8 @@ struct Producer {
   const u64 read_once = createpolicy_evict_first();
 
   // Return the address for the next chunk, of `bytes` bytes, once its stage is empty, and arm its `full` barrier. Return null if a wait
-  // timed out: the rest is not copied, as nobody waits for it. In plans without prefetch, first wait for permission (allow_weights).
+  // timed out: the rest is not copied, as nobody waits for it. In plans without prefetch, first wait for permission (allow_weights). A
+  // `bounded` copy waits until the copy `flight` positions before it has landed, and until `pace` cycles after the one before it.
   DEVICE char* acquire(int bytes, bool bounded, int pace) {
     if constexpr (!CROSS_PHASE_PREFETCH && !LAUNCH_PER_PHASE) spin_until(a, s, [&] { return (int)(*s.chunks_allowed - issued) > 0; });
     if (!wait_ring(a, s, s.empty + ring.stage, ring.phase ^ 1)) return nullptr;
@@ -109,6 +126,7 @@ struct Producer {
   DEVICE void copy(char* to, const void* from, int bytes) { cp_async_bulk(to, from, bytes, s.full + ring.stage, read_once); }
   DEVICE void advance() { ring.advance(), ++issued; }
 };
+// Copy chunk number `chunk` of weights that begin at `from` and have `granules` granules in all; the last chunk may be shorter.
 DEVICE void copy_weights(Producer& p, const char* from, int granules, int chunk, bool bounded) {
   const int bytes = GRANULE * (granules - 4 * chunk < 4 ? granules - 4 * chunk : 4);
   if (char* to = p.acquire(bytes, bounded, PACE)) p.copy(to, from + (long long)chunk * CHUNK, bytes), p.advance();
@@ -134,17 +152,20 @@ DEVICE void copy_cache(Producer& p, const int* assignments, int layer, int token
 }
 // The producer thread: copy all weights of the CTA, in the order of their use, token after token.
 DEVICE void produce(const Arguments& a, const int* assignments, Shared& s) {
-  const int qkv = phase_granules(assignments, QKV, HIDDEN) / 4, layer = layer_granules(assignments), chunks = (layer * LAYERS + 3) / 4;
-  const int granules = layer * LAYERS + phase_granules(assignments, LM_HEAD, HIDDEN);
+  const int qkv_chunks = phase_granules(assignments, QKV, HIDDEN) / 4, per_layer = layer_granules(assignments);
+  const int chunks_of_layers = (per_layer * LAYERS + 3) / 4, granules = per_layer * LAYERS + phase_granules(assignments, LM_HEAD, HIDDEN);
   const int position = a.position < 0 ? (int)a.state[POSITION] : a.position;
   const char* from = a.stream + a.starts[cta_index()];
   Producer p = {a, s};
   for (int token = 0; token < a.count; ++token) {
     if (FLIGHT_LOCAL != FLIGHT) p.flight = kv_splits_at(position + token) == 1 ? FLIGHT_LOCAL : FLIGHT;
-    int until = qkv;  // With KV_THROUGH_RING phases end at chunks: a layer's keys and values come between QKV's weights and the rest.
-    for (int chunk = 0, at = 0; chunk < (granules + 3) / 4 && !*s.aborted; ++chunk) {
-      if (KV_THROUGH_RING && chunk == until && at < LAYERS) copy_cache(p, assignments, at++, token, position + token), until += layer / 4;
-      copy_weights(p, from, granules, chunk, chunk < chunks);
+    // With KV_THROUGH_RING phases end at chunks. A layer's keys and values are copied between QKV's weights and the rest of the layer's:
+    // before chunk `cache_before`.
+    int cache_before = qkv_chunks;
+    for (int chunk = 0, layer = 0; chunk < (granules + 3) / 4 && !*s.aborted; ++chunk) {
+      if (KV_THROUGH_RING && chunk == cache_before && layer < LAYERS)
+        copy_cache(p, assignments, layer++, token, position + token), cache_before += per_layer / 4;
+      copy_weights(p, from, granules, chunk, chunk < chunks_of_layers);
     }
   }
 }

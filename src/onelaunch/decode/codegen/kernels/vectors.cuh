@@ -124,7 +124,8 @@ DEVICE void read_scale(Consumer& c) {
   for (int warp = 0; warp < WARPS; ++warp) each[warp] = c.s.squares[warp];
   c.scale = inverse_rms(tree_sum(each));
 }
-// Normalize the residual stream in one CTA for all others (NORM_PHASE), and write the result to the buffer NORMED.
+// Normalize the residual stream in one CTA for all others (NORM_PHASE), and write the result to the buffer NORMED. The words have no
+// tags, as these plans have grid barriers; the epoch 0 is not used.
 DEVICE void norm_by_one_cta(Consumer& c, const float* from, const u16* row, const u16* weights) {
   if (c.begin(NORM) == c.end(NORM)) return;
   c.scale = inverse_rms(cta_sum(c, for_norm_columns(c, from, row, weights, 0, [&](int column, float4 v) {

@@ -18,11 +18,11 @@ struct Shared {
   float* sums;                     // [2][WARPS][SUM_ROWS]: row sums of each warp; two sets alternate (Consumer::parity)
   float* own_rows;                 // rows of the residual stream that this CTA owns
   float* squares;                  // [WARPS]: sums of squares, and scratch of the sampler
-  float* partial;                  // [WARPS][queries][HEAD_DIM + 4]: each warp's attention accumulator, maximum and sum
+  float* partial;                  // [WARPS][queries of a unit][HEAD_DIM + 4]: each warp's attention accumulator, maximum and sum
   u64* candidates;                 // [WARPS]: scratch of reductions over the CTA
   u32* histogram;                  // [2][BINS]: aliases the operand, which is not in use while a token is sampled
   u64 *full, *empty;               // [STAGES]: mbarriers of the ring
-  volatile int *chunks_allowed;    // chunks that the producer may copy in this launch, if it may not run ahead of barriers
+  volatile int *chunks_allowed;    // chunks that the producer may copy in this launch; only without CROSS_PHASE_PREFETCH (allow_weights)
   volatile int *aborted;           // set once a wait has timed out
   volatile int *token;             // id of the token that is processed
   volatile int *tokens_done;       // tokens that this launch has completed
@@ -60,7 +60,7 @@ struct Ring {
   }
 };
 
-// Return whether a wait that began at cycle `begin` must end: it timed out, or an error was noted here or by another CTA.
+// Return whether a wait that began at cycle `begin` must end: it timed out, or this CTA or another has noted an error.
 DEVICE bool should_abort(u32* error, volatile int* aborted, long long begin) {
   if (*aborted) return true;
   const u32 known = load_relaxed(error);

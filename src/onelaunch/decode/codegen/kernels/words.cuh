@@ -42,20 +42,22 @@ DEVICE bool has_tag(const uint4& v, u32 tag) {
 // Return the value of a word, or of four, without the tag.
 DEVICE float strip_tag(u32 v) { return uint_as_float(FLAG_IN_DATA ? v & ~3u : v); }
 DEVICE float4 strip_tag(const uint4& v) { return {strip_tag(v.x), strip_tag(v.y), strip_tag(v.z), strip_tag(v.w)}; }
-// Spin until COUNT quads of words have the epoch's tag, and leave them in v, tags included. Quad i is loaded from at(i) if wanted(i),
-// else it is zero. All loads of an iteration are in flight at once. Every lane loads all of its quads again until all of them have
-// arrived: a loop in which lanes asked only for what they lacked made the lanes diverge and cost 9 % of a token.
+// Spin until COUNT quads of words (16 bytes each) have the epoch's tag, and leave them in v, tags included. Quad i is loaded from at(i)
+// if wanted(i), else it is zero. All loads of an iteration are in flight at once. Every lane loads all of its quads again until all of
+// them have arrived: a loop in which lanes loaded only the missing quads made the lanes diverge and cost 9 % of a token. The spin ends
+// early if the launch is aborted (waiting.cuh); v is then meaningless. Without FLAG_IN_DATA one load suffices, since the synchronization
+// before the phase has ordered the writes before it.
 template <int COUNT, class Wanted, class At>
 DEVICE void spin_load(Consumer& c, uint4 (&v)[COUNT], u32 epoch, Wanted wanted, At at) {
   auto all_there = [&] {
-    // OR and AND of all words and the tag: they agree in the two lowest bits only if all tags are equal. One three-input logic
-    // instruction takes two words, in two independent chains.
+    // `some` is the OR and `every` the AND of all words and the tag. The two agree in the two lowest bits only if all tags equal the
+    // epoch's. Each is a chain of its own, and one three-input logic instruction adds two words to it.
     u32 some = tag_of(epoch), every = some;
 #pragma unroll
     for (int i = 0; i < COUNT; ++i)
       if (wanted(i))
         v[i] = FLAG_IN_DATA ? load_relaxed((const uint4*)at(i)) : load_weak((const uint4*)at(i));
-      else  // An array that is not written on every path would be kept in registers from layer to layer.
+      else  // The compiler would keep an array that is not written on every path in registers from layer to layer.
         v[i] = {0, 0, 0, 0};
 #pragma unroll
     for (int i = 0; i < COUNT; ++i)
