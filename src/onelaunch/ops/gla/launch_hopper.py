@@ -66,7 +66,8 @@ def pass_tiles(keys: int, values: int, *, scalar: bool, store_states: bool, outp
 
     Two groups run where V is a multiple of 128, since they share the decayed keys and the scores. With K of 256 only one group
     and two stages fit. The numbers of registers are those with which ptxas does not serialize the products. Stored states leave
-    through shared memory, for which a pass that also makes outputs has one stage less.
+    through shared memory, for which a pass that also makes outputs has one stage less; with K of 256 it stores them from
+    registers.
     """
     stages = 2 if store_states and output else 3
     if keys > 2 * PANEL:
