@@ -1,4 +1,4 @@
-"""Gated linear attention forward in one launch along time: the write-up's baseline, and its double buffering by hand.
+"""Gated linear attention forward in one launch along time: the baseline of experiment 039, and its double buffering by hand.
 
 Computes   o and the final state, by the chunkwise formulas of ops/gla/kernels/chunk.py.
 Grid       one CTA per sequence, head and BV values; it holds the state [BK, BV] (BK >= K) and takes chunk after chunk. No CTA
@@ -6,11 +6,13 @@ Grid       one CTA per sequence, head and BV values; it holds the state [BK, BV]
 On chip    in registers: the state, float32; a chunk's q, k, v, g, and with PREFETCH those of the next one.
 Memory     q, k, g are read once per BV values (the scores read them again, from the cache, block by block of keys), v is read
            and o written once; no states.
-Numerics   as in chunk.py: LOW is the inputs' dtype, to which one factor of each product is rounded.
+Numerics   as in chunk.py, which also explains the constants. BS: keys of a block of the scores, at most BK. STATE_PARTS: PARTS of
+           the product that is added to the state. LOW is the inputs' dtype, to which one factor of each product is rounded.
 Lesson     load, product, decay, product, store follow one another, so every chunk waits for memory once and for each product in
-           turn. PREFETCH loads the next chunk into registers before it works on this one: that hides no product behind another,
-           and the registers are missing elsewhere, which made it four times slower where it was first measured (a T4).
-Source     experiment 039.
+           turn. PREFETCH loads the next chunk into registers before it works on this one. That hides no product behind another,
+           and these registers are no longer free for anything else: it was four times slower than the baseline where it was
+           first measured (a T4).
+Source     experiment 039, docs/notebook/gla.md.
 """
 
 import triton
@@ -38,7 +40,10 @@ from onelaunch.ops.gla.kernels.chunk import (
 def load_chunk(
     p_q, p_k, p_v, p_g, chunk, length, q_stride_t, k_stride_t, v_stride_t, g_stride_t, t, k, v, K, V, SCALAR: tl.constexpr
 ):
-    """Load q, k, v and g of a chunk in their dtypes; zeros behind the end of the sequence."""
+    """Load q, k, v and g of a chunk in their dtypes; zeros behind the end of the sequence.
+
+    ``t`` are the steps 0 to 63, ``k`` the channels of q and k, ``v`` those of the values.
+    """
     at = tl.cast(chunk * CHUNK, tl.int64)
     left = length - chunk * CHUNK
     gk = tl.arange(0, 1) if SCALAR else k
@@ -94,7 +99,7 @@ def forward_kernel(
             scale, t, left, K, BS, LOW, PARTS, LIMIT, LARGEST, PRECISION, EVEN, SCALAR,
         )  # fmt: skip
         result = split_product(scores.to(LOW), b_v, tl.zeros([CHUNK, BV], tl.float32), 1, PRECISION)
-        chunk_steps = steps_of_chunk(chunk)
+        chunk_steps = steps_of_chunk(chunk)  # computed again in every chunk, instead of masks kept in registers
         decay = bounded(b_g)
         decayed_q = b_q.to(tl.float32) * scale * exp(sum_before(decay, chunk_steps, PRECISION))
         result = split_product(decayed_q.to(LOW), state.to(LOW), result, 1, PRECISION)

@@ -1,7 +1,8 @@
 """PyTorch operators of ``gla``'s own kernels, one pair for all variants, and their gradients.
 
-``onelaunch::gla_forward`` runs the launches of the variant whose name it is given. Only the inputs are saved for
-``onelaunch::gla_backward``, which computes the states again.
+``onelaunch::gla_forward`` runs the launches of the variant whose name it is given, see :data:`launches`. Only the inputs are
+saved for ``onelaunch::gla_backward``, which computes the states again. It has kernels of its own for ``hopper`` alone; all other
+variants share the portable ones.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ Run: TypeAlias = "Callable[[Attention, bool], Results]"
 """Function from a call's tensors, and from whether the final state is wanted, to the results."""
 
 launches: Launches[Run] = Launches()
-"""Launches of forward passes by the names of variants."""
+"""Launches of forward passes by the names of variants, which register them in variants/ and in ablations."""
 
 EITHER_ORDER = "stepwise"
-"""Variant that takes initial states with keys next to each other in memory as well."""
+"""Variant whose kernel also reads initial states whose keys, rather than values, are contiguous; others get a copy."""
 
 
 def run_forward(
@@ -65,11 +66,12 @@ def run_backward(
     from onelaunch.ops.gla import launch, launch_hopper
 
     call = launch.Attention.of(q, k, v, g, initial, offsets, scale)
+    # ``hopper`` returns no final state, so there is no gradient of one.
     return launch_hopper.backward(call, do) if kernel == "hopper" else launch.backward(call, do, dfinal)
 
 
 def save(ctx: Any, inputs: tuple[Any, ...], output: Results) -> None:
-    """Keep the tensors among the inputs."""
+    """Save the inputs, and leave gradients of unused outputs ``None`` instead of zeros."""
     *tensors, ctx.scale, ctx.want_final, ctx.kernel = inputs
     ctx.save_for_backward(*tensors)
     ctx.set_materialize_grads(False)
@@ -80,8 +82,8 @@ def gradients(ctx: Any, backward: Any, do: torch.Tensor | None, dfinal: torch.Te
     *tensors, initial, offsets = ctx.saved_tensors
     do = torch.zeros_like(tensors[2]) if do is None else do
     dfinal = dfinal if ctx.want_final else None
-    *found, dinitial = backward(do, dfinal, *tensors, initial, offsets, ctx.scale, ctx.kernel)
-    return *found, None if initial is None else dinitial, None, None, None, None
+    *dqkvg, dinitial = backward(do, dfinal, *tensors, initial, offsets, ctx.scale, ctx.kernel)
+    return *dqkvg, None if initial is None else dinitial, None, None, None, None  # none of offsets, scale, want_final, kernel
 
 
 backward = Operator("gla_backward", run_backward)
@@ -89,7 +91,7 @@ forward = Operator("gla_forward", run_forward, save=save, gradients=gradients, b
 
 
 def attend(call: GlaCall, kernel: str) -> Results:
-    """Compute o and the final state by the variant of this name, differentiable."""
+    """Compute o and the final state by the variant named ``kernel``, with gradients if the call wants them."""
     return forward(
         call.q, call.k, call.v, call.g, call.initial_state, call.cu_seqlens, call.scale, call.output_final_state, kernel,
         grad=call.query().grad,

@@ -8,11 +8,11 @@ from typing import Any
 from onelaunch.operation import Case, Cost, Direction, Variant, launch_count
 from onelaunch.ops.gla.contract import gla
 
-HANDED = ("cumulated", "states", "rounded_states", "scores", "partial_outputs")
+INTERMEDIATES = ("cumulated", "states", "rounded_states", "scores", "partial_outputs")
 """Intermediates that launches may pass to each other through memory, each written and read once.
 
-A variant's tag ``hands`` lists those of its forward pass, ``backward_hands`` those of its backward pass; its tag ``chunk`` is
-the number of steps per state. They are float32 unless it says otherwise.
+A variant's tag ``hands`` lists those of its forward pass, ``backward_hands`` those of its backward pass (by default the same).
+Its tag ``chunk`` is the number of steps per chunk. Intermediates are float32 unless stated otherwise here.
 
 - ``cumulated``: the log-decays summed within chunks, as large as ``g``;
 - ``states``: a ``[K, V]`` state for every chunk;
@@ -26,25 +26,25 @@ the number of steps per state. They are float32 unless it says otherwise.
 def cost(case: Case, variant: Variant | None, direction: Direction) -> Cost:
     """Return the least operations and bytes: q, k, v, g in and o out; backward q, k, v, g, do in and four gradients out.
 
-    That is 5 tensor passes forward, and 14 with the backward pass. With a decay per head ``g`` is a K-th of a tensor. States
-    count as far as the call has them, with their gradients. A variant adds the intermediates between its launches, see
-    :data:`HANDED`.
+    That is 5 tensor passes forward, and 14 with the backward pass, which reads the inputs again. With a decay per head ``g`` is a
+    K-th of a tensor. Initial and final states, and their gradients, count if the call has them. A variant adds the intermediates
+    between its launches, see :data:`INTERMEDIATES`.
     """
     tags: Mapping[str, Any] = {} if variant is None else variant.tags
     chunk = max(1, min(tags.get("chunk", 1), case.sizes["T"]))
     rows = case.sizes["B"] * case.sizes["T"] * case.sizes["H"]
-    hands: tuple[str, ...] = tags.get("hands", ())
+    intermediates: tuple[str, ...] = tags.get("hands", ())
     if direction == "forward_backward":
-        hands += tags.get("backward_hands", hands)
-    handed = sum(_intermediate_bytes(what, case, rows, chunk) for what in hands)
+        intermediates += tags.get("backward_hands", intermediates)
+    intermediate_bytes = sum(_intermediate_bytes(what, case, rows, chunk) for what in intermediates)
     per_row, per_row_written = _bytes_per_row(case, direction)
     ends, ends_written = _end_bytes(case, direction)
     flops = rows * _flops_per_row(case.sizes["K"], case.sizes["V"], 0 if variant is None else chunk, direction)
     return Cost(
         flops,
-        rows * per_row + ends + 2 * handed,
+        rows * per_row + ends + 2 * intermediate_bytes,
         launch_count(variant, direction),
-        written=rows * per_row_written + ends_written + handed,
+        written=rows * per_row_written + ends_written + intermediate_bytes,
     )
 
 
@@ -76,7 +76,7 @@ def _end_bytes(case: Case, direction: Direction) -> tuple[int, int]:
 
 
 def _intermediate_bytes(what: str, case: Case, rows: int, chunk: int) -> int:
-    """Return the bytes of one intermediate of :data:`HANDED`."""
+    """Return the bytes of one intermediate of :data:`INTERMEDIATES`."""
     keys, values = case.sizes["K"], case.sizes["V"]
     state = -(-keys * values // chunk)
     per_row = {

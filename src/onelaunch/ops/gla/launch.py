@@ -28,8 +28,8 @@ def product_precision(exact: bool) -> str:
     """Return how float32 operands are multiplied, see ``split_product``.
 
     Args:
-        exact: Flag that the product must be as accurate as a loop over time. Matrix units truncate what they add, which
-            makes 2 to 3 times its error.
+        exact: Flag that the product must be as accurate as a loop over time. Matrix units truncate the terms that they add,
+            so their error is 2 to 3 times that of such a loop.
     """
     return "ieee" if exact or interpreting() else "bf16x6"
 
@@ -45,7 +45,7 @@ class Tiles:
 
 
 def block(size: int, most: int = 64) -> int:
-    """Return the smallest power of 2 that holds ``size``, from 16 to ``most``."""
+    """Return the smallest power of 2 from 16 to ``most`` that is at least ``size``; ``most`` if ``size`` is larger."""
     return next((each for each in (16, 32, 64, 128, 256, 512) if each >= min(size, most)), most)
 
 
@@ -87,14 +87,18 @@ def gradient_tiles(keys: int, values: int, family: str) -> Tiles:
 
 @dataclass(frozen=True, slots=True)
 class Rounding:
-    """Number of 16-bit terms of a float32 factor, and bounds beyond which pairs of steps need secondary chunking."""
+    """Number of 16-bit terms of a float32 factor, and bounds beyond which pairs of steps need secondary chunking.
+
+    Numerics and ``is_benign`` in kernels/chunk.py explain both.
+    """
 
     parts: int = 2
     """Terms of a float32 factor next to a 16-bit one; 1 for products of float32."""
     limit: float = 40.0
     """Largest sum of log-decays from a chunk's middle for which one product serves all pairs.
 
-    exp(2 * limit) times products of inputs must stay finite, and in float32 the rounding of the sums must not show.
+    exp(2 * limit) times products of inputs must stay finite. With float32 inputs the rounding of the sums must not show in the
+    results either, so the limit is smaller.
     """
     largest: float | None = None
     """Largest input that may be multiplied by exp(limit); ``None`` for no bound."""
@@ -116,7 +120,9 @@ class Attention(NamedTuple):
     g: torch.Tensor
     """``[B, T, H, K]``, or ``[B, T, H, 1]`` for one decay per head."""
     sequences: Sequences
+    """Offsets of packed sequences and initial state, each ``None`` where the call has none."""
     scale: float
+    """Factor of q in o."""
 
     @classmethod
     def of(
@@ -133,7 +139,8 @@ class Attention(NamedTuple):
     ) -> Attention:
         """Make the call from tensors of any strides; ``g [B, T, H]`` for one decay per head.
 
-        With ``either_order`` an initial state whose keys rather than values are contiguous is taken as it is.
+        With ``either_order`` an initial state whose keys rather than values are contiguous is taken as it is; otherwise it is
+        copied.
         """
         decay = g.unsqueeze(-1) if g.dim() == 3 else inner_contiguous(g)
         tensors = (inner_contiguous(q), inner_contiguous(k), inner_contiguous(v), decay)
@@ -164,12 +171,15 @@ class Attention(NamedTuple):
 
     @property
     def slots(self) -> int:
-        """Largest number of chunks that the call's sequences can have: CTAs along time."""
+        """Upper bound of the number of chunks of all sequences, which the host knows without reading the offsets.
+
+        It is the number of CTAs along time and of stored states.
+        """
         batch, length = self.q.shape[:2]
         return batch * cdiv(length, CHUNK) if self.sequences.offsets is None else length // CHUNK + self.sequence_count
 
     def numbers(self) -> tuple[int, ...]:
-        """Return T, H, K, V, N."""
+        """Return T, H, K, V, N, in the order of the kernels' parameters."""
         return (*self.sizes[1:], self.sequence_count)
 
     def parts(self, exact: bool) -> int:
@@ -177,7 +187,10 @@ class Attention(NamedTuple):
         return 0 if exact and self.q.dtype is not torch.float32 else self.rounding.parts
 
     def flags(self, tiles: Tiles, *, exact: bool = False) -> dict[str, Any]:
-        """Return the constants that all kernels have; ``exact`` where a float32 result depends on the products."""
+        """Return the constants that the kernels of chunks share, and their number of warps.
+
+        ``exact`` says that a float32 result depends on the products. kernels/chunk.py explains the constants.
+        """
         _, length, _, keys, values = self.sizes
         packed = self.sequences.offsets is not None
         even = not packed and length % CHUNK == 0 and keys % tiles.keys == 0 and values % tiles.values == 0
@@ -188,7 +201,7 @@ class Attention(NamedTuple):
 
 
 def strides(*tensors: torch.Tensor) -> tuple[int, ...]:
-    """Return the elements between batch entries, steps and heads, tensor by tensor."""
+    """Return the strides of batch entries, steps and heads in elements, tensor by tensor."""
     return tuple(stride for tensor in tensors for stride in tensor.stride()[:3])
 
 
@@ -206,7 +219,10 @@ def empty_final(call: Attention, *, wanted: bool) -> torch.Tensor:
 
 
 def chunk_state_mma(exact: bool) -> Mma:
-    """Return the matrix instructions of the chunk state pass, which multiplies float32 without loss where it is ``exact``."""
+    """Return the matrix instructions of the chunk state pass.
+
+    Where it is ``exact`` it multiplies float32 without loss, for which some architectures have none.
+    """
     return Mma.WARP_OR_NONE if exact else Mma.WARP
 
 
@@ -248,7 +264,7 @@ def chunk_output(
         chunk_kernels.chunk_output_kernel, (call.slots * heads * cdiv(width, tiles.values),),
         call.q, call.k, values, call.g, call.sequences.offsets, states, out, call.scale,
         *call.numbers(), *strides(call.q, call.k, values, call.g), pitch_of(out), mma=Mma.WARP,
-        STEPS=call.sequences.bisection_steps(), PARTS=rounding.parts, LIMIT=rounding.limit, LARGEST=rounding.largest,
+        BISECTION_STEPS=call.sequences.bisection_steps(), PARTS=rounding.parts, LIMIT=rounding.limit, LARGEST=rounding.largest,
         TRANSPOSED=transposed, num_stages=tiles.stages, **call.flags(tiles),
     ).run()  # fmt: skip
     return out
@@ -261,7 +277,10 @@ def forward(call: Attention, *, want_final: bool) -> tuple[torch.Tensor, torch.T
 
 
 def step_tiles(keys: int, values: int) -> Tiles:
-    """Return the tiles of the loop over time: all keys, and values for 64 registers a thread; not tuned yet."""
+    """Return the tiles of the loop over time: all keys, and so many values that the state takes 64 registers a thread.
+
+    They are not tuned yet.
+    """
     rows = block(keys, 512)
     return Tiles(rows, block(values, 8192 // max(rows, 128)))
 
@@ -346,7 +365,7 @@ def pitch_of(tensor: torch.Tensor) -> int:
 def exact_gradients(call: Attention) -> bool:
     """Return whether nothing may be rounded on the way to dq, dk and dg.
 
-    A float32 dg next to 16-bit inputs is held to float32's accuracy, and float16 has too narrow a range for products of
+    A float32 dg next to 16-bit inputs must have float32's accuracy, and float16 has too narrow a range for products of
     gradients.
     """
     return call.g.dtype is torch.float32 or call.q.dtype is torch.float16
@@ -383,7 +402,7 @@ def backward(call: Attention, do: torch.Tensor, dfinal: torch.Tensor | None, int
         backward_kernels.gradients_kernel, (call.slots * call.sizes[2],),
         call.q, call.k, call.v, call.g, do, call.sequences.offsets, states, dstates, dq, dk, dg, call.scale,
         *call.numbers(), *strides(call.q, call.k, call.v, call.g, do), pitch_of(dq), mma=Mma.WARP,
-        STEPS=call.sequences.bisection_steps(), EXACT=exact, PARTS=call.parts(exact),
+        BISECTION_STEPS=call.sequences.bisection_steps(), EXACT=exact, PARTS=call.parts(exact),
         LIMIT=ROUNDINGS[torch.float32].limit if exact else rounding.limit, LARGEST=None if exact else rounding.largest,
         num_stages=tiles.stages, **call.flags(tiles, exact=exact),
     ).run()  # fmt: skip

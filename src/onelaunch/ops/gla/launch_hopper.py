@@ -2,6 +2,7 @@
 
 The forward pass is one launch of ``chunk_state_kernel``. The backward pass is three: states again, then dv with the gradients
 of the states, then dq, dk and dg of all chunks. A pass whose heads do not fill the SMs is preceded by ``segment_sum_kernel``.
+The files of the kernels, kernels/hopper_*.py, say what each computes and what its constants mean.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ PANEL = 64
 """Channels of one TMA box."""
 
 WHOLE = 1 << 30
-"""Length of a segment that holds any sequence, in steps; a multiple of CHUNK."""
+"""Steps of a segment where T is not cut: more than any sequence has, and a multiple of CHUNK."""
 
 LIMITS = {torch.bfloat16: 40.0, torch.float16: 6.0}
 """Largest sum of log-decays from a chunk's middle for which one product serves all pairs, by dtype.
@@ -61,10 +62,12 @@ class PassTiles:
 
 @remembered
 def pass_tiles(keys: int, values: int, *, scalar: bool, store_states: bool, output: bool) -> PassTiles:
-    """Return the configuration of ``chunk_state_kernel``: two groups where values allow it, since they share what is prepared.
+    """Return the configuration of ``chunk_state_kernel``.
 
-    Registers are so many that ptxas does not serialize the products. Stored states leave through shared memory, for which a
-    pass that makes outputs as well gives up a stage.
+    Two groups run where V is a multiple of 128, since they share the decayed keys and the scores. With K of 256 only one group
+    and two stages fit. The numbers of registers are those with which ptxas does not serialize the products. Stored states leave
+    through shared memory, for which a pass that also makes outputs has one stage less; with K of 256 it stores them from
+    registers.
     """
     stages = 2 if store_states and output else 3
     if keys > 2 * PANEL:
@@ -78,7 +81,7 @@ def pass_tiles(keys: int, values: int, *, scalar: bool, store_states: bool, outp
 
 @remembered
 def segment_tiles(keys: int, values: int) -> PassTiles:
-    """Return the configuration of ``segment_sum_kernel``: it makes no outputs, so more stages fit."""
+    """Return the configuration of ``segment_sum_kernel``, which makes no outputs, so that more stages fit."""
     if keys > 2 * PANEL:
         return PassTiles(1, stages=2, prepare_registers=240)
     return PassTiles(1, stages=4, prepare_registers=232) if values % (2 * PANEL) else PassTiles(2, stages=4)
@@ -86,9 +89,10 @@ def segment_tiles(keys: int, values: int) -> PassTiles:
 
 @remembered
 def segment_count(ctas: int, chunks: int, multiprocessors: int) -> int:
-    """Return the number of segments of T: one, unless that leaves SMs idle for longer than the sums cost.
+    """Return the number of segments of T: one, unless that leaves SMs idle for longer than ``segment_sum_kernel`` takes.
 
-    The model counts waves of CTAs times chunks per segment. A segment has at least four chunks.
+    The estimated duration is the number of waves of CTAs times the chunks per segment, with ``ctas`` CTAs per segment. A segment
+    has at least four chunks.
     """
 
     def duration(segments: int) -> float:
@@ -101,8 +105,8 @@ def segment_count(ctas: int, chunks: int, multiprocessors: int) -> int:
 class PassOperands(NamedTuple):
     """Operands of a pass in one direction of time, see kernels/hopper_prepare.py.
 
-    ``queries`` multiply the state and ``keys`` are added to it: q and k forwards, k and q backwards. ``queries`` of ``None``
-    make no outputs.
+    ``queries`` multiply the state, and the products of ``keys`` with ``values`` are added to it: q, k and v forwards; k, q and do
+    with ``reverse``, from the last step to the first. ``queries`` of ``None`` make no outputs.
     """
 
     queries: torch.Tensor | None
@@ -112,7 +116,7 @@ class PassOperands(NamedTuple):
 
 
 def matrix(tensor: torch.Tensor) -> torch.Tensor:
-    """Return ``[B, T, H, X]`` as ``[B T, H X]`` for TMA: copied where strides or address do not allow it."""
+    """Return ``[B, T, H, X]`` as ``[B T, H X]`` for TMA, as a copy where strides or address do not allow a view."""
     return addressable(tensor.flatten(0, 1).flatten(1))
 
 
@@ -135,17 +139,20 @@ def targets(box: list[int], *tensors: torch.Tensor) -> list[Any]:
 
 
 def rows_of_states(states: torch.Tensor) -> torch.Tensor:
-    """Return states as ``[rows, K]``; a matrix of states in an aliased buffer as it is."""
+    """Return states ``[slots, H, V, K]`` as ``[rows, K]``; a matrix of :func:`aliased_state_buffers` is returned as it is."""
     return states if states.dim() == 2 else states.flatten(0, 2)
 
 
 def aliased_state_buffers(call: Attention, into: Into | None) -> tuple[torch.Tensor, torch.Tensor] | None:
     """Return two matrices ``[B T, 2 H K]`` that hold states and their gradients until dq, dk and dg overwrite them.
 
-    It saves the memory of both. With V of two chunks a state is as large as dq and dk of its chunk and head: its first 64 rows
-    lie in the place of dq, the others in that of dk. The CTA that writes those has read them before, and no other one reads
-    them. Gradients of states lie in the same way in a matrix of their own, of which dg takes the first half. ``None`` unless dq
-    and dk are neighbours in memory, all chunks are whole, and states leave through shared memory.
+    It saves the memory of both. With V = 128 a state [V, K] is as large as dq and dk [64, K] of its chunk and head together: its
+    first 64 rows lie in the memory of dq, the others in that of dk. No CTA reads a part of a state after dq and dk have replaced
+    it: the CTA that writes a panel of dq and dk is the only one that reads that panel of the state, and reads it first.
+    Gradients of states lie in the same way in a matrix of their own, whose first half dg replaces.
+
+    The result is ``None`` unless dq and dk are neighbours in memory, all chunks are whole, V is 128 and K at most 128, and there
+    is a decay per channel.
     """
     batch, length, heads, keys, values = call.sizes
     if into is None or call.scalar or call.sequences.offsets is not None or length % CHUNK:
@@ -158,22 +165,27 @@ def aliased_state_buffers(call: Attention, into: Into | None) -> tuple[torch.Ten
 
 
 def state_pass(call: Attention, operands: PassOperands, out: torch.Tensor | None, states: list[torch.Tensor]) -> None:
-    """Fill ``out`` (queries times states and scores) and ``states`` (the state that enters each chunk), whichever is given.
+    """Run a pass along time: fill ``out`` if given, and ``states``, if not empty, with the state that enters each chunk.
 
-    States are ``[slots, H, V, K]``. A second tensor of states takes the rounding errors of the first as second terms. A matrix
-    takes them in the order of :func:`aliased_state_buffers`.
+    Args:
+        call: Tensors of the call; log-decays, sequences and scale are taken from it.
+        operands: Queries, keys and values of this direction of time.
+        out: ``[B, T, H, V]``, o or with ``reverse`` dv; ``None`` for states alone.
+        states: Empty; one tensor ``[slots, H, V, K]``; two of them, the second for the rounding errors of the first as second
+            16-bit terms; or one matrix of :func:`aliased_state_buffers`.
     """
     from onelaunch.ops.gla.kernels.hopper_chunk_state import chunk_state_kernel
     from onelaunch.ops.gla.kernels.hopper_segment_sum import segment_sum_kernel
 
     _, length, heads, keys, values = call.sizes
     sequences, offsets = call.sequence_count, call.sequences.offsets
-    first = None if operands.reverse else call.sequences.initial
+    first = None if operands.reverse else call.sequences.initial  # no gradient of a final state
     tiles = pass_tiles(keys, values, scalar=call.scalar, store_states=bool(states), output=out is not None)
     slices = values // (PANEL * tiles.groups)
     mean_length = length if offsets is None else cdiv(length, sequences)
     segments = segment_count(sequences * heads * slices, cdiv(mean_length, CHUNK), processors(operands.keys.device))
     sources = (*boxes([CHUNK, keys], operands.keys), *boxes([CHUNK, PANEL], operands.values))
+    # A descriptor of log-decays per channel, or a pointer to one per head.
     decays = (None, call.g.contiguous()) if call.scalar else (*boxes([CHUNK, keys], call.g), None)
     segment_steps = cdiv(cdiv(length, CHUNK), segments) * CHUNK if segments > 1 else WHOLE
     shared: dict[str, Any] = {
@@ -242,7 +254,7 @@ def backward(
         states: States that :func:`forward` filled; without them a state pass computes them again from the inputs.
 
     Returns:
-        The gradients, without one of an initial state.
+        The gradients. That of the initial state has no elements: calls with an initial state are not trained by this variant.
     """
     from onelaunch.ops.gla.kernels.hopper_gradients import gradients_kernel
 
@@ -251,7 +263,7 @@ def backward(
     to_q, to_k, to_v = into or (None, None, None)
     aliased = aliased_state_buffers(call, into) if states is None else None
     if states is None:
-        # dg per head sums over a whole state, in which its rounding would show: see kernels/hopper_gradients.py
+        # One dg per head is a sum over a whole state, in which the state's rounding would show: see kernels/hopper_gradients.py.
         states = empty_states(call, 2 if call.scalar else 1) if aliased is None else [aliased[0]]
         state_pass(call, PassOperands(None, k, v, reverse=False), None, states)
     dstates = empty_states(call, 1)[0] if aliased is None else aliased[1]
@@ -265,14 +277,15 @@ def backward(
     else:
         dg = output_like(call.g, None if aliased is None else dstates[:, : heads * keys].view(call.g.shape))
         log_decay, described_decays, written = None, boxes(square, call.g)[0], targets(square, dq, dk, dg)
-    held = [described(rows_of_states(x), tall) for x in (*states[:1], dstates, *states[1:])]
+    # S, dS, and the second terms of S if there are any
+    described_states = [described(rows_of_states(x), tall) for x in (*states[:1], dstates, *states[1:])]
     offsets = call.sequences.offsets
     Launch(
         gradients_kernel, (call.slots * heads * panels,),
-        *boxes(square, q, k), described_decays, *boxes(wide, v, do), *(*held, None)[:3], log_decay, dq, dk, dg, *written,
-        offsets,
+        *boxes(square, q, k), described_decays, *boxes(wide, v, do), *(*described_states, None)[:3],
+        log_decay, dq, dk, dg, *written, offsets,
         length, heads, call.sequence_count, batch * length, call.scale, values, pitch_of(dq), mma=Mma.WIDEST,
-        PANELS=panels, STEPS=call.sequences.bisection_steps(), LIMIT=LIMITS[q.dtype],
+        PANELS=panels, BISECTION_STEPS=call.sequences.bisection_steps(), LIMIT=LIMITS[q.dtype],
         NORMALIZER=normalizer, ALIASED=aliased is not None, PACKED=offsets is not None,
         num_warps=GRADIENT_WARPS,
     ).run()  # fmt: skip

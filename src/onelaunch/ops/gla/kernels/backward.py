@@ -1,20 +1,26 @@
 """Gradients of gated linear attention with respect to q, k and g, portable Triton, parallel over chunks.
 
-Computes   for a chunk that S enters, with dS the gradient of the state that leaves it, and dP = tril(do v^T):
+Computes   for one chunk of 64 steps. S [K, V] is the state that enters it, dS the gradient of the state that leaves it, and
+           dP = tril(do v^T). before and after are sums of the log-decays g in the chunk: up to and with a step, and behind it.
              dq = scale * (e^before (do S^T) + sum over s of dP[t, s] k_s e^(g_s+1 + ... + g_t))
              dk = e^after (v dS^T) + scale * sum over t of dP[t, s] q_t e^(g_s+1 + ... + g_t)
-             dg_t = the sum of all terms whose decay contains g_t, which reach from before t to t or behind it: from S to dS,
-             from S to steps, from steps to dS, and between steps of the chunk.
+             dg_t = the sum of all terms whose decay contains g_t. Such a term leads from a source before t (S, or a key) to a
+             destination at t or later (a query, or dS). Its value is the product of the query with that term of dq, or of the
+             key with that term of dk; from S to dS it is e^(sum of g over the chunk) times the sum over V of S dS.
+           dv and dS are computed by chunk.py with time reversed.
 Grid       one CTA per chunk and head; blocks of K one after the other, blocks of V inside. No CTA waits for another one.
 On chip    in registers, float32: dP [64, 64]; dq, dk and dg [64, BK].
 Memory     S and dS of the chunk (``chunk_state_kernel`` stored them) and q, k, g are read once, dq, dk, dg written once; v and
            do are read once per block of K.
 Decay      as in chunk.py. Every term of dg has e^(g_t) as a factor. None is the difference of larger ones, except in a chunk of
-           moderate decay. There, terms between steps are suffix sums of q dq - k dk, in which the pairs that lie behind t
-           altogether cancel. They cancel only if dq and dk hold the very same terms, so what is subtracted are products of what
-           was rounded. dg is added up within a chunk only, so errors do not grow with T.
-Numerics   dq and dk may have two roundings besides their own: those of dP and k, or that of a state. A float32 dg next to
-           16-bit inputs is held to float32's own accuracy: then nothing is rounded (EXACT).
+           moderate decay (``is_benign``). There, terms between steps are suffix sums of q dq - k dk, in which the pairs with
+           both steps at t or later cancel. They cancel only if dq and dk hold the very same terms. Therefore the subtraction
+           uses the rounded keys that were also operands of dq. dg is added up within a chunk only, so errors do not grow with T.
+Numerics   the tolerance (chunk.py) allows two roundings to 16 bits on the way to dq and dk, besides that of the result: those
+           of dP and k, or that of a state. A float32 dg next to 16-bit inputs must have float32's own accuracy. Then nothing is
+           rounded (EXACT).
+Registers  q, k and g are loaded again where they are needed a second time, and ``steps_of_chunk`` makes the compiler compute
+           step numbers and masks again: the registers would not hold all of them at once.
 Source     experiment 039; docs/notebook/gla.md.
 """
 
@@ -61,9 +67,10 @@ def suffix_sum(x, t, PRECISION: tl.constexpr):
 
 @triton.jit
 def pair_gradients(both, q, k, t, LOW: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl.constexpr):
-    """Return the gradients of decayed queries and keys [64, BK], and the product of each with its own gradient.
+    """Return the gradients of decayed queries and keys [64, BK], and the products q dq and k dk, whose difference dg sums.
 
-    ``both`` [64, 64] is dP below the diagonal and its transpose above. The last two results are what dg subtracts.
+    ``both`` [64, 64] is dP below the diagonal and its transpose above. Keys are rounded to LOW for dq, and k dk is made of the
+    same rounded keys.
     """
     zero = tl.zeros(q.shape, tl.float32)
     none = tl.zeros([CHUNK, CHUNK], LOW)
@@ -75,16 +82,17 @@ def pair_gradients(both, q, k, t, LOW: tl.constexpr, PARTS: tl.constexpr, PRECIS
 
 @triton.jit
 def pair_terms(both, q, k, g, t, LOW: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl.constexpr, BENIGN: tl.constexpr):
-    """Return what pairs of different steps add to dq, dk and dg, over a block of keys; q, k, g are float32 [64, BK].
+    """Return the terms of dq, dk and dg from pairs of different steps, over a block of keys; q, k, g are float32 [64, BK].
 
-    BENIGN: one product anchored at the middle of the chunk; otherwise secondary chunking as in chunk.py.
+    ``both`` is that of ``pair_gradients``. BENIGN: one product anchored at the middle of the chunk; otherwise secondary
+    chunking as in chunk.py.
     """
     if BENIGN:
         distance = from_middle(g, t, PRECISION)
         shrink = exp(distance)
         grow = exp(-distance)
-        dq, dk, of_q, of_k = pair_gradients(both, q * shrink, k * grow, t, LOW, PARTS, PRECISION)
-        return dq * shrink, dk * grow, suffix_sum(of_q - of_k, t, PRECISION)
+        dq, dk, q_dq, k_dk = pair_gradients(both, q * shrink, k * grow, t, LOW, PARTS, PRECISION)
+        return dq * shrink, dk * grow, suffix_sum(q_dq - k_dk, t, PRECISION)
     dq = tl.zeros(q.shape, tl.float32)
     dk = tl.zeros(q.shape, tl.float32)
     dg = tl.zeros(q.shape, tl.float32)
@@ -93,12 +101,12 @@ def pair_terms(both, q, k, g, t, LOW: tl.constexpr, PARTS: tl.constexpr, PRECISI
         right = in_right_block(t, level)[:, None]
         factor = exp(sums_by_block(g, t, level, PRECISION))
         decayed = factor * tl.where(right, q, k)
-        taken = tl.where(adjacent_blocks(t, level), both, tl.zeros([CHUNK, CHUNK], LOW))
-        found = split_product(taken, decayed, tl.zeros(q.shape, tl.float32), PARTS, PRECISION)
-        dg += sums_around(decayed * found, t, level, PRECISION)
-        found *= factor
-        dq += tl.where(right, found, 0.0)
-        dk += tl.where(right, 0.0, found)
+        dscores = tl.where(adjacent_blocks(t, level), both, tl.zeros([CHUNK, CHUNK], LOW))
+        gradient = split_product(dscores, decayed, tl.zeros(q.shape, tl.float32), PARTS, PRECISION)
+        dg += sums_around(decayed * gradient, t, level, PRECISION)
+        gradient *= factor
+        dq += tl.where(right, gradient, 0.0)
+        dk += tl.where(right, 0.0, gradient)
     return dq, dk, dg
 
 
@@ -122,16 +130,19 @@ def state_products(
     p_do, do_stride_t, p_v, v_stride_t, states, dstates, index, t, left, c, K, V,
     BV: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """Return do S^T and v dS^T [64, BK] for a block of keys, without decay, and the sum over V of S and dS [1, BK]."""
+    """Return do S^T and v dS^T [64, BK] for a block of keys, without decay, and the sum over V of S times dS [1, BK].
+
+    ``index`` counts the states, one per chunk and head. PARTS of 0 multiplies float32 without loss.
+    """
     from_states = tl.zeros([CHUNK, c.shape[0]], tl.float32)
     from_dstates = tl.zeros([CHUNK, c.shape[0]], tl.float32)
-    whole = tl.zeros([c.shape[0]], tl.float32)
+    s_ds = tl.zeros([c.shape[0]], tl.float32)
     for first in range(0, V, BV):
         cv = first + tl.arange(0, BV)
         inside = inside_state(c, cv, K, V)
         b_state = tl.load(state_pointers(states, index, c, cv, K, V), mask=inside, other=0.0)
         b_dstate = tl.load(state_pointers(dstates, index, c, cv, K, V), mask=inside, other=0.0)
-        whole += tl.sum(b_state.to(tl.float32) * b_dstate.to(tl.float32), 1)
+        s_ds += tl.sum(b_state.to(tl.float32) * b_dstate.to(tl.float32), 1)
         b_do = load_rows(p_do, do_stride_t, t, left, cv, V, EVEN)
         b_v = load_rows(p_v, v_stride_t, t, left, cv, V, EVEN)
         if PARTS == 0:
@@ -139,7 +150,7 @@ def state_products(
             b_v = b_v.to(tl.float32)
         from_states = split_product(b_do, tl.trans(b_state), from_states, PARTS, PRECISION)
         from_dstates = split_product(b_v, tl.trans(b_dstate), from_dstates, PARTS, PRECISION)
-    return from_states, from_dstates, whole[None, :]
+    return from_states, from_dstates, s_ds[None, :]
 
 
 @triton.jit
@@ -161,12 +172,12 @@ def chunk_gradients(
         b_dq, b_dk, b_dg = pair_terms(both, b_q, b_k, b_g, t, LOW, PARTS, PRECISION, BENIGN)
         b_dq += diagonal * b_k
         b_dk += diagonal * b_q
-        t = steps_of_chunk(first + 1)
-        from_states, from_dstates, whole = state_products(
+        t = steps_of_chunk(first + 1)  # step numbers from a second expression, or the first ones would stay in registers
+        from_states, from_dstates, s_ds = state_products(
             p_do, do_stride_t, p_v, v_stride_t, states, dstates, index, t, left, c, K, V, BV, PARTS, PRECISION, EVEN
         )
         b_g = load_decay(p_g, g_stride_t, t, left, c, K, EVEN)
-        b_dg += whole * exp(tl.sum(b_g, 0, keep_dims=True))
+        b_dg += s_ds * exp(tl.sum(b_g, 0, keep_dims=True))
         from_states *= exp(sum_before(b_g, t, PRECISION))
         store_rows(p_dq, (b_dq + from_states) * scale, d_stride_t, t, left, c, K, EVEN)
         b_q = load_rows(p_q, q_stride_t, t, left, c, K, EVEN).to(tl.float32) * scale
@@ -193,7 +204,7 @@ def chunk_gradients_scalar(
     scores = tl.zeros([CHUNK, CHUNK], tl.float32)
     dg_before = tl.zeros([CHUNK, 1], tl.float32)  # terms from each step to dS
     dg_behind = tl.zeros([CHUNK, 1], tl.float32)  # terms from S to each step
-    dg_whole = tl.zeros([1, 1], tl.float32)  # terms from S to dS
+    dg_through = tl.zeros([1, 1], tl.float32)  # terms from S to dS
     before = exp(sum_before(b_g, t, PRECISION))
     after = exp(sum_after(b_g, t, PRECISION))
     for first in range(0, K, BK):
@@ -205,17 +216,17 @@ def chunk_gradients_scalar(
         b_q = b_q.to(tl.float32) * scale
         b_k = b_k.to(tl.float32)
         b_dq, b_dk, _, _ = pair_gradients(both, b_q, b_k, t, LOW, PARTS, PRECISION)
-        from_states, from_dstates, whole = state_products(
+        from_states, from_dstates, s_ds = state_products(
             p_do, do_stride_t, p_v, v_stride_t, states, dstates, index, t, left, c, K, V, BV, PARTS, PRECISION, EVEN
         )
         from_states *= before
         from_dstates *= after
         dg_behind += tl.sum(b_q * from_states, 1, keep_dims=True)
         dg_before += tl.sum(b_k * from_dstates, 1, keep_dims=True)
-        dg_whole += tl.sum(whole, 1, keep_dims=True)
+        dg_through += tl.sum(s_ds, 1, keep_dims=True)
         store_rows(p_dq, (b_dq + from_states + diagonal * b_k) * scale, d_stride_t, t, left, c, K, EVEN)
         store_rows(p_dk, b_dk + from_dstates + diagonal * b_q, d_stride_t, t, left, c, K, EVEN)
-    b_dg = dg_whole * exp(tl.sum(b_g, 0, keep_dims=True))
+    b_dg = dg_through * exp(tl.sum(b_g, 0, keep_dims=True))
     b_dg += prefix_sum_exclusive(dg_before, t, PRECISION) + suffix_sum(dg_behind, t, PRECISION)
     # onward[t, s]: terms from step s to all steps from t on. Those with s < t contain g_t.
     onward = suffix_sum(scores * dscores * scale, t, PRECISION)
@@ -230,9 +241,10 @@ def chunk_is_benign(
 ):  # fmt: skip
     """Return whether ``is_benign`` holds for all keys of a chunk.
 
-    It is asked before anything else: code that served both kinds of decay block by block would need the registers of both.
+    The kernel calls it before anything else and then runs one of two loops. A single loop that chose block by block would need
+    the registers of both forms.
     """
-    benign = left > 0
+    benign = left > 0  # true: the chunk has steps
     for first in range(0, K, BK):
         c = first + tl.arange(0, BK)
         b_g = load_decay(p_g, g_stride_t, t, left, c, K, EVEN)
@@ -251,13 +263,23 @@ def gradients_kernel(
     T, H, K, V, sequences,
     q_stride_b, q_stride_t, q_stride_h, k_stride_b, k_stride_t, k_stride_h, v_stride_b, v_stride_t, v_stride_h,
     g_stride_b, g_stride_t, g_stride_h, do_stride_b, do_stride_t, do_stride_h, d_stride_t,
-    BK: tl.constexpr, BV: tl.constexpr, STEPS: tl.constexpr, EXACT: tl.constexpr, PARTS: tl.constexpr,
+    BK: tl.constexpr, BV: tl.constexpr, BISECTION_STEPS: tl.constexpr, EXACT: tl.constexpr, PARTS: tl.constexpr,
     LIMIT: tl.constexpr, LARGEST: tl.constexpr, PRECISION: tl.constexpr, EVEN: tl.constexpr, SCALAR: tl.constexpr,
     PACKED: tl.constexpr,
 ):  # fmt: skip
-    """Store dq, dk [B, T, H, K], tokens ``d_stride_t`` elements apart, and dg [B, T, H, K or 1], contiguous."""
+    """Store dq, dk [B, T, H, K], tokens ``d_stride_t`` elements apart, and dg [B, T, H, K or 1], contiguous.
+
+    ``states`` and ``dstates`` hold S and dS [slots, H, K, V]; a slot is the place of a chunk, see ``find_chunk``. ``offsets``
+    [N + 1] are the first steps of packed sequences, and their end.
+
+    Constants: BK, BV: channels of a block of keys and of values. BISECTION_STEPS: see ``find_chunk``. EXACT: round nothing.
+    PARTS: 16-bit terms of a float32 factor next to a 16-bit one, 0 to multiply float32 (``split_product``); PRECISION: the form
+    of float32 products there. LIMIT, LARGEST: bounds of ``is_benign``. EVEN: every block is whole, so no masks. SCALAR: one
+    decay per head. PACKED: sequences are packed along T. In the functions above, LOW is the dtype to which a factor is rounded,
+    ``left`` the number of steps from the chunk's start to the sequence's end, ``t`` the steps 0 to 63, ``c`` the channels.
+    """
     slot, h = tl.program_id(0) // H, tl.program_id(0) % H
-    b, start, left = find_chunk(offsets, slot, T, sequences, STEPS, PACKED)
+    b, start, left = find_chunk(offsets, slot, T, sequences, BISECTION_STEPS, PACKED)
     if left <= 0:
         return
     t = tl.arange(0, CHUNK)

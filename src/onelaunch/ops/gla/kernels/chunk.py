@@ -3,8 +3,9 @@
 Computes   S_t = diag(e^(g_t)) S_{t-1} + k_t^T v_t,   o_t = scale * q_t S_t   per head; in chunkwise form, where S enters a
            chunk:
              o = scale * (q e^before) S + tril(P) v,      S' = e^whole S + (k e^after)^T v,
-             P[t, s] = scale * sum over channels of q_t k_s e^(g_s+1 + ... + g_t);
-           before and after: sums of g in the chunk up to and with a step, and behind it; whole: the sum of all of it.
+             P[t, s] = scale * sum over channels of q_t k_s e^(g_s+1 + ... + g_t).
+           before and after are the sums of g in the chunk up to and with a step, and behind it; whole is the sum over all steps
+           of the chunk. S' leaves the chunk.
 Launches   1. ``chunk_state_kernel`` (fla's chunk_h), serial over chunks: the state that enters each chunk, and the final one;
            2. ``chunk_output_kernel`` (fla's chunk_o), parallel over chunks: o from it.
            With time reversed and q and k exchanged, the same two are half of the backward pass: dS runs from the end to the
@@ -22,10 +23,17 @@ Decay      every exponent at a state is a sum of its own, from -inf to 0, never 
            left block next to it, through e^(sum from the right block's start) and e^(sum to the left block's end), both at most
            1 (``sums_by_block``). One decay per head needs neither: its sums between any two steps are a matrix [64, 64]
            (``pair_decay``).
-Numerics   u is the norm-wise error of rounding the exact result to 16 bits. A loop in float32 has that one rounding, and twice
-           its error is allowed; rounding errors add up as squares, so a path may have two more. o through the state: q e^before
-           and S. o through P: k and P, while q goes in as two 16-bit terms. dv likewise. What is added to states has two terms
-           as well, or as many as make float32 where a float32 result depends on it. float32 inputs: see ``split_product``.
+Numerics   u is the norm-wise error of rounding the exact result to 16 bits. A loop in float32 has that one rounding, and 2 u is
+           allowed. Rounding errors add up as squares, so two more roundings on the way to a result give 1.73 u. For o through
+           the state these two are q e^before and S. For o through P they are k and P, while q goes in as two 16-bit terms
+           (PARTS). The same holds for dv. The decayed keys that are added to a state have two terms as well; where a float32
+           result depends on the state, they are multiplied in float32. float32 inputs: see ``split_product``.
+Constants  BK, BV: channels of a block of keys and of values. LOW: dtype to which one factor of a product is rounded. PARTS:
+           16-bit terms of a float32 factor next to a 16-bit one; 0: multiply float32. PRECISION: form of float32 products
+           ("ieee" or "bf16x6", see ``split_product``). LIMIT, LARGEST: bounds of ``is_benign``. EVEN: all chunks and blocks
+           are whole, so nothing is masked. SCALAR: one decay per head. PACKED: sequences of different lengths are packed along
+           T, and ``offsets`` holds their starts. FIRST, LAST: there is an initial state, a final state is wanted.
+           BISECTION_STEPS: see ``find_chunk``. STAGES: stages of Triton's software pipeline.
 Source     Yang et al., Gated Linear Attention Transformers with Hardware-Efficient Training (2024); experiment 039.
 """
 
@@ -50,7 +58,8 @@ LEAST = tl.constexpr(-1e30)
 def steps_of_chunk(turn):
     """Return 0 to 63, in a form that the compiler must recompute in each iteration.
 
-    Otherwise what follows from it, the many masks [64, 64], is kept in registers throughout the loop.
+    ``turn``, a number that changes with the iteration, is far below 2^30 and adds 0, which the compiler cannot know. Otherwise
+    it would compute the masks [64, 64] that follow from the steps before the loop and keep them in registers.
     """
     return tl.arange(0, CHUNK) + turn // (1 << 30)
 
@@ -70,16 +79,17 @@ def sequence_bounds(offsets, n, T, PACKED: tl.constexpr):
 
 
 @triton.jit
-def find_chunk(offsets, slot, T, sequences, STEPS: tl.constexpr, PACKED: tl.constexpr):
+def find_chunk(offsets, slot, T, sequences, BISECTION_STEPS: tl.constexpr, PACKED: tl.constexpr):
     """Return the batch entry and the first step of the chunk in ``slot``, and the steps from there to the sequence's end.
 
-    The last number is at most 0 in a spare slot, which has no chunk.
+    The last number is at most 0 in a spare slot, which has no chunk. The sequence is found by BISECTION_STEPS halvings of the
+    ``sequences`` offsets.
     """
     n = slot // tl.cdiv(T, CHUNK)
     if PACKED:
         n = slot * 0
         high = n + sequences
-        for _ in tl.static_range(STEPS):
+        for _ in tl.static_range(BISECTION_STEPS):
             middle = (n + high) // 2
             below = tl.load(offsets + middle).to(tl.int32) // CHUNK + middle <= slot
             n = tl.where(below, middle, n)
@@ -97,7 +107,11 @@ def row_pointer(base, b, t, h, stride_b, stride_t, stride_h):
 
 @triton.jit
 def load_rows(first, stride_t, t, left, c, channels, EVEN: tl.constexpr):
-    """Load [64, X] of the chunk whose first row ``first`` points to; 0 outside of the sequence and of the channels."""
+    """Load [64, X] of the chunk whose first row ``first`` points to; 0 outside of the sequence and of the channels.
+
+    ``t`` are the steps 0 to 63, ``c`` the channels, and ``left`` the number of steps from the chunk's start to the sequence's
+    end.
+    """
     pointers = first + t[:, None] * stride_t + c[None, :]
     if EVEN:
         return tl.load(pointers)
@@ -117,7 +131,7 @@ def store_rows(first, values, stride_t, t, left, c, channels, EVEN: tl.constexpr
 
 @triton.jit
 def state_pointers(states, index, k, v, K, V):
-    """Return the pointers to the tile [BK, BV] of matrix ``index`` of [..., K, V]."""
+    """Return the pointers to the tile [BK, BV] of state ``index`` of [..., K, V], at channels ``k`` and ``v``."""
     return states + index.to(tl.int64) * K * V + (k[:, None] * V + v[None, :])
 
 
@@ -147,17 +161,17 @@ def load_decay(first, stride_t, t, left, c, channels, EVEN: tl.constexpr):
 def sums(g, low, high, PRECISION: tl.constexpr):
     """Return [64, X]: for each step t the sum of g [64, X] over the steps from low[t] up to but without high[t] >= low[t].
 
-    It is a product with a matrix of 0 and 1, with g as three bfloat16 terms unless PRECISION is "ieee": fewer registers than a
-    scan. The matrix is made as its transpose, of which a thread holds a single column; otherwise it would need the bounds of
-    many rows.
+    It is computed as a product with a matrix of 0 and 1, which takes fewer registers than a scan. g goes in as three bfloat16
+    terms unless PRECISION is "ieee". The matrix is made as its transpose, of which a thread holds a single column; otherwise a
+    thread would need the bounds of many rows.
     """
     steps = tl.arange(0, CHUNK)
-    taken = (steps[:, None] - low[None, :]).to(tl.uint32) < (high - low).to(tl.uint32)[None, :]
+    summed = (steps[:, None] - low[None, :]).to(tl.uint32) < (high - low).to(tl.uint32)[None, :]  # low <= step < high
     if g.shape[1] == 1:
-        return tl.trans(tl.sum(tl.where(taken, g, 0.0), 0, keep_dims=True))
+        return tl.trans(tl.sum(tl.where(summed, g, 0.0), 0, keep_dims=True))
     if PRECISION == "ieee":
-        return tl.dot(tl.trans(tl.where(taken, 1.0, 0.0)), g, input_precision=PRECISION)
-    ones = tl.where(taken, tl.full([CHUNK, CHUNK], 1.0, tl.bfloat16), tl.full([CHUNK, CHUNK], 0.0, tl.bfloat16))
+        return tl.dot(tl.trans(tl.where(summed, 1.0, 0.0)), g, input_precision=PRECISION)
+    ones = tl.where(summed, tl.full([CHUNK, CHUNK], 1.0, tl.bfloat16), tl.full([CHUNK, CHUNK], 0.0, tl.bfloat16))
     return split_product(tl.trans(ones), g, tl.zeros(g.shape, tl.float32), 3, PRECISION)
 
 
@@ -181,7 +195,7 @@ def exp(x):
 
 @triton.jit
 def pair_decay(g, t, PRECISION: tl.constexpr):
-    """Return e^(g_s+1 + ... + g_t) [64, 64] for t >= s, from g [64, 1]; 1 elsewhere."""
+    """Return e^(g_s+1 + ... + g_t) [64, 64], row t and column s, for t >= s, from g [64, 1]; 1 elsewhere."""
     until = tl.where(t[None, :] <= t[:, None], tl.trans(g), 0.0)
     behind = tl.where(t[:, None] > t[None, :], 1.0, 0.0)
     if PRECISION != "ieee":
@@ -191,7 +205,11 @@ def pair_decay(g, t, PRECISION: tl.constexpr):
 
 @triton.jit
 def in_right_block(t, level):
-    """Return whether steps lie in right blocks: of blocks of 2^level steps every second, multiplied with the one before it."""
+    """Return whether steps lie in right blocks.
+
+    The chunk consists of pairs of blocks of 2^level steps, a left and a right one. Queries of a right block are multiplied with
+    keys of the left block next to it.
+    """
     return ((t >> level) & 1) == 1
 
 
@@ -226,10 +244,11 @@ def adjacent_blocks(t, level):
 
 @triton.jit
 def is_benign(q, k, g, t, LIMIT: tl.constexpr, LARGEST: tl.constexpr):
-    """Return whether one product, anchored at the middle of the chunk, gives P.
+    """Return whether P may be computed as one product, anchored at the middle of the chunk.
 
-    It does if no factor exceeds e^LIMIT, and no input times that what the operands' dtype holds. Log-decays are at most 0, so
-    no sum from or to the middle of the chunk goes beyond that of a whole half.
+    It may if no factor exceeds e^LIMIT, and if no element of q and k exceeds LARGEST, so that its product with such a factor
+    stays within the range of the operands' dtype (LARGEST is None where that needs no check). Log-decays are at most 0, so no
+    sum from or to the middle of the chunk is larger in magnitude than the sum over a whole half.
     """
     first = tl.sum(tl.where((t < CHUNK // 2)[:, None], g, 0.0), 0)
     second = tl.sum(tl.where((t < CHUNK // 2)[:, None], 0.0, g), 0)
@@ -293,9 +312,10 @@ def add_pairs(
     scores, q, k, g, t,
     LOW: tl.constexpr, PARTS: tl.constexpr, LIMIT: tl.constexpr, LARGEST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Return scores [64, 64] plus those of later with earlier steps over a block of keys; above the diagonal they mean nothing.
+    """Return scores [64, 64] plus the scores of later with earlier steps over a block of keys.
 
-    q, k and g are float32 [64, BK]. k is rounded to LOW, q goes in as PARTS terms of it.
+    On and above the diagonal the result has no meaning: the caller replaces it. q, k and g are float32 [64, BK]. k is rounded
+    to LOW, and q goes in as the sum of PARTS numbers of that dtype.
     """
     if is_benign(q, k, g, t, LIMIT, LARGEST):
         distance = from_middle(g, t, PRECISION)
@@ -304,8 +324,8 @@ def add_pairs(
         for level in range(LEVELS):
             # Steps of right blocks are queries here, those of left blocks keys.
             decayed = exp(sums_by_block(g, t, level, PRECISION)) * tl.where(in_right_block(t, level)[:, None], q, k)
-            found = split_product(decayed, tl.trans(decayed.to(LOW)), tl.zeros([CHUNK, CHUNK], tl.float32), PARTS, PRECISION)
-            scores += tl.where(adjacent_blocks(t, level), found, 0.0)
+            pairs = split_product(decayed, tl.trans(decayed.to(LOW)), tl.zeros([CHUNK, CHUNK], tl.float32), PARTS, PRECISION)
+            scores += tl.where(adjacent_blocks(t, level), pairs, 0.0)
     return scores
 
 
@@ -362,10 +382,11 @@ def chunk_state_kernel(
     EVEN: tl.constexpr, SCALAR: tl.constexpr, PACKED: tl.constexpr,
     FIRST: tl.constexpr, LAST: tl.constexpr, REVERSE: tl.constexpr,
 ):  # fmt: skip
-    """Store the state that enters every chunk, from ``first`` (or zeros), and with LAST the final one as ``last``.
+    """Store the state that enters every chunk in ``states`` [slots, H, K, V], and with LAST the final one as ``last``.
 
-    Forward, ``added`` is k and ``values`` v. REVERSE goes from the end, with q and do: it stores the gradient of the state that
-    leaves each chunk, and as ``last`` that of the initial state. PARTS of 0 multiplies float32.
+    The pass starts from ``first`` [N, H, K, V], or from zeros. Forward, ``added`` is k and ``values`` is v. With REVERSE it runs
+    from the last chunk to the first, ``added`` is q, ``values`` is do, and ``first`` the gradient of the final state. Then it
+    stores the gradient of the state that leaves each chunk, and as ``last`` the gradient of the initial state.
     """
     blocks = tl.cdiv(V, BV)
     tiles = tl.cdiv(K, BK) * blocks
@@ -416,18 +437,20 @@ def chunk_output_kernel(
     T, H, K, V, sequences,
     q_stride_b, q_stride_t, q_stride_h, k_stride_b, k_stride_t, k_stride_h,
     values_stride_b, values_stride_t, values_stride_h, g_stride_b, g_stride_t, g_stride_h, out_stride_t,
-    BK: tl.constexpr, BV: tl.constexpr, STEPS: tl.constexpr, PARTS: tl.constexpr, LIMIT: tl.constexpr, LARGEST: tl.constexpr,
-    PRECISION: tl.constexpr, EVEN: tl.constexpr, SCALAR: tl.constexpr, PACKED: tl.constexpr, TRANSPOSED: tl.constexpr,
+    BK: tl.constexpr, BV: tl.constexpr, BISECTION_STEPS: tl.constexpr, PARTS: tl.constexpr, LIMIT: tl.constexpr,
+    LARGEST: tl.constexpr, PRECISION: tl.constexpr, EVEN: tl.constexpr, SCALAR: tl.constexpr, PACKED: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
 ):  # fmt: skip
     """Store ``out`` [B, T, H, V], tokens ``out_stride_t`` elements apart.
 
-    It is o from v and the states that enter the chunks, or with TRANSPOSED dv from do and the gradients of the states that
-    leave them.
+    It is o from ``values`` = v and the ``states`` that enter the chunks. With TRANSPOSED it is dv from ``values`` = do and the
+    gradients of the states that leave the chunks. ``slot`` is the place of a chunk among all sequences, see
+    ``sequence_bounds``.
     """
     blocks = tl.cdiv(V, BV)
     slot, h = tl.program_id(0) // (blocks * H), (tl.program_id(0) // blocks) % H
     v = (tl.program_id(0) % blocks) * BV + tl.arange(0, BV)
-    b, start, left = find_chunk(offsets, slot, T, sequences, STEPS, PACKED)
+    b, start, left = find_chunk(offsets, slot, T, sequences, BISECTION_STEPS, PACKED)
     if left <= 0:
         return
     t = tl.arange(0, CHUNK)

@@ -4,8 +4,16 @@ Computes   per head and 64 values, for one chunk of 64 steps after the other (fl
              o  = (q e^before) S + (scores) v,     S' = e^whole S + (k e^after)^T v,
            where S enters the chunk and S' leaves it; before and after are sums of log-decays of the chunk up to and with a
            step, and behind it; whole is the sum of all. With REVERSE time runs backwards and q and k are exchanged: then the
-           state is the gradient dS, and the output is dv from do. hopper_prepare.py defines *queries* and *keys* for both
-           directions.
+           state is the gradient dS, and the output is dv from do. *Queries* multiply the state and *keys* are added to it: q
+           and k forward, k and q with REVERSE (hopper_prepare.py).
+Decay      With a decay per channel, ``prepare`` does not decay queries from the chunk's start, but from an anchor within the
+           chunk, and keys to the anchor, so that one product gives the scores. So the state is decayed twice per chunk, by
+           factors of K channels: from the near end of the chunk (its start; with REVERSE its end) to the anchor before its
+           product with the queries, and from the anchor to the far end at last. ``ends`` [2, K] holds both factors. The anchor
+           is the middle of the chunk. If decays are too strong for that (``strong`` is 1), queries are decayed from the near
+           end and keys to the far end. Then row 0 holds the decay over the whole chunk, applied after the product with the
+           queries, and row 1 is 1. With one decay per head (SCALAR) row 0 holds a factor per step [C] for the product with the
+           queries, and row 1 the decay over the whole chunk.
 Grid       one CTA per segment of T, sequence, head and slice of 64 GROUPS values (``work_item``).
 Roles      GROUPS (1 or 2) warpgroups run ``multiply``: each holds the state [V = 64, K] transposed in registers, issues all
            WGMMAs on it, and stores outputs and states; the first one also issues the TMA loads. One warpgroup runs ``prepare``:
@@ -21,8 +29,8 @@ On chip    shared memory for 16-bit numbers, per stage: queries, keys, log-decay
            replace the values, which they leave from.
 Barriers   one mbarrier per stage of each kind, and one for the scores:
            - full: the TMA loads of the stage have landed (transaction bytes). Waited for by all warpgroups.
-           - decayed: ``prepare`` has replaced queries and keys, and written ``ends`` and ``strong``. Waited for by
-             ``multiply``.
+           - decayed: ``prepare`` has replaced queries and keys, and written ``ends`` and ``strong`` (see Decay). Waited for
+             by ``multiply``.
            - scores_full: ``prepare`` has written the scores. Waited for by ``multiply`` before its last product.
            - scores_empty: all groups have read the only score buffer (SCORES < STAGES). Waited for by ``prepare``.
            - empty: all groups have finished the products that read the stage, and the output in it has been read by TMA.
@@ -33,11 +41,11 @@ Barriers   one mbarrier per stage of each kind, and one for the scores:
            ``fence_async_shared`` before an arrival or a TMA store. ``keep_barriers`` keeps Triton from placing anything else
            over the barriers.
 Memory     values are read and outputs written once, queries, keys and log-decays read once per slice of values (1.01 times the
-           least bytes in all, measured forward on an H200). With STORE_STATES the state that enters each chunk is stored as
-           well, 16 bits, [V, K], and its rounding error as a second term if ``states_low`` is given.
-Segments   where heads do not fill the chip, T is cut into segments (a chunk-parallel scan). hopper_segment_sum.py first leaves
-           what each segment adds to the state and its decay; here each segment starts from their sum, in the order of time, so
-           results are deterministic.
+           bytes of moving each tensor once, measured forward on an H200). With STORE_STATES the state that enters each chunk is
+           stored as well, 16 bits, [V, K], and its rounding error as a second term if ``states_low`` is given.
+Segments   where heads do not fill the chip, T is cut into segments (a chunk-parallel scan). hopper_segment_sum.py first stores
+           what each segment adds to the state, and its decay. Here each CTA starts from the decayed sum over the segments before
+           its own, added in the order of time, so results are deterministic.
 Numerics   see hopper_prepare.py; the state and all sums are float32.
 Source     Yang et al., Gated Linear Attention Transformers with Hardware-Efficient Training (2024); docs/notebook/gla.md.
 """
@@ -72,7 +80,8 @@ def load_stage(descriptors, tiles, full, at, head, panel, stage, enabled, GROUPS
                SCALAR: gl.constexpr):  # fmt: skip
     """Load one chunk into a stage by TMA: log-decays per channel, keys, queries with OUTPUT, and values of all groups.
 
-    The stage must be empty. Announces the bytes to ``full``, on which the loads arrive; does nothing unless ``enabled``.
+    The stage must be empty. Announces the bytes to ``full``, on which the loads arrive; does nothing unless ``enabled``. ``at``
+    is the chunk's first row, ``panel`` the first group's index among all blocks of 64 columns of the values.
     """
     queries, keys, values, g = descriptors
     tiles_q, tiles_k, tiles_v, tiles_g, _, _ = tiles
@@ -99,8 +108,8 @@ def split_columns(x):
 def query_panel(out, state, queries, operand: gl.constexpr, FIRST: gl.constexpr):
     """Add the product of the queries with a state [V, PANEL] to out [V, C].
 
-    ``queries`` [C, K] must be decayed. It waits for the product: two in flight take too many registers, and ptxas then
-    serializes all products.
+    ``queries`` [C, K] must be decayed; FIRST is the panel's first channel. The function waits for the product: two in flight
+    take too many registers, and ptxas then serializes all products.
     """
     state = gl.convert_layout(state.to(queries.dtype), operand)
     out = warpgroup_mma(state, queries.slice(FIRST, PANEL, dim=1).permute((1, 0)), out, is_async=True)
@@ -132,7 +141,7 @@ def state_offsets(first_value, turn, layout: gl.constexpr, K: gl.constexpr, COLU
 
 @gluon.jit
 def store_state(to, state, turn, K: gl.constexpr):
-    """Store a state [V, panels] into rows of K channels, without shared memory; panel by panel, which takes fewer registers."""
+    """Store a state [V, any number of panels] to rows of K channels from registers, panel by panel to need fewer of them."""
     if state.shape[1] == PANEL:
         state_layout: gl.constexpr = state.type.layout
         gl.store(to + state_offsets(0, turn, state_layout, K, PANEL), state.to(to.dtype.element_ty))
@@ -150,14 +159,14 @@ def multiply(descriptors, outputs, state_pointers, tiles, vectors, bars, offsets
     """Run the role of one warpgroup that holds a state [V, K] for PANEL values, for all chunks of a segment.
 
     Start from the initial state, or from the sums of the segments before. Per chunk: store the state if STORE_STATES; wait for
-    ``full`` and ``decayed``; decay the state to the anchor; out = queries times state; state += keys^T v; wait for
-    ``scores_full``; out += scores v; release the stage before this one and refill it (GROUP 0); store out from the place of the
-    values; decay the state to the end of the chunk.
+    ``full`` and ``decayed``; decay the state to the anchor (Decay, at the top); out = queries times state; state += keys^T v;
+    wait for ``scores_full``; out += scores v; release the stage before this one and refill it (GROUP 0); store out through the
+    shared memory of the values; decay the state to the end of the chunk.
     """
-    tiles_q, tiles_k, tiles_v, tiles_low, tiles_s, tiles_state = tiles
+    tiles_q, tiles_k, tiles_v, tiles_low, tiles_s, tiles_state = tiles  # low: second terms of keys, over the log-decays
     _, ends, strong = vectors
     full, decayed, scores_full, empty, scores_empty = bars
-    out_values, out_tiles, out_pitch = outputs
+    p_out, out_tiles, out_pitch = outputs
     initial, states, states_low, segment_states, segment_decays = state_pointers
     K: gl.constexpr = tiles_k.shape[2]
     E: gl.constexpr = tiles_k.dtype
@@ -188,7 +197,8 @@ def multiply(descriptors, outputs, state_pointers, tiles, vectors, bars, offsets
         nearest = pair * segments + (segment + 1 if REVERSE else segment - 1)
         p_nearest = segment_decays + nearest.to(gl.int64) * K + gl.arange(0, K, layout=across)
         nearest_decay = gl.max(gl.load(p_nearest, mask=earlier > 0, other=0.0), 0)
-        # If no channel survives the nearest segment, as with decays of trained models, only its sum has to be read.
+        # If the decay over the nearest segment is 0 in all channels, as with decays of trained models, only that segment's sum
+        # has to be read.
         for turn in range(gl.maximum(earlier - 1, 0) if nearest_decay == 0.0 else 0, earlier):
             before = pair * segments + (segments - 1 - turn if REVERSE else turn)
             state = state * gl.load(segment_decays + before.to(gl.int64) * K + gl.arange(0, K, layout=across))[None, :]
@@ -233,7 +243,8 @@ def multiply(descriptors, outputs, state_pointers, tiles, vectors, bars, offsets
         flag = gl.max(strong.index(stage).load(scalar), 0)
         if not SCALAR:
             if STORE_STATES and not SEGMENTED:
-                # With strong decay row 1 holds 1. A branch would keep the stored state in registers until TMA has read it.
+                # Row 0 with moderate decay; with strong decay row 1, which holds 1. A branch in place of the choice of the row
+                # would keep the stored state in registers until TMA has read it.
                 state = state * ends_flat.index(2 * stage + flag).load(across)[None, :]
             elif flag == 0:
                 state = state * ends_flat.index(2 * stage).load(across)[None, :]
@@ -284,9 +295,9 @@ def multiply(descriptors, outputs, state_pointers, tiles, vectors, bars, offsets
                 t = row_index(rows, left)
                 u = gl.arange(0, PANEL, layout=gl.SliceLayout(0, rows))[None, :]
                 pitch = out_pitch + (left >> 31)  # as in row_index
-                tile = out_values + at.to(gl.int64) * pitch + (head * values + first_value)
+                tile = p_out + at.to(gl.int64) * pitch + (head * values + first_value)
                 gl.store(tile + t * pitch + u, b_v.load(rows), mask=t < left)
-            if not SCALAR:  # last, when out takes no registers any more
+            if not SCALAR:  # only now, when out takes no registers any more
                 state = state * ends_flat.index(2 * stage + 1).load(across)[None, :]
         stage += 1
         if stage == STAGES:
@@ -305,7 +316,7 @@ def chunk_state_kernel(
     SEGMENTED: gl.constexpr, SPLIT_KEYS: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr, SCORES: gl.constexpr,
     MULTIPLY_REGISTERS: gl.constexpr, PREPARE_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """Pass along one segment of time with the state in registers; see the top of the file.
+    """Run the chunk state pass, and with OUTPUT the chunk output, over one segment of time; see the top of the file.
 
     ``queries``, ``keys``, ``v``, ``g``, ``out_tiles`` are TMA descriptors of matrices [B T, H X]. ``g`` describes log-decays
     per channel; if it is None, ``log_decay`` [B, T, H] has one per head. ``out_pitch`` is the number of elements from row to
@@ -317,6 +328,9 @@ def chunk_state_kernel(
     and states leave through shared memory by TMA; otherwise ``states`` is a pointer. ALIASED: states lie in the rows of their
     chunk of a matrix [B T, V / PANEL, H, K], see ``aliased_state_buffers`` in launch_hopper.py. INITIAL: there is an initial
     state. SEGMENTED: T is cut into several segments. SPLIT_KEYS: keys as two 16-bit terms, always so with a decay per channel.
+    SLICES: slices of 64 GROUPS values in a head. LIMIT: largest sum of log-decays over half a chunk, in magnitude, that counts
+    as moderate. SCORES: buffers of scores, 1 or STAGES. MULTIPLY_REGISTERS, PREPARE_REGISTERS: registers per thread that
+    ``warp_specialize`` assigns to the second ``multiply`` warpgroup, where there is one, and to ``prepare``.
     """
     SCALAR: gl.constexpr = g is None
     K: gl.constexpr = keys.block_type.shape[1]
@@ -326,7 +340,7 @@ def chunk_state_kernel(
     lines: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     tiles_k = gl.allocate_shared_memory(E, [STAGES, C, K], keys.layout)
     tiles_v = gl.allocate_shared_memory(E, [STAGES * GROUPS, C, PANEL], v.layout)
-    tiles_g = tiles_k
+    tiles_g = tiles_k  # tiles that this build does not use stand for others, so that the tuples below keep their lengths
     tiles_q = tiles_k
     tiles_s = tiles_v
     if SPLIT_KEYS:

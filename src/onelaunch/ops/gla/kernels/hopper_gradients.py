@@ -1,14 +1,21 @@
 """Gradients of gated linear attention with respect to q, k and g on Hopper GPUs, parallel over chunks.
 
-Computes   for one chunk, head and panel of 64 channels the formulas of backward.py, from S, the state that enters the chunk,
-           and dS, the gradient of the state that leaves it; hopper_chunk_state.py stored both. dP = scale do v^T below the
-           diagonal.
+Computes   for one chunk of 64 steps, one head and one panel of 64 channels of K, with S the state that enters the chunk and dS
+           the gradient of the state that leaves it (hopper_chunk_state.py stored both), and dP = scale do v^T for t >= s:
+             dq_t = scale e^before (do S^T)_t + sum over s <= t of dP[t, s] k_s e^(g_s+1 + ... + g_t)
+             dk_s = e^behind (v dS^T)_s + sum over t >= s of dP[t, s] q_t e^(g_s+1 + ... + g_t)
+             dg_t = sum over the steps u >= t of q_u dq_u - k_u dk_u, with the pairs' terms and the state's in dq_u but only the
+                    pairs' in dk_u, plus the sum over the steps u < t of k_u times the state's term of dk_u, plus
+                    e^(g of the whole chunk) times the sum over V of S dS;
+           before and behind are sums of log-decays in the chunk up to and with a step, and after it. The pairs with t = s have
+           no decay: they are added to dq and dk through ``diagonal`` and left out of dg.
 Grid       one CTA of 4 warps (one warpgroup) per chunk, head and panel; values in blocks of BV inside. Two CTAs fit on an SM,
            so that one computes while the loads of the other are in flight: no warp specialization is needed.
 On chip    shared memory for 16-bit numbers, BV = 128: five tiles [64, 64] (q, k, two of scratch, g; two without a decay per
-           channel), 8192 bytes each; v and do [64, BV], S and dS [BV, 64], 16384 bytes each: 104 KiB. What has to wait lies
-           where S and dS were. In registers: the three accumulators of the products with S, dS and v, then dq, dk and dg, [64,
-           64] float32, 32 registers each. Registers are what is scarce.
+           channel), 8192 bytes each; v and do [64, BV], S and dS [BV, 64], 16384 bytes each: 104 KiB. After their products, dk
+           so far (``stash``, float32) lies where S and dS were, and dP (two 16-bit terms) where do and v were. In registers:
+           the three accumulators of the products with S, dS and v, then dq, dk and dg, [64, 64] float32, 32 registers each.
+           Registers are what is scarce.
 Barriers   two mbarriers: ``bars[0]`` for the loads of q, k, g, waited for once; ``bars[1]`` for a block of v, do, S, dS, with
            one phase per block. All loads of the first block are issued before anything is waited for. The next block is loaded
            after the products with this one have finished. Stores leave from the tiles of q, k and g; they are waited for at the
@@ -17,11 +24,16 @@ Decay      products with matrices of 0 and 1 sum log-decays up to and with each 
            all of it. Differences of them are decays from the middle and to the end. Where these exceed LIMIT, or a sum is
            below MIN_LOG2_SUM, decays to the end are summed on their own, and pairs of steps are computed by levels
            (hopper_pairs.py).
-Numerics   decayed queries and keys, S and dS are 16-bit. dP is a sum of two such numbers. So is S with one decay per head,
-           whose gradient is a sum over all of a state, in which the rounding of S would show (2.07 u of 2 u). With three
-           rounded factors in every product dg was off by 2.06 u of the 2 u that are allowed; with dP in two terms by 1.6 u.
-           What is subtracted for dg is the product of what was rounded, and it is added up over the chunk in two terms as well.
-Memory     per panel: q, k, g in, dq, dk, dg out; v and do once per panel; S and dS once in all.
+           Decays are exponents of 2 here: ``logarithm`` returns sums of log-decays times log2(e).
+Registers  indices, masks and decays are computed again where they are used. ``opaque_zero`` returns a 0 that the compiler does
+           not know; adding it to an index or a mask keeps the compiler from computing them once and holding them in registers.
+Numerics   u is the norm-wise error of rounding the exact result to 16 bits, and 2 u is allowed. Decayed queries and keys, S
+           and dS are 16-bit. dP is a sum of two such numbers. So is S with one decay per head, whose gradient is a sum over all
+           of a state, in which the rounding of S would show (2.07 u). With three rounded factors in every product the error of
+           dg was 2.06 u; with dP in two terms it is 1.6 u. The subtraction for dg uses the same rounded queries and keys that
+           were operands of dq and dk, so that pairs on one side of a step cancel. Its result is summed over the chunk as two
+           16-bit terms as well.
+Memory     q, k and g are read and dq, dk and dg written once; v and do are read once per panel, S and dS once in all.
 Source     docs/notebook/gla.md.
 """
 
@@ -64,8 +76,9 @@ from onelaunch.ops.gla.kernels.hopper_tiles import (
 def state_products(descriptors, tiles, bar, rows, cells, channel, values, acc: gl.constexpr):
     """Return do S^T and v dS^T [C, PANEL], do v^T [C, C], and S dS summed over V [PANEL], all float32 and without decay.
 
-    Block by block of BV values; the first block must be on its way to ``bar``. Afterwards the tiles of v, do, S and dS are
-    free. With ``states_low`` S is the sum of two terms.
+    The function works block by block of BV values; the first block must be on its way to ``bar``. Afterwards the tiles of v,
+    do, S and dS are free. With ``states_low`` S is the sum of two terms. ``rows``: first row of the chunk, and head; ``cells``
+    and ``channel``: see ``load_value_block``.
     """
     v, _, _, _, states_low = descriptors
     t_v, t_do, t_s, t_ds, t_low = tiles
@@ -100,8 +113,9 @@ def state_products(descriptors, tiles, bar, rows, cells, channel, values, acc: g
 def load_value_block(descriptors, tiles, bar, rows, cells, channel, values, first):
     """Load a block of v, do, S and dS by TMA, which arrives at ``bar``; the caller has announced the bytes.
 
-    ``cells`` is the first row of the chunk's state in a tensor of states [rows of K]. With ALIASED, where a state is two boxes
-    of 64 values, it is the number of columns from one box to the other; both lie in the rows of the chunk.
+    ``cells`` is the first row of the chunk's state in a tensor of states [rows, K], and ``channel`` the panel's first column
+    there. With ALIASED a state is two boxes of 64 values in the rows of its chunk, a box is half as high as ``t_s``, ``cells``
+    is the number of columns from one box to the other, and ``channel`` is the column in the first one.
     """
     v, do, states, dstates, states_low = descriptors
     t_v, t_do, t_s, t_ds, t_low = tiles
@@ -122,10 +136,10 @@ def load_value_block(descriptors, tiles, bar, rows, cells, channel, values, firs
 
 @gluon.jit
 def store_gradient(tile, values, out, out_tiles, row, column, pitch, left):
-    """Store a gradient [C, PANEL], float32, rounded, through ``tile`` to rows ``pitch`` elements apart.
+    """Round a float32 gradient [C, PANEL] and store it through ``tile`` to rows ``pitch`` elements apart.
 
-    By TMA if the chunk is whole, in which case the caller waits with ``tma_store_wait``; otherwise row by row, since a box
-    would overwrite the next sequence.
+    The store goes through TMA if the chunk is whole; then the caller waits with ``tma_store_wait``. Otherwise it goes row by
+    row, since a box would overwrite the next sequence.
     """
     tile.store(values.to(tile.dtype))
     if left >= C:
@@ -145,9 +159,22 @@ def channel_gradients(
 ):  # fmt: skip
     """Compute and store dq, dk and dg of one panel with a decay per channel.
 
-    Given the loads in flight (``bars``). Leaves TMA stores in flight from tiles 0, 1 and 4. ``at``: first row, steps to the end
-    of the sequence, head, see ``load_value_block``, first channel. ``sizes``: values, row pitch of dq and dk, row width of dg,
-    first column.
+    The loads of all tiles must be in flight (``bars``). The function leaves TMA stores in flight from tiles 0, 1 and 4.
+
+    Args:
+        descriptors: TMA descriptors of v, do, S, dS, and None.
+        tiles: Five tiles [C, PANEL]: q, k, two of scratch, g.
+        blocks: Tiles of v, do, S and dS, and one that is not used.
+        both: Shared memory of S and dS together, which is used for dk so far after their products.
+        results: Pointers of dq, dk and dg, then their descriptors.
+        bars: mbarriers of q, k and g, and of a block of v, do, S and dS.
+        at: First row of the chunk; steps from there to the end of the sequence; head; ``cells`` and ``channel``, see
+            ``load_value_block``.
+        sizes: Values V; elements from row to row of dq and dk, and of dg; first column of the panel in dq, dk and dg.
+        scale: Factor of the scores.
+        LIMIT: Largest sum of log-decays from the chunk's middle, in magnitude, that counts as moderate.
+        NORMALIZER: Divisor of the log-decays, or None, see ``gradients_kernel``.
+        acc: Layout of the accumulators.
     """
     row, left, head, cells, channel = at
     values, pitch, width, column = sizes
@@ -162,7 +189,7 @@ def channel_gradients(
     t_k = tiles.index(1)
     t_g = tiles.index(4)
     saved_ints = gl.allocate_shared_memory(gl.int32, [5, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    flag = saved_ints.index(0)
+    flag = saved_ints.index(0)  # 1 if decays are strong; only that branch passes it to opaque_zero, which expects a 1
     one = saved_ints.index(1)
     one.store(gl.full([1], 1, gl.int32, layout=vector))
     # Coordinates of the results wait in shared memory until the end: registers are scarcer.
@@ -201,15 +228,15 @@ def channel_gradients(
     fence_async_shared()
 
     before = logarithm(t_g, "before", opaque_zero(one, vector), acc)
-    d = before - logarithm(t_g, "half", 0, acc)
-    moderate = (gl.abs(d) <= LIMIT * LOG2E) & (before >= MIN_LOG2_SUM)
+    from_middle = before - logarithm(t_g, "half", 0, acc)
+    moderate = (gl.abs(from_middle) <= LIMIT * LOG2E) & (before >= MIN_LOG2_SUM)  # False for NaN
     is_strong = gl.max(gl.max(gl.where(moderate, 0, 1), 1), 0)
     # From here on indices are hidden from the compiler. ptxas computes descriptors that both sides of a branch share on one
     # side alone, and the other side reads garbage: see the traps in docs/notebook/gla.md.
     flag.store(gl.full([1], 0, gl.int32, layout=vector) + is_strong)
     if is_strong == 0:
         behind = logarithm(t_g, "all", 0, acc) - before
-    else:
+    else:  # -inf becomes finite: times the 0 of a matrix it would be NaN
         b_g = t_g.load(acc).to(gl.float32)
         t_g.store(gl.where(b_g < LOWEST, LOWEST, b_g).to(E))
         fence_async_shared()
@@ -219,18 +246,20 @@ def channel_gradients(
 
     behind = exp2_flushed(behind)
     b_dk = from_dstates * behind
-    of_k = t_k.load(acc).to(gl.float32) * b_dk
+    k_dk = t_k.load(acc).to(gl.float32) * b_dk
     stash.store(b_dk + diagonal * t_q.load(acc).to(gl.float32))
     before = exp2_flushed(before)
-    all_of_it = t_whole.load(across)[None, :] * (before * behind)
-    t_whole.store(gl.sum(of_k + gl.where(row_index(acc, left) == 0, all_of_it, 0.0), 0))
+    # Terms from steps before t to dS: their sum over all steps, in t_whole, minus their sum from t on, in ``onward``. Terms from
+    # S to dS: before * behind is the decay over the whole chunk, which is the same in every row; the first one is taken.
+    state_terms = t_whole.load(across)[None, :] * (before * behind)
+    t_whole.store(gl.sum(k_dk + gl.where(row_index(acc, left) == 0, state_terms, 0.0), 0))
     b_dq = from_states * (before * scale)
-    onward = t_q.load(acc).to(gl.float32) * b_dq - of_k
+    onward = t_q.load(acc).to(gl.float32) * b_dq - k_dk
     b_dq += diagonal * tiles.index(1 + opaque_zero(one, vector)).load(acc).to(gl.float32)
     if is_strong == 0:
         zero = opaque_zero(one, vector)
-        d = logarithm(tiles.index(4 + zero), "before", zero, acc)
-        decay = exp2_flushed(d - logarithm(tiles.index(4 + zero), "half", 0, acc))
+        before_again = logarithm(tiles.index(4 + zero), "before", zero, acc)
+        decay = exp2_flushed(before_again - logarithm(tiles.index(4 + zero), "half", 0, acc))
         b_dq, b_dk, onward = pairs_from_middle(b_dq, onward, (t_p, t_low), tiles, decay, one, acc)
         from_levels = gl.zeros([C, PANEL], gl.float32, layout=acc)
     else:
@@ -264,10 +293,11 @@ def channel_gradients(
 
 @gluon.jit
 def head_gradients(descriptors, tiles, blocks, results, bars, at, sizes, scale, log_decay, heads, to, acc: gl.constexpr):
-    """Compute and store dq and dk of one panel with one decay per head, and what the panel adds to dg, at ``to`` [B, T, H].
+    """Compute and store dq and dk of one panel with one decay per head, and the panel's part of dg, at ``to`` [B, T, H].
 
-    Given and left as by ``channel_gradients``. dg is float32, and the host adds up the panels. The decays between steps are a
-    matrix [64, 64], so all pairs take one product whatever the decays are.
+    The arguments are those of ``channel_gradients``, with two tiles (q, k), a fifth descriptor and block for the second terms of
+    S, and ``log_decay`` [B, T, H]. The function leaves TMA stores in flight from tiles 0 and 1. dg is float32, and the host adds
+    up the panels. The decays between steps are a matrix [64, 64], so all pairs take one product whatever the decays are.
     """
     row, left, head, cells, channel = at
     values, pitch, _, column = sizes
@@ -308,33 +338,33 @@ def head_gradients(descriptors, tiles, blocks, results, bars, at, sizes, scale, 
     between = before - gl.convert_layout(sums, across)[None, :]
     store_split(gl.where(t > s, dscores * exp2_flushed(gl.where(t > s, between, 0.0)), 0.0), t_p, t_low)
     fence_async_shared()
-    of_q = gl.zeros([C, PANEL], gl.float32, layout=acc)
-    of_k = gl.zeros([C, PANEL], gl.float32, layout=acc)
-    of_q = warpgroup_mma(t_p, t_k, of_q, use_acc=False, is_async=True)
-    of_q = warpgroup_mma(t_low, t_k, of_q, is_async=True)
-    of_k = warpgroup_mma(t_p.permute((1, 0)), t_q, of_k, use_acc=False, is_async=True)
-    of_k = warpgroup_mma(t_low.permute((1, 0)), t_q, of_k, is_async=True)
+    pairs_dq = gl.zeros([C, PANEL], gl.float32, layout=acc)
+    pairs_dk = gl.zeros([C, PANEL], gl.float32, layout=acc)
+    pairs_dq = warpgroup_mma(t_p, t_k, pairs_dq, use_acc=False, is_async=True)
+    pairs_dq = warpgroup_mma(t_low, t_k, pairs_dq, is_async=True)
+    pairs_dk = warpgroup_mma(t_p.permute((1, 0)), t_q, pairs_dk, use_acc=False, is_async=True)
+    pairs_dk = warpgroup_mma(t_low.permute((1, 0)), t_q, pairs_dk, is_async=True)
     from_states = from_states * (exp2_flushed(before) * scale)
     from_dstates = from_dstates * exp2_flushed(total - before)
     b_q = t_q.load(acc).to(gl.float32)
     b_k = t_k.load(acc).to(gl.float32)
-    of_q, of_k = warpgroup_mma_wait(num_outstanding=0, deps=(of_q, of_k))
-    onward = gl.convert_layout(gl.sum(b_q * (of_q + from_states) - b_k * of_k, 1), vector)
+    pairs_dq, pairs_dk = warpgroup_mma_wait(num_outstanding=0, deps=(pairs_dq, pairs_dk))
+    onward = gl.convert_layout(gl.sum(b_q * (pairs_dq + from_states) - b_k * pairs_dk, 1), vector)
     earlier = gl.convert_layout(gl.sum(b_k * from_dstates, 1), vector)
-    store_gradient(t_q, from_states + of_q + diagonal * b_k, dq, dq_tiles, row, column, pitch, left)
-    store_gradient(t_k, from_dstates + of_k + diagonal * b_q, dk, dk_tiles, row, column, pitch, left)
-    found = gl.sum(onward, 0) - gl.associative_scan(onward, 0, plus) + onward
-    found += gl.associative_scan(earlier, 0, plus) - earlier
-    found += gl.sum(whole, 0) * gl.exp2(total)
-    gl.store(to + offset, found, mask=step < left)
+    store_gradient(t_q, from_states + pairs_dq + diagonal * b_k, dq, dq_tiles, row, column, pitch, left)
+    store_gradient(t_k, from_dstates + pairs_dk + diagonal * b_q, dk, dk_tiles, row, column, pitch, left)
+    b_dg = gl.sum(onward, 0) - gl.associative_scan(onward, 0, plus) + onward  # sum from each step on
+    b_dg += gl.associative_scan(earlier, 0, plus) - earlier  # sum over the steps before each step
+    b_dg += gl.sum(whole, 0) * gl.exp2(total)
+    gl.store(to + offset, b_dg, mask=step < left)
 
 
 @gluon.jit(do_not_specialize=["T", "heads", "sequences"])
 def gradients_kernel(
     q, k, g, v, do, states, dstates, states_low, log_decay, dq, dk, dg, dq_tiles, dk_tiles, dg_tiles, offsets,
     T, heads, sequences, rows, scale, values, pitch,
-    PANELS: gl.constexpr, STEPS: gl.constexpr, LIMIT: gl.constexpr, NORMALIZER: gl.constexpr, ALIASED: gl.constexpr,
-    PACKED: gl.constexpr,
+    PANELS: gl.constexpr, BISECTION_STEPS: gl.constexpr, LIMIT: gl.constexpr, NORMALIZER: gl.constexpr,
+    ALIASED: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
     """Compute dq, dk and dg [B, T, H, K] of one chunk, head and panel; see the top of the file.
 
@@ -342,7 +372,8 @@ def gradients_kernel(
     that are cut off. With one decay per head ``g`` is None, ``log_decay`` [B, T, H] is given, and ``dg`` has float32 parts
     [PANELS, B, T, H]. ``rows`` is B T. ``pitch`` is the number of elements from row to row of dq and of dk [B T, H K]. With a
     NORMALIZER log-decays, one for each channel, are logsigmoid(z) / NORMALIZER, and dg is the gradient of z. ALIASED: states
-    and their gradients lie in the rows of their chunk, see ``aliased_state_buffers`` in launch_hopper.py.
+    and their gradients lie in the rows of their chunk, see ``aliased_state_buffers`` in launch_hopper.py. PANELS: panels of a
+    head, K / 64. BISECTION_STEPS, PACKED: see ``find_chunk``. LIMIT: see ``channel_gradients``.
     """
     SCALAR: gl.constexpr = g is None
     E: gl.constexpr = q.dtype
@@ -351,7 +382,7 @@ def gradients_kernel(
     panel = item % PANELS
     head = (item // PANELS) % heads
     slot = item // PANELS // heads
-    row, left = find_chunk(offsets, slot, T, sequences, STEPS, PACKED)
+    row, left = find_chunk(offsets, slot, T, sequences, BISECTION_STEPS, PACKED)
     if left <= 0:
         return
     square: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, PANEL], E)

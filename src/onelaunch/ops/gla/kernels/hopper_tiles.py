@@ -1,9 +1,9 @@
 """Device functions that the Hopper kernels of gated linear attention share: coordinates, masks, splitting, exponentials.
 
-All of them are inlined into the Gluon kernels of this folder (hopper_chunk_state.py, hopper_segment_sum.py,
-hopper_gradients.py). They hold no barriers. A function that writes shared memory says so: the caller must then run
-``fence_async_shared`` before WGMMA or TMA reads the tile, and must arrive at an mbarrier, or wait for a product, before other
-warps read it.
+All of them are inlined into the Gluon kernels of this folder (hopper_chunk_state.py with hopper_prepare.py,
+hopper_segment_sum.py, hopper_gradients.py with hopper_pairs.py). They hold no barriers. A function that writes shared memory
+says so: the caller must then run ``fence_async_shared`` before WGMMA or TMA reads the tile, and must arrive at an mbarrier, or
+wait for a product, before other warps read it.
 
 Two functions, ``row_index`` and ``opaque_zero``, exist to hide constants from the compiler. Index tensors and masks that do not
 depend on the loop are otherwise computed before it and held in registers for its whole length (docs/notebook/gla.md, traps).
@@ -18,9 +18,8 @@ C = gl.constexpr(64)
 PANEL = gl.constexpr(64)
 """Channels that one TMA box or one warpgroup takes at once: 64 16-bit numbers are the 128-byte swizzle width."""
 
-
 MIN_LOG_DECAY = gl.constexpr(-120.0)
-"""Least log-decay of a step, per head; smaller ones, -inf included, are replaced by it.
+"""Least log-decay of a step where a head has one decay; smaller ones, -inf included, are replaced by it.
 
 Its exponential is 0 in float32, and sums over 64 such steps are still good to 2^-12.
 """
@@ -70,16 +69,16 @@ def segment_span(offsets, n, T, segment, segment_steps, PACKED: gl.constexpr):
 
 
 @gluon.jit
-def find_chunk(offsets, slot, T, sequences, STEPS: gl.constexpr, PACKED: gl.constexpr):
+def find_chunk(offsets, slot, T, sequences, BISECTION_STEPS: gl.constexpr, PACKED: gl.constexpr):
     """Return the first row of the chunk in ``slot``, and the number of steps from there to the end of its sequence.
 
     The number of steps is at most 0 in a spare slot, which has no chunk. Packed sequences are found by bisection of the offsets
-    in STEPS halvings, so that the host never reads them: see chunk.py.
+    in BISECTION_STEPS halvings, so that the host never reads them: see chunk.py.
     """
     if PACKED:
         n = slot * 0
         high = n + sequences
-        for _ in gl.static_range(STEPS):
+        for _ in gl.static_range(BISECTION_STEPS):
             middle = (n + high) // 2
             below = gl.load(offsets + middle).to(gl.int32) // C + middle <= slot
             n = gl.where(below, middle, n)
@@ -100,7 +99,8 @@ def find_chunk(offsets, slot, T, sequences, STEPS: gl.constexpr, PACKED: gl.cons
 def work_item(sizes, SLICES: gl.constexpr):
     """Return the sequence, the head, the slice of values and the segment that this CTA works on.
 
-    Slices of values vary fastest, so CTAs that read the same queries, keys and log-decays are neighbours.
+    ``sizes`` holds the number of heads, the number of segments per sequence, and the steps of a segment. A head has SLICES
+    slices of values. Slices of values vary fastest, so CTAs that read the same queries, keys and log-decays are neighbours.
     """
     heads, segments, _ = sizes
     item = gl.program_id(0)
@@ -122,8 +122,8 @@ def chunk_of(turn, chunks, REVERSE: gl.constexpr):
 def row_index(layout: gl.constexpr, left):
     """Return the row of each element of a tile, [C, 1], computed where it is used.
 
-    ``left >> 31`` is 0 for the non-negative numbers that occur. The compiler cannot know, so it does not compute the index
-    before the loop and hold it in registers.
+    ``left``, the number of steps from the chunk's start to the end of its sequence, is not negative where this is called, so
+    ``left >> 31`` is 0. The compiler cannot know, so it does not compute the index before the loop and hold it in registers.
     """
     return gl.arange(0, C, layout=gl.SliceLayout(1, layout))[:, None] + (left >> 31)
 
