@@ -71,7 +71,7 @@ class Durations:
         return self.budget is not None and self.spent.total() > self.budget
 
     def total(self) -> str:
-        extra = f", and {self.extra:.0f} for every configuration of the kernels" if self.extra else ""
+        extra = f", without the {self.extra:.0f} of the tests marked `extra`" if self.extra else ""
         return f"{len(self.spent)} tests took {self.spent.total():.0f} CPU seconds{extra}."
 
     def table(self) -> str:

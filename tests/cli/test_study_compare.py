@@ -189,7 +189,7 @@ def test_adopted_times_are_used_and_explained(call, here, monkeypatch):
     dispatch.choose.cache_clear()  # clear caches, as in a new process
     found = call("explain", "toy_sum", "--shape", "B=2,T=24,V=8", "--dtype", "float32", "--device", "cpu").out
     dispatch.choose.cache_clear()
-    assert "fastest measured" in found
+    assert "fastest" in found
     assert str(path) in found.replace(" ", "")
 
 

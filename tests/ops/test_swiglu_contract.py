@@ -1,4 +1,7 @@
-"""Tests of the arguments that ``swiglu`` and its functions for quantized weights refuse, and of the dispatch key."""
+"""Tests of the arguments of ``swiglu`` and its functions for quantized weights: which are refused, and what the query holds.
+
+The query (``operation.Query``) is the key by which the dispatcher picks a variant. ``constant_weights`` is not part of it.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,11 @@ from tests.prose import Prose
 
 @pytest.fixture
 def refused(prose: Prose) -> Callable[..., None]:
-    """Expect a call to raise an error that names an argument and is worded as recorded."""
+    """Expect a call to raise an error that names an argument, with the message recorded in ``tests/snapshots/prose.txt``.
+
+    ``named`` is a regular expression that the message must contain, in most calls the argument's name.
+    The file numbers the messages of a test in the order of its calls: after a change of them, run ``pytest --update-prose``.
+    """
 
     def call(error: Any, named: str, function: Any = swiglu, /, *args: Any, **kwargs: Any) -> None:
         with prose.raises(error, match=rf"(?<!\w){named}(?!\w)") as caught:

@@ -1,4 +1,4 @@
-"""Tests of the study of the decode kernels: its bounds match the plans, and the tokens per second in criteria's names."""
+"""Tests of ``studies/decode-megakernel.toml``: its bounds on barriers match the plans, and its names its numbers."""
 
 from __future__ import annotations
 
@@ -19,9 +19,11 @@ def study(pytestconfig):
 
 def test_bounds_on_barriers_match_the_plans(study):
     asked = {criterion.of: criterion for criterion in study.criteria if criterion.measure == "barriers"}
+    # "graph" is left out: it has a launch per phase, and no criterion bounds its grid barriers.
     assert asked.keys() == RUNGS.keys() - {"graph"}
     for rung, criterion in asked.items():
         (shape,) = study.shapes_of(criterion)
+        # 132 CTAs: one for each SM of an H100 or H200.
         assert criterion.equals == plan_for(config_of(study.case(shape)), rung, 132).barriers()
 
 
@@ -37,9 +39,11 @@ def test_tokens_per_second_in_names_match_microseconds_per_step(study):
 def test_shapes_differ_only_as_their_names_say(study):
     models = {}
     for shape in study.at_scale("full"):
+        # All sizes but the last, the position: shapes that share them and the option ``tied`` are of one model.
         sizes = tuple(shape.sizes[name] for name in DIMENSIONS[:-1])
         models.setdefault((sizes, shape.options.get("tied", True)), []).append(shape.name)
         assert shape.name.endswith(f"position {shape.sizes['position']}")
+    # Qwen3-0.6B untied, 1.7B, and Qwen3-0.6B; each at so many positions.
     assert sorted(map(len, models.values())) == [2, 2, 8]
     for (_, tied), names in models.items():
         assert tied != any(name.startswith("untied") for name in names)

@@ -63,6 +63,8 @@ def make_inputs(case: Case, device: torch.device, generator: torch.Generator) ->
 @toy_sum.costs
 def cost(case: Case, variant: Variant | None, direction: Direction) -> Cost:
     elements = math.prod(case.sizes.values())
+    # Passes over B x T x V elements: x read and y written; backward, x and the gradient of y read and that of x written. One more
+    # is stated for eager.
     passes = {"forward": 2, "forward_backward": 5}[direction] + (variant is not None and variant.name == "eager")
     return Cost(0, passes * elements * case.dtype.itemsize, None if variant is None else variant.launches)
 
@@ -113,7 +115,7 @@ def missing_package(call: ToyCall) -> tuple[torch.Tensor, torch.Tensor]:
     return parallel(call)
 
 
-# Rogue variants: each looks fast or correct to a careless benchmark
+# Rogue variants: each looks fast or correct to a careless benchmark, or fails
 
 
 @toy_sum.variant("zeros", rogue=True)
@@ -241,7 +243,7 @@ def raises(call: ToyCall) -> tuple[torch.Tensor, torch.Tensor]:
 
 @toy_sum.variant("runs_out", rogue=True)
 def runs_out(call: ToyCall) -> tuple[torch.Tensor, torch.Tensor]:
-    """Allocate more memory than there is."""
+    """Raise PyTorch's error for exhausted GPU memory, without allocating any."""
     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 TiB")
 
 

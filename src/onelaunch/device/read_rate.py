@@ -28,7 +28,8 @@ def read_kernels(source: torch.Tensor) -> dict[str, Callable[[], torch.Tensor]]:
     """Return this project's kernels that read a contiguous tensor on an NVIDIA GPU, as functions by name.
 
     The dictionary is empty on other devices, and where CUDA C++ cannot be compiled. Each function launches its kernel once and
-    returns an int32 tensor; the sum of its elements equals the sum of the source's 32-bit words, modulo 2^32.
+    returns an int32 tensor that the next launch overwrites. The sum of its elements equals the sum of the source's 32-bit words,
+    modulo 2^32, if the source has a multiple of 16 bytes.
     """
     capability = compute_capability(source.device)
     if capability is None or cuda.missing():

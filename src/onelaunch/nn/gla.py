@@ -27,7 +27,7 @@ class GatedLinearAttention(GatedLayer):
 
     Args:
         mode: ``chunk``, ``fused_recurrent`` or ``fused_chunk``, names of fla's kernels; without effect here, since the
-        dispatcher chooses.
+            dispatcher chooses.
         hidden_size: channels of inputs and outputs, D.
         expand_k: ratio of the channels of all query heads to ``hidden_size``. Heads have 16 to 512 channels.
         expand_v: ratio of the channels of all value heads to ``hidden_size``. Heads have 16 to 512 channels.

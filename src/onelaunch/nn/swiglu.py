@@ -26,8 +26,7 @@ class SwiGLU(PackedModule):
     Args:
         hidden_size: channels of inputs and outputs.
         hidden_ratio: ratio that gives the default ``intermediate_size``: ``hidden_size * hidden_ratio * 2 / 3``, rounded up to
-        a multiple of
-            256. Default: 4.
+            a multiple of 256. Default: 4.
         intermediate_size: columns of W_gate and of W_up.
         hidden_act: ``swish`` or ``silu``, which are the same.
         fuse_swiglu: accepted as in fla, without effect: variants decide what is fused.

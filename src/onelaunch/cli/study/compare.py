@@ -59,7 +59,7 @@ def compare(
     firsts, seconds = map(_side, paths)
     for path, run in zip(paths[0], firsts, strict=True):
         for other_path, other in zip(paths[1], seconds, strict=True):
-            require_two_runs(run, other, (str(other_path), str(path)))
+            require_two_runs(run, other, (str(other_path), str(path)))  # an error names the second side's file first
     a, b = firsts[0], seconds[0]
     found = compare_sides(firsts, seconds)
     console = output.stdout()
@@ -104,9 +104,9 @@ def compare(
             for change in found.outcomes
         )
         output.table(console, Table("Criteria", columns("criterion", "first", "second"), rows))
-    for which, names in (("first", found.only_first), ("second", found.only_second)):
-        if names:
-            console.print(f"Only in the {which}: {'; '.join(names)}.", markup=False)
+    for which, measurements in (("first", found.only_first), ("second", found.only_second)):
+        if measurements:
+            console.print(f"Only in the {which}: {'; '.join(measurements)}.", markup=False)
 
 
 def _side(paths: Sequence[Path]) -> list[Result]:
@@ -149,8 +149,8 @@ def _print_times(console: Console, found: Comparison, *, everything: bool) -> No
     unrepeated = found.count("UNREPEATED")
     counts = [f"{found.count(change)} {name}" for change, name in NAMES.items() if change != "UNREPEATED"]
     if unrepeated:
-        needed = "one run each" if found.same_device else "not repeated on both devices"
-        counts.insert(2, f"{unrepeated} {'differs' if unrepeated == 1 else 'differ'} ({needed}: noise between runs is unknown)")
+        cause = "one run each" if found.same_device else "not repeated on both devices"
+        counts.insert(2, f"{unrepeated} {'differs' if unrepeated == 1 else 'differ'} ({cause}: noise between runs is unknown)")
     console.print(f"Times: {', '.join(counts)}.")
     listed = [time for time in found.times if everything or time.change in ("FASTER", "SLOWER", "UNREPEATED")]
     if listed:
@@ -181,7 +181,7 @@ def _times(changes: list[TimeChange], width: int) -> Table:
         )
         for change in changes
     )
-    note = "Ratio: time in the second over time in the first, with the interval that both intervals allow."
+    note = "Ratio: time in the second over time in the first, with the interval that the intervals of the two times allow."
     if width >= ROOMY:  # narrower terminals leave the column out
         note += " Noise: the largest factor that noise explains, within runs and, where runs were repeated, between them."
     heads = columns("variant", "shape", "direction", "regime", "change", ">first", ">second", ">ratio", "?>noise")

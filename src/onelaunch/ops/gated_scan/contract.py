@@ -159,8 +159,7 @@ def gated_scan(
 
     Raises:
         ShapeError, DTypeError, DeviceError, PackingError, ValueRangeError: an argument is invalid; the message names it, what
-        it
-            was and what it must be.
+            it was and what it must be.
         UnknownVariant: there is no variant of that name.
         VariantUnsupported: the named variant cannot run this call; the message says why, and which variants can.
 

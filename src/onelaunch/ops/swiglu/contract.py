@@ -280,7 +280,8 @@ def swiglu(
         UnknownVariant: There is no variant of that name.
         VariantUnsupported: The named variant cannot run this call. The message gives the reason and the variants that can.
 
-    Source: the write-up "dual GEMM with a SiLU-mul epilogue"; Shazeer, GLU Variants Improve Transformer (2020).
+    Source: the write-up "dual GEMM with a SiLU-mul epilogue", whose figures studies/dual-gemm-swiglu.toml quotes; Shazeer, GLU
+    Variants Improve Transformer (2020).
     """
     x, w_gate, w_up = under_autocast(x, w_gate, w_up)
     return run(x, bind(x, w_gate, w_up, out_dtype=out_dtype, constant_weights=constant_weights), variant)

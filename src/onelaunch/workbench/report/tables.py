@@ -178,6 +178,7 @@ def _fits(table: Table, shown: list[int], width: int) -> bool:
 
 
 def _longest_word(table: Table, index: int) -> int:
+    """Return the characters of a column's longest word, not counting words above LONG, which may be broken."""
     cells = [table.columns[index].title, *(row[index] for row in table.rows)]
     return max((len(word) for text in cells for word in text.split() if len(word) <= LONG), default=0)
 

@@ -1,6 +1,7 @@
 """Variant of ``swiglu`` for Blackwell's block-scaled matrix instructions, with all operands in NVFP4.
 
-It was compiled and emulated but not run on hardware yet, so it is marked experimental.
+It was compiled, and run by Triton's interpreter with an emulated matrix instruction, but not on hardware yet. So it is marked
+experimental, and ``auto`` never takes it.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ def needs_blackwell(query: Query) -> str | None:
 
 @block_scaled.examples
 def in_either_order() -> list[Example]:
-    """Return calls whose sizes no tile divides, with block scales in plain and in swizzled order."""
+    """Return calls with M and N that no tile divides, and with block scales in plain and in swizzled order."""
     return [
         Example(swiglu.case("float16", M=1000, N=4100, K=7168, format="nvfp4", swizzled_scales=swizzled), name=said)
         for swizzled, said in ((False, "plain scales"), (True, "swizzled scales"))
