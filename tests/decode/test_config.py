@@ -1,4 +1,8 @@
-"""Tests of model configurations: which files are read, which are refused, and with which message."""
+"""Tests of model configurations: which files are read, which are refused, and with which message.
+
+``prose.raises`` is ``pytest.raises`` that also compares the message with the entry of this test in tests/snapshots/prose.txt.
+Entries are found by test id, which holds the index of the parameter: adding or removing a case renames those after it.
+"""
 
 from __future__ import annotations
 

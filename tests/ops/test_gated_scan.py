@@ -64,6 +64,7 @@ def test_kernels_are_correct(variant, name):
 @pytest.mark.interpret
 @pytest.mark.parametrize("variant", triton_variants(GATED_SCAN))
 def test_kernels_pass_the_whole_gate(variant):
+    """Apply the whole verification gate (``assert_correct``), not one call as in the other tests of kernels."""
     assert_correct(GATED_SCAN, GATED_SCAN.case("float16", B=1, T=30, V=16), variant)
 
 

@@ -18,15 +18,16 @@ Roles      GROUPS warpgroups run ``accumulate``: each holds the sum [V = 64, K] 
 On chip    shared memory for 16-bit numbers, per stage: keys and log-decays [64, K], 128 K bytes each, values 8192 per group.
            With SPLIT_KEYS the second terms of the keys (their rounding errors) replace the log-decays. With one decay per head
            there are no log-decays in shared memory; the second terms then have that place for themselves, and without
-           SPLIT_KEYS the place does not exist. Per channel also the matrices of 0 and 1, [2, 64, 64], 16384 bytes, which sum
-           steps by WGMMA.
+           SPLIT_KEYS the place does not exist. With a decay per channel SPLIT_KEYS is always set, and two matrices of 0 and 1
+           are added, [2, 64, 64], 16384 bytes together, which sum steps by WGMMA.
 Barriers   per stage: full (TMA loads have landed; all wait), decayed (keys are decayed and ``stop`` is written; ``accumulate``
            waits), empty (all groups have finished their products; the first one waits and refills). ``stop`` holds, per stage,
            the number of chunks after which the loops end. It is written before ``decayed`` and not changed before the stage is
            refilled, so all threads of all warps read the same number and leave in the same iteration. Loads that were issued
            beyond it are waited for at the end, so that none arrives in a CTA that is gone.
-Memory     keys, values and log-decays are read once, up to where the loop stops, by all segments but the one at which the
-           recurrence ends, since no segment starts from its sum. One float32 state and K decays per segment are written.
+Memory     each CTA reads keys, values and log-decays once, up to where the loop stops; the SLICES CTAs of one head and segment
+           read the same keys and log-decays. The segment at which the recurrence ends reads nothing, since no segment starts
+           from its sum. One float32 state and K decays per segment are written.
 Numerics   keys are a sum of two 16-bit numbers with SPLIT_KEYS; sums are float32.
 Source     the segmented form of a scan (reduce, then scan); docs/notebook/gla.md.
 """

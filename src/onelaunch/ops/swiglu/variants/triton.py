@@ -18,7 +18,10 @@ from onelaunch.ops.swiglu.variants.torch import multiply, trains_plain_tensors
 
 @swiglu.variant("three_node", launches=3, backward_launches=6, fuses=(), hands=("gate", "up"), gemm="cublas")
 def three_node(call: SwigluCall) -> tuple[torch.Tensor]:
-    """Run two matrix products by PyTorch and one kernel for the gate: the write-up's baseline, in studies a CUDA graph."""
+    """Run two matrix products by PyTorch and one kernel for the gate: three nodes of a CUDA graph.
+
+    It is the baseline of ``studies/dual-gemm-swiglu.toml``.
+    """
     products = (multiply(call.x, weight, call.dtype) for weight in (call.w_gate, call.w_up))
     return (gate(*products, grad=call.query().grad),)
 
@@ -73,11 +76,11 @@ def stacked_weights(query: Query) -> str | None:
 
 @three_node.examples
 def separate_training() -> list[Example]:
-    """Return a training call with separate weights."""
+    """Return a training call with separate weights, for compiling and inspecting its kernels without a GPU."""
     return [Example(swiglu.case("bfloat16", M=8192, N=4096, K=7168), "forward_backward")]
 
 
 @wide.examples
 def stacked_training() -> list[Example]:
-    """Return a training call with stacked weights."""
+    """Return a training call with stacked weights, for compiling and inspecting its kernels without a GPU."""
     return [Example(swiglu.case("bfloat16", M=8192, N=4096, K=7168, stacked=True), "forward_backward")]
