@@ -81,8 +81,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) gemm_sm90(PARAMETERS) {
         mbarrier_init(smem.scales_converted + 8 * s, CONVERTER_WARPS);
       }
     }
-    // Warp s initializes slot s of the tile counter. Only PERSISTENT uses the slots; SPLIT_K_CLUSTER initializes them in vain.
-    if ((SCHEDULE == PERSISTENT || SCHEDULE == SPLIT_K_CLUSTER) && warp < 2) {
+    if (SCHEDULE == PERSISTENT && warp < 2) {  // warp s initializes slot s of the tile counter
       mbarrier_init(smem.tile_full + 8 * warp, 1);  // lane 0 of the producer warp
       mbarrier_init(smem.tile_empty + 8 * warp, 4 * WARPGROUPS + CONVERTER_WARPS);  // lane 0 of each warp that reads it
     }
