@@ -114,12 +114,12 @@ class Stored(BaseModel):
 class Estimate(Stored):
     """A number with its interval.
 
-    A measured time or ratio is a median over rounds with its 95 % bootstrap interval. A mean over shapes and a ratio of times that
-    share no rounds take their interval from those of their parts. An exact number, such as a count, has an interval of width 0.
+    A measured time or ratio is a median over rounds with its 95 % bootstrap interval. A mean over shapes and a ratio of
+    times that share no rounds take their interval from those of their parts. An exact number, such as a count, has an interval of width 0.
     """
 
     median: Error
     low: Error
     high: Error
     samples: Count
-    """Number of rounds behind the median; of a mean or such a ratio the fewest of its parts; 1 for an exact number."""
+    """Number of rounds behind the median; the fewest of those of its parts; 1 for an exact number."""
