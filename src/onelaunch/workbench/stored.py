@@ -115,7 +115,8 @@ class Estimate(Stored):
     """A number with its interval.
 
     A measured time or ratio is a median over rounds with its 95 % bootstrap interval. A mean over shapes and a ratio of
-    times that share no rounds take their interval from those of their parts. An exact number, such as a count, has an interval of width 0.
+    times that share no rounds take their interval from those of their parts. An exact number, such as a count, has an interval of
+    width 0.
     """
 
     median: Error

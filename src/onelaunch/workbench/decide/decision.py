@@ -44,7 +44,7 @@ FUSION = ("launches", "backward_launches", "fuses")
 """Tags that together are one factor: the way the steps are spread over launches."""
 
 NO_FACTORS = ("requires", "backward", "yardstick")
-"""Tags that do not describe how a variant computes."""
+"""Tags that do not describe how a variant computes; ``yardstick`` marks plain PyTorch, which sets the tolerance."""
 
 
 def concluded(result: Result) -> Result:
