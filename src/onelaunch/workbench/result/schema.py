@@ -146,9 +146,10 @@ class Cell(Grown, Stored):
     """Peak memory of one call in bytes, without the inputs, as measured by
     :class:`~onelaunch.workbench.measure.sampling.GpuSampler`; ``None`` if it is not measured, such as on a CPU."""
     launches: Count | None = None
-    """Number of kernels, copies and fills of one call, counted in a CUDA graph; ``None`` if no criterion asks for it."""
+    """Number of kernels, copies and fills of one call, counted in a CUDA graph; ``None`` if not counted, such as without a
+    criterion that asks for it."""
     barriers: Count | None = None
-    """Number of grid barriers of one call, counted by the variant's kernel; ``None`` if no criterion asks for it."""
+    """Number of grid barriers of one call, counted by the variant's kernel; ``None`` if not counted, like ``launches``."""
     counts: dict[Name, Count] = Field(default_factory=dict)
     """Other counts of one call, by the name of the measure that a criterion asks for."""
 
@@ -166,13 +167,13 @@ class Cell(Grown, Stored):
 
 
 class Noise(Stored):
-    """Noise of one case and regime, from an A/A run: the baseline timed against itself."""
+    """Noise of one case and regime, from an A/A run: the baseline timed against itself, or another variant if it has no time."""
 
     shape: Name
     direction: Direction
     regime: Regime
     ratio: Estimate
-    """Time of the baseline's second copy over that of the first."""
+    """Time of the second copy over that of the first."""
     floor: Positive
     """Smallest factor that may be claimed: differences below it (1.02 = 2 %) are noise."""
 
@@ -280,7 +281,7 @@ class Result(Stored):
     schema_version: Literal[1, 2, 3] = SCHEMA
     study: Study
     study_digest: Words
-    """SHA-256 of the declaration. It shows if criteria were changed afterwards."""
+    """SHA-256 of the declaration that ran. It shows if the criteria in ``study`` were changed afterwards."""
     provenance: Provenance
     ceilings: StoredCeilings
     cells: tuple[Cell, ...]
