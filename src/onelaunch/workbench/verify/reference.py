@@ -31,6 +31,7 @@ Without it a case in which the baseline rounds nothing (one step, one channel, n
 float32 cases need it; the largest slack that one of them needs is 3.2e-7.
 """
 
+# Names that were renamed; each still works, with a DeprecationWarning.
 __getattr__ = renamed(__name__, {"Truth": "Reference", "find_truth": "compute_reference", "yardstick": "pytorch_baseline"})
 
 PARTS = 8
