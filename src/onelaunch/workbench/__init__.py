@@ -1,8 +1,9 @@
 """The workbench: from the declaration of a study to a decision with its evidence, and the report.
 
 Each step is a package: ``study`` (declare, read, plan), ``verify``, ``measure``, ``decide``, ``report``. No package imports a
-later one. ``run`` carries out the steps in order. ``result`` and ``stored`` define the values that pass between them, and
-``measures`` holds the measures that criteria can ask for.
+later one. ``run`` carries out the steps in order, with the state in ``running``. ``result`` and ``stored`` define the values that
+pass between them, and ``measures`` holds the measures that criteria can ask for. Two modules stand beside the steps: ``adopt``
+writes measured times into the dispatcher's tables, and ``inspection`` reads the machine code of kernels.
 """
 
 from onelaunch.device.tools import package_installed

@@ -105,8 +105,8 @@ def inspect_operation(
 def inspect_build(build: Build, architecture: str, *, variant: str = "") -> Inspection:
     """Compile one kernel for an architecture and disassemble it.
 
-    For Triton, pointers are declared as aligned to 16 bytes, as PyTorch's allocations are. An integer argument whose type ends in
-    ``:16`` (``"i32:16"``) is declared as divisible by 16, as Triton specialises it at a launch.
+    A Triton build that gives no ``attributes`` is specialised as at a usual launch: pointers are declared as aligned to 16 bytes,
+    as PyTorch's allocations are, and an integer argument whose type ends in ``:16`` (``"i32:16"``) as divisible by 16.
 
     Raises:
         InspectionError: The architecture is not known, the compiler is missing, Triton's interpreter is on, or the kernel does
@@ -131,11 +131,12 @@ def inspect_build(build: Build, architecture: str, *, variant: str = "") -> Insp
 
 
 def _problems(build: Build, target: Architecture, code: _Compiled) -> Iterable[str]:
-    """Yield the problems of a compiled kernel in clauses, such as for :attr:`Inspection.problems`."""
+    """Yield the problems of a compiled kernel in clauses, for :attr:`Inspection.problems`."""
     machine = code.machine
     if machine.spills:
         yield f"spills registers: {machine.spills} accesses to local memory, {machine.stack_bytes} bytes of stack per thread"
-    # For Triton the choice of warp-level instructions exists on Hopper only, see onelaunch.launch.warp_mma.
+    # A build with `by_warps` expects warp-level instructions (mma.sync), those of sm_80, in place of WGMMA. For Triton there is
+    # such a choice on Hopper only, see onelaunch.launch.warp_mma.
     by_warps = build.by_warps and (isinstance(build, CudaBuild) or target.name == "sm_90a")
     wanted = ARCHITECTURES["sm_80"].matrix if by_warps else target.matrix
     if build.matrix and not any(name.startswith(wanted) for name in machine.matrix):
@@ -150,7 +151,7 @@ def _problems(build: Build, target: Architecture, code: _Compiled) -> Iterable[s
 # CUDA C++
 
 _REGISTERS = 1 << 16
-"""Number of registers that a block can have on every NVIDIA architecture."""
+"""Number of registers that all threads of a block can have together, on every NVIDIA architecture."""
 
 _HOPPER = 90
 """Compute capability of Hopper, times ten."""
@@ -215,7 +216,7 @@ def _compile(build: KernelBuild, target: Architecture) -> Any:
     source = (GluonASTSource if build.kernel.is_gluon() else ASTSource)(
         build.kernel, signature=signature, constexprs=constants, attrs=attributes
     )
-    forced = build.by_warps if build.warp_mma is None else build.warp_mma
+    forced = build.by_warps if build.warp_mma is None else build.warp_mma  # warp-level instructions, although WGMMA exists
     try:
         with warp_mma() if forced else nullcontext(), global_atomics() if target.backend == "hip" else nullcontext():
             return triton.compile(
@@ -231,7 +232,7 @@ def _compile(build: KernelBuild, target: Architecture) -> Any:
 
 
 def _specialized(build: KernelBuild) -> tuple[dict[str, Any], dict[Any, Any], dict[Any, Any]]:
-    """Return the signature, the constants and the attributes of a build for Triton's compiler.
+    """Return the signature (types by name), the constants and the attributes (divisibility) of a build for Triton's compiler.
 
     Constants and attributes are by the path of the argument, which is its index or, in a tuple, index and position.
     """
@@ -276,6 +277,7 @@ _SASS = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:\{\s*)?(?:@!?U?P\w+\s+)?([A-Z][
 """Opcode of each line of SASS without its modifiers, after an optional brace and an optional predicate."""
 
 _SASS_MATRIX = re.compile(r"(?:UTC)?[A-Z]+MMA")
+"""Opcode of a matrix instruction in SASS, such as ``HMMA``, ``HGMMA`` (WGMMA) or ``UTCHMMA`` (Blackwell)."""
 
 
 def _disassemble(cubin: bytes, kernel: str) -> str:
@@ -329,6 +331,7 @@ _GCN = re.compile(r"^\t([svbdgfi][a-z0-9]*_[a-z0-9_]+)", re.MULTILINE)
 """Mnemonic of each line of AMD's assembly, such as ``v_add_f32``, ``s_waitcnt`` or ``buffer_load_dword``."""
 
 _GCN_MATRIX = ("v_mfma", "v_smfmac", "v_wmma")
+"""Beginnings of the mnemonics of AMD's matrix instructions."""
 
 
 def _read_amdgcn(text: str) -> _MachineCode:

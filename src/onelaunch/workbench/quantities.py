@@ -1,4 +1,4 @@
-"""Formatting of numbers: one spelling of times, bytes, rates and ratios for every output."""
+"""Formatting of numbers: times, bytes, rates and ratios as reports, evidence and messages of the workbench write them."""
 
 from __future__ import annotations
 

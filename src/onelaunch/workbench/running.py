@@ -32,7 +32,7 @@ QUICK_SECONDS = 3.0
 """Time cap in seconds of each shape in a quick run."""
 
 ORACLE_BYTES = {"cuda": 24 << 30, "cpu": 1 << 30}
-"""Largest size in bytes of the cached oracle outputs of a shape, by device type."""
+"""Largest size in bytes of the inputs and oracle outputs that a case may keep in memory, by device type."""
 
 
 @dataclass(frozen=True)
@@ -57,11 +57,13 @@ class Steps:
     """Functions that use the device, as fields so that tests can replace them."""
 
     ceilings: Callable[[str], hardware.Ceilings] = peaks.ceilings
+    """Function that returns the peaks of a device, from the cache or measured."""
     remeasure: Callable[[str, hardware.Ceilings], hardware.Ceilings] = peaks.remeasure
+    """Function that measures the peaks again; it returns its argument itself if no new peak is higher."""
     measure: Callable[..., Measurements] = measure
     count: Callable[..., Sequence[Traffic]] = count_all
     counters: Mapping[str, Callable[..., Sequence[int | str]]] = field(default_factory=dict)
-    """Functions by the name of a measure that count in place of the measure's own."""
+    """Functions by the name of a measure that count in place of the measure's own ``count``; none but in tests."""
     compile: Callable[..., list[str]] = compile_ahead
 
 
@@ -340,7 +342,10 @@ class Run:
         return times[0].microseconds.median if times else 0.0
 
     def _record(self, runnable: Sequence[PlannedCell], found: Measurements, traffic: Mapping[str, Traffic]) -> None:
-        """Store the measurements of a case as cells of the result, with their noise, clocks and notes."""
+        """Store the measurements of a case as cells of the result, with their noise, clocks and notes.
+
+        If DRAM bytes are counted, this runs a second time with the ``traffic``; noise, clocks and notes are then not doubled.
+        """
         for planned in runnable:
             outcome = found.candidates[planned.variant]
             has_times = outcome.status in ("ok", "invalid", "interrupted")

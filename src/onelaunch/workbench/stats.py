@@ -1,6 +1,6 @@
 """Statistics over rounds and runs: medians with intervals, paired ratios, geometric means, noise.
 
-The whole project uses these functions and no others.
+Every interval and noise in results, comparisons and reports comes from these functions.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def geometric_mean(values: Sequence[float]) -> float:
 
 
 def noise_floor(again: Estimate, least: float = 1.01) -> float:
-    """Return the smallest factor that may be claimed after an A/A run.
+    """Return the smallest factor that may be claimed after an A/A run, in which one variant is timed twice in the same rounds.
 
     It is the distance of the far end of the A/A ratio's interval from 1, as a factor, and at least ``least``.
     """

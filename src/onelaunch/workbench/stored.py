@@ -29,7 +29,10 @@ FROM_A_FILE = {"from_a_file": True}
 
 
 def check_names(value: Any, info: ValidationInfo) -> Any:
-    """Return a value after a check that every string in it, keys of mappings included, follows :data:`NAME`."""
+    """Return a value after a check that every string in it, keys of mappings included, follows :data:`NAME`.
+
+    Without a validation context, as for a study or result made in Python, nothing is checked.
+    """
     if not info.context:
         return value
     if isinstance(value, str) and not NAME.fullmatch(value):
@@ -49,7 +52,7 @@ def _slug(text: str, info: ValidationInfo) -> str:
 
 
 Slug = Annotated[str, AfterValidator(_slug)]
-"""Name that is also part of the names of files, such as that of a study."""
+"""Name of a device in the names of files, such as ``nvidia-h200``."""
 
 Name = Annotated[str, AfterValidator(check_names)]
 """Name that follows :data:`NAME`."""
@@ -66,6 +69,7 @@ Time = Annotated[float, Field(ge=LEAST_TIME, le=MOST_TIME, allow_inf_nan=False)]
 
 
 def _drawable(microseconds: float) -> float:
+    """Reject times so short that an axis with measured times on it could not show them; 0 stands for no bound."""
     if 0 < microseconds < 1e-12:
         raise ValueError("it must be 0 or at least 1e-12 microseconds")
     return microseconds
@@ -79,7 +83,7 @@ Error = Annotated[float, Field(ge=0)]
 """An error against the oracle. It may be infinite."""
 
 Count = Annotated[int, Field(ge=0, le=10**120)]
-"""A number of bytes or operations. The limit exceeds every product of a few 63-bit sizes."""
+"""A number of bytes, operations, launches or rounds. The limit exceeds every product of a few 63-bit sizes."""
 
 
 class Grown(BaseModel):
@@ -108,9 +112,15 @@ class Stored(BaseModel):
 
 
 class Estimate(Stored):
-    """A median over rounds with its 95 % bootstrap interval."""
+    """A number with its interval.
+
+    A measured time or ratio is a median over rounds with its 95 % bootstrap interval. A mean over shapes and a ratio of
+    times that share no rounds take their interval from those of their parts. An exact number, such as a count, has an interval of
+    width 0.
+    """
 
     median: Error
     low: Error
     high: Error
     samples: Count
+    """Number of rounds behind the median; the fewest of those of its parts; 1 for an exact number."""

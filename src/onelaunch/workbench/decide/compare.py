@@ -10,9 +10,9 @@ runs; with one run on each side, none is.
   it. It is estimated from repeated runs by :func:`onelaunch.workbench.stats.noise_between_runs`. If both sides are of the same
   code, all their runs are repeats, and the noise is the largest median over the smallest.
 
-With one run on each side the noise between runs is unknown: a difference beyond the noise within a run is then listed as
-*unrepeated*. Between two devices a claim needs repeats on both sides, because each has a noise of its own. It then says which
-device is faster, not what the code changed.
+With one run of different code on each side the noise between runs is unknown: a difference beyond the noise within a run is then
+listed as *unrepeated*. Between two devices a claim needs repeats on both sides, because each has a noise of its own. It then says
+which device is faster, not what the code changed.
 
 One run cannot stand on both sides. Shapes of one name whose sizes, dtype or options differ are not compared.
 """
@@ -61,7 +61,7 @@ class TimeChange:
     before: float
     """Microseconds on the first side: the median, or the geometric mean of several runs' medians."""
     after: float
-    """Microseconds on the second side, likewise."""
+    """Microseconds on the second side, taken in the same way."""
     runs: tuple[int, int] = (1, 1)
     """Number of runs with this time on each side."""
     between: float | None = None

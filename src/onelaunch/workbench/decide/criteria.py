@@ -54,7 +54,7 @@ def _outcome(result: Result, criterion: Criterion, refuted: str | None) -> Outco
     return Outcome(
         criterion=criterion,
         status=status,
-        evidence=evidence if evidence.startswith(names) else evidence[:1].upper() + evidence[1:],
+        evidence=evidence if evidence.startswith(names) else evidence[:1].upper() + evidence[1:],  # names stay as they are
         values={finding.shape: finding.value for finding in findings if finding.value is not None},
         overall=mean.value if mean else None,
         best_of=max((finding.best_of for finding in findings), default=1),

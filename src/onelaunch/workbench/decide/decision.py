@@ -44,7 +44,7 @@ FUSION = ("launches", "backward_launches", "fuses")
 """Tags that together are one factor: the way the steps are spread over launches."""
 
 NO_FACTORS = ("requires", "backward", "yardstick")
-"""Tags that do not describe how a variant computes."""
+"""Tags that do not describe how a variant computes; ``yardstick`` marks plain PyTorch, which sets the tolerance."""
 
 
 def concluded(result: Result) -> Result:
@@ -242,7 +242,7 @@ def _quoted(outcomes: Iterable[Outcome]) -> list[str]:
 
 
 def _uncontrolled(result: Result, outcome: Outcome) -> list[str]:
-    """Describe the savings behind a met speed-up that neither bytes, launches nor a control explain.
+    """Describe the savings behind a met speed-up that neither bytes, launches nor a variant with one other factor explain.
 
     A speed-up is a claim about fusion only if the launches of both variants are known. A speed-up over a peer's library needs no
     explanation, because it claims no cause.
@@ -258,6 +258,7 @@ def _uncontrolled(result: Result, outcome: Outcome) -> list[str]:
         saving = explain(result, of, over)
         if saving is None or saving.unexplained <= MOSTLY * saving.saved_microseconds or _isolated(result, of):
             continue
+        # The sentence, which is stored in results, calls a variant that differs in one factor only a control.
         factors = listing(sorted(_differences(result, of.variant, over.variant))) or "none"
         sentences.append(
             f"{criterion.name!r} rests on a saving that is not understood: {_saving_words(saving, over.variant)}; "

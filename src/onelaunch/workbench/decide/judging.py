@@ -37,8 +37,9 @@ class Finding:
 def possible_gain(result: Result, criterion: Criterion, shape: str) -> float | None:
     """Return the largest possible speed-up at a shape: the measured time of ``over`` / the roofline bound of ``of``.
 
-    Both are divided by their share of the work if the criterion asks for that. ``None`` if either is unknown, and outside the
-    cold regime, because roofline bounds are computed for cold memory.
+    The time is the upper end of its interval, so that the gain is not underestimated. Both are divided by their share of the work
+    if the criterion asks for that. ``None`` if either is unknown, and outside the cold regime, because roofline bounds are
+    computed for cold memory.
     """
     if criterion.regime != "cold" or criterion.over_regime is not None:
         return None

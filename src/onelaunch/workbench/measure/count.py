@@ -32,7 +32,10 @@ READ, WRITTEN = "dram__bytes_read.sum", "dram__bytes_write.sum"
 """Metrics of ``ncu`` for the bytes that are read from DRAM and written to it."""
 
 METRICS = (READ, WRITTEN, "lts__t_bytes.sum", "gpu__time_duration.sum")
-"""Metrics to collect. They are at most four, so that one pass over each kernel suffices and no kernel is replayed."""
+"""Metrics to collect, of which :func:`parse` reads the first two.
+
+They are at most four, so that one pass over each kernel suffices and no kernel is replayed.
+"""
 
 RANGE = "onelaunch_count_"
 """Prefix of the NVTX range of a request; the index of the request follows."""

@@ -1,4 +1,8 @@
-"""Measures that are counted in one call if a criterion asks for them: launches and grid barriers."""
+"""Measures that are counted in one call if a criterion asks for them: launches and grid barriers.
+
+The class attributes are explained at :class:`onelaunch.workbench.decide.measured.CountedMeasure` and its bases. ``count`` returns
+a count for each request, or the reason why there is none.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +26,7 @@ class Launches(CountedMeasure):
     meaning = "kernels, copies and fills of one call of `of`, counted"
     noun = "launch"
     does = "launches {count} times"
-    no_mean = ""
+    no_mean = ""  # a geometric mean exists, since a call launches at least once
     rank = 7
 
     def count(self, operation: Operation[..., Any], requests: Sequence[Request], *, device: torch.device) -> Sequence[int | str]:

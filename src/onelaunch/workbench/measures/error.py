@@ -1,4 +1,7 @@
-"""Measure of correctness: the error against the oracle."""
+"""Measure of correctness: the error against the oracle, which computes the operation in float64.
+
+The class attributes are explained at :class:`onelaunch.workbench.decide.measured.JudgedMeasure` and its base.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Measure of peak memory."""
+"""Measure of peak memory: the bytes that PyTorch allocates during one call, without the inputs.
+
+The class attributes are explained at :class:`onelaunch.workbench.decide.measured.JudgedMeasure` and its base.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Measures of time. They are compared round by round, with an interval and the A/A noise.
 
 Evidence is stored in results, which must give the same bytes when they are judged again. Its sentences therefore still call the
-roofline bound *floor*.
+roofline bound *floor*. The class attributes are explained at :class:`onelaunch.workbench.decide.measured.JudgedMeasure`.
 """
 
 from __future__ import annotations
@@ -37,11 +37,14 @@ class TimeMeasure(JudgedMeasure):
         return q.ratio_interval(value)
 
     def reach(self, gain: float) -> str:
-        """Return the best value that the roofline bounds allow, in words."""
+        """Return the best value that the roofline bounds allow, in words.
+
+        ``gain`` is the largest possible speed-up over ``over``, from :func:`~onelaunch.workbench.decide.judging.possible_gain`.
+        """
         return f"at least {1 / gain:.2f}x the time"
 
     def out_of_reach(self, criterion: Criterion, gain: float, noise: float | None) -> bool:
-        """Return whether the bound lies beyond the largest possible gain by more than the A/A noise.
+        """Return whether the bound lies beyond the largest possible speed-up ``gain`` by more than the A/A noise.
 
         The gain is computed from a measured time. Without an A/A run its noise is unknown, and no bound counts as out of reach.
         """

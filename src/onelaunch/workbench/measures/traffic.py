@@ -1,4 +1,7 @@
-"""Measures of DRAM bytes. A criterion on them is measured only if the hardware counted the bytes."""
+"""Measures of DRAM bytes. A criterion on them is measured only if the hardware counted the bytes.
+
+The class attributes are explained at :class:`onelaunch.workbench.decide.measured.JudgedMeasure` and its base.
+"""
 
 from __future__ import annotations
 
@@ -103,11 +106,13 @@ class DramBytesOverLeast(JudgedMeasure):
 
 
 def _most_and_least(study: Study, criterion: Criterion, shape: Shape) -> tuple[int, int]:
+    """Return the most bytes, by arithmetic, of the variants of ``over``, and the fewest of any implementation."""
     most = most_bytes(study, study.over(criterion), shape, criterion.direction)
     return most, least_cost(study, shape, criterion.direction).bytes
 
 
 def _by_arithmetic(criterion: Criterion, shape: str, value: float, amounts: str, among: int) -> Finding:
+    """Return the finding ``not_measured``: bytes by arithmetic follow from the plan, and would decide without a measurement."""
     text = f"not measured: no counted bytes at {shape}; by arithmetic {value:.2f} ({amounts}), {criterion.bound} was asked"
     return Finding(shape, "not_measured", text, f"{value:.2f} by arithmetic, not counted", None, among)
 

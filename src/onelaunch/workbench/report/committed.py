@@ -28,7 +28,9 @@ class Committed(BaseModel):
     date: str
     commit: str
     decision: str
+    """Kind of the decision in words, such as ``measure more``."""
     sentence: str
+    """Sentence that says why the decision is what it is, from :class:`onelaunch.workbench.report.headline.Headline`."""
 
 
 def committed(study: str) -> tuple[Committed, ...]:

@@ -36,7 +36,7 @@ CLOCKS = {
     "power_w": "power, W, median",
     "temperature_c": "temperature, °C, median",
 }
-"""Titles of the values that are sampled during a run, with their units."""
+"""Titles, with units, of the sampled values in a result's provenance. A value without a title is shown under its own name."""
 
 READING = (
     "Cold: inputs rotated through more than three last-level caches; on a GPU the calls are replayed from a CUDA graph. "
@@ -75,7 +75,7 @@ def times_table(result: Result, shape: Shape, direction: Direction) -> Table:
     """Return the table of all variants and controls at one shape in one direction."""
     cells = cells_at(result, shape.name, direction)
     over = next((cell for cell in cells if cell.variant == reference(result)), None)
-    regime = main_regime(result)
+    regime = main_regime(result)  # the regime of the columns "speed" and "/ bound"
     rows = []
     for cell in cells:
         gain, distance = speedup(cell, over, regime), over_roofline(cell, regime)
@@ -93,7 +93,7 @@ def times_table(result: Result, shape: Shape, direction: Direction) -> Table:
                 q.span([estimate.samples for estimate in measured]) if measured else q.NONE,
             )
         )
-    heads = [f"{'?' if name == 'warm' else ''}>{name}" for name in regimes(result)]
+    heads = [f"{'?' if name == 'warm' else ''}>{name}" for name in regimes(result)]  # prefixes as `columns` takes them
     bound = next((q.time(cell.plan.floor_microseconds) for cell in cells if cell.plan and not cell.control), "not known")
     return Table(
         f"{shape.name}: {sizes(shape)}, {direction_words(direction)}; roofline bound {bound}",

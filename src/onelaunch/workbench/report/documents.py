@@ -22,7 +22,7 @@ from onelaunch.workbench.result import Cell, Result
 from onelaunch.workbench.study import LOOPS, Regime, Shape
 
 DocsTable = Literal["use", "times", "criteria", "missing", "provenance"]
-"""Name of a table for the documentation."""
+"""Name of a table for the documentation; :func:`docs_table` explains the five."""
 
 NONE = "–"
 """Mark of a missing time."""
@@ -31,7 +31,7 @@ SHOWN: tuple[Regime, ...] = ("cold", *LOOPS)
 """Regimes whose times the documentation shows."""
 
 SIDE_BY_SIDE = 5
-"""Number of shapes that are columns of a table of all variants, so that it fits a page."""
+"""Largest number of shapes that are columns of one table of all variants, so that it fits a page."""
 
 COMPILED = "compiled"
 """Name of the variant of every operation that is torch.compile of plain PyTorch."""
@@ -70,7 +70,7 @@ def docs_table(result: Result, which: DocsTable = "use", *, direction: Direction
         ],
         "criteria": lambda: [summary.criteria] if summary.criteria else [],
         "missing": lambda: [summary.missing] if summary.missing else [],
-        "provenance": lambda: list(details(result)[-1].tables),
+        "provenance": lambda: list(details(result)[-1].tables),  # the provenance is the last section
     }[which]()
     texts = [to_markdown(table) for table in tables] or ["Nothing to show."]
     return "\n\n".join([*texts, f"*{markdown(result.study.name)}: {markdown(' · '.join(summary.facts))}*"]) + "\n"
@@ -116,6 +116,8 @@ def docs_section(result: Result, source: str) -> str:
 def docs_overview(results: Iterable[Result], page: Callable[[str], str]) -> str:
     """Return one table over all results: the fastest variant's speed over peers and over torch.compile.
 
+    Times are those of the regime ``running`` where it was timed, else cold.
+
     Args:
         results: Results to show.
         page: Function that returns the link to the page of an operation, by the operation's name.
@@ -135,6 +137,7 @@ def docs_overview(results: Iterable[Result], page: Callable[[str], str]) -> str:
 def _gain(cells: Mapping[str, Mapping[str, Cell]], names: Sequence[str], peers: Sequence[str], regime: Regime) -> str:
     """Return the geometric mean and the range of our fastest variant's speed over the fastest of ``names``.
 
+    Ours are the variants that are neither peers nor in ``names``; controls take no part.
     Only shapes at which both have times count.
     """
     gains = []
@@ -219,7 +222,7 @@ def _rivals(result: Result, cells: Mapping[str, Mapping[str, Cell]]) -> list[_Ri
 
 
 def _winners(result: Result, direction: Direction, regime: Regime) -> str:
-    """Return the table with the fastest variant at each shape and its rivals."""
+    """Return the table with the fastest variant that is not a peer, at each shape, and its rivals."""
     cells = _cells(result, direction, regime)
     rivals, peers = _rivals(result, cells), peer_names(result)
     rows = []
@@ -247,6 +250,7 @@ def _rival(rival: _Rival, best: Cell, least: Cell | None, entrants: Mapping[str,
 
 
 def _number(cell: Cell, least: Cell | None, regime: Regime) -> str:
+    """Return the median in microseconds, bold if the measurement is ``least``, the fastest at its shape."""
     written = f"{_time(cell, regime):,.1f}"
     return f"**{written}**" if cell is least else written
 

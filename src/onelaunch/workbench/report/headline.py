@@ -67,7 +67,10 @@ def headline(result: Result) -> Headline:
 
 
 def counts(result: Result, leaving_out: Sequence[Outcome] = ()) -> str:
-    """Return the number of criteria by status in words: ``7 of 10 criteria are met, 3 are excluded ...``."""
+    """Return the number of criteria by status in words: ``7 of 10 criteria are met, 3 are excluded ...``.
+
+    Outcomes in ``leaving_out`` are not counted, and then no total is given.
+    """
     outcomes = [outcome for outcome in result.outcomes if outcome not in leaving_out]
     left = [outcome for outcome in outcomes if excluded(result, outcome) is None]
     by_status = Counter(outcome.status for outcome in left)
@@ -113,6 +116,7 @@ def _sentence(result: Result, needing: Sequence[Outcome]) -> tuple[str, str]:
     statuses = ("met", "missed", "infeasible", "inconclusive")
     by_status = {status: [outcome for outcome in left if outcome.status == status] for status in statuses}
     kind, grounds = result.decision.kind, _grounds(result)
+    # Without a missed criterion the reason to debug is a variant that is wrong or failed, and the stored decision says which.
     if kind == "debug" and not by_status["missed"] and grounds:
         return f"{grounds[0].rstrip('.')}; {counts(result)}.", grounds[0]
     if kind in ("debug", "abandon") and (failed := by_status["missed" if kind == "debug" else "infeasible"]):
@@ -129,7 +133,7 @@ def _sentence(result: Result, needing: Sequence[Outcome]) -> tuple[str, str]:
     measured = [outcome for outcome in by_status["met"] if outcome.values]
     best = min(measured, key=lambda one: (judged(one.criterion).rank, -_margin(one)), default=None)
     said = clause(result, best) if best else ""
-    loose = kind == "measure_more" and len(by_status["met"]) == len(left) > 0
+    loose = kind == "measure_more" and len(by_status["met"]) == len(left) > 0  # all are met, and yet more is to be measured
     unexplained = ", but a saving that they rest on is not explained" if loose else ""
     text = "; ".join(part for part in (said, f"{counts(result)}{unexplained}.") if part)
     return (text if said.startswith(_names(result)) else text[:1].upper() + text[1:]), ""

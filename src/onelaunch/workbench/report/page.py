@@ -37,7 +37,7 @@ def render(result: Result) -> str:
         head=head,
         first=first,
         later=later,
-        picture=pictures[:1],
+        picture=pictures[:1],  # one plot at most stands beside the tables of the first screen; the others follow below
         pictures=pictures[1:],
         left_open=(*unexplained(result, head.grounds), *summary.open),
         sections=details(result),

@@ -43,8 +43,10 @@ INK, FAINT, BOUND, SOFT = "#010101", "#020202", "#030303", "#050505"
 STAND_INS = {INK: "var(--ink)", FAINT: "var(--faint)", BOUND: "var(--floor)", SOFT: "var(--soft)"} | {
     colour: f"var(--v{index})" for index, colour in enumerate(COLOURS)
 }
+"""CSS variable of the page by the placeholder colour that it replaces."""
+
 DASHES = (0, (2, 1.4))
-"""Line style of the roofline bound."""
+"""Line style of the roofline bound as matplotlib takes it: offset, then lengths of dash and gap in line widths."""
 
 CROWDED = 5
 """Largest number of labels that fit on an axis without rotation or thinning."""
@@ -118,12 +120,12 @@ def _times(result: Result, series: Series, direction: Direction, regime: Regime)
 def _time_lines(
     axes: Axes, result: Result, series: Series, members: Sequence[Shape], direction: Direction, regime: Regime
 ) -> int:
-    """Draw times as lines over the size that varies, or as points shape by shape without such an axis; return the lines drawn."""
+    """Draw times as lines over the size that varies, or as points shape by shape without one; return the number of lines."""
     members = sorted(members, key=lambda shape: (_amount(shape), shape.sizes.get("T", 0)))
     positions, joined = _size_axis(axes, members)
     ls = "-" if joined else "none"
     shown, order = series.prominent, series.order
-    spread = 0.0 if joined else 0.5 / max(1, len(shown))
+    spread = 0.0 if joined else 0.5 / max(1, len(shown))  # points at one tick stand side by side
     for variant in sorted(order, key=lambda name: name in shown):  # faint variants first, so that they lie below
         points = [
             (positions[shape.name], timing.microseconds)
@@ -211,6 +213,7 @@ def _time_bars(axes: Axes, result: Result, series: Series, shape: Shape, directi
 
 
 def _distance(result: Result, series: Series, direction: Direction, regime: Regime) -> list[Plot]:
+    """Return the plot of times over the roofline bound, one row for each shape; none if no bound is known."""
     rows = [
         shape
         for shape in shapes(result, direction)
@@ -382,7 +385,7 @@ def _rows(axes: Axes, labels: Sequence[str], kind: str) -> None:
     axes.set_ylim(-0.6, len(labels) - 0.1)
     axes.set_xscale("log")
     low, high = axes.get_xlim()
-    axes.set_xlim(low, high * (high / low) ** 0.16)
+    axes.set_xlim(low, high * (high / low) ** 0.16)  # room for the label to the right of the last mark
     if high < 30 * low:  # with powers of ten alone there would be one label
         axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.xaxis.set_major_formatter(lambda value, _: _tick(value) if kind == "time" else f"{value:g}x")
@@ -398,12 +401,14 @@ def _tick(microseconds: float) -> str:
 
 
 def _steps(most: float) -> Sequence[float]:
+    """Return about four round numbers from 0 to ``most``, for the ticks of an axis."""
     from matplotlib.ticker import MaxNLocator
 
     return [float(step) for step in MaxNLocator(4).tick_values(0, most)]
 
 
 def _timed(result: Result, shape: Shape, direction: Direction, regime: Regime) -> list[Cell]:
+    """Return the measurements of variants with a valid time at a shape; controls are left out."""
     return [cell for cell in cells_at(result, shape.name, direction) if not cell.control and valid_timing(cell, regime)]
 
 
@@ -429,10 +434,12 @@ def _median(cell: Cell, regime: Regime) -> float:
 
 
 def _amount(shape: Shape) -> int:
+    """Return the amount of work: the product of the sizes in :data:`SWEPT`."""
     return math.prod(value for key, value in shape.sizes.items() if key in SWEPT)
 
 
 def _short(shape: Shape) -> str:
+    """Return the label of a shape on an axis: its sizes in :data:`SWEPT`, such as ``4×2048``, else its name."""
     return "×".join(str(shape.sizes[key]) for key in SWEPT if key in shape.sizes) or _label(shape.name)
 
 

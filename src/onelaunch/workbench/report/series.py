@@ -19,7 +19,7 @@ MOST_SERIES = 8
 """Largest number of lines that a reader can tell apart in one plot."""
 
 PROMINENT = 6
-"""Number of lines drawn prominently if there are more than :data:`MOST_SERIES`."""
+"""Number of lines drawn prominently if more than :data:`MOST_SERIES` variants have times; more only for rivals and winners."""
 
 
 @dataclass(frozen=True)
@@ -37,8 +37,9 @@ class Series:
     def of(cls, result: Result) -> Series:
         """Choose the prominent variants.
 
-        Up to :data:`MOST_SERIES` variants are all prominent. If there are more, the reference, the peers and the variants that
-        are fastest at some shape are prominent, and then the fastest others, up to :data:`PROMINENT`.
+        Up to :data:`MOST_SERIES` timed variants are all prominent. If there are more, the reference (over which speeds are
+        taken), the peers (variants of other libraries) and the variants that are fastest at some shape are prominent, at most
+        :data:`MOST_SERIES` of them. The fastest others follow as long as there are fewer than :data:`PROMINENT`.
         """
         every = list(dict.fromkeys(cell.variant for cell in result.cells if not cell.control))
         timed = {cell.variant for cell in result.cells if cell.status == "ok" and cell.timings}

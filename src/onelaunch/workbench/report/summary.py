@@ -24,13 +24,16 @@ from onelaunch.workbench.stats import ratio
 from onelaunch.workbench.study import LOOPS, Criterion, Selector, Shape, Study
 
 REGIMES: tuple[Regime, ...] = ("cold", "warm", "eager")
-"""Regimes in the order of preference for comparing variants."""
+"""Regimes of single calls, in the order of preference for comparing variants."""
 
 FIRST_ROWS = 8
 """Largest number of table rows on the first screen if they are of several directions."""
 
 NO_CRITERIA = "No criteria were declared."
+"""Text in place of the table of criteria."""
+
 NOTHING_OPEN = "Nothing: every declared variant has a valid time at every shape."
+"""Text in place of the list of what was not measured or stays unexplained."""
 
 FEW = 4
 """Largest number of items of a list on the first screen."""
@@ -71,7 +74,7 @@ class Summary:
 
 
 def summarize(result: Result) -> Summary:
-    """Return the first screen of a result."""
+    """Return the content of the first screen, except the sentences of :mod:`onelaunch.workbench.report.headline`."""
     decision = result.decision
     return Summary(
         name=result.study.name,
@@ -158,7 +161,7 @@ def fastest(result: Result, shape: str, direction: Direction) -> Cell | None:
     regime = main_regime(result)
     timed = {
         timing.microseconds.median: cell
-        for cell in reversed(cells_at(result, shape, direction))
+        for cell in reversed(cells_at(result, shape, direction))  # so that of equal times the first variant is taken
         if not cell.control and (timing := valid_timing(cell, regime))
     }
     return timed[min(timed)] if timed else None

@@ -81,7 +81,10 @@ class Table:
 
 
 def columns(*titles: str) -> tuple[Column, ...]:
-    """Return columns from titles. The prefix ``>`` aligns a column to the right, ``?`` makes it optional, ``?>`` does both."""
+    """Return columns from titles. The prefix ``>`` aligns a column to the right, ``?`` makes it optional, ``?>`` does both.
+
+    An optional column is left out where there is little room, such as on a phone.
+    """
     return tuple(Column(title.lstrip("?>"), ">" in title[:2], title.startswith("?")) for title in titles)
 
 
@@ -170,7 +173,7 @@ def _plain(table: Table) -> Table:
 
 def _fits(table: Table, shown: list[int], width: int) -> bool:
     """Return whether the columns fit if numbers are not broken and words wrap."""
-    needed = 2 * len(shown)
+    needed = 2 * len(shown)  # one space of padding and one between columns
     for index in shown:
         widest = max(len(text) for text in [table.columns[index].title, *(row[index] for row in table.rows)])
         needed += widest if table.columns[index].right else _longest_word(table, index)
@@ -178,7 +181,7 @@ def _fits(table: Table, shown: list[int], width: int) -> bool:
 
 
 def _longest_word(table: Table, index: int) -> int:
-    """Return the characters of a column's longest word, not counting words above LONG, which may be broken."""
+    """Return the length of a column's longest word. Words of more than ``LONG`` characters may be broken and are left out."""
     cells = [table.columns[index].title, *(row[index] for row in table.rows)]
     return max((len(word) for text in cells for word in text.split() if len(word) <= LONG), default=0)
 
@@ -197,6 +200,7 @@ def _html_cell(text: str, column: Column) -> str:
 
 
 def _html_class(column: Column, text: str = "") -> str:
+    """Return the class attribute of a cell: ``long`` stands for a sentence, ``digest`` for one long word such as a hash."""
     classes = ["right"] if column.right else ["long" if " " in text else "digest"] if len(text) > LONG else []
     if column.optional:
         classes.append("optional")

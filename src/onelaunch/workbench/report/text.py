@@ -77,7 +77,7 @@ def markdown(text: str) -> str:
     if begins:
         at = begins.end("digits") if begins["digits"] else 0
         escaped = f"{escaped[:at]}\\{escaped[at:]}"
-    return re.sub(r"(#+)$", r"\\\1", escaped)
+    return re.sub(r"(#+)$", r"\\\1", escaped)  # number signs at the end of a heading would be dropped
 
 
 def markdown_block(text: str) -> str:

@@ -1,4 +1,4 @@
-"""Results of studies: their versioned schema, and their provenance (device, time, software, command)."""
+"""Results of studies: the versioned schema of what is stored. ``provenance`` collects device, time and software of a run."""
 
 from onelaunch.workbench.result.schema import (
     READABLE,

@@ -44,7 +44,7 @@ def provenance(
         scale: Scale of the shapes that ran.
         rounds: Number of rounds that were asked for.
         clocks: Sampled clocks, one dictionary for each case.
-        command: Command line of the run; this process's own by default.
+        command: Command line of the run; this process's own if empty.
     """
     facts = describe(str(device))
     return Provenance(
@@ -63,7 +63,7 @@ def provenance(
 
 
 def driver(device: torch.device) -> str:
-    """Return the GPU driver's version, or an empty string for a CPU or without nvidia-ml-py."""
+    """Return the NVIDIA driver's version, or an empty string for a CPU or an AMD GPU, or without nvidia-ml-py."""
     if device.type != "cuda" or torch.version.hip:
         return ""
     try:
@@ -105,7 +105,7 @@ def _providers(owner: Operation[..., Any], study: Study) -> dict[str, str]:
 
 @functools.cache
 def _distributions() -> Mapping[str, list[str]]:
-    """Return the installed distributions by package, cached because the search takes a fifth of a second."""
+    """Return the names of the installed distributions by import name, cached because the search takes a fifth of a second."""
     return importlib.metadata.packages_distributions()
 
 
@@ -115,9 +115,11 @@ def spelled(arguments: Sequence[str]) -> str:
 
 
 def commit() -> str:
-    """Return the commit of the package's checkout, with ``-dirty`` if files are changed; empty for an installed package.
+    """Return the commit of the package's checkout, with ``-dirty`` if files of the package are changed or not committed.
 
-    If the files are there without their Git history, the environment variable ``ONELAUNCH_COMMIT`` can name the commit.
+    The result is empty for a package that is installed without its Git history.
+
+    The environment variable ``ONELAUNCH_COMMIT``, if set, is returned instead, for a copy of the files without the history.
     """
     if named := os.environ.get("ONELAUNCH_COMMIT"):
         return named
@@ -141,7 +143,7 @@ def merge_clocks(samples: Iterable[Mapping[str, float]]) -> dict[str, float]:
 
 
 def _version(package: str) -> str | None:
-    """Return the version of the distribution that provides a package, or ``None``."""
+    """Return the version of a distribution, found by its own name or by its import name; ``None`` if it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

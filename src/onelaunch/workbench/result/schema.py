@@ -1,7 +1,8 @@
 """Versioned schema of stored results.
 
 Reports, comparisons and programs read these plain values and nothing else about a finished study. Times are in microseconds,
-traffic in bytes. Every measured number has its regime, its number of samples or its source.
+traffic in bytes. Every measured number has its regime, its number of samples or its source. ``LATER`` names the fields of a class
+that were added after results were published; :class:`~onelaunch.workbench.stored.Grown` leaves them out at their default.
 """
 
 from __future__ import annotations
@@ -51,7 +52,9 @@ READABLE = (1, 2, 3)
 Status = Literal["ok", "unsupported", "not_installed", "incorrect", "invalid", "out_of_memory", "error", "interrupted"]
 """Status of a measurement.
 
-``incorrect``: The verdict failed, and no time is used. ``invalid``: The time is below the roofline bound and is not used.
+``unsupported``: The variant cannot run this case here, or the study leaves it out. ``not_installed``: It needs a missing package.
+``incorrect``: The verdict failed, and no time is used. ``invalid``: The cold time is over 5 % below the roofline bound, and no
+time is used. ``error``: It raised. ``interrupted``: The run ended before the measurement was complete.
 """
 
 OWN_COUNTS = ("launches", "barriers")
@@ -68,7 +71,7 @@ class ComponentError(Stored):
     max_error: Error
     """Largest absolute difference."""
     allowed: Positive
-    """Largest allowed error: the smaller of the dtype's cap and twice the error of plain PyTorch in the same dtype."""
+    """Largest allowed ``error``: twice the error of plain PyTorch in the same dtype plus 2^-21, but at most the dtype's cap."""
     error_by_position: tuple[Error, ...] = ()
     """Norm-wise errors of successive parts of the sequence, first to last."""
 
@@ -110,7 +113,7 @@ class Traffic(Stored):
     """DRAM bytes of one call."""
 
     source: Literal["ncu", "analytic"]
-    """``ncu``: counted by the hardware. ``analytic``: computed by arithmetic."""
+    """``ncu``: counted by the hardware. ``analytic``: the fewest bytes that the call must move, computed by arithmetic."""
     read: Amount
     written: Amount
     note: Words = ""
@@ -129,7 +132,9 @@ class Cell(Grown, Stored):
     shape: Name
     direction: Direction
     variant: Name
+    """Name of the variant, or of the control if ``control`` is set."""
     control: bool = False
+    """True for a part of the operation, such as its matrix product alone, which is timed for comparison."""
     status: Status
     reason: Words = ""
     """Reason why the status is not ``ok``."""
@@ -141,9 +146,10 @@ class Cell(Grown, Stored):
     """Peak memory of one call in bytes, without the inputs, as measured by
     :class:`~onelaunch.workbench.measure.sampling.GpuSampler`; ``None`` if it is not measured, such as on a CPU."""
     launches: Count | None = None
-    """Number of kernels, copies and fills of one call, counted in a CUDA graph; ``None`` if no criterion asks for it."""
+    """Number of kernels, copies and fills of one call, counted in a CUDA graph; ``None`` if not counted, such as without a
+    criterion that asks for it."""
     barriers: Count | None = None
-    """Number of grid barriers of one call, counted by the variant's kernel; ``None`` if no criterion asks for it."""
+    """Number of grid barriers of one call, counted by the variant's kernel; ``None`` if not counted, like ``launches``."""
     counts: dict[Name, Count] = Field(default_factory=dict)
     """Other counts of one call, by the name of the measure that a criterion asks for."""
 
@@ -161,13 +167,13 @@ class Cell(Grown, Stored):
 
 
 class Noise(Stored):
-    """Noise of one case and regime, from an A/A run: the baseline timed against itself."""
+    """Noise of one case and regime, from an A/A run: the baseline timed against itself, or another variant if it has no time."""
 
     shape: Name
     direction: Direction
     regime: Regime
     ratio: Estimate
-    """Time of the baseline's second copy over that of the first."""
+    """Time of the second copy over that of the first."""
     floor: Positive
     """Smallest factor that may be claimed: differences below it (1.02 = 2 %) are noise."""
 
@@ -178,6 +184,11 @@ class Noise(Stored):
 
 
 CriterionStatus = Literal["met", "missed", "inconclusive", "not_measured", "infeasible"]
+"""Status of a criterion.
+
+``inconclusive``: The interval or the noise allows neither *met* nor *missed*. ``infeasible``: Arithmetic or the roofline bound
+refutes it.
+"""
 
 
 class Outcome(Stored):
@@ -212,6 +223,7 @@ class Saving(Stored):
 
 
 DecisionKind = Literal["proceed", "debug", "abandon", "measure_more"]
+"""Kind of a decision, chosen by the rules in :mod:`onelaunch.workbench.decide.decision`."""
 
 
 class Decision(Stored):
@@ -230,21 +242,27 @@ class Provenance(Stored):
 
     device: Words
     slug: Slug
+    """The device's name as it stands in names of files, such as ``nvidia-h200``."""
     architecture: Words
     driver: Words
     versions: dict[Words, Words]
-    """Versions of python, torch, triton, cuda, onelaunch and the peers, by name."""
+    """Versions by name: python, torch, triton, cuda or rocm, onelaunch, and packages that the variants need or come from."""
     commit: Words
+    """Commit of the checkout that ran, with ``-dirty`` if it had changes; empty if it is not known."""
     date: Words
+    """End of the run in ISO 8601, UTC."""
     clocks: dict[Words, Amount] = Field(default_factory=dict)
-    """SM and memory clock in MHz and power in watts, sampled during the run; empty without a driver that reports them."""
+    """Medians of the SM and memory clock in MHz and of the power in watts, with the unit in the key (``sm_mhz``), and the lowest
+    SM clock; empty without a driver that reports them."""
     command: Words = ""
     scale: Words = ""
+    """Scale of the shapes that ran, ``small`` or ``full``."""
     rounds: Count = 0
+    """Number of rounds that were asked for."""
 
 
 class StoredCeilings(Grown, Stored):
-    """Measured peaks of the device, with the fields of :class:`onelaunch.device.hardware.Ceilings`."""
+    """Measured peaks of the device. :class:`onelaunch.device.hardware.Ceilings` explains its fields, which are the same."""
 
     LATER = ("read_bytes_per_second", "spread")
 
@@ -263,16 +281,18 @@ class Result(Stored):
     schema_version: Literal[1, 2, 3] = SCHEMA
     study: Study
     study_digest: Words
-    """SHA-256 of the declaration. It shows if criteria were changed afterwards."""
+    """SHA-256 of the declaration that ran. It shows if the criteria in ``study`` were changed afterwards."""
     provenance: Provenance
     ceilings: StoredCeilings
     cells: tuple[Cell, ...]
     noise: tuple[Noise, ...] = ()
     outcomes: tuple[Outcome, ...] = ()
+    """One outcome for each criterion of the study, in declared order."""
     decision: Decision | None = None
     notes: tuple[Words, ...] = ()
     """Sentences on how it was measured: input sets, rounds, why a case stopped early, why nothing was counted."""
     interrupted: bool = False
+    """True if the run ended early, and in the partial result that is saved during a run."""
 
     def cell(self, shape: str, variant: str, direction: Direction = "forward") -> Cell | None:
         """Return the measurement of a variant or control at a shape, or ``None``."""

@@ -1,7 +1,8 @@
 """Declared studies.
 
 ``declare`` defines what a study declares, ``read`` reads it from a file, and ``plan`` computes its costs and roofline bounds on a
-device. ``measure`` holds the base class and the registry of the measures that criteria can ask for.
+device. ``measure`` holds the base class and the registry of the measures (such as ``speedup``) that criteria can ask for; the
+measures themselves are in :mod:`onelaunch.workbench.measures`.
 """
 
 from onelaunch.workbench.study.declare import (

@@ -1,4 +1,8 @@
-"""Declaration of a study: its operation, shapes, variants and baseline, and the criteria of success."""
+"""Declaration of a study: its operation, shapes, variants and baseline, and the criteria of success.
+
+The docstrings of the fields are the text of the tables of keys in the documentation. Checks of names, dtypes and prose run only
+with a validation context, :data:`onelaunch.workbench.stored.FROM_A_FILE`: for data from files, and before a study runs.
+"""
 
 from __future__ import annotations
 
@@ -26,14 +30,14 @@ LARGEST_SIZE = 2**63 - 1
 
 
 def check_file_name(value: str, info: ValidationInfo) -> str:
-    """Return a name after a check that it follows :data:`FILE_NAME`."""
+    """Return a name after a check, for data from a file, that it follows :data:`FILE_NAME`."""
     if info.context and not FILE_NAME.fullmatch(value):
         raise ValueError(FILE_NAME_RULE)
     return value
 
 
 def check_prose(value: str, info: ValidationInfo) -> str:
-    """Return a string of several lines after a check that it holds no control characters."""
+    """Return a string of several lines after a check, for data from a file, that it holds no control characters."""
     if info.context and UNSAFE.search(value):
         raise ValueError("it must hold no control characters except line breaks and tabs")
     return value
@@ -48,14 +52,14 @@ def check_sizes(value: dict[str, int]) -> dict[str, int]:
 
 
 def check_dtype(value: str, info: ValidationInfo) -> str:
-    """Return the name of a dtype after a check that studies know it."""
+    """Return the name of a dtype after a check, for data from a file, that studies know it."""
     if info.context and value not in ("float16", "bfloat16", "float32"):
         raise ValueError("it must be float16, bfloat16 or float32")
     return value
 
 
 def check_bound(value: float | None) -> float | None:
-    """Return a bound after a check that it is a number above 0, or an exact count of at least 0."""
+    """Return a bound after a check that it is a number above 0, or the integer 0, which ``equals`` may ask for."""
     if value is not None and not (0 < value < math.inf or (type(value) is int and value == 0)):
         raise ValueError("it must be a number above 0")
     return value
@@ -67,11 +71,12 @@ Scale = Literal["small", "full"]
 Regime = Literal["cold", "warm", "eager", "running", "served"]
 """Regime of a timing.
 
-- ``cold``: The inputs rotate through more than three last-level caches; on a GPU the calls are replayed from a CUDA graph.
+- ``cold``: The inputs rotate through sets that together exceed three last-level caches; on a GPU the calls are replayed from a
+  CUDA graph.
 - ``warm``: The same inputs are used again and again.
 - ``eager``: Calls of the public function from Python, including checks and dispatch.
-- ``running``, for operations that are steps: one of many consecutive steps, each on the state that the previous one left on the
-  device. Nothing is copied to the host.
+- ``running``, for operations that are steps, such as ``decode_step``: one of many consecutive steps, each on the state that the
+  previous one left on the device. Nothing is copied to the host.
 - ``served``, for operations that are steps: one of many consecutive steps through the public loop, by the host's clock.
 """
 
@@ -146,7 +151,7 @@ class Criterion(Declared):
     name: str
     """Name of the criterion in results and reports; each criterion of a study has its own."""
     measure: MeasureName
-    """Quantity that is judged, one of the measures in the table below."""
+    """Quantity that is judged: the name of one of the registered measures."""
     of: Selector
     """Variant that is judged: a variant or control by name, or a table of tags, which stands for the fastest of the variants that
     have these tags. An empty table stands for the fastest of all."""
@@ -234,7 +239,7 @@ class Study(Declared):
     _prose = field_validator("question", "notes")(check_prose)
 
     def digest(self) -> str:
-        """Return the SHA-256 over the declaration."""
+        """Return the SHA-256 over the declaration as JSON, in hexadecimal digits."""
         return hashlib.sha256(self.model_dump_json().encode()).hexdigest()
 
     def shape(self, name: str) -> Shape:
@@ -265,7 +270,10 @@ class Study(Declared):
         return self.baseline if criterion.over is None else criterion.over
 
     def sides(self, criterion: Criterion, shape: Shape) -> tuple[tuple[Selector, Shape], ...]:
-        """Return the two sides of a criterion at one of its shapes: ``of`` and ``over``, each with its own shape."""
+        """Return the sides of a criterion at one of its shapes, ``of`` and ``over``, each with its own shape.
+
+        A measure of ``of`` alone, such as ``time``, has one side.
+        """
         if criterion.quantity.alone is not None:
             return ((criterion.of, shape),)
         other = shape if criterion.over_at is None else self.shape(criterion.over_at)

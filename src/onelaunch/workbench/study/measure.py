@@ -23,12 +23,15 @@ NO_MEAN_OF_COUNTS = "a count that must be exact, or may be 0, has no geometric m
 
 
 class Alone(NamedTuple):
-    """Words of the errors of a measure of ``of`` alone whose criterion has an ``over``, or a bound on the wrong side."""
+    """Words for error messages of a measure that reads one variant, ``of``, and compares it with no ``over``.
+
+    The messages refuse a criterion with an ``over``, or with a bound on the wrong side: ``at_least`` where lower is better.
+    """
 
     held: str
     """Statement of what the value is compared with, such as ``bytes are compared with the least``."""
     bounded: str
-    """CandidateResult and verb of a statement about its bound, such as ``bytes over the least are``."""
+    """Subject and verb of a statement about its bound, such as ``bytes over the least are``."""
 
 
 class Measure(ABC):
@@ -39,7 +42,7 @@ class Measure(ABC):
     meaning: ClassVar[str]
     """Definition for the documentation, in Markdown."""
     unit: ClassVar[str] = "x"
-    """Text that follows a number, such as ``x`` for a ratio."""
+    """Unit that follows a number, with a leading space if it needs one: ``x`` for a ratio, ``" µs"`` for a time."""
     better: ClassVar[Literal["higher", "lower"]] = "lower"
     """Direction in which values are better."""
     alone: ClassVar[Alone | None] = None
@@ -47,19 +50,22 @@ class Measure(ABC):
     timed: ClassVar[bool] = False
     """True if values have rounds, an interval and a noise; others are exact numbers."""
     counted: ClassVar[bool] = False
-    """True for a whole number that is counted in one call, where a criterion asks for it, and may be asked exactly."""
+    """True for a whole number that is counted in one call if a criterion asks for it. Only such a measure takes ``equals``."""
     needs_dram_bytes: ClassVar[bool] = False
     """True if the hardware has to count DRAM bytes where a criterion asks for the measure."""
     no_mean: ClassVar[str] = ""
     """Reason why a criterion cannot ask for the geometric mean, as a statement; empty if it can."""
 
     def problem(self, criterion: Criterion) -> str | None:
-        """Return what is wrong with a criterion of this measure beyond the rules for all criteria, and what would be right."""
+        """Return what is wrong with a criterion by this measure's own rules, and the remedy; ``None`` if nothing is."""
         del criterion
         return None
 
     def infeasibility(self, study: Study, criterion: Criterion) -> str | None:
-        """Return why arithmetic alone refutes a criterion, or ``None``."""
+        """Return why arithmetic alone refutes a criterion, or ``None``.
+
+        It is refuted if so many shapes are that fewer than ``in_at_least`` (all, when left out) remain.
+        """
         shapes = study.shapes_of(criterion)
         needed = criterion.in_at_least or len(shapes)
         refuted = [why for shape in shapes if (why := self.infeasible_at(study, criterion, shape)) is not None]
@@ -77,7 +83,7 @@ M = TypeVar("M", bound=type[Measure])
 
 
 def register(measure: M) -> M:
-    """Register a measure; for use as a decorator of its class.
+    """Register one instance of a measure; for use as a decorator of its class.
 
     Raises:
         ValueError: The name is taken or breaks the rule, or the measure is counted but compares two variants.

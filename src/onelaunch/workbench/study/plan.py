@@ -45,7 +45,8 @@ class Plan(Grown, Stored):
     launches: Count | None
     """Number of launches of one call; ``None`` if a compiler or a library decides it."""
     floor_microseconds: Bound
-    """Roofline bound: no variant can be faster in the cold regime."""
+    """Roofline bound: no variant can be faster in the cold regime. It follows from the least cost of any implementation, for a
+    control from its own cost."""
     planned_microseconds: Bound
     """Time of this variant's own bytes, FLOPs and launches at the measured peaks."""
     written: Count | None = None
@@ -78,7 +79,8 @@ class StudyPlan:
     cells: tuple[PlannedCell, ...]
     """Planned measurements of the shapes of this scale, by shape, direction and variant: the baseline first, controls last."""
     infeasible: dict[str, str]
-    """Criteria that no implementation could meet at any scale, each with the reason as a sentence."""
+    """Reasons, as clauses, by the name of the criterion that no implementation could meet. Criteria on shapes of another scale
+    are among them, although these shapes do not run."""
 
     @property
     def shapes(self) -> tuple[Shape, ...]:
@@ -87,7 +89,7 @@ class StudyPlan:
         return tuple(shape for shape in self.study.at_scale(self.scale) if shape.name in planned)
 
     def in_first_direction(self) -> StudyPlan:
-        """Return the plan of the study's first direction alone."""
+        """Return the plan of the study's first direction alone, which a quick run measures."""
         return replace(self, cells=tuple(cell for cell in self.cells if cell.direction == self.study.directions[0]))
 
 
@@ -105,7 +107,8 @@ def plan_study(study: Study, ceilings: Rates, device: str, scale: Scale) -> Stud
 def floor_microseconds(least: Cost, dtype: str, rates: Rates) -> float:
     """Return the roofline bound: the longer of the times of the bytes and of the matrix products at the measured peaks.
 
-    Matrix products of a dtype whose peak was not measured add no time.
+    ``dtype`` is that of the matrix products unless the cost names another one. Matrix products of a dtype whose peak was not
+    measured add no time.
     """
     by_bytes = least.bytes / bandwidth(least.bytes, least.written, rates)
     by_flops = least.flops / rates.matrix_flops_per_second.get(least.matrix_dtype or dtype, math.inf)
@@ -126,12 +129,12 @@ def bandwidth(moved: float, written: float | None, rates: Rates) -> float:
 
 
 def matrix_dtype(study: Study, shape: Shape) -> str:
-    """Return the dtype of the operands of a shape's matrix products."""
+    """Return the dtype of the operands of a shape's matrix products, by which the measured peak is looked up."""
     return least_cost(study, shape, "forward").matrix_dtype or shape.dtype
 
 
 def infeasibilities(study: Study) -> dict[str, str]:
-    """Return the criteria that no implementation could meet, each with the reason as a sentence."""
+    """Return the reasons, as clauses, by the name of the criterion that no implementation could meet."""
     return {criterion.name: why for criterion in study.criteria if (why := infeasibility(study, criterion)) is not None}
 
 
@@ -194,7 +197,7 @@ def _planned_control(study: Study, shape: Shape, name: str, rates: Rates) -> Pla
 
 
 def missing_package(variant: Variant) -> str | None:
-    """Return the package that the variant's tag ``requires`` names if it cannot be imported here, else ``None``."""
+    """Return the package that the variant's capability ``requires`` names if it is not installed here, else ``None``."""
     package = variant.capabilities.requires
     return None if package is None or package_installed(package) else package
 

@@ -76,7 +76,7 @@ def study_folders() -> list[Path]:
     for folder in named:
         if not _is_folder(folder):
             notice = f"${FOLDERS} names {folder}, which is no folder; no studies are read from there."
-            warnings.warn(FolderNotice(escaped(notice)), stacklevel=1)  # Python shows a warning of one line once per process
+            warnings.warn(FolderNotice(escaped(notice)), stacklevel=1)  # Python shows it once, being of one line
     return [folder for folder in (Path("studies"), _built_in(), *named) if _is_folder(folder)]
 
 

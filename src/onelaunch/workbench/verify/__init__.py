@@ -8,4 +8,5 @@ from onelaunch.workbench.verify.gate import Judge, judge, judge_control, judge_o
 
 __all__ = ["Judge", "judge", "judge_control", "judge_outputs"]
 
+# Names that were renamed; each still works, with a DeprecationWarning.
 __getattr__ = renamed(__name__, {"judge_answer": "judge_outputs"})

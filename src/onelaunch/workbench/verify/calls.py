@@ -20,6 +20,7 @@ OutputTensors = dict[str, torch.Tensor | None]
 A value is ``None`` if the call returned ``None``, or if no gradient reaches the input.
 """
 
+# Names that were renamed; each still works, with a DeprecationWarning.
 __getattr__ = renamed(__name__, {"Answer": "OutputTensors", "Callee": "Candidate"})
 
 

@@ -75,7 +75,7 @@ class Judge:
         return found
 
     def truth(self, *arguments: Any, **options: Any) -> Reference:
-        """Return :meth:`reference`, the new name of this method."""
+        """Return what :meth:`reference` returns, which is the new name of this method, after a warning."""
         warnings.warn("Judge.truth is now Judge.reference; the old name will go away.", DeprecationWarning, stacklevel=2)
         return self.reference(*arguments, **options)
 
@@ -150,9 +150,9 @@ def judge(
 ) -> Verdict:
     """Judge whether a variant computes the operation at a case.
 
-    The norm-wise error of each output and gradient must be at most twice that of plain PyTorch in the same dtype, plus four
-    roundings of float32. It must also be at most the dtype's cap, which grows with the square root of the operation's number of
-    stages. Further requirements:
+    The norm-wise error of each output and gradient must be at most twice that of plain PyTorch in the same dtype, plus 2^-21
+    (four times the machine epsilon of float32). It must also be at most the dtype's cap, which grows with the square root of the
+    operation's number of stages. Further requirements:
 
     - Shapes, dtypes and device are right, every element is written, and the inputs are unchanged.
     - New contents in the same storage give new outputs.
