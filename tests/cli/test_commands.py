@@ -76,6 +76,7 @@ def test_explain_names_the_choice_and_a_reason_for_every_other_variant(call):
 
 @pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: operation.name)
 def test_explain_knows_every_operation(call, operation, prose):
+    """``OPERATIONS`` are the recurrences, such as linear_rnn. Their default with gradients on a CPU is ``chunked``."""
     shape = ",".join(f"{dimension}=32" for dimension in operation.dimensions)
     answer = call("explain", operation.name, "--shape", shape, "--dtype", "float32", "--device", "cpu", "--grad")
     assert answer.code == 0

@@ -2,9 +2,9 @@
 
 The fixtures are those of ``conftest.py``. ``call`` runs ``onelaunch`` with arguments in this process and returns its exit
 ``code``, its stdout (``out`` with single blanks, ``raw`` unchanged) and its stderr (``err``, ``raw_err``). The working
-directory ``here`` is an empty folder with the study studies/toy-study.toml, whose only shape is of small scale. ``stored`` are
-paths of two made-up results: a GPU's that proceeds, and a CPU's that was interrupted. ``prose`` compares a text with
-tests/snapshots/prose.txt.
+directory ``here`` is an empty folder with the study studies/toy-study.toml (its text is in ``conftest.py``), whose only shape
+is of small scale. ``stored`` are paths of two made-up results: a GPU's that proceeds, and a CPU's that was interrupted.
+``prose`` compares a text with tests/snapshots/prose.txt.
 """
 
 from __future__ import annotations

@@ -50,11 +50,11 @@ class LadderCall(NamedTuple):
     dimensions=("N", "V"),
     outputs=("y",),
     bind=LadderCall,
-    options={"kind": "plain", "masked": False},
+    options={"kind": "plain", "masked": False},  # without effect; shapes of a study may name other values
     defaults={"cpu": ("three",), "cuda": ("one",)},
 )
 def ladder(x: torch.Tensor, *, variant: str = "auto") -> torch.Tensor:
-    """Return twice ``x``. No test calls it: the times, bytes and errors of its variants are made up."""
+    """Return twice ``x``. No test calls it: times and errors of its variants are made up, and bytes come from :func:`cost`."""
     return 2 * x
 
 

@@ -224,7 +224,7 @@ FASTER = Criterion(name="fused is faster", measure="speedup", of={"launches": [1
 TRAFFIC = Criterion(name="traffic halves", measure="dram_bytes_ratio", of="fused_chunked", at="target", at_least=2.0)
 CLOSE = Criterion(name="close to the GEMM", measure="time_ratio", of="fused_chunked", over="gemm", at=("target",), at_most=3.0)
 EXACT = Criterion(name="exact enough", measure="error", of="fused_chunked", at_most=5e-3)
-"""Largest norm-wise error that is allowed. It names no shape, so it is judged at all of full scale."""
+"""Criterion on the norm-wise error. It names no shape, so it is judged at all of full scale."""
 
 
 def proceed_on_gpu() -> Result:

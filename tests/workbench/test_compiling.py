@@ -1,7 +1,8 @@
 """Tests of compilation ahead of a study's measurements: which calls are compiled, in which processes, and its failures.
 
 ``toy_sum`` is the operation of ``toy.py``; its variant ``raises`` always fails. ``run`` runs a study on the CPU, with the given
-``steps`` in place of the functions that use the device.
+``steps`` in place of the functions that use the device. ``SLOW_LIGHT`` are made-up peaks of a device. ``prose`` compares a text
+with its entry in tests/snapshots/prose.txt.
 """
 
 from __future__ import annotations

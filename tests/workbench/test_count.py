@@ -1,6 +1,7 @@
 """Tests of counting DRAM bytes: the table that ncu writes, the command line for it, and the fallback without it.
 
 ``toy_case`` returns a small case of ``toy_sum``, the operation of ``toy.py``, with sizes B, T and V, in float32 by default.
+``prose`` compares a text with its entry in tests/snapshots/prose.txt.
 """
 
 from __future__ import annotations
@@ -128,7 +129,6 @@ def test_without_permission_bytes_are_computed_and_the_reason_is_kept(fake_ncu):
 
 
 def test_a_profiler_that_hangs_is_terminated(fake_ncu, prose):
-    """``prose`` compares the note with its entry in tests/snapshots/prose.txt, as in the other tests."""
     fake_ncu("sleep 60")
     for found in counted(timeout_seconds=0.3):
         assert found.source == "analytic"

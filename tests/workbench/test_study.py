@@ -145,6 +145,7 @@ MISTAKES = {
     "selector of unknown tag": ("launches = [1", "lunches = [1"),
     "selector of nothing": ("[1, 2]", "[4]"),
     "unknown over": ('at = "big"', 'at = "big"\nover = "fore"'),
+    # Controls run forward only.
     "control backward": ('at = "big"', 'at = "big"\nover = "product"\ndirection = "forward_backward"'),
     "bad regime": ('at = "big"', 'at = "big"\nregime = "hot"'),
     "error over something": ('"speedup"', '"error"\nover = "two"'),
@@ -161,6 +162,7 @@ MISTAKES = {
         '"speedup"\nof = { launches = [1, 2] }\nat = "big"\nat_least',
         '"barriers"\nof = "one"\ncombine = "geomean"\nat_most',
     ),
+    # ``served`` times consecutive steps, for which the operation registers no loop.
     "steps in a row of what is no step": ("controls", 'regimes = ["cold", "served"]\ncontrols'),
     "other regime that is not timed": ('at = "big"', 'at = "big"\nover_regime = "served"'),
     "other regime of a time alone": (
@@ -185,6 +187,7 @@ MISTAKES = {
         '"speedup"\nof = { launches = [1, 2] }\nat = "big"\nat_least',
         '"error"\nof = "one"\ncombine = "geomean"\nat_most',
     ),
+    # ``per`` divides times at two shapes by their sizes, so it needs ``over_at``, the other shape.
     "share of work at one shape": ('at = "big"', 'at = "big"\nper = ["N"]'),
     "bytes at two shapes": ('"speedup"', '"dram_bytes_ratio"\nover_at = "big"'),
     "unknown other shape": ('at = "big"', 'at = "big"\nover_at = "bug"'),

@@ -20,8 +20,8 @@ def study(pytestconfig):
 
 def test_bounds_on_barriers_match_the_plans(study):
     asked = {criterion.of: criterion for criterion in study.criteria if criterion.measure == "barriers"}
-    # "graph" is left out: it has a launch per phase, and no criterion bounds its grid barriers.
     # ``RUNGS`` are the optimization levels of the megakernel, each a variant with a plan of its own.
+    # "graph" is left out: it has a launch per phase, and no criterion bounds its grid barriers.
     assert asked.keys() == RUNGS.keys() - {"graph"}
     for rung, criterion in asked.items():
         (shape,) = study.shapes_of(criterion)
