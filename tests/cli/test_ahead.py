@@ -84,7 +84,7 @@ def test_only_generate_creates_a_context_early(command, begun, monkeypatch):
 
 
 def test_garbage_collection_is_off_while_pytorch_is_imported(monkeypatch):
-    """It is turned on again if the import fails, which is simulated here."""
+    """Afterwards the collector is on again, even if the import fails as it does here."""
     frozen = []
     monkeypatch.setattr(gc, "freeze", lambda: frozen.append(gc.isenabled()))
     monkeypatch.delitem(sys.modules, "torch")  # as if PyTorch were not imported yet

@@ -194,7 +194,7 @@ BIG = MEGA.model_copy(update={"sizes": {"N": 2000, "V": 1000}})
     (MEGA.model_copy(update={"options": {"masked": True}}), "options differ: no masked and masked=True"),
 ])  # fmt: skip
 def test_two_cases_of_one_name_are_not_compared(shape, reason):
-    """Both studies declare ``mega``, but as different cases, so that a longer time is not a slowdown."""
+    """The studies declare ``mega`` as different cases, so that a longer time is not a slowdown."""
     first = measured(study(), ok_cell("one", 10.0, peak=1000), ok_cell("one", 1.0, of=TINY))
     second = measured(study(shapes=(shape, TINY)), ok_cell("one", 28.9, of=shape, peak=3000), ok_cell("one", 1.0, of=TINY))
     found = compare(first, second)

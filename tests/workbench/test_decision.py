@@ -154,7 +154,7 @@ COUNTED = ok_cell("three", 10.0, counted=8.4e6), ok_cell("one", 5.0, counted=4.2
 
 
 def test_an_acknowledged_infeasible_criterion_is_excluded_and_named(prose):
-    """It is acknowledged by measuring it all the same: the bytes of both variants were counted."""
+    """A study acknowledges such a criterion by measuring it all the same: the bytes of both variants were counted."""
     decision = decided(study(FASTER, HALVES), *COUNTED)
     assert decision.kind == "proceed"
     prose(decision.because[0])

@@ -47,6 +47,7 @@ def test_the_fastest_variant_comes_first_with_its_rivals():
     heads, *rows = tables(text)[0]
     assert heads == ["shape", "fastest of onelaunch", "µs", "roofline", "`fla`", "`compiled`"]
     row = next(row for row in rows if row[0] == "1x8192x96x128")  # the shape B x T x H x K
+    # A rival's cell holds its microseconds, and in brackets its time over that of onelaunch's fastest. A dash is no time.
     assert row == ["1x8192x96x128", "`hopper`", "**462.3**", "51 %", "2,087.5 (4.52x)", "–"]
 
 
@@ -133,5 +134,6 @@ def test_the_overview_holds_the_mean_and_the_range_over_peers(prose):
     heads, *rows = tables(docs_overview([stored("gla"), stored("projections")], lambda name: f"{name}.md"))[0]
     prose(heads[3:])
     assert rows[0][0] == "[`gla`](gla.md)"
+    # Speed of onelaunch's fastest variant over the fastest peer: geometric mean and range over shapes.
     assert rows[0][3] == "2.82x (1.09x to 7.27x, 18 shapes)"
     assert rows[2][3] == "–"  # no peer

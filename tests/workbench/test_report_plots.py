@@ -26,7 +26,7 @@ H200 = Path(__file__).parents[2] / "results" / "nvidia-h200"
 
 @functools.cache
 def of_the_study_with_most_variants() -> tuple[Result, tuple[Plot, ...]]:
-    """Return the committed result of study 040, which has more variants than a plot has colours, with its plots."""
+    """Return the committed result of study 040, which has more variants than a plot shows prominently, and its plots."""
     result = Result.load(H200 / "040-linear-rnn.json")
     return result, page.plots(result)
 
@@ -73,6 +73,7 @@ def test_a_long_name_is_clipped_with_an_ellipsis() -> None:
 
 
 def test_a_name_with_a_leading_underscore_is_in_the_legend() -> None:
+    """Matplotlib leaves such a name out of a legend by default."""
     assert any("_mine" in label for label in labels(plots(named("shape", "_mine"))[0]))
 
 
