@@ -16,6 +16,7 @@ from onelaunch.workbench.measure import sampling, timing
 from tests.workbench import results, toy
 from tests.workbench.drawn import all_but_numbers, draw_once
 
+# FLOPs per second by dtype.
 RATES = {"float16": 1e13, "bfloat16": 1e13, "float32": 1e13}
 
 STUDY = """
@@ -51,7 +52,7 @@ at_least = 1000
 
 @pytest.fixture(autouse=True)
 def known_ceilings(own_cache: Path) -> Ceilings:
-    """Store peaks of the CPU, as if they had been measured before."""
+    """Store peaks of the CPU in the test's own cache folder, as if they had been measured before."""
     rates = Ceilings(1e12, RATES, 1e-6, "2026-11-20T12:00:00+00:00", peaks.software("cpu"), 2e12, {"copy": 0.01, "read": 0.02})
     assert own_cache in peaks.cache_path("cpu").parents
     return peaks.remember("cpu", rates)
@@ -59,8 +60,11 @@ def known_ceilings(own_cache: Path) -> Ceilings:
 
 @pytest.fixture(autouse=True)
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Run commands in an empty folder with one study, with settings that make them fast."""
-    assert toy.toy_sum.variants
+    """Run commands in an empty folder with one study, with settings that make them fast.
+
+    Pages show the plots of an earlier result with equal statuses, because drawing takes most of their time.
+    """
+    assert toy.toy_sum.variants  # the import of toy registers the operation
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(timing.WARM_UP_SECONDS, "cpu", 0.0)
     monkeypatch.setattr(sampling, "CACHES", 0)
@@ -73,7 +77,11 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 class Answer:
-    """Output and exit code of a command. Line breaks are removed, because they depend only on the terminal's width."""
+    """Output and exit code of a command.
+
+    In ``out`` (stdout) and ``err`` (stderr) every run of blanks and line breaks is one blank, because line breaks depend only
+    on the terminal's width. ``raw`` and ``raw_err`` are unchanged.
+    """
 
     def __init__(self, code: int, out: str, err: str) -> None:
         self.code, self.raw, self.out, self.err = code, out, " ".join(out.split()), " ".join(err.split())
@@ -82,7 +90,10 @@ class Answer:
 
 @pytest.fixture
 def call(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Answer]:
-    """Return a function that runs one command line."""
+    """Return a function that runs ``onelaunch`` with arguments in this process, and returns an :class:`Answer`.
+
+    An exception that the command did not turn into an exit code is raised again. ``width`` is the terminal's, in columns.
+    """
 
     def run_command(*arguments: object, width: int = 120) -> Answer:
         monkeypatch.setenv("COLUMNS", str(width))
@@ -96,7 +107,7 @@ def call(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Answer]:
 
 @pytest.fixture
 def stored(tmp_path):
-    """Write two results to disk: one that proceeds, and one that was interrupted."""
+    """Write two made-up results to disk and return their paths: a GPU's that proceeds, and a CPU's that was interrupted."""
     return (
         results.proceed_on_gpu().save(tmp_path / "gpu.json"),
         results.interrupted_on_cpu().save(tmp_path / "cpu.json"),

@@ -1,4 +1,10 @@
-"""Tests of ``onelaunch explain``, ``inspect`` and ``doctor``, and of properties of every command."""
+"""Tests of ``onelaunch explain``, ``inspect`` and ``doctor``, and of properties of every command.
+
+The fixtures are those of ``conftest.py``. ``call`` runs ``onelaunch`` with arguments in this process and returns its exit
+``code``, its stdout (``out`` with single blanks, ``raw`` unchanged) and its stderr (``err``, ``raw_err``). The automatic
+fixtures ``here`` (an empty working directory with one study) and ``known_ceilings`` (stored peaks of the CPU) prepare each
+test. ``prose`` compares a text with its entry in tests/snapshots/prose.txt.
+"""
 
 from __future__ import annotations
 
@@ -24,6 +30,7 @@ from onelaunch.workbench.inspection import Inspection
 from tests.ops.cases import OPERATIONS
 from tests.prose import lines_with
 
+# Sizes of a call of linear_rnn.
 SHAPE = "B=1,T=64,D=32,V=32"
 COMMANDS = [
     (),
@@ -69,6 +76,7 @@ def test_explain_names_the_choice_and_a_reason_for_every_other_variant(call):
 
 @pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: operation.name)
 def test_explain_knows_every_operation(call, operation, prose):
+    """``OPERATIONS`` are the recurrences, such as linear_rnn. Their default with gradients on a CPU is ``chunked``."""
     shape = ",".join(f"{dimension}=32" for dimension in operation.dimensions)
     answer = call("explain", operation.name, "--shape", shape, "--dtype", "float32", "--device", "cpu", "--grad")
     assert answer.code == 0
@@ -90,6 +98,7 @@ def test_explain_takes_options_that_change_what_can_run(call):
 def test_explain_shows_measured_times_and_puts_the_fastest_first(call, monkeypatch, prose):
     operation = find_operation("linear_rnn")
     query = operation.query(operation.case("float16", B=1, T=64, D=32, V=32), "cpu", grad=True)
+    # Made-up explanation of the dispatcher; microseconds are those of a measured table.
     standings = (
         dispatch.Standing("eager", chosen=False, reason_against=None, microseconds=90.0, times_slower=9.0),
         dispatch.Standing("semi_fused", chosen=False, reason_against="needs a GPU", microseconds=None, times_slower=None),
@@ -151,6 +160,7 @@ def test_a_shape_may_hold_options_of_the_operation(prose):
 
 
 def made(variant: str, problems: tuple[str, ...] = ()) -> Inspection:
+    """Return a made-up inspection of a kernel ``scan``: 128 registers, a spill per problem, 2 KiB shared, 8 HGMMA of 900."""
     return Inspection(variant, "scan", "sm_90a", 128, len(problems), 0, 2048, {"HGMMA": 8}, 900, problems, {"ptx": "text of ptx"})
 
 
@@ -168,7 +178,7 @@ def test_inspect_shows_the_compilers_output(call, here, monkeypatch, prose):
     assert "fused_chunked scan 128 0 0 B 2.00 KiB 8 HGMMA 900 ok" in answer.out
     assert (here / "asm" / "fused_chunked.scan.sm_90a.ptx").read_text() == "text of ptx"
     everything = call("inspect", "linear_rnn")
-    assert asked[1] == ("linear_rnn", "sm_90a", None)
+    assert asked[1] == ("linear_rnn", "sm_90a", None)  # the default architecture, and all variants
     prose(everything.out)
 
 
@@ -258,12 +268,16 @@ def test_doctor_states_remedies_for_missing_parts(call, monkeypatch, prose):
 
 
 def words_of_needs() -> set[str]:
-    """Return every word that doctor must show unbroken, whatever was found."""
+    """Return every word that doctor must show unbroken.
+
+    They are those of the table of requirements: name and purpose of each, and its remedy where it is missing.
+    """
     texts = (f"{need.name} {'' if need.look() else need.remedy} {need.purpose}" for need in doctor.NEEDS)
     return {word for text in texts for word in text.split()}
 
 
 def shown(text: str) -> set[str]:
+    """Return the words of an output, without parentheses."""
     return {word.strip("()") for word in text.split()}
 
 
@@ -275,7 +289,7 @@ def test_doctor_breaks_no_word_on_a_narrow_terminal(call, monkeypatch, width):
     assert {word.strip("()") for word in words_of_needs()} <= shown(answer.raw)
     if width == 80:
         assert set(long.name.split()) <= shown(answer.raw)
-        longest = max(len(word) for word in words_of_needs())
+        longest = max(len(word) for word in words_of_needs())  # may make a line longer than the terminal is wide
         assert max(len(line.rstrip()) for line in answer.raw.splitlines()) <= max(80, 29 + longest)
 
 
@@ -295,6 +309,7 @@ def test_doctors_output_in_a_file_is_complete(tmp_path):
 
 
 def test_doctor_searches_the_profiler_like_studies(call, monkeypatch, tmp_path):
+    """ncu is not in the search path, but below ``$CUDA_HOME``."""
     program = tmp_path / "cuda" / "bin" / "ncu"
     program.parent.mkdir(parents=True)
     program.write_text("")
@@ -305,6 +320,7 @@ def test_doctor_searches_the_profiler_like_studies(call, monkeypatch, tmp_path):
     assert f"ncu ok {program}" in call("doctor", "--no-measure").out
 
 
+# Runs a command as if a package were not installed.
 WITHOUT = """
 import sys
 from dataclasses import replace
@@ -335,6 +351,7 @@ def test_a_missing_extra_is_reported_in_one_line_with_the_remedy(package, prose)
 
 def test_generate_does_not_import_the_dependencies_of_studies():
     code = "import sys; sys.argv = ['onelaunch', 'generate', '--help']\nfrom onelaunch.cli.main import app\n"
+    # Modules that other commands import when they run.
     late = "{'matplotlib', 'jinja2', 'onelaunch.workbench', 'onelaunch.ops', 'triton'}"
     code += f"try:\n    app()\nexcept SystemExit:\n    print({late} & sys.modules.keys())"
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
@@ -348,6 +365,7 @@ def test_an_unknown_command_suggests_the_nearest(call):
 
 
 def test_a_missing_module_of_our_own_is_not_blamed_on_the_extra():
+    """PyTorch is a dependency of every installation, so that installing the extra would not help."""
     ended = subprocess.run(
         [sys.executable, "-c", WITHOUT.format(package="torch", command="doctor")],
         capture_output=True,

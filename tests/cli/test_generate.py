@@ -1,4 +1,9 @@
-"""Tests of ``onelaunch generate``: the bundled model works at once, and each mistake is reported in one line."""
+"""Tests of ``onelaunch generate``: the bundled model ``tiny`` works at once, and each mistake is reported in one line.
+
+The fixtures are those of ``conftest.py``. ``call`` runs ``onelaunch`` with arguments in this process and returns its exit
+``code``, its stdout (``out`` with single blanks, ``raw`` unchanged) and its stderr (``err``, ``raw_err``). ``prose`` compares a
+text with its entry in tests/snapshots/prose.txt.
+"""
 
 from __future__ import annotations
 
@@ -35,6 +40,7 @@ def test_options_are_passed_to_the_model(call):
 
 
 def test_ctrl_c_keeps_the_output_and_adds_a_message(call, monkeypatch):
+    """The engine is interrupted after two tokens."""
     whole = TorchEngine.run
 
     def interrupted(self, request):
@@ -60,7 +66,7 @@ def test_ctrl_c_keeps_the_output_and_adds_a_message(call, monkeypatch):
         (["--temperature", -1], 2),
         (["--variant", "egaer"], 2),
         (["--variant", "captured", "--device", "cpu"], 1),
-        (["--chat"], 1),
+        (["--chat"], 1),  # the bundled model has no chat template
         (["--model", "nothing-here", "--top-p", 7], 2),
         (["--model", "a" * 5000], 2),
     ],
@@ -75,7 +81,7 @@ def test_mistakes_are_reported_in_one_line(call, arguments, code, prose):
 
 
 @pytest.mark.parametrize(
-    ("redirected", "options", "code"),
+    ("redirected", "options", "code"),  # text before and after the command, in a shell
     [
         ("printf 'caf\\351' |", "-", 2),
         ("", "- <&-", 2),

@@ -1,4 +1,10 @@
-"""Tests of the command line as a process: its imports, its output streams, and its exit codes."""
+"""Tests of the command line as a process: its imports, its output streams, and its exit codes.
+
+The fixtures are those of ``conftest.py``. ``call`` runs ``onelaunch`` with arguments in this process and returns its exit
+``code``, its stdout (``out`` with single blanks, ``raw`` unchanged) and its stderr (``err``, ``raw_err``). The automatic
+fixture ``here`` makes the working directory an empty folder, ``tmp_path``, with the study studies/toy-study.toml. ``prose``
+compares a text with its entry in tests/snapshots/prose.txt.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +18,12 @@ import pytest
 from onelaunch.cli.application import Commands
 from onelaunch.cli.study.application import Studies
 
+# The command in a shell.
 ONELAUNCH = f"{shlex.quote(sys.executable)} -m onelaunch"
 
 
 def shell(command: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run a command line of bash, with these environment variables in addition."""
     return subprocess.run(
         ["bash", "-c", command], env=os.environ | environment, capture_output=True, encoding="utf-8", check=False, timeout=120
     )
@@ -23,6 +31,7 @@ def shell(command: str, **environment: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize("group", [Commands, Studies])
 def test_the_summary_of_a_command_is_the_first_sentence_of_its_help(group):
+    """The table of a group holds the summaries, so that ``--help`` need not import the commands."""
     for name, command in group.table.items():
         assert group.load(name).get_short_help_str(limit=1000) == command.summary, name
 
@@ -37,6 +46,7 @@ def test_commands_that_run_nothing_do_not_import_pytorch(arguments):
 
 def test_a_closed_pipe_ends_a_command_silently():
     ended = shell(f"{ONELAUNCH} study list | true; echo ${{PIPESTATUS[0]}}")
+    # 141 is 128 + SIGPIPE.
     assert ended.stdout.strip() in ("141", "0")  # 0 if everything was written before the reader closed the pipe
     assert ended.stderr == ""
 
@@ -75,10 +85,12 @@ V = 16
         )
         assert ended.returncode == (2 if "≥" in command else 0)
         assert "Traceback" not in ended.stderr
+        # The character ≥ of the question is written as an escape; the last command is an error about an unknown study.
         assert "\\u2265" in ended.stdout or "≥" in command
 
 
 def test_python_without_the_extra_gives_the_install_command():
+    """An extra is a set of optional packages, here those of the workbench, of which pydantic is one."""
     code = """
 import importlib.util, sys
 find = importlib.util.find_spec
@@ -94,6 +106,7 @@ except ImportError as error:
 
 
 def test_a_notice_is_one_line(call, here, monkeypatch):
+    """A folder of studies that does not exist gives a warning. Its name holds a terminal escape code."""
     monkeypatch.setenv("ONELAUNCH_STUDIES", str(here / "nowhere\x1b[2J"))
     answer = call("study", "list")
     assert answer.code == 0
@@ -112,7 +125,7 @@ def test_commands_exit_with_the_code_of_their_error(call):
         (("explain", "linear_rn", "--shape", "B=1"), 2),
         (("explain", "linear_rnn", "--shape", "B=1"), 2),
         (("study", "report", "nowhere.json"), 2),
-        (("study", "report", "studies/toy-study.toml"), 1),
+        (("study", "report", "studies/toy-study.toml"), 1),  # the file exists, but is no result
     ):
         answer = call(*arguments)
         assert answer.code == code, arguments

@@ -1,4 +1,11 @@
-"""Tests of ``onelaunch study ...``: each command and its errors."""
+"""Tests of ``onelaunch study`` and its commands list, show, run, report and judge, and of errors of all of them.
+
+The fixtures are those of ``conftest.py``. ``call`` runs ``onelaunch`` with arguments in this process and returns its exit
+``code``, its stdout (``out`` with single blanks, ``raw`` unchanged) and its stderr (``err``, ``raw_err``). The working
+directory ``here`` is an empty folder with the study studies/toy-study.toml (its text is in ``conftest.py``), whose only shape
+is of small scale. ``stored`` are paths of two made-up results: a GPU's that proceeds, and a CPU's that was interrupted.
+``prose`` compares a text with tests/snapshots/prose.txt.
+"""
 
 from __future__ import annotations
 
@@ -30,6 +37,7 @@ NEVER = "measured although the output cannot be written"
 
 @pytest.fixture
 def never_measured(monkeypatch):
+    """Make the test fail if the command begins to measure."""
     monkeypatch.setattr(run_module, "run_study", lambda *_, **__: pytest.fail(NEVER))
 
 
@@ -188,7 +196,7 @@ def test_a_closed_pipe_does_not_prevent_the_report(call, here, monkeypatch, comm
     def gone(*_, **__):
         raise problem
 
-    monkeypatch.setattr(f"onelaunch.cli.study.{command}.show", gone)
+    monkeypatch.setattr(f"onelaunch.cli.study.{command}.show", gone)  # prints the report
     folder = ("--report-dir", here / "reports")
     answer = call("study", *(("run", "toy-study") if command == "run" else ("report", "measured.json")), *folder)
     assert answer.code == code
@@ -263,6 +271,7 @@ def test_sigterm_keeps_the_finished_shapes_and_names_the_file(here):
     assert Result.load(here / "results" / "cpu" / "toy-study.partial.json").interrupted
 
 
+# Runs the study, and sends itself SIGTERM when the first shape is saved.
 TERMINATED = """
 import os, signal, sys
 from tests.workbench import toy
@@ -403,6 +412,7 @@ def test_output_to_a_pipe_fits_the_width_and_has_no_escape_codes(call, stored, w
         assert max(map(len, lines)) <= width
 
 
+# Contents of a file that is no result, with a part of the message.
 CORRUPT = {
     "no JSON": ("{", "Expecting"),
     "another schema": (json.dumps({"schema_version": 0}), "its schema_version is 0"),
@@ -456,7 +466,7 @@ def test_a_run_prints_decision_and_findings_within_forty_lines(call, here):
 
 
 def test_the_warning_of_a_machine_with_cuda_but_no_gpu_is_left_out(call, caplog):
-    call("study", "list")
+    call("study", "list")  # every command installs the filter
     logger = logging.getLogger("torch.utils.cpp_extension")
     logger.warning("No CUDA runtime is found, using CUDA_HOME='%s'", "/usr/local/cuda")
     logger.warning("another warning")

@@ -1,4 +1,11 @@
-"""Tests of ``onelaunch study compare`` and ``adopt``: their output and files, and the calls they refuse."""
+"""Tests of ``onelaunch study compare`` and ``adopt``: their output and files, and the calls they refuse.
+
+The fixtures are those of ``conftest.py``. ``call`` runs ``onelaunch`` with arguments in this process and returns its exit
+``code``, its stdout (``out`` with single blanks, ``raw`` unchanged) and its stderr (``err``, ``raw_err``). The working
+directory ``here`` is an empty folder with the study studies/toy-study.toml. ``stored`` are paths of two made-up results: [0] is
+``results.proceed_on_gpu()``, [1] one of another study on a CPU. ``prose`` compares a text with its entry in
+tests/snapshots/prose.txt, and ``lines_with`` returns the lines of an output that hold some words.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +22,14 @@ from tests.workbench import results
 
 
 def later(result, days, *, commit="", slower=1.0):
-    """Return another run of a result, some days later, with ``fused_chunked`` slower at ``target``, maybe of another commit."""
+    """Return another run of a made-up result, in which the times of ``fused_chunked`` at the shape ``target`` differ.
+
+    Args:
+        result: The first run.
+        days: Day of December on which the second run took place. Each day also adds 0.1 % to the times.
+        commit: Commit of the second run, by default that of the first.
+        slower: Factor of the times.
+    """
     cells = tuple(
         cell.model_copy(
             update={
@@ -60,6 +74,7 @@ def test_compare_reports_changes(call, here, stored, prose):
     )
     again = later(after, 4)
     repeated = later(before, 3)
+    # Two runs on each side, so that changes can be claimed.
     more = ("--first", repeated.save(here / "before-2.json"), "--second", again.save(here / "after-2.json"))
     second = after.save(here / "after.json")
     answer = call("study", "compare", stored[0], second, *more)
@@ -75,7 +90,7 @@ def test_compare_reports_changes(call, here, stored, prose):
     assert "fla wide forward ok error broke" in answer.out
     assert re.search(r"semi_fused wide forward [\d.]+ MiB 3\.00 GiB [\d.]+x", answer.out)
     assert "fused is faster met missed" in answer.out
-    alone = call("study", "compare", stored[0], second)
+    alone = call("study", "compare", stored[0], second)  # one run on each side: differences are listed, not claimed
     prose(lines_with(alone.raw, "one run each"))
     assert "fused_chunked target forward cold differs" in alone.out
     assert "--first" in alone.out
@@ -97,7 +112,7 @@ def test_compare_refuses_a_repeat_of_other_code_and_names_the_file(call, here, s
     assert answer.code == 1
     prose(answer.err)
     assert "e0f1a2b" in answer.err
-    twice = call("study", "compare", stored[0], other, "--second", other)
+    twice = call("study", "compare", stored[0], other, "--second", other)  # one run given twice is no repeat
     assert twice.code == 1
     prose(twice.err)
 
@@ -152,6 +167,7 @@ def test_adopt_writes_the_dispatcher_s_table(call, here, stored):
 
 
 def test_adopt_into_another_folder_explains_how_to_use_it(call, here, stored, own_tables):
+    """``own_tables`` is the folder that the dispatcher reads."""
     answer = call("study", "adopt", stored[0], "--into", "tables")
     assert f"ONELAUNCH_TABLES={here / 'tables'}" in answer.out
     assert not own_tables.exists()

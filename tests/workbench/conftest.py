@@ -1,4 +1,4 @@
-"""Fixtures shared by tests of the workbench: plots that are drawn once."""
+"""Fixture that all tests of the workbench use: plots that are drawn once."""
 
 from __future__ import annotations
 

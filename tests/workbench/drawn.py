@@ -1,4 +1,4 @@
-"""Plots drawn once for results that look alike, for tests that render pages without examining their plots.
+"""Plots drawn once for results whose cache key is equal, for tests that render pages without examining their plots.
 
 Matplotlib takes a tenth of a second per plot, and a page has up to a dozen. With this replacement ``page.plots`` returns cached
 plots. :func:`onelaunch.workbench.report.plots.plots` itself always draws.
@@ -18,8 +18,10 @@ UNSEEN = {"question": "Is it seen?", "notes": "unseen", "criteria": ()}
 """Fields of a study that no plot shows, with other values."""
 
 Key = Callable[[Result], str]
+"""Function that returns the cache key of a result: :func:`all_that_is_seen` or :func:`all_but_numbers`."""
 
 _DRAWN: dict[str, tuple[Plot, ...]] = {}
+"""Plots by cache key, for the whole test process."""
 
 
 def unseen_changed(result: Result) -> Result:
@@ -35,7 +37,10 @@ def all_that_is_seen(result: Result) -> str:
 
 
 def all_but_numbers(result: Result) -> str:
-    """Return a cache key from the measurements' status and regimes. Two runs of one study differ only in their numbers."""
+    """Return a cache key from the measurements' status and regimes.
+
+    Two runs of one study differ only in their numbers, so the second run's page shows the plots of the first.
+    """
     cells = [(c.shape, c.direction, c.variant, c.control, c.status, [t.regime for t in c.timings]) for c in result.cells]
     return repr((result.study.shapes, cells))
 

@@ -1,4 +1,4 @@
-"""A result in which every string comes from an attacker."""
+"""A result whose names and texts end with strings of an attacker, for tests that no form of a report is injected by them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 from onelaunch.workbench.result import Result
 from tests.workbench import results
 
+# An attack that worked would set the page's title to PWNED, or fetch a picture.
 ELEMENT = '"><script>document.title="PWNED"</script><img src=x onerror=document.title="PWNED">'
 HANDLER = '" onload="document.title=\'PWNED\'" x="'
 LINK = "[here](javascript:document.title='PWNED') ![picture](https://example.org/p.png)"
@@ -34,12 +35,16 @@ FIXED = frozenset(
         "slug",
     }
 )
-"""Fields that hold one of a few fixed words, or that are never shown unchanged."""
+"""Fields that stay as they are: most hold one of a few fixed words; the digest and the slug are never shown unchanged."""
 
 
 def hostile(attack: str = ATTACK) -> Result:
-    """Return a valid result in which every free text, name and key ends with the attack string."""
+    """Return a result in which every name and free text, and every key that is a name, ends with the attack string.
+
+    The study's notes are :data:`NOTES` instead, because they are Markdown.
+    """
     honest = results.proceed_on_gpu().model_dump(mode="json")
+    # Failed measurements and notes of the run have texts of their own.
     honest["cells"][0] |= {"status": "error", "reason": "failed"}
     honest["notes"] = ["No A/A run at target"]
     honest["study"]["notes"] = ""
@@ -49,6 +54,7 @@ def hostile(attack: str = ATTACK) -> Result:
 
 
 def _poison(value: Any, attack: str, key: str = "") -> Any:
+    """Return a copy of a field's value with the attack appended to its strings. ``key`` is the name of the field."""
     if isinstance(value, dict):
         names = key in ("values", "versions", "clocks", "options", "matrix_flops_per_second")
         return {f"{name}{attack}" if names else name: _poison(each, attack, name) for name, each in value.items()}

@@ -1,7 +1,7 @@
 """An operation with costs and tags that never runs, to test plans, criteria and decisions with numbers computed by hand.
 
 It is a layer of a matrix product and two elementwise steps over ``[N, V]`` in float16. Per row and channel, three launches move
-8 bytes, two move 6 and one moves 4. :func:`measured` makes up the timings.
+8 bytes, two move 6 and one moves 4. :func:`measured` makes a result of measurements with made-up times.
 """
 
 from __future__ import annotations
@@ -38,6 +38,8 @@ RATES = StoredCeilings(
 
 
 class LadderCall(NamedTuple):
+    """Argument of :func:`ladder`. It exists because an operation needs one; nothing is computed from it."""
+
     x: torch.Tensor
 
     def query(self) -> Query:
@@ -48,17 +50,19 @@ class LadderCall(NamedTuple):
     dimensions=("N", "V"),
     outputs=("y",),
     bind=LadderCall,
-    options={"kind": "plain", "masked": False},
+    options={"kind": "plain", "masked": False},  # without effect; shapes of a study may name other values
     defaults={"cpu": ("three",), "cuda": ("one",)},
 )
 def ladder(x: torch.Tensor, *, variant: str = "auto") -> torch.Tensor:
-    """Return twice ``x``."""
+    """Return twice ``x``. No test calls it: times and errors of its variants are made up, and bytes come from :func:`cost`."""
     return 2 * x
 
 
 @ladder.costs
 def cost(case: Case, variant: Variant | None, direction: Direction) -> Cost:
+    # Without a variant, the cost is the least of any implementation: that of one launch.
     launches = variant.launches if variant is not None else 1
+    # Passes over the N x V elements by number of launches: one read and one write, and one more for each further launch.
     passes = {3: 4, 2: 3, 1: 2}.get(launches or 3, 4) * (1 if direction == "forward" else 3)
     elements = case.sizes["N"] * case.sizes["V"]
     return Cost(flops=100 * elements, bytes=passes * elements * case.dtype.itemsize, launches=launches)
@@ -75,6 +79,8 @@ def make_inputs(case: Case, device: torch.device, generator: torch.Generator) ->
 
 
 def _register(name: str, **tags: Any) -> Variant:
+    """Register a variant. Studies select variants by ``tags`` such as ``launches`` and ``fuses`` (names of fused steps)."""
+
     @ladder.variant(name, **tags)
     def run(call: LadderCall) -> tuple[torch.Tensor]:
         return (2 * call.x,)
@@ -87,12 +93,13 @@ _register("three_library", launches=3, fuses=(), gemm="library")
 _register("two", launches=2, fuses=("b", "c"), gemm="library")
 _register("one", launches=1, fuses=("a", "b", "c"), gemm="own")
 _register("forward_only", launches=1, fuses=("a", "b", "c"), gemm="own", carry="serial", backward=False)
+# A variant of another project: its package is not installed, and its number of launches is not known.
 _register("peer", requires="a_package_that_nobody_has")
 
 
 @ladder.control("product", oracle=lambda x: 2 * x, cost=lambda case: Cost(0, 2 * case.sizes["N"] * case.sizes["V"], 1))
 def product(call: LadderCall) -> torch.Tensor:
-    """Compute only the matrix product."""
+    """Stand for the matrix product alone: a control, which is timed beside the variants and never dispatched."""
     return 2 * call.x
 
 
@@ -100,9 +107,11 @@ MEGA = Shape(name="mega", dtype="float16", sizes={"N": 1000, "V": 1000})
 """Shape whose roofline bound at :data:`RATES` is 4 us by bytes (1 us by FLOPs): 8 MB for three launches, 6 for two, 4 for one."""
 
 TINY = Shape(name="tiny", dtype="float32", scale="small", sizes={"N": 10, "V": 10})
+"""Shape of small scale, for machines without a GPU. :data:`MEGA` is of full scale."""
 
 
 def study(*criteria: Criterion, **more: Any) -> Study:
+    """Return a study of all variants with ``three`` as the baseline; ``more`` replaces fields."""
     facts: dict[str, Any] = {
         "name": "ladder-study",
         "question": "Is one launch enough?",
@@ -116,6 +125,7 @@ def study(*criteria: Criterion, **more: Any) -> Study:
 
 
 def plan(of: Shape, variant: str, direction: Direction = "forward") -> Plan:
+    """Return the plan of a variant or control. Its times are bytes over bandwidth alone, which FLOPs never exceed at MEGA."""
     case = study().case(of)
     own = ladder.controls[variant].cost(case) if variant in ladder.controls else ladder.cost(case, ladder.get(variant), direction)
     least = ladder.cost(case, None, direction)
@@ -143,8 +153,20 @@ def ok_cell(
     barriers: int | None = None,
     direction: Direction = "forward",
 ) -> Cell:
-    """Return a correct measurement whose rounds alternate by ``spread`` around ``time`` microseconds; ncu counted ``counted``
-    bytes.
+    """Return a measurement with a passed verdict.
+
+    Args:
+        variant: Name of the variant or control.
+        time: Microseconds of a call.
+        of: The shape.
+        rounds: Number of rounds.
+        spread: Fraction by which the rounds' times lie above and below ``time`` in turn.
+        error: Norm-wise error of the output.
+        counted: DRAM bytes that ncu counted; ``None`` for those of the plan, which are computed.
+        peak: Peak memory of a call in bytes; ``None`` if not measured.
+        launches: Counted launches of a call; ``None`` if not counted.
+        barriers: Counted grid barriers of a call; ``None`` if not counted.
+        direction: ``forward`` or ``forward_backward``.
     """
     values = tuple(time * (1 + spread * (-1) ** index) for index in range(rounds))
     planned = plan(of, variant, direction)
@@ -166,16 +188,26 @@ def ok_cell(
 
 
 def bad_cell(variant: str, status: Any, reason: str = "", *, of: Shape = MEGA, **more: Any) -> Cell:
+    """Return a measurement without times, such as one that failed; ``more`` holds further fields of :class:`Cell`."""
     return Cell(shape=of.name, direction="forward", variant=variant, status=status, reason=reason, plan=plan(of, variant), **more)
 
 
 def noise(floor: float = 1.01, of: Shape = MEGA, direction: Direction = "forward") -> Noise:
+    """Return an A/A run (the baseline timed against itself) after which a factor below ``floor`` may not be claimed."""
     same = stats.estimate([1.0] * 20)
     return Noise(shape=of.name, direction=direction, regime="cold", ratio=same, floor=floor)
 
 
 def measured(declared: Study, *cells: Cell, floor: float | None = 1.01, scale: str = "full", **more: Any) -> Result:
-    """Return a result of these measurements, with an A/A run of the given noise floor wherever something ran."""
+    """Return a result of these measurements on a made-up GPU, without judged criteria or a decision.
+
+    Args:
+        declared: The study.
+        cells: Measurements, from :func:`ok_cell` and :func:`bad_cell`.
+        floor: Noise floor of an A/A run at each shape and direction with a measurement; ``None`` for no A/A run.
+        scale: Scale of the run: ``full`` or ``small``.
+        more: Further fields of the result.
+    """
     places = dict.fromkeys((cell.shape, cell.direction) for cell in cells)
     runs = [] if floor is None else [noise(floor, declared.shape(shape), direction) for shape, direction in places]
     facts: Mapping[str, Any] = {

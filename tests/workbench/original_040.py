@@ -1,4 +1,8 @@
-"""The original write-up 040 as a result of the workbench: what it measured, and what it would have had to measure."""
+"""The original write-up 040 as a result of the workbench: with the numbers that it measured, or with those that it lacked.
+
+The write-up fused a linear-RNN layer's GEMM, scan and gate on a Tesla T4, and decided to proceed. Its figures are in
+``fixtures/040-original.json``.
+"""
 
 from __future__ import annotations
 
@@ -23,10 +27,15 @@ CEILINGS = StoredCeilings(
     software="data sheet",
 )
 TARGET = "4x2048"
+"""Shape (B x T) of the write-up's headline. Its sweep over shapes holds the same shape again, with other times."""
 
 
 def study(*, ratio: float) -> Study:
-    """Return the write-up's declaration, with the bound on bytes that it asks for."""
+    """Return the write-up's declaration.
+
+    Args:
+        ratio: How many times fewer DRAM bytes ``semi_fused`` has to move than the baseline.
+    """
     criteria = FIGURES["criteria"]
     shapes = [
         Shape(name=f"{row['B']}x{row['T']}", dtype="float16", sizes={"B": row["B"], "T": row["T"], "D": 256, "V": 64})
@@ -51,14 +60,15 @@ def study(*, ratio: float) -> Study:
 
 
 def original(*, steady: bool = False, counted: bool = False, control: float | None = None, ratio: float | None = None) -> Result:
-    """Return the write-up's numbers as a result, judged and decided.
+    """Return the write-up's numbers as a result, judged and decided. Without arguments they are as it reported them.
 
     Args:
         steady: Pretend that the headline was measured in twenty equal rounds with an A/A noise of 1 %. In truth the write-up's
             own sweep measured that shape again: two rounds, with a baseline that differs from itself 1.62-fold.
         counted: Pretend that bytes were counted, and equal those of the arithmetic.
-        control: Milliseconds of the library's product, scan and gate in three launches, had they been measured.
-        ratio: Bound on bytes to use in place of the write-up's.
+        control: Milliseconds of ``three_launch_cublas`` (the library's product, scan and gate in three launches), had they been
+            measured. ``None``: they were not, as in the write-up.
+        ratio: Bound on bytes to use in place of the write-up's 2.0.
     """
     declared = study(ratio=ratio or FIGURES["criteria"]["dram_bytes_ratio_at_least"])
     plan = plan_study(declared, CEILINGS, "cuda:0", "full")
@@ -104,9 +114,10 @@ def _rounds(shape: str, variant: str, steady: bool, control: float | None) -> tu
 
 
 def _cell(planned: Any, rounds: tuple[float, ...], counted: bool) -> Cell | None:
+    """Return the measurement of a planned variant, or ``None`` if the write-up reported no time of it."""
     if not rounds:
         return None
-    error = FIGURES["norm_errors"].get(planned.variant, 3e-4)
+    error = FIGURES["norm_errors"].get(planned.variant, 3e-4)  # it reported none for three_launch_cublas
     half = planned.plan.bytes / 2
     return Cell(
         shape=planned.shape.name,

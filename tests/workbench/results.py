@@ -1,4 +1,8 @@
-"""Made-up but realistic results, for tests of code that reads results. No number here was measured."""
+"""Made-up but realistic results, for tests of code that reads results. Only the figures in ``NOTES`` were ever measured.
+
+A result holds shapes, one :class:`Cell` (measurement) per shape, direction and variant, and criteria with their outcomes. The
+outcomes' sentences and numbers are made up as well, and were not computed from the times.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +32,7 @@ from onelaunch.workbench.result import (
 from onelaunch.workbench.study import Criterion, Shape, Study
 
 MIB = 2**20
-GPU_CEILINGS = StoredCeilings(
+GPU_CEILINGS = StoredCeilings(  # stand-ins for the measured peaks of a device, which set the roofline bounds
     copy_bytes_per_second=4.02e12,
     matrix_flops_per_second={"float16": 6.86e14, "bfloat16": 7.01e14, "float32": 5.1e13},
     launch_seconds=0.56e-6,
@@ -42,7 +46,10 @@ CPU_CEILINGS = StoredCeilings(
     measured_at="2026-11-20T12:00:00+00:00",
     software="torch 2.13.0+cpu, CPU",
 )
+
 SWEEP = ((1, 512), (4, 512), (4, 2048), (8, 2048), (16, 512), (16, 1024), (16, 2048))
+"""Batch and length (B, T) of the shapes of :func:`proceed_on_gpu`."""
+
 LAUNCHES: dict[str, int | None] = {
     "eager": None,
     "chunked": None,
@@ -54,6 +61,8 @@ LAUNCHES: dict[str, int | None] = {
     "fused_chunked": 1,
     "fla": 3,
 }
+"""Kernel launches of one call, by variant; ``None`` if a compiler or PyTorch decides the number."""
+
 SLOWER = {
     "eager": 4000.0,
     "chunked": 60.0,
@@ -66,8 +75,10 @@ SLOWER = {
     "fla": 14.0,
     "gemm": 1.1,
 }
-"""Times relative to the roofline bound, by variant."""
+"""Times relative to the roofline bound, by variant or control."""
+
 NOTES = "The write-up reported 1.61x for two launches over three (T4, B=4 T=2048), never repeated; its own sweep has 0.97x there."
+"""The author's notes of the study, which reports show as history."""
 
 
 def shape(name: str, scale: Any = "full", dtype: str = "float16", **sizes: int) -> Shape:
@@ -75,10 +86,12 @@ def shape(name: str, scale: Any = "full", dtype: str = "float16", **sizes: int) 
 
 
 def estimate(median: float, spread: float = 0.01, samples: int = 20) -> Estimate:
+    """Return a median whose interval reaches ``spread`` of it to both sides."""
     return Estimate(median=median, low=median * (1 - spread), high=median * (1 + spread), samples=samples)
 
 
 def timing(regime: Regime, microseconds: float, rounds: int = 20, spread: float = 0.01) -> Timing:
+    """Return times that scatter evenly by ``spread`` around ``microseconds``, the same ones at every call."""
     noise = random.Random(f"{regime}{microseconds}")
     values = tuple(microseconds * noise.uniform(1 - spread, 1 + spread) for _ in range(rounds))
     middle = sorted(values)[rounds // 2]
@@ -89,6 +102,10 @@ def timing(regime: Regime, microseconds: float, rounds: int = 20, spread: float 
 
 
 def plan(of: Shape, launches: int | None, ceilings: StoredCeilings) -> Plan:
+    """Return the plan of a variant: one GEMM of B*T rows, 2 bytes an element, and a round trip of the output per extra launch.
+
+    An unknown number of launches counts as three.
+    """
     tokens, depth, width = of.sizes["B"] * of.sizes["T"], of.sizes["D"], of.sizes["V"]
     least = 2 * (tokens * (depth + 3 * width) + depth * width)
     own = least + 2 * 2 * tokens * width * ((launches or 3) - 1)
@@ -106,6 +123,7 @@ def plan(of: Shape, launches: int | None, ceilings: StoredCeilings) -> Plan:
 
 
 def verdict(error: float = 3.1e-4, names: Iterable[str] = ("y", "final_state")) -> Verdict:
+    """Return a passed verdict with this norm-wise error of each output or gradient."""
     components = tuple(
         ComponentError(
             name=name,
@@ -130,6 +148,18 @@ def ok_cell(
     rounds: int = 20,
     control: bool = False,
 ) -> Cell:
+    """Return the measurement of a correct variant that was timed.
+
+    Args:
+        of: The shape.
+        variant: Name of a variant or control, a key of :data:`SLOWER`, which sets its time.
+        ceilings: Peaks of the device, for the roofline bound.
+        direction: ``forward`` or ``forward_backward``. The latter takes 2.7 times as long.
+        counted: Whether its DRAM bytes were counted by ncu. Otherwise they are those of the plan.
+        regimes: Regimes with a time: ``cold`` and ``warm`` caches, and ``eager`` calls from Python.
+        rounds: Number of rounds of each time.
+        control: Whether this is a control. Its verdict then holds one output, ``gemm``.
+    """
     planned = plan(of, LAUNCHES.get(variant, 1), ceilings)
     base = planned.floor_microseconds * SLOWER[variant] * (2.7 if direction == "forward_backward" else 1.0) + 2.0
     factors = {"cold": 1.0, "warm": 0.8, "eager": 1.0}
@@ -155,10 +185,12 @@ def ok_cell(
 
 
 def bad_cell(of: Shape, variant: str, status: Status, reason: str, direction: Any = "forward", **more: Any) -> Cell:
+    """Return a measurement that failed or did not run; ``more`` holds further fields of :class:`Cell`."""
     return Cell(shape=of.name, direction=direction, variant=variant, status=status, reason=reason, **more)
 
 
 def provenance(device: str, slug: str, architecture: str, **more: Any) -> Provenance:
+    """Return the provenance of a full-scale run on a device; ``more`` replaces fields."""
     versions = {"python": "3.12.3", "torch": "2.11.0", "triton": "3.6.0", "cuda": "12.8", "onelaunch": "0.1.0", "fla": "0.4.1"}
     facts: dict[str, Any] = {
         "driver": "580.65",
@@ -174,6 +206,7 @@ def provenance(device: str, slug: str, architecture: str, **more: Any) -> Proven
 
 
 def study(shapes: tuple[Shape, ...], criteria: tuple[Criterion, ...], **more: Any) -> Study:
+    """Return a declaration like that of the study 040-linear-rnn; ``more`` replaces fields."""
     facts: dict[str, Any] = {
         "name": "040-linear-rnn",
         "question": "Do two launches, or one, beat three for a linear-RNN layer, and why?",
@@ -186,14 +219,18 @@ def study(shapes: tuple[Shape, ...], criteria: tuple[Criterion, ...], **more: An
     return Study(shapes=shapes, criteria=criteria, **(facts | more))
 
 
+# Criteria of the results below. "gemm" is the control, and "target" a shape.
 FASTER = Criterion(name="fused is faster", measure="speedup", of={"launches": [1, 2]}, at="target", at_least=1.3)
 TRAFFIC = Criterion(name="traffic halves", measure="dram_bytes_ratio", of="fused_chunked", at="target", at_least=2.0)
 CLOSE = Criterion(name="close to the GEMM", measure="time_ratio", of="fused_chunked", over="gemm", at=("target",), at_most=3.0)
 EXACT = Criterion(name="exact enough", measure="error", of="fused_chunked", at_most=5e-3)
+"""Criterion on the norm-wise error. It names no shape, so it is judged at all of full scale."""
 
 
 def proceed_on_gpu() -> Result:
-    """Return a complete run on a GPU with counters. Two variants could not run everywhere, and one criterion was infeasible."""
+    """Return a complete run on a GPU. Bytes were counted at one shape, two variants did not run everywhere, one criterion was
+    infeasible.
+    """
     shapes = [shape("target", B=4, T=2048, D=256, V=64)]
     shapes += [shape(f"{b}x{t}", B=b, T=t, D=256, V=64) for b, t in SWEEP if (b, t) != (4, 2048)]
     shapes += [shape("wide", B=8, T=4096, D=2048, V=2048)]
@@ -351,7 +388,7 @@ def nothing_ran() -> Result:
 
 
 def largest() -> Result:
-    """Return a result of nine variants at twenty shapes."""
+    """Return the largest of these results: nine variants at twenty shapes."""
     shapes = tuple(shape(f"T{64 * index}", B=2, T=64 * index, D=256, V=64) for index in range(1, 21))
     declared = study(shapes, (), controls=())
     return Result(
@@ -365,3 +402,4 @@ def largest() -> Result:
 
 
 ALL = (proceed_on_gpu, interrupted_on_cpu, wrong_and_invalid, nothing_ran, largest)
+"""The functions above that make results, for tests that run once for each."""

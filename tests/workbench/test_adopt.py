@@ -1,4 +1,8 @@
-"""Tests of adopting results into the dispatcher's measured tables."""
+"""Tests of adopting results into the dispatcher's measured tables, one JSON file per device, from which it chooses variants.
+
+The results are of the made-up operation of ``ladder.py`` on "Some GPU": ``ok_cell(variant, microseconds)`` is a correct
+measurement at ``MEGA`` (N = V = 1000, float16), ``bad_cell`` one that failed, and ``measured`` the result that holds them.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +22,12 @@ from onelaunch.workbench.study import Shape
 from tests.workbench.ladder import MEGA, TINY, bad_cell, measured, ok_cell, study
 
 GPU = Device("cuda", "Some GPU", "sm_90", 132, 60 << 20, 150 << 30)
+"""Device whose table is looked up: the one that ``measured`` names. Its SMs, cache and memory (bytes) do not matter here."""
 
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
+    """Make an empty folder the user's folder of tables, and drop tables that the process has cached."""
     monkeypatch.setenv("ONELAUNCH_TABLES", str(tmp_path))
     tables._rows.cache_clear()
     yield tmp_path
@@ -29,6 +35,7 @@ def folder(tmp_path, monkeypatch):
 
 
 def nearest(sizes: Any, direction: str = "forward", dtype: torch.dtype = torch.float16, flags: tuple[str, ...] = ()) -> Any:
+    """Return the row that the dispatcher finds for a call of these sizes, or ``None`` if none is near enough."""
     tables._rows.cache_clear()
     return tables.nearest(GPU, "ladder", direction, dtype, sizes, flags)
 
@@ -69,6 +76,7 @@ def test_rows_are_merged_by_operation_direction_dtype_flags_and_sizes(folder):
 
 
 def test_shapes_with_options_of_their_own_are_special_cases(folder):
+    """The option ``kind`` changes no flag of a query, so the dispatcher could not tell its times from those of plain calls."""
     odd = Shape(name="odd", dtype="float16", sizes=MEGA.sizes, options={"kind": "odd"})
     adopt([measured(study(shapes=(MEGA, odd)), ok_cell("one", 5.0), ok_cell("one", 50.0, of=odd))], folder)
     assert nearest(MEGA.sizes).microseconds == {"one": 5.0}
@@ -90,6 +98,7 @@ def test_a_result_without_times_is_refused_and_writes_nothing(folder, prose):
 
 
 def of_device(slug, name="Some GPU", **more):
+    """Return a result of a device. Its ``slug`` names the table's file."""
     result = measured(study(), ok_cell("one", 5.0))
     return result.model_copy(update={"provenance": result.provenance.model_copy(update={"slug": slug, "device": name})})
 
@@ -120,6 +129,7 @@ def test_a_folder_that_cannot_be_written_is_named(folder, prose):
 
 @pytest.mark.parametrize(("named", "error"), [("a file", OutputUnwritable), ("the package", TableFolderError)])
 def test_errors_about_a_folder_name_the_environment_variable(folder, monkeypatch, named, error):
+    """``$ONELAUNCH_TABLES`` names a file in place of a folder, or the package's own folder."""
     (folder / "file").write_text("")
     monkeypatch.setenv("ONELAUNCH_TABLES", str(folder / "file" if named == "a file" else tables.TABLES))
     with pytest.raises(error, match="ONELAUNCH_TABLES") as told:
@@ -136,6 +146,7 @@ def test_the_table_of_a_cpu_holds_its_model(folder, prose):
         adopt([of_device("cpu", "Some R CPU")])  # another name, the same file
 
 
+# A table stores nanoseconds, in which 1e-9 us would be 0.
 @pytest.mark.parametrize("time", [float("nan"), float("inf"), -1.0, 0.0, 1e-9])
 @pytest.mark.parametrize("where", ["median", "a round"])
 def test_impossible_times_are_refused(folder, time, where, prose):
@@ -158,6 +169,8 @@ def test_a_broken_table_is_not_replaced(folder, text):
 
 
 def test_options_that_are_flags_are_matched_by_the_dispatcher(folder, monkeypatch):
+    """A query's flags are part of its key. Here the option ``kind`` sets the flag ``odd``."""
+
     def flagged(case, device, grad):
         flags = ("odd",) if case.options.get("kind") == "odd" else ()
         return Query("ladder", device, case.dtype, tuple(case.sizes.values()), grad, flags)
@@ -168,5 +181,6 @@ def test_options_that_are_flags_are_matched_by_the_dispatcher(folder, monkeypatc
     assert nearest(MEGA.sizes).microseconds == {"one": 5.0}
     assert nearest(MEGA.sizes, flags=("odd",)).microseconds == {"two": 50.0}
     assert nearest(MEGA.sizes, flags=("odd",)).where() == "N=1000, V=1000, odd on Some GPU"
-    assert nearest(MEGA.sizes, flags=("strange",)).microseconds == {"one": 5.0}  # as near as the other size
+    # A differing flag counts like a doubled size, which is near enough.
+    assert nearest(MEGA.sizes, flags=("strange",)).microseconds == {"one": 5.0}
     assert nearest(MEGA.sizes, flags=("a", "b", "c", "d")) is None

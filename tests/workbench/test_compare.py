@@ -1,4 +1,9 @@
-"""Tests of the comparison of results: changes are claimed only beyond the noise within and between runs."""
+"""Tests of the comparison of results: changes are claimed only beyond the noise within and between runs.
+
+Noise is a factor: 1.02 means that times differ by up to 2 % without a cause. The noise within a run is its A/A noise floor
+(``floor``). The noise between runs is estimated from repeated runs on one side. The results are made up by ``ladder.py``:
+``ok_cell(variant, microseconds)`` is a correct measurement at the shape ``MEGA``, ``bad_cell`` a failed one.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +23,7 @@ FASTER = Criterion(name="faster", measure="speedup", of="one", at="mega", at_lea
 
 
 def judged(declared, *cells, **more):
+    """Return a result with judged criteria and a decision."""
     result = measured(declared, *cells, **more)
     result = result.model_copy(update={"outcomes": evaluate(result, {})})
     return result.model_copy(update={"decision": decide(result)})
@@ -27,6 +33,7 @@ def estimate(low, median, high):
     return Estimate(median=median, low=low, high=high, samples=20)
 
 
+# Low end, median and high end of the time after the change over the time before; the noise is 1.02.
 @pytest.mark.parametrize(("interval", "change"), [
     ((0.80, 0.82, 0.84), "FASTER"),
     ((1.10, 1.12, 1.14), "SLOWER"),
@@ -46,7 +53,11 @@ def test_times_are_called_equal_only_within_the_smaller_noise():
 
 
 def runs(*times, commit="abc1234", floor: float | None = 1.01, spread=0.0, **facts):
-    """Return one run per time of the variant ``one``, each with its own date, all of one commit."""
+    """Return one run per time of the variant ``one``, each with its own date, all of one commit.
+
+    Without ``commit`` it is the same one in every call, so that two calls make runs of the same code. ``facts`` replaces fields
+    of the provenance.
+    """
     found = []
     for index, time in enumerate(times):
         result = measured(study(), ok_cell("one", time, spread=spread), floor=floor)
@@ -56,6 +67,7 @@ def runs(*times, commit="abc1234", floor: float | None = 1.01, spread=0.0, **fac
 
 
 def changed(before, after):
+    """Return the change of the one time that both sides hold."""
     (time,) = compare(before, after).times
     return time
 
@@ -156,9 +168,10 @@ def test_runs_of_different_code_are_not_repeats(facts, prose):
     (other,) = runs(10.0, **facts)
     with prose.raises(ResultMismatch) as refused:
         compare([runs(10.0)[0], other], runs(12.0)[0])
+    # The message holds the end of the differing value, such as f678 or 3.0.
     assert str(next(iter(facts.values()))).strip("{}")[-4:].strip("'") in str(refused.value)
     (wider,) = runs(10.0)
-    wider = wider.model_copy(update={"study_digest": "0" * 64})
+    wider = wider.model_copy(update={"study_digest": "0" * 64})  # a run of another declaration
     with prose.raises(ResultMismatch):
         compare([runs(10.0)[0], wider], runs(12.0)[0])
 
@@ -172,6 +185,7 @@ def test_one_run_given_twice_is_not_a_repeat(prose):
 
 
 BIG = MEGA.model_copy(update={"sizes": {"N": 2000, "V": 1000}})
+"""Shape that has the name of :data:`MEGA` and twice its rows."""
 
 
 @pytest.mark.parametrize(("shape", "reason"), [
@@ -180,7 +194,7 @@ BIG = MEGA.model_copy(update={"sizes": {"N": 2000, "V": 1000}})
     (MEGA.model_copy(update={"options": {"masked": True}}), "options differ: no masked and masked=True"),
 ])  # fmt: skip
 def test_two_cases_of_one_name_are_not_compared(shape, reason):
-    """The declared cases differ, so that a longer time is not a slowdown."""
+    """The studies declare ``mega`` as different cases, so that a longer time is not a slowdown."""
     first = measured(study(), ok_cell("one", 10.0, peak=1000), ok_cell("one", 1.0, of=TINY))
     second = measured(study(shapes=(shape, TINY)), ok_cell("one", 28.9, of=shape, peak=3000), ok_cell("one", 1.0, of=TINY))
     found = compare(first, second)
@@ -239,6 +253,8 @@ def test_statuses_outcomes_and_the_decision_are_compared():
 
 
 def test_peak_memory_is_compared_beyond_the_rounding_of_the_allocator():
+    """Peaks in bytes; ``None`` is not measured. A difference of up to 1 % counts as rounding."""
+
     def result(*peaks):
         names = ("one", "two", "three")
         return measured(study(), *(ok_cell(name, 5.0, peak=peak) for name, peak in zip(names, peaks, strict=True)))
@@ -269,12 +285,12 @@ def test_other_declarations_are_named_down_to_the_criterion(prose):
     moved = FASTER.model_copy(update={"at_least": 1.1})
     tiny = TINY.model_copy(update={"dtype": "float16"})
     found = compare(measured(study(FASTER)), measured(study(moved, shapes=(tiny,), rounds=7)))
-    assert len(found.declarations) == 5
+    assert len(found.declarations) == 5  # digests, mega left out, tiny's dtype, the criterion's bound, rounds
     prose(found.declarations)
 
 
 def test_a_key_in_only_one_declaration_is_a_difference(prose):
-    lesson = FASTER.model_copy(update={"decides": False})
+    lesson = FASTER.model_copy(update={"decides": False})  # a key that declarations leave out at its default
     for pair in ((FASTER, lesson), (lesson, FASTER)):
         found = compare(*(measured(study(criterion)) for criterion in pair))
         prose(found.declarations)

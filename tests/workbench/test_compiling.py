@@ -1,4 +1,9 @@
-"""Tests of compilation ahead of a study's measurements: which calls are compiled, in which processes, and its failures."""
+"""Tests of compilation ahead of a study's measurements: which calls are compiled, in which processes, and its failures.
+
+``toy_sum`` is the operation of ``toy.py``; its variant ``raises`` always fails. ``run`` runs a study on the CPU, with the given
+``steps`` in place of the functions that use the device. ``SLOW_LIGHT`` are made-up peaks of a device. ``prose`` compares a text
+with its entry in tests/snapshots/prose.txt.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +22,11 @@ from onelaunch.workbench.study.plan import plan_study
 from tests.workbench import toy
 from tests.workbench.test_run import SLOW_LIGHT, quick, run, steps
 
-__all__ = ["quick"]  # the fixture
+__all__ = ["quick"]  # an automatic fixture: an empty working directory, short samples, no warm-up
 
 
 def study(operation: str = "toy_sum", **more):
+    """Return a study at two shapes in both directions. Only ``output_chain`` is known to other processes."""
     sizes = {"toy_sum": {"B": 2, "T": 24, "V": 8}, "output_chain": {"B": 1, "T": 4, "H": 2, "V": 16, "D": 8}}[operation]
     facts = {
         "name": "toy-study",
@@ -36,6 +42,7 @@ def study(operation: str = "toy_sum", **more):
 
 
 def calls(declared, processes=3):
+    """Return the calls of a study that would be made ahead by so many processes."""
     return list(calls_to_compile(declared, plan_study(declared, SLOW_LIGHT, "cpu", "small").cells, processes))
 
 
@@ -47,12 +54,13 @@ def test_every_runnable_call_is_compiled():
 
 
 def test_each_process_compiles_some_of_the_tuned_configurations(monkeypatch):
+    """A variant with the capability ``tunes`` runs Triton's autotuner, whose configurations are divided among processes."""
     parallel = find_operation("toy_sum").get("parallel")
     monkeypatch.setattr(parallel, "capabilities", replace(parallel.capabilities, tunes=True))
     made = calls(study(), 4)
     tuned = [call for call in made if call.variant == "parallel" and call[:2] == ("first", "forward")]
     assert [(call.part, call.parts) for call in tuned] == [(part, 4) for part in range(4)]
-    assert {call.parts for call in made if call.variant != "parallel"} == {1}
+    assert {call.parts for call in made if call.variant != "parallel"} == {1}  # one call makes all of it
     assert find_operation("gla").get("fla").capabilities.tunes
     assert find_operation("gla_layer").get("fla").capabilities.tunes
 
@@ -62,14 +70,14 @@ def test_a_share_of_tuning_tries_only_its_own_configurations():
     from triton.runtime.autotuner import Autotuner
 
     configs = [triton.Config({}, num_warps=2**i) for i in range(5)]
-    tuner = object.__new__(Autotuner)
+    tuner = object.__new__(Autotuner)  # without a kernel: only the choice among configurations is tested
     tuner.configs, tuner.early_config_prune, tuner.perf_model = configs, None, None
     before, tried = Autotuner.run, []
     for part in range(3):
         with part_of_tuning(part, 3):
             tried += tuner.prune_configs({})
     assert sorted(config.num_warps for config in tried) == [1, 2, 4, 8, 16]
-    with part_of_tuning(7, 9):
+    with part_of_tuning(7, 9):  # there are five configurations, so the eighth of nine parts is empty
         assert tuner.prune_configs({}) == configs[:1], "at least one configuration must run"
         tuner.cache, tuner.arg_names = {"key": "from a part before"}, ()
         with pytest.raises(AttributeError):
@@ -84,6 +92,7 @@ def test_a_share_of_tuning_tries_only_its_own_configurations():
 
 
 def test_a_share_without_a_valid_configuration_is_not_reported():
+    """The call is part 1 of 2, and fails. The other part may hold configurations that can be launched."""
     assert call_once(study(), CompileCall("first", "forward", "raises", 1, 2), "cpu") is None
 
 
@@ -92,6 +101,8 @@ def test_a_call_is_made_as_it_is_measured(direction, monkeypatch):
     seen = []
 
     class Counted:
+        """Stand-in for :class:`Candidate` that records its calls."""
+
         @staticmethod
         def variant(operation, name):
             def call(inputs):
@@ -102,11 +113,12 @@ def test_a_call_is_made_as_it_is_measured(direction, monkeypatch):
 
     monkeypatch.setattr(compiling, "Candidate", Counted)
     assert call_once(study(), CompileCall("second", direction, "parallel"), "cpu") is None
+    # In the backward direction the last call has gradients of its outputs, and inputs that take gradients.
     assert seen[-1] == ("parallel", direction == "forward_backward", ["y"] if direction == "forward_backward" else [])
 
 
 def test_an_exception_of_a_call_is_reported_and_not_raised():
-    assert "raises" in toy.toy_sum.variants
+    assert "raises" in toy.toy_sum.variants  # the import of toy registers it
     assert call_once(study(), CompileCall("first", "forward", "raises"), "cpu") == "RuntimeError: the kernel fell over"
 
 
@@ -115,7 +127,7 @@ def test_calls_are_made_in_other_processes(prose):
     asked = [
         CompileCall("first", "forward", "unfused"),
         CompileCall("second", "forward_backward", "unfused"),
-        CompileCall("first", "forward", "no"),
+        CompileCall("first", "forward", "no"),  # no such variant
     ]
     failed = compile_ahead(declared, asked, "cpu", 2, lambda call, done, total: told.append((call, done, total)))
     assert sorted(done for _, done, _ in told) == [1, 2, 3]
@@ -146,7 +158,7 @@ def test_a_run_compiles_unfinished_cases_before_it_measures(prose):
 
 def test_a_run_compiles_nothing_ahead_unless_asked():
     def never(*_):
-        os._exit(1)
+        os._exit(1)  # ends the whole test run: this step must not be called
 
     assert run(study(), steps=steps(compile=never)).cells
 

@@ -1,4 +1,8 @@
-"""Tests of counting DRAM bytes: the table that ncu writes, the command line for it, and the fallback without it."""
+"""Tests of counting DRAM bytes: the table that ncu writes, the command line for it, and the fallback without it.
+
+``toy_case`` returns a small case of ``toy_sum``, the operation of ``toy.py``, with sizes B, T and V, in float32 by default.
+``prose`` compares a text with its entry in tests/snapshots/prose.txt.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +19,7 @@ from onelaunch.workbench.measure import count, count_child, sampling
 from tests.workbench.toy import toy_case, toy_sum
 
 TABLE = (Path(__file__).parent / "fixtures" / "ncu_raw.csv").read_text()
+"""Output of ncu: kernels of the requests 0 (two calls of two kernels each), 1 and 10, and one outside of every NVTX range."""
 
 
 def test_bytes_are_summed_over_the_kernels_of_each_range():
@@ -35,6 +40,7 @@ def test_units_are_read_from_the_table():
     kilo = TABLE.replace('"byte","byte","ns","byte"', '"Kbyte","byte","ns","byte"')
     assert kilo != TABLE
     assert count.parse(kilo)[1].read == pytest.approx(6_324_224_000)
+    # A count of another unit than bytes is refused.
     with pytest.raises(count.CountFailed, match="sector"):
         count.parse(TABLE.replace('"byte","byte","ns","byte"', '"sector","byte","ns","byte"'))
 
@@ -62,7 +68,7 @@ def test_the_command_keeps_clocks_and_caches_and_profiles_only_the_ranges():
     assert "--clock-control none --cache-control none" in text
     assert "--nvtx-include onelaunch_count_0/ --nvtx-include onelaunch_count_1/" in text
     assert "dram__bytes_read.sum,dram__bytes_write.sum" in text
-    assert "--launch-count" in arguments
+    assert "--launch-count" in arguments  # the number of profiled kernels is limited
     assert arguments[-4:] == [sys.executable, "-m", "onelaunch.workbench.measure.count_child", "requests.json"]
 
 
@@ -81,7 +87,7 @@ def test_analytic_traffic_is_the_cost():
 
 @pytest.fixture
 def fake_ncu(tmp_path, monkeypatch):
-    """Install a shell script as ncu, on a machine whose device is reported to be a GPU."""
+    """Return a function that installs a shell script as ncu in the search path, on a machine with a PyTorch for NVIDIA GPUs."""
 
     def install(script: str) -> None:
         path = tmp_path / "ncu"
@@ -94,12 +100,14 @@ def fake_ncu(tmp_path, monkeypatch):
 
 
 def counted(timeout_seconds: float = 20.0):
+    """Return the traffic of ``parallel`` (request 0) and ``eager`` (request 1), counted by whatever ncu is installed."""
     requests = [count.Request(toy_case(), "parallel"), count.Request(toy_case(), "eager")]
     return count.count_all(toy_sum, requests, device="cuda", timeout_seconds=timeout_seconds)
 
 
 WRITE_THE_LOG = 'while [ "$1" != --log-file ]; do shift; done; log="$2"'
 FIND_THE_FOLDER = 'folder=$(dirname "$log")'
+"""Shell commands that set ``log`` and ``folder`` to the file and the folder in which the caller expects the outputs."""
 
 
 def test_counted_bytes_are_divided_by_the_number_of_calls(fake_ncu, prose):
@@ -144,13 +152,13 @@ def test_counted_bytes_are_near_the_minimum():
 
 
 def test_the_profiled_process_calls_each_request_inside_its_range(tmp_path, monkeypatch):
-    """On a CPU, with the GPU's range markers recorded: which calls run, in which range, and what is reported."""
+    """The child process runs here on a CPU. The functions that mark ranges of the GPU are replaced and append to ``events``."""
     events = []
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: events.append("wait"))
     monkeypatch.setattr(sampling, "CACHES", 0.05)
     monkeypatch.setattr(torch.cuda.nvtx, "range_push", events.append)
     monkeypatch.setattr(torch.cuda.nvtx, "range_pop", lambda: events.append("end"))
-    monkeypatch.setattr(count_child, "KERNELS", 200)
+    monkeypatch.setattr(count_child, "KERNELS", 200)  # number of operators to profile for a request
     requests = [
         count.Request(toy_case(T=300), "eager"),
         count.Request(toy_case(), "raises"),
@@ -166,7 +174,7 @@ def test_the_profiled_process_calls_each_request_inside_its_range(tmp_path, monk
     assert outcomes["0"]["calls"] == 1, "its 300 steps leave room for one call"
     assert "fell over" in outcomes["1"]["error"]
     assert outcomes["2"]["calls"] > 1
-    assert "too many" in outcomes["3"]["error"]
+    assert "too many" in outcomes["3"]["error"]  # its 2000 steps are more operators than a call may have
     assert outcomes["4"]["sets"] >= outcomes["4"]["calls"] > 1
     assert [event for event in events if event.startswith("onelaunch")] == [f"onelaunch_count_{index}" for index in (0, 2, 4)]
     assert events[:4] == ["wait", "onelaunch_count_0", "wait", "end"], "kernels have to end inside their range"

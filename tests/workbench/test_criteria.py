@@ -1,4 +1,9 @@
-"""Tests of criteria that compare variants: speedups, time ratios, bytes, memory, errors, and means over shapes."""
+"""Tests of criteria that compare variants: speedups, time ratios, bytes, memory, errors, and means over shapes.
+
+Measurements are made up by ``ladder.py``. ``ok_cell(variant, microseconds)`` is a correct one at the shape ``mega``, whose
+roofline bound is 4 us, in 20 rounds that vary by the fraction ``spread``. ``bad_cell`` failed. The baseline is ``three``, and
+``product`` a control. ``prose`` compares the evidence with its entry in tests/snapshots/prose.txt.
+"""
 
 from __future__ import annotations
 
@@ -15,16 +20,28 @@ from tests.workbench.ladder import MEGA, bad_cell, measured, ok_cell, study
 
 
 def outcome(criterion, *cells, floor=1.01, scale="full", refuted=None, **more):
+    """Judge one criterion by these measurements.
+
+    Args:
+        criterion: The criterion.
+        cells: Measurements at all shapes.
+        floor: A/A noise floor, the smallest factor that may be claimed; ``None`` without an A/A run.
+        scale: Scale of the run.
+        refuted: Reason why arithmetic refutes the criterion, if it does.
+        more: Fields of the study.
+    """
     declared = study(criterion, **more)
     return evaluate(measured(declared, *cells, floor=floor, scale=scale), {criterion.name: refuted} if refuted else {})[0]
 
 
 def faster(at_least: float = 1.3, **more: Any) -> Criterion:
+    """Return the criterion that ``one`` is so many times as fast as the baseline; ``more`` replaces fields."""
     facts: dict[str, Any] = {"name": "faster", "measure": "speedup", "of": "one", "at_least": at_least}
     return Criterion(**(facts | more))
 
 
 def ratio(at_most: float, **more: Any) -> Criterion:
+    """Return the criterion that ``one`` takes at most so many times the time of ``product``; ``more`` replaces fields."""
     facts: dict[str, Any] = {"name": "near", "measure": "time_ratio", "of": "one", "over": "product", "at_most": at_most}
     return Criterion(**(facts | more))
 
@@ -69,7 +86,7 @@ def test_ratios_are_paired_by_round():
 
 
 def test_noise_alone_prevents_a_claim():
-    """This is the write-up's contradiction: 1.61x in the headline, 0.97x in its sweep.
+    """This is the contradiction of the original write-up 040: 1.61x in the headline, 0.97x in its sweep.
 
     Nothing below 1.3 * 1.66 may be claimed.
     """
@@ -192,6 +209,7 @@ def test_roofline_bounds_apply_only_to_the_cold_regime():
 
 
 def traffic(at_least):
+    """Return the criterion that the baseline moves at least so many times the DRAM bytes of ``one``."""
     return Criterion(name="traffic", measure="dram_bytes_ratio", of="one", at_least=at_least)
 
 
@@ -207,6 +225,7 @@ def test_bytes_are_judged_only_if_counted_on_both_sides(prose):
 
 
 def test_counts_never_meet_a_criterion_that_arithmetic_refutes():
+    """By arithmetic ``one`` moves half the bytes of ``three``. Counted bytes that say a third do not change that."""
     criterion = traffic(2.5)
     refuted = infeasibility(study(criterion), criterion)
     cells = ok_cell("three", 2.0, counted=12e6), ok_cell("one", 1.0, counted=4e6)
@@ -217,6 +236,7 @@ def test_counts_never_meet_a_criterion_that_arithmetic_refutes():
 
 
 def error(at_most, of="one"):
+    """Return the criterion that the norm-wise error against the oracle is at most so large."""
     return Criterion(name="correct", measure="error", of=of, at_most=at_most)
 
 
@@ -241,17 +261,21 @@ def test_an_incorrect_variant_misses_its_error_whatever_the_number(prose):
 
 def test_a_criterion_of_another_scale_is_not_measured_and_says_what_it_needs(prose):
     found = outcome(faster(), ok_cell("three", 1.0), scale="small")
-    assert found.status == "met" or "mega" in found.evidence  # measurements of the shape exist, so they are judged
+    assert found.status == "met" or "mega" in found.evidence  # mega was measured, so ``one`` is what is missing, not the scale
     absent = evaluate(measured(study(faster()), scale="small"), {})[0]
     assert absent.status == "not_measured"
     prose(absent.evidence)
 
 
 SWEEP = tuple(Shape(name=f"s{index}", dtype="float16", sizes=MEGA.sizes) for index in range(5))
+"""Five shapes with the sizes of ``mega``, each with a roofline bound of 4 us."""
 
 
 def sweep(times, needed=None, bound=1.3):
-    """Return a result in which `three` takes 15 us at each of five shapes and `one` the given times (None: it failed)."""
+    """Judge whether ``one`` is ``bound`` times as fast in at least ``needed`` of the five shapes, by default in all.
+
+    ``three`` takes 15 us at each and ``one`` the given times (``None``: it failed).
+    """
     cells = [ok_cell("three", 15.0, of=shape) for shape in SWEEP]
     for shape, time in zip(SWEEP, times, strict=True):
         cells.append(bad_cell("one", "error", "fell", of=shape) if time is None else ok_cell("one", time, of=shape))
@@ -303,6 +327,7 @@ def test_the_evidence_of_exact_numbers_names_the_shapes_that_miss(prose):
 
 
 def mean(times, bound=1.5, over=15.0, floor=1.01, **more):
+    """Judge whether ``one`` is ``bound`` times as fast in the geometric mean; ``three`` takes ``over`` us at each shape."""
     cells = [ok_cell("three", over, of=shape) for shape in SWEEP]
     for shape, time in zip(SWEEP, times, strict=True):
         cells.append(bad_cell("one", "error", "fell", of=shape) if time is None else ok_cell("one", time, of=shape))
@@ -365,7 +390,7 @@ def test_a_mean_with_a_noisy_baseline_is_not_infeasible():
 def test_a_mean_of_exact_numbers_needs_no_noise():
     cells = [ok_cell("three", 2.0, of=shape, peak=8 << 20) for shape in SWEEP]
     cells += [ok_cell("one", 1.0, of=shape, peak=(2 << 20) << (index % 2)) for index, shape in enumerate(SWEEP)]
-    asked = memory(0.4, combine="geomean")
+    asked = memory(0.4, combine="geomean")  # peak memory has no rounds: its ratio is 1/4 at three shapes and 1/2 at two
     found = outcome(asked, *cells, floor=None, shapes=SWEEP)
     assert (found.status, found.overall.samples) == ("met", 1)
     assert found.overall.median == pytest.approx((0.25**3 * 0.5**2) ** (1 / 5))
@@ -375,16 +400,18 @@ def test_a_mean_of_exact_numbers_needs_no_noise():
 # Times at two shapes
 
 LONG = Shape(name="long", dtype="float16", sizes={"N": 4000, "V": 1000})
+"""Shape with four times the rows (N) of ``mega``."""
 
 
 def at_two(at_most=1.3, per=("N",), **more: Any) -> Criterion:
+    """Return the criterion on the time of ``one`` at ``long`` over that at ``mega``, each divided by its sizes in ``per``."""
     facts: dict[str, Any] = {"name": "long", "measure": "time_ratio", "of": "one", "over": "one", "at": "long", "over_at": "mega"}
     return Criterion(**(facts | {"per": per, "at_most": at_most} | more))
 
 
 @pytest.mark.parametrize(("time", "status"), [(40.0, "met"), (51.9, "inconclusive"), (60.0, "missed")])
 def test_times_at_two_shapes_are_compared_per_unit_of_work(time, status):
-    """Four times the rows take 40 us, against 10 us: 1x per row."""
+    """Four times the rows take 40 us or more, against 10 us: 1x per row or more."""
     found = outcome(at_two(), ok_cell("one", 10.0), ok_cell("one", time, of=LONG), shapes=(MEGA, LONG))
     assert found.status == status, found.evidence
     assert found.values["long"].median == pytest.approx(time / 40)
@@ -437,6 +464,7 @@ def test_a_ratio_of_two_shapes_has_a_roofline_bound(prose):
 
 
 def memory(at_most, **more: Any) -> Criterion:
+    """Return the criterion on the peak memory of ``one`` over that of the baseline."""
     facts: dict[str, Any] = {"name": "memory", "measure": "peak_memory_ratio", "of": "one", "at_most": at_most}
     return Criterion(**(facts | more))
 

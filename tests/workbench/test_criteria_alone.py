@@ -1,4 +1,9 @@
-"""Tests of criteria about a single variant: bytes relative to the minimum, counts, and times."""
+"""Tests of criteria about a single variant: bytes relative to the minimum, counts, and times.
+
+Measurements are made up by ``ladder.py``: ``ok_cell(variant, microseconds)`` is a correct one at the shape ``mega``, where any
+implementation moves at least 4 MB in at least 4 us. ``outcome`` of ``test_criteria.py`` judges one criterion by measurements
+(``floor``: their A/A noise floor, ``None`` without an A/A run). ``prose`` compares the evidence with tests/snapshots/prose.txt.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +18,7 @@ from tests.workbench.test_criteria import outcome, ratio
 
 
 def least(at_most, **more: Any) -> Criterion:
+    """Return the criterion on the counted bytes of ``one`` over the fewest bytes of any implementation."""
     facts: dict[str, Any] = {"name": "least", "measure": "dram_bytes_over_least", "of": "one", "at_most": at_most}
     return Criterion(**(facts | more))
 
@@ -31,6 +37,7 @@ def test_computed_bytes_are_not_a_count(prose):
 
 
 def launched(at_most, **more: Any) -> Criterion:
+    """Return the criterion on the counted launches of one call of ``one``."""
     facts: dict[str, Any] = {"name": "launches", "measure": "launches", "of": "one", "at_most": at_most}
     return Criterion(**(facts | more))
 
@@ -54,12 +61,13 @@ def test_a_count_may_have_an_exact_bound(asked, found, status, prose):
 
 
 def test_declared_launches_are_not_a_count(prose):
-    found = outcome(launched(6), ok_cell("one", 1.0))
+    found = outcome(launched(6), ok_cell("one", 1.0))  # ``one`` declares one launch
     assert (found.status, found.values) == ("not_measured", {})
     prose(found.evidence)
 
 
 def over_floor(at_most, **more: Any) -> Criterion:
+    """Return the criterion on the time of ``one`` over its roofline bound."""
     facts: dict[str, Any] = {"name": "floor", "measure": "time_over_floor", "of": "one", "at_most": at_most}
     return Criterion(**(facts | more))
 
@@ -90,6 +98,7 @@ def test_a_time_is_compared_with_microseconds(prose):
 
 
 def in_regimes(cell, **times):
+    """Return the measurement with a time in microseconds for each named regime, in place of its own."""
     one = cell.timings[0]
     return cell.model_copy(update={"timings": tuple(
         one.model_copy(update={
@@ -101,6 +110,7 @@ def in_regimes(cell, **times):
 
 
 def test_a_time_is_compared_with_that_of_another_regime(prose):
+    """``running`` is the time of one of many consecutive steps on the device, ``served`` that through the Python loop."""
     declared = {"regimes": ("cold", "running", "served")}
     criterion = ratio(1.05, over="one", regime="served", over_regime="running")
     cell = in_regimes(ok_cell("one", 10.0), running=10.0, served=10.3)

@@ -1,4 +1,9 @@
-"""Tests of decisions: how criteria, noise, broken variants and unexplained savings lead to one."""
+"""Tests of decisions (proceed, debug, abandon, measure more): how criteria, noise, broken variants and savings lead to one.
+
+Measurements are made up by ``ladder.py``. ``ok_cell(variant, microseconds)`` is a correct one at the shape ``mega``; three
+launches move 8 MB there, two 6 and one 4, at 1 us per MB and 0.5 us per launch. ``bad_cell`` failed. The baseline is ``three``,
+and ``product`` a control. ``prose`` compares sentences with their entry in tests/snapshots/prose.txt.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +16,16 @@ from onelaunch.workbench.study import Criterion
 from onelaunch.workbench.study.plan import infeasibility
 from tests.workbench.ladder import MEGA, TINY, bad_cell, measured, ok_cell, study
 
+# The last one is about a shape of small scale; the others are judged at all shapes of full scale, here ``mega``.
 FASTER = Criterion(name="faster", measure="speedup", of="one", at_least=1.3)
 CORRECT = Criterion(name="correct", measure="error", of="one", at_most=5e-3)
+# Infeasible: by arithmetic the bytes of ``three`` are 2 times those of ``one``.
 HALVES = Criterion(name="halves", measure="dram_bytes_ratio", of="one", at_least=2.5)
 SMALL = Criterion(name="small", measure="speedup", of="one", at="tiny", at_least=1.3)
 
 
 def decided(declared, *cells, **more):
+    """Judge the study's criteria by these measurements, and return the decision; ``more`` goes to ``ladder.measured``."""
     result = measured(declared, *cells, **more)
     refuted = {c.name: why for c in declared.criteria if (why := infeasibility(declared, c)) is not None}
     result = result.model_copy(update={"outcomes": evaluate(result, refuted)})
@@ -25,6 +33,7 @@ def decided(declared, *cells, **more):
 
 
 def all_of(decision):
+    """Return all sentences of a decision in one line: its reasons, then what stays unexplained."""
     return " ".join((*decision.because, *decision.unexplained))
 
 
@@ -84,6 +93,7 @@ def test_a_broken_baseline_leads_to_debug():
 
 
 def test_debug_names_the_bottleneck_of_a_miss_with_headroom(prose):
+    """1.11x is reached and 1.3x asked, while the roofline bound of 4 us would allow 25x."""
     decision = decided(study(FASTER), ok_cell("three", 100.0), ok_cell("one", 90.0))
     assert decision.kind == "debug"
     prose(all_of(decision))
@@ -110,6 +120,7 @@ def test_a_stored_time_of_zero_explains_no_saving():
 
 
 def test_the_bottleneck_is_the_largest_requirement_if_it_fills_the_time(prose):
+    """4 us for bytes fill more than half of 5 us, and 25 us for counted bytes more than half of 30 us."""
     one = ok_cell("one", 5.0)
     prose(bottleneck(measured(study(), one), one))
     wasteful = ok_cell("one", 30.0, counted=25e6)
@@ -138,10 +149,12 @@ def test_an_uncounted_criterion_prevents_proceed():
     assert decided(study(FASTER, feasible), *counted).kind == "proceed"
 
 
+# Measurements with the DRAM bytes that ncu counted, half as many for ``one``.
 COUNTED = ok_cell("three", 10.0, counted=8.4e6), ok_cell("one", 5.0, counted=4.2e6)
 
 
 def test_an_acknowledged_infeasible_criterion_is_excluded_and_named(prose):
+    """A study acknowledges such a criterion by measuring it all the same: the bytes of both variants were counted."""
     decision = decided(study(FASTER, HALVES), *COUNTED)
     assert decision.kind == "proceed"
     prose(decision.because[0])
@@ -182,7 +195,7 @@ def test_a_small_study_can_be_decided_on_a_small_machine():
 
 
 def test_an_unexplained_saving_without_a_control_prevents_proceed(prose):
-    """``two`` differs from ``three`` in library and fusion at once. Of 500 us saved, 2.5 us are explained."""
+    """``two`` differs from ``three`` in library and fusion at once. Of 520 us saved, 2.5 us are explained."""
     criterion = Criterion(name="two is faster", measure="speedup", of="two", at_least=1.3)
     decision = decided(study(criterion), ok_cell("three", 1380.0), ok_cell("two", 860.0))
     assert decision.kind == "measure_more"
@@ -192,6 +205,7 @@ def test_an_unexplained_saving_without_a_control_prevents_proceed(prose):
 
 
 def test_the_missing_control_allows_proceed():
+    """``three_library`` has the library of ``two`` and the launches of ``three``: a pair that differs in one factor only."""
     criterion = Criterion(name="two is faster", measure="speedup", of="two", at_least=1.3)
     cells = ok_cell("three", 1380.0), ok_cell("two", 860.0)
     assert decided(study(criterion), *cells, ok_cell("three_library", 1200.0)).kind == "proceed"
@@ -206,6 +220,7 @@ def test_an_unexplained_rest_is_reported_even_with_a_control():
 
 
 def test_comparisons_with_a_peer_need_no_control():
+    """``peer`` is another project's variant. To be faster than it is no claim about fusion."""
     criterion = Criterion(name="beats the peer", measure="speedup", of="one", over="peer", at_least=2)
     assert decided(study(criterion), ok_cell("peer", 1000.0), ok_cell("one", 5.0), ok_cell("three", 8.0)).kind == "proceed"
 
@@ -234,6 +249,7 @@ def test_a_decision_is_stored_with_its_shape():
     assert type(decision).model_validate_json(decision.model_dump_json()) == decision
 
 
+# A criterion that is judged and reported, but does not decide.
 LESSON = Criterion(name="lesson", measure="speedup", of="two", at_least=1.3, decides=False)
 
 
@@ -246,12 +262,13 @@ def test_criteria_declared_not_to_decide_are_reported_only(time, status, prose):
 
 
 def test_a_broken_variant_of_such_a_criterion_does_not_decide():
+    """Only ``LESSON``, which is declared not to decide, asks for the broken ``two``."""
     broken = bad_cell("two", "incorrect", "off")
     assert decided(study(FASTER, LESSON), ok_cell("three", 10.0), ok_cell("one", 5.0), broken).kind == "proceed"
 
 
 def test_a_missed_criterion_names_the_bottleneck_of_its_worst_shape(prose):
-    half = MEGA.model_copy(update={"name": "half"})
+    half = MEGA.model_copy(update={"name": "half"})  # the sizes of mega under another name
     cells = [ok_cell("three", 100.0, of=shape) for shape in (MEGA, half)]
     cells += [ok_cell("one", 50.0), ok_cell("one", 90.0, of=half)]
     decision = decided(study(FASTER, shapes=(MEGA, half)), *cells)
@@ -266,7 +283,7 @@ def test_a_missed_memory_criterion_is_not_explained_by_time(prose):
 
 
 def test_debug_when_a_variant_at_the_other_shape_is_broken(prose):
-    half = MEGA.model_copy(update={"name": "half"})
+    half = MEGA.model_copy(update={"name": "half"})  # the sizes of mega under another name
     near = Criterion(name="near", measure="time_ratio", of="one", over="one", at="mega", over_at="half", at_most=2)
     decision = decided(study(near, shapes=(MEGA, half)), ok_cell("one", 5.0), bad_cell("one", "incorrect", "off", of=half))
     assert decision.kind == "debug"

@@ -1,4 +1,9 @@
-"""Tests of kernels that are compiled for other GPUs and disassembled, without a GPU."""
+"""Tests of kernels that are compiled for other GPUs and disassembled, without a GPU.
+
+The kernels here are only compiled. ``KernelBuild`` (Triton) and ``CudaBuild`` (CUDA C++) describe one kernel with its launch;
+with ``matrix=True`` its products have to become the architecture's matrix instructions, such as WGMMA (HGMMA in SASS) on
+sm_90a. ``prose`` compares a message with its entry in tests/snapshots/prose.txt.
+"""
 
 from __future__ import annotations
 
@@ -38,6 +43,7 @@ def matmul_kernel(a, b, c, M, N, K, BM: tl.constexpr, BN: tl.constexpr, BK: tl.c
 
 @triton.jit
 def broken_kernel(a, BM: tl.constexpr):
+    # does not compile: 2 * BM values for BM addresses
     tl.store(a + tl.arange(0, BM), tl.arange(0, 2 * BM))
 
 
@@ -52,6 +58,7 @@ def sum_kernel(parts, strides, out, BM: tl.constexpr):
 
 
 def matmul(tile: tuple[int, int, int] = (64, 64, 64), **facts: Any) -> KernelBuild:
+    """Return the build of a matrix product with a tile (BM, BN, BK). ``i32:16`` is an integer that 16 divides."""
     signature = dict.fromkeys(("a", "b", "c"), "*fp16") | dict.fromkeys(("M", "N", "K"), "i32:16")
     signature |= dict.fromkeys(("BM", "BN", "BK"), "constexpr")
     build = KernelBuild("matmul", matmul_kernel, signature, dict(zip(("BM", "BN", "BK"), tile, strict=True)), matrix=True)
@@ -65,7 +72,7 @@ def test_a_matrix_product_has_the_intended_instructions(architecture):
     assert any(name.startswith(ARCHITECTURES[architecture].matrix) for name in found.matrix)
     assert all(count > 0 for count in found.matrix.values())
     assert found.spills == 0
-    assert 16 <= found.registers <= 512
+    assert 16 <= found.registers <= 512  # an AMD thread has at most 512, an NVIDIA one 255
     assert found.shared_bytes > 0
     assert found.instructions > 100
     assert (found.variant, found.kernel, found.architecture) == ("three", "matmul", architecture)
@@ -95,7 +102,7 @@ def test_a_tile_too_large_for_the_registers_spills(architecture):
 
 
 def test_a_product_without_the_intended_instruction_is_a_problem():
-    """A tile of 16 rows is too small for WGMMA."""
+    """A tile of 16 rows is too small for WGMMA, so that it becomes ``mma.sync`` (HMMA in SASS)."""
     found = inspect_build(matmul((16, 64, 64)), "sm_90a")
     assert list(found.matrix) == ["HMMA"]
     assert any("HGMMA" in problem for problem in found.problems)
@@ -147,7 +154,7 @@ def test_a_failing_disassembler_is_reported(monkeypatch, prose):
     def fail(*_args, **_kwargs):
         raise subprocess.CalledProcessError(1, "cuobjdump")
 
-    # Triton starts ptxas through the same module
+    # Only the inspection's own use of ``subprocess`` is replaced, because Triton starts ptxas through the same module.
     only_ours = SimpleNamespace(run=fail, SubprocessError=subprocess.SubprocessError)
     monkeypatch.setattr(inspection, "subprocess", only_ours)
     with prose.raises(InspectionError, match="'matmul'"):
@@ -155,6 +162,7 @@ def test_a_failing_disassembler_is_reported(monkeypatch, prose):
 
 
 def test_an_operation_lists_the_kernels_of_its_variants():
+    """The variant ``library`` has no kernels of its own, and sm_90 stands for sm_90a."""
     toy = Operation(lambda: None, dimensions=(), outputs=(), bind=lambda: None, options={}, defaults={})  # type: ignore[arg-type]
 
     @toy.variant("library", launches=1)
@@ -181,8 +189,10 @@ def test_an_operation_lists_the_kernels_of_its_variants():
 
 # CUDA C++
 
+# Marker of tests that need NVRTC.
 compiled = pytest.mark.skipif(cuda.missing() is not None, reason=f"{cuda.missing()}")
 
+# 64 values per thread stay in registers, unless the launch bounds allow a thread fewer.
 ROTATE = """
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) rotate(float* x, int rounds) {
     __shared__ float shift[256];
@@ -200,6 +210,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) rotate(float* x, i
 }
 extern "C" __global__ void other(float* x) { *x = 0; }
 """
+# A product by ``mma.sync``, which each warp issues alone.
 MMA = """
 extern "C" __global__ void product(float* y, int a) {
     float d[4] = {};
@@ -209,6 +220,7 @@ extern "C" __global__ void product(float* y, int a) {
     for (int i = 0; i < 4; i++) y[threadIdx.x * 4 + i] = d[i];
 }
 """
+# WGMMA products whose accumulators are read in the loop, so that ptxas waits after each product.
 SERIAL = """
 extern "C" __global__ void product(float* y, unsigned long long a, int rounds) {
     float d[4] = {};
@@ -225,11 +237,13 @@ extern "C" __global__ void product(float* y, unsigned long long a, int rounds) {
 
 
 def rotate(*, blocks: int = 1, **facts: Any) -> CudaBuild:
+    """Return the build of ``ROTATE`` for 256 threads, with at least ``blocks`` blocks on an SM."""
     source = Source("rotate.cu", ROTATE, "rotate", defines=(("THREADS", 256), ("BLOCKS", blocks)))
     return replace(CudaBuild("rotate, 64 values", source, threads=256, shared_bytes=4096), **facts)
 
 
 def product(text: str = MMA, **facts: Any) -> CudaBuild:
+    """Return the build of ``MMA`` or ``SERIAL``. With ``by_warps=True``, ``mma.sync`` is the intended instruction."""
     return CudaBuild("product", Source("product.cu", text, "product"), threads=128, **facts)
 
 
@@ -241,7 +255,7 @@ def test_a_cuda_kernel_is_disassembled(architecture):
     assert (found.variant, found.kernel, found.architecture) == ("ours", "rotate, 64 values", architecture)
     assert 64 <= found.registers <= 255
     assert (found.spills, found.stack_bytes, dict(found.matrix)) == (0, 0, {})
-    assert found.shared_bytes == 4096 + 256 * 4
+    assert found.shared_bytes == 4096 + 256 * 4  # dynamic, and the static array of 256 floats
     assert found.instructions > 100
     assert ".entry rotate(" in found.assembly["ptx"]
     assert "FFMA" in found.assembly["sass"]
@@ -250,7 +264,7 @@ def test_a_cuda_kernel_is_disassembled(architecture):
 @compiled
 def test_a_cuda_kernel_without_enough_registers_spills():
     found = inspect_build(rotate(blocks=8), "sm_90a")
-    assert found.registers == 32
+    assert found.registers == 32  # 65536 of an SM over 8 blocks of 256 threads
     assert found.spills > 0
     assert found.stack_bytes > 0
     assert "spills registers" in found.problems[0]
@@ -261,7 +275,7 @@ def test_the_launch_of_a_cuda_kernel_must_fit(prose):
     many = inspect_build(rotate(threads=1024), "sm_90a")
     assert [str(many.registers) in problem and "65536" in problem for problem in many.problems] == [True]
     prose(many.problems, mask={rf"\b{many.registers}\b": "<registers>"})
-    large = inspect_build(rotate(shared_bytes=227 * 1024), "sm_90a")
+    large = inspect_build(rotate(shared_bytes=227 * 1024), "sm_90a")  # all that a block may have, and the static array
     assert len(large.problems) == 1
     prose(large.problems)
 
@@ -296,7 +310,7 @@ def test_a_cuda_kernel_has_no_code_for_amd(prose):
 
 def test_without_nvrtc_the_message_says_what_to_install(monkeypatch, prose):
     monkeypatch.setitem(sys.modules, "cuda.bindings.nvrtc", None)
-    cuda.version.cache_clear()
+    cuda.version.cache_clear()  # it may have found NVRTC in an earlier test
     with prose.raises(InspectionError, match="'product'"):
         inspect_build(product(), "sm_90a")
 

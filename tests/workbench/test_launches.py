@@ -1,4 +1,7 @@
-"""Tests of counting launches: the nodes of a captured graph, and variants whose launches cannot be counted."""
+"""Tests of counting launches and grid barriers: the nodes of a captured graph, a variant's counter, and calls without a count.
+
+The calls are of ``toy_sum``, the operation of ``toy.py``; ``toy_case`` returns a small case with sizes B, T and V.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +18,15 @@ from onelaunch.workbench.measure.count import Request
 from tests.workbench.toy import toy_case, toy_sum
 
 KERNEL, COPY, FILL, HOST, EMPTY = 0, 1, 2, 3, 5
+"""Types of graph nodes, as in ``CUgraphNodeType``."""
 
 
 class Driver:
-    """Double of the CUDA driver with one graph: its handle, and the kinds of its nodes."""
+    """Double of the CUDA driver with one graph: its handle, and the kinds of its nodes.
+
+    Handles need more than 32 bits, so that a handle which ctypes passes as an int is noticed. ``error`` is the code that
+    cuGraphGetNodes returns.
+    """
 
     def __init__(self, *kinds: int, handle: int = 2**40 + 1, error: int = 0) -> None:
         self.kinds, self.handle, self.error = kinds, handle, error
@@ -37,6 +45,7 @@ class Driver:
 
 
 GRAPH = SimpleNamespace(raw_cuda_graph=lambda: 2**40 + 1)
+"""Stand-in for a captured ``torch.cuda.CUDAGraph``, with the handle that :class:`Driver` expects."""
 
 
 @pytest.mark.parametrize(
@@ -60,11 +69,13 @@ def test_on_a_cpu_nothing_is_counted_and_the_reason_is_given(prose):
 
 
 def count_with(monkeypatch, name, counter):
+    """Give a variant a function that returns the number of grid barriers of one call."""
     variant = toy_sum.get(name)
     monkeypatch.setattr(variant, "capabilities", replace(variant.capabilities, barriers=counter))
 
 
 def test_barriers_are_read_from_the_variants_own_counter(monkeypatch, prose):
+    # The counter of ``parallel`` also checks that it gets the requested case.
     count_with(monkeypatch, "parallel", lambda call: 7 * int(call.x.shape == (1, 5, 3)))
 
     def broken(call):
@@ -74,14 +85,14 @@ def test_barriers_are_read_from_the_variants_own_counter(monkeypatch, prose):
     requests = [Request(toy_case(B=1, T=5, V=3), name) for name in ("parallel", "eager", "nan")]
     found = launches.count_barriers(toy_sum, requests)
     assert found[:2] == [7, "RuntimeError: gave up"]
-    prose(found[2])
+    prose(found[2])  # the reason why there is no count: ``nan`` has no counter
 
 
 @pytest.mark.gpu
 def test_a_gpu_counts_every_launch(device):
     x, y = torch.ones(1000, device=device), torch.empty(1000, device=device)
     graph = torch.cuda.CUDAGraph(keep_graph=True)
-    (x + 1).sin().zero_()
+    (x + 1).sin().zero_()  # loads the kernels, which must not happen during the capture
     torch.cuda.synchronize(device)
     with torch.cuda.graph(graph):
         y.copy_((x + 1).sin())

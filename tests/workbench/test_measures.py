@@ -1,4 +1,9 @@
-"""Tests of measures as registered objects: a new one is one file, and is used from the declaration to the report."""
+"""Tests of measures as registered objects: a new one is one file, and is used from the declaration to the report.
+
+A measure is a quantity that a study's criterion can ask for, such as ``speedup``. The new one, ``operators``, is that of
+``toy_measure.py``: the number of PyTorch operators in one call of the operation ``toy_sum``. ``prose`` compares a text with its
+entry in tests/snapshots/prose.txt.
+"""
 
 from __future__ import annotations
 
@@ -23,6 +28,7 @@ from onelaunch.workbench.study.plan import plan_study
 from onelaunch.workbench.study.read import load_study
 from tests.workbench import toy
 
+# Made-up peaks: 1 TB/s, 10 TFLOP/s, 1 us a launch.
 RATES = Ceilings(1e12, {"float32": 1e13}, 1e-6, "2026-11-20T12:00:00+00:00", "made up")
 FILE = Path(__file__).with_name("toy_measure.py")
 STUDY = """
@@ -62,7 +68,7 @@ def own_registry(monkeypatch):
 
 @pytest.fixture
 def operators():
-    """Register the measure of that one file by running it."""
+    """Register the measure ``operators`` by running its file, and return it."""
     spec = importlib.util.spec_from_file_location("toy_measure_of_one_file", FILE)
     spec.loader.exec_module(importlib.util.module_from_spec(spec))
     return find_measure("operators")
@@ -70,6 +76,7 @@ def operators():
 
 @pytest.fixture
 def written(tmp_path, monkeypatch):
+    """Return a function that writes ``STUDY``, with some texts replaced, and returns its path. Runs are made short as well."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(timing.WARM_UP_SECONDS, "cpu", 0.0)
     monkeypatch.setattr(sampling, "CACHES", 0)
@@ -120,6 +127,7 @@ def test_a_missed_criterion_is_reported(operators, written):
 
 
 def test_a_bound_that_arithmetic_refutes_is_infeasible(operators, written):
+    """The measure's own rule: no call runs without an operator."""
     plan = plan_study(load_study(written(("at_most = 60", "equals = 0"))), RATES, "cpu", "small")
     assert "few operators" in plan.infeasible
 
@@ -141,9 +149,9 @@ def test_a_declaration_is_checked_by_the_rules_of_its_measure(operators, written
 
 
 def test_a_measure_that_is_not_registered_is_refused(written, prose):
-    with prose.raises(StudyError, match="'launches'"):
+    with prose.raises(StudyError, match="'launches'"):  # the message lists the known measures
         load_study(written())
-    with pytest.raises(ValueError, match="literal_error"):
+    with pytest.raises(ValueError, match="literal_error"):  # pydantic's name for a value that is none of the allowed ones
         Criterion(name="c", measure="operators", of="parallel", at_most=1)
 
 
@@ -161,14 +169,14 @@ def test_a_measures_name_must_be_new_and_valid(operators, prose):
         class Loud(Measure):
             name = "OPERATORS"
 
-    with prose.raises(ValueError):
+    with prose.raises(ValueError):  # a counted measure is of one variant, so it needs ``alone``
 
         @register
         class Compared(Measure):
             name = "compared"
             counted = True
 
-    assert measure_names()[-1] == "operators"
+    assert measure_names()[-1] == "operators"  # none of the three was registered
 
 
 def test_a_measure_that_is_better_when_higher_needs_a_lower_bound(written, prose):
@@ -205,5 +213,6 @@ def test_every_measure_has_a_description(each):
     texts = (each.evidence.format(**sides), each.demand.format(**sides, bound="B"), each.told.format(**sides, amount="A"))
     for text in texts:
         assert "ONE" in text
-        assert ("OTHER" in text) == (each.alone is None)
+        assert ("OTHER" in text) == (each.alone is None)  # ``alone`` is set for measures of one variant
+    # The rank orders measures in a headline, so no two have the same.
     assert len({other.rank for other in measures()}) == len(measures())

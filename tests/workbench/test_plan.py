@@ -1,4 +1,9 @@
-"""Tests of plans: roofline bounds of measurements, reasons not to run, and criteria that are infeasible by arithmetic."""
+"""Tests of plans: roofline bounds of measurements, reasons not to run, and criteria that are infeasible by arithmetic.
+
+The operation is the made-up one of ``ladder.py`` at the shape ``MEGA`` (N = V = 1000, float16): three launches move 8 MB, two 6
+and one 4. ``RATES`` are made-up peaks: 1 TB/s, 100 TFLOP/s in float16 and 10 in float32, 0.5 us a launch. ``prose`` compares a
+text with its entry in tests/snapshots/prose.txt.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +16,7 @@ from tests.workbench.ladder import MEGA, RATES, TINY, study
 
 
 def planned(variant, direction="forward", declared=None, device="cuda:0"):
+    """Return the plan of the first measurement of a variant at full scale, by default in a study of both directions."""
     found = plan_study(declared or study(directions=("forward", "forward_backward")), RATES, device, "full")
     return next(cell for cell in found.cells if (cell.variant, cell.direction) == (variant, direction))
 
@@ -28,10 +34,11 @@ def test_a_plan_is_bytes_over_bandwidth_plus_launches(variant, bytes_, microseco
 
 
 def test_the_matrix_rate_of_the_dtype_sets_the_roofline_bound_if_slower():
-    single = Shape(name="single", dtype="float32", sizes=MEGA.sizes)  # 1e8 flops at 1e13 is 10 us, 8 MB are 8 us
+    single = Shape(name="single", dtype="float32", sizes=MEGA.sizes)  # 100 MFLOP at 10 TFLOP/s take 10 us, 8 MB take 8 us
     assert planned("one", declared=study(shapes=(single,))).plan.floor_microseconds == pytest.approx(10.0)
 
 
+# Peaks with a measured bandwidth of kernels that only read, above that of copies.
 READS = RATES.model_copy(update={"read_bytes_per_second": 1.25e12})
 
 
@@ -49,7 +56,7 @@ READS = RATES.model_copy(update={"read_bytes_per_second": 1.25e12})
     ids=["reads", "just under a tenth", "a tenth", "writes", "not said", "no read rate measured", "reads measured slower"],
 )
 def test_the_read_bandwidth_bounds_calls_that_write_less_than_a_tenth(written, rates, microseconds):
-    cost = Cost(0, 1_000_000, written=written)
+    cost = Cost(0, 1_000_000, written=written)  # no FLOPs, and 1 MB of which this part is written
     assert floor_microseconds(cost, "float16", rates) == pytest.approx(microseconds)
 
 
@@ -59,11 +66,13 @@ def test_an_empty_case_has_no_roofline_bound():
 
 
 def test_a_plan_states_the_bytes_written():
+    """This operation's cost does not say how many are written, and the keys are then left out of the stored plan."""
     assert (planned("one").plan.written, planned("one").plan.least_written) == (None, None)
     assert planned("one").plan.model_dump().keys().isdisjoint({"written", "least_written"})
 
 
 def test_the_backward_pass_has_a_plan_of_its_own():
+    """Forward and backward together move three times the bytes of a forward call."""
     assert planned("one", "forward_backward").plan.bytes == 12e6
 
 
@@ -112,6 +121,7 @@ def test_only_the_shapes_of_the_scale_are_planned():
 
 
 def traffic(at_least, **more):
+    """Return the criterion that the baseline ``three`` moves at least so many times the DRAM bytes of ``one``."""
     return Criterion(name="traffic", measure="dram_bytes_ratio", of="one", at_least=at_least, **more)
 
 
@@ -128,14 +138,14 @@ def test_the_most_wasteful_of_several_baselines_counts():
 
 
 def test_infeasible_at_too_many_shapes_for_in_at_least():
-    half = Shape(name="half", dtype="float16", sizes={"N": 1, "V": 1})
+    half = Shape(name="half", dtype="float16", sizes={"N": 1, "V": 1})  # the ratio of bytes is 2 at every size
     declared = study(shapes=(MEGA, half))
     assert infeasibility(declared, traffic(2.5, in_at_least=1)) is not None
     assert infeasibility(declared, traffic(1.5, in_at_least=1)) is None
 
 
 def test_a_mean_of_bytes_is_infeasible_by_the_mean_of_the_arithmetic(prose):
-    half = Shape(name="half", dtype="float16", sizes={"N": 10, "V": 1})
+    half = Shape(name="half", dtype="float16", sizes={"N": 10, "V": 1})  # the ratio of bytes is 2 at every size
     declared = study(shapes=(MEGA, half))
     assert infeasibility(declared, traffic(1.9, combine="geomean")) is None
     why = infeasibility(declared, traffic(2.5, combine="geomean"))
@@ -162,6 +172,7 @@ def test_a_time_below_the_roofline_bound_is_infeasible(prose):
 
 
 def test_criteria_are_checked_at_every_scale():
+    """The criterion is about ``mega``, a shape of full scale, and a small run is planned."""
     declared = study(traffic(2.5))
     assert set(plan_study(declared, RATES, "cpu", "small").infeasible) == {"traffic"}
 
@@ -189,6 +200,7 @@ def test_the_error_of_one_rounding_is_feasible():
     import torch
 
     exact = torch.randn(100_000, dtype=torch.float64)
+    # A quarter of the unit roundoff is the smallest error that a criterion may ask for.
     for dtype, finest in ((torch.float16, 0.25 * 2.0**-11), (torch.bfloat16, 0.25 * 2.0**-8)):
         error = (exact.to(dtype).double() - exact).norm() / exact.norm()
         assert finest < error

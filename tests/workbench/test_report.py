@@ -1,4 +1,9 @@
-"""Tests of reports: every form states everything that a result holds, in the same words, and nothing else."""
+"""Tests of reports: every form (Markdown, HTML page, terminal) states everything that a result holds, in the same words.
+
+The results are the made-up ones of ``results.py``: ``proceed_on_gpu`` and ``largest`` are complete, ``interrupted_on_cpu`` was
+stopped after 8 of 16 measurements, in ``wrong_and_invalid`` and ``nothing_ran`` measurements failed. ``prose`` compares a text
+with its entry in tests/snapshots/prose.txt.
+"""
 
 from __future__ import annotations
 
@@ -28,10 +33,13 @@ from onelaunch.workbench.study import Criterion
 from tests.workbench import results
 
 Maker = Callable[[], Result]
+"""Function of ``results.py`` that makes a result. Pages and plots are cached by it."""
+
 every_result = pytest.mark.parametrize("make", results.ALL, ids=lambda make: make.__name__)
 
 
 def terminal(result: Result, width: int = 120, *, full: bool = False, **options: object) -> str:
+    """Return the terminal's form of a report, with all sections if ``full``; ``options`` are rich's for its console."""
     buffer = io.StringIO()
     show(result, Console(file=buffer, width=width, **options), full=full)  # type: ignore[arg-type]
     return buffer.getvalue()
@@ -41,6 +49,7 @@ class Reader(html.parser.HTMLParser):
     """Parser that collects the text of a page and rejects elements that are not closed in order."""
 
     VOID = frozenset({"meta", "br", "link", "img", "hr"})
+    """Elements that have no end tag."""
     SVG_LEAVES = frozenset({"path", "use", "rect", "line", "circle"})
 
     def __init__(self, text: str) -> None:
@@ -61,6 +70,7 @@ class Reader(html.parser.HTMLParser):
         self.note(attrs)
 
     def note(self, attrs: list[tuple[str, str | None]]) -> None:
+        """Collect the ids and addresses among the attributes of an element."""
         self.ids += [value or "" for name, value in attrs if name == "id"]
         self.addresses += [value or "" for name, value in attrs if name in ("href", "src", "srcset", "action", "data")]
 
@@ -87,7 +97,7 @@ def read(make: Maker) -> Reader:
 
 
 def plain(text: str) -> str:
-    """Return the text without line breaks, table bars and escapes, as a reader perceives it."""
+    """Return the text without line breaks and Markdown's backslash escapes, as a reader perceives it."""
     return " ".join(re.sub(r"\\([!-/:-@\[-`{-~])", r"\1", text).split())
 
 
@@ -171,10 +181,12 @@ def test_an_interrupted_result_is_marked_first(prose) -> None:
     result = make()
     prose(summarize(result).alerts[0])
     for text in (plain(markdown.render(result)), plain(terminal(result)), plain(read(make).text)):
+        # The title, in the first 60 characters, may name the decision too.
         assert text.index("Interrupted: 8 of 16") < text.index("measure more", 60)
 
 
 def test_a_moved_criterion_is_noticed() -> None:
+    """The stored declaration was changed after the run, so its digest is no longer the one that was stored."""
     result = results.proceed_on_gpu()
     easier = result.study.model_copy(update={"criteria": result.study.criteria[:1]})
     assert any("digest differs" in alert for alert in summarize(result.model_copy(update={"study": easier})).alerts)
@@ -182,10 +194,11 @@ def test_a_moved_criterion_is_noticed() -> None:
 
 
 def test_history_is_marked_as_history_and_left_out_if_there_is_none(prose) -> None:
+    """History is the author's notes of a study: figures that were reported before it ran."""
     text = markdown.render(results.proceed_on_gpu())
     section = text[text.index("## Reported before (history)") :]
     prose(section.split("\n\n")[1])
-    assert "never repeated; its own sweep" in section  # quoted from the declaration
+    assert "never repeated; its own sweep" in section  # quoted from the study's notes
     assert "never repeated; its own sweep" not in text.removesuffix(section)
     assert "Reported before" not in markdown.render(results.nothing_ran())
 
@@ -201,6 +214,7 @@ def test_the_variant_to_use_is_the_fastest_correct_one() -> None:
 
 
 def test_a_variant_within_the_noise_is_named_with_the_fastest() -> None:
+    """The two times differ by 0.2 %."""
     of = results.shape("target", B=4, T=2048, D=256, V=64)
     one, other = results.ok_cell(of, "fused_chunked"), results.ok_cell(of, "semi_fused")
     same = tuple(results.timing(timing.regime, timing.microseconds.median * 1.002) for timing in one.timings)
@@ -288,7 +302,7 @@ def test_plots_take_their_colours_from_the_page(make: Maker) -> None:
     for plot in drawn:
         assert plot.svg.startswith("<svg")
         assert plot.svg.endswith("</svg>")
-        assert not any(stand_in in plot.svg for stand_in in STAND_INS)
+        assert not any(stand_in in plot.svg for stand_in in STAND_INS)  # placeholders that CSS variables have replaced
         assert not set(re.findall(r"#[0-9a-f]{6}\b", plot.svg)) - {"#ffffff"}
 
 
@@ -365,6 +379,7 @@ def test_the_full_terminal_has_every_section() -> None:
 
 
 def test_a_full_disk_leaves_no_empty_report(tmp_path, monkeypatch, prose) -> None:
+    """The third of the three files (result.json, report.md, report.html) cannot be written."""
     synced: list[int] = []
 
     def sync(handle: int) -> None:
@@ -379,6 +394,7 @@ def test_a_full_disk_leaves_no_empty_report(tmp_path, monkeypatch, prose) -> Non
 
 
 def test_a_pipe_in_the_folder_of_a_report_is_another_result(tmp_path) -> None:
+    """A named pipe is refused like the file of another result. Reading it would wait for a writer."""
     os.mkfifo(tmp_path / "result.json")
     with pytest.raises(ResultExists):
         write_report(results.proceed_on_gpu(), tmp_path)
@@ -404,6 +420,7 @@ def test_write_report_writes_three_files_and_keeps_another_result(tmp_path) -> N
 
 @pytest.mark.parametrize("which", ["use", "times", "criteria", "missing", "provenance"])
 def test_tables_for_documents_are_markdown_with_their_source(which) -> None:
+    """The last line names the device and the commit."""
     text = docs_table(results.proceed_on_gpu(), which)
     assert text.count("\n| -") + text.count("\n|:-") >= 1
     assert "NVIDIA H200" in text.splitlines()[-1]

@@ -1,4 +1,9 @@
-"""Tests of reports in a browser: the first screen, the margins, and no script."""
+"""Tests of reports in a browser: the first screen, the margins, and no script.
+
+A page is a study's report. Its first screen, which needs no scrolling, has a section ``decision`` and a section ``found`` with
+the tables of the fastest variants and a plot. ``boxes`` returns the rectangles of the elements that a CSS selector matches, in
+pixels. The tests are skipped without a browser.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +22,16 @@ from tests.workbench.test_report_headline import on_cpu
 pytestmark = pytest.mark.browser
 
 H200 = Path(__file__).parents[2] / "results" / "nvidia-h200"
+"""Folder of committed results."""
 
 
 @pytest.fixture(scope="module")
 def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, Path]]:
-    """Start one browser for the module; return it with the folder of the pages."""
+    """Start one browser for the module; return it with the folder of the pages.
+
+    The pages are ``h200`` (a committed result), ``cpu`` (a made-up run of the same study on a CPU, which quotes the former) and
+    ``hostile`` (every name and text ends with an attack that sets the title to PWNED).
+    """
     folder = tmp_path_factory.mktemp("pages")
     made = {
         "h200": Result.load(H200 / "040-linear-rnn.json"),
@@ -35,6 +45,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, Pat
 
 
 def show(browser: tuple[Any, Path], name: str, size: tuple[int, int], scheme: str = "light") -> Any:
+    """Open a page in a window of this width and height, in light or dark mode, and return the browser's driver."""
     driver, folder = browser
     metrics = {"width": size[0], "height": size[1], "deviceScaleFactor": 1, "mobile": size == PHONE}
     driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
@@ -68,6 +79,8 @@ def test_the_first_screen_of_a_phone_holds_the_decision_and_the_start_of_the_tab
     assert rows[0]["bottom"] <= PHONE[1]
 
 
+# Returns the elements that are cut off at a side of the window, or whose contents are wider than they are. Parts of a page that
+# scroll on their own may be wider.
 OVERFLOWING = """
 const cut = [];
 for (const e of document.querySelectorAll('body *')) {
@@ -92,6 +105,7 @@ def test_nothing_is_cut_off_at_the_margin(browser: tuple[Any, Path], name: str, 
 
 
 def test_the_columns_of_the_fastest_variants_are_visible(browser: tuple[Any, Path]) -> None:
+    """The tables of the first screen need no horizontal scrolling."""
     driver = show(browser, "h200", DESKTOP)
     assert driver.execute_script(
         "return [...document.querySelectorAll('.found .scroll')].every(each => each.scrollWidth <= each.clientWidth)"
@@ -119,12 +133,14 @@ def test_a_script_in_a_name_does_not_run(browser: tuple[Any, Path]) -> None:
     assert driver.execute_script(handlers) == []
     links = driver.execute_script("return [...document.querySelectorAll('a, [href]')].map(each => each.getAttribute('href'))")
     assert all(link.startswith(("#", "https://")) for link in links)
-    for link in driver.find_elements("css selector", "svg, h1, figcaption")[:5]:
-        driver.execute_script("arguments[0].dispatchEvent(new Event('load'))", link)
+    # An injected onload handler would run now.
+    for element in driver.find_elements("css selector", "svg, h1, figcaption")[:5]:
+        driver.execute_script("arguments[0].dispatchEvent(new Event('load'))", element)
     assert driver.title != "PWNED"
 
 
 def test_an_injected_script_is_blocked(browser: tuple[Any, Path]) -> None:
+    """The page's content security policy forbids scripts, should one ever get into a page."""
     driver, folder = browser
     text = (folder / "cpu.html").read_text(encoding="utf-8")
     broken = text.replace("<main>", "<main><script>document.title = 'RAN'</script><img src=x onerror=\"document.title = 'RAN'\">")
@@ -144,6 +160,7 @@ def test_dark_and_light_modes_differ_and_are_legible(browser: tuple[Any, Path]) 
 
 
 def test_an_option_is_not_broken_between_lines(browser: tuple[Any, Path]) -> None:
+    """A command-line option such as ``--scale full`` is one rectangle, also on a narrow screen."""
     driver = show(browser, "cpu", PHONE)
     lines = "return [...document.querySelectorAll('.option')].map(each => each.getClientRects().length)"
     found = driver.execute_script(lines)

@@ -1,4 +1,8 @@
-"""Tests of the Markdown that documents take from results: fastest variants and rivals, all other times, and escaping."""
+"""Tests of the Markdown that documents take from results: fastest variants and rivals, all other times, and escaping.
+
+The figures are those of the results that are committed in ``results/``. A peer is a variant of another project. ``prose``
+compares a text with its entry in tests/snapshots/prose.txt.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +22,7 @@ from tests.prose import lines_with
 from tests.workbench import results
 
 STORED = sorted((Path(__file__).parents[2] / "results").rglob("*.json"))
+# Names that would be markup in HTML, Markdown or MyST if they were not escaped.
 EVIL = ["<script>alert(1)</script>", "a|b", "`x`", "**b**", "[t](javascript:1)", "{ref}`x`", "$x_{$", "&lt;b&gt;", "~~s~~", "#h"]
 
 
@@ -32,15 +37,17 @@ load = functools.cache(Result.load)
 
 
 def stored(operation: str) -> Result:
+    """Return the committed result of an operation, of which there is one."""
     (found,) = (each for path in STORED if (each := load(path)).study.operation == operation)
     return found
 
 
 def test_the_fastest_variant_comes_first_with_its_rivals():
-    text = docs_section(stored("gla"), "results/x.json")
+    text = docs_section(stored("gla"), "results/x.json")  # the path is the link to the result
     heads, *rows = tables(text)[0]
     assert heads == ["shape", "fastest of onelaunch", "µs", "roofline", "`fla`", "`compiled`"]
-    row = next(row for row in rows if row[0] == "1x8192x96x128")
+    row = next(row for row in rows if row[0] == "1x8192x96x128")  # the shape B x T x H x K
+    # A rival's cell holds its microseconds, and in brackets its time over that of onelaunch's fastest. A dash is no time.
     assert row == ["1x8192x96x128", "`hopper`", "**462.3**", "51 %", "2,087.5 (4.52x)", "–"]
 
 
@@ -127,5 +134,6 @@ def test_the_overview_holds_the_mean_and_the_range_over_peers(prose):
     heads, *rows = tables(docs_overview([stored("gla"), stored("projections")], lambda name: f"{name}.md"))[0]
     prose(heads[3:])
     assert rows[0][0] == "[`gla`](gla.md)"
+    # Speed of onelaunch's fastest variant over the fastest peer: geometric mean and range over shapes.
     assert rows[0][3] == "2.82x (1.09x to 7.27x, 18 shapes)"
-    assert rows[2][3] == "–"
+    assert rows[2][3] == "–"  # no peer

@@ -1,4 +1,9 @@
-"""Tests of the first lines of a report: the decision and its strongest evidence, with each piece of evidence given once."""
+"""Tests of the first lines of a report: the decision and its strongest evidence, with each piece of evidence given once.
+
+``headline`` returns the parts: ``sentence`` (the strongest criterion), ``found`` (what this machine measured), ``elsewhere``
+(committed results of other devices) and ``grounds`` (reasons that the criteria do not state). ``prose`` compares a text with
+its entry in tests/snapshots/prose.txt.
+"""
 
 from __future__ import annotations
 
@@ -23,6 +28,7 @@ H200 = ROOT / "results" / "nvidia-h200"
 
 @functools.cache
 def stored(name: str = "040-linear-rnn") -> Result:
+    """Return the result of a study on an H200 that is committed in the repository."""
     return Result.load(H200 / f"{name}.json")
 
 
@@ -41,12 +47,14 @@ def text_of(page_text: str) -> str:
 
 
 def outcome(name: str, status: str, **more) -> Outcome:
+    """Return a judged criterion on a speedup; ``more`` holds ``median`` (the measured value) and fields of the criterion."""
     criterion = Criterion(name=name, measure="speedup", of="chunked", over="eager", at="small-128", at_least=2.0)
     value = {"small-128": results.estimate(more.pop("median"))} if "median" in more else {}
     return Outcome(criterion=criterion.model_copy(update=more), status=status, evidence=f"evidence of {name}.", values=value)
 
 
 def decided(kind: str, *outcomes: Outcome, because: tuple[str, ...] = ()) -> Result:
+    """Return a made-up result with these criteria and a decision of this kind for these reasons."""
     base = results.interrupted_on_cpu()
     study = base.study.model_copy(update={"criteria": tuple(one.criterion for one in outcomes)})
     decision = Decision(kind=kind, because=because)
@@ -55,6 +63,7 @@ def decided(kind: str, *outcomes: Outcome, because: tuple[str, ...] = ()) -> Res
 
 def test_met_and_excluded_criteria_are_counted_separately(prose) -> None:
     prose(counts(stored()))
+    # The first reason of a decision counts the criteria too.
     assert stored().decision.because[0] not in text_of(page.render(stored())), "the first screen counts the criteria"
     lesson = outcome("lesson", "met", median=3.0, decides=False)
     prose(counts(decided("proceed", outcome("a", "met"), lesson)))
@@ -69,7 +78,7 @@ def test_the_evidence_of_a_criterion_is_on_a_page_once(name: str) -> None:
         evidence = " ".join(one.evidence.replace(" us", " µs").split())
         assert text.count(evidence) == sum(other.evidence == one.evidence for other in result.outcomes)
         assert written.count(evidence) == text.count(evidence)
-    assert "best of 4), at least 1.3 was asked. Best of" not in text
+    assert "best of 4), at least 1.3 was asked. Best of" not in text  # the evidence names the 4 already
 
 
 def test_the_decision_to_proceed_quotes_a_met_speedup_with_its_numbers(prose) -> None:
@@ -91,6 +100,7 @@ def test_a_wrong_variant_is_named_first(prose) -> None:
 
 
 def test_grounds_omit_what_the_criteria_state() -> None:
+    """The count of met criteria, the evidence of each, and the excluded criteria are shown with the criteria."""
     missed = outcome("fast", "missed", median=0.5)
     because = (
         "0 of 1 criteria are met: none.",
@@ -106,7 +116,10 @@ def test_grounds_omit_what_the_criteria_state() -> None:
 
 
 def on_cpu(digest: str | None = None) -> Result:
-    """Return a CPU's run of study 040. Its criteria are about shapes of full scale, which did not run."""
+    """Return a made-up run of study 040 on a CPU. Its criteria are about shapes of full scale, which did not run.
+
+    ``digest`` is that of its declaration, by default that of the committed result on the H200.
+    """
     gpu = stored()
     shapes = (*gpu.study.shapes, results.shape("small", "small", "float32", B=2, T=64, D=64, V=64))
     study = gpu.study.model_copy(update={"shapes": shapes})
@@ -158,6 +171,7 @@ def test_no_gain_is_claimed_within_the_noise(prose) -> None:
 
 
 def with_cells(keep, **changes) -> Result:
+    """Return the run on a CPU with only the measurements that ``keep`` accepts, and these fields of them changed."""
     base = on_cpu()
     return base.model_copy(update={"cells": tuple(cell.model_copy(update=changes) for cell in base.cells if keep(cell))})
 
@@ -185,6 +199,7 @@ def test_the_best_of_several_gains_is_an_upper_bound() -> None:
 
 
 def test_the_worst_miss_of_an_exact_bound_is_named() -> None:
+    """Exactly 3 launches were asked: 30 is worse than 4, and 0 is worse than 30. 1.9 for 2.0 is the smallest miss."""
     counted = {"at_least": None, "measure": "launches", "of": "chunked"}
     near = outcome("near", "missed", median=4.0, equals=3, **counted)
     far = outcome("far", "missed", median=30.0, equals=3, **counted)
@@ -195,6 +210,7 @@ def test_the_worst_miss_of_an_exact_bound_is_named() -> None:
 
 
 def test_only_short_tables_are_on_the_first_screen() -> None:
+    # ``use`` are the tables of the fastest variants, one for each direction.
     first, later = first_tables(summarize(on_cpu()).use)
     assert (len(first), len(later)) == (2, 0)
     assert [bool(table.note) for table in first] == [False, True]

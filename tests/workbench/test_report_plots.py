@@ -1,4 +1,7 @@
-"""Tests of plots: any name and number can be drawn; lines, labels and colours are used where a reader can tell them apart."""
+"""Tests of plots: any name and number can be drawn; lines, labels and colours are used where a reader can tell them apart.
+
+A plot is an SVG with a title. The results are the made-up ones of ``results.py``, and one that is committed in ``results/``.
+"""
 
 from __future__ import annotations
 
@@ -23,6 +26,7 @@ H200 = Path(__file__).parents[2] / "results" / "nvidia-h200"
 
 @functools.cache
 def of_the_study_with_most_variants() -> tuple[Result, tuple[Plot, ...]]:
+    """Return the committed result of study 040, which has more variants than a plot shows prominently, and its plots."""
     result = Result.load(H200 / "040-linear-rnn.json")
     return result, page.plots(result)
 
@@ -40,6 +44,7 @@ def named(shape: str, variant: str) -> Result:
 
 
 def labels(plot: Plot) -> list[str]:
+    """Return all texts of a plot."""
     return ["".join(each.itertext()) for each in ET.fromstring(plot.svg).iter("text")]
 
 
@@ -68,10 +73,12 @@ def test_a_long_name_is_clipped_with_an_ellipsis() -> None:
 
 
 def test_a_name_with_a_leading_underscore_is_in_the_legend() -> None:
+    """Matplotlib leaves such a name out of a legend by default."""
     assert any("_mine" in label for label in labels(plots(named("shape", "_mine"))[0]))
 
 
 def without_bounds(result: Result) -> Result:
+    """Return the result with a cost of zero bytes and FLOPs for each measurement, so that its roofline bounds are 0."""
     nothing = {"floor_microseconds": 0.0, "planned_microseconds": 0.0, "least_bytes": 0, "bytes": 0, "flops": 0}
     cells = [
         cell.model_copy(update={"plan": cell.plan.model_copy(update=nothing) if cell.plan else None, "traffic": cell.traffic})
@@ -119,6 +126,7 @@ def test_an_impossible_time_is_not_drawn_and_raises_no_error(median: float) -> N
 
 @functools.cache
 def drawn_on_cpu() -> tuple[Plot, ...]:
+    """Return the plots of a result with two variants at two lengths T."""
     return plots(results.interrupted_on_cpu())
 
 
@@ -130,6 +138,7 @@ def joined(plot: Plot) -> bool:
 
 
 def _is_slanted(line: str) -> bool:
+    """Return whether an SVG path has points with different x. The line of an interval is vertical."""
     x = re.findall(r"[ML] ([\d.]+) ", line)
     return len(set(x)) > 1
 
@@ -146,6 +155,7 @@ def test_shapes_of_equal_size_are_points_and_not_a_line() -> None:
 
 
 def test_labels_of_bytes_are_to_the_right_of_every_tick() -> None:
+    """Each bar of DRAM bytes has a tick at the bytes that the variant must move, and its size as a label at the right end."""
     plot = next(plot for plot in of_the_study_with_most_variants()[1] if plot.title.startswith("DRAM bytes"))
     root = ET.fromstring(plot.svg)
     numbers = [
@@ -160,6 +170,7 @@ def test_labels_of_bytes_are_to_the_right_of_every_tick() -> None:
     assert numbers
     assert ticks
     for number in numbers:
+        # A character is at most 6 units of the SVG wide, and the label ends at x.
         width = 6.0 * len("".join(number.itertext()))
         assert float(number.get("x", "nan")) - width > max(ticks)
 
@@ -185,5 +196,8 @@ def test_few_variants_are_all_prominent_and_those_without_a_time_are_not_counted
 
 
 def test_plots_do_not_depend_on_a_studys_text_and_decision() -> None:
-    """For this reason, tests of pages may share plots among results that differ only in that."""
+    """For this reason, tests of pages may share plots among results that differ only in that (``drawn.py``).
+
+    ``unseen_changed`` changes all those fields.
+    """
     assert plots(unseen_changed(results.interrupted_on_cpu())) == drawn_on_cpu()

@@ -1,4 +1,8 @@
-"""Tests of stored results: they stay readable and keep their content."""
+"""Tests of stored results: they stay readable and keep their content, and inconsistent or broken files are refused.
+
+A result file has a ``schema_version``. ``results.py`` makes up results; ``proceed_on_gpu`` is complete. ``prose`` compares a
+message with its entry in tests/snapshots/prose.txt.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +23,7 @@ from tests.workbench import results
 
 
 def committed(root):
+    """Return the paths of the results in the repository."""
     return sorted((root / "results").glob("*/*.json"))
 
 
@@ -36,6 +41,7 @@ def test_a_result_of_version_1_keeps_its_version_when_saved_again(pytestconfig, 
     raw = json.loads(path.read_text())
     assert raw["schema_version"] == 1
     again = json.loads(Result.load(path).save(tmp_path / "again.json").read_text())
+    # ``overall`` is a later field, which version 1 did not have; the rest is unchanged.
     assert [outcome.pop("overall") for outcome in again["outcomes"]] == [None] * len(raw["outcomes"])
     assert again == raw
 
@@ -76,7 +82,7 @@ def test_a_missing_file_is_reported(tmp_path, prose):
 
 
 def changed(*path, value):
-    """Return a valid result as plain values, with one of them changed."""
+    """Return a valid result as plain values, with the one at this path of keys and indices changed."""
     raw = json.loads(results.proceed_on_gpu().model_dump_json())
     here = raw
     for part in path[:-1]:
@@ -85,8 +91,10 @@ def changed(*path, value):
     return raw
 
 
+# Times of the least positive float64; a ratio of one to an ordinary time is 0 or infinite.
 TINY = {"median": 5e-324, "low": 5e-324, "high": 5e-324, "samples": 5}
 
+# Changes that make a result inconsistent, by name: the path of the changed value, and the new value.
 SENSELESS = {
     "a slug that climbs": (("provenance", "slug"), "../../pwn"),
     "an absolute slug": (("provenance", "slug"), "/tmp/pwn"),
@@ -126,12 +134,13 @@ def test_an_inconsistent_result_is_refused_with_the_location(tmp_path, kind):
     with pytest.raises(ResultCorrupt) as told:
         Result.load(path)
     assert not UNSAFE.search(str(told.value))
+    # These two are found by comparing parts of the result, so the message names no single field.
     if kind not in ("a shape's name that is not declared", "a criterion at another shape"):
         assert str(place[0]) in str(told.value)
 
 
 def test_a_duplicate_measurement_is_refused(tmp_path, prose):
-    """Readers of the result could otherwise use different ones of the two."""
+    """Readers of the result could otherwise use different ones of the two. The same holds for two times of one regime."""
     raw = json.loads(results.proceed_on_gpu().model_dump_json())
     path = tmp_path / "twice.json"
     path.write_text(json.dumps(raw | {"cells": [*raw["cells"], raw["cells"][0]]}), encoding="utf-8")
@@ -199,6 +208,7 @@ def test_a_failed_write_keeps_the_old_file_and_leaves_no_other(tmp_path, monkeyp
 
 
 def test_a_measured_read_bandwidth_is_stored_and_shown(tmp_path):
+    """Results older than this field have none, and their reports no row for it."""
     old = results.proceed_on_gpu()
     peaks = old.ceilings.model_copy(update={"read_bytes_per_second": 4.6e12, "spread": {"read": 0.01}})
     new = old.model_copy(update={"ceilings": peaks})

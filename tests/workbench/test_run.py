@@ -1,4 +1,10 @@
-"""Tests of runs of a study: from plan to decision, files, failures of variants, interruption, resuming, and provenance."""
+"""Tests of runs of a study: from plan to decision, files, failures of variants, interruption, resuming, and provenance.
+
+The helpers are those of ``runs.py``. ``study`` declares ``toy_sum`` (of ``toy.py``) at the small-scale shapes ``first`` and
+``second``; its baseline is ``eager`` and its other variant ``parallel``. ``run`` runs it on the CPU and saves the result in
+results/cpu/toy-study.json. ``steps(name=function)`` replaces a function that uses the device. ``interrupted_at("begin")``
+presses Ctrl-C when the second shape begins. ``prose`` compares a text with its entry in tests/snapshots/prose.txt.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +28,7 @@ from onelaunch.workbench.study import Criterion, Shape
 from tests.workbench import toy
 from tests.workbench.runs import FASTER, SLOW_LIGHT, interrupted_at, quick, run, statuses, steps, study
 
-__all__ = ["quick"]  # a fixture that every test here uses
+__all__ = ["quick"]  # an automatic fixture: an empty working directory, short samples, no warm-up
 
 
 def test_a_study_runs_from_plan_to_decision(tmp_path):
@@ -34,7 +40,7 @@ def test_a_study_runs_from_plan_to_decision(tmp_path):
     assert cell.verdict.ok
     assert [taken.regime for taken in cell.timings] == ["cold", "warm", "eager"]
     assert len(cell.timing("cold").rounds) == 3
-    assert cell.plan.bytes == 2 * 2 * 24 * 8 * 4
+    assert cell.plan.bytes == 2 * 2 * 24 * 8 * 4  # x and y, of B x T x V float32 elements
     assert (cell.traffic.source, cell.traffic.total) == ("analytic", cell.plan.bytes)
     assert {(noise.shape, noise.direction) for noise in result.noise} == {
         (shape, direction) for shape in ("first", "second") for direction in ("forward", "forward_backward")
@@ -49,7 +55,7 @@ def test_a_study_runs_from_plan_to_decision(tmp_path):
     assert {(step.shape, step.direction) for step in told} >= {("first", "forward"), ("second", "forward_backward")}
     assert {step.step for step in told} >= {"verify", "time"}
     assert [step.cases_done for step in told] == sorted(step.cases_done for step in told)
-    assert {step.cases for step in told} == {4}
+    assert {step.cases for step in told} == {4}  # two shapes in two directions
 
 
 def test_the_result_is_saved_at_the_given_path_and_readable(tmp_path):
@@ -71,6 +77,7 @@ def test_an_existing_result_is_refused_before_anything_runs(tmp_path):
 
 
 def test_a_killed_runs_partial_result_is_not_replaced_unasked(tmp_path, prose):
+    """While a run measures, its result so far is in the partial file beside the path."""
     path = tmp_path / "mine.json"
     partial_path(path).write_text("half")
     with prose.raises(ResultExists, match=r"mine\.partial\.json"):
@@ -133,6 +140,7 @@ def test_a_result_that_cannot_be_saved_at_its_path_is_saved_elsewhere(tmp_path, 
 
 def test_a_user_s_package_is_named_with_its_version(monkeypatch):
     _distributions.cache_clear()
+    # ``toy_sum`` is defined in the package ``tests``, here one of an installed distribution.
     owners = {"tests": ["my-kernels"], "onelaunch": ["onelaunch"]}
     monkeypatch.setattr("importlib.metadata.packages_distributions", lambda: owners)
     version = importlib.metadata.version
@@ -201,7 +209,7 @@ def test_ctrl_c_keeps_and_judges_the_measurements(tmp_path, when):
     assert result.decision is not None
     assert any("interrupted" in sentence for sentence in result.decision.unexplained)
     assert Result.load(tmp_path / "results" / "cpu" / "toy-study.json") == result
-    kept = result.cell("second", "parallel").timings
+    kept = result.cell("second", "parallel").timings  # of the rounds that were complete
     assert bool(kept) == (when == "within")
 
 
@@ -260,7 +268,7 @@ def test_an_interrupted_run_resumes_where_it_stopped(tmp_path, prose):
 def test_a_killed_run_can_be_resumed(tmp_path):
     path = tmp_path / "mine.json"
     run(study(), save_to=path, steps=interrupted_at("begin", "second"))
-    path.rename(partial_path(path))
+    path.rename(partial_path(path))  # a killed run leaves only this file
     result = run(study(), save_to=path, resume=True)
     assert statuses(result) == statuses(result, "second") == {"eager": "ok", "parallel": "ok"}
     assert not partial_path(path).exists()
@@ -287,6 +295,7 @@ def test_a_resumed_run_keeps_the_peaks_of_its_roofline_bounds():
     ],
 )
 def test_a_run_with_other_settings_is_not_resumed(change, said, prose):
+    """``said`` is part of the test's id only; the snapshot holds the message."""
     run(study(), steps=interrupted_at("begin", "second"))
     declared = change.pop("study", study())
     with prose.raises(ResultMismatch, match=r"toy-study\.json.*force=True"):
@@ -304,7 +313,9 @@ def test_a_time_below_the_roofline_bound_is_rejected():
 
 LOADED = Ceilings(1.0, {"float32": 1.0}, 1e-6, "then", peaks.software("cpu"), spread={"copy": 0.02})
 """Peaks as measured on a loaded machine: one byte per second, so that every time is below its roofline bound."""
+
 FREE = Ceilings(1e12, {"float32": 1e13}, 1e-6, "now", peaks.software("cpu"), 2e12, {"copy": 0.02})
+"""Peaks of the same machine without load: 1 TB/s."""
 
 
 def test_peaks_measured_under_load_are_measured_again(monkeypatch):
@@ -317,14 +328,14 @@ def test_peaks_measured_under_load_are_measured_again(monkeypatch):
     assert {cell.status for cell in result.cells} == {"ok"}
     assert result.decision.kind != "debug"
     assert result.ceilings.copy_bytes_per_second == 1e12
-    assert {cell.plan.floor_microseconds for cell in result.cells} == {2 * 2 * 24 * 8 * 4 / 1e6}
+    assert {cell.plan.floor_microseconds for cell in result.cells} == {2 * 2 * 24 * 8 * 4 / 1e6}  # bytes over 1e6 per us
     assert any("measured again" in note for note in result.notes)
     assert peaks.stored("cpu").copy_bytes_per_second == 1e12
     assert Result.load(default_path(study())) == result
 
 
 def test_rejected_times_are_accepted_once_the_peaks_are_corrected():
-    """At the first shape the repeated peaks are as low as before. At the second the load is over."""
+    """At the first shape the repeated peaks are as low as before. At the second the load is over, and both are judged again."""
     answers = iter([LOADED, FREE])
     result = run(study(FASTER), steps=steps(ceilings=lambda _: LOADED, remeasure=lambda *_: next(answers)))
     assert {cell.status for cell in result.cells} == {"ok"}
@@ -373,12 +384,13 @@ def test_provenance_names_machine_and_versions():
 def test_the_commit_is_marked_if_the_checkout_differs(monkeypatch):
     from onelaunch.workbench.result import provenance
 
+    # Output of git by subcommand: whether the file is tracked, the commit, and the changed files.
     answers: dict[str, str | None] = {"ls-files": "__init__.py", "rev-parse": "abc123", "status": " M errors.py"}
     monkeypatch.setattr(provenance, "_git", lambda *arguments: answers[arguments[0]])
     assert commit() == "abc123-dirty"
     answers["status"] = ""
     assert commit() == "abc123"
-    answers["ls-files"] = None
+    answers["ls-files"] = None  # git fails: the code is in no checkout
     assert commit() == ""
 
 

@@ -1,4 +1,11 @@
-"""Tests of runs of a study that count bytes, launches and barriers."""
+"""Tests of runs of a study that count bytes, launches and barriers.
+
+The helpers are those of ``runs.py``. ``study`` declares ``toy_sum`` at the shapes ``first`` and ``second``, with the baseline
+``eager`` (an unknown number of launches) and ``parallel``; ``run`` runs it. ``steps(count=...)`` replaces the counter of DRAM
+bytes, and ``steps(counters=...)`` those of other measures. ``counting(asked)`` counts 2000 bytes for ``eager``, 1000 for
+others, and appends to ``asked`` for each call its list of requests (shape, direction, variant, control). ``FEWER`` asks for the
+bytes of ``eager`` over those of ``parallel`` at ``first``. ``prose`` compares a text with tests/snapshots/prose.txt.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +14,14 @@ import pytest
 from onelaunch.workbench.study import Criterion
 from tests.workbench.runs import FASTER, FEWER, counting, quick, run, statuses, steps, study
 
-__all__ = ["quick"]  # a fixture that every test here uses
+__all__ = ["quick"]  # an automatic fixture: an empty working directory, short samples, no warm-up
 
 
 FEW = Criterion(name="few launches", measure="launches", of="parallel", at="first", at_most=6)
 
 
 def test_bytes_that_were_not_counted_yet_are_counted_on_resuming():
+    """Ctrl-C was pressed when counting began, after the times of the first shape."""
     asked = []
 
     def stop(*_, **__):
@@ -29,7 +37,7 @@ def test_bytes_are_counted_if_a_criterion_needs_them():
     asked = []
     result = run(study(FEWER, controls=("product",), directions=("forward", "forward_backward")), steps=counting(asked))
     (requests,) = asked
-    assert {request[:2] for request in requests} == {("first", "forward")}
+    assert {request[:2] for request in requests} == {("first", "forward")}  # where the criterion asks for bytes
     assert {request[2:] for request in requests} == {("eager", False), ("parallel", False), ("product", True)}
     assert requests[-1][2] == "eager"  # the slowest variant comes last
     assert result.cell("first", "eager").traffic.source == "ncu"
@@ -48,6 +56,7 @@ def test_bytes_over_the_minimum_are_counted_only_for_the_named_variants():
 
 def test_loops_of_unknown_length_are_counted_only_if_a_criterion_names_them():
     asked = []
+    # ``eager`` is such a loop. With the control in its place, the criterion does not name it.
     over_control = FEWER.model_copy(update={"over": "product"})
     run(study(over_control, controls=("product",)), steps=counting(asked))
     assert [request[2] for request in asked[0]] in (["product", "parallel"], ["parallel", "product"])
@@ -61,7 +70,7 @@ def test_counting_can_be_enabled_for_all_or_disabled():
     run(study(FEWER), steps=counting(asked), count=False)
     assert asked == []
     run(study(), steps=counting(asked), count="all", force=True)
-    assert len(asked) == 2
+    assert len(asked) == 2  # once for each shape
 
 
 def test_failing_counters_leave_computed_bytes_and_a_note(prose):

@@ -1,4 +1,4 @@
-"""Tests of statistics: medians, confidence intervals, paired ratios, and noise."""
+"""Tests of statistics: medians, confidence intervals, ratios of paired rounds, geometric means, and noise as a factor."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from onelaunch.workbench import stats
 
+# Lists of times in microseconds.
 TIMES = st.lists(st.floats(0.1, 1e6), min_size=1, max_size=40)
 
 
@@ -99,6 +100,7 @@ def test_the_noise_between_runs_has_95_percent_coverage(counts):
 def test_the_noise_between_runs_is_that_of_a_two_sample_t_interval():
     """Logarithms 0 and 0.02 against 1 and 1.02 have a pooled standard deviation of 0.0141 and two degrees of freedom."""
     found = stats.noise_between_runs(np.exp([0.0, 0.02]).tolist(), np.exp([1.0, 1.02]).tolist())
+    # 4.303 is the two-sided 95 % quantile of Student's t; 0.0141 squared is 0.0002, times 1/2 + 1/2 for the two means.
     assert found == pytest.approx(np.exp(4.303 * 0.0002**0.5))
 
 

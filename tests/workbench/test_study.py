@@ -1,4 +1,9 @@
-"""Tests of study files: keys, mistakes, names and text, folders, and digests."""
+"""Tests of study files: keys, mistakes, names and text, folders, and digests.
+
+The operation is the made-up ``ladder`` of ``ladder.py``, with sizes N and V, the options ``kind`` and ``masked``, and variants
+of one, two and three launches. ``prose`` compares a message with its entry in tests/snapshots/prose.txt, which holds the test's
+id.
+"""
 
 from __future__ import annotations
 
@@ -49,6 +54,8 @@ at_least = 1.3
 
 @pytest.fixture
 def written(tmp_path):
+    """Return a function that writes a study file and returns its path."""
+
     def write(text=GOOD, name="mine.toml"):
         path = tmp_path / name
         path.write_text(text)
@@ -76,6 +83,7 @@ def test_a_shape_may_run_in_some_of_the_directions(written):
 
 
 def test_queries_of_a_study(written):
+    """Check which variants and shapes a criterion stands for, the names of a study's variants, and its digest."""
     study = load_study(written())
     (faster,) = study.criteria
     assert study.select(faster.of) == ("two", "one", "forward_only")
@@ -89,6 +97,7 @@ def test_queries_of_a_study(written):
     assert study.digest() == load_study(written()).digest()
 
 
+# Mistakes by name: a text of ``GOOD``, and what replaces its first occurrence.
 MISTAKES = {
     "misspelt key": ('baseline = "three"', 'basline = "three"'),
     "missing key": ('baseline = "three"', ""),
@@ -136,6 +145,7 @@ MISTAKES = {
     "selector of unknown tag": ("launches = [1", "lunches = [1"),
     "selector of nothing": ("[1, 2]", "[4]"),
     "unknown over": ('at = "big"', 'at = "big"\nover = "fore"'),
+    # Controls run forward only.
     "control backward": ('at = "big"', 'at = "big"\nover = "product"\ndirection = "forward_backward"'),
     "bad regime": ('at = "big"', 'at = "big"\nregime = "hot"'),
     "error over something": ('"speedup"', '"error"\nover = "two"'),
@@ -152,6 +162,7 @@ MISTAKES = {
         '"speedup"\nof = { launches = [1, 2] }\nat = "big"\nat_least',
         '"barriers"\nof = "one"\ncombine = "geomean"\nat_most',
     ),
+    # ``served`` times consecutive steps, for which the operation registers no loop.
     "steps in a row of what is no step": ("controls", 'regimes = ["cold", "served"]\ncontrols'),
     "other regime that is not timed": ('at = "big"', 'at = "big"\nover_regime = "served"'),
     "other regime of a time alone": (
@@ -176,6 +187,7 @@ MISTAKES = {
         '"speedup"\nof = { launches = [1, 2] }\nat = "big"\nat_least',
         '"error"\nof = "one"\ncombine = "geomean"\nat_most',
     ),
+    # ``per`` divides times at two shapes by their sizes, so it needs ``over_at``, the other shape.
     "share of work at one shape": ('at = "big"', 'at = "big"\nper = ["N"]'),
     "bytes at two shapes": ('"speedup"', '"dram_bytes_ratio"\nover_at = "big"'),
     "unknown other shape": ('at = "big"', 'at = "big"\nover_at = "bug"'),
@@ -195,6 +207,7 @@ def test_every_mistake_is_named_with_its_file_and_the_remedy(written, name, pros
 
 
 def edited(*changes):
+    """Return ``GOOD`` with each text replaced by another."""
     text = GOOD
     for right, wrong in changes:
         assert right in text
@@ -202,6 +215,8 @@ def edited(*changes):
     return text
 
 
+# A criterion on a control or variant that the study leaves out, on a direction or regime that does not run; no shapes; two
+# criteria of one name.
 @pytest.mark.parametrize("changes", [
     [('controls = ["product"]\n', ""), ("{ launches = [1, 2] }", '"product"')],
     [("controls", 'variants = ["two"]\ncontrols'), ("{ launches = [1, 2] }", '"one"')],
@@ -226,6 +241,7 @@ def test_a_binary_file_is_refused(tmp_path, prose):
 
 @pytest.fixture
 def folders(tmp_path, monkeypatch, written):
+    """Make a project's folder with one study, and a folder of ``$ONELAUNCH_STUDIES`` with three; return both."""
     here, other = tmp_path / "here", tmp_path / "other"
     for folder in (here / "studies", other):
         folder.mkdir(parents=True)
@@ -257,6 +273,7 @@ def test_a_missing_folder_of_studies_is_reported_once(folders, tmp_path, monkeyp
     assert "ONELAUNCH_STUDIES" in str(notice.message)
 
 
+# Names that are refused. "direction" is the character that reverses the text after it.
 NAMES = {
     "empty": "",
     "newline": "a\nb",
@@ -304,6 +321,7 @@ def test_existing_study_names_are_allowed(written):
 
 @pytest.mark.parametrize("key", ["question", "notes"])
 def test_prose_allows_no_control_characters_but_line_breaks_and_tabs(written, key, prose):
+    """A study's question and notes are free text, in which only control characters are refused."""
     text = GOOD.replace('question = "Is it?"\n', "") if key == "question" else GOOD
     assert load_study(written(f'{key} = "Gr\u00f6\u00dfe \u2265 3?\\n\\tyes"\n{text}'))
     with prose.raises(StudyError, match=key) as told:
@@ -384,6 +402,7 @@ def test_later_keys_do_not_change_older_digests(written):
     assert set(faster.model_dump()) == {
         *("name", "measure", "of", "over", "at", "in_at_least", "direction", "regime", "at_least", "at_most"),
     }
+    # ``combine`` and ``decides`` are later keys, which are left out at their default.
     told = faster.model_copy(update={"combine": "geomean", "decides": False})
     assert set(told.model_dump()) - set(faster.model_dump()) == {"combine", "decides"}
     assert Criterion.model_validate_json(told.model_dump_json()) == told

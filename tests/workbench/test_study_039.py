@@ -1,4 +1,8 @@
-"""Tests of study 039: it has the shapes and questions of its write-up and those that other projects publish."""
+"""Tests of study 039, of chunkwise gated linear attention (the operation ``gla``): its shapes, criteria and what it skips.
+
+The write-up is the text whose figures the study's ``notes`` quote. The study asks its questions again, and adds shapes for
+which other projects publish figures.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,7 @@ from onelaunch.workbench.study.read import load_study
 from tests.workbench.ladder import RATES
 
 FIELD = ((1, 8192, 96, 128), (2, 16384, 16, 128), (4, 2048, 16, 128), (4, 4096, 64, 128), (8, 2048, 32, 256), (8, 1024, 8, 64))
-"""The shapes [B, T, H, D] that fla and Helion publish figures for."""
+"""The shapes [B, T, H, D] that fla and Helion publish figures for. D is the width of keys and of values, here K = V."""
 
 
 @pytest.fixture(scope="module")
@@ -19,11 +23,14 @@ def study(pytestconfig):
 
 
 def sizes(shape):
+    """Return (B, T, H, D) of a shape."""
     assert shape.sizes["K"] == shape.sizes["V"]
     return tuple(shape.sizes[name] for name in ("B", "T", "H", "K"))
 
 
+# Options of a decoding step, which reads a state and returns the next.
 DECODING = {"initial_state": True, "final_state": True}
+# End of a shape's name by the names of its options. With ``decay_per`` "head", a head has one decay instead of one per channel.
 SUFFIXES = {(): "", ("decay_per",): "-head", tuple(DECODING): "-decode"}
 
 
@@ -43,12 +50,14 @@ def test_shapes_are_the_write_ups_the_fields_long_ones_and_single_steps(study):
 
 
 def test_deciding_criteria_are_about_own_variants_only(study):
+    # ``requires`` names the package of another project that a variant needs.
     for criterion in study.criteria:
         for name in study.select(criterion.of):
             assert find_operation("gla").get(name).capabilities.requires is None
 
 
 def test_one_long_sequence_is_compared_with_the_same_work(study):
+    """The criterion compares times at two shapes (``at`` and ``over_at``), which have equally many tokens."""
     (long,) = [criterion for criterion in study.criteria if criterion.over_at]
     (own,), other = study.shapes_of(long), study.shape(long.over_at)
     assert own.sizes["B"] * own.sizes["T"] == other.sizes["B"] * other.sizes["T"]
@@ -56,8 +65,11 @@ def test_one_long_sequence_is_compared_with_the_same_work(study):
 
 
 def test_step_loops_over_long_sequences_are_skipped_on_a_gpu(study):
-    """Thousands of launches per call would make the study take hours."""
-    plan = plan_study(study, RATES, "cpu", "full")
+    """Thousands of launches per call would make the study take hours.
+
+    The study declares these skips for shapes of full scale, which are those for a GPU. ``recurrent`` is a loop over steps.
+    """
+    plan = plan_study(study, RATES, "cpu", "full")  # made-up peaks, and no GPU needed
     assert plan.infeasible == {}
     left_out = {(cell.shape.name, cell.variant) for cell in plan.cells if "left out" in cell.reason}
     for cell in plan.cells:

@@ -1,4 +1,8 @@
-"""Tests of the study of the projection chain: the write-up's questions, configuration and sweep, and further shapes."""
+"""Tests of the study of the projection chain: the write-up's questions, configuration and sweep, and further shapes.
+
+The operation ``projections`` is the input side of a layer of gated linear attention. The write-up is the text
+whose figures the study's ``notes`` quote.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,7 @@ from onelaunch.workbench.study.plan import plan_study
 from onelaunch.workbench.study.read import load_study
 from tests.workbench.ladder import RATES
 
+# Batch and length (B, T) of the write-up's configuration, and of its sweep over T.
 SWEEP = [(8, 4096), *((4, length) for length in (512, 1024, 2048, 4096))]
 
 
@@ -35,5 +40,5 @@ def test_criteria_named_everywhere_cover_every_shape(study):
 def test_no_criterion_is_infeasible(study):
     plan = plan_study(study, RATES, "cpu", "full")
     assert plan.infeasible == {}
-    traffic = find_operation("projections").cost(study.case(study.shapes[0]))
+    traffic = find_operation("projections").cost(study.case(study.shapes[0]))  # the fewest bytes of a forward call
     assert traffic.bytes == 705757184  # the write-up counted 0.672 GB

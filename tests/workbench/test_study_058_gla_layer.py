@@ -1,4 +1,7 @@
-"""Tests of the study of the whole GLA layer: the write-up's configuration, fla's own, and a decoding step."""
+"""Tests of the study of a whole layer of gated linear attention: the write-up's configuration, fla's own, a decoding step.
+
+The write-up is the text whose figures the study's ``notes`` quote. fla is flash-linear-attention, the peer.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,9 @@ from onelaunch.workbench.study.plan import plan_study
 from onelaunch.workbench.study.read import load_study
 from tests.workbench.ladder import RATES
 
+# Batch and length (B, T) of the write-up's configuration, and of its sweep over T.
 SWEEP = [(8, 4096), *((4, length) for length in (512, 1024, 2048, 4096))]
+# Names of the shapes with the write-up's configuration and with fla's.
 TARGETS = ("8x4096x2048", "8x4096x2048-fla")
 
 
@@ -22,7 +27,7 @@ def study(pytestconfig):
 
 def test_shapes_are_the_write_ups_flas_smaller_ones_and_steps(study):
     full = study.at_scale("full")
-    sizes = [tuple(shape.sizes.values()) for shape in full]
+    sizes = [tuple(shape.sizes.values()) for shape in full]  # (B, T, D, H, K, V)
     assert sizes[: len(SWEEP)] == [(*each, 2048, 16, 128, 128) for each in SWEEP]
     assert study.shape("8x4096x2048-fla").sizes == {"B": 8, "T": 4096, "D": 2048, "H": 16, "K": 64, "V": 128}
     assert {(length, width) for _, length, width, *_ in sizes} >= {(128, 2048), (4096, 1024), (512, 1024)}
@@ -44,12 +49,13 @@ def test_criteria_select_variants_at_every_shape_they_name(study):
 
 
 def test_no_criterion_is_infeasible(study):
-    plan = plan_study(study, RATES, "cpu", "full")
+    plan = plan_study(study, RATES, "cpu", "full")  # made-up peaks, and no GPU needed
     assert plan.infeasible == {}
     assert {cell.variant for cell in plan.cells} == {"unfused", "compiled", "composed", "packed", "packed_states", "fla"}
 
 
 def test_the_study_runs_without_a_gpu(study, tmp_path, monkeypatch):
+    """The run is of small scale, with short samples, made-up peaks, and two of the variants."""
     monkeypatch.setitem(timing.WARM_UP_SECONDS, "cpu", 0.0)
     monkeypatch.setattr(sampling, "CACHES", 0)
     quick = study.model_copy(update={"variants": ("unfused", "composed"), "regimes": ("eager",), "criteria": ()})

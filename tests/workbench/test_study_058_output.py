@@ -1,6 +1,7 @@
 """Tests of the study of the output chain: the write-up's open questions, at the projection chain's shapes.
 
-A decoding step is added to these shapes.
+A decoding step is added to these shapes. The output chain is the norm, gate and output projection of a layer of gated linear
+attention. The write-up is the text whose figures the study's ``notes`` quote.
 """
 
 from __future__ import annotations
@@ -13,12 +14,14 @@ from onelaunch.workbench.study.read import load_study
 from tests.workbench.ladder import RATES
 
 NAMES = ("B", "T", "D", "H", "V")
+"""Sizes that both chains have."""
 STEP = (16, 1, 2048, 16, 128)
 """Sizes of the shape with one token of each of 16 sequences."""
 
 
 @pytest.fixture(scope="module")
 def studies(pytestconfig):
+    """Return the studies of the output chain and of the projection chain by name."""
     folder = pytestconfig.rootpath / "studies"
     return {name: load_study(folder / f"058-{name}-chain.toml") for name in ("output", "projection")}
 
@@ -34,6 +37,7 @@ def sizes(shape):
 
 def test_shapes_are_those_of_the_projection_chain_and_a_decoding_step(studies):
     ours, theirs = studies["output"], studies["projection"]
+    # Shapes with options are left out: the projection chain alone has them.
     for scale, more in (("full", {STEP}), ("small", set())):
         assert {sizes(shape) for shape in ours.at_scale(scale)} == more | {
             sizes(shape) for shape in theirs.at_scale(scale) if not shape.options
@@ -46,6 +50,7 @@ def test_shapes_are_those_of_the_projection_chain_and_a_decoding_step(studies):
 
 
 def test_silu_is_applied_to_the_gate(study):
+    """The flag ``activated`` would mean that the gate comes with SiLU applied."""
     query = find_operation("output_chain").query(study.case(study.shapes[0]), "cpu")
     assert "gate" in query.flags
     assert "activated" not in query.flags
@@ -54,6 +59,7 @@ def test_silu_is_applied_to_the_gate(study):
 def test_criteria_about_fused_select_only_own_variants(study):
     for criterion in study.criteria:
         if isinstance(criterion.of, dict):
+            # ``norm_gate`` fuses norm and gate in one launch, ``prologue`` the whole chain.
             assert study.select(criterion.of) == ("norm_gate", "prologue")
         else:
             assert (criterion.of, criterion.over) == ("prologue", "norm_gate")
@@ -70,6 +76,7 @@ def test_criteria_named_everywhere_cover_every_shape_of_their_direction(study):
 def test_no_criterion_is_infeasible(study):
     assert plan_study(study, RATES, "cpu", "full").infeasible == {}
     operation, case = find_operation("output_chain"), study.case(study.shapes[0])
+    # Bytes of a forward call.
     moved = {name: operation.cost(case, operation.get(name)).bytes for name in ("unfused", "norm_gate")}
     assert operation.cost(case).bytes == 411042048
     assert moved == {"unfused": 1216348416, "norm_gate": 679477504}  # the write-up's 1.79 times fewer bytes

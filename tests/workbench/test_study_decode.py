@@ -14,11 +14,13 @@ from onelaunch.workbench.study.read import load_study
 
 @pytest.fixture(scope="module")
 def study(pytestconfig):
+    """Return the study. Its operation ``decode_step`` is one token of a decoder model at a position of the sequence."""
     return load_study(pytestconfig.rootpath / "studies" / "decode-megakernel.toml")
 
 
 def test_bounds_on_barriers_match_the_plans(study):
     asked = {criterion.of: criterion for criterion in study.criteria if criterion.measure == "barriers"}
+    # ``RUNGS`` are the optimization levels of the megakernel, each a variant with a plan of its own.
     # "graph" is left out: it has a launch per phase, and no criterion bounds its grid barriers.
     assert asked.keys() == RUNGS.keys() - {"graph"}
     for rung, criterion in asked.items():
@@ -28,6 +30,7 @@ def test_bounds_on_barriers_match_the_plans(study):
 
 
 def test_tokens_per_second_in_names_match_microseconds_per_step(study):
+    """A step makes one token. The regime ``running`` times consecutive steps."""
     named = [criterion for criterion in study.criteria if criterion.measure == "time"]
     assert len(named) == 5
     for criterion in named:

@@ -7,12 +7,13 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 RECORDED = ROOT / "tests" / "snapshots" / "studies.txt"
+"""File with a line for each study: the first 16 hexadecimal digits of the file's SHA-256, and its name."""
 
 
 def test_studies_have_their_recorded_digests():
     """A bound that changes after a measurement decides another question.
 
-    If it has to change, the new digest shows that in the diff.
+    If it has to change, the new digest is recorded, and shows in the diff.
     """
     found = [
         f"{hashlib.sha256(path.read_bytes()).hexdigest()[:16]}  {path.name}" for path in sorted((ROOT / "studies").glob("*.toml"))

@@ -1,4 +1,9 @@
-"""Tests of timing: the order of candidates, the measurements kept after failures, and the times that are accepted."""
+"""Tests of timing: the order of candidates, the measurements kept after failures, and the times that are accepted.
+
+A candidate is a variant or control of ``toy_sum`` (``toy.py``). In most tests times come from a script. They name samplers in
+the order in which these are made: ``eager0``, ``parallel1``, and ``eager2`` for the baseline's second copy, whose ratio to the
+first is the noise. ``prose`` compares a text with its entry in tests/snapshots/prose.txt.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +27,8 @@ class FakeSampler:
 
     log: list[tuple[str, str]]
 
-    def __init__(self, name, script, answer):
-        self.name, self.script, self.answer = name, script, answer
+    def __init__(self, name, script, result):
+        self.name, self.script, self.result = name, script, result
         self.peak_bytes = 123
         self.refused = {}
         self.counts = Counter()
@@ -37,19 +42,19 @@ class FakeSampler:
         return self.script(self.name, regime, self.counts[regime])
 
     def outputs(self, regime):
-        yield self.answer
+        yield self.result
 
 
 @pytest.fixture
 def scripted(monkeypatch):
-    """Replace the clock by a script; the fixture returns the log of samples."""
+    """Return a function that replaces the clock by a script, and returns the log of samples as (sampler, regime)."""
     log = []
 
     def install(script):
         names = itertools.count()
 
-        def make(callee, rotation, device):
-            made = FakeSampler(f"{callee.name}{next(names)}", script, callee(rotation.sets[0]))
+        def make(candidate, rotation, device):
+            made = FakeSampler(f"{candidate.name}{next(names)}", script, candidate(rotation.sets[0]))
             made.log = log
             return made
 
@@ -61,6 +66,7 @@ def scripted(monkeypatch):
 
 
 def run(**changes):
+    """Measure ``eager`` (the baseline) and ``parallel`` in four rounds; ``changes`` replaces arguments."""
     given: dict[str, Any] = {"variants": ["eager", "parallel"], "rounds": 4, "regimes": ("cold",)} | changes
     return measure(toy_sum, toy_case(), **given)
 
@@ -85,7 +91,7 @@ def test_each_candidate_also_precedes_those_that_it_follows():
 def test_candidates_are_interleaved_within_rounds(scripted):
     log = scripted(lambda name, regime, n: 10.0)
     run(regimes=("cold", "eager"))
-    sampled = [name for name, regime in log if regime == "cold"][-12:]
+    sampled = [name for name, regime in log if regime == "cold"][-12:]  # four rounds of three; before them is the warm-up
     assert [sorted(sampled[start : start + 3]) for start in range(0, 12, 3)] == 4 * [["eager0", "eager2", "parallel1"]]
     assert sampled[0:3] == sampled[3:6][::-1]
     assert sampled[0] != sampled[6]
@@ -116,6 +122,7 @@ def test_a_baseline_that_cannot_run_gives_no_noise(scripted):
 
 
 def test_the_first_correct_baseline_gives_the_noise(scripted, prose):
+    """Three baselines are named in order. ``zeros`` is incorrect, so ``parallel`` is timed twice."""
     scripted(lambda name, regime, n: {"eager0": 10.0, "parallel1": 5.0, "parallel2": 5.5}[name])
     found = run(variants=["zeros", "eager", "parallel"], baseline=("zeros", "parallel", "eager"))
     assert found.candidates["zeros"].status == "incorrect"
@@ -127,7 +134,7 @@ def test_the_first_correct_baseline_gives_the_noise(scripted, prose):
 
 
 class FakeLoop:
-    """Loop with a given time per step, which may report a wrong result."""
+    """Loop with a given time per step in seconds, which may report a wrong result, or raise (``step=None``)."""
 
     made: list[str]
 
@@ -147,6 +154,10 @@ class FakeLoop:
 
 @pytest.fixture
 def loops(monkeypatch):
+    """Return a function that gives ``toy_sum`` loops for two regimes, and returns the names of the variants that get one.
+
+    ``facts`` holds arguments of :class:`FakeLoop` for the regime ``served``, by variant.
+    """
     monkeypatch.setattr(FakeLoop, "made", [], raising=False)
 
     def install(**facts):
@@ -189,7 +200,8 @@ def test_controls_and_gradients_have_no_consecutive_steps(scripted, loops):
     scripted(lambda name, regime, n: 10.0)
     made = loops()
     found = run(regimes=("cold", "running"), controls=["product"], rounds=3)
-    assert {name: len(subject.timings) for name, subject in found.candidates.items()} == {"eager": 2, "parallel": 2, "product": 1}
+    regimes = {name: len(candidate.timings) for name, candidate in found.candidates.items()}
+    assert regimes == {"eager": 2, "parallel": 2, "product": 1}
     made.clear()
     run(regimes=("cold", "running"), direction="forward_backward", rounds=3)
     assert made == []
@@ -208,11 +220,11 @@ def test_ctrl_c_keeps_complete_rounds(scripted):
     with pytest.raises(KeyboardInterrupt) as caught:
         run(rounds=50)
     assert isinstance(caught.value, Interrupted)
-    subjects = caught.value.measurements.candidates
-    kept = {name: len(subject.timings[0].rounds) for name, subject in subjects.items()}
+    candidates = caught.value.measurements.candidates
+    kept = {name: len(candidate.timings[0].rounds) for name, candidate in candidates.items()}
     assert kept["eager"] == kept["parallel"] >= 2, "a round counts for all candidates or for none"
-    assert {subject.status for subject in subjects.values()} == {"interrupted"}
-    assert f"after {kept['eager']} rounds" in subjects["eager"].reason
+    assert {candidate.status for candidate in candidates.values()} == {"interrupted"}
+    assert f"after {kept['eager']} rounds" in candidates["eager"].reason
     assert caught.value.measurements.noise[0].ratio.samples == kept["eager"]
 
 
@@ -223,7 +235,7 @@ def test_ctrl_c_during_verification_keeps_the_statuses_found(monkeypatch):
     monkeypatch.setattr(toy_sum.get("parallel"), "run", stop)
     with pytest.raises(Interrupted) as caught:
         run(variants=["eager", "zeros", "gpu_only", "parallel"])
-    statuses = {name: subject.status for name, subject in caught.value.measurements.candidates.items()}
+    statuses = {name: candidate.status for name, candidate in caught.value.measurements.candidates.items()}
     assert statuses == {"eager": "interrupted", "zeros": "incorrect", "gpu_only": "unsupported", "parallel": "interrupted"}
 
 
@@ -241,8 +253,8 @@ def test_a_candidate_that_fails_during_timing_does_not_stop_the_others(scripted)
 
 
 def test_statuses_have_reasons():
-    subjects = run(variants=["eager", "gpu_only", "missing_package", "raises", "runs_out", "zeros"]).candidates
-    assert {name: subject.status for name, subject in subjects.items()} == {
+    candidates = run(variants=["eager", "gpu_only", "missing_package", "raises", "runs_out", "zeros"]).candidates
+    assert {name: candidate.status for name, candidate in candidates.items()} == {
         "eager": "ok",
         "gpu_only": "unsupported",
         "missing_package": "not_installed",
@@ -250,17 +262,17 @@ def test_statuses_have_reasons():
         "runs_out": "out_of_memory",
         "zeros": "incorrect",
     }
-    assert subjects["gpu_only"].reason == "needs a GPU"
-    assert "a_package_that_nobody_has" in subjects["missing_package"].reason
-    assert "the kernel fell over" in subjects["raises"].reason
-    assert subjects["zeros"].verdict is not None
-    assert not subjects["zeros"].verdict.ok
-    assert not any(subject.timings for name, subject in subjects.items() if name != "eager")
+    assert candidates["gpu_only"].reason == "needs a GPU"
+    assert "a_package_that_nobody_has" in candidates["missing_package"].reason
+    assert "the kernel fell over" in candidates["raises"].reason
+    assert candidates["zeros"].verdict is not None
+    assert not candidates["zeros"].verdict.ok
+    assert not any(candidate.timings for name, candidate in candidates.items() if name != "eager")
 
 
 def test_no_runnable_candidate_is_a_valid_result():
     found = run(variants=["zeros", "gpu_only"])
-    assert not any(subject.timings for subject in found.candidates.values())
+    assert not any(candidate.timings for candidate in found.candidates.values())
     assert found.noise == ()
 
 
@@ -268,9 +280,9 @@ def test_a_refused_regime_does_not_affect_the_others(scripted, monkeypatch):
     scripted(lambda name, regime, n: 10.0)
     make = timing.make_sampler
 
-    def refusing(callee, rotation, device):
-        made = make(callee, rotation, device)
-        if callee.name == "parallel":
+    def refusing(candidate, rotation, device):
+        made = make(candidate, rotation, device)
+        if candidate.name == "parallel":
             made.refused = {"cold": ("error", "cannot be captured in a CUDA graph: it synchronises")}
         return made
 
@@ -285,6 +297,7 @@ def test_a_refused_regime_does_not_affect_the_others(scripted, monkeypatch):
 def test_the_time_limit_stops_after_three_rounds_at_the_earliest():
     found = run(rounds=1000, time_cap_seconds=0.0)
     assert len(found.candidates["eager"].timings[0].rounds) == 3
+    # Three rounds are measured whatever the cap.
     assert any("time cap" in note and "3 of 1000" in note for note in found.notes)
 
 
@@ -315,9 +328,9 @@ def test_times_and_controls_of_both_directions_are_plausible():
     forward = measure(toy_sum, case, variants=["eager", "parallel"], controls=["product"], rounds=5)
     backward = measure(toy_sum, case, "forward_backward", variants=["eager", "parallel"], controls=["product"], rounds=5)
     for found in (forward, backward):
-        assert {name: subject.status for name, subject in found.candidates.items()} == dict.fromkeys(found.candidates, "ok")
+        assert {name: candidate.status for name, candidate in found.candidates.items()} == dict.fromkeys(found.candidates, "ok")
         assert [one.regime for one in found.candidates["parallel"].timings] == ["cold", "warm", "eager"]
-        times = {name: subject.timings[0].microseconds.median for name, subject in found.candidates.items()}
+        times = {name: candidate.timings[0].microseconds.median for name, candidate in found.candidates.items()}
         assert times["eager"] > 5 * times["parallel"] > 5 * 0.5 * times["product"] > 0
         assert found.candidates["product"].control
         assert found.candidates["eager"].verdict is not None
@@ -335,7 +348,7 @@ def test_progress_is_reported():
 
 def test_cold_calls_rotate_through_all_sets_and_warm_calls_use_one(monkeypatch):
     monkeypatch.setattr(sampling, "CPU_SAMPLE_SECONDS", 0.0)
-    monkeypatch.setattr(sampling, "CACHES", 0.0005)
+    monkeypatch.setattr(sampling, "CACHES", 0.0005)  # size of all input sets together, in last-level caches
     case = toy_case()
     used = []
 
@@ -345,8 +358,8 @@ def test_cold_calls_rotate_through_all_sets_and_warm_calls_use_one(monkeypatch):
 
     rotation = rotate(Judge().reference(toy_sum, case), torch.device("cpu"))
     assert len(rotation.sets) > 4
-    callee = Candidate("parallel", call, toy_sum.outputs)
-    one, other = CpuSampler(callee, rotation), CpuSampler(callee, rotation)
+    candidate = Candidate("parallel", call, toy_sum.outputs)
+    one, other = CpuSampler(candidate, rotation), CpuSampler(candidate, rotation)
     one.prepare(("cold", "warm"))
     used.clear()
     for _ in range(len(rotation.sets)):  # candidates alternate, so that none finds the other's inputs in the cache
@@ -365,12 +378,12 @@ def test_rotated_sets_exceed_three_caches_unless_memory_is_short(monkeypatch):
     cache = describe("cpu").cache_bytes
     device = torch.device("cpu")
     monkeypatch.setattr(sampling, "free_memory", lambda device: 1 << 40)
-    count, full = count_sets(1 << 20, 0, device)
+    count, full = count_sets(1 << 20, 0, device)  # arguments: bytes of the inputs and outputs of one set
     assert full
     assert (count - 1) << 20 > 3 * cache
     assert count_sets(10 * cache, 0, device) == (2, True)
     monkeypatch.setattr(sampling, "free_memory", lambda device: 40 << 20)
-    assert count_sets(1 << 20, 1 << 20, device) == (5, False)
+    assert count_sets(1 << 20, 1 << 20, device) == (5, False)  # a quarter of 40 MiB
     assert count_sets(1 << 30, 1 << 20, device) == (1, False)
     assert count_sets(0, 0, device)[0] > 0
 
@@ -390,7 +403,7 @@ def test_every_set_has_its_own_storage_and_the_same_contents():
 
 
 def test_peak_memory_is_the_increase_by_one_call(monkeypatch):
-    """1000 bytes were allocated before; the call reached 5000 and kept 2000."""
+    """1000 bytes were allocated before, and the call reached 5000. PyTorch's counters are replaced, so no GPU is needed."""
     log = []
     memory = {"reset_peak_memory_stats": None, "memory_allocated": 1000, "max_memory_allocated": 5000}
     for name, value in memory.items():
@@ -411,7 +424,7 @@ def test_peak_memory_is_the_increase_by_one_call(monkeypatch):
 
 
 def test_on_a_cpu_peak_memory_is_not_measured():
-    assert {subject.peak_bytes for subject in run(rounds=3).candidates.values()} == {None}
+    assert {candidate.peak_bytes for candidate in run(rounds=3).candidates.values()} == {None}
 
 
 # On a GPU
@@ -445,13 +458,13 @@ def test_graphs_are_timed_in_all_regimes_and_directions():
         found = measure(
             toy_sum, case, direction, variants=["eager", "parallel", "gpu_only"], controls=["product"], rounds=5, device="cuda"
         )
-        for subject in found.candidates.values():
-            assert subject.status == "ok", subject.reason
-            times = {one.regime: one.microseconds.median for one in subject.timings}
+        for candidate in found.candidates.values():
+            assert candidate.status == "ok", candidate.reason
+            times = {one.regime: one.microseconds.median for one in candidate.timings}
             assert 0 < times["warm"] <= 1.1 * times["cold"]
             assert times["cold"] <= 1.1 * times["eager"], "replay cannot be slower than calls from Python"
-            assert subject.peak_bytes is not None
-            assert subject.peak_bytes > 0
+            assert candidate.peak_bytes is not None
+            assert candidate.peak_bytes > 0
         assert {noise.regime for noise in found.noise} == {"cold", "warm", "eager"}
 
 
@@ -466,9 +479,9 @@ def test_a_call_that_cannot_be_captured_is_refused_and_the_next_capture_works():
         found = measure(toy_sum, toy_case(), variants=["synchronises", "parallel"], baseline="parallel", rounds=3, device="cuda")
     finally:
         del toy_sum.variants["synchronises"]
-    subject = found.candidates["synchronises"]
-    assert subject.status == "error"
-    assert "cannot be captured" in subject.reason
-    assert [one.regime for one in subject.timings] == ["eager"]
+    candidate = found.candidates["synchronises"]
+    assert candidate.status == "error"
+    assert "cannot be captured" in candidate.reason
+    assert [one.regime for one in candidate.timings] == ["eager"]
     assert found.candidates["parallel"].status == "ok"
     assert [one.regime for one in found.candidates["parallel"].timings] == ["cold", "warm", "eager"]

@@ -43,6 +43,7 @@ def toy_sum(x: torch.Tensor, weight: torch.Tensor, *, variant: str = dispatch.AU
 
 @toy_sum.oracle
 def reference(x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sum step by step. The verification gate calls it with float64 arguments."""
     sums, total = [], torch.zeros_like(x[:, 0])
     for t in range(x.shape[1]):
         total = total + x[:, t] * weight
@@ -52,6 +53,7 @@ def reference(x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torc
 
 @toy_sum.inputs
 def make_inputs(case: Case, device: torch.device, generator: torch.Generator) -> Reading:
+    """Draw both arguments from N(0, 1); both take gradients. The case's option ``weight="zero"`` makes all sums zero."""
     batch, length, width = (case.sizes[name] for name in ("B", "T", "V"))
     x = torch.randn(batch, length, width, device=device, generator=generator)
     weight = torch.randn(width, device=device, generator=generator)
@@ -71,12 +73,13 @@ def cost(case: Case, variant: Variant | None, direction: Direction) -> Cost:
 
 @toy_sum.queries
 def query(case: Case, device: str, grad: bool) -> Query:
+    """Return the query that :meth:`ToyCall.query` gives for a call of this case."""
     return Query("toy_sum", device, case.dtype, tuple(case.sizes[name] for name in ("B", "T", "V")), grad)
 
 
 @toy_sum.variant("eager", yardstick=True)
 def eager(call: ToyCall) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sum step by step."""
+    """Sum step by step: the PyTorch baseline (``yardstick``) that sets the gate's tolerance."""
     total = torch.zeros_like(call.x[:, 0], dtype=torch.float32)
     sums = []
     for t in range(call.x.shape[1]):
@@ -94,7 +97,7 @@ def parallel(call: ToyCall) -> tuple[torch.Tensor, torch.Tensor]:
 
 @toy_sum.control("product", oracle=lambda x, weight: x * weight, cost=lambda case: Cost(0, 2 * math.prod(case.sizes.values()), 1))
 def product(call: ToyCall) -> torch.Tensor:
-    """Compute only the product."""
+    """Compute only the product. It is a control, a part of the operation that is timed beside the variants."""
     return call.x * call.weight
 
 
@@ -142,6 +145,7 @@ def mutates(call: ToyCall) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 _answers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+"""Cached outputs of the rogue ``caches`` by the address of ``x``."""
 
 
 @toy_sum.variant("caches", rogue=True)
@@ -157,7 +161,7 @@ def later(call: ToyCall) -> tuple[torch.Tensor, torch.Tensor]:
     result = torch.zeros_like(sums), torch.zeros_like(state)
 
     def finish() -> None:
-        time.sleep(0.003)
+        time.sleep(0.003)  # the gate watches outputs for several times as long; test_exploits checks that
         result[0].copy_(sums)
         result[1].copy_(state)
 
@@ -166,6 +170,7 @@ def later(call: ToyCall) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 _streams: list[torch.cuda.Stream] = []
+"""The one stream of the rogue ``other_stream``, made by its first call."""
 
 
 @toy_sum.variant("other_stream", rogue=True)
@@ -212,6 +217,8 @@ def wrong_state(call: ToyCall) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class _WrongGradient(torch.autograd.Function):
+    """Correct outputs; the gradient of ``x`` lacks the sum over later steps, and that of ``weight`` is zero."""
+
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         ctx.save_for_backward(weight)
@@ -248,9 +255,10 @@ def runs_out(call: ToyCall) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 HONEST = ("eager", "parallel")
+"""Correct variants that run on every device. ``gpu_only`` and ``missing_package`` are correct too, but do not."""
 
 
 def toy_case(dtype: str = "float32", **options: Any) -> Case:
-    """Return a small case of the toy operation."""
+    """Return a small case of the toy operation. ``options`` may hold sizes (B, T, V), a ``name`` and the option ``weight``."""
     sizes = {"B": 2, "T": 24, "V": 8} | {key: options.pop(key) for key in ("B", "T", "V") if key in options}
     return toy_sum.case(dtype, name=options.pop("name", ""), **sizes, **options)

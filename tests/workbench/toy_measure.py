@@ -1,4 +1,7 @@
-"""A measure in one file, as a contributor would add it to the package: the number of PyTorch operators in one call."""
+"""A measure in one file, as a contributor would add it to the package: the number of PyTorch operators in one call.
+
+``test_measures.py`` runs this file to register the measure, then declares, counts, judges and reports it.
+"""
 
 from __future__ import annotations
 
@@ -37,6 +40,8 @@ class Operators(CountedMeasure):
 
 
 class _Operators(TorchDispatchMode):
+    """Dispatch mode that counts the operators that run inside it."""
+
     count = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
@@ -45,6 +50,7 @@ class _Operators(TorchDispatchMode):
 
 
 def _operators(operation: Operation[..., Any], request: Request, device: torch.device) -> int | str:
+    """Count the operators of one call, or return the reason why they cannot be counted."""
     if request.control:
         return "a control is no call of the operation"
     inputs = make_inputs(operation, request.case, device, 0, request.direction)
