@@ -1,8 +1,9 @@
 """Custom operators of ``swiglu``'s own kernels, and their gradients.
 
 ``onelaunch::swiglu_forward`` runs the launches of a variant by its name. For a backward pass it also stores both products, which
-takes no further launch. The backward pass computes the gate's gradients in one launch and leaves the matrix products to PyTorch.
-``onelaunch::swiglu_gate`` is the gate alone, for variants that use PyTorch's matrix products.
+takes no further launch. The backward pass computes the gate's gradients in one launch (``onelaunch::swiglu_gate_backward``) and
+leaves the matrix products to PyTorch. ``onelaunch::swiglu_gate`` is the gate alone, for variants that use PyTorch's matrix
+products. *Gate* and *up* also name the two products x w_gate^T and x w_up^T.
 """
 
 from __future__ import annotations
@@ -95,7 +96,8 @@ def run_forward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return h and both products ``[M, 2 N]`` (no elements unless ``keep``), computed by the named variant.
 
-    ``w_gate`` holds both weights if ``w_up`` is not given. Blocks and scales belong to quantized operands.
+    ``w_gate`` holds both weights if ``w_up`` is not given. Blocks are the block scales of NVFP4 operands, and scales those of
+    rows or whole matrices; a plain operand has neither. ``dtype`` to ``constant_weights`` are the fields of :class:`Wanted`.
     """
     rows, gate = Matrix(x, x_blocks, x_scale), Matrix(w_gate, gate_blocks, gate_scale)
     if w_up is None:
@@ -127,7 +129,7 @@ def gradients(ctx: Any, backward: Any, dh: torch.Tensor) -> tuple[torch.Tensor |
         dx = torch.addmm(gate @ w_gate, up, w_up) if wants_x else None
         if any(wants_weights):
             dgate, dup = (both.mT @ x).chunk(2)
-    return dx, dgate, dup, *(None,) * 11
+    return dx, dgate, dup, *(None,) * 11  # run_forward has 14 inputs
 
 
 forward = Operator("swiglu_forward", run_forward, save=save, gradients=gradients, backward=gate_backward)
@@ -140,5 +142,6 @@ def compute(call: SwigluCall, variant: str) -> tuple[torch.Tensor]:
     operands = (call.x, call.w_gate, call.w_up) if stacked is None else (call.x, stacked)
     swizzled = all_swizzled(operands)
     parts = [Matrix.of(each, swizzled=swizzled) for each in operands] + [(None, None, None)] * (stacked is not None)
+    # run_forward takes the values of all operands first, then the block scales of all, then the other scales.
     tensors = [part for kind in zip(*parts, strict=True) for part in kind]
     return (forward(*tensors, call.dtype, swizzled, grad, call.constant_weights, variant, grad=grad)[0],)

@@ -92,13 +92,19 @@ class Partition(NamedTuple):
     units: int
     """Number of work units, one for each CTA."""
     unit_granules: int
-    """Granules of a unit; the first ``longer_units`` units have one granule more."""
+    """Granules of a unit; the first ``longer_units`` units have one granule more.
+
+    It is 0 with the schedule ``persistent``, whose CTAs take tiles from a counter.
+    """
     longer_units: int
     """Number of units with one granule more."""
     granule: int
     """k-blocks of a granule, which belong to one unit: 1, or all k-blocks of a tile."""
     splits_tiles: bool
-    """Flag that a tile may belong to several units, which makes a fix-up necessary."""
+    """Flag that a tile may belong to several units, which add their sums through global memory (stream-K fix-up).
+
+    It is False for clusters that share tiles, since they exchange sums through shared memory.
+    """
     microseconds: float
     """Estimated time of the longest unit and of the fix-up; 0 if there is no choice to make."""
 
@@ -157,7 +163,7 @@ def reads_early(config: GemmConfig, partition: Partition, rows: int) -> bool:
 
 
 def tile_rows_for(rows: int, most: int = WIDEST) -> int:
-    """Return the rows of x in a tile: all ``rows`` if they fit into one tile of at most ``most`` rows, else ``most``."""
+    """Return the rows of x in a tile: the least of :data:`TILE_ROWS` that holds all ``rows``, but at most ``most``."""
     return next((width for width in TILE_ROWS if rows <= width <= most), most)
 
 
@@ -169,9 +175,9 @@ def chunks_for(channels: int, most: int) -> int:
 def narrow_config(rows: int, channels: int, formats: Formats) -> GemmConfig:
     """Return the configuration for few rows of x, where the time is that of reading weights.
 
-    Tiles are small and many, so that no two CTAs share one. ``split`` consumer warpgroups take turns with k-blocks. Single runs
-    on an H200, N=4096 K=7168, in us: at M=1 31.0 with a split of three and 31.5 with two; at M=64 32.9 and 32.5. With NVFP4 at
-    M=1, 14.0 with four, 14.5 with three, 15.7 with two. With more rows there are no registers for four.
+    Tiles are small and many, so that CTAs seldom have to share one. ``split`` consumer warpgroups take turns with k-blocks.
+    Single runs on an H200, N=4096 K=7168, in us: at M=1 31.0 with a split of three and 31.5 with two; at M=64 32.9 and 32.5.
+    With NVFP4 at M=1, 14.0 with four, 14.5 with three, 15.7 with two. With more rows there are no registers for four.
     """
     width = tile_rows_for(rows, NARROW)
     if not formats.nvfp4:
@@ -218,9 +224,9 @@ REQUIRED_GAIN = 0.97
 def configuration(variant: str, shape: tuple[int, int, int], formats: Formats, multiprocessors: int) -> GemmConfig:
     """Return the configuration of the named variant for ``shape`` (M, N, K)."""
     rows, columns, channels = shape
-    shared = cluster_config(rows, channels, formats) if variant != "persistent" else None
-    if shared and MIN_BUSY_SMS * multiprocessors <= 2 * tile_count(shared, rows, columns) <= multiprocessors:
-        return shared
+    clustered = cluster_config(rows, channels, formats) if variant != "persistent" else None
+    if clustered and MIN_BUSY_SMS * multiprocessors <= 2 * tile_count(clustered, rows, columns) <= multiprocessors:
+        return clustered
     if variant == "small_m":
         return narrow_config(rows, channels, formats)
 
