@@ -106,6 +106,7 @@ def key_of(x: Facts, weight: Facts, bias: Facts | None, layout: Layout, grad_ena
             checks.device(name, value, x.device)
     first, last = layout.spans[0].segment, layout.spans[min(2, len(layout.spans) - 1)].segment
     batch, length = math.prod(x.shape[:-2]), x.shape[-2]
+    # ``fixed`` makes plain integers of sizes that are symbolic while a call is traced.
     sizes = fixed(batch, length, inner, first.heads, first.head_size, last.head_size)
     grad = grad_enabled and checks.grad_wanted(x, weight, bias)
     return Query("projections", str(x.device), x.dtype, sizes, grad, (layout.code,))

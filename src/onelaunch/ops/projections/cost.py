@@ -33,7 +33,7 @@ def cost(case: Case, variant: Variant | None, direction: Direction) -> Cost:
         by_kind[span.segment.activation] = by_kind.get(span.segment.activation, 0) + rows * span.segment.width * value
     activated = result - by_kind.get("none", 0)
     apart = 0 if variant is None or "products" in variant.tags.get("fuses", ()) else len(layout.spans) - 1
-    moved, written = operands + result, result
+    moved, written = operands + result, result  # bytes to and from memory, and the part of them that is written
     if variant is not None:
         through_memory = {"all": result, "activated": activated}
         passed = sum(through_memory[each] for each in variant.tags.get("hands", ()))
