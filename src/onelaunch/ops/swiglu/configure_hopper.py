@@ -39,6 +39,7 @@ class Formats(NamedTuple):
 
         Operand A is the tile's rows of both weights, operand B its rows of x.
         """
+        # The epilogue collects a tile of 16-bit results in store_bytes, rounded up to whole KiB.
         return GemmConfig(
             a_rows=2 * columns, b_rows=rows, store_bytes=cdiv(rows * columns * 2, 1024) * 1024, schedule=schedule,
             element=self.element, result=self.result, split=split, nvfp4=self.nvfp4, chunks=chunks,
@@ -182,6 +183,7 @@ def narrow_config(rows: int, channels: int, formats: Formats) -> GemmConfig:
     width = tile_rows_for(rows, NARROW)
     if not formats.nvfp4:
         return formats.config(width, 32, split=3 if width <= 16 else 2)
+    # most: largest number of chunks (64 channels each) of a k-block
     split, most = (4, 4) if width <= 16 else (3, 2) if width <= 32 else (2, 2) if width <= 64 else (2, 1)
     return formats.config(width, 32, split, chunks=chunks_for(channels, most))
 
@@ -194,6 +196,7 @@ def wide_configs(rows: int, channels: int, formats: Formats) -> Iterator[GemmCon
     for width in dict.fromkeys(widths):
         chunks = chunks_for(channels, 4 if width <= 32 else 2 if width <= 128 else 1) if formats.nvfp4 else 1
         yield formats.config(width, 64, chunks=chunks)
+        # Tiles of 96 columns have three consumer warpgroups, whose registers hold the sums of 128 rows of x at most.
         if width <= 128 and not formats.nvfp4:
             yield formats.config(width, 96)
 
