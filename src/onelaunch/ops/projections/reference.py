@@ -96,6 +96,7 @@ def make_inputs(case: Case, device: torch.device, generator: torch.Generator) ->
     batch, length, inner = (case.sizes[name] for name in ("B", "T", "D"))
 
     def drawn(*shape: int) -> torch.Tensor:
+        """Return standard normal random numbers."""
         return torch.randn(shape, device=device, generator=generator)
 
     x = drawn(batch, length, inner).to(case.dtype)
@@ -113,6 +114,7 @@ def make_query(case: Case, device: str, grad: bool) -> Query:
     batch, length, inner = (case.sizes[name] for name in ("B", "T", "D"))
 
     def facts(*shape: int) -> Facts:
+        """Return the facts of a tensor of this shape."""
         return Facts(torch.Size(shape), case.dtype, torch.device(device), requires_grad=grad)
 
     bias = facts(layout.biases) if layout.biases else None

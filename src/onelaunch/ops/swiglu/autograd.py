@@ -23,6 +23,7 @@ from onelaunch.ops.swiglu.operands import Matrix, all_swizzled, with_scales_alik
 
 def run_gate(both: torch.Tensor, up: torch.Tensor | None) -> torch.Tensor:
     """Return ``silu(gate) * up``. ``both`` is the gate ``[M, N]``, or without ``up`` both products ``[M, 2 N]``."""
+    # The module imports Triton, which is an optional dependency.
     from onelaunch.ops.swiglu import launch
 
     gate, up = both.chunk(2, 1) if up is None else (both, up)
@@ -75,7 +76,7 @@ It takes x, w_gate, w_up and the wanted properties; it returns ``h [M, N]``, and
 """
 
 launches: Launches[Run] = Launches()
-"""Functions of type :data:`Run` by the names of variants."""
+"""Functions of type :data:`Run` by the names of variants; ``@launches(name)`` registers one, in the files of ``variants/``."""
 
 
 def run_forward(
@@ -112,7 +113,7 @@ def run_forward(
 def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
     """Save x, the weights and both products for the backward pass."""
     ctx.save_for_backward(*inputs[:3], output[1])
-    ctx.set_materialize_grads(False)  # products are not differentiable outputs
+    ctx.set_materialize_grads(False)  # no zeros are allocated as the gradient of the products, which no caller can use
 
 
 def gradients(ctx: Any, backward: Any, dh: torch.Tensor) -> tuple[torch.Tensor | None, ...]:

@@ -52,6 +52,7 @@ def make_inputs(case: Case, device: torch.device, generator: torch.Generator) ->
     rows, columns, inner = (case.sizes[name] for name in swiglu.dimensions)
 
     def drawn(count: int, size: float, kind: str) -> Operand:
+        """Return a random matrix ``[count, K]`` of this kind, whose elements have the standard deviation ``size``."""
         if kind == "nvfp4" and swiglu.option(case, "codes") == "full":
             return every_code(count, inner, size, device, generator, swizzled=swiglu.option(case, "swizzled_scales"))
         values = torch.randn(count, inner, device=device, generator=generator) * size
@@ -115,6 +116,7 @@ def make_query(case: Case, device: str, grad: bool) -> Query:
         raise ShapeError("w_gate", got=(columns, inner), want=f"of a K that is a multiple of {BLOCK}; pad with zeros")
 
     def facts(name: str, count: int, kind: str) -> Facts:
+        """Return the facts of an operand ``[count, K]`` of this kind."""
         details = {"fp8": "row_scales", "nvfp4": "swizzled_scales"}
         flags = (details[kind],) if kind in details and swiglu.option(case, details[kind]) else ()
         dtype = case.dtype if kind == "dense" else torch.float8_e4m3fn

@@ -115,7 +115,7 @@ def example(heads: int, head_size: int, dtype: str, rows: int, direction: Direct
 
 
 BOTH: tuple[Direction, ...] = ("forward", "forward_backward")
-"""Both directions of an example call: inference, and training."""
+"""Directions of example calls: inference, and training."""
 
 MANY = 4095
 """Number of rows of the examples, no multiple of any tile's rows."""

@@ -24,6 +24,7 @@ def run_two_node(x: Matrix, gate: Matrix, up: Matrix, wanted: Wanted) -> tuple[t
 
     It returns h, and with ``wanted.keep`` both products ``[M, 2 N]`` for the backward pass, else None.
     """
+    # The module imports Triton, which is an optional dependency.
     from onelaunch.ops.swiglu import launch
 
     if not wanted.keep:
