@@ -108,7 +108,7 @@ def chain(heads: int, head_size: int) -> Layout:
 
 
 def example(heads: int, head_size: int, dtype: str, rows: int, direction: Direction) -> Example:
-    """Return a call with one segment for each activation."""
+    """Return a call with one segment for each activation; "kept" in its name tells that a backward pass follows."""
     code = chain(heads, head_size).code
     case = projections.case(dtype, B=1, T=rows, D=2048, H=heads, K=head_size, V=head_size, segments=code)
     return Example(case, direction, name=f"heads of {head_size}, M = {rows}" + (", kept" * (direction == "forward_backward")))

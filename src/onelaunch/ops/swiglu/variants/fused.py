@@ -122,7 +122,7 @@ FLOAT8: dict[str, Any] = {"format": "fp8", "row_scales": True}
 """Case options of float8 with scales per row."""
 
 TRAINING = example("bfloat16, products kept", "bfloat16", MANY, UNEVEN, direction="forward_backward")
-"""Training call whose channels no tile divides."""
+"""Training call whose channels no tile divides; both products are stored for the backward pass."""
 
 
 @two_node.examples

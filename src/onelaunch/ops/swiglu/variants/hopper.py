@@ -137,6 +137,7 @@ def examples(counts: Sequence[int]) -> list[Example]:
     """Return calls in each format for these numbers of rows of x; for the last of them also a training call and float16 calls."""
 
     def call(rows: int, dtype: str = "bfloat16", direction: Direction = "forward", **options: Any) -> Example:
+        """Return an example of these rows; "kept" in its name tells that both products are stored for a backward pass."""
         said = [f"M = {rows}", *([options["format"]] if options else []), *([dtype] if dtype != "bfloat16" else [])]
         case = swiglu.case(dtype, M=rows, N=4096, K=7168, **options)
         return Example(case, direction, name=", ".join([*said, "kept"] if direction == "forward_backward" else said))
