@@ -33,7 +33,7 @@ class Fp8Tensor(Bundle):
         """Raise unless the two tensors form a matrix. Messages use the caller's names of the tensors."""
         checks.tensor(its_name, values)
         checks.rank(its_name, values, "[R, K]")
-        checks.dtype(its_name, values, (torch.float8_e4m3fn, torch.float64))
+        checks.dtype(its_name, values, (torch.float8_e4m3fn, torch.float64))  # float64: upcast for an oracle
         check_scale(scale_name, scale, values)
         if tuple(scale.shape) not in ((), (1,), (1, 1), (values.shape[0], 1)):
             want = f"one element, or [R, 1] = [{values.shape[0]}, 1] to match {its_name} {list(values.shape)}"
@@ -46,7 +46,7 @@ class Fp8Tensor(Bundle):
 
     @property
     def per_row(self) -> bool:
-        """Flag that each row has its own scale."""
+        """Flag that each row has its own scale; False for a matrix of one row."""
         return self.scale.numel() != 1
 
     def rows(self, start: int, stop: int | None) -> Fp8Tensor:
@@ -56,7 +56,7 @@ class Fp8Tensor(Bundle):
         return Fp8Tensor(self.values[start:stop], scale)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """Return the matrix ``[R, K]``, rounded to float32 (float64 if either dtype is) and then to ``dtype``."""
+        """Return the matrix ``[R, K]``, rounded to float32 (or float64, if ``dtype`` or the scale's is) and then to ``dtype``."""
         wide = torch.promote_types(self.scale.dtype, dtype)
         return (self.values.to(wide) * self.scale.reshape(-1, 1).to(wide)).to(dtype)
 
@@ -64,13 +64,15 @@ class Fp8Tensor(Bundle):
 def quantize_fp8(values: torch.Tensor, *, per_row: bool = False) -> Fp8Tensor:
     """Return the nearest float8_e4m3fn matrix, scaled so that the largest magnitude of all, or of each row, becomes 448.
 
+    A matrix or row of zeros has the scale 1.
+
     Args:
-        values: Matrix, shape ``[R, K]``, any floating-point dtype, finite or NaN.
+        values: Matrix, shape ``[R, K]``, any floating-point dtype, finite or NaN. It is quantized from float32.
         per_row: Flag that each row gets its own scale.
 
     Raises:
         ShapeError, DTypeError: ``values`` is no floating-point matrix. The message gives the requirement.
-        ValueRangeError: ``values`` holds infinities.
+        ValueRangeError: ``values`` holds infinities. On a GPU this is checked only with ``ONELAUNCH_CHECK_VALUES=1``.
     """
     wide = matrix(values)
     size = F.pad(wide.nan_to_num(0.0).abs(), (0, 1, 0, int(not per_row)))  # a zero is added so that amax works on empty shapes

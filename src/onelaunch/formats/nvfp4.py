@@ -220,14 +220,16 @@ def quantize_nvfp4(
     to 6. Magnitudes beyond 6 * 448 times the global scale are clamped. NaN makes its whole block NaN.
 
     Args:
-        values: Matrix, shape ``[R, K]``, any floating-point dtype, finite or NaN; K is a multiple of 16.
+        values: Matrix, shape ``[R, K]``, any floating-point dtype, finite or NaN; K is a multiple of 16. It is quantized from
+            float32.
         global_scale: Positive scale of the matrix. Defaults to the one that maps the largest magnitude to 6 * 448, as in Model
             Optimizer.
         swizzled: Flag that the scales are returned in the swizzled order.
 
     Raises:
         ShapeError, DTypeError: ``values`` is no floating-point matrix of this shape. The message gives the requirement.
-        ValueRangeError: ``global_scale`` is not a positive number, or ``values`` holds infinities.
+        ValueRangeError: ``global_scale`` is not a positive number, or ``values`` holds infinities. For tensors on a GPU this is
+            checked only with ``ONELAUNCH_CHECK_VALUES=1``.
     """
     wide = matrix(values)
     channels = wide.shape[1]

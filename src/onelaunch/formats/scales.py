@@ -8,11 +8,11 @@ from onelaunch import checks
 from onelaunch.errors import ValueRangeError
 
 LARGEST_SCALE = 448.0
-"""Largest finite number of float8_e4m3fn."""
+"""Largest finite number of float8_e4m3fn, the dtype of float8 elements and of NVFP4's block scales."""
 
 
 LEAST = torch.finfo(torch.float32).tiny
-"""Smallest scale, the least normal float32 number, so that division by it is safe."""
+"""Smallest scale that quantization chooses for a matrix or row: the least normal float32 number, so that division is safe."""
 
 
 WIDE = (torch.float32, torch.float64)
@@ -33,11 +33,14 @@ def bounds(start: int, stop: int | None, rows: int) -> tuple[int, int]:
 
 
 def matrix(values: torch.Tensor) -> torch.Tensor:
-    """Check that ``values`` is a floating-point matrix ``[R, K]`` without infinities and return it in float32, detached."""
+    """Check that ``values`` is a floating-point matrix ``[R, K]`` and return it in float32, detached.
+
+    Infinities raise if values are checked: on a CPU, or with ``ONELAUNCH_CHECK_VALUES=1``.
+    """
     checks.tensor("values", values)
     checks.rank("values", values, "[R, K]")
     if not values.is_floating_point():
-        checks.dtype("values", values, checks.FLOATS)
+        checks.dtype("values", values, checks.FLOATS)  # raises, and names the usual dtypes
     wide = values.detach().float()
     if checks.values_are_checked(wide) and bool(wide.isinf().any()):
         raise ValueRangeError("values", got="hold infinities", want="no scale reaches them; clamp them first")

@@ -59,7 +59,10 @@ def config_for(layout: Layout, columns: int, element: torch.dtype, multicast: Mu
 
 
 def cluster_tiles(config: GemmConfig, rows: int, column_tiles: int) -> int:
-    """Return the number of cluster tiles: tiles of ``rows`` rows by ``column_tiles`` columns, grouped as clusters multicast."""
+    """Return the number of cluster tiles of a result with ``rows`` rows and ``column_tiles`` tiles beside each other.
+
+    A cluster tile is what a cluster computes at a time: one tile, or with multicast two that have one operand in common.
+    """
     across, down = 2 if config.multicast == "a" else 1, 2 if config.multicast == "b" else 1
     return cdiv(rows, TILE_ROWS * down) * cdiv(column_tiles, across)
 
@@ -76,7 +79,7 @@ def tile_columns(span: SegmentSpan, most: int) -> int:
 
 
 def counts(layout: Layout, most: int) -> Iterator[int]:
-    """Yield the number of columns of each tile, in order; ``most`` is the largest number."""
+    """Yield the number of columns of each tile, in the order of the weight's rows; no tile has more than ``most``."""
     for span in layout.spans:
         step = tile_columns(span, most)
         yield from [min(step, span.segment.width - first) for first in range(0, span.segment.width, step)]
@@ -119,6 +122,7 @@ def configuration(
         wide_rounds, all_rounds = (cdiv(cluster_tiles(config, rows, number), clusters) for number in numbers)
         return wide_rounds * wide_time + (all_rounds - wide_rounds) * narrow_time
 
+    # Sorted, so that the widest tiles win if estimates are equal.
     return config_for(layout, min(sorted(choices, reverse=True), key=microseconds), element, multicast)
 
 

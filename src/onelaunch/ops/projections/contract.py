@@ -1,4 +1,7 @@
-"""The operation ``projections``: its definition, its arguments and their checks."""
+"""The operation ``projections``: its public function, the checks of its arguments, and the dispatch key.
+
+A packed weight has the rows of several projections of the same input. A segment is the block of rows of one projection.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +29,11 @@ class ProjectionsCall(NamedTuple):
     bias: torch.Tensor | None
     """Packed bias, ``[layout.biases]``, dtype of ``x``."""
     layout: Layout
+    """Offsets of the segments in the weight, the bias and the results."""
     eps: float
+    """Number that is added to the sum of squares of a normalized head."""
     key: Query
+    """Dispatch key."""
 
     def query(self) -> Query:
         """Return the dispatch key."""
@@ -70,8 +76,10 @@ def checked_segments(segments: object) -> tuple[Segment, ...]:
 def key_of(x: Facts, weight: Facts, bias: Facts | None, layout: Layout, grad_enabled: bool) -> Query:
     """Make all checks that need no values, and return the dispatch key.
 
-    Its flag is the layout's code, which is all that variants need to know of the segments. Its sizes measure the call: B and T
-    are the leading dimensions of x, H and K those of the first segment, V the head size of the third, or of the last of fewer.
+    Its flag is the layout's code, a string that gives heads, head size, activation and bias of each segment: all that variants
+    need to know of them. Its sizes, B, T, D, H, K and V, tell how similar two calls are. D and T are the last two dimensions of
+    x, and B is the product of those before. H and K are the heads and the head size of the first segment, and V is the head size
+    of the third, or of the last of fewer.
     """
     if len(x.shape) < 2:
         raise ShapeError("x", got=x.shape, want="[..., D], a tensor of at least 2 dimensions")
@@ -98,6 +106,7 @@ def key_of(x: Facts, weight: Facts, bias: Facts | None, layout: Layout, grad_ena
             checks.device(name, value, x.device)
     first, last = layout.spans[0].segment, layout.spans[min(2, len(layout.spans) - 1)].segment
     batch, length = math.prod(x.shape[:-2]), x.shape[-2]
+    # ``fixed`` makes plain integers of sizes that are symbolic while a call is traced.
     sizes = fixed(batch, length, inner, first.heads, first.head_size, last.head_size)
     grad = grad_enabled and checks.grad_wanted(x, weight, bias)
     return Query("projections", str(x.device), x.dtype, sizes, grad, (layout.code,))
@@ -117,7 +126,9 @@ def result_names(arguments: Mapping[str, Any]) -> tuple[str, ...]:
     dimensions=("B", "T", "D", "H", "K", "V"),
     outputs=result_names,
     bind=bind,
+    # Options of a case and their defaults, for the input maker in reference.py: names of its CHAINS and GATES.
     options={"segments": "normalized", "gate": "silu"},
+    # Variants by device type for calls near which nothing was measured, after the one that variants/hopper.py prefers.
     defaults={"cuda": ("wide_activated", "wide"), "cpu": ("wide",)},
 )
 def projections(
@@ -133,8 +144,9 @@ def projections(
 
         y_s = activation_s(x weight_s^T + bias_s)   for every segment s
 
-    Differentiable in ``x``, ``weight`` and ``bias``; the backward pass has one matrix product for each of ``x`` and ``weight``.
-    Sums are in float32. Variants that multiply with PyTorch round them to the dtype of ``x`` before the activation.
+    The results are differentiable in ``x``, ``weight`` and ``bias``. The backward pass has one matrix product for each of ``x``
+    and ``weight``, except in variants with a product for each segment. Sums are in float32. Variants that multiply with PyTorch
+    round them to the dtype of ``x`` before the activation.
 
     Args:
         x: ``[..., D]`` float16, bfloat16 or float32, of at least two dimensions; usually ``[B, T, D]``.
@@ -156,7 +168,8 @@ def projections(
         UnknownVariant: there is no variant of that name.
         VariantUnsupported: the named variant cannot run this call; the message says why, and which variants can.
 
-    Source: experiment 058; the normalization is that of ``fla.modules.l2norm``.
+    Source: the write-up of experiment 058, whose figures studies/058-projection-chain.toml quotes; the normalization is that of
+    ``fla.modules.l2norm``.
     """
     low = low_dtype(x)
     if low is not None:

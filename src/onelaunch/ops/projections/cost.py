@@ -15,12 +15,14 @@ PRODUCTS = {"forward": 1, "forward_backward": 3}
 def cost(case: Case, variant: Variant | None, direction: Direction) -> Cost:
     """Return the least cost of a case, or with ``variant`` the cost of that variant.
 
-    At least, forward reads x, the weight and the bias and writes all results; backward reads x, the weight and all dy and
-    writes the gradients. A variant reads x again for every further product, if segments have products of their own (no
-    ``products`` in tag ``fuses``). It writes and reads the products that activations are not applied to in registers (tag
-    ``hands``): ``all`` of them, or only those ``activated``. Its backward pass adds what is saved and read again (rstd, z of
-    SiLU, and results of the other activations), and dz, written once and read by each product. If segments have products of
-    their own, dx is a sum of as many products, and x is read for each.
+    At least, forward reads x, the weight and the bias and writes all results. Backward reads x, the weight and the gradients dy
+    of all results, and writes the gradients of x, the weight and the bias.
+
+    A variant reads x again for every further product, if segments have products of their own (no ``products`` in tag ``fuses``).
+    It writes and reads the products that activations are not applied to in registers (tag ``hands``): ``all`` of them, or only
+    those ``activated``. Its backward pass adds what is saved and read again (``rstd``, 1 / norm of normalized heads; z, the
+    pre-activations, of SiLU; and results of the other activations), and dz, written once and read by each product. If segments
+    have products of their own, dx is a sum of as many products, and x is read for each.
     """
     layout = layout_of(segments_of(case))
     rows, inner, value = case.sizes["B"] * case.sizes["T"], case.sizes["D"], case.dtype.itemsize
@@ -31,7 +33,7 @@ def cost(case: Case, variant: Variant | None, direction: Direction) -> Cost:
         by_kind[span.segment.activation] = by_kind.get(span.segment.activation, 0) + rows * span.segment.width * value
     activated = result - by_kind.get("none", 0)
     apart = 0 if variant is None or "products" in variant.tags.get("fuses", ()) else len(layout.spans) - 1
-    moved, written = operands + result, result
+    moved, written = operands + result, result  # bytes to and from memory, and the part of them that is written
     if variant is not None:
         through_memory = {"all": result, "activated": activated}
         passed = sum(through_memory[each] for each in variant.tags.get("hands", ()))

@@ -20,22 +20,23 @@ ELEMENTS = 4096
 """Number of elements of a CTA's tile: 32 per thread with four warps. Not tuned by measurement yet."""
 
 COLUMNS = 128
-"""Number of columns of a tile, unless a normalized head is longer. Not tuned by measurement yet."""
+"""Most columns of a tile, unless a normalized head is longer. Not tuned by measurement yet."""
 
 WARPS = 4
+"""Number of warps of a CTA of the kernels in ``kernels/activation.py``."""
 
 
 def _column_or_nothing(column: int | None) -> int:
-    """Return a column for the kernels, which take NOTHING instead of ``None``."""
+    """Return a column for the kernels, which take NOTHING (-1) instead of ``None``."""
     return kernels.NOTHING.value if column is None else column
 
 
 @functools.lru_cache(maxsize=256)
 def constants(layout: Layout) -> dict[str, Any]:
-    """Return the constants of a layout that both kernels of activations share; a normalized segment's tiles are its heads.
+    """Return the constants of a layout that both kernels of activations share: the forward one and that of gradients.
 
-    The keys are names of the kernels' parameters, explained at the top of ``kernels/activation.py``. All segments have the same
-    number of rows per tile, BM, so the widest tile decides it.
+    A tile of a normalized segment is one of its heads. The keys are names of the kernels' parameters, explained at the top of
+    ``kernels/activation.py``. All segments have the same number of rows per tile, BM, so the widest tile decides it.
     """
     segments = [span.segment for span in layout.spans]
     normalized = [segment.activation == "l2norm" for segment in segments]
@@ -82,7 +83,11 @@ def gradient_constants(layout: Layout) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class ProductTiles:
-    """Tiles of the wide product: ``m`` (BM) rows by ``n`` (BN) columns of the results per CTA, ``k`` (BK) channels per step."""
+    """Tiles of the wide product: ``m`` (BM) rows by ``n`` (BN) columns of the results per CTA, ``k`` (BK) channels per step.
+
+    ``stages`` is the number of steps in Triton's software pipeline, and ``warps`` the number of warps of a CTA. Consecutive CTAs
+    go through ``group`` tiles of rows before the next columns, so that they share the weight in L2.
+    """
 
     m: int
     n: int
@@ -96,8 +101,8 @@ class ProductTiles:
 def product_tiles(layout: Layout, rows: int, element: torch.dtype) -> ProductTiles:
     """Return the tiles of the wide product. They are not tuned by measurement yet.
 
-    Tiles have 128 columns, or as many as the longest normalized head. Products of float32 use scalar multiplications, whose
-    operands lie in registers: larger tiles than these spill.
+    Tiles have 128 columns, or as many as the longest normalized head, rounded up to a power of 2. Products of float32 use scalar
+    multiplications, whose operands lie in registers: larger tiles than these spill.
     """
     heads = [span.segment.head_size for span in layout.spans if span.segment.activation == "l2norm"]
     n = max(COLUMNS, power_of_2(max(heads, default=1)))
@@ -132,7 +137,7 @@ def product_constants(layout: Layout, tiles: ProductTiles, keep: bool) -> dict[s
 def epilogue(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, layout: Layout, eps: float, *, keep: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """Multiply x ``[M, D]`` by the weight ``[N, D]`` and activate, in one launch; return the tensors of :func:`activate`."""
+    """Compute all segments from x ``[M, D]`` and the weight ``[N, D]`` in one launch; return the tensors of :func:`activate`."""
     x, weight = inner_contiguous(x), inner_contiguous(weight)
     rows, inner = x.shape
     y, rstd, kept = empty_results(x, layout, keep=keep)
@@ -168,9 +173,11 @@ def ctas_of_activations(rows: int, layout: Layout) -> int:
 def activate(
     z: torch.Tensor, bias: torch.Tensor | None, layout: Layout, eps: float, *, keep: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """Activate products ``[M, N]``; return the packed result ``[M, pitch]``, rstd ``[M, norms]`` and z of SiLU ``[M, kept]``.
+    """Add the bias to products ``[M, N]`` and activate them.
 
-    The last two are ``None`` unless ``keep`` is set and the layout has such segments.
+    Returns:
+        The packed result ``[M, pitch]``; 1 / norm of normalized heads, ``[M, norms]``; and the inputs of SiLU, ``[M, kept]``. The
+        last two are ``None`` unless ``keep`` is set and the layout has such segments.
     """
     z = z.contiguous()
     rows = z.shape[0]
@@ -189,8 +196,9 @@ def activation_gradients(
 ) -> torch.Tensor:
     """Return dz ``[M, gradient_pitch]``, of which the first N columns are written.
 
-    ``dys`` has the gradient of each segment's result, or ``None`` if no gradient reaches it. The others are results of
-    :func:`activate` or :func:`epilogue` with ``keep``.
+    ``gradient_pitch`` is N rounded up to a multiple of 8. ``dys`` has the gradient of each segment's result, or ``None`` if no
+    gradient reaches it. ``y``, ``rstd`` and ``kept`` are results of :func:`activate` or :func:`epilogue` with ``keep``; the last
+    two have no elements if no segment needs them.
     """
     rows = y.shape[0]
     dz = y.new_empty(rows, layout.gradient_pitch)

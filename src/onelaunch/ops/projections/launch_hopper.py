@@ -1,8 +1,9 @@
 """Launches of the Hopper matrix product for ``projections``: tensor maps, the cached plan of a call's size, and arguments.
 
-Operand A has rows of x, operand B rows of the packed weight. Each tile lies in one segment. Where a segment has few columns left,
-its last tile is *narrow*: it uses a second WGMMA with a smaller N dimension, and loads fewer rows of the weight. With
-``multicast`` "a" or "b", the two CTAs of a cluster share that operand, and each loads one half of it into both.
+Operand A has rows of x, operand B rows of the packed weight. A segment is a block of rows of the weight with an activation of
+its own. Each tile lies in one segment. Where a segment has few columns left, its last tile is *narrow*: it uses a second WGMMA
+with a smaller N dimension, and loads fewer rows of the weight. With ``multicast`` "a" or "b", the two CTAs of a cluster share
+that operand, and each loads one half of it into both.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ KINDS: tuple[cuda.Kind, ...] = (*["map"] * 5, *["pointer"] * 4, *["i32"] * 3, "f
 
 @functools.lru_cache(maxsize=1024)
 def gemm_for(layout: Layout, config: GemmConfig, *, keep: bool) -> Gemm:
-    """Return the kernel for one layout in one configuration."""
+    """Return the kernel for one layout in one configuration; with ``keep`` it also saves what a backward pass needs."""
     headers = (("layout.cuh", header(layout, config.b_rows)),)
     return gemm_of(config, "segments", KINDS, headers=headers, KEEP=int(keep))
 
@@ -45,7 +46,9 @@ class Plan(NamedTuple):
     """The part of a launch that depends on sizes but not on tensors' addresses, so that it can be cached."""
 
     gemm: Gemm
+    """Kernel and its configuration."""
     ctas: int
+    """Number of CTAs."""
     x_box: int
     """Number of rows of x in one TMA load."""
     weight_box: int

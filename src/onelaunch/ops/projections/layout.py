@@ -1,4 +1,9 @@
-"""Segments of a packed projection, and their offsets in the weight, in the results and in the tensors saved for gradients."""
+"""Segments of a packed projection, and their offsets in the weight, in the results and in the tensors saved for gradients.
+
+z ``[M, N]``, the pre-activations, is the product of x ``[M, D]`` and the packed weight ``[N, D]``, plus the bias. dz is its
+gradient, and rstd the factor ``1 / sqrt(sum(z^2) + eps)`` of every head that is normalized, in float32. *Saved pre-activations*
+are the columns of z to which SiLU was applied.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +19,7 @@ from onelaunch.wording import did_you_mean, listing
 
 Activation: TypeAlias = Literal["none", "l2norm", "silu", "sigmoid", "logsigmoid"]
 ACTIVATIONS: tuple[Activation, ...] = get_args(Activation)
+"""All activations. Kernels know an activation by its index here."""
 
 ALIGNMENT = 8
 """Alignment of segments in the packed result and in the saved pre-activations, in columns.

@@ -1,4 +1,8 @@
-"""Oracle of ``projections``, the inputs that variants are verified on, and the wide matrix product alone as a control."""
+"""Oracle of ``projections``, inputs and dispatch keys of its cases, and a control.
+
+The control is a part of the operation that studies time in addition: the product with the whole packed weight, without bias and
+activations.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +22,13 @@ from onelaunch.wording import listing
 CHAINS = ("normalized", "gla")
 """Names that the option ``segments`` accepts; any other string is the code of a layout, such as ``2x20:l2norm,3x7:silu``.
 
-``normalized``: q and k normalized, v, a gate, a decay per head by a sigmoid, as in experiment 058. ``gla``: q, k and v
-as they are, a gate (through SiLU, or ``none``, by the option ``gate``), and log-decays per channel with a bias, as in fla's
-GLA.
+``normalized``: q and k normalized, v, a gate, a decay per head by a sigmoid, as in the write-up whose figures
+studies/058-projection-chain.toml quotes. ``gla``: q, k and v as they are, a gate, and log-decays per channel with a bias, as in
+fla's GLA. The option ``gate`` names the activation of the gate of both.
 """
 
 GATES = ("silu", "none")
+"""Activations that the option ``gate`` accepts."""
 
 
 @projections.oracle
@@ -57,7 +62,7 @@ def reference(
 
 
 def segments_of(case: Case) -> tuple[Segment, ...]:
-    """Return the segments that a case names, with its sizes."""
+    """Return the segments that a case names, with its sizes; a layout's code gives sizes of its own."""
     chain, gate = projections.option(case, "segments"), projections.option(case, "gate")
     heads, keys, values = (case.sizes[name] for name in ("H", "K", "V"))
     if gate not in GATES:
@@ -85,12 +90,13 @@ def segments_of(case: Case) -> tuple[Segment, ...]:
 
 @projections.inputs
 def make_inputs(case: Case, device: torch.device, generator: torch.Generator) -> Reading:
-    """Return random x, weight and bias such that the activations' inputs have about unit variance."""
+    """Return random x, weight and bias such that the product and the bias both have about unit variance."""
     segments = segments_of(case)
     layout = layout_of(segments)
     batch, length, inner = (case.sizes[name] for name in ("B", "T", "D"))
 
     def drawn(*shape: int) -> torch.Tensor:
+        """Return standard normal random numbers."""
         return torch.randn(shape, device=device, generator=generator)
 
     x = drawn(batch, length, inner).to(case.dtype)
@@ -108,6 +114,7 @@ def make_query(case: Case, device: str, grad: bool) -> Query:
     batch, length, inner = (case.sizes[name] for name in ("B", "T", "D"))
 
     def facts(*shape: int) -> Facts:
+        """Return the facts of a tensor of this shape."""
         return Facts(torch.Size(shape), case.dtype, torch.device(device), requires_grad=grad)
 
     bias = facts(layout.biases) if layout.biases else None
@@ -115,6 +122,7 @@ def make_query(case: Case, device: str, grad: bool) -> Query:
 
 
 def _wide_cost(case: Case) -> Cost:
+    """Return the minimum cost of the control: the product with the packed weight."""
     rows, layout = case.sizes["B"] * case.sizes["T"], layout_of(segments_of(case))
     written = rows * layout.rows * case.dtype.itemsize
     moved = (rows + layout.rows) * case.sizes["D"] * case.dtype.itemsize + written

@@ -1,8 +1,9 @@
 """Custom operators of ``swiglu``'s own kernels, and their gradients.
 
 ``onelaunch::swiglu_forward`` runs the launches of a variant by its name. For a backward pass it also stores both products, which
-takes no further launch. The backward pass computes the gate's gradients in one launch and leaves the matrix products to PyTorch.
-``onelaunch::swiglu_gate`` is the gate alone, for variants that use PyTorch's matrix products.
+takes no further launch. The backward pass computes the gate's gradients in one launch (``onelaunch::swiglu_gate_backward``) and
+leaves the matrix products to PyTorch. ``onelaunch::swiglu_gate`` is the gate alone, for variants that use PyTorch's matrix
+products. *Gate* and *up* also name the two products x w_gate^T and x w_up^T.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from onelaunch.ops.swiglu.operands import Matrix, all_swizzled, with_scales_alik
 
 def run_gate(both: torch.Tensor, up: torch.Tensor | None) -> torch.Tensor:
     """Return ``silu(gate) * up``. ``both`` is the gate ``[M, N]``, or without ``up`` both products ``[M, 2 N]``."""
+    # The module imports Triton, which is an optional dependency.
     from onelaunch.ops.swiglu import launch
 
     gate, up = both.chunk(2, 1) if up is None else (both, up)
@@ -74,7 +76,7 @@ It takes x, w_gate, w_up and the wanted properties; it returns ``h [M, N]``, and
 """
 
 launches: Launches[Run] = Launches()
-"""Functions of type :data:`Run` by the names of variants."""
+"""Functions of type :data:`Run` by the names of variants; ``@launches(name)`` registers one, in the files of ``variants/``."""
 
 
 def run_forward(
@@ -95,7 +97,8 @@ def run_forward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return h and both products ``[M, 2 N]`` (no elements unless ``keep``), computed by the named variant.
 
-    ``w_gate`` holds both weights if ``w_up`` is not given. Blocks and scales belong to quantized operands.
+    ``w_gate`` holds both weights if ``w_up`` is not given. Blocks are the block scales of NVFP4 operands, and scales those of
+    rows or whole matrices; a plain operand has neither. ``dtype`` to ``constant_weights`` are the fields of :class:`Wanted`.
     """
     rows, gate = Matrix(x, x_blocks, x_scale), Matrix(w_gate, gate_blocks, gate_scale)
     if w_up is None:
@@ -110,7 +113,7 @@ def run_forward(
 def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
     """Save x, the weights and both products for the backward pass."""
     ctx.save_for_backward(*inputs[:3], output[1])
-    ctx.set_materialize_grads(False)  # products are not differentiable outputs
+    ctx.set_materialize_grads(False)  # no zeros are allocated as the gradient of the products, which no caller can use
 
 
 def gradients(ctx: Any, backward: Any, dh: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -127,7 +130,7 @@ def gradients(ctx: Any, backward: Any, dh: torch.Tensor) -> tuple[torch.Tensor |
         dx = torch.addmm(gate @ w_gate, up, w_up) if wants_x else None
         if any(wants_weights):
             dgate, dup = (both.mT @ x).chunk(2)
-    return dx, dgate, dup, *(None,) * 11
+    return dx, dgate, dup, *(None,) * 11  # run_forward has 14 inputs
 
 
 forward = Operator("swiglu_forward", run_forward, save=save, gradients=gradients, backward=gate_backward)
@@ -140,5 +143,6 @@ def compute(call: SwigluCall, variant: str) -> tuple[torch.Tensor]:
     operands = (call.x, call.w_gate, call.w_up) if stacked is None else (call.x, stacked)
     swizzled = all_swizzled(operands)
     parts = [Matrix.of(each, swizzled=swizzled) for each in operands] + [(None, None, None)] * (stacked is not None)
+    # run_forward takes the values of all operands first, then the block scales of all, then the other scales.
     tensors = [part for kind in zip(*parts, strict=True) for part in kind]
     return (forward(*tensors, call.dtype, swizzled, grad, call.constant_weights, variant, grad=grad)[0],)

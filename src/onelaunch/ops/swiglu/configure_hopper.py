@@ -39,6 +39,7 @@ class Formats(NamedTuple):
 
         Operand A is the tile's rows of both weights, operand B its rows of x.
         """
+        # The epilogue collects a tile of 16-bit results in store_bytes, rounded up to whole KiB.
         return GemmConfig(
             a_rows=2 * columns, b_rows=rows, store_bytes=cdiv(rows * columns * 2, 1024) * 1024, schedule=schedule,
             element=self.element, result=self.result, split=split, nvfp4=self.nvfp4, chunks=chunks,
@@ -92,13 +93,19 @@ class Partition(NamedTuple):
     units: int
     """Number of work units, one for each CTA."""
     unit_granules: int
-    """Granules of a unit; the first ``longer_units`` units have one granule more."""
+    """Granules of a unit; the first ``longer_units`` units have one granule more.
+
+    It is 0 with the schedule ``persistent``, whose CTAs take tiles from a counter.
+    """
     longer_units: int
     """Number of units with one granule more."""
     granule: int
     """k-blocks of a granule, which belong to one unit: 1, or all k-blocks of a tile."""
     splits_tiles: bool
-    """Flag that a tile may belong to several units, which makes a fix-up necessary."""
+    """Flag that a tile may belong to several units, which add their sums through global memory (stream-K fix-up).
+
+    It is False for clusters that share tiles, since they exchange sums through shared memory.
+    """
     microseconds: float
     """Estimated time of the longest unit and of the fix-up; 0 if there is no choice to make."""
 
@@ -157,7 +164,7 @@ def reads_early(config: GemmConfig, partition: Partition, rows: int) -> bool:
 
 
 def tile_rows_for(rows: int, most: int = WIDEST) -> int:
-    """Return the rows of x in a tile: all ``rows`` if they fit into one tile of at most ``most`` rows, else ``most``."""
+    """Return the rows of x in a tile: the least of :data:`TILE_ROWS` that holds all ``rows``, but at most ``most``."""
     return next((width for width in TILE_ROWS if rows <= width <= most), most)
 
 
@@ -169,13 +176,14 @@ def chunks_for(channels: int, most: int) -> int:
 def narrow_config(rows: int, channels: int, formats: Formats) -> GemmConfig:
     """Return the configuration for few rows of x, where the time is that of reading weights.
 
-    Tiles are small and many, so that no two CTAs share one. ``split`` consumer warpgroups take turns with k-blocks. Single runs
-    on an H200, N=4096 K=7168, in us: at M=1 31.0 with a split of three and 31.5 with two; at M=64 32.9 and 32.5. With NVFP4 at
-    M=1, 14.0 with four, 14.5 with three, 15.7 with two. With more rows there are no registers for four.
+    Tiles are small and many, so that CTAs seldom have to share one. ``split`` consumer warpgroups take turns with k-blocks.
+    Single runs on an H200, N=4096 K=7168, in us: at M=1 31.0 with a split of three and 31.5 with two; at M=64 32.9 and 32.5.
+    With NVFP4 at M=1, 14.0 with four, 14.5 with three, 15.7 with two. With more rows there are no registers for four.
     """
     width = tile_rows_for(rows, NARROW)
     if not formats.nvfp4:
         return formats.config(width, 32, split=3 if width <= 16 else 2)
+    # most: largest number of chunks (64 channels each) of a k-block
     split, most = (4, 4) if width <= 16 else (3, 2) if width <= 32 else (2, 2) if width <= 64 else (2, 1)
     return formats.config(width, 32, split, chunks=chunks_for(channels, most))
 
@@ -188,6 +196,7 @@ def wide_configs(rows: int, channels: int, formats: Formats) -> Iterator[GemmCon
     for width in dict.fromkeys(widths):
         chunks = chunks_for(channels, 4 if width <= 32 else 2 if width <= 128 else 1) if formats.nvfp4 else 1
         yield formats.config(width, 64, chunks=chunks)
+        # Tiles of 96 columns have three consumer warpgroups, whose registers hold the sums of 128 rows of x at most.
         if width <= 128 and not formats.nvfp4:
             yield formats.config(width, 96)
 
@@ -218,9 +227,9 @@ REQUIRED_GAIN = 0.97
 def configuration(variant: str, shape: tuple[int, int, int], formats: Formats, multiprocessors: int) -> GemmConfig:
     """Return the configuration of the named variant for ``shape`` (M, N, K)."""
     rows, columns, channels = shape
-    shared = cluster_config(rows, channels, formats) if variant != "persistent" else None
-    if shared and MIN_BUSY_SMS * multiprocessors <= 2 * tile_count(shared, rows, columns) <= multiprocessors:
-        return shared
+    clustered = cluster_config(rows, channels, formats) if variant != "persistent" else None
+    if clustered and MIN_BUSY_SMS * multiprocessors <= 2 * tile_count(clustered, rows, columns) <= multiprocessors:
+        return clustered
     if variant == "small_m":
         return narrow_config(rows, channels, formats)
 

@@ -1,7 +1,7 @@
 """Operation ``swiglu``: public function, argument checks and dispatch key.
 
 A call passes through :func:`swiglu`, :func:`bind` (checks, dispatch key) and :func:`run` (dispatch to a variant, which takes a
-:class:`SwigluCall`). ``functions.py`` has the entry points for quantized operands given as plain tensors; they call these.
+:class:`SwigluCall`). ``functions.py`` has further entry points, for quantized operands; they call these.
 """
 
 from __future__ import annotations
@@ -53,6 +53,7 @@ class Facts(NamedTuple):
     """Kind of the operand: ``dense``, ``fp8`` or ``nvfp4``."""
     shape: torch.Size
     dtype: torch.dtype
+    """Dtype of the elements; for NVFP4, of the block scales."""
     device: torch.device
     requires_grad: bool = False
     flags: tuple[str, ...] = ()
@@ -86,7 +87,11 @@ class SwigluCall(NamedTuple):
 
 
 def facts(name: str, operand: object) -> Facts:
-    """Return the properties of a plain or quantized operand; raise if it is of another type or its dtypes are wrong."""
+    """Return the properties of a plain or quantized operand; raise if it is of another type or its dtypes are wrong.
+
+    Both classes of quantized operands accept float64 tensors as well, for the oracle. A call does not, so that dtypes are
+    checked here.
+    """
     if isinstance(operand, Fp8Tensor):
         flags = ("row_scales",) * operand.per_row
         checks.dtype(name, operand.values, (torch.float8_e4m3fn,))
@@ -143,7 +148,7 @@ def key_of(x: Facts, w_gate: Facts, w_up: Facts | None, out_dtype: torch.dtype |
     dtype = _result_dtype(form, x, weights, out_dtype)
     columns = _columns(x, weights)
     inner = x.shape[-1]
-    if form == "fp8":  # torch._scaled_mm, which the variant ``eager`` calls, needs K and N in multiples of 16
+    if form == "fp8":  # torch._scaled_mm, which variants with PyTorch's float8 products call, needs K and N in multiples of 16
         for operand, dimension, size in ((x, "K", inner), (w_gate, "N", columns)):
             if size % BLOCK:
                 raise ShapeError(
@@ -158,6 +163,7 @@ def key_of(x: Facts, w_gate: Facts, w_up: Facts | None, out_dtype: torch.dtype |
         )
     details = {flag for each in (x, *weights) for flag in each.flags}
     flags = (form,) * (form != "dense") + tuple(sorted(details)) + ("stacked",) * (w_up is None)
+    # ``fixed`` makes plain integers of sizes that are symbolic while a call is traced.
     return Query("swiglu", str(x.device), dtype, fixed(math.prod(x.shape[:-1]), columns, inner), grad, flags)
 
 
@@ -227,7 +233,8 @@ def _columns(x: Facts, weights: Sequence[Facts]) -> int:
     dimensions=("M", "N", "K"),
     outputs=("h",),
     bind=bind,
-    # Options of the input maker in reference.py, which draws the arguments of tests and studies.
+    # Options of a case and their defaults, for the input maker in reference.py, which draws the arguments of tests and studies.
+    # ``format`` is a value of FORMATS; ``codes`` selects what NVFP4 codes are drawn.
     options={
         "format": "dense",
         "stacked": False,
@@ -236,6 +243,7 @@ def _columns(x: Facts, weights: Sequence[Facts]) -> int:
         "codes": "model",
         "constant_weights": False,
     },
+    # Variants by device type for calls near which nothing was measured, after those that variants/hopper.py prefers.
     defaults={"cuda": ("eager",), "cpu": ("eager",)},
 )
 def swiglu(
@@ -251,10 +259,11 @@ def swiglu(
 
         h = silu(x w_gate^T) * (x w_up^T)
 
-    The result is differentiable in ``x`` and the weights if all three are plain tensors. Sums are in float32. A value that a
-    16-bit result cannot hold becomes infinite. Variants that use PyTorch's matrix products round each product to the dtype of the
-    result before the gate, except to float16 with quantized operands. In these variants a product of plain float16 tensors that
-    float16 cannot hold is infinite, and the result may be NaN.
+    The result is differentiable in ``x`` and the weights if all three are plain tensors. Sums are in float32, except that
+    Hopper's tensor cores sum float8 products in fewer bits. A value that a 16-bit result cannot hold becomes infinite.
+    Variants that use PyTorch's matrix products round each of them to the dtype of the result before the gate, except to float16
+    with quantized operands. In these variants a product of plain float16 tensors that float16 cannot hold is infinite, and the
+    result may be NaN.
 
     Args:
         x: Rows, shape ``[..., K]``, float16, bfloat16 or float32; or shape ``[M, K]`` as :class:`Fp8Tensor` or

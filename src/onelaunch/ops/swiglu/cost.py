@@ -46,7 +46,7 @@ def cost(case: Case, variant: Variant | None, direction: Direction) -> Cost:
         moved += x
     handed = () if variant is None else variant.tags.get("hands", ())
     moved += 2 * len(handed) * result  # written and read
-    written = result + len(handed) * result
+    written = result + len(handed) * result  # the part of ``moved`` that is written
     if direction == "forward_backward":
         moved += 2 * operands + result  # read x and weights again, write their gradients, read dh
         written += operands

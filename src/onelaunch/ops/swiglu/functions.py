@@ -1,4 +1,8 @@
-"""Entry points of ``swiglu`` for quantized operands, given as the plain tensors that kernels and checkpoints hold."""
+"""Entry points of ``swiglu`` for quantized operands.
+
+:func:`swiglu_fp8` and :func:`dual_gemm_nvfp4` take elements (or codes) and scales as separate tensors. :func:`swiglu_nvfp4` takes
+16-bit rows and :class:`NVFP4Tensor` weights.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +39,7 @@ def swiglu_fp8(
         gate_scale: Scale of ``w_gate``, float32, one element or shape ``[N, 1]``; ``[2 N, 1]`` for stacked weights.
         up_scale: Scale of ``w_up``, float32, one element or shape ``[N, 1]``; required together with ``w_up``.
         out_dtype: Dtype of the result: bfloat16, float16 or float32.
-        constant_weights: Promise that nothing writes the weights, as for :func:`onelaunch.ops.swiglu`.
+        constant_weights: Promise that no work still running on the GPU writes the weights; see :func:`onelaunch.ops.swiglu`.
         variant: Name from ``swiglu.variants``, or ``"auto"``.
 
     Returns:
@@ -72,7 +76,7 @@ def swiglu_nvfp4(
         x: Rows, shape ``[..., K]``, float16 or bfloat16.
         w_gate: Weight of the gate, shape ``[N, K]``; shape ``[2 N, K]``, the gate's rows first, without ``w_up``.
         w_up: Weight of up, shape ``[N, K]``, or ``None``.
-        constant_weights: Promise that nothing writes the weights, as for :func:`onelaunch.ops.swiglu`.
+        constant_weights: Promise that no work still running on the GPU writes the weights; see :func:`onelaunch.ops.swiglu`.
         variant: Name from ``swiglu.variants``, or ``"auto"``.
 
     Returns:

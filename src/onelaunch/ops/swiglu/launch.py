@@ -1,6 +1,7 @@
 """Launches of ``swiglu``'s Triton kernels: tile choice, allocation of results, kernel arguments.
 
-``autograd.py`` calls these functions with checked operands; there are no checks and no autograd here.
+Operands are checked before; there are no checks and no autograd here. ``autograd.py`` calls :func:`gate` and
+:func:`gate_backward`. The variants in ``variants/fused.py`` and ``variants/blackwell.py`` call the functions for matrix products.
 """
 
 from __future__ import annotations
@@ -70,7 +71,8 @@ def gate_backward(dh: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> tor
 class ProductTiles:
     """Tile sizes of a product: ``m`` rows and ``n`` columns of h for a CTA (BM, BN), ``k`` channels per step (BK).
 
-    Consecutive CTAs go through ``group`` tiles of rows before the next columns, so that they share weights in L2.
+    ``stages`` is the number of steps in Triton's software pipeline, and ``warps`` the number of warps of a CTA. Consecutive CTAs
+    go through ``group`` tiles of rows before the next columns, so that they share weights in L2.
     """
 
     m: int
@@ -179,14 +181,17 @@ def stored(matrix: Matrix, mma_dtype: tl.dtype) -> torch.Tensor:
 
 
 def words(x: torch.Tensor) -> torch.Tensor:
-    """Return a 16-bit matrix ``[M, K]`` as int32 words ``[M, K / 2]`` of two channels; copied if rows are not word-aligned."""
+    """Return a 16-bit matrix ``[M, K]`` as int32 words ``[M, K / 2]`` of two channels.
+
+    It is copied if channels are not contiguous or rows not aligned to words.
+    """
     if x.stride(1) != 1 or x.stride(0) % 2 or x.storage_offset() % 2:
         x = x.clone(memory_format=torch.contiguous_format)
     return x.view(torch.int32)
 
 
 def fused(x: Matrix, w_gate: Matrix, w_up: Matrix, dtype: torch.dtype, products: torch.Tensor | None) -> torch.Tensor:
-    """Return ``h [M, N]`` from plain tensors or float8.
+    """Return ``h [M, N]`` from plain tensors or float8, by one launch that computes both products.
 
     If ``products [M, 2 N]``, contiguous, is given, both products are stored there for the backward pass.
     """
@@ -205,7 +210,7 @@ def fused(x: Matrix, w_gate: Matrix, w_up: Matrix, dtype: torch.dtype, products:
 
 
 def up(x: Matrix, w_up: Matrix, gate: torch.Tensor, dtype: torch.dtype, kept: torch.Tensor | None) -> torch.Tensor:
-    """Multiply x by ``w_up`` and return ``h [M, N]``.
+    """Return ``h [M, N]``, which is ``silu(gate) * (x w_up^T)``, by one product with the gate in its epilogue.
 
     ``gate [M, N]`` is the product of x with the gate's weight, before SiLU, which an earlier launch has computed.
     If ``kept [M, N]`` is given, the product with ``w_up`` is stored there for the backward pass; its rows may have any stride.

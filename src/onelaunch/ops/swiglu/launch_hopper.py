@@ -161,7 +161,10 @@ def plan_of(
     keep: bool,
     constant_weights: bool,
 ) -> Plan:
-    """Return the plan for calls of ``shape`` (M, N, K); the other arguments are those of :func:`dual_gemm`."""
+    """Return the plan for calls of ``shape`` (M, N, K) on a device with this number of SMs.
+
+    ``scaled`` tells that the operands have scales. The other flags are those of :func:`dual_gemm`.
+    """
     partition = partition_of(config, shape, multiprocessors)
     columns = tile_columns(config)
     return Plan(
@@ -186,7 +189,7 @@ def launch_of(
     keep: bool,
     constant_weights: bool,
 ) -> tuple[CudaLaunch, torch.Tensor, torch.Tensor | None]:
-    """Return the launch of :func:`dual_gemm`, h, and both products or None."""
+    """Return the launch of :func:`dual_gemm`, and the uninitialized tensors of its results: h, and both products or None."""
     x, (rows, channels), columns, device = addressable(x), x.shape, weights[0].shape[0], x.device
     plan = plan_of(
         config, (rows, columns, channels), processors(device),

@@ -22,7 +22,10 @@ class Matrix(NamedTuple):
 
     @classmethod
     def of(cls, operand: Operand, *, swizzled: bool) -> Matrix:
-        """Return the tensors of an operand. Unless ``swizzled``, swizzled block scales are brought to plain order."""
+        """Return the tensors of an operand; swizzled block scales are brought to plain order unless ``swizzled`` is set.
+
+        Set it only if :func:`all_swizzled` holds for the operands of the call, because kernels read all scales in one order.
+        """
         if isinstance(operand, torch.Tensor):
             return cls(operand)
         if isinstance(operand, Fp8Tensor):
@@ -31,7 +34,7 @@ class Matrix(NamedTuple):
         return cls(plain.codes, plain.scales, plain.global_scale)
 
     def rows(self, start: int, stop: int, *, swizzled: bool) -> Matrix:
-        """Return the rows from ``start`` to ``stop`` as views; with swizzled scales, ``start`` must begin an atom."""
+        """Return the rows from ``start`` to ``stop`` as views; with swizzled scales, ``start`` must be a multiple of 128."""
         last = -(-stop // ATOM_ROWS) * ATOM_ROWS if swizzled else stop
         blocks = None if self.blocks is None else self.blocks[start:last]
         scale = self.scale[start:stop] if self.scale is not None and self.per_row else self.scale
@@ -51,7 +54,7 @@ class Matrix(NamedTuple):
 
     @property
     def operand(self) -> torch.Tensor | Fp8Tensor:
-        """The matrix as PyTorch's products take it; not for NVFP4."""
+        """The matrix as ``multiply`` of variants/torch.py takes it; not for NVFP4."""
         return self.values if self.scale is None else Fp8Tensor(self.values, self.scale)
 
     def flat_scale(self) -> torch.Tensor | None:

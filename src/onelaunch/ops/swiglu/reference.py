@@ -1,4 +1,7 @@
-"""Oracle of ``swiglu``, inputs of its cases, and a control: both products as one wide matrix product without the gate."""
+"""Oracle of ``swiglu``, inputs and dispatch keys of its cases, and a control.
+
+The control is a part of the operation that studies time in addition: both products as one wide matrix product without the gate.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,10 @@ from onelaunch.ops.swiglu.contract import FORMATS, Facts, Operand, SwigluCall, k
 from onelaunch.wording import listing
 
 CODES = ("model", "full")
-"""Values of the option ``codes``: NVFP4 codes and scales of quantized numbers, or random ones, zero and negative included."""
+"""Values of the option ``codes``, for NVFP4 operands.
+
+``model``: codes and block scales of quantized normal random numbers. ``full``: random codes and scales, see :func:`every_code`.
+"""
 
 
 def in_full(operand: Operand, dtype: torch.dtype = torch.float64) -> torch.Tensor:
@@ -46,6 +52,7 @@ def make_inputs(case: Case, device: torch.device, generator: torch.Generator) ->
     rows, columns, inner = (case.sizes[name] for name in swiglu.dimensions)
 
     def drawn(count: int, size: float, kind: str) -> Operand:
+        """Return a random matrix ``[count, K]`` of this kind, whose elements have the standard deviation ``size``."""
         if kind == "nvfp4" and swiglu.option(case, "codes") == "full":
             return every_code(count, inner, size, device, generator, swizzled=swiglu.option(case, "swizzled_scales"))
         values = torch.randn(count, inner, device=device, generator=generator) * size
@@ -73,7 +80,10 @@ def make_inputs(case: Case, device: torch.device, generator: torch.Generator) ->
 def every_code(
     rows: int, inner: int, size: float, device: torch.device, generator: torch.Generator, *, swizzled: bool
 ) -> NVFP4Tensor:
-    """Return a matrix of random codes and scales, all but NaN included; its global scale makes the root mean square ``size``."""
+    """Return an NVFP4 matrix of random codes and block scales, whose global scale makes its root mean square ``size``.
+
+    All values but NaN may occur, among them negative scales, and zero scales of other codes than zero.
+    """
     codes = torch.randint(0, 256, (rows, inner // 2), device=device, generator=generator, dtype=torch.uint8)
     bytes_ = torch.randint(0, 0x7F, (rows, inner // BLOCK), device=device, generator=generator, dtype=torch.uint8)
     signs = torch.randint(0, 2, bytes_.shape, device=device, generator=generator, dtype=torch.uint8) << 7
@@ -106,6 +116,7 @@ def make_query(case: Case, device: str, grad: bool) -> Query:
         raise ShapeError("w_gate", got=(columns, inner), want=f"of a K that is a multiple of {BLOCK}; pad with zeros")
 
     def facts(name: str, count: int, kind: str) -> Facts:
+        """Return the facts of an operand ``[count, K]`` of this kind."""
         details = {"fp8": "row_scales", "nvfp4": "swizzled_scales"}
         flags = (details[kind],) if kind in details and swiglu.option(case, details[kind]) else ()
         dtype = case.dtype if kind == "dense" else torch.float8_e4m3fn
@@ -124,6 +135,7 @@ NO_CODES = "{name} is an NVFP4Tensor; wide_gemm_alone needs operands that PyTorc
 def _wide_cost(case: Case) -> Cost:
     """Return the minimum cost of the control: both products, without the gate."""
     rows, columns, inner = (case.sizes[name] for name in swiglu.dimensions)
+    # bytes of an element of x and of the weights
     operand = 1 if format_of(case) == "fp8" else case.dtype.itemsize
     written = 2 * rows * columns * case.dtype.itemsize
     moved = (rows + 2 * columns) * inner * operand + written
@@ -140,7 +152,9 @@ def _both(
 ) -> torch.Tensor:
     """Return both products side by side, ``[M, 2 N]``.
 
-    They are computed in the dtype of plain rows or of scales, and rounded to ``out_dtype`` unless that dtype is float64.
+    They are computed in the dtype of plain rows or of float8 scales, and rounded to ``out_dtype`` unless that dtype is float64.
+    It is float64 where the verification computes the reference outputs. A second call with the arguments of the case gives the
+    error of plain PyTorch, which sets the tolerance; that one rounds.
     """
     if isinstance(x, NVFP4Tensor):
         raise ArgumentError(NO_CODES.format(name="x"))

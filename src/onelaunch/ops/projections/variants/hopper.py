@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from onelaunch.kernels.gemm_sm90.config import Multicast
 
 ARCHITECTURES = ("sm_90a",)
+"""Architectures that the variants are compiled for."""
 
 LONGEST_HEAD = 256
 """Limit on the channels of a normalized head: a tile of the product has at most so many columns."""
@@ -32,7 +33,7 @@ MULTICAST: dict[str, Multicast] = {"epilogue_persistent": "nothing", "cluster": 
 
 
 def run_wide_gemm(variant: str, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, wanted: Wanted) -> Packed:
-    """Compute all segments in one launch."""
+    """Compute all segments in one launch, with the operand of :data:`MULTICAST` that belongs to the named variant."""
     from onelaunch.ops.projections import launch_hopper
 
     return launch_hopper.wide_gemm(MULTICAST[variant], x, weight, bias, wanted)
@@ -70,7 +71,7 @@ def cluster(call: ProjectionsCall) -> tuple[torch.Tensor, ...]:
     architectures=ARCHITECTURES,
 )  # fmt: skip
 def cluster_weight(call: ProjectionsCall) -> tuple[torch.Tensor, ...]:
-    """Run ``epilogue_persistent`` in clusters of two CTAs that share the weight, whose tiles are twice as large as those of x."""
+    """Run ``epilogue_persistent`` in clusters of two CTAs that share tiles of the weight, up to twice as large as those of x."""
     return compute(call, "cluster_weight")
 
 
@@ -103,6 +104,7 @@ def why_tiles_cannot_hold(query: Query) -> str | None:
         head = span.segment.head_size
         if span.segment.activation == "l2norm" and (head % 8 or head > LONGEST_HEAD):
             return f"normalizes heads of up to {LONGEST_HEAD} channels in multiples of 8, not {head}"
+    # A tile has 128 rows of x, and one column at least.
     if batch * length > MOST_ROWS or -(-batch * length // 128) * layout.rows > MOST_TILES:
         return f"takes at most {MOST_ROWS} rows of x, and {MOST_TILES} tiles"
     return None

@@ -1,4 +1,8 @@
-"""Variants of ``projections`` in plain PyTorch: they run on every device."""
+"""Variants of ``projections`` in plain PyTorch: they run on every device.
+
+Tags: ``fuses`` names the steps that share a kernel, and ``hands`` the products that go through device memory before their
+activation; ``cost.py`` reads them. ``yardstick`` marks the variant whose error sets the tolerance.
+"""
 
 from __future__ import annotations
 
@@ -33,14 +37,18 @@ def activate(z: torch.Tensor, segment: Segment, eps: float) -> torch.Tensor:
 def unfused(call: ProjectionsCall) -> tuple[torch.Tensor, ...]:
     """Multiply for each segment, then apply PyTorch's activations: the PyTorch baseline that sets the tolerance.
 
-    For the chain of experiment 058 these are five products and three activations; the normalization takes several kernels.
+    For the segments called ``normalized`` in reference.py these are five products and four activations; a normalization takes
+    several kernels.
     """
     return _chain(call.x, call.weight, call.bias, call.layout, call.eps)
 
 
 @projections.variant("wide", launches=None, fuses=("products",), hands=("activated",), gemm="cublas", maker="pytorch")
 def wide(call: ProjectionsCall) -> tuple[torch.Tensor, ...]:
-    """Multiply once by the packed weight, split, then apply PyTorch's activations: the write-up's form."""
+    """Multiply once by the packed weight, split, then apply PyTorch's activations.
+
+    It is the form that the write-up of experiment 058 calls fused; studies/058-projection-chain.toml quotes its times.
+    """
     parts = F.linear(call.x, call.weight).split_with_sizes(call.layout.widths, -1)
     biases = call.layout.cut_bias(call.bias)
     biased = [part if bias is None else part + bias for part, bias in zip(parts, biases, strict=True)]
@@ -50,7 +58,7 @@ def wide(call: ProjectionsCall) -> tuple[torch.Tensor, ...]:
 @projections.variant("compiled", launches=None, fuses=(), hands=("activated",), maker="pytorch")
 def compiled(call: ProjectionsCall) -> tuple[torch.Tensor, ...]:
     """Run the unfused chain, compiled by ``torch.compile``."""
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling():  # the caller's torch.compile compiles the chain with the rest
         return _chain(call.x, call.weight, call.bias, call.layout, call.eps)
     return compile_static(_chain_of(call.layout, call.eps))(call.x, call.weight, call.bias)
 
@@ -61,6 +69,7 @@ compiled.supports(compiler_missing)
 def _chain(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, layout: Layout, eps: float
 ) -> tuple[torch.Tensor, ...]:
+    """Compute the segments one after another, each by a product of its own."""
     weights = weight.split_with_sizes(layout.widths)
     parts = zip(weights, layout.cut_bias(bias), layout.spans, strict=True)
     return tuple([activate(F.linear(x, rows, added), span.segment, eps) for rows, added, span in parts])
@@ -68,5 +77,8 @@ def _chain(
 
 @functools.lru_cache(maxsize=256)
 def _chain_of(layout: Layout, eps: float) -> Callable[..., tuple[torch.Tensor, ...]]:
-    """Return the chain for one layout, which the compiled code sees as constants."""
+    """Return the chain for one layout, whose offsets are constants in the compiled code.
+
+    It is cached because a new function object would be compiled again.
+    """
     return lambda x, weight, bias: _chain(x, weight, bias, layout, eps)

@@ -1,4 +1,8 @@
-"""Variants of ``projections`` in Triton: activations after PyTorch's product, and in the epilogue of our own product."""
+"""Variants of ``projections`` in Triton: activations after PyTorch's product, and in the epilogue of our own product.
+
+Tags: ``fuses`` names the steps that share a kernel, and ``hands`` the products that go through device memory before their
+activation; ``cost.py`` reads them.
+"""
 
 from __future__ import annotations
 
@@ -91,7 +95,7 @@ def heads_too_long(layout: Layout) -> str | None:
 
 
 def chain(heads: int, head_size: int) -> Layout:
-    """Return the layout of one segment of every kind."""
+    """Return a layout of one segment for each activation."""
     return layout_of(
         (
             Segment("q", heads, head_size, "l2norm"),
@@ -104,13 +108,14 @@ def chain(heads: int, head_size: int) -> Layout:
 
 
 def example(heads: int, head_size: int, dtype: str, rows: int, direction: Direction) -> Example:
-    """Return a call with one segment of every kind."""
+    """Return a call with one segment for each activation; "kept" in its name tells that a backward pass follows."""
     code = chain(heads, head_size).code
     case = projections.case(dtype, B=1, T=rows, D=2048, H=heads, K=head_size, V=head_size, segments=code)
     return Example(case, direction, name=f"heads of {head_size}, M = {rows}" + (", kept" * (direction == "forward_backward")))
 
 
 BOTH: tuple[Direction, ...] = ("forward", "forward_backward")
+"""Directions of example calls: inference, and training."""
 
 MANY = 4095
 """Number of rows of the examples, no multiple of any tile's rows."""

@@ -1,4 +1,7 @@
-"""Variants of ``swiglu``, registered in the order of these imports."""
+"""Variants of ``swiglu``, registered in the order of these imports.
+
+If neither measured times nor the operation's preferences decide, ``auto`` takes the first of them that can run.
+"""
 
 from onelaunch.ops.swiglu.variants import torch, triton  # isort: skip
 from onelaunch.ops.swiglu.variants import blackwell, fused  # isort: skip

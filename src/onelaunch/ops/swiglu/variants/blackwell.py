@@ -22,7 +22,7 @@ ARCHITECTURES = ("sm_100a",)
 
 @launches("block_scaled")
 def run_block_scaled(x: Matrix, gate: Matrix, up: Matrix, wanted: Wanted) -> tuple[torch.Tensor, None]:
-    """Launch the block-scaled kernel."""
+    """Launch the block-scaled kernel; return h, and None since no products are stored for a backward pass."""
     from onelaunch.ops.swiglu import launch
 
     return launch.block_scaled(x, gate, up, wanted.dtype, swizzled=wanted.swizzled), None
@@ -41,7 +41,7 @@ block_scaled.supports(trains_plain_tensors)
 
 @block_scaled.supports
 def needs_blackwell(query: Query) -> str | None:
-    """Return why block-scaled instructions cannot serve a call."""
+    """Return why block-scaled instructions cannot run a call, or None."""
     if not triton_here():
         return "needs Triton, which is not installed"
     if compute_capability(torch.device(query.device)) != 10:

@@ -20,7 +20,11 @@ from onelaunch.ops.swiglu.variants.triton import plain_or_float8
 
 @launches("two_node")
 def run_two_node(x: Matrix, gate: Matrix, up: Matrix, wanted: Wanted) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Multiply by the gate's weight with PyTorch, then launch the kernel for up and the gate."""
+    """Multiply by the gate's weight with PyTorch, then launch the kernel for up and the gate.
+
+    It returns h, and with ``wanted.keep`` both products ``[M, 2 N]`` for the backward pass, else None.
+    """
+    # The module imports Triton, which is an optional dependency.
     from onelaunch.ops.swiglu import launch
 
     if not wanted.keep:
@@ -34,7 +38,7 @@ def run_two_node(x: Matrix, gate: Matrix, up: Matrix, wanted: Wanted) -> tuple[t
 
 @launches("fused")
 def run_fused(x: Matrix, gate: Matrix, up: Matrix, wanted: Wanted) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Launch the kernel that computes both products and the gate."""
+    """Launch the kernel that computes both products and the gate; return the results of :func:`run_two_node`."""
     from onelaunch.ops.swiglu import launch
 
     if gate.kind == "nvfp4":
@@ -45,7 +49,10 @@ def run_fused(x: Matrix, gate: Matrix, up: Matrix, wanted: Wanted) -> tuple[torc
 
 @swiglu.variant("two_node", launches=2, backward_launches=4, fuses=("gate",), hands=("gate",), gemm="cublas, triton")
 def two_node(call: SwigluCall) -> tuple[torch.Tensor]:
-    """Compute the gate's product by PyTorch, and up with the gate as its epilogue in one kernel: the write-up's first step."""
+    """Compute the gate's product by PyTorch, and up with the gate as its epilogue in one kernel.
+
+    It is the first step of the write-up "dual GEMM with a SiLU-mul epilogue", whose figures studies/dual-gemm-swiglu.toml quotes.
+    """
     return compute(call, "two_node")
 
 
@@ -70,6 +77,7 @@ fused.supports(cannot_launch)
 @fused.supports
 def multiplies_and_counts(query: Query) -> str | None:
     """Return why the kernels cannot multiply the operands, or index their rows in 32 bits."""
+    # Triton's interpreter computes wrong bfloat16 products. It multiplies a quantized x as float16, so that this may run.
     if not {"fp8", "nvfp4"} & set(query.flags) and (reason := interprets_bfloat16_wrongly(query)) is not None:
         return reason
     if max(query.sizes) >= LARGEST:
@@ -102,7 +110,10 @@ def example(
     on: tuple[str, ...] | None = None,
     **form: Any,
 ) -> Example:
-    """Return an example of M rows and K channels; ``form`` holds the case's options."""
+    """Return an example of M rows and K channels, on the architectures ``on`` (all by default).
+
+    ``said`` is the beginning of its name, and ``form`` holds the case's options.
+    """
     named = f"{said}, {'few' if M == FEW else 'many'} rows" + (", channels left over" if K == UNEVEN else "")
     return Example(swiglu.case(dtype, M=M, N=4096, K=K, **form), direction, on, named)
 
@@ -111,12 +122,12 @@ FLOAT8: dict[str, Any] = {"format": "fp8", "row_scales": True}
 """Case options of float8 with scales per row."""
 
 TRAINING = example("bfloat16, products kept", "bfloat16", MANY, UNEVEN, direction="forward_backward")
-"""Training call whose channels no tile divides."""
+"""Training call whose channels no tile divides; both products are stored for the backward pass."""
 
 
 @two_node.examples
 def behind_a_product() -> list[Example]:
-    """Return calls with few and many rows in each format that PyTorch multiplies, and a training call."""
+    """Return calls in each format that PyTorch multiplies, with few or many rows, and a training call."""
     return [
         example("bfloat16", "bfloat16", FEW),
         example("bfloat16", "bfloat16", MANY),

@@ -36,7 +36,7 @@ MOST_ROWS = MOST_STEPS - 256
 
 
 def run_dual_gemm(schedule: str, x: Matrix, gate: Matrix, up: Matrix, wanted: Wanted) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Compute h, and both products if ``wanted.keep``, in one launch. ``schedule`` is the name of a variant."""
+    """Compute h, and both products if ``wanted.keep`` (else None), in one launch. ``schedule`` is the name of a variant."""
     from onelaunch.ops.swiglu import configure_hopper, launch_hopper
 
     blocks = None if gate.blocks is None or up.blocks is None else (gate.blocks, up.blocks)
@@ -64,7 +64,8 @@ def persistent(call: SwigluCall) -> tuple[torch.Tensor]:
 def stream_k(call: SwigluCall) -> tuple[torch.Tensor]:
     """Use persistent CTAs with stream-K: each has an equal share of the k-blocks of all tiles, so no SM idles in a last wave.
 
-    If tiles shared by two CTAs each fill the GPU, a cluster of two CTAs splits the k-blocks of one tile instead (split-K).
+    Where it is estimated to be faster, each CTA has whole tiles or an equal part of one tile instead. For 65 to 256 rows of x in
+    16 bits, if tiles shared by two CTAs each fill the GPU, a cluster of two CTAs splits the k-blocks of one tile (split-K).
     """
     return compute(call, "stream_k")
 
@@ -97,6 +98,7 @@ def sixteen_bits_or_fewer(query: Query) -> str | None:
     wanted = 64 if "nvfp4_weights" in query.flags else 16 if "fp8" in query.flags else 8
     if columns % 8 or inner % wanted:
         return f"needs N in multiples of 8 and K in multiples of {wanted}, which TMA can address"
+    # The smallest tile has 8 rows of x and 32 columns, and the smallest k-block 64 channels.
     if rows > MOST_ROWS or -(-rows // 8) * -(-columns // 32) * -(-inner // 64) > MOST_STEPS:
         return f"takes at most {MOST_ROWS} rows of x, and {MOST_STEPS} k-blocks in all tiles"
     return None
@@ -123,8 +125,8 @@ It was measured at 512 and at 8192 rows. At 8192, whole tiles are nearly twice a
 def by_rows(query: Query) -> tuple[str, ...]:
     """Return the preferred variants, best first.
 
-    In a first run of the study, one of the Hopper variants was the fastest forward pass at every shape. On other GPUs, float8
-    prefers variants with PyTorch's float8 products, which ``eager`` does not use.
+    In a first run of the study dual-gemm-swiglu, one of the Hopper variants was the fastest forward pass at every shape. They
+    are passed over on other GPUs. There, float8 prefers variants with PyTorch's float8 products, which ``eager`` does not use.
     """
     rows = query.sizes[0]
     ours = ("small_m", "stream_k") if rows <= FEW else ("stream_k", "persistent") if rows <= MANY else ("persistent",)
@@ -132,9 +134,10 @@ def by_rows(query: Query) -> tuple[str, ...]:
 
 
 def examples(counts: Sequence[int]) -> list[Example]:
-    """Return calls in each format for these numbers of rows of x, and a training call."""
+    """Return calls in each format for these numbers of rows of x; for the last of them also a training call and float16 calls."""
 
     def call(rows: int, dtype: str = "bfloat16", direction: Direction = "forward", **options: Any) -> Example:
+        """Return an example of these rows; "kept" in its name tells that both products are stored for a backward pass."""
         said = [f"M = {rows}", *([options["format"]] if options else []), *([dtype] if dtype != "bfloat16" else [])]
         case = swiglu.case(dtype, M=rows, N=4096, K=7168, **options)
         return Example(case, direction, name=", ".join([*said, "kept"] if direction == "forward_backward" else said))

@@ -51,7 +51,7 @@ def quack(call: SwigluCall) -> tuple[torch.Tensor]:
 @liger_fused.supports
 @quack.supports
 def plain_tensors(query: Query) -> str | None:
-    """Return why these libraries cannot run on a device, or in a format."""
+    """Return why these libraries cannot run a call: its device, its format or an empty dimension; or None."""
     if query.device_type != "cuda":
         return "needs a CUDA or ROCm device"
     if set(query.flags) & set(FORMATS.values()):
@@ -64,7 +64,7 @@ def plain_tensors(query: Query) -> str | None:
 @liger_fused.supports
 @quack.supports
 def fits_hopper_kernels(query: Query) -> str | None:
-    """Return the limit of Liger 0.8.5 or quack 0.6.5 that a call exceeds."""
+    """Return the limit of Liger's and quack's Hopper kernels (versions 0.8.5 and 0.6.5) that a call exceeds, or None."""
     if (compute_capability(torch.device(query.device)) or 0) < 9:
         return "needs an NVIDIA GPU of compute capability 9 or more"
     if query.grad:

@@ -1,7 +1,11 @@
 """Variants of ``swiglu`` in plain PyTorch, which run on every device.
 
 Quantized operands are multiplied in float32, which holds codes and block scales exactly. Scales of rows and of whole tensors are
-applied to the product.
+applied to the product. :func:`multiply`, which multiplies float8 natively, is for variants in other files and for the control in
+reference.py.
+
+Tags: ``fuses`` names the steps that share a kernel, and ``hands`` the products that go through device memory; ``cost.py`` reads
+them. ``yardstick`` marks the variant whose error sets the tolerance.
 """
 
 from __future__ import annotations
@@ -16,7 +20,10 @@ from onelaunch.ops.swiglu.contract import FORMATS, Operand, SwigluCall, swiglu
 
 
 def factors(operand: Operand) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return an operand in float32, exactly, without its outer scale; and that scale, ``[R, 1]``, ``[1, 1]`` or None."""
+    """Return an operand in float32, exactly, without the scale of its rows or of the whole; and that scale, or None.
+
+    The scale has the shape ``[R, 1]`` or ``[1, 1]``. Block scales of NVFP4 are in the first result.
+    """
     if isinstance(operand, torch.Tensor):
         return operand.float(), None
     if isinstance(operand, Fp8Tensor):
@@ -43,7 +50,7 @@ def multiply(x: Operand, weight: Operand, dtype: torch.dtype) -> torch.Tensor:
     """Return ``x weight^T`` by PyTorch's matrix products, natively in float8 if both operands are. NVFP4 is not supported."""
     if isinstance(x, torch.Tensor) and isinstance(weight, torch.Tensor):
         return x @ weight.mT
-    assert isinstance(x, Fp8Tensor)  # noqa: S101 - see plain_or_float8
+    assert isinstance(x, Fp8Tensor)  # noqa: S101 - see plain_or_float8 in triton.py
     assert isinstance(weight, Fp8Tensor)  # noqa: S101
     x_scale, scale = x.scale.reshape(-1, 1), weight.scale.reshape(-1, 1)
     if x.per_row or weight.per_row:  # PyTorch needs the same kind of scales for both
@@ -73,7 +80,7 @@ compiled.supports(compiler_missing)
 @eager.supports
 @compiled.supports
 def trains_plain_tensors(query: Query) -> str | None:
-    """Return why a variant has no gradients, if the operands are quantized."""
+    """Return why a variant cannot run: the call needs gradients, and its operands are quantized."""
     return "has no backward pass for quantized operands" if query.grad and set(query.flags) & set(FORMATS.values()) else None
 
 

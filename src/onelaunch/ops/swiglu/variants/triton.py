@@ -2,6 +2,9 @@
 
 The forward pass keeps both products. The backward pass writes their gradients into one matrix ``[M, 2 N]`` in one launch. Two
 matrix products follow it in ``wide``; four matrix products and a sum of two follow it in ``three_node``.
+
+Tags: ``fuses`` names the steps that share a kernel, and ``hands`` the products that go through device memory; ``cost.py`` reads
+them.
 """
 
 from __future__ import annotations
