@@ -77,7 +77,8 @@ def attend(
     queries, keys, values = layout.split(q) * scale, layout.split(k), layout.split(v)  # [B, H, chunks, C, K or V]
     key_decay = products(layout.split(g if g.dim() == 4 else g[..., None]).exp())
     value_decay = None if gv is None else products(layout.split(gv).exp())
-    fading, whole = keys * key_decay.after, key_decay.whole.mT  # [..., K or 1, 1]
+    # Keys decayed to the end of their chunk, and the decays of whole chunks [..., K or 1, 1].
+    fading, whole = keys * key_decay.after, key_decay.whole.mT
     taken, outputs = values, inside(queries, keys, values, key_decay, value_decay)
     if value_decay is not None:
         taken, whole = values * value_decay.after, whole * value_decay.whole

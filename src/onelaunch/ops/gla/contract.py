@@ -40,9 +40,9 @@ class GlaCall(NamedTuple):
     v: torch.Tensor
     """Values, ``[B, T, H, V]``, dtype of ``q``."""
     g: torch.Tensor
-    """Log-decay, ``[B, T, H, K]`` or ``[B, T, H]``, float32 or the dtype of ``q``. Strides may be 0."""
+    """Log-decay, ``[B, T, H, K]`` or ``[B, T, H]``, float32 or the dtype of ``q``. Strides may be 0 (expanded)."""
     gv: torch.Tensor | None
-    """Log-decay of values, ``[B, T, H, V]``, float32 or the dtype of ``q``; ``None`` for none."""
+    """Log-decay of value channels, ``[B, T, H, V]``, float32 or the dtype of ``q``, or ``None``."""
     scale: float
     initial_state: torch.Tensor | None
     """Initial state, ``[N, H, K, V]`` float32; a transposed view where the caller keeps values first."""
@@ -246,6 +246,7 @@ def _scale(scale: float | None, keys: int) -> float:
     dimensions=("B", "T", "H", "K", "V"),
     outputs=("o", "final_state"),
     bind=bind,
+    # Options of a case, from which reference.py makes inputs. Then the variants to prefer where nothing was measured.
     options={
         "decay": "model",
         "decay_per": "channel",
@@ -344,7 +345,7 @@ def under_autocast(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.T
         return autocast(q, log_decay)[1]
 
     g, gv = summable(g), summable(gv)
-    q, _, k, v = autocast(q, k, k, v)  # the second argument is the place of a log-decay, which is cast already: ignored
+    q, _, k, v = autocast(q, k, k, v)  # its second result would be a log-decay; those are cast above
     return q, k, v, g, gv
 
 

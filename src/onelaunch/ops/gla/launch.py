@@ -220,7 +220,7 @@ def empty_final(call: Attention, *, wanted: bool) -> torch.Tensor:
 
 
 def chunk_state_mma(exact: bool) -> Mma:
-    """Return the matrix instructions of the chunk state pass, which the launch checks the machine code for.
+    """Return the requirement on the matrix instructions of the chunk state pass, which ``onelaunch inspect`` checks.
 
     Where it is ``exact`` it multiplies float32 without loss. Some architectures have no matrix instruction for that.
     """

@@ -42,7 +42,7 @@ class PassTiles:
     """Configuration of a CTA of ``chunk_state_kernel`` or ``segment_sum_kernel``."""
 
     groups: int
-    """Warpgroups that multiply, each with the state of 64 values in its registers. One more warpgroup decays the keys."""
+    """Warpgroups that multiply, each with 64 values of the state or sum in registers. One more warpgroup decays the keys."""
     stages: int = 3
     """Chunks whose operands are in shared memory at a time."""
     scores: int = 3

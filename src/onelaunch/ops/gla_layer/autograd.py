@@ -104,7 +104,7 @@ def constant_kernels(*key: Any) -> str:
     return kernels_for(*key)
 
 
-vars(constant_kernels)["_dynamo_marked_constant"] = True  # as in dispatch/choice.py
+vars(constant_kernels)["_dynamo_marked_constant"] = True  # as torch.compiler.assume_constant_result, without its slow import
 
 
 class Plan(NamedTuple):
