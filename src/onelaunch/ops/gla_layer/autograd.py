@@ -152,8 +152,9 @@ def run_forward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Compute ``out [B, T, D]`` and the final state; return them and the tensors to save for the backward pass.
 
-    Saved are the packed projections of x ``[B, T, pitch]``, packed log-decays ``[B, T, pitch]``, ``o [B, T, H, V]``, the norms'
-    ``rstd [M, H]`` and, with ``keep_states``, states ``[slots, H, V, K]``. A result that is not wanted has no elements.
+    Saved are the packed projections of x (y) ``[B, T, pitch]``, packed log-decays (gk) ``[B, T, pitch]``, ``o [B, T, H, V]``, the
+    norms' ``rstd [B T, H]`` and, with ``keep_states``, a state per chunk ``[slots, H, V, K]``. A result that is not wanted has no
+    elements.
     ``kernels`` is the result of :func:`kernels_for`. ``hopper`` returns no final state: it does not run calls that want one.
     """
     from onelaunch.ops.gla import launch, launch_hopper
@@ -260,7 +261,7 @@ def recurrence_gradients(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Write the gradients of q, k and v into columns of dz.
 
-    Returns the gradient of the log-decays before their activation ``[M, H * K]`` (dgk), and that of the initial state.
+    Returns the gradient of the log-decays before their activation ``[B T, H * K]`` (dgk), and that of the initial state.
     """
     from onelaunch.ops.gla import launch, launch_hopper
     from onelaunch.ops.projections import launch as projections_launch
