@@ -14,8 +14,8 @@ from onelaunch.ops.gated_scan.contract import ScanCall, gated_scan
 def separate(call: ScanCall) -> tuple[torch.Tensor, torch.Tensor]:
     """Run a scan kernel, then a gate kernel; the states between them go through memory in the dtype of ``v``.
 
-    They did in experiment 040's write-up, too. On small cases this rounding may exceed the error tolerance: it did in one of
-    twenty random cases of 200 elements.
+    They did in the write-up of experiment 040, the source of this operation (docs/notebook/linear_rnn.md). On small cases this
+    rounding may exceed the error tolerance: it did in one of twenty random cases of 200 elements.
     """
     return scan_and_gate(call, separate=True)
 
