@@ -1,6 +1,7 @@
 """PyTorch operators of ``gated_scan``'s Triton kernels, and their gradients.
 
-One pair of operators carries all variants: ``onelaunch::gated_scan_forward`` and ``onelaunch::gated_scan_backward``.
+One pair of operators serves all Triton variants: ``onelaunch::gated_scan_forward`` and ``onelaunch::gated_scan_backward``. Their
+argument ``separate`` tells the variants apart: scan and gate in two launches, or in one.
 """
 
 from __future__ import annotations
@@ -23,9 +24,10 @@ def run_forward(
     keep: bool,
     separate: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return y, the final state, and for the backward pass (``keep``) the carries and the states.
+    """Return y, the final state, and for the backward pass the carries and the states s.
 
-    The states have elements only if gate and scan are separate launches: the gate's backward pass reads them.
+    The carries are the states that enter each tile of time; they have elements only with ``keep``. The states have elements only
+    if gate and scan are separate launches: the gate's backward pass reads them.
     """
     from onelaunch.kernels.scan import launch
 
@@ -72,7 +74,7 @@ def gradients(ctx: Any, backward: Any, dy: torch.Tensor | None, dfinal: torch.Te
     """Return the gradient of every input of :func:`run_forward`."""
     v, log_decay, gate, initial, offsets, carries, states = ctx.saved_tensors
     dy = torch.zeros_like(v) if dy is None else dy
-    dfinal = dfinal if ctx.want_final else None
+    dfinal = dfinal if ctx.want_final else None  # an unwanted final state has no elements, nor has its gradient
     dv, dlog_decay, dgate, dinitial = backward(dy, dfinal, v, log_decay, gate, initial, offsets, carries, states, ctx.separate)
     return dv, dlog_decay, dgate, None if initial is None else dinitial, None, None, None, None
 

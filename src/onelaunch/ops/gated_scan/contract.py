@@ -1,4 +1,4 @@
-"""The public function ``gated_scan``: its definition, its arguments and their checks."""
+"""The operation ``gated_scan``: its definition, its arguments and their checks, which ``linear_rnn`` shares."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from onelaunch.operation.autocast import autocast
 
 
 class ScanCall(NamedTuple):
-    """Checked arguments of :func:`gated_scan`."""
+    """Checked arguments of :func:`gated_scan`, with the shapes and dtypes stated there, and the dispatch key of the call."""
 
     v: torch.Tensor
     log_decay: torch.Tensor
@@ -46,7 +46,7 @@ def bind(
 
 @remembered
 def _key(v: Facts, scan: ScanFacts) -> Query:
-    """Make all checks that need no values, and return the dispatch key."""
+    """Make all checks that need no values, and return the dispatch key; both are cached by these facts."""
     checks.rank("v", v, "[B, T, V]")
     checks.dtype("v", v, checks.FLOATS)
     batch, length, channels = v.shape
@@ -65,7 +65,13 @@ class ScanFacts(NamedTuple):
     grad_enabled: bool
 
     def check(self, first_name: str, first: Facts, extent: tuple[int, int, int]) -> None:
-        """Raise unless shapes, dtypes and devices fit the operation's first argument; ``extent`` is ``(B, T, V)``."""
+        """Raise unless shapes, dtypes and devices fit the operation's first argument: v, or x of ``linear_rnn``.
+
+        Args:
+            first_name: Name of that argument, for messages.
+            first: Facts about it.
+            extent: Sizes ``(B, T, V)`` that log_decay and gate must have.
+        """
         batch, _, channels = extent
         because = f"{first_name} {list(first.shape)}"
         like_first = f", the dtype of {first_name}"
@@ -89,7 +95,7 @@ class ScanFacts(NamedTuple):
             checks.device("initial_state", initial, first.device)
 
     def query(self, operation: str, first: Facts, sizes: tuple[int, ...], *others: Facts) -> Query:
-        """Return the dispatch key of a call with these arguments, its first argument and ``others``."""
+        """Return the dispatch key of a call with these arguments, its first argument and ``others``, such as a weight."""
         grad = self.grad_enabled and checks.grad_wanted(first, *others, self.log_decay, self.gate, self.initial_state)
         flags = state_flags(self.cu_seqlens is not None, self.initial_state is not None, self.output_final_state)
         return Query(operation, str(first.device), first.dtype, fixed(*sizes), grad, flags)
@@ -114,7 +120,10 @@ def scan_facts(
 
 
 def check_scan_values(log_decay: torch.Tensor, cu_seqlens: torch.Tensor | None) -> None:
-    """Raise unless the values of the log-decay and of the offsets are valid; they are checked at every call."""
+    """Raise unless the values of the log-decay and of the offsets are valid.
+
+    Values are read at every call on a CPU, and on GPUs only if ``ONELAUNCH_CHECK_VALUES=1``.
+    """
     if cu_seqlens is not None:
         checks.offsets(cu_seqlens, log_decay.shape[1])
     checks.log_decay(log_decay)
@@ -124,6 +133,7 @@ def check_scan_values(log_decay: torch.Tensor, cu_seqlens: torch.Tensor | None) 
     dimensions=("B", "T", "V"),
     outputs=("y", "final_state"),
     bind=bind,
+    # Options of a case, from which reference.py makes inputs. Then the variants to prefer where nothing was measured.
     options={"decay": "model", "lengths": None, "initial_state": True, "final_state": True, "log_decay_dtype": None},
     defaults={"cuda": ("fused", "chunked", "eager"), "cpu": ("chunked", "eager")},
 )

@@ -1,4 +1,4 @@
-"""Cost model of ``gated_scan``: bytes moved; it has no matrix product."""
+"""Cost model of ``gated_scan``: bytes moved. Its FLOPs are 0, since only those of matrix products count."""
 
 from __future__ import annotations
 
@@ -30,8 +30,9 @@ def cost(case: Case, variant: Variant | None, direction: Direction) -> Cost:
 def scan_bytes(case: Case, defaults: dict[str, Any], direction: Direction, fused: bool) -> tuple[int, int]:
     """Return the bytes that scan and gate move, without v and its gradient, and the number of them that are written.
 
-    They are those of log_decay, gate, y, the initial and final states, and their gradients. If scan and gate are separate
-    launches, the states are written and read as well, and so is their gradient, in float32.
+    They are those of log_decay, gate, y and their gradients, and of the initial and final states, whose gradients are neglected.
+    If scan and gate are separate launches (``fused`` is false), the states s of all steps are written and read as well, and so is
+    their gradient, in float32. ``linear_rnn`` counts its scan by this function, with its own options as ``defaults``.
     """
     options = {**defaults, **case.options}
     value = case.dtype.itemsize

@@ -1,4 +1,4 @@
-"""Oracle of ``gated_scan``, and the inputs that variants are verified on."""
+"""Oracle of ``gated_scan``, the inputs that variants are verified on, and the dispatch key of a case."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ def reference(
     output_final_state: bool = False,
     cu_seqlens: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute the recurrence step by step, sequence by sequence, in the dtype of the arguments (float64 in verification)."""
+    """Compute the recurrence step by step, sequence by sequence, in the dtype of the arguments (float64 in verification).
+
+    The final states are returned in any case; they are ignored unless the call asks for them.
+    """
     batch, length, channels = v.shape
     bounds = [0, length] if cu_seqlens is None else cu_seqlens.tolist()
     sequences = batch if cu_seqlens is None else len(bounds) - 1
@@ -59,7 +62,10 @@ def scan_inputs(
     device: torch.device,
     generator: torch.Generator,
 ) -> dict[str, Any]:
-    """Return the arguments that all operations with a gated scan share."""
+    """Return random values of the arguments that all operations with a gated scan share.
+
+    ``defaults`` are the operation's options, which the case's options override; ``extent`` is ``(B, T, V)``.
+    """
     options = {**defaults, **case.options}
     batch, length, channels = extent
     decay_dtype = torch.float32 if options["log_decay_dtype"] == "float32" else case.dtype

@@ -1,8 +1,8 @@
-"""PyTorch operators of ``gla``'s own kernels, one pair for all variants, and their gradients.
+"""PyTorch operators for the variants of ``gla`` with kernels of their own: one forward and one backward operator for all.
 
 ``onelaunch::gla_forward`` runs the launches of the variant whose name it is given, see :data:`launches`. Only the inputs are
-saved for ``onelaunch::gla_backward``, which computes the states again. It has kernels of its own for ``hopper`` alone; all other
-variants share the portable ones.
+saved for ``onelaunch::gla_backward``, which computes the states again. The backward pass has kernels of its own for ``hopper``
+alone; all other variants share the portable ones.
 """
 
 from __future__ import annotations
@@ -79,9 +79,9 @@ def save(ctx: Any, inputs: tuple[Any, ...], output: Results) -> None:
 
 def gradients(ctx: Any, backward: Any, do: torch.Tensor | None, dfinal: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
     """Return the gradient of every input of :func:`run_forward`."""
-    *tensors, initial, offsets = ctx.saved_tensors
+    *tensors, initial, offsets = ctx.saved_tensors  # tensors: q, k, v, g
     do = torch.zeros_like(tensors[2]) if do is None else do
-    dfinal = dfinal if ctx.want_final else None
+    dfinal = dfinal if ctx.want_final else None  # an unwanted final state has no elements, nor has its gradient
     *dqkvg, dinitial = backward(do, dfinal, *tensors, initial, offsets, ctx.scale, ctx.kernel)
     return *dqkvg, None if initial is None else dinitial, None, None, None, None  # none of offsets, scale, want_final, kernel
 

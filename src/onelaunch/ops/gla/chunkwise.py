@@ -6,10 +6,10 @@ Time is split into chunks of C steps. Between chunks the state ``[K, V]`` is upd
 
 A chunk's scores are computed by recursive halving: between two neighbouring blocks of b steps the decay from s (left) to t
 (right) is the product of all decays after s in the left block and all decays up to t in the right one. So these scores are one
-matrix product of ``q * before`` and ``k * after``. Blocks grow from one step to the chunk, log2(C) products in all, and the
-factors of each size are those of the size below times the whole of the neighbour. Every factor is a product of decays in [0,
-1]: nothing overflows, nothing is divided or subtracted, and a decay of 0 needs no special case. It is the secondary chunking of
-Yang et al. (2024), carried down to sub-chunks of one step.
+matrix product of ``q * before`` and ``k * after``. Blocks grow from one step to the chunk, log2(C) products in all. Where two
+blocks become one, ``before`` of the right one is multiplied by all decays of the left one, and ``after`` of the left one by all
+decays of the right one. Every factor is a product of decays in [0, 1]: nothing overflows, nothing is divided or subtracted, and
+a decay of 0 needs no special case. It is the secondary chunking of Yang et al. (2024), carried down to sub-chunks of one step.
 
 Memory: only the inputs are saved for the backward pass; both passes compute a few heads at a time.
 """
@@ -77,7 +77,8 @@ def attend(
     queries, keys, values = layout.split(q) * scale, layout.split(k), layout.split(v)  # [B, H, chunks, C, K or V]
     key_decay = products(layout.split(g if g.dim() == 4 else g[..., None]).exp())
     value_decay = None if gv is None else products(layout.split(gv).exp())
-    fading, whole = keys * key_decay.after, key_decay.whole.mT  # [..., K or 1, 1]
+    # Keys decayed to the end of their chunk, and the decays of whole chunks [..., K or 1, 1].
+    fading, whole = keys * key_decay.after, key_decay.whole.mT
     taken, outputs = values, inside(queries, keys, values, key_decay, value_decay)
     if value_decay is not None:
         taken, whole = values * value_decay.after, whole * value_decay.whole
@@ -94,7 +95,7 @@ class Products(NamedTuple):
     """Products of decays ``[..., C, X]`` within a chunk, and within its blocks of 1, 2, 4... steps."""
 
     levels: list[Results]
-    """Per block size b, ``[..., C/2b, b, X]``: up to and with each step of right blocks, after each step of left ones."""
+    """Per block size b, two ``[..., C/2b, b, X]``: up to and with each step of right blocks, and after each of left ones."""
     before: torch.Tensor
     """Products from the start of the chunk up to and with each step, ``[..., C, X]``."""
     after: torch.Tensor

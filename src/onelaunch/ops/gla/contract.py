@@ -1,4 +1,7 @@
-"""The operation ``gla``: its formula, arguments, checks and errors. Functions with ``fla``'s names are in ``functions.py``."""
+"""The operation ``gla``: its formula, arguments, checks and errors. Functions with fla's names are in functions.py.
+
+A call has two steps: :func:`bind` checks the arguments and makes a :class:`GlaCall`, which :func:`run` computes by a variant.
+"""
 
 from __future__ import annotations
 
@@ -37,9 +40,9 @@ class GlaCall(NamedTuple):
     v: torch.Tensor
     """Values, ``[B, T, H, V]``, dtype of ``q``."""
     g: torch.Tensor
-    """Log-decay, ``[B, T, H, K]`` or ``[B, T, H]``, float32 or the dtype of ``q``. Strides are 0 where one serves many steps."""
+    """Log-decay, ``[B, T, H, K]`` or ``[B, T, H]``, float32 or the dtype of ``q``. Strides may be 0 (expanded)."""
     gv: torch.Tensor | None
-    """Log-decay of values, ``[B, T, H, V]``, float32 or the dtype of ``q``: the query's flag ``value_gate``."""
+    """Log-decay of value channels, ``[B, T, H, V]``, float32 or the dtype of ``q``, or ``None``."""
     scale: float
     initial_state: torch.Tensor | None
     """Initial state, ``[N, H, K, V]`` float32; a transposed view where the caller keeps values first."""
@@ -47,12 +50,9 @@ class GlaCall(NamedTuple):
     """Offsets of packed sequences, ``[N + 1]`` int32 or int64."""
     output_final_state: bool
     state_v_first: bool
-    """Flag that the caller gets the final state transposed.
-
-    A state laid out ``[N, H, V, K]`` is then the contiguous one.
-    """
+    """Flag that the caller's states are ``[N, H, V, K]``. Variants return ``[N, H, K, V]``, which :func:`run` transposes."""
     key: Query
-    """Dispatch key of the call."""
+    """Dispatch key of the call: its device, dtype, sizes and flags, by which the dispatcher chooses a variant."""
 
     def query(self) -> Query:
         """Return the dispatch key."""
@@ -65,12 +65,12 @@ class GlaCall(NamedTuple):
 
     @property
     def per_head(self) -> bool:
-        """Flag that a head has one decay for all its channels: the query's flag ``scalar_decay``."""
+        """Flag that a head has one decay for all its channels."""
         return self.g.dim() == 3
 
 
 def gate_flags(per_head: bool, value_gate: bool, wide: bool) -> tuple[str, ...]:
-    """Return the query's flags about decays; none for a decay per key channel alone in the dtype of q.
+    """Return the dispatch key's flags about decays; none for a decay per key channel in the dtype of q and no value gate.
 
     Args:
         per_head: Flag that a head has one decay for all channels.
@@ -147,7 +147,7 @@ def _key(
     gate: str,
     layouts: tuple[str, ...],
 ) -> Query:
-    """Run all checks that need no values, and return the dispatch key."""
+    """Run all checks that need no values, and return the dispatch key; both are cached by these facts."""
     checks.rank("q", q, "[B, T, H, K]")
     checks.dtype("q", q, checks.FLOATS)
     batch, length, heads, keys = q.shape
@@ -221,7 +221,7 @@ def check_head_sizes(q: Sequence[int], v: Sequence[int]) -> None:
 
 
 def _at_most_zero(name: str, value: torch.Tensor) -> None:
-    """Raise when a log-decay is positive, where values are checked.
+    """Raise when a log-decay is positive; values are read on a CPU, and on GPUs if ``ONELAUNCH_CHECK_VALUES=1``.
 
     NaN passes: it has to come out as NaN.
     """
@@ -246,6 +246,7 @@ def _scale(scale: float | None, keys: int) -> float:
     dimensions=("B", "T", "H", "K", "V"),
     outputs=("o", "final_state"),
     bind=bind,
+    # Options of a case, from which reference.py makes inputs. Then the variants to prefer where nothing was measured.
     options={
         "decay": "model",
         "decay_per": "channel",
@@ -323,7 +324,7 @@ Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, t
 def bind_under_autocast(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor | None, gv: torch.Tensor | None, **rest: Any
 ) -> GlaCall:
-    """Return the call that :func:`bind` checks, of tensors as autocast has them."""
+    """Cast the tensors as autocast wants, then check them by :func:`bind`, whose other keywords are ``rest``."""
     q, k, v, g, gv = under_autocast(q, k, v, g, gv)
     return bind(q, k, v, g, gv=gv, **rest)
 
@@ -332,7 +333,7 @@ def under_autocast(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.T
     """Return the tensors as autocast has them: q, k and v in the autocast dtype, log-decays in float32.
 
     Sums of log-decays are the first to lose bits. Log-decays that come in the autocast dtype stay so: what they have lost does
-    not come back, sums are taken in float32 anyway, and fewer kernels take float32 ones.
+    not come back, sums are taken in float32 anyway, and fewer kernels take float32 ones. Arguments are not checked yet.
     """
     low = low_dtype(q)
     if low is None:
@@ -344,7 +345,7 @@ def under_autocast(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.T
         return autocast(q, log_decay)[1]
 
     g, gv = summable(g), summable(gv)
-    q, _, k, v = autocast(q, k, k, v)
+    q, _, k, v = autocast(q, k, k, v)  # its second result would be a log-decay; those are cast above
     return q, k, v, g, gv
 
 

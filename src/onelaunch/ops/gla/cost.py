@@ -1,4 +1,4 @@
-"""Operations and bytes that ``gla`` must take, per variant."""
+"""FLOPs and bytes of ``gla``: the least that any implementation needs, and those of each variant."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ Its tag ``chunk`` is the number of steps per chunk. Intermediates are float32 un
 - ``states``: a ``[K, V]`` state for every chunk;
 - ``rounded_states``: the same in the inputs' dtype;
 - ``scores``: a ``[chunk, chunk]`` matrix for every chunk;
-- ``partial_outputs``: an ``o``, or in the backward pass the gradients of q and k, before the last addition.
+- ``partial_outputs``: an ``o`` before the last addition (in the backward pass gradients of q or k, counted at the size of o).
 """
 
 
 @gla.costs
 def cost(case: Case, variant: Variant | None, direction: Direction) -> Cost:
-    """Return the least operations and bytes: q, k, v, g in and o out; backward q, k, v, g, do in and four gradients out.
+    """Return the least cost: q, k, v, g in and o out; backward q, k, v, g, do in and four gradients out.
 
     That is 5 tensor passes forward, and 14 with the backward pass, which reads the inputs again. With a decay per head ``g`` is a
-    K-th of a tensor. Initial and final states, and their gradients, count if the call has them. A variant adds the intermediates
-    between its launches, see :data:`INTERMEDIATES`.
+    K-th of a tensor; ``gv`` counts with g. Initial and final states, and their gradients, count if the call has them. A variant
+    adds the intermediates between its launches, see :data:`INTERMEDIATES`.
     """
     tags: Mapping[str, Any] = {} if variant is None else variant.tags
     chunk = max(1, min(tags.get("chunk", 1), case.sizes["T"]))
@@ -93,9 +93,9 @@ def _flops_per_row(keys: int, values: int, chunk: int, direction: Direction) -> 
     """Return the FLOPs of the matrix products for one step of one head.
 
     Forward: ``k^T v`` into the state, ``q S``, then scores and their product with v; within a chunk they are causal, so half
-    counts. Backward: the same for the gradient of the state, products with both states for dq, dk and dv, four products within
-    the chunk, and the states and scores once more. Without a chunk the least is counted: one step at a time, nothing computed
-    twice.
+    counts. Backward: ``q^T do`` into the gradient of the state, products with both states for dq, dk and dv, four products
+    within the chunk, and the states and scores once more. ``chunk`` is 0 for the least cost: one step at a time, nothing
+    computed twice.
     """
     flops = 4 * keys * values + chunk * (keys + values)
     if direction == "forward_backward":

@@ -1,7 +1,7 @@
-"""``gla`` under ``fla``'s names, with its signatures and results, so that a user only changes the import.
+"""``gla`` under the names of fla (flash-linear-attention), with fla's signatures and results: users only change the import.
 
-Signatures are those of fla 0.6.0 with our keyword ``variant`` at the end. Everything becomes one call of the operation: gates
-that are the same for every step are expanded without a copy, and ``reverse`` flips time before and after the call.
+Signatures are those of fla 0.6.0 with our keyword ``variant`` at the end. Each function calls the operation once: a decay that
+is the same for every step is expanded without a copy, and ``reverse`` flips time before and after the call.
 """
 
 from __future__ import annotations
@@ -98,13 +98,14 @@ def chunk_simple_gla(
         cu_seqlens: Offsets of packed sequences, ``[N + 1]`` int32 or int64. Requires ``B = 1``.
         cu_seqlens_cpu: Offsets on the CPU, accepted together with ``cu_seqlens`` only. Unused: the host never reads offsets.
         variant: Name from ``gla.variants``, or ``"auto"`` for the fastest variant measured near this call.
-        **kwargs: fla's ``chunk_size``, a power of 2. It is checked, but the variants choose their own.
+        **kwargs: fla's ``chunk_size``, a power of 2, which is checked and ignored: variants choose their own. Also fla's former
+            ``transpose_state_layout``, now ``state_v_first`` (with a warning), and ``head_first``, which must be false.
 
     Returns:
         ``o [B, T, H, V]`` in the dtype of ``v``, and the final state, float32, or ``None`` unless ``output_final_state``.
 
     Raises:
-        ArgumentError: ``g`` and ``g_gamma`` are both given, or a keyword is unknown.
+        ArgumentError: ``g`` and ``g_gamma`` are both given, or a keyword is unknown or not supported.
         OneLaunchError: For the rest, as in :func:`onelaunch.ops.gla`.
     """
     _companion(cu_seqlens, cu_seqlens_cpu)
@@ -154,13 +155,14 @@ def fused_recurrent_gla(
         state_v_first: Flag that states, the initial and the final one, are ``[N, H, V, K]``.
         cu_seqlens: Offsets of packed sequences, ``[N + 1]`` int32 or int64. Requires ``B = 1``.
         variant: Name from ``gla.variants``, or ``"auto"`` for the fastest variant measured near this call.
-        **kwargs: fla's former name ``transpose_state_layout`` of ``state_v_first``, with a warning.
+        **kwargs: fla's former ``transpose_state_layout``, now ``state_v_first`` (with a warning), and ``head_first``, which
+            must be false.
 
     Returns:
         ``o [B, T, H, V]`` in the dtype of ``v``, and the final state, float32, or ``None`` unless ``output_final_state``.
 
     Raises:
-        ArgumentError: A keyword is unknown.
+        ArgumentError: A keyword is unknown or not supported.
         OneLaunchError: For the rest, as in :func:`onelaunch.ops.gla`.
     """
     state_v_first = _older_names("fused_recurrent_gla", kwargs, state_v_first, ())
@@ -195,7 +197,7 @@ def _backwards(call: GlaCall, variant: str) -> Results:
 
 
 def _at_every_step(g_gamma: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
-    """Return a decay ``[H]`` as ``[B, T, H]`` float32 with strides of 0."""
+    """Return a decay per head ``[H]`` as a ``[B, T, H]`` float32 view, with strides of 0 along B and T."""
     checks.rank("q", checks.tensor("q", q), "[B, T, H, K]")
     checks.rank("g_gamma", checks.tensor("g_gamma", g_gamma), "[H]")
     checks.shape("g_gamma", g_gamma, q.shape[2:3], "[H]", f"q {list(q.shape)}")
@@ -211,11 +213,17 @@ def _companion(cu_seqlens: torch.Tensor | None, cu_seqlens_cpu: torch.Tensor | N
 
 
 def _older_names(function: str, kwargs: dict[str, Any], state_v_first: bool, known: tuple[str, ...]) -> bool:
-    """Return ``state_v_first``, which fla formerly called ``transpose_state_layout``.
+    """Check the keywords beside a function's named arguments, and return ``state_v_first`` or the keyword that replaces it.
+
+    Args:
+        function: Name of the function, for messages.
+        kwargs: Keywords of the call beside the named arguments.
+        state_v_first: The named argument, which fla formerly called ``transpose_state_layout``.
+        known: Keywords that only this function takes. All take ``transpose_state_layout`` and a false ``head_first``.
 
     Raises:
-        ArgumentError: A keyword that fla does not have, or a combination that contradicts itself.
-        ValueRangeError: A ``chunk_size`` that is no power of 2.
+        ArgumentError: A keyword is unknown, ``head_first`` is set, or the state's layout is given under both names.
+        ValueRangeError: ``chunk_size`` is no power of 2.
     """
     known = (*known, "transpose_state_layout", "head_first")
     for name, value in kwargs.items():

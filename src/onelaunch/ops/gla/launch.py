@@ -25,7 +25,7 @@ CHUNK = chunk_kernels.CHUNK.value
 
 
 def product_precision(exact: bool) -> str:
-    """Return how float32 operands are multiplied, see ``split_product``.
+    """Return how float32 operands are multiplied: the constant PRECISION of ``split_product`` in kernels/chunk.py.
 
     Args:
         exact: Flag that the product must be as accurate as a loop over time. Matrix units truncate the terms that they add,
@@ -87,15 +87,15 @@ def gradient_tiles(keys: int, values: int, family: str) -> Tiles:
 
 @dataclass(frozen=True, slots=True)
 class Rounding:
-    """Number of 16-bit terms of a float32 factor, and bounds beyond which pairs of steps need secondary chunking.
+    """Number of 16-bit terms of a float32 factor, and bounds beyond which the scores of a chunk need secondary chunking.
 
-    Numerics and ``is_benign`` in kernels/chunk.py explain both.
+    Both are explained in kernels/chunk.py, under Numerics and in ``is_benign``.
     """
 
     parts: int = 2
-    """Terms of a float32 factor next to a 16-bit one; 1 for products of float32."""
+    """Terms of a float32 factor next to a 16-bit one. Unused where the inputs are float32."""
     limit: float = 40.0
-    """Largest sum of log-decays from a chunk's middle for which one product serves all pairs.
+    """Largest magnitude of the sum of log-decays over half a chunk for which one matrix product gives all of its scores.
 
     exp(2 * limit) times products of inputs must stay finite. With float32 inputs the rounding of the sums must not show in the
     results either, so the limit is smaller.
@@ -112,7 +112,7 @@ ROUNDINGS = {
 
 
 class Attention(NamedTuple):
-    """Tensors of a call as the kernels take them: the last dimension is contiguous."""
+    """Tensors of a call as the kernels take them: the last dimension of q, k, v and g is contiguous."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -189,7 +189,8 @@ class Attention(NamedTuple):
     def flags(self, tiles: Tiles, *, exact: bool = False) -> dict[str, Any]:
         """Return the constants that the kernels of chunks share, and their number of warps.
 
-        ``exact`` says that a float32 result depends on the products. kernels/chunk.py explains the constants.
+        ``exact`` says that a float32 result depends on the products, whose float32 operands must then not be rounded.
+        kernels/chunk.py explains the constants.
         """
         _, length, _, keys, values = self.sizes
         packed = self.sequences.offsets is not None
@@ -219,9 +220,9 @@ def empty_final(call: Attention, *, wanted: bool) -> torch.Tensor:
 
 
 def chunk_state_mma(exact: bool) -> Mma:
-    """Return the matrix instructions of the chunk state pass.
+    """Return the requirement on the matrix instructions of the chunk state pass, which ``onelaunch inspect`` checks.
 
-    Where it is ``exact`` it multiplies float32 without loss, for which some architectures have none.
+    Where it is ``exact`` it multiplies float32 without loss. Some architectures have no matrix instruction for that.
     """
     return Mma.WARP_OR_NONE if exact else Mma.WARP
 
@@ -277,7 +278,7 @@ def forward(call: Attention, *, want_final: bool) -> tuple[torch.Tensor, torch.T
 
 
 def step_tiles(keys: int, values: int) -> Tiles:
-    """Return the tiles of the loop over time: all keys, and so many values that the state takes 64 registers a thread.
+    """Return the tiles of the loop over time: all keys, and as many values as keep the state within 64 registers per thread.
 
     They are not tuned yet.
     """
@@ -291,7 +292,7 @@ def step(call: Attention, *, want_final: bool) -> tuple[torch.Tensor, torch.Tens
     tiles, initial = step_tiles(keys, values), call.sequences.initial
     out = torch.empty(call.v.shape, dtype=call.v.dtype, device=call.v.device)
     final = final_like(initial, empty_final(call, wanted=want_final))
-    along = (values, 1) if initial is None or initial.is_contiguous() else (1, keys)
+    along = (values, 1) if initial is None or initial.is_contiguous() else (1, keys)  # strides of states along K and V
     Launch(
         step_kernels.step_kernel, (call.sequence_count * heads * cdiv(values, tiles.values),),
         call.q, call.k, call.v, call.g, initial, call.sequences.offsets, out, final, call.scale,
@@ -305,7 +306,8 @@ def step(call: Attention, *, want_final: bool) -> tuple[torch.Tensor, torch.Tens
 def final_like(initial: torch.Tensor | None, final: torch.Tensor) -> torch.Tensor:
     """Return memory for the final state in the order of the initial one.
 
-    A caller that keeps values first, ``[N, H, V, K]``, gets such a state back.
+    A caller that keeps values first, ``[N, H, V, K]``, gets such a state back. A final state that is not wanted (one dimension,
+    no elements) is returned as it is.
     """
     if initial is None or initial.is_contiguous() or final.dim() != 4:
         return final

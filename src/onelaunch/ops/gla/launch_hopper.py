@@ -1,8 +1,9 @@
 """Launches of ``gla``'s Hopper kernels: passes along time, in segments that fill the chip, and gradients of chunks.
 
-The forward pass is one launch of ``chunk_state_kernel``. The backward pass is three: states again, then dv with the gradients
-of the states, then dq, dk and dg of all chunks. A pass whose heads do not fill the SMs is preceded by ``segment_sum_kernel``.
-The files of the kernels, kernels/hopper_*.py, say what each computes and what its constants mean.
+The forward pass is one launch of ``chunk_state_kernel``. The backward pass is three: states again (unless the forward pass has
+stored them), then dv with the gradients of the states, then dq, dk and dg of all chunks. A pass whose heads do not fill the SMs
+is preceded by ``segment_sum_kernel``. The files of the kernels, kernels/hopper_*.py, say what each computes and what its
+constants mean. autograd.py (``gla``) and the operation ``gla_layer`` call :func:`forward` and :func:`backward`.
 """
 
 from __future__ import annotations
@@ -26,9 +27,10 @@ WHOLE = 1 << 30
 """Steps of a segment where T is not cut: more than any sequence has, and a multiple of CHUNK."""
 
 LIMITS = {torch.bfloat16: 40.0, torch.float16: 6.0}
-"""Largest sum of log-decays from a chunk's middle for which one product serves all pairs, by dtype.
+"""Largest magnitude of the sum of log-decays over half a chunk for which one matrix product gives all of its scores, by dtype.
 
-Its factors, up to exp of it, must fit the dtype.
+That product's factors are decays from the chunk's middle, up to exp of this number, which must fit the dtype. Chunks beyond it
+take more products, on sub-chunks: see kernels/hopper_prepare.py.
 """
 
 SEGMENT_SUM_COST = 0.5
@@ -37,20 +39,20 @@ SEGMENT_SUM_COST = 0.5
 
 @dataclass(frozen=True, slots=True)
 class PassTiles:
-    """Configuration of a CTA that passes along time."""
+    """Configuration of a CTA of ``chunk_state_kernel`` or ``segment_sum_kernel``."""
 
     groups: int
-    """Warpgroups that hold a state, for 64 values each."""
+    """Warpgroups that multiply, each with 64 values of the state or sum in registers. One more warpgroup decays the keys."""
     stages: int = 3
-    """Chunks in flight."""
+    """Chunks whose operands are in shared memory at a time."""
     scores: int = 3
-    """Buffers for scores."""
+    """Shared-memory buffers for the scores of a chunk; ``segment_sum_kernel`` has none."""
     staged: bool = True
-    """Flag that stored states leave through shared memory."""
+    """Flag that stored states leave through shared memory, by TMA."""
     multiply_registers: int = 160
-    """Registers of a thread that holds a state."""
+    """Registers per thread of a warpgroup that multiplies."""
     prepare_registers: int = 184
-    """Registers of a thread that decays keys."""
+    """Registers per thread of the warpgroup that decays keys."""
 
     def options(self) -> dict[str, int]:
         """Return the constants that both kernels take from this configuration."""
@@ -91,8 +93,13 @@ def segment_tiles(keys: int, values: int) -> PassTiles:
 def segment_count(ctas: int, chunks: int, multiprocessors: int) -> int:
     """Return the number of segments of T: one, unless that leaves SMs idle for longer than ``segment_sum_kernel`` takes.
 
-    The estimated duration is the number of waves of CTAs times the chunks per segment, with ``ctas`` CTAs per segment. A segment
-    has at least four chunks.
+    The estimated duration is the number of waves of CTAs times the chunks per segment. Segments have at least four chunks on
+    average.
+
+    Args:
+        ctas: CTAs per segment.
+        chunks: Chunks of a sequence; of one of mean length if lengths differ.
+        multiprocessors: SMs of the device.
     """
 
     def duration(segments: int) -> float:
@@ -121,12 +128,12 @@ def matrix(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def boxes(box: list[int], *tensors: torch.Tensor) -> list[Any]:
-    """Return descriptors of ``[B, T, H, X]`` tensors, each moved in boxes of this size."""
+    """Return TMA descriptors of ``[B, T, H, X]`` tensors, each copied in boxes of [steps, channels]."""
     return [described(matrix(tensor), box) for tensor in tensors]
 
 
 def targets(box: list[int], *tensors: torch.Tensor) -> list[Any]:
-    """Return descriptors of tensors that are written to, ``[B, T, H, X]``.
+    """Return TMA descriptors of ``[B, T, H, X]`` tensors that are written to, in boxes of [steps, channels].
 
     Raises:
         ValueError: TMA cannot address a tensor where it is; a copy would not reach the caller.
@@ -151,8 +158,8 @@ def aliased_state_buffers(call: Attention, into: Into | None) -> tuple[torch.Ten
     it: the CTA that writes a panel of dq and dk is the only one that reads that panel of the state, and reads it first.
     Gradients of states lie in the same way in a matrix of their own, whose first half dg replaces.
 
-    The result is ``None`` unless dq and dk are neighbours in memory, all chunks are whole, V is 128 and K at most 128, and there
-    is a decay per channel.
+    The result is ``None`` unless dq and dk are neighbours in memory, all chunks are whole, nothing is packed, V is 128 and K at
+    most 128, and there is a decay per channel.
     """
     batch, length, heads, keys, values = call.sizes
     if into is None or call.scalar or call.sequences.offsets is not None or length % CHUNK:

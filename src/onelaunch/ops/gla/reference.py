@@ -27,10 +27,10 @@ DECAYS = ("model", "weak", "strong", "zero", "forget", "mixed")
 
 - ``model``: as models produce them, logsigmoid of a gate over 16;
 - ``weak``: near 0, decays near 1;
-- ``strong``: steps down to -20, which sum below -80 within 16 steps;
+- ``strong``: uniform from -20 to 0 per step, which sums below -80 within 16 steps;
 - ``zero``: exactly 0, nothing is forgotten;
 - ``forget``: as ``model``, with a step in four at -inf;
-- ``mixed``: all of these, by channel and step.
+- ``mixed``: a random choice per channel and step among small (-1/16 to 0), weak, strong, 0 and -inf.
 """
 
 DECAY_PER = ("channel", "head")
@@ -97,7 +97,7 @@ def recurrence(
     sequences = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     if initial_state is None:
         initial_state = q.new_zeros(sequences, q.shape[2], q.shape[3], v.shape[3])
-    if q.shape[1] == 0:  # no steps: the states stay, and no offsets have to be read
+    if q.shape[1] == 0:  # no steps: an empty o [B, 0, H, V] that autograd connects to q and v; the states stay
         return q[..., :1] * v, initial_state.clone()
     if q.shape[1] == 1 and cu_seqlens is None:
         return _single_step(q, k, v, g, gv, initial_state)

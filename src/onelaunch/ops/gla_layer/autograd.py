@@ -3,8 +3,9 @@
 Queries, keys, values and gates have no activation. So the gradient of the packed projection, a matrix dz with one column per
 row of ``in_proj_weight``, is the concatenation of their gradients. If operations are called one by one, these gradients are
 separate tensors, and a pass over memory concatenates them. Here the kernels of ``gla`` and ``output_chain`` write into columns
-of dz, and so does the product that computes the gradient of r. Log-decays are ``logsigmoid(z) / normalizer``: on Hopper the
-gradient of z is computed in the recurrence's registers, elsewhere by a launch of its own.
+of dz, and so does the product that computes the gradient of r, the low-rank factor that log-decays are projected from.
+Log-decays are logsigmoid of that projection, divided by ``normalizer``. The gradient before logsigmoid, ``dgk``, is computed in
+the recurrence's registers on Hopper, elsewhere by a launch of its own.
 
 dz is not visible outside: it is allocated and consumed within one call of the backward pass. The backward pass never writes to
 saved tensors, so it may run more than once.
@@ -47,7 +48,7 @@ OWN = (
     ("hopper", "fused"),
     ("norm_gate", "prologue"),
 )
-"""Names of the variants that each part can run."""
+"""Names of the variants that each part can run, in the order of :class:`Kernels`; see :func:`own_kernel` for the choice."""
 
 
 def parts_of(query: Query, rank: int, normalizer: float) -> tuple[Query, Query, Query]:
@@ -79,6 +80,7 @@ def why_not(query: Query) -> str | None:
     *_, heads, keys, values = query.sizes
     if heads * keys % ALIGNMENT or heads * values % ALIGNMENT:
         return f"needs H * K and H * V in multiples of {ALIGNMENT}: so columns of all gradients begin where they can be addressed"
+    # The key holds neither rank nor normalizer, and whether some kernel can run depends on neither: any valid ones will do.
     for part, names in zip(parts_of(query, ALIGNMENT, 1.0), OWN, strict=True):
         if own_kernel(part, names) is None:
             reasons = [f"{name} {find_operation(part.operation).get(name).why_not(part)}" for name in names]
@@ -88,7 +90,10 @@ def why_not(query: Query) -> str | None:
 
 @functools.lru_cache(maxsize=4096)
 def kernels_for(operation: str, device: str, dtype: torch.dtype, *rest: Any) -> str:
-    """Return :class:`Kernels` as one string, for a layer of this key, rank and normalizer that :func:`why_not` accepts."""
+    """Return :class:`Kernels` as one string, its names separated by commas, for a layer that :func:`why_not` accepts.
+
+    ``rest`` is the rest of the layer's dispatch key (sizes, grad, flags), then its rank and normalizer.
+    """
     *key, rank, normalizer = rest
     parts = parts_of(Query(operation, device, dtype, *key), rank, normalizer)
     return ",".join([own_kernel(part, names) or "" for part, names in zip(parts, OWN, strict=True)])
@@ -99,7 +104,7 @@ def constant_kernels(*key: Any) -> str:
     return kernels_for(*key)
 
 
-vars(constant_kernels)["_dynamo_marked_constant"] = True  # as in dispatch/choice.py
+vars(constant_kernels)["_dynamo_marked_constant"] = True  # as torch.compiler.assume_constant_result, without its slow import
 
 
 class Plan(NamedTuple):
@@ -109,6 +114,7 @@ class Plan(NamedTuple):
     layout: Layout
     """Layout of the projections of x; the packed result and dz have the same columns."""
     decays: Layout
+    """Layout of the packed log-decays, a single segment."""
     kernels: Kernels
 
     @property
@@ -146,8 +152,10 @@ def run_forward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Compute ``out [B, T, D]`` and the final state; return them and the tensors to save for the backward pass.
 
-    Saved are the packed projections of x ``[B, T, pitch]``, packed log-decays ``[B, T, pitch]``, ``o [B, T, H, V]``, the norms'
-    ``rstd [M, H]`` and, with ``keep_states``, states ``[slots, H, V, K]``. A result that is not wanted has no elements.
+    Saved are the packed projections of x (y) ``[B, T, pitch]``, packed log-decays (gk) ``[B, T, pitch]``, ``o [B, T, H, V]``, the
+    norms' ``rstd [B T, H]`` and, with ``keep_states``, a state per chunk ``[slots, H, V, K]``. A result that is not wanted has no
+    elements.
+    ``kernels`` is the result of :func:`kernels_for`. ``hopper`` returns no final state: it does not run calls that want one.
     """
     from onelaunch.ops.gla import launch, launch_hopper
     from onelaunch.ops.output_chain import launch as chain_launch
@@ -193,12 +201,15 @@ def run_backward(
     kernels: str,
     wants: Sequence[bool],
 ) -> list[torch.Tensor]:
-    """Compute the gradients of the tensors that :func:`run_forward` takes, in their order; without elements if not wanted."""
+    """Compute the gradients of the seven tensors that :func:`run_forward` takes, in their order, as ``wants`` says for each.
+
+    A gradient that is not wanted has no elements. ``y`` to ``states`` are the tensors that :func:`run_forward` returned.
+    """
     from onelaunch.ops.output_chain import launch as chain_launch
 
     plan = plan_of(gk_weight, w_out, heads, normalizer, kernels)
     wants_x, wants_packed, wants_gk, wants_bias, wants_norm, wants_out, wants_initial = wants
-    found = [x.new_empty(0) for _ in wants]
+    found = [x.new_empty(0) for _ in wants]  # of x, in_proj_weight, gk_weight, gk_bias, norm_weight, w_out, initial
     dz = x.new_empty(y.shape)
     *_, gate, _ = plan.layout.cut(y)
     *_, dgate, _ = plan.layout.cut(dz)
@@ -250,7 +261,7 @@ def recurrence_gradients(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Write the gradients of q, k and v into columns of dz.
 
-    Returns the gradient of the log-decays before their activation ``[M, H * K]``, and that of the initial state.
+    Returns the gradient of the log-decays before their activation ``[B T, H * K]`` (dgk), and that of the initial state.
     """
     from onelaunch.ops.gla import launch, launch_hopper
     from onelaunch.ops.projections import launch as projections_launch
@@ -264,7 +275,7 @@ def recurrence_gradients(
         found = launch_hopper.backward(call, do, into, plan.sizes.normalizer, [states] if states.numel() else None)
         return found.g.flatten(0, 1).view(-1, width), found.initial
     found = launch.backward(call, do, dfinal, into)
-    nothing, dg = gk.new_empty(0), found.g.view(-1, width)
+    nothing, dg = gk.new_empty(0), found.g.view(-1, width)  # logsigmoid needs neither rstd nor a saved pre-activation
     made = projections_launch.activation_gradients([dg], gk.view(-1, plan.decays.pitch), nothing, nothing, plan.decays)
     return made[:, :width], found.initial
 

@@ -1,4 +1,4 @@
-"""The layer as four calls of operations, shared by the operation's variants and by :mod:`onelaunch.nn`."""
+"""The layer as four calls of operations, for the operation's variants. :mod:`onelaunch.nn` uses :func:`project`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from onelaunch.ops.output_chain import output_chain
 from onelaunch.ops.projections import Segment, projections
 
 Results = tuple[torch.Tensor, torch.Tensor | None]
+"""Output ``[B, T, D]`` and the final state, if it was asked for."""
 Parts = tuple[str, str, str]
+"""Names of the variants of ``projections`` (for both of its calls), ``gla`` and ``output_chain``; ``auto`` to dispatch."""
 
 Tensor = torch.Tensor
 Tensors = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]
@@ -32,8 +34,8 @@ def project(
 ) -> tuple[torch.Tensor, ...]:
     """Return all projections of ``x [B, T, D]``, the log-decays last.
 
-    The last of ``segments`` is the low-rank factor that log-decays are projected from. With one packed weight the gradient of x
-    is one matrix product instead of a sum of several.
+    The last of ``segments`` is the low-rank factor that log-decays are projected from by ``gk_weight``; it is not returned. With
+    one packed weight the gradient of x is one matrix product instead of a sum of several.
     """
     *projected, low_rank = projections(x, in_proj_weight, segments, variant=variant)
     return *projected, *projections(low_rank, gk_weight, decay_segments, bias=gk_bias, variant=variant)
@@ -46,7 +48,7 @@ def segments_of(sizes: LayerSizes) -> tuple[Segment, ...]:
         Segment("q", sizes.heads, sizes.keys),
         Segment("k", sizes.heads, sizes.keys),
         Segment("v", sizes.heads, sizes.values),
-        Segment("gate", sizes.heads, sizes.values),  # before SiLU, see the page of output_chain
+        Segment("gate", sizes.heads, sizes.values),  # before SiLU, which output_chain applies
         Segment("low_rank", sizes.rank, 1),
     )
 
@@ -58,7 +60,7 @@ def decay_segments_of(sizes: LayerSizes) -> tuple[Segment, ...]:
 
 
 def compose(tensors: Tensors, sizes: LayerSizes, eps: float, output_final_state: bool, parts: Parts) -> Results:
-    """Compute the layer by four calls of operations; ``parts`` names their variants."""
+    """Compute the layer by four calls of operations, ``projections`` twice; ``parts`` names their variants."""
     x, in_proj_weight, gk_weight, gk_bias, norm_weight, w_out, initial_state = tensors
     way_in, recurrence, way_out = parts
     segments, decay_segments = segments_of(sizes), decay_segments_of(sizes)

@@ -31,11 +31,14 @@ class GlaLayerCall(NamedTuple):
     w_out: torch.Tensor
     """Output weight, ``[D, H V]``, dtype of ``x``."""
     normalizer: float
+    """Divisor of the log-decays."""
     eps: float
+    """Number that the norm adds to the mean of squares."""
     initial_state: torch.Tensor | None
     """State before the first step, ``[B, H, K, V]`` float32."""
     output_final_state: bool
     key: Query
+    """Dispatch key of the call: its device, dtype, sizes and flags, by which the dispatcher chooses a variant."""
 
     def query(self) -> Query:
         """Return the dispatch key."""
@@ -116,7 +119,10 @@ def key_of(
     output_final_state: bool,
     grad_enabled: bool,
 ) -> Query:
-    """Make all checks that need no values, and return the dispatch key; K follows from gk_weight and V from w_out."""
+    """Make all checks that need no values, and return the dispatch key; both are cached by these facts.
+
+    K follows from gk_weight and V from w_out.
+    """
     checks.rank("x", x, "[B, T, D]")
     checks.dtype("x", x, checks.FLOATS)
     batch, length, width = x.shape
@@ -170,9 +176,10 @@ def _head_size(name: str, weight: Facts, dimension: int, heads: int, dimensions:
     dimensions=("B", "T", "D", "H", "K", "V"),
     outputs=("out", "final_state"),
     bind=bind,
+    # Options of a case, from which reference.py makes inputs. Then the variants to prefer where nothing was measured.
     options={"rank": 16, "normalizer": 16.0, "eps": 1e-5, "norm_weight": "same", "initial_state": False, "final_state": False},
     defaults={"cuda": ("packed", "composed"), "cpu": ("composed",)},
-    stages=3,  # projections, gla, output_chain
+    stages=3,  # projections, gla and output_chain round their results one after another, so larger errors are allowed
 )
 def gla_layer(
     x: torch.Tensor,
@@ -196,14 +203,14 @@ def gla_layer(
         out = (o / sqrt(mean(o^2) + eps) * norm_weight * silu(gate)) w_out^T                        norm per head
 
     This is :class:`onelaunch.nn.GatedLinearAttention` with its default arguments, as a function of its weights. Differentiable
-    in every tensor, through both results. Under ``torch.autocast`` tensors are cast to the autocast dtype, ``norm_weight`` and
-    ``initial_state`` to float32.
+    in every tensor, through both results. Under ``torch.autocast`` tensors are cast to the autocast dtype, ``norm_weight`` to
+    float32; ``initial_state`` is not cast and must be float32.
 
     Args:
         x: ``[B, T, D]`` float16, bfloat16 or float32.
         in_proj_weight: ``[2 H K + 2 H V + R, D]``, dtype of ``x``: rows as :class:`torch.nn.Linear` holds them, those of
             q, k, v, the gate and r, concatenated.
-        gk_weight: weight of the decay, ``[H * K, R]``, dtype of ``x``; K from 16 to 512.
+        gk_weight: second factor of the decay's weight, ``[H * K, R]``, dtype of ``x``; K from 16 to 512.
         gk_bias: bias of the decay, ``[H * K]``, dtype of ``x``.
         norm_weight: ``[V]``, dtype of ``x`` or float32, the same for all heads.
         w_out: ``[D, H * V]``, dtype of ``x``; V from 16 to 512.

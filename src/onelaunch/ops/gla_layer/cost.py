@@ -20,6 +20,7 @@ def parts_of(case: Case) -> tuple[Case, Case, Case, Case]:
     batch, length, width, heads, keys, values = (case.sizes[name] for name in gla_layer.dimensions)
     sizes = {"B": batch, "T": length, "H": heads, "K": keys, "V": values}
     ends = {name: gla_layer.option(case, name) for name in ("initial_state", "final_state")}
+    # The option ``segments`` of ``projections``: heads x channels, then an activation and the word bias if there are any.
     packed = f"{heads}x{keys},{heads}x{keys},{heads}x{values},{heads}x{values},{rank}x1"
     decay = f"{heads}x{keys}:logsigmoid/{gla_layer.option(case, 'normalizer')}:bias"
     return (

@@ -1,4 +1,4 @@
-"""Oracle of ``gla_layer``, and the inputs that variants are verified on."""
+"""Oracle of ``gla_layer``, the inputs that variants are verified on, and the dispatch key of a case."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from onelaunch.ops.gla_layer.contract import gla_layer, key_of
 from onelaunch.wording import listing
 
 NORM_WEIGHTS = ("same", "float32")
-"""Values of the option ``norm_weight``: dtype of the norm's weight."""
+"""Values of the option ``norm_weight``: dtype of the norm's weight, that of the case or float32."""
 
 
 @gla_layer.oracle
@@ -46,7 +46,7 @@ def reference(
 
 
 def options_of(case: Case) -> tuple[int, str]:
-    """Return the options ``rank`` and ``norm_weight`` of a case."""
+    """Check and return the options ``rank`` and ``norm_weight`` of a case."""
     rank, norm_weight = gla_layer.option(case, "rank"), gla_layer.option(case, "norm_weight")
     if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
         raise ArgumentError(f"rank is {rank!r}; it must be an integer of at least 1.")
@@ -82,9 +82,9 @@ def dtypes_of(case: Case) -> dict[str, torch.dtype]:
 def make_inputs(case: Case, device: torch.device, generator: torch.Generator) -> Reading:
     """Return random x and state, and weights such that projections and results have about unit variance, as in a trained layer.
 
-    Keys have half of their variance from the queries' projection. A sequence's first result is (q k) v, and the norm divides by
-    the product of q and k. For unrelated vectors this product is sometimes about zero, and then results and gradients are only
-    rounding errors in any implementation.
+    Keys have half of their variance from the queries' projection. A sequence's first result is (q k) v, with q k a scalar per
+    head, and the norm divides by its magnitude. For unrelated vectors q k is sometimes about zero, and then results and
+    gradients are only rounding errors in any implementation.
     """
     shapes, dtypes = shapes_of(case), dtypes_of(case)
     arguments: dict[str, Any] = {}

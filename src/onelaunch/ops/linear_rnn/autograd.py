@@ -60,7 +60,10 @@ def run_forward(
     keep: bool,
     kernel: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Run the kernel of this name; return y, the final state, and for the backward pass (``keep``) v and the carries."""
+    """Run the kernel of this name; return y, the final state, and for the backward pass (``keep``) v and the carries.
+
+    The carries are the states that enter each tile of time. A result that is not wanted has no elements.
+    """
     from onelaunch.ops.linear_rnn.launch import Layer, Sequences
 
     return launches[kernel](Layer(x, weight, log_decay, gate, Sequences.of(initial, offsets), want_final, keep))
@@ -99,7 +102,7 @@ def gradients(ctx: Any, backward: Any, dy: torch.Tensor | None, dfinal: torch.Te
     """Return the gradient of every input of :func:`run_forward`."""
     x, weight, log_decay, gate, initial, offsets, v, carries = ctx.saved_tensors
     dy = torch.zeros_like(v) if dy is None else dy
-    dfinal = dfinal if ctx.want_final else None
+    dfinal = dfinal if ctx.want_final else None  # an unwanted final state has no elements, nor has its gradient
     *found, dinitial = backward(dy, dfinal, x, weight, log_decay, gate, initial, offsets, v, carries)
     # offsets, want_final, keep and kernel have no gradients
     return *found, None if initial is None else dinitial, None, None, None, None

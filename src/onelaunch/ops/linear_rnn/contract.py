@@ -1,4 +1,4 @@
-"""The public function ``linear_rnn``: its definition, its arguments and their checks."""
+"""The operation ``linear_rnn``: its definition, its arguments and their checks, which it shares with ``gated_scan``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from onelaunch.ops.gated_scan.contract import ScanCall, ScanFacts, check_scan_va
 
 
 class LinearRNNCall(NamedTuple):
-    """Checked arguments of :func:`linear_rnn`."""
+    """Checked arguments of :func:`linear_rnn`, with the shapes and dtypes stated there, and the dispatch key of the call."""
 
     x: torch.Tensor
     weight: torch.Tensor
@@ -61,7 +61,7 @@ def bind(
 
 @remembered
 def _key(x: Facts, weight: Facts, scan: ScanFacts) -> Query:
-    """Make all checks that need no values, and return the dispatch key."""
+    """Make all checks that need no values, and return the dispatch key; both are cached by these facts."""
     checks.rank("x", x, "[B, T, D]")
     checks.dtype("x", x, checks.FLOATS)
     checks.rank("weight", weight, "[D, V]")
@@ -78,6 +78,7 @@ def _key(x: Facts, weight: Facts, scan: ScanFacts) -> Query:
     dimensions=("B", "T", "D", "V"),
     outputs=("y", "final_state"),
     bind=bind,
+    # Options of a case, from which reference.py makes inputs. Then the variants to prefer where nothing was measured.
     options={"decay": "model", "lengths": None, "initial_state": False, "final_state": False, "log_decay_dtype": None},
     defaults={"cuda": ("fused_chunked", "semi_fused", "chunked", "eager"), "cpu": ("chunked", "eager")},
 )

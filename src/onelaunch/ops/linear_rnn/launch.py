@@ -56,7 +56,7 @@ class Layer(NamedTuple):
         return {"INITIAL": self.sequences.initial is not None, "FINAL": self.want_final, "KEEP": self.keep}
 
     def results(self) -> Results:
-        """Return uninitialized tensors for the results."""
+        """Return uninitialized tensors for the results, without elements for those that are not wanted."""
         batch, length, _, channels = self.sizes
         y = torch.empty((batch, length, channels), dtype=self.x.dtype, device=self.x.device)
         final, carries = empty_states(y, self.sequences, scan_tiles(length, channels), self.want_final, self.keep)
@@ -110,7 +110,7 @@ def chunked(layer: Layer) -> Results:
     layer, results, sequences = layer.in_rows(), layer.results(), layer.sequences
     batch, length, width, channels = layer.sizes
     tiles = project_tiles(batch, length, width, channels, layer.x.element_size())
-    words = workspace(layer.x.device, tiles.scan.words(batch, length, channels))
+    words = workspace(layer.x.device, tiles.scan.words(batch, length, channels))  # flag-in-data words of the look-back
     Launch(
         project_scan_gate_kernel, tiles.scan.grid(batch, length, channels),
         *layer[:4], *sequences,  # x, weight, log_decay, gate, initial, offsets
@@ -137,7 +137,7 @@ class MatmulTiles:
 
 
 def matmul_tiles(m: int, n: int, element_size: int) -> MatmulTiles:
-    """Return 64 x 64 for narrow results, and 128 x 128 where that still gives every SM of an H200 a tile; not tuned further."""
+    """Return tiles of 64 x 64, or of 128 x 128 for 16-bit results with a tile for every SM of an H200; not tuned further."""
     if element_size == 4:
         return MatmulTiles(k=32)
     return MatmulTiles(128, 128, 64, warps=8) if m * n >= HOPPER_SMS * 128 * 128 and n >= 128 else MatmulTiles()

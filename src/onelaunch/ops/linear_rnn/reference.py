@@ -1,4 +1,7 @@
-"""Oracle of ``linear_rnn``, the inputs that variants are verified on, and its matrix product alone as a control."""
+"""Oracle of ``linear_rnn``, the inputs that variants are verified on, and its matrix product alone as a control.
+
+A control is a part of the operation that studies time in addition; calls are never dispatched to it.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,10 @@ def reference(
     output_final_state: bool = False,
     cu_seqlens: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Project, then compute the recurrence step by step, in the dtype of the arguments (float64 in verification)."""
+    """Project, then compute the recurrence step by step, in the dtype of the arguments (float64 in verification).
+
+    The final states are returned in any case; they are ignored unless the call asks for them.
+    """
     return scan_reference(x @ weight, log_decay, gate, initial_state=initial_state, cu_seqlens=cu_seqlens)
 
 

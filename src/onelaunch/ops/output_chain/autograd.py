@@ -1,8 +1,9 @@
-"""The PyTorch operator of ``output_chain``'s own kernels, one for all of them, and its gradients.
+"""PyTorch operators of ``output_chain``'s own kernels, one forward operator for all of them, and their gradients.
 
 ``onelaunch::output_chain_forward`` runs the launches of the variant that its argument names. For a backward pass it saves rstd,
-the reciprocal root mean square of every head, instead of ``a``, which takes H * V elements per token. In the backward pass one
-launch recomputes ``a``, for the product that gives the weight's gradient, and computes all other gradients from da.
+the reciprocal root mean square of every head, instead of ``a``, the normalized and gated heads, which take H * V elements per
+token. In the backward pass one launch, ``onelaunch::output_chain_gradients``, recomputes ``a`` for the product that gives the
+output weight's gradient. It also computes the gradients of h, the gate and the norm's weight from that of ``a``, da = dout W.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from onelaunch.ops.output_chain.launch import Made, Operands  # it needs Triton
 
 Results = tuple[torch.Tensor]
-
+"""Result ``out``, as a tuple, which variants return."""
 
 Run: TypeAlias = "Callable[[Operands, torch.Tensor, torch.Tensor | None, float, bool], Made]"
 """Type of a function that runs a variant's launches, from operands, output weight, bias, eps, and whether rstd is saved."""
@@ -83,7 +84,7 @@ def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Te
 def gradients(ctx: Any, backward: Any, dout: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     """Return the gradients of h, the gate, the norm's weight, the output weight and the bias."""
     h, gate, norm_weight, w_out, rstd = ctx.saved_tensors
-    wants_h, wants_gate, wants_norm, wants_w, wants_bias = ctx.needs_input_grad[:5]
+    wants_h, wants_gate, wants_norm, wants_w, wants_bias = ctx.needs_input_grad[:5]  # needs_input_grad[5:] are no tensors
     dout = dout.reshape(-1, w_out.shape[0])
     dh = dgate = dnorm = dw = None
     undo = wants_h or wants_gate or wants_norm

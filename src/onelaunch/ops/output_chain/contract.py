@@ -18,9 +18,9 @@ class OutputChainCall(NamedTuple):
     """Checked arguments of :func:`output_chain`. Tensors have any strides."""
 
     h: torch.Tensor
-    """Normalized input, ``[..., H, V]``."""
+    """Input, before the norm, ``[..., H, V]``."""
     gate: torch.Tensor | None
-    """Gate, ``[..., H, V]``, dtype of ``h``."""
+    """Gate, ``[..., H, V]``, dtype of ``h``; before SiLU unless ``activated``."""
     norm_weight: torch.Tensor | None
     """Weight of the norm, ``[V]``, dtype of ``h`` or float32."""
     w_out: torch.Tensor
@@ -28,8 +28,11 @@ class OutputChainCall(NamedTuple):
     bias: torch.Tensor | None
     """Bias, ``[D]``, dtype of ``h``."""
     activated: bool
+    """Flag that the gate is activated already."""
     eps: float
+    """Number that the norm adds to the mean of squares."""
     key: Query
+    """Dispatch key of the call: its device, dtype, sizes and flags, by which the dispatcher chooses a variant."""
 
     def query(self) -> Query:
         """Return the dispatch key."""
@@ -75,7 +78,10 @@ def key_of(
     activated: bool,
     grad_enabled: bool,
 ) -> Query:
-    """Make all checks that need no values, and return the dispatch key; B and T are the leading dimensions of h."""
+    """Make all checks that need no values, and return the dispatch key; both are cached by these facts.
+
+    Of the leading dimensions of h, the last is T and B is the product of the others.
+    """
     if len(h.shape) < 3:
         raise ShapeError("h", got=h.shape, want="[..., H, V], a tensor of at least 3 dimensions")
     checks.dtype("h", h, checks.FLOATS)
@@ -114,6 +120,7 @@ def key_of(
     dimensions=("B", "T", "H", "V", "D"),
     outputs=("out",),
     bind=bind,
+    # Options of a case, from which reference.py makes inputs. Then the variants to prefer where nothing was measured.
     options={"gate": "silu", "norm_weight": "same", "bias": False, "eps": 1e-5},
     defaults={"cuda": ("norm_gate", "unfused"), "cpu": ("unfused",)},
 )

@@ -17,8 +17,8 @@ def cost(case: Case, variant: Variant | None, direction: Direction) -> Cost:
     At least, forward reads all tensors and writes the result; backward reads all tensors and dout and writes the gradients. A
     variant writes and reads the intermediates between its launches (tag ``hands``): ``norm``, the normalized heads; ``silu``,
     the activated gate; ``a``, their product. Its backward pass writes and reads da, and reads what products and gradients need.
-    A variant that saves rstd (tag ``keeps``) recomputes ``a``; another reads all intermediates, and writes and reads their
-    gradients.
+    A variant that saves rstd (tag ``keeps``) recomputes ``a``, which is written and read. Another reads all intermediates, and
+    writes and reads the gradients of those before ``a``.
     """
     gate, norm_weight, bias = options_of(case)
     batch, length, heads, values, columns = (case.sizes[name] for name in output_chain.dimensions)

@@ -23,6 +23,7 @@ class Operands(NamedTuple):
     """Weight of the norm, ``[V]``, contiguous."""
     heads: int
     activated: bool
+    """Flag that the gate is activated already; otherwise the kernels apply SiLU."""
 
     @classmethod
     def of(cls, h: torch.Tensor, gate: torch.Tensor | None, norm_weight: torch.Tensor | None, activated: bool) -> Operands:
@@ -48,13 +49,20 @@ TOKENS = 256
 """Limit on the tokens of a tile: each takes registers for its addresses, whatever the size of heads."""
 
 WARPS = 4
+"""Warps of a CTA of either kernel."""
 
 CTAS_PER_SM = 4
-"""Number of CTAs per SM in a backward launch, and of rows of partial sums to add afterwards. Not tuned by measurement yet."""
+"""Limit on the CTAs per SM in a backward launch; each CTA adds a row to the partial sums of the norm weight's gradient.
+
+It is not tuned by measurement yet.
+"""
 
 
 def tile_of(rows: int, values: int, elements: int) -> dict[str, Any]:
-    """Return the constants V, BV and BM: a tile holds whole heads of as many tokens as fit into ``elements``."""
+    """Return the constants V, BV and BM: a tile holds one head, of as many tokens as fit into ``elements``.
+
+    BV is V rounded up to a power of 2, and BM the number of tokens, of which there are ``rows`` in all.
+    """
     block = power_of_2(values)
     return {"V": values, "BV": block, "BM": min(max(elements // block, 1), TOKENS, power_of_2(max(rows, 1)))}
 

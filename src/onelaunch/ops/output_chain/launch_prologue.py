@@ -26,7 +26,8 @@ FEWEST = 16
 class PrologueTiles:
     """Tiles of ``m`` (BM) rows by ``n`` (BN) columns of out.
 
-    A step multiplies ``k`` (BK) channels of a head; ``group`` tiles of rows form a swath that shares columns.
+    ``head`` (BV) is V rounded up to a power of 2. A step multiplies ``k`` (BK) channels of a head. ``group`` tiles of rows form a
+    swath: their CTAs run at about the same time and share weights in the L2 cache. ``stages`` are those of Triton's pipeline.
     """
 
     m: int
@@ -57,11 +58,11 @@ class PrologueTiles:
 def prologue_tiles(rows: int, columns: int, values: int, size: int, count: int, shared: int) -> PrologueTiles:
     """Return the tiles for a call. They are not tuned by measurement yet.
 
-    Every tile normalizes and gates its rows anew, so tiles have many columns: 128, or 32 where rows are few and SMs would be
-    left without a tile. Tiles have as many rows as leave a head of h and of the gate in registers, 32 to 64, with eight warps
-    if heads are long; twice as many rows spill on sm_80 or sm_100a. Operands of float32 lie in registers as well: 16 rows by 32
-    columns without prefetching spill a few words at most, and only with long heads. In 16 bits there are as many stages, up to
-    4, as fit into shared memory in addition to a.
+    Every tile normalizes and gates its rows anew, so tiles have many columns: 128, or down to 32 where rows are few and SMs
+    would be left without a tile. Tiles have as many rows as leave a head of h and of the gate in registers, 32 to 64, or 16
+    if out has so few. They have eight warps if heads are long; twice as many rows spill on sm_80 or sm_100a. Operands of
+    float32 lie in registers as well: 16 rows by 32 columns without prefetching spill a few words at most, and only with long
+    heads. In 16 bits there are as many stages, up to 4, as fit into shared memory in addition to a.
 
     Args:
         rows: number of rows of out, M.

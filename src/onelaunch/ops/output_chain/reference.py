@@ -1,4 +1,7 @@
-"""Oracle of ``output_chain``, the inputs that variants are verified on, and the output projection alone as a control."""
+"""Oracle of ``output_chain``, the inputs that variants are verified on, and the output projection alone as a control.
+
+A control is a part of the operation that studies time in addition; calls are never dispatched to it.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +18,9 @@ from onelaunch.ops.output_chain.contract import OutputChainCall, key_of, output_
 from onelaunch.wording import listing
 
 GATES = ("silu", "activated", "none")
+"""Values of the option ``gate``: a gate before SiLU, one that is activated already, or none."""
 NORM_WEIGHTS = ("same", "float32", "none")
-"""Values of the option ``norm_weight``: dtype of the norm's weight, or none."""
+"""Values of the option ``norm_weight``: dtype of the norm's weight, that of the case or float32, or none."""
 
 
 @output_chain.oracle
@@ -41,7 +45,7 @@ def reference(
 
 
 def options_of(case: Case) -> tuple[str, str, bool]:
-    """Return the options ``gate``, ``norm_weight`` and ``bias`` of a case."""
+    """Check and return the options ``gate``, ``norm_weight`` and ``bias`` of a case."""
     gate, norm_weight, bias = (output_chain.option(case, name) for name in ("gate", "norm_weight", "bias"))
     for name, given, known in (("gate", gate, GATES), ("norm_weight", norm_weight, NORM_WEIGHTS), ("bias", bias, (False, True))):
         if given not in known:
@@ -51,7 +55,7 @@ def options_of(case: Case) -> tuple[str, str, bool]:
 
 @output_chain.inputs
 def make_inputs(case: Case, device: torch.device, generator: torch.Generator) -> Reading:
-    """Return heads of different magnitudes, as a recurrence gives them, and weights such that results have unit variance."""
+    """Return heads of different magnitudes, as a recurrence gives them, and weights such that results are of the order of 1."""
     gate, norm_weight, bias = options_of(case)
     batch, length, heads, values, columns = (case.sizes[name] for name in output_chain.dimensions)
 
@@ -113,7 +117,7 @@ def _product(
     eps: float = 1e-5,
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return the product of h with the output weight."""
+    """Return the product of h with the output weight; norm, gate and bias are left out."""
     return h.flatten(-2) @ w_out.mT
 
 

@@ -1,4 +1,4 @@
-"""Variants of ``gated_scan`` in plain PyTorch: they run on every device, and one of them is the CPU's default.
+"""Variants of ``gated_scan`` in plain PyTorch: they run on every device, and ``chunked`` is the CPU's default.
 
 ``chunked`` splits time into chunks, scans all chunks in parallel, scans the chunks' final states by the same function
 (recursively), and adds the carry: about ``CHUNK * log(T) / log(CHUNK)`` tensor operations instead of ``T``. No decay is ever
@@ -23,6 +23,7 @@ On two x86 cores at T = 2048, chunks of 8 to 32 steps are within 15 % of each ot
 """
 
 Results = tuple[torch.Tensor, torch.Tensor]
+"""Output and final states, or another pair of tensors."""
 
 
 @gated_scan.variant("eager", launches=None, fuses=(), yardstick=True)

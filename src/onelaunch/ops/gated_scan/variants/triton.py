@@ -14,8 +14,8 @@ from onelaunch.ops.gated_scan.contract import ScanCall, gated_scan
 def separate(call: ScanCall) -> tuple[torch.Tensor, torch.Tensor]:
     """Run a scan kernel, then a gate kernel; the states between them go through memory in the dtype of ``v``.
 
-    So did the write-up. On small cases this rounding may exceed the error tolerance: it did in one of twenty draws of 200
-    elements.
+    They did in the write-up of experiment 040, the source of this operation (docs/notebook/linear_rnn.md). On small cases this
+    rounding may exceed the error tolerance: it did in one of twenty random cases of 200 elements.
     """
     return scan_and_gate(call, separate=True)
 
@@ -33,6 +33,6 @@ fused.supports(cannot_scan)
 @fused.examples
 @separate.examples
 def training() -> list[Example]:
-    """Return a training call without packing, initial states or final states."""
+    """Return a training call without packing or states, for which the kernels are compiled and inspected."""
     case = gated_scan.case("float16", B=4, T=2048, V=64, initial_state=False, final_state=False)
     return [Example(case, "forward_backward")]

@@ -1,4 +1,7 @@
-"""Variant ``hopper`` of ``gla``: the state stays in registers along time, and a warpgroup decays keys while others multiply."""
+"""Variant ``hopper`` of ``gla``: the state stays in registers along time, and a warpgroup decays keys while others multiply.
+
+cost.py explains the tags ``chunk``, ``hands`` and ``backward_hands``; launch_hopper.py launches the kernels.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ KEYS = (64, 128, 256)
 
 @launches("hopper")
 def launch_forward(call: Attention, want_final: bool) -> Results:
-    """Launch the pass along time; the final state is never asked for."""
+    """Launch the pass along time. The final state has no elements: :func:`fits` refuses calls that ask for it."""
     from onelaunch.ops.gla import launch, launch_hopper
 
     return launch_hopper.forward(call), launch.empty_final(call, wanted=want_final)
@@ -47,7 +50,7 @@ hopper.supports(no_value_gate)
 
 @hopper.supports
 def fits(query: Query) -> str | None:
-    """Return why TMA, the registers or the accuracy gate exclude a call, or ``None``."""
+    """Return why TMA, the registers or the required accuracy exclude a call, or ``None``."""
     if not is_hopper(torch.device(query.device)):
         return "needs a Hopper GPU (compute capability 9.x)"
     if query.dtype not in (torch.float16, torch.bfloat16):
@@ -80,7 +83,7 @@ def why_no_gradients(query: Query) -> str | None:
 
 @hopper.examples
 def training() -> list[Example]:
-    """Return training calls with heads of most models and with the largest K, with T whole and in parts that fill the chip."""
+    """Return training calls to compile and inspect the kernels for: two head sizes, with T whole and cut into segments."""
     whole: dict[str, Any] = {"B": 8, "T": 4096, "H": 36}
     parts: dict[str, Any] = {"B": 1, "T": 32768, "H": 12}
     return [

@@ -15,14 +15,14 @@ FEW_STEPS = 64
 """Most steps for which fla's layers call ``fused_recurrent_*``; beyond, they call ``chunk_*``."""
 
 MISCOMPILED = ((3, 4, 0), (3, 7, 1))
-"""Triton versions, the first included, the last not, for which chunk_simple_gla's backward pass raises on Hopper."""
+"""Range of Triton versions, the last excluded, that miscompile chunk_simple_gla's backward pass: it raises on Hopper."""
 
 
 @gla.variant("fla", launches=None, fuses=(), chunk=64, hands=("cumulated", "states", "scores"), requires="fla", tunes=True)
 def fla(call: GlaCall) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Compute by ``chunk_gla`` or ``chunk_simple_gla`` of flash-linear-attention.
 
-    For few steps, or a gate on values, by its loop in one kernel.
+    Few steps, or a gate on values, take its ``fused_recurrent_*`` functions, a loop over time in one kernel.
     """
     from fla.ops import gla as by_channel  # pyrefly: ignore[missing-import]
     from fla.ops import simple_gla as by_head  # pyrefly: ignore[missing-import]

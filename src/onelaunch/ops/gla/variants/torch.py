@@ -1,4 +1,7 @@
-"""Variants of ``gla`` in plain PyTorch: they run everywhere and every call, and ``chunked`` is the CPU's default."""
+"""Variants of ``gla`` in plain PyTorch, for every device. ``recurrent`` runs every call; ``chunked`` is the CPU's default.
+
+cost.py explains the tags ``chunk`` and ``hands``.
+"""
 
 from __future__ import annotations
 

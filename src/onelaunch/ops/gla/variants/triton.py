@@ -1,4 +1,7 @@
-"""Portable variants of ``gla`` in Triton."""
+"""Portable variants of ``gla`` in Triton, and the preference among all variants for calls of a few steps.
+
+cost.py explains the tags ``chunk``, ``hands`` and ``backward_hands``; launch.py launches the kernels.
+"""
 
 from __future__ import annotations
 
@@ -51,9 +54,9 @@ def stepwise(call: GlaCall) -> Results:
 
 
 FEW_STEPS_CPU, SMALL_STATE = 4, 1 << 16
-"""Most steps for which a CPU prefers the loop over time where nothing was measured, and the size of its states.
+"""Most steps for which a CPU prefers the loop over time where nothing was measured, and the largest size of its states.
 
-Beyond a single step, the states of all sequences and heads may have at most the second number of elements together.
+The size is the number of elements of the states of all sequences and heads. It does not matter for a single step.
 """
 
 FEW_STEPS = 16
@@ -62,12 +65,12 @@ FEW_STEPS = 16
 
 @gla.prefers
 def by_length(query: Query) -> tuple[str, ...]:
-    """Return the variants for a few steps, as decoding takes them: chunks of 64 steps would be mostly padding.
+    """Return the variants to prefer for a few steps, as in decoding: chunks of 64 steps would be mostly padding.
 
-    On a CPU (AMD EPYC, one thread, float32, forward with states, medians of 40 interleaved rounds) one step takes ``recurrent``
-    0.12 ms and ``chunked`` 0.33 at one head of 16 channels, 0.45 and 2.4 ms at 16 heads of 128, and 3.2 and 7.7 ms at eight times
-    that. The loop copies the states once a step: four steps take 0.39 and 0.65 ms at 4 heads of 64 channels, but 34 and 8.5 ms at
-    128 heads of 128.
+    Other calls get none, and keep the order of the operation's ``defaults``. On a CPU (AMD EPYC, one thread, float32, forward
+    with states, medians of 40 interleaved rounds) one step takes ``recurrent`` 0.12 ms and ``chunked`` 0.33 at one head of 16
+    channels, 0.45 and 2.4 ms at 16 heads of 128, and 3.2 and 7.7 ms at eight times that. The loop copies the states once a
+    step: four steps take 0.39 and 0.65 ms at 4 heads of 64 channels, but 34 and 8.5 ms at 128 heads of 128.
     """
     if query.grad:
         return ()
@@ -90,7 +93,7 @@ stepwise.supports(cannot_scan)
 
 
 def training(keys: int, values: int, layouts: tuple[str, ...] = ("channel", "head")) -> list[Example]:
-    """Return training calls with these kinds of decay, without packing or given states."""
+    """Return training calls to compile and inspect the kernels for, with one decay per each of ``layouts``."""
     return [
         Example(
             gla.case("bfloat16", B=4, T=2048, H=4, K=keys, V=values, decay_per=per), "forward_backward", name=f"decay per {per}"

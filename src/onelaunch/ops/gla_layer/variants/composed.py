@@ -1,6 +1,6 @@
-"""Variants of ``gla_layer`` that are composed of operations; most differ only in the variants of these that they run.
+"""Variants of ``gla_layer`` that call other operations, and ``packed`` and ``packed_states``, which launch their kernels.
 
-The tag ``parts`` names these: of both calls of ``projections``, of ``gla``, and of ``output_chain``.
+The tag ``parts`` names the variants of these operations that run: of ``projections`` (both calls), ``gla`` and ``output_chain``.
 """
 
 from __future__ import annotations
@@ -37,8 +37,11 @@ def run(call: GlaLayerCall, parts: Parts) -> Results:
 
 
 STEPWISE: Parts = ("unfused", "recurrent", "unfused")
+"""Variants of the parts in plain PyTorch."""
 EAGER: Parts = ("unfused", AUTO, "unfused")
+"""Variants of the parts in plain PyTorch, but the recurrence by the dispatcher's choice."""
 DISPATCHED: Parts = (AUTO, AUTO, AUTO)
+"""Variants of the parts, all by the dispatcher's choice."""
 
 
 @gla_layer.variant("stepwise", launches=None, fuses=(), parts=STEPWISE, maker="pytorch", yardstick=True)
@@ -51,9 +54,9 @@ def stepwise(call: GlaLayerCall) -> Results:
 def unfused(call: GlaLayerCall) -> Results:
     """Run a product for each projection, PyTorch's activations, norm and gate; the dispatcher chooses the recurrence.
 
-    The eager layer of experiment 058, and the baseline for time. With a recurrence in PyTorch it would be several times slower,
-    and the speedup over it would be that of ``gla``, which has a study of its own. Its parts are called as users call them, so
-    that eager times include the checks and the dispatch of four operations, as those of ``composed`` do.
+    It is the eager layer of experiment 058, and the baseline for time. With a recurrence in PyTorch it would be several times
+    slower, and the speedup over it would be that of ``gla``, which has a study of its own. Its parts are called as users call
+    them, so that eager times include the checks and the dispatch of four operations, as those of ``composed`` do.
     """
     return run(call, EAGER)
 
@@ -97,7 +100,7 @@ def packed_states(call: GlaLayerCall) -> Results:
     """Run ``packed`` with a forward pass that saves the state entering each chunk of 64 steps, in 16 bits.
 
     This saves one of the two chunk state passes of the backward pass, for ``B * T * H * K * V / 32`` bytes between the passes.
-    The dispatcher chooses it where it was measured to be faster by more than the margin of equality.
+    The dispatcher chooses it where measured times are shorter by more than its limit for equally fast variants.
     """
     return layer.compute(call, keep_states=True)
 
@@ -108,13 +111,13 @@ packed_states.supports(layer.why_not)
 
 @packed_states.supports
 def saves_states(query: Query) -> str | None:
-    """Return why states cannot be saved, or ``None``: only the Hopper recurrence writes all states to memory."""
-    _, recurrence, _ = layer.parts_of(query, layer.ALIGNMENT, 1.0)
+    """Return why states cannot be saved, or ``None``: only the forward pass of gla's ``hopper`` can leave them in memory."""
+    _, recurrence, _ = layer.parts_of(query, layer.ALIGNMENT, 1.0)  # rank and normalizer do not matter to the recurrence
     return None if layer.own_kernel(recurrence, ("hopper",)) else "keeps states of the recurrence hopper alone"
 
 
 def training(*heads: tuple[int, int], architectures: tuple[str, ...] | None = None) -> list[Example]:
-    """Return training calls with heads of these sizes K and V, and as many of them as fill the device without splitting T."""
+    """Return training calls to compile and inspect the kernels for: heads of these sizes K and V, so many that T is not cut."""
     return [
         Example(
             gla_layer.case("bfloat16", B=32, T=2048, D=2048, H=12, K=keys, V=values),
@@ -128,7 +131,7 @@ def training(*heads: tuple[int, int], architectures: tuple[str, ...] | None = No
 
 @packed.examples
 def heads_of_aliased_states() -> list[Example]:
-    """Return training calls whose states alias the buffer of gradients, and one whose states do not."""
+    """Return training calls whose states share memory with dq and dk on Hopper (V = 128), and one whose states do not."""
     return training((64, 128), (128, 128), (256, 256))
 
 

@@ -1,4 +1,4 @@
-"""The peer variant of ``linear_rnn``: cuBLAS, ``fla``'s chunkwise HGRN scan, and a SiLU gate."""
+"""The peer variant of ``linear_rnn``: cuBLAS, the chunkwise HGRN scan of fla (flash-linear-attention), and a SiLU gate."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def fla(call: LinearRNNCall) -> tuple[torch.Tensor, torch.Tensor | None]:
 def why_chunk_hgrn_cannot_run(query: Query) -> str | None:
     """Return why fla 0.6.0 cannot run a call, or ``None``.
 
-    It silently drops the gradients of the initial and final states, so such calls are refused.
+    Its ``chunk_hgrn`` silently drops the gradients of the initial and final states, so such calls are refused.
     """
     if (reason := not_installed("fla")) is not None:
         return reason

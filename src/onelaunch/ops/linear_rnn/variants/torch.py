@@ -1,4 +1,4 @@
-"""Variants of ``linear_rnn`` in plain PyTorch."""
+"""Variants of ``linear_rnn`` in plain PyTorch: its matrix product, then the PyTorch variant of ``gated_scan`` of that name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Variants of ``output_chain`` in plain PyTorch: they run on every device."""
+"""Variants of ``output_chain`` in plain PyTorch: they run on every device. cost.py explains the tag ``hands``."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from onelaunch.dispatch.capture import compile_static, compiler_missing
 from onelaunch.ops.output_chain.contract import OutputChainCall, output_chain
 
 Results = tuple[torch.Tensor]
+"""Result ``out``, as a tuple, which variants return."""
 
 
 @output_chain.variant(

@@ -1,4 +1,7 @@
-"""Variants of ``output_chain`` in Triton: norm and gate in a kernel before PyTorch's product, and inside our own product."""
+"""Variants of ``output_chain`` in Triton: norm and gate in a kernel before PyTorch's product, and inside our own product.
+
+cost.py explains the tags ``hands`` and ``keeps``.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +23,10 @@ LARGEST_HEAD = 512
 """Limit on the channels of a head: a CTA holds whole heads."""
 
 LARGEST_MULTIPLIED_HEAD = 256
-"""Limit on the channels of a head in the product, where a CTA holds the heads of at least 16 rows."""
+"""Limit on the channels of a head for ``prologue``, where a CTA holds a head of at least 16 rows beside the product's sums."""
 
 LARGEST_GRID = 2**30
-"""Limit on the CTAs of a launch, which leaves space for a tile beyond the end in 32 bits."""
+"""Limit on the CTAs of a launch: the index of a tile beyond the last one fits into 32 bits."""
 
 MOST_COLUMNS = 2**30
 """Bound of H * V and of D: below it, columns of a tile beyond the end fit into 32 bits."""
@@ -109,18 +112,21 @@ FORMS: dict[str, dict[str, Any]] = {
     "bare": {"gate": "none", "norm_weight": "none"},
     "bias": {"bias": True},
 }
-"""Options of the forms of a call."""
+"""Options of the forms of a call, by the name of the form in reports."""
 
 
 def case_of(dtype: str, values: int, tokens: int = MANY, **options: Any) -> Case:
-    """Return a call of some heads of ``values`` channels; their strides are multiples of 16, as of nearly all models."""
+    """Return a call of 3 or 4 heads of ``values`` channels. H * V, a token's stride, is a multiple of 16, as in most models."""
     heads = 3 if values % 16 == 0 else 4
     return output_chain.case(dtype, B=1, T=tokens, H=heads, V=values, D=2048, **options)
 
 
 @norm_gate.examples
 def every_form() -> Iterator[Example]:
-    """Yield calls with heads of usual size in every form, and training calls with uneven and the largest heads."""
+    """Yield calls to compile and inspect the kernels for: heads of 128 channels in every form, and uneven and the largest heads.
+
+    "rstd kept" marks training calls, whose forward pass saves rstd. A bias concerns PyTorch's product alone.
+    """
     usual = case_of("bfloat16", 128)
     yield Example(usual, "forward_backward", name="heads of 128, rstd kept")
     for said in ("activated", "no gate"):
@@ -136,7 +142,7 @@ def every_form() -> Iterator[Example]:
 
 @prologue.examples
 def few_and_many_rows() -> Iterator[Example]:
-    """Yield calls of few and many rows, and training calls with uneven and the largest heads."""
+    """Yield calls to compile and inspect the kernel for: few and many rows, uneven and the largest heads, several forms."""
     for tokens, said in ((FEW, "few"), (MANY, "many")):
         yield Example(case_of("bfloat16", 128, tokens), name=f"{said} rows")
     for values in (100, LARGEST_MULTIPLIED_HEAD):
