@@ -27,7 +27,7 @@ def index(argument: str, value: object) -> int | None:
 
 
 def number(argument: str, value: Any, *, above: float | None = None, least: float | None = None) -> float:
-    """Return the value; raise :class:`ArgumentError` unless it is a finite number in its range."""
+    """Return the value; raise :class:`ArgumentError` unless it is a finite number in the range that one of the bounds gives."""
     real = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
     if above is not None and not (real and value > above):
         raise ArgumentError(f"{argument} is {value!r}; it must be a number above {above:g}.")
@@ -133,11 +133,12 @@ def _padding(hidden_states: torch.Tensor, attention_mask: torch.Tensor | None) -
 def check_convolved_padding(given: Inputs) -> None:
     """Raise if a short convolution would mix padding with tokens; only where values are checked.
 
-    Padding behind all tokens is harmless, except to the inputs that the next call would convolve.
+    Padding behind all tokens is harmless without ``use_cache``. With it the convolutions' states would hold padding in place of
+    the last tokens.
     """
     if given.padding is None or not checks.values_are_checked(given.padding):
         return
-    changes = given.padding.int().diff(dim=1)
+    changes = given.padding.int().diff(dim=1)  # 1 where padding begins behind a token, -1 where it ends
     begun = (changes > 0).cumsum(1) > 0
     if bool((begun & (changes < 0)).any()):
         raise ArgumentError("attention_mask has padding between tokens; with use_short_conv it must lie at the ends.")

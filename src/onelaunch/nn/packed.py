@@ -52,7 +52,7 @@ class PackedModule(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        assign = local_metadata.get("assign_to_params_buffers", False)
+        assign = local_metadata.get("assign_to_params_buffers", False)  # set by load_state_dict(assign=True)
         for name, parts in self.packed.items():
             if state_dict.pop(prefix + name, None) is not None and strict:
                 unexpected_keys.append(prefix + name)
@@ -99,7 +99,7 @@ def _joined(whole: nn.Parameter, parts: tuple[Part, ...], found: Mapping[str, to
     kept = whole.detach().split([part.rows for part in parts])
     pieces = [found.get(part.key, old) for part, old in zip(parts, kept, strict=True)]
     if not assign and like.is_meta:
-        return torch.cat([piece.detach() for piece in pieces])  # PyTorch warns that this is a no-op
+        return torch.cat([piece.detach() for piece in pieces])  # without assign, PyTorch ignores it with a warning
     return torch.cat([piece.detach().to(like.device, like.dtype) for piece in pieces])
 
 
