@@ -70,7 +70,7 @@ def doctor(
 
 
 def _devices() -> Table:
-    heads = columns("device", "name", "architecture", ">SMs or cores", ">cache", ">memory")
+    heads = columns("device", "name", "architecture", ">SMs or cores", ">cache", ">memory")  # > aligns a column to the right
     facts = ((name, describe(name)) for name in present())
     rows = tuple(
         (name, fact.name, fact.architecture, str(fact.processors), q.size(fact.cache_bytes), q.size(fact.memory_bytes))
@@ -135,6 +135,7 @@ def _bounded(text: str) -> str:
 
 
 def _installed(package: str, distribution: str = "") -> str | None:
+    """Return the version of an importable package, whose distribution may have another name, or ``None``."""
     if not package_installed(package):
         return None
     try:
@@ -174,7 +175,7 @@ def _bytecode() -> str | None:
 
 
 def _counters() -> str | None:
-    """Return which users may read the hardware counters, if this user may, else ``None``."""
+    """Return which users may read the GPU's hardware counters, if this user may and there is a driver, else ``None``."""
     if os.geteuid() == 0:
         return "root" if Path("/proc/driver/nvidia/params").exists() else None
     try:

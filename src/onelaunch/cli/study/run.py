@@ -176,6 +176,7 @@ def _paths(study: Study, device: str, out: Path | None, report_dir: Path | None)
     slug = describe(device).slug
     if out is None:
         reports = Path("reports")
+        # within raises if the study's name, which a file gives, leads out of the folder.
         return default_path(study, device), report_dir or within(reports, reports / slug / study.name)
     if out.suffix != ".json":
         return out / RESULT, report_dir or out
