@@ -48,7 +48,7 @@ def run(
             "--time-cap",
             min=0.1,
             help="Seconds of timing after which no new round of a shape and direction begins. Three rounds are always measured.",
-            show_default="15 on a CPU, 60 on a GPU",
+            show_default="15 at small scale, 60 at full scale",
         ),
     ] = None,
     quick: Annotated[
@@ -153,7 +153,7 @@ def _finish(result: Result, unsaved: ResultUnsaved | None, result_path: Path, re
 
 @contextmanager
 def _reported_termination(partial: Path) -> Iterator[None]:
-    """Print on SIGTERM where the finished shapes are saved, and exit with the code for it."""
+    """Print on SIGTERM where the finished shapes are saved (the file ``partial`` grows with the run), and exit with its code."""
 
     def end(signum: int, frame: FrameType | None) -> None:
         del signum, frame
