@@ -50,7 +50,12 @@ def facts(probe: Probe) -> dict[str, object]:
 
 
 def lines(surveys: list[list[Probe]], best: list[dict[str, Probe]]) -> list[str]:
-    """Return the lines of the listing: each method's rate by repeat, then the peaks and their range over the repeats."""
+    """Return the lines of the listing: each method's largest spread and rates, then the peaks and their range over the repeats.
+
+    Args:
+        surveys: Probes of all methods, one list for each repeat.
+        best: Probe of the fastest method by quantity, for each repeat.
+    """
     found = ["", f"{'quantity':<14} {'method':<36} spread  per second, by repeat"]
     for same in zip(*surveys, strict=True):
         rates = "  ".join(f"{probe.peak:.5g}" for probe in same)

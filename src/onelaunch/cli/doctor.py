@@ -82,7 +82,7 @@ def _devices() -> Table:
 def _ceilings(device: str, rates: Ceilings) -> Table:
     spread = rates.spread or {}
     read = rates.read_bytes_per_second
-    found = (
+    found = (  # name in the table, key of the spread, value
         ("read bandwidth", "read", q.rate(read, "B/s") if read is not None else q.NONE),
         ("copy bandwidth", "copy", q.rate(rates.copy_bytes_per_second, "B/s")),
         *((f"matrix product, {dtype}", dtype, q.rate(rate, "FLOP/s")) for dtype, rate in rates.matrix_flops_per_second.items()),
