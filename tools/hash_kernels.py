@@ -187,6 +187,7 @@ _ADDRESSES = "4"
 
 
 def _read_nvidia(binary: Binary, found: Sequence[Section]) -> Machine:
+    # Sorted by content, so that the order does not depend on the names of the kernels.
     texts = sorted((s for s in found if s.name.startswith(".text.")), key=lambda section: section.content)
     facts = {(attribute, symbol): value for s in found if s.name == ".nv.info" for attribute, symbol, value in _facts(s.content)}
     symbols = [section.info & 0xFFFFFF for section in texts]  # older files keep the registers in the upper byte

@@ -1,4 +1,7 @@
-"""Checks that all layers share: constructor arguments, and a call's inputs with its cache, mask and packed sequences."""
+"""Checks that all layers share: constructor arguments, and a call's inputs with its cache, mask and packed sequences.
+
+``argument`` is the name of the checked argument in messages.
+"""
 
 from __future__ import annotations
 
@@ -52,11 +55,15 @@ class Inputs(NamedTuple):
     padding: torch.Tensor | None
     """Mask of padding, ``[B, T]`` bool, or ``None``."""
     cu_seqlens: torch.Tensor | None
+    """Offsets of packed sequences, ``[N + 1]``, or ``None``."""
     cache: Cache | None
+    """Cache that was given, or a new one if ``use_cache`` is set without one."""
     use_cache: bool
+    """Flag that the new state is stored in ``cache``."""
     layer_idx: int | None
+    """Key of the layer's state in ``cache``; an integer wherever there is a cache."""
     last: LayerState | None
-    """State of the layer after the previous call."""
+    """State of the layer after the previous call, or ``None`` without one."""
 
     @property
     def initial_state(self) -> torch.Tensor | None:
@@ -85,7 +92,7 @@ def read_inputs(
     output_attentions: bool | None,
     cu_seqlens: torch.Tensor | None,
 ) -> Inputs:
-    """Check the arguments of a call and return them; raise :class:`ArgumentError` or a subclass that names the argument."""
+    """Check the arguments of a call; raise :class:`ArgumentError` or a subclass that names one. ``width`` is ``hidden_size``."""
     checks.rank("hidden_states", checks.tensor("hidden_states", hidden_states), "[B, T, D]")
     checks.dtype("hidden_states", hidden_states, checks.FLOATS)
     if hidden_states.shape[2] != width:
