@@ -52,6 +52,8 @@ def show_equations(app: Any, what: str, name: str, of: Any, options: Any, lines:
     """Turn indented lines before the first section into a code block, so that each equation stays on its own line."""
     del app, what, name, of, options
     end = next((index for index, line in enumerate(lines) if SECTION.match(line)), len(lines))
+    # A block starts behind a blank line. It is left alone if the line before that one is indented (the same block goes on), a
+    # directive or a list item.
     starts = [
         index
         for index in range(1, end)

@@ -30,9 +30,10 @@ MODELS: tuple[tuple[str, str, type[BaseModel]], ...] = (
 """Name of the generated file, heading and model of each table."""
 
 LONGEST = 48
-"""Largest number of characters of an example, unless every known example is longer."""
+"""Largest number of characters of a string in an example; longer ones are cut. Other values are never cut."""
 
 NAMES = {str: "string", int: "integer", float: "number", bool: "true or false"}
+"""Words for a type in the column "type"."""
 
 
 def pages(studies: Path) -> dict[str, str]:
@@ -57,6 +58,7 @@ def _shape(table: Mapping[str, Any], operation: str) -> dict[str, Any]:
 
 
 def _table(model: type[BaseModel], declared: Sequence[Mapping[str, Any]]) -> str:
+    """Return the table of a model's keys; examples are taken from the tables that study files have for it."""
     meanings = ModuleAnalyzer.for_module(model.__module__).find_attr_docs()
     rows = []
     for key, field in model.model_fields.items():
@@ -67,6 +69,7 @@ def _table(model: type[BaseModel], declared: Sequence[Mapping[str, Any]]) -> str
 
 
 def _type(field: FieldInfo) -> str:
+    """Return the type of a key and its limits in words."""
     limits = [f"at least {limit.ge}" for limit in field.metadata if hasattr(limit, "ge")]
     limits += [f"at least {limit.min_length}" for limit in field.metadata if getattr(limit, "min_length", None)]
     limits += [f"at most {limit.max_length} characters" for limit in field.metadata if getattr(limit, "max_length", None)]
@@ -97,7 +100,10 @@ def _default(field: FieldInfo) -> str:
 
 
 def _example(key: str, field: FieldInfo, declared: Iterable[Mapping[str, Any]]) -> str:
-    """Return the shortest use of a key, with another value than its default, in the studies that ship."""
+    """Return the shortest use of a key in the study files, with another value than its default; empty if there is none.
+
+    Values of one or two characters are taken only if there are no longer ones.
+    """
     default = field.get_default(call_default_factory=True)
     used = [table[key] for table in declared if table.get(key) not in (None, default, {}, [])]
     written = sorted({_assigned(key, value) for value in used}, key=lambda text: (len(text) < len(key) + 6, len(text), text))
@@ -105,6 +111,7 @@ def _example(key: str, field: FieldInfo, declared: Iterable[Mapping[str, Any]]) 
 
 
 def _assigned(key: str, value: Any) -> str:
+    """Return the use of a key as it is written in a study file."""
     if isinstance(value, list) and value and isinstance(value[0], dict):
         return f"[[{key}]]"
     if key in ("sizes", "options"):
@@ -115,6 +122,7 @@ def _assigned(key: str, value: Any) -> str:
 
 
 def _toml(value: Any) -> str:
+    """Return a value in the syntax of TOML."""
     if isinstance(value, dict):
         inner = ", ".join(f"{name} = {_toml(each)}" for name, each in value.items())
         return f"{{ {inner} }}" if inner else "{}"

@@ -34,6 +34,7 @@ def write(folder: Path, results: Path, notebook: Path, studies: Path) -> None:
 
 
 def _page(operation: str) -> str:
+    """Return the page of an operation, relative to the folder of the pages."""
     return ELSEWHERE.get(operation, f"operations/{operation}.md")
 
 
@@ -44,6 +45,7 @@ def _replace(path: Path, text: str) -> None:
 
 
 def _variants(operation: Operation) -> str:
+    """Return the table of an operation's variants; the column on matrix products only if a variant names theirs."""
     products = any("gemm" in variant.tags for variant in operation.variants.values())
     rows = [
         [
@@ -60,5 +62,5 @@ def _variants(operation: Operation) -> str:
 
 
 def _rank(variant: Variant) -> int:
-    """Return the sort key of a variant: our own kernels first, then PyTorch, then other libraries."""
+    """Return the sort key of a variant: our own kernels (0), then PyTorch (1), then other libraries (2)."""
     return 2 if variant.capabilities.requires else int(variant.launches is None)

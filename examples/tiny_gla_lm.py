@@ -24,8 +24,13 @@ from onelaunch.device import hardware
 from onelaunch.nn import Cache, GatedLinearAttention, SwiGLU
 
 WIDTH, HEADS, LAYERS = 96, 2, 2
+"""Channels between the blocks, heads of each block, and number of blocks."""
+
 BATCH, LENGTH = 16, 128
+"""Sequences in a training step, and bytes in each."""
+
 TEMPERATURE = 0.6
+"""Divisor of the logits when bytes are sampled."""
 
 
 class Block(nn.Module):
@@ -56,7 +61,7 @@ class Model(nn.Module):
         self.lm_head = nn.Linear(WIDTH, 256, bias=False)
 
     def forward(self, text: torch.Tensor, cache: Cache | None = None) -> torch.Tensor:
-        """Return logits ``[B, T, 256]`` for ``text`` ``[B, T]``; with a cache, continue from its states."""
+        """Return logits ``[B, T, 256]`` for the bytes ``text [B, T]``; with a cache, continue from its states."""
         x = self.embeddings(text)
         for layer in self.layers:
             x = layer(x, cache)

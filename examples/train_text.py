@@ -22,7 +22,10 @@ from onelaunch.device import hardware
 from onelaunch.ops import linear_rnn
 
 WIDTH, CHANNELS, LAYERS = 96, 128, 2
+"""Channels between the layers, channels of the state of each layer, and number of layers."""
+
 BATCH, LENGTH = 16, 128
+"""Sequences in a training step, and bytes in each."""
 
 
 class Layer(nn.Module):
@@ -55,7 +58,7 @@ class Model(nn.Module):
         self.head = nn.Linear(WIDTH, 256)
 
     def forward(self, text: torch.Tensor, states: list[torch.Tensor] | None = None) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """Return logits ``[B, T, 256]`` for ``text`` ``[B, T]``, and the state of each layer."""
+        """Return logits ``[B, T, 256]`` for the bytes ``text [B, T]``, and the state of each layer after them."""
         x, left = self.embedding(text), []
         for index, layer in enumerate(self.layers):
             x, state = layer(x, states[index] if states else None)

@@ -142,6 +142,7 @@ class Machine:
 
 
 _HEADER = struct.Struct("<2I4Q2I2Q")
+"""Section header of a 64-bit ELF file."""
 _NO_BITS = 8
 """ELF type of a section (NOBITS) that has a size but no bytes in the file."""
 
@@ -154,6 +155,7 @@ def sections(code: bytes) -> list[Section]:
     """
     if code[:5] != b"\x7fELF\x02":
         raise ValueError("not a kernel's machine code: no ELF file of 64 bits")
+    # Offset of the section headers; size and number of them, and the index of the section with their names.
     (table,), (size, count, names) = struct.unpack_from("<Q", code, 0x28), struct.unpack_from("<3H", code, 0x3A)
     headers = [_HEADER.unpack_from(code, table + size * index) for index in range(count)]
     strings = headers[names][4]
@@ -185,6 +187,7 @@ _ADDRESSES = "4"
 
 
 def _read_nvidia(binary: Binary, found: Sequence[Section]) -> Machine:
+    # Sorted by content, so that the order does not depend on the names of the kernels.
     texts = sorted((s for s in found if s.name.startswith(".text.")), key=lambda section: section.content)
     facts = {(attribute, symbol): value for s in found if s.name == ".nv.info" for attribute, symbol, value in _facts(s.content)}
     symbols = [section.info & 0xFFFFFF for section in texts]  # older files keep the registers in the upper byte
@@ -221,6 +224,7 @@ def _facts(content: bytes) -> Iterator[tuple[int, int, int]]:
 _ENTRY = slice(16, 24)
 """Bytes of a 64-byte kernel descriptor that hold the offset to its code. The offset depends on the lengths of names."""
 _SYMBOL = struct.Struct("<I2BH2Q")
+"""Symbol of a 64-bit ELF file. The symbol of a kernel descriptor ends in ``.kd``."""
 
 
 def _read_amd(binary: Binary, found: Sequence[Section]) -> Machine:
@@ -330,6 +334,7 @@ def _progress(done: int, total: int, what: tuple[str, int]) -> None:
 
 
 def _entry(kernel: Listed, machine: Machine, ptx: str) -> dict[str, Any]:
+    """Return the entry of a kernel in the file of digests; ``ptx`` is the digest of its PTX."""
     names = {"operation": kernel.operation, "variant": kernel.variant, "build": kernel.kernel}
     return {"digest": machine.digest, "ptx": ptx, **names, **dataclasses.asdict(machine)}
 
@@ -355,6 +360,7 @@ def compare(old: Mapping[str, Entries], new: Mapping[str, Entries]) -> tuple[lis
 
 
 def _compare_architecture(old: Entries, new: Entries) -> tuple[list[str], bool]:
+    """Return the lines about one architecture, of which the first counts kernels, and whether all kernels are equal."""
     new, recompiled = _match_ptx(old, new)
     before, after = _by_digest(old), _by_digest(new)
     gone, added = [key for key in before if key not in after], [key for key in after if key not in before]
@@ -394,6 +400,7 @@ def _by_digest(entries: Entries) -> dict[str, list[Mapping[str, Any]]]:
 
 
 def _unmatched(where: str, entries: Entries, others: Entries) -> Iterator[str]:
+    """Yield lines about a kernel that only one file has, as ``entries``; ``others`` are those that only the other file has."""
     entry = entries[0]
     size = f"{entry['instruction_bytes']} bytes, {entry['registers']} registers"
     yield f"{where}: {_names(entries)} ({entry['digest'][:12]}, {size})"

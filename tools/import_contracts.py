@@ -1,4 +1,7 @@
-"""Contract for import-linter: kernel files import only other kernel files of the project."""
+"""Contract for import-linter: kernel files import only other kernel files of the project.
+
+``pyproject.toml`` registers it as the contract type ``kernels_alone`` and lists the modules; ``make layers`` checks it.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,7 @@ class KernelsAlone(Contract):
     """Contract that modules of given names import only one another, so that a kernel can be read and reused on its own."""
 
     modules = fields.SetField(subfield=fields.StringField())
+    """Patterns of the kernel files' module names, as for ``fnmatch``."""
 
     def check(self, graph: ImportGraph, verbose: bool) -> ContractCheck:
         del verbose

@@ -3,7 +3,7 @@
     python tools/measure_peaks.py --device cuda:0 --repeats 3
 
 ``onelaunch doctor --refresh`` measures the same and stores only the fastest method of each quantity. This script also shows the
-other methods, and how much the peaks differ from repeat to repeat. It writes nothing to the cache.
+other methods, and how much the peaks differ from repeat to repeat. It stores no peaks.
 """
 
 from __future__ import annotations
@@ -50,7 +50,12 @@ def facts(probe: Probe) -> dict[str, object]:
 
 
 def lines(surveys: list[list[Probe]], best: list[dict[str, Probe]]) -> list[str]:
-    """Return the lines of the listing: each method's rate by repeat, then the peaks and their range over the repeats."""
+    """Return the lines of the listing: each method's largest spread and rates, then the peaks and their range over the repeats.
+
+    Args:
+        surveys: Probes of all methods, one list for each repeat.
+        best: Probe of the fastest method by quantity, for each repeat.
+    """
     found = ["", f"{'quantity':<14} {'method':<36} spread  per second, by repeat"]
     for same in zip(*surveys, strict=True):
         rates = "  ".join(f"{probe.peak:.5g}" for probe in same)

@@ -1,4 +1,6 @@
-"""Write the headlines of this repository's results into the package, so that it can show them on machines without the device.
+"""Write a headline (study, device, decision and one sentence) for each result of this repository into the package.
+
+With it the package can show what was measured on other devices.
 
 Run it from the root of the repository after a result was added or judged again: ``python -m tools.summarize_results``.
 """

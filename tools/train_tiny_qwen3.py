@@ -37,23 +37,23 @@ SHAPE = {
     "max_position_embeddings": 2048,
     "tie_word_embeddings": True,
 }
-"""Sizes of the model (1.25 million parameters): heads of 64 channels, two query heads per key head, as in larger models."""
+"""Sizes of the model (1.25 million parameters): heads of 64 channels, and two query heads per key head as in Qwen3-0.6B."""
 
 LEFT_OUT = {"test", "tests", "idle_test", "site-packages", "dist-packages", "encodings", "pydoc_data", "lib2to3", "__pycache__"}
-"""Folders that are left out: tests, tables, and packages that do not belong to Python."""
+"""Folders that are left out: tests, tables, ``lib2to3`` (removed in Python 3.13), and packages that do not belong to Python."""
 
 LENGTH, BATCH = 512, 4
 """Number of tokens in a sequence, and number of sequences in a step."""
 
 LEARNING_RATE, WARM_UP = 5e-3, 100
-"""Largest learning rate, and the number of warm-up steps. After these the rate falls along a cosine."""
+"""Largest learning rate, and the number of warm-up steps. After these the rate falls along a cosine, to 2 % of the largest."""
 
 STEPS, SEED = 2500, 0
 """Default number of steps, and default seed: those of the checkpoint in the package."""
 
 
 def sources() -> list[str]:
-    """Return the contents of the standard library's files, in the order of their names."""
+    """Return the contents of the standard library's files of 201 to 399,999 characters, in the order of their names."""
     root = Path(sysconfig.get_paths()["stdlib"])
     paths = [path for path in sorted(root.rglob("*.py")) if not LEFT_OUT & set(path.relative_to(root).parts)]
     texts = (path.read_text(encoding="utf-8", errors="ignore") for path in paths)
@@ -74,7 +74,7 @@ def train_tokenizer(texts: list[str]) -> Tokenizer:
 
 
 def train(tokens: torch.Tensor, end: int, steps: int, seed: int) -> Qwen3ForCausalLM:
-    """Train a model on random sections of the token sequence."""
+    """Train a model on random sections of the token sequence: matrices with Muon, embedding and norms with AdamW."""
     torch.manual_seed(seed)
     config = Qwen3Config(
         vocab_size=VOCABULARY, eos_token_id=end, bos_token_id=None, use_cache=False, attn_implementation="sdpa", **SHAPE

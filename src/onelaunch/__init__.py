@@ -9,7 +9,7 @@ from onelaunch import moved
 if TYPE_CHECKING:
     from onelaunch import ops
 
-moved.install()
+moved.install()  # plug-ins may import modules by names that they had before
 
 __version__ = "0.1.0"
 __all__ = ["__version__", "ops"]

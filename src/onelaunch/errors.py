@@ -1,6 +1,7 @@
 """Error and warning classes of onelaunch. Each message says what is wrong and what to do.
 
-All derive from :class:`OneLaunchError`, and each also from the built-in error that a caller would expect, such as ValueError.
+All derive from :class:`OneLaunchError`, and the specific ones also from a built-in class that a caller would expect, such as
+ValueError.
 """
 
 from __future__ import annotations
@@ -158,8 +159,11 @@ class UnknownShape(UnknownNameError):
     kind = "shape"
 
 
+# Variants and plug-ins
+
+
 class VariantUnsupported(OneLaunchError, RuntimeError):
-    """Error for a call that the named variant cannot run."""
+    """Error for a call that the named variant cannot run. ``reason`` completes "it ...", ``instead`` names variants that can."""
 
     def __init__(self, operation: str, variant: str, *, reason: str, instead: Iterable[str]) -> None:
         super().__init__(f"Variant {variant!r} of {operation} cannot run this call: it {reason}. These can: {listing(instead)}.")
@@ -195,6 +199,9 @@ class PluginWarning(OneLaunchError, UserWarning):
         self.name, self.module, self.distribution, self.problem = name, module, distribution, problem
 
 
+# Models and decoding
+
+
 class CheckpointError(OneLaunchError, ValueError):
     """Error for a checkpoint that does not hold what is read from it."""
 
@@ -216,9 +223,6 @@ class UnknownModel(UnknownNameError, CheckpointError):
             f"which needs no network: {listing(known)}.",
         )
         self.name = name
-
-
-# Models
 
 
 class ModelConfigError(OneLaunchError, ValueError):
@@ -275,11 +279,14 @@ class LogitsNotFinite(OneLaunchError, ArithmeticError):
 
 
 class ContextExceeded(OneLaunchError, ValueError):
-    """Error for a sequence that would be longer than the model's context."""
+    """Error for a sequence that would be longer than the model's context; ``said`` is the subject of the message."""
 
     def __init__(self, positions: int, *, context: int, said: str = "The sequence") -> None:
         super().__init__(f"{said} takes {positions} positions; the model's context has {context}.")
         self.positions, self.context = positions, context
+
+
+# Warnings about slower paths, the cache and measurements
 
 
 class FallbackNotice(OneLaunchError, UserWarning):
@@ -302,7 +309,10 @@ class BusyDeviceNotice(OneLaunchError, UserWarning):
 
 
 class TableNotice(OneLaunchError, UserWarning):
-    """Warning about a table of measured times that is not valid, so that it or a part of it is ignored."""
+    """Warning about a table of measured times that is not valid, so that it or a part of it is ignored.
+
+    ``part`` is what is ignored with its verb, such as "these rows are".
+    """
 
     def __init__(self, path: Path | str | None, problem: str, *, part: str = "it is") -> None:
         super().__init__(
@@ -310,6 +320,9 @@ class TableNotice(OneLaunchError, UserWarning):
             "onelaunch study adopt."
         )
         self.path = path
+
+
+# Devices, packages and tools
 
 
 class TokenizerMissing(OneLaunchError, ImportError):
@@ -326,9 +339,6 @@ class DeviceMemoryError(OneLaunchError, RuntimeError):
         numbers = "" if need is None or free is None else f" It takes {need / 1e9:.2f} GB, {free / 1e9:.2f} GB are free."
         super().__init__(f"There is no room on {device} for {what}.{numbers} Free memory there, or use another device.")
         self.need, self.free = need, free
-
-
-# Devices and tools
 
 
 class NoDeviceError(OneLaunchError, RuntimeError):

@@ -1,4 +1,4 @@
-"""Read regular files of bounded size, and replace files atomically. Every layer of the package uses it."""
+"""Read regular files of bounded size, and replace files atomically, for every layer of the package."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import stat
 from pathlib import Path
 
 MOST_BYTES = 256 << 20
-"""Size of the largest file that is read, in bytes."""
+"""Default for the size of the largest file that is read, in bytes."""
 
 READ = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
 """Flags for opening a file to read. Without O_NONBLOCK, opening a pipe would block until another process writes to it."""

@@ -1,7 +1,8 @@
-"""Imports of moved modules by their old names.
+"""Old names of modules that moved, and of objects that were renamed.
 
-Other packages, mainly plug-ins, import from these modules. After :func:`install`, importing an old name gives a module that
-forwards to the new one, and warns once with a :class:`DeprecationWarning`.
+Other packages, mainly plug-ins, import from these modules. After :func:`install`, importing a module's old name gives a module
+that forwards to the new one, and warns once with a :class:`DeprecationWarning`. :func:`renamed` does the same for names in a
+module.
 """
 
 from __future__ import annotations
@@ -94,7 +95,7 @@ def install() -> None:
 def renamed(module: str, names: Mapping[str, str]) -> Callable[[str], Any]:
     """Return a ``__getattr__`` for a module whose names have changed, so that the old ones still work.
 
-    An old name gives the object of the new name, with one :class:`DeprecationWarning` that names it.
+    Each use of an old name gives the object of the new name, with a :class:`DeprecationWarning` that names it.
 
     Args:
         module: Name of the module, its ``__name__``.

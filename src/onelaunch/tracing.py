@@ -11,10 +11,10 @@ from torch.compiler import is_compiling
 
 _dispatch_modes = torch._C._len_torch_dispatch_stack  # noqa: SLF001
 _transform = torch._C._functorch.peek_interpreter_stack  # noqa: SLF001
-_plain = torch.Tensor.__torch_dispatch__
+_plain = torch.Tensor.__torch_dispatch__  # that of all tensors whose class does not define its own
 _active = torch._C._get_dispatch_mode  # noqa: SLF001
 _TRACERS = tuple(getattr(torch._C._TorchDispatchModeKey, name) for name in ("FAKE", "PROXY", "FUNCTIONAL"))  # noqa: SLF001
-"""Dispatch modes under which tensors have no values. Under other modes, such as a FLOP counter, operations run."""
+"""Dispatch modes that fake or record operations, so that values must not be read. Others, such as a FLOP counter, run them."""
 
 
 def is_traced(first: object = None) -> bool:

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 UNSAFE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 """Pattern of characters that could control a terminal or cannot be encoded as UTF-8: control characters except newline and tab,
-line and paragraph separators, bidirectional marks, and lone surrogates."""
+line and paragraph separators, bidirectional embeddings, overrides and isolates, and lone surrogates."""
 
 
 def escaped(text: str) -> str:

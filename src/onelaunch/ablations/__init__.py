@@ -1,8 +1,7 @@
-"""Ablations: variants of optimizations that were measured and lost.
+"""Ablations: variants that are kept only to measure the effect of one change: a baseline, and attempts that lost.
 
-They are registered for the studies that measured them and run by name alone: ``auto`` never chooses them
-(``by_name_only=True``). Their kernels are left as they were measured, and some spill registers by design. They are registered
-when :mod:`onelaunch.ops` is imported.
+Studies run them by name; ``auto`` never chooses them (``by_name_only=True``). Their kernels are left as they were measured,
+some with spilled registers. They are registered when :mod:`onelaunch.ops` is imported.
 """
 
 from onelaunch.ablations import gla, linear_rnn

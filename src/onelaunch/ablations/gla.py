@@ -1,4 +1,7 @@
-"""Variants ``sequential`` and ``pipelined`` of ``gla``: the baseline of experiment 039, and its double buffering by hand."""
+"""Variants ``sequential`` and ``pipelined`` of ``gla``: the baseline of experiment 039, and its double buffering by hand.
+
+``launches`` registers a launch function by name; ``attend`` runs the one of a name, and makes its results differentiable.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,8 @@ def forward_tiles(keys: int, values: int) -> Tiles:
 def forward(call: Attention, *, want_final: bool, prefetch: bool) -> Results:
     """Compute o and the final state in one launch.
 
-    With ``prefetch`` it loads the next chunk before it works on one, otherwise after.
+    With ``prefetch`` it loads the next chunk before it works on one, otherwise after. The kernel's file and
+    ops/gla/kernels/chunk.py, which it imports, say what the constants mean.
     """
     from onelaunch.ablations.kernels.gla import forward_kernel
     from onelaunch.kernels.common.layout import cdiv
@@ -61,7 +65,8 @@ def launch_sequential(call: Attention, want_final: bool) -> Results:
 def sequential(call: GlaCall) -> Results:
     """Compute in one launch along time, load after product after load: the write-up's baseline.
 
-    Its backward pass is that of ``fused``.
+    The write-up is that of experiment 039, whose table studies/039-chunkwise-gla.toml quotes. Its backward pass is that of
+    ``fused``.
     """
     return attend(call, "sequential")
 
@@ -76,11 +81,13 @@ def launch_pipelined(call: Attention, want_final: bool) -> Results:
 def pipelined(call: GlaCall) -> Results:
     """Compute as ``sequential``, double-buffered by hand: the next chunk's loads wait in registers.
 
-    It lost in the write-up (1.9 times the baseline's time on an H200), and is kept for that result.
+    It lost in the write-up of experiment 039, and again on an H200 (1.9 times the time of ``sequential``). It is kept for that
+    result.
     """
     return attend(call, "pipelined")
 
 
+# A call that no variant can run gets the reason of the first check that it fails, in this order.
 for _variant in (sequential, pipelined):
     _variant.supports(no_value_gate)
 
@@ -88,7 +95,7 @@ for _variant in (sequential, pipelined):
 @sequential.supports
 @pipelined.supports
 def holds_the_state(query: Query) -> str | None:
-    """Return why a CTA, which holds all keys of a state, cannot run a call, or ``None``."""
+    """Return why these variants, whose CTAs hold all keys of a state, cannot run a call, or ``None``."""
     if query.sizes[3] > LARGEST_KEYS:
         return f"needs K of at most {LARGEST_KEYS}: it holds the state in registers"
     return None
@@ -101,5 +108,5 @@ for _variant in (sequential, pipelined):
 @sequential.examples
 @pipelined.examples
 def small_heads() -> list[Example]:
-    """Return training calls with heads of the largest sizes that they take."""
+    """Return a training call whose heads have the most keys that these variants take, for compiling kernels without a GPU."""
     return training(LARGEST_KEYS, 64, ("channel",))

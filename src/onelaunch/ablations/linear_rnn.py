@@ -1,4 +1,7 @@
-"""The variant ``fused_stepwise`` of ``linear_rnn``: one launch, with a vector-matrix product per time step."""
+"""The variant ``fused_stepwise`` of ``linear_rnn``: one launch, with a vector-matrix product per time step.
+
+``launches`` registers a launch function by name; ``one_launch`` runs the one of a name, and makes its results differentiable.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +23,11 @@ WIDEST = 2048
 """Largest number of columns of x for which the kernel holds the weights in registers."""
 
 CHANNELS = 16
-"""Channels of a CTA: its weights [D, 16] stay in registers."""
+"""Output channels of a CTA: its weights [D, 16] stay in registers."""
 
 
 def warps_for(width: int) -> int:
-    """Return the number of warps with which each thread holds at most 64 weights."""
+    """Return the number of warps, 4 to 16, with which each thread holds at most 64 weights of ``width`` columns of x."""
     return min(16, max(4, power_of_2(width) * CHANNELS // (32 * 64)))
 
 
@@ -36,10 +39,11 @@ def run_stepwise(layer: Layer) -> Results:
 
     layer, results, sequences = layer.in_rows(), layer.results(), layer.sequences
     batch, length, width, channels = layer.sizes
-    count = sequences.count(batch)
+    count = sequences.count(batch)  # B, or the number of packed sequences
     Launch(
         stepwise_kernel, (count, cdiv(channels, CHANNELS)),
-        *layer[:4], *sequences, results.y, results.v, results.final, results.carries,
+        *layer[:4],  # x, weight, log_decay, gate
+        *sequences, results.y, results.v, results.final, results.carries,
         length, width, channels, count, *layer.strides(),
         BT=scan_tiles(length, channels).steps, BV=CHANNELS, BD=power_of_2(width),
         PACKED=sequences.offsets is not None, num_warps=warps_for(width), mma=Mma.NONE, **layer.flags(),
@@ -71,5 +75,5 @@ def fits_registers(query: Query) -> str | None:
 
 @fused_stepwise.examples
 def training() -> list[Example]:
-    """Return a training call without packing or states."""
+    """Return a training call without packing or states, for compiling its kernels without a GPU."""
     return [Example(linear_rnn.case("float16", B=4, T=2048, D=256, V=64), "forward_backward")]

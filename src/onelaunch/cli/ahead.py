@@ -54,8 +54,8 @@ def make_context(arguments: Sequence[str]) -> threading.Thread | None:
         arguments: Arguments of the command.
 
     Returns:
-        The thread. ``None`` if the arguments name a device or ask for help, or if PyTorch was not built for CUDA; no context is
-        created then.
+        The thread. ``None`` if the arguments name a device (maybe not the first GPU) or ask for help, or if PyTorch was not built
+        for CUDA; no context is created then.
     """
     if any(argument.partition("=")[0] in ("--device", "--help", "-h") for argument in arguments) or not _for_cuda():
         return None

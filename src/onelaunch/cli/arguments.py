@@ -54,6 +54,6 @@ def _value(name: str, text: str, *, is_size: bool) -> Any:
             raise ArgumentError(f"--shape has {name}={text}; a size must be at most {LARGEST_SIZE}, the largest of a tensor.")
         return size
     try:
-        return json.loads(text.lower())  # numbers, true, false, null
+        return json.loads(text.lower())  # numbers, true, false, null; lower accepts Python's True and False
     except ValueError:
         return text

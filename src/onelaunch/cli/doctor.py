@@ -70,7 +70,7 @@ def doctor(
 
 
 def _devices() -> Table:
-    heads = columns("device", "name", "architecture", ">SMs or cores", ">cache", ">memory")
+    heads = columns("device", "name", "architecture", ">SMs or cores", ">cache", ">memory")  # > aligns a column to the right
     facts = ((name, describe(name)) for name in present())
     rows = tuple(
         (name, fact.name, fact.architecture, str(fact.processors), q.size(fact.cache_bytes), q.size(fact.memory_bytes))
@@ -82,7 +82,7 @@ def _devices() -> Table:
 def _ceilings(device: str, rates: Ceilings) -> Table:
     spread = rates.spread or {}
     read = rates.read_bytes_per_second
-    found = (
+    found = (  # name in the table, key of the spread, value
         ("read bandwidth", "read", q.rate(read, "B/s") if read is not None else q.NONE),
         ("copy bandwidth", "copy", q.rate(rates.copy_bytes_per_second, "B/s")),
         *((f"matrix product, {dtype}", dtype, q.rate(rate, "FLOP/s")) for dtype, rate in rates.matrix_flops_per_second.items()),
@@ -135,6 +135,7 @@ def _bounded(text: str) -> str:
 
 
 def _installed(package: str, distribution: str = "") -> str | None:
+    """Return the version of an importable package, whose distribution may have another name, or ``None``."""
     if not package_installed(package):
         return None
     try:
@@ -174,7 +175,7 @@ def _bytecode() -> str | None:
 
 
 def _counters() -> str | None:
-    """Return which users may read the hardware counters, if this user may, else ``None``."""
+    """Return which users may read the GPU's hardware counters, if this user may and there is a driver, else ``None``."""
     if os.geteuid() == 0:
         return "root" if Path("/proc/driver/nvidia/params").exists() else None
     try:

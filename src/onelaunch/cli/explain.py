@@ -47,7 +47,7 @@ def explain(
 def _table(answer: Explanation, summaries: Mapping[str, str]) -> Table:
     """Return the table of variants: first the one that runs, then those that could, the fastest first, then the others."""
     standings = sorted(answer.standings, key=lambda at: (not at.chosen, bool(at.reason_against), at.microseconds or math.inf))
-    rows = [_row(standing, summaries[standing.variant]) for standing in standings]
+    rows = [_row(standing, summaries[standing.variant]) for standing in standings]  # below, > aligns a column to the right
     if any(standing.microseconds is not None for standing in standings):
         note = (
             f"Measured: cold median at the measured size nearest to this call, from {answer.table or 'a table of this device'}."

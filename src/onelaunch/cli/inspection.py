@@ -57,6 +57,7 @@ def inspect(
 
 
 def _table(operation: str, architecture: str, found: list[Inspection]) -> Table:
+    # > aligns a column to the right, ? leaves it out on a narrow terminal.
     heads = columns("variant", "kernel", ">registers", ">spills", "?>stack", ">shared", "matrix", "?>instructions", "?verdict")
     rows = tuple(
         (

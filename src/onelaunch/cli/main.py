@@ -8,7 +8,7 @@ import sys
 from onelaunch.device.tools import package_installed
 
 EXTRA = frozenset({"jinja2", "markdown_it", "matplotlib", "numpy", "pydantic", "rich", "tomli", "typer"})
-"""Packages of the extra ``workbench``."""
+"""Modules of the extra ``workbench`` that commands import; without ``nvidia-ml-py``, which is optional."""
 
 
 def app() -> None:
@@ -26,6 +26,6 @@ def app() -> None:
         if (missing.name or "").partition(".")[0] not in EXTRA:
             raise
         sys.exit(f'error: the command line needs the package {missing.name}. Do: pip install "onelaunch[workbench]"')
-    if sys.argv[1:2] == ["generate"]:
+    if sys.argv[1:2] == ["generate"]:  # creating a CUDA context takes long; here it overlaps the import of PyTorch
         make_context(sys.argv[2:])
     application()

@@ -34,7 +34,7 @@ FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 """Activations by fla's names, without ``bias_gelu``, which needs a bias that no layer has."""
 
 IN_PROJECTION: dict[str, Activation] = {"sigmoid": "sigmoid", "logsigmoid": "logsigmoid", "silu": "silu", "swish": "silu"}
-"""Activations that :func:`onelaunch.ops.projections` can apply to a segment, by fla's name."""
+"""Activations that :func:`onelaunch.ops.projections` can apply to a segment (the columns of one projection), by fla's name."""
 
 
 def checked(argument: str, name: object) -> str:

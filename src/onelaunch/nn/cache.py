@@ -33,7 +33,8 @@ class Cache:
 
     Args:
         in_place: whether to write new states into the tensors of the old ones, as a captured CUDA graph needs; only without
-            gradients. Python counts the steps in ``offset``, so the replay of a graph does not count them.
+            gradients. Python counts the steps in ``offset``, so the replay of a graph does not count them. :meth:`reorder_cache`
+            still replaces the tensors.
     """
 
     def __init__(self, *, in_place: bool = False) -> None:

@@ -22,7 +22,7 @@ class ShortConvolution(nn.Conv1d):
         super().__init__(channels, channels, kernel_size, groups=channels, bias=bias)
         self.past = kernel_size - 1
 
-    def forward(  # pyrefly: ignore[bad-override]  (a convolution with a memory)
+    def forward(  # pyrefly: ignore[bad-override]  (it also takes and returns a state)
         self, x: torch.Tensor, state: torch.Tensor | None = None, cu_seqlens: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Convolve and apply SiLU.
@@ -39,14 +39,14 @@ class ShortConvolution(nn.Conv1d):
         if state is None:
             state = x.new_zeros(sequences, x.shape[2], self.past)
         if self.weight.dtype != x.dtype and torch.is_autocast_enabled(x.device.type):
-            state = state.to(x.dtype)
+            state = state.to(x.dtype)  # a call outside autocast left it in the dtype of the weight
         y, state = self._plain(x, state) if cu_seqlens is None else self._packed(x[0], state, cu_seqlens)
         return F.silu(y), state
 
     def _plain(self, x: torch.Tensor, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         inputs = torch.cat([state, x.transpose(1, 2)], -1)  # [B, D, W - 1 + T]
         y = F.conv1d(inputs, self.weight, self.bias, groups=self.groups)
-        return y.transpose(1, 2), inputs[..., inputs.shape[-1] - self.past :]
+        return y.transpose(1, 2), inputs[..., inputs.shape[-1] - self.past :]  # not -past: it may be 0
 
     def _packed(self, x: torch.Tensor, state: torch.Tensor, cu_seqlens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Convolve packed sequences ``x [T, D]``; inputs before a sequence's first step come from its own state."""

@@ -35,7 +35,10 @@ class Projected(NamedTuple):
 
 
 class GatedLayer(PackedModule, ABC):
-    """Layer with packed projections, gated linear attention, per-head norm, gate and output projection."""
+    """Layer with packed projections, gated linear attention, per-head norm, gate and output projection.
+
+    The subclasses describe the arguments. Each calls :meth:`pack_projections` in its constructor and defines :meth:`project`.
+    """
 
     modes: tuple[str, ...]
     """Names of fla's kernels that the argument ``mode`` accepts."""
@@ -93,6 +96,7 @@ class GatedLayer(PackedModule, ABC):
             self.v_conv1d = ShortConvolution(self.num_kv_heads * self.head_v_dim, size, bias)
 
     def _head_size(self, argument: str, width: int) -> int:
+        """Return the channels of a head; raise :class:`ArgumentError` if ``onelaunch.ops.gla`` does not take such heads."""
         if width % self.num_heads:
             raise ArgumentError(f"{argument} makes {width} channels; they must be a multiple of num_heads = {self.num_heads}.")
         size = width // self.num_heads
@@ -112,7 +116,15 @@ class GatedLayer(PackedModule, ABC):
         self.add_module(self.norm_name, norm)
 
     def pack_projections(self, decay: Segment, decay_parts: dict[str, int]) -> None:
-        """Add one packed weight for all projections; ``decay_parts`` are the row counts of ``decay`` by state-dict key."""
+        """Add one packed weight for all projections, and decide which kernel applies each activation.
+
+        The feature map is applied by the packed projection if it can and no convolution comes before it, else by
+        :meth:`forward`. The gate's SiLU is left to ``output_chain``; :meth:`with_decay` applies what no kernel can.
+
+        Args:
+            decay: segment of the decay, or of the low-rank factor that it is computed from.
+            decay_parts: row counts of ``decay`` by state-dict key.
+        """
         early = self.feature_map is not None and not self.use_short_conv
         mapped = activations.IN_PROJECTION.get(self.feature_map or "", "none") if early else "none"
         self._map_later = self.feature_map is not None and mapped == "none"
@@ -143,7 +155,7 @@ class GatedLayer(PackedModule, ABC):
 
     @abstractmethod
     def project(self, x: torch.Tensor) -> Projected:
-        """Return all projections of ``x [B, T, D]``, with gate and decay activated."""
+        """Return all projections of ``x [B, T, D]``: the decay activated, and the gate too unless its activation is SiLU."""
 
     def whole(self, given: Inputs) -> torch.Tensor | None:
         """Return the result if one operation computes the whole layer, else ``None``."""
@@ -152,7 +164,7 @@ class GatedLayer(PackedModule, ABC):
     def with_decay(
         self, decay: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *gates: torch.Tensor
     ) -> Projected:
-        """Return the results of the packed projection together with the decay."""
+        """Return the results of the packed projection with the decay; activate the gate (0 or 1 ``gates``) if no kernel does."""
         gate = gates[0] if gates else None
         if gate is not None and self.gate_fn not in activations.IN_PROJECTION:
             gate = activations.FUNCTIONS[self.gate_fn](gate)

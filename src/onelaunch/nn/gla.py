@@ -114,7 +114,8 @@ class GatedLinearAttention(GatedLayer):
     def whole(self, given: Inputs) -> torch.Tensor | None:
         """Return the result by ``gla_layer``, or ``None`` if it cannot compute this call.
 
-        It can with the layer's default options, and without a cache, padding or packed sequences.
+        It can if no option changes the formula of the class (a norm without a weight does), and the call has no cache, padding or
+        packed sequences.
         """
         plain = self._silu_on_the_way_out and self.use_output_gate and self.feature_map is None and not self.use_short_conv
         norm_weight = cast("torch.Tensor | None", self.get_submodule(self.norm_name).weight)

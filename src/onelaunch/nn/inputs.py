@@ -1,4 +1,7 @@
-"""Checks that all layers share: constructor arguments, and a call's inputs with its cache, mask and packed sequences."""
+"""Checks that all layers share: constructor arguments, and a call's inputs with its cache, mask and packed sequences.
+
+``argument`` is the name of the checked argument in messages.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ def index(argument: str, value: object) -> int | None:
 
 
 def number(argument: str, value: Any, *, above: float | None = None, least: float | None = None) -> float:
-    """Return the value; raise :class:`ArgumentError` unless it is a finite number in its range."""
+    """Return the value; raise :class:`ArgumentError` unless it is a finite number in the range that one of the bounds gives."""
     real = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
     if above is not None and not (real and value > above):
         raise ArgumentError(f"{argument} is {value!r}; it must be a number above {above:g}.")
@@ -52,11 +55,15 @@ class Inputs(NamedTuple):
     padding: torch.Tensor | None
     """Mask of padding, ``[B, T]`` bool, or ``None``."""
     cu_seqlens: torch.Tensor | None
+    """Offsets of packed sequences, ``[N + 1]``, or ``None``."""
     cache: Cache | None
+    """Cache that was given, or a new one if ``use_cache`` is set without one."""
     use_cache: bool
+    """Flag that the new state is stored in ``cache``."""
     layer_idx: int | None
+    """Key of the layer's state in ``cache``; an integer wherever there is a cache."""
     last: LayerState | None
-    """State of the layer after the previous call."""
+    """State of the layer after the previous call, or ``None`` without one."""
 
     @property
     def initial_state(self) -> torch.Tensor | None:
@@ -85,7 +92,7 @@ def read_inputs(
     output_attentions: bool | None,
     cu_seqlens: torch.Tensor | None,
 ) -> Inputs:
-    """Check the arguments of a call and return them; raise :class:`ArgumentError` or a subclass that names the argument."""
+    """Check the arguments of a call; raise :class:`ArgumentError` or a subclass that names one. ``width`` is ``hidden_size``."""
     checks.rank("hidden_states", checks.tensor("hidden_states", hidden_states), "[B, T, D]")
     checks.dtype("hidden_states", hidden_states, checks.FLOATS)
     if hidden_states.shape[2] != width:
@@ -133,11 +140,12 @@ def _padding(hidden_states: torch.Tensor, attention_mask: torch.Tensor | None) -
 def check_convolved_padding(given: Inputs) -> None:
     """Raise if a short convolution would mix padding with tokens; only where values are checked.
 
-    Padding behind all tokens is harmless, except to the inputs that the next call would convolve.
+    Padding behind all tokens is harmless without ``use_cache``. With it the convolutions' states would hold padding in place of
+    the last tokens.
     """
     if given.padding is None or not checks.values_are_checked(given.padding):
         return
-    changes = given.padding.int().diff(dim=1)
+    changes = given.padding.int().diff(dim=1)  # 1 where padding begins behind a token, -1 where it ends
     begun = (changes > 0).cumsum(1) > 0
     if bool((begun & (changes < 0)).any()):
         raise ArgumentError("attention_mask has padding between tokens; with use_short_conv it must lie at the ends.")

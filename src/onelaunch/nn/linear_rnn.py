@@ -18,8 +18,8 @@ class LinearRNN(PackedModule):
         s_t = exp(log_decay_t) * s_{t-1} + x_t W_v;  out = (s * silu(x W_g)) W_o
 
     One parameter ``in_proj_weight`` holds W_g and W_gk; W_v is a parameter of its own, since
-    :func:`onelaunch.ops.linear_rnn` multiplies by it and scans in one launch. A state dict holds ``v_proj.weight``,
-    ``g_proj.weight``, ``gk_proj.weight``, ``gk_proj.bias`` and ``o_proj.weight``.
+    :func:`onelaunch.ops.linear_rnn` multiplies by it, in some variants in the launch of the scan. A state dict holds
+    ``v_proj.weight``, ``g_proj.weight``, ``gk_proj.weight``, ``gk_proj.bias`` and ``o_proj.weight``.
 
     Args:
         hidden_size: channels of inputs and outputs, D.
@@ -30,7 +30,7 @@ class LinearRNN(PackedModule):
     Raises:
         ArgumentError: an argument is invalid; the message names it, what it was and what it must be.
 
-    Source: experiment 040; the decay is that of gated linear attention.
+    Source: experiment 040, which ``studies/040-linear-rnn.toml`` asks again; the decay is that of gated linear attention.
     """
 
     in_proj_weight: nn.Parameter
@@ -101,4 +101,4 @@ class LinearRNN(PackedModule):
         )
         y, state = result if given.use_cache else (result, None)
         given.store(state)
-        return self.o_proj(y), None, given.cache
+        return self.o_proj(y), None, given.cache  # y is 0 at padding, since x and so the gate are 0 there

@@ -28,6 +28,7 @@ class PackedModule(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.packed: dict[str, tuple[Part, ...]] = {}
+        """Parts of each packed parameter, by the parameter's name."""
 
     def pack(self, name: str, parts: Mapping[str, int], columns: int | None = None) -> None:
         """Register a parameter ``[sum of rows, columns]``, or ``[sum of rows]``; ``parts`` are row counts by state-dict key."""
@@ -52,8 +53,9 @@ class PackedModule(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        assign = local_metadata.get("assign_to_params_buffers", False)
+        assign = local_metadata.get("assign_to_params_buffers", False)  # set by load_state_dict(assign=True)
         for name, parts in self.packed.items():
+            # Only the parts are keys of a state dict; the parameter's own name is not.
             if state_dict.pop(prefix + name, None) is not None and strict:
                 unexpected_keys.append(prefix + name)
             whole = self.get_parameter(name)
@@ -65,6 +67,7 @@ class PackedModule(nn.Module):
             if whole.is_meta and 0 < len(found) < len(parts):
                 error_msgs.append(f"{prefix}{name} is on the meta device: load all of {', '.join(part.key for part in parts)}.")
                 found = {}
+            # PyTorch loads this one tensor; where no part was found the parameter itself, so that nothing changes.
             state_dict[prefix + name] = _joined(whole, parts, found, assign) if found else whole
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
 
@@ -99,7 +102,7 @@ def _joined(whole: nn.Parameter, parts: tuple[Part, ...], found: Mapping[str, to
     kept = whole.detach().split([part.rows for part in parts])
     pieces = [found.get(part.key, old) for part, old in zip(parts, kept, strict=True)]
     if not assign and like.is_meta:
-        return torch.cat([piece.detach() for piece in pieces])  # PyTorch warns that this is a no-op
+        return torch.cat([piece.detach() for piece in pieces])  # without assign, PyTorch ignores it with a warning
     return torch.cat([piece.detach().to(like.device, like.dtype) for piece in pieces])
 
 

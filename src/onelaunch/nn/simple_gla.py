@@ -15,8 +15,9 @@ class SimpleGatedLinearAttention(GatedLayer):
         q, k, v, g = x W_q, x W_k, x W_v, x W_g;  gk = logsigmoid(x W_gk + b) / gate_logit_normalizer
         o = gla(q, k, v, gk);  out = (rmsnorm(o) * swish(g)) W_o        norm per head
 
-    One parameter ``in_proj_weight`` holds W_q, W_k, W_v, W_g and W_gk: one product for all of them. State dicts are those of
-    fla 0.6.0: ``q_proj.weight``, ``k_proj.weight``, ``v_proj.weight``, ``g_proj.weight``, ``gk_proj.weight``.
+    One parameter ``in_proj_weight`` holds W_q, W_k, W_v, W_g and W_gk: one product for all of them. A state dict holds them as in
+    fla 0.6.0: ``q_proj.weight``, ``k_proj.weight``, ``v_proj.weight``, ``g_proj.weight``, ``gk_proj.weight``; b is
+    ``gk_proj.bias``.
 
     Args:
         mode: ``chunk`` or ``fused_recurrent``, names of fla's kernels; without effect here, since the dispatcher chooses.
@@ -24,7 +25,7 @@ class SimpleGatedLinearAttention(GatedLayer):
         expand_k: ratio of the channels of all query heads to ``hidden_size``. Heads have 16 to 512 channels.
         expand_v: ratio of the channels of all value heads to ``hidden_size``. Heads have 16 to 512 channels.
         num_heads: number of query heads, H.
-        num_kv_heads: heads of keys and values, each shared by a group of queries; every query's head has a decay of its own.
+        num_kv_heads: heads of keys and values, each shared by a group of queries; every query head has a decay of its own.
             Default: ``num_heads``.
         feature_map: activation of queries and keys: ``relu``, ``sigmoid``, ``logsigmoid``, ``silu`` or ``swish``, ``sqrelu``,
             ``gelu``. Default: none.

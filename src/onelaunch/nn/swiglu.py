@@ -21,7 +21,7 @@ class SwiGLU(PackedModule):
         out = (silu(x W_gate) * (x W_up)) W_down
 
     One parameter ``gate_up_weight`` holds W_gate and W_up. A state dict holds ``gate_proj.weight``, ``up_proj.weight`` and
-    ``down_proj.weight``, as the others do.
+    ``down_proj.weight``, as in those modules.
 
     Args:
         hidden_size: channels of inputs and outputs.

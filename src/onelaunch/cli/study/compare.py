@@ -150,6 +150,7 @@ def _print_times(console: Console, found: Comparison, *, everything: bool) -> No
     counts = [f"{found.count(change)} {name}" for change, name in NAMES.items() if change != "UNREPEATED"]
     if unrepeated:
         cause = "one run each" if found.same_device else "not repeated on both devices"
+        # At index 2, its place in NAMES.
         counts.insert(2, f"{unrepeated} {'differs' if unrepeated == 1 else 'differ'} ({cause}: noise between runs is unknown)")
     console.print(f"Times: {', '.join(counts)}.")
     listed = [time for time in found.times if everything or time.change in ("FASTER", "SLOWER", "UNREPEATED")]
@@ -184,5 +185,6 @@ def _times(changes: list[TimeChange], width: int) -> Table:
     note = "Ratio: time in the second over time in the first, with the interval that the intervals of the two times allow."
     if width >= ROOMY:  # narrower terminals leave the column out
         note += " Noise: the largest factor that noise explains, within runs and, where runs were repeated, between them."
+    # > aligns a column to the right, ? leaves it out on terminals narrower than ROOMY.
     heads = columns("variant", "shape", "direction", "regime", "change", ">first", ">second", ">ratio", "?>noise")
     return Table("", heads, rows, note)

@@ -20,6 +20,7 @@ def list_all() -> None:
     if not found:
         console.print("No studies were found. Declare one in studies/NAME.toml.")
         return
+    # > aligns a column to the right, ? leaves it out on a narrow terminal.
     heads = columns("name", "operation", ">shapes", ">criteria", "question", "?file")
     output.table(console, Table("", heads, tuple(map(_row, found))))
     console.print(
@@ -28,6 +29,7 @@ def list_all() -> None:
 
 
 def _row(entry: StudyFile) -> tuple[str, ...]:
+    """Return the row of a study; for a file that is not valid, whose study is ``None``, the problem in place of the question."""
     if entry.study is None:
         return (escaped(entry.name), "error", q.NONE, q.NONE, entry.problem, escaped(str(entry.path)))
     study, path = entry.study, escaped(str(entry.path))

@@ -53,7 +53,7 @@ def write_into(result: Result, folder: Path, *, force: bool) -> dict[str, Path]:
     try:
         return write_report(result, folder, force=force)
     except ResultExists as problem:
-        raise ResultExists(problem.path, argument="folder") from None
+        raise ResultExists(problem.path, argument="folder") from None  # shown to the user as --report-dir
     except OutputUnwritable:
         raise
     except OSError as problem:

@@ -48,7 +48,7 @@ def run(
             "--time-cap",
             min=0.1,
             help="Seconds of timing after which no new round of a shape and direction begins. Three rounds are always measured.",
-            show_default="15 on a CPU, 60 on a GPU",
+            show_default="15 at small scale, 60 at full scale",
         ),
     ] = None,
     quick: Annotated[
@@ -153,7 +153,7 @@ def _finish(result: Result, unsaved: ResultUnsaved | None, result_path: Path, re
 
 @contextmanager
 def _reported_termination(partial: Path) -> Iterator[None]:
-    """Print on SIGTERM where the finished shapes are saved, and exit with the code for it."""
+    """Print on SIGTERM where the finished shapes are saved (the file ``partial`` grows with the run), and exit with its code."""
 
     def end(signum: int, frame: FrameType | None) -> None:
         del signum, frame
@@ -176,6 +176,7 @@ def _paths(study: Study, device: str, out: Path | None, report_dir: Path | None)
     slug = describe(device).slug
     if out is None:
         reports = Path("reports")
+        # within raises if the study's name, which a file gives, leads out of the folder.
         return default_path(study, device), report_dir or within(reports, reports / slug / study.name)
     if out.suffix != ".json":
         return out / RESULT, report_dir or out

@@ -101,7 +101,7 @@ def _shapes(plan: StudyPlan, direction: Direction) -> Table:
     rows = []
     for shape in plan.shapes:
         cells = [cell for cell in _cells(plan, shape, direction) if not cell.control]
-        least = cells[0].plan
+        least = cells[0].plan  # least bytes and roofline bound are those of the operation, equal for all its variants
         able = sum(cell.status is None for cell in cells)
         rows.append(
             (
@@ -123,6 +123,7 @@ def _shapes(plan: StudyPlan, direction: Direction) -> Table:
 
 def _variants(plan: StudyPlan, shape: Shape, direction: Direction) -> Table:
     rows = tuple(_variant_row(cell) for cell in _cells(plan, shape, direction))
+    # > aligns a column to the right, ? leaves it out on a narrow terminal.
     heads = columns("variant", ">launches", ">own bytes", "?>matrix work", ">planned", "status", "reason")
     note = (
         "Planned: time of the variant's own bytes, FLOPs and launches at the measured peaks. Any time beyond it has other causes."
