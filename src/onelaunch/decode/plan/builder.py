@@ -30,7 +30,10 @@ HALF_TILE = TILE // 2
 """Number of MLP channels in a tile of gate and up projection: each has a row of either."""
 
 SPLITS = 8
-"""Largest number of KV splits of a key head. Every CTA reads each split's partial output, so more cost more than they save."""
+"""Largest number of KV splits of a key head.
+
+A CTA of the output projection reads the partial output of each split, so more splits cost more than they save.
+"""
 
 POSITIONS = 64
 """Positions per KV split, from which on one more split pays."""
@@ -102,7 +105,10 @@ def layer_ctas(config: ModelConfig, ctas: int) -> int:
 
 
 class Builder:
-    """Builder of an optimization level's plan; the arguments are those of :func:`onelaunch.decode.plan.plan_for`.
+    """Builder of an optimization level's plan.
+
+    ``name`` is the level's name and ``rung`` its choices; the other arguments are those of
+    :func:`onelaunch.decode.plan.plan_for`.
 
     The layers use ``workers`` CTAs, the LM head all of them. :class:`~onelaunch.decode.plan.phases.Plan` explains the splits of
     attention.
@@ -374,7 +380,7 @@ class Builder:
             writes: list[Slice] = []
             for number in range(begin, end):
                 unit = self.unit(number)
-                writes.append(self.partial(number))  # also without positions: each word is written in every epoch
+                writes.append(self.partial(number))  # also without positions: each word is written in every use of the buffer
                 if unit.part >= self.used:
                     continue
                 reads += [*((self.queries(unit.head),) if self.rung.rope else self.qkv_for(unit)), self.cached(unit.head)]

@@ -115,7 +115,7 @@ class Buffer:
     name: str
     words: int
     tagged: bool = False
-    """Flag of flag-in-data words: their two low bits are the epoch modulo 4, so that a reader can spin on them."""
+    """Flag of flag-in-data words: their two low bits are the number of the buffer's use modulo 4, and readers spin on them."""
     per_layer: bool = False
     """Flag of a buffer that exists once per layer, like the KV cache."""
     sums: bool = False
@@ -159,11 +159,15 @@ class Plan:
 
     config: ModelConfig
     rung: str
+    """Name of the optimization level."""
     ctas: int
+    """Number of CTAs of the launch."""
     layer: tuple[Phase, ...]
+    """Phases of a layer, in order."""
     closing: Phase
     """Phase that replaces ``layer[-1]`` in the last layer, since its result has other readers: all CTAs, at the LM head."""
     tail: tuple[Phase, ...]
+    """Phases after the last layer, in order."""
     buffers: tuple[Buffer, ...]
     splits: int
     """Number of KV splits of a key head: units that share the positions of the same queries."""

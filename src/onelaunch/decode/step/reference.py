@@ -30,7 +30,7 @@ def make_query(case: Case, device: str, grad: bool) -> Query:
 
 @decode_step.inputs
 def make_inputs(case: Case, device: torch.device, generator: torch.Generator) -> Reading:
-    """Return random weights, and a cache of unit scale.
+    """Return a random token, random weights, and a cache of unit scale; no argument takes a gradient.
 
     Unfilled rows of the cache hold numbers of the same scale, so that a variant which reads them fails.
     """

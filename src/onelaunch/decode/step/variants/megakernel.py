@@ -27,9 +27,10 @@ from onelaunch.operation import Query
 from onelaunch.operation.requirements import needs_hopper
 
 ARCHITECTURES = ("sm_90a",)
+"""Architectures that the kernels are compiled for."""
 
 PREFILL_LAYER_SECONDS, LAUNCH_SECONDS, WEIGHT_BYTES_PER_SECOND = 0.7e-3, 0.1e-3, 4e12
-"""Host time for a layer of PyTorch's prefill, time of a launch, and rate at which the kernel reads weights.
+"""Seconds that a host needs for a layer of PyTorch's prefill, seconds of a launch, and bytes of weights read per second.
 
 Measured on an H200 and its host. With them, :func:`prompt_steps` is a tenth to a quarter less than the prompt length at which
 prefill becomes faster, for each of four models.
