@@ -245,7 +245,7 @@ class Model:
         if variant != AUTO:
             decode_step.get(variant)  # raises for a wrong name before any weight file is opened
         check_header(folder, config)  # before anything is computed from sizes in an untrusted file
-        dispatch.pick(variant, typical_query(config, where))  # raises for a variant that cannot run before the weights are read
+        dispatch.pick(variant, typical_query(config, where))  # raises, before the weights are read, if the variant cannot run
         if where.type == "cuda":
             need = elements(config) * config.dtype.itemsize
             free = free_memory(where)

@@ -127,7 +127,7 @@ class TextCodec:
         return Templated(found)
 
     def _check_templates(self) -> None:
-        """Raise unless the files that transformers reads are entries of the folder, and their chat templates are strings."""
+        """Raise if a file that transformers reads is a link that leaves the folder, or if a chat template is not a string."""
         for name in TOKENIZER_FILES:
             entry(self.folder, name)
         config_file, template_file = (entry(self.folder, name) for name in TEMPLATE_FILES)

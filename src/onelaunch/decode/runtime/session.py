@@ -215,7 +215,7 @@ class Session:
         return Sequence(self, cache, token, sampler)
 
     def barriers(self, token: torch.Tensor, cache: KVCache) -> int:
-        """Run a :meth:`step`, wait for it, and return its number of grid barriers, by the counter that each CTA increments.
+        """Run a :meth:`step`, wait for it, and return its number of grid barriers, by the counter to which each CTA adds one.
 
         Raises:
             DecodeStalled, DecodeOverflow: the step, or an earlier one, failed.

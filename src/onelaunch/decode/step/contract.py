@@ -75,6 +75,7 @@ def bind(token: torch.Tensor, weights: Weights, cache: KVCache) -> DecodeCall:
     checks.tensor("token", token)
     checks.shape("token", token, (1,), "[1]", "decoding one token at a time")
     checks.dtype("token", token, (torch.int64,))
+    # One tensor stands for all here; variants that need more check the weights once per model (``Weights.check``).
     checks.device("weights", weights.embed_tokens, token.device)
     checks.dtype("weights", weights.embed_tokens, (config.dtype,), ", the dtype of their configuration")
     if cache.length >= config.max_position_embeddings:

@@ -38,7 +38,7 @@ prefill becomes faster, for each of four models.
 
 
 def run(level: str, call: DecodeCall) -> Results:
-    """Run one token in a launch of its own."""
+    """Run one token: in a launch of its own, or with ``graph`` in a launch per phase."""
     from onelaunch.decode.runtime.kernels import session_for  # imports NumPy, which only running kernels needs
 
     return call.results(session_for(call.weights, level).step(call.token, call.cache))
@@ -98,7 +98,7 @@ def needs_numpy(_: Query) -> str | None:
 
 
 def has_a_plan(level: str, query: Query) -> str | None:
-    """Return why there is no plan, or ``None``: the kernels lack a size, or the CTAs cannot all be resident."""
+    """Return why there is no plan, or ``None``: the kernels do not take the model, or the CTAs cannot all be resident."""
     config = config_in(query)
     return unsupported(config) or not_resident(level, config, processors(torch.device(query.device)))
 

@@ -1,7 +1,8 @@
 """Variants of ``decode_step`` in PyTorch: op by op, compiled, and replayed as one CUDA graph.
 
-``compiled`` and ``captured`` use one shape for many positions: attention runs over a window of the cache, a power of two that
-covers the position, and a mask hides the rest. A captured graph reads and writes the caller's weights and cache in place.
+``compiled`` and ``captured`` use one shape for many positions: attention runs over a window of the cache that covers the
+position, a power of two or the whole cache, and a mask hides the rest. A captured graph reads and writes the caller's weights
+and cache in place.
 """
 
 from __future__ import annotations
