@@ -21,7 +21,10 @@ MARKER_HEADER = 4
 """Words of a CTA before its profile markers: clock and nanoseconds at the start of the token, then both at its end."""
 
 MARKER_ROWS = (*ASSIGNED_PHASES, "next")
-"""Phases in the order of their profile markers, two words each: operand staged, results stored. A norm in one CTA has none."""
+"""Phases in the order of their profile markers, two words each: operand staged, results stored.
+
+A ``norm`` in one CTA has none, and both of ``next`` are its end.
+"""
 
 
 @dataclass(frozen=True, slots=True)

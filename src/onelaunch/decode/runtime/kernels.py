@@ -85,6 +85,9 @@ class StepKernel:
 def make_session(weights: Weights, level: str, tuning: Tuning | None = None) -> Session:
     """Repack a model's weights, compile and load the kernel, allocate its buffers, and return the session that owns them.
 
+    Each call makes a new session; :func:`session_for` caches them. If several threads may make sessions of a model, the caller
+    holds ``MODELS.making``.
+
     Args:
         weights: Weights on an NVIDIA GPU.
         level: Optimization level, a name from :data:`onelaunch.decode.plan.rungs.RUNGS`.

@@ -4,7 +4,7 @@ A variant registers them as keyword arguments of ``decode_step.variant``; they a
 with its type, or the default of a variant without it.
 
 ==================  ==========================================================================================================
-``engine``          ``engine(weights)``: the engine that makes a request's tokens; without it, PyTorch calls ``decode_step``.
+``engine``          ``engine(weights)``: engine that makes a request's tokens; without it, ``TorchEngine`` does.
 ``engine_bytes``    ``engine_bytes(config)``: most bytes that the engine takes on the device in addition to the weights.
 ``prompt_steps``    ``prompt_steps(config)``: longest prompt that single steps read sooner than PyTorch's prefill.
 ``in_a_row``        ``in_a_row(call, count)``: ``count`` greedy tokens ``[N]``, and the logits ``[V]`` of the last.

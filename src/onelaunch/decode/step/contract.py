@@ -143,7 +143,7 @@ def decode_step(token: torch.Tensor, weights: Weights, cache: KVCache, *, varian
 
 @decode_step.shapes
 def result_shapes(call: DecodeCall) -> Shapes:
-    """Return the logits ``[V]``, and the new rows of keys and values ``[L, K, D]``."""
+    """Return the shapes of the results: logits ``[V]``, and the new rows of keys and values ``[L, K, D]``."""
     config = call.config
     rows = (config.num_hidden_layers, config.num_key_value_heads, config.head_dim)
     return (config.vocab_size,), rows, rows

@@ -10,7 +10,7 @@ from onelaunch.operation import Case, Cost, Direction, Variant
 
 @decode_step.costs
 def cost(case: Case, variant: Variant | None, direction: Direction) -> Cost:
-    """Return the least cost of a step.
+    """Return the least cost of a step, with the launches of a variant; for ``None``, of the best conceivable one.
 
     The bytes are those of every weight, of the cached rows, of the new rows and of the logits. Of an untied embedding, only the
     row that is looked up counts. Activations count as staying on chip. A variant adds no bytes: the vectors that its launches
