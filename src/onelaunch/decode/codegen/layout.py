@@ -68,7 +68,7 @@ def layout_of(plan: Plan, tuning: Tuning) -> Layout:
         units = max(assignment.units for assignment in plan.phase("rope_attention").assignments)
         widest = max(widest, padded(config.hidden_size) + units * plan.blocks.tile_columns)
     own = max((assignment.units for assignment in plan.phase("o").assignments), default=0) * TILE
-    # Bytes of each array behind the ring. The kernel's source says what they hold; there, NAME_AT is the offset of array NAME.
+    # Bytes of each array behind the ring. Struct Shared in waiting.cuh says what they hold, and NAME_AT is the offset of NAME.
     sizes = {
         "VECTOR_HI": widest * 2 + 64,  # so that the two are 64 bytes apart modulo the 128 of all banks: a warp reads both at once
         "VECTOR_LO": max(widest * 2 + 64, 8 * BINS - widest * 2),  # the sampler's histogram aliases both

@@ -56,9 +56,9 @@ class Rung:
     Else the epilogue of the QKV product applies RoPE, and attention divides by the RMS.
     """
     heads: Edge = "grid"
-    """Synchronization between the QKV product and attention."""
+    """Synchronization before attention, and before the RoPE phase if there is one."""
     others: Edge = "grid"
-    """Synchronization before all other phases."""
+    """Synchronization before all other phases; only a sampler's phases have grid barriers in any level."""
     streams: bool = False
     """Flag of weights that are prefetched across phases."""
     splits: int = 1
@@ -128,7 +128,7 @@ class Builder:
             self.blocks = blocks_of(config, self.query_splits)
         self.query_merge = self.most_query_merge() if self.blocks else 1
         self.parts = self.splits * self.query_merge
-        self.used = self.parts if used is None else used
+        self.used = self.parts if used is None else used  # KV splits that have positions, see Plan.used
         self.apart = self.blocks is not None and self.used == 1  # each unit takes all positions
         queries = config.queries_per_key // self.query_splits * self.query_merge
         self.slot = queries * config.head_dim + -(-queries // 4) * 4  # outputs, then LSE, in whole 16 bytes

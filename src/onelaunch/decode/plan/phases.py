@@ -152,9 +152,9 @@ class Blocks(NamedTuple):
 class Plan:
     """Plan of a token: the phases of a layer, which are repeated, and the tail: LM head and next token.
 
-    A key head has ``queries_per_key`` queries. A *unit* of attention is the work of one CTA: a part of these queries over a
-    part of the positions. ``query_splits`` is the split over queries, ``splits`` the split over positions (KV splits, as in
-    flash-decoding).
+    A key head has ``queries_per_key`` queries. A *unit* of attention is a part of these queries over a part of the positions;
+    a CTA has one, or several if there are too few CTAs. ``query_splits`` is the split over queries, ``splits`` the split over
+    positions (KV splits, as in flash-decoding).
     """
 
     config: ModelConfig
@@ -174,7 +174,7 @@ class Plan:
     query_splits: int
     """Number of query splits of a key head: units with different queries and the same positions."""
     query_merge: int
-    """Number of neighbouring query splits that, in a long context, take each other's queries and split positions instead."""
+    """Number of neighbouring query splits that take each other's queries in a long context, and split positions instead; or 1."""
     used: int
     """Number of KV splits that have positions at the current length.
 

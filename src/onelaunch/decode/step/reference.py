@@ -1,7 +1,7 @@
 """Oracle of ``decode_step``, and the models and caches on which variants are judged.
 
-A :class:`~onelaunch.operation.Case` gives sizes, dtype and options. The workbench and the tests make the arguments of a call from
-it, and compare the results of each variant with the oracle's.
+A :class:`~onelaunch.operation.Case` gives sizes, dtype and options. The workbench and the tests make the arguments of a call
+from it, and compare the results of each variant with the oracle's.
 """
 
 from __future__ import annotations
