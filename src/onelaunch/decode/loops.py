@@ -4,7 +4,7 @@ The time of a single step includes one launch, and the time to fill the ring of 
 prefetches the next token's first weights. A long sequence pays for both once per launch of many tokens. The loops here measure
 the time per token of such a sequence. They are the regimes ``running`` and ``served`` of studies: the workbench makes a loop
 from a variant and the arguments of a ``decode_step`` call, takes each sample by ``seconds()``, and asks ``problem()`` whether
-the tokens were right.
+the tokens were those of single steps, which the oracle has judged.
 """
 
 from __future__ import annotations

@@ -16,8 +16,8 @@ from onelaunch.decode.model.config import LinearScaling, Llama3Scaling, ModelCon
 def frequencies(config: ModelConfig) -> tuple[torch.Tensor, float]:
     """Return the frequency of each channel pair, and the factor by which cosine and sine are multiplied (1 except for YaRN).
 
-    Frequencies are in radians per position, ``[D / 2]`` float64 on the CPU. Channel ``i`` forms a pair with channel ``i + D /
-    2``.
+    Frequencies are in radians per position, ``[D / 2]`` float64 on the CPU, for ``D`` channels of a head. Channel ``i`` forms a
+    pair with channel ``i + D / 2``.
     """
     plain = config.rope_theta ** -(torch.arange(0, config.head_dim, 2, dtype=torch.float64, device="cpu") / config.head_dim)
     scaling = config.rope_scaling
