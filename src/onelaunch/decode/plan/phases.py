@@ -174,7 +174,7 @@ class Plan:
     query_splits: int
     """Number of query splits of a key head: units with different queries and the same positions."""
     query_merge: int
-    """Number of neighbouring query splits that take each other's queries in a long context, and split positions instead; or 1."""
+    """Number of neighbouring query splits that take each other's queries in a long context, and split positions instead."""
     used: int
     """Number of KV splits that have positions at the current length.
 
