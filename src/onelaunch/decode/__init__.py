@@ -1,4 +1,4 @@
-"""Decoding of a small language model at batch 1: model import, the operation ``decode_step``, sampling, and text generation."""
+"""Decoding of a small language model at batch 1: model loading, the operation ``decode_step``, sampling, text generation."""
 
 from onelaunch.decode.model.cache import KVCache
 from onelaunch.decode.model.config import ModelConfig

@@ -40,7 +40,7 @@ Finish = Literal["end", "stop", "length", "context", "closed"]
 """Reason why a sequence ended: end token, stop string, ``max_new_tokens``, end of the model's context, or a call of ``close``."""
 
 OPTIONS = ("prompt", "max_new_tokens", "stop", "ignore_end")
-"""Arguments of :meth:`Model.stream` in addition to the fields of :class:`~onelaunch.decode.Sampling`."""
+"""Arguments of :meth:`Model.stream` in addition to the fields of :class:`~onelaunch.decode.Sampling`, for error messages."""
 
 
 class Streamer(Protocol):
@@ -93,11 +93,11 @@ class Stream:
         self.text: str | None = None if codec is None else ""
         self.finish: Finish | None = None
         self._ends = request.ends
-        self._limit: Finish = limit
+        self._limit: Finish = limit  # reason if the engine has made all tokens that were requested: "length" or "context"
         self._detokenizer = None if codec is None else Detokenizer(codec)
         self._stops = StopStrings(stops)
         self._new_tokens = engine.run(request)
-        self._turn = threading.RLock()
+        self._turn = threading.RLock()  # held while a token is generated; re-entrant, since ``step`` may call ``close``
 
     def __iter__(self) -> Iterator[str]:
         return self
@@ -116,9 +116,9 @@ class Stream:
 
     def close(self) -> None:
         """End the sequence here, unless it has ended. A call from another thread waits for the token that is being generated."""
-        self.finish = self.finish or "closed"
+        self.finish = self.finish or "closed"  # tells a step that runs in another thread to drop its token
         with self._turn:
-            self.finish = self.finish or "closed"
+            self.finish = self.finish or "closed"  # again: that step may have overwritten it with ``None``
             self._new_tokens.close()
 
     def step(self) -> str | None:
@@ -245,7 +245,7 @@ class Model:
         if variant != AUTO:
             decode_step.get(variant)  # raises for a wrong name before any weight file is opened
         check_header(folder, config)  # before anything is computed from sizes in an untrusted file
-        dispatch.pick(variant, typical_query(config, where))  # raises for a variant that cannot run before the weights are read
+        dispatch.pick(variant, typical_query(config, where))  # raises, before the weights are read, if the variant cannot run
         if where.type == "cuda":
             need = elements(config) * config.dtype.itemsize
             free = free_memory(where)
@@ -288,6 +288,9 @@ class Model:
             ContextExceeded: the prompt leaves no room in the model's context.
             TokenizerMissing: text or stop strings were given, and there is no tokenizer.
             CheckpointError: the tokenizer fails, or returns a token that the model does not have.
+            LogitsNotFinite: the model computes NaN or infinite logits.
+            DeviceMemoryError: the device has too little memory for the cache of the sequence or for reading the prompt.
+            CompileError, DriverError, DecodeStalled, DecodeOverflow: a decode kernel cannot be compiled or loaded, or fails.
         """
         sampling_of(choices, (*OPTIONS, "streamer"))
         if streamer is not None and not all(callable(getattr(streamer, name, None)) for name in ("put", "end")):
@@ -320,7 +323,7 @@ class Model:
     ) -> Stream:
         """Generate the continuation of a prompt piece by piece.
 
-        Arguments and errors are those of :meth:`generate`; errors are raised here, not with the first piece.
+        Arguments and errors are those of :meth:`generate`. A wrong argument raises its error here, not with the first piece.
 
         Returns:
             Iterator over pieces of text, whose attributes hold the tokens so far and the reason why the sequence ended.
@@ -328,6 +331,7 @@ class Model:
         sampling = sampling_of({**self.defaults, **choices}, OPTIONS)
         max_new_tokens = integer("max_new_tokens", max_new_tokens, 1)
         ignore_end = flag("ignore_end", ignore_end)
+        # A value of another type becomes an empty stop string, which the next line refuses.
         stops = (stop,) if isinstance(stop, str) else tuple(stop) if isinstance(stop, Collection) else ("",)
         if not all(isinstance(each, str) and each for each in stops):
             raise ArgumentError(f"stop is {shown(stop)}; it must be a string, or several, none of them empty.")

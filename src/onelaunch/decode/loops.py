@@ -2,7 +2,9 @@
 
 The time of a single step includes one launch, and the time to fill the ring of weight chunks of a kernel that otherwise
 prefetches the next token's first weights. A long sequence pays for both once per launch of many tokens. The loops here measure
-that cost per token. They are the regimes ``running`` and ``served`` of studies.
+the time per token of such a sequence. They are the regimes ``running`` and ``served`` of studies: the workbench makes a loop
+from a variant and the arguments of a ``decode_step`` call, takes each sample by ``seconds()``, and asks ``problem()`` whether
+the tokens were those of single steps, which the oracle has judged.
 """
 
 from __future__ import annotations
@@ -22,10 +24,10 @@ from onelaunch.decode.step.contract import DecodeCall, bind, decode_step
 from onelaunch.operation import Variant
 
 MIN_TOKENS, MAX_TOKENS = 16, 128
-"""Smallest and largest number of tokens in a timed run."""
+"""Smallest and largest number of tokens in a timed run, if the model's context has as many positions left."""
 
 RUN_SECONDS = 50e-3
-"""Duration that a run aims at, in seconds. What its first and last token cost in addition is then below a thousandth of it."""
+"""Duration that a run aims at, in seconds. The extra time of its first and last token is then below a thousandth of it."""
 
 SLEEP_CYCLES = 400_000
 """Clock cycles (0.2 ms) that the device sleeps before a timed run. The host enqueues the first launch meanwhile."""
@@ -41,8 +43,8 @@ Both are the same float32 sums, whose order may differ.
 class Running:
     """Greedy decoding on the device: each token feeds the next step, and none is copied to the host.
 
-    A variant that can make many tokens per launch does so (:func:`onelaunch.decode.step.capabilities.in_a_row`). Other variants
-    make single steps, each followed by ``argmax``.
+    A variant that registers a function for many tokens (:func:`onelaunch.decode.step.capabilities.in_a_row`) makes a run by one
+    call of it. Other variants make single steps, each followed by ``argmax``.
     """
 
     def __init__(self, variant: Variant, arguments: Mapping[str, Any]) -> None:
@@ -71,9 +73,9 @@ class Running:
         return start.elapsed_time(end) / 1e3 / self.count
 
     def problem(self) -> str | None:
-        """Return how tokens or last logits differ from those of single steps, or ``None`` if they agree."""
+        """Return how the last run's tokens or last logits differ from those of single steps, or ``None`` if they agree."""
         if capabilities.in_a_row(self.variant) is None:
-            return None
+            return None  # the run was made of single steps
         (tokens, logits), (right, expected) = self._made, self._single_steps(self._with_own_cache(self.count))
         if (wrong := first_difference(tokens.tolist(), right.tolist())) is not None:
             return wrong
@@ -81,7 +83,7 @@ class Running:
         return None if error <= TOLERANCE else f"logits after {self.count} tokens are {error:.1e} off those of single steps."
 
     def _with_own_cache(self, count: int) -> DecodeCall:
-        """Return the call with a copy of its cache that has room for ``count`` more tokens."""
+        """Return the call with a copy of its cache that has room for ``count`` more tokens; the caller's stays as it is."""
         given = self.given.cache
         cache = KVCache.empty(self.given.config, given.length + count, given.keys.device, given.keys.dtype)
         for mine, theirs in ((cache.keys, given.keys), (cache.values, given.values)):
@@ -110,8 +112,8 @@ class Running:
 class Served:
     """Greedy decoding as a caller of :meth:`onelaunch.decode.Model.stream` sees it: tokens arrive on the host one by one.
 
-    The prompt is random and as long as the call's position. Neither prefill nor the first token is timed. There is no
-    tokenizer, so the stream yields no characters.
+    The prompt is random and as long as the call's position, at least one token. Neither prefill nor the first token is timed.
+    There is no tokenizer, so the stream yields no characters.
     """
 
     def __init__(self, variant: Variant, arguments: Mapping[str, Any]) -> None:
@@ -141,7 +143,7 @@ class Served:
     def problem(self) -> str | None:
         """Return how the tokens differ from those of single steps after the same prompt, or ``None`` if they agree."""
         if capabilities.engine(self.variant) is None:
-            return None
+            return None  # the stream's engine was TorchEngine, which makes single steps
         expected = TorchEngine(self.weights, self.variant.name).run(Request(self.prompt, len(self.tokens)))
         return first_difference(self.tokens, tuple(expected))
 

@@ -80,7 +80,10 @@ CALLS: dict[Op, str] = {
     "o": "multiply_o(c);", "gate_up": "multiply_gate_up(c);", "down": "multiply_down(c);", "lm_head": "multiply_head(c);",
     "next": "next_token(c);",
 }  # fmt: skip
-"""Call of each phase's function in the kernel."""
+"""Call of each phase's function in the kernel.
+
+A ``norm`` is called by the name of its phase, and ``next_token`` runs the sampler's phases, ``tally`` and ``draw``.
+"""
 
 SPLIT_K_CALLS: dict[Op, str] = {"o": "multiply_o_split_k(c);", "down": "multiply_down_counted(c);"}
 """Calls of the phases that add atomically to the residual stream, if the output projection is split over heads."""

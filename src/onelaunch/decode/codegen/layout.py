@@ -21,12 +21,15 @@ MARKER_HEADER = 4
 """Words of a CTA before its profile markers: clock and nanoseconds at the start of the token, then both at its end."""
 
 MARKER_ROWS = (*ASSIGNED_PHASES, "next")
-"""Phases in the order of their profile markers, two words each: operand staged, results stored. A norm in one CTA has none."""
+"""Phases in the order of their profile markers, two words each: operand staged, results stored.
+
+A ``norm`` in one CTA has none, and both of ``next`` are its end.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    """Settings of the weight ring and of polling, which do not change results."""
+    """Settings of the weight ring, of polling and of profile markers, which do not change results."""
 
     stages: int | None = None
     """Chunks of 16 KB in the ring; by default as many as fit in shared memory, or in half of it if launches overlap."""
@@ -37,7 +40,7 @@ class Tuning:
     pace: int | None = None
     """Clock cycles between two bulk copies, in phases that pass data between CTAs: evenly paced copies do not queue.
 
-    ``None`` is 800, or 700 if the output projection is split over heads, which saves one exchange between CTAs.
+    ``None`` is 800, or 700 if the output projection is split over heads, which saves one exchange of all CTAs per layer.
     """
     hold: int = 600
     """Clock cycles to wait before polling for the other CTAs' partial attention results. Polling earlier delays them."""
@@ -65,6 +68,7 @@ def layout_of(plan: Plan, tuning: Tuning) -> Layout:
         units = max(assignment.units for assignment in plan.phase("rope_attention").assignments)
         widest = max(widest, padded(config.hidden_size) + units * plan.blocks.tile_columns)
     own = max((assignment.units for assignment in plan.phase("o").assignments), default=0) * TILE
+    # Bytes of each array behind the ring. Struct Shared in waiting.cuh says what they hold, and NAME_AT is the offset of NAME.
     sizes = {
         "VECTOR_HI": widest * 2 + 64,  # so that the two are 64 bytes apart modulo the 128 of all banks: a warp reads both at once
         "VECTOR_LO": max(widest * 2 + 64, 8 * BINS - widest * 2),  # the sampler's histogram aliases both
@@ -133,7 +137,7 @@ def launch_of(plan: Plan, phase: Phase) -> tuple[int, int]:
 
 
 def arrivals_table(plan: Plan) -> list[int]:
-    """Return the number of CTAs that increment each semaphore per epoch."""
+    """Return the number of CTAs that increment each semaphore per use, that is, once per layer."""
     arrivals: dict[int, int] = {}
     for phase in plan.layer:
         for assignment in phase.assignments:

@@ -17,12 +17,12 @@ if TYPE_CHECKING:
     from typing_extensions import Self  # in typing from Python 3.11 on
 
 CAPACITY_STEP = 256
-"""Smallest capacity of a cache, in positions. A capacity is a multiple of it, or the model's context."""
+"""Unit of a cache's capacity, in positions. A capacity is a multiple of it, or the model's context if that is less."""
 
 
 @dataclass(frozen=True, eq=False)
 class KVCache(Bundle):
-    """Keys and values of the first ``length`` positions. Keys are stored normalised and rotated (RoPE).
+    """Keys and values of the first ``length`` positions of one sequence. Keys are stored normalised and rotated (RoPE).
 
     The object is immutable, its memory is not: a step writes the row at ``length``. Rows from ``length`` on hold finite
     numbers, whose values never matter.

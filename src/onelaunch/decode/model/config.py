@@ -44,7 +44,9 @@ class YarnScaling:
     factor: float
     original_max_position_embeddings: int
     beta_fast: float = 32.0
+    """Rotations over the original context from which on a frequency is kept."""
     beta_slow: float = 1.0
+    """Rotations over the original context up to which a frequency is interpolated, that is, divided by ``factor``."""
     attention_factor: float | None = None
     """Factor of cosine and sine; ``None`` for ``0.1 ln(factor) + 1``."""
     truncate: bool = True
@@ -53,12 +55,17 @@ class YarnScaling:
 
 @dataclass(frozen=True)
 class Llama3Scaling:
-    """Llama 3's scaling: low frequencies are divided by ``factor``, high ones are kept, and those between are blended."""
+    """Llama 3's scaling: low frequencies are divided by ``factor``, high ones are kept, and those between are blended.
+
+    Source: ``rope_type`` ``llama3`` of ``transformers``.
+    """
 
     factor: float
     original_max_position_embeddings: int
     low_freq_factor: float
+    """Rotations over the original context up to which a frequency is divided."""
     high_freq_factor: float
+    """Rotations over the original context from which on a frequency is kept."""
 
 
 RopeScaling: TypeAlias = LinearScaling | YarnScaling | Llama3Scaling
@@ -68,7 +75,9 @@ KINDS: dict[str, type[RopeScaling]] = {"linear": LinearScaling, "yarn": YarnScal
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Sizes and constants of one model, hashable. The names are those of Hugging Face's configuration.
+    """Sizes and constants of one model, hashable.
+
+    The names are those of Hugging Face's configuration; only ``eos_token_ids`` is called ``eos_token_id`` there.
 
     Raises:
         ModelConfigError: A field is wrong; the message names it, its value and what it must be.
@@ -162,6 +171,7 @@ class ModelConfig:
         if (theta := rope.pop("rope_theta", None)) is not None:
             known["rope_theta"] = theta
         for name in ("rms_norm_eps", "rope_theta"):
+            # JSON may have an integer here. A huge one, which no float can hold, is left for the checks to refuse.
             if type(value := known.get(name)) is int and abs(value) <= LARGEST_SIZE:
                 known[name] = float(value)
         known["rope_scaling"] = _scaling(rope, known.get("max_position_embeddings", CONTEXT))
@@ -208,7 +218,7 @@ FLAGS = ("tie_word_embeddings", "attention_bias")
 """Fields that must be true or false."""
 
 PLAIN = ("rms_norm_eps", "rope_theta", *FLAGS, "bos_token_id")
-"""Fields whose values are taken from a file unchanged."""
+"""Further fields that a file has under the same names, all of which it may leave out."""
 
 
 def _check_size(name: str, value: object) -> None:
@@ -251,7 +261,7 @@ def _check_scaling(scaling: RopeScaling) -> None:
 
 
 def _check_architecture(values: Mapping[str, Any]) -> None:
-    """Raise unless the configuration is that of a dense Qwen3 model with full attention and unquantized weights."""
+    """Raise unless the configuration is that of a dense Qwen3 model with full attention, SiLU and unquantized weights."""
     names, kind = _names(values, "architectures"), values.get("model_type")
     if (names and names[0] not in ARCHITECTURES) or (not names and kind not in ARCHITECTURES.values()):
         raise UnsupportedModel(f"architecture {shown(names[0] if names else kind)}", supported=ARCHITECTURES)
@@ -259,6 +269,7 @@ def _check_architecture(values: Mapping[str, Any]) -> None:
         raise UnsupportedModel("quantized weights", supported=DTYPES)
     if values.get("hidden_act", "silu") != "silu":
         raise UnsupportedModel(f"hidden_act {shown(values['hidden_act'])}", supported=("silu",))
+    # Without ``layer_types``, the layers from number ``max_window_layers`` on have a sliding window.
     counts = [values.get(name) or 0 for name in ("max_window_layers", "num_hidden_layers")]
     sliding = values.get("use_sliding_window") and not (all(isinstance(each, int) for each in counts) and counts[0] >= counts[1])
     layers = set(_names(values, "layer_types"))

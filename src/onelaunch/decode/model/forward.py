@@ -2,8 +2,8 @@
 
 With 16-bit weights, matrix products read and return 16-bit values, and SwiGLU's gate is computed in 16 bits. Norms, rotations
 and the residual stream are float32. Hugging Face's implementation rounds these too: the residual stream twice in each layer,
-which alone would use up most of the error tolerance, and norms and rotations at each of their operations. Angles are computed
-in float64.
+norms and rotations at each of their operations. With a residual stream of 16 bits, the logits of 28 layers were further off
+than ``decode_step``'s error cap permits (docs/notebook/decode.md). Angles are computed in float64.
 """
 
 from __future__ import annotations
@@ -87,7 +87,9 @@ def upcast(x: torch.Tensor) -> torch.Tensor:
 def project_qkv(
     head_dim: int, eps: float, layer: LayerWeights, normed: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return queries ``[Q, T, D]``, keys and values ``[K, T, D]`` of the normalised residual stream ``[T, H]``.
+    """Return the queries, ``[Q, T, D]`` for ``Q`` query heads, and keys and values, ``[K, T, D]`` for ``K`` key heads.
+
+    ``normed`` is the normalised residual stream, ``[T, H]``, and ``eps`` the epsilon of the norms.
 
     Queries and keys are normalised per head and rotated by ``rotary``, a cosine and a sine; values are only projected.
     """
@@ -103,7 +105,8 @@ def project_qkv(
 def attention(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     """Return grouped-query causal attention ``[T, Q * D]`` of queries ``[Q, T, D]`` to keys and values ``[K, S, D]``.
 
-    The queries are those of the last ``T`` of the ``S`` positions.
+    The queries are those of the last ``T`` of the ``S`` positions; a single one attends to all, so it needs no mask. ``Q`` and
+    ``K`` are numbers of heads.
     """
     count, length, group = q.shape[1], keys.shape[1], len(q) // len(keys)
     mask = None

@@ -14,10 +14,10 @@ from onelaunch.decode.model.config import LinearScaling, Llama3Scaling, ModelCon
 
 
 def frequencies(config: ModelConfig) -> tuple[torch.Tensor, float]:
-    """Return the frequency of each channel pair, and a factor of cosine and sine.
+    """Return the frequency of each channel pair, and the factor by which cosine and sine are multiplied (1 except for YaRN).
 
-    Frequencies are in radians per position, ``[D / 2]`` float64 on the CPU. Channel ``i`` forms a pair with channel ``i + D /
-    2``.
+    Frequencies are in radians per position, ``[D / 2]`` float64 on the CPU, for ``D`` channels of a head. Channel ``i`` forms a
+    pair with channel ``i + D / 2``.
     """
     plain = config.rope_theta ** -(torch.arange(0, config.head_dim, 2, dtype=torch.float64, device="cpu") / config.head_dim)
     scaling = config.rope_scaling
@@ -38,7 +38,7 @@ def frequencies(config: ModelConfig) -> tuple[torch.Tensor, float]:
 def rotation(config: ModelConfig, positions: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """Return cosine and sine, ``[T, D / 2]`` each, in ``dtype`` at integer positions ``[T]``, on their device.
 
-    Angles are computed in float64: in float32 they would be off by a thousandth at position 16,000.
+    Angles are computed in float64: in float32 they would be off by a thousandth of a radian at position 16,000.
     """
     radians, factor = _on_device(config, positions.device)
     angles = positions.double()[:, None] * radians
@@ -53,7 +53,7 @@ def rotate(heads: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> tor
 
 
 def _blend(unscaled: torch.Tensor, interpolated: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Return the mean of two sets of frequencies, where ``weight`` is that of the unscaled ones."""
+    """Return the weighted mean of two sets of frequencies; ``weight``, from 0 to 1 per pair, is that of the unscaled ones."""
     return unscaled * weight + interpolated * (1 - weight)
 
 

@@ -33,7 +33,7 @@ COLDEST = 1e-30
 """Temperature to which smaller ones are raised. It leaves only the likeliest token, and its reciprocal is finite in float32."""
 
 Word = TypeVar("Word", int, torch.Tensor)
-"""Unsigned 32-bit word: an integer on the host, or an int64 tensor of such integers on a device."""
+"""Type of an unsigned 32-bit word: an integer on the host, or an int64 tensor of such integers on a device."""
 
 
 class Choices(TypedDict, total=False):
@@ -107,7 +107,7 @@ class Sampling:
         """
         temperature = 0.0 if self.greedy else max(self.temperature, COLDEST)
         top_k = self.top_k if self.top_k < vocabulary else 0
-        farthest = -math.log(self.min_p) if self.min_p > 0 else math.inf
+        farthest = -math.log(self.min_p) if self.min_p > 0 else math.inf  # -0.0 for min_p = 1, hence ``abs`` below
         packed = struct.pack(
             "<fIfffII", temperature, top_k, self.top_p, abs(farthest), self.repetition_penalty, self.seed & WORD, self.seed >> 32
         )
@@ -207,7 +207,7 @@ WORD = 0xFFFFFFFF
 """Mask of a 32-bit word."""
 
 GOLDEN = 0x9E3779B9
-"""2^32 divided by the golden ratio: the increment from the first hash key to the second."""
+"""2^32 divided by the golden ratio. Added to a seed's first hash, it gives the input of its second one (:func:`keys`)."""
 
 
 def gumbel(seed: int, position: Word, vocabulary: int, device: torch.device | str) -> torch.Tensor:

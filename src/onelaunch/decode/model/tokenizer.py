@@ -32,8 +32,8 @@ FIXED = (
 def checkpoint_at_fault(said: str) -> Iterator[None]:
     """Raise :class:`CheckpointError` with ``said`` and the reason if another package fails on a model's files.
 
-    Those packages raise nothing narrower than ``Exception``. A panic in Rust code, such as a tokenizer, derives from
-    ``BaseException``.
+    Those packages raise nothing narrower than ``Exception``. A panic in Rust code, such as a tokenizer's, is an exception that
+    derives from ``BaseException`` only.
     """
     try:
         yield
@@ -127,25 +127,26 @@ class TextCodec:
         return Templated(found)
 
     def _check_templates(self) -> None:
-        """Raise unless the files that transformers reads are entries of the folder, and their chat templates are strings."""
+        """Raise if a file that transformers reads is a link that leaves the folder, or if a chat template is not a string."""
         for name in TOKENIZER_FILES:
             entry(self.folder, name)
-        described, alone = (entry(self.folder, name) for name in TEMPLATE_FILES)
-        if alone.exists():
-            read_text(alone)
-        if not described.exists():
+        config_file, template_file = (entry(self.folder, name) for name in TEMPLATE_FILES)
+        if template_file.exists():
+            read_text(template_file)  # raises unless it is text of a permitted size
+        if not config_file.exists():
             return
-        template = read_json(described).get("chat_template")
+        template = read_json(config_file).get("chat_template")
         if template is None or isinstance(template, str):
             return
-        said = f"chat_template of {described} is {shown(template)}"
+        said = f"chat_template of {config_file} is {shown(template)}"
         named = isinstance(template, list) and all(
             isinstance(each, Mapping) and isinstance(each.get("name"), str) and isinstance(each.get("template"), str)
             for each in template
         )
         if not named:
             raise CheckpointError(f"{said}; it must be a text, or a list of objects with name and template")
-        if not alone.exists() and template and "default" not in (each["name"] for each in template):
+        # transformers prefers the template file, so the configuration's templates need a default one only without it.
+        if not template_file.exists() and template and "default" not in (each["name"] for each in template):
             raise CheckpointError(f"{said}; one of the templates must be named default")
 
 
@@ -169,7 +170,8 @@ class Detokenizer:
     def __init__(self, codec: TextCodec) -> None:
         self._codec = codec
         self._tokens: list[int] = []
-        # Decoding restarts at a token whose text was already returned: some tokenizers drop the space before the first token.
+        # The text of the first ``_known`` tokens was returned. Decoding restarts before their end, at token ``_start``, since
+        # some tokenizers drop the space before the first token that they decode.
         self._start, self._known = 0, 0
 
     def push(self, token: int) -> str:
@@ -209,7 +211,7 @@ class StopStrings:
         self._held += text
         hits = [(at, -len(stop), stop) for stop in self._stops if (at := self._held.find(stop)) >= 0]
         if hits:
-            at, _, self.found = min(hits)
+            at, _, self.found = min(hits)  # the earliest; of several at one place the longest
             return self._held[:at]
         keep = max((self._overlap(stop) for stop in self._stops), default=0)
         out, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]

@@ -79,7 +79,11 @@ class LayerWeights(Bundle):
 
 @dataclass(frozen=True, eq=False)
 class Weights(Bundle):
-    """All tensors of a model, with the configuration that gives their shapes."""
+    """All tensors of a model, with the configuration that gives their shapes: ``V`` tokens, hidden size ``H``.
+
+    As a :class:`~onelaunch.operation.Bundle` it is one argument of ``decode_step``, of which the workbench copies, casts and
+    compares all tensors.
+    """
 
     config: ModelConfig
     embed_tokens: torch.Tensor
@@ -234,10 +238,10 @@ def _open_checked(folder: Path, config: ModelConfig, device: torch.device, opene
             if not path.is_file():
                 raise CheckpointError(f"{path} is missing, which {INDEX} names")
             files[path] = opened.enter_context(_opened(path, device))
-    held = {path: frozenset(file.keys()) for path, file in files.items()}
+    names_in = {path: frozenset(file.keys()) for path, file in files.items()}
     for _, file_name, shape in wanted:
         path = file_of[file_name]
-        if file_name not in held[path]:
+        if file_name not in names_in[path]:
             raise CheckpointError(f"{path} has no tensor {file_name!r}")
         found = files[path].get_slice(file_name)
         if tuple(found.get_shape()) != shape:
@@ -245,7 +249,7 @@ def _open_checked(folder: Path, config: ModelConfig, device: torch.device, opene
             raise CheckpointError(f"{file_name} of {path} {said}")
         if found.get_dtype() not in FLOATS:
             raise CheckpointError(f"{file_name} of {path} is {found.get_dtype()}; weights must be one of {listing(FLOATS)}")
-    _check_rest(config, held, {file_name for _, file_name, _ in wanted})
+    _check_rest(config, names_in, {file_name for _, file_name, _ in wanted})
     return {file_name: files[file_of[file_name]] for _, file_name, _ in wanted}
 
 
@@ -259,11 +263,12 @@ def _check_layers(folder: Path, config: ModelConfig, names: Iterable[str]) -> No
         )
 
 
-def _check_rest(config: ModelConfig, held: Mapping[Path, frozenset[str]], wanted: set[str]) -> None:
+def _check_rest(config: ModelConfig, names_in: Mapping[Path, frozenset[str]], wanted: set[str]) -> None:
     """Raise if a file has tensors that the configuration lacks: such a model would compute something else."""
     free = {"lm_head.weight"} if config.tie_word_embeddings else set()  # some checkpoints store a tied head as well
-    for path, names in held.items():
+    for path, names in names_in.items():
         rest = sorted(name for name in names - wanted - free if name.startswith("model.") or name == "lm_head.bias")
+        # Older checkpoints store the RoPE frequencies, which follow from the configuration.
         if rest := [name for name in rest if not name.endswith("rotary_emb.inv_freq")]:
             more = f" and {len(rest) - 1} more tensors" if len(rest) > 1 else ""
             raise CheckpointError(f"{path} has {shown(rest[0])}{more}, for which the model's configuration has no place")
@@ -272,7 +277,8 @@ def _check_rest(config: ModelConfig, held: Mapping[Path, frozenset[str]], wanted
 def random_weights(config: ModelConfig, seed: int = 0, device: torch.device | str = "cpu") -> Weights:
     """Return random weights that keep activations at unit scale; the same seed gives the same values on a device.
 
-    Matrices have variance 1 / inputs. The factors of norms are drawn around 1, and biases around 0.
+    Elements are normal. Those of matrices have the variance 1 / (number of columns). The factors of norms have mean 1, biases
+    have mean 0, and both have the standard deviation 0.1.
 
     Raises:
         ArgumentError: an argument is of the wrong type.
@@ -303,7 +309,7 @@ def _indexed(folder: Path) -> dict[str, Path]:
     if not isinstance(table, dict):
         raise CheckpointError(f"{index} is not an index of weights: its weight_map is {shown(table)}; it must be an object")
     found: dict[str, Path] = {}
-    paths: dict[str, Path] = {}
+    paths: dict[str, Path] = {}  # each file is checked once, though the index names it for many tensors
     for tensor, name in table.items():
         if not isinstance(name, str) or name not in paths:
             path = entry(folder, name, named_by=str(index), suffix=SUFFIX)

@@ -30,7 +30,10 @@ HALF_TILE = TILE // 2
 """Number of MLP channels in a tile of gate and up projection: each has a row of either."""
 
 SPLITS = 8
-"""Largest number of KV splits of a key head. Every CTA reads each split's partial output, so more cost more than they save."""
+"""Largest number of KV splits of a key head.
+
+A CTA of the output projection reads the partial output of each split, so more splits cost more than they save.
+"""
 
 POSITIONS = 64
 """Positions per KV split, from which on one more split pays."""
@@ -53,9 +56,9 @@ class Rung:
     Else the epilogue of the QKV product applies RoPE, and attention divides by the RMS.
     """
     heads: Edge = "grid"
-    """Synchronization between the QKV product and attention."""
+    """Synchronization before attention, and before the RoPE phase if there is one."""
     others: Edge = "grid"
-    """Synchronization before all other phases."""
+    """Synchronization before all other phases; only a sampler's phases have grid barriers in any level."""
     streams: bool = False
     """Flag of weights that are prefetched across phases."""
     splits: int = 1
@@ -102,7 +105,10 @@ def layer_ctas(config: ModelConfig, ctas: int) -> int:
 
 
 class Builder:
-    """Builder of an optimization level's plan; the arguments are those of :func:`onelaunch.decode.plan.plan_for`.
+    """Builder of an optimization level's plan.
+
+    ``name`` is the level's name and ``rung`` its choices; the other arguments are those of
+    :func:`onelaunch.decode.plan.plan_for`.
 
     The layers use ``workers`` CTAs, the LM head all of them. :class:`~onelaunch.decode.plan.phases.Plan` explains the splits of
     attention.
@@ -122,7 +128,7 @@ class Builder:
             self.blocks = blocks_of(config, self.query_splits)
         self.query_merge = self.most_query_merge() if self.blocks else 1
         self.parts = self.splits * self.query_merge
-        self.used = self.parts if used is None else used
+        self.used = self.parts if used is None else used  # KV splits that have positions, see Plan.used
         self.apart = self.blocks is not None and self.used == 1  # each unit takes all positions
         queries = config.queries_per_key // self.query_splits * self.query_merge
         self.slot = queries * config.head_dim + -(-queries // 4) * 4  # outputs, then LSE, in whole 16 bytes
@@ -374,7 +380,7 @@ class Builder:
             writes: list[Slice] = []
             for number in range(begin, end):
                 unit = self.unit(number)
-                writes.append(self.partial(number))  # also without positions: each word is written in every epoch
+                writes.append(self.partial(number))  # also without positions: each word is written in every use of the buffer
                 if unit.part >= self.used:
                     continue
                 reads += [*((self.queries(unit.head),) if self.rung.rope else self.qkv_for(unit)), self.cached(unit.head)]

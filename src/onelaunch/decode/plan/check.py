@@ -27,17 +27,17 @@ class Resources:
     """Resources that each CTA of a launch needs, and those of the device."""
 
     threads: int
-    """Threads of a CTA."""
+    """Number of threads of a CTA."""
     registers: int
-    """Registers of a thread."""
+    """Number of 32-bit registers of a thread."""
     shared_bytes: int
-    """Shared memory of a CTA."""
+    """Bytes of shared memory of a CTA."""
     sms: int
     """Number of SMs."""
     shared_limit: int = HOPPER_SHARED_BYTES
     """Bytes of shared memory of an SM."""
     registers_limit: int = 1 << 16
-    """Registers of an SM."""
+    """Number of 32-bit registers of an SM."""
 
 
 def check(*tokens: Plan, resources: Resources | None = None) -> None:
@@ -46,7 +46,7 @@ def check(*tokens: Plan, resources: Resources | None = None) -> None:
     Args:
         tokens: Plan of each of a few consecutive tokens: one plan, which is repeated, or its versions for lengths with more
             and fewer KV splits.
-        resources: What a CTA needs and the device has; without it, residency is not checked.
+        resources: Resources that a CTA needs and the device has; without them, residency is not checked.
     """
     plan = tokens[0]
     if resources is not None:
@@ -79,7 +79,11 @@ def check_residency(plan: Plan, resources: Resources) -> None:
 
 
 def _check_shares(plan: Plan) -> None:
-    """Raise for errors that no order of phases can repair: words outside of a buffer, with two writers, or with none."""
+    """Raise for errors in work assignments that no order of phases can repair.
+
+    They are: not one assignment per CTA; words outside of a buffer; additions to words that are not sums; two writers of a word
+    in a phase; a tagged word that a phase does not write; and a flag-in-data word that is read but not waited for.
+    """
     for phase in plan.phases():
         if len(phase.assignments) != plan.ctas:
             raise PlanError(plan.rung, f"phase {phase.name} has {len(phase.assignments)} assignments for {plan.ctas} CTAs")
@@ -221,8 +225,8 @@ class _Clocks:
     def _polled(self, phase: Phase, cta: int, slice_: Slice, layer: int, where: str) -> np.ndarray:
         """Return the joined clock of all CTAs that wrote, or added to, the flag-in-data words that a CTA spins on.
 
-        The CTA must be certain that the previous epoch's writes are over: a tag of two bits tells only a few epochs apart,
-        and a count restarts.
+        An epoch is one use of a buffer, in one layer of one token. The CTA must be certain that the writes of the previous
+        epoch are over: a tag of two bits tells only a few epochs apart, and a count restarts.
         """
         buffer, state = _buffer(self.plan, slice_), self._state(slice_, layer)
         if not (buffer.tagged or buffer.counts):
@@ -314,7 +318,7 @@ class _Clocks:
             problem = f"may overtake CTA {int(writer[late.argmax()])}, which writes the same words of {slice_.buffer} before"
             raise PlanError(self.plan.rung, f"{_who(phase, cta)} {problem} ({where})")
         self._follows_sums(phase, cta, "clears", slice_, state, where)
-        read[read != self.time] = 0
+        read[read != self.time] = 0  # those of this phase are the writer's own, or of other positions of the cache
         state.added[:, at] = 0
         state.count[at] = 0
         state.writer_before[at], state.written_before[at] = state.writer[at], state.written[at]

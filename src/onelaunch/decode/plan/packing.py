@@ -175,7 +175,7 @@ def stream_bytes(config: ModelConfig, *, summed: bool = False) -> int:
 
 
 def packing_bytes(config: ModelConfig, *, summed: bool = False) -> int:
-    """Return the most bytes that :func:`pack` takes: the stream, one phase's stacked matrices, and a batch of tiles."""
+    """Return the most bytes that :func:`pack` takes: the stream, a phase's stacked matrices, and copies of a batch of tiles."""
     sizes = {op: columns(config, op) * row_order(config, op).numel() * config.dtype.itemsize for op in PRODUCTS[:-1]}
     return stream_bytes(config, summed=summed) + max(sizes.values()) + 4 * BATCH_BYTES
 

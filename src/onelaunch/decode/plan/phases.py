@@ -115,7 +115,7 @@ class Buffer:
     name: str
     words: int
     tagged: bool = False
-    """Flag of flag-in-data words: their two low bits are the epoch modulo 4, so that a reader can spin on them."""
+    """Flag of flag-in-data words: their two low bits are the number of the buffer's use modulo 4, and readers spin on them."""
     per_layer: bool = False
     """Flag of a buffer that exists once per layer, like the KV cache."""
     sums: bool = False
@@ -152,25 +152,29 @@ class Blocks(NamedTuple):
 class Plan:
     """Plan of a token: the phases of a layer, which are repeated, and the tail: LM head and next token.
 
-    A key head has ``queries_per_key`` queries. A *unit* of attention is the work of one CTA: a part of these queries over a
-    part of the positions. ``query_splits`` is the split over queries, ``splits`` the split over positions (KV splits, as in
-    flash-decoding).
+    A key head has ``queries_per_key`` queries. A *unit* of attention is a part of these queries over a part of the positions;
+    a CTA has one, or several if there are too few CTAs. ``query_splits`` is the split over queries, ``splits`` the split over
+    positions (KV splits, as in flash-decoding).
     """
 
     config: ModelConfig
     rung: str
+    """Name of the optimization level."""
     ctas: int
+    """Number of CTAs of the launch."""
     layer: tuple[Phase, ...]
+    """Phases of a layer, in order."""
     closing: Phase
     """Phase that replaces ``layer[-1]`` in the last layer, since its result has other readers: all CTAs, at the LM head."""
     tail: tuple[Phase, ...]
+    """Phases after the last layer, in order."""
     buffers: tuple[Buffer, ...]
     splits: int
     """Number of KV splits of a key head: units that share the positions of the same queries."""
     query_splits: int
     """Number of query splits of a key head: units with different queries and the same positions."""
     query_merge: int
-    """Number of neighbouring query splits that, in a long context, take each other's queries and split positions instead."""
+    """Number of neighbouring query splits that take each other's queries in a long context, and split positions instead."""
     used: int
     """Number of KV splits that have positions at the current length.
 

@@ -1,7 +1,7 @@
 """Optimization levels of the decode megakernel, from eight grid barriers per layer to none, and the plan of each.
 
-Each level adds one optimization to the previous one, so that their times are an ablation. Each is a variant of
-``decode_step``.
+Each level adds to the previous one, so that their times are an ablation; only ``graph``, the baseline with a launch per phase,
+stands apart. Each is a variant of ``decode_step``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ RUNGS = {
         "one launch, four grid barriers per layer: the CTAs of a head synchronize by semaphores", rope=True, heads="flags"
     ),
     "fused_phases": Rung(
-        "one launch, four grid barriers and one semaphore per layer: RoPE is in the epilogue of the QKV product", heads="flags"
+        "one launch, four grid barriers per layer and one semaphore per head: RoPE is in the epilogue of the QKV product",
+        heads="flags",
     ),
     "tagged_words": Rung(
         "one launch, no barriers: flag-in-data words, and weights are prefetched across all phases",
@@ -29,7 +30,7 @@ RUNGS = {
         splits=SPLITS,
     ),
     "streaming": Rung(
-        "as tagged_words, with four exchanges per layer: the output projection is split over heads and added atomically",
+        "as tagged_words, with one exchange of all CTAs less: the output projection is split over heads and added atomically",
         heads="data",
         others="data",
         streams=True,
@@ -40,7 +41,7 @@ RUNGS = {
         "one launch per phase, overlapping, in a CUDA graph", heads="none", others="none", splits=SPLITS, separate=True
     ),
 }
-"""Optimization levels by name, in the order of the ablation; ``graph`` is the baseline with a launch per phase."""
+"""Optimization levels by name, in the order of the ablation, and ``graph``."""
 
 
 def unsupported(config: ModelConfig) -> str | None:

@@ -113,7 +113,8 @@ class TorchEngine:
 class KernelEngine(TorchEngine):
     """Engine of the megakernel: it reads the prompt like :class:`TorchEngine`, then generates many tokens per launch.
 
-    A plan with a launch per phase (``graph``) can only take the largest logit. With other sampling it runs step by step.
+    Its variant is the name of an optimization level in :data:`~onelaunch.decode.plan.rungs.RUNGS`. A plan with a launch per
+    phase (``graph``) can only take the largest logit. With other sampling it runs step by step.
     """
 
     @torch.inference_mode(mode=False)  # cached tensors must be usable outside of inference mode too
@@ -169,7 +170,8 @@ def engine_bytes(config: ModelConfig, device: torch.device, variant: str = AUTO)
 def engine_that_fits(config: ModelConfig, device: torch.device, room: int) -> str:
     """Return ``"auto"`` if its engine needs at most ``room`` bytes in addition to the weights, else the next variant that fits.
 
-    A :class:`~onelaunch.errors.FallbackNotice` reports the second case. If no variant fits, the result is ``"auto"``, so that
+    Only variants that ``"auto"`` may choose are tried, in the order of preference for a typical position. A
+    :class:`~onelaunch.errors.FallbackNotice` reports the second case. If no variant fits, the result is ``"auto"``, so that
     the caller's error is about the preferred variant.
     """
     need, query = engine_bytes(config, device), typical_query(config, device)

@@ -20,7 +20,8 @@ from onelaunch.launch.launch import CudaKernel, CudaLaunch, Mma
 def kernels_of(plan: Plan, tuning: Tuning | None = None) -> dict[Phase | None, CudaKernel]:
     """Return the kernels of a plan by phase. The key is ``None`` for a plan of one kernel.
 
-    A plan with a launch per phase has a kernel for each operation, under the first phase with that operation.
+    A plan with a launch per phase has a kernel for each operation, under the last phase with that operation; the kernel depends
+    on the phase by its operation only.
     """
     tuning = tuning or Tuning()
     phases: tuple[Phase | None, ...] = tuple({phase.op: phase for phase in plan.phases()}.values()) if plan.separate else (None,)
@@ -39,7 +40,7 @@ class StepKernel:
 
     Args:
         plan: Plan that was checked for the device.
-        tuning: Settings of the ring of weight chunks.
+        tuning: Settings of the ring of weight chunks, of polling and of profile markers.
         device: NVIDIA GPU.
 
     Raises:
@@ -49,6 +50,7 @@ class StepKernel:
     def __init__(self, plan: Plan, tuning: Tuning, device: torch.device) -> None:
         self.plan = plan
         self._device = device
+        # By operation; ``None`` is the key of the only kernel of a plan without a launch per phase.
         self._kernels = {phase and phase.op: kernel for phase, kernel in kernels_of(plan, tuning).items()}
         for kernel in self._kernels.values():
             kernel.on(device)  # loads the kernel now, before a graph that contains it is captured
@@ -65,7 +67,8 @@ class StepKernel:
         """
         if not self.plan.separate:
             grid = (self.plan.ctas, 1, 1)
-            CudaLaunch(self._kernels[None], self._device, grid, *arguments, capacity, count, position, 0).run()
+            layer = 0  # not read: only a launch per phase is told its layer
+            CudaLaunch(self._kernels[None], self._device, grid, *arguments, capacity, count, position, layer).run()
             return
         for layer, phase in self.plan.instances():
             _, ctas = launch_of(self.plan, phase)
@@ -82,13 +85,17 @@ class StepKernel:
 def make_session(weights: Weights, level: str, tuning: Tuning | None = None) -> Session:
     """Repack a model's weights, compile and load the kernel, allocate its buffers, and return the session that owns them.
 
+    Each call makes a new session; :func:`session_for` caches them. If several threads may make sessions of a model, the caller
+    holds ``MODELS.making``.
+
     Args:
         weights: Weights on an NVIDIA GPU.
         level: Optimization level, a name from :data:`onelaunch.decode.plan.rungs.RUNGS`.
-        tuning: Settings of the ring of weight chunks.
+        tuning: Settings of the ring of weight chunks, of polling and of profile markers.
 
     Raises:
         PlanError: the plan cannot run on this device.
+        ArgumentError, ShapeError, DTypeError, DeviceError: a weight does not match the model's configuration.
         DeviceMemoryError: the device has no memory left for a second copy of the weights or for the buffers.
         CompilerMissing, CompileError, DriverError: the kernel cannot be compiled or loaded, see :func:`onelaunch.cuda.load`.
     """
@@ -100,7 +107,7 @@ def make_session(weights: Weights, level: str, tuning: Tuning | None = None) -> 
     return Session(StepKernel(plan, tuning, device), memory)
 
 
-@torch.inference_mode(mode=False)
+@torch.inference_mode(mode=False)  # cached tensors must be usable outside of inference mode too
 @torch.no_grad()
 def session_for(weights: Weights, level: str) -> Session:
     """Return the cached session of an optimization level for a model.

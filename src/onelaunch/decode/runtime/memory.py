@@ -63,7 +63,10 @@ class Constants:
         return cls(weights, stream, norms_of(weights), rotations_of(weights, context))
 
     def renew(self, plan: Plan) -> None:
-        """Rewrite the tensors in place from the current weights; CUDA graphs may hold their addresses."""
+        """Rewrite the stream and the norms in place from the current weights; CUDA graphs may hold their addresses.
+
+        ``plan`` is any plan with the division of matrices that the stream has.
+        """
         pack(self.weights, plan, self.stream)
         self.norms.copy_(norms_of(self.weights))
 
@@ -85,7 +88,7 @@ class Memory:
         self.assignments = torch.tensor(assignments_table(plan), dtype=torch.int32, device=device)
         """Work assignment of each CTA in each phase, first and last unit."""
         self.arrivals = torch.tensor(arrivals or [0], dtype=torch.int32, device=device)
-        """Number of CTAs that increment each counter per use."""
+        """Number of CTAs that increment each semaphore per use; one zero for a plan without semaphores."""
         self.tokens = torch.zeros(context + 1, dtype=torch.int32, device=device)
         """Tokens by position; the kernel reads the token at its position and writes the next one."""
         self.words = torch.zeros(word_offsets(plan)["end"], dtype=torch.float32, device=device)

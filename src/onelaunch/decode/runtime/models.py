@@ -17,7 +17,7 @@ from onelaunch.decode.runtime.session import Session, StreamOrder
 Captured = TypeVar("Captured")
 
 GRAPHS = 16
-"""Captured PyTorch steps to keep for a model: one for each attention window and each cache that sequences use."""
+"""Captured PyTorch steps to keep for a model: one for each variant, attention window and cache that sequences use."""
 
 
 class PreparedKernels:

@@ -34,7 +34,7 @@ PLANNED = tuple(name for name in SIZES if name != "max_position_embeddings")
 """Fields of a configuration on which plans depend."""
 
 IMPORT = re.compile(r"^[ \t]*(?:from|import)[ \t]+(onelaunch\.decode[\w.]*|\.)", re.MULTILINE)
-"""Pattern of an import of a module of this package."""
+"""Pattern of an import of a module of :mod:`onelaunch.decode`, also of a relative one."""
 
 
 def checked_plan(config: ModelConfig, level: str, ctas: int, tuning: Tuning) -> Plan:
@@ -69,8 +69,8 @@ def _planned(config: ModelConfig) -> ModelConfig:
 def _check(config: ModelConfig, level: str, ctas: int, tuning: Tuning) -> None:
     """Prove the plan of greedy tokens.
 
-    The number of KV splits in use depends on the position. The proof therefore follows consecutive tokens with few and with
-    many splits, in both orders.
+    The number of KV splits in use depends on the position. The proof therefore follows consecutive tokens with few (``short``)
+    and with many splits, in both orders, and with ``query_merge`` also with the number in ``between``.
     """
 
     def proof() -> None:
@@ -105,7 +105,7 @@ def _prove(subject: tuple[object, ...], proof: Callable[[], None]) -> None:
 
 
 def proof_sources() -> dict[str, str]:
-    """Return the source of each module of this package on which a proof depends, by module name.
+    """Return the source of each module of :mod:`onelaunch.decode` on which a proof depends, by module name.
 
     The modules are found by following imports from this module, so that a module that moves or a new helper cannot be left out.
     An import of a package counts as an import of all its modules.

@@ -198,12 +198,14 @@ class Session:
                 self.last_step.wait()
             self.active = None
             self.order.join()
+            # A plan with a launch per phase replays the graph of a step, except within the caller's capture: a replay cannot be
+            # captured.
             if not self.kernel.plan.separate or capturing:
                 logits = self._logits()
                 self.kernel.launch(self.memory.arguments(cache, logits, token), cache.capacity, 1, cache.length)
             else:
                 self.bind(cache.length, token)
-                logits = self.launch(cache, 1, None).clone()
+                logits = self.launch(cache, 1, None).clone()  # the next replay overwrites the graph's own logits
             if not capturing:
                 self.last_step = Pending(self.device, session=self)
             return logits
@@ -213,7 +215,7 @@ class Session:
         return Sequence(self, cache, token, sampler)
 
     def barriers(self, token: torch.Tensor, cache: KVCache) -> int:
-        """Run a :meth:`step`, wait for it, and return its number of grid barriers, by the counter that each CTA increments.
+        """Run a :meth:`step`, wait for it, and return its number of grid barriers, by the counter to which each CTA adds one.
 
         Raises:
             DecodeStalled, DecodeOverflow: the step, or an earlier one, failed.
@@ -253,6 +255,8 @@ class Session:
 
     def launch(self, cache: KVCache, count: int, sampler: Sampler | None) -> torch.Tensor:
         """Enqueue ``count`` tokens of the bound sequence and return the last one's logits ``[V]`` float32.
+
+        With a launch per phase, the logits are those of a captured graph, which its next replay overwrites.
 
         The tokens are written to ``memory.tokens``, by position. A plan with a launch per phase can only take the largest
         logit.

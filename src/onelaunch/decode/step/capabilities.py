@@ -1,10 +1,13 @@
-"""Capabilities of a variant of ``decode_step`` beyond a single step, typed for decoding.
+"""Capabilities of a variant of ``decode_step`` beyond a single step.
+
+A variant registers them as keyword arguments of ``decode_step.variant``; they are optional. The functions here return each
+with its type, or the default of a variant without it.
 
 ==================  ==========================================================================================================
-``engine``          ``engine(weights)``: the engine that makes a request's tokens; without it, PyTorch calls ``decode_step``.
+``engine``          ``engine(weights)``: engine that makes a request's tokens; without it, ``TorchEngine`` does.
 ``engine_bytes``    ``engine_bytes(config)``: most bytes that the engine takes on the device in addition to the weights.
 ``prompt_steps``    ``prompt_steps(config)``: longest prompt that single steps read sooner than PyTorch's prefill.
-``in_a_row``        ``in_a_row(call, count)``: ``count`` tokens ``[N]``, greedy, and the logits ``[V]`` of the last.
+``in_a_row``        ``in_a_row(call, count)``: ``count`` greedy tokens ``[N]``, and the logits ``[V]`` of the last.
 ``barriers``        ``barriers(call)``: grid barriers of one token, by the kernel's own counter.
 ==================  ==========================================================================================================
 """
@@ -27,7 +30,7 @@ InARow: TypeAlias = Callable[[DecodeCall, int], tuple[torch.Tensor, torch.Tensor
 
 
 def engine(variant: Variant) -> Callable[[Weights], Engine] | None:
-    """Return the function that makes the variant's engine, or ``None`` if it brings none."""
+    """Return the function that makes the variant's engine, or ``None`` if it registers none: :class:`TorchEngine` then."""
     return variant.capabilities.engine
 
 

@@ -15,9 +15,13 @@ from onelaunch.errors import ArgumentError, ContextExceeded, ShapeError, ValueRa
 from onelaunch.operation import Query, Shapes, operation
 
 Results = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-"""Logits ``[V]``, then the new rows of keys and of values, ``[L, K, D]`` each."""
+"""Logits ``[V]``, then the new rows of keys and of values, ``[L, K, D]`` each.
+
+``V`` is the number of tokens in the vocabulary, ``L`` of layers, ``K`` of key heads, and ``D`` of channels of a head.
+"""
 
 DIMENSIONS = ("layers", "hidden", "intermediate", "heads", "kv_heads", "head_dim", "vocabulary", "position")
+"""Names of the sizes in a case and, in this order, in a dispatch key."""
 
 
 class DecodeCall(NamedTuple):
@@ -71,17 +75,18 @@ def bind(token: torch.Tensor, weights: Weights, cache: KVCache) -> DecodeCall:
     checks.tensor("token", token)
     checks.shape("token", token, (1,), "[1]", "decoding one token at a time")
     checks.dtype("token", token, (torch.int64,))
+    # One tensor stands for all here; variants that need more check the weights once per model (``Weights.check``).
     checks.device("weights", weights.embed_tokens, token.device)
     checks.dtype("weights", weights.embed_tokens, (config.dtype,), ", the dtype of their configuration")
     if cache.length >= config.max_position_embeddings:
         raise ContextExceeded(cache.length + 1, context=config.max_position_embeddings)
     for name in ("keys", "values"):
-        held: torch.Tensor = getattr(cache, name)
+        tensor: torch.Tensor = getattr(cache, name)
         want = (config.num_hidden_layers, config.num_key_value_heads, cache.capacity, config.head_dim)
-        checks.shape(f"cache.{name}", held, want, "[L, K, C, D]", "the weights' configuration")
-        checks.dtype(f"cache.{name}", held, (config.dtype,), ", the dtype of the weights")
-        checks.device(f"cache.{name}", held, token.device)
-        if not held.is_contiguous():
+        checks.shape(f"cache.{name}", tensor, want, "[L, K, C, D]", "the weights' configuration")
+        checks.dtype(f"cache.{name}", tensor, (config.dtype,), ", the dtype of the weights")
+        checks.device(f"cache.{name}", tensor, token.device)
+        if not tensor.is_contiguous():
             raise ArgumentError(f"cache.{name} is not contiguous; make the cache with KVCache.empty.")
     if not 0 <= cache.length < cache.capacity:
         want = f"of a capacity C above its length {cache.length}; use cache.grown(config, {cache.length + 1})"
@@ -119,7 +124,8 @@ def decode_step(token: torch.Tensor, weights: Weights, cache: KVCache, *, varian
         variant: Name from ``decode_step.variants``, or ``"auto"`` for the fastest measured variant.
 
     Returns:
-        Logits ``[V]`` float32, and the new rows of keys and values, ``[L, K, D]`` each, as views of the cache.
+        Logits ``[V]`` float32, and the new rows of keys and values, ``[L, K, D]`` each for ``L`` layers, ``K`` key heads and
+        ``D`` channels of a head, as views of the cache.
 
     Raises:
         ContextExceeded: the cache is as long as the model's context.
@@ -129,7 +135,7 @@ def decode_step(token: torch.Tensor, weights: Weights, cache: KVCache, *, varian
         VariantUnsupported: the named variant cannot run this call; the message says why, and which variants can.
 
     Source: the Qwen3 technical report (2025). The ablation over launches and grid barriers follows a write-up on a decode
-    megakernel.
+    megakernel, whose figures ``studies/decode-megakernel.toml`` quotes.
     """
     with torch.no_grad():
         return dispatch.run(decode_step, bind(token, weights, cache), variant)
@@ -137,7 +143,7 @@ def decode_step(token: torch.Tensor, weights: Weights, cache: KVCache, *, varian
 
 @decode_step.shapes
 def result_shapes(call: DecodeCall) -> Shapes:
-    """Return the logits ``[V]``, and the new rows of keys and values ``[L, K, D]``."""
+    """Return the shapes of the results: logits ``[V]``, and the new rows of keys and values ``[L, K, D]``."""
     config = call.config
     rows = (config.num_hidden_layers, config.num_key_value_heads, config.head_dim)
     return (config.vocab_size,), rows, rows

@@ -10,11 +10,12 @@ from onelaunch.operation import Case, Cost, Direction, Variant
 
 @decode_step.costs
 def cost(case: Case, variant: Variant | None, direction: Direction) -> Cost:
-    """Return the least cost of a step.
+    """Return the least cost of a step, with the launches of a variant; for ``None``, of the best conceivable one.
 
     The bytes are those of every weight, of the cached rows, of the new rows and of the logits. Of an untied embedding, only the
     row that is looked up counts. Activations count as staying on chip. A variant adds no bytes: the vectors that its launches
-    exchange through memory are a thousandth of the weights.
+    exchange through memory are a thousandth of the weights. The operations are two per multiply-add, in the matrix-vector
+    products and in attention over ``position + 1`` positions.
     """
     del direction  # there is no backward pass
     config, position = config_of(case), case.sizes["position"]
@@ -26,6 +27,7 @@ def cost(case: Case, variant: Variant | None, direction: Direction) -> Cost:
     row = 2 * config.num_hidden_layers * config.key_value_size  # keys and values of a position
     moved = (read + (position + 1) * row) * case.dtype.itemsize + 4 * config.vocab_size
     written = row * case.dtype.itemsize + 4 * config.vocab_size
+    # Multiply-adds of the scores and of the weighted sum of values.
     attention = 2 * config.num_hidden_layers * config.query_size * (position + 1)
     launches = 1 if variant is None else variant.launches
     return Cost(2 * (multiplied + attention), moved, launches, written=written)

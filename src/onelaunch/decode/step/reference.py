@@ -1,4 +1,8 @@
-"""Oracle of ``decode_step``, and the models and caches on which variants are judged."""
+"""Oracle of ``decode_step``, and the models and caches on which variants are judged.
+
+A :class:`~onelaunch.operation.Case` gives sizes, dtype and options. The workbench and the tests make the arguments of a call
+from it, and compare the results of each variant with the oracle's.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +34,7 @@ def make_query(case: Case, device: str, grad: bool) -> Query:
 
 @decode_step.inputs
 def make_inputs(case: Case, device: torch.device, generator: torch.Generator) -> Reading:
-    """Return random weights, and a cache of unit scale.
+    """Return a random token, random weights, and a cache of unit scale; no argument takes a gradient.
 
     Unfilled rows of the cache hold numbers of the same scale, so that a variant which reads them fails.
     """

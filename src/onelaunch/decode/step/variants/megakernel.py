@@ -27,9 +27,10 @@ from onelaunch.operation import Query
 from onelaunch.operation.requirements import needs_hopper
 
 ARCHITECTURES = ("sm_90a",)
+"""Architectures that the kernels are compiled for."""
 
 PREFILL_LAYER_SECONDS, LAUNCH_SECONDS, WEIGHT_BYTES_PER_SECOND = 0.7e-3, 0.1e-3, 4e12
-"""Host time for a layer of PyTorch's prefill, time of a launch, and rate at which the kernel reads weights.
+"""Seconds that a host needs for a layer of PyTorch's prefill, seconds of a launch, and bytes of weights read per second.
 
 Measured on an H200 and its host. With them, :func:`prompt_steps` is a tenth to a quarter less than the prompt length at which
 prefill becomes faster, for each of four models.
@@ -37,7 +38,7 @@ prefill becomes faster, for each of four models.
 
 
 def run(level: str, call: DecodeCall) -> Results:
-    """Run one token in a launch of its own."""
+    """Run one token: in a launch of its own, or with ``graph`` in a launch per phase."""
     from onelaunch.decode.runtime.kernels import session_for  # imports NumPy, which only running kernels needs
 
     return call.results(session_for(call.weights, level).step(call.token, call.cache))
@@ -97,7 +98,7 @@ def needs_numpy(_: Query) -> str | None:
 
 
 def has_a_plan(level: str, query: Query) -> str | None:
-    """Return why there is no plan, or ``None``: the kernels lack a size, or the CTAs cannot all be resident."""
+    """Return why there is no plan, or ``None``: the kernels do not take the model, or the CTAs cannot all be resident."""
     config = config_in(query)
     return unsupported(config) or not_resident(level, config, processors(torch.device(query.device)))
 

@@ -1,7 +1,8 @@
 """Variants of ``decode_step`` in PyTorch: op by op, compiled, and replayed as one CUDA graph.
 
-``compiled`` and ``captured`` use one shape for many positions: attention runs over a window of the cache, a power of two that
-covers the position, and a mask hides the rest. A captured graph reads and writes the caller's weights and cache in place.
+``compiled`` and ``captured`` use one shape for many positions: attention runs over a window of the cache that covers the
+position, a power of two or the whole cache, and a mask hides the rest. A captured graph reads and writes the caller's weights
+and cache in place.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ SMALLEST_WINDOW = 256
 """Smallest attention window, in positions; a smaller one saves no time that can be measured."""
 
 LAYER_FIELDS = tuple(field.name for field in fields(LayerWeights))
+"""Names of a layer's tensors, in the order in which :func:`layer_step` gets them: as a tuple, since it may be compiled."""
 
 Part = Callable[..., torch.Tensor]
 """Type of :func:`layer_step` and :func:`head_step`, as written or compiled by ``torch.compile``."""
@@ -60,7 +62,7 @@ def needs_cuda(query: Query) -> str | None:
 
 
 def window_of(position: int, capacity: int) -> int:
-    """Return how many positions of the cache a step attends to."""
+    """Return how many positions of the cache a step at ``position`` attends to, including those that the mask hides."""
     return min(capacity, max(SMALLEST_WINDOW, 1 << position.bit_length()))
 
 
@@ -102,7 +104,11 @@ def head_step(hidden: torch.Tensor, norm: torch.Tensor, lm_head: torch.Tensor, e
 def step(
     layer: Part, head: Part, weights: Weights, token: torch.Tensor, position: torch.Tensor, call: DecodeCall, window: int
 ) -> torch.Tensor:
-    """Return logits ``[V]``; token and position ``[1]`` are tensors, so that all shapes depend on the window alone."""
+    """Run one token through ``layer`` and ``head``, and return its logits ``[V]``.
+
+    ``token`` and ``position`` are tensors ``[1]``, so that all shapes depend on the window alone and a captured graph can be
+    replayed with other values in them. Only the cache is taken from ``call``.
+    """
     config = weights.config
     embedded = F.embedding(token, weights.embed_tokens)
     hidden = upcast(embedded)
@@ -152,9 +158,10 @@ def _replay(call: DecodeCall, layer: Part, head: Part) -> torch.Tensor:
     window = window_of(call.position, call.cache.capacity)
     if call.token.device.type != "cuda" or torch.cuda.is_current_stream_capturing():
         return step(layer, head, call.weights, call.token, torch.full_like(call.token, call.position), call, window)
-    kept = MODELS.captured(call.weights)
+    captured_steps = MODELS.captured(call.weights)
+    # ``layer`` differs between the variants that share the model's captured steps.
     key = (layer, window, call.cache.capacity, call.cache.keys.data_ptr(), call.cache.values.data_ptr())
-    with kept.lock:
-        captured_step = kept.graphs.get(key, functools.partial(CapturedStep.of, call, layer, head, window))
-        kept.order.join()
+    with captured_steps.lock:
+        captured_step = captured_steps.graphs.get(key, functools.partial(CapturedStep.of, call, layer, head, window))
+        captured_steps.order.join()
         return captured_step.replay(call)
