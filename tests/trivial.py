@@ -1,4 +1,4 @@
-"""Trivial outputs, judged by the gate: a case at which one of them passes proves nothing about a variant."""
+"""Trivial outputs, judged by the verification gate: a case at which one of them passes proves nothing about a variant."""
 
 from __future__ import annotations
 
@@ -8,10 +8,13 @@ from onelaunch.workbench.verify.reference import Reference
 
 
 def trivial_answers(truth: Reference) -> dict[str, tuple[str, ...]]:
-    """Return the trivial outputs that would pass the gate, per component: a test of the case, not of a variant.
+    """Return the trivial outputs that would pass the gate, by component: a test of the case, not of a variant.
 
-    Zeros, the correct values shifted by one, and every input of the right shape are tried. A case proves nothing about a
-    component with an entry.
+    A component is an output or a gradient. Zeros, the correct values shifted by one, and every input of the right shape are
+    tried. A case proves nothing about a component with an entry, so callers assert that the dictionary is empty.
+
+    Args:
+        truth: Reference outputs of the case, in one direction, with their tolerances.
     """
     passing: dict[str, tuple[str, ...]] = {}
     for name, expected in truth.expected.items():
@@ -22,6 +25,7 @@ def trivial_answers(truth: Reference) -> dict[str, tuple[str, ...]]:
             if isinstance(value, torch.Tensor) and value.shape == expected.shape:
                 tries[f"input {argument}"] = value.detach()
         dtype = truth.dtypes.get(name, truth.case.dtype)
+        # All other components are correct, so that only this one can fail.
         answers = {said: truth.expected | {name: value.to(dtype)} for said, value in tries.items()}
         exact = (truth.compare(answer)[0] for answer in answers.values())
         verdicts = [next(error for error in errors if error.name == name) for errors in exact]
