@@ -1,4 +1,7 @@
-"""Tests of sequences that the decode kernels generate on a GPU through the public API, against transformers and the oracle."""
+"""Tests of sequences that the decode kernels generate on a GPU through the public API, against transformers and the oracle.
+
+A rung is an optimization level of the decode megakernel, and a variant of ``decode_step``.
+"""
 
 from __future__ import annotations
 
@@ -70,6 +73,7 @@ MODELS = {
     "1.7B": ModelConfig(5000, 2048, 6144, 3, 16, 8, 128, tie_word_embeddings=True),
 }
 
+# Case whose consecutive tokens and barriers studies measure.
 STEP = decode_step.case(
     "bfloat16", layers=3, hidden=1024, intermediate=3072, heads=16, kv_heads=8, head_dim=128, vocabulary=20_000, position=200
 )

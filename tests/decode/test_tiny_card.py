@@ -34,10 +34,12 @@ def table(heading: str) -> dict[str, str]:
 
 
 def read(name: str) -> dict[str, Any]:
+    """Return the content of a JSON file of the model's folder."""
     return json.loads((FOLDER / name).read_text(encoding="utf-8"))
 
 
 def digest(name: str) -> str:
+    """Return the hexadecimal SHA-256 digest of a file of the model's folder."""
     return hashlib.sha256((FOLDER / name).read_bytes()).hexdigest()
 
 
