@@ -28,6 +28,7 @@ NEEDS = {"decode.md": "tokenizers"}
 
 
 def blocks(page: Path, language: str) -> list[str]:
+    """Return the fenced blocks of a page in a language."""
     return [text for found, text in BLOCK.findall(page.read_text()) if found == language]
 
 
@@ -56,6 +57,7 @@ def test_the_python_of_a_page_runs(page, registry_of_its_own, monkeypatch):
 
 
 def test_the_readmes_code_prints_the_output_shown(capsys):
+    """README shows two short blocks: calls of an operation, and a layer."""
     function, layer = blocks(ROOT / "README.md", "python")
     assert len(function.strip().splitlines()) <= 10
     exec(compile(function, "README.md", "exec"), {"__name__": "readme"})

@@ -1,6 +1,7 @@
 """Tests of measured peaks: sampled several times, cached per software version, and replaced by higher measurements.
 
-The spread of a peak is the relative distance between its three fastest samples. Above 0.2 the device counts as busy.
+The spread of a peak is the relative distance between the first and the third of its fastest samples. Above 0.2 the device
+counts as busy.
 ``prose`` and ``prose.raises`` compare wording with the test's entries in ``tests/snapshots/prose.txt``.
 """
 
@@ -344,7 +345,7 @@ def test_peaks_of_a_busy_device_are_measured_again_the_next_time(measurements):
 
 @pytest.mark.parametrize("spread", [0.02, 0.2, 5.74])
 def test_a_large_spread_of_a_cached_peak_does_not_protect_it(monkeypatch, spread):
-    """A new peak must exceed the cached one by its own spread only, not by that of the cached one."""
+    """A new peak must exceed the cached one by the spread of the new one, not by that of the cached one."""
     believed = replace(BUSY, spread={"copy": 0.02, "read": spread})
     monkeypatch.setattr(peaks, "measure", lambda device: FOUND)
     raised = peaks.remeasure("cpu", believed)

@@ -1,8 +1,7 @@
 """Tests of the repair of machine code that reads a result too early. All other code stays unchanged.
 
 A ``CS2R`` sets two registers, and needs 6 clock cycles on Hopper before they may be read. Each instruction has 16 bytes and a
-stall
-count: the cycles that the next one waits. ``StallHazard(at, cycles)`` is a ``CS2R`` at byte ``at`` of the file that waits
+stall count, the cycles that the next one waits. ``StallHazard(at, cycles)`` is a ``CS2R`` at byte ``at`` of the file that waits
 ``cycles`` too few. Code begins at byte 64, behind the header of the file. ``prose.raises`` compares the message with the test's
 entry in ``tests/snapshots/prose.txt``.
 """

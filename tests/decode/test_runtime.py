@@ -130,7 +130,10 @@ def test_out_of_memory_while_packing_weights_or_reading_a_prompt(weights, played
 
 @pytest.mark.parametrize("captures", ["rung", "captured"])
 def test_graphs_are_captured_on_the_weights_device_while_other_threads_work(captures, weights, played, monkeypatch):
-    """Emulate PyTorch's CUDA calls. A second GPU has streams of its own."""
+    """Emulate PyTorch's CUDA calls. A second GPU has streams of its own.
+
+    A session of a rung captures a step, and so does the variant ``captured``, which is PyTorch's step as a CUDA graph.
+    """
     seen = []
 
     @contextmanager
@@ -185,6 +188,7 @@ def query_of(config, device="cuda:0"):
 
 
 def test_only_the_requested_variant_is_proved_and_once_per_set_of_files(weights, played, monkeypatch, tmp_path):
+    """The files are the sources on which a proof depends. Models that differ in RoPE and context only share a proof."""
     checked = []
     monkeypatch.setenv("ONELAUNCH_CACHE", str(tmp_path))
     proofs._check.cache_clear()

@@ -335,7 +335,7 @@ def test_consecutive_tokens_are_those_of_single_steps(loop, step, weights, playe
 
     def other(self, cache, count, *sampler):
         found = launch(self, cache, count, *sampler)
-        self.memory.tokens[8] += 1
+        self.memory.tokens[8] += 1  # another token than the launch has made at position 8
         return found
 
     monkeypatch.setattr(Session, "launch", other)

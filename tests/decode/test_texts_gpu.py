@@ -53,7 +53,7 @@ def theirs():
         with torch.no_grad():
             texts[prompt] = model.generate(tokens, do_sample=False, eos_token_id=None, pad_token_id=0, max_new_tokens=512)
             top = model(texts[prompt]).logits[0, tokens.shape[1] - 1 : -1].topk(2).values
-        assert float((top[:, 0] - top[:, 1]).min()) > 0.06
+        assert float((top[:, 0] - top[:, 1]).min()) > 0.06  # CLEAR says 0.07
     return texts
 
 

@@ -129,7 +129,7 @@ def test_the_licenses_of_weights_and_training_text_are_stated():
         assert words in notice
     numbers = re.findall(r"\d+(?:,\d{3})*", notice.split("-----")[0].split("Summary of the changes")[1])
     assert table("The model")["parameters"] in numbers
-    assert "517" in numbers
+    assert "517" in numbers  # files of the training text
     assert "517 files" in CARD
 
 
