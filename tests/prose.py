@@ -89,7 +89,18 @@ def plain(text: str) -> str:
 
 
 class Snapshot:
-    """Entries of one snapshot file, compared with or replaced by the texts that tests find. The class is a pytest plugin."""
+    """Entries of one snapshot file, compared with or replaced by the texts that tests find. The class is a pytest plugin.
+
+    Args:
+        path: Snapshot file.
+        update: Whether to write the file at the end of the session instead of comparing texts.
+
+    Attributes:
+        entries: Texts of the file by key.
+        found: Texts that tests have compared so far, by key.
+        stale: Keys of entries that passed tests should have compared, and did not.
+        collected: Node ids of the collected tests; empty if the command selects parameters of tests.
+    """
 
     def __init__(self, path: Path = SNAPSHOT, *, update: bool = False) -> None:
         self.path, self.update = path, update

@@ -56,6 +56,7 @@ few = settings(
     suppress_health_check=list(HealthCheck),
 )
 
+# Values that a reader may not expect: numbers, other types, words of the formats, markup, control characters, and paths.
 HOSTILE = (
     *(0, -1, 1, 3, 2**31, 2**63, 10**30, 10**400, -(10**30), 0.0, -0.5, 1e-320, 1e308, math.nan, math.inf, -math.inf),
     *(None, True, False, [], {}, [[]], [1, "a", None], {"a": {"b": []}}, {"": 0}),

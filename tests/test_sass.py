@@ -52,7 +52,7 @@ def store(address: int, stored: int, bits: int) -> int:
 
 
 def cubin(*kernels: bytes, before: str = ".text.") -> bytes:
-    """Return a 64-bit ELF file with one section per kernel, named like a kernel's."""
+    """Return a 64-bit ELF file with one section per kernel, whose name begins with ``before``, as a kernel's with ``.text.``."""
     names = b"\0" + b"".join(f"{before}kernel{i}".encode() + b"\0" for i in range(len(kernels))) + b".shstrtab\0"
     starts = [names.index(b"kernel%d" % i) - len(before) for i in range(len(kernels))] + [names.index(b".shstrtab")]
     body, sections = b"", [struct.pack("<2I4Q2I2Q", *[0] * 10)]

@@ -7,28 +7,28 @@ import torch
 from onelaunch.workbench.verify.reference import Reference
 
 
-def trivial_answers(truth: Reference) -> dict[str, tuple[str, ...]]:
+def trivial_answers(reference: Reference) -> dict[str, tuple[str, ...]]:
     """Return the trivial outputs that would pass the gate, by component: a test of the case, not of a variant.
 
     A component is an output or a gradient. Zeros, the correct values shifted by one, and every input of the right shape are
     tried. A case proves nothing about a component with an entry, so callers assert that the dictionary is empty.
 
     Args:
-        truth: Reference outputs of the case, in one direction, with their tolerances.
+        reference: Reference outputs of the case, in one direction, with their tolerances.
     """
     passing: dict[str, tuple[str, ...]] = {}
-    for name, expected in truth.expected.items():
+    for name, expected in reference.expected.items():
         if expected is None:
             continue
         tries = {"zeros": torch.zeros_like(expected), "shifted": expected.roll(1)}
-        for argument, value in truth.inputs.arguments.items():
+        for argument, value in reference.inputs.arguments.items():
             if isinstance(value, torch.Tensor) and value.shape == expected.shape:
                 tries[f"input {argument}"] = value.detach()
-        dtype = truth.dtypes.get(name, truth.case.dtype)
+        dtype = reference.dtypes.get(name, reference.case.dtype)
         # All other components are correct, so that only this one can fail.
-        answers = {said: truth.expected | {name: value.to(dtype)} for said, value in tries.items()}
-        exact = (truth.compare(answer)[0] for answer in answers.values())
-        verdicts = [next(error for error in errors if error.name == name) for errors in exact]
-        if passed := tuple(said for said, error in zip(answers, verdicts, strict=True) if error.error <= error.allowed):
+        outputs = {said: reference.expected | {name: value.to(dtype)} for said, value in tries.items()}
+        all_errors = (reference.compare(each)[0] for each in outputs.values())
+        verdicts = [next(error for error in errors if error.name == name) for errors in all_errors]
+        if passed := tuple(said for said, error in zip(outputs, verdicts, strict=True) if error.error <= error.allowed):
             passing[name] = passed
     return passing

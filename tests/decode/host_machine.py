@@ -1,8 +1,7 @@
 """The decode kernels' own source, compiled for the CPU and linked with an emulated GPU (``tests/decode/host``).
 
 CUDA threads are fibers, bulk copies complete late, and CTAs progress unevenly, so that missing synchronization gives wrong
-results. A *watched* library also looks for races: accesses to shared memory that no barrier orders. A plan has a kernel of its
-own.
+results. A *watched* library also looks for races: accesses to shared memory that no barrier orders.
 """
 
 from __future__ import annotations
@@ -24,6 +23,7 @@ from onelaunch.decode.runtime.memory import Memory
 HERE = Path(__file__).parent / "host"
 COMPILER = shutil.which("g++") or shutil.which("clang++")
 needs_compiler = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
+# Watched libraries need them: g++ for its sanitizer's calls, addr2line to name the lines of a race.
 needs_watch = pytest.mark.skipif(not (shutil.which("g++") and shutil.which("addr2line")), reason="needs g++ and addr2line")
 SWEEPS = 20_000_000
 """Sweeps of the emulated scheduler over all threads after which a launch counts as hanging."""

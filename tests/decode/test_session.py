@@ -1,10 +1,10 @@
 """Tests of sessions whose launches PyTorch emulates: prompts, sequences that take turns, timed loops, and errors.
 
-A session owns the buffers of a loaded kernel, which requests share in turns. The fixture
-``played`` lets PyTorch emulate the launches of the variant ``streaming``, and ``weights`` are those of its small model
-``MODEL``. ``alone`` returns the tokens of a request by the eager PyTorch engine, as the reference. ``GREEDY`` holds a request
-with a prompt of 3 tokens and one of 40; ``SAMPLED`` is greedy too, unless a test gives it sampling parameters. ``CHOICES`` are
-sampling parameters. ``Pending`` is a deferred copy to the host; its ``wait`` raises the error of a launch. ``prose`` and
+A session owns the buffers of a loaded kernel, which requests share in turns. The fixture ``played`` lets PyTorch emulate the
+launches of the variant ``streaming``, and ``weights`` are those of its small model ``MODEL``. ``alone`` returns the tokens of a
+request by the eager PyTorch engine, as the reference. ``GREEDY`` holds a request with a prompt of 3 tokens and one of 40;
+``SAMPLED`` is greedy too, unless a test gives it sampling parameters. ``CHOICES`` are sampling parameters. ``Pending`` is a
+deferred copy to the host; its ``wait`` raises the error of a launch. A kernel stalls if one of its waits times out. ``prose`` and
 ``prose.raises`` compare wording with the test's entries in ``tests/snapshots/prose.txt``.
 """
 
