@@ -1,6 +1,6 @@
 """Tests of ablation variants: they are found by name, and never chosen automatically.
 
-They are slower implementations in ``onelaunch.ablations``, kept as lessons of what an optimization brings.
+They are implementations in ``onelaunch.ablations`` that were measured and lost, and are kept as lessons.
 """
 
 from __future__ import annotations

@@ -24,6 +24,7 @@ def calls_without_encoding(source: str) -> Iterator[int]:
 
 
 def _is_wrong(call: ast.Call) -> bool:
+    """Return whether a call, judged by its name and arguments, is one of those."""
     name, given = ast.unparse(call.func), {keyword.arg for keyword in call.keywords}
     if name.endswith((".read_text", ".write_text")):
         return "encoding" not in given

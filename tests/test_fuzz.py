@@ -125,6 +125,7 @@ def mutate(tree: Any, chosen: list[Mutation], outside: Path) -> Any:
 
 
 def _kind(value: Any) -> type:
+    """Return the type of a value; an integer counts as a float, since most checks take either."""
     return float if type(value) is int else type(value)
 
 
@@ -200,6 +201,7 @@ def box(tmp_path_factory: pytest.TempPathFactory) -> Box:
 
 @pytest.fixture(autouse=True)
 def within_the_box(box: Box, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run the test in the folder that may be written, with the tables of ``given`` as the user's."""
     monkeypatch.chdir(box.inside)
     monkeypatch.setenv("ONELAUNCH_TABLES", str(box.given / "tables"))
 
@@ -313,6 +315,7 @@ def forget() -> None:
 
 @pytest.fixture
 def _no_tables_are_kept() -> Iterator[None]:
+    """Discard the tables of the test at its end, so that later tests do not see them."""
     yield
     forget()
 

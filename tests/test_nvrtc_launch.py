@@ -101,6 +101,7 @@ def launched(device):
 
 
 def scaled(x, *, offset=0, factor=1.0, shift=0.0):
+    """Return what the kernel ``scale`` computes: it doubles x by a function of its header, and multiplies by a macro of 3."""
     return 2 * x * factor * 3 + offset + shift
 
 

@@ -188,6 +188,7 @@ def sampled(clock, quantity="copy"):
 
 @pytest.fixture(autouse=True)
 def no_pause(monkeypatch):
+    """Leave out the pauses between rounds of samples."""
     monkeypatch.setattr(peaks, "PAUSE_SECONDS", 0.0)
 
 

@@ -60,7 +60,7 @@ def test_the_context_length_bounds_a_run():
         Running(EAGER, {"token": torch.tensor([1]), "weights": random_weights(short), "cache": full.with_length(20)})
 
 
-# Seconds of a token, positions left in the context, and tokens of a run of some 50 ms, in multiples of 16.
+# Seconds of a token, positions left in the context, and tokens of a run of some 50 ms: a multiple of 16 if the context has room.
 @pytest.mark.parametrize(
     ("seconds", "room", "count"),
     [(1e-9, 10**6, MAX_TOKENS), (1.0, 10**6, MIN_TOKENS), (1e-3, 10**6, 48), (1e-3, 20, 20), (0.0, 3, 3)],
