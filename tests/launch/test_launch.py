@@ -40,7 +40,7 @@ def with_examples():
 
 
 def own_variants():
-    """Return the variants whose number of launches is known: those with kernels of our own."""
+    """Return the variants with kernels of our own: they declare their launches, and need no package of another library."""
     return [
         variant
         for operation in our_own()
