@@ -20,6 +20,7 @@ PHONE = (390, 844)
 """Width and height of a phone's screen, in CSS pixels."""
 
 REQUIRED = os.environ.get("ONELAUNCH_TEST_BROWSER") == "required"
+"""True if tests run, and fail, without a browser instead of being skipped; ``tests/conftest.py`` reads it."""
 
 
 def missing_browser() -> str | None:

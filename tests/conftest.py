@@ -1,4 +1,8 @@
-"""Fixtures and hooks shared by all tests: markers that skip with a reason, seeds, a device, no network, private caches."""
+"""Hooks and fixtures shared by all tests.
+
+The hooks add pytest's options, skip tests by their markers with a reason, and keep garbage collections short. The fixtures seed
+random numbers, give a device, private cache folders and the toy operation ``scale``, and refuse network connections.
+"""
 
 from __future__ import annotations
 
@@ -31,11 +35,11 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 """True if this process interprets Triton's kernels. Triton decides that at its import, so a process does one or the other."""
 
 if INTERPRETED and importlib.util.find_spec("triton") is not None:
-    spare_repeated_work()
+    spare_repeated_work()  # patches the interpreter, which then needs a third of the time
 
 # Otherwise each process compiles a file for seconds to find out the CPU's vector instructions.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
-keep_triton()
+keep_triton()  # does nothing unless ONELAUNCH_TEST_CACHE names a folder
 
 # More threads than cores, which wait for a core in turns, take 30 times as long.
 if (WORKERS := os.environ.get("PYTEST_XDIST_WORKER_COUNT")) is not None:
@@ -81,13 +85,14 @@ INTERPRET = "pytest.mark.interpret"
 
 @functools.cache
 def says_interpret(path: Path) -> bool:
+    """Return whether a file's source holds :data:`INTERPRET`. Reading it is fast, where importing it takes seconds."""
     return INTERPRET in path.read_text(encoding="utf-8")
 
 
 class Frozen:
     """Plugin that excludes long-lived objects from garbage collection: those made by imports and by collecting tests.
 
-    A study collects garbage before each measurement, and so does a compilation when it begins. Traversing thousands of tests
+    A study collects garbage around each measurement, and so may ``torch.compile``. Traversing thousands of tests
     and all of PyTorch takes half a second each time.
     """
 
@@ -114,6 +119,7 @@ class Frozen:
 
 
 def _why_skip(item: pytest.Item) -> str | None:
+    """Return why a test cannot run here, by its markers, or ``None`` if it can."""
     interpret = item.get_closest_marker("interpret") is not None
     if interpret and not INTERPRETED:
         return "set TRITON_INTERPRET=1 to run kernels through Triton's interpreter"
@@ -143,7 +149,7 @@ def seeds() -> None:
 
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Give the test run a cache folder of its own. The user's cache is neither read nor written."""
+    """Give all tests of the process one cache folder of their own. The user's cache is neither read nor written."""
     folder = tmp_path_factory.getbasetemp() / "onelaunch-cache"
     monkeypatch.setenv("ONELAUNCH_CACHE", str(folder))
     return folder
@@ -151,7 +157,7 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monk
 
 @pytest.fixture(autouse=True)
 def own_tables(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Give the test run an empty folder of measured tables in place of the user's."""
+    """Give all tests of the process one folder of measured tables, empty at first, in place of the user's."""
     folder = tmp_path_factory.getbasetemp() / "onelaunch-tables"
     monkeypatch.setenv("ONELAUNCH_TABLES", str(folder))
     return folder
@@ -175,8 +181,8 @@ def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def scale(monkeypatch: pytest.MonkeyPatch) -> Iterator[operation.Operation]:
-    """Register the toy operation of :mod:`tests.toys` for one test."""
-    dispatch.choose.cache_clear()
+    """Register the toy operation of :mod:`tests.toys` for one test, and return it."""
+    dispatch.choose.cache_clear()  # it caches choices by query, also those of an earlier test's operation of the same name
     list(operation.operations())  # without this, operations imported during the test would be unregistered after it
     monkeypatch.setattr(registry, "_REGISTRY", dict(registry._REGISTRY))
     yield make_scale()

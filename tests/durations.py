@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 LONGEST = 30
+"""Number of tests that the table lists by their CPU seconds, after the sums by file."""
 
 
 def add_options(parser: pytest.Parser) -> None:
@@ -25,7 +26,11 @@ def add_options(parser: pytest.Parser) -> None:
 
 
 class Durations:
-    """Plugin that adds CPU seconds to each report in the process of the test, and sums them where the reports arrive."""
+    """Plugin that adds CPU seconds to each report in the process of the test, and sums them where the reports arrive.
+
+    With xdist these are two processes: a worker sends its reports, with the attributes ``cpu`` and ``extra``, to the main
+    process. Tests with the marker ``extra``, such as those that compile every configuration of a kernel, are summed separately.
+    """
 
     def __init__(self, config: pytest.Config) -> None:
         self.path: Path | None = config.getoption("durations_table")
@@ -68,6 +73,7 @@ class Durations:
             )
 
     def over(self) -> bool:
+        """Return whether the tests without the marker ``extra`` exceed the budget."""
         return self.budget is not None and self.spent.total() > self.budget
 
     def total(self) -> str:

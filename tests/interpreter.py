@@ -1,7 +1,8 @@
 """Patches of Triton's interpreter that avoid repeated or useless work: the same bits in a third of the time.
 
-Each function replaces one part of ``triton.runtime.interpreter`` that exists in versions 3.6 and 3.7. If a later version lacks
-that part, the function fails at once. If a later version no longer does the work, the function can be removed.
+Each function replaces one part of ``triton.runtime.interpreter``, or of the types in ``triton.language`` that it makes, as they
+are in versions 3.6 and 3.7. All but :func:`scan_slab_by_slab` fail at once if a later version lacks that part. If a later version
+no longer does the work, the function can be removed.
 """
 
 from __future__ import annotations
@@ -118,7 +119,7 @@ def describe_types_once() -> None:
 
 
 def scan_slab_by_slab() -> None:
-    """Combine all elements of one step of a scan at once.
+    """Make ``tl.associative_scan`` combine a whole slab at once: all elements of one step of the axis.
 
     The interpreter calls the combine function element by element. The function is elementwise, so whole slabs give the same
     bits.

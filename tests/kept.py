@@ -1,6 +1,7 @@
-"""Cache of compiled kernels between test runs, keyed by content, for continuous integration, where every run compiles all.
+"""Cache of compiled kernels between test runs, for ``make check``, which compiles every configuration of every kernel.
 
-The environment variable ``ONELAUNCH_TEST_CACHE`` names the folder. Without it, only Triton's own cache is used.
+It holds Triton's own cache, NVRTC's output and the disassembler's listings. The environment variable ``ONELAUNCH_TEST_CACHE``
+names the folder. Without it, only Triton's own cache is used.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from onelaunch.cuda import compiler, sass
 from onelaunch.workbench import inspection
 
 FOLDER = "ONELAUNCH_TEST_CACHE"
+"""Environment variable that names the folder of the cache."""
 
 
 def keep_triton() -> None:
@@ -56,7 +58,15 @@ def disassembler() -> bytes:
 
 
 def kept(folder: Path, content: bytes, make: Callable[[], Any]) -> Any:
-    """Return the cached result for this content, or make it. An incomplete file is made again."""
+    """Return the result that is cached under a key, or compute and cache it. An incomplete file is made again.
+
+    A file holds the SHA-256 digest of its data (32 bytes), then the data: the pickled result, compressed.
+
+    Args:
+        folder: Folder of the file.
+        content: Key: everything that determines the result. Its digest is the file's name.
+        make: Function that computes the result.
+    """
     path = folder / hashlib.sha256(content).hexdigest()[:32]
     try:
         data = path.read_bytes()
@@ -67,6 +77,7 @@ def kept(folder: Path, content: bytes, make: Callable[[], Any]) -> Any:
     made = make()
     data = zlib.compress(pickle.dumps(made), 1)
     folder.mkdir(parents=True, exist_ok=True)
+    # The file is moved into place when it is complete, because other test processes may read it at the same time.
     unfinished = path.with_suffix(f".{os.getpid()}")
     unfinished.write_bytes(hashlib.sha256(data).digest() + data)
     unfinished.replace(path)

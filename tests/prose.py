@@ -1,7 +1,9 @@
 """Snapshot of the wording of messages and pages. A test asserts types, fields and behaviour, and passes the words to ``prose``.
 
-The file is ``tests/snapshots/prose.txt``. After a deliberate change of words, ``pytest --update-prose`` writes the entries of
-the tests that ran, and the diff of that file is reviewed.
+The file is ``tests/snapshots/prose.txt``. The key of an entry is the test's node id with its parameters. The second text of a
+test has `` # 2`` behind it, and so on in the order of the calls. A text with a name of its own has the test function and `` #
+name``. After a deliberate change of words, ``pytest --update-prose`` writes the entries of the tests that ran, drops those
+without a test, and the diff of that file is reviewed.
 """
 
 from __future__ import annotations
@@ -47,7 +49,7 @@ def read(path: Path) -> dict[str, str]:
 def written(entries: Mapping[str, str]) -> str:
     """Return the content of a snapshot file: sorted by key, with indented texts.
 
-    Keys of one test with equal texts share one.
+    Consecutive keys of one test function with equal texts stand above one copy of the text.
     """
     blocks: list[tuple[list[str], str]] = []
     for key in sorted(entries, key=in_order):
@@ -87,7 +89,18 @@ def plain(text: str) -> str:
 
 
 class Snapshot:
-    """Entries of one snapshot file, compared with or replaced by the texts that tests find. The class is a pytest plugin."""
+    """Entries of one snapshot file, compared with or replaced by the texts that tests find. The class is a pytest plugin.
+
+    Args:
+        path: Snapshot file.
+        update: Whether to write the file at the end of the session instead of comparing texts.
+
+    Attributes:
+        entries: Texts of the file by key.
+        found: Texts that tests have compared so far, by key.
+        stale: Keys of entries that passed tests should have compared, and did not.
+        collected: Node ids of the collected tests; empty if the command selects parameters of tests.
+    """
 
     def __init__(self, path: Path = SNAPSHOT, *, update: bool = False) -> None:
         self.path, self.update = path, update
@@ -115,6 +128,7 @@ class Snapshot:
     def finish(self, node: str) -> None:
         """Fail a passed test if the file has entries of it that it did not compare."""
         left = {key for key in self.entries if key == node or key.startswith(f"{node} # ")} - set(self.found)
+        # A named entry is shared by all parameters of its function, so this test need not have compared it.
         left = {key for key in left if "[" in key or key.rpartition(" # ")[2].isdigit() or " # " not in key}
         if left and not self.update:
             pytest.fail(f"{self.path.name} has entries that this test did not compare: {sorted(left)}; run it with {UPDATE}")
@@ -126,7 +140,7 @@ class Snapshot:
         return {key for key in self.entries if gone(key) or (function(key) in functions and not self.asked_by(key))}
 
     def asked_by(self, key: str) -> bool:
-        """Return whether a collected test may compare this entry."""
+        """Return whether a collected test may compare this entry. Any test of the function may compare a named one."""
         node, _, name = key.partition(" # ")
         return node in self.collected or (bool(name) and not name.isdigit())
 

@@ -1,4 +1,7 @@
-"""Tests of ablation variants, which are kept as lessons: they are found by name, and never chosen automatically."""
+"""Tests of ablation variants: they are found by name, and never chosen automatically.
+
+They are implementations in ``onelaunch.ablations`` that were measured and lost, and are kept as lessons.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,7 @@ from onelaunch.dispatch.choice import able, choose
 from onelaunch.operation import operations
 from onelaunch.ops import gla
 
+# All ablation variants of all operations, recognized by the module of their function.
 LESSONS = [
     variant for operation in operations() for variant in operation.variants.values() if "ablations" in variant.run.__module__
 ]
@@ -21,6 +25,7 @@ each_lesson = pytest.mark.parametrize("variant", LESSONS, ids=lambda variant: f"
 
 
 def test_every_module_of_the_package_registers_some():
+    """Every module of ``onelaunch.ablations``, except its subpackages of kernels, registers an ablation variant."""
     modules = [found.name for found in pkgutil.iter_modules(ablations.__path__, f"{ablations.__name__}.") if not found.ispkg]
     assert modules
     for module in map(importlib.import_module, modules):
@@ -35,7 +40,10 @@ def test_ablations_run_only_by_name(variant):
 
 @pytest.mark.interpret
 def test_auto_does_not_choose_ablations_that_can_run(monkeypatch):
-    """They are not chosen even if they come first in the order of preference."""
+    """The ablations ``sequential`` and ``pipelined`` are not chosen even if they come first in the order of preference.
+
+    On a CPU their kernels can run only in Triton's interpreter, so the test needs it.
+    """
     query = gla.query(gla.case("float32", B=1, T=70, H=1, K=16, V=16), "cpu")
     monkeypatch.setitem(gla.defaults, "cpu", ("sequential", "pipelined", "recurrent"))
     assert gla.preference(query)[:2] == ["sequential", "pipelined"]

@@ -16,7 +16,10 @@ from onelaunch import cuda
 
 @pytest.fixture
 def graphs_without_a_gpu(monkeypatch):
-    """Replace PyTorch's captures and devices by ones that do nothing, except that leaving a broken capture raises."""
+    """Replace PyTorch's captures and devices by ones that do nothing, except that leaving a broken capture raises.
+
+    PyTorch raises such an error too, in place of the captured code's own error. ``cuda.capture`` must raise the latter.
+    """
 
     @contextlib.contextmanager
     def capture(graph, *, stream, capture_error_mode):
@@ -30,6 +33,8 @@ def graphs_without_a_gpu(monkeypatch):
 
 
 class Stream:
+    """Stand-in for a CUDA stream, of which ``cuda.capture`` reads only the device."""
+
     device = None
 
 
@@ -72,7 +77,7 @@ def test_a_graph_that_is_garbage_does_not_break_a_capture():
         def garbage():
             graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
             cuda.capture(lambda: x.add_(1).clone(), graph, stream)
-            circle = [graph]
+            circle = [graph]  # a reference cycle, which only the garbage collector frees
             circle.append(circle)
 
         def step():

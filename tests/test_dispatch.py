@@ -1,4 +1,9 @@
-"""Tests of the dispatcher: choice by measured tables, by preference, and the explanation of both."""
+"""Tests of the dispatcher: choice by measured tables or by preference, its explanation, named variants, and import time.
+
+The fixture ``scale`` registers the toy operation ``scale(x, factor=2.0)`` of ``tests/toys.py`` for one test. It has the variants
+``loop``, ``vector`` (preferred, for at most 1000 elements), ``no_backward`` and ``elsewhere``, which no call can use.
+``prose`` and ``prose.raises`` compare wording with the test's entries in ``tests/snapshots/prose.txt``.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +24,13 @@ from onelaunch.operation import Query
 
 
 def query(n: int = 8, *, grad: bool = False, dtype: torch.dtype = torch.float32) -> Query:
+    """Return the dispatch key of a call of ``scale`` with ``n`` elements on the CPU."""
     return Query("scale", "cpu", dtype, (n,), grad)
 
 
 @pytest.fixture
 def table(scale, tmp_path, monkeypatch):
-    """Write a table of measured times for this device: ``table({size: {variant: microseconds}})``."""
+    """Return a function that replaces this device's table of measured times: ``table({size: {variant: microseconds}})``."""
     monkeypatch.setattr(measured, "TABLES", tmp_path)
 
     def write(times, direction="forward"):
@@ -61,6 +67,7 @@ def test_the_fastest_measured_variant_is_chosen(table, prose):
 def test_variants_of_other_libraries_run_only_by_name(table, scale, monkeypatch):
     table({8: {"loop": 1.0, "vector": 2.0}})
     loop = scale.get("loop")
+    # A variant that requires a package is another library's. This package is always installed, so the variant could run.
     monkeypatch.setattr(loop, "capabilities", replace(loop.capabilities, requires="json"))
     assert dispatch.choose(query()).name == "vector"
     assert [(one.variant, one.times_slower) for one in dispatch.explain(query()).standings if one.chosen] == [("vector", 2.0)]
@@ -74,6 +81,7 @@ def test_the_nearest_measured_size_is_used(table):
 
 
 def test_a_measurement_of_a_distant_size_is_not_used(table):
+    """A table is used up to a distance of 3, which is a factor of 8 in the only size (``measured.NEAR``)."""
     table({1: {"loop": 1.0, "vector": 2.0}})
     assert dispatch.choose(query(8)).name == "loop"
     assert dispatch.choose(query(9)).name == "vector"
@@ -91,6 +99,7 @@ def test_a_measured_variant_that_cannot_run_this_call_is_not_chosen(table):
 
 
 def test_among_similar_times_the_preferred_variant_is_chosen(table):
+    """Times within 3 % of the fastest count as equal (``choice.TIE``)."""
     table({8: {"loop": 1.0, "vector": 1.02}})
     assert dispatch.choose(query()).name == "vector"
     table({8: {"loop": 1.0, "vector": 1.04}})
@@ -165,6 +174,7 @@ def test_shipped_tables_have_known_operations_variants_and_valid_times():
 
 
 def test_the_choice_is_marked_as_pytorch_marks_constants():
+    """The dispatcher sets the mark itself, because PyTorch's decorator would import the compiler, which takes a second."""
     marked = torch.compiler.assume_constant_result(lambda: "a name")
     assert vars(marked).items() <= vars(choice._constant_name).items()
 

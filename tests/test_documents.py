@@ -1,4 +1,4 @@
-"""Tests that code and commands in README, CONTRIBUTING and the documentation run as shown."""
+"""Tests of README, CONTRIBUTING and the documentation: code runs as shown, commands can be parsed, and links have targets."""
 
 from __future__ import annotations
 
@@ -20,19 +20,21 @@ ROOT = Path(__file__).parents[1]
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
 PAGES = [page for page in PAGES if not {"_build", "_generated"} & set(page.parts)]
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+"""Fenced block of a page: its language and its text."""
 
 
 NEEDS = {"decode.md": "tokenizers"}
-"""Pages whose code needs a package of an extra."""
+"""Pages whose code needs a package of an extra of this project, with the package. They are skipped without it."""
 
 
 def blocks(page: Path, language: str) -> list[str]:
+    """Return the fenced blocks of a page in a language."""
     return [text for found, text in BLOCK.findall(page.read_text()) if found == language]
 
 
 @pytest.fixture
 def registry_of_its_own(monkeypatch):
-    """Undo what a page registers."""
+    """Undo after the test which operations and variants a page registers."""
     list(operation.operations())  # without this, operations imported by the page would be unregistered after the test
     monkeypatch.setattr(registry, "_REGISTRY", dict(registry._REGISTRY))
     for known in registry._REGISTRY.values():
@@ -55,6 +57,7 @@ def test_the_python_of_a_page_runs(page, registry_of_its_own, monkeypatch):
 
 
 def test_the_readmes_code_prints_the_output_shown(capsys):
+    """README shows two short blocks: calls of an operation, and a layer."""
     function, layer = blocks(ROOT / "README.md", "python")
     assert len(function.strip().splitlines()) <= 10
     exec(compile(function, "README.md", "exec"), {"__name__": "readme"})

@@ -1,4 +1,4 @@
-"""Tests that every file is read and written in UTF-8, whatever the locale is."""
+"""Tests that the package names an encoding wherever it reads or writes text, so that the locale does not matter."""
 
 from __future__ import annotations
 
@@ -14,13 +14,17 @@ FOLDER = Path(onelaunch.__file__).parent
 
 
 def calls_without_encoding(source: str) -> Iterator[int]:
-    """Return the lines that open a file or a process's output as text in the locale's encoding."""
+    """Return the lines that open a file without naming an encoding, or that read a process's output as text.
+
+    A process's output must be read as bytes: the check refuses ``text=True`` even beside ``encoding=``.
+    """
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Call) and _is_wrong(node):
             yield node.lineno
 
 
 def _is_wrong(call: ast.Call) -> bool:
+    """Return whether a call, judged by its name and arguments, is one of those."""
     name, given = ast.unparse(call.func), {keyword.arg for keyword in call.keywords}
     if name.endswith((".read_text", ".write_text")):
         return "encoding" not in given

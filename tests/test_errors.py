@@ -30,6 +30,7 @@ from onelaunch.errors import (
 )
 from onelaunch.wording import did_you_mean
 
+# Errors with their messages.
 MESSAGES = [
     (
         ShapeError("gate", got=[4, 8], want="[B, T, V] = [4, 2, 8] to match x [4, 2, 16]"),
@@ -128,7 +129,7 @@ def test_command_line_errors_name_options_instead_of_arguments():
     assert "resume=True" in str(error)
     assert "save_to" in str(error)
     assert "--" not in str(error)
-    told = error.told(OPTIONS)
+    told = error.told(OPTIONS)  # the message for the command line, with an option in place of each argument
     assert all(option in told for option in ("--resume", "--force", "--out"))
     assert "=True" not in told
 

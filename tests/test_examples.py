@@ -11,6 +11,9 @@ import pytest
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
+# Both examples train on Python source and print the loss before and after, in bits per byte: 8 for uniform guesses. After so few
+# steps it must be far lower, and the generated text must look like Python.
+
 
 @pytest.mark.slow
 def test_the_text_model_learns_and_writes():

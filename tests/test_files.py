@@ -1,4 +1,8 @@
-"""Tests of reading and writing files."""
+"""Tests of ``onelaunch.files``: which files are read, and that files are replaced atomically.
+
+``folders.kept`` reads a file of the cache, and ``write_text`` writes a file of the workbench; both use it.
+``prose`` and ``prose.raises`` compare wording with the test's entries in ``tests/snapshots/prose.txt``.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +60,7 @@ def test_a_full_disk_leaves_the_old_file_and_nothing_new(tmp_path, monkeypatch, 
     (tmp_path / "file").write_bytes(b"old")
 
     def full(*_, **__):
-        raise OSError(28, "No space left on device")
+        raise OSError(28, "No space left on device")  # ENOSPC
 
     if call == "write":
         monkeypatch.setattr(os, "fdopen", lambda handle, _: os.close(handle) or full())

@@ -1,4 +1,8 @@
-"""Tests of the user's folders: their locations, a cache that cannot be written, and users without a home folder."""
+"""Tests of the user's folders: their locations, a cache that cannot be written, users without a home folder, and locks.
+
+``folders.keep`` writes a file of the cache and returns whether it could; ``folders.kept`` reads one, or returns ``None``.
+``prose`` and ``prose.raises`` compare wording with the test's entries in ``tests/snapshots/prose.txt``.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +23,7 @@ from onelaunch.errors import CacheNotice
 
 @pytest.fixture(autouse=True)
 def forget():
-    """Clear the cached folders, as in a process that has just started."""
+    """Forget the temporary folder in use and the warnings given, as in a process that has just started."""
     folders._temporary.cache_clear()
     folders._warn_unwritable.cache_clear()
     yield
@@ -88,6 +92,7 @@ def test_a_read_only_folder_gives_a_warning(tmp_path):
     tmp_path.chmod(0o700)
 
 
+# Program that looks folders up, caches an entry and reads it, as a user whose id has no entry in the password database.
 HOMELESS = """
 import os, pwd, warnings
 def nobody(*_):
@@ -183,6 +188,7 @@ def test_no_temporary_file_is_left_in_the_cache(tmp_path: Path):
     assert sorted(each.name for each in tmp_path.iterdir()) == ["entry"]
 
 
+# Program that adds 1 to the number in a file, slowly. Without the lock, processes would read the same number.
 COUNT = """
 import sys, time
 from pathlib import Path
@@ -203,6 +209,7 @@ def test_processes_enter_a_locked_region_one_at_a_time(tmp_path):
 
 
 def test_a_region_is_entered_even_if_its_lock_is_unavailable(tmp_path, monkeypatch):
+    """First the lock's folder cannot be created. Then the lock is held longer than the longest wait, here 0.05 s."""
     (tmp_path / "file").write_text("in the way")
     with folders.process_lock(tmp_path / "file" / "folder", "any"):
         pass

@@ -1,5 +1,7 @@
 """Fuzz tests of study files, results, tables and model folders: an onelaunch error or none, no stray writes, no hang.
 
+Studies, results and tables are about ``ladder`` of ``tests/workbench/ladder.py``, an operation that has costs but never runs.
+
 Each test starts from a valid file, puts hostile values in some places of it and sometimes damages its bytes. It then reads the
 file and does everything that a command would do with it, except measuring or generating.
 """
@@ -44,6 +46,7 @@ from tests.decode import models
 from tests.workbench import ladder
 
 SLOWEST = timedelta(seconds=10)
+"""Time limit of one example of Hypothesis."""
 
 few = settings(
     max_examples=250,
@@ -53,6 +56,7 @@ few = settings(
     suppress_health_check=list(HealthCheck),
 )
 
+# Values that a reader may not expect: numbers, other types, words of the formats, markup, control characters, and paths.
 HOSTILE = (
     *(0, -1, 1, 3, 2**31, 2**63, 10**30, 10**400, -(10**30), 0.0, -0.5, 1e-320, 1e308, math.nan, math.inf, -math.inf),
     *(None, True, False, [], {}, [[]], [1, "a", None], {"a": {"b": []}}, {"": 0}),
@@ -64,9 +68,12 @@ HOSTILE = (
 )
 
 Mutation = tuple[int, int, int]
+"""One change of a tree: index of the changed place modulo their number, kind of change, and index into ``HOSTILE``."""
+
 mutations = st.lists(
     st.tuples(st.integers(0, 2**20), st.integers(0, 5), st.integers(0, len(HOSTILE) - 1)), min_size=1, max_size=3
 )
+# Damage of a file's bytes, in some of the examples: kind, relative place, and bytes to insert; see damage().
 damages = st.one_of(st.none(), st.none(), st.none(), st.tuples(st.integers(0, 4), st.floats(0, 1), st.binary(max_size=12)))
 
 
@@ -79,6 +86,7 @@ def places(tree: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def nested(depth: int) -> Any:
+    """Return lists in lists, ``depth`` of them."""
     value: Any = 1
     for _ in range(depth):
         value = [value]
@@ -86,7 +94,11 @@ def nested(depth: int) -> Any:
 
 
 def mutate(tree: Any, chosen: list[Mutation], outside: Path) -> Any:
-    """Return a copy of the tree with hostile values, missing keys, renamed keys and nested values in some places."""
+    """Return a copy of the tree, changed in some places.
+
+    A place gets a hostile value or deeply nested lists, or it is removed, its key is renamed, or its list item is repeated.
+    ``{outside}`` in a hostile value becomes a folder that must not be written to.
+    """
     tree = copy.deepcopy(tree)
     for at, how, which in chosen:
         everywhere = list(places(tree))
@@ -113,11 +125,12 @@ def mutate(tree: Any, chosen: list[Mutation], outside: Path) -> Any:
 
 
 def _kind(value: Any) -> type:
+    """Return the type of a value; an integer counts as a float, since most checks take either."""
     return float if type(value) is int else type(value)
 
 
 def damage(content: bytes, how: tuple[int, float, bytes] | None) -> bytes:
-    """Truncate a file's content, insert bytes, or prefix a byte-order mark or thousands of brackets."""
+    """Truncate a file's content, insert bytes, prefix a byte-order mark, repeat its end, or prefix thousands of brackets."""
     if how is None:
         return content
     kind, where, noise = how
@@ -151,7 +164,7 @@ def json_file(tree: Any) -> bytes:
 
 
 class Box:
-    """A folder that may be written, inside one that may not."""
+    """Folders of one test: ``inside`` may be written and lies in ``outside``, which may not; ``given`` holds the input files."""
 
     def __init__(self, root: Path) -> None:
         self.outside, self.inside, self.given = root / "outside", root / "outside" / "inside", root / "given"
@@ -188,6 +201,7 @@ def box(tmp_path_factory: pytest.TempPathFactory) -> Box:
 
 @pytest.fixture(autouse=True)
 def within_the_box(box: Box, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run the test in the folder that may be written, with the tables of ``given`` as the user's."""
     monkeypatch.chdir(box.inside)
     monkeypatch.setenv("ONELAUNCH_TABLES", str(box.given / "tables"))
 
@@ -257,7 +271,7 @@ def test_results(box: Box, chosen: list[Mutation], how: Any) -> None:
         show(result, Console(file=printed, width=100), full=True)
         assert "\x1b" not in printed.getvalue()
         pages = [markdown.render(result)]
-        if chosen[0][0] % 5 == 0:  # plots are left out because they take most of the time
+        if chosen[0][0] % 5 == 0:  # whole reports in a fifth of the examples only, because plots take most of the time
             written = write_report(result, box.inside / "report")
             assert Result.load(written["json"]) == result
             pages.append(written["html"].read_text(encoding="utf-8"))
@@ -301,6 +315,7 @@ def forget() -> None:
 
 @pytest.fixture
 def _no_tables_are_kept() -> Iterator[None]:
+    """Discard the tables of the test at its end, so that later tests do not see them."""
     yield
     forget()
 
@@ -349,12 +364,14 @@ def test_model_folders(box: Box, model_folder: Path, which: int, chosen: list[Mu
     folder = box.given / "changed"
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(model_folder, folder)
+    # The index ``which`` chooses the file to change; the configuration is chosen most often.
     names = ("config.json", "config.json", "config.json", "tokenizer.json", "generation_config.json")
     name = (*names, "model.safetensors.index.json", "model-0.safetensors")[which]
     content = (folder / name).read_bytes()
     if name.endswith(".json"):
         content = json_file(mutate(json.loads(content), chosen, box.outside))
     else:
+        # Weights are always damaged, at least by truncation.
         how = how or (0, chosen[0][0] / 2**20, b"")
     (folder / name).write_bytes(damage(content, how))
     with box.watched():

@@ -1,4 +1,7 @@
-"""Tests of devices: their names, their facts, and the file names derived from them."""
+"""Tests of devices: their names, their facts, and the file names derived from them.
+
+``prose`` and ``prose.raises`` compare wording with the test's entries in ``tests/snapshots/prose.txt``.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ from onelaunch.device.architectures import pretended
 from onelaunch.device.hardware import SLUG, Device, table_name
 from onelaunch.errors import NoDeviceError
 
+# Type, name, architecture, SMs, bytes of the L2 cache, and bytes of memory.
 H200 = Device("cuda", "NVIDIA H200", "sm_90", 132, 60 << 20, 150 << 30)
 
 
@@ -81,6 +85,7 @@ def test_a_gpu_is_described():
 
 
 def test_devices_without_a_gpu_report_the_facts_of_the_interpreter():
+    """Kernels on a CPU run in Triton's interpreter: with the SMs of an H200, and the least shared memory of any GPU."""
     for device in (torch.device("cpu"), torch.device("meta")):
         assert hardware.processors(device) == hardware.INTERPRETED_PROCESSORS
         assert hardware.shared_bytes(device) == hardware.LEAST_SHARED_BYTES
@@ -88,7 +93,7 @@ def test_devices_without_a_gpu_report_the_facts_of_the_interpreter():
 
 
 @pytest.mark.parametrize(
-    ("architecture", "processors", "shared", "float8"),
+    ("architecture", "processors", "shared", "float8"),  # name, SMs, bytes of shared memory of a CTA, float8 matrix units
     [
         ("sm_80", 108, 163 << 10, False),
         ("sm_89", 128, 99 << 10, True),
@@ -98,6 +103,7 @@ def test_devices_without_a_gpu_report_the_facts_of_the_interpreter():
     ],
 )
 def test_pretended_devices_report_facts_of_their_architecture(architecture, processors, shared, float8):
+    """A pretended device stands for a chip that is not there, so that its kernels can be compiled and inspected."""
     device = pretended(architecture)
     assert hardware.processors(device) == processors
     assert hardware.shared_bytes(device) == shared

@@ -1,4 +1,7 @@
-"""Tests of the tool that proves machine code unchanged: names do not count, all executed code does."""
+"""Tests of ``tools/hash_kernels.py``, which proves machine code unchanged: names do not count, all executed code does.
+
+``prose`` and ``prose.raises`` compare wording with the test's entries in ``tests/snapshots/prose.txt``.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +16,16 @@ from tools import hash_kernels
 triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")
 
+# CUDA kernels: one to be formatted with its name and a factor, and one that needs 256 bytes of local memory.
 SCALE = 'extern "C" __global__ void {name}(float* x) {{ x[threadIdx.x] *= {factor}; }}'
 STACK = """extern "C" __global__ void deep(int* x, int n) {
     int a[64];
     for (int i = 0; i < n; ++i) a[i % 64] += x[i];
     x[0] = a[n];
 }"""
+
+
+# Triton kernels that differ only in names.
 
 
 def scale(x, factor: tl.constexpr):
@@ -32,6 +39,7 @@ def triple(y, factor: tl.constexpr):
 
 
 def machine_of_triton(function: Any, factor: float, architecture: str) -> hash_kernels.Machine:
+    """Compile a Triton kernel for a factor, and return the properties of its machine code."""
     from onelaunch.launch.build import KernelBuild
 
     kernel = triton.jit(function)
@@ -41,6 +49,7 @@ def machine_of_triton(function: Any, factor: float, architecture: str) -> hash_k
 
 
 def machine_of_cuda(text: str, entry: str, threads: int = 32) -> hash_kernels.Machine:
+    """Compile the kernel ``entry`` of a CUDA source for Hopper, and return the properties of its machine code."""
     from onelaunch import cuda
     from onelaunch.launch.build import CudaBuild
 
@@ -80,6 +89,10 @@ def test_files_without_machine_code_are_refused(prose):
 
 @pytest.mark.parametrize("number", [0, 127, 128, 255, 256, 65535, 65536])
 def test_integers_in_amds_metadata_are_decoded(number):
+    """The metadata is MessagePack: a number below 128 is one byte, larger ones follow a byte that says their length.
+
+    The name ``.vgpr_other`` before it must not be taken for ``.vgpr_count``.
+    """
     packed = bytes([number]) if number < 128 else None
     for kind, size in ((0xCC, 1), (0xCD, 2), (0xCE, 4)):
         if packed is None and number < 1 << 8 * size:
@@ -91,10 +104,13 @@ def test_integers_in_amds_metadata_are_decoded(number):
 # Comparison
 
 
+# Made-up properties: digest of the instructions, bytes of them, registers, stack, static and dynamic shared memory (bytes),
+# threads, and a bank of constants as name, bytes and digest.
 MACHINE = hash_kernels.Machine(("a1",), 1024, (32,), (0, 0), 0, 4096, 128, (("0", 8, "b2"),))
 
 
 def entry(variant: str, build: str, **changes: Any) -> dict[str, Any]:
+    """Return an entry of a file of digests: the kernel ``build`` of a variant, with some properties of ``MACHINE`` changed."""
     machine = dataclasses.replace(MACHINE, **changes)
     stored = {"digest": machine.digest, "operation": "toy", "variant": variant, "build": build, **dataclasses.asdict(machine)}
     return json.loads(json.dumps(stored))
@@ -104,6 +120,7 @@ OLD = [entry("one", "scan"), entry("two", "scan"), entry("two", "gate", instruct
 
 
 def compared(new: list[dict[str, Any]]) -> tuple[str, bool]:
+    """Compare ``OLD`` with other entries for one architecture; return the report, and whether the kernels are the same."""
     lines, same = hash_kernels.compare({"sm_90a": OLD}, {"sm_90a": new})
     return "\n".join(lines), same
 
@@ -128,6 +145,7 @@ def test_a_kernel_that_moves_to_another_variant_is_a_difference(prose):
 
 
 def test_kernels_of_equal_ptx_are_equal_whatever_ptxas_made_of_it(prose):
+    """The key ``ptx`` is the digest of the PTX, and is empty where there is none, as for AMD."""
     old, new = [entry("one", "scan")], [entry("one", "scan", instructions=("c3",))]
     lines, same = hash_kernels.compare({"sm_100a": [{**old[0], "ptx": "p"}]}, {"sm_100a": [{**new[0], "ptx": "p"}]})
     assert same

@@ -33,6 +33,7 @@ def test_a_module_without_a_specification_is_not_installed(monkeypatch):
 
 
 def program(folder: Path) -> str:
+    """Make a folder with an executable file ``ncu``, and return the file's path."""
     folder.mkdir(parents=True)
     path = folder / "ncu"
     path.write_text("")

@@ -1,4 +1,10 @@
-"""Tests of tables of measured times: the user's override the package's, per device; an invalid table gives one warning."""
+"""Tests of tables of measured times: the user's override the package's, per device; an invalid table gives one warning.
+
+A table is a JSON file, named after its device, from which the dispatcher chooses the fastest variant.
+The fixture ``scale`` registers the toy operation ``scale(x, factor=2.0)`` of ``tests/toys.py`` for one test. It has the variants
+``loop``, ``vector`` (preferred, for at most 1000 elements), ``no_backward`` and ``elsewhere``, which no call can use.
+``prose`` and ``prose.raises`` compare wording with the test's entries in ``tests/snapshots/prose.txt``.
+"""
 
 from __future__ import annotations
 
@@ -20,13 +26,14 @@ from onelaunch.dispatch import measured
 from onelaunch.errors import TableNotice
 from onelaunch.operation import Query
 
+# Type, name, architecture, SMs or cores, bytes of the last-level cache, and bytes of memory. The names give the names of tables.
 GPU = Device("cuda", "Some GPU", "sm_90", 132, 60 << 20, 150 << 30)
 CPU = Device("cpu", "Some CPU", "x86_64", 2, 1 << 20, 1 << 30)
 
 
 @pytest.fixture
 def places(tmp_path, monkeypatch):
-    """Return the package's folder and the user's, both empty."""
+    """Make the package's folder of tables and the user's, both empty, and return them in this order."""
     package, user = tmp_path / "package", tmp_path / "user"
     package.mkdir(), user.mkdir()
     monkeypatch.setattr(measured, "TABLES", package)
@@ -44,15 +51,18 @@ def forget():
 
 
 def row(n=8, microseconds=None, **more):
+    """Return a row of a table: the times by variant of a forward call with ``n`` elements. ``more`` replaces other keys."""
     facts = {"operation": "scale", "direction": "forward", "dtype": "float32", "sizes": {"N": n}}
     return {**facts, "microseconds": {"loop": 1.0} if microseconds is None else microseconds, **more}
 
 
 def table(*rows, device="Some GPU"):
+    """Return the content of a table with these rows."""
     return json.dumps({"device": device, "source": ["a study"], "rows": list(rows)})
 
 
 def near(n=8, device=GPU, variants=("loop", "vector")):
+    """Return the row for the most similar size within a factor of 8 of ``n``, with times of these variants only, or ``None``."""
     return measured.nearest(device, "scale", "forward", torch.float32, {"N": n}, variants=variants)
 
 

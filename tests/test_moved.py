@@ -1,4 +1,7 @@
-"""Tests that moved modules are still found under their old names, with a warning that names the new one."""
+"""Tests that moved modules and renamed attributes are still found under their old names, with a warning that names the new one.
+
+``MOVED`` gives the new module of each old one. ``PARTS`` gives the further new modules of an old module that was split.
+"""
 
 from __future__ import annotations
 
@@ -68,7 +71,7 @@ KEPT = {
     "onelaunch.operation": "Bundle Case Control Cost Loop Query Reading Variant fixed parse_dtype",
     "onelaunch.workbench.inspection": "ARCHITECTURES CHECKED Architecture find_architecture inspect_operation",
 }
-"""Names that the reference documentation listed, by module."""
+"""Names that the reference documentation of an earlier version listed, by module."""
 
 
 @pytest.mark.parametrize("module", sorted(KEPT))
@@ -78,6 +81,7 @@ def test_documented_modules_keep_their_names(module):
 
 
 def test_functions_named_by_pickles_of_the_last_version_exist():
+    """A pickle holds no operation, but a call of a function that finds it by the name of its module and its own."""
     stored = {
         "linear_rnn": b"conelaunch.operation\n_operation_by_name\n(Vonelaunch.ops.linear_rnn.contract\nVlinear_rnn\ntR.",
         "eager": b"conelaunch.operation\n_variant_by_name\n(Vonelaunch.ops.linear_rnn.contract\nVlinear_rnn\nVeager\ntR.",

@@ -1,4 +1,7 @@
-"""Tests of CUDA C++ without a GPU: compilation, the cache on disk, errors, tensor maps, and packed arguments."""
+"""Tests of CUDA C++ without a GPU: compilation, the cache on disk, errors, tensor maps, and packed arguments.
+
+``prose`` and ``prose.raises`` compare wording with the test's entries in ``tests/snapshots/prose.txt``.
+"""
 
 from __future__ import annotations
 
@@ -29,6 +32,7 @@ SCALE = Source(
     defines=(("TIMES", 3),),
 )
 SCALE_KINDS: tuple[cuda.Kind, ...] = ("pointer", "pointer", "i64", "i32", "f32", "pointer")
+"""Kinds of the arguments of ``scale``, in their order."""
 
 
 @pytest.fixture
@@ -42,7 +46,7 @@ def cache(tmp_path, monkeypatch):
 
 @pytest.fixture
 def compilations(monkeypatch):
-    """Return the list of architectures that the compiler is called for."""
+    """Return a list to which each call of the compiler appends its architecture; a source read from the cache adds nothing."""
     asked = []
 
     def compile_and_count(source, architecture):
@@ -54,6 +58,7 @@ def compilations(monkeypatch):
 
 
 def as_another_process(architecture="sm_90a"):
+    """Compile ``SCALE``, or read it from the cache folder, as a process that has nothing in memory."""
     compile_source.cache_clear()
     return compile_source(SCALE, architecture)
 
@@ -97,6 +102,7 @@ def test_the_cache_key_covers_everything_that_determines_the_code(cache, compila
 
 
 @compiled
+# Ways to damage a file of the cache: empty it, cut off its end, or replace it by an ELF file's first bytes and zeros.
 @pytest.mark.parametrize("harm", [lambda data: b"", lambda data: data[:-40], lambda data: b"\x7fELF" + b"\0" * len(data)])
 def test_an_incomplete_cache_file_is_compiled_again(harm, cache, compilations):
     whole = as_another_process()
@@ -175,6 +181,7 @@ def test_a_packaged_file_is_read():
 
 # Tensor maps
 
+# Valid arguments of tensor_map: sizes and box in elements, innermost dimension first; strides in bytes, of the outer dimensions.
 MAP = {"dtype": torch.bfloat16, "address": 4096, "sizes": (256, 100), "strides": (512,), "box": (64, 100)}
 
 

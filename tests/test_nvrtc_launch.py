@@ -1,4 +1,8 @@
-"""Tests of CUDA C++ on a GPU: loading, launches, capture, threads, clusters, TMA, and the context of a thread."""
+"""Tests of CUDA C++ on a GPU: loading, launches, capture, threads, clusters, TMA, and the context of a thread.
+
+The context is also tested without a GPU, by a double of the driver. ``prose.raises`` compares the message with the test's entry
+in ``tests/snapshots/prose.txt``.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +22,7 @@ BOX = Source(
     "box.cu",
     """
     struct alignas(64) TensorMap { char bytes[128]; };
-    // One box of [ROWS, COLUMNS] floats by the copy engine, written out as it lies in shared memory.
+    // TMA reads one box of [ROWS, COLUMNS] floats, and the threads write it out as it lies in shared memory.
     extern "C" __global__ void box(const __grid_constant__ TensorMap map, float* y, int column, int row) {
         extern __shared__ __align__(128) float tile[];
         __shared__ alignas(8) unsigned long long full;
@@ -49,6 +53,7 @@ BOX = Source(
 BOX_OF_FOUR = replace(BOX, text=BOX.text.replace("tensor.2d", "tensor.4d").replace("{%2, %3}", "{%2, %3, %2, %2}"))
 """Kernel that reads a box of a four-dimensional tensor by TMA, with the last two coordinates equal to the first."""
 
+# Kernel whose thread blocks write the number of blocks in their cluster.
 CLUSTER = Source(
     "cluster.cu",
     """
@@ -62,6 +67,8 @@ CLUSTER = Source(
 )
 GRID = Source("grid.cu", 'extern "C" __global__ void grid(int* y) { if (threadIdx.x == 0) y[blockIdx.x] = 7; }', "grid")
 
+# Kernel for overlapping launches: block i writes element i + 1 of x. It lets the next launch begin, waits for the end of the
+# launch before it, and only then reads, after up to 600 ns.
 SHIFT = Source(
     "shift.cu",
     """
@@ -88,12 +95,13 @@ def test_the_kernels_of_the_tests_on_a_gpu_compile(source):
 
 @pytest.fixture
 def launched(device):
-    """Return ``scale`` with its arguments: x, y, a one-element tensor with the shift, and the function."""
+    """Return x, y (NaN), a one-element tensor with the shift, and the function that launches ``scale``: y = :func:`scaled`."""
     x = torch.randn(1000, device=device)
     return x, torch.full_like(x, torch.nan), torch.ones(1, device=device), load(SCALE, device, SCALE_KINDS, threads=128)
 
 
 def scaled(x, *, offset=0, factor=1.0, shift=0.0):
+    """Return what the kernel ``scale`` computes: it doubles x by a function of its header, and multiplies by a macro of 3."""
     return 2 * x * factor * 3 + offset + shift
 
 
@@ -123,7 +131,7 @@ def test_a_launch_runs_on_the_current_stream(launched):
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        torch.cuda._sleep(50_000_000)
+        torch.cuda._sleep(50_000_000)  # clock cycles, some 30 ms
         x.copy_(torch.ones_like(x))  # a launch on another stream would read what was there before
         scale((8, 1, 1), x, y, x.numel(), 0, 1.0, None)
     stream.synchronize()
@@ -190,7 +198,14 @@ def hopper(device):
 
 
 class Driver:
-    """Double of the driver's context calls, for one thread."""
+    """Double of the driver's context calls, for one thread.
+
+    It has the primary context 64 of PyTorch's device 3, which is the driver's device 7.
+
+    Args:
+        current: Context of the thread at first, or ``None``.
+        refuses: Name of the call that fails.
+    """
 
     def __init__(self, current, refuses=None):
         self.current, self.refuses, self.called = current, refuses, []
@@ -208,7 +223,7 @@ class Driver:
                 given[0]._obj.value = 7
             if call == "cuCtxSetCurrent":
                 self.current = given[0].value
-            return 201 * (call == self.refuses)
+            return 201 * (call == self.refuses)  # CUDA_ERROR_INVALID_CONTEXT, or 0 for success
 
         return answer
 

@@ -1,4 +1,9 @@
-"""Tests of the registry: the facts of an operation and its variants, and errors for wrong queries."""
+"""Tests of the registry: facts of an operation and its variants, errors for wrong names and cases, costs, copies, and caches.
+
+The fixture ``scale`` registers the toy operation ``scale(x, factor=2.0)`` of ``tests/toys.py`` for one test. It has the variants
+``loop``, ``vector`` (preferred, for at most 1000 elements), ``no_backward`` and ``elsewhere``, which no call can use.
+``prose`` and ``prose.raises`` compare wording with the test's entries in ``tests/snapshots/prose.txt``.
+"""
 
 from __future__ import annotations
 
@@ -94,6 +99,7 @@ def test_the_first_predicate_that_refuses_gives_the_reason(scale):
 
 
 def test_variants_for_a_device(scale):
+    """The device type ``quantum`` is made up, so that one variant runs nowhere else."""
     assert scale.variants_for("cpu") == ["loop", "vector", "no_backward"]
     assert scale.variants_for("quantum") == ["loop", "vector", "no_backward", "elsewhere"]
 
@@ -127,6 +133,7 @@ def test_names_of_results_are_fixed_or_depend_on_the_call(scale):
     def names(arguments):
         return tuple(f"part{index}" for index in range(arguments["parts"]))
 
+    # A candidate is a call that verification judges by the names of its results.
     cut = Candidate("cut", lambda x, parts: x.chunk(parts), names)
     for parts in (2, 3):
         answer = cut(Inputs({"x": torch.arange(6.0), "parts": parts}))
@@ -184,7 +191,7 @@ def test_the_same_seed_makes_the_same_inputs(scale):
 def test_oracle_and_cost_are_computed_through_the_operation(scale):
     (y,) = scale.reference(x=torch.ones(3, dtype=torch.float64), factor=3.0)
     assert y.tolist() == [3.0, 3.0, 3.0]
-    assert scale.cost(scale.case("float16", N=10)) == Cost(10, 40, 1)
+    assert scale.cost(scale.case("float16", N=10)) == Cost(10, 40, 1)  # FLOPs, bytes, launches
     assert scale.cost(scale.case("float32", N=10), scale.get("loop")).launches is None
 
 
@@ -269,10 +276,10 @@ def test_an_operation_is_copied_and_pickled_by_name():
     """A model that holds an operation is deep-copied by wrappers of optimizers, and pickled by ``torch.save`` and ``spawn``."""
     gla = find_operation("gla")
     module = torch.nn.Linear(2, 2)
-    module.op, module.way = gla, gla.get("chunked")
+    module.op, module.variant = gla, gla.get("chunked")
     again = copy.deepcopy(module)
     assert again.op is gla
-    assert again.way is gla.get("chunked")
+    assert again.variant is gla.get("chunked")
     stored = pickle.dumps((gla, gla.get("chunked"), gla.variants["recurrent"]))
     assert pickle.loads(stored) == (gla, gla.get("chunked"), gla.get("recurrent"))
     assert copy.copy(gla) is gla

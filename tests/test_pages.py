@@ -1,4 +1,7 @@
-"""Tests of the built documentation pages: every key and exception is documented, and nothing is cut off in a window."""
+"""Tests of the built documentation pages: every key and measure of a study is documented, and nothing is cut off in a window.
+
+Also, every exception that a page names exists, every parameter has a text, and the glossary keeps its addresses.
+"""
 
 from __future__ import annotations
 
@@ -23,6 +26,7 @@ pytest.importorskip("myst_parser", reason="needs the packages of the dependency 
 filelock = pytest.importorskip("filelock")
 
 ROOT = Path(__file__).parents[1]
+# Pages that a browser opens in windows of two sizes.
 LOOKED_AT = [
     "index",
     "start",
@@ -58,7 +62,7 @@ def plain(markup: str) -> str:
 
 
 def rows(page: str, heading: str) -> dict[str, list[str]]:
-    """Return the table below a heading, keyed by the text of its first column."""
+    """Return the rows of the table below the heading with this id: the first column's text to the texts of the others."""
     table = page[page.index(f'id="{heading}"') :].partition("<tbody>")[2].partition("</tbody>")[0]
     cells = ([plain(cell) for cell in re.findall(r"<td.*?>(.*?)</td>", row, re.DOTALL)] for row in table.split("</tr>"))
     return {first: rest for first, *rest in filter(None, cells)}
@@ -83,6 +87,7 @@ def test_every_key_of_a_study_is_documented(built, model, heading):
         elif (value := field.get_default(call_default_factory=True)) is None:
             assert default == "none", key
         else:
+            # The page spells values as TOML does.
             spelt = {"True": "true", "False": "false", "()": "[]"}.get(str(value), str(value))
             assert default.strip('"') == spelt.replace("(", "[").replace(",)", "]").replace(")", "]").replace("'", '"'), key
 
@@ -147,6 +152,8 @@ def window(built, request) -> Iterator[tuple[Any, tuple[int, int]]]:
         yield driver, request.param
 
 
+# Script that returns by how many pixels the page is wider than the window (at most 0 if nothing is cut off), the beginnings of
+# code blocks and tables that are wider than their place, and the number of these.
 TOO_WIDE = """
 const open = [...document.querySelectorAll("details")]; open.forEach(each => each.open = true);
 const column = document.querySelector("article").getBoundingClientRect();

@@ -1,4 +1,9 @@
-"""Tests of measured peaks: sampled several times, cached per software version, and replaced by higher measurements."""
+"""Tests of measured peaks: sampled several times, cached per software version, and replaced by higher measurements.
+
+The spread of a peak is the relative distance between the first and the third of its fastest samples. Above 0.2 the device
+counts as busy.
+``prose`` and ``prose.raises`` compare wording with the test's entries in ``tests/snapshots/prose.txt``.
+"""
 
 from __future__ import annotations
 
@@ -22,6 +27,7 @@ from onelaunch.errors import BusyDeviceNotice, CacheNotice
 
 SOFTWARE = peaks.software("cpu")
 RATES = {"float32": 1e12, "float16": 1e12, "bfloat16": 1e12}
+# Bytes copied per second, FLOPs per second by dtype, seconds of a launch, date, software, bytes read per second, and spreads.
 FOUND = Ceilings(1e11, RATES, 1e-6, "2026-01-01T00:00:00+00:00", SOFTWARE, 1.2e11, {"copy": 0.02, "read": 0.01, "float32": 0.03})
 
 compiled = pytest.mark.skipif(cuda.missing() is not None, reason=f"{cuda.missing()}")
@@ -36,7 +42,7 @@ def cache(tmp_path, monkeypatch):
 
 @pytest.fixture
 def measurements(monkeypatch):
-    """Count the measurements instead of making them."""
+    """Replace measurements by ``FOUND``, and return the list of devices that they were asked for."""
     made = []
 
     def measure(device):
@@ -81,6 +87,7 @@ def test_two_models_of_cpu_keep_two_files(measurements, monkeypatch):
 
 
 def entry(**changes):
+    """Return the content of a cache file with one entry: ``FOUND`` with changed or further keys."""
     return json.dumps({"entries": [{**asdict(FOUND), **changes}]})
 
 
@@ -173,6 +180,7 @@ class Clock:
 
 
 def sampled(clock, quantity="copy"):
+    """Return a probe of one unit per call, sampled by a clock. The first two calls warm it up and set the calls per sample."""
     probe = Probe(quantity, "toy", 1.0, lambda: None)
     peaks.sample([probe], clock)
     return probe
@@ -180,6 +188,7 @@ def sampled(clock, quantity="copy"):
 
 @pytest.fixture(autouse=True)
 def no_pause(monkeypatch):
+    """Leave out the pauses between rounds of samples."""
     monkeypatch.setattr(peaks, "PAUSE_SECONDS", 0.0)
 
 
@@ -231,6 +240,8 @@ def test_rounds_end_at_the_time_limit():
     assert len(probe.rates) == peaks.AGREEING
 
 
+# Bytes of the last-level cache, of free memory, and of the buffer: four caches, but between 64 MiB and 1 GiB, at most a quarter
+# of the free memory, and at least 1 MiB.
 @pytest.mark.parametrize(
     ("cache", "free", "wanted"),
     [
@@ -253,6 +264,7 @@ def test_free_memory_of_a_cpu_is_at_most_its_memory():
     assert 0 < peaks.free_memory(torch.device("cpu")) <= peaks.describe("cpu").memory_bytes
 
 
+# The limit minus what is used, plus the used part that caches files and can be dropped; None is the machine's free memory.
 @pytest.mark.parametrize(("limit", "wanted"), [("1000000", 1000000 - 700000 + 400000), ("600", 0), ("max", None), (None, None)])
 def test_free_memory_respects_the_limit_of_a_cgroup(monkeypatch, tmp_path, limit, wanted):
     monkeypatch.setattr(hardware, "CONTROL_GROUP", tmp_path)
@@ -265,6 +277,7 @@ def test_free_memory_respects_the_limit_of_a_cgroup(monkeypatch, tmp_path, limit
 
 
 def test_a_survey_keeps_no_buffers(monkeypatch):
+    """The functions of the memory probes hold the buffers, so these are freed if the functions are."""
     alive = []
     monkeypatch.setattr(peaks, "LEAST_ROUNDS", 1)
     monkeypatch.setattr(peaks, "MOST_ROUNDS", 1)
@@ -282,7 +295,7 @@ def test_a_survey_keeps_no_buffers(monkeypatch):
     assert not [each for each in alive if each() is not None]
 
 
-@pytest.mark.filterwarnings("ignore::onelaunch.errors.BusyDeviceNotice")
+@pytest.mark.filterwarnings("ignore::onelaunch.errors.BusyDeviceNotice")  # other tests may run at the same time
 def test_a_measurement_of_the_cpu_gives_plausible_rates():
     found = peaks.measure("cpu")
     assert 1e8 < found.copy_bytes_per_second < 1e13
@@ -301,7 +314,7 @@ BUSY = replace(FOUND, read_bytes_per_second=3.23e10, spread={"copy": 0.02, "read
 
 
 def busy_survey(device):
-    """Return samples of a device that was free in only one round."""
+    """Return samples of a device that was free in only one round: the spread of reads is 5.74, and of all else 0."""
     made = [Probe(quantity, "toy", 1.0, lambda: None, rates=[1.0] * 7) for quantity in ("copy", "float32", "launch")]
     return [*made, Probe("read", "toy", 1.0, lambda: None, rates=[1.0, 6.74, 1.0, 1.0])]
 
@@ -333,6 +346,7 @@ def test_peaks_of_a_busy_device_are_measured_again_the_next_time(measurements):
 
 @pytest.mark.parametrize("spread", [0.02, 0.2, 5.74])
 def test_a_large_spread_of_a_cached_peak_does_not_protect_it(monkeypatch, spread):
+    """A new peak must exceed the cached one by the spread of the new one, not by that of the cached one."""
     believed = replace(BUSY, spread={"copy": 0.02, "read": spread})
     monkeypatch.setattr(peaks, "measure", lambda device: FOUND)
     raised = peaks.remeasure("cpu", believed)

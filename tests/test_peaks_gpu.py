@@ -1,4 +1,7 @@
-"""Tests of measured peaks on a GPU: reads are no slower than copies, read kernels read every byte, and repeats agree."""
+"""Tests of measured peaks on a GPU: reads are no slower than copies, read kernels read every byte, and repeats agree.
+
+A survey holds the samples of every method of every quantity. A peak is a rate per second: of bytes, FLOPs or launches.
+"""
 
 from __future__ import annotations
 
@@ -67,7 +70,7 @@ def test_the_kernels_read_every_word(mebibytes):
         assert read_rate.checksum(run()) == (expected + 2) % 2**32, name
 
 
-def test_doctor_prints_and_stores_the_measured_peaks(own_cache):
+def test_measured_peaks_are_stored_with_a_small_spread(own_cache):
     found = peaks.ceilings(GPU, refresh=True)
     assert peaks.stored(GPU) == found
     assert found.read_bytes_per_second is not None

@@ -1,4 +1,10 @@
-"""Tests of plug-ins of other packages: each is loaded separately, and none can break the library."""
+"""Tests of plug-ins of other packages: each is loaded separately, and none can break the library.
+
+A plug-in is an entry point of the group ``onelaunch.plugins``. It is loaded at the first look-up of an operation.
+The fixture ``scale`` registers the toy operation ``scale(x, factor=2.0)`` of ``tests/toys.py`` for one test. It has the variants
+``loop``, ``vector`` (preferred, for at most 1000 elements), ``no_backward`` and ``elsewhere``, which no call can use.
+``prose`` and ``prose.raises`` compare wording with the test's entries in ``tests/snapshots/prose.txt``.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +24,7 @@ from onelaunch.operation import find_operation, operations
 
 
 class Entry:
-    """An entry point of the package ``acme-kernels`` that runs a function when it is loaded."""
+    """An entry point of the package ``acme-kernels`` 1.2 that calls ``act()`` when it is loaded, and counts its loads."""
 
     value = "acme.variants"
 
@@ -33,7 +39,7 @@ class Entry:
 
 @pytest.fixture
 def announce(monkeypatch, scale):
-    """Let the given entry points be those that installed packages announce."""
+    """Return a function whose arguments become the plug-ins that installed packages announce. None has been loaded then."""
     real = importlib.metadata.entry_points
 
     def announced(*entries):
@@ -57,6 +63,8 @@ def test_a_plugin_is_loaded_once(announce):
 
 
 def raising(error):
+    """Return a function that raises an error."""
+
     def act(**_):
         raise error
 

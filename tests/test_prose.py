@@ -9,17 +9,20 @@ import pytest
 from tests.prose import ROOT, Prose, Snapshot, read, written
 
 HERE = "tests/test_prose.py::test_a_text_is_compared_with_its_entry"
+"""Test id that the tests give to a comparison. The test exists, so that its entries are not dropped as stale."""
 FAILED = pytest.fail.Exception
 
 
 @pytest.fixture
 def file(tmp_path):
+    """Return a snapshot file with two texts of the test ``HERE``."""
     path = tmp_path / "prose.txt"
     path.write_text(written({HERE: "One line.\n\n  Another of <tmp>.", f"{HERE} # 2": "More."}), encoding="utf-8")
     return path
 
 
 def prose_of(file, *, update=False):
+    """Return what the fixture ``prose`` would be in the test ``HERE``, for a snapshot file."""
     return Prose(Snapshot(file, update=update), HERE, {str(file.parent): "<tmp>"})
 
 

@@ -1,4 +1,11 @@
-"""Tests of the check of variants' results: number, type and shape, with an error that names the variant."""
+"""Tests of the check of variants' results, and of the choice for single steps of ``gla`` on a CPU.
+
+The check covers number, type, device and shape of results; its error names the variant. The gate is the workbench's verification
+against an oracle (``judge``), which each variant must pass before it is timed.
+The fixture ``scale`` registers the toy operation ``scale(x, factor=2.0)`` of ``tests/toys.py`` for one test. It has the variants
+``loop``, ``vector`` (preferred, for at most 1000 elements), ``no_backward`` and ``elsewhere``, which no call can use.
+``prose`` and ``prose.raises`` compare wording with the test's entries in ``tests/snapshots/prose.txt``.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +23,13 @@ from onelaunch.workbench.verify import judge
 
 
 def wrong(scale, name, give):
-    """Register a variant of ``scale`` that returns ``give(call)``."""
+    """Register a variant of ``scale`` that returns ``give(call)``, and declare the shape of y, which is checked only then."""
     scale.variant(name, launches=1)(give)
     scale.shapes(lambda call: (tuple(call.x.shape),))
     dispatch.choose.cache_clear()
 
 
+# Functions of wrong variants: they must return a tuple of one tensor, x * factor, on the device of x.
 WRONG = {
     "a_tensor": lambda call: call.x * call.factor,
     "nothing": lambda call: None,
@@ -50,6 +58,7 @@ def test_wrong_results_fail_the_gate_in_both_directions(scale, name):
 
 
 def test_a_wrong_undeclared_shape_fails_the_gate_in_both_directions(scale):
+    """If an operation declares no shapes, verification still finds a wrong one, against the oracle's result."""
     scale.variant("short", launches=1)(lambda call: (call.x[:-1] * call.factor,))
     for directions in (("forward",), ("forward_backward",)):
         verdict = judge(scale, scale.case("float32", N=8), variant="short", directions=directions)
@@ -66,7 +75,7 @@ def test_correct_results_are_checked_once_per_query(scale, monkeypatch):
 
 
 def test_auto_is_as_fast_as_the_best_variant_for_one_gla_step_on_a_cpu():
-    """The limit leaves room for the choice itself and for a noisy machine."""
+    """The limit of 1.25 leaves room for the choice itself and for a noisy machine."""
     q, k, v = (torch.randn(1, 1, 1, 16) for _ in range(3))
     g, state = -torch.rand(1, 1, 1, 16), torch.randn(1, 1, 16, 16)
 
@@ -107,7 +116,7 @@ def test_a_cpu_prefers_the_step_loop_only_for_few_steps_of_small_states(sizes, l
 def test_a_single_step_equals_the_last_of_many(value_gate, per_head):
     q, k, v = (torch.randn(2, 6, 3, 16, dtype=torch.float64).float() for _ in range(3))
     g = -torch.rand(2, 6, 3) if per_head else -torch.rand(2, 6, 3, 16)
-    g.select(1, 3).fill_(-torch.inf)
+    g.select(1, 3).fill_(-torch.inf)  # the fourth step forgets the state
     gv = -torch.rand(2, 6, 3, 16) if value_gate else None
     whole, last = gla(q, k, v, g, gv=gv, output_final_state=True, variant="recurrent")
     state = None

@@ -1,4 +1,10 @@
-"""Tests of the repair of machine code that reads a result too early. All other code stays unchanged."""
+"""Tests of the repair of machine code that reads a result too early. All other code stays unchanged.
+
+A ``CS2R`` sets two registers, and needs 6 clock cycles on Hopper before they may be read. Each instruction has 16 bytes and a
+stall count, the cycles that the next one waits. ``StallHazard(at, cycles)`` is a ``CS2R`` at byte ``at`` of the file that waits
+``cycles`` too few. Code begins at byte 64, behind the header of the file. ``prose.raises`` compares the message with the test's
+entry in ``tests/snapshots/prose.txt``.
+"""
 
 from __future__ import annotations
 
@@ -16,31 +22,37 @@ ZERO = bytes.fromhex("057808000000000000ff010000c40f04")  # CS2R R8, SRZ
 UNDER_A_PREDICATE = 0x000FC600078E0254_0000100057089825  # @!P1 IMAD.WIDE R8, R87, 0x1000, R84
 COMPARE = 0x000FC80003F25070_000000FF0800720C  # ISETP.NE.U32.AND P1, PT, R8, RZ, PT
 
+# Instructions without a stall count. Register 255 (RZ) reads as zero and stands for no operand.
 NOTHING = 0x7918  # NOP
 ADD = 0x224 | 0x7 << 12 | 20 << 16 | 255 << 24 | 255 << 32 | 255 << 64  # IMAD R20, RZ, RZ, RZ
 STORE = 0x986 | 0x7 << 12 | 40 << 24 | 255 << 64  # STG [R40], R0
 LOAD = 0x981 | 0x7 << 12 | 20 << 16 | 40 << 24 | 255 << 64  # LDG R20, [R40]
 BITS_OF_A_STORE = {32: 4, 64: 5, 128: 6}
+"""Size code of a store, by the bits that a thread stores."""
 
 
 def zero(register: int, cycles: int) -> bytes:
+    """Return a ``CS2R`` that sets a register and the next one to zero, with a stall count."""
     return waiting(int.from_bytes(ZERO, "little") & ~(0xFF << 16) | register << 16, cycles)
 
 
 def waiting(instruction: int, cycles: int) -> bytes:
+    """Return the bytes of an instruction with a stall count."""
     return (instruction & ~(15 << 105) | cycles << 105).to_bytes(16, "little")
 
 
 def add(first=255, second=255, third=255) -> int:
+    """Return an ``IMAD`` that reads three registers."""
     return ADD & ~(0xFF << 24 | 0xFF << 32 | 0xFF << 64) | first << 24 | second << 32 | third << 64
 
 
 def store(address: int, stored: int, bits: int) -> int:
+    """Return an ``STG`` that reads the address and the data of ``bits`` bits from these first registers."""
     return STORE & ~(0xFF << 24) | address << 24 | stored << 32 | BITS_OF_A_STORE[bits] << 73
 
 
 def cubin(*kernels: bytes, before: str = ".text.") -> bytes:
-    """Return a 64-bit ELF file with one section per kernel, named like a kernel's."""
+    """Return a 64-bit ELF file with one section per kernel, whose name begins with ``before``, as a kernel's with ``.text.``."""
     names = b"\0" + b"".join(f"{before}kernel{i}".encode() + b"\0" for i in range(len(kernels))) + b".shstrtab\0"
     starts = [names.index(b"kernel%d" % i) - len(before) for i in range(len(kernels))] + [names.index(b".shstrtab")]
     body, sections = b"", [struct.pack("<2I4Q2I2Q", *[0] * 10)]
@@ -85,6 +97,7 @@ def test_the_faulty_code_is_found_and_waits_one_more_cycle():
     ],
 )
 def test_instructions_that_read_a_result_are_recognized(reader, found):
+    """The reader comes 2 cycles after a ``CS2R`` of registers 8 and 9."""
     assert stall_hazards(cubin(zero(8, 2) + waiting(reader, 1))) == ([StallHazard(64, 4)] if found else [])
 
 
@@ -131,6 +144,7 @@ def test_files_other_than_cubins_are_refused(prose):
 
 # Behaviour of the hardware
 
+# Kernel that writes two readings of the clock, the first increased by 1. A clock is read by CS2R too.
 CLOCK = Source(
     "clock.cu",
     """

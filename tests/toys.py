@@ -13,6 +13,8 @@ from onelaunch.operation import Case, Cost, Direction, Operation, Query, Reading
 
 @dataclass(frozen=True)
 class ScaleCall:
+    """Checked arguments of one call of ``scale``; the dispatcher hands it to a variant."""
+
     x: torch.Tensor
     factor: float
 
@@ -22,14 +24,19 @@ class ScaleCall:
 
 
 def make_scale() -> Operation:
-    """Return a new ``scale`` operation with the variants ``loop``, ``vector``, ``no_backward`` and ``elsewhere``."""
+    """Register a new ``scale`` operation and return it: ``y = x * factor``, where x has N elements and factor is 2 by default.
+
+    Its variants are ``loop``, which any call can use; ``vector``, for at most 1000 elements and preferred on a CPU;
+    ``no_backward``, for calls without gradients; and ``elsewhere``, which no call can use. No code reads the option ``decay``
+    of its cases.
+    """
 
     @registry.operation(
         dimensions=("N",),
         outputs=("y",),
         bind=ScaleCall,
         options={"decay": "model"},
-        defaults={"cpu": ("vector", "loop", "not_registered")},
+        defaults={"cpu": ("vector", "loop", "not_registered")},  # no variant has the last name; it is skipped
     )
     def scale(x: torch.Tensor, factor: float = 2.0, *, variant: str = dispatch.AUTO) -> torch.Tensor:
         """Multiply a vector by a number."""
@@ -71,10 +78,11 @@ def make_scale() -> Operation:
     @scale.inputs
     def _(case: Case, device: torch.device, generator: torch.Generator) -> Reading:
         x = torch.randn(case.sizes["N"], device=device, generator=generator).to(case.dtype)
-        return Reading({"x": x, "factor": 3.0}, ("x",))
+        return Reading({"x": x, "factor": 3.0}, ("x",))  # arguments of a call, and those that get gradients
 
     @scale.costs
     def _(case: Case, variant: Variant | None, direction: Direction) -> Cost:
+        # FLOPs, bytes (x read and y written) and launches.
         return Cost(case.sizes["N"], 2 * case.dtype.itemsize * case.sizes["N"], variant.launches if variant else 1)
 
     @scale.queries

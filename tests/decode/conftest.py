@@ -1,4 +1,4 @@
-"""Fixtures shared by tests of decode kernels on the host: a folder of compiled libraries, and launches emulated in PyTorch."""
+"""Fixtures for tests of decoding without a GPU: a folder of compiled libraries, weights, and launches emulated in PyTorch."""
 
 from __future__ import annotations
 
@@ -25,13 +25,17 @@ def libraries(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def weights():
-    """Return random bfloat16 weights of the tests' model."""
+    """Return random weights of ``MODEL`` of ``tests/decode/played.py``, a float32 model of two layers."""
     return random_weights(MODEL, 4)
 
 
 @pytest.fixture
 def played(weights, monkeypatch):
-    """Emulate the launches of ``streaming`` in PyTorch. The session objects of the weights are made anew for each test."""
+    """Let PyTorch emulate the launches of the variant ``streaming``, as for a GPU of 5 SMs, and return the emulated kernel.
+
+    Its attributes count the launches, and can make one of them fail. The variant's check for a Hopper GPU is removed. The
+    sessions of the fixture ``weights`` are made anew for each test.
+    """
     played = Launch(weights)
     monkeypatch.setattr(kernels, "processors", lambda device: 5)
     monkeypatch.setattr("onelaunch.launch.launch.load", lambda *_, **__: played)

@@ -1,6 +1,7 @@
-"""The decode kernels' own source, compiled for the CPU.
+"""The decode kernels' own source, compiled for the CPU and linked with an emulated GPU (``tests/decode/host``).
 
-Threads are fibers, bulk copies complete late, and CTAs progress unevenly, so that missing synchronization shows.
+CUDA threads are fibers, bulk copies complete late, and CTAs progress unevenly, so that missing synchronization gives wrong
+results. A *watched* library also looks for races: accesses to shared memory that no barrier orders.
 """
 
 from __future__ import annotations
@@ -22,8 +23,10 @@ from onelaunch.decode.runtime.memory import Memory
 HERE = Path(__file__).parent / "host"
 COMPILER = shutil.which("g++") or shutil.which("clang++")
 needs_compiler = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
+# Watched libraries need them: g++ for its sanitizer's calls, addr2line to name the lines of a race.
 needs_watch = pytest.mark.skipif(not (shutil.which("g++") and shutil.which("addr2line")), reason="needs g++ and addr2line")
 SWEEPS = 20_000_000
+"""Sweeps of the emulated scheduler over all threads after which a launch counts as hanging."""
 
 
 def build(plan, tuning: Tuning, folder: Path, *, watched: bool = False, change: tuple[str, str] | None = None) -> Path:
@@ -86,9 +89,17 @@ def key_of(*content: object) -> str:
 
 
 class HostKernel:
-    """Launcher of a plan's kernel on the CPU."""
+    """Launcher of a plan's kernel on the CPU.
+
+    Args:
+        plan: Plan of the kernel.
+        folder: Folder of the compiled library.
+        tuning: Depth of the shared-memory ring and bulk copies in flight.
+        options: Arguments ``watched`` and ``change`` of :func:`build`.
+    """
 
     def __init__(self, plan, folder: Path, tuning: Tuning | None = None, **options) -> None:
+        # A short ring by default, so that its stages are reused often.
         self.plan, self.tuning = plan, tuning or Tuning(stages=3, flight=2, flight_local=3)
         self.binary = build(plan, self.tuning, folder, **options)
         self.kernel = ctypes.CDLL(str(self.binary))
@@ -111,7 +122,17 @@ class HostKernel:
         return found
 
     def __call__(self, memory: Memory, cache, count=1, *, token=None, position=-1, seed=0, sampler=None):
-        """Run the kernel for ``count`` tokens and return the logits of the last one, ``[V]`` float32."""
+        """Run the kernel for ``count`` tokens and return the logits of the last one, ``[V]`` float32.
+
+        Args:
+            memory: Buffers of the plan.
+            cache: KV cache with room for the tokens; the kernel writes their keys and values to it.
+            count: Number of tokens.
+            token: First token, ``[1]``; by default the one that ``memory`` has at the position.
+            position: Position of the first token; by default the one in the kernel's state.
+            seed: Seed of the delays of CTAs, warps and bulk copies.
+            sampler: Sampling parameters; by default the token with the largest logit is taken.
+        """
         logits = torch.full((self.plan.config.vocab_size,), torch.nan)
         if not self.plan.separate:
             self.launch(memory, cache, logits, token, (count, position, 0, 0, self.plan.ctas), seed, sampler)
@@ -123,7 +144,11 @@ class HostKernel:
         return logits
 
     def launch(self, memory, cache, logits, token, numbers, seed, sampler=None):
-        """Run one launch with the kernel's raw arguments, and require that it ends."""
+        """Run one launch with the kernel's raw arguments, and require that it ends.
+
+        ``numbers`` are the tokens, the position (-1 for the one in the state), the layer and the phase's number, which only a
+        plan with a launch per phase reads, and the number of CTAs.
+        """
         tensors = memory.arguments(cache, logits, token, sampler)
         assert all(tensor is None or tensor.is_contiguous() for tensor in tensors)
         pointers = (ctypes.c_void_p * len(tensors))(*(None if tensor is None else tensor.data_ptr() for tensor in tensors))

@@ -138,6 +138,7 @@ class Interpreter:
     # Synchronization edges
 
     def _ready(self, cta: int, at: list[int], step: tuple[int, int, Phase]) -> bool:
+        """Return whether a CTA may begin its next step (token, layer, phase). ``at`` holds the steps that each CTA has done."""
         number, layer, phase = step
         assignment = phase.assignments[cta]
         if phase.edge == "grid" or self.plan.separate:  # a launch of its own also begins after all CTAs have finished
@@ -150,6 +151,7 @@ class Interpreter:
         return True
 
     def _arrived(self, slice_: Slice, number: int, layer: int, phase: Phase) -> bool:
+        """Return whether all words of a slice have the tag of this use: token ``number`` of the run, and layer."""
         if slice_.buffer == "hidden" and layer == 0:  # the embedding, which each CTA reads for itself
             return True
         tag = self._tag(slice_.buffer, number, layer - (slice_.buffer == "hidden"))  # the layer before wrote ``hidden``
@@ -158,15 +160,13 @@ class Interpreter:
         return bool((self.tags[self._key(slice_.buffer, number)][slice_.begin : slice_.end] == tag).all())
 
     def _tag(self, buffer: str, number: int, layer: int) -> int:
-        """Return the tag that tells a use of a word from earlier uses.
-
-        As in the kernel it has 2 bits, or 8 for best candidates.
-        """
+        """Return the tag that tells a use of a word from earlier uses: of 2 bits as in the kernel, or 8 for best candidates."""
         if buffer == "best":
             return (number + 1) % 256
         return (number + 1 if buffer == "final" else number * self.plan.config.num_hidden_layers + layer + 1) % 4
 
     def _key(self, buffer: str, number: int) -> tuple[str, int]:
+        """Return the key in ``words`` of the copy of a buffer that token ``number`` uses."""
         return buffer, number % self.plan.buffer(buffer).copies
 
     # Phases
@@ -276,10 +276,7 @@ class Interpreter:
         return words
 
     def _weights(self, op: Op, cta: int, layer: int) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield the CTA's weights of a phase, in stream order.
-
-        Each group is the index of its first tile, and its tiles ``[tiles, 8, columns]``.
-        """
+        """Yield each group of a CTA's tiles in a phase, in stream order: its first tile's index, and ``[tiles, 8, columns]``."""
         plan = self.plan
         per_layer = sum(granules(plan, each, cta) for each in PRODUCTS[:-1])
         before = sum(granules(plan, each, cta) for each in PRODUCTS[: PRODUCTS.index(op)]) if op != "lm_head" else 0
@@ -429,6 +426,7 @@ class Interpreter:
         return self._candidate("best", cta, position, rows)
 
     def _own_tokens(self, cta: int) -> slice:
+        """Return the tokens whose logits a CTA computes."""
         assignment, most = self.plan.phase("lm_head").assignments[cta], self.plan.config.vocab_size
         return slice(min(assignment.begin * TILE, most), min(assignment.end * TILE, most))
 
@@ -440,6 +438,7 @@ class Interpreter:
         return {buffer: found}
 
     def _best(self, buffer: str, seen: dict[str, torch.Tensor], position: int) -> int:
+        """Return the candidate with the largest score; the CTA must see those of all CTAs."""
         if seen[buffer].isnan().any():
             raise PlanError(self.plan.rung, "a CTA chooses a token before all CTAs have written their candidates")
         return max(map(int, seen[buffer]), key=lambda token: self.scores.get((buffer, position, token), -math.inf))

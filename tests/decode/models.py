@@ -1,4 +1,4 @@
-"""Small models and checkpoint files shared by the decoding tests."""
+"""Small models, and checkpoint folders of them, shared by the decoding tests."""
 
 from __future__ import annotations
 

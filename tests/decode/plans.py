@@ -1,4 +1,7 @@
-"""Models shared by tests of plans, small enough for one core."""
+"""Models, plans and KV caches shared by tests of plans and of their kernels on the host, small enough for one core.
+
+A rung is an optimization level of the decode megakernel, and a variant of ``decode_step``.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ from onelaunch.decode import KVCache, ModelConfig, random_weights
 from onelaunch.decode.plan.packing import pack
 from onelaunch.decode.plan.rungs import RUNGS, plan_for
 
+# Vocabulary, hidden size, intermediate size, layers, query heads, key heads, channels of a head.
 TINY = ModelConfig(300, 128, 96, 2, 4, 2, 16, max_position_embeddings=512, tie_word_embeddings=True)
 MODELS = {
     "tied": TINY,
@@ -21,6 +25,7 @@ MODELS = {
     "five queries a key": replace(TINY, num_attention_heads=5, num_key_value_heads=1),
     "three layers": replace(TINY, num_key_value_heads=4, rope_theta=1e6, head_dim=8, num_hidden_layers=3),
 }
+"""Models by name. In "whole chunks", rows have 1024 columns, as a bulk copy has, so that keys too pass through the ring."""
 
 
 WIDE = ModelConfig(100, 1024, 1024, 2, 16, 2, 128, max_position_embeddings=512, tie_word_embeddings=True)
@@ -34,14 +39,20 @@ SHARED = {"two queries a key": (16, 2), "whole chunks": (9, 2), "five queries a 
 
 
 def plan_with(config: ModelConfig, rung: str, ctas: int, splits: int, used: int | None = None, **facts):
-    """Return the plan of a variant with another number of KV splits."""
+    """Return the plan of a rung for ``ctas`` CTAs with at most ``splits`` KV splits per key head.
+
+    ``used`` of them have positions, by default all. ``facts`` replace further fields of the rung.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(RUNGS, rung, replace(RUNGS[rung], splits=splits, **facts))
         return plan_for(config, rung, ctas, used)
 
 
-def text(config: ModelConfig, length: int, seed: int = 0):
-    """Return weights and a KV cache with ``length`` positions, in bfloat16 and, with equal values, in float64."""
+def weights_and_caches(config: ModelConfig, length: int, seed: int = 0):
+    """Return random weights and a random KV cache with ``length`` positions in bfloat16, then both with equal values in float64.
+
+    The cache has room for 40 more positions.
+    """
     weights = random_weights(config, seed)
     generator = torch.Generator().manual_seed(seed)
     cache = KVCache.empty(config, length + 40)

@@ -1,4 +1,4 @@
-"""Launches of the decode kernels emulated in PyTorch, and requests that tests run with them on any machine."""
+"""Launches of the decode kernels emulated (played) in PyTorch, and requests that tests run with them on any machine."""
 
 from __future__ import annotations
 
@@ -16,12 +16,17 @@ from onelaunch.decode.runtime.memory import ERROR
 from tests.decode.models import SMALL
 
 MODEL = replace(SMALL, eos_token_ids=())
+"""Model whose sequences end only by their number of tokens."""
+
+# A request is a prompt and the number of tokens to generate. The kernel's engine reads the short prompt of the first request by
+# single launches, and the 40 tokens of the second by PyTorch's prefill.
 GREEDY = {
     "first": Request((3, 4, 5), 3 * TOKENS_PER_LAUNCH + 5),
     "second": Request(tuple(range(10, 50)), 2 * TOKENS_PER_LAUNCH + 1),
 }
 SAMPLED = Request((9, 8), 20)
 
+# Sampling parameters; "penalty" alone is still greedy.
 CHOICES = {
     "penalty": Sampling(repetition_penalty=1.7),
     "drawn": Sampling(temperature=0.8, top_k=20, top_p=0.9, min_p=0.01, seed=2**40 + 3),
@@ -30,7 +35,10 @@ CHOICES = {
 
 
 def chosen(words) -> Sampling:
-    """Decode the kernel's packed sampling parameters."""
+    """Decode the kernel's packed sampling parameters, seven 32-bit words; ``None`` stands for greedy decoding.
+
+    The fourth word is the largest distance of a logit from the largest one that min-p allows, in units of the temperature.
+    """
     if words is None:
         return Sampling()
     packed = struct.pack("<7i", *words.tolist())
@@ -41,13 +49,15 @@ def chosen(words) -> Sampling:
 class Launch:
     """Emulation of one kernel's launches in PyTorch, including their effect on its arguments.
 
-    Launch number ``stalls`` reports ``error``, as a kernel does that waited too long.
+    A test that expects an error sets ``stalls`` to the number of a launch, counted from 1. That launch reports ``error`` (by
+    default 1, a wait that timed out) in the state, and logits of NaN, as do all later ones until the error is cleared.
     """
 
     def __init__(self, weights) -> None:
         self.weights, self.launches, self.stalls, self.error = weights, 0, -1, 1
 
     def __call__(self, grid, *arguments) -> None:
+        # Those of Memory.arguments(), then the cache's capacity, tokens of the launch, position (-1: in the state), and a layer.
         *_, keys, values, first, tokens, _, _, _, state, logits, choices, seen, _, capacity, count, position, _ = arguments
         self.launches += 1
         assert logits.dtype is torch.float32

@@ -25,7 +25,7 @@ QWEN3 = {
     "rope_scaling": None, "rope_theta": 1000000, "sliding_window": None, "tie_word_embeddings": True,
     "torch_dtype": "bfloat16", "use_cache": True, "use_sliding_window": False, "vocab_size": 151936,
 }  # fmt: skip
-"""Configuration of the smallest Qwen3 model, in the older layout of ``config.json``."""
+"""Configuration of the smallest Qwen3 model (0.6B), in the older layout of ``config.json``."""
 
 
 @pytest.mark.parametrize("name", CONFIGS)

@@ -1,4 +1,9 @@
-"""Tests of the operation ``decode_step``: its variants against the oracle, its cost, and the arguments it refuses."""
+"""Tests of the operation ``decode_step``: its variants against the oracle, its cost, and the arguments it refuses.
+
+``Judge.judge`` applies the verification gate: outputs and the new cache rows against a float64 oracle. ``SMALL`` is a float32
+model of two layers, 2 key heads of 32 channels, 300 tokens and 512 positions. ``prose`` and ``prose.raises`` compare wording
+with the test's entries in ``tests/snapshots/prose.txt``.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +25,7 @@ from tests.trivial import trivial_answers
 
 SIZES = {"layers": 2, "hidden": 64, "intermediate": 96, "heads": 4, "kv_heads": 2, "head_dim": 32, "vocabulary": 200}
 
+# Cases by name. PyTorch's captured variants attend over a window of the cache, of 256 positions at first.
 CASES = {
     "first": {"dtype": "float32", "position": 0},
     "second": {"dtype": "bfloat16", "position": 1},
@@ -32,11 +38,12 @@ CASES = {
 
 
 def case_of(name: str):
+    """Return the case of ``CASES`` with the sizes of ``SIZES`` where it names no others."""
     return decode_step.case(**SIZES | CASES[name])
 
 
 def made(length: int = 5):
-    """Return random weights and a cache of ``length`` positions."""
+    """Return the arguments of a step at position ``length``: a token, random weights, and a cache filled by prefill."""
     weights = random_weights(SMALL)
     _, cache = prefill(weights, torch.arange(1, length + 1), KVCache.empty(SMALL))
     return {"token": torch.tensor([7]), "weights": weights, "cache": cache}
@@ -52,6 +59,7 @@ def test_eager_variant_matches_the_oracle(name):
     verdict = judge.judge(decode_step, case_of(name), variant="eager")
     assert verdict.ok, verdict.problems
     assert {component.name for component in verdict.components} == {"logits", "keys", "values"}
+    # Outputs such as zeros must fail the gate at this case; otherwise passing it would prove nothing.
     assert not trivial_answers(judge.reference(decode_step, case_of(name)))
 
 
@@ -69,6 +77,7 @@ def test_compiled_variant_matches_the_oracle(name):
 @pytest.mark.parametrize("variant", ["captured", "compiled"])
 @pytest.mark.parametrize("name", CASES)
 def test_one_graph(name, variant):
+    """Variants that run a step as one CUDA graph match the oracle."""
     verdict = Judge().judge(decode_step, case_of(name), variant=variant, device="cuda")
     assert verdict.ok, verdict.problems
 
@@ -106,12 +115,15 @@ def test_a_step_appends_to_the_cache_and_changes_nothing_else():
 
 
 def test_window_sizes():
+    """The window is the smallest power of two, at least 256, that holds the position, and at most the cache's capacity."""
     assert [window_of(position, 4096) for position in (0, 255, 256, 511, 512, 3000)] == [256, 256, 512, 512, 1024, 4096]
     assert window_of(2100, 2304) == 2304
 
 
 def test_the_cost_is_the_weights_the_cache_and_the_logits():
     case = decode_step.case("bfloat16", **SIZES, position=10)
+    # Elements of a layer: norms, norms of queries and keys, QKV and output projections, MLP. A row holds a position's key and
+    # value.
     layer = 2 * 64 + 2 * 32 + 64 * (128 + 64 + 64) + 128 * 64 + 3 * 64 * 96
     row = 2 * 2 * 64
     tied = decode_step.cost(case)
@@ -135,6 +147,7 @@ def test_the_cost_of_qwen3_0_6b_matches_its_size():
         "vocabulary": 151936,
     }
     cost = decode_step.cost(decode_step.case("bfloat16", **sizes, position=1000))
+    # Bytes of the weights in bfloat16, of keys and values at 1001 positions, and of logits in float32.
     assert cost.bytes == 1_192_099_840 + 1001 * 114_688 + 4 * 151_936
 
 

@@ -1,4 +1,8 @@
-"""Tests of generation: when a sequence ends, how tokens are returned, and that they equal other software's."""
+"""Tests of generation: when a sequence ends, streams, tokens equal to those of transformers, refused calls, and names of models.
+
+``SMALL`` is a float32 Qwen3 model of two layers, 300 tokens and 512 positions, and ``CONFIGS`` are variations of it.
+``prose`` and ``prose.raises`` compare wording with the test's entries in ``tests/snapshots/prose.txt``.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +59,12 @@ class Letters:
 
 
 class Script:
-    """Engine that yields prescribed tokens and records whether it was closed."""
+    """Engine that yields prescribed tokens and records whether it was closed. Its context has 20 positions.
+
+    Args:
+        text: Tokens as letters: ``a`` is 1, and ``.`` is 0, the end.
+        then: Exception to raise behind the last token.
+    """
 
     def __init__(self, text: str, then: BaseException | None = None) -> None:
         self.config = replace(SMALL, max_position_embeddings=20)
@@ -79,6 +88,7 @@ class Script:
 
 
 def model_of(text: str, then: BaseException | None = None) -> Model:
+    """Return a model that generates a text, whatever the prompt; the arguments are those of :class:`Script`."""
     return Model(Script(text, then), Letters())  # pyrefly: ignore[bad-argument-type]
 
 
@@ -244,12 +254,13 @@ def test_greedy_tokens_match_transformers(name, tmp_path):
 def test_growing_the_cache_does_not_change_the_tokens():
     weights = random_weights(replace(SMALL, num_hidden_layers=1), seed=4)
     engine = TorchEngine(weights)
-    found = list(engine.run(Request((1, 2, 3), 300)))
+    found = list(engine.run(Request((1, 2, 3), 300)))  # more tokens than the 256 positions that a cache has at first
     from onelaunch.decode.model.forward import forward, logits_of
 
     with torch.no_grad():
         whole = logits_of(weights, forward(weights, torch.tensor([1, 2, 3, *found]), KVCache.empty(weights.config, 400)))
     best = whole.argmax(1).tolist()
+    # Where the two largest logits nearly agree, sums in another order may choose the other token.
     close = (whole.topk(2).values.diff(dim=1).abs() < 1e-4).flatten().tolist()
     assert [token for token, near in zip(found, close[2:], strict=False) if not near] == [
         token for token, near in zip(best[2:-1], close[2:], strict=False) if not near
@@ -297,6 +308,10 @@ def test_a_variant_may_provide_its_own_engine(monkeypatch, prose):
 
 
 def test_on_a_gpu_a_notice_says_why_a_faster_engine_is_not_used(monkeypatch, prose):
+    """A patched key makes the CPU count as a GPU, where ``eager`` is chosen.
+
+    A notice is given only if a variant with an engine comes before it in the order of preference.
+    """
     without = {name: variant for name, variant in decode_step.variants.items() if variant.capabilities.engine is None}
     monkeypatch.setattr(decode_step, "variants", without)
     faster = decode_step.variant("faster", engine=Script)(lambda call: None)

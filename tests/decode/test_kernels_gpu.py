@@ -1,4 +1,8 @@
-"""Tests of the decode kernels on a GPU: every variant against the float64 oracle, repeatability, and many tokens per launch."""
+"""Tests of the decode kernels on a GPU: every variant against the float64 oracle, repeatability, and many tokens per launch.
+
+A rung is an optimization level of the decode megakernel, and a variant of ``decode_step``.
+A session owns the buffers of a loaded kernel. A sequence is the decoding state of one request; its ``step(n)`` launches n tokens.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +22,7 @@ from onelaunch.workbench.verify import Judge
 
 pytestmark = pytest.mark.gpu
 
+# Sizes of models. Those of Qwen3 models have fewer layers and tokens than the original.
 MODELS = {
     "small": {"layers": 2, "hidden": 64, "intermediate": 96, "heads": 4, "kv_heads": 2, "head_dim": 32, "vocabulary": 300},
     "0.6B": {
@@ -34,7 +39,9 @@ MODELS = {
     "4B": {"layers": 2, "hidden": 2560, "intermediate": 9728, "heads": 32, "kv_heads": 8, "head_dim": 128, "vocabulary": 5000},
 }
 POSITIONS = (0, 1, 2, 63, 64, 65, 1000)
+"""Positions of the tested tokens: a KV split has 64 positions."""
 
+# Model of the tests that generate sequences.
 GENERATED = ModelConfig(2000, 256, 768, 4, 8, 4, 64, tie_word_embeddings=True, max_position_embeddings=2048)
 
 LADDER = {"eight_barriers": (8, 2), "redundant_norm": (6, 2), "head_local": (4, 2), "fused_phases": (4, 2)}
@@ -45,6 +52,7 @@ each_rung = pytest.mark.parametrize("rung", RUNGS)
 
 @pytest.fixture(autouse=True)
 def runs_here(request, device):
+    """Skip without a Hopper GPU, and on one require that the test's rung is supported."""
     if not is_hopper(device):
         pytest.skip("needs a Hopper GPU")
     rung = request.node.callspec.params["rung"] if hasattr(request.node, "callspec") else "streaming"
@@ -109,7 +117,7 @@ def test_barriers_per_token_of_each_variant(rung, device):
 
 
 def run_launches_back_to_back(sequence, count, each):
-    """Make ``count`` tokens, ``each`` per launch, and wait for none before all launches are queued."""
+    """Return ``count`` tokens of a sequence, ``each`` per launch, and wait for none before all launches are queued."""
     pending = []
     for _ in range(count // each):
         with sequence:
@@ -137,6 +145,7 @@ def test_tokens_of_one_launch_are_those_of_single_steps(rung, device):
         assert int(token) == expected
 
 
+# Sampling parameters, which the kernels apply on the device.
 CHOICES = {
     "temperature": Sampling(temperature=0.9, seed=1),
     "top_k": Sampling(temperature=1.5, top_k=20, seed=2),

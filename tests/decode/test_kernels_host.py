@@ -1,6 +1,9 @@
 """Tests of the decode kernels' own source, run on the CPU.
 
 They cover the shared-memory ring, synchronization, packed weights, products, attention and the choice of the next token.
+A rung is an optimization level of the decode megakernel, and a variant of ``decode_step``. The emulated machine delays
+CTAs, warps and bulk copies at random, by a seed.
+A plan has a kernel of its own: of a rung, a model, a number of CTAs and of KV splits.
 """
 
 from __future__ import annotations
@@ -13,11 +16,12 @@ from onelaunch.decode.model.forward import prefill
 from onelaunch.decode.plan.rungs import RUNGS, plan_for
 from onelaunch.decode.runtime.memory import ERROR, OUT_OF_RANGE, Constants, Memory
 from tests.decode.host_machine import HostKernel, needs_compiler, needs_watch, set_position
-from tests.decode.plans import DEEP, MODELS, SHARED, TINY, WIDE, packed, plan_with, text
+from tests.decode.plans import DEEP, MODELS, SHARED, TINY, WIDE, packed, plan_with, weights_and_caches
 from tests.decode.stamps import phase_times
 
 pytestmark = needs_compiler
 
+# Rung, model of ``tests/decode/plans.py`` and number of CTAs.
 CASES = [*((rung, "tied", 5) for rung in RUNGS), ("tagged_words", "odd sizes", 3), ("tagged_words", "untied, a key head", 9)]
 CASES += [("tagged_words", "whole chunks", 9), ("streaming", "whole chunks", 12)]
 CASES += [("fused_phases", "three layers", 2), ("tagged_words", "three layers", 5), ("streaming", "three layers", 2)]
@@ -26,6 +30,7 @@ CASES += [("streaming", "odd sizes", 8), ("streaming", "untied, a key head", 12)
 
 
 def kernel_and_memory(weights, plan, libraries, tuning=None):
+    """Return a plan's kernel for the CPU, and its buffers, for sequences of up to 512 positions."""
     kernel = HostKernel(plan, libraries, tuning)
     return kernel, Memory(plan, Constants.of(weights, packed(weights, plan), 512), 512, markers=kernel.tuning.stamps)
 
@@ -44,6 +49,7 @@ def assert_matches_oracle(weights, plan, libraries, given, positions):
         mine = cache.map(torch.clone).with_length(position)
         found = kernel(memory, mine, token=token, position=position, seed=seed)
         error = (found - want).norm() / want.norm()
+        # The largest ratio that was measured is 0.552.
         assert error <= 0.56 * (plain - want).norm() / want.norm(), (
             "activations have more bits than PyTorch's bfloat16, so that the error is smaller"
         )
@@ -59,21 +65,25 @@ def assert_matches_oracle(weights, plan, libraries, given, positions):
 
 @pytest.mark.parametrize(("rung", "model", "ctas"), CASES)
 def test_logits_keys_and_values_are_the_oracles(rung, model, ctas, libraries):
-    weights, *given = text(MODELS[model], 129)
+    weights, *given = weights_and_caches(MODELS[model], 129)
     # From long to short: words left by the longer context must not be taken for new ones.
     assert_matches_oracle(weights, plan_for(MODELS[model], rung, ctas), libraries, given, (129, 0))
 
 
 @pytest.mark.parametrize(("rung", "model"), [*(("tagged_words", model) for model in SHARED), ("graph", "five queries a key")])
 def test_ctas_that_share_queries_match_the_oracle(rung, model, libraries):
-    """Several CTAs divide one key head's queries. Keys come by two chunks a round: rows of one, both and a further round."""
+    """Several CTAs divide one key head's queries.
+
+    They read keys in rounds of two chunks. The positions need rows of one chunk, of both, and of a further round.
+    """
     plan = plan_with(MODELS[model], rung, *SHARED[model])
     assert plan.query_splits > 1
     positions = (129, 0, 32, 63) if model == "two queries a key" else (129, 0)
-    weights, *given = text(MODELS[model], 129)
+    weights, *given = weights_and_caches(MODELS[model], 129)
     assert_matches_oracle(weights, plan, libraries, given, positions)
 
 
+# Model, CTAs and KV splits with which neighbouring query splits are joined in long contexts.
 JOINED = {
     "wide queries": (WIDE, 8, 2),
     "two queries a key": (MODELS["two queries a key"], 16, 2),
@@ -84,22 +94,27 @@ JOINED = {
 
 @pytest.mark.parametrize("model", JOINED)
 def test_joined_attention_units_match_the_oracle(model, libraries):
-    """Joined units take each other's queries in long contexts. In shorter ones each takes its own, at some or all positions."""
+    """Joined units of attention take each other's queries and divide the positions, here from position 100 on.
+
+    In shorter contexts each takes its own queries: at some of the positions, or up to 64 positions at all of them.
+    """
     config, ctas, splits = JOINED[model]
     plan = plan_with(config, "streaming", ctas, splits, merge_from=100)
     assert plan.query_merge > 1
     assert plan.positions == 64
-    weights, *given = text(config, 129)
+    weights, *given = weights_and_caches(config, 129)
     assert_matches_oracle(weights, plan, libraries, given, (129, 1, 63, 64))
 
 
 def test_residual_additions_beyond_the_counter_match_the_oracle(libraries):
+    """A word of the residual stream counts its additions in 8 bits. With more, the counter carries into the sum."""
     plan = plan_for(DEEP, "streaming", 5)
     assert plan.additions(DEEP.num_hidden_layers - 1) > 256
-    weights, *given = text(DEEP, 70)
+    weights, *given = weights_and_caches(DEEP, 70)
     assert_matches_oracle(weights, plan, libraries, given, (70, 0))
 
 
+# Rung, model, number of CTAs, and positions of the kernels that the race detector watches.
 WATCHED = [
     ("tagged_words", MODELS["whole chunks"], 9, (40,)),
     ("tagged_words", MODELS["three layers"], 5, (70, 1)),
@@ -113,7 +128,7 @@ WATCHED = [
 @pytest.mark.parametrize(("rung", "model", "ctas", "positions"), WATCHED)
 def test_shared_memory_accesses_are_separated_by_barriers(rung, model, ctas, positions, libraries):
     plan = plan_for(model, rung, ctas)
-    weights, cache, *_ = text(model, max(positions))
+    weights, cache, *_ = weights_and_caches(model, max(positions))
     kernel = HostKernel(plan, libraries, Tuning(stages=12), watched=True)
     memory = Memory(plan, Constants.of(weights, packed(weights, plan), 512), 512)
     for seed, position in enumerate(positions, 1):
@@ -121,6 +136,8 @@ def test_shared_memory_accesses_are_separated_by_barriers(rung, model, ctas, pos
     assert kernel.races() == []
 
 
+# Each change removes one synchronization: the barrier behind a staged vector, the switch between the two buffers of sums, and the
+# synchronization of a warp before it releases a stage of the ring.
 @needs_watch
 @pytest.mark.parametrize(
     "change",
@@ -132,7 +149,7 @@ def test_shared_memory_accesses_are_separated_by_barriers(rung, model, ctas, pos
 )
 def test_race_detector_finds_a_missing_barrier(change, libraries):
     kernel = HostKernel(plan := plan_for(TINY, "tagged_words", 3), libraries, watched=True, change=change)
-    weights, cache, *_ = text(TINY, 5)
+    weights, cache, *_ = weights_and_caches(TINY, 5)
     kernel(Memory(plan, Constants.of(weights, packed(weights, plan), 512), 512), cache, token=torch.tensor([3]), position=5)
     races = kernel.races()
     assert races
@@ -141,7 +158,7 @@ def test_race_detector_finds_a_missing_barrier(change, libraries):
 
 @pytest.mark.parametrize("lost", [torch.inf, torch.nan, 1e30])
 def test_a_residual_sum_out_of_range_is_reported(lost, libraries):
-    weights, cache, _, _ = text(TINY, 3)
+    weights, cache, _, _ = weights_and_caches(TINY, 3)
     kernel, memory = kernel_and_memory(weights, plan_for(TINY, "streaming", 2), libraries)
     weights.embed_tokens[1, 5] = lost
     logits = kernel(memory, cache, token=torch.tensor([1]), position=3)
@@ -163,12 +180,13 @@ def test_a_residual_sum_out_of_range_is_reported(lost, libraries):
 )
 def test_kv_splits_of_a_long_context_are_combined(rung, model, ctas, libraries):
     """The splits are combined eight or three at a time; where fewer are left, in groups of two, three and one."""
-    weights, *given = text(MODELS[model], 470)
+    weights, *given = weights_and_caches(MODELS[model], 470)
     plan = plan_for(MODELS[model], rung, ctas)
     assert plan.splits == (8 if ctas == 9 else 4)
     assert_matches_oracle(weights, plan, libraries, given, (470, 64) if rung == "graph" else (470, 129, 64, 63))
 
 
+# Model, rung and number of CTAs.
 ROWS = [
     *(("tied", rung, 5) for rung in ("eight_barriers", "fused_phases", "tagged_words", "streaming", "graph")),
     ("whole chunks", "streaming", 9),
@@ -177,7 +195,7 @@ ROWS = [
 
 @pytest.mark.parametrize(("model", "rung", "ctas"), ROWS)
 def test_tokens_of_one_launch_are_those_of_many_in_any_timing(model, rung, ctas, libraries):
-    weights, cache, _, _ = text(MODELS[model], 62)
+    weights, cache, _, _ = weights_and_caches(MODELS[model], 62)
     plan = plan_for(MODELS[model], rung, ctas)
     assert plan.kv_through_ring == (model == "whole chunks")
     kernel, memory = kernel_and_memory(weights, plan, libraries)
@@ -195,7 +213,7 @@ def test_tokens_of_one_launch_are_those_of_many_in_any_timing(model, rung, ctas,
 
 @pytest.mark.parametrize("rung", RUNGS)
 def test_the_kernel_executes_the_barriers_of_its_plan(rung, libraries):
-    weights, cache, _, _ = text(TINY, 10)
+    weights, cache, _, _ = weights_and_caches(TINY, 10)
     plan = plan_for(TINY, rung, 5)
     kernel, memory = kernel_and_memory(weights, plan, libraries)
     for count in (1, 3):
@@ -207,7 +225,7 @@ def test_the_kernel_executes_the_barriers_of_its_plan(rung, libraries):
 
 @pytest.mark.parametrize("tuning", [Tuning(stages=1, flight=1), Tuning(stages=2, flight=2), Tuning(stages=5, flight=2)], ids=str)
 def test_ring_depth_does_not_change_results(tuning, libraries):
-    weights, cache, _, _ = text(TINY, 20)
+    weights, cache, _, _ = weights_and_caches(TINY, 20)
     plan = plan_for(TINY, "streaming", 3)
     found = []
     for each in (tuning, Tuning(stages=3, flight=1)):
@@ -217,7 +235,7 @@ def test_ring_depth_does_not_change_results(tuning, libraries):
 
 
 def test_a_wait_that_never_ends_is_abandoned_and_reported(libraries):
-    weights, cache, _, _ = text(TINY, 3)
+    weights, cache, _, _ = weights_and_caches(TINY, 3)
     kernel, memory = kernel_and_memory(weights, plan_for(TINY, "streaming", 2), libraries)
     whole = kernel.plan.ctas
     logits = torch.zeros(TINY.vocab_size)
@@ -231,7 +249,7 @@ def test_a_wait_that_never_ends_is_abandoned_and_reported(libraries):
 
 @pytest.mark.parametrize("rung", ["redundant_norm", "streaming"])
 def test_profile_markers_time_phases_and_do_not_change_results(rung, libraries, prose):
-    weights, cache, _, _ = text(TINY, 20)
+    weights, cache, _, _ = weights_and_caches(TINY, 20)
     plan, found = plan_for(TINY, rung, 4), []
     for stamps in (False, True):
         kernel, memory = kernel_and_memory(weights, plan, libraries, Tuning(stages=3, flight=2, stamps=stamps))

@@ -1,6 +1,8 @@
 """Tests of the token loops that studies time in PyTorch's variants.
 
-They check the number of tokens, the first position, and that the tokens equal those of the public loop.
+They check the number of tokens, the first position, and that the tokens equal those of the public loop. ``Running`` times
+tokens that stay on the device; ``Served`` times tokens that arrive on the host. ``prose`` compares wording with the test's
+entry in ``tests/snapshots/prose.txt``.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ EAGER = decode_step.get("eager")
 
 
 def arguments(config, prompt):
+    """Return the arguments of the step after a prompt, with random weights."""
     weights = random_weights(config, 4)
     logits, cache = prefill(weights, torch.tensor(prompt), KVCache.empty(config, len(prompt)))
     return {"token": logits.argmax(keepdim=True), "weights": weights, "cache": cache}
@@ -57,6 +60,7 @@ def test_the_context_length_bounds_a_run():
         Running(EAGER, {"token": torch.tensor([1]), "weights": random_weights(short), "cache": full.with_length(20)})
 
 
+# Seconds of a token, positions left in the context, and tokens of a run of some 50 ms: a multiple of 16 if the context has room.
 @pytest.mark.parametrize(
     ("seconds", "room", "count"),
     [(1e-9, 10**6, MAX_TOKENS), (1.0, 10**6, MIN_TOKENS), (1e-3, 10**6, 48), (1e-3, 20, 20), (0.0, 3, 3)],

@@ -1,4 +1,10 @@
-"""Tests of plans: sound plans are accepted and give the model's logits in any order; every missing dependency is detected."""
+"""Tests of plans: sound plans are accepted and give the model's logits in any order; every missing dependency is detected.
+
+A plan describes one token as data: phases, in each of which every CTA has an assignment, and the edge (synchronization) before
+each phase. A rung is an optimization level of the decode megakernel, and a variant of ``decode_step``. ``check`` proves that
+consecutive tokens of some plans have no races or deadlocks, and raises PlanError if not. ``Interpreter`` runs a plan in
+PyTorch, CTA by CTA in a random order. ``prose.raises`` compares the message with ``tests/snapshots/prose.txt``.
+"""
 
 from __future__ import annotations
 
@@ -31,15 +37,18 @@ from onelaunch.decode.plan.phases import ROUNDS, Slice, Wait, padded
 from onelaunch.decode.plan.rungs import RUNGS, plan_for, unsupported
 from onelaunch.errors import PlanError
 from tests.decode.interpret import Interpreter, digits
-from tests.decode.plans import MODELS, SHARED, TINY, packed, plan_with, text
+from tests.decode.plans import MODELS, SHARED, TINY, packed, plan_with, weights_and_caches
 
+# Qwen3-0.6B and Qwen3-4B.
 QWEN = ModelConfig(151_936, 1024, 3072, 28, 16, 8, 128, tie_word_embeddings=True)
 LARGER = ModelConfig(151_936, 2560, 9728, 36, 32, 8, 128)
+# Rung and name of each phase, in plans of one launch.
 WAITING = [
     (rung, phase.name) for rung, facts in RUNGS.items() if not facts.separate for phase in plan_for(TINY, rung, 5).phases()
 ]
 
 each_rung = pytest.mark.parametrize("rung", RUNGS)
+# Rungs that prefetch weights across phases, and synchronize by flag-in-data words.
 STREAMS = [rung for rung, facts in RUNGS.items() if facts.streams]
 in_streams = pytest.mark.parametrize("rung", STREAMS)
 
@@ -56,6 +65,7 @@ def tokens_of(config, rung, ctas):
 @each_rung
 def test_plans_for_an_h200_are_sound(rung):
     plan = plan_for(QWEN, rung, 132)
+    # 168 registers for each of nine warps, and 132 SMs. The vocabulary has 18992 tiles of 8 tokens.
     check(*tokens_of(QWEN, rung, 132), resources=Resources(THREADS, 168, layout_of(plan, Tuning()).bytes, 132))
     assert (
         max(sum(assignment.units for assignment in phase.assignments) for phase in plan.phases() if phase.op == "lm_head")
@@ -85,6 +95,7 @@ def test_every_model_and_number_of_ctas_has_sound_plans(ctas, hidden, inner, hea
 
 @pytest.mark.parametrize(("rung", "name"), sorted(set(WAITING)))
 def test_no_edge_can_be_left_out(rung, name, prose):
+    """The check refuses a plan without the edge before one phase."""
     plan = plan_for(TINY, rung, 5)
     bare = without_edge(plan, name)
     with prose.raises(PlanError, match="CTA", mask={r"\d+": "<number>"}):
@@ -126,7 +137,7 @@ def test_accumulators_receive_as_many_additions_as_readers_wait_for(prose):
         cta = next(cta for cta, assignment in enumerate(phase.assignments) if assignment.adds)
         for adds in ((), phase.assignments[cta].adds * 2):
             with prose.raises(PlanError):
-                check(changed_share(plan, phase, cta, replace(phase.assignments[cta], adds=adds)))
+                check(with_assignment(plan, phase, cta, replace(phase.assignments[cta], adds=adds)))
 
 
 def test_accumulators_are_cleared_for_the_next_token(prose):
@@ -134,7 +145,7 @@ def test_accumulators_are_cleared_for_the_next_token(prose):
     assignment = plan.closing.assignments[0]
     kept = replace(assignment, writes=tuple(slice_ for slice_ in assignment.writes if slice_.buffer != "mid"))
     with prose.raises(PlanError):
-        check(changed_share(plan, plan.closing, 0, kept))
+        check(with_assignment(plan, plan.closing, 0, kept))
 
 
 def test_every_word_that_is_read_must_be_waited_for(prose):
@@ -142,7 +153,7 @@ def test_every_word_that_is_read_must_be_waited_for(prose):
     phase = plan.phase("down")
     polls = tuple(slice_ for slice_ in phase.assignments[1].polls if slice_.buffer != "mid")
     with prose.raises(PlanError, match="CTA"):
-        check(changed_share(plan, phase, 1, replace(phase.assignments[1], polls=polls)))
+        check(with_assignment(plan, phase, 1, replace(phase.assignments[1], polls=polls)))
 
 
 @in_streams
@@ -154,7 +165,7 @@ def test_a_read_in_a_middle_layer_is_checked(rung, prose):
     qkv, hidden = plan.layer[0], (Slice("hidden", 0, TINY.hidden_size),)
     check(plan)
     with prose.raises(PlanError, match="CTA"):
-        check(changed_share(plan, qkv, ctas - 1, replace(qkv.assignments[-1], reads=hidden, polls=hidden)))
+        check(with_assignment(plan, qkv, ctas - 1, replace(qkv.assignments[-1], reads=hidden, polls=hidden)))
 
 
 @settings(max_examples=30, deadline=None)
@@ -167,14 +178,14 @@ def test_no_writer_can_go_without_being_waited_for(data, rung):
     )
     cta = data.draw(st.sampled_from([cta for cta, assignment in enumerate(phase.assignments) if assignment.polls]))
     polls = phase.assignments[cta].polls
-    wrote = {other: writer_pieces(plan, other) for other in range(plan.ctas) if other != cta}
+    wrote = {other: written_slices(plan, other) for other in range(plan.ctas) if other != cta}
     waited = [other for other, slices in wrote.items() if any(overlap(a, b) for a in polls for b in slices)]
     assume(waited)
     left = polls
     for slice_ in wrote[data.draw(st.sampled_from(waited))]:
         left = tuple(part for each in left for part in without(each, slice_))
     with pytest.raises(PlanError):
-        check(changed_share(plan, phase, cta, replace(phase.assignments[cta], polls=left)))
+        check(with_assignment(plan, phase, cta, replace(phase.assignments[cta], polls=left)))
 
 
 @settings(max_examples=25, deadline=None)
@@ -201,10 +212,10 @@ def test_no_semaphore_arrival_or_wait_can_be_left_out(data, rung, change):
     else:
         assignment = replace(assignment, arrives=assignment.arrives[1:])
     with pytest.raises(PlanError):
-        check(changed_share(plan, phase, cta, assignment))
+        check(with_assignment(plan, phase, cta, assignment))
 
 
-def changed_share(plan, phase, cta, assignment):
+def with_assignment(plan, phase, cta, assignment):
     """Return the plan with the work assignment of one CTA in one phase replaced."""
     assignments = (*phase.assignments[:cta], assignment, *phase.assignments[cta + 1 :])
 
@@ -216,7 +227,7 @@ def changed_share(plan, phase, cta, assignment):
     )
 
 
-def writer_pieces(plan, cta):
+def written_slices(plan, cta):
     """Return the slices of buffers that a CTA writes in any phase."""
     return [slice_ for phase in plan.phases() for slice_ in phase.assignments[cta].writes]
 
@@ -272,7 +283,7 @@ def test_barriers_per_token_of_each_variant():
 @pytest.mark.parametrize("model", MODELS)
 def test_every_weight_is_in_the_stream_once(rung, model):
     config = MODELS[model]
-    weights, _, _, _ = text(config, 1)
+    weights, _, _, _ = weights_and_caches(config, 1)
     plan = plan_for(config, rung, 7)
     stream = pack(weights, plan)
     layers = weights.layers
@@ -292,7 +303,7 @@ def test_every_weight_is_in_the_stream_once(rung, model):
 
 
 def test_a_stream_is_the_same_however_many_tiles_are_packed_at_once(monkeypatch):
-    weights, _, _, _ = text(MODELS["odd sizes"], 1)
+    weights, _, _, _ = weights_and_caches(MODELS["odd sizes"], 1)
     plan = plan_for(weights.config, "streaming", 7)
     stream, slices, of = pack(weights, plan), [], packing.in_tiles
     monkeypatch.setattr(packing, "BATCH_BYTES", 3 * 8 * 2 * 512)  # bytes of three padded tiles of the hidden size
@@ -302,7 +313,7 @@ def test_a_stream_is_the_same_however_many_tiles_are_packed_at_once(monkeypatch)
 
 
 def counts(values):
-    """Return how many of the values have each of the bit patterns of 16 bits."""
+    """Return how many of the 16-bit values have each bit pattern. Equal counts mean the same values in any order."""
     return torch.bincount(values.flatten().view(torch.int16).int() + 2**15, minlength=2**16)
 
 
@@ -346,7 +357,7 @@ def test_in_any_order_ctas_that_share_queries_give_the_models_logits(model):
 
 def assert_in_any_order(config, plan):
     """Compare two tokens by the interpreter, in two random orders, with those by the model."""
-    weights, _, exact, cache = text(config, 70)
+    weights, _, exact, cache = weights_and_caches(config, 70)
     check(plan)
     stream = packed(weights, plan, double=True)
     expected, reference = [], cache.map(torch.clone)
@@ -362,6 +373,7 @@ def assert_in_any_order(config, plan):
         torch.testing.assert_close(mine.keys[:, :, 71], reference.keys[:, :, 71])
 
 
+# Sampling parameters.
 DRAWN = {
     "temperature": Sampling(temperature=0.8, seed=1),
     "top_k": Sampling(temperature=2.0, top_k=7, seed=2),
@@ -371,10 +383,10 @@ DRAWN = {
 
 def drawn_tokens(plan, sampling, count, seed):
     """Return the tokens and the last logits, by a plan, or without one by PyTorch's sampler on the model's own logits."""
-    _, _, exact, cache = text(TINY, 70)
+    _, _, exact, cache = weights_and_caches(TINY, 70)
     sampler, tokens = Sampler(sampling, torch.tensor([1, 7, 7]), TINY.vocab_size), [7]
     if plan is not None:
-        stream = packed(text(TINY, 70)[0], plan, double=True)
+        stream = packed(weights_and_caches(TINY, 70)[0], plan, double=True)
         found = Interpreter(plan, exact, stream, cache, seed, sampler)
         logits = found.run(7, count)
         return [found.tokens[70 + at] for at in range(count + 1)], logits
@@ -398,6 +410,7 @@ def test_in_any_order_drawn_tokens_are_the_samplers(rung, name):
 
 @pytest.mark.parametrize("name", ["tally 0", "tally 1", "tally 4", "draw", "next"])
 def test_without_an_edge_some_order_draws_other_tokens(name):
+    """The check refuses such a plan with reason: in one of five random orders, tokens are wrong or CTAs disagree."""
     plan = plan_for(TINY, "streaming", 5, rounds=ROUNDS)
     bare = without_edge(plan, name)
     with pytest.raises(PlanError):
@@ -433,7 +446,7 @@ def test_histograms_are_cleared_by_one_cta_before_new_additions(change, prose):
     plan = plan_for(TINY, "streaming", 3, rounds=4)
     closing = plan.tail[-1]
     with prose.raises(PlanError):
-        check(changed_share(plan, closing, 0, change(closing.assignments[0])))
+        check(with_assignment(plan, closing, 0, change(closing.assignments[0])))
 
 
 def test_histograms_are_not_cleared_while_others_read_them(prose):
@@ -442,13 +455,13 @@ def test_histograms_are_not_cleared_while_others_read_them(prose):
     draw = plan.phase("draw")
     early = replace(draw.assignments[0], writes=(*draw.assignments[0].writes, Slice("tallies", 0, 2)))
     with prose.raises(PlanError, match="CTA"):
-        check(changed_share(plan, draw, 0, early))
+        check(with_assignment(plan, draw, 0, early))
 
 
 @in_streams
 @pytest.mark.parametrize("name", ["qkv", "attention", "o", "gate_up", "down", "next"])
 def test_without_an_edge_some_order_gives_other_numbers(rung, name):
-    weights, _, exact, cache = text(TINY, 70)
+    weights, _, exact, cache = weights_and_caches(TINY, 70)
     plan = without_edge(plan_for(TINY, rung, 5), name)
     stream = packed(weights, plan, double=True)
     expected, _ = prefill(exact, torch.tensor([7]), cache.map(torch.clone))

@@ -1,4 +1,12 @@
-"""Tests of the runtime apart from sessions: caches per model, proofs of plans, memory, CUDA graphs, writes to weights."""
+"""Tests of the runtime apart from sessions: caches per model, proofs of plans, memory, CUDA graphs, writes to weights.
+
+The fixture ``played`` lets PyTorch emulate the launches of the variant ``streaming``, and ``weights`` are those of its small
+model ``MODEL``. ``alone`` returns the tokens of a request by the eager PyTorch engine, as the reference. ``GREEDY`` holds a
+request with a prompt of 3 tokens and one of 40; ``SAMPLED`` is greedy too, unless a test gives it sampling parameters. A rung
+is an optimization level of the decode megakernel, and a variant of ``decode_step``. The proof of its plan is recorded in the
+cache folder; ``proofs._check`` also caches it in the process. ``prose`` and ``prose.raises`` compare wording with the test's
+entries in ``tests/snapshots/prose.txt``.
+"""
 
 from __future__ import annotations
 
@@ -65,6 +73,7 @@ def test_trainable_weights_decode_without_an_autograd_graph(variant, weights, pl
 
 
 def wrong(weights, name, change):
+    """Return weights in which one tensor is changed by a function."""
     tensors = weights.tensors()
     return from_tensors(weights.config, tensors | {name: change(tensors[name])})
 
@@ -107,6 +116,7 @@ def test_out_of_memory_while_packing_weights_or_reading_a_prompt(weights, played
         patched.setattr(kernels_file, "pack", exhausted)
         with prose.raises(DeviceMemoryError):
             list(KernelEngine(weights, "streaming").run(SAMPLED))
+    # Without a place, the prefill runs out of memory.
     for place, what in ((KVCache, "a cache of 40 positions"), (None, "the activations of a prompt of 40 tokens")):
         with monkeypatch.context() as patched:
             patched.setattr(*((KVCache, "empty") if place else ("onelaunch.decode.runtime.engines.prefill",)), exhausted)
@@ -120,7 +130,10 @@ def test_out_of_memory_while_packing_weights_or_reading_a_prompt(weights, played
 
 @pytest.mark.parametrize("captures", ["rung", "captured"])
 def test_graphs_are_captured_on_the_weights_device_while_other_threads_work(captures, weights, played, monkeypatch):
-    """Emulate PyTorch's CUDA calls. A second GPU has streams of its own."""
+    """Emulate PyTorch's CUDA calls. A second GPU has streams of its own.
+
+    A session of a rung captures a step, and so does the variant ``captured``, which is PyTorch's step as a CUDA graph.
+    """
     seen = []
 
     @contextmanager
@@ -170,10 +183,12 @@ def test_a_graph_cache_keeps_the_most_recently_used(capacity):
 
 
 def query_of(config, device="cuda:0"):
+    """Return the dispatch key of a step at position 100, of a model in bfloat16 without biases, as the kernels need."""
     return key_of(replace(config, dtype=torch.bfloat16, attention_bias=False), 100, device)
 
 
 def test_only_the_requested_variant_is_proved_and_once_per_set_of_files(weights, played, monkeypatch, tmp_path):
+    """The files are the sources on which a proof depends. Models that differ in RoPE and context only share a proof."""
     checked = []
     monkeypatch.setenv("ONELAUNCH_CACHE", str(tmp_path))
     proofs._check.cache_clear()
@@ -204,6 +219,7 @@ def proofs_with(changes, monkeypatch, tmp_path):
     return len(proved)
 
 
+# Some modules on which a proof depends.
 PROVED_BY = ("plan.check", "plan.builder", "plan.rungs", "plan.phases", "codegen.layout", "model.config", "runtime.proofs")
 
 

@@ -1,4 +1,9 @@
-"""Tests of sampling: against plain definitions and ``transformers``, and draws against their probabilities."""
+"""Tests of sampling: against plain definitions and ``transformers``, and draws against their probabilities.
+
+``warp`` divides logits by the temperature, subtracts the largest, and excludes tokens (-inf) by top-k, top-p and min-p. The token
+with the largest sum of warped logit and Gumbel noise is drawn; the noise is a hash of seed, position and token. ``Sampler``
+does both for one sequence: ``sampler(logits, position)`` returns the token ``[1]`` at that position.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +16,7 @@ import torch
 from onelaunch.decode.model.sampling import WORD, Sampler, Sampling, gumbel, keys, penalise, recommended, warp
 from onelaunch.errors import ArgumentError
 
+# Sampling parameters. "more_than_there_are" has a top_k above the number of tokens.
 CHOICES = {
     "temperature": Sampling(temperature=0.7),
     "top_k": Sampling(temperature=1.0, top_k=5),
@@ -23,11 +29,12 @@ CHOICES = {
 
 
 def drawn_logits(seed: int, count: int = 100) -> torch.Tensor:
+    """Return ``count`` random logits with a standard deviation of 3."""
     return 3 * torch.randn(count, generator=torch.Generator().manual_seed(seed))
 
 
 def plainly_warped(logits: list[float], sampling: Sampling) -> list[float]:
-    """Apply the definition, one token after another. Excluded tokens get ``-inf``."""
+    """Apply the definition of sampling parameters, one token after another. Excluded tokens get ``-inf``."""
     logits = [value / sampling.temperature for value in logits]
     if sampling.top_k:
         least = sorted(logits, reverse=True)[: sampling.top_k][-1]

@@ -16,12 +16,13 @@ from onelaunch.decode.model.sampling import Sampler, Sampling
 from onelaunch.decode.plan.rungs import RUNGS, plan_for
 from onelaunch.decode.runtime.memory import ERROR, Constants, Memory
 from tests.decode.host_machine import HostKernel, needs_compiler, set_position
-from tests.decode.plans import MODELS, TINY, packed, text
+from tests.decode.plans import MODELS, TINY, packed, weights_and_caches
 
 pytestmark = needs_compiler
 
 MODEL = replace(TINY, num_hidden_layers=1)
 POSITION, FIRST = 20, 9
+"""Position of the first token of a launch, and that token."""
 CHOICES = {
     "temperature": Sampling(temperature=0.7, seed=1),
     "another seed": Sampling(temperature=0.7, seed=2**62 + 5),
@@ -42,6 +43,7 @@ CHOICES = {
 
 
 def kernel_and_memory(weights, plan, libraries):
+    """Return a plan's kernel for the CPU, and its buffers, for sequences of up to 512 positions."""
     return HostKernel(plan, libraries), Memory(plan, Constants.of(weights, packed(weights, plan), 512), 512)
 
 
@@ -51,7 +53,7 @@ def sampler_of(sampling, config):
 
 
 def step_by_step(kernel, memory, cache, sampling, count):
-    """Return the tokens that PyTorch draws from the logits of single steps, and the last logits."""
+    """Return the tokens that PyTorch draws from the logits of the kernel's single steps, the last logits, and the sampler."""
     sampler, cache, tokens = sampler_of(sampling, kernel.plan.config), cache.map(torch.clone), [FIRST]
     for position in range(POSITION, POSITION + count):
         logits = kernel(memory, cache.with_length(position), token=torch.tensor(tokens[-1:]), position=position, seed=position)
@@ -60,7 +62,7 @@ def step_by_step(kernel, memory, cache, sampling, count):
 
 
 def at_once(kernel, memory, cache, sampling, count, seed=0):
-    """Return the tokens that one launch draws, and its last logits."""
+    """Return the tokens that one launch draws, its last logits, and the sampler. ``seed`` is that of the machine's delays."""
     sampler = sampler_of(sampling, kernel.plan.config)
     set_position(memory, POSITION, FIRST)
     logits = kernel(memory, cache.map(torch.clone), count, seed=seed, sampler=sampler)
@@ -71,7 +73,7 @@ def at_once(kernel, memory, cache, sampling, count, seed=0):
 
 @pytest.mark.parametrize("name", CHOICES)
 def test_tokens_of_one_launch_are_the_samplers(name, libraries):
-    weights, cache, _, _ = text(MODEL, POSITION)
+    weights, cache, _, _ = weights_and_caches(MODEL, POSITION)
     kernel, memory = kernel_and_memory(weights, plan_for(MODEL, "streaming", 4), libraries)
     expected, logits, sampler = step_by_step(kernel, memory, cache, CHOICES[name], 6)
     found, last, mine = at_once(kernel, memory, cache, CHOICES[name], 6)
@@ -87,7 +89,7 @@ def test_all_variants_draw_the_same_tokens_in_any_timing(rung, libraries):
 
     Drawn and greedy tokens alternate, because state left by one sequence must not disturb the next.
     """
-    weights, cache, _, _ = text(MODEL, POSITION)
+    weights, cache, _, _ = weights_and_caches(MODEL, POSITION)
     kernel, memory = kernel_and_memory(weights, plan_for(MODEL, rung, 4), libraries)
     expected, _, _ = step_by_step(kernel, memory, cache, CHOICES["all"], 4)
     likeliest, _, _ = step_by_step(kernel, memory, cache, Sampling(), 2)
@@ -105,12 +107,13 @@ def test_all_variants_draw_the_same_tokens_in_any_timing(rung, libraries):
 @pytest.mark.parametrize(("model", "ctas"), [("odd sizes", 3), ("untied, a key head", 9), ("tied", 1), ("few tokens", 20)])
 def test_other_models_and_ctas_without_tokens_draw_the_samplers_tokens(model, ctas, libraries):
     config = MODELS[model] if model in MODELS else replace(MODELS["tied"], vocab_size=100)
-    weights, cache, _, _ = text(config, POSITION)
+    weights, cache, _, _ = weights_and_caches(config, POSITION)
     kernel, memory = kernel_and_memory(weights, plan_for(config, "streaming", ctas), libraries)
     expected, _, _ = step_by_step(kernel, memory, cache, CHOICES["all"], 3)
     assert at_once(kernel, memory, cache, CHOICES["all"], 3)[0] == expected
 
 
+# Sampling parameters for logits of which many are equal, named by the tokens that are kept.
 TIES = {
     "the first of two": Sampling(temperature=0.01, top_p=0.3, seed=7),
     "all": Sampling(temperature=0.5, seed=1),
@@ -125,7 +128,7 @@ TIES = {
 @pytest.mark.parametrize("name", TIES)
 def test_of_equal_logits_top_k_keeps_all_and_top_p_the_first(name, libraries):
     """Twelve tokens, or two, have equal logits and lie in all CTAs. Top-p ends in the middle of a group, far from its ends."""
-    weights, cache, _, _ = text(MODEL, POSITION)
+    weights, cache, _, _ = weights_and_caches(MODEL, POSITION)
     table, different = weights.embed_tokens, 150 if name == "the first of two" else 25
     table.copy_(table[torch.arange(len(table)) % different])
     kernel, memory = kernel_and_memory(weights, plan_for(MODEL, "streaming", 4), libraries)
@@ -135,12 +138,13 @@ def test_of_equal_logits_top_k_keeps_all_and_top_p_the_first(name, libraries):
 
 
 def test_a_draw_that_waits_forever_is_abandoned_and_the_next_succeeds(libraries):
-    weights, cache, _, _ = text(MODEL, POSITION)
+    weights, cache, _, _ = weights_and_caches(MODEL, POSITION)
     kernel, memory = kernel_and_memory(weights, plan_for(MODEL, "streaming", 2), libraries)
     expected = at_once(kernel, memory, cache, CHOICES["all"], 2)
     set_position(memory, POSITION, FIRST)
     logits = torch.zeros(MODEL.vocab_size)
     sampler = sampler_of(CHOICES["all"], MODEL)
+    # One CTA is missing, so the others wait in vain.
     kernel.launch(memory, cache.map(torch.clone), logits, None, (2, -1, 0, 0, kernel.plan.ctas - 1), 0, sampler)
     assert int(memory.state[ERROR]) == 1
     memory.reset()

@@ -1,4 +1,12 @@
-"""Tests of sessions whose launches PyTorch emulates: prompts, sequences that take turns, timed loops, and errors."""
+"""Tests of sessions whose launches PyTorch emulates: prompts, sequences that take turns, timed loops, and errors.
+
+A session owns the buffers of a loaded kernel, which requests share in turns. The fixture ``played`` lets PyTorch emulate the
+launches of the variant ``streaming``, and ``weights`` are those of its small model ``MODEL``. ``alone`` returns the tokens of a
+request by the eager PyTorch engine, as the reference. ``GREEDY`` holds a request with a prompt of 3 tokens and one of 40;
+``SAMPLED`` is greedy too, unless a test gives it sampling parameters. ``CHOICES`` are sampling parameters. ``Pending`` is a
+deferred copy to the host; its ``wait`` raises the error of a launch. A kernel stalls if one of its waits times out. ``prose`` and
+``prose.raises`` compare wording with the test's entries in ``tests/snapshots/prose.txt``.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +68,7 @@ def test_the_kernel_reads_prompts_up_to_its_limit(make, weights, played, monkeyp
         before = played.launches
         assert list(make(weights, "streaming").run(request)) == alone(weights, request)
         assert played.launches - before == launches
-    assert len(prefilled) == 1 + 2, "one by the kernel's engine, and two by the PyTorch engine"
+    assert len(prefilled) == 1 + 2, "one by the tested engine, for the longer prompt, and two by the reference"
 
 
 @pytest.mark.parametrize("make", [TorchEngine, KernelEngine])
@@ -128,6 +136,7 @@ def test_the_plan_of_the_first_sampled_sequence_is_proved(weights, played, monke
         sampler = Sampler(sampling, torch.tensor([1]), MODEL.vocab_size)
         with session.sequence(KVCache.empty(MODEL, 4), torch.tensor([1]), sampler) as sequence:
             sequence.step(2)
+    # The tail of such a plan has the LM head, the radix-select passes, the draw and the next token.
     assert checked == [[3 + rounds for rounds in proofs.SAMPLED]]
     proofs._check_sampling.cache_clear()
 
@@ -289,11 +298,13 @@ def test_a_turn_excludes_other_threads(watched):
 # Barriers and loops that studies measure
 
 
+# Value of the 32-bit counter before the step, to which each CTA adds one per barrier.
 @pytest.mark.parametrize("before", [0, 2**31 - 20, -7])
 def test_barriers_are_counted_across_a_wraparound_of_the_counter(before, step, weights, played, monkeypatch):
     session, run = session_for(weights, "streaming"), Launch.__call__
 
     def bumping(self, grid, *arguments):
+        """Launch as before, and count nine barriers of each CTA."""
         counters = arguments[13]
         assert counters is session.memory.counters
         counters[0] = (int(counters[0]) + 9 * grid[0] + 2**31) % 2**32 - 2**31
@@ -309,6 +320,7 @@ def test_barriers_are_counted_across_a_wraparound_of_the_counter(before, step, w
 
 @pytest.fixture
 def step(weights):
+    """Return the arguments of a step at position 3."""
     cache = prefill(weights, torch.tensor([1, 2, 3]), KVCache.empty(MODEL))[1]
     return {"token": torch.tensor([5]), "weights": weights, "cache": cache}
 
@@ -323,7 +335,7 @@ def test_consecutive_tokens_are_those_of_single_steps(loop, step, weights, playe
 
     def other(self, cache, count, *sampler):
         found = launch(self, cache, count, *sampler)
-        self.memory.tokens[8] += 1
+        self.memory.tokens[8] += 1  # another token than the launch has made at position 8
         return found
 
     monkeypatch.setattr(Session, "launch", other)

@@ -1,4 +1,7 @@
-"""Tests of streaming text: characters and stop strings that span several tokens, prompts, and chat templates."""
+"""Tests of streaming text: characters and stop strings that span several tokens, prompts, and chat templates.
+
+``prose`` and ``prose.raises`` compare wording with the test's entries in ``tests/snapshots/prose.txt``.
+"""
 
 from __future__ import annotations
 
@@ -33,6 +36,7 @@ def codec(tmp_path_factory) -> TextCodec:
 
 
 def pieces(codec: TextCodec, tokens) -> list[str]:
+    """Return the text that each token completes, and the rest at the end."""
     detokenizer = Detokenizer(codec)
     return [detokenizer.push(token) for token in tokens] + [detokenizer.finish()]
 
@@ -57,6 +61,7 @@ def test_special_tokens_have_no_text(codec):
 
 
 def held(stops, *texts) -> tuple[list[str], str | None]:
+    """Push texts through stop strings. Return what each push and the end let through, and the stop string that was found."""
     strings = StopStrings(stops)
     return [strings.push(text) for text in texts] + [strings.finish()], strings.found
 
@@ -157,11 +162,12 @@ def test_a_failing_chat_template_is_reported(file, content, message, talking, pr
 
 
 MESSAGES = [{"role": "user", "content": "hi"}]
+# Several chat templates by name, as a tokenizer's configuration may hold them.
 NAMED = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "{{ messages[0].content }}!"}]
 
 
 def describe(folder: Path, template: object) -> TextCodec:
-    """Write a chat template into a folder's ``tokenizer_config.json`` and return the folder."""
+    """Write a chat template into a folder's ``tokenizer_config.json`` and return the folder's tokenizer."""
     (folder / "chat_template.jinja").unlink(missing_ok=True)
     described = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": template}
     (folder / "tokenizer_config.json").write_text(json.dumps(described))
@@ -243,7 +249,7 @@ def test_a_folder_without_a_tokenizer(tmp_path, prose):
 
 
 def test_a_tokenizer_of_another_model_is_named(codec, prose):
-    """The fault lies with the tokenizer, not with the prompt, which holds no token ids."""
+    """A token that the model does not have is the tokenizer's fault, not that of the prompt, which holds no token ids."""
     config = replace(SMALL, vocab_size=200)
     with prose.raises(CheckpointError, match="220") as caught:
         tokens_of("a \u00ff", replace(config, eos_token_ids=()), lambda what: codec)

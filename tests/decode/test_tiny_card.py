@@ -34,10 +34,12 @@ def table(heading: str) -> dict[str, str]:
 
 
 def read(name: str) -> dict[str, Any]:
+    """Return the content of a JSON file of the model's folder."""
     return json.loads((FOLDER / name).read_text(encoding="utf-8"))
 
 
 def digest(name: str) -> str:
+    """Return the hexadecimal SHA-256 digest of a file of the model's folder."""
     return hashlib.sha256((FOLDER / name).read_bytes()).hexdigest()
 
 
@@ -127,7 +129,7 @@ def test_the_licenses_of_weights_and_training_text_are_stated():
         assert words in notice
     numbers = re.findall(r"\d+(?:,\d{3})*", notice.split("-----")[0].split("Summary of the changes")[1])
     assert table("The model")["parameters"] in numbers
-    assert "517" in numbers
+    assert "517" in numbers  # files of the training text
     assert "517 files" in CARD
 
 

@@ -1,4 +1,9 @@
-"""Tests of checkpoints: every tensor is read once and checked; errors name what is missing or damaged."""
+"""Tests of checkpoints: every tensor is read once and checked; errors name what is missing or damaged.
+
+``write`` writes weights and configuration as a Hugging Face folder. ``SMALL`` is a float32 Qwen3 model of two layers, 300
+tokens and 512 positions, and ``CONFIGS`` are variations of it.
+``prose`` and ``prose.raises`` compare wording with the test's entries in ``tests/snapshots/prose.txt``.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +21,7 @@ from onelaunch.errors import ArgumentError, CheckpointError, OneLaunchError
 from tests.decode.models import CONFIGS, SMALL, as_dict, write
 
 DOWN = "model.layers.1.mlp.down_proj.weight"
+"""Name in a checkpoint of the tensor that tests remove or damage."""
 
 
 @pytest.mark.parametrize("shards", [1, 3])
@@ -121,6 +127,7 @@ def test_unknown_tensors_are_refused(tmp_path, prose):
     with prose.raises(CheckpointError, match="21"):
         load_weights(tmp_path, SMALL)
     tensors = load_file(write(tmp_path, random_weights(SMALL)) / "model.safetensors")
+    # Tensors that are ignored: a copy of the tied LM head, RoPE frequencies, and the head of another task.
     ones = torch.ones(2)
     free = {
         "lm_head.weight": tensors["model.embed_tokens.weight"].clone(),
@@ -161,7 +168,7 @@ def test_missing_tensors_and_wrong_shapes_are_named(tmp_path, prose):
     ],
 )  # fmt: skip
 def test_an_index_may_only_name_files_of_its_own_folder(tmp_path, name, prose):
-    """The file that the entry leads to exists, so that only the entry's name can be the reason."""
+    """Files exist wherever such a path could lead, in this folder or next to it, so that only the entry can be the reason."""
     folder = write(tmp_path / "sub", random_weights(SMALL), shards=2)
     for there in (tmp_path, folder / "sub"):
         there.mkdir(exist_ok=True)

@@ -9,6 +9,7 @@ from onelaunch.kernels.tma import addressable
 
 MATRIX = torch.arange(8 * 64, dtype=torch.float16).reshape(8, 64)
 
+# TMA needs rows that are contiguous and apart, at addresses and distances that are multiples of 16 bytes.
 AS_THEY_LIE = {
     "whole": MATRIX,
     "some_rows": MATRIX[2:5],

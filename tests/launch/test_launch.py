@@ -1,4 +1,8 @@
-"""Tests that calls launch the kernels that CI compiles and ``inspect`` shows, for every variant of every operation."""
+"""Tests that calls launch the kernels that CI compiles and ``inspect`` shows, for every variant of every operation.
+
+Kernels are found by recording: an example call of a variant runs on fake tensors of a pretended GPU, and its launches are listed
+instead of executed (:func:`record`). :func:`observe` lists launches that are also executed.
+"""
 
 from __future__ import annotations
 
@@ -31,11 +35,12 @@ def our_own():
 
 
 def with_examples():
+    """Return the variants that list example calls, from which their kernels are recorded."""
     return [variant for operation in our_own() for variant in operation.variants.values() if variant.listed_examples()]
 
 
 def own_variants():
-    """Return the variants whose number of launches is known: those with kernels of our own."""
+    """Return the variants with kernels of our own: they declare their launches, and need no package of another library."""
     return [
         variant
         for operation in our_own()
@@ -46,6 +51,7 @@ def own_variants():
 
 @pytest.mark.parametrize("variant", own_variants(), ids=repr)
 def test_every_variant_with_own_kernels_lists_them(variant):
+    # A variant that names no architectures has kernels for all that are checked.
     made_for = variant.capabilities.architectures or CHECKED
     for architecture in CHECKED:
         assert bool(variant.builds(architecture)) == (architecture in made_for)
@@ -55,8 +61,8 @@ def test_every_variant_with_own_kernels_lists_them(variant):
 @pytest.mark.parametrize("variant", with_examples(), ids=repr)
 def test_a_recorded_call_launches_no_more_kernels_than_its_variant_declares(variant):
     architecture = (variant.capabilities.architectures or ("sm_90a",))[0]
-    forward = [example for example in variant.listed_examples() if architecture in (example.architectures or (architecture,))]
-    for example in forward:
+    examples = [example for example in variant.listed_examples() if architecture in (example.architectures or (architecture,))]
+    for example in examples:
         launches = recorded_launches(variant, example, architecture)
         assert launches
         if example.direction == "forward":  # the declared launches include PyTorch's own products

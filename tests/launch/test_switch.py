@@ -1,4 +1,4 @@
-"""Tests of environment variables that switch Triton's compiler while several threads launch."""
+"""Tests of ``Switch``, which sets an environment variable of Triton's compiler while any thread is inside its ``with`` block."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@
 #include <ucontext.h>
 #ifdef WATCHED
 #include "races.cuh"
-#define IF_WATCHED(...) __VA_ARGS__
+#define IF_WATCHED(...) __VA_ARGS__  // code of the race detector only
 #else
 #define IF_WATCHED(...)
 #endif
@@ -25,8 +25,9 @@ constexpr int LANES = 32;
 struct Barrier {
   int arrived = 0;
   u32 generation = 0;
-  IF_WATCHED(std::vector<int> threads;)
+  IF_WATCHED(std::vector<int> threads;)  // those that have arrived
 };
+// State of a warp, with the values of all lanes in the current collective: of a shuffle, and the operands and results of an mma.
 struct Warp {
   bool delayed = false;
   Barrier barrier;
@@ -37,24 +38,25 @@ struct Warp {
 struct Block {
   std::vector<char> shared;
   std::vector<Warp> warps;
-  Barrier all, workers;
+  Barrier all, workers;  // of all threads, and of the consumer warps: the kernels' only named barrier
   bool delayed = false;
   IF_WATCHED(std::unique_ptr<races::Detector> watch;)
 };
 struct Fiber : Thread {
   bool done = false, begun = false;
   const Barrier* barrier = nullptr;  // the one at which it waits
-  u32 generation;
+  u32 generation;  // of that barrier, when it began to wait
   Block* block;
-  jmp_buf at;
+  jmp_buf at;  // where it continues
 };
+// A bulk copy that has been issued and has not landed.
 struct Copy {
   void* to;
   const void* from;
   u32 bytes;
   u64* bar;
   Block* block;
-  IF_WATCHED(races::Clock knowing;)
+  IF_WATCHED(races::Clock knowing;)  // of the thread that issued it
 };
 const Thread* current = nullptr;
 long long clock;
@@ -67,6 +69,7 @@ static Fiber& fiber() { return *(Fiber*)current; }
 static Warp& warp() { return fiber().block->warps[current->thread / LANES]; }
 IF_WATCHED(static races::Detector& watch() { return *fiber().block->watch; })
 
+// Leave the running fiber for the scheduler. It continues here when it is resumed.
 void yield() {
   if (!_setjmp(fiber().at)) _longjmp(scheduler, 1);
 }
@@ -101,10 +104,12 @@ static void arrive(u64* bar, int bytes) {
   IF_WATCHED(watch().arrive(bar, watch().clocks[current->thread]); watch().next(current->thread);)
   complete_if_done(b, *fiber().block);
 }
+// Return a block's shared memory, aligned to 1024 bytes.
 static char* aligned(Block& block) {
   char* at = block.shared.data();
   return at + (1024 - (uintptr_t)at % 1024) % 1024;
 }
+// The function that a fiber's stack begins with.
 static void trampoline() {
   body();
   fiber().done = true;
@@ -123,6 +128,7 @@ static char* stack_of(size_t fiber) {
   }
   return pieces[fiber / AT_ONCE] + fiber % AT_ONCE * BETWEEN_STACKS;
 }
+// Run a fiber until it waits or ends. `number` is its index among all fibers of the launch.
 static void resume(Fiber& f, size_t number) {
   current = &f;
   if (_setjmp(scheduler)) return;
@@ -134,6 +140,7 @@ static void resume(Fiber& f, size_t number) {
   makecontext(&context, trampoline, 0);
   setcontext(&context);
 }
+// Let each bulk copy land with a probability of a quarter, in any order.
 static void land_copies() {
   std::uniform_int_distribution<int> percent(0, 99);
   for (size_t i = 0; i < copies.size();) {
@@ -169,6 +176,7 @@ bool launch(const Launch& options, void (*what)()) {
   size_t left = fibers.size();
   std::uniform_int_distribution<int> percent(0, 99);
   for (long long sweep = 0; left && sweep < options.most_sweeps; ++sweep, ++clock) {
+    // Delays are drawn anew after some sweeps, so that one block or warp gets far ahead of another.
     if (sweep % 64 == 0)
       for (Block& block : blocks) block.delayed = percent(rng) < 40;
     if (sweep % 8 == 0)
@@ -200,7 +208,7 @@ u64 exchange(u64 v, int mask) {
   return w.out[lane ^ mask];
 }
 
-// mma.m16n8k16 with the fragment layout of the PTX manual.
+// mma.m16n8k16 in bfloat16, d += A B, with the fragment layout of the PTX manual.
 void multiply(float (&d)[4], const u32 (&operands)[6]) {
   Warp& w = warp();
   const int lane = current->thread % LANES;
@@ -227,6 +235,7 @@ void multiply(float (&d)[4], const u32 (&operands)[6]) {
 void mbarrier_init(u64* bar, u32 count) { *(host::Mbarrier*)bar = {0, count, count, 0}; }
 void mbarrier_arrive_expect_tx(u64* bar, u32 bytes) { host::arrive(bar, bytes); }
 void mbarrier_arrive(u64* bar) { host::arrive(bar, 0); }
+// Return whether the phase with this parity is complete: then the current one has the other parity.
 bool mbarrier_try_wait(u64* bar, u32 phase) {
   if (((host::Mbarrier*)bar)->phase == phase) return false;
   IF_WATCHED(host::watch().pass(bar, host::current->thread);)
@@ -242,6 +251,7 @@ void cp_async_bulk(void* to, const void* from, u32 bytes, u64* bar, u64) {
 }
 void syncwarp() { host::synchronize(host::warp().barrier, host::LANES); }
 void syncthreads() { host::synchronize(host::fiber().block->all, (int)host::fiber().block->warps.size() * host::LANES); }
+// Of named barriers there is only one, so the number is not needed.
 void bar_sync(int id, int threads) { host::synchronize(host::fiber().block->workers, threads); }
 
 #ifdef WATCHED

@@ -23,23 +23,25 @@ struct Thread {
   int cta, thread;
 };
 extern const Thread* current;
-extern long long clock;
+extern long long clock;  // sweeps of the scheduler since the launch began
 
-void yield();
-u64 exchange(u64 v, int mask);
-void multiply(float (&d)[4], const u32 (&operands)[6]);
-// A launch. The race detector looks at the first `unwatched` bytes of shared memory; behind them are that many mbarriers.
+void yield();                        // let other fibers run
+u64 exchange(u64 v, int mask);       // return the value of the lane whose number is this lane's ^ mask
+void multiply(float (&d)[4], const u32 (&operands)[6]);  // mma.m16n8k16 of a warp: four registers of A, then two of B
+// A launch: its grid; bytes of shared memory, of which the race detector checks those before offset `unwatched`; the number of mbarriers
+// at that offset; the seed of all delays; and the sweeps after which the launch counts as hanging.
 struct Launch {
   int ctas, threads, shared_bytes, unwatched, barriers;
   u32 seed;
   long long most_sweeps;
 };
-bool launch(const Launch& of, void (*body)());
+bool launch(const Launch& of, void (*body)());  // body() is the kernel, with its arguments in variables of the library
 }  // namespace host
 
 DEVICE char* shared_memory() { return host::current->shared; }
 DEVICE int cta_index() { return host::current->cta; }
 DEVICE int thread_index() { return host::current->thread; }
+// A sweep counts as 65,536 clock cycles and 32,768 ns.
 DEVICE long long clock64() { return host::clock << 16; }
 DEVICE u64 globaltimer() { return host::clock << 15; }
 DEVICE void spin_pause() { host::yield(); }

@@ -5,11 +5,13 @@
 
 namespace races {
 static std::vector<Race> found;
+// Record a race, once for each pair of code addresses.
 static void record(const Access& first, void* second, const char* kind) {
   for (const Race& race : found)
     if (race.first == first.code && race.second == second) return;
   found.push_back({first.code, second, kind});
 }
+// Raise a clock to another one where that is later.
 static void join(Clock& who, const Clock& what) {
   if (who.size() < what.size()) who.resize(what.size(), 0);
   for (size_t i = 0; i < what.size(); ++i)
@@ -20,6 +22,7 @@ Detector::Detector(char* base, int watched, int barriers, int threads)
     : base(base), watched(watched), clocks(threads, Clock(threads, 0)), cells(watched / GRAIN), barriers(barriers) {
   for (int thread = 0; thread < threads; ++thread) clocks[thread][thread] = 1;
 }
+// The mbarriers lie behind the watched bytes, 8 bytes each.
 BarrierClocks& Detector::of(const void* barrier) { return barriers[((const char*)barrier - base - watched) / 8]; }
 void Detector::next(int thread) { ++clocks[thread][thread]; }
 void Detector::synchronize(const std::vector<int>& threads) {

@@ -1,4 +1,7 @@
 // Entry point of a shared library that runs the decode kernel of one plan on the emulated GPU (machine.cuh).
+//
+// build() of host_machine.py puts this file, the kernel's source and headers, and this folder's machine.cuh in place of the GPU's into one
+// folder, and compiles it there.
 #define ON_HOST
 #include "step.cu"
 
@@ -21,8 +24,9 @@ static void body() {
   }
 }
 
-// Launch the kernel with arguments in the order of `decode` in step.cu; return whether all blocks came to their end. The race detector leaves out
-// what lies behind FULL_AT: mbarriers and words that threads poll.
+// Launch the kernel with the pointers p in the order of `decode` in step.cu; return whether all blocks came to their end. `layer` and
+// `phase` are read by a plan with a launch per phase. The race detector leaves out what lies behind FULL_AT: mbarriers and words that
+// threads poll.
 EXPORTED int run(void** p, int capacity, int count, int position, int layer, int phase, int ctas, int shared_bytes, unsigned seed,
                  long long sweeps) {
   arguments = {(const char*)p[0], (const long long*)p[1], (const int*)p[2], (const int*)p[3],
