@@ -131,7 +131,7 @@ GLA_SHORT: dict[str, dict[str, Any]] = {
         "dtype": "float32", "B": 1, "T": 80, "H": 1, "K": 16, "V": 16, "value_gate": True, "lengths": (70, 0, 10), **STATES,
     },
 }  # fmt: skip
-"""Cases of ``gla`` that are small enough for Triton's interpreter. A chunk has 64 steps."""
+"""Cases of ``gla`` that are small enough for Triton's interpreter. A chunk of its kernels has 64 steps."""
 
 GLA_LONG: dict[str, dict[str, Any]] = {
     "thousand_steps": {"dtype": "float32", "B": 1, "T": 1000, "H": 2, "K": 24, "V": 40, "decay": "mixed", **STATES},
