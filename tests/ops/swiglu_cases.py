@@ -1,8 +1,8 @@
 """Cases of ``swiglu`` shared by its tests.
 
-A case is written as arguments of ``SWIGLU.case``: dtype of the result and of plain operands; sizes (M rows of x with K channels, N columns of the
-result); and options. ``format`` is that of the operands, by default plain tensors ("dense"); "nvfp4_weights" has plain x. ``codes``
-"full" draws from all codes and scales of NVFP4 but NaN.
+A case is written as arguments of ``SWIGLU.case``: dtype of the result and of plain operands; sizes (M rows of x with K
+channels, N columns of the result); and options. ``format`` is that of the operands, by default plain tensors ("dense");
+"nvfp4_weights" has plain x. ``codes`` "full" draws from all codes and scales of NVFP4 but NaN.
 """
 
 from __future__ import annotations

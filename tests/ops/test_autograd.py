@@ -1,8 +1,8 @@
 """Tests of ``Operator``, which wraps a function and its gradients as one operator for eager and compiled code.
 
-The operators of this file stand for those of kernels. ``run`` computes, ``fake`` gives the shapes, ``save`` and ``gradients`` are the
-two parts of an autograd function, and only the first ``outputs`` of the results are differentiable. ``CALLS`` shows which
-functions ran.
+The operators of this file stand for those of kernels. ``run`` computes, ``fake`` gives the shapes, ``save`` and ``gradients``
+are the two parts of an autograd function, and only the first ``outputs`` of the results are differentiable. ``CALLS`` shows
+which functions ran.
 """
 
 from __future__ import annotations

@@ -203,7 +203,7 @@ def test_a_weight_without_a_global_scale_is_read_back_from_a_file(tmp_path, pros
     save_nvfp4(tmp_path / "w.safetensors", {"a": weight, "b": weight})
     assert same(load_nvfp4(tmp_path / "w.safetensors", "a"), weight)
     assert same(load_nvfp4(tmp_path / "w.safetensors", "b"), weight)
-    with prose.raises(CheckpointError, foreign=True):  # masks the part of the message that safetensors wrote
+    with prose.raises(CheckpointError, foreign=True):  # masks the library's part of the message
         save_nvfp4(tmp_path / "no" / "w.safetensors", {"a": weight})
 
 

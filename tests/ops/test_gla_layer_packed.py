@@ -219,7 +219,7 @@ def test_it_is_refused_without_a_backward_pass_or_a_kernel(prose):
 def test_packed_states_is_used_only_by_name(monkeypatch, prose):
     """Emulate a GPU on which the kernels in ``able`` run.
 
-    ``packed_states`` is refused unless the recurrence is "hopper", which can save states. Measured times alone make it the choice.
+    ``packed_states`` is refused unless the recurrence is "hopper", which can save states. It is not preferred.
     """
     able = {"projections": "wide_activated", "gla": "fused", "output_chain": "norm_gate"}
     monkeypatch.setattr(autograd, "own_kernel", lambda query, names: next((n for n in names if n == able[query.operation]), None))

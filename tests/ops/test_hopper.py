@@ -1,4 +1,8 @@
-"""Tests of the Hopper kernels: every corner of their tiles, CUDA graphs, streams, and calls that are refused or replaced."""
+"""Tests of the Hopper kernels of ``linear_rnn``: tile edges, CUDA graphs, streams, and calls that they do not take.
+
+The variant "fused_hopper" always runs the persistent kernel. "fused_chunked" runs another Hopper kernel, or a portable one for
+calls that it does not take.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +43,7 @@ SHORT: dict[str, dict[str, Any]] = {
     "more_columns_than_stages": {"dtype": "float16", "B": 2, "T": 500, "D": 1000, "V": 72, "decay": "strong", **STATES},
     "more_columns_and_wide_tiles": {"dtype": "bfloat16", "B": 12, "T": 1024, "D": 520, "V": 128, **STATES},
 }  # fmt: skip
-"""Additional cases for the kernel of ``fused_chunked``."""
+"""Additional cases for the Hopper kernel of ``fused_chunked``."""
 
 RUNS = [("fused_hopper", name, CASES[name]) for name in CASES] + [
     ("fused_chunked", name, case) for name, case in {**CASES, **SHORT}.items()
@@ -50,7 +54,7 @@ both = pytest.mark.parametrize("variant", ["fused_hopper", "fused_chunked"])
 
 @pytest.fixture
 def calls(monkeypatch):
-    """Count the calls of this file's kernels."""
+    """Return a list to which every call of a Hopper kernel adds its name, "chunked" or "persistent"."""
     found: list[str] = []
     if HOPPER:
         from onelaunch.ops.linear_rnn import launch_hopper
@@ -172,6 +176,7 @@ def test_unsupported_calls_are_refused(sizes, reason, device):
 @on_hopper
 @pytest.mark.parametrize("sizes", [{"dtype": "float32"}, {"D": 60}, {"V": 84}, {"B": 1, "lengths": (0, 300, 200)}])
 def test_auto_runs_unsupported_calls_on_the_portable_kernel(sizes, device, calls):
+    """``fused_chunked``, which ``auto`` tries first, takes calls that no Hopper kernel takes, and launches none."""
     arguments = made(LINEAR_RNN, device, **sizes)
     assert_near(results(LINEAR_RNN, arguments, "fused_chunked"), results(LINEAR_RNN, arguments, "semi_fused"), 5e-3)
     assert not calls
@@ -187,6 +192,7 @@ def test_auto_runs_unsupported_calls_on_the_portable_kernel(sizes, device, calls
     ],
 )
 def test_few_ctas_get_narrow_tiles(sizes, tile):
+    """``tile`` has the channels and warps of a CTA, and the tiles in a group of the look-back, on a GPU of 132 SMs."""
     pytest.importorskip("triton")
     from onelaunch.ops.linear_rnn.launch_hopper import chunked_tiles
 

@@ -1,4 +1,4 @@
-"""Tests of PyTorch features: compilation, autocast, any strides, and the rules of autograd. Kernels run in the interpreter."""
+"""Tests of the scans and ``gla`` with PyTorch's features (torch.compile, autocast, strides, autograd), and of ``auto``."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ KERNELS = [
     pytest.param(operation, variant, id=f"{operation.name}-{variant}", marks=pytest.mark.interpret)
     for operation in OPERATIONS
     for variant in triton_variants(operation)
-    if variant != "three_launch_cublas"  # left out, because they consist of the same parts as others and the interpreter is slow
+    if variant != "three_launch_cublas"  # left out: its parts are those of others, and the interpreter is slow
 ]
 each_variant = pytest.mark.parametrize(("operation", "variant"), EVERYWHERE + KERNELS)
 each_kernel = pytest.mark.parametrize(("operation", "variant"), KERNELS)
@@ -66,12 +66,12 @@ def with_strides(value, make):
 
 
 def in_graphs():
-    """Parametrize compilation: packed except for the step loop, unpacked only where no operator hides the code."""
+    """Parametrize compilation. Kernels, which an operator hides from the compiler, are compiled with packed sequences alone."""
     for each in EVERYWHERE + KERNELS:
         operation, variant = each.values
         for packed in (False, True):
-            read = packed and variant == stepwise_baseline(operation)
-            # "auto" is tested in test_compiled_code_supports_other_lengths
+            read = packed and variant == stepwise_baseline(operation)  # reads offsets, which breaks the graph
+            # unpacked, "auto" is tested in test_compiled_code_supports_other_lengths
             seen = not packed and (each in KERNELS or variant == "auto")
             if not read and not seen:
                 yield pytest.param(*each.values, packed, id=f"{each.id}-{packed}", marks=each.marks)
@@ -163,7 +163,7 @@ UTILITIES = ("test_schema", "test_autograd_registration", "test_faketensor", "te
 # Autocast
 
 
-LOWERED = ("x", "weight", "gate", "q", "k", "v")
+LOWERED = ("x", "weight", "gate", "q", "k", "v")  # arguments that autocast casts to its dtype
 
 
 @pytest.mark.parametrize("variant", ["auto", "stepwise_baseline"])
@@ -215,6 +215,7 @@ def test_autocast_casts_a_16_bit_log_decay_to_float32(operation):
 @each_operation
 def test_autocast_does_not_hide_a_wrong_argument(operation, prose):
     arguments, first = small(operation), first_of(operation)
+    # the message is compared with tests/snapshots/prose.txt
     with torch.autocast("cpu", torch.bfloat16), prose.raises(TypeError, match=first):
         operation(**(arguments | {first: arguments[first].long()}))
 
