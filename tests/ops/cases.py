@@ -314,6 +314,8 @@ def assert_captured_step_follows_its_inputs(
 ) -> None:
     """Require that a training step in a CUDA graph, replayed with new inputs, gives the results of an eager step.
 
+    An eager step on a side stream precedes the capture, as PyTorch requires.
+
     Args:
         operation: Operation to compute.
         variant: Name of the variant.

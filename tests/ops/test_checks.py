@@ -181,7 +181,7 @@ def test_an_invalid_log_decay_value(operation, value, refused):
 
 
 def test_values_on_a_gpu_are_read_only_on_demand(monkeypatch):
-    """Reading values would synchronize with the device at every call. A tensor that cannot be read stands for one on a GPU."""
+    """Reading values would synchronize with the device at every call. A tensor that claims to be on a GPU stands for one."""
 
     class Elsewhere(torch.Tensor):
         device = torch.device("cuda")

@@ -68,7 +68,7 @@ def test_every_code_times_every_scale_is_exact(dtype):
     expected = tensor.scales.double() * signed
     assert torch.equal(tensor.decode(dtype).double(), expected)
     assert expected.unique().numel() == 475
-    assert expected[expected > 0].min() == 2**-10
+    assert expected[expected > 0].min() == 2**-10  # the code 0.5 times the smallest scale
 
 
 def test_representable_nvfp4_values_round_trip_exactly():
@@ -316,7 +316,7 @@ def test_a_function_can_be_mapped_over_an_operands_tensors():
     copy = tensor.map(torch.clone)
     assert copy.swizzled
     assert copy.codes.data_ptr() != tensor.codes.data_ptr()
-    assert copy.nbytes == 8 * 16 + 128 * 4 + 4
+    assert copy.nbytes == 8 * 16 + 128 * 4 + 4  # codes, scales of a whole atom, global scale
     up = tensor.map(lambda value: value.double() if value.is_floating_point() else value)
     assert torch.allclose(up.dequantize(torch.float64), tensor.dequantize(torch.float64))
     assert torch.equal(dequantize_nvfp4(tensor), tensor.dequantize())

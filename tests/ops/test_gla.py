@@ -183,7 +183,7 @@ def test_unknown_choices_of_inputs_are_refused(prose):
     with prose.raises(ArgumentError, match="'stong'"):
         arguments_of(GLA, decay="stong")
     with prose.raises(ArgumentError):
-        arguments_of(GLA, B=1, lengths=(3, 5))
+        arguments_of(GLA, B=1, lengths=(3, 5))  # 8 steps, but T is 9
 
 
 # Comparison with the oracle
@@ -212,6 +212,7 @@ def test_the_compiled_variant_refuses_loops_that_would_compile_for_minutes():
     variant = GLA.get("compiled")
     for length, reason in ((longest, None), (longest + 1, f"takes at most {longest} steps")):
         why = variant.why_not(GLA.query(GLA.case("float32", B=1, T=length, H=1, K=16, V=16), "cpu"))
+        # a machine without a C++ compiler gives that as the reason for the shorter length
         assert (why or "").startswith(reason or "needs a C++ compiler" if why else "")
 
 

@@ -3,7 +3,7 @@
 The expected results are the oracle's, or those of the PyTorch variant "recurrent", a loop over time.
 
 To examine one call by hand: ``assert_correct(GLA, GLA.case("bfloat16", B=1, T=300, H=2, K=128, V=64, decay="strong"),
-"fused")``.
+"fused", "cuda:0")``.
 
 ``prose.raises`` is ``pytest.raises`` that also compares the message with the entry of this test in tests/snapshots/prose.txt.
 """

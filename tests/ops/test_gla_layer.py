@@ -14,9 +14,8 @@ from tests.ops.cases import assert_compiled_correct, assert_correct, assert_near
 from tests.ops.gla_layer_cases import CASES, GLA_LAYER, TENSORS, case_of, made
 from tests.trivial import trivial_answers
 
-PORTABLE = [
-    name for name in pytorch_variants(GLA_LAYER) if not name.startswith("packed")
-]  # variants that are tested in test_gla_layer_packed.py
+PORTABLE = [name for name in pytorch_variants(GLA_LAYER) if not name.startswith("packed")]
+"""Variants that make calls of other operations. Those that are one autograd function are tested in test_gla_layer_packed.py."""
 each_variant = pytest.mark.parametrize("variant", PORTABLE)
 
 

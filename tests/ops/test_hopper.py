@@ -20,6 +20,7 @@ HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 
 on_hopper = pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
 gpu = pytest.mark.gpu
 
+# Cases for both variants. A tile of the persistent kernel has 256 steps and 128 channels.
 CASES: dict[str, dict[str, Any]] = {
     "one_tile": {"dtype": "float16", "B": 1, "T": 256, "D": 64, "V": 128},
     "shorter_than_a_tile": {"dtype": "float16", "B": 2, "T": 70, "D": 8, "V": 8, **STATES},
@@ -36,7 +37,7 @@ CASES: dict[str, dict[str, Any]] = {
 SHORT: dict[str, dict[str, Any]] = {
     "one_step": {"dtype": "float16", "B": 3, "T": 1, "D": 64, "V": 64, **STATES},
     "one_step_less_than_a_tile": {"dtype": "bfloat16", "B": 2, "T": 63, "D": 256, "V": 64, **STATES},
-    "the_write_ups_layer": {"dtype": "float16", "B": 4, "T": 2048, "D": 256, "V": 64},
+    "the_write_ups_layer": {"dtype": "float16", "B": 4, "T": 2048, "D": 256, "V": 64},  # experiment 040
     "a_few_channels": {"dtype": "float16", "B": 2, "T": 200, "D": 24, "V": 8, "decay": "mixed", **STATES},
     "a_slice_that_is_not_full": {"dtype": "bfloat16", "B": 40, "T": 300, "D": 64, "V": 104, **STATES},
     "groups_of_tiles": {"dtype": "float16", "B": 2, "T": 7000, "D": 64, "V": 64, "decay": "weak", **STATES},

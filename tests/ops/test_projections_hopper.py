@@ -148,6 +148,10 @@ def test_a_wave_for_the_decay_alone_costs_as_much_as_its_tiles():
     ],
 )  # fmt: skip
 def test_a_launch_has_ctas_for_every_sm_or_every_tile(rows, multicast, ctas):
+    """100 rows make one tile of rows and 33 of columns.
+
+    A cluster's two CTAs share rows of x between tiles of columns (a), or rows of the weight between tiles of rows (b).
+    """
     config = config_for(chain_058(), 256, torch.bfloat16, multicast)
     assert launch_hopper.ctas_of(chain_058(), config, rows, 132) == ctas
 
