@@ -138,7 +138,7 @@ def test_parallel_segments_match_the_loop(decay, decay_per, value_gate, lengths,
 
 
 def test_the_default_scale_is_that_of_attention():
-    """It is 1 / sqrt(K): 0.2 for 25 channels."""
+    """The default is 1 / sqrt(K): 0.2 for 25 channels."""
     arguments = arguments_of(GLA, T=5, K=25)
     assert_near(*({"o": gla(**(arguments | {"scale": scale}))[0]} for scale in (None, 0.2)), 0)
     assert_near(*({"o": GLA.reference(**(arguments | {"scale": scale}))[0]} for scale in (None, 0.2)), 0)

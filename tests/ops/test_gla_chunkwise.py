@@ -47,7 +47,7 @@ def test_the_backward_pass_saves_only_the_inputs():
 
 
 def test_one_tensor_may_be_passed_as_two_arguments():
-    """Its first and second derivatives equal those of the loop over time ("recurrent")."""
+    """First and second derivatives of the shared tensor equal those of the loop over time ("recurrent")."""
     arguments = arguments_of(GLA, T=70, K=16, V=16)
     shared, g = arguments["q"].requires_grad_(), arguments["g"]
     found = {}

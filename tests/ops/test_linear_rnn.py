@@ -63,7 +63,7 @@ def test_the_compiled_variant_is_correct(given):
 
 @pytest.mark.parametrize("name", ["one_step_one_channel", "exactly_a_tile", "bfloat16"])
 def test_the_matrix_product_alone_is_correct(name):
-    """It is a control: a part of the operation that studies time in addition."""
+    """The product is a control: a part of the operation that studies time in addition."""
     case = case_of(LINEAR_RNN, name)
     assert_ok(judge_control(LINEAR_RNN, case, "gemm_alone", directions=BOTH), LINEAR_RNN, case, "gemm_alone")
 

@@ -50,7 +50,7 @@ def test_trivial_outputs_do_not_pass(name):
 
 @pytest.mark.parametrize("name", ["gated", "bfloat16"])
 def test_the_product_alone_is_correct(name):
-    """It is a control: a part of the operation that studies time in addition."""
+    """The product is a control: a part of the operation that studies time in addition."""
     assert judge_control(OUTPUT_CHAIN, case_of(name), "gemm_alone").ok
 
 

@@ -55,7 +55,7 @@ def test_trivial_outputs_do_not_pass(name):
 
 @pytest.mark.parametrize("name", ["normalized", "bfloat16_gla"])
 def test_the_wide_product_alone_is_correct(name):
-    """It is a control: a part of the operation that studies time in addition."""
+    """The product is a control: a part of the operation that studies time in addition."""
     assert judge_control(PROJECTIONS, case_of(name), "wide_gemm_alone").ok
 
 

@@ -192,7 +192,7 @@ def test_a_packed_call_equals_calls_of_its_segments(kinds):
 
 @pytest.mark.interpret
 def test_the_backward_pass_saves_what_inverts_the_activations():
-    """It saves 1 / norm of each head of q, and the input of the gate's SiLU. Other activations are inverted from results."""
+    """The forward pass keeps 1 / norm of q's heads and the input of the gate's SiLU. Other activations are inverted from results."""
     from onelaunch.ops.projections import launch
 
     layout, z = layout_of(EVERY), torch.randn(5, 70)

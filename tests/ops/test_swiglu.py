@@ -71,7 +71,7 @@ def test_trivial_outputs_do_not_pass(name):
 
 @pytest.mark.parametrize("more", [{}, {"format": "fp8"}, {"format": "fp8", "row_scales": True}])
 def test_the_wide_product_alone_is_correct(more):
-    """It is a control: a part of the operation that studies time in addition, for weights in one stacked matrix."""
+    """The product is a control: a part of the operation that studies time in addition, for weights in one stacked matrix."""
     case = SWIGLU.case("bfloat16", M=20, N=48, K=64, stacked=True, **more)
     assert judge_control(SWIGLU, case, "wide_gemm_alone").ok
 
