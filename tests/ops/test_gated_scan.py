@@ -2,6 +2,9 @@
 
 Step t has the state ``exp(log_decay_t) * state_(t-1) + v_t`` and the result ``y_t = state_t * silu(gate_t)``.
 
+``assert_near`` bounds the norm of each error, relative to that of the expected values; ``results`` returns a variant's results
+and gradients by name.
+
 ``prose.raises`` is ``pytest.raises`` that also compares the message with the entry of this test in tests/snapshots/prose.txt.
 """
 

@@ -1,4 +1,8 @@
-"""Tests of ``gla`` in plain PyTorch (variant "chunked"): chunks of steps, saved tensors, and no reads from the device."""
+"""Tests of ``gla`` in plain PyTorch (variant "chunked"): chunks of steps, saved tensors, and no reads from the device.
+
+``assert_near`` bounds the norm of each error, relative to that of the expected values; ``results`` returns a variant's results
+and gradients by name.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
 """Tests of the arguments that ``gla`` refuses and its messages, of empty inputs, of dtypes, and of functions with fla's names.
 
+``assert_near`` bounds the norm of each error, relative to that of the expected values; ``results`` returns a variant's results
+and gradients by name.
+
 ``prose.raises`` is ``pytest.raises`` that also compares the message with the entry of this test in tests/snapshots/prose.txt.
 """
 

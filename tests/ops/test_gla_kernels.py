@@ -5,6 +5,9 @@ The expected results are the oracle's, or those of the PyTorch variant "recurren
 To examine one call by hand: ``assert_correct(GLA, GLA.case("bfloat16", B=1, T=300, H=2, K=128, V=64, decay="strong"),
 "fused", "cuda:0")``.
 
+``assert_near`` bounds the norm of each error, relative to that of the expected values; ``results`` returns a variant's results
+and gradients by name.
+
 ``prose.raises`` is ``pytest.raises`` that also compares the message with the entry of this test in tests/snapshots/prose.txt.
 """
 
@@ -101,6 +104,7 @@ def test_kernels_take_several_blocks_of_keys_and_values(keys, values, dtype):
 @pytest.mark.interpret
 @each_kernel
 def test_kernels_pass_the_whole_gate(variant):
+    """Apply the whole verification gate (``assert_correct``), not one call as in the other tests of kernels."""
     assert_correct(GLA, GLA.case("float16", **SMALL, **STATES), variant)
 
 

@@ -1,4 +1,8 @@
-"""Tests of ``gla_layer``: variants against the oracle and a loop written out, tolerances, and use with PyTorch's features."""
+"""Tests of ``gla_layer``: variants against the oracle and a loop written out, tolerances, and use with PyTorch's features.
+
+``assert_near`` bounds the norm of each error, relative to that of the expected values; ``results`` returns a variant's results
+and gradients by name.
+"""
 
 from __future__ import annotations
 

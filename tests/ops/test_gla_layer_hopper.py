@@ -3,6 +3,8 @@
 They cover results, gradients, which kernels write into columns of one matrix, and memory use. "packed_states" saves the states
 that enter chunks for the backward pass. :func:`by_parts` runs the same kernels as separate operations, and :func:`gradients_of`
 takes the gradients of a loss that weighs every element differently.
+
+``assert_near`` bounds the norm of each error, relative to that of the expected values.
 """
 
 from __future__ import annotations

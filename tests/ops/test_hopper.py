@@ -1,7 +1,10 @@
 """Tests of the Hopper kernels of ``linear_rnn``: tile edges, CUDA graphs, streams, and calls that they do not take.
 
 The variant "fused_hopper" always runs the persistent kernel. "fused_chunked" runs another Hopper kernel, or a portable one for
-calls that it does not take.
+calls that it does not take. ``made`` returns random arguments on the GPU, and ``tensors`` those that are tensors.
+
+``assert_near`` bounds the norm of each error, relative to that of the expected values; ``results`` returns a variant's results
+and gradients by name.
 """
 
 from __future__ import annotations

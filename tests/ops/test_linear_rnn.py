@@ -1,5 +1,7 @@
 """Tests of ``linear_rnn``: every variant against the oracle, and properties that follow from its contract.
 
+``assert_near`` bounds the norm of each error, relative to that of the expected values.
+
 ``prose.raises`` is ``pytest.raises`` that also compares the message with the entry of this test in tests/snapshots/prose.txt.
 """
 
@@ -83,6 +85,7 @@ def test_several_launches_are_correct(variant, name):
 @pytest.mark.interpret
 @pytest.mark.parametrize("variant", triton_variants(LINEAR_RNN))
 def test_kernels_pass_the_whole_gate(variant):
+    """Apply the whole verification gate (``assert_correct``), not one call as in the other tests of kernels."""
     case = LINEAR_RNN.case("float16", B=1, T=30, D=24, V=16, initial_state=True, final_state=True)
     assert_correct(LINEAR_RNN, case, variant)
 

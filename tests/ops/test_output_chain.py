@@ -2,6 +2,9 @@
 
 Every head of a token is normalized and multiplied by silu(gate); then all heads together are multiplied by ``w_out``.
 
+``assert_near`` bounds the norm of each error, relative to that of the expected values; ``results`` returns a variant's results
+and gradients by name.
+
 ``prose.raises`` is ``pytest.raises`` that also compares the message with the entry of this test in tests/snapshots/prose.txt.
 """
 

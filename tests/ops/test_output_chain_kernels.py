@@ -1,5 +1,8 @@
 """Tests of the Triton kernels of ``output_chain``: results, gradients, saved tensors, layouts, and calls that they refuse.
 
+``assert_near`` bounds the norm of each error, relative to that of the expected values; ``results`` returns a variant's results
+and gradients by name.
+
 ``prose(text)`` compares a text with the entry of this test in tests/snapshots/prose.txt.
 """
 
@@ -64,6 +67,7 @@ def test_bfloat16(gate):
 @each_own
 @pytest.mark.parametrize("gate", ["silu", "activated"])
 def test_kernels_pass_the_whole_gate(variant, gate):
+    """Apply the whole verification gate (``judge``), not one call as in the other tests of kernels."""
     case = OUTPUT_CHAIN.case("float16", **{**SMALL, "T": 3}, gate=gate)
     assert_ok(judge(OUTPUT_CHAIN, case, variant=variant, directions=BOTH), OUTPUT_CHAIN, case, variant)
 

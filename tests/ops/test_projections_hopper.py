@@ -198,7 +198,7 @@ def test_without_a_hopper_gpu_the_variant_is_refused(variant, prose):
 
 @pytest.fixture
 def launched(monkeypatch):
-    """Return a list to which a call adds the grid and arguments of its launch, for a GPU of 132 SMs that is not needed.
+    """Return a list to which a call adds the grid and arguments of its launch, as for a GPU of 132 SMs, without any GPU.
 
     Arguments are packed as in a launch, and tensor maps are checked by TMA's rules.
     """

@@ -1,5 +1,8 @@
 """Tests of the Triton kernels of ``projections``: results, gradients, saved tensors, layouts, and calls that they refuse.
 
+``assert_near`` bounds the norm of each error, relative to that of the expected values; ``results`` returns a variant's results
+and gradients by name.
+
 ``prose(text)`` compares a text with the entry of this test in tests/snapshots/prose.txt.
 """
 
@@ -68,6 +71,7 @@ def test_bfloat16():
 @each_own
 @pytest.mark.parametrize("chain", ["normalized", "gla"])
 def test_kernels_pass_the_whole_gate(variant, chain):
+    """Apply the whole verification gate (``judge``), not one call as in the other tests of kernels."""
     case = PROJECTIONS.case("float16", **{**SMALL, "T": 3}, segments=chain)
     assert_ok(judge(PROJECTIONS, case, variant=variant, directions=BOTH), PROJECTIONS, case, variant)
 
@@ -192,7 +196,7 @@ def test_a_packed_call_equals_calls_of_its_segments(kinds):
 
 @pytest.mark.interpret
 def test_the_backward_pass_saves_what_inverts_the_activations():
-    """The forward pass keeps 1 / norm of q's heads and the input of the gate's SiLU. Other activations are inverted from results."""
+    """The forward pass keeps 1 / norm of q's heads, and the input of SiLU. Other activations are inverted from their results."""
     from onelaunch.ops.projections import launch
 
     layout, z = layout_of(EVERY), torch.randn(5, 70)

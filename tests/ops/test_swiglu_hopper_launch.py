@@ -67,9 +67,10 @@ def test_weights_in_a_supported_layout_are_not_copied():
 
 @pytest.fixture
 def launched(monkeypatch):
-    """Return a list to which a call adds the grid of its launch and the arguments :data:`NUMBERS`, for a GPU of 132 SMs.
+    """Return a list to which a call adds the grid of its launch and the arguments :data:`NUMBERS`.
 
-    No GPU is needed. Arguments are packed as in a launch, and tensor maps are checked by TMA's rules.
+    The launch is one for a GPU of 132 SMs, but none is needed. Arguments are packed as in a launch, and tensor maps are
+    checked by TMA's rules.
     """
     calls, (layout, _) = [], _layout(launch_hopper.PARAMETER_KINDS)
 

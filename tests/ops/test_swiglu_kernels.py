@@ -1,5 +1,7 @@
 """Tests of the Triton kernels of ``swiglu``: results, gradients, exact decoding, layouts, and calls that they refuse.
 
+``assert_near`` bounds the norm of each error, relative to that of the expected values.
+
 ``prose(text)`` compares a text with the entry of this test in tests/snapshots/prose.txt.
 """
 

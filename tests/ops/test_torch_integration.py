@@ -1,4 +1,7 @@
-"""Tests of the scans and ``gla`` with PyTorch's features (torch.compile, autocast, strides, autograd), and of ``auto``."""
+"""Tests of the scans and ``gla`` with PyTorch's features (torch.compile, autocast, strides, autograd), and of ``auto``.
+
+``assert_near`` bounds errors by norm, relative to the expected values; ``results`` returns results and gradients by name.
+"""
 
 from __future__ import annotations
 
@@ -71,8 +74,7 @@ def in_graphs():
         operation, variant = each.values
         for packed in (False, True):
             read = packed and variant == stepwise_baseline(operation)  # reads offsets, which breaks the graph
-            # unpacked, "auto" is tested in test_compiled_code_supports_other_lengths
-            seen = not packed and (each in KERNELS or variant == "auto")
+            seen = not packed and (each in KERNELS or variant == "auto")  # auto: test_compiled_code_supports_other_lengths
             if not read and not seen:
                 yield pytest.param(*each.values, packed, id=f"{each.id}-{packed}", marks=each.marks)
 
@@ -215,7 +217,6 @@ def test_autocast_casts_a_16_bit_log_decay_to_float32(operation):
 @each_operation
 def test_autocast_does_not_hide_a_wrong_argument(operation, prose):
     arguments, first = small(operation), first_of(operation)
-    # the message is compared with tests/snapshots/prose.txt
     with torch.autocast("cpu", torch.bfloat16), prose.raises(TypeError, match=first):
         operation(**(arguments | {first: arguments[first].long()}))
 

@@ -1,8 +1,8 @@
 """Tests of the workspace of kernels: zero when allocated, separate for each stream, and separate for each captured call.
 
-The workspace is int64 words through which the CTAs of a launch communicate. Calls that are captured into a CUDA graph take
-words of their own from a reserve (of ``RESERVE`` words), which eager calls fill, so that no graph has to clear memory; calls
-for more than ``LARGE`` words do not. ``counters`` are further words, for kernels that reset them.
+The workspace is int64 words through which the CTAs of a launch communicate. A call that is captured into a CUDA graph takes
+words of its own from a reserve of ``RESERVE`` zeroed words, which eager calls fill. If it needs more than ``LARGE`` words or
+than are left, the graph clears other memory. ``counters`` are further words, for kernels that reset them.
 """
 
 from __future__ import annotations
