@@ -65,7 +65,7 @@ def test_one_tensor_may_be_passed_as_two_arguments():
 
 @pytest.mark.parametrize("lengths", [None, (0, 30, 0, 40)])
 def test_results_are_the_same_to_the_last_bit(lengths):
-    """This also holds with PyTorch's deterministic algorithms required."""
+    """The second call is made with PyTorch's deterministic algorithms required."""
     arguments = arguments_of(GLA, B=1, T=70, lengths=lengths, initial_state=True, final_state=True, grad=True)
     first = results(GLA, arguments, "chunked")
     torch.use_deterministic_algorithms(True)  # noqa: FBT003

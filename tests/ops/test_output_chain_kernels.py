@@ -342,7 +342,10 @@ def test_every_variant_with_own_kernels_is_tested():
 
 
 def test_example_calls_reach_the_backward_kernel_in_every_form():
-    """Two forms are special: no weight is trained, so ``a`` is not recomputed, or only the output weight, so only ``a`` is."""
+    """An absent tensor is compiled as a constant. ``builds`` are the kernels that the variant's example calls launch.
+
+    Two forms are special: no weight is trained, so ``a`` is not recomputed, or only the output weight, so only ``a`` is.
+    """
     pytest.importorskip("triton")
     builds = [build for build in OUTPUT_CHAIN.get("norm_gate").builds("sm_90a") if "gradients" in build.name]
     absent = [{name for name in ("a", "da", "gate", "norm_weight") if build.signature[name] == "constexpr"} for build in builds]

@@ -49,7 +49,7 @@ each_variant = pytest.mark.parametrize(("operation", "variant"), EVERYWHERE + KE
 each_kernel = pytest.mark.parametrize(("operation", "variant"), KERNELS)
 
 
-def small(operation, **given):
+def small(operation, **given):  # random arguments of a small call with states
     channels = {} if operation is GLA else {"V": 4}
     return arguments_of(operation, **{"B": 1, "T": 20, **channels, "initial_state": True, "final_state": True, **given})
 
@@ -110,7 +110,7 @@ def test_the_scan_operators_pass_opcheck(separate, keep):
     arguments = small(GATED_SCAN, grad=keep, log_decay_dtype="float32")
     given = [arguments[name] for name in ("v", "log_decay", "gate", "initial_state")]
     forward = torch.ops.onelaunch.gated_scan_forward.default
-    library.opcheck(forward, (*given, None, True, keep, separate), test_utils=UTILITIES)
+    library.opcheck(forward, (*given, None, True, keep, separate), test_utils=UTILITIES)  # None: cu_seqlens; True: want_final
     plain = [value.detach() for value in given]
     y, _, carries, states = forward(*plain, None, want_final=True, keep=True, separate=separate)
     backward = torch.ops.onelaunch.gated_scan_backward.default
@@ -171,7 +171,7 @@ LOWERED = ("x", "weight", "gate", "q", "k", "v")  # arguments that autocast cast
 @pytest.mark.parametrize("variant", ["auto", "stepwise_baseline"])
 @each_operation
 def test_autocast_casts_all_but_the_log_decay(operation, variant):
-    """This holds in both passes, and not inside the call: a float32 product there stays one."""
+    """Arguments are cast, with their gradients, and nothing inside the call: a float32 product there stays one."""
     variant = stepwise_baseline(operation) if variant == "stepwise_baseline" else variant
     arguments = small(operation, grad=True)
     low = {name: value.detach().bfloat16() if name in LOWERED else value for name, value in arguments.items()}
@@ -193,7 +193,7 @@ def test_autocast_casts_all_but_the_log_decay(operation, variant):
 
 
 def test_a_backward_pass_under_autocast_is_the_same():
-    """PyTorch advises against it. Still, a call that recomputes its forward pass must not do so in bfloat16."""
+    """PyTorch advises against autocast there. Still, a call that recomputes its forward pass must not do so in bfloat16."""
     arguments = small(GLA, T=70, grad=True)
     o, final = GLA(**arguments, variant="chunked")
     loss, leaves = total([o * weights_like(o), final * weights_like(final)]), list(differentiable(arguments).values())
@@ -309,7 +309,7 @@ def test_broadcast_inputs(operation, variant):
 
 @pytest.mark.parametrize(("operation", "variant"), EVERYWHERE)
 def test_pytorchs_default_dtype_does_not_matter(operation, variant):
-    """Temporary tensors state their dtype."""
+    """The variants state the dtype of temporary tensors, so that it is not the default one."""
     found = []
     arguments = small(operation, lengths=(5, 0, 15), grad=True)
     for dtype in (torch.float32, torch.bfloat16, torch.float64):
