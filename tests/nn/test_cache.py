@@ -1,6 +1,7 @@
 """Tests of decoding with a cache: a prompt and single steps equal one call; what a cache stores, counts and refuses.
 
-``make(name)`` returns a small layer and its definition in plain PyTorch. ``D`` is the number of columns of x.
+``make(name)`` returns a small layer and its definition in plain PyTorch. ``D`` is the number of columns of x. ``error`` is the
+norm of a difference, relative to that of the true values.
 
 ``prose.raises`` is ``pytest.raises`` that also compares the message with the entry of this test in tests/snapshots/prose.txt.
 """

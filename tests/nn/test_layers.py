@@ -1,5 +1,8 @@
 """Tests of layers against their definitions: results, gradients, packed sequences, padding, and refused calls.
 
+``make(name)`` returns a small layer and its definition in plain PyTorch, which is given x ``[T, D]``. ``error`` is the norm of
+a difference, relative to that of the true values.
+
 ``prose.raises`` is ``pytest.raises`` that also compares the message with the entry of this test in tests/snapshots/prose.txt.
 """
 

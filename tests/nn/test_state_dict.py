@@ -1,5 +1,7 @@
 """Tests of state dicts with fla's names: loading, saving, missing and surplus keys, and packed parameters.
 
+``make(name)`` returns a small layer, and its definition, which is not used here.
+
 ``prose.raises`` is ``pytest.raises`` that also compares the message with the entry of this test in tests/snapshots/prose.txt.
 """
 

@@ -1,5 +1,7 @@
 """Tests of the SwiGLU module against its definition, of its state dict, and of the arguments it refuses.
 
+``error`` is the norm of a difference, relative to that of the true values.
+
 ``prose.raises`` is ``pytest.raises`` that also compares the message with the entry of this test in tests/snapshots/prose.txt.
 """
 

@@ -1,6 +1,7 @@
 """Tests of ``linear_rnn``: every variant against the oracle, and properties that follow from its contract.
 
-``assert_near`` bounds the norm of each error, relative to that of the expected values.
+``assert_near`` bounds the norm of each error, relative to that of the expected values. ``arguments_of`` makes float32 arguments
+with B = 2, T = 9, D = 5 and V = 6, unless others are given.
 
 ``prose.raises`` is ``pytest.raises`` that also compares the message with the entry of this test in tests/snapshots/prose.txt.
 """

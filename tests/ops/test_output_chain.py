@@ -3,7 +3,8 @@
 Every head of a token is normalized and multiplied by silu(gate); then all heads together are multiplied by ``w_out``.
 
 ``assert_near`` bounds the norm of each error, relative to that of the expected values; ``results`` returns a variant's results
-and gradients by name.
+and gradients by name. ``made()`` makes float32 arguments with B = 2, T = 9, H = 3, V = 20, D = 40 and a bias, unless others are
+given.
 
 ``prose.raises`` is ``pytest.raises`` that also compares the message with the entry of this test in tests/snapshots/prose.txt.
 """

@@ -1,5 +1,7 @@
 """Tests of the arguments that ``output_chain`` refuses, named as the caller knows them, and of its dispatch key.
 
+``made()`` makes float32 arguments with B = 2, T = 9, H = 3, V = 20, D = 40 and a bias, unless others are given.
+
 ``prose.raises`` is ``pytest.raises`` that also compares the message with the entry of this test in tests/snapshots/prose.txt.
 """
 

@@ -4,7 +4,8 @@ One product of x with a packed weight gives the columns of all segments, each wi
 ``EVERY`` of :func:`of_every_kind` are q, k, gate, decay and gk, of the widths 20, 15, 14, 3 and 18; its x is ``[2, 5, 12]``.
 
 ``assert_near`` bounds the norm of each error, relative to that of the expected values; ``results`` returns a variant's results
-and gradients by name.
+and gradients by name. ``made()`` makes float32 arguments with B = 2, T = 9, D = 40, H = 3, K = 20 and V = 12, unless others are
+given.
 
 ``prose.raises`` is ``pytest.raises`` that also compares the message with the entry of this test in tests/snapshots/prose.txt.
 """

@@ -1,4 +1,9 @@
-"""Tests of the arguments that ``projections`` refuses, named as the caller knows them, and of its dispatch key and layout."""
+"""Tests of the arguments that ``projections`` refuses, named as the caller knows them, and of its dispatch key and layout.
+
+``made()`` makes float32 arguments with B = 2, T = 9, D = 40, H = 3, K = 20 and V = 12, unless others are given.
+``of_every_kind()`` makes arguments with x ``[2, 5, 12]`` and the segments ``EVERY``: q, k, gate, decay and gk, of the widths
+20, 15, 14, 3 and 18.
+"""
 
 from __future__ import annotations
 

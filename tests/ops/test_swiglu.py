@@ -1,5 +1,7 @@
 """Tests of ``swiglu`` and its functions for quantized weights, in PyTorch: results, gradients, shapes, and PyTorch features.
 
+``made()`` makes float32 arguments with M = 6 rows of x, N = 16 columns of the result and K = 32, unless others are given.
+
 ``prose.raises`` is ``pytest.raises`` that also compares the message with the entry of this test in tests/snapshots/prose.txt.
 """
 
