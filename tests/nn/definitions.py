@@ -1,4 +1,7 @@
-"""Definitions of the layers in float64, step by step and head by head, with separate weights."""
+"""Definitions of the layers, step by step and head by head, with separate weights. Tests call them with float64 tensors.
+
+A definition is given the module, whose sizes and options it reads, the weights by state-dict name (:func:`weights_of`), and x.
+"""
 
 from __future__ import annotations
 
@@ -91,6 +94,6 @@ def each_sequence(definition: Any, layer: Any, weights: dict[str, torch.Tensor],
 
 
 def error(found: torch.Tensor, true: torch.Tensor) -> float:
-    """Return the error's norm relative to the norm of the true values. NaN counts as infinite."""
+    """Return the norm of ``found - true`` relative to the norm of ``true``. NaN counts as infinite."""
     distance = (found.double() - true).norm() / true.norm().clamp_min(1e-30)
     return float("inf") if distance.isnan() else distance.item()

@@ -14,6 +14,8 @@ Chunks and steps sum in other orders, and elements near 0 are sums of numbers of
 their float64 definitions by norm.
 """
 
+# Keyword arguments of a layer, in addition to those of :func:`make`, by the layer's name in tests
+
 GLA = {
     "gla": {},
     "gla-shared-heads": {"num_kv_heads": 1, "expand_k": 1.0},
@@ -34,7 +36,7 @@ NAMES = [*GLA, *SIMPLE, "linear_rnn"]
 
 
 def make(name: str):
-    """Return the layer of a name and its definition, with initial weights, except that norms are not 1."""
+    """Return the layer of a name in :data:`NAMES`, and its definition. Weights are initial ones, but those of norms random."""
     if name == "linear_rnn":
         return LinearRNN(D, expand_v=0.75, layer_idx=0), definitions.linear_rnn
     if name in GLA:

@@ -1,4 +1,10 @@
-"""Tests of decoding with a cache: a prompt and single steps equal one call; what a cache stores, counts and refuses."""
+"""Tests of decoding with a cache: a prompt and single steps equal one call; what a cache stores, counts and refuses.
+
+``make(name)`` returns a small layer and its definition in plain PyTorch. ``D`` is the number of columns of x. ``error`` is the
+norm of a difference, relative to that of the true values.
+
+``prose.raises`` is ``pytest.raises`` that also compares the message with the entry of this test in tests/snapshots/prose.txt.
+"""
 
 from __future__ import annotations
 
@@ -103,6 +109,7 @@ def test_states_have_the_documented_shapes():
     state = cache[0]
     assert state.recurrent_state.shape == (3, layer.num_heads, layer.head_k_dim, layer.head_v_dim)
     assert state.recurrent_state.dtype is torch.float32
+    # for q, k and v: B, channels, and the conv_size - 1 inputs before the next step
     assert [tuple(each.shape) for each in state.conv_state] == [(3, 32, 2), (3, 16, 2), (3, 32, 2)]
     assert (len(cache), 0 in cache, 1 in cache, cache.get(1), cache.get_seq_length(1)) == (1, True, False, None, 0)
 
@@ -144,12 +151,15 @@ def test_in_place_states_keep_their_memory(name, prose):
     ],
 )
 def test_a_step_is_a_few_operations_and_no_other_function(name, operations, in_place, monkeypatch):
-    """Every other function that creates a tensor would be a separate launch on a GPU."""
+    """Every other function that creates a tensor would be a separate launch on a GPU.
+
+    ``operations`` are those that a step calls. With ``in_place`` it also copies the new state over the cached one.
+    """
     called, beside, run = [], [], dispatch.run
 
     class Beside(TorchDispatchMode):
         def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            returned = function._schema.returns
+            returned = function._schema.returns  # functions that only return views launch nothing
             if not inside and not all(each.alias_info is not None and not each.alias_info.is_write for each in returned):
                 beside.append(function.overloadpacket.__name__)
             return function(*args, **(kwargs or {}))

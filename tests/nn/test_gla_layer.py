@@ -1,4 +1,7 @@
-"""Tests that the module and the operation ``gla_layer`` give the same bits from the same weights."""
+"""Tests that the module and the operation ``gla_layer`` give the same bits from the same weights.
+
+The module calls other operations one by one. The variant "composed" of ``gla_layer`` makes the same calls.
+"""
 
 from __future__ import annotations
 
@@ -22,6 +25,7 @@ def weights_of(layer: GatedLinearAttention) -> dict[str, torch.Tensor]:
 
 
 def numbers_of(layer: GatedLinearAttention) -> dict[str, float]:
+    """Return the operation's arguments that are numbers, for a module."""
     return {"heads": layer.num_heads, "normalizer": layer.gate_logit_normalizer, "eps": layer.norm_eps}
 
 

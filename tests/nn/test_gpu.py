@@ -1,4 +1,4 @@
-"""Tests of layers that need a GPU: a decoding step takes few launches, and can be captured in a CUDA graph."""
+"""Test on a GPU that a decoding step of ``GatedLinearAttention`` takes few launches and can be captured in a CUDA graph."""
 
 from __future__ import annotations
 
@@ -22,12 +22,16 @@ KERNELS = {
     "cluster": {**PORTABLE, "projections": "cluster"},
     "norm_gate": {**PORTABLE, "output_chain": "norm_gate"},
 }
-"""Variants that a decoding step uses, by operation."""
+"""Variants that a decoding step uses: for each parameter of the test, the variant of each operation."""
 
 MOST_LAUNCHES = {**dict.fromkeys(KERNELS, 6), "norm_gate": 7}
-"""Largest number of launches of a step, including the copy of its state over the last one. A PyTorch product may take two."""
+"""Largest number of launches of a step, including the copy of its new state over the cached one.
+
+``norm_gate`` multiplies by PyTorch, whose product may take two launches.
+"""
 
 PROMPT, STEPS = 70, 5
+"""Number of tokens of the prompt, and of single steps after it."""
 
 
 def choose_for_steps(monkeypatch: pytest.MonkeyPatch, kernels: Mapping[str, str]) -> None:
@@ -52,7 +56,7 @@ def choose_for_steps(monkeypatch: pytest.MonkeyPatch, kernels: Mapping[str, str]
 @pytest.mark.parametrize("expand_k", [0.5, 1.0])
 @pytest.mark.parametrize("name", KERNELS)
 def test_a_captured_step_of_decoding(name, expand_k, batch, device, monkeypatch):
-    """Replayed steps equal calls from Python, and take at most six launches if all kernels are our own."""
+    """Replayed steps equal the eager calls bitwise, and take at most six launches if all kernels are our own."""
     choose_for_steps(monkeypatch, KERNELS[name])
     with torch.device(device):
         layer = GatedLinearAttention(hidden_size=2048, expand_k=expand_k, num_heads=16, layer_idx=0).bfloat16()

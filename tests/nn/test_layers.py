@@ -1,4 +1,10 @@
-"""Tests of layers against their definitions: results, gradients, packed sequences, padding, and refused calls."""
+"""Tests of layers against their definitions: results, gradients, packed sequences, padding, and refused calls.
+
+``make(name)`` returns a small layer and its definition in plain PyTorch, which is given x ``[T, D]``. ``error`` is the norm of
+a difference, relative to that of the true values.
+
+``prose.raises`` is ``pytest.raises`` that also compares the message with the entry of this test in tests/snapshots/prose.txt.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +22,10 @@ each_layer = pytest.mark.parametrize("name", NAMES)
 
 
 def in_state_dict_order(layer, whole: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return gradients by state-dict name, from a copy of the layer whose parameters are the gradients."""
+    """Return gradients by state-dict name.
+
+    ``whole`` has them by parameter name, where weights are packed. They become the parameters of a copy of the layer.
+    """
     twin = copy.deepcopy(layer)
     with torch.no_grad():
         for key, parameter in twin.named_parameters():
@@ -131,7 +140,7 @@ def test_autocast_gives_results_in_its_dtype(name):
     assert error(o, each_sequence(definition, layer, weights_of(layer), x.double())) < 3e-2
 
 
-REFUSED = {
+REFUSED = {  # an invalid value of each argument
     "mode": "flash",
     "hidden_size": 0,
     "expand_k": 0.3,

@@ -1,4 +1,9 @@
-"""Tests of state dicts with fla's names: loading, saving, missing and surplus keys, and packed parameters."""
+"""Tests of state dicts with fla's names: loading, saving, missing and surplus keys, and packed parameters.
+
+``make(name)`` returns a small layer, and its definition, which is not used here.
+
+``prose.raises`` is ``pytest.raises`` that also compares the message with the entry of this test in tests/snapshots/prose.txt.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +18,8 @@ from torch import nn
 from onelaunch.nn import GatedLinearAttention, SimpleGatedLinearAttention, SwiGLU
 from tests.nn.layers import NAMES, D, make
 
-H, K, V = 2, 16, 32
+H = 2
+"""Number of heads."""
 
 
 def linear(inputs, outputs, bias=False):
@@ -21,13 +27,21 @@ def linear(inputs, outputs, bias=False):
 
 
 class SeparateNorm(nn.Module):
+    """Module with the weight of a norm, and no computation."""
+
     def __init__(self, size):
         super().__init__()
         self.weight = nn.Parameter(torch.rand(size))
 
 
 class Separate(nn.Module):
-    """Parameters as fla's layers register them, with one module per weight."""
+    """Parameters as fla's layers register them, with one module per weight. Only its state dict is used.
+
+    Args:
+        kind: "gla" for the parameters of GatedLinearAttention, "simple" for those of SimpleGatedLinearAttention.
+        conv: Whether q, k and v have short convolutions.
+        norm: Name of the norm's module.
+    """
 
     def __init__(self, kind, conv=False, norm="g_norm_swish_gate"):
         super().__init__()
@@ -41,7 +55,7 @@ class Separate(nn.Module):
                 self.add_module(f"{name}_conv1d", nn.Conv1d(width, width, 4, groups=width, padding=3, bias=False))
 
 
-PAIRS = {
+PAIRS = {  # functions that make a layer of ours, and the parameters of fla's layer with the same arguments
     "gla": (lambda: GatedLinearAttention(hidden_size=D, num_heads=H), lambda: Separate("gla")),
     "gla-conv": (
         lambda: GatedLinearAttention(hidden_size=D, num_heads=H, use_short_conv=True, fuse_norm=False),
@@ -85,6 +99,7 @@ def test_loaded_rows_are_those_that_the_layer_reads():
 
 @pytest.mark.parametrize("missing", ["k_proj.weight", "gk_proj.0.weight", "gk_proj.1.bias", "g_norm_swish_gate.weight"])
 def test_a_missing_key_is_named_and_its_rows_are_kept(missing):
+    """Rows of a packed parameter whose key is missing keep their values."""
     ours, theirs = (make() for make in PAIRS["gla"])
     given, before = theirs.state_dict(), copy.deepcopy(ours.state_dict())
     del given[missing]
@@ -235,6 +250,7 @@ def test_packed_weights_are_initialized_like_separate_ones():
             if key.startswith("g_norm"):
                 assert bool((value == 1).all())
                 continue
+            # torch.nn.Linear draws from +-1 / sqrt(inputs); the second factor of the low-rank gate has 16 inputs
             bound = (16 if key.startswith("gk_proj.1") else 256) ** -0.5
             assert 0.9 * bound < value.abs().max() <= bound, key
             assert value.mean().abs() < 0.25 * bound, key

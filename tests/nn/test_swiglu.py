@@ -1,4 +1,9 @@
-"""Tests of the SwiGLU module against its definition, of its state dict, and of the arguments it refuses."""
+"""Tests of the SwiGLU module against its definition, of its state dict, and of the arguments it refuses.
+
+``error`` is the norm of a difference, relative to that of the true values.
+
+``prose.raises`` is ``pytest.raises`` that also compares the message with the entry of this test in tests/snapshots/prose.txt.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +18,7 @@ from tests.nn.definitions import ACTIVATIONS, error, weights_of
 
 
 def definition(weights, x):
+    """Compute the module's result from its weights by state-dict name."""
     gated = ACTIVATIONS["silu"](x @ weights["gate_proj.weight"].T) * (x @ weights["up_proj.weight"].T)
     return gated @ weights["down_proj.weight"].T
 

@@ -1,4 +1,11 @@
-"""Hard cases shared by the tests of the operations, and assertions that judge a variant's results."""
+"""Cases of ``gated_scan``, ``linear_rnn`` and ``gla`` that tests share, and helpers and assertions for tests of all operations.
+
+A case is written as arguments of ``operation.case``: dtype, sizes and options. Sizes are B sequences of T steps, D columns of
+x, H heads of K key and V value channels (for the scans, V channels). The option ``decay`` names the kind of random log-decays:
+near 0 (``weak``), below -80 in sum over 16 steps (``strong``), 0 (``zero``), -inf (``forget``; for ``gla``, at a quarter of the
+steps), or a mixture (``mixed``); by default they are as models produce them. ``lengths`` packs sequences of these lengths into
+one row of T steps. ``initial_state`` and ``final_state`` say whether a call is given the one and returns the other.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +23,7 @@ from onelaunch.workbench.verify.calls import Candidate
 from onelaunch.workbench.verify.poison import poisoned
 
 BOTH: tuple[Direction, ...] = ("forward", "forward_backward")
+"""Directions to judge: the forward pass alone, and with gradients."""
 
 STATES: dict[str, Any] = {"initial_state": True, "final_state": True}
 NO_STATES: dict[str, Any] = {"initial_state": False, "final_state": False}
@@ -47,7 +55,7 @@ SHORT: dict[str, dict[str, Any]] = {
         "dtype": "float32", "B": 1, "T": 66, "D": 24, "V": 20, "lengths": (0, 64, 2), "initial_state": False, "final_state": True,
     },
 }  # fmt: skip
-"""Cases of the scans that are small enough for Triton's interpreter."""
+"""Cases of ``gated_scan`` and ``linear_rnn`` that are small enough for Triton's interpreter. A tile has at most 64 steps."""
 
 LONG: dict[str, dict[str, Any]] = {
     "thousand_steps": {"dtype": "float32", "B": 1, "T": 1000, "D": 24, "V": 80, "decay": "mixed", **STATES},
@@ -64,7 +72,10 @@ LONG: dict[str, dict[str, Any]] = {
     "bfloat16_packed": {"dtype": "bfloat16", "B": 1, "T": 130, "D": 24, "V": 20, "lengths": (0, 0, 64, 65, 1), **STATES},
     "group_chain": {"dtype": "float32", "B": 1, "T": 2200, "D": 24, "V": 16, **STATES},
 }  # fmt: skip
-"""Cases for compiled code. ``group_chain`` is longer than one group of the look-back's tiles, so groups pass on carries too."""
+"""Cases for compiled code and PyTorch.
+
+``group_chain`` is longer than one group of the look-back (32 tiles of 64 steps), so that groups pass on carries too.
+"""
 
 HARD = SHORT | LONG
 
@@ -120,7 +131,7 @@ GLA_SHORT: dict[str, dict[str, Any]] = {
         "dtype": "float32", "B": 1, "T": 80, "H": 1, "K": 16, "V": 16, "value_gate": True, "lengths": (70, 0, 10), **STATES,
     },
 }  # fmt: skip
-"""Cases of ``gla`` that are small enough for Triton's interpreter."""
+"""Cases of ``gla`` that are small enough for Triton's interpreter. A chunk of its kernels has 64 steps."""
 
 GLA_LONG: dict[str, dict[str, Any]] = {
     "thousand_steps": {"dtype": "float32", "B": 1, "T": 1000, "H": 2, "K": 24, "V": 40, "decay": "mixed", **STATES},
@@ -140,7 +151,7 @@ GLA_LONG: dict[str, dict[str, Any]] = {
     "odd_heads": {"dtype": "bfloat16", "B": 1, "T": 97, "H": 1, "K": 257, "V": 129, "decay": "mixed", **STATES},
     "long_and_weak": {"dtype": "float32", "B": 1, "T": 2500, "H": 1, "K": 16, "V": 16, "decay": "weak", **STATES},
 }  # fmt: skip
-"""Cases of ``gla`` for compiled code."""
+"""Cases of ``gla`` for compiled code and PyTorch."""
 
 GLA_HARD = GLA_SHORT | GLA_LONG
 
@@ -149,6 +160,7 @@ SCANS = (GATED_SCAN, LINEAR_RNN)
 OPERATIONS = (*SCANS, GLA)
 
 _JUDGE = Judge()
+"""Cache of reference outputs, so that variants tested at one case share them."""
 
 
 def case_of(operation: Operation[..., Any], name: str) -> Case:
@@ -174,7 +186,7 @@ def decay_of(operation: Operation[..., Any]) -> str:
 
 
 def pytorch_variants(operation: Operation[..., Any]) -> list[str]:
-    """Return the variants that run on any device without compilation."""
+    """Return the variants of plain PyTorch: without kernels of ours, another project's package, or ``torch.compile``."""
     own = [
         name for name, variant in operation.variants.items() if variant.launches is None and variant.capabilities.requires is None
     ]
@@ -182,18 +194,18 @@ def pytorch_variants(operation: Operation[..., Any]) -> list[str]:
 
 
 def triton_variants(operation: Operation[..., Any]) -> list[str]:
-    """Return the variants with kernels of our own that run on any GPU; only such variants know their number of launches."""
+    """Return the variants with kernels of our own that run on any GPU. Only variants with own kernels state their launches."""
     own = [name for name, variant in operation.variants.items() if variant.launches is not None]
     return [name for name in own if operation.variants[name].capabilities.architectures is None]
 
 
 def variants_by_case(variants: list[str], cases: dict[str, Any] | list[str]) -> pytest.MarkDecorator:
-    """Parametrize ``variant`` and ``name`` over all pairs."""
+    """Parametrize ``variant`` and ``name``, the name of a case, over all pairs."""
     return pytest.mark.parametrize(("variant", "name"), [(variant, name) for name in cases for variant in variants])
 
 
 def assert_correct(operation: Operation[..., Any], case: Case, variant: str, device: torch.device | str = "cpu") -> None:
-    """Require a variant to pass the whole verification gate, forward alone and with gradients."""
+    """Require a variant to pass the whole verification gate (:func:`~onelaunch.workbench.verify.judge`) in both directions."""
     assert_ok(judge(operation, case, variant=variant, device=device, directions=BOTH), operation, case, variant)
 
 
@@ -210,7 +222,10 @@ def assert_compiled_correct(operation: Operation[..., Any], case: Case) -> None:
 def assert_one_call_correct(
     operation: Operation[..., Any], case: Case, variant: str, direction: Direction = "forward_backward"
 ) -> None:
-    """Check errors against the oracle and unwritten memory with one call. In the interpreter the whole gate takes minutes."""
+    """Check one call: errors against the oracle, and that all results are written (new memory is filled with NaN).
+
+    The whole verification gate makes further calls, which in the interpreter take minutes.
+    """
     truth = _JUDGE.reference(operation, case, direction=direction)
     inputs = truth.inputs.clone()
     with poisoned():
@@ -229,7 +244,14 @@ def assert_ok(verdict: Verdict, operation: Operation[..., Any], case: Case, vari
 
 
 def arguments_of(operation: Operation[..., Any], *, grad: bool = False, seed: int = 0, **given: Any) -> dict[str, Any]:
-    """Return arguments of the public function: small unless ``given`` sets sizes, float32 unless it sets ``dtype``."""
+    """Return random arguments of the public function, on the CPU.
+
+    Args:
+        operation: One of :data:`OPERATIONS`.
+        grad: Whether the differentiable tensors take gradients.
+        seed: Seed of the random values.
+        given: Sizes, options or dtype of a case. The default is a small one in float32.
+    """
     sizes = {"B": 2, "T": 9, "D": 5, "V": 6} | ({"H": 2, "K": 20, "V": 16} if operation is GLA else {})
     known: dict[str, Any] = {
         key: value
@@ -248,7 +270,10 @@ def differentiable(arguments: dict[str, Any]) -> dict[str, torch.Tensor]:
 
 
 def results(operation: Operation[..., Any], arguments: dict[str, Any], variant: str) -> dict[str, torch.Tensor]:
-    """Return results by name, and gradients where arguments take them, of a loss that weighs every element differently."""
+    """Call a variant, and return its results and gradients by name.
+
+    Each argument that takes gradients has one, ``grad NAME``, of a loss that weighs every element of all results differently.
+    """
     outputs = operation(**arguments, variant=variant)
     names = names_of(operation.outputs, arguments)
     given = zip(names, outputs if isinstance(outputs, tuple) else (outputs,), strict=False)
@@ -269,7 +294,7 @@ def weights_like(value: torch.Tensor) -> torch.Tensor:
 
 
 def assert_near(given: Mapping[Any, torch.Tensor], expected: Mapping[Any, torch.Tensor], tolerance: float) -> None:
-    """Require equality of each component within a relative error of its norm."""
+    """Require the norm of each component's error to be at most ``tolerance`` times the norm of its expected value."""
     assert given.keys() == expected.keys()
     for name, value in expected.items():
         assert given[name].shape == value.shape, name
@@ -288,6 +313,8 @@ def assert_captured_step_follows_its_inputs(
     tolerance: float = 0.0,
 ) -> None:
     """Require that a training step in a CUDA graph, replayed with new inputs, gives the results of an eager step.
+
+    An eager step on a side stream precedes the capture, as PyTorch requires.
 
     Args:
         operation: Operation to compute.

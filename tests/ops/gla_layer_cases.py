@@ -1,4 +1,8 @@
-"""Cases of ``gla_layer`` shared by its tests."""
+"""Cases of ``gla_layer`` shared by its tests.
+
+A case is written as arguments of ``GLA_LAYER.case``: dtype; sizes (B sequences of T steps, D columns of x, H heads of K key and
+V value channels); and options, such as ``rank``, the inner width of the low-rank projection that makes the log-decays.
+"""
 
 from __future__ import annotations
 
@@ -23,13 +27,16 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 TENSORS = ("x", "in_proj_weight", "gk_weight", "gk_bias", "norm_weight", "w_out")
+"""Tensor arguments of the function in their order, without ``initial_state``."""
 
 
 def case_of(name: str):
+    """Return the case of a name in :data:`CASES`."""
     return GLA_LAYER.case(name=name, **CASES[name])
 
 
 def made(grad: bool = False, seed: int = 0, **given: Any) -> dict[str, Any]:
+    """Return random arguments of ``gla_layer`` on the CPU: of the small case in float32, changed by ``given``."""
     chosen = {"dtype": "float32", **SMALL, **given}
     reading = GLA_LAYER.make_inputs(GLA_LAYER.case(**chosen), torch.device("cpu"), seed)
     for name in reading.differentiable if grad else ():

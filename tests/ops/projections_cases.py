@@ -1,4 +1,9 @@
-"""Cases of ``projections`` shared by its tests."""
+"""Cases of ``projections`` shared by its tests.
+
+A case is written as arguments of ``PROJECTIONS.case``: dtype; sizes (B sequences of T tokens, D columns of x, H heads of K or V
+channels); and options. ``segments`` is a known list ("normalized", the default, has q, k, v, a gate and a decay; "gla" has q,
+k, v, a gate and log-decays) or their codes, HEADSxSIZE:ACTIVATION:bias. ``gate`` is the activation of the known lists' gate.
+"""
 
 from __future__ import annotations
 
@@ -36,14 +41,17 @@ LONG: dict[str, dict[str, Any]] = {
     "bfloat16_gla": {"dtype": "bfloat16", "B": 1, "T": 130, "D": 128, "H": 2, "K": 32, "V": 64, "segments": "gla"},
     "many_rows": {"dtype": "bfloat16", "B": 4, "T": 250, "D": 256, "H": 4, "K": 64, "V": 64},
 }
+"""Cases for compiled code and PyTorch."""
 CASES = SHORT | LONG
 
 
 def case_of(name: str):
+    """Return the case of a name in :data:`CASES`."""
     return PROJECTIONS.case(name=name, **CASES[name])
 
 
 def made(grad: bool = False, seed: int = 0, **given: Any) -> dict[str, Any]:
+    """Return random arguments on the CPU: of the small case in float32, changed by ``given``."""
     reading = PROJECTIONS.make_inputs(PROJECTIONS.case(**{"dtype": "float32", **SMALL, **given}), torch.device("cpu"), seed)
     for name in reading.differentiable if grad else ():
         reading.arguments[name].requires_grad_()
@@ -57,11 +65,12 @@ EVERY = (
     Segment("decay", 3, 1, "sigmoid"),
     Segment("gk", 2, 9, "logsigmoid", normalizer=16.0, bias=True),
 )
-"""One segment of every kind, none with a width that is a multiple of 8."""
+"""One segment with every activation, none with a width that is a multiple of 8. Their widths are 20, 15, 14, 3 and 18."""
 
 
 def of_every_kind(inner: int = 12, lead: tuple[int, ...] = (2, 5), grad: bool = False) -> dict[str, Any]:
+    """Return arguments with the segments :data:`EVERY`: float32 on the CPU, with ``x`` of shape ``[*lead, inner]``."""
     generator = torch.Generator().manual_seed(0)
-    shapes = {"x": (*lead, inner), "weight": (sum(each.width for each in EVERY), inner), "bias": (15 + 14 + 18,)}
+    shapes = {"x": (*lead, inner), "weight": (sum(each.width for each in EVERY), inner), "bias": (15 + 14 + 18,)}  # k, gate, gk
     tensors = {name: torch.randn(shape, generator=generator).requires_grad_(grad) for name, shape in shapes.items()}
     return {**tensors, "segments": EVERY}

@@ -1,4 +1,9 @@
-"""Cases of ``swiglu`` shared by its tests."""
+"""Cases of ``swiglu`` shared by its tests.
+
+A case is written as arguments of ``SWIGLU.case``: dtype of the result and of plain operands; sizes (M rows of x with K
+channels, N columns of the result); and options. ``format`` is that of the operands, by default plain tensors ("dense");
+"nvfp4_weights" has plain x. ``codes`` "full" draws from all codes and scales of NVFP4 but NaN.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +15,7 @@ from onelaunch.operation import find_operation
 
 SWIGLU = find_operation("swiglu")
 
-DENSE: dict[str, dict[str, Any]] = {
+DENSE: dict[str, dict[str, Any]] = {  # plain tensors, which alone take gradients
     "one_row": {"dtype": "bfloat16", "M": 1, "N": 48, "K": 64},
     "one_of_everything": {"dtype": "float32", "M": 1, "N": 1, "K": 1},
     "odd_sizes": {"dtype": "float16", "M": 37, "N": 19, "K": 101},
@@ -43,14 +48,16 @@ LARGE: dict[str, dict[str, Any]] = {
     "many_rows_nvfp4_weights": {"dtype": "bfloat16", "M": 200, "N": 1000, "K": 1040, "format": "nvfp4_weights"},
     "many_rows_nvfp4": {"dtype": "float16", "M": 200, "N": 1000, "K": 1040, "format": "nvfp4", "swizzled_scales": True},
 }
-"""Cases that use tiles of every size on a GPU."""
+"""Additional cases for a GPU, with more rows, so that tiles of every size are used."""
 
 
 def case_of(name: str):
+    """Return the case of a name in :data:`CASES`."""
     return SWIGLU.case(name=name, **CASES[name])
 
 
 def made(grad: bool = False, **given: Any) -> dict[str, Any]:
+    """Return random arguments on the CPU: of a small case in float32, changed by ``given``."""
     chosen = {"dtype": "float32", "M": 6, "N": 16, "K": 32, **given}
     reading = SWIGLU.make_inputs(SWIGLU.case(**chosen), torch.device("cpu"), 0)
     for name in reading.differentiable if grad else ():

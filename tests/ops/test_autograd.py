@@ -1,4 +1,9 @@
-"""Tests of the registration of an operator: one function and its gradients, eager and compiled."""
+"""Tests of ``Operator``, which wraps a function and its gradients as one operator for eager and compiled code.
+
+The operators of this file stand for those of kernels. ``run`` computes, ``fake`` gives the shapes, ``save`` and ``gradients``
+are the two parts of an autograd function, and only the first ``outputs`` of the results are differentiable. ``CALLS`` shows
+which functions ran.
+"""
 
 from __future__ import annotations
 
@@ -21,6 +26,7 @@ def fresh():
 
 
 def run_power(x: torch.Tensor, offset: torch.Tensor | None, exponent: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return ``(x + offset) ** exponent`` and ``3 * (x + offset)``; the third output is for the backward pass alone."""
     CALLS.append("forward")
     base = x.clone() if offset is None else x + offset
     return base**exponent, 3 * base, base
@@ -29,6 +35,7 @@ def run_power(x: torch.Tensor, offset: torch.Tensor | None, exponent: int) -> tu
 def run_power_backward(
     dy: torch.Tensor, dtripled: torch.Tensor | None, base: torch.Tensor, exponent: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the gradient of ``x + offset`` in two parts: from the power and from the triple, whose gradient may be ``None``."""
     CALLS.append("backward")
     dbase = dy * exponent * base ** (exponent - 1)
     return dbase, torch.zeros_like(dy) if dtripled is None else 3 * dtripled
@@ -38,10 +45,11 @@ def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) ->
     _, offset, ctx.exponent = inputs
     ctx.shifted = offset is not None
     ctx.save_for_backward(output[2])
-    ctx.set_materialize_grads(False)
+    ctx.set_materialize_grads(False)  # the gradient of an unused output is None
 
 
 def gradients(ctx: Any, backward: Any, dy: torch.Tensor | None, dtripled: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    """Return the gradients of x, offset and exponent. ``backward`` is the operator :data:`BACKWARD`, or its function."""
     (base,) = ctx.saved_tensors
     one, other = backward(torch.zeros_like(base) if dy is None else dy, dtripled, base, ctx.exponent)
     return one + other, one + other if ctx.shifted else None, None
@@ -64,6 +72,7 @@ def run_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return a @ b
 
 
+# Without ``backward``, the operator itself is passed to ``gradients``.
 PRODUCT = Operator(
     "test_product",
     run_product,
@@ -74,15 +83,18 @@ PRODUCT = Operator(
 
 
 def run_packed(x: torch.Tensor, widths: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the sine of x, and for the backward pass its cosine. Callers get the sine in parts of these ``widths``."""
     CALLS.append("packed")
     return x.sin(), x.cos()
 
 
 def cut(inputs: tuple[Any, ...], packed: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return views of the first output, one for each width."""
     return packed.split_with_sizes(list(inputs[1]), -1)
 
 
 def packed_gradients(ctx: Any, backward: Any, *given: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    """Return the gradients of x and widths. ``given`` has one gradient for each view, ``None`` for an unused one."""
     CALLS.append(" ".join("none" if each is None else str(each.shape[-1]) for each in given))
     (slope,) = ctx.saved_tensors
     filled = [slope.new_zeros(width) if each is None else each for each, width in zip(given, ctx.widths, strict=True)]
@@ -106,6 +118,7 @@ PACKED = Operator(
 
 
 def leaves(*shapes: tuple[int, ...]) -> list[torch.Tensor]:
+    """Return random float64 tensors that take gradients, one for each shape."""
     return [torch.rand(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
 
 
@@ -179,7 +192,7 @@ def test_compiled_gradients_equal_eager_gradients():
     )
     for ours, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(ours, theirs)
-    assert CALLS.count("backward") == 2
+    assert CALLS.count("backward") == 2  # once for each of the two calls
 
 
 def test_a_function_without_gradients_is_an_operator_too():

@@ -2,6 +2,8 @@
 
 Tests change a small valid call, which :func:`~tests.ops.cases.arguments_of` makes: float32 on the CPU, with B = 2, T = 9, D = 5
 (columns of ``x``) and V = 6. Arguments that only ``gla`` takes are tested in ``test_gla_contract.py``.
+
+``prose.raises`` is ``pytest.raises`` that also compares the message with the entry of this test in tests/snapshots/prose.txt.
 """
 
 from __future__ import annotations
@@ -44,7 +46,7 @@ both_scans = pytest.mark.parametrize("operation", SCANS, ids=lambda operation: o
 
 @pytest.fixture
 def refused(prose: Prose) -> Callable[..., Any]:
-    """Return a function that expects a call to raise an error, and compares its message with the recorded one.
+    """Return a function that expects a call to raise an error, and compares its message with tests/snapshots/prose.txt.
 
     It takes the operation, the class of the error, and a regular expression of which the message must hold a match: mostly just
     the name of the wrong argument. Its keyword arguments replace arguments of a valid call.
@@ -179,7 +181,7 @@ def test_an_invalid_log_decay_value(operation, value, refused):
 
 
 def test_values_on_a_gpu_are_read_only_on_demand(monkeypatch):
-    """Reading values would synchronize with the device at every call. A tensor that cannot be read stands for one on a GPU."""
+    """Reading values would synchronize with the device at every call. A tensor that claims to be on a GPU stands for one."""
 
     class Elsewhere(torch.Tensor):
         device = torch.device("cuda")

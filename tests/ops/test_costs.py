@@ -1,4 +1,8 @@
-"""Tests of the costs of all operations: the least cost writes exactly results and gradients, and no variant costs less."""
+"""Tests of the costs of all operations: the least cost writes exactly results and gradients, and no variant costs less.
+
+``operation.cost(case, variant, direction)`` counts bytes and FLOPs; with ``None`` for the variant, the least that any
+implementation needs. A control is a part of an operation that studies time too, such as its matrix product alone.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,7 @@ import torch
 from onelaunch.decode.step.contract import decode_step
 from onelaunch.operation import DIRECTIONS, find_operation, operations
 
-CASES = {
+CASES = {  # sizes and options of cases in float16, by operation
     "gated_scan": [
         {"B": 2, "T": 24, "V": 16},
         {"B": 2, "T": 24, "V": 16, "initial_state": True, "final_state": True, "log_decay_dtype": "float32"},
@@ -59,6 +63,7 @@ def test_minimal_bytes_written_are_the_results_and_gradients(case, direction):
 
 @pytest.mark.parametrize("name", [*CASES, "gla_layer", "decode_step"])
 def test_every_variant_states_its_writes_and_costs_at_least_the_minimum(name, pytestconfig):
+    """Compare at the shapes of all studies in ``studies`` that measure the operation."""
     from onelaunch.workbench.study.read import load_study
 
     found = 0
@@ -79,12 +84,12 @@ def test_every_variant_states_its_writes_and_costs_at_least_the_minimum(name, py
                     assert least.flops <= cost.flops, (case, variant)
                     found += 1
             assert all(0 < control.cost(case).written < control.cost(case).bytes for control in operation.controls.values())
-    assert found or name == "gated_scan"  # which no study measures by itself
+    assert found or name == "gated_scan"  # no study measures this operation by itself
 
 
 def test_decoding_a_token_writes_less_than_a_thousandth_of_its_bytes():
     sizes = {"layers": 28, "hidden": 1024, "intermediate": 3072, "heads": 16, "kv_heads": 8, "head_dim": 128}
     cost = decode_step.cost(decode_step.case("bfloat16", **sizes, vocabulary=151936, position=1000))
     assert cost.written == 28 * 2 * 8 * 128 * 2 + 4 * 151936  # keys and values of one position, and logits in float32
-    # Below a tenth, the roofline bound takes the measured read bandwidth.
+    # If less than a tenth of the bytes is written, the roofline bound uses the read bandwidth, not the copy bandwidth.
     assert cost.written < cost.bytes / 1000

@@ -1,4 +1,11 @@
-"""Tests of float8 and NVFP4 matrices: decoding, quantization, layouts of codes and scales, checkpoints, and invalid input."""
+"""Tests of float8 and NVFP4 matrices: decoding, quantization, layouts of codes and scales, checkpoints, and invalid input.
+
+NVFP4 has 4-bit codes, two per byte, a float8 scale (e4m3) for each block of 16 channels, and one float32 scale for the matrix
+(``global_scale``). ``decode`` leaves the latter out, ``dequantize`` does not. ``swizzle`` reorders scales as cuBLAS reads them:
+in atoms of 128 rows by 4 blocks.
+
+``prose.raises`` is ``pytest.raises`` that also compares the message with the entry of this test in tests/snapshots/prose.txt.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +30,9 @@ from onelaunch.formats import (
 )
 
 VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""Numbers of the codes 0 to 7. Codes 8 to 15 are the same with a minus sign."""
 NAN_SCALES = (0x7F, 0xFF)
+"""The bytes that are NaN as a float8 scale."""
 
 
 def every_product() -> NVFP4Tensor:
@@ -35,11 +44,13 @@ def every_product() -> NVFP4Tensor:
 
 
 def made(rows: int = 8, channels: int = 64, seed: int = 0, **given) -> NVFP4Tensor:
+    """Return a random matrix in NVFP4. ``given`` is passed to ``quantize_nvfp4``."""
     generator = torch.Generator().manual_seed(seed)
     return quantize_nvfp4(torch.randn(rows, channels, generator=generator), **given)
 
 
 def same(one: NVFP4Tensor, other: NVFP4Tensor) -> bool:
+    """Return whether two matrices have equal numbers, whatever their codes and scales."""
     return torch.equal(one.dequantize(torch.float64), other.dequantize(torch.float64))
 
 
@@ -57,7 +68,7 @@ def test_every_code_times_every_scale_is_exact(dtype):
     expected = tensor.scales.double() * signed
     assert torch.equal(tensor.decode(dtype).double(), expected)
     assert expected.unique().numel() == 475
-    assert expected[expected > 0].min() == 2**-10
+    assert expected[expected > 0].min() == 2**-10  # the code 0.5 times the smallest scale
 
 
 def test_representable_nvfp4_values_round_trip_exactly():
@@ -91,6 +102,7 @@ def test_quantization_rounds_to_nearest_even(tie, even, sign):
 @given(st.integers(0, 2**31), st.sampled_from([1e-8, 1e-3, 1.0, 3e4]))
 def test_no_block_has_a_larger_error_than_with_its_maximum_at_6(seed, size):
     generator = torch.Generator().manual_seed(seed)
+    # The usual quantization gives each block the scale at which its largest number becomes 6, the largest code.
     values = torch.randn(3, 64, generator=generator) * size
     tensor = quantize_nvfp4(values)
     shared = float(tensor.global_scale)
@@ -176,7 +188,7 @@ def test_both_common_checkpoint_layouts_are_read():
 def test_values_beyond_the_largest_scale_saturate():
     for size in (1e10, 1e15, 3e38):
         tensor = quantize_nvfp4(torch.full((1, 16), size), global_scale=1e-5)
-        assert torch.allclose(tensor.dequantize(), torch.tensor(6 * 448 * 1e-5))
+        assert torch.allclose(tensor.dequantize(), torch.tensor(6 * 448 * 1e-5))  # largest code, largest scale, global scale
 
 
 @pytest.mark.parametrize("quantize", [quantize_fp8, quantize_nvfp4])
@@ -191,7 +203,7 @@ def test_a_weight_without_a_global_scale_is_read_back_from_a_file(tmp_path, pros
     save_nvfp4(tmp_path / "w.safetensors", {"a": weight, "b": weight})
     assert same(load_nvfp4(tmp_path / "w.safetensors", "a"), weight)
     assert same(load_nvfp4(tmp_path / "w.safetensors", "b"), weight)
-    with prose.raises(CheckpointError, foreign=True):
+    with prose.raises(CheckpointError, foreign=True):  # masks the library's part of the message
         save_nvfp4(tmp_path / "no" / "w.safetensors", {"a": weight})
 
 
@@ -304,7 +316,7 @@ def test_a_function_can_be_mapped_over_an_operands_tensors():
     copy = tensor.map(torch.clone)
     assert copy.swizzled
     assert copy.codes.data_ptr() != tensor.codes.data_ptr()
-    assert copy.nbytes == 8 * 16 + 128 * 4 + 4
+    assert copy.nbytes == 8 * 16 + 128 * 4 + 4  # codes, scales of a whole atom, global scale
     up = tensor.map(lambda value: value.double() if value.is_floating_point() else value)
     assert torch.allclose(up.dequantize(torch.float64), tensor.dequantize(torch.float64))
     assert torch.equal(dequantize_nvfp4(tensor), tensor.dequantize())

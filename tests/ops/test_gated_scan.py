@@ -1,4 +1,12 @@
-"""Tests of ``gated_scan``: every variant against the oracle, and properties that follow from the recurrence."""
+"""Tests of ``gated_scan``: every variant against the oracle, and properties that follow from the recurrence.
+
+Step t has the state ``exp(log_decay_t) * state_(t-1) + v_t`` and the result ``y_t = state_t * silu(gate_t)``.
+
+``assert_near`` bounds the norm of each error, relative to that of the expected values; ``results`` returns a variant's results
+and gradients by name. ``arguments_of`` makes float32 arguments with B = 2, T = 9 and V = 6, unless others are given.
+
+``prose.raises`` is ``pytest.raises`` that also compares the message with the entry of this test in tests/snapshots/prose.txt.
+"""
 
 from __future__ import annotations
 
@@ -29,6 +37,7 @@ from tests.ops.cases import (
     variants_by_case,
 )
 
+# Hypothesis takes the same few examples in every run.
 FEW = settings(max_examples=15, deadline=None, derandomize=True)
 
 
@@ -99,6 +108,10 @@ def test_the_values_may_be_their_own_gate(variant):
 )
 @pytest.mark.parametrize("variant", triton_variants(GATED_SCAN))
 def test_the_sequential_kernel_is_correct(variant, name, monkeypatch):
+    """Make the launcher use the kernel that loops over time, which it otherwise uses on a GPU, for very many channels.
+
+    ``sequential_tiles`` is asked once, as if for a GPU with one SM, and its answer then replaces it.
+    """
     from onelaunch.kernels.scan import forward, launch
 
     walked = []
@@ -129,7 +142,7 @@ def test_the_interpreter_is_refused_bfloat16(variant, prose):
 @pytest.mark.interpret
 @pytest.mark.parametrize("variant", triton_variants(GATED_SCAN))
 def test_a_workspace_serves_calls_of_other_lengths_and_widths(variant):
-    """Launches share memory for their carries. Words left by one launch must not reach the next."""
+    """Launches share the memory in which tiles publish carries. Words that one launch left must not be read by the next."""
     for length, width in ((70, 20), (33, 40), (70, 20), (20, 70), (33, 40)):
         case = GATED_SCAN.case("float32", B=1, T=length, V=width)
         assert_one_call_correct(GATED_SCAN, case, variant, "forward")
@@ -140,15 +153,21 @@ def test_a_workspace_serves_calls_of_other_lengths_and_widths(variant):
 
 @st.composite
 def lengths(draw):
+    """Draw the lengths of packed sequences, not all of them 0."""
     return tuple(draw(st.lists(st.integers(0, 40), min_size=1, max_size=6).filter(any)))
 
 
 def scan_arguments(length: int, seed: int, **given: Any) -> dict[str, Any]:
+    """Return the tensors among random arguments, for one sequence of three channels."""
     arguments = arguments_of(GATED_SCAN, B=1, T=length, V=3, decay="model", seed=seed, **given)
     return {name: value for name, value in arguments.items() if isinstance(value, torch.Tensor)}
 
 
 def check_split(length, cut, seed, variant):
+    """Require two calls for the steps before and after ``cut``, with the state passed on, to equal one call.
+
+    An empty part is left to ``auto``, since not every variant takes it.
+    """
     cut = min(cut, length)
     whole = scan_arguments(length, seed, initial_state=True)
     y, final = GATED_SCAN(**whole, output_final_state=True, variant=variant)
@@ -166,6 +185,7 @@ def check_split(length, cut, seed, variant):
 
 
 def check_packed(lengths, seed, variant):
+    """Require a call for packed sequences to equal one call for each of them. Empty ones are left to ``auto``."""
     packed = scan_arguments(sum(lengths), seed, lengths=lengths, initial_state=True)
     y, final = GATED_SCAN(**packed, output_final_state=True, variant=variant)
     assert final.shape == (len(lengths), 3)
@@ -230,6 +250,7 @@ def test_with_a_decay_of_zero_every_step_stands_alone(variant, length, seed):
 @pytest.mark.interpret
 @pytest.mark.parametrize("variant", triton_variants(GATED_SCAN))
 def test_kernels_are_exact_without_decay_and_with_a_decay_of_zero(variant):
+    """Exact but for float32 rounding: log-decays of 0 make a running sum, and of -inf leave each step alone."""
     arguments = scan_arguments(70, 0, initial_state=False)
     arguments["log_decay"] = torch.zeros_like(arguments["v"])
     y = GATED_SCAN(**arguments, variant=variant)

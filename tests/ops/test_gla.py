@@ -1,4 +1,11 @@
-"""Tests of ``gla``: every variant against the oracle, the oracle against a closed form, and properties of the recurrence."""
+"""Tests of ``gla``: every variant against the oracle, the oracle against a closed form, and properties of the recurrence.
+
+``assert_near`` bounds the norm of each error, relative to that of the expected values; ``results`` returns a variant's results
+and gradients by name. ``arguments_of(GLA)`` makes float32 arguments with B = 2, T = 9, H = 2, K = 20 and V = 16, unless others
+are given.
+
+``prose.raises`` is ``pytest.raises`` that also compares the message with the entry of this test in tests/snapshots/prose.txt.
+"""
 
 from __future__ import annotations
 
@@ -33,6 +40,7 @@ from tests.ops.cases import (
     weights_like,
 )
 
+# Hypothesis takes the same few examples in every run.
 FEW = settings(max_examples=10, deadline=None, derandomize=True)
 
 each_variant = pytest.mark.parametrize(
@@ -41,10 +49,7 @@ each_variant = pytest.mark.parametrize(
 
 
 def has_gradients(variant: str) -> bool:
-    """Return whether a variant's gradients are worth their time in the interpreter.
-
-    All kernels have the gradients of ``fused``.
-    """
+    """Return whether a variant's gradients are tested: of the kernels those of ``fused``, whose backward pass all share."""
     return variant == "fused" or variant not in triton_variants(GLA)
 
 
@@ -69,6 +74,7 @@ def closed_form(
 
     The contribution of step s to step t is multiplied by all decays after s, up to t.
     """
+    # q and k are [B, T, H, K], v and gv [B, T, H, V], g [B, T, H, K] or [B, T, H], initial [B, H, K, V].
     length, keys, values = q.shape[1], q.shape[3], v.shape[3]
     g = g if g.dim() == 4 else g[..., None].expand(*g.shape, keys)
     gv = torch.zeros_like(v) if gv is None else gv
@@ -115,6 +121,10 @@ def test_the_oracle_matches_the_closed_form(decay_per, decay, value_gate, state_
 @pytest.mark.parametrize("decay_per", ["channel", "head"])
 @pytest.mark.parametrize("decay", DECAYS)
 def test_parallel_segments_match_the_loop(decay, decay_per, value_gate, lengths, kept, monkeypatch):
+    """Compare the oracle's two ways: all steps one after another, and segments of T side by side.
+
+    ``kept`` bounds the bytes of states that are saved for gradients. With 0, they are computed again in the backward pass.
+    """
     monkeypatch.setattr(reference, "KEPT_STATES", kept)
     arguments = arguments_of(
         GLA, B=1 if lengths else 2, T=204, decay=decay, decay_per=decay_per, value_gate=value_gate, lengths=lengths,
@@ -132,6 +142,7 @@ def test_parallel_segments_match_the_loop(decay, decay_per, value_gate, lengths,
 
 
 def test_the_default_scale_is_that_of_attention():
+    """The default is 1 / sqrt(K): 0.2 for 25 channels."""
     arguments = arguments_of(GLA, T=5, K=25)
     assert_near(*({"o": gla(**(arguments | {"scale": scale}))[0]} for scale in (None, 0.2)), 0)
     assert_near(*({"o": GLA.reference(**(arguments | {"scale": scale}))[0]} for scale in (None, 0.2)), 0)
@@ -139,6 +150,7 @@ def test_the_default_scale_is_that_of_attention():
 
 @pytest.mark.parametrize("lengths", [None, (0, 13, 0, 40)])
 def test_the_loop_recomputes_states_that_are_too_large_to_keep(lengths, monkeypatch):
+    """With ``KEPT_STATES``, the most bytes of saved states, at 0, the loop checkpoints segments, and results are the same."""
     arguments = arguments_of(GLA, B=1, T=53, lengths=lengths, initial_state=True, final_state=True, grad=True)
     expected = results(GLA, arguments, "recurrent")
     segments = []
@@ -175,7 +187,7 @@ def test_unknown_choices_of_inputs_are_refused(prose):
     with prose.raises(ArgumentError, match="'stong'"):
         arguments_of(GLA, decay="stong")
     with prose.raises(ArgumentError):
-        arguments_of(GLA, B=1, lengths=(3, 5))
+        arguments_of(GLA, B=1, lengths=(3, 5))  # 8 steps, but T is 9
 
 
 # Comparison with the oracle
@@ -204,9 +216,11 @@ def test_the_compiled_variant_refuses_loops_that_would_compile_for_minutes():
     variant = GLA.get("compiled")
     for length, reason in ((longest, None), (longest + 1, f"takes at most {longest} steps")):
         why = variant.why_not(GLA.query(GLA.case("float32", B=1, T=length, H=1, K=16, V=16), "cpu"))
+        # a machine without a C++ compiler gives that as the reason for the shorter length
         assert (why or "").startswith(reason or "needs a C++ compiler" if why else "")
 
 
+# Log-decays that are hard for single steps, as functions of a tensor with their shape. exp(-88) is a subnormal float32.
 SINGLE_STEPS = {
     "twenty_each": lambda g: torch.full_like(g, -20.0),
     "one_of_twenty_in_nothing": lambda g: torch.zeros_like(g).index_fill(1, torch.tensor([0, 31, 64, 99]), -20.0),
@@ -239,7 +253,7 @@ def test_no_decay_is_too_strong(variant, kind):
 
 
 def test_logsigmoid_gates_are_accepted_in_both_dtypes():
-    """A layer makes such gates: logsigmoid divided by the normaliser, in the model's dtype or float32."""
+    """A layer makes such log-decays (its forget gate): logsigmoid divided by the normaliser, in the model's dtype or float32."""
     arguments = arguments_of(GLA, dtype="bfloat16", T=70)
     raw = torch.randn(arguments["g"].shape)
     for g in (F.logsigmoid(raw) / 16, (F.logsigmoid(raw) / 16).bfloat16()):
@@ -257,6 +271,10 @@ def pieces(arguments: dict[str, Any], part: slice) -> dict[str, Any]:
 
 
 def check_split(length: int, cut: int, variant: str, **options: Any) -> None:
+    """Require two calls for the steps before and after ``cut``, with the state passed on, to equal one call.
+
+    An empty part is left to ``auto``, since not every variant takes it.
+    """
     cut = min(cut, length)
     arguments = arguments_of(GLA, B=1, T=length, initial_state=True, final_state=True, **options)
     o, final = gla(**arguments, variant=variant)
@@ -270,6 +288,7 @@ def check_split(length: int, cut: int, variant: str, **options: Any) -> None:
 
 
 def check_packed(lengths: tuple[int, ...], variant: str, **options: Any) -> None:
+    """Require a call for packed sequences to equal one call for each of them, gradients included."""
     given = {"B": 1, "T": sum(lengths), "lengths": lengths, "initial_state": True, "final_state": True, **options}
     packed = arguments_of(GLA, **given, grad=has_gradients(variant))
     whole = results(GLA, packed, variant)
@@ -288,6 +307,7 @@ def check_packed(lengths: tuple[int, ...], variant: str, **options: Any) -> None
     assert_near(whole, {name: value.detach() for name, value in separate.items()}, 3e-6)
 
 
+# Options of cases: a decay per key channel, a decay per head, and decays of value channels (``gv``) in addition
 KINDS: list[dict[str, Any]] = [
     {},
     {"decay_per": "head", "state_v_first": True},
@@ -351,7 +371,7 @@ def test_a_decay_per_head_equals_that_decay_for_all_channels(variant):
 
 @pytest.mark.parametrize("variant", pytorch_variants(GLA))
 def test_a_gate_on_values_is_a_gate_on_keys_of_the_transposed_state(variant):
-    """With one nonzero key channel the state is a row, and decays of its channels are decays of a scan."""
+    """With one nonzero key channel the state is a row of V channels, and the gate ``gv`` on values makes it a scan's state."""
     arguments = arguments_of(GLA, B=1, T=70, H=1, value_gate=True)
     v, gv = arguments["v"], arguments["gv"]
     lit = torch.zeros_like(arguments["k"])
@@ -405,12 +425,14 @@ def clean_run(variant: str, options: tuple[tuple[str, Any], ...]) -> tuple[dict[
 
 
 def with_nan(arguments: dict[str, Any], name: str, place: tuple[int, ...]) -> dict[str, Any]:
+    """Return the arguments with NaN in all elements of one tensor at the leading indices ``place``."""
     spoilt = arguments[name].detach().clone()
     spoilt[place] = math.nan
     return arguments | {name: spoilt.requires_grad_(arguments[name].requires_grad)}
 
 
 def assert_clean(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], where: Any, names: list[str]) -> None:
+    """Require the parts of results that ``where(name, value)`` returns to be as without NaN, for these names of results."""
     for name in names:
         one, other = where(name, found[name]), where(name, expected[name])
         assert not one.isnan().any(), name
@@ -423,6 +445,7 @@ def assert_clean(found: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
 def test_nan_stays_in_its_head_and_does_not_reach_earlier_chunks(variant, argument, options):
     if "value_gate" in options and variant in triton_variants(GLA):
         pytest.skip("kernels refuse a gate on values: see test_kernels_refuse_unsupported_calls")
+    # NaN is in batch entry 1, head 0.
     arguments, clean = clean_run(variant, tuple({"B": 2, "T": 150, "H": 2, **options}.items()))
     found = results(GLA, with_nan(arguments, argument, (1, NAN_AT, 0)), variant)
     steps = [name for name in clean if name not in ("final_state", "grad initial_state")]

@@ -1,4 +1,9 @@
-"""Tests of ``gla`` in plain PyTorch: its chunks, the tensors that it saves, and that it never reads from the device."""
+"""Tests of ``gla`` in plain PyTorch (variant "chunked"): chunks of steps, saved tensors, and no reads from the device.
+
+``assert_near`` bounds the norm of each error, relative to that of the expected values; ``results`` returns a variant's results
+and gradients by name. ``arguments_of(GLA)`` makes float32 arguments with B = 2, T = 9, H = 2, K = 20 and V = 16, unless others
+are given.
+"""
 
 from __future__ import annotations
 
@@ -24,6 +29,7 @@ from tests.ops.cases import (
 @pytest.mark.parametrize("lengths", [None, (0, 21, 49, 0)])
 @pytest.mark.parametrize("part", [1, 2500, 5000])
 def test_a_call_computed_in_parts_equals_the_whole_call(part, lengths, monkeypatch):
+    """A call is computed in parts, of heads or batch entries, with about ``part`` elements of q or of states each."""
     arguments = arguments_of(
         GLA, B=1 if lengths else 3, T=70, H=3, lengths=lengths, initial_state=True, final_state=True, grad=True
     )  # fmt: skip
@@ -46,6 +52,7 @@ def test_the_backward_pass_saves_only_the_inputs():
 
 
 def test_one_tensor_may_be_passed_as_two_arguments():
+    """First and second derivatives of the shared tensor equal those of the loop over time ("recurrent")."""
     arguments = arguments_of(GLA, T=70, K=16, V=16)
     shared, g = arguments["q"].requires_grad_(), arguments["g"]
     found = {}
@@ -59,7 +66,7 @@ def test_one_tensor_may_be_passed_as_two_arguments():
 
 @pytest.mark.parametrize("lengths", [None, (0, 30, 0, 40)])
 def test_results_are_the_same_to_the_last_bit(lengths):
-    """This also holds with PyTorch's deterministic algorithms required."""
+    """The second call is made with PyTorch's deterministic algorithms required."""
     arguments = arguments_of(GLA, B=1, T=70, lengths=lengths, initial_state=True, final_state=True, grad=True)
     first = results(GLA, arguments, "chunked")
     torch.use_deterministic_algorithms(True)  # noqa: FBT003
@@ -96,6 +103,10 @@ def test_nothing_is_read_from_the_device(monkeypatch):
     "lengths", [(1,), (0, 1), (5, 0, 0), (64,), (1,) * 40, (0,) * 20 + (3,), (63, 64, 65, 1), (130, 1, 1, 1)]
 )
 def test_chunks_of_packed_sequences_hold_every_step_once(lengths):
+    """In the layout, ``token`` has the step at each place of the padded chunks, or T for padding; ``place`` is its inverse.
+
+    ``starts`` marks the chunks with which a sequence begins.
+    """
     offsets = torch.tensor([0, *itertools.accumulate(lengths)])
     total = sum(lengths)
     layout = chunkwise.Packed.of(torch.zeros(1, total, 1, 16), None, offsets)

@@ -1,4 +1,11 @@
-"""Tests of the arguments that ``gla`` refuses and its messages, of empty inputs, and of the names that ``fla`` uses."""
+"""Tests of the arguments that ``gla`` refuses and its messages, of empty inputs, of dtypes, and of functions with fla's names.
+
+``assert_near`` bounds the norm of each error, relative to that of the expected values; ``results`` returns a variant's results
+and gradients by name. ``arguments_of(GLA)`` makes float32 arguments with B = 2, T = 9, H = 2, K = 20 and V = 16, unless others
+are given.
+
+``prose.raises`` is ``pytest.raises`` that also compares the message with the entry of this test in tests/snapshots/prose.txt.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +37,11 @@ from tests.prose import Prose
 
 @pytest.fixture
 def refused(prose: Prose) -> Callable[..., Any]:
-    """Expect a call to raise an error that names an argument and is worded as recorded."""
+    """Return a function that expects a call to raise an error, with the message recorded in tests/snapshots/prose.txt.
+
+    It takes the class of the error, a regular expression that the message must contain (mostly the name of the argument), the
+    function to call, and keyword arguments that replace those of a valid call.
+    """
 
     def call(error: Any, named: str, /, function: Any = gla, **changes: Any) -> Any:
         names = {"g": "gk"} if function is fused_recurrent_gla else {}
@@ -38,6 +49,7 @@ def refused(prose: Prose) -> Callable[..., Any]:
         with prose.raises(error, match=rf"(?<!\w){named}(?!\w)") as caught:
             function(**arguments | changes)
         assert isinstance(caught.value, OneLaunchError)
+        # If the pattern is the name of an argument, an error with the attribute ``argument`` must hold it there too.
         assert not named.isidentifier() or named in getattr(caught.value, "argument", named)
         assert "\n" not in str(caught.value)
         return caught.value
@@ -73,6 +85,7 @@ def test_mismatched_sizes(argument, shape, refused):
 
 
 def test_the_error_about_shared_keys_states_the_remedy(refused):
+    """One head of keys for all heads of queries, as in multi-query attention, must be expanded by the caller."""
     refused(ShapeError, "k", k=torch.ones(2, 9, 1, 20))
 
 
@@ -91,6 +104,7 @@ def test_heads_too_narrow_or_too_wide(keys, values, message, prose):
 
 
 def test_the_remedies_in_errors_about_head_sizes_work():
+    """Keys or values of large heads may be split over two calls, and those of small heads padded with zeros."""
     arguments = arguments_of(GLA, T=20, K=32, V=32)
     expected, _ = gla(**arguments)
     q, k, v, g = (arguments[name] for name in "qkvg")
@@ -383,6 +397,7 @@ def test_chunk_gla_needs_a_log_decay(refused):
 
 
 def each_sequence_flipped(x: torch.Tensor, bounds: list[int]) -> torch.Tensor:
+    """Return x ``[1, T, ...]``, or ``[B, T, ...]`` with one pair of bounds, with the steps of every sequence reversed."""
     return torch.cat([x[:, start:end].flip(1) for start, end in itertools.pairwise(bounds)], 1)
 
 

@@ -1,4 +1,9 @@
-"""Tests of the cost of ``gla``, the bytes and operations that it needs, and of the peer that it is measured against."""
+"""Tests of the cost of ``gla``, the bytes and FLOPs that it needs, and of the peer that it is measured against.
+
+The peer is the variant "fla", which calls the package flash-linear-attention. Tests of it need neither package nor GPU.
+
+``prose(text)`` compares a text with the entry of this test in tests/snapshots/prose.txt.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +24,7 @@ def test_minimal_bytes_are_five_tensors_forward_and_nine_backward():
     The forward pass reads q, k, v and g and writes o. The backward pass reads those inputs and do and writes four gradients.
     """
     case = GLA.case("bfloat16", B=1, T=8192, H=96, K=128, V=128)
-    rows = 8192 * 96
+    rows = 8192 * 96  # steps times heads; a row of 128 numbers has 256 bytes
     assert GLA.cost(case).bytes == rows * 5 * 256
     assert GLA.cost(case, direction="forward_backward").bytes == rows * 14 * 256
     per_head = GLA.case("bfloat16", B=1, T=8192, H=96, K=128, V=128, decay_per="head")
@@ -29,14 +34,16 @@ def test_minimal_bytes_are_five_tensors_forward_and_nine_backward():
 
 
 def test_variants_add_intermediate_results_between_launches():
+    """A variant writes and reads its intermediate results: float32 in "chunked", a PyTorch variant, 16 bits in "fused"."""
     case = GLA.case("bfloat16", B=1, T=8192, H=96, K=128, V=128)
     rows, chunked = 8192 * 96, GLA.get("chunked")
-    handed = rows * 2 * 4 * (128 * 128 // 64 + 64)  # a state and a matrix of scores per 64 steps, written and read
+    handed = rows * 2 * 4 * (128 * 128 // 64 + 64)  # a state and a matrix of scores per 64 steps, written and read in float32
     assert GLA.cost(case, chunked).bytes == GLA.cost(case).bytes + handed
     fused = GLA.get("fused")
     assert GLA.cost(case, fused).bytes == GLA.cost(case).bytes + rows * 2 * 2 * 128 * 128 // 64  # the state in 16 bits
     least = GLA.cost(case)
     assert least.flops == rows * 4 * 128 * 128
+    # scores within chunks of 64 steps and their product with v; half of each product is causal
     assert GLA.cost(case, chunked).flops == least.flops + rows * 64 * 256
 
 
@@ -61,6 +68,7 @@ def test_the_peer_refuses_unsupported_calls_with_the_reason(monkeypatch, prose):
     for triton in ((3, 6, 0), (3, 4, 0)):
         assert "chunk_simple_gla" in reason(triton, decay_per="head")
         prose(reason(triton, decay_per="head"))
+    # The backward pass for a decay per head fails with some versions of Triton, for more steps than FEW_STEPS.
     for known_good in ({"triton": (3, 7, 1)}, {"triton": (3, 3, 9)}, {"grad": False}, {"T": peers.FEW_STEPS}):
         assert reason(**({"triton": (3, 6, 0), "decay_per": "head"} | known_good)) is None
 

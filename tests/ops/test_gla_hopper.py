@@ -1,4 +1,11 @@
-"""Tests of ``gla`` on Hopper GPUs: every size, decay, packing and split of T that its kernels take, and calls they refuse."""
+"""Tests of the variant "hopper" of ``gla``: every size, decay, packing and split of T that its kernels take, and refused calls.
+
+The kernels go through T in chunks of 64 steps, and divide it into segments that run in parallel if CTAs would be too few.
+Results of the PyTorch variant "recurrent", a loop over time, are the expected ones where the oracle is not used.
+
+``assert_near`` bounds the norm of each error, relative to that of the expected values; ``results`` returns a variant's results
+and gradients by name.
+"""
 
 from __future__ import annotations
 
@@ -51,10 +58,11 @@ CASES: dict[str, dict[str, Any]] = {
 
 each_case = pytest.mark.parametrize("name", CASES)
 each_layout = pytest.mark.parametrize("per", ["channel", "head"])
+"""Parametrization over the layouts of the log-decays: one per key channel, or one per head."""
 
 
 def made(device: torch.device, *, grad: bool = False, seed: int = 0, **given: Any) -> dict[str, Any]:
-    """Return arguments on the GPU, with several chunks and heads unless sizes are given."""
+    """Return random arguments on the GPU, in bfloat16 with several chunks and heads unless ``given`` says otherwise."""
     chosen = {"B": 2, "T": 500, "H": 3, "K": 128, "V": 128, "dtype": "bfloat16", **given}
     reading = GLA.make_inputs(GLA.case(**chosen), device, seed)
     for name in reading.differentiable if grad else ():
@@ -147,6 +155,7 @@ def test_segment_sums_that_stop_early_are_deterministic(per, device):
 @on_hopper
 @each_layout
 def test_gradients_do_not_depend_on_memory_after_a_sequence(per, device):
+    """The last chunk of batch entry 0 ends inside a tile, after which entry 1 lies in memory, here full of NaN."""
     arguments = made(device, T=100, decay_per=per, grad=True)
     with torch.no_grad():
         for name in "qkv":
@@ -158,6 +167,7 @@ def test_gradients_do_not_depend_on_memory_after_a_sequence(per, device):
 @gpu
 @on_hopper
 def test_large_float16_inputs_do_not_overflow_in_intermediates(device):
+    """A chunk decays by exp(-11.5). Numbers of 1000, divided by that factor, would be beyond the range of float16."""
     for name in "qk":
         arguments = made(device, dtype="float16", T=70)
         arguments["g"] = torch.full_like(arguments["g"], -0.18)
@@ -264,6 +274,7 @@ def test_a_call_never_waits_for_the_device(device):
         torch.cuda.set_sync_debug_mode("default")
 
 
+# Calls that the variant refuses: options of the case, whether gradients are needed, and words of the reason
 LEFT_TO_OTHERS: dict[str, tuple[dict[str, Any], bool, str]] = {
     "float32": ({"dtype": "float32"}, False, "needs float16 or bfloat16"),
     "odd_keys": ({"K": 96}, False, "needs K of 64, 128 or 256"),
@@ -302,6 +313,7 @@ def test_it_is_refused_without_a_hopper_gpu():
     ("programs", "chunks", "parts"), [(96, 128, 1), (32, 256, 4), (16, 512, 8), (256, 64, 1), (1, 1, 1), (1, 3, 1), (64, 2, 1)]
 )
 def test_time_segments_fill_the_gpu(programs, chunks, parts):
+    """With ``programs`` CTAs for each segment and ``chunks`` chunks in T, a GPU of 132 SMs gets ``parts`` segments."""
     pytest.importorskip("triton", reason="launches import their kernels, which import Triton")
     from onelaunch.ops.gla.launch_hopper import segment_count
 

@@ -1,7 +1,14 @@
-"""Tests of the Triton kernels of ``gla`` against the oracle, interpreted and on a GPU.
+"""Tests of the portable Triton kernels of ``gla``, interpreted and on a GPU: correctness, refused calls, and preference.
+
+The expected results are the oracle's, or those of the PyTorch variant "recurrent", a loop over time.
 
 To examine one call by hand: ``assert_correct(GLA, GLA.case("bfloat16", B=1, T=300, H=2, K=128, V=64, decay="strong"),
-"fused")``.
+"fused", "cuda:0")``.
+
+``assert_near`` bounds the norm of each error, relative to that of the expected values; ``results`` returns a variant's results
+and gradients by name.
+
+``prose.raises`` is ``pytest.raises`` that also compares the message with the entry of this test in tests/snapshots/prose.txt.
 """
 
 from __future__ import annotations
@@ -39,12 +46,14 @@ STATES: dict[str, Any] = {"initial_state": True, "final_state": True}
 SMALL: dict[str, Any] = {"B": 1, "T": 70, "H": 1, "K": 16, "V": 16}
 
 KERNELS = triton_variants(GLA)
+# Kernels take no gate on values: names of the cases without one, for the interpreter and for a GPU
 UNGATED = [name for name in GLA_SHORT if not GLA_SHORT[name].get("value_gate")]
 LONGER = [name for name in GLA_HARD if not GLA_HARD[name].get("value_gate")]
 
 each_kernel = pytest.mark.parametrize("variant", KERNELS)
 each_decay = pytest.mark.parametrize("decay", DECAYS)
 each_layout = pytest.mark.parametrize("per", ["channel", "head"])
+"""Parametrization over the layouts of the log-decays: one per key channel, or one per head."""
 
 
 # Tests in the interpreter
@@ -95,6 +104,7 @@ def test_kernels_take_several_blocks_of_keys_and_values(keys, values, dtype):
 @pytest.mark.interpret
 @each_kernel
 def test_kernels_pass_the_whole_gate(variant):
+    """Apply the whole verification gate (``assert_correct``), not one call as in the other tests of kernels."""
     assert_correct(GLA, GLA.case("float16", **SMALL, **STATES), variant)
 
 
@@ -114,7 +124,10 @@ def test_states_decay_by_the_given_amount(variant, dtype, least):
 @pytest.mark.interpret
 @each_kernel
 def test_one_strong_step_among_weak_ones(variant):
-    """No single anchor serves such a chunk. Steps after the strong one must not see steps before it; the rest is unchanged."""
+    """Decays within a chunk are computed relative to one step, its anchor, unless they are too strong, as here.
+
+    Steps after the strong one must not see steps before it; the rest is unchanged.
+    """
     arguments = arguments_of(GLA, **SMALL, **STATES, dtype="float32", decay="weak", grad=True)
     with torch.no_grad():
         arguments["g"][:, 33, :, ::2] = -200.0
@@ -200,12 +213,15 @@ def test_kernels_refuse_unsupported_calls(variant, prose):
 
 
 def most_keys(variant: str, keys: int) -> int:
-    """Return the largest head size up to ``keys`` that the variant takes."""
+    """Return ``keys``, or the largest number of key channels that the variant takes if that is less."""
     return min(keys, LARGEST_KEYS) if variant in ("sequential", "pipelined") else keys
 
 
 def made(variant: str, device: torch.device, *, grad: bool = False, seed: int = 0, **given: Any) -> dict[str, Any]:
-    """Return arguments on the GPU, with several chunks, heads and blocks unless sizes are given."""
+    """Return random arguments on the GPU.
+
+    They are bfloat16, with states and several chunks, heads and blocks, unless ``given`` says otherwise.
+    """
     chosen = {"B": 2, "T": 500, "H": 3, "K": most_keys(variant, 96), "V": 80, "dtype": "bfloat16", **STATES, **given}
     reading = GLA.make_inputs(GLA.case(**chosen), device, seed)
     for name in reading.differentiable if grad else ():
@@ -281,6 +297,7 @@ def test_a_call_never_waits_for_the_device(variant, lengths, device):
     ("steps", "grad", "first"), [(1, False, "stepwise"), (16, False, "stepwise"), (17, False, "hopper"), (1, True, "hopper")]
 )
 def test_auto_prefers_the_step_loop_for_few_steps_without_gradients(steps, grad, first):
+    """Without measurements the order of preference decides. Its first entry may be refused, as "hopper" on other GPUs."""
     query = Query("gla", "cuda:0", torch.bfloat16, fixed(64, steps, 32, 128, 128), grad, ("initial_state", "final_state"))
     assert GLA.preference(query)[0] == first
     on_a_cpu = "recurrent" if steps == 1 and not grad else "chunked"

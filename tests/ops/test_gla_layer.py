@@ -1,4 +1,9 @@
-"""Tests of ``gla_layer``: every variant against the oracle, the oracle against plain sums, and use with PyTorch's features."""
+"""Tests of ``gla_layer``: variants against the oracle and a loop written out, tolerances, and use with PyTorch's features.
+
+``assert_near`` bounds the norm of each error, relative to that of the expected values; ``results`` returns a variant's results
+and gradients by name. ``made()`` makes float32 arguments with B = 2, T = 9, D = 40, H = 2, K = 16 and V = 20, unless others are
+given.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +19,8 @@ from tests.ops.cases import assert_compiled_correct, assert_correct, assert_near
 from tests.ops.gla_layer_cases import CASES, GLA_LAYER, TENSORS, case_of, made
 from tests.trivial import trivial_answers
 
-PORTABLE = [
-    name for name in pytorch_variants(GLA_LAYER) if not name.startswith("packed")
-]  # variants that are tested in test_gla_layer_packed.py
+PORTABLE = [name for name in pytorch_variants(GLA_LAYER) if not name.startswith("packed")]
+"""Variants that make calls of other operations. Those that are one autograd function are tested in test_gla_layer_packed.py."""
 each_variant = pytest.mark.parametrize("variant", PORTABLE)
 
 
@@ -35,11 +39,16 @@ def test_the_compiled_variant():
 
 
 def test_trivial_outputs_do_not_pass():
+    # returns the components for which zeros, shifted results or an input would pass
     assert not trivial_answers(Judge().reference(GLA_LAYER, case_of("chunks_and_states")))
 
 
 def test_the_tolerance_grows_by_the_root_of_three_stages():
-    """This applies in bfloat16, where twice the error of the PyTorch baseline is beyond the limit of one stage."""
+    """The layer has three stages: projections, recurrence and output.
+
+    The allowed error is twice that of the PyTorch baseline, up to a cap (``CAPS``, by dtype) times the root of the number of
+    stages. In bfloat16 the cap decides, and in float32 the baseline's error.
+    """
     truth = Judge().reference(GLA_LAYER, case_of("bfloat16"))
     assert truth.allowed["out"] == pytest.approx(3**0.5 * CAPS[torch.bfloat16][0])
     exact = Judge().reference(GLA_LAYER, case_of("small"))
@@ -48,7 +57,10 @@ def test_the_tolerance_grows_by_the_root_of_three_stages():
 
 @each_variant
 def test_variants_match_the_definition(variant):
-    """Compute one sequence step by step and head by head."""
+    """Compute the second sequence of the batch step by step and head by head.
+
+    The rows of the packed weight are q and k (32 each), v and the gate (40 each), and the 16 of the low-rank decay.
+    """
     given = made(initial_state=True, final_state=True)
     x, packed, gk_weight, gk_bias, norm_weight, w_out = (given[name] for name in TENSORS)
     q, k, v, gate, low_rank = (
@@ -63,7 +75,7 @@ def test_variants_match_the_definition(variant):
         state, rows = given["initial_state"][1, head], []
         for t in range(9):
             state = decay[t, keys, None] * state + torch.outer(k[t, keys], v[t, values])
-            o = q[t, keys] @ state / 4
+            o = q[t, keys] @ state / 4  # the square root of 16 key channels
             rows.append(o / (o.square().mean() + 1e-5).sqrt() * norm_weight * F.silu(gate[t, values]))
         out.append(torch.stack(rows))
         states.append(state)

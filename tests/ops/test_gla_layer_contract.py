@@ -1,4 +1,13 @@
-"""Tests of the arguments that ``gla_layer`` refuses, named as the caller knows them, and of its dispatch key, cost and peer."""
+"""Tests of the arguments that ``gla_layer`` refuses, named as the caller knows them, and of its dispatch key, cost and peer.
+
+The peer is the variant "fla": the layer of the package flash-linear-attention, here replaced by a double.
+
+``assert_near`` bounds the norm of each error, relative to that of the expected values. ``made()`` makes float32 arguments with
+B = 2, T = 9, D = 40, H = 2, K = 16 and V = 20, unless others are given.
+
+``prose(text)`` compares a text with the entry of this test in tests/snapshots/prose.txt. ``prose.raises`` does so with the
+message of an error, and otherwise is ``pytest.raises``.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +32,11 @@ from tests.prose import Prose
 
 @pytest.fixture
 def refused(prose: Prose) -> Callable[..., None]:
-    """Expect a call to raise an error that names an argument and is worded as recorded."""
+    """Return a function that expects a call to raise an error, with the message recorded in tests/snapshots/prose.txt.
+
+    It takes the class of the error, a regular expression that the message must contain (mostly the name of the argument), and
+    keyword arguments that replace those of a valid call.
+    """
 
     def call(error: Any, named: str, /, **changes: Any) -> None:
         with prose.raises(error, match=rf"(?<!\w){named}(?!\w)") as caught:
@@ -120,8 +133,10 @@ def test_minimal_bytes_and_flops():
     products = 2 * rows * (2048 * columns + 16 * 1024 + 2048 * 2048)
     recurrence = gla.cost(gla.case("bfloat16", B=8, T=4096, H=16, K=64, V=128)).flops
     assert GLA_LAYER.cost(case).flops == products + recurrence
+    # bytes of x and of out each; and of the weights: packed, low-rank with bias, norm, out
     x, weights = 2 * rows * 2048, 2 * (columns * 2048 + 1024 * 17 + 128 + 2048 * 2048)
     assert GLA_LAYER.cost(case).bytes == 2 * x + weights
+    # The backward pass reads x, dout and the weights, and writes the gradients of x and of the weights.
     assert GLA_LAYER.cost(case, None, "forward_backward").bytes == 5 * x + 3 * weights
     step = GLA_LAYER.case("bfloat16", B=1, T=1, D=2048, H=16, K=64, V=128, initial_state=True, final_state=True)
     assert GLA_LAYER.cost(step).bytes == 2 * 2 * 2048 + weights + 2 * 4 * 16 * 64 * 128
@@ -142,6 +157,8 @@ def test_no_variant_moves_less_than_the_minimum(name, direction):
 
 
 class Norm(nn.Module):
+    """Double of the gated norm in fla's layer."""
+
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
         self.weight, self.eps = nn.Parameter(torch.empty(size)), eps
@@ -171,7 +188,7 @@ class Layer(nn.Module):
 
 
 def test_flas_layer_runs_with_the_weights_of_the_call(monkeypatch):
-    pretend(monkeypatch, "fla.layers", GatedLinearAttention=Layer)
+    pretend(monkeypatch, "fla.layers", GatedLinearAttention=Layer)  # installs a fake module with this attribute
     peers.layer_of.cache_clear()
     for seed in (0, 1):  # the second call finds a cached layer, which must not hold the weights of the first
         given = made(grad=True, seed=seed, rank=5, normalizer=3.0, eps=0.5)
@@ -182,6 +199,7 @@ def test_flas_layer_runs_with_the_weights_of_the_call(monkeypatch):
         assert_near({"out": found}, {"out": expected}, 2e-6)
         ours, theirs = (torch.autograd.grad(each.square().sum(), leaves) for each in (found, expected))
         assert_near(dict(enumerate(ours)), dict(enumerate(theirs)), 2e-5)
+    # The cached layer must hold no tensor of a call, parameters included.
     kept = peers.layer_of(40, GLA_LAYER.bind(**given).sizes, 0.5)
     peers.layer_of.cache_clear()
     assert not any(isinstance(value, torch.Tensor) for module in kept.modules() for value in vars(module).values())

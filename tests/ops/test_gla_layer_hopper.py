@@ -1,4 +1,11 @@
-"""Tests of ``gla_layer`` with one backward pass on Hopper GPUs: results, gradients written into columns, and memory use."""
+"""Tests of ``gla_layer`` on Hopper GPUs as one autograd function (variants "packed" and "packed_states").
+
+They cover results, gradients, which kernels write into columns of one matrix, and memory use. "packed_states" saves the states
+that enter chunks for the backward pass. :func:`by_parts` runs the same kernels as separate operations, and :func:`gradients_of`
+takes the gradients of a loss that weighs every element differently.
+
+``assert_near`` bounds the norm of each error, relative to that of the expected values.
+"""
 
 from __future__ import annotations
 
@@ -34,10 +41,11 @@ each_size = pytest.mark.parametrize("name", SIZES)
 each_variant = pytest.mark.parametrize("variant", ["packed", "packed_states"])
 
 KERNELS = "wide_activated,hopper,norm_gate"
+"""Variants of ``projections``, ``gla`` and ``output_chain`` whose kernels the function runs."""
 
 
 def given_on(device: torch.device, *, grad: bool = True, seed: int = 0, **sizes: Any) -> dict[str, Any]:
-    """Return arguments in bfloat16 that take gradients."""
+    """Return random arguments in bfloat16, which take gradients unless ``grad`` is false."""
     reading = GLA_LAYER.make_inputs(GLA_LAYER.case("bfloat16", **sizes), device, seed)
     for name in reading.differentiable if grad else ():
         reading.arguments[name].requires_grad_()
@@ -45,14 +53,14 @@ def given_on(device: torch.device, *, grad: bool = True, seed: int = 0, **sizes:
 
 
 def by_kernels(given: dict[str, Any], *, keep_states: bool = False) -> torch.Tensor:
-    """Compute the layer as one function, with the kernels that :func:`by_parts` uses."""
+    """Compute the layer as one function, with the kernels in :data:`KERNELS` and no initial state, and return out alone."""
     tensors, numbers = [given[name] for name in TENSORS], [given[name] for name in ("heads", "normalizer", "eps")]
     want_final = given["output_final_state"]
     return autograd.forward(*tensors, None, *numbers, want_final, keep_states, KERNELS, grad=True)[0]
 
 
 def assert_training_correct(case: Case, variant: str, device: torch.device) -> None:
-    """Require the whole gate with gradients. The variant supports no call without them."""
+    """Require a variant to pass the whole verification gate with gradients. These variants support no call without them."""
     assert_ok(judge(GLA_LAYER, case, variant=variant, device=device, directions=("forward_backward",)), GLA_LAYER, case, variant)
 
 
@@ -80,6 +88,7 @@ def test_results_equal_those_by_parts_bitwise(name, keep_states, device):
     expected = by_parts(given, ("wide_activated", "hopper", "norm_gate"))[0]
     found = by_kernels(given, keep_states=keep_states)
     ours, theirs = gradients_of((found,), leaves), gradients_of((expected,), leaves)
+    # The last segment is the low-rank projection that log-decays are made from.
     rows = sum(segment.width for segment in segments_of(GLA_LAYER.bind(**given).sizes)[:-1])
     for each in (ours, theirs):
         each["rows of q, k, v and the gate"] = each["in_proj_weight"][:rows]
@@ -112,9 +121,10 @@ def test_aliased_scratch_buffers_do_not_change_results(name, device, monkeypatch
 @pytest.mark.parametrize("lengths", [None, (0, 50, 0, 0, 79, 1, 200, 0), (64, 128, 138)], ids=str)
 @pytest.mark.parametrize("keys", [64, 128])
 def test_gradients_in_columns_of_a_matrix(keys, lengths, device):
-    """Cover whole and partial tiles, of packed sequences or not.
+    """Require gradients of ``gla`` written into columns of a matrix to have the bits of those in tensors of their own.
 
-    Gradients have the same bits, and nothing is written beside them.
+    Nothing is written beside them. Tiles are whole or partial, of packed sequences or not. The last argument, the normalizer of
+    logsigmoid, makes the backward pass return the gradient of the logits in place of the log-decays' gradient.
     """
     from onelaunch.ops.gla import launch, launch_hopper
 
@@ -175,7 +185,10 @@ def peak_of(variant: str, given: dict[str, Any]) -> int:
 
 @pytest.mark.parametrize(("keys", "saved"), [(128, 230), (64, -40)])
 def test_memory_of_a_training_step(keys, saved, device):
-    """By arithmetic, ``packed`` saves 268 MB over separate calls. With 64 channels it was measured to take 35 MB more."""
+    """``packed`` must save ``saved`` MB over separate calls. By arithmetic it saves 268.
+
+    With 64 key channels it was measured to take 35 more.
+    """
     given = given_on(device, B=8, T=4096, D=2048, H=16, K=keys, V=128)
     assert find_operation("gla_layer").get("packed").why_not(GLA_LAYER.bind(**given).query()) is None
     assert peak_of("composed", given) - peak_of("packed", given) >= saved * 1e6

@@ -1,6 +1,12 @@
-"""Tests of ``gla_layer`` as one autograd function: gradients equal those of its parts in every use of autograd.
+"""Tests of ``gla_layer`` as one autograd function (variant "packed"): its gradients equal those of separate operations.
 
-They also cover the calls that it refuses.
+They cover every use of autograd, the calls that the variant refuses, and the memory that gradients are written into.
+
+``assert_near`` bounds the norm of each error, relative to that of the expected values. ``made()`` makes float32 arguments with
+B = 2, T = 9, D = 40, H = 2, K = 16 and V = 20, unless others are given.
+
+``prose(text)`` compares a text with the entry of this test in tests/snapshots/prose.txt. ``prose.raises`` does so with the
+message of an error, and otherwise is ``pytest.raises``.
 """
 
 from __future__ import annotations
@@ -21,14 +27,15 @@ from tests.ops.cases import assert_near, assert_one_call_correct, differentiable
 from tests.ops.gla_layer_cases import CASES, GLA_LAYER, SMALL, TENSORS, case_of, made
 
 interpret = pytest.mark.interpret
+# Checks of ``torch.library.opcheck``: all, but with static instead of dynamic shapes
 UTILITIES = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_static")
 
 PARTS = ("wide_activated", "fused", "norm_gate")
-"""Variants of the separate operations that ``packed`` runs in the interpreter."""
+"""Variants of ``projections``, ``gla`` and ``output_chain`` whose kernels ``packed`` runs in the interpreter."""
 
 
 def by_parts(given: dict[str, Any], parts: tuple[str, str, str] = PARTS) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Run the same launches, each as an operation of its own."""
+    """Compute the layer by separate operations of these variants: the launches of ``packed``, each with its own gradients."""
     call = GLA_LAYER.bind(**given)
     return compose(tensors_of(call), call.sizes, call.eps, call.output_final_state, parts)
 
@@ -36,7 +43,10 @@ def by_parts(given: dict[str, Any], parts: tuple[str, str, str] = PARTS) -> tupl
 def gradients_of(
     outputs: tuple[torch.Tensor | None, ...], leaves: dict[str, torch.Tensor], **how: Any
 ) -> dict[str, torch.Tensor]:
-    """Return gradients of a loss that weighs every element differently."""
+    """Return gradients of a loss that weighs every element differently, by the names of ``leaves``.
+
+    ``how`` holds keyword arguments of ``torch.autograd.grad``.
+    """
     loss = torch.stack([(value.float() * weights_like(value)).sum() for value in outputs if value is not None]).sum()
     return dict(zip(leaves, torch.autograd.grad(loss, list(leaves.values()), **how), strict=True))
 
@@ -120,7 +130,7 @@ def test_results_used_twice_or_through_hooks_or_not_at_all():
     assert_near(dict(enumerate(seen)), {0: ours["in_proj_weight"], 1: theirs["in_proj_weight"]}, 1e-6)
     for index in (0, 1):  # the other result is unused
         pair = (gla_layer(**given, variant="packed")[index], by_parts(given)[index])
-        unused = {"norm_weight", "w_out"} if index else set()
+        unused = {"norm_weight", "w_out"} if index else set()  # the final state does not depend on them
         ours, theirs = (gradients_of((each,), leaves, allow_unused=True, materialize_grads=True) for each in pair)
         assert all(not ours[name].any() and not theirs[name].any() for name in unused)
         assert_near(ours, theirs, 1e-6)
@@ -183,12 +193,14 @@ def test_the_operators_pass_opcheck(want_final):
     state = arguments[6] if arguments[6] is None else arguments[6].detach()
     given_back = (torch.ones_like(out), torch.ones_like(final) if want_final else None)
     saved = (x, in_proj_weight, gk_weight, norm_weight, w_out, state, *kept)
+    # ``wants`` says which gradients are asked for, in the order of the tensors: all, or that of ``w_out`` alone.
     for wants in ([True] * 6 + [want_final], [False] * 5 + [True, False]):
         library.opcheck(backward, (*given_back, *saved, 2, 16.0, kernels, wants), test_utils=UTILITIES)
 
 
 @interpret
 def test_it_is_refused_if_columns_cannot_be_addressed(prose):
+    """Gradients lie side by side in one matrix. With H * K = 20, columns would not begin at multiples of 8 elements."""
     given = made(grad=True, H=1, K=20, V=24)
     with prose.raises(VariantUnsupported):
         gla_layer(**given, variant="packed")
@@ -208,9 +220,9 @@ def test_it_is_refused_without_a_backward_pass_or_a_kernel(prose):
 
 
 def test_packed_states_is_used_only_by_name(monkeypatch, prose):
-    """Emulate a GPU on which all kernels run.
+    """Emulate a GPU on which the kernels in ``able`` run.
 
-    ``packed_states`` is refused unless the recurrence is the one that keeps states.
+    ``packed_states`` is refused unless the recurrence is "hopper", which can save states. It is not preferred.
     """
     able = {"projections": "wide_activated", "gla": "fused", "output_chain": "norm_gate"}
     monkeypatch.setattr(autograd, "own_kernel", lambda query, names: next((n for n in names if n == able[query.operation]), None))
@@ -236,10 +248,14 @@ def test_a_gradient_buffer_of_a_wrong_layout_is_refused(prose):
             launch.output_like(k, wrong)
     with prose.raises(ValueError):
         launch_hopper.targets([64, 64], matrix.bfloat16()[:, 33:65].unflatten(0, (2, 9)).unflatten(-1, (2, 16)))
-    assert SMALL["K"] == 16
+    assert SMALL["K"] == 16  # the sizes above are those of the small case
 
 
 def test_gradient_buffers_are_borrowed_if_states_fit_into_them():
+    """States may lie in the memory of dq and dk until these are written.
+
+    That needs dq and dk side by side, whole chunks of 64 steps, no packing, V = 128 and K of at most 128.
+    """
     pytest.importorskip("triton")
     from onelaunch.ops.gla import launch, launch_hopper
 

@@ -1,4 +1,10 @@
-"""Tests that need a GPU: real compilation, CUDA graphs, streams, sizes beyond 32 bits, and determinism."""
+"""Tests of ``gated_scan``, ``linear_rnn`` and ``gla`` that need a GPU.
+
+They cover compiled kernels against the oracle, CUDA graphs, streams, sizes beyond 32 bits, and determinism.
+
+``assert_near`` bounds the norm of each error, relative to that of the expected values; ``results`` returns a variant's results
+and gradients by name.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +60,7 @@ each_operation = pytest.mark.parametrize("operation", OPERATIONS, ids=lambda ope
 def made(
     operation: Operation[..., Any], device: torch.device, *, grad: bool = False, seed: int = 0, **given: Any
 ) -> dict[str, Any]:
-    """Return arguments on the GPU, with several tiles in every dimension unless sizes are given."""
+    """Return random arguments on the GPU: float16, with states and several tiles in every dimension, unless ``given`` differs."""
     sizes = {"B": 2, "T": 500, "H": 3, "D": 64, "K": 48, "V": 80}
     chosen = {"dtype": "float16", "initial_state": True, "final_state": True} | given
     options: dict[str, Any] = {
@@ -114,6 +120,7 @@ def test_kernels_take_every_kind_of_decay(operation, variant, decay, dtype, devi
 def test_the_sequential_kernel_for_many_channels(variant, lengths, device):
     from onelaunch.kernels.scan import launch
 
+    # The kernel is used if there are at least three CTAs, of 32 channels each, for every SM.
     width = 128 * processors(device) + 5
     case = GATED_SCAN.case("bfloat16", B=1, T=200, V=width, lengths=lengths)
     assert launch.sequential_tiles(device, 1, width) is not None
@@ -122,6 +129,7 @@ def test_the_sequential_kernel_for_many_channels(variant, lengths, device):
 
 @pytest.mark.parametrize(("operation", "name"), [(LINEAR_RNN, name) for name in HARD] + [(GLA, name) for name in GLA_HARD])
 def test_the_peer_is_correct(operation, name, device):
+    """The peer is the variant "fla", which calls the package flash-linear-attention."""
     pytest.importorskip("fla")
     case = case_of(operation, name)
     if reason := operation.get("fla").why_not(operation.query(case, str(device), grad=True)):
@@ -201,6 +209,7 @@ def test_transposed_inputs_and_expanded_gradients(operation, variant, device):
     found = {}
     for kind, given in (("plain", arguments), ("transposed", changed)):
         y, final = operation(**given, variant=variant)
+        # The gradients of y and final are expanded: all elements of each share one address.
         gradients = torch.autograd.grad(y.sum() + final.sum(), list(differentiable(given).values()))
         found[kind] = {"y": y.detach(), **dict(zip(differentiable(given), gradients, strict=True))}
     y, final = operation(**arguments, variant=variant)
@@ -263,13 +272,17 @@ def test_a_captured_graph_follows_its_inputs(operation, variant, lengths, device
 
 @each_kernel_and_chunks
 def test_a_captured_training_step(operation, variant, device):
+    # Kernels of ``gated_scan`` have no matrix products: their results must be equal bitwise.
     exact = variant.startswith(("fused", "separate")) and operation is GATED_SCAN
     maker = functools.partial(made, operation, device)
     assert_captured_step_follows_its_inputs(operation, variant, maker, device, 0 if exact else 1e-3)
 
 
 def test_more_captured_calls_than_the_workspace_reserve_holds(device):
-    """Calls beyond the reserve clear workspace words of their own in the graph."""
+    """Calls beyond the reserve clear workspace words of their own in the graph.
+
+    A scan needs zeroed 64-bit words, through which its CTAs communicate. Captured calls take theirs from a reserve.
+    """
     arguments = made(GATED_SCAN, device, B=8, T=2048, V=512)
     from onelaunch.kernels.scan import launch
 
@@ -319,7 +332,7 @@ def test_graphs_outlive_the_workspace_reserve_they_were_captured_with(device):
 
 @each_kernel
 def test_two_streams_at_the_same_time(operation, variant, device):
-    """Overlapping launches must not share workspace words."""
+    """Overlapping launches must not share workspace words, through which the CTAs of one launch communicate."""
     streams = [torch.cuda.Stream(device) for _ in range(2)]
     given = [made(operation, device, seed=seed, T=3000, grad=True) for seed in range(2)]
     expected = [results(operation, arguments, variant) for arguments in given]

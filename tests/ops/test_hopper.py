@@ -1,4 +1,11 @@
-"""Tests of the Hopper kernels: every corner of their tiles, CUDA graphs, streams, and calls that are refused or replaced."""
+"""Tests of the Hopper kernels of ``linear_rnn``: tile edges, CUDA graphs, streams, and calls that they do not take.
+
+The variant "fused_hopper" always runs the persistent kernel. "fused_chunked" runs another Hopper kernel, or a portable one for
+calls that it does not take. ``made`` returns random arguments on the GPU, and ``tensors`` those that are tensors.
+
+``assert_near`` bounds the norm of each error, relative to that of the expected values; ``results`` returns a variant's results
+and gradients by name.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +23,7 @@ HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 
 on_hopper = pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
 gpu = pytest.mark.gpu
 
+# Cases for both variants. A tile of the persistent kernel has 256 steps and 128 channels.
 CASES: dict[str, dict[str, Any]] = {
     "one_tile": {"dtype": "float16", "B": 1, "T": 256, "D": 64, "V": 128},
     "shorter_than_a_tile": {"dtype": "float16", "B": 2, "T": 70, "D": 8, "V": 8, **STATES},
@@ -32,14 +40,14 @@ CASES: dict[str, dict[str, Any]] = {
 SHORT: dict[str, dict[str, Any]] = {
     "one_step": {"dtype": "float16", "B": 3, "T": 1, "D": 64, "V": 64, **STATES},
     "one_step_less_than_a_tile": {"dtype": "bfloat16", "B": 2, "T": 63, "D": 256, "V": 64, **STATES},
-    "the_write_ups_layer": {"dtype": "float16", "B": 4, "T": 2048, "D": 256, "V": 64},
+    "the_write_ups_layer": {"dtype": "float16", "B": 4, "T": 2048, "D": 256, "V": 64},  # experiment 040
     "a_few_channels": {"dtype": "float16", "B": 2, "T": 200, "D": 24, "V": 8, "decay": "mixed", **STATES},
     "a_slice_that_is_not_full": {"dtype": "bfloat16", "B": 40, "T": 300, "D": 64, "V": 104, **STATES},
     "groups_of_tiles": {"dtype": "float16", "B": 2, "T": 7000, "D": 64, "V": 64, "decay": "weak", **STATES},
     "more_columns_than_stages": {"dtype": "float16", "B": 2, "T": 500, "D": 1000, "V": 72, "decay": "strong", **STATES},
     "more_columns_and_wide_tiles": {"dtype": "bfloat16", "B": 12, "T": 1024, "D": 520, "V": 128, **STATES},
 }  # fmt: skip
-"""Additional cases for the kernel of ``fused_chunked``."""
+"""Additional cases for the Hopper kernel of ``fused_chunked``."""
 
 RUNS = [("fused_hopper", name, CASES[name]) for name in CASES] + [
     ("fused_chunked", name, case) for name, case in {**CASES, **SHORT}.items()
@@ -50,7 +58,7 @@ both = pytest.mark.parametrize("variant", ["fused_hopper", "fused_chunked"])
 
 @pytest.fixture
 def calls(monkeypatch):
-    """Count the calls of this file's kernels."""
+    """Return a list to which every call of a Hopper kernel adds its name, "chunked" or "persistent"."""
     found: list[str] = []
     if HOPPER:
         from onelaunch.ops.linear_rnn import launch_hopper
@@ -172,6 +180,7 @@ def test_unsupported_calls_are_refused(sizes, reason, device):
 @on_hopper
 @pytest.mark.parametrize("sizes", [{"dtype": "float32"}, {"D": 60}, {"V": 84}, {"B": 1, "lengths": (0, 300, 200)}])
 def test_auto_runs_unsupported_calls_on_the_portable_kernel(sizes, device, calls):
+    """``fused_chunked``, which ``auto`` tries first, takes calls that no Hopper kernel takes, and launches none."""
     arguments = made(LINEAR_RNN, device, **sizes)
     assert_near(results(LINEAR_RNN, arguments, "fused_chunked"), results(LINEAR_RNN, arguments, "semi_fused"), 5e-3)
     assert not calls
@@ -187,6 +196,7 @@ def test_auto_runs_unsupported_calls_on_the_portable_kernel(sizes, device, calls
     ],
 )
 def test_few_ctas_get_narrow_tiles(sizes, tile):
+    """``tile`` has the channels and warps of a CTA, and the tiles in a group of the look-back, on a GPU of 132 SMs."""
     pytest.importorskip("triton")
     from onelaunch.ops.linear_rnn.launch_hopper import chunked_tiles
 

@@ -1,4 +1,10 @@
-"""Tests of ``linear_rnn``: every variant against the oracle, and properties that follow from its contract."""
+"""Tests of ``linear_rnn``: every variant against the oracle, and properties that follow from its contract.
+
+``assert_near`` bounds the norm of each error, relative to that of the expected values. ``arguments_of`` makes float32 arguments
+with B = 2, T = 9, D = 5 and V = 6, unless others are given.
+
+``prose.raises`` is ``pytest.raises`` that also compares the message with the entry of this test in tests/snapshots/prose.txt.
+"""
 
 from __future__ import annotations
 
@@ -30,9 +36,11 @@ from tests.ops.cases import (
     variants_by_case,
 )
 
+# Hypothesis takes the same few examples in every run.
 FEW = settings(max_examples=15, deadline=None, derandomize=True)
 
 ONE_LAUNCH = [name for name in triton_variants(LINEAR_RNN) if "projection" in LINEAR_RNN.variants[name].tags["fuses"]]
+"""Variants whose kernel computes the projection too."""
 SEVERAL_LAUNCHES = [name for name in triton_variants(LINEAR_RNN) if name not in ONE_LAUNCH]
 """Variants with several launches. They end with the kernels of ``gated_scan``, whose tests have the whole list of cases."""
 
@@ -58,6 +66,7 @@ def test_the_compiled_variant_is_correct(given):
 
 @pytest.mark.parametrize("name", ["one_step_one_channel", "exactly_a_tile", "bfloat16"])
 def test_the_matrix_product_alone_is_correct(name):
+    """The product is a control: a part of the operation that studies time in addition."""
     case = case_of(LINEAR_RNN, name)
     assert_ok(judge_control(LINEAR_RNN, case, "gemm_alone", directions=BOTH), LINEAR_RNN, case, "gemm_alone")
 
@@ -77,6 +86,7 @@ def test_several_launches_are_correct(variant, name):
 @pytest.mark.interpret
 @pytest.mark.parametrize("variant", triton_variants(LINEAR_RNN))
 def test_kernels_pass_the_whole_gate(variant):
+    """Apply the whole verification gate (``assert_correct``), not one call as in the other tests of kernels."""
     case = LINEAR_RNN.case("float16", B=1, T=30, D=24, V=16, initial_state=True, final_state=True)
     assert_correct(LINEAR_RNN, case, variant)
 
@@ -108,6 +118,7 @@ def test_the_interpreter_is_refused_bfloat16(variant, prose):
 
 @pytest.mark.parametrize("variant", triton_variants(LINEAR_RNN))
 def test_more_sequences_than_a_launchs_ctas_are_refused(variant):
+    """A grid has at most 65535 pairs of a sequence and a slice of channels, of which 64 channels have four."""
     fits, too_many = (
         LINEAR_RNN.query(LINEAR_RNN.case(torch.float16, B=batch, T=8, D=16, V=64), "cuda:0", grad=False)
         for batch in (16383, 16384)

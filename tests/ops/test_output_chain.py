@@ -1,4 +1,13 @@
-"""Tests of ``output_chain`` in PyTorch: results, gradients, shapes, and use with PyTorch's features."""
+"""Tests of ``output_chain`` in PyTorch: results, gradients, shapes, and use with PyTorch's features.
+
+Every head of a token is normalized and multiplied by silu(gate); then all heads together are multiplied by ``w_out``.
+
+``assert_near`` bounds the norm of each error, relative to that of the expected values; ``results`` returns a variant's results
+and gradients by name. ``made()`` makes float32 arguments with B = 2, T = 9, H = 3, V = 20, D = 40 and a bias, unless others are
+given.
+
+``prose.raises`` is ``pytest.raises`` that also compares the message with the entry of this test in tests/snapshots/prose.txt.
+"""
 
 from __future__ import annotations
 
@@ -36,13 +45,16 @@ def test_the_compiled_variant_is_correct(name):
     assert_compiled_correct(OUTPUT_CHAIN, case)
 
 
+# A single number shifted by one place is itself.
 @pytest.mark.parametrize("name", [name for name in CASES if name != "one_of_everything"])
 def test_trivial_outputs_do_not_pass(name):
+    # returns the components for which zeros, shifted results or an input would pass
     assert not trivial_answers(Judge().reference(OUTPUT_CHAIN, case_of(name)))
 
 
 @pytest.mark.parametrize("name", ["gated", "bfloat16"])
 def test_the_product_alone_is_correct(name):
+    """The product is a control: a part of the operation that studies time in addition."""
     assert judge_control(OUTPUT_CHAIN, case_of(name), "gemm_alone").ok
 
 
@@ -134,6 +146,7 @@ def test_operands_of_any_strides(variant):
 @each_variant
 @pytest.mark.parametrize("activated", [False, True])
 def test_a_gate_of_projections(variant, activated):
+    """A gate that lies between other segments of a packed projection gives the result of a contiguous copy."""
     gate = packed_gate(activated=activated)
     given = {**made(), "activated": activated}
     found = output_chain(**{**given, "gate": gate}, variant=variant)

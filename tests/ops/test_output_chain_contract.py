@@ -1,4 +1,9 @@
-"""Tests of the arguments that ``output_chain`` refuses, named as the caller knows them, and of its dispatch key."""
+"""Tests of the arguments that ``output_chain`` refuses, named as the caller knows them, and of its dispatch key.
+
+``made()`` makes float32 arguments with B = 2, T = 9, H = 3, V = 20, D = 40 and a bias, unless others are given.
+
+``prose.raises`` is ``pytest.raises`` that also compares the message with the entry of this test in tests/snapshots/prose.txt.
+"""
 
 from __future__ import annotations
 
@@ -24,12 +29,17 @@ from tests.prose import Prose
 
 @pytest.fixture
 def refused(prose: Prose) -> Callable[..., None]:
-    """Expect a call to raise an error that names an argument and is worded as recorded."""
+    """Return a function that expects a call to raise an error, with the message recorded in tests/snapshots/prose.txt.
+
+    It takes the class of the error, a regular expression that the message must contain (mostly the name of the argument), and
+    keyword arguments that replace those of a valid call.
+    """
 
     def call(error: Any, named: str, /, **changes: Any) -> None:
         with prose.raises(error, match=rf"(?<!\w){named}(?!\w)") as caught:
             output_chain(**{**made(), **changes})
         assert isinstance(caught.value, OneLaunchError)
+        # If the pattern is the name of an argument, an error with the attribute ``argument`` must hold it there too.
         assert not named.isidentifier() or named in getattr(caught.value, "argument", named)
         assert "\n" not in str(caught.value)
 

@@ -1,4 +1,11 @@
-"""Tests of the Triton kernels of ``output_chain``: results, gradients, saved tensors, layouts, and calls that they refuse."""
+"""Tests of the Triton kernels of ``output_chain``: results, gradients, saved tensors, layouts, and calls that they refuse.
+
+``assert_near`` bounds the norm of each error, relative to that of the expected values; ``results`` returns a variant's results
+and gradients by name. ``made()`` makes float32 arguments with B = 2, T = 9, H = 3, V = 20, D = 40 and a bias, unless others are
+given.
+
+``prose(text)`` compares a text with the entry of this test in tests/snapshots/prose.txt.
+"""
 
 from __future__ import annotations
 
@@ -24,9 +31,13 @@ from tests.ops.cases import (
 from tests.ops.output_chain_cases import CASES, OUTPUT_CHAIN, SHORT, SMALL, TENSORS, case_of, flat, made, packed_gate
 
 OWN = ["norm_gate", "prologue"]
-"""Variants with portable kernels of our own."""
+"""Variants with portable kernels of our own.
+
+"norm_gate" computes the operand a = norm(h) * silu(gate) of PyTorch's matrix product, "prologue" also the product.
+"""
 
 each_own = pytest.mark.parametrize("variant", OWN)
+# Checks of ``torch.library.opcheck``: all, but with static instead of dynamic shapes
 UTILITIES = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_static")
 
 
@@ -48,7 +59,7 @@ def test_heads_of_any_size(values):
 @pytest.mark.interpret
 @pytest.mark.parametrize("gate", ["silu", "activated", "none"])
 def test_bfloat16(gate):
-    """The interpreter truncates where a GPU rounds, so only PyTorch's products are used."""
+    """The interpreter truncates where a GPU rounds, so only a variant with PyTorch's products is tested."""
     given = made(grad=True, dtype="bfloat16", gate=gate)
     assert_near(results(OUTPUT_CHAIN, given, "norm_gate"), results(OUTPUT_CHAIN, given, "unfused"), 1.5e-2)
 
@@ -57,6 +68,7 @@ def test_bfloat16(gate):
 @each_own
 @pytest.mark.parametrize("gate", ["silu", "activated"])
 def test_kernels_pass_the_whole_gate(variant, gate):
+    """Apply the whole verification gate (``judge``), not one call as in the other tests of kernels."""
     case = OUTPUT_CHAIN.case("float16", **{**SMALL, "T": 3}, gate=gate)
     assert_ok(judge(OUTPUT_CHAIN, case, variant=variant, directions=BOTH), OUTPUT_CHAIN, case, variant)
 
@@ -166,14 +178,14 @@ def test_extreme_values(variant):
 @pytest.mark.interpret
 @each_own
 def test_nan_stays_in_its_row_or_column(variant):
-    """This includes padded heads: the memory after a head in a row is the next head."""
+    """Heads of 20 channels fill part of a tile; in memory the next head follows, whose NaN must not be read as padding."""
     given = made()
     given["h"][0, 3, 1, 0] = math.nan
     given["w_out"][7, 20] = math.nan  # channel of the second head
     out = output_chain(**given, variant=variant)
     assert out[0, 3].isnan().all()
     assert out[..., 7].isnan().all()
-    assert int(out.isnan().sum()) == 40 + 18 - 1
+    assert int(out.isnan().sum()) == 40 + 18 - 1  # one row of 40 columns, one column of 18 rows
 
 
 @pytest.mark.interpret
@@ -193,6 +205,10 @@ def test_one_number_per_head_is_saved_for_the_backward_pass(variant, values):
 @pytest.mark.interpret
 @pytest.mark.parametrize("processors", [1, 2, 5, 1000])
 def test_partial_sums_do_not_depend_on_the_number_of_ctas(processors, monkeypatch):
+    """CTAs of the backward pass, of which a GPU with more SMs gets more, each sum a part of the norm weight's gradient.
+
+    Tiles of 128 elements make many CTAs of a small case.
+    """
     from onelaunch.ops.output_chain import launch
 
     monkeypatch.setattr(launch, "processors", lambda device: processors)
@@ -234,6 +250,7 @@ def test_the_operators_keep_pytorchs_rules(variant, keep, options):
     h, gate, norm_weight = detached[:3]
     backward = torch.ops.onelaunch.output_chain_gradients.default
     da = torch.randn(18, 60).to(h.dtype)
+    # with the gradient da and a recomputed; without a; and without da, if the output weight alone has a gradient
     for given_back, want_a in ((da, True), (da, False), (None, True)):
         library.opcheck(backward, (given_back, h, gate, norm_weight, rstd, False, want_a), test_utils=UTILITIES)
 
@@ -326,7 +343,10 @@ def test_every_variant_with_own_kernels_is_tested():
 
 
 def test_example_calls_reach_the_backward_kernel_in_every_form():
-    """Two forms are special: no weight is trained, so ``a`` is not recomputed, or only the output weight, so only ``a`` is."""
+    """An absent tensor is compiled as a constant. ``builds`` are the kernels that the variant's example calls launch.
+
+    Two forms are special: no weight is trained, so ``a`` is not recomputed, or only the output weight, so only ``a`` is.
+    """
     pytest.importorskip("triton")
     builds = [build for build in OUTPUT_CHAIN.get("norm_gate").builds("sm_90a") if "gradients" in build.name]
     absent = [{name for name in ("a", "da", "gate", "norm_weight") if build.signature[name] == "constexpr"} for build in builds]

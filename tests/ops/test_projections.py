@@ -1,4 +1,14 @@
-"""Tests of ``projections`` in PyTorch: results, gradients, shapes, use by ``gla``, and use with PyTorch's features."""
+"""Tests of ``projections`` in PyTorch: results, gradients, shapes, use by ``gla``, and use with PyTorch's features.
+
+One product of x with a packed weight gives the columns of all segments, each with an activation of its own. The segments
+``EVERY`` of :func:`of_every_kind` are q, k, gate, decay and gk, of the widths 20, 15, 14, 3 and 18; its x is ``[2, 5, 12]``.
+
+``assert_near`` bounds the norm of each error, relative to that of the expected values; ``results`` returns a variant's results
+and gradients by name. ``made()`` makes float32 arguments with B = 2, T = 9, D = 40, H = 3, K = 20 and V = 12, unless others are
+given.
+
+``prose.raises`` is ``pytest.raises`` that also compares the message with the entry of this test in tests/snapshots/prose.txt.
+"""
 
 from __future__ import annotations
 
@@ -43,11 +53,13 @@ def test_the_compiled_variant_is_correct(name):
 @pytest.mark.parametrize("name", [name for name in CASES if name not in ("one_of_everything", "heads_of_one_channel")])
 def test_trivial_outputs_do_not_pass(name):
     """Cases of single channels are left out: results shifted by one or normalized to signs are then near the correct ones."""
+    # returns the components for which zeros, shifted results or an input would pass
     assert not trivial_answers(Judge().reference(PROJECTIONS, case_of(name)))
 
 
 @pytest.mark.parametrize("name", ["normalized", "bfloat16_gla"])
 def test_the_wide_product_alone_is_correct(name):
+    """The product is a control: a part of the operation that studies time in addition."""
     assert judge_control(PROJECTIONS, case_of(name), "wide_gemm_alone").ok
 
 
@@ -90,6 +102,7 @@ def test_gradients_match_the_definition(variant):
     found = results(PROJECTIONS, given, variant)
     exact = {name: value.detach().double().requires_grad_() if name != "segments" else value for name, value in given.items()}
     outputs = PROJECTIONS.reference(**exact)
+    # weighs every element differently, as in ``results``
     loss = sum(
         (output * torch.cos(torch.arange(output.numel()) * math.sqrt(2)).float().reshape(output.shape)).sum()
         for output in outputs
@@ -100,6 +113,7 @@ def test_gradients_match_the_definition(variant):
     assert_near(found, expected, 1e-5)
 
 
+# Arguments of a segment after its name: heads, head size, activation, normalizer, bias
 segments = st.builds(
     lambda heads, size, activation, normalizer, bias: (
         heads,
@@ -123,6 +137,7 @@ def test_a_packed_call_equals_calls_of_its_segments(kinds, variant):
 
 
 def check_packing(kinds, variant):
+    """Require one call with segments of these kinds, drawn by ``segments``, to equal a call for each segment."""
     packed = tuple(Segment(f"s{index}", *kind) for index, kind in enumerate(kinds))
     x, weight = torch.randn(3, 6), torch.randn(sum(each.width for each in packed), 6)
     biases = [torch.randn(each.width) if each.bias else None for each in packed]

@@ -1,4 +1,9 @@
-"""Tests of the arguments that ``projections`` refuses, named as the caller knows them, and of its dispatch key and layout."""
+"""Tests of the arguments that ``projections`` refuses, named as the caller knows them, and of its dispatch key and layout.
+
+``made()`` makes float32 arguments with B = 2, T = 9, D = 40, H = 3, K = 20 and V = 12, unless others are given.
+``of_every_kind()`` makes arguments with x ``[2, 5, 12]`` and the segments ``EVERY``: q, k, gate, decay and gk, of the widths
+20, 15, 14, 3 and 18.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +24,17 @@ from tests.prose import Prose
 
 @pytest.fixture
 def refused(prose: Prose) -> Callable[..., None]:
-    """Expect a call to raise an error that names an argument and is worded as recorded."""
+    """Return a function that expects a call to raise an error, with the message recorded in tests/snapshots/prose.txt.
+
+    It takes the class of the error, a regular expression that the message must contain (mostly the name of the argument), the
+    function to call, and its arguments.
+    """
 
     def call(error: Any, named: str, function: Any = projections, /, *args: Any, **kwargs: Any) -> None:
         with prose.raises(error, match=rf"(?<!\w){named}(?!\w)") as caught:
             function(*args, **kwargs)
         assert isinstance(caught.value, OneLaunchError)
+        # If the pattern is the name of an argument, an error with the attribute ``argument`` must hold it there too.
         assert not named.isidentifier() or named in getattr(caught.value, "argument", named)
         assert "\n" not in str(caught.value)
 
@@ -79,6 +89,11 @@ def test_an_invalid_code_is_refused(code, refused):
 
 
 def test_segments_have_offsets_in_the_packed_result():
+    """The segments are q (l2norm), k (bias), gate (silu, bias), decay and gk (bias), of the widths 20, 15, 14, 3 and 18.
+
+    ``row`` counts rows of the weight, and ``column`` columns of the result, where segments begin at multiples of 8. ``norm``
+    counts normalized heads, ``kept`` columns of saved inputs of SiLU, and ``bias`` elements of the bias.
+    """
     layout = layout_of(EVERY)
     assert [span.row for span in layout.spans] == [0, 20, 35, 49, 52]
     assert [span.column for span in layout.spans] == [0, 24, 40, 56, 64]
@@ -182,7 +197,7 @@ def test_a_case_and_its_call_have_the_same_query(grad):
 def test_a_query_holds_all_of_the_segments_but_their_names():
     given = of_every_kind()
     query = PROJECTIONS.bind(**given).query()
-    assert query.sizes == (2, 5, 12, 2, 10, 7)
+    assert query.sizes == (2, 5, 12, 2, 10, 7)  # B, T, D; heads of the first segment, and their size; head size of the third
     assert layout_in(query).code == layout_of(EVERY).code
     assert PROJECTIONS.bind(**{**given, "x": given["x"][0]}).query().sizes == (1, 5, 12, 2, 10, 7)
     assert PROJECTIONS.bind(**{**given, "x": given["x"][None]}).query().sizes == (2, 5, 12, 2, 10, 7)

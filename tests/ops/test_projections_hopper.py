@@ -1,4 +1,10 @@
-"""Tests of ``projections`` in one launch on Hopper GPUs: tiles of columns, launch arguments, and results on a GPU."""
+"""Tests of ``projections`` in one launch on Hopper GPUs: tiles of columns, launch arguments, and results on a GPU.
+
+The variants differ in which operand a cluster of two CTAs loads once for both (``MULTICAST``): "nothing", "a" or "b", where A
+are the rows of x and B those of the weight.
+
+``prose(text)`` compares a text with the entry of this test in tests/snapshots/prose.txt.
+"""
 
 from __future__ import annotations
 
@@ -29,11 +35,13 @@ from onelaunch.ops.projections import launch_hopper
 
 VARIANTS = tuple(hopper.MULTICAST)
 LARGEST_SHARED = 227 * 1024
+"""Largest shared memory of a CTA on Hopper, in bytes."""
 
 each_variant = pytest.mark.parametrize("variant", VARIANTS)
 
 
 def chain_058(heads: int = 16) -> Layout:
+    """Return the layout of experiment 058, the write-up's chain: q, k, v and a gate with heads of 128, and a decay per head."""
     parts = [("q", "l2norm"), ("k", "l2norm"), ("v", "none"), ("gate", "silu")]
     return layout_of((*(Segment(name, heads, 128, how) for name, how in parts), Segment("decay", heads, 1, "sigmoid")))
 
@@ -42,7 +50,11 @@ def chain_058(heads: int = 16) -> Layout:
 
 
 def columns_in(text: str) -> list[tuple[int, ...]]:
-    """Return the tile table of the generated header: kind, row, count, column, norm, kept, bias of each tile."""
+    """Return the tile table of the generated header: kind, row, count, column, norm, kept, bias of each tile.
+
+    ``kind`` is an index into :func:`kinds_in`, ``count`` the number of rows of the weight. The others are offsets of the tile,
+    as those of a segment in ``SegmentSpan``.
+    """
     found, tile = [], 0
     for end, begin, *numbers in re.findall(r"if \(tile < (\d+)\) return at\(tile - (\d+), " + ", ".join([r"(\d+)"] * 9), text):
         step, kind, row, width, column, norm, heads, kept, bias = map(int, numbers)
@@ -63,6 +75,7 @@ def columns_in(text: str) -> list[tuple[int, ...]]:
 
 
 def kinds_in(text: str) -> list[tuple[int, int, bool]]:
+    """Return the table of kinds in the generated header: activation as a number, head size, and whether there is a bias."""
     return [
         (int(how), int(head), bias == "true")
         for how, head, bias in re.findall(r"\{(\d), (\d+), (true|false), (?:true|false), [\d.e+-]+f\}", text)
@@ -100,6 +113,7 @@ def test_tiles_cover_every_column_once_with_its_kind(kinds_given, columns):
 @pytest.mark.parametrize("rows", [1, 128, 1024, 32768, 10**6])
 @pytest.mark.parametrize("head", [8, 24, 64, 96, 128, 160, 200, 256])
 def test_tiles_fit(head, rows, multicast):
+    """The configuration is that of a GPU with 132 SMs for x ``[rows, 2048]``; heads that are normalized are never split."""
     layout = layout_of((Segment("q", 7, head, "l2norm"), Segment("v", 3, 100), Segment("decay", 7, 1, "sigmoid")))
     config = configuration(layout, rows, 2048, torch.bfloat16, 132, multicast)
     assert head <= config.b_rows <= WIDEST
@@ -134,6 +148,10 @@ def test_a_wave_for_the_decay_alone_costs_as_much_as_its_tiles():
     ],
 )  # fmt: skip
 def test_a_launch_has_ctas_for_every_sm_or_every_tile(rows, multicast, ctas):
+    """100 rows make one tile of rows and 33 of columns.
+
+    A cluster's two CTAs share rows of x between tiles of columns (a), or rows of the weight between tiles of rows (b).
+    """
     config = config_for(chain_058(), 256, torch.bfloat16, multicast)
     assert launch_hopper.ctas_of(chain_058(), config, rows, 132) == ctas
 
@@ -180,7 +198,7 @@ def test_without_a_hopper_gpu_the_variant_is_refused(variant, prose):
 
 @pytest.fixture
 def launched(monkeypatch):
-    """Record launches of the kernel without a GPU.
+    """Return a list to which a call adds the grid and arguments of its launch, as for a GPU of 132 SMs, without any GPU.
 
     Arguments are packed as in a launch, and tensor maps are checked by TMA's rules.
     """
@@ -200,6 +218,7 @@ def launched(monkeypatch):
     monkeypatch.setattr(CudaLaunch, "run", lambda self: launch(self.grid, *self.arguments))
     monkeypatch.setattr(kernel, "tensor_map", tensor_map)
     monkeypatch.setattr(launch_hopper, "processors", lambda _: 132)
+    # Without its conditions, a variant runs without a Hopper GPU.
     for name in VARIANTS:
         monkeypatch.setattr(PROJECTIONS.get(name), "_supports", [])
     dispatch.forget()
@@ -219,7 +238,8 @@ def test_a_call_becomes_one_launch(chain, grad, variant, launched):
     ((grid, values),) = launched
     bias, rstd, _, kept, rows, channels, x_bytes, eps = values[5:]
     assert (rows, channels, eps) == (60, 72, 1e-6)
-    assert x_bytes == (128 if variant == "cluster" else 64) * 128  # no more rows than there are
+    # A k-block has 128 bytes of each row of x. 60 rows need half a tile of 128; "cluster" also gets the other CTA's rows.
+    assert x_bytes == (128 if variant == "cluster" else 64) * 128
     assert grid[0] % (1 if variant == "epilogue_persistent" else 2) == 0
     layout = layout_of(tuple(given["segments"]))
     assert (bool(bias), bool(rstd), bool(kept)) == (bool(layout.biases), grad and bool(layout.norms), grad and bool(layout.kept))
@@ -257,6 +277,7 @@ def test_results_are_correct(name, variant, device):
 
 
 def made(device, **given: Any) -> dict[str, Any]:
+    """Return random arguments on the GPU, for a case of 600 rows changed by ``given``."""
     case = PROJECTIONS.case(**{"dtype": "bfloat16", "B": 2, "T": 300, "D": 256, "H": 4, "K": 128, "V": 128, **given})
     return PROJECTIONS.make_inputs(case, device, 0).arguments
 

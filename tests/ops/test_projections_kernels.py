@@ -1,4 +1,11 @@
-"""Tests of the Triton kernels of ``projections``: results, gradients, saved tensors, layouts, and calls that they refuse."""
+"""Tests of the Triton kernels of ``projections``: results, gradients, saved tensors, layouts, and calls that they refuse.
+
+``assert_near`` bounds the norm of each error, relative to that of the expected values; ``results`` returns a variant's results
+and gradients by name. ``of_every_kind()`` makes arguments with x ``[2, 5, 12]`` and the segments ``EVERY``: q, k, gate, decay
+and gk, of the widths 20, 15, 14, 3 and 18.
+
+``prose(text)`` compares a text with the entry of this test in tests/snapshots/prose.txt.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +26,10 @@ from tests.ops.projections_cases import CASES, EVERY, PROJECTIONS, SHORT, SMALL,
 from tests.ops.test_projections import check_packing, segments
 
 OWN = ["wide_activated", "epilogue"]
-"""Variants with portable kernels of our own."""
+"""Variants with portable kernels of our own.
+
+"wide_activated" computes the activations of PyTorch's matrix product, "epilogue" also the product.
+"""
 
 REFUSED = {("epilogue", "long_heads"): "normalizes heads of at most 256 channels, not 512"}
 """Cases that a variant refuses, with the reason."""
@@ -33,6 +43,7 @@ def each_own_at(cases: Iterable[str]) -> pytest.MarkDecorator:
 
 each_own = pytest.mark.parametrize("variant", OWN)
 LEAVES = ("x", "weight", "bias")
+# Checks of ``torch.library.opcheck``: all, but with static instead of dynamic shapes
 UTILITIES = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_static")
 
 
@@ -61,6 +72,7 @@ def test_bfloat16():
 @each_own
 @pytest.mark.parametrize("chain", ["normalized", "gla"])
 def test_kernels_pass_the_whole_gate(variant, chain):
+    """Apply the whole verification gate (``judge``), not one call as in the other tests of kernels."""
     case = PROJECTIONS.case("float16", **{**SMALL, "T": 3}, segments=chain)
     assert_ok(judge(PROJECTIONS, case, variant=variant, directions=BOTH), PROJECTIONS, case, variant)
 
@@ -185,6 +197,7 @@ def test_a_packed_call_equals_calls_of_its_segments(kinds):
 
 @pytest.mark.interpret
 def test_the_backward_pass_saves_what_inverts_the_activations():
+    """The forward pass keeps 1 / norm of q's heads, and the input of SiLU. Other activations are inverted from their results."""
     from onelaunch.ops.projections import launch
 
     layout, z = layout_of(EVERY), torch.randn(5, 70)
@@ -271,6 +284,7 @@ def test_it_compiles_into_one_graph(variant):
         leaves = [given[name] for name in LEAVES]
         answers = [each(**given) for each in (function, lambda **given: projections(**given, variant=variant))]
         assert all(torch.equal(one, other) for one, other in zip(*answers, strict=True))
+        # The first result is left unused.
         gradients = [torch.autograd.grad(sum(each.square().sum() for each in answer[1:]), leaves) for answer in answers]
         assert all(torch.equal(one, other) for one, other in zip(*gradients, strict=True))
 

@@ -1,4 +1,9 @@
-"""Tests of ``swiglu`` and its functions for quantized weights, in PyTorch: results, gradients, shapes, and PyTorch features."""
+"""Tests of ``swiglu`` and its functions for quantized weights, in PyTorch: results, gradients, shapes, and PyTorch features.
+
+``made()`` makes float32 arguments with M = 6 rows of x, N = 16 columns of the result and K = 32, unless others are given.
+
+``prose.raises`` is ``pytest.raises`` that also compares the message with the entry of this test in tests/snapshots/prose.txt.
+"""
 
 from __future__ import annotations
 
@@ -58,6 +63,7 @@ def test_the_compiled_variant_is_correct(name):
 
 @pytest.mark.parametrize("name", CASES)
 def test_trivial_outputs_do_not_pass(name):
+    """``trivial_answers`` returns the components for which zeros, shifted results or an input would pass."""
     from onelaunch.workbench.verify import Judge
 
     case = case_of(name)
@@ -67,6 +73,7 @@ def test_trivial_outputs_do_not_pass(name):
 
 @pytest.mark.parametrize("more", [{}, {"format": "fp8"}, {"format": "fp8", "row_scales": True}])
 def test_the_wide_product_alone_is_correct(more):
+    """The product is a control: a part of the operation that studies time in addition, for weights in one stacked matrix."""
     case = SWIGLU.case("bfloat16", M=20, N=48, K=64, stacked=True, **more)
     assert judge_control(SWIGLU, case, "wide_gemm_alone").ok
 

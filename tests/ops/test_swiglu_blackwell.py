@@ -1,6 +1,8 @@
-"""Tests of ``swiglu`` by block-scaled matrix instructions: which codes and scales the kernel reads, and refused calls.
+"""Tests of the variant "block_scaled" of ``swiglu``: which codes and scales the kernel reads, and refused calls.
 
-The matrix instruction is emulated.
+Its kernel is for Blackwell's block-scaled matrix instruction, which the fixture ``emulated`` replaces.
+
+``prose(text)`` compares a text with the entry of this test in tests/snapshots/prose.txt.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
 """Tests of the arguments of ``swiglu`` and its functions for quantized weights: which are refused, and what the query holds.
 
 The query (``operation.Query``) is the key by which the dispatcher picks a variant. ``constant_weights`` is not part of it.
+
+``made()`` makes float32 arguments with M = 6, N = 16 and K = 32, unless others are given.
 """
 
 from __future__ import annotations

@@ -1,4 +1,10 @@
-"""Tests of ``swiglu`` in one launch on Hopper GPUs: refused calls, and results on a GPU."""
+"""Tests of ``swiglu`` in one launch on Hopper GPUs: refused calls, order of preference, WGMMA's header, and results on a GPU.
+
+"persistent" gives whole tiles to CTAs. "stream_k" and, for few rows, "small_m" give each CTA a run of k-blocks (steps along K
+of all tiles), which may begin and end within tiles; or two CTAs of a cluster divide the k-blocks of a tile.
+
+``prose(text)`` compares a text with the entry of this test in tests/snapshots/prose.txt.
+"""
 
 from __future__ import annotations
 
@@ -36,6 +42,7 @@ def test_every_variant_for_hopper_is_tested_here():
 
 
 def query(M=4, N=64, K=512, dtype=torch.bfloat16, grad=False, flags=()):
+    """Return the dispatch key of a call on a GPU; ``flags`` name the operands' format and layout."""
     return Query("swiglu", "cuda:0", dtype, (M, N, K), grad, tuple(flags))
 
 
@@ -133,10 +140,12 @@ MANY: dict[str, dict[str, Any]] = {
     "columns_in_three": {"dtype": "bfloat16", "M": 256, "N": 3072, "K": 512},
 }
 CASES = DENSE | FP8 | NVFP4 | MANY
+# Pairs of a variant and the name of a case: "small_m" takes few rows alone
 TAKEN = [(variant, name) for variant in VARIANTS for name in CASES if variant != "small_m" or name not in MANY]
 
 
 def made(device, **given: Any) -> dict[str, Any]:
+    """Return random arguments on the GPU, for a case with 24 rows of x changed by ``given``."""
     return SWIGLU.make_inputs(SWIGLU.case(**{"dtype": "bfloat16", "M": 24, "N": 1008, "K": 1024, **given}), device, 0).arguments
 
 
@@ -175,20 +184,23 @@ def copied_behind(gate, up):
 
 @pytest.fixture
 def replanned(monkeypatch):
-    """Discard cached launch plans before and after a test that replaces how plans are made."""
+    """Return a function that replaces a function of ``launch_hopper``, by name, with which launch plans are made.
+
+    Cached plans are discarded before and after the test.
+    """
     launch_hopper.plan_of.cache_clear()
     yield lambda name, function: monkeypatch.setattr(launch_hopper, name, function)
     launch_hopper.plan_of.cache_clear()
 
 
 def shared_by(runs):
-    """Return a function that splits all work into so many stream-K work units, which end in the middle of tiles."""
+    """Return a function that divides the k-blocks of all tiles into ``runs`` work units, which end in the middle of tiles."""
 
     def partition(config, shape, *_):
         rows, columns, channels = shape
-        units = configure_hopper.tile_count(config, rows, columns) * -(-channels // config.k_block)
-        count = min(runs, units)
-        return configure_hopper.Partition(count, *divmod(units, count), 1, splits_tiles=True, microseconds=0.0)
+        k_blocks = configure_hopper.tile_count(config, rows, columns) * -(-channels // config.k_block)
+        count = min(runs, k_blocks)
+        return configure_hopper.Partition(count, *divmod(k_blocks, count), 1, splits_tiles=True, microseconds=0.0)
 
     return partition
 
@@ -229,7 +241,11 @@ PAIRS: list[tuple[tuple[int, int, int, int], dict[str, Any]]] = [
     ((128, 64, 1, 1), {"M": 141, "N": 136, "K": 320, "format": "nvfp4_weights", "codes": "full"}),
     ((64, 96, 1, 2), {"M": 64, "N": 200, "K": 256, "dtype": "float16", "format": "nvfp4_weights"}),
 ]
-"""Rows, columns, split and chunks of tiles whose k-blocks two CTAs of a cluster divide between them."""
+"""Tiles whose k-blocks two CTAs of a cluster divide between them, and a case for each.
+
+A tile's numbers: rows of x, columns of the result, warpgroups that take turns with k-blocks, and 128-byte pieces of x's rows in a
+k-block.
+"""
 
 
 @pytest.mark.gpu
@@ -354,7 +370,10 @@ def test_kept_products(device):
 @pytest.mark.parametrize("form", ["dense", "fp8", "nvfp4_weights"])
 @pytest.mark.parametrize("rows", [1, 20, 64, 100])
 def test_constant_weights(rows, form, early, device, replanned):
-    """Weights are read while earlier launches run, whose results are x. One case expects that to pay off, another does not."""
+    """Constant weights may be read before earlier launches have ended, one of which writes x; x must not.
+
+    ``early`` replaces the estimate of whether that pays off.
+    """
     replanned("reads_early", lambda *_: early)
     arguments = made(device, M=rows, N=1024, K=1024, format=form)
     expected = {variant: swiglu(**arguments, variant=variant) for variant in ("stream_k", "small_m")}
@@ -383,7 +402,7 @@ def test_constant_weights(rows, form, early, device, replanned):
 @pytest.mark.parametrize("form", ["dense", "nvfp4_weights"])
 @pytest.mark.parametrize("rows", [1, 32, 100, 300])
 def test_many_launches_that_overlap(rows, form, device):
-    """Launches begin while earlier ones end. They need the earlier results and share workspace words with them."""
+    """Launches begin while earlier ones end. They need the earlier results, and use the same flags between CTAs."""
     arguments = made(device, M=rows, N=512, K=512, format=form)
     weights = {name: arguments[name] for name in ("w_gate", "w_up")}
     variants = ["persistent", "stream_k", *(["small_m"] if rows <= hopper.FEW else [])]

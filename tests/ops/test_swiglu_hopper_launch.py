@@ -28,7 +28,10 @@ VARIANTS = ("persistent", "stream_k", "small_m")
 
 
 def value_at(matrices, channel, row, which, group):
-    """Return the element that TMA would read, computed from its address."""
+    """Return the element that TMA would read at these coordinates, computed from its address.
+
+    ``matrices`` describes both weights as one tensor: channels, rows of a group of 8, which of the two weights, groups of rows.
+    """
     strides = (matrices.dtype.itemsize, *matrices.strides)
     at = matrices.address + sum(index * stride for index, stride in zip((channel, row, which, group), strides, strict=True))
     return ctypes.c_int32.from_address(at).value
@@ -64,9 +67,10 @@ def test_weights_in_a_supported_layout_are_not_copied():
 
 @pytest.fixture
 def launched(monkeypatch):
-    """Record launches of the kernel without a GPU.
+    """Return a list to which a call adds the grid of its launch and the arguments :data:`NUMBERS`.
 
-    Arguments are packed as in a launch, and tensor maps are checked by TMA's rules.
+    The launch is one for a GPU of 132 SMs, but none is needed. Arguments are packed as in a launch, and tensor maps are
+    checked by TMA's rules.
     """
     calls, (layout, _) = [], _layout(launch_hopper.PARAMETER_KINDS)
 
@@ -87,6 +91,7 @@ def launched(monkeypatch):
     monkeypatch.setattr(launch_hopper, "counters", lambda device, words: torch.zeros(words, dtype=torch.int64))
     for module in (launch_hopper, hopper):
         monkeypatch.setattr(module, "processors", lambda _: 132)
+    # Without its conditions, a variant runs without a Hopper GPU.
     for name in VARIANTS:
         monkeypatch.setattr(SWIGLU.get(name), "_supports", [])
     dispatch.forget()
@@ -96,6 +101,7 @@ def launched(monkeypatch):
 
 
 NUMBERS = ("M", "N", "K", "unit_granules", "longer_units", "granule", "up_first", "x_scales", "w_scales", "early")
+"""Names of the kernel's last arguments. ``early`` lets it read weights before earlier launches have ended."""
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

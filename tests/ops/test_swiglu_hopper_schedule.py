@@ -1,4 +1,9 @@
-"""Tests of the schedules of the Hopper matrix product for ``swiglu``: tiles, stream-K work units, and plans of launches."""
+"""Tests of the schedules of the Hopper matrix product for ``swiglu``: tiles, stream-K work units, and plans of launches.
+
+Shapes are (M, N, K), and the GPU has 132 SMs. ``tiles_of(rows, columns, split, chunks=...)`` configures tiles of rows of x and
+columns of the result (64 by default), with k-blocks of 128 bytes of x, or as many times more as there are chunks. k-blocks are
+numbered over all tiles; a work unit is the run of k-blocks that one CTA computes.
+"""
 
 from __future__ import annotations
 
@@ -29,24 +34,29 @@ NVFP4 = Formats(torch.bfloat16, torch.bfloat16, nvfp4=True)
 tiles_of, nvfp4_tiles = BFLOAT16.config, NVFP4.config
 
 LARGEST_SHARED = 227 * 1024
+"""Largest shared memory of a CTA on Hopper, in bytes."""
 
 
 def begin(partition, run):
+    """Return the number of the first k-block of the work unit with the index ``run``."""
     return (run * partition.unit_granules + min(run, partition.longer_units)) * partition.granule
 
 
 def items(partition, run, steps):
-    """Return the pieces of tiles in a stream-K work unit, as the kernel visits them: tile, first k-block, last k-block."""
-    unit, end = begin(partition, run), begin(partition, run + 1)
-    while unit < end:
-        tile, first = divmod(unit, steps)
-        last = min(steps, first + end - unit)
+    """Return the pieces of tiles in a work unit, as the kernel visits them: tile, its first k-block, and the one after the last.
+
+    A tile has ``steps`` k-blocks.
+    """
+    k_block, end = begin(partition, run), begin(partition, run + 1)
+    while k_block < end:
+        tile, first = divmod(k_block, steps)
+        last = min(steps, first + end - k_block)
         yield tile, first, last
-        unit += last - first
+        k_block += last - first
 
 
 def waits_for(partition, run, tile, steps):
-    """Return the work units whose partial sums the owner of a tile's first k-block adds."""
+    """Return the units whose partial sums of a tile are added by the unit ``run``, which has the tile's first k-block."""
     later = run + 1
     while begin(partition, later) < (tile + 1) * steps:
         yield later
@@ -55,6 +65,7 @@ def waits_for(partition, run, tile, steps):
 
 @given(st.integers(1, 400), st.integers(1, 130), st.integers(1, 148), st.sampled_from([0.0, 1.0, 10.0]))
 def test_every_k_block_is_done_once_and_every_partial_sum_is_used(tiles, steps, processors, sharing):
+    # A k-block takes 0.5 us, and adding another unit's partial sums takes ``sharing`` us.
     partition = choose_partition(tiles, steps, processors, 0.5, sharing)
     assert partition.units <= processors
     done, left, added = set(), [], []
@@ -86,6 +97,7 @@ def test_every_k_block_is_done_once_and_every_partial_sum_is_used(tiles, steps, 
     ],
 )
 def test_work_units_of_well_known_shapes(tiles, shape, runs, shares):
+    """``runs`` is the number of work units, and ``shares`` whether they may end within tiles."""
     partition = partition_of(tiles, shape, 132)
     assert (partition.units, partition.splits_tiles) == (runs, shares)
 
@@ -156,7 +168,7 @@ def test_conditions_for_reading_weights_early(tiles, shape, early):
 @pytest.mark.parametrize(
     ("tiles", "schedule", "shape", "expected"),
     [
-        # whole tiles, distributed by a counter of two words
+        # whole tiles, distributed by two 32-bit counters in one 64-bit word
         (
             tiles_of(256),
             "persistent",
@@ -177,7 +189,7 @@ def test_conditions_for_reading_weights_early(tiles, shape, early):
             (1, 4096, 7168),
             {"units": 128, "workspace_floats": 0, "counter_words": 0, "weight_box": (64, 8, 2, 4)},
         ),
-        # work units that end within tiles leave one tile's partial sums and one flag each
+        # work units that end within tiles leave one tile's partial sums (of two products) and one 32-bit flag each
         (
             tiles_of(256),
             "stream_k",

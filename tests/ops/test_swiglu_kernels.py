@@ -1,4 +1,10 @@
-"""Tests of the Triton kernels of ``swiglu``: results, gradients, exact decoding, layouts, and calls that they refuse."""
+"""Tests of the Triton kernels of ``swiglu``: results, gradients, exact decoding, layouts, and calls that they refuse.
+
+``assert_near`` bounds the norm of each error, relative to that of the expected values. ``made()`` makes float32 arguments with
+M = 6 rows of x, N = 16 columns of the result and K = 32, unless others are given.
+
+``prose(text)`` compares a text with the entry of this test in tests/snapshots/prose.txt.
+"""
 
 from __future__ import annotations
 
@@ -29,17 +35,21 @@ from tests.ops.cases import (
 from tests.ops.swiglu_cases import CASES, DENSE, LARGE, QUANTIZED, SWIGLU, case_of, made
 
 RUNS = {"three_node": (False, True), "wide": (True,), "two_node": (False, True), "fused": (False, True)}
-"""Variants with kernels of our own, and whether they take stacked weights."""
+"""Variants with kernels of our own, and the values of ``stacked`` that they take: both weights in one matrix, or not.
+
+"three_node" and "wide" multiply by PyTorch, by two products or one, and have a kernel for the gate. "two_node" has a kernel for
+the second product and the gate; "fused" has one for everything.
+"""
 
 FORMS = [(name, stacked) for name, forms in RUNS.items() for stacked in forms]
 
 each_own = pytest.mark.parametrize(("variant", "stacked"), FORMS)
 
 TAKEN = [*DENSE, "fp8", "fp8_rows_bfloat16"]
-"""Cases that PyTorch's matrix products support."""
+"""Names of cases that PyTorch's matrix products support."""
 
 INTERPRETED = ["one_of_everything", "odd_sizes", "float32", "fp8", "fp8_rows_bfloat16"]
-"""Cases of these that the interpreter computes correctly, whichever function multiplies."""
+"""Names of the cases in :data:`TAKEN` that the interpreter computes correctly, whichever function multiplies."""
 
 
 def stacked_case(name: str, stacked: bool):
@@ -51,7 +61,7 @@ def stacked_case(name: str, stacked: bool):
 
 
 def runs(fused_cases: list[str], other_cases: list[str]):
-    """Return variant, stacked and case name, for every case and the variants that support it."""
+    """Parametrize ``variant``, ``stacked`` and ``name``: the first cases for "fused", the others for each other variant."""
     cells = [(*form, name) for form in FORMS for name in (fused_cases if form[0] == "fused" else other_cases)]
     return pytest.mark.parametrize(("variant", "stacked", "name"), cells)
 
@@ -114,7 +124,10 @@ def test_every_float8_number_is_decoded_exactly(out_dtype):
 @pytest.mark.interpret
 @pytest.mark.parametrize("form", ["nvfp4", "nvfp4_weights"])
 def test_every_code_times_every_scale_is_decoded_exactly(form):
-    """NaN and zeros of either sign are included. Column n of up has scale n, and row m of x selects its channel m."""
+    """NaN and zeros of either sign are included. Column n of up has scale n, and row m of x selects its channel m.
+
+    The product with the gate, 192, is x (4) times the code 7 (6) times its scale (8).
+    """
     bytes_ = torch.arange(256, dtype=torch.uint8)
     codes = (torch.arange(8) * 2 + (torch.arange(8) * 2 + 1) * 16).to(torch.uint8)  # 0 to 15
     up = NVFP4Tensor(codes.expand(256, 8), bytes_[:, None].view(torch.float8_e4m3fn))
@@ -190,7 +203,7 @@ def test_row_scales_combined_with_one_tensor_scale(variant, per_row):
 def test_the_operator_passes_opcheck(kernel, keep, stacked):
     given = made(grad=keep, M=3, stacked=stacked)
     weights = (given["w_gate"], given.get("w_up"))
-    forward = torch.ops.onelaunch.swiglu_forward.default
+    forward = torch.ops.onelaunch.swiglu_forward.default  # the six arguments after the weights are scales
     utilities = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_static")
     library.opcheck(
         forward, (given["x"], *weights, *(None,) * 6, torch.float32, False, keep, False, kernel), test_utils=utilities

@@ -1,4 +1,9 @@
-"""Tests of the peers of ``swiglu``: their arguments, with doubles in place of the packages, and the calls they refuse."""
+"""Tests of the peers of ``swiglu``: their arguments, with doubles in place of the packages, and the calls they refuse.
+
+A peer is a variant that calls another project's package, here Liger or QuACK.
+
+``prose(text)`` compares a text with the entry of this test in tests/snapshots/prose.txt.
+"""
 
 from __future__ import annotations
 
@@ -28,6 +33,7 @@ def pretend(monkeypatch, name: str, **held: Any) -> None:
 
 @pytest.fixture
 def call():
+    """Return a call with five rows and stacked weights."""
     both = torch.randn(32, 24)
     return bind(torch.randn(5, 24), both)
 
@@ -78,6 +84,10 @@ def test_quack(monkeypatch, call):
 
 
 def reason(monkeypatch, name: str, *, grad: bool = False, here: bool = True, capability: int = 9, **given: Any) -> str | None:
+    """Return why a peer cannot run, on a GPU of this compute capability with the package installed unless ``here`` is false.
+
+    ``given`` changes a case with stacked weights in bfloat16.
+    """
     monkeypatch.setattr(requirements, "package_installed", lambda package: here)
     monkeypatch.setattr(peers, "compute_capability", lambda device: capability)
     case = SWIGLU.case(**{"dtype": "bfloat16", "M": 4, "N": 16, "K": 32, "stacked": True, **given})

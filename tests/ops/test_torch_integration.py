@@ -1,4 +1,7 @@
-"""Tests of PyTorch features: compilation, autocast, any strides, and the rules of autograd. Kernels run in the interpreter."""
+"""Tests of the scans and ``gla`` with PyTorch's features (torch.compile, autocast, strides, autograd), and of ``auto``.
+
+``assert_near`` bounds errors by norm, relative to the expected values; ``results`` returns results and gradients by name.
+"""
 
 from __future__ import annotations
 
@@ -40,13 +43,13 @@ KERNELS = [
     pytest.param(operation, variant, id=f"{operation.name}-{variant}", marks=pytest.mark.interpret)
     for operation in OPERATIONS
     for variant in triton_variants(operation)
-    if variant != "three_launch_cublas"  # left out, because they consist of the same parts as others and the interpreter is slow
+    if variant != "three_launch_cublas"  # left out: its parts are those of others, and the interpreter is slow
 ]
 each_variant = pytest.mark.parametrize(("operation", "variant"), EVERYWHERE + KERNELS)
 each_kernel = pytest.mark.parametrize(("operation", "variant"), KERNELS)
 
 
-def small(operation, **given):
+def small(operation, **given):  # random arguments of a small call with states
     channels = {} if operation is GLA else {"V": 4}
     return arguments_of(operation, **{"B": 1, "T": 20, **channels, "initial_state": True, "final_state": True, **given})
 
@@ -66,13 +69,12 @@ def with_strides(value, make):
 
 
 def in_graphs():
-    """Parametrize compilation: packed except for the step loop, unpacked only where no operator hides the code."""
+    """Parametrize compilation. Kernels, which an operator hides from the compiler, are compiled with packed sequences alone."""
     for each in EVERYWHERE + KERNELS:
         operation, variant = each.values
         for packed in (False, True):
-            read = packed and variant == stepwise_baseline(operation)
-            # "auto" is tested in test_compiled_code_supports_other_lengths
-            seen = not packed and (each in KERNELS or variant == "auto")
+            read = packed and variant == stepwise_baseline(operation)  # reads offsets, which breaks the graph
+            seen = not packed and (each in KERNELS or variant == "auto")  # auto: test_compiled_code_supports_other_lengths
             if not read and not seen:
                 yield pytest.param(*each.values, packed, id=f"{each.id}-{packed}", marks=each.marks)
 
@@ -108,7 +110,7 @@ def test_the_scan_operators_pass_opcheck(separate, keep):
     arguments = small(GATED_SCAN, grad=keep, log_decay_dtype="float32")
     given = [arguments[name] for name in ("v", "log_decay", "gate", "initial_state")]
     forward = torch.ops.onelaunch.gated_scan_forward.default
-    library.opcheck(forward, (*given, None, True, keep, separate), test_utils=UTILITIES)
+    library.opcheck(forward, (*given, None, True, keep, separate), test_utils=UTILITIES)  # None: cu_seqlens; True: want_final
     plain = [value.detach() for value in given]
     y, _, carries, states = forward(*plain, None, want_final=True, keep=True, separate=separate)
     backward = torch.ops.onelaunch.gated_scan_backward.default
@@ -163,13 +165,13 @@ UTILITIES = ("test_schema", "test_autograd_registration", "test_faketensor", "te
 # Autocast
 
 
-LOWERED = ("x", "weight", "gate", "q", "k", "v")
+LOWERED = ("x", "weight", "gate", "q", "k", "v")  # arguments that autocast casts to its dtype
 
 
 @pytest.mark.parametrize("variant", ["auto", "stepwise_baseline"])
 @each_operation
 def test_autocast_casts_all_but_the_log_decay(operation, variant):
-    """This holds in both passes, and not inside the call: a float32 product there stays one."""
+    """Arguments are cast, with their gradients, and nothing inside the call: a float32 product there stays one."""
     variant = stepwise_baseline(operation) if variant == "stepwise_baseline" else variant
     arguments = small(operation, grad=True)
     low = {name: value.detach().bfloat16() if name in LOWERED else value for name, value in arguments.items()}
@@ -191,7 +193,7 @@ def test_autocast_casts_all_but_the_log_decay(operation, variant):
 
 
 def test_a_backward_pass_under_autocast_is_the_same():
-    """PyTorch advises against it. Still, a call that recomputes its forward pass must not do so in bfloat16."""
+    """PyTorch advises against autocast there. Still, a call that recomputes its forward pass must not do so in bfloat16."""
     arguments = small(GLA, T=70, grad=True)
     o, final = GLA(**arguments, variant="chunked")
     loss, leaves = total([o * weights_like(o), final * weights_like(final)]), list(differentiable(arguments).values())
@@ -307,7 +309,7 @@ def test_broadcast_inputs(operation, variant):
 
 @pytest.mark.parametrize(("operation", "variant"), EVERYWHERE)
 def test_pytorchs_default_dtype_does_not_matter(operation, variant):
-    """Temporary tensors state their dtype."""
+    """The variants state the dtype of temporary tensors, so that it is not the default one."""
     found = []
     arguments = small(operation, lengths=(5, 0, 15), grad=True)
     for dtype in (torch.float32, torch.bfloat16, torch.float64):

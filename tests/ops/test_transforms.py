@@ -1,4 +1,7 @@
-"""Tests of operations under PyTorch's tracers and function transforms: they work, or raise an onelaunch error."""
+"""Tests of operations under PyTorch's tracers and function transforms: they work, or raise an onelaunch error.
+
+``prose.raises`` is ``pytest.raises`` that also compares the message with the entry of this test in tests/snapshots/prose.txt.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,8 @@ B, T, D, H, K, V = 2, 5, 16, 2, 16, 16
 
 
 def arguments(operation, device="cpu"):
+    """Return the positional tensor arguments of a small random call."""
+
     def draw(*shape):
         return torch.randn(*shape, device=device)
 
@@ -27,10 +32,12 @@ def arguments(operation, device="cpu"):
 
 
 def output(operation, *tensors, **options):
+    """Call the operation, and return its first result."""
     found = operation(*tensors, **options)
     return found[0] if isinstance(found, tuple) else found
 
 
+# Parametrization over all of these operations
 OPERATIONS = pytest.mark.parametrize("operation", [linear_rnn, gated_scan, gla, swiglu], ids=lambda each: each.name)
 
 

@@ -1,4 +1,9 @@
-"""Tests of the workspace of kernels: zero when allocated, separate for each stream, and separate for each captured call."""
+"""Tests of the workspace of kernels: zero when allocated, separate for each stream, and separate for each captured call.
+
+The workspace is int64 words through which the CTAs of a launch communicate. A call that is captured into a CUDA graph takes
+words of its own from a reserve of ``RESERVE`` zeroed words, which eager calls fill. If it needs more than ``LARGE`` words or
+than are left, the graph clears other memory. ``counters`` are further words, for kernels that reset them.
+"""
 
 from __future__ import annotations
 
@@ -24,6 +29,7 @@ def fresh():
 
 
 def overlap(one, other):
+    """Return whether two tensors share memory."""
     starts = one.data_ptr(), other.data_ptr()
     ends = starts[0] + one.nbytes, starts[1] + other.nbytes
     return max(starts) < min(ends)
@@ -38,7 +44,10 @@ def test_words_are_zero_and_as_many_as_asked_for():
 
 
 def test_only_calls_of_one_size_share_workspaces():
-    """Words keep their phase between launches. A launch of another size would leave words of the wrong phase."""
+    """Each launch flips a phase bit in all of its words, which replaces clearing them.
+
+    A launch of another size would leave some words with the wrong phase.
+    """
     first = workspace(CPU, 100)
     first.fill_(-1)
     assert workspace(CPU, 100).data_ptr() == first.data_ptr()
@@ -74,7 +83,7 @@ def test_a_reserve_allocates_every_word_once(monkeypatch):
         assert not words.any()
         assert not any(overlap(words, other) for other in taken)
         taken.append(words)
-    assert len(taken) == 1000 // 102
+    assert len(taken) == 1000 // 102  # words are rounded up to an even number, for the alignment
     for index, words in enumerate(taken):
         words.fill_(index)
     assert all((words == index).all() for index, words in enumerate(taken))
@@ -112,7 +121,10 @@ def test_large_calls_do_not_empty_the_reserve():
 
 
 class Capture:
-    """Fake GPU that, as far as the workspace can tell, captures a graph or not."""
+    """Fake of the GPU's state: the current stream, and whether it captures a graph.
+
+    ``cleared_in_graph`` counts the allocations of zeros during a capture.
+    """
 
     def __init__(self, monkeypatch):
         self.capturing = False
@@ -130,6 +142,7 @@ class Capture:
 
 @pytest.fixture
 def gpu(monkeypatch):
+    """Return a fake GPU, with a reserve of 1000 words of which a call takes at most 250."""
     monkeypatch.setattr(module, "RESERVE", 1000)
     monkeypatch.setattr(module, "LARGE", 250)
     return Capture(monkeypatch)
@@ -163,7 +176,7 @@ def test_captured_calls_beyond_the_reserve_clear_their_own_words(gpu):
     workspace(device, 100)
     gpu.capturing = True
     captured = [workspace(device, 200) for _ in range(8)]
-    assert gpu.cleared_in_graph == 3
+    assert gpu.cleared_in_graph == 3  # five calls find words in the reserve
     assert not any(overlap(one, other) for n, one in enumerate(captured) for other in captured[:n])
     assert all(words.shape == (200,) and not words.any() for words in captured)
 
