@@ -49,8 +49,10 @@ struct PipelineState {
 // With `early`, griddepcontrol_wait() has not been executed yet, but A does not depend on earlier launches: load A into all
 // free stages, then wait, then load B. The block scales of A are so few that they are loaded with B. Without `early`,
 // griddepcontrol_wait() must precede. Loads wait for empty[s], except those of the early stages, which are known to be free.
+//
+// `smem` is passed by value: by reference, the compiler computes its addresses again for each k-block of STREAM_K.
 __device__ __forceinline__ void load_item(
-    const Arguments& a, const Scheduler& scheduler, const SharedMemory& smem, WorkItem item, PipelineState& state, int lane,
+    const Arguments& a, const Scheduler& scheduler, const SharedMemory smem, WorkItem item, PipelineState& state, int lane,
     bool early) {
   const int count = item.last - item.first;
   const Tile tile = tile_at(scheduler, item.tile);
