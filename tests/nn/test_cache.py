@@ -114,11 +114,13 @@ def test_states_have_the_documented_shapes():
     assert (len(cache), 0 in cache, 1 in cache, cache.get(1), cache.get_seq_length(1)) == (1, True, False, None, 0)
 
 
+@pytest.mark.parametrize("in_place", [False, True])
 @each_layer
-def test_sequences_of_a_cache_can_be_reordered(name):
+@torch.no_grad()
+def test_sequences_of_a_cache_can_be_reordered(name, in_place):
     layer, _ = make(name)
     x, step, order = torch.randn(2, 6, D), torch.randn(2, 1, D), torch.tensor([1, 1])
-    cache = layer(x, use_cache=True)[2]
+    cache = layer(x, past_key_values=Cache(in_place=in_place), use_cache=True)[2]
     cache.reorder_cache(order)
     expected = layer(torch.cat([x[order], step], 1))[0][:, -1:]
     torch.testing.assert_close(layer(step, past_key_values=cache)[0], expected, **ROUNDING)
@@ -138,6 +140,13 @@ def test_in_place_states_keep_their_memory(name, prose):
         layer(torch.randn(1, 1, D), past_key_values=cache, use_cache=True)
     assert places == [tensor.data_ptr() for tensor in cache[0].tensors()]
     assert not any(torch.equal(tensor, value) for tensor, value in zip(cache[0].tensors(), values, strict=True))
+    values = [tensor.clone() for tensor in cache[0].tensors()]
+    cache.reorder_cache(torch.zeros(1, dtype=torch.int64))
+    cache.detach_()
+    assert places == [tensor.data_ptr() for tensor in cache[0].tensors()]
+    assert all(torch.equal(tensor, value) for tensor, value in zip(cache[0].tensors(), values, strict=True))
+    with prose.raises(ArgumentError, match="in_place"):
+        cache.reorder_cache(torch.zeros(2, dtype=torch.int64))
     with prose.raises(ArgumentError, match="in_place"):
         layer(torch.randn(1, 1, D), past_key_values=cache, use_cache=True)
 

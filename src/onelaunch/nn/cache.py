@@ -33,8 +33,7 @@ class Cache:
 
     Args:
         in_place: whether to write new states into the tensors of the old ones, as a captured CUDA graph needs; only without
-            gradients. Python counts the steps in ``offset``, so the replay of a graph does not count them. :meth:`reorder_cache`
-            still replaces the tensors.
+            gradients. Python counts the steps in ``offset``, so the replay of a graph does not count them.
     """
 
     def __init__(self, *, in_place: bool = False) -> None:
@@ -73,18 +72,24 @@ class Cache:
         if not self.in_place or old is None:
             self.states[layer_idx] = new
             return
-        for stored, value in zip(old.tensors(), new.tensors(), strict=True):
-            if value.requires_grad:
-                raise ArgumentError("past_key_values is a Cache(in_place=True); call the layer under torch.no_grad().")
-            if stored.shape != value.shape:
-                said = f"past_key_values is a Cache(in_place=True) of a state of shape {tuple(stored.shape)}"
-                raise ArgumentError(f"{said}, and the new one has {tuple(value.shape)}; take a new Cache.")
-            stored.copy_(value)
+        self._overwrite(old, new.tensors())
         old.offset = new.offset
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Make sequence ``i`` continue from the state of sequence ``beam_idx[i]``; ``beam_idx`` has N integers."""
-        self._replace(lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device)))
+        """Make sequence ``i`` continue from the state of sequence ``beam_idx[i]``; ``beam_idx`` has N integers.
+
+        Raises:
+            ArgumentError: ``in_place`` is set, and ``beam_idx`` has another number of sequences, or the states need gradients.
+        """
+
+        def reordered(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor.index_select(0, beam_idx.to(tensor.device))
+
+        if not self.in_place:
+            self._replace(reordered)
+            return
+        for state in self.states.values():
+            self._overwrite(state, tuple(map(reordered, state.tensors())))
 
     def detach_(self) -> Cache:
         """Detach the states from the autograd graph, for truncated backpropagation through time; return the cache."""
@@ -94,6 +99,17 @@ class Cache:
     def reset(self) -> None:
         """Remove the states of all layers."""
         self.states.clear()
+
+    @staticmethod
+    def _overwrite(state: LayerState, values: tuple[torch.Tensor, ...]) -> None:
+        """Copy new values into the tensors of a layer's state."""
+        for stored, value in zip(state.tensors(), values, strict=True):
+            if value.requires_grad:
+                raise ArgumentError("past_key_values is a Cache(in_place=True); call the layer under torch.no_grad().")
+            if stored.shape != value.shape:
+                said = f"past_key_values is a Cache(in_place=True) of a state of shape {tuple(stored.shape)}"
+                raise ArgumentError(f"{said}, and the new one has {tuple(value.shape)}; take a new Cache.")
+            stored.copy_(value)
 
     def _replace(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
         for state in self.states.values():
