@@ -79,7 +79,7 @@ def test_a_time_is_compared_with_its_roofline_bound(prose):
     assert met.status == "met"
     assert met.values["mega"].median == pytest.approx(10 / floor)
     prose(met.evidence)
-    assert outcome(over_floor(10.05 / floor), cell).status == "inconclusive"  # beyond the bound by less than the noise
+    assert outcome(over_floor(10.05 / floor), cell).status == "inconclusive"  # below the bound by less than the noise
     assert outcome(over_floor(9 / floor), cell).status == "missed"
     assert outcome(over_floor(9 / floor), cell, floor=1.2).status == "inconclusive"
     assert outcome(over_floor(11 / floor), cell, floor=None).status == "inconclusive"

@@ -63,9 +63,9 @@ class PersistentTiles:
             "gate": [rows, self.channels],
         }
 
-    def even(self, length: int, width: int) -> bool:
+    def even(self, length: int, channels: int) -> bool:
         """Return whether all tiles lie inside the tensor, so that no access needs a mask."""
-        return length % self.steps == 0 and width % self.channels == 0
+        return length % self.steps == 0 and channels % self.channels == 0
 
 
 PERSISTENT = PersistentTiles()
