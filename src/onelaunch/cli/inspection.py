@@ -74,8 +74,8 @@ def _table(operation: str, architecture: str, found: list[Inspection]) -> Table:
         for inspection in found
     )
     note = (
-        "Registers and stack are per thread, shared memory is per block. Spills are instructions that access local memory, and "
-        "matrix instructions are counted by name."
+        "Registers and stack are per thread, shared memory is per block. Spills are instructions that access local memory, "
+        "on AMD GPUs spilled vector registers. Matrix instructions are counted by name."
     )
     return Table(f"{operation} on {architecture}", heads, rows, note)
 

@@ -69,8 +69,9 @@ struct Scheduler {
     }
   }
 
-  // Call load(item, early) with every item of this CTA, in the producer warp. `early` is passed on with the first item and is
-  // false for all others. PERSISTENT needs griddepcontrol_wait() before, because earlier launches use the counters.
+  // Call load(item, early) with every item of this CTA, in the producer warp. With `early`, griddepcontrol_wait() has not been
+  // executed yet: load() loads A before it, which no earlier launch writes, and then executes it, so only the first item gets
+  // `early`. PERSISTENT, whose counters earlier launches use, and STATIC_PERSISTENT need griddepcontrol_wait() before.
   template <typename Load>
   __device__ __forceinline__ void produce(const SharedMemory& smem, u32* counters, int lane, bool early, Load load) const {
     if constexpr (SCHEDULE == SPLIT_K_CLUSTER) {
