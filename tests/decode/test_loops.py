@@ -1,8 +1,8 @@
 """Tests of the token loops that studies time in PyTorch's variants.
 
-They check the number of tokens, the first position, and that the tokens equal those of the public loop. ``Running`` times
-tokens that stay on the device; ``Served`` times tokens that arrive on the host. ``prose`` compares wording with the test's
-entry in ``tests/snapshots/prose.txt``.
+They check the number of tokens, the first position, and that the tokens of ``Running`` equal those of ``TorchEngine``.
+``Running`` times tokens that stay on the device; ``Served`` times tokens that arrive on the host. ``prose`` compares wording
+with the test's entry in ``tests/snapshots/prose.txt``.
 """
 
 from __future__ import annotations

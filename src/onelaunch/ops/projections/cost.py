@@ -15,14 +15,14 @@ PRODUCTS = {"forward": 1, "forward_backward": 3}
 def cost(case: Case, variant: Variant | None, direction: Direction) -> Cost:
     """Return the least cost of a case, or with ``variant`` the cost of that variant.
 
-    At least, forward reads x, the weight and the bias and writes all results. Backward reads x, the weight and the gradients dy
-    of all results, and writes the gradients of x, the weight and the bias.
+    At least, forward reads x, the weight and the bias and writes all results. Backward reads these three again and the gradients
+    dy of all results, and writes the gradients of x, the weight and the bias.
 
     A variant reads x again for every further product, if segments have products of their own (no ``products`` in tag ``fuses``).
     It writes and reads the products that activations are not applied to in registers (tag ``hands``): ``all`` of them, or only
     those ``activated``. Its backward pass adds what is saved and read again (``rstd``, 1 / norm of normalized heads; z, the
     pre-activations, of SiLU; and results of the other activations), and dz, written once and read by each product. If segments
-    have products of their own, dx is a sum of as many products, and x is read for each.
+    have products of their own, dx is a sum of as many products: each further one adds four times the bytes of x, one of them written.
     """
     layout = layout_of(segments_of(case))
     rows, inner, value = case.sizes["B"] * case.sizes["T"], case.sizes["D"], case.dtype.itemsize

@@ -1,7 +1,7 @@
 """Gated linear attention on Hopper GPUs: what each segment of T adds to the state, for a chunk-parallel scan.
 
-Computes   for one segment, per head and slice of 64 value channels: the sum over the segment's steps s of
-           (k_s e^(sum of g after s))^T v_s, [V, K], and the segment's decay e^(sum of g), [K]; sums of g end with the segment.
+Computes   for one segment, per head and 64 value channels: the sum over the segment's steps s of
+           v_s^T (k_s e^(sum of g after s)), [V, K], and the segment's decay e^(sum of g), [K]; sums of g end with the segment.
            REVERSE computes the same for the state's gradient: q takes the place of k, do that of v, sums of g go from the
            segment's first step up to and with s, and q is multiplied by ``scale``. hopper_chunk_state.py adds these sums up in
            the order of time and starts each segment from the result. It runs right after this kernel, with the same segments.
@@ -77,7 +77,7 @@ def segment_chunks(steps, segment, segments, REVERSE: gl.constexpr):
 def accumulate(descriptors, segment_states, tiles, bars, offsets, T, sizes, values, GROUP: gl.constexpr, GROUPS: gl.constexpr,
                SLICES: gl.constexpr, PACKED: gl.constexpr, REVERSE: gl.constexpr, SCALAR: gl.constexpr,
                SPLIT_KEYS: gl.constexpr):  # fmt: skip
-    """Run the role of one warpgroup that sums keys^T v over the segment for PANEL value channels, and store the sum.
+    """Run the role of one warpgroup that sums v^T keys over the segment for PANEL value channels, and store the sum.
 
     Per chunk: wait for ``full`` and ``decayed``, multiply, wait for the product, arrive at ``empty``; GROUP 0 then refills the
     stage. GROUP is the index of the warpgroup. The tuples are made in ``segment_sum_kernel``, which explains them; ``offsets``
