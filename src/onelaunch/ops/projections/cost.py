@@ -22,7 +22,8 @@ def cost(case: Case, variant: Variant | None, direction: Direction) -> Cost:
     It writes and reads the products that activations are not applied to in registers (tag ``hands``): ``all`` of them, or only
     those ``activated``. Its backward pass adds what is saved and read again (``rstd``, 1 / norm of normalized heads; z, the
     pre-activations, of SiLU; and results of the other activations), and dz, written once and read by each product. If segments
-    have products of their own, dx is a sum of as many products: each further one adds four times the bytes of x, one of them written.
+    have products of their own, dx is a sum of as many products: each further one adds four times the bytes of x, one of them
+    written.
     """
     layout = layout_of(segments_of(case))
     rows, inner, value = case.sizes["B"] * case.sizes["T"], case.sizes["D"], case.dtype.itemsize
