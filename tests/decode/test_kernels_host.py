@@ -74,7 +74,8 @@ def test_logits_keys_and_values_are_the_oracles(rung, model, ctas, libraries):
 def test_ctas_that_share_queries_match_the_oracle(rung, model, libraries):
     """Several CTAs divide one key head's queries.
 
-    They read keys in rounds of two chunks. The positions need rows of one chunk, of both, and of a further round.
+    With "two queries a key" they read keys in rounds of two chunks of the ring; its positions need rows of no chunk, of one,
+    of both, and of a further round.
     """
     plan = plan_with(MODELS[model], rung, *SHARED[model])
     assert plan.query_splits > 1
@@ -179,7 +180,10 @@ def test_a_residual_sum_out_of_range_is_reported(lost, libraries):
     ],
 )
 def test_kv_splits_of_a_long_context_are_combined(rung, model, ctas, libraries):
-    """The splits are combined eight or three at a time; where fewer are left, in groups of two, three and one."""
+    """``streaming`` combines its eight or four splits at once, except at position 63, where one split has all positions.
+
+    The other rungs combine the splits that have positions: eight as four and four, four as three and one, three or two at once.
+    """
     weights, *given = weights_and_caches(MODELS[model], 470)
     plan = plan_for(MODELS[model], rung, ctas)
     assert plan.splits == (8 if ctas == 9 else 4)

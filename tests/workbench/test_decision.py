@@ -244,7 +244,7 @@ def test_savings_within_noise_are_not_called_unexplained():
     assert any("three_library" in sentence for sentence in decided(study(near), *cells, floor=1.001).unexplained)
 
 
-def test_a_decision_is_stored_with_its_shape():
+def test_a_decision_is_read_back_as_it_was_stored():
     decision = decided(study(FASTER), ok_cell("three", 10.0, of=MEGA), ok_cell("one", 5.0))
     assert type(decision).model_validate_json(decision.model_dump_json()) == decision
 

@@ -1,4 +1,4 @@
-"""Tile choices that the portable matrix products of several operations share: tiles for few rows, and matrix instructions.
+"""Tile choices that the portable matrix products of several operations share: tiles of few rows, and matrix instructions.
 
 The weights are the left operand of these products, as in :mod:`onelaunch.kernels.gemm.tiles`. So the columns of a tile of the
 result are rows of the weights, the M dimension of the matrix instruction.
@@ -13,7 +13,7 @@ WGMMA_ROWS = 64
 """Rows of the left operand that WGMMA needs. With fewer, Triton uses ``mma.sync``."""
 
 FEW_ROWS = 32
-"""Number of rows up to which the time is that of loading the weights."""
+"""Number of rows of a tile up to which its time is that of loading the weights."""
 
 LEAST_COLUMNS = 32
 """Fewest columns of a tile. With fewer, some warps would have no part of a product."""
@@ -29,7 +29,7 @@ def mma_of(columns: int) -> Mma:
 
 
 def columns_for(rows: int, columns: int, tile_rows: int, tile_columns: int, count: int) -> int:
-    """Return the columns of a tile: ``tile_columns``, or fewer if there are few rows and some SMs would have no tile.
+    """Return the columns of a tile: ``tile_columns``, or fewer if a tile has few rows and some SMs would have no tile.
 
     Args:
         rows: Rows of the result.
