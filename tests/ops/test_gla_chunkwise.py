@@ -29,7 +29,10 @@ from tests.ops.cases import (
 @pytest.mark.parametrize("lengths", [None, (0, 21, 49, 0)])
 @pytest.mark.parametrize("part", [1, 2500, 5000])
 def test_a_call_computed_in_parts_equals_the_whole_call(part, lengths, monkeypatch):
-    """A call is computed in parts, of heads or batch entries, with about ``part`` elements of q or of states each."""
+    """A call is computed in parts of whole heads or batch entries.
+
+    A part has at most ``part`` elements of q, and as many of states, but at least one head.
+    """
     arguments = arguments_of(
         GLA, B=1 if lengths else 3, T=70, H=3, lengths=lengths, initial_state=True, final_state=True, grad=True
     )  # fmt: skip
@@ -78,7 +81,7 @@ def test_results_are_the_same_to_the_last_bit(lengths):
 
 
 def test_nothing_is_read_from_the_device(monkeypatch):
-    """Each such read would synchronize with a GPU. Only the contract's checks of values read, and only on a CPU."""
+    """Each such read would synchronize with a GPU. Only the contract's checks of values read, on a CPU or if ONELAUNCH_CHECK_VALUES is 1."""
     monkeypatch.setattr("onelaunch.checks.values_are_checked", lambda value: False)
     arguments = arguments_of(GLA, B=1, T=70, lengths=(0, 30, 40), initial_state=True, final_state=True, grad=True)
     expected = results(GLA, arguments, "chunked")

@@ -102,7 +102,7 @@ class Probe:
 
 
 def ceilings(device: str, *, refresh: bool = False) -> Ceilings:
-    """Return the device's peaks from the cache, or measure and store them if there are none for this software.
+    """Return the device's peaks from the cache, or measure and store them if it holds none that :func:`stored` accepts.
 
     With ``refresh`` they are always measured.
     """
@@ -185,7 +185,7 @@ def higher(believed: Ceilings, fresh: Ceilings) -> Ceilings:
 
 
 def measure(device: str) -> Ceilings:
-    """Measure all peaks of a device now, which takes some seconds. Warn once per process if the device was busy."""
+    """Measure all peaks of a device now, which takes some seconds. Warn once per device if it was busy."""
     best = fastest(survey(device))
     rates = {name: probe.peak for name, probe in best.items() if name not in ("copy", "read", "launch")}
     if torch.device(device).type == "cpu":  # A CPU multiplies 16-bit matrices at most at its float32 rate.

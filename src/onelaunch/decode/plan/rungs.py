@@ -23,7 +23,7 @@ RUNGS = {
         heads="flags",
     ),
     "tagged_words": Rung(
-        "one launch, no barriers: flag-in-data words, and weights are prefetched across all phases",
+        "one launch, no grid barriers but those of sampling: flag-in-data words, and weights are prefetched across all phases",
         heads="data",
         others="data",
         streams=True,
@@ -69,8 +69,9 @@ def plan_for(config: ModelConfig, rung: str, ctas: int, used: int | None = None,
         config: Model.
         rung: Optimization level, a name of :data:`RUNGS`.
         ctas: Number of CTAs of the launch, all resident at once.
-        used: Number of KV splits of a key head at the current position; by default the most. In levels that are ``summed``
-            it is 1 (each unit takes all positions), the number of ``splits``, or the most.
+        used: Number of KV splits of a key head that have positions; by default the most, as the kernel is generated. The kernel
+            computes the number from the position itself, so it is passed only to check a plan at other lengths. In levels that
+            are ``summed`` it is 1 (each unit takes all positions), the number of ``splits``, or the most.
         rounds: Number of radix-select passes of a sampled token: 0 with a temperature alone, at most
             :data:`~onelaunch.decode.plan.phases.ROUNDS`. By default the token with the largest logit is taken. One kernel
             does both; the number only matters for the check.

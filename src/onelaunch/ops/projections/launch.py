@@ -1,4 +1,8 @@
-"""Launches of ``projections``'s portable kernels: cut columns into tiles, allocate results, pass pointers and constants."""
+"""Launches of ``projections``'s portable kernels: cut columns into tiles, allocate results, pass pointers and constants.
+
+The Hopper variants take :func:`empty_results` and the backward pass from here. ``gla_layer`` calls :func:`activation_gradients`
+for its log-decays.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +37,7 @@ def _column_or_nothing(column: int | None) -> int:
 
 @functools.lru_cache(maxsize=256)
 def constants(layout: Layout) -> dict[str, Any]:
-    """Return the constants of a layout that both kernels of activations share: the forward one and that of gradients.
+    """Return the constants of a layout for the kernels of activations; the one of gradients takes all but BIASES.
 
     A tile of a normalized segment is one of its heads. The keys are names of the kernels' parameters, explained at the top of
     ``kernels/activation.py``. All segments have the same number of rows per tile, BM, so the widest tile decides it.
@@ -110,7 +114,7 @@ def product_tiles(layout: Layout, rows: int, element: torch.dtype) -> ProductTil
         return ProductTiles(16 if n > COLUMNS else 32, n, 32, stages=3, warps=8)
     if n > COLUMNS:
         return ProductTiles(64, n, 32, stages=3, warps=8)
-    m = 64 if rows <= 64 else 128  # a matrix instruction takes 64 rows, so fewer save nothing
+    m = 64 if rows <= 64 else 128  # a WGMMA takes 64 rows, so fewer save nothing on Hopper
     return ProductTiles(m, n, 64, stages=3, warps=m // 16)
 
 
@@ -165,7 +169,7 @@ def empty_results(
 
 
 def ctas_of_activations(rows: int, layout: Layout) -> int:
-    """Return the number of CTAs of a launch of either kernel of activations."""
+    """Return the CTAs of a launch of either kernel of activations; the variants' predicates compare it with a grid's limit."""
     known = constants(layout)
     return cdiv(rows, known["BM"]) * known["FIRSTS"][-1]
 
@@ -197,8 +201,8 @@ def activation_gradients(
     """Return dz ``[M, gradient_pitch]``, of which the first N columns are written.
 
     ``gradient_pitch`` is N rounded up to a multiple of 8. ``dys`` has the gradient of each segment's result, or ``None`` if no
-    gradient reaches it. ``y``, ``rstd`` and ``kept`` are results of :func:`activate` or :func:`epilogue` with ``keep``; the last
-    two have no elements if no segment needs them.
+    gradient reaches it. ``y``, ``rstd`` and ``kept`` are what the forward pass of any variant saved (``Packed`` in ``autograd.py``);
+    the last two have no elements if no segment needs them.
     """
     rows = y.shape[0]
     dz = y.new_empty(rows, layout.gradient_pitch)
