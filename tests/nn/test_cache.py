@@ -160,7 +160,7 @@ def test_in_place_states_keep_their_memory(name, prose):
     ],
 )
 def test_a_step_is_a_few_operations_and_no_other_function(name, operations, in_place, monkeypatch):
-    """Every other function that creates a tensor would be a separate launch on a GPU.
+    """Every other function that creates or writes a tensor would be a separate launch on a GPU.
 
     ``operations`` are those that a step calls. With ``in_place`` it also copies the new state over the cached one.
     """

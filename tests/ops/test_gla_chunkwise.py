@@ -81,7 +81,10 @@ def test_results_are_the_same_to_the_last_bit(lengths):
 
 
 def test_nothing_is_read_from_the_device(monkeypatch):
-    """Each such read would synchronize with a GPU. Only the contract's checks of values read, on a CPU or if ONELAUNCH_CHECK_VALUES is 1."""
+    """Each such read would synchronize with a GPU.
+
+    Only the contract's checks of values read, on a CPU or if ONELAUNCH_CHECK_VALUES is 1.
+    """
     monkeypatch.setattr("onelaunch.checks.values_are_checked", lambda value: False)
     arguments = arguments_of(GLA, B=1, T=70, lengths=(0, 30, 40), initial_state=True, final_state=True, grad=True)
     expected = results(GLA, arguments, "chunked")

@@ -110,7 +110,10 @@ def _stdin() -> str:
 
 
 def _prepare_stdout() -> None:
-    """Make stdout write a question mark for a character that its encoding lacks, instead of an exception within the text."""
+    """Make stdout write a question mark for a character that its encoding lacks.
+
+    ``cli.main`` has it write an escape, which would look like part of the text.
+    """
     if sys.stdout is None:
         raise OneLaunchError("stdout is closed; the text is written there.")
     if isinstance(sys.stdout, io.TextIOWrapper):

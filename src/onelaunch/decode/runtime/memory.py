@@ -86,7 +86,7 @@ class Memory:
         arrivals = arrivals_table(plan)
         self.plan, self.constants, self.context = plan, constants, context
         self.assignments = torch.tensor(assignments_table(plan), dtype=torch.int32, device=device)
-        """Work assignment of each CTA in each phase, first and last unit."""
+        """Work assignment of each CTA in each phase: first unit and one past the last."""
         self.arrivals = torch.tensor(arrivals or [0], dtype=torch.int32, device=device)
         """Number of CTAs that increment each semaphore per use; one zero for a plan without semaphores."""
         self.tokens = torch.zeros(context + 1, dtype=torch.int32, device=device)

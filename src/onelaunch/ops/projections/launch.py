@@ -201,8 +201,8 @@ def activation_gradients(
     """Return dz ``[M, gradient_pitch]``, of which the first N columns are written.
 
     ``gradient_pitch`` is N rounded up to a multiple of 8. ``dys`` has the gradient of each segment's result, or ``None`` if no
-    gradient reaches it. ``y``, ``rstd`` and ``kept`` are what the forward pass of any variant saved (``Packed`` in ``autograd.py``);
-    the last two have no elements if no segment needs them.
+    gradient reaches it. ``y``, ``rstd`` and ``kept`` are what the forward pass of any variant saved (``Packed`` in
+    ``autograd.py``); the last two have no elements if no segment needs them.
     """
     rows = y.shape[0]
     dz = y.new_empty(rows, layout.gradient_pitch)

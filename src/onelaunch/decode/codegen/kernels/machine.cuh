@@ -1,7 +1,8 @@
 // Hardware primitives of the decode kernels, as thin wrappers with the names that CUDA or PTX give them.
 //
-// Everything else in this folder is plain C++ over these functions and clock64(). tests/decode/host/machine.cuh implements the same
-// functions for a CPU, so that tests run the kernels' own source on a host. A primitive that is added here must be added there too.
+// step.cu includes it before the other files of this folder. These are plain C++ over clock64(), the functions below, and a few that
+// hopper.cuh already gives (bar_sync, fence_mbarrier_init, griddepcontrol_...). tests/decode/host/machine.cuh implements all of them for
+// a CPU, so that tests run the kernels' own source on a host. A primitive that is added here must be added there too.
 //
 // Memory orders: "relaxed" and "acquire"/"release" are those of the PTX memory model, at GPU scope. A relaxed access is atomic (a word
 // of its type is read or written whole) but orders no other access.
