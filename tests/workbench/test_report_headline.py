@@ -116,8 +116,9 @@ def test_grounds_omit_what_the_criteria_state() -> None:
 
 
 def on_cpu(digest: str | None = None) -> Result:
-    """Return a made-up run of study 040 on a CPU. Its criteria are about shapes of full scale, which did not run.
+    """Return a made-up run of study 040 on a CPU, also for ``test_report_browser.py``.
 
+    Its criteria are about shapes of full scale, which did not run.
     ``digest`` is that of its declaration, by default that of the committed result on the H200.
     """
     gpu = stored()

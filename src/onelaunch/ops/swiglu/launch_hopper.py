@@ -138,9 +138,10 @@ class Plan(NamedTuple):
     units: int
     """Number of CTAs."""
     workspace_floats: int
-    """float32 elements of the stream-K workspace, in which CTAs leave partial sums; 0 if no tile is split."""
+    """float32 elements of the stream-K workspace, in which CTAs leave partial sums; 0 unless CTAs of stream-K share tiles."""
     counter_words: int
-    """64-bit words for the counters: a 32-bit flag for each CTA of stream-K, or the two tile counters of ``persistent``."""
+    """64-bit words for the counters: a 32-bit flag for each CTA of stream-K, or the two 32-bit
+    counters of ``persistent``: tiles taken, and CTAs that have finished."""
     weight_box: tuple[int, int, int, int]
     """Box of the weights' tensor map, innermost first."""
     result_rows: int

@@ -8,8 +8,8 @@
 //            that: float32 activations take no extra time, and a row is summed with one shuffle.
 // Warps      each of the eight warps multiplies 32 of every STEP (256) columns, for all tiles of the CTA. The warps write
 //            their sums to Shared::sums, and thread t adds those of row t.
-// Memory     weights pass from the ring to registers once, 16 bytes per thread and load without bank conflicts; in plans that prefetch
-//            across phases a phase's first tiles are fetched before its operand is waited for, so that only products remain.
+// Memory     weights pass from the ring to registers once, 16 bytes per thread and load without bank conflicts; a phase's
+//            first tiles are fetched before its operand is waited for, except in a persistent kernel without CROSS_PHASE_PREFETCH.
 // Barriers   one barrier of the consumer threads per group of tiles, between the warps' sums and their addition. It also lets the next
 //            phase overwrite the operand. Two sets of sums alternate, so that a warp may multiply again while others still add.
 #pragma once
