@@ -15,7 +15,7 @@ from sphinx.pycode import ModuleAnalyzer
 
 from onelaunch.operation import find_operation
 from onelaunch.workbench.report.documents import code, markdown_table
-from onelaunch.workbench.study import Criterion, Shape, Study, measures
+from onelaunch.workbench.study import Criterion, Prediction, Shape, Study, measures
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -26,6 +26,7 @@ MODELS: tuple[tuple[str, str, type[BaseModel]], ...] = (
     ("study", "Keys of a study", Study),
     ("shape", "Keys of a shape: `[[shapes]]`", Shape),
     ("criterion", "Keys of a criterion: `[[criteria]]`", Criterion),
+    ("prediction", "Keys of a prediction: `[[predictions]]`", Prediction),
 )
 """Name of the generated file, heading and model of each table."""
 
@@ -37,12 +38,13 @@ NAMES = {str: "string", int: "integer", float: "number", bool: "true or false"}
 
 
 def pages(studies: Path) -> dict[str, str]:
-    """Return the content of each generated file by its name: one table for each of the three models, and one of the measures."""
+    """Return the content of each generated file by its name: one table for each of the four models, and one of the measures."""
     raw = [tomllib.loads(path.read_text(encoding="utf-8")) for path in sorted(studies.glob("*.toml"))]
     tables: dict[type[BaseModel], list[dict[str, Any]]] = {
         Study: raw,
         Shape: [_shape(table, study["operation"]) for study in raw for table in study["shapes"]],
         Criterion: [table for study in raw for table in study["criteria"]],
+        Prediction: [table for study in raw for table in study.get("predictions", ())],
     }
     keys = {f"keys-{name}.md": f"### {title}\n\n{_table(model, tables[model])}\n" for name, title, model in MODELS}
     rows = [[code(measure.name), measure.meaning] for measure in measures()]
