@@ -53,7 +53,7 @@ def _distribution(result: Result, name: str) -> str:
     stored = getattr(result.provenance, "variants", None) or {}
     entry: Any = stored.get(name)
     found = entry.get("distribution") if isinstance(entry, Mapping) else getattr(entry, "distribution", None)
-    return str(found or "")
+    return str(found or "").partition(" ")[0]  # its version follows the name
 
 
 @dataclass(frozen=True)
