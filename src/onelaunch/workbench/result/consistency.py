@@ -144,7 +144,7 @@ def wrong_outcomes(result: Result) -> str | None:
         return None
     known, named = {criterion.name for criterion in declared}, {criterion.name for criterion in judged}
     if missing := [name for name in _names(result.study) if name not in named]:
-        return f"outcomes: {listing(map(repr, missing[:3]))} of its study's criteria {_has(missing)} no outcome"
+        return f"outcomes: {listing(map(repr, missing[:3]))} of the declared criteria {_has(missing)} no outcome"
     if unknown := sorted(named - known):
         return f"outcomes: its study has no criterion {unknown[0]!r}"
     moved = next((one.name for one, other in zip(judged, declared, strict=False) if one != other), judged[-1].name)
