@@ -106,7 +106,7 @@ def _check(result: Result) -> None:
     """
     name, facts = f"The result of {result.study.name} of {result.provenance.date or 'an unknown date'}", result.provenance
     if result.interrupted:
-        raise ResultMismatch(f"{name} is of an interrupted run.", advice="Finish the run with --resume, then adopt its result.")
+        raise ResultMismatch(f"{name} is of an interrupted run.", advice="Finish the run with {resume}, then adopt its result.")
     if facts.commit.endswith("-dirty"):
         raise ResultMismatch(
             f"{name} is of commit {facts.commit}, with changes that no commit holds, so nobody can tell which code it measured.",
