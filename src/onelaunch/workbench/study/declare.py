@@ -238,7 +238,7 @@ class Prediction(Declared):
 
     def criterion(self) -> Criterion:
         """Return a criterion that asks for the predicted value, by which measured values are found. It decides nothing."""
-        bound = {"at_least" if find_measure(self.measure).better == "higher" else "at_most": self.value}
+        higher = find_measure(self.measure).better == "higher"
         return Criterion(
             name=f"predicted by {self.by}",
             measure=self.measure,
@@ -248,7 +248,8 @@ class Prediction(Declared):
             direction=self.direction,
             regime=self.regime,
             decides=False,
-            **bound,
+            at_least=self.value if higher else None,
+            at_most=None if higher else self.value,
         )
 
 
