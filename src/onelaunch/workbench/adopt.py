@@ -18,7 +18,7 @@ from onelaunch.dispatch.measured import Key, is_time, key_of, read
 from onelaunch.errors import AdoptNotice, OutputUnwritable, ResultMismatch, TableCorrupt, TableFolderError
 from onelaunch.files import reason, replace
 from onelaunch.operation import find_operation
-from onelaunch.wording import in_a_line
+from onelaunch.wording import in_a_line, listing
 from onelaunch.workbench.result import Cell, Result
 from onelaunch.workbench.result.consistency import BELOW_BOUND
 from onelaunch.workbench.study import Shape, Study
@@ -39,7 +39,7 @@ def adopt(results: Sequence[Result], into: Path | None = None) -> Path:
     did not measure stay unchanged.
 
     A variant whose probes (edge cases of the operation) failed or were not run is left out of its rows. A result without any
-    probes is adopted all the same. An :class:`~onelaunch.errors.AdoptNotice` says either.
+    probes is adopted all the same. An :class:`~onelaunch.errors.AdoptNotice` says either, and which times a replaced row loses.
 
     Args:
         results: Results of one device, each of a finished run of committed code.
@@ -78,13 +78,7 @@ def adopt(results: Sequence[Result], into: Path | None = None) -> Path:
         raise ResultMismatch(
             "These results hold no cold time of a correct variant. Run the study to its end, then adopt its result."
         )
-    by_date = sorted(found, key=lambda which: date_of(results[which[0]]))  # stable: of equal dates the later result stays
-    for index, key in by_date:
-        result = results[index]
-        if key in rows and (newer := _newer(rows[key], sources, result)):
-            _notice(f"{_described(key)} of {_source(result)} is not adopted, because the table holds a row of {newer}.")
-            continue
-        rows[key] = {**found[index, key], RUN: result.provenance.date}
+    _merge(rows, found, results, sources)
     used = {row.get(RUN) for row in rows.values()}
     written = {
         "device": device,
@@ -98,15 +92,43 @@ def adopt(results: Sequence[Result], into: Path | None = None) -> Path:
     return path
 
 
+def _merge(
+    rows: dict[Key, dict[str, Any]],
+    found: Mapping[tuple[int, Key], dict[str, Any]],
+    results: Sequence[Result],
+    sources: Sequence[str],
+) -> None:
+    """Put the rows of results into those of a table, the oldest run first, with a notice for what is left out or lost.
+
+    Args:
+        rows: Rows of the table, which are changed.
+        found: Rows of the results, by the index of the result and the identity of the row.
+        results: The results.
+        sources: Sources of the table.
+    """
+    by_date = sorted(found, key=lambda which: date_of(results[which[0]]))  # stable: of equal dates the later result stays
+    for index, key in by_date:
+        result, row = results[index], found[index, key]
+        earlier = rows.get(key)
+        if earlier is not None and (newer := _newer(earlier, sources, result)):
+            _notice(f"{_described(key)} of {_source(result)} is not adopted, because the table holds a row of {newer}.")
+            continue
+        if earlier is not None and (lost := sorted(earlier["microseconds"].keys() - row["microseconds"].keys())):
+            _notice(f"{_described(key)} loses its times of {listing(lost)}, which {_source(result)} did not measure.")
+        rows[key] = {**row, RUN: result.provenance.date}
+
+
 def _check(result: Result) -> None:
-    """Check that a result may be adopted: of a finished run of committed code, with a date, and consistent in itself.
+    """Check that a result may be adopted: of a finished run of committed code, with a date.
 
     Raises:
         ResultMismatch: It may not.
     """
     name, facts = f"The result of {result.study.name} of {result.provenance.date or 'an unknown date'}", result.provenance
     if result.interrupted:
-        raise ResultMismatch(f"{name} is of an interrupted run.", advice="Finish the run with {resume}, then adopt its result.")
+        raise ResultMismatch(
+            f"{name} is of an interrupted run.", advice="Finish it with onelaunch study run --resume, then adopt its result."
+        )
     if facts.commit.endswith("-dirty"):
         raise ResultMismatch(
             f"{name} is of commit {facts.commit}, with changes that no commit holds, so nobody can tell which code it measured.",
