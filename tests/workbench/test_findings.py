@@ -22,8 +22,9 @@ from onelaunch.workbench.report.summary import summarize
 from onelaunch.workbench.report.terminal import show
 from onelaunch.workbench.result import Noise, Timing
 from onelaunch.workbench.study import Criterion
+from onelaunch.workbench.study.plan import LEFT_OUT
 from tests.workbench import runs, toy
-from tests.workbench.ladder import MEGA, measured, ok_cell, study
+from tests.workbench.ladder import MEGA, bad_cell, measured, ok_cell, study
 from tests.workbench.runs import quick  # noqa: F401 - a fixture that applies to every test here
 
 FASTER = Criterion(name="faster", measure="speedup", of="one", at_least=1.3)
@@ -219,3 +220,19 @@ def test_injected_text_becomes_markup_in_no_form_of_the_report():
     assert "<script>" not in text.replace(r"\<script>", "")
     assert "[here](" not in text.replace(r"[here\](", "")
     assert "<script>alert" not in page.render(result)
+
+
+def test_a_picked_shape_a_skipped_rival_and_an_undecided_failure_are_all_reported():
+    """The decision is *proceed* by the author's choice. The first screen says of each choice what it is."""
+    shapes = tuple(MEGA.model_copy(update={"name": f"mega-{index}"}) for index in range(4))
+    picked = Criterion(name="picked", measure="speedup", of="one", at_least=1.3, in_at_least=1)
+    failure = Criterion(name="failure", measure="speedup", of="two", at_least=1.3, at="mega-0", decides=False)
+    cells = [ok_cell("three", 10.0, of=shape) for shape in shapes] + [ok_cell("one", 5.0, of=shapes[0])]
+    cells += [ok_cell("one", 20.0, of=shape) for shape in shapes[1:]] + [ok_cell("two", 20.0, of=shape) for shape in shapes]
+    cells += [bad_cell("peer", "unsupported", LEFT_OUT, of=shapes[0]), *(ok_cell("peer", 5.0, of=shape) for shape in shapes[1:])]
+    result = decided(study(picked, failure, shapes=shapes), *cells)
+    assert result.decision.kind == "proceed"
+    for form, text in forms(result).items():
+        for said in ("at 1 of 4 shapes, 1 needed", LEFT_OUT, "missed (excluded)", "eclared not to decide"):
+            assert said in text, (form, said)
+        assert "peer (by a_package_that_nobody_has) is faster than the baseline three at 3 shapes" in text, form
