@@ -199,6 +199,8 @@ def test_an_edited_decision_is_contradicted_by_its_measurements(prose):
     value = result.outcomes[0].values["mega"].model_copy(update={"median": 3.0, "low": 2.9, "high": 3.1})
     edited = result.model_copy(update={"outcomes": (result.outcomes[0].model_copy(update={"values": {"mega": value}}), met)})
     assert len(differences(edited, recompute(edited))) == 2
+    dropped = result.model_copy(update={"outcomes": result.outcomes[:1]})
+    prose(differences(dropped, recompute(dropped)))
 
 
 def test_a_decision_is_not_recomputed_without_the_operation():

@@ -71,6 +71,9 @@ def look(device: torch.device) -> dict[str, float]:
             return {quantity: amount / _seconds(run, device) for quantity, amount, run in _calls(device)}
     except torch.OutOfMemoryError:  # other work took the memory in the meantime
         return {}
+    finally:
+        if device.type == "cuda":
+            torch.cuda.empty_cache()  # the buffers are not needed again
 
 
 def _calls(device: torch.device) -> list[tuple[str, float, Callable[[], object]]]:

@@ -48,7 +48,12 @@ def differences(stored: Result, again: Result) -> tuple[str, ...]:
             "rely on the stored one."
         )
     earlier = {outcome.criterion.name: outcome for outcome in stored.outcomes}
-    moved = [said for outcome in again.outcomes if (said := _moved(earlier.get(outcome.criterion.name), outcome)) is not None]
+    if dropped := [repr(outcome.criterion.name) for outcome in again.outcomes if outcome.criterion.name not in earlier]:
+        more = f" and {len(dropped) - FEW} more" if len(dropped) > FEW else ""
+        have = q.plural(len(dropped), "criterion has", "criteria have")
+        sentences.append(f"{have} no stored outcome: {', '.join(dropped[:FEW])}{more}.")
+    pairs = [(earlier[name], outcome) for outcome in again.outcomes if (name := outcome.criterion.name) in earlier]
+    moved = [said for before, outcome in pairs if (said := _moved(before, outcome)) is not None]
     sentences += moved[:FEW]
     if len(moved) > FEW:
         others = q.plural(len(moved) - FEW, "other criterion differs", "other criteria differ")
@@ -56,11 +61,9 @@ def differences(stored: Result, again: Result) -> tuple[str, ...]:
     return tuple(sentences)
 
 
-def _moved(stored: Outcome | None, again: Outcome) -> str | None:
+def _moved(stored: Outcome, again: Outcome) -> str | None:
     """Return a sentence on a criterion whose stored status or value is not that of the measurements, or ``None``."""
     name, status = again.criterion.name, again.status.replace("_", " ")
-    if stored is None:
-        return f"{name!r} has no stored outcome; its measurements give {status!r}: {again.evidence}"
     if stored.status != again.status:
         before = stored.status.replace("_", " ")
         return f"{name!r} is stored as {before!r}; its measurements give {status!r}: {again.evidence}"
