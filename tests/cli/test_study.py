@@ -29,7 +29,6 @@ from onelaunch.workbench.decide.decision import concluded
 from onelaunch.workbench.result import SCHEMA, Result
 from onelaunch.workbench.result import schema as result_module
 from onelaunch.workbench.run import Progress
-from tests.cli.conftest import STUDY
 from tests.prose import lines_with
 from tests.workbench import results
 
@@ -62,17 +61,6 @@ def test_show_prints_declaration_and_plan_and_runs_nothing(call, here, prose):
     assert "9.99x" in answer.out
     assert "B=2 T=24 V=8 float32" in answer.out
     assert not (here / "results").exists()
-
-
-def test_show_lists_predictions_and_says_which_criterion_is_vacuous(call, here):
-    vacuous = '[[criteria]]\nname = "itself"\nmeasure = "time_ratio"\nof = "parallel"\nover = "parallel"\nat_most = 1.1\n'
-    expected = '[[predictions]]\nby = "a colleague"\nmeasure = "speedup"\nof = "parallel"\nvalue = 12\nwhy = "One pass."\n'
-    (here / "studies" / "toy-study.toml").write_text(f"{STUDY}\n{vacuous}\n{expected}")
-    answer = call("study", "show", "toy-study")
-    assert answer.code == 0
-    assert "itself vacuous" in answer.out
-    assert "it compares parallel with itself" in answer.out
-    assert "parallel is 12.0x as fast as eager (forward, cold) a colleague One pass." in answer.out
 
 
 def test_show_reports_a_scale_without_shapes(call, prose):
