@@ -15,7 +15,7 @@ from sphinx.pycode import ModuleAnalyzer
 
 from onelaunch.operation import find_operation
 from onelaunch.workbench.report.documents import code, markdown_table
-from onelaunch.workbench.study import Criterion, Shape, Study, measures
+from onelaunch.workbench.study import Criterion, Prediction, Shape, Study, measures
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -26,8 +26,22 @@ MODELS: tuple[tuple[str, str, type[BaseModel]], ...] = (
     ("study", "Keys of a study", Study),
     ("shape", "Keys of a shape: `[[shapes]]`", Shape),
     ("criterion", "Keys of a criterion: `[[criteria]]`", Criterion),
+    ("prediction", "Keys of a prediction: `[[predictions]]`", Prediction),
 )
 """Name of the generated file, heading and model of each table."""
+
+PREDICTION = {
+    "by": "write-up 040",
+    "measure": "speedup",
+    "of": "semi_fused",
+    "over": "three_launch",
+    "at": "target",
+    "direction": "forward_backward",
+    "regime": "warm",
+    "value": 1.3,
+    "why": "One HBM round trip and one launch are saved.",
+}
+"""Prediction whose keys are the examples as long as no study declares one."""
 
 LONGEST = 48
 """Largest number of characters of a string in an example; longer ones are cut. Other values are never cut."""
@@ -37,12 +51,13 @@ NAMES = {str: "string", int: "integer", float: "number", bool: "true or false"}
 
 
 def pages(studies: Path) -> dict[str, str]:
-    """Return the content of each generated file by its name: one table for each of the three models, and one of the measures."""
+    """Return the content of each generated file by its name: one table for each of the four models, and one of the measures."""
     raw = [tomllib.loads(path.read_text(encoding="utf-8")) for path in sorted(studies.glob("*.toml"))]
     tables: dict[type[BaseModel], list[dict[str, Any]]] = {
         Study: raw,
         Shape: [_shape(table, study["operation"]) for study in raw for table in study["shapes"]],
         Criterion: [table for study in raw for table in study["criteria"]],
+        Prediction: [table for study in raw for table in study.get("predictions", ())] or [PREDICTION],
     }
     keys = {f"keys-{name}.md": f"### {title}\n\n{_table(model, tables[model])}\n" for name, title, model in MODELS}
     rows = [[code(measure.name), measure.meaning] for measure in measures()]
@@ -106,6 +121,8 @@ def _example(key: str, field: FieldInfo, declared: Iterable[Mapping[str, Any]]) 
     """
     default = field.get_default(call_default_factory=True)
     used = [table[key] for table in declared if table.get(key) not in (None, default, {}, [])]
+    if not used and _words(field.annotation) == "tables":  # no study has such a table yet
+        return code(f"[[{key}]]")
     written = sorted({_assigned(key, value) for value in used}, key=lambda text: (len(text) < len(key) + 6, len(text), text))
     return code(written[0]) if written else ""
 

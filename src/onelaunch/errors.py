@@ -471,6 +471,10 @@ class TableFolderError(ArgumentError):
         super().__init__(escaped(f"{path} {problem}. {remedy}"))
 
 
+class AdoptNotice(OneLaunchError, UserWarning):
+    """Warning about times of a result that are not adopted into a table, or that are adopted without a check."""
+
+
 class ResultMismatch(AdvisedError, ValueError):
     """Error for results that do not belong together, or that lack what is needed from them."""
 

@@ -199,6 +199,7 @@ def test_adopt_never_writes_into_the_package(call, stored):
 
 def test_adopted_times_are_used_and_explained(call, here, monkeypatch):
     monkeypatch.setenv("ONELAUNCH_TABLES", str(here / "mine"))
+    monkeypatch.setenv("ONELAUNCH_COMMIT", "abc1234")  # times of a checkout with changes are not adopted
     assert call("study", "run", "toy-study", "--device", "cpu").code == 0
     assert call("study", "adopt", "results/cpu/toy-study.json").code == 0
     (path,) = (here / "mine").glob("cpu-*.json")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import random
+import statistics
 from collections.abc import Iterable
 from typing import Any
 
@@ -94,8 +95,10 @@ def timing(regime: Regime, microseconds: float, rounds: int = 20, spread: float 
     """Return times that scatter evenly by ``spread`` around ``microseconds``, the same ones at every call."""
     noise = random.Random(f"{regime}{microseconds}")
     values = tuple(microseconds * noise.uniform(1 - spread, 1 + spread) for _ in range(rounds))
-    middle = sorted(values)[rounds // 2]
-    bounds = (min(middle, microseconds * (1 - spread / 3)), max(middle, microseconds * (1 + spread / 3)))
+    middle = statistics.median(values)
+    least = max(min(values), min(middle, microseconds * (1 - spread / 3)))  # an interval lies within the rounds
+    most = min(max(values), max(middle, microseconds * (1 + spread / 3)))
+    bounds = (least, most)
     return Timing(
         regime=regime, microseconds=Estimate(median=middle, low=bounds[0], high=bounds[1], samples=rounds), rounds=values
     )

@@ -7,17 +7,20 @@ measurement at ``MEGA`` (N = V = 1000, float16), ``bad_cell`` one that failed, a
 from __future__ import annotations
 
 import json
+import warnings
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from pydantic import Field
 
 from onelaunch.device.hardware import Device
 from onelaunch.dispatch import measured as tables
-from onelaunch.errors import OutputUnwritable, ResultMismatch, TableCorrupt, TableFolderError
+from onelaunch.errors import AdoptNotice, OutputUnwritable, ResultMismatch, TableCorrupt, TableFolderError
 from onelaunch.operation import Query, find_operation
 from onelaunch.workbench.adopt import adopt
-from onelaunch.workbench.result import Verdict
+from onelaunch.workbench.result import Result, Verdict
 from onelaunch.workbench.study import Shape
 from tests.workbench.ladder import MEGA, TINY, bad_cell, measured, ok_cell, study
 
@@ -67,7 +70,7 @@ def test_rows_are_merged_by_operation_direction_dtype_flags_and_sizes(folder):
         [measured(again, ok_cell("one", 4.0), ok_cell("two", 6.0), backward), measured(study(), ok_cell("one", 1.0, of=TINY))],
         folder,
     )
-    assert nearest(MEGA.sizes).microseconds == {"three": 10.0, "one": 4.0, "two": 6.0}
+    assert nearest(MEGA.sizes).microseconds == {"one": 4.0, "two": 6.0}  # a row is of one run, so the time of ``three`` is gone
     assert nearest(MEGA.sizes, "forward_backward").microseconds == {"one": 15.0}
     assert nearest(TINY.sizes, dtype=torch.float32).microseconds == {"one": 1.0}
     table = json.loads((folder / "some-gpu.json").read_text())
@@ -184,3 +187,156 @@ def test_options_that_are_flags_are_matched_by_the_dispatcher(folder, monkeypatc
     # A differing flag counts like a doubled size, which is near enough.
     assert nearest(MEGA.sizes, flags=("strange",)).microseconds == {"one": 5.0}
     assert nearest(MEGA.sizes, flags=("a", "b", "c", "d")) is None
+
+
+# Rows of one run each
+
+
+def run_of(date, *cells, commit="abc1234", **more):
+    """Return a result of these measurements with the date at which its run ended; ``more`` replaces its other fields."""
+    result = measured(study(), *cells, **more)
+    return result.model_copy(update={"provenance": result.provenance.model_copy(update={"date": date, "commit": commit})})
+
+
+OLD, NEW = "2026-11-20T12:00:00+00:00", "2026-11-24T09:00:00+01:00"
+
+
+def test_a_fast_run_and_a_slow_run_never_share_a_row(folder):
+    """The clock of the first run was slower by half. The row once held ``three`` of one run and ``one`` of the other."""
+    slow = run_of(OLD, ok_cell("three", 15.0), ok_cell("one", 9.0))
+    fast = run_of(NEW, ok_cell("three", 10.0))
+    adopt([slow], folder)
+    assert nearest(MEGA.sizes).microseconds == {"one": 9.0, "three": 15.0}
+    with pytest.warns(AdoptNotice, match="loses its times of one"):
+        adopt([fast], folder)
+    assert nearest(MEGA.sizes).microseconds == {"three": 10.0}
+
+
+@pytest.mark.parametrize("together", [True, False], ids=["in one call", "in two calls"])
+@pytest.mark.parametrize("newer_first", [True, False])
+def test_the_newer_run_counts_whatever_the_order(folder, together, newer_first):
+    old, new = run_of(OLD, ok_cell("one", 9.0)), run_of(NEW, ok_cell("one", 5.0))
+    order = [new, old] if newer_first else [old, new]
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for results in [order] if together else [[each] for each in order]:
+            adopt(results, folder)
+    assert nearest(MEGA.sizes).microseconds == {"one": 5.0}
+    kept = [each for each in said if "is not adopted" in str(each.message)]
+    assert bool(kept) == (newer_first and not together)
+    assert json.loads((folder / "some-gpu.json").read_text())["rows"][0]["run"] == NEW
+
+
+def test_an_older_run_after_a_newer_one_is_named(folder, prose):
+    adopt([run_of(NEW, ok_cell("one", 5.0))], folder)
+    with pytest.warns(AdoptNotice, match="is not adopted") as said:
+        adopt([run_of("2020-01-01T00:00:00+00:00", ok_cell("one", 4.0))], folder)
+    prose([str(each.message) for each in said if "is not adopted" in str(each.message)])
+    assert len(json.loads((folder / "some-gpu.json").read_text())["source"]) == 1
+
+
+def test_a_row_without_a_date_is_as_old_as_the_sources_of_its_study(folder):
+    """Tables of older versions have no date in their rows."""
+    path = adopt([run_of(NEW, ok_cell("one", 5.0))], folder)
+    table = json.loads(path.read_text())
+    del table["rows"][0]["run"]
+    path.write_text(json.dumps(table))
+    adopt([run_of(OLD, ok_cell("one", 9.0))], folder)
+    assert nearest(MEGA.sizes).microseconds == {"one": 5.0}
+    adopt([run_of("2026-12-01T00:00:00+00:00", ok_cell("one", 6.0))], folder)
+    assert nearest(MEGA.sizes).microseconds == {"one": 6.0}
+    path.write_text(json.dumps({**table, "source": ["written by hand"]}))
+    adopt([run_of(OLD, ok_cell("one", 9.0))], folder)
+    assert nearest(MEGA.sizes).microseconds == {"one": 9.0}
+
+
+REFUSED = {
+    "an interrupted run": {"interrupted": True},
+    "code that no commit holds": {"commit": "abc1234-dirty"},
+    "no date": {"date": ""},
+    "a date that is none": {"date": "yesterday"},
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_a_run_that_proves_nothing_is_refused_and_writes_nothing(folder, kind, prose):
+    more = {"date": OLD} | REFUSED[kind]
+    with prose.raises(ResultMismatch):
+        adopt([run_of(NEW, ok_cell("one", 5.0)), run_of(more.pop("date"), ok_cell("one", 5.0), **more)], folder)
+    assert list(folder.iterdir()) == []
+
+
+def test_a_case_that_was_not_measured_to_its_end_gives_no_row(folder):
+    """Its fastest variant may be among those that were not reached."""
+    whole = ok_cell("one", 0.1, of=TINY)
+    adopt([run_of(OLD, ok_cell("three", 10.0), bad_cell("one", "interrupted", "stopped by hand"), whole)], folder)
+    assert nearest(MEGA.sizes) is None
+    assert nearest(TINY.sizes, dtype=torch.float32).microseconds == {"one": 0.1}
+
+
+def test_a_time_below_its_roofline_bound_is_refused(folder, prose):
+    """0.01 us was once adopted beside a stored bound of 4 us."""
+    with prose.raises(ResultMismatch):
+        adopt([run_of(OLD, ok_cell("one", 0.01))], folder)
+    assert list(folder.iterdir()) == []
+
+
+def test_times_of_another_gpu_of_the_same_file_name_are_refused(folder):
+    adopt([run_of(OLD, ok_cell("one", 5.0))], folder)
+    with pytest.raises(ResultMismatch, match="Some-GPU"):
+        adopt([of_device("some-gpu", "Some-GPU")], folder)
+
+
+# Probes
+
+
+class Probed(Result):
+    """A result with the outcomes of probes by variant."""
+
+    probes: dict[str, Any] = Field(default_factory=dict)
+
+
+def probed(**probes):
+    """Return a result in which ``one`` takes 5 us and ``two`` 6 us, with these outcomes of their probes."""
+    result = run_of(OLD, ok_cell("one", 5.0), ok_cell("two", 6.0))
+    return Probed.model_construct(**{name: getattr(result, name) for name in Result.model_fields} | {"probes": probes})
+
+
+def report(passed=3, *failed):
+    """Return the outcome of the probes of one variant: calls that were correct, and sentences on those that were not."""
+    return SimpleNamespace(passed=passed, refused=0, failed=failed)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "why"), [(report(2, "T=255: y is off by 0.5."), "T=255"), (report(0), "no probe"), (None, "no probe")]
+)
+def test_a_variant_that_failed_its_probes_or_met_none_is_left_out(folder, wrong, why):
+    """A plug-in that was right at the two measured lengths was once chosen for others, where it was wrong."""
+    probes = {"two": report()} | ({} if wrong is None else {"one": wrong})
+    with pytest.warns(AdoptNotice, match=f"one of ladder-study is not adopted.*{why}"):
+        adopt([probed(**probes)], folder)
+    assert nearest(MEGA.sizes).microseconds == {"two": 6.0}
+
+
+def test_variants_that_met_their_probes_are_adopted_without_a_notice(folder, recwarn):
+    adopt([probed(one=report(), two=report())], folder)
+    assert nearest(MEGA.sizes).microseconds == {"one": 5.0, "two": 6.0}
+    assert not [each for each in recwarn if issubclass(each.category, AdoptNotice)]
+
+
+def test_a_result_older_than_probes_is_adopted_with_a_notice(folder, prose):
+    with pytest.warns(AdoptNotice) as said:
+        adopt([run_of(OLD, ok_cell("one", 5.0))], folder)
+    prose([str(each.message) for each in said])
+    assert nearest(MEGA.sizes).microseconds == {"one": 5.0}
+
+
+def test_the_committed_results_give_the_same_table_in_every_order(pytestconfig, folder):
+    found = [Result.load(path) for path in sorted((pytestconfig.rootpath / "results").glob("*/*.json"))]
+    with pytest.warns(AdoptNotice):
+        path = adopt(found, folder)
+    rows = json.loads(path.read_text())["rows"]
+    assert {row["run"] for row in rows} <= {result.provenance.date for result in found}
+    with pytest.warns(AdoptNotice):
+        adopt(found[::-1], folder)
+    assert json.loads(path.read_text())["rows"] == rows

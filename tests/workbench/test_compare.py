@@ -22,6 +22,9 @@ from tests.workbench.ladder import MEGA, TINY, bad_cell, measured, ok_cell, stud
 FASTER = Criterion(name="faster", measure="speedup", of="one", at="mega", at_least=1.3)
 
 
+ERROR = Criterion(name="exact", measure="error", of="one", at="mega", at_most=1e-3)
+
+
 def judged(declared, *cells, **more):
     """Return a result with judged criteria and a decision."""
     result = measured(declared, *cells, **more)
@@ -294,3 +297,15 @@ def test_a_key_in_only_one_declaration_is_a_difference(prose):
     for pair in ((FASTER, lesson), (lesson, FASTER)):
         found = compare(*(measured(study(criterion)) for criterion in pair))
         prose(found.declarations)
+
+
+def test_criteria_that_are_moved_or_dropped_beside_an_old_digest_are_named(prose):
+    """The digest is stored beside the declaration, and stays when somebody edits the criteria. No change was reported then."""
+    both = judged(study(FASTER, ERROR), ok_cell("three", 10.0), ok_cell("one", 5.0))
+    moved = study(FASTER.model_copy(update={"at_least": 1.1}), ERROR)
+    for edited in (moved, study(ERROR)):
+        found = compare(both, both.model_copy(update={"study": edited, "notes": ("edited",)}))
+        prose(found.declarations, mask={"[0-9a-f]{12}": "<digest>"})
+    dropped = both.model_copy(update={"outcomes": both.outcomes[1:]})
+    prose(compare(both, dropped).declarations)
+    assert compare(both, dropped).outcomes

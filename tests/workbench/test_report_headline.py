@@ -123,7 +123,7 @@ def on_cpu(digest: str | None = None) -> Result:
     """
     gpu = stored()
     shapes = (*gpu.study.shapes, results.shape("small", "small", "float32", B=2, T=64, D=64, V=64))
-    study = gpu.study.model_copy(update={"shapes": shapes})
+    study = gpu.study.model_copy(update={"shapes": shapes, "criteria": gpu.study.criteria[:2]})
     of = shapes[-1]
     cells = tuple(
         results.ok_cell(of, variant, ceilings=results.CPU_CEILINGS, direction=direction)
@@ -138,7 +138,7 @@ def on_cpu(digest: str | None = None) -> Result:
             "provenance": results.provenance("AMD EPYC", "cpu", "x86_64", scale="small", driver=""),
             "cells": cells,
             "noise": (),
-            "outcomes": tuple(one.model_copy(update=unmeasured) for one in gpu.outcomes[:2]),
+            "outcomes": tuple(one.model_copy(update=unmeasured) for one in gpu.outcomes[: len(study.criteria)]),
             "decision": Decision(kind="measure_more", because=("'fused is faster' is not measured.",)),
         }
     )

@@ -164,7 +164,7 @@ def test_results_are_utf_8_in_every_locale(tmp_path):
     code = (
         "import sys; from pathlib import Path; from tests.workbench import results\n"
         "base = results.proceed_on_gpu(); study = base.study.model_copy(update={'question': 'Gr\\u00f6\\u00dfe \\u2265 3?'})\n"
-        "base.model_copy(update={'study': study}).save(Path(sys.argv[1]))"
+        "base.model_copy(update={'study': study, 'study_digest': study.digest()}).save(Path(sys.argv[1]))"
     )
     ascii_only = os.environ | {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
     subprocess.run([sys.executable, "-c", code, str(tmp_path / "r.json")], env=ascii_only, check=True, timeout=120)

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 
 from onelaunch import cuda, folders
+from onelaunch.device import quick_look
 from onelaunch.device.hardware import Ceilings, describe, free_memory, multiplies_float8, room_for
 from onelaunch.device.read_rate import checksum, read_kernels
 from onelaunch.errors import BusyDeviceNotice, FallbackNotice, OneLaunchError
@@ -104,15 +105,41 @@ class Probe:
 def ceilings(device: str, *, refresh: bool = False) -> Ceilings:
     """Return the device's peaks from the cache, or measure and store them if it holds none that :func:`stored` accepts.
 
-    With ``refresh`` they are always measured.
+    With ``refresh`` they are always measured. Stored peaks that a quick look contradicts are measured again, with a warning; they
+    are kept if the measurement agrees with them after all.
     """
     found = None if refresh else stored(device)
-    if found is not None:
+    if found is not None and not (problem := _contradicted(device, found)):
         return found
     # Two processes that measure at once would slow each other down.
     with folders.process_lock(folders.cache_folder() / "locks", "peaks"):
-        found = None if refresh else stored(device)
-        return found or remember(device, measure(device))
+        again = None if refresh else stored(device)
+        if again is not None and again != found:
+            return again  # another process measured in the meantime
+        fresh = measure(device)
+        if found is None or quick_look.contradiction(found, quick_look.by_quantity(fresh)):
+            if found is not None:
+                folders.warn_unusable(cache_path(device), f"holds peaks that this device does not have: {problem}")
+            return _looked_at(device, remember(device, fresh))
+        return _looked_at(device, found)
+
+
+_LOOKED_AT: dict[str, list[Ceilings]] = {}
+"""Peaks that this process has measured or compared with a quick look, by device."""
+
+
+def _looked_at(device: str, found: Ceilings) -> Ceilings:
+    _LOOKED_AT.setdefault(device, []).append(found)
+    return found
+
+
+def _contradicted(device: str, found: Ceilings) -> str:
+    """Return what a quick look contradicts in stored peaks, as a clause, or an empty string. Each process looks once."""
+    if found in _LOOKED_AT.get(device, ()):
+        return ""
+    if not (problem := quick_look.implausible(device, found)):
+        _looked_at(device, found)
+    return problem
 
 
 _UNKEPT: dict[tuple[Path, str], Ceilings] = {}

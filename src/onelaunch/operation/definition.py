@@ -94,13 +94,15 @@ class Operation(Generic[P, R]):
                 (``cublas``, ``triton``...) and ``maker`` (author of code of another project: ``pytorch``, ``liger``...).
 
         Raises:
-            ArgumentError: The operation already has a variant of this name, or a capability has a wrong type.
+            ArgumentError: The operation already has a variant or a control of this name, or a capability has a wrong type.
         """
 
         def register_variant(run: Callable[..., Any]) -> Variant:
             check_name("variant", name)
             if name in self.variants:
                 raise ArgumentError(f"{self.name} has a variant {name!r} already; choose another name.")
+            if name in self.controls:
+                raise ArgumentError(f"{self.name} has a control {name!r} already; studies could not tell them apart.")
             self.variants[name] = Variant(self, name, run, tags)
             return self.variants[name]
 
@@ -115,12 +117,17 @@ class Operation(Generic[P, R]):
             name: Name of the control, which must be new in this operation.
             oracle: Reference for its result, from the public function's float64 arguments.
             cost: Function from a case to the control's cost.
+
+        Raises:
+            ArgumentError: The operation already has a control or a variant of this name.
         """
 
         def register_control(run: Callable[[Any], torch.Tensor]) -> Control:
             check_name("control", name)
             if name in self.controls:
                 raise ArgumentError(f"{self.name} has a control {name!r} already; choose another name.")
+            if name in self.variants:
+                raise ArgumentError(f"{self.name} has a variant {name!r} already; studies could not tell them apart.")
             self.controls[name] = Control(name, run, oracle, cost, (inspect.getdoc(run) or "").partition("\n")[0])
             return self.controls[name]
 

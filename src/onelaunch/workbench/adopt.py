@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import warnings
 from collections.abc import Mapping, Sequence
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -12,33 +15,42 @@ import onelaunch
 from onelaunch import folders
 from onelaunch.device.hardware import SLUG, table_name
 from onelaunch.dispatch.measured import Key, is_time, key_of, read
-from onelaunch.errors import OutputUnwritable, ResultMismatch, TableCorrupt, TableFolderError
+from onelaunch.errors import AdoptNotice, OutputUnwritable, ResultMismatch, TableCorrupt, TableFolderError
 from onelaunch.files import reason, replace
 from onelaunch.operation import find_operation
-from onelaunch.wording import in_a_line
+from onelaunch.wording import in_a_line, listing
 from onelaunch.workbench.result import Cell, Result
+from onelaunch.workbench.result.consistency import BELOW_BOUND
 from onelaunch.workbench.study import Shape, Study
 
 PACKAGE = Path(onelaunch.__file__).resolve().parent
 """Folder of the installed package, into which no table is written."""
+
+RUN = "run"
+"""Key of a row with the date of the run that measured it. The dispatcher does not read it."""
 
 
 def adopt(results: Sequence[Result], into: Path | None = None) -> Path:
     """Merge results of one device into its table, in the format that :mod:`onelaunch.dispatch.measured` reads.
 
     A row is one operation, direction, dtype, set of sizes and set of flags. Its microseconds are the cold medians of the correct
-    variants. Rows that the results did not measure stay unchanged. In the other rows only the variants that were measured change.
+    variants, all of one run, so that they were measured side by side. A row of a newer run replaces that of an older one as a
+    whole, whatever the order of the results; of two runs of one date the later one in ``results`` counts. Rows that the results
+    did not measure stay unchanged.
+
+    A variant whose probes (edge cases of the operation) failed or were not run is left out of its rows. A result without any
+    probes is adopted all the same. An :class:`~onelaunch.errors.AdoptNotice` says either, and which times a replaced row loses.
 
     Args:
-        results: Results of one device. Times of later ones replace those of earlier ones.
+        results: Results of one device, each of a finished run of committed code.
         into: Folder of the table. By default the user's own, :func:`onelaunch.folders.tables_folder`, which the dispatcher reads.
 
     Returns:
         The path of the table.
 
     Raises:
-        ResultMismatch: The results are of several devices, there is none, none holds a time to adopt, or a device name or time in
-            them is invalid.
+        ResultMismatch: The results are of several devices, there is none, none holds a time to adopt, or one is of an interrupted
+            run or of a checkout with changes that were not committed, has no date, or holds an impossible time.
         TableCorrupt: The existing table cannot be read.
         TableFolderError: The folder lies in the installed package, where an upgrade would overwrite the table.
         OutputUnwritable: The table cannot be written.
@@ -52,24 +64,25 @@ def adopt(results: Sequence[Result], into: Path | None = None) -> Path:
     if len(names) != 1:
         devices = f"the results are of {', '.join(names)}" if names else "no result was given"
         raise ResultMismatch(f"A table holds the times of one device, but {devices}. Adopt the results of one device at a time.")
+    for result in results:
+        _check(result)
     path = into / f"{names[0]}.json"
     device, sources, rows = _read(path)
-    # The file name of a CPU's table is a shortened form of the CPU's name. The dispatcher ignores a table of another CPU.
-    if names[0].startswith("cpu-") and device not in (None, results[-1].provenance.device):
-        raise ResultMismatch(
-            f"{path} holds times of {device}, but the results are of {results[-1].provenance.device}. Name another folder."
-        )
-    found = [row for result in results for row in _rows(result)]
+    # Two devices can have one file name, such as CPUs whose names differ in their punctuation only.
+    for other in sorted({result.provenance.device for result in results}):
+        if device not in (None, other):
+            raise ResultMismatch(f"{path} holds times of {device}, but the results are of {other}. Name another folder.")
+        device = other
+    found = {(index, key_of(row)): row for index, result in enumerate(results) for row in _rows(result)}
     if not found:
         raise ResultMismatch(
             "These results hold no cold time of a correct variant. Run the study to its end, then adopt its result."
         )
-    for row in found:
-        earlier = rows.get(key_of(row), {"microseconds": {}})["microseconds"]
-        rows[key_of(row)] = {**row, "microseconds": earlier | row["microseconds"]}
+    _merge(rows, found, results, sources)
+    used = {row.get(RUN) for row in rows.values()}
     written = {
-        "device": results[-1].provenance.device,
-        "source": list(dict.fromkeys([*sources, *(_source(result) for result in results)])),
+        "device": device,
+        "source": list(dict.fromkeys([*sources, *(_source(each) for each in results if each.provenance.date in used)])),
         "rows": [rows[key] for key in sorted(rows)],
     }
     try:
@@ -77,6 +90,96 @@ def adopt(results: Sequence[Result], into: Path | None = None) -> Path:
     except OSError as error:
         raise OutputUnwritable(into, reason(error), remedy=remedy) from error
     return path
+
+
+def _merge(
+    rows: dict[Key, dict[str, Any]],
+    found: Mapping[tuple[int, Key], dict[str, Any]],
+    results: Sequence[Result],
+    sources: Sequence[str],
+) -> None:
+    """Put the rows of results into those of a table, the oldest run first, with a notice for what is left out or lost.
+
+    Args:
+        rows: Rows of the table, which are changed.
+        found: Rows of the results, by the index of the result and the identity of the row.
+        results: The results.
+        sources: Sources of the table.
+    """
+    by_date = sorted(found, key=lambda which: date_of(results[which[0]]))  # stable: of equal dates the later result stays
+    for index, key in by_date:
+        result, row = results[index], found[index, key]
+        earlier = rows.get(key)
+        if earlier is not None and (newer := _newer(earlier, sources, result)):
+            _notice(f"{_described(key)} of {_source(result)} is not adopted, because the table holds a row of {newer}.")
+            continue
+        if earlier is not None and (lost := sorted(earlier["microseconds"].keys() - row["microseconds"].keys())):
+            _notice(f"{_described(key)} loses its times of {listing(lost)}, which {_source(result)} did not measure.")
+        rows[key] = {**row, RUN: result.provenance.date}
+
+
+def _check(result: Result) -> None:
+    """Check that a result may be adopted: of a finished run of committed code, with a date.
+
+    Raises:
+        ResultMismatch: It may not.
+    """
+    name, facts = f"The result of {result.study.name} of {result.provenance.date or 'an unknown date'}", result.provenance
+    if result.interrupted:
+        raise ResultMismatch(
+            f"{name} is of an interrupted run.", advice="Finish it with onelaunch study run --resume, then adopt its result."
+        )
+    if facts.commit.endswith("-dirty"):
+        raise ResultMismatch(
+            f"{name} is of commit {facts.commit}, with changes that no commit holds, so nobody can tell which code it measured.",
+            advice="Commit the changes and run the study again.",
+        )
+    try:
+        date_of(result)
+    except ValueError:
+        raise ResultMismatch(
+            f"{name} has no valid date (ISO 8601), so it is not known which rows are newer. Run the study again, or restore it."
+        ) from None
+
+
+def date_of(result: Result) -> datetime:
+    """Return the date and time at which a run ended.
+
+    Raises:
+        ValueError: The stored date is not in ISO 8601.
+    """
+    return _date(result.provenance.date)
+
+
+def _date(text: str) -> datetime:
+    found = datetime.fromisoformat(text.replace("Z", "+00:00"))
+    return found if found.tzinfo else found.replace(tzinfo=timezone.utc)
+
+
+def _newer(row: Mapping[str, Any], sources: Sequence[str], result: Result) -> str:
+    """Return the date of a stored row if it is newer than a result, else an empty string.
+
+    A row that an older onelaunch wrote has no date. It then counts as of the newest source of the same study in the table.
+    """
+    begins = f"{result.study.name} of "
+    of_study = [line.removeprefix(begins).partition(",")[0] for line in sources if line.startswith(begins)]
+    said = [row[RUN]] if RUN in row else of_study
+    dates = {}
+    for text in said:
+        with contextlib.suppress(ValueError, AttributeError):  # a line or date that somebody wrote by hand
+            dates[_date(text)] = text
+    newest = max(dates, default=None)
+    return dates[newest] if newest is not None and newest > date_of(result) else ""
+
+
+def _described(key: Key) -> str:
+    """Return the words for a row in a notice."""
+    sizes = ", ".join(f"{name}={size}" for name, size in key.sizes)
+    return f"The row of {key.operation} at {', '.join([sizes, *key.flags, key.dtype, key.direction.replace('_', ' and ')])}"
+
+
+def _notice(text: str) -> None:
+    warnings.warn(AdoptNotice(text), stacklevel=3)
 
 
 def _other_folder(into: Path | None) -> str:
@@ -102,15 +205,14 @@ def _table_name(result: Result) -> str:
 def _read(path: Path) -> tuple[str | None, list[str], dict[Key, dict[str, Any]]]:
     """Return the device, the sources and the rows of a table as they are stored; empty values if there is no table yet."""
     try:
-        device, sources, rows = read(path)
+        device, sources, known = read(path)
+        stored = json.loads(path.read_bytes())["rows"]
     except (FileNotFoundError, NotADirectoryError):
         return None, [], {}
     except (OSError, ValueError) as error:
         raise TableCorrupt(path, in_a_line(error)) from error
-    stored = {
-        key: _row(key.operation, key.direction, key.dtype, key.flags, row.sizes, row.microseconds) for key, row in rows.items()
-    }
-    return device, sources, stored
+    rows = {key_of(row): row for row in stored}
+    return device, sources, {key: rows[key] for key in known}
 
 
 def _row(
@@ -131,8 +233,10 @@ def _rows(result: Result) -> list[dict[str, Any]]:
     """Return a row for each shape and direction with a usable time.
 
     The dispatcher looks a call up by sizes, dtype and the flags of its :class:`~onelaunch.operation.Query`, such as ``packed``. A
-    shape with an option that changes no flag is left out, because the dispatcher could not tell it from other calls.
+    shape with an option that changes no flag is left out, because the dispatcher could not tell it from other calls. So is a case
+    that the run did not reach with all its variants, because the fastest may be missing, and a variant that failed its probes.
     """
+    unproven = _unproven(result)
     dimensions = find_operation(result.study.operation).dimensions
     rows = []
     for shape in result.study.shapes:
@@ -140,12 +244,39 @@ def _rows(result: Result) -> list[dict[str, Any]]:
             continue
         for direction in result.study.directions:
             cells = [cell for cell in result.cells if (cell.shape, cell.direction) == (shape.name, direction)]
-            times = {cell.variant: time for cell in cells if (time := _adoptable(result, cell)) is not None}
-            if times:
+            times = {
+                cell.variant: time
+                for cell in cells
+                if cell.variant not in unproven and (time := _adoptable(result, cell)) is not None
+            }
+            if times and all(cell.status != "interrupted" for cell in cells):
                 sizes = {name: shape.sizes[name] for name in dimensions}
                 fastest_first = dict(sorted(times.items(), key=lambda entry: entry[1]))  # for people who open the table
                 rows.append(_row(result.study.operation, direction, shape.dtype, flags, sizes, fastest_first))
     return rows
+
+
+def _unproven(result: Result) -> set[str]:
+    """Return the variants that may not be adopted because their probes failed or were not run, with a notice for each.
+
+    Results of older versions hold no probes, nor do those of operations without any. One notice says so, and all may be adopted.
+    """
+    probes: Mapping[str, Any] = getattr(result, "probes", None) or {}
+    if not probes:
+        _notice(
+            f"The result of {result.study.name} holds no probes, which are calls at the edges of an operation, such as a length "
+            "of 1. Its variants were judged at the measured cases alone. Run the study again with this version of onelaunch."
+        )
+        return set()
+    found = set()
+    for name in dict.fromkeys(cell.variant for cell in result.cells if not cell.control and _adoptable(result, cell) is not None):
+        report = probes.get(name)
+        if report is not None and report.passed and not report.failed:
+            continue
+        why = f"it failed a probe: {report.failed[0]}" if report and report.failed else "no probe of it was judged correct"
+        _notice(f"{name} of {result.study.name} is not adopted, because {why.rstrip('.')}.")
+        found.add(name)
+    return found
 
 
 def _flags(study: Study, shape: Shape) -> list[str] | None:
@@ -171,7 +302,7 @@ def _adoptable(result: Result, cell: Cell) -> float | None:
     """Return the cold median in microseconds of a correct variant with status ``ok``, or ``None``. Controls have none.
 
     Raises:
-        ResultMismatch: A time is not a positive number, so the result was not written by a run.
+        ResultMismatch: A time is not a positive number, or below its roofline bound, so the result was not written by a run.
     """
     timing = cell.timing("cold")
     verified = cell.verdict is not None and cell.verdict.ok
@@ -183,6 +314,12 @@ def _adoptable(result: Result, cell: Cell) -> float | None:
                 f"{cell.variant} at {cell.shape} takes {time:g} µs in the result of {result.study.name}, but a time must be a "
                 "positive number. Run the study again, or restore the file."
             )
+    bound = cell.plan.floor_microseconds if cell.plan is not None else 0.0
+    if timing.microseconds.median < BELOW_BOUND * bound:
+        raise ResultMismatch(
+            f"{cell.variant} at {cell.shape} takes {timing.microseconds.median:.3g} µs in the result of {result.study.name}, "
+            f"which is below its roofline bound of {bound:.3g} µs. Run the study again, or restore the file."
+        )
     return round(timing.microseconds.median, 3)
 
 

@@ -18,7 +18,7 @@ def adopt(
         list[Path],
         typer.Argument(
             metavar="RESULT...",
-            help="Results of one device. Times of later ones replace those of earlier ones.",
+            help="Results of one device. Rows of newer runs replace those of older ones, whatever the order.",
             show_default=False,
         ),
     ],

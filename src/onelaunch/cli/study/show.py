@@ -18,10 +18,11 @@ from onelaunch.errors import UnknownShape
 from onelaunch.operation import Direction
 from onelaunch.wording import escaped
 from onelaunch.workbench import quantities as q
+from onelaunch.workbench.report.predictions import predicted
 from onelaunch.workbench.report.summary import asked, direction_words, sizes
 from onelaunch.workbench.report.tables import Table, columns, words
 from onelaunch.workbench.study import Shape, Study
-from onelaunch.workbench.study.plan import PlannedCell, StudyPlan, plan_study, scale_for
+from onelaunch.workbench.study.plan import PlannedCell, StudyPlan, guarantee, plan_study, scale_for
 from onelaunch.workbench.study.read import find_study
 
 
@@ -55,6 +56,10 @@ def show(
         console.print(Padding(Markdown(study.notes), (0, 2)), style="dim")
     output.heading(console, "\nCriteria")
     _show_criteria(console, study, plan)
+    if study.predictions:
+        output.heading(console, "Predictions")
+        rows = tuple((predicted(study, each), each.by, each.why) for each in study.predictions)
+        output.table(console, Table("", columns("prediction", "by", "why"), rows))
     output.heading(console, f"Plan for {describe(chosen).name}, {plan.scale} scale")
     if not plan.shapes:
         console.print(f"The study has no shapes of scale {plan.scale}. Choose the other scale with --scale.")
@@ -72,8 +77,8 @@ def _show_criteria(console: Console, study: Study, plan: StudyPlan) -> None:
     rows = tuple(
         (
             criterion.name,
-            "infeasible" if criterion.name in plan.infeasible else "feasible",
-            _demand(asked(criterion, study), plan.infeasible.get(criterion.name)),
+            "infeasible" if criterion.name in plan.infeasible else "vacuous" if guarantee(study, criterion) else "feasible",
+            _demand(asked(criterion, study), plan.infeasible.get(criterion.name) or guarantee(study, criterion)),
         )
         for criterion in study.criteria
     )

@@ -28,6 +28,7 @@ from onelaunch.errors import ResultMismatch
 from onelaunch.operation import Direction
 from onelaunch.wording import listing
 from onelaunch.workbench import stats
+from onelaunch.workbench.decide.declarations import declaration_differences
 from onelaunch.workbench.result import Cell, CriterionStatus, DecisionKind, Estimate, Regime, Result
 from onelaunch.workbench.study import Shape, Study
 
@@ -178,7 +179,7 @@ def compare(a: Result | Sequence[Result], b: Result | Sequence[Result]) -> Compa
         provenance=_provenance(one, other),
         only_first=tuple(_name(cell) for key, cell in first.items() if key not in second),
         only_second=tuple(_name(cell) for key, cell in second.items() if key not in first),
-        declarations=tuple(_declarations(one, other)),
+        declarations=tuple(declaration_differences(one, other)),
         incomparable=incomparable,
         runs=(len(firsts), len(seconds)),
         same_code=times.same_code,
@@ -449,28 +450,6 @@ def _provenance(a: Result, b: Result) -> dict[str, tuple[str, str]]:
     }
     facts |= _versions(a, b)
     return {name: pair for name, pair in facts.items() if pair[0] != pair[1]}
-
-
-def _declarations(a: Result, b: Result) -> list[str]:
-    """Describe the differences between two declarations, one sentence each."""
-    if a.study_digest == b.study_digest:
-        return []
-    sentences = [f"The declarations differ (digests {a.study_digest[:12]} and {b.study_digest[:12]})."]
-    one, other = a.study.model_dump(), b.study.model_dump()
-    for key in ("shapes", "criteria"):
-        earlier, later = ({entry["name"]: entry for entry in declared[key]} for declared in (one, other))
-        for name in dict.fromkeys((*earlier, *later)):
-            if name not in later:
-                sentences.append(f"{key}: {name!r} is in the first only.")
-            elif name not in earlier:
-                sentences.append(f"{key}: {name!r} is in the second only.")
-            elif earlier[name] != later[name]:
-                one_side, other_side = earlier[name], later[name]
-                fields = dict.fromkeys((*one_side, *other_side))  # a stored declaration leaves out newer keys at their default
-                changed = ", ".join(field for field in fields if one_side.get(field) != other_side.get(field))
-                sentences.append(f"{key}: {name!r} differs in {changed}.")
-    sentences += [f"{key} differ." for key in one if key not in ("shapes", "criteria") and one[key] != other[key]]
-    return sentences
 
 
 def _name(cell: Cell) -> str:

@@ -41,7 +41,7 @@ def evaluate(result: Result, infeasible: Mapping[str, str]) -> tuple[Outcome, ..
 
 def _outcome(result: Result, criterion: Criterion, refuted: str | None) -> Outcome:
     """Judge one criterion. ``refuted`` is the reason why arithmetic alone refutes it, if it does."""
-    findings = [_finding(result, criterion, shape) for shape in result.study.shapes_of(criterion)]
+    findings = [finding_at(result, criterion, shape) for shape in result.study.shapes_of(criterion)]
     mean = _mean(criterion, findings) if criterion.combine == "geomean" else None
     needed = criterion.in_at_least or len(findings)
     status = mean.status if mean else _combine([finding.status for finding in findings], needed)
@@ -127,7 +127,7 @@ def _asked(criterion: Criterion) -> str:
     return judged(criterion).evidence.format(of=of, over=over)
 
 
-def _finding(result: Result, criterion: Criterion, shape: Shape) -> Finding:
+def finding_at(result: Result, criterion: Criterion, shape: Shape) -> Finding:
     """Judge a criterion at one shape, or say which scale it needs if the shape did not run."""
     if shape.scale != result.provenance.scale and not any(cell.shape == shape.name for cell in result.cells):
         remedy = "run on a GPU, or with --scale full" if shape.scale == "full" else "run on a CPU, or with --scale small"

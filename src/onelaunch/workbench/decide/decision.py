@@ -10,13 +10,14 @@ The first of these rules that applies decides:
    factor only, so that its cause is unknown: *measure more*.
 6. Otherwise, and if at least one criterion is met: *proceed*.
 
-Three kinds of criteria are excluded, with the reason, and never count as met:
+Four kinds of criteria are excluded, with the reason, and never count as met:
 
 - Criteria that arithmetic refutes, once they were measured all the same. The measured number says how near one comes. Without it
   the criterion is not excluded, because a study must not be decided on a question that it neither asked well nor measured.
 - Criteria declared for small-scale shapes alone, in a full-scale run. A small-scale run excludes no criterion of full-scale
   shapes, because a study asks its question at full scale.
 - Criteria that are declared not to decide.
+- Criteria that no measurement can miss, such as one that compares a variant with itself.
 """
 
 from __future__ import annotations
@@ -31,11 +32,12 @@ from onelaunch.wording import listing
 from onelaunch.workbench import quantities as q
 from onelaunch.workbench import stats
 from onelaunch.workbench.decide.criteria import evaluate
+from onelaunch.workbench.decide.findings import findings
 from onelaunch.workbench.decide.measured import judged
 from onelaunch.workbench.decide.selection import STATUS_WORDS, compared, select_cell
 from onelaunch.workbench.result import Cell, Decision, DecisionKind, Outcome, Result, Saving
 from onelaunch.workbench.study import Criterion, Selector, Shape
-from onelaunch.workbench.study.plan import bandwidth, infeasibilities, matrix_dtype
+from onelaunch.workbench.study.plan import bandwidth, guarantee, infeasibilities, matrix_dtype
 
 MOSTLY = 0.5
 """Fraction of a time above which a part of it counts as most of it."""
@@ -67,7 +69,13 @@ def decide(result: Result) -> Decision:
         *(f"Set aside: {name!r} {why}" for name, why in exclusions.items()),  # worded as in stored results
     ]
     savings = explain_savings(result)
-    return Decision(kind=kind, because=tuple(because), savings=savings, unexplained=tuple(_left_open(result, savings)))
+    return Decision(
+        kind=kind,
+        because=tuple(because),
+        savings=savings,
+        unexplained=tuple(_left_open(result, savings)),
+        notes=findings(result, deciding),
+    )
 
 
 def explain_savings(result: Result) -> tuple[Saving, ...]:
@@ -165,6 +173,8 @@ def excluded(result: Result, outcome: Outcome) -> str | None:
     scales = {shape.scale for shape in result.study.shapes_of(criterion)}
     if scales == {"small"} and result.provenance.scale == "full" and outcome.status == "not_measured":
         return "is declared for small-scale shapes, which a full-scale run leaves out."
+    if outcome.status in ("met", "inconclusive") and (why := guarantee(result.study, criterion)) is not None:
+        return f"is vacuous and never counts as met: {why}."
     return None
 
 
@@ -313,13 +323,8 @@ def _left_open(result: Result, savings: Iterable[Saving]) -> list[str]:
     if result.interrupted:
         missing = sum(cell.status == "interrupted" for cell in result.cells)
         sentences.append(f"The run was interrupted: {missing} of {len(result.cells)} measurements were not made.")
-    ran = {cell.shape for cell in result.cells}
-    absent = [
-        cell
-        for cell in result.cells
-        if cell.variant == result.study.baseline and cell.status in ("unsupported", "not_installed") and cell.shape in ran
-    ]
-    if absent:
+    baselines = [cell for cell in result.cells if cell.variant == result.study.baseline and not cell.control]
+    if absent := [cell for cell in baselines if cell.status in ("unsupported", "not_installed")]:
         why = absent[0].reason or STATUS_WORDS[absent[0].status]
         sentences.append(f"The baseline {result.study.baseline} did not run ({why}), so no saving over it is explained.")
     if savings and all(saving.traffic_source == "analytic" for saving in savings):

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from onelaunch.wording import listing
+from onelaunch.workbench import quantities as q
 from onelaunch.workbench.result import Cell, Result, Timing
 from onelaunch.workbench.study import Criterion, Selector, Shape
 
@@ -19,6 +20,10 @@ STATUS_WORDS = {
     "interrupted": "was interrupted",
 }
 """Words for each status except ``ok``. They are part of stored decisions, so they must not change."""
+
+
+LAUNCH_TAGS = ("launches", "backward_launches")
+"""Tags that declare how many kernels a variant launches. Where a run counted launches, the count is believed instead."""
 
 
 @dataclass(frozen=True)
@@ -35,10 +40,17 @@ class Selected:
 def select_cell(result: Result, criterion: Criterion, selector: Selector, shape: str, but: str | None = None) -> Selected:
     """Return the measurement that a selector stands for at a shape.
 
-    It is that of the named variant or control, or of the fastest correct variant with the selector's tags, except ``but``.
+    It is that of the named variant or control, or of the fastest correct variant with the selector's tags, except ``but``. A
+    variant that a selector finds by its declared launches is left out if other launches were counted at this shape.
     """
     names = [name for name in result.study.select(selector) if name != but]
     cells = [cell for name in names if (cell := result.cell(shape, name, criterion.direction)) is not None]
+    if isinstance(selector, dict) and "launches" in selector:
+        forward = [result.cell(shape, cell.variant, "forward") for cell in cells]  # launches are declared of a forward call
+        told = {cell.variant: problem for cell in forward if cell is not None and (problem := miscounted(cell))}
+        cells = [cell for cell in cells if cell.variant not in told]
+        if told and not cells:
+            return Selected(None, 0, "; ".join(told.values()))
     timed = [cell for cell in cells if cell.status == "ok" and cell.timing(criterion.regime) is not None]
     # A measure of no time, such as memory, also accepts measurements without a time. The first of them is then chosen.
     untimed = [] if criterion.quantity.timed else [cell for cell in cells if cell.status == "ok"]
@@ -46,6 +58,15 @@ def select_cell(result: Result, criterion: Criterion, selector: Selector, shape:
     if not usable:
         return Selected(None, 0, why_none(names, cells, shape, criterion))
     return Selected(min(usable, key=lambda cell: _median(cell, criterion)), len(usable))
+
+
+def miscounted(cell: Cell) -> str:
+    """Return a clause on a forward measurement whose counted launches differ from the declared ones, else an empty string."""
+    declared = cell.plan.launches if cell.plan is not None else None
+    if cell.direction != "forward" or cell.control or None in (declared, cell.launches) or declared == cell.launches:
+        return ""
+    said = q.plural(declared or 0, "launch", "launches")
+    return f"{cell.variant} declares {said}, and {cell.launches} were counted at {cell.shape}"
 
 
 def compared(result: Result, criterion: Criterion, shape: Shape) -> list[Selected]:

@@ -20,14 +20,12 @@ from onelaunch.workbench import stats
 from onelaunch.workbench.measure.clocks import Clocks
 from onelaunch.workbench.measure.sampling import Rotation, Sampler, make_sampler, rotate
 from onelaunch.workbench.result import Noise, Regime, Status, Timing, Verdict
+from onelaunch.workbench.result.consistency import AGAIN, BELOW_BOUND
 from onelaunch.workbench.study import LOOPS
 from onelaunch.workbench.study.plan import missing_package
 from onelaunch.workbench.verify import Judge, judge_outputs
 from onelaunch.workbench.verify.calls import Candidate, status_of
 from onelaunch.workbench.verify.reference import Reference
-
-AGAIN = " again"
-"""Suffix of the hidden name of the baseline's second copy, whose ratio to the first is the noise."""
 
 ALL_REGIMES: tuple[Regime, ...] = ("cold", "warm", "eager")
 """Regimes that every operation has. Those of :data:`LOOPS` time many consecutive steps, and need a loop of the operation."""
@@ -37,9 +35,6 @@ LEAST_ROUNDS = 3
 
 WARM_UP_SECONDS = {"cuda": 1.0, "cpu": 0.2}
 """Seconds by device type for which all candidates run before the first round, so that clocks and temperature settle."""
-
-BELOW_BOUND = 0.95
-"""Fraction of its roofline bound below which a cold time is invalid. The 5 % allow for errors of the measured peaks."""
 
 Progress = Callable[[str, int, int], None]
 """Callback for progress: the name of the step, the number of its items that are done, and the number of all its items."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar
 
+from onelaunch.wording import listing
 from onelaunch.workbench import quantities as q
 from onelaunch.workbench import stats
 from onelaunch.workbench.decide.judging import Finding, bound_of, judge_time, noise_of, possible_gain, scaled, share_of_work
@@ -17,6 +18,13 @@ from onelaunch.workbench.decide.selection import asked_of_over, timing_of
 from onelaunch.workbench.decide.words import per
 from onelaunch.workbench.result import Cell, CriterionStatus, Estimate, Result
 from onelaunch.workbench.study import Alone, Criterion, Shape, Study, register
+from onelaunch.workbench.study.measure import met_by_one
+
+SLACK = 2.0
+"""Factor from which on a bound that allows a variant to be slower than another one asks for so little that it says nothing.
+
+Comparisons with a control, which is a part of the operation, or with another shape may allow more.
+"""
 
 
 class TimeMeasure(JudgedMeasure):
@@ -56,6 +64,22 @@ class TwoTimes(TimeMeasure):
 
     relation: ClassVar[str]
     """Verb and object that compare ``of`` with ``over``, with ``{:.3g}`` for the value."""
+
+    def guaranteed_at(self, study: Study, criterion: Criterion, shape: Shape) -> str | None:
+        if (why := super().guaranteed_at(study, criterion, shape)) is not None:
+            return why
+        (of, here), (over, there) = study.sides(criterion, shape)
+        if here != there or criterion.over_regime is not None:
+            return None
+        mine, theirs = set(study.select(of)), set(study.select(over))
+        if met_by_one(criterion) and not isinstance(of, str) and theirs and theirs < mine:
+            return f"the fastest of several variants is never slower than {listing(sorted(theirs))}, which is among them"
+        variants = set(study.variant_names())
+        slack = 1 / criterion.at_least if criterion.at_least is not None else criterion.at_most or 0.0
+        if slack >= SLACK and mine | theirs <= variants:
+            said = over if isinstance(over, str) else "the variant that it is compared with"
+            return f"a variant that takes {slack:.3g} times as long as {said} would meet it, so it asks for no gain"
+        return None
 
     def ratio(self, study: Study, criterion: Criterion, of: Cell, over: Cell) -> Estimate:
         """Return the time of ``of`` over that of ``over``.

@@ -91,6 +91,11 @@ class DramBytesOverLeast(JudgedMeasure):
         least_words = f"fewer than the least bytes cannot move at {shape.name} ({q.size(least)})"
         return f"{least_words}, the study asks for {criterion.at_most:g}x"
 
+    def guaranteed_at(self, study: Study, criterion: Criterion, shape: Shape) -> str | None:
+        del study, shape
+        least = criterion.at_least is not None and criterion.at_least <= 1
+        return "no variant moves fewer than the least bytes" if least else None
+
     def judge(self, result: Result, criterion: Criterion, cells: Sequence[Cell], among: int) -> Finding:
         del result
         (cell,) = cells

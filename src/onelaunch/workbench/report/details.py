@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from onelaunch.operation import Direction
 from onelaunch.workbench import quantities as q
 from onelaunch.workbench.decide.measured import counted_measures
+from onelaunch.workbench.report.predictions import predictions
 from onelaunch.workbench.report.summary import (
     REGIMES,
     Section,
@@ -58,6 +59,7 @@ HISTORY = "History, as the original write-up reported it. Nothing here was measu
 def details(result: Result) -> tuple[Section, ...]:
     """Return the sections after the first screen, without empty ones."""
     sections = (
+        predictions(result),
         _shapes(result),
         *(_times(result, direction) for direction in directions(result)),
         _savings(result),

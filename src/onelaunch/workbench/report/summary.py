@@ -17,6 +17,7 @@ from onelaunch.operation import DIRECTIONS, Direction, find_operation
 from onelaunch.workbench import quantities as q
 from onelaunch.workbench.decide.decision import excluded
 from onelaunch.workbench.decide.measured import judged
+from onelaunch.workbench.decide.recompute import differences, recompute
 from onelaunch.workbench.decide.words import per, selector_words
 from onelaunch.workbench.report.tables import Table, columns, words
 from onelaunch.workbench.result import Cell, Estimate, Outcome, Regime, Result, Timing
@@ -70,22 +71,23 @@ class Summary:
     missing: Table | None
     """Variants without a valid time at some shape, with the reasons."""
     open: tuple[str, ...]
-    """Other things that were not measured, in sentences."""
+    """Other things that were not measured, and facts that limit what the decision means, in sentences."""
 
 
 def summarize(result: Result) -> Summary:
     """Return the content of the first screen, except the sentences of :mod:`onelaunch.workbench.report.headline`."""
     decision = result.decision
+    again = recompute(result)
     return Summary(
         name=result.study.name,
         question=result.study.question,
         decision=words(decision.kind) if decision else "not decided",
         facts=_facts(result),
-        alerts=_alerts(result),
+        alerts=_alerts(result, again),
         criteria=_criteria(result),
         use=tuple(use_table(result, direction) for direction in directions(result)),
         missing=_missing(result),
-        open=_open(result),
+        open=(*_limits(result, again), *_open(result)),
     )
 
 
@@ -277,9 +279,12 @@ def _short(commit: str) -> str:
     return re.sub(r"\b([0-9a-f]{12})[0-9a-f]{28}\b", r"\1", commit)
 
 
-def _alerts(result: Result) -> tuple[str, ...]:
-    """Return warnings about an interrupted run, wrong variants and a changed declaration."""
-    alerts = []
+def _alerts(result: Result, again: Result | str) -> tuple[str, ...]:
+    """Return warnings about a decision that the measurements contradict, an interrupted run, wrong variants and changed criteria.
+
+    ``again`` is the result judged and decided again, or the reason why that is not possible.
+    """
+    alerts = [] if isinstance(again, str) else list(differences(result, again))
     if result.interrupted:
         done = sum(cell.status != "interrupted" for cell in result.cells)
         alerts.append(
@@ -292,6 +297,14 @@ def _alerts(result: Result) -> tuple[str, ...]:
     if result.study.digest() != result.study_digest:
         alerts.append("The study stored here is not the one that ran: its digest differs, so its criteria may have been changed.")
     return tuple(alerts)
+
+
+def _limits(result: Result, again: Result | str) -> tuple[str, ...]:
+    """Return the facts that limit what the decision means; the stored ones if the decision cannot be recomputed."""
+    if isinstance(again, str):
+        stored = result.decision.notes if result.decision else ()
+        return (*stored, f"The stored decision was not compared with the measurements: {again}")
+    return again.decision.notes if again.decision else ()
 
 
 def _criteria(result: Result) -> Table | None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections import Counter
 from pathlib import Path
 from typing import Literal
 
@@ -19,6 +18,7 @@ from onelaunch.errors import ResultCorrupt, ResultExists, ResultMissing, ResultT
 from onelaunch.operation import Direction
 from onelaunch.wording import in_a_line, listing, shown
 from onelaunch.workbench.files import read_text, write_text
+from onelaunch.workbench.result.consistency import inconsistency
 from onelaunch.workbench.stored import (
     FROM_A_FILE,
     LEAST_TIME,
@@ -36,7 +36,7 @@ from onelaunch.workbench.stored import (
     Time,
     Words,
 )
-from onelaunch.workbench.study import Criterion, Regime, Study, members
+from onelaunch.workbench.study import Criterion, Regime, Study
 from onelaunch.workbench.study.plan import Plan
 
 SCHEMA = 3
@@ -226,8 +226,10 @@ DecisionKind = Literal["proceed", "debug", "abandon", "measure_more"]
 """Kind of a decision, chosen by the rules in :mod:`onelaunch.workbench.decide.decision`."""
 
 
-class Decision(Stored):
+class Decision(Grown, Stored):
     """Decision on what to do next, with its evidence."""
+
+    LATER = ("notes",)
 
     kind: DecisionKind
     because: tuple[Words, ...]
@@ -235,6 +237,9 @@ class Decision(Stored):
     savings: tuple[Saving, ...] = ()
     unexplained: tuple[Words, ...] = ()
     """Questions that the evidence leaves open, in sentences."""
+    notes: tuple[Words, ...] = ()
+    """Facts that limit what the decision means, in sentences, such as a variant of another maker that is faster than the
+    baseline; they decide nothing."""
 
 
 class Provenance(Stored):
@@ -281,7 +286,7 @@ class Result(Stored):
     schema_version: Literal[1, 2, 3] = SCHEMA
     study: Study
     study_digest: Words
-    """SHA-256 of the declaration that ran. It shows if the criteria in ``study`` were changed afterwards."""
+    """SHA-256 of the declaration that ran. A file in which ``study`` has another one is refused."""
     provenance: Provenance
     ceilings: StoredCeilings
     cells: tuple[Cell, ...]
@@ -326,7 +331,8 @@ class Result(Stored):
         Raises:
             ResultMissing: The file does not exist.
             ResultTooNew: A newer version of onelaunch wrote the file.
-            ResultCorrupt: The file is damaged, or is no result. The message says where.
+            ResultCorrupt: The file is damaged, is no result, or its parts do not fit together, such as a median and its rounds.
+                The message says where.
         """
         try:
             raw = json.loads(read_text(path))
@@ -348,7 +354,7 @@ class Result(Stored):
             raise ResultCorrupt(path, f"{where}: {first['msg']} (it is {shown(first['input'])})") from error
         except RecursionError as error:
             raise ResultCorrupt(path, "it is nested too deeply") from error
-        if (problem := _undeclared(found) or _repeated(found)) is not None:
+        if (problem := inconsistency(found)) is not None:
             raise ResultCorrupt(path, problem)
         return found
 
@@ -356,30 +362,3 @@ class Result(Stored):
 def _check_positive(estimate: Estimate, what: str) -> None:
     if not 0 < estimate.low <= estimate.median <= estimate.high < math.inf or estimate.samples < 1:
         raise ValueError(f"{what} must be finite numbers above 0 with low <= median <= high, of at least one sample")
-
-
-def _undeclared(result: Result) -> str | None:
-    """Return the problem if a result names a shape that its study does not declare, or declares twice; else ``None``."""
-    declared = {shape.name for shape in result.study.shapes}
-    named = [measured.shape for measured in (*result.cells, *result.noise)]
-    named += [shape for outcome in result.outcomes for shape in outcome.values]
-    named += [saving.shape for saving in (result.decision.savings if result.decision else ())]
-    for criterion in (*result.study.criteria, *(outcome.criterion for outcome in result.outcomes)):
-        named += [] if criterion.at is None else members(criterion.at)
-        named += [] if criterion.over_at is None else [criterion.over_at]
-    if unknown := sorted(set(named) - declared):
-        return f"its study has no shape {unknown[0]!r}"
-    return "two shapes of its study have one name" if len(declared) < len(result.study.shapes) else None
-
-
-def _repeated(result: Result) -> str | None:
-    """Return the problem if a result holds a measurement twice, so that it would be unclear which one counts; else ``None``."""
-    keys = Counter((cell.shape, cell.direction, cell.variant, cell.control) for cell in result.cells)
-    twice = next((key for key, count in keys.items() if count > 1), None)
-    if twice is not None:
-        shape, direction, variant, control = twice
-        return f"cells: {'the control ' if control else ''}{variant!r} stands twice at {shape!r}, {direction}"
-    for cell in result.cells:
-        if len({timing.regime for timing in cell.timings}) < len(cell.timings):
-            return f"cells: {cell.variant!r} has two times of one regime at {cell.shape!r}, {cell.direction}"
-    return None

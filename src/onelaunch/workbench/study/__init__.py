@@ -8,6 +8,7 @@ measures themselves are in :mod:`onelaunch.workbench.measures`.
 from onelaunch.workbench.study.declare import (
     LOOPS,
     Criterion,
+    Prediction,
     Regime,
     Scale,
     Selector,
@@ -22,6 +23,7 @@ __all__ = [
     "Alone",
     "Criterion",
     "Measure",
+    "Prediction",
     "Regime",
     "Scale",
     "Selector",

@@ -206,8 +206,57 @@ class Criterion(Declared):
         return f"at least {self.at_least:g}" if self.at_least is not None else f"at most {self.at_most:g}"
 
 
+class Prediction(Declared):
+    """A value that somebody expects, declared before the study runs.
+
+    The report shows it beside what was measured. A prediction decides nothing, and nothing is counted for it.
+    """
+
+    by: str
+    """Author or source of the prediction, such as a write-up, a person or a cost model."""
+    measure: MeasureName
+    """Quantity that is predicted: the name of one of the registered measures."""
+    of: Selector
+    """Variant that the prediction is about, given like the ``of`` of a criterion."""
+    over: Selector | None = None
+    """Variant that ``of`` is compared with, given like ``of``; the study's baseline when left out."""
+    at: str | tuple[str, ...] | None = None
+    """Shapes that the prediction is about: a name or a list of names. All full-scale shapes when left out, or all shapes of a
+    study that has no full-scale shape."""
+    direction: Direction = "forward"
+    """Direction that the prediction is about."""
+    regime: Regime = "cold"
+    """Regime of a predicted time."""
+    value: float
+    """Predicted value, in the unit of the measure."""
+    why: str
+    """Reason for which this value is expected, in a sentence."""
+
+    _names = field_validator("of", "over", "at")(check_names)
+    _prose = field_validator("by", "why")(check_prose)
+    _number = field_validator("value")(check_bound)
+
+    def criterion(self) -> Criterion:
+        """Return a criterion that asks for the predicted value, by which measured values are found. It decides nothing."""
+        higher = find_measure(self.measure).better == "higher"
+        return Criterion(
+            name=f"predicted by {self.by}",
+            measure=self.measure,
+            of=self.of,
+            over=self.over,
+            at=self.at,
+            direction=self.direction,
+            regime=self.regime,
+            decides=False,
+            at_least=self.value if higher else None,
+            at_most=None if higher else self.value,
+        )
+
+
 class Study(Declared):
     """A declared study."""
+
+    LATER = ("predictions",)
 
     name: str
     """Name of the study; its results and reports are named after it."""
@@ -231,6 +280,8 @@ class Study(Declared):
     """Shapes at which variants are measured, each a table of its own."""
     criteria: tuple[Criterion, ...] = ()
     """Criteria that the decision rests on, each a table of its own."""
+    predictions: tuple[Prediction, ...] = ()
+    """Values that somebody expects, each a table of its own; the report shows them beside what was measured."""
     notes: str = ""
     """Notes for the reader, in Markdown, such as what an earlier write-up reported; never used as a measurement."""
 

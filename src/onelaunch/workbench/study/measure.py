@@ -76,6 +76,38 @@ class Measure(ABC):
         del study, criterion, shape
         return None
 
+    def guarantee(self, study: Study, criterion: Criterion) -> str | None:
+        """Return why no measurement can miss a criterion's bound, as a statement, or ``None``.
+
+        The criterion then says nothing, such as one that compares a variant with itself. Its bound has to be guaranteed at
+        ``in_at_least`` of its shapes, or at all when that is left out.
+        """
+        shapes = study.shapes_of(criterion)
+        guaranteed = [why for shape in shapes if (why := self.guaranteed_at(study, criterion, shape)) is not None]
+        return guaranteed[0] if guaranteed and len(guaranteed) >= (criterion.in_at_least or len(shapes)) else None
+
+    def guaranteed_at(self, study: Study, criterion: Criterion, shape: Shape) -> str | None:
+        """Return why no measurement can miss a criterion's bound at a shape, as a statement, or ``None``.
+
+        Subclasses extend this rule, by which a comparison of one variant with itself gives 1.
+        """
+        name = compared_with_itself(study, criterion, shape)
+        return f"it compares {name} with itself" if name is not None and met_by_one(criterion) else None
+
+
+def compared_with_itself(study: Study, criterion: Criterion, shape: Shape) -> str | None:
+    """Return the only variant that both sides of a criterion stand for at a shape, or ``None`` if there is another."""
+    if criterion.quantity.alone is not None or criterion.over_regime not in (None, criterion.regime):
+        return None
+    (of, here), (over, there) = study.sides(criterion, shape)
+    names = study.select(of)
+    return names[0] if here == there and len(names) == 1 and names == study.select(over) else None
+
+
+def met_by_one(criterion: Criterion) -> bool:
+    """Return whether a ratio of 1 is on the right side of a criterion's bound."""
+    return criterion.at_least <= 1 if criterion.at_least is not None else (criterion.at_most or 0.0) >= 1
+
 
 _MEASURES: dict[str, Measure] = {}
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
 from onelaunch.device.tools import package_installed
+from onelaunch.errors import OneLaunchError
 from onelaunch.operation import Cost, Direction, Variant, find_operation
 from onelaunch.workbench.stored import Bound, Count, Grown, Stored
 from onelaunch.workbench.study.declare import Criterion, Scale, Selector, Shape, Study
@@ -144,6 +145,17 @@ def infeasibility(study: Study, criterion: Criterion) -> str | None:
     Comparisons of two times cannot be refuted before the baseline is measured.
     """
     return criterion.quantity.infeasibility(study, criterion)
+
+
+def guarantee(study: Study, criterion: Criterion) -> str | None:
+    """Return why no measurement can miss a criterion, as a statement, or ``None``. Such a criterion says nothing.
+
+    Without the operation or a variant of the study, as where a report is read on another machine, it is not known: ``None``.
+    """
+    try:
+        return criterion.quantity.guarantee(study, criterion)
+    except OneLaunchError:
+        return None
 
 
 def least_cost(study: Study, shape: Shape, direction: Direction) -> Cost:

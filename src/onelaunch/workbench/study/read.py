@@ -34,6 +34,7 @@ from onelaunch.workbench.study.declare import (
     SHAPE_KEYS,
     Criterion,
     Declared,
+    Prediction,
     Selector,
     Shape,
     Study,
@@ -178,11 +179,14 @@ class _Reader:
             **raw,
             "shapes": [self._shape(index, table, operation) for index, table in enumerate(self._tables(raw, "shapes"))],
             "criteria": [self._criterion(index, table) for index, table in enumerate(self._tables(raw, "criteria"))],
+            "predictions": [self._prediction(index, table) for index, table in enumerate(self._tables(raw, "predictions"))],
         }
         study = self._validate(prepared)
         self._check_names(study, operation)
         for criterion in study.criteria:
-            self._check_criterion(study, criterion, operation)
+            self._check_criterion(f"criterion {criterion.name!r}", study, criterion, operation)
+        for index, prediction in enumerate(study.predictions):
+            self._check_criterion(f"predictions[{index}]", study, prediction.criterion(), operation)
         return study
 
     def _names(self, raw: Mapping[str, Any]) -> None:
@@ -261,9 +265,20 @@ class _Reader:
             self._exact_count(where, table)
             return table
         for key, value in bounds.items():
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value <= 0:
-                self.fail(f"{where}: {key} is {shown(value)}; it must be a number above 0.")
+            self._number(where, key, value)
         return table
+
+    def _prediction(self, index: int, table: dict[str, Any]) -> dict[str, Any]:
+        """Check the keys and the value of a prediction's table, and return the table."""
+        where = f"predictions[{index}]"
+        self._keys(where, table, Prediction)
+        self._number(where, "value", table["value"])
+        return table
+
+    def _number(self, where: str, key: str, value: object) -> None:
+        """Reject a value that is no number above 0."""
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value <= 0:
+            self.fail(f"{where}: {key} is {shown(value)}; it must be a number above 0.")
 
     def _exact_count(self, where: str, table: Mapping[str, Any]) -> None:
         """Check the bound ``equals``, which only counted measures can have."""
@@ -323,9 +338,8 @@ class _Reader:
         if name not in (known := list(known)):
             self.fail(f"{key}: {owner} has no {kind} {name!r}.{did_you_mean(name, known)} Known: {listing(known)}.")
 
-    def _check_criterion(self, study: Study, criterion: Criterion, operation: Operation[..., Any]) -> None:
+    def _check_criterion(self, where: str, study: Study, criterion: Criterion, operation: Operation[..., Any]) -> None:
         """Check a criterion against the study: its shapes, direction, regimes, measure and selectors."""
-        where = f"criterion {criterion.name!r}"
         names = [shape.name for shape in study.shapes]
         for name in () if criterion.at is None else members(criterion.at):
             if name not in names:
