@@ -208,10 +208,12 @@ class Operation(Generic[P, R]):
 
         The meta device, on which nothing is computed, has the order of a CPU, since those variants read no tensor on the host.
         """
+        return [name for name in dict.fromkeys((*self.preferred(query), *self.variants)) if name in self.variants]
+
+    def preferred(self, query: Query) -> tuple[str, ...]:
+        """Return the names that the operation itself prefers for a query; some may be names of variants that do not exist."""
         kind = "cpu" if query.device_type == "meta" else query.device_type
-        preferred = self._preference(query) if self._preference else ()
-        first = (*preferred, *self.defaults.get(kind, ()), *self.variants)
-        return [name for name in dict.fromkeys(first) if name in self.variants]
+        return (*(self._preference(query) if self._preference else ()), *self.defaults.get(kind, ()))
 
     def case(self, dtype: torch.dtype | str, *, name: str = "", **given: Any) -> Case:
         """Return a checked case of sizes and options, such as ``linear_rnn.case("float16", B=4, T=2048, D=256, V=64)``."""

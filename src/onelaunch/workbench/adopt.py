@@ -65,8 +65,11 @@ def adopt(results: Sequence[Result], into: Path | None = None) -> Path:
             "These results hold no cold time of a correct variant. Run the study to its end, then adopt its result."
         )
     for row in found:
-        earlier = rows.get(key_of(row), {"microseconds": {}})["microseconds"]
-        rows[key_of(row)] = {**row, "microseconds": earlier | row["microseconds"]}
+        earlier = rows.get(key_of(row), {"microseconds": {}})
+        # Probes that a variant of this row passed in an earlier run say nothing about its present code.
+        probes = {*row.get("probes", ()), *(set(earlier.get("probes", ())) - row["microseconds"].keys())}
+        merged = {**row, "microseconds": earlier["microseconds"] | row["microseconds"]}
+        rows[key_of(row)] = merged | ({"probes": sorted(probes)} if probes else {})
     written = {
         "device": results[-1].provenance.device,
         "source": list(dict.fromkeys([*sources, *(_source(result) for result in results)])),
@@ -108,7 +111,9 @@ def _read(path: Path) -> tuple[str | None, list[str], dict[Key, dict[str, Any]]]
     except (OSError, ValueError) as error:
         raise TableCorrupt(path, in_a_line(error)) from error
     stored = {
-        key: _row(key.operation, key.direction, key.dtype, key.flags, row.sizes, row.microseconds) for key, row in rows.items()
+        key: _row(key.operation, key.direction, key.dtype, key.flags, row.sizes, row.microseconds)
+        | ({"probes": sorted(row.probes)} if row.probes else {})
+        for key, row in rows.items()
     }
     return device, sources, stored
 
@@ -144,7 +149,9 @@ def _rows(result: Result) -> list[dict[str, Any]]:
             if times:
                 sizes = {name: shape.sizes[name] for name in dimensions}
                 fastest_first = dict(sorted(times.items(), key=lambda entry: entry[1]))  # for people who open the table
-                rows.append(_row(result.study.operation, direction, shape.dtype, flags, sizes, fastest_first))
+                row = _row(result.study.operation, direction, shape.dtype, flags, sizes, fastest_first)
+                met = sorted(name for name in times if name in result.probes and result.probes[name].met)
+                rows.append(row | ({"probes": met} if met else {}))
     return rows
 
 
