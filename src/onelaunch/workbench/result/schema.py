@@ -265,7 +265,7 @@ class VariantSource(Stored):
 class Provenance(Grown, Stored):
     """Provenance of a result: device, time, software and command."""
 
-    LATER = ("variants",)
+    LATER = ("variants", "package")
 
     device: Words
     slug: Slug
@@ -288,6 +288,8 @@ class Provenance(Grown, Stored):
     """Number of rounds that were asked for."""
     variants: dict[Name, VariantSource] = Field(default_factory=dict)
     """Sources of the study's variants by name. Empty in results of older versions."""
+    package: Words = ""
+    """SHA-256 of the sources of onelaunch where ``commit`` does not determine them: it is empty or ends in ``-dirty``."""
 
 
 class StoredCeilings(Grown, Stored):
