@@ -65,11 +65,8 @@ def adopt(results: Sequence[Result], into: Path | None = None) -> Path:
             "These results hold no cold time of a correct variant. Run the study to its end, then adopt its result."
         )
     for row in found:
-        earlier = rows.get(key_of(row), {"microseconds": {}})
-        # Probes that a variant of this row passed in an earlier run say nothing about its present code.
-        probes = {*row.get("probes", ()), *(set(earlier.get("probes", ())) - row["microseconds"].keys())}
-        merged = {**row, "microseconds": earlier["microseconds"] | row["microseconds"]}
-        rows[key_of(row)] = merged | ({"probes": sorted(probes)} if probes else {})
+        earlier = rows.get(key_of(row), {"microseconds": {}})["microseconds"]
+        rows[key_of(row)] = {**row, "microseconds": earlier | row["microseconds"]}
     written = {
         "device": results[-1].provenance.device,
         "source": list(dict.fromkeys([*sources, *(_source(result) for result in results)])),
@@ -111,9 +108,7 @@ def _read(path: Path) -> tuple[str | None, list[str], dict[Key, dict[str, Any]]]
     except (OSError, ValueError) as error:
         raise TableCorrupt(path, in_a_line(error)) from error
     stored = {
-        key: _row(key.operation, key.direction, key.dtype, key.flags, row.sizes, row.microseconds)
-        | ({"probes": sorted(row.probes)} if row.probes else {})
-        for key, row in rows.items()
+        key: _row(key.operation, key.direction, key.dtype, key.flags, row.sizes, row.microseconds) for key, row in rows.items()
     }
     return device, sources, stored
 
