@@ -218,8 +218,6 @@ def test_a_variant_that_takes_the_last_stride_for_one_fails_a_transposed_probe(p
     variant("contiguous_only", run)
     probed(Probe(toy_case(name="strides"), transposed("x")))
     assert not run_probes(Judge(), toy_sum, "contiguous_only").met
-    probed(toy_case(name="plain"))
-    assert run_probes(Judge(), toy_sum, "contiguous_only").passed == 2
 
 
 def test_probes_share_no_reference_with_another_probe_of_equal_sizes(probed):

@@ -145,7 +145,8 @@ def _rows(result: Result) -> list[dict[str, Any]]:
                 sizes = {name: shape.sizes[name] for name in dimensions}
                 fastest_first = dict(sorted(times.items(), key=lambda entry: entry[1]))  # for people who open the table
                 row = _row(result.study.operation, direction, shape.dtype, flags, sizes, fastest_first)
-                met = sorted(name for name in times if name in result.probes and result.probes[name].met)
+                reports = {name: result.probes[name] for name in times if name in result.probes}
+                met = sorted(name for name, report in reports.items() if report.passed and not report.failed)
                 rows.append(row | ({"probes": met} if met else {}))
     return rows
 
