@@ -33,9 +33,9 @@ def table(scale, tmp_path, monkeypatch):
     """Return a function that replaces this device's table of measured times: ``table({size: {variant: microseconds}})``."""
     monkeypatch.setattr(measured, "TABLES", tmp_path)
 
-    def write(times, direction="forward"):
+    def write(times, direction="forward", **more):
         rows = [
-            {"operation": "scale", "direction": direction, "dtype": "float32", "sizes": {"N": n}, "microseconds": row}
+            {"operation": "scale", "direction": direction, "dtype": "float32", "sizes": {"N": n}, "microseconds": row, **more}
             for n, row in times.items()
         ]
         here = hardware.describe("cpu")
@@ -168,6 +168,101 @@ def test_shipped_tables_have_known_operations_variants_and_valid_times():
             assert set(row.sizes) == set(known.dimensions), path
             assert set(row.microseconds) <= set(known.variants), path
             assert all(time > 0 for time in row.microseconds.values()), path
+
+
+# Variants of other packages
+
+
+@pytest.fixture
+def acme(scale):
+    """Register a variant ``acme`` of ``scale`` as a plug-in of the package ``acme_kernels`` would, and return it."""
+
+    def run(call):
+        return (call.x * call.factor,)
+
+    run.__module__ = "acme_kernels.scale"
+    return scale.variant("acme", launches=1)(run)
+
+
+def test_a_plug_in_that_passed_no_probes_is_chosen_only_where_it_was_measured(table, acme, prose):
+    table({128: {"vector": 2.0, "loop": 9.0, "acme": 1.0}, 256: {"vector": 2.0, "acme": 1.0}})
+    assert [dispatch.choose(query(n)).name for n in (128, 256)] == ["acme", "acme"]
+    assert {dispatch.choose(query(n)).name for n in (1, 100, 127, 129, 255, 257, 1000)} == {"vector"}
+    here = {re.escape(hardware.describe("cpu").name): "<device>"}
+    prose(dispatch.explain(query(128)).because, mask=here)
+    prose(dispatch.explain(query(255)).because, mask=here)
+    standing = next(each for each in dispatch.explain(query(255)).standings if each.variant == "acme")
+    assert (standing.chosen, standing.reason_against) == (False, None)
+    assert "probes" in standing.held_back
+
+
+def test_a_plug_in_that_passed_the_probes_is_chosen_near_its_measurements(table, acme, prose):
+    table({128: {"vector": 2.0, "acme": 1.0}}, probes=["acme"])
+    assert dispatch.choose(query(255)).name == "acme"
+    assert all(each.held_back is None for each in dispatch.explain(query(255)).standings)
+    prose(dispatch.explain(query(255)).because, mask={re.escape(hardware.describe("cpu").name): "<device>"})
+
+
+def test_a_plug_in_that_was_measured_with_other_flags_is_not_chosen(table, acme):
+    table({128: {"vector": 2.0, "acme": 1.0}}, flags=["packed"])
+    assert dispatch.choose(query(128)).name == "vector"
+    assert dispatch.choose(query(128)._replace(flags=("packed",))).name == "acme"
+
+
+def test_a_size_of_zero_is_not_taken_for_one(table, acme):
+    table({1: {"vector": 2.0, "acme": 1.0}})
+    assert dispatch.choose(query(1)).name == "acme"
+    assert dispatch.choose(query(0)).name == "vector"
+
+
+def test_a_plug_in_that_alone_can_run_a_call_runs_by_name(table, acme, scale, prose):
+    table({})
+    for name in ("loop", "vector", "no_backward"):
+        scale.get(name).supports(lambda query: "is tired")
+    dispatch.choose.cache_clear()
+    with prose.raises(VariantUnsupported):
+        scale(torch.ones(3))
+    assert scale(torch.ones(3), variant="acme").tolist() == [2.0, 2.0, 2.0]
+
+
+def test_a_plug_in_that_the_operation_itself_prefers_is_chosen(table, acme, scale):
+    table({})
+    scale.prefers(lambda query: ("acme",))
+    assert dispatch.choose(query()).name == "acme"
+
+
+def test_a_variant_whose_function_another_package_replaced_is_held_back(table, scale, acme):
+    table({8: {"loop": 1.0, "vector": 2.0}})
+    scale.get("loop").run = acme.run
+    assert dispatch.choose(query(8)).name == "loop"
+    assert dispatch.choose(query(9)).name == "vector"
+    assert "acme_kernels" in next(each for each in dispatch.explain(query(9)).standings if each.variant == "loop").held_back
+
+
+def test_a_variant_whose_predicate_raises_does_not_stop_a_call(scale, acme):
+    """The reason is the error that the predicate raised."""
+
+    def raising(query):
+        raise RuntimeError("no such chip")
+
+    acme.supports(raising)
+    assert scale(torch.ones(3)).tolist() == [2.0, 2.0, 2.0]
+    standing = next(each for each in dispatch.explain(query()).standings if each.variant == "acme")
+    assert "no such chip" in standing.reason_against
+
+
+def test_all_variants_of_this_package_count_as_tested_on_the_probes():
+    from onelaunch.operation import operations
+
+    ours = [each for each in operations() if each.__module__.startswith("onelaunch.")]
+    assert len(ours) == 8
+    assert [variant for each in ours for variant in each.variants.values() if not variant.is_own] == []
+
+
+def test_a_table_with_other_probes_than_names_is_ignored(table, prose):
+    table({8: {"loop": 1.0, "vector": 2.0}}, probes="acme")
+    with prose.warns(TableNotice):
+        assert dispatch.choose(query()).name == "vector"
 
 
 # Import time

@@ -9,6 +9,8 @@ The fixture ``scale`` registers the toy operation ``scale(x, factor=2.0)`` of ``
 from __future__ import annotations
 
 import importlib.metadata
+import os
+import re
 import subprocess
 import sys
 import threading
@@ -18,9 +20,11 @@ import pytest
 import torch
 
 from onelaunch import operation
+from onelaunch.cli import doctor
 from onelaunch.errors import ArgumentError, PluginWarning
 from onelaunch.operation import entry_points as loading
-from onelaunch.operation import find_operation, operations
+from onelaunch.operation import find_operation, operations, registry
+from onelaunch.workbench.result import Result
 
 
 class Entry:
@@ -60,6 +64,44 @@ def test_a_plugin_is_loaded_once(announce):
     list(operations())
     assert entry.loads == 1
     assert operation.plugins() == (loading.Plugin("mine", "acme.variants", "acme-kernels 1.2"),)
+
+
+def test_a_plugin_lists_what_it_registered(announce, scale):
+    def act():
+        scale.variant("acme", launches=1)(lambda call: (call.x * call.factor,))
+
+    announce(Entry("mine", act), Entry("other", lambda: None))
+    assert [each.adds for each in operation.plugins()] == [("scale.acme",), ()]
+    ((name, status, text), _) = doctor._plugins(operation.plugins())
+    assert (name, status) == ("mine", "ok")
+    assert "scale.acme" in text
+    assert "acme-kernels 1.2" in text
+
+
+@pytest.mark.parametrize("what", ["variant", "run", "operation", "oracle", "removed"])
+def test_a_plugin_that_replaces_what_others_registered_is_left_out(announce, scale, what, prose):
+    """Otherwise calls would give its results under the names of others, with the ordinary reasons in ``explain``."""
+    vector, run, oracle = scale.get("vector"), scale.get("vector").run, scale._oracle
+
+    def act():
+        if what == "variant":
+            del scale.variants["vector"]
+            scale.variant("vector", launches=1)(lambda call: (0 * call.x,))
+        elif what == "run":
+            vector.run = lambda call: (0 * call.x,)
+        elif what == "operation":
+            registry._REGISTRY["scale"] = find_operation("gla")
+        elif what == "oracle":
+            scale._oracle = lambda **arguments: (0 * arguments["x"],)
+        else:
+            del scale.variants["vector"]
+
+    announce(Entry("greedy", act))
+    with prose.warns(PluginWarning):
+        assert find_operation("scale") is scale
+    assert scale.get("vector") is vector
+    assert (vector.run, scale._oracle) == (run, oracle)
+    assert scale(torch.ones(2)).tolist() == [2.0, 2.0]
 
 
 def raising(error):
@@ -197,6 +239,75 @@ print(plugins()[0].distribution, "|", plugins()[0].problem)
     assert ran.stdout == "torch.Size([1, 2, 16])\nacme-kernels 1.2 | RuntimeError: wrong driver\n"
     assert ran.stderr.count("PluginWarning") == 1
     assert "Traceback" not in ran.stderr
+
+
+def test_commands_and_studies_go_on_with_plugins_that_are_broken(tmp_path):
+    """One plug-in's module does not exist; the predicate of the other's variant raises."""
+    (tmp_path / "acme_variants.py").write_text(
+        """
+from onelaunch.ops import gated_scan
+
+@gated_scan.variant("acme")
+def acme(call):
+    return None, None
+
+@acme.supports
+def raising(query):
+    raise RuntimeError("no such chip")
+""",
+        encoding="utf-8",
+    )
+    facts = tmp_path / "acme_kernels-1.2.dist-info"
+    facts.mkdir()
+    (facts / "METADATA").write_text("Metadata-Version: 2.1\nName: acme-kernels\nVersion: 1.2\n", encoding="utf-8")
+    (facts / "entry_points.txt").write_text("[onelaunch.plugins]\nmine = acme_variants\ngone = acme_gone\n", encoding="utf-8")
+    (tmp_path / "studies").mkdir()
+    (tmp_path / "studies" / "small.toml").write_text(
+        """
+name = "small"
+question = "Does it run?"
+operation = "gated_scan"
+baseline = "eager"
+variants = ["eager", "chunked", "acme"]
+rounds = 3
+
+[[shapes]]
+name = "tiny"
+scale = "small"
+dtype = "float32"
+B = 1
+T = 8
+V = 4
+""",
+        encoding="utf-8",
+    )
+
+    def command(*words):
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path]), "COLUMNS": "200"}
+        return subprocess.run(
+            [sys.executable, "-m", "onelaunch", *words],
+            cwd=tmp_path,
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+
+    listed = command("study", "list")
+    assert listed.returncode == 0, listed.stderr
+    assert "small" in listed.stdout
+    assert "acme_gone" in listed.stderr
+    assert "Traceback" not in listed.stderr
+    ran = command("study", "run", "small", "--device", "cpu", "--time-cap", "1")
+    assert ran.returncode == 0, ran.stderr
+    (path,) = (tmp_path / "results").rglob("small.json")
+    result = Result.load(path)
+    assert {cell.variant: cell.status for cell in result.cells} == {"eager": "ok", "chunked": "ok", "acme": "unsupported"}
+    assert "no such chip" in result.cell("tiny", "acme").reason
+    assert result.provenance.variants["acme"].distribution == "acme-kernels 1.2"
+    told = command("doctor", "--device", "cpu", "--no-measure")
+    assert told.returncode == 0, told.stderr
+    assert {"gated_scan.acme", "ModuleNotFoundError"} <= set(re.findall(r"[\w.]+", told.stdout))
 
 
 def test_without_plugins_there_is_no_warning(announce):

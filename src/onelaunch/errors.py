@@ -189,11 +189,14 @@ class TransformUnsupported(OneLaunchError, RuntimeError):
 
 
 class PluginWarning(OneLaunchError, UserWarning):
-    """Warning for a plug-in of another package that cannot be loaded. Everything else works without it."""
+    """Warning for a plug-in of another package that cannot be loaded. Everything else works without it.
 
-    def __init__(self, name: str, module: str, distribution: str, *, problem: str) -> None:
+    ``problem`` is the error that importing it raised, or, if ``raised`` is off, a clause about what it did.
+    """
+
+    def __init__(self, name: str, module: str, distribution: str, *, problem: str, raised: bool = True) -> None:
         super().__init__(
-            f"The plug-in {name!r} ({module}, of {distribution}) is left out, since importing it raised {problem}. "
+            f"The plug-in {name!r} ({module}, of {distribution}) is left out, since {'importing it raised ' * raised}{problem}. "
             "Repair or uninstall that package. Until then the operations and variants that it registers are missing."
         )
         self.name, self.module, self.distribution, self.problem = name, module, distribution, problem

@@ -15,6 +15,7 @@ import torch
 from onelaunch import dispatch
 from onelaunch.decode import KVCache, decode_step, random_weights
 from onelaunch.decode.model.forward import prefill
+from onelaunch.decode.step.probes import CASES, SIZES
 from onelaunch.decode.step.variants.pytorch import window_of
 from onelaunch.dispatch.capture import compiler_missing
 from onelaunch.errors import ArgumentError, ContextExceeded, DTypeError, ShapeError, ValueRangeError, VariantUnsupported
@@ -22,19 +23,6 @@ from onelaunch.operation import find_operation
 from onelaunch.workbench.verify import Judge
 from tests.decode.models import SMALL
 from tests.trivial import trivial_answers
-
-SIZES = {"layers": 2, "hidden": 64, "intermediate": 96, "heads": 4, "kv_heads": 2, "head_dim": 32, "vocabulary": 200}
-
-# Cases by name. PyTorch's captured variants attend over a window of the cache, of 256 positions at first.
-CASES = {
-    "first": {"dtype": "float32", "position": 0},
-    "second": {"dtype": "bfloat16", "position": 1},
-    "untied_with_biases": {"dtype": "bfloat16", "position": 37, "tied": False, "bias": True},
-    "a_window": {"dtype": "float16", "position": 255},
-    "beyond_a_window": {"dtype": "float32", "position": 256, "tied": False},
-    "one_key_head": {"dtype": "float32", "position": 60, "kv_heads": 1, "head_dim": 16, "rope_theta": 1e4},
-    "odd_sizes": {"dtype": "bfloat16", "position": 13, "layers": 1, "hidden": 40, "intermediate": 56, "vocabulary": 77},
-}
 
 
 def case_of(name: str):

@@ -11,20 +11,14 @@ from typing import Any
 import torch
 
 from onelaunch.operation import find_operation
+from onelaunch.ops.gla_layer import probes
+from onelaunch.ops.gla_layer.probes import SMALL
+from tests.ops.cases import runnable
 
 GLA_LAYER = find_operation("gla_layer")
 
-SMALL = {"B": 2, "T": 9, "D": 40, "H": 2, "K": 16, "V": 20}
-STATES = {"initial_state": True, "final_state": True}
-
-CASES: dict[str, dict[str, Any]] = {
-    "small": {"dtype": "float32", **SMALL},
-    "a_step": {"dtype": "float32", **SMALL, "T": 1, **STATES},
-    "chunks_and_states": {"dtype": "float32", **SMALL, "T": 70, **STATES},
-    "final_state_alone": {"dtype": "float16", **SMALL, "K": 24, "final_state": True, "norm_weight": "float32"},
-    "other_numbers": {"dtype": "float32", **SMALL, "rank": 5, "normalizer": 3.0, "eps": 0.5, "initial_state": True},
-    "bfloat16": {"dtype": "bfloat16", "B": 1, "T": 130, "D": 128, "H": 2, "K": 64, "V": 64, **STATES},
-}
+CASES = runnable(GLA_LAYER, probes.CASES)
+"""Probes of the operation without an empty dimension."""
 
 TENSORS = ("x", "in_proj_weight", "gk_weight", "gk_bias", "norm_weight", "w_out")
 """Tensor arguments of the function in their order, without ``initial_state``."""

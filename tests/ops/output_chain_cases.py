@@ -13,36 +13,23 @@ import torch
 
 from onelaunch.operation import find_operation
 from onelaunch.ops import Segment, projections
+from onelaunch.ops.output_chain import probes
+from onelaunch.ops.output_chain.probes import SMALL
+from tests.ops.cases import interpretable, runnable
 
 OUTPUT_CHAIN = find_operation("output_chain")
 
-SMALL = {"B": 2, "T": 9, "H": 3, "V": 20, "D": 40}
+PROBES = runnable(OUTPUT_CHAIN, probes.CASES)
+"""Probes of the operation without an empty dimension."""
 
-SHORT: dict[str, dict[str, Any]] = {
-    "one_of_everything": {"dtype": "float32", "B": 1, "T": 1, "H": 1, "V": 1, "D": 1, "bias": True, "eps": 1.0},
-    "gated": {"dtype": "float32", **SMALL},
-    "gated_float16": {"dtype": "float16", **SMALL, "V": 24},
-    "activated": {"dtype": "float32", **SMALL, "gate": "activated", "bias": True},
-    "activated_float16": {"dtype": "float16", **SMALL, "gate": "activated", "norm_weight": "none"},
-    "no_gate": {"dtype": "float16", **SMALL, "gate": "none"},
-    "bare": {"dtype": "float32", **SMALL, "gate": "none", "norm_weight": "none"},
-    "float32_weight_beside_float16": {"dtype": "float16", **SMALL, "norm_weight": "float32", "bias": True},
-    "large_eps": {"dtype": "float32", **SMALL, "eps": 2.0},
-    "no_eps": {"dtype": "float32", **SMALL, "eps": 0.0},
-    "rows_that_no_tile_divides": {"dtype": "float16", "B": 3, "T": 47, "H": 2, "V": 64, "D": 150},
-    "heads_of_two_channels": {"dtype": "float32", "B": 1, "T": 40, "H": 7, "V": 2, "D": 33},
-    "long_heads": {"dtype": "float32", "B": 1, "T": 5, "H": 2, "V": 256, "D": 40},
-    "long_uneven_heads": {"dtype": "float16", "B": 1, "T": 35, "H": 2, "V": 200, "D": 24},
-}
-"""Cases that are small enough for Triton's interpreter, with dtypes that it rounds as a GPU does."""
+SHORT = interpretable(PROBES)
+"""Cases for Triton's interpreter."""
 
 LONG: dict[str, dict[str, Any]] = {
-    "bfloat16": {"dtype": "bfloat16", "B": 2, "T": 65, "H": 2, "V": 40, "D": 72},
-    "bfloat16_activated": {"dtype": "bfloat16", "B": 1, "T": 130, "H": 4, "V": 64, "D": 256, "gate": "activated", "bias": True},
     "many_rows": {"dtype": "bfloat16", "B": 4, "T": 250, "H": 4, "V": 128, "D": 256, "norm_weight": "float32"},
 }
-"""Cases for compiled code and PyTorch."""
-CASES = SHORT | LONG
+"""Cases that take too long for probes."""
+CASES = PROBES | LONG
 
 TENSORS = ("h", "gate", "norm_weight", "w_out", "bias")
 """Tensor arguments of the function, in their order."""

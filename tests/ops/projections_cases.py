@@ -13,36 +13,23 @@ import torch
 
 from onelaunch.operation import find_operation
 from onelaunch.ops import Segment
+from onelaunch.ops.projections import probes
+from onelaunch.ops.projections.probes import SMALL
+from tests.ops.cases import interpretable, runnable
 
 PROJECTIONS = find_operation("projections")
 
-SMALL = {"B": 2, "T": 9, "D": 40, "H": 3, "K": 20, "V": 12}
+PROBES = runnable(PROJECTIONS, probes.CASES)
+"""Probes of the operation without an empty dimension."""
 
-SHORT: dict[str, dict[str, Any]] = {
-    "one_of_everything": {"dtype": "float32", "B": 1, "T": 1, "D": 1, "H": 1, "K": 1, "V": 1, "segments": "1x1:silu,1x1:sigmoid"},
-    "normalized": {"dtype": "float32", **SMALL},
-    "normalized_float16": {"dtype": "float16", **SMALL, "K": 24},
-    "no_gate": {"dtype": "float16", **SMALL, "gate": "none"},
-    "gla": {"dtype": "float32", **SMALL, "segments": "gla"},
-    "gla_float16": {"dtype": "float16", **SMALL, "segments": "gla", "gate": "none"},
-    "more_rows_than_a_tile": {"dtype": "float16", "B": 3, "T": 23, "D": 24, "H": 2, "K": 16, "V": 16},
-    "widths_that_no_tile_divides": {"dtype": "float32", **SMALL, "segments": "5x33:l2norm,1x150:silu,3x77,1x131:logsigmoid:bias"},
-    "long_heads": {"dtype": "float32", **SMALL, "T": 5, "segments": "2x300:l2norm,1x512:l2norm,1x512:sigmoid"},
-    "heads_of_one_channel": {"dtype": "float32", **SMALL, "segments": "7x1:l2norm:bias,5x1:logsigmoid/0.5,3x1"},
-    "biases_of_every_kind": {
-        "dtype": "float32", **SMALL,
-        "segments": "2x10:l2norm:bias,3x5:bias,4x3,2x7:silu:bias,3x3:sigmoid:bias,2x9:logsigmoid/16:bias",
-    },
-}  # fmt: skip
-"""Cases that are small enough for Triton's interpreter, with dtypes that it rounds as a GPU does."""
+SHORT = interpretable(PROBES)
+"""Cases for Triton's interpreter."""
 
 LONG: dict[str, dict[str, Any]] = {
-    "bfloat16": {"dtype": "bfloat16", "B": 2, "T": 65, "D": 72, "H": 2, "K": 24, "V": 40},
-    "bfloat16_gla": {"dtype": "bfloat16", "B": 1, "T": 130, "D": 128, "H": 2, "K": 32, "V": 64, "segments": "gla"},
     "many_rows": {"dtype": "bfloat16", "B": 4, "T": 250, "D": 256, "H": 4, "K": 64, "V": 64},
 }
-"""Cases for compiled code and PyTorch."""
-CASES = SHORT | LONG
+"""Cases that take too long for probes."""
+CASES = PROBES | LONG
 
 
 def case_of(name: str):

@@ -12,33 +12,15 @@ from typing import Any
 import torch
 
 from onelaunch.operation import find_operation
+from onelaunch.ops.swiglu import probes
+from tests.ops.cases import runnable
 
 SWIGLU = find_operation("swiglu")
 
-DENSE: dict[str, dict[str, Any]] = {  # plain tensors, which alone take gradients
-    "one_row": {"dtype": "bfloat16", "M": 1, "N": 48, "K": 64},
-    "one_of_everything": {"dtype": "float32", "M": 1, "N": 1, "K": 1},
-    "odd_sizes": {"dtype": "float16", "M": 37, "N": 19, "K": 101},
-    "float32": {"dtype": "float32", "M": 70, "N": 33, "K": 130},
-    "stacked": {"dtype": "bfloat16", "M": 65, "N": 24, "K": 72, "stacked": True},
-    "long_sums": {"dtype": "bfloat16", "M": 4, "N": 8, "K": 4096},
-}
-QUANTIZED: dict[str, dict[str, Any]] = {
-    "fp8": {"dtype": "bfloat16", "M": 20, "N": 48, "K": 64, "format": "fp8"},
-    "fp8_rows": {"dtype": "float16", "M": 33, "N": 16, "K": 80, "format": "fp8", "row_scales": True},
-    "fp8_rows_bfloat16": {"dtype": "bfloat16", "M": 33, "N": 16, "K": 80, "format": "fp8", "row_scales": True},
-    "fp8_stacked_to_float32": {
-        "dtype": "float32", "M": 3, "N": 32, "K": 48, "format": "fp8", "stacked": True, "row_scales": True,
-    },
-    "nvfp4_weights": {"dtype": "bfloat16", "M": 17, "N": 40, "K": 128, "format": "nvfp4_weights"},
-    "nvfp4_weights_float16": {"dtype": "float16", "M": 1, "N": 40, "K": 64, "format": "nvfp4_weights", "stacked": True},
-    "every_code_in_weights": {"dtype": "bfloat16", "M": 9, "N": 64, "K": 256, "format": "nvfp4_weights", "codes": "full"},
-    "nvfp4": {"dtype": "float16", "M": 20, "N": 48, "K": 96, "format": "nvfp4"},
-    "nvfp4_swizzled": {"dtype": "float16", "M": 130, "N": 24, "K": 80, "format": "nvfp4", "swizzled_scales": True},
-    "every_code": {"dtype": "float16", "M": 40, "N": 64, "K": 256, "format": "nvfp4", "codes": "full", "swizzled_scales": True},
-    "nvfp4_to_float32": {"dtype": "float32", "M": 5, "N": 16, "K": 512, "format": "nvfp4"},
-}  # fmt: skip
+DENSE = runnable(SWIGLU, probes.DENSE)
+QUANTIZED = runnable(SWIGLU, probes.QUANTIZED)
 CASES = DENSE | QUANTIZED
+"""Probes of the operation without an empty dimension."""
 
 LARGE: dict[str, dict[str, Any]] = {
     "many_rows": {"dtype": "bfloat16", "M": 500, "N": 1000, "K": 1032},

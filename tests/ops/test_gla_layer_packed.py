@@ -59,7 +59,7 @@ def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
 
 
 @interpret
-@pytest.mark.parametrize("name", [name for name in CASES if name != "bfloat16"])
+@pytest.mark.parametrize("name", [name for name in CASES if name not in ("bfloat16", "odd_sizes")])  # both are refused
 def test_results_and_gradients(name):
     assert_one_call_correct(GLA_LAYER, case_of(name), "packed")
 

@@ -114,10 +114,15 @@ def _plugins(announced: Sequence[Plugin]) -> list[tuple[str, str, str]]:
         (
             _bounded(each.name),
             "ok" if each.problem is None else "error",
-            f"{_bounded(each.problem or each.module)} (of {_bounded(_package(each.distribution))})",
+            f"{_bounded(each.problem or _registered(each))} (of {_bounded(_package(each.distribution))})",
         )
         for each in announced
     ]
+
+
+def _registered(plugin: Plugin) -> str:
+    """Return the module of a plug-in with the operations and variants that it registered."""
+    return f"{plugin.module}: {', '.join(plugin.adds)}" if plugin.adds else plugin.module
 
 
 def _package(distribution: str) -> str:

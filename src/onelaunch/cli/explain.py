@@ -60,4 +60,4 @@ def _row(standing: Standing, summary: str) -> tuple[str, ...]:
     here = "runs" if standing.chosen else "cannot run" if standing.reason_against else "could run"
     measured = q.time(standing.microseconds) if standing.microseconds is not None else q.NONE
     slower = q.ratio(standing.times_slower) if standing.times_slower is not None else q.NONE
-    return (standing.variant, here, measured, slower, standing.reason_against or summary)
+    return (standing.variant, here, measured, slower, standing.reason_against or standing.held_back or summary)

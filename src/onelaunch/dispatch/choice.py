@@ -3,6 +3,10 @@
 The choice is a function of the dispatch key (:class:`onelaunch.operation.Query`) and of the tables of measured times for the
 device (the user's and the package's, see :mod:`onelaunch.dispatch.measured`). If no similar call was measured, the operation's
 own order of preference decides.
+
+A variant of another package than the operation's is chosen only where something speaks for its results: near calls that were
+measured in a run in which it passed the operation's probes (edge cases), or else at exactly the sizes and flags that were
+measured.
 """
 
 from __future__ import annotations
@@ -58,22 +62,62 @@ def choose(query: Query) -> Variant:
     """Return the variant for a call: the fastest one measured at a similar call that can run, else the first in preference.
 
     Variants of other libraries run only by name. They are measured too, but guarantee less, for example for decays of -inf or in
-    accuracy.
+    accuracy. :func:`held_back` says which other variants are left out.
     """
     operation = find_operation(query.operation)
+    measured = measured_near(operation, query)
     runnable = [operation.variants[name] for name in able(operation, query)]
-    automatic = {variant.name: variant for variant in runnable if variant.capabilities.automatic}
+    automatic = {variant.name: variant for variant in runnable if held_back(variant, query, measured) is None}
     if not automatic:
-        reasons = {name: variant.why_not(query) or "runs only by name" for name, variant in operation.variants.items()}
+        reasons = {
+            name: variant.why_not(query) or held_back(variant, query, measured) for name, variant in operation.variants.items()
+        }
         raise VariantUnsupported(
             operation.name, AUTO, reason="; ".join(f"{name} {reason}" for name, reason in reasons.items()), instead=()
         )
-    if (measured := measured_near(operation, query)) is not None:
+    if measured is not None:
         times = {name: time for name, time in measured.microseconds.items() if name in automatic}
         if times:
             close = [name for name, time in times.items() if time <= TIE * min(times.values())]
             return automatic[min(close, key=operation.preference(query).index)]
     return automatic[min(automatic, key=operation.preference(query).index)]
+
+
+def is_trusted(variant: Variant, query: Query) -> bool:
+    """Return whether the operation's package answers for a variant: it contains its function, or prefers it by name.
+
+    A preference says nothing about a function that somebody put in the place of the registered one.
+    """
+    preferred = variant.run is variant.registered and variant.name in variant.operation.preferred(query)
+    return variant.is_own or preferred
+
+
+def held_back(variant: Variant, query: Query, measured: Measured | None) -> str | None:
+    """Return why ``auto`` leaves out a variant that can run a call, as a predicate that completes "it ...", or ``None``.
+
+    Variants of the operation's own package are tested on its probes there, and the operation may prefer others by name. Every
+    other variant must have been measured near the call in a run in which it passed the probes, or at exactly the call's sizes and
+    flags.
+
+    Args:
+        variant: Variant that can run the call.
+        query: Dispatch key of the call.
+        measured: Result of :func:`measured_near` for it.
+    """
+    if not variant.capabilities.automatic:
+        return "runs only by name"
+    operation = variant.operation
+    if is_trusted(variant, query):
+        return None
+    comes = f"comes from the package {variant.package or 'of an unknown name'}"
+    if measured is None or variant.name not in measured.microseconds:
+        return f"{comes} and was not measured near this call, so it runs only by name"
+    if variant.name in measured.probes or measured.is_at(sizes_of(operation, query), query.flags):
+        return None
+    return (
+        f"{comes} and passed no probes of {operation.name} (edge cases) when it was measured, so it is chosen only at the sizes "
+        f"and flags that were measured; the nearest are {measured.where()}"
+    )
 
 
 def pick(variant: str, query: Query) -> Variant:
@@ -137,13 +181,17 @@ def measured_near(operation: Operation[..., Any], query: Query) -> Measured | No
         return None
     if query.device_type != "cpu" and not (query.device_type == "cuda" and torch.cuda.is_available()):
         return None
-    sizes = dict(zip(operation.dimensions, query.sizes, strict=True))
     return nearest(
         describe(query.device),
         operation.name,
         query.direction,
         query.dtype,
-        sizes,
+        sizes_of(operation, query),
         query.flags,
         variants=operation.variants.keys(),
     )
+
+
+def sizes_of(operation: Operation[..., Any], query: Query) -> dict[str, int]:
+    """Return the sizes of a call by the operation's dimensions."""
+    return dict(zip(operation.dimensions, query.sizes, strict=True))

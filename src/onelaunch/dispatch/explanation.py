@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from onelaunch.dispatch.choice import TIE, able, choose, measured_near
+from onelaunch.dispatch.choice import TIE, able, choose, held_back, is_trusted, measured_near, sizes_of
 from onelaunch.dispatch.measured import Measured
 from onelaunch.operation import Operation, Query, find_operation
 
@@ -25,6 +26,8 @@ class Standing:
     """Time in microseconds of the nearest measured call; ``None`` if there is none."""
     times_slower: float | None
     """Ratio of this time to that of the fastest measured variant that can run."""
+    held_back: str | None = None
+    """Reason why ``auto`` leaves out a variant of another package that can run the call; ``None`` if it does not."""
 
 
 @dataclass(frozen=True)
@@ -58,15 +61,35 @@ def explain(query: Query) -> Explanation:
             reason_against=variant.why_not(query),
             microseconds=times.get(name),
             times_slower=times[name] / fastest if fastest and name in times else None,
+            held_back=held_back(variant, query, measured) if name in can_run and variant.capabilities.automatic else None,
         )
         for name, variant in operation.variants.items()
     )
     if chosen.name in times and measured:
         because = f"it is the fastest of our variants, or at most {TIE - 1:.0%} slower, as measured at {measured.where()}"
+        if not is_trusted(chosen, query):
+            because = f"it is the fastest variant, or at most {TIE - 1:.0%} slower, as measured at {measured.where()}"
+            because += _trusted(operation, query, chosen.name, measured)
     else:
         order = f"{operation.name}'s order of preference on {query.device_type}"
         because = f"it is the first in {order} that can run; {_unmeasured(operation, query, measured)}"
+    because += _faster_but_held_back(standings, chosen.name)
     return Explanation(query, chosen.name, because, standings, measured.path if measured else None)
+
+
+def _trusted(operation: Operation[..., Any], query: Query, name: str, measured: Measured) -> str:
+    """Return why a measured variant of another package may be chosen."""
+    if name in measured.probes:
+        return f"; there it passed the probes of {operation.name}"
+    assert measured.is_at(sizes_of(operation, query), query.flags)  # noqa: S101 - otherwise it would have been held back
+    return "; exactly these sizes and flags were measured"
+
+
+def _faster_but_held_back(standings: Sequence[Standing], chosen: str) -> str:
+    """Return a clause for each variant that was faster at the measured call than the chosen one and is held back."""
+    time = next(each.microseconds for each in standings if each.variant == chosen)
+    faster = [each for each in standings if each.microseconds is not None and (time is None or each.microseconds < time)]
+    return "".join(f". {each.variant} was faster there, but {each.held_back}" for each in faster if each.held_back is not None)
 
 
 def _unmeasured(operation: Operation[..., Any], query: Query, measured: Measured | None) -> str:

@@ -7,6 +7,7 @@ tests, the studies, the dispatcher and the documentation all read these objects;
 from onelaunch.operation.case import Bundle, Case, Reading
 from onelaunch.operation.cost import Cost, launch_count
 from onelaunch.operation.definition import Operation
+from onelaunch.operation.probe import Probe
 from onelaunch.operation.query import (
     AUTO,
     DIRECTIONS,
@@ -43,6 +44,7 @@ __all__ = [
     "LoopMaker",
     "Operation",
     "Outputs",
+    "Probe",
     "Query",
     "Reading",
     "Shapes",

@@ -13,6 +13,7 @@ from onelaunch.device.architectures import architecture_of
 from onelaunch.errors import ArgumentError, UnknownVariant
 from onelaunch.operation.case import Case, Reading
 from onelaunch.operation.cost import Cost
+from onelaunch.operation.probe import Probe, Probes
 from onelaunch.operation.query import AUTO, NAME, Call, Direction, Outputs, P, Query, R, Shapes, parse_dtype
 from onelaunch.operation.variant import Control, LoopMaker, Variant
 from onelaunch.wording import did_you_mean, listing
@@ -64,6 +65,7 @@ class Operation(Generic[P, R]):
         self._cost: Callable[[Case, Variant | None, Direction], Cost] | None = None
         self._preference: Callable[[Query], tuple[str, ...]] | None = None
         self._query: Callable[[Case, str, bool], Query] | None = None
+        self._probes: Probes | None = None
         self.shapes_of: Callable[[Any], Shapes] | None = None
         """Function registered with :meth:`shapes`, or ``None``."""
 
@@ -184,17 +186,41 @@ class Operation(Generic[P, R]):
         self._preference = _only(self._preference, function, self, "prefers")
         return function
 
+    def probes(self, function: Probes) -> Probes:
+        """Register the decorated function, which yields the operation's edge cases, as :class:`Case` or :class:`Probe` objects.
+
+        They are few and small, so that judging a variant on all of them takes seconds on a CPU.
+        """
+        self._probes = _only(self._probes, function, self, "probes")
+        return function
+
     # Queries: methods for tests, studies and the dispatcher
+
+    def listed_probes(self) -> list[Probe]:
+        """Return the probes of the operation, or none if it has registered none.
+
+        Raises:
+            ArgumentError: The registered function yields something else, or two probes of one name.
+        """
+        probes = [Probe(each) if isinstance(each, Case) else each for each in (self._probes() if self._probes else ())]
+        if (wrong := next((each for each in probes if not isinstance(each, Probe)), None)) is not None:
+            raise ArgumentError(f"The probes of {self.name} hold {wrong!r}; each must be a Case or a Probe.")
+        names = [str(each) for each in probes]
+        if (twice := next((name for name in names if names.count(name) > 1), None)) is not None:
+            raise ArgumentError(f"Two probes of {self.name} are named {twice!r}; each needs a name of its own.")
+        return probes
 
     def preference(self, query: Query) -> list[str]:
         """Return the names of all variants in the order of preference that decides where no similar call was measured.
 
         The meta device, on which nothing is computed, has the order of a CPU, since those variants read no tensor on the host.
         """
+        return [name for name in dict.fromkeys((*self.preferred(query), *self.variants)) if name in self.variants]
+
+    def preferred(self, query: Query) -> tuple[str, ...]:
+        """Return the names that the operation itself prefers for a query; some may be names of variants that do not exist."""
         kind = "cpu" if query.device_type == "meta" else query.device_type
-        preferred = self._preference(query) if self._preference else ()
-        first = (*preferred, *self.defaults.get(kind, ()), *self.variants)
-        return [name for name in dict.fromkeys(first) if name in self.variants]
+        return (*(self._preference(query) if self._preference else ()), *self.defaults.get(kind, ()))
 
     def case(self, dtype: torch.dtype | str, *, name: str = "", **given: Any) -> Case:
         """Return a checked case of sizes and options, such as ``linear_rnn.case("float16", B=4, T=2048, D=256, V=64)``."""

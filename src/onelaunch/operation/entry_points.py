@@ -1,7 +1,8 @@
 """Load plug-ins: modules of other packages that register operations or variants when they are imported.
 
 An installed package announces a plug-in in the entry-point group :data:`GROUP`. Each entry is imported separately. If one fails,
-its registrations are taken back, and one :class:`~onelaunch.errors.PluginWarning` names the entry and its distribution.
+its registrations are taken back, and one :class:`~onelaunch.errors.PluginWarning` names the entry and its distribution. So it is
+with an entry that replaces an operation, a variant or a function of one that was registered before.
 Everything else works as if that package were not installed. KeyboardInterrupt is passed on.
 """
 
@@ -12,6 +13,7 @@ import threading
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from onelaunch.errors import PluginWarning
 from onelaunch.wording import in_a_line
@@ -35,6 +37,22 @@ class Plugin:
     """Name and version of the package that announces it, or ``an unknown distribution``."""
     problem: str | None = None
     """Reason why it was not loaded, in one line; ``None`` when it was."""
+    adds: tuple[str, ...] = ()
+    """Operations and variants that it registered, as ``operation`` or ``operation.variant``."""
+
+
+class Snapshot(Protocol):
+    """Protocol of the state of the registry before a plug-in is loaded."""
+
+    def restore(self) -> None:
+        """Take back all later registrations and replacements."""
+
+    def added(self) -> tuple[str, ...]:
+        """Return the names of operations and variants registered since."""
+        ...
+
+    def problem(self) -> str | None:
+        """Return a sentence if something has been replaced since, else ``None``."""
 
 
 @dataclass
@@ -52,13 +70,13 @@ class _State:
 _STATE = _State()
 
 
-def load_once(before: Callable[[], None], snapshot: Callable[[], Callable[[], None]]) -> tuple[Plugin, ...]:
+def load_once(before: Callable[[], None], snapshot: Callable[[], Snapshot]) -> tuple[Plugin, ...]:
     """Import every announced plug-in at the first call, and warn about each that fails.
 
     Args:
         before: Function called once if there is any entry. It registers onelaunch's own operations, so that no plug-in can take
             their names.
-        snapshot: Function called before each entry. It returns a function that undoes all later registrations.
+        snapshot: Function called before each entry. It returns the state that all later registrations are compared with.
 
     Returns:
         All entries in the order of their announcement, or none for a call that a plug-in makes while it is loaded.
@@ -83,24 +101,26 @@ def forget() -> None:
     _STATE.loaded = None
 
 
-def _load(entry: importlib.metadata.EntryPoint, take_back: Callable[[], None]) -> Plugin:
-    """Import one entry; if that fails, undo its registrations and warn."""
+def _load(entry: importlib.metadata.EntryPoint, before: Snapshot) -> Plugin:
+    """Import one entry; if that fails, or if it replaces what others registered, undo its registrations and warn."""
     name, module, distribution = entry.name, entry.value, _distribution(entry)
     try:
         entry.load()
     except KeyboardInterrupt:
-        take_back()
+        before.restore()
         raise
     except BaseException as error:  # noqa: BLE001 - a plug-in is another package's code and may fail in any way
-        take_back()
-        return _left_out(name, module, distribution, error)
-    return Plugin(name, module, distribution)
+        before.restore()
+        return _left_out(name, module, distribution, f"{type(error).__name__}: {in_a_line(error)}")
+    if (problem := before.problem()) is not None:
+        before.restore()
+        return _left_out(name, module, distribution, problem, raised=False)
+    return Plugin(name, module, distribution, adds=before.added())
 
 
-def _left_out(name: str, module: str, distribution: str, error: BaseException) -> Plugin:
+def _left_out(name: str, module: str, distribution: str, problem: str, *, raised: bool = True) -> Plugin:
     """Warn that a plug-in is left out, and return it with the reason."""
-    problem = f"{type(error).__name__}: {in_a_line(error)}"
-    warnings.warn(PluginWarning(name, module, distribution, problem=problem), stacklevel=2)
+    warnings.warn(PluginWarning(name, module, distribution, problem=problem, raised=raised), stacklevel=2)
     return Plugin(name, module, distribution, problem)
 
 
@@ -112,7 +132,7 @@ def _announced() -> tuple[tuple[importlib.metadata.EntryPoint, ...], tuple[Plugi
     try:
         return tuple(importlib.metadata.entry_points(group=GROUP)), ()
     except Exception as error:  # noqa: BLE001 - a malformed metadata file of any package raises here
-        return (), (_left_out("all", f"the group {GROUP}", UNKNOWN, error),)
+        return (), (_left_out("all", f"the group {GROUP}", UNKNOWN, f"{type(error).__name__}: {in_a_line(error)}"),)
 
 
 def _distribution(entry: importlib.metadata.EntryPoint) -> str:

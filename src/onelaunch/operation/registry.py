@@ -62,23 +62,50 @@ def plugins() -> tuple[Plugin, ...]:
 
     A plug-in that asks for operations while it is loaded sees those that are registered by then.
     """
-    return load_once(_load_our_own, _snapshot)
+    return load_once(_load_our_own, _Snapshot)
 
 
-def _snapshot() -> Callable[[], None]:
-    """Return a function that restores the present state of the registry, of every operation and of every variant."""
-    known = dict(_REGISTRY)
-    parts = [part for each in known.values() for part in (each, *each.variants.values())]
-    states = [(part, {name: _copied(value) for name, value in vars(part).items()}) for part in parts]
+class _Snapshot:
+    """State of the registry, of every operation and of every variant, before a plug-in is loaded."""
 
-    def put_back() -> None:
+    FUNCTIONS = ("_function", "bind", "_oracle", "_inputs", "_cost", "_query", "_probes", "shapes_of", "run")
+    """Attributes of operations and variants that no plug-in may replace once they are set."""
+
+    def __init__(self) -> None:
+        self._known = dict(_REGISTRY)
+        self._parts = self._named()
+        self._states = {name: {key: _copied(value) for key, value in vars(part).items()} for name, part in self._parts.items()}
+
+    def restore(self) -> None:
+        """Take back all later registrations and replacements."""
         _REGISTRY.clear()
-        _REGISTRY.update(known)
-        for part, state in states:
+        _REGISTRY.update(self._known)
+        for name, part in self._parts.items():
             vars(part).clear()
-            vars(part).update(state)
+            vars(part).update(self._states[name])
 
-    return put_back
+    def added(self) -> tuple[str, ...]:
+        """Return the names of operations and variants registered since: ``operation`` or ``operation.variant``."""
+        return tuple(name for name in self._named() if name not in self._parts)
+
+    def problem(self) -> str | None:
+        """Return a sentence if an operation, a variant or one of its functions has been replaced since, else ``None``."""
+        present = self._named()
+        for name, part in self._parts.items():
+            kept = present.get(name) is part and all(
+                self._states[name].get(key) is None or vars(part).get(key) is self._states[name][key] for key in self.FUNCTIONS
+            )
+            if not kept:
+                return f"it replaces {name} or a function of it; a plug-in may only add operations and variants of new names"
+        return None
+
+    @staticmethod
+    def _named() -> dict[str, Operation[..., Any] | Variant]:
+        """Return all operations and variants by name."""
+        found: dict[str, Operation[..., Any] | Variant] = {}
+        for name, each in _REGISTRY.items():
+            found |= {name: each, **{f"{name}.{variant}": part for variant, part in each.variants.items()}}
+        return found
 
 
 def _copied(value: Any) -> Any:

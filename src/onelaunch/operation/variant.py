@@ -137,6 +137,8 @@ class Variant:
         self.operation = operation
         self.name = name
         self.run = run
+        self.registered = run
+        """Function that was registered. It differs from ``run`` if somebody replaced that later."""
         self.capabilities = Capabilities.of(operation.name, name, tags)
         self.tags = {key: value for key, value in tags.items() if key not in _UNSELECTABLE}
         """Keywords of the registration by which studies select variants: capabilities, and free ones such as ``gemm``."""
@@ -168,6 +170,19 @@ class Variant:
 
     def __call__(self, call: Any) -> Any:
         return self.run(call)
+
+    @property
+    def package(self) -> str:
+        """Name of the top-level package that holds the variant's function, such as ``onelaunch``; empty if it has none.
+
+        It follows the function that runs: if another package replaces ``run``, this is the name of that package.
+        """
+        return root_of(self.run)
+
+    @property
+    def is_own(self) -> bool:
+        """Flag that the variant belongs to the package of its operation, whose tests run the operation's probes on it."""
+        return self.package == root_of(self.operation)
 
     @property
     def launches(self) -> int | None:
@@ -228,6 +243,11 @@ class Variant:
         from onelaunch.operation.examples import recorded_builds  # imported here, since it imports this module
 
         return [*listed, *recorded_builds(self, self._examples(), architecture)]
+
+
+def root_of(part: object) -> str:
+    """Return the name of the top-level package of a function or an operation, or an empty string if it names no module."""
+    return (getattr(part, "__module__", None) or "").partition(".")[0]
 
 
 @dataclass(frozen=True)

@@ -252,7 +252,10 @@ def _rows(result: Result) -> list[dict[str, Any]]:
             if times and all(cell.status != "interrupted" for cell in cells):
                 sizes = {name: shape.sizes[name] for name in dimensions}
                 fastest_first = dict(sorted(times.items(), key=lambda entry: entry[1]))  # for people who open the table
-                rows.append(_row(result.study.operation, direction, shape.dtype, flags, sizes, fastest_first))
+                row = _row(result.study.operation, direction, shape.dtype, flags, sizes, fastest_first)
+                reports = {name: result.probes[name] for name in times if name in result.probes}
+                met = sorted(name for name, report in reports.items() if report.passed and not report.failed)
+                rows.append(row | ({"probes": met} if met else {}))
     return rows
 
 

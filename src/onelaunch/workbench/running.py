@@ -23,6 +23,7 @@ from onelaunch.workbench.measure.count import Request, analytic, count_all
 from onelaunch.workbench.measure.timing import Interrupted, Measurements, below, measure
 from onelaunch.workbench.result import Cell, Noise, Result, StoredCeilings, Traffic
 from onelaunch.workbench.result.provenance import provenance
+from onelaunch.workbench.result.sources import variant_sources
 from onelaunch.workbench.study import Shape, Study, measures
 from onelaunch.workbench.study.plan import PlannedCell, StudyPlan, plan_study
 from onelaunch.workbench.verify import Judge
@@ -104,6 +105,7 @@ class Run:
     """Cases that are measured completely."""
 
     def __post_init__(self) -> None:
+        variant_sources(self.study)  # caches the digests now, so that files changed during the run are not taken for what ran
         self.judge = Judge(ORACLE_BYTES.get(self.device.type, 1 << 30))
         self.counted = _cases_to_count(self.study, self.options.count)
         """Cases at which DRAM bytes are counted."""
@@ -377,10 +379,19 @@ def _differences(earlier: Result, now: Result) -> list[str]:
     then, here = earlier.provenance, now.provenance
     facts = {"study": (earlier.study_digest[:12], now.study_digest[:12])}
     facts |= {name: (getattr(then, name), getattr(here, name)) for name in ("device", "driver", "commit", "scale", "rounds")}
+    facts |= {"files of onelaunch": (then.package[:12], here.package[:12])} if then.package and then.commit == here.commit else {}
     facts |= {package: (then.versions.get(package), here.versions.get(package)) for package in {**then.versions, **here.versions}}
-    return [
+    for name in then.variants.keys() & here.variants.keys():
+        one, other = then.variants[name], here.variants[name]
+        facts[f"source of the variant {name}"] = one.source[:12], other.source[:12]
+        facts[f"distribution of the variant {name}"] = one.distribution, other.distribution
+    found = [
         f"{what} {before or 'none'} then, {after or 'none'} now" for what, (before, after) in facts.items() if before != after
     ]
+    # A commit with changes does not say which changes. Results of older versions hold no digests that would.
+    if then.commit == here.commit and then.commit.endswith("-dirty") and not (then.package and then.variants):
+        found.append(f"commit {then.commit} both times, with changes that may differ, because the earlier run stored no digests")
+    return found
 
 
 def _cases_to_count(study: Study, count: bool | Literal["all"]) -> frozenset[tuple[str, Direction]]:

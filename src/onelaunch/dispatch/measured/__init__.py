@@ -8,8 +8,9 @@ To ship a table, adopt results into a folder and copy the file into this one; no
 
 A file is named after its device, such as ``nvidia-h200.json``. The name for a CPU holds its model, such as ``cpu-amd-epyc.json``,
 and the table is used only on that model. A file holds ``{"device": name, "source": [...], "rows": [row, ...]}`` with rows of the
-form ``{operation, direction, dtype, flags, sizes, microseconds: {variant: time}}``. The flags are those of the query and may be
-absent. A table with any other content is ignored with one :class:`~onelaunch.errors.TableNotice`.
+form ``{operation, direction, dtype, flags, sizes, microseconds: {variant: time}, probes: [variant, ...]}``. The flags are those
+of the query. ``probes`` names the variants that passed the operation's probes in the run that measured them. Both may be absent.
+A table with any other content is ignored with one :class:`~onelaunch.errors.TableNotice`.
 """
 
 from __future__ import annotations
@@ -66,6 +67,12 @@ class Measured:
     """Flags of the query."""
     path: Path | None = None
     """File that the row was read from."""
+    probes: frozenset[str] = frozenset()
+    """Names of the variants that passed the operation's probes when they were measured."""
+
+    def is_at(self, sizes: Mapping[str, int], flags: Iterable[str]) -> bool:
+        """Return whether exactly these sizes and flags were measured."""
+        return dict(self.sizes) == dict(sizes) and self.flags == frozenset(flags)
 
     def where(self) -> str:
         """Return the sizes, the flags and the device on one line."""
@@ -104,7 +111,8 @@ def nearest(
     def distance(row: Measured) -> float:
         return len(row.flags ^ wanted) + sum(abs(math.log2(max(row.sizes[key], 1) / max(sizes[key], 1))) for key in row.sizes)
 
-    best = min(rows.values(), key=distance, default=None)
+    # A size of 0 counts as 1 in a distance, so a row of another call can have the distance 0.
+    best = min(rows.values(), key=lambda row: (distance(row), not row.is_at(sizes, wanted)), default=None)
     return best if best is not None and distance(best) <= NEAR else None
 
 
@@ -131,7 +139,9 @@ def read(path: Path) -> tuple[str, list[str], dict[Key, Measured]]:
     for index, row in enumerate(rows):
         if (problem := _problem(row)) is not None:
             raise ValueError(f"row {index} {problem}")
-        found[key_of(row)] = Measured(device, row["sizes"], row["microseconds"], frozenset(row.get("flags", ())), path)
+        found[key_of(row)] = Measured(
+            device, row["sizes"], row["microseconds"], frozenset(row.get("flags", ())), path, frozenset(row.get("probes", ()))
+        )
     return device, source, found
 
 
@@ -197,6 +207,8 @@ def _problem(row: object) -> str | None:
             return f"has {key} {row.get(key)!r}; it must be a string"
     if not _strings(row.get("flags", [])):
         return f"has flags {row['flags']!r}; they must be a list of strings"
+    if not _strings(row.get("probes", [])):
+        return f"has probes {row['probes']!r}; they must be a list of names of variants"
     sizes, times = row.get("sizes"), row.get("microseconds")
     if not isinstance(sizes, dict) or not all(_is_size(size) for size in sizes.values()):
         return f"has sizes {sizes!r}; they must be whole numbers of at least 0 by name"

@@ -2,6 +2,6 @@
 
 from onelaunch.ops.gated_scan.contract import gated_scan
 
-from onelaunch.ops.gated_scan import cost, reference, variants  # isort: skip  (register into gated_scan)
+from onelaunch.ops.gated_scan import cost, probes, reference, variants  # isort: skip  (register into gated_scan)
 
-__all__ = ["cost", "gated_scan", "reference", "variants"]
+__all__ = ["cost", "gated_scan", "probes", "reference", "variants"]

@@ -3,6 +3,6 @@
 from onelaunch.ops.gla.contract import gla
 from onelaunch.ops.gla.functions import chunk_gla, chunk_simple_gla, fused_recurrent_gla
 
-from onelaunch.ops.gla import cost, reference, variants  # isort: skip  (register into gla)
+from onelaunch.ops.gla import cost, probes, reference, variants  # isort: skip  (register into gla)
 
-__all__ = ["chunk_gla", "chunk_simple_gla", "cost", "fused_recurrent_gla", "gla", "reference", "variants"]
+__all__ = ["chunk_gla", "chunk_simple_gla", "cost", "fused_recurrent_gla", "gla", "probes", "reference", "variants"]

@@ -3,6 +3,6 @@
 from onelaunch.ops.projections.contract import projections
 from onelaunch.ops.projections.layout import Segment
 
-from onelaunch.ops.projections import cost, reference, variants  # isort: skip  (register into projections)
+from onelaunch.ops.projections import cost, probes, reference, variants  # isort: skip  (register into projections)
 
-__all__ = ["Segment", "cost", "projections", "reference", "variants"]
+__all__ = ["Segment", "cost", "probes", "projections", "reference", "variants"]

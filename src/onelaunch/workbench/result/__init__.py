@@ -12,6 +12,7 @@ from onelaunch.workbench.result.schema import (
     Noise,
     Outcome,
     Plan,
+    ProbeReport,
     Provenance,
     Regime,
     Result,
@@ -20,6 +21,7 @@ from onelaunch.workbench.result.schema import (
     StoredCeilings,
     Timing,
     Traffic,
+    VariantSource,
     Verdict,
 )
 
@@ -35,6 +37,7 @@ __all__ = [
     "Noise",
     "Outcome",
     "Plan",
+    "ProbeReport",
     "Provenance",
     "Regime",
     "Result",
@@ -43,5 +46,6 @@ __all__ = [
     "StoredCeilings",
     "Timing",
     "Traffic",
+    "VariantSource",
     "Verdict",
 ]

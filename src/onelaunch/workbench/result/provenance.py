@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import importlib.metadata
 import os
 import platform
@@ -21,6 +20,8 @@ import onelaunch
 from onelaunch.device.hardware import describe
 from onelaunch.operation import Operation, find_operation
 from onelaunch.workbench.result.schema import Provenance
+from onelaunch.workbench.result.sources import distributions as _distributions
+from onelaunch.workbench.result.sources import package_digest, variant_sources
 from onelaunch.workbench.study import Scale, Study
 
 PACKAGE = Path(onelaunch.__file__).parent
@@ -46,19 +47,21 @@ def provenance(
         clocks: Sampled clocks, one dictionary for each case.
         command: Command line of the run; this process's own if empty.
     """
-    facts = describe(str(device))
+    facts, committed = describe(str(device)), commit()
     return Provenance(
         device=facts.name,
         slug=facts.slug,
         architecture=facts.architecture,
         driver=driver(device),
         versions=versions(study),
-        commit=commit(),
+        commit=committed,
+        package=package_digest() if not committed or committed.endswith("-dirty") else "",
         date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
         clocks=merge_clocks(clocks),
         command=command or spelled(sys.argv),
         scale=scale,
         rounds=rounds,
+        variants=variant_sources(study),
     )
 
 
@@ -101,12 +104,6 @@ def _providers(owner: Operation[..., Any], study: Study) -> dict[str, str]:
     packages = {(getattr(each, "__module__", None) or "").partition(".")[0] for each in made} - {"", "onelaunch", "__main__"}
     owners = _distributions() if packages else {}
     return {name: importlib.metadata.version(name) for package in sorted(packages) for name in owners.get(package, ())}
-
-
-@functools.cache
-def _distributions() -> Mapping[str, list[str]]:
-    """Return the names of the installed distributions by import name, cached because the search takes a fifth of a second."""
-    return importlib.metadata.packages_distributions()
 
 
 def spelled(arguments: Sequence[str]) -> str:

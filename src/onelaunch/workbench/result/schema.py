@@ -92,6 +92,22 @@ class Verdict(Stored):
         return f"correct; {worst.name} is nearest to its limit, {worst.error:.1e} of {worst.allowed:.1e}" if worst else "correct"
 
 
+class ProbeReport(Stored):
+    """Outcome of judging a variant on the probes of its operation (edge cases), each in every direction that it has."""
+
+    passed: Count
+    """Number of calls that were judged correct."""
+    refused: Count = 0
+    """Number of calls that the variant or the contract refused with a reason."""
+    failed: tuple[Words, ...] = ()
+    """One sentence for each call that was wrong or raised an error; it begins with the name of the probe."""
+
+    @property
+    def met(self) -> bool:
+        """True if no call failed and at least one was judged correct: a variant that refuses everything has shown nothing."""
+        return self.passed > 0 and not self.failed
+
+
 class Timing(Stored):
     """Time of one variant in one regime."""
 
@@ -242,8 +258,19 @@ class Decision(Grown, Stored):
     baseline; they decide nothing."""
 
 
-class Provenance(Stored):
+class VariantSource(Stored):
+    """Source of the code of one variant."""
+
+    source: Words
+    """SHA-256 of the files that the variant runs, see :mod:`onelaunch.workbench.result.sources`; empty if there is no file."""
+    distribution: Words = ""
+    """Name and version of the distribution that provides the variant, such as ``onelaunch 0.3.0``; empty if it has none."""
+
+
+class Provenance(Grown, Stored):
     """Provenance of a result: device, time, software and command."""
+
+    LATER = ("variants", "package")
 
     device: Words
     slug: Slug
@@ -264,6 +291,10 @@ class Provenance(Stored):
     """Scale of the shapes that ran, ``small`` or ``full``."""
     rounds: Count = 0
     """Number of rounds that were asked for."""
+    variants: dict[Name, VariantSource] = Field(default_factory=dict)
+    """Sources of the study's variants by name. Empty in results of older versions."""
+    package: Words = ""
+    """SHA-256 of the sources of onelaunch where ``commit`` does not determine them: it is empty or ends in ``-dirty``."""
 
 
 class StoredCeilings(Grown, Stored):
@@ -280,8 +311,10 @@ class StoredCeilings(Grown, Stored):
     spread: dict[Words, Amount] | None = None
 
 
-class Result(Stored):
+class Result(Grown, Stored):
     """Result of a finished or interrupted study."""
+
+    LATER = ("probes",)
 
     schema_version: Literal[1, 2, 3] = SCHEMA
     study: Study
@@ -298,6 +331,8 @@ class Result(Stored):
     """Sentences on how it was measured: input sets, rounds, why a case stopped early, why nothing was counted."""
     interrupted: bool = False
     """True if the run ended early, and in the partial result that is saved during a run."""
+    probes: dict[Name, ProbeReport] = Field(default_factory=dict)
+    """Outcomes of the operation's probes by variant. Empty in results of older versions, and for an operation without probes."""
 
     def cell(self, shape: str, variant: str, direction: Direction = "forward") -> Cell | None:
         """Return the measurement of a variant or control at a shape, or ``None``."""

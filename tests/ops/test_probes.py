@@ -1,0 +1,115 @@
+"""Tests of the operations' probes: the edge cases on which every variant is judged before its times count."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+
+from onelaunch.dispatch.capture import compiler_missing
+from onelaunch.errors import OneLaunchError
+from onelaunch.operation import operations
+from onelaunch.workbench.verify import Judge, run_probes
+from onelaunch.workbench.verify.probes import Prepared
+from tests.ops.cases import GATED_SCAN, pytorch_variants
+
+NAMES = ["decode_step", "gated_scan", "gla", "gla_layer", "linear_rnn", "output_chain", "projections", "swiglu"]
+NEED_A_GPU = {"captured", "graph", "packed", "packed_states"}
+"""Variants without launches of their own that no CPU can run."""
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Compute with one thread: the tensors are small, and threads that wait for each other take several times as long."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@functools.cache
+def judge() -> Judge:
+    """Return one judge for all tests, so that the variants of an operation share its references."""
+    return Judge()
+
+
+def operation_of(name):
+    return next(each for each in operations() if each.name == name)
+
+
+def cpu_variants():
+    """Return the pairs of an operation's name and a variant in plain PyTorch that runs on a CPU."""
+    return [
+        (each.name, name)
+        for each in operations()
+        if each.name in NAMES
+        for name in pytorch_variants(each)
+        if name not in NEED_A_GPU
+    ]
+
+
+def test_every_operation_lists_probes():
+    ours = [each.name for each in operations() if each.__module__.startswith("onelaunch.")]
+    assert ours == NAMES
+    assert all(operation_of(name).listed_probes() for name in ours)
+
+
+@pytest.mark.parametrize(("operation", "variant"), cpu_variants())
+def test_variants_in_pytorch_meet_every_probe(operation, variant):
+    report = run_probes(judge(), operation_of(operation), variant)
+    assert report.failed == ()
+    assert report.met
+    # A probe that every variant refused would test nothing. The first variant takes all that the contract takes.
+    if variant == next(name for each, name in cpu_variants() if each == operation):
+        assert report.refused == sum(probe.refused for probe in operation_of(operation).listed_probes())
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "decode_step"])
+def test_a_transposed_probe_has_the_values_of_its_case_in_other_strides(name):
+    operation = operation_of(name)
+    probe = next(each for each in operation.listed_probes() if str(each) == "transposed")
+    plain = operation.make_inputs(probe.case, torch.device("cpu"), 0).arguments
+    found = Prepared(operation, probe).make_inputs(probe.case, torch.device("cpu"), 0).arguments
+    tensors = {key: value for key, value in plain.items() if isinstance(value, torch.Tensor)}
+    assert all(torch.equal(found[key], value) for key, value in tensors.items())
+    assert any(found[key].stride() != value.stride() for key, value in tensors.items())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_contract_refuses_a_tensor_on_another_device(name):
+    operation = operation_of(name)
+    probe = next(each for each in operation.listed_probes() if each.refused)
+    arguments = Prepared(operation, probe).make_inputs(probe.case, torch.device("cpu"), 0).arguments
+    with pytest.raises(OneLaunchError, match=r"device|meta"):
+        operation(**arguments)
+
+
+@pytest.mark.interpret
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", ["fused", "separate"])
+def test_interpreted_kernels_meet_the_probes_of_the_scan(variant):
+    """The kernels' tests make one call per probe; here the whole gate judges each."""
+    report = run_probes(judge(), GATED_SCAN, variant)
+    assert report.failed == ()
+    assert report.met
+
+
+@pytest.mark.slow
+def test_compiled_expressions_meet_the_probes_of_the_scan():
+    if reason := compiler_missing(GATED_SCAN.query(GATED_SCAN.case("float32", B=1, T=1, V=1), "cpu")):
+        pytest.skip(reason)
+    report = run_probes(judge(), GATED_SCAN, "compiled")
+    assert report.failed == ()
+    assert report.met
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", NAMES)
+def test_all_variants_meet_the_probes_on_a_gpu(name):
+    operation, gpu = operation_of(name), torch.device("cuda:0")
+    ours = [
+        each for each, variant in operation.variants.items() if variant.capabilities.automatic and not variant.capabilities.tunes
+    ]
+    failed = {each: report.failed for each in ours if (report := run_probes(judge(), operation, each, gpu)).failed}
+    assert failed == {}
