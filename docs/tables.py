@@ -1,4 +1,4 @@
-"""Write the generated parts of the documentation: tables of variants, of measurements and of the keys of a study file."""
+"""Write the generated parts of the documentation: tables of variants, measurements and study keys, the notebook's contents."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ELSEWHERE = {"decode_step": "decode.md"}
 
 
 def write(folder: Path, results: Path, notebook: Path, studies: Path) -> None:
-    """Write all generated pages to a folder: tables of variants and measured times by operation, study keys and measures."""
+    """Write all generated pages to a folder: variants and times by operation, overview, notebook's contents, keys, measures."""
     folder.mkdir(parents=True, exist_ok=True)
     stored = [(path, Result.load(path)) for path in sorted(results.glob("**/*.json"))] if results.is_dir() else []
     for operation in operations():
@@ -62,5 +62,5 @@ def _variants(operation: Operation) -> str:
 
 
 def _rank(variant: Variant) -> int:
-    """Return the sort key of a variant: our own kernels (0), then PyTorch (1), then other libraries (2)."""
+    """Return the sort key of a variant: a stated number of launches (0), then "many", as PyTorch has (1), then libraries (2)."""
     return 2 if variant.capabilities.requires else int(variant.launches is None)

@@ -1,4 +1,4 @@
-"""Tests of errors: every message names the problem and the remedy, and classes derive from the built-in ones callers expect."""
+"""Tests of errors: messages name the problem and mostly the remedy, and classes derive from the built-in ones callers expect."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_errors_can_be_caught_as_built_in_errors(error, expected):
     assert issubclass(error, expected)
 
 
-def test_every_error_has_one_base_and_a_docstring():
+def test_every_error_derives_from_onelaunch_error_and_has_a_docstring():
     classes = [found for _, found in inspect.getmembers(errors, inspect.isclass) if found.__module__ == errors.__name__]
     assert len(classes) > 15
     for found in classes:

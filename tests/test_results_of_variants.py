@@ -1,4 +1,4 @@
-"""Tests of the check of variants' results, and of the choice for single steps of ``gla`` on a CPU.
+"""Tests of the check of variants' results, and of ``gla`` on a CPU for one step or a few: the choice, and steps one by one.
 
 The check covers number, type, device and shape of results; its error names the variant. The gate is the workbench's verification
 against an oracle (``judge``), which each variant must pass before it is timed.
@@ -105,7 +105,7 @@ def test_auto_is_as_fast_as_the_best_variant_for_one_gla_step_on_a_cpu():
         ({"B": 1, "T": 4, "H": 1, "K": 16, "V": 16}, (1, 3), "chunked"),
     ],
 )
-def test_a_cpu_prefers_the_step_loop_only_for_few_steps_of_small_states(sizes, lengths, first):
+def test_a_cpu_prefers_the_step_loop_only_for_one_step_or_for_few_of_small_states(sizes, lengths, first):
     case = gla.case("float32", **sizes, **({"lengths": lengths} if lengths else {}))
     assert gla.preference(gla.query(case, "cpu"))[0] == first
     assert gla.preference(gla.query(case, "cpu", grad=True))[0] == "chunked"

@@ -157,12 +157,12 @@ def in_tiles(values: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
 
 
 def granules(plan: Plan, op: Op, cta: int) -> int:
-    """Return the number of granules of 4 KB that a CTA loads in a phase."""
+    """Return the number of granules of 4 KB that a CTA loads in a phase; the kernel counts them in ``phase_granules``."""
     return plan.phase(op).assignments[cta].units * (width(plan, op) // STEP)
 
 
 def stream_bytes(config: ModelConfig, *, summed: bool = False) -> int:
-    """Return the bytes of a model's stream, which do not depend on the number of CTAs.
+    """Return the bytes of a model's stream, which each token loads once; they do not depend on the number of CTAs.
 
     If the output projection is split over heads (``summed``), it is the largest size over all numbers of query splits.
     """

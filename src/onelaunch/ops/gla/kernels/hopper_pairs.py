@@ -8,7 +8,7 @@ Decay      moderate: ``pairs_from_middle`` anchors all decays at the middle of t
            Strong: ``pairs_by_levels`` is secondary chunking, as in hopper_prepare.py. For blocks of 1, 2, 4, ... 32 steps it
            multiplies every right block with the left block next to it, anchored between the two, so that no factor exceeds 1.
 Sizes      a chunk has C = 64 steps, a panel PANEL = 64 channels. Sums and gradients are [C, PANEL], float32 in registers.
-Given      all operands in the shared memory of hopper_gradients.py, which lists them. All warps of the CTA call these functions
+Given      tiles in the shared memory of hopper_gradients.py, which lists them. All warps of the CTA call these functions
            together; there are no mbarriers here. Writes are fenced before WGMMA reads them, and every product is waited for.
 Registers  are what is scarce. That is why factors are recomputed (``reciprocal``), and why dk of strong decay is added up in
            shared memory (``dk_sum``). ``opaque_zero`` returns a 0 that the compiler cannot know, from an int32 in shared memory
@@ -124,8 +124,8 @@ def pairs_from_middle(dq, onward, dscores, tiles, decay, one, acc: gl.constexpr)
     """Compute the pair terms of dq, dk and dg of a chunk with moderate decay, by one product for each of dq and dk.
 
     A pair s < t belongs to dg of the steps u with s < u <= t. So these terms of dg are the suffix sums of q dq - k dk: the two
-    terms of a pair have opposite signs, and cancel for u <= s. They cancel exactly, because q, k and dP are the same rounded
-    numbers in both of them.
+    terms of a pair have opposite signs, and cancel for u <= s. They cancel but for the rounding of float32 sums, because q, k and
+    dP are the same rounded numbers in both of them.
 
     Args:
         dq: Gradient of the queries so far, [C, PANEL], float32.

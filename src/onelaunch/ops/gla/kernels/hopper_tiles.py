@@ -14,7 +14,7 @@ from onelaunch.kernels.gluon.compat import gl, gluon
 LOG2E = gl.constexpr(1.4426950408889634)
 """Factor from natural logarithms to those of base 2, since the hardware computes ``2^x``."""
 C = gl.constexpr(64)
-"""Steps of a chunk, which is the height of every tile."""
+"""Steps of a chunk, which is the height of every tile but those of states."""
 PANEL = gl.constexpr(64)
 """Channels that one TMA box or one warpgroup takes at once: 64 16-bit numbers are the 128-byte swizzle width."""
 
@@ -170,7 +170,7 @@ SPLIT_FP16 = gl.constexpr("""
 def store_split(x, high, low):
     """Store float32 x as the sum of two 16-bit numbers, x = high + low, into two tiles of one dtype in shared memory.
 
-    high is x rounded, low is the rounded remainder, so that the sum has about twice the mantissa. Five instructions for two
+    high is x rounded, low is the rounded remainder, so that the sum has about twice the mantissa. Six instructions for two
     elements. The caller fences.
     """
     E: gl.constexpr = high.dtype
@@ -188,7 +188,7 @@ def store_split(x, high, low):
 
 @gluon.jit
 def exp2_flushed(x):
-    """Return 2^x, and 0 where that is subnormal: a third of the instructions of an exact one."""
+    """Return 2^x, and 0 where that is subnormal: one instruction, where ex2.approx without ftz takes four."""
     return gl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
 
 
@@ -216,7 +216,7 @@ def zero_tail(tile, left, layout: gl.constexpr):
 
 @gluon.jit
 def clamp_log_decays(tile, layout: gl.constexpr):
-    """Raise the log-decays of a tile in shared memory to the least finite number of the dtype; NaN stays NaN.
+    """Raise the log-decays of a tile in shared memory to at least -1e30 in bfloat16 and -65504 in float16; NaN stays NaN.
 
     They are summed by a product with a matrix of 0 and 1, where -inf times 0 would be NaN. The caller fences.
     """
