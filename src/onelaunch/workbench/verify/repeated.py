@@ -45,9 +45,6 @@ SECONDS = 2.0
 ODD = 3
 """Elements beside a slice, so that it is not aligned as its larger tensor is. The gate itself uses slices that are aligned."""
 
-COMPILES = "compiles"
-"""Tag with which a variant says that it can be called in a function that ``torch.compile`` compiles."""
-
 SHAPES = 256
 """Largest number of calls that are compiled in a process; beyond PyTorch's own limit, functions silently run uncompiled."""
 
@@ -74,7 +71,7 @@ def examine_once(
     - Inputs that are slices without alignment, or expanded, give the right results. A refusal (an
       :class:`~onelaunch.errors.ArgumentError` or :class:`~onelaunch.errors.VariantUnsupported`) is a note.
     - Gradients are right if they come in through each of several results alone, and if only one input asks for one.
-    - A variant with the tag ``compiles`` is right in a function that ``torch.compile`` compiles.
+    - A variant with the capability ``compiles`` is right in a function that ``torch.compile`` compiles.
 
     Args:
         judge: Judge whose cache of oracle outputs is used.
@@ -90,7 +87,7 @@ def examine_once(
         Exception: Any exception of the variant. :func:`onelaunch.workbench.verify.calls.status_of` classifies it.
     """
     device = torch.device(device)
-    candidate, tags = Candidate.variant(operation, variant), operation.get(variant).tags
+    candidate, compiles = Candidate.variant(operation, variant), operation.get(variant).capabilities.compiles
     found = Findings()
     notes: list[str] = []
     with unchanged_switches() as switched:
@@ -100,7 +97,7 @@ def examine_once(
             context, finish = own_stream(device)
             try:
                 with context:
-                    _examine_direction(candidate, reference, found, finish, calls, compiles=bool(tags.get(COMPILES)))
+                    _examine_direction(candidate, reference, found, finish, calls, compiles=compiles)
             except VariantResultError as error:  # the call itself found its outputs to be wrong, so this is no failure to run
                 found.add([str(error)])
             if found.problems:

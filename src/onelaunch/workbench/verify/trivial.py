@@ -36,7 +36,7 @@ def passing_trivially(reference: Reference) -> dict[str, tuple[str, ...]]:
         if expected is None or not expected.numel():
             continue
         axis = time_axis(expected, reference.case.sizes.get("T", 0))
-        tries = {"zeros": torch.zeros_like(expected), "shifted": expected.roll(1, axis)}
+        tries = {"zeros": torch.zeros_like(expected), "shifted": expected.roll(1) if axis is None else expected.roll(1, axis)}
         for argument, value in reference.inputs.arguments.items():
             if isinstance(value, torch.Tensor) and value.shape == expected.shape:
                 tries[f"input {argument}"] = value.detach()
