@@ -289,6 +289,12 @@ def refuses_views(call: ToyCall) -> Results:
     return parallel(call)
 
 
+def fails_for_views(call: ToyCall) -> Results:
+    """Take a view of ``x`` that only a contiguous tensor has."""
+    call.x.view(-1)
+    return parallel(call)
+
+
 def other_bits(call: ToyCall) -> Results:
     """Return other bits in every call, as atomic additions do, all of them right."""
     sums, state = parallel(call)

@@ -76,6 +76,16 @@ def test_a_variant_that_reads_its_input_as_if_it_were_contiguous():
         assert_caught(judged(rogues.contiguous_only, direction), "With inputs that are slices of larger tensors", "y is")
 
 
+def test_a_variant_that_fails_for_slices():
+    assert_caught(judged(rogues.fails_for_views), "With inputs that are slices of larger tensors: it raised RuntimeError")
+
+
+def test_a_variant_of_another_package_that_fails_for_slices_passes_with_a_note():
+    verdict = judged(rogues.fails_for_views, requires="torch")
+    assert verdict.ok
+    assert any("It refuses slices" in note and "view" in note for note in verdict.notes)
+
+
 def test_a_variant_that_refuses_slices_passes_with_a_note():
     verdict = judged(rogues.refuses_views)
     assert verdict.ok
@@ -228,3 +238,33 @@ def test_honest_variants_pass_without_notes():
         assert verdict.ok
         assert verdict.notes == ()
         assert "notes" not in verdict.model_dump(), "files of verdicts without notes stay as they were"
+
+
+# On a GPU
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("variant", HONEST)
+def test_honest_variants_pass_on_a_gpu(variant):
+    verdict = judge(toy_sum, toy_case("float16", B=4, T=512, V=64), variant=variant, device="cuda", directions=BOTH)
+    assert verdict.ok, verdict.explain()
+    assert verdict.notes == ()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("make", "direction", "words"),
+    [
+        (rogues.one_buffer, "forward", "lies in memory that an earlier call returned"),
+        (rogues.saved_in_a_global, "forward_backward", "another call before the backward pass"),
+        (lambda: rogues.contiguous_only, "forward", "slices of larger tensors"),
+        (lambda: rogues.only_if_all_come_in, "forward_backward", "gradients that come in through"),
+        (lambda: rogues.mutates_after(3), "forward", "changed its input x"),
+        (lambda: rogues.state_in_y, "forward", "share memory"),
+        (lambda: rogues.transposed, "forward", "row-major"),
+    ],
+)
+def test_careless_variants_are_caught_on_a_gpu(make, direction, words):
+    case = toy_case(B=4, T=512, V=64)
+    with rogues.registered(make()) as name:
+        assert_caught(judge(toy_sum, case, variant=name, device="cuda", directions=(direction,)), words)

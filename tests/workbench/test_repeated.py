@@ -93,7 +93,7 @@ def test_a_variant_that_refuses_views_passes_with_notes(examined):
     verdict = examined(rogues.refuses_views)
     assert verdict.ok
     assert any("refuses slices" in note for note in verdict.notes)
-    assert any("refuses expanded inputs" in note for note in verdict.notes)
+    assert any("refuses expanded tensors" in note for note in verdict.notes)
 
 
 def test_a_variant_that_gives_a_gradient_only_if_all_inputs_want_one(examined):

@@ -112,17 +112,20 @@ class Candidate:
     """True for variants and controls, which must return exactly the named results. An oracle may return more."""
     operation: str = ""
     """Name of the operation, for messages."""
+    foreign: bool = False
+    """True for a variant that calls another project's package."""
 
     @classmethod
     def variant(cls, operation: Operation[..., Any], name: str) -> Candidate:
         """Return a variant as a user calls it, with the checks and the dispatch of the public function."""
-        operation.get(name)
+        foreign = operation.get(name).capabilities.requires is not None
         return cls(
             name,
             lambda **arguments: operation(**arguments, variant=name),
             operation.outputs,
             strict=True,
             operation=operation.name,
+            foreign=foreign,
         )
 
     @classmethod

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from onelaunch.errors import ArgumentError, VariantUnsupported
+from onelaunch.errors import ArgumentError, VariantResultError, VariantUnsupported
 from onelaunch.operation import Bundle
 from onelaunch.wording import in_a_line
 from onelaunch.workbench.result import ComponentError
@@ -63,7 +63,7 @@ class Findings:
 
 @dataclass
 class _Taken:
-    """Results of a call with the copies that were taken at once, and the inputs of the call."""
+    """Results of a call, with the copies that were taken at once."""
 
     outputs: OutputTensors
     copies: OutputTensors
@@ -165,21 +165,38 @@ def _call_late(
 
 
 def check_slices(candidate: Candidate, reference: Reference, inputs: Inputs, found: Findings, finish: Callable[[], None]) -> bool:
-    """Call with inputs that are slices of larger tensors, and return whether the call takes them. A refusal is a note.
-
-    Compiled functions run eagerly here, since each would be compiled again for these strides.
-    """
-    try:
-        with torch.compiler.set_stance("eager_on_recompile"):
-            outputs = candidate(inputs)
-    except REFUSALS as error:
-        found.note(f"It refuses slices of larger tensors: {in_a_line(error)}")
+    """Call with inputs that are slices of larger tensors, and return whether the call takes them."""
+    (outputs,) = call_with_views(candidate, [inputs], "slices of larger tensors", found)
+    if outputs is None:
         return False
     finish()
     introduction = "With inputs that are slices of larger tensors: "
     found.add(odd_results(outputs) or reference.compare(outputs)[1], introduction)
     found.add(changed_inputs(inputs, reference.inputs), introduction)
     return True
+
+
+def call_with_views(
+    candidate: Candidate, inputs: Sequence[Inputs], views: str, found: Findings
+) -> list[OutputTensors] | list[None]:
+    """Call once for each inputs, and return the outputs, or ``None`` for each if a call raises.
+
+    A refusal is a note: an error of the contract, or any error of another project's package, which makes contracts of its own.
+    Any other error is a problem. Compiled functions run eagerly here, since each would be compiled again for these strides.
+    """
+    try:
+        with torch.compiler.set_stance("eager_on_recompile"):
+            return [candidate(each) for each in inputs]
+    except VariantResultError:
+        raise
+    except torch.OutOfMemoryError:
+        found.note(f"There is too little memory for {views} as inputs.")
+    except Exception as error:  # noqa: BLE001 - any exception of a variant is a finding
+        if isinstance(error, REFUSALS) or candidate.foreign:
+            found.note(f"It refuses {views}: {in_a_line(error)}")
+        else:
+            found.add([f"With inputs that are {views}: it raised {type(error).__name__}: {in_a_line(error)}"])
+    return [None] * len(inputs)
 
 
 def _check_some_gradients(

@@ -17,9 +17,9 @@ from onelaunch.workbench.result import Verdict
 from onelaunch.workbench.verify.bounds import norm_error
 from onelaunch.workbench.verify.calls import Candidate, Inputs, OutputTensors, duplicate
 from onelaunch.workbench.verify.examine import (
-    REFUSALS,
     Findings,
     bundles_of,
+    call_with_views,
     changed_inputs,
     check_groups,
     check_slices,
@@ -165,16 +165,10 @@ def check_expanded(
 ) -> None:
     """Call with expanded inputs, and with contiguous inputs of the same contents, and compare the results.
 
-    The results for contiguous inputs count as right, since the gate has judged such a call. Compiled functions run eagerly here,
-    since each would be compiled again for these strides.
+    The results for contiguous inputs count as right, since the gate has judged such a call.
     """
-    views, copies = expanded(inputs)
-    try:
-        with torch.compiler.set_stance("eager_on_recompile"):
-            given = candidate(views)
-            expected = candidate(copies)
-    except REFUSALS as error:
-        found.note(f"It refuses expanded inputs: {in_a_line(error)}")
+    given, expected = call_with_views(candidate, expanded(inputs), "expanded tensors", found)
+    if given is None or expected is None:
         return
     finish()
     for name, value in expected.items():
