@@ -43,6 +43,8 @@ class Capabilities:
     """Flag that the variant has never run on the hardware it is made for. ``auto`` never chooses it."""
     tunes: bool = False
     """Flag that the first call runs Triton's autotuner."""
+    compiles: bool = False
+    """Flag that a call can be part of a function that ``torch.compile`` traces as a whole. A study examines it so too."""
     architectures: tuple[str, ...] | None = None
     """Architectures that its kernels are written for, such as ``("sm_90a",)``; ``None`` for all."""
     barriers: Callable[[Any], int] | None = None
@@ -87,17 +89,18 @@ class Capabilities:
 _UNSELECTABLE = (
     "barriers",
     "by_name_only",
+    "compiles",
     "engine",
     "engine_bytes",
     "experimental",
     "in_a_row",
     "prompt_steps",
 )
-"""Capabilities that studies cannot select by: functions, and flags that only ``auto`` uses."""
+"""Capabilities that studies cannot select by: functions, and flags that only ``auto`` or the verification uses."""
 
 _COUNTS = ("launches", "backward_launches")
 """Capabilities whose values are counts."""
-_FLAGS = ("backward", "by_name_only", "experimental", "tunes")
+_FLAGS = ("backward", "by_name_only", "compiles", "experimental", "tunes")
 """Capabilities whose values are flags."""
 
 

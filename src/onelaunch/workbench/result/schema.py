@@ -76,13 +76,17 @@ class ComponentError(Stored):
     """Norm-wise errors of successive parts of the sequence, first to last."""
 
 
-class Verdict(Stored):
+class Verdict(Grown, Stored):
     """Verdict on whether a variant computes the operation at one case."""
+
+    LATER = ("notes",)
 
     ok: bool
     components: tuple[ComponentError, ...] = ()
     problems: tuple[Words, ...] = ()
     """Problems in sentences; empty when ``ok``."""
+    notes: tuple[Words, ...] = ()
+    """What limits the verdict, in sentences, such as that only the dtype's cap was asked."""
 
     def explain(self) -> str:
         """Return the problems in one line, or the output that is nearest to its limit if there are none."""

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from onelaunch.errors import OneLaunchError, VariantUnsupported
+from onelaunch.errors import OneLaunchError, VariantResultError, VariantUnsupported
 from onelaunch.moved import renamed
 from onelaunch.operation import Bundle, Case, Control, Direction, Operation, Outputs, names_of
-from onelaunch.wording import in_a_line
+from onelaunch.wording import in_a_line, listing
 from onelaunch.workbench.result import Status
 
 OutputTensors = dict[str, torch.Tensor | None]
@@ -53,6 +53,13 @@ class Inputs:
         """Return a copy of all tensors in new storage."""
         gradients = {name: gradient.clone() for name, gradient in self.output_gradients.items()}
         return Inputs(self.map(lambda tensor: tensor.detach().clone()), self.differentiable, gradients)
+
+    def wanting(self, *names: str) -> Inputs:
+        """Return a copy in which only the named inputs take gradients."""
+        gradients = {name: gradient.clone() for name, gradient in self.output_gradients.items()}
+        copy = Inputs(self.arguments, names, gradients)
+        copy.arguments = copy.map(lambda tensor: tensor.detach().clone())
+        return copy
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, Any]:
         """Return the arguments with a function applied to each tensor; differentiable ones require gradients again."""
@@ -101,45 +108,100 @@ class Candidate:
     name: str
     call: Callable[..., Any]
     outputs: Outputs
+    strict: bool = False
+    """True for variants and controls, which must return exactly the named results. An oracle may return more."""
+    operation: str = ""
+    """Name of the operation, for messages."""
+    foreign: bool = False
+    """True for a variant that calls another project's package."""
 
     @classmethod
     def variant(cls, operation: Operation[..., Any], name: str) -> Candidate:
         """Return a variant as a user calls it, with the checks and the dispatch of the public function."""
-        operation.get(name)
-        return cls(name, lambda **arguments: operation(**arguments, variant=name), operation.outputs)
+        foreign = operation.get(name).capabilities.requires is not None
+        return cls(
+            name,
+            lambda **arguments: operation(**arguments, variant=name),
+            operation.outputs,
+            strict=True,
+            operation=operation.name,
+            foreign=foreign,
+        )
 
     @classmethod
     def control(cls, operation: Operation[..., Any], control: Control) -> Candidate:
         """Return the candidate for a control, whose name its output has. It gets arguments that the operation has checked."""
-        return cls(control.name, lambda **arguments: control.run(operation.bind(**arguments)), (control.name,))
+        return cls(
+            control.name,
+            lambda **arguments: control.run(operation.bind(**arguments)),
+            (control.name,),
+            strict=True,
+            operation=operation.name,
+        )
 
     def __call__(self, inputs: Inputs) -> OutputTensors:
         """Call once, with the backward pass if the inputs are differentiable, and return all outputs and gradients."""
+        return self.backward(self.forward(inputs), inputs)
+
+    def forward(self, inputs: Inputs) -> OutputTensors:
+        """Call once without the backward pass. If the inputs are differentiable, :meth:`backward` takes what this returns.
+
+        Raises:
+            VariantResultError: A variant returned other results than the operation names, or left gradients switched on or off.
+        """
+        wanted = bool(inputs.differentiable)
+        with torch.set_grad_enabled(wanted):
+            result = self.call(**inputs.arguments)
+            if self.strict and torch.is_grad_enabled() != wanted:  # leaving this block would hide it
+                problem = f"left gradients switched {'off' if wanted else 'on'}"
+                raise VariantResultError(self.operation, self.name, problem=problem)
+        return self.name_outputs(result, inputs.arguments)
+
+    def backward(self, outputs: OutputTensors, inputs: Inputs, through: Collection[str] | None = None) -> OutputTensors:
+        """Return the outputs of :meth:`forward` without their graph, and the gradients of the differentiable inputs.
+
+        Args:
+            outputs: Outputs of the call.
+            inputs: Inputs of the call, with the gradients that come in.
+            through: Names of the outputs through which gradients come in; ``None`` for all that have one.
+        """
         if not inputs.differentiable:
-            with torch.no_grad():
-                return self.name_outputs(self.call(**inputs.arguments), inputs.arguments)
-        with torch.enable_grad():
-            outputs = self.name_outputs(self.call(**inputs.arguments), inputs.arguments)
-            reached = {name: outputs[name] for name in inputs.output_gradients if name in outputs}
-            # An output of a wrong shape cannot take the gradient; it is left out here, and the verdict names its shape.
-            reached = {
-                name: output
-                for name, output in reached.items()
-                if output is not None and output.requires_grad and output.shape == inputs.output_gradients[name].shape
-            }
-            leaves = [inputs.arguments[name] for name in inputs.differentiable]
-            gradients: tuple[torch.Tensor | None, ...] = (None,) * len(leaves)
-            if reached:
+            return outputs
+        names = inputs.output_gradients if through is None else through
+        reached = {name: outputs[name] for name in names if name in outputs}
+        # An output of a wrong shape cannot take the gradient; it is left out here, and the verdict names its shape.
+        reached = {
+            name: output
+            for name, output in reached.items()
+            if output is not None and output.requires_grad and output.shape == inputs.output_gradients[name].shape
+        }
+        leaves = [inputs.arguments[name] for name in inputs.differentiable]
+        gradients: tuple[torch.Tensor | None, ...] = (None,) * len(leaves)
+        if reached:
+            with torch.enable_grad():
                 seeds = [inputs.output_gradients[name].to(output.dtype) for name, output in reached.items()]
                 gradients = torch.autograd.grad(list(reached.values()), leaves, seeds, allow_unused=True)
         detached: OutputTensors = {name: None if output is None else output.detach() for name, output in outputs.items()}
         return detached | {f"grad {name}": gradient for name, gradient in zip(inputs.differentiable, gradients, strict=True)}
 
     def name_outputs(self, result: Any, arguments: Mapping[str, Any]) -> OutputTensors:
-        """Return by name what the call with these arguments returned."""
+        """Return by name what the call with these arguments returned.
+
+        Raises:
+            VariantResultError: A variant returned more results than the operation names, or one that is no tensor.
+        """
         results = result if isinstance(result, tuple) else (result,)
-        # Surplus results are dropped. A missing one is reported by the verdict.
-        return dict(zip(names_of(self.outputs, arguments), results, strict=False))
+        names = names_of(self.outputs, arguments)
+        if self.strict:
+            if len(results) > len(names):
+                problem = f"returned {len(results)} results; it must return {len(names)} ({listing(names)})"
+                raise VariantResultError(self.operation, self.name, problem=problem)
+            for name, value in zip(names, results, strict=False):
+                if value is not None and not isinstance(value, torch.Tensor):
+                    problem = f"returned {name} as {type(value).__name__}; it must be a torch.Tensor"
+                    raise VariantResultError(self.operation, self.name, problem=problem)
+        # Surplus results of an oracle are dropped. A missing one is reported by the verdict.
+        return dict(zip(names, results, strict=False))
 
 
 def duplicate(outputs: OutputTensors) -> OutputTensors:

@@ -7,11 +7,9 @@ the variant allocates is poisoned, the contents of its inputs change between cal
 
 from __future__ import annotations
 
-import time
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,18 +17,11 @@ import torch
 from onelaunch.errors import VariantResultError
 from onelaunch.operation import Case, Control, Direction, Operation
 from onelaunch.workbench.result import ComponentError, Verdict
-from onelaunch.workbench.verify.calls import Candidate, Inputs, OutputTensors, duplicate, make_inputs
-from onelaunch.workbench.verify.poison import poisoned
+from onelaunch.workbench.verify.calls import Candidate, Inputs, OutputTensors, make_inputs
+from onelaunch.workbench.verify.examine import STALE_SEED, Findings, examine
+from onelaunch.workbench.verify.memory import odd_results
 from onelaunch.workbench.verify.reference import Reference, compute_reference
-
-STALE_SEED = 7919
-"""Offset of the seed for the stale contents, which the inputs hold before those that are judged."""
-
-LATE_CYCLES = 20_000_000
-"""Clock cycles for which a GPU's stream is blocked before the inputs arrive: about 10 ms."""
-
-SETTLE_SECONDS = 0.02
-"""Seconds after the return of a call during which its outputs must not change."""
+from onelaunch.workbench.verify.switches import unchanged_switches
 
 ALWAYS_CACHED = 3
 """Number of references that a :class:`Judge` caches whatever their size: those of the operation and its controls at one case."""
@@ -65,7 +56,9 @@ class Judge:
         if key in self._references:
             self._references.move_to_end(key)
             return self._references[key]
-        found = compute_reference(operation, case, device, seed, direction, control)
+        # An operation may state errors of its own. Those of a control are only PyTorch's.
+        stated = getattr(operation, "stated_errors", None) if control is None else None
+        found = compute_reference(operation, case, device, seed, direction, control, stated)
         self._references[key] = found
         while (
             len(self._references) > ALWAYS_CACHED
@@ -121,19 +114,27 @@ class Judge:
         device = torch.device(device)
         components: dict[str, ComponentError] = {}
         problems: list[str] = []
+        notes: list[str] = []
         for direction in directions:
             reference = self.reference(operation, case, device=device, direction=direction, seed=seed, control=control)
             stale = make_inputs(operation, case, device, seed + STALE_SEED, direction)
-            try:
-                found, wrong = _examine(candidate, reference, stale, device)
-            except VariantResultError as error:  # the call itself found its outputs to be wrong, so this is no failure to run
-                found, wrong = (), [str(error)]
-            for component in found:
+            with unchanged_switches() as switched:
+                found = _examined(candidate, reference, stale, device)
+            for component in found.components:
                 known = components.get(component.name)
                 if known is None or component.error / component.allowed > known.error / known.allowed:
                     components[component.name] = component
-            problems += [problem for problem in wrong if problem not in problems]
-        return Verdict(ok=not problems, components=tuple(components.values()), problems=tuple(problems))
+            problems += [problem for problem in (*found.problems, *switched.problems) if problem not in problems]
+            notes += [note for note in (*reference.notes, *found.notes, *switched.notes) if note not in notes]
+        return Verdict(ok=not problems, components=tuple(components.values()), problems=tuple(problems), notes=tuple(notes))
+
+
+def _examined(candidate: Candidate, reference: Reference, stale: Inputs, device: torch.device) -> Findings:
+    """Return what :func:`examine` finds, or the problem with a result that a call itself found to be wrong."""
+    try:
+        return examine(candidate, reference, stale, device)
+    except VariantResultError as error:
+        return Findings(problems=[str(error)])
 
 
 _judge = Judge()
@@ -152,12 +153,20 @@ def judge(
 
     The norm-wise error of each output and gradient must be at most twice that of plain PyTorch in the same dtype, plus 2^-21
     (four times the machine epsilon of float32). It must also be at most the dtype's cap, which grows with the square root of the
-    operation's number of stages. Further requirements:
+    operation's number of stages. The largest error of an element may be 8 times PyTorch's, and the error of each eighth of the
+    sequence 4 times. Where PyTorch's form cannot run, only the cap is asked, and a note of the verdict says so. Further
+    requirements:
 
-    - Shapes, dtypes and device are right, every element is written, and the inputs are unchanged.
-    - New contents in the same storage give new outputs.
+    - Shapes, dtypes and device are right, every element is written, and the inputs are unchanged, also after the last call.
+    - Results are plain tensors in memory of their own, in row-major order, which no later call writes to.
+    - New contents in the same storage give new outputs, and inputs that are slices of larger tensors give right ones. An
+      :class:`~onelaunch.errors.ArgumentError` or :class:`~onelaunch.errors.VariantUnsupported` for slices is only a note.
+    - Gradients are right if another call comes between a call and its backward pass, and if they come in through some of the
+      results only.
     - The call waits for inputs that arrive late on the caller's stream.
     - Nothing is still being computed when the call returns. On a GPU this means: outside of the caller's stream.
+    - Global switches of PyTorch (default dtype, precision, determinism, grad mode, autocast) are as before. A changed number of
+      threads is a note, since ``torch.compile`` changes it.
 
     Args:
         operation: Operation to compute.
@@ -189,117 +198,7 @@ def judge_control(
 
 def judge_outputs(reference: Reference, outputs: OutputTensors) -> Verdict:
     """Judge outputs that a call has left, such as a timed one, by the error limits of :func:`judge`."""
+    if odd := odd_results(outputs):
+        return Verdict(ok=False, problems=tuple(odd), notes=reference.notes)
     components, problems = reference.compare(outputs)
-    return Verdict(ok=not problems, components=components, problems=problems)
-
-
-def _examine(
-    candidate: Candidate, reference: Reference, stale: Inputs, device: torch.device
-) -> tuple[tuple[ComponentError, ...], list[str]]:
-    """Run a candidate three times: on stale inputs, with poisoned memory, and on inputs that arrive late.
-
-    Returns:
-        The errors of the second call, and every problem found, in sentences.
-    """
-    context, finish = _own_stream(device)
-    with context:
-        live = reference.inputs.clone()
-        live.load(stale)
-        stale_outputs = duplicate(candidate(live))  # this call also compiles, so that no checked call has to
-        finish()
-
-        live.load(reference.inputs)
-        with poisoned():
-            outputs = candidate(live)
-        taken = duplicate(outputs)
-        finish()
-        components, problems = reference.compare(taken)
-        wrong = list(problems)
-        if problems and same_bits(taken, stale_outputs):
-            wrong.append(
-                "It returned the same outputs when the same storage held other contents: they are constant, or cached by address."
-            )
-        wrong += _changed_inputs(live, reference.inputs)
-
-        live.load(reference.inputs)
-        late, late_taken = _late(candidate, live, reference.inputs, stale, device, finish)
-        if not problems:
-            wrong += [f"With inputs that arrive at the last moment: {problem}" for problem in reference.compare(late_taken)[1]]
-        _settle(device)
-        if any(_changed_later(each, at_once, live) for each, at_once in ((outputs, taken), (late, late_taken))):
-            wrong.append("Its results changed after the call: it computes in another thread or on another stream.")
-    return components, wrong
-
-
-def _late(
-    candidate: Candidate, live: Inputs, true: Inputs, stale: Inputs, device: torch.device, finish: Callable[[], None]
-) -> tuple[OutputTensors, OutputTensors]:
-    """Call while the inputs are still being copied, and copy the outputs as soon as the caller's stream allows.
-
-    On a GPU everything is enqueued behind a sleeping kernel, so that work on another stream would read the stale contents. On a
-    CPU the inputs have arrived. Unlike in the call before, memory is not poisoned, as in real use.
-    """
-    if device.type == "cuda":
-        live.load(stale)
-        finish()
-        torch.cuda._sleep(LATE_CYCLES)  # noqa: SLF001 - the only kernel that waits without accessing memory
-    live.load(true)
-    outputs = candidate(live)
-    taken = duplicate(outputs)
-    finish()
-    return outputs, taken
-
-
-def _own_stream(device: torch.device) -> tuple[AbstractContextManager[Any], Callable[[], None]]:
-    """Return a context that makes a new stream current, and a function that waits for that stream alone.
-
-    Work that a variant wrongly puts on the default stream then runs unordered with the caller's, and shows.
-    """
-    if device.type != "cuda":
-        return nullcontext(), lambda: None
-    torch.cuda.synchronize(device)
-    stream = torch.cuda.Stream(device)
-    return torch.cuda.stream(stream), stream.synchronize
-
-
-def _settle(device: torch.device) -> None:
-    """Give work in other threads and on other streams the time to overwrite the outputs."""
-    time.sleep(SETTLE_SECONDS)
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def _changed_later(outputs: OutputTensors, at_once: OutputTensors, live: Inputs) -> bool:
-    """Return whether outputs differ from the copies taken right after the call.
-
-    An output that shares its storage with an input is left out, because the next call reloads the inputs.
-    """
-    inputs = {tensor.untyped_storage().data_ptr() for _, tensor in live.named_tensors()}
-    own = {name for name, value in outputs.items() if value is not None and value.untyped_storage().data_ptr() not in inputs}
-    return not same_bits({name: outputs[name] for name in own}, {name: at_once[name] for name in own})
-
-
-def _changed_inputs(live: Inputs, true: Inputs) -> list[str]:
-    """Return a sentence for each input that the call has changed."""
-    before = dict(true.named_tensors())
-    same = {name: torch.equal(_bits(tensor), _bits(before[name])) for name, tensor in live.named_tensors()}
-    return [f"It changed its input {name}." for name, unchanged in same.items() if not unchanged]
-
-
-def same_bits(one: OutputTensors, other: OutputTensors) -> bool:
-    """Return whether two sets of outputs are bitwise equal, NaN included."""
-    if one.keys() != other.keys():
-        return False
-    for name, value in one.items():
-        against = other[name]
-        if (value is None) != (against is None):
-            return False
-        if value is not None and against is not None and not torch.equal(_bits(value), _bits(against)):
-            return False
-    return True
-
-
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a floating-point tensor viewed as integers, in which equal NaN compare equal; other tensors as they are."""
-    integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    return tensor.detach().view(integers[tensor.dtype.itemsize]) if tensor.is_floating_point() else tensor.detach()
+    return Verdict(ok=not problems, components=components, problems=problems, notes=reference.notes)

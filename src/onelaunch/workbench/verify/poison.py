@@ -13,6 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 ALLOCATIONS = frozenset({"empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "empty_permuted"})
 """Operators of PyTorch that return uninitialised memory."""
 
+RESIZES = frozenset({"resize_", "resize_as_"})
+"""Operators of PyTorch that may give an existing tensor more, uninitialised memory."""
+
 
 class Poison(TorchDispatchMode):
     """Dispatch mode that fills newly allocated, uninitialised tensors with NaN, or with a large number if the dtype has no NaN.
@@ -27,8 +30,11 @@ class Poison(TorchDispatchMode):
     ) -> Any:
         given = dict(kwargs or {})
         if func.namespace == "aten":
+            name = func.overloadpacket.__name__
+            if name in RESIZES:
+                return _poison_growth(func, args, given)
             result = func(*args, **given)
-            return poison(result) if func.overloadpacket.__name__ in ALLOCATIONS else result
+            return poison(result) if name in ALLOCATIONS else result
         if (keys := _backend_keys(func, (*args, *given.values()))) is not None:
             # Dispatch straight to the operator's kernel with the mode on, so that the operators that it calls pass through here.
             with self:
@@ -56,6 +62,17 @@ def poison(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.logical_or_(torch.ones_like(tensor))
     # Two thirds of the largest integer, negative if the dtype is signed.
     return tensor.fill_(torch.iinfo(tensor.dtype).max // 3 * 2 * (-1 if tensor.dtype.is_signed else 1))
+
+
+def _poison_growth(func: Any, args: tuple[Any, ...], given: dict[str, Any]) -> Any:
+    """Resize a tensor, and poison the part of its storage that was not there before."""
+    tensor: torch.Tensor = args[0]
+    before = tensor.untyped_storage().nbytes() // tensor.element_size()
+    result = func(*args, **given)
+    after = tensor.untyped_storage().nbytes() // tensor.element_size()
+    if after > before:
+        poison(tensor.as_strided((after - before,), (1,), before))
+    return result
 
 
 def _backend_keys(func: Any, values: tuple[Any, ...]) -> Any:

@@ -7,7 +7,8 @@ much error the dtype alone causes, and thereby sets the tolerance.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from onelaunch.errors import OneLaunchError
 from onelaunch.moved import renamed
 from onelaunch.operation import Case, Control, Direction, Operation, Variant
 from onelaunch.workbench.result import ComponentError
+from onelaunch.workbench.verify.bounds import SLACK, Bound, bound_of, errors_by_position, largest_error, norm_error
 from onelaunch.workbench.verify.calls import Candidate, Inputs, OutputTensors, draw_gradients, make_inputs
 
 CAPS = {torch.float32: (1e-4, 1e-4), torch.float16: (5e-3, 1e-2), torch.bfloat16: (5e-3, 1e-2)}
@@ -24,18 +26,11 @@ CAPS = {torch.float32: (1e-4, 1e-4), torch.float16: (5e-3, 1e-2), torch.bfloat16
 They are multiplied by the square root of the operation's number of stages.
 """
 
-SLACK = 2.0**-21
-"""Slack added to twice the error of the PyTorch baseline: four times the machine epsilon of float32, 2^-23.
-
-Without it a case in which the baseline rounds nothing (one step, one channel, no decay) would ask for exact outputs. Only such
-float32 cases need it; the largest slack that one of them needs is 3.2e-7.
-"""
+CAP_ALONE = "PyTorch's form of the operation could not run at this case, so that only the cap of the dtype was asked."
+"""Note of every verdict on a case without the PyTorch baseline."""
 
 # Names that were renamed; each still works, with a DeprecationWarning.
 __getattr__ = renamed(__name__, {"Truth": "Reference", "find_truth": "compute_reference", "yardstick": "pytorch_baseline"})
-
-PARTS = 8
-"""Number of successive parts of the sequence for which an error is reported separately."""
 
 
 @dataclass(frozen=True)
@@ -50,12 +45,29 @@ class Reference:
     allowed: dict[str, float]
     """Largest norm-wise error by the name of the output or gradient."""
     dtypes: dict[str, torch.dtype]
-    """Required dtypes by name; empty if the PyTorch baseline could not run."""
+    """Required dtypes by name; only those of gradients if the PyTorch baseline could not run."""
+    bounds: dict[str, Bound] = field(default_factory=dict)
+    """Bounds of the largest error and of the parts along time, by name; empty if the PyTorch baseline could not run."""
+    strides: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    """Strides of the results of the PyTorch baseline by name; empty if it could not run."""
+    notes: tuple[str, ...] = ()
+    """What limits every verdict on this case, in sentences."""
 
     @property
     def nbytes(self) -> int:
         """Size of all tensors in bytes."""
         return self.inputs.nbytes + sum(value.nbytes for value in self.expected.values() if value is not None)
+
+    def only(self, name: str) -> Reference:
+        """Return this reference for one output or gradient; :meth:`compare` then ignores all others."""
+        return replace(self, expected={name: self.expected[name]})
+
+    def loosened(self, factor: float) -> Reference:
+        """Return this reference for float64 sums of gradients, with tolerances and bounds multiplied by a factor."""
+        bounds = {name: bound.times(factor) for name, bound in self.bounds.items()}
+        allowed = {name: factor * value for name, value in self.allowed.items()}
+        exact = {name: torch.float64 for name in self.dtypes if name.startswith("grad ")}
+        return replace(self, allowed=allowed, bounds=bounds, dtypes=self.dtypes | exact)
 
     def compare(self, outputs: OutputTensors) -> tuple[tuple[ComponentError, ...], tuple[str, ...]]:
         """Return the error of each output and gradient, and the problems in sentences, which are none if the outputs pass."""
@@ -78,6 +90,8 @@ class Reference:
             if not error.error <= error.allowed:
                 fault = "is not finite everywhere" if math.isinf(error.error) else f"is off by {error.error:.2e}"
                 problems.append(f"{name} {fault}; {error.allowed:.2e} is allowed (norm-wise, against the float64 oracle).")
+            elif (bound := self.bounds.get(name)) is not None:
+                problems += bound.problems(error)
         return tuple(errors), tuple(problems)
 
     def _mismatch(self, name: str, given: torch.Tensor, expected: torch.Tensor) -> str | None:
@@ -86,54 +100,46 @@ class Reference:
             return f"{name} has shape {tuple(given.shape)}; it must be {tuple(expected.shape)}."
         if given.dtype != self.dtypes.get(name, given.dtype):
             return f"{name} is {given.dtype}; it must be {self.dtypes[name]}."
+        # Without the PyTorch baseline, the dtype of a result is not known. States are float32 in calls of 16-bit dtypes.
+        known = {self.case.dtype, torch.float32}
+        if name not in self.dtypes and given.is_floating_point() and given.dtype not in known:
+            return f"{name} is {given.dtype}; it must be {' or '.join(sorted(map(str, known)))}."
         if given.device != expected.device:
             return f"{name} is on {given.device}; it must be on {expected.device}."
         return None
 
     def _error(self, name: str, given: torch.Tensor, expected: torch.Tensor) -> ComponentError:
         exact = given.to(device=expected.device, dtype=torch.float64)
-        largest = float((exact - expected).abs().max()) if exact.numel() else 0.0
         return ComponentError(
             name=name,
             error=norm_error(exact, expected, given.dtype),
-            max_error=largest if math.isfinite(largest) else math.inf,
+            max_error=largest_error(exact, expected),
             allowed=self.allowed[name],
-            error_by_position=self._by_position(exact, expected, given.dtype),
+            error_by_position=errors_by_position(exact, expected, given.dtype, self.case.sizes.get("T", 0)),
         )
-
-    def _by_position(self, exact: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> tuple[float, ...]:
-        """Return the errors of successive parts of the sequence, or nothing for an output without a time dimension."""
-        length = self.case.sizes.get("T", 0)
-        # The first dimension of every output is the batch, whose size may equal T by chance. It is therefore tried last.
-        along = next((axis for axis in (*range(1, exact.ndim), 0) if exact.ndim and exact.shape[axis] == length), None)
-        if length < 2 or along is None or not exact.numel():
-            return ()
-        parts = zip(exact.tensor_split(min(PARTS, length), along), expected.tensor_split(min(PARTS, length), along), strict=True)
-        return tuple(norm_error(part, true, dtype) for part, true in parts)
-
-
-def norm_error(given: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> float:
-    """Return ``||given - expected|| / ||expected||`` of float64 tensors, or infinity if an element is not finite.
-
-    If all expected values are zero, or too small for ``dtype`` to represent, the root mean square of the difference is returned
-    instead. That is meaningful because inputs are of unit scale.
-    """
-    if not expected.numel():
-        return 0.0
-    root = math.sqrt(expected.numel())
-    scale = float(torch.linalg.vector_norm(expected))
-    finfo = torch.finfo(dtype) if dtype.is_floating_point else torch.finfo(torch.float64)
-    smallest_subnormal = finfo.tiny * finfo.eps
-    if scale / root < max(1e-12, smallest_subnormal):
-        scale = root
-    error = float(torch.linalg.vector_norm(given - expected)) / scale
-    return error if math.isfinite(error) else math.inf
 
 
 def compute_reference(
-    operation: Operation[..., Any], case: Case, device: torch.device, seed: int, direction: Direction, control: Control | None
+    operation: Operation[..., Any],
+    case: Case,
+    device: torch.device,
+    seed: int,
+    direction: Direction,
+    control: Control | None,
+    stated: Mapping[str, float] | None = None,
 ) -> Reference:
-    """Run the oracle and the PyTorch baseline on one case."""
+    """Run the oracle and the PyTorch baseline on one case.
+
+    Args:
+        operation: Operation to compute.
+        case: Sizes, dtype and options.
+        device: Device to run on.
+        seed: Seed of the inputs.
+        direction: Direction of the call.
+        control: Control to compute instead of the operation, or ``None``.
+        stated: Norm-wise errors that the operation states for results and gradients by name. Where one is larger than the error
+            of the PyTorch baseline, the bounds of the largest error and of the parts along time are multiples of it.
+    """
     inputs = make_inputs(operation, case, device, seed, direction)
     oracle = operation.reference if control is None else control.oracle
     names = operation.outputs if control is None else (control.name,)
@@ -152,12 +158,22 @@ def compute_reference(
     else:
         expected = visible
     stages = operation.stages if control is None else 1
+    length = case.sizes.get("T", 0)
+    bounds = {
+        name: bound_of(name, got, value, length, (stated or {}).get(name, 0.0))
+        for name, value in expected.items()
+        if value is not None and (got := (plain or {}).get(name)) is not None and got.shape == value.shape
+    }
+    dtypes = {f"grad {name}": inputs.arguments[name].dtype for name in inputs.differentiable}
     return Reference(
         case=case,
         inputs=inputs,
         expected=expected,
         allowed={name: _allowed(name, value, (plain or {}).get(name), case.dtype, stages) for name, value in expected.items()},
-        dtypes={name: value.dtype for name, value in (plain or {}).items() if value is not None},
+        dtypes=dtypes | {name: value.dtype for name, value in (plain or {}).items() if value is not None},
+        bounds=bounds,
+        strides={name: value.stride() for name, value in (plain or {}).items() if value is not None},
+        notes=() if plain is not None else (CAP_ALONE,),
     )
 
 

@@ -10,7 +10,7 @@ from onelaunch.ops.gated_scan.autograd import scan_and_gate
 from onelaunch.ops.gated_scan.contract import ScanCall, gated_scan
 
 
-@gated_scan.variant("separate", launches=2, backward_launches=2, fuses=())
+@gated_scan.variant("separate", compiles=True, launches=2, backward_launches=2, fuses=())
 def separate(call: ScanCall) -> tuple[torch.Tensor, torch.Tensor]:
     """Run a scan kernel, then a gate kernel; the states between them go through memory in the dtype of ``v``.
 
@@ -20,7 +20,7 @@ def separate(call: ScanCall) -> tuple[torch.Tensor, torch.Tensor]:
     return scan_and_gate(call, separate=True)
 
 
-@gated_scan.variant("fused", launches=1, backward_launches=1, fuses=("scan", "gate"))
+@gated_scan.variant("fused", compiles=True, launches=1, backward_launches=1, fuses=("scan", "gate"))
 def fused(call: ScanCall) -> tuple[torch.Tensor, torch.Tensor]:
     """Scan and gate in one launch, parallel over time by decoupled look-back (Merrill and Garland)."""
     return scan_and_gate(call, separate=False)

@@ -30,7 +30,7 @@ def launch_fused(call: Attention, want_final: bool) -> Results:
     return launch.forward(call, want_final=want_final)
 
 
-@gla.variant("fused", launches=2, fuses=("decay", "scores"), hands=("rounded_states",), **BACKWARD)
+@gla.variant("fused", compiles=True, launches=2, fuses=("decay", "scores"), hands=("rounded_states",), **BACKWARD)
 def fused(call: GlaCall) -> Results:
     """Compute by a chunk state pass, then the outputs of all chunks at once, for any decay; only the inputs are saved."""
     return attend(call, "fused")
@@ -44,7 +44,7 @@ def launch_stepwise(call: Attention, want_final: bool) -> Results:
     return launch.step(call, want_final=want_final)
 
 
-@gla.variant("stepwise", launches=1, fuses=("decay", "states"), hands=(), **BACKWARD)
+@gla.variant("stepwise", compiles=True, launches=1, fuses=("decay", "states"), hands=(), **BACKWARD)
 def stepwise(call: GlaCall) -> Results:
     """Compute in one launch, a step at a time in float32, for decoding and a few steps.
 

@@ -26,7 +26,7 @@ Results = tuple[torch.Tensor, torch.Tensor]
 """Results of a variant: y, and the final states, which are ignored unless the call asks for them."""
 
 
-@linear_rnn.variant("three_launch", launches=3, backward_launches=4, fuses=(), gemm="triton")
+@linear_rnn.variant("three_launch", compiles=True, launches=3, backward_launches=4, fuses=(), gemm="triton")
 def three_launch(call: LinearRNNCall) -> Results:
     """Run a Triton matrix product, a scan kernel and a gate kernel: the baseline of experiment 040's write-up.
 
@@ -36,13 +36,13 @@ def three_launch(call: LinearRNNCall) -> Results:
     return scan.separate(call.scan_call(v))
 
 
-@linear_rnn.variant("three_launch_cublas", launches=3, backward_launches=4, fuses=(), gemm="cublas")
+@linear_rnn.variant("three_launch_cublas", compiles=True, launches=3, backward_launches=4, fuses=(), gemm="cublas")
 def three_launch_cublas(call: LinearRNNCall) -> Results:
     """Run PyTorch's matrix product, a scan kernel and a gate kernel: the control that experiment 040's write-up lacked."""
     return scan.separate(call.scan_call(call.project()))
 
 
-@linear_rnn.variant("semi_fused", launches=2, backward_launches=3, fuses=("scan", "gate"), gemm="cublas")
+@linear_rnn.variant("semi_fused", compiles=True, launches=2, backward_launches=3, fuses=("scan", "gate"), gemm="cublas")
 def semi_fused(call: LinearRNNCall) -> Results:
     """Run PyTorch's matrix product, then scan and gate in one kernel."""
     return scan.fused(call.scan_call(call.project()))
@@ -59,7 +59,9 @@ def run_chunked(layer: Layer) -> LaunchResults:
     return launch_hopper.chunked(layer) if launch_hopper.suits(layer) else launch.chunked(layer)
 
 
-@linear_rnn.variant("fused_chunked", launches=1, backward_launches=3, fuses=("projection", "scan", "gate"), gemm="triton")
+@linear_rnn.variant(
+    "fused_chunked", compiles=True, launches=1, backward_launches=3, fuses=("projection", "scan", "gate"), gemm="triton"
+)
 def fused_chunked(call: LinearRNNCall) -> Results:
     """Run one launch that uses tensor cores: a CTA per tile of time, the carry by decoupled look-back."""
     return one_launch(call, "chunked")

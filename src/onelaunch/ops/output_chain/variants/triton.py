@@ -42,7 +42,14 @@ def run_norm_gate(given: Operands, w_out: torch.Tensor, bias: torch.Tensor | Non
 
 
 @output_chain.variant(
-    "norm_gate", launches=2, backward_launches=4, fuses=("norm", "gate"), hands=("a",), keeps=("rstd",), gemm="cublas"
+    "norm_gate",
+    compiles=True,
+    launches=2,
+    backward_launches=4,
+    fuses=("norm", "gate"),
+    hands=("a",),
+    keeps=("rstd",),
+    gemm="cublas",
 )
 def norm_gate(call: OutputChainCall) -> Results:
     """Run one kernel for norm and gate of all heads, and the product with PyTorch.
@@ -79,7 +86,14 @@ def run_prologue(given: Operands, w_out: torch.Tensor, bias: torch.Tensor | None
 
 
 @output_chain.variant(
-    "prologue", launches=1, backward_launches=4, fuses=("norm", "gate", "product"), hands=(), keeps=("rstd",), gemm="triton"
+    "prologue",
+    compiles=True,
+    launches=1,
+    backward_launches=4,
+    fuses=("norm", "gate", "product"),
+    hands=(),
+    keeps=("rstd",),
+    gemm="triton",
 )
 def prologue(call: OutputChainCall) -> Results:
     """Run one launch: a product that normalizes and gates every head as it loads it.

@@ -32,7 +32,9 @@ def run_wide_activated(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor
     return Packed(*launch.activate(x @ weight.mT, bias, wanted.layout, wanted.eps, keep=wanted.keep))
 
 
-@projections.variant("wide_activated", launches=2, backward_launches=3, fuses=("products",), hands=("all",), gemm="cublas")
+@projections.variant(
+    "wide_activated", compiles=True, launches=2, backward_launches=3, fuses=("products",), hands=("all",), gemm="cublas"
+)
 def wide_activated(call: ProjectionsCall) -> tuple[torch.Tensor, ...]:
     """Multiply by the packed weight with PyTorch, then apply the activations of all segments in one kernel.
 
@@ -49,7 +51,9 @@ def run_epilogue(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
     return Packed(*launch.epilogue(x, weight, bias, wanted.layout, wanted.eps, keep=wanted.keep))
 
 
-@projections.variant("epilogue", launches=1, backward_launches=3, fuses=("products", "activations"), hands=(), gemm="triton")
+@projections.variant(
+    "epilogue", compiles=True, launches=1, backward_launches=3, fuses=("products", "activations"), hands=(), gemm="triton"
+)
 def epilogue(call: ProjectionsCall) -> tuple[torch.Tensor, ...]:
     """Run one launch: a portable kernel multiplies and applies each segment's activation to the sums in registers."""
     return compute(call, "epilogue")

@@ -47,7 +47,9 @@ def run_fused(x: Matrix, gate: Matrix, up: Matrix, wanted: Wanted) -> tuple[torc
     return launch.fused(x, gate, up, wanted.dtype, kept), kept
 
 
-@swiglu.variant("two_node", launches=2, backward_launches=4, fuses=("gate",), hands=("gate",), gemm="cublas, triton")
+@swiglu.variant(
+    "two_node", compiles=True, launches=2, backward_launches=4, fuses=("gate",), hands=("gate",), gemm="cublas, triton"
+)
 def two_node(call: SwigluCall) -> tuple[torch.Tensor]:
     """Compute the gate's product by PyTorch, and up with the gate as its epilogue in one kernel.
 
@@ -56,7 +58,7 @@ def two_node(call: SwigluCall) -> tuple[torch.Tensor]:
     return compute(call, "two_node")
 
 
-@swiglu.variant("fused", launches=1, backward_launches=4, fuses=("products", "gate"), hands=(), gemm="triton")
+@swiglu.variant("fused", compiles=True, launches=1, backward_launches=4, fuses=("products", "gate"), hands=(), gemm="triton")
 def fused(call: SwigluCall) -> tuple[torch.Tensor]:
     """Compute both products of a tile in registers and then the gate, in one launch. NVFP4 is dequantized in registers.
 

@@ -1,0 +1,216 @@
+"""Checks of a variant that are made once per study, since they take many calls: races, views, single gradients, torch.compile."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from onelaunch.errors import VariantResultError
+from onelaunch.operation import Case, Direction, Operation
+from onelaunch.wording import in_a_line
+from onelaunch.workbench.result import Verdict
+from onelaunch.workbench.verify.bounds import norm_error
+from onelaunch.workbench.verify.calls import Candidate, Inputs, OutputTensors, duplicate
+from onelaunch.workbench.verify.examine import (
+    Findings,
+    bundles_of,
+    call_with_views,
+    changed_inputs,
+    check_groups,
+    check_slices,
+    own_stream,
+    same_bits,
+)
+from onelaunch.workbench.verify.gate import Judge
+from onelaunch.workbench.verify.memory import odd_results, reused
+from onelaunch.workbench.verify.reference import Reference
+from onelaunch.workbench.verify.switches import unchanged_switches
+from onelaunch.workbench.verify.views import expanded, slices
+
+CALLS = 20
+"""Number of calls with equal inputs.
+
+They find a race that is wrong in one call of 5 with a chance of 99 %, in one of 20 with 64 %, and in one of 100 with 18 %. To
+find the last one with a chance of 98 %, 390 calls would be needed, nearly 20 times as many; see :func:`calls_needed`.
+"""
+
+SECONDS = 2.0
+"""Seconds in one direction after which no more calls with equal inputs are made, and a note says how many there were."""
+
+ODD = 3
+"""Elements beside a slice, so that it is not aligned as its larger tensor is. The gate itself uses slices that are aligned."""
+
+SHAPES = 256
+"""Largest number of calls that are compiled in a process; beyond PyTorch's own limit, functions silently run uncompiled."""
+
+
+def calls_needed(rate: float, chance: float) -> int:
+    """Return how many calls find, with a chance, a variant that is wrong at a rate: ``calls_needed(0.01, 0.98)`` is 390."""
+    return math.ceil(math.log1p(-chance) / math.log1p(-rate))
+
+
+def examine_once(
+    judge: Judge,
+    operation: Operation[..., Any],
+    case: Case,
+    *,
+    variant: str,
+    device: torch.device | str = "cpu",
+    directions: Sequence[Direction] = ("forward",),
+    seed: int = 0,
+    calls: int = CALLS,
+) -> Verdict:
+    """Judge what takes too many calls to be asked at every case, at one case of a variant, usually the first of a study.
+
+    - Calls with equal inputs return equal bits, or each of them passes.
+    - Inputs that are slices without alignment, or expanded, give the right results. A refusal (an
+      :class:`~onelaunch.errors.ArgumentError` or :class:`~onelaunch.errors.VariantUnsupported`) is a note.
+    - Gradients are right if they come in through each of several results alone, and if only one input asks for one.
+    - A variant with the capability ``compiles`` is right in a function that ``torch.compile`` compiles.
+
+    Args:
+        judge: Judge whose cache of oracle outputs is used.
+        operation: Operation to compute.
+        case: Sizes, dtype and options.
+        variant: Name of the variant. It should have passed :func:`~onelaunch.workbench.verify.judge` at this case.
+        device: Device to run on.
+        directions: Directions to examine.
+        seed: Seed of the inputs.
+        calls: Number of calls with equal inputs.
+
+    Raises:
+        Exception: Any exception of the variant. :func:`onelaunch.workbench.verify.calls.status_of` classifies it.
+    """
+    device = torch.device(device)
+    candidate, compiles = Candidate.variant(operation, variant), operation.get(variant).capabilities.compiles
+    found = Findings()
+    notes: list[str] = []
+    with unchanged_switches() as switched:
+        for direction in directions:
+            reference = judge.reference(operation, case, device=device, direction=direction, seed=seed)
+            notes += [note for note in reference.notes if note not in notes]
+            context, finish = own_stream(device)
+            try:
+                with context:
+                    _examine_direction(candidate, reference, found, finish, calls, compiles=compiles)
+            except VariantResultError as error:  # the call itself found its outputs to be wrong, so this is no failure to run
+                found.add([str(error)])
+            if found.problems:
+                break
+    found.add(switched.problems)
+    notes += [note for note in (*found.notes, *switched.notes) if note not in notes]
+    return Verdict(ok=not found.problems, problems=tuple(found.problems), notes=tuple(notes))
+
+
+def _examine_direction(
+    candidate: Candidate, reference: Reference, found: Findings, finish: Callable[[], None], calls: int, *, compiles: bool
+) -> None:
+    """Make all checks in one direction, or only the first if it finds a problem, which the others would meet again."""
+    check_repetition(candidate, reference, found, finish, calls)
+    if found.problems:
+        return
+    inputs = reference.inputs.clone()
+    # A contract may exclude slices for bundles alone.
+    for bundles in (True, False) if bundles_of(inputs) else (False,):
+        if check_slices(candidate, reference, slices(inputs, ODD, bundles=bundles), found, finish):
+            break
+    check_expanded(candidate, reference, inputs, found, finish)
+    _check_gradients_one_by_one(candidate, reference, found, finish)
+    if compiles:
+        check_compiled(candidate, reference, found, finish)
+
+
+def check_repetition(
+    candidate: Candidate, reference: Reference, found: Findings, finish: Callable[[], None], calls: int = CALLS
+) -> None:
+    """Call several times with equal inputs. Calls whose bits differ from those of the first are judged."""
+    inputs = reference.inputs.clone()
+    first: OutputTensors = {}
+    copies: OutputTensors = {}
+    differing = 0
+    start = time.perf_counter()
+    for index in range(1, calls + 1):
+        outputs = candidate(inputs)
+        finish()
+        if odd := odd_results(outputs):
+            found.add(odd)
+            return
+        if index == 1:
+            first, copies = outputs, duplicate(outputs)
+        else:
+            found.add(reused([first], outputs, [inputs]))
+        if index == 1 or not same_bits(outputs, copies):
+            differing += index > 1
+            if problems := reference.compare(outputs)[1]:
+                found.add(changed_inputs(inputs, reference.inputs))  # which would explain it
+                found.add(problems, f"In call {index} of {calls} with equal inputs: ")
+                return
+        if index == 1:
+            start = time.perf_counter()  # the first call may compile
+        elif index < calls and time.perf_counter() - start > SECONDS:
+            found.note(f"Only {index} of {calls} calls with equal inputs were made, since they took {SECONDS:g} s.")
+            break
+    if differing:
+        found.note(f"{differing} calls with equal inputs returned other bits than the first; each of them passed.")
+    found.add(changed_inputs(inputs, reference.inputs))
+
+
+def check_expanded(
+    candidate: Candidate, reference: Reference, inputs: Inputs, found: Findings, finish: Callable[[], None]
+) -> None:
+    """Call with expanded inputs, and with contiguous inputs of the same contents, and compare the results.
+
+    The results for contiguous inputs count as right, since the gate has judged such a call.
+    """
+    given, expected = call_with_views(candidate, expanded(inputs), "expanded tensors", found)
+    if given is None or expected is None:
+        return
+    finish()
+    for name, value in expected.items():
+        view = given.get(name)
+        if value is None or view is None or name not in reference.allowed:
+            if (value is None) != (view is None):
+                found.add(
+                    [f"With expanded inputs: {name} is {'missing' if view is None else 'there'}, unlike with contiguous ones."]
+                )
+            continue
+        error = norm_error(view.double(), value.double(), value.dtype) if view.shape == value.shape else math.inf
+        allowed = 2 * reference.allowed[name]  # each of the two calls may have the error that is allowed
+        if not error <= allowed:
+            against = "norm-wise, against contiguous inputs of the same contents"
+            found.add([f"With expanded inputs: {name} is off by {error:.2e}; {allowed:.2e} is allowed ({against})."])
+
+
+def _check_gradients_one_by_one(candidate: Candidate, reference: Reference, found: Findings, finish: Callable[[], None]) -> None:
+    """Let gradients come in through each result alone, and ask for the gradient of each input alone."""
+    names = list(reference.inputs.output_gradients)
+    differentiable = reference.inputs.differentiable
+    if not differentiable:
+        return
+    if len(names) > 1:
+        check_groups(candidate, reference, reference.inputs.clone(), [[name] for name in names], found, finish)
+    for name in differentiable if len(differentiable) > 1 else ():
+        with torch.compiler.set_stance("eager_on_recompile"):
+            outputs = candidate(reference.inputs.wanting(name))
+        finish()
+        found.add(reference.only(f"grad {name}").compare(outputs)[1], f"With a gradient asked for {name} alone: ")
+
+
+def check_compiled(candidate: Candidate, reference: Reference, found: Findings, finish: Callable[[], None]) -> None:
+    """Call in a function that ``torch.compile`` traces as a whole, and judge the results. No code is generated for the graph."""
+    from torch._dynamo import config as dynamo  # slow to import
+
+    compiled = replace(candidate, call=torch.compile(candidate.call, backend="aot_eager", fullgraph=True))
+    try:
+        with dynamo.patch(recompile_limit=SHAPES, accumulated_recompile_limit=SHAPES):
+            outputs = compiled(reference.inputs.clone())
+        finish()
+    except Exception as error:  # noqa: BLE001 - the variant said that it can, so any exception is a problem with it
+        found.add([f"Under torch.compile: it raised {type(error).__name__}: {in_a_line(error)}"])
+        return
+    found.add(odd_results(outputs) or reference.compare(outputs)[1], "Under torch.compile: ")

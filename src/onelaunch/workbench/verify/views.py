@@ -1,0 +1,69 @@
+"""Inputs that are views: slices of larger tensors, and expanded tensors, as a model passes them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from onelaunch.operation import Bundle
+from onelaunch.workbench.verify.calls import Inputs
+
+PAD = 16
+"""Elements on either side of a slice, which is then aligned as the larger tensor is. Rows stay a multiple of 16 elements."""
+
+
+def slices(inputs: Inputs, pad: int = PAD, *, bundles: bool = False) -> Inputs:
+    """Return inputs of the same contents that are slices of larger tensors, along their last dimension.
+
+    What lies beside a slice is NaN, so that a result shows if it is read. Incoming gradients are slices too.
+
+    Args:
+        inputs: Inputs whose contents are copied.
+        pad: Elements on either side. An odd number makes slices that are not aligned.
+        bundles: Whether the tensors of a :class:`~onelaunch.operation.Bundle`, such as a quantized matrix, are slices too. If
+            not, the bundles themselves are passed, since a variant may prepare them once, as it does with a model's weights.
+    """
+
+    def cut(tensor: torch.Tensor) -> torch.Tensor:
+        if not tensor.dim() or not tensor.numel():
+            return tensor.detach().clone()
+        larger = tensor.new_zeros((*tensor.shape[:-1], tensor.shape[-1] + 2 * pad))
+        if tensor.is_floating_point() and tensor.element_size() > 1:  # not every 8-bit format has a NaN
+            larger.fill_(float("nan"))
+        view = larger[..., pad : pad + tensor.shape[-1]]
+        return view.copy_(tensor.detach())
+
+    return _with_views(inputs, cut, bundles=bundles)
+
+
+def expanded(inputs: Inputs) -> tuple[Inputs, Inputs]:
+    """Return inputs that are expanded along their first dimension of more than one entry, and contiguous ones of equal contents.
+
+    All entries along that dimension equal the first one. Integers, such as offsets, are copied as they are. Bundles, whose parts
+    belong together, are passed as they are.
+    """
+
+    def expand(tensor: torch.Tensor) -> torch.Tensor:
+        axis = next((axis for axis, size in enumerate(tensor.shape) if size > 1), None)
+        if axis is None or not tensor.is_floating_point():
+            return tensor.detach().clone()
+        return tensor.detach().narrow(axis, 0, 1).clone().expand_as(tensor)
+
+    views = _with_views(inputs, expand, bundles=False)
+    return views, _with_views(views, lambda tensor: tensor.detach().contiguous().clone(), bundles=False)
+
+
+def _with_views(inputs: Inputs, view: Any, *, bundles: bool) -> Inputs:
+    """Return inputs with a function applied to each tensor, incoming gradients included."""
+
+    def each(name: str, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return view(value).requires_grad_(name in inputs.differentiable)
+        if isinstance(value, Bundle):
+            return value.map(view) if bundles else value
+        return value
+
+    arguments = {name: each(name, value) for name, value in inputs.arguments.items()}
+    gradients = {name: view(gradient) for name, gradient in inputs.output_gradients.items()}
+    return Inputs(arguments, inputs.differentiable, gradients)
