@@ -35,6 +35,7 @@ def provenance(
     rounds: int,
     clocks: Sequence[Mapping[str, float]] = (),
     command: str = "",
+    timing_seed: int | None = None,
 ) -> Provenance:
     """Return the provenance of a run of a study that ends now.
 
@@ -45,6 +46,7 @@ def provenance(
         rounds: Number of rounds that were asked for.
         clocks: Sampled clocks, one dictionary for each case.
         command: Command line of the run; this process's own if empty.
+        timing_seed: Seed of the inputs that were timed.
     """
     facts = describe(str(device))
     return Provenance(
@@ -59,6 +61,7 @@ def provenance(
         command=command or spelled(sys.argv),
         scale=scale,
         rounds=rounds,
+        timing_seed=timing_seed,
     )
 
 

@@ -49,12 +49,16 @@ bandwidth, no spread of the measured peaks, and no written bytes.
 READABLE = (1, 2, 3)
 """Versions that can be read."""
 
-Status = Literal["ok", "unsupported", "not_installed", "incorrect", "invalid", "out_of_memory", "error", "interrupted"]
+Status = Literal[
+    "ok", "unsupported", "not_installed", "incorrect", "invalid", "out_of_memory", "error", "crashed", "timed_out", "interrupted"
+]
 """Status of a measurement.
 
 ``unsupported``: The variant cannot run this case here, or the study leaves it out. ``not_installed``: It needs a missing package.
 ``incorrect``: The verdict failed, and no time is used. ``invalid``: The cold time is over 5 % below the roofline bound, and no
-time is used. ``error``: It raised. ``interrupted``: The run ended before the measurement was complete.
+time is used. ``error``: It raised. ``crashed``: The process that measured it ended, by an exit or by a signal, such as one sent
+for lack of memory. ``timed_out``: It ran longer than the limit of a call. ``interrupted``: The run ended before the measurement
+was complete.
 """
 
 OWN_COUNTS = ("launches", "barriers")
@@ -237,8 +241,10 @@ class Decision(Stored):
     """Questions that the evidence leaves open, in sentences."""
 
 
-class Provenance(Stored):
+class Provenance(Grown, Stored):
     """Provenance of a result: device, time, software and command."""
+
+    LATER = ("timing_seed",)
 
     device: Words
     slug: Slug
@@ -259,6 +265,8 @@ class Provenance(Stored):
     """Scale of the shapes that ran, ``small`` or ``full``."""
     rounds: Count = 0
     """Number of rounds that were asked for."""
+    timing_seed: Count | None = None
+    """Seed of the inputs that were timed, drawn for the run; ``None`` in results from before it was drawn."""
 
 
 class StoredCeilings(Grown, Stored):
