@@ -189,6 +189,8 @@ class CpuSampler:
         self._candidate = candidate
         self._rotation = rotation
         self._calls = 1
+        self._made = 1
+        """Number of calls that the latest sample made, which is smaller than the chosen one for a candidate that became slow."""
         self._sampled: set[Regime] = set()
 
     def prepare(self, regimes: Sequence[Regime]) -> None:
@@ -213,15 +215,15 @@ class CpuSampler:
             self._candidate(inputs)
             self._rotation.check([inputs])
         self._sampled.add(regime)
-        spent, calls, _ = self._call_and_time(regime, frozenset())
-        return 1e6 * spent / calls
+        spent, self._made, _ = self._call_and_time(regime, frozenset())
+        return 1e6 * spent / self._made
 
     def outputs(self, regime: Regime) -> Iterator[OutputTensors]:
         """Take one more sample, and yield the outputs of random calls of it, copied as soon as each returned."""
         if regime not in self._sampled:
             return
         watched = self._rotation.watch_some()
-        _, _, taken = self._call_and_time(regime, self._rotation.judge_some(self._calls))
+        _, _, taken = self._call_and_time(regime, self._rotation.judge_some(self._made))
         self._rotation.check(watched)
         yield from taken
 

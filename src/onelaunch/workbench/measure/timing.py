@@ -24,7 +24,7 @@ from onelaunch.workbench import stats
 from onelaunch.workbench.measure.clocks import Clocks
 from onelaunch.workbench.measure.contents import InputsChanged
 from onelaunch.workbench.measure.outcomes import CandidateResult, Interrupted, Measurements, invalidate, too_fast
-from onelaunch.workbench.measure.sampling import Rotation, Sampler, make_sampler, rotate
+from onelaunch.workbench.measure.sampling import LONG_SAMPLE_SECONDS, Rotation, Sampler, make_sampler, rotate
 from onelaunch.workbench.result import Noise, Regime, Status, Timing, Verdict
 from onelaunch.workbench.stored import LEAST_TIME, MOST_TIME
 from onelaunch.workbench.study import LOOPS
@@ -53,8 +53,9 @@ LEAST_ROUNDS = 3
 WARM_UP_SECONDS = {"cuda": 1.0, "cpu": 0.2}
 """Seconds by device type for which all candidates run before the first round, so that clocks and temperature settle."""
 
-MOST_OF_A_ROUND = 0.5
-"""Fraction of the time of all rounds from which a note names the candidate that took it, if the time cap ended them."""
+MOST_OF_THE_TIME = 0.5
+"""Fraction of the time of all rounds from which a note names the candidate that took it, if the time cap ended the rounds and its
+samples are long."""
 
 Progress = Callable[[str, int, int], None]
 """Callback for progress: the name of the step, the number of its items that are done, and the number of all its items."""
@@ -317,7 +318,10 @@ class _Session:
         note = f"Stopped by the time cap of {time_cap_seconds:g} s after {index} of {rounds} rounds."
         slowest = max(self.entries.values(), key=lambda entry: entry.seconds)
         share = slowest.seconds / max(sum(entry.seconds for entry in self.entries.values()), 1e-9)
-        return f"{note} {slowest.candidate.name} took {share:.0%} of the time." if share > MOST_OF_A_ROUND else note
+        samples = index * len(self.regimes)
+        if share < MOST_OF_THE_TIME or slowest.seconds < samples * LONG_SAMPLE_SECONDS:
+            return note
+        return f"{note} {slowest.candidate.name} took {share:.0%} of the time."
 
     def verify_again(self) -> None:
         """Judge outputs of a last sample on new contents; a candidate whose outputs do not pass becomes ``incorrect``."""
