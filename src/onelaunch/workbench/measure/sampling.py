@@ -314,16 +314,15 @@ class GpuSampler:
                 self._captures[regime] = self._prepare_capture(sets, most)
             except CaptureFailed as error:
                 self.refused[regime] = status_of(error)  # not the error itself, whose traceback would hold the capture's memory
+        with torch.cuda.stream(self._stream):
+            self._rotation.contents.renew(self._rotation.sets)  # this candidate has seen the contents
 
     def sample(self, regime: Regime) -> float:
         """Return the mean microseconds of a call over one replay, or over the eager calls of one sample."""
         contents = self._rotation.contents
         with torch.cuda.stream(self._stream):
             if regime == "eager":
-                calls, sets = self._eager_calls, [self._rotation.next() for _ in range(self._eager_calls)]
-                seconds = self._eager_seconds(sets)
-                self._eager_sampled = True
-                contents.renew(list({id(one): one for one in sets}.values()))
+                calls, seconds, self._eager_sampled = self._eager_calls, self._eager_seconds(), True
                 if seconds > LONG_SAMPLE_SECONDS:  # slower than when the number of calls was chosen
                     self._eager_calls = max(1, int(calls * LONG_SAMPLE_SECONDS / seconds))
                 return 1e6 * seconds / calls
@@ -409,24 +408,45 @@ class GpuSampler:
             end.synchronize()
         return start.elapsed_time(end) / 1e3
 
-    def _eager_seconds(self, sets: Sequence[Inputs]) -> float:
-        """Return the device time of one sample of eager calls, one on each set, in seconds."""
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    def _eager_seconds(self) -> float:
+        """Return the device time of one sample of eager calls in seconds, and poison the outputs of the last one.
+
+        With fewer input sets than calls, the sample consists of several timed parts, between which the contents change. The host
+        does not wait for the device between them.
+        """
         self._stream.synchronize()
+        parts, left, seconds = [], self._eager_calls, 0.0
+        while left:
+            sets = [self._rotation.next() for _ in range(min(left, len(self._rotation.sets)))]
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            outputs = self._timed_calls(sets, start, end)
+            left -= len(sets)
+            if not left:
+                poison_outputs(outputs, sets[-1])
+            self._rotation.contents.renew(sets)
+            parts.append((start, end))
+        for start, end in parts:
+            end.synchronize()
+            seconds += start.elapsed_time(end) / 1e3
+        return seconds
+
+    def _timed_calls(self, sets: Sequence[Inputs], start: torch.cuda.Event, end: torch.cuda.Event) -> OutputTensors:
+        """Call once on each set between two events, and return the outputs of the last call."""
         if sets[0].differentiable:
+            outputs: OutputTensors = {}
             start.record()
             for inputs in sets:
-                self._candidate(inputs)
+                outputs = self._candidate(inputs)
             end.record()
-        else:  # the timed loop calls the public function directly, without code of the workbench in between
-            call = self._candidate.call
-            with torch.no_grad():
-                start.record()
-                for inputs in sets:
-                    call(**inputs.arguments)
-                end.record()
-        end.synchronize()
-        return start.elapsed_time(end) / 1e3
+            return outputs
+        # The timed loop calls the public function directly, without code of the workbench in between.
+        call, result = self._candidate.call, None
+        with torch.no_grad():
+            start.record()
+            for inputs in sets:
+                result = call(**inputs.arguments)
+            end.record()
+        return self._candidate.name_outputs(result, sets[-1].arguments)
 
     def _flush_caches(self) -> None:
         """Evict everything from the last-level cache by writing a buffer of three times its size."""
