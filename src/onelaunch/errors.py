@@ -460,6 +460,24 @@ class OutputUnwritable(OneLaunchError, OSError):
         self.path, self.reason = Path(path), problem
 
 
+class ResultBusy(OneLaunchError, OSError):
+    """Error for a result that another run is writing at this moment."""
+
+    def __init__(self, path: Path | str) -> None:
+        super().__init__(
+            f"{path} is the result of another run that is not done. Wait for it, or choose another file for this one."
+        )
+        self.path = Path(path)
+
+
+class MeasuringFailed(OneLaunchError, RuntimeError):
+    """Error for a process that ended, or raised, while it was to measure a study."""
+
+    def __init__(self, problem: str) -> None:
+        super().__init__(f"{problem}. Run the study in this process to see more (--in-process, or in_process=True).")
+        self.problem = problem
+
+
 class TableCorrupt(OneLaunchError, ValueError):
     """Error for a file that is no table of measured times, so that rows cannot be merged into it."""
 

@@ -7,23 +7,28 @@ Ctrl-C ends the run early with everything that was measured.
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
+import sys
 import tempfile
-from collections.abc import Callable
-from dataclasses import asdict
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Literal
 
 from pydantic import ValidationError
 
 from onelaunch.device import hardware
-from onelaunch.errors import OutputUnwritable, ResultCorrupt, ResultExists, ResultMissing, StudyError
+from onelaunch.errors import OutputUnwritable, ResultBusy, ResultCorrupt, ResultExists, ResultMissing, StudyError
+from onelaunch.folders import cache_folder
 from onelaunch.wording import shown
 from onelaunch.workbench.files import probe_file, within
-from onelaunch.workbench.result import Result, StoredCeilings
-from onelaunch.workbench.running import QUICK_SECONDS, Progress, Run, RunOptions, Steps
+from onelaunch.workbench.result import Result
+from onelaunch.workbench.result.provenance import spelled
+from onelaunch.workbench.running import QUICK_SECONDS, Progress, RunOptions, Steps
 from onelaunch.workbench.stored import FROM_A_FILE
 from onelaunch.workbench.study import Scale, Shape, Study
-from onelaunch.workbench.study.plan import plan_study, scale_for
+from onelaunch.workbench.study.plan import scale_for
+from onelaunch.workbench.supervise import CALL_LIMIT_SECONDS, Job, carry_out, slug_of, supervise
 
 TIME_CAP_SECONDS: dict[Scale, float] = {"small": 15.0, "full": 60.0}
 """Seconds by scale after which no new round of a case begins. Small runs are short, because people wait for them."""
@@ -31,8 +36,7 @@ TIME_CAP_SECONDS: dict[Scale, float] = {"small": 15.0, "full": 60.0}
 
 def default_path(study: Study, device: str = "auto") -> Path:
     """Return the default file of a run on this device: ``results/<device>/<study>.json`` in the working directory."""
-    slug = hardware.describe(str(hardware.resolve(device))).slug
-    return within(Path("results"), Path("results") / slug / f"{study.name}.json")
+    return within(Path("results"), Path("results") / slug_of(str(hardware.resolve(device))) / f"{study.name}.json")
 
 
 def partial_path(path: Path) -> Path:
@@ -77,6 +81,8 @@ def run_study(
     processes: int = 0,
     command: str = "",
     steps: Steps | None = None,
+    in_process: bool = True,
+    call_limit: float = CALL_LIMIT_SECONDS,
 ) -> Result:
     """Run a study and save its result.
 
@@ -103,6 +109,12 @@ def run_study(
             kernels are in the cache; 0 for none. Each makes one call at a time, and the device needs memory for all of them.
         command: Command line for the result's provenance; this process's own by default.
         steps: Functions that use the device: they read its peaks, measure a case, count and compile. Tests replace them.
+        in_process: Whether to measure in this process, which a variant can then end, crash or stop for ever. ``False``, the
+            default of the command line, measures in a child process that this one supervises; see
+            :mod:`onelaunch.workbench.supervise`. It is not the default in Python, since a new interpreter imports the caller's
+            main module, which must then guard its work by ``if __name__ == "__main__"``.
+        call_limit: Seconds after which a variant counts as hung and gets the status ``timed_out``: in its verification, its
+            preparation (both compile), or one sample. Applies to a supervised run.
 
     Returns:
         The result, as saved. After Ctrl-C its ``interrupted`` is true, and unfinished measurements have that status.
@@ -113,27 +125,74 @@ def run_study(
         ResultExists: The file, or the partial result of a killed run, exists, and neither ``force`` nor ``resume`` applies.
             Raised before anything is measured.
         OutputUnwritable: The file cannot be written. Raised before anything is measured.
-        ResultUnsaved: The file could not be written at the end. Holds the result.
+        ResultBusy: Another run is writing this result. Raised before anything is measured.
+        ResultUnsaved: The file could not be written at the end, or another run has written it meanwhile. Holds the result.
+        MeasuringFailed: The child process of a supervised run died twice before it measured anything.
         ResultMismatch: The interrupted run has another study, device, software, commit, scale or number of rounds.
     """
     where = hardware.resolve(device)
     path = save_to or default_path(study, str(where))
-    earlier = _before_anything_runs(study, path, force=force, resume=resume)
-    steps = steps or Steps()
-    chosen = scale_for(where.type) if scale == "auto" else scale
-    if not study.at_scale(chosen):
-        raise _no_shapes(study, chosen)
-    # A resumed run takes over the measured peaks of the device (bandwidth, FLOP rates, launch time), so that all roofline bounds
-    # of a result are computed from the same peaks.
-    ceilings = earlier.ceilings if earlier else StoredCeilings(**asdict(steps.ceilings(str(where))))
-    cap = time_cap or (QUICK_SECONDS if quick else TIME_CAP_SECONDS[chosen])
-    options = RunOptions(rounds or study.rounds, cap, quick=quick, count=count, command=command)
-    run = Run(plan_study(study, ceilings, str(where), chosen), where, ceilings, options, steps, on_progress or (lambda _: None))
-    if earlier is not None:
-        # The path is for messages: an existing result is read first, and the partial file only in its absence.
-        run.resume_from(earlier, partial_path(path) if not path.exists() else path)
-    run.measure_all(processes, partial_path(path))
-    return _saved(run.result(interrupted=run.stopped), path, force=force or earlier is not None)
+    with _alone(path):
+        earlier = _before_anything_runs(study, path, force=force, resume=resume)
+        before = _stamp(path)
+        chosen = scale_for(where.type) if scale == "auto" else scale
+        if not study.at_scale(chosen):
+            raise _no_shapes(study, chosen)
+        cap = time_cap or (QUICK_SECONDS if quick else TIME_CAP_SECONDS[chosen])
+        options = RunOptions(rounds or study.rounds, cap, quick=quick, count=count, command=command or spelled(sys.argv))
+        job = Job(
+            study=study,
+            device=str(where),
+            scale=chosen,
+            options=options,
+            partial=partial_path(path),
+            steps=steps or Steps(),
+            processes=processes,
+            earlier=earlier,
+            # The path is for messages: an existing result is read first, and the partial file only in its absence.
+            earlier_path=partial_path(path) if not path.exists() else path,
+        )
+        tell = on_progress or (lambda _: None)
+        result = carry_out(job, tell) if in_process else supervise(job, tell, call_limit=call_limit)
+        if _stamp(path) != before:
+            raise ResultUnsaved(OutputUnwritable(path, "another run has written it meanwhile"), result)
+        return _saved(result, path, force=force or earlier is not None)
+
+
+@contextlib.contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    """Hold the lock of a result during its run. It lies in the cache folder, so that nothing is left beside the result.
+
+    Raises:
+        ResultBusy: Another run holds it.
+    """
+    import filelock  # imported here, since it takes 16 ms
+
+    name = hashlib.sha256(str(path.absolute()).encode("utf-8", "surrogatepass")).hexdigest()[:32]
+    lock = filelock.FileLock(cache_folder() / "runs" / f"{name}.lock", timeout=0)
+    held = False
+    try:
+        Path(lock.lock_file).parent.mkdir(parents=True, exist_ok=True)
+        lock.acquire()
+        held = True
+    except filelock.Timeout:
+        raise ResultBusy(path) from None
+    except (OSError, NotImplementedError):
+        pass  # without a cache folder the end of the run still finds that the file was written meanwhile
+    try:
+        yield
+    finally:
+        if held:
+            lock.release()
+
+
+def _stamp(path: Path) -> tuple[int, ...] | None:
+    """Return what changes when a file is replaced; ``None`` if there is no file."""
+    try:
+        found = path.stat()
+    except (OSError, ValueError):
+        return None
+    return found.st_ino, found.st_size, found.st_mtime_ns
 
 
 def _before_anything_runs(study: Study, path: Path, *, force: bool, resume: bool) -> Result | None:
@@ -147,6 +206,9 @@ def _before_anything_runs(study: Study, path: Path, *, force: bool, resume: bool
         raise StudyError(
             shown(study.name), f"{'.'.join(map(str, first['loc']))} is {shown(first['input'])}: {first['msg']}"
         ) from error
+    if both := sorted(set(study.variant_names()) & set(study.controls)):
+        problem = f"{shown(both[0])} is a variant and a control, so its times would be ambiguous."
+        raise StudyError(study.name, problem, advice="Leave the control out, or rename it in its operation.")
     probe_file(path)
     earlier = interrupted_run(path, force=force) if resume else None
     for existing in (path, partial_path(path)):

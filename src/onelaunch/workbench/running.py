@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,8 +20,9 @@ from onelaunch.workbench.decide.decision import concluded
 from onelaunch.workbench.decide.measured import CountedMeasure, counted_measures
 from onelaunch.workbench.measure.compiling import calls_to_compile, compile_ahead
 from onelaunch.workbench.measure.count import Request, analytic, count_all
-from onelaunch.workbench.measure.timing import Interrupted, Measurements, below, measure
-from onelaunch.workbench.result import Cell, Noise, Result, StoredCeilings, Traffic
+from onelaunch.workbench.measure.outcomes import Interrupted, Measurements, below
+from onelaunch.workbench.measure.timing import measure, new_seed
+from onelaunch.workbench.result import Cell, Noise, Result, Status, StoredCeilings, Traffic
 from onelaunch.workbench.result.provenance import provenance
 from onelaunch.workbench.result.sources import variant_sources
 from onelaunch.workbench.study import Shape, Study, measures
@@ -81,6 +82,12 @@ class RunOptions:
     """Switch for counting DRAM bytes, launches and barriers; see :func:`onelaunch.workbench.run.run_study`."""
     command: str = ""
     """Command line for the provenance; this process's own if empty."""
+    timing_seed: int = field(default_factory=new_seed)
+    """Seed of the inputs that are timed, drawn for each run and stored in its result."""
+
+
+Key = tuple[str, Direction, str, bool]
+"""Shape, direction and name of a measurement, and whether it is of a control, which may have the name of a variant."""
 
 
 @dataclass
@@ -93,8 +100,8 @@ class Run:
     options: RunOptions
     steps: Steps
     on_progress: Callable[[Progress], None]
-    cells: dict[tuple[str, Direction, str], Cell] = field(default_factory=dict)
-    """Measurements so far, by shape, direction and variant or control."""
+    cells: dict[Key, Cell] = field(default_factory=dict)
+    """Measurements so far."""
     noise: list[Noise] = field(default_factory=list)
     clocks: list[dict[str, float]] = field(default_factory=list)
     """Sampled clocks of each case."""
@@ -103,6 +110,14 @@ class Run:
     """True after Ctrl-C."""
     finished: list[tuple[Shape, Direction]] = field(default_factory=list)
     """Cases that are measured completely."""
+    uncounted: list[tuple[Shape, Direction]] = field(default_factory=list)
+    """Cases of a resumed run that are measured, but whose bytes, launches or barriers are still to be counted."""
+    failures: Mapping[Key, tuple[Status, str]] = field(default_factory=dict)
+    """Statuses and reasons of candidates that ended an earlier process or ran too long. They are not run again."""
+    on_turn: Callable[..., None] = lambda *_, **__: None
+    """Callback ``on_turn(shape, direction, name, control=..., step=...)`` before a candidate runs, and with no name after."""
+    on_kept: Callable[[Result], None] = lambda _: None
+    """Callback with the partial result, which is called when a case is finished."""
 
     def __post_init__(self) -> None:
         variant_sources(self.study)  # caches the digests now, so that files changed during the run are not taken for what ran
@@ -116,7 +131,8 @@ class Run:
             self.plan = self.plan.in_first_direction()
             first = self.study.directions[0].replace("_", " and ")
             self.notes.append(
-                f"No direction but {first} was measured, and each shape for {QUICK_SECONDS:g} s only, as in every quick run."
+                f"No direction but {first} was measured, and each shape for {self.options.time_cap:g} s only, "
+                "as in every quick run."
             )
 
     @property
@@ -146,22 +162,33 @@ class Run:
             facts = "; ".join(differences)
             advice = "Restore the earlier state, or pass {force} instead of {resume} to begin again."
             raise ResultMismatch(f"{path} cannot be resumed: {facts}.", advice=advice)
+        self.take_over(earlier)
+        begun = f"{len(self.finished) + len(self.uncounted)} of {len(self.cases)} shapes and directions"
+        self.notes = [*earlier.notes, f"{begun} were measured by a run that ended on {earlier.provenance.date}."]
+        # The stored seed is that of all times, so the rest is timed with it too.
+        if (seed := earlier.provenance.timing_seed) is not None:
+            self.options = replace(self.options, timing_seed=seed)
+
+    def take_over(self, earlier: Result) -> None:
+        """Take over the finished cases of an earlier result of this run, with their noise and clocks.
+
+        Times are taken over whether or not everything that this run counts was counted. What is missing, such as after Ctrl-C in
+        the profiler, is counted without measuring the times again.
+        """
         for case in self.cases:
             name = case[0].name, case[1]
             cells = [cell for cell in earlier.cells if (cell.shape, cell.direction) == name]
-            # A case is taken over only if everything that this run counts was counted.
+            if any(cell.status == "interrupted" for cell in cells):
+                continue
             counted = name not in self.counted or any(cell.traffic and cell.traffic.source == "ncu" for cell in cells)
             for what, (_, asked) in self.counts.items():
                 counted = counted and (name not in asked or any(cell.count(what) is not None for cell in cells))
-            if counted and all(cell.status != "interrupted" for cell in cells):
-                self.finished.append(case)
-                self.cells |= {(cell.shape, cell.direction, cell.variant): cell for cell in cells}
-        done = {(shape.name, direction) for shape, direction in self.finished}
+            (self.finished if counted else self.uncounted).append(case)
+            self.cells |= {(cell.shape, cell.direction, cell.variant, cell.control): cell for cell in cells}
+        done = {(shape.name, direction) for shape, direction in (*self.finished, *self.uncounted)}
         self.noise = [noise for noise in earlier.noise if (noise.shape, noise.direction) in done]
         if earlier.provenance.clocks and done:
             self.clocks.append(earlier.provenance.clocks)
-        begun = f"{len(done)} of {len(self.cases)} shapes and directions"
-        self.notes = [*earlier.notes, f"{begun} were measured by a run that ended on {earlier.provenance.date}."]
 
     def measure_all(self, processes: int, partial: Path) -> None:
         """Measure the cases that are not finished, and save the partial result after each. Ctrl-C ends the run early.
@@ -182,7 +209,7 @@ class Run:
 
     def compile_ahead(self, processes: int) -> None:
         """Let several processes compile the kernels of the cases that are not finished."""
-        done = {(shape.name, direction) for shape, direction in self.finished}
+        done = {(shape.name, direction) for shape, direction in (*self.finished, *self.uncounted)}
         cells = [cell for cell in self.plan.cells if (cell.shape.name, cell.direction) not in done]
         report = lambda call, count, total: self._report(call.shape, call.direction, "compile", count, total)  # noqa: E731
         calls = calls_to_compile(self.study, cells, processes)
@@ -194,8 +221,12 @@ class Run:
         for planned in here:
             if planned.status is not None:
                 self._store(planned, status=planned.status, reason=planned.reason)
-        runnable = [planned for planned in here if planned.status is None]
-        if runnable:
+            elif (failure := self.failures.get(_key(planned))) is not None:
+                self._store(planned, status=failure[0], reason=failure[1])
+        runnable = [planned for planned in here if planned.status is None and _key(planned) not in self.failures]
+        if (shape, direction) in self.uncounted:
+            self._count_all(self.study.case(shape), direction, runnable)
+        elif runnable:
             self._measure(self.study.case(shape), direction, runnable)
         self.finished.append((shape, direction))
         # A new judge drops the cached oracle outputs, which the next shape cannot use.
@@ -206,8 +237,10 @@ class Run:
 
     def save_partial(self, path: Path) -> None:
         """Save the finished cases. If that fails, such as on a full disk, the run continues, and a note says so."""
+        result = self.result(interrupted=True)
+        self.on_kept(result)
         try:
-            self.result(interrupted=True).save(path, force=True)
+            result.save(path, force=True)
         except OutputUnwritable as failure:
             self.notes.append(f"The partial result could not be saved during the run: {failure}")
 
@@ -224,6 +257,7 @@ class Run:
                 rounds=self.options.rounds,
                 clocks=self.clocks,
                 command=self.options.command,
+                timing_seed=self.options.timing_seed,
             ),
             ceilings=self.ceilings,
             cells=tuple(cells),
@@ -251,19 +285,26 @@ class Run:
                 bounds_again=lambda: self._remeasured_bounds(runnable),
                 judge=self.judge,
                 time_cap_seconds=self.options.time_cap,
+                timing_seed=self.options.timing_seed,
                 on_progress=lambda step, done, total: self._report(case.name, direction, step, done, total),
+                on_turn=lambda name, **more: self.on_turn(case.name, direction, name, **more),
             )
         except Interrupted as stop:
-            self._record(runnable, stop.measurements, {})
+            self._record(runnable, stop.measurements)
             raise
         except Exception as error:  # noqa: BLE001 - such as out of memory; the other cases are still measured
             status, reason = status_of(error)
             for planned in runnable:
                 self._store(planned, status=status, reason=reason)
             return
-        self._record(runnable, found, {})  # stored before counting, which may be interrupted
+        self._record(runnable, found)  # stored before counting, which may be interrupted
+        self._count_all(case, direction, runnable)
+
+    def _count_all(self, case: Case, direction: Direction, runnable: Sequence[PlannedCell]) -> None:
+        """Count what criteria ask for at this case, into the measurements that are stored."""
         if (case.name, direction) in self.counted:
-            self._record(runnable, found, self._count(case, direction, runnable))
+            for planned, traffic in self._count(case, direction, runnable):
+                self.cells[_key(planned)] = self.cells[_key(planned)].model_copy(update={"traffic": traffic})
         for what, asked in self.counts.values():
             if (case.name, direction) in asked:
                 self._count_measure(what, case, direction, runnable)
@@ -304,7 +345,7 @@ class Run:
         preferred = (self.study.baseline, *self.operation.defaults.get(self.device.type, ()), *variants)
         return tuple(name for name in dict.fromkeys(preferred) if name in variants)
 
-    def _count(self, case: Case, direction: Direction, runnable: Sequence[PlannedCell]) -> Mapping[str, Traffic]:
+    def _count(self, case: Case, direction: Direction, runnable: Sequence[PlannedCell]) -> Sequence[tuple[PlannedCell, Traffic]]:
         """Count the DRAM bytes of the correct variants and controls, the slowest last.
 
         If the profiler runs out of time or reaches its limit of kernels, the faster ones are then counted already.
@@ -323,16 +364,19 @@ class Run:
             found = self.steps.count(self.operation, requests, device=self.device)
         except Exception as error:  # noqa: BLE001 - bytes by arithmetic remain, and the note says why
             self.notes.append(f"No DRAM bytes were counted at {case.name}: {status_of(error)[1]}")
-            return {}
-        return {planned.variant: traffic for planned, traffic in zip(ready, found, strict=True)}
+            return ()
+        return tuple(zip(ready, found, strict=True))
 
     def _count_measure(self, measure: CountedMeasure, case: Case, direction: Direction, runnable: Sequence[PlannedCell]) -> None:
         """Count one call of each correct variant that a criterion on the measure names. A note says why a count failed."""
         named = _named_for(self.study, (measure.name,))
         count = self.steps.counters.get(measure.name, measure.count)
         ready = [planned for planned in runnable if planned.variant in named and self.cells[_key(planned)].status == "ok"]
-        requests = [Request(case, planned.variant, direction, planned.control) for planned in ready]
-        for planned, found in zip(ready, count(self.operation, requests, device=self.device), strict=True):
+        for planned in ready:  # one at a time, so that the parent of this process knows which one ended it
+            self.on_turn(case.name, direction, planned.variant, control=planned.control, step=f"counted ({measure.name})")
+            request = Request(case, planned.variant, direction, planned.control)
+            (found,) = count(self.operation, [request], device=self.device)
+            self.on_turn(case.name, direction, None, control=False, step="")
             if isinstance(found, int):
                 self.cells[_key(planned)] = self.cells[_key(planned)].counted(measure.name, found)
             else:
@@ -343,22 +387,18 @@ class Run:
         times = self.cells[_key(planned)].timings
         return times[0].microseconds.median if times else 0.0
 
-    def _record(self, runnable: Sequence[PlannedCell], found: Measurements, traffic: Mapping[str, Traffic]) -> None:
-        """Store the measurements of a case as cells of the result, with their noise, clocks and notes.
-
-        If DRAM bytes are counted, this runs a second time with the ``traffic``; noise, clocks and notes are then not doubled.
-        """
+    def _record(self, runnable: Sequence[PlannedCell], found: Measurements) -> None:
+        """Store the measurements of a case as cells of the result, with their noise, clocks and notes."""
         for planned in runnable:
             outcome = found.candidates[planned.variant]
             has_times = outcome.status in ("ok", "invalid", "interrupted")
-            counted = traffic.get(planned.variant) or _by_arithmetic(planned)
             self._store(
                 planned,
                 status=outcome.status,
                 reason=outcome.reason,
                 verdict=outcome.verdict,
                 timings=outcome.timings if has_times else (),
-                traffic=counted if outcome.status == "ok" else None,
+                traffic=_by_arithmetic(planned) if outcome.status == "ok" else None,
                 peak_bytes=outcome.peak_bytes,
             )
         self.noise = [noise for noise in self.noise if noise not in found.noise] + list(found.noise)
@@ -418,8 +458,8 @@ def _named_for(study: Study, names: Sequence[str]) -> set[str]:
     return {name for selector, _ in sides for name in study.select(selector)}
 
 
-def _key(planned: PlannedCell) -> tuple[str, Direction, str]:
-    return planned.shape.name, planned.direction, planned.variant
+def _key(planned: PlannedCell) -> Key:
+    return planned.shape.name, planned.direction, planned.variant, planned.control
 
 
 def _cell(planned: PlannedCell, **facts: Any) -> Cell:

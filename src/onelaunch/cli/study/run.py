@@ -15,9 +15,9 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from onelaunch.cli import output
 from onelaunch.cli.arguments import DeviceName
-from onelaunch.cli.study.arguments import ScaleName, StudyName
+from onelaunch.cli.study.arguments import CallLimit, InProcess, ScaleName, StudyName
 from onelaunch.cli.study.report import write_into
-from onelaunch.device.hardware import describe, resolve
+from onelaunch.device.hardware import resolve
 from onelaunch.device.peaks import ceilings
 from onelaunch.errors import ResultExists
 from onelaunch.workbench.files import probe_file, probe_folder, within
@@ -30,9 +30,14 @@ from onelaunch.workbench.run import Progress as Step
 from onelaunch.workbench.run import ResultUnsaved, default_path, interrupted_run, is_resumable, partial_path, run_study
 from onelaunch.workbench.study import Study
 from onelaunch.workbench.study.read import find_study
+from onelaunch.workbench.supervise import CALL_LIMIT_SECONDS, slug_of
 
 INTERRUPTED, TERMINATED = 130, 128 + signal.SIGTERM
 """Exit codes after Ctrl-C and after SIGTERM."""
+
+
+class Terminated(BaseException):
+    """SIGTERM. It is no ``SystemExit``, which would be taken for one of the variant that is measured."""
 
 
 def run(
@@ -78,9 +83,12 @@ def run(
     processes: Annotated[
         int, typer.Option("--processes", min=0, help="Number of processes that compile before anything is measured; 0 for none.")
     ] = 0,
+    in_process: InProcess = False,
+    call_limit: CallLimit = CALL_LIMIT_SECONDS,
 ) -> None:
     """Run a study: plan, verify, time, count, judge, decide, report.
 
+    A child process measures. A variant that ends it, or does not return, gets a status, and the others are measured without it.
     After Ctrl-C, everything that was measured is saved and reported; --resume measures the rest. A result is never overwritten
     without --force.
 
@@ -90,8 +98,9 @@ def run(
     where = str(resolve(device))
     result_path, report_path = _paths(study, where, out, report_dir)
     replace = _probe(result_path, report_path, force=force, resume=resume)
-    with output.busy(f"Reading the measured peaks of {where} (measured once, then stored)"):
-        ceilings(where)
+    if in_process or where == "cpu":  # else the child does it, since this process must not initialise CUDA
+        with output.busy(f"Reading the measured peaks of {where} (measured once, then stored)"):
+            ceilings(where)
     counted: bool | Literal["all"] = "all" if count and count_all else count
     unsaved: ResultUnsaved | None = None
     with _reported_termination(partial_path(result_path)), _progress() as report:
@@ -109,6 +118,8 @@ def run(
                 force=force,
                 resume=resume,
                 processes=processes,
+                in_process=in_process,
+                call_limit=call_limit,
             )
         except ResultUnsaved as problem:
             unsaved, result = problem, problem.result
@@ -159,7 +170,7 @@ def _reported_termination(partial: Path) -> Iterator[None]:
         del signum, frame
         saved = f"finished shapes are saved in {partial}; continue with --resume" if partial.exists() else "no shape was finished"
         output.stderr().print(f"terminated: {saved}", soft_wrap=True, markup=False)
-        raise SystemExit(TERMINATED)
+        raise Terminated
 
     if threading.current_thread() is not threading.main_thread():  # only the main thread may handle signals
         yield
@@ -167,13 +178,15 @@ def _reported_termination(partial: Path) -> Iterator[None]:
     before = signal.signal(signal.SIGTERM, end)
     try:
         yield
+    except Terminated:
+        raise SystemExit(TERMINATED) from None
     finally:
         signal.signal(signal.SIGTERM, before)
 
 
 def _paths(study: Study, device: str, out: Path | None, report_dir: Path | None) -> tuple[Path, Path]:
     """Return the path of the result and the folder of the report. If ``out`` is a folder, both go there."""
-    slug = describe(device).slug
+    slug = slug_of(device)
     if out is None:
         reports = Path("reports")
         # within raises if the study's name, which a file gives, leads out of the folder.

@@ -17,6 +17,8 @@ STATUS_WORDS = {
     "invalid": "was faster than its floor and is not believed",
     "out_of_memory": "ran out of memory",
     "error": "failed",
+    "crashed": "ended the process that measured it",
+    "timed_out": "ran longer than the limit of a call",
     "interrupted": "was interrupted",
 }
 """Words for each status except ``ok``. They are part of stored decisions, so they must not change."""

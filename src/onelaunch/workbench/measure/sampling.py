@@ -1,7 +1,8 @@
 """Samplers of one candidate's time: plain calls on a CPU, CUDA-graph replay on a GPU.
 
-A sampler is prepared once (compile, warm up, capture) and then asked for samples, one per regime and round. Afterwards the
-outputs of the timed calls can be read, to be verified.
+A sampler is prepared once (compile, warm up, capture) and then asked for samples, one per regime and round. The contents of the
+inputs change between samples, outside of what is timed. At the end one more sample is taken, in which the outputs of random calls
+are copied at once, to be verified.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ import torch
 from onelaunch import cuda
 from onelaunch.device.hardware import describe, free_memory
 from onelaunch.wording import in_a_line
+from onelaunch.workbench.measure.contents import Contents, InputsChanged, poison_outputs
 from onelaunch.workbench.result import Regime, Status
-from onelaunch.workbench.verify.calls import Candidate, Inputs, OutputTensors, status_of
-from onelaunch.workbench.verify.poison import poison
+from onelaunch.workbench.verify.calls import Candidate, Inputs, OutputTensors, duplicate, status_of
 from onelaunch.workbench.verify.reference import Reference
 
 CACHES = 3.0
@@ -44,6 +45,15 @@ SHARE_OF_MEMORY = 0.25
 WARM_UP_CALLS = 3
 """Number of untimed calls that come first."""
 
+JUDGED_CALLS = 2
+"""Number of random calls of the last sample whose outputs are judged."""
+
+WATCHED_SETS, WATCHED_BYTES = 16, 32 << 20
+"""Largest number and size in bytes of the input sets that are compared bit by bit with their contents after the last sample."""
+
+CHANGED_SETS = 16
+"""Number of input sets whose contents change before a sample that replays a graph, in which no Python runs that could look."""
+
 
 class Sampler(Protocol):
     """Sampler of the time of one candidate."""
@@ -62,15 +72,19 @@ class Sampler(Protocol):
         ...
 
     def outputs(self, regime: Regime) -> Iterator[OutputTensors]:
-        """Yield the outputs of timed calls."""
+        """Take one more sample, and yield the outputs of random calls of it, whose inputs held the contents of the reference.
+
+        Raises:
+            InputsChanged: The candidate changed inputs.
+        """
         ...
 
 
 @dataclass
 class Rotation:
-    """Input sets with the same contents in different storage, shared by all candidates of a measurement.
+    """Input sets in different storage, shared by all candidates of a measurement.
 
-    Because their contents are the same, the outputs of every set can be judged by one reference.
+    At first all hold the contents of the reference. Samplers give them other contents before and between samples.
     """
 
     reference: Reference
@@ -79,7 +93,42 @@ class Rotation:
     """True if the sets together exceed three last-level caches. False if memory is too small for that, or the sets too tiny."""
     stream: torch.cuda.Stream | None = None
     """Stream on which calls are captured, replayed and timed; ``None`` on a CPU."""
+    other: Inputs | None = None
+    """Inputs of the same case from another seed; see :class:`~onelaunch.workbench.measure.contents.Contents`."""
+    seed: int = 0
+    """Seed of the changing contents and of the choice of the calls that are judged."""
     _next: int = field(default=0, init=False)
+    _begun: bool = field(default=False, init=False)
+
+    def __post_init__(self) -> None:
+        self.contents = Contents(self.reference.inputs, self.other, self.seed)
+
+    def begin(self) -> None:
+        """Replace the judged contents of all sets by others, before the first candidate runs."""
+        if not self._begun:
+            self.contents.renew(self.sets)
+            self._begun = True
+
+    def judge_some(self, count: int) -> frozenset[int]:
+        """Return the random indices of the calls, or sets, of the last sample whose outputs are judged."""
+        return frozenset(self.contents.random.sample(range(count), min(JUDGED_CALLS, count)))
+
+    def watch_some(self) -> list[Inputs]:
+        """Return random sets with known contents, which are compared with these after the last sample."""
+        fit = WATCHED_BYTES // max(self.reference.inputs.nbytes, 1)
+        sets = self.contents.random.sample(self.sets, max(1, min(len(self.sets), WATCHED_SETS, fit)))
+        self.contents.renew(sets, all_of_it=True)
+        return sets
+
+    def check(self, sets: Sequence[Inputs]) -> None:
+        """Compare sets with their contents bit by bit.
+
+        Raises:
+            InputsChanged: A tensor differs.
+        """
+        if names := sorted({name for one in sets for name in self.contents.changed(one)}):
+            self.contents.renew(self.sets, all_of_it=True)  # the other candidates must not suffer
+            raise InputsChanged(names)
 
     def next(self) -> Inputs:
         """Return the least recently used set, over all candidates."""
@@ -94,14 +143,21 @@ class Rotation:
         return f"{len(self.sets)} input sets rotated, {size:.0f} MiB in all{short}"
 
 
-def rotate(reference: Reference, device: torch.device) -> Rotation:
-    """Make enough input sets to exceed three last-level caches, as far as memory allows."""
+def rotate(reference: Reference, device: torch.device, other: Inputs | None = None, seed: int = 0) -> Rotation:
+    """Make enough input sets to exceed three last-level caches, as far as memory allows.
+
+    Args:
+        reference: Reference with the contents that are judged at the end.
+        device: Device to run on.
+        other: Inputs of the same case from another seed, which show by comparison which tensors are random.
+        seed: Seed of the contents in between.
+    """
     output_bytes = sum(
         value.numel() * reference.case.dtype.itemsize for value in reference.expected.values() if value is not None
     )
     count, full = count_sets(reference.inputs.nbytes, output_bytes, device)
     stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-    return Rotation(reference, [reference.inputs.clone() for _ in range(count)], full, stream)
+    return Rotation(reference, [reference.inputs.clone() for _ in range(count)], full, stream, other, seed)
 
 
 def count_sets(input_bytes: int, output_bytes: int, device: torch.device) -> tuple[int, bool]:
@@ -133,15 +189,20 @@ class CpuSampler:
         self._candidate = candidate
         self._rotation = rotation
         self._calls = 1
-        self._last: dict[Regime, OutputTensors] = {}
+        self._made = 1
+        """Number of calls that the latest sample made, which is smaller than the chosen one for a candidate that became slow."""
+        self._sampled: set[Regime] = set()
 
     def prepare(self, regimes: Sequence[Regime]) -> None:
         """Warm up, and choose the number of calls in a sample."""
+        self._rotation.begin()
         seconds = math.inf
         for call in range(WARM_UP_CALLS):
+            inputs = self._rotation.next()
             start = time.perf_counter()
-            self._candidate(self._rotation.next())
-            seconds = min(seconds, time.perf_counter() - start)
+            self._candidate(inputs)
+            seconds = min(seconds, abs(time.perf_counter() - start))
+            self._rotation.contents.renew([inputs])
             if call and seconds > LONG_SAMPLE_SECONDS:
                 break
         self._calls = max(1, min(MOST_CALLS, round(CPU_SAMPLE_SECONDS / max(seconds, 1e-9))))
@@ -149,20 +210,54 @@ class CpuSampler:
     def sample(self, regime: Regime) -> float:
         """Return the mean microseconds of a call. In the warm regime one untimed call comes first, which fills the caches."""
         if regime == "warm":
-            self._candidate(self._rotation.sets[0])
-        spent = 0.0
-        for _ in range(self._calls):
-            inputs = self._rotation.sets[0] if regime == "warm" else self._rotation.next()
-            start = time.perf_counter()
-            outputs = self._candidate(inputs)
-            spent += time.perf_counter() - start
-            self._last[regime] = outputs
-        return 1e6 * spent / self._calls
+            inputs = self._rotation.sets[0]
+            self._rotation.contents.renew([inputs], all_of_it=True)
+            self._candidate(inputs)
+            self._rotation.check([inputs])
+        self._sampled.add(regime)
+        spent, self._made, _ = self._call_and_time(regime, frozenset())
+        return 1e6 * spent / self._made
 
     def outputs(self, regime: Regime) -> Iterator[OutputTensors]:
-        """Yield the outputs of the last timed call."""
-        if regime in self._last:
-            yield self._last[regime]
+        """Take one more sample, and yield the outputs of random calls of it, copied as soon as each returned."""
+        if regime not in self._sampled:
+            return
+        watched = self._rotation.watch_some()
+        _, _, taken = self._call_and_time(regime, self._rotation.judge_some(self._made))
+        self._rotation.check(watched)
+        yield from taken
+
+    def _call_and_time(self, regime: Regime, judged: frozenset[int]) -> tuple[float, int, list[OutputTensors]]:
+        """Make the calls of a sample. The inputs get new contents after each call, outside of the timed part.
+
+        Args:
+            regime: ``warm`` calls on one set, all others rotate.
+            judged: Indices of the calls whose inputs hold the judged contents and whose outputs are copied. If there are any, the
+                outputs of all calls are poisoned after they are read, so that none can serve as those of a later call.
+
+        Returns:
+            The seconds of all calls, their number, and the copied outputs.
+        """
+        rotation, spent, taken = self._rotation, 0.0, []
+        outputs: OutputTensors = {}
+        for call in range(self._calls):
+            inputs = rotation.sets[0] if regime == "warm" else rotation.next()
+            if call in judged:
+                rotation.contents.load(inputs, rotation.reference.inputs)
+            start = time.perf_counter()
+            outputs = self._candidate(inputs)
+            elapsed = time.perf_counter() - start
+            spent += elapsed if elapsed >= 0 else math.nan  # no sum of times in which the clock went backwards is a time
+            if call in judged:
+                taken.append(duplicate(outputs))
+                rotation.check([inputs])
+            if judged or call == self._calls - 1:
+                poison_outputs(outputs, inputs)
+            rotation.contents.renew([inputs])
+            # A candidate that is slower than when the number of calls was chosen must not take the time of all others.
+            if spent > LONG_SAMPLE_SECONDS and call >= max(judged, default=0):
+                return spent, call + 1, taken
+        return spent, self._calls, taken
 
 
 class CaptureFailed(RuntimeError):
@@ -195,12 +290,13 @@ class GpuSampler:
         self._flush: torch.Tensor | None = None
         self._captures: dict[Regime, Capture] = {}
         self._eager_calls = 1
-        self._eager_outputs: OutputTensors | None = None
+        self._eager_sampled = False
 
     def prepare(self, regimes: Sequence[Regime]) -> None:
         """Compile and warm up on the stream that captures, measure the peak memory, and capture the graphs."""
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
+            self._rotation.begin()
             for _ in range(WARM_UP_CALLS):
                 self._candidate(self._rotation.next())
             self._stream.synchronize()
@@ -218,13 +314,22 @@ class GpuSampler:
                 self._captures[regime] = self._prepare_capture(sets, most)
             except CaptureFailed as error:
                 self.refused[regime] = status_of(error)  # not the error itself, whose traceback would hold the capture's memory
+        with torch.cuda.stream(self._stream):
+            self._rotation.contents.renew(self._rotation.sets)  # this candidate has seen the contents
 
     def sample(self, regime: Regime) -> float:
         """Return the mean microseconds of a call over one replay, or over the eager calls of one sample."""
+        contents = self._rotation.contents
         with torch.cuda.stream(self._stream):
             if regime == "eager":
-                return 1e6 * self._eager_seconds() / self._eager_calls
+                calls, seconds, self._eager_sampled = self._eager_calls, self._eager_seconds(), True
+                if seconds > LONG_SAMPLE_SECONDS:  # slower than when the number of calls was chosen
+                    self._eager_calls = max(1, int(calls * LONG_SAMPLE_SECONDS / seconds))
+                return 1e6 * seconds / calls
             capture = self._captures[regime]
+            # Changed before the caches are flushed, so that the calls find their inputs as in any other sample.
+            first = contents.random.randrange(len(capture.sets))
+            contents.renew(capture.sets[first : first + CHANGED_SETS])
             if regime == "warm":
                 capture.graph.replay()
             elif capture.calls < len(self._rotation.sets) or not self._rotation.full:
@@ -232,25 +337,43 @@ class GpuSampler:
             return 1e6 * self._replay_seconds(capture) / capture.calls
 
     def outputs(self, regime: Regime) -> Iterator[OutputTensors]:
-        """Yield the outputs of a replay over poisoned memory, for the first and last set; or those of the last eager call."""
-        if regime == "eager":
-            if self._eager_outputs is not None:
-                torch.cuda.synchronize(self._device)
-                yield self._eager_outputs
+        """Take one more sample over poisoned memory, and yield the outputs of random calls, copied on the stream at once."""
+        if regime == "eager" and not self._eager_sampled:
             return
-        capture = self._captures[regime]
         with torch.cuda.stream(self._stream):
-            for outputs in capture.outputs:
-                for value in outputs.values():
-                    if value is not None and _own_memory_per_element(value):
-                        poison(value)
-            for inputs in capture.sets:  # an output may be a view of an input, which is poisoned then
-                inputs.load(self._rotation.reference.inputs)
-            capture.graph.replay()
+            watched = self._rotation.watch_some()
+            taken = self._judged_calls() if regime == "eager" else self._judged_replay(self._captures[regime])
             self._stream.synchronize()
-        yield capture.outputs[0]
-        if len(capture.outputs) > 1:
-            yield capture.outputs[-1]
+            self._rotation.check(watched)
+        yield from taken
+
+    def _judged_replay(self, capture: Capture) -> list[OutputTensors]:
+        """Replay a graph whose outputs are poisoned, and return copies of the last outputs of random sets."""
+        for outputs, inputs in zip(capture.outputs, capture.sets, strict=True):
+            poison_outputs(outputs, inputs)
+        self._rotation.contents.renew(capture.sets, all_of_it=True)  # an output may be a view of an input, which is poisoned then
+        judged = sorted(self._rotation.judge_some(len(capture.sets)))
+        for index in judged:
+            self._rotation.contents.load(capture.sets[index], self._rotation.reference.inputs)
+        capture.graph.replay()
+        taken = [duplicate(capture.outputs[index]) for index in judged]
+        self._rotation.check([capture.sets[index] for index in judged])
+        return taken
+
+    def _judged_calls(self) -> list[OutputTensors]:
+        """Make the eager calls of a sample, poison the outputs of each, and return copies of those of random calls."""
+        judged, taken = self._rotation.judge_some(self._eager_calls), []
+        for call in range(self._eager_calls):
+            inputs = self._rotation.next()
+            if call in judged:
+                self._rotation.contents.load(inputs, self._rotation.reference.inputs)
+            outputs = self._candidate(inputs)
+            if call in judged:
+                taken.append(duplicate(outputs))
+                self._rotation.check([inputs])
+            poison_outputs(outputs, inputs)
+            self._rotation.contents.renew([inputs])
+        return taken
 
     def _prepare_capture(self, sets: list[Inputs], most: int) -> Capture:
         """Capture one rotation (at most ``most`` calls), and capture again with more calls if its replay is too short to time."""
@@ -286,27 +409,44 @@ class GpuSampler:
         return start.elapsed_time(end) / 1e3
 
     def _eager_seconds(self) -> float:
-        """Return the device time of one sample of eager calls in seconds."""
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        """Return the device time of one sample of eager calls in seconds, and poison the outputs of the last one.
+
+        With fewer input sets than calls, the sample consists of several timed parts, between which the contents change. The host
+        does not wait for the device between them.
+        """
         self._stream.synchronize()
-        sets = [self._rotation.next() for _ in range(self._eager_calls)]
-        outputs: OutputTensors = {}
+        parts, left, seconds = [], self._eager_calls, 0.0
+        while left:
+            sets = [self._rotation.next() for _ in range(min(left, len(self._rotation.sets)))]
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            outputs = self._timed_calls(sets, start, end)
+            left -= len(sets)
+            if not left:
+                poison_outputs(outputs, sets[-1])
+            self._rotation.contents.renew(sets)
+            parts.append((start, end))
+        for start, end in parts:
+            end.synchronize()
+            seconds += start.elapsed_time(end) / 1e3
+        return seconds
+
+    def _timed_calls(self, sets: Sequence[Inputs], start: torch.cuda.Event, end: torch.cuda.Event) -> OutputTensors:
+        """Call once on each set between two events, and return the outputs of the last call."""
         if sets[0].differentiable:
+            outputs: OutputTensors = {}
             start.record()
             for inputs in sets:
                 outputs = self._candidate(inputs)
             end.record()
-        else:  # the timed loop calls the public function directly, without code of the workbench in between
-            call, result = self._candidate.call, None
-            with torch.no_grad():
-                start.record()
-                for inputs in sets:
-                    result = call(**inputs.arguments)
-                end.record()
-            outputs = self._candidate.name_outputs(result, sets[-1].arguments)
-        end.synchronize()
-        self._eager_outputs = outputs
-        return start.elapsed_time(end) / 1e3
+            return outputs
+        # The timed loop calls the public function directly, without code of the workbench in between.
+        call, result = self._candidate.call, None
+        with torch.no_grad():
+            start.record()
+            for inputs in sets:
+                result = call(**inputs.arguments)
+            end.record()
+        return self._candidate.name_outputs(result, sets[-1].arguments)
 
     def _flush_caches(self) -> None:
         """Evict everything from the last-level cache by writing a buffer of three times its size."""
@@ -358,8 +498,3 @@ def capture(
 def _calls(seconds: float, sample_seconds: float) -> int:
     """Return the number of calls of this length that fill a sample."""
     return max(1, min(MOST_CALLS, math.ceil(sample_seconds / max(seconds, 1e-9))))
-
-
-def _own_memory_per_element(tensor: torch.Tensor) -> bool:
-    """Return whether each element has its own memory. Expanded tensors share it and cannot be filled."""
-    return all(step or size < 2 for step, size in zip(tensor.stride(), tensor.shape, strict=True))

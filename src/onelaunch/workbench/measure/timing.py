@@ -1,6 +1,7 @@
 """Time several candidates (variants and controls) together, so that their times can be compared.
 
-Each candidate is verified first, and its timed outputs are verified again afterwards. Every round times all candidates in all
+Each candidate is verified first. It is timed on other contents than were verified, from a seed of their own, and outputs of a
+last sample are verified again. Every round times all candidates in all
 regimes (:data:`onelaunch.workbench.result.Regime`). Their order rotates and reverses from round to round, so that a drift of
 clocks or temperature, or other work on the machine, affects all of them alike. Ratios between candidates are to be taken round by
 round. The baseline takes part twice; the ratio of its two copies (A/A run) is the noise.
@@ -8,24 +9,40 @@ round. The baseline takes part twice; the ratio of its two copies (A/A run) is t
 
 from __future__ import annotations
 
+import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal, TypeVar
 
 import torch
 
+from onelaunch.errors import ArgumentError
 from onelaunch.operation import Case, Control, Direction, Loop, Operation
 from onelaunch.workbench import stats
 from onelaunch.workbench.measure.clocks import Clocks
-from onelaunch.workbench.measure.sampling import Rotation, Sampler, make_sampler, rotate
+from onelaunch.workbench.measure.contents import InputsChanged
+from onelaunch.workbench.measure.outcomes import CandidateResult, Interrupted, Measurements, invalidate, too_fast
+from onelaunch.workbench.measure.sampling import LONG_SAMPLE_SECONDS, Rotation, Sampler, make_sampler, rotate
 from onelaunch.workbench.result import Noise, Regime, Status, Timing, Verdict
-from onelaunch.workbench.result.consistency import AGAIN, BELOW_BOUND
+from onelaunch.workbench.stored import LEAST_TIME, MOST_TIME
 from onelaunch.workbench.study import LOOPS
 from onelaunch.workbench.study.plan import missing_package
 from onelaunch.workbench.verify import Judge, judge_outputs
-from onelaunch.workbench.verify.calls import Candidate, status_of
+from onelaunch.workbench.verify.calls import Candidate, make_inputs, status_of
 from onelaunch.workbench.verify.reference import Reference
+
+T = TypeVar("T")
+
+RAISED = (Exception, SystemExit)
+"""Exceptions of a candidate that are its result. ``KeyboardInterrupt`` ends the run, and everything that was measured is kept."""
+
+Kind = Literal["variant", "control", "again"]
+"""Kind of a candidate. ``again`` is the second copy of the baseline, whose ratio to the first is the noise."""
+
+Key = tuple[str, Kind]
+"""Name and kind of a candidate, which tell it from all others: a control or a second copy may have the name of a variant."""
 
 ALL_REGIMES: tuple[Regime, ...] = ("cold", "warm", "eager")
 """Regimes that every operation has. Those of :data:`LOOPS` time many consecutive steps, and need a loop of the operation."""
@@ -36,42 +53,23 @@ LEAST_ROUNDS = 3
 WARM_UP_SECONDS = {"cuda": 1.0, "cpu": 0.2}
 """Seconds by device type for which all candidates run before the first round, so that clocks and temperature settle."""
 
+MOST_OF_THE_TIME = 0.5
+"""Fraction of the time of all rounds from which a note names the candidate that took it, if the time cap ended the rounds and its
+samples are long."""
+
 Progress = Callable[[str, int, int], None]
 """Callback for progress: the name of the step, the number of its items that are done, and the number of all its items."""
 
+Turn = Callable[..., None]
+"""Callback ``turn(name, control=..., step=...)`` before a candidate runs, and with ``None`` for its name when it has returned.
 
-@dataclass
-class CandidateResult:
-    """Outcome of one variant or control: its status, verdict and times."""
-
-    name: str
-    control: bool = False
-    status: Status = "ok"
-    reason: str = ""
-    verdict: Verdict | None = None
-    timings: tuple[Timing, ...] = ()
-    peak_bytes: int | None = None
+A parent process learns from it which candidate was running when the process ended.
+"""
 
 
-@dataclass
-class Measurements:
-    """Measurements of one case in one direction."""
-
-    candidates: dict[str, CandidateResult]
-    """Outcomes by the name of the variant or control."""
-    noise: tuple[Noise, ...] = ()
-    clocks: dict[str, float] = field(default_factory=dict)
-    """Medians over the rounds, with the keys of :attr:`onelaunch.workbench.result.Provenance.clocks`."""
-    notes: tuple[str, ...] = ()
-    """Sentences on how it was measured: number of input sets, rounds, and the reason if it stopped early."""
-
-
-class Interrupted(KeyboardInterrupt):
-    """Ctrl-C during :func:`measure`. ``measurements`` holds the finished rounds, with the status ``interrupted``."""
-
-    def __init__(self, measurements: Measurements) -> None:
-        super().__init__("interrupted while measuring")
-        self.measurements = measurements
+def new_seed() -> int:
+    """Return a random seed for the contents of timed inputs. It differs from 0, with which variants are verified."""
+    return 1 + secrets.randbelow(2**31 - 1)
 
 
 def measure(
@@ -86,11 +84,13 @@ def measure(
     rounds: int = 20,
     device: torch.device | str = "cpu",
     seed: int = 0,
+    timing_seed: int | None = None,
     floors: Mapping[str, float] | None = None,
     bounds_again: Callable[[], Mapping[str, float]] | None = None,
     judge: Judge | None = None,
     time_cap_seconds: float = 60.0,
     on_progress: Progress | None = None,
+    on_turn: Turn | None = None,
 ) -> Measurements:
     """Verify, time and verify again several variants and controls of one operation at one case.
 
@@ -107,18 +107,26 @@ def measure(
             loop for each.
         rounds: Number of samples of each candidate and regime.
         device: Device to run on.
-        seed: Seed of the inputs.
+        seed: Seed of the inputs on which the candidates are verified before they are timed.
+        timing_seed: Seed of the inputs that are timed and on which the last sample is verified; by default a random one, so that
+            no variant can be made for it. Pass the one of a stored result to repeat its inputs.
         floors: Roofline bounds in microseconds by name. A cold time well below its bound becomes ``invalid``.
         bounds_again: Function that measures the device's peaks again and returns the new bounds. It is called when a cold time is
             below its bound, before the time becomes ``invalid``.
         judge: Judge whose cache of oracle outputs is used. Pass the same one for every measurement of a study.
         time_cap_seconds: Seconds after which no new round begins. Three rounds are always measured.
         on_progress: Callback for the progress.
+        on_turn: Callback before each candidate runs.
 
     Raises:
+        ArgumentError: A control has the name of a variant that is measured with it.
         Interrupted: Ctrl-C was pressed. Holds the finished rounds.
         UnknownVariant: A variant is not known.
     """
+    if both := sorted(set(variants) & set(controls)):
+        raise ArgumentError(
+            f"{both[0]!r} is a variant and a control of {operation.name}, so its times would be ambiguous; rename one."
+        )
     session = _Session(
         operation=operation,
         case=case,
@@ -129,6 +137,8 @@ def measure(
         seed=seed,
         judge=judge or Judge(),
         progress=on_progress or (lambda *_: None),
+        timing_seed=new_seed() if timing_seed is None else timing_seed,
+        turn=on_turn or (lambda *_, **__: None),
     )
     for name in variants:
         session.add(name, Candidate.variant(operation, name), None)
@@ -157,6 +167,8 @@ class _Entry:
     control: Control | None
     hidden: bool = False
     """True for the second copy of the baseline, which :class:`Measurements` do not list."""
+    seconds: float = 0.0
+    """Time that its samples took in all rounds, with what is not timed of them."""
     sampler: Sampler | None = None
     """Sampler of single calls; ``None`` before it is made, and after :meth:`release`."""
     loops: dict[Regime, Loop] = field(default_factory=dict)
@@ -168,8 +180,14 @@ class _Entry:
     def runs(self) -> bool:
         return self.result.status == "ok"
 
-    def fail(self, error: Exception) -> None:
-        self.result.status, self.result.reason = status_of(error)
+    def fail(self, error: BaseException) -> None:
+        """Record an exception as the candidate's status. ``SystemExit`` is one too, which must not end the run."""
+        if isinstance(error, InputsChanged):
+            self.result.status, self.result.reason = "incorrect", str(error)
+        elif isinstance(error, SystemExit):
+            self.result.status, self.result.reason = "crashed", f"It ended the process with sys.exit({error.code!r})."
+        else:
+            self.result.status, self.result.reason = status_of(error)
         self.release()
 
     def release(self) -> None:
@@ -190,7 +208,9 @@ class _Session:
     seed: int
     judge: Judge
     progress: Progress
-    entries: dict[str, _Entry] = field(default_factory=dict)
+    timing_seed: int
+    turn: Turn
+    entries: dict[Key, _Entry] = field(default_factory=dict)
     clocks: Clocks = field(init=False)
     notes: list[str] = field(default_factory=list)
     aa_variant: str | None = None
@@ -200,7 +220,19 @@ class _Session:
         self.clocks = Clocks(self.device)
 
     def add(self, name: str, candidate: Candidate, control: Control | None) -> None:
-        self.entries[name] = _Entry(CandidateResult(name, control=control is not None), candidate, control)
+        kind: Kind = "variant" if control is None else "control"
+        self.entries[name, kind] = _Entry(CandidateResult(name, control=control is not None), candidate, control)
+
+    @contextmanager
+    def running(self, entry: _Entry, step: str) -> Iterator[None]:
+        """Tell the caller which candidate runs inside of the block. What an exception of it means is told by its status."""
+        self.turn(entry.candidate.name, control=entry.control is not None, step=step)
+        try:
+            yield
+        except RAISED as error:
+            entry.fail(error)
+        finally:
+            self.turn(None, control=False, step=step)
 
     def verify(self) -> None:
         """Judge every candidate. One that does not pass is not timed."""
@@ -212,11 +244,13 @@ class _Session:
             if not entry.runs:
                 continue
             try:
-                result.verdict = self._verdict(entry)
-            except Exception as error:  # noqa: BLE001 - any exception of a variant is its result
+                self._reference(entry, self.seed)  # computed first, because the oracle's time is not the candidate's
+            except Exception as error:  # noqa: BLE001 - such as out of memory; smaller controls may still fit
                 entry.fail(error)
                 continue
-            if not result.verdict.ok:
+            with self.running(entry, "verified"):
+                result.verdict = self._verdict(entry)
+            if entry.runs and result.verdict is not None and not result.verdict.ok:
                 result.status, result.reason = "incorrect", result.verdict.explain()
 
     def prepare(self) -> None:
@@ -229,49 +263,74 @@ class _Session:
             self.progress("prepare", done, len(ready))
             try:
                 self._prepare(entry, rotations)
-            except Exception as error:  # noqa: BLE001 - any exception of a variant is its result
+            except RAISED as error:  # of the oracle or the allocation of inputs; those of the candidate are recorded already
                 entry.fail(error)
-        running = [name for name in self.baselines if name in self.entries and self.entries[name].runs]
+        names = [name for name in self.baselines if (name, "variant") in self.entries]
+        running = [name for name in names if self.entries[name, "variant"].runs]
         if running:
             self.aa_variant = running[0]
             if self.aa_variant != self.baselines[0]:
                 self.notes.append(f"The A/A run is of {self.aa_variant}: {self.baselines[0]} has no time here.")
-            main = self.entries[self.aa_variant]
-            again = _Entry(CandidateResult(self.aa_variant + AGAIN), main.candidate, main.control, hidden=True)
+            main = self.entries[self.aa_variant, "variant"]
+            again = _Entry(CandidateResult(self.aa_variant), main.candidate, main.control, hidden=True)
             try:
                 self._prepare(again, rotations)
-            except Exception as error:  # noqa: BLE001 - a measurement without a noise floor is still of use, and a note says so
-                self.notes.append(f"No A/A run: {status_of(error)[1]}.")
-            else:
-                self.entries[again.result.name] = again
+            except RAISED as error:
+                again.fail(error)
+            if again.runs:
+                self.entries[self.aa_variant, "again"] = again
+            else:  # a measurement without a noise floor is still of use
+                self.notes.append(f"No A/A run: {again.result.reason}.")
         self.notes += [f"{rotation.note}." for control, rotation in rotations.items() if control is None]
 
     def take_rounds(self, rounds: int, time_cap_seconds: float) -> None:
         """Take samples of all candidates in all regimes, round by round, until the time cap."""
         self._warm_up()
+        for entry in self.entries.values():
+            entry.seconds = 0.0
         start = time.perf_counter()
         for index in range(rounds):
             if index >= LEAST_ROUNDS and time.perf_counter() - start > time_cap_seconds:
-                self.notes.append(f"Stopped by the time cap of {time_cap_seconds:g} s after {index} of {rounds} rounds.")
+                self.notes.append(self._stopped(time_cap_seconds, index, rounds))
                 break
             self.progress("time", index, rounds)
             taken = [
-                (name, regime, sample)
+                (key, regime, sample)
                 for regime in self.regimes
-                for name in order(tuple(name for name, entry in self.entries.items() if entry.runs), index)
-                if (sample := self._sample(self.entries[name], regime)) is not None
+                for key in order(tuple(key for key, entry in self.entries.items() if entry.runs), index)
+                if (sample := self._sample(self.entries[key], regime)) is not None
             ]
-            for name, regime, sample in taken:  # an interrupted round is dropped, since ratios are taken round by round
-                self.entries[name].rounds.setdefault(regime, []).append(sample)
+            if backwards := [(key, regime) for key, regime, sample in taken if not LEAST_TIME <= sample <= MOST_TIME]:
+                (name, _), regime = backwards[0]
+                self.notes.append(
+                    f"The clock went backwards in round {index + 1}, while {name} was timed ({regime}). It is left out."
+                )
+                continue
+            for key, regime, sample in taken:  # an interrupted round is dropped, since ratios are taken round by round
+                self.entries[key].rounds.setdefault(regime, []).append(sample)
             self.clocks.sample()
+        for entry in self.entries.values():
+            if entry.runs and not entry.rounds and entry.sampler is not None and not entry.sampler.refused:
+                entry.result.status, entry.result.reason = "error", "the clock went backwards in every round"
+
+    def _stopped(self, time_cap_seconds: float, index: int, rounds: int) -> str:
+        """Return the note on a time cap, with the candidate that took most of the time, if one did."""
+        note = f"Stopped by the time cap of {time_cap_seconds:g} s after {index} of {rounds} rounds."
+        slowest = max(self.entries.values(), key=lambda entry: entry.seconds)
+        share = slowest.seconds / max(sum(entry.seconds for entry in self.entries.values()), 1e-9)
+        samples = index * len(self.regimes)
+        if share < MOST_OF_THE_TIME or slowest.seconds < samples * LONG_SAMPLE_SECONDS:
+            return note
+        return f"{note} {slowest.candidate.name} took {share:.0%} of the time."
 
     def verify_again(self) -> None:
-        """Judge the outputs of the timed calls; a candidate whose outputs do not pass becomes ``incorrect``."""
+        """Judge outputs of a last sample on new contents; a candidate whose outputs do not pass becomes ``incorrect``."""
         for entry in self.entries.values():
             if not entry.runs or entry.sampler is None:
                 continue
-            reference = self._reference(entry)
-            try:
+            reference = self._reference(entry, self.timing_seed)
+            verdicts, problem = [], None
+            with self.running(entry, "verified again"):
                 verdicts = [
                     (regime, judge_outputs(reference, outputs))
                     for regime in self.regimes
@@ -280,8 +339,7 @@ class _Session:
                 ]
                 loop_problems = ((regime, loop.problem()) for regime, loop in entry.loops.items() if regime in entry.rounds)
                 problem = next(((regime, why) for regime, why in loop_problems if why is not None), None)
-            except Exception as error:  # noqa: BLE001 - any exception of a variant is its result
-                entry.fail(error)
+            if not entry.runs or entry.sampler is None:
                 continue
             if wrong := next(((regime, verdict) for regime, verdict in verdicts if not verdict.ok), None):
                 entry.result.status = "incorrect"
@@ -292,6 +350,15 @@ class _Session:
                 entry.result.reason = f"The steps that were timed ({problem[0]}) are wrong: {problem[1]}"
             elif entry.sampler.refused:
                 entry.result.status, entry.result.reason = next(iter(entry.sampler.refused.values()))
+        self._blame_for_the_copy()
+
+    def _blame_for_the_copy(self) -> None:
+        """Give the baseline the status of its second copy if that one is incorrect, since both are the same variant."""
+        for (name, kind), again in self.entries.items():
+            main = self.entries[name, "variant"] if kind == "again" else again
+            if main is not again and main.runs and again.result.status == "incorrect":
+                main.result.status, main.result.reason = again.result.status, again.result.reason
+                main.result.verdict = again.result.verdict or main.result.verdict
 
     def interrupt(self) -> None:
         """Mark every running candidate as interrupted, with the number of its finished rounds."""
@@ -320,19 +387,19 @@ class _Session:
                 Timing(regime=regime, microseconds=stats.estimate(samples), rounds=tuple(samples))
                 for regime, samples in entry.rounds.items()
             )
-        results = [entry.result for entry in self.entries.values()]
-        if bounds_again is not None and any(_too_fast(each, floors.get(each.name, 0.0)) for each in results):
+        results = [entry.result for entry in self.entries.values() if not entry.hidden]
+        if bounds_again is not None and any(too_fast(each, floors.get(each.name, 0.0)) for each in results):
             floors = bounds_again()
         for result in results:
-            _invalidate(result, floors.get(result.name, 0.0), again=bounds_again is not None)
-        shown = {name: entry.result for name, entry in self.entries.items() if not entry.hidden}
+            invalidate(result, floors.get(result.name, 0.0), again=bounds_again is not None)
+        shown = {name: entry.result for (name, _), entry in self.entries.items() if not entry.hidden}
         return Measurements(shown, self._noise(), self.clocks.medians(), tuple(self.notes))
 
     def _noise(self) -> tuple[Noise, ...]:
         """Return the A/A noise of each regime in which both copies of the baseline have times."""
-        if self.aa_variant is None or self.aa_variant + AGAIN not in self.entries:
+        if self.aa_variant is None or (self.aa_variant, "again") not in self.entries:
             return ()
-        again, main = self.entries[self.aa_variant + AGAIN], self.entries[self.aa_variant]
+        again, main = self.entries[self.aa_variant, "again"], self.entries[self.aa_variant, "variant"]
         both = [regime for regime in again.rounds if regime in main.rounds]
         ratios = {regime: stats.ratio(again.rounds[regime], main.rounds[regime]) for regime in both}
         return tuple(
@@ -357,78 +424,57 @@ class _Session:
             return self.judge.judge_control(self.operation, self.case, entry.control.name, **options)
         return self.judge.judge(self.operation, self.case, variant=entry.result.name, **options)
 
-    def _reference(self, entry: _Entry) -> Reference:
+    def _reference(self, entry: _Entry, seed: int) -> Reference:
         return self.judge.reference(
-            self.operation, self.case, device=self.device, direction=self.direction, seed=self.seed, control=entry.control
+            self.operation, self.case, device=self.device, direction=self.direction, seed=seed, control=entry.control
         )
 
     def _prepare(self, entry: _Entry, rotations: dict[Control | None, Rotation]) -> None:
         """Make the sampler of a candidate and, for variants, the loops of consecutive steps."""
         if entry.control not in rotations:
-            rotations[entry.control] = rotate(self._reference(entry), self.device)
-        entry.sampler = make_sampler(entry.candidate, rotations[entry.control], self.device)
-        entry.sampler.prepare([regime for regime in self.regimes if regime not in LOOPS])
-        entry.result.peak_bytes = entry.sampler.peak_bytes
-        if entry.control is None and self.direction == "forward":
-            variant, arguments = self.operation.get(entry.candidate.name), rotations[entry.control].sets[0].arguments
-            makers = {regime: self.operation.loops[regime] for regime in self.regimes if regime in LOOPS}
-            entry.loops = {regime: make(variant, arguments) for regime, make in makers.items()}
+            reference = self._reference(entry, self.timing_seed)
+            other = make_inputs(self.operation, self.case, self.device, self.timing_seed + 1, self.direction)
+            rotations[entry.control] = rotate(reference, self.device, other, self.timing_seed)
+        rotation = rotations[entry.control]
+        with self.running(entry, "prepared"):
+            entry.sampler = make_sampler(entry.candidate, rotation, self.device)
+            entry.sampler.prepare([regime for regime in self.regimes if regime not in LOOPS])
+            entry.result.peak_bytes = entry.sampler.peak_bytes
+            if entry.control is None and self.direction == "forward":
+                variant, arguments = self.operation.get(entry.candidate.name), rotation.sets[0].arguments
+                makers = {regime: self.operation.loops[regime] for regime in self.regimes if regime in LOOPS}
+                entry.loops = {regime: make(variant, arguments) for regime, make in makers.items()}
 
     def _warm_up(self) -> None:
         """Run all candidates in turn for :data:`WARM_UP_SECONDS`. One that raises is not timed."""
-        end = time.perf_counter() + WARM_UP_SECONDS[self.device.type]
+        start = time.perf_counter()
+        end = start + WARM_UP_SECONDS[self.device.type]
         while any(entry.runs for entry in self.entries.values()):
             for entry in self.entries.values():
                 for regime in self.regimes:
                     if entry.runs:
                         self._sample(entry, regime)
-                    if time.perf_counter() > end:
+                    if not start <= time.perf_counter() <= end:  # a clock that goes backwards must not keep it here
                         return
 
     def _sample(self, entry: _Entry, regime: Regime) -> float | None:
         """Return one sample in microseconds, or ``None`` if the candidate cannot be timed in this regime."""
         if entry.sampler is None or regime in entry.sampler.refused:
             return None
-        try:
-            if regime in LOOPS:
-                return 1e6 * entry.loops[regime].seconds() if regime in entry.loops else None
-            return entry.sampler.sample(regime)
-        except Exception as error:  # noqa: BLE001 - any exception of a variant is its result
-            entry.fail(error)
-            return None
+        start, sample = time.perf_counter(), None
+        with self.running(entry, f"timed ({regime})"):
+            if regime not in LOOPS:
+                sample = entry.sampler.sample(regime)
+            elif regime in entry.loops:
+                sample = 1e6 * entry.loops[regime].seconds()
+        entry.seconds += time.perf_counter() - start
+        return sample
 
 
-def order(names: Sequence[str], index: int) -> tuple[str, ...]:
+def order(names: Sequence[T], index: int) -> tuple[T, ...]:
     """Return the names in the order of round ``index``: rotated by one every second round, and reversed in odd rounds."""
     if not names:
         return ()
     start = (index // 2) % len(names)
     rotated = (*names[start:], *names[:start])
     return rotated[::-1] if index % 2 else rotated
-
-
-def below(timing: Timing | None, bound_microseconds: float) -> bool:
-    """Return whether a time is so far below its roofline bound that it must be wrong."""
-    return timing is not None and timing.microseconds.median < BELOW_BOUND * bound_microseconds
-
-
-def _cold(result: CandidateResult) -> Timing | None:
-    return next((timing for timing in result.timings if timing.regime == "cold"), None)
-
-
-def _too_fast(result: CandidateResult, bound_microseconds: float) -> bool:
-    return result.status == "ok" and below(_cold(result), bound_microseconds)
-
-
-def _invalidate(result: CandidateResult, bound_microseconds: float, *, again: bool) -> None:
-    """Set the status ``invalid`` if the cold time is well below its bound; the reason names likely causes and the remedy."""
-    cold = _cold(result)
-    if cold is None or not _too_fast(result, bound_microseconds):
-        return
-    result.status = "invalid"
-    peaks = "the device's peaks were measured too low" + (", and again when this time was seen" if again else "")
-    result.reason = (
-        f"{cold.microseconds.median:.2f} µs is below its roofline bound of {bound_microseconds:.2f} µs: the variant does less "
-        f"work than it must, or {peaks}. If other work ran on the device, end it and measure the peaks again with "
-        "onelaunch doctor --refresh"
-    )

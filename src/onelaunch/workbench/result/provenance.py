@@ -36,6 +36,7 @@ def provenance(
     rounds: int,
     clocks: Sequence[Mapping[str, float]] = (),
     command: str = "",
+    timing_seed: int | None = None,
 ) -> Provenance:
     """Return the provenance of a run of a study that ends now.
 
@@ -46,6 +47,7 @@ def provenance(
         rounds: Number of rounds that were asked for.
         clocks: Sampled clocks, one dictionary for each case.
         command: Command line of the run; this process's own if empty.
+        timing_seed: Seed of the inputs that were timed.
     """
     facts, committed = describe(str(device)), commit()
     return Provenance(
@@ -62,6 +64,7 @@ def provenance(
         scale=scale,
         rounds=rounds,
         variants=variant_sources(study),
+        timing_seed=timing_seed,
     )
 
 

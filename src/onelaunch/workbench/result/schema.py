@@ -49,12 +49,16 @@ bandwidth, no spread of the measured peaks, and no written bytes.
 READABLE = (1, 2, 3)
 """Versions that can be read."""
 
-Status = Literal["ok", "unsupported", "not_installed", "incorrect", "invalid", "out_of_memory", "error", "interrupted"]
+Status = Literal[
+    "ok", "unsupported", "not_installed", "incorrect", "invalid", "out_of_memory", "error", "crashed", "timed_out", "interrupted"
+]
 """Status of a measurement.
 
 ``unsupported``: The variant cannot run this case here, or the study leaves it out. ``not_installed``: It needs a missing package.
 ``incorrect``: The verdict failed, and no time is used. ``invalid``: The cold time is over 5 % below the roofline bound, and no
-time is used. ``error``: It raised. ``interrupted``: The run ended before the measurement was complete.
+time is used. ``error``: It raised. ``crashed``: The process that measured it ended, by an exit or by a signal, such as one sent
+for lack of memory. ``timed_out``: It ran longer than the limit of a call. ``interrupted``: The run ended before the measurement
+was complete.
 """
 
 OWN_COUNTS = ("launches", "barriers")
@@ -274,7 +278,7 @@ class VariantSource(Stored):
 class Provenance(Grown, Stored):
     """Provenance of a result: device, time, software and command."""
 
-    LATER = ("variants", "package")
+    LATER = ("variants", "package", "timing_seed")
 
     device: Words
     slug: Slug
@@ -299,6 +303,8 @@ class Provenance(Grown, Stored):
     """Sources of the study's variants by name. Empty in results of older versions."""
     package: Words = ""
     """SHA-256 of the sources of onelaunch where ``commit`` does not determine them: it is empty or ends in ``-dirty``."""
+    timing_seed: Count | None = None
+    """Seed of the inputs that were timed, drawn for the run; ``None`` in results from before it was drawn."""
 
 
 class StoredCeilings(Grown, Stored):

@@ -1,0 +1,101 @@
+"""A run that another process can carry out: its study and options, what is known of it so far, and the candidate that runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from onelaunch.operation import Direction
+from onelaunch.workbench.result import Result, Status, StoredCeilings
+from onelaunch.workbench.running import Key, Progress, Run, RunOptions, Steps
+from onelaunch.workbench.study import Scale, Study
+from onelaunch.workbench.study.plan import plan_study
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is to be run: a study with its options. It can be sent to another process."""
+
+    study: Study
+    device: str
+    scale: Scale
+    options: RunOptions
+    partial: Path
+    """File of the partial result."""
+    steps: Steps = field(default_factory=Steps)
+    processes: int = 0
+    """Number of processes that compile before anything is measured."""
+    earlier: Result | None = None
+    """Interrupted run that is continued."""
+    earlier_path: Path = Path()
+    """File of that run, for messages."""
+
+
+@dataclass
+class State:
+    """What the parent knows of a run."""
+
+    kept: Result | None = None
+    """Result of the finished cases."""
+    failures: dict[Key, tuple[Status, str]] = field(default_factory=dict)
+    """Statuses and reasons of candidates that are not run again."""
+    notes: list[str] = field(default_factory=list)
+    """Sentences on the child processes that ended early."""
+
+
+class Turn(NamedTuple):
+    """The candidate that is running."""
+
+    shape: str
+    direction: Direction
+    name: str
+    control: bool
+    step: str
+    """What is done with it: ``verified``, ``prepared``, ``timed (cold)`` and so on."""
+
+    @property
+    def key(self) -> Key:
+        return self.shape, self.direction, self.name, self.control
+
+
+def carry_out(
+    job: Job,
+    on_progress: Callable[[Progress], None],
+    *,
+    state: State | None = None,
+    on_turn: Callable[..., None] = lambda *_, **__: None,
+    on_kept: Callable[[Result], None] = lambda _: None,
+) -> Result:
+    """Run a study in this process, and return its result. After Ctrl-C its ``interrupted`` is true.
+
+    Args:
+        job: Study with its options.
+        on_progress: Callback for the progress.
+        state: Finished cases and failed candidates of earlier processes of this run.
+        on_turn: Callback before a candidate runs, as :attr:`Run.on_turn`.
+        on_kept: Callback with the partial result, at the beginning and after each case.
+
+    Raises:
+        ResultMismatch: The run that is to be continued has another study, device, software, commit, scale or number of rounds.
+    """
+    state = state or State()
+    known = state.kept or job.earlier
+    # A continued run takes over the measured peaks of the device (bandwidth, FLOP rates, launch time), so that all roofline
+    # bounds of a result are computed from the same peaks.
+    ceilings = known.ceilings if known else StoredCeilings(**asdict(job.steps.ceilings(job.device)))
+    plan = plan_study(job.study, ceilings, job.device, job.scale)
+    run = Run(plan, torch.device(job.device), ceilings, job.options, job.steps, on_progress)
+    run.failures, run.on_turn, run.on_kept = state.failures, on_turn, on_kept
+    if state.kept is not None:
+        run.take_over(state.kept)
+        run.notes = list(state.kept.notes)
+    elif job.earlier is not None:
+        run.resume_from(job.earlier, job.earlier_path)
+    run.notes += state.notes
+    on_kept(run.result(interrupted=True))
+    run.measure_all(job.processes if state.kept is None else 0, job.partial)
+    return run.result(interrupted=run.stopped)

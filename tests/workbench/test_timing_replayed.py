@@ -1,0 +1,150 @@
+"""Tests of the sampler for a GPU on a machine without one: PyTorch's streams, events and graphs are replaced by simple stand-ins.
+
+A replay of a stand-in graph makes the captured calls again. So what a sample changes, poisons, copies and compares can be tested;
+that it does so in the order of a stream is left to the tests on a GPU. The variants are those of ``rogues_timing.py``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+import torch
+
+from onelaunch.workbench.measure import sampling
+from onelaunch.workbench.measure.contents import InputsChanged
+from onelaunch.workbench.measure.sampling import GpuSampler, Rotation
+from onelaunch.workbench.verify import Judge, judge_outputs
+from onelaunch.workbench.verify.calls import Candidate
+from tests.workbench import rogues_timing as rogues
+from tests.workbench.toy import ToyCall, parallel, toy_case, toy_sum
+
+CPU = torch.device("cpu")
+REGIMES = ("cold", "warm", "eager")
+
+
+class Stream:
+    """Stand-in for a stream, on which everything is done at once."""
+
+    def wait_stream(self, other):
+        pass
+
+    def synchronize(self):
+        pass
+
+
+class Event:
+    """Stand-in for an event: a millisecond passes between any two."""
+
+    def __init__(self, enable_timing):
+        assert enable_timing
+
+    def record(self):
+        pass
+
+    def synchronize(self):
+        pass
+
+    def elapsed_time(self, end):
+        return 1.0
+
+
+class Graph:
+    """Stand-in for a graph: ``replay`` makes the captured calls again, whose outputs replace those of the capture."""
+
+    def replay(self):
+        self.calls()
+
+
+@pytest.fixture(autouse=True)
+def pretended(monkeypatch):
+    """Replace what the sampler uses of CUDA."""
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream())
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: None)
+    for name in ("reset_peak_memory_stats", "memory_allocated", "max_memory_allocated"):
+        monkeypatch.setattr(torch.cuda, name, lambda device: 0)
+    monkeypatch.setattr(sampling, "GPU_SAMPLE_SECONDS", 1e-4)
+
+    def capture(call_all, graph, stream):
+        graph.calls = call_all
+        call_all()
+
+    monkeypatch.setattr(sampling.cuda, "capture", capture)
+
+
+def sampled(function, direction="forward", samples=12):
+    """Return a sampler of a function of the checked call, after some samples in every regime, and the reference of its case."""
+    reference = Judge().reference(toy_sum, toy_case(), direction=direction, seed=5)
+    other = Judge().reference(toy_sum, toy_case(), direction=direction, seed=6).inputs
+    rotation = Rotation(reference, [reference.inputs.clone() for _ in range(6)], full=True, stream=Stream(), other=other)
+    sampler = GpuSampler(Candidate("mine", lambda **given: function(ToyCall(**given)), toy_sum.outputs), rotation, CPU, Stream())
+    sampler.prepare(REGIMES)
+    for _ in range(samples):
+        for regime in REGIMES:
+            assert sampler.sample(regime) > 0
+    return sampler, reference
+
+
+@pytest.mark.parametrize("direction", ["forward", "forward_backward"])
+def test_an_honest_variant_passes_in_every_regime(direction):
+    sampler, reference = sampled(parallel, direction)
+    for regime in REGIMES:
+        judged = list(sampler.outputs(regime))
+        assert 1 <= len(judged) <= sampling.JUDGED_CALLS
+        assert all(judge_outputs(reference, outputs).ok for outputs in judged)
+
+
+def test_a_memo_by_a_few_numbers_of_the_input_finds_nothing_in_eager_calls():
+    memo = rogues.ContentMemo()
+    sampler, _ = sampled(memo, samples=0)
+    before = memo.hits
+    for _ in range(20):
+        sampler.sample("eager")
+    assert memo.hits == before
+
+
+@pytest.mark.parametrize("make", [rogues.CountThenStash, rogues.EveryTenth, rogues.SeedZeroOnly], ids=lambda make: make.__name__)
+def test_outputs_that_are_not_computed_from_these_inputs_are_incorrect(make):
+    sampler, reference = sampled(make(), samples=40)
+    verdicts = [judge_outputs(reference, outputs) for _ in range(3) for regime in REGIMES for outputs in sampler.outputs(regime)]
+    assert not all(verdict.ok for verdict in verdicts)
+
+
+@pytest.mark.parametrize("regime", REGIMES)
+def test_a_variant_that_works_in_place_is_found_and_its_inputs_are_restored(regime):
+    rogue = rogues.CarelessMutation()
+    sampler, _ = sampled(rogue, samples=0)
+    sampler.sample(regime)
+    rogue.calls = rogues.VERIFYING_CALLS
+    with pytest.raises(InputsChanged, match="its input x"):
+        list(sampler.outputs(regime))
+    sampler._rotation.check(sampler._rotation.sets)
+
+
+@pytest.mark.parametrize("regime", REGIMES)
+def test_outputs_are_poisoned_before_those_of_a_last_sample_are_judged(regime):
+    """This variant writes half of an output, into memory that it keeps. The other half is what was there before."""
+    kept = torch.zeros_like(toy_inputs().arguments["x"])
+
+    def half(call):
+        y, state = parallel(call)
+        kept[:1] = y[:1]
+        return kept, state
+
+    sampler, _ = sampled(half)
+    assert all(outputs["y"][1:].isnan().all() for outputs in sampler.outputs(regime))
+
+
+def toy_inputs():
+    return Judge().reference(toy_sum, toy_case()).inputs
+
+
+def test_a_slow_start_makes_eager_samples_shorter(monkeypatch):
+    sampler, _ = sampled(parallel, samples=0)
+    sampler._eager_calls = 40
+    monkeypatch.setattr(Event, "elapsed_time", lambda self, end: 4000.0)
+    sampler.sample("eager")
+    assert sampler._eager_calls == 1
