@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from onelaunch.errors import ArgumentError
-from onelaunch.operation import Cost
 from onelaunch.workbench.measure import sampling, timing
 from onelaunch.workbench.measure.contents import POSITIONS, Contents, InputsChanged
 from onelaunch.workbench.measure.sampling import CpuSampler, rotate
@@ -260,15 +259,11 @@ def measure_slow(**more):
         return measure(toy_sum, toy_case(**SIZES), variants=["parallel", "slow-start"], regimes=("cold",), **more)
 
 
-def test_a_control_named_like_a_variant_is_refused(prose):
-    toy_sum.control("parallel", oracle=lambda x, weight: x * weight, cost=lambda case: Cost(0, 0))(
-        lambda call: call.x * call.weight
-    )
-    try:
-        with prose.raises(ArgumentError):
-            measure(toy_sum, toy_case(), variants=["parallel"], controls=["parallel"])
-    finally:
-        del toy_sum.controls["parallel"]
+def test_a_control_named_like_a_variant_is_refused(prose, monkeypatch):
+    """Registration refuses the name, so the control gets into the operation's table by hand."""
+    monkeypatch.setitem(toy_sum.controls, "parallel", toy_sum.controls["product"])
+    with prose.raises(ArgumentError):
+        measure(toy_sum, toy_case(), variants=["parallel"], controls=["parallel"])
 
 
 def test_a_variant_named_like_the_second_copy_is_measured_as_any_other():
