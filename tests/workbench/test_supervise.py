@@ -26,6 +26,7 @@ from onelaunch.operation import Cost
 from onelaunch.workbench.measure import timing
 from onelaunch.workbench.result import Result
 from onelaunch.workbench.run import ResultUnsaved, _alone, partial_path
+from onelaunch.workbench.study import Criterion
 from onelaunch.workbench.supervise import child, parent
 from onelaunch.workbench.supervise.child import read_turn, write_turn
 from onelaunch.workbench.supervise.job import Turn
@@ -106,6 +107,15 @@ def test_a_call_that_hangs_is_ended_and_the_variant_is_not_tried_again(prose):
     assert [result.cell(shape, "rogue").status for shape in ("first", "second")] == ["timed_out", "timed_out"]
     assert rest_is_complete(result)
     prose([result.cell(shape, "rogue").reason for shape in ("first", "second")])
+
+
+def test_a_criterion_on_a_variant_that_ended_its_process_ends_in_debug():
+    asked = Criterion(name="rogue is fast", measure="speedup", of="rogue", at="first", at_least=1.1)
+    with registered(rogue=at_count(1, lambda: os._exit(1))):
+        result = supervised(study(asked, variants=("eager", "rogue")))
+    assert result.outcomes[0].status == "not_measured"
+    assert result.decision.kind == "debug"
+    assert any("ended the process that measured it" in reason for reason in result.decision.because)
 
 
 def test_two_variants_may_end_the_process_one_after_the_other():

@@ -196,7 +196,7 @@ def _broken(result: Result, deciding: list[Outcome]) -> list[str]:
 
 
 def _is_broken(cell: Cell) -> bool:
-    return cell.status in ("incorrect", "invalid", "error")
+    return cell.status in ("incorrect", "invalid", "error", "crashed", "timed_out")
 
 
 def _describe(cell: Cell) -> str:

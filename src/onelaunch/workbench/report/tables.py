@@ -29,6 +29,8 @@ TONES: Mapping[str, Tone] = {
     "incorrect": "bad",
     "invalid": "bad",
     "error": "bad",
+    "crashed": "bad",
+    "timed out": "bad",
     "slower": "bad",
     "missing": "bad",
     "measure more": "open",
