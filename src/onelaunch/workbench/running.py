@@ -16,18 +16,20 @@ import torch
 from onelaunch.device import hardware, peaks
 from onelaunch.errors import OutputUnwritable, ResultMismatch
 from onelaunch.operation import Case, Cost, Direction, Operation, find_operation
+from onelaunch.workbench.asked import cases_of, cases_to_count, measures_of_bytes, named_for
 from onelaunch.workbench.decide.decision import concluded
 from onelaunch.workbench.decide.measured import CountedMeasure, counted_measures
 from onelaunch.workbench.measure.compiling import calls_to_compile, compile_ahead
 from onelaunch.workbench.measure.count import Request, analytic, count_all
 from onelaunch.workbench.measure.outcomes import Interrupted, Measurements, below
 from onelaunch.workbench.measure.timing import measure, new_seed
-from onelaunch.workbench.result import Cell, Noise, Result, Status, StoredCeilings, Traffic
+from onelaunch.workbench.result import Cell, Noise, ProbeReport, Result, Status, StoredCeilings, Traffic, Verdict
 from onelaunch.workbench.result.provenance import provenance
 from onelaunch.workbench.result.sources import variant_sources
-from onelaunch.workbench.study import Shape, Study, measures
+from onelaunch.workbench.resume import differences
+from onelaunch.workbench.study import Shape, Study
 from onelaunch.workbench.study.plan import PlannedCell, StudyPlan, plan_study
-from onelaunch.workbench.verify import Judge
+from onelaunch.workbench.verify import Judge, run_probes
 from onelaunch.workbench.verify.calls import status_of
 
 QUICK_SECONDS = 3.0
@@ -44,7 +46,7 @@ class Progress:
     shape: str
     direction: Direction
     step: str
-    """``compile``, ``verify``, ``prepare``, ``time`` or ``count``."""
+    """``compile``, ``probe``, ``verify``, ``examine``, ``prepare``, ``time`` or ``count``."""
     done: int
     """Number of items of this step that are done at this shape and direction."""
     total: int
@@ -62,6 +64,7 @@ class Steps:
     """Function that returns the peaks of a device, from the cache or measured."""
     remeasure: Callable[[str, hardware.Ceilings], hardware.Ceilings] = peaks.remeasure
     """Function that measures the peaks again; it returns its argument itself if no new peak is higher."""
+    probe: Callable[..., ProbeReport] = run_probes
     measure: Callable[..., Measurements] = measure
     count: Callable[..., Sequence[Traffic]] = count_all
     counters: Mapping[str, Callable[..., Sequence[int | str]]] = field(default_factory=dict)
@@ -114,6 +117,10 @@ class Run:
     """Cases of a resumed run that are measured, but whose bytes, launches or barriers are still to be counted."""
     failures: Mapping[Key, tuple[Status, str]] = field(default_factory=dict)
     """Statuses and reasons of candidates that ended an earlier process or ran too long. They are not run again."""
+    probes: dict[str, ProbeReport] = field(default_factory=dict)
+    """Outcomes of the operation's probes by variant."""
+    examined: dict[tuple[str, Direction], Verdict] = field(default_factory=dict)
+    """Verdicts of the checks that take many calls, each made at the first case of a variant in a direction."""
     on_turn: Callable[..., None] = lambda *_, **__: None
     """Callback ``on_turn(shape, direction, name, control=..., step=...)`` before a candidate runs, and with no name after."""
     on_kept: Callable[[Result], None] = lambda _: None
@@ -122,10 +129,10 @@ class Run:
     def __post_init__(self) -> None:
         variant_sources(self.study)  # caches the digests now, so that files changed during the run are not taken for what ran
         self.judge = Judge(ORACLE_BYTES.get(self.device.type, 1 << 30))
-        self.counted = _cases_to_count(self.study, self.options.count)
+        self.counted = cases_to_count(self.study, self.options.count)
         """Cases at which DRAM bytes are counted."""
         wanted = counted_measures() if self.options.count else []
-        self.counts = {measure.name: (measure, _cases_of(self.study, (measure.name,))) for measure in wanted}
+        self.counts = {measure.name: (measure, cases_of(self.study, (measure.name,))) for measure in wanted}
         """Counted measures by name, each with the cases at which a criterion asks for it."""
         if self.options.quick:
             self.plan = self.plan.in_first_direction()
@@ -158,8 +165,8 @@ class Run:
         Raises:
             ResultMismatch: The study, the device, the software, the scale or the number of rounds differ.
         """
-        if differences := _differences(earlier, self.result(interrupted=True)):
-            facts = "; ".join(differences)
+        if found := differences(earlier, self.result(interrupted=True)):
+            facts = "; ".join(found)
             advice = "Restore the earlier state, or pass {force} instead of {resume} to begin again."
             raise ResultMismatch(f"{path} cannot be resumed: {facts}.", advice=advice)
         self.take_over(earlier)
@@ -187,6 +194,7 @@ class Run:
             self.cells |= {(cell.shape, cell.direction, cell.variant, cell.control): cell for cell in cells}
         done = {(shape.name, direction) for shape, direction in (*self.finished, *self.uncounted)}
         self.noise = [noise for noise in earlier.noise if (noise.shape, noise.direction) in done]
+        self.probes = dict(earlier.probes)
         if earlier.provenance.clocks and done:
             self.clocks.append(earlier.provenance.clocks)
 
@@ -200,6 +208,8 @@ class Run:
         try:
             if processes:
                 self.compile_ahead(processes)
+            self.probe_variants()
+            self.save_partial(partial)
             for case in self.cases:
                 if case not in self.finished:
                     self.measure(*case)
@@ -215,15 +225,38 @@ class Run:
         calls = calls_to_compile(self.study, cells, processes)
         self.notes += self.steps.compile(self.study, calls, str(self.device), processes, report)
 
+    def probe_variants(self) -> None:
+        """Judge the variants on the probes of their operation, each at its turn before anything is measured.
+
+        Variants of other projects' packages are left out: ``auto`` never chooses them, and some tune for minutes at each size.
+        """
+        first = {cell.variant: cell for cell in reversed(self.plan.cells) if not cell.control and cell.status is None}
+        if not self.operation.listed_probes():
+            return
+        asked = [name for name in first if self.operation.get(name).capabilities.requires is None]
+        judge = Judge(ORACLE_BYTES.get(self.device.type, 1 << 30))
+        for done, name in enumerate(asked):
+            if name in self.probes:
+                continue
+            shape, direction, *_ = _key(first[name])
+            ended = [reason for key, (_, reason) in self.failures.items() if key[2:] == (name, False)]
+            if ended:  # perhaps at a probe, which would end this process too
+                self.probes[name] = ProbeReport(passed=0, failed=tuple(ended))
+                continue
+            self._report(shape, direction, "probe", done, len(asked))
+            self.on_turn(shape, direction, name, control=False, step="probed")
+            self.probes[name] = self.steps.probe(judge, self.operation, name, self.device)
+            self.on_turn(shape, direction, None, control=False, step="")
+
     def measure(self, shape: Shape, direction: Direction) -> None:
         """Verify, time and count all variants and controls of one case."""
         here = [cell for cell in self.plan.cells if (cell.shape.name, cell.direction) == (shape.name, direction)]
         for planned in here:
             if planned.status is not None:
                 self._store(planned, status=planned.status, reason=planned.reason)
-            elif (failure := self.failures.get(_key(planned))) is not None:
+            elif (failure := self._failure(planned)) is not None:
                 self._store(planned, status=failure[0], reason=failure[1])
-        runnable = [planned for planned in here if planned.status is None and _key(planned) not in self.failures]
+        runnable = [planned for planned in here if planned.status is None and self._failure(planned) is None]
         if (shape, direction) in self.uncounted:
             self._count_all(self.study.case(shape), direction, runnable)
         elif runnable:
@@ -234,6 +267,13 @@ class Run:
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
+
+    def _failure(self, planned: PlannedCell) -> tuple[Status, str] | None:
+        """Return the status and the reason of a candidate that must not run, or ``None``."""
+        verdict = None if planned.control else self.examined.get((planned.variant, planned.direction))
+        if verdict is not None and not verdict.ok:
+            return "incorrect", verdict.explain()
+        return self.failures.get(_key(planned))
 
     def save_partial(self, path: Path) -> None:
         """Save the finished cases. If that fails, such as on a full disk, the run continues, and a note says so."""
@@ -264,6 +304,7 @@ class Run:
             noise=tuple(self.noise),
             notes=tuple(dict.fromkeys(self.notes)),
             interrupted=interrupted,
+            probes=self.probes,
         )
         return concluded(found)
 
@@ -286,6 +327,7 @@ class Run:
                 judge=self.judge,
                 time_cap_seconds=self.options.time_cap,
                 timing_seed=self.options.timing_seed,
+                examine=[name for name in variants if (name, direction) not in self.examined],
                 on_progress=lambda step, done, total: self._report(case.name, direction, step, done, total),
                 on_turn=lambda name, **more: self.on_turn(case.name, direction, name, **more),
             )
@@ -350,7 +392,7 @@ class Run:
 
         If the profiler runs out of time or reaches its limit of kernels, the faster ones are then counted already.
         """
-        named = _named_for(self.study, _measures_of_bytes())
+        named = named_for(self.study, measures_of_bytes())
         ready = [
             planned
             for planned in runnable
@@ -369,7 +411,7 @@ class Run:
 
     def _count_measure(self, measure: CountedMeasure, case: Case, direction: Direction, runnable: Sequence[PlannedCell]) -> None:
         """Count one call of each correct variant that a criterion on the measure names. A note says why a count failed."""
-        named = _named_for(self.study, (measure.name,))
+        named = named_for(self.study, (measure.name,))
         count = self.steps.counters.get(measure.name, measure.count)
         ready = [planned for planned in runnable if planned.variant in named and self.cells[_key(planned)].status == "ok"]
         for planned in ready:  # one at a time, so that the parent of this process knows which one ended it
@@ -401,6 +443,7 @@ class Run:
                 traffic=_by_arithmetic(planned) if outcome.status == "ok" else None,
                 peak_bytes=outcome.peak_bytes,
             )
+        self.examined |= {(name, runnable[0].direction): verdict for name, verdict in found.examined.items()}
         self.noise = [noise for noise in self.noise if noise not in found.noise] + list(found.noise)
         if found.clocks and found.clocks not in self.clocks:
             self.clocks.append(found.clocks)
@@ -412,50 +455,6 @@ class Run:
 
     def _report(self, shape: str, direction: Direction, step: str, done: int, total: int) -> None:
         self.on_progress(Progress(shape, direction, step, done, total, len(self.finished), len(self.cases)))
-
-
-def _differences(earlier: Result, now: Result) -> list[str]:
-    """Return a clause for each fact that influences measurements and differs between two results."""
-    then, here = earlier.provenance, now.provenance
-    facts = {"study": (earlier.study_digest[:12], now.study_digest[:12])}
-    facts |= {name: (getattr(then, name), getattr(here, name)) for name in ("device", "driver", "commit", "scale", "rounds")}
-    facts |= {"files of onelaunch": (then.package[:12], here.package[:12])} if then.package and then.commit == here.commit else {}
-    facts |= {package: (then.versions.get(package), here.versions.get(package)) for package in {**then.versions, **here.versions}}
-    for name in then.variants.keys() & here.variants.keys():
-        one, other = then.variants[name], here.variants[name]
-        facts[f"source of the variant {name}"] = one.source[:12], other.source[:12]
-        facts[f"distribution of the variant {name}"] = one.distribution, other.distribution
-    found = [
-        f"{what} {before or 'none'} then, {after or 'none'} now" for what, (before, after) in facts.items() if before != after
-    ]
-    # A commit with changes does not say which changes. Results of older versions hold no digests that would.
-    if then.commit == here.commit and then.commit.endswith("-dirty") and not (then.package and then.variants):
-        found.append(f"commit {then.commit} both times, with changes that may differ, because the earlier run stored no digests")
-    return found
-
-
-def _cases_to_count(study: Study, count: bool | Literal["all"]) -> frozenset[tuple[str, Direction]]:
-    """Return the cases at which DRAM bytes are counted."""
-    if count == "all":
-        return frozenset((shape.name, direction) for shape in study.shapes for direction in study.directions_at(shape))
-    return _cases_of(study, _measures_of_bytes()) if count else frozenset()
-
-
-def _measures_of_bytes() -> list[str]:
-    return [measure.name for measure in measures() if measure.needs_dram_bytes]
-
-
-def _cases_of(study: Study, names: Sequence[str]) -> frozenset[tuple[str, Direction]]:
-    """Return the cases at which criteria ask for these measures."""
-    asked = [criterion for criterion in study.criteria if criterion.measure in names]
-    return frozenset((shape.name, criterion.direction) for criterion in asked for shape in study.shapes_of(criterion))
-
-
-def _named_for(study: Study, names: Sequence[str]) -> set[str]:
-    """Return the variants and controls that criteria with these measures select."""
-    asked = [criterion for criterion in study.criteria if criterion.measure in names]
-    sides = [side for criterion in asked for shape in study.shapes_of(criterion) for side in study.sides(criterion, shape)]
-    return {name for selector, _ in sides for name in study.select(selector)}
 
 
 def _key(planned: PlannedCell) -> Key:

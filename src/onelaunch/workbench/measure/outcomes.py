@@ -32,6 +32,8 @@ class Measurements:
     """Medians over the rounds, with the keys of :attr:`onelaunch.workbench.result.Provenance.clocks`."""
     notes: tuple[str, ...] = ()
     """Sentences on how it was measured: number of input sets, rounds, and the reason if it stopped early."""
+    examined: dict[str, Verdict] = field(default_factory=dict)
+    """Verdicts of the checks that take many calls, by the variant for which they were asked."""
 
 
 class Interrupted(KeyboardInterrupt):

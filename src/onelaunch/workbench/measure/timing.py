@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
@@ -19,24 +19,23 @@ from typing import Any, Literal, TypeVar
 import torch
 
 from onelaunch.errors import ArgumentError
-from onelaunch.operation import Case, Control, Direction, Loop, Operation
+from onelaunch.operation import Case, Control, Direction, Operation
 from onelaunch.workbench import stats
 from onelaunch.workbench.measure.clocks import Clocks
-from onelaunch.workbench.measure.contents import InputsChanged
+from onelaunch.workbench.measure.entry import RAISED, Entry
 from onelaunch.workbench.measure.outcomes import CandidateResult, Interrupted, Measurements, invalidate, too_fast
-from onelaunch.workbench.measure.sampling import LONG_SAMPLE_SECONDS, Rotation, Sampler, make_sampler, rotate
+from onelaunch.workbench.measure.sampling import LONG_SAMPLE_SECONDS, Rotation, make_sampler, rotate
 from onelaunch.workbench.result import Noise, Regime, Status, Timing, Verdict
 from onelaunch.workbench.stored import LEAST_TIME, MOST_TIME
 from onelaunch.workbench.study import LOOPS
 from onelaunch.workbench.study.plan import missing_package
 from onelaunch.workbench.verify import Judge, judge_outputs
-from onelaunch.workbench.verify.calls import Candidate, make_inputs, status_of
+from onelaunch.workbench.verify.calls import Candidate, make_inputs
 from onelaunch.workbench.verify.reference import Reference
+from onelaunch.workbench.verify.repeated import examine_once
+from onelaunch.workbench.verify.trivial import trivial_passes
 
 T = TypeVar("T")
-
-RAISED = (Exception, SystemExit)
-"""Exceptions of a candidate that are its result. ``KeyboardInterrupt`` ends the run, and everything that was measured is kept."""
 
 Kind = Literal["variant", "control", "again"]
 """Kind of a candidate. ``again`` is the second copy of the baseline, whose ratio to the first is the noise."""
@@ -89,6 +88,7 @@ def measure(
     bounds_again: Callable[[], Mapping[str, float]] | None = None,
     judge: Judge | None = None,
     time_cap_seconds: float = 60.0,
+    examine: Collection[str] = (),
     on_progress: Progress | None = None,
     on_turn: Turn | None = None,
 ) -> Measurements:
@@ -115,6 +115,8 @@ def measure(
             below its bound, before the time becomes ``invalid``.
         judge: Judge whose cache of oracle outputs is used. Pass the same one for every measurement of a study.
         time_cap_seconds: Seconds after which no new round begins. Three rounds are always measured.
+        examine: Names of the variants that are also examined by :func:`~onelaunch.workbench.verify.repeated.examine_once`, which
+            takes many calls. One that fails is incorrect.
         on_progress: Callback for the progress.
         on_turn: Callback before each candidate runs.
 
@@ -139,6 +141,7 @@ def measure(
         progress=on_progress or (lambda *_: None),
         timing_seed=new_seed() if timing_seed is None else timing_seed,
         turn=on_turn or (lambda *_, **__: None),
+        examine=frozenset(examine),
     )
     for name in variants:
         session.add(name, Candidate.variant(operation, name), None)
@@ -159,43 +162,6 @@ def measure(
 
 
 @dataclass
-class _Entry:
-    """A candidate while it is measured."""
-
-    result: CandidateResult
-    candidate: Candidate
-    control: Control | None
-    hidden: bool = False
-    """True for the second copy of the baseline, which :class:`Measurements` do not list."""
-    seconds: float = 0.0
-    """Time that its samples took in all rounds, with what is not timed of them."""
-    sampler: Sampler | None = None
-    """Sampler of single calls; ``None`` before it is made, and after :meth:`release`."""
-    loops: dict[Regime, Loop] = field(default_factory=dict)
-    """Loops of consecutive steps, for the regimes of :data:`LOOPS`."""
-    rounds: dict[Regime, list[float]] = field(default_factory=dict)
-    """Samples in microseconds, one for each round."""
-
-    @property
-    def runs(self) -> bool:
-        return self.result.status == "ok"
-
-    def fail(self, error: BaseException) -> None:
-        """Record an exception as the candidate's status. ``SystemExit`` is one too, which must not end the run."""
-        if isinstance(error, InputsChanged):
-            self.result.status, self.result.reason = "incorrect", str(error)
-        elif isinstance(error, SystemExit):
-            self.result.status, self.result.reason = "crashed", f"It ended the process with sys.exit({error.code!r})."
-        else:
-            self.result.status, self.result.reason = status_of(error)
-        self.release()
-
-    def release(self) -> None:
-        """Free the memory of its inputs, outputs and graphs."""
-        self.sampler, self.loops = None, {}
-
-
-@dataclass
 class _Session:
     """Steps of :func:`measure`. The findings of earlier steps and rounds stay if a later one is interrupted."""
 
@@ -210,7 +176,9 @@ class _Session:
     progress: Progress
     timing_seed: int
     turn: Turn
-    entries: dict[Key, _Entry] = field(default_factory=dict)
+    examine: frozenset[str] = frozenset()
+    examined: dict[str, Verdict] = field(default_factory=dict)
+    entries: dict[Key, Entry] = field(default_factory=dict)
     clocks: Clocks = field(init=False)
     notes: list[str] = field(default_factory=list)
     aa_variant: str | None = None
@@ -221,10 +189,10 @@ class _Session:
 
     def add(self, name: str, candidate: Candidate, control: Control | None) -> None:
         kind: Kind = "variant" if control is None else "control"
-        self.entries[name, kind] = _Entry(CandidateResult(name, control=control is not None), candidate, control)
+        self.entries[name, kind] = Entry(CandidateResult(name, control=control is not None), candidate, control)
 
     @contextmanager
-    def running(self, entry: _Entry, step: str) -> Iterator[None]:
+    def running(self, entry: Entry, step: str) -> Iterator[None]:
         """Tell the caller which candidate runs inside of the block. What an exception of it means is told by its status."""
         self.turn(entry.candidate.name, control=entry.control is not None, step=step)
         try:
@@ -252,6 +220,36 @@ class _Session:
                 result.verdict = self._verdict(entry)
             if entry.runs and result.verdict is not None and not result.verdict.ok:
                 result.status, result.reason = "incorrect", result.verdict.explain()
+            if entry.runs and entry.control is None and entry.candidate.name in self.examine:
+                self.progress("examine", done, len(self.entries))
+                self._examine(entry)
+        self._note_what_the_case_cannot_tell()
+
+    def _examine(self, entry: Entry) -> None:
+        """Make the checks of a variant that take many calls."""
+        name = entry.candidate.name
+        with self.running(entry, "examined"):
+            self.examined[name] = verdict = examine_once(
+                self.judge,
+                self.operation,
+                self.case,
+                variant=name,
+                device=self.device,
+                directions=(self.direction,),
+                seed=self.seed,
+            )
+            self.notes += [f"{name}: {note}" for note in verdict.notes]
+            if not verdict.ok:
+                entry.result.status, entry.result.reason = "incorrect", verdict.explain()
+
+    def _note_what_the_case_cannot_tell(self) -> None:
+        """Note which outputs of this case a trivial result would pass too."""
+        first = next((entry for entry in self.entries.values() if entry.runs and entry.control is None), None)
+        if first is not None:
+            try:
+                self.notes += trivial_passes(self._reference(first, self.seed))
+            except torch.OutOfMemoryError:
+                self.notes.append("Trivial results were not tried at this case, for lack of memory.")
 
     def prepare(self) -> None:
         """Make the rotated inputs, then compile, warm up and capture each candidate, and the A/A copy of the baseline."""
@@ -272,7 +270,7 @@ class _Session:
             if self.aa_variant != self.baselines[0]:
                 self.notes.append(f"The A/A run is of {self.aa_variant}: {self.baselines[0]} has no time here.")
             main = self.entries[self.aa_variant, "variant"]
-            again = _Entry(CandidateResult(self.aa_variant), main.candidate, main.control, hidden=True)
+            again = Entry(CandidateResult(self.aa_variant), main.candidate, main.control, hidden=True)
             try:
                 self._prepare(again, rotations)
             except RAISED as error:
@@ -393,7 +391,7 @@ class _Session:
         for result in results:
             invalidate(result, floors.get(result.name, 0.0), again=bounds_again is not None)
         shown = {name: entry.result for (name, _), entry in self.entries.items() if not entry.hidden}
-        return Measurements(shown, self._noise(), self.clocks.medians(), tuple(self.notes))
+        return Measurements(shown, self._noise(), self.clocks.medians(), tuple(self.notes), self.examined)
 
     def _noise(self) -> tuple[Noise, ...]:
         """Return the A/A noise of each regime in which both copies of the baseline have times."""
@@ -407,7 +405,7 @@ class _Session:
             for regime, ratio in ratios.items()
         )
 
-    def _can_run(self, entry: _Entry) -> tuple[Status, str]:
+    def _can_run(self, entry: Entry) -> tuple[Status, str]:
         """Return the status ``ok``, or the status and the reason why a candidate cannot run here."""
         if entry.control is not None:
             return "ok", ""
@@ -418,18 +416,18 @@ class _Session:
         reason = variant.why_not(query)
         return ("ok", "") if reason is None else ("unsupported", reason)
 
-    def _verdict(self, entry: _Entry) -> Verdict:
+    def _verdict(self, entry: Entry) -> Verdict:
         options = {"device": self.device, "directions": (self.direction,), "seed": self.seed}
         if entry.control is not None:
             return self.judge.judge_control(self.operation, self.case, entry.control.name, **options)
         return self.judge.judge(self.operation, self.case, variant=entry.result.name, **options)
 
-    def _reference(self, entry: _Entry, seed: int) -> Reference:
+    def _reference(self, entry: Entry, seed: int) -> Reference:
         return self.judge.reference(
             self.operation, self.case, device=self.device, direction=self.direction, seed=seed, control=entry.control
         )
 
-    def _prepare(self, entry: _Entry, rotations: dict[Control | None, Rotation]) -> None:
+    def _prepare(self, entry: Entry, rotations: dict[Control | None, Rotation]) -> None:
         """Make the sampler of a candidate and, for variants, the loops of consecutive steps."""
         if entry.control not in rotations:
             reference = self._reference(entry, self.timing_seed)
@@ -457,7 +455,7 @@ class _Session:
                     if not start <= time.perf_counter() <= end:  # a clock that goes backwards must not keep it here
                         return
 
-    def _sample(self, entry: _Entry, regime: Regime) -> float | None:
+    def _sample(self, entry: Entry, regime: Regime) -> float | None:
         """Return one sample in microseconds, or ``None`` if the candidate cannot be timed in this regime."""
         if entry.sampler is None or regime in entry.sampler.refused:
             return None

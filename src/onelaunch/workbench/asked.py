@@ -1,0 +1,34 @@
+"""Cases and variants at which the criteria of a study ask for counts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+from onelaunch.operation import Direction
+from onelaunch.workbench.study import Study, measures
+
+
+def cases_to_count(study: Study, count: bool | Literal["all"]) -> frozenset[tuple[str, Direction]]:
+    """Return the cases at which DRAM bytes are counted."""
+    if count == "all":
+        return frozenset((shape.name, direction) for shape in study.shapes for direction in study.directions_at(shape))
+    return cases_of(study, measures_of_bytes()) if count else frozenset()
+
+
+def measures_of_bytes() -> list[str]:
+    """Return the names of the measures that need DRAM bytes."""
+    return [measure.name for measure in measures() if measure.needs_dram_bytes]
+
+
+def cases_of(study: Study, names: Sequence[str]) -> frozenset[tuple[str, Direction]]:
+    """Return the cases at which criteria ask for these measures."""
+    asked = [criterion for criterion in study.criteria if criterion.measure in names]
+    return frozenset((shape.name, criterion.direction) for criterion in asked for shape in study.shapes_of(criterion))
+
+
+def named_for(study: Study, names: Sequence[str]) -> set[str]:
+    """Return the variants and controls that criteria with these measures select."""
+    asked = [criterion for criterion in study.criteria if criterion.measure in names]
+    sides = [side for criterion in asked for shape in study.shapes_of(criterion) for side in study.sides(criterion, shape)]
+    return {name for selector, _ in sides for name in study.select(selector)}

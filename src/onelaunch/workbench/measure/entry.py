@@ -1,0 +1,52 @@
+"""State of one candidate while it is measured."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from onelaunch.operation import Control, Loop
+from onelaunch.workbench.measure.contents import InputsChanged
+from onelaunch.workbench.measure.outcomes import CandidateResult
+from onelaunch.workbench.measure.sampling import Sampler
+from onelaunch.workbench.result import Regime
+from onelaunch.workbench.verify.calls import Candidate, status_of
+
+RAISED = (Exception, SystemExit)
+"""Exceptions of a candidate that are its result. ``KeyboardInterrupt`` ends the run, and everything that was measured is kept."""
+
+
+@dataclass
+class Entry:
+    """A candidate while it is measured."""
+
+    result: CandidateResult
+    candidate: Candidate
+    control: Control | None
+    hidden: bool = False
+    """True for the second copy of the baseline, which :class:`Measurements` do not list."""
+    seconds: float = 0.0
+    """Time that its samples took in all rounds, with what is not timed of them."""
+    sampler: Sampler | None = None
+    """Sampler of single calls; ``None`` before it is made, and after :meth:`release`."""
+    loops: dict[Regime, Loop] = field(default_factory=dict)
+    """Loops of consecutive steps, for the regimes of :data:`LOOPS`."""
+    rounds: dict[Regime, list[float]] = field(default_factory=dict)
+    """Samples in microseconds, one for each round."""
+
+    @property
+    def runs(self) -> bool:
+        return self.result.status == "ok"
+
+    def fail(self, error: BaseException) -> None:
+        """Record an exception as the candidate's status. ``SystemExit`` is one too, which must not end the run."""
+        if isinstance(error, InputsChanged):
+            self.result.status, self.result.reason = "incorrect", str(error)
+        elif isinstance(error, SystemExit):
+            self.result.status, self.result.reason = "crashed", f"It ended the process with sys.exit({error.code!r})."
+        else:
+            self.result.status, self.result.reason = status_of(error)
+        self.release()
+
+    def release(self) -> None:
+        """Free the memory of its inputs, outputs and graphs."""
+        self.sampler, self.loops = None, {}

@@ -1,0 +1,99 @@
+"""Tests of what a run asks once per variant: probes of the operation before anything is measured, and checks of many calls.
+
+The studies are those of ``runs.py``: ``toy_sum`` at the equal shapes ``first`` and ``second``. ``rogues_calls.racy`` is a variant
+that is wrong in a part of its calls, drawn from a seed.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from onelaunch.operation import Probe
+from onelaunch.workbench.adopt import AdoptNotice, adopt
+from onelaunch.workbench.measure import timing
+from onelaunch.workbench.result import ProbeReport, Verdict
+from tests.workbench import rogues_calls as rogues
+from tests.workbench.runs import run, statuses, steps, study
+from tests.workbench.toy import toy_case, toy_sum
+
+
+@pytest.fixture(autouse=True)
+def in_a_folder(tmp_path, monkeypatch):
+    """Run each test in an empty folder, where its results are saved."""
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def probed(monkeypatch):
+    """Give ``toy_sum`` one probe: a sequence of a single step."""
+    monkeypatch.setattr(toy_sum, "listed_probes", lambda: (Probe(toy_case(T=1, name="one step")),))
+
+
+def test_a_race_found_by_many_calls_makes_a_variant_incorrect_at_every_shape():
+    """A variant that is wrong in one call of five is right in the two judged calls of many cases."""
+    with rogues.registered(rogues.racy(0.2, seed=3)) as name:
+        result = run(study(variants=("eager", "parallel", name)))
+    assert [statuses(result, shape)[name] for shape in ("first", "second")] == ["incorrect", "incorrect"]
+    assert [statuses(result, shape)["parallel"] for shape in ("first", "second")] == ["ok", "ok"]
+
+
+def test_many_calls_are_made_at_the_first_shape_of_each_direction_alone(monkeypatch):
+    asked = []
+
+    def examine(judge, operation, case, *, variant, directions, **rest):
+        asked.append((case.name, variant, *directions))
+        return Verdict(ok=True)
+
+    monkeypatch.setattr(timing, "examine_once", examine)
+    run(study(directions=("forward", "forward_backward")))
+    both = [(variant, direction) for direction in ("forward", "forward_backward") for variant in ("eager", "parallel")]
+    assert asked == [("first", *each) for each in both]
+
+
+def test_a_run_notes_which_outputs_of_a_case_tell_nothing(monkeypatch):
+    monkeypatch.setattr(timing, "trivial_passes", lambda reference: ("This case tells nothing about y: zeros would pass.",))
+    notes = run(study()).notes
+    assert "first, forward: This case tells nothing about y: zeros would pass." in notes
+
+
+def test_a_run_stores_the_outcomes_of_probes(probed):
+    result = run(study())
+    assert {name: report.met for name, report in result.probes.items()} == {"eager": True, "parallel": True}
+
+
+def test_variants_of_other_packages_meet_no_probes(probed):
+    asked = []
+
+    def probe(judge, operation, name, device):
+        asked.append(name)
+        return ProbeReport(passed=1)
+
+    run(study(variants=("eager", "missing_package")), steps=steps(probe=probe))
+    assert asked == ["eager"]
+
+
+def test_a_variant_that_ended_a_process_is_not_probed_again(probed, monkeypatch):
+    """The process that is started after it would end at the same probe."""
+    from onelaunch.workbench.running import Run
+
+    def failed(self):
+        self.failures = {("first", "forward", "parallel", False): ("crashed", "It was killed by SIGSEGV.")}
+        real(self)
+
+    real = Run.probe_variants
+    monkeypatch.setattr(Run, "probe_variants", failed)
+    result = run(study())
+    assert result.probes["parallel"].failed == ("It was killed by SIGSEGV.",)
+    assert statuses(result)["parallel"] == "crashed"
+    assert statuses(result, "second")["parallel"] == "ok"
+
+
+def test_a_variant_that_fails_its_probes_is_not_adopted(probed, monkeypatch, tmp_path):
+    def probe(judge, operation, name, device):
+        return ProbeReport(passed=1, failed=("one step, forward: It is wrong.",) if name == "parallel" else ())
+
+    monkeypatch.setenv("ONELAUNCH_COMMIT", "abc")
+    result = run(study(), steps=steps(probe=probe))
+    with pytest.warns(AdoptNotice, match="parallel"):
+        path = adopt([result], into=tmp_path / "tables")
+    assert "parallel" not in path.read_text()
