@@ -80,7 +80,9 @@ def save(ctx: Any, inputs: tuple[Any, ...], output: Results) -> None:
 def gradients(ctx: Any, backward: Any, do: torch.Tensor | None, dfinal: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
     """Return the gradient of every input of :func:`run_forward`."""
     *tensors, initial, offsets = ctx.saved_tensors  # tensors: q, k, v, g
-    do = torch.zeros_like(tensors[2]) if do is None else do
+    if do is None:
+        heads = max(x.shape[2] for x in tensors)
+        do = tensors[2].new_zeros((*tensors[2].shape[:2], heads, tensors[2].shape[3]))
     dfinal = dfinal if ctx.want_final else None  # an unwanted final state has no elements, nor has its gradient
     *dqkvg, dinitial = backward(do, dfinal, *tensors, initial, offsets, ctx.scale, ctx.kernel)
     return *dqkvg, None if initial is None else dinitial, None, None, None, None  # none of offsets, scale, want_final, kernel

@@ -14,6 +14,7 @@ from onelaunch.operation import Example, Query
 from onelaunch.operation.requirements import cannot_scan
 from onelaunch.ops.gla.autograd import Results, attend, launches
 from onelaunch.ops.gla.contract import GlaCall, gla
+from onelaunch.ops.gla.heads import why_grouped
 from onelaunch.ops.gla.variants.triton import no_value_gate
 
 if TYPE_CHECKING:
@@ -60,6 +61,8 @@ def fits(query: Query) -> str | None:
         return "needs K of 64, 128 or 256 and V that is a multiple of 64"
     if not batch * length * heads:
         return "needs at least one step"
+    if (reason := why_grouped(query.flags)) is not None:
+        return reason
     if "final_state" in query.flags:
         return "returns no final state: float32 is more than its products of 16-bit numbers are good for"
     if "float32_decay" in query.flags and "scalar_decay" not in query.flags:
