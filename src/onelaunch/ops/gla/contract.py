@@ -16,7 +16,7 @@ from onelaunch.checks import Facts
 from onelaunch.errors import ArgumentError, ShapeError, ValueRangeError
 from onelaunch.operation import Query, Shapes, fixed, operation, remembered, state_flags
 from onelaunch.operation.autocast import autocast, low_dtype, without_autocast
-from onelaunch.ops.gla.heads import Heads, check_heads
+from onelaunch.ops.gla.heads import Heads, check_heads, one_divides
 
 SMALLEST_HEAD, LARGEST_HEAD = 16, 512
 """Sizes that K and V may have.
@@ -210,8 +210,9 @@ def _per_step(name: str, value: Facts, q: Facts, channels: int, *layouts: str) -
     if rank not in known:
         ranks = " or ".join(str(each) for each in known)
         raise ShapeError(name, got=value.shape, want=f"{' or '.join(layouts)}, a tensor of {ranks} dimensions")
-    want = (*q.shape[:2], value.shape[2], channels)[:rank]
-    if tuple(value.shape) != want:
+    heads = value.shape[2] if one_divides(value.shape[2], q.shape[2]) else q.shape[2]
+    want = (*q.shape[:2], heads, channels)[:rank]
+    if (*value.shape[:2], heads, *value.shape[3:]) != want:
         raise ShapeError(name, got=value.shape, want=f"{known[rank]} = {list(want)} to match q {list(q.shape)}")
     checks.device(name, value, q.device)
 

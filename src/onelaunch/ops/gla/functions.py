@@ -89,8 +89,8 @@ def chunk_simple_gla(
         k: Keys, ``[B, T, H, K]``, dtype of ``q``.
         v: Values, ``[B, T, H, V]``, dtype of ``q``, V from 16 to 512.
         g: Log-decay, ``[B, T, H]``, at most 0, dtype of ``q`` or float32.
-        g_gamma: Log-decay, ``[H]``, heads as in ``g``, at most 0, any of our dtypes: the same at every step (RetNet, lightning attention). Not
-            together with ``g``. Without either, nothing decays.
+        g_gamma: Log-decay, ``[H]``, heads as in ``g``, at most 0, any of our dtypes: the same at every step (RetNet, lightning
+            attention). Not together with ``g``. Without either, nothing decays.
         scale: Factor of the queries. Default: ``K ** -0.5``.
         initial_state: Initial state, ``[N, H, K, V]`` float32 (``[N, H, V, K]`` if ``state_v_first``). Default: zeros.
         output_final_state: Flag to return the state after the last step of every sequence as well.

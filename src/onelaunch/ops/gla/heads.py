@@ -54,7 +54,7 @@ def group_of(flags: Iterable[str], name: str) -> int:
 
 
 def why_grouped(flags: Iterable[str]) -> str | None:
-    """Return why a variant without a mapping of heads cannot run a call with these flags, or ``None`` if no heads are shared."""
+    """Return why a variant that cannot share heads cannot run a call with these flags, or ``None`` if none are shared."""
     shared = [f"{name} ({group})" for name in Heads._fields if (group := group_of(flags, name)) > 1]
     if not shared:
         return None
@@ -76,9 +76,9 @@ def check_heads(q: Facts, k: Facts, v: Facts, gates: dict[str, Facts | None]) ->
     for name, value in (("q", q), ("k", k), ("v", v)):
         (count,) = fixed(value.shape[2])
         for other, heads in known.items():
-            if not _one_divides(count, heads):
-                said = f"a number of heads that divides the {heads} of {other}, or is a multiple of it: {count} is neither"
-                raise ShapeError(name, got=value.shape, want=said)
+            if not one_divides(count, heads):
+                said = f"[B, T, heads, {'V' if name == 'v' else 'K'}] with a number of heads that divides the {heads} of {other}"
+                raise ShapeError(name, got=value.shape, want=f"{said} or is a multiple of it")
         known[name] = count
     least, most = max(known["k"], known["v"]), max(known.values())
     state = None
@@ -86,17 +86,18 @@ def check_heads(q: Facts, k: Facts, v: Facts, gates: dict[str, Facts | None]) ->
         if gate is None:
             continue
         (count,) = fixed(gate.shape[2])
-        if state is not None and count != state:
-            raise ShapeError(name, got=gate.shape, want=f"as many heads as {next(iter(gates))}, {state}: both are the state's")
-        if count not in (least, most):
-            counts = ", ".join(f"{heads} of {tensor}" for tensor, heads in known.items())
-            wanted = f"{least} heads" if least == most else f"{least} heads, or {most} for a state per query head"
-            raise ShapeError(name, got=gate.shape, want=f"{wanted}: those of the state, beside {counts}")
+        if count not in (least, most) or count != (state or count):
+            counts = ", ".join(f"{tensor} has {heads}" for tensor, heads in known.items())
+            wanted = f"{least}" if least == most else f"{least}, or {most} for a state per query head"
+            if state is not None:
+                wanted, counts = f"{state}", f"{counts}, {next(iter(gates))} has {state}"
+            layout = ", ".join(("[B", "T", "heads") + ("channels",) * (len(gate.shape) == 4))
+            raise ShapeError(name, got=gate.shape, want=f"{layout}] with the heads of the state: {wanted} ({counts})")
         state = count
     return Heads(known["q"], known["k"], known["v"], least if state is None else state)
 
 
-def _one_divides(one: int, other: int) -> bool:
+def one_divides(one: int, other: int) -> bool:
     """Return whether one of two numbers of heads is a multiple of the other; no heads go with no heads alone."""
     small, large = sorted((one, other))
     return small == large or (small > 0 and large % small == 0)

@@ -327,7 +327,8 @@ def step(call: Attention, *, want_final: bool) -> tuple[torch.Tensor, torch.Tens
         *call.numbers(heads.state), *along, *strides(call.q, call.k, call.v, call.g),
         BK=tiles.keys, BV=tiles.values, SCALAR=call.scalar, PACKED=call.sequences.offsets is not None,
         FIRST=initial is not None, LAST=want_final, Q_GROUP=max(ratio(heads.state, heads.q), 1),
-        K_GROUP=ratio(heads.state, heads.k), V_GROUP=ratio(heads.state, heads.v), QUERIES=heads.groups.state, num_warps=tiles.warps, num_stages=tiles.stages,
+        K_GROUP=ratio(heads.state, heads.k), V_GROUP=ratio(heads.state, heads.v), QUERIES=heads.groups.state,
+        num_warps=tiles.warps, num_stages=tiles.stages,
     ).run()  # fmt: skip
     return out, final
 

@@ -165,7 +165,7 @@ def _fold(x: torch.Tensor, segments: int) -> torch.Tensor:
 
 
 def _segmented_scan(state: torch.Tensor, part: Part, segments: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return ``o [N, T, H, queries, V]`` of all steps of a part, and the state after them, with ``segments`` equal segments run side by side.
+    """Return ``o [N, T, H, queries, V]`` of a part and the state after it, with ``segments`` equal segments run side by side.
 
     Steps that are left over, fewer than ``segments``, run one after another at the end.
     """
@@ -284,7 +284,7 @@ def make_inputs(case: Case, device: torch.device, generator: torch.Generator) ->
 
 
 def heads_of(case: Case) -> Heads:
-    """Return the numbers of heads of a case: H, or those of the options ``q_heads``, ``k_heads``, ``v_heads``, ``state_heads``."""
+    """Return the numbers of heads of a case: those of the options ``q_heads`` to ``state_heads``, or H."""
     given = (gla.option(case, f"{name}_heads") for name in Heads._fields)
     return Heads(*(case.sizes["H"] if count is None else int(count) for count in given))
 

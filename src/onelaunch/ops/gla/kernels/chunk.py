@@ -15,8 +15,8 @@ Grid       chunk state: ceil(K / BK) * ceil(V / BV) tiles of the state, per head
            blocks, per head and chunk. No CTA waits for another one; the launches follow each other on the stream.
 On chip    chunk state: the tile [BK, BV] of the state, float32, in registers. Chunk output: P [64, 64] and o [64, BV], float32.
 Memory     a state [K, V] per chunk is written and read; all else is read once per tile or block of the other dimension.
-Heads      tensors may share heads: of o's heads, GROUP neighbours read one head of a tensor (Q_GROUP, K_GROUP, ...), whose index is
-           divided by it (``shared_head``); nothing is copied. The gradient of a shared head of v and of a state is summed over its
+Heads      tensors may share heads: GROUP neighbouring heads of o (or of the state) read one head of a tensor, found by a division
+           (``shared_head``), so nothing is copied. The gradients of a shared head of v and of a shared state are summed over its
            heads in the CTA that owns it, one after the other, in float32.
 Packing    chunks begin where sequences begin. A CTA finds its sequence by bisection of the offsets on the device.
 Decay      every exponent at a state is a sum of its own, from -inf to 0, never a difference: -inf minus -inf is NaN. The

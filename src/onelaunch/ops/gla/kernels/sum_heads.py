@@ -13,7 +13,7 @@ import triton.language as tl
 
 @triton.jit
 def sum_heads_kernel(partial, out, heads, channels, out_stride_t, GROUP: tl.constexpr, BLOCK: tl.constexpr):
-    """Store ``out`` [tokens, heads, channels], tokens ``out_stride_t`` apart, from ``partial`` [tokens, heads GROUP, channels]."""
+    """Store ``out`` [tokens, heads, channels], tokens ``out_stride_t`` apart; ``partial`` is [tokens, heads GROUP, channels]."""
     width = heads * channels
     token = tl.program_id(0).to(tl.int64)
     element = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
