@@ -15,6 +15,7 @@ import torch
 from onelaunch.launch.by_variant import Launches
 from onelaunch.launch.operator import Operator
 from onelaunch.ops.gla.contract import GlaCall
+from onelaunch.ops.gla.heads import expanded
 
 if TYPE_CHECKING:
     from onelaunch.ops.gla.launch import Attention
@@ -93,8 +94,13 @@ forward = Operator("gla_forward", run_forward, save=save, gradients=gradients, b
 
 
 def attend(call: GlaCall, kernel: str) -> Results:
-    """Compute o and the final state by the variant named ``kernel``, with gradients if the call wants them."""
-    return forward(
+    """Compute o and the final state by the variant named ``kernel``, with gradients if the call wants them.
+
+    Kernels compute equal states of different heads once, those of heads that share k, v and g without an initial state. The final
+    state is repeated here.
+    """
+    o, final = forward(
         call.q, call.k, call.v, call.g, call.initial_state, call.cu_seqlens, call.scale, call.output_final_state, kernel,
         grad=call.query().grad,
     )  # fmt: skip
+    return o, expanded(final, call.heads.state, dim=1) if call.output_final_state else final

@@ -54,7 +54,7 @@ def gla(
     offsets: Optional,
     scale: float,
 ) -> Results:
-    """Return ``o [B, T, H, V]`` in the dtype of ``v``, and the final state ``[N, Hs, K, V]`` float32; T is at least 1.
+    """Return ``o [B, T, H, V]`` in the dtype of ``v``, and the final state ``[N, H, K, V]`` float32; T is at least 1.
 
     Differentiable. Tracers and transforms get PyTorch's own operations; otherwise the backward pass is :class:`_InParts`.
     """
@@ -78,7 +78,7 @@ def attend(
     Shared heads, the states' too, are repeated for all heads of the output that share them.
     """
     heads = max(q.shape[2], k.shape[2], v.shape[2], g.shape[2])
-    of_a_state = heads // max(g.shape[2], 1)
+    of_a_state = 1 if initial is None else heads // max(initial.shape[1], 1)
     q, k, v, g = expanded(q, heads), expanded(k, heads), expanded(v, heads), expanded(g, heads)
     gv = None if gv is None else expanded(gv, heads)
     initial = None if initial is None else expanded(initial, heads, dim=1)
@@ -303,8 +303,8 @@ class _InParts(torch.autograd.Function):
         ctx.scale = scale
         ctx.save_for_backward(*inputs)
         ctx.set_materialize_grads(False)
-        q, k, v, g, _, _, offsets = inputs
-        heads = Heads(q.shape[2], k.shape[2], v.shape[2], g.shape[2])
+        q, _, v, _, _, _, offsets = inputs
+        heads = _heads(inputs)
         sequences = q.shape[0] if offsets is None else offsets.shape[0] - 1
         o = v.new_empty((*q.shape[:2], heads.output, v.shape[3]))
         final = torch.empty((sequences, heads.state, q.shape[3], v.shape[3]), dtype=torch.float32, device=q.device)
@@ -322,8 +322,7 @@ class _InParts(torch.autograd.Function):
                 aliases = [None if x is None else x.view_as(x) for x in inputs]  # the same tensor may be passed as two inputs
                 return None, *_gradients(aliases, wanted, do, dfinal, ctx.scale, create_graph=True)
             gradients = [torch.zeros_like(x) if needed else None for x, needed in zip(inputs, wanted, strict=True)]
-            heads = Heads(*(x.shape[2] for x in inputs[:4]))
-            for part in _parts(inputs[0], inputs[2], heads, inputs[6]):
+            for part in _parts(inputs[0], inputs[2], _heads(inputs), inputs[6]):
                 pieces = [
                     None if x is None else x.detach().requires_grad_(needed)
                     for x, needed in zip(part.of_inputs(inputs), wanted, strict=True)
@@ -389,6 +388,12 @@ class _Part:
             None if initial is None else self.of_states(initial),
             offsets,
         ]
+
+
+def _heads(inputs: Sequence[Any]) -> Heads:
+    """Return the numbers of heads of q, k, v, g and the states."""
+    counts, initial = [x.shape[2] for x in inputs[:4]], inputs[5]
+    return Heads(*counts, max(counts) if initial is None else initial.shape[1])
 
 
 def _parts(q: torch.Tensor, v: torch.Tensor, heads: Heads, offsets: Optional) -> Iterator[_Part]:

@@ -34,7 +34,7 @@ A decay for every key channel (GLA), or one for a whole head (RetNet, lightning 
 class GlaCall(NamedTuple):
     """Checked arguments of :func:`gla`. Tensors have any strides.
 
-    H is the number of heads of the output. q, k, v and the state may have fewer, Hq, Hk, Hv and Hs: see heads.py.
+    H is the number of heads of the output. Tensors may have fewer, Hq, Hk, Hv, Hg and Hs: see heads.py.
     """
 
     q: torch.Tensor
@@ -44,9 +44,9 @@ class GlaCall(NamedTuple):
     v: torch.Tensor
     """Values, ``[B, T, Hv, V]``, dtype of ``q``."""
     g: torch.Tensor
-    """Log-decay, ``[B, T, Hs, K]`` or ``[B, T, Hs]``, float32 or the dtype of ``q``. Strides may be 0 (expanded)."""
+    """Log-decay, ``[B, T, Hg, K]`` or ``[B, T, Hg]``, float32 or the dtype of ``q``. Strides may be 0 (expanded)."""
     gv: torch.Tensor | None
-    """Log-decay of value channels, ``[B, T, Hs, V]``, float32 or the dtype of ``q``, or ``None``."""
+    """Log-decay of value channels, ``[B, T, Hg, V]``, float32 or the dtype of ``q``, or ``None``."""
     scale: float
     initial_state: torch.Tensor | None
     """Initial state, ``[N, Hs, K, V]`` float32; a transposed view where the caller keeps values first."""
@@ -74,8 +74,9 @@ class GlaCall(NamedTuple):
 
     @property
     def heads(self) -> Heads:
-        """Numbers of heads of the tensors."""
-        return Heads(self.q.shape[2], self.k.shape[2], self.v.shape[2], self.g.shape[2])
+        """Numbers of heads of the tensors and of the final state."""
+        counts = self.q.shape[2], self.k.shape[2], self.v.shape[2], self.g.shape[2]
+        return Heads(*counts, max(counts) if self.initial_state is None else self.initial_state.shape[1])
 
 
 def gate_flags(per_head: bool, value_gate: bool, wide: bool) -> tuple[str, ...]:
@@ -130,7 +131,7 @@ def bind(
     number = _scale(scale, key.sizes[3])
     if cu_seqlens is not None:
         checks.offsets(cu_seqlens, q.shape[1])
-    if g is None:  # one zero for all steps and heads of the state
+    if g is None:  # one zero for all steps and heads
         heads = max(k.shape[2], v.shape[2]) if gv is None else gv.shape[2]
         g = torch.zeros((), dtype=torch.float32, device=q.device).expand(*q.shape[:2], heads)
     else:
@@ -172,7 +173,7 @@ def _key(
         if value is not None:
             _per_step(name, value, q, channels, *known)
             checks.dtype(name, value, tuple(dict.fromkeys((q.dtype, torch.float32))))
-    heads = check_heads(q, k, v, {gate: g, "gv": gv})
+    heads = check_heads(q, k, v, {gate: g, "gv": gv}, initial_state)
     sequences = batch
     if cu_seqlens is not None:
         checks.device("cu_seqlens", cu_seqlens, q.device)
@@ -183,8 +184,8 @@ def _key(
         ends = (values, keys) if state_v_first else (keys, values)
         checks.rank("initial_state", initial_state, dimensions)
         because = f"{sequences} sequences, q {list(q.shape)} and v {list(v.shape)}"
-        if heads.grouped:
-            because += f" with {heads.state} heads of the state"
+        if heads.g < heads.output:
+            because += f"; {heads.g} heads are allowed too"
         checks.shape("initial_state", initial_state, (sequences, heads.state, *ends), dimensions, because)
         checks.dtype("initial_state", initial_state, (torch.float32,))
         checks.device("initial_state", initial_state, q.device)
@@ -272,6 +273,7 @@ def _scale(scale: float | None, keys: int) -> float:
         "q_heads": None,
         "k_heads": None,
         "v_heads": None,
+        "g_heads": None,
         "state_heads": None,
     },
     defaults={"cuda": ("hopper", "fused", "chunked", "recurrent"), "cpu": ("chunked", "recurrent")},
@@ -299,35 +301,36 @@ def gla(
     steps; other heads and sequences stay clean, but those that share it.
 
     Heads may be shared, without copies of what is shared: q, k and v have Hq, Hk and Hv heads, of any two of which one is a
-    multiple of the other. There are ``Hs = max(Hk, Hv)`` states, or ``H = max(Hq, Hk, Hv)`` where g (or gv) has H heads: g, gv
-    and the states have the same heads. The output has H heads. Head h of the output reads head ``h // (H / Hx)`` of a tensor with
-    Hx heads, as if it were repeated by ``x.repeat_interleave(H // Hx, dim=2)``; the gradient of a shared head is the sum over
-    those that share it, rounded once. Three uses:
+    multiple of the other; o has as many as the largest, H. g (and gv) has ``Hg = max(Hk, Hv)`` heads, or H. Head h of o reads
+    head ``h // (H / Hx)`` of a tensor with Hx heads, as if it were repeated by ``x.repeat_interleave(H // Hx, dim=2)``. The
+    gradient of a shared head is the sum over those that share it, rounded once. Two uses:
 
-    - fewer heads of q and k than of v, as Mamba-2 (``ngroups``) and gated DeltaNet have them: g, states and output have Hv heads;
-    - fewer heads of k, v and g than of q, fla's ``num_kv_heads``: the queries of a group read the same state, and states have Hk
-      heads. fla's layers keep a copy of it for every query head;
-    - fewer heads of k and v than of q and g: each query head has decays, so a state, of its own.
+    - fewer heads of q and k than of v, as Mamba-2 (``ngroups``) and gated DeltaNet have them: o, g and the states have Hv heads;
+    - fewer heads of k, v and g than of q, fla's ``num_kv_heads``: o and the states have Hq heads. If g has Hq heads, every head
+      decays on its own.
+
+    States have H heads. Where Hg is smaller and the initial state has Hg heads, queries that share a head of g share a state,
+    which is read once for all of them, and the final state has Hg heads too.
 
     Args:
         q: Queries, ``[B, T, Hq, K]``, float16, bfloat16 or float32, K from 16 to 512.
         k: Keys, ``[B, T, Hk, K]``, dtype of ``q``.
         v: Values, ``[B, T, Hv, V]``, dtype of ``q``, V from 16 to 512.
-        g: Log-decay, at most 0, ``[B, T, Hs, K]`` per key channel or ``[B, T, Hs]`` per head, dtype of ``q`` or float32.
+        g: Log-decay, at most 0, ``[B, T, Hg, K]`` per key channel or ``[B, T, Hg]`` per head, dtype of ``q`` or float32.
             ``-inf`` resets the state. Default: no decay.
-        gv: Log-decay per value channel, at most 0, ``[B, T, Hs, V]``, dtype of ``q`` or float32. Default: none.
+        gv: Log-decay per value channel, at most 0, ``[B, T, Hg, V]``, dtype of ``q`` or float32. Default: none.
         scale: Factor of the queries, any number. Default: ``K ** -0.5``.
-        initial_state: State before the first step, ``[N, Hs, K, V]`` float32, ``N = B`` or the number of packed sequences.
-            Default: zeros.
+        initial_state: State before the first step, ``[N, H, K, V]`` (or ``[N, Hg, K, V]``) float32, ``N = B`` or the number of
+            packed sequences. Default: zeros.
         output_final_state: Flag to return the state after the last step of every sequence as well.
-        state_v_first: Flag that states, the initial and the final one, are ``[N, Hs, V, K]``.
+        state_v_first: Flag that states, the initial and the final one, are ``[N, H, V, K]``.
         cu_seqlens: Offsets of sequences packed into one batch entry, ``[N + 1]`` int32 or int64, from 0 to T, never
             decreasing (equal neighbours are an empty sequence). Requires ``B = 1``. Never read by the host on a GPU.
         variant: Name from ``gla.variants``, or ``"auto"`` for the fastest variant measured near this call.
 
     Returns:
-        ``o [B, T, H, V]`` in the dtype of ``v``, and the final state, ``[N, Hs, K, V]`` float32, or ``None`` unless
-        ``output_final_state``. The state is float32 between steps.
+        ``o [B, T, H, V]`` in the dtype of ``v``, and the final state, ``[N, H, K, V]`` (``[N, Hg, K, V]`` from such an initial state)
+        float32, or ``None`` unless ``output_final_state``. The state is float32 between steps.
 
     Raises:
         ShapeError, DTypeError, DeviceError, PackingError, ValueRangeError, ArgumentError: An argument is wrong; the message
@@ -387,7 +390,7 @@ def run(call: GlaCall, variant: str) -> tuple[torch.Tensor, torch.Tensor | None]
 
 @gla.shapes
 def result_shapes(call: GlaCall) -> Shapes:
-    """Return ``o [B, T, H, V]``, and ``final_state [N, Hs, K, V]`` where it is asked for."""
+    """Return ``o [B, T, H, V]``, and ``final_state``, ``[N, H, K, V]`` or as the initial one, where it is asked for."""
     batch, length, heads, keys, values = call.key.sizes
     sequences = batch if call.cu_seqlens is None else call.cu_seqlens.shape[0] - 1
-    return (batch, length, heads, values), (sequences, call.g.shape[2], keys, values) if call.output_final_state else None
+    return (batch, length, heads, values), (sequences, call.heads.state, keys, values) if call.output_final_state else None

@@ -17,7 +17,7 @@ A variant's tag ``hands`` lists those of its forward pass, ``backward_hands`` th
 Its tag ``chunk`` is the number of steps per chunk. Intermediates are float32 unless stated otherwise here.
 
 - ``cumulated``: the log-decays summed within chunks, as large as ``g``;
-- ``states``: a ``[K, V]`` state for every chunk and head of the state;
+- ``states``: a ``[K, V]`` state for every chunk and head, or where heads share a state for every head of these;
 - ``rounded_states``: the same in the inputs' dtype;
 - ``scores``: a ``[chunk, chunk]`` matrix for every chunk and head of the output;
 - ``partial_outputs``: an ``o`` before the last addition (in the backward pass gradients of q or k, counted at the size of o);
@@ -44,7 +44,8 @@ def cost(case: Case, variant: Variant | None, direction: Direction) -> Cost:
     intermediate_bytes = sum(_intermediate_bytes(what, case, heads, steps, chunk) for what in intermediates)
     per_step, per_step_written = _bytes_per_step(case, heads, direction)
     ends, ends_written = _end_bytes(case, heads, direction)
-    flops = steps * _flops_per_step(case.sizes["K"], case.sizes["V"], heads, 0 if variant is None else chunk, direction)
+    computed = heads.output, _computed_states(case, heads)
+    flops = steps * _flops_per_step(case.sizes["K"], case.sizes["V"], *computed, 0 if variant is None else chunk, direction)
     return Cost(
         flops,
         steps * per_step + ends + 2 * intermediate_bytes,
@@ -54,16 +55,21 @@ def cost(case: Case, variant: Variant | None, direction: Direction) -> Cost:
 
 
 def _gate_bytes(case: Case) -> int:
-    """Return the bytes of the log-decays of one step of one head of the state."""
+    """Return the bytes of the log-decays of one step of one head."""
     item = 4 if gla.option(case, "log_decay_dtype") == "float32" else case.dtype.itemsize
     gates = case.sizes["K"] if gla.option(case, "decay_per") == "channel" else 1
     return item * (gates + (case.sizes["V"] if gla.option(case, "value_gate") else 0))
 
 
+def _computed_states(case: Case, heads: Heads) -> int:
+    """Return the number of heads whose states differ: without an initial state those of heads that share k, v and g are equal."""
+    return heads.state if gla.option(case, "initial_state") else min(heads.g, heads.state)
+
+
 def _bytes_per_step(case: Case, heads: Heads, direction: Direction) -> tuple[int, int]:
     """Return the bytes of one step of all heads, and those of them that are written."""
     keys, values, item = case.sizes["K"], case.sizes["V"], case.dtype.itemsize
-    inputs = ((heads.q + heads.k) * keys + heads.v * values) * item + heads.state * _gate_bytes(case)
+    inputs = ((heads.q + heads.k) * keys + heads.v * values) * item + heads.g * _gate_bytes(case)
     output = heads.output * values * item
     if direction == "forward":
         return inputs + output, output
@@ -88,14 +94,14 @@ def _intermediate_bytes(what: str, case: Case, heads: Heads, steps: int, chunk: 
     """Return the bytes of one intermediate of :data:`INTERMEDIATES`."""
     keys, values, item = case.sizes["K"], case.sizes["V"], case.dtype.itemsize
     summed = keys if gla.option(case, "decay_per") == "channel" else 1
-    state = heads.state * -(-keys * values // chunk)
+    state = _computed_states(case, heads) * -(-keys * values // chunk)
     if what in ("partial_gradients", "repeated"):
         shared = Heads(*(heads.output if count < heads.output else 0 for count in heads))
         if what == "repeated":
-            return steps * (((shared.q + shared.k) * keys + shared.v * values) * item + shared.state * _gate_bytes(case))
-        return steps * 4 * ((shared.q + shared.k) * keys + shared.state * summed)
+            return steps * (((shared.q + shared.k) * keys + shared.v * values) * item + shared.g * _gate_bytes(case))
+        return steps * 4 * ((shared.q + shared.k) * keys + shared.g * summed)
     per_step = {
-        "cumulated": 4 * heads.state * summed,
+        "cumulated": 4 * heads.g * summed,
         "states": 4 * state,
         "rounded_states": item * state,
         "scores": 4 * heads.output * chunk,
@@ -104,16 +110,15 @@ def _intermediate_bytes(what: str, case: Case, heads: Heads, steps: int, chunk: 
     return steps * per_step[what]
 
 
-def _flops_per_step(keys: int, values: int, heads: Heads, chunk: int, direction: Direction) -> int:
+def _flops_per_step(keys: int, values: int, output: int, state: int, chunk: int, direction: Direction) -> int:
     """Return the FLOPs of the matrix products for one step of all heads.
 
     Forward: ``k^T v`` into the state, ``q S``, then scores and their product with v; within a chunk they are causal, so half
     counts. Backward: ``q^T do`` into the gradient of the state, products with both states for dq, dk and dv, four products
     within the chunk, and the states and scores once more. ``chunk`` is 0 for the least cost: one step at a time, nothing
-    computed twice. Products with keys and values alone count per head of the state, those with queries or do per head of the
-    output.
+    computed twice. Products with keys and values alone count for each of ``state`` heads, whose states differ; those with queries
+    or do for each of ``output`` heads.
     """
-    output, state = heads.output, heads.state
     flops = 2 * (state + output) * keys * values + output * chunk * (keys + values)
     if direction == "forward_backward":
         again = state * 2 * keys * values + output * chunk * keys if chunk else 0

@@ -25,8 +25,10 @@ class Heads(NamedTuple):
     """Heads of the keys."""
     v: int
     """Heads of the values."""
+    g: int
+    """Heads of the log-decays, ``g`` and ``gv``: the larger number of those of k and of v, or those of the output."""
     state: int
-    """Heads of the state, of ``g`` and of ``gv``: at least as many as those of k and of v."""
+    """Heads of the states: those of the output, or those of g where queries share a state."""
 
     @property
     def output(self) -> int:
@@ -35,7 +37,7 @@ class Heads(NamedTuple):
 
     @property
     def groups(self) -> Heads:
-        """Numbers of neighbouring heads of the output that share a head of q, k, v and the state."""
+        """Numbers of neighbouring heads of the output that share a head of q, k, v, g and the state."""
         return Heads(*(self.output // max(count, 1) or 1 for count in self))
 
     @property
@@ -49,7 +51,7 @@ class Heads(NamedTuple):
 
 
 def group_of(flags: Iterable[str], name: str) -> int:
-    """Return the number of heads of the output that share one of ``q``, ``k``, ``v`` or ``state``, from a dispatch key's flags."""
+    """Return the number of heads of the output that share one of a tensor of :class:`Heads`, from a dispatch key's flags."""
     return next((int(flag.partition("=")[2]) for flag in flags if flag.startswith(f"{name}_group=")), 1)
 
 
@@ -58,7 +60,7 @@ def why_grouped(flags: Iterable[str]) -> str | None:
     shared = [f"{name} ({group})" for name in Heads._fields if (group := group_of(flags, name)) > 1]
     if not shared:
         return None
-    return f"needs as many heads of q, k, v and g as of the output; here heads of the output share those of {', '.join(shared)}"
+    return f"needs as many heads of q, k, v and g as of the output; here several share one: {', '.join(shared)}"
 
 
 def expanded(tensor: torch.Tensor, heads: int, dim: int = 2) -> torch.Tensor:
@@ -66,11 +68,13 @@ def expanded(tensor: torch.Tensor, heads: int, dim: int = 2) -> torch.Tensor:
     return tensor if tensor.shape[dim] == heads else tensor.repeat_interleave(heads // tensor.shape[dim], dim)
 
 
-def check_heads(q: Facts, k: Facts, v: Facts, gates: dict[str, Facts | None]) -> Heads:
+def check_heads(q: Facts, k: Facts, v: Facts, gates: dict[str, Facts | None], initial_state: Facts | None) -> Heads:
     """Return the numbers of heads of checked tensors ``[B, T, heads, ...]``; ``gates`` are those of g and gv by name.
 
+    The initial state ``[N, heads, ...]`` decides whether queries share states; its shape is not checked here.
+
     Raises:
-        ShapeError: The heads of two tensors cannot be shared evenly, or a gate has not those of the state.
+        ShapeError: The heads of two tensors cannot be shared evenly, or a gate has neither as many as k or v nor as the output.
     """
     known: dict[str, int] = {}
     for name, value in (("q", q), ("k", k), ("v", v)):
@@ -81,20 +85,22 @@ def check_heads(q: Facts, k: Facts, v: Facts, gates: dict[str, Facts | None]) ->
                 raise ShapeError(name, got=value.shape, want=f"{said} or is a multiple of it")
         known[name] = count
     least, most = max(known["k"], known["v"]), max(known.values())
-    state = None
+    decays = None
     for name, gate in gates.items():
         if gate is None:
             continue
         (count,) = fixed(gate.shape[2])
-        if count not in (least, most) or count != (state or count):
+        if count not in (least, most) or count != (decays or count):
             counts = ", ".join(f"{tensor} has {heads}" for tensor, heads in known.items())
-            wanted = f"{least}" if least == most else f"{least}, or {most} for a state per query head"
-            if state is not None:
-                wanted, counts = f"{state}", f"{counts}, {next(iter(gates))} has {state}"
+            wanted = f"{least}" if least == most else f"{least} or {most}"
+            if decays is not None:
+                wanted, counts = f"{decays}", f"{counts}, {next(iter(gates))} has {decays}"
             layout = ", ".join(("[B", "T", "heads") + ("channels",) * (len(gate.shape) == 4))
-            raise ShapeError(name, got=gate.shape, want=f"{layout}] with the heads of the state: {wanted} ({counts})")
-        state = count
-    return Heads(known["q"], known["k"], known["v"], least if state is None else state)
+            raise ShapeError(name, got=gate.shape, want=f"{layout}] with {wanted} heads ({counts})")
+        decays = count
+    decays = least if decays is None else decays
+    shares = initial_state is not None and len(initial_state.shape) == 4 and initial_state.shape[1] == decays
+    return Heads(known["q"], known["k"], known["v"], decays, decays if shares else most)
 
 
 def one_divides(one: int, other: int) -> bool:

@@ -117,7 +117,7 @@ ROUNDINGS = {
 class Attention(NamedTuple):
     """Tensors of a call as the kernels take them: the last dimension of q, k, v and g is contiguous.
 
-    They may have fewer heads than the output, see heads.py; g has the heads of the state.
+    They may have fewer heads than the output, see heads.py.
     """
 
     q: torch.Tensor
@@ -162,8 +162,10 @@ class Attention(NamedTuple):
 
     @property
     def heads(self) -> Heads:
-        """Numbers of heads of the tensors."""
-        return Heads(self.q.shape[2], self.k.shape[2], self.v.shape[2], self.g.shape[2])
+        """Numbers of heads of the tensors and of the states that are computed: those of g, or of the initial state."""
+        initial, decays = self.sequences.initial, self.g.shape[2]
+        state = decays if initial is None else initial.shape[1]
+        return Heads(self.q.shape[2], self.k.shape[2], self.v.shape[2], decays, state)
 
     @property
     def sequence_count(self) -> int:
@@ -231,7 +233,7 @@ def empty_states(call: Attention, *, exact: bool) -> torch.Tensor:
 
 
 def empty_final(call: Attention, *, wanted: bool) -> torch.Tensor:
-    """Allocate the final state ``[N, Hs, K, V]``; no elements if it is not wanted."""
+    """Allocate the final state ``[N, heads, K, V]``; no elements if it is not wanted."""
     *_, keys, values = call.sizes
     return call.q.new_empty((call.sequence_count, call.heads.state, keys, values) if wanted else (0,), dtype=torch.float32)
 
@@ -251,7 +253,7 @@ def chunk_state_mma(exact: bool) -> Mma:
 
 
 def chunk_states(call: Attention, *, want_final: bool, exact: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute the initial state of each chunk, and the final state ``[N, Hs, K, V]`` (no elements if it is not wanted).
+    """Compute the initial state of each chunk, and the final state ``[N, heads, K, V]`` (no elements if it is not wanted).
 
     ``exact`` keeps them in float32.
     """
@@ -263,7 +265,8 @@ def chunk_states(call: Attention, *, want_final: bool, exact: bool = False) -> t
         call.k, call.v, call.g, call.sequences.initial, call.sequences.offsets, states, final, call.scale,
         *call.numbers(heads.state), *strides(call.k, call.v, call.g), mma=chunk_state_mma(want_final or exact),
         STAGES=tiles.stages, PARTS=call.parts(want_final or exact), FIRST=call.sequences.initial is not None, LAST=want_final,
-        REVERSE=False, ADDED_GROUP=ratio(heads.state, heads.k), VALUES_GROUP=ratio(heads.state, heads.v), SUMMED=1,
+        REVERSE=False, ADDED_GROUP=ratio(heads.state, heads.k), VALUES_GROUP=ratio(heads.state, heads.v),
+        G_GROUP=ratio(heads.state, heads.g), SUMMED=1,
         **call.flags(tiles, exact=want_final or exact),
     ).run()  # fmt: skip
     return states, final
@@ -293,14 +296,14 @@ def chunk_output(
         *call.numbers(written), *strides(call.q, call.k, values, call.g), pitch_of(out), mma=Mma.WARP,
         BISECTION_STEPS=call.sequences.bisection_steps(), PARTS=rounding.parts, LIMIT=rounding.limit, LARGEST=rounding.largest,
         TRANSPOSED=transposed, Q_GROUP=groups.q, K_GROUP=groups.k, VALUES_GROUP=1 if transposed else groups.v,
-        STATE_GROUP=groups.state, STATES=ratio(heads.state, heads.v) if transposed else 1,
+        G_GROUP=groups.g, STATE_GROUP=groups.state, STATES=ratio(heads.state, heads.v) if transposed else 1,
         QUERIES=groups.state if transposed else 1, num_stages=tiles.stages, **call.flags(tiles),
     ).run()  # fmt: skip
     return out
 
 
 def forward(call: Attention, *, want_final: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute ``o [B, T, H, V]`` and the final state ``[N, Hs, K, V]``, which has no elements if it is not wanted."""
+    """Compute ``o [B, T, H, V]`` and the final state ``[N, heads, K, V]``, which has no elements if it is not wanted."""
     states, final = chunk_states(call, want_final=want_final)
     return chunk_output(call, call.v, states, transposed=False), final
 
@@ -327,7 +330,8 @@ def step(call: Attention, *, want_final: bool) -> tuple[torch.Tensor, torch.Tens
         *call.numbers(heads.state), *along, *strides(call.q, call.k, call.v, call.g),
         BK=tiles.keys, BV=tiles.values, SCALAR=call.scalar, PACKED=call.sequences.offsets is not None,
         FIRST=initial is not None, LAST=want_final, Q_GROUP=max(ratio(heads.state, heads.q), 1),
-        K_GROUP=ratio(heads.state, heads.k), V_GROUP=ratio(heads.state, heads.v), QUERIES=heads.groups.state,
+        K_GROUP=ratio(heads.state, heads.k), V_GROUP=ratio(heads.state, heads.v),
+        G_GROUP=ratio(heads.state, heads.g), QUERIES=heads.groups.state,
         num_warps=tiles.warps, num_stages=tiles.stages,
     ).run()  # fmt: skip
     return out, final
@@ -415,7 +419,7 @@ def chunk_state_gradients(
         call.q, do, call.g, dfinal, call.sequences.offsets, dstates, dinitial, call.scale,
         *call.numbers(heads.state), *strides(call.q, do, call.g), mma=chunk_state_mma(wanted or exact),
         STAGES=tiles.stages, PARTS=call.parts(wanted or exact), FIRST=dfinal is not None, LAST=wanted, REVERSE=True,
-        ADDED_GROUP=heads.groups.q, VALUES_GROUP=1, SUMMED=heads.groups.state,
+        ADDED_GROUP=heads.groups.q, VALUES_GROUP=1, G_GROUP=ratio(heads.state, heads.g), SUMMED=heads.groups.state,
         **call.flags(tiles, exact=wanted or exact),
     ).run()  # fmt: skip
     return dstates, dinitial
@@ -432,7 +436,7 @@ def backward(call: Attention, do: torch.Tensor, dfinal: torch.Tensor | None, int
     dv = chunk_output(call, do, dstates, transposed=True, into=to_v)
     tiles, groups = gradient_tiles(*call.sizes[3:], family(call.q.device)), call.heads.groups
     dq, dk, dg = output_like(call.q, to_q), output_like(call.k, to_k), output_like(call.g, None)
-    shared = ((dq, groups.q), (dk, groups.k), (dg, groups.state))
+    shared = ((dq, groups.q), (dk, groups.k), (dg, groups.g))
     parts = [gradient if group == 1 else empty_parts(call, gradient) for gradient, group in shared]
     Launch(
         backward_kernels.gradients_kernel, (call.slots * call.sizes[2],),
@@ -440,7 +444,7 @@ def backward(call: Attention, do: torch.Tensor, dfinal: torch.Tensor | None, int
         *call.numbers(), *strides(call.q, call.k, call.v, call.g, do), pitch_of(dq if groups.q == 1 else dk), mma=Mma.WARP,
         BISECTION_STEPS=call.sequences.bisection_steps(), EXACT=exact, PARTS=call.parts(exact),
         LIMIT=ROUNDINGS[torch.float32].limit if exact else rounding.limit, LARGEST=None if exact else rounding.largest,
-        Q_GROUP=groups.q, K_GROUP=groups.k, V_GROUP=groups.v, STATE_GROUP=groups.state,
+        Q_GROUP=groups.q, K_GROUP=groups.k, V_GROUP=groups.v, G_GROUP=groups.g, STATE_GROUP=groups.state,
         num_stages=tiles.stages, **call.flags(tiles, exact=exact),
     ).run()  # fmt: skip
     for part, (gradient, group) in zip(parts, shared, strict=True):

@@ -4,7 +4,8 @@ The reference computes, for each sequence and head, from log-decays g (per key c
 
     S_t = diag(exp(g_t)) S_{t-1} diag(exp(gv_t)) + k_t^T v_t;  o_t = scale * q_t S_t
 
-Where tensors share heads, k and v are repeated to the heads of the state, and the queries of a group read the same state.
+Where tensors share heads, k, v and g are repeated to the heads of the states that are computed: those of the initial state, or
+without one those of g, since states of heads with the same k, v and g are equal then. Queries that share a state read the same.
 
 The framework compares the results of every variant with those of the reference (the operation's oracle) in float64.
 :func:`recurrence` is also the loop of the PyTorch variant (variants/torch.py).
@@ -92,22 +93,27 @@ def recurrence(
     *,
     side_by_side: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return ``o [B, T, H, V]`` and the final state ``[N, Hs, K, V]``, in the dtype of the arguments, by a loop over time.
+    """Return ``o [B, T, H, V]`` and the final state ``[N, H, K, V]``, in the dtype of the arguments, by a loop over time.
 
     ``q`` is already scaled. ``side_by_side`` bounds the bytes of the states of segments that run side by side; with 0 all steps
     run one after another.
     """
-    sequences, heads = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1, g.shape[2]
+    sequences = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    heads, final_heads = g.shape[2], max(q.shape[2], g.shape[2])
     if initial_state is None:
         initial_state = q.new_zeros(sequences, heads, q.shape[3], v.shape[3])
-    # Keys and values for every state, and queries for every state or for several of its outputs
-    q, k, v = expanded(q, max(q.shape[2], heads)), expanded(k, heads), expanded(v, heads)
+    else:
+        heads = final_heads = initial_state.shape[1]
+    # Keys, values and decays for every state, and one query or several
+    q, k, v, g = expanded(q, max(q.shape[2], heads)), expanded(k, heads), expanded(v, heads), expanded(g, heads)
+    gv = None if gv is None else expanded(gv, heads)
     if q.shape[1] == 0:  # no steps: an empty o [B, 0, H, V] that autograd connects to q and v; the states stay
-        return q[..., :1] * expanded(v, q.shape[2]), initial_state.clone()
+        return q[..., :1] * expanded(v, q.shape[2]), expanded(initial_state.clone(), final_heads, dim=1)
     queries = q.shape[2] // max(heads, 1)
     q = q.unsqueeze(3) if queries < 2 else q.unflatten(2, (heads, queries))  # [B, T, Hs, queries of a state, K]
     if q.shape[1] == 1 and cu_seqlens is None:
-        return _single_step(q, k, v, g, gv, initial_state)
+        o, final = _single_step(q, k, v, g, gv, initial_state)
+        return o, expanded(final, final_heads, dim=1)
     lengths = [q.shape[1]] if cu_seqlens is None else cu_seqlens.diff().tolist()
     states = [initial_state] if cu_seqlens is None else initial_state.split(1)
     parts = Part(q, k, v, g if g.dim() == 4 else g[..., None], gv).split(lengths)
@@ -118,7 +124,7 @@ def recurrence(
         o, state = _segmented_scan(state, part, max(1, min(most, math.isqrt(part.q.shape[1]))))
         outputs.append(o)
         finals.append(state)
-    return torch.cat(outputs, 1).flatten(2, 3), torch.cat(finals)
+    return torch.cat(outputs, 1).flatten(2, 3), expanded(torch.cat(finals), final_heads, dim=1)
 
 
 def _single_step(
@@ -249,7 +255,9 @@ def make_inputs(case: Case, device: torch.device, generator: torch.Generator) ->
     heads = heads_of(case)
     if heads.output != most:
         said = ", ".join(f"{name}_heads = {count}" for name, count in heads._asdict().items())
-        raise ArgumentError(f"{said}; the largest must be H = {most}, the heads of the output.")
+        raise ArgumentError(f"{said}; the largest must be H = {most}, the number of heads of the output.")
+    if heads.state != most and not options["initial_state"]:
+        raise ArgumentError(f"state_heads = {heads.state}; without initial_state it must be H = {most}, or be left out.")
     if options["decay_per"] not in DECAY_PER:
         raise ArgumentError(f"decay_per is {options['decay_per']!r}; it must be one of {', '.join(DECAY_PER)}.")
 
@@ -262,13 +270,13 @@ def make_inputs(case: Case, device: torch.device, generator: torch.Generator) ->
         "q": draw(batch, length, heads.q, keys).to(case.dtype),
         "k": draw(batch, length, heads.k, keys).to(case.dtype),
         "v": draw(batch, length, heads.v, values).to(case.dtype),
-        "g": make_decay(options["decay"], (batch, length, heads.state, *per), device, generator).to(decay_dtype),
+        "g": make_decay(options["decay"], (batch, length, heads.g, *per), device, generator).to(decay_dtype),
         "scale": options["scale"],
         "output_final_state": bool(options["final_state"]),
         "state_v_first": bool(options["state_v_first"]),
     }
     if options["value_gate"]:
-        gv = make_decay(options["decay"], (batch, length, heads.state, values), device, generator)
+        gv = make_decay(options["decay"], (batch, length, heads.g, values), device, generator)
         arguments["gv"] = gv.to(decay_dtype)
     sequences = batch
     if options["lengths"] is not None:

@@ -279,11 +279,12 @@ def gradients_kernel(
     BK: tl.constexpr, BV: tl.constexpr, BISECTION_STEPS: tl.constexpr, EXACT: tl.constexpr, PARTS: tl.constexpr,
     LIMIT: tl.constexpr, LARGEST: tl.constexpr, PRECISION: tl.constexpr, EVEN: tl.constexpr, SCALAR: tl.constexpr,
     PACKED: tl.constexpr,
-    Q_GROUP: tl.constexpr = 1, K_GROUP: tl.constexpr = 1, V_GROUP: tl.constexpr = 1, STATE_GROUP: tl.constexpr = 1,
+    Q_GROUP: tl.constexpr = 1, K_GROUP: tl.constexpr = 1, V_GROUP: tl.constexpr = 1, G_GROUP: tl.constexpr = 1,
+    STATE_GROUP: tl.constexpr = 1,
 ):  # fmt: skip
     """Store dq, dk [B, T, H, K], tokens ``d_stride_t`` elements apart, and dg [B, T, H, K or 1], contiguous.
 
-    H counts the heads of o, of which Q_GROUP, K_GROUP, V_GROUP and STATE_GROUP share a head of q, of k, of v, and of g and the
+    H counts the heads of o, of which Q_GROUP, K_GROUP, V_GROUP, G_GROUP and STATE_GROUP share a head of q, k, v, g and the
     states. With Q_GROUP or K_GROUP above 1, dq or dk are contiguous too.
 
     ``states`` and ``dstates`` hold S and dS [slots, H, K, V]; a slot is the place of a chunk, see ``find_chunk``. ``offsets``
@@ -304,7 +305,7 @@ def gradients_kernel(
     p_q = row_pointer(q, b, start, shared_head(h, Q_GROUP), q_stride_b, q_stride_t, q_stride_h)
     p_k = row_pointer(k, b, start, shared_head(h, K_GROUP), k_stride_b, k_stride_t, k_stride_h)
     p_v = row_pointer(v, b, start, shared_head(h, V_GROUP), v_stride_b, v_stride_t, v_stride_h)
-    p_g = row_pointer(g, b, start, shared_head(h, STATE_GROUP), g_stride_b, g_stride_t, g_stride_h)
+    p_g = row_pointer(g, b, start, shared_head(h, G_GROUP), g_stride_b, g_stride_t, g_stride_h)
     p_do = row_pointer(do, b, start, h, do_stride_b, do_stride_t, do_stride_h)
     steps = tl.cast(T, tl.int64)
     dq_stride_t = d_stride_t if Q_GROUP == 1 else H * K

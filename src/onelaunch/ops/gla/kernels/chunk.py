@@ -405,7 +405,7 @@ def chunk_state_kernel(
     BK: tl.constexpr, BV: tl.constexpr, STAGES: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl.constexpr,
     EVEN: tl.constexpr, SCALAR: tl.constexpr, PACKED: tl.constexpr,
     FIRST: tl.constexpr, LAST: tl.constexpr, REVERSE: tl.constexpr,
-    ADDED_GROUP: tl.constexpr = 1, VALUES_GROUP: tl.constexpr = 1, SUMMED: tl.constexpr = 1,
+    ADDED_GROUP: tl.constexpr = 1, VALUES_GROUP: tl.constexpr = 1, G_GROUP: tl.constexpr = 1, SUMMED: tl.constexpr = 1,
 ):  # fmt: skip
     """Store the state that enters every chunk in ``states`` [slots, H, K, V], and with LAST the final one as ``last``.
 
@@ -413,8 +413,8 @@ def chunk_state_kernel(
     from the last chunk to the first, ``added`` is q, ``values`` is do, and ``first`` the gradient of the final state. Then it
     stores the gradient of the state that leaves each chunk, and as ``last`` the gradient of the initial state.
 
-    H counts the heads of the state. ADDED_GROUP and VALUES_GROUP of them share a head of ``added`` and of ``values``. With
-    SUMMED above 1, as many heads of q and do belong to one state instead, and are added to it one after the other.
+    H counts the heads of the state. ADDED_GROUP, VALUES_GROUP and G_GROUP of them share a head of ``added``, ``values`` and g.
+    With SUMMED above 1, as many heads of q and do belong to one state instead, and are added to it one after the other.
     """
     blocks = tl.cdiv(V, BV)
     tiles = tl.cdiv(K, BK) * blocks
@@ -436,7 +436,7 @@ def chunk_state_kernel(
     values_head = shared_head(h, VALUES_GROUP) if SUMMED == 1 else h * SUMMED
     p_added = row_pointer(added, b, start, added_head, added_stride_b, added_stride_t, added_stride_h)
     p_values = row_pointer(values, b, start, values_head, values_stride_b, values_stride_t, values_stride_h)
-    p_g = row_pointer(g, b, start, h, g_stride_b, g_stride_t, g_stride_h)
+    p_g = row_pointer(g, b, start, shared_head(h, G_GROUP), g_stride_b, g_stride_t, g_stride_h)
     for step in tl.range(0, chunks, num_stages=STAGES):
         chunk = chunks - 1 - step if REVERSE else step
         left = length - chunk * CHUNK

@@ -54,8 +54,8 @@ def chunk_output_kernel(
     BK: tl.constexpr, BV: tl.constexpr, BISECTION_STEPS: tl.constexpr, PARTS: tl.constexpr, LIMIT: tl.constexpr,
     LARGEST: tl.constexpr, PRECISION: tl.constexpr, EVEN: tl.constexpr, SCALAR: tl.constexpr, PACKED: tl.constexpr,
     TRANSPOSED: tl.constexpr,
-    Q_GROUP: tl.constexpr = 1, K_GROUP: tl.constexpr = 1, VALUES_GROUP: tl.constexpr = 1, STATE_GROUP: tl.constexpr = 1,
-    STATES: tl.constexpr = 1, QUERIES: tl.constexpr = 1,
+    Q_GROUP: tl.constexpr = 1, K_GROUP: tl.constexpr = 1, VALUES_GROUP: tl.constexpr = 1, G_GROUP: tl.constexpr = 1,
+    STATE_GROUP: tl.constexpr = 1, STATES: tl.constexpr = 1, QUERIES: tl.constexpr = 1,
 ):  # fmt: skip
     """Store ``out`` [B, T, H, V], tokens ``out_stride_t`` elements apart.
 
@@ -64,7 +64,7 @@ def chunk_output_kernel(
     ``sequence_bounds``.
 
     H counts the heads of ``out``. A head of dv is the sum over its STATES states and their QUERIES heads of o each. Of the heads
-    of o, Q_GROUP share a head of q, and so on; a state has a head of g.
+    of o, Q_GROUP share a head of q, and so on.
     """
     blocks = tl.cdiv(V, BV)
     slot, out_head = tl.program_id(0) // (blocks * H), (tl.program_id(0) // blocks) % H
@@ -78,7 +78,7 @@ def chunk_output_kernel(
     if HEADS == 1:
         p_q = row_pointer(q, b, start, shared_head(out_head, Q_GROUP), q_stride_b, q_stride_t, q_stride_h)
         p_k = row_pointer(k, b, start, shared_head(out_head, K_GROUP), k_stride_b, k_stride_t, k_stride_h)
-        p_g = row_pointer(g, b, start, shared_head(out_head, STATE_GROUP), g_stride_b, g_stride_t, g_stride_h)
+        p_g = row_pointer(g, b, start, shared_head(out_head, G_GROUP), g_stride_b, g_stride_t, g_stride_h)
         scores = chunk_scores(
             p_q, q_stride_t, p_k, k_stride_t, p_g, g_stride_t, scale, t, left, K,
             BK, LOW, PARTS, LIMIT, LARGEST, PRECISION, EVEN, SCALAR,
@@ -108,9 +108,9 @@ def chunk_output_kernel(
         result = tl.zeros([CHUNK, BV], tl.float32)
         for each in tl.range(0, STATES):
             state = out_head * STATES + each
-            k_head = shared_head(state * QUERIES, K_GROUP)
+            k_head, g_head = shared_head(state * QUERIES, K_GROUP), shared_head(state * QUERIES, G_GROUP)
             p_k = row_pointer(k, b, start, k_head, k_stride_b, k_stride_t, k_stride_h)
-            p_g = row_pointer(g, b, start, state, g_stride_b, g_stride_t, g_stride_h)
+            p_g = row_pointer(g, b, start, g_head, g_stride_b, g_stride_t, g_stride_h)
             for query in tl.range(0, QUERIES):
                 h = state * QUERIES + query
                 p_q = row_pointer(q, b, start, shared_head(h, Q_GROUP), q_stride_b, q_stride_t, q_stride_h)

@@ -35,12 +35,13 @@ def step_kernel(
     q_stride_b, q_stride_t, q_stride_h, k_stride_b, k_stride_t, k_stride_h, v_stride_b, v_stride_t, v_stride_h,
     g_stride_b, g_stride_t, g_stride_h,
     BK: tl.constexpr, BV: tl.constexpr, SCALAR: tl.constexpr, PACKED: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr,
-    Q_GROUP: tl.constexpr = 1, K_GROUP: tl.constexpr = 1, V_GROUP: tl.constexpr = 1, QUERIES: tl.constexpr = 1,
+    Q_GROUP: tl.constexpr = 1, K_GROUP: tl.constexpr = 1, V_GROUP: tl.constexpr = 1, G_GROUP: tl.constexpr = 1,
+    QUERIES: tl.constexpr = 1,
 ):  # fmt: skip
     """Loop over the steps of one sequence, head and block of values; see the top of the file.
 
-    H counts the heads of the state. Q_GROUP, K_GROUP and V_GROUP of them share a head of q, k and v, and the output has QUERIES
-    heads for each. If QUERIES is above 1, q has as many heads as the output.
+    H counts the heads of the state. Q_GROUP, K_GROUP, V_GROUP and G_GROUP of them share a head of q, k, v and g, and the output
+    has QUERIES heads for each. If QUERIES is above 1, q has as many heads as the output.
 
     States [N, H, K, V] may have values or keys next to each other in memory: ``state_stride_k`` and ``state_stride_v``, in
     elements.
@@ -60,7 +61,7 @@ def step_kernel(
     p_q = row_pointer(q, b, start, q_head, q_stride_b, q_stride_t, q_stride_h)
     p_k = row_pointer(k, b, start, shared_head(h, K_GROUP), k_stride_b, k_stride_t, k_stride_h)
     p_v = row_pointer(v, b, start, shared_head(h, V_GROUP), v_stride_b, v_stride_t, v_stride_h)
-    p_g = row_pointer(g, b, start, h, g_stride_b, g_stride_t, g_stride_h)
+    p_g = row_pointer(g, b, start, shared_head(h, G_GROUP), g_stride_b, g_stride_t, g_stride_h)
     out_heads = H if QUERIES == 1 else H * QUERIES
     out_head = h if QUERIES == 1 else h * QUERIES
     p_out = row_pointer(out, b, start, out_head, tl.cast(T, tl.int64) * out_heads * V, out_heads * V, V)
@@ -77,7 +78,7 @@ def step_kernel(
         b_out = tl.sum(state * (b_q * scale)[:, None], 0)
         tl.store(p_out + cv, b_out.to(out.dtype.element_ty), mask=cv < V)
         if QUERIES > 1:
-            for other in tl.range(1, QUERIES):  # p_q points to the next step already
+            for other in tl.range(1, QUERIES, num_stages=1):  # p_q points to the next step already
                 p_other = p_q - q_stride_t + tl.cast(other, tl.int64) * q_stride_h
                 b_q = tl.load(p_other + c, mask=c < K, other=0.0).to(tl.float32)
                 b_out = tl.sum(state * (b_q * scale)[:, None], 0)

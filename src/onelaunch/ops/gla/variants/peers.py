@@ -26,8 +26,8 @@ def fla(call: GlaCall) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Compute by ``chunk_gla`` or ``chunk_simple_gla`` of flash-linear-attention.
 
     Few steps, or a gate on values, take its ``fused_recurrent_*`` functions, a loop over time in one kernel. fla's functions want
-    all heads in every tensor. Shared heads, initial states too, are therefore repeated, as its layers do with ``num_kv_heads``;
-    the time includes it. Of the final states that are equal then, one is returned.
+    all heads in every tensor. Shared heads are therefore repeated, as its layers do with ``num_kv_heads``; the time includes it.
+    If queries share states, initial states are repeated too, and one is returned of final states that are equal then.
     """
     from fla.ops import gla as by_channel  # pyrefly: ignore[missing-import]
     from fla.ops import simple_gla as by_head  # pyrefly: ignore[missing-import]

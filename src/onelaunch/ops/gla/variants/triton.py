@@ -115,7 +115,7 @@ def usual_heads() -> list[Example]:
     sizes: dict[str, Any] = {"B": 4, "T": 2048, "H": 16, "K": 128, "V": 128}
     shared = {
         "4 heads of q and k": {"q_heads": 4, "k_heads": 4, "decay_per": "head"},
-        "4 heads of k, v and g": {"k_heads": 4, "v_heads": 4, "state_heads": 4},
+        "4 heads of k, v and g": {"k_heads": 4, "v_heads": 4, "g_heads": 4},
     }
     grouped = [
         Example(gla.case("bfloat16", **sizes, **options), "forward_backward", name=name) for name, options in shared.items()
@@ -131,5 +131,6 @@ def decoding() -> list[Example]:
         Example(gla.case("bfloat16", B=64, T=1, H=4, K=keys, V=keys, **states), name=f"K = {keys}, from a state into a state")
         for keys in (128, 512)
     ]
-    shared = gla.case("bfloat16", B=64, T=1, H=16, K=128, V=128, k_heads=4, v_heads=4, state_heads=4, **states)
-    return [*steps, Example(shared, name="4 heads of k, v and g, from a state into a state"), *training(128, 128)]
+    heads = dict.fromkeys(("k_heads", "v_heads", "g_heads", "state_heads"), 4)
+    shared = gla.case("bfloat16", B=64, T=1, H=16, K=128, V=128, **heads, **states)
+    return [*steps, Example(shared, name="4 heads of all but q, from a state into a state"), *training(128, 128)]
