@@ -329,8 +329,8 @@ def gla(
         variant: Name from ``gla.variants``, or ``"auto"`` for the fastest variant measured near this call.
 
     Returns:
-        ``o [B, T, H, V]`` in the dtype of ``v``, and the final state, ``[N, H, K, V]`` (``[N, Hg, K, V]`` from such an initial state)
-        float32, or ``None`` unless ``output_final_state``. The state is float32 between steps.
+        ``o [B, T, H, V]`` in the dtype of ``v``, and the final state, float32, or ``None`` unless ``output_final_state``. It is
+        ``[N, H, K, V]``, or ``[N, Hg, K, V]`` if the initial state is. The state is float32 between steps.
 
     Raises:
         ShapeError, DTypeError, DeviceError, PackingError, ValueRangeError, ArgumentError: An argument is wrong; the message

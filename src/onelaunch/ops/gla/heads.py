@@ -32,8 +32,8 @@ class Heads(NamedTuple):
 
     @property
     def output(self) -> int:
-        """Number of heads of the output, the largest of all."""
-        return max(self)
+        """Number of heads of the output: the largest of those of q, k, v and g."""
+        return max(self[:4])
 
     @property
     def groups(self) -> Heads:

@@ -14,7 +14,7 @@ from onelaunch.operation import Example, Query
 from onelaunch.operation.requirements import cannot_scan
 from onelaunch.ops.gla.autograd import Results, attend, launches
 from onelaunch.ops.gla.contract import GlaCall, gla
-from onelaunch.ops.gla.heads import why_grouped
+from onelaunch.ops.gla.heads import expanded
 from onelaunch.ops.gla.variants.triton import no_value_gate
 
 if TYPE_CHECKING:
@@ -33,16 +33,27 @@ def launch_forward(call: Attention, want_final: bool) -> Results:
 
 
 @gla.variant(
-    "hopper", launches=1, backward_launches=3, fuses=("decay", "scores", "states"), hands=(), chunk=64,
-    backward_hands=("rounded_states", "rounded_states"), gemm="gluon", architectures=("sm_90a",),
+    "hopper", launches=1, backward_launches=3, fuses=("decay", "scores", "states"), hands=("repeated",), chunk=64,
+    backward_hands=("rounded_states", "rounded_states", "repeated"), gemm="gluon", architectures=("sm_90a",),
 )  # fmt: skip
 def hopper(call: GlaCall) -> Results:
     """Compute o in one launch along time, or two where T is cut into segments to fill the chip; states stay in registers.
 
     The backward pass has three launches: two passes along time and the gradients of all chunks. There is one more for each pass
-    in segments, and two of PyTorch's that add up one decay per head over panels of channels.
+    in segments, and two of PyTorch's that add up one decay per head over panels of channels. Shared heads are repeated in memory
+    first, which the cost counts: these kernels take one head of every tensor for each head of the output.
     """
-    return attend(call, "hopper")
+    return attend(with_all_heads(call), "hopper")
+
+
+def with_all_heads(call: GlaCall) -> GlaCall:
+    """Return the call with a copy of every shared head for each head of the output; the call itself if no heads are shared."""
+    if not call.heads.grouped:
+        return call
+    heads = call.heads.output
+    q, k, v, g = (expanded(each, heads) for each in (call.q, call.k, call.v, call.g))
+    initial = None if call.initial_state is None else expanded(call.initial_state, heads, dim=1)
+    return call._replace(q=q, k=k, v=v, g=g, initial_state=initial)
 
 
 hopper.supports(cannot_scan)
@@ -61,8 +72,6 @@ def fits(query: Query) -> str | None:
         return "needs K of 64, 128 or 256 and V that is a multiple of 64"
     if not batch * length * heads:
         return "needs at least one step"
-    if (reason := why_grouped(query.flags)) is not None:
-        return reason
     if "final_state" in query.flags:
         return "returns no final state: float32 is more than its products of 16-bit numbers are good for"
     if "float32_decay" in query.flags and "scalar_decay" not in query.flags:
