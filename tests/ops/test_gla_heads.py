@@ -22,12 +22,12 @@ from onelaunch.ops.gla.variants import hopper
 from tests.ops.cases import (
     GLA,
     arguments_of,
+    assert_captured_step_follows_its_inputs,
     assert_correct,
     assert_near,
     assert_one_call_correct,
     pytorch_variants,
     results,
-    triton_variants,
 )
 
 FORMS: dict[str, dict[str, Any]] = {
@@ -42,9 +42,12 @@ FORMS: dict[str, dict[str, Any]] = {
 }
 """Options of cases with 4 heads of the output, by what has fewer."""
 
+KERNELS = ("fused", "stepwise")
+"""Variants with kernels of our own that run on any GPU and share heads; the ablations do not."""
+
 each_form = pytest.mark.parametrize("form", FORMS)
 each_variant = pytest.mark.parametrize(
-    "variant", [*pytorch_variants(GLA), *(pytest.param(name, marks=pytest.mark.interpret) for name in triton_variants(GLA))]
+    "variant", [*pytorch_variants(GLA), *(pytest.param(name, marks=pytest.mark.interpret) for name in KERNELS)]
 )
 
 
@@ -283,6 +286,55 @@ def test_ablations_refuse_shared_heads(prose):
 
     with prose.raises(VariantUnsupported, match="sequential"):
         gla(**arguments_of(GLA, **grouped("fewer_q_and_k")), variant="sequential")
+
+
+# On a GPU
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize("lengths", [None, (0, 150, 1, 0, 149)])
+@pytest.mark.parametrize("variant", KERNELS)
+@each_form
+def test_compiled_kernels_are_correct(form, variant, lengths, dtype, device):
+    sizes: dict[str, Any] = {"T": 300, "K": 128, "V": 96, "decay": "mixed", "initial_state": True, "final_state": True}
+    assert_correct(GLA, GLA.case(dtype, **grouped(form, **sizes, lengths=lengths)), variant, device)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("per", ["channel", "head"])
+@pytest.mark.parametrize("form", ["fewer_q_and_k", "fewer_k_v_g", "fewer_k_v"])
+def test_hopper_is_correct_with_repeated_heads(form, per, device):
+    case = GLA.case("bfloat16", **grouped(form, T=300, K=128, V=128, decay_per=per))
+    if reason := GLA.get("hopper").why_not(GLA.query(case, str(device), grad=True)):
+        pytest.skip(reason)
+    assert_correct(GLA, case, "hopper", device)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("form", ["fewer_q_and_k", "fewer_k_v_g"])
+def test_sums_over_heads_are_the_same_to_the_last_bit(form, device):
+    case = GLA.case("bfloat16", **grouped(form, B=2, T=2000, K=64, V=64, decay_per="head", final_state=True))
+    reading = GLA.make_inputs(case, device, 0)
+    for name in reading.differentiable:
+        reading.arguments[name].requires_grad_()
+    first = results(GLA, reading.arguments, "fused")
+    for _ in range(10):
+        again = results(GLA, reading.arguments, "fused")
+        assert all(torch.equal(again[name], value) for name, value in first.items())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("form", ["fewer_q_and_k", "fewer_k_v_g", "fewer_k_v_g_and_states"])
+def test_a_captured_training_step_follows_its_inputs(form, device):
+    def made(*, seed: int, grad: bool) -> dict[str, Any]:
+        case = GLA.case("bfloat16", **grouped(form, T=200, K=64, V=64, final_state=True))
+        reading = GLA.make_inputs(case, device, seed)
+        for name in reading.differentiable if grad else ():
+            reading.arguments[name].requires_grad_()
+        return reading.arguments
+
+    assert_captured_step_follows_its_inputs(GLA, "fused", made, device)
 
 
 # The cost

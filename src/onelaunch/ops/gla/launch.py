@@ -308,19 +308,20 @@ def forward(call: Attention, *, want_final: bool) -> tuple[torch.Tensor, torch.T
     return chunk_output(call, call.v, states, transposed=False), final
 
 
-def step_tiles(keys: int, values: int) -> Tiles:
+def step_tiles(keys: int, values: int, queries: int = 1) -> Tiles:
     """Return the tiles of the loop over time: all keys, and as many values as keep the state within 64 registers per thread.
 
-    They are not tuned yet.
+    If ``queries`` of a group read a state, the loop over them needs registers too, and the state gets 32. They are not tuned yet.
     """
     rows = block(keys, 512)
-    return Tiles(rows, block(values, 8192 // max(rows, 128)))
+    return Tiles(rows, block(values, (8192 if queries == 1 else 4096) // max(rows, 128)))
 
 
 def step(call: Attention, *, want_final: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute the results of :func:`forward` step by step; the final state lies in memory as the initial one does."""
     *_, keys, values = call.sizes
-    heads, tiles, initial = call.heads, step_tiles(keys, values), call.sequences.initial
+    heads, initial = call.heads, call.sequences.initial
+    tiles = step_tiles(keys, values, heads.groups.state)
     out = empty_output(call)
     final = final_like(initial, empty_final(call, wanted=want_final))
     along = (values, 1) if initial is None or initial.is_contiguous() else (1, keys)  # strides of states along K and V
