@@ -113,7 +113,7 @@ def training(keys: int, values: int, layouts: tuple[str, ...] = ("channel", "hea
 def usual_heads() -> list[Example]:
     """Return training calls with heads of usual sizes, one head for each output and shared ones."""
     sizes: dict[str, Any] = {"B": 4, "T": 2048, "H": 16, "K": 128, "V": 128}
-    shared = {
+    shared: dict[str, dict[str, Any]] = {
         "4 heads of q and k": {"q_heads": 4, "k_heads": 4, "decay_per": "head"},
         "4 heads of k, v and g": {"k_heads": 4, "v_heads": 4, "g_heads": 4},
     }
@@ -131,6 +131,6 @@ def decoding() -> list[Example]:
         Example(gla.case("bfloat16", B=64, T=1, H=4, K=keys, V=keys, **states), name=f"K = {keys}, from a state into a state")
         for keys in (128, 512)
     ]
-    heads = dict.fromkeys(("k_heads", "v_heads", "g_heads", "state_heads"), 4)
+    heads: dict[str, Any] = dict.fromkeys(("k_heads", "v_heads", "g_heads", "state_heads"), 4)
     shared = gla.case("bfloat16", B=64, T=1, H=16, K=128, V=128, **heads, **states)
     return [*steps, Example(shared, name="4 heads of all but q, from a state into a state"), *training(128, 128)]
