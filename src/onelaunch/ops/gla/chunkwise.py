@@ -392,8 +392,9 @@ class _Part:
 
 def _heads(inputs: Sequence[Any]) -> Heads:
     """Return the numbers of heads of q, k, v, g and the states."""
-    counts, initial = [x.shape[2] for x in inputs[:4]], inputs[5]
-    return Heads(*counts, max(counts) if initial is None else initial.shape[1])
+    q, k, v, g, _, initial, _ = inputs
+    heads = Heads(q.shape[2], k.shape[2], v.shape[2], g.shape[2], 0)
+    return heads._replace(state=heads.output if initial is None else initial.shape[1])
 
 
 def _parts(q: torch.Tensor, v: torch.Tensor, heads: Heads, offsets: Optional) -> Iterator[_Part]:
