@@ -37,6 +37,15 @@ SPILLS = {
     "gla-fused-chunk_state, decay per head (1)": (("sm_100a",), "16 accesses in bfloat16; its cause was not looked into"),
     "gla-fused-chunk_state, decay per head (2)": (("sm_100a",), "80 accesses with float32 states; its cause was not looked into"),
     "gla-fused-chunk_state, decay per head (3)": (("sm_100a",), "4 accesses with float32 states; its cause was not looked into"),
+    "gla-fused-gradients, 4 heads of q and k": (
+        ("sm_80", "sm_90a", "gfx942"),
+        "as with all heads: float32 states in three parts (82 accesses on sm_90a, 48 on sm_80, 11 on gfx942)",
+    ),
+    "gla-fused-gradients, 4 heads of k, v and g": (("gfx942",), "17 accesses; its cause was not looked into"),
+    "gla-fused-chunk_state, 4 heads of q and k (1)": (("sm_100a",), "16 accesses, as with all heads and a decay per head"),
+    "gla-fused-chunk_state, 4 heads of q and k (2)": (("sm_100a",), "80 accesses, as with all heads and a decay per head"),
+    "gla-fused-chunk_state, 4 heads of q and k (3)": (("sm_100a",), "4 accesses, as with all heads and a decay per head"),
+    "gla-fused-chunk_state, 4 heads of k, v and g": (("gfx942",), "9 accesses; its cause was not looked into"),
     "projections-wide_activated-activation_gradients, heads of 100, M = 4095, kept": (
         ("sm_80",),
         "2 accesses; its cause was not looked into",

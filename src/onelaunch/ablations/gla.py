@@ -14,6 +14,7 @@ from onelaunch.operation import Example, Query
 from onelaunch.operation.requirements import cannot_scan
 from onelaunch.ops.gla.autograd import Results, attend, launches
 from onelaunch.ops.gla.contract import GlaCall, gla
+from onelaunch.ops.gla.heads import why_grouped
 from onelaunch.ops.gla.variants.triton import BACKWARD, no_value_gate, training
 
 if TYPE_CHECKING:
@@ -95,10 +96,10 @@ for _variant in (sequential, pipelined):
 @sequential.supports
 @pipelined.supports
 def holds_the_state(query: Query) -> str | None:
-    """Return why these variants, whose CTAs hold all keys of a state, cannot run a call, or ``None``."""
+    """Return why these variants, whose CTAs hold all keys of a state of one head, cannot run a call, or ``None``."""
     if query.sizes[3] > LARGEST_KEYS:
         return f"needs K of at most {LARGEST_KEYS}: it holds the state in registers"
-    return None
+    return why_grouped(query.flags)
 
 
 for _variant in (sequential, pipelined):

@@ -225,9 +225,9 @@ class GatedLayer(PackedModule, ABC):
             q, k = apply(q), apply(k)
         o, state = gla(
             q,
-            self._for_every_head(k),
-            self._for_every_head(v),
-            given.without_padding(self._for_every_head(decay)),
+            k,
+            v,
+            given.without_padding(decay),
             initial_state=given.initial_state,
             output_final_state=given.use_cache,
             cu_seqlens=cu_seqlens,
@@ -237,12 +237,6 @@ class GatedLayer(PackedModule, ABC):
         activated = gate is not None and not self._silu_on_the_way_out
         out = output_chain(o, gate, norm_weight, self.o_proj.weight, activated=activated, eps=self.norm_eps)
         return given.without_padding(out), None, given.cache
-
-    def _for_every_head(self, value: torch.Tensor) -> torch.Tensor:
-        """Repeat keys, values or decays of a group for each of its query heads."""
-        if self.num_kv_groups == 1 or value.shape[2] == self.num_heads:
-            return value
-        return value.repeat_interleave(self.num_kv_groups, dim=2)
 
     def _convolve(
         self, given: Inputs, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor

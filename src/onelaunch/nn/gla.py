@@ -32,7 +32,8 @@ class GatedLinearAttention(GatedLayer):
         expand_k: ratio of the channels of all query heads to ``hidden_size``. Heads have 16 to 512 channels.
         expand_v: ratio of the channels of all value heads to ``hidden_size``. Heads have 16 to 512 channels.
         num_heads: number of query heads, H.
-        num_kv_heads: heads of keys, values and decays, each shared by a group of queries. Default: ``num_heads``.
+        num_kv_heads: heads of keys, values and decays, each shared by a group of queries; no copies are made for
+            :func:`onelaunch.ops.gla`. Default: ``num_heads``. States have ``num_heads`` heads, as fla's.
         feature_map: activation of queries and keys: ``relu``, ``sigmoid``, ``logsigmoid``, ``silu`` or ``swish``, ``sqrelu``,
             ``gelu``. Default: none.
         use_short_conv: whether queries, keys and values go through short causal convolutions with SiLU, by PyTorch's functions.

@@ -26,7 +26,7 @@ class SimpleGatedLinearAttention(GatedLayer):
         expand_v: ratio of the channels of all value heads to ``hidden_size``. Heads have 16 to 512 channels.
         num_heads: number of query heads, H.
         num_kv_heads: heads of keys and values, each shared by a group of queries; every query head has a decay of its own.
-            Default: ``num_heads``.
+            No copies are made for :func:`onelaunch.ops.gla`. Default: ``num_heads``.
         feature_map: activation of queries and keys: ``relu``, ``sigmoid``, ``logsigmoid``, ``silu`` or ``swish``, ``sqrelu``,
             ``gelu``. Default: none.
         use_short_conv: whether queries, keys and values go through short causal convolutions with SiLU, by PyTorch's functions.

@@ -15,6 +15,7 @@ import torch
 from onelaunch.launch.by_variant import Launches
 from onelaunch.launch.operator import Operator
 from onelaunch.ops.gla.contract import GlaCall
+from onelaunch.ops.gla.heads import expanded
 
 if TYPE_CHECKING:
     from onelaunch.ops.gla.launch import Attention
@@ -80,7 +81,9 @@ def save(ctx: Any, inputs: tuple[Any, ...], output: Results) -> None:
 def gradients(ctx: Any, backward: Any, do: torch.Tensor | None, dfinal: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
     """Return the gradient of every input of :func:`run_forward`."""
     *tensors, initial, offsets = ctx.saved_tensors  # tensors: q, k, v, g
-    do = torch.zeros_like(tensors[2]) if do is None else do
+    if do is None:
+        heads = max(x.shape[2] for x in tensors)
+        do = tensors[2].new_zeros((*tensors[2].shape[:2], heads, tensors[2].shape[3]))
     dfinal = dfinal if ctx.want_final else None  # an unwanted final state has no elements, nor has its gradient
     *dqkvg, dinitial = backward(do, dfinal, *tensors, initial, offsets, ctx.scale, ctx.kernel)
     return *dqkvg, None if initial is None else dinitial, None, None, None, None  # none of offsets, scale, want_final, kernel
@@ -91,8 +94,13 @@ forward = Operator("gla_forward", run_forward, save=save, gradients=gradients, b
 
 
 def attend(call: GlaCall, kernel: str) -> Results:
-    """Compute o and the final state by the variant named ``kernel``, with gradients if the call wants them."""
-    return forward(
+    """Compute o and the final state by the variant named ``kernel``, with gradients if the call wants them.
+
+    Kernels compute equal states of different heads once, those of heads that share k, v and g without an initial state. The final
+    state is repeated here.
+    """
+    o, final = forward(
         call.q, call.k, call.v, call.g, call.initial_state, call.cu_seqlens, call.scale, call.output_final_state, kernel,
         grad=call.query().grad,
     )  # fmt: skip
+    return o, expanded(final, call.heads.state, dim=1) if call.output_final_state else final

@@ -24,6 +24,7 @@ import torch
 from torch.nn import functional as F
 
 from onelaunch.operation.autocast import without_autocast
+from onelaunch.ops.gla.heads import Heads, expanded
 from onelaunch.tracing import is_traced, is_transformed
 
 CHUNK = 64
@@ -72,7 +73,15 @@ def attend(
     offsets: Optional,
     scale: float,
 ) -> Results:
-    """Return the results of :func:`gla` computed for all heads at once, differentiable operation by operation."""
+    """Return the results of :func:`gla` computed for all heads at once, differentiable operation by operation.
+
+    Shared heads, the states' too, are repeated for all heads of the output that share them.
+    """
+    heads = max(q.shape[2], k.shape[2], v.shape[2], g.shape[2])
+    of_a_state = 1 if initial is None else heads // max(initial.shape[1], 1)
+    q, k, v, g = expanded(q, heads), expanded(k, heads), expanded(v, heads), expanded(g, heads)
+    gv = None if gv is None else expanded(gv, heads)
+    initial = None if initial is None else expanded(initial, heads, dim=1)
     layout = Unpacked.of(q, initial) if offsets is None else Packed.of(q, initial, offsets)
     queries, keys, values = layout.split(q) * scale, layout.split(k), layout.split(v)  # [B, H, chunks, C, K or V]
     key_decay = products(layout.split(g if g.dim() == 4 else g[..., None]).exp())
@@ -85,7 +94,7 @@ def attend(
     entering, final = layout.states(fading.mT @ taken, whole)
     carried = (queries * key_decay.before) @ entering
     outputs = outputs + (carried if value_decay is None else carried * value_decay.before)
-    return layout.join(outputs).to(v.dtype), final
+    return layout.join(outputs).to(v.dtype), final if of_a_state < 2 else final[:, ::of_a_state]
 
 
 # Within a chunk
@@ -295,10 +304,11 @@ class _InParts(torch.autograd.Function):
         ctx.save_for_backward(*inputs)
         ctx.set_materialize_grads(False)
         q, _, v, _, _, _, offsets = inputs
+        heads = _heads(inputs)
         sequences = q.shape[0] if offsets is None else offsets.shape[0] - 1
-        o = torch.empty_like(v, memory_format=torch.contiguous_format)
-        final = torch.empty((sequences, q.shape[2], q.shape[3], v.shape[3]), dtype=torch.float32, device=q.device)
-        for part in _parts(q, v, offsets):
+        o = v.new_empty((*q.shape[:2], heads.output, v.shape[3]))
+        final = torch.empty((sequences, heads.state, q.shape[3], v.shape[3]), dtype=torch.float32, device=q.device)
+        for part in _parts(q, v, heads, offsets):
             part.of_steps(o)[...], part.of_states(final)[...] = attend(*part.of_inputs(inputs), scale=scale)
         return o, final
 
@@ -312,7 +322,7 @@ class _InParts(torch.autograd.Function):
                 aliases = [None if x is None else x.view_as(x) for x in inputs]  # the same tensor may be passed as two inputs
                 return None, *_gradients(aliases, wanted, do, dfinal, ctx.scale, create_graph=True)
             gradients = [torch.zeros_like(x) if needed else None for x, needed in zip(inputs, wanted, strict=True)]
-            for part in _parts(inputs[0], inputs[2], inputs[6]):
+            for part in _parts(inputs[0], inputs[2], _heads(inputs), inputs[6]):
                 pieces = [
                     None if x is None else x.detach().requires_grad_(needed)
                     for x, needed in zip(part.of_inputs(inputs), wanted, strict=True)
@@ -348,19 +358,27 @@ def _gradients(
 
 @dataclass(frozen=True)
 class _Part:
-    """Some batch entries and some heads."""
+    """Some batch entries and some heads; of tensors that share heads, the same heads of the output."""
 
     batch: slice
-    heads: slice
+    groups: slice
+    """Heads of the tensor with the fewest; of other tensors all heads that share these."""
+    fewest: int
+    """Number of heads of that tensor, at least 1."""
     sequences: slice
+
+    def _heads(self, count: int) -> slice:
+        """Return the heads of the part, of a tensor with ``count`` heads."""
+        each = count // self.fewest
+        return slice(self.groups.start * each, self.groups.stop * each)
 
     def of_steps(self, x: torch.Tensor) -> torch.Tensor:
         """Return the part of a tensor ``[B, T, H, ...]``."""
-        return x[self.batch, :, self.heads]
+        return x[self.batch, :, self._heads(x.shape[2])]
 
     def of_states(self, x: torch.Tensor) -> torch.Tensor:
         """Return the part of a tensor ``[N, H, K, V]``."""
-        return x[self.sequences, self.heads]
+        return x[self.sequences, self._heads(x.shape[1])]
 
     def of_inputs(self, inputs: Sequence[Any]) -> list[Any]:
         """Return the parts of q, k, v, g, gv and the initial state, and the offsets as they are."""
@@ -372,15 +390,27 @@ class _Part:
         ]
 
 
-def _parts(q: torch.Tensor, v: torch.Tensor, offsets: Optional) -> Iterator[_Part]:
-    """Yield parts of about :data:`PART` elements, of steps or of states: whole batch entries, or some heads of one."""
-    batch, length, heads, keys = q.shape
-    values, sequences = v.shape[3], 1 if offsets is None else offsets.shape[0] - 1
+def _heads(inputs: Sequence[Any]) -> Heads:
+    """Return the numbers of heads of q, k, v, g and the states."""
+    q, k, v, g, _, initial, _ = inputs
+    heads = Heads(q.shape[2], k.shape[2], v.shape[2], g.shape[2], 0)
+    return heads._replace(state=heads.output if initial is None else initial.shape[1])
+
+
+def _parts(q: torch.Tensor, v: torch.Tensor, heads: Heads, offsets: Optional) -> Iterator[_Part]:
+    """Yield parts of about :data:`PART` elements, of steps or of states: whole batch entries, or some heads of one.
+
+    Heads of the output that share a head of any tensor stay together.
+    """
+    batch, length, _, keys = q.shape
+    values, sequences, fewest = v.shape[3], 1 if offsets is None else offsets.shape[0] - 1, min(heads)
     wanted = PART.get(q.device.type, LARGEST_PART)
     of_head = max(length * max(keys, values), (length // CHUNK + sequences) * keys * values)
-    entries = max(wanted // (of_head * max(heads, 1)), 1)
-    some = heads if entries > 1 else min(max(wanted // of_head, 1), heads)
+    of_group = of_head * (heads.output // max(fewest, 1))
+    entries = max(wanted // (of_head * max(heads.output, 1)), 1)
+    some = fewest if entries > 1 else min(max(wanted // max(of_group, 1), 1), fewest)
     for first in range(0, batch, entries):
-        for head in range(0, heads, max(some, 1)):
+        for head in range(0, fewest, max(some, 1)):
             entry = slice(first, first + entries)
-            yield _Part(entry, slice(head, head + some), entry if offsets is None else slice(None))
+            groups = slice(head, min(head + some, fewest))
+            yield _Part(entry, groups, max(fewest, 1), entry if offsets is None else slice(None))

@@ -16,6 +16,7 @@ from onelaunch.checks import Facts
 from onelaunch.errors import ArgumentError, ShapeError, ValueRangeError
 from onelaunch.operation import Query, Shapes, fixed, operation, remembered, state_flags
 from onelaunch.operation.autocast import autocast, low_dtype, without_autocast
+from onelaunch.ops.gla.heads import Heads, check_heads, one_divides
 
 SMALLEST_HEAD, LARGEST_HEAD = 16, 512
 """Sizes that K and V may have.
@@ -31,21 +32,24 @@ A decay for every key channel (GLA), or one for a whole head (RetNet, lightning 
 
 
 class GlaCall(NamedTuple):
-    """Checked arguments of :func:`gla`. Tensors have any strides."""
+    """Checked arguments of :func:`gla`. Tensors have any strides.
+
+    H is the number of heads of the output. Tensors may have fewer, Hq, Hk, Hv, Hg and Hs: see heads.py.
+    """
 
     q: torch.Tensor
-    """Queries, ``[B, T, H, K]``."""
+    """Queries, ``[B, T, Hq, K]``."""
     k: torch.Tensor
-    """Keys, ``[B, T, H, K]``, dtype of ``q``."""
+    """Keys, ``[B, T, Hk, K]``, dtype of ``q``."""
     v: torch.Tensor
-    """Values, ``[B, T, H, V]``, dtype of ``q``."""
+    """Values, ``[B, T, Hv, V]``, dtype of ``q``."""
     g: torch.Tensor
-    """Log-decay, ``[B, T, H, K]`` or ``[B, T, H]``, float32 or the dtype of ``q``. Strides may be 0 (expanded)."""
+    """Log-decay, ``[B, T, Hg, K]`` or ``[B, T, Hg]``, float32 or the dtype of ``q``. Strides may be 0 (expanded)."""
     gv: torch.Tensor | None
-    """Log-decay of value channels, ``[B, T, H, V]``, float32 or the dtype of ``q``, or ``None``."""
+    """Log-decay of value channels, ``[B, T, Hg, V]``, float32 or the dtype of ``q``, or ``None``."""
     scale: float
     initial_state: torch.Tensor | None
-    """Initial state, ``[N, H, K, V]`` float32; a transposed view where the caller keeps values first."""
+    """Initial state, ``[N, Hs, K, V]`` float32; a transposed view where the caller keeps values first."""
     cu_seqlens: torch.Tensor | None
     """Offsets of packed sequences, ``[N + 1]`` int32 or int64."""
     output_final_state: bool
@@ -67,6 +71,12 @@ class GlaCall(NamedTuple):
     def per_head(self) -> bool:
         """Flag that a head has one decay for all its channels."""
         return self.g.dim() == 3
+
+    @property
+    def heads(self) -> Heads:
+        """Numbers of heads of the tensors and of the final state."""
+        counts = self.q.shape[2], self.k.shape[2], self.v.shape[2], self.g.shape[2]
+        return Heads(*counts, max(counts) if self.initial_state is None else self.initial_state.shape[1])
 
 
 def gate_flags(per_head: bool, value_gate: bool, wide: bool) -> tuple[str, ...]:
@@ -122,7 +132,8 @@ def bind(
     if cu_seqlens is not None:
         checks.offsets(cu_seqlens, q.shape[1])
     if g is None:  # one zero for all steps and heads
-        g = torch.zeros((), dtype=torch.float32, device=q.device).expand(q.shape[:3])
+        heads = max(k.shape[2], v.shape[2]) if gv is None else gv.shape[2]
+        g = torch.zeros((), dtype=torch.float32, device=q.device).expand(*q.shape[:2], heads)
     else:
         _at_most_zero(gate, g)
     if gv is not None:
@@ -150,7 +161,7 @@ def _key(
     """Run all checks that need no values, and return the dispatch key; both are cached by these facts."""
     checks.rank("q", q, "[B, T, H, K]")
     checks.dtype("q", q, checks.FLOATS)
-    batch, length, heads, keys = q.shape
+    batch, length, _, keys = q.shape
     _per_step("k", k, q, keys, "[B, T, H, K]")
     checks.rank("v", v, "[B, T, H, V]")
     values = v.shape[3]
@@ -162,6 +173,7 @@ def _key(
         if value is not None:
             _per_step(name, value, q, channels, *known)
             checks.dtype(name, value, tuple(dict.fromkeys((q.dtype, torch.float32))))
+    heads = check_heads(q, k, v, {gate: g, "gv": gv}, initial_state)
     sequences = batch
     if cu_seqlens is not None:
         checks.device("cu_seqlens", cu_seqlens, q.device)
@@ -172,36 +184,37 @@ def _key(
         ends = (values, keys) if state_v_first else (keys, values)
         checks.rank("initial_state", initial_state, dimensions)
         because = f"{sequences} sequences, q {list(q.shape)} and v {list(v.shape)}"
-        checks.shape("initial_state", initial_state, (sequences, heads, *ends), dimensions, because)
+        if heads.g < heads.output:
+            because += f"; {heads.g} heads are allowed too"
+        checks.shape("initial_state", initial_state, (sequences, heads.state, *ends), dimensions, because)
         checks.dtype("initial_state", initial_state, (torch.float32,))
         checks.device("initial_state", initial_state, q.device)
     return Query(
         "gla",
         str(q.device),
         q.dtype,
-        fixed(batch, length, heads, keys, values),
+        fixed(batch, length, heads.output, keys, values),
         grad_enabled and checks.grad_wanted(q, k, v, g, gv, initial_state),
         state_flags(cu_seqlens is not None, initial_state is not None, output_final_state)
-        + gate_flags(g is None or len(g.shape) == 3, gv is not None, g is not None and g.dtype != q.dtype),
+        + gate_flags(g is None or len(g.shape) == 3, gv is not None, g is not None and g.dtype != q.dtype)
+        + heads.flags(),
     )
 
 
 def _per_step(name: str, value: Facts, q: Facts, channels: int, *layouts: str) -> None:
     """Raise unless a tensor with a value for every step and head has one of the layouts, on the device of q.
 
-    Its last dimension, where the layout has one for channels, must be ``channels``.
+    Its last dimension, where the layout has one for channels, must be ``channels``. Its heads are checked by ``check_heads``.
     """
     known = {layout.count(",") + 1: layout for layout in layouts}
     rank = len(value.shape)
     if rank not in known:
         ranks = " or ".join(str(each) for each in known)
         raise ShapeError(name, got=value.shape, want=f"{' or '.join(layouts)}, a tensor of {ranks} dimensions")
-    want = (*q.shape[:3], channels)[:rank]
-    if tuple(value.shape) != want:
-        said = f"{known[rank]} = {list(want)} to match q {list(q.shape)}"
-        if value.shape[2] != want[2]:
-            said += f"; where heads share one {name}, repeat it with {name}.repeat_interleave(n, dim=2)"
-        raise ShapeError(name, got=value.shape, want=said)
+    heads = value.shape[2] if one_divides(value.shape[2], q.shape[2]) else q.shape[2]
+    want = (*q.shape[:2], heads, channels)[:rank]
+    if (*value.shape[:2], heads, *value.shape[3:]) != want:
+        raise ShapeError(name, got=value.shape, want=f"{known[rank]} = {list(want)} to match q {list(q.shape)}")
     checks.device(name, value, q.device)
 
 
@@ -257,6 +270,11 @@ def _scale(scale: float | None, keys: int) -> float:
         "state_v_first": False,
         "log_decay_dtype": None,
         "scale": None,
+        "q_heads": None,
+        "k_heads": None,
+        "v_heads": None,
+        "g_heads": None,
+        "state_heads": None,
     },
     defaults={"cuda": ("hopper", "fused", "chunked", "recurrent"), "cpu": ("chunked", "recurrent")},
 )
@@ -280,18 +298,30 @@ def gla(
 
     Differentiable in every floating-point tensor, through ``o`` and through the final state. NaN in an input makes NaN of all
     that depends on it, unless it has decayed to 0 in float32 since. It may reach back to the start of its chunk of at most 64
-    steps; other heads and sequences stay clean.
+    steps; other heads and sequences stay clean, but those that share it.
+
+    Heads may be shared, without copies of what is shared: q, k and v have Hq, Hk and Hv heads, of any two of which one is a
+    multiple of the other; o has as many as the largest, H. g (and gv) has ``Hg = max(Hk, Hv)`` heads, or H. Head h of o reads
+    head ``h // (H / Hx)`` of a tensor with Hx heads, as if it were repeated by ``x.repeat_interleave(H // Hx, dim=2)``. The
+    gradient of a shared head is the sum over those that share it, rounded once. Two uses:
+
+    - fewer heads of q and k than of v, as Mamba-2 (``ngroups``) and gated DeltaNet have them: o, g and the states have Hv heads;
+    - fewer heads of k, v and g than of q, fla's ``num_kv_heads``: o and the states have Hq heads. If g has Hq heads, every head
+      decays on its own.
+
+    States have H heads. Where Hg is smaller and the initial state has Hg heads, queries that share a head of g share a state,
+    which is read once for all of them, and the final state has Hg heads too.
 
     Args:
-        q: Queries, ``[B, T, H, K]``, float16, bfloat16 or float32, K from 16 to 512.
-        k: Keys, ``[B, T, H, K]``, dtype of ``q``.
-        v: Values, ``[B, T, H, V]``, dtype of ``q``, V from 16 to 512.
-        g: Log-decay, at most 0, ``[B, T, H, K]`` per key channel or ``[B, T, H]`` per head, dtype of ``q`` or float32.
+        q: Queries, ``[B, T, Hq, K]``, float16, bfloat16 or float32, K from 16 to 512.
+        k: Keys, ``[B, T, Hk, K]``, dtype of ``q``.
+        v: Values, ``[B, T, Hv, V]``, dtype of ``q``, V from 16 to 512.
+        g: Log-decay, at most 0, ``[B, T, Hg, K]`` per key channel or ``[B, T, Hg]`` per head, dtype of ``q`` or float32.
             ``-inf`` resets the state. Default: no decay.
-        gv: Log-decay per value channel, at most 0, ``[B, T, H, V]``, dtype of ``q`` or float32. Default: none.
+        gv: Log-decay per value channel, at most 0, ``[B, T, Hg, V]``, dtype of ``q`` or float32. Default: none.
         scale: Factor of the queries, any number. Default: ``K ** -0.5``.
-        initial_state: State before the first step, ``[N, H, K, V]`` float32, ``N = B`` or the number of packed sequences.
-            Default: zeros.
+        initial_state: State before the first step, ``[N, H, K, V]`` (or ``[N, Hg, K, V]``) float32, ``N = B`` or the number of
+            packed sequences. Default: zeros.
         output_final_state: Flag to return the state after the last step of every sequence as well.
         state_v_first: Flag that states, the initial and the final one, are ``[N, H, V, K]``.
         cu_seqlens: Offsets of sequences packed into one batch entry, ``[N + 1]`` int32 or int64, from 0 to T, never
@@ -299,8 +329,8 @@ def gla(
         variant: Name from ``gla.variants``, or ``"auto"`` for the fastest variant measured near this call.
 
     Returns:
-        ``o [B, T, H, V]`` in the dtype of ``v``, and the final state, float32, or ``None`` unless ``output_final_state``. The
-        state is float32 between steps.
+        ``o [B, T, H, V]`` in the dtype of ``v``, and the final state, float32, or ``None`` unless ``output_final_state``. It is
+        ``[N, H, K, V]``, or ``[N, Hg, K, V]`` if the initial state is. The state is float32 between steps.
 
     Raises:
         ShapeError, DTypeError, DeviceError, PackingError, ValueRangeError, ArgumentError: An argument is wrong; the message
@@ -360,7 +390,7 @@ def run(call: GlaCall, variant: str) -> tuple[torch.Tensor, torch.Tensor | None]
 
 @gla.shapes
 def result_shapes(call: GlaCall) -> Shapes:
-    """Return ``o [B, T, H, V]``, and ``final_state [N, H, K, V]`` where it is asked for."""
+    """Return ``o [B, T, H, V]``, and ``final_state``, ``[N, H, K, V]`` or as the initial one, where it is asked for."""
     batch, length, heads, keys, values = call.key.sizes
     sequences = batch if call.cu_seqlens is None else call.cu_seqlens.shape[0] - 1
-    return (batch, length, heads, values), (sequences, heads, keys, values) if call.output_final_state else None
+    return (batch, length, heads, values), (sequences, call.heads.state, keys, values) if call.output_final_state else None

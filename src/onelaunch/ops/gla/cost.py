@@ -7,18 +7,22 @@ from typing import Any
 
 from onelaunch.operation import Case, Cost, Direction, Variant, launch_count
 from onelaunch.ops.gla.contract import gla
+from onelaunch.ops.gla.heads import Heads
+from onelaunch.ops.gla.reference import heads_of
 
-INTERMEDIATES = ("cumulated", "states", "rounded_states", "scores", "partial_outputs")
+INTERMEDIATES = ("cumulated", "states", "rounded_states", "scores", "partial_outputs", "partial_gradients", "repeated")
 """Intermediates that launches may pass to each other through memory, each written and read once.
 
 A variant's tag ``hands`` lists those of its forward pass, ``backward_hands`` those of its backward pass (by default the same).
 Its tag ``chunk`` is the number of steps per chunk. Intermediates are float32 unless stated otherwise here.
 
 - ``cumulated``: the log-decays summed within chunks, as large as ``g``;
-- ``states``: a ``[K, V]`` state for every chunk;
+- ``states``: a ``[K, V]`` state for every chunk and head, or where heads share a state for every head of these;
 - ``rounded_states``: the same in the inputs' dtype;
-- ``scores``: a ``[chunk, chunk]`` matrix for every chunk;
-- ``partial_outputs``: an ``o`` before the last addition (in the backward pass gradients of q or k, counted at the size of o).
+- ``scores``: a ``[chunk, chunk]`` matrix for every chunk and head of the output;
+- ``partial_outputs``: an ``o`` before the last addition (in the backward pass gradients of q or k, counted at the size of o);
+- ``partial_gradients``: dq, dk and dg of every head of the output, of those that share a head of q, k or g;
+- ``repeated``: copies of q, k, v and the log-decays that have fewer heads than the output, in their dtypes, with all heads.
 """
 
 
@@ -27,41 +31,52 @@ def cost(case: Case, variant: Variant | None, direction: Direction) -> Cost:
     """Return the least cost: q, k, v, g in and o out; backward q, k, v, g, do in and four gradients out.
 
     That is 5 tensor passes forward, and 14 with the backward pass, which reads the inputs again. With a decay per head ``g`` is a
-    K-th of a tensor; ``gv`` counts with g. Initial and final states, and their gradients, count if the call has them. A variant
-    adds the intermediates between its launches, see :data:`INTERMEDIATES`.
+    K-th of a tensor; ``gv`` counts with g. A head that several heads of the output share moves once, and so does its gradient.
+    Initial and final states, and their gradients, count if the call has them. A variant adds the intermediates between its
+    launches, see :data:`INTERMEDIATES`.
     """
     tags: Mapping[str, Any] = {} if variant is None else variant.tags
     chunk = max(1, min(tags.get("chunk", 1), case.sizes["T"]))
-    rows = case.sizes["B"] * case.sizes["T"] * case.sizes["H"]
+    steps, heads = case.sizes["B"] * case.sizes["T"], heads_of(case)
     intermediates: tuple[str, ...] = tags.get("hands", ())
     if direction == "forward_backward":
         intermediates += tags.get("backward_hands", intermediates)
-    intermediate_bytes = sum(_intermediate_bytes(what, case, rows, chunk) for what in intermediates)
-    per_row, per_row_written = _bytes_per_row(case, direction)
-    ends, ends_written = _end_bytes(case, direction)
-    flops = rows * _flops_per_row(case.sizes["K"], case.sizes["V"], 0 if variant is None else chunk, direction)
+    intermediate_bytes = sum(_intermediate_bytes(what, case, heads, steps, chunk) for what in intermediates)
+    per_step, per_step_written = _bytes_per_step(case, heads, direction)
+    ends, ends_written = _end_bytes(case, heads, direction)
+    computed = heads.output, _computed_states(case, heads)
+    flops = steps * _flops_per_step(case.sizes["K"], case.sizes["V"], *computed, 0 if variant is None else chunk, direction)
     return Cost(
         flops,
-        rows * per_row + ends + 2 * intermediate_bytes,
+        steps * per_step + ends + 2 * intermediate_bytes,
         launch_count(variant, direction),
-        written=rows * per_row_written + ends_written + intermediate_bytes,
+        written=steps * per_step_written + ends_written + intermediate_bytes,
     )
 
 
-def _bytes_per_row(case: Case, direction: Direction) -> tuple[int, int]:
-    """Return the bytes of one step of one head, and those of them that are written."""
+def _gate_bytes(case: Case) -> int:
+    """Return the bytes of the log-decays of one step of one head."""
+    item = 4 if gla.option(case, "log_decay_dtype") == "float32" else case.dtype.itemsize
+    gates = case.sizes["K"] if gla.option(case, "decay_per") == "channel" else 1
+    return item * (gates + (case.sizes["V"] if gla.option(case, "value_gate") else 0))
+
+
+def _computed_states(case: Case, heads: Heads) -> int:
+    """Return the number of heads whose states differ: without an initial state those of heads that share k, v and g are equal."""
+    return heads.state if gla.option(case, "initial_state") else min(heads.g, heads.state)
+
+
+def _bytes_per_step(case: Case, heads: Heads, direction: Direction) -> tuple[int, int]:
+    """Return the bytes of one step of all heads, and those of them that are written."""
     keys, values, item = case.sizes["K"], case.sizes["V"], case.dtype.itemsize
-    gate_item = 4 if gla.option(case, "log_decay_dtype") == "float32" else item
-    gates = keys if gla.option(case, "decay_per") == "channel" else 1
-    gates += values if gla.option(case, "value_gate") else 0
-    forward = (2 * keys + 2 * values) * item + gates * gate_item
+    inputs = ((heads.q + heads.k) * keys + heads.v * values) * item + heads.g * _gate_bytes(case)
+    output = heads.output * values * item
     if direction == "forward":
-        return forward, values * item
-    gradients = (2 * keys + values) * item + gates * gate_item
-    return 2 * forward + gradients, values * item + gradients  # do is as large as o; then the gradients
+        return inputs + output, output
+    return 2 * (inputs + output) + inputs, output + inputs  # do is as large as o; gradients are as large as the inputs
 
 
-def _end_bytes(case: Case, direction: Direction) -> tuple[int, int]:
+def _end_bytes(case: Case, heads: Heads, direction: Direction) -> tuple[int, int]:
     """Return the bytes of initial and final states, and those of them that are written.
 
     With their gradients the initial state moves three times, the final one twice; each is written once.
@@ -71,34 +86,41 @@ def _end_bytes(case: Case, direction: Direction) -> tuple[int, int]:
     initial, final = bool(gla.option(case, "initial_state")), bool(gla.option(case, "final_state"))
     moves = initial + final if direction == "forward" else 3 * initial + 2 * final
     written = final if direction == "forward" else initial + final
-    state = 4 * sequences * case.sizes["H"] * case.sizes["K"] * case.sizes["V"]
+    state = 4 * sequences * heads.state * case.sizes["K"] * case.sizes["V"]
     return moves * state, written * state
 
 
-def _intermediate_bytes(what: str, case: Case, rows: int, chunk: int) -> int:
+def _intermediate_bytes(what: str, case: Case, heads: Heads, steps: int, chunk: int) -> int:
     """Return the bytes of one intermediate of :data:`INTERMEDIATES`."""
-    keys, values = case.sizes["K"], case.sizes["V"]
-    state = -(-keys * values // chunk)
-    per_row = {
-        "cumulated": 4 * (keys if gla.option(case, "decay_per") == "channel" else 1),
+    keys, values, item = case.sizes["K"], case.sizes["V"], case.dtype.itemsize
+    summed = keys if gla.option(case, "decay_per") == "channel" else 1
+    state = _computed_states(case, heads) * -(-keys * values // chunk)
+    if what in ("partial_gradients", "repeated"):
+        shared = Heads(*(heads.output if count < heads.output else 0 for count in heads))
+        if what == "repeated":
+            return steps * (((shared.q + shared.k) * keys + shared.v * values) * item + shared.g * _gate_bytes(case))
+        return steps * 4 * ((shared.q + shared.k) * keys + shared.g * summed)
+    per_step = {
+        "cumulated": 4 * heads.g * summed,
         "states": 4 * state,
-        "rounded_states": case.dtype.itemsize * state,
-        "scores": 4 * chunk,
-        "partial_outputs": 4 * values,
+        "rounded_states": item * state,
+        "scores": 4 * heads.output * chunk,
+        "partial_outputs": 4 * heads.output * values,
     }
-    return rows * per_row[what]
+    return steps * per_step[what]
 
 
-def _flops_per_row(keys: int, values: int, chunk: int, direction: Direction) -> int:
-    """Return the FLOPs of the matrix products for one step of one head.
+def _flops_per_step(keys: int, values: int, output: int, state: int, chunk: int, direction: Direction) -> int:
+    """Return the FLOPs of the matrix products for one step of all heads.
 
     Forward: ``k^T v`` into the state, ``q S``, then scores and their product with v; within a chunk they are causal, so half
     counts. Backward: ``q^T do`` into the gradient of the state, products with both states for dq, dk and dv, four products
     within the chunk, and the states and scores once more. ``chunk`` is 0 for the least cost: one step at a time, nothing
-    computed twice.
+    computed twice. Products with keys and values alone count for each of ``state`` heads, whose states differ; those with queries
+    or do for each of ``output`` heads.
     """
-    flops = 4 * keys * values + chunk * (keys + values)
+    flops = 2 * (state + output) * keys * values + output * chunk * (keys + values)
     if direction == "forward_backward":
-        again = 2 * keys * values + chunk * keys if chunk else 0
-        flops += 8 * keys * values + chunk * (2 * keys + 2 * values) + again
+        again = state * 2 * keys * values + output * chunk * keys if chunk else 0
+        flops += 4 * (state + output) * keys * values + output * chunk * (2 * keys + 2 * values) + again
     return flops

@@ -53,7 +53,7 @@ def chunk_gla(
         ``o [B, T, H, V]`` in the dtype of ``v``, and the final state, float32, or ``None`` unless ``output_final_state``.
 
     Raises:
-        OneLaunchError: As in :func:`onelaunch.ops.gla`.
+        OneLaunchError: As in :func:`onelaunch.ops.gla`, which also says how tensors may share heads.
     """
     _companion(cu_seqlens, cu_seqlens_cpu)
     checks.tensor("g", g)
@@ -89,8 +89,8 @@ def chunk_simple_gla(
         k: Keys, ``[B, T, H, K]``, dtype of ``q``.
         v: Values, ``[B, T, H, V]``, dtype of ``q``, V from 16 to 512.
         g: Log-decay, ``[B, T, H]``, at most 0, dtype of ``q`` or float32.
-        g_gamma: Log-decay, ``[H]``, at most 0, any of our dtypes: the same at every step (RetNet, lightning attention). Not
-            together with ``g``. Without either, nothing decays.
+        g_gamma: Log-decay, ``[H]``, heads as in ``g``, at most 0, any of our dtypes: the same at every step (RetNet, lightning
+            attention). Not together with ``g``. Without either, nothing decays.
         scale: Factor of the queries. Default: ``K ** -0.5``.
         initial_state: Initial state, ``[N, H, K, V]`` float32 (``[N, H, V, K]`` if ``state_v_first``). Default: zeros.
         output_final_state: Flag to return the state after the last step of every sequence as well.
@@ -113,7 +113,7 @@ def chunk_simple_gla(
     if g is not None and g_gamma is not None:
         raise ArgumentError("g and g_gamma are both given; give the decay per step as g or per head as g_gamma, not both.")
     if g_gamma is not None:
-        g = _at_every_step(g_gamma, q)
+        g = _at_every_step(g_gamma, q, k, v)
     call = bind_under_autocast(
         q, k, v, g, None, scale=scale, initial_state=initial_state, output_final_state=output_final_state,
         state_v_first=state_v_first, cu_seqlens=cu_seqlens, gate="g" if g_gamma is None else "g_gamma", layouts=(PER_HEAD,),
@@ -196,14 +196,17 @@ def _backwards(call: GlaCall, variant: str) -> Results:
     return o.flip(1), final_state.flip(0) if packed else final_state
 
 
-def _at_every_step(g_gamma: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
-    """Return a decay per head ``[H]`` as a ``[B, T, H]`` float32 view, with strides of 0 along B and T."""
-    checks.rank("q", checks.tensor("q", q), "[B, T, H, K]")
+def _at_every_step(g_gamma: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Return a decay per head ``[Hs]`` as a ``[B, T, Hs]`` float32 view, with strides of 0 along B and T."""
+    for name, value, layout in (("q", q, "[B, T, H, K]"), ("k", k, "[B, T, H, K]"), ("v", v, "[B, T, H, V]")):
+        checks.rank(name, checks.tensor(name, value), layout)
     checks.rank("g_gamma", checks.tensor("g_gamma", g_gamma), "[H]")
-    checks.shape("g_gamma", g_gamma, q.shape[2:3], "[H]", f"q {list(q.shape)}")
+    states = max(k.shape[2], v.shape[2])
+    if g_gamma.shape[0] not in (states, max(states, q.shape[2])):
+        checks.shape("g_gamma", g_gamma, (states,), "[H]", f"q {list(q.shape)}")
     checks.device("g_gamma", g_gamma, q.device)
     checks.dtype("g_gamma", g_gamma, checks.FLOATS)
-    return g_gamma.float().expand(q.shape[:3])
+    return g_gamma.float().expand(*q.shape[:2], -1)
 
 
 def _companion(cu_seqlens: torch.Tensor | None, cu_seqlens_cpu: torch.Tensor | None) -> None:

@@ -12,13 +12,16 @@ from typing import Any, NamedTuple
 import torch
 
 from onelaunch.device.hardware import compute_capability
-from onelaunch.kernels.common.layout import cdiv, inner_contiguous
+from onelaunch.kernels.common.layout import cdiv, inner_contiguous, power_of_2
 from onelaunch.kernels.common.sequences import Sequences
 from onelaunch.launch.launch import Launch, Mma
 from onelaunch.operation.requirements import interpreting
+from onelaunch.ops.gla.heads import Heads
 from onelaunch.ops.gla.kernels import backward as backward_kernels
 from onelaunch.ops.gla.kernels import chunk as chunk_kernels
+from onelaunch.ops.gla.kernels import chunk_output as chunk_output_kernels
 from onelaunch.ops.gla.kernels import step as step_kernels
+from onelaunch.ops.gla.kernels import sum_heads as sum_kernels
 
 CHUNK = chunk_kernels.CHUNK.value
 """Steps per chunk."""
@@ -112,7 +115,10 @@ ROUNDINGS = {
 
 
 class Attention(NamedTuple):
-    """Tensors of a call as the kernels take them: the last dimension of q, k, v and g is contiguous."""
+    """Tensors of a call as the kernels take them: the last dimension of q, k, v and g is contiguous.
+
+    They may have fewer heads than the output, see heads.py.
+    """
 
     q: torch.Tensor
     k: torch.Tensor
@@ -150,9 +156,16 @@ class Attention(NamedTuple):
 
     @property
     def sizes(self) -> tuple[int, int, int, int, int]:
-        """Sizes B, T, H, K, V."""
-        batch, length, heads, keys = self.q.shape
-        return batch, length, heads, keys, self.v.shape[3]
+        """Sizes B, T, H, K, V; H is the number of heads of the output."""
+        batch, length, _, keys = self.q.shape
+        return batch, length, self.heads.output, keys, self.v.shape[3]
+
+    @property
+    def heads(self) -> Heads:
+        """Numbers of heads of the tensors and of the states that are computed: those of g, or of the initial state."""
+        initial, decays = self.sequences.initial, self.g.shape[2]
+        state = decays if initial is None else initial.shape[1]
+        return Heads(self.q.shape[2], self.k.shape[2], self.v.shape[2], decays, state)
 
     @property
     def sequence_count(self) -> int:
@@ -178,9 +191,10 @@ class Attention(NamedTuple):
         batch, length = self.q.shape[:2]
         return batch * cdiv(length, CHUNK) if self.sequences.offsets is None else length // CHUNK + self.sequence_count
 
-    def numbers(self) -> tuple[int, ...]:
-        """Return T, H, K, V, N, in the order of the kernels' parameters."""
-        return (*self.sizes[1:], self.sequence_count)
+    def numbers(self, heads: int | None = None) -> tuple[int, ...]:
+        """Return T, H, K, V, N, in the order of the kernels' parameters; H is ``heads``, by default those of the output."""
+        _, length, most, keys, values = self.sizes
+        return length, most if heads is None else heads, keys, values, self.sequence_count
 
     def parts(self, exact: bool) -> int:
         """Return the number of 16-bit terms of a float32 factor next to the inputs; 0 for a product of float32."""
@@ -201,6 +215,11 @@ class Attention(NamedTuple):
         }  # fmt: skip
 
 
+def ratio(many: int, few: int) -> int:
+    """Return how many of ``many`` heads share one of ``few`` heads; 1 where there are none."""
+    return many // few if few else 1
+
+
 def strides(*tensors: torch.Tensor) -> tuple[int, ...]:
     """Return the strides of batch entries, steps and heads in elements, tensor by tensor."""
     return tuple(stride for tensor in tensors for stride in tensor.stride()[:3])
@@ -208,15 +227,21 @@ def strides(*tensors: torch.Tensor) -> tuple[int, ...]:
 
 def empty_states(call: Attention, *, exact: bool) -> torch.Tensor:
     """Allocate a state per chunk, in the inputs' dtype unless ``exact``."""
-    _, _, heads, keys, values = call.sizes
+    *_, keys, values = call.sizes
     dtype = torch.float32 if exact else call.q.dtype
-    return torch.empty((call.slots, heads, keys, values), dtype=dtype, device=call.q.device)
+    return torch.empty((call.slots, call.heads.state, keys, values), dtype=dtype, device=call.q.device)
 
 
 def empty_final(call: Attention, *, wanted: bool) -> torch.Tensor:
-    """Allocate the final state ``[N, H, K, V]``; no elements if it is not wanted."""
-    _, _, heads, keys, values = call.sizes
-    return call.q.new_empty((call.sequence_count, heads, keys, values) if wanted else (0,), dtype=torch.float32)
+    """Allocate the final state ``[N, heads, K, V]``; no elements if it is not wanted."""
+    *_, keys, values = call.sizes
+    return call.q.new_empty((call.sequence_count, call.heads.state, keys, values) if wanted else (0,), dtype=torch.float32)
+
+
+def empty_output(call: Attention) -> torch.Tensor:
+    """Allocate the output ``[B, T, H, V]``, contiguous."""
+    batch, length, heads, _, values = call.sizes
+    return torch.empty((batch, length, heads, values), dtype=call.v.dtype, device=call.v.device)
 
 
 def chunk_state_mma(exact: bool) -> Mma:
@@ -228,26 +253,29 @@ def chunk_state_mma(exact: bool) -> Mma:
 
 
 def chunk_states(call: Attention, *, want_final: bool, exact: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute the initial state of each chunk, and the final state ``[N, H, K, V]`` (no elements if it is not wanted).
+    """Compute the initial state of each chunk, and the final state ``[N, heads, K, V]`` (no elements if it is not wanted).
 
     ``exact`` keeps them in float32.
     """
+    heads = call.heads
     tiles = chunk_state_tiles(*call.sizes[3:], family(call.q.device))
     states, final = empty_states(call, exact=exact), empty_final(call, wanted=want_final)
     Launch(
         chunk_kernels.chunk_state_kernel, chunk_state_grid(call, tiles),
         call.k, call.v, call.g, call.sequences.initial, call.sequences.offsets, states, final, call.scale,
-        *call.numbers(), *strides(call.k, call.v, call.g), mma=chunk_state_mma(want_final or exact),
+        *call.numbers(heads.state), *strides(call.k, call.v, call.g), mma=chunk_state_mma(want_final or exact),
         STAGES=tiles.stages, PARTS=call.parts(want_final or exact), FIRST=call.sequences.initial is not None, LAST=want_final,
-        REVERSE=False, **call.flags(tiles, exact=want_final or exact),
+        REVERSE=False, ADDED_GROUP=ratio(heads.state, heads.k), VALUES_GROUP=ratio(heads.state, heads.v),
+        G_GROUP=ratio(heads.state, heads.g), SUMMED=1,
+        **call.flags(tiles, exact=want_final or exact),
     ).run()  # fmt: skip
     return states, final
 
 
 def chunk_state_grid(call: Attention, tiles: Tiles) -> tuple[int]:
     """Return the grid of the chunk state pass: a CTA per tile of the state, head and sequence."""
-    _, _, heads, keys, values = call.sizes
-    return (call.sequence_count * heads * cdiv(keys, tiles.keys) * cdiv(values, tiles.values),)
+    *_, keys, values = call.sizes
+    return (call.sequence_count * call.heads.state * cdiv(keys, tiles.keys) * cdiv(values, tiles.values),)
 
 
 def chunk_output(
@@ -257,48 +285,55 @@ def chunk_output(
 
     The result is written to ``into``, see :class:`Into`, or to new memory.
     """
-    _, _, heads, keys, width = call.sizes
+    *_, keys, width = call.sizes
+    heads, groups = call.heads, call.heads.groups
     tiles = chunk_output_tiles(keys, width, family(call.q.device))
-    out = output_like(call.v, into)
-    rounding = call.rounding
+    out = output_like(call.v, into) if transposed else empty_output(call)
+    written, rounding = heads.v if transposed else heads.output, call.rounding
     Launch(
-        chunk_kernels.chunk_output_kernel, (call.slots * heads * cdiv(width, tiles.values),),
+        chunk_output_kernels.chunk_output_kernel, (call.slots * written * cdiv(width, tiles.values),),
         call.q, call.k, values, call.g, call.sequences.offsets, states, out, call.scale,
-        *call.numbers(), *strides(call.q, call.k, values, call.g), pitch_of(out), mma=Mma.WARP,
+        *call.numbers(written), *strides(call.q, call.k, values, call.g), pitch_of(out), mma=Mma.WARP,
         BISECTION_STEPS=call.sequences.bisection_steps(), PARTS=rounding.parts, LIMIT=rounding.limit, LARGEST=rounding.largest,
-        TRANSPOSED=transposed, num_stages=tiles.stages, **call.flags(tiles),
+        TRANSPOSED=transposed, Q_GROUP=groups.q, K_GROUP=groups.k, VALUES_GROUP=1 if transposed else groups.v,
+        G_GROUP=groups.g, STATE_GROUP=groups.state, STATES=ratio(heads.state, heads.v) if transposed else 1,
+        QUERIES=groups.state if transposed else 1, num_stages=tiles.stages, **call.flags(tiles),
     ).run()  # fmt: skip
     return out
 
 
 def forward(call: Attention, *, want_final: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute ``o [B, T, H, V]`` and the final state ``[N, H, K, V]``, which has no elements if it is not wanted."""
+    """Compute ``o [B, T, H, V]`` and the final state ``[N, heads, K, V]``, which has no elements if it is not wanted."""
     states, final = chunk_states(call, want_final=want_final)
     return chunk_output(call, call.v, states, transposed=False), final
 
 
-def step_tiles(keys: int, values: int) -> Tiles:
+def step_tiles(keys: int, values: int, queries: int = 1) -> Tiles:
     """Return the tiles of the loop over time: all keys, and as many values as keep the state within 64 registers per thread.
 
-    They are not tuned yet.
+    If ``queries`` of a group read a state, the loop over them needs registers too, and the state gets 32. They are not tuned yet.
     """
     rows = block(keys, 512)
-    return Tiles(rows, block(values, 8192 // max(rows, 128)))
+    return Tiles(rows, block(values, (8192 if queries == 1 else 4096) // max(rows, 128)))
 
 
 def step(call: Attention, *, want_final: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute the results of :func:`forward` step by step; the final state lies in memory as the initial one does."""
-    _, _, heads, keys, values = call.sizes
-    tiles, initial = step_tiles(keys, values), call.sequences.initial
-    out = torch.empty(call.v.shape, dtype=call.v.dtype, device=call.v.device)
+    *_, keys, values = call.sizes
+    heads, initial = call.heads, call.sequences.initial
+    tiles = step_tiles(keys, values, heads.groups.state)
+    out = empty_output(call)
     final = final_like(initial, empty_final(call, wanted=want_final))
     along = (values, 1) if initial is None or initial.is_contiguous() else (1, keys)  # strides of states along K and V
     Launch(
-        step_kernels.step_kernel, (call.sequence_count * heads * cdiv(values, tiles.values),),
+        step_kernels.step_kernel, (call.sequence_count * heads.state * cdiv(values, tiles.values),),
         call.q, call.k, call.v, call.g, initial, call.sequences.offsets, out, final, call.scale,
-        *call.numbers(), *along, *strides(call.q, call.k, call.v, call.g),
+        *call.numbers(heads.state), *along, *strides(call.q, call.k, call.v, call.g),
         BK=tiles.keys, BV=tiles.values, SCALAR=call.scalar, PACKED=call.sequences.offsets is not None,
-        FIRST=initial is not None, LAST=want_final, num_warps=tiles.warps, num_stages=tiles.stages,
+        FIRST=initial is not None, LAST=want_final, Q_GROUP=max(ratio(heads.state, heads.q), 1),
+        K_GROUP=ratio(heads.state, heads.k), V_GROUP=ratio(heads.state, heads.v),
+        G_GROUP=ratio(heads.state, heads.g), QUERIES=heads.groups.state,
+        num_warps=tiles.warps, num_stages=tiles.stages,
     ).run()  # fmt: skip
     return out, final
 
@@ -377,13 +412,15 @@ def chunk_state_gradients(
     call: Attention, do: torch.Tensor, dfinal: torch.Tensor | None, *, exact: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute the gradient of each chunk's final state, and that of the initial state (no elements where there is none)."""
+    heads = call.heads
     tiles, wanted = chunk_state_tiles(*call.sizes[3:], family(call.q.device)), call.sequences.initial is not None
     dstates, dinitial = empty_states(call, exact=exact), empty_final(call, wanted=wanted)
     Launch(
         chunk_kernels.chunk_state_kernel, chunk_state_grid(call, tiles),
         call.q, do, call.g, dfinal, call.sequences.offsets, dstates, dinitial, call.scale,
-        *call.numbers(), *strides(call.q, do, call.g), mma=chunk_state_mma(wanted or exact),
+        *call.numbers(heads.state), *strides(call.q, do, call.g), mma=chunk_state_mma(wanted or exact),
         STAGES=tiles.stages, PARTS=call.parts(wanted or exact), FIRST=dfinal is not None, LAST=wanted, REVERSE=True,
+        ADDED_GROUP=heads.groups.q, VALUES_GROUP=1, G_GROUP=ratio(heads.state, heads.g), SUMMED=heads.groups.state,
         **call.flags(tiles, exact=wanted or exact),
     ).run()  # fmt: skip
     return dstates, dinitial
@@ -398,14 +435,41 @@ def backward(call: Attention, do: torch.Tensor, dfinal: torch.Tensor | None, int
     dstates, dinitial = chunk_state_gradients(call, do, dfinal, exact=exact_states)
     to_q, to_k, to_v = into or (None, None, None)
     dv = chunk_output(call, do, dstates, transposed=True, into=to_v)
-    tiles = gradient_tiles(*call.sizes[3:], family(call.q.device))
+    tiles, groups = gradient_tiles(*call.sizes[3:], family(call.q.device)), call.heads.groups
     dq, dk, dg = output_like(call.q, to_q), output_like(call.k, to_k), output_like(call.g, None)
+    shared = ((dq, groups.q), (dk, groups.k), (dg, groups.g))
+    parts = [gradient if group == 1 else empty_parts(call, gradient) for gradient, group in shared]
     Launch(
         backward_kernels.gradients_kernel, (call.slots * call.sizes[2],),
-        call.q, call.k, call.v, call.g, do, call.sequences.offsets, states, dstates, dq, dk, dg, call.scale,
-        *call.numbers(), *strides(call.q, call.k, call.v, call.g, do), pitch_of(dq), mma=Mma.WARP,
+        call.q, call.k, call.v, call.g, do, call.sequences.offsets, states, dstates, *parts, call.scale,
+        *call.numbers(), *strides(call.q, call.k, call.v, call.g, do), pitch_of(dq if groups.q == 1 else dk), mma=Mma.WARP,
         BISECTION_STEPS=call.sequences.bisection_steps(), EXACT=exact, PARTS=call.parts(exact),
         LIMIT=ROUNDINGS[torch.float32].limit if exact else rounding.limit, LARGEST=None if exact else rounding.largest,
+        Q_GROUP=groups.q, K_GROUP=groups.k, V_GROUP=groups.v, G_GROUP=groups.g, STATE_GROUP=groups.state,
         num_stages=tiles.stages, **call.flags(tiles, exact=exact),
     ).run()  # fmt: skip
+    for part, (gradient, group) in zip(parts, shared, strict=True):
+        if group > 1:
+            sum_heads(part, gradient)
     return Gradients(dq, dk, dv, dg.squeeze(-1) if call.scalar else dg, dinitial)
+
+
+def empty_parts(call: Attention, gradient: torch.Tensor) -> torch.Tensor:
+    """Allocate what every head of the output gives to a gradient of shared heads: ``[B, T, H, X]`` float32, contiguous."""
+    batch, length, heads, *_ = call.sizes
+    return torch.empty((batch, length, heads, gradient.shape[3]), dtype=torch.float32, device=gradient.device)
+
+
+SUM_BLOCK = 1024
+"""Elements of a CTA of ``sum_heads_kernel``; not measured yet."""
+
+
+def sum_heads(parts: torch.Tensor, gradient: torch.Tensor) -> None:
+    """Fill a gradient ``[B, T, Hx, X]`` with the sums of the heads of ``parts`` that share a head of it."""
+    batch, length, heads, channels = gradient.shape
+    block = min(power_of_2(heads * channels), SUM_BLOCK)
+    Launch(
+        sum_kernels.sum_heads_kernel, (batch * length, cdiv(heads * channels, block)),
+        parts, gradient, heads, channels, pitch_of(gradient),
+        GROUP=ratio(parts.shape[2], heads), BLOCK=block, num_warps=4,
+    ).run()  # fmt: skip

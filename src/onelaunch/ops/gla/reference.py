@@ -4,6 +4,9 @@ The reference computes, for each sequence and head, from log-decays g (per key c
 
     S_t = diag(exp(g_t)) S_{t-1} diag(exp(gv_t)) + k_t^T v_t;  o_t = scale * q_t S_t
 
+Where tensors share heads, k, v and g are repeated to the heads of the states that are computed: those of the initial state, or
+without one those of g, since states of heads with the same k, v and g are equal then. Queries that share a state read the same.
+
 The framework compares the results of every variant with those of the reference (the operation's oracle) in float64.
 :func:`recurrence` is also the loop of the PyTorch variant (variants/torch.py).
 """
@@ -21,6 +24,7 @@ from onelaunch.errors import ArgumentError
 from onelaunch.operation import Case, Query, Reading
 from onelaunch.operation.inputs import case_flags, make_log_decay
 from onelaunch.ops.gla.contract import check_head_sizes, gate_flags, gla
+from onelaunch.ops.gla.heads import Heads, expanded
 
 DECAYS = ("model", "weak", "strong", "zero", "forget", "mixed")
 """Kinds of log-decays that the option ``decay`` may name.
@@ -95,12 +99,21 @@ def recurrence(
     run one after another.
     """
     sequences = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    heads, final_heads = g.shape[2], max(q.shape[2], g.shape[2])
     if initial_state is None:
-        initial_state = q.new_zeros(sequences, q.shape[2], q.shape[3], v.shape[3])
+        initial_state = q.new_zeros(sequences, heads, q.shape[3], v.shape[3])
+    else:
+        heads = final_heads = initial_state.shape[1]
+    # Keys, values and decays for every state, and one query or several
+    q, k, v, g = expanded(q, max(q.shape[2], heads)), expanded(k, heads), expanded(v, heads), expanded(g, heads)
+    gv = None if gv is None else expanded(gv, heads)
     if q.shape[1] == 0:  # no steps: an empty o [B, 0, H, V] that autograd connects to q and v; the states stay
-        return q[..., :1] * v, initial_state.clone()
+        return q[..., :1] * expanded(v, q.shape[2]), expanded(initial_state.clone(), final_heads, dim=1)
+    queries = q.shape[2] // max(heads, 1)
+    q = q.unsqueeze(3) if queries < 2 else q.unflatten(2, (heads, queries))  # [B, T, Hs, queries of a state, K]
     if q.shape[1] == 1 and cu_seqlens is None:
-        return _single_step(q, k, v, g, gv, initial_state)
+        o, final = _single_step(q, k, v, g, gv, initial_state)
+        return o, expanded(final, final_heads, dim=1)
     lengths = [q.shape[1]] if cu_seqlens is None else cu_seqlens.diff().tolist()
     states = [initial_state] if cu_seqlens is None else initial_state.split(1)
     parts = Part(q, k, v, g if g.dim() == 4 else g[..., None], gv).split(lengths)
@@ -111,7 +124,7 @@ def recurrence(
         o, state = _segmented_scan(state, part, max(1, min(most, math.isqrt(part.q.shape[1]))))
         outputs.append(o)
         finals.append(state)
-    return torch.cat(outputs, 1), torch.cat(finals)
+    return torch.cat(outputs, 1).flatten(2, 3), expanded(torch.cat(finals), final_heads, dim=1)
 
 
 def _single_step(
@@ -119,19 +132,19 @@ def _single_step(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the output and the state after a single step of every sequence, in few operations, since decoding takes this path.
 
-    The tensors have T = 1; ``state`` is ``[N, H, K, V]``.
+    The tensors have T = 1; ``q`` is ``[N, 1, Hs, queries, K]``, and ``state`` is ``[N, Hs, K, V]``.
     """
-    state = state * (g if g.dim() == 4 else g[..., None]).exp()[:, 0, :, :, None]  # [N, H, K, V]
+    state = state * (g if g.dim() == 4 else g[..., None]).exp()[:, 0, :, :, None]  # [N, Hs, K, V]
     if gv is not None:
         state = state * gv.exp()[:, 0, :, None]
     state = torch.addcmul(state, k[:, 0, :, :, None], v[:, 0, :, None])
-    return torch.matmul(q[:, 0, :, None], state)[:, None, :, 0], state  # [N, 1, H, V]
+    return torch.matmul(q[:, 0], state).flatten(1, 2).unsqueeze(1), state  # [N, 1, H, V]
 
 
 class Part(NamedTuple):
-    """Inputs of consecutive steps of one sequence, or of a batch of sequences, ``[N, T, H, ...]``.
+    """Inputs of consecutive steps of one sequence, or of a batch of sequences, ``[N, T, H, ...]`` with the heads of the state.
 
-    The log-decay ``g`` is ``[N, T, H, K]`` or ``[N, T, H, 1]``.
+    The log-decay ``g`` is ``[N, T, H, K]`` or ``[N, T, H, 1]``. Queries are ``[N, T, H, queries, K]``: several may read a state.
     """
 
     q: torch.Tensor
@@ -158,7 +171,7 @@ def _fold(x: torch.Tensor, segments: int) -> torch.Tensor:
 
 
 def _segmented_scan(state: torch.Tensor, part: Part, segments: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return ``o`` of all steps of a part, and the state after them, with ``segments`` equal segments run side by side.
+    """Return ``o [N, T, H, queries, V]`` of a part and the state after it, with ``segments`` equal segments run side by side.
 
     Steps that are left over, fewer than ``segments``, run one after another at the end.
     """
@@ -177,8 +190,8 @@ def _segmented_scan(state: torch.Tensor, part: Part, segments: int) -> tuple[tor
     for added_here, end, value_end in zip(added.chunk(segments), decay[:, -1].chunk(segments), value_ends, strict=True):
         entering.append(state)
         state = _decayed(state, end, value_end) + added_here
-    from_entering = torch.einsum("nthk,nhkv->nthv", side_by_side.q * decay, torch.cat(entering))
-    o = o + (from_entering if value_decay is None else from_entering * value_decay)
+    from_entering = torch.einsum("nthqk,nhkv->nthqv", side_by_side.q * decay.unsqueeze(3), torch.cat(entering))
+    o = o + (from_entering if value_decay is None else from_entering * value_decay.unsqueeze(3))
     last, state = _loop(state, rest)
     return torch.cat([o.unflatten(0, (segments, -1)).transpose(0, 1).flatten(1, 2), last], 1), state
 
@@ -186,7 +199,7 @@ def _segmented_scan(state: torch.Tensor, part: Part, segments: int) -> tuple[tor
 def _loop(state: torch.Tensor, part: Part) -> tuple[torch.Tensor, torch.Tensor]:
     """Return ``o`` and the last state, computed step by step; the backward pass recomputes states that are not checkpoints."""
     lengths = _checkpoints(state, part.q.shape[1])
-    outputs = [part.v[:, :0]]  # the result for a part without steps
+    outputs = [part.q[:, :0, ..., :1] * part.v[:, :0].unsqueeze(3)]  # the result for a part without steps
     for piece in part._replace(g=part.g.exp(), gv=None if part.gv is None else part.gv.exp()).split(lengths):
         if len(lengths) > 1:
             o, state = checkpoint(_steps, state, *piece, use_reentrant=False, preserve_rng_state=False)
@@ -230,7 +243,7 @@ def _steps(
     value_decays = itertools.repeat(None) if value_decay is None else value_decay.unbind(1)
     for qt, kt, vt, at, bt in zip(*(x.unbind(1) for x in (q, k, v, decay)), value_decays, strict=False):
         state = _decayed(state, at, bt) + kt[..., None] * vt[..., None, :]
-        outputs.append((qt[..., None, :] @ state).squeeze(-2))
+        outputs.append(qt @ state)
     return torch.stack(outputs, dim=1), state
 
 
@@ -238,7 +251,13 @@ def _steps(
 def make_inputs(case: Case, device: torch.device, generator: torch.Generator) -> Reading:
     """Return random q, k and v, log-decays of the kind that the case names, and the names of the differentiable arguments."""
     options = {**gla.options, **case.options}
-    batch, length, heads, keys, values = (case.sizes[name] for name in gla.dimensions)
+    batch, length, most, keys, values = (case.sizes[name] for name in gla.dimensions)
+    heads = heads_of(case)
+    if heads.output != most:
+        said = ", ".join(f"{name}_heads = {count}" for name, count in heads._asdict().items())
+        raise ArgumentError(f"{said}; the largest must be H = {most}, the number of heads of the output.")
+    if heads.state != most and not options["initial_state"]:
+        raise ArgumentError(f"state_heads = {heads.state}; without initial_state it must be H = {most}, or be left out.")
     if options["decay_per"] not in DECAY_PER:
         raise ArgumentError(f"decay_per is {options['decay_per']!r}; it must be one of {', '.join(DECAY_PER)}.")
 
@@ -248,16 +267,16 @@ def make_inputs(case: Case, device: torch.device, generator: torch.Generator) ->
     decay_dtype = torch.float32 if options["log_decay_dtype"] == "float32" else case.dtype
     per = (keys,) if options["decay_per"] == "channel" else ()
     arguments: dict[str, Any] = {
-        "q": draw(batch, length, heads, keys).to(case.dtype),
-        "k": draw(batch, length, heads, keys).to(case.dtype),
-        "v": draw(batch, length, heads, values).to(case.dtype),
-        "g": make_decay(options["decay"], (batch, length, heads, *per), device, generator).to(decay_dtype),
+        "q": draw(batch, length, heads.q, keys).to(case.dtype),
+        "k": draw(batch, length, heads.k, keys).to(case.dtype),
+        "v": draw(batch, length, heads.v, values).to(case.dtype),
+        "g": make_decay(options["decay"], (batch, length, heads.g, *per), device, generator).to(decay_dtype),
         "scale": options["scale"],
         "output_final_state": bool(options["final_state"]),
         "state_v_first": bool(options["state_v_first"]),
     }
     if options["value_gate"]:
-        gv = make_decay(options["decay"], (batch, length, heads, values), device, generator)
+        gv = make_decay(options["decay"], (batch, length, heads.g, values), device, generator)
         arguments["gv"] = gv.to(decay_dtype)
     sequences = batch
     if options["lengths"] is not None:
@@ -268,8 +287,14 @@ def make_inputs(case: Case, device: torch.device, generator: torch.Generator) ->
         sequences = len(lengths)
     if options["initial_state"]:
         ends = (values, keys) if options["state_v_first"] else (keys, values)
-        arguments["initial_state"] = draw(sequences, heads, *ends)
+        arguments["initial_state"] = draw(sequences, heads.state, *ends)
     return Reading(arguments, tuple(name for name in ("q", "k", "v", "g", "gv", "initial_state") if name in arguments))
+
+
+def heads_of(case: Case) -> Heads:
+    """Return the numbers of heads of a case: those of the options ``q_heads`` to ``state_heads``, or H."""
+    given = (gla.option(case, f"{name}_heads") for name in Heads._fields)
+    return Heads(*(case.sizes["H"] if count is None else int(count) for count in given))
 
 
 def make_decay(kind: str, extent: tuple[int, ...], device: torch.device, generator: torch.Generator) -> torch.Tensor:
@@ -294,5 +319,5 @@ def make_query(case: Case, device: str, grad: bool) -> Query:
     check_head_sizes((batch, length, heads, keys), (batch, length, heads, values))
     per_head, value_gate = gla.option(case, "decay_per") == "head", bool(gla.option(case, "value_gate"))
     wide = gla.option(case, "log_decay_dtype") == "float32" and case.dtype is not torch.float32
-    flags = case_flags(case, gla.options) + gate_flags(per_head, value_gate, wide)
+    flags = case_flags(case, gla.options) + gate_flags(per_head, value_gate, wide) + heads_of(case).flags()
     return Query("gla", device, case.dtype, sizes, grad, flags)

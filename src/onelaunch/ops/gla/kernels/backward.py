@@ -8,7 +8,11 @@ Computes   for one chunk of 64 steps. S [K, V] is the state that enters it, dS t
              destination at t or later (a query, or dS). Its value is the product of the query with that term of dq, or of the
              key with that term of dk; from S to dS it is e^(sum of g over the chunk) times the sum over V of S dS.
            dv and dS are computed by chunk.py with time reversed.
-Grid       one CTA per chunk and head; blocks of K one after the other, blocks of V inside. No CTA waits for another one.
+Heads      q, k and g may have fewer heads than o (``shared_head`` in chunk.py). A CTA then stores what its head of o gives to dq,
+           dk or dg, in float32, and sum_heads.py adds the heads up in a fixed order. One CTA per shared head, with a loop over
+           the heads that share it, would compute dP again for every block of keys, or keep all of them in registers. What comes
+           from dS counts once for a state: the first of the heads that share it stores it.
+Grid       one CTA per chunk and head of o; blocks of K one after the other, blocks of V inside. No CTA waits for another one.
 On chip    in registers, float32: dP [64, 64]; dq, dk and dg [64, BK].
 Memory     S and dS of the chunk (``chunk_state_kernel`` stored them) and q, k, g are read once, dq, dk, dg written once; v and
            do are read once per block of K.
@@ -41,6 +45,7 @@ from onelaunch.ops.gla.kernels.chunk import (
     load_rows,
     pair_decay,
     row_pointer,
+    shared_head,
     split_product,
     state_pointers,
     steps_of_chunk,
@@ -127,12 +132,13 @@ def score_gradients(
 
 @triton.jit
 def state_products(
-    p_do, do_stride_t, p_v, v_stride_t, states, dstates, index, t, left, c, K, V,
-    BV: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl.constexpr, EVEN: tl.constexpr,
+    p_do, do_stride_t, p_v, v_stride_t, states, dstates, index, h, t, left, c, K, V,
+    BV: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl.constexpr, EVEN: tl.constexpr, STATE_GROUP: tl.constexpr,
 ):  # fmt: skip
     """Return do S^T and v dS^T [64, BK] for a block of keys, without decay, and the sum over V of S times dS [1, BK].
 
-    ``index`` counts the states, one per chunk and head. PARTS of 0 multiplies float32 without loss.
+    ``index`` counts the states, one per chunk and head of the state. PARTS of 0 multiplies float32 without loss. Of STATE_GROUP
+    heads h of o that share a state, only the first gets the last two results; the others get 0.
     """
     from_states = tl.zeros([CHUNK, c.shape[0]], tl.float32)
     from_dstates = tl.zeros([CHUNK, c.shape[0]], tl.float32)
@@ -150,15 +156,19 @@ def state_products(
             b_v = b_v.to(tl.float32)
         from_states = split_product(b_do, tl.trans(b_state), from_states, PARTS, PRECISION)
         from_dstates = split_product(b_v, tl.trans(b_dstate), from_dstates, PARTS, PRECISION)
+    if STATE_GROUP > 1:
+        owns = h % STATE_GROUP == 0
+        from_dstates = tl.where(owns, from_dstates, 0.0)
+        s_ds = tl.where(owns, s_ds, 0.0)
     return from_states, from_dstates, s_ds[None, :]
 
 
 @triton.jit
 def chunk_gradients(
-    p_q, p_k, p_v, p_g, p_do, p_dq, p_dk, p_dg, states, dstates, index, scale, t, left, H, K, V,
-    q_stride_t, k_stride_t, v_stride_t, g_stride_t, do_stride_t, d_stride_t,
+    p_q, p_k, p_v, p_g, p_do, p_dq, p_dk, p_dg, states, dstates, index, scale, t, h, left, H, K, V,
+    q_stride_t, k_stride_t, v_stride_t, g_stride_t, do_stride_t, dq_stride_t, dk_stride_t,
     BK: tl.constexpr, BV: tl.constexpr, LOW: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl.constexpr, EVEN: tl.constexpr,
-    BENIGN: tl.constexpr,
+    STATE_GROUP: tl.constexpr, BENIGN: tl.constexpr,
 ):  # fmt: skip
     """Compute and store dq, dk and dg of a chunk with a decay per channel, block by block of keys."""
     dscores, diagonal = score_gradients(p_do, do_stride_t, p_v, v_stride_t, t, left, V, BV, PRECISION, EVEN)
@@ -174,16 +184,17 @@ def chunk_gradients(
         b_dk += diagonal * b_q
         t = steps_of_chunk(first + 1)  # step numbers from a second expression, or the first ones would stay in registers
         from_states, from_dstates, s_ds = state_products(
-            p_do, do_stride_t, p_v, v_stride_t, states, dstates, index, t, left, c, K, V, BV, PARTS, PRECISION, EVEN
-        )
+            p_do, do_stride_t, p_v, v_stride_t, states, dstates, index, h, t, left, c, K, V,
+            BV, PARTS, PRECISION, EVEN, STATE_GROUP,
+        )  # fmt: skip
         b_g = load_decay(p_g, g_stride_t, t, left, c, K, EVEN)
         b_dg += s_ds * exp(tl.sum(b_g, 0, keep_dims=True))
         from_states *= exp(sum_before(b_g, t, PRECISION))
-        store_rows(p_dq, (b_dq + from_states) * scale, d_stride_t, t, left, c, K, EVEN)
+        store_rows(p_dq, (b_dq + from_states) * scale, dq_stride_t, t, left, c, K, EVEN)
         b_q = load_rows(p_q, q_stride_t, t, left, c, K, EVEN).to(tl.float32) * scale
         b_dg += suffix_sum(b_q * from_states, t, PRECISION)
         from_dstates *= exp(sum_after(b_g, t, PRECISION))
-        store_rows(p_dk, b_dk + from_dstates, d_stride_t, t, left, c, K, EVEN)
+        store_rows(p_dk, b_dk + from_dstates, dk_stride_t, t, left, c, K, EVEN)
         b_k = load_rows(p_k, k_stride_t, t, left, c, K, EVEN).to(tl.float32)
         b_dg += prefix_sum_exclusive(b_k * from_dstates, t, PRECISION)
         store_rows(p_dg, b_dg, H * K, t, left, c, K, EVEN)
@@ -191,9 +202,10 @@ def chunk_gradients(
 
 @triton.jit
 def chunk_gradients_scalar(
-    p_q, p_k, p_v, p_g, p_do, p_dq, p_dk, p_dg, states, dstates, index, scale, t, left, H, K, V,
-    q_stride_t, k_stride_t, v_stride_t, g_stride_t, do_stride_t, d_stride_t,
+    p_q, p_k, p_v, p_g, p_do, p_dq, p_dk, p_dg, states, dstates, index, scale, t, h, left, H, K, V,
+    q_stride_t, k_stride_t, v_stride_t, g_stride_t, do_stride_t, dq_stride_t, dk_stride_t,
     BK: tl.constexpr, BV: tl.constexpr, LOW: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl.constexpr, EVEN: tl.constexpr,
+    STATE_GROUP: tl.constexpr,
 ):  # fmt: skip
     """Compute and store dq, dk and dg of a chunk with one decay per head, block by block of keys."""
     one = tl.arange(0, 1)
@@ -217,15 +229,16 @@ def chunk_gradients_scalar(
         b_k = b_k.to(tl.float32)
         b_dq, b_dk, _, _ = pair_gradients(both, b_q, b_k, t, LOW, PARTS, PRECISION)
         from_states, from_dstates, s_ds = state_products(
-            p_do, do_stride_t, p_v, v_stride_t, states, dstates, index, t, left, c, K, V, BV, PARTS, PRECISION, EVEN
-        )
+            p_do, do_stride_t, p_v, v_stride_t, states, dstates, index, h, t, left, c, K, V,
+            BV, PARTS, PRECISION, EVEN, STATE_GROUP,
+        )  # fmt: skip
         from_states *= before
         from_dstates *= after
         dg_behind += tl.sum(b_q * from_states, 1, keep_dims=True)
         dg_before += tl.sum(b_k * from_dstates, 1, keep_dims=True)
         dg_through += tl.sum(s_ds, 1, keep_dims=True)
-        store_rows(p_dq, (b_dq + from_states + diagonal * b_k) * scale, d_stride_t, t, left, c, K, EVEN)
-        store_rows(p_dk, b_dk + from_dstates + diagonal * b_q, d_stride_t, t, left, c, K, EVEN)
+        store_rows(p_dq, (b_dq + from_states + diagonal * b_k) * scale, dq_stride_t, t, left, c, K, EVEN)
+        store_rows(p_dk, b_dk + from_dstates + diagonal * b_q, dk_stride_t, t, left, c, K, EVEN)
     b_dg = dg_through * exp(tl.sum(b_g, 0, keep_dims=True))
     b_dg += prefix_sum_exclusive(dg_before, t, PRECISION) + suffix_sum(dg_behind, t, PRECISION)
     # onward[t, s]: terms from step s to all steps from t on. Those with s < t contain g_t.
@@ -266,8 +279,13 @@ def gradients_kernel(
     BK: tl.constexpr, BV: tl.constexpr, BISECTION_STEPS: tl.constexpr, EXACT: tl.constexpr, PARTS: tl.constexpr,
     LIMIT: tl.constexpr, LARGEST: tl.constexpr, PRECISION: tl.constexpr, EVEN: tl.constexpr, SCALAR: tl.constexpr,
     PACKED: tl.constexpr,
+    Q_GROUP: tl.constexpr = 1, K_GROUP: tl.constexpr = 1, V_GROUP: tl.constexpr = 1, G_GROUP: tl.constexpr = 1,
+    STATE_GROUP: tl.constexpr = 1,
 ):  # fmt: skip
     """Store dq, dk [B, T, H, K], tokens ``d_stride_t`` elements apart, and dg [B, T, H, K or 1], contiguous.
+
+    H counts the heads of o, of which Q_GROUP, K_GROUP, V_GROUP, G_GROUP and STATE_GROUP share a head of q, k, v, g and the
+    states. With Q_GROUP or K_GROUP above 1, dq or dk are contiguous too.
 
     ``states`` and ``dstates`` hold S and dS [slots, H, K, V]; a slot is the place of a chunk, see ``find_chunk``. ``offsets``
     [N + 1] are the first steps of packed sequences, and their end.
@@ -284,30 +302,35 @@ def gradients_kernel(
         return
     t = tl.arange(0, CHUNK)
     LOW: tl.constexpr = tl.float32 if EXACT else v.dtype.element_ty
-    p_q = row_pointer(q, b, start, h, q_stride_b, q_stride_t, q_stride_h)
-    p_k = row_pointer(k, b, start, h, k_stride_b, k_stride_t, k_stride_h)
-    p_v = row_pointer(v, b, start, h, v_stride_b, v_stride_t, v_stride_h)
-    p_g = row_pointer(g, b, start, h, g_stride_b, g_stride_t, g_stride_h)
+    p_q = row_pointer(q, b, start, shared_head(h, Q_GROUP), q_stride_b, q_stride_t, q_stride_h)
+    p_k = row_pointer(k, b, start, shared_head(h, K_GROUP), k_stride_b, k_stride_t, k_stride_h)
+    p_v = row_pointer(v, b, start, shared_head(h, V_GROUP), v_stride_b, v_stride_t, v_stride_h)
+    p_g = row_pointer(g, b, start, shared_head(h, G_GROUP), g_stride_b, g_stride_t, g_stride_h)
     p_do = row_pointer(do, b, start, h, do_stride_b, do_stride_t, do_stride_h)
     steps = tl.cast(T, tl.int64)
-    p_dq = row_pointer(dq, b, start, h, steps * d_stride_t, d_stride_t, K)
-    p_dk = row_pointer(dk, b, start, h, steps * d_stride_t, d_stride_t, K)
-    index = slot.to(tl.int64) * H + h
+    dq_stride_t = d_stride_t if Q_GROUP == 1 else H * K
+    dk_stride_t = d_stride_t if K_GROUP == 1 else H * K
+    p_dq = row_pointer(dq, b, start, h, steps * dq_stride_t, dq_stride_t, K)
+    p_dk = row_pointer(dk, b, start, h, steps * dk_stride_t, dk_stride_t, K)
+    index = slot.to(tl.int64) * shared_head(H, STATE_GROUP) + shared_head(h, STATE_GROUP)
     if SCALAR:
         p_dg = row_pointer(dg, b, start, h, steps * H, H, 1)
         chunk_gradients_scalar(
-            p_q, p_k, p_v, p_g, p_do, p_dq, p_dk, p_dg, states, dstates, index, scale, t, left, H, K, V,
-            q_stride_t, k_stride_t, v_stride_t, g_stride_t, do_stride_t, d_stride_t, BK, BV, LOW, PARTS, PRECISION, EVEN,
+            p_q, p_k, p_v, p_g, p_do, p_dq, p_dk, p_dg, states, dstates, index, scale, t, h, left, H, K, V,
+            q_stride_t, k_stride_t, v_stride_t, g_stride_t, do_stride_t, dq_stride_t, dk_stride_t,
+            BK, BV, LOW, PARTS, PRECISION, EVEN, STATE_GROUP,
         )  # fmt: skip
         return
     p_dg = row_pointer(dg, b, start, h, steps * H * K, H * K, K)
     if chunk_is_benign(p_q, q_stride_t, p_k, k_stride_t, p_g, g_stride_t, t, left, K, BK, LIMIT, LARGEST, EVEN):
         chunk_gradients(
-            p_q, p_k, p_v, p_g, p_do, p_dq, p_dk, p_dg, states, dstates, index, scale, t, left, H, K, V,
-            q_stride_t, k_stride_t, v_stride_t, g_stride_t, do_stride_t, d_stride_t, BK, BV, LOW, PARTS, PRECISION, EVEN, True,
+            p_q, p_k, p_v, p_g, p_do, p_dq, p_dk, p_dg, states, dstates, index, scale, t, h, left, H, K, V,
+            q_stride_t, k_stride_t, v_stride_t, g_stride_t, do_stride_t, dq_stride_t, dk_stride_t,
+            BK, BV, LOW, PARTS, PRECISION, EVEN, STATE_GROUP, True,
         )  # fmt: skip
     else:
         chunk_gradients(
-            p_q, p_k, p_v, p_g, p_do, p_dq, p_dk, p_dg, states, dstates, index, scale, t, left, H, K, V,
-            q_stride_t, k_stride_t, v_stride_t, g_stride_t, do_stride_t, d_stride_t, BK, BV, LOW, PARTS, PRECISION, EVEN, False,
+            p_q, p_k, p_v, p_g, p_do, p_dq, p_dk, p_dg, states, dstates, index, scale, t, h, left, H, K, V,
+            q_stride_t, k_stride_t, v_stride_t, g_stride_t, do_stride_t, dq_stride_t, dk_stride_t,
+            BK, BV, LOW, PARTS, PRECISION, EVEN, STATE_GROUP, False,
         )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Gated linear attention in chunks of 64 steps, portable Triton: chunk state pass, chunk output, and what all kernels share.
+"""Gated linear attention in chunks of 64 steps, portable Triton: the chunk state pass, and what all kernels share.
 
 Computes   S_t = diag(e^(g_t)) S_{t-1} + k_t^T v_t,   o_t = scale * q_t S_t   per head; in chunkwise form, where S enters a
            chunk:
@@ -7,7 +7,7 @@ Computes   S_t = diag(e^(g_t)) S_{t-1} + k_t^T v_t,   o_t = scale * q_t S_t   pe
            before and after are the sums of g in the chunk up to and with a step, and behind it; whole is the sum over all steps
            of the chunk. S' leaves the chunk.
 Launches   1. ``chunk_state_kernel`` (fla's chunk_h), serial over chunks: the state that enters each chunk, and the final one;
-           2. ``chunk_output_kernel`` (fla's chunk_o), parallel over chunks: o from it.
+           2. ``chunk_output_kernel`` (chunk_output.py; fla's chunk_o), parallel over chunks: o from it.
            With time reversed and q and k exchanged, the same two are half of the backward pass: dS runs from the end to the
                start (q e^before in the place of k e^after, do in that of v), and dv = (k e^after) dS + P^T do. The other half
                is backward.py.
@@ -15,6 +15,9 @@ Grid       chunk state: ceil(K / BK) * ceil(V / BV) tiles of the state, per head
            blocks, per head and chunk. No CTA waits for another one; the launches follow each other on the stream.
 On chip    chunk state: the tile [BK, BV] of the state, float32, in registers. Chunk output: P [64, 64] and o [64, BV], float32.
 Memory     a state [K, V] per chunk is written and read; all else is read once per tile or block of the other dimension.
+Heads      tensors may share heads: GROUP neighbouring heads of o (or of the state) read one head of a tensor, found by a division
+           (``shared_head``), so nothing is copied. The gradients of a shared head of v and of a shared state are summed over its
+           heads in the CTA that owns it, one after the other, in float32.
 Packing    chunks begin where sequences begin. A CTA finds its sequence by bisection of the offsets on the device.
 Decay      every exponent at a state is a sum of its own, from -inf to 0, never a difference: -inf minus -inf is NaN. The
            exponents within P have two forms. If no half of the chunk decays by more than LIMIT (``is_benign``), both factors
@@ -97,6 +100,14 @@ def find_chunk(offsets, slot, T, sequences, BISECTION_STEPS: tl.constexpr, PACKE
     b, start, length, first = sequence_bounds(offsets, n, T, PACKED)
     steps = (slot - first) * CHUNK
     return b, start + steps, length - steps
+
+
+@triton.jit
+def shared_head(h, GROUP: tl.constexpr):
+    """Return the head of a tensor that head h reads, where GROUP neighbouring heads share one."""
+    if GROUP == 1:
+        return h
+    return h // GROUP
 
 
 @triton.jit
@@ -372,6 +383,19 @@ def chunk_scores(
 # Chunk state pass
 
 
+@triton.jit
+def add_queries(
+    state, p_q, q_stride_t, p_do, do_stride_t, b_g, scale, t, left, k, v, K, V,
+    PARTS: tl.constexpr, PRECISION: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """Return the gradient of a state [BK, BV] plus (q e^before)^T do of one chunk, for one more head that reads the state."""
+    b_q = load_rows(p_q, q_stride_t, t, left, k, K, EVEN).to(tl.float32)
+    b_do = load_rows(p_do, do_stride_t, t, left, v, V, EVEN)
+    if PARTS == 0:
+        b_do = b_do.to(tl.float32)
+    return split_product(tl.trans(b_q * scale * exp(sum_before(b_g, t, PRECISION))), b_do, state, PARTS, PRECISION)
+
+
 @triton.jit(do_not_specialize=["T", "sequences"])
 def chunk_state_kernel(
     added, values, g, first, offsets, states, last, scale,
@@ -381,12 +405,16 @@ def chunk_state_kernel(
     BK: tl.constexpr, BV: tl.constexpr, STAGES: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl.constexpr,
     EVEN: tl.constexpr, SCALAR: tl.constexpr, PACKED: tl.constexpr,
     FIRST: tl.constexpr, LAST: tl.constexpr, REVERSE: tl.constexpr,
+    ADDED_GROUP: tl.constexpr = 1, VALUES_GROUP: tl.constexpr = 1, G_GROUP: tl.constexpr = 1, SUMMED: tl.constexpr = 1,
 ):  # fmt: skip
     """Store the state that enters every chunk in ``states`` [slots, H, K, V], and with LAST the final one as ``last``.
 
     The pass starts from ``first`` [N, H, K, V], or from zeros. Forward, ``added`` is k and ``values`` is v. With REVERSE it runs
     from the last chunk to the first, ``added`` is q, ``values`` is do, and ``first`` the gradient of the final state. Then it
     stores the gradient of the state that leaves each chunk, and as ``last`` the gradient of the initial state.
+
+    H counts the heads of the state. ADDED_GROUP, VALUES_GROUP and G_GROUP of them share a head of ``added``, ``values`` and g.
+    With SUMMED above 1, as many heads of q and do belong to one state instead, and are added to it one after the other.
     """
     blocks = tl.cdiv(V, BV)
     tiles = tl.cdiv(K, BK) * blocks
@@ -404,9 +432,11 @@ def chunk_state_kernel(
     state = tl.zeros([BK, BV], tl.float32)
     if FIRST:
         state = tl.load(state_pointers(first, head, k, v, K, V), mask=inside, other=0.0)
-    p_added = row_pointer(added, b, start, h, added_stride_b, added_stride_t, added_stride_h)
-    p_values = row_pointer(values, b, start, h, values_stride_b, values_stride_t, values_stride_h)
-    p_g = row_pointer(g, b, start, h, g_stride_b, g_stride_t, g_stride_h)
+    added_head = shared_head(h, ADDED_GROUP) if SUMMED == 1 else h * SUMMED
+    values_head = shared_head(h, VALUES_GROUP) if SUMMED == 1 else h * SUMMED
+    p_added = row_pointer(added, b, start, added_head, added_stride_b, added_stride_t, added_stride_h)
+    p_values = row_pointer(values, b, start, values_head, values_stride_b, values_stride_t, values_stride_h)
+    p_g = row_pointer(g, b, start, shared_head(h, G_GROUP), g_stride_b, g_stride_t, g_stride_h)
     for step in tl.range(0, chunks, num_stages=STAGES):
         chunk = chunks - 1 - step if REVERSE else step
         left = length - chunk * CHUNK
@@ -424,62 +454,14 @@ def chunk_state_kernel(
         tl.store(state_pointers(states, index, k, v, K, V), state.to(states.dtype.element_ty), mask=inside)
         state *= tl.trans(exp(tl.sum(b_g, 0, keep_dims=True)))
         state = split_product(tl.trans(b_added), b_values, state, PARTS, PRECISION)
+        if SUMMED > 1:
+            tl.static_assert(REVERSE, "only queries share a state")
+            for other in tl.range(1, SUMMED):
+                ahead = tl.cast(other, tl.int64)
+                state = add_queries(
+                    state, p_added + at * added_stride_t + ahead * added_stride_h, added_stride_t,
+                    p_values + at * values_stride_t + ahead * values_stride_h, values_stride_t,
+                    b_g, scale, t, left, k, v, K, V, PARTS, PRECISION, EVEN,
+                )  # fmt: skip
     if LAST:
         tl.store(state_pointers(last, head, k, v, K, V), state, mask=inside)
-
-
-# Chunk output
-
-
-@triton.jit(do_not_specialize=["T", "sequences"])
-def chunk_output_kernel(
-    q, k, values, g, offsets, states, out, scale,
-    T, H, K, V, sequences,
-    q_stride_b, q_stride_t, q_stride_h, k_stride_b, k_stride_t, k_stride_h,
-    values_stride_b, values_stride_t, values_stride_h, g_stride_b, g_stride_t, g_stride_h, out_stride_t,
-    BK: tl.constexpr, BV: tl.constexpr, BISECTION_STEPS: tl.constexpr, PARTS: tl.constexpr, LIMIT: tl.constexpr,
-    LARGEST: tl.constexpr, PRECISION: tl.constexpr, EVEN: tl.constexpr, SCALAR: tl.constexpr, PACKED: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
-):  # fmt: skip
-    """Store ``out`` [B, T, H, V], tokens ``out_stride_t`` elements apart.
-
-    It is o from ``values`` = v and the ``states`` that enter the chunks. With TRANSPOSED it is dv from ``values`` = do and the
-    gradients of the states that leave the chunks. ``slot`` is the place of a chunk among all sequences, see
-    ``sequence_bounds``.
-    """
-    blocks = tl.cdiv(V, BV)
-    slot, h = tl.program_id(0) // (blocks * H), (tl.program_id(0) // blocks) % H
-    v = (tl.program_id(0) % blocks) * BV + tl.arange(0, BV)
-    b, start, left = find_chunk(offsets, slot, T, sequences, BISECTION_STEPS, PACKED)
-    if left <= 0:
-        return
-    t = tl.arange(0, CHUNK)
-    p_q = row_pointer(q, b, start, h, q_stride_b, q_stride_t, q_stride_h)
-    p_k = row_pointer(k, b, start, h, k_stride_b, k_stride_t, k_stride_h)
-    p_g = row_pointer(g, b, start, h, g_stride_b, g_stride_t, g_stride_h)
-    LOW: tl.constexpr = values.dtype.element_ty
-    scores = chunk_scores(
-        p_q, q_stride_t, p_k, k_stride_t, p_g, g_stride_t, scale, t, left, K,
-        BK, LOW, PARTS, LIMIT, LARGEST, PRECISION, EVEN, SCALAR,
-    )  # fmt: skip
-    if TRANSPOSED:
-        scores = tl.trans(scores)
-    p_values = row_pointer(values, b, start, h, values_stride_b, values_stride_t, values_stride_h)
-    b_values = load_rows(p_values, values_stride_t, t, left, v, V, EVEN)
-    result = split_product(scores.to(LOW), b_values, tl.zeros([CHUNK, BV], tl.float32), 1, PRECISION)
-    index = slot.to(tl.int64) * H + h
-    for first in range(0, K, BK):
-        t = steps_of_chunk(first)
-        c = first + tl.arange(0, BK)
-        gc = tl.arange(0, 1) if SCALAR else c
-        channels = 1 if SCALAR else K
-        b_g = load_decay(p_g, g_stride_t, t, left, gc, channels, EVEN)
-        if TRANSPOSED:
-            decayed_rows = load_rows(p_k, k_stride_t, t, left, c, K, EVEN).to(tl.float32) * exp(sum_after(b_g, t, PRECISION))
-        else:
-            b_q = load_rows(p_q, q_stride_t, t, left, c, K, EVEN).to(tl.float32)
-            decayed_rows = b_q * scale * exp(sum_before(b_g, t, PRECISION))
-        b_state = tl.load(state_pointers(states, index, c, v, K, V), mask=inside_state(c, v, K, V), other=0.0)
-        result = split_product(decayed_rows.to(LOW), b_state.to(LOW), result, 1, PRECISION)
-    p_out = row_pointer(out, b, start, h, tl.cast(T, tl.int64) * out_stride_t, out_stride_t, V)
-    store_rows(p_out, result, out_stride_t, t, left, v, V, EVEN)

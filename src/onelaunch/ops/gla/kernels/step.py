@@ -5,6 +5,8 @@ Grid       one CTA per sequence, head and BV values. No CTA waits for another on
 On chip    the state [BK, BV] in registers (BK >= K), float32: nothing is rounded but o.
 Memory     the state is read and written once, which is nearly all the traffic of a single step; q, k, g are read once per BV
            values, v once, o is written once.
+Heads      a state is multiplied by the QUERIES queries that share it, one after the other; other tensors may have fewer heads
+           than there are states (``shared_head`` in chunk.py).
 Order      the vectors of a step are loaded one step ahead: the loop waits for memory once, not at every step.
 Source     the recurrent form; experiment 039.
 """
@@ -12,7 +14,7 @@ Source     the recurrent form; experiment 039.
 import triton
 import triton.language as tl
 
-from onelaunch.ops.gla.kernels.chunk import exp, inside_state, row_pointer, sequence_bounds
+from onelaunch.ops.gla.kernels.chunk import exp, inside_state, row_pointer, sequence_bounds, shared_head
 
 
 @triton.jit
@@ -33,8 +35,13 @@ def step_kernel(
     q_stride_b, q_stride_t, q_stride_h, k_stride_b, k_stride_t, k_stride_h, v_stride_b, v_stride_t, v_stride_h,
     g_stride_b, g_stride_t, g_stride_h,
     BK: tl.constexpr, BV: tl.constexpr, SCALAR: tl.constexpr, PACKED: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr,
+    Q_GROUP: tl.constexpr = 1, K_GROUP: tl.constexpr = 1, V_GROUP: tl.constexpr = 1, G_GROUP: tl.constexpr = 1,
+    QUERIES: tl.constexpr = 1,
 ):  # fmt: skip
     """Loop over the steps of one sequence, head and block of values; see the top of the file.
+
+    H counts the heads of the state. Q_GROUP, K_GROUP, V_GROUP and G_GROUP of them share a head of q, k, v and g, and the output
+    has QUERIES heads for each. If QUERIES is above 1, q has as many heads as the output.
 
     States [N, H, K, V] may have values or keys next to each other in memory: ``state_stride_k`` and ``state_stride_v``, in
     elements.
@@ -50,11 +57,14 @@ def step_kernel(
     state = tl.zeros([BK, BV], tl.float32)
     if FIRST:
         state = tl.load(first + cell, mask=inside, other=0.0)
-    p_q = row_pointer(q, b, start, h, q_stride_b, q_stride_t, q_stride_h)
-    p_k = row_pointer(k, b, start, h, k_stride_b, k_stride_t, k_stride_h)
-    p_v = row_pointer(v, b, start, h, v_stride_b, v_stride_t, v_stride_h)
-    p_g = row_pointer(g, b, start, h, g_stride_b, g_stride_t, g_stride_h)
-    p_out = row_pointer(out, b, start, h, tl.cast(T, tl.int64) * H * V, H * V, V)
+    q_head = shared_head(h, Q_GROUP) if QUERIES == 1 else h * QUERIES
+    p_q = row_pointer(q, b, start, q_head, q_stride_b, q_stride_t, q_stride_h)
+    p_k = row_pointer(k, b, start, shared_head(h, K_GROUP), k_stride_b, k_stride_t, k_stride_h)
+    p_v = row_pointer(v, b, start, shared_head(h, V_GROUP), v_stride_b, v_stride_t, v_stride_h)
+    p_g = row_pointer(g, b, start, shared_head(h, G_GROUP), g_stride_b, g_stride_t, g_stride_h)
+    out_heads = H if QUERIES == 1 else H * QUERIES
+    out_head = h if QUERIES == 1 else h * QUERIES
+    p_out = row_pointer(out, b, start, out_head, tl.cast(T, tl.int64) * out_heads * V, out_heads * V, V)
     next_q, next_k, next_v, next_g = load_step(p_q, p_k, p_v, p_g, c, cv, length > 0, K, V, SCALAR)
     for t in tl.range(0, length, num_stages=1):
         b_q, b_k, b_v, b_g = next_q, next_k, next_v, next_g
@@ -67,6 +77,12 @@ def step_kernel(
         state += b_k[:, None] * b_v[None, :]
         b_out = tl.sum(state * (b_q * scale)[:, None], 0)
         tl.store(p_out + cv, b_out.to(out.dtype.element_ty), mask=cv < V)
-        p_out += H * V
+        if QUERIES > 1:
+            for other in tl.range(1, QUERIES, num_stages=1):  # p_q points to the next step already
+                p_other = p_q - q_stride_t + tl.cast(other, tl.int64) * q_stride_h
+                b_q = tl.load(p_other + c, mask=c < K, other=0.0).to(tl.float32)
+                b_out = tl.sum(state * (b_q * scale)[:, None], 0)
+                tl.store(p_out + other * V + cv, b_out.to(out.dtype.element_ty), mask=cv < V)
+        p_out += out_heads * V
     if LAST:
         tl.store(last + cell, state, mask=inside)

@@ -14,6 +14,7 @@ from onelaunch.operation import Example, Query
 from onelaunch.operation.requirements import cannot_scan
 from onelaunch.ops.gla.autograd import Results, attend, launches
 from onelaunch.ops.gla.contract import GlaCall, gla
+from onelaunch.ops.gla.heads import expanded
 from onelaunch.ops.gla.variants.triton import no_value_gate
 
 if TYPE_CHECKING:
@@ -32,16 +33,27 @@ def launch_forward(call: Attention, want_final: bool) -> Results:
 
 
 @gla.variant(
-    "hopper", launches=1, backward_launches=3, fuses=("decay", "scores", "states"), hands=(), chunk=64,
-    backward_hands=("rounded_states", "rounded_states"), gemm="gluon", architectures=("sm_90a",),
+    "hopper", launches=1, backward_launches=3, fuses=("decay", "scores", "states"), hands=("repeated",), chunk=64,
+    backward_hands=("rounded_states", "rounded_states", "repeated"), gemm="gluon", architectures=("sm_90a",),
 )  # fmt: skip
 def hopper(call: GlaCall) -> Results:
     """Compute o in one launch along time, or two where T is cut into segments to fill the chip; states stay in registers.
 
     The backward pass has three launches: two passes along time and the gradients of all chunks. There is one more for each pass
-    in segments, and two of PyTorch's that add up one decay per head over panels of channels.
+    in segments, and two of PyTorch's that add up one decay per head over panels of channels. Shared heads are repeated in memory
+    first, which the cost counts: these kernels take one head of every tensor for each head of the output.
     """
-    return attend(call, "hopper")
+    return attend(with_all_heads(call), "hopper")
+
+
+def with_all_heads(call: GlaCall) -> GlaCall:
+    """Return the call with a copy of every shared head for each head of the output; the call itself if no heads are shared."""
+    if not call.heads.grouped:
+        return call
+    heads = call.heads.output
+    q, k, v, g = (expanded(each, heads) for each in (call.q, call.k, call.v, call.g))
+    initial = None if call.initial_state is None else expanded(call.initial_state, heads, dim=1)
+    return call._replace(q=q, k=k, v=v, g=g, initial_state=initial)
 
 
 hopper.supports(cannot_scan)

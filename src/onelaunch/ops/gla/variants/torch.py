@@ -21,7 +21,7 @@ UNROLLED = 128
 """Most chunks of a compiled call: its loop over them is unrolled, and compiling takes seconds per hundred."""
 
 
-@gla.variant("recurrent", launches=None, fuses=(), chunk=1, hands=("states",), yardstick=True)
+@gla.variant("recurrent", launches=None, fuses=(), chunk=1, hands=("states", "repeated"), yardstick=True)
 def recurrent(call: GlaCall) -> Results:
     """Compute by a loop over time, one step after another: the PyTorch baseline that sets the tolerance."""
     q, k, v, g = (x.float() for x in (call.q, call.k, call.v, call.g))
@@ -30,13 +30,13 @@ def recurrent(call: GlaCall) -> Results:
     return o.to(call.v.dtype), final
 
 
-@gla.variant("chunked", launches=None, fuses=(), chunk=chunkwise.CHUNK, hands=("states", "scores"))
+@gla.variant("chunked", launches=None, fuses=(), chunk=chunkwise.CHUNK, hands=("states", "scores", "repeated"))
 def chunked(call: GlaCall) -> Results:
     """Compute in pure PyTorch, chunk by chunk with matrix products: the default on a CPU."""
     return chunkwise.gla(call.q, call.k, call.v, call.g, call.gv, call.initial_state, call.cu_seqlens, call.scale)
 
 
-@gla.variant("compiled", launches=None, fuses=(), chunk=chunkwise.CHUNK, hands=("states", "scores"))
+@gla.variant("compiled", launches=None, fuses=(), chunk=chunkwise.CHUNK, hands=("states", "scores", "repeated"))
 def compiled(call: GlaCall) -> Results:
     """Compute by ``torch.compile`` of the chunked form."""
     function = compile_static(chunkwise.attend)

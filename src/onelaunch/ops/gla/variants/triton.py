@@ -11,14 +11,20 @@ from onelaunch.operation import Example, Query
 from onelaunch.operation.requirements import cannot_scan
 from onelaunch.ops.gla.autograd import Results, attend, launches
 from onelaunch.ops.gla.contract import GlaCall, gla
+from onelaunch.ops.gla.heads import group_of
 
 if TYPE_CHECKING:
     from onelaunch.ops.gla.launch import Attention
 
-BACKWARD: dict[str, Any] = {"chunk": 64, "backward_launches": 4, "backward_hands": ("rounded_states", "rounded_states")}
+BACKWARD: dict[str, Any] = {
+    "chunk": 64,
+    "backward_launches": 4,
+    "backward_hands": ("rounded_states", "rounded_states", "partial_gradients"),
+}
 """Tags of a variant with the portable backward pass.
 
-Two passes that leave a state per chunk, and two kernels over all chunks.
+Two passes that leave a state per chunk, and two kernels over all chunks. Where heads of q, k or g are shared, one more launch for
+each of these adds up their gradients.
 """
 
 
@@ -75,6 +81,7 @@ def by_length(query: Query) -> tuple[str, ...]:
     if query.grad:
         return ()
     batch, steps, heads, keys, values = query.sizes
+    heads //= group_of(query.flags, "state")
     if query.device_type == "cpu":
         few = steps == 1 or (steps <= FEW_STEPS_CPU and batch * heads * keys * values <= SMALL_STATE)
         return ("recurrent",) if few and "packed" not in query.flags else ()
@@ -104,16 +111,26 @@ def training(keys: int, values: int, layouts: tuple[str, ...] = ("channel", "hea
 
 @fused.examples
 def usual_heads() -> list[Example]:
-    """Return training calls with heads of usual sizes."""
-    return training(128, 128)
+    """Return training calls with heads of usual sizes, one head for each output and shared ones."""
+    sizes: dict[str, Any] = {"B": 4, "T": 2048, "H": 16, "K": 128, "V": 128}
+    shared: dict[str, dict[str, Any]] = {
+        "4 heads of q and k": {"q_heads": 4, "k_heads": 4, "decay_per": "head"},
+        "4 heads of k, v and g": {"k_heads": 4, "v_heads": 4, "g_heads": 4},
+    }
+    grouped = [
+        Example(gla.case("bfloat16", **sizes, **options), "forward_backward", name=name) for name, options in shared.items()
+    ]
+    return [*training(128, 128), *grouped]
 
 
 @stepwise.examples
 def decoding() -> list[Example]:
-    """Return steps of decoding with heads of usual and of the largest size, and a training call."""
+    """Return steps of decoding with heads of usual and of the largest size and with shared heads, and training calls."""
     states = {"initial_state": True, "final_state": True}
     steps = [
         Example(gla.case("bfloat16", B=64, T=1, H=4, K=keys, V=keys, **states), name=f"K = {keys}, from a state into a state")
         for keys in (128, 512)
     ]
-    return [*steps, *training(128, 128)]
+    heads: dict[str, Any] = dict.fromkeys(("k_heads", "v_heads", "g_heads", "state_heads"), 4)
+    shared = gla.case("bfloat16", B=64, T=1, H=16, K=128, V=128, **heads, **states)
+    return [*steps, Example(shared, name="4 heads of all but q, from a state into a state"), *training(128, 128)]

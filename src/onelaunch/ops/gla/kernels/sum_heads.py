@@ -1,0 +1,24 @@
+"""Sum over the heads that share one: the last step of the gradient of a tensor with fewer heads than the output.
+
+Computes   out[t, h, x] = partial[t, h G, x] + partial[t, h G + 1, x] + ... + partial[t, h G + G - 1, x].
+Grid       one CTA per token and block of BLOCK elements of its row of ``out``.
+Order      a thread adds the G terms of its elements from the first to the last head, in float32, and rounds once: results do not
+           depend on the device or its load.
+Memory     reads ``partial`` once and writes ``out`` once.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def sum_heads_kernel(partial, out, heads, channels, out_stride_t, GROUP: tl.constexpr, BLOCK: tl.constexpr):
+    """Store ``out`` [tokens, heads, channels], tokens ``out_stride_t`` apart; ``partial`` is [tokens, heads GROUP, channels]."""
+    width = heads * channels
+    token = tl.program_id(0).to(tl.int64)
+    element = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    first = partial + token * width * GROUP + (element // channels) * GROUP * channels + element % channels
+    total = tl.load(first, mask=element < width, other=0.0)
+    for each in tl.static_range(1, GROUP):
+        total += tl.load(first + each * channels, mask=element < width, other=0.0)
+    tl.store(out + token * out_stride_t + element, total.to(out.dtype.element_ty), mask=element < width)
