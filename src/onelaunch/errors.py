@@ -189,10 +189,7 @@ class TransformUnsupported(OneLaunchError, RuntimeError):
 
 
 class PluginWarning(OneLaunchError, UserWarning):
-    """Warning for a plug-in of another package that cannot be loaded. Everything else works without it.
-
-    ``problem`` is the error that importing it raised, or, if ``raised`` is off, a clause about what it did.
-    """
+    """Warning for a plug-in that is left out. ``problem`` is what importing it raised, or, without ``raised``, a clause."""
 
     def __init__(self, name: str, module: str, distribution: str, *, problem: str, raised: bool = True) -> None:
         super().__init__(

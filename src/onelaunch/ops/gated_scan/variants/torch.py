@@ -13,6 +13,7 @@ import torch
 from torch.nn import functional as F
 
 from onelaunch.dispatch.capture import compile_static, compiler_missing
+from onelaunch.operation import Query
 from onelaunch.operation.requirements import no_steps
 from onelaunch.ops.gated_scan.contract import ScanCall, gated_scan
 
@@ -59,6 +60,16 @@ def compiled(call: ScanCall) -> Results:
 
 
 compiled.supports(compiler_missing)
+
+
+@compiled.supports
+def one_channel(query: Query) -> str | None:
+    """Return why the compiled scan cannot run with one channel, or ``None``.
+
+    With V = 1 and a last chunk that is not full, code of PyTorch 2.13's TorchInductor for a CPU reads memory that nobody wrote.
+    """
+    single = query.device_type == "cpu" and query.sizes[-1] == 1
+    return "needs more than one channel on a CPU, where torch.compile gives wrong results for one" if single else None
 
 
 chunked.supports(no_steps)

@@ -40,4 +40,5 @@ def _project_scan_and_gate(
 
 compiled.supports(scan.compiler_missing)
 compiled.supports(scan.no_steps)
+compiled.supports(scan.one_channel)
 chunked.supports(scan.no_steps)
