@@ -27,7 +27,7 @@ from tests.ops.cases import assert_near, assert_one_call_correct, differentiable
 from tests.ops.gla_layer_cases import CASES, GLA_LAYER, SMALL, TENSORS, case_of, made
 
 interpret = pytest.mark.interpret
-# Checks of ``torch.library.opcheck``: all, but with static instead of dynamic shapes
+# Checks of PyTorch's ``opcheck``: all, but with static instead of dynamic shapes
 UTILITIES = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_static")
 
 PARTS = ("wide_activated", "fused", "norm_gate")

@@ -37,7 +37,7 @@ OWN = ["norm_gate", "prologue"]
 """
 
 each_own = pytest.mark.parametrize("variant", OWN)
-# Checks of ``torch.library.opcheck``: all, but with static instead of dynamic shapes
+# Checks of PyTorch's ``opcheck``: all, but with static instead of dynamic shapes
 UTILITIES = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_static")
 
 

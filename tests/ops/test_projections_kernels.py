@@ -43,7 +43,7 @@ def each_own_at(cases: Iterable[str]) -> pytest.MarkDecorator:
 
 each_own = pytest.mark.parametrize("variant", OWN)
 LEAVES = ("x", "weight", "bias")
-# Checks of ``torch.library.opcheck``: all, but with static instead of dynamic shapes
+# Checks of PyTorch's ``opcheck``: all, but with static instead of dynamic shapes
 UTILITIES = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_static")
 
 
