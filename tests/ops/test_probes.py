@@ -12,7 +12,7 @@ from onelaunch.errors import OneLaunchError
 from onelaunch.operation import operations
 from onelaunch.workbench.verify import Judge, run_probes
 from onelaunch.workbench.verify.probes import Prepared
-from tests.ops.cases import GATED_SCAN, pytorch_variants
+from tests.ops.cases import GATED_SCAN, LINEAR_RNN, pytorch_variants
 
 NAMES = ["decode_step", "gated_scan", "gla", "gla_layer", "linear_rnn", "output_chain", "projections", "swiglu"]
 NEED_A_GPU = {"captured", "graph", "packed", "packed_states"}
@@ -93,6 +93,15 @@ def test_interpreted_kernels_meet_the_probes_of_the_scan(variant):
     report = run_probes(judge(), GATED_SCAN, variant)
     assert report.failed == ()
     assert report.met
+
+
+@pytest.mark.parametrize("operation", [GATED_SCAN, LINEAR_RNN], ids=str)
+def test_compiled_scans_refuse_one_channel_on_a_cpu(operation):
+    """TorchInductor's code for a CPU returned values from memory that nobody wrote, as a probe found."""
+    one, two = ({**dict.fromkeys(operation.dimensions, 1), "T": 33, "V": channels} for channels in (1, 2))
+    variant = operation.get("compiled")
+    assert "one channel" in variant.why_not(operation.query(operation.case("float32", **one), "cpu"))
+    assert "one channel" not in (variant.why_not(operation.query(operation.case("float32", **two), "cpu")) or "")
 
 
 @pytest.mark.slow

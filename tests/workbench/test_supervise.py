@@ -342,6 +342,14 @@ def test_a_result_that_another_run_has_written_meanwhile_is_kept_and_so_is_this_
     assert Result.load(told.value.rescued) == told.value.result
 
 
+def test_a_run_needs_no_folder_for_its_lock(tmp_path, monkeypatch):
+    """A file stands where the cache folder would be made. Two runs of one result are then told apart at their end alone."""
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("ONELAUNCH_CACHE", str(tmp_path / "file" / "cache"))
+    result = run(study(), save_to=tmp_path / "r.json")
+    assert Result.load(tmp_path / "r.json") == result
+
+
 def test_a_folder_that_fills_up_during_a_supervised_run_loses_nothing(monkeypatch):
     from onelaunch.errors import OutputUnwritable
     from onelaunch.workbench.result import schema

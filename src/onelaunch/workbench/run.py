@@ -178,7 +178,7 @@ def _alone(path: Path) -> Iterator[None]:
     except filelock.Timeout:
         raise ResultBusy(path) from None
     except (OSError, NotImplementedError):
-        pass  # without a cache folder the end of the run still finds that the file was written meanwhile
+        pass  # There is no folder for locks. The end of the run still finds a file that another run has written meanwhile.
     try:
         yield
     finally:
