@@ -153,7 +153,7 @@ def window(built, request) -> Iterator[tuple[Any, tuple[int, int]]]:
 
 
 # Script that returns by how many pixels the page is wider than the window (at most 0 if nothing is cut off), the beginnings of
-# code blocks and tables that are wider than their place, and the number of these.
+# code blocks and tables that are wider than their place, and the number of all code blocks and tables.
 TOO_WIDE = """
 const open = [...document.querySelectorAll("details")]; open.forEach(each => each.open = true);
 const column = document.querySelector("article").getBoundingClientRect();

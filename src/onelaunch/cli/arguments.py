@@ -1,4 +1,4 @@
-"""Arguments and options that several commands share, and the parser of ``--shape``."""
+"""Arguments and options that several commands share, and the parser of ``--shape`` of ``onelaunch explain``."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ def parse_case(operation: Operation[..., Any], shape: str, dtype: str) -> Case:
     """Parse the value of ``--shape``, such as ``B=4,T=2048,D=256,V=64``, as a case of the operation.
 
     Raises:
-        ArgumentError: A part is not ``NAME=VALUE``, a name is given twice or not known, or a size is missing or no integer.
+        ArgumentError: A part is not ``NAME=VALUE``, a name is given twice or not known, or a size is missing, no
+            integer, negative or too large.
     """
     example = ",".join(f"{name}=64" for name in operation.dimensions)
     given: dict[str, Any] = {}

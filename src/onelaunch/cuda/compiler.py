@@ -140,7 +140,8 @@ def _nvrtc(call: str, *arguments: Any) -> Any:
     """Call a function of NVRTC and return its result.
 
     Raises:
-        RuntimeError: NVRTC returned an error, which these functions do only when they are called wrongly.
+        RuntimeError: NVRTC returned an error, which these functions do only when they are called wrongly, or if
+            ``cuda-bindings`` finds no NVRTC.
     """
     error, *results = getattr(importlib.import_module("cuda.bindings.nvrtc"), call)(*arguments)
     if error:

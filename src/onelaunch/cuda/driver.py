@@ -1,7 +1,8 @@
 """Calls of the CUDA driver: its two bindings, its errors, and the current context of a thread.
 
-Launches of Triton kernels need only a few driver calls. These go through :mod:`ctypes`, which needs nothing installed but the
-driver. Modules of CUDA C++ are loaded through ``cuda-bindings``, which their compiler (NVRTC) needs anyway.
+Contexts, tensor maps and the nodes of captured graphs need only a few driver calls. These go through :mod:`ctypes`, which needs
+nothing installed but the driver. Modules of CUDA C++ are loaded through ``cuda-bindings``, which their compiler (NVRTC) needs
+anyway.
 """
 
 from __future__ import annotations

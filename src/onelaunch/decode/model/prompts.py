@@ -19,7 +19,7 @@ Prompt: TypeAlias = str | Sequence[int] | torch.Tensor
 """Prompt as callers give it: text, or token ids in a sequence or in a tensor ``[T]`` or ``[1, T]``."""
 
 EXPECTED = "it must be text, or token ids in a sequence or a tensor"
-"""End of the messages that refuse a prompt."""
+"""Requirement on a prompt, for the messages that refuse one of another type."""
 
 
 def tokens_of(prompt: Prompt, config: ModelConfig, codec_for: Callable[[str], TextCodec]) -> tuple[int, ...]:

@@ -58,13 +58,13 @@ class Rung:
     heads: Edge = "grid"
     """Synchronization before attention, and before the RoPE phase if there is one."""
     others: Edge = "grid"
-    """Synchronization before all other phases; only a sampler's phases have grid barriers in any level."""
+    """Synchronization before all other phases; a sampler's phases after the first have grid barriers in every level."""
     streams: bool = False
     """Flag of weights that are prefetched across phases."""
     splits: int = 1
     """Largest number of KV splits."""
     positions: int = POSITIONS
-    """Positions per KV split."""
+    """Positions per KV split; if ``summed``, the number of positions up to which there is one split."""
     merge_from: int = LONG
     """Position from which on query splits take each other's queries."""
     summed: bool = False

@@ -11,8 +11,8 @@
 // NVFP4:     the producer warp also copies block scales with cp.async, whose completion arrives at scales_full[s]. Three
 //            converter warps turn them into 16-bit factors and arrive at scales_converted[s], for which consumers wait before
 //            they use the factors. The buffers of scales and factors are freed by empty[s] together with the stage.
-// Macros:    the OPERANDS header defines MAY_LOAD_EARLY, and WHOLE_WARP_LOADS (whether all 32 lanes of the producer warp run
-//            load_item, as NVFP4's block scales need, or lane 0 alone). tile.cuh explains the other macros.
+// Constants: the OPERANDS header defines MAY_LOAD_EARLY, and WHOLE_WARP_LOADS (whether all 32 lanes of the producer warp run
+//            load_item, as NVFP4's block scales need, or lane 0 alone). tile.cuh explains the macros.
 // Leaves:    d, the float32 sums over the k-blocks of an item that this warpgroup has taken; reduction.cuh adds them up.
 #pragma once
 #include "scheduler.cuh"

@@ -9,7 +9,8 @@ Warps      all alike. A thread scans ROWS consecutive steps of a channel seriall
 On chip    ROWS slabs [SEGS, BV] (see look_back.py) of v, log_decay, gate, dy and of the state before each step, in registers.
 Recompute  Each tile scans v again from the state that entered it, which the forward pass saved (one float32 row per tile).
            s_{t-1} is taken from this scan: s_t - v_t would cancel where the decay is strong.
-Memory     reads v, log_decay, gate and dy once, writes the three gradients once; reads one float32 per tile and channel.
+Memory     reads v, log_decay, gate and dy once (of log_decay each segment's first step twice), writes the three gradients once;
+           reads one float32 per tile and channel.
 Protocol   the decoupled look-back of look_back.py over ds, with tiles in reverse order. The tile's pair is published early; the
            states are recomputed after the carry of ds has arrived.
 Padding    elements outside the tensor are loaded as 0: dy = 0, v = 0 and decay = exp(0) = 1. So steps past the end add nothing

@@ -1,8 +1,9 @@
 """Count the DRAM bytes of a call with NVIDIA's ``ncu``, or compute them by arithmetic. The result says which.
 
 One child process (:mod:`onelaunch.workbench.measure.count_child`) runs under ``ncu`` for many requests, each in an NVTX range of
-its own. It calls over rotated inputs that exceed three last-level caches, after one full rotation that is not counted. ``ncu``
-leaves the caches alone. In this steady state all compulsory traffic reaches DRAM, including write-backs.
+its own. It calls over rotated inputs, which exceed three last-level caches if memory allows, after one full rotation that is not
+counted. ``ncu`` leaves the caches alone. In this steady state, if they do, all compulsory traffic reaches DRAM, including
+write-backs.
 """
 
 from __future__ import annotations

@@ -90,7 +90,7 @@ class Verdict(Grown, Stored):
     problems: tuple[Words, ...] = ()
     """Problems in sentences; empty when ``ok``."""
     notes: tuple[Words, ...] = ()
-    """What limits the verdict, in sentences, such as that only the dtype's cap was asked."""
+    """Limits of the verdict, in sentences, such as that only the dtype's cap was asked."""
 
     def explain(self) -> str:
         """Return the problems in one line, or the output that is nearest to its limit if there are none."""

@@ -18,7 +18,7 @@ from onelaunch.workbench.study.plan import plan_study
 
 @dataclass(frozen=True)
 class Job:
-    """What is to be run: a study with its options. It can be sent to another process."""
+    """Study to be run, with its options. It can be sent to another process."""
 
     study: Study
     device: str
@@ -37,7 +37,7 @@ class Job:
 
 @dataclass
 class State:
-    """What the parent knows of a run."""
+    """Knowledge of the parent about a run."""
 
     kept: Result | None = None
     """Result of the finished cases."""
@@ -55,7 +55,7 @@ class Turn(NamedTuple):
     name: str
     control: bool
     step: str
-    """What is done with it: ``verified``, ``prepared``, ``timed (cold)`` and so on."""
+    """Step in which it runs: ``verified``, ``prepared``, ``timed (cold)`` and so on."""
 
     @property
     def key(self) -> Key:

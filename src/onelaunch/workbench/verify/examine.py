@@ -43,7 +43,7 @@ REFUSALS = (ArgumentError, VariantUnsupported)
 
 @dataclass
 class Findings:
-    """What an examination found."""
+    """Findings of an examination: errors, problems, and notes that are no problems."""
 
     components: tuple[ComponentError, ...] = ()
     problems: list[str] = field(default_factory=list)

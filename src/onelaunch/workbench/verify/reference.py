@@ -51,7 +51,7 @@ class Reference:
     strides: dict[str, tuple[int, ...]] = field(default_factory=dict)
     """Strides of the results of the PyTorch baseline by name; empty if it could not run."""
     notes: tuple[str, ...] = ()
-    """What limits every verdict on this case, in sentences."""
+    """Limits of every verdict on this case, in sentences."""
 
     @property
     def nbytes(self) -> int:
