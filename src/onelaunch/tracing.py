@@ -34,3 +34,8 @@ def is_traced(first: object = None) -> bool:
 def is_transformed() -> bool:
     """Return whether the code runs inside a transform of ``torch.func`` such as ``vmap``, ``grad`` or ``jvp``."""
     return not is_compiling() and _transform() is not None
+
+
+def sees_operators() -> bool:
+    """Return whether a dispatch mode is active, which sees every operator of PyTorch: a tracer, a counter or a recorder."""
+    return _dispatch_modes() > 0

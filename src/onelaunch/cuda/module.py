@@ -8,7 +8,7 @@ import struct
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -39,6 +39,22 @@ _PORTABLE_CLUSTER = 8
 
 _OVERLAP_CAPTURED = 12030
 """First driver version (CUDA 12.3) that can capture programmatic dependent launches in a graph."""
+
+
+class Prepared(NamedTuple):
+    """Launch of a function as plain numbers, for a caller that launches it by its own call of ``cuLaunchKernelEx``."""
+
+    function: int
+    """Handle of the kernel."""
+    threads: int
+    """Number of threads of a CTA."""
+    shared_bytes: int
+    """Dynamic shared memory of a CTA in bytes."""
+    attributes: int
+    """Address of the launch attributes; 0 if there are none."""
+    attribute_count: int
+    owner: Any
+    """Object that keeps the attributes in memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +139,7 @@ class Function:
                 bound("cuFuncSetAttribute", self._function, attribute, value, about=f"{entry}, {attribute.name} = {value}")
         if shape.overlap and bound("cuDriverGetVersion") < _OVERLAP_CAPTURED:
             shape = replace(shape, overlap=False)
+        self._shape = shape
         self._packet = _Packet(kinds, shape)
 
     def __call__(self, grid: tuple[int, int, int], *arguments: Any) -> None:
@@ -154,6 +171,26 @@ class Function:
                 (error,) = self._driver.cuLaunchKernelEx(config, self._function, packet.parameters, 0)
         if error:
             raise DriverError("cuLaunchKernelEx", got=error.name, about=f"{self.entry}, grid {grid}")
+
+    def prepared(self, grid: tuple[int, int, int]) -> Prepared:
+        """Return the launch on a grid as plain numbers."""
+        config, raw = _configuration(self._shape), _RawConfiguration
+        config.gridDimX, config.gridDimY, config.gridDimZ = grid
+        found = raw.from_address(int(config.getPtr()))
+        count = int(found.attribute_count)
+        at = int(found.attributes or 0) if count else 0
+        return Prepared(int(self._function), self._shape.threads, self._shape.shared_bytes, at, count, config)
+
+
+class _RawConfiguration(ctypes.Structure):
+    """``CUlaunchConfig`` of the driver."""
+
+    _fields_ = (
+        ("numbers", ctypes.c_uint32 * 7),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.c_void_p),
+        ("attribute_count", ctypes.c_uint32),
+    )
 
 
 class _Packet(threading.local):

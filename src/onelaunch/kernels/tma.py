@@ -16,6 +16,7 @@ import torch
 from onelaunch import cuda
 from onelaunch.cuda.tensor_maps import MAP_BYTES
 from onelaunch.launch.imitation import imitated, recorded
+from onelaunch.launch.recording import recorder
 
 ALIGNMENT = 16
 """Bytes of which TMA requires addresses and strides to be multiples."""
@@ -39,7 +40,12 @@ def tensor_map(
 
     While launches are imitated, the map is all zeros: there may be no driver that makes one, and no kernel reads it.
     """
-    return bytes(MAP_BYTES) if imitated() else _tensor_map(dtype, address, sizes, strides, box, swizzle=swizzle)
+    if imitated():
+        return bytes(MAP_BYTES)
+    found = _tensor_map(dtype, address, sizes, strides, box, swizzle=swizzle)
+    if (active := recorder()) is not None:
+        active.encoded(found, lambda other: _tensor_map(dtype, other, sizes, strides, box, swizzle=swizzle))
+    return found
 
 
 def address(tensor: torch.Tensor) -> int:
@@ -48,6 +54,13 @@ def address(tensor: torch.Tensor) -> int:
     The offset decides alignment as the address does, since PyTorch aligns the storage itself to more than :data:`ALIGNMENT`.
     """
     return int(tensor.storage_offset()) * tensor.element_size() if imitated() else tensor.data_ptr()
+
+
+def distance(first: torch.Tensor, second: torch.Tensor) -> int:
+    """Return the bytes from the first element of a tensor to that of a second one. They may decide what is launched."""
+    if (active := recorder()) is not None:
+        active.depends_on_distance(first, second)
+    return address(second) - address(first)
 
 
 def addressable(tensor: torch.Tensor) -> torch.Tensor:

@@ -43,6 +43,11 @@ def recorded() -> bool:
     return _STATE.imitated and _STATE.launches is not None
 
 
+def is_observed() -> bool:
+    """Return whether launches of this thread are recorded, or do nothing."""
+    return _STATE.imitated or _STATE.launches is not None
+
+
 def record_launch(launch: Any) -> bool:
     """Append a launch to the list of the thread if there is one, and return whether the caller must skip the launch."""
     if _STATE.launches is not None:

@@ -17,6 +17,7 @@ from onelaunch.cuda.compiler import Source
 from onelaunch.cuda.module import Function, Kind, load
 from onelaunch.launch.global_atomics import global_atomics
 from onelaunch.launch.imitation import record_launch
+from onelaunch.launch.recording import recorder
 from onelaunch.launch.warp_mma import warp_mma
 
 
@@ -63,7 +64,9 @@ class Launch:
 
     def _launch(self) -> None:
         """Launch the kernel by ``kernel.run``, since ``kernel[grid](...)`` would pack the arguments a second time."""
-        self.kernel.run(*self.arguments, grid=self.grid, warmup=False, **self.constants)
+        compiled = self.kernel.run(*self.arguments, grid=self.grid, warmup=False, **self.constants)
+        if (active := recorder()) is not None:
+            active.launched(self, compiled)
 
     def run(self) -> None:
         """Launch the kernel on the current stream, unless launches are imitated."""
@@ -172,5 +175,9 @@ class CudaLaunch:
 
     def run(self) -> None:
         """Launch the kernel on PyTorch's current stream of the device, unless launches are imitated."""
-        if not record_launch(self):
-            self.kernel.on(self.device)(self.grid, *self.arguments)
+        if record_launch(self):
+            return
+        function = self.kernel.on(self.device)
+        function(self.grid, *self.arguments)
+        if (active := recorder()) is not None:
+            active.launched_cuda(self, function)

@@ -11,6 +11,7 @@ from torch import library
 
 from onelaunch.errors import TransformUnsupported
 from onelaunch.launch.imitation import imitate, recorded
+from onelaunch.launch.plan import Planned
 from onelaunch.tracing import is_traced, is_transformed
 
 Gradients = tuple[torch.Tensor | None, ...]
@@ -63,11 +64,12 @@ class Operator:
     ) -> None:
         self.name = name
         self.run = run
+        self.planned: Planned[Any] = Planned(run)
         self.views = views
         # Three forms of the function: for compiled code, for eager code with a gradient, and for recorded launches (_recorded).
         self.registered = library.custom_op(f"onelaunch::{name}", run, mutates_args=())
         self.registered.register_fake(fake or partial(_imitated, run))
-        self.eager: Callable[..., Any] = run
+        self.eager: Callable[..., Any] = self.planned
         self._recorded: Callable[..., Any] | None = None
         if save is None or gradients is None:
             return
@@ -85,7 +87,7 @@ class Operator:
         self.registered.register_autograd(differentiate_registered, setup_context=save_all)
 
         def forward_and_save(ctx: Any, *inputs: Any) -> Any:
-            output = run(*inputs)
+            output = self.planned(*inputs)
             save(ctx, inputs, output)
             if views is not None:
                 return views(inputs, output[0])
@@ -94,7 +96,7 @@ class Operator:
             return output
 
         def differentiate(ctx: Any, *grad_outputs: Any) -> Gradients:
-            return gradients(ctx, inner.run, *(grad_outputs[:outputs] if views is None else grad_outputs))
+            return gradients(ctx, inner.planned, *(grad_outputs[:outputs] if views is None else grad_outputs))
 
         def run_forward_and_backward(*inputs: Any) -> Any:
             """Launch the kernels of both passes on fake tensors, so that both are recorded, and return the output of ``run``.
@@ -132,7 +134,7 @@ class Operator:
         traced = is_traced(inputs[0])  # one tensor of the call is enough, see is_traced
         if grad and not traced:
             return self.eager(*inputs)
-        output = self.registered(*inputs) if traced else self.run(*inputs)
+        output = self.registered(*inputs) if traced else self.planned(*inputs)
         return output if self.views is None else self.views(inputs, output[0])
 
 

@@ -10,11 +10,13 @@ second launch.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import torch
 from triton.runtime import driver
 
 from onelaunch.launch.imitation import imitated
+from onelaunch.launch.recording import recorder
 
 RESERVE = 4 << 20
 """Number of int64 words in the reserve for captured calls: 32 MiB per device, allocated by the first eager call."""
@@ -74,6 +76,19 @@ def workspace(device: torch.device, words: int) -> torch.Tensor:
     """Return int64 words for one launch on the current stream; the launch must write every one of them."""
     if imitated():
         return torch.empty(words, dtype=torch.int64, device=device)
+    return _provided(_workspace, device, words)
+
+
+def _provided(function: Callable[[torch.device, int], torch.Tensor], device: torch.device, words: int) -> torch.Tensor:
+    """Return what a function of this module provides, and report it if the calling code is recorded."""
+    found = function(device, words)
+    if (active := recorder()) is not None:
+        active.provided(function, (device, words), found)
+    return found
+
+
+def _workspace(device: torch.device, words: int) -> torch.Tensor:
+    """Return the words of :func:`workspace`."""
     if device.type != "cuda":  # Triton's interpreter, whose launches run one after another
         return _shared(device, 0, words)
     if torch.cuda.is_current_stream_capturing():
@@ -91,7 +106,14 @@ def _counters(device: torch.device, stream: int, words: int) -> torch.Tensor:
 
 def counters(device: torch.device, words: int) -> torch.Tensor:
     """Return zeroed int64 words for one launch on the current stream; the launch must leave them zero."""
-    if imitated() or torch.cuda.is_current_stream_capturing():
-        return workspace(device, words)  # words that no other launch uses
+    if imitated():
+        return workspace(device, words)
+    return _provided(_zeroed, device, words)
+
+
+def _zeroed(device: torch.device, words: int) -> torch.Tensor:
+    """Return the words of :func:`counters`."""
+    if torch.cuda.is_current_stream_capturing():
+        return _workspace(device, words)  # words that no other launch uses
     _reserve(device).fill(device)
     return _counters(device, _stream(device), words)

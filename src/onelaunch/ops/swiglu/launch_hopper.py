@@ -15,7 +15,7 @@ from onelaunch.device.hardware import processors
 from onelaunch.kernels.common.layout import cdiv
 from onelaunch.kernels.gemm_sm90.config import GemmConfig
 from onelaunch.kernels.gemm_sm90.kernel import Gemm, gemm_of, matrix_map
-from onelaunch.kernels.tma import ROW_BYTES, address, addressable, tensor_map
+from onelaunch.kernels.tma import ROW_BYTES, address, addressable, distance, tensor_map
 from onelaunch.launch.launch import CudaLaunch
 from onelaunch.launch.workspace import counters
 from onelaunch.ops.swiglu.configure_hopper import partition_of, reads_early, tile_columns
@@ -56,15 +56,15 @@ class InterleavedWeights(NamedTuple):
 def interleaved(first: torch.Tensor, second: torch.Tensor) -> InterleavedWeights:
     """Return both weights interleaved by strides alone; copy them first if TMA cannot address them so."""
     first, second = addressable(first), addressable(second)
-    distance = address(second) - address(first)
-    if first.stride(0) != second.stride(0) or distance % 16 or not 0 < abs(distance) < FARTHEST:
+    apart = distance(first, second)
+    if first.stride(0) != second.stride(0) or apart % 16 or not 0 < abs(apart) < FARTHEST:
         first, second = torch.stack((first, second)).unbind()
-        distance = address(second) - address(first)
+        apart = distance(first, second)
     rows, channels = first.shape
     row = first.stride(0) * first.element_size()
     return InterleavedWeights(
         first.dtype, min(address(first), address(second)), (channels, GROUP_ROWS, 2, rows // GROUP_ROWS),
-        (row, abs(distance), GROUP_ROWS * row), distance < 0, (first, second),
+        (row, abs(apart), GROUP_ROWS * row), apart < 0, (first, second),
     )  # fmt: skip
 
 

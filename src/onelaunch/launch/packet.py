@@ -1,0 +1,189 @@
+"""Packets: the arguments and configurations of several kernel launches in one buffer, as the CUDA driver reads them.
+
+The driver's ``cuLaunchKernelEx`` takes a launch configuration and an array of pointers to the values of the parameters. All of
+these lie in the buffer of a packet. Between two uses of a packet only addresses change, and the stream: 64-bit words of the
+buffer, the first word of each tensor map among them. So a launch from a packet packs no arguments. ``onelaunch.launch.plan``
+makes packets and fills the words in.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from onelaunch.cuda.driver import library
+from onelaunch.cuda.tensor_maps import MAP_BYTES
+
+WORD = 8
+"""Bytes of a word of a packet: an address, or a stream's handle."""
+
+CONFIGURATION = struct.Struct("=7I4xQQI4x")
+"""Layout of ``CUlaunchConfig``: grid, block, shared memory, stream, address of the attributes, number of attributes."""
+
+STREAM = 32
+"""Offset of the stream in ``CUlaunchConfig``, in bytes."""
+
+SIZES = {"i1": "b", "i8": "b", "u1": "B", "u8": "B", "i16": "h", "u16": "H", "i32": "i", "u32": "I", "i64": "q", "u64": "Q"}
+"""Format characters of :mod:`struct` for Triton's integer types."""
+
+FORMATS = {**SIZES, "fp32": "f", "f32": "f", "fp64": "d"}
+"""Format characters of :mod:`struct` for the types of numbers that a packet can hold."""
+
+
+@dataclass(frozen=True)
+class Address:
+    """Parameter whose value is the address of a tensor, or a tensor map of that address."""
+
+    source: int
+    """Index of the tensor among those of a plan."""
+    offset: int = 0
+    """Bytes from the tensor's first element."""
+    tensor_map: bytes | None = None
+    """Tensor map whose first word is the address, or ``None`` for a pointer."""
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """Values of a kernel's parameters, in order: the bytes of a number, or an :class:`Address`."""
+
+    function: int
+    """Handle of the kernel (``CUfunction``)."""
+    values: tuple[bytes | Address, ...]
+    grid: tuple[int, int, int]
+    threads: int
+    """Number of threads of a CTA."""
+    shared_bytes: int
+    """Dynamic shared memory of a CTA, in bytes."""
+    attributes: int = 0
+    """Address of the launch attributes, 0 without any."""
+    attribute_count: int = 0
+    owner: Any = None
+    """Object that keeps the kernel loaded, and the attributes in memory."""
+
+    @property
+    def sizes(self) -> list[int]:
+        """Sizes of the parameters in bytes."""
+        return [
+            len(value) if isinstance(value, bytes) else WORD if value.tensor_map is None else MAP_BYTES for value in self.values
+        ]
+
+
+@dataclass
+class Image:
+    """Content of a packet before it has an address: bytes, and words that hold addresses inside the packet itself.
+
+    Attributes:
+        content: Bytes of the packet; it begins at an address that is a multiple of :data:`MAP_BYTES`.
+        inner: Pairs of the index of a word, and the offset in bytes of what it points to.
+    """
+
+    content: bytearray = field(default_factory=bytearray)
+    inner: list[tuple[int, int]] = field(default_factory=list)
+
+    def append(self, value: bytes, alignment: int) -> int:
+        """Append bytes at the next multiple of an alignment, and return their offset."""
+        self.content += bytes(-len(self.content) % alignment)
+        at = len(self.content)
+        self.content += value
+        return at
+
+
+@dataclass(frozen=True)
+class Placed:
+    """Positions of one launch in a packet."""
+
+    function: int
+    configuration: int
+    """Offset of the launch configuration in bytes."""
+    pointers: int
+    """Offset of the array of pointers to the parameters, in bytes."""
+    stream: int
+    """Index of the word that holds the stream."""
+    words: tuple[tuple[int, int, int], ...]
+    """Words that hold addresses: the index of the word, and the source and offset of the :class:`Address`."""
+
+
+def place(image: Image, launch: Parameters) -> Placed:
+    """Append a launch to an image and return its positions."""
+    words, offsets = [], []
+    for value in launch.values:
+        if isinstance(value, bytes):
+            offsets.append(image.append(value, WORD))
+            continue
+        at = image.append(bytes(WORD), WORD) if value.tensor_map is None else image.append(value.tensor_map, MAP_BYTES)
+        offsets.append(at)
+        words.append((at // WORD, value.source, value.offset))
+    pointers = image.append(bytes(WORD * max(len(offsets), 1)), WORD)
+    image.inner += [(pointers // WORD + at, offset) for at, offset in enumerate(offsets)]
+    configuration = image.append(
+        CONFIGURATION.pack(
+            *launch.grid, launch.threads, 1, 1, launch.shared_bytes, 0, launch.attributes, launch.attribute_count
+        ),
+        WORD,
+    )  # fmt: skip
+    return Placed(launch.function, configuration, pointers, (configuration + STREAM) // WORD, tuple(words))
+
+
+class Packet:
+    """Buffer with the arguments and configurations of launches. One thread uses it at a time.
+
+    Attributes:
+        words: The buffer as 64-bit words.
+        launches: For each launch the arguments of :func:`launch_function`, as objects of :mod:`ctypes`.
+    """
+
+    __slots__ = ("_buffer", "launches", "words")
+
+    def __init__(self, image: Image, placed: Sequence[Placed]) -> None:
+        size = len(image.content)
+        self._buffer = ctypes.create_string_buffer(size + 2 * MAP_BYTES)
+        start = -ctypes.addressof(self._buffer) % MAP_BYTES
+        first = ctypes.addressof(self._buffer) + start
+        view = memoryview(self._buffer).cast("B")[start : start + size + -size % WORD]
+        view[:size] = image.content
+        self.words = view.cast("Q")
+        for word, offset in image.inner:
+            self.words[word] = first + offset
+        pointer = ctypes.c_void_p
+        self.launches = tuple(
+            (pointer(first + each.configuration), pointer(each.function), pointer(first + each.pointers)) for each in placed
+        )
+
+
+@functools.cache
+def launch_function() -> Any:
+    """Return the driver's ``cuLaunchKernelEx``, which takes a configuration, a function, its parameters and ``None``.
+
+    :mod:`ctypes` releases the GIL during the call. A full queue of the device may block it.
+    """
+    return library().cuLaunchKernelEx
+
+
+@functools.cache
+def _parameter_information() -> Any:
+    """Return the driver's ``cuFuncGetParamInfo``, or ``None`` before CUDA 12.4, which introduced it."""
+    function = getattr(library(), "cuFuncGetParamInfo", None)
+    if function is not None:
+        function.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p, ctypes.c_void_p]
+    return function
+
+
+def parameter_sizes(function: int, most: int) -> list[int] | None:
+    """Return the sizes in bytes of a loaded kernel's parameters, or ``None`` if the driver does not tell them.
+
+    Args:
+        function: Handle of the kernel.
+        most: Largest number of parameters that are of interest; at most one more is returned.
+    """
+    ask = _parameter_information()
+    if ask is None:
+        return None
+    sizes: list[int] = []
+    offset, size = ctypes.c_size_t(), ctypes.c_size_t()
+    while len(sizes) <= most and ask(function, len(sizes), ctypes.byref(offset), ctypes.byref(size)) == 0:
+        sizes.append(size.value)
+    return sizes
