@@ -139,7 +139,18 @@ def values_are_checked(value: torch.Tensor) -> bool:
     """
     if value.is_meta or is_traced(value) or is_transformed():
         return False
-    return value.device.type == "cpu" or os.environ.get("ONELAUNCH_CHECK_VALUES") == "1"
+    return value.device.type == "cpu" or asks_for_values()
+
+
+_VARIABLES = getattr(os.environ, "_data", None)
+"""Content of ``os.environ``, whose own look-up takes a microsecond for a variable that is not set."""
+
+
+def asks_for_values() -> bool:
+    """Return whether the user asks that values of GPU tensors are checked."""
+    if isinstance(_VARIABLES, dict) and b"ONELAUNCH_CHECK_VALUES" not in _VARIABLES and os.name == "posix":
+        return False
+    return os.environ.get("ONELAUNCH_CHECK_VALUES") == "1"
 
 
 def flag(argument: str, value: object) -> None:

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from onelaunch.launch.plan import refuse_plan
 from onelaunch.operation import Query
 
 SHAPES = 256
@@ -38,6 +39,7 @@ def compile_static(function: Callable[..., R]) -> Callable[..., R]:
     def call(*arguments: Any) -> R:
         if torch.compiler.is_compiling():
             return function(*arguments)
+        refuse_plan("compiled code launches kernels in other ways")
         from torch._dynamo import config as dynamo  # slow to import
 
         with dynamo.patch(recompile_limit=SHAPES):  # beyond the limit Dynamo would run the function uncompiled

@@ -21,6 +21,7 @@ from onelaunch.device.hardware import describe
 from onelaunch.dispatch.measured import Measured, nearest
 from onelaunch.dispatch.results import check_results
 from onelaunch.errors import ArgumentError, UnknownVariant, VariantUnsupported
+from onelaunch.launch.plan import forget_plans, refuse_plan
 from onelaunch.operation import AUTO, Call, Operation, Query, Variant, find_operation
 
 CONFIRMED = 4096
@@ -45,6 +46,8 @@ def run(operation: Operation[..., Any], call: Call, variant: str) -> Any:
     if torch.compiler.is_compiling():
         return operation.variants[_constant_name(variant, *query)].run(call)
     chosen = operation.variants[_name(variant, query)]
+    if not chosen.is_repeatable:
+        refuse_plan(f"the variant {chosen.name} may launch kernels in other ways")
     results = chosen.run(call)
     # An operation's argument checks cache queries, so that equal calls share one object. Comparing identity saves a hash.
     if query is not chosen.latest:
@@ -161,7 +164,8 @@ def _checked(variant: str, query: Query) -> str:
 
 
 def forget() -> None:
-    """Clear the caches of choices and of checked names, so that later calls see changed tables or variants."""
+    """Clear the caches of choices, of checked names and of plans, so that later calls see changed tables or variants."""
+    forget_plans()
     choose.cache_clear()
     _checked.cache_clear()
 

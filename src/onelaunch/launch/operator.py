@@ -12,6 +12,7 @@ from torch import library
 from onelaunch.errors import TransformUnsupported
 from onelaunch.launch.imitation import imitate, recorded
 from onelaunch.launch.plan import Planned
+from onelaunch.launch.tape import active_tape
 from onelaunch.tracing import is_traced, is_transformed
 
 Gradients = tuple[torch.Tensor | None, ...]
@@ -115,9 +116,15 @@ class Operator:
 
         self._recorded = run_forward_and_backward
         once = torch.autograd.function.once_differentiable(differentiate)
-        methods = {"forward": staticmethod(forward_and_save), "backward": staticmethod(once)}
+
+        def differentiate_once(ctx: Any, *grad_outputs: Any) -> Gradients:
+            # Without ``create_graph`` the mode is off already, and nothing has to be marked.
+            return once(ctx, *grad_outputs) if torch.is_grad_enabled() else differentiate(ctx, *grad_outputs)
+
+        methods = {"forward": staticmethod(forward_and_save), "backward": staticmethod(differentiate_once)}
         function: Any = type(name, (torch.autograd.Function,), methods)  # profilers show this name
-        self.eager = function.apply
+        # ``Function.apply`` looks for transforms of torch.func, which a call refuses, and then calls this method.
+        self.eager = super(torch.autograd.Function, function).apply
 
     def __call__(self, *inputs: Any, grad: bool) -> Any:
         """Return the function's results; ``grad`` says whether the call may be differentiated later.
@@ -125,6 +132,19 @@ class Operator:
         Raises:
             TransformUnsupported: The call is inside a transform of ``torch.func``.
         """
+        tape = active_tape()
+        if tape is None:
+            return self._call(inputs, grad)
+        repeated = self.eager if grad else self._without_gradients
+        return tape.operated(repeated, lambda: self._call(inputs, grad), inputs)
+
+    def _without_gradients(self, *inputs: Any) -> Any:
+        """Return the function's results in eager code."""
+        output = self.planned(*inputs)
+        return output if self.views is None else self.views(inputs, output[0])
+
+    def _call(self, inputs: tuple[Any, ...], grad: bool) -> Any:
+        """Return the function's results in the form that the present mode of PyTorch and of launches needs."""
         if is_transformed():
             raise TransformUnsupported(self.name)
         if recorded():
@@ -134,7 +154,9 @@ class Operator:
         traced = is_traced(inputs[0])  # one tensor of the call is enough, see is_traced
         if grad and not traced:
             return self.eager(*inputs)
-        output = self.registered(*inputs) if traced else self.planned(*inputs)
+        if not traced:
+            return self._without_gradients(*inputs)
+        output = self.registered(*inputs)
         return output if self.views is None else self.views(inputs, output[0])
 
 

@@ -151,6 +151,8 @@ class Recorder(TorchDispatchMode):
         super().__init__()
         self.recording = Recording()
         self.problem: str | None = None
+        self.launches = 0
+        """Number of kernels of Triton that were reported."""
         self._at: dict[int, tuple[int, int]] = {}  # by storage: its source, and the address of the source's first element
         self._maps: dict[bytes, Callable[[int], bytes]] = {}
         self.inputs = tuple(isolated(each) if isinstance(each, torch.Tensor) else each for each in inputs)
@@ -165,7 +167,7 @@ class Recorder(TorchDispatchMode):
         _ACTIVE.recorder = self
         return super().__enter__()
 
-    def __exit__(self, exc_type: Any, exc_val: Any, exc_tb: Any) -> None:
+    def __exit__(self, exc_type: object, exc_val: object, exc_tb: object) -> None:
         _ACTIVE.recorder = None
         super().__exit__(exc_type, exc_val, exc_tb)
 
@@ -173,6 +175,7 @@ class Recorder(TorchDispatchMode):
 
     def launched(self, launch: Any, compiled: Any) -> None:
         """Record a launch of a kernel that Triton compiled."""
+        self.launches += 1
         if 0 not in launch.grid:
             self._attempt(lambda: self.recording.steps.append(Start(of_triton(launch, compiled, self.address_of))))
 

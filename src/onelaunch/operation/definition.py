@@ -11,6 +11,7 @@ import torch
 
 from onelaunch.device.architectures import architecture_of
 from onelaunch.errors import ArgumentError, UnknownVariant
+from onelaunch.launch.plan import Planned
 from onelaunch.operation.case import Case, Reading
 from onelaunch.operation.cost import Cost
 from onelaunch.operation.probe import Probe, Probes
@@ -32,6 +33,8 @@ class Operation(Generic[P, R]):
         stages: Number of consecutive operations that it consists of, each of which rounds its result. The caps on errors of the
             verification gate hold for one stage. They grow with the square root of this number, as independent errors do.
         defaults: Variants to prefer where nothing was measured, by device type.
+        planned: Flag that calls on a GPU are replayed (:class:`onelaunch.launch.plan.Planned`), which asks of the public function
+            that it depends on nothing but facts about its arguments that are known without reading them.
         variants: Variants by name, in order of registration.
     """
 
@@ -45,6 +48,7 @@ class Operation(Generic[P, R]):
         options: Mapping[str, Any],
         defaults: Mapping[str, tuple[str, ...]],
         stages: int = 1,
+        planned: bool = False,
     ) -> None:
         functools.update_wrapper(self, function)
         self.name = function.__name__
@@ -59,7 +63,7 @@ class Operation(Generic[P, R]):
         self.controls: dict[str, Control] = {}
         self.loops: dict[str, LoopMaker] = {}
         """Functions that make a :class:`Loop` from a variant and the public function's arguments, by regime of a study."""
-        self._function = function
+        self._function: Callable[P, R] = Planned(function, taped=True) if planned else function
         self._oracle: Callable[..., tuple[torch.Tensor | None, ...]] | None = None
         self._inputs: Callable[[Case, torch.device, torch.Generator], Reading] | None = None
         self._cost: Callable[[Case, Variant | None, Direction], Cost] | None = None

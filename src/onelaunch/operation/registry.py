@@ -11,6 +11,7 @@ from onelaunch.errors import (
     ArgumentError,
     UnknownOperation,
 )
+from onelaunch.launch.plan import forget_plans
 from onelaunch.operation.definition import Operation, check_name
 from onelaunch.operation.entry_points import Plugin, load_once
 from onelaunch.operation.query import P, R
@@ -83,6 +84,7 @@ class _Snapshot:
         for name, part in self._parts.items():
             vars(part).clear()
             vars(part).update(self._states[name])
+        forget_plans()
 
     def added(self) -> tuple[str, ...]:
         """Return the names of operations and variants registered since: ``operation`` or ``operation.variant``."""

@@ -16,6 +16,7 @@ import torch
 
 from onelaunch.errors import ArgumentError
 from onelaunch.launch.build import Build
+from onelaunch.launch.plan import forget_plans
 from onelaunch.wording import in_a_line
 
 if TYPE_CHECKING:
@@ -173,6 +174,19 @@ class Variant:
 
     def __call__(self, call: Any) -> Any:
         return self.run(call)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name == "run":
+            forget_plans()  # they repeat what the former function did
+
+    @property
+    def is_repeatable(self) -> bool:
+        """Flag that calls can be replayed from plans: the variant is of its operation's package, as registered, and of no other.
+
+        Kernels of other libraries are launched in ways that no recording sees.
+        """
+        return self.run is self.registered and self.is_own and self.capabilities.requires is None
 
     @property
     def package(self) -> str:

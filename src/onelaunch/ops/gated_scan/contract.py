@@ -133,6 +133,7 @@ def check_scan_values(log_decay: torch.Tensor, cu_seqlens: torch.Tensor | None) 
     dimensions=("B", "T", "V"),
     outputs=("y", "final_state"),
     bind=bind,
+    planned=True,
     # Options of a case, from which reference.py makes inputs. Then the variants to prefer where nothing was measured.
     options={"decay": "model", "lengths": None, "initial_state": True, "final_state": True, "log_decay_dtype": None},
     defaults={"cuda": ("fused", "chunked", "eager"), "cpu": ("chunked", "eager")},

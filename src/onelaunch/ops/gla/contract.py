@@ -259,6 +259,7 @@ def _scale(scale: float | None, keys: int) -> float:
     dimensions=("B", "T", "H", "K", "V"),
     outputs=("o", "final_state"),
     bind=bind,
+    planned=True,
     # Options of a case, from which reference.py makes inputs. Then the variants to prefer where nothing was measured.
     options={
         "decay": "model",

@@ -176,6 +176,7 @@ def _head_size(name: str, weight: Facts, dimension: int, heads: int, dimensions:
     dimensions=("B", "T", "D", "H", "K", "V"),
     outputs=("out", "final_state"),
     bind=bind,
+    planned=True,
     # Options of a case, from which reference.py makes inputs. Then the variants to prefer where nothing was measured.
     options={"rank": 16, "normalizer": 16.0, "eps": 1e-5, "norm_weight": "same", "initial_state": False, "final_state": False},
     defaults={"cuda": ("packed", "composed"), "cpu": ("composed",)},

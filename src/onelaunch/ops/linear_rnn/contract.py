@@ -78,6 +78,7 @@ def _key(x: Facts, weight: Facts, scan: ScanFacts) -> Query:
     dimensions=("B", "T", "D", "V"),
     outputs=("y", "final_state"),
     bind=bind,
+    planned=True,
     # Options of a case, from which reference.py makes inputs. Then the variants to prefer where nothing was measured.
     options={"decay": "model", "lengths": None, "initial_state": False, "final_state": False, "log_decay_dtype": None},
     defaults={"cuda": ("fused_chunked", "semi_fused", "chunked", "eager"), "cpu": ("chunked", "eager")},

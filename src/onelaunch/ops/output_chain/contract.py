@@ -120,6 +120,7 @@ def key_of(
     dimensions=("B", "T", "H", "V", "D"),
     outputs=("out",),
     bind=bind,
+    planned=True,
     # Options of a case, from which reference.py makes inputs. Then the variants to prefer where nothing was measured.
     options={"gate": "silu", "norm_weight": "same", "bias": False, "eps": 1e-5},
     defaults={"cuda": ("norm_gate", "unfused"), "cpu": ("unfused",)},

@@ -126,6 +126,7 @@ def result_names(arguments: Mapping[str, Any]) -> tuple[str, ...]:
     dimensions=("B", "T", "D", "H", "K", "V"),
     outputs=result_names,
     bind=bind,
+    planned=True,
     # Options of a case and their defaults, for the input maker in reference.py: names of its CHAINS and GATES.
     options={"segments": "normalized", "gate": "silu"},
     # Variants by device type for calls near which nothing was measured, after the one that variants/hopper.py prefers.

@@ -233,6 +233,7 @@ def _columns(x: Facts, weights: Sequence[Facts]) -> int:
     dimensions=("M", "N", "K"),
     outputs=("h",),
     bind=bind,
+    planned=True,
     # Options of a case and their defaults, for the input maker in reference.py, which draws the arguments of tests and studies.
     # ``format`` is a value of FORMATS; ``codes`` selects what NVFP4 codes are drawn.
     options={
