@@ -37,5 +37,8 @@ def is_transformed() -> bool:
 
 
 def sees_operators() -> bool:
-    """Return whether a dispatch mode is active, which sees every operator of PyTorch: a tracer, a counter or a recorder."""
-    return _dispatch_modes() > 0
+    """Return whether something sees every operator of PyTorch that eager code calls.
+
+    That is a dispatch mode, such as a tracer, a counter or a recorder, or a transform of ``torch.func``.
+    """
+    return _dispatch_modes() > 0 or _transform() is not None

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from onelaunch.launch.plan import refuse_plan
+from onelaunch.launch.planned import refuse_plan
 from onelaunch.operation import Query
 
 SHAPES = 256

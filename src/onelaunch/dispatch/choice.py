@@ -21,7 +21,7 @@ from onelaunch.device.hardware import describe
 from onelaunch.dispatch.measured import Measured, nearest
 from onelaunch.dispatch.results import check_results
 from onelaunch.errors import ArgumentError, UnknownVariant, VariantUnsupported
-from onelaunch.launch.plan import forget_plans, refuse_plan
+from onelaunch.launch.planned import forget_plans, refuse_plan
 from onelaunch.operation import AUTO, Call, Operation, Query, Variant, find_operation
 
 CONFIRMED = 4096

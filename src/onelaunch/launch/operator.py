@@ -11,7 +11,7 @@ from torch import library
 
 from onelaunch.errors import TransformUnsupported
 from onelaunch.launch.imitation import imitate, recorded
-from onelaunch.launch.plan import Planned
+from onelaunch.launch.planned import Planned
 from onelaunch.launch.tape import active_tape
 from onelaunch.tracing import is_traced, is_transformed
 

@@ -1,41 +1,26 @@
 """Plans: what a function launches and allocates for inputs of one kind, repeated without the function's own Python code.
 
-A :class:`Planned` function runs as it is the first time that it meets inputs with certain facts (shapes, strides, dtypes, device,
-alignment, see :mod:`onelaunch.launch.facts`), is recorded the second time (:mod:`onelaunch.launch.recording`), and from then on
-its :class:`Plan` is replayed: memory is allocated, addresses are written into a packet (:mod:`onelaunch.launch.packet`), and
-kernels are launched on the current stream by the driver. PyTorch's operators among the steps are called in their order.
-
-A plan keeps no tensor. Under anything that wants to see PyTorch's operators or our launches (a dispatch mode, a tracer, a
-function transform, Triton's launch hooks) and where another device is current, the function itself runs. So it does while
-``torch.compile`` traces, and it is recorded neither during the capture of a CUDA graph. A plan that exists can be captured:
-allocations and launches are then the graph's.
+A plan is made of a recording (:mod:`onelaunch.launch.recording`). A replay allocates memory, writes addresses into a packet
+(:mod:`onelaunch.launch.packet`), and lets the driver launch the kernels on the current stream. PyTorch's operators among the
+steps are called in their order. A plan keeps no tensor; :mod:`onelaunch.launch.planned` says when one may be replayed.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, cast
 
 import torch
-from torch.compiler import is_compiling
 
-from onelaunch.checks import asks_for_values
 from onelaunch.cuda.driver import current_context
 from onelaunch.errors import DriverError
-from onelaunch.launch.facts import Facts, facts_of, with_tensors
-from onelaunch.launch.imitation import is_observed
+from onelaunch.launch.facts import Facts
 from onelaunch.launch.packet import Address, Image, Packet, Parameters, launch_function, place
 from onelaunch.launch.parameters import NotPlannable
-from onelaunch.launch.recording import Allocate, Geometry, Operate, Provide, Recorder, Recording, Start, recorder
-from onelaunch.launch.tape import Tape, Taped, active_tape
-from onelaunch.tracing import is_transformed, sees_operators
-
-R = TypeVar("R")
+from onelaunch.launch.recording import Allocate, Geometry, Operate, Provide, Recording, Start
 
 ARENA = 1 << 20
 """Largest allocation in bytes that shares one allocation with the other intermediate tensors of a plan.
@@ -46,12 +31,6 @@ A larger one is allocated where the function allocates it, and freed after its l
 ARENA_ALIGNMENT = 256
 """Alignment in bytes of the parts of a shared allocation; PyTorch aligns allocations to at least as much on a GPU."""
 
-MOST = 4096
-"""Largest number of kinds of inputs that a function remembers. Beyond it all are forgotten."""
-
-MOST_DISTANCES = 256
-"""Largest number of distances of inputs for which plans of otherwise equal inputs are kept."""
-
 NO_CONTEXT = 201
 """Driver error CUDA_ERROR_INVALID_CONTEXT: no context is current in this thread."""
 
@@ -61,6 +40,8 @@ class Device:
 
     types: tuple[str, ...] = () if torch.version.hip else ("cuda",)
     """Types of devices whose calls are planned."""
+    taped: tuple[str, ...] = ("cpu",)
+    """Types of further devices, whose calls are replayed from tapes alone."""
 
     @staticmethod
     @functools.cache
@@ -375,182 +356,3 @@ def _listed(results: Any) -> tuple[Callable[[list[Any]], Any], list[Any]]:
 def _only(results: list[Any]) -> Any:
     """Return the only result."""
     return results[0]
-
-
-_SEEN, _REFUSED = object(), object()
-"""States of inputs without a plan: met once, and not plannable."""
-
-_ALL: list[Planned[Any]] = []
-
-
-class Planned(Generic[R]):
-    """Function whose calls are replayed from plans, and from tapes if they take gradients.
-
-    Args:
-        function: Function of tensors, numbers, flags and strings, or lists of these. It depends on nothing but facts about them
-            that :func:`~onelaunch.launch.facts.facts_of` finds, and on what stays the same in a process. Its results are new
-            tensors.
-        taped: Flag that calls may take gradients. Otherwise the function is called where autograd is off or done with.
-    """
-
-    def __init__(self, function: Callable[..., R], *, taped: bool = False) -> None:
-        functools.update_wrapper(self, function)
-        self._function = function
-        self._taped = taped
-        self._plans: dict[tuple[Any, ...], Any] = {}
-        _ALL.append(self)
-
-    def __call__(self, *inputs: Any, **named: Any) -> R:
-        """Return the function's results."""
-        if is_compiling() or not may_replay() or (self._taped and not _is_plain_call(inputs, named)):
-            return self._function(*inputs, **named)
-        facts = facts_of((*inputs, *named, *named.values()) if named else inputs)
-        if facts is None:
-            return self._function(*inputs, **named)
-        found = self._plans.get(facts.key)
-        if type(found) is Plan and found.index == Device.current():
-            return found.replay(facts)
-        if type(found) is Taped:
-            return found.replay(facts.tensors)
-        return self._run(inputs, named, facts, found)
-
-    def _run(self, inputs: tuple[Any, ...], named: dict[str, Any], facts: Facts, found: Any) -> R:
-        """Run the function, or record it if it has met such inputs before."""
-        if type(found) is dict:
-            plan = found.get(_distances_of(found, facts))
-            if plan is not None and plan.index == Device.current():
-                return plan.replay(facts)
-        elif found is not _SEEN:
-            if found is None and all(each.device.type in Device.types for each in facts.tensors):
-                self._remember(facts, _SEEN)
-            return self._function(*inputs, **named)
-        if any(each.device.index != Device.current() for each in facts.tensors if each.is_cuda) or Device.is_capturing():
-            return self._function(*inputs, **named)
-        if self._taped and torch.is_grad_enabled() and any(each.requires_grad for each in facts.tensors):
-            return self._tape(inputs, named, facts)
-        return self._record(inputs, named, facts, found)
-
-    def _tape(self, inputs: tuple[Any, ...], named: dict[str, Any], facts: Facts) -> R:
-        """Run the function on its inputs, and remember the tape made of it."""
-        tape = Tape(facts.tensors)
-        with tape:
-            results = self._function(*inputs, **named)
-        try:
-            self._remember(facts, tape.finish(results))
-        except NotPlannable:
-            self._remember(facts, _REFUSED)
-        return results
-
-    def _record(self, inputs: tuple[Any, ...], named: dict[str, Any], facts: Facts, found: Any) -> R:
-        """Run the function on its inputs, and remember the plan made of it."""
-        with torch.no_grad(), _launches_of_triton() as launched:
-            active = Recorder(facts.tensors)
-            with active:
-                given = with_tensors((*inputs, *named.values()), active.inputs)
-                results = self._function(*given[: len(inputs)], **dict(zip(named, given[len(inputs) :], strict=True)))
-        try:
-            if active.problem is not None:
-                raise NotPlannable(active.problem)
-            if len(launched) != active.launches:
-                raise NotPlannable("kernels were launched that were not reported")
-            plan = Plan(active.recording, results, active.geometry_of)
-        except NotPlannable:
-            self._remember(facts, _REFUSED)
-            return results
-        if plan.distances():
-            kept = found if type(found) is dict and len(found) < MOST_DISTANCES else {}
-            kept[None] = plan.distances()
-            kept[tuple(apart for *_, apart in plan.distances())] = plan
-            self._remember(facts, kept)
-        else:
-            self._remember(facts, plan)
-        return results
-
-    def _remember(self, facts: Facts, state: Any) -> None:
-        if len(self._plans) >= MOST:
-            self._plans.clear()
-        self._plans[facts.key] = state
-
-    def forget(self) -> None:
-        """Forget all plans."""
-        self._plans.clear()
-
-    def plans(self) -> list[Plan | Taped]:
-        """Return all plans and tapes."""
-        found = [*self._plans.values()]
-        nested = [plan for each in found if type(each) is dict for plan in each.values() if type(plan) is Plan]
-        return [each for each in found if type(each) in (Plan, Taped)] + nested
-
-
-@contextmanager
-def _launches_of_triton() -> Iterator[list[None]]:
-    """Yield a list that grows by one with each kernel that Triton launches in this thread, by whatever code."""
-    launched: list[None] = []
-    thread = threading.get_ident()
-
-    def count(_: Any) -> None:
-        if threading.get_ident() == thread:
-            launched.append(None)
-
-    hooks = [runtime.launch_enter_hook for runtime in _hooks() if hasattr(runtime.launch_enter_hook, "add")]
-    for hook in hooks:
-        hook.add(count)
-    try:
-        yield launched
-    finally:
-        for hook in hooks:
-            hook.remove(count)
-
-
-def _distances_of(plans: dict[Any, Any], facts: Facts) -> tuple[int, ...]:
-    """Return the distances of a call's tensors that tell plans apart."""
-    return tuple(facts.addresses[j] - facts.addresses[i] for i, j, _ in plans[None])
-
-
-def refuse_plan(problem: str) -> None:
-    """Keep the call that is recorded in this thread, if one is, from being replayed later."""
-    for active in (recorder(), active_tape()):
-        if active is not None:
-            active.fail(problem)
-
-
-def forget_plans() -> None:
-    """Forget the plans of all functions."""
-    for each in _ALL:
-        each.forget()
-
-
-def may_replay() -> bool:
-    """Return whether a plan may be replayed now: nothing wants to see PyTorch's operators or our launches."""
-    return not (sees_operators() or is_transformed() or is_observed() or _hooked())
-
-
-def _is_plain_call(inputs: tuple[Any, ...], named: dict[str, Any]) -> bool:
-    """Return whether a call with gradients or without may be replayed: on a device of :class:`Device`, and not inside a tape.
-
-    Values of tensors are not checked in a replay, so there is none while ``ONELAUNCH_CHECK_VALUES`` is set. Autocast decides what
-    a call casts, and is not part of a key.
-    """
-    first = inputs[0] if inputs else next(iter(named.values()), None)
-    if not isinstance(first, torch.Tensor) or (kind := first.device.type) not in Device.types:
-        return False
-    return active_tape() is None and not torch.is_autocast_enabled(kind) and not asks_for_values()
-
-
-@functools.cache
-def _hooks() -> tuple[Any, ...]:
-    """Return Triton's settings if it is installed."""
-    try:
-        from triton import knobs
-    except ImportError:
-        return ()
-    return (knobs.runtime,)
-
-
-def _hooked() -> bool:
-    """Return whether functions are to be called around launches of Triton's kernels, as profilers want."""
-    for runtime in _hooks():
-        for hook in (runtime.launch_enter_hook, runtime.launch_exit_hook):
-            if hook is not None and getattr(hook, "calls", True):
-                return True
-    return False

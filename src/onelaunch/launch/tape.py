@@ -10,6 +10,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -27,6 +29,15 @@ FACTS = frozenset(
     }
 )  # fmt: skip
 """Functions that tell of a tensor what the key of a call holds, or nothing that matters, and leave it unchanged."""
+
+
+_ASSIGNMENTS = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift")
+
+IN_PLACE = frozenset({f"__i{name}__" for name in _ASSIGNMENTS})
+"""Names of operators that write to their first argument, as those do that end with one underscore."""
+
+LONGEST = 256
+"""Largest number of steps of a tape. With more of them, what a replay leaves out no longer matters."""
 
 
 @dataclass(frozen=True)
@@ -99,6 +110,16 @@ class Tape(TorchFunctionMode):
             self._note(repeat, inputs, {}, result, operator=True)
         return result
 
+    def checked(self, check: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+        """Run a check of values, which every replay repeats."""
+        before, self._inside = self._inside, True
+        try:
+            check(*arguments)
+        finally:
+            self._inside = before
+        if not before:
+            self._note(partial(_checking, check), arguments, {}, (), operator=True)
+
     def fail(self, problem: str) -> None:
         """Give up: what was recorded cannot be repeated."""
         self.problem = self.problem or problem
@@ -109,11 +130,11 @@ class Tape(TorchFunctionMode):
         several = isinstance(result, (tuple, list))
         results = list(result) if several else [result]
         tensors = [each for each in results if isinstance(each, torch.Tensor)]
-        if not tensors:
+        if not tensors and not operator:
             if name not in FACTS:
                 self.fail(f"{name} returns no tensor")
             return
-        writes = name.endswith("_") and not name.endswith("__")
+        writes = name in IN_PLACE or (name.endswith("_") and not name.endswith("__"))
         if len(tensors) != len(results) or writes or "out" in keywords:
             self.fail(f"{name} cannot be repeated")
             return
@@ -122,6 +143,8 @@ class Tape(TorchFunctionMode):
         except NotPlannable as reason:
             self.fail(str(reason))
             return
+        if not several and not operator and any(result is each for each in args):
+            return  # a conversion that changes nothing
         self._calls.append((func, *given, tuple(self._add(each) for each in results), several))
 
     def _add(self, tensor: torch.Tensor) -> int:
@@ -161,21 +184,28 @@ class Tape(TorchFunctionMode):
         needed = _slots(wanted)
         steps = []
         for func, args, keywords, made, several in reversed(self._calls):
-            if needed & set(made):
+            if not made or needed & set(made):  # without results it is a check
                 needed |= _slots((args, keywords))
                 steps.append((func, args, keywords, made, several))
+        if len(steps) > LONGEST:
+            raise NotPlannable("the call consists of too many steps")
         steps.reverse()
-        places = {index: index for index in range(self._inputs)}
-        for *_, made, _ in steps:
-            for index in made:
-                places[index] = len(places)
-        return Taped(
-            tuple(
-                (func, _moved(args, places), tuple(_moved(keywords, places).items()), several)
-                for func, args, keywords, _, several in steps
-            ),
-            _moved(wanted, places),
-        )
+        return Taped(self._inputs, steps, wanted)
+
+
+def check_always(check: Callable[..., None], *arguments: Any) -> None:
+    """Run a check that reads values of tensors. A call that is replayed from a tape repeats it."""
+    tape = active_tape()
+    if tape is None:
+        check(*arguments)
+    else:
+        tape.checked(check, arguments)
+
+
+def _checking(check: Callable[..., None], *arguments: Any) -> tuple[()]:
+    """Run a check, and return no tensors."""
+    check(*arguments)
+    return ()
 
 
 def _slots(template: Any) -> set[int]:
@@ -185,6 +215,76 @@ def _slots(template: Any) -> set[int]:
     if isinstance(template, dict):
         template = tuple(template.values())
     return {index for each in template for index in _slots(each)} if isinstance(template, (list, tuple)) else set()
+
+
+def _filled(template: Any, values: list[Any]) -> Any:
+    """Return a template with its slots filled."""
+    if isinstance(template, Slot):
+        return values[template.index]
+    if isinstance(template, (list, tuple)):
+        made = [_filled(each, values) for each in template]
+        return template._make(made) if hasattr(template, "_make") else made if type(template) is list else tuple(made)
+    return template
+
+
+class Taped:
+    """Calls that repeat a recorded one, with autograd.
+
+    A replay goes through one list of values: the inputs, the constant arguments of all steps, then the results of the steps.
+
+    Args:
+        inputs: Number of the tensors of the call.
+        calls: For each call the function, the templates of its arguments and keywords, the slots of its results, and whether it
+            returns several tensors.
+        results: Template of the results of the whole.
+    """
+
+    __slots__ = ("_constants", "_results", "_steps")
+
+    def __init__(self, inputs: int, calls: Sequence[tuple[Any, Any, Any, tuple[int, ...], bool]], results: Any) -> None:
+        constants = [each for _, arguments, *_ in calls for each in arguments if not _slots(each)]
+        places = {index: index for index in range(inputs)}
+        for *_, made, _ in calls:
+            for index in made:
+                places[index] = inputs + len(constants) + len(places) - inputs
+        self._constants = tuple(constants)
+        steps, next_constant = [], inputs
+        for function, arguments, keywords, _, several in calls:
+            indices: list[int] = []
+            nested = False
+            for each in arguments:
+                if not _slots(each):
+                    indices.append(next_constant)
+                    next_constant += 1
+                elif isinstance(each, Slot):
+                    indices.append(places[each.index])
+                else:
+                    nested = True
+            named = tuple(_moved(keywords, places).items())
+            flat = None if nested or named or not indices else itemgetter(*indices)
+            given = None if flat else [
+                _moved(each, places) if _slots(each) else each for each in arguments
+            ]  # fmt: skip
+            steps.append((function, flat, len(indices) == 1, given, named, several))
+        self._steps, self._results = tuple(steps), _moved(results, places)
+
+    def replay(self, values: list[Any]) -> Any:
+        """Return the results for the tensors of a call; the list is extended."""
+        values += self._constants
+        for function, flat, single, given, named, several in self._steps:
+            if flat is None:
+                arguments = [_filled(each, values) for each in given]
+                made = function(*arguments, **{name: _filled(each, values) for name, each in named})
+            else:
+                made = function(flat(values)) if single else function(*flat(values))
+            if several:
+                values += made
+            else:
+                values.append(made)
+        results = self._results
+        if type(results) is Slot:
+            return values[results.index]
+        return _filled(results, values)
 
 
 def _moved(template: Any, places: Mapping[int, int]) -> Any:
@@ -197,40 +297,3 @@ def _moved(template: Any, places: Mapping[int, int]) -> Any:
         made = [_moved(each, places) for each in template]
         return template._make(made) if hasattr(template, "_make") else made if type(template) is list else tuple(made)
     return template
-
-
-def _filled(template: Any, tensors: list[Any]) -> Any:
-    """Return a template with its slots filled."""
-    kind = type(template)
-    if kind is Slot:
-        return tensors[template.index]
-    if kind is tuple or kind is list:
-        return kind([_filled(each, tensors) for each in template])
-    if isinstance(template, tuple):
-        return template._make([_filled(each, tensors) for each in template])  # type: ignore[attr-defined]
-    return template
-
-
-class Taped:
-    """Calls that repeat a recorded one, with autograd.
-
-    Args:
-        steps: For each call the function, its arguments and keywords, and whether it returns several tensors.
-        results: Results of the whole.
-    """
-
-    __slots__ = ("_results", "_steps")
-
-    def __init__(self, steps: tuple[tuple[Any, Any, Any, bool], ...], results: Any) -> None:
-        self._steps, self._results = steps, results
-
-    def replay(self, tensors: list[Any]) -> Any:
-        """Return the results for the tensors of a call; the list is extended."""
-        for function, arguments, keywords, several in self._steps:
-            given = [tensors[each.index] if type(each) is Slot else _filled(each, tensors) for each in arguments]
-            made = function(*given, **{name: _filled(each, tensors) for name, each in keywords}) if keywords else function(*given)
-            if several:
-                tensors.extend(made)
-            else:
-                tensors.append(made)
-        return _filled(self._results, tensors)

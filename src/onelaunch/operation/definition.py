@@ -11,7 +11,7 @@ import torch
 
 from onelaunch.device.architectures import architecture_of
 from onelaunch.errors import ArgumentError, UnknownVariant
-from onelaunch.launch.plan import Planned
+from onelaunch.launch.planned import Planned
 from onelaunch.operation.case import Case, Reading
 from onelaunch.operation.cost import Cost
 from onelaunch.operation.probe import Probe, Probes

@@ -11,7 +11,7 @@ from onelaunch.errors import (
     ArgumentError,
     UnknownOperation,
 )
-from onelaunch.launch.plan import forget_plans
+from onelaunch.launch.planned import forget_plans
 from onelaunch.operation.definition import Operation, check_name
 from onelaunch.operation.entry_points import Plugin, load_once
 from onelaunch.operation.query import P, R

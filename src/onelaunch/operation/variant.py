@@ -16,7 +16,7 @@ import torch
 
 from onelaunch.errors import ArgumentError
 from onelaunch.launch.build import Build
-from onelaunch.launch.plan import forget_plans
+from onelaunch.launch.planned import forget_plans
 from onelaunch.wording import in_a_line
 
 if TYPE_CHECKING:

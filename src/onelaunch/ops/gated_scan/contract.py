@@ -8,6 +8,7 @@ import torch
 
 from onelaunch import checks, dispatch
 from onelaunch.checks import Facts
+from onelaunch.launch.tape import check_always
 from onelaunch.operation import Query, Shapes, fixed, operation, remembered, state_flags
 from onelaunch.operation.autocast import autocast
 
@@ -125,8 +126,8 @@ def check_scan_values(log_decay: torch.Tensor, cu_seqlens: torch.Tensor | None) 
     Values are read at every call on a CPU, and on GPUs only if ``ONELAUNCH_CHECK_VALUES=1``.
     """
     if cu_seqlens is not None:
-        checks.offsets(cu_seqlens, log_decay.shape[1])
-    checks.log_decay(log_decay)
+        check_always(checks.offsets, cu_seqlens, log_decay.shape[1])
+    check_always(checks.log_decay, log_decay)
 
 
 @operation(

@@ -14,6 +14,7 @@ import torch
 from onelaunch import checks, dispatch
 from onelaunch.checks import Facts
 from onelaunch.errors import ArgumentError, ShapeError, ValueRangeError
+from onelaunch.launch.tape import check_always
 from onelaunch.operation import Query, Shapes, fixed, operation, remembered, state_flags
 from onelaunch.operation.autocast import autocast, low_dtype, without_autocast
 from onelaunch.ops.gla.heads import Heads, check_heads, one_divides
@@ -130,7 +131,7 @@ def bind(
     )
     number = _scale(scale, key.sizes[3])
     if cu_seqlens is not None:
-        checks.offsets(cu_seqlens, q.shape[1])
+        check_always(checks.offsets, cu_seqlens, q.shape[1])
     if g is None:  # one zero for all steps and heads
         heads = max(k.shape[2], v.shape[2]) if gv is None else gv.shape[2]
         g = torch.zeros((), dtype=torch.float32, device=q.device).expand(*q.shape[:2], heads)
@@ -238,7 +239,18 @@ def _at_most_zero(name: str, value: torch.Tensor) -> None:
 
     NaN passes: it has to come out as NaN.
     """
-    if checks.values_are_checked(value) and bool((value > 0).any()):
+    if checks.values_are_checked(value) and value.numel():
+        check_always(_raise_if_positive, name, value)
+
+
+def _raise_if_positive(name: str, value: torch.Tensor) -> None:
+    """Raise when a log-decay with elements is positive.
+
+    The largest value, NaN if there is one, is found in a quarter of the time that a comparison of all values takes.
+    """
+    if value.detach().max().item() <= 0:
+        return
+    if bool((value > 0).any()):
         largest = value[value > 0].max().item()
         wanted = "a log-decay is at most 0 (decay = exp(log-decay) lies in [0, 1]); pass torch.log of your decay"
         raise ValueRangeError(name, got=f"holds {largest:g}", want=wanted)

@@ -110,10 +110,10 @@ def recurrence(
     if q.shape[1] == 0:  # no steps: an empty o [B, 0, H, V] that autograd connects to q and v; the states stay
         return q[..., :1] * expanded(v, q.shape[2]), expanded(initial_state.clone(), final_heads, dim=1)
     queries = q.shape[2] // max(heads, 1)
-    q = q.unsqueeze(3) if queries < 2 else q.unflatten(2, (heads, queries))  # [B, T, Hs, queries of a state, K]
     if q.shape[1] == 1 and cu_seqlens is None:
-        o, final = _single_step(q, k, v, g, gv, initial_state)
+        o, final = _single_step(q, k, v, g, gv, initial_state, queries)
         return o, expanded(final, final_heads, dim=1)
+    q = q.unsqueeze(3) if queries < 2 else q.unflatten(2, (heads, queries))  # [B, T, Hs, queries of a state, K]
     lengths = [q.shape[1]] if cu_seqlens is None else cu_seqlens.diff().tolist()
     states = [initial_state] if cu_seqlens is None else initial_state.split(1)
     parts = Part(q, k, v, g if g.dim() == 4 else g[..., None], gv).split(lengths)
@@ -128,17 +128,28 @@ def recurrence(
 
 
 def _single_step(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, gv: torch.Tensor | None, state: torch.Tensor
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    gv: torch.Tensor | None,
+    state: torch.Tensor,
+    queries: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the output and the state after a single step of every sequence, in few operations, since decoding takes this path.
 
-    The tensors have T = 1; ``q`` is ``[N, 1, Hs, queries, K]``, and ``state`` is ``[N, Hs, K, V]``.
+    The tensors have T = 1; ``q`` is ``[N, 1, H, K]``, of whose heads ``queries`` read one of ``state``, ``[N, Hs, K, V]``.
     """
-    state = state * (g if g.dim() == 4 else g[..., None]).exp()[:, 0, :, :, None]  # [N, Hs, K, V]
+    # Permuted, the dimension of the single step is the one that the other operand has in its place.
+    decay = g.exp()
+    state = state * (decay.permute(0, 2, 3, 1) if g.dim() == 4 else decay.permute(0, 2, 1)[..., None])  # [N, Hs, K, V]
     if gv is not None:
-        state = state * gv.exp()[:, 0, :, None]
-    state = torch.addcmul(state, k[:, 0, :, :, None], v[:, 0, :, None])
-    return torch.matmul(q[:, 0], state).flatten(1, 2).unsqueeze(1), state  # [N, 1, H, V]
+        state = state * gv.exp().transpose(1, 2)
+    state = torch.addcmul(state, k.permute(0, 2, 3, 1), v.transpose(1, 2))
+    if queries < 2:
+        return torch.matmul(q.transpose(1, 2), state).transpose(1, 2), state  # [N, 1, H, V]
+    grouped = q.squeeze(1).unflatten(1, (-1, queries))  # [N, Hs, queries, K]
+    return torch.matmul(grouped, state).flatten(1, 2).unsqueeze(1), state
 
 
 class Part(NamedTuple):

@@ -1,0 +1,223 @@
+"""Functions whose calls are replayed: which state their inputs are in, and when nothing may be replayed.
+
+A :class:`Planned` function runs as it is the first time that it meets inputs with certain facts (shapes, strides, dtypes, device,
+alignment, see :mod:`onelaunch.launch.facts`), is recorded the second time, and is replayed from then on: from a
+:class:`~onelaunch.launch.plan.Plan`, or from a :class:`~onelaunch.launch.tape.Taped` if autograd follows the call.
+
+Under anything that wants to see PyTorch's operators or our launches (a dispatch mode, a tracer, a function transform, Triton's
+launch hooks) and where another device is current, the function itself runs. So it does while ``torch.compile`` traces. It is not
+recorded during the capture of a CUDA graph, but a plan that exists can be captured: its allocations and launches are then the
+graph's.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch.compiler import is_compiling
+
+from onelaunch.checks import asks_for_values
+from onelaunch.launch.facts import Facts, facts_of, with_tensors
+from onelaunch.launch.imitation import is_observed
+from onelaunch.launch.parameters import NotPlannable
+from onelaunch.launch.plan import Device, Plan
+from onelaunch.launch.recording import Recorder, recorder
+from onelaunch.launch.tape import Tape, Taped, active_tape
+from onelaunch.tracing import sees_operators
+
+R = TypeVar("R")
+
+MOST = 4096
+"""Largest number of kinds of inputs that a function remembers. Beyond it all are forgotten."""
+
+MOST_DISTANCES = 256
+"""Largest number of distances of inputs for which plans of otherwise equal inputs are kept."""
+
+_SEEN, _REFUSED = object(), object()
+"""States of inputs without a plan: met once, and not plannable."""
+
+_ALL: list[Planned[Any]] = []
+
+
+class Planned(Generic[R]):
+    """Function whose calls are replayed from plans, and from tapes if they take gradients.
+
+    Args:
+        function: Function of tensors, numbers, flags and strings, or lists of these. It depends on nothing but facts about them
+            that :func:`~onelaunch.launch.facts.facts_of` finds, and on what stays the same in a process. Its results are new
+            tensors.
+        taped: Flag that calls may take gradients. Otherwise the function is called where autograd is off or done with.
+    """
+
+    def __init__(self, function: Callable[..., R], *, taped: bool = False) -> None:
+        functools.update_wrapper(self, function)
+        self._function = function
+        self._taped = taped
+        self._plans: dict[tuple[Any, ...], Any] = {}
+        _ALL.append(self)
+
+    def __call__(self, *inputs: Any, **named: Any) -> R:
+        """Return the function's results."""
+        if is_compiling() or not may_replay() or (self._taped and not _is_plain_call(inputs, named)):
+            return self._function(*inputs, **named)
+        facts = facts_of((*inputs, *named, *named.values()) if named else inputs)
+        if facts is None:
+            return self._function(*inputs, **named)
+        found = self._plans.get(facts.key)
+        if type(found) is Plan and found.index == Device.current():
+            return found.replay(facts)
+        if type(found) is Taped:
+            return found.replay(facts.tensors)
+        return self._run(inputs, named, facts, found)
+
+    def _run(self, inputs: tuple[Any, ...], named: dict[str, Any], facts: Facts, found: Any) -> R:
+        """Run the function, or record it if it has met such inputs before."""
+        if type(found) is dict:
+            plan = found.get(_distances_of(found, facts))
+            if plan is not None and plan.index == Device.current():
+                return plan.replay(facts)
+        elif found is not _SEEN:
+            types = Device.types + Device.taped if self._taped else Device.types
+            if found is None and all(each.device.type in types for each in facts.tensors):
+                self._remember(facts, _SEEN)
+            return self._function(*inputs, **named)
+        if self._taped and (_takes_gradients(facts) or facts.tensors[0].device.type not in Device.types):
+            return self._tape(inputs, named, facts)
+        if any(each.device.index != Device.current() for each in facts.tensors if each.is_cuda) or Device.is_capturing():
+            return self._function(*inputs, **named)
+        return self._record(inputs, named, facts, found)
+
+    def _tape(self, inputs: tuple[Any, ...], named: dict[str, Any], facts: Facts) -> R:
+        """Run the function on its inputs, and remember the tape made of it."""
+        tape = Tape(facts.tensors)
+        with tape:
+            results = self._function(*inputs, **named)
+        try:
+            self._remember(facts, tape.finish(results))
+        except NotPlannable:
+            self._remember(facts, _REFUSED)
+        return results
+
+    def _record(self, inputs: tuple[Any, ...], named: dict[str, Any], facts: Facts, found: Any) -> R:
+        """Run the function on its inputs, and remember the plan made of it."""
+        with torch.no_grad(), _launches_of_triton() as launched:
+            active = Recorder(facts.tensors)
+            with active:
+                given = with_tensors((*inputs, *named.values()), active.inputs)
+                results = self._function(*given[: len(inputs)], **dict(zip(named, given[len(inputs) :], strict=True)))
+        try:
+            if active.problem is not None:
+                raise NotPlannable(active.problem)
+            if len(launched) != active.launches:
+                raise NotPlannable("kernels were launched that were not reported")
+            plan = Plan(active.recording, results, active.geometry_of)
+        except NotPlannable:
+            self._remember(facts, _REFUSED)
+            return results
+        if plan.distances():
+            kept = found if type(found) is dict and len(found) < MOST_DISTANCES else {}
+            kept[None] = plan.distances()
+            kept[tuple(apart for *_, apart in plan.distances())] = plan
+            self._remember(facts, kept)
+        else:
+            self._remember(facts, plan)
+        return results
+
+    def _remember(self, facts: Facts, state: Any) -> None:
+        if len(self._plans) >= MOST:
+            self._plans.clear()
+        self._plans[facts.key] = state
+
+    def forget(self) -> None:
+        """Forget all plans."""
+        self._plans.clear()
+
+    def plans(self) -> list[Plan | Taped]:
+        """Return all plans and tapes."""
+        found = [*self._plans.values()]
+        nested = [plan for each in found if type(each) is dict for plan in each.values() if type(plan) is Plan]
+        return [each for each in found if type(each) in (Plan, Taped)] + nested
+
+
+@contextmanager
+def _launches_of_triton() -> Iterator[list[None]]:
+    """Yield a list that grows by one with each kernel that Triton launches in this thread, by whatever code."""
+    launched: list[None] = []
+    thread = threading.get_ident()
+
+    def count(_: Any) -> None:
+        if threading.get_ident() == thread:
+            launched.append(None)
+
+    hooks = [runtime.launch_enter_hook for runtime in _hooks() if hasattr(runtime.launch_enter_hook, "add")]
+    for hook in hooks:
+        hook.add(count)
+    try:
+        yield launched
+    finally:
+        for hook in hooks:
+            hook.remove(count)
+
+
+def _distances_of(plans: dict[Any, Any], facts: Facts) -> tuple[int, ...]:
+    """Return the distances of a call's tensors that tell plans apart."""
+    return tuple(facts.addresses[j] - facts.addresses[i] for i, j, _ in plans[None])
+
+
+def refuse_plan(problem: str) -> None:
+    """Keep the call that is recorded in this thread, if one is, from being replayed later."""
+    for active in (recorder(), active_tape()):
+        if active is not None:
+            active.fail(problem)
+
+
+def forget_plans() -> None:
+    """Forget the plans of all functions."""
+    for each in _ALL:
+        each.forget()
+
+
+def may_replay() -> bool:
+    """Return whether a plan may be replayed now: nothing wants to see PyTorch's operators or our launches."""
+    return not (sees_operators() or is_observed() or _hooked())
+
+
+def _takes_gradients(facts: Facts) -> bool:
+    """Return whether autograd follows a call."""
+    return torch.is_grad_enabled() and any(each.requires_grad for each in facts.tensors)
+
+
+def _is_plain_call(inputs: tuple[Any, ...], named: dict[str, Any]) -> bool:
+    """Return whether a call with gradients or without may be replayed: on a device of :class:`Device`, and not inside a tape.
+
+    Values of GPU tensors are not checked in a replay, so there is none while ``ONELAUNCH_CHECK_VALUES`` is set. Autocast decides
+    what a call casts, and is not part of a key.
+    """
+    first = inputs[0] if inputs else next(iter(named.values()), None)
+    if not isinstance(first, torch.Tensor) or ((kind := first.device.type) not in Device.types and kind not in Device.taped):
+        return False
+    return active_tape() is None and not torch.is_autocast_enabled(kind) and not asks_for_values()
+
+
+@functools.cache
+def _hooks() -> tuple[Any, ...]:
+    """Return Triton's settings if it is installed."""
+    try:
+        from triton import knobs
+    except ImportError:
+        return ()
+    return (knobs.runtime,)
+
+
+def _hooked() -> bool:
+    """Return whether functions are to be called around launches of Triton's kernels, as profilers want."""
+    for runtime in _hooks():
+        for hook in (runtime.launch_enter_hook, runtime.launch_exit_hook):
+            if hook is not None and getattr(hook, "calls", True):
+                return True
+    return False
