@@ -22,6 +22,7 @@ import torch
 
 from onelaunch import dispatch, operation
 from onelaunch.device.tools import find_ncu
+from onelaunch.launch.planned import forget_plans
 from onelaunch.operation import registry
 from tests import prose as wording
 from tests.browser import REQUIRED, missing_browser
@@ -145,6 +146,12 @@ def seeds() -> None:
     """Start every test from the same random state."""
     random.seed(0)
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def no_plans() -> None:
+    """Forget the plans of earlier tests, which replay calls without the functions that a test may have replaced."""
+    forget_plans()
 
 
 @pytest.fixture(autouse=True)

@@ -63,7 +63,9 @@ class Planned(Generic[R]):
 
     def __call__(self, *inputs: Any, **named: Any) -> R:
         """Return the function's results."""
-        if is_compiling() or not may_replay() or (self._taped and not _is_plain_call(inputs, named)):
+        if is_compiling() or sees_operators() or is_observed():
+            return self._function(*inputs, **named)
+        if not (_is_plain_call(inputs, named) if self._taped else not _hooked()):
             return self._function(*inputs, **named)
         facts = facts_of((*inputs, *named, *named.values()) if named else inputs)
         if facts is None:
@@ -182,11 +184,6 @@ def forget_plans() -> None:
         each.forget()
 
 
-def may_replay() -> bool:
-    """Return whether a plan may be replayed now: nothing wants to see PyTorch's operators or our launches."""
-    return not (sees_operators() or is_observed() or _hooked())
-
-
 def _takes_gradients(facts: Facts) -> bool:
     """Return whether autograd follows a call."""
     return torch.is_grad_enabled() and any(each.requires_grad for each in facts.tensors)
@@ -199,9 +196,15 @@ def _is_plain_call(inputs: tuple[Any, ...], named: dict[str, Any]) -> bool:
     what a call casts, and is not part of a key.
     """
     first = inputs[0] if inputs else next(iter(named.values()), None)
-    if not isinstance(first, torch.Tensor) or ((kind := first.device.type) not in Device.types and kind not in Device.taped):
+    if not isinstance(first, torch.Tensor):
         return False
-    return active_tape() is None and not torch.is_autocast_enabled(kind) and not asks_for_values()
+    kind = first.device.type
+    if kind in Device.types:
+        if asks_for_values() or _hooked():
+            return False
+    elif kind not in Device.taped:
+        return False
+    return active_tape() is None and not torch.is_autocast_enabled(kind)
 
 
 @functools.cache

@@ -242,13 +242,13 @@ class Taped:
     __slots__ = ("_constants", "_results", "_steps")
 
     def __init__(self, inputs: int, calls: Sequence[tuple[Any, Any, Any, tuple[int, ...], bool]], results: Any) -> None:
-        constants = [each for _, arguments, *_ in calls for each in arguments if not _slots(each)]
+        constants = [None, *(each for _, arguments, *_ in calls for each in arguments if not _slots(each))]
         places = {index: index for index in range(inputs)}
         for *_, made, _ in calls:
             for index in made:
                 places[index] = inputs + len(constants) + len(places) - inputs
         self._constants = tuple(constants)
-        steps, next_constant = [], inputs
+        steps, next_constant = [], inputs + 1  # the first constant is for the results
         for function, arguments, keywords, _, several in calls:
             indices: list[int] = []
             nested = False
@@ -266,7 +266,7 @@ class Taped:
                 _moved(each, places) if _slots(each) else each for each in arguments
             ]  # fmt: skip
             steps.append((function, flat, len(indices) == 1, given, named, several))
-        self._steps, self._results = tuple(steps), _moved(results, places)
+        self._steps, self._results = tuple(steps), _getter(_moved(results, places), inputs)
 
     def replay(self, values: list[Any]) -> Any:
         """Return the results for the tensors of a call; the list is extended."""
@@ -281,10 +281,16 @@ class Taped:
                 values += made
             else:
                 values.append(made)
-        results = self._results
-        if type(results) is Slot:
-            return values[results.index]
-        return _filled(results, values)
+        return self._results(values)
+
+
+def _getter(results: Any, nothing: int) -> Callable[[list[Any]], Any]:
+    """Return the function from the values of a replay to the results, of which ``nothing`` is the index of a ``None``."""
+    if isinstance(results, Slot):
+        return itemgetter(results.index)
+    if type(results) is tuple and len(results) > 1 and all(each is None or isinstance(each, Slot) for each in results):
+        return itemgetter(*(nothing if each is None else each.index for each in results))
+    return partial(_filled, results)
 
 
 def _moved(template: Any, places: Mapping[int, int]) -> Any:
