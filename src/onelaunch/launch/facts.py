@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch.nn import Parameter
@@ -11,8 +11,16 @@ from torch.nn import Parameter
 ALIGNMENT = 16
 """Bytes of which an address may be a multiple: Triton compiles kernels for such addresses, and TMA requires them."""
 
-PLAIN = frozenset({type(None), bool, int, str, torch.dtype, torch.device})
-"""Types of inputs that are part of a key as they are."""
+PLAIN: set[type] = {type(None), bool, int, str, torch.dtype, torch.device}
+"""Types of inputs that are part of a key as they are; :func:`plain` adds one."""
+
+K = TypeVar("K", bound=type)
+
+
+def plain(kind: K) -> K:
+    """Declare that objects of the decorated class are immutable, hashable and hold no tensors, so that keys may hold them."""
+    PLAIN.add(kind)
+    return kind
 
 
 class Facts(NamedTuple):

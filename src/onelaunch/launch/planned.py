@@ -16,7 +16,7 @@ import functools
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch
 from torch.compiler import is_compiling
@@ -30,6 +30,7 @@ from onelaunch.launch.recording import Recorder, recorder
 from onelaunch.launch.tape import Tape, Taped, active_tape
 from onelaunch.tracing import sees_operators
 
+P = ParamSpec("P")
 R = TypeVar("R")
 
 MOST = 4096
@@ -144,6 +145,17 @@ class Planned(Generic[R]):
         found = [*self._plans.values()]
         nested = [plan for each in found if type(each) is dict for plan in each.values() if type(plan) is Plan]
         return [each for each in found if type(each) in (Plan, Taped)] + nested
+
+
+def replayed(function: Callable[P, R]) -> Callable[P, R]:
+    """Replay calls of the decorated public function, whose results are the same for equal facts and values of its arguments."""
+    planned = Planned(function, taped=True)
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        return planned(*args, **kwargs)
+
+    return call
 
 
 @contextmanager

@@ -13,6 +13,7 @@ import torch
 
 from onelaunch import checks, dispatch
 from onelaunch.errors import ArgumentError, ValueRangeError
+from onelaunch.launch.planned import refuse_plan, replayed
 from onelaunch.ops.gla.contract import PER_CHANNEL, PER_HEAD, GlaCall, bind_under_autocast, run
 from onelaunch.wording import did_you_mean, listing
 
@@ -20,6 +21,7 @@ Results = tuple[torch.Tensor, torch.Tensor | None]
 """Output ``o`` and the final state, if it was asked for."""
 
 
+@replayed
 def chunk_gla(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -64,6 +66,7 @@ def chunk_gla(
     return run(call, variant)
 
 
+@replayed
 def chunk_simple_gla(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -121,6 +124,7 @@ def chunk_simple_gla(
     return run(call, variant)
 
 
+@replayed
 def fused_recurrent_gla(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -240,6 +244,7 @@ def _older_names(function: str, kwargs: dict[str, Any], state_v_first: bool, kno
     if "transpose_state_layout" in kwargs:
         if state_v_first:
             raise ArgumentError("transpose_state_layout is given beside state_v_first; give state_v_first alone.")
+        refuse_plan("every call of this form warns")
         warnings.warn("transpose_state_layout is called state_v_first now.", DeprecationWarning, stacklevel=3)
         return bool(kwargs["transpose_state_layout"])
     return state_v_first

@@ -14,6 +14,7 @@ from typing import Literal, TypeAlias, get_args
 import torch
 
 from onelaunch.errors import ArgumentError
+from onelaunch.launch.facts import plain
 from onelaunch.operation import remembered
 from onelaunch.wording import did_you_mean, listing
 
@@ -28,6 +29,7 @@ ALIGNMENT = 8
 """
 
 
+@plain
 @dataclass(frozen=True)
 class Segment:
     """A block of rows of a packed weight, and the activation of the columns that they project to. Hashable.

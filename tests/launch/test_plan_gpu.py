@@ -1,0 +1,206 @@
+"""Tests of replayed calls on a GPU: streams, threads, CUDA graphs, freed memory and ``torch.compile``."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+from onelaunch.launch.plan import Plan
+from onelaunch.ops import gated_scan, gla, linear_rnn, swiglu
+
+pytestmark = pytest.mark.gpu
+
+
+def decays(*size):
+    return -torch.rand(*size, device="cuda").to(torch.bfloat16)
+
+
+def values(*size):
+    return torch.randn(*size, device="cuda").to(torch.bfloat16)
+
+
+def heads():
+    return (*(values(2, 96, 4, 64) for _ in range(3)), decays(2, 96, 4, 64))
+
+
+CALLS = {
+    "gla": (gla, heads),
+    "gla fused": (lambda *given: gla(*given, variant="fused"), heads),
+    "gla stepwise": (lambda *given: gla(*given, variant="stepwise"), heads),
+    "gla, columns of one matrix": (
+        lambda packed, g: gla(*packed.view(2, 96, 3, 4, 64).unbind(2), g),
+        lambda: (values(2, 96, 3 * 4 * 64), decays(2, 96, 4, 64)),
+    ),
+    "swiglu": (swiglu, lambda: (values(24, 128), values(256, 128), values(256, 128))),
+    "swiglu fused": (
+        lambda *given: swiglu(*given, variant="fused"),
+        lambda: (values(24, 128), values(256, 128), values(256, 128)),
+    ),
+    "swiglu stacked": (swiglu, lambda: (values(2, 12, 128), values(512, 128))),
+    "linear_rnn": (linear_rnn, lambda: (values(2, 96, 64), values(64, 64), decays(2, 96, 64), values(2, 96, 64))),
+    "gated_scan": (gated_scan, lambda: (values(2, 96, 64), decays(2, 96, 64), values(2, 96, 64))),
+}
+"""Functions and makers of their arguments by name."""
+
+
+@pytest.fixture(params=CALLS)
+def call(request):
+    return CALLS[request.param]
+
+
+def results(function, given):
+    """Return the results that are tensors, computed as without plans."""
+    from onelaunch.launch.imitation import observe
+
+    with observe(), torch.no_grad():
+        return tensors(function(*given))
+
+
+def tensors(found):
+    return [each for each in (found if isinstance(found, tuple) else (found,)) if each is not None]
+
+
+def planned():
+    return sum(type(each) is Plan for operation in (gla, swiglu, linear_rnn, gated_scan) for each in operation._function.plans())
+
+
+def replayed(function, make):
+    """Return the function's replay: it has run twice before."""
+    with torch.no_grad():
+        for _ in range(2):
+            function(*make())
+    return function
+
+
+@torch.no_grad()
+def test_replays_equal_the_calls_themselves(call):
+    function, make = call
+    replayed(function, make)
+    assert planned() >= 1
+    for _ in range(3):
+        given = make()
+        for found, wanted in zip(tensors(function(*given)), results(function, given), strict=True):
+            torch.testing.assert_close(found, wanted, rtol=0, atol=0)
+
+
+@torch.no_grad()
+def test_a_replay_runs_on_the_current_stream(call):
+    function, make = call
+    replayed(function, make)
+    given = make()
+    expected = results(function, given)
+    torch.cuda.synchronize()
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(100_000_000)
+        found = tensors(function(*given))
+        done = torch.cuda.Event()
+        done.record()
+    assert not done.query()  # the replay waits for the sleeping stream
+    side.synchronize()
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one, other)
+
+
+@torch.no_grad()
+def test_a_replay_is_captured_and_follows_its_inputs(call):
+    function, make = call
+    replayed(function, make)
+    given = make()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = tensors(function(*given))
+    for _ in range(2):
+        fresh = make()
+        for old, new in zip(given, fresh, strict=True):
+            old.copy_(new)
+        graph.replay()
+        for one, other in zip(captured, results(function, fresh), strict=True):
+            assert torch.equal(one, other)
+
+
+def test_threads_replay_with_their_own_tensors(call):
+    function, make = call
+    replayed(function, make)
+    wrong = []
+
+    @torch.no_grad()
+    def work():
+        with torch.cuda.stream(torch.cuda.Stream()):
+            for _ in range(20):
+                given = make()
+                for one, other in zip(tensors(function(*given)), results(function, given), strict=True):
+                    if not torch.equal(one, other):
+                        wrong.append(one)
+            torch.cuda.current_stream().synchronize()
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+@torch.no_grad()
+def test_a_replay_takes_new_memory_after_all_was_freed(call):
+    function, make = call
+    replayed(function, make)
+    torch.cuda.empty_cache()
+    padding = [torch.empty(1 << 22, device="cuda") for _ in range(3)]
+    given = make()
+    for one, other in zip(tensors(function(*given)), results(function, given), strict=True):
+        assert torch.equal(one, other)
+    del padding
+
+
+@torch.no_grad()
+def test_a_replay_keeps_no_memory(call):
+    function, make = call
+    replayed(function, make)
+    given = make()
+    function(*given)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    for _ in range(5):
+        function(*given)
+    assert torch.cuda.memory_allocated() == before
+
+
+@pytest.mark.parametrize("name", ["gla", "gla fused", "swiglu", "linear_rnn", "gated_scan"])
+def test_gradients_of_replays_equal_those_of_the_calls_themselves(name):
+    function, make = CALLS[name]
+    for _ in range(5):
+        given = [each.requires_grad_() for each in make()]
+        (found, *_), (wanted, *_) = tensors(function(*given)), tensors(unplanned(function, given))
+        assert torch.equal(found, wanted)
+        up = torch.randn_like(found)
+        for one, other in zip(torch.autograd.grad(found, given, up), unplanned_gradients(wanted, given, up), strict=True):
+            assert torch.equal(one, other)
+
+
+def unplanned(function, given):
+    from onelaunch.launch.imitation import observe
+
+    with observe():
+        return function(*given)
+
+
+def unplanned_gradients(out, given, up):
+    from onelaunch.launch.planned import forget_plans
+
+    forget_plans()  # the backward pass runs in another thread, which an observer here does not see
+    return torch.autograd.grad(out, given, up)
+
+
+def test_a_compiled_call_follows_replays(call):
+    function, make = call
+    replayed(function, make)
+    given = make()
+    with torch.no_grad():
+        compiled = torch.compile(function, fullgraph=True)
+        for one, other in zip(tensors(compiled(*given)), results(function, given), strict=True):
+            torch.testing.assert_close(one, other)
