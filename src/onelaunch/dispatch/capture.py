@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from onelaunch.launch.planned import refuse_plan
+from onelaunch.launch.planned import unrecorded
 from onelaunch.operation import Query
 
 SHAPES = 256
@@ -39,10 +39,11 @@ def compile_static(function: Callable[..., R]) -> Callable[..., R]:
     def call(*arguments: Any) -> R:
         if torch.compiler.is_compiling():
             return function(*arguments)
-        refuse_plan("compiled code launches kernels in other ways")
         from torch._dynamo import config as dynamo  # slow to import
 
-        with dynamo.patch(recompile_limit=SHAPES):  # beyond the limit Dynamo would run the function uncompiled
+        # A recording would change what Dynamo compiles, and sees none of the kernels that compiled code launches. Beyond the limit
+        # Dynamo would run the function uncompiled.
+        with unrecorded("compiled code launches kernels in other ways"), dynamo.patch(recompile_limit=SHAPES):
             return compiled_function(*arguments)
 
     return call

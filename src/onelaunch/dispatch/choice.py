@@ -21,7 +21,7 @@ from onelaunch.device.hardware import describe
 from onelaunch.dispatch.measured import Measured, nearest
 from onelaunch.dispatch.results import check_results
 from onelaunch.errors import ArgumentError, UnknownVariant, VariantUnsupported
-from onelaunch.launch.planned import forget_plans, refuse_plan
+from onelaunch.launch.planned import forget_plans, is_recording, unrecorded
 from onelaunch.operation import AUTO, Call, Operation, Query, Variant, find_operation
 
 CONFIRMED = 4096
@@ -46,9 +46,11 @@ def run(operation: Operation[..., Any], call: Call, variant: str) -> Any:
     if torch.compiler.is_compiling():
         return operation.variants[_constant_name(variant, *query)].run(call)
     chosen = operation.variants[_name(variant, query)]
-    if not chosen.is_repeatable:
-        refuse_plan(f"the variant {chosen.name} may launch kernels in other ways")
-    results = chosen.run(call)
+    if is_recording() and not chosen.is_repeatable:
+        with unrecorded(f"the variant {chosen.name} may launch kernels in other ways"):
+            results = chosen.run(call)
+    else:
+        results = chosen.run(call)
     # An operation's argument checks cache queries, so that equal calls share one object. Comparing identity saves a hash.
     if query is not chosen.latest:
         if query not in chosen.confirmed:

@@ -190,6 +190,25 @@ def refuse_plan(problem: str) -> None:
             active.fail(problem)
 
 
+@contextmanager
+def unrecorded(problem: str) -> Iterator[None]:
+    """Stop the recording in this thread inside, if there is one, and keep the call that is recorded from being replayed later."""
+    stopped = [active for active in (recorder(), active_tape()) if active is not None]
+    for active in stopped:
+        active.fail(problem)
+        active.__exit__(None, None, None)
+    try:
+        yield
+    finally:
+        for active in reversed(stopped):
+            active.__enter__()
+
+
+def is_recording() -> bool:
+    """Return whether a call is recorded in this thread."""
+    return active_tape() is not None or recorder() is not None
+
+
 def forget_plans() -> None:
     """Forget the plans of all functions."""
     for each in _ALL:
