@@ -41,8 +41,8 @@ def compile_static(function: Callable[..., R]) -> Callable[..., R]:
             return function(*arguments)
         from torch._dynamo import config as dynamo  # slow to import
 
-        # A recording would change what Dynamo compiles, and sees none of the kernels that compiled code launches. Beyond the limit
-        # Dynamo would run the function uncompiled.
+        # A recording would change what Dynamo compiles, and sees none of the kernels that compiled code launches. Beyond the
+        # limit Dynamo would run the function uncompiled.
         with unrecorded("compiled code launches kernels in other ways"), dynamo.patch(recompile_limit=SHAPES):
             return compiled_function(*arguments)
 
