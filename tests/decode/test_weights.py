@@ -168,7 +168,7 @@ def test_missing_tensors_and_wrong_shapes_are_named(tmp_path, prose):
     ],
 )  # fmt: skip
 def test_an_index_may_only_name_files_of_its_own_folder(tmp_path, name, prose):
-    """Files exist wherever such a path could lead, in this folder or next to it, so that only the entry can be the reason."""
+    """A weights file lies in this folder, below it and above it, so that no such path fails because its file is missing."""
     folder = write(tmp_path / "sub", random_weights(SMALL), shards=2)
     for there in (tmp_path, folder / "sub"):
         there.mkdir(exist_ok=True)
