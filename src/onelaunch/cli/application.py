@@ -97,6 +97,9 @@ class Commands(LazyGroup):
             "inspect",
             "Compile and disassemble an operation's kernels for an architecture; no GPU is needed.",
         ),
+        "prebuild": Command(
+            "onelaunch.cli.prebuild", "prebuild", "Compile kernels ahead of their first launch; no GPU is needed."
+        ),
         "doctor": Command(
             "onelaunch.cli.doctor", "doctor", "List the devices and software found here, and what is missing for which purpose."
         ),
@@ -194,6 +197,7 @@ def onelaunch(
       onelaunch study run 040-linear-rnn    run a study and write its report
       onelaunch explain linear_rnn --help   show which variant runs a call
       onelaunch inspect linear_rnn          show registers and spills, no GPU
+      onelaunch prebuild gla --arch sm_90a  compile ahead of the first launch
 
     [bold]Exit codes[/bold]
 
