@@ -65,7 +65,8 @@ class Cache:
         """Store a layer's state after ``offset`` more steps.
 
         Raises:
-            ArgumentError: ``in_place`` is set, and a state has another shape than the one it replaces, or needs gradients.
+            ArgumentError: ``in_place`` is set, and a state that replaces another has another shape or needs gradients. A layer's
+                first state is stored without a check.
         """
         new = LayerState(recurrent_state, conv_state, self.get_seq_length(layer_idx) + offset)
         old = self.states.get(layer_idx)

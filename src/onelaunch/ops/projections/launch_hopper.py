@@ -63,7 +63,7 @@ def plan_of(
 ) -> Plan:
     """Return the plan of calls of this size."""
     config = configuration(layout, rows, channels, element, multiprocessors, multicast)
-    # With few rows, a load has only the rows of x, in whole groups of 8 rows, the period of the 128-byte swizzle.
+    # With few rows, a load that is not multicast has only the rows of x, in groups of 8, the period of the 128-byte swizzle.
     x_box = TILE_ROWS // 2 if multicast == "a" else min(TILE_ROWS, cdiv(rows, 8) * 8)
     return Plan(
         gemm=gemm_for(layout, config, keep=keep),

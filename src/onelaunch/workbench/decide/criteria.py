@@ -29,6 +29,8 @@ from onelaunch.workbench.study import Criterion, Shape
 def evaluate(result: Result, infeasible: Mapping[str, str]) -> tuple[Outcome, ...]:
     """Judge every criterion of the study by the result's measurements and noise.
 
+    ``concluded`` in ``decision.py`` calls this before it decides.
+
     Args:
         result: The measurements. Outcomes and a decision that it already has are ignored.
         infeasible: Criteria that arithmetic alone refutes, with the reason: ``StudyPlan.infeasible``.
@@ -128,7 +130,10 @@ def _asked(criterion: Criterion) -> str:
 
 
 def finding_at(result: Result, criterion: Criterion, shape: Shape) -> Finding:
-    """Judge a criterion at one shape, or say which scale it needs if the shape did not run."""
+    """Judge a criterion at one shape, or say which scale it needs if the shape did not run.
+
+    :func:`evaluate` calls this for each shape, and ``report/predictions.py`` to compare predictions with measured values.
+    """
     if shape.scale != result.provenance.scale and not any(cell.shape == shape.name for cell in result.cells):
         remedy = "run on a GPU, or with --scale full" if shape.scale == "full" else "run on a CPU, or with --scale small"
         return Finding(shape.name, "not_measured", f"needs {shape.scale} scale: {remedy}", f"needs {shape.scale} scale")

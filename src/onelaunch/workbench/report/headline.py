@@ -2,6 +2,9 @@
 
 If a run could not answer the question of its study, such as a run on a CPU of a study of GPU kernels, the report first states
 what this run found. It then quotes the headline of a committed result of the same study.
+
+The reports on the terminal, in Markdown and in HTML call :func:`headline` and :func:`unexplained`. ``committed.py`` quotes the
+sentence of a headline, which ``tools/summarize_results.py`` stores for each committed result.
 """
 
 from __future__ import annotations
@@ -84,7 +87,7 @@ def counts(result: Result, leaving_out: Sequence[Outcome] = ()) -> str:
     return ", ".join([head, *others])
 
 
-def clause(result: Result, outcome: Outcome) -> str:
+def _clause(result: Result, outcome: Outcome) -> str:
     """Return the measured value of a criterion as a clause with its interval, or an empty string without a value."""
     criterion, values = outcome.criterion, outcome.values
     if not values:
@@ -130,9 +133,10 @@ def _sentence(result: Result, needing: Sequence[Outcome]) -> tuple[str, str]:
         return f"{asked} {asks} for {scale} scale, which needs {where}{f'; of the others, {others}' if others else ''}.", ""
     if kind == "measure_more" and by_status["inconclusive"]:
         return f"{_failing(result, min(by_status['inconclusive'], key=_margin))}; {counts(result)}.", ""
+    # The decision is to proceed, or to measure more without a criterion that is inconclusive. The best met criterion is quoted.
     measured = [outcome for outcome in by_status["met"] if outcome.values]
     best = min(measured, key=lambda one: (judged(one.criterion).rank, -_margin(one)), default=None)
-    said = clause(result, best) if best else ""
+    said = _clause(result, best) if best else ""
     loose = kind == "measure_more" and len(by_status["met"]) == len(left) > 0  # all are met, and yet more is to be measured
     unexplained = ", but a saving that they rest on is not explained" if loose else ""
     text = "; ".join(part for part in (said, f"{counts(result)}{unexplained}.") if part)
@@ -141,7 +145,7 @@ def _sentence(result: Result, needing: Sequence[Outcome]) -> tuple[str, str]:
 
 def _failing(result: Result, outcome: Outcome) -> str:
     """Return a clause on a criterion that failed: its name, its status, the measured value and the bound."""
-    said = clause(result, outcome)
+    said = _clause(result, outcome)
     status = "out of reach" if outcome.status == "infeasible" else words(outcome.status)
     measured = f": {said}, {outcome.criterion.bound} was asked" if said else ""
     return f"{outcome.criterion.name!r} is {status}{measured}"

@@ -147,7 +147,8 @@ class Candidate:
         """Call once without the backward pass. If the inputs are differentiable, :meth:`backward` takes what this returns.
 
         Raises:
-            VariantResultError: A variant returned other results than the operation names, or left gradients switched on or off.
+            VariantResultError: A variant or control returned too many results or one that is no tensor, or left gradients
+                switched on or off.
         """
         wanted = bool(inputs.differentiable)
         with torch.set_grad_enabled(wanted):
@@ -188,7 +189,7 @@ class Candidate:
         """Return by name what the call with these arguments returned.
 
         Raises:
-            VariantResultError: A variant returned more results than the operation names, or one that is no tensor.
+            VariantResultError: A variant or control returned more results than it has names for, or one that is no tensor.
         """
         results = result if isinstance(result, tuple) else (result,)
         names = names_of(self.outputs, arguments)

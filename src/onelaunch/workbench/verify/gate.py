@@ -31,8 +31,8 @@ class Judge:
     """Judge of variants that caches the oracle's outputs, so that the variants of a case share them.
 
     Args:
-        keep_bytes: Most bytes that cached references may take. The least recently used are dropped first; the newest three, which
-            belong to the current case, always stay.
+        keep_bytes: Most bytes that cached references may take. The least recently used are dropped first. The three used last
+            always stay, as many as a case with its controls may need at a time.
     """
 
     def __init__(self, keep_bytes: int = 1 << 30) -> None:
@@ -158,15 +158,16 @@ def judge(
     requirements:
 
     - Shapes, dtypes and device are right, every element is written, and the inputs are unchanged, also after the last call.
-    - Results are plain tensors in memory of their own, in row-major order, which no later call writes to.
+    - Results are plain tensors in row-major order, or in the order of plain PyTorch's. They lie in memory of their own, which no
+      later call writes to, or in that of a bundle such as a cache.
     - New contents in the same storage give new outputs, and inputs that are slices of larger tensors give right ones. An
       :class:`~onelaunch.errors.ArgumentError` or :class:`~onelaunch.errors.VariantUnsupported` for slices is only a note.
     - Gradients are right if another call comes between a call and its backward pass, and if they come in through some of the
       results only.
     - The call waits for inputs that arrive late on the caller's stream.
     - Nothing is still being computed when the call returns. On a GPU this means: outside of the caller's stream.
-    - Global switches of PyTorch (default dtype, precision, determinism, grad mode, autocast) are as before. A changed number of
-      threads is a note, since ``torch.compile`` changes it.
+    - Global switches of PyTorch (default dtype, precision, determinism, grad mode, autocast, cuDNN, anomaly detection, current
+      GPU) are as before. A changed number of threads is a note, since ``torch.compile`` changes it.
 
     Args:
         operation: Operation to compute.
