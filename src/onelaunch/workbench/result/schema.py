@@ -75,7 +75,8 @@ class ComponentError(Stored):
     max_error: Error
     """Largest absolute difference."""
     allowed: Positive
-    """Largest allowed ``error``: twice the error of plain PyTorch in the same dtype plus 2^-21, but at most the dtype's cap."""
+    """Largest allowed ``error``: twice the error of plain PyTorch in the same dtype plus 2^-21, or the error that the operation
+    states for this result if that is larger, but at most the dtype's cap."""
     error_by_position: tuple[Error, ...] = ()
     """Norm-wise errors of successive parts of the sequence, first to last."""
 

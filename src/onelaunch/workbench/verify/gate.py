@@ -56,9 +56,7 @@ class Judge:
         if key in self._references:
             self._references.move_to_end(key)
             return self._references[key]
-        # An operation may state errors of its own. Those of a control are only PyTorch's.
-        stated = getattr(operation, "stated_errors", None) if control is None else None
-        found = compute_reference(operation, case, device, seed, direction, control, stated)
+        found = compute_reference(operation, case, device, seed, direction, control)
         self._references[key] = found
         while (
             len(self._references) > ALWAYS_CACHED
@@ -154,7 +152,12 @@ def judge(
     The norm-wise error of each output and gradient must be at most twice that of plain PyTorch in the same dtype, plus 2^-21
     (four times the machine epsilon of float32). It must also be at most the dtype's cap, which grows with the square root of the
     operation's number of stages. The largest error of an element may be 8 times PyTorch's, and the error of each eighth of the
-    sequence 4 times. Where PyTorch's form cannot run, only the cap is asked, and a note of the verdict says so. Further
+    sequence 4 times. Where PyTorch's form cannot run, only the cap is asked, and a note of the verdict says so.
+
+    A float32 result of a call whose inputs have 16 bits, such as a final state, may be a sum of products of 16-bit numbers. The
+    operation then states the error of such a sum (:attr:`~onelaunch.operation.Operation.stated_errors`), which is allowed where
+    twice PyTorch's is less. The errors of an element and of an eighth of the sequence have bounds of 8 times and 4 times the
+    stated error where that is larger than PyTorch's, for an element times the root mean square of the expected values. Further
     requirements:
 
     - Shapes, dtypes and device are right, every element is written, and the inputs are unchanged, also after the last call.
