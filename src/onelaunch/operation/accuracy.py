@@ -1,6 +1,6 @@
-"""Errors that operations state for float32 results of calls whose inputs have 16 bits.
+"""Errors that operations state for float32 results of calls whose inputs have 16 bits, and tolerances of other projects' tests.
 
-Such a result is often a sum of products of 16-bit numbers. A kernel that computes these products by matrix instructions rounds
+A float32 result is often a sum of products of 16-bit numbers. A kernel that computes these products by matrix instructions rounds
 decayed keys, gradients or states to 16 bits first. PyTorch's form computes in float32 throughout, so that its error says nothing
 about what such a sum can be. The verification gate therefore takes the larger of twice PyTorch's error and the stated one.
 """
@@ -24,6 +24,10 @@ Rounding changes a number by at most 2^-8 of its size in bfloat16 and 2^-11 in f
 square. The errors of the factors are independent, so that two rounded factors give 2.4e-3 and 2.9e-4. The rest is for a third
 rounding, such as that of a state between two chunks.
 """
+
+
+FLA_TESTS = 5e-3
+"""Largest norm-wise error that the tests of flash-linear-attention 0.6.0 allow for gradients and states (``assert_close``)."""
 
 
 def checked_errors(operation: str, stated: StatedErrors) -> dict[str, Mapping[torch.dtype, float]]:

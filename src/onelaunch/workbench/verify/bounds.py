@@ -57,7 +57,9 @@ class Bound:
     def raised(self, stated: float) -> Bound:
         """Return the bounds that rest on a stated norm-wise error wherever it is larger than that of the PyTorch baseline."""
         largest = max(self.largest, LARGEST * stated * self.root_mean_square)
-        return replace(self, largest=largest, parts=tuple(max(part, PART * stated) for part in self.parts), stated=stated)
+        return replace(
+            self, largest=largest, parts=tuple(max(part, PART * stated) for part in self.parts), stated=max(self.stated, stated)
+        )
 
     def problems(self, error: ComponentError) -> list[str]:
         """Return in sentences which bounds an error exceeds: that of an element, and that of the first such part along time."""

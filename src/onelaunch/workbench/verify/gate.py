@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -82,7 +82,10 @@ class Judge:
     ) -> Verdict:
         """Judge a variant as :func:`judge` does."""
         candidate = Candidate.variant(operation, variant)
-        return self._judge(operation, case, candidate, None, device, directions, seed)
+        return with_own_tolerance(
+            lambda tolerance: self._judge(operation, case, candidate, None, device, directions, seed, tolerance),
+            operation.get(variant).capabilities.own_tolerance,
+        )
 
     def judge_control(
         self,
@@ -107,8 +110,12 @@ class Judge:
         device: torch.device | str,
         directions: Sequence[Direction],
         seed: int,
+        tolerance: float | None = None,
     ) -> Verdict:
-        """Judge a candidate in each direction, and merge the verdicts with the worst error of each output."""
+        """Judge a candidate in each direction, and merge the verdicts with the worst error of each output.
+
+        With a tolerance, larger errors are allowed, as in :meth:`Reference.within`.
+        """
         device = torch.device(device)
         components: dict[str, ComponentError] = {}
         problems: list[str] = []
@@ -117,7 +124,7 @@ class Judge:
             reference = self.reference(operation, case, device=device, direction=direction, seed=seed, control=control)
             stale = make_inputs(operation, case, device, seed + STALE_SEED, direction)
             with unchanged_switches() as switched:
-                found = _examined(candidate, reference, stale, device)
+                found = _examined(candidate, reference.within(tolerance), stale, device)
             for component in found.components:
                 known = components.get(component.name)
                 if known is None or component.error / component.allowed > known.error / known.allowed:
@@ -125,6 +132,19 @@ class Judge:
             problems += [problem for problem in (*found.problems, *switched.problems) if problem not in problems]
             notes += [note for note in (*reference.notes, *found.notes, *switched.notes) if note not in notes]
         return Verdict(ok=not problems, components=tuple(components.values()), problems=tuple(problems), notes=tuple(notes))
+
+
+def with_own_tolerance(judged: Callable[[float | None], Verdict], tolerance: float | None) -> Verdict:
+    """Return a verdict by the gate. If it fails, and another one with the tolerance of a peer's own tests passes, it says so.
+
+    Args:
+        judged: Function that judges, with ``None`` by the gate, or with a norm-wise error to allow in addition.
+        tolerance: Tolerance of the tests of the peer's own project; ``None`` for a variant that is no peer or states none.
+    """
+    verdict = judged(None)
+    if verdict.ok or tolerance is None or not judged(tolerance).ok:
+        return verdict
+    return verdict.model_copy(update={"own_tolerance": tolerance})
 
 
 def _examined(candidate: Candidate, reference: Reference, stale: Inputs, device: torch.device) -> Findings:
@@ -171,6 +191,10 @@ def judge(
     - Global switches of PyTorch (default dtype, precision, determinism, grad mode, autocast) are as before. A changed number of
       threads is a note, since ``torch.compile`` changes it.
 
+    A variant of another project may state the tolerance of that project's tests (``own_tolerance``). If it fails the gate, it is
+    judged by this tolerance too. The verdict stays a failed one, and its attribute ``own_tolerance`` says that nothing is wrong
+    but errors that these tests allow.
+
     Args:
         operation: Operation to compute.
         case: Sizes, dtype and options.
@@ -199,9 +223,16 @@ def judge_control(
     return _judge.judge_control(operation, case, control, device=device, directions=directions, seed=seed)
 
 
-def judge_outputs(reference: Reference, outputs: OutputTensors) -> Verdict:
-    """Judge outputs that a call has left, such as a timed one, by the error limits of :func:`judge`."""
+def judge_outputs(reference: Reference, outputs: OutputTensors, own_tolerance: float | None = None) -> Verdict:
+    """Judge outputs that a call has left, such as a timed one, by the error limits of :func:`judge`.
+
+    ``own_tolerance`` is that of the tests of a peer's own project, see :func:`with_own_tolerance`.
+    """
     if odd := odd_results(outputs):
         return Verdict(ok=False, problems=tuple(odd), notes=reference.notes)
-    components, problems = reference.compare(outputs)
-    return Verdict(ok=not problems, components=components, problems=problems, notes=reference.notes)
+
+    def judged(tolerance: float | None) -> Verdict:
+        components, problems = reference.within(tolerance).compare(outputs)
+        return Verdict(ok=not problems, components=components, problems=problems, notes=reference.notes)
+
+    return with_own_tolerance(judged, own_tolerance)

@@ -62,6 +62,17 @@ class Reference:
         """Return this reference for one output or gradient; :meth:`compare` then ignores all others."""
         return replace(self, expected={name: self.expected[name]})
 
+    def within(self, tolerance: float | None) -> Reference:
+        """Return this reference with a norm-wise error allowed for every result, and bounds that rest on it, where it is larger.
+
+        It is the tolerance of the tests of a peer's own project; ``None`` changes nothing.
+        """
+        if tolerance is None:
+            return self
+        allowed = {name: max(value, tolerance) for name, value in self.allowed.items()}
+        bounds = {name: bound.raised(tolerance) for name, bound in self.bounds.items()}
+        return replace(self, allowed=allowed, bounds=bounds)
+
     def loosened(self, factor: float) -> Reference:
         """Return this reference for float64 sums of gradients, with tolerances and bounds multiplied by a factor."""
         bounds = {name: bound.times(factor) for name, bound in self.bounds.items()}
