@@ -274,7 +274,7 @@ def _uncontrolled(result: Result, outcome: Outcome) -> list[str]:
         # The sentence, which is stored in results, calls a variant that differs in one factor only a control.
         factors = listing(sorted(_differences(result, of.variant, over.variant))) or "none"
         sentences.append(
-            f"{criterion.name!r} rests on a saving that is not understood: {_saving_words(saving, over.variant)}; "
+            f"{criterion.name!r} rests on a saving that is not understood: {_saving_words(saving, over.label)}; "
             f"{of.variant} and {over.variant} differ in {factors}, and no measured pair differs in one factor only. "
             f"Add a control that shares all but one factor with {of.variant}."
         )
@@ -319,8 +319,9 @@ def _factors(tags: dict[str, Any]) -> dict[str, Any]:
 def _left_open(result: Result, savings: Iterable[Saving]) -> list[str]:
     """Describe questions that the evidence leaves open, one sentence each."""
     sentences = [
-        f"{_saving_words(saving, result.study.baseline)}."
+        f"{_saving_words(saving, over.label)}."
         for saving in savings
+        if (over := result.cell(saving.shape, result.study.baseline, saving.direction)) is not None
         if saving.unexplained > MOSTLY * saving.saved_microseconds and _beyond_noise(result, saving)
     ]
     if result.interrupted:

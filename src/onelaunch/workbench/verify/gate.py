@@ -142,7 +142,10 @@ def with_own_tolerance(judged: Callable[[float | None], Verdict], tolerance: flo
         tolerance: Tolerance of the tests of the peer's own project; ``None`` for a variant that is no peer or states none.
     """
     verdict = judged(None)
-    if verdict.ok or tolerance is None or not judged(tolerance).ok:
+    if verdict.ok or tolerance is None:
+        return verdict
+    beyond = any(not part.error <= max(part.allowed, tolerance) for part in verdict.components)  # saves the second time
+    if beyond or not judged(tolerance).ok:
         return verdict
     return verdict.model_copy(update={"own_tolerance": tolerance})
 
