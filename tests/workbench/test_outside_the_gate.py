@@ -177,7 +177,7 @@ def test_a_peer_outside_the_gate_is_timed_and_may_be_the_baseline(tmp_path):
 
 
 def test_a_peer_that_leaves_the_gate_on_the_timed_contents_only_is_outside_too(monkeypatch):
-    """It passes where it is verified. The timed contents are others, and there it rounds."""
+    """The peer passes where it is verified. The contents that are timed are others, and there it rounds."""
     seen = []
 
     def first_exact(call):

@@ -230,8 +230,8 @@ def _correctness(result: Result) -> Section:
     )
     note = (
         "Norm-wise errors against the float64 oracle, at the shape where each output is nearest to its limit. The limit is the "
-        "smaller of the dtype's cap and twice the error of plain PyTorch in the same dtype, or the error that the operation "
-        "states for a float32 result of 16-bit inputs. Along the sequence: errors of its first and its last part."
+        "smaller of the dtype's cap and twice the error of plain PyTorch in the same dtype or, if larger, the error that the "
+        "operation states for a float32 result of 16-bit inputs. Along the sequence: errors of its first and its last part."
     )
     return Section("Correctness", tables=(Table("", heads, tuple(rows), note),) if rows else (), folded=len(rows) > 12)
 
