@@ -31,6 +31,7 @@ from onelaunch.workbench.study import LOOPS
 from onelaunch.workbench.study.plan import missing_package
 from onelaunch.workbench.verify import Judge, judge_outputs
 from onelaunch.workbench.verify.calls import Candidate, make_inputs
+from onelaunch.workbench.verify.gate import own_tolerance_of
 from onelaunch.workbench.verify.reference import Reference
 from onelaunch.workbench.verify.repeated import examine_once
 from onelaunch.workbench.verify.trivial import trivial_passes
@@ -333,7 +334,7 @@ class _Session:
             verdicts, problem = [], None
             with self.running(entry, "verified again"):
                 verdicts = [
-                    (regime, judge_outputs(reference, outputs, self._own_tolerance(entry)))
+                    (regime, judge_outputs(reference, outputs, own_tolerance_of(self.operation, entry.result.name)))
                     for regime in self.regimes
                     if regime not in LOOPS and regime not in entry.sampler.refused
                     for outputs in entry.sampler.outputs(regime)
@@ -427,10 +428,6 @@ class _Session:
         if entry.control is not None:
             return self.judge.judge_control(self.operation, self.case, entry.control.name, **options)
         return self.judge.judge(self.operation, self.case, variant=entry.result.name, **options)
-
-    def _own_tolerance(self, entry: Entry) -> float | None:
-        """Return the tolerance of the tests of a peer's own project, or ``None`` for a control and for other variants."""
-        return None if entry.control is not None else self.operation.get(entry.result.name).capabilities.own_tolerance
 
     def _reference(self, entry: Entry, seed: int) -> Reference:
         return self.judge.reference(

@@ -84,7 +84,7 @@ class Judge:
         candidate = Candidate.variant(operation, variant)
         return with_own_tolerance(
             lambda tolerance: self._judge(operation, case, candidate, None, device, directions, seed, tolerance),
-            operation.get(variant).capabilities.own_tolerance,
+            own_tolerance_of(operation, variant),
         )
 
     def judge_control(
@@ -132,6 +132,12 @@ class Judge:
             problems += [problem for problem in (*found.problems, *switched.problems) if problem not in problems]
             notes += [note for note in (*reference.notes, *found.notes, *switched.notes) if note not in notes]
         return Verdict(ok=not problems, components=tuple(components.values()), problems=tuple(problems), notes=tuple(notes))
+
+
+def own_tolerance_of(operation: Operation[..., Any], variant: str) -> float | None:
+    """Return the tolerance of the tests of a peer's own project; ``None`` for other variants, controls and ``auto``."""
+    found = operation.variants.get(variant)
+    return None if found is None else found.capabilities.own_tolerance
 
 
 def with_own_tolerance(judged: Callable[[float | None], Verdict], tolerance: float | None) -> Verdict:

@@ -26,7 +26,7 @@ from onelaunch.workbench.verify.examine import (
     own_stream,
     same_bits,
 )
-from onelaunch.workbench.verify.gate import Judge, with_own_tolerance
+from onelaunch.workbench.verify.gate import Judge, own_tolerance_of, with_own_tolerance
 from onelaunch.workbench.verify.memory import odd_results, reused
 from onelaunch.workbench.verify.reference import Reference
 from onelaunch.workbench.verify.switches import unchanged_switches
@@ -86,17 +86,16 @@ def examine_once(
     Raises:
         Exception: Any exception of the variant. :func:`onelaunch.workbench.verify.calls.status_of` classifies it.
     """
-    capabilities = operation.get(variant).capabilities
-    candidate = Candidate.variant(operation, variant)
+    candidate, compiles = Candidate.variant(operation, variant), operation.get(variant).capabilities.compiles
 
     def judged(tolerance: float | None) -> Verdict:
         references = (
             judge.reference(operation, case, device=device, direction=direction, seed=seed).within(tolerance)
             for direction in directions
         )
-        return _examined_once(candidate, references, torch.device(device), calls, compiles=capabilities.compiles)
+        return _examined_once(candidate, references, torch.device(device), calls, compiles=compiles)
 
-    return with_own_tolerance(judged, capabilities.own_tolerance)
+    return with_own_tolerance(judged, own_tolerance_of(operation, variant))
 
 
 def _examined_once(
