@@ -11,6 +11,7 @@ import torch
 
 from onelaunch.device.architectures import architecture_of
 from onelaunch.errors import ArgumentError, UnknownVariant
+from onelaunch.operation.accuracy import StatedErrors, checked_errors
 from onelaunch.operation.case import Case, Reading
 from onelaunch.operation.cost import Cost
 from onelaunch.operation.probe import Probe, Probes
@@ -31,6 +32,8 @@ class Operation(Generic[P, R]):
         options: Options of the input maker with their defaults. A case may override them.
         stages: Number of consecutive operations that it consists of, each of which rounds its result. The caps on errors of the
             verification gate hold for one stage. They grow with the square root of this number, as independent errors do.
+        stated_errors: Norm-wise errors that float32 results and gradients may have in calls of 16-bit inputs, by name and by the
+            dtype of the inputs. Twice the error of the PyTorch baseline is allowed where that is more.
         defaults: Variants to prefer where nothing was measured, by device type.
         variants: Variants by name, in order of registration.
     """
@@ -45,6 +48,7 @@ class Operation(Generic[P, R]):
         options: Mapping[str, Any],
         defaults: Mapping[str, tuple[str, ...]],
         stages: int = 1,
+        stated_errors: StatedErrors | None = None,
     ) -> None:
         functools.update_wrapper(self, function)
         self.name = function.__name__
@@ -55,6 +59,7 @@ class Operation(Generic[P, R]):
         self.options = dict(options)
         self.defaults = dict(defaults)
         self.stages = stages
+        self.stated_errors = checked_errors(self.name, stated_errors or {})
         self.variants: dict[str, Variant] = {}
         self.controls: dict[str, Control] = {}
         self.loops: dict[str, LoopMaker] = {}

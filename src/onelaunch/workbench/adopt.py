@@ -237,6 +237,10 @@ def _rows(result: Result) -> list[dict[str, Any]]:
     that the run did not reach with all its variants, because the fastest may be missing, and a variant that failed its probes.
     """
     unproven = _unproven(result)
+    for name in dict.fromkeys(cell.variant for cell in result.cells if cell.outside):
+        _notice(
+            f"{name} of {result.study.name} is not adopted where it is a peer outside the gate, with which others are compared."
+        )
     dimensions = find_operation(result.study.operation).dimensions
     rows = []
     for shape in result.study.shapes:

@@ -271,8 +271,8 @@ class Run:
     def _failure(self, planned: PlannedCell) -> tuple[Status, str] | None:
         """Return the status and the reason of a candidate that must not run, or ``None``."""
         verdict = None if planned.control else self.examined.get((planned.variant, planned.direction))
-        if verdict is not None and not verdict.ok:
-            return "incorrect", verdict.explain()
+        if verdict is not None and verdict.status == "incorrect":
+            return verdict.status, verdict.explain()
         return self.failures.get(_key(planned))
 
     def save_partial(self, path: Path) -> None:
@@ -396,7 +396,7 @@ class Run:
         ready = [
             planned
             for planned in runnable
-            if self.cells[_key(planned)].status == "ok"
+            if self.cells[_key(planned)].measured
             and (self.options.count == "all" or planned.plan.launches is not None or planned.variant in named)
         ]
         ready.sort(key=self._first_time)
@@ -413,7 +413,7 @@ class Run:
         """Count one call of each correct variant that a criterion on the measure names. A note says why a count failed."""
         named = named_for(self.study, (measure.name,))
         count = self.steps.counters.get(measure.name, measure.count)
-        ready = [planned for planned in runnable if planned.variant in named and self.cells[_key(planned)].status == "ok"]
+        ready = [planned for planned in runnable if planned.variant in named and self.cells[_key(planned)].measured]
         for planned in ready:  # one at a time, so that the parent of this process knows which one ended it
             self.on_turn(case.name, direction, planned.variant, control=planned.control, step=f"counted ({measure.name})")
             request = Request(case, planned.variant, direction, planned.control)
@@ -433,14 +433,14 @@ class Run:
         """Store the measurements of a case as cells of the result, with their noise, clocks and notes."""
         for planned in runnable:
             outcome = found.candidates[planned.variant]
-            has_times = outcome.status in ("ok", "invalid", "interrupted")
+            has_times = outcome.measured or outcome.status in ("invalid", "interrupted")
             self._store(
                 planned,
                 status=outcome.status,
                 reason=outcome.reason,
                 verdict=outcome.verdict,
                 timings=outcome.timings if has_times else (),
-                traffic=_by_arithmetic(planned) if outcome.status == "ok" else None,
+                traffic=_by_arithmetic(planned) if outcome.measured else None,
                 peak_bytes=outcome.peak_bytes,
             )
         self.examined |= {(name, runnable[0].direction): verdict for name, verdict in found.examined.items()}
@@ -473,10 +473,12 @@ def _cell(planned: PlannedCell, **facts: Any) -> Cell:
 
 
 def _bounded(cell: Cell, planned: PlannedCell) -> Cell:
-    """Return a finished cell with a new bound. An ``invalid`` cold time that the new bound allows becomes ``ok``."""
+    """Return a finished cell with a new bound. An ``invalid`` cold time that the new bound allows counts again."""
     changes: dict[str, Any] = {"plan": planned.plan}
     if cell.status == "invalid" and not below(cell.timing("cold"), planned.plan.floor_microseconds):
-        changes |= {"status": "ok", "reason": "", "traffic": _by_arithmetic(planned)}
+        outside = cell.verdict if cell.verdict and cell.verdict.outside else None
+        changes |= {"status": outside.status if outside else "ok", "reason": outside.explain() if outside else ""}
+        changes |= {"traffic": _by_arithmetic(planned)}
     return cell.model_copy(update=changes)
 
 

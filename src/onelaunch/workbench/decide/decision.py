@@ -87,7 +87,10 @@ def explain_savings(result: Result) -> tuple[Saving, ...]:
             rivals = [
                 cell
                 for cell in result.cells
-                if (cell.shape, cell.direction) == (shape.name, direction) and not cell.control and _cold(cell) is not None
+                if (cell.shape, cell.direction) == (shape.name, direction)
+                and not cell.control
+                and _cold(cell) is not None
+                and not cell.outside
             ]
             best = min(rivals, key=lambda cell: _cold(cell) or 0.0, default=None)
             if baseline is not None and best is not None and best is not baseline:
@@ -189,8 +192,8 @@ def _broken(result: Result, deciding: list[Outcome]) -> list[str]:
     for outcome in deciding:
         criterion = outcome.criterion
         for at in result.study.shapes_of(criterion):
-            for selector, shape in result.study.sides(criterion, at):
-                if select_cell(result, criterion, selector, shape.name).cell is None:
+            for index, (selector, shape) in enumerate(result.study.sides(criterion, at)):
+                if select_cell(result, criterion, selector, shape.name, over=index > 0).cell is None:
                     sentences += [_describe(cell) for cell in _cells(result, criterion, selector, shape.name) if _is_broken(cell)]
     return list(dict.fromkeys(sentences))
 
@@ -271,7 +274,7 @@ def _uncontrolled(result: Result, outcome: Outcome) -> list[str]:
         # The sentence, which is stored in results, calls a variant that differs in one factor only a control.
         factors = listing(sorted(_differences(result, of.variant, over.variant))) or "none"
         sentences.append(
-            f"{criterion.name!r} rests on a saving that is not understood: {_saving_words(saving, over.variant)}; "
+            f"{criterion.name!r} rests on a saving that is not understood: {_saving_words(saving, over.label)}; "
             f"{of.variant} and {over.variant} differ in {factors}, and no measured pair differs in one factor only. "
             f"Add a control that shares all but one factor with {of.variant}."
         )
@@ -316,8 +319,9 @@ def _factors(tags: dict[str, Any]) -> dict[str, Any]:
 def _left_open(result: Result, savings: Iterable[Saving]) -> list[str]:
     """Describe questions that the evidence leaves open, one sentence each."""
     sentences = [
-        f"{_saving_words(saving, result.study.baseline)}."
+        f"{_saving_words(saving, over.label)}."
         for saving in savings
+        if (over := result.cell(saving.shape, result.study.baseline, saving.direction)) is not None
         if saving.unexplained > MOSTLY * saving.saved_microseconds and _beyond_noise(result, saving)
     ]
     if result.interrupted:
@@ -355,9 +359,9 @@ def _saving_words(saving: Saving, over: str) -> str:
 
 
 def _cold(cell: Cell) -> float | None:
-    """Return the cold median of a measurement in microseconds, or ``None`` if it has none, or its status is not ``ok``."""
+    """Return the cold median of a measurement in microseconds, or ``None`` if it has none, or its times are not believed."""
     timing = cell.timing("cold")
-    if timing is None or cell.status != "ok" or not 0 < timing.microseconds.median < math.inf:
+    if timing is None or not cell.measured or not 0 < timing.microseconds.median < math.inf:
         return None
     return timing.microseconds.median
 

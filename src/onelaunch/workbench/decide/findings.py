@@ -1,4 +1,4 @@
-"""Facts that limit what a decision means: faster variants of other makers, and launches that are declared but not counted.
+"""Facts that limit what a decision means: peers outside the gate, faster variants of other makers, and launches not counted.
 
 They are stored as the decision's notes and shown by reports. They decide nothing, because a study's author may have a reason for
 a slow baseline; the reader is told all the same.
@@ -30,7 +30,7 @@ def findings(result: Result, deciding: Sequence[Outcome]) -> tuple[str, ...]:
         result: The measurements.
         deciding: Outcomes of the criteria that the decision rests on.
     """
-    return (*_better_peers(result, deciding), *_miscounts(result), *_uncounted(result, deciding))
+    return (*_outside(result), *_better_peers(result, deciding), *_miscounts(result), *_uncounted(result, deciding))
 
 
 def maker_of(result: Result, name: str) -> str:
@@ -68,8 +68,27 @@ class _Peer:
     """Speed of the judged variant over the peer."""
 
 
+def _outside(result: Result) -> list[str]:
+    """Describe the peers outside the gate, one sentence each: where, and the error that is furthest beyond its limit."""
+    found: dict[str, list[Cell]] = {}
+    for cell in result.cells:
+        if cell.outside and cell.verdict is not None:
+            found.setdefault(cell.variant, []).append(cell)
+    sentences = []
+    for name, cells in found.items():
+        parts = [(part.error / part.allowed, part, cell) for cell in cells if cell.verdict for part in cell.verdict.components]
+        _, worst, at = max(parts, key=lambda each: each[0])
+        where = f"{worst.name} at {at.shape} ({at.direction.replace('_', ' + ')})"
+        own = f"{at.verdict.own_tolerance:g}" if at.verdict and at.verdict.own_tolerance else "more"
+        sentences.append(
+            f"{name} is a peer outside the gate at {q.plural(len(cells), 'measurement')}, timed to compare others with: {where} "
+            f"is off by {q.scientific(worst.error)}, {q.scientific(worst.allowed)} is allowed, and its own tests allow {own}."
+        )
+    return sentences
+
+
 def _better_peers(result: Result, deciding: Sequence[Outcome]) -> list[str]:
-    """Describe the correct variants of other makers that are faster than the baseline, and the judged variant's ratio to them."""
+    """Describe the variants of other makers that are faster than the baseline, and the judged variant's ratio to them."""
     found: dict[tuple[str, Direction, Regime], dict[str, _Peer]] = {}
     for outcome in deciding:
         for peer in _peers_of(result, outcome):
@@ -89,7 +108,7 @@ def _peer_words(result: Result, key: tuple[str, Direction, Regime], peers: Seque
     how = f"({direction.replace('_', ' + ')}, {regime})"
     there = "it" if len(peers) == 1 else f"at {worst.cell.shape} it"
     return (
-        f"{name}{by} is faster than the baseline {result.study.baseline} {where} {how}: {there} is "
+        f"{worst.cell.label}{by} is faster than the baseline {result.study.baseline} {where} {how}: {there} is "
         f"{q.ratio_interval(worst.over_baseline)} as fast as the baseline, and {worst.of.variant} is "
         f"{q.ratio_interval(worst.of_over_peer)} as fast as {name}."
     )
@@ -108,7 +127,7 @@ def _peers_of(result: Result, outcome: Outcome) -> Iterable[_Peer]:
         ours = maker_of(result, of.variant)
         faster = []
         for cell in result.cells:
-            here = (cell.shape, cell.direction) == (shape, criterion.direction) and not cell.control and cell.status == "ok"
+            here = (cell.shape, cell.direction) == (shape, criterion.direction) and not cell.control and cell.measured
             if not here or cell is of or cell is baseline or maker_of(result, cell.variant) == ours:
                 continue
             gain = _speed(cell, baseline, criterion.regime)

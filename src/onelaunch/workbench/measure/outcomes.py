@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from onelaunch.workbench.result import Noise, Status, Timing, Verdict
+from onelaunch.workbench.result import MEASURED, Noise, Status, Timing, Verdict
 from onelaunch.workbench.result.consistency import BELOW_BOUND
 
 
@@ -19,6 +19,11 @@ class CandidateResult:
     verdict: Verdict | None = None
     timings: tuple[Timing, ...] = ()
     peak_bytes: int | None = None
+
+    @property
+    def measured(self) -> bool:
+        """True if its times are believed: it is correct, or a peer outside the gate."""
+        return self.status in MEASURED
 
 
 @dataclass
@@ -54,8 +59,8 @@ def _cold(result: CandidateResult) -> Timing | None:
 
 
 def too_fast(result: CandidateResult, bound_microseconds: float) -> bool:
-    """Return whether the cold time of a correct candidate is well below its bound."""
-    return result.status == "ok" and below(_cold(result), bound_microseconds)
+    """Return whether the cold time of a candidate that was measured to the end is well below its bound."""
+    return result.measured and below(_cold(result), bound_microseconds)
 
 
 def invalidate(result: CandidateResult, bound_microseconds: float, *, again: bool) -> None:

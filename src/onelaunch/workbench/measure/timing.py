@@ -25,12 +25,13 @@ from onelaunch.workbench.measure.clocks import Clocks
 from onelaunch.workbench.measure.entry import RAISED, Entry
 from onelaunch.workbench.measure.outcomes import CandidateResult, Interrupted, Measurements, invalidate, too_fast
 from onelaunch.workbench.measure.sampling import LONG_SAMPLE_SECONDS, Rotation, make_sampler, rotate
-from onelaunch.workbench.result import Noise, Regime, Status, Timing, Verdict
+from onelaunch.workbench.result import OUTSIDE, Noise, Regime, Status, Timing, Verdict
 from onelaunch.workbench.stored import LEAST_TIME, MOST_TIME
 from onelaunch.workbench.study import LOOPS
 from onelaunch.workbench.study.plan import missing_package
 from onelaunch.workbench.verify import Judge, judge_outputs
 from onelaunch.workbench.verify.calls import Candidate, make_inputs
+from onelaunch.workbench.verify.gate import own_tolerance_of
 from onelaunch.workbench.verify.reference import Reference
 from onelaunch.workbench.verify.repeated import examine_once
 from onelaunch.workbench.verify.trivial import trivial_passes
@@ -203,7 +204,7 @@ class _Session:
             self.turn(None, control=False, step=step)
 
     def verify(self) -> None:
-        """Judge every candidate. One that does not pass is not timed."""
+        """Judge every candidate. One that does not pass is not timed, unless it is a peer outside the gate."""
         torch.compiler.reset()  # or torch.compile, after a few cases, silently runs its variants uncompiled
         for done, entry in enumerate(list(self.entries.values())):
             self.progress("verify", done, len(self.entries))
@@ -219,7 +220,7 @@ class _Session:
             with self.running(entry, "verified"):
                 result.verdict = self._verdict(entry)
             if entry.runs and result.verdict is not None and not result.verdict.ok:
-                result.status, result.reason = "incorrect", result.verdict.explain()
+                entry.misses(result.verdict)
             if entry.runs and entry.control is None and entry.candidate.name in self.examine:
                 self.progress("examine", done, len(self.entries))
                 self._examine(entry)
@@ -240,7 +241,7 @@ class _Session:
             )
             self.notes += [f"{name}: {note}" for note in verdict.notes]
             if not verdict.ok:
-                entry.result.status, entry.result.reason = "incorrect", verdict.explain()
+                entry.misses(verdict)
 
     def _note_what_the_case_cannot_tell(self) -> None:
         """Note which outputs of this case a trivial result would pass too."""
@@ -322,7 +323,10 @@ class _Session:
         return f"{note} {slowest.candidate.name} took {share:.0%} of the time."
 
     def verify_again(self) -> None:
-        """Judge outputs of a last sample on new contents; a candidate whose outputs do not pass becomes ``incorrect``."""
+        """Judge outputs of a last sample on new contents. A candidate whose outputs do not pass becomes ``incorrect``.
+
+        A peer whose errors are within the tolerance of its own tests becomes a peer outside the gate instead.
+        """
         for entry in self.entries.values():
             if not entry.runs or entry.sampler is None:
                 continue
@@ -330,7 +334,7 @@ class _Session:
             verdicts, problem = [], None
             with self.running(entry, "verified again"):
                 verdicts = [
-                    (regime, judge_outputs(reference, outputs))
+                    (regime, judge_outputs(reference, outputs, own_tolerance_of(self.operation, entry.result.name)))
                     for regime in self.regimes
                     if regime not in LOOPS and regime not in entry.sampler.refused
                     for outputs in entry.sampler.outputs(regime)
@@ -339,11 +343,13 @@ class _Session:
                 problem = next(((regime, why) for regime, why in loop_problems if why is not None), None)
             if not entry.runs or entry.sampler is None:
                 continue
-            if wrong := next(((regime, verdict) for regime, verdict in verdicts if not verdict.ok), None):
-                entry.result.status = "incorrect"
-                entry.result.reason = f"The outputs of the timed calls ({wrong[0]}) do not pass: {wrong[1].explain()}"
-                entry.result.verdict = wrong[1]
-            elif problem is not None:
+            if failed := [each for each in verdicts if not each[1].ok]:
+                regime, verdict = min(failed, key=lambda each: each[1].outside)  # an incorrect one, if there is any
+                entry.misses(verdict, f"The outputs of the timed calls ({regime}) do not pass: ")
+                entry.result.verdict = entry.result.verdict if verdict.outside else verdict
+            if not entry.runs:
+                continue
+            if problem is not None:
                 entry.result.status = "incorrect"
                 entry.result.reason = f"The steps that were timed ({problem[0]}) are wrong: {problem[1]}"
             elif entry.sampler.refused:
@@ -351,10 +357,11 @@ class _Session:
         self._blame_for_the_copy()
 
     def _blame_for_the_copy(self) -> None:
-        """Give the baseline the status of its second copy if that one is incorrect, since both are the same variant."""
+        """Give the baseline the status of its second copy if that one does not pass, since both are the same variant."""
         for (name, kind), again in self.entries.items():
             main = self.entries[name, "variant"] if kind == "again" else again
-            if main is not again and main.runs and again.result.status == "incorrect":
+            wrong = again.result.status in ("incorrect", OUTSIDE) and again.result.status != main.result.status
+            if main is not again and main.runs and wrong:
                 main.result.status, main.result.reason = again.result.status, again.result.reason
                 main.result.verdict = again.result.verdict or main.result.verdict
 

@@ -63,6 +63,9 @@ class Error(JudgedMeasure):
         del result, among
         shape = cells[0].shape
         for cell in cells:
+            if cell.verdict is not None and cell.outside:
+                text = f"{cell.label} at {shape}: {cell.verdict.explain()}"
+                return Finding(shape, "missed", text, "outside the gate")
             if cell.verdict is not None and not cell.verdict.ok:
                 return Finding(shape, "missed", f"{cell.variant} is incorrect at {shape}: {cell.verdict.explain()}", "incorrect")
         errors = [(part.error, part.name, cell.variant) for cell in cells if cell.verdict for part in cell.verdict.components]

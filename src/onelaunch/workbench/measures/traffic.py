@@ -64,7 +64,7 @@ class DramBytesRatio(JudgedMeasure):
             text = f"not measured: there is no traffic of {missing} at {of.shape}"
             return Finding(of.shape, "not_measured", text, "no traffic")
         value = over.traffic.total / of.traffic.total
-        amounts = f"{q.size(over.traffic.total)} of {over.variant} against {q.size(of.traffic.total)} of {of.variant}"
+        amounts = f"{q.size(over.traffic.total)} of {over.label} against {q.size(of.traffic.total)} of {of.variant}"
         if {of.traffic.source, over.traffic.source} != {"ncu"}:
             return _by_arithmetic(criterion, of.shape, value, amounts, among)
         chosen = f", best of {among}" if among > 1 else ""

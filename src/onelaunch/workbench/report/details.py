@@ -191,7 +191,7 @@ def _traffic_row(cell: Cell) -> tuple[str, ...]:
     if traffic:
         share = q.ratio(traffic.total / plan.least_bytes) if plan and plan.least_bytes else q.NONE
         moved = (q.size(traffic.read), q.size(traffic.written), share, source(traffic.source))
-    unknown = "not measured" if cell.status == "ok" else q.NONE
+    unknown = "not measured" if cell.measured else q.NONE
     return (cell.variant, *planned, *moved, q.size(cell.peak_bytes) if cell.peak_bytes is not None else unknown)
 
 
@@ -230,8 +230,8 @@ def _correctness(result: Result) -> Section:
     )
     note = (
         "Norm-wise errors against the float64 oracle, at the shape where each output is nearest to its limit. The limit is the "
-        "smaller of the dtype's cap and twice the error of plain PyTorch in the same dtype. Along the sequence: errors of its "
-        "first and its last part."
+        "smaller of the dtype's cap and twice the error of plain PyTorch in the same dtype or, if larger, the error that the "
+        "operation states for a float32 result of 16-bit inputs. Along the sequence: errors of its first and its last part."
     )
     return Section("Correctness", tables=(Table("", heads, tuple(rows), note),) if rows else (), folded=len(rows) > 12)
 

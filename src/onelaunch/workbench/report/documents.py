@@ -15,7 +15,16 @@ from typing import Literal
 
 from onelaunch.operation import Direction
 from onelaunch.workbench.report.details import details, times_table
-from onelaunch.workbench.report.summary import directions, peer_names, shapes, speedup, summarize, use_table, valid_timing
+from onelaunch.workbench.report.summary import (
+    directions,
+    outside_words,
+    peer_names,
+    shapes,
+    speedup,
+    summarize,
+    use_table,
+    valid_timing,
+)
 from onelaunch.workbench.report.tables import to_markdown
 from onelaunch.workbench.report.text import markdown
 from onelaunch.workbench.result import Cell, Result
@@ -140,18 +149,20 @@ def _gain(cells: Mapping[str, Mapping[str, Cell]], names: Sequence[str], peers: 
     Ours are the variants that are neither peers nor in ``names``; controls take no part.
     Only shapes at which both have times count.
     """
-    gains = []
+    gains, outside = [], 0
     for found in cells.values():
         entrants = {name: cell for name, cell in found.items() if not cell.control}
-        ours = _fastest((cell for name, cell in entrants.items() if name not in (*peers, *names)), regime)
+        ours = _fastest((cell for name, cell in entrants.items() if name not in (*peers, *names) and not cell.outside), regime)
         theirs = _fastest((entrants[name] for name in names if name in entrants), regime)
         if ours and theirs and (gain := speedup(ours, theirs, regime)):
             gains.append(gain.median)
+            outside += theirs.outside
     if not gains:
         return NONE
     mean = math.exp(sum(map(math.log, gains)) / len(gains))
     shape = "1 shape" if len(gains) == 1 else f"{len(gains)} shapes"
-    return f"{_times(mean)} ({_times(min(gains))} to {_times(max(gains))}, {shape})"
+    said = f"; the peer is outside the gate at {outside}" if outside else ""
+    return f"{_times(mean)} ({_times(min(gains))} to {_times(max(gains))}, {shape}{said})"
 
 
 def _times(ratio: float) -> str:
@@ -228,7 +239,7 @@ def _winners(result: Result, direction: Direction, regime: Regime) -> str:
     rows = []
     for shape, found in cells.items():
         entrants = {name: cell for name, cell in found.items() if not cell.control}
-        best = _fastest((cell for name, cell in entrants.items() if name not in peers), regime)
+        best = _fastest((cell for name, cell in entrants.items() if name not in peers and not cell.outside), regime)
         least = _fastest(entrants.values(), regime)
         if best is None:
             continue
@@ -246,7 +257,8 @@ def _rival(rival: _Rival, best: Cell, least: Cell | None, entrants: Mapping[str,
         return NONE
     name = f"{code(cell.variant)} " if len(rival.names) > 1 else ""
     gain = speedup(best, cell, regime)
-    return f"{name}{_number(cell, least, regime)}" + (f" ({_times(gain.median)})" if gain else "")
+    said = [*([_times(gain.median)] if gain else []), *(["peer outside the gate"] if cell.outside else [])]
+    return f"{name}{_number(cell, least, regime)}" + (f" ({', '.join(said)})" if said else "")
 
 
 def _number(cell: Cell, least: Cell | None, regime: Regime) -> str:
@@ -278,7 +290,8 @@ def _everything(result: Result, direction: Direction, regime: Regime) -> list[st
 
 
 def _label(name: str, cells: Mapping[str, Mapping[str, Cell]]) -> str:
-    return code(name) + (" (control)" if any(name in found and found[name].control for found in cells.values()) else "")
+    own = [found[name] for found in cells.values() if name in found]
+    return code(name) + (" (control)" if any(cell.control for cell in own) else "") + outside_words(own)
 
 
 def _measured_shapes(result: Result) -> list[Shape]:

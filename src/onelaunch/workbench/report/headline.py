@@ -19,6 +19,7 @@ from onelaunch.wording import listing
 from onelaunch.workbench import quantities as q
 from onelaunch.workbench.decide.decision import excluded
 from onelaunch.workbench.decide.measured import judged
+from onelaunch.workbench.decide.selection import compared
 from onelaunch.workbench.report.committed import committed
 from onelaunch.workbench.report.summary import (
     FEW,
@@ -28,6 +29,7 @@ from onelaunch.workbench.report.summary import (
     fastest,
     main_regime,
     noise_floor,
+    outside_words,
     reference,
     selector,
     shapes,
@@ -93,7 +95,7 @@ def _clause(result: Result, outcome: Outcome) -> str:
     if not values:
         return ""
     measure = judged(criterion)
-    of, over = _measured_one(result, outcome), selector(result.study.over(criterion))
+    of, over = _measured_one(result, outcome), selector(result.study.over(criterion)) + _outside(result, outcome)
     if outcome.overall is not None:
         amount, at = measure.amount(outcome.overall), f"in the geometric mean over {q.plural(len(values), 'shape')}"
     elif len(values) == 1:
@@ -107,6 +109,15 @@ def _clause(result: Result, outcome: Outcome) -> str:
     other = f" at {criterion.over_at}, itself" if criterion.over_at is not None else ""
     how = [direction_words(criterion.direction), *([criterion.regime] if measure.timed else [])]
     return f"{said}{other} {at} ({', '.join(how)})"
+
+
+def _outside(result: Result, outcome: Outcome) -> str:
+    """Return words that follow the name of what a criterion compares with if it is a peer outside the gate at a shape."""
+    if not any(cell.outside for cell in result.cells):  # a variant chosen by tags is looked up only where it is needed
+        return ""
+    shapes_of = (result.study.shape(name) for name in outcome.values)
+    sides = [compared(result, outcome.criterion, shape)[1:] for shape in shapes_of]
+    return outside_words(side.cell for pair in sides for side in pair if side.cell is not None)
 
 
 def _sentence(result: Result, needing: Sequence[Outcome]) -> tuple[str, str]:
@@ -253,7 +264,7 @@ def _largest_gain(result: Result, direction: Direction) -> str:
     gain, best, over = max(gains, key=lambda each: each[0].median)
     how = f"({direction_words(direction)}, {regime})"
     most = "up to " if compared > 1 else ""
-    return f"{best.variant} is {most}{q.ratio_interval(gain)} as fast as {over_name} at {best.shape} {how}"
+    return f"{best.variant} is {most}{q.ratio_interval(gain)} as fast as {over.label} at {best.shape} {how}"
 
 
 def _elsewhere(result: Result) -> tuple[str, ...]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from onelaunch.errors import OneLaunchError
@@ -133,13 +133,16 @@ def regimes(result: Result) -> tuple[Regime, ...]:
 
 def main_regime(result: Result) -> Regime | None:
     """Return the regime in which variants are compared: the first of cold, warm, eager that was measured."""
-    measured = {timing.regime for cell in result.cells if cell.status == "ok" for timing in cell.timings}
+    measured = {timing.regime for cell in result.cells if cell.measured for timing in cell.timings}
     return next((regime for regime in REGIMES if regime in measured), None)
 
 
 def valid_timing(cell: Cell | None, regime: Regime | None) -> Timing | None:
-    """Return a measurement's timing in a regime if it is valid: of status ``ok``, above 0 and finite; otherwise ``None``."""
-    timing = cell.timing(regime) if cell and cell.status == "ok" and regime else None
+    """Return a measurement's timing in a regime if it is valid; otherwise ``None``.
+
+    It is above 0 and finite, of a correct variant or of a peer outside the gate.
+    """
+    timing = cell.timing(regime) if cell and cell.measured and regime else None
     if timing is None or not timing.rounds:
         return None
     return timing if all(0 < value < math.inf for value in (timing.microseconds.median, *timing.rounds)) else None
@@ -164,7 +167,7 @@ def fastest(result: Result, shape: str, direction: Direction) -> Cell | None:
     timed = {
         timing.microseconds.median: cell
         for cell in reversed(cells_at(result, shape, direction))  # so that of equal times the first variant is taken
-        if not cell.control and (timing := valid_timing(cell, regime))
+        if not cell.control and not cell.outside and (timing := valid_timing(cell, regime))
     }
     return timed[min(timed)] if timed else None
 
@@ -215,9 +218,25 @@ def asked(criterion: Criterion, study: Study) -> str:
 
 
 def reference(result: Result) -> str:
-    """Return the variant over which speeds are taken: the study's baseline, or the first timed variant if it has no time."""
-    timed = dict.fromkeys(cell.variant for cell in result.cells if cell.status == "ok" and cell.timings and not cell.control)
-    return result.study.baseline if result.study.baseline in timed else next(iter(timed), result.study.baseline)
+    """Return the variant over which speeds are taken: the study's baseline, or the first timed variant if it has no time.
+
+    The baseline may be a peer outside the gate.
+    """
+    timed = [cell for cell in result.cells if cell.measured and cell.timings and not cell.control]
+    if any(cell.variant == result.study.baseline for cell in timed):
+        return result.study.baseline
+    return next((cell.variant for cell in timed if not cell.outside), result.study.baseline)
+
+
+def outside_words(cells: Iterable[Cell]) -> str:
+    """Return words that follow the name of a variant which is a peer outside the gate at some of the cells; else nothing."""
+    return " (peer outside the gate)" if any(cell.outside for cell in cells) else ""
+
+
+def reference_words(result: Result) -> str:
+    """Return the name of the reference, which says if it is a peer outside the gate."""
+    name = reference(result)
+    return name + outside_words(cell for cell in result.cells if cell.variant == name and not cell.control)
 
 
 def use_table(result: Result, direction: Direction) -> Table:
@@ -249,8 +268,8 @@ def use_table(result: Result, direction: Direction) -> Table:
         f"{direction_words(direction).capitalize()}: {how}",
         columns("shape", "?sizes", "use", ">time", ">speed", ">/ bound"),
         tuple(rows),
-        f"Speed is over {over_name}{_instead(result)}. The bound is the roofline bound: the fewest bytes and FLOPs at the "
-        "measured peaks. A second name means that its time differs by no more than the noise.",
+        f"Speed is over {reference_words(result)}{_instead(result)}. The bound is the roofline bound: the fewest bytes and FLOPs "
+        "at the measured peaks. A second name means that its time differs by no more than the noise.",
     )
 
 
@@ -335,7 +354,7 @@ def _missing(result: Result) -> Table | None:
     """Return the table of measurements without a valid time. Those with the same reason share a row."""
     groups: dict[tuple[str, str, str], list[Cell]] = {}
     for cell in result.cells:
-        if cell.status != "ok":
+        if not cell.measured:
             groups.setdefault((cell.variant, words(cell.status), _reason(cell)), []).append(cell)
     if not groups:
         return None
@@ -397,7 +416,7 @@ def _notes(result: Result) -> list[str]:
 
 def _uncounted(result: Result) -> list[str]:
     """Return a sentence on the shapes at which no DRAM bytes were counted, if any."""
-    timed = [cell for cell in result.cells if cell.status == "ok" and not cell.control]
+    timed = [cell for cell in result.cells if cell.measured and not cell.control]
     counted = {cell.shape for cell in timed if cell.traffic and cell.traffic.source == "ncu"}
     everywhere = {cell.shape for cell in timed}
     if not timed or counted == everywhere:
@@ -417,7 +436,8 @@ def _regimes_timed(result: Result) -> set[str]:
 def _as_good(result: Result, best: Cell, regime: Regime | None) -> list[str]:
     """Return the variants whose time differs from the best one's by no more than the noise."""
     noise = noise_floor(result, best, regime)
-    others = [cell for cell in cells_at(result, best.shape, best.direction) if not cell.control and cell is not best]
+    here = cells_at(result, best.shape, best.direction)
+    others = [cell for cell in here if not cell.control and not cell.outside and cell is not best]
     gains = {cell.variant: speedup(best, cell, regime) for cell in others}
     return [name for name, gain in gains.items() if gain and gain.low <= noise]
 

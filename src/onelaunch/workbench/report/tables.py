@@ -37,6 +37,7 @@ TONES: Mapping[str, Tone] = {
     "inconclusive": "open",
     "infeasible": "open",
     "interrupted": "open",
+    "peer outside the gate": "open",
     "differs": "open",
     "ambiguous": "open",
     "not decided": "open",

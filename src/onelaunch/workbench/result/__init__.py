@@ -1,6 +1,8 @@
 """Results of studies: the versioned schema of what is stored. ``provenance`` collects device, time and software of a run."""
 
 from onelaunch.workbench.result.schema import (
+    MEASURED,
+    OUTSIDE,
     READABLE,
     SCHEMA,
     Cell,
@@ -26,6 +28,8 @@ from onelaunch.workbench.result.schema import (
 )
 
 __all__ = [
+    "MEASURED",
+    "OUTSIDE",
     "READABLE",
     "SCHEMA",
     "Cell",

@@ -98,12 +98,12 @@ def wrong_times(result: Result) -> str | None:
             if (problem := _not_of_its_rounds(timing)) is not None:
                 return f"cells: the {timing.regime} time of {_where(cell)} {problem}"
         cold, plan = cell.timing("cold"), cell.plan
-        if cell.status == "ok" and cold is not None and plan is not None:
+        if cell.measured and cold is not None and plan is not None:
             bound = plan.floor_microseconds
             if cold.microseconds.median < BELOW_BOUND * bound * (1 - ROUNDING):
                 return (
                     f"cells: {_where(cell)} takes {cold.microseconds.median:.3g} µs, which is below its roofline bound of "
-                    f"{bound:.3g} µs, and yet its status is ok"
+                    f"{bound:.3g} µs, and yet its status is {cell.status}"
                 )
     return None
 
@@ -114,6 +114,10 @@ def wrong_verdicts(result: Result) -> str | None:
         verdict = cell.verdict
         if verdict is not None and verdict.ok and verdict.problems:
             return f"cells: the verdict on {_where(cell)} is ok, and yet it lists problems"
+        if verdict is not None and verdict.ok and verdict.own_tolerance is not None:
+            return f"cells: the verdict on {_where(cell)} is ok, and yet it names the tolerance of the peer's own tests"
+        if cell.outside and (problem := _outside_its_own_tests(cell)) is not None:
+            return f"cells: {_where(cell)} is a peer outside the gate, and {problem}"
         if cell.status != "ok":
             continue
         if verdict is None or not verdict.ok or not verdict.components:
@@ -161,6 +165,21 @@ def _not_of_its_rounds(timing: Timing) -> str | None:
     least, most = min(rounds) * (1 - ROUNDING), max(rounds) * (1 + ROUNDING)
     if not least <= stored.low <= stored.high <= most:
         return f"has an interval, {stored.low:.6g} to {stored.high:.6g} µs, that reaches beyond all of its rounds"
+    return None
+
+
+def _outside_its_own_tests(cell: Cell) -> str | None:
+    """Return why a measurement cannot be one of a peer outside the gate, as a clause, or ``None``."""
+    verdict = cell.verdict
+    if cell.control:
+        return "a control has no tests of its own"
+    if verdict is None or verdict.ok or not verdict.problems or not verdict.components:
+        return "it has no verdict that compares its outputs and fails"
+    if verdict.own_tolerance is None:
+        return "its verdict names no tolerance of its own tests"
+    for part in verdict.components:
+        if not part.error <= (most := max(part.allowed, verdict.own_tolerance)):
+            return f"the error of {part.name} is {part.error:.1e}, where its own tests allow {most:.1e}"
     return None
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -26,7 +26,7 @@ from onelaunch.workbench.verify.examine import (
     own_stream,
     same_bits,
 )
-from onelaunch.workbench.verify.gate import Judge
+from onelaunch.workbench.verify.gate import Judge, own_tolerance_of, with_own_tolerance
 from onelaunch.workbench.verify.memory import odd_results, reused
 from onelaunch.workbench.verify.reference import Reference
 from onelaunch.workbench.verify.switches import unchanged_switches
@@ -86,13 +86,26 @@ def examine_once(
     Raises:
         Exception: Any exception of the variant. :func:`onelaunch.workbench.verify.calls.status_of` classifies it.
     """
-    device = torch.device(device)
     candidate, compiles = Candidate.variant(operation, variant), operation.get(variant).capabilities.compiles
+
+    def judged(tolerance: float | None) -> Verdict:
+        references = (
+            judge.reference(operation, case, device=device, direction=direction, seed=seed).within(tolerance)
+            for direction in directions
+        )
+        return _examined_once(candidate, references, torch.device(device), calls, compiles=compiles)
+
+    return with_own_tolerance(judged, own_tolerance_of(operation, variant))
+
+
+def _examined_once(
+    candidate: Candidate, references: Iterable[Reference], device: torch.device, calls: int, *, compiles: bool
+) -> Verdict:
+    """Make the checks with the reference of each direction, until one of them finds a problem."""
     found = Findings()
     notes: list[str] = []
     with unchanged_switches() as switched:
-        for direction in directions:
-            reference = judge.reference(operation, case, device=device, direction=direction, seed=seed)
+        for reference in references:
             notes += [note for note in reference.notes if note not in notes]
             context, finish = own_stream(device)
             try:

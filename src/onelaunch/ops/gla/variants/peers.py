@@ -8,6 +8,7 @@ import torch
 
 from onelaunch.device.hardware import is_hopper
 from onelaunch.operation import Query
+from onelaunch.operation.accuracy import FLA_TESTS
 from onelaunch.operation.requirements import not_installed
 from onelaunch.ops.gla.contract import GlaCall, gla
 from onelaunch.ops.gla.heads import expanded
@@ -20,7 +21,8 @@ MISCOMPILED = ((3, 4, 0), (3, 7, 1))
 
 
 @gla.variant(
-    "fla", launches=None, fuses=(), chunk=64, hands=("cumulated", "states", "scores", "repeated"), requires="fla", tunes=True,
+    "fla", launches=None, fuses=(), chunk=64, hands=("cumulated", "states", "scores", "repeated"), requires="fla",
+    own_tolerance=FLA_TESTS, tunes=True,
 )  # fmt: skip
 def fla(call: GlaCall) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Compute by ``chunk_gla`` or ``chunk_simple_gla`` of flash-linear-attention.

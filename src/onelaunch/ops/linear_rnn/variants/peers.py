@@ -6,11 +6,12 @@ import torch
 from torch.nn import functional as F
 
 from onelaunch.operation import Query
+from onelaunch.operation.accuracy import FLA_TESTS
 from onelaunch.operation.requirements import not_installed
 from onelaunch.ops.linear_rnn.contract import LinearRNNCall, linear_rnn
 
 
-@linear_rnn.variant("fla", launches=None, fuses=(), gemm="cublas", requires="fla")
+@linear_rnn.variant("fla", launches=None, fuses=(), gemm="cublas", requires="fla", own_tolerance=FLA_TESTS)
 def fla(call: LinearRNNCall) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Run cuBLAS, then ``chunk_hgrn`` of flash-linear-attention, and a SiLU gate in PyTorch."""
     from fla.ops.hgrn import chunk_hgrn  # pyrefly: ignore[missing-import]
