@@ -12,11 +12,15 @@ counted them. Memory, bytes and counts are exact numbers and are compared with t
 Times at two shapes share no rounds: the ratio's interval covers everything that both intervals allow, and the larger noise of the
 two applies. A geometric mean over shapes is judged in the same way, with an interval and a noise as if every shape erred in the
 same direction. It is measured only if every shape is.
+
+A criterion with ``directions`` counts a shape once in each of them that runs there. With ``most_noise`` a time counts as not
+measured where the A/A noise is larger.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from onelaunch.workbench import stats
 from onelaunch.workbench.decide.judging import Finding
@@ -41,7 +45,8 @@ def evaluate(result: Result, infeasible: Mapping[str, str]) -> tuple[Outcome, ..
 
 def _outcome(result: Result, criterion: Criterion, refuted: str | None) -> Outcome:
     """Judge one criterion. ``refuted`` is the reason why arithmetic alone refutes it, if it does."""
-    findings = [finding_at(result, criterion, shape) for shape in result.study.shapes_of(criterion)]
+    asked = result.study.asked(criterion)
+    findings = [replace(finding_at(result, each.criterion, each.shape), shape=each.name) for each in asked]
     mean = _mean(criterion, findings) if criterion.combine == "geomean" else None
     needed = criterion.in_at_least or len(findings)
     status = mean.status if mean else _combine([finding.status for finding in findings], needed)
@@ -132,4 +137,12 @@ def finding_at(result: Result, criterion: Criterion, shape: Shape) -> Finding:
     if shape.scale != result.provenance.scale and not any(cell.shape == shape.name for cell in result.cells):
         remedy = "run on a GPU, or with --scale full" if shape.scale == "full" else "run on a CPU, or with --scale small"
         return Finding(shape.name, "not_measured", f"needs {shape.scale} scale: {remedy}", f"needs {shape.scale} scale")
-    return judged(criterion).finding(result, criterion, shape)
+    return _quiet(criterion, judged(criterion).finding(result, criterion, shape))
+
+
+def _quiet(criterion: Criterion, finding: Finding) -> Finding:
+    """Return a finding, as not measured if it rests on more noise than the criterion accepts."""
+    if criterion.most_noise is None or finding.noise is None or finding.noise <= criterion.most_noise:
+        return finding
+    why = f"the A/A noise of {finding.noise:.3g} is above {criterion.most_noise:g}"
+    return Finding(finding.shape, "not_measured", f"not measured: {why} at {finding.shape}", f"not measured ({why})")

@@ -11,6 +11,7 @@ from onelaunch.workbench.report.predictions import predictions
 from onelaunch.workbench.report.summary import (
     REGIMES,
     Section,
+    called,
     cells_at,
     direction_words,
     directions,
@@ -84,7 +85,7 @@ def times_table(result: Result, shape: Shape, direction: Direction) -> Table:
         measured = [timing.microseconds for name in regimes(result) if (timing := valid_timing(cell, name))]
         rows.append(
             (
-                f"{cell.variant} (control)" if cell.control else cell.variant,
+                called(cell),
                 words(cell.status),
                 *(
                     q.interval(timing.microseconds) if (timing := valid_timing(cell, name)) else q.NONE

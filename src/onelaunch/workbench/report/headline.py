@@ -22,6 +22,7 @@ from onelaunch.workbench.report.summary import (
     cells_at,
     direction_words,
     directions,
+    directions_of,
     fastest,
     main_regime,
     noise_floor,
@@ -102,7 +103,7 @@ def clause(result: Result, outcome: Outcome) -> str:
         at = f"at {len(values)} shapes"
     said = measure.told.format(of=of, over=over, amount=amount)
     other = f" at {criterion.over_at}, itself" if criterion.over_at is not None else ""
-    how = [direction_words(criterion.direction), *([criterion.regime] if measure.timed else [])]
+    how = [directions_of(criterion), *([criterion.regime] if measure.timed else [])]
     return f"{said}{other} {at} ({', '.join(how)})"
 
 

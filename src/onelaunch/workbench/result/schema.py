@@ -151,7 +151,7 @@ class Traffic(Stored):
 class Cell(Grown, Stored):
     """Measurement of one variant or control at one shape in one direction."""
 
-    LATER = ("launches", "barriers", "counts")
+    LATER = ("launches", "barriers", "counts", "chosen")
 
     shape: Name
     direction: Direction
@@ -176,6 +176,8 @@ class Cell(Grown, Stored):
     """Number of grid barriers of one call, counted by the variant's kernel; ``None`` if not counted, like ``launches``."""
     counts: dict[Name, Count] = Field(default_factory=dict)
     """Other counts of one call, by the name of the measure that a criterion asks for."""
+    chosen: Name = ""
+    """Variant that the dispatcher chose here, where ``variant`` is ``auto``; else empty."""
 
     def timing(self, regime: Regime) -> Timing | None:
         return next((timing for timing in self.timings if timing.regime == regime), None)
@@ -223,7 +225,7 @@ class Outcome(Stored):
     evidence: Words
     """Evidence in one sentence with the numbers."""
     values: dict[Name, Estimate] = Field(default_factory=dict)
-    """Measured values by shape."""
+    """Measured values by shape; in a criterion of several directions by :func:`onelaunch.workbench.study.case_name`."""
     overall: Estimate | None = None
     """Geometric mean of the values, if the criterion asks for it and every shape has a value."""
     best_of: Count = 1
@@ -300,7 +302,8 @@ class Provenance(Grown, Stored):
     rounds: Count = 0
     """Number of rounds that were asked for."""
     variants: dict[Name, VariantSource] = Field(default_factory=dict)
-    """Sources of the study's variants by name. Empty in results of older versions."""
+    """Sources of the study's variants by name, in a study of several operations as ``gla.fla``. Empty in results of older
+    versions."""
     package: Words = ""
     """SHA-256 of the sources of onelaunch where ``commit`` does not determine them: it is empty or ends in ``-dirty``."""
     timing_seed: Count | None = None
@@ -342,7 +345,8 @@ class Result(Grown, Stored):
     interrupted: bool = False
     """True if the run ended early, and in the partial result that is saved during a run."""
     probes: dict[Name, ProbeReport] = Field(default_factory=dict)
-    """Outcomes of the operation's probes by variant. Empty in results of older versions, and for an operation without probes."""
+    """Outcomes of the operation's probes by variant, named as in the provenance. Empty in results of older versions, and for an
+    operation without probes."""
 
     def cell(self, shape: str, variant: str, direction: Direction = "forward") -> Cell | None:
         """Return the measurement of a variant or control at a shape, or ``None``."""

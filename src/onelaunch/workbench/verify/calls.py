@@ -10,7 +10,7 @@ import torch
 
 from onelaunch.errors import OneLaunchError, VariantResultError, VariantUnsupported
 from onelaunch.moved import renamed
-from onelaunch.operation import Bundle, Case, Control, Direction, Operation, Outputs, names_of
+from onelaunch.operation import AUTO, Bundle, Case, Control, Direction, Operation, Outputs, names_of
 from onelaunch.wording import in_a_line, listing
 from onelaunch.workbench.result import Status
 
@@ -117,8 +117,8 @@ class Candidate:
 
     @classmethod
     def variant(cls, operation: Operation[..., Any], name: str) -> Candidate:
-        """Return a variant as a user calls it, with the checks and the dispatch of the public function."""
-        foreign = operation.get(name).capabilities.requires is not None
+        """Return a variant, or ``auto``, as a user calls it, with the checks and the dispatch of the public function."""
+        foreign = name != AUTO and operation.get(name).capabilities.requires is not None
         return cls(
             name,
             lambda **arguments: operation(**arguments, variant=name),

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from onelaunch.errors import VariantResultError
-from onelaunch.operation import Case, Direction, Operation
+from onelaunch.operation import AUTO, Case, Direction, Operation
 from onelaunch.wording import in_a_line
 from onelaunch.workbench.result import Verdict
 from onelaunch.workbench.verify.bounds import norm_error
@@ -87,7 +87,7 @@ def examine_once(
         Exception: Any exception of the variant. :func:`onelaunch.workbench.verify.calls.status_of` classifies it.
     """
     device = torch.device(device)
-    candidate, compiles = Candidate.variant(operation, variant), operation.get(variant).capabilities.compiles
+    candidate, compiles = Candidate.variant(operation, variant), variant != AUTO and operation.get(variant).capabilities.compiles
     found = Findings()
     notes: list[str] = []
     with unchanged_switches() as switched:
