@@ -1,4 +1,4 @@
-"""Tests of studies of several operations, with ``auto``, groups of shapes, criteria of several directions, and bounds of noise."""
+"""Tests of studies of several operations: ``auto``, groups of shapes, criteria of several directions, and bounds of noise."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ regimes = ["eager"]
 rounds = 3
 
 shapes = [
-  { name = "scan", scale = "small", B = 1, T = 64, V = 32, dtype = "float32", groups = ["all"] },
-  { name = "layer", scale = "small", operation = "linear_rnn", B = 1, T = 64, D = 32, V = 32, dtype = "float32", groups = ["all"] },
-  { name = "step", scale = "small", operation = "linear_rnn", B = 1, T = 1, D = 32, V = 32, dtype = "float32", groups = ["all"], directions = ["forward"] },
+  { name = "scan", scale = "small", dtype = "float32", groups = ["all"], B = 1, T = 64, V = 32 },
+  { name = "layer", scale = "small", dtype = "float32", groups = ["all"], operation = "linear_rnn", B = 1, T = 64, D = 32, V = 32 },
+  { name = "step", scale = "small", dtype = "float32", groups = ["all"], operation = "linear_rnn", B = 1, T = 1, D = 32, V = 32, directions = ["forward"] },
 ]
 
 [[criteria]]
@@ -45,7 +45,7 @@ directions = ["forward", "forward_backward"]
 regime = "eager"
 at_least = 0.001
 most_noise = 1000.0
-"""
+"""  # noqa: E501 - a table on one line
 
 TWIN = Shape(name="twin", dtype="float16", sizes={"N": 1000, "V": 1000}, groups=("big",), directions=("forward",))
 GROUPED = MEGA.model_copy(update={"groups": ("big",)})
