@@ -107,7 +107,7 @@ def test_variants_take_part_where_their_operation_has_them(file):
     [
         ('operation = "linear_rnn", B = 1, T = 64, D', 'operation = "linear_rnn", B = 1, T = 64, E', "unknown key 'E'"),
         ('operation = "linear_rnn"', 'operation = "linear_rmm"', "linear_rnn"),
-        ('groups = ["all"] }', 'groups = ["scan"] }', "the name of a shape"),
+        ('groups = ["all"], B', 'groups = ["scan"], B', "the name of a shape"),
         ('at = "all"', 'at = "none"', "unknown shape 'none'"),
         ('at = "all"', 'at = "step"', "runs at none of its shapes"),
         ('["auto", "eager"]', '["auto", "eagre"]', "no variant 'eagre'"),

@@ -19,12 +19,12 @@ from onelaunch.operation import AUTO, Case, Direction, Operation
 from onelaunch.workbench.asked import cases_of, cases_to_count, measures_of_bytes, named_for
 from onelaunch.workbench.cells import Key, bounded, by_arithmetic, cell_of, key_of, unreached
 from onelaunch.workbench.decide.decision import concluded
-from onelaunch.workbench.decide.measured import CountedMeasure, counted_measures
+from onelaunch.workbench.decide.measured import TakenMeasure, kept_as, taken_measures
 from onelaunch.workbench.measure.compiling import calls_to_compile, compile_ahead
 from onelaunch.workbench.measure.count import Request, count_all
 from onelaunch.workbench.measure.outcomes import Interrupted, Measurements
 from onelaunch.workbench.measure.timing import measure, new_seed
-from onelaunch.workbench.result import Cell, Noise, ProbeReport, Result, Status, StoredCeilings, Traffic, Verdict
+from onelaunch.workbench.result import Beside, Cell, Noise, ProbeReport, Result, Status, StoredCeilings, Traffic, Verdict
 from onelaunch.workbench.result.provenance import provenance
 from onelaunch.workbench.result.sources import variant_sources
 from onelaunch.workbench.resume import differences
@@ -68,8 +68,8 @@ class Steps:
     probe: Callable[..., ProbeReport] = run_probes
     measure: Callable[..., Measurements] = measure
     count: Callable[..., Sequence[Traffic]] = count_all
-    counters: Mapping[str, Callable[..., Sequence[int | str]]] = field(default_factory=dict)
-    """Functions by the name of a measure that count in place of the measure's own ``count``; none but in tests."""
+    counters: Mapping[str, Callable[..., Sequence[int | Beside | str]]] = field(default_factory=dict)
+    """Functions by the kept name of a measure that count in place of the measure's own ``count``; none but in tests."""
     compile: Callable[..., list[str]] = compile_ahead
 
 
@@ -128,9 +128,9 @@ class Run:
         self.judge = Judge(ORACLE_BYTES.get(self.device.type, 1 << 30))
         self.counted = cases_to_count(self.study, self.options.count)
         """Cases at which DRAM bytes are counted."""
-        wanted = counted_measures() if self.options.count else []
-        self.counts = {measure.name: (measure, cases_of(self.study, (measure.name,))) for measure in wanted}
-        """Counted measures by name, each with the cases at which a criterion asks for it."""
+        wanted = taken_measures() if self.options.count else []
+        self.counts = {measure.kept: (measure, cases_of(self.study, kept_as(measure.kept))) for measure in wanted}
+        """Measures that a step of its own takes, each with the cases at which a criterion asks for it."""
         if self.options.quick:
             self.plan = self.plan.in_first_direction()
             first = self.study.directions[0].replace("_", " and ")
@@ -190,7 +190,7 @@ class Run:
                 continue
             counted = name not in self.counted or any(cell.traffic and cell.traffic.source == "ncu" for cell in cells)
             for what, (_, asked) in self.counts.items():
-                counted = counted and (name not in asked or any(cell.count(what) is not None for cell in cells))
+                counted = counted and (name not in asked or any(cell.has(what) for cell in cells))
             (self.finished if counted else self.uncounted).append(case)
             self.cells |= {(cell.shape, cell.direction, cell.variant, cell.control): cell for cell in cells}
         done = {(shape.name, direction) for shape, direction in (*self.finished, *self.uncounted)}
@@ -419,20 +419,20 @@ class Run:
             return ()
         return tuple(zip(ready, found, strict=True))
 
-    def _count_measure(self, measure: CountedMeasure, case: Case, direction: Direction, runnable: Sequence[PlannedCell]) -> None:
-        """Count one call of each correct variant that a criterion on the measure names. A note says why a count failed."""
-        named = named_for(self.study, (measure.name,))
-        count = self.steps.counters.get(measure.name, measure.count)
+    def _count_measure(self, measure: TakenMeasure, case: Case, direction: Direction, runnable: Sequence[PlannedCell]) -> None:
+        """Take a measure of each correct variant that a criterion on it names. A note says why that failed."""
+        named = named_for(self.study, kept_as(measure.kept))
+        count = self.steps.counters.get(measure.kept, measure.count)
         ready = [planned for planned in runnable if planned.variant in named and self.cells[key_of(planned)].status == "ok"]
         for planned in ready:  # one at a time, so that the parent of this process knows which one ended it
-            self.on_turn(case.name, direction, planned.variant, control=planned.control, step=f"counted ({measure.name})")
+            self.on_turn(case.name, direction, planned.variant, control=planned.control, step=f"counted ({measure.kept})")
             request = Request(case, planned.variant, direction, planned.control)
             (found,) = count(self._operation(runnable), [request], device=self.device)
             self.on_turn(case.name, direction, None, control=False, step="")
-            if isinstance(found, int):
-                self.cells[key_of(planned)] = self.cells[key_of(planned)].counted(measure.name, found)
+            if isinstance(found, str):
+                self.notes.append(measure.untaken(planned.variant, case.name, found))
             else:
-                self.notes.append(f"{measure.name.capitalize()} of {planned.variant} at {case.name} were not counted: {found}")
+                self.cells[key_of(planned)] = self.cells[key_of(planned)].taking(measure.kept, found)
 
     def _first_time(self, planned: PlannedCell) -> float:
         """Return the median microseconds in the first regime that was timed, by default the cold one; 0 without times."""

@@ -3,6 +3,7 @@
 from onelaunch.workbench.result.schema import (
     READABLE,
     SCHEMA,
+    Beside,
     Cell,
     ComponentError,
     CriterionStatus,
@@ -28,6 +29,7 @@ from onelaunch.workbench.result.schema import (
 __all__ = [
     "READABLE",
     "SCHEMA",
+    "Beside",
     "Cell",
     "ComponentError",
     "CriterionStatus",

@@ -148,10 +148,27 @@ class Traffic(Stored):
         return self.read + self.written
 
 
+class Beside(Stored):
+    """Times of a variant's calls and of a yardstick's, measured in turn in one process, so that their ratio can be compared."""
+
+    microseconds: Estimate
+    """Median over all calls of the variant."""
+    yardstick: Estimate
+    """Median over all calls of the yardstick, in microseconds."""
+    ratio: Estimate
+    """Time of the variant over that of the yardstick, from ratios taken round by round."""
+
+    @model_validator(mode="after")
+    def _are_times(self) -> Beside:
+        for name in ("microseconds", "yardstick", "ratio"):
+            _check_positive(getattr(self, name), name)
+        return self
+
+
 class Cell(Grown, Stored):
     """Measurement of one variant or control at one shape in one direction."""
 
-    LATER = ("launches", "barriers", "counts", "chosen")
+    LATER = ("launches", "barriers", "counts", "chosen", "beside")
 
     shape: Name
     direction: Direction
@@ -178,6 +195,8 @@ class Cell(Grown, Stored):
     """Other counts of one call, by the name of the measure that a criterion asks for."""
     chosen: Name = ""
     """Variant that the dispatcher chose here, where ``variant`` is ``auto``; else empty."""
+    beside: dict[Name, Beside] = Field(default_factory=dict)
+    """Times beside a yardstick, by the name of the measure that a criterion asks for, such as ``host``."""
 
     def timing(self, regime: Regime) -> Timing | None:
         return next((timing for timing in self.timings if timing.regime == regime), None)
@@ -185,6 +204,16 @@ class Cell(Grown, Stored):
     def count(self, measure: str) -> int | None:
         """Return the count of one call for a measure, or ``None``."""
         return getattr(self, measure) if measure in OWN_COUNTS else self.counts.get(measure)
+
+    def has(self, measure: str) -> bool:
+        """Return whether the measurement holds what a step of its own takes for a measure: a count, or times."""
+        return measure in self.beside or self.count(measure) is not None
+
+    def taking(self, measure: str, found: int | Beside) -> Cell:
+        """Return a copy of the measurement with what a step of its own found for a measure."""
+        if isinstance(found, Beside):
+            return self.model_copy(update={"beside": {**self.beside, measure: found}})
+        return self.counted(measure, found)
 
     def counted(self, measure: str, count: int) -> Cell:
         """Return a copy of the measurement with the count of one call for a measure."""
