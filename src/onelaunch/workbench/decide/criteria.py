@@ -14,7 +14,7 @@ two applies. A geometric mean over shapes is judged in the same way, with an int
 same direction. It is measured only if every shape is.
 
 A criterion with ``directions`` counts a shape once in each of them that runs there. With ``most_noise`` a time counts as not
-measured where the A/A noise is larger.
+measured where the A/A noise is larger. With ``leave_out`` the shapes at which the other side cannot run are listed and left out.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from onelaunch.workbench.decide.judging import Finding
 from onelaunch.workbench.decide.measured import judged
 from onelaunch.workbench.decide.words import per, selector_words
 from onelaunch.workbench.result import CriterionStatus, Outcome, Result
-from onelaunch.workbench.study import Criterion, Shape
+from onelaunch.workbench.study import Asked, Criterion, Shape
 
 
 def evaluate(result: Result, infeasible: Mapping[str, str]) -> tuple[Outcome, ...]:
@@ -45,12 +45,17 @@ def evaluate(result: Result, infeasible: Mapping[str, str]) -> tuple[Outcome, ..
 
 def _outcome(result: Result, criterion: Criterion, refuted: str | None) -> Outcome:
     """Judge one criterion. ``refuted`` is the reason why arithmetic alone refutes it, if it does."""
-    asked = result.study.asked(criterion)
+    every = result.study.asked(criterion)
+    asked = [each for each in every if not criterion.leave_out or _over_can_run(result, each)]
     findings = [replace(finding_at(result, each.criterion, each.shape), shape=each.name) for each in asked]
+    if not findings:
+        findings = [Finding("", "not_measured", "not measured: what it is compared with can run at none of its shapes", "")]
     mean = _mean(criterion, findings) if criterion.combine == "geomean" else None
     needed = criterion.in_at_least or len(findings)
     status = mean.status if mean else _combine([finding.status for finding in findings], needed)
     evidence = f"{mean.text}." if mean else _evidence(criterion, findings, needed)
+    if left := [each.name for each in every if each not in asked]:
+        evidence = f"{evidence.rstrip('.')}; left out, as {_over(criterion)} cannot run there: {', '.join(left)}."
     if refuted:
         status = "infeasible"
         measured = any(finding.value is not None for finding in findings)
@@ -125,11 +130,24 @@ def _evidence(criterion: Criterion, findings: Sequence[Finding], needed: int) ->
 def _asked(criterion: Criterion) -> str:
     """Return the words that come before the values, such as ``the speed of one over the baseline is``."""
     of = selector_words(criterion.of, "the fastest variant", "the fastest variant")
-    others = "the fastest other variant" if criterion.quantity.timed else "the fastest variant"
-    over = "the baseline" if criterion.over is None else selector_words(criterion.over, others, others)
+    over = _over(criterion)
     if criterion.over_at is not None:
         over += f" at {criterion.over_at}{per(criterion)}"
     return judged(criterion).evidence.format(of=of, over=over)
+
+
+def _over(criterion: Criterion) -> str:
+    """Return words for what a criterion compares with, such as ``the baseline``."""
+    others = "the fastest other variant" if criterion.quantity.timed else "the fastest variant"
+    return "the baseline" if criterion.over is None else selector_words(criterion.over, others, others)
+
+
+def _over_can_run(result: Result, asked: Asked) -> bool:
+    """Return whether a variant that a criterion compares with can run a case, or whether nothing is known of that."""
+    _, (over, where) = result.study.sides(asked.criterion, asked.shape)
+    names = result.study.select(over, where)
+    cells = [cell for name in names if (cell := result.cell(where.name, name, asked.criterion.direction)) is not None]
+    return not cells or any(cell.status != "unsupported" for cell in cells)
 
 
 def finding_at(result: Result, criterion: Criterion, shape: Shape) -> Finding:

@@ -45,8 +45,9 @@ MOSTLY = 0.5
 FUSION = ("launches", "backward_launches", "fuses")
 """Tags that together are one factor: the way the steps are spread over launches."""
 
-NO_FACTORS = ("requires", "backward", "yardstick")
-"""Tags that do not describe how a variant computes; ``yardstick`` marks plain PyTorch, which sets the tolerance."""
+NO_FACTORS = ("requires", "backward", "yardstick", "usual")
+"""Tags that do not describe how a variant computes; ``yardstick`` marks plain PyTorch, which sets the tolerance, and
+``usual`` the functions of a peer that its own layers call."""
 
 
 def concluded(result: Result) -> Result:

@@ -138,7 +138,7 @@ def _make(study: Study, call: CompileCall, device: torch.device) -> None:
     inputs = make_inputs(operation, case, device, 0, call.direction)
     candidate = Candidate.variant(operation, call.variant)
     if inputs.differentiable:
-        inputs.output_gradients = draw_gradients(candidate(Inputs(inputs.arguments)), case.dtype, 0)
+        inputs.output_gradients = draw_gradients(candidate(Inputs(inputs.arguments)), case.dtype, 0, inputs.through)
     candidate(inputs)
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -70,7 +70,7 @@ def call_of(operation: Operation[..., Any], request: Request, inputs: Inputs, se
     if not inputs.differentiable:
         return _nothing, forward
     candidate = Candidate.variant(operation, request.variant)
-    gradients = draw_gradients(candidate(Inputs(inputs.arguments)), request.case.dtype, seed)
+    gradients = draw_gradients(candidate(Inputs(inputs.arguments)), request.case.dtype, seed, inputs.through)
     outputs = candidate.forward(inputs)
     names = [name for name in gradients if (output := outputs.get(name)) is not None and output.requires_grad]
     places = [list(outputs).index(name) for name in names]

@@ -104,7 +104,9 @@ def _launches(operation: Operation[..., Any], request: Request, device: torch.de
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
         if inputs.differentiable:
-            inputs.output_gradients = draw_gradients(candidate(Inputs(inputs.arguments)), request.case.dtype, seed)
+            inputs.output_gradients = draw_gradients(
+                candidate(Inputs(inputs.arguments)), request.case.dtype, seed, inputs.through
+            )
         for _ in range(WARM_UP_CALLS):
             candidate(inputs)
         stream.synchronize()

@@ -43,9 +43,11 @@ class CriterionChecks:
         shapes = [asked.name for asked in study.asked(criterion)]
         if criterion.in_at_least is not None and not 1 <= criterion.in_at_least <= len(shapes):
             self.fail(f"{where}: in_at_least is {criterion.in_at_least}; it must lie between 1 and its {len(shapes)} shapes.")
+        if criterion.leave_out and criterion.quantity.alone is not None:
+            self.fail(f"{where}: leave_out asks whether over can run, and {criterion.measure} has no over; leave it out.")
         if criterion.most_noise is not None:
             self._check_noise(where, criterion, criterion.most_noise)
-        if criterion.regime not in study.regimes:
+        if criterion.regime not in study.regimes and not _needs_no_time(criterion):
             self.fail(f"{where}: regime is {criterion.regime!r}, which is not among the study's regimes; add it there.")
         if criterion.over_regime is not None:
             self._check_other_regime(where, study, criterion)
@@ -165,6 +167,12 @@ class CriterionChecks:
             there = {key: sorted({str(value) for entry in tags for value in members(entry.get(key))}) for key in selector}
             seen = "; ".join(f"{key} is {listing(values)}" for key, values in there.items())
             self.fail(f"{where} = {selector} matches no variant of the study; in their tags {seen}.")
+
+
+def _needs_no_time(criterion: Criterion) -> bool:
+    """Return whether a criterion neither judges times nor chooses variants by them, and names no regime."""
+    by_name = all(isinstance(side, str) for side in (criterion.of, criterion.over) if side is not None)
+    return by_name and not criterion.quantity.timed and criterion.regime == Criterion.model_fields["regime"].default
 
 
 def _measures_of_two_times() -> list[str]:

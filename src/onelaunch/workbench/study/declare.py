@@ -150,7 +150,7 @@ class Criterion(Declared):
     too.
     """
 
-    LATER = ("combine", "over_at", "per", "decides", "over_regime", "equals", "directions", "most_noise")
+    LATER = ("combine", "over_at", "per", "decides", "over_regime", "equals", "directions", "most_noise", "leave_out")
 
     name: str
     """Name of the criterion in results and reports; each criterion of a study has its own."""
@@ -191,6 +191,8 @@ class Criterion(Declared):
     """Exact number, for the counted measures ``launches`` and ``barriers``."""
     most_noise: float | None = None
     """Largest A/A noise, as a factor such as 1.05, at which a time counts. With more noise it counts as not measured."""
+    leave_out: bool = False
+    """Switch for leaving out, and listing, the shapes at which no variant of ``over`` can run, whatever package is installed."""
 
     _names = field_validator("name", "of", "over", "at", "over_at", "per")(check_names)
     _bounds = field_validator("at_least", "at_most", "equals", "most_noise")(check_bound)

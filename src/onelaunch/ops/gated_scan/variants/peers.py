@@ -13,7 +13,7 @@ Results = tuple[torch.Tensor, torch.Tensor | None]
 """The output ``y`` and the final states, or ``None`` where the call asks for none."""
 
 
-@gated_scan.variant("fla", launches=None, fuses=(), requires="fla", tunes=True)
+@gated_scan.variant("fla", launches=None, fuses=(), requires="fla", usual=True, tunes=True)
 def fla(call: ScanCall) -> Results:
     """Run ``chunk_hgrn`` of flash-linear-attention, and a SiLU gate in PyTorch."""
     from fla.ops.hgrn import chunk_hgrn  # pyrefly: ignore[missing-import]
@@ -22,7 +22,7 @@ def fla(call: ScanCall) -> Results:
     return F.silu(call.gate) * s, None if final is None else final.float()
 
 
-@gated_scan.variant("fla_recurrent", launches=None, fuses=(), requires="fla", tunes=True)
+@gated_scan.variant("fla_recurrent", launches=None, fuses=(), requires="fla", usual=True, tunes=True)
 def fla_recurrent(call: ScanCall) -> Results:
     """Run ``fused_recurrent_hgrn`` of flash-linear-attention, and a SiLU gate in PyTorch.
 

@@ -1,4 +1,7 @@
-"""The peer ``fla``: flash-linear-attention's own functions, called as its layers call them."""
+"""The peers of fla (flash-linear-attention): its own functions, called as its layers and its users call them.
+
+The tag ``usual`` is false for the one that its layers do not call.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ HANDS = ("cumulated", "states", "scores", "repeated")
 """Intermediate results of fla's chunk functions that go through memory; cost.py explains them."""
 
 
-@gla.variant("fla", launches=None, fuses=(), chunk=64, hands=HANDS, requires="fla", tunes=True)
+@gla.variant("fla", launches=None, fuses=(), chunk=64, hands=HANDS, requires="fla", usual=True, tunes=True)
 def fla(call: GlaCall) -> Results:
     """Compute by ``chunk_gla`` or ``chunk_simple_gla`` of flash-linear-attention, few steps by ``fused_recurrent_*``.
 
@@ -43,7 +46,7 @@ def fla(call: GlaCall) -> Results:
     return run_fla(call, by_channel.fused_recurrent_gla, "gk")
 
 
-@gla.variant("fla_chunk", launches=None, fuses=(), chunk=64, hands=HANDS, requires="fla", tunes=True)
+@gla.variant("fla_chunk", launches=None, fuses=(), chunk=64, hands=HANDS, requires="fla", usual=True, tunes=True)
 def fla_chunk(call: GlaCall) -> Results:
     """Compute few steps by ``chunk_gla`` or ``chunk_simple_gla``, as people do who call these functions whatever T is.
 
@@ -55,7 +58,7 @@ def fla_chunk(call: GlaCall) -> Results:
     return run_fla(call, by_head.chunk_simple_gla if call.per_head else by_channel.chunk_gla, "g")
 
 
-@gla.variant("fla_fused_chunk", launches=None, fuses=(), chunk=64, hands=("repeated",), requires="fla", tunes=True)
+@gla.variant("fla_fused_chunk", launches=None, fuses=(), chunk=64, hands=("repeated",), requires="fla", usual=False, tunes=True)
 def fla_fused_chunk(call: GlaCall) -> Results:
     """Compute a decay per head by ``fused_chunk_simple_gla``, which keeps states on chip and also trains on Hopper."""
     from fla.ops.simple_gla import fused_chunk_simple_gla  # pyrefly: ignore[missing-import]

@@ -6,13 +6,13 @@ from onelaunch.ops.gated_scan.variants import peers as scan
 from onelaunch.ops.linear_rnn.contract import LinearRNNCall, linear_rnn
 
 
-@linear_rnn.variant("fla", launches=None, fuses=(), gemm="cublas", requires="fla", tunes=True)
+@linear_rnn.variant("fla", launches=None, fuses=(), gemm="cublas", requires="fla", usual=True, tunes=True)
 def fla(call: LinearRNNCall) -> scan.Results:
     """Run cuBLAS, then ``chunk_hgrn`` of flash-linear-attention, and a SiLU gate in PyTorch."""
     return scan.fla(call.scan_call(call.project()))
 
 
-@linear_rnn.variant("fla_recurrent", launches=None, fuses=(), gemm="cublas", requires="fla", tunes=True)
+@linear_rnn.variant("fla_recurrent", launches=None, fuses=(), gemm="cublas", requires="fla", usual=True, tunes=True)
 def fla_recurrent(call: LinearRNNCall) -> scan.Results:
     """Run cuBLAS, then ``fused_recurrent_hgrn`` of flash-linear-attention, and a SiLU gate in PyTorch."""
     return scan.fla_recurrent(call.scan_call(call.project()))
