@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
+import torch
 
 from onelaunch.device.hardware import Ceilings
 from onelaunch.operation import DIRECTIONS
@@ -12,6 +14,7 @@ from onelaunch.operation.inputs import packed_lengths
 from onelaunch.workbench.decide.criteria import evaluate
 from onelaunch.workbench.measure import host, sampling, timing
 from onelaunch.workbench.report import write_report
+from onelaunch.workbench.result import ProbeReport
 from onelaunch.workbench.run import Steps, run_study
 from onelaunch.workbench.study import Criterion
 from onelaunch.workbench.study.plan import plan_study
@@ -22,6 +25,8 @@ from tests.workbench.ladder import MEGA, RATES, bad_cell, measured, ok_cell, stu
 STEPS = Steps(
     ceilings=lambda _: Ceilings(1e12, {"float32": 1e13, "bfloat16": 1e13}, 1e-6, "2026-11-20T12:00:00+00:00", "made up")
 )
+UNPROBED = replace(STEPS, probe=lambda *_: ProbeReport(passed=1))
+"""Steps without the probes of ``module``, which test_gla_layer_module.py judges."""
 
 
 @pytest.fixture(scope="module")
@@ -41,6 +46,10 @@ def short(monkeypatch):
     monkeypatch.setattr(repeated, "SECONDS", 0.05)
     monkeypatch.setattr(host, "CALLS", 4)
     monkeypatch.setattr(host, "WARM_UP_CALLS", 1)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # several threads wait for each other where other tests run too
+    yield
+    torch.set_num_threads(threads)
 
 
 def test_every_form_is_counted_once_in_each_direction(everyday):
@@ -117,7 +126,7 @@ def test_training_without_state_gradients_has_none_of_states(everyday):
     shape = everyday.shape("states channel")
     small = shape.model_copy(update={"sizes": {"B": 1, "T": 4, "H": 1, "K": 16, "V": 16}})
     operation, case = everyday.operation_at(shape), everyday.case(small)
-    inputs = host.make_inputs(operation, case, host.torch.device("cpu"), 0, "forward_backward")
+    inputs = host.make_inputs(operation, case, torch.device("cpu"), 0, "forward_backward")
     assert inputs.differentiable == ("q", "k", "v", "g")
     outputs = host.Candidate.variant(operation, "auto")(host.Inputs(inputs.arguments))
     assert set(outputs) == {"o", "final_state"}
@@ -125,7 +134,9 @@ def test_training_without_state_gradients_has_none_of_states(everyday):
 
 
 def test_the_small_forms_run_without_a_gpu(everyday, short, tmp_path):
-    result = run_study(everyday, device="cpu", rounds=3, time_cap=0.1, save_to=tmp_path / "result.json", count=False, steps=STEPS)
+    result = run_study(
+        everyday, device="cpu", rounds=3, time_cap=0.1, save_to=tmp_path / "result.json", count=False, steps=UNPROBED
+    )
     assert {cell.status for cell in result.cells if cell.variant in ("auto", "module")} == {"ok"}
     assert {cell.status for cell in result.cells if cell.variant.startswith("fla")} == {"not_installed"}
     assert all(cell.chosen for cell in result.cells if cell.variant == "auto")
@@ -135,16 +146,13 @@ def test_the_small_forms_run_without_a_gpu(everyday, short, tmp_path):
 
 
 def test_host_times_are_taken_without_a_gpu_too(host_times, short, tmp_path):
-    steps = {"B": 1, "T": 8, "M": 8}
-    shapes = tuple(
-        shape.model_copy(
-            update={"dtype": "float32", "sizes": {name: steps.get(name, size) for name, size in shape.sizes.items()}}
-        )
-        for shape in host_times.shapes
-    )
-    small = host_times.model_copy(update={"shapes": shapes})
+    def shrunk(shape):
+        sizes = {name: 8 if name in ("T", "M") else size for name, size in shape.sizes.items()}
+        return shape.model_copy(update={"dtype": "float32", "sizes": sizes})
+
+    small = host_times.model_copy(update={"shapes": tuple(map(shrunk, host_times.shapes))})
     path = tmp_path / "result.json"
-    result = run_study(small, device="cpu", scale="full", rounds=3, time_cap=0.1, save_to=path, steps=STEPS)
+    result = run_study(small, device="cpu", scale="full", rounds=3, time_cap=0.1, save_to=path, steps=UNPROBED)
     taken = {(cell.shape, cell.direction, cell.variant) for cell in result.cells if cell.beside}
     assert taken >= {(one.at, one.direction, one.of) for one in host_times.criteria}
     assert all(outcome.values for outcome in result.outcomes)
