@@ -67,3 +67,5 @@ class Reading:
     """Keyword arguments of the public function."""
     differentiable: tuple[str, ...]
     """Names of the arguments that take gradients."""
+    through: tuple[str, ...] | None = None
+    """Names of the results through which gradients come in; ``None`` for all that have floating-point numbers."""

@@ -268,6 +268,7 @@ def _scale(scale: float | None, keys: int) -> float:
         "initial_state": False,
         "final_state": False,
         "state_v_first": False,
+        "state_gradients": True,  # without them, states are passed on as in truncated backpropagation through time
         "log_decay_dtype": None,
         "scale": None,
         "q_heads": None,

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from onelaunch.operation import Case, Cost, Direction, Variant, launch_count
+from onelaunch.operation.inputs import packed_lengths
 from onelaunch.ops.gla.contract import gla
 from onelaunch.ops.gla.heads import Heads
 from onelaunch.ops.gla.reference import heads_of
@@ -82,7 +83,7 @@ def _end_bytes(case: Case, heads: Heads, direction: Direction) -> tuple[int, int
     With their gradients the initial state moves three times, the final one twice; each is written once.
     """
     lengths = gla.option(case, "lengths")
-    sequences = case.sizes["B"] if lengths is None else len(lengths)
+    sequences = case.sizes["B"] if lengths is None else len(packed_lengths(case, lengths))
     initial, final = bool(gla.option(case, "initial_state")), bool(gla.option(case, "final_state"))
     moves = initial + final if direction == "forward" else 3 * initial + 2 * final
     written = final if direction == "forward" else initial + final

@@ -382,8 +382,9 @@ def _incomparable(one: Study, other: Study) -> tuple[Incomparable, ...]:
         if shape.name not in theirs:
             continue
         reasons = _case_differences(shape, theirs[shape.name])
-        if one.operation != other.operation:
-            reasons = [f"operations differ: {one.operation} and {other.operation}"]
+        called = shape.operation or one.operation, theirs[shape.name].operation or other.operation
+        if called[0] != called[1]:
+            reasons = [f"operations differ: {called[0]} and {called[1]}"]
         if reasons:
             found.append(Incomparable(shape.name, "; ".join(reasons)))
     return tuple(found)

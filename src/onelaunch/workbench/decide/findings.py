@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from onelaunch.errors import OneLaunchError
-from onelaunch.operation import Direction, find_operation
+from onelaunch.operation import Direction
 from onelaunch.wording import listing
 from onelaunch.workbench import quantities as q
 from onelaunch.workbench import stats
@@ -40,8 +40,10 @@ def maker_of(result: Result, name: str) -> str:
     """
     stored = _distribution(result, name)
     try:
-        variant = find_operation(result.study.operation).get(name)
-    except OneLaunchError:
+        variant = result.study.find_variant(name)
+    except OneLaunchError:  # the operation is not installed here
+        variant = None
+    if variant is None:
         return stored
     module = getattr(variant.run, "__module__", None) or ""
     named = variant.tags.get("maker") or variant.capabilities.requires
@@ -92,7 +94,7 @@ def _better_peers(result: Result, deciding: Sequence[Outcome]) -> list[str]:
     found: dict[tuple[str, Direction, Regime], dict[str, _Peer]] = {}
     for outcome in deciding:
         for peer in _peers_of(result, outcome):
-            key = (peer.cell.variant, outcome.criterion.direction, outcome.criterion.regime)
+            key = (peer.cell.variant, peer.cell.direction, outcome.criterion.regime)
             worst = found.setdefault(key, {}).get(peer.cell.shape)
             if worst is None or peer.of_over_peer.median < worst.of_over_peer.median:
                 found[key][peer.cell.shape] = peer
@@ -116,18 +118,19 @@ def _peer_words(result: Result, key: tuple[str, Direction, Regime], peers: Seque
 
 def _peers_of(result: Result, outcome: Outcome) -> Iterable[_Peer]:
     """Yield, for each shape of a criterion over the baseline, the fastest variant of another maker that beats the baseline."""
-    criterion = outcome.criterion
-    if not _over_baseline(result, criterion):
+    if not _over_baseline(result, outcome.criterion):
         return
-    for shape in outcome.values:
-        of, baseline = (side.cell for side in compared(result, criterion, result.study.shape(shape)))
-        noise = result.noise_at(shape, criterion.direction, criterion.regime)
+    for criterion, shape, name in result.study.asked(outcome.criterion):
+        if name not in outcome.values:
+            continue
+        of, baseline = (side.cell for side in compared(result, criterion, shape))
+        noise = result.noise_at(shape.name, criterion.direction, criterion.regime)
         if of is None or baseline is None or noise is None:
             continue
         ours = maker_of(result, of.variant)
         faster = []
         for cell in result.cells:
-            here = (cell.shape, cell.direction) == (shape, criterion.direction) and not cell.control and cell.measured
+            here = (cell.shape, cell.direction) == (shape.name, criterion.direction) and not cell.control and cell.measured
             if not here or cell is of or cell is baseline or maker_of(result, cell.variant) == ours:
                 continue
             gain = _speed(cell, baseline, criterion.regime)
@@ -179,9 +182,10 @@ def _uncounted(result: Result, deciding: Sequence[Outcome]) -> list[str]:
 
 def _all_counted(result: Result, outcome: Outcome) -> bool:
     """Return whether the launches of the variants that a criterion chose were counted at each of its shapes."""
-    criterion = outcome.criterion
-    for name in outcome.values:
-        sides = compared(result, criterion, result.study.shape(name))
+    for criterion, shape, name in result.study.asked(outcome.criterion):
+        if name not in outcome.values:
+            continue
+        sides = compared(result, criterion, shape)
         selectors = [criterion.of, *([result.study.over(criterion)] if len(sides) > 1 else [])]
         for selector, side in zip(selectors, sides, strict=True):
             chosen = isinstance(selector, dict) and any(tag in selector for tag in LAUNCH_TAGS)

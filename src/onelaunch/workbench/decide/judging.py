@@ -122,7 +122,7 @@ def share_of_work(study: Study, criterion: Criterion, shape: str) -> float:
 
 def bound_of(result: Result, criterion: Criterion, shape: str) -> float | None:
     """Return the lowest roofline bound of the variants that ``of`` selects at a shape, in microseconds."""
-    names = result.study.select(criterion.of)
+    names = result.study.select(criterion.of, result.study.shape(shape))
     cells = (result.cell(shape, name, criterion.direction) for name in names)
     return min((cell.plan.floor_microseconds for cell in cells if cell is not None and cell.plan is not None), default=None)
 

@@ -49,7 +49,7 @@ def select_cell(
     variant that a selector finds by its declared launches is left out if other launches were counted at this shape. A peer
     outside the gate counts only on the side that others are compared with, ``over``.
     """
-    names = [name for name in result.study.select(selector) if name != but]
+    names = [name for name in result.study.select(selector, result.study.shape(shape)) if name != but]
     cells = [cell for name in names if (cell := result.cell(shape, name, criterion.direction)) is not None]
     if isinstance(selector, dict) and "launches" in selector:
         forward = [result.cell(shape, cell.variant, "forward") for cell in cells]  # launches are declared of a forward call

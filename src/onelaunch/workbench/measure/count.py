@@ -284,4 +284,4 @@ def _number(text: str) -> float:
 def _cost(operation: Operation[..., Any], request: Request) -> Cost:
     if request.control:
         return operation.controls[request.variant].cost(request.case)
-    return operation.cost(request.case, operation.get(request.variant), request.direction)
+    return operation.cost(request.case, operation.variants.get(request.variant), request.direction)

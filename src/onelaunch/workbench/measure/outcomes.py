@@ -19,6 +19,8 @@ class CandidateResult:
     verdict: Verdict | None = None
     timings: tuple[Timing, ...] = ()
     peak_bytes: int | None = None
+    chosen: str = ""
+    """Variant that the dispatcher chose for the candidate ``auto``; empty for every other one."""
 
     @property
     def measured(self) -> bool:

@@ -18,8 +18,9 @@ from typing import Any, Literal, TypeVar
 
 import torch
 
+from onelaunch.dispatch.choice import choose
 from onelaunch.errors import ArgumentError
-from onelaunch.operation import Case, Control, Direction, Operation
+from onelaunch.operation import AUTO, Case, Control, Direction, Operation
 from onelaunch.workbench import stats
 from onelaunch.workbench.measure.clocks import Clocks
 from onelaunch.workbench.measure.entry import RAISED, Entry
@@ -28,9 +29,9 @@ from onelaunch.workbench.measure.sampling import LONG_SAMPLE_SECONDS, Rotation, 
 from onelaunch.workbench.result import OUTSIDE, Noise, Regime, Status, Timing, Verdict
 from onelaunch.workbench.stored import LEAST_TIME, MOST_TIME
 from onelaunch.workbench.study import LOOPS
-from onelaunch.workbench.study.plan import missing_package
+from onelaunch.workbench.study.plan import missing_package, variant_for
 from onelaunch.workbench.verify import Judge, judge_outputs
-from onelaunch.workbench.verify.calls import Candidate, make_inputs
+from onelaunch.workbench.verify.calls import Candidate, Inputs, make_inputs
 from onelaunch.workbench.verify.gate import own_tolerance_of
 from onelaunch.workbench.verify.reference import Reference
 from onelaunch.workbench.verify.repeated import examine_once
@@ -99,8 +100,8 @@ def measure(
         operation: Operation to measure.
         case: Sizes, dtype and options.
         direction: ``"forward_backward"`` times the call and the gradients of all its differentiable inputs together.
-        variants: Names of the variants. One that cannot run, is incorrect or raises is recorded with its status; the others
-            continue.
+        variants: Names of the variants, and ``auto`` for the dispatcher's choice, whose name is stored. One that cannot run, is
+            incorrect or raises is recorded with its status; the others continue.
         controls: Names of the operation's controls that are timed in the same rounds.
         baseline: Variant that is timed twice for the A/A run. Of several the first that has times is taken. By default they are
             tried in the order of ``variants``.
@@ -218,6 +219,8 @@ class _Session:
                 entry.fail(error)
                 continue
             with self.running(entry, "verified"):
+                if result.name == AUTO:
+                    result.chosen = self._chosen(self._reference(entry, self.seed).inputs)
                 result.verdict = self._verdict(entry)
             if entry.runs and result.verdict is not None and not result.verdict.ok:
                 entry.misses(result.verdict)
@@ -416,12 +419,16 @@ class _Session:
         """Return the status ``ok``, or the status and the reason why a candidate cannot run here."""
         if entry.control is not None:
             return "ok", ""
-        variant = self.operation.get(entry.result.name)
-        if (needed := missing_package(variant)) is not None:
-            return "not_installed", f"needs the package {needed}, which is not installed"
         query = self.operation.query(self.case, str(self.device), grad=self.direction == "forward_backward")
-        reason = variant.why_not(query)
+        variant, reason = variant_for(self.operation, entry.result.name, query)
+        if variant is not None and (needed := missing_package(variant)) is not None:
+            return "not_installed", f"needs the package {needed}, which is not installed"
         return ("ok", "") if reason is None else ("unsupported", reason)
+
+    def _chosen(self, inputs: Inputs) -> str:
+        """Return the variant that the dispatcher chooses for a call with these inputs."""
+        with torch.set_grad_enabled(bool(inputs.differentiable)):
+            return choose(self.operation.bind(**inputs.arguments).query()).name
 
     def _verdict(self, entry: Entry) -> Verdict:
         options = {"device": self.device, "directions": (self.direction,), "seed": self.seed}
@@ -446,7 +453,8 @@ class _Session:
             entry.sampler.prepare([regime for regime in self.regimes if regime not in LOOPS])
             entry.result.peak_bytes = entry.sampler.peak_bytes
             if entry.control is None and self.direction == "forward":
-                variant, arguments = self.operation.get(entry.candidate.name), rotation.sets[0].arguments
+                variant = self.operation.get(entry.result.chosen or entry.candidate.name)
+                arguments = rotation.sets[0].arguments
                 makers = {regime: self.operation.loops[regime] for regime in self.regimes if regime in LOOPS}
                 entry.loops = {regime: make(variant, arguments) for regime, make in makers.items()}
 

@@ -51,7 +51,7 @@ class Error(JudgedMeasure):
 
     def finding(self, result: Result, criterion: Criterion, shape: Shape) -> Finding:
         """Judge the largest error of all selected variants, not of the fastest alone, since every variant has to be accurate."""
-        names = result.study.select(criterion.of)
+        names = result.study.select(criterion.of, shape)
         cells = [cell for name in names if (cell := result.cell(shape.name, name, criterion.direction)) is not None]
         judged = [cell for cell in cells if cell.verdict is not None and (cell.verdict.components or not cell.verdict.ok)]
         if not judged:

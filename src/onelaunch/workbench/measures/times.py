@@ -71,7 +71,7 @@ class TwoTimes(TimeMeasure):
         (of, here), (over, there) = study.sides(criterion, shape)
         if here != there or criterion.over_regime is not None:
             return None
-        mine, theirs = set(study.select(of)), set(study.select(over))
+        mine, theirs = set(study.select(of, here)), set(study.select(over, there))
         if met_by_one(criterion) and not isinstance(of, str) and theirs and theirs < mine:
             return f"the fastest of several variants is never slower than {listing(sorted(theirs))}, which is among them"
         variants = set(study.variant_names())

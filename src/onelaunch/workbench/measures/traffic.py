@@ -33,15 +33,15 @@ class DramBytesRatio(JudgedMeasure):
     def infeasibility(self, study: Study, criterion: Criterion) -> str | None:
         if criterion.combine != "geomean":
             return super().infeasibility(study, criterion)
-        shapes = study.shapes_of(criterion)
-        moved = [_most_and_least(study, criterion, shape) for shape in shapes]
+        asked = study.asked(criterion)
+        moved = [_most_and_least(study, each.criterion, each.shape) for each in asked]
         if criterion.at_least is None or not all(most and least for most, least in moved):
             return None
         mean = geometric_mean([most / least for most, least in moved])
         if mean >= criterion.at_least:
             return None
         return (
-            f"at most {mean:.2f}x fewer bytes is possible in the geometric mean over {len(shapes)} shapes, "
+            f"at most {mean:.2f}x fewer bytes is possible in the geometric mean over {len(asked)} shapes, "
             f"the study asks for at least {criterion.at_least:g}x"
         )
 

@@ -11,6 +11,7 @@ from onelaunch.workbench.report.predictions import predictions
 from onelaunch.workbench.report.summary import (
     REGIMES,
     Section,
+    called,
     cells_at,
     direction_words,
     directions,
@@ -64,6 +65,7 @@ def details(result: Result) -> tuple[Section, ...]:
         *(_times(result, direction) for direction in directions(result)),
         _savings(result),
         *(_traffic(result, direction) for direction in directions(result)),
+        _beside(result),
         _correctness(result),
         _noise(result),
         Section("Notes of the run", result.notes, folded=len(result.notes) > MANY),
@@ -84,7 +86,7 @@ def times_table(result: Result, shape: Shape, direction: Direction) -> Table:
         measured = [timing.microseconds for name in regimes(result) if (timing := valid_timing(cell, name))]
         rows.append(
             (
-                f"{cell.variant} (control)" if cell.control else cell.variant,
+                called(cell),
                 words(cell.status),
                 *(
                     q.interval(timing.microseconds) if (timing := valid_timing(cell, name)) else q.NONE
@@ -193,6 +195,28 @@ def _traffic_row(cell: Cell) -> tuple[str, ...]:
         moved = (q.size(traffic.read), q.size(traffic.written), share, source(traffic.source))
     unknown = "not measured" if cell.measured else q.NONE
     return (cell.variant, *planned, *moved, q.size(cell.peak_bytes) if cell.peak_bytes is not None else unknown)
+
+
+def _beside(result: Result) -> Section:
+    """Return the section with times that were taken beside a yardstick: host times beside PyTorch's product."""
+    rows = tuple(
+        (
+            cell.shape,
+            direction_words(cell.direction),
+            called(cell),
+            q.interval(found.microseconds),
+            q.interval(found.yardstick),
+            q.ratio_interval(found.ratio),
+        )
+        for cell in result.cells
+        for found in cell.beside.values()
+    )
+    text = (
+        "Time that the host needs for a call, the median over calls in a row while nobody waits for the device, and that of "
+        "PyTorch's product of two [64, 64] bfloat16 matrices in the same process. On a CPU it holds the computation too."
+    )
+    heads = columns("shape", "direction", "variant", ">host", ">product", ">ratio")
+    return Section("Host time", (text,), (Table("", heads, rows),)) if rows else Section("Host time")
 
 
 def source(name: str) -> str:

@@ -26,6 +26,7 @@ from onelaunch.workbench.report.summary import (
     cells_at,
     direction_words,
     directions,
+    directions_of,
     fastest,
     main_regime,
     noise_floor,
@@ -107,7 +108,7 @@ def _clause(result: Result, outcome: Outcome) -> str:
         at = f"at {len(values)} shapes"
     said = measure.told.format(of=of, over=over, amount=amount)
     other = f" at {criterion.over_at}, itself" if criterion.over_at is not None else ""
-    how = [direction_words(criterion.direction), *([criterion.regime] if measure.timed else [])]
+    how = [directions_of(criterion), *([criterion.regime] if measure.timed else [])]
     return f"{said}{other} {at} ({', '.join(how)})"
 
 
@@ -115,8 +116,8 @@ def _outside(result: Result, outcome: Outcome) -> str:
     """Return words that follow the name of what a criterion compares with if it is a peer outside the gate at a shape."""
     if not any(cell.outside for cell in result.cells):  # a variant chosen by tags is looked up only where it is needed
         return ""
-    shapes_of = (result.study.shape(name) for name in outcome.values)
-    sides = [compared(result, outcome.criterion, shape)[1:] for shape in shapes_of]
+    asked = [each for each in result.study.asked(outcome.criterion) if each.name in outcome.values]
+    sides = [compared(result, each.criterion, each.shape)[1:] for each in asked]
     return outside_words(side.cell for pair in sides for side in pair if side.cell is not None)
 
 

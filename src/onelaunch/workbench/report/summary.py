@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from onelaunch.errors import OneLaunchError
-from onelaunch.operation import DIRECTIONS, Direction, find_operation
+from onelaunch.operation import DIRECTIONS, Direction
 from onelaunch.workbench import quantities as q
 from onelaunch.workbench.decide.decision import excluded
 from onelaunch.workbench.decide.measured import judged
@@ -22,7 +22,7 @@ from onelaunch.workbench.decide.words import per, selector_words
 from onelaunch.workbench.report.tables import Table, columns, words
 from onelaunch.workbench.result import Cell, Estimate, Outcome, Regime, Result, Timing
 from onelaunch.workbench.stats import ratio
-from onelaunch.workbench.study import LOOPS, Criterion, Selector, Shape, Study
+from onelaunch.workbench.study import LOOPS, Criterion, Selector, Shape, Study, members
 
 REGIMES: tuple[Regime, ...] = ("cold", "warm", "eager")
 """Regimes of single calls, in the order of preference for comparing variants."""
@@ -181,11 +181,11 @@ def noise_floor(result: Result, cell: Cell, regime: Regime | None) -> float:
 def peer_names(result: Result) -> tuple[str, ...]:
     """Return the names of the variants that belong to another library; none if the operation is not installed here."""
     try:
-        known = find_operation(result.study.operation).variants
+        names = dict.fromkeys((*result.study.variant_names(), *(cell.variant for cell in result.cells)))
+        known = {name: result.study.find_variant(name) for name in names}
     except OneLaunchError:
         return ()
-    names = dict.fromkeys((*result.study.variant_names(), *(cell.variant for cell in result.cells)))
-    return tuple(name for name in names if name in known and known[name].capabilities.requires)
+    return tuple(name for name, variant in known.items() if variant is not None and variant.capabilities.requires)
 
 
 def direction_words(direction: str) -> str:
@@ -193,10 +193,24 @@ def direction_words(direction: str) -> str:
     return direction.replace("_", " + ")
 
 
+def called(cell: Cell) -> str:
+    """Return the name of a measurement's variant, with the dispatcher's choice behind ``auto``: ``auto (fused)``."""
+    more = "control" if cell.control else cell.chosen
+    return f"{cell.variant} ({more})" if more else cell.variant
+
+
+def directions_of(criterion: Criterion) -> str:
+    """Return the directions of a criterion in words, such as ``forward and forward + backward``."""
+    return " and ".join(map(direction_words, criterion.all_directions))
+
+
 def sizes(shape: Shape) -> str:
-    """Return sizes, options and dtype in words, such as ``B=4 T=2048 D=256 V=64 float16``."""
+    """Return sizes, options and dtype in words, such as ``B=4 T=2048 D=256 V=64 float16``.
+
+    An operation that is not the study's comes first.
+    """
     parts = [f"{key}={value}" for key, value in (*shape.sizes.items(), *shape.options.items())]
-    return " ".join([*parts, shape.dtype])
+    return " ".join([*([shape.operation] if shape.operation else []), *parts, shape.dtype])
 
 
 def selector(chosen: Selector) -> str:
@@ -213,8 +227,9 @@ def asked(criterion: Criterion, study: Study) -> str:
     what = measure.demand.format(of=of, over=over, bound=f"{criterion.bound}{measure.unit}")
     regime = f", {criterion.regime}" if measure.timed else ""
     regime += f" over {criterion.over_regime}" if criterion.over_regime else ""
+    noise = f", A/A noise at most {criterion.most_noise:g}" if criterion.most_noise is not None else ""
     no_decision = "" if criterion.decides else "; decides nothing"
-    return f"{what} {_asked_at(criterion, study)} ({direction_words(criterion.direction)}{regime}{no_decision})"
+    return f"{what} {_asked_at(criterion, study)} ({directions_of(criterion)}{regime}{noise}{no_decision})"
 
 
 def reference(result: Result) -> str:
@@ -257,7 +272,7 @@ def use_table(result: Result, direction: Direction) -> Table:
             (
                 shape.name,
                 sizes(shape),
-                " or ".join([best.variant, *_as_good(result, best, regime)]),
+                " or ".join([called(best), *_as_good(result, best, regime)]),
                 q.interval(time.microseconds),
                 "the reference" if best is over else q.ratio_interval(gain) if gain else q.NONE,
                 q.ratio(distance) if distance else q.NONE,
@@ -445,7 +460,8 @@ def _as_good(result: Result, best: Cell, regime: Regime | None) -> list[str]:
 def _asked_at(criterion: Criterion, study: Study) -> str:
     """Return the shapes of a criterion in words."""
     at = [shape.name for shape in study.shapes_of(criterion)] if criterion.at is None else criterion.at
-    names = [at] if isinstance(at, str) else list(at)
+    groups = study.groups()
+    names = [f"the {len(groups[name])} shapes of {name}" if name in groups else name for name in members(at)]
     where = ", ".join(names)
     if criterion.at is None:
         where = f"every {'full-scale ' if study.at_scale('full') else ''}shape"
@@ -453,4 +469,4 @@ def _asked_at(criterion: Criterion, study: Study) -> str:
         return f"in the geometric mean over {where}"
     if criterion.in_at_least is None:
         return f"at {where}"
-    return f"at {criterion.in_at_least} or more of the {len(names)} shapes {', '.join(names)}"
+    return f"at {criterion.in_at_least} or more of the {len(study.shapes_of(criterion))} shapes {', '.join(names)}"

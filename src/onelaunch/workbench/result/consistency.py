@@ -14,7 +14,7 @@ from collections.abc import Hashable, Iterable
 from typing import TYPE_CHECKING, TypeVar
 
 from onelaunch.wording import listing
-from onelaunch.workbench.study import Study, members
+from onelaunch.workbench.study import Study, case_name, members
 
 if TYPE_CHECKING:
     from onelaunch.workbench.result.schema import Cell, Result, Timing
@@ -26,6 +26,9 @@ H = TypeVar("H", bound=Hashable)
 
 AGAIN = " again"
 """Suffix of the hidden name of the baseline's second copy, whose ratio to the first is the noise."""
+
+BOTH = case_name("", "forward_backward")
+"""End of the name of a value at a shape in the direction ``forward_backward``, where a criterion looks at several directions."""
 
 ROUNDING = 1e-9
 """Relative difference by which two stored numbers that must be equal may differ, because sums can be taken in another order."""
@@ -39,15 +42,15 @@ def inconsistency(result: Result) -> str | None:
 
 def undeclared(result: Result) -> str | None:
     """Return the problem if a result names a shape that its study does not declare, or declares twice; else ``None``."""
-    declared = {shape.name for shape in result.study.shapes}
+    declared, groups = {shape.name for shape in result.study.shapes}, set(result.study.groups())
     named = [measured.shape for measured in (*result.cells, *result.noise)]
-    named += [shape for outcome in result.outcomes for shape in outcome.values]
+    named += [name.removesuffix(BOTH) for outcome in result.outcomes for name in outcome.values]
     named += [saving.shape for saving in (result.decision.savings if result.decision else ())]
     for criterion in (*result.study.criteria, *(outcome.criterion for outcome in result.outcomes)):
-        named += [] if criterion.at is None else members(criterion.at)
+        named += [] if criterion.at is None else [name for name in members(criterion.at) if name not in groups]
         named += [] if criterion.over_at is None else [criterion.over_at]
     for prediction in result.study.predictions:
-        named += [] if prediction.at is None else members(prediction.at)
+        named += [] if prediction.at is None else [name for name in members(prediction.at) if name not in groups]
     if unknown := sorted(set(named) - declared):
         return f"its study has no shape {unknown[0]!r}"
     return "two shapes of its study have one name" if len(declared) < len(result.study.shapes) else None

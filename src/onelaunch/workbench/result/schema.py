@@ -181,10 +181,27 @@ class Traffic(Stored):
         return self.read + self.written
 
 
+class Beside(Stored):
+    """Times of a variant's calls and of a yardstick's, measured in turn in one process, so that their ratio can be compared."""
+
+    microseconds: Estimate
+    """Median over all calls of the variant."""
+    yardstick: Estimate
+    """Median over all calls of the yardstick, in microseconds."""
+    ratio: Estimate
+    """Time of the variant over that of the yardstick, from ratios taken round by round."""
+
+    @model_validator(mode="after")
+    def _are_times(self) -> Beside:
+        for name in ("microseconds", "yardstick", "ratio"):
+            _check_positive(getattr(self, name), name)
+        return self
+
+
 class Cell(Grown, Stored):
     """Measurement of one variant or control at one shape in one direction."""
 
-    LATER = ("launches", "barriers", "counts")
+    LATER = ("launches", "barriers", "counts", "chosen", "beside")
 
     shape: Name
     direction: Direction
@@ -209,6 +226,10 @@ class Cell(Grown, Stored):
     """Number of grid barriers of one call, counted by the variant's kernel; ``None`` if not counted, like ``launches``."""
     counts: dict[Name, Count] = Field(default_factory=dict)
     """Other counts of one call, by the name of the measure that a criterion asks for."""
+    chosen: Name = ""
+    """Variant that the dispatcher chose here, where ``variant`` is ``auto``; else empty."""
+    beside: dict[Name, Beside] = Field(default_factory=dict)
+    """Times beside a yardstick, by the name of the measure that a criterion asks for, such as ``host``."""
 
     @property
     def measured(self) -> bool:
@@ -231,6 +252,16 @@ class Cell(Grown, Stored):
     def count(self, measure: str) -> int | None:
         """Return the count of one call for a measure, or ``None``."""
         return getattr(self, measure) if measure in OWN_COUNTS else self.counts.get(measure)
+
+    def has(self, measure: str) -> bool:
+        """Return whether the measurement holds what a step of its own takes for a measure: a count, or times."""
+        return measure in self.beside or self.count(measure) is not None
+
+    def taking(self, measure: str, found: int | Beside) -> Cell:
+        """Return a copy of the measurement with what a step of its own found for a measure."""
+        if isinstance(found, Beside):
+            return self.model_copy(update={"beside": {**self.beside, measure: found}})
+        return self.counted(measure, found)
 
     def counted(self, measure: str, count: int) -> Cell:
         """Return a copy of the measurement with the count of one call for a measure."""
@@ -271,7 +302,7 @@ class Outcome(Stored):
     evidence: Words
     """Evidence in one sentence with the numbers."""
     values: dict[Name, Estimate] = Field(default_factory=dict)
-    """Measured values by shape."""
+    """Measured values by shape; in a criterion of several directions by :func:`onelaunch.workbench.study.case_name`."""
     overall: Estimate | None = None
     """Geometric mean of the values, if the criterion asks for it and every shape has a value."""
     best_of: Count = 1
@@ -348,7 +379,8 @@ class Provenance(Grown, Stored):
     rounds: Count = 0
     """Number of rounds that were asked for."""
     variants: dict[Name, VariantSource] = Field(default_factory=dict)
-    """Sources of the study's variants by name. Empty in results of older versions."""
+    """Sources of the study's variants by name, in a study of several operations as ``gla.fla``. Empty in results of older
+    versions."""
     package: Words = ""
     """SHA-256 of the sources of onelaunch where ``commit`` does not determine them: it is empty or ends in ``-dirty``."""
     timing_seed: Count | None = None
@@ -390,7 +422,8 @@ class Result(Grown, Stored):
     interrupted: bool = False
     """True if the run ended early, and in the partial result that is saved during a run."""
     probes: dict[Name, ProbeReport] = Field(default_factory=dict)
-    """Outcomes of the operation's probes by variant. Empty in results of older versions, and for an operation without probes."""
+    """Outcomes of the operation's probes by variant, named as in the provenance. Empty in results of older versions, and for an
+    operation without probes."""
 
     def cell(self, shape: str, variant: str, direction: Direction = "forward") -> Cell | None:
         """Return the measurement of a variant or control at a shape, or ``None``."""

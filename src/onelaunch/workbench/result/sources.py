@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import onelaunch
-from onelaunch.operation import Variant, find_operation, plugins
+from onelaunch.operation import Variant, plugins
 from onelaunch.operation.entry_points import UNKNOWN
 from onelaunch.workbench.result.schema import VariantSource
 from onelaunch.workbench.study import Study
@@ -31,9 +31,11 @@ NATIVE_PLACES = ("*", "*/*")
 
 
 def variant_sources(study: Study) -> dict[str, VariantSource]:
-    """Return the source of each variant of a study, by name."""
-    operation = find_operation(study.operation)
-    return {name: source_of(operation.get(name)) for name in study.variant_names()}
+    """Return the source of each variant of a study by its label, :meth:`~onelaunch.workbench.study.Study.label`.
+
+    If ``auto`` takes part, they include the variants that it may choose.
+    """
+    return {label: source_of(variant) for label, variant in study.registered()}
 
 
 def source_of(variant: Variant) -> VariantSource:

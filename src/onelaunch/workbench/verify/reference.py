@@ -162,7 +162,7 @@ def compute_reference(
     visible = {name: shapes[name] for name in (plain or shapes) if shapes.get(name) is not None}
     if direction == "forward_backward":
         typed: OutputTensors = {name: value.to(_dtype(plain, name, case)) for name, value in visible.items() if value is not None}
-        inputs.output_gradients = draw_gradients(typed, case.dtype, seed)
+        inputs.output_gradients = draw_gradients(typed, case.dtype, seed, inputs.through)
         expected = Candidate("oracle", oracle, names)(upcast(inputs))
         expected = {name: value for name, value in expected.items() if name in visible or name.startswith("grad ")}
         plain = _baseline_outputs(operation, control, inputs)

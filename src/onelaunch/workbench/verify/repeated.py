@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from onelaunch.errors import VariantResultError
-from onelaunch.operation import Case, Direction, Operation
+from onelaunch.operation import AUTO, Case, Direction, Operation
 from onelaunch.wording import in_a_line
 from onelaunch.workbench.result import Verdict
 from onelaunch.workbench.verify.bounds import norm_error
@@ -86,7 +86,7 @@ def examine_once(
     Raises:
         Exception: Any exception of the variant. :func:`onelaunch.workbench.verify.calls.status_of` classifies it.
     """
-    candidate, compiles = Candidate.variant(operation, variant), operation.get(variant).capabilities.compiles
+    candidate, compiles = Candidate.variant(operation, variant), variant != AUTO and operation.get(variant).capabilities.compiles
 
     def judged(tolerance: float | None) -> Verdict:
         references = (
