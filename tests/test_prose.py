@@ -27,7 +27,7 @@ def prose_of(file, *, update=False):
 
 
 def test_every_entry_has_a_test(request):
-    """Without this check, the entry of a renamed or removed test would stay forever."""
+    """Without this check, the entry of a renamed or removed test would stay until the next update."""
     snapshot = request.config.pluginmanager.get_plugin("prose")
     assert snapshot.entries
     assert snapshot.without_a_test() == set(), "--update-prose drops these"

@@ -29,7 +29,7 @@ from onelaunch.workbench.result import Cell, ComponentError, Estimate, Result
 from onelaunch.workbench.study import Shape
 
 MANY = 3
-"""Largest number of tables that a section of a page shows unfolded."""
+"""Largest number of tables, or of notes of the run, that a section of a page shows unfolded."""
 
 CLOCKS = {
     "sm_mhz": "SM clock, MHz, median",
