@@ -1,8 +1,8 @@
 """Tests of sampling: against plain definitions and ``transformers``, and draws against their probabilities.
 
-``warp`` subtracts the largest logit, divides by the temperature, and excludes tokens (-inf) by top-k, top-p and min-p. The token with
-the largest sum of warped logit and Gumbel noise is drawn; the noise is computed from a hash of seed, position and token. ``Sampler``
-does both for one sequence: ``sampler(logits, position)`` returns the token ``[1]`` at that position.
+``warp`` subtracts the largest logit, divides by the temperature, and excludes tokens (-inf) by top-k, top-p and min-p. The token
+with the largest sum of warped logit and Gumbel noise is drawn. The noise is computed from a hash of seed, position and token.
+``Sampler`` does both for one sequence: ``sampler(logits, position)`` returns the token ``[1]`` at that position.
 """
 
 from __future__ import annotations

@@ -9,7 +9,8 @@ Warps      a producer warp loads tiles of x and W (TMA); two consumer warpgroups
 Shared     STAGES stages of x [256, BD] and W [BD, BV] (3 * 48 KiB for BD = 64); one tile of v in the dtype of x (64 KiB); two
            slots of ROWS steps of log_decay and gate (16 KiB for 16-bit decays); tile indices and mbarriers.
 Memory     reads x once per tile of channels, W once per tile of time of each batch entry (mostly from the L2 cache), and
-           log_decay and gate once; writes y once. For a backward pass also writes v, and a row of states every CARRY steps (KEEP).
+           log_decay and gate once; writes y once. For a backward pass also writes v, and a row of states every CARRY steps
+           (KEEP).
 Protocol   full[stage]: the stage's operands have arrived, and with a tile's first stage the tile's index. empty[stage]: both
            consumer warpgroups are done with the stage. v_ready[half], v_free[half]: a half of v is stored, or read by the scan.
            id_ready[slot]: the tile index for the scan is written. fetched[slot]: rows of log_decay and gate have arrived.
