@@ -133,13 +133,15 @@ def docs_overview(results: Iterable[Result], page: Callable[[str], str]) -> str:
     """
     rows = []
     for result in results:
-        operation = result.study.operation
+        names = result.study.operation_names()
+        linked = ", ".join(f"[{code(name)}]({page(name)})" for name in names)
+        about = linked if len(names) == 1 else f"{markdown(result.study.name)}: {linked}"
         for direction in directions(result):
             regime: Regime = "running" if _timed(result, direction, "running") else "cold"
             cells, peers = _cells(result, direction, regime), peer_names(result)
             over = [_gain(cells, names, peers, regime) for names in (peers, (COMPILED,))]
             what = "one of many steps" if regime == "running" else direction.replace("_", " and ")
-            rows.append([f"[{code(operation)}]({page(operation)})", markdown(result.provenance.device), what, *over])
+            rows.append([about, markdown(result.provenance.device), what, *over])
     return markdown_table(["operation", "device", "measured", "over the fastest peer", "over torch.compile"], rows, right=(3, 4))
 
 
