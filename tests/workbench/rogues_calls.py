@@ -1,8 +1,8 @@
 """Variants of ``toy_sum`` by careless authors, which the verification gate must judge.
 
 Many are right in a single call with fresh contiguous inputs, and wrong as a model calls them. Others return wrong elements or
-another kind of result in every call. ``other_bits`` and ``refuses_views`` are right: they pass with notes. Each is registered only
-while a test uses it, with :func:`registered`.
+another kind of result in every call. ``other_bits`` and ``refuses_views`` are right: they pass with notes. Each is registered
+only while a test uses it, with :func:`registered`.
 """
 
 from __future__ import annotations
