@@ -42,7 +42,10 @@ Barriers   one mbarrier per stage of each kind, and one for the scores:
            over the barriers.
 Memory     values are read and outputs written once, queries, keys and log-decays read once per slice of values (1.01 times the
            bytes of moving each tensor once, measured forward on an H200). With STORE_STATES the state that enters each chunk is
-           stored as well, 16 bits, [V, K], and its rounding error as a second term if ``states_low`` is given.
+           stored as well, 16 bits, [V, K], and its rounding error as a second term if ``states_low`` is given. The state after
+           the last chunk of a sequence leaves in float32, [K, V], if ``final`` is given: the CTA of the segment at which the
+           recurrence ends stores it from registers. With REVERSE that is the gradient of the initial state, and the state
+           starts from the gradient of the final one.
 Segments   where heads do not fill the chip, T is cut into segments (a chunk-parallel scan). hopper_segment_sum.py first stores
            what each segment adds to the state, and its decay. Here each CTA starts from the decayed sum over the segments before
            its own, added in the order of time, so results are deterministic.
@@ -155,19 +158,19 @@ def store_state(to, state, turn, K: gl.constexpr):
 def multiply(descriptors, outputs, state_pointers, tiles, vectors, bars, offsets, T, sizes, values, GROUP: gl.constexpr,
              GROUPS: gl.constexpr, SLICES: gl.constexpr, PACKED: gl.constexpr, OUTPUT: gl.constexpr,
              REVERSE: gl.constexpr, STORE_STATES: gl.constexpr, STAGED: gl.constexpr, ALIASED: gl.constexpr, SCALAR: gl.constexpr,
-             INITIAL: gl.constexpr, SEGMENTED: gl.constexpr, SPLIT_KEYS: gl.constexpr):  # fmt: skip
+             SEGMENTED: gl.constexpr, SPLIT_KEYS: gl.constexpr):  # fmt: skip
     """Run the role of one warpgroup that holds a state [V, K] for PANEL values, for all chunks of a segment.
 
-    Start from the initial state, or from the sums of the segments before. Per chunk: store the state if STORE_STATES; wait for
+    Start from the initial state and the sums of the segments before. Per chunk: store the state if STORE_STATES; wait for
     ``full`` and ``decayed``; decay the state to the anchor (Decay, at the top); out = queries times state; state += keys^T v;
     wait for ``scores_full``; out += scores v; release the stage before this one and refill it (GROUP 0); store out through the
-    shared memory of the values; decay the state to the end of the chunk.
+    shared memory of the values; decay the state to the end of the chunk. At last store the final state.
     """
     tiles_q, tiles_k, tiles_v, tiles_low, tiles_s, tiles_state = tiles  # low: second terms of keys, over the log-decays
     _, ends, strong = vectors
     full, decayed, scores_full, empty, scores_empty = bars
     p_out, out_tiles, out_pitch = outputs
-    initial, states, states_low, segment_states, segment_decays = state_pointers
+    initial, final, states, states_low, segment_states, segment_decays = state_pointers
     K: gl.constexpr = tiles_k.shape[2]
     E: gl.constexpr = tiles_k.dtype
     STAGES: gl.constexpr = tiles_k.shape[0]
@@ -179,16 +182,16 @@ def multiply(descriptors, outputs, state_pointers, tiles, vectors, bars, offsets
     rows: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     scalar: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     ends_flat = ends._reinterpret(gl.float32, [2 * STAGES, K], gl.SwizzledSharedLayout(1, 1, 1, [0]))  # noqa: SLF001
-    heads, segments, segment_steps = sizes
+    heads, segments, _ = sizes
     n, head, value_slice, segment = work_item(sizes, SLICES)
     # From here on rows of K elements are counted in 32 bits: no memory holds 2^31 of them, and 64-bit numbers take registers.
-    row, steps = segment_span(offsets, n, T, segment, segment_steps, PACKED)
+    row, steps = segment_span(offsets, n, T, segment, sizes, PACKED)
     first, _, slot = sequence_bounds(offsets, n, T + (n >> 31), PACKED)  # n >> 31 is 0, as in state_offsets
     slot += (row - first) // C
     first_value = (value_slice * GROUPS + GROUP) * PANEL
     state = gl.zeros([PANEL, K], gl.float32, layout=state_layout)
     pair = n * heads + head
-    if INITIAL:
+    if initial is not None:
         channel = gl.arange(0, K, layout=across)[None, :]
         value = first_value + gl.arange(0, PANEL, layout=gl.SliceLayout(1, state_layout))[:, None]
         state = gl.load(initial + (pair * values).to(gl.int64) * K + (channel * values + value))
@@ -303,16 +306,22 @@ def multiply(descriptors, outputs, state_pointers, tiles, vectors, bars, offsets
         if stage == STAGES:
             stage = 0
             phase ^= 1
+    if final is not None:
+        if segment == (0 if REVERSE else segments - 1):
+            # segment >> 31 is 0, as in state_offsets: offsets that the initial state shares would be held throughout the loop.
+            channel = gl.arange(0, K, layout=across)[None, :] + (segment >> 31)
+            value = first_value + gl.arange(0, PANEL, layout=gl.SliceLayout(1, state_layout))[:, None]
+            gl.store(final + (pair * values).to(gl.int64) * K + (channel * values + value), state)
     if OUTPUT or STAGED:
         tma_store_wait(pendings=0)
 
 
 @gluon.jit(do_not_specialize=["T", "heads", "segments", "segment_steps"])
 def chunk_state_kernel(
-    queries, keys, v, g, log_decay, o, out_tiles, initial, states, states_low, segment_states, segment_decays, offsets,
+    queries, keys, v, g, log_decay, o, out_tiles, initial, final, states, states_low, segment_states, segment_decays, offsets,
     T, heads, segments, segment_steps, scale, values, out_pitch,
     SLICES: gl.constexpr, LIMIT: gl.constexpr, PACKED: gl.constexpr, OUTPUT: gl.constexpr,
-    REVERSE: gl.constexpr, STORE_STATES: gl.constexpr, STAGED: gl.constexpr, ALIASED: gl.constexpr, INITIAL: gl.constexpr,
+    REVERSE: gl.constexpr, STORE_STATES: gl.constexpr, STAGED: gl.constexpr, ALIASED: gl.constexpr,
     SEGMENTED: gl.constexpr, SPLIT_KEYS: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr, SCORES: gl.constexpr,
     MULTIPLY_REGISTERS: gl.constexpr, PREPARE_REGISTERS: gl.constexpr,
 ):  # fmt: skip
@@ -321,13 +330,14 @@ def chunk_state_kernel(
     ``queries``, ``keys``, ``v``, ``g``, ``out_tiles`` are TMA descriptors of matrices [B T, H X]. ``g`` describes log-decays
     per channel; if it is None, ``log_decay`` [B, T, H] has one per head. ``out_pitch`` is the number of elements from row to
     row of ``o`` [B T, H V]. ``o`` is written without TMA where a chunk is cut off by the end of its sequence, since a box would
-    overwrite the next one. ``initial`` [N, H, K, V] is float32. ``segment_states`` [N, H, segments, V, K] and
+    overwrite the next one. ``initial`` and ``final`` [N, H, K, V], float32, are the state from which each sequence starts and the
+    one with which it ends, in the order of the pass; each may be None. ``segment_states`` [N, H, segments, V, K] and
     ``segment_decays`` [N, H, segments, K], float32, come from hopper_segment_sum.py.
 
     Constants: OUTPUT: make outputs. STORE_STATES: store the state that enters each chunk. STAGED: ``states`` are descriptors
     and states leave through shared memory by TMA; otherwise ``states`` is a pointer. ALIASED: states lie in the rows of their
-    chunk of a matrix [B T, V / PANEL, H, K], see ``aliased_state_buffers`` in launch_hopper.py. INITIAL: there is an initial
-    state. SEGMENTED: T is cut into several segments. SPLIT_KEYS: keys as two 16-bit terms, always so with a decay per channel.
+    chunk of a matrix [B T, V / PANEL, H, K], see ``aliased_state_buffers`` in launch_hopper.py. SEGMENTED: T is cut into
+    several segments. SPLIT_KEYS: keys as two 16-bit terms, always so with a decay per channel.
     SLICES: slices of 64 GROUPS values in a head. LIMIT: largest sum of log-decays over half a chunk, in magnitude, that counts
     as moderate. SCORES: buffers of scores, 1 or STAGES. MULTIPLY_REGISTERS, PREPARE_REGISTERS: registers per thread that
     ``warp_specialize`` assigns to the second ``multiply`` warpgroup, where there is one, and to ``prepare``.
@@ -374,7 +384,7 @@ def chunk_state_kernel(
     sizes = (heads, segments, segment_steps)
     descriptors = (queries, keys, v, g)
     outputs = (o, out_tiles, out_pitch)
-    state_pointers = (initial, states, states_low, segment_states, segment_decays)
+    state_pointers = (initial, final, states, states_low, segment_states, segment_decays)
     tiles = (tiles_q, tiles_k, tiles_v, tiles_g, tiles_s, tiles_state)
     vectors = (sums, ends, strong)
     bars = (full, decayed, scores_full, empty, scores_empty)
@@ -383,10 +393,10 @@ def chunk_state_kernel(
             [
                 (multiply, (descriptors, outputs, state_pointers, tiles, vectors, bars, offsets, T, sizes, values, 0, GROUPS,
                             SLICES, PACKED, OUTPUT, REVERSE, STORE_STATES, STAGED, ALIASED, SCALAR,
-                            INITIAL, SEGMENTED, SPLIT_KEYS)),
+                            SEGMENTED, SPLIT_KEYS)),
                 (multiply, (descriptors, outputs, state_pointers, tiles, vectors, bars, offsets, T, sizes, values, 1, GROUPS,
                             SLICES, PACKED, OUTPUT, REVERSE, STORE_STATES, STAGED, ALIASED, SCALAR,
-                            INITIAL, SEGMENTED, SPLIT_KEYS)),
+                            SEGMENTED, SPLIT_KEYS)),
                 (prepare, (tiles, vectors, bars, offsets, log_decay, T, sizes, scale, LIMIT, SLICES, PACKED,
                            OUTPUT, REVERSE, SCALAR, SPLIT_KEYS)),
             ],
@@ -398,7 +408,7 @@ def chunk_state_kernel(
             [
                 (multiply, (descriptors, outputs, state_pointers, tiles, vectors, bars, offsets, T, sizes, values, 0, GROUPS,
                             SLICES, PACKED, OUTPUT, REVERSE, STORE_STATES, STAGED, ALIASED, SCALAR,
-                            INITIAL, SEGMENTED, SPLIT_KEYS)),
+                            SEGMENTED, SPLIT_KEYS)),
                 (prepare, (tiles, vectors, bars, offsets, log_decay, T, sizes, scale, LIMIT, SLICES, PACKED,
                            OUTPUT, REVERSE, SCALAR, SPLIT_KEYS)),
             ],

@@ -89,9 +89,9 @@ def accumulate(descriptors, segment_states, tiles, bars, offsets, T, sizes, valu
     STAGES: gl.constexpr = tiles_k.shape[0]
     state_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, K, 16])
     rows: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    heads, segments, segment_steps = sizes
+    heads, segments, _ = sizes
     n, head, value_slice, segment = work_item(sizes, SLICES)
-    row, steps = segment_span(offsets, n, T, segment, segment_steps, PACKED)
+    row, steps = segment_span(offsets, n, T, segment, sizes, PACKED)
     state = gl.zeros([PANEL, K], gl.float32, layout=state_layout)
     panel = (head * SLICES + value_slice) * GROUPS
     chunks = segment_chunks(steps, segment, segments, REVERSE)
@@ -205,9 +205,9 @@ def decay_key_channels(tiles, segment_decays, bars, offsets, T, sizes, scale, SL
     E: gl.constexpr = tiles_k.dtype
     STAGES: gl.constexpr = tiles_k.shape[0]
     rows: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    heads, segments, segment_steps = sizes
+    heads, segments, _ = sizes
     n, head, value_slice, segment = work_item(sizes, SLICES)
-    _, steps = segment_span(offsets, n, T, segment, segment_steps, PACKED)
+    _, steps = segment_span(offsets, n, T, segment, sizes, PACKED)
     chunks = segment_chunks(steps, segment, segments, REVERSE)
     vector: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     # The matrices are operands from shared memory. In registers they leave too few for two products at once; ptxas then
@@ -263,9 +263,9 @@ def decay_key_heads(tiles, segment_decays, bars, offsets, log_decay, T, sizes, s
     STAGES: gl.constexpr = tiles_k.shape[0]
     rows: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     down: gl.constexpr = gl.SliceLayout(1, rows)
-    heads, segments, segment_steps = sizes
+    heads, segments, _ = sizes
     n, head, value_slice, segment = work_item(sizes, SLICES)
-    row, steps = segment_span(offsets, n, T, segment, segment_steps, PACKED)
+    row, steps = segment_span(offsets, n, T, segment, sizes, PACKED)
     chunks = segment_chunks(steps, segment, segments, REVERSE)
     # Every warp holds all 64 steps, so that sums over steps stay within a warp.
     vector: gl.constexpr = gl.BlockedLayout([C // 32], [32], [4], [0])
@@ -330,7 +330,7 @@ def segment_sum_kernel(
     ``keys``, ``v`` and ``g`` are TMA descriptors of matrices [B T, H X], with boxes of C rows by K channels (PANEL for ``v``).
     ``g`` describes log-decays per channel; if it is None, ``log_decay`` [B, T, H] has one per head. ``segment_states``
     [N, H, segments, V, K] and ``segment_decays`` [N, H, segments, K] are float32 results. ``offsets`` [N + 1] are the first
-    rows of packed sequences, read with PACKED. ``segment_steps`` is the length of a segment, a multiple of C; ``values`` is V.
+    rows of packed sequences, read with PACKED. ``segment_steps`` is the length of a segment, a multiple of C, unless PACKED (``segment_span``); ``values`` is V.
     ``scale`` is used with REVERSE only. PREPARE_REGISTERS and MULTIPLY_REGISTERS are the registers of a thread of the decaying
     warpgroup and of the second accumulating one.
     """

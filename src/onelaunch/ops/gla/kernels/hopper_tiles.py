@@ -58,12 +58,16 @@ def sequence_bounds(offsets, n, T, PACKED: gl.constexpr):
 
 
 @gluon.jit
-def segment_span(offsets, n, T, segment, segment_steps, PACKED: gl.constexpr):
+def segment_span(offsets, n, T, segment, sizes, PACKED: gl.constexpr):
     """Return the first row and the number of steps of one segment of sequence n.
 
-    A segment is ``segment_steps`` long, a multiple of C. The last ones of a short sequence may have fewer steps, or none.
+    ``sizes`` is that of ``work_item``. A segment is a multiple of C long. With PACKED each sequence is cut into segments of its
+    own length, since lengths differ. The last segments of a short sequence may have fewer steps, or none.
     """
+    _, segments, segment_steps = sizes
     first, length, _ = sequence_bounds(offsets, n, T, PACKED)
+    if PACKED:
+        segment_steps = gl.cdiv(gl.cdiv(length, C), segments) * C
     start = segment * segment_steps
     return first + start, gl.maximum(gl.minimum(length - start, segment_steps), 0)
 
@@ -99,8 +103,8 @@ def find_chunk(offsets, slot, T, sequences, BISECTION_STEPS: gl.constexpr, PACKE
 def work_item(sizes, SLICES: gl.constexpr):
     """Return the sequence, the head, the slice of values and the segment that this CTA works on.
 
-    ``sizes`` holds the number of heads, the number of segments per sequence, and the steps of a segment. A head has SLICES
-    slices of values. Slices of values vary fastest, so CTAs that read the same queries, keys and log-decays are neighbours.
+    ``sizes`` holds the number of heads, the number of segments per sequence, and the steps of a segment, which are not used
+    where sequences are packed. A head has SLICES slices of values. Slices of values vary fastest, so CTAs that read the same queries, keys and log-decays are neighbours.
     """
     heads, segments, _ = sizes
     item = gl.program_id(0)
