@@ -63,15 +63,15 @@ class PassTiles:
 
 
 @remembered
-def pass_tiles(keys: int, values: int, *, scalar: bool, store_states: bool, output: bool) -> PassTiles:
+def pass_tiles(keys: int, values: int, *, scalar: bool, wide: bool, store_states: bool, output: bool) -> PassTiles:
     """Return the configuration of ``chunk_state_kernel``.
 
     Two groups run where V is a multiple of 128, since they share the decayed keys and the scores. With K of 256 only one group
     and two stages fit. The numbers of registers are those with which ptxas does not serialize the products. Stored states leave
     through shared memory, for which a pass that also makes outputs has one stage less; with K of 256 it stores them from
-    registers.
+    registers. float32 log-decays per channel (``wide``) take twice the bytes: with K of 128 two stages fit.
     """
-    stages = 2 if store_states and output else 3
+    stages = 2 if (store_states and output) or (wide and keys > PANEL) else 3
     if keys > 2 * PANEL:
         return PassTiles(1, stages=2, scores=1, staged=not output, prepare_registers=240)
     if values % (2 * PANEL):
@@ -82,11 +82,15 @@ def pass_tiles(keys: int, values: int, *, scalar: bool, store_states: bool, outp
 
 
 @remembered
-def segment_tiles(keys: int, values: int) -> PassTiles:
-    """Return the configuration of ``segment_sum_kernel``, which makes no outputs, so that more stages fit."""
+def segment_tiles(keys: int, values: int, *, wide: bool) -> PassTiles:
+    """Return the configuration of ``segment_sum_kernel``, which makes no outputs, so that more stages fit.
+
+    ``wide`` says that log-decays are float32 and one per channel.
+    """
+    stages = 3 if wide and keys > PANEL else 4
     if keys > 2 * PANEL:
         return PassTiles(1, stages=2, prepare_registers=240)
-    return PassTiles(1, stages=4, prepare_registers=232) if values % (2 * PANEL) else PassTiles(2, stages=4)
+    return PassTiles(1, stages, prepare_registers=232) if values % (2 * PANEL) else PassTiles(2, stages)
 
 
 @remembered
@@ -198,7 +202,8 @@ def state_pass(
 
     _, length, heads, keys, values = call.sizes
     sequences, offsets = call.sequence_count, call.sequences.offsets
-    tiles = pass_tiles(keys, values, scalar=call.scalar, store_states=bool(states), output=out is not None)
+    wide = not call.scalar and call.g.dtype is torch.float32
+    tiles = pass_tiles(keys, values, scalar=call.scalar, wide=wide, store_states=bool(states), output=out is not None)
     slices = values // (PANEL * tiles.groups)
     mean_length = length if offsets is None else cdiv(length, sequences)
     segments = segment_count(sequences * heads * slices, cdiv(mean_length, CHUNK), processors(operands.keys.device))
@@ -220,7 +225,7 @@ def state_pass(
         )
         Launch(
             segment_sum_kernel, grid, *sources, *decays, *sums, offsets, length, heads, segments, segment_steps,
-            call.scale, values, mma=Mma.WIDEST, **segment_tiles(keys, values).options(), **shared,
+            call.scale, values, mma=Mma.WIDEST, **segment_tiles(keys, values, wide=wide).options(), **shared,
         ).run()  # fmt: skip
     queries = None if out is None or operands.queries is None else boxes([CHUNK, keys], operands.queries)[0]
     target = None if out is None else targets([CHUNK, PANEL], out)[0]

@@ -26,7 +26,8 @@ On chip    shared memory for 16-bit numbers, per stage: queries, keys, log-decay
            one decay per head, unless their place is needed for the second terms of the keys); values [64, 64], 8192 bytes per
            group. Scores [64, 64], 8192 bytes per buffer; states on their way out [64, K], 128 K bytes per group and term. K =
            128 with two groups and three stages: 220 KiB. The second terms of the keys replace the log-decays, and outputs
-           replace the values, which they leave from.
+           replace the values, which they leave from. float32 log-decays take twice the bytes, and there are two stages of K =
+           128.
 Barriers   one mbarrier per stage of each kind, and one for the scores:
            - full: the TMA loads of the stage have landed (transaction bytes). Waited for by all warpgroups.
            - decayed: ``prepare`` has replaced queries and keys, and written ``ends`` and ``strong`` (see Decay). Waited for
@@ -87,11 +88,12 @@ def load_stage(descriptors, tiles, full, at, head, panel, stage, enabled, GROUPS
     is the chunk's first row, ``panel`` the first group's index among all blocks of 64 columns of the values.
     """
     queries, keys, values, g = descriptors
-    tiles_q, tiles_k, tiles_v, tiles_g, _, _ = tiles
+    tiles_q, tiles_k, tiles_v, tiles_g, _, _, _ = tiles
     K: gl.constexpr = keys.block_type.shape[1]
-    TILES: gl.constexpr = 1 + (1 if OUTPUT else 0) + (0 if SCALAR else 1)
+    TILES: gl.constexpr = 1 + (1 if OUTPUT else 0)
+    DECAY_BYTES: gl.constexpr = 0 if SCALAR else g.block_type.nbytes
     bar = full.index(stage)
-    mbarrier.expect(bar, TILES * keys.block_type.nbytes + GROUPS * values.block_type.nbytes, pred=enabled)
+    mbarrier.expect(bar, TILES * keys.block_type.nbytes + DECAY_BYTES + GROUPS * values.block_type.nbytes, pred=enabled)
     if not SCALAR:
         tma_load(g, [at, head * K], bar, tiles_g.index(stage), pred=enabled)
     tma_load(keys, [at, head * K], bar, tiles_k.index(stage), pred=enabled)
@@ -166,7 +168,7 @@ def multiply(descriptors, outputs, state_pointers, tiles, vectors, bars, offsets
     wait for ``scores_full``; out += scores v; release the stage before this one and refill it (GROUP 0); store out through the
     shared memory of the values; decay the state to the end of the chunk. At last store the final state.
     """
-    tiles_q, tiles_k, tiles_v, tiles_low, tiles_s, tiles_state = tiles  # low: second terms of keys, over the log-decays
+    tiles_q, tiles_k, tiles_v, _, tiles_low, tiles_s, tiles_state = tiles  # low: second terms of keys, over the log-decays
     _, ends, strong = vectors
     full, decayed, scores_full, empty, scores_empty = bars
     p_out, out_tiles, out_pitch = outputs
@@ -175,6 +177,7 @@ def multiply(descriptors, outputs, state_pointers, tiles, vectors, bars, offsets
     E: gl.constexpr = tiles_k.dtype
     STAGES: gl.constexpr = tiles_k.shape[0]
     SCORES: gl.constexpr = tiles_s.shape[0]
+    LOW: gl.constexpr = tiles_low.shape[0] // STAGES  # tiles of second terms in a stage, of which the first is used
     state_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, K, 16])
     out_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
     operand: gl.constexpr = gl.DotOperandLayout(0, out_layout, 2)
@@ -264,7 +267,7 @@ def multiply(descriptors, outputs, state_pointers, tiles, vectors, bars, offsets
                 state = state * ends_flat.index(2 * stage).load(across)[None, :]
         state = warpgroup_mma(b_v.permute((1, 0)), b_k, state, is_async=True)
         if SPLIT_KEYS:
-            state = warpgroup_mma(b_v.permute((1, 0)), tiles_low.index(stage), state, is_async=True)
+            state = warpgroup_mma(b_v.permute((1, 0)), tiles_low.index(stage * LOW), state, is_async=True)
         if OUTPUT:
             mbarrier.wait(scores_full.index(stage), phase)
             out = warpgroup_mma(b_v.permute((1, 0)), tiles_s.index(stage % SCORES).permute((1, 0)), out, is_async=True)
@@ -308,8 +311,8 @@ def multiply(descriptors, outputs, state_pointers, tiles, vectors, bars, offsets
             phase ^= 1
     if final is not None:
         if segment == (0 if REVERSE else segments - 1):
-            # segment >> 31 is 0, as in state_offsets: offsets that the initial state shares would be held throughout the loop.
-            channel = gl.arange(0, K, layout=across)[None, :] + (segment >> 31)
+            # n >> 31 is 0, as in state_offsets: offsets that the initial state shares would be held throughout the loop.
+            channel = gl.arange(0, K, layout=across)[None, :] + (n >> 31)
             value = first_value + gl.arange(0, PANEL, layout=gl.SliceLayout(1, state_layout))[:, None]
             gl.store(final + (pair * values).to(gl.int64) * K + (channel * values + value), state)
     if OUTPUT or STAGED:
@@ -328,7 +331,7 @@ def chunk_state_kernel(
     """Run the chunk state pass, and with OUTPUT the chunk output, over one segment of time; see the top of the file.
 
     ``queries``, ``keys``, ``v``, ``g``, ``out_tiles`` are TMA descriptors of matrices [B T, H X]. ``g`` describes log-decays
-    per channel; if it is None, ``log_decay`` [B, T, H] has one per head. ``out_pitch`` is the number of elements from row to
+    per channel, float32 or of the dtype of the others; if it is None, ``log_decay`` [B, T, H] has one per head. ``out_pitch`` is the number of elements from row to
     row of ``o`` [B T, H V]. ``o`` is written without TMA where a chunk is cut off by the end of its sequence, since a box would
     overwrite the next one. ``initial`` and ``final`` [N, H, K, V], float32, are the state from which each sequence starts and the
     one with which it ends, in the order of the pass; each may be None. ``segment_states`` [N, H, segments, V, K] and
@@ -351,10 +354,16 @@ def chunk_state_kernel(
     tiles_k = gl.allocate_shared_memory(E, [STAGES, C, K], keys.layout)
     tiles_v = gl.allocate_shared_memory(E, [STAGES * GROUPS, C, PANEL], v.layout)
     tiles_g = tiles_k  # tiles that this build does not use stand for others, so that the tuples below keep their lengths
+    tiles_low = tiles_k
     tiles_q = tiles_k
     tiles_s = tiles_v
-    if SPLIT_KEYS:
+    WIDE: gl.constexpr = False if SCALAR else g.dtype == gl.float32
+    if WIDE:  # the second terms of the keys take the first half of the place of the log-decays
+        tiles_g = gl.allocate_shared_memory(gl.float32, [STAGES, C, K], g.layout)
+        tiles_low = tiles_g._reinterpret(E, [2 * STAGES, C, K], keys.layout)  # noqa: SLF001
+    elif SPLIT_KEYS:
         tiles_g = gl.allocate_shared_memory(E, [STAGES, C, K], keys.layout)
+        tiles_low = tiles_g
     if OUTPUT:
         tiles_q = gl.allocate_shared_memory(E, [STAGES, C, K], keys.layout)
         tiles_s = gl.allocate_shared_memory(E, [SCORES, C, C], scores_layout)
@@ -365,7 +374,8 @@ def chunk_state_kernel(
     if SCALAR:
         sums = gl.allocate_shared_memory(gl.float32, [2, C], lines)
     else:
-        sums = gl.allocate_shared_memory(E, [8, C], gl.NVMMASharedLayout.get_default_for([8, C], E))
+        summed: gl.constexpr = gl.bfloat16 if WIDE else E
+        sums = gl.allocate_shared_memory(summed, [8, C], gl.NVMMASharedLayout.get_default_for([8, C], summed))
     ends = gl.allocate_shared_memory(gl.float32, [STAGES, 2, K], lines)
     strong = gl.allocate_shared_memory(gl.int32, [STAGES, 1], flat)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -385,7 +395,7 @@ def chunk_state_kernel(
     descriptors = (queries, keys, v, g)
     outputs = (o, out_tiles, out_pitch)
     state_pointers = (initial, final, states, states_low, segment_states, segment_decays)
-    tiles = (tiles_q, tiles_k, tiles_v, tiles_g, tiles_s, tiles_state)
+    tiles = (tiles_q, tiles_k, tiles_v, tiles_g, tiles_low, tiles_s, tiles_state)
     vectors = (sums, ends, strong)
     bars = (full, decayed, scores_full, empty, scores_empty)
     if GROUPS == 2:

@@ -219,6 +219,34 @@ def zero_tail(tile, left, layout: gl.constexpr):
 
 
 @gluon.jit
+def decay_terms(tile):
+    """Return float32 log-decays [C, K] in shared memory as the tiles into which ``split_log_decays`` turns them.
+
+    The result is [2 K / PANEL, C, PANEL] bfloat16 in the same memory: the first and the second terms of each panel.
+    """
+    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, PANEL], gl.bfloat16)
+    return tile._reinterpret(gl.bfloat16, [2 * (tile.shape[1] // PANEL), C, PANEL], layout)  # noqa: SLF001
+
+
+@gluon.jit
+def split_log_decays(tile, left, layout: gl.constexpr):
+    """Replace float32 log-decays [C, K] in shared memory by sums of two bfloat16 numbers, in the tiles of ``decay_terms``.
+
+    WGMMA sums log-decays by products with matrices of 0 and 1, which are exact for 16-bit numbers. The sum of two terms has a
+    relative error of 2^-17. Log-decays are raised to at least -1e30, since -inf times 0 would be NaN; NaN stays NaN. Rows from
+    ``left`` on are set to 0. A panel of float32 boxes [C, PANEL / 2] is as large as its two terms and lies in the same place,
+    so panels can be replaced one by one. The caller fences.
+    """
+    terms = decay_terms(tile)
+    for panel in gl.static_range(tile.shape[1] // PANEL):
+        g = tile.slice(panel * PANEL, PANEL, dim=1).load(layout)
+        g = gl.where(g < -1e30, -1e30, g)
+        if left < C:
+            g = gl.where(row_index(layout, left) < left, g, 0.0)
+        store_split(g, terms.index(2 * panel), terms.index(2 * panel + 1))
+
+
+@gluon.jit
 def clamp_log_decays(tile, layout: gl.constexpr):
     """Raise the log-decays of a tile in shared memory to at least -1e30 in bfloat16 and -65504 in float16; NaN stays NaN.
 

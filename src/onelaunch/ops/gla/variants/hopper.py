@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 KEYS = (64, 128, 256)
 """Sizes K of heads: the registers of a warpgroup hold at most 64 values of 256 channels."""
 
+LARGEST_WIDE = 128
+"""Largest size K of heads with float32 log-decays per channel, which take twice the shared memory."""
+
 
 @launches("hopper")
 def launch_forward(call: Attention, want_final: bool) -> Results:
@@ -76,8 +79,8 @@ def fits(query: Query) -> str | None:
         return "needs K of 64, 128 or 256 and V that is a multiple of 64"
     if not batch * length * heads:
         return "needs at least one step"
-    if "float32_decay" in query.flags and "scalar_decay" not in query.flags:
-        return "needs log-decays per channel in the dtype of q"
+    if "float32_decay" in query.flags and "scalar_decay" not in query.flags and keys > LARGEST_WIDE:
+        return "needs K of 64 or 128 with float32 log-decays per channel: shared memory holds no two chunks of K = 256"
     return why_no_gradients(query) if query.grad else None
 
 
