@@ -78,6 +78,8 @@ def pass_tiles(keys: int, values: int, *, scalar: bool, wide: bool, store_states
         return PassTiles(1, stages, stages, prepare_registers=232)
     if scalar:
         return PassTiles(2, stages, stages, multiply_registers=184, prepare_registers=136)
+    if wide:
+        return PassTiles(2, stages, stages, multiply_registers=152, prepare_registers=200)
     return PassTiles(2, stages, stages)
 
 

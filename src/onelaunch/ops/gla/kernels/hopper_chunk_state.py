@@ -157,6 +157,30 @@ def store_state(to, state, turn, K: gl.constexpr):
 
 
 @gluon.jit
+def add_segments(state, sums, pair, segment, segments, values, first_value, REVERSE: gl.constexpr):
+    """Return the state [V, K] that enters a segment, from the one that enters the sequence and the sums of the segments between.
+
+    ``sums`` are ``segment_states`` and ``segment_decays``. ``pair`` counts the heads of all sequences; ``first_value`` is the
+    first value of this warpgroup in its head, which has ``values``.
+    """
+    segment_states, segment_decays = sums
+    K: gl.constexpr = state.shape[1]
+    state_layout: gl.constexpr = state.type.layout
+    across: gl.constexpr = gl.SliceLayout(0, state_layout)
+    earlier = segments - 1 - segment if REVERSE else segment
+    nearest = pair * segments + (segment + 1 if REVERSE else segment - 1)
+    p_nearest = segment_decays + nearest.to(gl.int64) * K + gl.arange(0, K, layout=across)
+    nearest_decay = gl.max(gl.load(p_nearest, mask=earlier > 0, other=0.0), 0)
+    # If the decay over the nearest segment is 0 in all channels, as with decays of trained models, only that segment's sum has
+    # to be read.
+    for turn in range(gl.maximum(earlier - 1, 0) if nearest_decay == 0.0 else 0, earlier):
+        before = pair * segments + (segments - 1 - turn if REVERSE else turn)
+        state = state * gl.load(segment_decays + before.to(gl.int64) * K + gl.arange(0, K, layout=across))[None, :]
+        state += gl.load(segment_states + state_offsets(before * values + first_value, turn, state_layout, K, K))
+    return state
+
+
+@gluon.jit
 def multiply(descriptors, outputs, state_pointers, tiles, vectors, bars, offsets, T, sizes, values, GROUP: gl.constexpr,
              GROUPS: gl.constexpr, SLICES: gl.constexpr, PACKED: gl.constexpr, OUTPUT: gl.constexpr,
              REVERSE: gl.constexpr, STORE_STATES: gl.constexpr, STAGED: gl.constexpr, ALIASED: gl.constexpr, SCALAR: gl.constexpr,
@@ -194,27 +218,20 @@ def multiply(descriptors, outputs, state_pointers, tiles, vectors, bars, offsets
     first_value = (value_slice * GROUPS + GROUP) * PANEL
     state = gl.zeros([PANEL, K], gl.float32, layout=state_layout)
     pair = n * heads + head
-    if initial is not None:
-        channel = gl.arange(0, K, layout=across)[None, :]
-        value = first_value + gl.arange(0, PANEL, layout=gl.SliceLayout(1, state_layout))[:, None]
-        state = gl.load(initial + (pair * values).to(gl.int64) * K + (channel * values + value))
-    if SEGMENTED:
-        earlier = segments - 1 - segment if REVERSE else segment
-        nearest = pair * segments + (segment + 1 if REVERSE else segment - 1)
-        p_nearest = segment_decays + nearest.to(gl.int64) * K + gl.arange(0, K, layout=across)
-        nearest_decay = gl.max(gl.load(p_nearest, mask=earlier > 0, other=0.0), 0)
-        # If the decay over the nearest segment is 0 in all channels, as with decays of trained models, only that segment's sum
-        # has to be read.
-        for turn in range(gl.maximum(earlier - 1, 0) if nearest_decay == 0.0 else 0, earlier):
-            before = pair * segments + (segments - 1 - turn if REVERSE else turn)
-            state = state * gl.load(segment_decays + before.to(gl.int64) * K + gl.arange(0, K, layout=across))[None, :]
-            state += gl.load(segment_states + state_offsets(before * values + first_value, turn, state_layout, K, K))
+    if SEGMENTED and initial is None:
+        state = add_segments(state, (segment_states, segment_decays), pair, segment, segments, values, first_value, REVERSE)
     panel = (head * SLICES + value_slice) * GROUPS
     chunks = gl.cdiv(steps, C)
     if GROUP == 0:
         for i in gl.static_range(STAGES):
             at = row + chunk_of(i, chunks, REVERSE) * C
             load_stage(descriptors, tiles, full, at, head, panel, i, i < chunks, GROUPS, OUTPUT, SCALAR)
+    if initial is not None:  # behind the first TMA loads, which would else spill registers
+        channel = gl.arange(0, K, layout=across)[None, :]
+        value = first_value + gl.arange(0, PANEL, layout=gl.SliceLayout(1, state_layout))[:, None]
+        state = gl.load(initial + (pair * values).to(gl.int64) * K + (channel * values + value))
+        if SEGMENTED:
+            state = add_segments(state, (segment_states, segment_decays), pair, segment, segments, values, first_value, REVERSE)
     stage = 0
     phase = 0
     for c in range(chunks):
