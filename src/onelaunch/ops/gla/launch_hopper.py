@@ -235,8 +235,8 @@ def state_pass(
     stored = [described(rows_of_states(each), [PANEL, keys]) for each in states] if tiles.staged else states
     Launch(
         chunk_state_kernel, grid,
-        queries, *sources, *decays, out, target, initial, final, *(*stored, None, None)[:2], *sums, offsets, length, heads, segments,
-        segment_steps, call.scale, values, 0 if out is None else pitch_of(out), mma=Mma.WIDEST,
+        queries, *sources, *decays, out, target, initial, final, *(*stored, None, None)[:2], *sums, offsets, length, heads,
+        segments, segment_steps, call.scale, values, 0 if out is None else pitch_of(out), mma=Mma.WIDEST,
         LIMIT=LIMITS[call.q.dtype], OUTPUT=out is not None, STORE_STATES=bool(states), STAGED=bool(states) and tiles.staged,
         ALIASED=in_aliased_buffer, SEGMENTED=segments > 1, SCORES=tiles.scores, **tiles.options(), **shared,
     ).run()  # fmt: skip

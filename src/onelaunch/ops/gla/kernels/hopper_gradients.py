@@ -157,7 +157,7 @@ def store_gradient(tile, values, out, out_tiles, row, column, pitch, left):
 
 @gluon.jit
 def log_decays(tiles, wide, zero):
-    """Return the log-decays of a panel: the tile at 4 + ``zero``, or two terms [2, C, PANEL] where they were float32 (``wide``)."""
+    """Return the log-decays of a panel: the tile at 4 + ``zero``, or two terms [2, C, PANEL] of float32 ones (``wide``)."""
     return tiles.index(4 + zero) if wide is None else decay_terms(wide)
 
 
@@ -280,7 +280,8 @@ def channel_gradients(
         zero = opaque_zero(one, vector)
         before_again = logarithm(log_decays(tiles, wide, zero), "before", zero, acc)
         decay = exp2_flushed(before_again - logarithm(log_decays(tiles, wide, zero), "half", zero, acc))
-        b_dq, b_dk, onward = pairs_from_middle(b_dq, onward, (t_p, t_low), tiles, (spare.index(SPARE), spare.index(SPARE + 1)), decay, one, acc)
+        spares = (spare.index(SPARE), spare.index(SPARE + 1))
+        b_dq, b_dk, onward = pairs_from_middle(b_dq, onward, (t_p, t_low), tiles, spares, decay, one, acc)
         from_levels = gl.zeros([C, PANEL], gl.float32, layout=acc)
     else:
         opaque = opaque_zero(flag, vector)
@@ -391,9 +392,9 @@ def gradients_kernel(
     ``q`` to ``states_low`` and the ``*_tiles`` are TMA descriptors; dq, dk and dg are the same tensors as pointers, for chunks
     that are cut off. With one decay per head ``g`` is None, ``log_decay`` [B, T, H] is given, and ``dg`` has float32 parts
     [PANELS, B, T, H]. ``rows`` is B T. ``pitch`` is the number of elements from row to row of dq and of dk [B T, H K]. With a
-    NORMALIZER log-decays, one for each channel and 16-bit, are logsigmoid(z) / NORMALIZER, and dg is the gradient of z. ALIASED: states
-    and their gradients lie in the rows of their chunk, see ``aliased_state_buffers`` in launch_hopper.py. PANELS: panels of a
-    head, K / 64. BISECTION_STEPS, PACKED: see ``find_chunk``. LIMIT: see ``channel_gradients``.
+    NORMALIZER log-decays, one for each channel and 16-bit, are logsigmoid(z) / NORMALIZER, and dg is the gradient of z. ALIASED:
+    states and their gradients lie in the rows of their chunk, see ``aliased_state_buffers`` in launch_hopper.py. PANELS: panels
+    of a head, K / 64. BISECTION_STEPS, PACKED: see ``find_chunk``. LIMIT: see ``channel_gradients``.
     """
     SCALAR: gl.constexpr = g is None
     E: gl.constexpr = q.dtype
@@ -450,4 +451,4 @@ def gradients_kernel(
     keep_barriers((bars,))
     tiles._keep_alive()  # noqa: SLF001 - Triton would place reductions over tiles that TMA still reads
     if WIDE:
-        wide._keep_alive()  # noqa: SLF001
+        wide._keep_alive()  # noqa: SLF001  # pyrefly: ignore[missing-attribute]

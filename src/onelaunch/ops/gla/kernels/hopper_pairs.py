@@ -105,8 +105,9 @@ def reciprocal(x):
 def logarithm(g, PART: gl.constexpr, zero, acc: gl.constexpr):
     """Return the base-2 logarithm of the decays [C, PANEL] over the steps that PART names. It waits for WGMMA.
 
-    ``g`` holds natural log-decays [C, PANEL] in shared memory, or two terms of them, see ``summed``. "before" sums the steps up to and with each step, "behind" those
-    after each step. "all" and "half" sum all steps, or the first half of the chunk, so that all rows are the same.
+    ``g`` holds natural log-decays [C, PANEL] in shared memory, or two terms of them, see ``summed``. "before" sums the steps up
+    to and with each step, "behind" those after each step. "all" and "half" sum all steps, or the first half of the chunk, so that
+    all rows are the same.
     """
     E: gl.constexpr = g.dtype
     operand: gl.constexpr = gl.DotOperandLayout(0, acc, 2)

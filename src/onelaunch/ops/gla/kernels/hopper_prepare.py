@@ -18,9 +18,10 @@ Decay      per channel, moderate: anchored at the middle of the chunk, so that o
            (``scores_by_levels``). Per head: the decays between steps are a matrix [64, 64] that multiplies q k^T. LIMIT is 40
            for bfloat16 and 6 for float16 (LIMITS in launch_hopper.py).
 Given      three tuples of hopper_chunk_state.py. ``tiles``: queries, keys, values, log-decays, second terms of the keys
-           (which overwrite log-decays), scores, and states on their way out. ``vectors``: scratch of this role (a mask for ``half_sums`` with a decay per
-           channel, sums of log-decays with one per head); ``ends``, the factors of the state or of its product; and
-           ``strong``, 1 where a chunk's decay is strong. ``bars``: full, decayed, scores_full, empty and scores_empty.
+           (which overwrite log-decays), scores, and states on their way out. ``vectors``: scratch of this role (a mask for
+           ``half_sums`` with a decay per channel, sums of log-decays with one per head); ``ends``, the factors of the state or of
+           its product; and ``strong``, 1 where a chunk's decay is strong. ``bars``: full, decayed, scores_full, empty and
+           scores_empty.
 On chip    everything in shared memory, bytes for 16-bit numbers: decayed queries and keys overwrite queries and keys (128 K
            each); the rounding errors of the keys, as second 16-bit terms, overwrite the log-decays (128 K); scores (8192); sums
            of steps come from products with matrices of 0 and 1. float32 log-decays (256 K) are first replaced by two bfloat16
@@ -150,9 +151,10 @@ def scores_from_middle(queries, keys, g, low, scores, decayed, scores_empty, tur
     """Decay queries and keys in place, anchored at the middle of the chunk, and compute the scores by one product.
 
     Given q, k and g of a full stage with moderate decays. Leaves decayed queries, keys in two 16-bit terms (``keys`` and
-    ``low``, which overwrites panels of ``g`` that have been summed), and scores; arrives at ``decayed`` before the scores' product, which only reads. With SINGLE_BUFFER there is one
-    score buffer: the function waits at ``scores_empty`` until the scores of the chunk before have been read. ``turn`` counts
-    the chunks, and its parity is the phase of that barrier. The caller fences and arrives at ``scores_full``.
+    ``low``, which overwrites panels of ``g`` that have been summed), and scores; arrives at ``decayed`` before the scores'
+    product, which only reads. With SINGLE_BUFFER there is one score buffer: the function waits at ``scores_empty`` until the
+    scores of the chunk before have been read. ``turn`` counts the chunks, and its parity is the phase of that barrier. The caller
+    fences and arrives at ``scores_full``.
     """
     E: gl.constexpr = keys.dtype
     weights: gl.constexpr = gl.DotOperandLayout(0, square, 2)
@@ -221,9 +223,10 @@ def scores_by_levels(queries, keys, g, low, scores, decayed, flag, scores_empty,
     Works panel by panel. For each level the right blocks of 2^level steps are multiplied with the left blocks next to them,
     anchored between the two. Scores of a step's query with its own key come from an undecayed product. Then queries are decayed
     from the near end of the chunk and keys to its far end. There are seven products per panel, not one in all, but no
-    factor exceeds 1. Log-decays must be finite. ``low`` is that of ``scores_from_middle``. ``flag`` is an int32 in shared memory that holds 1: it makes indices opaque to
-    the compiler (``opaque_zero``). For SINGLE_BUFFER and ``turn`` see ``scores_from_middle``. The function arrives at
-    ``decayed`` at the end, since ``keys`` is scratch until then; the caller arrives at ``scores_full``.
+    factor exceeds 1. Log-decays must be finite. ``low`` is that of ``scores_from_middle``. ``flag`` is an int32 in shared memory
+    that holds 1: it makes indices opaque to the compiler (``opaque_zero``). For SINGLE_BUFFER and ``turn`` see
+    ``scores_from_middle``. The function arrives at ``decayed`` at the end, since ``keys`` is scratch until then; the caller
+    arrives at ``scores_full``.
     """
     E: gl.constexpr = keys.dtype
     FROM_START: gl.constexpr = "behind" if REVERSE else "before"

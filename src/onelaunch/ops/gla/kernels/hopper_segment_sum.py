@@ -168,8 +168,8 @@ def decay_panels(keys, g, low, carry, weights, scale, FIRST: gl.constexpr, REVER
     Each row of ``carry`` [C / 2, channels] is the sum of the log-decays of the chunks processed before. ``weights`` holds two
     matrices of 0 and 1. The first sums the log-decays on the far side of each step, with REVERSE that of the step too; the
     second sums those of all steps. A call with more than PANEL channels halves ``carry`` and calls itself for each half, since
-    a product covers PANEL channels. The second terms of the keys, ``low``, overwrite the log-decays ``g``, which are a tile [C, K]
-    or, if they are float32, the tiles of ``decay_terms``. ``full`` must have been waited for; the caller fences and arrives at
+    a product covers PANEL channels. The second terms of the keys, ``low``, overwrite the log-decays ``g``, which are a tile [C,
+    K] or, if they are float32, the tiles of ``decay_terms``. ``full`` must have been waited for; the caller fences and arrives at
     ``decayed`` afterwards.
     """
     carry_layout: gl.constexpr = carry.type.layout
@@ -348,9 +348,9 @@ def segment_sum_kernel(
     ``keys``, ``v`` and ``g`` are TMA descriptors of matrices [B T, H X], with boxes of C rows by K channels (PANEL for ``v``).
     ``g`` describes log-decays per channel; if it is None, ``log_decay`` [B, T, H] has one per head. ``segment_states``
     [N, H, segments, V, K] and ``segment_decays`` [N, H, segments, K] are float32 results. ``offsets`` [N + 1] are the first
-    rows of packed sequences, read with PACKED. ``segment_steps`` is the length of a segment, a multiple of C, unless PACKED (``segment_span``); ``values`` is V.
-    ``scale`` is used with REVERSE only. PREPARE_REGISTERS and MULTIPLY_REGISTERS are the registers of a thread of the decaying
-    warpgroup and of the second accumulating one.
+    rows of packed sequences, read with PACKED. ``segment_steps`` is the length of a segment, a multiple of C, unless PACKED
+    (``segment_span``); ``values`` is V. ``scale`` is used with REVERSE only. PREPARE_REGISTERS and MULTIPLY_REGISTERS are the
+    registers of a thread of the decaying warpgroup and of the second accumulating one.
     """
     SCALAR: gl.constexpr = g is None
     K: gl.constexpr = keys.block_type.shape[1]

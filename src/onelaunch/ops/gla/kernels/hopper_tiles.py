@@ -104,7 +104,8 @@ def work_item(sizes, SLICES: gl.constexpr):
     """Return the sequence, the head, the slice of values and the segment that this CTA works on.
 
     ``sizes`` holds the number of heads, the number of segments per sequence, and the steps of a segment, which are not used
-    where sequences are packed. A head has SLICES slices of values. Slices of values vary fastest, so CTAs that read the same queries, keys and log-decays are neighbours.
+    where sequences are packed. A head has SLICES slices of values. Slices of values vary fastest, so CTAs that read the same
+    queries, keys and log-decays are neighbours.
     """
     heads, segments, _ = sizes
     item = gl.program_id(0)
