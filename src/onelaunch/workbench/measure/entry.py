@@ -1,4 +1,7 @@
-"""State of one candidate while it is measured."""
+"""State of one candidate while it is measured.
+
+``timing.py`` makes one for each candidate of a case, and one more for the baseline's second copy.
+"""
 
 from __future__ import annotations
 
