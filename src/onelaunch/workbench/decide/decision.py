@@ -53,8 +53,8 @@ NO_FACTORS = ("requires", "backward", "yardstick", "usual")
 def concluded(result: Result) -> Result:
     """Return the result with its study's criteria judged again and a new decision; earlier ones are ignored.
 
-    ``running.py`` calls this for each result, partial ones included. Command ``onelaunch study judge`` and ``recompute.py`` call it
-    with stored results.
+    ``running.py`` calls this for each result, partial ones included. Command ``onelaunch study judge`` and ``recompute.py`` call
+    it with stored results.
     """
     evaluated = result.model_copy(update={"outcomes": evaluate(result, infeasibilities(result.study))})
     return evaluated.model_copy(update={"decision": decide(evaluated)})
