@@ -1,6 +1,6 @@
 """Application of all commands. It imports a command when it is called, and reports errors in one line with an exit code.
 
-``main.py`` runs it as the console script.
+``main.py``, the console script, runs the application.
 """
 
 from __future__ import annotations

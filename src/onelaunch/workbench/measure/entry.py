@@ -1,6 +1,6 @@
 """State of one candidate while it is measured.
 
-``timing.py`` makes one for each candidate of a case, and one more for the baseline's second copy.
+``timing.py`` makes one for each candidate of a case, and one more for the second copy that an A/A run times.
 """
 
 from __future__ import annotations
