@@ -1,4 +1,8 @@
-"""Tests of the snapshot file of wording: its content, the report of a difference, and updates."""
+"""Tests of the snapshot file of wording: its content, the report of a difference, and updates.
+
+The fixture ``prose`` compares a text with its entry in ``tests/snapshots/prose.txt``. ``prose_of`` makes a comparison with the
+small file of the fixture ``file`` in its place.
+"""
 
 from __future__ import annotations
 

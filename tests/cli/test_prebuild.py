@@ -1,4 +1,9 @@
-"""Tests of ``onelaunch prebuild``. What is compiled, and into which caches, is tested in tests/launch/test_ahead.py."""
+"""Tests of ``onelaunch prebuild``. What is compiled, and into which caches, is tested in tests/launch/test_ahead.py.
+
+The fixtures are those of ``conftest.py``. ``call`` runs ``onelaunch`` with arguments in this process and returns its exit
+``code``, its stdout (``out`` with single blanks, ``raw`` unchanged) and its stderr (``err``, ``raw_err``). ``prose`` compares a
+text with its entry in ``tests/snapshots/prose.txt``.
+"""
 
 from __future__ import annotations
 

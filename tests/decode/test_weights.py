@@ -2,7 +2,7 @@
 
 ``write`` writes weights and configuration as a Hugging Face folder. ``SMALL`` is a float32 Qwen3 model of two layers, 300
 tokens and 512 positions, and ``CONFIGS`` are variations of it.
-``prose`` and ``prose.raises`` compare wording with the test's entries in ``tests/snapshots/prose.txt``.
+``prose.raises`` compares the message of an error with the test's entry in ``tests/snapshots/prose.txt``.
 """
 
 from __future__ import annotations

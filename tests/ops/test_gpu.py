@@ -75,6 +75,7 @@ def made(
 
 
 def tensors(arguments: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Return the arguments that are tensors; ``test_hopper.py`` uses this, ``made`` and ``assert_same_bits`` too."""
     return {name: value for name, value in arguments.items() if isinstance(value, torch.Tensor)}
 
 

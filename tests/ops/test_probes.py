@@ -1,4 +1,7 @@
-"""Tests of the operations' probes: the edge cases on which every variant is judged before its times count."""
+"""Tests of the operations' probes: the edge cases on which every variant is judged before its times count.
+
+``run_probes`` is the step of a study's run that judges a variant on them.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Tests of the bounds of single elements and parts along time, and of cases that trivial results pass."""
+"""Tests of the bounds of single elements and parts along time, and of cases that trivial results pass.
+
+``toy_sum`` is the operation of ``toy.py``, and ``toy_case`` returns a small case of it.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Tests of studies of several operations: ``auto``, groups of shapes, criteria of several directions, and bounds of noise."""
+"""Tests of studies of several operations: ``auto``, groups of shapes, criteria of several directions, and bounds of noise.
+
+``ladder.py`` makes up results: ``ok_cell(variant, microseconds)`` is a correct measurement, and ``measured`` the result that
+holds the measurements. ``RATES`` are made-up peaks of a device.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Tests of the studies of the calls that people make: forms against fla, and host times beside PyTorch's product."""
+"""Tests of the studies of the calls that people make: forms against fla, and host times beside PyTorch's product.
+
+``ladder.py`` makes up results: ``ok_cell(variant, microseconds)`` is a correct measurement, and ``measured`` the result that
+holds the measurements. ``RATES`` are made-up peaks of a device.
+"""
 
 from __future__ import annotations
 

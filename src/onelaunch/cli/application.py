@@ -1,4 +1,7 @@
-"""Application of all commands. It imports a command when it is called, and reports errors in one line with an exit code."""
+"""Application of all commands. It imports a command when it is called, and reports errors in one line with an exit code.
+
+``main.py``, the console script, runs the application.
+"""
 
 from __future__ import annotations
 

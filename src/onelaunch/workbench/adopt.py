@@ -1,4 +1,7 @@
-"""Merge stored results into the dispatcher's tables, so that measured times decide which variant runs on a device."""
+"""Merge stored results into the dispatcher's tables, so that measured times decide which variant runs on a device.
+
+Command ``onelaunch study adopt`` calls :func:`adopt`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Cases and variants at which the criteria of a study ask for counts."""
+"""Cases and variants at which the criteria of a study ask for counts.
+
+``running.py`` calls these functions before it counts DRAM bytes, launches and barriers or takes host times.
+"""
 
 from __future__ import annotations
 

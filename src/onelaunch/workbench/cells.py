@@ -1,4 +1,7 @@
-"""Cells of a result from the plan's cells: before a run reaches them, and after the device's peaks were measured again."""
+"""Cells of a result from the plan's cells: before a run reaches them, and after the device's peaks were measured again.
+
+``running.py`` makes and replaces the cells of its result with these functions.
+"""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
 Triton and NVRTC compile for any target on any machine, and Triton's wheel includes NVIDIA's disassembler. Spilled registers, and
 matrix products that became other instructions than intended, are therefore found on every machine and in every test run.
+Command ``onelaunch inspect`` calls :func:`inspect_operation`, and tests compile every kernel with :func:`inspect_build`.
 """
 
 from __future__ import annotations

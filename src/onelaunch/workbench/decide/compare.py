@@ -15,6 +15,8 @@ listed as *unrepeated*. Between two devices a claim needs repeats on both sides,
 which device is faster, not what the code changed.
 
 One run cannot stand on both sides. Shapes of one name whose sizes, dtype or options differ are not compared.
+
+Command ``onelaunch study compare`` calls :func:`compare`, and before it the two functions that check the results.
 """
 
 from __future__ import annotations

@@ -51,7 +51,11 @@ NO_FACTORS = ("requires", "backward", "yardstick", "usual")
 
 
 def concluded(result: Result) -> Result:
-    """Return the result with its study's criteria judged again and a new decision; earlier ones are ignored."""
+    """Return the result with its study's criteria judged again and a new decision; earlier ones are ignored.
+
+    ``running.py`` calls this for each result, partial ones included. Command ``onelaunch study judge`` and ``recompute.py`` call
+    it with stored results.
+    """
     evaluated = result.model_copy(update={"outcomes": evaluate(result, infeasibilities(result.study))})
     return evaluated.model_copy(update={"decision": decide(evaluated)})
 
@@ -168,7 +172,7 @@ def _grounds(result: Result, deciding: list[Outcome]) -> tuple[DecisionKind, lis
 
 
 def excluded(result: Result, outcome: Outcome) -> str | None:
-    """Return the reason why a criterion is excluded from the decision, or ``None`` if it takes part."""
+    """Return the reason why a criterion is excluded from the decision, or ``None`` if it takes part; reports call this too."""
     criterion = outcome.criterion
     if not criterion.decides:
         return f"is {outcome.status.replace('_', ' ')} and declared not to decide: {outcome.evidence}"

@@ -1,7 +1,7 @@
 """Facts that limit what a decision means: peers outside the gate, faster variants of other makers, and launches not counted.
 
-They are stored as the decision's notes and shown by reports. They decide nothing, because a study's author may have a reason for
-a slow baseline; the reader is told all the same.
+``decision.py`` stores them as the decision's notes, and reports show them. They decide nothing, because a study's author may have
+a reason for a slow baseline; the reader is told all the same.
 """
 
 from __future__ import annotations

@@ -1,4 +1,9 @@
-"""Base classes of measures that results are judged by: how they are read, counted and judged, and their words in reports."""
+"""Base classes of measures that results are judged by: how they are read, counted and judged, and their words in reports.
+
+The measures in ``workbench/measures`` derive from them. Criteria, decisions and reports find a criterion's measure by
+:func:`judged`. ``running.py`` finds the measures that it takes by :func:`taken_measures` and :func:`kept_as`, and reports find
+those that are counted.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Choose the measurements that a criterion compares: those of a named variant, or of the fastest variant with some tags."""
+"""Choose the measurements that a criterion compares: those of a named variant, or of the fastest variant with some tags.
+
+Other modules of ``decide``, the measures, and ``report/headline.py`` call these functions.
+"""
 
 from __future__ import annotations
 

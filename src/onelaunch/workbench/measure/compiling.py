@@ -2,7 +2,8 @@
 
 Triton, NVRTC and torch.compile cache compiled code on disk, where the measuring process finds it. The results of autotuning are
 not reused, because several processes share the device and disturb each other's times. But the configurations that an autotuner
-would try can be compiled: each process compiles a part of them.
+would try can be compiled: each process compiles a part of them. ``running.py`` calls :func:`compile_ahead` with the calls of
+:func:`calls_to_compile`.
 """
 
 from __future__ import annotations

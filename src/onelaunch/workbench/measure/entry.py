@@ -1,4 +1,7 @@
-"""State of one candidate while it is measured."""
+"""State of one candidate while it is measured.
+
+``timing.py`` makes one for each candidate of a case, and one more for the second copy that an A/A run times.
+"""
 
 from __future__ import annotations
 

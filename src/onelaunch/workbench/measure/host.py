@@ -4,7 +4,8 @@ A call is timed on its own by the host's clock. On a GPU it returns once its ker
 every few calls, outside of what is timed, so that its queue never fills and the host never waits for a place in it.
 
 PyTorch's matrix product of two small matrices, and its backward pass, are timed in turn with the calls. Host times depend on the
-machine's CPU and on its clocks; the ratio to the product depends much less on them.
+machine's CPU and on its clocks; the ratio to the product depends much less on them. ``measures/host.py`` calls
+:func:`host_time` for its measures.
 """
 
 from __future__ import annotations

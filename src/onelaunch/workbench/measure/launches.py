@@ -3,7 +3,7 @@
 Launches are the kernels, copies and fills in a CUDA graph that captures the call. The graph holds all work of the device,
 including that of libraries, compiled code and the backward pass. No permission to profile is needed. Grid barriers are counted by
 the kernel itself: a variant whose kernel counts them has the capability ``barriers``, a function that makes a call and reads the
-counter.
+counter. The measures in ``measures/counts.py`` call :func:`count_launches` and :func:`count_barriers`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Outcomes of a measurement: statuses, verdicts and times of its candidates, as plain values."""
+"""Outcomes of a measurement: statuses, verdicts and times of its candidates, as plain values.
+
+``timing.py`` fills them in, and ``running.py`` makes the cells of a result from them.
+"""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
 """Time several candidates (variants and controls) together, so that their times can be compared.
 
 Each candidate is verified first. It is timed on other contents than were verified, from a seed of their own, and outputs of a
-last sample are verified again. Every round times all candidates in all
-regimes (:data:`onelaunch.workbench.result.Regime`). Their order rotates and reverses from round to round, so that a drift of
-clocks or temperature, or other work on the machine, affects all of them alike. Ratios between candidates are to be taken round by
-round. The baseline takes part twice; the ratio of its two copies (A/A run) is the noise.
+last sample are verified again. Every round times all candidates in all regimes (:data:`onelaunch.workbench.result.Regime`). Their
+order rotates and reverses from round to round, so that a drift of clocks or temperature, or other work on the machine, affects
+all of them alike. Ratios between candidates are to be taken round by round. The baseline takes part twice; the ratio of its two
+copies (A/A run) is the noise. ``running.py`` calls :func:`measure` once for each case.
 """
 
 from __future__ import annotations

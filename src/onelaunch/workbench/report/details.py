@@ -1,4 +1,8 @@
-"""Sections of a report after its first screen: all times, errors and bytes with their sources, and the provenance."""
+"""Sections of a report after its first screen: all times, errors and bytes with their sources, and the provenance.
+
+The reports on the terminal, in Markdown and in HTML format what :func:`details` returns. ``documents.py`` takes
+:func:`times_table`.
+"""
 
 from __future__ import annotations
 

@@ -2,7 +2,8 @@
 
 A section first compares the fastest variant of the operation with its rivals: other libraries' variants (peers), the study's
 baseline and torch.compile. All other times, the sizes of the shapes, and the reasons for missing times follow in folded blocks.
-All strings of a result are escaped, since a result may come from anywhere.
+All strings of a result are escaped, since a result may come from anywhere. ``docs/tables.py`` calls :func:`docs_section` and
+:func:`docs_overview` when the documentation is built.
 """
 
 from __future__ import annotations
@@ -56,6 +57,8 @@ READING = (
 
 def docs_table(result: Result, which: DocsTable = "use", *, direction: Direction | None = None, shape: str | None = None) -> str:
     """Return Markdown tables for the documentation, made from a committed result.
+
+    It is for pages with single tables of a result. The documentation has none now, so that only tests call it.
 
     Args:
         result: Result to show.

@@ -1,4 +1,7 @@
-"""Tables as plain values, and their rendering as Markdown, HTML and for a terminal."""
+"""Tables as plain values, and their rendering as Markdown, HTML and for a terminal.
+
+Reports and the commands of ``onelaunch`` make and print such tables.
+"""
 
 from __future__ import annotations
 

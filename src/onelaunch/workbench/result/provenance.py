@@ -1,4 +1,7 @@
-"""The provenance of a result: device, time, software and command."""
+"""The provenance of a result: device, time, software and command.
+
+``running.py`` calls :func:`provenance` for each result, partial ones included.
+"""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 The digest of a variant covers the file of its function, the files of its package that this one imports, directly or not, and the
 CUDA sources in their folders. A digest is taken once in a process, when it is first asked for, because the process keeps running
-the code that it has loaded.
+the code that it has loaded. ``provenance.py`` stores them in a result, and ``resume.py`` compares them.
 """
 
 from __future__ import annotations

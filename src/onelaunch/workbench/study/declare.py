@@ -2,6 +2,7 @@
 
 The docstrings of the fields are the text of the tables of keys in the documentation. Checks of names, dtypes and prose run only
 with a validation context, :data:`onelaunch.workbench.stored.FROM_A_FILE`: for data from files, and before a study runs.
+``read.py`` makes a :class:`Study` from a file, and every later step reads it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""Plan of a study before anything runs: costs, roofline bounds, variants that can run, criteria that cannot be met."""
+"""Plan of a study before anything runs: costs, roofline bounds, variants that can run, criteria that cannot be met.
+
+``supervise/job.py``, in the process that measures, and command ``onelaunch study show`` call :func:`plan_study`.
+``decide/decision.py`` and ``measures/traffic.py`` call the functions on bounds and on what arithmetic refutes.
+"""
 
 from __future__ import annotations
 

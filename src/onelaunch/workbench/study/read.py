@@ -1,4 +1,7 @@
-"""Reader of study files: the folders that are searched, and the checks of a file, whose errors name the key and the remedy."""
+"""Reader of study files: the folders that are searched, and the checks of a file, whose errors name the key and the remedy.
+
+Commands ``onelaunch study list``, ``show`` and ``run`` call :func:`list_studies` and :func:`find_study`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The child process: it runs a job, and tells its parent what it does."""
+"""The child process: it runs a job, and tells its parent what it does.
+
+``parent.py`` starts it with :func:`work`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A run that another process can carry out: its study and options, what is known of it so far, and the candidate that runs."""
+"""A run that another process can carry out: its study and options, what is known of it so far, and the candidate that runs.
+
+``child.py`` calls :func:`carry_out`, and so do ``run.py`` and ``parent.py`` for a run in their own process.
+"""
 
 from __future__ import annotations
 

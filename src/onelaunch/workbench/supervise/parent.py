@@ -1,4 +1,7 @@
-"""The parent process: it starts children, follows them, and makes of their deaths the statuses of candidates."""
+"""The parent process: it starts children, follows them, and makes of their deaths the statuses of candidates.
+
+``run.py`` calls :func:`supervise`; it and command ``onelaunch study run`` name files by :func:`slug_of`.
+"""
 
 from __future__ import annotations
 

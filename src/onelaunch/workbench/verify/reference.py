@@ -1,7 +1,8 @@
 """Reference outputs of a case, and the error that a variant's outputs may have against them.
 
 The oracle runs in float64 on the upcast inputs. The PyTorch baseline, which is plain PyTorch in the call's own dtype, shows how
-much error the dtype alone causes, and thereby sets the tolerance.
+much error the dtype alone causes, and thereby sets the tolerance. ``gate.py`` calls :func:`compute_reference`, and the other
+checks that judge outputs are given its :class:`Reference`.
 """
 
 from __future__ import annotations

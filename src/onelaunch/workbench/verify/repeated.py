@@ -1,4 +1,7 @@
-"""Checks of a variant that are made once per study, since they take many calls: races, views, single gradients, torch.compile."""
+"""Checks of a variant that are made once per study, since they take many calls: races, views, single gradients, torch.compile.
+
+``measure/timing.py`` calls :func:`examine_once` at the first case of a variant in each direction.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +53,10 @@ SHAPES = 256
 
 
 def calls_needed(rate: float, chance: float) -> int:
-    """Return how many calls find, with a chance, a variant that is wrong at a rate: ``calls_needed(0.01, 0.98)`` is 390."""
+    """Return how many calls find, with a chance, a variant that is wrong at a rate: ``calls_needed(0.01, 0.98)`` is 390.
+
+    Only tests call it; they check the chances that :data:`CALLS` states.
+    """
     return math.ceil(math.log1p(-chance) / math.log1p(-rate))
 
 
