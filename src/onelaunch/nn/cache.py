@@ -1,4 +1,7 @@
-"""Cache of layers' states between the calls of a generation."""
+"""Cache of layers' states between the calls of a generation.
+
+Users pass a :class:`Cache` to a layer's call. ``GatedLayer`` and ``LinearRNN`` read and update it.
+"""
 
 from __future__ import annotations
 

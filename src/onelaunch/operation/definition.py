@@ -1,4 +1,8 @@
-"""Definition of an operation: a mathematical contract with an oracle, an input maker, a cost and variants."""
+"""Definition of an operation: a mathematical contract with an oracle, an input maker, a cost and variants.
+
+``contract.py`` of each operation creates an :class:`Operation` through ``registry.py``; the dispatcher, the workbench and the
+commands read it.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Registry of the objects that the runtime makes once per model: repacked weights, sessions, and captured steps."""
+"""Registry of the objects that the runtime makes once per model: repacked weights, sessions, and captured steps.
+
+``kernels.py`` keeps sessions in ``MODELS``, and the variant ``captured`` of ``decode_step`` its graphs.
+"""
 
 from __future__ import annotations
 
