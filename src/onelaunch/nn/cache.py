@@ -82,6 +82,8 @@ class Cache:
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Make sequence ``i`` continue from the state of sequence ``beam_idx[i]``; ``beam_idx`` has N integers.
 
+        A caller's beam search calls it; no layer does.
+
         Raises:
             ArgumentError: ``in_place`` is set, and ``beam_idx`` has another number of sequences, or the states need gradients.
         """

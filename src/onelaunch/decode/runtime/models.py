@@ -110,7 +110,7 @@ class Models:
         return self._captured.setdefault(weights, CapturedSteps(weights.device)) if found is None else found
 
     def discard(self, weights: Weights) -> None:
-        """Drop a model's entries."""
+        """Drop a model's entries. Only tests call it; otherwise they go with the weights."""
         with self.making:
             self._kernels.pop(weights, None)
             self._captured.pop(weights, None)

@@ -1,6 +1,6 @@
 """Oracle of ``gated_scan``, the inputs that variants are verified on, and the dispatch key of a case.
 
-The workbench's verification calls them through the operation; ``reference.py`` of ``linear_rnn`` calls them too.
+The workbench's verification and measurements call them through the operation; ``reference.py`` of ``linear_rnn`` calls them too.
 """
 
 from __future__ import annotations
