@@ -2,7 +2,8 @@
 
 Contexts, tensor maps and the nodes of captured graphs need only a few driver calls. These go through :mod:`ctypes`, which needs
 nothing installed but the driver. Modules of CUDA C++ are loaded through ``cuda-bindings``, which their compiler (NVRTC) needs
-anyway.
+anyway. ``module.py`` and ``tensor_maps.py`` of this folder call it, and so do the workbench's count of launches and
+``onelaunch prebuild``.
 """
 
 from __future__ import annotations

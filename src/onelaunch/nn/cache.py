@@ -1,4 +1,7 @@
-"""Cache of layers' states between the calls of a generation."""
+"""Cache of layers' states between the calls of a generation.
+
+Users pass a :class:`Cache` to a layer's call. ``GatedLayer`` and ``LinearRNN`` read and update it.
+"""
 
 from __future__ import annotations
 
@@ -78,6 +81,8 @@ class Cache:
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Make sequence ``i`` continue from the state of sequence ``beam_idx[i]``; ``beam_idx`` has N integers.
+
+        A caller's beam search calls it; no layer does.
 
         Raises:
             ArgumentError: ``in_place`` is set, and ``beam_idx`` has another number of sequences, or the states need gradients.

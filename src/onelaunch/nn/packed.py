@@ -1,4 +1,7 @@
-"""Packed parameters: several weights concatenated in one parameter, with separate names in a state dict."""
+"""Packed parameters: several weights concatenated in one parameter, with separate names in a state dict.
+
+``GatedLayer``, ``LinearRNN`` and ``SwiGLU`` derive from :class:`PackedModule`.
+"""
 
 from __future__ import annotations
 

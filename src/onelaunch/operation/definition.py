@@ -1,4 +1,8 @@
-"""Definition of an operation: a mathematical contract with an oracle, an input maker, a cost and variants."""
+"""Definition of an operation: a mathematical contract with an oracle, an input maker, a cost and variants.
+
+``contract.py`` of each operation creates an :class:`Operation` through ``registry.py``; the dispatcher, the workbench and the
+commands read it.
+"""
 
 from __future__ import annotations
 
@@ -277,7 +281,10 @@ class Operation(Generic[P, R]):
             raise UnknownVariant(name, self.variants) from None
 
     def variants_for(self, device: str) -> list[str]:
-        """Return the names of the variants that can run on a device, judged by a small float16 call in which all sizes are 64."""
+        """Return the names of the variants that can run on a device, judged by a small float16 call in which all sizes are 64.
+
+        It is for users and their tests; the package calls :meth:`Variant.why_not` with the query of the actual call.
+        """
         case = Case(self.name, dict.fromkeys(self.dimensions, 64), torch.float16)
         query = self.query(case, device)
         return [name for name, variant in self.variants.items() if variant.why_not(query) is None]

@@ -1,4 +1,8 @@
-"""Random inputs that operations with a recurrent state share: log-decays of several kinds, and the flags of a case."""
+"""Random inputs that operations with a recurrent state share: log-decays of several kinds, and the flags of a case.
+
+``reference.py`` of ``gated_scan``, ``gla`` and ``linear_rnn`` call them, and ``cost.py`` of the first two
+:func:`packed_lengths`.
+"""
 
 from __future__ import annotations
 

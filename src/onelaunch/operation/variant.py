@@ -221,7 +221,7 @@ class Variant:
         return function
 
     def listed_examples(self) -> list[Example]:
-        """Return the example calls of this variant, or none if it launches no kernels of its own."""
+        """Return the example calls of this variant, or none if it launches no kernels of its own. Tests run them."""
         return list(self._examples()) if self._examples else []
 
     def kernels(self, builds: Callable[[str], Iterable[Build]]) -> Callable[[str], Iterable[Build]]:

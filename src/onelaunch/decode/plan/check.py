@@ -7,6 +7,9 @@ resident.
 The check follows vector clocks over a few tokens and layers: ``known[c, d]`` is the last time at which CTA c is certain that
 CTA d had finished. A wait that may end too early, or never, is an error. A phase
 whose edge is ``none`` adds no knowledge. Source: Fidge (1988), Mattern (1989).
+
+``decode/runtime/proofs.py`` calls :func:`check` before a kernel is loaded, and the megakernel's variants ask
+:func:`check_residency` whether they can run.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Compilable source of the Hopper matrix product for one configuration, and the tensor maps of its operands."""
+"""Compilable source of the Hopper matrix product for one configuration, and the tensor maps of its operands.
+
+``launch_hopper.py`` of ``ops/swiglu`` and of ``ops/projections`` call both functions.
+"""
 
 from __future__ import annotations
 

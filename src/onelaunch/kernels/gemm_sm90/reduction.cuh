@@ -1,4 +1,5 @@
 // Split-K reductions: add up the partial sums of a tile that several warpgroups or CTAs have computed.
+// gemm.cu calls reduce() after the main loop of each work item.
 //
 // Warpgroups of a CTA (SPLIT > 1): those with split > 0 write their accumulators to split_sums in shared memory, the one with
 //     split 0 adds them in the order of `split`. Two named barriers: SUMS_READ, after which the buffer may be overwritten, and

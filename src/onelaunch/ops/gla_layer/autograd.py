@@ -8,7 +8,8 @@ Log-decays are logsigmoid of that projection, divided by ``normalizer``. The gra
 the recurrence's registers on Hopper, elsewhere by a launch of its own.
 
 dz is not visible outside: it is allocated and consumed within one call of the backward pass. The backward pass never writes to
-saved tensors, so it may run more than once.
+saved tensors, so it may run more than once. The variants ``packed`` and ``packed_states`` (``variants/composed.py``) call
+:func:`compute`.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Operand A has rows of x, operand B rows of the packed weight. A segment is a block of rows of the weight with an activation of
 its own. Each tile lies in one segment. Where a segment has few columns left, its last tile is *narrow*: it uses a second WGMMA
 with a smaller N dimension, and loads fewer rows of the weight. With ``multicast`` "a" or "b", the two CTAs of a cluster share
-that operand, and each loads one half of it into both.
+that operand, and each loads one half of it into both. The variants in ``variants/hopper.py`` call :func:`wide_gemm`.
 """
 
 from __future__ import annotations

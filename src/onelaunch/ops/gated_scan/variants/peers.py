@@ -1,4 +1,7 @@
-"""The peers of ``gated_scan``: the HGRN scans of fla (flash-linear-attention), and a SiLU gate in PyTorch."""
+"""The peers of ``gated_scan``: the HGRN scans of fla (flash-linear-attention), and a SiLU gate in PyTorch.
+
+The peers of ``linear_rnn`` run them too, after a product.
+"""
 
 from __future__ import annotations
 

@@ -23,6 +23,7 @@ Progress   tiles are taken in order by CTAs that run, and wait only for tiles of
            always advances, whatever else runs on the device. The CTA that takes the last number sets the counter back to 0.
 Numerics   v is rounded to the dtype of x, as a matrix product of its own would round it; the scan is in float32, and nothing is
            divided by a decay.
+Caller     ``persistent`` in launch_hopper.py launches it, for the variant ``fused_hopper``.
 Source     docs/notebook/linear_rnn.md (fused_hopper).
 """
 

@@ -21,6 +21,7 @@ NVFP4:     the order of the channels in a product is free. One tl.dot multiplies
 Names:     x_scale, gate_scale and up_scale are the operands' float32 scales: one per tensor or, with X_ROWS or W_ROWS, one per
            row. x_blocks, gate_blocks and up_blocks are NVFP4's float8 scales of blocks of 16 channels, as bytes. A pointer may be
            None: then there are no such scales. Strides are in elements. EVEN: BK divides K, and no load needs a mask.
+Callers:   ``fused``, ``fused_nvfp4`` and ``up`` in launch.py launch them, for the variants in variants/fused.py.
 Source:    the write-up "dual GEMM with a SiLU-mul epilogue"; swizzled scales: the order of cuBLAS, see formats/swizzle.py.
 """
 
