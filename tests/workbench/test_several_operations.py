@@ -63,7 +63,7 @@ def both_directions(**more):
 
 
 def cells_of(twin: float = 2.5, backward: float = 3.0):
-    """Return times by which ``one`` is 3, 2.5 and 3 times as fast as ``three`` in the three cases."""
+    """Return times by which ``one`` is by default 3, 3 and 2.5 times as fast as ``three`` in the three cases."""
     return (
         ok_cell("three", 30.0, of=GROUPED),
         ok_cell("one", 10.0, of=GROUPED),

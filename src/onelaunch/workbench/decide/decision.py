@@ -84,7 +84,11 @@ def decide(result: Result) -> Decision:
 
 
 def explain_savings(result: Result) -> tuple[Saving, ...]:
-    """Explain the time that the fastest variant saves over the baseline, at each shape and direction."""
+    """Explain the time that the fastest correct variant saves over the baseline, at each shape and direction.
+
+    A peer outside the gate (``cell.outside``) is timed but is never that variant: it failed the correctness gate, and its errors
+    are within the tolerance of its own project's tests only.
+    """
     savings = []
     for shape in result.study.shapes:
         for direction in result.study.directions:

@@ -1,8 +1,9 @@
 """Plots of a report as inline SVG. Their colours come from the page, so that light and dark mode both work.
 
-Matplotlib draws with placeholder colours, which are replaced by CSS variables (``--ink``, ``--faint``, ``--floor``, ``--v0`` to
-``--v9``). A plot is narrow enough for a phone, and a page puts several side by side. Names may hold any characters. They are
-clipped to one line without invisible characters and never parsed as mathematics, and the SVG is serialized from a tree.
+Matplotlib draws with placeholder colours, which are replaced by CSS variables (``--ink``, ``--faint``, ``--floor``, ``--soft``,
+``--v0`` to ``--v9``); the font becomes ``--font``. A plot is narrow enough for a phone, and a page puts several side by side.
+Names may hold any characters. They are clipped to one line without invisible characters and never parsed as mathematics, and the
+SVG is serialized from a tree.
 ``page.py`` calls :func:`plots`; reports in Markdown and on the terminal have none.
 """
 

@@ -9,8 +9,8 @@ Grid:      one-dimensional, one CTA per tile [BM, BN] of h, in groups of GROUP t
 Registers: float32 accumulators [BN, BM] of h^T, one for each product. The weights are the left operand, so few rows of x are the
            N dimension of the matrix instruction, which may be 16, and not its M dimension, which must be 64.
 Shared:    the operands of num_stages steps of BK channels, in Triton's software pipeline.
-Memory:    reads x once per BN columns of h and the weights once per BM rows, and writes h once. KEEP also writes both products
-           [M, 2 N], the gate's first, for the backward pass.
+Memory:    reads x once per BN columns of h and the weights once per BM rows, and writes h once. With KEEP, products are also
+           written for the backward pass: fused_kernel writes both, [M, 2 N], the gate's first, and up_kernel its own, [M, N].
 Numerics:  a float32 result uses float32 products without TF32: tensor cores truncate what they add in other formats, which a
            float32 result would show. Otherwise the dtype of x is multiplied. float8 is multiplied natively for bfloat16 results
            where tensor cores can, with partial sums promoted to float32 every BK channels; else as float16, which holds every
