@@ -1,6 +1,7 @@
 """Outcomes of a measurement: statuses, verdicts and times of its candidates, as plain values.
 
-``timing.py`` fills them in, and ``running.py`` makes the cells of a result from them.
+``timing.py`` fills them in, and ``workbench/running.py`` makes the cells of a result from them. ``workbench/cells.py`` calls
+:func:`below` when a finished cell gets a new bound.
 """
 
 from __future__ import annotations

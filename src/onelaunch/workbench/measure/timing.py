@@ -4,7 +4,8 @@ Each candidate is verified first. It is timed on other contents than were verifi
 last sample are verified again. Every round times all candidates in all regimes (:data:`onelaunch.workbench.result.Regime`). Their
 order rotates and reverses from round to round, so that a drift of clocks or temperature, or other work on the machine, affects
 all of them alike. Ratios between candidates are to be taken round by round. The baseline takes part twice; the ratio of its two
-copies (A/A run) is the noise. ``running.py`` calls :func:`measure` once for each case.
+copies (A/A run) is the noise. ``workbench/running.py`` calls :func:`measure` once for each case in each
+direction, and :func:`new_seed` once for each run.
 """
 
 from __future__ import annotations
@@ -114,13 +115,13 @@ def measure(
             no variant can be made for it. Pass the one of a stored result to repeat its inputs.
         floors: Roofline bounds in microseconds by name. A cold time well below its bound becomes ``invalid``.
         bounds_again: Function that measures the device's peaks again and returns the new bounds. It is called when a cold time is
-            below its bound, before the time becomes ``invalid``.
+            well below its bound, before the time becomes ``invalid``.
         judge: Judge whose cache of oracle outputs is used. Pass the same one for every measurement of a study.
         time_cap_seconds: Seconds after which no new round begins. Three rounds are always measured.
         examine: Names of the variants that are also examined by :func:`~onelaunch.workbench.verify.repeated.examine_once`, which
             takes many calls. One that fails is incorrect.
         on_progress: Callback for the progress.
-        on_turn: Callback before each candidate runs.
+        on_turn: Callback before each candidate runs and when it has returned, see :data:`Turn`.
 
     Raises:
         ArgumentError: A control has the name of a variant that is measured with it.
@@ -387,7 +388,7 @@ class _Session:
     ) -> Measurements:
         """Return the findings so far as plain values.
 
-        A cold time below its bound is first compared with bounds from newly measured peaks, if ``bounds_again`` is given. Only
+        A cold time well below its bound is first compared with bounds from newly measured peaks, if ``bounds_again`` is given. Only
         then does it become ``invalid``.
         """
         for entry in self.entries.values():
