@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import study_keys
+import torch
 
 from onelaunch.operation import Operation, Variant, operations
 from onelaunch.workbench.report.documents import code, docs_overview, docs_section, markdown_table
@@ -28,6 +30,7 @@ def write(folder: Path, results: Path, notebook: Path, studies: Path) -> None:
     pages = sorted(path.stem for path in notebook.glob("*.md") if path.stem != "index")
     contents = "\n".join(["```{toctree}", *pages, "```"]) if pages else "There is no entry yet."
     _replace(folder / "notebook.md", contents + "\n")
+    _replace(folder / "stated-errors.md", _stated_errors(list(operations())))
     _replace(folder / "overview.md", docs_overview((result for _, result in stored), _page) + "\n")
     for name, text in study_keys.pages(studies).items():
         _replace(folder / name, text)
@@ -59,6 +62,23 @@ def _variants(operation: Operation) -> str:
     ]
     heads = ["variant", "launches", "steps in one kernel", *(["matrix product"] if products else []), "what it is"]
     return markdown_table(heads, rows) + "\n"
+
+
+def _stated_errors(known: list[Operation]) -> str:
+    """Return the table of the errors that operations state for float32 results of calls whose inputs have 16 bits."""
+    rows = [
+        [code(operation.name), ", ".join(map(code, names)), *(f"{errors[dtype]:g}" for dtype in (torch.bfloat16, torch.float16))]
+        for operation in known
+        for errors, names in _by_errors(operation)
+    ]
+    return markdown_table(["operation", "float32 results", "bfloat16", "float16"], rows) + "\n"
+
+
+def _by_errors(operation: Operation) -> list[tuple[Mapping[torch.dtype, float], list[str]]]:
+    """Return the stated errors of an operation, each with the names of the results that it is stated for."""
+    stated = operation.stated_errors
+    distinct = [errors for index, errors in enumerate(stated.values()) if errors not in list(stated.values())[:index]]
+    return [(errors, [name for name, its in stated.items() if its == errors]) for errors in distinct]
 
 
 def _rank(variant: Variant) -> int:

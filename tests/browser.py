@@ -2,6 +2,7 @@
 
 Chromium and its driver come from the system (Debian: ``chromium`` and ``chromium-driver``). Tests that use them carry the
 marker ``browser``. They are skipped if either is missing, unless ``ONELAUNCH_TEST_BROWSER=required`` is set, as it is in CI.
+``conftest.py`` asks :func:`missing_browser`.
 """
 
 from __future__ import annotations
@@ -62,6 +63,6 @@ def boxes(driver: Any, selector: str) -> list[dict[str, float]]:
 
 
 def screenshot(driver: Any, path: Path) -> Path:
-    """Save what the window shows as a PNG file."""
+    """Save what the window shows as a PNG file, for a look at a page by hand: no test calls this."""
     driver.save_screenshot(str(path))
     return path

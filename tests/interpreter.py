@@ -2,7 +2,8 @@
 
 Each function replaces one part of ``triton.runtime.interpreter``, or of the types in ``triton.language`` that it makes, as they
 are in versions 3.6 and 3.7. All but :func:`scan_slab_by_slab` fail at once if a later version lacks that part. If a later version
-no longer does the work, the function can be removed.
+no longer does the work, the function can be removed. ``conftest.py`` calls :func:`spare_repeated_work` in runs with the
+interpreter.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Cache of compiled kernels between test runs, for ``make check``, which compiles every configuration of every kernel.
 
 It holds Triton's own cache, NVRTC's output and the disassembler's listings. The environment variable ``ONELAUNCH_TEST_CACHE``
-names the folder. Without it, only Triton's own cache is used.
+names the folder. Without it, only Triton's own cache is used. ``conftest.py`` calls :func:`keep_triton`, and
+``test_kernels_compile.py`` :func:`keep_inspections`.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 The file is ``tests/snapshots/prose.txt``. The key of an entry is the test's node id with its parameters. The second text of a
 test has `` # 2`` behind it, and so on in the order of the calls. A text with a name of its own has the test function and `` #
 name``. After a deliberate change of words, ``pytest --update-prose`` writes the entries of the tests that ran, drops those
-without a test, and the diff of that file is reviewed.
+without a test, and the diff of that file is reviewed. ``conftest.py`` imports the fixture ``prose`` for all tests.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 The fixture ``scale`` registers the toy operation ``scale(x, factor=2.0)`` of ``tests/toys.py`` for one test. It has the variants
 ``loop``, ``vector`` (preferred, for at most 1000 elements), ``no_backward`` and ``elsewhere``, which no call can use.
-``prose`` and ``prose.raises`` compare wording with the test's entries in ``tests/snapshots/prose.txt``.
+``prose``, ``prose.raises`` and ``prose.warns`` compare wording with the test's entries in ``tests/snapshots/prose.txt``.
 """
 
 from __future__ import annotations

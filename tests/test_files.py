@@ -1,7 +1,7 @@
 """Tests of ``onelaunch.files``: which files are read, and that files are replaced atomically.
 
 ``folders.kept`` reads a file of the cache, and ``write_text`` writes a file of the workbench; both use it.
-``prose`` and ``prose.raises`` compare wording with the test's entries in ``tests/snapshots/prose.txt``.
+``prose.raises`` compares the message of an error with the test's entry in ``tests/snapshots/prose.txt``.
 """
 
 from __future__ import annotations

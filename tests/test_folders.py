@@ -1,7 +1,7 @@
 """Tests of the user's folders: their locations, a cache that cannot be written, users without a home folder, and locks.
 
 ``folders.keep`` writes a file of the cache and returns whether it could; ``folders.kept`` reads one, or returns ``None``.
-``prose`` and ``prose.raises`` compare wording with the test's entries in ``tests/snapshots/prose.txt``.
+``prose.warns`` is ``pytest.warns`` that also compares the message with the test's entry in ``tests/snapshots/prose.txt``.
 """
 
 from __future__ import annotations

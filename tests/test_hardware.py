@@ -1,6 +1,6 @@
 """Tests of devices: their names, their facts, and the file names derived from them.
 
-``prose`` and ``prose.raises`` compare wording with the test's entries in ``tests/snapshots/prose.txt``.
+``prose.raises`` compares the message of an error with the test's entry in ``tests/snapshots/prose.txt``.
 """
 
 from __future__ import annotations

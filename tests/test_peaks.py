@@ -2,7 +2,7 @@
 
 The spread of a peak is the relative distance between the first and the third of its fastest samples. Above 0.2 the device
 counts as busy.
-``prose`` and ``prose.raises`` compare wording with the test's entries in ``tests/snapshots/prose.txt``.
+``prose.warns`` is ``pytest.warns`` that also compares the message with the test's entry in ``tests/snapshots/prose.txt``.
 """
 
 from __future__ import annotations

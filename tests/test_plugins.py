@@ -3,7 +3,7 @@
 A plug-in is an entry point of the group ``onelaunch.plugins``. It is loaded at the first look-up of an operation.
 The fixture ``scale`` registers the toy operation ``scale(x, factor=2.0)`` of ``tests/toys.py`` for one test. It has the variants
 ``loop``, ``vector`` (preferred, for at most 1000 elements), ``no_backward`` and ``elsewhere``, which no call can use.
-``prose`` and ``prose.raises`` compare wording with the test's entries in ``tests/snapshots/prose.txt``.
+``prose.warns`` is ``pytest.warns`` that also compares the message with the test's entry in ``tests/snapshots/prose.txt``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""Tests of the snapshot file of wording: its content, the report of a difference, and updates."""
+"""Tests of the snapshot file of wording: its content, the report of a difference, and updates.
+
+The fixture ``prose`` compares a text with its entry in ``tests/snapshots/prose.txt``. ``prose_of`` makes a comparison with the
+small file of the fixture ``file`` in its place.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +31,7 @@ def prose_of(file, *, update=False):
 
 
 def test_every_entry_has_a_test(request):
-    """Without this check, the entry of a renamed or removed test would stay forever."""
+    """Without this check, the entry of a renamed or removed test would stay until the next update."""
     snapshot = request.config.pluginmanager.get_plugin("prose")
     assert snapshot.entries
     assert snapshot.without_a_test() == set(), "--update-prose drops these"

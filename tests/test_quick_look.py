@@ -1,6 +1,7 @@
 """Tests of the comparison of stored peaks with a quick measurement: a file of peaks that is wrong by far is not believed.
 
-A quick look returns rough rates per second: ``copy`` in bytes, a dtype in FLOPs, ``launch``. Here it always sees ``SEEN``.
+A quick look returns rough rates per second: ``copy`` in bytes, a dtype in FLOPs, ``launch``. Here it sees ``SEEN``
+unless a test says otherwise.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ HONEST = Ceilings(
 
 
 def scaled(found, factor):
-    """Return peaks that are all ``factor`` times as high."""
+    """Return peaks of which all that a quick look checks are ``factor`` times as high."""
     return replace(
         found,
         copy_bytes_per_second=factor * found.copy_bytes_per_second,

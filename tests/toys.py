@@ -1,4 +1,7 @@
-"""A tiny operation without kernels that scales a vector. It is registered only while a test runs."""
+"""A tiny operation without kernels that scales a vector. It is registered only while a test runs.
+
+The fixture ``scale`` of ``conftest.py`` registers it.
+"""
 
 from __future__ import annotations
 

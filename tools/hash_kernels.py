@@ -81,14 +81,15 @@ def build_key(build: Any) -> str:
 def compile_build(build: Any, architecture: str) -> Binary:
     """Compile a build from its source; for CUDA C++ without the cache folder."""
     from onelaunch import cuda
+    from onelaunch.device.architectures import find_architecture
     from onelaunch.launch.build import CudaBuild
-    from onelaunch.workbench import inspection
+    from onelaunch.launch.compile import compile_triton
 
-    target = inspection.find_architecture(architecture)
+    target = find_architecture(architecture)
     if isinstance(build, CudaBuild):
         made = cuda.compile_now(build.source, target.name)
         return Binary(made.cubin, build.shared_bytes, build.threads, made.ptx)
-    compiled = inspection._compile(build, target)  # noqa: SLF001  the inspector's public functions return listings, not machine code
+    compiled = compile_triton(build, target)
     code = compiled.asm["cubin" if target.backend == "cuda" else "hsaco"]
     return Binary(code, compiled.metadata.shared, build.num_warps * target.warp, compiled.asm.get("ptx", ""))
 

@@ -1,4 +1,6 @@
-"""Argument checks that several operations share. Each raises an error that names the argument.
+"""Argument checks that contracts of operations, layers of ``nn``, formats and decode weights share.
+
+Each check raises an error that names the argument.
 
 Shapes, dtypes and devices are always checked, at no cost on the device. These checks take a tensor's :class:`Facts`, which are
 hashable, so that a contract can cache the outcome. Checking values (a positive log-decay, offsets out of order) means reading the
@@ -110,7 +112,7 @@ def packing(cu_seqlens: torch.Tensor | Facts, batch: int) -> None:
 
 
 def offsets(cu_seqlens: torch.Tensor, length: int) -> None:
-    """Raise :class:`PackingError` unless the offsets rise from 0 to ``length``, if values are checked."""
+    """Raise :class:`PackingError` unless the offsets run from 0 to ``length`` and never decrease, if values are checked."""
     if not values_are_checked(cu_seqlens):
         return
     steps = cu_seqlens.diff()

@@ -2,7 +2,7 @@
 
 Other packages, mainly plug-ins, import from these modules. After :func:`install`, importing a module's old name gives a module
 that forwards to the new one, and warns once with a :class:`DeprecationWarning`. :func:`renamed` does the same for names in a
-module.
+module. ``onelaunch/__init__.py`` calls :func:`install`, and modules with renamed objects call :func:`renamed`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Helpers for messages: lists of names, values and other libraries' errors on one line, and suggestions for mistyped names."""
+"""Helpers for messages: lists of names, values and other libraries' errors on one line, and suggestions for mistyped names.
+
+The error classes, and all modules that raise errors or print text, call them.
+"""
 
 from __future__ import annotations
 

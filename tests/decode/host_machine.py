@@ -1,7 +1,8 @@
 """The decode kernels' own source, compiled for the CPU and linked with an emulated GPU (``tests/decode/host``).
 
 CUDA threads are fibers, bulk copies complete late, and CTAs progress unevenly, so that missing synchronization gives wrong
-results. A *watched* library also looks for races: accesses to shared memory that no barrier orders.
+results. A *watched* library also looks for races: accesses to shared memory that no barrier orders. Tests of the decode kernels
+without a GPU (``test_*_host.py``) launch them by :class:`HostKernel`.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 It shows without a GPU whether a plan orders enough. Buffer words that no phase has written are NaN, and a CTA sees only the
 words that its work assignment (``Assignment``) declares as read. A plan that orders or declares too little therefore gives other
-numbers than the model. Weights are read from the packed stream in the kernel's own order.
+numbers than the model. Weights are read from the packed stream in the kernel's own order. ``test_plan.py`` runs plans in it.
 """
 
 from __future__ import annotations

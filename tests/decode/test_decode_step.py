@@ -1,8 +1,8 @@
 """Tests of the operation ``decode_step``: its variants against the oracle, its cost, and the arguments it refuses.
 
 ``Judge.judge`` applies the verification gate: outputs and the new cache rows against a float64 oracle. ``SMALL`` is a float32
-model of two layers, 2 key heads of 32 channels, 300 tokens and 512 positions. ``prose`` and ``prose.raises`` compare wording
-with the test's entries in ``tests/snapshots/prose.txt``.
+model of two layers, 2 key heads of 32 channels, 300 tokens and 512 positions. ``prose.raises`` compares the message of an
+error with the test's entry in ``tests/snapshots/prose.txt``.
 """
 
 from __future__ import annotations

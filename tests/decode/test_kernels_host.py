@@ -3,7 +3,8 @@
 They cover the shared-memory ring, synchronization, packed weights, products, attention and the choice of the next token.
 A rung is an optimization level of the decode megakernel, and a variant of ``decode_step``. The emulated machine delays
 CTAs, warps and bulk copies at random, by a seed.
-A plan has a kernel of its own: of a rung, a model, a number of CTAs and of KV splits.
+A plan has a kernel of its own: of a rung, a model, a number of CTAs and of KV splits. ``prose.raises`` is ``pytest.raises``
+that also compares the message with the entry of this test in ``tests/snapshots/prose.txt``.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
 """Tests of the model in plain PyTorch: against Hugging Face's where that is installed, and for general properties.
 
 ``SMALL`` is a float32 Qwen3 model of two layers, 300 tokens and 512 positions, and ``CONFIGS`` are variations of it.
+``prose.raises`` is ``pytest.raises`` that also compares the message with the entry of this test in
+``tests/snapshots/prose.txt``.
 """
 
 from __future__ import annotations

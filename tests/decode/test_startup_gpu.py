@@ -77,7 +77,11 @@ def environment(cache: Path) -> dict[str, str]:
 
 
 def start(folder: Path, cache: Path) -> tuple[float, str]:
-    """Return the seconds until two tokens are written, of which the kernel makes the second, and the command's messages."""
+    """Return the seconds until two tokens are written, and the command's messages.
+
+    The prompt is so short that the kernel reads it too, without PyTorch's prefill. The sampler chooses the first token from the
+    kernel's logits, and the kernel chooses the second.
+    """
     command = ["generate", "def main(", "-n", "2", "-t", "0", "--ignore-end", "--model", str(folder), "--variant", "streaming"]
     begin = last = time.perf_counter()
     with subprocess.Popen(

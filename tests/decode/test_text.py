@@ -1,6 +1,6 @@
 """Tests of streaming text: characters and stop strings that span several tokens, prompts, and chat templates.
 
-``prose`` and ``prose.raises`` compare wording with the test's entries in ``tests/snapshots/prose.txt``.
+``prose.raises`` compares the message of an error with the test's entry in ``tests/snapshots/prose.txt``.
 """
 
 from __future__ import annotations

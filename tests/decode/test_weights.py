@@ -2,7 +2,7 @@
 
 ``write`` writes weights and configuration as a Hugging Face folder. ``SMALL`` is a float32 Qwen3 model of two layers, 300
 tokens and 512 positions, and ``CONFIGS`` are variations of it.
-``prose`` and ``prose.raises`` compare wording with the test's entries in ``tests/snapshots/prose.txt``.
+``prose.raises`` compares the message of an error with the test's entry in ``tests/snapshots/prose.txt``.
 """
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ def test_missing_tensors_and_wrong_shapes_are_named(tmp_path, prose):
     ],
 )  # fmt: skip
 def test_an_index_may_only_name_files_of_its_own_folder(tmp_path, name, prose):
-    """Files exist wherever such a path could lead, in this folder or next to it, so that only the entry can be the reason."""
+    """A weights file lies in this folder, below it and above it, so that no such path fails because its file is missing."""
     folder = write(tmp_path / "sub", random_weights(SMALL), shards=2)
     for there in (tmp_path, folder / "sub"):
         there.mkdir(exist_ok=True)

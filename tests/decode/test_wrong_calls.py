@@ -1,7 +1,7 @@
 """Tests of wrong calls of the public decoding interface: each raises an onelaunch error that names the argument.
 
 Nothing runs before the error. Values of unusual classes that are accepted, such as NumPy's, are tested too.
-``prose`` and ``prose.raises`` compare wording with the test's entries in ``tests/snapshots/prose.txt``.
+``prose.raises`` compares the message of an error with the test's entry in ``tests/snapshots/prose.txt``.
 """
 
 from __future__ import annotations

@@ -43,6 +43,7 @@ def interpretable(cases: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, An
 GATED_SCAN, LINEAR_RNN, GLA = find_operation("gated_scan"), find_operation("linear_rnn"), find_operation("gla")
 SCANS = (GATED_SCAN, LINEAR_RNN)
 OPERATIONS = (*SCANS, GLA)
+"""The operations with a recurrence over time, not all of onelaunch: the cases of the others are in files of their own."""
 
 PROBES = runnable(LINEAR_RNN, linear_rnn_probes.CASES)
 """Probes of ``linear_rnn``; those of ``gated_scan`` are the same without D. A tile has at most 64 steps."""

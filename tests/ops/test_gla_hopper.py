@@ -104,16 +104,43 @@ def test_results_and_gradients_are_correct(name, device):
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @each_case
 def test_results_are_correct_from_an_initial_state(name, dtype, device):
-    case = GLA.case(dtype, name=name, initial_state=True, **CASES[name])
+    case = GLA.case(dtype, name=name, initial_state=True, final_state=True, **CASES[name])
     assert_ok(judge(GLA, case, variant="hopper", device=device, directions=("forward",)), GLA, case, "hopper")
+
+
+FORMS: dict[str, dict[str, Any]] = {
+    "final_state": {"final_state": True},
+    "states": {"initial_state": True, "final_state": True},
+    "float32_decay": {"log_decay_dtype": "float32"},
+}
+"""Options that a training call may have, singly; ``ALL_FORMS`` has all of them."""
+
+ALL_FORMS = FORMS["states"] | FORMS["float32_decay"]
+
+
+@gpu
+@on_hopper
+@each_case
+def test_training_with_states_and_float32_decays_is_correct(name, device):
+    """Gradients come in through the final state too, and that of the initial state is judged."""
+    assert_correct(GLA, GLA.case("bfloat16", name=name, **ALL_FORMS, **CASES[name]), "hopper", device)
+
+
+@gpu
+@on_hopper
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("name", ["several_chunks", "decay_per_head", "parts_of_T", "packed_with_empty_sequences"])
+def test_each_form_of_training_is_correct(name, form, device):
+    assert_correct(GLA, GLA.case("bfloat16", name=name, **FORMS[form], **CASES[name]), "hopper", device)
 
 
 @gpu
 @on_hopper
 @each_layout
+@pytest.mark.parametrize("given", [{}, ALL_FORMS], ids=["plain", "all_forms"])
 @pytest.mark.parametrize("decay", DECAYS)
-def test_every_kind_of_decay(decay, per, device):
-    case = GLA.case("bfloat16", B=2, T=400, H=4, K=128, V=128, decay=decay, decay_per=per)
+def test_every_kind_of_decay(decay, given, per, device):
+    case = GLA.case("bfloat16", B=2, T=400, H=4, K=128, V=128, decay=decay, decay_per=per, **given)
     assert_correct(GLA, case, "hopper", device)
 
 
@@ -280,17 +307,33 @@ LEFT_TO_OTHERS: dict[str, tuple[dict[str, Any], bool, str]] = {
     "odd_keys": ({"K": 96}, False, "needs K of 64, 128 or 256"),
     "odd_values": ({"V": 72}, False, "V that is a multiple of 64"),
     "no_steps": ({"T": 0}, False, "at least one element"),
-    "final_state": ({"final_state": True}, False, "returns no final state"),
-    "float32_decay": ({"log_decay_dtype": "float32"}, False, "log-decays per channel in the dtype of q"),
+    "float32_decay_of_wide_heads": ({"log_decay_dtype": "float32", "K": 256}, False, "K of 64 or 128 with float32 log-decays"),
     "value_gate": ({"value_gate": True}, False, "no gate on values"),
     "training_in_float16": ({"dtype": "float16"}, True, "trains in bfloat16 alone"),
-    "gradient_of_a_state": ({"initial_state": True}, True, "no gradient of an initial state"),
-    "gradient_of_float32_decays": (
-        {"log_decay_dtype": "float32", "decay_per": "head"},
-        True,
-        "no gradient of float32 log-decays",
-    ),
+    "gradient_of_shared_values": ({"H": 4, "k_heads": 2, "v_heads": 2, "g_heads": 2}, True, "shared heads of v"),
 }
+
+TAKEN: dict[str, tuple[dict[str, Any], bool]] = {
+    "final_state": ({"final_state": True}, False),
+    "training_with_states": ({"initial_state": True, "final_state": True}, True),
+    "float32_decay": ({"log_decay_dtype": "float32"}, True),
+    "float32_decay_per_head": ({"log_decay_dtype": "float32", "decay_per": "head"}, True),
+    "all_of_them_packed": ({"lengths": (30, 0, 40), **ALL_FORMS}, True),
+    "shared_values_per_head": ({"H": 4, "k_heads": 2, "v_heads": 2, "g_heads": 2, "decay_per": "head"}, True),
+    "shared_values_forward": ({"H": 4, "k_heads": 2, "v_heads": 2, "g_heads": 2}, False),
+}
+"""Calls that the variant takes: options of the case, and whether gradients are needed."""
+
+
+@pytest.mark.parametrize("name", TAKEN)
+def test_calls_that_people_make_are_taken(name, monkeypatch):
+    from onelaunch.ops.gla.variants import hopper
+
+    pytest.importorskip("triton", reason="without Triton, the variant takes no calls")
+    monkeypatch.setattr(hopper, "is_hopper", lambda device: True)
+    given, grad = TAKEN[name]
+    case = GLA.case(**{"dtype": "bfloat16", "B": 1, "T": 70, "H": 1, "K": 64, "V": 64, **given})
+    assert GLA.get("hopper").why_not(GLA.query(case, "cuda:0", grad=grad)) is None
 
 
 @pytest.mark.parametrize("name", LEFT_TO_OTHERS)

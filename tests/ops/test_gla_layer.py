@@ -19,8 +19,11 @@ from tests.ops.cases import assert_compiled_correct, assert_correct, assert_near
 from tests.ops.gla_layer_cases import CASES, GLA_LAYER, TENSORS, case_of, made
 from tests.trivial import trivial_answers
 
-PORTABLE = [name for name in pytorch_variants(GLA_LAYER) if not name.startswith("packed")]
-"""Variants that make calls of other operations. Those that are one autograd function are tested in test_gla_layer_packed.py."""
+PORTABLE = [name for name in pytorch_variants(GLA_LAYER) if not name.startswith(("packed", "module"))]
+"""Variants that make calls of other operations, with states.
+
+Those that are one autograd function are tested in test_gla_layer_packed.py, and ``module`` in test_gla_layer_module.py.
+"""
 each_variant = pytest.mark.parametrize("variant", PORTABLE)
 
 

@@ -22,7 +22,9 @@ from onelaunch.operation import Operation
 from onelaunch.operation.inputs import DECAYS
 from onelaunch.ops import gated_scan
 from onelaunch.ops.gated_scan.reference import reference
+from onelaunch.workbench.verify import judge
 from tests.ops.cases import (
+    BOTH,
     GATED_SCAN,
     GLA,
     GLA_HARD,
@@ -73,6 +75,7 @@ def made(
 
 
 def tensors(arguments: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Return the arguments that are tensors; ``test_hopper.py`` uses this, ``made`` and ``assert_same_bits`` too."""
     return {name: value for name, value in arguments.items() if isinstance(value, torch.Tensor)}
 
 
@@ -128,13 +131,14 @@ def test_the_sequential_kernel_for_many_channels(variant, lengths, device):
 
 
 @pytest.mark.parametrize(("operation", "name"), [(LINEAR_RNN, name) for name in HARD] + [(GLA, name) for name in GLA_HARD])
-def test_the_peer_is_correct(operation, name, device):
-    """The peer is the variant "fla", which calls the package flash-linear-attention."""
+def test_the_peer_is_correct_or_outside_the_gate(operation, name, device):
+    """The peer, "fla", calls the package flash-linear-attention. It may be as inexact as its own tests allow."""
     pytest.importorskip("fla")
     case = case_of(operation, name)
     if reason := operation.get("fla").why_not(operation.query(case, str(device), grad=True)):
         pytest.skip(reason)
-    assert_correct(operation, case, "fla", device)
+    verdict = judge(operation, case, variant="fla", device=device, directions=BOTH)
+    assert verdict.ok or verdict.outside, verdict.explain()
 
 
 @pytest.mark.parametrize(("dtype", "decay"), [("float16", "model"), ("bfloat16", "mixed"), ("float32", "weak")])

@@ -1,4 +1,7 @@
-"""Tests of the operations' probes: the edge cases on which every variant is judged before its times count."""
+"""Tests of the operations' probes: the edge cases on which every variant is judged before its times count.
+
+``run_probes`` is the step of a study's run that judges a variant on them.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +12,10 @@ import torch
 
 from onelaunch.dispatch.capture import compiler_missing
 from onelaunch.errors import OneLaunchError
-from onelaunch.operation import operations
+from onelaunch.operation import Operation, operations
 from onelaunch.workbench.verify import Judge, run_probes
 from onelaunch.workbench.verify.probes import Prepared
-from tests.ops.cases import GATED_SCAN, LINEAR_RNN, pytorch_variants
+from tests.ops.cases import BOTH, GATED_SCAN, LINEAR_RNN, SHORT, assert_ok, pytorch_variants
 
 NAMES = ["decode_step", "gated_scan", "gla", "gla_layer", "linear_rnn", "output_chain", "projections", "swiglu"]
 NEED_A_GPU = {"captured", "graph", "packed", "packed_states"}
@@ -55,14 +58,32 @@ def test_every_operation_lists_probes():
     assert all(operation_of(name).listed_probes() for name in ours)
 
 
+class Chosen(Operation):
+    """Operation that lists only some of its probes: those for which ``chosen`` returns true."""
+
+    def __init__(self, operation, chosen):
+        vars(self).update(vars(operation))
+        self._chosen = chosen
+
+    def listed_probes(self):
+        return [each for each in super().listed_probes() if self._chosen(each)]
+
+
+def is_plain(probe):
+    """Return whether a probe is a case without an empty dimension, as the operation has drawn it."""
+    return not (probe.prepare or probe.refused or 0 in probe.case.sizes.values())
+
+
 @pytest.mark.parametrize(("operation", "variant"), cpu_variants())
 def test_variants_in_pytorch_meet_every_probe(operation, variant):
-    report = run_probes(judge(), operation_of(operation), variant)
+    """The tests of each operation judge these variants at every plain probe, by the same gate and in both directions."""
+    others = Chosen(operation_of(operation), lambda probe: not is_plain(probe))
+    report = run_probes(judge(), others, variant)
     assert report.failed == ()
     assert report.met
     # A probe that every variant refused would test nothing. The first variant takes all that the contract takes.
     if variant == next(name for each, name in cpu_variants() if each == operation):
-        assert report.refused == sum(probe.refused for probe in operation_of(operation).listed_probes())
+        assert report.refused == sum(probe.refused for probe in others.listed_probes())
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "decode_step"])
@@ -85,12 +106,17 @@ def test_the_contract_refuses_a_tensor_on_another_device(name):
         operation(**arguments)
 
 
+WHOLE_GATE = ("packed_many_short", "packed_final_state_alone")
+"""Probes of packed sequences at which the whole gate judges interpreted kernels, although other tests make one call."""
+
+
 @pytest.mark.interpret
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", ["fused", "separate"])
 def test_interpreted_kernels_meet_the_probes_of_the_scan(variant):
-    """The kernels' tests make one call per probe; here the whole gate judges each."""
-    report = run_probes(judge(), GATED_SCAN, variant)
+    """The kernels' tests make one call per plain probe in ``SHORT``, and apply the whole gate at one dense case."""
+    chosen = Chosen(GATED_SCAN, lambda probe: not (is_plain(probe) and str(probe) in SHORT) or str(probe) in WHOLE_GATE)
+    report = run_probes(judge(), chosen, variant)
     assert report.failed == ()
     assert report.met
 
@@ -104,21 +130,64 @@ def test_compiled_scans_refuse_one_channel_on_a_cpu(operation):
     assert "one channel" not in (variant.why_not(operation.query(operation.case("float32", **two), "cpu")) or "")
 
 
+FORMS = ("forgets_everything", "no_sequences")
+"""Probes that are compiled in every run of the tests, in training.
+
+The first has several chunks of steps, of which the last is not full, and decays of -inf. The other forms that a compiled scan
+can have are compiled with few steps by ``test_gated_scan.py``, in a fifth of the time. With ``--architectures=all``, as in
+continuous integration, all probes are compiled.
+"""
+
+REFUSED = {"one_step_one_channel", "forgets_nothing", "no_steps"}
+"""Probes that the compiled scan refuses on a CPU: those of one channel or no step."""
+
+
+def pytest_generate_tests(metafunc):
+    """Take the probes of ``FORMS``; with ``--architectures=all``, take all in both directions.
+
+    Each is compiled for many seconds, so that each is a test of its own and they run side by side.
+    """
+    if "compiled_probe" not in metafunc.fixturenames:
+        return
+    pairs = [(name, "forward_backward") for name in FORMS]
+    cases = [pytest.param(*pair) for pair in pairs]
+    if metafunc.config.getoption("architectures") == "all":
+        taken = [str(probe) for probe in GATED_SCAN.listed_probes() if not probe.refused and str(probe) not in REFUSED]
+        others = [(name, direction) for name in taken for direction in BOTH if (name, direction) not in pairs]
+        cases += [pytest.param(*pair, marks=pytest.mark.extra) for pair in others]
+    metafunc.parametrize(("compiled_probe", "direction"), cases)
+
+
 @pytest.mark.slow
-def test_compiled_expressions_meet_the_probes_of_the_scan():
-    if reason := compiler_missing(GATED_SCAN.query(GATED_SCAN.case("float32", B=1, T=1, V=1), "cpu")):
+def test_compiled_expressions_meet_the_probes_of_the_scan(compiled_probe, direction):
+    probe = next(each for each in GATED_SCAN.listed_probes() if str(each) == compiled_probe)
+    if reason := compiler_missing(GATED_SCAN.query(probe.case, "cpu")):
         pytest.skip(reason)
-    report = run_probes(judge(), GATED_SCAN, "compiled")
-    assert report.failed == ()
-    assert report.met
+    torch.compiler.reset()
+    verdict = judge().judge(Prepared(GATED_SCAN, probe), probe.case, variant="compiled", directions=(direction,))
+    assert_ok(verdict, GATED_SCAN, probe.case, "compiled")
+
+
+def test_the_compiled_scan_takes_all_probes_but_those_of_one_channel_or_no_step():
+    probes = [probe for probe in GATED_SCAN.listed_probes() if not probe.refused]
+    if reason := compiler_missing(GATED_SCAN.query(probes[0].case, "cpu")):
+        pytest.skip(reason)
+    why_not = GATED_SCAN.get("compiled").why_not
+    assert {str(probe) for probe in probes if why_not(GATED_SCAN.query(probe.case, "cpu"))} == REFUSED
+    assert set(FORMS) <= {str(probe) for probe in probes} - REFUSED
+
+
+def automatic_variants():
+    """Return the pairs of an operation's name and a variant that ``auto`` may choose."""
+    return [
+        (each, name)
+        for each in NAMES
+        for name, variant in operation_of(each).variants.items()
+        if variant.capabilities.automatic and not variant.capabilities.tunes
+    ]
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", NAMES)
-def test_all_variants_meet_the_probes_on_a_gpu(name):
-    operation, gpu = operation_of(name), torch.device("cuda:0")
-    ours = [
-        each for each, variant in operation.variants.items() if variant.capabilities.automatic and not variant.capabilities.tunes
-    ]
-    failed = {each: report.failed for each in ours if (report := run_probes(judge(), operation, each, gpu)).failed}
-    assert failed == {}
+@pytest.mark.parametrize(("operation", "variant"), automatic_variants())
+def test_all_variants_meet_the_probes_on_a_gpu(operation, variant):
+    assert run_probes(judge(), operation_of(operation), variant, torch.device("cuda:0")).failed == ()

@@ -3,6 +3,9 @@
 ``made()`` makes float32 arguments with B = 2, T = 9, D = 40, H = 3, K = 20 and V = 12, unless others are given.
 ``of_every_kind()`` makes arguments with x ``[2, 5, 12]`` and the segments ``EVERY``: q, k, gate, decay and gk, of the widths
 20, 15, 14, 3 and 18.
+
+``prose.raises`` is ``pytest.raises`` that also compares the message with the entry of this test in
+``tests/snapshots/prose.txt``.
 """
 
 from __future__ import annotations

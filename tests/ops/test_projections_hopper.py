@@ -4,6 +4,8 @@ The variants differ in which operand a cluster of two CTAs loads once for both (
 are the rows of x and B those of the weight.
 
 ``prose(text)`` compares a text with the entry of this test in tests/snapshots/prose.txt.
+
+``judge`` applies the whole verification gate of the workbench, and ``assert_ok`` requires its verdict to be right.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 ``made()`` makes float32 arguments with M = 6 rows of x, N = 16 columns of the result and K = 32, unless others are given.
 
 ``prose.raises`` is ``pytest.raises`` that also compares the message with the entry of this test in tests/snapshots/prose.txt.
+``judge`` applies the whole verification gate of the workbench, and ``assert_ok`` requires its verdict to be right.
 """
 
 from __future__ import annotations

@@ -3,6 +3,9 @@
 The query (``operation.Query``) is the key by which the dispatcher picks a variant. ``constant_weights`` is not part of it.
 
 ``made()`` makes float32 arguments with M = 6, N = 16 and K = 32, unless others are given.
+
+``prose.raises`` is ``pytest.raises`` that also compares the message with the entry of this test in
+``tests/snapshots/prose.txt``.
 """
 
 from __future__ import annotations

@@ -4,6 +4,8 @@
 of all tiles), which may begin and end within tiles; or two CTAs of a cluster divide the k-blocks of a tile.
 
 ``prose(text)`` compares a text with the entry of this test in tests/snapshots/prose.txt.
+
+``judge`` applies the whole verification gate of the workbench, and ``assert_ok`` requires its verdict to be right.
 """
 
 from __future__ import annotations

@@ -23,9 +23,10 @@ SWIGLU = find_operation("swiglu")
 
 
 def pretend(monkeypatch, name: str, **held: Any) -> None:
-    """Install a fake module of a given name with the given attributes; ``test_gla_layer_contract.py`` calls this too.
+    """Install a fake module of a given name with the given attributes.
 
-    Its parent packages are not needed: ``from liger_kernel.ops import ...`` looks up ``liger_kernel.ops`` alone.
+    ``test_gla_layer_contract.py`` and ``test_fla_peers.py`` call this too. Its parent packages are not needed:
+    ``from liger_kernel.ops import ...`` looks up ``liger_kernel.ops`` alone.
     """
     module = ModuleType(name)
     vars(module).update(held)

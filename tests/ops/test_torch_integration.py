@@ -1,6 +1,6 @@
 """Tests of the scans and ``gla`` with PyTorch's features (torch.compile, autocast, strides, autograd), and of ``auto``.
 
-``assert_near`` bounds errors by norm, relative to the expected values; ``results`` returns results and gradients by name.
+``assert_near`` bounds errors by norm; ``results`` names results and gradients; ``prose.raises`` compares messages with prose.txt.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ CPU_CEILINGS = StoredCeilings(
 )
 
 SWEEP = ((1, 512), (4, 512), (4, 2048), (8, 2048), (16, 512), (16, 1024), (16, 2048))
-"""Batch and length (B, T) of the shapes of :func:`proceed_on_gpu`."""
+"""Batch and length (B, T) of the shapes of :func:`proceed_on_gpu`, without the shape ``wide``."""
 
 LAUNCHES: dict[str, int | None] = {
     "eager": None,
@@ -76,7 +76,7 @@ SLOWER = {
     "fla": 14.0,
     "gemm": 1.1,
 }
-"""Times relative to the roofline bound, by variant or control."""
+"""Factors of the roofline bound, by variant or control. A forward call takes this many bounds and 2 us more."""
 
 NOTES = "The write-up reported 1.61x for two launches over three (T4, B=4 T=2048), never repeated; its own sweep has 0.97x there."
 """The author's notes of the study, which reports show as history."""
@@ -105,7 +105,9 @@ def timing(regime: Regime, microseconds: float, rounds: int = 20, spread: float 
 
 
 def plan(of: Shape, launches: int | None, ceilings: StoredCeilings) -> Plan:
-    """Return the plan of a variant: one GEMM of B*T rows, 2 bytes an element, and a round trip of the output per extra launch.
+    """Return the plan of a variant: one GEMM of B*T rows, and two further inputs of the output's size (log-decay and gate).
+
+    An element has 2 bytes. Each launch after the first adds a round trip of the output through memory.
 
     An unknown number of launches counts as three.
     """

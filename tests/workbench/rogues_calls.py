@@ -1,6 +1,8 @@
-"""Variants of ``toy_sum`` by careless authors: right in a single call with fresh contiguous inputs, wrong as a model calls them.
+"""Variants of ``toy_sum`` by careless authors, which the verification gate must judge.
 
-Each is registered only while a test uses it, with :func:`registered`.
+Many are right in a single call with fresh contiguous inputs, and wrong as a model calls them. Others return wrong elements or
+another kind of result in every call. ``other_bits`` and ``refuses_views`` are right: they pass with notes. Each is registered
+only while a test uses it, with :func:`registered`.
 """
 
 from __future__ import annotations
@@ -203,7 +205,7 @@ def an_input(call: ToyCall) -> Results:
 
 
 class Lazy(torch.Tensor):
-    """Tensor that computes its values when they are looked at."""
+    """Stand-in for a subclass of tensors that computes its values when they are looked at; it adds nothing to a tensor."""
 
 
 def lazy(call: ToyCall) -> Results:

@@ -99,7 +99,7 @@ def counting(asked, *, fail=False):
 
 @pytest.fixture(autouse=True)
 def quick(tmp_path, monkeypatch):
-    """Work in an empty folder, with one input set, short samples and no warm-up.
+    """Work in an empty folder, with two input sets, short samples and no warm-up.
 
     A module that imports this fixture applies it to all of its tests.
     """

@@ -2,6 +2,7 @@
 
 The results are of the made-up operation of ``ladder.py`` on "Some GPU": ``ok_cell(variant, microseconds)`` is a correct
 measurement at ``MEGA`` (N = V = 1000, float16), ``bad_cell`` one that failed, and ``measured`` the result that holds them.
+``prose`` and ``prose.raises`` compare wording with the test's entries in ``tests/snapshots/prose.txt``.
 """
 
 from __future__ import annotations

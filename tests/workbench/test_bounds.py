@@ -1,13 +1,18 @@
-"""Tests of the bounds of single elements and parts along time, and of cases that trivial results pass."""
+"""Tests of the bounds of single elements and parts along time, and of cases that trivial results pass.
+
+``toy_sum`` is the operation of ``toy.py``, and ``toy_case`` returns a small case of it.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from onelaunch.operation import find_operation
+from onelaunch.errors import ArgumentError
+from onelaunch.operation import Operation, find_operation, operations
 from onelaunch.workbench.result import Result
 from onelaunch.workbench.verify import Judge
 from onelaunch.workbench.verify.bounds import LARGEST, PART, bound_of
@@ -44,18 +49,107 @@ def test_committed_results_are_there():
     assert len(COMMITTED) == 7
 
 
-def test_a_number_that_an_operation_states_replaces_a_smaller_error_of_pytorch():
-    case = toy_case("float16", T=64)
-    usual = compute_reference(toy_sum, case, CPU, 0, "forward", None)
-    stated = compute_reference(toy_sum, case, CPU, 0, "forward", None, {"final_state": 1e-2, "y": 1e-9})
-    assert stated.bounds["y"] == usual.bounds["y"], "it is smaller than the error of PyTorch"
-    assert stated.bounds["final_state"].largest > 100 * usual.bounds["final_state"].largest
-    assert stated.allowed == usual.allowed
+STATES = {"initial_state": True, "final_state": True, "log_decay_dtype": "float32"}
+SMALL: dict[str, dict[str, Any]] = {
+    "gla": {"B": 1, "T": 20, "H": 1, "K": 16, "V": 16, "value_gate": True, **STATES},
+    "linear_rnn": {"B": 1, "T": 20, "D": 16, "V": 16, **STATES},
+    "gla_layer": {"B": 1, "T": 20, "D": 32, "H": 1, "K": 16, "V": 16, "initial_state": True, "final_state": True},
+}
+"""A case with all float32 results of each operation that states errors."""
+
+
+def references(name, dtype, direction="forward_backward", **options):
+    """Return the reference of a small case of an operation, and the one without stated errors."""
+    operation = find_operation(name)
+    case = operation.case(dtype, **{**SMALL[name], **options})
+    return [compute_reference(operation, case, CPU, 0, direction, None, stated) for stated in (None, {})]
+
+
+def test_the_operations_that_state_errors_are_known():
+    assert {operation.name for operation in operations() if operation.stated_errors} == SMALL.keys()
+
+
+@pytest.mark.parametrize(("dtype", "number"), [("bfloat16", 3e-3), ("float16", 5e-4)])
+@pytest.mark.parametrize("name", SMALL)
+def test_a_float32_result_of_16_bit_inputs_may_have_the_stated_error_or_twice_that_of_pytorch(name, dtype, number):
+    judged, strict = references(name, dtype)
+    stated = find_operation(name).stated_errors
+    assert stated.keys() <= judged.allowed.keys(), "a stated name must be that of a result"
+    for result, allowed in judged.allowed.items():
+        alone = strict.allowed[result]
+        assert allowed == (max(number, alone) if result in stated else alone), result
+        bound, usual = judged.bounds[result], strict.bounds[result]
+        if result not in stated:
+            assert bound == usual, result
+            continue
+        root = float(judged.expected[result].square().mean().sqrt())
+        assert bound.largest == pytest.approx(max(usual.largest, LARGEST * number * root)), result
+        assert bound.parts == tuple(max(part, PART * number) for part in usual.parts), result
+
+
+def test_gla_in_16_bits_rests_on_the_stated_errors_and_in_float32_on_pytorch():
+    judged, strict = references("gla", "bfloat16")
+    assert judged.allowed["final_state"] == 3e-3 > 1000 * strict.allowed["final_state"]
+    assert judged.allowed["o"] == strict.allowed["o"]
+    for reference in references("gla", "float32"):
+        assert reference.allowed["final_state"] < 1e-6
+    judged, strict = references("gla", "bfloat16", log_decay_dtype=None)
+    assert judged.allowed["grad g"] == strict.allowed["grad g"], "it has 16 bits here"
+
+
+def scaled_noise(expected, size):
+    """Return float32 values that are off by a norm-wise error of a given size."""
+    noise = torch.randn(expected.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(7))
+    return (expected + noise * (size * expected.norm() / noise.norm())).float()
+
+
+def test_a_result_within_the_stated_error_passes_and_one_beyond_it_fails():
+    judged, _ = references("gla", "bfloat16", "forward")
+    expected = judged.expected["final_state"]
+    only = judged.only("final_state")
+    assert only.compare({"final_state": scaled_noise(expected, 2.9e-3)})[1] == ()
+    (problem,) = only.compare({"final_state": scaled_noise(expected, 3.1e-3)})[1]
+    assert "final_state is off by" in problem
+    assert "3.00e-03 is allowed" in problem
+    wrong = expected.float()
+    wrong[0, 0, 3, 3] += 9 * 3e-3 * float(expected.square().mean().sqrt())  # norm-wise 1.7e-3
+    (problem,) = only.compare({"final_state": wrong})[1]
+    assert "an element that is off by" in problem
+    assert "the stated error 0.003 times the root mean square" in problem
+
+
+def test_a_part_along_time_may_have_four_times_the_stated_error():
+    judged, _ = references("gla", "bfloat16", T=160, K=32, decay="strong")
+    expected, only = judged.expected["grad g"], judged.only("grad g")
+    norms = [float(part.norm()) for part in expected.tensor_split(8, 1)]
+    least = norms.index(min(norms))
+    assert norms[least] < expected.norm() / 5, "so that an error of this part alone is small for the whole"
+    for size, right in ((3.5, True), (4.5, False)):
+        given = expected.clone()
+        part = given.tensor_split(8, 1)[least]
+        part.copy_(scaled_noise(part, size * 3e-3))
+        problems = only.compare({"grad g": given.float()})[1]
+        assert (problems == ()) is right, problems
+        assert right or f"in part {least + 1} of 8 along time" in problems[0]
+        assert right or "or, if larger, the stated error 0.003" in problems[0]
+
+
+@pytest.mark.parametrize(
+    "stated", [{"final_state": 1e-3}, {1: {}}, {"final_state": {torch.float32: 1e-3}}, {"y": {torch.float16: 0}}, "y"]
+)
+def test_stated_errors_must_be_numbers_by_name_and_dtype(stated):
+    facts = {"dimensions": ("T",), "outputs": ("y",), "bind": lambda: None, "options": {}, "defaults": {}}
+    with pytest.raises(ArgumentError, match="stated_errors of odd_operation is"):
+        Operation(odd_operation, **facts, stated_errors=stated)
+
+
+def odd_operation() -> None:
+    """Stand for a public function."""
 
 
 def test_a_baseline_that_rounds_nothing_leaves_slack():
     exact = torch.randn(4, 16, 8, dtype=torch.float64).float().double()
-    bound = bound_of("y", exact.float(), exact, 16)
+    bound = bound_of(exact.float(), exact, 16)
     assert 0 < bound.largest < 1e-4
     assert all(0 < part < 1e-5 for part in bound.parts)
     assert len(bound.parts) == 8

@@ -1,6 +1,7 @@
-"""Tests of the verification gate with variants that are right in one call with fresh inputs, and wrong as a model calls them.
+"""Tests of the verification gate with variants of careless authors: many are right in one call with fresh inputs alone.
 
-``rogues_calls`` has the variants. Each test is named after what a careless author did.
+``rogues_calls`` has the variants. Each test is named after what a careless author did. ``registered`` makes one a variant of
+``toy_sum``, the operation of ``toy.py``, for a test.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 Noise is a factor: 1.02 means that times differ by up to 2 % without a cause. The noise within a run is its A/A noise floor
 (``floor``). The noise between runs is estimated from repeated runs on one side. The results are made up by ``ladder.py``:
-``ok_cell(variant, microseconds)`` is a correct measurement at the shape ``MEGA``, ``bad_cell`` a failed one.
+``ok_cell(variant, microseconds)`` is a correct measurement at the shape ``MEGA``, ``bad_cell`` a failed one. ``prose`` and
+``prose.raises`` compare wording with the test's entries in ``tests/snapshots/prose.txt``.
 """
 
 from __future__ import annotations

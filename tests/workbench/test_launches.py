@@ -1,6 +1,7 @@
 """Tests of counting launches and grid barriers: the nodes of a captured graph, a variant's counter, and calls without a count.
 
-The calls are of ``toy_sum``, the operation of ``toy.py``; ``toy_case`` returns a small case with sizes B, T and V.
+The calls are of ``toy_sum``, the operation of ``toy.py``; ``toy_case`` returns a small case with sizes B, T and V. ``prose``
+compares a text with its entry in ``tests/snapshots/prose.txt``.
 """
 
 from __future__ import annotations

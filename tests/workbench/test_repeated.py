@@ -1,4 +1,8 @@
-"""Tests of what is asked of a variant once per study: twenty calls, odd views, gradients one by one, ``torch.compile``."""
+"""Tests of what is asked of a variant once per study: twenty calls, odd views, gradients one by one, ``torch.compile``.
+
+The variants are of ``toy_sum``, the operation of ``toy.py``: ``HONEST`` are names of correct ones, and
+``rogues_calls.registered`` registers a wrong or unusual one for a test.
+"""
 
 from __future__ import annotations
 

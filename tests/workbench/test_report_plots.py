@@ -25,7 +25,7 @@ H200 = Path(__file__).parents[2] / "results" / "nvidia-h200"
 
 
 @functools.cache
-def of_the_study_with_most_variants() -> tuple[Result, tuple[Plot, ...]]:
+def of_a_study_with_many_variants() -> tuple[Result, tuple[Plot, ...]]:
     """Return the committed result of study 040, which has more variants than a plot shows prominently, and its plots."""
     result = Result.load(H200 / "040-linear-rnn.json")
     return result, page.plots(result)
@@ -156,7 +156,7 @@ def test_shapes_of_equal_size_are_points_and_not_a_line() -> None:
 
 def test_labels_of_bytes_are_to_the_right_of_every_tick() -> None:
     """Each bar of DRAM bytes has a tick at the bytes that the variant must move, and its size as a label at the right end."""
-    plot = next(plot for plot in of_the_study_with_most_variants()[1] if plot.title.startswith("DRAM bytes"))
+    plot = next(plot for plot in of_a_study_with_many_variants()[1] if plot.title.startswith("DRAM bytes"))
     root = ET.fromstring(plot.svg)
     numbers = [
         each for each in root.iter("text") if re.search(r"[KMG]iB$", "".join(each.itertext())) and "end" in each.get("style", "")
@@ -176,7 +176,7 @@ def test_labels_of_bytes_are_to_the_right_of_every_tick() -> None:
 
 
 def test_among_many_variants_fastest_baseline_and_peer_are_prominent() -> None:
-    result, drawn = of_the_study_with_most_variants()
+    result, drawn = of_a_study_with_many_variants()
     series = Series.of(result)
     assert {"three_launch_cublas", "fla", "fused_chunked", "fused_hopper"} <= set(series.prominent)
     assert "eager" not in series.prominent

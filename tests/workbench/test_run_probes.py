@@ -2,7 +2,8 @@
 
 ``careless`` is a variant of ``gated_scan`` as a package ``acme`` would register it: right at T = 128 and 256, where its author
 checked it, and wrong at tails, above 256 steps, for decays of -inf, and with an initial state. ``toy_sum`` is the operation of
-``toy.py``; ``probed`` gives it probes for one test.
+``toy.py``; ``probed`` gives it probes for one test. ``prose.raises`` is ``pytest.raises`` that also compares the message with
+the entry of this test in ``tests/snapshots/prose.txt``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""Tests of statistics: medians, confidence intervals, ratios of paired rounds, geometric means, and noise as a factor."""
+"""Tests of statistics: medians, confidence intervals, ratios of paired rounds, geometric means, and noise as a factor.
+
+``prose.raises`` is ``pytest.raises`` that also compares the message with the entry of this test in
+``tests/snapshots/prose.txt``.
+"""
 
 from __future__ import annotations
 

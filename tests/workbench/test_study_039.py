@@ -1,7 +1,7 @@
 """Tests of study 039, of chunkwise gated linear attention (the operation ``gla``): its shapes, criteria and what it skips.
 
 The write-up is the text whose figures the study's ``notes`` quote. The study asks its questions again, and adds shapes for
-which other projects publish figures.
+which other projects publish figures. ``RATES`` are made-up peaks of a device.
 """
 
 from __future__ import annotations

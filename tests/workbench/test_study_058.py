@@ -1,7 +1,7 @@
 """Tests of the study of the projection chain: the write-up's questions, configuration and sweep, and further shapes.
 
 The operation ``projections`` is the input side of a layer of gated linear attention. The write-up is the text
-whose figures the study's ``notes`` quote.
+whose figures the study's ``notes`` quote. ``RATES`` are made-up peaks of a device.
 """
 
 from __future__ import annotations

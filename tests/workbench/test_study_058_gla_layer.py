@@ -1,6 +1,7 @@
 """Tests of the study of a whole layer of gated linear attention: the write-up's configuration, fla's own, a decoding step.
 
-The write-up is the text whose figures the study's ``notes`` quote. fla is flash-linear-attention, the peer.
+The write-up is the text whose figures the study's ``notes`` quote. fla is flash-linear-attention, the peer. ``RATES`` are
+made-up peaks of a device.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Tests of the study of the output chain: the write-up's open questions, at the projection chain's shapes.
 
 A decoding step is added to these shapes. The output chain is the norm, gate and output projection of a layer of gated linear
-attention. The write-up is the text whose figures the study's ``notes`` quote.
+attention. The write-up is the text whose figures the study's ``notes`` quote. ``RATES`` are made-up peaks of a device.
 """
 
 from __future__ import annotations

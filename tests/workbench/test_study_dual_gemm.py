@@ -1,7 +1,7 @@
 """Tests of the study of the dual GEMM (the operation ``swiglu``): the write-up's expectations, at its and other shapes.
 
 The write-up is the text whose figures the study's ``notes`` quote. A shape (M, N, K) has M tokens, N hidden and K input
-channels.
+channels. ``RATES`` are made-up peaks of a device.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Tests of the sampler for a GPU on a machine without one: PyTorch's streams, events and graphs are replaced by simple stand-ins.
 
 A replay of a stand-in graph makes the captured calls again. So what a sample changes, poisons, copies and compares can be tested;
-that it does so in the order of a stream is left to the tests on a GPU. The variants are those of ``rogues_timing.py``.
+that it does so in the order of a stream is left to the tests on a GPU. The honest variant is
+``parallel`` of ``toy.py``. The rogue variants are those of ``rogues_timing.py``, and one is in a test below.
 """
 
 from __future__ import annotations

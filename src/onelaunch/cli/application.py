@@ -1,4 +1,7 @@
-"""Application of all commands. It imports a command when it is called, and reports errors in one line with an exit code."""
+"""Application of all commands. It imports a command when it is called, and reports errors in one line with an exit code.
+
+``main.py``, the console script, runs the application.
+"""
 
 from __future__ import annotations
 
@@ -97,6 +100,9 @@ class Commands(LazyGroup):
             "inspect",
             "Compile and disassemble an operation's kernels for an architecture; no GPU is needed.",
         ),
+        "prebuild": Command(
+            "onelaunch.cli.prebuild", "prebuild", "Compile kernels ahead of their first launch; no GPU is needed."
+        ),
         "doctor": Command(
             "onelaunch.cli.doctor", "doctor", "List the devices and software found here, and what is missing for which purpose."
         ),
@@ -194,6 +200,7 @@ def onelaunch(
       onelaunch study run 040-linear-rnn    run a study and write its report
       onelaunch explain linear_rnn --help   show which variant runs a call
       onelaunch inspect linear_rnn          show registers and spills, no GPU
+      onelaunch prebuild gla --arch sm_90a  compile ahead of the first launch
 
     [bold]Exit codes[/bold]
 

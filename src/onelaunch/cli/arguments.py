@@ -1,4 +1,4 @@
-"""Arguments and options that several commands share, and the parser of ``--shape`` of ``onelaunch explain``."""
+"""Arguments and options that several commands share, and the parser of ``--shape`` of ``onelaunch explain`` and ``prebuild``."""
 
 from __future__ import annotations
 

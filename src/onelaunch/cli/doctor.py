@@ -200,7 +200,7 @@ NEEDS: tuple[Need, ...] = (
         _bytecode,
         f"python -m compileall -q {Path(torch.__file__).parent}",
     ),
-    Need("a GPU", "running Triton kernels, full-scale studies", _gpu, "everything else works without one"),
+    Need("a GPU", "running kernels in Triton or CUDA C++, full-scale studies", _gpu, "everything else works without one"),
     Need("triton", "Triton kernels, onelaunch inspect", lambda: _installed("triton"), 'pip install "onelaunch[triton]"'),
     Need("NVRTC", "kernels in CUDA C++", _nvrtc, 'pip install "onelaunch[cuda]"'),
     Need("C++ compiler", "torch.compile on a CPU: variant compiled", _compiler, "install g++, or name one in $CXX"),

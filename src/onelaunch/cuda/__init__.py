@@ -1,6 +1,8 @@
 """CUDA C++ kernels: compiled by NVRTC at first use, loaded and launched through the driver.
 
 Names are imported at their first use, so that a command that needs only the driver does not import PyTorch.
+``kernels/gemm_sm90``, ``decode/codegen`` and ``device/read_rate.py`` make sources with it, ``launch/launch.py`` loads and
+launches them, and the inspector compiles them without a GPU.
 """
 
 import importlib

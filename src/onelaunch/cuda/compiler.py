@@ -1,7 +1,8 @@
 """Compile CUDA C++ with NVRTC at first use, and keep the machine code in the user's cache folder.
 
-Compiling needs no GPU, no driver and no nvcc, only the extra ``cuda`` (cuda-bindings and NVRTC). Each :class:`Source` is compiled
-once per architecture.
+Compiling needs no GPU, no driver and no nvcc, only the extra ``cuda`` (cuda-bindings and NVRTC). Each :class:`Source` is
+compiled once per architecture. ``module.py`` calls :func:`compile_source` when a kernel is loaded, ``launch/ahead.py`` for
+``onelaunch prebuild``, and the inspector calls :func:`compile_now`.
 """
 
 from __future__ import annotations
@@ -94,8 +95,7 @@ def compile_source(source: Source, architecture: str) -> bytes:
         CompilerMissing: The extra ``cuda`` is not installed.
         CompileError: NVRTC refused the source. The message holds NVRTC's log.
     """
-    key = hashlib.sha256(repr((version(), OPTIONS, sass.RULES, architecture, source)).encode()).hexdigest()
-    path = folders.cache_folder() / "cubins" / f"{source.entry}-{architecture}-{key[:32]}.cubin"
+    path, key = _place(source, architecture)
     cubin = _stored(path)
     if cubin is None:
         # One of 16 locks, by the first digit of the key: a process seldom waits for another one that compiles a different kernel.
@@ -105,6 +105,17 @@ def compile_source(source: Source, architecture: str) -> bytes:
                 cubin = compile_now(source, architecture).cubin
                 folders.keep(path, cubin + hashlib.sha256(cubin).digest())
     return cubin
+
+
+def compiled_before(source: Source, architecture: str) -> bool:
+    """Return whether the cache folder holds the whole cubin of a source for an architecture; raise CompilerMissing as above."""
+    return _stored(_place(source, architecture)[0]) is not None
+
+
+def _place(source: Source, architecture: str) -> tuple[Path, str]:
+    """Return the file of the cache folder for the cubin of a source, and the key of everything that decides its content."""
+    key = hashlib.sha256(repr((version(), OPTIONS, sass.RULES, architecture, source)).encode()).hexdigest()
+    return folders.cache_folder() / "cubins" / f"{source.entry}-{architecture}-{key[:32]}.cubin", key
 
 
 def compile_now(source: Source, architecture: str) -> Compiled:

@@ -1,4 +1,7 @@
-"""Encode tensor maps: the descriptors with which TMA (Hopper and later) addresses a tensor."""
+"""Encode tensor maps: the descriptors with which TMA (Hopper and later) addresses a tensor.
+
+``kernels/tma.py`` calls :func:`tensor_map` for the launch code of the Hopper matrix product.
+"""
 
 from __future__ import annotations
 

@@ -1,11 +1,12 @@
 """Measure the peaks of a device: bandwidth of copies and of reads, matrix products per dtype, and the cost of a launch.
 
-A peak is a maximum, so other work on the device can only make a sample too slow. Every method of every quantity is timed in turn,
-round by round with pauses between, and a peak is the fastest sample. Rounds are added while the fastest samples of a quantity are
-further apart than :data:`SPREAD`. If they stay further apart than :data:`TRUSTED`, the device was busy. Then the peak is the
-slowest of the :data:`AGREEING` fastest samples, a warning says so, and the next command measures again. Peaks are kept in the
-cache folder, one entry per software stack. A load that lasts through all rounds cannot be detected this way. Therefore the
-workbench calls :func:`remeasure` before it marks a time as impossible.
+A peak is a maximum, so other work on the device can only make a sample too slow. Every method of every quantity is timed in
+turn, round by round with pauses between, and a peak is the fastest sample. Rounds are added while the fastest samples of a
+quantity are further apart than :data:`SPREAD`. If they stay further apart than :data:`TRUSTED`, the device was busy. Then the
+peak is the slowest of the :data:`AGREEING` fastest samples, a warning says so, and the next command measures again. Peaks are
+kept in the cache folder, one entry per software stack. A load that lasts through all rounds cannot be detected this way.
+Therefore the workbench calls :func:`remeasure` before it marks a time as impossible. ``onelaunch doctor`` and the commands of
+studies call :func:`ceilings`.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 Peaks are measured once and kept, and every roofline bound rests on them. Peaks that are far too low make honest times look
 impossible; peaks that are far too high let impossible times pass. A quick look takes about a tenth of a second. It is rougher
-than :func:`onelaunch.device.peaks.measure`, so only large differences count.
+than :func:`onelaunch.device.peaks.measure`, so only large differences count. ``peaks.py`` calls it before it returns stored
+peaks and after it has measured.
 """
 
 from __future__ import annotations

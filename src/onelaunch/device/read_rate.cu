@@ -1,4 +1,5 @@
 // Two kernels that read a buffer once and write almost nothing, to measure the rate at which a GPU reads its memory.
+// read_rate.py compiles and launches them for device/peaks.py.
 //
 // Computes:  sums[CTA * WARPS + warp] = sum of the 32-bit words that this warp read, modulo 2^32. The host compares the total of
 //            `sums` with the sum that PyTorch computes. This proves that every byte arrived and that the compiler removed no load.

@@ -1,4 +1,7 @@
-"""Look-up of optional packages and of NVIDIA's profiler on this machine."""
+"""Look-up of optional packages and of NVIDIA's profiler on this machine.
+
+Requirements of variants, the workbench and ``onelaunch doctor`` ask it.
+"""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 An operand that consists of several tensors is one immutable value: :class:`Fp8Tensor` or :class:`NVFP4Tensor`. Its constructor
 checks the tensors and names what is wrong. Both classes are :class:`onelaunch.operation.Bundle` and list their tensors, so code
-that copies or casts arguments need not know the format.
+that copies or casts arguments need not know the format. Of the operations, ``swiglu`` takes them.
 """
 
 from onelaunch.formats.float8 import Fp8Tensor, quantize_fp8

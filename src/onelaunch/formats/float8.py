@@ -1,4 +1,7 @@
-"""Matrices in float8 (e4m3fn) with one scale for all elements or one for each row."""
+"""Matrices in float8 (e4m3fn) with one scale for all elements or one for each row.
+
+``swiglu`` takes :class:`Fp8Tensor`, and users quantize with :func:`quantize_fp8`.
+"""
 
 from __future__ import annotations
 

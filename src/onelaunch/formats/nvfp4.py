@@ -1,6 +1,8 @@
 """Matrices in NVFP4, 4-bit numbers with a scale for each block of 16: quantization, dequantization and checkpoint files.
 
 Source: NVFP4 as in NVIDIA's Transformer Engine and Model Optimizer; the swizzled order of scales is cuBLAS's for block scaling.
+
+``swiglu`` takes :class:`NVFP4Tensor`; users quantize, load and save with the functions.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Swizzled memory order of NVFP4 block scales, which cuBLAS and tcgen05 read."""
+"""Swizzled memory order of NVFP4 block scales, which cuBLAS and tcgen05 read.
+
+``nvfp4.py`` swizzles and unswizzles with it.
+"""
 
 from __future__ import annotations
 

@@ -15,6 +15,7 @@ import torch
 
 from onelaunch.cuda.compiler import Source
 from onelaunch.device.architectures import Architecture
+from onelaunch.launch.cache_keys import complete_key
 from onelaunch.launch.launch import CudaKernel, CudaLaunch, Launch, Mma
 
 Path: TypeAlias = tuple[int, ...]
@@ -53,9 +54,13 @@ class KernelBuild:
     @property
     def key(self) -> tuple[object, ...]:
         """Hashable value of everything that decides the machine code."""
-        forced = self.by_warps if self.warp_mma is None else self.warp_mma
-        parts = (self.signature, self.constants, self.attributes, self.num_warps, self.num_stages, self.options, forced)
-        return (self.kernel.__module__, self.kernel.__name__, *map(repr, parts))
+        parts = (self.signature, self.constants, self.attributes, self.num_warps, self.num_stages, self.options)
+        return (self.kernel.__module__, self.kernel.__name__, *map(repr, parts), repr(self.forces_warp_mma))
+
+    @property
+    def forces_warp_mma(self) -> bool:
+        """Whether the compiler must use warp-level matrix instructions, although the architecture has WGMMA."""
+        return self.by_warps if self.warp_mma is None else self.warp_mma
 
 
 @dataclass(frozen=True)
@@ -89,6 +94,7 @@ def build_of(launch: Launch | CudaLaunch, architecture: Architecture, name: str)
     if isinstance(launch, CudaLaunch):
         return build_of_kernel(launch.kernel, name)
     kernel = launch.kernel
+    complete_key(kernel)  # before the cache of _binder asks for the kernel's hash
     backend, binder = _binder(kernel, architecture.backend, architecture.target, architecture.warp)
     bound, specialization, given = binder(*map(_stand_in, launch.arguments), **launch.constants)
     # Triton's method parses its second argument and ignores its last, which has the same content in Triton's own launches too.

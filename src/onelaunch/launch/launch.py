@@ -15,6 +15,7 @@ import torch
 
 from onelaunch.cuda.compiler import Source
 from onelaunch.cuda.module import Function, Kind, load
+from onelaunch.launch.cache_keys import complete_key
 from onelaunch.launch.global_atomics import global_atomics
 from onelaunch.launch.imitation import record_launch
 from onelaunch.launch.recording import recorder
@@ -64,6 +65,7 @@ class Launch:
 
     def _launch(self) -> None:
         """Launch the kernel by ``kernel.run``, since ``kernel[grid](...)`` would pack the arguments a second time."""
+        complete_key(self.kernel)
         compiled = self.kernel.run(*self.arguments, grid=self.grid, warmup=False, **self.constants)
         if (active := recorder()) is not None:
             active.launched(self, compiled)

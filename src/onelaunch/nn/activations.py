@@ -1,4 +1,7 @@
-"""Activations, by the names that layers' arguments accept."""
+"""Activations, by the names that layers' arguments accept.
+
+``gated.py`` calls :func:`checked` for the arguments that name the activations of the gate and of queries and keys.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Cache of layers' states between the calls of a generation."""
+"""Cache of layers' states between the calls of a generation.
+
+Users pass a :class:`Cache` to a layer's call. ``GatedLayer`` and ``LinearRNN`` read and update it.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +68,8 @@ class Cache:
         """Store a layer's state after ``offset`` more steps.
 
         Raises:
-            ArgumentError: ``in_place`` is set, and a state has another shape than the one it replaces, or needs gradients.
+            ArgumentError: ``in_place`` is set, and a state that replaces another has another shape or needs gradients. A layer's
+                first state is stored without a check.
         """
         new = LayerState(recurrent_state, conv_state, self.get_seq_length(layer_idx) + offset)
         old = self.states.get(layer_idx)
@@ -77,6 +81,8 @@ class Cache:
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Make sequence ``i`` continue from the state of sequence ``beam_idx[i]``; ``beam_idx`` has N integers.
+
+        A caller's beam search calls it; no layer does.
 
         Raises:
             ArgumentError: ``in_place`` is set, and ``beam_idx`` has another number of sequences, or the states need gradients.

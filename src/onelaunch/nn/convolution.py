@@ -1,4 +1,7 @@
-"""Short causal convolutions over time, one filter per channel, built on PyTorch's own functions."""
+"""Short causal convolutions over time, one filter per channel, built on PyTorch's own functions.
+
+``GatedLayer`` applies them to queries, keys and values.
+"""
 
 from __future__ import annotations
 

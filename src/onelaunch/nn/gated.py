@@ -1,4 +1,7 @@
-"""Base class of the gated linear attention layers: heads, packed projections, short convolutions, norm and output projection."""
+"""Base class of the gated linear attention layers: heads, packed projections, short convolutions, norm and output projection.
+
+``gla.py`` and ``simple_gla.py`` derive their layers from it.
+"""
 
 from __future__ import annotations
 

@@ -30,7 +30,8 @@ class LinearRNN(PackedModule):
     Raises:
         ArgumentError: an argument is invalid; the message names it, what it was and what it must be.
 
-    Source: experiment 040, which ``studies/040-linear-rnn.toml`` asks again; the decay is that of gated linear attention.
+    Source: experiment 040, which ``studies/040-linear-rnn.toml`` asks again of the operation alone; the decay
+        is that of gated linear attention.
     """
 
     in_proj_weight: nn.Parameter

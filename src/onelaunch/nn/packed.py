@@ -1,4 +1,7 @@
-"""Packed parameters: several weights concatenated in one parameter, with separate names in a state dict."""
+"""Packed parameters: several weights concatenated in one parameter, with separate names in a state dict.
+
+``GatedLayer``, ``LinearRNN`` and ``SwiGLU`` derive from :class:`PackedModule`.
+"""
 
 from __future__ import annotations
 
@@ -75,7 +78,7 @@ class PackedModule(nn.Module):
 def _pieces(
     state_dict: Mapping[str, Any], prefix: str, parts: tuple[Part, ...], whole: torch.Tensor, error_msgs: list[str]
 ) -> dict[str, torch.Tensor]:
-    """Return the parts that a state dict holds in the right shape; append a message in PyTorch's wording for each other part."""
+    """Return the parts that a state dict holds in the right shape; append a message for each other part."""
     found: dict[str, torch.Tensor] = {}
     for part in parts:
         if (value := state_dict.get(prefix + part.key)) is None:

@@ -4,6 +4,7 @@ An :class:`Operation` is a mathematical contract, and a :class:`Variant` is one 
 tests, the studies, the dispatcher and the documentation all read these objects; nothing else in the project lists variants.
 """
 
+from onelaunch.operation.accuracy import SUM_OF_PRODUCTS, StatedErrors
 from onelaunch.operation.case import Bundle, Case, Reading
 from onelaunch.operation.cost import Cost, launch_count
 from onelaunch.operation.definition import Operation
@@ -32,6 +33,7 @@ __all__ = [
     "AUTO",
     "DIRECTIONS",
     "NAME",
+    "SUM_OF_PRODUCTS",
     "Bundle",
     "Call",
     "Capabilities",
@@ -48,6 +50,7 @@ __all__ = [
     "Query",
     "Reading",
     "Shapes",
+    "StatedErrors",
     "Variant",
     "find_operation",
     "fixed",

@@ -1,4 +1,7 @@
-"""Casts for ``torch.autocast``: an operation casts its inputs once, and autocast is off inside its variants."""
+"""Casts for ``torch.autocast``: an operation casts its inputs once, and autocast is off inside its variants.
+
+The public functions in ``contract.py`` of each operation call these functions.
+"""
 
 from __future__ import annotations
 

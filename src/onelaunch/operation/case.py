@@ -1,4 +1,8 @@
-"""Descriptions of calls without tensors, the arguments made for them, and arguments that consist of several tensors."""
+"""Descriptions of calls without tensors, the arguments made for them, and arguments that consist of several tensors.
+
+The studies, the probes and the tests name calls by a :class:`Case`. The input makers of operations return a :class:`Reading`.
+Caches, weights and quantized tensors are each a :class:`Bundle`.
+"""
 
 from __future__ import annotations
 
@@ -67,3 +71,5 @@ class Reading:
     """Keyword arguments of the public function."""
     differentiable: tuple[str, ...]
     """Names of the arguments that take gradients."""
+    through: tuple[str, ...] | None = None
+    """Names of the results through which gradients come in; ``None`` for all that have floating-point numbers."""

@@ -1,4 +1,7 @@
-"""Lower bounds on the work of a call: FLOPs, bytes and launches, computed from its sizes."""
+"""Lower bounds on the work of a call: FLOPs, bytes and launches, computed from its sizes.
+
+``cost.py`` of each operation returns a :class:`Cost`. The workbench plans with it and computes roofline bounds from it.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Definition of an operation: a mathematical contract with an oracle, an input maker, a cost and variants."""
+"""Definition of an operation: a mathematical contract with an oracle, an input maker, a cost and variants.
+
+``contract.py`` of each operation creates an :class:`Operation` through ``registry.py``; the dispatcher, the workbench and the
+commands read it.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +16,7 @@ import torch
 from onelaunch.device.architectures import architecture_of
 from onelaunch.errors import ArgumentError, UnknownVariant
 from onelaunch.launch.planned import Planned
+from onelaunch.operation.accuracy import StatedErrors, checked_errors
 from onelaunch.operation.case import Case, Reading
 from onelaunch.operation.cost import Cost
 from onelaunch.operation.probe import Probe, Probes
@@ -32,9 +37,11 @@ class Operation(Generic[P, R]):
         options: Options of the input maker with their defaults. A case may override them.
         stages: Number of consecutive operations that it consists of, each of which rounds its result. The caps on errors of the
             verification gate hold for one stage. They grow with the square root of this number, as independent errors do.
+        stated_errors: Norm-wise errors that float32 results and gradients may have in calls of 16-bit inputs, by name and by the
+            dtype of the inputs. Twice the error of the PyTorch baseline is allowed where that is more.
         defaults: Variants to prefer where nothing was measured, by device type.
-        planned: Flag that calls on a GPU are replayed (:class:`onelaunch.launch.plan.Planned`), which asks of the public function
-            that it depends on nothing but facts about its arguments that are known without reading them.
+        planned: Flag that calls are replayed (:class:`onelaunch.launch.planned.Planned`), which asks of the public function that it
+            depends on nothing but facts about its arguments that are known without reading them.
         variants: Variants by name, in order of registration.
     """
 
@@ -49,6 +56,7 @@ class Operation(Generic[P, R]):
         defaults: Mapping[str, tuple[str, ...]],
         stages: int = 1,
         planned: bool = False,
+        stated_errors: StatedErrors | None = None,
     ) -> None:
         functools.update_wrapper(self, function)
         self.name = function.__name__
@@ -59,6 +67,7 @@ class Operation(Generic[P, R]):
         self.options = dict(options)
         self.defaults = dict(defaults)
         self.stages = stages
+        self.stated_errors = checked_errors(self.name, stated_errors or {})
         self.variants: dict[str, Variant] = {}
         self.controls: dict[str, Control] = {}
         self.loops: dict[str, LoopMaker] = {}
@@ -276,7 +285,10 @@ class Operation(Generic[P, R]):
             raise UnknownVariant(name, self.variants) from None
 
     def variants_for(self, device: str) -> list[str]:
-        """Return the names of the variants that can run on a device, judged by a small float16 call in which all sizes are 64."""
+        """Return the names of the variants that can run on a device, judged by a small float16 call in which all sizes are 64.
+
+        It is for users and their tests; the package calls :meth:`Variant.why_not` with the query of the actual call.
+        """
         case = Case(self.name, dict.fromkeys(self.dimensions, 64), torch.float16)
         query = self.query(case, device)
         return [name for name, variant in self.variants.items() if variant.why_not(query) is None]

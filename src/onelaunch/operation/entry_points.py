@@ -2,8 +2,9 @@
 
 An installed package announces a plug-in in the entry-point group :data:`GROUP`. Each entry is imported separately. If one fails,
 its registrations are taken back, and one :class:`~onelaunch.errors.PluginWarning` names the entry and its distribution. So it is
-with an entry that replaces an operation, a variant or a function of one that was registered before.
-Everything else works as if that package were not installed. KeyboardInterrupt is passed on.
+with an entry that replaces an operation, a variant or a function of one that was registered before. Everything else works as if
+that package were not installed. KeyboardInterrupt is passed on. The registry calls :func:`load_once` when operations are first
+looked up.
 """
 
 from __future__ import annotations

@@ -1,8 +1,14 @@
-"""Random inputs that operations with a recurrent state share: log-decays of several kinds, and the flags of a case."""
+"""Random inputs that operations with a recurrent state share: log-decays of several kinds, and the flags of a case.
+
+``reference.py`` of ``gated_scan``, ``gla`` and ``linear_rnn`` call them, and ``cost.py`` of the first two
+:func:`packed_lengths`.
+"""
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,6 +21,10 @@ from onelaunch.operation.query import state_flags
 DECAYS = ("model", "weak", "strong", "zero", "forget", "mixed")
 """Values of the option ``decay``, in order: decays as models produce them (0.85 to 1); decays near 1; log-decays whose sum falls
 below -80 within 16 steps; log-decay 0 (nothing is forgotten); log-decay -inf; and a random mixture of all by channel and step."""
+
+
+RATIO = (1, 3, 2, 4)
+"""Ratio of the lengths of packed sequences where only their number is given. No tile divides the lengths of most T."""
 
 
 def make_log_decay(kind: str, extent: tuple[int, int, int], device: torch.device, generator: torch.Generator) -> torch.Tensor:
@@ -41,3 +51,21 @@ def case_flags(case: Case, defaults: dict[str, Any]) -> tuple[str, ...]:
     """Return the flags of a case's query; ``defaults`` are the operation's options."""
     options = {**defaults, **case.options}
     return state_flags(options["lengths"] is not None, bool(options["initial_state"]), bool(options["final_state"]))
+
+
+def packed_lengths(case: Case, lengths: int | Sequence[int]) -> list[int]:
+    """Return the lengths of packed sequences, from the option ``lengths`` of a case.
+
+    A number stands for so many sequences of different lengths, in the ratio :data:`RATIO` in turn.
+
+    Raises:
+        ArgumentError: The lengths do not add up to T, or B is not 1.
+    """
+    steps = case.sizes["T"]
+    if isinstance(lengths, int):
+        weights = [RATIO[index % len(RATIO)] for index in range(lengths)]
+        ends = [round(steps * total / sum(weights)) for total in itertools.accumulate(weights)]
+        lengths = [end - start for start, end in itertools.pairwise([0, *ends])]
+    if sum(lengths) != steps or case.sizes["B"] != 1:
+        raise ArgumentError(f"lengths add up to {sum(lengths)}; they must add up to T = {steps}, with B = 1.")
+    return list(lengths)

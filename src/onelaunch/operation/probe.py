@@ -1,7 +1,8 @@
 """Probes of an operation: edge cases on which every variant is judged before its times count and before ``auto`` may choose it.
 
-An operation's file ``probes.py`` lists them. Most are plain cases. A probe with a function ``prepare`` has arguments that no case
-describes, such as transposed memory or rows of very different magnitude.
+An operation's file ``probes.py`` lists them. Most are plain cases. A probe with a function ``prepare`` has arguments that no
+case describes, such as transposed memory or rows of very different magnitude. Those files also call the functions below, which
+make such probes.
 """
 
 from __future__ import annotations

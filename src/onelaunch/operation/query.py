@@ -1,4 +1,8 @@
-"""Dispatch keys: facts about a call, without its tensors, that decide which variants can run and which is fastest."""
+"""Dispatch keys: facts about a call, without its tensors, that decide which variants can run and which is fastest.
+
+``contract.py`` of each operation makes the :class:`Query` of a call, and its ``reference.py`` that of a case. The dispatcher,
+the variants' predicates and the planner of studies read it.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Registry of all operations, including those of plug-ins."""
+"""Registry of all operations, including those of plug-ins.
+
+``contract.py`` of each operation registers it by :func:`operation`. The dispatcher, the workbench and the commands call
+:func:`find_operation` and :func:`operations`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Predicates that variants of many operations share. Each returns why a call cannot run, or ``None`` if it can.
+"""Predicates that variants of many operations share. Most return why a call cannot run, or ``None`` if it can.
 
 The returned reason completes the sentence "it ...", such as "needs a CUDA or ROCm device".
 """
@@ -57,7 +57,7 @@ def triton_here() -> bool:
 
 @functools.cache
 def interpreting() -> bool:
-    """Return whether Triton kernels run in its interpreter (``TRITON_INTERPRET=1`` was set when Triton was imported)."""
+    """Return whether Triton kernels run in its interpreter (``TRITON_INTERPRET=1`` was set when this was first called)."""
     if not triton_here():
         return False
     from triton import knobs

@@ -38,6 +38,12 @@ class Capabilities:
     """Flag that the variant has a backward pass."""
     requires: str | None = None
     """Name of another project's package that must be installed. ``auto`` never chooses such a variant."""
+    own_tolerance: float | None = None
+    """Largest norm-wise error that the tests of that project allow.
+
+    A peer whose errors are larger than the verification gate allows, but within this tolerance, is incorrect by the gate. A study
+    times it all the same, as a *peer outside the gate*, with which other variants may be compared.
+    """
     by_name_only: bool = False
     """Flag that ``auto`` never chooses the variant, as for ablations."""
     experimental: bool = False
@@ -79,6 +85,11 @@ class Capabilities:
         for key, value in given.items():
             if (want := _wrong(key, value)) is not None:
                 raise ArgumentError(f"{key} of variant {variant!r} of {operation} is {value!r}; it must be {want}.")
+        if given.get("own_tolerance") is not None and given.get("requires") is None:
+            raise ArgumentError(
+                f"own_tolerance of variant {variant!r} of {operation} is {given['own_tolerance']!r} without requires; only a "
+                "variant that needs another project's package may have the tolerance of that project's tests."
+            )
         return cls(**given)
 
     @property
@@ -95,9 +106,10 @@ _UNSELECTABLE = (
     "engine_bytes",
     "experimental",
     "in_a_row",
+    "own_tolerance",
     "prompt_steps",
 )
-"""Capabilities that studies cannot select by: functions, and flags that only ``auto`` or the verification uses."""
+"""Capabilities that studies cannot select by: functions, and facts that only ``auto`` or the verification uses."""
 
 _COUNTS = ("launches", "backward_launches")
 """Capabilities whose values are counts."""
@@ -114,6 +126,9 @@ def _wrong(key: str, value: object) -> str | None:
         return None if isinstance(value, bool) else "True or False"
     if key == "requires":
         return None if value is None or (isinstance(value, str) and value) else "the name of a package, or None"
+    if key == "own_tolerance":
+        good = value is None or (isinstance(value, float) and 0 < value < 1)
+        return None if good else "a number above 0 and below 1, or None"
     if key == "architectures":
         good = value is None or (isinstance(value, tuple) and all(isinstance(each, str) for each in value))
         return None if good else "a tuple of names such as 'sm_90a', or None"
@@ -220,7 +235,7 @@ class Variant:
         return function
 
     def listed_examples(self) -> list[Example]:
-        """Return the example calls of this variant, or none if it launches no kernels of its own."""
+        """Return the example calls of this variant, or none if it launches no kernels of its own. Tests run them."""
         return list(self._examples()) if self._examples else []
 
     def kernels(self, builds: Callable[[str], Iterable[Build]]) -> Callable[[str], Iterable[Build]]:

@@ -1,4 +1,7 @@
-"""Merge stored results into the dispatcher's tables, so that measured times decide which variant runs on a device."""
+"""Merge stored results into the dispatcher's tables, so that measured times decide which variant runs on a device.
+
+Command ``onelaunch study adopt`` calls :func:`adopt`.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ from onelaunch.device.hardware import SLUG, table_name
 from onelaunch.dispatch.measured import Key, is_time, key_of, read
 from onelaunch.errors import AdoptNotice, OutputUnwritable, ResultMismatch, TableCorrupt, TableFolderError
 from onelaunch.files import reason, replace
-from onelaunch.operation import find_operation
+from onelaunch.operation import AUTO
 from onelaunch.wording import in_a_line, listing
 from onelaunch.workbench.result import Cell, Result
 from onelaunch.workbench.result.consistency import BELOW_BOUND
@@ -237,23 +240,29 @@ def _rows(result: Result) -> list[dict[str, Any]]:
     that the run did not reach with all its variants, because the fastest may be missing, and a variant that failed its probes.
     """
     unproven = _unproven(result)
-    dimensions = find_operation(result.study.operation).dimensions
+    for name in dict.fromkeys(cell.variant for cell in result.cells if cell.outside):
+        _notice(
+            f"{name} of {result.study.name} is not adopted where it is a peer outside the gate, with which others are compared."
+        )
     rows = []
     for shape in result.study.shapes:
         if (flags := _flags(result.study, shape)) is None:
             continue
+        operation = result.study.operation_at(shape)
         for direction in result.study.directions:
             cells = [cell for cell in result.cells if (cell.shape, cell.direction) == (shape.name, direction)]
             times = {
                 cell.variant: time
                 for cell in cells
-                if cell.variant not in unproven and (time := _adoptable(result, cell)) is not None
+                if result.study.label(operation.name, cell.variant) not in unproven
+                and (time := _adoptable(result, cell)) is not None
             }
             if times and all(cell.status != "interrupted" for cell in cells):
-                sizes = {name: shape.sizes[name] for name in dimensions}
+                sizes = {name: shape.sizes[name] for name in operation.dimensions}
                 fastest_first = dict(sorted(times.items(), key=lambda entry: entry[1]))  # for people who open the table
-                row = _row(result.study.operation, direction, shape.dtype, flags, sizes, fastest_first)
-                reports = {name: result.probes[name] for name in times if name in result.probes}
+                row = _row(operation.name, direction, shape.dtype, flags, sizes, fastest_first)
+                labels = {name: result.study.label(operation.name, name) for name in times}
+                reports = {name: result.probes[label] for name, label in labels.items() if label in result.probes}
                 met = sorted(name for name, report in reports.items() if report.passed and not report.failed)
                 rows.append(row | ({"probes": met} if met else {}))
     return rows
@@ -272,7 +281,9 @@ def _unproven(result: Result) -> set[str]:
         )
         return set()
     found = set()
-    for name in dict.fromkeys(cell.variant for cell in result.cells if not cell.control and _adoptable(result, cell) is not None):
+    study = result.study
+    adoptable = [cell for cell in result.cells if _adoptable(result, cell) is not None]
+    for name in dict.fromkeys(study.label(study.operation_at(study.shape(cell.shape)).name, cell.variant) for cell in adoptable):
         report = probes.get(name)
         if report is not None and report.passed and not report.failed:
             continue
@@ -293,7 +304,7 @@ def _flags(study: Study, shape: Shape) -> list[str] | None:
         given: dict[str, Any] = {**shape.sizes, **options}
         return frozenset(operation.query(operation.case(shape.dtype, **given), "cpu").flags)  # the device is not compared
 
-    operation = find_operation(study.operation)
+    operation = study.operation_at(shape)
     flags = flags_with(shape.options)
     for option in shape.options:
         if flags_with({name: value for name, value in shape.options.items() if name != option}) == flags:
@@ -302,14 +313,16 @@ def _flags(study: Study, shape: Shape) -> list[str] | None:
 
 
 def _adoptable(result: Result, cell: Cell) -> float | None:
-    """Return the cold median in microseconds of a correct variant with status ``ok``, or ``None``. Controls have none.
+    """Return the cold median in microseconds of a correct variant with status ``ok``, or ``None`` if there is none to adopt.
+
+    Controls have none, nor has ``auto``, which is a choice by the table itself.
 
     Raises:
         ResultMismatch: A time is not a positive number, or below its roofline bound, so the result was not written by a run.
     """
     timing = cell.timing("cold")
     verified = cell.verdict is not None and cell.verdict.ok
-    if timing is None or not verified or cell.status != "ok" or cell.control:
+    if timing is None or not verified or cell.status != "ok" or cell.control or cell.variant == AUTO:
         return None
     for time in (timing.microseconds.median, *timing.rounds):
         if not is_time(time) or not round(time, 3):  # a table stores nanoseconds, and a time below half of one would become 0

@@ -1,4 +1,7 @@
-"""Cases and variants at which the criteria of a study ask for counts."""
+"""Cases and variants at which the criteria of a study ask for counts.
+
+``running.py`` calls these functions before it counts DRAM bytes, launches and barriers or takes host times.
+"""
 
 from __future__ import annotations
 
@@ -24,11 +27,12 @@ def measures_of_bytes() -> list[str]:
 def cases_of(study: Study, names: Sequence[str]) -> frozenset[tuple[str, Direction]]:
     """Return the cases at which criteria ask for these measures."""
     asked = [criterion for criterion in study.criteria if criterion.measure in names]
-    return frozenset((shape.name, criterion.direction) for criterion in asked for shape in study.shapes_of(criterion))
+    pairs = [pair for criterion in asked for pair in study.asked(criterion)]
+    return frozenset((pair.shape.name, pair.criterion.direction) for pair in pairs)
 
 
 def named_for(study: Study, names: Sequence[str]) -> set[str]:
     """Return the variants and controls that criteria with these measures select."""
     asked = [criterion for criterion in study.criteria if criterion.measure in names]
     sides = [side for criterion in asked for shape in study.shapes_of(criterion) for side in study.sides(criterion, shape)]
-    return {name for selector, _ in sides for name in study.select(selector)}
+    return {name for selector, where in sides for name in study.select(selector, where)}

@@ -1,4 +1,4 @@
-"""File access of the workbench: UTF-8 text of bounded size, written atomically.
+"""File access of the workbench and its commands: UTF-8 text of bounded size, written atomically.
 
 The probes check that an output can be written before a long measurement begins.
 """

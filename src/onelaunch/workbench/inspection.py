@@ -2,17 +2,16 @@
 
 Triton and NVRTC compile for any target on any machine, and Triton's wheel includes NVIDIA's disassembler. Spilled registers, and
 matrix products that became other instructions than intended, are therefore found on every machine and in every test run.
+Command ``onelaunch inspect`` calls :func:`inspect_operation`, and tests compile every kernel with :func:`inspect_build`.
 """
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import tempfile
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import nullcontext
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,8 +21,7 @@ from onelaunch.cuda import sass
 from onelaunch.device.architectures import ARCHITECTURES, CHECKED, Architecture, find_architecture  # noqa: F401 - re-export
 from onelaunch.errors import CompileError, CompilerMissing, InspectionError
 from onelaunch.launch.build import Build, CudaBuild, KernelBuild
-from onelaunch.launch.global_atomics import global_atomics
-from onelaunch.launch.warp_mma import warp_mma
+from onelaunch.launch.compile import INSTALL_TRITON, compile_triton
 from onelaunch.operation import Operation
 from onelaunch.wording import listing
 
@@ -178,12 +176,10 @@ def _cuda_code(build: CudaBuild, target: Architecture) -> _Compiled:
 
 # Triton
 
-_INSTALL_TRITON = "Install it with: pip install 'onelaunch[triton]'."
-
 
 def _triton_code(build: KernelBuild, target: Architecture) -> _Compiled:
     """Compile a Triton kernel and disassemble it."""
-    compiled = _compile(build, target)
+    compiled = compile_triton(build, target)
     stages = {stage: text for stage, text in compiled.asm.items() if isinstance(text, str)}
     if target.backend == "cuda":
         listed = _disassemble(compiled.asm["cubin"], build.name)
@@ -197,78 +193,6 @@ def _triton_code(build: KernelBuild, target: Architecture) -> _Compiled:
         return _Compiled(_read_sass(listed), compiled.metadata.shared, assembly, remarks)
     assembly = {"ttgir": stages["ttgir"], "amdgcn": stages["amdgcn"]}
     return _Compiled(_read_amdgcn(stages["amdgcn"]), compiled.metadata.shared, assembly)
-
-
-def _compile(build: KernelBuild, target: Architecture) -> Any:
-    """Return what Triton's compiler returns for a build: the code of each stage, and metadata."""
-    try:
-        import triton
-        from triton.backends.compiler import GPUTarget
-        from triton.compiler import ASTSource
-        from triton.experimental.gluon._runtime import GluonASTSource
-    except ImportError as error:
-        raise InspectionError(f"Triton is not installed, so its kernels cannot be compiled. {_INSTALL_TRITON}") from error
-    if os.environ.get("TRITON_INTERPRET") == "1":
-        raise InspectionError(
-            "TRITON_INTERPRET=1 is set, so Triton interprets kernels and cannot compile them. Unset this environment variable."
-        )
-    signature, constants, attributes = _specialized(build)
-    source = (GluonASTSource if build.kernel.is_gluon() else ASTSource)(
-        build.kernel, signature=signature, constexprs=constants, attrs=attributes
-    )
-    forced = build.by_warps if build.warp_mma is None else build.warp_mma  # warp-level instructions, although WGMMA exists
-    try:
-        with warp_mma() if forced else nullcontext(), global_atomics() if target.backend == "hip" else nullcontext():
-            return triton.compile(
-                source,
-                target=GPUTarget(target.backend, target.target, target.warp),
-                options={"num_warps": build.num_warps, "num_stages": build.num_stages, **build.options},
-            )
-    except Exception as error:  # Triton raises errors of many types: its own, MLIR's and those of ptxas
-        raise InspectionError(
-            f"Kernel {build.name!r} does not compile for {target.name}: {_first_line(error)}. "
-            f"Its configuration: {dict(build.constants)}, {build.num_warps} warps, {build.num_stages} stages."
-        ) from error
-
-
-def _specialized(build: KernelBuild) -> tuple[dict[str, Any], dict[Any, Any], dict[Any, Any]]:
-    """Return the signature (types by name), the constants and the attributes (divisibility) of a build for Triton's compiler.
-
-    Constants and attributes are by the path of the argument, which is its index or, in a tuple, index and position.
-    """
-    if build.attributes is not None:
-        return dict(build.signature), dict(build.constants), dict(build.attributes)
-    types = dict(_types(build))
-    nones = [path for path, type_ in types.items() if len(path) > 1 and type_ == "constexpr"]  # a tuple's constants are all None
-    signature = {
-        name: tuple(_plain(each) for each in type_) if isinstance(type_, tuple) else _plain(type_)
-        for name, type_ in build.signature.items()
-    }
-    divisible = [path for path, type_ in types.items() if type_.startswith("*") or type_.endswith(":16")]
-    constants = {**build.constants, **dict.fromkeys(nones)}
-    return signature, constants, {path: [["tt.divisibility", 16]] for path in divisible}
-
-
-def _types(build: KernelBuild) -> Iterator[tuple[tuple[int, ...], str]]:
-    """Yield the path and the type of every argument, and of every member of an argument that is a tuple."""
-    for name, type_ in build.signature.items():
-        index = build.kernel.arg_names.index(name)
-        if isinstance(type_, tuple):
-            yield from (((index, member), each) for member, each in enumerate(type_))
-        else:
-            yield (index,), type_
-
-
-def _plain(type_: str) -> str:
-    """Return Triton's name of a type, without the suffix that declares divisibility."""
-    return type_.removesuffix(":16")
-
-
-def _first_line(error: Exception) -> str:
-    """Return the first line of a compiler's message that contains ``error``, or its last line if none does."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    errors = [line for line in lines if "error" in line.lower()]
-    return f"{type(error).__name__}: {(errors or lines[-1:] or ['no message'])[0].rstrip('.')}"
 
 
 # Reading NVIDIA's machine code
@@ -286,7 +210,7 @@ def _disassemble(cubin: bytes, kernel: str) -> str:
         from triton import knobs
     except ImportError as error:
         raise InspectionError(
-            f"Kernel {kernel!r} was compiled, but the disassembler comes with Triton. {_INSTALL_TRITON}"
+            f"Kernel {kernel!r} was compiled, but the disassembler comes with Triton. {INSTALL_TRITON}"
         ) from error
 
     with tempfile.TemporaryDirectory() as folder:

@@ -1,4 +1,4 @@
-"""Formatting of numbers: times, bytes, rates and ratios as reports, evidence and messages of the workbench write them."""
+"""Formatting of numbers: times, bytes, rates and ratios as reports, evidence and commands write them."""
 
 from __future__ import annotations
 

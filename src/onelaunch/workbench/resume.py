@@ -1,4 +1,7 @@
-"""Facts that must be equal for an interrupted run to be resumed."""
+"""Facts that must be equal for an interrupted run to be resumed.
+
+``running.py`` calls :func:`differences` before it takes over the measurements of an interrupted run.
+"""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 A case is a shape in one direction, ``forward`` or ``forward_backward``. Cases run one after another, and the partial result is
 saved after each. A variant that raises, runs out of memory or is incorrect is recorded as such, and the others continue.
-Ctrl-C ends the run early with everything that was measured.
+Ctrl-C ends the run early with everything that was measured. Command ``onelaunch study run`` calls :func:`run_study`.
 """
 
 from __future__ import annotations

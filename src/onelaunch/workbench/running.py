@@ -1,6 +1,7 @@
 """State of a running study: its plan, the measurements so far, and the steps that verify, time and count the rest.
 
-The unit of work is a case, a shape in one direction; all its variants and controls are measured together.
+The unit of work is a case, a shape in one direction; all its variants and controls are measured together. ``supervise/job.py``
+makes a :class:`Run` in the process that measures.
 """
 
 from __future__ import annotations
@@ -15,15 +16,16 @@ import torch
 
 from onelaunch.device import hardware, peaks
 from onelaunch.errors import OutputUnwritable, ResultMismatch
-from onelaunch.operation import Case, Cost, Direction, Operation, find_operation
+from onelaunch.operation import AUTO, Case, Direction, Operation
 from onelaunch.workbench.asked import cases_of, cases_to_count, measures_of_bytes, named_for
+from onelaunch.workbench.cells import Key, bounded, by_arithmetic, cell_of, key_of, unreached
 from onelaunch.workbench.decide.decision import concluded
-from onelaunch.workbench.decide.measured import CountedMeasure, counted_measures
+from onelaunch.workbench.decide.measured import TakenMeasure, kept_as, taken_measures
 from onelaunch.workbench.measure.compiling import calls_to_compile, compile_ahead
-from onelaunch.workbench.measure.count import Request, analytic, count_all
-from onelaunch.workbench.measure.outcomes import Interrupted, Measurements, below
+from onelaunch.workbench.measure.count import Request, count_all
+from onelaunch.workbench.measure.outcomes import Interrupted, Measurements
 from onelaunch.workbench.measure.timing import measure, new_seed
-from onelaunch.workbench.result import Cell, Noise, ProbeReport, Result, Status, StoredCeilings, Traffic, Verdict
+from onelaunch.workbench.result import Beside, Cell, Noise, ProbeReport, Result, Status, StoredCeilings, Traffic, Verdict
 from onelaunch.workbench.result.provenance import provenance
 from onelaunch.workbench.result.sources import variant_sources
 from onelaunch.workbench.resume import differences
@@ -67,8 +69,8 @@ class Steps:
     probe: Callable[..., ProbeReport] = run_probes
     measure: Callable[..., Measurements] = measure
     count: Callable[..., Sequence[Traffic]] = count_all
-    counters: Mapping[str, Callable[..., Sequence[int | str]]] = field(default_factory=dict)
-    """Functions by the name of a measure that count in place of the measure's own ``count``; none but in tests."""
+    counters: Mapping[str, Callable[..., Sequence[int | Beside | str]]] = field(default_factory=dict)
+    """Functions by the kept name of a measure that count in place of the measure's own ``count``; none but in tests."""
     compile: Callable[..., list[str]] = compile_ahead
 
 
@@ -87,10 +89,6 @@ class RunOptions:
     """Command line for the provenance; this process's own if empty."""
     timing_seed: int = field(default_factory=new_seed)
     """Seed of the inputs that are timed, drawn for each run and stored in its result."""
-
-
-Key = tuple[str, Direction, str, bool]
-"""Shape, direction and name of a measurement, and whether it is of a control, which may have the name of a variant."""
 
 
 @dataclass
@@ -118,9 +116,9 @@ class Run:
     failures: Mapping[Key, tuple[Status, str]] = field(default_factory=dict)
     """Statuses and reasons of candidates that ended an earlier process or ran too long. They are not run again."""
     probes: dict[str, ProbeReport] = field(default_factory=dict)
-    """Outcomes of the operation's probes by variant."""
+    """Outcomes of the operation's probes by the variant's label, :meth:`~onelaunch.workbench.study.Study.label`."""
     examined: dict[tuple[str, Direction], Verdict] = field(default_factory=dict)
-    """Verdicts of the checks that take many calls, each made at the first case of a variant in a direction."""
+    """Verdicts of the checks that take many calls, by the variant's label, each made at its first case in a direction."""
     on_turn: Callable[..., None] = lambda *_, **__: None
     """Callback ``on_turn(shape, direction, name, control=..., step=...)`` before a candidate runs, and with no name after."""
     on_kept: Callable[[Result], None] = lambda _: None
@@ -131,9 +129,9 @@ class Run:
         self.judge = Judge(ORACLE_BYTES.get(self.device.type, 1 << 30))
         self.counted = cases_to_count(self.study, self.options.count)
         """Cases at which DRAM bytes are counted."""
-        wanted = counted_measures() if self.options.count else []
-        self.counts = {measure.name: (measure, cases_of(self.study, (measure.name,))) for measure in wanted}
-        """Counted measures by name, each with the cases at which a criterion asks for it."""
+        wanted = taken_measures() if self.options.count else []
+        self.counts = {measure.kept: (measure, cases_of(self.study, kept_as(measure.kept))) for measure in wanted}
+        """Measures that a step of its own takes, each with the cases at which a criterion asks for it."""
         if self.options.quick:
             self.plan = self.plan.in_first_direction()
             first = self.study.directions[0].replace("_", " and ")
@@ -146,9 +144,13 @@ class Run:
     def study(self) -> Study:
         return self.plan.study
 
-    @property
-    def operation(self) -> Operation[..., Any]:
-        return find_operation(self.study.operation)
+    def _operation(self, runnable: Sequence[PlannedCell]) -> Operation[..., Any]:
+        """Return the operation of the candidates of one case."""
+        return self.study.operation_at(runnable[0].shape)
+
+    def _label(self, planned: PlannedCell) -> str:
+        """Return the name under which the probes and examinations of a planned variant are kept."""
+        return self.study.label(self.study.operation_at(planned.shape).name, planned.variant)
 
     @property
     def cases(self) -> list[tuple[Shape, Direction]]:
@@ -189,7 +191,7 @@ class Run:
                 continue
             counted = name not in self.counted or any(cell.traffic and cell.traffic.source == "ncu" for cell in cells)
             for what, (_, asked) in self.counts.items():
-                counted = counted and (name not in asked or any(cell.count(what) is not None for cell in cells))
+                counted = counted and (name not in asked or any(cell.has(what) for cell in cells))
             (self.finished if counted else self.uncounted).append(case)
             self.cells |= {(cell.shape, cell.direction, cell.variant, cell.control): cell for cell in cells}
         done = {(shape.name, direction) for shape, direction in (*self.finished, *self.uncounted)}
@@ -230,23 +232,28 @@ class Run:
 
         Variants of other projects' packages are left out: ``auto`` never chooses them, and some tune for minutes at each size.
         """
-        first = {cell.variant: cell for cell in reversed(self.plan.cells) if not cell.control and cell.status is None}
-        if not self.operation.listed_probes():
-            return
-        asked = [name for name in first if self.operation.get(name).capabilities.requires is None]
+        first = {self._label(cell): cell for cell in reversed(self.plan.cells) if not cell.control and cell.status is None}
+        asked = [(label, planned) for label, planned in first.items() if self._has_probes(planned)]
         judge = Judge(ORACLE_BYTES.get(self.device.type, 1 << 30))
-        for done, name in enumerate(asked):
-            if name in self.probes:
+        for done, (label, planned) in enumerate(asked):
+            if label in self.probes:
                 continue
-            shape, direction, *_ = _key(first[name])
-            ended = [reason for key, (_, reason) in self.failures.items() if key[2:] == (name, False)]
+            shape, direction, name, _ = key_of(planned)
+            here = {each.shape.name for each in self.plan.cells if self._label(each) == label}
+            ended = [reason for key, (_, reason) in self.failures.items() if key[2:] == (name, False) and key[0] in here]
             if ended:  # perhaps at a probe, which would end this process too
-                self.probes[name] = ProbeReport(passed=0, failed=tuple(ended))
+                self.probes[label] = ProbeReport(passed=0, failed=tuple(ended))
                 continue
             self._report(shape, direction, "probe", done, len(asked))
             self.on_turn(shape, direction, name, control=False, step="probed")
-            self.probes[name] = self.steps.probe(judge, self.operation, name, self.device)
+            self.probes[label] = self.steps.probe(judge, self.study.operation_at(planned.shape), name, self.device)
             self.on_turn(shape, direction, None, control=False, step="")
+
+    def _has_probes(self, planned: PlannedCell) -> bool:
+        """Return whether a variant is judged on probes. The variants that ``auto`` chooses have been, in their own tests."""
+        operation = self.study.operation_at(planned.shape)
+        own = planned.variant != AUTO and operation.get(planned.variant).capabilities.requires is None
+        return own and bool(operation.listed_probes())
 
     def measure(self, shape: Shape, direction: Direction) -> None:
         """Verify, time and count all variants and controls of one case."""
@@ -270,10 +277,10 @@ class Run:
 
     def _failure(self, planned: PlannedCell) -> tuple[Status, str] | None:
         """Return the status and the reason of a candidate that must not run, or ``None``."""
-        verdict = None if planned.control else self.examined.get((planned.variant, planned.direction))
-        if verdict is not None and not verdict.ok:
-            return "incorrect", verdict.explain()
-        return self.failures.get(_key(planned))
+        verdict = None if planned.control else self.examined.get((self._label(planned), planned.direction))
+        if verdict is not None and verdict.status == "incorrect":
+            return verdict.status, verdict.explain()
+        return self.failures.get(key_of(planned))
 
     def save_partial(self, path: Path) -> None:
         """Save the finished cases. If that fails, such as on a full disk, the run continues, and a note says so."""
@@ -286,7 +293,7 @@ class Run:
 
     def result(self, *, interrupted: bool) -> Result:
         """Return the measurements so far with outcomes and a decision. Those that are missing have the status ``interrupted``."""
-        cells = [self.cells.get(_key(planned)) or _interrupted(planned) for planned in self.plan.cells]
+        cells = [self.cells.get(key_of(planned)) or unreached(planned) for planned in self.plan.cells]
         found = Result(
             study=self.study,
             study_digest=self.study.digest(),
@@ -313,12 +320,12 @@ class Run:
         variants = [planned.variant for planned in runnable if not planned.control]
         try:
             found = self.steps.measure(
-                self.operation,
+                self._operation(runnable),
                 case,
                 direction,
                 variants=variants,
                 controls=[planned.variant for planned in runnable if planned.control],
-                baseline=self._baselines(variants),
+                baseline=self._baselines(self._operation(runnable), variants),
                 regimes=self.study.regimes,
                 rounds=self.options.rounds,
                 device=self.device,
@@ -327,7 +334,11 @@ class Run:
                 judge=self.judge,
                 time_cap_seconds=self.options.time_cap,
                 timing_seed=self.options.timing_seed,
-                examine=[name for name in variants if (name, direction) not in self.examined],
+                examine=[
+                    planned.variant
+                    for planned in runnable
+                    if not planned.control and (self._label(planned), direction) not in self.examined
+                ],
                 on_progress=lambda step, done, total: self._report(case.name, direction, step, done, total),
                 on_turn=lambda name, **more: self.on_turn(case.name, direction, name, **more),
             )
@@ -346,7 +357,7 @@ class Run:
         """Count what criteria ask for at this case, into the measurements that are stored."""
         if (case.name, direction) in self.counted:
             for planned, traffic in self._count(case, direction, runnable):
-                self.cells[_key(planned)] = self.cells[_key(planned)].model_copy(update={"traffic": traffic})
+                self.cells[key_of(planned)] = self.cells[key_of(planned)].model_copy(update={"traffic": traffic})
         for what, asked in self.counts.values():
             if (case.name, direction) in asked:
                 self._count_measure(what, case, direction, runnable)
@@ -367,8 +378,8 @@ class Run:
             fresh = plan_study(self.study, self.ceilings, str(self.device), self.plan.scale)
             self.plan = fresh.in_first_direction() if self.options.quick else fresh
             for planned in self.plan.cells:
-                if (cell := self.cells.get(_key(planned))) is not None:
-                    self.cells[_key(planned)] = _bounded(cell, planned)
+                if (cell := self.cells.get(key_of(planned))) is not None:
+                    self.cells[key_of(planned)] = bounded(cell, planned)
             self.notes.append(
                 f"A time at {runnable[0].shape.name} was below its roofline bound, so the device's peaks were measured again. "
                 "They came out higher: other work ran when they were measured first. All bounds here rest on the higher ones."
@@ -377,14 +388,14 @@ class Run:
 
     def _replanned(self, planned: PlannedCell) -> PlannedCell:
         """Return the planned measurement with the bounds of the latest measured peaks."""
-        return next(each for each in self.plan.cells if _key(each) == _key(planned))
+        return next(each for each in self.plan.cells if key_of(each) == key_of(planned))
 
-    def _baselines(self, variants: Sequence[str]) -> tuple[str, ...]:
+    def _baselines(self, operation: Operation[..., Any], variants: Sequence[str]) -> tuple[str, ...]:
         """Return the variants that may give the A/A noise, in the order in which they are tried.
 
         The study's baseline comes first, then the dispatcher's defaults on this device, then the other variants.
         """
-        preferred = (self.study.baseline, *self.operation.defaults.get(self.device.type, ()), *variants)
+        preferred = (self.study.baseline, *operation.defaults.get(self.device.type, ()), *variants)
         return tuple(name for name in dict.fromkeys(preferred) if name in variants)
 
     def _count(self, case: Case, direction: Direction, runnable: Sequence[PlannedCell]) -> Sequence[tuple[PlannedCell, Traffic]]:
@@ -396,54 +407,56 @@ class Run:
         ready = [
             planned
             for planned in runnable
-            if self.cells[_key(planned)].status == "ok"
+            if self.cells[key_of(planned)].measured
             and (self.options.count == "all" or planned.plan.launches is not None or planned.variant in named)
         ]
         ready.sort(key=self._first_time)
         self._report(case.name, direction, "count", 0, len(ready))
         requests = [Request(case, planned.variant, direction, planned.control) for planned in ready]
         try:
-            found = self.steps.count(self.operation, requests, device=self.device)
+            found = self.steps.count(self._operation(runnable), requests, device=self.device)
         except Exception as error:  # noqa: BLE001 - bytes by arithmetic remain, and the note says why
             self.notes.append(f"No DRAM bytes were counted at {case.name}: {status_of(error)[1]}")
             return ()
         return tuple(zip(ready, found, strict=True))
 
-    def _count_measure(self, measure: CountedMeasure, case: Case, direction: Direction, runnable: Sequence[PlannedCell]) -> None:
-        """Count one call of each correct variant that a criterion on the measure names. A note says why a count failed."""
-        named = named_for(self.study, (measure.name,))
-        count = self.steps.counters.get(measure.name, measure.count)
-        ready = [planned for planned in runnable if planned.variant in named and self.cells[_key(planned)].status == "ok"]
+    def _count_measure(self, measure: TakenMeasure, case: Case, direction: Direction, runnable: Sequence[PlannedCell]) -> None:
+        """Take a measure of each correct variant that a criterion on it names. A note says why that failed."""
+        named = named_for(self.study, kept_as(measure.kept))
+        count = self.steps.counters.get(measure.kept, measure.count)
+        ready = [planned for planned in runnable if planned.variant in named and self.cells[key_of(planned)].measured]
         for planned in ready:  # one at a time, so that the parent of this process knows which one ended it
-            self.on_turn(case.name, direction, planned.variant, control=planned.control, step=f"counted ({measure.name})")
+            self.on_turn(case.name, direction, planned.variant, control=planned.control, step=f"counted ({measure.kept})")
             request = Request(case, planned.variant, direction, planned.control)
-            (found,) = count(self.operation, [request], device=self.device)
+            (found,) = count(self._operation(runnable), [request], device=self.device)
             self.on_turn(case.name, direction, None, control=False, step="")
-            if isinstance(found, int):
-                self.cells[_key(planned)] = self.cells[_key(planned)].counted(measure.name, found)
+            if isinstance(found, str):
+                self.notes.append(measure.untaken(planned.variant, case.name, found))
             else:
-                self.notes.append(f"{measure.name.capitalize()} of {planned.variant} at {case.name} were not counted: {found}")
+                self.cells[key_of(planned)] = self.cells[key_of(planned)].taking(measure.kept, found)
 
     def _first_time(self, planned: PlannedCell) -> float:
         """Return the median microseconds in the first regime that was timed, by default the cold one; 0 without times."""
-        times = self.cells[_key(planned)].timings
+        times = self.cells[key_of(planned)].timings
         return times[0].microseconds.median if times else 0.0
 
     def _record(self, runnable: Sequence[PlannedCell], found: Measurements) -> None:
         """Store the measurements of a case as cells of the result, with their noise, clocks and notes."""
         for planned in runnable:
             outcome = found.candidates[planned.variant]
-            has_times = outcome.status in ("ok", "invalid", "interrupted")
+            has_times = outcome.measured or outcome.status in ("invalid", "interrupted")
             self._store(
                 planned,
                 status=outcome.status,
                 reason=outcome.reason,
                 verdict=outcome.verdict,
                 timings=outcome.timings if has_times else (),
-                traffic=_by_arithmetic(planned) if outcome.status == "ok" else None,
+                traffic=by_arithmetic(planned) if outcome.measured else None,
                 peak_bytes=outcome.peak_bytes,
+                chosen=outcome.chosen,
             )
-        self.examined |= {(name, runnable[0].direction): verdict for name, verdict in found.examined.items()}
+            if not planned.control and planned.variant in found.examined:
+                self.examined[self._label(planned), planned.direction] = found.examined[planned.variant]
         self.noise = [noise for noise in self.noise if noise not in found.noise] + list(found.noise)
         if found.clocks and found.clocks not in self.clocks:
             self.clocks.append(found.clocks)
@@ -451,42 +464,7 @@ class Run:
         self.notes += [f"{case}: {note}" for note in found.notes]
 
     def _store(self, planned: PlannedCell, **facts: Any) -> None:
-        self.cells[_key(planned)] = _cell(self._replanned(planned), **facts)
+        self.cells[key_of(planned)] = cell_of(self._replanned(planned), **facts)
 
     def _report(self, shape: str, direction: Direction, step: str, done: int, total: int) -> None:
         self.on_progress(Progress(shape, direction, step, done, total, len(self.finished), len(self.cases)))
-
-
-def _key(planned: PlannedCell) -> Key:
-    return planned.shape.name, planned.direction, planned.variant, planned.control
-
-
-def _cell(planned: PlannedCell, **facts: Any) -> Cell:
-    return Cell(
-        shape=planned.shape.name,
-        direction=planned.direction,
-        variant=planned.variant,
-        control=planned.control,
-        plan=planned.plan,
-        **facts,
-    )
-
-
-def _bounded(cell: Cell, planned: PlannedCell) -> Cell:
-    """Return a finished cell with a new bound. An ``invalid`` cold time that the new bound allows becomes ``ok``."""
-    changes: dict[str, Any] = {"plan": planned.plan}
-    if cell.status == "invalid" and not below(cell.timing("cold"), planned.plan.floor_microseconds):
-        changes |= {"status": "ok", "reason": "", "traffic": _by_arithmetic(planned)}
-    return cell.model_copy(update=changes)
-
-
-def _interrupted(planned: PlannedCell) -> Cell:
-    """Return the cell of a measurement that the run did not reach."""
-    if planned.status is not None:
-        return _cell(planned, status=planned.status, reason=planned.reason)
-    return _cell(planned, status="interrupted", reason="the run ended before it")
-
-
-def _by_arithmetic(planned: PlannedCell) -> Traffic:
-    """Return the DRAM bytes of a planned measurement by arithmetic."""
-    return analytic(Cost(planned.plan.flops, planned.plan.bytes, planned.plan.launches, written=planned.plan.written))

@@ -1,4 +1,4 @@
-// Race detector: see races.cuh.
+// Race detector: see races.cuh. machine.cpp calls it where WATCHED is set.
 #include "races.cuh"
 #include "machine.cuh"
 #include <dlfcn.h>

@@ -1,1 +1,4 @@
-"""Kernels of the ablations."""
+"""Kernels of the ablations.
+
+``gla.py`` and ``linear_rnn.py`` of the folder above launch them.
+"""

@@ -12,6 +12,7 @@ Lesson     load, product, decay, product, store follow one another, so every chu
            turn. PREFETCH loads the next chunk into registers before it works on this one. That hides no product behind another,
            and these registers are no longer free for anything else: it was four times slower than the baseline where it was
            first measured (a T4).
+Caller     ``forward`` in ablations/gla.py launches it, for the variants ``sequential`` and ``pipelined``.
 Source     experiment 039, docs/notebook/gla.md.
 """
 

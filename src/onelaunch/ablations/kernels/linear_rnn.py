@@ -8,6 +8,7 @@ Memory     reads x once per BV channels, log_decay and gate once; writes y once;
 Numerics   float32 throughout, rounded when stored.
 Shows      the cost of a kernel without tensor cores, without parallelism over time and without loads ahead of their step: every
            step waits for memory once.
+Caller     ``run_stepwise`` in ablations/linear_rnn.py launches it, for the variant ``fused_stepwise``.
 Source     the single launch of experiment 040's write-up.
 """
 

@@ -170,7 +170,7 @@ def _factor(change: MemoryChange) -> str:
 def _times(changes: list[TimeChange], width: int) -> Table:
     rows = tuple(
         (
-            change.variant,
+            f"{change.variant} (peer outside the gate)" if change.outside else change.variant,
             change.shape,
             direction_words(change.direction),
             change.regime,

@@ -44,7 +44,7 @@ def report(
 
 
 def write_into(result: Result, folder: Path, *, force: bool) -> dict[str, Path]:
-    """Write a report, with errors that name the folder and the option that chose it.
+    """Write a report, with errors that name the folder and the option that chose it; ``run.py`` calls this too.
 
     Raises:
         ResultExists: The folder holds another result, and ``force`` is off.

@@ -1,7 +1,8 @@
 """Source of the decode megakernel: CUDA C++ files, and two headers that are generated from a plan.
 
-``plan.cuh`` has sizes, flags and offsets as constants, which ``step.cu`` describes; ``order.cuh`` calls the phases in order, with
-the synchronization between them. So the compiler specializes the kernel for one model, optimization level and number of SMs.
+``plan.cuh`` has sizes, flags and offsets as constants, which ``step.cu`` describes; ``order.cuh`` calls the phases in order,
+with the synchronization between them. So the compiler specializes the kernel for one model, optimization level and number of
+SMs. ``decode/runtime/kernels.py`` compiles what :func:`source` returns.
 """
 
 from __future__ import annotations

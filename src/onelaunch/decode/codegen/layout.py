@@ -1,4 +1,8 @@
-"""Memory layout of a plan's launch: shared memory, offsets of the buffers, and the tables that the kernel reads."""
+"""Memory layout of a plan's launch: shared memory, offsets of the buffers, and the tables that the kernel reads.
+
+``emit.py`` makes constants of the generated headers from it. ``kernels.py``, ``memory.py`` and ``proofs.py`` of
+``decode/runtime`` size launches, fill buffers and check plans by it.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Argument checks that the public functions of decoding share. Each raises an error that names the argument."""
+"""Argument checks that the public functions of decoding share. Each raises an error that names the argument.
+
+``decode/generate.py``, ``cache.py``, ``weights.py`` and the contract of ``decode_step`` call them.
+"""
 
 from __future__ import annotations
 

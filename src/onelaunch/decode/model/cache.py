@@ -1,4 +1,7 @@
-"""KV cache of one sequence: keys and values of the positions so far, in memory to which each step appends a row."""
+"""KV cache of one sequence: keys and values of the positions so far, in memory to which each step appends a row.
+
+Users pass one to ``decode_step``; engines and ``decode/step/reference.py`` make their own.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Configurations of models: the Qwen3 dense family as Hugging Face's ``config.json`` describes it."""
+"""Configurations of models: the Qwen3 dense family as Hugging Face's ``config.json`` describes it.
+
+``decode/generate.py`` reads the files of a model folder with it. Weights, plans, kernels and ``decode_step`` take their sizes
+from a :class:`ModelConfig`.
+"""
 
 from __future__ import annotations
 

@@ -3,6 +3,8 @@
 A model folder is untrusted input, and its files name other files. A file is read only if it is an entry of the folder itself, a
 regular file, and not a link that leaves the folder. In the cache of Hugging Face's hub, the entries of a folder are links to
 files in the cache's own blob folders; these links are followed.
+
+``config.py``, ``weights.py`` and ``tokenizer.py`` of this folder read through it.
 """
 
 from __future__ import annotations

@@ -4,6 +4,9 @@ With 16-bit weights, matrix products read and return 16-bit values, and SwiGLU's
 and the residual stream are float32. Hugging Face's implementation rounds these too: the residual stream twice in each layer,
 norms and rotations at each of their operations. With a residual stream of 16 bits, the logits of 28 layers were further off
 than ``decode_step``'s error cap permits (docs/notebook/decode.md). Angles are computed in float64.
+
+``decode/step/reference.py`` and the variants in ``decode/step/variants/pytorch.py`` call it. Engines read prompts with
+:func:`prefill`, also those that decode with the megakernel.
 """
 
 from __future__ import annotations

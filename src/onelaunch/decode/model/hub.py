@@ -1,4 +1,7 @@
-"""Names of models: the model that ships with the package, a folder, or a repository of Hugging Face's hub."""
+"""Names of models: the model that ships with the package, a folder, or a repository of Hugging Face's hub.
+
+``decode/generate.py`` finds the folder of a model with it.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Prompts: conversion of text, sequences or tensors to tokens, each checked to be a token of the model."""
+"""Prompts: conversion of text, sequences or tensors to tokens, each checked to be a token of the model.
+
+``decode/generate.py`` calls :func:`tokens_of` for every request.
+"""
 
 from __future__ import annotations
 

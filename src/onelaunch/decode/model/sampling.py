@@ -2,6 +2,7 @@
 
 The random numbers are a function of seed, position and token (:func:`gumbel`), not of a generator's state. Every device
 therefore draws the same ones, and so do the kernels that generate many tokens per launch (``codegen/kernels/sampling.cuh``).
+``decode/generate.py`` reads a call's options into a :class:`Sampling`; engines and sessions draw with a :class:`Sampler`.
 """
 
 from __future__ import annotations

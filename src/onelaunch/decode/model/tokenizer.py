@@ -1,4 +1,7 @@
-"""Tokenizers, chat templates, and incremental decoding of tokens to text."""
+"""Tokenizers, chat templates, and incremental decoding of tokens to text.
+
+``decode/generate.py`` and ``prompts.py`` encode and decode with it.
+"""
 
 from __future__ import annotations
 

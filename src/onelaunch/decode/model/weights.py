@@ -1,4 +1,8 @@
-"""Weights of a model: the tensors of a checkpoint, checked against its configuration and read once each."""
+"""Weights of a model: the tensors of a checkpoint, checked against its configuration and read once each.
+
+``decode/generate.py`` loads checkpoints with it, and cases of ``decode_step`` make random weights. The forward pass, the
+variants of ``decode_step`` and the packing for the kernels read the tensors.
+"""
 
 from __future__ import annotations
 

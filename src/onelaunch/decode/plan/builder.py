@@ -1,4 +1,7 @@
-"""Builder of plans: divides each phase's work over the CTAs, and lists what they read and write and how they synchronize."""
+"""Builder of plans: divides each phase's work over the CTAs, and lists what they read and write and how they synchronize.
+
+``rungs.py`` builds the plan of each optimization level with it.
+"""
 
 from __future__ import annotations
 

@@ -5,7 +5,11 @@ spin on flag-in-data words cannot take an old word for a new one, and that all C
 resident.
 
 The check follows vector clocks over a few tokens and layers: ``known[c, d]`` is the last time at which CTA c is certain that
-CTA d had finished. An edge that does not hold for certain adds no knowledge. Source: Fidge (1988), Mattern (1989).
+CTA d had finished. A wait that may end too early, or never, is an error. A phase
+whose edge is ``none`` adds no knowledge. Source: Fidge (1988), Mattern (1989).
+
+``decode/runtime/proofs.py`` calls :func:`check` before a kernel is loaded, and the megakernel's variants ask
+:func:`check_residency` whether they can run.
 """
 
 from __future__ import annotations
@@ -44,8 +48,8 @@ def check(*tokens: Plan, resources: Resources | None = None) -> None:
     """Raise :class:`PlanError` with the reason unless a plan is sound.
 
     Args:
-        tokens: Plan of each of a few consecutive tokens: one plan, which is repeated, or its versions for lengths with more
-            and fewer KV splits.
+        tokens: Plan of each of a few consecutive tokens: one plan, which is repeated, or its versions: for lengths with
+            more and fewer KV splits, or for sampled tokens with more and fewer passes of the radix selection.
         resources: Resources that a CTA needs and the device has; without them, residency is not checked.
     """
     plan = tokens[0]
@@ -64,7 +68,11 @@ def check(*tokens: Plan, resources: Resources | None = None) -> None:
 
 
 def check_residency(plan: Plan, resources: Resources) -> None:
-    """Raise :class:`PlanError` unless all CTAs can be resident: the part of :func:`check` that depends on the device."""
+    """Raise :class:`PlanError` unless all CTAs can be resident: the part of :func:`check` that depends on the device.
+
+    A variant calls it alone, to tell whether it can run on a device. ``decode/runtime/proofs.py`` calls :func:`check` later,
+    before the kernel of the plan runs.
+    """
     if resources.shared_bytes > resources.shared_limit:
         needed = f"{resources.shared_bytes} bytes of shared memory"
         raise PlanError(plan.rung, f"a CTA needs {needed}; there are {resources.shared_limit}")
@@ -248,7 +256,10 @@ class _Clocks:
         return past.knew
 
     def _counted(self, phase: Phase, cta: int, slice_: Slice, layer: int, where: str) -> None:
-        """Raise unless words have exactly the additions that are waited for: with fewer or more, the spin would never end."""
+        """Raise unless words have exactly the additions that are waited for.
+
+        With fewer, the spin would never end. With more, it would end only if it saw a word at exactly that number.
+        """
         wanted, counts = self.plan.additions(layer), self._state(slice_, layer).count[slice_.begin : slice_.end]
         if (wrong := counts != wanted).any():
             problem = f"waits for {wanted} additions to a word of {slice_.buffer}, which has {int(counts[wrong.argmax()])}"

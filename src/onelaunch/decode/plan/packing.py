@@ -2,9 +2,9 @@
 
 A CTA's stream has its granules of each layer's products, then those of the LM head. A granule is a tile of 8 rows over 256
 columns, 4 KB. Within a phase the order is, from the outermost: groups of up to six tiles; blocks of ``depth`` steps of 256
-columns; tiles; steps of the block; warps, with 32 columns each; rows; columns. So the 16 bytes that each thread needs for an
-mma lie where a warp reads 512 contiguous bytes of shared memory, without bank conflicts. The 8 columns in them are in
-fragment order, :func:`as_operands`.
+columns; tiles; steps of the block; warps, with 32 columns each; rows; columns. So the 16 bytes that each thread needs for an mma
+lie where a warp reads 512 contiguous bytes of shared memory, without bank conflicts. The 8 columns in them are in fragment
+order, :func:`as_operands`. ``decode/runtime/memory.py`` and ``decode/runtime/kernels.py`` call :func:`pack`.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def in_pairs(heads: torch.Tensor) -> torch.Tensor:
 
 
 def from_pairs(words: torch.Tensor) -> torch.Tensor:
-    """Undo :func:`in_pairs`."""
+    """Undo :func:`in_pairs`. Only tests call it, to run plans in PyTorch."""
     return words.unflatten(-1, (-1, 2, TILE // 2)).transpose(-3, -2).reshape(words.shape)
 
 
@@ -131,7 +131,7 @@ def by_warps(values: torch.Tensor, blocks: Blocks) -> torch.Tensor:
 
 
 def from_warps(values: torch.Tensor, blocks: Blocks) -> torch.Tensor:
-    """Undo :func:`by_warps`."""
+    """Undo :func:`by_warps`. Only tests call it, to run plans in PyTorch."""
     if blocks.tile_columns == blocks.width:
         return values
     return values.unflatten(-1, (-1, WARPS, WARP_COLUMNS)).transpose(-3, -2).reshape(values.shape)

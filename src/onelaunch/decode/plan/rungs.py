@@ -1,7 +1,8 @@
 """Optimization levels of the decode megakernel, from eight grid barriers per layer to none, and the plan of each.
 
 Each level adds to the previous one, so that their times are an ablation; only ``graph``, the baseline with a launch per phase,
-stands apart. Each is a variant of ``decode_step``.
+stands apart. Each is a variant of ``decode_step``. The megakernel's variants and ``decode/runtime/proofs.py`` ask
+:func:`plan_for`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Device memory of the decode kernels: repacked weights, tables, and the buffers through which CTAs exchange data."""
+"""Device memory of the decode kernels: repacked weights, tables, and the buffers through which CTAs exchange data.
+
+``kernels.py`` allocates it, and ``session.py`` passes it to each launch.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Registry of the objects that the runtime makes once per model: repacked weights, sessions, and captured steps."""
+"""Registry of the objects that the runtime makes once per model: repacked weights, sessions, and captured steps.
+
+``kernels.py`` keeps sessions in ``MODELS``, and the variant ``captured`` of ``decode_step`` its graphs.
+"""
 
 from __future__ import annotations
 
@@ -107,7 +110,7 @@ class Models:
         return self._captured.setdefault(weights, CapturedSteps(weights.device)) if found is None else found
 
     def discard(self, weights: Weights) -> None:
-        """Drop a model's entries."""
+        """Drop a model's entries. Only tests call it; otherwise they go with the weights."""
         with self.making:
             self._kernels.pop(weights, None)
             self._captured.pop(weights, None)

@@ -1,4 +1,7 @@
-"""Proofs that a plan is sound on a device. They run before its kernel does, and the cache folder records their success."""
+"""Proofs that a plan is sound on a device. They run before its kernel does, and the cache folder records their success.
+
+``kernels.py`` calls it for each plan that it loads, and again before the first sampled token.
+"""
 
 from __future__ import annotations
 

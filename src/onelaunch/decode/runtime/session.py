@@ -1,8 +1,9 @@
 """Decode session: the owner of a kernel's device memory, which requests and CUDA streams share.
 
-All launches of a loaded kernel use one set of buffers. The session records which sequence the buffers belong to, orders the
-work of several streams, and raises the error of a launch once a copy of the kernel's state has arrived on the host. Enqueuing a
-launch never waits for the device. Only :meth:`Pending.wait` does, and the functions whose docstrings say so.
+All launches of a loaded kernel use one set of buffers. The session records which sequence the buffers belong to, orders the work
+of several streams, and raises the error of a launch once a copy of the kernel's state has arrived on the host. Enqueuing a
+launch never waits for the device. Only :meth:`Pending.wait` does, and the functions whose docstrings say so. ``kernels.py``
+makes sessions; the megakernel's engines and its variants of ``decode_step`` launch through them.
 """
 
 from __future__ import annotations

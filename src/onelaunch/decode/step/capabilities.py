@@ -1,7 +1,7 @@
 """Capabilities of a variant of ``decode_step`` beyond a single step.
 
 A variant registers them as keyword arguments of ``decode_step.variant``; they are optional. The functions here return each
-with its type, or the default of a variant without it.
+with its type, or the default of a variant without it; ``decode/runtime/engines.py`` and ``decode/loops.py`` call them.
 
 ==================  ==========================================================================================================
 ``engine``          ``engine(weights)``: engine that makes a request's tokens; without it, ``TorchEngine`` does.
@@ -52,5 +52,8 @@ def in_a_row(variant: Variant) -> InARow | None:
 
 
 def barriers(variant: Variant) -> Callable[[DecodeCall], int] | None:
-    """Return the function that counts the grid barriers of a token, or ``None`` if the variant's kernels count none."""
+    """Return the function that counts the grid barriers of a token, or ``None`` if the variant's kernels count none.
+
+    Tests call it; the workbench reads ``variant.capabilities.barriers`` itself, since it counts barriers for every operation.
+    """
     return variant.capabilities.barriers

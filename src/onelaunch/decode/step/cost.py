@@ -1,4 +1,7 @@
-"""Cost of ``decode_step``: the floating-point operations and the memory traffic that every variant needs."""
+"""Cost of ``decode_step``: the floating-point operations and the memory traffic that every variant needs.
+
+The workbench plans studies with it and computes roofline bounds from it.
+"""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Helpers that kernels of several operations share: memory layout, packed sequences, activations."""
+"""Helpers that the kernels of several operations share (activations), or their launch code (memory layout, packed sequences)."""

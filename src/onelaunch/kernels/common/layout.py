@@ -1,4 +1,7 @@
-"""Sizes and memory layout of kernel arguments, computed on the host."""
+"""Sizes and memory layout of kernel arguments, computed on the host.
+
+The launch code of the operations' kernels calls these functions.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Packed or batched sequences of a call of a recurrence: their offsets and initial states."""
+"""Packed or batched sequences of a call of a recurrence: their offsets and initial states.
+
+The launch code of ``kernels/scan``, ``gla`` and ``linear_rnn`` makes and reads :class:`Sequences`.
+"""
 
 from __future__ import annotations
 

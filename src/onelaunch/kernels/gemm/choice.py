@@ -1,7 +1,8 @@
 """Tile choices that the portable matrix products of several operations share: tiles of few rows, and matrix instructions.
 
 The weights are the left operand of these products, as in :mod:`onelaunch.kernels.gemm.tiles`. So the columns of a tile of the
-result are rows of the weights, the M dimension of the matrix instruction.
+result are rows of the weights, the M dimension of the matrix instruction. ``ops/swiglu/launch.py`` and
+``ops/output_chain/launch_prologue.py`` call these functions.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Compilable source of the Hopper matrix product for one configuration, and the tensor maps of its operands."""
+"""Compilable source of the Hopper matrix product for one configuration, and the tensor maps of its operands.
+
+``launch_hopper.py`` of ``ops/swiglu`` and of ``ops/projections`` call both functions.
+"""
 
 from __future__ import annotations
 
@@ -73,7 +76,7 @@ def gemm_of(
     source = cuda.Source("gemm.cu", cuda.read(package, "gemm.cu"), "gemm_sm90", sources, tuple(macros.items()))
     kernel = CudaKernel(
         source, kinds, threads=config.threads, shared_bytes=config.shared_bytes, cluster=config.cluster, overlap=True,
-        mma=Mma.WIDEST,
+        mma=Mma.WIDEST,  # the inspector then requires WGMMA in the machine code; compilation does not depend on it
     )  # fmt: skip
     return Gemm(config, kernel)
 

@@ -1,6 +1,7 @@
 // Main loop: a producer warp loads k-blocks into a ring of STAGES stages by TMA; consumer warpgroups multiply them by WGMMA.
 //
 // Given:     a Scheduler, the kernel's Arguments, and the mbarriers of SharedMemory, initialized and visible (gemm.cu).
+// Caller:    gemm.cu calls produce() in the producer's warpgroup and multiply() in the consumers.
 // Stage s:   STAGE_BYTES of shared memory: a k-block of A, then the same k-block of B, with the 128-byte swizzle (codes of
 //            NVFP4: swizzled over their shorter row).
 // full[s]:   completes when TMA has written all bytes that load_a announced by arrive.expect_tx. Consumers wait for it. TMA

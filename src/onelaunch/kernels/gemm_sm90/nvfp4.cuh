@@ -11,6 +11,7 @@
 // Scales:     the producer warp copies a k-block's e4m3 scales with cp.async; three converter warps turn them into 16-bit
 //             factors. Otherwise each decoding thread would convert all scales of its rows, and four threads share a row.
 // Steps:      fill_table() once per CTA; copy_scales() and convert_scales() per k-block; a Decoder in each consumer thread.
+// Callers:    gemm.cu fills the table; mainloop.cuh calls the other steps.
 // Protocol:   scales_full[s], scales_converted[s] and empty[s]: see mainloop.cuh.
 // Requires:   K is a multiple of K_BLOCK, since nothing masks the codes and scales beyond the end.
 #pragma once

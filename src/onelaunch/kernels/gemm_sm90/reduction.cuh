@@ -1,4 +1,5 @@
 // Split-K reductions: add up the partial sums of a tile that several warpgroups or CTAs have computed.
+// gemm.cu calls reduce() after the main loop of each work item.
 //
 // Warpgroups of a CTA (SPLIT > 1): those with split > 0 write their accumulators to split_sums in shared memory, the one with
 //     split 0 adds them in the order of `split`. Two named barriers: SUMS_READ, after which the buffer may be overwritten, and
@@ -110,6 +111,8 @@ __device__ __forceinline__ void exchange_halves(float (&d)[ACCUMULATORS], const 
 
 // Reduce the partial sums of an item as the schedule requires. All consumer warpgroups must call this with every item. Returns
 // whether d now holds the tile's total (SPLIT_K_CLUSTER: of this CTA's half) and this warpgroup must run the epilogue.
+// PERSISTENT and STATIC_PERSISTENT have SPLIT == 1 and items that are whole tiles, so d is the total already. A narrow tile of
+// STATIC_PERSISTENT has fewer than ACCUMULATORS elements (COUNT), which the other reductions do not take.
 template <int COUNT>
 __device__ __forceinline__ bool reduce(
     float (&d)[COUNT], const Arguments& a, const Scheduler& scheduler, const SharedMemory& smem, WorkItem item, int split) {

@@ -11,8 +11,9 @@
 // STATIC_PERSISTENT: a CTA, or with MULTICAST a cluster whose tiles have one operand in common, takes one tile per round of
 //                    gridDim.x / CLUSTER tiles.
 //
-// produce() runs in the producer warp and consume() in every consumer warp; both see the same items in the same order. The
-// OPERANDS header fills in a Scheduler (scheduler_of), and turns a tile's number into its place in the result (tile_at).
+// mainloop.cuh calls produce() in the producer warp, and gemm.cu consume() in every consumer warp; both see the same items in
+// the same order. The OPERANDS header fills in a Scheduler (scheduler_of), and turns a tile's number into its place in
+// the result (tile_at).
 #pragma once
 #include "tile.cuh"
 

@@ -1,5 +1,5 @@
 // Sizes of a tile, of its pipeline and of its shared memory. gemm_of() in kernel.py defines the configuration as macros.
-// GemmConfig in config.py computes the same sizes for the launch.
+// GemmConfig in config.py computes the same sizes for the launch. All other files of this folder use them.
 //
 // Roles:   every 64 rows of A have SPLIT consumer warpgroups. One more warpgroup consists of the producer warp and three warps
 //          that convert block scales for NVFP4.
@@ -68,7 +68,9 @@ extern __shared__ __align__(128) char dynamic_shared[];
 // Byte addresses of a CTA's buffers in shared memory. The stages begin at a multiple of 1024 bytes, the period of the 128-byte
 // swizzle, which TMA and WGMMA compute from address bits.
 struct SharedMemory {
-  u32 table, stages, staging, split_sums;            // staging: results that TMA stores read
+  // table: where NVFP4's block scales and factors are addressed; fill_table() and look-ups use dynamic_shared, the same memory.
+  // staging: results that TMA stores read.
+  u32 table, stages, staging, split_sums;
   u32 full, empty, scales_full, scales_converted;    // mbarriers of 8 bytes, one of each kind per stage
   u32 tile_full, tile_empty, tile_slots;             // PERSISTENT: mbarriers of two slots, and the tile numbers in them
   __device__ __forceinline__ explicit SharedMemory(u32 base) {

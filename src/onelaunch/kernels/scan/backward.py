@@ -16,6 +16,8 @@ Protocol   the decoupled look-back of look_back.py over ds, with tiles in revers
 Padding    elements outside the tensor are loaded as 0: dy = 0, v = 0 and decay = exp(0) = 1. So steps past the end add nothing
            to ds and pass the final state's gradient on unchanged; a_{T+1} is 1 in the recurrence above.
 Numerics   float32 between loads and stores; nothing is divided by a decay. dv and the others are rounded once.
+Caller     kernels/scan/launch.py launches scan_gate_backward_kernel, and gate_backward_kernel where scan and gate are two
+           launches.
 Source     Merrill and Garland (2016); docs/notebook/linear_rnn.md.
 """
 

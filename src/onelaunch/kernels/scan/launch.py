@@ -1,7 +1,8 @@
 """Launches of the scan's kernels: allocate results, choose tiles, pass pointers.
 
 Arguments are not checked here: the contracts of ``gated_scan`` and ``linear_rnn`` have done so. The operators in
-``ops/gated_scan/autograd.py`` call these functions and add gradients; ``linear_rnn`` calls :func:`backward` too.
+``ops/gated_scan/autograd.py`` call these functions and add gradients; ``linear_rnn`` calls :func:`backward` too,
+and its one-launch kernels take :func:`scan_tiles` and :func:`empty_states`.
 """
 
 from __future__ import annotations

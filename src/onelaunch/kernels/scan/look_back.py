@@ -18,13 +18,15 @@ Words      The pair and its flag are one 64-bit flag-in-data word (as in NCCL's 
            hold A without its sign, bit 63 holds the phase. A is at least 0, so its sign bit is free. A word is written by one
            64-bit access, so a reader that sees the new phase also sees the new pair: no fence and no second round trip are
            needed.
-Memory     per tile and channel one word written, and at most GROUP words read; one more word per group and channel.
+Memory     per tile and channel one word written, and at most GROUP + 1 different words read; one more word is written per
+           group and channel.
+Callers    forward.py and backward.py of this folder; project_scan_gate.py of ``linear_rnn``.
 Reuse      Each word of a workspace is written exactly once per launch, so between launches all words have the same phase. A CTA
            reads the phase from its own word and publishes with the opposite one. So launches may share a workspace only if they
            have equally many words, of which each writes all. No launch clears, counts or receives anything, so a captured graph
            can be replayed.
-Ordering   A CTA reads the old value of its own word at its start, and :func:`launch_phase` is a barrier between that read and
-           the CTA's own write. No other CTA writes that word.
+Ordering   A CTA reads the old value of its own word at its start. A barrier of the CTA must lie between that read and the
+           CTA's own write. The scan over segments, which lies between them, has one. No other CTA writes that word.
 Progress   A tile waits only for tiles of a lower program index, which the hardware starts no later.
 Numerics   float32; decays are multiplied and nothing is divided by a decay, so a decay of 0 (log-decay -inf) is safe.
 Source     Merrill and Garland (2016), adapted to affine maps; docs/notebook/linear_rnn.md has the measurements.
@@ -123,7 +125,8 @@ def read_previous_words(words, tile, channels, c):
 def launch_phase(before):
     """Return the phase of this launch: the opposite of the phase in ``before``, the result of :func:`read_previous_words`.
 
-    The reduction is also a barrier of the CTA. After it no thread still reads the words that :func:`publish` overwrites.
+    The reduction is a barrier of the CTA only if BV channels need more than one warp. With fewer, the barriers of the scan over
+    segments, which must lie between, keep threads from reading words that :func:`publish` has overwritten.
     """
     return 1 - tl.max((before < 0).to(tl.int32), 0)
 
@@ -199,7 +202,7 @@ def publish(words, decays, states, index, channels, c, phase):
     """Publish row ``index`` of the maps [SEGS, BV] as words that other CTAs spin on.
 
     The threads that hold the row write it, so nothing is gathered first. Each word is one relaxed 64-bit exchange: it holds its
-    own flag, so no order with other accesses is needed. :func:`launch_phase` must precede.
+    own flag, so no order with other accesses is needed. :func:`launch_phase` must precede, and after it a barrier of the CTA.
     """
     rows = tl.arange(0, decays.shape[0])
     mask = (rows == index)[:, None] & (c < channels)[None, :]

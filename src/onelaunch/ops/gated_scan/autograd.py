@@ -1,7 +1,8 @@
 """PyTorch operators of ``gated_scan``'s Triton kernels, and their gradients.
 
 One pair of operators serves all Triton variants: ``onelaunch::gated_scan_forward`` and ``onelaunch::gated_scan_backward``. Their
-argument ``separate`` tells the variants apart: scan and gate in two launches, or in one.
+argument ``separate`` tells the variants apart: scan and gate in two launches, or in one. ``variants/triton.py`` calls
+:func:`scan_and_gate`.
 """
 
 from __future__ import annotations

@@ -1,10 +1,14 @@
-"""Cost model of ``gated_scan``: bytes moved. Its FLOPs are 0, since only those of matrix products count."""
+"""Cost model of ``gated_scan``: bytes moved. Its FLOPs are 0, since only those of matrix products count.
+
+The workbench plans studies with it and computes roofline bounds from it. ``linear_rnn`` adds its product to :func:`scan_bytes`.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
 from onelaunch.operation import Case, Cost, Direction, Variant, launch_count
+from onelaunch.operation.inputs import packed_lengths
 from onelaunch.ops.gated_scan.contract import gated_scan
 
 
@@ -48,7 +52,7 @@ def scan_bytes(case: Case, defaults: dict[str, Any], direction: Direction, fused
         if not fused:
             per_element += value + 2 * 4  # states in, their gradient out and in
             written += 4
-    sequences = case.sizes["B"] if options["lengths"] is None else len(options["lengths"])
+    sequences = case.sizes["B"] if options["lengths"] is None else len(packed_lengths(case, options["lengths"]))
     state, elements = 4 * sequences * case.sizes["V"], case.sizes["B"] * case.sizes["T"] * case.sizes["V"]
     initial, final = bool(options["initial_state"]), bool(options["final_state"])
     return elements * per_element + state * (initial + final), elements * written + state * final

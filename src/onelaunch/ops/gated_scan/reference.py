@@ -1,4 +1,7 @@
-"""Oracle of ``gated_scan``, the inputs that variants are verified on, and the dispatch key of a case."""
+"""Oracle of ``gated_scan``, the inputs that variants are verified on, and the dispatch key of a case.
+
+The workbench's verification and measurements call them through the operation; ``reference.py`` of ``linear_rnn`` calls them too.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +11,8 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from onelaunch.errors import ArgumentError
 from onelaunch.operation import Case, Query, Reading
-from onelaunch.operation.inputs import case_flags, make_log_decay
+from onelaunch.operation.inputs import case_flags, make_log_decay, packed_lengths
 from onelaunch.ops.gated_scan.contract import gated_scan
 
 
@@ -67,7 +69,7 @@ def scan_inputs(
     ``defaults`` are the operation's options, which the case's options override; ``extent`` is ``(B, T, V)``.
     """
     options = {**defaults, **case.options}
-    batch, length, channels = extent
+    batch, _, channels = extent
     decay_dtype = torch.float32 if options["log_decay_dtype"] == "float32" else case.dtype
     arguments: dict[str, Any] = {
         "log_decay": make_log_decay(options["decay"], extent, device, generator).to(decay_dtype),
@@ -76,9 +78,7 @@ def scan_inputs(
     }
     sequences = batch
     if options["lengths"] is not None:
-        lengths = list(options["lengths"])
-        if sum(lengths) != length or batch != 1:
-            raise ArgumentError(f"lengths add up to {sum(lengths)}; they must add up to T = {length}, with B = 1.")
+        lengths = packed_lengths(case, options["lengths"])
         offsets = [sum(lengths[:n]) for n in range(len(lengths) + 1)]
         arguments["cu_seqlens"] = torch.tensor(offsets, dtype=torch.int32, device=device)
         sequences = len(lengths)

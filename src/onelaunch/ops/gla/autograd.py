@@ -67,8 +67,7 @@ def run_backward(
     from onelaunch.ops.gla import launch, launch_hopper
 
     call = launch.Attention.of(q, k, v, g, initial, offsets, scale)
-    # ``hopper`` returns no final state, so there is no gradient of one.
-    return launch_hopper.backward(call, do) if kernel == "hopper" else launch.backward(call, do, dfinal)
+    return launch_hopper.backward(call, do, dfinal=dfinal) if kernel == "hopper" else launch.backward(call, do, dfinal)
 
 
 def save(ctx: Any, inputs: tuple[Any, ...], output: Results) -> None:

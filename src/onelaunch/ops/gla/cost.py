@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from onelaunch.operation import Case, Cost, Direction, Variant, launch_count
+from onelaunch.operation.inputs import packed_lengths
 from onelaunch.ops.gla.contract import gla
 from onelaunch.ops.gla.heads import Heads
 from onelaunch.ops.gla.reference import heads_of
@@ -79,13 +80,18 @@ def _bytes_per_step(case: Case, heads: Heads, direction: Direction) -> tuple[int
 def _end_bytes(case: Case, heads: Heads, direction: Direction) -> tuple[int, int]:
     """Return the bytes of initial and final states, and those of them that are written.
 
-    With their gradients the initial state moves three times, the final one twice; each is written once.
+    With their gradients the initial state moves three times, the final one twice; each is written once. Without them the backward
+    pass reads the initial state again.
     """
     lengths = gla.option(case, "lengths")
-    sequences = case.sizes["B"] if lengths is None else len(lengths)
+    sequences = case.sizes["B"] if lengths is None else len(packed_lengths(case, lengths))
     initial, final = bool(gla.option(case, "initial_state")), bool(gla.option(case, "final_state"))
-    moves = initial + final if direction == "forward" else 3 * initial + 2 * final
-    written = final if direction == "forward" else initial + final
+    if direction == "forward":
+        moves, written = initial + final, int(final)
+    elif gla.option(case, "state_gradients"):
+        moves, written = 3 * initial + 2 * final, initial + final
+    else:
+        moves, written = 2 * initial + final, int(final)
     state = 4 * sequences * heads.state * case.sizes["K"] * case.sizes["V"]
     return moves * state, written * state
 

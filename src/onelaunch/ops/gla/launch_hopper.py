@@ -63,30 +63,36 @@ class PassTiles:
 
 
 @remembered
-def pass_tiles(keys: int, values: int, *, scalar: bool, store_states: bool, output: bool) -> PassTiles:
+def pass_tiles(keys: int, values: int, *, scalar: bool, wide: bool, store_states: bool, output: bool) -> PassTiles:
     """Return the configuration of ``chunk_state_kernel``.
 
     Two groups run where V is a multiple of 128, since they share the decayed keys and the scores. With K of 256 only one group
     and two stages fit. The numbers of registers are those with which ptxas does not serialize the products. Stored states leave
     through shared memory, for which a pass that also makes outputs has one stage less; with K of 256 it stores them from
-    registers.
+    registers. float32 log-decays per channel (``wide``) take twice the bytes: with K of 128 two stages fit.
     """
-    stages = 2 if store_states and output else 3
+    stages = 2 if (store_states and output) or (wide and keys > PANEL) else 3
     if keys > 2 * PANEL:
         return PassTiles(1, stages=2, scores=1, staged=not output, prepare_registers=240)
     if values % (2 * PANEL):
         return PassTiles(1, stages, stages, prepare_registers=232)
     if scalar:
         return PassTiles(2, stages, stages, multiply_registers=184, prepare_registers=136)
+    if wide:
+        return PassTiles(2, stages, stages, multiply_registers=152, prepare_registers=200)
     return PassTiles(2, stages, stages)
 
 
 @remembered
-def segment_tiles(keys: int, values: int) -> PassTiles:
-    """Return the configuration of ``segment_sum_kernel``, which makes no outputs, so that more stages fit."""
+def segment_tiles(keys: int, values: int, *, wide: bool) -> PassTiles:
+    """Return the configuration of ``segment_sum_kernel``, which makes no outputs, so that more stages fit.
+
+    ``wide`` says that log-decays are float32 and one per channel.
+    """
+    stages = 3 if wide and keys > PANEL else 4
     if keys > 2 * PANEL:
         return PassTiles(1, stages=2, prepare_registers=240)
-    return PassTiles(1, stages=4, prepare_registers=232) if values % (2 * PANEL) else PassTiles(2, stages=4)
+    return PassTiles(1, stages, prepare_registers=232) if values % (2 * PANEL) else PassTiles(2, stages)
 
 
 @remembered
@@ -171,7 +177,15 @@ def aliased_state_buffers(call: Attention, into: Into | None) -> tuple[torch.Ten
     return both, torch.empty_like(both, memory_format=torch.contiguous_format)
 
 
-def state_pass(call: Attention, operands: PassOperands, out: torch.Tensor | None, states: list[torch.Tensor]) -> None:
+def state_pass(
+    call: Attention,
+    operands: PassOperands,
+    out: torch.Tensor | None,
+    states: list[torch.Tensor],
+    *,
+    initial: torch.Tensor | None,
+    final: torch.Tensor | None = None,
+) -> None:
     """Run a pass along time: fill ``out`` if given, and ``states``, if not empty, with the state that enters each chunk.
 
     Args:
@@ -180,14 +194,18 @@ def state_pass(call: Attention, operands: PassOperands, out: torch.Tensor | None
         out: ``[B, T, H, V]``, o or with ``reverse`` dv; ``None`` for states alone.
         states: Empty; one tensor ``[slots, H, V, K]``; two of them, the second for the rounding errors of the first as second
             16-bit terms; or one matrix of :func:`aliased_state_buffers`.
+        initial: State from which each sequence starts, ``[N, H, K, V]`` float32: the initial state, or with ``reverse`` the
+            gradient of the final one. ``None`` for zeros.
+        final: Memory for the state at the end of the pass, ``[N, H, K, V]`` float32: the final state, or with ``reverse`` the
+            gradient of the initial one. ``None`` where it is not wanted.
     """
     from onelaunch.ops.gla.kernels.hopper_chunk_state import chunk_state_kernel
     from onelaunch.ops.gla.kernels.hopper_segment_sum import segment_sum_kernel
 
     _, length, heads, keys, values = call.sizes
     sequences, offsets = call.sequence_count, call.sequences.offsets
-    first = None if operands.reverse else call.sequences.initial  # no gradient of a final state
-    tiles = pass_tiles(keys, values, scalar=call.scalar, store_states=bool(states), output=out is not None)
+    wide = not call.scalar and call.g.dtype is torch.float32
+    tiles = pass_tiles(keys, values, scalar=call.scalar, wide=wide, store_states=bool(states), output=out is not None)
     slices = values // (PANEL * tiles.groups)
     mean_length = length if offsets is None else cdiv(length, sequences)
     segments = segment_count(sequences * heads * slices, cdiv(mean_length, CHUNK), processors(operands.keys.device))
@@ -209,7 +227,7 @@ def state_pass(call: Attention, operands: PassOperands, out: torch.Tensor | None
         )
         Launch(
             segment_sum_kernel, grid, *sources, *decays, *sums, offsets, length, heads, segments, segment_steps,
-            call.scale, values, mma=Mma.WIDEST, **segment_tiles(keys, values).options(), **shared,
+            call.scale, values, mma=Mma.WIDEST, **segment_tiles(keys, values, wide=wide).options(), **shared,
         ).run()  # fmt: skip
     queries = None if out is None or operands.queries is None else boxes([CHUNK, keys], operands.queries)[0]
     target = None if out is None else targets([CHUNK, PANEL], out)[0]
@@ -217,11 +235,10 @@ def state_pass(call: Attention, operands: PassOperands, out: torch.Tensor | None
     stored = [described(rows_of_states(each), [PANEL, keys]) for each in states] if tiles.staged else states
     Launch(
         chunk_state_kernel, grid,
-        queries, *sources, *decays, out, target, first, *(*stored, None, None)[:2], *sums, offsets, length, heads, segments,
-        segment_steps, call.scale, values, 0 if out is None else pitch_of(out), mma=Mma.WIDEST,
+        queries, *sources, *decays, out, target, initial, final, *(*stored, None, None)[:2], *sums, offsets, length, heads,
+        segments, segment_steps, call.scale, values, 0 if out is None else pitch_of(out), mma=Mma.WIDEST,
         LIMIT=LIMITS[call.q.dtype], OUTPUT=out is not None, STORE_STATES=bool(states), STAGED=bool(states) and tiles.staged,
-        ALIASED=in_aliased_buffer, INITIAL=first is not None, SEGMENTED=segments > 1, SCORES=tiles.scores, **tiles.options(),
-        **shared,
+        ALIASED=in_aliased_buffer, SEGMENTED=segments > 1, SCORES=tiles.scores, **tiles.options(), **shared,
     ).run()  # fmt: skip
 
 
@@ -232,10 +249,11 @@ def empty_states(call: Attention, count: int) -> list[torch.Tensor]:
     return [torch.empty(shape, dtype=call.q.dtype, device=call.q.device) for _ in range(count)]
 
 
-def forward(call: Attention, states: list[torch.Tensor] | None = None) -> torch.Tensor:
-    """Compute ``o [B, T, H, V]``; fill ``states``, where given, for :func:`backward`."""
+def forward(call: Attention, states: list[torch.Tensor] | None = None, final: torch.Tensor | None = None) -> torch.Tensor:
+    """Compute ``o [B, T, H, V]``; fill ``states`` for :func:`backward` and the final state ``[N, H, K, V]``, where given."""
     out = torch.empty(call.v.shape, dtype=call.v.dtype, device=call.v.device)
-    state_pass(call, PassOperands(call.q, call.k, call.v, reverse=False), out, states or [])
+    operands = PassOperands(call.q, call.k, call.v, reverse=False)
+    state_pass(call, operands, out, states or [], initial=call.sequences.initial, final=final)
     return out
 
 
@@ -249,8 +267,13 @@ def backward(
     into: Into | None = None,
     normalizer: float | None = None,
     states: list[torch.Tensor] | None = None,
+    dfinal: torch.Tensor | None = None,
 ) -> Gradients:
-    """Compute the gradients of q, k, v and g from that of ``o``.
+    """Compute the gradients of q, k, v, g and the initial state from those of ``o`` and of the final state.
+
+    The pass back in time starts from the gradient of the final state, and ends with that of the initial state. In between it
+    leaves the gradient of each chunk's final state, with which the gradients of log-decays are complete: they need no term of
+    their own for the final state.
 
     Args:
         call: Tensors of the forward pass.
@@ -259,9 +282,7 @@ def backward(
         normalizer: Number by which the log-decays were divided when they were made, ``g = logsigmoid(z) / normalizer``, one
             per channel. The gradient of z then takes the place of that of g.
         states: States that :func:`forward` filled; without them a state pass computes them again from the inputs.
-
-    Returns:
-        The gradients. That of the initial state has no elements: calls with an initial state are not trained by this variant.
+        dfinal: Gradient of the final state, ``[N, H, K, V]`` float32; ``None`` for zeros.
     """
     from onelaunch.ops.gla.kernels.hopper_gradients import gradients_kernel
 
@@ -272,10 +293,14 @@ def backward(
     if states is None:
         # One dg per head is a sum over a whole state, in which the state's rounding would show: see kernels/hopper_gradients.py.
         states = empty_states(call, 2 if call.scalar else 1) if aliased is None else [aliased[0]]
-        state_pass(call, PassOperands(None, k, v, reverse=False), None, states)
+        state_pass(call, PassOperands(None, k, v, reverse=False), None, states, initial=call.sequences.initial)
     dstates = empty_states(call, 1)[0] if aliased is None else aliased[1]
     dq, dk, dv = output_like(q, to_q), output_like(k, to_k), output_like(v, to_v)
-    state_pass(call, PassOperands(k, q, do, reverse=True), dv, [dstates])
+    dinitial = empty_final(call, wanted=call.sequences.initial is not None)
+    state_pass(
+        call, PassOperands(k, q, do, reverse=True), dv, [dstates], initial=None if dfinal is None else dfinal.contiguous(),
+        final=None if call.sequences.initial is None else dinitial,
+    )  # fmt: skip
     panels, block = keys // PANEL, PANEL if values % (2 * PANEL) else 2 * PANEL
     square, wide, tall = [CHUNK, PANEL], [CHUNK, block], [block if aliased is None else PANEL, PANEL]
     if call.scalar:  # one part for each panel of channels, added up below
@@ -298,4 +323,4 @@ def backward(
     ).run()  # fmt: skip
     if call.scalar:
         dg = dg.sum(0).to(call.g.dtype)
-    return Gradients(dq, dk, dv, dg, empty_final(call, wanted=False))
+    return Gradients(dq, dk, dv, dg, dinitial)

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from onelaunch.errors import ArgumentError
 from onelaunch.operation import Case, Query, Reading
-from onelaunch.operation.inputs import case_flags, make_log_decay
+from onelaunch.operation.inputs import case_flags, make_log_decay, packed_lengths
 from onelaunch.ops.gla.contract import check_head_sizes, gate_flags, gla
 from onelaunch.ops.gla.heads import Heads, expanded
 
@@ -291,15 +291,15 @@ def make_inputs(case: Case, device: torch.device, generator: torch.Generator) ->
         arguments["gv"] = gv.to(decay_dtype)
     sequences = batch
     if options["lengths"] is not None:
-        lengths = list(options["lengths"])
-        if sum(lengths) != length or batch != 1:
-            raise ArgumentError(f"lengths add up to {sum(lengths)}; they must add up to T = {length}, with B = 1.")
+        lengths = packed_lengths(case, options["lengths"])
         arguments["cu_seqlens"] = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=device)
         sequences = len(lengths)
     if options["initial_state"]:
         ends = (values, keys) if options["state_v_first"] else (keys, values)
         arguments["initial_state"] = draw(sequences, heads.state, *ends)
-    return Reading(arguments, tuple(name for name in ("q", "k", "v", "g", "gv", "initial_state") if name in arguments))
+    taking = ("q", "k", "v", "g", "gv", *(("initial_state",) if options["state_gradients"] else ()))
+    through = None if options["state_gradients"] else ("o",)
+    return Reading(arguments, tuple(name for name in taking if name in arguments), through)
 
 
 def heads_of(case: Case) -> Heads:

@@ -8,7 +8,8 @@ Log-decays are logsigmoid of that projection, divided by ``normalizer``. The gra
 the recurrence's registers on Hopper, elsewhere by a launch of its own.
 
 dz is not visible outside: it is allocated and consumed within one call of the backward pass. The backward pass never writes to
-saved tensors, so it may run more than once.
+saved tensors, so it may run more than once. The variants ``packed`` and ``packed_states`` (``variants/composed.py``) call
+:func:`compute`.
 """
 
 from __future__ import annotations
@@ -154,8 +155,7 @@ def run_forward(
 
     Saved are the packed projections of x (y) ``[B, T, pitch]``, packed log-decays (gk) ``[B, T, pitch]``, ``o [B, T, H, V]``, the
     norms' ``rstd [B T, H]`` and, with ``keep_states``, a state per chunk ``[slots, H, V, K]``. A result that is not wanted has no
-    elements.
-    ``kernels`` is the result of :func:`kernels_for`. ``hopper`` returns no final state: it does not run calls that want one.
+    elements. ``kernels`` is the result of :func:`kernels_for`.
     """
     from onelaunch.ops.gla import launch, launch_hopper
     from onelaunch.ops.output_chain import launch as chain_launch
@@ -170,10 +170,10 @@ def run_forward(
     gk = packed.y.view(*x.shape[:-1], plan.decays.pitch)
     (g,) = plan.decays.cut(gk)
     call = launch.Attention.of(q, k, v, g, initial, None, plan.scale)
-    states, final = [], launch.empty_final(call, wanted=False)
+    states: list[torch.Tensor] = []
     if plan.kernels.recurrence == "hopper":
-        states = launch_hopper.empty_states(call, int(keep_states))
-        o = launch_hopper.forward(call, states)
+        states, final = launch_hopper.empty_states(call, int(keep_states)), launch.empty_final(call, wanted=want_final)
+        o = launch_hopper.forward(call, states, final=final if want_final else None)
     else:
         o, final = launch.forward(call, want_final=want_final)
     given = chain_launch.Operands.of(o, gate, norm_weight, activated=False)
@@ -272,7 +272,8 @@ def recurrence_gradients(
     call = launch.Attention.of(q, k, v, g, initial, None, plan.scale)
     width = plan.decays.rows
     if plan.kernels.recurrence == "hopper":
-        found = launch_hopper.backward(call, do, into, plan.sizes.normalizer, [states] if states.numel() else None)
+        kept = [states] if states.numel() else None
+        found = launch_hopper.backward(call, do, into, plan.sizes.normalizer, kept, dfinal=dfinal)
         return found.g.flatten(0, 1).view(-1, width), found.initial
     found = launch.backward(call, do, dfinal, into)
     nothing, dg = gk.new_empty(0), found.g.view(-1, width)  # logsigmoid needs neither rstd nor a saved pre-activation

@@ -1,4 +1,7 @@
-"""Cost model of ``gla_layer``: FLOPs and bytes, at least, and per variant as the sum of its parts."""
+"""Cost model of ``gla_layer``: FLOPs and bytes, at least, and per variant as the sum of its parts.
+
+The workbench plans studies with it and computes roofline bounds from it.
+"""
 
 from __future__ import annotations
 

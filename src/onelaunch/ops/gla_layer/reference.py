@@ -1,4 +1,7 @@
-"""Oracle of ``gla_layer``, the inputs that variants are verified on, and the dispatch key of a case."""
+"""Oracle of ``gla_layer``, the inputs that variants are verified on, and the dispatch key of a case.
+
+The workbench's verification and measurements call them through the operation.
+"""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 ``onelaunch::linear_rnn_forward`` computes the whole layer in one launch, by the kernel that its argument names.
 ``onelaunch::linear_rnn_backward`` is the backward pass of all these kernels. ``onelaunch::matmul`` is the matrix product of the
-three-launch variant.
+three-launch variant. The variants in ``variants/triton.py``, ``variants/hopper.py`` and ``onelaunch/ablations`` call them.
 """
 
 from __future__ import annotations

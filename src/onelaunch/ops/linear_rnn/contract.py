@@ -8,7 +8,7 @@ import torch
 
 from onelaunch import checks, dispatch
 from onelaunch.checks import Facts
-from onelaunch.operation import Query, Shapes, operation, remembered
+from onelaunch.operation import SUM_OF_PRODUCTS, Query, Shapes, operation, remembered
 from onelaunch.operation.autocast import autocast
 from onelaunch.ops.gated_scan.contract import ScanCall, ScanFacts, check_scan_values, scan_facts
 
@@ -82,6 +82,8 @@ def _key(x: Facts, weight: Facts, scan: ScanFacts) -> Query:
     # Options of a case, from which reference.py makes inputs. Then the variants to prefer where nothing was measured.
     options={"decay": "model", "lengths": None, "initial_state": False, "final_state": False, "log_decay_dtype": None},
     defaults={"cuda": ("fused_chunked", "semi_fused", "chunked", "eager"), "cpu": ("chunked", "eager")},
+    # Float32 results of 16-bit calls into which the projection enters, a sum of products of 16-bit numbers.
+    stated_errors=dict.fromkeys(("final_state", "grad log_decay"), SUM_OF_PRODUCTS),
 )
 def linear_rnn(
     x: torch.Tensor,

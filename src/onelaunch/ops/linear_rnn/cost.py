@@ -1,4 +1,7 @@
-"""Cost model of ``linear_rnn``: FLOPs and bytes, at least and per variant."""
+"""Cost model of ``linear_rnn``: FLOPs and bytes, at least and per variant.
+
+The workbench plans studies with it and computes roofline bounds from it.
+"""
 
 from __future__ import annotations
 

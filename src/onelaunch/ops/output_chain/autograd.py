@@ -2,8 +2,10 @@
 
 ``onelaunch::output_chain_forward`` runs the launches of the variant that its argument names. For a backward pass it saves rstd,
 the reciprocal root mean square of every head, instead of ``a``, the normalized and gated heads, which take H * V elements per
-token. In the backward pass one launch, ``onelaunch::output_chain_gradients``, recomputes ``a`` for the product that gives the
-output weight's gradient. It also computes the gradients of h, the gate and the norm's weight from that of ``a``, da = dout W.
+token. In the backward pass one operator, ``onelaunch::output_chain_gradients``, recomputes ``a`` for the product that gives the
+output weight's gradient. From the gradient of ``a``, da = dout W, its launch also computes the gradients of h and of the gate,
+and partial sums of the gradient of the norm's weight, which PyTorch adds up in another launch. The variants in
+``variants/triton.py`` call :func:`compute`.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ Run: TypeAlias = "Callable[[Operands, torch.Tensor, torch.Tensor | None, float, 
 """Type of a function that runs a variant's launches, from operands, output weight, bias, eps, and whether rstd is saved."""
 
 launches: Launches[Run] = Launches()
-"""Functions that run a variant's launches, by the variant's name."""
+"""Functions that run a variant's launches, by the variant's name. ``gla_layer`` calls them too."""
 
 
 def run_forward(
@@ -76,7 +78,7 @@ def run_gradients(
 
 
 def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    """Save all input tensors except the bias, and rstd."""
+    """Save rstd, and all input tensors except the bias."""
     h, gate, norm_weight, w_out, _, ctx.activated, *_ = inputs
     ctx.save_for_backward(h, gate, norm_weight, w_out, output[1])
 

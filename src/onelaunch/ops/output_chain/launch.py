@@ -1,4 +1,8 @@
-"""Launches of ``output_chain``'s portable kernels: cut rows into tiles, allocate results, pass pointers."""
+"""Launches of ``output_chain``'s portable kernels: cut rows into tiles, allocate results, pass pointers.
+
+The variant ``norm_gate`` calls :func:`norm_gate`. :func:`norm_gate_gradients` serves the backward pass of both Triton variants,
+and that of ``gla_layer``.
+"""
 
 from __future__ import annotations
 

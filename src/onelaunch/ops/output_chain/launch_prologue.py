@@ -1,4 +1,7 @@
-"""Launch of the output projection that normalizes and gates its operand as it loads it: choose tiles, allocate results."""
+"""Launch of the output projection that normalizes and gates its operand as it loads it: choose tiles, allocate results.
+
+The variant ``prologue`` calls :func:`prologue`.
+"""
 
 from __future__ import annotations
 

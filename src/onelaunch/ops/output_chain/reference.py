@@ -1,6 +1,7 @@
 """Oracle of ``output_chain``, the inputs that variants are verified on, and the output projection alone as a control.
 
-A control is a part of the operation that studies time in addition; calls are never dispatched to it.
+A control is a part of the operation that studies time in addition; calls are never dispatched to it. The workbench's
+verification and measurements call these functions through the operation.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Choice of a configuration of the Hopper matrix product for ``projections``, and the cut of columns into tiles.
 
-Columns are those of the product x W^T, and so rows of the packed weight W. Each segment is cut on its own. Its last tile may have
-few columns. Such tiles use a second, narrower WGMMA instead of the one for ``columns`` columns. They are called narrow, the
+Columns are those of the product x W^T, and so rows of the packed weight W. Each segment is cut on its own. Its last tile may
+have few columns. Such tiles use a second, narrower WGMMA instead of the one for ``columns`` columns. They are called narrow, the
 others wide. A kernel has one width for each of the two, since the N dimension of WGMMA is fixed when it is compiled.
+``launch_hopper.py`` calls it.
 """
 
 from __future__ import annotations

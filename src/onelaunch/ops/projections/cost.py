@@ -1,4 +1,7 @@
-"""Cost model of ``projections``: FLOPs and bytes, at least and per variant."""
+"""Cost model of ``projections``: FLOPs and bytes, at least and per variant.
+
+The workbench plans studies with it and computes roofline bounds from it.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +25,8 @@ def cost(case: Case, variant: Variant | None, direction: Direction) -> Cost:
     It writes and reads the products that activations are not applied to in registers (tag ``hands``): ``all`` of them, or only
     those ``activated``. Its backward pass adds what is saved and read again (``rstd``, 1 / norm of normalized heads; z, the
     pre-activations, of SiLU; and results of the other activations), and dz, written once and read by each product. If segments
-    have products of their own, dx is a sum of as many products: each further one adds four times the bytes of x, one of them
-    written.
+    have products of their own, dx is a sum of as many products: each further one reads x again, writes its term, and adds it to
+    the sum (two reads and one write). That is five times the bytes of x, of which two are written.
     """
     layout = layout_of(segments_of(case))
     rows, inner, value = case.sizes["B"] * case.sizes["T"], case.sizes["D"], case.dtype.itemsize
@@ -45,7 +48,7 @@ def cost(case: Case, variant: Variant | None, direction: Direction) -> Cost:
         written += operands
         if variant is not None:
             kept = by_kind.get("silu", 0)
-            moved += 2 * (kept + 4 * rows * layout.norms) + activated - kept + 3 * result + 4 * apart * x
-            written += kept + 4 * rows * layout.norms + result + apart * x  # each further product adds its term to dx
+            moved += 2 * (kept + 4 * rows * layout.norms) + activated - kept + 3 * result + 5 * apart * x
+            written += kept + 4 * rows * layout.norms + result + 2 * apart * x  # a term and the sum
     flops = PRODUCTS[direction] * 2 * rows * inner * layout.rows
     return Cost(flops, moved, launch_count(variant, direction), written=written)

@@ -1,7 +1,7 @@
 """Launches of ``projections``'s portable kernels: cut columns into tiles, allocate results, pass pointers and constants.
 
 The Hopper variants take :func:`empty_results` and the backward pass from here. ``gla_layer`` calls :func:`activation_gradients`
-for its log-decays.
+for its log-decays. The variants in ``variants/triton.py`` call :func:`epilogue` and :func:`activate`.
 """
 
 from __future__ import annotations

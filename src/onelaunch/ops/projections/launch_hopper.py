@@ -3,7 +3,7 @@
 Operand A has rows of x, operand B rows of the packed weight. A segment is a block of rows of the weight with an activation of
 its own. Each tile lies in one segment. Where a segment has few columns left, its last tile is *narrow*: it uses a second WGMMA
 with a smaller N dimension, and loads fewer rows of the weight. With ``multicast`` "a" or "b", the two CTAs of a cluster share
-that operand, and each loads one half of it into both.
+that operand, and each loads one half of it into both. The variants in ``variants/hopper.py`` call :func:`wide_gemm`.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def plan_of(
 ) -> Plan:
     """Return the plan of calls of this size."""
     config = configuration(layout, rows, channels, element, multiprocessors, multicast)
-    # With few rows, a load has only the rows of x, in whole groups of 8 rows, the period of the 128-byte swizzle.
+    # With few rows, a load that is not multicast has only the rows of x, in groups of 8, the period of the 128-byte swizzle.
     x_box = TILE_ROWS // 2 if multicast == "a" else min(TILE_ROWS, cdiv(rows, 8) * 8)
     return Plan(
         gemm=gemm_for(layout, config, keep=keep),

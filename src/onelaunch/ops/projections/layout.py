@@ -2,7 +2,8 @@
 
 z ``[M, N]``, the pre-activations, is the product of x ``[M, D]`` and the packed weight ``[N, D]``, plus the bias. dz is its
 gradient, and rstd the factor ``1 / sqrt(sum(z^2) + eps)`` of every head that is normalized, in float32. *Saved pre-activations*
-are the columns of z to which SiLU was applied.
+are the columns of z to which SiLU was applied. Users pass a :class:`Segment` per projection. The contract makes a
+:class:`Layout` of them, which launches, costs and gradients read.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Oracle of ``projections``, inputs and dispatch keys of its cases, and a control.
 
 The control is a part of the operation that studies time in addition: the product with the whole packed weight, without bias and
-activations.
+activations. The workbench's verification and measurements call these functions through the operation.
 """
 
 from __future__ import annotations

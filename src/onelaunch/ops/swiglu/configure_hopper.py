@@ -1,6 +1,7 @@
 """Choice of the Hopper matrix product's configuration for ``swiglu``, and the partition of its k-blocks into work units.
 
 Times in the comments are single runs on an H200 unless they say otherwise; ``docs/notebook/swiglu.md`` has their context.
+``variants/hopper.py`` asks :func:`configuration`, and ``launch_hopper.py`` asks the other functions.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Minimum FLOPs, memory traffic and launches of ``swiglu``, per variant."""
+"""Minimum FLOPs, memory traffic and launches of ``swiglu``, per variant.
+
+The workbench plans studies with it and computes roofline bounds from it.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Launches of the Hopper matrix product for ``swiglu``: tensor maps, workspace, scales and the kernel's arguments.
 
-:func:`dual_gemm` is the entry. ``configure_hopper.py`` chooses the configuration that it is given.
+:func:`dual_gemm` is the entry, which ``variants/hopper.py`` calls with the configuration that ``configure_hopper.py`` chooses.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Oracle of ``swiglu``, inputs and dispatch keys of its cases, and a control.
 
 The control is a part of the operation that studies time in addition: both products as one wide matrix product without the gate.
+The workbench's verification and measurements call these functions through the operation.
 """
 
 from __future__ import annotations

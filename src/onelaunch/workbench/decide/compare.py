@@ -15,6 +15,8 @@ listed as *unrepeated*. Between two devices a claim needs repeats on both sides,
 which device is faster, not what the code changed.
 
 One run cannot stand on both sides. Shapes of one name whose sizes, dtype or options differ are not compared.
+
+Command ``onelaunch study compare`` calls :func:`compare`, and before it the two functions that check the results.
 """
 
 from __future__ import annotations
@@ -67,6 +69,8 @@ class TimeChange:
     """Number of runs with this time on each side."""
     between: float | None = None
     """The largest factor that noise between runs explains, or ``None`` where it is unknown."""
+    outside: bool = False
+    """True if the variant is a peer outside the gate on a side."""
 
 
 @dataclass(frozen=True)
@@ -295,6 +299,7 @@ class _Times:
                     after=after.median,
                     runs=(len(timed[0]), len(timed[1])),
                     between=between,
+                    outside=any(cell.outside for cells in ok_cells for _, cell in cells),
                 )
             )
         return changes
@@ -320,10 +325,10 @@ class _Times:
 
 
 def _ok_cells(runs: Sequence[Result], key: Key) -> list[tuple[Result, Cell]]:
-    """Return the runs in which a measurement has the status ``ok``, each with the measurement."""
+    """Return the runs in which the times of a measurement are believed, each with the measurement."""
     shape, direction, variant = key
     found = ((run, run.cell(shape, variant, direction)) for run in runs)
-    return [(run, cell) for run, cell in found if cell is not None and cell.status == "ok"]
+    return [(run, cell) for run, cell in found if cell is not None and cell.measured]
 
 
 def _timed(cells: Iterable[tuple[Result, Cell]], regime: Regime) -> list[tuple[Result, Estimate]]:
@@ -379,8 +384,9 @@ def _incomparable(one: Study, other: Study) -> tuple[Incomparable, ...]:
         if shape.name not in theirs:
             continue
         reasons = _case_differences(shape, theirs[shape.name])
-        if one.operation != other.operation:
-            reasons = [f"operations differ: {one.operation} and {other.operation}"]
+        called = shape.operation or one.operation, theirs[shape.name].operation or other.operation
+        if called[0] != called[1]:
+            reasons = [f"operations differ: {called[0]} and {called[1]}"]
         if reasons:
             found.append(Incomparable(shape.name, "; ".join(reasons)))
     return tuple(found)
@@ -407,7 +413,7 @@ def _by_key(result: Result) -> dict[Key, Cell]:
 
 def _memory(before: Cell, after: Cell) -> MemoryChange | None:
     """Return the change of peak memory, or ``None`` if it is within :data:`LEAST_MEMORY` or not measured."""
-    if before.status != "ok" or after.status != "ok" or not before.peak_bytes or not after.peak_bytes:
+    if not before.measured or not after.measured or not before.peak_bytes or not after.peak_bytes:
         return None
     if 1 / LEAST_MEMORY <= after.peak_bytes / before.peak_bytes <= LEAST_MEMORY:
         return None

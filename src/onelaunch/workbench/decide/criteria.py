@@ -12,22 +12,28 @@ counted them. Memory, bytes and counts are exact numbers and are compared with t
 Times at two shapes share no rounds: the ratio's interval covers everything that both intervals allow, and the larger noise of the
 two applies. A geometric mean over shapes is judged in the same way, with an interval and a noise as if every shape erred in the
 same direction. It is measured only if every shape is.
+
+A criterion with ``directions`` counts a shape once in each of them that runs there. With ``most_noise`` a time counts as not
+measured where the A/A noise is larger. With ``leave_out`` the shapes at which the other side cannot run are listed and left out.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from onelaunch.workbench import stats
 from onelaunch.workbench.decide.judging import Finding
 from onelaunch.workbench.decide.measured import judged
 from onelaunch.workbench.decide.words import per, selector_words
 from onelaunch.workbench.result import CriterionStatus, Outcome, Result
-from onelaunch.workbench.study import Criterion, Shape
+from onelaunch.workbench.study import Asked, Criterion, Shape
 
 
 def evaluate(result: Result, infeasible: Mapping[str, str]) -> tuple[Outcome, ...]:
     """Judge every criterion of the study by the result's measurements and noise.
+
+    ``concluded`` in ``decision.py`` calls this before it decides.
 
     Args:
         result: The measurements. Outcomes and a decision that it already has are ignored.
@@ -41,11 +47,17 @@ def evaluate(result: Result, infeasible: Mapping[str, str]) -> tuple[Outcome, ..
 
 def _outcome(result: Result, criterion: Criterion, refuted: str | None) -> Outcome:
     """Judge one criterion. ``refuted`` is the reason why arithmetic alone refutes it, if it does."""
-    findings = [finding_at(result, criterion, shape) for shape in result.study.shapes_of(criterion)]
+    every = result.study.asked(criterion)
+    asked = [each for each in every if not criterion.leave_out or _over_can_run(result, each)]
+    findings = [replace(finding_at(result, each.criterion, each.shape), shape=each.name) for each in asked]
+    if not findings:
+        findings = [Finding("", "not_measured", "not measured: what it is compared with can run at none of its shapes", "")]
     mean = _mean(criterion, findings) if criterion.combine == "geomean" else None
     needed = criterion.in_at_least or len(findings)
     status = mean.status if mean else _combine([finding.status for finding in findings], needed)
     evidence = f"{mean.text}." if mean else _evidence(criterion, findings, needed)
+    if left := [each.name for each in every if each not in asked]:
+        evidence = f"{evidence.rstrip('.')}; left out, as {_over(criterion)} cannot run there: {', '.join(left)}."
     if refuted:
         status = "infeasible"
         measured = any(finding.value is not None for finding in findings)
@@ -120,16 +132,40 @@ def _evidence(criterion: Criterion, findings: Sequence[Finding], needed: int) ->
 def _asked(criterion: Criterion) -> str:
     """Return the words that come before the values, such as ``the speed of one over the baseline is``."""
     of = selector_words(criterion.of, "the fastest variant", "the fastest variant")
-    others = "the fastest other variant" if criterion.quantity.timed else "the fastest variant"
-    over = "the baseline" if criterion.over is None else selector_words(criterion.over, others, others)
+    over = _over(criterion)
     if criterion.over_at is not None:
         over += f" at {criterion.over_at}{per(criterion)}"
     return judged(criterion).evidence.format(of=of, over=over)
 
 
+def _over(criterion: Criterion) -> str:
+    """Return words for what a criterion compares with, such as ``the baseline``."""
+    others = "the fastest other variant" if criterion.quantity.timed else "the fastest variant"
+    return "the baseline" if criterion.over is None else selector_words(criterion.over, others, others)
+
+
+def _over_can_run(result: Result, asked: Asked) -> bool:
+    """Return whether a variant that a criterion compares with can run a case, or whether nothing is known of that."""
+    _, (over, where) = result.study.sides(asked.criterion, asked.shape)
+    names = result.study.select(over, where)
+    cells = [cell for name in names if (cell := result.cell(where.name, name, asked.criterion.direction)) is not None]
+    return not cells or any(cell.status != "unsupported" for cell in cells)
+
+
 def finding_at(result: Result, criterion: Criterion, shape: Shape) -> Finding:
-    """Judge a criterion at one shape, or say which scale it needs if the shape did not run."""
+    """Judge a criterion at one shape, or say which scale it needs if the shape did not run.
+
+    :func:`evaluate` calls this for each shape, and ``report/predictions.py`` to compare predictions with measured values.
+    """
     if shape.scale != result.provenance.scale and not any(cell.shape == shape.name for cell in result.cells):
         remedy = "run on a GPU, or with --scale full" if shape.scale == "full" else "run on a CPU, or with --scale small"
         return Finding(shape.name, "not_measured", f"needs {shape.scale} scale: {remedy}", f"needs {shape.scale} scale")
-    return judged(criterion).finding(result, criterion, shape)
+    return _quiet(criterion, judged(criterion).finding(result, criterion, shape))
+
+
+def _quiet(criterion: Criterion, finding: Finding) -> Finding:
+    """Return a finding, as not measured if it rests on more noise than the criterion accepts."""
+    if criterion.most_noise is None or finding.noise is None or finding.noise <= criterion.most_noise:
+        return finding
+    why = f"the A/A noise of {finding.noise:.3g} is above {criterion.most_noise:g}"
+    return Finding(finding.shape, "not_measured", f"not measured: {why} at {finding.shape}", f"not measured ({why})")

@@ -27,7 +27,7 @@ from collections.abc import Iterable
 from itertools import chain
 from typing import Any
 
-from onelaunch.operation import Direction, find_operation
+from onelaunch.operation import Direction
 from onelaunch.wording import listing
 from onelaunch.workbench import quantities as q
 from onelaunch.workbench import stats
@@ -36,7 +36,7 @@ from onelaunch.workbench.decide.findings import findings
 from onelaunch.workbench.decide.measured import judged
 from onelaunch.workbench.decide.selection import STATUS_WORDS, compared, select_cell
 from onelaunch.workbench.result import Cell, Decision, DecisionKind, Outcome, Result, Saving
-from onelaunch.workbench.study import Criterion, Selector, Shape
+from onelaunch.workbench.study import Asked, Criterion, Selector, Shape
 from onelaunch.workbench.study.plan import bandwidth, guarantee, infeasibilities, matrix_dtype
 
 MOSTLY = 0.5
@@ -45,12 +45,17 @@ MOSTLY = 0.5
 FUSION = ("launches", "backward_launches", "fuses")
 """Tags that together are one factor: the way the steps are spread over launches."""
 
-NO_FACTORS = ("requires", "backward", "yardstick")
-"""Tags that do not describe how a variant computes; ``yardstick`` marks plain PyTorch, which sets the tolerance."""
+NO_FACTORS = ("requires", "backward", "yardstick", "usual")
+"""Tags that do not describe how a variant computes; ``yardstick`` marks plain PyTorch, which sets the tolerance, and
+``usual`` the functions of a peer that its own layers call."""
 
 
 def concluded(result: Result) -> Result:
-    """Return the result with its study's criteria judged again and a new decision; earlier ones are ignored."""
+    """Return the result with its study's criteria judged again and a new decision; earlier ones are ignored.
+
+    ``running.py`` calls this for each result, partial ones included. Command ``onelaunch study judge`` and ``recompute.py`` call
+    it with stored results.
+    """
     evaluated = result.model_copy(update={"outcomes": evaluate(result, infeasibilities(result.study))})
     return evaluated.model_copy(update={"decision": decide(evaluated)})
 
@@ -79,7 +84,11 @@ def decide(result: Result) -> Decision:
 
 
 def explain_savings(result: Result) -> tuple[Saving, ...]:
-    """Explain the time that the fastest variant saves over the baseline, at each shape and direction."""
+    """Explain the time that the fastest correct variant saves over the baseline, at each shape and direction.
+
+    A peer outside the gate (``cell.outside``) is timed but is never that variant: it failed the correctness gate, and its errors
+    are within the tolerance of its own project's tests only.
+    """
     savings = []
     for shape in result.study.shapes:
         for direction in result.study.directions:
@@ -87,7 +96,10 @@ def explain_savings(result: Result) -> tuple[Saving, ...]:
             rivals = [
                 cell
                 for cell in result.cells
-                if (cell.shape, cell.direction) == (shape.name, direction) and not cell.control and _cold(cell) is not None
+                if (cell.shape, cell.direction) == (shape.name, direction)
+                and not cell.control
+                and _cold(cell) is not None
+                and not cell.outside
             ]
             best = min(rivals, key=lambda cell: _cold(cell) or 0.0, default=None)
             if baseline is not None and best is not None and best is not baseline:
@@ -164,7 +176,7 @@ def _grounds(result: Result, deciding: list[Outcome]) -> tuple[DecisionKind, lis
 
 
 def excluded(result: Result, outcome: Outcome) -> str | None:
-    """Return the reason why a criterion is excluded from the decision, or ``None`` if it takes part."""
+    """Return the reason why a criterion is excluded from the decision, or ``None`` if it takes part; reports call this too."""
     criterion = outcome.criterion
     if not criterion.decides:
         return f"is {outcome.status.replace('_', ' ')} and declared not to decide: {outcome.evidence}"
@@ -187,11 +199,10 @@ def _broken(result: Result, deciding: list[Outcome]) -> list[str]:
     """Describe the incorrect, invalid or failed measurements that a criterion depends on, one sentence each."""
     sentences = []
     for outcome in deciding:
-        criterion = outcome.criterion
-        for at in result.study.shapes_of(criterion):
-            for selector, shape in result.study.sides(criterion, at):
-                if select_cell(result, criterion, selector, shape.name).cell is None:
-                    sentences += [_describe(cell) for cell in _cells(result, criterion, selector, shape.name) if _is_broken(cell)]
+        for criterion, at, _ in result.study.asked(outcome.criterion):
+            for index, (selector, shape) in enumerate(result.study.sides(criterion, at)):
+                if select_cell(result, criterion, selector, shape.name, over=index > 0).cell is None:
+                    sentences += [_describe(cell) for cell in _cells(result, criterion, selector, shape) if _is_broken(cell)]
     return list(dict.fromkeys(sentences))
 
 
@@ -205,8 +216,8 @@ def _describe(cell: Cell) -> str:
     return f"{cell.variant} {STATUS_WORDS[cell.status]} at {cell.shape}{direction}: {why or 'no reason was given'}"
 
 
-def _cells(result: Result, criterion: Criterion, selector: Selector, shape: str) -> Iterable[Cell]:
-    found = (result.cell(shape, name, criterion.direction) for name in result.study.select(selector))
+def _cells(result: Result, criterion: Criterion, selector: Selector, shape: Shape) -> Iterable[Cell]:
+    found = (result.cell(shape.name, name, criterion.direction) for name in result.study.select(selector, shape))
     return (cell for cell in found if cell is not None)
 
 
@@ -216,23 +227,23 @@ def _missed(result: Result, outcome: Outcome) -> str:
     sentence = f"{criterion.name!r} is missed: {outcome.evidence}"
     if not judged(criterion).limited_by_time:
         return sentence
-    for shape in _worst_first(result, outcome):
-        cell = select_cell(result, criterion, criterion.of, shape.name).cell
+    for asked, shape, name in _worst_first(result, outcome):
+        cell = select_cell(result, asked, asked.of, shape.name).cell
         time = _cold(cell) if cell is not None else None
         if cell is not None and cell.plan is not None and time is not None:
             above = time / cell.plan.floor_microseconds if cell.plan.floor_microseconds else 0.0
             return (
-                f"{sentence} At {shape.name} {cell.variant} is {above:.3g}x above the floor of "
+                f"{sentence} At {name} {cell.variant} is {above:.3g}x above the floor of "
                 f"{q.time(cell.plan.floor_microseconds)}; {bottleneck(result, cell)}."
             )
     return sentence
 
 
-def _worst_first(result: Result, outcome: Outcome) -> list[Shape]:
-    """Return the shapes of a criterion, beginning with the value that is worst against the bound."""
+def _worst_first(result: Result, outcome: Outcome) -> list[Asked]:
+    """Return the shapes and directions of a criterion, beginning with the value that is worst against the bound."""
     sign = 1 if outcome.criterion.at_least is not None else -1
     worst = {name: sign * value.median for name, value in outcome.values.items()}
-    return sorted(result.study.shapes_of(outcome.criterion), key=lambda shape: worst.get(shape.name, math.inf))
+    return sorted(result.study.asked(outcome.criterion), key=lambda each: worst.get(each.name, math.inf))
 
 
 def _unsettled(outcomes: list[Outcome]) -> list[str]:
@@ -261,8 +272,10 @@ def _uncontrolled(result: Result, outcome: Outcome) -> list[str]:
     if not judged(criterion).claims_gain or criterion.regime != "cold" or criterion.over_at or criterion.over_regime:
         return []
     sentences = []
-    for shape in outcome.values:
-        of, over = (side.cell for side in compared(result, criterion, result.study.shape(shape)))
+    for asked, shape, name in result.study.asked(criterion):
+        if name not in outcome.values:
+            continue
+        of, over = (side.cell for side in compared(result, asked, shape))
         if of is None or over is None or None in (_launches(result, of.variant), _launches(result, over.variant)):
             continue
         saving = explain(result, of, over)
@@ -271,7 +284,7 @@ def _uncontrolled(result: Result, outcome: Outcome) -> list[str]:
         # The sentence, which is stored in results, calls a variant that differs in one factor only a control.
         factors = listing(sorted(_differences(result, of.variant, over.variant))) or "none"
         sentences.append(
-            f"{criterion.name!r} rests on a saving that is not understood: {_saving_words(saving, over.variant)}; "
+            f"{criterion.name!r} rests on a saving that is not understood: {_saving_words(saving, over.label)}; "
             f"{of.variant} and {over.variant} differ in {factors}, and no measured pair differs in one factor only. "
             f"Add a control that shares all but one factor with {of.variant}."
         )
@@ -296,14 +309,13 @@ def _isolated(result: Result, of: Cell) -> str | None:
 
 def _launches(result: Result, variant: str) -> int | None:
     """Return the number of launches that a variant declares, or ``None`` if it is unknown, as for controls."""
-    operation = find_operation(result.study.operation)
-    return operation.variants[variant].launches if variant in operation.variants else None
+    found = result.study.find_variant(variant)
+    return None if found is None else found.launches
 
 
 def _differences(result: Result, one: str, other: str) -> set[str]:
     """Return the factors in which two variants differ, as their tags declare them."""
-    operation = find_operation(result.study.operation)
-    a, b = _factors(operation.get(one).tags), _factors(operation.get(other).tags)
+    a, b = (_factors(found.tags if (found := result.study.find_variant(name)) else {}) for name in (one, other))
     return {factor for factor in a.keys() | b.keys() if a.get(factor) != b.get(factor)}
 
 
@@ -316,8 +328,9 @@ def _factors(tags: dict[str, Any]) -> dict[str, Any]:
 def _left_open(result: Result, savings: Iterable[Saving]) -> list[str]:
     """Describe questions that the evidence leaves open, one sentence each."""
     sentences = [
-        f"{_saving_words(saving, result.study.baseline)}."
+        f"{_saving_words(saving, over.label)}."
         for saving in savings
+        if (over := result.cell(saving.shape, result.study.baseline, saving.direction)) is not None
         if saving.unexplained > MOSTLY * saving.saved_microseconds and _beyond_noise(result, saving)
     ]
     if result.interrupted:
@@ -355,9 +368,9 @@ def _saving_words(saving: Saving, over: str) -> str:
 
 
 def _cold(cell: Cell) -> float | None:
-    """Return the cold median of a measurement in microseconds, or ``None`` if it has none, or its status is not ``ok``."""
+    """Return the cold median of a measurement in microseconds, or ``None`` if it has none, or its times are not believed."""
     timing = cell.timing("cold")
-    if timing is None or cell.status != "ok" or not 0 < timing.microseconds.median < math.inf:
+    if timing is None or not cell.measured or not 0 < timing.microseconds.median < math.inf:
         return None
     return timing.microseconds.median
 

@@ -1,4 +1,7 @@
-"""Name the differences between the declarations of two results, down to a criterion whose bound was moved."""
+"""Name the differences between the declarations of two results, down to a criterion whose bound was moved.
+
+``compare.py`` calls :func:`declaration_differences`.
+"""
 
 from __future__ import annotations
 

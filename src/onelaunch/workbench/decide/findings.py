@@ -1,7 +1,7 @@
-"""Facts that limit what a decision means: faster variants of other makers, and launches that are declared but not counted.
+"""Facts that limit what a decision means: peers outside the gate, faster variants of other makers, and launches not counted.
 
-They are stored as the decision's notes and shown by reports. They decide nothing, because a study's author may have a reason for
-a slow baseline; the reader is told all the same.
+``decision.py`` stores them as the decision's notes, and reports show them. They decide nothing, because a study's author may have
+a reason for a slow baseline; the reader is told all the same.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from onelaunch.errors import OneLaunchError
-from onelaunch.operation import Direction, find_operation
+from onelaunch.operation import Direction
 from onelaunch.wording import listing
 from onelaunch.workbench import quantities as q
 from onelaunch.workbench import stats
@@ -30,7 +30,7 @@ def findings(result: Result, deciding: Sequence[Outcome]) -> tuple[str, ...]:
         result: The measurements.
         deciding: Outcomes of the criteria that the decision rests on.
     """
-    return (*_better_peers(result, deciding), *_miscounts(result), *_uncounted(result, deciding))
+    return (*_outside(result), *_better_peers(result, deciding), *_miscounts(result), *_uncounted(result, deciding))
 
 
 def maker_of(result: Result, name: str) -> str:
@@ -40,8 +40,10 @@ def maker_of(result: Result, name: str) -> str:
     """
     stored = _distribution(result, name)
     try:
-        variant = find_operation(result.study.operation).get(name)
-    except OneLaunchError:
+        variant = result.study.find_variant(name)
+    except OneLaunchError:  # the operation is not installed here
+        variant = None
+    if variant is None:
         return stored
     module = getattr(variant.run, "__module__", None) or ""
     named = variant.tags.get("maker") or variant.capabilities.requires
@@ -68,12 +70,31 @@ class _Peer:
     """Speed of the judged variant over the peer."""
 
 
+def _outside(result: Result) -> list[str]:
+    """Describe the peers outside the gate, one sentence each: where, and the error that is furthest beyond its limit."""
+    found: dict[str, list[Cell]] = {}
+    for cell in result.cells:
+        if cell.outside and cell.verdict is not None:
+            found.setdefault(cell.variant, []).append(cell)
+    sentences = []
+    for name, cells in found.items():
+        parts = [(part.error / part.allowed, part, cell) for cell in cells if cell.verdict for part in cell.verdict.components]
+        _, worst, at = max(parts, key=lambda each: each[0])
+        where = f"{worst.name} at {at.shape} ({at.direction.replace('_', ' + ')})"
+        own = f"{at.verdict.own_tolerance:g}" if at.verdict and at.verdict.own_tolerance else "more"
+        sentences.append(
+            f"{name} is a peer outside the gate at {q.plural(len(cells), 'measurement')}, timed to compare others with: {where} "
+            f"is off by {q.scientific(worst.error)}, {q.scientific(worst.allowed)} is allowed, and its own tests allow {own}."
+        )
+    return sentences
+
+
 def _better_peers(result: Result, deciding: Sequence[Outcome]) -> list[str]:
-    """Describe the correct variants of other makers that are faster than the baseline, and the judged variant's ratio to them."""
+    """Describe the variants of other makers that are faster than the baseline, and the judged variant's ratio to them."""
     found: dict[tuple[str, Direction, Regime], dict[str, _Peer]] = {}
     for outcome in deciding:
         for peer in _peers_of(result, outcome):
-            key = (peer.cell.variant, outcome.criterion.direction, outcome.criterion.regime)
+            key = (peer.cell.variant, peer.cell.direction, outcome.criterion.regime)
             worst = found.setdefault(key, {}).get(peer.cell.shape)
             if worst is None or peer.of_over_peer.median < worst.of_over_peer.median:
                 found[key][peer.cell.shape] = peer
@@ -89,7 +110,7 @@ def _peer_words(result: Result, key: tuple[str, Direction, Regime], peers: Seque
     how = f"({direction.replace('_', ' + ')}, {regime})"
     there = "it" if len(peers) == 1 else f"at {worst.cell.shape} it"
     return (
-        f"{name}{by} is faster than the baseline {result.study.baseline} {where} {how}: {there} is "
+        f"{worst.cell.label}{by} is faster than the baseline {result.study.baseline} {where} {how}: {there} is "
         f"{q.ratio_interval(worst.over_baseline)} as fast as the baseline, and {worst.of.variant} is "
         f"{q.ratio_interval(worst.of_over_peer)} as fast as {name}."
     )
@@ -97,18 +118,19 @@ def _peer_words(result: Result, key: tuple[str, Direction, Regime], peers: Seque
 
 def _peers_of(result: Result, outcome: Outcome) -> Iterable[_Peer]:
     """Yield, for each shape of a criterion over the baseline, the fastest variant of another maker that beats the baseline."""
-    criterion = outcome.criterion
-    if not _over_baseline(result, criterion):
+    if not _over_baseline(result, outcome.criterion):
         return
-    for shape in outcome.values:
-        of, baseline = (side.cell for side in compared(result, criterion, result.study.shape(shape)))
-        noise = result.noise_at(shape, criterion.direction, criterion.regime)
+    for criterion, shape, name in result.study.asked(outcome.criterion):
+        if name not in outcome.values:
+            continue
+        of, baseline = (side.cell for side in compared(result, criterion, shape))
+        noise = result.noise_at(shape.name, criterion.direction, criterion.regime)
         if of is None or baseline is None or noise is None:
             continue
         ours = maker_of(result, of.variant)
         faster = []
         for cell in result.cells:
-            here = (cell.shape, cell.direction) == (shape, criterion.direction) and not cell.control and cell.status == "ok"
+            here = (cell.shape, cell.direction) == (shape.name, criterion.direction) and not cell.control and cell.measured
             if not here or cell is of or cell is baseline or maker_of(result, cell.variant) == ours:
                 continue
             gain = _speed(cell, baseline, criterion.regime)
@@ -160,9 +182,10 @@ def _uncounted(result: Result, deciding: Sequence[Outcome]) -> list[str]:
 
 def _all_counted(result: Result, outcome: Outcome) -> bool:
     """Return whether the launches of the variants that a criterion chose were counted at each of its shapes."""
-    criterion = outcome.criterion
-    for name in outcome.values:
-        sides = compared(result, criterion, result.study.shape(name))
+    for criterion, shape, name in result.study.asked(outcome.criterion):
+        if name not in outcome.values:
+            continue
+        sides = compared(result, criterion, shape)
         selectors = [criterion.of, *([result.study.over(criterion)] if len(sides) > 1 else [])]
         for selector, side in zip(selectors, sides, strict=True):
             chosen = isinstance(selector, dict) and any(tag in selector for tag in LAUNCH_TAGS)

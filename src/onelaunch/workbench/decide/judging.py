@@ -1,4 +1,8 @@
-"""Compare a value with a criterion's bound: with interval and noise if it is a time, directly if it is an exact number."""
+"""Compare a value with a criterion's bound: with interval and noise if it is a time, directly if it is an exact number.
+
+The measures in ``workbench/measures`` and their base classes in ``measured.py`` call these functions, and return a
+:class:`Finding` for each shape. ``criteria.py`` combines the findings of a criterion.
+"""
 
 from __future__ import annotations
 
@@ -38,8 +42,8 @@ def possible_gain(result: Result, criterion: Criterion, shape: str) -> float | N
     """Return the largest possible speed-up at a shape: the measured time of ``over`` / the roofline bound of ``of``.
 
     The time is the upper end of its interval, so that the gain is not underestimated. Both are divided by their share of the work
-    if the criterion asks for that. ``None`` if either is unknown, and outside the cold regime, because roofline bounds are
-    computed for cold memory.
+    if the criterion asks for that. ``None`` if either is unknown, outside the cold regime, because roofline bounds are computed
+    for cold memory, and for a criterion that sets ``over_regime``.
     """
     if criterion.regime != "cold" or criterion.over_regime is not None:
         return None
@@ -118,7 +122,7 @@ def share_of_work(study: Study, criterion: Criterion, shape: str) -> float:
 
 def bound_of(result: Result, criterion: Criterion, shape: str) -> float | None:
     """Return the lowest roofline bound of the variants that ``of`` selects at a shape, in microseconds."""
-    names = result.study.select(criterion.of)
+    names = result.study.select(criterion.of, result.study.shape(shape))
     cells = (result.cell(shape, name, criterion.direction) for name in names)
     return min((cell.plan.floor_microseconds for cell in cells if cell is not None and cell.plan is not None), default=None)
 

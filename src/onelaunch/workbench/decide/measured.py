@@ -1,4 +1,9 @@
-"""Base classes of measures that results are judged by: how they are read, counted and judged, and their words in reports."""
+"""Base classes of measures that results are judged by: how they are read, counted and judged, and their words in reports.
+
+The measures in ``workbench/measures`` derive from them. Criteria, decisions and reports find a criterion's measure by
+:func:`judged`. ``running.py`` finds the measures that it takes by :func:`taken_measures` and :func:`kept_as`, and reports find
+those that are counted.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +18,7 @@ from onelaunch.workbench import quantities as q
 from onelaunch.workbench.decide.judging import Finding, exactly, held
 from onelaunch.workbench.decide.selection import compared
 from onelaunch.workbench.measure.count import Request
-from onelaunch.workbench.result import Cell, CriterionStatus, Estimate, Result
+from onelaunch.workbench.result import Beside, Cell, CriterionStatus, Estimate, Result
 from onelaunch.workbench.study import Alone, Criterion, Measure, Shape, measures
 from onelaunch.workbench.study.measure import NO_MEAN_OF_COUNTS
 
@@ -76,12 +81,32 @@ class JudgedMeasure(Measure):
         return f"{q.number(value.median)}{self.unit}"
 
 
-class CountedMeasure(JudgedMeasure):
+class TakenMeasure(JudgedMeasure):
+    """A quantity of one variant that a step of its own takes where a criterion asks for it, after times are measured."""
+
+    limited_by_time = False
+
+    def untaken(self, variant: str, shape: str, why: str) -> str:
+        """Return the sentence on a variant of which nothing could be taken at a shape."""
+        return f"{self.kept.capitalize()} of {variant} at {shape} were not counted: {why}"
+
+    @property
+    def kept(self) -> str:
+        """Name under which a measurement keeps what is taken. Measures that read one thing in two ways share it."""
+        return self.name
+
+    @abstractmethod
+    def count(
+        self, operation: Operation[..., Any], requests: Sequence[Request], *, device: torch.device
+    ) -> Sequence[int | Beside | str]:
+        """Count or time for each request, in their order, or return why it could not be done."""
+
+
+class CountedMeasure(TakenMeasure):
     """A whole number that is counted in one call, where a criterion asks for it. It needs a name, words and :meth:`count`."""
 
     unit = ""
     counted = True
-    limited_by_time = False
     no_mean = NO_MEAN_OF_COUNTS
     noun: ClassVar[str]
     """Singular of what is counted, such as ``barrier``."""
@@ -100,10 +125,6 @@ class CountedMeasure(JudgedMeasure):
             for key in words.keys() - cls.__dict__.keys():  # words that the class defines itself take precedence
                 setattr(cls, key, words[key])
 
-    @abstractmethod
-    def count(self, operation: Operation[..., Any], requests: Sequence[Request], *, device: torch.device) -> Sequence[int | str]:
-        """Count one call for each request, in their order, or return why it could not be counted."""
-
     def judge(self, result: Result, criterion: Criterion, cells: Sequence[Cell], among: int) -> Finding:
         del result
         (cell,) = cells
@@ -120,6 +141,17 @@ class CountedMeasure(JudgedMeasure):
 def counted_measures() -> list[CountedMeasure]:
     """Return the registered measures that are counted."""
     return [measure for measure in measures() if isinstance(measure, CountedMeasure)]
+
+
+def taken_measures() -> list[TakenMeasure]:
+    """Return the registered measures that a step of their own takes, one for each name that measurements keep."""
+    found = [measure for measure in measures() if isinstance(measure, TakenMeasure)]
+    return list({measure.kept: measure for measure in reversed(found)}.values())[::-1]
+
+
+def kept_as(kept: str) -> list[str]:
+    """Return the names of the registered measures that read what measurements keep under a name."""
+    return [measure.name for measure in measures() if isinstance(measure, TakenMeasure) and measure.kept == kept]
 
 
 def judged(criterion: Criterion) -> JudgedMeasure:

@@ -1,7 +1,7 @@
 """Recompute a stored decision from the criteria and the measurements of its result, and say where the stored one differs.
 
 Only what decides is compared: the kind of the decision, and the statuses and values of the criteria. The sentences of older
-results have other words for the same numbers.
+results have other words for the same numbers. ``report/summary.py`` calls both functions, and a report warns of what they find.
 """
 
 from __future__ import annotations

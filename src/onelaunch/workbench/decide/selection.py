@@ -1,4 +1,7 @@
-"""Choose the measurements that a criterion compares: those of a named variant, or of the fastest variant with some tags."""
+"""Choose the measurements that a criterion compares: those of a named variant, or of the fastest variant with some tags.
+
+Other modules of ``decide``, the measures, and ``report/headline.py`` call these functions.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,7 @@ from onelaunch.workbench.study import Criterion, Selector, Shape
 STATUS_WORDS = {
     "unsupported": "cannot run here",
     "not_installed": "is not installed",
+    "peer_outside_the_gate": "is a peer outside the gate",
     "incorrect": "is incorrect",
     "invalid": "was faster than its floor and is not believed",
     "out_of_memory": "ran out of memory",
@@ -39,13 +43,16 @@ class Selected:
     """The reason if there is no measurement."""
 
 
-def select_cell(result: Result, criterion: Criterion, selector: Selector, shape: str, but: str | None = None) -> Selected:
+def select_cell(
+    result: Result, criterion: Criterion, selector: Selector, shape: str, but: str | None = None, *, over: bool = False
+) -> Selected:
     """Return the measurement that a selector stands for at a shape.
 
     It is that of the named variant or control, or of the fastest correct variant with the selector's tags, except ``but``. A
-    variant that a selector finds by its declared launches is left out if other launches were counted at this shape.
+    variant that a selector finds by its declared launches is left out if other launches were counted at this shape. A peer
+    outside the gate counts only on the side that others are compared with, ``over``.
     """
-    names = [name for name in result.study.select(selector) if name != but]
+    names = [name for name in result.study.select(selector, result.study.shape(shape)) if name != but]
     cells = [cell for name in names if (cell := result.cell(shape, name, criterion.direction)) is not None]
     if isinstance(selector, dict) and "launches" in selector:
         forward = [result.cell(shape, cell.variant, "forward") for cell in cells]  # launches are declared of a forward call
@@ -53,9 +60,10 @@ def select_cell(result: Result, criterion: Criterion, selector: Selector, shape:
         cells = [cell for cell in cells if cell.variant not in told]
         if told and not cells:
             return Selected(None, 0, "; ".join(told.values()))
-    timed = [cell for cell in cells if cell.status == "ok" and cell.timing(criterion.regime) is not None]
+    counting = [cell for cell in cells if cell.status == "ok" or (over and cell.outside)]
+    timed = [cell for cell in counting if cell.timing(criterion.regime) is not None]
     # A measure of no time, such as memory, also accepts measurements without a time. The first of them is then chosen.
-    untimed = [] if criterion.quantity.timed else [cell for cell in cells if cell.status == "ok"]
+    untimed = [] if criterion.quantity.timed else counting
     usable = timed or untimed
     if not usable:
         return Selected(None, 0, why_none(names, cells, shape, criterion))
@@ -78,11 +86,14 @@ def compared(result: Result, criterion: Criterion, shape: Shape) -> list[Selecte
     alone would decide.
     """
     asked = zip((criterion, asked_of_over(criterion)), result.study.sides(criterion, shape), strict=False)
-    sides = [select_cell(result, asking, selector, where.name) for asking, (selector, where) in asked]
+    sides = [
+        select_cell(result, asking, selector, where.name, over=index > 0)
+        for index, (asking, (selector, where)) in enumerate(asked)
+    ]
     if criterion.quantity.timed and len(sides) == 2 and criterion.over_regime is None and sides[0].cell is sides[1].cell:
         _, (selector, where) = result.study.sides(criterion, shape)
         if sides[0].cell is not None and not isinstance(selector, str):
-            other = select_cell(result, criterion, selector, where.name, but=sides[0].cell.variant)
+            other = select_cell(result, criterion, selector, where.name, but=sides[0].cell.variant, over=True)
             sides[1] = sides[1] if other.cell is None else other
     return sides
 

@@ -1,4 +1,7 @@
-"""Clocks and power of the GPU during a measurement, sampled through nvidia-ml-py where it is installed."""
+"""Clocks and power of the GPU during a measurement, sampled through nvidia-ml-py where it is installed.
+
+``timing.py`` makes a sampler for each case.
+"""
 
 from __future__ import annotations
 

@@ -2,7 +2,8 @@
 
 Triton, NVRTC and torch.compile cache compiled code on disk, where the measuring process finds it. The results of autotuning are
 not reused, because several processes share the device and disturb each other's times. But the configurations that an autotuner
-would try can be compiled: each process compiles a part of them.
+would try can be compiled: each process compiles a part of them. ``running.py`` calls :func:`compile_ahead` with the calls of
+:func:`calls_to_compile`.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 
 from onelaunch.device.tools import package_installed
-from onelaunch.operation import Direction, find_operation
+from onelaunch.operation import Direction
 from onelaunch.wording import in_a_line
 from onelaunch.workbench.study import Study
 from onelaunch.workbench.study.plan import PlannedCell
@@ -38,10 +39,10 @@ class CompileCall(NamedTuple):
 
 def calls_to_compile(study: Study, cells: Iterable[PlannedCell], processes: int) -> Iterator[CompileCall]:
     """Yield the calls that can run here. A variant that autotunes has one call for each process."""
-    operation = find_operation(study.operation)
     for cell in cells:
         if cell.status is None and not cell.control:
-            parts = processes if operation.get(cell.variant).capabilities.tunes else 1
+            variant = study.operation_at(cell.shape).variants.get(cell.variant)  # none for auto
+            parts = processes if variant is not None and variant.capabilities.tunes else 1
             yield from (CompileCall(cell.shape.name, cell.direction, cell.variant, part, parts) for part in range(parts))
 
 
@@ -134,12 +135,11 @@ def _call(study: Study, call: CompileCall, device: str) -> str | None:
 
 def _make(study: Study, call: CompileCall, device: torch.device) -> None:
     """Make one call of a variant, with its backward pass if the direction asks for it."""
-    operation = find_operation(study.operation)
-    case = study.case(study.shape(call.shape))
+    operation, case = study.operation_at(study.shape(call.shape)), study.case(study.shape(call.shape))
     inputs = make_inputs(operation, case, device, 0, call.direction)
     candidate = Candidate.variant(operation, call.variant)
     if inputs.differentiable:
-        inputs.output_gradients = draw_gradients(candidate(Inputs(inputs.arguments)), case.dtype, 0)
+        inputs.output_gradients = draw_gradients(candidate(Inputs(inputs.arguments)), case.dtype, 0, inputs.through)
     candidate(inputs)
     if device.type == "cuda":
         torch.cuda.synchronize(device)

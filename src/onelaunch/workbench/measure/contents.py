@@ -2,7 +2,8 @@
 
 A variant that keeps its outputs by the contents of its inputs would be timed while it looks them up. Therefore the sets hold
 other contents whenever they are used: each tensor is a window, at a new position, of a buffer with the values that the operation
-drew. No call has seen the contents on which the outputs of a last sample are judged.
+drew. No call has seen the contents on which the outputs of a last sample are judged. The samplers in ``sampling.py`` use this
+module.
 """
 
 from __future__ import annotations

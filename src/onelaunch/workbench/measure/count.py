@@ -3,7 +3,8 @@
 One child process (:mod:`onelaunch.workbench.measure.count_child`) runs under ``ncu`` for many requests, each in an NVTX range of
 its own. It calls over rotated inputs, which exceed three last-level caches if memory allows, after one full rotation that is not
 counted. ``ncu`` leaves the caches alone. In this steady state, if they do, all compulsory traffic reaches DRAM, including
-write-backs.
+write-backs. ``running.py`` calls :func:`count_all` after a case is timed. Where nothing was counted, ``cells.py`` calls
+:func:`analytic`. The counters of launches and barriers, and host times, take their calls as a :class:`Request` too.
 """
 
 from __future__ import annotations
@@ -86,7 +87,10 @@ def count(
     seed: int = 0,
     timeout_seconds: float = 240.0,
 ) -> Traffic:
-    """Return the DRAM bytes of one call of a variant or control. For several calls :func:`count_all` is faster."""
+    """Return the DRAM bytes of one call of a variant or control. For several calls :func:`count_all` is faster.
+
+    Runs of studies call :func:`count_all`. This function is for a single call by hand; in the project only tests call it.
+    """
     request = Request(case, variant, direction, control)
     return count_all(operation, [request], device=device, seed=seed, timeout_seconds=timeout_seconds)[0]
 
@@ -284,4 +288,4 @@ def _number(text: str) -> float:
 def _cost(operation: Operation[..., Any], request: Request) -> Cost:
     if request.control:
         return operation.controls[request.variant].cost(request.case)
-    return operation.cost(request.case, operation.get(request.variant), request.direction)
+    return operation.cost(request.case, operation.variants.get(request.variant), request.direction)

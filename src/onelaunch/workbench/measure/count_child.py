@@ -64,7 +64,7 @@ def _run(operation: Operation[..., Any], request: dict[str, Any], index: int, de
     )
     inputs = make_inputs(operation, case, device, seed, request["direction"])
     if request["direction"] == "forward_backward":
-        inputs.output_gradients = draw_gradients(candidate(Inputs(inputs.arguments)), case.dtype, seed)
+        inputs.output_gradients = draw_gradients(candidate(Inputs(inputs.arguments)), case.dtype, seed, inputs.through)
     candidate(inputs)
     # Compiled functions run eagerly here, because Dynamo never compiles a function again that it tried under a dispatch mode.
     with torch.compiler.set_stance("force_eager"), Operators() as operators:

@@ -1,4 +1,7 @@
-"""State of one candidate while it is measured."""
+"""State of one candidate while it is measured.
+
+``timing.py`` makes one for each candidate of a case, and one more for the second copy that an A/A run times.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from onelaunch.operation import Control, Loop
 from onelaunch.workbench.measure.contents import InputsChanged
 from onelaunch.workbench.measure.outcomes import CandidateResult
 from onelaunch.workbench.measure.sampling import Sampler
-from onelaunch.workbench.result import Regime
+from onelaunch.workbench.result import OUTSIDE, Regime, Verdict
 from onelaunch.workbench.verify.calls import Candidate, status_of
 
 RAISED = (Exception, SystemExit)
@@ -35,7 +38,8 @@ class Entry:
 
     @property
     def runs(self) -> bool:
-        return self.result.status == "ok"
+        """True until something is found that ends its measurement; a peer outside the gate runs on."""
+        return self.result.measured
 
     def fail(self, error: BaseException) -> None:
         """Record an exception as the candidate's status. ``SystemExit`` is one too, which must not end the run."""
@@ -46,6 +50,21 @@ class Entry:
         else:
             self.result.status, self.result.reason = status_of(error)
         self.release()
+
+    def misses(self, verdict: Verdict, said: str = "") -> None:
+        """Set the status after a verdict that fails: a peer outside the gate, which runs on, or incorrect.
+
+        Args:
+            verdict: The verdict. One without errors, of many calls, leaves the errors of an earlier one.
+            said: Introduction of the reason.
+        """
+        reason = f"{said}{verdict.explain()}"
+        if not verdict.outside:
+            self.result.status, self.result.reason = "incorrect", reason
+        elif self.result.status != OUTSIDE:
+            self.result.status, self.result.reason = OUTSIDE, reason
+            errors = verdict if verdict.components or self.result.verdict is None else self.result.verdict
+            self.result.verdict = verdict.model_copy(update={"components": errors.components})
 
     def release(self) -> None:
         """Free the memory of its inputs, outputs and graphs."""

@@ -3,7 +3,7 @@
 Launches are the kernels, copies and fills in a CUDA graph that captures the call. The graph holds all work of the device,
 including that of libraries, compiled code and the backward pass. No permission to profile is needed. Grid barriers are counted by
 the kernel itself: a variant whose kernel counts them has the capability ``barriers``, a function that makes a call and reads the
-counter.
+counter. The measures in ``measures/counts.py`` call :func:`count_launches` and :func:`count_barriers`.
 """
 
 from __future__ import annotations
@@ -86,7 +86,8 @@ def _or_why_not(count: Count, operation: Operation[..., Any], request: Request, 
 
 def _barriers(operation: Operation[..., Any], request: Request, device: torch.device, seed: int) -> int | str:
     """Count the grid barriers of one call, or return the reason why they cannot be counted."""
-    counter = None if request.control else operation.get(request.variant).capabilities.barriers
+    variant = None if request.control else operation.variants.get(request.variant)  # none for auto
+    counter = None if variant is None else variant.capabilities.barriers
     if counter is None:
         return "its kernels count none"
     inputs = make_inputs(operation, request.case, device, seed, request.direction)
@@ -103,7 +104,9 @@ def _launches(operation: Operation[..., Any], request: Request, device: torch.de
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
         if inputs.differentiable:
-            inputs.output_gradients = draw_gradients(candidate(Inputs(inputs.arguments)), request.case.dtype, seed)
+            inputs.output_gradients = draw_gradients(
+                candidate(Inputs(inputs.arguments)), request.case.dtype, seed, inputs.through
+            )
         for _ in range(WARM_UP_CALLS):
             candidate(inputs)
         stream.synchronize()

@@ -1,10 +1,14 @@
-"""Outcomes of a measurement: statuses, verdicts and times of its candidates, as plain values."""
+"""Outcomes of a measurement: statuses, verdicts and times of its candidates, as plain values.
+
+``timing.py`` fills them in, and ``workbench/running.py`` makes the cells of a result from them. ``workbench/cells.py`` calls
+:func:`below` when a finished cell gets a new bound.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from onelaunch.workbench.result import Noise, Status, Timing, Verdict
+from onelaunch.workbench.result import MEASURED, Noise, Status, Timing, Verdict
 from onelaunch.workbench.result.consistency import BELOW_BOUND
 
 
@@ -19,6 +23,13 @@ class CandidateResult:
     verdict: Verdict | None = None
     timings: tuple[Timing, ...] = ()
     peak_bytes: int | None = None
+    chosen: str = ""
+    """Variant that the dispatcher chose for the candidate ``auto``; empty for every other one."""
+
+    @property
+    def measured(self) -> bool:
+        """True if its times are believed: it is correct, or a peer outside the gate."""
+        return self.status in MEASURED
 
 
 @dataclass
@@ -54,8 +65,8 @@ def _cold(result: CandidateResult) -> Timing | None:
 
 
 def too_fast(result: CandidateResult, bound_microseconds: float) -> bool:
-    """Return whether the cold time of a correct candidate is well below its bound."""
-    return result.status == "ok" and below(_cold(result), bound_microseconds)
+    """Return whether the cold time of a candidate that was measured to the end is well below its bound."""
+    return result.measured and below(_cold(result), bound_microseconds)
 
 
 def invalidate(result: CandidateResult, bound_microseconds: float, *, again: bool) -> None:

@@ -1,8 +1,8 @@
 """Samplers of one candidate's time: plain calls on a CPU, CUDA-graph replay on a GPU.
 
-A sampler is prepared once (compile, warm up, capture) and then asked for samples, one per regime and round. The contents of the
-inputs change between samples, outside of what is timed. At the end one more sample is taken, in which the outputs of random calls
-are copied at once, to be verified.
+``timing.py`` prepares a sampler once (compile, warm up, capture) and then asks it for samples, one per regime and round. The
+contents of the inputs change between samples, outside of what is timed. At the end it takes one more sample, in which the outputs
+of random calls are copied at once, to be verified. ``launches.py`` calls :func:`capture`.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
 """Time several candidates (variants and controls) together, so that their times can be compared.
 
 Each candidate is verified first. It is timed on other contents than were verified, from a seed of their own, and outputs of a
-last sample are verified again. Every round times all candidates in all
-regimes (:data:`onelaunch.workbench.result.Regime`). Their order rotates and reverses from round to round, so that a drift of
-clocks or temperature, or other work on the machine, affects all of them alike. Ratios between candidates are to be taken round by
-round. The baseline takes part twice; the ratio of its two copies (A/A run) is the noise.
+last sample are verified again. Every round times all candidates in all regimes (:data:`onelaunch.workbench.result.Regime`). Their
+order rotates and reverses from round to round, so that a drift of clocks or temperature, or other work on the machine, affects
+all of them alike. Ratios between candidates are to be taken round by round. The baseline takes part twice; the ratio of its two
+copies (A/A run) is the noise. ``workbench/running.py`` calls :func:`measure` once for each case in each
+direction, and :func:`new_seed` once for each run.
 """
 
 from __future__ import annotations
@@ -18,19 +19,21 @@ from typing import Any, Literal, TypeVar
 
 import torch
 
+from onelaunch.dispatch.choice import choose
 from onelaunch.errors import ArgumentError
-from onelaunch.operation import Case, Control, Direction, Operation
+from onelaunch.operation import AUTO, Case, Control, Direction, Operation
 from onelaunch.workbench import stats
 from onelaunch.workbench.measure.clocks import Clocks
 from onelaunch.workbench.measure.entry import RAISED, Entry
 from onelaunch.workbench.measure.outcomes import CandidateResult, Interrupted, Measurements, invalidate, too_fast
 from onelaunch.workbench.measure.sampling import LONG_SAMPLE_SECONDS, Rotation, make_sampler, rotate
-from onelaunch.workbench.result import Noise, Regime, Status, Timing, Verdict
+from onelaunch.workbench.result import OUTSIDE, Noise, Regime, Status, Timing, Verdict
 from onelaunch.workbench.stored import LEAST_TIME, MOST_TIME
 from onelaunch.workbench.study import LOOPS
-from onelaunch.workbench.study.plan import missing_package
+from onelaunch.workbench.study.plan import missing_package, variant_for
 from onelaunch.workbench.verify import Judge, judge_outputs
-from onelaunch.workbench.verify.calls import Candidate, make_inputs
+from onelaunch.workbench.verify.calls import Candidate, Inputs, make_inputs
+from onelaunch.workbench.verify.gate import own_tolerance_of
 from onelaunch.workbench.verify.reference import Reference
 from onelaunch.workbench.verify.repeated import examine_once
 from onelaunch.workbench.verify.trivial import trivial_passes
@@ -98,8 +101,8 @@ def measure(
         operation: Operation to measure.
         case: Sizes, dtype and options.
         direction: ``"forward_backward"`` times the call and the gradients of all its differentiable inputs together.
-        variants: Names of the variants. One that cannot run, is incorrect or raises is recorded with its status; the others
-            continue.
+        variants: Names of the variants, and ``auto`` for the dispatcher's choice, whose name is stored. One that cannot run, is
+            incorrect or raises is recorded with its status; the others continue.
         controls: Names of the operation's controls that are timed in the same rounds.
         baseline: Variant that is timed twice for the A/A run. Of several the first that has times is taken. By default they are
             tried in the order of ``variants``.
@@ -112,13 +115,13 @@ def measure(
             no variant can be made for it. Pass the one of a stored result to repeat its inputs.
         floors: Roofline bounds in microseconds by name. A cold time well below its bound becomes ``invalid``.
         bounds_again: Function that measures the device's peaks again and returns the new bounds. It is called when a cold time is
-            below its bound, before the time becomes ``invalid``.
+            well below its bound, before the time becomes ``invalid``.
         judge: Judge whose cache of oracle outputs is used. Pass the same one for every measurement of a study.
         time_cap_seconds: Seconds after which no new round begins. Three rounds are always measured.
         examine: Names of the variants that are also examined by :func:`~onelaunch.workbench.verify.repeated.examine_once`, which
             takes many calls. One that fails is incorrect.
         on_progress: Callback for the progress.
-        on_turn: Callback before each candidate runs.
+        on_turn: Callback before each candidate runs and when it has returned, see :data:`Turn`.
 
     Raises:
         ArgumentError: A control has the name of a variant that is measured with it.
@@ -203,7 +206,7 @@ class _Session:
             self.turn(None, control=False, step=step)
 
     def verify(self) -> None:
-        """Judge every candidate. One that does not pass is not timed."""
+        """Judge every candidate. One that does not pass is not timed, unless it is a peer outside the gate."""
         torch.compiler.reset()  # or torch.compile, after a few cases, silently runs its variants uncompiled
         for done, entry in enumerate(list(self.entries.values())):
             self.progress("verify", done, len(self.entries))
@@ -217,9 +220,11 @@ class _Session:
                 entry.fail(error)
                 continue
             with self.running(entry, "verified"):
+                if result.name == AUTO:
+                    result.chosen = self._chosen(self._reference(entry, self.seed).inputs)
                 result.verdict = self._verdict(entry)
             if entry.runs and result.verdict is not None and not result.verdict.ok:
-                result.status, result.reason = "incorrect", result.verdict.explain()
+                entry.misses(result.verdict)
             if entry.runs and entry.control is None and entry.candidate.name in self.examine:
                 self.progress("examine", done, len(self.entries))
                 self._examine(entry)
@@ -240,7 +245,7 @@ class _Session:
             )
             self.notes += [f"{name}: {note}" for note in verdict.notes]
             if not verdict.ok:
-                entry.result.status, entry.result.reason = "incorrect", verdict.explain()
+                entry.misses(verdict)
 
     def _note_what_the_case_cannot_tell(self) -> None:
         """Note which outputs of this case a trivial result would pass too."""
@@ -322,7 +327,10 @@ class _Session:
         return f"{note} {slowest.candidate.name} took {share:.0%} of the time."
 
     def verify_again(self) -> None:
-        """Judge outputs of a last sample on new contents; a candidate whose outputs do not pass becomes ``incorrect``."""
+        """Judge outputs of a last sample on new contents. A candidate whose outputs do not pass becomes ``incorrect``.
+
+        A peer whose errors are within the tolerance of its own tests becomes a peer outside the gate instead.
+        """
         for entry in self.entries.values():
             if not entry.runs or entry.sampler is None:
                 continue
@@ -330,7 +338,7 @@ class _Session:
             verdicts, problem = [], None
             with self.running(entry, "verified again"):
                 verdicts = [
-                    (regime, judge_outputs(reference, outputs))
+                    (regime, judge_outputs(reference, outputs, own_tolerance_of(self.operation, entry.result.name)))
                     for regime in self.regimes
                     if regime not in LOOPS and regime not in entry.sampler.refused
                     for outputs in entry.sampler.outputs(regime)
@@ -339,11 +347,13 @@ class _Session:
                 problem = next(((regime, why) for regime, why in loop_problems if why is not None), None)
             if not entry.runs or entry.sampler is None:
                 continue
-            if wrong := next(((regime, verdict) for regime, verdict in verdicts if not verdict.ok), None):
-                entry.result.status = "incorrect"
-                entry.result.reason = f"The outputs of the timed calls ({wrong[0]}) do not pass: {wrong[1].explain()}"
-                entry.result.verdict = wrong[1]
-            elif problem is not None:
+            if failed := [each for each in verdicts if not each[1].ok]:
+                regime, verdict = min(failed, key=lambda each: each[1].outside)  # an incorrect one, if there is any
+                entry.misses(verdict, f"The outputs of the timed calls ({regime}) do not pass: ")
+                entry.result.verdict = entry.result.verdict if verdict.outside else verdict
+            if not entry.runs:
+                continue
+            if problem is not None:
                 entry.result.status = "incorrect"
                 entry.result.reason = f"The steps that were timed ({problem[0]}) are wrong: {problem[1]}"
             elif entry.sampler.refused:
@@ -351,10 +361,11 @@ class _Session:
         self._blame_for_the_copy()
 
     def _blame_for_the_copy(self) -> None:
-        """Give the baseline the status of its second copy if that one is incorrect, since both are the same variant."""
+        """Give the baseline the status of its second copy if that one does not pass, since both are the same variant."""
         for (name, kind), again in self.entries.items():
             main = self.entries[name, "variant"] if kind == "again" else again
-            if main is not again and main.runs and again.result.status == "incorrect":
+            wrong = again.result.status in ("incorrect", OUTSIDE) and again.result.status != main.result.status
+            if main is not again and main.runs and wrong:
                 main.result.status, main.result.reason = again.result.status, again.result.reason
                 main.result.verdict = again.result.verdict or main.result.verdict
 
@@ -377,7 +388,7 @@ class _Session:
     ) -> Measurements:
         """Return the findings so far as plain values.
 
-        A cold time below its bound is first compared with bounds from newly measured peaks, if ``bounds_again`` is given. Only
+        A cold time well below its bound is first compared with bounds from newly measured peaks, if ``bounds_again`` is given. Only
         then does it become ``invalid``.
         """
         for entry in self.entries.values():
@@ -409,12 +420,16 @@ class _Session:
         """Return the status ``ok``, or the status and the reason why a candidate cannot run here."""
         if entry.control is not None:
             return "ok", ""
-        variant = self.operation.get(entry.result.name)
-        if (needed := missing_package(variant)) is not None:
-            return "not_installed", f"needs the package {needed}, which is not installed"
         query = self.operation.query(self.case, str(self.device), grad=self.direction == "forward_backward")
-        reason = variant.why_not(query)
+        variant, reason = variant_for(self.operation, entry.result.name, query)
+        if variant is not None and (needed := missing_package(variant)) is not None:
+            return "not_installed", f"needs the package {needed}, which is not installed"
         return ("ok", "") if reason is None else ("unsupported", reason)
+
+    def _chosen(self, inputs: Inputs) -> str:
+        """Return the variant that the dispatcher chooses for a call with these inputs."""
+        with torch.set_grad_enabled(bool(inputs.differentiable)):
+            return choose(self.operation.bind(**inputs.arguments).query()).name
 
     def _verdict(self, entry: Entry) -> Verdict:
         options = {"device": self.device, "directions": (self.direction,), "seed": self.seed}
@@ -439,7 +454,8 @@ class _Session:
             entry.sampler.prepare([regime for regime in self.regimes if regime not in LOOPS])
             entry.result.peak_bytes = entry.sampler.peak_bytes
             if entry.control is None and self.direction == "forward":
-                variant, arguments = self.operation.get(entry.candidate.name), rotation.sets[0].arguments
+                variant = self.operation.get(entry.result.chosen or entry.candidate.name)
+                arguments = rotation.sets[0].arguments
                 makers = {regime: self.operation.loops[regime] for regime in self.regimes if regime in LOOPS}
                 entry.loops = {regime: make(variant, arguments) for regime, make in makers.items()}
 

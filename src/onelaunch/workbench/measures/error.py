@@ -51,7 +51,7 @@ class Error(JudgedMeasure):
 
     def finding(self, result: Result, criterion: Criterion, shape: Shape) -> Finding:
         """Judge the largest error of all selected variants, not of the fastest alone, since every variant has to be accurate."""
-        names = result.study.select(criterion.of)
+        names = result.study.select(criterion.of, shape)
         cells = [cell for name in names if (cell := result.cell(shape.name, name, criterion.direction)) is not None]
         judged = [cell for cell in cells if cell.verdict is not None and (cell.verdict.components or not cell.verdict.ok)]
         if not judged:
@@ -63,6 +63,9 @@ class Error(JudgedMeasure):
         del result, among
         shape = cells[0].shape
         for cell in cells:
+            if cell.verdict is not None and cell.outside:
+                text = f"{cell.label} at {shape}: {cell.verdict.explain()}"
+                return Finding(shape, "missed", text, "outside the gate")
             if cell.verdict is not None and not cell.verdict.ok:
                 return Finding(shape, "missed", f"{cell.variant} is incorrect at {shape}: {cell.verdict.explain()}", "incorrect")
         errors = [(part.error, part.name, cell.variant) for cell in cells if cell.verdict for part in cell.verdict.components]

@@ -38,5 +38,5 @@ class PeakMemoryRatio(JudgedMeasure):
         chosen = f", best of {among}" if among > 1 else ""
         amounts = f"{q.size(of.peak_bytes)} against {q.size(over.peak_bytes)}{chosen}"
         relation = f"takes {value:.3g}x the peak memory of"
-        text = f"{of.variant} {relation} {over.variant} at {of.shape} ({amounts}), {criterion.bound} was asked"
+        text = f"{of.variant} {relation} {over.label} at {of.shape} ({amounts}), {criterion.bound} was asked"
         return exactly(criterion, of.shape, value, text, f"{value:.3g}", among)

@@ -71,7 +71,7 @@ class TwoTimes(TimeMeasure):
         (of, here), (over, there) = study.sides(criterion, shape)
         if here != there or criterion.over_regime is not None:
             return None
-        mine, theirs = set(study.select(of)), set(study.select(over))
+        mine, theirs = set(study.select(of, here)), set(study.select(over, there))
         if met_by_one(criterion) and not isinstance(of, str) and theirs and theirs < mine:
             return f"the fastest of several variants is never slower than {listing(sorted(theirs))}, which is among them"
         variants = set(study.variant_names())
@@ -102,7 +102,7 @@ class TwoTimes(TimeMeasure):
         if status != "met" and gain is not None and self.out_of_reach(criterion, gain, noise):
             status = "infeasible"
             roofline = bound_of(result, criterion, of.shape) or 0.0
-            why = f"{self.reach(gain)} of {over.variant} is possible, as the floor is {q.time(roofline)}"
+            why = f"{self.reach(gain)} of {over.label} is possible, as the floor is {q.time(roofline)}"
         other = f" {criterion.over_regime}" if criterion.over_regime else ""
         medians = [q.time(timing.microseconds.median) for timing in (of_time, over_time)]
         details = [
@@ -112,9 +112,9 @@ class TwoTimes(TimeMeasure):
             *([f"best of {among}"] if among > 1 else []),
         ]
         because = f": {why}" if why else ""
-        against = f"{over.variant} at {of.shape}"
+        against = f"{over.label} at {of.shape}"
         if criterion.over_at is not None:
-            against = f"{over.variant} at {over.shape}{per(criterion)}, itself at {of.shape}"
+            against = f"{over.label} at {over.shape}{per(criterion)}, itself at {of.shape}"
         found = f"{of.variant} {self.relation.format(ratio.median)} {against} ({', '.join(details)})"
         brief = f"{ratio.median:.3g}" + ("" if status == "met" else f" ({status}{because})")
         return Finding(of.shape, status, f"{found}, {criterion.bound} was asked{because}", brief, ratio, among, noise, gain)

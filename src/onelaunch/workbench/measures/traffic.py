@@ -33,15 +33,15 @@ class DramBytesRatio(JudgedMeasure):
     def infeasibility(self, study: Study, criterion: Criterion) -> str | None:
         if criterion.combine != "geomean":
             return super().infeasibility(study, criterion)
-        shapes = study.shapes_of(criterion)
-        moved = [_most_and_least(study, criterion, shape) for shape in shapes]
+        asked = study.asked(criterion)
+        moved = [_most_and_least(study, each.criterion, each.shape) for each in asked]
         if criterion.at_least is None or not all(most and least for most, least in moved):
             return None
         mean = geometric_mean([most / least for most, least in moved])
         if mean >= criterion.at_least:
             return None
         return (
-            f"at most {mean:.2f}x fewer bytes is possible in the geometric mean over {len(shapes)} shapes, "
+            f"at most {mean:.2f}x fewer bytes is possible in the geometric mean over {len(asked)} shapes, "
             f"the study asks for at least {criterion.at_least:g}x"
         )
 
@@ -64,7 +64,7 @@ class DramBytesRatio(JudgedMeasure):
             text = f"not measured: there is no traffic of {missing} at {of.shape}"
             return Finding(of.shape, "not_measured", text, "no traffic")
         value = over.traffic.total / of.traffic.total
-        amounts = f"{q.size(over.traffic.total)} of {over.variant} against {q.size(of.traffic.total)} of {of.variant}"
+        amounts = f"{q.size(over.traffic.total)} of {over.label} against {q.size(of.traffic.total)} of {of.variant}"
         if {of.traffic.source, over.traffic.source} != {"ncu"}:
             return _by_arithmetic(criterion, of.shape, value, amounts, among)
         chosen = f", best of {among}" if among > 1 else ""

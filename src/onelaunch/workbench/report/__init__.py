@@ -1,4 +1,7 @@
-"""Report on a finished or interrupted study, made from its stored result alone."""
+"""Report on a finished or interrupted study, made from its stored result alone.
+
+Commands ``onelaunch study run`` and ``report`` call :func:`write_report`. ``documents.py`` explains the other functions.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Sections of a report after its first screen: all times, errors and bytes with their sources, and the provenance."""
+"""Sections of a report after its first screen: all times, errors and bytes with their sources, and the provenance.
+
+The reports on the terminal, in Markdown and in HTML format what :func:`details` returns. ``documents.py`` takes
+:func:`times_table`.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +15,7 @@ from onelaunch.workbench.report.predictions import predictions
 from onelaunch.workbench.report.summary import (
     REGIMES,
     Section,
+    called,
     cells_at,
     direction_words,
     directions,
@@ -28,7 +33,7 @@ from onelaunch.workbench.result import Cell, ComponentError, Estimate, Result
 from onelaunch.workbench.study import Shape
 
 MANY = 3
-"""Largest number of tables that a section of a page shows unfolded."""
+"""Largest number of tables, or of notes of the run, that a section of a page shows unfolded."""
 
 CLOCKS = {
     "sm_mhz": "SM clock, MHz, median",
@@ -64,6 +69,7 @@ def details(result: Result) -> tuple[Section, ...]:
         *(_times(result, direction) for direction in directions(result)),
         _savings(result),
         *(_traffic(result, direction) for direction in directions(result)),
+        _beside(result),
         _correctness(result),
         _noise(result),
         Section("Notes of the run", result.notes, folded=len(result.notes) > MANY),
@@ -84,7 +90,7 @@ def times_table(result: Result, shape: Shape, direction: Direction) -> Table:
         measured = [timing.microseconds for name in regimes(result) if (timing := valid_timing(cell, name))]
         rows.append(
             (
-                f"{cell.variant} (control)" if cell.control else cell.variant,
+                called(cell),
                 words(cell.status),
                 *(
                     q.interval(timing.microseconds) if (timing := valid_timing(cell, name)) else q.NONE
@@ -191,8 +197,30 @@ def _traffic_row(cell: Cell) -> tuple[str, ...]:
     if traffic:
         share = q.ratio(traffic.total / plan.least_bytes) if plan and plan.least_bytes else q.NONE
         moved = (q.size(traffic.read), q.size(traffic.written), share, source(traffic.source))
-    unknown = "not measured" if cell.status == "ok" else q.NONE
+    unknown = "not measured" if cell.measured else q.NONE
     return (cell.variant, *planned, *moved, q.size(cell.peak_bytes) if cell.peak_bytes is not None else unknown)
+
+
+def _beside(result: Result) -> Section:
+    """Return the section with times that were taken beside a yardstick: host times beside PyTorch's product."""
+    rows = tuple(
+        (
+            cell.shape,
+            direction_words(cell.direction),
+            called(cell),
+            q.interval(found.microseconds),
+            q.interval(found.yardstick),
+            q.ratio_interval(found.ratio),
+        )
+        for cell in result.cells
+        for found in cell.beside.values()
+    )
+    text = (
+        "Time that the host needs for a call, the median over calls in a row while nobody waits for the device, and that of "
+        "PyTorch's product of two [64, 64] bfloat16 matrices in the same process. On a CPU it holds the computation too."
+    )
+    heads = columns("shape", "direction", "variant", ">host", ">product", ">ratio")
+    return Section("Host time", (text,), (Table("", heads, rows),)) if rows else Section("Host time")
 
 
 def source(name: str) -> str:
@@ -230,8 +258,8 @@ def _correctness(result: Result) -> Section:
     )
     note = (
         "Norm-wise errors against the float64 oracle, at the shape where each output is nearest to its limit. The limit is the "
-        "smaller of the dtype's cap and twice the error of plain PyTorch in the same dtype. Along the sequence: errors of its "
-        "first and its last part."
+        "smaller of the dtype's cap and twice the error of plain PyTorch in the same dtype or, if larger, the error that the "
+        "operation states for a float32 result of 16-bit inputs. Along the sequence: errors of its first and its last part."
     )
     return Section("Correctness", tables=(Table("", heads, tuple(rows), note),) if rows else (), folded=len(rows) > 12)
 

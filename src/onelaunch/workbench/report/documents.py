@@ -2,7 +2,8 @@
 
 A section first compares the fastest variant of the operation with its rivals: other libraries' variants (peers), the study's
 baseline and torch.compile. All other times, the sizes of the shapes, and the reasons for missing times follow in folded blocks.
-All strings of a result are escaped, since a result may come from anywhere.
+All strings of a result are escaped, since a result may come from anywhere. ``docs/tables.py`` calls :func:`docs_section` and
+:func:`docs_overview` when the documentation is built.
 """
 
 from __future__ import annotations
@@ -15,7 +16,16 @@ from typing import Literal
 
 from onelaunch.operation import Direction
 from onelaunch.workbench.report.details import details, times_table
-from onelaunch.workbench.report.summary import directions, peer_names, shapes, speedup, summarize, use_table, valid_timing
+from onelaunch.workbench.report.summary import (
+    directions,
+    outside_words,
+    peer_names,
+    shapes,
+    speedup,
+    summarize,
+    use_table,
+    valid_timing,
+)
 from onelaunch.workbench.report.tables import to_markdown
 from onelaunch.workbench.report.text import markdown
 from onelaunch.workbench.result import Cell, Result
@@ -47,6 +57,8 @@ READING = (
 
 def docs_table(result: Result, which: DocsTable = "use", *, direction: Direction | None = None, shape: str | None = None) -> str:
     """Return Markdown tables for the documentation, made from a committed result.
+
+    It is for pages with single tables of a result. The documentation has none now, so that only tests call it.
 
     Args:
         result: Result to show.
@@ -124,13 +136,15 @@ def docs_overview(results: Iterable[Result], page: Callable[[str], str]) -> str:
     """
     rows = []
     for result in results:
-        operation = result.study.operation
+        names = result.study.operation_names()
+        linked = ", ".join(f"[{code(name)}]({page(name)})" for name in names)
+        about = linked if len(names) == 1 else f"{markdown(result.study.name)}: {linked}"
         for direction in directions(result):
             regime: Regime = "running" if _timed(result, direction, "running") else "cold"
             cells, peers = _cells(result, direction, regime), peer_names(result)
             over = [_gain(cells, names, peers, regime) for names in (peers, (COMPILED,))]
             what = "one of many steps" if regime == "running" else direction.replace("_", " and ")
-            rows.append([f"[{code(operation)}]({page(operation)})", markdown(result.provenance.device), what, *over])
+            rows.append([about, markdown(result.provenance.device), what, *over])
     return markdown_table(["operation", "device", "measured", "over the fastest peer", "over torch.compile"], rows, right=(3, 4))
 
 
@@ -140,18 +154,20 @@ def _gain(cells: Mapping[str, Mapping[str, Cell]], names: Sequence[str], peers: 
     Ours are the variants that are neither peers nor in ``names``; controls take no part.
     Only shapes at which both have times count.
     """
-    gains = []
+    gains, outside = [], 0
     for found in cells.values():
         entrants = {name: cell for name, cell in found.items() if not cell.control}
-        ours = _fastest((cell for name, cell in entrants.items() if name not in (*peers, *names)), regime)
+        ours = _fastest((cell for name, cell in entrants.items() if name not in (*peers, *names) and not cell.outside), regime)
         theirs = _fastest((entrants[name] for name in names if name in entrants), regime)
         if ours and theirs and (gain := speedup(ours, theirs, regime)):
             gains.append(gain.median)
+            outside += theirs.outside
     if not gains:
         return NONE
     mean = math.exp(sum(map(math.log, gains)) / len(gains))
     shape = "1 shape" if len(gains) == 1 else f"{len(gains)} shapes"
-    return f"{_times(mean)} ({_times(min(gains))} to {_times(max(gains))}, {shape})"
+    said = f"; the peer is outside the gate at {outside}" if outside else ""
+    return f"{_times(mean)} ({_times(min(gains))} to {_times(max(gains))}, {shape}{said})"
 
 
 def _times(ratio: float) -> str:
@@ -228,7 +244,7 @@ def _winners(result: Result, direction: Direction, regime: Regime) -> str:
     rows = []
     for shape, found in cells.items():
         entrants = {name: cell for name, cell in found.items() if not cell.control}
-        best = _fastest((cell for name, cell in entrants.items() if name not in peers), regime)
+        best = _fastest((cell for name, cell in entrants.items() if name not in peers and not cell.outside), regime)
         least = _fastest(entrants.values(), regime)
         if best is None:
             continue
@@ -246,7 +262,8 @@ def _rival(rival: _Rival, best: Cell, least: Cell | None, entrants: Mapping[str,
         return NONE
     name = f"{code(cell.variant)} " if len(rival.names) > 1 else ""
     gain = speedup(best, cell, regime)
-    return f"{name}{_number(cell, least, regime)}" + (f" ({_times(gain.median)})" if gain else "")
+    said = [*([_times(gain.median)] if gain else []), *(["peer outside the gate"] if cell.outside else [])]
+    return f"{name}{_number(cell, least, regime)}" + (f" ({', '.join(said)})" if said else "")
 
 
 def _number(cell: Cell, least: Cell | None, regime: Regime) -> str:
@@ -278,7 +295,8 @@ def _everything(result: Result, direction: Direction, regime: Regime) -> list[st
 
 
 def _label(name: str, cells: Mapping[str, Mapping[str, Cell]]) -> str:
-    return code(name) + (" (control)" if any(name in found and found[name].control for found in cells.values()) else "")
+    own = [found[name] for found in cells.values() if name in found]
+    return code(name) + (" (control)" if any(cell.control for cell in own) else "") + outside_words(own)
 
 
 def _measured_shapes(result: Result) -> list[Shape]:

@@ -2,6 +2,9 @@
 
 If a run could not answer the question of its study, such as a run on a CPU of a study of GPU kernels, the report first states
 what this run found. It then quotes the headline of a committed result of the same study.
+
+The reports on the terminal, in Markdown and in HTML call :func:`headline` and :func:`unexplained`. ``committed.py`` quotes the
+sentence of a headline, which ``tools/summarize_results.py`` stores for each committed result.
 """
 
 from __future__ import annotations
@@ -16,15 +19,18 @@ from onelaunch.wording import listing
 from onelaunch.workbench import quantities as q
 from onelaunch.workbench.decide.decision import excluded
 from onelaunch.workbench.decide.measured import judged
+from onelaunch.workbench.decide.selection import compared
 from onelaunch.workbench.report.committed import committed
 from onelaunch.workbench.report.summary import (
     FEW,
     cells_at,
     direction_words,
     directions,
+    directions_of,
     fastest,
     main_regime,
     noise_floor,
+    outside_words,
     reference,
     selector,
     shapes,
@@ -84,13 +90,13 @@ def counts(result: Result, leaving_out: Sequence[Outcome] = ()) -> str:
     return ", ".join([head, *others])
 
 
-def clause(result: Result, outcome: Outcome) -> str:
+def _clause(result: Result, outcome: Outcome) -> str:
     """Return the measured value of a criterion as a clause with its interval, or an empty string without a value."""
     criterion, values = outcome.criterion, outcome.values
     if not values:
         return ""
     measure = judged(criterion)
-    of, over = _measured_one(result, outcome), selector(result.study.over(criterion))
+    of, over = _measured_one(result, outcome), selector(result.study.over(criterion)) + _outside(result, outcome)
     if outcome.overall is not None:
         amount, at = measure.amount(outcome.overall), f"in the geometric mean over {q.plural(len(values), 'shape')}"
     elif len(values) == 1:
@@ -102,8 +108,17 @@ def clause(result: Result, outcome: Outcome) -> str:
         at = f"at {len(values)} shapes"
     said = measure.told.format(of=of, over=over, amount=amount)
     other = f" at {criterion.over_at}, itself" if criterion.over_at is not None else ""
-    how = [direction_words(criterion.direction), *([criterion.regime] if measure.timed else [])]
+    how = [directions_of(criterion), *([criterion.regime] if measure.timed else [])]
     return f"{said}{other} {at} ({', '.join(how)})"
+
+
+def _outside(result: Result, outcome: Outcome) -> str:
+    """Return words that follow the name of what a criterion compares with if it is a peer outside the gate at a shape."""
+    if not any(cell.outside for cell in result.cells):  # a variant chosen by tags is looked up only where it is needed
+        return ""
+    asked = [each for each in result.study.asked(outcome.criterion) if each.name in outcome.values]
+    sides = [compared(result, each.criterion, each.shape)[1:] for each in asked]
+    return outside_words(side.cell for pair in sides for side in pair if side.cell is not None)
 
 
 def _sentence(result: Result, needing: Sequence[Outcome]) -> tuple[str, str]:
@@ -130,9 +145,10 @@ def _sentence(result: Result, needing: Sequence[Outcome]) -> tuple[str, str]:
         return f"{asked} {asks} for {scale} scale, which needs {where}{f'; of the others, {others}' if others else ''}.", ""
     if kind == "measure_more" and by_status["inconclusive"]:
         return f"{_failing(result, min(by_status['inconclusive'], key=_margin))}; {counts(result)}.", ""
+    # The decision is to proceed, or to measure more without a criterion that is inconclusive. The best met criterion is quoted.
     measured = [outcome for outcome in by_status["met"] if outcome.values]
     best = min(measured, key=lambda one: (judged(one.criterion).rank, -_margin(one)), default=None)
-    said = clause(result, best) if best else ""
+    said = _clause(result, best) if best else ""
     loose = kind == "measure_more" and len(by_status["met"]) == len(left) > 0  # all are met, and yet more is to be measured
     unexplained = ", but a saving that they rest on is not explained" if loose else ""
     text = "; ".join(part for part in (said, f"{counts(result)}{unexplained}.") if part)
@@ -141,7 +157,7 @@ def _sentence(result: Result, needing: Sequence[Outcome]) -> tuple[str, str]:
 
 def _failing(result: Result, outcome: Outcome) -> str:
     """Return a clause on a criterion that failed: its name, its status, the measured value and the bound."""
-    said = clause(result, outcome)
+    said = _clause(result, outcome)
     status = "out of reach" if outcome.status == "infeasible" else words(outcome.status)
     measured = f": {said}, {outcome.criterion.bound} was asked" if said else ""
     return f"{outcome.criterion.name!r} is {status}{measured}"
@@ -249,7 +265,7 @@ def _largest_gain(result: Result, direction: Direction) -> str:
     gain, best, over = max(gains, key=lambda each: each[0].median)
     how = f"({direction_words(direction)}, {regime})"
     most = "up to " if compared > 1 else ""
-    return f"{best.variant} is {most}{q.ratio_interval(gain)} as fast as {over_name} at {best.shape} {how}"
+    return f"{best.variant} is {most}{q.ratio_interval(gain)} as fast as {over.label} at {best.shape} {how}"
 
 
 def _elsewhere(result: Result) -> tuple[str, ...]:

@@ -1,4 +1,7 @@
-"""Report as Markdown."""
+"""Report as Markdown.
+
+``write_report`` of ``report/__init__.py`` calls :func:`render` and writes the text to ``report.md``.
+"""
 
 from __future__ import annotations
 

@@ -2,7 +2,8 @@
 
 Style and plots are inside the page, and nothing is fetched. Every string of a result is escaped: the template escapes its values,
 tables and plots escape their own strings, and an author's notes become HTML without raw elements. In case any of that fails, a
-content security policy forbids scripts.
+content security policy forbids scripts. ``write_report`` of ``report/__init__.py`` calls :func:`render` and writes the page to
+``report.html``.
 """
 
 from __future__ import annotations

@@ -1,8 +1,10 @@
 """Plots of a report as inline SVG. Their colours come from the page, so that light and dark mode both work.
 
-Matplotlib draws with placeholder colours, which are replaced by CSS variables (``--ink``, ``--faint``, ``--floor``, ``--v0`` to
-``--v9``). A plot is narrow enough for a phone, and a page puts several side by side. Names may hold any characters. They are
-clipped to one line without invisible characters and never parsed as mathematics, and the SVG is serialized from a tree.
+Matplotlib draws with placeholder colours, which are replaced by CSS variables (``--ink``, ``--faint``, ``--floor``, ``--soft``,
+``--v0`` to ``--v9``); the font becomes ``--font``. A plot is narrow enough for a phone, and a page puts several side by side.
+Names may hold any characters. They are clipped to one line without invisible characters and never parsed as mathematics, and the
+SVG is serialized from a tree.
+``page.py`` calls :func:`plots`; reports in Markdown and on the terminal have none.
 """
 
 from __future__ import annotations
@@ -141,7 +143,9 @@ def _time_lines(
             axes.plot(x, medians, marker=".", color=SOFT, lw=0.8, ms=3.5, alpha=0.55, ls=ls)
             continue
         colour = series.colour(variant)
-        axes.plot(x, medians, marker=series.marker(variant), label=_label(variant), color=colour, lw=1.3, ms=4.5, ls=ls)
+        axes.plot(
+            x, medians, marker=series.marker(variant), label=_label(_named(result, variant)), color=colour, lw=1.3, ms=4.5, ls=ls
+        )
         axes.vlines(x, [time.low for time in times], [time.high for time in times], color=colour, lw=1.6)
     if series.others:
         axes.plot([], [], marker=".", color=SOFT, lw=0.8, ms=3.5, alpha=0.55, label=f"{series.others} others", ls=ls)
@@ -205,7 +209,7 @@ def _time_bars(axes: Axes, result: Result, series: Series, shape: Shape, directi
         axes.annotate(
             f"roofline bound {q.time(bound)}", (bound, len(cells) - 0.4), (3, 0), textcoords="offset points", color=BOUND
         )
-    _rows(axes, [_label(cell.variant) for cell in cells], "time")
+    _rows(axes, [_label(_row_name(cell)) for cell in cells], "time")
     return len(cells)
 
 
@@ -241,7 +245,15 @@ def _distance_bars(
     for variant in sorted(order, key=lambda name: name in shown):
         x, y = [x for x, _ in marks[variant]], [y for _, y in marks[variant]]
         if x and variant in shown:
-            axes.plot(x, y, ls="", ms=5, label=_label(variant), marker=series.marker(variant), color=series.colour(variant))
+            axes.plot(
+                x,
+                y,
+                ls="",
+                ms=5,
+                label=_label(_named(result, variant)),
+                marker=series.marker(variant),
+                color=series.colour(variant),
+            )
         elif x:
             axes.plot(x, y, ls="", ms=3.5, marker=".", color=SOFT, alpha=0.55)
     if series.others:
@@ -283,7 +295,7 @@ def _bytes_bars(axes: Axes, cells: Sequence[Cell], series: Series) -> int:
             axes.plot([cell.plan.bytes] * 2, [row - 0.38, row + 0.38], color=INK, lw=2)
             axes.annotate(q.size(_moved(cell)), (1.4 * most, row), ha="right", va="center", color=INK)  # right of all ticks
             axes.axvline(cell.plan.least_bytes, color=BOUND, lw=2.2, ls=DASHES)
-    axes.set_yticks(range(len(ordered)), [_label(cell.variant) for cell in ordered])
+    axes.set_yticks(range(len(ordered)), [_label(_row_name(cell)) for cell in ordered])
     unit = next((scale for scale, _ in q.BYTES if most >= scale), 1.0)
     axes.set_xlim(0, 1.42 * most)
     axes.set_xticks([unit * step for step in _steps(most / unit) if unit * step <= 1.05 * most])
@@ -410,6 +422,17 @@ def _steps(most: float) -> Sequence[float]:
 def _timed(result: Result, shape: Shape, direction: Direction, regime: Regime) -> list[Cell]:
     """Return the measurements of variants with a valid time at a shape; controls are left out."""
     return [cell for cell in cells_at(result, shape.name, direction) if not cell.control and valid_timing(cell, regime)]
+
+
+def _named(result: Result, variant: str) -> str:
+    """Return the name of a variant, which says if it is a peer outside the gate at any shape of a result."""
+    outside = any(cell.outside for cell in result.cells if cell.variant == variant)
+    return f"{variant} (outside the gate)" if outside else variant
+
+
+def _row_name(cell: Cell) -> str:
+    """Return the name of a measurement's variant, which says if it is a peer outside the gate."""
+    return f"{cell.variant} (outside the gate)" if cell.outside else cell.variant
 
 
 def _label(name: str) -> str:

@@ -1,4 +1,7 @@
-"""Section of a report with the declared predictions beside what was measured."""
+"""Section of a report with the declared predictions beside what was measured.
+
+``details.py`` takes the section, and command ``onelaunch study show`` prints :func:`predicted`.
+"""
 
 from __future__ import annotations
 

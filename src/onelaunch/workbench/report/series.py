@@ -42,7 +42,7 @@ class Series:
         :data:`MOST_SERIES` of them. The fastest others follow as long as there are fewer than :data:`PROMINENT`.
         """
         every = list(dict.fromkeys(cell.variant for cell in result.cells if not cell.control))
-        timed = {cell.variant for cell in result.cells if cell.status == "ok" and cell.timings}
+        timed = {cell.variant for cell in result.cells if cell.measured and cell.timings}
         names = [name for name in every if name in timed]
         if len(names) <= MOST_SERIES:
             return cls(tuple(names), (*names, *(name for name in every if name not in timed)), 0)

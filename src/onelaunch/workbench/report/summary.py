@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from onelaunch.errors import OneLaunchError
-from onelaunch.operation import DIRECTIONS, Direction, find_operation
+from onelaunch.operation import DIRECTIONS, Direction
 from onelaunch.workbench import quantities as q
 from onelaunch.workbench.decide.decision import excluded
 from onelaunch.workbench.decide.measured import judged
@@ -22,7 +22,7 @@ from onelaunch.workbench.decide.words import per, selector_words
 from onelaunch.workbench.report.tables import Table, columns, words
 from onelaunch.workbench.result import Cell, Estimate, Outcome, Regime, Result, Timing
 from onelaunch.workbench.stats import ratio
-from onelaunch.workbench.study import LOOPS, Criterion, Selector, Shape, Study
+from onelaunch.workbench.study import LOOPS, Criterion, Selector, Shape, Study, members
 
 REGIMES: tuple[Regime, ...] = ("cold", "warm", "eager")
 """Regimes of single calls, in the order of preference for comparing variants."""
@@ -133,13 +133,16 @@ def regimes(result: Result) -> tuple[Regime, ...]:
 
 def main_regime(result: Result) -> Regime | None:
     """Return the regime in which variants are compared: the first of cold, warm, eager that was measured."""
-    measured = {timing.regime for cell in result.cells if cell.status == "ok" for timing in cell.timings}
+    measured = {timing.regime for cell in result.cells if cell.measured for timing in cell.timings}
     return next((regime for regime in REGIMES if regime in measured), None)
 
 
 def valid_timing(cell: Cell | None, regime: Regime | None) -> Timing | None:
-    """Return a measurement's timing in a regime if it is valid: of status ``ok``, above 0 and finite; otherwise ``None``."""
-    timing = cell.timing(regime) if cell and cell.status == "ok" and regime else None
+    """Return a measurement's timing in a regime if it is valid; otherwise ``None``.
+
+    It is above 0 and finite, of a correct variant or of a peer outside the gate.
+    """
+    timing = cell.timing(regime) if cell and cell.measured and regime else None
     if timing is None or not timing.rounds:
         return None
     return timing if all(0 < value < math.inf for value in (timing.microseconds.median, *timing.rounds)) else None
@@ -164,7 +167,7 @@ def fastest(result: Result, shape: str, direction: Direction) -> Cell | None:
     timed = {
         timing.microseconds.median: cell
         for cell in reversed(cells_at(result, shape, direction))  # so that of equal times the first variant is taken
-        if not cell.control and (timing := valid_timing(cell, regime))
+        if not cell.control and not cell.outside and (timing := valid_timing(cell, regime))
     }
     return timed[min(timed)] if timed else None
 
@@ -178,11 +181,11 @@ def noise_floor(result: Result, cell: Cell, regime: Regime | None) -> float:
 def peer_names(result: Result) -> tuple[str, ...]:
     """Return the names of the variants that belong to another library; none if the operation is not installed here."""
     try:
-        known = find_operation(result.study.operation).variants
+        names = dict.fromkeys((*result.study.variant_names(), *(cell.variant for cell in result.cells)))
+        known = {name: result.study.find_variant(name) for name in names}
     except OneLaunchError:
         return ()
-    names = dict.fromkeys((*result.study.variant_names(), *(cell.variant for cell in result.cells)))
-    return tuple(name for name in names if name in known and known[name].capabilities.requires)
+    return tuple(name for name, variant in known.items() if variant is not None and variant.capabilities.requires)
 
 
 def direction_words(direction: str) -> str:
@@ -190,10 +193,24 @@ def direction_words(direction: str) -> str:
     return direction.replace("_", " + ")
 
 
+def called(cell: Cell) -> str:
+    """Return the name of a measurement's variant, with the dispatcher's choice behind ``auto``: ``auto (fused)``."""
+    more = "control" if cell.control else cell.chosen
+    return f"{cell.variant} ({more})" if more else cell.variant
+
+
+def directions_of(criterion: Criterion) -> str:
+    """Return the directions of a criterion in words, such as ``forward and forward + backward``."""
+    return " and ".join(map(direction_words, criterion.all_directions))
+
+
 def sizes(shape: Shape) -> str:
-    """Return sizes, options and dtype in words, such as ``B=4 T=2048 D=256 V=64 float16``."""
+    """Return sizes, options and dtype in words, such as ``B=4 T=2048 D=256 V=64 float16``.
+
+    An operation that is not the study's comes first.
+    """
     parts = [f"{key}={value}" for key, value in (*shape.sizes.items(), *shape.options.items())]
-    return " ".join([*parts, shape.dtype])
+    return " ".join([*([shape.operation] if shape.operation else []), *parts, shape.dtype])
 
 
 def selector(chosen: Selector) -> str:
@@ -210,14 +227,31 @@ def asked(criterion: Criterion, study: Study) -> str:
     what = measure.demand.format(of=of, over=over, bound=f"{criterion.bound}{measure.unit}")
     regime = f", {criterion.regime}" if measure.timed else ""
     regime += f" over {criterion.over_regime}" if criterion.over_regime else ""
+    noise = f", A/A noise at most {criterion.most_noise:g}" if criterion.most_noise is not None else ""
     no_decision = "" if criterion.decides else "; decides nothing"
-    return f"{what} {_asked_at(criterion, study)} ({direction_words(criterion.direction)}{regime}{no_decision})"
+    return f"{what} {_asked_at(criterion, study)} ({directions_of(criterion)}{regime}{noise}{no_decision})"
 
 
 def reference(result: Result) -> str:
-    """Return the variant over which speeds are taken: the study's baseline, or the first timed variant if it has no time."""
-    timed = dict.fromkeys(cell.variant for cell in result.cells if cell.status == "ok" and cell.timings and not cell.control)
-    return result.study.baseline if result.study.baseline in timed else next(iter(timed), result.study.baseline)
+    """Return the variant over which speeds are taken: the study's baseline, or the first timed variant if it has no time.
+
+    The baseline may be a peer outside the gate.
+    """
+    timed = [cell for cell in result.cells if cell.measured and cell.timings and not cell.control]
+    if any(cell.variant == result.study.baseline for cell in timed):
+        return result.study.baseline
+    return next((cell.variant for cell in timed if not cell.outside), result.study.baseline)
+
+
+def outside_words(cells: Iterable[Cell]) -> str:
+    """Return words that follow the name of a variant which is a peer outside the gate at some of the cells; else nothing."""
+    return " (peer outside the gate)" if any(cell.outside for cell in cells) else ""
+
+
+def reference_words(result: Result) -> str:
+    """Return the name of the reference, which says if it is a peer outside the gate."""
+    name = reference(result)
+    return name + outside_words(cell for cell in result.cells if cell.variant == name and not cell.control)
 
 
 def use_table(result: Result, direction: Direction) -> Table:
@@ -238,7 +272,7 @@ def use_table(result: Result, direction: Direction) -> Table:
             (
                 shape.name,
                 sizes(shape),
-                " or ".join([best.variant, *_as_good(result, best, regime)]),
+                " or ".join([called(best), *_as_good(result, best, regime)]),
                 q.interval(time.microseconds),
                 "the reference" if best is over else q.ratio_interval(gain) if gain else q.NONE,
                 q.ratio(distance) if distance else q.NONE,
@@ -249,8 +283,8 @@ def use_table(result: Result, direction: Direction) -> Table:
         f"{direction_words(direction).capitalize()}: {how}",
         columns("shape", "?sizes", "use", ">time", ">speed", ">/ bound"),
         tuple(rows),
-        f"Speed is over {over_name}{_instead(result)}. The bound is the roofline bound: the fewest bytes and FLOPs at the "
-        "measured peaks. A second name means that its time differs by no more than the noise.",
+        f"Speed is over {reference_words(result)}{_instead(result)}. The bound is the roofline bound: the fewest bytes and FLOPs "
+        "at the measured peaks. A second name means that its time differs by no more than the noise.",
     )
 
 
@@ -335,7 +369,7 @@ def _missing(result: Result) -> Table | None:
     """Return the table of measurements without a valid time. Those with the same reason share a row."""
     groups: dict[tuple[str, str, str], list[Cell]] = {}
     for cell in result.cells:
-        if cell.status != "ok":
+        if not cell.measured:
             groups.setdefault((cell.variant, words(cell.status), _reason(cell)), []).append(cell)
     if not groups:
         return None
@@ -397,7 +431,7 @@ def _notes(result: Result) -> list[str]:
 
 def _uncounted(result: Result) -> list[str]:
     """Return a sentence on the shapes at which no DRAM bytes were counted, if any."""
-    timed = [cell for cell in result.cells if cell.status == "ok" and not cell.control]
+    timed = [cell for cell in result.cells if cell.measured and not cell.control]
     counted = {cell.shape for cell in timed if cell.traffic and cell.traffic.source == "ncu"}
     everywhere = {cell.shape for cell in timed}
     if not timed or counted == everywhere:
@@ -417,7 +451,8 @@ def _regimes_timed(result: Result) -> set[str]:
 def _as_good(result: Result, best: Cell, regime: Regime | None) -> list[str]:
     """Return the variants whose time differs from the best one's by no more than the noise."""
     noise = noise_floor(result, best, regime)
-    others = [cell for cell in cells_at(result, best.shape, best.direction) if not cell.control and cell is not best]
+    here = cells_at(result, best.shape, best.direction)
+    others = [cell for cell in here if not cell.control and not cell.outside and cell is not best]
     gains = {cell.variant: speedup(best, cell, regime) for cell in others}
     return [name for name, gain in gains.items() if gain and gain.low <= noise]
 
@@ -425,7 +460,8 @@ def _as_good(result: Result, best: Cell, regime: Regime | None) -> list[str]:
 def _asked_at(criterion: Criterion, study: Study) -> str:
     """Return the shapes of a criterion in words."""
     at = [shape.name for shape in study.shapes_of(criterion)] if criterion.at is None else criterion.at
-    names = [at] if isinstance(at, str) else list(at)
+    groups = study.groups()
+    names = [f"the {len(groups[name])} shapes of {name}" if name in groups else name for name in members(at)]
     where = ", ".join(names)
     if criterion.at is None:
         where = f"every {'full-scale ' if study.at_scale('full') else ''}shape"
@@ -433,4 +469,4 @@ def _asked_at(criterion: Criterion, study: Study) -> str:
         return f"in the geometric mean over {where}"
     if criterion.in_at_least is None:
         return f"at {where}"
-    return f"at {criterion.in_at_least} or more of the {len(names)} shapes {', '.join(names)}"
+    return f"at {criterion.in_at_least} or more of the {len(study.shapes_of(criterion))} shapes {', '.join(names)}"

@@ -1,4 +1,7 @@
-"""Tables as plain values, and their rendering as Markdown, HTML and for a terminal."""
+"""Tables as plain values, and their rendering as Markdown, HTML and for a terminal.
+
+Reports and the commands of ``onelaunch`` make and print such tables.
+"""
 
 from __future__ import annotations
 
@@ -37,6 +40,7 @@ TONES: Mapping[str, Tone] = {
     "inconclusive": "open",
     "infeasible": "open",
     "interrupted": "open",
+    "peer outside the gate": "open",
     "differs": "open",
     "ambiguous": "open",
     "not decided": "open",

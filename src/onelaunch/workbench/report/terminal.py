@@ -1,4 +1,7 @@
-"""Report for a terminal. No string of a result becomes markup or a command to the terminal."""
+"""Report for a terminal. No string of a result becomes markup or a command to the terminal.
+
+Commands ``onelaunch study run``, ``report`` and ``judge`` call :func:`show`.
+"""
 
 from __future__ import annotations
 

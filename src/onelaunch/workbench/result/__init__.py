@@ -1,8 +1,11 @@
 """Results of studies: the versioned schema of what is stored. ``provenance`` collects device, time and software of a run."""
 
 from onelaunch.workbench.result.schema import (
+    MEASURED,
+    OUTSIDE,
     READABLE,
     SCHEMA,
+    Beside,
     Cell,
     ComponentError,
     CriterionStatus,
@@ -26,8 +29,11 @@ from onelaunch.workbench.result.schema import (
 )
 
 __all__ = [
+    "MEASURED",
+    "OUTSIDE",
     "READABLE",
     "SCHEMA",
+    "Beside",
     "Cell",
     "ComponentError",
     "CriterionStatus",

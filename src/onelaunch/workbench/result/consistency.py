@@ -14,7 +14,7 @@ from collections.abc import Hashable, Iterable
 from typing import TYPE_CHECKING, TypeVar
 
 from onelaunch.wording import listing
-from onelaunch.workbench.study import Study, members
+from onelaunch.workbench.study import Study, case_name, members
 
 if TYPE_CHECKING:
     from onelaunch.workbench.result.schema import Cell, Result, Timing
@@ -26,6 +26,9 @@ H = TypeVar("H", bound=Hashable)
 
 AGAIN = " again"
 """Suffix of the hidden name of the baseline's second copy, whose ratio to the first is the noise."""
+
+BOTH = case_name("", "forward_backward")
+"""End of the name of a value at a shape in the direction ``forward_backward``, where a criterion looks at several directions."""
 
 ROUNDING = 1e-9
 """Relative difference by which two stored numbers that must be equal may differ, because sums can be taken in another order."""
@@ -39,15 +42,15 @@ def inconsistency(result: Result) -> str | None:
 
 def undeclared(result: Result) -> str | None:
     """Return the problem if a result names a shape that its study does not declare, or declares twice; else ``None``."""
-    declared = {shape.name for shape in result.study.shapes}
+    declared, groups = {shape.name for shape in result.study.shapes}, set(result.study.groups())
     named = [measured.shape for measured in (*result.cells, *result.noise)]
-    named += [shape for outcome in result.outcomes for shape in outcome.values]
+    named += [name.removesuffix(BOTH) for outcome in result.outcomes for name in outcome.values]
     named += [saving.shape for saving in (result.decision.savings if result.decision else ())]
     for criterion in (*result.study.criteria, *(outcome.criterion for outcome in result.outcomes)):
-        named += [] if criterion.at is None else members(criterion.at)
+        named += [] if criterion.at is None else [name for name in members(criterion.at) if name not in groups]
         named += [] if criterion.over_at is None else [criterion.over_at]
     for prediction in result.study.predictions:
-        named += [] if prediction.at is None else members(prediction.at)
+        named += [] if prediction.at is None else [name for name in members(prediction.at) if name not in groups]
     if unknown := sorted(set(named) - declared):
         return f"its study has no shape {unknown[0]!r}"
     return "two shapes of its study have one name" if len(declared) < len(result.study.shapes) else None
@@ -98,12 +101,12 @@ def wrong_times(result: Result) -> str | None:
             if (problem := _not_of_its_rounds(timing)) is not None:
                 return f"cells: the {timing.regime} time of {_where(cell)} {problem}"
         cold, plan = cell.timing("cold"), cell.plan
-        if cell.status == "ok" and cold is not None and plan is not None:
+        if cell.measured and cold is not None and plan is not None:
             bound = plan.floor_microseconds
             if cold.microseconds.median < BELOW_BOUND * bound * (1 - ROUNDING):
                 return (
                     f"cells: {_where(cell)} takes {cold.microseconds.median:.3g} µs, which is below its roofline bound of "
-                    f"{bound:.3g} µs, and yet its status is ok"
+                    f"{bound:.3g} µs, and yet its status is {cell.status}"
                 )
     return None
 
@@ -114,6 +117,10 @@ def wrong_verdicts(result: Result) -> str | None:
         verdict = cell.verdict
         if verdict is not None and verdict.ok and verdict.problems:
             return f"cells: the verdict on {_where(cell)} is ok, and yet it lists problems"
+        if verdict is not None and verdict.ok and verdict.own_tolerance is not None:
+            return f"cells: the verdict on {_where(cell)} is ok, and yet it names the tolerance of the peer's own tests"
+        if cell.outside and (problem := _outside_its_own_tests(cell)) is not None:
+            return f"cells: {_where(cell)} is a peer outside the gate, and {problem}"
         if cell.status != "ok":
             continue
         if verdict is None or not verdict.ok or not verdict.components:
@@ -161,6 +168,21 @@ def _not_of_its_rounds(timing: Timing) -> str | None:
     least, most = min(rounds) * (1 - ROUNDING), max(rounds) * (1 + ROUNDING)
     if not least <= stored.low <= stored.high <= most:
         return f"has an interval, {stored.low:.6g} to {stored.high:.6g} µs, that reaches beyond all of its rounds"
+    return None
+
+
+def _outside_its_own_tests(cell: Cell) -> str | None:
+    """Return why a measurement cannot be one of a peer outside the gate, as a clause, or ``None``."""
+    verdict = cell.verdict
+    if cell.control:
+        return "a control has no tests of its own"
+    if verdict is None or verdict.ok or not verdict.problems or not verdict.components:
+        return "it has no verdict that compares its outputs and fails"
+    if verdict.own_tolerance is None:
+        return "its verdict names no tolerance of its own tests"
+    for part in verdict.components:
+        if not part.error <= (most := max(part.allowed, verdict.own_tolerance)):
+            return f"the error of {part.name} is {part.error:.1e}, where its own tests allow {most:.1e}"
     return None
 
 

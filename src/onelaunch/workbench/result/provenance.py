@@ -1,4 +1,7 @@
-"""The provenance of a result: device, time, software and command."""
+"""The provenance of a result: device, time, software and command.
+
+``running.py`` calls :func:`provenance` for each result, partial ones included.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +15,11 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
 
 import torch
 
 import onelaunch
 from onelaunch.device.hardware import describe
-from onelaunch.operation import Operation, find_operation
 from onelaunch.workbench.result.schema import Provenance
 from onelaunch.workbench.result.sources import distributions as _distributions
 from onelaunch.workbench.result.sources import package_digest, variant_sources
@@ -93,17 +94,16 @@ def versions(study: Study) -> dict[str, str]:
         found["cuda"] = toolkit
     if toolkit := torch.version.hip:
         found["rocm"] = toolkit
-    owner = find_operation(study.operation)
-    peers = [package for name in study.variant_names() if (package := owner.get(name).capabilities.requires)]
+    peers = dict.fromkeys(package for _, variant in study.registered() if (package := variant.capabilities.requires))
     for package in ("triton", *peers):
         if (version := _version(package)) is not None:
             found[package] = version
-    return found | _providers(owner, study)
+    return found | _providers(study)
 
 
-def _providers(owner: Operation[..., Any], study: Study) -> dict[str, str]:
-    """Return the versions of the distributions, other than onelaunch, that provide the operation and its variants."""
-    made = (owner, *(owner.get(name).run for name in study.variant_names()))
+def _providers(study: Study) -> dict[str, str]:
+    """Return the versions of the distributions, other than onelaunch, that provide the operations and their variants."""
+    made = (*study.operations(), *(variant.run for _, variant in study.registered()))
     packages = {(getattr(each, "__module__", None) or "").partition(".")[0] for each in made} - {"", "onelaunch", "__main__"}
     owners = _distributions() if packages else {}
     return {name: importlib.metadata.version(name) for package in sorted(packages) for name in owners.get(package, ())}

@@ -50,16 +50,34 @@ READABLE = (1, 2, 3)
 """Versions that can be read."""
 
 Status = Literal[
-    "ok", "unsupported", "not_installed", "incorrect", "invalid", "out_of_memory", "error", "crashed", "timed_out", "interrupted"
+    "ok",
+    "peer_outside_the_gate",
+    "unsupported",
+    "not_installed",
+    "incorrect",
+    "invalid",
+    "out_of_memory",
+    "error",
+    "crashed",
+    "timed_out",
+    "interrupted",
 ]
 """Status of a measurement.
 
+``peer_outside_the_gate``: The verdict failed, but the errors of this variant of another project are within the tolerance of that
+project's tests. Its times are used only as those that other variants are compared with.
 ``unsupported``: The variant cannot run this case here, or the study leaves it out. ``not_installed``: It needs a missing package.
 ``incorrect``: The verdict failed, and no time is used. ``invalid``: The cold time is over 5 % below the roofline bound, and no
 time is used. ``error``: It raised. ``crashed``: The process that measured it ended, by an exit or by a signal, such as one sent
 for lack of memory. ``timed_out``: It ran longer than the limit of a call. ``interrupted``: The run ended before the measurement
 was complete.
 """
+
+OUTSIDE: Status = "peer_outside_the_gate"
+"""Status of a measurement of a peer outside the gate."""
+
+MEASURED: tuple[Status, ...] = ("ok", OUTSIDE)
+"""Statuses of measurements whose times and counts are believed."""
 
 OWN_COUNTS = ("launches", "barriers")
 """Counted measures that have a field of their own in :class:`Cell`."""
@@ -75,7 +93,8 @@ class ComponentError(Stored):
     max_error: Error
     """Largest absolute difference."""
     allowed: Positive
-    """Largest allowed ``error``: twice the error of plain PyTorch in the same dtype plus 2^-21, but at most the dtype's cap."""
+    """Largest allowed ``error``: twice the error of plain PyTorch in the same dtype plus 2^-21, or the error that the operation
+    states for this result if that is larger, but at most the dtype's cap."""
     error_by_position: tuple[Error, ...] = ()
     """Norm-wise errors of successive parts of the sequence, first to last."""
 
@@ -83,7 +102,7 @@ class ComponentError(Stored):
 class Verdict(Grown, Stored):
     """Verdict on whether a variant computes the operation at one case."""
 
-    LATER = ("notes",)
+    LATER = ("notes", "own_tolerance")
 
     ok: bool
     components: tuple[ComponentError, ...] = ()
@@ -91,9 +110,23 @@ class Verdict(Grown, Stored):
     """Problems in sentences; empty when ``ok``."""
     notes: tuple[Words, ...] = ()
     """Limits of the verdict, in sentences, such as that only the dtype's cap was asked."""
+    own_tolerance: Positive | None = None
+    """Tolerance of the tests of the peer's own project if it fails the gate and passes with this tolerance, else ``None``."""
+
+    @property
+    def outside(self) -> bool:
+        """True for a peer outside the gate: it fails the gate, and its errors are within the tolerance of its own tests."""
+        return not self.ok and self.own_tolerance is not None
+
+    @property
+    def status(self) -> Status:
+        """Status of a measurement with this verdict that nothing else ends."""
+        return "ok" if self.ok else OUTSIDE if self.outside else "incorrect"
 
     def explain(self) -> str:
         """Return the problems in one line, or the output that is nearest to its limit if there are none."""
+        if self.outside:
+            return f"{' '.join(self.problems)} The tests of its own project allow {self.own_tolerance:g}."
         if self.problems:
             return " ".join(self.problems)
         worst = max(self.components, key=lambda component: component.error / component.allowed, default=None)
@@ -148,10 +181,27 @@ class Traffic(Stored):
         return self.read + self.written
 
 
+class Beside(Stored):
+    """Times of a variant's calls and of a yardstick's, measured in turn in one process, so that their ratio can be compared."""
+
+    microseconds: Estimate
+    """Median over all calls of the variant."""
+    yardstick: Estimate
+    """Median over all calls of the yardstick, in microseconds."""
+    ratio: Estimate
+    """Time of the variant over that of the yardstick, from ratios taken round by round."""
+
+    @model_validator(mode="after")
+    def _are_times(self) -> Beside:
+        for name in ("microseconds", "yardstick", "ratio"):
+            _check_positive(getattr(self, name), name)
+        return self
+
+
 class Cell(Grown, Stored):
     """Measurement of one variant or control at one shape in one direction."""
 
-    LATER = ("launches", "barriers", "counts")
+    LATER = ("launches", "barriers", "counts", "chosen", "beside")
 
     shape: Name
     direction: Direction
@@ -176,6 +226,25 @@ class Cell(Grown, Stored):
     """Number of grid barriers of one call, counted by the variant's kernel; ``None`` if not counted, like ``launches``."""
     counts: dict[Name, Count] = Field(default_factory=dict)
     """Other counts of one call, by the name of the measure that a criterion asks for."""
+    chosen: Name = ""
+    """Variant that the dispatcher chose here, where ``variant`` is ``auto``; else empty."""
+    beside: dict[Name, Beside] = Field(default_factory=dict)
+    """Times beside a yardstick, by the name of the measure that a criterion asks for, such as ``host``."""
+
+    @property
+    def measured(self) -> bool:
+        """True if its times and counts are believed: the variant is correct, or a peer outside the gate."""
+        return self.status in MEASURED
+
+    @property
+    def outside(self) -> bool:
+        """True for a peer outside the gate."""
+        return self.status == OUTSIDE
+
+    @property
+    def label(self) -> str:
+        """Name of the variant in sentences and tables, which says if it is a peer outside the gate."""
+        return f"{self.variant} (peer outside the gate)" if self.outside else self.variant
 
     def timing(self, regime: Regime) -> Timing | None:
         return next((timing for timing in self.timings if timing.regime == regime), None)
@@ -183,6 +252,16 @@ class Cell(Grown, Stored):
     def count(self, measure: str) -> int | None:
         """Return the count of one call for a measure, or ``None``."""
         return getattr(self, measure) if measure in OWN_COUNTS else self.counts.get(measure)
+
+    def has(self, measure: str) -> bool:
+        """Return whether the measurement holds what a step of its own takes for a measure: a count, or times."""
+        return measure in self.beside or self.count(measure) is not None
+
+    def taking(self, measure: str, found: int | Beside) -> Cell:
+        """Return a copy of the measurement with what a step of its own found for a measure."""
+        if isinstance(found, Beside):
+            return self.model_copy(update={"beside": {**self.beside, measure: found}})
+        return self.counted(measure, found)
 
     def counted(self, measure: str, count: int) -> Cell:
         """Return a copy of the measurement with the count of one call for a measure."""
@@ -223,7 +302,7 @@ class Outcome(Stored):
     evidence: Words
     """Evidence in one sentence with the numbers."""
     values: dict[Name, Estimate] = Field(default_factory=dict)
-    """Measured values by shape."""
+    """Measured values by shape; in a criterion of several directions by :func:`onelaunch.workbench.study.case_name`."""
     overall: Estimate | None = None
     """Geometric mean of the values, if the criterion asks for it and every shape has a value."""
     best_of: Count = 1
@@ -300,7 +379,8 @@ class Provenance(Grown, Stored):
     rounds: Count = 0
     """Number of rounds that were asked for."""
     variants: dict[Name, VariantSource] = Field(default_factory=dict)
-    """Sources of the study's variants by name. Empty in results of older versions."""
+    """Sources of the study's variants by name, in a study of several operations as ``gla.fla``. Empty in results of older
+    versions."""
     package: Words = ""
     """SHA-256 of the sources of onelaunch where ``commit`` does not determine them: it is empty or ends in ``-dirty``."""
     timing_seed: Count | None = None
@@ -342,7 +422,8 @@ class Result(Grown, Stored):
     interrupted: bool = False
     """True if the run ended early, and in the partial result that is saved during a run."""
     probes: dict[Name, ProbeReport] = Field(default_factory=dict)
-    """Outcomes of the operation's probes by variant. Empty in results of older versions, and for an operation without probes."""
+    """Outcomes of the operation's probes by variant, named as in the provenance. Empty in results of older versions, and for an
+    operation without probes."""
 
     def cell(self, shape: str, variant: str, direction: Direction = "forward") -> Cell | None:
         """Return the measurement of a variant or control at a shape, or ``None``."""

@@ -1,8 +1,10 @@
 """Digests of the code that a run measured, so that a resumed run does not mix two versions of a variant in one result.
 
 The digest of a variant covers the file of its function, the files of its package that this one imports, directly or not, and the
-CUDA sources in their folders. A digest is taken once in a process, when it is first asked for, because the process keeps running
-the code that it has loaded.
+CUDA and C++ sources in their folders and one level below. A digest is taken once in a process, when it is first asked for, because
+the process keeps running the code that it has loaded. ``workbench/running.py`` asks for those of the variants when a run begins, so
+that files changed later do not count. ``provenance.py`` stores them in a result, and ``workbench/resume.py`` compares the stored
+ones.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import onelaunch
-from onelaunch.operation import Variant, find_operation, plugins
+from onelaunch.operation import Variant, plugins
 from onelaunch.operation.entry_points import UNKNOWN
 from onelaunch.workbench.result.schema import VariantSource
 from onelaunch.workbench.study import Study
@@ -31,15 +33,18 @@ NATIVE_PLACES = ("*", "*/*")
 
 
 def variant_sources(study: Study) -> dict[str, VariantSource]:
-    """Return the source of each variant of a study, by name."""
-    operation = find_operation(study.operation)
-    return {name: source_of(operation.get(name)) for name in study.variant_names()}
+    """Return the source of each variant of a study by its label, :meth:`~onelaunch.workbench.study.Study.label`.
+
+    If ``auto`` takes part, they include the variants that it may choose.
+    """
+    return {label: source_of(variant) for label, variant in study.registered()}
 
 
 def source_of(variant: Variant) -> VariantSource:
     """Return the digest of a variant's code and the distribution that provides it.
 
-    A function that no file holds, as in a notebook, has the digest of its bytecode. A callable without bytecode has none.
+    A function that no file holds, as in a notebook, has the digest of its bytecode. A callable without bytecode has the
+    digest of the module that its ``__module__`` names, if a file holds that, and else none.
     """
     module = getattr(variant.run, "__module__", None) or ""
     digest = module_digest(module)

@@ -7,6 +7,7 @@ measures themselves are in :mod:`onelaunch.workbench.measures`.
 
 from onelaunch.workbench.study.declare import (
     LOOPS,
+    Asked,
     Criterion,
     Prediction,
     Regime,
@@ -14,6 +15,7 @@ from onelaunch.workbench.study.declare import (
     Selector,
     Shape,
     Study,
+    case_name,
     members,
 )
 from onelaunch.workbench.study.measure import Alone, Measure, find_measure, measure_names, measures, register
@@ -21,6 +23,7 @@ from onelaunch.workbench.study.measure import Alone, Measure, find_measure, meas
 __all__ = [
     "LOOPS",
     "Alone",
+    "Asked",
     "Criterion",
     "Measure",
     "Prediction",
@@ -29,6 +32,7 @@ __all__ = [
     "Selector",
     "Shape",
     "Study",
+    "case_name",
     "find_measure",
     "measure_names",
     "measures",

@@ -2,6 +2,7 @@
 
 The docstrings of the fields are the text of the tables of keys in the documentation. Checks of names, dtypes and prose run only
 with a validation context, :data:`onelaunch.workbench.stored.FROM_A_FILE`: for data from files, and before a study runs.
+``read.py`` makes a :class:`Study` from a file, and every later step reads it.
 """
 
 from __future__ import annotations
@@ -10,12 +11,12 @@ import hashlib
 import math
 import re
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
-from onelaunch.operation import Case, Direction, Variant, find_operation
+from onelaunch.operation import AUTO, Case, Direction, Operation, Variant, find_operation
 from onelaunch.wording import UNSAFE
 from onelaunch.workbench.stored import Grown, check_names
 from onelaunch.workbench.study.measure import Measure, find_measure, measure_names
@@ -105,7 +106,7 @@ class Declared(Grown):
 class Shape(Declared):
     """One size of the operation, with the input maker's options that differ from their defaults."""
 
-    LATER = ("directions",)
+    LATER = ("directions", "operation", "groups")
 
     name: str
     """Name of the shape in criteria, results and reports; each shape of a study has its own."""
@@ -122,13 +123,17 @@ class Shape(Declared):
     """Variants and controls left out at this shape, such as a loop over time that would take minutes; the report says so."""
     directions: tuple[Direction, ...] = ()
     """Directions of the study that run at this shape; all of the study's when empty."""
+    operation: str = ""
+    """Operation that is called at this shape; the study's when empty. Its sizes and options are then those of the table."""
+    groups: tuple[str, ...] = ()
+    """Names of groups that the shape belongs to. Where a criterion names shapes, a group's name stands for all of its shapes."""
 
-    _names = field_validator("name", "sizes", "options", "skip")(check_names)
+    _names = field_validator("name", "sizes", "options", "skip", "operation", "groups")(check_names)
     _sizes = field_validator("sizes")(check_sizes)
     _dtype = field_validator("dtype")(check_dtype)
 
 
-SHAPE_KEYS = ("name", "dtype", "scale", "skip", "directions")
+SHAPE_KEYS = ("name", "dtype", "scale", "skip", "directions", "operation", "groups")
 """Keys of a shape's table in addition to the operation's sizes and options."""
 
 
@@ -146,7 +151,7 @@ class Criterion(Declared):
     too.
     """
 
-    LATER = ("combine", "over_at", "per", "decides", "over_regime", "equals")
+    LATER = ("combine", "over_at", "per", "decides", "over_regime", "equals", "directions", "most_noise", "leave_out")
 
     name: str
     """Name of the criterion in results and reports; each criterion of a study has its own."""
@@ -158,8 +163,8 @@ class Criterion(Declared):
     over: Selector | None = None
     """Variant that ``of`` is compared with, given like ``of``; the study's baseline when left out."""
     at: str | tuple[str, ...] | None = None
-    """Shapes at which the criterion is judged: a name or a list of names. All full-scale shapes when left out, or all shapes of a
-    study that has no full-scale shape."""
+    """Shapes at which the criterion is judged: a name or a list of names, of shapes and of groups. All full-scale shapes when
+    left out, or all shapes of a study that has no full-scale shape."""
     in_at_least: int | None = None
     """Number of these shapes at which the bound must hold; all of them when left out."""
     combine: Literal["each", "geomean"] = "each"
@@ -173,6 +178,8 @@ class Criterion(Declared):
     a write-up that is recorded for its lesson."""
     direction: Direction = "forward"
     """Direction that is judged: the forward pass alone, or the forward and backward passes together."""
+    directions: tuple[Direction, ...] = ()
+    """Directions that are judged in place of ``direction``: every shape counts once in each of them that runs there."""
     regime: Regime = "cold"
     """Regime in which ``of`` is timed."""
     over_regime: Regime | None = None
@@ -183,9 +190,13 @@ class Criterion(Declared):
     """Upper bound."""
     equals: int | None = None
     """Exact number, for the counted measures ``launches`` and ``barriers``."""
+    most_noise: float | None = None
+    """Largest A/A noise, as a factor such as 1.05, at which a time counts. With more noise it counts as not measured."""
+    leave_out: bool = False
+    """Switch for leaving out, and listing, the shapes at which no variant of ``over`` can run, whatever package is installed."""
 
     _names = field_validator("name", "of", "over", "at", "over_at", "per")(check_names)
-    _bounds = field_validator("at_least", "at_most", "equals")(check_bound)
+    _bounds = field_validator("at_least", "at_most", "equals", "most_noise")(check_bound)
 
     @model_validator(mode="after")
     def _one_bound(self) -> Criterion:
@@ -197,6 +208,15 @@ class Criterion(Declared):
     def quantity(self) -> Measure:
         """The registered measure of this criterion."""
         return find_measure(self.measure)
+
+    @property
+    def all_directions(self) -> tuple[Direction, ...]:
+        """The directions that are judged: ``directions``, or ``direction`` alone."""
+        return self.directions or (self.direction,)
+
+    def in_direction(self, direction: Direction) -> Criterion:
+        """Return the criterion as it is judged in one of its directions; itself if it has no others."""
+        return self.model_copy(update={"direction": direction, "directions": ()}) if self.directions else self
 
     @property
     def bound(self) -> str:
@@ -253,6 +273,21 @@ class Prediction(Declared):
         )
 
 
+class Asked(NamedTuple):
+    """A criterion at one of its shapes, in one of its directions."""
+
+    criterion: Criterion
+    """The criterion with this direction alone."""
+    shape: Shape
+    name: str
+    """Key of the value in :attr:`onelaunch.workbench.result.Outcome.values`, and its name in sentences."""
+
+
+def case_name(shape: str, direction: Direction) -> str:
+    """Return the name of a shape in a direction, for a criterion that looks at several directions."""
+    return shape if direction == "forward" else f"{shape}, {direction.replace('_', ' and ')}"
+
+
 class Study(Declared):
     """A declared study."""
 
@@ -263,11 +298,13 @@ class Study(Declared):
     question: str
     """Question that the study answers, in a sentence; the report shows it with the decision."""
     operation: str
-    """Name of the operation whose variants are compared."""
+    """Name of the operation whose variants are compared. A shape may name another one."""
     baseline: str
     """Variant that the others are compared with. It is also run against itself (A/A), which gives the noise."""
     variants: tuple[str, ...] = ()
-    """Variants that take part; all of the operation's when empty. The baseline always takes part."""
+    """Variants that take part; all of the operation's when empty. The baseline always takes part. ``auto`` is the dispatcher's
+    choice: the result stores which variant it chose at each shape. At shapes of several operations each takes the variants that
+    it has."""
     controls: tuple[str, ...] = ()
     """Controls that are timed together with the variants: parts of the operation, such as its matrix product alone."""
     directions: tuple[Direction, ...] = ("forward",)
@@ -300,21 +337,75 @@ class Study(Declared):
         """Return the directions that run at a shape, in the study's order."""
         return tuple(direction for direction in self.directions if not shape.directions or direction in shape.directions)
 
+    def operation_names(self) -> tuple[str, ...]:
+        """Return the names of all operations of the study, its own first."""
+        return tuple(dict.fromkeys((self.operation, *(shape.operation for shape in self.shapes if shape.operation))))
+
+    def operations(self) -> tuple[Operation[..., Any], ...]:
+        """Return all operations of the study, its own first."""
+        return tuple(map(find_operation, self.operation_names()))
+
+    def operation_at(self, shape: Shape) -> Operation[..., Any]:
+        """Return the operation that is called at a shape."""
+        return find_operation(shape.operation or self.operation)
+
     def case(self, shape: Shape) -> Case:
         """Return the operation's case for a shape."""
-        return find_operation(self.operation).case(shape.dtype, name=shape.name, **shape.sizes, **shape.options)
+        return self.operation_at(shape).case(shape.dtype, name=shape.name, **shape.sizes, **shape.options)
 
     def variant_names(self) -> tuple[str, ...]:
-        """Return the variants that take part, the baseline first."""
-        names = self.variants or tuple(find_operation(self.operation).variants)
-        return (self.baseline, *(name for name in names if name != self.baseline))
+        """Return the variants that take part at any shape, the baseline first; ``auto`` is among them if it takes part."""
+        names = self.variants or tuple(name for each in self.operations() for name in each.variants)
+        return tuple(dict.fromkeys((self.baseline, *names)))
 
-    def select(self, selector: Selector) -> tuple[str, ...]:
-        """Return the names of the variants, or of the one control, that a selector stands for in this study."""
+    def variants_at(self, shape: Shape) -> tuple[str, ...]:
+        """Return the variants that take part at a shape, the baseline first: those that its operation has, and ``auto``."""
+        names = self.variant_names()
+        if len(self.operation_names()) == 1:
+            return names  # a name that the operation lacks is an error of its own
+        return tuple(name for name in names if name == AUTO or name in self.operation_at(shape).variants)
+
+    def registered(self) -> tuple[tuple[str, Variant], ...]:
+        """Return the variants whose code a run of the study can reach, each with its label.
+
+        They are those that take part and, if ``auto`` does, those that the dispatcher may choose.
+        """
+        found = []
+        for owner in self.operations():
+            names = [name for name in self.variant_names() if name != AUTO]
+            several = len(self.operation_names()) > 1
+            variants = [owner.get(name) for name in names if not several or name in owner.variants]
+            if AUTO in self.variant_names():
+                variants += [each for each in owner.variants.values() if each.capabilities.automatic and each.name not in names]
+            found += [(self.label(owner.name, variant.name), variant) for variant in variants]
+        return tuple(found)
+
+    def find_variant(self, name: str) -> Variant | None:
+        """Return the variant of a name, of the first operation that has it; ``None`` for ``auto`` and for controls."""
+        return next((owner.variants[name] for owner in self.operations() if name in owner.variants), None)
+
+    def label(self, operation: str, name: str) -> str:
+        """Return the name of a variant, with that of its operation in a study of several: ``fla``, or ``gla.fla``."""
+        return name if len(self.operation_names()) == 1 else f"{operation}.{name}"
+
+    def select(self, selector: Selector, shape: Shape | None = None) -> tuple[str, ...]:
+        """Return the names of the variants, or of the one control, that a selector stands for.
+
+        Args:
+            selector: A name, or a table of tags. ``auto`` has no tags, so that only its name selects it.
+            shape: Shape at which the variants take part; by default those of any shape are returned.
+        """
         if isinstance(selector, str):
             return (selector,)
-        owner = find_operation(self.operation)
-        return tuple(name for name in self.variant_names() if _matches(owner.get(name), selector))
+        owners = self.operations() if shape is None else (self.operation_at(shape),)
+        names = self.variant_names() if shape is None else self.variants_at(shape)
+        several = len(self.operation_names()) > 1
+        return tuple(
+            name
+            for name in names
+            if name != AUTO
+            and any(_matches(owner.get(name), selector) for owner in owners if not several or name in owner.variants)
+        )
 
     def over(self, criterion: Criterion) -> Selector:
         """Return the variant that a criterion compares with: its own ``over``, or the study's baseline."""
@@ -331,11 +422,31 @@ class Study(Declared):
         return (criterion.of, shape), (self.over(criterion), other)
 
     def shapes_of(self, criterion: Criterion) -> tuple[Shape, ...]:
-        """Return the shapes at which a criterion is judged."""
+        """Return the shapes at which a criterion is judged, those of a group in the declared order."""
         if criterion.at is None:
             return self.at_scale("full") or self.shapes
-        names = (criterion.at,) if isinstance(criterion.at, str) else criterion.at
-        return tuple(self.shape(name) for name in names)
+        groups = self.groups()
+        found = [each for name in members(criterion.at) for each in groups.get(name) or (self.shape(name),)]
+        return tuple({shape.name: shape for shape in found}.values())
+
+    def groups(self) -> dict[str, tuple[Shape, ...]]:
+        """Return the shapes of each group by the group's name."""
+        names = dict.fromkeys(group for shape in self.shapes for group in shape.groups)
+        return {name: tuple(shape for shape in self.shapes if name in shape.groups) for name in names}
+
+    def asked(self, criterion: Criterion) -> tuple[Asked, ...]:
+        """Return the shapes and directions at which a criterion is judged.
+
+        A criterion with ``directions`` is judged at each shape in those of them that run there.
+        """
+        if not criterion.directions:
+            return tuple(Asked(criterion, shape, shape.name) for shape in self.shapes_of(criterion))
+        return tuple(
+            Asked(criterion.in_direction(direction), shape, case_name(shape.name, direction))
+            for shape in self.shapes_of(criterion)
+            for direction in criterion.directions
+            if direction in self.directions_at(shape)
+        )
 
     def at_scale(self, scale: Scale) -> tuple[Shape, ...]:
         """Return the shapes of one scale, in the declared order."""

@@ -66,10 +66,10 @@ class Measure(ABC):
 
         It is refuted if so many shapes are that fewer than ``in_at_least`` (all, when left out) remain.
         """
-        shapes = study.shapes_of(criterion)
-        needed = criterion.in_at_least or len(shapes)
-        refuted = [why for shape in shapes if (why := self.infeasible_at(study, criterion, shape)) is not None]
-        return "; ".join(refuted) if len(shapes) - len(refuted) < needed else None
+        asked = study.asked(criterion)
+        needed = criterion.in_at_least or len(asked)
+        refuted = [why for each in asked if (why := self.infeasible_at(study, each.criterion, each.shape)) is not None]
+        return "; ".join(refuted) if len(asked) - len(refuted) < needed else None
 
     def infeasible_at(self, study: Study, criterion: Criterion, shape: Shape) -> str | None:
         """Return why arithmetic alone refutes a criterion at a shape, or ``None``."""
@@ -82,9 +82,9 @@ class Measure(ABC):
         The criterion then says nothing, such as one that compares a variant with itself. Its bound has to be guaranteed at
         ``in_at_least`` of its shapes, or at all when that is left out.
         """
-        shapes = study.shapes_of(criterion)
-        guaranteed = [why for shape in shapes if (why := self.guaranteed_at(study, criterion, shape)) is not None]
-        return guaranteed[0] if guaranteed and len(guaranteed) >= (criterion.in_at_least or len(shapes)) else None
+        asked = study.asked(criterion)
+        guaranteed = [why for each in asked if (why := self.guaranteed_at(study, each.criterion, each.shape)) is not None]
+        return guaranteed[0] if guaranteed and len(guaranteed) >= (criterion.in_at_least or len(asked)) else None
 
     def guaranteed_at(self, study: Study, criterion: Criterion, shape: Shape) -> str | None:
         """Return why no measurement can miss a criterion's bound at a shape, as a statement, or ``None``.
@@ -100,8 +100,8 @@ def compared_with_itself(study: Study, criterion: Criterion, shape: Shape) -> st
     if criterion.quantity.alone is not None or criterion.over_regime not in (None, criterion.regime):
         return None
     (of, here), (over, there) = study.sides(criterion, shape)
-    names = study.select(of)
-    return names[0] if here == there and len(names) == 1 and names == study.select(over) else None
+    names = study.select(of, here)
+    return names[0] if here == there and len(names) == 1 and names == study.select(over, there) else None
 
 
 def met_by_one(criterion: Criterion) -> bool:

@@ -1,14 +1,19 @@
-"""Plan of a study before anything runs: costs, roofline bounds, variants that can run, criteria that cannot be met."""
+"""Plan of a study before anything runs: costs, roofline bounds, variants that can run, criteria that cannot be met.
+
+``supervise/job.py``, in the process that measures, and command ``onelaunch study show`` call :func:`plan_study`.
+``decide/decision.py`` and ``measures/traffic.py`` call the functions on bounds and on what arithmetic refutes.
+"""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from onelaunch.device.tools import package_installed
-from onelaunch.errors import OneLaunchError
-from onelaunch.operation import Cost, Direction, Variant, find_operation
+from onelaunch.dispatch.choice import pick
+from onelaunch.errors import OneLaunchError, VariantUnsupported
+from onelaunch.operation import AUTO, Cost, Direction, Operation, Query, Variant
 from onelaunch.workbench.stored import Bound, Count, Grown, Stored
 from onelaunch.workbench.study.declare import Criterion, Scale, Selector, Shape, Study
 
@@ -99,9 +104,10 @@ def plan_study(study: Study, ceilings: Rates, device: str, scale: Scale) -> Stud
     cells: list[PlannedCell] = []
     for shape in study.at_scale(scale):
         for direction in study.directions_at(shape):
-            cells += [_planned_variant(study, shape, direction, name, ceilings, device) for name in study.variant_names()]
+            cells += [_planned_variant(study, shape, direction, name, ceilings, device) for name in study.variants_at(shape)]
             if direction == "forward":
-                cells += [_planned_control(study, shape, name, ceilings) for name in study.controls]
+                controls = [name for name in study.controls if name in study.operation_at(shape).controls]
+                cells += [_planned_control(study, shape, name, ceilings) for name in controls]
     return StudyPlan(study, device, scale, tuple(cells), infeasibilities(study))
 
 
@@ -160,15 +166,16 @@ def guarantee(study: Study, criterion: Criterion) -> str | None:
 
 def least_cost(study: Study, shape: Shape, direction: Direction) -> Cost:
     """Return the least cost of an operation at a shape: the fewest bytes and FLOPs of any implementation."""
-    return find_operation(study.operation).cost(study.case(shape), None, direction)
+    return study.operation_at(shape).cost(study.case(shape), None, direction)
 
 
 def most_bytes(study: Study, selector: Selector, shape: Shape, direction: Direction) -> int:
     """Return the largest number of bytes, by arithmetic, of the variants that a selector stands for at a shape."""
-    operation, case = find_operation(study.operation), study.case(shape)
+    operation, case = study.operation_at(shape), study.case(shape)
     if isinstance(selector, str) and selector in operation.controls and selector not in operation.variants:
         return operation.controls[selector].cost(case).bytes
-    return max(operation.cost(case, operation.get(name), direction).bytes for name in study.select(selector))
+    variants = [None if name == AUTO else operation.get(name) for name in study.select(selector, shape)]
+    return max(operation.cost(case, variant, direction).bytes for variant in variants)
 
 
 def _plan(cost: Cost, least: Cost, dtype: str, rates: Rates) -> Plan:
@@ -188,22 +195,36 @@ def _plan(cost: Cost, least: Cost, dtype: str, rates: Rates) -> Plan:
 
 def _planned_variant(study: Study, shape: Shape, direction: Direction, name: str, rates: Rates, device: str) -> PlannedCell:
     """Plan a variant at a shape, with the reason if it cannot run."""
-    operation, case = find_operation(study.operation), study.case(shape)
-    variant = operation.get(name)
+    operation, case = study.operation_at(shape), study.case(shape)
+    query = operation.query(case, device, grad=direction == "forward_backward")
+    variant, refused = variant_for(operation, name, query)
     plan = _plan(operation.cost(case, variant, direction), least_cost(study, shape, direction), shape.dtype, rates)
     if name in shape.skip:
         return PlannedCell(shape, direction, name, plan, status="unsupported", reason=LEFT_OUT)
-    if (package := missing_package(variant)) is not None:
+    if variant is not None and (package := missing_package(variant)) is not None:
         return PlannedCell(shape, direction, name, plan, status="not_installed", reason=f"needs the package {package}")
-    query = operation.query(case, device, grad=direction == "forward_backward")
-    if (reason := variant.why_not(query)) is not None:
-        return PlannedCell(shape, direction, name, plan, status="unsupported", reason=reason)
+    if refused is not None:
+        return PlannedCell(shape, direction, name, plan, status="unsupported", reason=refused)
     return PlannedCell(shape, direction, name, plan)
+
+
+def variant_for(operation: Operation[..., Any], name: str, query: Query) -> tuple[Variant | None, str | None]:
+    """Return the variant that a name stands for at a call, and the reason why it cannot run the call, or ``None``.
+
+    For ``auto`` it is the dispatcher's choice; ``None`` if no variant can run the call.
+    """
+    if name != AUTO:
+        variant = operation.get(name)
+        return variant, variant.why_not(query)
+    try:
+        return pick(AUTO, query), None
+    except VariantUnsupported as error:
+        return None, error.reason
 
 
 def _planned_control(study: Study, shape: Shape, name: str, rates: Rates) -> PlannedCell:
     """Plan a control at a shape. It is forward only, and its own cost is its bound."""
-    cost = find_operation(study.operation).controls[name].cost(study.case(shape))
+    cost = study.operation_at(shape).controls[name].cost(study.case(shape))
     cell = PlannedCell(shape, "forward", name, _plan(cost, cost, shape.dtype, rates), control=True)
     return replace(cell, status="unsupported", reason=LEFT_OUT) if name in shape.skip else cell
 

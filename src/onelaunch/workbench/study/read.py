@@ -1,4 +1,7 @@
-"""Reader of study files: the folders that are searched, and the checks of a file, whose errors name the key and the remedy."""
+"""Reader of study files: the folders that are searched, and the checks of a file, whose errors name the key and the remedy.
+
+Commands ``onelaunch study list``, ``show`` and ``run`` call :func:`list_studies` and :func:`find_study`.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +9,10 @@ import math
 import os
 import sys
 import warnings
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from pydantic import ValidationError
 
@@ -24,10 +26,11 @@ from onelaunch.errors import (
     UnknownOperation,
     UnknownStudy,
 )
-from onelaunch.operation import Case, Operation, find_operation
+from onelaunch.operation import AUTO, Case, Operation, find_operation
 from onelaunch.wording import did_you_mean, escaped, in_a_line, listing, shown
 from onelaunch.workbench.files import read_text
 from onelaunch.workbench.stored import FROM_A_FILE, NAME, NAME_RULE
+from onelaunch.workbench.study.check import CriterionChecks
 from onelaunch.workbench.study.declare import (
     LARGEST_SIZE,
     LOOPS,
@@ -35,12 +38,10 @@ from onelaunch.workbench.study.declare import (
     Criterion,
     Declared,
     Prediction,
-    Selector,
     Shape,
     Study,
-    members,
 )
-from onelaunch.workbench.study.measure import NO_MEAN_OF_COUNTS, Alone, measures
+from onelaunch.workbench.study.measure import measures
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -161,14 +162,8 @@ def _study_file(path: Path) -> StudyFile:
         return StudyFile(path.stem, path, None, str(error))
 
 
-class _Reader:
+class _Reader(CriterionChecks):
     """Reader that turns a parsed study file into a :class:`Study`, or raises an error that names the wrong key."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def fail(self, problem: str) -> NoReturn:
-        raise StudyError(self.path, problem)
 
     def read(self, raw: Mapping[str, Any]) -> Study:
         """Turn a parsed file into a study, after all checks."""
@@ -182,11 +177,11 @@ class _Reader:
             "predictions": [self._prediction(index, table) for index, table in enumerate(self._tables(raw, "predictions"))],
         }
         study = self._validate(prepared)
-        self._check_names(study, operation)
+        self._check_names(study)
         for criterion in study.criteria:
-            self._check_criterion(f"criterion {criterion.name!r}", study, criterion, operation)
+            self._check_criterion(f"criterion {criterion.name!r}", study, criterion)
         for index, prediction in enumerate(study.predictions):
-            self._check_criterion(f"predictions[{index}]", study, prediction.criterion(), operation)
+            self._check_criterion(f"predictions[{index}]", study, prediction.criterion())
         return study
 
     def _names(self, raw: Mapping[str, Any]) -> None:
@@ -205,11 +200,11 @@ class _Reader:
         if missing := [name for name, field in model.model_fields.items() if field.is_required() and name not in table]:
             self.fail(f"{where} lacks {listing(missing)}.")
 
-    def _operation(self, name: object) -> Operation[..., Any]:
+    def _operation(self, name: object, where: str = "operation") -> Operation[..., Any]:
         try:
             return find_operation(name if isinstance(name, str) else shown(name))
         except UnknownOperation as error:
-            self.fail(f"operation: {error}")
+            self.fail(f"{where}: {error}")
 
     def _tables(self, raw: Mapping[str, Any], key: str) -> list[dict[str, Any]]:
         tables = raw.get(key, [])
@@ -224,15 +219,17 @@ class _Reader:
         given = {key: value for key, value in table.items() if key not in own}
         if "name" not in own:
             self.fail(f"{where} lacks name.")
+        if "operation" in own:
+            operation = self._operation(own["operation"], f"{where}: operation")
         known = (*SHAPE_KEYS, *operation.dimensions, *operation.options)
         for key in given:
             if key not in known:
                 self.fail(f"{where} has an unknown key {key!r}.{did_you_mean(key, known)} Known: {listing(known)}.")
-        for key in ("skip", "directions"):
+        for key in ("skip", "directions", "groups"):
             if not isinstance(own.get(key, []), list):
                 self.fail(f"{where}: {key} is {shown(own[key])}; it must be a list of names.")
         for name in own.get("skip", ()):
-            if name not in (known := (*operation.variants, *operation.controls)):
+            if name not in (known := (AUTO, *operation.variants, *operation.controls)):
                 self.fail(f"{where}: skip names no variant or control {shown(name)}.{did_you_mean(str(name), known)}")
         try:
             case = operation.case(own.get("dtype", Shape.model_fields["dtype"].default), **given)
@@ -266,6 +263,10 @@ class _Reader:
             return table
         for key, value in bounds.items():
             self._number(where, key, value)
+        if "most_noise" in table:
+            self._number(where, "most_noise", table["most_noise"])
+        if "directions" in table and "direction" in table:
+            self.fail(f"{where} has direction and directions; it needs one of them.")
         return table
 
     def _prediction(self, index: int, table: dict[str, Any]) -> dict[str, Any]:
@@ -300,7 +301,7 @@ class _Reader:
                 self.fail(f"{where} is {shown(first['input'])}; {first['msg'].removeprefix('Value error, ')}.")
             self.fail(f"{where} is {shown(first['input'])}: {first['msg'][:1].lower()}{first['msg'][1:]}.")
 
-    def _check_names(self, study: Study, operation: Operation[..., Any]) -> None:
+    def _check_names(self, study: Study) -> None:
         """Check that names are distinct, and that regimes, directions, variants and controls exist."""
         self._distinct("shapes", (shape.name for shape in study.shapes))
         self._distinct("criteria", (criterion.name for criterion in study.criteria))
@@ -310,144 +311,35 @@ class _Reader:
             if not getattr(study, key):
                 self.fail(f"{key} is empty; leave it out for the default.")
         for regime in study.regimes:
-            if regime in LOOPS and regime not in operation.loops:
-                self.fail(f"regimes has {regime!r}, which is for consecutive steps; {operation.name} has no loop of steps.")
+            for operation in study.operations():
+                if regime in LOOPS and regime not in operation.loops:
+                    self.fail(f"regimes has {regime!r}, which is for consecutive steps; {operation.name} has no loop of steps.")
         for shape in study.shapes:
             self._distinct(f"directions of {shape.name}", shape.directions)
             if others := [direction for direction in shape.directions if direction not in study.directions]:
                 self.fail(
                     f"directions of {shape.name} has {listing(map(repr, others))}, which the study does not have; add it there."
                 )
-        self._check_variants(study, operation)
+            self._distinct(f"groups of {shape.name}", shape.groups)
+        names = {shape.name for shape in study.shapes}
+        if both := [group for group in study.groups() if group in names]:
+            self.fail(f"groups has {both[0]!r}, which is the name of a shape; a criterion could not tell them apart.")
+        self._check_variants(study)
 
-    def _check_variants(self, study: Study, operation: Operation[..., Any]) -> None:
+    def _check_variants(self, study: Study) -> None:
+        """Check that an operation of the study has each variant and control."""
+        owners = study.operations()
+        called = listing(owner.name for owner in owners)
+        variants = [AUTO, *dict.fromkeys(name for owner in owners for name in owner.variants)]
         for key, names in (("baseline", (study.baseline,)), ("variants", study.variants)):
             for name in names:
-                self._known(key, "variant", name, operation.variants, operation.name)
+                self._known(key, "variant", name, variants, called)
         for name in study.variant_names():
             if not NAME.fullmatch(name):
-                self.fail(f"variants: {operation.name} has a variant {shown(name)}; {NAME_RULE}.")
+                self.fail(f"variants: {called} has a variant {shown(name)}; {NAME_RULE}.")
         for name in study.controls:
-            self._known("controls", "control", name, operation.controls, operation.name)
-
-    def _distinct(self, key: str, names: Iterable[str]) -> None:
-        if twice := [name for name, times in Counter(names).items() if times > 1]:
-            self.fail(f"{key} has {listing(map(repr, twice))} more than once; each name must be its own.")
+            self._known("controls", "control", name, dict.fromkeys(name for owner in owners for name in owner.controls), called)
 
     def _known(self, key: str, kind: str, name: str, known: Iterable[str], owner: str) -> None:
         if name not in (known := list(known)):
             self.fail(f"{key}: {owner} has no {kind} {name!r}.{did_you_mean(name, known)} Known: {listing(known)}.")
-
-    def _check_criterion(self, where: str, study: Study, criterion: Criterion, operation: Operation[..., Any]) -> None:
-        """Check a criterion against the study: its shapes, direction, regimes, measure and selectors."""
-        names = [shape.name for shape in study.shapes]
-        for name in () if criterion.at is None else members(criterion.at):
-            if name not in names:
-                self.fail(f"{where}: at names the unknown shape {name!r}.{did_you_mean(name, names)} Known: {listing(names)}.")
-        shapes = [shape.name for shape in study.shapes_of(criterion)]
-        if not shapes:
-            self.fail(f"{where}: at is empty; name one shape or more, or leave it out for all full-scale shapes.")
-        self._distinct(f"{where}: at", shapes)
-        if criterion.in_at_least is not None and not 1 <= criterion.in_at_least <= len(shapes):
-            self.fail(f"{where}: in_at_least is {criterion.in_at_least}; it must lie between 1 and its {len(shapes)} shapes.")
-        self._check_direction(where, study, criterion)
-        if criterion.regime not in study.regimes:
-            self.fail(f"{where}: regime is {criterion.regime!r}, which is not among the study's regimes; add it there.")
-        if criterion.over_regime is not None:
-            self._check_other_regime(where, study, criterion)
-        if criterion.quantity.alone is not None:
-            self._check_alone(where, criterion, criterion.quantity.alone)
-        if (problem := criterion.quantity.problem(criterion)) is not None:
-            self.fail(f"{where}: {problem}.")
-        self._check_mean(where, criterion, shapes)
-        self._check_other_shape(where, study, criterion, operation)
-        self._check_selector(f"{where}: of", study, criterion, criterion.of, operation)
-        if criterion.over is not None:
-            self._check_selector(f"{where}: over", study, criterion, criterion.over, operation)
-
-    def _check_alone(self, where: str, criterion: Criterion, words: Alone) -> None:
-        """Check a criterion whose measure is of ``of`` alone."""
-        if criterion.over is not None:
-            self.fail(f"{where}: {words.held}; leave over out.")
-        if criterion.quantity.better == "lower" and criterion.at_least is not None:
-            self.fail(f"{where}: {words.bounded} bounded from above; use at_most.")
-        if criterion.quantity.better == "higher" and criterion.at_most is not None:
-            self.fail(f"{where}: {words.bounded} bounded from below; use at_least.")
-
-    def _check_direction(self, where: str, study: Study, criterion: Criterion) -> None:
-        """Check that the criterion's direction runs at all of its shapes."""
-        if criterion.direction not in study.directions:
-            self.fail(f"{where}: direction is {criterion.direction!r}, which is not among the study's directions; add it there.")
-        held = [*study.shapes_of(criterion), *(shape for shape in study.shapes if shape.name == criterion.over_at)]
-        if missing := [shape.name for shape in held if criterion.direction not in study.directions_at(shape)]:
-            self.fail(f"{where}: direction is {criterion.direction!r}, which does not run at {listing(missing)}; add it there.")
-
-    def _check_mean(self, where: str, criterion: Criterion, shapes: Sequence[str]) -> None:
-        """Check a criterion on the geometric mean."""
-        if criterion.combine == "each":
-            return
-        if criterion.in_at_least is not None:
-            self.fail(f"{where}: a geometric mean is taken over all shapes; leave in_at_least or combine out.")
-        if no_mean := criterion.quantity.no_mean or (NO_MEAN_OF_COUNTS if criterion.equals is not None else ""):
-            self.fail(f"{where}: {no_mean}; leave combine out.")
-        if len(shapes) < 2:
-            self.fail(f"{where}: a geometric mean needs two shapes or more; leave combine out.")
-
-    def _check_other_shape(self, where: str, study: Study, criterion: Criterion, operation: Operation[..., Any]) -> None:
-        """Check ``over_at`` and ``per``."""
-        if criterion.over_at is None:
-            if criterion.per:
-                self.fail(f"{where}: per is for times at two shapes; name the other one by over_at, or leave per out.")
-            return
-        if criterion.measure not in (paired := _measures_of_two_times()):
-            self.fail(f"{where}: over_at is for times; leave it out, or use one of {listing(paired)} as the measure.")
-        names = [shape.name for shape in study.shapes]
-        if criterion.over_at not in names:
-            hint = did_you_mean(criterion.over_at, names)
-            self.fail(f"{where}: over_at names the unknown shape {criterion.over_at!r}.{hint} Known: {listing(names)}.")
-        if any(shape.scale != study.shape(criterion.over_at).scale for shape in study.shapes_of(criterion)):
-            self.fail(f"{where}: over_at = {criterion.over_at!r} is of another scale than at, so they never run together.")
-        for name in criterion.per:
-            if name not in operation.dimensions:
-                hint = did_you_mean(name, operation.dimensions)
-                self.fail(f"{where}: per names no size {name!r}.{hint} Known: {listing(operation.dimensions)}.")
-
-    def _check_other_regime(self, where: str, study: Study, criterion: Criterion) -> None:
-        """Check ``over_regime``."""
-        if criterion.measure not in (paired := _measures_of_two_times()):
-            self.fail(f"{where}: over_regime is for times; leave it out, or use one of {listing(paired)} as the measure.")
-        if criterion.over_regime not in study.regimes:
-            self.fail(f"{where}: over_regime is {criterion.over_regime!r}, which is not among the study's regimes; add it there.")
-
-    def _check_selector(
-        self, where: str, study: Study, criterion: Criterion, selector: Selector, operation: Operation[..., Any]
-    ) -> None:
-        """Check that a selector stands for a variant or control of the study."""
-        taking_part = study.variant_names()
-        if isinstance(selector, str):
-            if selector in operation.controls and selector not in taking_part:
-                if selector not in study.controls:
-                    self.fail(f"{where} is the control {selector!r}, which is not among the study's controls; add it there.")
-                if criterion.direction != "forward":
-                    self.fail(f"{where} is the control {selector!r}; controls are timed forward only.")
-            elif selector not in taking_part:
-                if selector in operation.variants:
-                    self.fail(f"{where} is {selector!r}, which is not among the study's variants; add it there.")
-                known = (*taking_part, *study.controls)
-                hint = did_you_mean(selector, known)
-                self.fail(f"{where} is {selector!r}, no variant or control.{hint} Known: {listing(known)}.")
-            return
-        tags = [operation.get(name).tags for name in taking_part]
-        known = sorted({key for entry in tags for key in entry})
-        for key in selector:
-            if key not in known:
-                hint = did_you_mean(key, known)
-                self.fail(f"{where} asks for the tag {key!r}, which no variant has.{hint} Known: {listing(known)}.")
-        if not study.select(selector):
-            there = {key: sorted({str(value) for entry in tags for value in members(entry.get(key))}) for key in selector}
-            seen = "; ".join(f"{key} is {listing(values)}" for key, values in there.items())
-            self.fail(f"{where} = {selector} matches no variant of the study; in their tags {seen}.")
-
-
-def _measures_of_two_times() -> list[str]:
-    return [measure.name for measure in measures() if measure.timed and measure.alone is None]

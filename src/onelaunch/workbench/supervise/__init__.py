@@ -9,7 +9,7 @@ All candidates of a case are measured in one child, interleaved. The parent uses
 The child is forked where that is possible: on Linux, for the CPU, in a process that has not initialised CUDA. It then knows
 everything that the caller's script has registered. Otherwise a new interpreter is started, which imports the caller's main module
 and the modules that registered the operation and its variants. If it misses some of these nevertheless, the study is measured in
-the calling process, and a note says so.
+the calling process, and a note says so. ``run.py`` calls :func:`supervise`, or :func:`carry_out` for a run without a child.
 """
 
 from onelaunch.workbench.supervise.job import Job, carry_out

@@ -1,4 +1,7 @@
-"""The child process: it runs a job, and tells its parent what it does."""
+"""The child process: it runs a job, and tells its parent what it does.
+
+``parent.py`` starts it with :func:`work`.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from onelaunch.errors import MeasuringFailed
-from onelaunch.operation import Direction, find_operation
+from onelaunch.operation import AUTO, Direction, find_operation
 from onelaunch.workbench.study import Study
 from onelaunch.workbench.supervise.job import Job, State, Turn, carry_out
 
@@ -117,8 +120,15 @@ def _missing(study: Study, modules: Sequence[str]) -> tuple[str, ...]:
     for module in modules:
         with contextlib.suppress(ImportError):
             importlib.import_module(module)
+    if missing := [name for name in study.operation_names() if not _is_known(name)]:
+        return tuple(missing)
+    return tuple(name for name in study.variant_names() if name != AUTO and study.find_variant(name) is None)
+
+
+def _is_known(operation: str) -> bool:
+    """Return whether an operation of this name is registered."""
     try:
-        known = find_operation(study.operation)
+        find_operation(operation)
     except LookupError:
-        return (study.operation,)
-    return tuple(name for name in study.variant_names() if name not in known.variants)
+        return False
+    return True

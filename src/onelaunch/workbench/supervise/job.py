@@ -1,4 +1,7 @@
-"""A run that another process can carry out: its study and options, what is known of it so far, and the candidate that runs."""
+"""A run that another process can carry out: its study and options, what is known of it so far, and the candidate that runs.
+
+``child.py`` calls :func:`carry_out`. For a run in their own process, ``parent.py`` and ``workbench/run.py`` call it too.
+"""
 
 from __future__ import annotations
 
@@ -77,7 +80,7 @@ def carry_out(
         on_progress: Callback for the progress.
         state: Finished cases and failed candidates of earlier processes of this run.
         on_turn: Callback before a candidate runs, as :attr:`Run.on_turn`.
-        on_kept: Callback with the partial result, at the beginning and after each case.
+        on_kept: Callback with the partial result, at the beginning, after the probes, and after each case.
 
     Raises:
         ResultMismatch: The run that is to be continued has another study, device, software, commit, scale or number of rounds.

@@ -1,4 +1,7 @@
-"""The parent process: it starts children, follows them, and makes of their deaths the statuses of candidates."""
+"""The parent process: it starts children, follows them, and makes of their deaths the statuses of candidates.
+
+``run.py`` calls :func:`supervise`; it and command ``onelaunch study run`` name files by :func:`slug_of`.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ import torch
 
 from onelaunch.device.hardware import describe
 from onelaunch.errors import MeasuringFailed
-from onelaunch.operation import Direction, find_operation
+from onelaunch.operation import Direction
 from onelaunch.wording import listing
 from onelaunch.workbench.result import Result, Status
 from onelaunch.workbench.running import Progress
@@ -231,6 +234,8 @@ def _blame(study: Study, state: State, death: Death, silent: Counter[tuple[str, 
         if death.hung:  # each further case would take as long again
             for direction in study.directions:
                 for shape in study.shapes:
+                    if study.operation_at(shape) is not study.operation_at(study.shape(turn.shape)):
+                        continue
                     key = (shape.name, direction, turn.name, turn.control)
                     state.failures.setdefault(key, (status, f"It was not run, since it ran too long at {turn.shape}."))
         case = f"{turn.shape}, {turn.direction.replace('_', ' and ')}"
@@ -270,9 +275,8 @@ def _in_this_process(why: str) -> str:
 
 
 def _modules(study: Study) -> tuple[str, ...]:
-    """Return the names of the modules that registered the operation of a study and its variants, except the main module."""
-    owner = find_operation(study.operation)
-    made = (owner, *(owner.get(name).run for name in study.variant_names()))
+    """Return the names of the modules that registered the operations of a study and their variants, except the main module."""
+    made = (*study.operations(), *(variant.run for _, variant in study.registered()))
     names = (getattr(each, "__module__", None) for each in made)
     return tuple(dict.fromkeys(name for name in names if name and name not in ("__main__", "__mp_main__")))
 

@@ -10,7 +10,7 @@ import torch
 
 from onelaunch.errors import OneLaunchError, VariantResultError, VariantUnsupported
 from onelaunch.moved import renamed
-from onelaunch.operation import Bundle, Case, Control, Direction, Operation, Outputs, names_of
+from onelaunch.operation import AUTO, Bundle, Case, Control, Direction, Operation, Outputs, names_of
 from onelaunch.wording import in_a_line, listing
 from onelaunch.workbench.result import Status
 
@@ -33,6 +33,8 @@ class Inputs:
     """Names of the inputs whose gradients are computed; empty for a forward call."""
     output_gradients: dict[str, torch.Tensor] = field(default_factory=dict)
     """Incoming gradients by the name of the output, each in the dtype of the output."""
+    through: tuple[str, ...] | None = None
+    """Names of the outputs through which gradients come in; ``None`` for all that have floating-point numbers."""
 
     def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the name and the tensor of everything that the call may read and must not change."""
@@ -52,12 +54,12 @@ class Inputs:
     def clone(self) -> Inputs:
         """Return a copy of all tensors in new storage."""
         gradients = {name: gradient.clone() for name, gradient in self.output_gradients.items()}
-        return Inputs(self.map(lambda tensor: tensor.detach().clone()), self.differentiable, gradients)
+        return Inputs(self.map(lambda tensor: tensor.detach().clone()), self.differentiable, gradients, self.through)
 
     def wanting(self, *names: str) -> Inputs:
         """Return a copy in which only the named inputs take gradients."""
         gradients = {name: gradient.clone() for name, gradient in self.output_gradients.items()}
-        copy = Inputs(self.arguments, names, gradients)
+        copy = Inputs(self.arguments, names, gradients, self.through)
         copy.arguments = copy.map(lambda tensor: tensor.detach().clone())
         return copy
 
@@ -83,17 +85,20 @@ class Inputs:
 def make_inputs(operation: Operation[..., Any], case: Case, device: torch.device, seed: int, direction: Direction) -> Inputs:
     """Return the operation's inputs for a case and direction. Gradients of the outputs are not in them yet."""
     made = operation.make_inputs(case, device, seed)
-    return Inputs(made.arguments, made.differentiable if direction == "forward_backward" else ()).clone()
+    backward = direction == "forward_backward"
+    return Inputs(made.arguments, made.differentiable if backward else (), through=made.through).clone()
 
 
-def draw_gradients(outputs: OutputTensors, dtype: torch.dtype, seed: int) -> dict[str, torch.Tensor]:
-    """Draw a random gradient for every floating-point output.
+def draw_gradients(
+    outputs: OutputTensors, dtype: torch.dtype, seed: int, through: Collection[str] | None = None
+) -> dict[str, torch.Tensor]:
+    """Draw a random gradient for every floating-point output, or for those in ``through``.
 
     The values are representable in ``dtype``, so that a cast to it loses nothing. Each gradient has the dtype of its output.
     """
     drawn = {}
     for name, output in outputs.items():
-        if output is not None and output.is_floating_point():
+        if output is not None and output.is_floating_point() and (through is None or name in through):
             # A seed of its own for each output, different from the seed of the inputs.
             generator = torch.Generator(device=output.device).manual_seed(seed + 1 + len(drawn))
             values = torch.randn(output.shape, device=output.device, generator=generator)
@@ -117,8 +122,8 @@ class Candidate:
 
     @classmethod
     def variant(cls, operation: Operation[..., Any], name: str) -> Candidate:
-        """Return a variant as a user calls it, with the checks and the dispatch of the public function."""
-        foreign = operation.get(name).capabilities.requires is not None
+        """Return a variant, or ``auto``, as a user calls it, with the checks and the dispatch of the public function."""
+        foreign = name != AUTO and operation.get(name).capabilities.requires is not None
         return cls(
             name,
             lambda **arguments: operation(**arguments, variant=name),
@@ -147,7 +152,8 @@ class Candidate:
         """Call once without the backward pass. If the inputs are differentiable, :meth:`backward` takes what this returns.
 
         Raises:
-            VariantResultError: A variant returned other results than the operation names, or left gradients switched on or off.
+            VariantResultError: A variant or control returned too many results or one that is no tensor, or left gradients
+                switched on or off.
         """
         wanted = bool(inputs.differentiable)
         with torch.set_grad_enabled(wanted):
@@ -188,7 +194,7 @@ class Candidate:
         """Return by name what the call with these arguments returned.
 
         Raises:
-            VariantResultError: A variant returned more results than the operation names, or one that is no tensor.
+            VariantResultError: A variant or control returned more results than it has names for, or one that is no tensor.
         """
         results = result if isinstance(result, tuple) else (result,)
         names = names_of(self.outputs, arguments)

@@ -2,7 +2,8 @@
 
 Memory that the candidate allocates is poisoned, the contents of its inputs change between calls, the last contents arrive late,
 inputs are slices of larger tensors, and another call comes between a call and its backward pass. After the last call, inputs and
-all results that were handed out must still be what they were.
+all results that were handed out must still be what they were. ``gate.py`` calls :func:`examine`, and ``repeated.py`` makes
+single checks of it again.
 """
 
 from __future__ import annotations

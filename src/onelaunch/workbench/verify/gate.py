@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -31,8 +31,8 @@ class Judge:
     """Judge of variants that caches the oracle's outputs, so that the variants of a case share them.
 
     Args:
-        keep_bytes: Most bytes that cached references may take. The least recently used are dropped first; the newest three, which
-            belong to the current case, always stay.
+        keep_bytes: Most bytes that cached references may take. The least recently used are dropped first. The three used last
+            always stay, as many as a case with its controls may need at a time.
     """
 
     def __init__(self, keep_bytes: int = 1 << 30) -> None:
@@ -56,9 +56,7 @@ class Judge:
         if key in self._references:
             self._references.move_to_end(key)
             return self._references[key]
-        # An operation may state errors of its own. Those of a control are only PyTorch's.
-        stated = getattr(operation, "stated_errors", None) if control is None else None
-        found = compute_reference(operation, case, device, seed, direction, control, stated)
+        found = compute_reference(operation, case, device, seed, direction, control)
         self._references[key] = found
         while (
             len(self._references) > ALWAYS_CACHED
@@ -84,7 +82,10 @@ class Judge:
     ) -> Verdict:
         """Judge a variant as :func:`judge` does."""
         candidate = Candidate.variant(operation, variant)
-        return self._judge(operation, case, candidate, None, device, directions, seed)
+        return with_own_tolerance(
+            lambda tolerance: self._judge(operation, case, candidate, None, device, directions, seed, tolerance),
+            own_tolerance_of(operation, variant),
+        )
 
     def judge_control(
         self,
@@ -109,8 +110,12 @@ class Judge:
         device: torch.device | str,
         directions: Sequence[Direction],
         seed: int,
+        tolerance: float | None = None,
     ) -> Verdict:
-        """Judge a candidate in each direction, and merge the verdicts with the worst error of each output."""
+        """Judge a candidate in each direction, and merge the verdicts with the worst error of each output.
+
+        With a tolerance, larger errors are allowed, as in :meth:`Reference.within`.
+        """
         device = torch.device(device)
         components: dict[str, ComponentError] = {}
         problems: list[str] = []
@@ -119,7 +124,7 @@ class Judge:
             reference = self.reference(operation, case, device=device, direction=direction, seed=seed, control=control)
             stale = make_inputs(operation, case, device, seed + STALE_SEED, direction)
             with unchanged_switches() as switched:
-                found = _examined(candidate, reference, stale, device)
+                found = _examined(candidate, reference.within(tolerance), stale, device)
             for component in found.components:
                 known = components.get(component.name)
                 if known is None or component.error / component.allowed > known.error / known.allowed:
@@ -127,6 +132,28 @@ class Judge:
             problems += [problem for problem in (*found.problems, *switched.problems) if problem not in problems]
             notes += [note for note in (*reference.notes, *found.notes, *switched.notes) if note not in notes]
         return Verdict(ok=not problems, components=tuple(components.values()), problems=tuple(problems), notes=tuple(notes))
+
+
+def own_tolerance_of(operation: Operation[..., Any], variant: str) -> float | None:
+    """Return the tolerance of the tests of a peer's own project; ``None`` for other variants, controls and ``auto``."""
+    found = operation.variants.get(variant)
+    return None if found is None else found.capabilities.own_tolerance
+
+
+def with_own_tolerance(judged: Callable[[float | None], Verdict], tolerance: float | None) -> Verdict:
+    """Return a verdict by the gate. If it fails, and another one with the tolerance of a peer's own tests passes, it says so.
+
+    Args:
+        judged: Function that judges, with ``None`` by the gate, or with a norm-wise error to allow in addition.
+        tolerance: Tolerance of the tests of the peer's own project; ``None`` for a variant that is no peer or states none.
+    """
+    verdict = judged(None)
+    if verdict.ok or tolerance is None:
+        return verdict
+    beyond = any(not part.error <= max(part.allowed, tolerance) for part in verdict.components)  # saves the second time
+    if beyond or not judged(tolerance).ok:
+        return verdict
+    return verdict.model_copy(update={"own_tolerance": tolerance})
 
 
 def _examined(candidate: Candidate, reference: Reference, stale: Inputs, device: torch.device) -> Findings:
@@ -154,19 +181,29 @@ def judge(
     The norm-wise error of each output and gradient must be at most twice that of plain PyTorch in the same dtype, plus 2^-21
     (four times the machine epsilon of float32). It must also be at most the dtype's cap, which grows with the square root of the
     operation's number of stages. The largest error of an element may be 8 times PyTorch's, and the error of each eighth of the
-    sequence 4 times. Where PyTorch's form cannot run, only the cap is asked, and a note of the verdict says so. Further
+    sequence 4 times. Where PyTorch's form cannot run, only the cap is asked, and a note of the verdict says so.
+
+    A float32 result of a call whose inputs have 16 bits, such as a final state, may be a sum of products of 16-bit numbers. The
+    operation then states the error of such a sum (:attr:`~onelaunch.operation.Operation.stated_errors`), which is allowed where
+    twice PyTorch's is less. The errors of an element and of an eighth of the sequence have bounds of 8 times and 4 times the
+    stated error where that is larger than PyTorch's, for an element times the root mean square of the expected values. Further
     requirements:
 
     - Shapes, dtypes and device are right, every element is written, and the inputs are unchanged, also after the last call.
-    - Results are plain tensors in memory of their own, in row-major order, which no later call writes to.
+    - Results are plain tensors in row-major order, or in the order of plain PyTorch's. They lie in memory of their own, which no
+      later call writes to, or in that of a bundle such as a cache.
     - New contents in the same storage give new outputs, and inputs that are slices of larger tensors give right ones. An
       :class:`~onelaunch.errors.ArgumentError` or :class:`~onelaunch.errors.VariantUnsupported` for slices is only a note.
     - Gradients are right if another call comes between a call and its backward pass, and if they come in through some of the
       results only.
     - The call waits for inputs that arrive late on the caller's stream.
     - Nothing is still being computed when the call returns. On a GPU this means: outside of the caller's stream.
-    - Global switches of PyTorch (default dtype, precision, determinism, grad mode, autocast) are as before. A changed number of
-      threads is a note, since ``torch.compile`` changes it.
+    - Global switches of PyTorch (default dtype, precision, determinism, grad mode, autocast, cuDNN, anomaly detection, current
+      GPU) are as before. A changed number of threads is a note, since ``torch.compile`` changes it.
+
+    A variant of another project may state the tolerance of that project's tests (``own_tolerance``). If it fails the gate, it is
+    judged by this tolerance too. The verdict stays a failed one, and its attribute ``own_tolerance`` says that nothing is wrong
+    but errors that these tests allow.
 
     Args:
         operation: Operation to compute.
@@ -196,9 +233,16 @@ def judge_control(
     return _judge.judge_control(operation, case, control, device=device, directions=directions, seed=seed)
 
 
-def judge_outputs(reference: Reference, outputs: OutputTensors) -> Verdict:
-    """Judge outputs that a call has left, such as a timed one, by the error limits of :func:`judge`."""
+def judge_outputs(reference: Reference, outputs: OutputTensors, own_tolerance: float | None = None) -> Verdict:
+    """Judge outputs that a call has left, such as a timed one, by the error limits of :func:`judge`.
+
+    ``own_tolerance`` is that of the tests of a peer's own project, see :func:`with_own_tolerance`.
+    """
     if odd := odd_results(outputs):
         return Verdict(ok=False, problems=tuple(odd), notes=reference.notes)
-    components, problems = reference.compare(outputs)
-    return Verdict(ok=not problems, components=components, problems=problems, notes=reference.notes)
+
+    def judged(tolerance: float | None) -> Verdict:
+        components, problems = reference.within(tolerance).compare(outputs)
+        return Verdict(ok=not problems, components=components, problems=problems, notes=reference.notes)
+
+    return with_own_tolerance(judged, own_tolerance)

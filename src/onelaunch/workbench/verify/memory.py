@@ -1,4 +1,7 @@
-"""Memory of results: plain tensors in memory of their own, which no later call writes to."""
+"""Memory of results: plain tensors in memory of their own, which no later call writes to.
+
+The checks in ``gate.py``, ``examine.py`` and ``repeated.py`` call these functions.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Poisoned memory: an output element that a variant allocates but never writes must not look like a result."""
+"""Poisoned memory: an output element that a variant allocates but never writes must not look like a result.
+
+``examine.py`` calls a candidate in :func:`poisoned`, and so do tests. ``measure/contents.py`` fills tensors by :func:`poison`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Judge a variant on the probes of its operation: the edge cases that the operation's file ``probes.py`` lists."""
+"""Judge a variant on the probes of its operation: the edge cases that the operation's file ``probes.py`` lists.
+
+``running.py`` calls :func:`run_probes` before it measures a variant, and so do tests of operations.
+"""
 
 from __future__ import annotations
 

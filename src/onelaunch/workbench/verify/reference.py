@@ -1,13 +1,13 @@
 """Reference outputs of a case, and the error that a variant's outputs may have against them.
 
 The oracle runs in float64 on the upcast inputs. The PyTorch baseline, which is plain PyTorch in the call's own dtype, shows how
-much error the dtype alone causes, and thereby sets the tolerance.
+much error the dtype alone causes, and thereby sets the tolerance. ``gate.py`` calls :func:`compute_reference`, and the other
+checks that judge outputs are given its :class:`Reference`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,7 +15,8 @@ import torch
 
 from onelaunch.errors import OneLaunchError
 from onelaunch.moved import renamed
-from onelaunch.operation import Case, Control, Direction, Operation, Variant
+from onelaunch.operation import Case, Control, Direction, Operation, StatedErrors, Variant
+from onelaunch.operation.accuracy import stated_error
 from onelaunch.workbench.result import ComponentError
 from onelaunch.workbench.verify.bounds import SLACK, Bound, bound_of, errors_by_position, largest_error, norm_error
 from onelaunch.workbench.verify.calls import Candidate, Inputs, OutputTensors, draw_gradients, make_inputs
@@ -61,6 +62,17 @@ class Reference:
     def only(self, name: str) -> Reference:
         """Return this reference for one output or gradient; :meth:`compare` then ignores all others."""
         return replace(self, expected={name: self.expected[name]})
+
+    def within(self, tolerance: float | None) -> Reference:
+        """Return this reference with a norm-wise error allowed for every result, and bounds that rest on it, where it is larger.
+
+        It is the tolerance of the tests of a peer's own project; ``None`` changes nothing.
+        """
+        if tolerance is None:
+            return self
+        allowed = {name: max(value, tolerance) for name, value in self.allowed.items()}
+        bounds = {name: bound.raised(tolerance) for name, bound in self.bounds.items()}
+        return replace(self, allowed=allowed, bounds=bounds)
 
     def loosened(self, factor: float) -> Reference:
         """Return this reference for float64 sums of gradients, with tolerances and bounds multiplied by a factor."""
@@ -126,7 +138,7 @@ def compute_reference(
     seed: int,
     direction: Direction,
     control: Control | None,
-    stated: Mapping[str, float] | None = None,
+    stated: StatedErrors | None = None,
 ) -> Reference:
     """Run the oracle and the PyTorch baseline on one case.
 
@@ -137,8 +149,8 @@ def compute_reference(
         seed: Seed of the inputs.
         direction: Direction of the call.
         control: Control to compute instead of the operation, or ``None``.
-        stated: Norm-wise errors that the operation states for results and gradients by name. Where one is larger than the error
-            of the PyTorch baseline, the bounds of the largest error and of the parts along time are multiples of it.
+        stated: Errors to allow in place of those that the operation states. A control has none: its oracle computes its product
+            in the dtype of the call.
     """
     inputs = make_inputs(operation, case, device, seed, direction)
     oracle = operation.reference if control is None else control.oracle
@@ -151,7 +163,7 @@ def compute_reference(
     visible = {name: shapes[name] for name in (plain or shapes) if shapes.get(name) is not None}
     if direction == "forward_backward":
         typed: OutputTensors = {name: value.to(_dtype(plain, name, case)) for name, value in visible.items() if value is not None}
-        inputs.output_gradients = draw_gradients(typed, case.dtype, seed)
+        inputs.output_gradients = draw_gradients(typed, case.dtype, seed, inputs.through)
         expected = Candidate("oracle", oracle, names)(upcast(inputs))
         expected = {name: value for name, value in expected.items() if name in visible or name.startswith("grad ")}
         plain = _baseline_outputs(operation, control, inputs)
@@ -159,18 +171,25 @@ def compute_reference(
         expected = visible
     stages = operation.stages if control is None else 1
     length = case.sizes.get("T", 0)
+    dtypes = {f"grad {name}": inputs.arguments[name].dtype for name in inputs.differentiable}
+    dtypes |= {name: value.dtype for name, value in (plain or {}).items() if value is not None}
+    if stated is None:
+        stated = operation.stated_errors if control is None else {}
+    errors = {name: stated_error(stated, name, case.dtype, dtypes.get(name)) for name in expected}
     bounds = {
-        name: bound_of(name, got, value, length, (stated or {}).get(name, 0.0))
+        name: bound_of(got, value, length).raised(errors[name])
         for name, value in expected.items()
         if value is not None and (got := (plain or {}).get(name)) is not None and got.shape == value.shape
     }
-    dtypes = {f"grad {name}": inputs.arguments[name].dtype for name in inputs.differentiable}
     return Reference(
         case=case,
         inputs=inputs,
         expected=expected,
-        allowed={name: _allowed(name, value, (plain or {}).get(name), case.dtype, stages) for name, value in expected.items()},
-        dtypes=dtypes | {name: value.dtype for name, value in (plain or {}).items() if value is not None},
+        allowed={
+            name: _allowed(name, value, (plain or {}).get(name), case.dtype, stages, errors[name])
+            for name, value in expected.items()
+        },
+        dtypes=dtypes,
         bounds=bounds,
         strides={name: value.stride() for name, value in (plain or {}).items() if value is not None},
         notes=() if plain is not None else (CAP_ALONE,),
@@ -212,9 +231,11 @@ def _dtype(plain: OutputTensors | None, name: str, case: Case) -> torch.dtype:
     return case.dtype if value is None else value.dtype
 
 
-def _allowed(name: str, expected: torch.Tensor | None, plain: torch.Tensor | None, dtype: torch.dtype, stages: int) -> float:
-    """Return the largest allowed norm-wise error of an output or gradient."""
+def _allowed(
+    name: str, expected: torch.Tensor | None, plain: torch.Tensor | None, dtype: torch.dtype, stages: int, stated: float
+) -> float:
+    """Return the largest allowed norm-wise error of an output or gradient, for which the operation may state an error."""
     cap = math.sqrt(stages) * CAPS.get(dtype, CAPS[torch.float32])[name.startswith("grad ")]
     if expected is None or plain is None or plain.shape != expected.shape:
         return cap
-    return min(cap, 2 * norm_error(plain.double(), expected, plain.dtype) + SLACK)
+    return min(cap, max(stated, 2 * norm_error(plain.double(), expected, plain.dtype) + SLACK))

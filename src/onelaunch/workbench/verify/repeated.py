@@ -1,17 +1,20 @@
-"""Checks of a variant that are made once per study, since they take many calls: races, views, single gradients, torch.compile."""
+"""Checks of a variant that are made once per study, since they take many calls: races, views, single gradients, torch.compile.
+
+``measure/timing.py`` calls :func:`examine_once` at the first case of a variant in each direction.
+"""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 from onelaunch.errors import VariantResultError
-from onelaunch.operation import Case, Direction, Operation
+from onelaunch.operation import AUTO, Case, Direction, Operation
 from onelaunch.wording import in_a_line
 from onelaunch.workbench.result import Verdict
 from onelaunch.workbench.verify.bounds import norm_error
@@ -26,7 +29,7 @@ from onelaunch.workbench.verify.examine import (
     own_stream,
     same_bits,
 )
-from onelaunch.workbench.verify.gate import Judge
+from onelaunch.workbench.verify.gate import Judge, own_tolerance_of, with_own_tolerance
 from onelaunch.workbench.verify.memory import odd_results, reused
 from onelaunch.workbench.verify.reference import Reference
 from onelaunch.workbench.verify.switches import unchanged_switches
@@ -50,7 +53,10 @@ SHAPES = 256
 
 
 def calls_needed(rate: float, chance: float) -> int:
-    """Return how many calls find, with a chance, a variant that is wrong at a rate: ``calls_needed(0.01, 0.98)`` is 390."""
+    """Return how many calls find, with a chance, a variant that is wrong at a rate: ``calls_needed(0.01, 0.98)`` is 390.
+
+    Only tests call it; they check the chances that :data:`CALLS` states.
+    """
     return math.ceil(math.log1p(-chance) / math.log1p(-rate))
 
 
@@ -86,13 +92,26 @@ def examine_once(
     Raises:
         Exception: Any exception of the variant. :func:`onelaunch.workbench.verify.calls.status_of` classifies it.
     """
-    device = torch.device(device)
-    candidate, compiles = Candidate.variant(operation, variant), operation.get(variant).capabilities.compiles
+    candidate, compiles = Candidate.variant(operation, variant), variant != AUTO and operation.get(variant).capabilities.compiles
+
+    def judged(tolerance: float | None) -> Verdict:
+        references = (
+            judge.reference(operation, case, device=device, direction=direction, seed=seed).within(tolerance)
+            for direction in directions
+        )
+        return _examined_once(candidate, references, torch.device(device), calls, compiles=compiles)
+
+    return with_own_tolerance(judged, own_tolerance_of(operation, variant))
+
+
+def _examined_once(
+    candidate: Candidate, references: Iterable[Reference], device: torch.device, calls: int, *, compiles: bool
+) -> Verdict:
+    """Make the checks with the reference of each direction, until one of them finds a problem."""
     found = Findings()
     notes: list[str] = []
     with unchanged_switches() as switched:
-        for direction in directions:
-            reference = judge.reference(operation, case, device=device, direction=direction, seed=seed)
+        for reference in references:
             notes += [note for note in reference.notes if note not in notes]
             context, finish = own_stream(device)
             try:

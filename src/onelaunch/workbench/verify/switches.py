@@ -1,4 +1,7 @@
-"""Global switches of PyTorch, which a call must leave as they were: what a variant changes, all later code runs with."""
+"""Global switches of PyTorch, which a call must leave as they were: what a variant changes, all later code runs with.
+
+``gate.py`` and ``repeated.py`` make their calls in :func:`unchanged_switches`.
+"""
 
 from __future__ import annotations
 

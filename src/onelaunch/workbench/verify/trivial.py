@@ -1,4 +1,7 @@
-"""Trivial outputs, judged like a variant's: a case at which one of them passes tells nothing about a variant."""
+"""Trivial outputs, judged like a variant's: a case at which one of them passes tells nothing about a variant.
+
+``measure/timing.py`` calls :func:`trivial_passes` for each case, and tests of cases call :func:`passing_trivially`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Inputs that are views: slices of larger tensors, and expanded tensors, as a model passes them."""
+"""Inputs that are views: slices of larger tensors, and expanded tensors, as a model passes them.
+
+``examine.py`` and ``repeated.py`` call a candidate with them.
+"""
 
 from __future__ import annotations
 

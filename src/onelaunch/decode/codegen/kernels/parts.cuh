@@ -1,6 +1,7 @@
 // Combination of KV splits: partial attention outputs with their LSE become the operand of the output projection (flash-decoding).
 //
 // Computes   o = sum_i 2^(LSE_i - M) o_i / sum_i 2^(LSE_i - M), with M = max LSE_i, over the splits i of a query; LSE in base 2.
+// Callers    phases.cuh calls stage_attention(), residual.cuh stage_own_attention().
 // Memory     PARTIAL has a slot per unit of attention: [PARTIAL_QUERIES][HEAD_DIM] outputs, then [PARTIAL_QUERIES] LSE. The KV splits of
 //            the same queries have consecutive slots. Without SPLIT_K_O every CTA reads the slots of all queries from the L2 cache; with
 //            it a CTA reads only those of its query splits.

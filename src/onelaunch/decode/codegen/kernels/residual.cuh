@@ -5,6 +5,8 @@
 //            The KV_SPLITS units of attention of a query split divide the rows of W_o[:, s] among themselves (in blocks). In a short
 //            context each of these units computes the whole of o_s in its own CTA, so attention outputs do not pass through global
 //            memory. The MLP's down projection adds to the same words.
+// Callers    the generated order.cuh calls multiply_o_split_k() and multiply_down_counted() in place of multiply_o() and
+//            multiply_down(); phases.cuh calls stage_residual().
 // Blocks     W_o[:, s] mostly has fewer columns than DEPTH steps of the weight stream. Then several tiles of 8 rows lie side by side in
 //            the same columns, O_TILE_COLUMNS each (the query split's channels, rounded up to a power of two). They form a block of
 //            BLOCK_WIDTH columns. BLOCKS_PER_SPLIT blocks cover all rows; block b of query split s has the number s * BLOCKS_PER_SPLIT + b.

@@ -2,6 +2,8 @@
 //
 // Computes   x_hi = bf16(x), x_lo = bf16(x - x_hi): together 16 bits of mantissa, so that bfloat16 tensor cores multiply a nearly float32
 //            vector (products.cuh). For a normalized operand x is v * weight, and 1 / RMS(v) is applied to the products afterwards.
+// Callers    phases.cuh and residual.cuh stage operands; products.cuh calls publish_squares() and read_scale(); attention.cuh,
+//            parts.cuh and residual.cuh store into the operand by store_split*().
 // On chip    Shared::vector_hi and vector_lo, 2 bytes per column each, padded with zeros to a multiple of STEP columns.
 // Memory     every CTA reads the whole vector (4 bytes per column) from the L2 cache.
 // Barriers   a stage_... function writes the operand and ends with a barrier of the consumer threads. Before it, all consumer threads

@@ -1,5 +1,7 @@
 // Layout of shared memory, the ring of weight chunks, and spin waits that time out.
 //
+// Callers    step.cu (producer) and consumer.cuh wait for the ring; words.cuh, parts.cuh, phases.cuh, residual.cuh and step.cu
+//            spin by spin_until().
 // Ring       STAGES buffers of CHUNK (16 KB) bytes, each with two mbarriers: `full` (one arrival plus the bytes of the copies; the
 //            producer thread arms it, the bulk copies complete it) and `empty` (one arrival per consumer warp). The producer waits for
 //            `empty`, arms `full` and issues cp.async.bulk; the consumer warps wait for `full`, read the chunk into registers, and

@@ -7,6 +7,7 @@
 // the L2 cache one after another (fence, increment, poll, read of the data); here there are two, the store's and the poll's, and the
 // poll is the read.
 //
+// Callers    attention.cuh, heads.cuh, phases.cuh and residual.cuh store words; heads.cuh, parts.cuh and vectors.cuh load them.
 // Tag        the epoch modulo 4. The epoch of a buffer grows by one with each use: (token, layer) for buffers of layers, the token for
 //            those of the LM head. It counts on over launches, and all words begin as zero with the first epoch being 1.
 // Safety     two bits are enough, since every word of a buffer is written in every epoch (also where its value is not needed), and every

@@ -4,6 +4,7 @@
 //             to the thread's row i / 2 % 2 of two, 8 apart, and to column i / 4 * 8 + lane % 4 * 2 + i % 2. A thread holds a
 //             quarter of the columns of its rows, so a norm over a head is a sum over its own elements and those of three other
 //             lanes.
+// Caller:     gemm.cu calls Epilogue::store() for each total, in kernels that ops/projections/launch_hopper.py makes.
 // Leaves:     y in 16 bits; with KEEP also what the backward pass cannot derive from y: the inputs of SiLU, and 1 / norm of
 //             heads. TMA stores may still be in flight on return; gemm.cu waits for them at the end.
 // Shared:     `staging`: per warpgroup, PANELS panels of 64 rows and 64 columns with the 128-byte swizzle.

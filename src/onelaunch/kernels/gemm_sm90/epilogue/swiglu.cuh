@@ -3,6 +3,7 @@
 // Given:      d, the float32 totals of this warpgroup's 64 rows of D [A_ROWS, B_ROWS], in the layout of WGMMA accumulators. A
 //             interleaves both weights by 8 rows, that at the lower address first (operands/swiglu.cuh). So a thread's rows r
 //             and r + 8 of D are the gate and up values of one column of h; with `up_first`, up and gate.
+// Caller:     gemm.cu calls Epilogue::store() for each total, in kernels that ops/swiglu/launch_hopper.py makes.
 // Macros:     SCALED  1 if an operand has float32 scales (float8 or NVFP4), KEEP  1 if a backward pass follows
 //             (ops/swiglu/launch_hopper.py). tile.cuh explains SCHEDULE, A_ROWS, B_ROWS, STORE_BYTES and RESULT; COLUMNS, the
 //             columns of h in a tile, is A_ROWS / 2 (operands/swiglu.cuh).

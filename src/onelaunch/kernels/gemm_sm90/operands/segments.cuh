@@ -4,8 +4,8 @@
 //
 // Narrow tiles: where a segment has few columns left, such as a decay with one column per head, WGMMAs
 //               have NARROW columns.
-// Few rows:     the box of x has no more rows than x, rounded up to 8. The other rows of a stage hold stale data, but products
-//               with them are never stored.
+// Few rows:     unless x is multicast, its box has no more rows than x, rounded up to 8. The other rows of a stage hold stale
+//               data, but products with them are never stored.
 // Multicast:    each CTA of a cluster loads one half of the common operand into both CTAs, so both halves arrive at
 //               full[stage] of each. The NARROW rows of a weight are not halved, because each half of a swizzled box must have
 //               a multiple of eight rows: each CTA loads all of them for itself.

@@ -1,5 +1,7 @@
 """Variants of ``gated_scan`` in plain PyTorch: they run on every device, and ``chunked`` is the CPU's default.
 
+The PyTorch variants of ``linear_rnn`` multiply and then call these functions. They use this module's checks too.
+
 ``chunked`` splits time into chunks, scans all chunks in parallel, scans the chunks' final states by the same function
 (recursively), and adds the carry: about ``CHUNK * log(T) / log(CHUNK)`` tensor operations instead of ``T``. No decay is ever
 divided by, so any log-decay down to -inf is safe.
@@ -83,7 +85,10 @@ def chunked_scan_and_gate(
     initial_state: torch.Tensor | None,
     cu_seqlens: torch.Tensor | None,
 ) -> Results:
-    """Return the results of ``gated_scan``, computed from its tensors by the chunked scan."""
+    """Return the results of ``gated_scan``, computed from its tensors by the chunked scan.
+
+    ``linear_rnn`` compiles this function together with its matrix product.
+    """
     decay, addend, ends = fold_initial_state(v.float(), log_decay.float().exp(), initial_state, cu_seqlens)
     s = scan(decay, addend)
     if cu_seqlens is None or ends is None:

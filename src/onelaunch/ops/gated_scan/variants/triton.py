@@ -1,4 +1,7 @@
-"""Variants of ``gated_scan`` in Triton: scan and gate in two launches, and in one."""
+"""Variants of ``gated_scan`` in Triton: scan and gate in two launches, and in one.
+
+Variants of ``linear_rnn`` run them too, after a product.
+"""
 
 from __future__ import annotations
 

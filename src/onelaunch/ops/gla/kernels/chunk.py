@@ -1,4 +1,7 @@
-"""Gated linear attention in chunks of 64 steps, portable Triton: the chunk state pass, and what all kernels share.
+"""Gated linear attention in chunks of 64 steps, portable Triton: the chunk state pass, and helpers of other kernels.
+
+launch.py launches it. chunk_output.py, backward.py, step.py and the kernels of the ablations use the helpers; those for Hopper do
+not.
 
 Computes   S_t = diag(e^(g_t)) S_{t-1} + k_t^T v_t,   o_t = scale * q_t S_t   per head; in chunkwise form, where S enters a
            chunk:
@@ -14,7 +17,8 @@ Launches   1. ``chunk_state_kernel`` (fla's chunk_h), serial over chunks: the st
 Grid       chunk state: ceil(K / BK) * ceil(V / BV) tiles of the state, per head and sequence. Chunk output: ceil(V / BV)
            blocks, per head and chunk. No CTA waits for another one; the launches follow each other on the stream.
 On chip    chunk state: the tile [BK, BV] of the state, float32, in registers. Chunk output: P [64, 64] and o [64, BV], float32.
-Memory     a state [K, V] per chunk is written and read; all else is read once per tile or block of the other dimension.
+Memory     a state [K, V] per chunk is written and read. All else is read once per tile or block of the other dimension, and by
+           each head that shares it. The chunk output reads g and q (for dv: g and k) again for the product with the state.
 Heads      tensors may share heads: GROUP neighbouring heads of o (or of the state) read one head of a tensor, found by a division
            (``shared_head``), so nothing is copied. The gradients of a shared head of v and of a shared state are summed over its
            heads in the CTA that owns it, one after the other, in float32.

@@ -26,7 +26,8 @@ On chip    shared memory for 16-bit numbers, per stage: queries, keys, log-decay
            one decay per head, unless their place is needed for the second terms of the keys); values [64, 64], 8192 bytes per
            group. Scores [64, 64], 8192 bytes per buffer; states on their way out [64, K], 128 K bytes per group and term. K =
            128 with two groups and three stages: 220 KiB. The second terms of the keys replace the log-decays, and outputs
-           replace the values, which they leave from.
+           replace the values, which they leave from. float32 log-decays take twice the bytes, and there are two stages of K =
+           128.
 Barriers   one mbarrier per stage of each kind, and one for the scores:
            - full: the TMA loads of the stage have landed (transaction bytes). Waited for by all warpgroups.
            - decayed: ``prepare`` has replaced queries and keys, and written ``ends`` and ``strong`` (see Decay). Waited for
@@ -42,7 +43,10 @@ Barriers   one mbarrier per stage of each kind, and one for the scores:
            over the barriers.
 Memory     values are read and outputs written once, queries, keys and log-decays read once per slice of values (1.01 times the
            bytes of moving each tensor once, measured forward on an H200). With STORE_STATES the state that enters each chunk is
-           stored as well, 16 bits, [V, K], and its rounding error as a second term if ``states_low`` is given.
+           stored as well, 16 bits, [V, K], and its rounding error as a second term if ``states_low`` is given. The state after
+           the last chunk of a sequence leaves in float32, [K, V], if ``final`` is given: the CTA of the segment at which the
+           recurrence ends stores it from registers. With REVERSE that is the gradient of the initial state, and the state
+           starts from the gradient of the final one.
 Segments   where heads do not fill the chip, T is cut into segments (a chunk-parallel scan). hopper_segment_sum.py first stores
            what each segment adds to the state, and its decay. Here each CTA starts from the decayed sum over the segments before
            its own, added in the order of time, so results are deterministic.
@@ -84,11 +88,12 @@ def load_stage(descriptors, tiles, full, at, head, panel, stage, enabled, GROUPS
     is the chunk's first row, ``panel`` the first group's index among all blocks of 64 columns of the values.
     """
     queries, keys, values, g = descriptors
-    tiles_q, tiles_k, tiles_v, tiles_g, _, _ = tiles
+    tiles_q, tiles_k, tiles_v, tiles_g, _, _, _ = tiles
     K: gl.constexpr = keys.block_type.shape[1]
-    TILES: gl.constexpr = 1 + (1 if OUTPUT else 0) + (0 if SCALAR else 1)
+    TILES: gl.constexpr = 1 + (1 if OUTPUT else 0)
+    DECAY_BYTES: gl.constexpr = 0 if SCALAR else g.block_type.nbytes
     bar = full.index(stage)
-    mbarrier.expect(bar, TILES * keys.block_type.nbytes + GROUPS * values.block_type.nbytes, pred=enabled)
+    mbarrier.expect(bar, TILES * keys.block_type.nbytes + DECAY_BYTES + GROUPS * values.block_type.nbytes, pred=enabled)
     if not SCALAR:
         tma_load(g, [at, head * K], bar, tiles_g.index(stage), pred=enabled)
     tma_load(keys, [at, head * K], bar, tiles_k.index(stage), pred=enabled)
@@ -152,26 +157,51 @@ def store_state(to, state, turn, K: gl.constexpr):
 
 
 @gluon.jit
+def add_segments(state, sums, pair, segment, segments, values, first_value, REVERSE: gl.constexpr):
+    """Return the state [V, K] that enters a segment, from the one that enters the sequence and the sums of the segments between.
+
+    ``sums`` are ``segment_states`` and ``segment_decays``. ``pair`` counts the heads of all sequences; ``first_value`` is the
+    first value of this warpgroup in its head, which has ``values``.
+    """
+    segment_states, segment_decays = sums
+    K: gl.constexpr = state.shape[1]
+    state_layout: gl.constexpr = state.type.layout
+    across: gl.constexpr = gl.SliceLayout(0, state_layout)
+    earlier = segments - 1 - segment if REVERSE else segment
+    nearest = pair * segments + (segment + 1 if REVERSE else segment - 1)
+    p_nearest = segment_decays + nearest.to(gl.int64) * K + gl.arange(0, K, layout=across)
+    nearest_decay = gl.max(gl.load(p_nearest, mask=earlier > 0, other=0.0), 0)
+    # If the decay over the nearest segment is 0 in all channels, as with decays of trained models, only that segment's sum has
+    # to be read.
+    for turn in range(gl.maximum(earlier - 1, 0) if nearest_decay == 0.0 else 0, earlier):
+        before = pair * segments + (segments - 1 - turn if REVERSE else turn)
+        state = state * gl.load(segment_decays + before.to(gl.int64) * K + gl.arange(0, K, layout=across))[None, :]
+        state += gl.load(segment_states + state_offsets(before * values + first_value, turn, state_layout, K, K))
+    return state
+
+
+@gluon.jit
 def multiply(descriptors, outputs, state_pointers, tiles, vectors, bars, offsets, T, sizes, values, GROUP: gl.constexpr,
              GROUPS: gl.constexpr, SLICES: gl.constexpr, PACKED: gl.constexpr, OUTPUT: gl.constexpr,
              REVERSE: gl.constexpr, STORE_STATES: gl.constexpr, STAGED: gl.constexpr, ALIASED: gl.constexpr, SCALAR: gl.constexpr,
-             INITIAL: gl.constexpr, SEGMENTED: gl.constexpr, SPLIT_KEYS: gl.constexpr):  # fmt: skip
+             SEGMENTED: gl.constexpr, SPLIT_KEYS: gl.constexpr):  # fmt: skip
     """Run the role of one warpgroup that holds a state [V, K] for PANEL values, for all chunks of a segment.
 
-    Start from the initial state, or from the sums of the segments before. Per chunk: store the state if STORE_STATES; wait for
+    Start from the initial state and the sums of the segments before. Per chunk: store the state if STORE_STATES; wait for
     ``full`` and ``decayed``; decay the state to the anchor (Decay, at the top); out = queries times state; state += keys^T v;
     wait for ``scores_full``; out += scores v; release the stage before this one and refill it (GROUP 0); store out through the
-    shared memory of the values; decay the state to the end of the chunk.
+    shared memory of the values; decay the state to the end of the chunk. At last store the final state.
     """
-    tiles_q, tiles_k, tiles_v, tiles_low, tiles_s, tiles_state = tiles  # low: second terms of keys, over the log-decays
+    tiles_q, tiles_k, tiles_v, _, tiles_low, tiles_s, tiles_state = tiles  # low: second terms of keys, over the log-decays
     _, ends, strong = vectors
     full, decayed, scores_full, empty, scores_empty = bars
     p_out, out_tiles, out_pitch = outputs
-    initial, states, states_low, segment_states, segment_decays = state_pointers
+    initial, final, states, states_low, segment_states, segment_decays = state_pointers
     K: gl.constexpr = tiles_k.shape[2]
     E: gl.constexpr = tiles_k.dtype
     STAGES: gl.constexpr = tiles_k.shape[0]
     SCORES: gl.constexpr = tiles_s.shape[0]
+    LOW: gl.constexpr = tiles_low.shape[0] // STAGES  # tiles of second terms in a stage, of which the first is used
     state_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, K, 16])
     out_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
     operand: gl.constexpr = gl.DotOperandLayout(0, out_layout, 2)
@@ -179,36 +209,29 @@ def multiply(descriptors, outputs, state_pointers, tiles, vectors, bars, offsets
     rows: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     scalar: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     ends_flat = ends._reinterpret(gl.float32, [2 * STAGES, K], gl.SwizzledSharedLayout(1, 1, 1, [0]))  # noqa: SLF001
-    heads, segments, segment_steps = sizes
+    heads, segments, _ = sizes
     n, head, value_slice, segment = work_item(sizes, SLICES)
     # From here on rows of K elements are counted in 32 bits: no memory holds 2^31 of them, and 64-bit numbers take registers.
-    row, steps = segment_span(offsets, n, T, segment, segment_steps, PACKED)
+    row, steps = segment_span(offsets, n, T, segment, sizes, PACKED)
     first, _, slot = sequence_bounds(offsets, n, T + (n >> 31), PACKED)  # n >> 31 is 0, as in state_offsets
     slot += (row - first) // C
     first_value = (value_slice * GROUPS + GROUP) * PANEL
     state = gl.zeros([PANEL, K], gl.float32, layout=state_layout)
     pair = n * heads + head
-    if INITIAL:
-        channel = gl.arange(0, K, layout=across)[None, :]
-        value = first_value + gl.arange(0, PANEL, layout=gl.SliceLayout(1, state_layout))[:, None]
-        state = gl.load(initial + (pair * values).to(gl.int64) * K + (channel * values + value))
-    if SEGMENTED:
-        earlier = segments - 1 - segment if REVERSE else segment
-        nearest = pair * segments + (segment + 1 if REVERSE else segment - 1)
-        p_nearest = segment_decays + nearest.to(gl.int64) * K + gl.arange(0, K, layout=across)
-        nearest_decay = gl.max(gl.load(p_nearest, mask=earlier > 0, other=0.0), 0)
-        # If the decay over the nearest segment is 0 in all channels, as with decays of trained models, only that segment's sum
-        # has to be read.
-        for turn in range(gl.maximum(earlier - 1, 0) if nearest_decay == 0.0 else 0, earlier):
-            before = pair * segments + (segments - 1 - turn if REVERSE else turn)
-            state = state * gl.load(segment_decays + before.to(gl.int64) * K + gl.arange(0, K, layout=across))[None, :]
-            state += gl.load(segment_states + state_offsets(before * values + first_value, turn, state_layout, K, K))
+    if SEGMENTED and initial is None:
+        state = add_segments(state, (segment_states, segment_decays), pair, segment, segments, values, first_value, REVERSE)
     panel = (head * SLICES + value_slice) * GROUPS
     chunks = gl.cdiv(steps, C)
     if GROUP == 0:
         for i in gl.static_range(STAGES):
             at = row + chunk_of(i, chunks, REVERSE) * C
             load_stage(descriptors, tiles, full, at, head, panel, i, i < chunks, GROUPS, OUTPUT, SCALAR)
+    if initial is not None:  # behind the first TMA loads, which would else spill registers
+        channel = gl.arange(0, K, layout=across)[None, :]
+        value = first_value + gl.arange(0, PANEL, layout=gl.SliceLayout(1, state_layout))[:, None]
+        state = gl.load(initial + (pair * values).to(gl.int64) * K + (channel * values + value))
+        if SEGMENTED:
+            state = add_segments(state, (segment_states, segment_decays), pair, segment, segments, values, first_value, REVERSE)
     stage = 0
     phase = 0
     for c in range(chunks):
@@ -261,7 +284,7 @@ def multiply(descriptors, outputs, state_pointers, tiles, vectors, bars, offsets
                 state = state * ends_flat.index(2 * stage).load(across)[None, :]
         state = warpgroup_mma(b_v.permute((1, 0)), b_k, state, is_async=True)
         if SPLIT_KEYS:
-            state = warpgroup_mma(b_v.permute((1, 0)), tiles_low.index(stage), state, is_async=True)
+            state = warpgroup_mma(b_v.permute((1, 0)), tiles_low.index(stage * LOW), state, is_async=True)
         if OUTPUT:
             mbarrier.wait(scores_full.index(stage), phase)
             out = warpgroup_mma(b_v.permute((1, 0)), tiles_s.index(stage % SCORES).permute((1, 0)), out, is_async=True)
@@ -303,31 +326,38 @@ def multiply(descriptors, outputs, state_pointers, tiles, vectors, bars, offsets
         if stage == STAGES:
             stage = 0
             phase ^= 1
+    if final is not None:
+        if segment == (0 if REVERSE else segments - 1):
+            # n >> 31 is 0, as in state_offsets: offsets that the initial state shares would be held throughout the loop.
+            channel = gl.arange(0, K, layout=across)[None, :] + (n >> 31)
+            value = first_value + gl.arange(0, PANEL, layout=gl.SliceLayout(1, state_layout))[:, None]
+            gl.store(final + (pair * values).to(gl.int64) * K + (channel * values + value), state)
     if OUTPUT or STAGED:
         tma_store_wait(pendings=0)
 
 
 @gluon.jit(do_not_specialize=["T", "heads", "segments", "segment_steps"])
 def chunk_state_kernel(
-    queries, keys, v, g, log_decay, o, out_tiles, initial, states, states_low, segment_states, segment_decays, offsets,
+    queries, keys, v, g, log_decay, o, out_tiles, initial, final, states, states_low, segment_states, segment_decays, offsets,
     T, heads, segments, segment_steps, scale, values, out_pitch,
     SLICES: gl.constexpr, LIMIT: gl.constexpr, PACKED: gl.constexpr, OUTPUT: gl.constexpr,
-    REVERSE: gl.constexpr, STORE_STATES: gl.constexpr, STAGED: gl.constexpr, ALIASED: gl.constexpr, INITIAL: gl.constexpr,
+    REVERSE: gl.constexpr, STORE_STATES: gl.constexpr, STAGED: gl.constexpr, ALIASED: gl.constexpr,
     SEGMENTED: gl.constexpr, SPLIT_KEYS: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr, SCORES: gl.constexpr,
     MULTIPLY_REGISTERS: gl.constexpr, PREPARE_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Run the chunk state pass, and with OUTPUT the chunk output, over one segment of time; see the top of the file.
 
     ``queries``, ``keys``, ``v``, ``g``, ``out_tiles`` are TMA descriptors of matrices [B T, H X]. ``g`` describes log-decays
-    per channel; if it is None, ``log_decay`` [B, T, H] has one per head. ``out_pitch`` is the number of elements from row to
-    row of ``o`` [B T, H V]. ``o`` is written without TMA where a chunk is cut off by the end of its sequence, since a box would
-    overwrite the next one. ``initial`` [N, H, K, V] is float32. ``segment_states`` [N, H, segments, V, K] and
-    ``segment_decays`` [N, H, segments, K], float32, come from hopper_segment_sum.py.
+    per channel, float32 or of the dtype of the others; if it is None, ``log_decay`` [B, T, H] has one per head. ``out_pitch`` is
+    the number of elements from row to row of ``o`` [B T, H V]. ``o`` is written without TMA where a chunk is cut off by the end
+    of its sequence, since a box would overwrite the next one. ``initial`` and ``final`` [N, H, K, V], float32, are the state from
+    which each sequence starts and the one with which it ends, in the order of the pass; each may be None. ``segment_states`` [N,
+    H, segments, V, K] and ``segment_decays`` [N, H, segments, K], float32, come from hopper_segment_sum.py.
 
     Constants: OUTPUT: make outputs. STORE_STATES: store the state that enters each chunk. STAGED: ``states`` are descriptors
     and states leave through shared memory by TMA; otherwise ``states`` is a pointer. ALIASED: states lie in the rows of their
-    chunk of a matrix [B T, V / PANEL, H, K], see ``aliased_state_buffers`` in launch_hopper.py. INITIAL: there is an initial
-    state. SEGMENTED: T is cut into several segments. SPLIT_KEYS: keys as two 16-bit terms, always so with a decay per channel.
+    chunk of a matrix [B T, V / PANEL, H, K], see ``aliased_state_buffers`` in launch_hopper.py. SEGMENTED: T is cut into
+    several segments. SPLIT_KEYS: keys as two 16-bit terms, always so with a decay per channel.
     SLICES: slices of 64 GROUPS values in a head. LIMIT: largest sum of log-decays over half a chunk, in magnitude, that counts
     as moderate. SCORES: buffers of scores, 1 or STAGES. MULTIPLY_REGISTERS, PREPARE_REGISTERS: registers per thread that
     ``warp_specialize`` assigns to the second ``multiply`` warpgroup, where there is one, and to ``prepare``.
@@ -341,10 +371,16 @@ def chunk_state_kernel(
     tiles_k = gl.allocate_shared_memory(E, [STAGES, C, K], keys.layout)
     tiles_v = gl.allocate_shared_memory(E, [STAGES * GROUPS, C, PANEL], v.layout)
     tiles_g = tiles_k  # tiles that this build does not use stand for others, so that the tuples below keep their lengths
+    tiles_low = tiles_k
     tiles_q = tiles_k
     tiles_s = tiles_v
-    if SPLIT_KEYS:
+    WIDE: gl.constexpr = False if SCALAR else g.dtype == gl.float32
+    if WIDE:  # the second terms of the keys take the first half of the place of the log-decays
+        tiles_g = gl.allocate_shared_memory(gl.float32, [STAGES, C, K], g.layout)
+        tiles_low = tiles_g._reinterpret(E, [2 * STAGES, C, K], keys.layout)  # noqa: SLF001
+    elif SPLIT_KEYS:
         tiles_g = gl.allocate_shared_memory(E, [STAGES, C, K], keys.layout)
+        tiles_low = tiles_g
     if OUTPUT:
         tiles_q = gl.allocate_shared_memory(E, [STAGES, C, K], keys.layout)
         tiles_s = gl.allocate_shared_memory(E, [SCORES, C, C], scores_layout)
@@ -355,7 +391,8 @@ def chunk_state_kernel(
     if SCALAR:
         sums = gl.allocate_shared_memory(gl.float32, [2, C], lines)
     else:
-        sums = gl.allocate_shared_memory(E, [8, C], gl.NVMMASharedLayout.get_default_for([8, C], E))
+        summed: gl.constexpr = gl.bfloat16 if WIDE else E
+        sums = gl.allocate_shared_memory(summed, [8, C], gl.NVMMASharedLayout.get_default_for([8, C], summed))
     ends = gl.allocate_shared_memory(gl.float32, [STAGES, 2, K], lines)
     strong = gl.allocate_shared_memory(gl.int32, [STAGES, 1], flat)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -374,8 +411,8 @@ def chunk_state_kernel(
     sizes = (heads, segments, segment_steps)
     descriptors = (queries, keys, v, g)
     outputs = (o, out_tiles, out_pitch)
-    state_pointers = (initial, states, states_low, segment_states, segment_decays)
-    tiles = (tiles_q, tiles_k, tiles_v, tiles_g, tiles_s, tiles_state)
+    state_pointers = (initial, final, states, states_low, segment_states, segment_decays)
+    tiles = (tiles_q, tiles_k, tiles_v, tiles_g, tiles_low, tiles_s, tiles_state)
     vectors = (sums, ends, strong)
     bars = (full, decayed, scores_full, empty, scores_empty)
     if GROUPS == 2:
@@ -383,10 +420,10 @@ def chunk_state_kernel(
             [
                 (multiply, (descriptors, outputs, state_pointers, tiles, vectors, bars, offsets, T, sizes, values, 0, GROUPS,
                             SLICES, PACKED, OUTPUT, REVERSE, STORE_STATES, STAGED, ALIASED, SCALAR,
-                            INITIAL, SEGMENTED, SPLIT_KEYS)),
+                            SEGMENTED, SPLIT_KEYS)),
                 (multiply, (descriptors, outputs, state_pointers, tiles, vectors, bars, offsets, T, sizes, values, 1, GROUPS,
                             SLICES, PACKED, OUTPUT, REVERSE, STORE_STATES, STAGED, ALIASED, SCALAR,
-                            INITIAL, SEGMENTED, SPLIT_KEYS)),
+                            SEGMENTED, SPLIT_KEYS)),
                 (prepare, (tiles, vectors, bars, offsets, log_decay, T, sizes, scale, LIMIT, SLICES, PACKED,
                            OUTPUT, REVERSE, SCALAR, SPLIT_KEYS)),
             ],
@@ -398,7 +435,7 @@ def chunk_state_kernel(
             [
                 (multiply, (descriptors, outputs, state_pointers, tiles, vectors, bars, offsets, T, sizes, values, 0, GROUPS,
                             SLICES, PACKED, OUTPUT, REVERSE, STORE_STATES, STAGED, ALIASED, SCALAR,
-                            INITIAL, SEGMENTED, SPLIT_KEYS)),
+                            SEGMENTED, SPLIT_KEYS)),
                 (prepare, (tiles, vectors, bars, offsets, log_decay, T, sizes, scale, LIMIT, SLICES, PACKED,
                            OUTPUT, REVERSE, SCALAR, SPLIT_KEYS)),
             ],

@@ -12,7 +12,8 @@ Computes   for one chunk of 64 steps, one head and one panel of 64 channels of K
 Grid       one CTA of 4 warps (one warpgroup) per chunk, head and panel; values in blocks of BV inside. Two CTAs fit on an SM,
            so that one computes while the loads of the other are in flight: no warp specialization is needed.
 On chip    shared memory for 16-bit numbers, BV = 128: five tiles [64, 64] (q, k, two of scratch, g; two without a decay per
-           channel), 8192 bytes each; v and do [64, BV], S and dS [BV, 64], 16384 bytes each: 104 KiB. After their products, dk
+           channel), 8192 bytes each; v and do [64, BV], S and dS [BV, 64], 16384 bytes each: 104 KiB. float32 log-decays have a
+           tile of 16384 bytes, in which two bfloat16 terms replace them (``split_log_decays``). After their products, dk
            so far (``stash``, float32) lies where S and dS were, and dP (two 16-bit terms) where do and v were. In registers:
            the three accumulators of the products with S, dS and v, then dq, dk and dg, [64, 64] float32, 32 registers each.
            Registers are what is scarce.
@@ -61,12 +62,14 @@ from onelaunch.ops.gla.kernels.hopper_tiles import (
     MIN_LOG_DECAY,
     PANEL,
     C,
+    decay_terms,
     exp2_flushed,
     find_chunk,
     log_sigmoid_slope,
     opaque_zero,
     plus,
     row_index,
+    split_log_decays,
     store_split,
     zero_tail,
 )
@@ -153,8 +156,14 @@ def store_gradient(tile, values, out, out_tiles, row, column, pitch, left):
 
 
 @gluon.jit
+def log_decays(tiles, wide, zero):
+    """Return the log-decays of a panel: the tile at 4 + ``zero``, or two terms [2, C, PANEL] of float32 ones (``wide``)."""
+    return tiles.index(4 + zero) if wide is None else decay_terms(wide)
+
+
+@gluon.jit
 def channel_gradients(
-    descriptors, tiles, blocks, both, results, bars, at, sizes, scale, LIMIT: gl.constexpr, NORMALIZER: gl.constexpr,
+    descriptors, tiles, wide, blocks, both, results, bars, at, sizes, scale, LIMIT: gl.constexpr, NORMALIZER: gl.constexpr,
     acc: gl.constexpr,
 ):  # fmt: skip
     """Compute and store dq, dk and dg of one panel with a decay per channel.
@@ -163,7 +172,8 @@ def channel_gradients(
 
     Args:
         descriptors: TMA descriptors of v, do, S, dS, and None.
-        tiles: Five tiles [C, PANEL]: q, k, two of scratch, g.
+        tiles: Five tiles [C, PANEL]: q, k, two of scratch, g; only q and k where there is ``wide``.
+        wide: Tile [C, PANEL] of float32 log-decays, or None.
         blocks: Tiles of v, do, S and dS, and one that is not used.
         both: Shared memory of S and dS together, which is used for dk so far after their products.
         results: Pointers of dq, dk and dg, then their descriptors.
@@ -187,7 +197,7 @@ def channel_gradients(
     square: gl.constexpr = tiles.type.layout
     t_q = tiles.index(0)
     t_k = tiles.index(1)
-    t_g = tiles.index(4)
+    t_g = tiles.index(4) if wide is None else wide
     saved_ints = gl.allocate_shared_memory(gl.int32, [5, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     flag = saved_ints.index(0)  # 1 if decays are strong; only that branch passes it to opaque_zero, which expects a 1
     one = saved_ints.index(1)
@@ -201,7 +211,12 @@ def channel_gradients(
         rows: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
         zero_tail(t_q, left, rows)
         zero_tail(t_k, left, rows)
-        zero_tail(t_g, left, rows)
+        if wide is None:
+            zero_tail(t_g, left, rows)
+        fence_async_shared()
+    if wide is not None:
+        gl.static_assert(NORMALIZER is None)
+        split_log_decays(wide, left, gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0]))
         fence_async_shared()
 
     from_states, from_dstates, dscores, whole = state_products(
@@ -227,22 +242,23 @@ def channel_gradients(
     store_split(gl.where(t - s > 0, dscores, 0.0), t_p, t_low)
     fence_async_shared()
 
-    before = logarithm(t_g, "before", opaque_zero(one, vector), acc)
-    from_middle = before - logarithm(t_g, "half", 0, acc)
+    before = logarithm(log_decays(tiles, wide, 0), "before", opaque_zero(one, vector), acc)
+    from_middle = before - logarithm(log_decays(tiles, wide, 0), "half", 0, acc)
     moderate = (gl.abs(from_middle) <= LIMIT * LOG2E) & (before >= MIN_LOG2_SUM)  # False for NaN
     is_strong = gl.max(gl.max(gl.where(moderate, 0, 1), 1), 0)
     # From here on indices are hidden from the compiler. ptxas computes descriptors that both sides of a branch share on one
     # side alone, and the other side reads garbage: see the traps in docs/notebook/gla.md.
     flag.store(gl.full([1], 0, gl.int32, layout=vector) + is_strong)
     if is_strong == 0:
-        behind = logarithm(t_g, "all", 0, acc) - before
-    else:  # -inf becomes finite: times the 0 of a matrix it would be NaN
-        b_g = t_g.load(acc).to(gl.float32)
-        t_g.store(gl.where(b_g < LOWEST, LOWEST, b_g).to(E))
-        fence_async_shared()
+        behind = logarithm(log_decays(tiles, wide, 0), "all", 0, acc) - before
+    else:
+        if wide is None:  # -inf becomes finite: times the 0 of a matrix it would be NaN
+            b_g = t_g.load(acc).to(gl.float32)
+            t_g.store(gl.where(b_g < LOWEST, LOWEST, b_g).to(E))
+            fence_async_shared()
         opaque = opaque_zero(flag, vector)
-        before = logarithm(tiles.index(4 + opaque), "before", opaque, acc)
-        behind = logarithm(tiles.index(4 + opaque), "behind", opaque, acc)
+        before = logarithm(log_decays(tiles, wide, opaque), "before", opaque, acc)
+        behind = logarithm(log_decays(tiles, wide, opaque), "behind", opaque, acc)
 
     behind = exp2_flushed(behind)
     b_dk = from_dstates * behind
@@ -253,31 +269,36 @@ def channel_gradients(
     # S to dS: before * behind is the decay over the whole chunk, which is the same in every row; the first one is taken.
     state_terms = t_whole.load(across)[None, :] * (before * behind)
     t_whole.store(gl.sum(k_dk + gl.where(row_index(acc, left) == 0, state_terms, 0.0), 0))
+    # Scratch tiles at SPARE. With ``wide`` they are allocated here, so that the reductions before share their memory: a CTA with
+    # 300 bytes more would be alone on its SM.
+    SPARE: gl.constexpr = 2 if wide is None else 0
+    spare = tiles if wide is None else gl.allocate_shared_memory(E, [2, C, PANEL], square)
     b_dq = from_states * (before * scale)
     onward = t_q.load(acc).to(gl.float32) * b_dq - k_dk
     b_dq += diagonal * tiles.index(1 + opaque_zero(one, vector)).load(acc).to(gl.float32)
     if is_strong == 0:
         zero = opaque_zero(one, vector)
-        before_again = logarithm(tiles.index(4 + zero), "before", zero, acc)
-        decay = exp2_flushed(before_again - logarithm(tiles.index(4 + zero), "half", 0, acc))
-        b_dq, b_dk, onward = pairs_from_middle(b_dq, onward, (t_p, t_low), tiles, decay, one, acc)
+        before_again = logarithm(log_decays(tiles, wide, zero), "before", zero, acc)
+        decay = exp2_flushed(before_again - logarithm(log_decays(tiles, wide, zero), "half", zero, acc))
+        spares = (spare.index(SPARE), spare.index(SPARE + 1))
+        b_dq, b_dk, onward = pairs_from_middle(b_dq, onward, (t_p, t_low), tiles, spares, decay, one, acc)
         from_levels = gl.zeros([C, PANEL], gl.float32, layout=acc)
     else:
         opaque = opaque_zero(flag, vector)
-        high = tiles.index(2 + opaque)._reinterpret(gl.bfloat16, [C, PANEL], square)  # noqa: SLF001
-        low = tiles.index(3 + opaque)._reinterpret(gl.bfloat16, [C, PANEL], square)  # noqa: SLF001
+        high = spare.index(SPARE + opaque)._reinterpret(gl.bfloat16, [C, PANEL], square)  # noqa: SLF001
+        low = spare.index(SPARE + 1 + opaque)._reinterpret(gl.bfloat16, [C, PANEL], square)  # noqa: SLF001
         nothing = gl.zeros([C, PANEL], gl.float32, layout=acc)
         from_levels = sum_split(onward, high, low, nothing, "onward", 0, opaque, acc)
         onward = nothing
         b_dk = nothing
         b_dq, from_levels = pairs_by_levels(
-            b_dq, stash, from_levels, t_p, t_low, tiles.index(opaque), tiles.index(1 + opaque), tiles.index(4 + opaque),
-            tiles.index(2 + opaque), high, low, flag, acc,
+            b_dq, stash, from_levels, t_p, t_low, tiles.index(opaque), tiles.index(1 + opaque), log_decays(tiles, wide, opaque),
+            spare.index(SPARE + opaque), high, low, flag, acc,
         )  # fmt: skip
     b_dk += stash.load(acc)
     opaque = opaque_zero(one, vector)
-    high = tiles.index(2 + opaque)._reinterpret(gl.bfloat16, [C, PANEL], square)  # noqa: SLF001
-    low = tiles.index(3 + opaque)._reinterpret(gl.bfloat16, [C, PANEL], square)  # noqa: SLF001
+    high = spare.index(SPARE + opaque)._reinterpret(gl.bfloat16, [C, PANEL], square)  # noqa: SLF001
+    low = spare.index(SPARE + 1 + opaque)._reinterpret(gl.bfloat16, [C, PANEL], square)  # noqa: SLF001
     b_dg = sum_split(onward, high, low, from_levels, "onward", 0, opaque, acc)
     b_dg += t_whole.load(across)[None, :]
     row = gl.max(saved_ints.index(2).load(vector), 0)
@@ -371,9 +392,9 @@ def gradients_kernel(
     ``q`` to ``states_low`` and the ``*_tiles`` are TMA descriptors; dq, dk and dg are the same tensors as pointers, for chunks
     that are cut off. With one decay per head ``g`` is None, ``log_decay`` [B, T, H] is given, and ``dg`` has float32 parts
     [PANELS, B, T, H]. ``rows`` is B T. ``pitch`` is the number of elements from row to row of dq and of dk [B T, H K]. With a
-    NORMALIZER log-decays, one for each channel, are logsigmoid(z) / NORMALIZER, and dg is the gradient of z. ALIASED: states
-    and their gradients lie in the rows of their chunk, see ``aliased_state_buffers`` in launch_hopper.py. PANELS: panels of a
-    head, K / 64. BISECTION_STEPS, PACKED: see ``find_chunk``. LIMIT: see ``channel_gradients``.
+    NORMALIZER log-decays, one for each channel and 16-bit, are logsigmoid(z) / NORMALIZER, and dg is the gradient of z. ALIASED:
+    states and their gradients lie in the rows of their chunk, see ``aliased_state_buffers`` in launch_hopper.py. PANELS: panels
+    of a head, K / 64. BISECTION_STEPS, PACKED: see ``find_chunk``. LIMIT: see ``channel_gradients``.
     """
     SCALAR: gl.constexpr = g is None
     E: gl.constexpr = q.dtype
@@ -386,7 +407,9 @@ def gradients_kernel(
     if left <= 0:
         return
     square: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, PANEL], E)
-    tiles = gl.allocate_shared_memory(E, [2 if SCALAR else 5, C, PANEL], square)  # q, k, two of scratch, g
+    WIDE: gl.constexpr = False if SCALAR else g.dtype == gl.float32
+    tiles = gl.allocate_shared_memory(E, [5 if not (SCALAR or WIDE) else 2, C, PANEL], square)  # q, k, two of scratch, g
+    wide = gl.allocate_shared_memory(gl.float32, [C, PANEL], g.layout) if WIDE else None
     BV: gl.constexpr = v.block_type.shape[1]
     both = gl.allocate_shared_memory(E, [2, BV, PANEL], states.layout)
     blocks = (
@@ -403,9 +426,9 @@ def gradients_kernel(
     channel = panel * PANEL
     width = heads * PANELS * PANEL
     column = head * PANELS * PANEL + channel
-    mbarrier.expect(bars.index(0), (2 if SCALAR else 3) * q.block_type.nbytes)
+    mbarrier.expect(bars.index(0), 2 * q.block_type.nbytes + (0 if SCALAR else g.block_type.nbytes))
     if not SCALAR:
-        tma_load(g, [row, column], bars.index(0), tiles.index(4))
+        tma_load(g, [row, column], bars.index(0), wide if WIDE else tiles.index(4))
     tma_load(q, [row, column], bars.index(0), tiles.index(0))
     tma_load(k, [row, column], bars.index(0), tiles.index(1))
     descriptors = (v, do, states, dstates, states_low)
@@ -423,7 +446,9 @@ def gradients_kernel(
         to = dg + panel.to(gl.int64) * rows * heads
         head_gradients(descriptors, tiles, blocks, results, bars, at, sizes, scale, log_decay, heads, to, acc)
     else:
-        channel_gradients(descriptors, tiles, blocks, both, results, bars, at, sizes, scale, LIMIT, NORMALIZER, acc)
+        channel_gradients(descriptors, tiles, wide, blocks, both, results, bars, at, sizes, scale, LIMIT, NORMALIZER, acc)
     tma_store_wait(pendings=0)
     keep_barriers((bars,))
     tiles._keep_alive()  # noqa: SLF001 - Triton would place reductions over tiles that TMA still reads
+    if WIDE:
+        wide._keep_alive()  # noqa: SLF001  # pyrefly: ignore[missing-attribute]

@@ -69,9 +69,26 @@ def not_(condition):
 
 @gluon.jit
 def summed(x, PART: gl.constexpr, level, zero, acc: gl.constexpr):
-    """Return x [C, PANEL], in shared memory, summed over the steps that PART names (``weights_of``). It waits for WGMMA."""
+    """Return x [C, PANEL], in shared memory, summed over the steps that PART names (``weights_of``). It waits for WGMMA.
+
+    x may also be two terms [2, C, PANEL], which are added up.
+    """
+    return weighted(weights_of(PART, level, zero, acc, x.dtype), x, zero, acc)
+
+
+@gluon.jit
+def weighted(weights, x, zero, acc: gl.constexpr):
+    """Return the product of weights [C, C] in registers and x [C, PANEL] in shared memory, or the sum of its two terms.
+
+    Terms [2, C, PANEL] are found through ``zero``, for the reason that hopper_gradients.py gives before its branch. The function
+    waits for WGMMA.
+    """
     d = gl.zeros([C, PANEL], gl.float32, layout=acc)
-    d = warpgroup_mma(weights_of(PART, level, zero, acc, x.dtype), x, d, use_acc=False, is_async=True)
+    if x.rank == 3:
+        d = warpgroup_mma(weights, x.index(zero), d, use_acc=False, is_async=True)
+        d = warpgroup_mma(weights, x.index(1 + zero), d, is_async=True)
+    else:
+        d = warpgroup_mma(weights, x, d, use_acc=False, is_async=True)
     return warpgroup_mma_wait(num_outstanding=0, deps=(d,))
 
 
@@ -88,8 +105,9 @@ def reciprocal(x):
 def logarithm(g, PART: gl.constexpr, zero, acc: gl.constexpr):
     """Return the base-2 logarithm of the decays [C, PANEL] over the steps that PART names. It waits for WGMMA.
 
-    ``g`` holds natural log-decays [C, PANEL] in shared memory. "before" sums the steps up to and with each step, "behind" those
-    after each step. "all" and "half" sum all steps, or the first half of the chunk, so that all rows are the same.
+    ``g`` holds natural log-decays [C, PANEL] in shared memory, or two terms of them, see ``summed``. "before" sums the steps up
+    to and with each step, "behind" those after each step. "all" and "half" sum all steps, or the first half of the chunk, so that
+    all rows are the same.
     """
     E: gl.constexpr = g.dtype
     operand: gl.constexpr = gl.DotOperandLayout(0, acc, 2)
@@ -99,9 +117,7 @@ def logarithm(g, PART: gl.constexpr, zero, acc: gl.constexpr):
         gl.static_assert(PART == "all" or PART == "half")
         s = gl.arange(0, C, layout=gl.SliceLayout(0, operand))[None, :]
         weights = ones_where(s < (C if PART == "all" else C // 2), E) + gl.zeros([C, C], E, layout=operand)
-    d = gl.zeros([C, PANEL], gl.float32, layout=acc)
-    d = warpgroup_mma(weights, g, d, use_acc=False, is_async=True)
-    return warpgroup_mma_wait(num_outstanding=0, deps=(d,)) * LOG2E
+    return weighted(weights, g, zero, acc) * LOG2E
 
 
 @gluon.jit
@@ -120,7 +136,7 @@ def sum_split(x, high, low, d, PART: gl.constexpr, level, zero, acc: gl.constexp
 
 
 @gluon.jit
-def pairs_from_middle(dq, onward, dscores, tiles, decay, one, acc: gl.constexpr):
+def pairs_from_middle(dq, onward, dscores, tiles, spare, decay, one, acc: gl.constexpr):
     """Compute the pair terms of dq, dk and dg of a chunk with moderate decay, by one product for each of dq and dk.
 
     A pair s < t belongs to dg of the steps u with s < u <= t. So these terms of dg are the suffix sums of q dq - k dk: the two
@@ -131,7 +147,8 @@ def pairs_from_middle(dq, onward, dscores, tiles, decay, one, acc: gl.constexpr)
         dq: Gradient of the queries so far, [C, PANEL], float32.
         onward: Terms of dg so far, [C, PANEL], float32. The caller sums them from each step to the end of the chunk.
         dscores: Two 16-bit tiles [C, C] that add up to dP, 0 on and above the diagonal.
-        tiles: Tiles of hopper_gradients.py; 0 and 1 hold q and k, 2 and 3 are overwritten by the decayed ones.
+        tiles: Tiles of hopper_gradients.py; 0 and 1 hold q and k.
+        spare: Two scratch tiles [C, PANEL], for decayed queries and keys.
         decay: Decay from the chunk's middle to each step, [C, PANEL], between exp(-LIMIT) and exp(LIMIT); LIMIT is that of
             hopper_gradients.py.
         one: int32 in shared memory that holds 1, for ``opaque_zero``.
@@ -142,7 +159,7 @@ def pairs_from_middle(dq, onward, dscores, tiles, decay, one, acc: gl.constexpr)
     """
     E: gl.constexpr = tiles.dtype
     vector: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    d_q, d_k = tiles.index(2), tiles.index(3)
+    d_q, d_k = spare
     opaque = opaque_zero(one, vector)
     d_k.store((tiles.index(1 + opaque).load(acc).to(gl.float32) * reciprocal(decay)).to(E))
     d_q.store((tiles.index(opaque).load(acc).to(gl.float32) * decay).to(E))
@@ -174,7 +191,7 @@ def pairs_by_levels(dq, dk_sum, dg, dscores, dscores_low, q, k, g, x, high, low,
         dscores_low: Second term of it.
         q: Queries of the panel, [C, PANEL], in shared memory.
         k: Keys of the panel.
-        g: Log-decays of the panel, all finite.
+        g: Log-decays of the panel, all finite; for float32 ones two terms, see ``summed``.
         x: Scratch tile for decayed queries and keys.
         high: Scratch tile, bfloat16, for the first term of a sum; it may be ``x``.
         low: Scratch tile, bfloat16, for the second term.

@@ -17,13 +17,15 @@ Decay      per channel, moderate: anchored at the middle of the chunk, so that o
            multiplied with the left block next to it, anchored between the two, so that no factor exceeds 1
            (``scores_by_levels``). Per head: the decays between steps are a matrix [64, 64] that multiplies q k^T. LIMIT is 40
            for bfloat16 and 6 for float16 (LIMITS in launch_hopper.py).
-Given      three tuples of hopper_chunk_state.py. ``tiles``: queries, keys, values, log-decays or second terms of the keys,
-           scores, and states on their way out. ``vectors``: scratch of this role (a mask for ``half_sums`` with a decay per
-           channel, sums of log-decays with one per head); ``ends``, the factors of the state or of its product; and
-           ``strong``, 1 where a chunk's decay is strong. ``bars``: full, decayed, scores_full, empty and scores_empty.
+Given      three tuples of hopper_chunk_state.py. ``tiles``: queries, keys, values, log-decays, second terms of the keys
+           (which overwrite log-decays), scores, and states on their way out. ``vectors``: scratch of this role (a mask for
+           ``half_sums`` with a decay per channel, sums of log-decays with one per head); ``ends``, the factors of the state or of
+           its product; and ``strong``, 1 where a chunk's decay is strong. ``bars``: full, decayed, scores_full, empty and
+           scores_empty.
 On chip    everything in shared memory, bytes for 16-bit numbers: decayed queries and keys overwrite queries and keys (128 K
            each); the rounding errors of the keys, as second 16-bit terms, overwrite the log-decays (128 K); scores (8192); sums
-           of steps come from products with matrices of 0 and 1.
+           of steps come from products with matrices of 0 and 1. float32 log-decays (256 K) are first replaced by two bfloat16
+           terms in the same place (``split_log_decays``), both of which such products sum.
 Barriers   waits for ``full`` (TMA has written the tile); arrives at ``decayed`` (queries, keys, ``ends`` and ``strong`` may be
            read) and at ``scores_full``. It waits for ``scores_empty`` only where there are fewer score buffers than stages. No
            wait for ``empty`` is needed: a stage is refilled after the state warpgroups have released it, which they do after
@@ -45,6 +47,7 @@ from onelaunch.ops.gla.kernels.hopper_tiles import (
     PANEL,
     C,
     chunk_of,
+    decay_terms,
     exp,
     exp2_flushed,
     ones_where,
@@ -52,6 +55,7 @@ from onelaunch.ops.gla.kernels.hopper_tiles import (
     plus,
     row_index,
     segment_span,
+    split_log_decays,
     store_split,
     work_item,
     zero_tail,
@@ -80,13 +84,19 @@ def score(queries, keys, square: gl.constexpr):
 
 
 @gluon.jit
-def weighted_sum(weights, g, rows: gl.constexpr):
-    """Return the product of weights [C, C] and log-decays [C, PANEL] in shared memory: sums over some steps, float32.
+def weighted_sum(weights, g, panel: gl.constexpr, rows: gl.constexpr):
+    """Return the product of weights [C, C] and a panel of log-decays in shared memory: sums over some steps, float32 [C, PANEL].
 
-    ``weights`` are 0 and 1, or -1 for steps that are subtracted. The function waits for WGMMA.
+    ``weights`` are 0 and 1, or -1 for steps that are subtracted. ``g`` is a tile [C, K], or for float32 log-decays the tiles of
+    ``decay_terms``, of which both terms are summed. The function waits for WGMMA.
     """
     zero = gl.zeros([C, PANEL], gl.float32, layout=rows)
-    d = warpgroup_mma(weights.to(g.dtype), g, zero, use_acc=False, is_async=True)
+    if g.rank == 3:
+        d = warpgroup_mma(weights.to(g.dtype), g.index(2 * panel), zero, use_acc=False, is_async=True)
+        d = warpgroup_mma(weights.to(g.dtype), g.index(2 * panel + 1), d, is_async=True)
+    else:
+        p_g = g.slice(panel * PANEL, PANEL, dim=1)
+        d = warpgroup_mma(weights.to(g.dtype), p_g, zero, use_acc=False, is_async=True)
     return warpgroup_mma_wait(num_outstanding=0, deps=(d,))
 
 
@@ -94,12 +104,18 @@ def weighted_sum(weights, g, rows: gl.constexpr):
 def half_sums(g, ones, panel: gl.constexpr):
     """Return the sums of a panel's log-decays over the first and over the second half of the steps, each [PANEL].
 
-    ``ones`` [8, C] comes from ``fill_half_masks``. The product is transposed, [PANEL, 8]: M is 64 channels, N is 8.
+    ``ones`` [8, C] comes from ``fill_half_masks``. The product is transposed, [PANEL, 8]: M is 64 channels, N is 8. ``g`` is
+    that of ``weighted_sum``.
     """
     few: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 8, 16])
     total = gl.zeros([PANEL, 8], gl.float32, layout=few)
-    p_g = g.slice(panel * PANEL, PANEL, dim=1)
-    total = warpgroup_mma(p_g.permute((1, 0)), ones.permute((1, 0)), total, use_acc=False, is_async=True)
+    if g.rank == 3:
+        masks = ones.permute((1, 0))
+        total = warpgroup_mma(g.index(2 * panel).permute((1, 0)), masks, total, use_acc=False, is_async=True)
+        total = warpgroup_mma(g.index(2 * panel + 1).permute((1, 0)), masks, total, is_async=True)
+    else:
+        p_g = g.slice(panel * PANEL, PANEL, dim=1)
+        total = warpgroup_mma(p_g.permute((1, 0)), ones.permute((1, 0)), total, use_acc=False, is_async=True)
     total = warpgroup_mma_wait(num_outstanding=0, deps=(total,))
     first, second = gl.split(gl.reshape(total, [PANEL, 4, 2]))
     return gl.sum(first, 1), gl.sum(second, 1)  # the other three of each four are 0
@@ -130,14 +146,15 @@ def fill_half_masks(ones):
 
 
 @gluon.jit
-def scores_from_middle(queries, keys, g, scores, decayed, scores_empty, turn, scale, square: gl.constexpr,
+def scores_from_middle(queries, keys, g, low, scores, decayed, scores_empty, turn, scale, square: gl.constexpr,
                        SINGLE_BUFFER: gl.constexpr, OUTPUT: gl.constexpr, REVERSE: gl.constexpr):  # fmt: skip
     """Decay queries and keys in place, anchored at the middle of the chunk, and compute the scores by one product.
 
     Given q, k and g of a full stage with moderate decays. Leaves decayed queries, keys in two 16-bit terms (``keys`` and
-    ``g``), and scores; arrives at ``decayed`` before the scores' product, which only reads. With SINGLE_BUFFER there is one
-    score buffer: the function waits at ``scores_empty`` until the scores of the chunk before have been read. ``turn`` counts
-    the chunks, and its parity is the phase of that barrier. The caller fences and arrives at ``scores_full``.
+    ``low``, which overwrites panels of ``g`` that have been summed), and scores; arrives at ``decayed`` before the scores'
+    product, which only reads. With SINGLE_BUFFER there is one score buffer: the function waits at ``scores_empty`` until the
+    scores of the chunk before have been read. ``turn`` counts the chunks, and its parity is the phase of that barrier. The caller
+    fences and arrives at ``scores_full``.
     """
     E: gl.constexpr = keys.dtype
     weights: gl.constexpr = gl.DotOperandLayout(0, square, 2)
@@ -150,12 +167,11 @@ def scores_from_middle(queries, keys, g, scores, decayed, scores_empty, turn, sc
     for panel in gl.static_range(keys.shape[1] // PANEL):
         p_q = queries.slice(panel * PANEL, PANEL, dim=1)
         p_k = keys.slice(panel * PANEL, PANEL, dim=1)
-        p_g = g.slice(panel * PANEL, PANEL, dim=1)
-        d = weighted_sum(from_middle, p_g, square) * (-LOG2E if REVERSE else LOG2E)
+        d = weighted_sum(from_middle, g, panel, square) * (-LOG2E if REVERSE else LOG2E)
         b_k = p_k.load(square).to(gl.float32) * exp2_flushed(-d)
         if REVERSE:
             b_k *= scale
-        store_split(b_k, p_k, p_g)
+        store_split(b_k, p_k, low.slice(panel * PANEL, PANEL, dim=1))
         if OUTPUT:
             b_q = p_q.load(square).to(gl.float32) * exp2_flushed(d)
             if not REVERSE:
@@ -166,7 +182,7 @@ def scores_from_middle(queries, keys, g, scores, decayed, scores_empty, turn, sc
     if OUTPUT:
         p = gl.zeros([C, C], gl.float32, layout=square)
         p = warpgroup_mma(queries, keys.permute((1, 0)), p, use_acc=False, is_async=True)
-        p = warpgroup_mma(queries, g.permute((1, 0)), p, is_async=True)
+        p = warpgroup_mma(queries, low.permute((1, 0)), p, is_async=True)
         p = warpgroup_mma_wait(num_outstanding=0, deps=(p,))
         t = gl.arange(0, C, layout=gl.SliceLayout(1, square))[:, None]
         s = gl.arange(0, C, layout=gl.SliceLayout(0, square))[None, :]
@@ -176,8 +192,8 @@ def scores_from_middle(queries, keys, g, scores, decayed, scores_empty, turn, sc
 
 
 @gluon.jit
-def decay_over(g, level, zero, PART: gl.constexpr, square: gl.constexpr):
-    """Return e^(a sum of log-decays) for each element of g [C, PANEL], which must be finite.
+def decay_over(g, panel: gl.constexpr, level, zero, PART: gl.constexpr, square: gl.constexpr):
+    """Return e^(a sum of log-decays) for each element of a panel of g (``weighted_sum``), which must be finite.
 
     Each sum is added up from its own log-decays and is at most 0. It is never a difference of two longer sums, whose rounding
     errors would show where decays are strong. PART "before" sums from the start of the chunk up to and with each step; "behind"
@@ -196,20 +212,21 @@ def decay_over(g, level, zero, PART: gl.constexpr, square: gl.constexpr):
         later = (((t >> level) & 1) == 1) & (s <= t)
         earlier = (((t >> level) & 1) == 0) & (s > t)
         within = (later | earlier) & ((s >> level) == (t >> level))
-    return exp(weighted_sum(ones_where(within, gl.float32), g, square))
+    return exp(weighted_sum(ones_where(within, gl.float32), g, panel, square))
 
 
 @gluon.jit
-def scores_by_levels(queries, keys, g, scores, decayed, flag, scores_empty, turn, scale, square: gl.constexpr,
+def scores_by_levels(queries, keys, g, low, scores, decayed, flag, scores_empty, turn, scale, square: gl.constexpr,
                      SINGLE_BUFFER: gl.constexpr, OUTPUT: gl.constexpr, REVERSE: gl.constexpr):  # fmt: skip
     """Decay queries and keys in place, and compute the scores, for log-decays of any size (secondary chunking).
 
     Works panel by panel. For each level the right blocks of 2^level steps are multiplied with the left blocks next to them,
     anchored between the two. Scores of a step's query with its own key come from an undecayed product. Then queries are decayed
     from the near end of the chunk and keys to its far end. There are seven products per panel, not one in all, but no
-    factor exceeds 1. Log-decays must be finite. ``flag`` is an int32 in shared memory that holds 1: it makes indices opaque to
-    the compiler (``opaque_zero``). For SINGLE_BUFFER and ``turn`` see ``scores_from_middle``. The function arrives at
-    ``decayed`` at the end, since ``keys`` is scratch until then; the caller arrives at ``scores_full``.
+    factor exceeds 1. Log-decays must be finite. ``low`` is that of ``scores_from_middle``. ``flag`` is an int32 in shared memory
+    that holds 1: it makes indices opaque to the compiler (``opaque_zero``). For SINGLE_BUFFER and ``turn`` see
+    ``scores_from_middle``. The function arrives at ``decayed`` at the end, since ``keys`` is scratch until then; the caller
+    arrives at ``scores_full``.
     """
     E: gl.constexpr = keys.dtype
     FROM_START: gl.constexpr = "behind" if REVERSE else "before"
@@ -220,14 +237,13 @@ def scores_by_levels(queries, keys, g, scores, decayed, flag, scores_empty, turn
     for panel in gl.static_range(keys.shape[1] // PANEL):
         p_q = queries.slice(panel * PANEL, PANEL, dim=1)
         p_k = keys.slice(panel * PANEL, PANEL, dim=1)
-        p_g = g.slice(panel * PANEL, PANEL, dim=1)
         row = gl.arange(0, C, layout=gl.SliceLayout(1, square))[:, None] + opaque_zero(flag, vector)
         b_k = p_k.load(square)
         if OUTPUT:
             p += gl.where(row == column, score(p_q.load(square), p_k, square), 0.0)
             for level in range(6):  # 2^6 = C
                 zero = opaque_zero(flag, vector)
-                d = decay_over(p_g, level, zero, "block", square)
+                d = decay_over(g, panel, level, zero, "block", square)
                 row = gl.arange(0, C, layout=gl.SliceLayout(1, square))[:, None] + zero
                 is_query = ((row >> level) & 1) == (0 if REVERSE else 1)
                 p_k.store(gl.where(is_query, 0.0, b_k.to(gl.float32) * d).to(E))
@@ -236,14 +252,14 @@ def scores_by_levels(queries, keys, g, scores, decayed, flag, scores_empty, turn
                 crossing = score(b_q.to(E), p_k, square)
                 p += gl.where((row >> (level + 1)) == (column >> (level + 1)), crossing, 0.0)
         if OUTPUT:
-            d = decay_over(p_g, 0, opaque_zero(flag, vector), FROM_START, square)
+            d = decay_over(g, panel, 0, opaque_zero(flag, vector), FROM_START, square)
             if not REVERSE:
                 d *= scale
             p_q.store((p_q.load(square).to(gl.float32) * d).to(E))
-        d = decay_over(p_g, 0, opaque_zero(flag, vector), TO_END, square)
+        d = decay_over(g, panel, 0, opaque_zero(flag, vector), TO_END, square)
         if REVERSE:
             d *= scale
-        store_split(b_k.to(gl.float32) * d, p_k, p_g)
+        store_split(b_k.to(gl.float32) * d, p_k, low.slice(panel * PANEL, PANEL, dim=1))
     if OUTPUT:
         if SINGLE_BUFFER:
             mbarrier.wait(scores_empty, (turn & 1) ^ 1)
@@ -262,7 +278,7 @@ def prepare_channels(tiles, vectors, bars, offsets, T, sizes, scale, LIMIT: gl.c
     ``scores_by_levels`` or ``scores_from_middle``. ``ends``: with moderate decay the factors of the near and of the far half;
     with strong decay those of the whole chunk, and 1.
     """
-    tiles_q, tiles_k, _, tiles_g, tiles_s, _ = tiles
+    tiles_q, tiles_k, _, tiles_g, tiles_low, tiles_s, _ = tiles
     ones, ends, strong = vectors
     full, decayed, scores_full, _, scores_empty = bars
     K: gl.constexpr = tiles_k.shape[2]
@@ -273,23 +289,30 @@ def prepare_channels(tiles, vectors, bars, offsets, T, sizes, scale, LIMIT: gl.c
     vector: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     rows: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     every: gl.constexpr = gl.BlockedLayout([PANEL // 32], [32], [4], [0])
+    WIDE: gl.constexpr = tiles_g.dtype == gl.float32
+    LOW: gl.constexpr = 2 if WIDE else 1  # tiles of second terms in the place of log-decays, of which the first is used
     # Finite stand-in for -inf, which times a 0 of a mask would be NaN. It decays to 0, and sums of 64 stay finite in float32.
     LOWEST: gl.constexpr = -1e30 if E == gl.bfloat16 else -65504.0  # noqa: SIM300
     NEAR: gl.constexpr = 1 if REVERSE else 0
     ends_flat = ends._reinterpret(gl.float32, [2 * STAGES, K], gl.SwizzledSharedLayout(1, 1, 1, [0]))  # noqa: SLF001
-    _, _, segment_steps = sizes
     n, _, _, segment = work_item(sizes, SLICES)
-    _, steps = segment_span(offsets, n, T, segment, segment_steps, PACKED)
+    _, steps = segment_span(offsets, n, T, segment, sizes, PACKED)
     chunks = gl.cdiv(steps, C)
     fill_half_masks(ones)
     for c in range(chunks):
         stage = c % STAGES
         left = steps - chunk_of(c, chunks, REVERSE) * C  # steps from the chunk's start to the end of the segment
-        g = tiles_g.index(stage)
+        g = decay_terms(tiles_g.index(stage)) if WIDE else tiles_g.index(stage)
         mbarrier.wait(full.index(stage), (c // STAGES) & 1)
+        if WIDE:
+            split_log_decays(tiles_g.index(stage), left, rows)
         if left < C:  # the rows from ``left`` on belong to the next sequence, or lie past the end of the tensor
-            zero_tail(g, left, rows)
+            if not WIDE:
+                zero_tail(g, left, rows)
             zero_tail(tiles_k.index(stage), left, rows)
+            if not WIDE:
+                fence_async_shared()
+        if WIDE:
             fence_async_shared()
         within = True
         for panel in gl.static_range(K // PANEL):
@@ -307,27 +330,29 @@ def prepare_channels(tiles, vectors, bars, offsets, T, sizes, scale, LIMIT: gl.c
         if is_strong == 0:
             strong.index(stage).store(gl.full([1], 0, gl.int32, layout=vector))
             scores_from_middle(
-                tiles_q.index(stage), tiles_k.index(stage), g, tiles_s.index(stage % SCORES), decayed.index(stage),
-                scores_empty, c, scale, square, SCORES < STAGES, OUTPUT, REVERSE,
+                tiles_q.index(stage), tiles_k.index(stage), g, tiles_low.index(stage * LOW), tiles_s.index(stage % SCORES),
+                decayed.index(stage), scores_empty, c, scale, square, SCORES < STAGES, OUTPUT, REVERSE,
             )  # fmt: skip
         else:
             strong.index(stage).store(gl.full([1], 1, gl.int32, layout=vector))
             # The stage is hidden from the compiler. ptxas computes descriptors that both sides of the branch share on one
             # side alone, and the other side reads garbage: see the traps in docs/notebook/gla.md.
             opaque_stage = stage + opaque_zero(strong.index(stage), vector)
+            opaque_g = decay_terms(tiles_g.index(opaque_stage)) if WIDE else tiles_g.index(opaque_stage)
+            if not WIDE:  # float32 ones are finite already
+                for panel in gl.static_range(K // PANEL):
+                    p_g = opaque_g.slice(panel * PANEL, PANEL, dim=1)
+                    b_g = p_g.load(rows).to(gl.float32)
+                    p_g.store(gl.where(b_g < LOWEST, LOWEST, b_g).to(E))
+                fence_async_shared()
             for panel in gl.static_range(K // PANEL):
-                p_g = tiles_g.index(opaque_stage).slice(panel * PANEL, PANEL, dim=1)
-                b_g = p_g.load(rows).to(gl.float32)
-                p_g.store(gl.where(b_g < LOWEST, LOWEST, b_g).to(E))
-            fence_async_shared()
-            for panel in gl.static_range(K // PANEL):
-                first, second = half_sums(tiles_g.index(opaque_stage), ones, panel)
+                first, second = half_sums(opaque_g, ones, panel)
                 near = ends_flat.index(2 * stage).slice(panel * PANEL, PANEL, dim=0)
                 far = ends_flat.index(2 * stage + 1).slice(panel * PANEL, PANEL, dim=0)
                 near.store(exp(first + second))
                 far.store(first * 0.0 + 1.0)  # 1, but NaN where a log-decay is NaN
             scores_by_levels(
-                tiles_q.index(opaque_stage), tiles_k.index(opaque_stage), tiles_g.index(opaque_stage),
+                tiles_q.index(opaque_stage), tiles_k.index(opaque_stage), opaque_g, tiles_low.index(opaque_stage * LOW),
                 tiles_s.index(opaque_stage % SCORES), decayed.index(stage), strong.index(opaque_stage), scores_empty, c, scale,
                 square, SCORES < STAGES, OUTPUT, REVERSE,
             )  # fmt: skip
@@ -349,7 +374,7 @@ def prepare_heads(tiles, vectors, bars, offsets, log_decay, T, sizes, scale, SLI
     through which sums of log-decays (row 0) and factors of the keys (row 1) change their layout. SPLIT_KEYS: the keys become
     two 16-bit terms, the second of them in the tile in which log-decays per channel lie otherwise.
     """
-    tiles_q, tiles_k, _, tiles_low, tiles_s, _ = tiles
+    tiles_q, tiles_k, _, _, tiles_low, tiles_s, _ = tiles
     sums, ends, _ = vectors
     full, decayed, scores_full, _, scores_empty = bars
     K: gl.constexpr = tiles_k.shape[2]
@@ -361,9 +386,9 @@ def prepare_heads(tiles, vectors, bars, offsets, log_decay, T, sizes, scale, SLI
     vector: gl.constexpr = gl.BlockedLayout([C // 32], [32], [4], [0])  # all 64 steps in each warp: scans need no shared memory
     sums_flat = sums._reinterpret(gl.float32, [2, C], gl.SwizzledSharedLayout(1, 1, 1, [0]))  # noqa: SLF001
     ends_flat = ends._reinterpret(gl.float32, [2 * STAGES, K], gl.SwizzledSharedLayout(1, 1, 1, [0]))  # noqa: SLF001
-    heads, _, segment_steps = sizes
+    heads, _, _ = sizes
     n, head, _, segment = work_item(sizes, SLICES)
-    row, steps = segment_span(offsets, n, T, segment, segment_steps, PACKED)
+    row, steps = segment_span(offsets, n, T, segment, sizes, PACKED)
     chunks = gl.cdiv(steps, C)
     step = gl.arange(0, C, layout=vector)
     t = gl.arange(0, C, layout=gl.SliceLayout(1, square))

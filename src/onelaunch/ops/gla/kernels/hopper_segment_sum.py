@@ -19,7 +19,8 @@ On chip    shared memory for 16-bit numbers, per stage: keys and log-decays [64,
            With SPLIT_KEYS the second terms of the keys (their rounding errors) replace the log-decays. With one decay per head
            there are no log-decays in shared memory; the second terms then have that place for themselves, and without
            SPLIT_KEYS the place does not exist. With a decay per channel SPLIT_KEYS is always set, and two matrices of 0 and 1
-           are added, [2, 64, 64], 16384 bytes together, which sum steps by WGMMA.
+           are added, [2, 64, 64], 16384 bytes together, which sum steps by WGMMA. float32 log-decays take twice the bytes, see
+           ``split_log_decays``.
 Barriers   per stage: full (TMA loads have landed; all wait), decayed (keys are decayed and ``stop`` is written; ``accumulate``
            waits), empty (all groups have finished their products; the first one waits and refills). ``stop`` holds, per stage,
            the number of chunks after which the loops end. It is written before ``decayed`` and not changed before the stage is
@@ -49,11 +50,13 @@ from onelaunch.ops.gla.kernels.hopper_tiles import (
     C,
     chunk_of,
     clamp_log_decays,
+    decay_terms,
     exp,
     exp2_flushed,
     ones_where,
     plus,
     segment_span,
+    split_log_decays,
     store_split,
     work_item,
     zero_tail,
@@ -83,15 +86,16 @@ def accumulate(descriptors, segment_states, tiles, bars, offsets, T, sizes, valu
     stage. GROUP is the index of the warpgroup. The tuples are made in ``segment_sum_kernel``, which explains them; ``offsets``
     and ``values`` (the number V of value channels) come from there as well.
     """
-    _, tiles_k, tiles_v, tiles_low, _, _ = tiles
+    _, tiles_k, tiles_v, _, tiles_low, _, _ = tiles
     full, decayed, empty, stop = bars
     K: gl.constexpr = tiles_k.shape[2]
     STAGES: gl.constexpr = tiles_k.shape[0]
+    LOW: gl.constexpr = tiles_low.shape[0] // STAGES  # tiles of second terms in a stage, of which the first is used
     state_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, K, 16])
     rows: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    heads, segments, segment_steps = sizes
+    heads, segments, _ = sizes
     n, head, value_slice, segment = work_item(sizes, SLICES)
-    row, steps = segment_span(offsets, n, T, segment, segment_steps, PACKED)
+    row, steps = segment_span(offsets, n, T, segment, sizes, PACKED)
     state = gl.zeros([PANEL, K], gl.float32, layout=state_layout)
     panel = (head * SLICES + value_slice) * GROUPS
     chunks = segment_chunks(steps, segment, segments, REVERSE)
@@ -116,7 +120,7 @@ def accumulate(descriptors, segment_states, tiles, bars, offsets, T, sizes, valu
         limit = gl.minimum(limit, gl.max(stop.index(stage).load(vector), 0))
         state = warpgroup_mma(b_v.permute((1, 0)), tiles_k.index(stage), state, is_async=True)
         if SPLIT_KEYS:
-            state = warpgroup_mma(b_v.permute((1, 0)), tiles_low.index(stage), state, is_async=True)
+            state = warpgroup_mma(b_v.permute((1, 0)), tiles_low.index(stage * LOW), state, is_async=True)
         state = warpgroup_mma_wait(num_outstanding=0, deps=(state,))
         mbarrier.arrive(empty.index(stage), count=1)
         if GROUP == 0:
@@ -158,35 +162,44 @@ def restore_duplicate_rows(x, layout: gl.constexpr):
 
 
 @gluon.jit
-def decay_panels(keys, g, carry, weights, scale, FIRST: gl.constexpr, REVERSE: gl.constexpr):
+def decay_panels(keys, g, low, carry, weights, scale, FIRST: gl.constexpr, REVERSE: gl.constexpr):
     """Decay the keys of a chunk in place, from channel FIRST on, and return ``carry`` with the chunk's log-decays added.
 
     Each row of ``carry`` [C / 2, channels] is the sum of the log-decays of the chunks processed before. ``weights`` holds two
     matrices of 0 and 1. The first sums the log-decays on the far side of each step, with REVERSE that of the step too; the
     second sums those of all steps. A call with more than PANEL channels halves ``carry`` and calls itself for each half, since
-    a product covers PANEL channels. The second terms of the keys overwrite the log-decays ``g``. ``full`` must have been waited
-    for; the caller fences and arrives at ``decayed`` afterwards.
+    a product covers PANEL channels. The second terms of the keys, ``low``, overwrite the log-decays ``g``, which are a tile [C,
+    K] or, if they are float32, the tiles of ``decay_terms``. ``full`` must have been waited for; the caller fences and arrives at
+    ``decayed`` afterwards.
     """
     carry_layout: gl.constexpr = carry.type.layout
     K: gl.constexpr = carry.shape[1]
     if K == PANEL:
         p_k = keys.slice(FIRST, PANEL, dim=1)
-        p_g = g.slice(FIRST, PANEL, dim=1)
         square: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PANEL, 16])
         d = gl.zeros([C, PANEL], gl.float32, layout=square)
         total = gl.zeros([C, PANEL], gl.float32, layout=square)
-        d = warpgroup_mma(weights.index(0), p_g, d, use_acc=False, is_async=True)
-        total = warpgroup_mma(weights.index(1), p_g, total, use_acc=False, is_async=True)
+        if g.rank == 3:
+            p_g = g.index(FIRST // PANEL * 2)
+            d = warpgroup_mma(weights.index(0), p_g, d, use_acc=False, is_async=True)
+            total = warpgroup_mma(weights.index(1), p_g, total, use_acc=False, is_async=True)
+            p_low = g.index(FIRST // PANEL * 2 + 1)
+            d = warpgroup_mma(weights.index(0), p_low, d, is_async=True)
+            total = warpgroup_mma(weights.index(1), p_low, total, is_async=True)
+        else:
+            p_g = g.slice(FIRST, PANEL, dim=1)
+            d = warpgroup_mma(weights.index(0), p_g, d, use_acc=False, is_async=True)
+            total = warpgroup_mma(weights.index(1), p_g, total, use_acc=False, is_async=True)
         d, total = warpgroup_mma_wait(num_outstanding=0, deps=(d, total))
         b_k = p_k.load(square).to(gl.float32) * exp2_flushed((restore_duplicate_rows(carry, square) + d) * LOG2E)
         carry += gl.convert_layout(drop_duplicate_rows(total), carry_layout)
         if REVERSE:
             b_k *= scale
-        store_split(b_k, p_k, p_g)
+        store_split(b_k, p_k, low.slice(FIRST, PANEL, dim=1))
     else:
         left, right = split_columns(carry)
-        left = decay_panels(keys, g, left, weights, scale, FIRST, REVERSE)
-        right = decay_panels(keys, g, right, weights, scale, FIRST + K // 2, REVERSE)
+        left = decay_panels(keys, g, low, left, weights, scale, FIRST, REVERSE)
+        right = decay_panels(keys, g, low, right, weights, scale, FIRST + K // 2, REVERSE)
         carry = gl.convert_layout(gl.reshape(gl.permute(gl.join(left, right), (0, 2, 1)), [C // 2, K]), carry_layout)
     return carry
 
@@ -199,23 +212,24 @@ def decay_key_channels(tiles, segment_decays, bars, offsets, T, sizes, scale, SL
     Per chunk: wait for ``full``, decay the keys, write ``stop``, arrive at ``decayed``. No wait for ``empty`` is needed, since
     ``full`` only completes after a refill. ``segment_sum_kernel`` explains the arguments.
     """
-    _, tiles_k, _, tiles_g, weights, _ = tiles
+    _, tiles_k, _, tiles_g, tiles_low, weights, _ = tiles
     full, decayed, _, stop = bars
     K: gl.constexpr = tiles_k.shape[2]
-    E: gl.constexpr = tiles_k.dtype
     STAGES: gl.constexpr = tiles_k.shape[0]
+    WIDE: gl.constexpr = tiles_g.dtype == gl.float32
+    LOW: gl.constexpr = tiles_low.shape[0] // STAGES
     rows: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    heads, segments, segment_steps = sizes
+    heads, segments, _ = sizes
     n, head, value_slice, segment = work_item(sizes, SLICES)
-    _, steps = segment_span(offsets, n, T, segment, segment_steps, PACKED)
+    _, steps = segment_span(offsets, n, T, segment, sizes, PACKED)
     chunks = segment_chunks(steps, segment, segments, REVERSE)
     vector: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     # The matrices are operands from shared memory. In registers they leave too few for two products at once; ptxas then
     # serialized all products, and segments of a single chunk came out wrong.
     t = gl.arange(0, C, layout=gl.SliceLayout(1, rows))[:, None]
     s = gl.arange(0, C, layout=gl.SliceLayout(0, rows))[None, :]
-    weights.index(0).store(ones_where(s <= t if REVERSE else s > t, E))
-    weights.index(1).store(ones_where((s >= 0) & (t >= 0), E))
+    weights.index(0).store(ones_where(s <= t if REVERSE else s > t, weights.dtype))
+    weights.index(1).store(ones_where((s >= 0) & (t >= 0), weights.dtype))
     wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, K, 16])
     carry = drop_duplicate_rows(gl.zeros([C, K], gl.float32, layout=wide))
     carry_layout: gl.constexpr = carry.type.layout
@@ -224,14 +238,18 @@ def decay_key_channels(tiles, segment_decays, bars, offsets, T, sizes, scale, SL
     while c < limit:
         stage = c % STAGES
         left = steps - chunk_of(c, chunks, not REVERSE) * C
-        g = tiles_g.index(stage)
+        g = decay_terms(tiles_g.index(stage)) if WIDE else tiles_g.index(stage)
         mbarrier.wait(full.index(stage), (c // STAGES) & 1)
         if left < C:  # the rows from ``left`` on belong to the next sequence or lie beyond the tensor
-            zero_tail(g, left, rows)
+            if not WIDE:
+                zero_tail(g, left, rows)
             zero_tail(tiles_k.index(stage), left, rows)
-        clamp_log_decays(g, rows)
+        if WIDE:
+            split_log_decays(tiles_g.index(stage), left, rows)
+        else:
+            clamp_log_decays(g, rows)
         fence_async_shared()
-        carry = decay_panels(tiles_k.index(stage), g, carry, weights, scale, 0, REVERSE)
+        carry = decay_panels(tiles_k.index(stage), g, tiles_low.index(stage * LOW), carry, weights, scale, 0, REVERSE)
         # The maximum is a reduction across all warps, so it is taken after every second chunk. After every fourth was slower:
         # loads decide the time, and more chunks were loaded in vain (docs/notebook/gla.md).
         if c & 1 == 1:
@@ -256,16 +274,16 @@ def decay_key_heads(tiles, segment_decays, bars, offsets, log_decay, T, sizes, s
     The log-decays are loaded from global memory into registers, and one number is their running sum, so every chunk can test
     it. Without SPLIT_KEYS keys are rounded to 16 bits once. The rest is as in :func:`decay_key_channels`.
     """
-    _, tiles_k, _, tiles_low, _, _ = tiles
+    _, tiles_k, _, _, tiles_low, _, _ = tiles
     full, decayed, _, stop = bars
     K: gl.constexpr = tiles_k.shape[2]
     E: gl.constexpr = tiles_k.dtype
     STAGES: gl.constexpr = tiles_k.shape[0]
     rows: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     down: gl.constexpr = gl.SliceLayout(1, rows)
-    heads, segments, segment_steps = sizes
+    heads, segments, _ = sizes
     n, head, value_slice, segment = work_item(sizes, SLICES)
-    row, steps = segment_span(offsets, n, T, segment, segment_steps, PACKED)
+    row, steps = segment_span(offsets, n, T, segment, sizes, PACKED)
     chunks = segment_chunks(steps, segment, segments, REVERSE)
     # Every warp holds all 64 steps, so that sums over steps stay within a warp.
     vector: gl.constexpr = gl.BlockedLayout([C // 32], [32], [4], [0])
@@ -330,9 +348,9 @@ def segment_sum_kernel(
     ``keys``, ``v`` and ``g`` are TMA descriptors of matrices [B T, H X], with boxes of C rows by K channels (PANEL for ``v``).
     ``g`` describes log-decays per channel; if it is None, ``log_decay`` [B, T, H] has one per head. ``segment_states``
     [N, H, segments, V, K] and ``segment_decays`` [N, H, segments, K] are float32 results. ``offsets`` [N + 1] are the first
-    rows of packed sequences, read with PACKED. ``segment_steps`` is the length of a segment, a multiple of C; ``values`` is V.
-    ``scale`` is used with REVERSE only. PREPARE_REGISTERS and MULTIPLY_REGISTERS are the registers of a thread of the decaying
-    warpgroup and of the second accumulating one.
+    rows of packed sequences, read with PACKED. ``segment_steps`` is the length of a segment, a multiple of C, unless PACKED
+    (``segment_span``); ``values`` is V. ``scale`` is used with REVERSE only. PREPARE_REGISTERS and MULTIPLY_REGISTERS are the
+    registers of a thread of the decaying warpgroup and of the second accumulating one.
     """
     SCALAR: gl.constexpr = g is None
     K: gl.constexpr = keys.block_type.shape[1]
@@ -340,8 +358,14 @@ def segment_sum_kernel(
     tiles_k = gl.allocate_shared_memory(E, [STAGES, C, K], keys.layout)
     tiles_v = gl.allocate_shared_memory(E, [STAGES * GROUPS, C, PANEL], v.layout)
     tiles_g = tiles_k
-    if SPLIT_KEYS:
+    tiles_low = tiles_k
+    WIDE: gl.constexpr = False if SCALAR else g.dtype == gl.float32
+    if WIDE:  # the second terms of the keys take the first half of the place of the log-decays
+        tiles_g = gl.allocate_shared_memory(gl.float32, [STAGES, C, K], g.layout)
+        tiles_low = tiles_g._reinterpret(E, [2 * STAGES, C, K], keys.layout)  # noqa: SLF001
+    elif SPLIT_KEYS:
         tiles_g = gl.allocate_shared_memory(E, [STAGES, C, K], keys.layout)
+        tiles_low = tiles_g
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     decayed = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -354,13 +378,14 @@ def segment_sum_kernel(
     stop = gl.allocate_shared_memory(gl.int32, [STAGES, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     sizes = (heads, segments, segment_steps)
     # ``load_stage`` takes descriptors of queries, keys, values and log-decays, and tiles in the same order. There are no
-    # queries here: it is called with OUTPUT = False and ignores their place, which the keys fill. Tiles go on with the matrices
-    # of 0 and 1, and with a place for states that chunk_state_kernel uses, also filled by the keys.
+    # queries here: it is called with OUTPUT = False and ignores their place, which the keys fill. Tiles go on with the second
+    # terms of the keys, the matrices of 0 and 1, and a place for states that chunk_state_kernel uses, also filled by the keys.
     descriptors = (keys, keys, v, g)
     weights = tiles_k
     if not SCALAR:
-        weights = gl.allocate_shared_memory(E, [2, C, C], gl.NVMMASharedLayout.get_default_for([C, C], E))
-    tiles = (tiles_k, tiles_k, tiles_v, tiles_g, weights, tiles_k)
+        summed: gl.constexpr = gl.bfloat16 if WIDE else E
+        weights = gl.allocate_shared_memory(summed, [2, C, C], gl.NVMMASharedLayout.get_default_for([C, C], summed))
+    tiles = (tiles_k, tiles_k, tiles_v, tiles_g, tiles_low, weights, tiles_k)
     bars = (full, decayed, empty, stop)
     if GROUPS == 2:
         gl.warp_specialize(

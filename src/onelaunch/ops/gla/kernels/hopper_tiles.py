@@ -58,12 +58,16 @@ def sequence_bounds(offsets, n, T, PACKED: gl.constexpr):
 
 
 @gluon.jit
-def segment_span(offsets, n, T, segment, segment_steps, PACKED: gl.constexpr):
+def segment_span(offsets, n, T, segment, sizes, PACKED: gl.constexpr):
     """Return the first row and the number of steps of one segment of sequence n.
 
-    A segment is ``segment_steps`` long, a multiple of C. The last ones of a short sequence may have fewer steps, or none.
+    ``sizes`` is that of ``work_item``. A segment is a multiple of C long. With PACKED each sequence is cut into segments of its
+    own length, since lengths differ. The last segments of a short sequence may have fewer steps, or none.
     """
+    _, segments, segment_steps = sizes
     first, length, _ = sequence_bounds(offsets, n, T, PACKED)
+    if PACKED:
+        segment_steps = gl.cdiv(gl.cdiv(length, C), segments) * C
     start = segment * segment_steps
     return first + start, gl.maximum(gl.minimum(length - start, segment_steps), 0)
 
@@ -99,8 +103,9 @@ def find_chunk(offsets, slot, T, sequences, BISECTION_STEPS: gl.constexpr, PACKE
 def work_item(sizes, SLICES: gl.constexpr):
     """Return the sequence, the head, the slice of values and the segment that this CTA works on.
 
-    ``sizes`` holds the number of heads, the number of segments per sequence, and the steps of a segment. A head has SLICES
-    slices of values. Slices of values vary fastest, so CTAs that read the same queries, keys and log-decays are neighbours.
+    ``sizes`` holds the number of heads, the number of segments per sequence, and the steps of a segment, which are not used
+    where sequences are packed. A head has SLICES slices of values. Slices of values vary fastest, so CTAs that read the same
+    queries, keys and log-decays are neighbours.
     """
     heads, segments, _ = sizes
     item = gl.program_id(0)
@@ -212,6 +217,34 @@ def zero_tail(tile, left, layout: gl.constexpr):
         p_tile = tile.slice(panel * PANEL, PANEL, dim=1)
         inside = gl.where(row_index(layout, left) < left, p_tile.load(layout).to(gl.float32), 0.0)
         p_tile.store(inside.to(tile.dtype))
+
+
+@gluon.jit
+def decay_terms(tile):
+    """Return float32 log-decays [C, K] in shared memory as the tiles into which ``split_log_decays`` turns them.
+
+    The result is [2 K / PANEL, C, PANEL] bfloat16 in the same memory: the first and the second terms of each panel.
+    """
+    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, PANEL], gl.bfloat16)
+    return tile._reinterpret(gl.bfloat16, [2 * (tile.shape[1] // PANEL), C, PANEL], layout)  # noqa: SLF001
+
+
+@gluon.jit
+def split_log_decays(tile, left, layout: gl.constexpr):
+    """Replace float32 log-decays [C, K] in shared memory by sums of two bfloat16 numbers, in the tiles of ``decay_terms``.
+
+    WGMMA sums log-decays by products with matrices of 0 and 1, which are exact for 16-bit numbers. The sum of two terms has a
+    relative error of 2^-17. Log-decays are raised to at least -1e30, since -inf times 0 would be NaN; NaN stays NaN. Rows from
+    ``left`` on are set to 0. A panel of float32 boxes [C, PANEL / 2] is as large as its two terms and lies in the same place,
+    so panels can be replaced one by one. The caller fences.
+    """
+    terms = decay_terms(tile)
+    for panel in gl.static_range(tile.shape[1] // PANEL):
+        g = tile.slice(panel * PANEL, PANEL, dim=1).load(layout)
+        g = gl.where(g < -1e30, -1e30, g)
+        if left < C:
+            g = gl.where(row_index(layout, left) < left, g, 0.0)
+        store_split(g, terms.index(2 * panel), terms.index(2 * panel + 1))
 
 
 @gluon.jit

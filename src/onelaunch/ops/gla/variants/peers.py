@@ -1,13 +1,18 @@
-"""The peer ``fla``: flash-linear-attention's own functions, called as its layers call them."""
+"""The peers of fla (flash-linear-attention): its own functions, called as its layers and its users call them.
+
+The tag ``usual`` is false for the one that its layers do not call.
+"""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 
 import torch
 
 from onelaunch.device.hardware import is_hopper
 from onelaunch.operation import Query
+from onelaunch.operation.accuracy import FLA_TESTS
 from onelaunch.operation.requirements import not_installed
 from onelaunch.ops.gla.contract import GlaCall, gla
 from onelaunch.ops.gla.heads import expanded
@@ -19,37 +24,82 @@ MISCOMPILED = ((3, 4, 0), (3, 7, 1))
 """Range of Triton versions, the last excluded, that miscompile chunk_simple_gla's backward pass: it raises on Hopper."""
 
 
-@gla.variant(
-    "fla", launches=None, fuses=(), chunk=64, hands=("cumulated", "states", "scores", "repeated"), requires="fla", tunes=True,
-)  # fmt: skip
-def fla(call: GlaCall) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Compute by ``chunk_gla`` or ``chunk_simple_gla`` of flash-linear-attention.
+Results = tuple[torch.Tensor, torch.Tensor | None]
+"""The output ``o`` and the final state, or ``None`` where the call asks for none."""
 
-    Few steps, or a gate on values, take its ``fused_recurrent_*`` functions, a loop over time in one kernel. fla's functions want
-    all heads in every tensor. Shared heads are therefore repeated, as its layers do with ``num_kv_heads``; the time includes it.
-    If queries share states, initial states are repeated too, and one is returned of final states that are equal then.
+HANDS = ("cumulated", "states", "scores", "repeated")
+"""Intermediate results of fla's chunk functions that go through memory; cost.py explains them."""
+
+
+@gla.variant(
+    "fla", launches=None, fuses=(), chunk=64, hands=HANDS, requires="fla", own_tolerance=FLA_TESTS, usual=True, tunes=True
+)
+def fla(call: GlaCall) -> Results:
+    """Compute by ``chunk_gla`` or ``chunk_simple_gla`` of flash-linear-attention, few steps by ``fused_recurrent_*``.
+
+    Few steps, or a gate on values, take its ``fused_recurrent_*`` functions, a loop over time in one kernel, as its layers do.
     """
     from fla.ops import gla as by_channel  # pyrefly: ignore[missing-import]
     from fla.ops import simple_gla as by_head  # pyrefly: ignore[missing-import]
 
+    if call.gv is None and call.q.shape[1] > FEW_STEPS:
+        return run_fla(call, by_head.chunk_simple_gla if call.per_head else by_channel.chunk_gla, "g")
+    if call.per_head:
+        return run_fla(call, by_head.fused_recurrent_simple_gla, "g")
+    return run_fla(call, by_channel.fused_recurrent_gla, "gk")
+
+
+@gla.variant(
+    "fla_chunk", launches=None, fuses=(), chunk=64, hands=HANDS, requires="fla", own_tolerance=FLA_TESTS, usual=True, tunes=True
+)
+def fla_chunk(call: GlaCall) -> Results:
+    """Compute few steps by ``chunk_gla`` or ``chunk_simple_gla``, as people do who call these functions whatever T is.
+
+    Beyond :data:`FEW_STEPS` steps ``fla`` calls them too, so this variant leaves these calls to it.
+    """
+    from fla.ops import gla as by_channel  # pyrefly: ignore[missing-import]
+    from fla.ops import simple_gla as by_head  # pyrefly: ignore[missing-import]
+
+    return run_fla(call, by_head.chunk_simple_gla if call.per_head else by_channel.chunk_gla, "g")
+
+
+@gla.variant(
+    "fla_fused_chunk",
+    launches=None,
+    fuses=(),
+    chunk=64,
+    hands=("repeated",),
+    requires="fla",
+    own_tolerance=FLA_TESTS,
+    usual=False,
+    tunes=True,
+)
+def fla_fused_chunk(call: GlaCall) -> Results:
+    """Compute a decay per head by ``fused_chunk_simple_gla``, which keeps states on chip and also trains on Hopper."""
+    from fla.ops.simple_gla import fused_chunk_simple_gla  # pyrefly: ignore[missing-import]
+
+    return run_fla(call, fused_chunk_simple_gla, "g")
+
+
+def run_fla(call: GlaCall, function: Callable[..., Results], gate: str) -> Results:
+    """Return the results of one of fla's functions; ``gate`` is its name of the log-decays.
+
+    fla's functions want all heads in every tensor. Shared heads are therefore repeated, as its layers do with ``num_kv_heads``;
+    the time includes it. If queries share states, initial states are repeated too, and one is returned of final states that are
+    equal then.
+    """
     heads = call.heads.output
     q, k, v, g = (expanded(each, heads) for each in (call.q, call.k, call.v, call.g))
-    gv = None if call.gv is None else expanded(call.gv, heads)
-    initial = None if call.initial_state is None else expanded(call.initial_state, heads, dim=1)
-    steps = "fused_recurrent" if gv is not None or q.shape[1] <= FEW_STEPS else "chunk"
-    if call.per_head:
-        function, gates = getattr(by_head, f"{steps}_simple_gla"), {"g": g}
-    elif steps == "chunk":
-        function, gates = by_channel.chunk_gla, {"g": g}
-    else:
-        function, gates = by_channel.fused_recurrent_gla, {"gk": g, "gv": gv}
+    gates: dict[str, torch.Tensor | None] = {gate: g}
+    if gate == "gk":  # the only function with a gate on values
+        gates["gv"] = None if call.gv is None else expanded(call.gv, heads)
     o, final = function(
         q=q,
         k=k,
         v=v,
         **gates,
         scale=call.scale,
-        initial_state=initial,
+        initial_state=None if call.initial_state is None else expanded(call.initial_state, heads, dim=1),
         output_final_state=call.output_final_state,
         cu_seqlens=call.cu_seqlens,
     )
@@ -57,22 +107,52 @@ def fla(call: GlaCall) -> tuple[torch.Tensor, torch.Tensor | None]:
     return o, final if of_a_state == 1 or final is None else final[:, ::of_a_state]
 
 
-@fla.supports
 def what_fla_can(query: Query) -> str | None:
-    """Return why fla 0.6.0 cannot run a call, or ``None``."""
+    """Return why no function of fla 0.6.0 can run a call, or ``None``."""
     if (reason := not_installed("fla")) is not None:
         return reason
     if query.device_type != "cuda":
         return "needs a CUDA or ROCm device"
     if 0 in query.sizes:
         return "needs at least one element in every dimension"
-    if "scalar_decay" not in query.flags:
-        return None
-    if "value_gate" in query.flags:
+    if "scalar_decay" in query.flags and "value_gate" in query.flags:
         return "takes no gate on values beside one decay per head (fla 0.6.0)"
-    if query.grad and query.sizes[1] > FEW_STEPS and is_hopper(torch.device(query.device)) and _miscompiles(_triton_version()):
+    return None
+
+
+def chunk_backward(query: Query) -> str | None:
+    """Return why the backward pass of ``chunk_simple_gla`` of fla 0.6.0 raises, or ``None``."""
+    per_head = "scalar_decay" in query.flags and query.grad
+    if per_head and is_hopper(torch.device(query.device)) and _miscompiles(_triton_version()):
         return "raises in the backward pass of chunk_simple_gla on Hopper for Triton >= 3.4.0 and < 3.7.1 (fla 0.6.0)"
     return None
+
+
+for _variant in (fla, fla_chunk, fla_fused_chunk):
+    _variant.supports(what_fla_can)
+
+
+@fla.supports
+def trains(query: Query) -> str | None:
+    """Return why the function that many steps take has no backward pass here, or ``None``."""
+    return chunk_backward(query) if query.sizes[1] > FEW_STEPS else None
+
+
+fla_chunk.supports(chunk_backward)
+
+
+@fla_chunk.supports
+def takes_few_steps(query: Query) -> str | None:
+    """Return why ``fla`` runs a call instead, or ``None``."""
+    if query.sizes[1] > FEW_STEPS:
+        return f"is for at most {FEW_STEPS} steps; the variant fla calls the same functions for more"
+    return "takes no gate on values (fla 0.6.0)" if "value_gate" in query.flags else None
+
+
+@fla_fused_chunk.supports
+def decays_per_head(query: Query) -> str | None:
+    """Return why ``fused_chunk_simple_gla`` cannot run a call, or ``None``."""
+    return None if "scalar_decay" in query.flags else "needs one decay per head"
 
 
 def _triton_version() -> tuple[int, ...]:

@@ -21,7 +21,9 @@ ONE_AT_A_TIME = threading.Lock()
 """Lock of the cached layers, which threads share and which hold the tensors of one call at a time."""
 
 
-@gla_layer.variant("fla", launches=None, fuses=(), parts=("unfused", "fla", "norm_gate"), maker="fla", requires="fla", tunes=True)
+@gla_layer.variant(
+    "fla", launches=None, fuses=(), parts=("unfused", "fla", "norm_gate"), maker="fla", requires="fla", usual=True, tunes=True,
+)  # fmt: skip
 def fla(call: GlaLayerCall) -> Results:
     """Run fla's layer as its users call it.
 

@@ -12,6 +12,7 @@ Memory     reads x once per BV channels, W once per tile of steps (from the L2 c
 Protocol   the decoupled look-back of kernels/scan/look_back.py, after the product; see there for words, order and progress.
 Numerics   v stays in float32 on its way into the scan; float32 operands are multiplied without TF32. The scan's
            numerics are those of kernels/scan/forward.py.
+Caller     ``chunked`` in launch.py launches it, for the variant ``fused_chunked`` where the kernel for Hopper does not suit.
 Source     the "chunked GEMM fusion" that experiment 040 named as its next step; docs/notebook/linear_rnn.md.
 """
 

@@ -8,8 +8,9 @@ Warps      a producer warp loads tiles of x and W (TMA); two consumer warpgroups
            a third warpgroup scans and gates the tile before, meanwhile, with one thread per channel.
 Shared     STAGES stages of x [256, BD] and W [BD, BV] (3 * 48 KiB for BD = 64); one tile of v in the dtype of x (64 KiB); two
            slots of ROWS steps of log_decay and gate (16 KiB for 16-bit decays); tile indices and mbarriers.
-Memory     reads x once per tile of channels and W once per tile of time (mostly from the L2 cache), log_decay and gate once;
-           writes y once. For a backward pass also writes v, and a row of states every CARRY steps (KEEP).
+Memory     reads x once per tile of channels, W once per tile of time of each batch entry (mostly from the L2 cache), and
+           log_decay and gate once; writes y once. For a backward pass also writes v, and a row of states every CARRY steps
+           (KEEP).
 Protocol   full[stage]: the stage's operands have arrived, and with a tile's first stage the tile's index. empty[stage]: both
            consumer warpgroups are done with the stage. v_ready[half], v_free[half]: a half of v is stored, or read by the scan.
            id_ready[slot]: the tile index for the scan is written. fetched[slot]: rows of log_decay and gate have arrived.
@@ -22,6 +23,7 @@ Progress   tiles are taken in order by CTAs that run, and wait only for tiles of
            always advances, whatever else runs on the device. The CTA that takes the last number sets the counter back to 0.
 Numerics   v is rounded to the dtype of x, as a matrix product of its own would round it; the scan is in float32, and nothing is
            divided by a decay.
+Caller     ``persistent`` in launch_hopper.py launches it, for the variant ``fused_hopper``.
 Source     docs/notebook/linear_rnn.md (fused_hopper).
 """
 

@@ -1,38 +1,28 @@
-"""The peer variant of ``linear_rnn``: cuBLAS, the chunkwise HGRN scan of fla (flash-linear-attention), and a SiLU gate."""
+"""The peers of ``linear_rnn``: PyTorch's matrix product, then a peer of ``gated_scan``, an HGRN scan of fla."""
 
 from __future__ import annotations
 
-import torch
-from torch.nn import functional as F
-
-from onelaunch.operation import Query
-from onelaunch.operation.requirements import not_installed
+from onelaunch.operation.accuracy import FLA_TESTS
+from onelaunch.ops.gated_scan.variants import peers as scan
 from onelaunch.ops.linear_rnn.contract import LinearRNNCall, linear_rnn
 
 
-@linear_rnn.variant("fla", launches=None, fuses=(), gemm="cublas", requires="fla")
-def fla(call: LinearRNNCall) -> tuple[torch.Tensor, torch.Tensor | None]:
+@linear_rnn.variant(
+    "fla", launches=None, fuses=(), gemm="cublas", requires="fla", own_tolerance=FLA_TESTS, usual=True, tunes=True
+)
+def fla(call: LinearRNNCall) -> scan.Results:
     """Run cuBLAS, then ``chunk_hgrn`` of flash-linear-attention, and a SiLU gate in PyTorch."""
-    from fla.ops.hgrn import chunk_hgrn  # pyrefly: ignore[missing-import]
-
-    s, final = chunk_hgrn(call.project(), call.log_decay, call.initial_state, call.output_final_state)
-    return F.silu(call.gate) * s, None if final is None else final.float()
+    return scan.fla(call.scan_call(call.project()))
 
 
-@fla.supports
-def why_chunk_hgrn_cannot_run(query: Query) -> str | None:
-    """Return why fla 0.6.0 cannot run a call, or ``None``.
+@linear_rnn.variant(
+    "fla_recurrent", launches=None, fuses=(), gemm="cublas", requires="fla", own_tolerance=FLA_TESTS, usual=True, tunes=True
+)
+def fla_recurrent(call: LinearRNNCall) -> scan.Results:
+    """Run cuBLAS, then ``fused_recurrent_hgrn`` of flash-linear-attention, and a SiLU gate in PyTorch."""
+    return scan.fla_recurrent(call.scan_call(call.project()))
 
-    Its ``chunk_hgrn`` silently drops the gradients of the initial and final states, so such calls are refused.
-    """
-    if (reason := not_installed("fla")) is not None:
-        return reason
-    if query.device_type != "cuda":
-        return "needs a CUDA or ROCm device"
-    if "packed" in query.flags:
-        return "takes no packed sequences (fla 0.6.0)"
-    if query.grad and {"initial_state", "final_state"} & set(query.flags):
-        return "drops the gradients of the initial and final state (fla 0.6.0)"
-    if 0 in query.sizes:
-        return "needs at least one element in every dimension"
-    return None
+
+fla.supports(scan.what_fla_can)
+fla.supports(scan.why_chunk_hgrn_cannot_run)
+fla_recurrent.supports(scan.what_fla_can)

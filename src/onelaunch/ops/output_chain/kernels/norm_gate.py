@@ -15,6 +15,7 @@ Memory     forward reads h and the gate once, writes a once, and rstd, one float
            ends first.
 Protocol   CTAs do not exchange anything.
 Numerics   float32 between the loads and the stores.
+Callers    launch.py launches the kernels; prologue.py uses ``reciprocal_rms`` and ``activate``.
 Source     experiment 058; norm and gate as in fla's FusedRMSNormGated; docs/notebook/output_chain.md.
 """
 

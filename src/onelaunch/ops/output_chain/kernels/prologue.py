@@ -13,6 +13,7 @@ Numerics   a is rounded to the dtype of the weights for the product. Products of
            operands from registers, so a head then goes through in blocks of BK channels, which are loaded once more (from a
            cache) when its rstd is known. Products in 16 bits take a whole head at once, BK = BV.
 Edges      rows beyond the end repeat the last one and are not stored; channels beyond the end of a head are zeros.
+Caller     ``prologue`` in launch_prologue.py launches it.
 Source     experiment 058; docs/notebook/output_chain.md: this form is slower than norm_gate at all measured sizes.
 """
 

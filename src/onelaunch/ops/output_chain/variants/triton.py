@@ -25,8 +25,8 @@ LARGEST_HEAD = 512
 LARGEST_MULTIPLIED_HEAD = 256
 """Limit on the channels of a head for ``prologue``, where a CTA holds a head of at least 16 rows beside the product's sums."""
 
-LARGEST_GRID = 2**30
-"""Limit on the CTAs of a launch: the index of a tile beyond the last one fits into 32 bits."""
+MOST_TILES = 2**30
+"""Limit on the tiles of a launch of the backward pass: the index of a tile beyond the last one fits into 32 bits."""
 
 MOST_COLUMNS = 2**30
 """Bound of H * V and of D: below it, columns of a tile beyond the end fit into 32 bits."""
@@ -72,8 +72,8 @@ def needs_triton(query: Query) -> str | None:
         return f"takes heads of at most {LARGEST_HEAD} channels, not {values}: a CTA holds whole heads"
     if max(heads * values, columns) >= MOST_COLUMNS:
         return f"takes H * V and D below {MOST_COLUMNS}: column indices are 32-bit"
-    if launch.tiles(batch * length, heads, values, launch.GRADIENT_ELEMENTS) > LARGEST_GRID:
-        return f"takes at most {LARGEST_GRID} tiles of {launch.GRADIENT_ELEMENTS} elements, one per CTA of a grid"
+    if launch.tiles(batch * length, heads, values, launch.GRADIENT_ELEMENTS) > MOST_TILES:
+        return f"takes at most {MOST_TILES} tiles of {launch.GRADIENT_ELEMENTS} elements: indices of tiles are 32-bit"
     return None
 
 
@@ -139,7 +139,7 @@ def case_of(dtype: str, values: int, tokens: int = MANY, **options: Any) -> Case
 def every_form() -> Iterator[Example]:
     """Yield calls to compile and inspect the kernels for: heads of 128 channels in every form, and uneven and the largest heads.
 
-    "rstd kept" marks training calls, whose forward pass saves rstd. A bias concerns PyTorch's product alone.
+    "rstd kept" and "alone" mark training calls, whose forward pass saves rstd. A bias concerns PyTorch's product alone.
     """
     usual = case_of("bfloat16", 128)
     yield Example(usual, "forward_backward", name="heads of 128, rstd kept")

@@ -18,6 +18,8 @@ Constants  plural names are tuples with an entry per segment. FIRSTS: index of i
            one row to the next of z (or dz), y, rstd, kept.
 Protocol   CTAs do not exchange anything.
 Numerics   float32 between the loads and the stores; a head is normalized by the sum of its squares plus eps, as fla does.
+Callers    launch.py launches the kernels: ``activate`` after a product, ``activation_gradients`` in the backward pass of all
+           variants with own kernels. product.py uses ``finish_tile``.
 Source     experiment 058; docs/notebook/projections.md.
 """
 

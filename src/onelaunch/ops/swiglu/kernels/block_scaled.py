@@ -10,6 +10,7 @@ On chip:   one float32 accumulator [BM, 2 BN] holds both products side by side, 
            computes both, with BN rows of each weight as its right operand. The reason: Triton miscompiles or refuses two
            block-scaled products in one loop on these GPUs.
 Numerics:  products and sums in float32 as tcgen05 computes them; scales of whole tensors and the gate in float32.
+Caller:    ``block_scaled`` in launch.py launches it, for the variant of that name.
 Status:    compiled and emulated, not run on hardware.
 Source:    NVFP4 and its swizzled scales: cuBLAS 12.9, block scaling.
 """

@@ -5,6 +5,7 @@ Grid:      one-dimensional, M * ceil(N / BC) CTAs; one CTA owns BC columns of on
 Registers: BC elements of each tensor, spread over 4 warps.
 Memory:    reads gate and up (and dh) once and writes h (dgate and dup) once. Rows of gate and up may be halves of longer rows.
 Sync:      none; CTAs are independent.
+Callers:   launch.py launches both, for the operators in autograd.py.
 Numerics:  float32 between the loads and the stores, then one rounding to the dtype of the result.
 """
 

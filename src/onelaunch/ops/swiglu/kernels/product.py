@@ -9,8 +9,8 @@ Grid:      one-dimensional, one CTA per tile [BM, BN] of h, in groups of GROUP t
 Registers: float32 accumulators [BN, BM] of h^T, one for each product. The weights are the left operand, so few rows of x are the
            N dimension of the matrix instruction, which may be 16, and not its M dimension, which must be 64.
 Shared:    the operands of num_stages steps of BK channels, in Triton's software pipeline.
-Memory:    reads x once per BN columns of h and the weights once per BM rows, and writes h once. KEEP also writes both products
-           [M, 2 N], the gate's first, for the backward pass.
+Memory:    reads x once per BN columns of h and the weights once per BM rows, and writes h once. With KEEP, products are also
+           written for the backward pass: fused_kernel writes both, [M, 2 N], the gate's first, and up_kernel its own, [M, N].
 Numerics:  a float32 result uses float32 products without TF32: tensor cores truncate what they add in other formats, which a
            float32 result would show. Otherwise the dtype of x is multiplied. float8 is multiplied natively for bfloat16 results
            where tensor cores can, with partial sums promoted to float32 every BK channels; else as float16, which holds every
@@ -21,6 +21,7 @@ NVFP4:     the order of the channels in a product is free. One tl.dot multiplies
 Names:     x_scale, gate_scale and up_scale are the operands' float32 scales: one per tensor or, with X_ROWS or W_ROWS, one per
            row. x_blocks, gate_blocks and up_blocks are NVFP4's float8 scales of blocks of 16 channels, as bytes. A pointer may be
            None: then there are no such scales. Strides are in elements. EVEN: BK divides K, and no load needs a mask.
+Callers:   ``fused``, ``fused_nvfp4`` and ``up`` in launch.py launch them, for the variants in variants/fused.py.
 Source:    the write-up "dual GEMM with a SiLU-mul epilogue"; swizzled scales: the order of cuBLAS, see formats/swizzle.py.
 """
 

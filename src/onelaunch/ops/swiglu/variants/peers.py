@@ -13,7 +13,7 @@ from onelaunch.operation.requirements import not_installed
 from onelaunch.ops.swiglu.contract import FORMATS, SwigluCall, swiglu
 
 EIGHTS = 8
-"""Divisor that both libraries require of N and K in 16 bits, because of TMA."""
+"""Divisor that the fused kernels of both libraries require of N and K in 16 bits, because of TMA."""
 
 
 @swiglu.variant("liger", launches=None, fuses=(), hands=("gate", "up"), gemm="cublas", maker="liger", requires="liger_kernel")

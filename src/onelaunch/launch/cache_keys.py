@@ -1,0 +1,43 @@
+"""Workaround for Triton: make the cache key of a kernel the same in every process.
+
+Triton keeps compiled kernels by a key that covers the source of the kernel and of all functions that it calls, and the global
+constants that these use. It adds the constants of a called function before it has computed that function's own key, which finds
+them (``_update_hash`` in ``triton/runtime/jit.py``, seen in 3.7.1). So the key lacks them if the called function was
+not used before. It depends on the order in which a process uses its kernels, and a kernel that another process compiled may be
+compiled again. If the keys of called functions are computed first, nothing is missing.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+_COMPLETE: set[int] = set()
+"""Identities of the functions whose keys are computed. Triton's functions live as long as their modules."""
+
+
+def complete_key(kernel: Any) -> None:
+    """Compute Triton's cache keys of all functions that a kernel calls, called functions first, and then its own.
+
+    Nothing happens for a kernel that was seen before, and in Triton's interpreter, which has no keys.
+    """
+    if id(kernel) in _COMPLETE:
+        return
+    _COMPLETE.add(id(kernel))  # before the called functions, so that a function may call itself
+    function = getattr(kernel, "fn", None)
+    if function is None or not hasattr(type(kernel), "cache_key"):
+        return
+    for called in _called(function):
+        complete_key(called)
+    _ = kernel.cache_key
+
+
+def _called(function: Any) -> list[Any]:
+    """Return the functions of Triton among the global names that a Python function refers to, also as members of a module."""
+    names = function.__code__.co_names
+    found = []
+    for name in names:
+        value = function.__globals__.get(name)
+        members = [vars(value).get(member) for member in names] if isinstance(value, ModuleType) else []
+        found += [each for each in (value, *members) if hasattr(type(each), "cache_key")]
+    return found

@@ -1,0 +1,72 @@
+"""The variant ``module`` of ``gla_layer``: the layer as people call it, through :class:`onelaunch.nn.GatedLinearAttention`.
+
+Studies time it, since the checks of a module and PyTorch's own of every ``nn.Module`` are a part of what a small model waits for.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import threading
+
+import torch
+from torch import nn
+
+from onelaunch.dispatch import AUTO
+from onelaunch.operation import Query
+from onelaunch.ops.gla_layer.composition import Results
+from onelaunch.ops.gla_layer.contract import GlaLayerCall, LayerSizes, gla_layer
+
+ONE_AT_A_TIME = threading.Lock()
+"""Lock of the cached modules, which threads share and which hold the tensors of one call at a time."""
+
+
+@gla_layer.variant("module", launches=None, fuses=(), parts=(AUTO, AUTO, AUTO), by_name_only=True)
+def module(call: GlaLayerCall) -> Results:
+    """Call ``onelaunch.nn.GatedLinearAttention`` with the tensors of the call as its parameters."""
+    layer, places = module_of(call.x.shape[2], call.sizes, call.eps)
+    tensors = (call.in_proj_weight, call.gk_weight, call.gk_bias, call.norm_weight, call.w_out)
+    with ONE_AT_A_TIME:
+        for (owner, name), tensor in zip(places, tensors, strict=True):
+            vars(owner)[name] = tensor
+        try:
+            out, _, _ = layer(call.x)
+        finally:
+            for owner, name in places:
+                vars(owner).pop(name, None)
+    return out, None
+
+
+Place = tuple[nn.Module, str]
+"""A module and the name of its parameter."""
+
+
+@functools.lru_cache(maxsize=64)
+def module_of(width: int, sizes: LayerSizes, eps: float) -> tuple[nn.Module, tuple[Place, ...]]:
+    """Return a module of these sizes without its parameters, and their places in the order of the call's tensors.
+
+    A call sets its tensors as plain attributes instead. ``torch.func.functional_call`` would do the same, but takes longer than
+    what is timed.
+    """
+    modules = importlib.import_module("onelaunch.nn")  # by name, since modules are a higher layer than operations
+    with torch.device("meta"):
+        layer = modules.GatedLinearAttention(
+            hidden_size=width,
+            expand_k=sizes.heads * sizes.keys / width,
+            expand_v=sizes.heads * sizes.values / width,
+            num_heads=sizes.heads,
+            norm_eps=eps,
+            gate_logit_normalizer=sizes.normalizer,
+            gate_low_rank_dim=sizes.rank,
+        )
+    names = ("in_proj_weight", "gk_proj_weight", "gk_proj_bias", f"{layer.norm_name}.weight", "o_proj.weight")
+    places = tuple((layer.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in names)
+    for owner, name in places:
+        delattr(owner, name)
+    return layer, places
+
+
+@module.supports
+def has_no_states(query: Query) -> str | None:
+    """Return why the module cannot take a call, or ``None``."""
+    return "keeps states in a cache of its own" if query.flags else None

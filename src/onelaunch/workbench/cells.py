@@ -1,0 +1,56 @@
+"""Cells of a result from the plan's cells: before a run reaches them, and after the device's peaks were measured again.
+
+``running.py`` makes and replaces the cells of its result with these functions.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from onelaunch.operation import Cost, Direction
+from onelaunch.workbench.measure.count import analytic
+from onelaunch.workbench.measure.outcomes import below
+from onelaunch.workbench.result import Cell, Traffic
+from onelaunch.workbench.study.plan import PlannedCell
+
+Key = tuple[str, Direction, str, bool]
+"""Shape, direction and name of a measurement, and whether it is of a control, which may have the name of a variant."""
+
+
+def key_of(planned: PlannedCell) -> Key:
+    """Return the key of a planned measurement."""
+    return planned.shape.name, planned.direction, planned.variant, planned.control
+
+
+def cell_of(planned: PlannedCell, **facts: Any) -> Cell:
+    """Return the cell of a planned measurement with these facts."""
+    return Cell(
+        shape=planned.shape.name,
+        direction=planned.direction,
+        variant=planned.variant,
+        control=planned.control,
+        plan=planned.plan,
+        **facts,
+    )
+
+
+def bounded(cell: Cell, planned: PlannedCell) -> Cell:
+    """Return a finished cell with a new bound. An ``invalid`` cold time that the new bound allows counts again."""
+    changes: dict[str, Any] = {"plan": planned.plan}
+    if cell.status == "invalid" and not below(cell.timing("cold"), planned.plan.floor_microseconds):
+        outside = cell.verdict if cell.verdict and cell.verdict.outside else None
+        changes |= {"status": outside.status if outside else "ok", "reason": outside.explain() if outside else ""}
+        changes |= {"traffic": by_arithmetic(planned)}
+    return cell.model_copy(update=changes)
+
+
+def unreached(planned: PlannedCell) -> Cell:
+    """Return the cell of a measurement that the run did not reach."""
+    if planned.status is not None:
+        return cell_of(planned, status=planned.status, reason=planned.reason)
+    return cell_of(planned, status="interrupted", reason="the run ended before it")
+
+
+def by_arithmetic(planned: PlannedCell) -> Traffic:
+    """Return the DRAM bytes of a planned measurement by arithmetic."""
+    return analytic(Cost(planned.plan.flops, planned.plan.bytes, planned.plan.launches, written=planned.plan.written))
