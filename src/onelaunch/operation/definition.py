@@ -40,8 +40,8 @@ class Operation(Generic[P, R]):
         stated_errors: Norm-wise errors that float32 results and gradients may have in calls of 16-bit inputs, by name and by the
             dtype of the inputs. Twice the error of the PyTorch baseline is allowed where that is more.
         defaults: Variants to prefer where nothing was measured, by device type.
-        planned: Flag that calls are replayed (:class:`onelaunch.launch.planned.Planned`), which asks of the public function that it
-            depends on nothing but facts about its arguments that are known without reading them.
+        planned: Flag that calls are replayed (:class:`onelaunch.launch.planned.Planned`), which asks of the public function
+            that it depends on nothing but facts about its arguments that are known without reading them.
         variants: Variants by name, in order of registration.
     """
 

@@ -13,7 +13,7 @@ import torch
 
 from onelaunch import checks, dispatch
 from onelaunch.errors import ArgumentError, ValueRangeError
-from onelaunch.launch.planned import refuse_plan, replayed
+from onelaunch.launch.planned import replayed
 from onelaunch.ops.gla.contract import PER_CHANNEL, PER_HEAD, GlaCall, bind_under_autocast, run
 from onelaunch.wording import did_you_mean, listing
 
@@ -21,7 +21,6 @@ Results = tuple[torch.Tensor, torch.Tensor | None]
 """Output ``o`` and the final state, if it was asked for."""
 
 
-@replayed
 def chunk_gla(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -59,14 +58,25 @@ def chunk_gla(
     """
     _companion(cu_seqlens, cu_seqlens_cpu)
     checks.tensor("g", g)
-    call = bind_under_autocast(
-        q, k, v, g, None, scale=scale, initial_state=initial_state, output_final_state=output_final_state,
-        state_v_first=state_v_first, cu_seqlens=cu_seqlens, layouts=(PER_CHANNEL,),
-    )  # fmt: skip
-    return run(call, variant)
+    return _results(
+        q,
+        k,
+        v,
+        g,
+        None,
+        None,
+        scale,
+        initial_state,
+        output_final_state,
+        state_v_first,
+        cu_seqlens,
+        "g",
+        PER_CHANNEL,
+        False,
+        variant,
+    )
 
 
-@replayed
 def chunk_simple_gla(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -115,16 +125,26 @@ def chunk_simple_gla(
     state_v_first = _older_names("chunk_simple_gla", kwargs, state_v_first, ("chunk_size",))
     if g is not None and g_gamma is not None:
         raise ArgumentError("g and g_gamma are both given; give the decay per step as g or per head as g_gamma, not both.")
-    if g_gamma is not None:
-        g = _at_every_step(g_gamma, q, k, v)
-    call = bind_under_autocast(
-        q, k, v, g, None, scale=scale, initial_state=initial_state, output_final_state=output_final_state,
-        state_v_first=state_v_first, cu_seqlens=cu_seqlens, gate="g" if g_gamma is None else "g_gamma", layouts=(PER_HEAD,),
-    )  # fmt: skip
-    return run(call, variant)
+    gate = "g" if g_gamma is None else "g_gamma"
+    return _results(
+        q,
+        k,
+        v,
+        g,
+        None,
+        g_gamma,
+        scale,
+        initial_state,
+        output_final_state,
+        state_v_first,
+        cu_seqlens,
+        gate,
+        PER_HEAD,
+        False,
+        variant,
+    )
 
 
-@replayed
 def fused_recurrent_gla(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -170,9 +190,53 @@ def fused_recurrent_gla(
         OneLaunchError: For the rest, as in :func:`onelaunch.ops.gla`.
     """
     state_v_first = _older_names("fused_recurrent_gla", kwargs, state_v_first, ())
+    return _results(
+        q,
+        k,
+        v,
+        gk,
+        gv,
+        None,
+        scale,
+        initial_state,
+        output_final_state,
+        state_v_first,
+        cu_seqlens,
+        "gk",
+        PER_CHANNEL,
+        reverse,
+        variant,
+    )
+
+
+@replayed
+def _results(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor | None,
+    gv: torch.Tensor | None,
+    g_gamma: torch.Tensor | None,
+    scale: float | None,
+    initial_state: torch.Tensor | None,
+    output_final_state: bool,
+    state_v_first: bool,
+    cu_seqlens: torch.Tensor | None,
+    gate: str,
+    layout: str,
+    variant: str,
+    *,
+    reverse: bool = False,
+) -> Results:
+    """Return the results of a call of one of fla's functions, whose keywords have been checked.
+
+    ``gate`` is the caller's name of the log-decay ``g``, and ``layout`` what that has. ``g_gamma`` takes the place of ``g``.
+    """
+    if g_gamma is not None:
+        g = _at_every_step(g_gamma, q, k, v)
     call = bind_under_autocast(
-        q, k, v, gk, gv, scale=scale, initial_state=initial_state, output_final_state=output_final_state,
-        state_v_first=state_v_first, cu_seqlens=cu_seqlens, gate="gk", layouts=(PER_CHANNEL,),
+        q, k, v, g, gv, scale=scale, initial_state=initial_state, output_final_state=output_final_state,
+        state_v_first=state_v_first, cu_seqlens=cu_seqlens, gate=gate, layouts=(layout,),
     )  # fmt: skip
     return _backwards(call, variant) if reverse else run(call, variant)
 
@@ -244,7 +308,6 @@ def _older_names(function: str, kwargs: dict[str, Any], state_v_first: bool, kno
     if "transpose_state_layout" in kwargs:
         if state_v_first:
             raise ArgumentError("transpose_state_layout is given beside state_v_first; give state_v_first alone.")
-        refuse_plan("every call of this form warns")
         warnings.warn("transpose_state_layout is called state_v_first now.", DeprecationWarning, stacklevel=3)
         return bool(kwargs["transpose_state_layout"])
     return state_v_first
