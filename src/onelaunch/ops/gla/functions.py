@@ -59,22 +59,8 @@ def chunk_gla(
     _companion(cu_seqlens, cu_seqlens_cpu)
     checks.tensor("g", g)
     return _results(
-        q,
-        k,
-        v,
-        g,
-        None,
-        None,
-        scale,
-        initial_state,
-        output_final_state,
-        state_v_first,
-        cu_seqlens,
-        "g",
-        PER_CHANNEL,
-        False,
-        variant,
-    )
+        q, k, v, g, None, None, scale, initial_state, output_final_state, state_v_first, cu_seqlens, "g", PER_CHANNEL, variant
+    )  # fmt: skip
 
 
 def chunk_simple_gla(
@@ -127,22 +113,8 @@ def chunk_simple_gla(
         raise ArgumentError("g and g_gamma are both given; give the decay per step as g or per head as g_gamma, not both.")
     gate = "g" if g_gamma is None else "g_gamma"
     return _results(
-        q,
-        k,
-        v,
-        g,
-        None,
-        g_gamma,
-        scale,
-        initial_state,
-        output_final_state,
-        state_v_first,
-        cu_seqlens,
-        gate,
-        PER_HEAD,
-        False,
-        variant,
-    )
+        q, k, v, g, None, g_gamma, scale, initial_state, output_final_state, state_v_first, cu_seqlens, gate, PER_HEAD, variant
+    )  # fmt: skip
 
 
 def fused_recurrent_gla(
@@ -191,22 +163,9 @@ def fused_recurrent_gla(
     """
     state_v_first = _older_names("fused_recurrent_gla", kwargs, state_v_first, ())
     return _results(
-        q,
-        k,
-        v,
-        gk,
-        gv,
-        None,
-        scale,
-        initial_state,
-        output_final_state,
-        state_v_first,
-        cu_seqlens,
-        "gk",
-        PER_CHANNEL,
-        reverse,
-        variant,
-    )
+        q, k, v, gk, gv, None, scale, initial_state, output_final_state, state_v_first, cu_seqlens, "gk", PER_CHANNEL, variant,
+        reverse=reverse,
+    )  # fmt: skip
 
 
 @replayed
