@@ -2,8 +2,8 @@
 
 A cache that cannot be read or written never stops work. :func:`kept` and :func:`keep` warn once, and the caller continues. The
 CUDA C++ compiler, the proofs of decode plans and the measured peaks keep files in the cache. ``workbench/run.py`` keeps the lock
-files of running studies there, and ``onelaunch prebuild`` prints the folder. The dispatcher reads the tables, and ``onelaunch study
-adopt`` writes them.
+files of running studies there, and ``onelaunch prebuild`` prints the folder. The dispatcher reads the tables, and ``onelaunch
+study adopt`` writes them.
 """
 
 from __future__ import annotations

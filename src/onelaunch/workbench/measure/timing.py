@@ -388,8 +388,8 @@ class _Session:
     ) -> Measurements:
         """Return the findings so far as plain values.
 
-        A cold time well below its bound is first compared with bounds from newly measured peaks, if ``bounds_again`` is given. Only
-        then does it become ``invalid``.
+        A cold time well below its bound is first compared with bounds from newly measured peaks, if ``bounds_again`` is given.
+        Only then does it become ``invalid``.
         """
         for entry in self.entries.values():
             entry.result.timings = tuple(

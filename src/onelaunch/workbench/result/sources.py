@@ -1,10 +1,10 @@
 """Digests of the code that a run measured, so that a resumed run does not mix two versions of a variant in one result.
 
 The digest of a variant covers the file of its function, the files of its package that this one imports, directly or not, and the
-CUDA and C++ sources in their folders and one level below. A digest is taken once in a process, when it is first asked for, because
-the process keeps running the code that it has loaded. ``workbench/running.py`` asks for those of the variants when a run begins, so
-that files changed later do not count. ``provenance.py`` stores them in a result, and ``workbench/resume.py`` compares the stored
-ones.
+CUDA and C++ sources in their folders and one level below. A digest is taken once in a process, when it is first asked for,
+because the process keeps running the code that it has loaded. ``workbench/running.py`` asks for those of the variants when a run
+begins, so that files changed later do not count. ``provenance.py`` stores them in a result, and ``workbench/resume.py`` compares
+the stored ones.
 """
 
 from __future__ import annotations
