@@ -7,10 +7,20 @@ import threading
 import pytest
 import torch
 
-from onelaunch.launch.plan import Plan
+from onelaunch.launch.plan import Device, Plan
+from onelaunch.launch.planned import forget_plans
 from onelaunch.ops import gated_scan, gla, linear_rnn, swiglu
 
 pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(autouse=True)
+def replays_on_gpus(monkeypatch):
+    """Replay calls on a GPU, as with ``ONELAUNCH_REPLAY=1``, from no plans of earlier tests."""
+    monkeypatch.setattr(Device, "types", ("cuda",))
+    forget_plans()
+    yield
+    forget_plans()
 
 
 def decays(*size):
