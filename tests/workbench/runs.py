@@ -103,6 +103,8 @@ def quick(tmp_path, monkeypatch):
 
     A module that imports this fixture applies it to all of its tests.
     """
+    import torch._dynamo  # noqa: F401 - each forked child that measures a study would import it for a second
+
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(timing.WARM_UP_SECONDS, "cpu", 0.0)
     monkeypatch.setattr(sampling, "CACHES", 0)  # the inputs are so tiny that thousands of sets would be rotated
