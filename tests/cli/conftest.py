@@ -15,6 +15,7 @@ from onelaunch.workbench import run
 from onelaunch.workbench.measure import sampling, timing
 from tests.workbench import results, toy
 from tests.workbench.drawn import keep_texts_alone
+from tests.workbench.runs import spare_children
 
 # FLOPs per second by dtype.
 RATES = {"float16": 1e13, "bfloat16": 1e13, "float32": 1e13}
@@ -68,8 +69,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
     The plots of pages hold their texts only, because drawing takes most of a page's time.
     """
-    import torch._dynamo  # noqa: F401 - each forked child that measures a study would import it for a second
-
+    spare_children()
     assert toy.toy_sum.variants  # the import of toy registers the operation
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(timing.WARM_UP_SECONDS, "cpu", 0.0)

@@ -23,6 +23,7 @@ from tests.workbench import results
 from tests.workbench.drawn import keep_texts_alone
 from tools.summarize_results import summarized
 
+
 @pytest.fixture(autouse=True)
 def texts_alone(monkeypatch, plots_drawn_once) -> None:
     """Let the plots of pages hold their texts only."""

@@ -16,7 +16,6 @@ from tests.workbench import rogues_calls as rogues
 from tests.workbench.runs import quick, run, statuses, steps, study
 from tests.workbench.toy import toy_case, toy_sum
 
-
 __all__ = ["quick"]  # an automatic fixture: an empty working directory, short samples, no warm-up
 
 
