@@ -51,8 +51,22 @@ def test_auto_does_not_choose_ablations_that_can_run(monkeypatch):
     assert choose.__wrapped__(query).name not in {variant.name for variant in LESSONS}
 
 
-@pytest.mark.parametrize("first", ["onelaunch.ops", "onelaunch.ablations", "onelaunch.ops.gla.contract"])
-def test_ablations_are_registered_whichever_module_is_imported_first(first):
-    code = f"import {first}\nfrom onelaunch.ops import gla\nprint(gla.get('sequential').run.__module__)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=300)
-    assert done.stdout.strip() == "onelaunch.ablations.gla"
+FIRST = ("onelaunch.ops", "onelaunch.ablations", "onelaunch.ops.gla.contract")
+
+IN_FORKS = f"""
+import os, torch
+for first in {FIRST}:
+    if os.fork():
+        os.wait()
+    else:
+        __import__(first)
+        from onelaunch.ops import gla
+        print(first, gla.get("sequential").run.__module__, flush=True)
+        os._exit(0)
+"""
+
+
+def test_ablations_are_registered_whichever_module_is_imported_first():
+    """Each module is imported in a process that has imported PyTorch, but nothing of this package."""
+    done = subprocess.run([sys.executable, "-c", IN_FORKS], capture_output=True, text=True, check=True, timeout=300)
+    assert done.stdout.splitlines() == [f"{first} onelaunch.ablations.gla" for first in FIRST]

@@ -14,7 +14,8 @@ from onelaunch.device.hardware import Ceilings
 from onelaunch.workbench import run
 from onelaunch.workbench.measure import sampling, timing
 from tests.workbench import results, toy
-from tests.workbench.drawn import all_but_numbers, draw_once
+from tests.workbench.drawn import keep_texts_alone
+from tests.workbench.runs import spare_children
 
 # FLOPs per second by dtype.
 RATES = {"float16": 1e13, "bfloat16": 1e13, "float32": 1e13}
@@ -66,15 +67,16 @@ def known_ceilings(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> Ceilings
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Run commands in an empty folder with one study, with settings that make them fast.
 
-    Pages show the plots of an earlier result with equal statuses, because drawing takes most of their time.
+    The plots of pages hold their texts only, because drawing takes most of a page's time.
     """
+    spare_children()
     assert toy.toy_sum.variants  # the import of toy registers the operation
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(timing.WARM_UP_SECONDS, "cpu", 0.0)
     monkeypatch.setattr(sampling, "CACHES", 0)
     monkeypatch.setattr(sampling, "CPU_SAMPLE_SECONDS", 1e-4)
     monkeypatch.setattr(run, "TIME_CAP_SECONDS", {"small": 2.0, "full": 2.0})
-    draw_once(monkeypatch, all_but_numbers)
+    keep_texts_alone(monkeypatch)
     (tmp_path / "studies").mkdir()
     (tmp_path / "studies" / "toy-study.toml").write_text(STUDY)
     return tmp_path

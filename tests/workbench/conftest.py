@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from tests.workbench.drawn import all_that_is_seen, draw_once
+from tests.workbench.drawn import draw_once
 
 
 @pytest.fixture(autouse=True)
 def plots_drawn_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let pages of results that differ only in values that no plot shows share their plots."""
-    draw_once(monkeypatch, all_that_is_seen)
+    draw_once(monkeypatch)

@@ -1,24 +1,23 @@
-"""Plots drawn once for results whose cache key is equal, for tests that render pages without examining their plots.
+"""Replacements of ``page.plots`` for tests that render pages without examining their plots.
 
-Matplotlib takes a tenth of a second per plot, and a page has up to a dozen. With this replacement ``page.plots`` returns cached
-plots. :func:`onelaunch.workbench.report.plots.plots` itself always draws.
+Matplotlib takes a tenth of a second per plot, and a page may have dozens. :func:`draw_once` makes results of equal cache keys
+share their plots. :func:`keep_texts_alone` gives plots that consist of their texts.
+:func:`onelaunch.workbench.report.plots.plots` itself draws all of a plot, except after :func:`keep_texts_alone`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import Any
 
 import pytest
 
-from onelaunch.workbench.report import page
-from onelaunch.workbench.report.plots import Plot, plots
+from onelaunch.workbench.report import page, plots
+from onelaunch.workbench.report.plots import Plot
+from onelaunch.workbench.report.text import html
 from onelaunch.workbench.result import Result
 
 UNSEEN = {"question": "Is it seen?", "notes": "unseen", "criteria": ()}
 """Fields of a study that no plot shows, with other values."""
-
-Key = Callable[[Result], str]
-"""Function that returns the cache key of a result: :func:`all_that_is_seen` or :func:`all_but_numbers`."""
 
 _DRAWN: dict[str, tuple[Plot, ...]] = {}
 """Plots by cache key, for the whole test process."""
@@ -36,22 +35,24 @@ def all_that_is_seen(result: Result) -> str:
     return unseen_changed(result).model_dump_json()
 
 
-def all_but_numbers(result: Result) -> str:
-    """Return a cache key from the measurements' status and regimes.
-
-    Two runs of one study differ only in their numbers, so the second run's page shows the plots of the first.
-    """
-    cells = [(c.shape, c.direction, c.variant, c.control, c.status, [t.regime for t in c.timings]) for c in result.cells]
-    return repr((result.study.shapes, cells))
-
-
-def draw_once(monkeypatch: pytest.MonkeyPatch, key: Key) -> None:
-    """Replace ``page.plots`` by a cache, so that results with equal keys share their plots."""
+def draw_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replace ``page.plots`` by a cache, so that results that differ only in what no plot shows share their plots."""
 
     def drawn(result: Result) -> tuple[Plot, ...]:
-        seen = key(result)
+        seen = all_that_is_seen(result)
         if seen not in _DRAWN:
-            _DRAWN[seen] = plots(result)
+            _DRAWN[seen] = plots.plots(result)
         return _DRAWN[seen]
 
     monkeypatch.setattr(page, "plots", drawn)
+
+
+def keep_texts_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the SVG of a plot hold its texts only. Laying out and drawing everything else takes most of the time."""
+
+    def texts(figure: Any, title: str) -> str:
+        shown = [each.get_text() for each in figure.findobj(lambda artist: hasattr(artist, "get_text"))]
+        return f"<svg><title>{html(title)}</title>{''.join(f'<text>{html(text)}</text>' for text in shown if text)}</svg>"
+
+    monkeypatch.setattr(plots, "_svg", texts)
+    monkeypatch.setattr(page, "plots", plots.plots)  # plots in the cache are drawn completely

@@ -13,7 +13,7 @@ import pytest
 from onelaunch.device.hardware import Ceilings
 from onelaunch.workbench import run as module
 from onelaunch.workbench.measure import sampling, timing
-from onelaunch.workbench.result import Traffic
+from onelaunch.workbench.result import Traffic, sources
 from onelaunch.workbench.run import Steps, run_study
 from onelaunch.workbench.study import Criterion, Shape, Study
 
@@ -31,6 +31,12 @@ def steps(**others: Any) -> Steps:
     """Return the steps of a run with made-up peaks, which are not measured again; ``others`` replaces further steps."""
     facts: dict[str, Any] = {"ceilings": lambda device: SLOW_LIGHT, "remeasure": lambda device, believed: believed}
     return Steps(**(facts | others))
+
+
+def slow_light(device: str) -> Ceilings:
+    """Return the made-up peaks. Unlike the steps of :func:`steps`, this function can be sent to another process."""
+    del device
+    return SLOW_LIGHT
 
 
 def study(*criteria: Criterion, **more: Any) -> Study:
@@ -97,12 +103,21 @@ def counting(asked, *, fail=False):
     return steps(count=count)
 
 
+def spare_children() -> None:
+    """Do once in this process what each forked child that measures a study would do for a second."""
+    import torch._dynamo  # noqa: F401
+
+    sources.distributions()
+    sources.package_digest()
+
+
 @pytest.fixture(autouse=True)
 def quick(tmp_path, monkeypatch):
     """Work in an empty folder, with two input sets, short samples and no warm-up.
 
     A module that imports this fixture applies it to all of its tests.
     """
+    spare_children()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(timing.WARM_UP_SECONDS, "cpu", 0.0)
     monkeypatch.setattr(sampling, "CACHES", 0)  # the inputs are so tiny that thousands of sets would be rotated

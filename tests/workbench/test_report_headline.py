@@ -20,7 +20,15 @@ from onelaunch.workbench.report.summary import first_tables, summarize
 from onelaunch.workbench.result import Decision, Outcome, Result
 from onelaunch.workbench.study import Criterion
 from tests.workbench import results
+from tests.workbench.drawn import keep_texts_alone
 from tools.summarize_results import summarized
+
+
+@pytest.fixture(autouse=True)
+def texts_alone(monkeypatch, plots_drawn_once) -> None:
+    """Let the plots of pages hold their texts only."""
+    keep_texts_alone(monkeypatch)
+
 
 ROOT = Path(__file__).parents[2]
 H200 = ROOT / "results" / "nvidia-h200"

@@ -13,14 +13,10 @@ from onelaunch.workbench.adopt import AdoptNotice, adopt
 from onelaunch.workbench.measure import timing
 from onelaunch.workbench.result import ProbeReport, Verdict
 from tests.workbench import rogues_calls as rogues
-from tests.workbench.runs import run, statuses, steps, study
+from tests.workbench.runs import quick, run, statuses, steps, study
 from tests.workbench.toy import toy_case, toy_sum
 
-
-@pytest.fixture(autouse=True)
-def in_a_folder(tmp_path, monkeypatch):
-    """Run each test in an empty folder, where its results are saved."""
-    monkeypatch.chdir(tmp_path)
+__all__ = ["quick"]  # an automatic fixture: an empty working directory, short samples, no warm-up
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from onelaunch.operation import Probe, Query, find_operation
 from onelaunch.operation.probe import elsewhere, mixed_magnitudes, transposed
 from onelaunch.workbench.adopt import adopt
 from onelaunch.workbench.measure import sampling, timing
-from onelaunch.workbench.result import Estimate, ProbeReport, Result
+from onelaunch.workbench.result import ProbeReport, Result
 from onelaunch.workbench.run import run_study
 from onelaunch.workbench.study import Shape, Study
 from onelaunch.workbench.verify import Judge, judge, run_probes
@@ -32,9 +32,9 @@ GATED_SCAN = find_operation("gated_scan")
 BOTH = ("forward", "forward_backward")
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def careless():
-    """Register the variant ``careless``, and remove it after the test."""
+    """Register the variant ``careless``, and remove it after the tests of this file."""
     chunked = GATED_SCAN.get("chunked").run
 
     def run(call):
@@ -80,39 +80,43 @@ def checked_by_its_author(lengths=(128, 256)):
     )  # fmt: skip
 
 
-def timed(cell):
-    """Return a measured cell with times that other work on this machine does not change: ``careless`` is twice as fast."""
-    time = 10.0 if cell.variant == "careless" else 20.0
-    exact = Estimate(median=time, low=time, high=time, samples=3)
-    timings = tuple(each.model_copy(update={"microseconds": exact, "rounds": (time,) * 3}) for each in cell.timings)
-    return cell.model_copy(update={"timings": timings})
-
-
 def query(length, *flags):
     return Query("gated_scan", "cpu", torch.float32, (2, length, 16), flags=flags)
 
 
-def test_a_variant_that_is_right_where_its_author_checked_it_fails_the_probes(careless):
+def test_a_variant_that_is_right_where_its_author_checked_it_fails_the_probes(careless, run_of_careless):
     for length in (128, 256):
         case = GATED_SCAN.case("float32", B=2, T=length, V=16, initial_state=False, final_state=False)
         assert judge(GATED_SCAN, case, variant=careless).ok
-    report = run_probes(Judge(), GATED_SCAN, careless)
+    report = run_of_careless.probes[careless]
     assert not report.met
     failed = {line.partition(",")[0] for line in report.failed}
     assert {"shorter_than_a_tile", "one_step_over_a_tile", "over_256_steps", "forgets_everything", "exactly_a_tile"} <= failed
 
 
-@pytest.fixture
-def measured_careless(careless, tables, tmp_path, monkeypatch):
-    """Run the study of ``careless``, and return its result with ``careless`` ten times as fast as measured."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sampling, "CACHES", 0)
-    monkeypatch.setattr(sampling, "CPU_SAMPLE_SECONDS", 1e-4)
-    monkeypatch.setitem(timing.WARM_UP_SECONDS, "cpu", 0.0)
-    monkeypatch.setenv("ONELAUNCH_COMMIT", "abc")
-    result = run_study(checked_by_its_author(), device="cpu", steps=steps(), time_cap=1.0)
+@pytest.fixture(scope="module")
+def run_of_careless(careless, tmp_path_factory):
+    """Run the study of ``careless`` once for all tests, with probes of ``careless`` alone, and return its result."""
+
+    def probe(judge, operation, name, device):
+        return run_probes(judge, operation, name, device) if name == careless else ProbeReport(passed=1)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path_factory.mktemp("careless"))
+        patch.setattr(sampling, "CACHES", 0)
+        patch.setattr(sampling, "CPU_SAMPLE_SECONDS", 1e-4)
+        patch.setitem(timing.WARM_UP_SECONDS, "cpu", 0.0)
+        patch.setenv("ONELAUNCH_COMMIT", "abc")
+        result = run_study(checked_by_its_author(), device="cpu", steps=steps(probe=probe), time_cap=1.0)
     assert {cell.status for cell in result.cells} == {"ok"}
-    return result.model_copy(update={"cells": tuple(map(sped_up, result.cells))})
+    return result
+
+
+@pytest.fixture
+def measured_careless(run_of_careless, tables, monkeypatch):
+    """Return the result of the study of ``careless`` with ``careless`` ten times as fast as measured."""
+    monkeypatch.setenv("ONELAUNCH_COMMIT", "abc")
+    return run_of_careless.model_copy(update={"cells": tuple(map(sped_up, run_of_careless.cells))})
 
 
 def sped_up(cell):
@@ -158,6 +162,7 @@ def test_a_table_names_the_variants_that_met_their_probes(tables, tmp_path, monk
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sampling, "CACHES", 0)
     monkeypatch.setattr(sampling, "CPU_SAMPLE_SECONDS", 1e-4)
+    monkeypatch.setitem(timing.WARM_UP_SECONDS, "cpu", 0.0)
     monkeypatch.setenv("ONELAUNCH_COMMIT", "abc")
     result = run(study())
     reports = {"eager": ProbeReport(passed=3), "parallel": ProbeReport(passed=2, failed=("T=1, forward: It raised.",))}
@@ -299,6 +304,7 @@ def test_reports_are_stored_in_results(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sampling, "CACHES", 0)
     monkeypatch.setattr(sampling, "CPU_SAMPLE_SECONDS", 1e-4)
+    monkeypatch.setitem(timing.WARM_UP_SECONDS, "cpu", 0.0)
     result = run(study())
     assert '"probes"' not in result.stored()
     whole = result.model_copy(update={"probes": {"eager": ProbeReport(passed=3, failed=("one: wrong",))}})

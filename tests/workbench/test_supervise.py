@@ -24,13 +24,13 @@ import torch
 from onelaunch.errors import MeasuringFailed, ResultBusy, ResultMismatch, StudyError
 from onelaunch.workbench.measure import timing
 from onelaunch.workbench.result import Result
-from onelaunch.workbench.run import ResultUnsaved, _alone, partial_path
+from onelaunch.workbench.run import ResultUnsaved, Steps, _alone, partial_path
 from onelaunch.workbench.study import Criterion
 from onelaunch.workbench.supervise import child, parent
 from onelaunch.workbench.supervise.child import read_turn, write_turn
 from onelaunch.workbench.supervise.job import Turn
 from tests.workbench.rogues_timing import at_count, registered
-from tests.workbench.runs import FASTER, FEWER, counting, interrupted_at, quick, run, statuses, steps, study
+from tests.workbench.runs import FASTER, FEWER, counting, interrupted_at, quick, run, slow_light, statuses, steps, study
 from tests.workbench.toy import parallel
 
 __all__ = ["quick"]  # an automatic fixture: an empty working directory, short samples, no warm-up
@@ -263,10 +263,7 @@ runs.run(runs.study(), steps=runs.steps(measure=measure), in_process=False)
 
 def test_a_new_interpreter_imports_the_modules_that_registered_the_variants(monkeypatch):
     monkeypatch.setattr(parent, "start_method", lambda device: "spawn")
-    # Functions of this module cannot be sent to another interpreter, so the steps are the usual ones.
-    from onelaunch.workbench.run import Steps
-
-    result = supervised(study(FASTER, rounds=3), steps=Steps())
+    result = supervised(study(FASTER, rounds=3), steps=Steps(ceilings=slow_light))
     assert not any("without supervision" in note for note in result.notes)
     assert set(statuses(result)) == {"eager", "parallel"}
 
@@ -275,7 +272,7 @@ def test_a_new_interpreter_imports_the_modules_that_registered_the_variants(monk
 def test_what_a_new_interpreter_cannot_know_is_measured_in_this_process(what, monkeypatch, prose):
     monkeypatch.setattr(parent, "start_method", lambda device: "spawn")
     with registered(homemade=parallel):
-        given = {} if what == "steps" else {"steps": parent.Job.__dataclass_fields__["steps"].default_factory()}
+        given = {} if what == "steps" else {"steps": Steps(ceilings=slow_light)}  # `runs.steps` holds local functions
         result = supervised(study(FASTER, variants=("eager", "parallel", "homemade")), **given)
     assert result.cell("first", "homemade").status in ("ok", "invalid")
     assert result.cell("first", "homemade").timings

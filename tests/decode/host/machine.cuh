@@ -4,9 +4,10 @@
 // implements barriers, warp collectives and mbarriers. It is compiled once for all kernels. As only one fiber runs at a time, plain
 // loads and stores have all memory orders. A new primitive of the kernels must be added here under its name.
 #pragma once
-#include <cmath>
 #include <cstdint>
 #include <cstring>
+#undef _GLIBCXX_USE_STD_SPEC_FUNCS  // Bessel functions and the like, which take a seventh of a kernel's compilation
+#include <cmath>
 
 #define DEVICE inline
 #define EXPORTED extern "C" __attribute__((visibility("default")))

@@ -147,7 +147,7 @@ def _version(package: str) -> str | None:
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
-        owners = importlib.metadata.packages_distributions().get(package, ())
+        owners = _distributions().get(package, ())
         return importlib.metadata.version(owners[0]) if owners else None
     except ValueError:  # broken metadata without a name or a version
         return None

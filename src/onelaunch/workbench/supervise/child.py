@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import importlib
 import json
 import os
@@ -62,6 +63,7 @@ def work(job: Job, state: State, connection: Connection, parents: Connection | N
     """
     if parents is not None:
         parents.close()
+    gc.freeze()  # a study collects garbage after each case; what a forked process inherits need not be traversed, nor copied
     os.setpgrp()  # Ctrl-C in the terminal reaches the parent alone, which passes it on once
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: os.kill(os.getppid(), signal.SIGTERM))
