@@ -30,7 +30,7 @@ class Compilation(NamedTuple):
     seconds: float
     """Duration in seconds, which is short for a kernel that was in the cache."""
     cached: bool
-    """Whether the kernel was in the cache already."""
+    """Flag that the kernel was in the cache already."""
     problem: str | None = None
     """Message of the error if the kernel did not compile."""
 

@@ -59,7 +59,7 @@ class KernelBuild:
 
     @property
     def forces_warp_mma(self) -> bool:
-        """Whether the compiler must use warp-level matrix instructions, although the architecture has WGMMA."""
+        """Flag that the compiler must use warp-level matrix instructions, although the architecture has WGMMA."""
         return self.by_warps if self.warp_mma is None else self.warp_mma
 
 
