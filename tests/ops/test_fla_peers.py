@@ -65,7 +65,7 @@ def assert_same(found, expected):
     for one, other in zip(found, expected, strict=True):
         assert (one is None) == (other is None)
         if one is not None:
-            assert torch.allclose(one, other.to(one.dtype), atol=1e-4)
+            assert torch.equal(one, other.to(one.dtype))
 
 
 @pytest.mark.parametrize(

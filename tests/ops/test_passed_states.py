@@ -16,6 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from onelaunch.device.architectures import pretended
 from onelaunch.operation import Case, Direction, Operation
 from onelaunch.workbench.verify import Judge, judge_outputs
 from onelaunch.workbench.verify.calls import Candidate
@@ -224,11 +225,39 @@ def all_variants(operation: Operation[..., Any]) -> list[str]:
     return [name for name in own if name != "compiled"]
 
 
+def real_case(operation: Operation[..., Any], variant: str, dtype: str, **options: Any) -> Case:
+    """Return a case of real sizes; with heads of 64 for the ablations of gla, which hold the state in registers."""
+    narrow = {"K": 64, "V": 64} if operation is GLA and operation.get(variant).capabilities.by_name_only else {}
+    return operation.case(dtype, **(REAL[operation.name] | narrow), **options)
+
+
+FORMS = [*(("bfloat16", kind) for kind in KINDS), ("float16", {}), ("float32", {})]
+"""Dtype of a call, and options of its case."""
+
+REFUSED = {
+    ("gla", "hopper", "float16"): "trains in bfloat16 alone",
+    ("gla", "hopper", "float32"): "needs float16 or bfloat16",
+    ("linear_rnn", "fused_hopper", "float32"): "needs float16 or bfloat16",
+}
+"""Words of the reasons for which the tests below skip on a Hopper GPU, by operation, variant and dtype."""
+
+
+@per_variant(OPERATIONS, all_variants)
+def test_nothing_else_is_skipped_on_a_hopper_gpu(operation, variant):
+    """Ask as on a Hopper GPU, of which the device is pretended, so that a new refusal is seen and not skipped."""
+    pytest.importorskip("triton", reason="without Triton, kernels refuse every call")
+    device = str(pretended("sm_90a"))
+    for dtype, kind in FORMS:
+        query = operation.query(real_case(operation, variant, dtype, **kind), device, grad=True)
+        reason, known = operation.get(variant).why_not(query), REFUSED.get((operation.name, variant, dtype))
+        assert reason is None if known is None else known in str(reason)
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize(("dtype", "kind"), [*(("bfloat16", kind) for kind in KINDS), ("float16", {}), ("float32", {})], ids=str)
+@pytest.mark.parametrize(("dtype", "kind"), FORMS, ids=str)
 @per_variant(OPERATIONS, all_variants)
 def test_any_variant_takes_a_sequence_cut_at_any_step(operation, variant, dtype, kind, device):
-    case = operation.case(dtype, **REAL[operation.name], **kind)
+    case = real_case(operation, variant, dtype, **kind)
     for cut in (1, 1000, 2047):
         assert_pieces_equal_the_whole(operation, case, variant, [cut], device=device)
 
@@ -238,14 +267,14 @@ def test_any_variant_takes_a_sequence_cut_at_any_step(operation, variant, dtype,
 @pytest.mark.parametrize("cuts", [even(2048), uneven(2048)], ids=["even", "uneven"])
 @per_variant(OPERATIONS, all_variants)
 def test_any_variant_takes_a_sequence_in_many_pieces(operation, variant, cuts, dtype, device):
-    assert_pieces_equal_the_whole(operation, operation.case(dtype, **REAL[operation.name]), variant, cuts, device=device)
+    assert_pieces_equal_the_whole(operation, real_case(operation, variant, dtype), variant, cuts, device=device)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("direction", BOTH)
 @per_variant([GLA], all_variants)
 def test_any_variant_passes_states_of_one_decay_per_head(operation, variant, direction, device):
-    case = GLA.case("bfloat16", **REAL["gla"], decay_per="head", log_decay_dtype="float32")
+    case = real_case(GLA, variant, "bfloat16", decay_per="head", log_decay_dtype="float32")
     assert_pieces_equal_the_whole(operation, case, variant, even(2048), direction, device)
 
 

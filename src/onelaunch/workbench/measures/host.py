@@ -5,6 +5,7 @@ The class attributes are explained at :class:`onelaunch.workbench.decide.measure
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -34,9 +35,9 @@ class HostMeasure(TakenMeasure):
     def untaken(self, variant: str, shape: str, why: str) -> str:
         return f"The host time of {variant} at {shape} was not taken: {why}"
 
+    @abstractmethod
     def value(self, found: Beside) -> Estimate:
         """Return the value of what was measured."""
-        raise NotImplementedError
 
     def count(
         self, operation: Operation[..., Any], requests: Sequence[Request], *, device: torch.device
