@@ -16,7 +16,7 @@ pytestmark = pytest.mark.gpu
 
 @pytest.fixture(autouse=True)
 def replays_on_gpus(monkeypatch):
-    """Replay calls on a GPU, as with ``ONELAUNCH_REPLAY=1``, from no plans of earlier tests."""
+    """Replay calls on a GPU whatever ``ONELAUNCH_REPLAY`` says, from no plans of earlier tests."""
     monkeypatch.setattr(Device, "types", ("cuda",))
     forget_plans()
     yield

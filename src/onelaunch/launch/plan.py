@@ -36,16 +36,13 @@ NO_CONTEXT = 201
 """Driver error CUDA_ERROR_INVALID_CONTEXT: no context is current in this thread."""
 
 REPLAY = "ONELAUNCH_REPLAY"
-"""Environment variable that must be 1 when the package is imported for calls on NVIDIA GPUs to be replayed.
-
-It is off by default: replays were timed on an H100, but their tests on a GPU (tests/launch/test_plan_gpu.py) have not run yet.
-"""
+"""Environment variable that turns replays of calls on NVIDIA GPUs off when it is 0 at the time the package is imported."""
 
 
 class Device:
     """Functions of PyTorch and the driver that a replay needs. Tests replace them, to replay plans on a CPU."""
 
-    types: tuple[str, ...] = ("cuda",) if os.environ.get(REPLAY) == "1" and not torch.version.hip else ()
+    types: tuple[str, ...] = ("cuda",) if os.environ.get(REPLAY) != "0" and not torch.version.hip else ()
     """Types of devices whose calls are planned."""
     taped: tuple[str, ...] = ("cpu",)
     """Types of further devices, whose calls are replayed from tapes alone."""
