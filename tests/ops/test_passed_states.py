@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ from onelaunch.operation import Case, Direction, Operation
 from onelaunch.workbench.verify import Judge, judge_outputs
 from onelaunch.workbench.verify.calls import Candidate
 from onelaunch.workbench.verify.poison import poisoned
-from onelaunch.workbench.verify.reference import compute_reference
+from onelaunch.workbench.verify.reference import Reference, compute_reference
 from tests.ops.cases import BOTH, GATED_SCAN, GLA, LINEAR_RNN, OPERATIONS, assert_ok, pytorch_variants, triton_variants
 
 PER_STEP = {"gla": ("q", "k", "v", "g", "gv"), "gated_scan": ("v", "log_decay", "gate"), "linear_rnn": ("x", "log_decay", "gate")}
@@ -55,6 +56,10 @@ _JUDGE = Judge()
 """Cache of reference outputs, so that variants tested at one case share them."""
 
 
+SHORTEST = {("linear_rnn", "fused_hopper"): 64}
+"""Fewest steps of a piece by operation and variant, where a variant needs more than one. ``auto`` computes shorter pieces."""
+
+
 def per_variant(operations: Sequence[Operation[..., Any]], variants: Any) -> pytest.MarkDecorator:
     """Parametrize ``operation`` and ``variant`` over the variants that a function lists for each operation."""
     pairs = [(operation, name) for operation in operations for name in variants(operation)]
@@ -80,11 +85,13 @@ def in_pieces(operation: Operation[..., Any], variant: str, cuts: Sequence[int])
         state, outputs = arguments.get("initial_state"), []
         shared = {name: arguments[name] for name in ("weight",) if name in arguments}
         wide = {name: value.float() for name, value in shared.items()}
+        shortest = SHORTEST.get((operation.name, variant), 1)
         for start, end in itertools.pairwise([0, *cuts, arguments[names[0]].shape[1]]):
+            chosen = variant if end - start >= shortest else "auto"
             piece = {name: arguments[name][:, start:end] for name in names}
             piece |= {name: wide[name].to(value.dtype) for name, value in shared.items()}
             given = {**arguments, **piece, "initial_state": state, "output_final_state": True}
-            output, state = operation(**given, variant=variant)
+            output, state = operation(**given, variant=chosen)
             assert state is not None
             outputs.append(output)
         return torch.cat(outputs, 1), state
@@ -107,12 +114,23 @@ def assert_pieces_equal_the_whole(
     if reason := operation.get(variant).why_not(operation.query(case, str(device), grad=direction == "forward_backward")):
         pytest.skip(f"{variant} {reason}")
     reference = _JUDGE.reference(operation, case, device=device, direction=direction)
-    inputs = reference.inputs.clone()
+    if "grad weight" in reference.expected and case.dtype is torch.float32 and torch.device(device).type == "cuda":
+        reference = with_weight_in_pieces(reference, operation, cuts)
     with poisoned():
-        outputs = in_pieces(operation, variant, cuts)(inputs)
+        outputs = in_pieces(operation, variant, cuts)(reference.inputs.clone())
     verdict = judge_outputs(reference, outputs, operation.get(variant).capabilities.own_tolerance)
     if not verdict.outside:  # a peer may be as inexact as its own tests allow
         assert_ok(verdict, operation, case, f"{variant}, cut at {list(cuts)[:8]}")
+
+
+def with_weight_in_pieces(reference: Reference, operation: Operation[..., Any], cuts: Sequence[int]) -> Reference:
+    """Return the reference with twice the error of PyTorch's form in the same pieces for the gradient of the weight.
+
+    A float32 product over the steps of a piece has another order of its sums than one over all steps, chosen by cuBLAS. Its error
+    then differs by more than a factor of two from that of the whole, in PyTorch's own form too.
+    """
+    found = judge_outputs(reference, in_pieces(operation, "eager", cuts)(reference.inputs.clone())).errors["grad weight"]
+    return replace(reference, allowed=reference.allowed | {"grad weight": max(reference.allowed["grad weight"], 2 * found)})
 
 
 def even(length: int) -> list[int]:

@@ -33,7 +33,8 @@ Numerics   u is the norm-wise error of rounding the exact result to 16 bits, and
            of a state, in which the rounding of S would show (2.07 u). With three rounded factors in every product the error of
            dg was 2.06 u; with dP in two terms it is 1.6 u. The subtraction for dg uses the same rounded queries and keys that
            were operands of dq and dk, so that pairs on one side of a step cancel. Its result is summed over the chunk as two
-           16-bit terms as well.
+           16-bit terms as well. With float32 log-decays dg is float32, and decayed queries and keys of strong decay are two
+           terms too (``pairs_by_levels``).
 Memory     q, k and g are read and dq, dk and dg written once; v and do are read once per panel, S and dS once in all.
 Source     docs/notebook/gla.md.
 """
@@ -293,7 +294,7 @@ def channel_gradients(
         b_dk = nothing
         b_dq, from_levels = pairs_by_levels(
             b_dq, stash, from_levels, t_p, t_low, tiles.index(opaque), tiles.index(1 + opaque), log_decays(tiles, wide, opaque),
-            spare.index(SPARE + opaque), high, low, flag, acc,
+            spare.index(SPARE + opaque), None if wide is None else spare.index(SPARE + 1 + opaque), high, low, flag, acc,
         )  # fmt: skip
     b_dk += stash.load(acc)
     opaque = opaque_zero(one, vector)

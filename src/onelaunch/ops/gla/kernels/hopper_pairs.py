@@ -178,7 +178,7 @@ def pairs_from_middle(dq, onward, dscores, tiles, spare, decay, one, acc: gl.con
 
 
 @gluon.jit
-def pairs_by_levels(dq, dk_sum, dg, dscores, dscores_low, q, k, g, x, high, low, one, acc: gl.constexpr):
+def pairs_by_levels(dq, dk_sum, dg, dscores, dscores_low, q, k, g, x, x_low, high, low, one, acc: gl.constexpr):
     """Add the pair terms to dq, dk and dg, for decays of any size, by one product for each level of blocks.
 
     Two different steps of a chunk lie in a right and a left block next to each other at exactly one of the levels.
@@ -193,8 +193,11 @@ def pairs_by_levels(dq, dk_sum, dg, dscores, dscores_low, q, k, g, x, high, low,
         k: Keys of the panel.
         g: Log-decays of the panel, all finite; for float32 ones two terms, see ``summed``.
         x: Scratch tile for decayed queries and keys.
+        x_low: Scratch tile for their second 16-bit terms, or None to leave these out. With strong decay a few elements of dg are
+            many times larger than most. A float32 dg must be as accurate there as elsewhere, and one term is not: its rounding
+            shows in an element that comes from one pair of steps.
         high: Scratch tile, bfloat16, for the first term of a sum; it may be ``x``.
-        low: Scratch tile, bfloat16, for the second term.
+        low: Scratch tile, bfloat16, for the second term; it may be ``x_low``.
         one: int32 in shared memory that holds 1, for ``opaque_zero``.
         acc: Layout of the accumulators.
 
@@ -211,14 +214,21 @@ def pairs_by_levels(dq, dk_sum, dg, dscores, dscores_low, q, k, g, x, high, low,
         factor = exp2_flushed(summed(g, "block", level, zero, acc) * LOG2E)
         row = gl.arange(0, C, layout=gl.SliceLayout(1, acc))[:, None] + zero
         right = ((row >> level) & 1) == 1
-        x.store((factor * gl.where(right, q.load(acc).to(gl.float32), k.load(acc).to(gl.float32))).to(E))
+        decayed = factor * gl.where(right, q.load(acc).to(gl.float32), k.load(acc).to(gl.float32))
+        if x_low is None:
+            x.store(decayed.to(E))
+        else:
+            store_split(decayed, x, x_low)
         fence_async_shared()
         t = gl.arange(0, C, layout=gl.SliceLayout(1, operand))[:, None] + zero
         s = gl.arange(0, C, layout=gl.SliceLayout(0, operand))[None, :]
         across = ((t ^ s) >> level) == 1
         found = gl.zeros([C, PANEL], gl.float32, layout=acc)
         both = gl.where(t - s > 0, dscores.load(operand), dscores.permute((1, 0)).load(operand))
-        found = warpgroup_mma(gl.where(across, both.to(gl.float32), 0.0).to(E), x, found, use_acc=False, is_async=True)
+        both = gl.where(across, both.to(gl.float32), 0.0).to(E)
+        found = warpgroup_mma(both, x, found, use_acc=False, is_async=True)
+        if x_low is not None:
+            found = warpgroup_mma(both, x_low, found, is_async=True)
         found = warpgroup_mma_wait(num_outstanding=0, deps=(found,))
         both = gl.where(t - s > 0, dscores_low.load(operand), dscores_low.permute((1, 0)).load(operand))
         found = warpgroup_mma(gl.where(across, both.to(gl.float32), 0.0).to(E), x, found, is_async=True)
@@ -226,5 +236,8 @@ def pairs_by_levels(dq, dk_sum, dg, dscores, dscores_low, q, k, g, x, high, low,
         dq += gl.where(right, found * factor, 0.0)
         dk_sum.store(dk_sum.load(acc) + gl.where(right, 0.0, found * factor))
         # The gradient of log(factor) is x * found. That logarithm sums the steps "block", so dg sums its transpose "around".
-        dg = sum_split(x.load(acc).to(gl.float32) * found, high, low, dg, "around", level, opaque_zero(one, vector), acc)
+        decayed = x.load(acc).to(gl.float32)
+        if x_low is not None:
+            decayed += x_low.load(acc).to(gl.float32)
+        dg = sum_split(decayed * found, high, low, dg, "around", level, opaque_zero(one, vector), acc)
     return dq, dg
