@@ -98,8 +98,8 @@ def run_study(
         count: Where to count DRAM bytes with the hardware's counters. ``True`` counts at the shapes where a criterion asks for
             bytes: the variants that launch a known number of kernels, and those that the criterion names. (A loop of thousands of
             launches would keep the profiler busy for minutes.) ``"all"`` counts everything at every shape, ``False`` nothing.
-            Bytes that are not counted are computed by arithmetic. Launches and grid barriers are counted for the variants and
-            shapes of the criteria that ask for them, unless this is ``False``.
+            Bytes that are not counted are computed by arithmetic. Launches and grid barriers are counted, and host times are
+            taken, for the variants and shapes of the criteria that ask for them, unless this is ``False``.
         on_progress: Callback for the progress.
         save_to: File of the result; :func:`default_path` by default.
         force: Whether to replace an existing result.
@@ -168,6 +168,7 @@ def _alone(path: Path) -> Iterator[None]:
     """
     import filelock  # imported here, since it takes 16 ms
 
+    # surrogatepass: Python stands for bytes of a path that are not UTF-8 with surrogates, which UTF-8 cannot encode.
     name = hashlib.sha256(str(path.absolute()).encode("utf-8", "surrogatepass")).hexdigest()[:32]
     lock = filelock.FileLock(cache_folder() / "runs" / f"{name}.lock", timeout=0)
     held = False

@@ -84,7 +84,7 @@ class RunOptions:
     quick: bool = False
     """True if the study's first direction alone is measured."""
     count: bool | Literal["all"] = True
-    """Switch for counting DRAM bytes, launches and barriers; see :func:`onelaunch.workbench.run.run_study`."""
+    """Switch for counting DRAM bytes, launches and barriers and for host times; see :func:`onelaunch.workbench.run.run_study`."""
     command: str = ""
     """Command line for the provenance; this process's own if empty."""
     timing_seed: int = field(default_factory=new_seed)
@@ -112,7 +112,8 @@ class Run:
     finished: list[tuple[Shape, Direction]] = field(default_factory=list)
     """Cases that are measured completely."""
     uncounted: list[tuple[Shape, Direction]] = field(default_factory=list)
-    """Cases of a resumed run that are measured, but whose bytes, launches or barriers are still to be counted."""
+    """Cases of a resumed run that are measured, but whose bytes, launches or barriers are still to be counted, or host times
+    to be taken."""
     failures: Mapping[Key, tuple[Status, str]] = field(default_factory=dict)
     """Statuses and reasons of candidates that ended an earlier process or ran too long. They are not run again."""
     probes: dict[str, ProbeReport] = field(default_factory=dict)

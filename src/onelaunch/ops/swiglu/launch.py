@@ -238,7 +238,7 @@ def fused_nvfp4(x: Matrix, w_gate: Matrix, w_up: Matrix, dtype: torch.dtype, *, 
     left = inner_contiguous(x.values) if x.kind == "nvfp4" else words(x.values)
     gate, up = inner_contiguous(w_gate.values), inner_contiguous(w_up.values)
     blocks = [None if each.blocks is None else inner_contiguous(each.blocks) for each in (x, w_gate, w_up)]
-    if swizzled:
+    if swizzled:  # the kernel computes the offset of an atom of 128 rows from the sizes, not from a stride
         blocks = [None if each is None else each.contiguous() for each in blocks]
     Launch(
         kernels.fused_nvfp4_kernel, tiles.grid(rows, columns),

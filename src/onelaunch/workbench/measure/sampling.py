@@ -2,7 +2,8 @@
 
 ``timing.py`` prepares a sampler once (compile, warm up, capture) and then asks it for samples, one per regime and round. The
 contents of the inputs change between samples, outside of what is timed. At the end it takes one more sample, in which the outputs
-of random calls are copied at once, to be verified. ``launches.py`` calls :func:`capture`.
+of random calls are copied at once, to be verified. ``launches.py`` calls :func:`capture`, and ``count_child.py`` calls
+:func:`count_sets`.
 """
 
 from __future__ import annotations
@@ -201,9 +202,9 @@ class CpuSampler:
             inputs = self._rotation.next()
             start = time.perf_counter()
             self._candidate(inputs)
-            seconds = min(seconds, abs(time.perf_counter() - start))
+            seconds = min(seconds, abs(time.perf_counter() - start))  # the difference is negative if the clock went backwards
             self._rotation.contents.renew([inputs])
-            if call and seconds > LONG_SAMPLE_SECONDS:
+            if call and seconds > LONG_SAMPLE_SECONDS:  # the first call alone may be slow because it compiles
                 break
         self._calls = max(1, min(MOST_CALLS, round(CPU_SAMPLE_SECONDS / max(seconds, 1e-9))))
 
