@@ -113,8 +113,8 @@ def run_study(
             default of the command line, measures in a child process that this one supervises; see
             :mod:`onelaunch.workbench.supervise`. It is not the default in Python, since a new interpreter imports the caller's
             main module, which must then guard its work by ``if __name__ == "__main__"``.
-        call_limit: Seconds after which a variant counts as hung and gets the status ``timed_out``: in its verification, its
-            preparation (both compile), or one sample. Applies to a supervised run.
+        call_limit: Seconds after which a variant counts as hung and gets the status ``timed_out``, in one step such as its
+            probes, its verification, its preparation (all of these compile), or one sample. Applies to a supervised run.
 
     Returns:
         The result, as saved. After Ctrl-C its ``interrupted`` is true, and unfinished measurements have that status.

@@ -233,6 +233,7 @@ class Run:
 
         Variants of other projects' packages are left out: ``auto`` never chooses them, and some tune for minutes at each size.
         """
+        # Reversed, so that each variant keeps its first case.
         first = {self._label(cell): cell for cell in reversed(self.plan.cells) if not cell.control and cell.status is None}
         asked = [(label, planned) for label, planned in first.items() if self._has_probes(planned)]
         judge = Judge(ORACLE_BYTES.get(self.device.type, 1 << 30))

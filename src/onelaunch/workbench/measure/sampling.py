@@ -295,7 +295,7 @@ class GpuSampler:
 
     def prepare(self, regimes: Sequence[Regime]) -> None:
         """Compile and warm up on the stream that captures, measure the peak memory, and capture the graphs."""
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))  # on which the inputs were drawn
         with torch.cuda.stream(self._stream):
             self._rotation.begin()
             for _ in range(WARM_UP_CALLS):
