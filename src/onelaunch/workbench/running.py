@@ -1,7 +1,7 @@
 """State of a running study: its plan, the measurements so far, and the steps that verify, time and count the rest.
 
 The unit of work is a case, a shape in one direction; all its variants and controls are measured together. ``supervise/job.py``
-makes a :class:`Run` in the process that measures.
+makes a :class:`Run` in the process that measures, from the :class:`RunOptions` and :class:`Steps` of ``workbench/run.py``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Launches of ``swiglu``'s Triton kernels: tile choice, allocation of results, kernel arguments.
 
 Operands are checked before; there are no checks and no autograd here. ``autograd.py`` calls :func:`gate` and
-:func:`gate_backward`. The variants in ``variants/fused.py`` and ``variants/blackwell.py`` call the functions for matrix products.
+:func:`gate_backward`. The variants in ``variants/fused.py`` and ``variants/blackwell.py`` call the functions for matrix products,
+and those in ``variants/triton.py`` ask for :func:`block_columns`.
 """
 
 from __future__ import annotations

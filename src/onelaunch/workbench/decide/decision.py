@@ -197,7 +197,7 @@ def _refuted(outcome: Outcome) -> bool:
 
 
 def _broken(result: Result, deciding: list[Outcome]) -> list[str]:
-    """Describe the incorrect, invalid or failed measurements that a criterion depends on, one sentence each."""
+    """Describe the incorrect, invalid or failed measurements of each side that has no usable one, one sentence each."""
     sentences = []
     for outcome in deciding:
         for criterion, at, _ in result.study.asked(outcome.criterion):

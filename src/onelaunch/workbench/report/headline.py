@@ -3,8 +3,8 @@
 If a run could not answer the question of its study, such as a run on a CPU of a study of GPU kernels, the report first states
 what this run found. It then quotes the headline of a committed result of the same study.
 
-The reports on the terminal, in Markdown and in HTML call :func:`headline` and :func:`unexplained`. ``committed.py`` quotes the
-sentence of a headline, which ``tools/summarize_results.py`` stores for each committed result.
+The reports on the terminal, in Markdown and in HTML call :func:`headline` and :func:`unexplained`. ``tools/summarize_results.py``
+stores the sentence of each committed result's headline, which ``committed.py`` reads.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The provenance of a result: device, time, software and command.
 
 ``running.py`` calls :func:`provenance` for each result, partial ones included. Command ``onelaunch study judge`` asks for
-:func:`commit` alone.
+:func:`commit` alone, and ``run.py`` for :func:`spelled`.
 """
 
 from __future__ import annotations
