@@ -2,8 +2,7 @@
 
 ``timing.py`` prepares a sampler once (compile, warm up, capture) and then asks it for samples, one per regime and round. The
 contents of the inputs change between samples, outside of what is timed. At the end it takes one more sample, in which the outputs
-of random calls are copied at once, to be verified. ``launches.py`` calls :func:`capture`, and ``count_child.py`` calls
-:func:`count_sets`.
+of random calls are copied at once, to be verified. ``launches.py`` calls :func:`capture`, ``count_child.py`` :func:`count_sets`.
 """
 
 from __future__ import annotations
