@@ -14,7 +14,7 @@ from onelaunch.workbench.result import Cell, Traffic
 from onelaunch.workbench.study.plan import PlannedCell
 
 Key = tuple[str, Direction, str, bool]
-"""Shape, direction and name of a measurement, and whether it is of a control, which may have the name of a variant."""
+"""Shape, direction and name of a measurement, and whether it is of a control. No control of a study has a variant's name."""
 
 
 def key_of(planned: PlannedCell) -> Key:
@@ -40,7 +40,7 @@ def bounded(cell: Cell, planned: PlannedCell) -> Cell:
     if cell.status == "invalid" and not below(cell.timing("cold"), planned.plan.floor_microseconds):
         outside = cell.verdict if cell.verdict and cell.verdict.outside else None
         changes |= {"status": outside.status if outside else "ok", "reason": outside.explain() if outside else ""}
-        changes |= {"traffic": by_arithmetic(planned)}
+        changes |= {"traffic": by_arithmetic(planned)}  # an invalid measurement holds no bytes
     return cell.model_copy(update=changes)
 
 

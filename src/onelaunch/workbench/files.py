@@ -76,7 +76,7 @@ def probe_folder(folder: Path, *, wanted: Path | None = None) -> None:
         with _created(folder), tempfile.NamedTemporaryFile(prefix=".onelaunch-", dir=folder) as probe:
             probe.write(b"\0" * 4096)
             probe.flush()
-            os.fsync(probe.fileno())
+            os.fsync(probe.fileno())  # some file systems report a full disk or an exceeded quota only here
     except OutputUnwritable:
         raise
     except (OSError, ValueError) as problem:

@@ -98,8 +98,8 @@ def run_study(
         count: Where to count DRAM bytes with the hardware's counters. ``True`` counts at the shapes where a criterion asks for
             bytes: the variants that launch a known number of kernels, and those that the criterion names. (A loop of thousands of
             launches would keep the profiler busy for minutes.) ``"all"`` counts everything at every shape, ``False`` nothing.
-            Bytes that are not counted are computed by arithmetic. Launches and grid barriers are counted for the variants and
-            shapes of the criteria that ask for them, unless this is ``False``.
+            Bytes that are not counted are computed by arithmetic. Launches and grid barriers are counted, and host times are
+            taken, for the variants and shapes of the criteria that ask for them, unless this is ``False``.
         on_progress: Callback for the progress.
         save_to: File of the result; :func:`default_path` by default.
         force: Whether to replace an existing result.
@@ -113,8 +113,8 @@ def run_study(
             default of the command line, measures in a child process that this one supervises; see
             :mod:`onelaunch.workbench.supervise`. It is not the default in Python, since a new interpreter imports the caller's
             main module, which must then guard its work by ``if __name__ == "__main__"``.
-        call_limit: Seconds after which a variant counts as hung and gets the status ``timed_out``: in its verification, its
-            preparation (both compile), or one sample. Applies to a supervised run.
+        call_limit: Seconds after which a variant counts as hung and gets the status ``timed_out``, in one step such as its
+            probes, its verification, its preparation (all of these compile), or one sample. Applies to a supervised run.
 
     Returns:
         The result, as saved. After Ctrl-C its ``interrupted`` is true, and unfinished measurements have that status.
@@ -168,6 +168,7 @@ def _alone(path: Path) -> Iterator[None]:
     """
     import filelock  # imported here, since it takes 16 ms
 
+    # surrogatepass: Python stands for bytes of a path that are not UTF-8 with surrogates, which UTF-8 cannot encode.
     name = hashlib.sha256(str(path.absolute()).encode("utf-8", "surrogatepass")).hexdigest()[:32]
     lock = filelock.FileLock(cache_folder() / "runs" / f"{name}.lock", timeout=0)
     held = False

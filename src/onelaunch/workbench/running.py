@@ -1,7 +1,7 @@
 """State of a running study: its plan, the measurements so far, and the steps that verify, time and count the rest.
 
 The unit of work is a case, a shape in one direction; all its variants and controls are measured together. ``supervise/job.py``
-makes a :class:`Run` in the process that measures.
+makes a :class:`Run` in the process that measures, from the :class:`RunOptions` and :class:`Steps` of ``workbench/run.py``.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class RunOptions:
     quick: bool = False
     """True if the study's first direction alone is measured."""
     count: bool | Literal["all"] = True
-    """Switch for counting DRAM bytes, launches and barriers; see :func:`onelaunch.workbench.run.run_study`."""
+    """Switch for counting DRAM bytes, launches and barriers and for host times; see :func:`onelaunch.workbench.run.run_study`."""
     command: str = ""
     """Command line for the provenance; this process's own if empty."""
     timing_seed: int = field(default_factory=new_seed)
@@ -112,7 +112,8 @@ class Run:
     finished: list[tuple[Shape, Direction]] = field(default_factory=list)
     """Cases that are measured completely."""
     uncounted: list[tuple[Shape, Direction]] = field(default_factory=list)
-    """Cases of a resumed run that are measured, but whose bytes, launches or barriers are still to be counted."""
+    """Cases of a resumed run that are measured, but whose bytes, launches or barriers are still to be counted, or host times
+    to be taken."""
     failures: Mapping[Key, tuple[Status, str]] = field(default_factory=dict)
     """Statuses and reasons of candidates that ended an earlier process or ran too long. They are not run again."""
     probes: dict[str, ProbeReport] = field(default_factory=dict)
@@ -232,6 +233,7 @@ class Run:
 
         Variants of other projects' packages are left out: ``auto`` never chooses them, and some tune for minutes at each size.
         """
+        # Reversed, so that each variant keeps its first case.
         first = {self._label(cell): cell for cell in reversed(self.plan.cells) if not cell.control and cell.status is None}
         asked = [(label, planned) for label, planned in first.items() if self._has_probes(planned)]
         judge = Judge(ORACLE_BYTES.get(self.device.type, 1 << 30))

@@ -1,4 +1,7 @@
-"""Base classes and types of all stored values: validated names, numbers and strings, and estimates."""
+"""Base classes and types of all stored values: validated names, numbers and strings, and estimates.
+
+The declarations of studies, their plans and their results are made of them.
+"""
 
 from __future__ import annotations
 
@@ -108,6 +111,7 @@ class Grown(BaseModel):
 class Stored(BaseModel):
     """Base of all stored values. They are immutable and reject unknown fields."""
 
+    # An error may be infinite, for which JSON has no number. By default pydantic would write null, which no reader takes back.
     model_config = ConfigDict(extra="forbid", frozen=True, ser_json_inf_nan="strings")
 
 

@@ -40,7 +40,7 @@ __device__ __forceinline__ void mbarrier_arrive_cluster(u32 bar, u32 rank) {
       "r"(rank)
       : "memory");
 }
-// Spin until the phase with this parity has completed, without a time-out.
+// Spin until the phase with this parity has completed, without a time-out. The braces make the labels local to each inlined copy.
 __device__ __forceinline__ void mbarrier_wait(u32 bar, u32 phase) {
   asm volatile(
       "{\n.reg .pred completed;\nAGAIN:\nmbarrier.try_wait.parity.shared::cta.b64 completed, [%0], %1;\n"

@@ -96,7 +96,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) gemm_sm90(PARAMETERS) {
     setmaxnreg_dec<PRODUCER_REGISTERS>();  // before anything else: the consumers' setmaxnreg.inc waits for these registers
     produce(a, scheduler, smem, warp, lane);
     if constexpr (SCHEDULE == SPLIT_K_CLUSTER) {  // a cluster barrier counts all threads: join the two of exchange_halves
-      __syncwarp();
+      __syncwarp();  // they are .aligned: the lanes of a warp must reach them together
       cluster_sync_relaxed();
       cluster_sync();
     }

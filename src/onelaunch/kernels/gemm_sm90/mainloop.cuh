@@ -86,7 +86,7 @@ __device__ __forceinline__ void convert_k_blocks(const SharedMemory& smem, int c
   for (int k = 0; k < count; ++k, state.advance()) {
     mbarrier_wait(smem.scales_full + 8 * state.stage, state.phase);
     convert_scales(smem.table, state.stage, thread, 32 * CONVERTER_WARPS);
-    __syncwarp();
+    __syncwarp();  // all lanes have written their factors before lane 0 arrives
     if (thread % 32 == 0) mbarrier_arrive(smem.scales_converted + 8 * state.stage);
   }
 }
@@ -113,7 +113,7 @@ __device__ __forceinline__ void produce(
       load_item(a, scheduler, smem, item, state, lane, early);
     });
   }
-  if (!WHOLE_WARP_LOADS) __syncwarp();
+  if (!WHOLE_WARP_LOADS) __syncwarp();  // lane 0 was alone; the cluster barrier that follows is .aligned: it needs whole warps
 #if NVFP4
   if (warp > PRODUCER_WARP) {
     const int thread = threadIdx.x - 32 * (PRODUCER_WARP + 1);

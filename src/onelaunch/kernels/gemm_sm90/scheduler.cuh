@@ -114,7 +114,7 @@ struct Scheduler {
     const int slot = turn & 1;
     mbarrier_wait(smem.tile_full + 8 * slot, turn / 2 & 1);
     const int tile = ld_shared_u32(smem.tile_slots + 4 * slot);
-    __syncwarp();
+    __syncwarp();  // all lanes have read the slot before lane 0 releases it
     if (lane == 0) mbarrier_arrive(smem.tile_empty + 8 * slot);
     return tile;
   }

@@ -77,7 +77,10 @@ def tiles(rows: int, heads: int, values: int, elements: int) -> int:
 
 
 def steps_of(count: int, device: torch.device) -> int:
-    """Return the number of tiles that a CTA of a backward launch takes, one after another."""
+    """Return the number of tiles that a CTA of a backward launch takes, one after another.
+
+    There is at least one tile, since the variants refuse calls without elements.
+    """
     return cdiv(count, CTAS_PER_SM * processors(device))
 
 

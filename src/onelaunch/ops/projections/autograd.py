@@ -8,6 +8,8 @@ writes the gradients of z of all segments into one matrix dz, and one product wi
 Arguments of an operator must have a type that PyTorch knows. So a layout (widths, activations and offsets of the segments) is
 passed as a string, its ``code``, such as ``16x128:silu,4x64:logsigmoid/16.0:bias``. ``read_layout`` returns the layout of a
 code.
+
+Our own variants call :func:`compute`. ``gla_layer``, which has an operator of its own, calls the functions in :data:`launches`.
 """
 
 from __future__ import annotations

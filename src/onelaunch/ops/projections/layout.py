@@ -30,7 +30,7 @@ ALIGNMENT = 8
 """
 
 
-@plain
+@plain  # a call's plan is looked up by its arguments, of which the segments are one
 @dataclass(frozen=True)
 class Segment:
     """A block of rows of a packed weight, and the activation of the columns that they project to. Hashable.

@@ -3,7 +3,7 @@
 ``onelaunch::swiglu_forward`` runs the launches of a variant by its name. For a backward pass it also stores both products, which
 takes no further launch. The backward pass computes the gate's gradients in one launch (``onelaunch::swiglu_gate_backward``) and
 leaves the matrix products to PyTorch. ``onelaunch::swiglu_gate`` is the gate alone, for variants that use PyTorch's matrix
-products. *Gate* and *up* also name the two products x w_gate^T and x w_up^T.
+products. *Gate* and *up* also name the two products x w_gate^T and x w_up^T. The variants call :func:`compute` or :data:`gate`.
 """
 
 from __future__ import annotations
@@ -119,18 +119,18 @@ def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) ->
 def gradients(ctx: Any, backward: Any, dh: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     """Return the gradients of x and the weights; the other inputs have none."""
     x, w_gate, w_up, products = ctx.saved_tensors
-    both = backward(dh, products, None)  # [M, 2 N]
+    dproducts = backward(dh, products, None)  # [M, 2 N]
     wants_x, *wants_weights = ctx.needs_input_grad[:3]
-    dx = dgate = dup = None
+    dx = dw_gate = dw_up = None
     if w_up is None:
-        dx = both @ w_gate if wants_x else None
-        dgate = both.mT @ x if wants_weights[0] else None
+        dx = dproducts @ w_gate if wants_x else None
+        dw_gate = dproducts.mT @ x if wants_weights[0] else None
     else:
-        gate, up = both.chunk(2, 1)
-        dx = torch.addmm(gate @ w_gate, up, w_up) if wants_x else None
+        dgate, dup = dproducts.chunk(2, 1)
+        dx = torch.addmm(dgate @ w_gate, dup, w_up) if wants_x else None
         if any(wants_weights):
-            dgate, dup = (both.mT @ x).chunk(2)
-    return dx, dgate, dup, *(None,) * 11  # run_forward has 14 inputs
+            dw_gate, dw_up = (dproducts.mT @ x).chunk(2)
+    return dx, dw_gate, dw_up, *(None,) * 11  # run_forward has 14 inputs
 
 
 forward = Operator("swiglu_forward", run_forward, save=save, gradients=gradients, backward=gate_backward)

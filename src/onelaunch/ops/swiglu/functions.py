@@ -48,6 +48,7 @@ def swiglu_fp8(
     Raises:
         OneLaunchError: An argument does not fit, in the cases of :func:`onelaunch.ops.swiglu`.
     """
+    # Fp8Tensor checks its tensors itself; these checks come first, so that messages have the names of this function's arguments.
     Fp8Tensor.check("x", x, "x_scale", x_scale)
     Fp8Tensor.check("w_gate", w_gate, "gate_scale", gate_scale)
     if (w_up is None) != (up_scale is None):

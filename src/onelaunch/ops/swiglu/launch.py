@@ -1,7 +1,8 @@
 """Launches of ``swiglu``'s Triton kernels: tile choice, allocation of results, kernel arguments.
 
 Operands are checked before; there are no checks and no autograd here. ``autograd.py`` calls :func:`gate` and
-:func:`gate_backward`. The variants in ``variants/fused.py`` and ``variants/blackwell.py`` call the functions for matrix products.
+:func:`gate_backward`. The variants in ``variants/fused.py`` and ``variants/blackwell.py`` call the functions for matrix products,
+and those in ``variants/triton.py`` ask for :func:`block_columns`.
 """
 
 from __future__ import annotations
@@ -238,7 +239,7 @@ def fused_nvfp4(x: Matrix, w_gate: Matrix, w_up: Matrix, dtype: torch.dtype, *, 
     left = inner_contiguous(x.values) if x.kind == "nvfp4" else words(x.values)
     gate, up = inner_contiguous(w_gate.values), inner_contiguous(w_up.values)
     blocks = [None if each.blocks is None else inner_contiguous(each.blocks) for each in (x, w_gate, w_up)]
-    if swizzled:
+    if swizzled:  # the kernel computes the offset of an atom of 128 rows from the sizes, not from a stride
         blocks = [None if each is None else each.contiguous() for each in blocks]
     Launch(
         kernels.fused_nvfp4_kernel, tiles.grid(rows, columns),

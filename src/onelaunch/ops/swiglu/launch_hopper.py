@@ -56,7 +56,7 @@ class InterleavedWeights(NamedTuple):
 def interleaved(first: torch.Tensor, second: torch.Tensor) -> InterleavedWeights:
     """Return both weights interleaved by strides alone; copy them first if TMA cannot address them so."""
     first, second = addressable(first), addressable(second)
-    apart = distance(first, second)
+    apart = distance(first, second)  # 0 for one weight passed twice, which no stride can express
     if first.stride(0) != second.stride(0) or apart % 16 or not 0 < abs(apart) < FARTHEST:
         first, second = torch.stack((first, second)).unbind()
         apart = distance(first, second)
@@ -81,7 +81,7 @@ def x_map(matrix: torch.Tensor, config: GemmConfig) -> bytes:
     if config.nvfp4:
         pieces = (width, rows, channels // width)
         return tensor_map(matrix.dtype, address(matrix), pieces, (row, ROW_BYTES), (width, config.b_rows, config.chunks))
-    return matrix_map(matrix, min(config.b_rows, rows), width)
+    return matrix_map(matrix, min(config.b_rows, rows), width)  # the kernel expects the bytes of this box: operands/swiglu.cuh
 
 
 STORE_COLUMNS = 32

@@ -2,13 +2,14 @@
 
 The first of these rules that applies decides:
 
-1. A variant that a criterion depends on is incorrect, failed, or was faster than its roofline bound: *debug*.
+1. A criterion finds no usable measurement for one of its sides, and a variant of that side is incorrect, failed, or was faster
+   than its roofline bound: *debug*.
 2. The measured baseline is so near the roofline bound that no variant can reach a criterion's gain: *abandon*.
 3. A criterion is missed although the roofline bound leaves room for it: *debug*, with the likely bottleneck named.
 4. A criterion is inconclusive or not measured, or is refuted by arithmetic and was not measured either: *measure more*.
 5. A met speed-up is mostly explained by neither saved bytes nor saved launches, and no measured pair of variants differs in one
    factor only, so that its cause is unknown: *measure more*.
-6. Otherwise, and if at least one criterion is met: *proceed*.
+6. Otherwise, and if at least one criterion is met: *proceed*. If none is left to decide on: *measure more*.
 
 Four kinds of criteria are excluded, with the reason, and never count as met:
 
@@ -196,7 +197,7 @@ def _refuted(outcome: Outcome) -> bool:
 
 
 def _broken(result: Result, deciding: list[Outcome]) -> list[str]:
-    """Describe the incorrect, invalid or failed measurements that a criterion depends on, one sentence each."""
+    """Describe the incorrect, invalid or failed measurements of each side that has no usable one, one sentence each."""
     sentences = []
     for outcome in deciding:
         for criterion, at, _ in result.study.asked(outcome.criterion):

@@ -146,6 +146,7 @@ def counted_measures() -> list[CountedMeasure]:
 def taken_measures() -> list[TakenMeasure]:
     """Return the registered measures that a step of their own takes, one for each name that measurements keep."""
     found = [measure for measure in measures() if isinstance(measure, TakenMeasure)]
+    # Reversed twice, so that of the measures that share a name the one that was registered first stays.
     return list({measure.kept: measure for measure in reversed(found)}.values())[::-1]
 
 

@@ -28,6 +28,7 @@ class Clocks:
             import pynvml
 
             pynvml.nvmlInit()
+            # By UUID, since NVML counts all GPUs of the machine, and PyTorch only those of CUDA_VISIBLE_DEVICES.
             uuid = str(torch.cuda.get_device_properties(device).uuid)
             self._handle = pynvml.nvmlDeviceGetHandleByUUID(uuid if uuid.startswith("GPU-") else f"GPU-{uuid}")
             self._nvml = pynvml

@@ -101,7 +101,7 @@ def _launches(operation: Operation[..., Any], request: Request, device: torch.de
     candidate = Candidate.variant(operation, request.variant) if control is None else Candidate.control(operation, control)
     inputs = make_inputs(operation, request.case, device, seed, request.direction)
     stream, graph = torch.cuda.Stream(device), torch.cuda.CUDAGraph(keep_graph=True)
-    stream.wait_stream(torch.cuda.current_stream(device))
+    stream.wait_stream(torch.cuda.current_stream(device))  # on which the inputs were drawn
     with torch.cuda.stream(stream):
         if inputs.differentiable:
             inputs.output_gradients = draw_gradients(

@@ -2,7 +2,7 @@
 
 ``timing.py`` prepares a sampler once (compile, warm up, capture) and then asks it for samples, one per regime and round. The
 contents of the inputs change between samples, outside of what is timed. At the end it takes one more sample, in which the outputs
-of random calls are copied at once, to be verified. ``launches.py`` calls :func:`capture`.
+of random calls are copied at once, to be verified. ``launches.py`` calls :func:`capture`, ``count_child.py`` :func:`count_sets`.
 """
 
 from __future__ import annotations
@@ -201,9 +201,9 @@ class CpuSampler:
             inputs = self._rotation.next()
             start = time.perf_counter()
             self._candidate(inputs)
-            seconds = min(seconds, abs(time.perf_counter() - start))
+            seconds = min(seconds, abs(time.perf_counter() - start))  # the difference is negative if the clock went backwards
             self._rotation.contents.renew([inputs])
-            if call and seconds > LONG_SAMPLE_SECONDS:
+            if call and seconds > LONG_SAMPLE_SECONDS:  # the first call alone may be slow because it compiles
                 break
         self._calls = max(1, min(MOST_CALLS, round(CPU_SAMPLE_SECONDS / max(seconds, 1e-9))))
 
@@ -294,7 +294,7 @@ class GpuSampler:
 
     def prepare(self, regimes: Sequence[Regime]) -> None:
         """Compile and warm up on the stream that captures, measure the peak memory, and capture the graphs."""
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))  # on which the inputs were drawn
         with torch.cuda.stream(self._stream):
             self._rotation.begin()
             for _ in range(WARM_UP_CALLS):

@@ -44,7 +44,7 @@ Kind = Literal["variant", "control", "again"]
 """Kind of a candidate. ``again`` is the second copy of the baseline, whose ratio to the first is the noise."""
 
 Key = tuple[str, Kind]
-"""Name and kind of a candidate, which tell it from all others: a control or a second copy may have the name of a variant."""
+"""Name and kind of a candidate, which tell it from all others: the second copy of the baseline has the name of the first."""
 
 ALL_REGIMES: tuple[Regime, ...] = ("cold", "warm", "eager")
 """Regimes that every operation has. Those of :data:`LOOPS` time many consecutive steps, and need a loop of the operation."""

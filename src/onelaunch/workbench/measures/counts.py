@@ -1,7 +1,8 @@
 """Measures that are counted in one call if a criterion asks for them: launches and grid barriers.
 
-The class attributes are explained at :class:`onelaunch.workbench.decide.measured.CountedMeasure` and its bases. ``count`` returns
-a count for each request, or the reason why there is none.
+A criterion of a study names a measure by its ``name``. The class attributes are explained at
+:class:`onelaunch.workbench.decide.measured.CountedMeasure` and its bases. ``count`` returns a count for each request, or the
+reason why there is none.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Measure of correctness: the error against the oracle, which computes the operation in float64.
 
-The class attributes are explained at :class:`onelaunch.workbench.decide.measured.JudgedMeasure` and its base.
+A criterion of a study names a measure by its ``name``. The class attributes are explained at
+:class:`onelaunch.workbench.decide.measured.JudgedMeasure` and its base.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""Measures of host time: what a call takes of Python, alone and beside PyTorch's matrix product.
+"""Measures of host time: what Python, PyTorch and the driver need for a call, alone and beside PyTorch's matrix product.
 
-The class attributes are explained at :class:`onelaunch.workbench.decide.measured.TakenMeasure` and its bases.
+A criterion of a study names a measure by its ``name``. The class attributes are explained at
+:class:`onelaunch.workbench.decide.measured.TakenMeasure` and its bases.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Measures of time. They are compared round by round, with an interval and the A/A noise.
 
 Evidence is stored in results, which must give the same bytes when they are judged again. Its sentences therefore still call the
-roofline bound *floor*. The class attributes are explained at :class:`onelaunch.workbench.decide.measured.JudgedMeasure`.
+roofline bound *floor*. A criterion of a study names a measure by its ``name``. The class attributes are explained at
+:class:`onelaunch.workbench.decide.measured.JudgedMeasure`.
 """
 
 from __future__ import annotations

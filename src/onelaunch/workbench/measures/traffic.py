@@ -1,6 +1,7 @@
 """Measures of DRAM bytes. A criterion on them is measured only if the hardware counted the bytes.
 
-The class attributes are explained at :class:`onelaunch.workbench.decide.measured.JudgedMeasure` and its base.
+A criterion of a study names a measure by its ``name``. The class attributes are explained at
+:class:`onelaunch.workbench.decide.measured.JudgedMeasure` and its base.
 """
 
 from __future__ import annotations

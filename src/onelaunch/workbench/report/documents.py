@@ -2,8 +2,9 @@
 
 A section first compares the fastest variant of the operation with its rivals: other libraries' variants (peers), the study's
 baseline and torch.compile. All other times, the sizes of the shapes, and the reasons for missing times follow in folded blocks.
-All strings of a result are escaped, since a result may come from anywhere. ``docs/tables.py`` calls :func:`docs_section` and
-:func:`docs_overview` when the documentation is built.
+All strings of a result are escaped, since a result may come from anywhere. When the documentation is built, ``docs/tables.py``
+calls :func:`docs_section` and :func:`docs_overview`; it and ``docs/study_keys.py`` also write other tables with :func:`code` and
+:func:`markdown_table`.
 """
 
 from __future__ import annotations

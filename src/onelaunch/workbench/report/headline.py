@@ -3,8 +3,8 @@
 If a run could not answer the question of its study, such as a run on a CPU of a study of GPU kernels, the report first states
 what this run found. It then quotes the headline of a committed result of the same study.
 
-The reports on the terminal, in Markdown and in HTML call :func:`headline` and :func:`unexplained`. ``committed.py`` quotes the
-sentence of a headline, which ``tools/summarize_results.py`` stores for each committed result.
+The reports on the terminal, in Markdown and in HTML call :func:`headline` and :func:`unexplained`. ``tools/summarize_results.py``
+stores the sentence of each committed result's headline, which ``committed.py`` reads.
 """
 
 from __future__ import annotations
@@ -252,11 +252,11 @@ def _largest_gain(result: Result, direction: Direction) -> str:
     """
     regime, over_name = main_regime(result), reference(result)
     gains: list[tuple[Estimate, Cell, Cell]] = []
-    compared = 0
+    rivals = 0
     for shape in shapes(result, direction):
         best, over = fastest(result, shape.name, direction), result.cell(shape.name, over_name, direction)
         others = [cell for cell in cells_at(result, shape.name, direction) if not cell.control and cell.variant != over_name]
-        compared += sum(valid_timing(cell, regime) is not None for cell in others) if valid_timing(over, regime) else 0
+        rivals += sum(valid_timing(cell, regime) is not None for cell in others) if valid_timing(over, regime) else 0
         gain = speedup(best, over, regime)
         if best and over and gain and gain.low > noise_floor(result, best, regime):
             gains.append((gain, best, over))
@@ -264,7 +264,7 @@ def _largest_gain(result: Result, direction: Direction) -> str:
         return ""
     gain, best, over = max(gains, key=lambda each: each[0].median)
     how = f"({direction_words(direction)}, {regime})"
-    most = "up to " if compared > 1 else ""
+    most = "up to " if rivals > 1 else ""
     return f"{best.variant} is {most}{q.ratio_interval(gain)} as fast as {over.label} at {best.shape} {how}"
 
 

@@ -328,7 +328,7 @@ def _plot(title: str, caption: str, direction: Direction, draw: Callable[[Axes],
     settings = {
         "svg.fonttype": "none",
         "text.parse_math": False,
-        "svg.hashsalt": title,
+        "svg.hashsalt": title,  # by default ids are random, and a report of one result would differ from run to run
         "font.family": "sans-serif",
         "font.size": 9.5,
         "text.color": INK,
@@ -364,11 +364,11 @@ def _svg(figure: Figure, title: str) -> str:
         for child in [child for child in parent if _local(child.tag) == "metadata"]:
             parent.remove(child)
     for element in root.iter():
-        element.tag = _local(element.tag)
+        element.tag = _local(element.tag)  # SVG inside HTML has no namespaces, and ElementTree would write prefixes
         given = {_local(name): value for name, value in element.attrib.items()}
         element.attrib.clear()
         element.attrib.update({name: _page_value(name, value, own) for name, value in given.items()})
-    for size in ("width", "height"):
+    for size in ("width", "height"):  # the page sets the size; the proportions stay in viewBox
         del root.attrib[size]
     root.attrib.update({"role": "img", "aria-label": one_line(title)})
     return ET.tostring(root, encoding="unicode").strip()

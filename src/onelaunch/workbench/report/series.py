@@ -1,4 +1,7 @@
-"""Choice of the variants that plots draw prominently, and of their colours and markers."""
+"""Choice of the variants that plots draw prominently, and of their colours and markers.
+
+``plots.py`` makes one :class:`Series` for all plots of a report.
+"""
 
 from __future__ import annotations
 

@@ -342,10 +342,10 @@ def _limits(result: Result, again: Result | str) -> tuple[str, ...]:
 
 
 def _criteria(result: Result) -> Table | None:
-    judged = {outcome.criterion.name: outcome for outcome in result.outcomes}
+    outcomes = {outcome.criterion.name: outcome for outcome in result.outcomes}
     if not result.study.criteria:
         return None
-    rows = [_criterion(criterion, judged.get(criterion.name), result) for criterion in result.study.criteria]
+    rows = [_criterion(criterion, outcomes.get(criterion.name), result) for criterion in result.study.criteria]
     rows.sort(key=lambda row: row[1].endswith("(excluded)"))  # criteria that decide come first
     return Table("", columns("criterion", "status", "?asked", "evidence"), tuple(rows))
 

@@ -1,6 +1,7 @@
 """The provenance of a result: device, time, software and command.
 
-``running.py`` calls :func:`provenance` for each result, partial ones included.
+``running.py`` calls :func:`provenance` for each result, partial ones included. Command ``onelaunch study judge`` asks for
+:func:`commit` alone, and ``run.py`` for :func:`spelled`.
 """
 
 from __future__ import annotations
@@ -123,6 +124,7 @@ def commit() -> str:
     """
     if named := os.environ.get("ONELAUNCH_COMMIT"):
         return named
+    # A package that is installed in a folder of another repository, such as its .venv, must not report that one's commit.
     if _git("ls-files", "--error-unmatch", "__init__.py") is None:
         return ""
     head = _git("rev-parse", "--short=12", "HEAD")

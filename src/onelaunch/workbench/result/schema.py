@@ -467,6 +467,7 @@ class Result(Grown, Stored):
         except (OSError, ValueError, RecursionError) as error:
             raise ResultCorrupt(path, in_a_line(error)) from error
         version = raw.get("schema_version") if isinstance(raw, dict) else None
+        # type() and not isinstance(): true is an int for Python, and would be taken for version 1.
         if type(version) is int and version > SCHEMA:
             raise ResultTooNew(path, schema=version, newest=SCHEMA)
         if type(version) is not int or version not in READABLE:

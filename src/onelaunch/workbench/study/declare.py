@@ -88,6 +88,7 @@ LOOPS: tuple[Regime, ...] = ("running", "served")
 def check_measure(value: Any) -> Any:
     """Return the name of a measure after a check that it is registered."""
     if not isinstance(value, str) or value not in measure_names():
+        # Words as pydantic's own for a Literal, which the names cannot be: packages register more measures.
         *most, last = map(repr, measure_names())
         raise PydanticCustomError("literal_error", "Input should be {expected}", {"expected": f"{', '.join(most)} or {last}"})
     return value

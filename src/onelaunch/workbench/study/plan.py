@@ -1,7 +1,7 @@
 """Plan of a study before anything runs: costs, roofline bounds, variants that can run, criteria that cannot be met.
 
-``supervise/job.py``, in the process that measures, and command ``onelaunch study show`` call :func:`plan_study`.
-``decide/decision.py`` and ``measures/traffic.py`` call the functions on bounds and on what arithmetic refutes.
+Runs, in the process that measures, and command ``onelaunch study show`` call :func:`plan_study`. Decisions and measures call the
+functions on bounds and on what arithmetic refutes, and timings those on which variants can run here.
 """
 
 from __future__ import annotations

@@ -36,7 +36,8 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 CALL_LIMIT_SECONDS = 600.0
-"""Seconds after which a candidate counts as hung: in its verification, its preparation (both compile), or one sample."""
+"""Seconds after which a candidate counts as hung in one step, such as its probes, its verification, its preparation (all of these
+compile), one sample, or one count."""
 
 INTERRUPT_SECONDS = 30.0
 """Seconds that the child has to end its call after Ctrl-C, before it is killed. The finished cases are kept either way."""

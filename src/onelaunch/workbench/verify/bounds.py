@@ -1,8 +1,8 @@
 """Errors of a result against the oracle, and the bounds that they may have: of the norm, the largest element, and along time.
 
 The norm over all elements hides few wrong ones among millions, and a few wrong steps of a long sequence. The largest error and
-the error of each part of the sequence therefore have bounds of their own. ``reference.py`` calls these functions to judge
-outputs.
+the error of each part of the sequence therefore have bounds of their own. ``reference.py`` judges outputs by these functions;
+other checks of ``verify`` use single ones.
 """
 
 from __future__ import annotations

@@ -86,6 +86,7 @@ def make_inputs(operation: Operation[..., Any], case: Case, device: torch.device
     """Return the operation's inputs for a case and direction. Gradients of the outputs are not in them yet."""
     made = operation.make_inputs(case, device, seed)
     backward = direction == "forward_backward"
+    # The clone also makes the differentiable tensors require gradients.
     return Inputs(made.arguments, made.differentiable if backward else (), through=made.through).clone()
 
 

@@ -51,6 +51,7 @@ class Judge:
     ) -> Reference:
         """Return the reference of a case, from the cache or computed by the oracle."""
         device = torch.device(device)
+        # The options as a string, since a value may be a list, which cannot be hashed.
         described = (case.dtype, *sorted(case.sizes.items()), repr(sorted(case.options.items())))
         key = (operation.name, control and control.name, str(device), direction, seed, *described)
         if key in self._references:

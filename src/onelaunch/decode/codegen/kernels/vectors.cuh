@@ -44,7 +44,7 @@ DEVICE void for_columns(Consumer& c, const float* from, const u16* row, const u1
     uint4 v[UNROLL];
     uint2 f[UNROLL];
     auto inside = [&](int i) { return COLUMNS % (UNROLL * STRIDE) == 0 || first + i * STRIDE < COLUMNS; };
-    if (weights) {
+    if (weights) {  // loaded before the spin, so that both trips to memory overlap
 #pragma unroll
       for (int i = 0; i < UNROLL; ++i)
         f[i] = inside(i) ? *(const uint2*)(weights + first + i * STRIDE) : uint2{0, 0};

@@ -26,7 +26,7 @@ def unfused(call: OutputChainCall) -> Results:
 @output_chain.variant("compiled", launches=None, fuses=("norm", "gate"), hands=("a",), maker="pytorch")
 def compiled(call: OutputChainCall) -> Results:
     """Run the unfused chain, compiled by torch.compile."""
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling():  # the caller's torch.compile compiles the chain with the rest
         return _chain(call.h, call.gate, call.norm_weight, call.w_out, call.bias, call.activated, call.eps)
     function = compile_static(_chain_of(call.activated, call.eps))
     return function(call.h, call.gate, call.norm_weight, call.w_out, call.bias)
@@ -59,5 +59,8 @@ def _normalize(h: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torc
 
 @functools.lru_cache(maxsize=256)
 def _chain_of(activated: bool, eps: float) -> Callable[..., Results]:
-    """Return the chain for these options, which the compiled code sees as constants."""
+    """Return the chain for these options, which the compiled code sees as constants.
+
+    It is cached because a new function object would be compiled again.
+    """
     return lambda h, gate, norm_weight, w_out, bias: _chain(h, gate, norm_weight, w_out, bias, activated, eps)

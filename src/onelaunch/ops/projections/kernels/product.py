@@ -74,6 +74,7 @@ def epilogue_kernel(
         if (tile >= FIRSTS[s]) & (tile < FIRSTS[s + 1]):
             tile_in_segment = tile - FIRSTS[s]
             rows_valid, columns_valid = m < M, at < count
+            # The conditional is the index of the tile's first head. Only a tile of one padded head has STEPS[s] < HEADS[s].
             finish_tile(
                 v, m, tile_in_segment * STEPS[s] + at, rows_valid[:, None] & columns_valid[None, :], rows_valid, columns_valid,
                 tile_in_segment * (STEPS[s] // HEADS[s]) if STEPS[s] >= HEADS[s] else tile_in_segment, bias, y, rstd, kept, eps,

@@ -181,6 +181,7 @@ def up_kernel(
         p_x += BK
         p_up += BK
     up = apply_scale(apply_scale(up, x_scale, m, 1, X_ROWS), up_scale, n, 0, W_ROWS)
+    # m and n repeat the last row and column beyond the end, so this load needs no mask. The stores need the real indices.
     b_gate = tl.load(gate + m[None, :] * gate_stride + n[:, None])  # [BN, BM]
     m, n = m_start + tl.arange(0, BM), n_start + tl.arange(0, BN)
     if KEEP:

@@ -43,6 +43,7 @@ def quack(call: SwigluCall) -> tuple[torch.Tensor]:
     from quack.gemm_interface import gemm_gated  # pyrefly: ignore[missing-import]
 
     assert isinstance(call.stacked, torch.Tensor)  # noqa: S101 - see stacked_for_quack
+    # concat_layout: all gate rows come before those of up. By default quack takes them in turn.
     _, h = gemm_gated(call.x, call.stacked.mT, activation="swiglu", store_preact=False, concat_layout=("B",))
     return (h,)
 
