@@ -1,6 +1,7 @@
 """Argument checks that contracts of operations, layers of ``nn``, formats and decode weights share.
 
-Each check raises an error that names the argument.
+Each check raises an error that names the argument. The replay of recorded calls skips the checks, and asks
+:func:`asks_for_values` whether it may.
 
 Shapes, dtypes and devices are always checked, at no cost on the device. These checks take a tensor's :class:`Facts`, which are
 hashable, so that a contract can cache the outcome. Checking values (a positive log-decay, offsets out of order) means reading the
@@ -150,6 +151,7 @@ _VARIABLES = getattr(os.environ, "_data", None)
 
 def asks_for_values() -> bool:
     """Return whether the user asks that values of GPU tensors are checked."""
+    # Only on POSIX are the keys bytes; elsewhere this test would always say that the variable is not set.
     if isinstance(_VARIABLES, dict) and b"ONELAUNCH_CHECK_VALUES" not in _VARIABLES and os.name == "posix":
         return False
     return os.environ.get("ONELAUNCH_CHECK_VALUES") == "1"

@@ -174,7 +174,7 @@ application = typer.Typer(
 )
 
 
-def _is_about_this_machine(record: logging.LogRecord) -> bool:
+def _is_worth_showing(record: logging.LogRecord) -> bool:
     """Return False for PyTorch's warning that a machine with CUDA's tools has no GPU, so that it does not clutter the output."""
     return "No CUDA runtime is found" not in record.getMessage()
 
@@ -211,4 +211,4 @@ def onelaunch(
       141  stdout was closed by its reader, as with "| head"
       143  terminated (SIGTERM)
     """
-    logging.getLogger("torch.utils.cpp_extension").addFilter(_is_about_this_machine)
+    logging.getLogger("torch.utils.cpp_extension").addFilter(_is_worth_showing)

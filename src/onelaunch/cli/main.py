@@ -1,4 +1,8 @@
-"""Console script. It can be imported with PyTorch alone, so that a missing extra is reported in one line, not a traceback."""
+"""Console script. At import it needs neither the extra ``workbench`` nor PyTorch.
+
+So a missing extra is reported in one line, not a traceback, and :func:`app` can begin to create a CUDA context before PyTorch is
+imported.
+"""
 
 from __future__ import annotations
 

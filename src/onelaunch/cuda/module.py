@@ -129,7 +129,7 @@ class Function:
         self._pointer_indices = tuple(at for at, kind in enumerate(kinds) if kind == "pointer")
         self._driver = driver
         self._stream = torch._C._cuda_getCurrentRawStream  # noqa: SLF001  takes a tenth of the time of torch.cuda.current_stream
-        torch.cuda.init()
+        torch.cuda.init()  # also initializes the driver, without which the calls below fail
         self._context = primary_context(index)  # the context that PyTorch uses
         with current_context(self._index):
             module = bound("cuModuleLoadData", cubin, about=f"the code of {entry}")
@@ -186,7 +186,7 @@ class Function:
 
 
 class _RawConfiguration(ctypes.Structure):
-    """``CUlaunchConfig`` of the driver."""
+    """``CUlaunchConfig`` of the driver; ``numbers`` are the sizes of grid and block, then the bytes of dynamic shared memory."""
 
     _fields_ = (
         ("numbers", ctypes.c_uint32 * 7),

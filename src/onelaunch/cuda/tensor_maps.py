@@ -21,7 +21,7 @@ MAP_BYTES = 128
 
 _ELEMENTS = {  # values of CUtensorMapDataType in cuda.h
     torch.uint8: 0,
-    torch.float8_e4m3fn: 0,
+    torch.float8_e4m3fn: 0,  # copied as bytes: the enumeration has no float8
     torch.int32: 3,
     torch.float16: 6,
     torch.float32: 7,

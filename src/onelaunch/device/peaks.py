@@ -5,8 +5,8 @@ turn, round by round with pauses between, and a peak is the fastest sample. Roun
 quantity are further apart than :data:`SPREAD`. If they stay further apart than :data:`TRUSTED`, the device was busy. Then the
 peak is the slowest of the :data:`AGREEING` fastest samples, a warning says so, and the next command measures again. Peaks are
 kept in the cache folder, one entry per software stack. A load that lasts through all rounds cannot be detected this way.
-Therefore the workbench calls :func:`remeasure` before it marks a time as impossible. ``onelaunch doctor`` and the commands of
-studies call :func:`ceilings`.
+Therefore the workbench calls :func:`remeasure` before it marks a time as impossible. ``onelaunch doctor``, the commands of
+studies and the process that measures a study call :func:`ceilings`.
 """
 
 from __future__ import annotations
@@ -216,7 +216,7 @@ def measure(device: str) -> Ceilings:
     """Measure all peaks of a device now, which takes some seconds. Warn once per device if it was busy."""
     best = fastest(survey(device))
     rates = {name: probe.peak for name, probe in best.items() if name not in ("copy", "read", "launch")}
-    if torch.device(device).type == "cpu":  # A CPU multiplies 16-bit matrices at most at its float32 rate.
+    if torch.device(device).type == "cpu":  # A CPU's float32 rate stands for 16 bits; CPUs with AMX exceed it.
         rates |= {"float16": rates["float32"], "bfloat16": rates["float32"]}
     found = Ceilings(
         copy_bytes_per_second=best["copy"].peak,

@@ -31,6 +31,8 @@ def compiler_missing(query: Query) -> str | None:
 def compile_static(function: Callable[..., R]) -> Callable[..., R]:
     """Return a function compiled once per shape.
 
+    The same function gives the same object, so that it is compiled once in a process, and callers may take the object as a key.
+
     Studies sweep over shapes. After the second shape ``torch.compile`` would make a dynamic graph, which is a slower baseline
     than users of a single shape get.
     """

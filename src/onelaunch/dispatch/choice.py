@@ -7,6 +7,9 @@ own order of preference decides.
 A variant of another package than the operation's is chosen only where something speaks for its results: near calls that were
 measured in a run in which it passed the operation's probes (edge cases), or else at exactly the sizes and flags that were
 measured.
+
+The public function of each operation calls :func:`run`. Decode engines, the variant ``packed`` of ``gla_layer`` and the workbench
+ask :func:`pick` or :func:`choose`.
 """
 
 from __future__ import annotations

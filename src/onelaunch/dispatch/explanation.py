@@ -1,4 +1,4 @@
-"""Explain the dispatcher's choice, with the standing of every variant."""
+"""Explain the dispatcher's choice, with the standing of every variant. The command ``onelaunch explain`` prints it."""
 
 from __future__ import annotations
 

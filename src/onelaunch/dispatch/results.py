@@ -1,4 +1,4 @@
-"""Check the number, types, devices and shapes of a variant's results."""
+"""Check the number, types, devices and shapes of a variant's results; ``choice.py`` does so for the first of each query."""
 
 from __future__ import annotations
 

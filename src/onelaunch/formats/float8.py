@@ -81,4 +81,5 @@ def quantize_fp8(values: torch.Tensor, *, per_row: bool = False) -> Fp8Tensor:
     size = F.pad(wide.nan_to_num(0.0).abs(), (0, 1, 0, int(not per_row)))  # a zero is added so that amax works on empty shapes
     largest = size.amax(1, keepdim=True) if per_row else size.amax()
     scale = torch.where(largest > 0, (largest / LARGEST_SCALE).clamp(min=LEAST), torch.ones_like(largest))
+    # The clamp is for infinities that were not checked: some releases of PyTorch cast numbers beyond 448 to NaN.
     return Fp8Tensor((wide / scale).clamp(-LARGEST_SCALE, LARGEST_SCALE).to(torch.float8_e4m3fn), scale)

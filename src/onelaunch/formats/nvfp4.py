@@ -247,7 +247,7 @@ def quantize_nvfp4(
         scale = (largest / code).clamp(max=LARGEST_SCALE).to(torch.float8_e4m3fn).float()
         codes = _nearest_codes(torch.where(scale[..., None] == 0, 0.0, blocks / scale[..., None]))
         error = ((_value(codes, torch.float32) * scale[..., None] - blocks) ** 2).sum(2)
-        better = (error < best_error) | error.isnan()
+        better = (error < best_error) | error.isnan()  # a block with NaN gets its scale, NaN, from any candidate
         best_error = torch.where(better, error, best_error)
         best_scale = torch.where(better, scale, best_scale)
         best_codes = torch.where(better[..., None], codes, best_codes)

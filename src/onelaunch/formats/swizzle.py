@@ -1,6 +1,6 @@
 """Swizzled memory order of NVFP4 block scales, which cuBLAS and tcgen05 read.
 
-``nvfp4.py`` swizzles and unswizzles with it.
+``nvfp4.py`` swizzles and unswizzles with it. ``swiglu`` checks operands by the sizes of an atom.
 """
 
 from __future__ import annotations

@@ -27,7 +27,10 @@ rounding, such as that of a state between two chunks.
 
 
 FLA_TESTS = 5e-3
-"""Largest norm-wise error that the tests of flash-linear-attention 0.6.0 allow for gradients and states (``assert_close``)."""
+"""Largest norm-wise error that the tests of flash-linear-attention 0.6.0 allow for gradients and states (``assert_close``).
+
+Variants that call fla state it as their own tolerance.
+"""
 
 
 def checked_errors(operation: str, stated: StatedErrors) -> dict[str, Mapping[torch.dtype, float]]:

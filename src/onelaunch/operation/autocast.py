@@ -1,6 +1,6 @@
 """Casts for ``torch.autocast``: an operation casts its inputs once, and autocast is off inside its variants.
 
-The public functions in ``contract.py`` of each operation call these functions.
+The public functions of operations that train call these functions (``contract.py``), and so does the chunkwise form of ``gla``.
 """
 
 from __future__ import annotations

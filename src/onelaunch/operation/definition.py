@@ -88,6 +88,9 @@ class Operation(Generic[P, R]):
     def __repr__(self) -> str:
         return f"<operation {self.name}: {listing(self.variants)}>"
 
+    # A process has one object per operation, the registered one, and plug-ins register into it. So a pickle holds its name only,
+    # and a deep copy of a model that holds an operation shares it.
+
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[str, ...]]:
         from onelaunch.operation.registry import operation_by_name  # imported here, since the registry imports this module
 

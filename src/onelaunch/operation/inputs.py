@@ -19,8 +19,9 @@ from onelaunch.operation.case import Case
 from onelaunch.operation.query import state_flags
 
 DECAYS = ("model", "weak", "strong", "zero", "forget", "mixed")
-"""Values of the option ``decay``, in order: decays as models produce them (0.85 to 1); decays near 1; log-decays whose sum falls
-below -80 within 16 steps; log-decay 0 (nothing is forgotten); log-decay -inf; and a random mixture of all by channel and step."""
+"""Values of the option ``decay``, in order: decays as models produce them (0.88 to 0.99); decays near 1; log-decays whose sum
+falls below -80 within 16 steps; log-decay 0 (nothing is forgotten); log-decay -inf; and a random mixture of all by channel
+and step."""
 
 
 RATIO = (1, 3, 2, 4)

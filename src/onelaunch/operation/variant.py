@@ -2,7 +2,8 @@
 
 Functions here take a *checked call* or a *query*. A checked call holds the arguments of the public function after all checks. It
 is an object of the operation's own class, such as ``SwigluCall``, made by the ``bind`` function of the operation's contract. A
-:class:`Query` is the call's dispatch key, without tensors.
+:class:`Query` is the call's dispatch key, without tensors. The dispatcher runs variants, the workbench times all three, and the
+inspector and ``onelaunch prebuild`` compile the kernels of variants.
 """
 
 from __future__ import annotations
@@ -218,7 +219,7 @@ class Variant:
 
     @property
     def launches(self) -> int | None:
-        """Number of kernels that a forward call launches; ``None`` if a compiler decides it."""
+        """Number of kernels that a forward call launches; ``None`` if a compiler or a library decides it."""
         return self.capabilities.launches
 
     def supports(self, predicate: Callable[[Query], str | None]) -> Callable[[Query], str | None]:

@@ -7,7 +7,8 @@ On chip    in registers: the state, float32; a chunk's q, k, v, g, and with PREF
 Memory     q, k, g are read once per BV values (the scores read them again, from the cache, block by block of keys), v is read
            and o written once; no states.
 Numerics   as in chunk.py, which also explains the constants. BS: keys of a block of the scores, at most BK. STATE_PARTS: PARTS of
-           the product that is added to the state. LOW is the inputs' dtype, to which one factor of each product is rounded.
+           the product that is added to the state. LOW is the inputs' dtype: the scores, the decayed queries and the state are
+           rounded to it for the products that give o.
 Lesson     load, product, decay, product, store follow one another, so every chunk waits for memory once and for each product in
            turn. PREFETCH loads the next chunk into registers before it works on this one. That hides no product behind another,
            and these registers are no longer free for anything else: it was four times slower than the baseline where it was
@@ -55,6 +56,7 @@ def load_chunk(
     return b_q, b_k, b_v, b_g
 
 
+# Without do_not_specialize, Triton would compile again for a T or a number of sequences that is 1 or a multiple of 16.
 @triton.jit(do_not_specialize=["T", "sequences"])
 def forward_kernel(
     q, k, v, g, first, offsets, out, last, scale,
@@ -87,6 +89,8 @@ def forward_kernel(
     next_q, next_k, next_v, next_g = load_chunk(
         p_q, p_k, p_v, p_g, 0, length, q_stride_t, k_stride_t, v_stride_t, g_stride_t, t, c, cv, K, V, SCALAR
     )
+    # num_stages=1 keeps Triton from pipelining the loads itself, which is what the two variants are to be compared without. The
+    # last iteration loads a chunk behind the end: all its elements are masked.
     for chunk in tl.range(0, chunks, num_stages=1):
         at = tl.cast(chunk * CHUNK, tl.int64)
         left = length - chunk * CHUNK
@@ -107,7 +111,7 @@ def forward_kernel(
         store_rows(p_out + at * H * V, result, H * V, t, left, cv, V, EVEN)
         decayed_k = b_k.to(tl.float32) * exp(sum_after(decay, chunk_steps, PRECISION))
         state *= tl.trans(exp(tl.sum(decay, 0, keep_dims=True)))
-        if STATE_PARTS == 0:
+        if STATE_PARTS == 0:  # then split_product multiplies two float32 factors as such
             b_v = b_v.to(tl.float32)
         state = split_product(tl.trans(decayed_k), b_v, state, STATE_PARTS, PRECISION)
         if not PREFETCH:

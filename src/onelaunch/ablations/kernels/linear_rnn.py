@@ -18,6 +18,7 @@ import triton.language as tl
 from onelaunch.kernels.common.activation import decay_of, silu
 
 
+# Without do_not_specialize, Triton would compile again for a T or a number of sequences that is 1 or a multiple of 16.
 @triton.jit(do_not_specialize=["T", "sequences"])
 def stepwise_kernel(
     x, weight, log_decay, gate, initial, offsets, y, v, final, carries,

@@ -63,7 +63,10 @@ def header(plan: Plan, tuning: Tuning) -> str:
         numbers |= {f"MAX_{op.upper()}": max(tiles_of_groups), f"MIN_{op.upper()}": min(tiles_of_groups)}
         numbers[f"GROUPS_{op.upper()}"] = max(len(groups(assignment.units)) for assignment in plan.phase(op).assignments)
     numbers["UNITS"] = max(
-        assignment.units for phase in plan.phases() for assignment in phase.assignments if "attention" in phase.op
+        assignment.units
+        for phase in plan.phases()
+        for assignment in phase.assignments
+        if "attention" in phase.op  # also rope_attention
     )
     flags = {
         "CROSS_PHASE_PREFETCH": plan.streams, "LAUNCH_PER_PHASE": plan.separate,

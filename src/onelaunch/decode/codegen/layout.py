@@ -1,7 +1,7 @@
 """Memory layout of a plan's launch: shared memory, offsets of the buffers, and the tables that the kernel reads.
 
-``emit.py`` makes constants of the generated headers from it. ``kernels.py``, ``memory.py`` and ``proofs.py`` of
-``decode/runtime`` size launches, fill buffers and check plans by it.
+``emit.py`` makes constants of the generated headers from it. The decode runtime sizes launches, fills buffers and checks plans by
+it. The megakernel's variants ask with the default :class:`Tuning` whether a plan can run on a device.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """KV cache of one sequence: keys and values of the positions so far, in memory to which each step appends a row.
 
-Users pass one to ``decode_step``; engines and ``decode/step/reference.py`` make their own.
+Users pass one to ``decode_step``; engines, the timing loops of studies and the input maker of cases make their own.
 """
 
 from __future__ import annotations

@@ -96,7 +96,7 @@ def read_text(path: Path, most_bytes: int = JSON_BYTES) -> str:
     """
     check_size(path, most_bytes)
     try:
-        return read_bytes(path, most_bytes).decode("utf-8-sig")
+        return read_bytes(path, most_bytes).decode("utf-8-sig")  # -sig drops a byte order mark, which JSON does not allow
     except (OSError, FileTooLarge) as problem:  # the file may have changed since check_size
         raise CheckpointError(f"{path} cannot be read: {reason(problem)}") from None
     except ValueError as problem:

@@ -73,6 +73,7 @@ def _yarn_unscaled(config: ModelConfig, scaling: YarnScaling) -> torch.Tensor:
     first, last = channel(scaling.beta_fast), channel(scaling.beta_slow)
     if scaling.truncate:
         first, last = math.floor(first), math.ceil(last)
+    # The bound is head_dim - 1, as in transformers, though the last pair has the index head_dim / 2 - 1.
     first, last = max(first, 0), min(last, config.head_dim - 1)
     if first == last:
         last += 0.001  # the ramp becomes a step, without a division by zero

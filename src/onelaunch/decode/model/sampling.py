@@ -191,6 +191,7 @@ def warp(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
     if 0 < sampling.top_k < len(logits):
         logits = logits.masked_fill(logits < logits.topk(sampling.top_k).values[-1], -math.inf)
     if sampling.top_p < 1:
+        # A stable sort puts the smaller of two tokens of equal logits first, as the kernel's keys do.
         ordered, tokens = logits.sort(descending=True, stable=True)
         probabilities = ordered.softmax(0)
         before = probabilities.cumsum(0) - probabilities

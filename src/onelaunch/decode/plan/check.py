@@ -5,8 +5,8 @@ spin on flag-in-data words cannot take an old word for a new one, and that all C
 resident.
 
 The check follows vector clocks over a few tokens and layers: ``known[c, d]`` is the last time at which CTA c is certain that
-CTA d had finished. A wait that may end too early, or never, is an error. A phase
-whose edge is ``none`` adds no knowledge. Source: Fidge (1988), Mattern (1989).
+CTA d had finished. A wait that may end too early, or never, is an error. A phase whose edge is ``none`` adds no knowledge.
+Source: Fidge (1988), Mattern (1989).
 
 ``decode/runtime/proofs.py`` calls :func:`check` before a kernel is loaded, and the megakernel's variants ask
 :func:`check_residency` whether they can run.
@@ -59,7 +59,7 @@ def check(*tokens: Plan, resources: Resources | None = None) -> None:
         _check_shares(each)
     if plan.separate:
         return  # Launches on one stream are ordered.
-    tokens = tokens if len(tokens) > 1 else (plan,) * 4
+    tokens = tokens if len(tokens) > 1 else (plan,) * 4  # so each of a buffer's two copies is used twice
     clocks = _Clocks(plan)
     for number, each in enumerate(tokens):
         clocks.begin_token(number)
@@ -317,7 +317,7 @@ class _Clocks:
         """Raise unless all earlier reads, writes and additions of a slice have finished; note the write."""
         state = self._state(slice_, layer)
         at = slice(slice_.begin, slice_.end)
-        read = state.read[:, at]
+        read = state.read[:, at]  # a view, in which reads are cleared below
         # In the same phase, other positions of the cache are written than are read.
         last = (np.where(read == self.time, 0, read) if slice_.buffer == "cache" else read).max(axis=1, initial=0)
         last[cta] = 0

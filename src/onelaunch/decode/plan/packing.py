@@ -4,7 +4,8 @@ A CTA's stream has its granules of each layer's products, then those of the LM h
 columns, 4 KB. Within a phase the order is, from the outermost: groups of up to six tiles; blocks of ``depth`` steps of 256
 columns; tiles; steps of the block; warps, with 32 columns each; rows; columns. So the 16 bytes that each thread needs for an mma
 lie where a warp reads 512 contiguous bytes of shared memory, without bank conflicts. The 8 columns in them are in fragment
-order, :func:`as_operands`. ``decode/runtime/memory.py`` and ``decode/runtime/kernels.py`` call :func:`pack`.
+order, :func:`as_operands`. ``decode/runtime/memory.py`` and ``decode/runtime/kernels.py`` call :func:`pack`. The megakernel's
+variants state the memory and the time of a model by :func:`packing_bytes` and :func:`stream_bytes`.
 """
 
 from __future__ import annotations
@@ -171,6 +172,7 @@ def stream_bytes(config: ModelConfig, *, summed: bool = False) -> int:
         counts = [each for each in range(1, config.queries_per_key + 1) if config.queries_per_key % each == 0]
         layouts = [(config.num_key_value_heads * each, blocks_of(config, each)) for each in counts]
         sizes["o"] = max(splits * blocks.count * (blocks.width // STEP) for splits, blocks in layouts) * GRANULE
+    # The left operand is evaluated first, so the sum is over the products of a layer alone.
     return sizes.pop("lm_head") + config.num_hidden_layers * sum(sizes.values())
 
 
@@ -201,7 +203,7 @@ def pack(weights: Weights, plan: Plan, again: Stream | None = None) -> Stream:
         indices, to_next_layer = (each.to(data.device) for each in (_granule_indices(plan, op, begin), to_next_layer))
         for number, each in enumerate(weights.layers):
             _scatter(*in_order(weights, each, op, plan), indices + number * to_next_layer, stream)
-        begin = begin + sizes[op]
+        begin = begin + sizes[op]  # not in place: ``starts`` is the same tensor at first
     indices = _granule_indices(plan, PRODUCTS[-1], starts + layer * len(weights.layers)).to(data.device)
     _scatter(*in_order(weights, None, PRODUCTS[-1], plan), indices, stream)
     return again or Stream(data, (starts * GRANULE).to(data.device))

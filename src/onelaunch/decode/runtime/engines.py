@@ -1,7 +1,8 @@
 """Engines, which run requests and yield their tokens.
 
 :class:`TorchEngine` works on every device. A variant of ``decode_step`` may register an engine of its own, as the megakernel's
-variants do with :class:`KernelEngine`. :func:`make_engine` chooses. ``decode/generate.py`` calls it.
+variants do with :class:`KernelEngine`. :func:`make_engine` chooses. ``Model.from_pretrained`` and the timing loops of studies
+call it.
 """
 
 from __future__ import annotations

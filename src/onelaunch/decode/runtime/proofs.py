@@ -59,7 +59,10 @@ def check_sampling(config: ModelConfig, level: str, ctas: int) -> None:
 
 
 def resources_of(plan: Plan, tuning: Tuning, ctas: int) -> Resources:
-    """Return the resources that a plan's launch needs, and those of a device with ``ctas`` SMs."""
+    """Return the resources that a plan's launch needs, and those of a device with ``ctas`` SMs.
+
+    The megakernel's variants call it too, to tell whether they can run on a device.
+    """
     return Resources(THREADS, REGISTERS, layout_of(plan, tuning).bytes, ctas)
 
 

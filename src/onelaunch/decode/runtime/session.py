@@ -274,6 +274,7 @@ class Session:
             logits = torch.empty(self._vocabulary, dtype=torch.float32, device=self.device)
             self.kernel.launch(self.memory.arguments(cache, logits, sampler=sampler), cache.capacity, count, -1)
             return logits
+        # A graph holds addresses, not the cache: a later cache at the same place with the same capacity replays it.
         key = (cache.keys.data_ptr(), cache.values.data_ptr(), cache.capacity)
         graph, logits = self._graphs.get(key, functools.partial(self.captured, cache))
         for _ in range(count):

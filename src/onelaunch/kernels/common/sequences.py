@@ -32,4 +32,4 @@ class Sequences(NamedTuple):
 
     def bisection_steps(self) -> int:
         """Return the number of bisection steps that find the sequence of a token among all offsets."""
-        return 0 if self.offsets is None else self.count(1).bit_length()
+        return 0 if self.offsets is None else self.count(1).bit_length()  # with offsets, count ignores the batch size

@@ -75,7 +75,8 @@ def gemm_of(
     }  # fmt: skip
     source = cuda.Source("gemm.cu", cuda.read(package, "gemm.cu"), "gemm_sm90", sources, tuple(macros.items()))
     kernel = CudaKernel(
-        source, kinds, threads=config.threads, shared_bytes=config.shared_bytes, cluster=config.cluster, overlap=True,
+        source, kinds, threads=config.threads, shared_bytes=config.shared_bytes, cluster=config.cluster,
+        overlap=True,  # mainloop.cuh executes griddepcontrol.wait before it loads what earlier launches wrote
         mma=Mma.WIDEST,  # the inspector then requires WGMMA in the machine code; compilation does not depend on it
     )  # fmt: skip
     return Gemm(config, kernel)

@@ -134,6 +134,7 @@ def gradient_terms(
     return addends, factors
 
 
+# Without do_not_specialize, Triton would compile again for a T or a number of sequences that is 1 or a multiple of 16.
 @triton.jit(do_not_specialize=["T", "sequences"])
 def scan_gate_backward_kernel(
     dy, dfinal, v, log_decay, gate, initial, offsets, carries, dv, dlog_decay, dgate, dinitial, words,

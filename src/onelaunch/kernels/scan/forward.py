@@ -270,6 +270,7 @@ def scan_gate_tile(
         copy_empty_sequences(initial, final, offsets, sequences, tile, tiles, c, channels, INITIAL)
 
 
+# Without do_not_specialize, Triton would compile again for a T or a number of sequences that is 1 or a multiple of 16.
 @triton.jit(do_not_specialize=["T", "sequences"])
 def scan_gate_kernel(
     v, log_decay, gate, initial, offsets, y, final, carries, words,

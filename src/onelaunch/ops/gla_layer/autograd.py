@@ -165,7 +165,7 @@ def run_forward(
     y = rows.new_empty(*x.shape[:-1], plan.layout.pitch)
     torch.mm(rows, in_proj_weight.mT, out=y.view(-1, plan.layout.pitch)[:, : plan.layout.rows])
     q, k, v, gate, low_rank = plan.layout.cut(y)
-    wanted = way_in.Wanted(plan.decays, eps=0.0, keep=KEEP)
+    wanted = way_in.Wanted(plan.decays, eps=0.0, keep=KEEP)  # eps has no effect: no segment has a norm
     packed = way_in.launches[plan.kernels.decays](low_rank.reshape(-1, plan.sizes.rank), gk_weight, gk_bias, wanted)
     gk = packed.y.view(*x.shape[:-1], plan.decays.pitch)
     (g,) = plan.decays.cut(gk)
@@ -213,6 +213,7 @@ def run_backward(
     dz = x.new_empty(y.shape)
     *_, gate, _ = plan.layout.cut(y)
     *_, dgate, _ = plan.layout.cut(dz)
+    # Large tensors are deleted as soon as they were read, which lowers the peak of memory.
     dout, inner = dout.reshape(-1, w_out.shape[0]), heads * plan.sizes.values
     inside = wants_x or wants_packed or wants_gk or wants_bias or wants_initial
     da = dout @ w_out if inside or wants_norm else None

@@ -135,6 +135,8 @@ def builds(level: str, architecture: str) -> list[Build]:
     return found
 
 
+# wraps gives each partial function the module of run. By functools, its own module, the dispatcher would take it for a variant of
+# another package. Predicates are asked in order: has_a_plan, which imports NumPy and builds a plan, comes last.
 for name, level in RUNGS.items():
     variant = decode_step.variant(
         name, launches=None if level.separate else 1, fuses=() if level.separate else ("token",), backward=False,

@@ -22,7 +22,10 @@ from onelaunch.ops.gla_layer.contract import GlaLayerCall, LayerSizes, gla_layer
 
 @functools.lru_cache(maxsize=256)
 def composed_of(sizes: LayerSizes, eps: float, output_final_state: bool, parts: Parts) -> Callable[[Tensors], Results]:
-    """Return :func:`compose` for these options, which the compiled code sees as constants."""
+    """Return :func:`compose` for these options, which the compiled code sees as constants.
+
+    Equal options give the same function, which :func:`compile_static` compiles once.
+    """
     return lambda tensors: compose(tensors, sizes, eps, output_final_state, parts)
 
 

@@ -28,7 +28,7 @@ def module(call: GlaLayerCall) -> Results:
     tensors = (call.in_proj_weight, call.gk_weight, call.gk_bias, call.norm_weight, call.w_out)
     with ONE_AT_A_TIME:
         for (owner, name), tensor in zip(places, tensors, strict=True):
-            vars(owner)[name] = tensor
+            vars(owner)[name] = tensor  # setattr would register a Parameter in the module
         try:
             out, _, _ = layer(call.x)
         finally:
