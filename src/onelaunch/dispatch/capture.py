@@ -39,7 +39,7 @@ def compile_static(function: Callable[..., R]) -> Callable[..., R]:
     compiled_function = torch.compile(function, dynamic=False)
 
     def call(*arguments: Any) -> R:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():  # the caller is traced, and its graph takes the function in
             return function(*arguments)
         from torch._dynamo import config as dynamo  # slow to import
 

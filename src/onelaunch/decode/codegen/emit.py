@@ -28,7 +28,7 @@ FILES = (
     "sampling.cuh",
     "phases.cuh",
 )
-"""Headers that ``step.cu`` includes, in the order in which they depend on each other."""
+"""Headers that ``step.cu`` includes, one of them through ``phases.cuh``, in the order in which they depend on each other."""
 
 NAMES = {
     "hidden": "RESIDUAL", "final": "FINAL", "mid": "MID", "act": "ACT", "qkv": "QKV_OUT", "partial": "PARTIAL",

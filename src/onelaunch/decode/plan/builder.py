@@ -300,6 +300,7 @@ class Builder:
         divisors = [each for each in range(1, group + 1) if group % each == 0]
         most = [min(self.rung.splits, blocks_of(self.config, each).count) for each in divisors]
         pairs = [(each, min(parts, self.workers // (heads * each))) for each, parts in zip(divisors, most, strict=True)]
+        # Of pairs with equally many units, the one with the fewest query splits reads each key the least often.
         return max(
             ((each, parts) for each, parts in pairs if parts), key=lambda pair: (pair[0] * pair[1], -pair[0]), default=(1, 1)
         )

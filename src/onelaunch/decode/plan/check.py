@@ -56,7 +56,7 @@ def check(*tokens: Plan, resources: Resources | None = None) -> None:
     if resources is not None:
         check_residency(plan, resources)
     for each in dict.fromkeys(tokens):
-        _check_shares(each)
+        _check_assignments(each)
     if plan.separate:
         return  # Launches on one stream are ordered.
     tokens = tokens if len(tokens) > 1 else (plan,) * 4  # so each of a buffer's two copies is used twice
@@ -86,7 +86,7 @@ def check_residency(plan: Plan, resources: Resources) -> None:
         raise PlanError(plan.rung, f"{plan.ctas} CTAs wait for each other; only {resident} can be resident")
 
 
-def _check_shares(plan: Plan) -> None:
+def _check_assignments(plan: Plan) -> None:
     """Raise for errors in work assignments that no order of phases can repair.
 
     They are: not one assignment per CTA; words outside of a buffer; additions to words that are not sums; two writers of a word

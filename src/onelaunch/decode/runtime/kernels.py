@@ -32,6 +32,7 @@ def kernels_of(plan: Plan, tuning: Tuning | None = None) -> dict[Phase | None, C
     return {
         phase: CudaKernel(
             source(plan, tuning, phase), KINDS, threads=THREADS, shared_bytes=layout_of(plan, tuning).bytes,
+            # CTAs of a single launch wait for each other, so all must be resident. Launches per phase overlap each other.
             cooperative=not plan.separate, overlap=plan.separate,
             mma=Mma.WARP if phase is None or phase.op in PRODUCTS else Mma.NONE,
         )

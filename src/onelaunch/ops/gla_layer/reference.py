@@ -96,7 +96,7 @@ def make_inputs(case: Case, device: torch.device, generator: torch.Generator) ->
         if name in ("in_proj_weight", "gk_weight", "w_out"):
             drawn = drawn / math.sqrt(max(extent[1], 1))
             if name == "in_proj_weight":
-                q, k = drawn.split(shapes["gk_weight"][0])[:2]
+                q, k = drawn.split(shapes["gk_weight"][0])[:2]  # views, through which the next line changes drawn
                 k.add_(q).mul_(math.sqrt(0.5))
         elif name == "norm_weight":
             drawn = 1.0 + 0.1 * drawn
