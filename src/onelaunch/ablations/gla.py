@@ -82,8 +82,8 @@ def launch_pipelined(call: Attention, want_final: bool) -> Results:
 def pipelined(call: GlaCall) -> Results:
     """Compute as ``sequential``, double-buffered by hand: the next chunk's loads wait in registers.
 
-    It lost in the write-up of experiment 039, and again on an H200 (1.9 times the time of ``sequential``). It is kept for that
-    result.
+    It lost in the write-up of experiment 039, and again on an H200: its forward pass takes 1.5 to 2.3 times as long as that of
+    ``sequential`` (results/nvidia-h200/039-chunkwise-gla.json). It is kept for that result.
     """
     return attend(call, "pipelined")
 
