@@ -179,7 +179,7 @@ class Function:
         """Return the launch on a grid as plain numbers."""
         config, raw = _configuration(self._shape), _RawConfiguration
         config.gridDimX, config.gridDimY, config.gridDimZ = grid
-        found = raw.from_address(int(config.getPtr()))
+        found = raw.from_address(int(config.getPtr()))  # cuda-bindings itself does not give the address of the attributes
         count = int(found.attribute_count)
         at = int(found.attributes or 0) if count else 0
         return Prepared(int(self._function), self._shape.threads, self._shape.shared_bytes, at, count, config)

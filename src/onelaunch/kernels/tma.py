@@ -67,6 +67,7 @@ def addressable(tensor: torch.Tensor) -> torch.Tensor:
     """Return a matrix ``[rows, columns]``, copied if TMA cannot address its strides or its first element."""
     disjoint = tensor.stride(0) >= tensor.shape[1]  # false for expanded rows, which share memory
     aligned = disjoint and tensor.stride(1) == 1 and tensor.stride(0) * tensor.element_size() % ALIGNMENT == 0
+    # A copy by contiguous() would leave a contiguous tensor at its misaligned address.
     return tensor if aligned and address(tensor) % ALIGNMENT == 0 else tensor.clone(memory_format=torch.contiguous_format)
 
 
