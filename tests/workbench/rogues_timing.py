@@ -25,7 +25,7 @@ VERIFYING_CALLS = 60
 
 @contextmanager
 def registered(**variants: Callable[[ToyCall], Outputs]) -> Iterator[None]:
-    """Register functions as variants of ``toy_sum`` under the given names."""
+    """Register functions as variants of ``toy_sum`` under the given names, with hyphens for their underscores."""
     for name, function in variants.items():
         toy_sum.variant(name.replace("_", "-"))(function)
     try:
