@@ -214,7 +214,7 @@ def test_parts_of_the_chunkwise_form_keep_groups_together(monkeypatch):
     """A part of a few heads holds all heads of the output that share a head, so that gradients of shared heads are whole."""
     arguments = arguments_of(GLA, **grouped("fewer_k_v_g", T=70, final_state=True), grad=True)
     expected = results(GLA, arguments, "chunked")
-    monkeypatch.setitem(chunkwise.PART, "cpu", 1)
+    monkeypatch.setitem(chunkwise.PART, "cpu", 1)  # as few heads in a part as can be
     assert_near(results(GLA, arguments, "chunked"), expected, 1e-6)
 
 

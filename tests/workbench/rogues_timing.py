@@ -114,7 +114,7 @@ class NewestOnly:
             self.ready.wait()
             self.ready.clear()
             if (work := self.work) is not None:
-                time.sleep(0.001)
+                time.sleep(0.001)  # later calls replace the work that waits meanwhile
                 with torch.no_grad():
                     for into, part in zip(work[1], parallel(work[0]), strict=True):
                         into.copy_(part)

@@ -155,7 +155,7 @@ def test_the_profiled_process_calls_each_request_inside_its_range(tmp_path, monk
     """The child process runs here on a CPU. The functions that mark ranges of the GPU are replaced and append to ``events``."""
     events = []
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: events.append("wait"))
-    monkeypatch.setattr(sampling, "CACHES", 0.05)
+    monkeypatch.setattr(sampling, "CACHES", 0.05)  # fewer input sets, but more than the least number, two
     monkeypatch.setattr(torch.cuda.nvtx, "range_push", events.append)
     monkeypatch.setattr(torch.cuda.nvtx, "range_pop", lambda: events.append("end"))
     monkeypatch.setattr(count_child, "KERNELS", 200)  # number of operators to profile for a request

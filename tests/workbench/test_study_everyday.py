@@ -46,7 +46,7 @@ def host_times(pytestconfig):
 @pytest.fixture
 def short(monkeypatch):
     monkeypatch.setitem(timing.WARM_UP_SECONDS, "cpu", 0.0)
-    monkeypatch.setattr(sampling, "CACHES", 0)
+    monkeypatch.setattr(sampling, "CACHES", 0)  # two input sets instead of as many as exceed the caches
     monkeypatch.setattr(repeated, "SECONDS", 0.05)
     monkeypatch.setattr(host, "CALLS", 4)
     monkeypatch.setattr(host, "WARM_UP_CALLS", 1)
