@@ -1,4 +1,4 @@
-"""A headless Chromium that opens pages from disk, for tests of what a reader sees.
+"""A headless Chromium that opens pages from disk, for tests of what a reader of the documentation or of a report sees.
 
 Chromium and its driver come from the system (Debian: ``chromium`` and ``chromium-driver``). Tests that use them carry the
 marker ``browser``. They are skipped if either is missing, unless ``ONELAUNCH_TEST_BROWSER=required`` is set, as it is in CI.
@@ -41,10 +41,12 @@ def open_page(path: Path, size: tuple[int, int] = DESKTOP) -> Iterator[Any]:
 
     options = webdriver.ChromeOptions()
     options.binary_location = shutil.which("chromium") or "chromium"
+    # Containers often run as root, for whom Chromium has no sandbox, and with too small a /dev/shm. Scrollbars take away width.
     for argument in ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars"):
         options.add_argument(argument)
     driver = webdriver.Chrome(options=options, service=Service(shutil.which("chromedriver")))
     try:
+        # A size by this command may be narrower than the narrowest window. ``mobile`` makes a page's viewport tag count.
         metrics = {"width": size[0], "height": size[1], "deviceScaleFactor": 1, "mobile": size == PHONE}
         driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
         driver.get(path.resolve().as_uri())

@@ -39,7 +39,7 @@ def registry_of_its_own(monkeypatch):
     monkeypatch.setattr(registry, "_REGISTRY", dict(registry._REGISTRY))
     for known in registry._REGISTRY.values():
         monkeypatch.setattr(known, "variants", dict(known.variants))
-    dispatch.choose.cache_clear()
+    dispatch.choose.cache_clear()  # here choices without the variants of the page, and below those among them
     yield
     dispatch.choose.cache_clear()
 

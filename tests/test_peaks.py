@@ -218,7 +218,7 @@ def test_rounds_end_if_samples_never_agree():
 
 
 def test_short_calls_are_repeated_within_a_sample():
-    assert sampled(Clock(1e-4)).calls == 50
+    assert sampled(Clock(1e-4)).calls == 50  # a sample is to take 5 ms
     assert sampled(Clock(1.0)).calls == 1
 
 

@@ -10,8 +10,7 @@ def trivial_answers(reference: Reference) -> dict[str, tuple[str, ...]]:
     """Return the trivial outputs that would pass the gate, by component: a test of the case, not of a variant.
 
     A component is an output or a gradient. Zeros, the correct values shifted by one step, and every input of the right shape are
-    tried. A case proves nothing about a component with an entry, so a test whose case must
-    prove something asserts that the dictionary is empty.
+    tried. A case proves nothing about a component with an entry, so tests of operations assert that the dictionary is empty.
 
     Args:
         reference: Reference outputs of the case, in one direction, with their tolerances.

@@ -1,4 +1,4 @@
-"""Fixtures shared by tests of the command line: a way to call it, made-up measured peaks, and a private folder."""
+"""Fixtures shared by tests of the command line: a way to call it, made-up peaks and results, and a private folder."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def known_ceilings(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> Ceilings
     """
     monkeypatch.setattr(quick_look, "implausible", lambda device, found: "")
     rates = Ceilings(1e12, RATES, 1e-6, "2026-11-20T12:00:00+00:00", peaks.software("cpu"), 2e12, {"copy": 0.01, "read": 0.02})
-    assert own_cache in peaks.cache_path("cpu").parents
+    assert own_cache in peaks.cache_path("cpu").parents  # the user's own measured peaks must not be overwritten
     return peaks.remember("cpu", rates)
 
 
@@ -73,7 +73,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     assert toy.toy_sum.variants  # the import of toy registers the operation
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(timing.WARM_UP_SECONDS, "cpu", 0.0)
-    monkeypatch.setattr(sampling, "CACHES", 0)
+    monkeypatch.setattr(sampling, "CACHES", 0)  # the inputs are so tiny that thousands of sets would be rotated
     monkeypatch.setattr(sampling, "CPU_SAMPLE_SECONDS", 1e-4)
     monkeypatch.setattr(run, "TIME_CAP_SECONDS", {"small": 2.0, "full": 2.0})
     keep_texts_alone(monkeypatch)

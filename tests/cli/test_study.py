@@ -271,7 +271,8 @@ def test_sigterm_keeps_the_finished_shapes_and_names_the_file(here):
     assert Result.load(here / "results" / "cpu" / "toy-study.partial.json").interrupted
 
 
-# Runs the study, and sends itself SIGTERM when the first shape is saved.
+# Runs the study, and terminates it when the partial result is saved for the first time, which is before the first shape. The
+# signal reaches the process that measures, a fork of this one; it passes SIGTERM on to its parent.
 TERMINATED = """
 import os, signal, sys
 from tests.workbench import toy

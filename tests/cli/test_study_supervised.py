@@ -62,6 +62,7 @@ def test_the_command_line_supervises_unless_told_otherwise(call, monkeypatch):
     assert asked == [(False, run_module.CALL_LIMIT_SECONDS), (True, 7.0)]
 
 
+# The partial result is saved in the forked child, which interrupts its parent once the first shape is finished.
 CTRL_C = """
 import os, signal, sys, threading, time
 sys.path.insert(0, {root!r})
@@ -120,6 +121,7 @@ except SystemExit as end:
     print("code", end.code)
 print("initialised", torch.cuda.is_initialized())
 """
+    # The child is spawned, and a spawned child imports main.py again.
     (here / "main.py").write_text(f'if __name__ == "__main__":\n{"".join("    " + line + chr(10) for line in code.splitlines())}')
     ended = subprocess.run(
         [sys.executable, "main.py"],

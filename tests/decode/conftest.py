@@ -42,5 +42,6 @@ def played(weights, monkeypatch):
     monkeypatch.setattr(decode_step.get("streaming"), "_supports", [])
     MODELS.discard(weights)
     yield played
+    # What dispatch chose while ``streaming`` ran anywhere must not outlive the test.
     dispatch.forget()
     dispatch.choose.cache_clear()

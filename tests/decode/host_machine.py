@@ -117,6 +117,7 @@ class HostKernel:
         for which in range(self.kernel.race_count()):
             places = ctypes.c_size_t(), ctypes.c_size_t()
             kind = self.kernel.race(which, *map(ctypes.byref, places)).decode()
+            # The places are return addresses. One byte less lies in the call, whose line addr2line shall name.
             command = ["addr2line", "-se", str(self.binary), *(hex(place.value - 1) for place in places)]
             lines = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
             found.append(f"{kind}: {' '.join(lines)}")

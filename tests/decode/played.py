@@ -49,6 +49,8 @@ def chosen(words) -> Sampling:
 class Launch:
     """Emulation of one kernel's launches in PyTorch, including their effect on its arguments.
 
+    The fixture ``played`` of ``conftest.py`` lets variants load an instance instead of a compiled kernel.
+
     A test that expects an error sets ``stalls`` to the number of a launch, counted from 1. That launch reports ``error`` (by
     default 1, a wait that timed out) in the state, and logits of NaN, as do all later ones until the error is cleared.
     """

@@ -304,7 +304,7 @@ def test_a_variant_may_provide_its_own_engine(monkeypatch, prose):
         make_engine(weights, "scriptd")
     with prose.raises(VariantUnsupported, match="CUDA"):
         make_engine(weights, "captured")
-    dispatch.choose.cache_clear()
+    dispatch.choose.cache_clear()  # of the choices among this test's variants
 
 
 def test_on_a_gpu_a_notice_says_why_a_faster_engine_is_not_used(monkeypatch, prose):
@@ -331,7 +331,7 @@ def test_on_a_gpu_a_notice_says_why_a_faster_engine_is_not_used(monkeypatch, pro
     monkeypatch.setattr(decode_step, "_preference", lambda query: ("faster",))
     with prose.warns(FallbackNotice, match="GPU"):
         assert isinstance(make_engine(weights), TorchEngine)
-    dispatch.choose.cache_clear()
+    dispatch.choose.cache_clear()  # of the choices among this test's variants
 
 
 def test_the_next_engine_runs_if_the_fastest_lacks_memory(monkeypatch, prose):

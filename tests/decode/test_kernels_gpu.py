@@ -98,7 +98,7 @@ def test_a_captured_step_follows_new_contents_of_the_weights(rung, device):
         mine.copy_(theirs)
     decode_step(**arguments, variant="streaming")
     expected = decode_step(**{**arguments, "weights": other}, variant=rung)[0]
-    torch.cuda.empty_cache()
+    torch.cuda.empty_cache()  # gives back memory that the graph reads but nothing keeps; its replay would fail
     logits.zero_()
     graph.replay()
     torch.cuda.synchronize(device)

@@ -65,7 +65,7 @@ def tokens_of(config, rung, ctas):
 @each_rung
 def test_plans_for_an_h200_are_sound(rung):
     plan = plan_for(QWEN, rung, 132)
-    # 168 registers for each of nine warps, and 132 SMs. The vocabulary has 18992 tiles of 8 tokens.
+    # 168 registers for each thread of nine warps, and 132 SMs. The vocabulary has 18992 tiles of 8 tokens.
     check(*tokens_of(QWEN, rung, 132), resources=Resources(THREADS, 168, layout_of(plan, Tuning()).bytes, 132))
     assert (
         max(sum(assignment.units for assignment in phase.assignments) for phase in plan.phases() if phase.op == "lm_head")
@@ -309,7 +309,7 @@ def test_a_stream_is_the_same_however_many_tiles_are_packed_at_once(monkeypatch)
     monkeypatch.setattr(packing, "BATCH_BYTES", 3 * 8 * 2 * 512)  # bytes of three padded tiles of the hidden size
     monkeypatch.setattr(packing, "in_tiles", lambda values, rows: slices.append(len(rows)) or of(values, rows))
     assert torch.equal(pack(weights, plan).data, stream.data)
-    assert max(slices) <= 6
+    assert max(slices) <= 6  # rows of the output projection are half as long, so twice as many tiles are a batch
 
 
 def counts(values):

@@ -102,7 +102,7 @@ def test_a_proof_is_valid_for_its_devices_resources_only(weights, played, monkey
         monkeypatch.setattr(proofs, "HOPPER_SHARED_BYTES", limit)
         proofs.checked_plan(MODEL, "streaming", 5, proofs.Tuning())
     assert len(checked) == 2
-    proofs._check.cache_clear()
+    proofs._check.cache_clear()  # a later test must not take these for proofs
 
 
 # Memory
@@ -207,7 +207,7 @@ def test_only_the_requested_variant_is_proved_and_once_per_set_of_files(weights,
 
 
 def proofs_with(changes, monkeypatch, tmp_path):
-    """Count the proofs that run with the sources as they are, then with changes by module name, then unchanged again."""
+    """Count the proofs that run with the sources as they are, then with changes by module name, then with the same once more."""
     real, proved = proofs.source_of, []
     monkeypatch.setenv("ONELAUNCH_CACHE", str(tmp_path))
     monkeypatch.setattr(proofs, "check", lambda *plans, resources: proved.append(plans[0].rung))

@@ -2,7 +2,7 @@
 
 The stand-in kernels are launched in both of the ways that a real kernel is. Triton's way calls :meth:`Kernel.run` with tensors.
 The driver's way gets the addresses of a launch configuration and of the parameters, as ``cuLaunchKernelEx`` does, and reads them
-from memory.
+from memory. The tests of plans that need no GPU use it.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Kernel:
     def run(self, *arguments: Any, grid: tuple[int, ...], warmup: bool, **constants: Any) -> Any:
         """Compute as Triton would launch the kernel, and return what Triton compiled."""
         self.by_triton += 1
-        knobs.runtime.launch_enter_hook(None)
+        knobs.runtime.launch_enter_hook(None)  # as Triton does; by it a recording notices launches that it was not told of
         given = dict(zip(self.arg_names, arguments, strict=False)) | constants
         with _disable_current_modes():  # a recording sees nothing of what a kernel does
             self.function(
@@ -104,7 +104,7 @@ class Machine:
         return self.streams.get(threading.get_ident(), 7)
 
     def sizes(self, function: int, most: int) -> list[int]:
-        """Return the sizes of a kernel's parameters, as the driver reports them."""
+        """Return the sizes of a kernel's parameters, as the driver reports them. The last two are pointers to scratch memory."""
         kinds = [kind for kind in self.kernels[function].kinds.values() if kind != "constexpr"]
         return [8 if kind.startswith("*") else ctypes.sizeof(CTYPES[kind]) for kind in kinds] + [8, 8]
 

@@ -191,7 +191,7 @@ def test_a_large_intermediate_tensor_is_freed_after_its_last_use(adding):
         called(*vectors(1))
     (plan,) = called.planned.plans()
     codes = [step[0] for step in plan._steps]
-    assert codes.index(4) < codes.index(2)  # it is freed before the last operator
+    assert codes.index(4) < codes.index(2)  # the step FREE comes before OPERATE, the addition at the end
 
 
 def test_memory_of_a_stream_is_asked_for_again(adding, machine, monkeypatch):  # noqa: F811

@@ -61,7 +61,7 @@ def call(request):
 
 
 def results(function, given):
-    """Return the results that are tensors, computed as without plans."""
+    """Return the results that are tensors, computed without plans: nothing is replayed where launches are observed."""
     from onelaunch.launch.imitation import observe
 
     with observe(), torch.no_grad():
@@ -160,7 +160,7 @@ def test_a_replay_takes_new_memory_after_all_was_freed(call):
     function, make = call
     replayed(function, make)
     torch.cuda.empty_cache()
-    padding = [torch.empty(1 << 22, device="cuda") for _ in range(3)]
+    padding = [torch.empty(1 << 22, device="cuda") for _ in range(3)]  # takes the addresses that the earlier calls had
     given = make()
     for one, other in zip(tensors(function(*given)), results(function, given), strict=True):
         assert torch.equal(one, other)

@@ -1,4 +1,7 @@
-"""Tests of tapes: calls of operations with gradients, and calls on a CPU, that are repeated without checks and dispatch."""
+"""Tests of tapes: calls of operations with gradients, and calls on a CPU, that are repeated without dispatch.
+
+Of the checks a repeated call makes only those that read values (``check_always``).
+"""
 
 from __future__ import annotations
 

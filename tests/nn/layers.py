@@ -36,7 +36,10 @@ NAMES = [*GLA, *SIMPLE, "linear_rnn"]
 
 
 def make(name: str):
-    """Return the layer of a name in :data:`NAMES`, and its definition. Weights are initial ones, but those of norms random."""
+    """Return the layer of a name in :data:`NAMES`, and its definition. Weights are initial ones, but those of norms random.
+
+    Norms begin with ones, with which a layer that ignored the weight would compute the same.
+    """
     if name == "linear_rnn":
         return LinearRNN(D, expand_v=0.75, layer_idx=0), definitions.linear_rnn
     if name in GLA:

@@ -71,7 +71,7 @@ PAIRS = {  # functions that make a layer of ours, and the parameters of fla's la
 
 @pytest.mark.parametrize("pair", PAIRS)
 def test_separate_weights_are_loaded_and_saved_unchanged(pair):
-    ours, theirs = (make() for make in PAIRS[pair])
+    ours, theirs = (build() for build in PAIRS[pair])
     given = theirs.state_dict()
     before = {key: value.clone() for key, value in given.items()}
     assert str(ours.load_state_dict(given)) == "<All keys matched successfully>"
@@ -87,7 +87,7 @@ def test_separate_weights_are_loaded_and_saved_unchanged(pair):
 
 def test_loaded_rows_are_those_that_the_layer_reads():
     """Zero weights make their part of the result zero."""
-    ours, theirs = (make() for make in PAIRS["gla"])
+    ours, theirs = (build() for build in PAIRS["gla"])
     x = torch.randn(1, 6, D)
     for silent in ("q_proj", "k_proj", "v_proj", "g_proj", "o_proj"):
         given = {key: torch.zeros_like(value) if key.startswith(silent) else value for key, value in theirs.state_dict().items()}
@@ -100,7 +100,7 @@ def test_loaded_rows_are_those_that_the_layer_reads():
 @pytest.mark.parametrize("missing", ["k_proj.weight", "gk_proj.0.weight", "gk_proj.1.bias", "g_norm_swish_gate.weight"])
 def test_a_missing_key_is_named_and_its_rows_are_kept(missing):
     """Rows of a packed parameter whose key is missing keep their values."""
-    ours, theirs = (make() for make in PAIRS["gla"])
+    ours, theirs = (build() for build in PAIRS["gla"])
     given, before = theirs.state_dict(), copy.deepcopy(ours.state_dict())
     del given[missing]
     with pytest.raises(RuntimeError, match=f'Missing key\\(s\\) in state_dict: "{missing}"\\. $'):
@@ -116,7 +116,7 @@ def test_a_missing_key_is_named_and_its_rows_are_kept(missing):
     "surplus", ["q_proj.bias", "gk_proj.0.bias", "in_proj_weight", "gk_proj.2.weight", "g_norm.weight", "q_conv1d.weight"]
 )
 def test_a_surplus_key_is_named(surplus):
-    ours, theirs = (make() for make in PAIRS["gla"])
+    ours, theirs = (build() for build in PAIRS["gla"])
     given = {**theirs.state_dict(), surplus: torch.zeros(3)}
     with pytest.raises(RuntimeError, match=f'Unexpected key\\(s\\) in state_dict: "{surplus}"\\. $'):
         ours.load_state_dict(given)
@@ -126,7 +126,7 @@ def test_a_surplus_key_is_named(surplus):
 
 
 def test_a_weight_of_the_wrong_shape_is_named():
-    ours, theirs = (make() for make in PAIRS["gla"])
+    ours, theirs = (build() for build in PAIRS["gla"])
     given = {**theirs.state_dict(), "v_proj.weight": torch.zeros(3, D)}
     with pytest.raises(RuntimeError, match=r"size mismatch for v_proj\.weight: .*\[3, 64\].*\[64, 64\]") as raised:
         ours.load_state_dict(given)

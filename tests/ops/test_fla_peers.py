@@ -1,7 +1,7 @@
 """Tests of the peers that call fla (flash-linear-attention), with doubles of its functions, and of the calls they refuse.
 
-The doubles have the parameters of fla 0.6.0 and compute by the operations' oracles. fla's own results need a GPU. ``pretend``
-of ``test_swiglu_peers.py`` installs a fake module with the doubles.
+The doubles take those parameters of fla 0.6.0 that the variants pass, and compute by the operations' oracles. fla's own results
+need a GPU. ``pretend`` of ``test_swiglu_peers.py`` installs a fake module with the doubles.
 """
 
 from __future__ import annotations

@@ -214,7 +214,7 @@ def test_parts_of_the_chunkwise_form_keep_groups_together(monkeypatch):
     """A part of a few heads holds all heads of the output that share a head, so that gradients of shared heads are whole."""
     arguments = arguments_of(GLA, **grouped("fewer_k_v_g", T=70, final_state=True), grad=True)
     expected = results(GLA, arguments, "chunked")
-    monkeypatch.setitem(chunkwise.PART, "cpu", 1)
+    monkeypatch.setitem(chunkwise.PART, "cpu", 1)  # as few heads in a part as can be
     assert_near(results(GLA, arguments, "chunked"), expected, 1e-6)
 
 
@@ -362,6 +362,7 @@ def test_shared_heads_are_read_once():
     assert GLA.cost(shared).flops == steps * 2 * (4 + 16) * 128 * 128  # k^T v for 4 states, q S for 16 heads
     states = {"initial_state": True, "final_state": True}
     decode = GLA.case("bfloat16", **sizes | {"T": 1}, k_heads=4, v_heads=4, g_heads=4, state_heads=4, **states)
+    # rows of 16 + 4 + 4 + 4 + 16 heads, and the states, 4 heads of float32, before and after
     assert GLA.cost(decode).bytes == 4 * 44 * 256 + 2 * 4 * 4 * 128 * 128 * 4
 
 
@@ -374,7 +375,7 @@ def test_variants_that_repeat_heads_pay_for_it():
         return GLA.cost(case, GLA.get(name), direction).bytes - GLA.cost(case, direction=direction).bytes
 
     for name in ("fla", "recurrent", "chunked", "hopper"):
-        assert added(case, name) - added(whole, name) == 2 * 640 * 2 * 16 * 256
+        assert added(case, name) - added(whole, name) == 2 * 640 * 2 * 16 * 256  # write and read q and k of 16 heads
     assert added(case, "fused") == added(whole, "fused")
     training = [added(each, "fused", "forward_backward") for each in (case, whole)]
     assert training[0] - training[1] == 2 * 640 * 2 * 16 * 128 * 4

@@ -136,6 +136,7 @@ class Capture:
         self.cleared_in_graph = 0
 
     def zeros(self, zeros, *sizes, dtype):
+        """Allocate on the CPU, whatever device was asked for."""
         self.cleared_in_graph += self.capturing
         return zeros(*sizes, dtype=dtype)
 

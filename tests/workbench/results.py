@@ -108,7 +108,6 @@ def plan(of: Shape, launches: int | None, ceilings: StoredCeilings) -> Plan:
     """Return the plan of a variant: one GEMM of B*T rows, and two further inputs of the output's size (log-decay and gate).
 
     An element has 2 bytes. Each launch after the first adds a round trip of the output through memory.
-
     An unknown number of launches counts as three.
     """
     tokens, depth, width = of.sizes["B"] * of.sizes["T"], of.sizes["D"], of.sizes["V"]
@@ -233,8 +232,9 @@ EXACT = Criterion(name="exact enough", measure="error", of="fused_chunked", at_m
 
 
 def proceed_on_gpu() -> Result:
-    """Return a complete run on a GPU. Bytes were counted at one shape, two variants did not run everywhere, one criterion was
-    infeasible.
+    """Return a complete run on a GPU.
+
+    Bytes were counted at one shape, two variants did not run everywhere, and one criterion was infeasible.
     """
     shapes = [shape("target", B=4, T=2048, D=256, V=64)]
     shapes += [shape(f"{b}x{t}", B=b, T=t, D=256, V=64) for b, t in SWEEP if (b, t) != (4, 2048)]

@@ -132,7 +132,7 @@ def mutates_unless_poisoned(call: ToyCall) -> Results:
 
 
 def mutates_afterwards(call: ToyCall) -> Results:
-    """Change the input 4 ms after the return of a call."""
+    """Change the input 4 ms after the return of a call, except of calls whose memory is poisoned."""
     result = parallel(call)
     x = call.x.detach()
 

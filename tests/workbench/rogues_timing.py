@@ -25,7 +25,7 @@ VERIFYING_CALLS = 60
 
 @contextmanager
 def registered(**variants: Callable[[ToyCall], Outputs]) -> Iterator[None]:
-    """Register functions as variants of ``toy_sum`` under the given names."""
+    """Register functions as variants of ``toy_sum`` under the given names, with hyphens for their underscores."""
     for name, function in variants.items():
         toy_sum.variant(name.replace("_", "-"))(function)
     try:
@@ -114,7 +114,7 @@ class NewestOnly:
             self.ready.wait()
             self.ready.clear()
             if (work := self.work) is not None:
-                time.sleep(0.001)
+                time.sleep(0.001)  # later calls replace the work that waits meanwhile
                 with torch.no_grad():
                     for into, part in zip(work[1], parallel(work[0]), strict=True):
                         into.copy_(part)

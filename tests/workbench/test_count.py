@@ -105,7 +105,7 @@ def counted(timeout_seconds: float = 20.0):
     return count.count_all(toy_sum, requests, device="cuda", timeout_seconds=timeout_seconds)
 
 
-WRITE_THE_LOG = 'while [ "$1" != --log-file ]; do shift; done; log="$2"'
+FIND_THE_LOG = 'while [ "$1" != --log-file ]; do shift; done; log="$2"'
 FIND_THE_FOLDER = 'folder=$(dirname "$log")'
 """Shell commands that set ``log`` and ``folder`` to the file and the folder in which the caller expects the outputs."""
 
@@ -113,7 +113,7 @@ FIND_THE_FOLDER = 'folder=$(dirname "$log")'
 def test_counted_bytes_are_divided_by_the_number_of_calls(fake_ncu, prose):
     fixture = Path(__file__).parent / "fixtures" / "ncu_raw.csv"
     report = '{"0": {"calls": 2, "sets": 40}, "1": {"error": "RuntimeError: it fell over"}}'
-    fake_ncu(f"{WRITE_THE_LOG}; {FIND_THE_FOLDER}; cp {fixture} $log; echo '{report}' > $folder/report.json")
+    fake_ncu(f"{FIND_THE_LOG}; {FIND_THE_FOLDER}; cp {fixture} $log; echo '{report}' > $folder/report.json")
     first, second = counted()
     assert (first.source, first.read, first.written) == ("ncu", 4_325_376 + 3_145_728, 2 * 1_048_576)
     prose(first.note)
@@ -122,7 +122,7 @@ def test_counted_bytes_are_divided_by_the_number_of_calls(fake_ncu, prose):
 
 
 def test_without_permission_bytes_are_computed_and_the_reason_is_kept(fake_ncu):
-    fake_ncu(f"{WRITE_THE_LOG}; echo '==ERROR== ERR_NVGPUCTRPERM - no permission' > $log; exit 1")
+    fake_ncu(f"{FIND_THE_LOG}; echo '==ERROR== ERR_NVGPUCTRPERM - no permission' > $log; exit 1")
     for found in counted():
         assert found.source == "analytic"
         assert "ERR_NVGPUCTRPERM" in found.note
@@ -155,7 +155,7 @@ def test_the_profiled_process_calls_each_request_inside_its_range(tmp_path, monk
     """The child process runs here on a CPU. The functions that mark ranges of the GPU are replaced and append to ``events``."""
     events = []
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: events.append("wait"))
-    monkeypatch.setattr(sampling, "CACHES", 0.05)
+    monkeypatch.setattr(sampling, "CACHES", 0.05)  # fewer input sets, but more than the least number, two
     monkeypatch.setattr(torch.cuda.nvtx, "range_push", events.append)
     monkeypatch.setattr(torch.cuda.nvtx, "range_pop", lambda: events.append("end"))
     monkeypatch.setattr(count_child, "KERNELS", 200)  # number of operators to profile for a request

@@ -127,7 +127,7 @@ def test_both_measures_keep_one_reading():
 
 def test_a_run_stores_and_reports_what_criteria_ask_for(short, tmp_path, monkeypatch):
     monkeypatch.setitem(timing.WARM_UP_SECONDS, "cpu", 0.0)
-    monkeypatch.setattr(sampling, "CACHES", 0)
+    monkeypatch.setattr(sampling, "CACHES", 0)  # two input sets instead of as many as exceed the caches
     asked = {"measure": "host_over_product", "of": "auto", "at": "tiny", "at_most": 1e6}
     declared = Study(
         name="host",

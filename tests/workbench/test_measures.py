@@ -79,7 +79,7 @@ def written(tmp_path, monkeypatch):
     """Return a function that writes ``STUDY``, with some texts replaced, and returns its path. Runs are made short as well."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(timing.WARM_UP_SECONDS, "cpu", 0.0)
-    monkeypatch.setattr(sampling, "CACHES", 0)
+    monkeypatch.setattr(sampling, "CACHES", 0)  # two input sets instead of as many as exceed the caches
     monkeypatch.setattr(sampling, "CPU_SAMPLE_SECONDS", 1e-4)
 
     def write(*changes: tuple[str, str]) -> Path:

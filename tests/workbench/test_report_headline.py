@@ -26,7 +26,7 @@ from tools.summarize_results import summarized
 
 @pytest.fixture(autouse=True)
 def texts_alone(monkeypatch, plots_drawn_once) -> None:
-    """Let the plots of pages hold their texts only."""
+    """Let the plots of pages hold their texts only, instead of what ``plots_drawn_once`` has put in place before."""
     keep_texts_alone(monkeypatch)
 
 

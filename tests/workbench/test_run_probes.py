@@ -160,7 +160,7 @@ def test_a_plug_in_checked_at_two_lengths_is_not_chosen_at_others(measured_carel
 def test_a_table_names_the_variants_that_met_their_probes(tables, tmp_path, monkeypatch):
     """A variant that failed its probes is not named, so that it is never chosen away from its measurements."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sampling, "CACHES", 0)
+    monkeypatch.setattr(sampling, "CACHES", 0)  # two input sets instead of as many as exceed the caches
     monkeypatch.setattr(sampling, "CPU_SAMPLE_SECONDS", 1e-4)
     monkeypatch.setitem(timing.WARM_UP_SECONDS, "cpu", 0.0)
     monkeypatch.setenv("ONELAUNCH_COMMIT", "abc")
@@ -302,7 +302,7 @@ def test_wrong_lists_of_probes_are_refused(probed, prose):
 
 def test_reports_are_stored_in_results(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sampling, "CACHES", 0)
+    monkeypatch.setattr(sampling, "CACHES", 0)  # two input sets instead of as many as exceed the caches
     monkeypatch.setattr(sampling, "CPU_SAMPLE_SECONDS", 1e-4)
     monkeypatch.setitem(timing.WARM_UP_SECONDS, "cpu", 0.0)
     result = run(study())

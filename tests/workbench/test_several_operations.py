@@ -139,7 +139,7 @@ def test_new_keys_at_their_defaults_leave_a_digest_as_it_was():
 
 def test_a_study_of_several_operations_runs_with_auto(file, tmp_path, monkeypatch):
     monkeypatch.setitem(timing.WARM_UP_SECONDS, "cpu", 0.0)
-    monkeypatch.setattr(sampling, "CACHES", 0)
+    monkeypatch.setattr(sampling, "CACHES", 0)  # two input sets instead of as many as exceed the caches
     steps = Steps(ceilings=lambda _: Ceilings(1e12, {"float32": 1e13}, 1e-6, "2026-11-20T12:00:00+00:00", "made up"))
     path = tmp_path / "result.json"
     result = run_study(load_study(file()), device="cpu", save_to=path, count=False, steps=steps)

@@ -34,7 +34,10 @@ def run(call):
 
 @pytest.fixture
 def package(tmp_path, monkeypatch):
-    """Return a function that changes a file of the package ``acme``, and loads it and the variant ``acme`` anew."""
+    """Return a function that changes files of the package ``acme``, and loads it and the variant ``acme`` anew.
+
+    Keywords name the files, with ``__`` for a slash and ``_dot_`` for the dot of a suffix.
+    """
     folder = tmp_path / "site" / "acme"
     (folder / "parts" / "kernels").mkdir(parents=True)
     monkeypatch.syspath_prepend(folder.parent)

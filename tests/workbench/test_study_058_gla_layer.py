@@ -58,7 +58,7 @@ def test_no_criterion_is_infeasible(study):
 def test_the_study_runs_without_a_gpu(study, tmp_path, monkeypatch):
     """The run is of small scale, with short samples, made-up peaks, and two of the variants."""
     monkeypatch.setitem(timing.WARM_UP_SECONDS, "cpu", 0.0)
-    monkeypatch.setattr(sampling, "CACHES", 0)
+    monkeypatch.setattr(sampling, "CACHES", 0)  # two input sets instead of as many as exceed the caches
     quick = study.model_copy(update={"variants": ("unfused", "composed"), "regimes": ("eager",), "criteria": ()})
     steps = Steps(ceilings=lambda _: Ceilings(1e12, {"float32": 1e13}, 1e-6, "2026-11-20T12:00:00+00:00", "made up"))
     result = run_study(quick, device="cpu", rounds=3, save_to=tmp_path / "result.json", count=False, steps=steps)

@@ -30,7 +30,7 @@ STEPS = Steps(
     ceilings=lambda _: Ceilings(1e12, {"float32": 1e13, "bfloat16": 1e13}, 1e-6, "2026-11-20T12:00:00+00:00", "made up")
 )
 UNPROBED = replace(STEPS, probe=lambda *_: ProbeReport(passed=1))
-"""Steps without the probes of ``module``, which test_gla_layer_module.py judges."""
+"""Steps without probes: each variant passes them unasked. Here they would judge only ``module``, which has tests of its own."""
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +46,7 @@ def host_times(pytestconfig):
 @pytest.fixture
 def short(monkeypatch):
     monkeypatch.setitem(timing.WARM_UP_SECONDS, "cpu", 0.0)
-    monkeypatch.setattr(sampling, "CACHES", 0)
+    monkeypatch.setattr(sampling, "CACHES", 0)  # two input sets instead of as many as exceed the caches
     monkeypatch.setattr(repeated, "SECONDS", 0.05)
     monkeypatch.setattr(host, "CALLS", 4)
     monkeypatch.setattr(host, "WARM_UP_CALLS", 1)

@@ -253,7 +253,7 @@ runs.run(runs.study(), steps=runs.steps(measure=measure), in_process=False)
         except ProcessLookupError:
             return
         if Path(f"/proc/{pid}/stat").read_text().split(")")[1].split()[0] == "Z":
-            return
+            return  # it has ended, and the process that inherited it does not ask for its exit status
         time.sleep(0.1)
     pytest.fail("the child goes on without a parent")
 

@@ -37,7 +37,7 @@ def short(monkeypatch):
 
 
 def timed(name, function, **changes):
-    """Measure a variant beside the two honest ones, and return the candidates."""
+    """Measure a variant after the two honest ones, or before them with ``rogue_first``, and return the candidates."""
     given = {"variants": [name, "eager", "parallel"], "baseline": "parallel", "rounds": 4} | changes
     if "rogue_first" not in changes:
         given["variants"] = ["eager", "parallel", name]

@@ -1,4 +1,7 @@
-"""A toy operation for the workbench's tests: a weighted running sum, with honest variants and one rogue variant per exploit."""
+"""A toy operation for tests of the workbench and of its commands.
+
+It is a weighted running sum, with honest variants and one rogue variant per exploit.
+"""
 
 from __future__ import annotations
 
