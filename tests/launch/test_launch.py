@@ -141,6 +141,15 @@ def test_recorded_calls_index_tensors_like_brackets(index):
         found[...] = 1
 
 
+def test_recorded_calls_make_tensors_of_numbers_without_the_device():
+    """PyTorch with GPU support copies the numbers of ``torch.tensor`` to the device, which fails for one that is pretended."""
+    with record("sm_90a") as (device, _):
+        made = torch.tensor([0, 3, 5], dtype=torch.int32, device=device)
+        numbers = torch.tensor([0.5])
+    assert (made.shape, made.dtype, made.device) == ((3,), torch.int32, device)
+    assert numbers.device.type == "cpu"
+
+
 def test_recording_ends_if_the_call_raises():
     with pytest.raises(RuntimeError, match="inside"), record("sm_90a"):
         raise RuntimeError("inside")

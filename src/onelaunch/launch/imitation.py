@@ -84,15 +84,23 @@ def record(architecture: str) -> Iterator[tuple[torch.device, list[Any]]]:
     Yields:
         The pretended device on which to create the tensors inside, and the list of launches in order.
     """
-    with observe() as launches, imitate(), _no_context(), warnings.catch_warnings(), fake_tensor.FakeTensorMode(), _Brackets():
+    with (
+        observe() as launches,
+        imitate(),
+        _no_context(),
+        warnings.catch_warnings(),
+        fake_tensor.FakeTensorMode(),
+        _Pretended(),
+    ):
         warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
         yield pretended(architecture), launches
 
 
-class _Brackets(TorchFunctionMode):
-    """Mode that replaces indexing with brackets by function calls.
+class _Pretended(TorchFunctionMode):
+    """Mode that replaces what would make a pretended device current, which fails: indexing with brackets, and ``torch.tensor``.
 
-    PyTorch's ``tensor[...]`` makes the tensor's device current, which fails for a pretended device.
+    PyTorch's ``tensor[...]`` is replaced by function calls. ``torch.tensor``, which copies numbers to the device in a build of
+    PyTorch for GPUs, is replaced by a tensor of the same shape without numbers: a fake tensor holds none.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
@@ -103,6 +111,9 @@ class _Brackets(TorchFunctionMode):
             items = index if isinstance(index, tuple) else (index,)
             if all(each is None or each is Ellipsis or type(each) in (int, slice) for each in items):
                 return _indexed(tensor, items)
+        if func is torch.tensor and (device := (kwargs or {}).get("device")) is not None:
+            numbers = func(*args, **{**(kwargs or {}), "device": "cpu"})
+            return torch.empty(numbers.shape, dtype=numbers.dtype, device=device)
         return func(*args, **(kwargs or {}))
 
 
