@@ -349,8 +349,9 @@ _NAMES = ("digest", "ptx", "operation", "variant", "build")
 def compare(old: Mapping[str, Entries], new: Mapping[str, Entries]) -> tuple[list[str], bool]:
     """Return lines about the differences of two files, and whether every variant has the same kernels in both.
 
-    Kernels are matched by digest only. A kernel without a match is shown with the kernel of the other file that has the same
-    instructions, if there is one, and with the properties that differ.
+    Kernels are matched by digest, and those whose digests differ by PTX, but never by name. A kernel without a match is shown
+    with the unmatched kernel of the other file that has the same instructions, if there is one, and with the properties that
+    differ.
     """
     lines, same = [], True
     for architecture in [*old, *(name for name in new if name not in old)]:

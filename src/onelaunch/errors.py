@@ -1,4 +1,4 @@
-"""Error and warning classes of onelaunch. Each message says what is wrong and what to do.
+"""Error and warning classes of onelaunch. Each message says what is wrong and, where the caller can change it, what to do.
 
 All derive from :class:`OneLaunchError`, and the specific ones also from a built-in class that a caller would expect, such as
 ValueError.
@@ -15,7 +15,7 @@ from onelaunch.wording import UNSAFE, did_you_mean, escaped, in_a_line, listing,
 
 
 class OneLaunchError(Exception):
-    """Base class of every error that onelaunch raises on purpose."""
+    """Base class of all errors in this file. Wrong registrations and misuse of inner functions raise Python's own errors."""
 
     exit_code: ClassVar[int] = 1
     """Exit code of a command that ends with this error: 2 for a wrong name or argument, 1 for a failure during the work."""
@@ -46,7 +46,7 @@ class AdvisedError(OneLaunchError):
 
 
 class ArgumentError(OneLaunchError, ValueError):
-    """Error for a wrong argument of an operation. Base class of the more specific ones."""
+    """Error for a wrong argument of an operation, a layer or another public function. Base class of the more specific ones."""
 
     exit_code = 2
 
@@ -76,7 +76,7 @@ class DeviceError(ArgumentError):
 
 
 class ValueRangeError(ArgumentError):
-    """Error for a tensor with values that the contract does not allow."""
+    """Error for an argument whose value, or one of whose elements, is not allowed."""
 
     def __init__(self, argument: str, *, got: str, want: str) -> None:
         super().__init__(f"{argument} {got}; {want}.")
@@ -242,7 +242,7 @@ class UnsupportedModel(OneLaunchError, ValueError):
 
 
 class PlanError(OneLaunchError, ValueError):
-    """Error for a decode plan that lacks a needed ordering, or that cannot run on this device."""
+    """Error for a decode plan that is not correct, for example without a needed ordering, or that cannot run on this device."""
 
     def __init__(self, plan: str, problem: str) -> None:
         super().__init__(f"Plan {plan!r}: {problem}.")

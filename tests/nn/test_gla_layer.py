@@ -1,6 +1,7 @@
 """Tests that the module and the operation ``gla_layer`` give the same bits from the same weights.
 
-The module calls other operations one by one. The variant "composed" of ``gla_layer`` makes the same calls.
+Without a cache the module calls ``gla_layer``, for which the dispatcher chooses "composed" on a CPU. With a cache it calls
+``projections`` twice, ``gla`` and ``output_chain`` one by one, as "composed" does.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 The peer is the variant "fla", which calls the package flash-linear-attention. Tests of it need neither package nor GPU.
 
-``prose(text)`` compares a text with the entry of this test in tests/snapshots/prose.txt.
+``prose(text)`` compares a test's texts, in the order of its calls, with its entries in tests/snapshots/prose.txt.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ They cover every use of autograd, the calls that the variant refuses, and the me
 ``assert_near`` bounds the norm of each error, relative to that of the expected values. ``made()`` makes float32 arguments with
 B = 2, T = 9, D = 40, H = 2, K = 16 and V = 20, unless others are given.
 
-``prose(text)`` compares a text with the entry of this test in tests/snapshots/prose.txt. ``prose.raises`` does so with the
-message of an error, and otherwise is ``pytest.raises``.
+``prose(text)`` compares a test's texts, in the order of its calls, with its entries in tests/snapshots/prose.txt.
+``prose.raises`` does so with the message of an error, and otherwise is ``pytest.raises``.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
 and gradients by name. ``made()`` makes float32 arguments with B = 2, T = 9, H = 3, V = 20, D = 40 and a bias, unless others are
 given.
 
-``prose(text)`` compares a text with the entry of this test in tests/snapshots/prose.txt.
+``prose(text)`` compares a test's texts, in the order of its calls, with its entries in tests/snapshots/prose.txt.
 """
 
 from __future__ import annotations

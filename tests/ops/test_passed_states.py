@@ -69,7 +69,10 @@ def per_variant(operations: Sequence[Operation[..., Any]], variants: Any) -> pyt
 
 
 def kernels_with_states(operation: Operation[..., Any]) -> list[str]:
-    """Return one kernel for each backward pass. Gradients of the others are those of ``fused``; they are cut forward only."""
+    """Return all Triton variants of a scan, and ``fused`` alone for gla.
+
+    The other kernels of gla have the gradients of ``fused``, so they are cut forward only.
+    """
     return ["fused"] if operation is GLA else triton_variants(operation)
 
 

@@ -3,7 +3,7 @@
 The variants differ in which operand a cluster of two CTAs loads once for both (``MULTICAST``): "nothing", "a" or "b", where A
 are the rows of x and B those of the weight.
 
-``prose(text)`` compares a text with the entry of this test in tests/snapshots/prose.txt.
+``prose(text)`` compares a test's texts, in the order of its calls, with its entries in tests/snapshots/prose.txt.
 
 ``judge`` applies the whole verification gate of the workbench, and ``assert_ok`` requires its verdict to be right.
 """

@@ -4,7 +4,7 @@
 and gradients by name. ``of_every_kind()`` makes arguments with x ``[2, 5, 12]`` and the segments ``EVERY``: q, k, gate, decay
 and gk, of the widths 20, 15, 14, 3 and 18.
 
-``prose(text)`` compares a text with the entry of this test in tests/snapshots/prose.txt.
+``prose(text)`` compares a test's texts, in the order of its calls, with its entries in tests/snapshots/prose.txt.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Its kernel is for Blackwell's block-scaled matrix instruction, which the fixture ``emulated`` replaces.
 
-``prose(text)`` compares a text with the entry of this test in tests/snapshots/prose.txt.
+``prose(text)`` compares a test's texts, in the order of its calls, with its entries in tests/snapshots/prose.txt.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 "persistent" gives whole tiles to CTAs. "stream_k" and, for few rows, "small_m" give each CTA a run of k-blocks (steps along K
 of all tiles), which may begin and end within tiles; or two CTAs of a cluster divide the k-blocks of a tile.
 
-``prose(text)`` compares a text with the entry of this test in tests/snapshots/prose.txt.
+``prose(text)`` compares a test's texts, in the order of its calls, with its entries in tests/snapshots/prose.txt.
 
 ``judge`` applies the whole verification gate of the workbench, and ``assert_ok`` requires its verdict to be right.
 """

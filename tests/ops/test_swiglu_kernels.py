@@ -3,8 +3,8 @@
 ``assert_near`` bounds the norm of each error, relative to that of the expected values. ``made()`` makes float32 arguments with
 M = 6 rows of x, N = 16 columns of the result and K = 32, unless others are given.
 
-``prose(text)`` compares a text with the entry of this test in tests/snapshots/prose.txt. ``judge`` applies the whole
-verification gate of the workbench, and ``assert_ok`` requires its verdict to be right.
+``prose(text)`` compares a test's texts, in the order of its calls, with its entries in tests/snapshots/prose.txt. ``judge``
+applies the whole verification gate of the workbench, and ``assert_ok`` requires its verdict to be right.
 """
 
 from __future__ import annotations

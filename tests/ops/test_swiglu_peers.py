@@ -2,7 +2,7 @@
 
 A peer is a variant that calls another project's package, here Liger or QuACK.
 
-``prose(text)`` compares a text with the entry of this test in tests/snapshots/prose.txt.
+``prose(text)`` compares a test's texts, in the order of its calls, with its entries in tests/snapshots/prose.txt.
 """
 
 from __future__ import annotations

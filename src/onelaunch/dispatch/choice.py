@@ -80,9 +80,8 @@ def choose(query: Query) -> Variant:
         reasons = {
             name: variant.why_not(query) or held_back(variant, query, measured) for name, variant in operation.variants.items()
         }
-        raise VariantUnsupported(
-            operation.name, AUTO, reason="; ".join(f"{name} {reason}" for name, reason in reasons.items()), instead=()
-        )
+        said = "; ".join(f"{name} {reason}" for name, reason in reasons.items())
+        raise VariantUnsupported(operation.name, AUTO, reason=f"finds no variant for it ({said})", instead=())
     if measured is not None:
         times = {name: time for name, time in measured.microseconds.items() if name in automatic}
         if times:

@@ -1,5 +1,5 @@
 // Sizes of a tile, of its pipeline and of its shared memory. gemm_of() in kernel.py defines the configuration as macros.
-// GemmConfig in config.py computes the same sizes for the launch. All other files of this folder use them.
+// GemmConfig in config.py computes the same sizes for the launch. The other CUDA files use them.
 //
 // Roles:   every 64 rows of A have SPLIT consumer warpgroups. One more warpgroup consists of the producer warp and three warps
 //          that convert block scales for NVFP4.

@@ -35,11 +35,13 @@ class Finding:
     noise: float | None = None
     """The smallest factor that may be claimed of a time, or ``None`` without an A/A run."""
     gain: float | None = None
-    """The value of :func:`possible_gain` for a time."""
+    """The value of :func:`possible_gain` where two times are compared, else ``None``."""
 
 
 def possible_gain(result: Result, criterion: Criterion, shape: str) -> float | None:
     """Return the largest possible speed-up at a shape: the measured time of ``over`` / the roofline bound of ``of``.
+
+    A comparison of two times that is not met is infeasible if it asks for more than this, by more than the A/A noise.
 
     The time is the upper end of its interval, so that the gain is not underestimated. Both are divided by their share of the work
     if the criterion asks for that. ``None`` if either is unknown, outside the cold regime, because roofline bounds are computed
@@ -121,7 +123,11 @@ def share_of_work(study: Study, criterion: Criterion, shape: str) -> float:
 
 
 def bound_of(result: Result, criterion: Criterion, shape: str) -> float | None:
-    """Return the lowest roofline bound of the variants that ``of`` selects at a shape, in microseconds."""
+    """Return the lowest roofline bound of the variants that ``of`` selects at a shape, in microseconds.
+
+    Only :func:`possible_gain` and the words for an infeasible comparison need it. ``time_over_floor`` divides by the bound of its
+    own variant, which it reads from the cell.
+    """
     names = result.study.select(criterion.of, result.study.shape(shape))
     cells = (result.cell(shape, name, criterion.direction) for name in names)
     return min((cell.plan.floor_microseconds for cell in cells if cell is not None and cell.plan is not None), default=None)

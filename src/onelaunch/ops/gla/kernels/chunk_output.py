@@ -61,7 +61,7 @@ def chunk_output_kernel(
 
     It is o from ``values`` = v and the ``states`` that enter the chunks. With TRANSPOSED it is dv from ``values`` = do and the
     gradients of the states that leave the chunks. ``slot`` is the place of a chunk among all sequences, see
-    ``sequence_bounds``.
+    ``sequence_bounds`` in chunk.py.
 
     H counts the heads of ``out``. A head of dv is the sum over its STATES states and their QUERIES heads of o each. Of the heads
     of o, Q_GROUP share a head of q, and so on.

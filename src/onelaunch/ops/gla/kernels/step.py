@@ -4,10 +4,11 @@ Computes   S_t = diag(e^(g_t)) S_{t-1} + k_t^T v_t,   o_t = scale * q_t S_t   pe
 Grid       one CTA per sequence, head and BV values. No CTA waits for another one.
 On chip    the state [BK, BV] in registers (BK >= K), float32: nothing is rounded but o.
 Memory     the state is read and written once, which is nearly all the traffic of a single step; q, k, g are read once per BV
-           values, v once, o is written once.
+           values, v once, each by every head of the state that shares it; o is written once.
 Heads      a state is multiplied by the QUERIES queries that share it, one after the other; other tensors may have fewer heads
            than there are states (``shared_head`` in chunk.py).
-Order      the vectors of a step are loaded one step ahead: the loop waits for memory once, not at every step.
+Order      the vectors of a step are loaded one step ahead: the loop waits for memory once, not at every step. Only the
+           further queries of a state (QUERIES above 1) are loaded in the step that needs them.
 Source     the recurrent form; experiment 039.
 """
 

@@ -1,6 +1,8 @@
-"""Sum over the heads that share one: the last step of the gradient of a tensor with fewer heads than the output.
+"""Sum over the heads of o that share a head of q, k or g: the last step of dq, dk and dg where heads are shared.
 
 Computes   out[t, h, x] = partial[t, h G, x] + partial[t, h G + 1, x] + ... + partial[t, h G + G - 1, x].
+Launched   by launch.py after ``gradients_kernel`` (backward.py), which stores ``partial`` in float32. Shared heads of v and of
+           states need no kernel of their own: chunk_output.py and chunk.py add them up in the CTA that owns them.
 Grid       one CTA per token and block of BLOCK elements of its row of ``out``.
 Order      a thread adds the G terms of its elements from the first to the last head, in float32, and rounds once: results do not
            depend on the device or its load.
