@@ -33,6 +33,8 @@ def test_variants_add_intermediate_results_between_launches():
         assert OUTPUT_CHAIN.cost(case, OUTPUT_CHAIN.get(name)).bytes == least.bytes + times * H, name
     activated = OUTPUT_CHAIN.case("bfloat16", **SIZES, gate="activated")
     assert OUTPUT_CHAIN.cost(activated, OUTPUT_CHAIN.get("unfused")).bytes == least.bytes + 4 * H
+    ungated = OUTPUT_CHAIN.case("bfloat16", **SIZES, gate="none")  # the normalized heads are the product's operand
+    assert OUTPUT_CHAIN.cost(ungated, OUTPUT_CHAIN.get("unfused")).bytes == OUTPUT_CHAIN.cost(ungated).bytes + 2 * H
     norm_gate, prologue = OUTPUT_CHAIN.get("norm_gate"), OUTPUT_CHAIN.get("prologue")
     assert OUTPUT_CHAIN.cost(case, norm_gate).launches == 2
     assert OUTPUT_CHAIN.cost(case, prologue).launches == 1

@@ -68,7 +68,7 @@ def check(*tokens: Plan, resources: Resources | None = None) -> None:
 
 
 def check_residency(plan: Plan, resources: Resources) -> None:
-    """Raise :class:`PlanError` unless all CTAs can be resident: the part of :func:`check` that depends on the device.
+    """Raise :class:`PlanError` unless all CTAs can be resident: the part of :func:`check` about the device's resources.
 
     A variant calls it alone, to tell whether it can run on a device. ``decode/runtime/proofs.py`` calls :func:`check` later,
     before the kernel of the plan runs.

@@ -19,9 +19,9 @@ def cost(case: Case, variant: Variant | None, direction: Direction) -> Cost:
 
     At least, forward reads all tensors and writes the result; backward reads all tensors and dout and writes the gradients. A
     variant writes and reads the intermediates between its launches (tag ``hands``): ``norm``, the normalized heads; ``silu``,
-    the activated gate; ``a``, their product. Its backward pass writes and reads da, and reads what products and gradients need.
-    A variant that saves rstd (tag ``keeps``) recomputes ``a``, which is written and read. Another reads all intermediates, and
-    writes and reads the gradients of those before ``a``.
+    the activated gate; ``a``, their product, which without a gate is the normalized heads. Its backward pass writes and reads
+    da, and reads what products and gradients need. A variant that saves rstd (tag ``keeps``) recomputes ``a``, which is written
+    and read. Another reads all intermediates, and writes and reads the gradients of those before ``a``.
     """
     gate, norm_weight, bias = options_of(case)
     batch, length, heads, values, columns = (case.sizes[name] for name in output_chain.dimensions)
@@ -31,7 +31,8 @@ def cost(case: Case, variant: Variant | None, direction: Direction) -> Cost:
     operands += {"none": 0, "same": value, "float32": 4}[norm_weight] * values
     moved = operands + result
     steps = () if variant is None else variant.tags.get("hands", ())
-    hands = [step for step in steps if step != "silu" or gate == "silu"]
+    absent = {"silu": (), "activated": ("silu",), "none": ("silu", "norm") if "a" in steps else ()}[gate]
+    hands = [step for step in steps if step not in absent]
     moved += 2 * passed * len(hands)
     written = result + passed * len(hands)
     if direction == "forward_backward":

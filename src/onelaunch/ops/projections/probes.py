@@ -2,7 +2,8 @@
 
 A case is written as arguments of ``projections.case``: dtype; sizes (B sequences of T tokens, D columns of x, H heads of K or V
 channels); and options. ``segments`` is a known list ("normalized", the default, has q, k, v, a gate and a decay; "gla" has q,
-k, v, a gate and log-decays) or their codes, HEADSxSIZE:ACTIVATION:bias. ``gate`` is the activation of the known lists' gate.
+k, v, a gate and log-decays) or the codes of segments, separated by commas: HEADSxSIZE, then :ACTIVATION (or
+:logsigmoid/NORMALIZER), then :bias; only the sizes are required. ``gate`` is the activation of the known lists' gate.
 """
 
 from __future__ import annotations

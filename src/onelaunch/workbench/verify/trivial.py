@@ -1,6 +1,7 @@
 """Trivial outputs, judged like a variant's: a case at which one of them passes tells nothing about a variant.
 
-``measure/timing.py`` calls :func:`trivial_passes` for each case, and tests of cases call :func:`passing_trivially`.
+``measure/timing.py`` calls :func:`trivial_passes` for each case, and tests of cases call :func:`passing_trivially` through
+``tests/trivial.py``.
 """
 
 from __future__ import annotations

@@ -10,7 +10,8 @@
 //            data      none here: the phase spins on the flag-in-data words that it reads (words.cuh).
 //            With a launch per phase nothing is needed between phases.
 // Residual   the CTA that owns a row of O owns the same row of DOWN, so the residual stream stays in its shared memory over all layers
-//            (Shared::own_rows) and is only written for others to read. With SPLIT_K_O see residual.cuh.
+//            (Shared::own_rows) and is only written for others to read. With a launch per phase it is kept in global memory
+//            (own_row); with SPLIT_K_O see residual.cuh.
 #pragma once
 
 // Wait for all CTAs of the grid, which must all be resident (the host checks that). The release increment and the acquire poll, between

@@ -78,7 +78,8 @@ def config_in(query: Query) -> ModelConfig:
 def not_resident(level: str, config: ModelConfig, ctas: int) -> str | None:
     """Return why a plan's CTAs cannot all be resident on a device with ``ctas`` SMs, or ``None``.
 
-    Only residency depends on the device. The ordering of the plan's phases is proved later, when its session is made.
+    Only this part of the check compares the plan with the device's resources. The ordering of the plan's phases is proved later,
+    when its session is made.
     """
     from onelaunch.decode.codegen.layout import Tuning
     from onelaunch.decode.plan.check import check_residency
