@@ -1,7 +1,8 @@
 # All targets use the environment .venv, which the first one creates. `make` without a target lists the targets.
 PYTHON ?= python3
 WORKERS ?= 2
-# one: one configuration of each kernel for sm_90a; two: for sm_90a and sm_80; all: every configuration for every architecture.
+# one: one configuration of each kernel for sm_90a; two: for sm_90a and sm_80; all: one for every architecture, and every configuration
+# for sm_90a; every: every configuration for every architecture.
 ARCHITECTURES ?= two
 # Limits on the CPU seconds of all tests of a pass together; empty for no limit.
 BUDGET ?=
@@ -54,7 +55,7 @@ docs: $(VENV)/.developer ## build the documentation; warnings are errors
 
 check: ARCHITECTURES = all
 check: export ONELAUNCH_TEST_CACHE ?= $(CURDIR)/build/compiled
-check: lint types layers docs test ## run lint, types, layers, docs and test, with every configuration of every kernel compiled
+check: lint types layers docs test ## run lint, types, layers, docs and test, with every kernel compiled for every architecture
 
 format: $(VENV)/.developer ## let ruff rewrite what it can
 	$(BIN)/ruff check --fix .

@@ -54,10 +54,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     wording.add_options(parser)
     parser.addoption(
         "--architectures",
-        choices=("one", "two", "all"),
+        choices=("one", "two", "all", "every"),
         default="two",
-        help="compile each kernel in one configuration for sm_90a (one), for sm_80 as well (two, the default), "
-        "or in every configuration for these, sm_100a and gfx942 (all)",
+        help="compile each kernel in one configuration for sm_90a (one), for sm_80 as well (two, the default), for sm_100a and "
+        "gfx942 as well and in every configuration for sm_90a (all), or in every configuration for all of them (every)",
     )
 
 

@@ -15,7 +15,7 @@ from onelaunch.errors import OneLaunchError
 from onelaunch.operation import Operation, operations
 from onelaunch.workbench.verify import Judge, run_probes
 from onelaunch.workbench.verify.probes import Prepared
-from tests.ops.cases import BOTH, GATED_SCAN, LINEAR_RNN, SHORT, assert_ok, pytorch_variants
+from tests.ops.cases import GATED_SCAN, LINEAR_RNN, SHORT, assert_ok, pytorch_variants
 
 NAMES = ["decode_step", "gated_scan", "gla", "gla_layer", "linear_rnn", "output_chain", "projections", "swiglu"]
 NEED_A_GPU = {"captured", "graph", "packed", "packed_states"}
@@ -135,7 +135,7 @@ FORMS = ("forgets_everything", "no_sequences")
 
 The first has several chunks of steps, of which the last is not full, and decays of -inf. The other forms that a compiled scan
 can have are compiled with few steps by ``test_gated_scan.py``, in a fifth of the time. With ``--architectures=all``, as in
-continuous integration, all probes are compiled.
+continuous integration, all probes are compiled, in training too.
 """
 
 REFUSED = {"one_step_one_channel", "forgets_nothing", "no_steps"}
@@ -143,7 +143,7 @@ REFUSED = {"one_step_one_channel", "forgets_nothing", "no_steps"}
 
 
 def pytest_generate_tests(metafunc):
-    """Take the probes of ``FORMS``; with ``--architectures=all``, take all in both directions.
+    """Take the probes of ``FORMS``; with ``--architectures=all`` or ``every``, take all, with gradients.
 
     Each is compiled for many seconds, so that each is a test of its own and they run side by side.
     """
@@ -151,9 +151,9 @@ def pytest_generate_tests(metafunc):
         return
     pairs = [(name, "forward_backward") for name in FORMS]
     cases = [pytest.param(*pair) for pair in pairs]
-    if metafunc.config.getoption("architectures") == "all":
+    if metafunc.config.getoption("architectures") in ("all", "every"):
         taken = [str(probe) for probe in GATED_SCAN.listed_probes() if not probe.refused and str(probe) not in REFUSED]
-        others = [(name, direction) for name in taken for direction in BOTH if (name, direction) not in pairs]
+        others = [(name, "forward_backward") for name in taken if name not in FORMS]
         cases += [pytest.param(*pair, marks=pytest.mark.extra) for pair in others]
     metafunc.parametrize(("compiled_probe", "direction"), cases)
 
