@@ -15,13 +15,11 @@ from onelaunch.operation.requirements import cannot_scan
 from onelaunch.ops.gla.autograd import Results, attend, launches
 from onelaunch.ops.gla.contract import GlaCall, gla
 from onelaunch.ops.gla.heads import expanded, group_of
+from onelaunch.ops.gla.padding import KEYS, LARGEST_VALUES, STEP
 from onelaunch.ops.gla.variants.triton import no_value_gate
 
 if TYPE_CHECKING:
     from onelaunch.ops.gla.launch import Attention
-
-KEYS = (64, 128, 256)
-"""Sizes K of heads: the registers of a warpgroup hold at most 64 values of 256 channels."""
 
 LARGEST_WIDE = 128
 """Largest size K of heads with float32 log-decays per channel, which take twice the shared memory."""
@@ -75,12 +73,12 @@ def fits(query: Query) -> str | None:
     if query.dtype not in (torch.float16, torch.bfloat16):
         return "needs float16 or bfloat16"
     batch, length, heads, keys, values = query.sizes
-    if keys not in KEYS or values % 64:
-        return "needs K of 64, 128 or 256 and V that is a multiple of 64"
+    if keys > KEYS[-1] or values > LARGEST_VALUES or keys % STEP or values % STEP:
+        return f"needs K of at most {KEYS[-1]} and V of at most {LARGEST_VALUES}, both multiples of {STEP}"
     if not batch * length * heads:
         return "needs at least one step"
     if "float32_decay" in query.flags and "scalar_decay" not in query.flags and keys > LARGEST_WIDE:
-        return "needs K of 64 or 128 with float32 log-decays per channel: shared memory holds no two chunks of K = 256"
+        return f"needs K of at most {LARGEST_WIDE} with float32 log-decays per channel: shared memory holds no two wider chunks"
     return why_no_gradients(query) if query.grad else None
 
 
