@@ -22,8 +22,8 @@ STEP = 8
 
 
 def padded_keys(keys: int) -> int:
-    """Return the smallest size of :data:`KEYS` that holds ``keys`` channels."""
-    return next(each for each in KEYS if keys <= each)
+    """Return the smallest size of :data:`KEYS` that holds ``keys`` channels; larger heads, which no kernel takes, stay as they are."""
+    return next((each for each in KEYS if keys <= each), keys)
 
 
 def value_groups(keys: int, values: int) -> int:

@@ -1,6 +1,6 @@
 """Variant ``hopper`` of ``gla``: the state stays in registers along time, and a warpgroup decays keys while others multiply.
 
-cost.py explains the tags ``chunk``, ``hands`` and ``backward_hands``; launch_hopper.py launches the kernels.
+cost.py explains the tags ``chunk``, ``hands``, ``backward_hands`` and ``padded``; launch_hopper.py launches the kernels.
 """
 
 from __future__ import annotations
@@ -36,13 +36,15 @@ def launch_forward(call: Attention, want_final: bool) -> Results:
 
 @gla.variant(
     "hopper", launches=1, backward_launches=3, fuses=("decay", "scores", "states"), hands=("repeated",), chunk=64,
-    backward_hands=("rounded_states", "rounded_states", "repeated"), gemm="gluon", architectures=("sm_90a",),
+    backward_hands=("rounded_states", "rounded_states", "repeated"), padded=True, gemm="gluon", architectures=("sm_90a",),
 )  # fmt: skip
 def hopper(call: GlaCall) -> Results:
     """Compute o in one launch along time, or two where T is cut into segments to fill the chip; states stay in registers.
 
     The backward pass has three launches: two passes along time and the gradients of all chunks. There is one more for each pass
-    in segments, and two of PyTorch's that add up one decay per head over panels of channels. Shared heads are repeated in memory
+    in segments, and two of PyTorch's that add up one decay per head over panels of channels. Heads of other sizes than tiles of 64,
+    128 or 256 keys and 64 or 128 values are padded on chip (padding.py): the least bytes move, but products take as long as those of
+    the padded sizes. Most of all with K of at most 32, where half of each product or more is of padding. Shared heads are repeated in memory
     first, which the cost counts: these kernels take one head of every tensor for each head of the output.
     """
     o, final = attend(with_all_heads(call), "hopper")
