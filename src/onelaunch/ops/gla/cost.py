@@ -16,8 +16,8 @@ INTERMEDIATES = ("cumulated", "states", "rounded_states", "scores", "partial_out
 """Intermediates that launches may pass to each other through memory, each written and read once.
 
 A variant's tag ``hands`` lists those of its forward pass, ``backward_hands`` those of its backward pass (by default the same).
-Its tag ``chunk`` is the number of steps per chunk. Intermediates are float32 unless stated otherwise here. The tag ``padded`` says
-that states are stored with the sizes of padding.py. FLOPs never count products of padding.
+Its tag ``chunk`` is the number of steps per chunk. Intermediates are float32 unless stated otherwise here. The tag ``padded``
+says that states are stored with the sizes of padding.py. FLOPs never count products of padding.
 
 - ``cumulated``: the log-decays summed within chunks, as large as ``g``;
 - ``states``: a ``[K, V]`` state for every chunk and head, or where heads share a state for every head of these;

@@ -64,10 +64,10 @@ class PassTiles:
 def pass_tiles(keys: int, values: int, *, scalar: bool, wide: bool, store_states: bool, output: bool) -> PassTiles:
     """Return the configuration of ``chunk_state_kernel``.
 
-    ``value_groups`` says how many groups run. With K beyond 128 only two stages fit. The numbers of registers are those with which
-    ptxas does not serialize the products. Stored states leave through shared memory, for which a pass that also makes outputs has
-    one stage less; with K beyond 128 it stores them from registers. float32 log-decays per channel (``wide``) take twice the bytes:
-    with K beyond 64 two stages fit.
+    ``value_groups`` says how many groups run. With K beyond 128 only two stages fit. The numbers of registers are those with
+    which ptxas does not serialize the products. Stored states leave through shared memory, for which a pass that also makes
+    outputs has one stage less; with K beyond 128 it stores them from registers. float32 log-decays per channel (``wide``) take
+    twice the bytes: with K beyond 64 two stages fit.
     """
     stages = 2 if (store_states and output) or (wide and keys > PANEL) else 3
     if keys > 2 * PANEL:
@@ -129,8 +129,9 @@ class PassOperands(NamedTuple):
 class Boxes(NamedTuple):
     """Boxes in which TMA copies a head of a ``[B, T, H, X]`` tensor.
 
-    Where boxes cover the X channels of a head exactly, the tensor is described as a matrix ``[B T, H X]``. Elsewhere it is described
-    as ``[B T, H, X]``, so that TMA fills the channels beyond a head with zeros when it loads them, and drops them when it stores.
+    Where boxes cover the X channels of a head exactly, the tensor is described as a matrix ``[B T, H X]``. Elsewhere it is
+    described as ``[B T, H, X]``, so that TMA fills the channels beyond a head with zeros when it loads, and drops them when it
+    stores.
     """
 
     steps: int
@@ -184,8 +185,8 @@ def aliased_state_buffers(call: Attention, into: Into | None) -> tuple[torch.Ten
     it: the CTA that writes a panel of dq and dk is the only one that reads that panel of the state, and reads it first.
     Gradients of states lie in the same way in a matrix of their own, whose first half dg replaces.
 
-    The result is ``None`` unless dq and dk are neighbours in memory, all chunks are whole, nothing is packed, V is 128 and K 64 or
-    128, and there is a decay per channel.
+    The result is ``None`` unless dq and dk are neighbours in memory, all chunks are whole, nothing is packed, V is 128 and K 64
+    or 128, and there is a decay per channel.
     """
     batch, length, heads, keys, values = call.sizes
     if into is None or call.scalar or call.sequences.offsets is not None or length % CHUNK:

@@ -345,7 +345,8 @@ def decay_keys(tiles, segment_decays, bars, offsets, log_decay, T, sizes, scale,
 def segment_sum_kernel(
     keys, v, g, log_decay, segment_states, segment_decays, offsets, T, heads, segments, segment_steps, scale, values,
     SLICES: gl.constexpr, PACKED: gl.constexpr, REVERSE: gl.constexpr, SPLIT_KEYS: gl.constexpr,
-    KEYS: gl.constexpr, K: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr, PREPARE_REGISTERS: gl.constexpr, MULTIPLY_REGISTERS: gl.constexpr,
+    KEYS: gl.constexpr, K: gl.constexpr,
+    GROUPS: gl.constexpr, STAGES: gl.constexpr, PREPARE_REGISTERS: gl.constexpr, MULTIPLY_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Sum up what a segment adds to the state; see the top of the file.
 

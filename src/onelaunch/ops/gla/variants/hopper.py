@@ -15,7 +15,7 @@ from onelaunch.operation.requirements import cannot_scan
 from onelaunch.ops.gla.autograd import Results, attend, launches
 from onelaunch.ops.gla.contract import GlaCall, gla
 from onelaunch.ops.gla.heads import expanded, group_of
-from onelaunch.ops.gla.padding import KEYS, LARGEST_VALUES, STEP
+from onelaunch.ops.gla.padding import KEYS, STEP
 from onelaunch.ops.gla.variants.triton import no_value_gate
 
 if TYPE_CHECKING:
@@ -42,10 +42,12 @@ def hopper(call: GlaCall) -> Results:
     """Compute o in one launch along time, or two where T is cut into segments to fill the chip; states stay in registers.
 
     The backward pass has three launches: two passes along time and the gradients of all chunks. There is one more for each pass
-    in segments, and two of PyTorch's that add up one decay per head over panels of channels. Heads of other sizes than tiles of 64,
-    128 or 256 keys and 64 or 128 values are padded on chip (padding.py): the least bytes move, but products take as long as those of
-    the padded sizes. Most of all with K of at most 32, where half of each product or more is of padding. Shared heads are repeated in memory
-    first, which the cost counts: these kernels take one head of every tensor for each head of the output.
+    in segments, and two of PyTorch's that add up one decay per head over panels of channels.
+
+    Heads of other sizes than tiles of 64, 128 or 256 keys and 64 or 128 values are padded on chip (padding.py): no more bytes
+    move, but products take as long as those of the padded sizes. With K of at most 32 half of each product or more is of padding,
+    which costs no time as long as memory decides. Shared heads are repeated in memory first, which the cost counts: these kernels
+    take one head of every tensor for each head of the output.
     """
     o, final = attend(with_all_heads(call), "hopper")
     # Of the heads of the output that share a state, the first one's is returned: all of them computed the same.
@@ -75,8 +77,8 @@ def fits(query: Query) -> str | None:
     if query.dtype not in (torch.float16, torch.bfloat16):
         return "needs float16 or bfloat16"
     batch, length, heads, keys, values = query.sizes
-    if keys > KEYS[-1] or values > LARGEST_VALUES or keys % STEP or values % STEP:
-        return f"needs K of at most {KEYS[-1]} and V of at most {LARGEST_VALUES}, both multiples of {STEP}"
+    if keys > KEYS[-1] or keys % STEP or values % STEP:
+        return f"needs K of at most {KEYS[-1]}, and K and V that are multiples of {STEP}"
     if not batch * length * heads:
         return "needs at least one step"
     if "float32_decay" in query.flags and "scalar_decay" not in query.flags and keys > LARGEST_WIDE:
