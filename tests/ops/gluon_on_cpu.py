@@ -374,8 +374,16 @@ class Rewrite(ast.NodeTransformer):
         return ast.Constant("panels") if of_type and node.attr == "layout" else node
 
 
-KERNELS = ("hopper_tiles", "hopper_prepare", "hopper_chunk_state", "hopper_segment_sum", "hopper_pairs", "hopper_gradients")
-"""Modules of ``ops/gla/kernels`` in an order in which each imports only earlier ones."""
+def load_emulated(name: str, folder: Path, emulated: dict[str, ModuleType]) -> None:
+    """Add the module ``name`` of kernels to ``emulated``, after the modules in its folder that it imports."""
+    package = name.rpartition(".")[0]
+    tree = ast.parse((folder / f"{name.rpartition('.')[2]}.py").read_text(encoding="utf-8"))
+    for node in tree.body:
+        module = node.module or "" if isinstance(node, ast.ImportFrom) else ""
+        if module.rpartition(".")[0] == package and module not in emulated:
+            load_emulated(module, folder, emulated)
+    emulated[name] = sys.modules[name] = ModuleType(name)
+    exec(compile(ast.fix_missing_locations(Rewrite().visit(tree)), f"{name}, emulated", "exec"), vars(emulated[name]))
 
 
 class EmulatedLaunch:
@@ -401,12 +409,13 @@ def emulate(monkeypatch: pytest.MonkeyPatch, *, segments: int = 1) -> ModuleType
     launch_hopper = importlib.import_module("onelaunch.ops.gla.launch_hopper")
     package = importlib.import_module("onelaunch.ops.gla.kernels")
     monkeypatch.setitem(sys.modules, "onelaunch.kernels.gluon.compat", compatible())
-    for name in KERNELS:
-        path = Path(package.__path__[0]) / f"{name}.py"
-        module = ModuleType(f"{package.__name__}.{name}")
-        monkeypatch.setitem(sys.modules, module.__name__, module)
-        tree = ast.fix_missing_locations(Rewrite().visit(ast.parse(path.read_text(encoding="utf-8"))))
-        exec(compile(tree, str(path), "exec"), vars(module))
+    names = [f"{package.__name__}.{path.stem}" for path in Path(package.__path__[0]).glob("hopper_*.py")]
+    for name in names:
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))  # restored after the test
+    emulated: dict[str, ModuleType] = {}
+    for name in names:
+        if name not in emulated:
+            load_emulated(name, Path(package.__path__[0]), emulated)
     monkeypatch.setattr(launch_hopper, "Launch", EmulatedLaunch)
     monkeypatch.setattr(launch_hopper, "described", Descriptor)
     monkeypatch.setattr(launch_hopper, "processors", lambda device: 132)
