@@ -72,3 +72,26 @@ def test_kernels_compute_results_and_gradients(name, monkeypatch):
     segments = options.pop("segments", 1)
     arguments = arguments_of(GLA, **options, dtype="bfloat16")
     assert_near(emulated(monkeypatch, arguments, segments), expected(arguments), BOUND)
+
+
+@pytest.mark.parametrize(("keys", "values", "aliased"), [(80, 72, False), (64, 128, True)])
+def test_gradients_go_into_columns_of_a_matrix(keys, values, aliased, monkeypatch):
+    """Rows of the matrix are no multiple of a head's size apart, as in ``gla_layer``; other columns keep what they held."""
+    launch_hopper = emulate(monkeypatch)
+    from onelaunch.ops.gla import launch
+
+    batch, length, heads = 1, 128, 2
+    arguments = arguments_of(GLA, B=batch, T=length, H=heads, K=keys, V=values, dtype="bfloat16")
+    call = launch.Attention.of(*(arguments[name] for name in "qkvg"), None, None, 0.1)
+    do = torch.ones_like(arguments["v"])
+    expected = launch_hopper.backward(call, do, normalizer=16.0)
+    widths = [heads * keys, heads * keys, heads * values, 24]
+    matrix = torch.full((batch, length, sum(widths)), 7.0, dtype=torch.bfloat16)
+    *columns, rest = matrix.split(widths, dim=2)
+    into = launch.Into(*(each.unflatten(2, (heads, -1)) for each in columns))
+    assert (launch_hopper.aliased_state_buffers(call, into) is not None) == aliased
+    found = launch_hopper.backward(call, do, into, normalizer=16.0)
+    assert (rest == 7.0).all()
+    for name in "qkvg":
+        assert torch.equal(getattr(found, name), getattr(expected, name))
+        assert getattr(expected, name).isfinite().all()

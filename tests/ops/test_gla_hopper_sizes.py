@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-from onelaunch.operation import Direction
-from onelaunch.operation.examples import builds_for_case
+from onelaunch.operation import Direction, Example
+from onelaunch.operation.examples import builds_for_case, recorded_builds
 from onelaunch.ops.gla.padding import KEYS, key_panels, padded_keys, padded_values, value_groups
 from onelaunch.workbench.inspection import inspect_build
 from tests.ops.cases import GLA, assert_correct, assert_near, results
+from tests.ops.gla_layer_cases import GLA_LAYER
 from tests.ops.test_gla_hopper import ALL_FORMS, each_layout, gpu, made, on_hopper
 
 SIZES = [
@@ -191,6 +192,15 @@ def test_a_single_head_may_have_any_stride(monkeypatch):
     x = torch.zeros(2, 5, 80, dtype=torch.bfloat16).as_strided((2, 5, 1, 80), (400, 80, 7, 1))
     [(flat, _)] = launch_hopper.targets(launch_hopper.Boxes(64, 128, 128), x)
     assert flat.stride() == (80, 80, 1)
+
+
+@pytest.mark.parametrize(("variant", "passes"), [("packed", 3), ("packed_states", 2)])
+def test_layers_with_padded_heads_run_these_kernels(variant, passes):
+    """One pass along time makes outputs, one makes states unless the first one has kept them, and one goes back."""
+    pytest.importorskip("triton", reason="kernels are listed through Triton")
+    example = Example(GLA_LAYER.case("bfloat16", B=32, T=2048, D=1024, H=12, K=96, V=80), "forward_backward")
+    names = [each.name for each in recorded_builds(GLA_LAYER.get(variant), [example], "sm_90a")]
+    assert sum("chunk_state" in name for name in names) == passes
 
 
 def inspected(direction: Direction, **given: Any) -> dict[str, Any]:
