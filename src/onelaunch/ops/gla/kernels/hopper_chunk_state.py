@@ -372,12 +372,14 @@ def chunk_state_kernel(
 ):  # fmt: skip
     """Run the chunk state pass, and with OUTPUT the chunk output, over one segment of time; see the top of the file.
 
-    ``queries``, ``keys``, ``v``, ``g``, ``out_tiles`` are TMA descriptors of matrices [B T, H X]. ``g`` describes log-decays
-    per channel, float32 or of the dtype of the others; if it is None, ``log_decay`` [B, T, H] has one per head. ``out_pitch`` is
-    the number of elements from row to row of ``o`` [B T, H V]. ``o`` is written without TMA where a chunk is cut off by the end
-    of its sequence, since a box would overwrite the next one. ``initial`` and ``final`` [N, H, K, V], float32, are the state from
-    which each sequence starts and the one with which it ends, in the order of the pass; each may be None. ``segment_states`` [N,
-    H, segments, V, K] and ``segment_decays`` [N, H, segments, K], float32, come from hopper_segment_sum.py.
+    ``queries``, ``keys``, ``v``, ``g``, ``out_tiles`` are TMA descriptors of matrices [B T, H X], or of tensors [B T, H, X]
+    where X is padded: KEYS channels to K, and ``values`` to those of all SLICES (``load_box``). States and sums that kernels
+    pass to each other are padded too, but not ``initial`` and ``final``. ``g`` describes log-decays per channel, float32 or
+    of the dtype of the others; if it is None, ``log_decay`` [B, T, H] has one per head. ``out_pitch`` is the number of
+    elements from row to row of ``o`` [B T, H V]. ``o`` is written without TMA where a chunk is cut off by the end of its
+    sequence, since a box would overwrite the next one. ``initial`` and ``final`` [N, H, K, V], float32, are the state from
+    which each sequence starts and the one with which it ends, in the order of the pass; each may be None. ``segment_states``
+    [N, H, segments, V, K] and ``segment_decays`` [N, H, segments, K], float32, come from hopper_segment_sum.py.
 
     Constants: OUTPUT: make outputs. STORE_STATES: store the state that enters each chunk. STAGED: ``states`` are descriptors
     and states leave through shared memory by TMA; otherwise ``states`` is a pointer. ALIASED: states lie in the rows of their

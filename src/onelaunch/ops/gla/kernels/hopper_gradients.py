@@ -403,7 +403,8 @@ def gradients_kernel(
 ):  # fmt: skip
     """Compute dq, dk and dg [B, T, H, K] of one chunk, head and panel; see the top of the file.
 
-    ``q`` to ``states_low`` and the ``*_tiles`` are TMA descriptors; dq, dk and dg are the same tensors as pointers, for chunks
+    ``q`` to ``states_low`` and the ``*_tiles`` are TMA descriptors, with a dimension of heads where the last panel or block of
+    values reaches beyond a head (``load_box``); states are padded. dq, dk and dg are the same tensors as pointers, for chunks
     that are cut off. With one decay per head ``g`` is None, ``log_decay`` [B, T, H] is given, and ``dg`` has float32 parts
     [PANELS, B, T, H]. ``rows`` is B T. ``pitch`` is the number of elements from row to row of dq and of dk [B T, H K]. With a
     NORMALIZER log-decays, one for each channel and 16-bit, are logsigmoid(z) / NORMALIZER, and dg is the gradient of z. ALIASED:

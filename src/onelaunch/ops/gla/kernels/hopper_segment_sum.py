@@ -350,7 +350,8 @@ def segment_sum_kernel(
 ):  # fmt: skip
     """Sum up what a segment adds to the state; see the top of the file.
 
-    ``keys``, ``v`` and ``g`` are TMA descriptors of matrices [B T, H X], with boxes of C rows by K channels (PANEL for ``v``).
+    ``keys``, ``v`` and ``g`` are TMA descriptors as those of ``chunk_state_kernel``, with boxes of C rows by K channels (PANEL
+    for ``v``). K and V of the results are padded sizes; KEYS of the K channels are no padding.
     ``g`` describes log-decays per channel; if it is None, ``log_decay`` [B, T, H] has one per head. ``segment_states``
     [N, H, segments, V, K] and ``segment_decays`` [N, H, segments, K] are float32 results. ``offsets`` [N + 1] are the first
     rows of packed sequences, read with PACKED. ``segment_steps`` is the length of a segment, a multiple of C, unless PACKED

@@ -5,6 +5,9 @@ hopper_segment_sum.py, hopper_gradients.py with hopper_pairs.py). They hold no b
 says so: the caller must then run ``fence_async_shared`` before WGMMA or TMA reads the tile, and must arrive at an mbarrier, or
 wait for a product, before other warps read it.
 
+Heads that do not fill tiles are padded: K to 64, 128 or 256 channels, V to a multiple of 64 GROUPS. ``load_box`` fills what lies
+beyond a head with zeros. So log-decays of padding are 0, its decays 1, and what it adds to a state 0; ``store_box`` drops it.
+
 Two functions, ``row_index`` and ``opaque_zero``, exist to hide constants from the compiler. Index tensors and masks that do not
 depend on the loop are otherwise computed before it and held in registers for its whole length (docs/notebook/gla.md, traps).
 """
