@@ -162,6 +162,20 @@ def store_state(to, state, turn, K: gl.constexpr):
 
 
 @gluon.jit
+def store_final(to, state, turn, values, first_value, KEYS: gl.constexpr, FIRST: gl.constexpr):
+    """Store a padded state [V, any number of panels] to [KEYS, values], panel by panel from channel FIRST on."""
+    if state.shape[1] > PANEL:
+        left, right = split_columns(state)
+        store_final(to, left, turn, values, first_value, KEYS, FIRST)
+        store_final(to, right, turn, values, first_value, KEYS, FIRST + state.shape[1] // 2)
+    elif FIRST < KEYS:
+        # KEYS is a multiple of 8. So whether a channel is padding is a constant in every register, if nothing hides the index.
+        channel = FIRST + gl.arange(0, PANEL, layout=gl.SliceLayout(0, state.type.layout))[None, :]
+        value = first_value + (turn >> 31) + gl.arange(0, PANEL, layout=gl.SliceLayout(1, state.type.layout))[:, None]
+        gl.store(to + ((channel + (turn >> 31)) * values + value), state, mask=(channel < KEYS) & (value < values))
+
+
+@gluon.jit
 def add_segments(state, sums, pair, segment, segments, values, first_value, REVERSE: gl.constexpr, KEYS: gl.constexpr):
     """Return the state [V, K] that enters a segment, from the one that enters the sequence and the sums of the segments between.
 
@@ -348,14 +362,13 @@ def multiply(descriptors, outputs, state_pointers, tiles, vectors, bars, offsets
             phase ^= 1
     if final is not None:
         if segment == (0 if REVERSE else segments - 1):
-            # n >> 31 is 0, as in state_offsets: offsets that the initial state shares would be held throughout the loop.
-            channel = gl.arange(0, K, layout=across)[None, :] + (n >> 31)
-            value = first_value + gl.arange(0, PANEL, layout=gl.SliceLayout(1, state_layout))[:, None]
-            p_final = final + (pair * values).to(gl.int64) * KEYS + (channel * values + value)
             if KEYS < K or PADDED_VALUES:
-                gl.store(p_final, state, mask=(channel < KEYS) & (value < values))
+                store_final(final + (pair * values).to(gl.int64) * KEYS, state, n, values, first_value, KEYS, 0)
             else:
-                gl.store(p_final, state)
+                # n >> 31 is 0, as in state_offsets: offsets that the initial state shares would be held throughout the loop.
+                channel = gl.arange(0, K, layout=across)[None, :] + (n >> 31)
+                value = first_value + gl.arange(0, PANEL, layout=gl.SliceLayout(1, state_layout))[:, None]
+                gl.store(final + (pair * values).to(gl.int64) * K + (channel * values + value), state)
     if OUTPUT or STAGED:
         tma_store_wait(pendings=0)
 
