@@ -104,7 +104,7 @@ def why_no_gradients(query: Query) -> str | None:
 def training() -> list[Example]:
     """Return training calls to compile and inspect the kernels for: two head sizes, with T whole and cut into segments.
 
-    One more has states and float32 log-decays, whose tiles take twice the shared memory.
+    One more has states and float32 log-decays, whose tiles take twice the shared memory, and two have heads that are padded.
     """
     whole: dict[str, Any] = {"B": 8, "T": 4096, "H": 36}
     parts: dict[str, Any] = {"B": 1, "T": 32768, "H": 12}
@@ -122,5 +122,15 @@ def training() -> list[Example]:
             gla.case("bfloat16", K=128, V=128, initial_state=True, final_state=True, log_decay_dtype="float32", **whole),
             "forward_backward",
             name="K = V = 128, float32 decay per channel, states, T whole",
-        )
+        ),
+        Example(
+            gla.case("bfloat16", K=96, V=80, initial_state=True, final_state=True, **whole),
+            "forward_backward",
+            name="K = 96, V = 80, decay per channel, states, T whole",
+        ),
+        Example(
+            gla.case("bfloat16", K=48, V=144, decay_per="head", **parts),
+            "forward_backward",
+            name="K = 48, V = 144, decay per head, T in parts",
+        ),
     ]
