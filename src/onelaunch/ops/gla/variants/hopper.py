@@ -45,9 +45,9 @@ def hopper(call: GlaCall) -> Results:
     in segments, and two of PyTorch's that add up one decay per head over panels of channels.
 
     Heads of other sizes than tiles of 64, 128 or 256 keys and 64 or 128 values are padded on chip (padding.py): no more bytes
-    move, but products take as long as those of the padded sizes. With K of at most 32 half of each product or more is of padding,
-    which costs no time as long as memory decides. Shared heads are repeated in memory first, which the cost counts: these kernels
-    take one head of every tensor for each head of the output.
+    of the call's tensors move, but products take as long as those of the padded sizes. With K of at most 32 half of each
+    product or more is of padding, which costs no time as long as memory decides. Shared heads are repeated in memory first,
+    which the cost counts: these kernels take one head of every tensor for each head of the output.
     """
     o, final = attend(with_all_heads(call), "hopper")
     # Of the heads of the output that share a state, the first one's is returned: all of them computed the same.
