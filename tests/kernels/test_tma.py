@@ -10,12 +10,16 @@ from onelaunch.kernels.tma import addressable
 MATRIX = torch.arange(8 * 64, dtype=torch.float16).reshape(8, 64)
 
 # TMA needs rows that are contiguous and apart, at addresses and distances that are multiples of 16 bytes.
+HEADS = torch.arange(4 * 80, dtype=torch.float16).reshape(4, 80)[:, 8:72].unflatten(1, (2, 32))  # [4, 2, 32], rows 80 apart
+
 AS_THEY_LIE = {
     "whole": MATRIX,
     "some_rows": MATRIX[2:5],
     "columns_from_an_aligned_one": MATRIX[:, 8:],
     "every_other_row": MATRIX[::2],
     "one_row": MATRIX[3:4],
+    "heads_of_wider_rows": HEADS,
+    "channels_of_heads": HEADS[..., 8:24],
 }
 
 COPIED = {
@@ -25,6 +29,9 @@ COPIED = {
     "rows_that_are_one": MATRIX[:1].expand(4, -1),
     "a_row_of_such": MATRIX[:1].expand(4, -1)[:1],
     "rows_of_odd_length": torch.zeros(3, 9, dtype=torch.float16),
+    "heads_before_rows": HEADS.transpose(0, 1),
+    "heads_that_are_one": HEADS[:, :1].expand(-1, 2, -1),
+    "heads_of_odd_length": torch.zeros(4, 2, 12, dtype=torch.float16),
 }
 
 

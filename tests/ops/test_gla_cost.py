@@ -101,3 +101,13 @@ def test_the_peer_is_called_with_its_layers_arguments(monkeypatch):
         shared = {"q", "k", "v", "scale", "initial_state", "output_final_state", "cu_seqlens"}
         assert set(given_arguments) == shared | gates
         assert given_arguments["scale"] == 20**-0.5
+
+
+def test_padded_states_count_as_they_are_stored():
+    """With K = 96 and V = 80 a state takes the place of one of 128 times 128, in two tensors, each of which moves twice."""
+    sizes = {"B": 1, "T": 640, "H": 2}
+    hopper, extra = GLA.get("hopper"), {}
+    for name, keys, values in (("padded", 96, 80), ("whole", 128, 128)):
+        case = GLA.case("bfloat16", K=keys, V=values, **sizes)
+        extra[name] = GLA.cost(case, hopper, "forward_backward").bytes - GLA.cost(case, None, "forward_backward").bytes
+    assert extra["padded"] == extra["whole"] == 2 * 2 * (640 // 64) * 2 * 128 * 128 * 2

@@ -35,6 +35,7 @@ SIZES: dict[str, dict[str, Any]] = {
     "few_steps": {"B": 3, "T": 17, "D": 128, "H": 2, "K": 64, "V": 64},
     "long_in_parts": {"B": 1, "T": 4096, "D": 128, "H": 1, "K": 64, "V": 128},
     "large_heads": {"B": 1, "T": 130, "D": 256, "H": 2, "K": 256, "V": 256},
+    "padded_heads": {"B": 2, "T": 200, "D": 256, "H": 3, "K": 80, "V": 96},
     "an_odd_rank": {"B": 2, "T": 192, "D": 256, "H": 2, "K": 64, "V": 192, "rank": 5},
 }
 each_size = pytest.mark.parametrize("name", SIZES)
@@ -123,7 +124,7 @@ def test_aliased_scratch_buffers_do_not_change_results(name, device, monkeypatch
 
 
 @pytest.mark.parametrize("lengths", [None, (0, 50, 0, 0, 79, 1, 200, 0), (64, 128, 138)], ids=str)
-@pytest.mark.parametrize("keys", [64, 128])
+@pytest.mark.parametrize("keys", [64, 80, 128])
 def test_gradients_in_columns_of_a_matrix(keys, lengths, device):
     """Require gradients of ``gla`` written into columns of a matrix to have the bits of those in tensors of their own.
 

@@ -64,30 +64,35 @@ def distance(first: torch.Tensor, second: torch.Tensor) -> int:
 
 
 def addressable(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a matrix ``[rows, columns]``, copied if TMA cannot address its strides or its first element."""
-    disjoint = tensor.stride(0) >= tensor.shape[1]  # false for expanded rows, which share memory
-    aligned = disjoint and tensor.stride(1) == 1 and tensor.stride(0) * tensor.element_size() % ALIGNMENT == 0
+    """Return a matrix or a tensor of more dimensions, copied if TMA cannot address its strides or its first element.
+
+    Elements may not share memory, as expanded ones do: each dimension must step over the next one.
+    """
+    outer = range(tensor.dim() - 1)
+    disjoint = all(tensor.stride(i) >= tensor.stride(i + 1) * tensor.shape[i + 1] for i in outer)
+    aligned = all(tensor.stride(i) * tensor.element_size() % ALIGNMENT == 0 for i in outer) and address(tensor) % ALIGNMENT == 0
+    usable = disjoint and aligned and tensor.stride(-1) == 1
     # A copy by contiguous() would leave a contiguous tensor at its misaligned address.
-    return tensor if aligned and address(tensor) % ALIGNMENT == 0 else tensor.clone(memory_format=torch.contiguous_format)
+    return tensor if usable else tensor.clone(memory_format=torch.contiguous_format)
 
 
 @functools.cache
-def shared_layout(rows: int, columns: int, dtype: torch.dtype) -> Any:
-    """Return the Gluon layout in which TMA writes a box ``[rows, columns]`` to shared memory."""
+def shared_layout(box: tuple[int, ...], dtype: torch.dtype) -> Any:
+    """Return the Gluon layout in which TMA writes a box to shared memory."""
     from onelaunch.kernels.gluon.compat import gl
 
     element = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}[dtype]
-    return gl.NVMMASharedLayout.get_default_for([rows, columns], element)
+    return gl.NVMMASharedLayout.get_default_for(list(box), element)
 
 
 def described(tensor: torch.Tensor, box: list[int]) -> Any:
-    """Return a Gluon tensor descriptor of a matrix for TMA copies of boxes ``[rows, columns]``.
+    """Return a Gluon tensor descriptor for TMA copies of boxes of this size, which has one number per dimension.
 
     While launches are imitated but not recorded, nobody reads the argument, and the tensor itself is returned.
     """
     from onelaunch.kernels.gluon.compat import TensorDescriptor
 
     if imitated():
-        return TensorDescriptor.from_tensor(tensor, box, shared_layout(*box, tensor.dtype)) if recorded() else tensor
+        return TensorDescriptor.from_tensor(tensor, box, shared_layout(tuple(box), tensor.dtype)) if recorded() else tensor
     cuda.make_context_current()  # Triton encodes the tensor map before it looks for a current context
-    return TensorDescriptor.from_tensor(tensor, box, shared_layout(*box, tensor.dtype))
+    return TensorDescriptor.from_tensor(tensor, box, shared_layout(tuple(box), tensor.dtype))

@@ -9,13 +9,15 @@ from onelaunch.operation import Case, Cost, Direction, Variant, launch_count
 from onelaunch.operation.inputs import packed_lengths
 from onelaunch.ops.gla.contract import gla
 from onelaunch.ops.gla.heads import Heads
+from onelaunch.ops.gla.padding import padded_keys, padded_values
 from onelaunch.ops.gla.reference import heads_of
 
 INTERMEDIATES = ("cumulated", "states", "rounded_states", "scores", "partial_outputs", "partial_gradients", "repeated")
 """Intermediates that launches may pass to each other through memory, each written and read once.
 
 A variant's tag ``hands`` lists those of its forward pass, ``backward_hands`` those of its backward pass (by default the same).
-Its tag ``chunk`` is the number of steps per chunk. Intermediates are float32 unless stated otherwise here.
+Its tag ``chunk`` is the number of steps per chunk. Intermediates are float32 unless stated otherwise here. The tag ``padded``
+says that states are stored with the sizes of padding.py. FLOPs never count products of padding.
 
 - ``cumulated``: the log-decays summed within chunks, as large as ``g``;
 - ``states``: a ``[K, V]`` state for every chunk and head, or where heads share a state for every head of these;
@@ -42,7 +44,8 @@ def cost(case: Case, variant: Variant | None, direction: Direction) -> Cost:
     intermediates: tuple[str, ...] = tags.get("hands", ())
     if direction == "forward_backward":
         intermediates += tags.get("backward_hands", intermediates)
-    intermediate_bytes = sum(_intermediate_bytes(what, case, heads, steps, chunk) for what in intermediates)
+    stored = _stored_state(case, padded=tags.get("padded", False))
+    intermediate_bytes = sum(_intermediate_bytes(what, case, heads, steps, chunk, stored) for what in intermediates)
     per_step, per_step_written = _bytes_per_step(case, heads, direction)
     ends, ends_written = _end_bytes(case, heads, direction)
     computed = heads.output, _computed_states(case, heads)
@@ -96,11 +99,17 @@ def _end_bytes(case: Case, heads: Heads, direction: Direction) -> tuple[int, int
     return moves * state, written * state
 
 
-def _intermediate_bytes(what: str, case: Case, heads: Heads, steps: int, chunk: int) -> int:
-    """Return the bytes of one intermediate of :data:`INTERMEDIATES`."""
+def _stored_state(case: Case, *, padded: bool) -> int:
+    """Return the elements of a state that launches pass to each other."""
+    keys, values = case.sizes["K"], case.sizes["V"]
+    return padded_keys(keys) * padded_values(keys, values) if padded else keys * values
+
+
+def _intermediate_bytes(what: str, case: Case, heads: Heads, steps: int, chunk: int, stored: int) -> int:
+    """Return the bytes of one intermediate of :data:`INTERMEDIATES`; ``stored`` is the number of elements of a state."""
     keys, values, item = case.sizes["K"], case.sizes["V"], case.dtype.itemsize
     summed = keys if gla.option(case, "decay_per") == "channel" else 1
-    state = _computed_states(case, heads) * -(-keys * values // chunk)
+    state = _computed_states(case, heads) * -(-stored // chunk)
     if what in ("partial_gradients", "repeated"):
         shared = Heads(*(heads.output if count < heads.output else 0 for count in heads))
         if what == "repeated":

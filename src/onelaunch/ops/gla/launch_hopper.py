@@ -19,9 +19,7 @@ from onelaunch.kernels.tma import address, addressable, described
 from onelaunch.launch.launch import Launch, Mma
 from onelaunch.operation import remembered
 from onelaunch.ops.gla.launch import CHUNK, Attention, Gradients, Into, empty_final, output_like, pitch_of
-
-PANEL = 64
-"""Channels of one TMA box."""
+from onelaunch.ops.gla.padding import PANEL, key_panels, padded_keys, padded_values, value_groups
 
 WHOLE = 1 << 30
 """Steps of a segment where T is not cut: more than any sequence has, and a multiple of CHUNK."""
@@ -66,15 +64,15 @@ class PassTiles:
 def pass_tiles(keys: int, values: int, *, scalar: bool, wide: bool, store_states: bool, output: bool) -> PassTiles:
     """Return the configuration of ``chunk_state_kernel``.
 
-    Two groups run where V is a multiple of 128, since they share the decayed keys and the scores. With K of 256 only one group
-    and two stages fit. The numbers of registers are those with which ptxas does not serialize the products. Stored states leave
-    through shared memory, for which a pass that also makes outputs has one stage less; with K of 256 it stores them from
-    registers. float32 log-decays per channel (``wide``) take twice the bytes: with K of 128 two stages fit.
+    ``value_groups`` says how many groups run. With K beyond 128 only two stages fit. The numbers of registers are those with
+    which ptxas does not serialize the products. Stored states leave through shared memory, for which a pass that also makes
+    outputs has one stage less; with K beyond 128 it stores them from registers. float32 log-decays per channel (``wide``) take
+    twice the bytes: with K beyond 64 two stages fit.
     """
     stages = 2 if (store_states and output) or (wide and keys > PANEL) else 3
     if keys > 2 * PANEL:
         return PassTiles(1, stages=2, scores=1, staged=not output, prepare_registers=240)
-    if values % (2 * PANEL):
+    if value_groups(keys, values) == 1:
         return PassTiles(1, stages, stages, prepare_registers=232)
     if scalar:
         return PassTiles(2, stages, stages, multiply_registers=184, prepare_registers=136)
@@ -92,7 +90,7 @@ def segment_tiles(keys: int, values: int, *, wide: bool) -> PassTiles:
     stages = 3 if wide and keys > PANEL else 4
     if keys > 2 * PANEL:
         return PassTiles(1, stages=2, prepare_registers=240)
-    return PassTiles(1, stages, prepare_registers=232) if values % (2 * PANEL) else PassTiles(2, stages)
+    return PassTiles(1, stages, prepare_registers=232) if value_groups(keys, values) == 1 else PassTiles(2, stages)
 
 
 @remembered
@@ -128,24 +126,47 @@ class PassOperands(NamedTuple):
     reverse: bool
 
 
-def matrix(tensor: torch.Tensor) -> torch.Tensor:
-    """Return ``[B, T, H, X]`` as ``[B T, H X]`` for TMA, as a copy where strides or address do not allow a view."""
-    return addressable(tensor.flatten(0, 1).flatten(1))
+class Boxes(NamedTuple):
+    """Boxes in which TMA copies a head of a ``[B, T, H, X]`` tensor.
+
+    Where boxes cover the X channels of a head exactly, the tensor is described as a matrix ``[B T, H X]``. Elsewhere it is
+    described as ``[B T, H, X]``, so that TMA fills the channels beyond a head with zeros when it loads, and drops them when it
+    stores.
+    """
+
+    steps: int
+    channels: int
+    """Channels of one box."""
+    extent: int
+    """Channels of all boxes of a head, X or more."""
+
+    def flat(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return ``[B, T, H, X]`` as the matrix or the tensor that is described; a view where its strides allow one."""
+        rows = tensor.flatten(0, 1)
+        if self.extent == tensor.shape[3]:
+            return rows.flatten(1)
+        # The stride from head to head of a single head may be any number; TMA's must be a multiple of 16 bytes.
+        return rows if rows.shape[1] > 1 else rows.as_strided(rows.shape, (rows.stride(0), rows.shape[2], rows.stride(2)))
+
+    def describe(self, tensor: torch.Tensor) -> Any:
+        """Return the TMA descriptor of a ``[B, T, H, X]`` tensor; of a copy where TMA cannot address strides or address."""
+        flat = addressable(self.flat(tensor))
+        return described(flat, [self.steps, self.channels] if flat.dim() == 2 else [self.steps, 1, self.channels])
 
 
-def boxes(box: list[int], *tensors: torch.Tensor) -> list[Any]:
-    """Return TMA descriptors of ``[B, T, H, X]`` tensors, each copied in boxes of [steps, channels]."""
-    return [described(matrix(tensor), box) for tensor in tensors]
+def boxes(box: Boxes, *tensors: torch.Tensor) -> list[Any]:
+    """Return TMA descriptors of ``[B, T, H, X]`` tensors that are read."""
+    return [box.describe(tensor) for tensor in tensors]
 
 
-def targets(box: list[int], *tensors: torch.Tensor) -> list[Any]:
-    """Return TMA descriptors of ``[B, T, H, X]`` tensors that are written to, in boxes of [steps, channels].
+def targets(box: Boxes, *tensors: torch.Tensor) -> list[Any]:
+    """Return TMA descriptors of ``[B, T, H, X]`` tensors that are written to.
 
     Raises:
         ValueError: TMA cannot address a tensor where it is; a copy would not reach the caller.
     """
     for tensor in tensors:
-        flat = tensor.flatten(0, 1).flatten(1)
+        flat = box.flat(tensor)
         if address(flat) != address(tensor) or addressable(flat) is not flat:
             raise ValueError(f"TMA cannot write {list(tensor.shape)} of strides {tensor.stride()}")
     return boxes(box, *tensors)
@@ -164,14 +185,14 @@ def aliased_state_buffers(call: Attention, into: Into | None) -> tuple[torch.Ten
     it: the CTA that writes a panel of dq and dk is the only one that reads that panel of the state, and reads it first.
     Gradients of states lie in the same way in a matrix of their own, whose first half dg replaces.
 
-    The result is ``None`` unless dq and dk are neighbours in memory, all chunks are whole, nothing is packed, V is 128 and K at
-    most 128, and there is a decay per channel.
+    The result is ``None`` unless dq and dk are neighbours in memory, all chunks are whole, nothing is packed, V is 128 and K 64
+    or 128, and there is a decay per channel.
     """
     batch, length, heads, keys, values = call.sizes
     if into is None or call.scalar or call.sequences.offsets is not None or length % CHUNK:
         return None
     width, gap = heads * keys, address(into.k) - address(into.q)
-    if values != 2 * CHUNK or keys > 2 * PANEL or gap != width * into.q.element_size():
+    if values != 2 * CHUNK or keys not in (PANEL, 2 * PANEL) or gap != width * into.q.element_size():
         return None
     both = into.q.as_strided((batch * length, 2 * width), (pitch_of(into.q), 1))
     return both, torch.empty_like(both, memory_format=torch.contiguous_format)
@@ -192,7 +213,7 @@ def state_pass(
         call: Tensors of the call; log-decays, sequences and scale are taken from it.
         operands: Queries, keys and values of this direction of time.
         out: ``[B, T, H, V]``, o or with ``reverse`` dv; ``None`` for states alone.
-        states: Empty; one tensor ``[slots, H, V, K]``; two of them, the second for the rounding errors of the first as second
+        states: Empty; one tensor of :func:`empty_states`; two of them, the second for the rounding errors of the first as second
             16-bit terms; or one matrix of :func:`aliased_state_buffers`.
         initial: State from which each sequence starts, ``[N, H, K, V]`` float32: the initial state, or with ``reverse`` the
             gradient of the final one. ``None`` for zeros.
@@ -206,33 +227,35 @@ def state_pass(
     sequences, offsets = call.sequence_count, call.sequences.offsets
     wide = not call.scalar and call.g.dtype is torch.float32
     tiles = pass_tiles(keys, values, scalar=call.scalar, wide=wide, store_states=bool(states), output=out is not None)
-    slices = values // (PANEL * tiles.groups)
+    padded, rows = padded_keys(keys), padded_values(keys, values)
+    key_boxes, value_boxes = Boxes(CHUNK, padded, padded), Boxes(CHUNK, PANEL, rows)
+    slices = rows // (PANEL * tiles.groups)
     mean_length = length if offsets is None else cdiv(length, sequences)
     segments = segment_count(sequences * heads * slices, cdiv(mean_length, CHUNK), processors(operands.keys.device))
-    sources = (*boxes([CHUNK, keys], operands.keys), *boxes([CHUNK, PANEL], operands.values))
+    sources = (*boxes(key_boxes, operands.keys), *boxes(value_boxes, operands.values))
     # A descriptor of log-decays per channel, or a pointer to one per head.
-    decays = (None, call.g.contiguous()) if call.scalar else (*boxes([CHUNK, keys], call.g), None)
+    decays = (None, call.g.contiguous()) if call.scalar else (*boxes(key_boxes, call.g), None)
     segment_steps = cdiv(cdiv(length, CHUNK), segments) * CHUNK if segments > 1 else WHOLE
     shared: dict[str, Any] = {
         "SLICES": slices, "PACKED": offsets is not None, "REVERSE": operands.reverse,
-        "SPLIT_KEYS": not call.scalar or bool(states), "num_warps": 4,
+        "SPLIT_KEYS": not call.scalar or bool(states), "KEYS": keys, "K": padded, "num_warps": 4,
     }  # fmt: skip
     grid = (sequences * heads * slices * segments,)
     sums: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
     if segments > 1:
         device = operands.keys.device
         sums = (
-            torch.empty((sequences, heads, segments, values, keys), dtype=torch.float32, device=device),
-            torch.empty((sequences, heads, segments, keys), dtype=torch.float32, device=device),
+            torch.empty((sequences, heads, segments, rows, padded), dtype=torch.float32, device=device),
+            torch.empty((sequences, heads, segments, padded), dtype=torch.float32, device=device),
         )
         Launch(
             segment_sum_kernel, grid, *sources, *decays, *sums, offsets, length, heads, segments, segment_steps,
             call.scale, values, mma=Mma.WIDEST, **segment_tiles(keys, values, wide=wide).options(), **shared,
         ).run()  # fmt: skip
-    queries = None if out is None or operands.queries is None else boxes([CHUNK, keys], operands.queries)[0]
-    target = None if out is None else targets([CHUNK, PANEL], out)[0]
+    queries = None if out is None or operands.queries is None else boxes(key_boxes, operands.queries)[0]
+    target = None if out is None else targets(value_boxes, out)[0]
     in_aliased_buffer = bool(states) and states[0].dim() == 2
-    stored = [described(rows_of_states(each), [PANEL, keys]) for each in states] if tiles.staged else states
+    stored = [described(rows_of_states(each), [PANEL, padded]) for each in states] if tiles.staged else states
     Launch(
         chunk_state_kernel, grid,
         queries, *sources, *decays, out, target, initial, final, *(*stored, None, None)[:2], *sums, offsets, length, heads,
@@ -243,9 +266,9 @@ def state_pass(
 
 
 def empty_states(call: Attention, count: int) -> list[torch.Tensor]:
-    """Allocate ``count`` tensors of a state per chunk, ``[slots, H, V, K]``."""
+    """Allocate ``count`` tensors of a state per chunk, ``[slots, H, V, K]`` with V and K as padding.py pads them."""
     _, _, heads, keys, values = call.sizes
-    shape = (call.slots, heads, values, keys)
+    shape = (call.slots, heads, padded_values(keys, values), padded_keys(keys))
     return [torch.empty(shape, dtype=call.q.dtype, device=call.q.device) for _ in range(count)]
 
 
@@ -301,8 +324,10 @@ def backward(
         call, PassOperands(k, q, do, reverse=True), dv, [dstates], initial=None if dfinal is None else dfinal.contiguous(),
         final=None if call.sequences.initial is None else dinitial,
     )  # fmt: skip
-    panels, block = keys // PANEL, PANEL if values % (2 * PANEL) else 2 * PANEL
-    square, wide, tall = [CHUNK, PANEL], [CHUNK, block], [block if aliased is None else PANEL, PANEL]
+    panels, rows = key_panels(keys), padded_values(keys, values)
+    block = PANEL if rows % (2 * PANEL) else 2 * PANEL
+    square, wide = Boxes(CHUNK, PANEL, panels * PANEL), Boxes(CHUNK, block, rows)
+    tall = [block if aliased is None else PANEL, PANEL]
     if call.scalar:  # one part for each panel of channels, added up below
         dg = torch.empty((panels, batch, length, heads), dtype=torch.float32, device=q.device)
         log_decay, described_decays, written = call.g.contiguous(), None, (*targets(square, dq, dk), None)
@@ -317,7 +342,7 @@ def backward(
         *boxes(square, q, k), described_decays, *boxes(wide, v, do), *(*described_states, None)[:3],
         log_decay, dq, dk, dg, *written, offsets,
         length, heads, call.sequence_count, batch * length, call.scale, values, pitch_of(dq), mma=Mma.WIDEST,
-        PANELS=panels, BISECTION_STEPS=call.sequences.bisection_steps(), LIMIT=LIMITS[q.dtype],
+        KEYS=keys, BV=block, BISECTION_STEPS=call.sequences.bisection_steps(), LIMIT=LIMITS[q.dtype],
         NORMALIZER=normalizer, ALIASED=aliased is not None, PACKED=offsets is not None,
         num_warps=GRADIENT_WARPS,
     ).run()  # fmt: skip

@@ -74,6 +74,7 @@ CASES: dict[str, dict[str, Any]] = {
     "odd_heads_in_bfloat16": {
         "dtype": "bfloat16", "B": 1, "T": 67, "H": 1, "K": 33, "V": 17, "decay": "mixed", "log_decay_dtype": "float32", **STATES,
     },
+    "padded_heads_in_bfloat16": {"dtype": "bfloat16", "B": 1, "T": 70, "H": 2, "K": 48, "V": 80, **STATES},
     "over_256_steps": {"dtype": "float32", "B": 1, "T": 260, "H": 1, "K": 16, "V": 16, "decay": "mixed", **STATES},
     "no_steps": {"dtype": "float32", "B": 2, "T": 0, "H": 2, "K": 16, "V": 20, **STATES},
     "no_sequences": {"dtype": "float16", "B": 0, "T": 7, "H": 2, "K": 16, "V": 20, **STATES},

@@ -60,7 +60,6 @@ from onelaunch.kernels.gluon.compat import (
     gluon,
     keep_barriers,
     mbarrier,
-    tma_load,
     tma_store,
     tma_store_wait,
     warpgroup_mma,
@@ -71,36 +70,39 @@ from onelaunch.ops.gla.kernels.hopper_tiles import (
     PANEL,
     C,
     chunk_of,
+    load_box,
     row_index,
     segment_span,
     sequence_bounds,
+    store_box,
     store_split,
     work_item,
 )
 
 
 @gluon.jit
-def load_stage(descriptors, tiles, full, at, head, panel, stage, enabled, GROUPS: gl.constexpr, OUTPUT: gl.constexpr,
-               SCALAR: gl.constexpr):  # fmt: skip
+def load_stage(descriptors, tiles, full, at, head, value_slice, stage, enabled, GROUPS: gl.constexpr, SLICES: gl.constexpr,
+               OUTPUT: gl.constexpr, SCALAR: gl.constexpr):  # fmt: skip
     """Load one chunk into a stage by TMA: log-decays per channel, keys, queries with OUTPUT, and values of all groups.
 
     The stage must be empty. Announces the bytes to ``full``, on which the loads arrive; does nothing unless ``enabled``. ``at``
-    is the chunk's first row, ``panel`` the first group's index among all blocks of 64 columns of the values.
+    is the chunk's first row; ``value_slice``, one of SLICES, holds the values of all groups.
     """
     queries, keys, values, g = descriptors
     tiles_q, tiles_k, tiles_v, tiles_g, _, _, _ = tiles
-    K: gl.constexpr = keys.block_type.shape[1]
+    K: gl.constexpr = tiles_k.shape[2]
     TILES: gl.constexpr = 1 + (1 if OUTPUT else 0)
     DECAY_BYTES: gl.constexpr = 0 if SCALAR else g.block_type.nbytes
     bar = full.index(stage)
     mbarrier.expect(bar, TILES * keys.block_type.nbytes + DECAY_BYTES + GROUPS * values.block_type.nbytes, pred=enabled)
     if not SCALAR:
-        tma_load(g, [at, head * K], bar, tiles_g.index(stage), pred=enabled)
-    tma_load(keys, [at, head * K], bar, tiles_k.index(stage), pred=enabled)
+        load_box(g, at, head, 0, K, bar, tiles_g.index(stage), enabled)
+    load_box(keys, at, head, 0, K, bar, tiles_k.index(stage), enabled)
     if OUTPUT:
-        tma_load(queries, [at, head * K], bar, tiles_q.index(stage), pred=enabled)
+        load_box(queries, at, head, 0, K, bar, tiles_q.index(stage), enabled)
     for group in gl.static_range(GROUPS):
-        tma_load(values, [at, (panel + group) * PANEL], bar, tiles_v.index(stage * GROUPS + group), pred=enabled)
+        channel = (value_slice * GROUPS + group) * PANEL
+        load_box(values, at, head, channel, SLICES * GROUPS * PANEL, bar, tiles_v.index(stage * GROUPS + group), enabled)
 
 
 @gluon.jit
@@ -122,14 +124,17 @@ def query_panel(out, state, queries, operand: gl.constexpr, FIRST: gl.constexpr)
 
 
 @gluon.jit
-def query_state(out, state, queries, operand: gl.constexpr, FIRST: gl.constexpr):
-    """Add the product of the queries with a state [V, any number of panels] to out [V, C], panel by panel from FIRST on."""
-    if state.shape[1] == PANEL:
-        out = query_panel(out, state, queries, operand, FIRST)
-    else:
+def query_state(out, state, queries, operand: gl.constexpr, FIRST: gl.constexpr, KEYS: gl.constexpr):
+    """Add the product of the queries with a state [V, any number of panels] to out [V, C], panel by panel from FIRST on.
+
+    Panels of padding alone, from channel KEYS on, are left out.
+    """
+    if state.shape[1] > PANEL:
         left, right = split_columns(state)
-        out = query_state(out, left, queries, operand, FIRST)
-        out = query_state(out, right, queries, operand, FIRST + state.shape[1] // 2)
+        out = query_state(out, left, queries, operand, FIRST, KEYS)
+        out = query_state(out, right, queries, operand, FIRST + state.shape[1] // 2, KEYS)
+    elif FIRST < KEYS:
+        out = query_panel(out, state, queries, operand, FIRST)
     return out
 
 
@@ -157,11 +162,25 @@ def store_state(to, state, turn, K: gl.constexpr):
 
 
 @gluon.jit
-def add_segments(state, sums, pair, segment, segments, values, first_value, REVERSE: gl.constexpr):
+def store_final(to, state, turn, values, first_value, KEYS: gl.constexpr, FIRST: gl.constexpr):
+    """Store a padded state [V, any number of panels] to [KEYS, values], panel by panel from channel FIRST on."""
+    if state.shape[1] > PANEL:
+        left, right = split_columns(state)
+        store_final(to, left, turn, values, first_value, KEYS, FIRST)
+        store_final(to, right, turn, values, first_value, KEYS, FIRST + state.shape[1] // 2)
+    elif FIRST < KEYS:
+        # KEYS is a multiple of 8. So whether a channel is padding is a constant in every register, if nothing hides the index.
+        channel = FIRST + gl.arange(0, PANEL, layout=gl.SliceLayout(0, state.type.layout))[None, :]
+        value = first_value + (turn >> 31) + gl.arange(0, PANEL, layout=gl.SliceLayout(1, state.type.layout))[:, None]
+        gl.store(to + ((channel + (turn >> 31)) * values + value), state, mask=(channel < KEYS) & (value < values))
+
+
+@gluon.jit
+def add_segments(state, sums, pair, segment, segments, values, first_value, REVERSE: gl.constexpr, KEYS: gl.constexpr):
     """Return the state [V, K] that enters a segment, from the one that enters the sequence and the sums of the segments between.
 
     ``sums`` are ``segment_states`` and ``segment_decays``. ``pair`` counts the heads of all sequences; ``first_value`` is the
-    first value of this warpgroup in its head, which has ``values``.
+    first value of this warpgroup in its head, whose stored states have ``values`` rows. KEYS of the K channels are no padding.
     """
     segment_states, segment_decays = sums
     K: gl.constexpr = state.shape[1]
@@ -170,7 +189,11 @@ def add_segments(state, sums, pair, segment, segments, values, first_value, REVE
     earlier = segments - 1 - segment if REVERSE else segment
     nearest = pair * segments + (segment + 1 if REVERSE else segment - 1)
     p_nearest = segment_decays + nearest.to(gl.int64) * K + gl.arange(0, K, layout=across)
-    nearest_decay = gl.max(gl.load(p_nearest, mask=earlier > 0, other=0.0), 0)
+    if KEYS < K:
+        p_decay = gl.load(p_nearest, mask=(earlier > 0) & (gl.arange(0, K, layout=across) < KEYS), other=0.0)
+    else:
+        p_decay = gl.load(p_nearest, mask=earlier > 0, other=0.0)
+    nearest_decay = gl.max(p_decay, 0)
     # If the decay over the nearest segment is 0 in all channels, as with decays of trained models, only that segment's sum has
     # to be read.
     for turn in range(gl.maximum(earlier - 1, 0) if nearest_decay == 0.0 else 0, earlier):
@@ -184,7 +207,7 @@ def add_segments(state, sums, pair, segment, segments, values, first_value, REVE
 def multiply(descriptors, outputs, state_pointers, tiles, vectors, bars, offsets, T, sizes, values, GROUP: gl.constexpr,
              GROUPS: gl.constexpr, SLICES: gl.constexpr, PACKED: gl.constexpr, OUTPUT: gl.constexpr,
              REVERSE: gl.constexpr, STORE_STATES: gl.constexpr, STAGED: gl.constexpr, ALIASED: gl.constexpr, SCALAR: gl.constexpr,
-             SEGMENTED: gl.constexpr, SPLIT_KEYS: gl.constexpr):  # fmt: skip
+             SEGMENTED: gl.constexpr, SPLIT_KEYS: gl.constexpr, KEYS: gl.constexpr):  # fmt: skip
     """Run the role of one warpgroup that holds a state [V, K] for PANEL values, for all chunks of a segment.
 
     Start from the initial state and the sums of the segments before. Per chunk: store the state if STORE_STATES; wait for
@@ -216,22 +239,30 @@ def multiply(descriptors, outputs, state_pointers, tiles, vectors, bars, offsets
     first, _, slot = sequence_bounds(offsets, n, T + (n >> 31), PACKED)  # n >> 31 is 0, as in state_offsets
     slot += (row - first) // C
     first_value = (value_slice * GROUPS + GROUP) * PANEL
+    PADDED_VALUES: gl.constexpr = descriptors[2].layout.rank == 3
+    rows_of_state = values  # of states that are stored for other kernels
+    if PADDED_VALUES:
+        rows_of_state = SLICES * GROUPS * PANEL
     state = gl.zeros([PANEL, K], gl.float32, layout=state_layout)
     pair = n * heads + head
+    sums = (segment_states, segment_decays)
     if SEGMENTED and initial is None:
-        state = add_segments(state, (segment_states, segment_decays), pair, segment, segments, values, first_value, REVERSE)
-    panel = (head * SLICES + value_slice) * GROUPS
+        state = add_segments(state, sums, pair, segment, segments, rows_of_state, first_value, REVERSE, KEYS)
     chunks = gl.cdiv(steps, C)
     if GROUP == 0:
         for i in gl.static_range(STAGES):
             at = row + chunk_of(i, chunks, REVERSE) * C
-            load_stage(descriptors, tiles, full, at, head, panel, i, i < chunks, GROUPS, OUTPUT, SCALAR)
+            load_stage(descriptors, tiles, full, at, head, value_slice, i, i < chunks, GROUPS, SLICES, OUTPUT, SCALAR)
     if initial is not None:  # behind the first TMA loads, which would else spill registers
         channel = gl.arange(0, K, layout=across)[None, :]
         value = first_value + gl.arange(0, PANEL, layout=gl.SliceLayout(1, state_layout))[:, None]
-        state = gl.load(initial + (pair * values).to(gl.int64) * K + (channel * values + value))
+        p_initial = initial + (pair * values).to(gl.int64) * KEYS + (channel * values + value)
+        if KEYS < K or PADDED_VALUES:
+            state = gl.load(p_initial, mask=(channel < KEYS) & (value < values), other=0.0)
+        else:
+            state = gl.load(p_initial)
         if SEGMENTED:
-            state = add_segments(state, (segment_states, segment_decays), pair, segment, segments, values, first_value, REVERSE)
+            state = add_segments(state, sums, pair, segment, segments, rows_of_state, first_value, REVERSE, KEYS)
     stage = 0
     phase = 0
     for c in range(chunks):
@@ -240,7 +271,7 @@ def multiply(descriptors, outputs, state_pointers, tiles, vectors, bars, offsets
         b_v = tiles_v.index(stage * GROUPS + GROUP)
         b_k = tiles_k.index(stage)
         if STORE_STATES:
-            state_row = ((slot + j) * heads + head) * values + first_value  # counts rows of K elements
+            state_row = ((slot + j) * heads + head) * rows_of_state + first_value  # counts rows of K elements
             if STAGED:
                 staging = tiles_state.index(GROUP)
                 tma_store_wait(pendings=0)  # the store of the state before has read its buffer
@@ -273,7 +304,7 @@ def multiply(descriptors, outputs, state_pointers, tiles, vectors, bars, offsets
                 state = state * ends_flat.index(2 * stage).load(across)[None, :]
         out = gl.zeros([PANEL, C], gl.float32, layout=out_layout)
         if OUTPUT:
-            out = query_state(out, state, tiles_q.index(stage), operand, 0)
+            out = query_state(out, state, tiles_q.index(stage), operand, 0, KEYS)
         if SCALAR:
             state = state * ends_flat.index(2 * stage + 1).load(across)[None, :]
             if OUTPUT:
@@ -307,19 +338,22 @@ def multiply(descriptors, outputs, state_pointers, tiles, vectors, bars, offsets
             refill = (freed_turn >= 0) & (freed_turn + STAGES < chunks)
             mbarrier.wait(empty.index(freed), (freed_turn // STAGES) & 1, pred=refill)
             at = row + chunk_of(freed_turn + STAGES, chunks, REVERSE) * C
-            load_stage(descriptors, tiles, full, at, head, panel, freed, refill, GROUPS, OUTPUT, SCALAR)
+            load_stage(descriptors, tiles, full, at, head, value_slice, freed, refill, GROUPS, SLICES, OUTPUT, SCALAR)
         if OUTPUT:
             at = row + j * C
             b_v.permute((1, 0)).store(out.to(E))
             fence_async_shared()
             if left >= C:
-                tma_store(out_tiles, [at, head * values + first_value], b_v)
+                store_box(out_tiles, at, head, first_value, values, b_v)
             else:
                 t = row_index(rows, left)
                 u = gl.arange(0, PANEL, layout=gl.SliceLayout(0, rows))[None, :]
                 pitch = out_pitch + (left >> 31)  # as in row_index
                 tile = p_out + at.to(gl.int64) * pitch + (head * values + first_value)
-                gl.store(tile + t * pitch + u, b_v.load(rows), mask=t < left)
+                inside = t < left
+                if PADDED_VALUES:
+                    inside = inside & (first_value + u < values)
+                gl.store(tile + t * pitch + u, b_v.load(rows), mask=inside)
             if not SCALAR:  # only now, when out takes no registers any more
                 state = state * ends_flat.index(2 * stage + 1).load(across)[None, :]
         stage += 1
@@ -328,10 +362,13 @@ def multiply(descriptors, outputs, state_pointers, tiles, vectors, bars, offsets
             phase ^= 1
     if final is not None:
         if segment == (0 if REVERSE else segments - 1):
-            # n >> 31 is 0, as in state_offsets: offsets that the initial state shares would be held throughout the loop.
-            channel = gl.arange(0, K, layout=across)[None, :] + (n >> 31)
-            value = first_value + gl.arange(0, PANEL, layout=gl.SliceLayout(1, state_layout))[:, None]
-            gl.store(final + (pair * values).to(gl.int64) * K + (channel * values + value), state)
+            if KEYS < K or PADDED_VALUES:
+                store_final(final + (pair * values).to(gl.int64) * KEYS, state, n, values, first_value, KEYS, 0)
+            else:
+                # n >> 31 is 0, as in state_offsets: offsets that the initial state shares would be held throughout the loop.
+                channel = gl.arange(0, K, layout=across)[None, :] + (n >> 31)
+                value = first_value + gl.arange(0, PANEL, layout=gl.SliceLayout(1, state_layout))[:, None]
+                gl.store(final + (pair * values).to(gl.int64) * K + (channel * values + value), state)
     if OUTPUT or STAGED:
         tma_store_wait(pendings=0)
 
@@ -342,17 +379,20 @@ def chunk_state_kernel(
     T, heads, segments, segment_steps, scale, values, out_pitch,
     SLICES: gl.constexpr, LIMIT: gl.constexpr, PACKED: gl.constexpr, OUTPUT: gl.constexpr,
     REVERSE: gl.constexpr, STORE_STATES: gl.constexpr, STAGED: gl.constexpr, ALIASED: gl.constexpr,
-    SEGMENTED: gl.constexpr, SPLIT_KEYS: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr, SCORES: gl.constexpr,
+    SEGMENTED: gl.constexpr, SPLIT_KEYS: gl.constexpr, KEYS: gl.constexpr, K: gl.constexpr,
+    GROUPS: gl.constexpr, STAGES: gl.constexpr, SCORES: gl.constexpr,
     MULTIPLY_REGISTERS: gl.constexpr, PREPARE_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Run the chunk state pass, and with OUTPUT the chunk output, over one segment of time; see the top of the file.
 
-    ``queries``, ``keys``, ``v``, ``g``, ``out_tiles`` are TMA descriptors of matrices [B T, H X]. ``g`` describes log-decays
-    per channel, float32 or of the dtype of the others; if it is None, ``log_decay`` [B, T, H] has one per head. ``out_pitch`` is
-    the number of elements from row to row of ``o`` [B T, H V]. ``o`` is written without TMA where a chunk is cut off by the end
-    of its sequence, since a box would overwrite the next one. ``initial`` and ``final`` [N, H, K, V], float32, are the state from
-    which each sequence starts and the one with which it ends, in the order of the pass; each may be None. ``segment_states`` [N,
-    H, segments, V, K] and ``segment_decays`` [N, H, segments, K], float32, come from hopper_segment_sum.py.
+    ``queries``, ``keys``, ``v``, ``g``, ``out_tiles`` are TMA descriptors of matrices [B T, H X], or of tensors [B T, H, X]
+    where X is padded: KEYS channels to K, and ``values`` to those of all SLICES (``load_box``). States and sums that kernels
+    pass to each other are padded too, but not ``initial`` and ``final``. ``g`` describes log-decays per channel, float32 or
+    of the dtype of the others; if it is None, ``log_decay`` [B, T, H] has one per head. ``out_pitch`` is the number of
+    elements from row to row of ``o`` [B T, H V]. ``o`` is written without TMA where a chunk is cut off by the end of its
+    sequence, since a box would overwrite the next one. ``initial`` and ``final`` [N, H, K, V], float32, are the state from
+    which each sequence starts and the one with which it ends, in the order of the pass; each may be None. ``segment_states``
+    [N, H, segments, V, K] and ``segment_decays`` [N, H, segments, K], float32, come from hopper_segment_sum.py.
 
     Constants: OUTPUT: make outputs. STORE_STATES: store the state that enters each chunk. STAGED: ``states`` are descriptors
     and states leave through shared memory by TMA; otherwise ``states`` is a pointer. ALIASED: states lie in the rows of their
@@ -363,31 +403,33 @@ def chunk_state_kernel(
     ``warp_specialize`` assigns to the second ``multiply`` warpgroup, where there is one, and to ``prepare``.
     """
     SCALAR: gl.constexpr = g is None
-    K: gl.constexpr = keys.block_type.shape[1]
     E: gl.constexpr = keys.dtype
+    keys_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, K], E)
+    values_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, PANEL], E)
     scores_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, C], E)
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     lines: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    tiles_k = gl.allocate_shared_memory(E, [STAGES, C, K], keys.layout)
-    tiles_v = gl.allocate_shared_memory(E, [STAGES * GROUPS, C, PANEL], v.layout)
+    tiles_k = gl.allocate_shared_memory(E, [STAGES, C, K], keys_layout)
+    tiles_v = gl.allocate_shared_memory(E, [STAGES * GROUPS, C, PANEL], values_layout)
     tiles_g = tiles_k  # tiles that this build does not use stand for others, so that the tuples below keep their lengths
     tiles_low = tiles_k
     tiles_q = tiles_k
     tiles_s = tiles_v
     WIDE: gl.constexpr = False if SCALAR else g.dtype == gl.float32
     if WIDE:  # the second terms of the keys take the first half of the place of the log-decays
-        tiles_g = gl.allocate_shared_memory(gl.float32, [STAGES, C, K], g.layout)
-        tiles_low = tiles_g._reinterpret(E, [2 * STAGES, C, K], keys.layout)  # noqa: SLF001
+        wide_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, K], gl.float32)
+        tiles_g = gl.allocate_shared_memory(gl.float32, [STAGES, C, K], wide_layout)
+        tiles_low = tiles_g._reinterpret(E, [2 * STAGES, C, K], keys_layout)  # noqa: SLF001
     elif SPLIT_KEYS:
-        tiles_g = gl.allocate_shared_memory(E, [STAGES, C, K], keys.layout)
+        tiles_g = gl.allocate_shared_memory(E, [STAGES, C, K], keys_layout)
         tiles_low = tiles_g
     if OUTPUT:
-        tiles_q = gl.allocate_shared_memory(E, [STAGES, C, K], keys.layout)
+        tiles_q = gl.allocate_shared_memory(E, [STAGES, C, K], keys_layout)
         tiles_s = gl.allocate_shared_memory(E, [SCORES, C, C], scores_layout)
     tiles_state = tiles_k
     if STAGED:
         STATE_TERMS: gl.constexpr = 1 if states_low is None else 2
-        tiles_state = gl.allocate_shared_memory(E, [STATE_TERMS * GROUPS, PANEL, K], keys.layout)
+        tiles_state = gl.allocate_shared_memory(E, [STATE_TERMS * GROUPS, PANEL, K], keys_layout)
     if SCALAR:
         sums = gl.allocate_shared_memory(gl.float32, [2, C], lines)
     else:
@@ -420,10 +462,10 @@ def chunk_state_kernel(
             [
                 (multiply, (descriptors, outputs, state_pointers, tiles, vectors, bars, offsets, T, sizes, values, 0, GROUPS,
                             SLICES, PACKED, OUTPUT, REVERSE, STORE_STATES, STAGED, ALIASED, SCALAR,
-                            SEGMENTED, SPLIT_KEYS)),
+                            SEGMENTED, SPLIT_KEYS, KEYS)),
                 (multiply, (descriptors, outputs, state_pointers, tiles, vectors, bars, offsets, T, sizes, values, 1, GROUPS,
                             SLICES, PACKED, OUTPUT, REVERSE, STORE_STATES, STAGED, ALIASED, SCALAR,
-                            SEGMENTED, SPLIT_KEYS)),
+                            SEGMENTED, SPLIT_KEYS, KEYS)),
                 (prepare, (tiles, vectors, bars, offsets, log_decay, T, sizes, scale, LIMIT, SLICES, PACKED,
                            OUTPUT, REVERSE, SCALAR, SPLIT_KEYS)),
             ],
@@ -435,7 +477,7 @@ def chunk_state_kernel(
             [
                 (multiply, (descriptors, outputs, state_pointers, tiles, vectors, bars, offsets, T, sizes, values, 0, GROUPS,
                             SLICES, PACKED, OUTPUT, REVERSE, STORE_STATES, STAGED, ALIASED, SCALAR,
-                            SEGMENTED, SPLIT_KEYS)),
+                            SEGMENTED, SPLIT_KEYS, KEYS)),
                 (prepare, (tiles, vectors, bars, offsets, log_decay, T, sizes, scale, LIMIT, SLICES, PACKED,
                            OUTPUT, REVERSE, SCALAR, SPLIT_KEYS)),
             ],

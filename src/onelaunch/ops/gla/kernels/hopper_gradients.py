@@ -46,7 +46,6 @@ from onelaunch.kernels.gluon.compat import (
     keep_barriers,
     mbarrier,
     tma_load,
-    tma_store,
     tma_store_wait,
     warpgroup_mma,
     warpgroup_mma_wait,
@@ -66,11 +65,13 @@ from onelaunch.ops.gla.kernels.hopper_tiles import (
     decay_terms,
     exp2_flushed,
     find_chunk,
+    load_box,
     log_sigmoid_slope,
     opaque_zero,
     plus,
     row_index,
     split_log_decays,
+    store_box,
     store_split,
     zero_tail,
 )
@@ -86,7 +87,7 @@ def state_products(descriptors, tiles, bar, rows, cells, channel, values, acc: g
     """
     v, _, _, _, states_low = descriptors
     t_v, t_do, t_s, t_ds, t_low = tiles
-    BV: gl.constexpr = v.block_type.shape[1]
+    BV: gl.constexpr = t_v.shape[1]
     fine: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
     of_states = gl.zeros([C, PANEL], gl.float32, layout=acc)
     of_dstates = gl.zeros([C, PANEL], gl.float32, layout=acc)
@@ -124,8 +125,8 @@ def load_value_block(descriptors, tiles, bar, rows, cells, channel, values, firs
     v, do, states, dstates, states_low = descriptors
     t_v, t_do, t_s, t_ds, t_low = tiles
     row, head = rows
-    tma_load(v, [row, head * values + first], bar, t_v)
-    tma_load(do, [row, head * values + first], bar, t_do)
+    load_box(v, row, head, first, values, bar, t_v)
+    load_box(do, row, head, first, values, bar, t_do)
     BOX: gl.constexpr = states.block_type.shape[0]
     if t_s.shape[0] > BOX:
         for turn in gl.static_range(2):
@@ -139,21 +140,31 @@ def load_value_block(descriptors, tiles, bar, rows, cells, channel, values, firs
 
 
 @gluon.jit
-def store_gradient(tile, values, out, out_tiles, row, column, pitch, left):
+def store_gradient(tile, values, out, out_tiles, row, place, pitch, left, KEYS: gl.constexpr):
     """Round a float32 gradient [C, PANEL] and store it through ``tile`` to rows ``pitch`` elements apart.
 
-    The store goes through TMA if the chunk is whole; then the caller waits with ``tma_store_wait``. Otherwise it goes row by
-    row, since a box would overwrite the next sequence.
+    ``place`` counts the panels of all heads, of which each has KEYS channels. The store goes through TMA if the chunk is whole;
+    then the caller waits with ``tma_store_wait``. Otherwise it goes row by row, since a box would overwrite the next sequence.
     """
+    PANELS: gl.constexpr = (KEYS + PANEL - 1) // PANEL
+    PADDED: gl.constexpr = KEYS % PANEL != 0
+    head = 0
+    channel = place * PANEL  # if no panel is padded, heads follow each other as panels do
+    if PADDED:
+        head = place // PANELS
+        channel = place % PANELS * PANEL
     tile.store(values.to(tile.dtype))
     if left >= C:
         fence_async_shared()
-        tma_store(out_tiles, [row, column], tile)
+        store_box(out_tiles, row, head, channel, KEYS, tile)
     else:
         rows: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
         t = row_index(rows, left)
-        u = column + gl.arange(0, PANEL, layout=gl.SliceLayout(0, rows))[None, :]
-        gl.store(out + (row + t).to(gl.int64) * pitch + u, tile.load(rows), mask=t < left)
+        u = channel + gl.arange(0, PANEL, layout=gl.SliceLayout(0, rows))[None, :]
+        inside = t < left
+        if PADDED:
+            inside = inside & (u < KEYS)
+        gl.store(out + (row + t).to(gl.int64) * pitch + (head * KEYS + u), tile.load(rows), mask=inside)
 
 
 @gluon.jit
@@ -165,7 +176,7 @@ def log_decays(tiles, wide, zero):
 @gluon.jit
 def channel_gradients(
     descriptors, tiles, wide, blocks, both, results, bars, at, sizes, scale, LIMIT: gl.constexpr, NORMALIZER: gl.constexpr,
-    acc: gl.constexpr,
+    KEYS: gl.constexpr, acc: gl.constexpr,
 ):  # fmt: skip
     """Compute and store dq, dk and dg of one panel with a decay per channel.
 
@@ -181,14 +192,15 @@ def channel_gradients(
         bars: mbarriers of q, k and g, and of a block of v, do, S and dS.
         at: First row of the chunk; steps from there to the end of the sequence; head; ``cells`` and ``channel``, see
             ``load_value_block``.
-        sizes: Values V; elements from row to row of dq and dk, and of dg; first column of the panel in dq, dk and dg.
+        sizes: Values V; elements from row to row of dq and dk, and of dg; number of the panel among those of all heads.
         scale: Factor of the scores.
         LIMIT: Largest sum of log-decays from the chunk's middle, in magnitude, that counts as moderate.
         NORMALIZER: Divisor of the log-decays, or None, see ``gradients_kernel``.
+        KEYS: Channels K of a head.
         acc: Layout of the accumulators.
     """
     row, left, head, cells, channel = at
-    values, pitch, width, column = sizes
+    values, pitch, width, place = sizes
     dq, dk, dg, dq_tiles, dk_tiles, dg_tiles = results
     t_v, t_do, _, _, _ = blocks
     E: gl.constexpr = tiles.dtype
@@ -205,7 +217,7 @@ def channel_gradients(
     one.store(gl.full([1], 1, gl.int32, layout=vector))
     # Coordinates of the results wait in shared memory until the end: registers are scarcer.
     saved_ints.index(2).store(gl.full([1], 0, gl.int32, layout=vector) + row)
-    saved_ints.index(3).store(gl.full([1], 0, gl.int32, layout=vector) + column // PANEL)
+    saved_ints.index(3).store(gl.full([1], 0, gl.int32, layout=vector) + place)
     saved_ints.index(4).store(gl.full([1], 0, gl.int32, layout=vector) + left)
     mbarrier.wait(bars.index(0), 0)
     if left < C:
@@ -303,18 +315,19 @@ def channel_gradients(
     b_dg = sum_split(onward, high, low, from_levels, "onward", 0, opaque, acc)
     b_dg += t_whole.load(across)[None, :]
     row = gl.max(saved_ints.index(2).load(vector), 0)
-    column = gl.max(saved_ints.index(3).load(vector), 0) * PANEL
+    place = gl.max(saved_ints.index(3).load(vector), 0)
     left = gl.max(saved_ints.index(4).load(vector), 0)
-    store_gradient(t_q, b_dq, dq, dq_tiles, row, column, pitch, left)
-    store_gradient(t_k, b_dk, dk, dk_tiles, row, column, pitch, left)
+    store_gradient(t_q, b_dq, dq, dq_tiles, row, place, pitch, left, KEYS)
+    store_gradient(t_k, b_dk, dk, dk_tiles, row, place, pitch, left, KEYS)
     if NORMALIZER is not None:
         y = tiles.index(4 + opaque_zero(one, vector)).load(acc).to(gl.float32) * NORMALIZER
         b_dg *= log_sigmoid_slope(y) * (1.0 / NORMALIZER)
-    store_gradient(t_g, b_dg, dg, dg_tiles, row, column, width, left)
+    store_gradient(t_g, b_dg, dg, dg_tiles, row, place, width, left, KEYS)
 
 
 @gluon.jit
-def head_gradients(descriptors, tiles, blocks, results, bars, at, sizes, scale, log_decay, heads, to, acc: gl.constexpr):
+def head_gradients(descriptors, tiles, blocks, results, bars, at, sizes, scale, log_decay, heads, to, KEYS: gl.constexpr,
+                   acc: gl.constexpr):  # fmt: skip
     """Compute and store dq and dk of one panel with one decay per head, and the panel's part of dg, at ``to`` [B, T, H].
 
     The arguments are those of ``channel_gradients``, with two tiles (q, k), a fifth descriptor and block for the second terms of
@@ -322,7 +335,7 @@ def head_gradients(descriptors, tiles, blocks, results, bars, at, sizes, scale, 
     up the panels. The decays between steps are a matrix [64, 64], so all pairs take one product whatever the decays are.
     """
     row, left, head, cells, channel = at
-    values, pitch, _, column = sizes
+    values, pitch, _, place = sizes
     dq, dk, _, dq_tiles, dk_tiles, _ = results
     t_v, t_do, _, _, _ = blocks
     vector: gl.constexpr = gl.BlockedLayout([C // 32], [32], [gl.num_warps()], [0])  # all 64 steps in each warp
@@ -373,8 +386,8 @@ def head_gradients(descriptors, tiles, blocks, results, bars, at, sizes, scale, 
     pairs_dq, pairs_dk = warpgroup_mma_wait(num_outstanding=0, deps=(pairs_dq, pairs_dk))
     onward = gl.convert_layout(gl.sum(b_q * (pairs_dq + from_states) - b_k * pairs_dk, 1), vector)
     earlier = gl.convert_layout(gl.sum(b_k * from_dstates, 1), vector)
-    store_gradient(t_q, from_states + pairs_dq + diagonal * b_k, dq, dq_tiles, row, column, pitch, left)
-    store_gradient(t_k, from_dstates + pairs_dk + diagonal * b_q, dk, dk_tiles, row, column, pitch, left)
+    store_gradient(t_q, from_states + pairs_dq + diagonal * b_k, dq, dq_tiles, row, place, pitch, left, KEYS)
+    store_gradient(t_k, from_dstates + pairs_dk + diagonal * b_q, dk, dk_tiles, row, place, pitch, left, KEYS)
     b_dg = gl.sum(onward, 0) - gl.associative_scan(onward, 0, plus) + onward  # sum from each step on
     b_dg += gl.associative_scan(earlier, 0, plus) - earlier  # sum over the steps before each step
     b_dg += gl.sum(whole, 0) * gl.exp2(total)
@@ -385,19 +398,21 @@ def head_gradients(descriptors, tiles, blocks, results, bars, at, sizes, scale, 
 def gradients_kernel(
     q, k, g, v, do, states, dstates, states_low, log_decay, dq, dk, dg, dq_tiles, dk_tiles, dg_tiles, offsets,
     T, heads, sequences, rows, scale, values, pitch,
-    PANELS: gl.constexpr, BISECTION_STEPS: gl.constexpr, LIMIT: gl.constexpr, NORMALIZER: gl.constexpr,
+    KEYS: gl.constexpr, BV: gl.constexpr, BISECTION_STEPS: gl.constexpr, LIMIT: gl.constexpr, NORMALIZER: gl.constexpr,
     ALIASED: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
     """Compute dq, dk and dg [B, T, H, K] of one chunk, head and panel; see the top of the file.
 
-    ``q`` to ``states_low`` and the ``*_tiles`` are TMA descriptors; dq, dk and dg are the same tensors as pointers, for chunks
+    ``q`` to ``states_low`` and the ``*_tiles`` are TMA descriptors, with a dimension of heads where the last panel or block of
+    values reaches beyond a head (``load_box``); states are padded. dq, dk and dg are the same tensors as pointers, for chunks
     that are cut off. With one decay per head ``g`` is None, ``log_decay`` [B, T, H] is given, and ``dg`` has float32 parts
     [PANELS, B, T, H]. ``rows`` is B T. ``pitch`` is the number of elements from row to row of dq and of dk [B T, H K]. With a
     NORMALIZER log-decays, one for each channel and 16-bit, are logsigmoid(z) / NORMALIZER, and dg is the gradient of z. ALIASED:
-    states and their gradients lie in the rows of their chunk, see ``aliased_state_buffers`` in launch_hopper.py. PANELS: panels
-    of a head, K / 64. BISECTION_STEPS, PACKED: see ``find_chunk``. LIMIT: see ``channel_gradients``.
+    states and their gradients lie in the rows of their chunk, see ``aliased_state_buffers`` in launch_hopper.py. KEYS:
+    channels K of a head. BV: values of a block. BISECTION_STEPS, PACKED: see ``find_chunk``. LIMIT: see ``channel_gradients``.
     """
     SCALAR: gl.constexpr = g is None
+    PANELS: gl.constexpr = (KEYS + PANEL - 1) // PANEL
     E: gl.constexpr = q.dtype
     acc: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, gl.num_warps() // 4], [16, PANEL * 4 // gl.num_warps(), 16])
     item = gl.program_id(0)
@@ -410,12 +425,13 @@ def gradients_kernel(
     square: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, PANEL], E)
     WIDE: gl.constexpr = False if SCALAR else g.dtype == gl.float32
     tiles = gl.allocate_shared_memory(E, [5 if not (SCALAR or WIDE) else 2, C, PANEL], square)  # q, k, two of scratch, g
-    wide = gl.allocate_shared_memory(gl.float32, [C, PANEL], g.layout) if WIDE else None
-    BV: gl.constexpr = v.block_type.shape[1]
+    wide_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, PANEL], gl.float32)
+    wide = gl.allocate_shared_memory(gl.float32, [C, PANEL], wide_layout) if WIDE else None
+    values_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, BV], E)
     both = gl.allocate_shared_memory(E, [2, BV, PANEL], states.layout)
     blocks = (
-        gl.allocate_shared_memory(E, v.block_type.shape, v.layout),
-        gl.allocate_shared_memory(E, do.block_type.shape, do.layout),
+        gl.allocate_shared_memory(E, [C, BV], values_layout),
+        gl.allocate_shared_memory(E, [C, BV], values_layout),
         both.index(0),
         both.index(1),
         gl.allocate_shared_memory(E, states.block_type.shape, states.layout) if SCALAR else tiles,
@@ -425,29 +441,31 @@ def gradients_kernel(
     mbarrier.init(bars.index(1), count=1)
     fence_async_shared()
     channel = panel * PANEL
-    width = heads * PANELS * PANEL
-    column = head * PANELS * PANEL + channel
+    width = heads * KEYS
+    place = head * PANELS + panel
     mbarrier.expect(bars.index(0), 2 * q.block_type.nbytes + (0 if SCALAR else g.block_type.nbytes))
     if not SCALAR:
-        tma_load(g, [row, column], bars.index(0), wide if WIDE else tiles.index(4))
-    tma_load(q, [row, column], bars.index(0), tiles.index(0))
-    tma_load(k, [row, column], bars.index(0), tiles.index(1))
+        load_box(g, row, head, channel, KEYS, bars.index(0), wide if WIDE else tiles.index(4))
+    load_box(q, row, head, channel, KEYS, bars.index(0), tiles.index(0))
+    load_box(k, row, head, channel, KEYS, bars.index(0), tiles.index(1))
     descriptors = (v, do, states, dstates, states_low)
     mbarrier.expect(bars.index(1), (5 if SCALAR else 4) * v.block_type.nbytes)  # blocks of S and dS are as large
     if ALIASED:
         cells = heads * PANELS * PANEL
-        channel = column
+        channel = place * PANEL
+    elif v.layout.rank == 3:  # values are padded in the states
+        cells = (slot * heads + head) * (gl.cdiv(values, BV) * BV)
     else:
         cells = (slot * heads + head) * values
     load_value_block(descriptors, blocks, bars.index(1), (row, head), cells, channel, values, 0)
     results = (dq, dk, dg, dq_tiles, dk_tiles, dg_tiles)
     at = (row, left, head, cells, channel)
-    sizes = (BV if ALIASED else values, pitch, width, column)  # ALIASED means V = BV, a constant: no further block is loaded
+    sizes = (BV if ALIASED else values, pitch, width, place)  # ALIASED means V = BV, a constant: no further block is loaded
     if SCALAR:
         to = dg + panel.to(gl.int64) * rows * heads
-        head_gradients(descriptors, tiles, blocks, results, bars, at, sizes, scale, log_decay, heads, to, acc)
+        head_gradients(descriptors, tiles, blocks, results, bars, at, sizes, scale, log_decay, heads, to, KEYS, acc)
     else:
-        channel_gradients(descriptors, tiles, wide, blocks, both, results, bars, at, sizes, scale, LIMIT, NORMALIZER, acc)
+        channel_gradients(descriptors, tiles, wide, blocks, both, results, bars, at, sizes, scale, LIMIT, NORMALIZER, KEYS, acc)
     tma_store_wait(pendings=0)
     keep_barriers((bars,))
     tiles._keep_alive()  # noqa: SLF001 - Triton would place reductions over tiles that TMA still reads

@@ -97,7 +97,6 @@ def accumulate(descriptors, segment_states, tiles, bars, offsets, T, sizes, valu
     n, head, value_slice, segment = work_item(sizes, SLICES)
     row, steps = segment_span(offsets, n, T, segment, sizes, PACKED)
     state = gl.zeros([PANEL, K], gl.float32, layout=state_layout)
-    panel = (head * SLICES + value_slice) * GROUPS
     chunks = segment_chunks(steps, segment, segments, REVERSE)
     limit = chunks
     issued = gl.minimum(chunks, STAGES)
@@ -105,7 +104,7 @@ def accumulate(descriptors, segment_states, tiles, bars, offsets, T, sizes, valu
     if GROUP == 0:
         for i in gl.static_range(STAGES):
             at = row + chunk_of(i, chunks, not REVERSE) * C
-            load_stage(descriptors, tiles, full, at, head, panel, i, i < chunks, GROUPS, False, SCALAR)
+            load_stage(descriptors, tiles, full, at, head, value_slice, i, i < chunks, GROUPS, SLICES, False, SCALAR)
     stage = 0
     phase = 0
     c = 0
@@ -127,7 +126,7 @@ def accumulate(descriptors, segment_states, tiles, bars, offsets, T, sizes, valu
             refill = issued < limit  # limit may already have been lowered by ``stop``
             mbarrier.wait(empty.index(stage), phase, pred=refill)
             at = row + chunk_of(issued, chunks, not REVERSE) * C
-            load_stage(descriptors, tiles, full, at, head, panel, stage, refill, GROUPS, False, SCALAR)
+            load_stage(descriptors, tiles, full, at, head, value_slice, stage, refill, GROUPS, SLICES, False, SCALAR)
             issued += refill.to(gl.int32)
         stage += 1
         if stage == STAGES:
@@ -140,6 +139,8 @@ def accumulate(descriptors, segment_states, tiles, bars, offsets, T, sizes, valu
             mbarrier.wait(full.index(at % STAGES), (at // STAGES) & 1, pred=at < issued)
     first_value = (value_slice * GROUPS + GROUP) * PANEL
     index = (n.to(gl.int64) * heads + head) * segments + segment
+    if descriptors[2].layout.rank == 3:  # values are padded
+        values = SLICES * GROUPS * PANEL
     store_state(segment_states + (index * values + first_value) * K, state, steps, K)
 
 
@@ -206,7 +207,7 @@ def decay_panels(keys, g, low, carry, weights, scale, FIRST: gl.constexpr, REVER
 
 @gluon.jit
 def decay_key_channels(tiles, segment_decays, bars, offsets, T, sizes, scale, SLICES: gl.constexpr, PACKED: gl.constexpr,
-                       REVERSE: gl.constexpr):  # fmt: skip
+                       REVERSE: gl.constexpr, KEYS: gl.constexpr):  # fmt: skip
     """Run the decay role for a decay per channel: all chunks of the segment, from its far end; store the segment's decay.
 
     Per chunk: wait for ``full``, decay the keys, write ``stop``, arrive at ``decayed``. No wait for ``empty`` is needed, since
@@ -253,7 +254,10 @@ def decay_key_channels(tiles, segment_decays, bars, offsets, T, sizes, scale, SL
         # The maximum is a reduction across all warps, so it is taken after every second chunk. After every fourth was slower:
         # loads decide the time, and more chunks were loaded in vain (docs/notebook/gla.md).
         if c & 1 == 1:
-            if gl.max(gl.max(carry, 1), 0) < LOG_OF_ZERO:
+            decays = carry
+            if KEYS < K:  # padding never decays
+                decays = gl.where(gl.arange(0, K, layout=gl.SliceLayout(0, carry_layout))[None, :] < KEYS, carry, -1e30)
+            if gl.max(gl.max(decays, 1), 0) < LOG_OF_ZERO:
                 limit = gl.minimum(limit, c + 1)
         stop.index(stage).store(gl.full([1], 0, gl.int32, layout=vector) + limit)
         fence_async_shared()
@@ -329,23 +333,25 @@ def decay_key_heads(tiles, segment_decays, bars, offsets, log_decay, T, sizes, s
 @gluon.jit
 def decay_keys(tiles, segment_decays, bars, offsets, log_decay, T, sizes, scale, SLICES: gl.constexpr,
                PACKED: gl.constexpr, REVERSE: gl.constexpr, SCALAR: gl.constexpr,
-               SPLIT_KEYS: gl.constexpr):  # fmt: skip
+               SPLIT_KEYS: gl.constexpr, KEYS: gl.constexpr):  # fmt: skip
     """Run the role of the warpgroup that decays keys to the far end of the segment, for every chunk."""
     if SCALAR:
         decay_key_heads(tiles, segment_decays, bars, offsets, log_decay, T, sizes, scale, SLICES, PACKED, REVERSE, SPLIT_KEYS)
     else:
-        decay_key_channels(tiles, segment_decays, bars, offsets, T, sizes, scale, SLICES, PACKED, REVERSE)
+        decay_key_channels(tiles, segment_decays, bars, offsets, T, sizes, scale, SLICES, PACKED, REVERSE, KEYS)
 
 
 @gluon.jit(do_not_specialize=["T", "heads", "segments", "segment_steps"])
 def segment_sum_kernel(
     keys, v, g, log_decay, segment_states, segment_decays, offsets, T, heads, segments, segment_steps, scale, values,
     SLICES: gl.constexpr, PACKED: gl.constexpr, REVERSE: gl.constexpr, SPLIT_KEYS: gl.constexpr,
+    KEYS: gl.constexpr, K: gl.constexpr,
     GROUPS: gl.constexpr, STAGES: gl.constexpr, PREPARE_REGISTERS: gl.constexpr, MULTIPLY_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Sum up what a segment adds to the state; see the top of the file.
 
-    ``keys``, ``v`` and ``g`` are TMA descriptors of matrices [B T, H X], with boxes of C rows by K channels (PANEL for ``v``).
+    ``keys``, ``v`` and ``g`` are TMA descriptors as those of ``chunk_state_kernel``, with boxes of C rows by K channels (PANEL
+    for ``v``). K and V of the results are padded sizes; KEYS of the K channels are no padding.
     ``g`` describes log-decays per channel; if it is None, ``log_decay`` [B, T, H] has one per head. ``segment_states``
     [N, H, segments, V, K] and ``segment_decays`` [N, H, segments, K] are float32 results. ``offsets`` [N + 1] are the first
     rows of packed sequences, read with PACKED. ``segment_steps`` is the length of a segment, a multiple of C, unless PACKED
@@ -353,18 +359,20 @@ def segment_sum_kernel(
     registers of a thread of the decaying warpgroup and of the second accumulating one.
     """
     SCALAR: gl.constexpr = g is None
-    K: gl.constexpr = keys.block_type.shape[1]
     E: gl.constexpr = keys.dtype
-    tiles_k = gl.allocate_shared_memory(E, [STAGES, C, K], keys.layout)
-    tiles_v = gl.allocate_shared_memory(E, [STAGES * GROUPS, C, PANEL], v.layout)
+    keys_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, K], E)
+    values_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, PANEL], E)
+    tiles_k = gl.allocate_shared_memory(E, [STAGES, C, K], keys_layout)
+    tiles_v = gl.allocate_shared_memory(E, [STAGES * GROUPS, C, PANEL], values_layout)
     tiles_g = tiles_k
     tiles_low = tiles_k
     WIDE: gl.constexpr = False if SCALAR else g.dtype == gl.float32
     if WIDE:  # the second terms of the keys take the first half of the place of the log-decays
-        tiles_g = gl.allocate_shared_memory(gl.float32, [STAGES, C, K], g.layout)
-        tiles_low = tiles_g._reinterpret(E, [2 * STAGES, C, K], keys.layout)  # noqa: SLF001
+        wide_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, K], gl.float32)
+        tiles_g = gl.allocate_shared_memory(gl.float32, [STAGES, C, K], wide_layout)
+        tiles_low = tiles_g._reinterpret(E, [2 * STAGES, C, K], keys_layout)  # noqa: SLF001
     elif SPLIT_KEYS:
-        tiles_g = gl.allocate_shared_memory(E, [STAGES, C, K], keys.layout)
+        tiles_g = gl.allocate_shared_memory(E, [STAGES, C, K], keys_layout)
         tiles_low = tiles_g
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     decayed = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -395,7 +403,7 @@ def segment_sum_kernel(
                 (accumulate, (descriptors, segment_states, tiles, bars, offsets, T, sizes, values, 1, GROUPS, SLICES,
                        PACKED, REVERSE, SCALAR, SPLIT_KEYS)),
                 (decay_keys, (tiles, segment_decays, bars, offsets, log_decay, T, sizes, scale, SLICES, PACKED, REVERSE,
-                        SCALAR, SPLIT_KEYS)),
+                        SCALAR, SPLIT_KEYS, KEYS)),
             ],
             [4, 4],
             [MULTIPLY_REGISTERS, PREPARE_REGISTERS],
@@ -406,7 +414,7 @@ def segment_sum_kernel(
                 (accumulate, (descriptors, segment_states, tiles, bars, offsets, T, sizes, values, 0, GROUPS, SLICES,
                        PACKED, REVERSE, SCALAR, SPLIT_KEYS)),
                 (decay_keys, (tiles, segment_decays, bars, offsets, log_decay, T, sizes, scale, SLICES, PACKED, REVERSE,
-                        SCALAR, SPLIT_KEYS)),
+                        SCALAR, SPLIT_KEYS, KEYS)),
             ],
             [4],
             [PREPARE_REGISTERS],

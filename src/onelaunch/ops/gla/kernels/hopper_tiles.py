@@ -5,11 +5,14 @@ hopper_segment_sum.py, hopper_gradients.py with hopper_pairs.py). They hold no b
 says so: the caller must then run ``fence_async_shared`` before WGMMA or TMA reads the tile, and must arrive at an mbarrier, or
 wait for a product, before other warps read it.
 
+Heads that do not fill tiles are padded: K to 64, 128 or 256 channels, V to a multiple of 64 GROUPS. ``load_box`` fills what lies
+beyond a head with zeros. So log-decays of padding are 0, its decays 1, and what it adds to a state 0; ``store_box`` drops it.
+
 Two functions, ``row_index`` and ``opaque_zero``, exist to hide constants from the compiler. Index tensors and masks that do not
 depend on the loop are otherwise computed before it and held in registers for its whole length (docs/notebook/gla.md, traps).
 """
 
-from onelaunch.kernels.gluon.compat import gl, gluon
+from onelaunch.kernels.gluon.compat import gl, gluon, tma_load, tma_store
 
 LOG2E = gl.constexpr(1.4426950408889634)
 """Factor from natural logarithms to those of base 2, since the hardware computes ``2^x``."""
@@ -23,6 +26,32 @@ MIN_LOG_DECAY = gl.constexpr(-120.0)
 
 Its exponential is 0 in float32, and sums over 64 such steps are still good to 2^-12.
 """
+
+
+@gluon.jit
+def load_box(source, row, head, channel, CHANNELS: gl.constexpr, bar, tile, enabled=True):
+    """Load by TMA a tile [rows, columns] of a tensor [B T, H, X], from ``row`` and ``channel`` of ``head`` on.
+
+    ``source`` describes a matrix [B T, H X] whose heads are CHANNELS columns apart, or a tensor [B T, H, X] if tiles reach beyond
+    the channels of a head: there TMA fills them with zeros. Either way ``bar`` gets the bytes of the whole tile. Nothing is
+    loaded unless ``enabled``.
+    """
+    if source.layout.rank == 3:
+        tma_load(source, [row, head, channel], bar, tile.reshape([tile.shape[0], 1, tile.shape[1]]), pred=enabled)
+    else:
+        tma_load(source, [row, head * CHANNELS + channel], bar, tile, pred=enabled)
+
+
+@gluon.jit
+def store_box(target, row, head, channel, channels, tile):
+    """Store a tile by TMA to where ``load_box`` would load it from; columns beyond the channels of a head are dropped.
+
+    ``channels`` is the number of columns of a head. The caller fences before and waits afterwards.
+    """
+    if target.layout.rank == 3:
+        tma_store(target, [row, head, channel], tile.reshape([tile.shape[0], 1, tile.shape[1]]))
+    else:
+        tma_store(target, [row, head * channels + channel], tile)
 
 
 @gluon.jit

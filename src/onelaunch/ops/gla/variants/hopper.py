@@ -1,6 +1,6 @@
 """Variant ``hopper`` of ``gla``: the state stays in registers along time, and a warpgroup decays keys while others multiply.
 
-cost.py explains the tags ``chunk``, ``hands`` and ``backward_hands``; launch_hopper.py launches the kernels.
+cost.py explains the tags ``chunk``, ``hands``, ``backward_hands`` and ``padded``; launch_hopper.py launches the kernels.
 """
 
 from __future__ import annotations
@@ -15,13 +15,11 @@ from onelaunch.operation.requirements import cannot_scan
 from onelaunch.ops.gla.autograd import Results, attend, launches
 from onelaunch.ops.gla.contract import GlaCall, gla
 from onelaunch.ops.gla.heads import expanded, group_of
+from onelaunch.ops.gla.padding import KEYS, STEP
 from onelaunch.ops.gla.variants.triton import no_value_gate
 
 if TYPE_CHECKING:
     from onelaunch.ops.gla.launch import Attention
-
-KEYS = (64, 128, 256)
-"""Sizes K of heads: the registers of a warpgroup hold at most 64 values of 256 channels."""
 
 LARGEST_WIDE = 128
 """Largest size K of heads with float32 log-decays per channel, which take twice the shared memory."""
@@ -38,14 +36,18 @@ def launch_forward(call: Attention, want_final: bool) -> Results:
 
 @gla.variant(
     "hopper", launches=1, backward_launches=3, fuses=("decay", "scores", "states"), hands=("repeated",), chunk=64,
-    backward_hands=("rounded_states", "rounded_states", "repeated"), gemm="gluon", architectures=("sm_90a",),
+    backward_hands=("rounded_states", "rounded_states", "repeated"), padded=True, gemm="gluon", architectures=("sm_90a",),
 )  # fmt: skip
 def hopper(call: GlaCall) -> Results:
     """Compute o in one launch along time, or two where T is cut into segments to fill the chip; states stay in registers.
 
     The backward pass has three launches: two passes along time and the gradients of all chunks. There is one more for each pass
-    in segments, and two of PyTorch's that add up one decay per head over panels of channels. Shared heads are repeated in memory
-    first, which the cost counts: these kernels take one head of every tensor for each head of the output.
+    in segments, and two of PyTorch's that add up one decay per head over panels of channels.
+
+    Heads of other sizes than tiles of 64, 128 or 256 keys and 64 or 128 values are padded on chip (padding.py): no more bytes
+    of the call's tensors move, but products take as long as those of the padded sizes. With K of at most 32 half of each
+    product or more is of padding, which costs no time as long as memory decides. Shared heads are repeated in memory first,
+    which the cost counts: these kernels take one head of every tensor for each head of the output.
     """
     o, final = attend(with_all_heads(call), "hopper")
     # Of the heads of the output that share a state, the first one's is returned: all of them computed the same.
@@ -75,12 +77,12 @@ def fits(query: Query) -> str | None:
     if query.dtype not in (torch.float16, torch.bfloat16):
         return "needs float16 or bfloat16"
     batch, length, heads, keys, values = query.sizes
-    if keys not in KEYS or values % 64:
-        return "needs K of 64, 128 or 256 and V that is a multiple of 64"
+    if keys > KEYS[-1] or keys % STEP or values % STEP:
+        return f"needs K of at most {KEYS[-1]}, and K and V that are multiples of {STEP}"
     if not batch * length * heads:
         return "needs at least one step"
     if "float32_decay" in query.flags and "scalar_decay" not in query.flags and keys > LARGEST_WIDE:
-        return "needs K of 64 or 128 with float32 log-decays per channel: shared memory holds no two chunks of K = 256"
+        return f"needs K of at most {LARGEST_WIDE} with float32 log-decays per channel: shared memory holds no two wider chunks"
     return why_no_gradients(query) if query.grad else None
 
 
@@ -102,7 +104,7 @@ def why_no_gradients(query: Query) -> str | None:
 def training() -> list[Example]:
     """Return training calls to compile and inspect the kernels for: two head sizes, with T whole and cut into segments.
 
-    One more has states and float32 log-decays, whose tiles take twice the shared memory.
+    One more has states and float32 log-decays, whose tiles take twice the shared memory, and two have heads that are padded.
     """
     whole: dict[str, Any] = {"B": 8, "T": 4096, "H": 36}
     parts: dict[str, Any] = {"B": 1, "T": 32768, "H": 12}
@@ -120,5 +122,15 @@ def training() -> list[Example]:
             gla.case("bfloat16", K=128, V=128, initial_state=True, final_state=True, log_decay_dtype="float32", **whole),
             "forward_backward",
             name="K = V = 128, float32 decay per channel, states, T whole",
-        )
+        ),
+        Example(
+            gla.case("bfloat16", K=96, V=80, initial_state=True, final_state=True, **whole),
+            "forward_backward",
+            name="K = 96, V = 80, decay per channel, states, T whole",
+        ),
+        Example(
+            gla.case("bfloat16", K=48, V=144, decay_per="head", **parts),
+            "forward_backward",
+            name="K = 48, V = 144, decay per head, T in parts",
+        ),
     ]

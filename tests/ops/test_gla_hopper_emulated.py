@@ -1,0 +1,97 @@
+"""Tests of the sources of ``gla``'s Hopper kernels on a CPU, through the emulation of Gluon in gluon_on_cpu.py.
+
+Results and gradients are compared with the float64 reference, ``reference.py``'s loop over time. Each case has few steps, since
+a chunk takes about 10 ms. What only a GPU shows is tested in test_gla_hopper.py and test_gla_hopper_sizes.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from onelaunch.workbench.verify.poison import poisoned
+from tests.ops.cases import GLA, arguments_of, assert_near
+from tests.ops.gluon_on_cpu import emulate
+
+BOUND = 4e-3
+"""Largest norm-wise error: results of 16 bits have about 2.9e-3 in bfloat16, by three roundings."""
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "tiles_that_heads_fill": {"T": 70, "K": 64, "V": 64},
+    "padded": {"T": 70, "H": 2, "K": 96, "V": 80},
+    "padded_in_segments": {"T": 200, "K": 48, "V": 144, "segments": 3},
+    "padded_per_head": {"B": 2, "T": 70, "K": 32, "V": 48, "decay_per": "head"},
+    "padded_per_head_in_segments": {"T": 200, "K": 80, "V": 72, "decay_per": "head", "segments": 2},
+    "padded_packed": {"T": 140, "H": 2, "K": 40, "V": 72, "lengths": (50, 0, 1, 89)},
+    "padded_wide_keys": {"T": 66, "K": 160, "V": 48},
+    "padded_float32_decay": {"T": 70, "H": 2, "K": 80, "V": 40, "log_decay_dtype": "float32"},
+    "padded_strong_decay": {"T": 130, "K": 48, "V": 96, "decay": "strong", "segments": 2},
+    "padded_forgetting": {"T": 70, "K": 24, "V": 40, "decay": "forget", "log_decay_dtype": "float32"},
+    "padded_without_states": {"T": 66, "H": 2, "K": 96, "V": 40, "initial_state": False, "final_state": False},
+}
+
+
+def emulated(monkeypatch: pytest.MonkeyPatch, arguments: dict[str, Any], segments: int) -> dict[str, torch.Tensor]:
+    """Return o, the final state and all gradients that the kernels compute, in float64; gradients of o and the state are 1."""
+    launch_hopper = emulate(monkeypatch, segments=segments)
+    from onelaunch.ops.gla import launch
+
+    initial, offsets = arguments.get("initial_state"), arguments.get("cu_seqlens")
+    scale = arguments.get("scale") or arguments["q"].shape[3] ** -0.5
+    call = launch.Attention.of(*(arguments[name] for name in "qkvg"), initial, offsets, scale)
+    wanted = bool(arguments.get("output_final_state"))
+    with poisoned():
+        final = launch.empty_final(call, wanted=wanted)
+        o = launch_hopper.forward(call, final=final if wanted else None)
+        found = launch_hopper.backward(call, torch.ones_like(o), dfinal=torch.ones_like(final) if wanted else None)
+    results = {"o": o, **({"final": final} if wanted else {})}
+    results |= {name: getattr(found, name).reshape(arguments[name].shape) for name in "qkvg"}
+    if initial is not None:
+        results["initial_state"] = found.initial
+    return {name: value.double() for name, value in results.items()}
+
+
+def expected(arguments: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Return the same results of the oracle."""
+    exact = dict(arguments)
+    names = [name for name in (*"qkvg", "initial_state") if exact.get(name) is not None]
+    for name in names:
+        exact[name] = arguments[name].double().requires_grad_()
+    results = {name: value for name, value in zip(("o", "final"), GLA.reference(**exact), strict=True) if value is not None}
+    outputs = list(results.values())
+    gradients = torch.autograd.grad(outputs, [exact[name] for name in names], [torch.ones_like(each) for each in outputs])
+    return results | dict(zip(names, gradients, strict=True))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_kernels_compute_results_and_gradients(name, monkeypatch):
+    options = {"B": 1, "H": 1, "initial_state": True, "final_state": True, **CASES[name]}
+    segments = options.pop("segments", 1)
+    arguments = arguments_of(GLA, **options, dtype="bfloat16")
+    assert_near(emulated(monkeypatch, arguments, segments), expected(arguments), BOUND)
+
+
+@pytest.mark.parametrize(("keys", "values", "aliased"), [(80, 72, False), (64, 128, True)])
+def test_gradients_go_into_columns_of_a_matrix(keys, values, aliased, monkeypatch):
+    """Rows of the matrix are no multiple of a head's size apart, as in ``gla_layer``; other columns keep what they held."""
+    launch_hopper = emulate(monkeypatch)
+    from onelaunch.ops.gla import launch
+
+    batch, length, heads = 1, 128, 2
+    arguments = arguments_of(GLA, B=batch, T=length, H=heads, K=keys, V=values, dtype="bfloat16")
+    call = launch.Attention.of(*(arguments[name] for name in "qkvg"), None, None, 0.1)
+    do = torch.ones_like(arguments["v"])
+    expected = launch_hopper.backward(call, do, normalizer=16.0)
+    widths = [heads * keys, heads * keys, heads * values, 24]
+    matrix = torch.full((batch, length, sum(widths)), 7.0, dtype=torch.bfloat16)
+    *columns, rest = matrix.split(widths, dim=2)
+    into = launch.Into(*(each.unflatten(2, (heads, -1)) for each in columns))
+    assert (launch_hopper.aliased_state_buffers(call, into) is not None) == aliased
+    found = launch_hopper.backward(call, do, into, normalizer=16.0)
+    assert (rest == 7.0).all()
+    for name in "qkvg":
+        assert torch.equal(getattr(found, name), getattr(expected, name))
+        assert getattr(expected, name).isfinite().all()
