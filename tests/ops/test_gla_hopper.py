@@ -311,7 +311,6 @@ LEFT_TO_OTHERS: dict[str, tuple[dict[str, Any], bool, str]] = {
     "float32_decay_of_wide_heads": ({"log_decay_dtype": "float32", "K": 144}, False, "K of at most 128 with float32 log-decays"),
     "value_gate": ({"value_gate": True}, False, "no gate on values"),
     "training_in_float16": ({"dtype": "float16"}, True, "trains in bfloat16 alone"),
-    "gradient_of_shared_values": ({"H": 4, "k_heads": 2, "v_heads": 2, "g_heads": 2}, True, "shared heads of v"),
 }
 
 TAKEN: dict[str, tuple[dict[str, Any], bool]] = {
@@ -321,7 +320,7 @@ TAKEN: dict[str, tuple[dict[str, Any], bool]] = {
     "float32_decay_per_head": ({"log_decay_dtype": "float32", "decay_per": "head"}, True),
     "all_of_them_packed": ({"lengths": (30, 0, 40), **ALL_FORMS}, True),
     "shared_values_per_head": ({"H": 4, "k_heads": 2, "v_heads": 2, "g_heads": 2, "decay_per": "head"}, True),
-    "shared_values_forward": ({"H": 4, "k_heads": 2, "v_heads": 2, "g_heads": 2}, False),
+    "shared_values": ({"H": 4, "k_heads": 2, "v_heads": 2, "g_heads": 2}, True),
     "padded_heads": ({"K": 96, "V": 80, **ALL_FORMS}, True),
     "least_heads": ({"K": 16, "V": 16}, True),
     "largest_heads": ({"K": 256, "V": 512}, True),

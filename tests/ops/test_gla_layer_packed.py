@@ -247,7 +247,8 @@ def test_a_gradient_buffer_of_a_wrong_layout_is_refused(prose):
         with prose.raises(ValueError):
             launch.output_like(k, wrong)
     with prose.raises(ValueError):
-        launch_hopper.targets([64, 64], matrix.bfloat16()[:, 33:65].unflatten(0, (2, 9)).unflatten(-1, (2, 16)))
+        wrong = matrix.bfloat16()[:, 33:65].unflatten(0, (2, 9)).unflatten(-1, (2, 16))
+        launch_hopper.targets(launch_hopper.Boxes(64, 64, 64), wrong)
     assert SMALL["K"] == 16  # the sizes above are those of the small case
 
 

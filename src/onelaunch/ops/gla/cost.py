@@ -12,7 +12,17 @@ from onelaunch.ops.gla.heads import Heads
 from onelaunch.ops.gla.padding import padded_keys, padded_values
 from onelaunch.ops.gla.reference import heads_of
 
-INTERMEDIATES = ("cumulated", "states", "rounded_states", "scores", "partial_outputs", "partial_gradients", "repeated")
+INTERMEDIATES = (
+    "cumulated",
+    "states",
+    "rounded_states",
+    "rounded_state_gradients",
+    "scores",
+    "partial_outputs",
+    "partial_gradients",
+    "partial_value_gradients",
+    "repeated",
+)
 """Intermediates that launches may pass to each other through memory, each written and read once.
 
 A variant's tag ``hands`` lists those of its forward pass, ``backward_hands`` those of its backward pass (by default the same).
@@ -22,9 +32,12 @@ says that states are stored with the sizes of padding.py. FLOPs never count prod
 - ``cumulated``: the log-decays summed within chunks, as large as ``g``;
 - ``states``: a ``[K, V]`` state for every chunk and head, or where heads share a state for every head of these;
 - ``rounded_states``: the same in the inputs' dtype;
+- ``rounded_state_gradients``: the gradient of a state for every chunk and head of the output, in the inputs' dtype;
 - ``scores``: a ``[chunk, chunk]`` matrix for every chunk and head of the output;
 - ``partial_outputs``: an ``o`` before the last addition (in the backward pass gradients of q or k, counted at the size of o);
 - ``partial_gradients``: dq, dk and dg of every head of the output, of those that share a head of q, k or g;
+- ``partial_value_gradients``: what every head of the output gives to dv if heads share v, and to the gradient of an initial
+  state if heads share that;
 - ``repeated``: copies of q, k, v and the log-decays that have fewer heads than the output, in their dtypes, with all heads.
 """
 
@@ -86,8 +99,6 @@ def _end_bytes(case: Case, heads: Heads, direction: Direction) -> tuple[int, int
     With their gradients the initial state moves three times, the final one twice; each is written once. Without them the backward
     pass reads the initial state again.
     """
-    lengths = gla.option(case, "lengths")
-    sequences = case.sizes["B"] if lengths is None else len(packed_lengths(case, lengths))
     initial, final = bool(gla.option(case, "initial_state")), bool(gla.option(case, "final_state"))
     if direction == "forward":
         moves, written = initial + final, int(final)
@@ -95,7 +106,7 @@ def _end_bytes(case: Case, heads: Heads, direction: Direction) -> tuple[int, int
         moves, written = 3 * initial + 2 * final, initial + final
     else:
         moves, written = 2 * initial + final, int(final)
-    state = 4 * sequences * heads.state * case.sizes["K"] * case.sizes["V"]
+    state = 4 * sequence_count(case) * heads.state * case.sizes["K"] * case.sizes["V"]
     return moves * state, written * state
 
 
@@ -103,6 +114,12 @@ def _stored_state(case: Case, *, padded: bool) -> int:
     """Return the elements of a state that launches pass to each other."""
     keys, values = case.sizes["K"], case.sizes["V"]
     return padded_keys(keys) * padded_values(keys, values) if padded else keys * values
+
+
+def sequence_count(case: Case) -> int:
+    """Return the number of sequences of a case: its batch entries, or the packed sequences."""
+    lengths = gla.option(case, "lengths")
+    return int(case.sizes["B"]) if lengths is None else len(packed_lengths(case, lengths))
 
 
 def _intermediate_bytes(what: str, case: Case, heads: Heads, steps: int, chunk: int, stored: int) -> int:
@@ -115,10 +132,15 @@ def _intermediate_bytes(what: str, case: Case, heads: Heads, steps: int, chunk: 
         if what == "repeated":
             return steps * (((shared.q + shared.k) * keys + shared.v * values) * item + shared.g * _gate_bytes(case))
         return steps * 4 * ((shared.q + shared.k) * keys + shared.g * summed)
+    if what == "partial_value_gradients":
+        shares_state = gla.option(case, "initial_state") and heads.state < heads.output
+        initial = sequence_count(case) * heads.output * keys * values if shares_state else 0
+        return 4 * (steps * (heads.output * values if heads.v < heads.output else 0) + initial)
     per_step = {
         "cumulated": 4 * heads.g * summed,
         "states": 4 * state,
         "rounded_states": item * state,
+        "rounded_state_gradients": item * heads.output * -(-stored // chunk),
         "scores": 4 * heads.output * chunk,
         "partial_outputs": 4 * heads.output * values,
     }

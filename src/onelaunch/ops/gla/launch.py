@@ -438,7 +438,7 @@ def backward(call: Attention, do: torch.Tensor, dfinal: torch.Tensor | None, int
     tiles, groups = gradient_tiles(*call.sizes[3:], family(call.q.device)), call.heads.groups
     dq, dk, dg = output_like(call.q, to_q), output_like(call.k, to_k), output_like(call.g, None)
     shared = ((dq, groups.q), (dk, groups.k), (dg, groups.g))
-    parts = [gradient if group == 1 else empty_parts(call, gradient) for gradient, group in shared]
+    parts = [gradient if group == 1 else empty_parts(gradient, call.sizes[2]) for gradient, group in shared]
     Launch(
         backward_kernels.gradients_kernel, (call.slots * call.sizes[2],),
         call.q, call.k, call.v, call.g, do, call.sequences.offsets, states, dstates, *parts, call.scale,
@@ -454,10 +454,10 @@ def backward(call: Attention, do: torch.Tensor, dfinal: torch.Tensor | None, int
     return Gradients(dq, dk, dv, dg.squeeze(-1) if call.scalar else dg, dinitial)
 
 
-def empty_parts(call: Attention, gradient: torch.Tensor) -> torch.Tensor:
-    """Allocate what every head of the output gives to a gradient of shared heads: ``[B, T, H, X]`` float32, contiguous."""
-    batch, length, heads, *_ = call.sizes
-    return torch.empty((batch, length, heads, gradient.shape[3]), dtype=torch.float32, device=gradient.device)
+def empty_parts(gradient: torch.Tensor, heads: int) -> torch.Tensor:
+    """Allocate what each of ``heads`` heads gives to a gradient of shared heads: ``[B, T, heads, X]`` float32, contiguous."""
+    batch, length, _, channels = gradient.shape
+    return torch.empty((batch, length, heads, channels), dtype=torch.float32, device=gradient.device)
 
 
 SUM_BLOCK = 1024

@@ -18,7 +18,19 @@ from onelaunch.kernels.common.layout import cdiv, inner_contiguous
 from onelaunch.kernels.tma import address, addressable, described
 from onelaunch.launch.launch import Launch, Mma
 from onelaunch.operation import remembered
-from onelaunch.ops.gla.launch import CHUNK, Attention, Gradients, Into, empty_final, output_like, pitch_of
+from onelaunch.ops.gla.launch import (
+    CHUNK,
+    Attention,
+    Gradients,
+    Into,
+    empty_final,
+    empty_output,
+    empty_parts,
+    output_like,
+    pitch_of,
+    ratio,
+    sum_heads,
+)
 from onelaunch.ops.gla.padding import PANEL, key_panels, padded_keys, padded_values, value_groups
 
 WHOLE = 1 << 30
@@ -186,10 +198,10 @@ def aliased_state_buffers(call: Attention, into: Into | None) -> tuple[torch.Ten
     Gradients of states lie in the same way in a matrix of their own, whose first half dg replaces.
 
     The result is ``None`` unless dq and dk are neighbours in memory, all chunks are whole, nothing is packed, V is 128 and K 64
-    or 128, and there is a decay per channel.
+    or 128, there is a decay per channel, and no heads are shared.
     """
     batch, length, heads, keys, values = call.sizes
-    if into is None or call.scalar or call.sequences.offsets is not None or length % CHUNK:
+    if into is None or call.scalar or call.heads.grouped or call.sequences.offsets is not None or length % CHUNK:
         return None
     width, gap = heads * keys, address(into.k) - address(into.q)
     if values != 2 * CHUNK or keys not in (PANEL, 2 * PANEL) or gap != width * into.q.element_size():
@@ -212,18 +224,24 @@ def state_pass(
     Args:
         call: Tensors of the call; log-decays, sequences and scale are taken from it.
         operands: Queries, keys and values of this direction of time.
-        out: ``[B, T, H, V]``, o or with ``reverse`` dv; ``None`` for states alone.
-        states: Empty; one tensor of :func:`empty_states`; two of them, the second for the rounding errors of the first as second
+        out: ``[B, T, H, V]`` with the heads of the output: o, or with ``reverse`` dv, or float32 parts of dv where heads share
+            values; ``None`` for states alone.
+        states: Empty; one tensor of :func:`empty_states`, forwards with the heads of the states and with ``reverse`` with those
+            of the output; two of them, the second for the rounding errors of the first as second
             16-bit terms; or one matrix of :func:`aliased_state_buffers`.
-        initial: State from which each sequence starts, ``[N, H, K, V]`` float32: the initial state, or with ``reverse`` the
-            gradient of the final one. ``None`` for zeros.
-        final: Memory for the state at the end of the pass, ``[N, H, K, V]`` float32: the final state, or with ``reverse`` the
-            gradient of the initial one. ``None`` where it is not wanted.
+        initial: State from which each sequence starts, ``[N, heads of states, K, V]`` float32: the initial state, or with
+            ``reverse`` the gradient of the final one. ``None`` for zeros.
+        final: Memory for the state at the end of the pass, float32: the final state ``[N, heads of states, K, V]``, or with
+            ``reverse`` what every head of the output gives to the gradient of the initial one, ``[N, H, K, V]``. ``None`` where
+            it is not wanted.
     """
     from onelaunch.ops.gla.kernels.hopper_chunk_state import chunk_state_kernel
     from onelaunch.ops.gla.kernels.hopper_segment_sum import segment_sum_kernel
 
-    _, length, heads, keys, values = call.sizes
+    _, length, most, keys, values = call.sizes
+    states_heads = call.heads.state
+    # States alone are computed once for all heads of the output that share them. With outputs a CTA works for one head of these.
+    heads = states_heads if out is None else most
     sequences, offsets = call.sequence_count, call.sequences.offsets
     wide = not call.scalar and call.g.dtype is torch.float32
     tiles = pass_tiles(keys, values, scalar=call.scalar, wide=wide, store_states=bool(states), output=out is not None)
@@ -236,48 +254,78 @@ def state_pass(
     # A descriptor of log-decays per channel, or a pointer to one per head.
     decays = (None, call.g.contiguous()) if call.scalar else (*boxes(key_boxes, call.g), None)
     segment_steps = cdiv(cdiv(length, CHUNK), segments) * CHUNK if segments > 1 else WHOLE
-    shared: dict[str, Any] = {
+    options: dict[str, Any] = {
         "SLICES": slices, "PACKED": offsets is not None, "REVERSE": operands.reverse,
         "SPLIT_KEYS": not call.scalar or bool(states), "KEYS": keys, "K": padded, "num_warps": 4,
     }  # fmt: skip
-    grid = (sequences * heads * slices * segments,)
+    summed_heads = heads if operands.reverse else states_heads
     sums: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
     if segments > 1:
         device = operands.keys.device
         sums = (
-            torch.empty((sequences, heads, segments, rows, padded), dtype=torch.float32, device=device),
-            torch.empty((sequences, heads, segments, padded), dtype=torch.float32, device=device),
+            torch.empty((sequences, summed_heads, segments, rows, padded), dtype=torch.float32, device=device),
+            torch.empty((sequences, summed_heads, segments, padded), dtype=torch.float32, device=device),
         )
         Launch(
-            segment_sum_kernel, grid, *sources, *decays, *sums, offsets, length, heads, segments, segment_steps,
-            call.scale, values, mma=Mma.WIDEST, **segment_tiles(keys, values, wide=wide).options(), **shared,
+            segment_sum_kernel, (sequences * summed_heads * slices * segments,),
+            *sources, *decays, *sums, offsets, length, summed_heads, segments, segment_steps,
+            call.scale, values, mma=Mma.WIDEST, SHARED=sharing(call, operands, summed_heads),
+            **segment_tiles(keys, values, wide=wide).options(), **options,
         ).run()  # fmt: skip
     queries = None if out is None or operands.queries is None else boxes(key_boxes, operands.queries)[0]
-    target = None if out is None else targets(value_boxes, out)[0]
+    target = None if out is None or out.dtype is torch.float32 else targets(value_boxes, out)[0]
     in_aliased_buffer = bool(states) and states[0].dim() == 2
     stored = [described(rows_of_states(each), [PANEL, padded]) for each in states] if tiles.staged else states
     Launch(
-        chunk_state_kernel, grid,
+        chunk_state_kernel, (sequences * heads * slices * segments,),
         queries, *sources, *decays, out, target, initial, final, *(*stored, None, None)[:2], *sums, offsets, length, heads,
         segments, segment_steps, call.scale, values, 0 if out is None else pitch_of(out), mma=Mma.WIDEST,
         LIMIT=LIMITS[call.q.dtype], OUTPUT=out is not None, STORE_STATES=bool(states), STAGED=bool(states) and tiles.staged,
-        ALIASED=in_aliased_buffer, SEGMENTED=segments > 1, SCORES=tiles.scores, **tiles.options(), **shared,
+        ALIASED=in_aliased_buffer, SEGMENTED=segments > 1, SCORES=tiles.scores, SHARED=sharing(call, operands, heads),
+        **tiles.options(), **options,
     ).run()  # fmt: skip
 
 
-def empty_states(call: Attention, count: int) -> list[torch.Tensor]:
-    """Allocate ``count`` tensors of a state per chunk, ``[slots, H, V, K]`` with V and K as padding.py pads them."""
-    _, _, heads, keys, values = call.sizes
-    shape = (call.slots, heads, padded_values(keys, values), padded_keys(keys))
+def sharing(call: Attention, operands: PassOperands, heads: int) -> tuple[int, ...]:
+    """Return how many of ``heads`` heads of a grid share a head of queries, keys, values, log-decays and states.
+
+    It is the constant SHARED of the kernels, see ``head_of`` in kernels/hopper_tiles.py. Without queries their number is 1.
+    """
+    tensors = (operands.queries, operands.keys, operands.values, call.g)
+    return *(1 if each is None else ratio(heads, each.shape[2]) for each in tensors), ratio(heads, call.heads.state)
+
+
+def empty_states(call: Attention, count: int, heads: int | None = None) -> list[torch.Tensor]:
+    """Allocate ``count`` tensors of a state per chunk, ``[slots, H, V, K]`` with V and K as padding.py pads them.
+
+    H is ``heads``, by default the number of heads of the states.
+    """
+    *_, keys, values = call.sizes
+    shape = (call.slots, call.heads.state if heads is None else heads, padded_values(keys, values), padded_keys(keys))
     return [torch.empty(shape, dtype=call.q.dtype, device=call.q.device) for _ in range(count)]
 
 
 def forward(call: Attention, states: list[torch.Tensor] | None = None, final: torch.Tensor | None = None) -> torch.Tensor:
     """Compute ``o [B, T, H, V]``; fill ``states`` for :func:`backward` and the final state ``[N, H, K, V]``, where given."""
-    out = torch.empty(call.v.shape, dtype=call.v.dtype, device=call.v.device)
+    out = empty_output(call)
     operands = PassOperands(call.q, call.k, call.v, reverse=False)
     state_pass(call, operands, out, states or [], initial=call.sequences.initial, final=final)
     return out
+
+
+def parts_of(call: Attention, gradient: torch.Tensor) -> torch.Tensor:
+    """Return the tensor that kernels write for a gradient ``[B, T, heads, X]``: itself, or float32 parts from every head.
+
+    Parts ``[B, T, H, X]`` are written where several of the H heads of the output share a head; see :func:`add_parts`.
+    """
+    return gradient if gradient.shape[2] == call.heads.output else empty_parts(gradient, call.heads.output)
+
+
+def add_parts(*pairs: tuple[torch.Tensor | None, torch.Tensor | None]) -> None:
+    """Fill each gradient with the sums of its parts, rounded once. A gradient that was written itself is left as it is."""
+    for parts, gradient in pairs:
+        if parts is not None and gradient is not None and parts is not gradient:
+            sum_heads(parts, gradient)
 
 
 GRADIENT_WARPS = 4
@@ -298,6 +346,9 @@ def backward(
     leaves the gradient of each chunk's final state, with which the gradients of log-decays are complete: they need no term of
     their own for the final state.
 
+    Gradients are linear in the gradient of a head of ``o``. Of a head that several heads of the output share, the kernels
+    store what each of these gives to it, in float32, and the sum is rounded once.
+
     Args:
         call: Tensors of the forward pass.
         do: Gradient of ``o``, ``[B, T, H, V]``.
@@ -317,35 +368,46 @@ def backward(
         # One dg per head is a sum over a whole state, in which the state's rounding would show: see kernels/hopper_gradients.py.
         states = empty_states(call, 2 if call.scalar else 1) if aliased is None else [aliased[0]]
         state_pass(call, PassOperands(None, k, v, reverse=False), None, states, initial=call.sequences.initial)
-    dstates = empty_states(call, 1)[0] if aliased is None else aliased[1]
+    dstates = empty_states(call, 1, heads)[0] if aliased is None else aliased[1]
     dq, dk, dv = output_like(q, to_q), output_like(k, to_k), output_like(v, to_v)
     dinitial = empty_final(call, wanted=call.sequences.initial is not None)
+    by_rows = dinitial.flatten(2).unsqueeze(1) if dinitial.numel() else None  # [N, 1, heads of states, K V]
+    v_parts, initial_parts = parts_of(call, dv), None if by_rows is None else parts_of(call, by_rows)
     state_pass(
-        call, PassOperands(k, q, do, reverse=True), dv, [dstates], initial=None if dfinal is None else dfinal.contiguous(),
-        final=None if call.sequences.initial is None else dinitial,
+        call, PassOperands(k, q, do, reverse=True), v_parts, [dstates],
+        initial=None if dfinal is None else dfinal.contiguous(), final=initial_parts,
     )  # fmt: skip
+    add_parts((v_parts, dv), (initial_parts, by_rows))
+    del v_parts, initial_parts
     panels, rows = key_panels(keys), padded_values(keys, values)
     block = PANEL if rows % (2 * PANEL) else 2 * PANEL
     square, wide = Boxes(CHUNK, PANEL, panels * PANEL), Boxes(CHUNK, block, rows)
     tall = [block if aliased is None else PANEL, PANEL]
     if call.scalar:  # one part for each panel of channels, added up below
         dg = torch.empty((panels, batch, length, heads), dtype=torch.float32, device=q.device)
-        log_decay, described_decays, written = call.g.contiguous(), None, (*targets(square, dq, dk), None)
+        dg_parts, log_decay, described_decays = dg, call.g.contiguous(), None
     else:
         dg = output_like(call.g, None if aliased is None else dstates[:, : heads * keys].view(call.g.shape))
-        log_decay, described_decays, written = None, boxes(square, call.g)[0], targets(square, dq, dk, dg)
+        dg_parts, log_decay, described_decays = parts_of(call, dg), None, boxes(square, call.g)[0]
+    parts = (parts_of(call, dq), parts_of(call, dk), dg_parts)
+    whole = (parts[0] is dq, parts[1] is dk, parts[2] is dg and not call.scalar)
+    written = (targets(square, each)[0] if is_whole else None for each, is_whole in zip(parts, whole, strict=True))
     # S, dS, and the second terms of S if there are any
     described_states = [described(rows_of_states(x), tall) for x in (*states[:1], dstates, *states[1:])]
     offsets = call.sequences.offsets
     Launch(
         gradients_kernel, (call.slots * heads * panels,),
         *boxes(square, q, k), described_decays, *boxes(wide, v, do), *(*described_states, None)[:3],
-        log_decay, dq, dk, dg, *written, offsets,
-        length, heads, call.sequence_count, batch * length, call.scale, values, pitch_of(dq), mma=Mma.WIDEST,
+        log_decay, *parts, *written, offsets,
+        length, heads, call.sequence_count, batch * length, call.scale, values, pitch_of(dq if whole[0] else dk),
+        mma=Mma.WIDEST, SHARED=sharing(call, PassOperands(q, k, v, reverse=False), heads),
         KEYS=keys, BV=block, BISECTION_STEPS=call.sequences.bisection_steps(), LIMIT=LIMITS[q.dtype],
         NORMALIZER=normalizer, ALIASED=aliased is not None, PACKED=offsets is not None,
         num_warps=GRADIENT_WARPS,
     ).run()  # fmt: skip
+    add_parts((parts[0], dq), (parts[1], dk))
     if call.scalar:
-        dg = dg.sum(0).to(call.g.dtype)
+        dg = dg.sum(0) if call.heads.groups.g == 1 else dg.unflatten(3, (-1, call.heads.groups.g)).sum((0, 4))
+        return Gradients(dq, dk, dv, dg.to(call.g.dtype), dinitial)
+    add_parts((dg_parts, dg))
     return Gradients(dq, dk, dv, dg, dinitial)

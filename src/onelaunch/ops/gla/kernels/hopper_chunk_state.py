@@ -14,7 +14,9 @@ Decay      With a decay per channel, ``prepare`` does not decay queries from the
            end and keys to the far end. Then row 0 holds the decay over the whole chunk, applied after the product with the
            queries, and row 1 is 1. With one decay per head (SCALAR) row 0 holds a factor per step [C] for the product with the
            queries, and row 1 the decay over the whole chunk.
-Grid       one CTA per segment of T, sequence, head and slice of 64 GROUPS values (``work_item``).
+Grid       one CTA per segment of T, sequence, head and slice of 64 GROUPS values (``work_item``). Tensors may have fewer heads:
+           ``head_of`` is the one that a CTA reads. States alone are computed once for the heads that share a state. A pass with
+           outputs has a CTA for every head of the output, so heads that share a state compute it each.
 Roles      GROUPS (1 or 2) warpgroups run ``multiply``: each holds the state [V = 64, K] transposed in registers, issues all
            WGMMAs on it, and stores outputs and states; the first one also issues the TMA loads. One warpgroup runs ``prepare``:
            it decays queries and keys in place in shared memory and computes the scores. No warp is left to the loads: a warp of
@@ -46,7 +48,8 @@ Memory     values are read and outputs written once, queries, keys and log-decay
            stored as well, 16 bits, [V, K], and its rounding error as a second term if ``states_low`` is given. The state after
            the last chunk of a sequence leaves in float32, [K, V], if ``final`` is given: the CTA of the segment at which the
            recurrence ends stores it from registers. With REVERSE that is the gradient of the initial state, and the state
-           starts from the gradient of the final one.
+           starts from the gradient of the final one. Where heads share values or a state, each stores its float32 part of dv
+           or of the initial state's gradient; sum_heads.py adds up the parts.
 Segments   where heads do not fill the chip, T is cut into segments (a chunk-parallel scan). hopper_segment_sum.py first stores
            what each segment adds to the state, and its decay. Here each CTA starts from the decayed sum over the segments before
            its own, added in the order of time, so results are deterministic.
@@ -66,10 +69,17 @@ from onelaunch.kernels.gluon.compat import (
     warpgroup_mma_wait,
 )
 from onelaunch.ops.gla.kernels.hopper_prepare import prepare_channels, prepare_heads
+from onelaunch.ops.gla.kernels.hopper_states import add_segments, split_columns, store_final, store_part, store_state
 from onelaunch.ops.gla.kernels.hopper_tiles import (
+    DECAY_HEADS,
+    KEY_HEADS,
     PANEL,
+    QUERY_HEADS,
+    STATE_HEADS,
+    VALUE_HEADS,
     C,
     chunk_of,
+    head_of,
     load_box,
     row_index,
     segment_span,
@@ -82,7 +92,7 @@ from onelaunch.ops.gla.kernels.hopper_tiles import (
 
 @gluon.jit
 def load_stage(descriptors, tiles, full, at, head, value_slice, stage, enabled, GROUPS: gl.constexpr, SLICES: gl.constexpr,
-               OUTPUT: gl.constexpr, SCALAR: gl.constexpr):  # fmt: skip
+               OUTPUT: gl.constexpr, SCALAR: gl.constexpr, SHARED: gl.constexpr):  # fmt: skip
     """Load one chunk into a stage by TMA: log-decays per channel, keys, queries with OUTPUT, and values of all groups.
 
     The stage must be empty. Announces the bytes to ``full``, on which the loads arrive; does nothing unless ``enabled``. ``at``
@@ -96,19 +106,14 @@ def load_stage(descriptors, tiles, full, at, head, value_slice, stage, enabled, 
     bar = full.index(stage)
     mbarrier.expect(bar, TILES * keys.block_type.nbytes + DECAY_BYTES + GROUPS * values.block_type.nbytes, pred=enabled)
     if not SCALAR:
-        load_box(g, at, head, 0, K, bar, tiles_g.index(stage), enabled)
-    load_box(keys, at, head, 0, K, bar, tiles_k.index(stage), enabled)
+        load_box(g, at, head_of(head, SHARED, DECAY_HEADS), 0, K, bar, tiles_g.index(stage), enabled)
+    load_box(keys, at, head_of(head, SHARED, KEY_HEADS), 0, K, bar, tiles_k.index(stage), enabled)
     if OUTPUT:
-        load_box(queries, at, head, 0, K, bar, tiles_q.index(stage), enabled)
+        load_box(queries, at, head_of(head, SHARED, QUERY_HEADS), 0, K, bar, tiles_q.index(stage), enabled)
+    of_values = head_of(head, SHARED, VALUE_HEADS)
     for group in gl.static_range(GROUPS):
         channel = (value_slice * GROUPS + group) * PANEL
-        load_box(values, at, head, channel, SLICES * GROUPS * PANEL, bar, tiles_v.index(stage * GROUPS + group), enabled)
-
-
-@gluon.jit
-def split_columns(x):
-    """Return the left and the right half of the columns of x."""
-    return gl.split(gl.permute(gl.reshape(x, [x.shape[0], 2, x.shape[1] // 2]), (0, 2, 1)))
+        load_box(values, at, of_values, channel, SLICES * GROUPS * PANEL, bar, tiles_v.index(stage * GROUPS + group), enabled)
 
 
 @gluon.jit
@@ -139,75 +144,10 @@ def query_state(out, state, queries, operand: gl.constexpr, FIRST: gl.constexpr,
 
 
 @gluon.jit
-def state_offsets(first_value, turn, layout: gl.constexpr, K: gl.constexpr, COLUMNS: gl.constexpr):
-    """Return the offset of each element of a state [V, K] in memory, int64, computed where it is used.
-
-    ``turn >> 31`` is 0, but the compiler cannot know: otherwise the offsets are held in registers throughout the loop.
-    """
-    channel = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, layout))[None, :]
-    value = first_value + (turn >> 31) + gl.arange(0, PANEL, layout=gl.SliceLayout(1, layout))[:, None]
-    return value.to(gl.int64) * K + channel
-
-
-@gluon.jit
-def store_state(to, state, turn, K: gl.constexpr):
-    """Store a state [V, any number of panels] to rows of K channels from registers, panel by panel to need fewer of them."""
-    if state.shape[1] == PANEL:
-        state_layout: gl.constexpr = state.type.layout
-        gl.store(to + state_offsets(0, turn, state_layout, K, PANEL), state.to(to.dtype.element_ty))
-    else:
-        left, right = split_columns(state)
-        store_state(to, left, turn, K)
-        store_state(to + state.shape[1] // 2, right, turn, K)
-
-
-@gluon.jit
-def store_final(to, state, turn, values, first_value, KEYS: gl.constexpr, FIRST: gl.constexpr):
-    """Store a padded state [V, any number of panels] to [KEYS, values], panel by panel from channel FIRST on."""
-    if state.shape[1] > PANEL:
-        left, right = split_columns(state)
-        store_final(to, left, turn, values, first_value, KEYS, FIRST)
-        store_final(to, right, turn, values, first_value, KEYS, FIRST + state.shape[1] // 2)
-    elif FIRST < KEYS:
-        # KEYS is a multiple of 8. So whether a channel is padding is a constant in every register, if nothing hides the index.
-        channel = FIRST + gl.arange(0, PANEL, layout=gl.SliceLayout(0, state.type.layout))[None, :]
-        value = first_value + (turn >> 31) + gl.arange(0, PANEL, layout=gl.SliceLayout(1, state.type.layout))[:, None]
-        gl.store(to + ((channel + (turn >> 31)) * values + value), state, mask=(channel < KEYS) & (value < values))
-
-
-@gluon.jit
-def add_segments(state, sums, pair, segment, segments, values, first_value, REVERSE: gl.constexpr, KEYS: gl.constexpr):
-    """Return the state [V, K] that enters a segment, from the one that enters the sequence and the sums of the segments between.
-
-    ``sums`` are ``segment_states`` and ``segment_decays``. ``pair`` counts the heads of all sequences; ``first_value`` is the
-    first value of this warpgroup in its head, whose stored states have ``values`` rows. KEYS of the K channels are no padding.
-    """
-    segment_states, segment_decays = sums
-    K: gl.constexpr = state.shape[1]
-    state_layout: gl.constexpr = state.type.layout
-    across: gl.constexpr = gl.SliceLayout(0, state_layout)
-    earlier = segments - 1 - segment if REVERSE else segment
-    nearest = pair * segments + (segment + 1 if REVERSE else segment - 1)
-    p_nearest = segment_decays + nearest.to(gl.int64) * K + gl.arange(0, K, layout=across)
-    if KEYS < K:
-        p_decay = gl.load(p_nearest, mask=(earlier > 0) & (gl.arange(0, K, layout=across) < KEYS), other=0.0)
-    else:
-        p_decay = gl.load(p_nearest, mask=earlier > 0, other=0.0)
-    nearest_decay = gl.max(p_decay, 0)
-    # If the decay over the nearest segment is 0 in all channels, as with decays of trained models, only that segment's sum has
-    # to be read.
-    for turn in range(gl.maximum(earlier - 1, 0) if nearest_decay == 0.0 else 0, earlier):
-        before = pair * segments + (segments - 1 - turn if REVERSE else turn)
-        state = state * gl.load(segment_decays + before.to(gl.int64) * K + gl.arange(0, K, layout=across))[None, :]
-        state += gl.load(segment_states + state_offsets(before * values + first_value, turn, state_layout, K, K))
-    return state
-
-
-@gluon.jit
 def multiply(descriptors, outputs, state_pointers, tiles, vectors, bars, offsets, T, sizes, values, GROUP: gl.constexpr,
              GROUPS: gl.constexpr, SLICES: gl.constexpr, PACKED: gl.constexpr, OUTPUT: gl.constexpr,
              REVERSE: gl.constexpr, STORE_STATES: gl.constexpr, STAGED: gl.constexpr, ALIASED: gl.constexpr, SCALAR: gl.constexpr,
-             SEGMENTED: gl.constexpr, SPLIT_KEYS: gl.constexpr, KEYS: gl.constexpr):  # fmt: skip
+             SEGMENTED: gl.constexpr, SPLIT_KEYS: gl.constexpr, KEYS: gl.constexpr, SHARED: gl.constexpr):  # fmt: skip
     """Run the role of one warpgroup that holds a state [V, K] for PANEL values, for all chunks of a segment.
 
     Start from the initial state and the sums of the segments before. Per chunk: store the state if STORE_STATES; wait for
@@ -246,23 +186,29 @@ def multiply(descriptors, outputs, state_pointers, tiles, vectors, bars, offsets
     state = gl.zeros([PANEL, K], gl.float32, layout=state_layout)
     pair = n * heads + head
     sums = (segment_states, segment_decays)
+    # Forward, heads that share a state share what segments add to it. In reverse each head has a gradient of it of its own.
+    summed = pair if REVERSE else head_of(pair, SHARED, STATE_HEADS)
     if SEGMENTED and initial is None:
-        state = add_segments(state, sums, pair, segment, segments, rows_of_state, first_value, REVERSE, KEYS)
+        state = add_segments(state, sums, summed, segment, segments, rows_of_state, first_value, REVERSE, KEYS)
     chunks = gl.cdiv(steps, C)
     if GROUP == 0:
         for i in gl.static_range(STAGES):
             at = row + chunk_of(i, chunks, REVERSE) * C
-            load_stage(descriptors, tiles, full, at, head, value_slice, i, i < chunks, GROUPS, SLICES, OUTPUT, SCALAR)
+            load_stage(descriptors, tiles, full, at, head, value_slice, i, i < chunks, GROUPS, SLICES, OUTPUT, SCALAR, SHARED)
     if initial is not None:  # behind the first TMA loads, which would else spill registers
         channel = gl.arange(0, K, layout=across)[None, :]
         value = first_value + gl.arange(0, PANEL, layout=gl.SliceLayout(1, state_layout))[:, None]
-        p_initial = initial + (pair * values).to(gl.int64) * KEYS + (channel * values + value)
-        if KEYS < K or PADDED_VALUES:
+        p_initial = initial + (head_of(pair, SHARED, STATE_HEADS) * values).to(gl.int64) * KEYS + (channel * values + value)
+        if REVERSE and SHARED[STATE_HEADS] > 1:
+            # Gradients of a shared state are added up, so only the first of its heads starts from that of the final state.
+            first_head = (channel < KEYS) & (value < values) & (head % SHARED[STATE_HEADS] == 0)
+            state = gl.load(p_initial, mask=first_head, other=0.0)
+        elif KEYS < K or PADDED_VALUES:
             state = gl.load(p_initial, mask=(channel < KEYS) & (value < values), other=0.0)
         else:
             state = gl.load(p_initial)
         if SEGMENTED:
-            state = add_segments(state, sums, pair, segment, segments, rows_of_state, first_value, REVERSE, KEYS)
+            state = add_segments(state, sums, summed, segment, segments, rows_of_state, first_value, REVERSE, KEYS)
     stage = 0
     phase = 0
     for c in range(chunks):
@@ -271,7 +217,9 @@ def multiply(descriptors, outputs, state_pointers, tiles, vectors, bars, offsets
         b_v = tiles_v.index(stage * GROUPS + GROUP)
         b_k = tiles_k.index(stage)
         if STORE_STATES:
-            state_row = ((slot + j) * heads + head) * rows_of_state + first_value  # counts rows of K elements
+            of_head = (slot + j) * heads + head
+            # Counts rows of K elements. Forward, heads that share a state store the same one.
+            state_row = (of_head if REVERSE else head_of(of_head, SHARED, STATE_HEADS)) * rows_of_state + first_value
             if STAGED:
                 staging = tiles_state.index(GROUP)
                 tma_store_wait(pendings=0)  # the store of the state before has read its buffer
@@ -338,22 +286,25 @@ def multiply(descriptors, outputs, state_pointers, tiles, vectors, bars, offsets
             refill = (freed_turn >= 0) & (freed_turn + STAGES < chunks)
             mbarrier.wait(empty.index(freed), (freed_turn // STAGES) & 1, pred=refill)
             at = row + chunk_of(freed_turn + STAGES, chunks, REVERSE) * C
-            load_stage(descriptors, tiles, full, at, head, value_slice, freed, refill, GROUPS, SLICES, OUTPUT, SCALAR)
+            load_stage(descriptors, tiles, full, at, head, value_slice, freed, refill, GROUPS, SLICES, OUTPUT, SCALAR, SHARED)
         if OUTPUT:
             at = row + j * C
-            b_v.permute((1, 0)).store(out.to(E))
-            fence_async_shared()
-            if left >= C:
-                store_box(out_tiles, at, head, first_value, values, b_v)
+            if out_tiles is None:
+                store_part(p_out, out, at, left, head, first_value, values, out_pitch)
             else:
-                t = row_index(rows, left)
-                u = gl.arange(0, PANEL, layout=gl.SliceLayout(0, rows))[None, :]
-                pitch = out_pitch + (left >> 31)  # as in row_index
-                tile = p_out + at.to(gl.int64) * pitch + (head * values + first_value)
-                inside = t < left
-                if PADDED_VALUES:
-                    inside = inside & (first_value + u < values)
-                gl.store(tile + t * pitch + u, b_v.load(rows), mask=inside)
+                b_v.permute((1, 0)).store(out.to(E))
+                fence_async_shared()
+                if left >= C:
+                    store_box(out_tiles, at, head, first_value, values, b_v)
+                else:
+                    t = row_index(rows, left)
+                    u = gl.arange(0, PANEL, layout=gl.SliceLayout(0, rows))[None, :]
+                    pitch = out_pitch + (left >> 31)  # as in row_index
+                    tile = p_out + at.to(gl.int64) * pitch + (head * values + first_value)
+                    inside = t < left
+                    if PADDED_VALUES:
+                        inside = inside & (first_value + u < values)
+                    gl.store(tile + t * pitch + u, b_v.load(rows), mask=inside)
             if not SCALAR:  # only now, when out takes no registers any more
                 state = state * ends_flat.index(2 * stage + 1).load(across)[None, :]
         stage += 1
@@ -361,14 +312,19 @@ def multiply(descriptors, outputs, state_pointers, tiles, vectors, bars, offsets
             stage = 0
             phase ^= 1
     if final is not None:
-        if segment == (0 if REVERSE else segments - 1):
+        stores = segment == (0 if REVERSE else segments - 1)
+        of_final = pair
+        if not REVERSE and SHARED[STATE_HEADS] > 1:  # all heads that share a state compute the same one; the first stores it
+            stores = stores & (head % SHARED[STATE_HEADS] == 0)
+            of_final = head_of(pair, SHARED, STATE_HEADS)
+        if stores:
             if KEYS < K or PADDED_VALUES:
-                store_final(final + (pair * values).to(gl.int64) * KEYS, state, n, values, first_value, KEYS, 0)
+                store_final(final + (of_final * values).to(gl.int64) * KEYS, state, n, values, first_value, KEYS, 0)
             else:
                 # n >> 31 is 0, as in state_offsets: offsets that the initial state shares would be held throughout the loop.
                 channel = gl.arange(0, K, layout=across)[None, :] + (n >> 31)
                 value = first_value + gl.arange(0, PANEL, layout=gl.SliceLayout(1, state_layout))[:, None]
-                gl.store(final + (pair * values).to(gl.int64) * K + (channel * values + value), state)
+                gl.store(final + (of_final * values).to(gl.int64) * K + (channel * values + value), state)
     if OUTPUT or STAGED:
         tma_store_wait(pendings=0)
 
@@ -381,7 +337,7 @@ def chunk_state_kernel(
     REVERSE: gl.constexpr, STORE_STATES: gl.constexpr, STAGED: gl.constexpr, ALIASED: gl.constexpr,
     SEGMENTED: gl.constexpr, SPLIT_KEYS: gl.constexpr, KEYS: gl.constexpr, K: gl.constexpr,
     GROUPS: gl.constexpr, STAGES: gl.constexpr, SCORES: gl.constexpr,
-    MULTIPLY_REGISTERS: gl.constexpr, PREPARE_REGISTERS: gl.constexpr,
+    MULTIPLY_REGISTERS: gl.constexpr, PREPARE_REGISTERS: gl.constexpr, SHARED: gl.constexpr,
 ):  # fmt: skip
     """Run the chunk state pass, and with OUTPUT the chunk output, over one segment of time; see the top of the file.
 
@@ -390,17 +346,19 @@ def chunk_state_kernel(
     pass to each other are padded too, but not ``initial`` and ``final``. ``g`` describes log-decays per channel, float32 or
     of the dtype of the others; if it is None, ``log_decay`` [B, T, H] has one per head. ``out_pitch`` is the number of
     elements from row to row of ``o`` [B T, H V]. ``o`` is written without TMA where a chunk is cut off by the end of its
-    sequence, since a box would overwrite the next one. ``initial`` and ``final`` [N, H, K, V], float32, are the state from
-    which each sequence starts and the one with which it ends, in the order of the pass; each may be None. ``segment_states``
-    [N, H, segments, V, K] and ``segment_decays`` [N, H, segments, K], float32, come from hopper_segment_sum.py.
+    sequence, since a box would overwrite the next one; without ``out_tiles`` it gets float32 parts of a gradient of shared
+    values. ``initial`` and ``final`` [N, H, K, V], float32, are the state from which each sequence starts and the one with
+    which it ends, in the order of the pass; each may be None. ``segment_states`` [N, H, segments, V, K] and
+    ``segment_decays`` [N, H, segments, K], float32, come from hopper_segment_sum.py.
 
     Constants: OUTPUT: make outputs. STORE_STATES: store the state that enters each chunk. STAGED: ``states`` are descriptors
     and states leave through shared memory by TMA; otherwise ``states`` is a pointer. ALIASED: states lie in the rows of their
     chunk of a matrix [B T, V / PANEL, H, K], see ``aliased_state_buffers`` in launch_hopper.py. SEGMENTED: T is cut into
-    several segments. SPLIT_KEYS: keys as two 16-bit terms, always so with a decay per channel.
-    SLICES: slices of 64 GROUPS values in a head. LIMIT: largest sum of log-decays over half a chunk, in magnitude, that counts
-    as moderate. SCORES: buffers of scores, 1 or STAGES. MULTIPLY_REGISTERS, PREPARE_REGISTERS: registers per thread that
-    ``warp_specialize`` assigns to the second ``multiply`` warpgroup, where there is one, and to ``prepare``.
+    several segments. SPLIT_KEYS: keys as two 16-bit terms, always so with a decay per channel. SLICES: slices of 64 GROUPS
+    values in a head. LIMIT: largest sum of log-decays over half a chunk, in magnitude, that counts as moderate. SHARED: heads
+    of the grid that share one of a tensor, see ``head_of``. SCORES: buffers of scores, 1 or STAGES. MULTIPLY_REGISTERS,
+    PREPARE_REGISTERS: registers per thread that ``warp_specialize`` assigns to the second ``multiply`` warpgroup, where there
+    is one, and to ``prepare``.
     """
     SCALAR: gl.constexpr = g is None
     E: gl.constexpr = keys.dtype
@@ -462,12 +420,12 @@ def chunk_state_kernel(
             [
                 (multiply, (descriptors, outputs, state_pointers, tiles, vectors, bars, offsets, T, sizes, values, 0, GROUPS,
                             SLICES, PACKED, OUTPUT, REVERSE, STORE_STATES, STAGED, ALIASED, SCALAR,
-                            SEGMENTED, SPLIT_KEYS, KEYS)),
+                            SEGMENTED, SPLIT_KEYS, KEYS, SHARED)),
                 (multiply, (descriptors, outputs, state_pointers, tiles, vectors, bars, offsets, T, sizes, values, 1, GROUPS,
                             SLICES, PACKED, OUTPUT, REVERSE, STORE_STATES, STAGED, ALIASED, SCALAR,
-                            SEGMENTED, SPLIT_KEYS, KEYS)),
+                            SEGMENTED, SPLIT_KEYS, KEYS, SHARED)),
                 (prepare, (tiles, vectors, bars, offsets, log_decay, T, sizes, scale, LIMIT, SLICES, PACKED,
-                           OUTPUT, REVERSE, SCALAR, SPLIT_KEYS)),
+                           OUTPUT, REVERSE, SCALAR, SPLIT_KEYS, SHARED)),
             ],
             [4, 4],
             [MULTIPLY_REGISTERS, PREPARE_REGISTERS],
@@ -477,9 +435,9 @@ def chunk_state_kernel(
             [
                 (multiply, (descriptors, outputs, state_pointers, tiles, vectors, bars, offsets, T, sizes, values, 0, GROUPS,
                             SLICES, PACKED, OUTPUT, REVERSE, STORE_STATES, STAGED, ALIASED, SCALAR,
-                            SEGMENTED, SPLIT_KEYS, KEYS)),
+                            SEGMENTED, SPLIT_KEYS, KEYS, SHARED)),
                 (prepare, (tiles, vectors, bars, offsets, log_decay, T, sizes, scale, LIMIT, SLICES, PACKED,
-                           OUTPUT, REVERSE, SCALAR, SPLIT_KEYS)),
+                           OUTPUT, REVERSE, SCALAR, SPLIT_KEYS, SHARED)),
             ],
             [4],
             [PREPARE_REGISTERS],
@@ -490,9 +448,10 @@ def chunk_state_kernel(
 @gluon.jit
 def prepare(tiles, vectors, bars, offsets, log_decay, T, sizes, scale, LIMIT: gl.constexpr, SLICES: gl.constexpr,
             PACKED: gl.constexpr, OUTPUT: gl.constexpr, REVERSE: gl.constexpr,
-            SCALAR: gl.constexpr, SPLIT_KEYS: gl.constexpr):  # fmt: skip
+            SCALAR: gl.constexpr, SPLIT_KEYS: gl.constexpr, SHARED: gl.constexpr):  # fmt: skip
     """Run the role of the warpgroup that decays queries and keys and computes scores, for every chunk of the segment."""
     if SCALAR:
-        prepare_heads(tiles, vectors, bars, offsets, log_decay, T, sizes, scale, SLICES, PACKED, OUTPUT, REVERSE, SPLIT_KEYS)
+        prepare_heads(tiles, vectors, bars, offsets, log_decay, T, sizes, scale, SLICES, PACKED, OUTPUT, REVERSE, SPLIT_KEYS,
+                      SHARED)  # fmt: skip
     else:
         prepare_channels(tiles, vectors, bars, offsets, T, sizes, scale, LIMIT, SLICES, PACKED, OUTPUT, REVERSE)

@@ -36,6 +36,8 @@ Numerics   u is the norm-wise error of rounding the exact result to 16 bits, and
            16-bit terms as well. With float32 log-decays dg is float32, and decayed queries and keys of strong decay are two
            terms too (``pairs_by_levels``).
 Memory     q, k and g are read and dq, dk and dg written once; v and do are read once per panel, S and dS once in all.
+Sharing    gradients are linear in do and dS, which differ between heads that share q, k, v, g or S. So a CTA of each head of the
+           output stores its part of dq, dk or dg of a shared head in float32, from registers; sum_heads.py adds up the parts.
 Source     docs/notebook/gla.md.
 """
 
@@ -57,28 +59,34 @@ from onelaunch.ops.gla.kernels.hopper_pairs import (
     pairs_from_middle,
     sum_split,
 )
+from onelaunch.ops.gla.kernels.hopper_states import store_gradient
 from onelaunch.ops.gla.kernels.hopper_tiles import (
+    DECAY_HEADS,
+    KEY_HEADS,
     LOG2E,
     MIN_LOG_DECAY,
     PANEL,
+    QUERY_HEADS,
+    STATE_HEADS,
+    VALUE_HEADS,
     C,
     decay_terms,
     exp2_flushed,
     find_chunk,
+    head_of,
     load_box,
     log_sigmoid_slope,
     opaque_zero,
     plus,
     row_index,
     split_log_decays,
-    store_box,
     store_split,
     zero_tail,
 )
 
 
 @gluon.jit
-def state_products(descriptors, tiles, bar, rows, cells, channel, values, acc: gl.constexpr):
+def state_products(descriptors, tiles, bar, rows, cells, channel, values, acc: gl.constexpr, SHARED: gl.constexpr):
     """Return do S^T and v dS^T [C, PANEL], do v^T [C, C], and S dS summed over V [PANEL], all float32 and without decay.
 
     The function works block by block of BV values; the first block must be on its way to ``bar``. Afterwards the tiles of v,
@@ -97,7 +105,7 @@ def state_products(descriptors, tiles, bar, rows, cells, channel, values, acc: g
     for first in range(0, values, BV):
         if first > 0:
             mbarrier.expect(bar, (4 if states_low is None else 5) * v.block_type.nbytes)
-            load_value_block(descriptors, tiles, bar, rows, cells, channel, values, first)
+            load_value_block(descriptors, tiles, bar, rows, cells, channel, values, first, SHARED)
         mbarrier.wait(bar, phase)
         phase ^= 1
         of_states = warpgroup_mma(t_do, t_s, of_states, is_async=True)
@@ -115,56 +123,30 @@ def state_products(descriptors, tiles, bar, rows, cells, channel, values, acc: g
 
 
 @gluon.jit
-def load_value_block(descriptors, tiles, bar, rows, cells, channel, values, first):
+def load_value_block(descriptors, tiles, bar, rows, cells, channel, values, first, SHARED: gl.constexpr):
     """Load a block of v, do, S and dS by TMA, which arrives at ``bar``; the caller has announced the bytes.
 
-    ``cells`` is the first row of the chunk's state in a tensor of states [rows, K], and ``channel`` the panel's first column
-    there. With ALIASED a state is two boxes of 64 values in the rows of its chunk, a box is half as high as ``t_s``, ``cells``
-    is the number of columns from one box to the other, and ``channel`` is the column in the first one.
+    ``cells`` are the first rows of the chunk's S and dS in tensors of states [rows, K], which differ where heads share a state.
+    ``channel`` is the panel's first column there. With ALIASED a state is two boxes of 64 values in the rows of its chunk, a box
+    is half as high as ``t_s``, both ``cells`` are the number of columns from one box to the other, and ``channel`` is the column
+    in the first one. SHARED: see ``head_of``.
     """
     v, do, states, dstates, states_low = descriptors
     t_v, t_do, t_s, t_ds, t_low = tiles
     row, head = rows
-    load_box(v, row, head, first, values, bar, t_v)
+    of_state, of_dstate = cells
+    load_box(v, row, head_of(head, SHARED, VALUE_HEADS), first, values, bar, t_v)
     load_box(do, row, head, first, values, bar, t_do)
     BOX: gl.constexpr = states.block_type.shape[0]
     if t_s.shape[0] > BOX:
         for turn in gl.static_range(2):
-            tma_load(states, [row, channel + turn * cells], bar, t_s.slice(turn * BOX, BOX, dim=0))
-            tma_load(dstates, [row, channel + turn * cells], bar, t_ds.slice(turn * BOX, BOX, dim=0))
+            tma_load(states, [row, channel + turn * of_dstate], bar, t_s.slice(turn * BOX, BOX, dim=0))
+            tma_load(dstates, [row, channel + turn * of_dstate], bar, t_ds.slice(turn * BOX, BOX, dim=0))
     else:
-        tma_load(states, [cells + first, channel], bar, t_s)
-        tma_load(dstates, [cells + first, channel], bar, t_ds)
-    if states_low is not None:
-        tma_load(states_low, [cells + first, channel], bar, t_low)
-
-
-@gluon.jit
-def store_gradient(tile, values, out, out_tiles, row, place, pitch, left, KEYS: gl.constexpr):
-    """Round a float32 gradient [C, PANEL] and store it through ``tile`` to rows ``pitch`` elements apart.
-
-    ``place`` counts the panels of all heads, of which each has KEYS channels. The store goes through TMA if the chunk is whole;
-    then the caller waits with ``tma_store_wait``. Otherwise it goes row by row, since a box would overwrite the next sequence.
-    """
-    PANELS: gl.constexpr = (KEYS + PANEL - 1) // PANEL
-    PADDED: gl.constexpr = KEYS % PANEL != 0
-    head = 0
-    channel = place * PANEL  # if no panel is padded, heads follow each other as panels do
-    if PADDED:
-        head = place // PANELS
-        channel = place % PANELS * PANEL
-    tile.store(values.to(tile.dtype))
-    if left >= C:
-        fence_async_shared()
-        store_box(out_tiles, row, head, channel, KEYS, tile)
-    else:
-        rows: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
-        t = row_index(rows, left)
-        u = channel + gl.arange(0, PANEL, layout=gl.SliceLayout(0, rows))[None, :]
-        inside = t < left
-        if PADDED:
-            inside = inside & (u < KEYS)
-        gl.store(out + (row + t).to(gl.int64) * pitch + (head * KEYS + u), tile.load(rows), mask=inside)
+        tma_load(states, [of_state + first, channel], bar, t_s)
+        tma_load(dstates, [of_dstate + first, channel], bar, t_ds)
+        if states_low is not None:
+            tma_load(states_low, [of_state + first, channel], bar, t_low)
 
 
 @gluon.jit
@@ -176,7 +158,7 @@ def log_decays(tiles, wide, zero):
 @gluon.jit
 def channel_gradients(
     descriptors, tiles, wide, blocks, both, results, bars, at, sizes, scale, LIMIT: gl.constexpr, NORMALIZER: gl.constexpr,
-    KEYS: gl.constexpr, acc: gl.constexpr,
+    KEYS: gl.constexpr, acc: gl.constexpr, SHARED: gl.constexpr,
 ):  # fmt: skip
     """Compute and store dq, dk and dg of one panel with a decay per channel.
 
@@ -188,16 +170,18 @@ def channel_gradients(
         wide: Tile [C, PANEL] of float32 log-decays, or None.
         blocks: Tiles of v, do, S and dS, and one that is not used.
         both: Shared memory of S and dS together, which is used for dk so far after their products.
-        results: Pointers of dq, dk and dg, then their descriptors.
+        results: Pointers of dq, dk and dg, then their descriptors, None for those of shared heads.
         bars: mbarriers of q, k and g, and of a block of v, do, S and dS.
         at: First row of the chunk; steps from there to the end of the sequence; head; ``cells`` and ``channel``, see
             ``load_value_block``.
-        sizes: Values V; elements from row to row of dq and dk, and of dg; number of the panel among those of all heads.
+        sizes: Values V; elements from row to row of dq and dk, and of dg and of the parts of gradients of shared heads; number
+            of the panel among those of all heads.
         scale: Factor of the scores.
         LIMIT: Largest sum of log-decays from the chunk's middle, in magnitude, that counts as moderate.
         NORMALIZER: Divisor of the log-decays, or None, see ``gradients_kernel``.
         KEYS: Channels K of a head.
         acc: Layout of the accumulators.
+        SHARED: See ``head_of``.
     """
     row, left, head, cells, channel = at
     values, pitch, width, place = sizes
@@ -233,7 +217,7 @@ def channel_gradients(
         fence_async_shared()
 
     from_states, from_dstates, dscores, whole = state_products(
-        descriptors, blocks, bars.index(1), (row, head), cells, channel, values, acc
+        descriptors, blocks, bars.index(1), (row, head), cells, channel, values, acc, SHARED
     )
     plain: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
     if both.shape[1] == C:
@@ -317,17 +301,17 @@ def channel_gradients(
     row = gl.max(saved_ints.index(2).load(vector), 0)
     place = gl.max(saved_ints.index(3).load(vector), 0)
     left = gl.max(saved_ints.index(4).load(vector), 0)
-    store_gradient(t_q, b_dq, dq, dq_tiles, row, place, pitch, left, KEYS)
-    store_gradient(t_k, b_dk, dk, dk_tiles, row, place, pitch, left, KEYS)
+    store_gradient(t_q, b_dq, dq, dq_tiles, row, place, pitch, width, left, KEYS)
+    store_gradient(t_k, b_dk, dk, dk_tiles, row, place, pitch, width, left, KEYS)
     if NORMALIZER is not None:
         y = tiles.index(4 + opaque_zero(one, vector)).load(acc).to(gl.float32) * NORMALIZER
         b_dg *= log_sigmoid_slope(y) * (1.0 / NORMALIZER)
-    store_gradient(t_g, b_dg, dg, dg_tiles, row, place, width, left, KEYS)
+    store_gradient(t_g, b_dg, dg, dg_tiles, row, place, width, width, left, KEYS)
 
 
 @gluon.jit
 def head_gradients(descriptors, tiles, blocks, results, bars, at, sizes, scale, log_decay, heads, to, KEYS: gl.constexpr,
-                   acc: gl.constexpr):  # fmt: skip
+                   acc: gl.constexpr, SHARED: gl.constexpr):  # fmt: skip
     """Compute and store dq and dk of one panel with one decay per head, and the panel's part of dg, at ``to`` [B, T, H].
 
     The arguments are those of ``channel_gradients``, with two tiles (q, k), a fifth descriptor and block for the second terms of
@@ -335,7 +319,7 @@ def head_gradients(descriptors, tiles, blocks, results, bars, at, sizes, scale, 
     up the panels. The decays between steps are a matrix [64, 64], so all pairs take one product whatever the decays are.
     """
     row, left, head, cells, channel = at
-    values, pitch, _, place = sizes
+    values, pitch, width, place = sizes
     dq, dk, _, dq_tiles, dk_tiles, _ = results
     t_v, t_do, _, _, _ = blocks
     vector: gl.constexpr = gl.BlockedLayout([C // 32], [32], [gl.num_warps()], [0])  # all 64 steps in each warp
@@ -345,7 +329,8 @@ def head_gradients(descriptors, tiles, blocks, results, bars, at, sizes, scale, 
     t_k = tiles.index(1)
     step = gl.arange(0, C, layout=vector)
     offset = (row + step).to(gl.int64) * heads + head
-    b_g = gl.load(log_decay + offset, mask=step < left, other=0.0).to(gl.float32)
+    g_offset = (row + step).to(gl.int64) * head_of(heads, SHARED, DECAY_HEADS) + head_of(head, SHARED, DECAY_HEADS)
+    b_g = gl.load(log_decay + g_offset, mask=step < left, other=0.0).to(gl.float32)
     b_g = gl.where(b_g < MIN_LOG_DECAY, MIN_LOG_DECAY, b_g)
     sums = gl.associative_scan(b_g, 0, plus) * LOG2E
     total = gl.sum(b_g, 0) * LOG2E
@@ -358,7 +343,7 @@ def head_gradients(descriptors, tiles, blocks, results, bars, at, sizes, scale, 
         fence_async_shared()
 
     from_states, from_dstates, dscores, whole = state_products(
-        descriptors, blocks, bars.index(1), (row, head), cells, channel, values, acc
+        descriptors, blocks, bars.index(1), (row, head), cells, channel, values, acc, SHARED
     )
     t = gl.arange(0, C, layout=down)[:, None]
     s = gl.arange(0, C, layout=across)[None, :]
@@ -386,8 +371,8 @@ def head_gradients(descriptors, tiles, blocks, results, bars, at, sizes, scale, 
     pairs_dq, pairs_dk = warpgroup_mma_wait(num_outstanding=0, deps=(pairs_dq, pairs_dk))
     onward = gl.convert_layout(gl.sum(b_q * (pairs_dq + from_states) - b_k * pairs_dk, 1), vector)
     earlier = gl.convert_layout(gl.sum(b_k * from_dstates, 1), vector)
-    store_gradient(t_q, from_states + pairs_dq + diagonal * b_k, dq, dq_tiles, row, place, pitch, left, KEYS)
-    store_gradient(t_k, from_dstates + pairs_dk + diagonal * b_q, dk, dk_tiles, row, place, pitch, left, KEYS)
+    store_gradient(t_q, from_states + pairs_dq + diagonal * b_k, dq, dq_tiles, row, place, pitch, width, left, KEYS)
+    store_gradient(t_k, from_dstates + pairs_dk + diagonal * b_q, dk, dk_tiles, row, place, pitch, width, left, KEYS)
     b_dg = gl.sum(onward, 0) - gl.associative_scan(onward, 0, plus) + onward  # sum from each step on
     b_dg += gl.associative_scan(earlier, 0, plus) - earlier  # sum over the steps before each step
     b_dg += gl.sum(whole, 0) * gl.exp2(total)
@@ -399,17 +384,19 @@ def gradients_kernel(
     q, k, g, v, do, states, dstates, states_low, log_decay, dq, dk, dg, dq_tiles, dk_tiles, dg_tiles, offsets,
     T, heads, sequences, rows, scale, values, pitch,
     KEYS: gl.constexpr, BV: gl.constexpr, BISECTION_STEPS: gl.constexpr, LIMIT: gl.constexpr, NORMALIZER: gl.constexpr,
-    ALIASED: gl.constexpr, PACKED: gl.constexpr,
+    ALIASED: gl.constexpr, PACKED: gl.constexpr, SHARED: gl.constexpr,
 ):  # fmt: skip
     """Compute dq, dk and dg [B, T, H, K] of one chunk, head and panel; see the top of the file.
 
     ``q`` to ``states_low`` and the ``*_tiles`` are TMA descriptors, with a dimension of heads where the last panel or block of
     values reaches beyond a head (``load_box``); states are padded. dq, dk and dg are the same tensors as pointers, for chunks
-    that are cut off. With one decay per head ``g`` is None, ``log_decay`` [B, T, H] is given, and ``dg`` has float32 parts
-    [PANELS, B, T, H]. ``rows`` is B T. ``pitch`` is the number of elements from row to row of dq and of dk [B T, H K]. With a
-    NORMALIZER log-decays, one for each channel and 16-bit, are logsigmoid(z) / NORMALIZER, and dg is the gradient of z. ALIASED:
-    states and their gradients lie in the rows of their chunk, see ``aliased_state_buffers`` in launch_hopper.py. KEYS:
-    channels K of a head. BV: values of a block. BISECTION_STEPS, PACKED: see ``find_chunk``. LIMIT: see ``channel_gradients``.
+    that are cut off; a tensor of shared heads has no descriptor of its gradient, and its pointer is that of float32 parts from
+    every head [B, T, H, K]. SHARED: see ``head_of``. With one decay per head ``g`` is None, ``log_decay`` [B, T, H] is given,
+    and ``dg`` has float32 parts [PANELS, B, T, H]. ``rows`` is B T. ``pitch`` is the number of elements from row to row of dq
+    and of dk [B T, H K]. With a NORMALIZER log-decays, one for each channel and 16-bit, are logsigmoid(z) / NORMALIZER, and dg
+    is the gradient of z. ALIASED: states and their gradients lie in the rows of their chunk, see ``aliased_state_buffers`` in
+    launch_hopper.py. KEYS: channels K of a head. BV: values of a block. BISECTION_STEPS, PACKED: see ``find_chunk``. LIMIT: see
+    ``channel_gradients``.
     """
     SCALAR: gl.constexpr = g is None
     PANELS: gl.constexpr = (KEYS + PANEL - 1) // PANEL
@@ -445,27 +432,32 @@ def gradients_kernel(
     place = head * PANELS + panel
     mbarrier.expect(bars.index(0), 2 * q.block_type.nbytes + (0 if SCALAR else g.block_type.nbytes))
     if not SCALAR:
-        load_box(g, row, head, channel, KEYS, bars.index(0), wide if WIDE else tiles.index(4))
-    load_box(q, row, head, channel, KEYS, bars.index(0), tiles.index(0))
-    load_box(k, row, head, channel, KEYS, bars.index(0), tiles.index(1))
+        of_decays = head_of(head, SHARED, DECAY_HEADS)
+        load_box(g, row, of_decays, channel, KEYS, bars.index(0), wide if WIDE else tiles.index(4))
+    load_box(q, row, head_of(head, SHARED, QUERY_HEADS), channel, KEYS, bars.index(0), tiles.index(0))
+    load_box(k, row, head_of(head, SHARED, KEY_HEADS), channel, KEYS, bars.index(0), tiles.index(1))
     descriptors = (v, do, states, dstates, states_low)
     mbarrier.expect(bars.index(1), (5 if SCALAR else 4) * v.block_type.nbytes)  # blocks of S and dS are as large
     if ALIASED:
-        cells = heads * PANELS * PANEL
+        columns = heads * PANELS * PANEL
+        cells = (columns, columns)
         channel = place * PANEL
-    elif v.layout.rank == 3:  # values are padded in the states
-        cells = (slot * heads + head) * (gl.cdiv(values, BV) * BV)
     else:
-        cells = (slot * heads + head) * values
-    load_value_block(descriptors, blocks, bars.index(1), (row, head), cells, channel, values, 0)
+        height = values
+        if v.layout.rank == 3:  # values are padded in the states
+            height = gl.cdiv(values, BV) * BV
+        pair = slot * heads + head
+        cells = (head_of(pair, SHARED, STATE_HEADS) * height, pair * height)
+    load_value_block(descriptors, blocks, bars.index(1), (row, head), cells, channel, values, 0, SHARED)
     results = (dq, dk, dg, dq_tiles, dk_tiles, dg_tiles)
     at = (row, left, head, cells, channel)
     sizes = (BV if ALIASED else values, pitch, width, place)  # ALIASED means V = BV, a constant: no further block is loaded
     if SCALAR:
         to = dg + panel.to(gl.int64) * rows * heads
-        head_gradients(descriptors, tiles, blocks, results, bars, at, sizes, scale, log_decay, heads, to, KEYS, acc)
+        head_gradients(descriptors, tiles, blocks, results, bars, at, sizes, scale, log_decay, heads, to, KEYS, acc, SHARED)
     else:
-        channel_gradients(descriptors, tiles, wide, blocks, both, results, bars, at, sizes, scale, LIMIT, NORMALIZER, KEYS, acc)
+        channel_gradients(descriptors, tiles, wide, blocks, both, results, bars, at, sizes, scale, LIMIT, NORMALIZER, KEYS, acc,
+                          SHARED)  # fmt: skip
     tma_store_wait(pendings=0)
     keep_barriers((bars,))
     tiles._keep_alive()  # noqa: SLF001 - Triton would place reductions over tiles that TMA still reads

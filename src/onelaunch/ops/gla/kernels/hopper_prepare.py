@@ -42,6 +42,7 @@ Source     Yang et al., Gated Linear Attention Transformers with Hardware-Effici
 
 from onelaunch.kernels.gluon.compat import fence_async_shared, gl, gluon, mbarrier, warpgroup_mma, warpgroup_mma_wait
 from onelaunch.ops.gla.kernels.hopper_tiles import (
+    DECAY_HEADS,
     LOG2E,
     MIN_LOG_DECAY,
     PANEL,
@@ -50,6 +51,7 @@ from onelaunch.ops.gla.kernels.hopper_tiles import (
     decay_terms,
     exp,
     exp2_flushed,
+    head_of,
     ones_where,
     opaque_zero,
     plus,
@@ -364,7 +366,7 @@ def prepare_channels(tiles, vectors, bars, offsets, T, sizes, scale, LIMIT: gl.c
 @gluon.jit
 def prepare_heads(tiles, vectors, bars, offsets, log_decay, T, sizes, scale, SLICES: gl.constexpr,
                   PACKED: gl.constexpr, OUTPUT: gl.constexpr, REVERSE: gl.constexpr,
-                  SPLIT_KEYS: gl.constexpr):  # fmt: skip
+                  SPLIT_KEYS: gl.constexpr, SHARED: gl.constexpr):  # fmt: skip
     """Run the prepare role for one decay per head: all chunks of this CTA's segment, one after the other.
 
     Keys are decayed in place and scores computed. The queries stay as they are: their factors, one per step, are left in row 0
@@ -386,15 +388,16 @@ def prepare_heads(tiles, vectors, bars, offsets, log_decay, T, sizes, scale, SLI
     vector: gl.constexpr = gl.BlockedLayout([C // 32], [32], [4], [0])  # all 64 steps in each warp: scans need no shared memory
     sums_flat = sums._reinterpret(gl.float32, [2, C], gl.SwizzledSharedLayout(1, 1, 1, [0]))  # noqa: SLF001
     ends_flat = ends._reinterpret(gl.float32, [2 * STAGES, K], gl.SwizzledSharedLayout(1, 1, 1, [0]))  # noqa: SLF001
-    heads, _, _ = sizes
+    decay_heads = head_of(sizes[0], SHARED, DECAY_HEADS)
     n, head, _, segment = work_item(sizes, SLICES)
+    head = head_of(head, SHARED, DECAY_HEADS)
     row, steps = segment_span(offsets, n, T, segment, sizes, PACKED)
     chunks = gl.cdiv(steps, C)
     step = gl.arange(0, C, layout=vector)
     t = gl.arange(0, C, layout=gl.SliceLayout(1, square))
     s = gl.arange(0, C, layout=gl.SliceLayout(0, square))
     at = chunk_of(0, chunks, REVERSE) * C + step
-    next_g = gl.load(log_decay + (row + at).to(gl.int64) * heads + head, mask=(at < steps) & (at >= 0), other=0.0)
+    next_g = gl.load(log_decay + (row + at).to(gl.int64) * decay_heads + head, mask=(at < steps) & (at >= 0), other=0.0)
     for c in range(chunks):
         stage = c % STAGES
         j = chunk_of(c, chunks, REVERSE)
@@ -404,7 +407,7 @@ def prepare_heads(tiles, vectors, bars, offsets, log_decay, T, sizes, scale, SLI
         g = next_g.to(gl.float32)
         g = gl.where(g < MIN_LOG_DECAY, MIN_LOG_DECAY, g)
         at = chunk_of(c + 1, chunks, REVERSE) * C + step
-        next_g = gl.load(log_decay + (row + at).to(gl.int64) * heads + head, mask=(at < steps) & (at >= 0), other=0.0)
+        next_g = gl.load(log_decay + (row + at).to(gl.int64) * decay_heads + head, mask=(at < steps) & (at >= 0), other=0.0)
         before = gl.associative_scan(g, 0, plus)
         whole = gl.sum(g, 0)
         behind = whole - before

@@ -42,8 +42,10 @@ from onelaunch.kernels.gluon.compat import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from onelaunch.ops.gla.kernels.hopper_chunk_state import load_stage, split_columns, store_state
+from onelaunch.ops.gla.kernels.hopper_chunk_state import load_stage
+from onelaunch.ops.gla.kernels.hopper_states import split_columns, store_state
 from onelaunch.ops.gla.kernels.hopper_tiles import (
+    DECAY_HEADS,
     LOG2E,
     MIN_LOG_DECAY,
     PANEL,
@@ -53,6 +55,7 @@ from onelaunch.ops.gla.kernels.hopper_tiles import (
     decay_terms,
     exp,
     exp2_flushed,
+    head_of,
     ones_where,
     plus,
     segment_span,
@@ -79,7 +82,7 @@ def segment_chunks(steps, segment, segments, REVERSE: gl.constexpr):
 @gluon.jit
 def accumulate(descriptors, segment_states, tiles, bars, offsets, T, sizes, values, GROUP: gl.constexpr, GROUPS: gl.constexpr,
                SLICES: gl.constexpr, PACKED: gl.constexpr, REVERSE: gl.constexpr, SCALAR: gl.constexpr,
-               SPLIT_KEYS: gl.constexpr):  # fmt: skip
+               SPLIT_KEYS: gl.constexpr, SHARED: gl.constexpr):  # fmt: skip
     """Run the role of one warpgroup that sums v^T keys over the segment for PANEL value channels, and store the sum.
 
     Per chunk: wait for ``full`` and ``decayed``, multiply, wait for the product, arrive at ``empty``; GROUP 0 then refills the
@@ -104,7 +107,7 @@ def accumulate(descriptors, segment_states, tiles, bars, offsets, T, sizes, valu
     if GROUP == 0:
         for i in gl.static_range(STAGES):
             at = row + chunk_of(i, chunks, not REVERSE) * C
-            load_stage(descriptors, tiles, full, at, head, value_slice, i, i < chunks, GROUPS, SLICES, False, SCALAR)
+            load_stage(descriptors, tiles, full, at, head, value_slice, i, i < chunks, GROUPS, SLICES, False, SCALAR, SHARED)
     stage = 0
     phase = 0
     c = 0
@@ -126,7 +129,7 @@ def accumulate(descriptors, segment_states, tiles, bars, offsets, T, sizes, valu
             refill = issued < limit  # limit may already have been lowered by ``stop``
             mbarrier.wait(empty.index(stage), phase, pred=refill)
             at = row + chunk_of(issued, chunks, not REVERSE) * C
-            load_stage(descriptors, tiles, full, at, head, value_slice, stage, refill, GROUPS, SLICES, False, SCALAR)
+            load_stage(descriptors, tiles, full, at, head, value_slice, stage, refill, GROUPS, SLICES, False, SCALAR, SHARED)
             issued += refill.to(gl.int32)
         stage += 1
         if stage == STAGES:
@@ -272,7 +275,7 @@ def decay_key_channels(tiles, segment_decays, bars, offsets, T, sizes, scale, SL
 
 @gluon.jit
 def decay_key_heads(tiles, segment_decays, bars, offsets, log_decay, T, sizes, scale, SLICES: gl.constexpr,
-                    PACKED: gl.constexpr, REVERSE: gl.constexpr, SPLIT_KEYS: gl.constexpr):  # fmt: skip
+                    PACKED: gl.constexpr, REVERSE: gl.constexpr, SPLIT_KEYS: gl.constexpr, SHARED: gl.constexpr):  # fmt: skip
     """Run the decay role for one decay per head: all chunks of the segment, from its far end; store the segment's decay.
 
     The log-decays are loaded from global memory into registers, and one number is their running sum, so every chunk can test
@@ -299,7 +302,7 @@ def decay_key_heads(tiles, segment_decays, bars, offsets, log_decay, T, sizes, s
         stage = c % STAGES
         j = chunk_of(c, chunks, not REVERSE)
         left = steps - j * C
-        at = (row + j * C + step).to(gl.int64) * heads + head
+        at = (row + j * C + step).to(gl.int64) * head_of(heads, SHARED, DECAY_HEADS) + head_of(head, SHARED, DECAY_HEADS)
         g = gl.load(log_decay + at, mask=step < left, other=0.0).to(gl.float32)
         g = gl.where(g < MIN_LOG_DECAY, MIN_LOG_DECAY, g)
         before = gl.associative_scan(g, 0, plus)
@@ -333,10 +336,11 @@ def decay_key_heads(tiles, segment_decays, bars, offsets, log_decay, T, sizes, s
 @gluon.jit
 def decay_keys(tiles, segment_decays, bars, offsets, log_decay, T, sizes, scale, SLICES: gl.constexpr,
                PACKED: gl.constexpr, REVERSE: gl.constexpr, SCALAR: gl.constexpr,
-               SPLIT_KEYS: gl.constexpr, KEYS: gl.constexpr):  # fmt: skip
+               SPLIT_KEYS: gl.constexpr, KEYS: gl.constexpr, SHARED: gl.constexpr):  # fmt: skip
     """Run the role of the warpgroup that decays keys to the far end of the segment, for every chunk."""
     if SCALAR:
-        decay_key_heads(tiles, segment_decays, bars, offsets, log_decay, T, sizes, scale, SLICES, PACKED, REVERSE, SPLIT_KEYS)
+        decay_key_heads(tiles, segment_decays, bars, offsets, log_decay, T, sizes, scale, SLICES, PACKED, REVERSE, SPLIT_KEYS,
+                        SHARED)  # fmt: skip
     else:
         decay_key_channels(tiles, segment_decays, bars, offsets, T, sizes, scale, SLICES, PACKED, REVERSE, KEYS)
 
@@ -347,11 +351,12 @@ def segment_sum_kernel(
     SLICES: gl.constexpr, PACKED: gl.constexpr, REVERSE: gl.constexpr, SPLIT_KEYS: gl.constexpr,
     KEYS: gl.constexpr, K: gl.constexpr,
     GROUPS: gl.constexpr, STAGES: gl.constexpr, PREPARE_REGISTERS: gl.constexpr, MULTIPLY_REGISTERS: gl.constexpr,
+    SHARED: gl.constexpr,
 ):  # fmt: skip
     """Sum up what a segment adds to the state; see the top of the file.
 
     ``keys``, ``v`` and ``g`` are TMA descriptors as those of ``chunk_state_kernel``, with boxes of C rows by K channels (PANEL
-    for ``v``). K and V of the results are padded sizes; KEYS of the K channels are no padding.
+    for ``v``). K and V of the results are padded sizes; KEYS of the K channels are no padding. SHARED: see ``head_of``.
     ``g`` describes log-decays per channel; if it is None, ``log_decay`` [B, T, H] has one per head. ``segment_states``
     [N, H, segments, V, K] and ``segment_decays`` [N, H, segments, K] are float32 results. ``offsets`` [N + 1] are the first
     rows of packed sequences, read with PACKED. ``segment_steps`` is the length of a segment, a multiple of C, unless PACKED
@@ -399,11 +404,11 @@ def segment_sum_kernel(
         gl.warp_specialize(
             [
                 (accumulate, (descriptors, segment_states, tiles, bars, offsets, T, sizes, values, 0, GROUPS, SLICES,
-                       PACKED, REVERSE, SCALAR, SPLIT_KEYS)),
+                       PACKED, REVERSE, SCALAR, SPLIT_KEYS, SHARED)),
                 (accumulate, (descriptors, segment_states, tiles, bars, offsets, T, sizes, values, 1, GROUPS, SLICES,
-                       PACKED, REVERSE, SCALAR, SPLIT_KEYS)),
+                       PACKED, REVERSE, SCALAR, SPLIT_KEYS, SHARED)),
                 (decay_keys, (tiles, segment_decays, bars, offsets, log_decay, T, sizes, scale, SLICES, PACKED, REVERSE,
-                        SCALAR, SPLIT_KEYS, KEYS)),
+                        SCALAR, SPLIT_KEYS, KEYS, SHARED)),
             ],
             [4, 4],
             [MULTIPLY_REGISTERS, PREPARE_REGISTERS],
@@ -412,9 +417,9 @@ def segment_sum_kernel(
         gl.warp_specialize(
             [
                 (accumulate, (descriptors, segment_states, tiles, bars, offsets, T, sizes, values, 0, GROUPS, SLICES,
-                       PACKED, REVERSE, SCALAR, SPLIT_KEYS)),
+                       PACKED, REVERSE, SCALAR, SPLIT_KEYS, SHARED)),
                 (decay_keys, (tiles, segment_decays, bars, offsets, log_decay, T, sizes, scale, SLICES, PACKED, REVERSE,
-                        SCALAR, SPLIT_KEYS, KEYS)),
+                        SCALAR, SPLIT_KEYS, KEYS, SHARED)),
             ],
             [4],
             [PREPARE_REGISTERS],

@@ -21,6 +21,9 @@ C = gl.constexpr(64)
 PANEL = gl.constexpr(64)
 """Channels that one TMA box or one warpgroup takes at once: 64 16-bit numbers are the 128-byte swizzle width."""
 
+QUERY_HEADS, KEY_HEADS, VALUE_HEADS, DECAY_HEADS, STATE_HEADS = (gl.constexpr(each) for each in range(5))
+"""Places of the tensors in the constant SHARED of the kernels, see ``head_of``."""
+
 MIN_LOG_DECAY = gl.constexpr(-120.0)
 """Least log-decay of a step where a head has one decay; smaller ones, -inf included, are replaced by it.
 
@@ -144,6 +147,17 @@ def work_item(sizes, SLICES: gl.constexpr):
     item = item // heads
     segment = item % segments
     return item // segments, head, value_slice, segment
+
+
+@gluon.jit
+def head_of(head, SHARED: gl.constexpr, TENSOR: gl.constexpr):
+    """Return the head of a tensor that the CTAs of ``head`` read; without shared heads it has the same number.
+
+    SHARED holds, for queries, keys, values, log-decays and states in this order, how many neighbouring heads of the grid share
+    one head of the tensor. TENSOR is the place of one of them, such as KEY_HEADS. Given the number of heads of the grid, or a
+    head counted through all sequences (``n heads + head``), the function returns the same of the tensor.
+    """
+    return head if SHARED[TENSOR] == 1 else head // SHARED[TENSOR]
 
 
 @gluon.jit

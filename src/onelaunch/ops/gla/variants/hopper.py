@@ -14,7 +14,6 @@ from onelaunch.operation import Example, Query
 from onelaunch.operation.requirements import cannot_scan
 from onelaunch.ops.gla.autograd import Results, attend, launches
 from onelaunch.ops.gla.contract import GlaCall, gla
-from onelaunch.ops.gla.heads import expanded, group_of
 from onelaunch.ops.gla.padding import KEYS, STEP
 from onelaunch.ops.gla.variants.triton import no_value_gate
 
@@ -35,34 +34,23 @@ def launch_forward(call: Attention, want_final: bool) -> Results:
 
 
 @gla.variant(
-    "hopper", launches=1, backward_launches=3, fuses=("decay", "scores", "states"), hands=("repeated",), chunk=64,
-    backward_hands=("rounded_states", "rounded_states", "repeated"), padded=True, gemm="gluon", architectures=("sm_90a",),
+    "hopper", launches=1, backward_launches=3, fuses=("decay", "scores", "states"), hands=(), chunk=64,
+    backward_hands=("rounded_states", "rounded_state_gradients", "partial_gradients", "partial_value_gradients"), padded=True,
+    gemm="gluon", architectures=("sm_90a",),
 )  # fmt: skip
 def hopper(call: GlaCall) -> Results:
     """Compute o in one launch along time, or two where T is cut into segments to fill the chip; states stay in registers.
 
     The backward pass has three launches: two passes along time and the gradients of all chunks. There is one more for each pass
-    in segments, and two of PyTorch's that add up one decay per head over panels of channels.
+    in segments, two of PyTorch's that add up one decay per head over panels of channels, and one for each tensor with shared
+    heads. The kernels read shared heads where they are. What each head of the output gives to the gradient of a shared head is
+    stored in float32, and the sum of these parts is rounded once.
 
     Heads of other sizes than tiles of 64, 128 or 256 keys and 64 or 128 values are padded on chip (padding.py): no more bytes
     of the call's tensors move, but products take as long as those of the padded sizes. With K of at most 32 half of each
-    product or more is of padding, which costs no time as long as memory decides. Shared heads are repeated in memory first,
-    which the cost counts: these kernels take one head of every tensor for each head of the output.
+    product or more is of padding, which costs no time as long as memory decides.
     """
-    o, final = attend(with_all_heads(call), "hopper")
-    # Of the heads of the output that share a state, the first one's is returned: all of them computed the same.
-    shared = call.heads.groups.state
-    return o, final[:, ::shared].contiguous() if call.output_final_state and shared > 1 else final
-
-
-def with_all_heads(call: GlaCall) -> GlaCall:
-    """Return the call with a copy of every shared head for each head of the output; the call itself if no heads are shared."""
-    if not call.heads.grouped:
-        return call
-    heads = call.heads.output
-    q, k, v, g = (expanded(each, heads) for each in (call.q, call.k, call.v, call.g))
-    initial = None if call.initial_state is None else expanded(call.initial_state, heads, dim=1)
-    return call._replace(q=q, k=k, v=v, g=g, initial_state=initial)
+    return attend(call, "hopper")
 
 
 hopper.supports(cannot_scan)
@@ -87,28 +75,29 @@ def fits(query: Query) -> str | None:
 
 
 def why_no_gradients(query: Query) -> str | None:
-    """Return why the backward pass leaves a call to other variants, or ``None``.
-
-    Gradients of q, k and v have 16 bits, and float16 has too narrow a range for products of gradients. The gradients of a shared
-    head are rounded before PyTorch adds them. With a decay per channel, that of v is not accurate enough for this: tests of
-    such calls failed on an H100. By estimate, errors of 2.9e-3 and 1.7e-3 make 3.3e-3, and twice PyTorch's error is 3.3e-3.
-    """
+    """Return why the backward pass leaves a call to other variants, or ``None``: float16 has too narrow a range for it."""
     if query.dtype is torch.float16:
         return "trains in bfloat16 alone: products of gradients leave the range of float16"
-    if "scalar_decay" not in query.flags and group_of(query.flags, "v") > 1:
-        return "trains no shared heads of v with a decay per channel: it would round their gradients twice"
     return None
+
+
+GROUPED: dict[str, dict[str, Any]] = {
+    "4 heads of q and k": {"q_heads": 4, "k_heads": 4},
+    "4 heads of k, v and g": {"k_heads": 4, "v_heads": 4, "g_heads": 4},
+}
+"""Options of the examples with shared heads, of 16 heads of the output."""
 
 
 @hopper.examples
 def training() -> list[Example]:
     """Return training calls to compile and inspect the kernels for: two head sizes, with T whole and cut into segments.
 
-    One more has states and float32 log-decays, whose tiles take twice the shared memory, and two have heads that are padded.
+    One more has states and float32 log-decays, whose tiles take twice the shared memory, two have heads that are padded, and
+    others have shared heads.
     """
     whole: dict[str, Any] = {"B": 8, "T": 4096, "H": 36}
     parts: dict[str, Any] = {"B": 1, "T": 32768, "H": 12}
-    return [
+    usual = [
         Example(
             gla.case("bfloat16", K=size, V=size, decay_per=per, **sizes),
             "forward_backward",
@@ -117,7 +106,8 @@ def training() -> list[Example]:
         for size in (128, 256)
         for per in ("channel", "head")
         for said, sizes in (("T whole", whole), ("T in parts", parts))
-    ] + [
+    ]
+    others = [
         Example(
             gla.case("bfloat16", K=128, V=128, initial_state=True, final_state=True, log_decay_dtype="float32", **whole),
             "forward_backward",
@@ -134,3 +124,13 @@ def training() -> list[Example]:
             name="K = 48, V = 144, decay per head, T in parts",
         ),
     ]
+    grouped = [
+        Example(
+            gla.case("bfloat16", B=4, T=2048, H=16, K=128, V=128, decay_per=per, **shared),
+            "forward_backward",
+            name=f"K = V = 128, decay per {per}, {said}",
+        )
+        for per in ("channel", "head")
+        for said, shared in GROUPED.items()
+    ]
+    return [*usual, *others, *grouped]
