@@ -400,3 +400,22 @@ def test_plans_are_forgotten(sum_of):
     sum_of.planned.forget()
     sum_of(*vectors(), 0.5)
     assert sum_of.count == 3
+
+
+def test_memory_that_runs_out_during_a_first_call_leaves_no_plan(machine):  # noqa: F811
+    failing = [True] * 3
+
+    def function(x):
+        out = x + 1
+        if failing and failing.pop():
+            raise torch.OutOfMemoryError("out of memory")
+        return out * 2
+
+    planned, (x,) = Planned(function), vectors(1)
+    for _ in range(3):
+        with pytest.raises(torch.OutOfMemoryError):
+            planned(x)
+        assert planned.plans() == []
+    for _ in range(4):
+        assert torch.equal(planned(x), (x + 1) * 2)
+    assert len(planned.plans()) == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -12,6 +13,7 @@ from torch import library
 from onelaunch.errors import TransformUnsupported
 from onelaunch.launch.imitation import imitate, recorded
 from onelaunch.launch.planned import Planned
+from onelaunch.launch.side_by_side import Launching
 from onelaunch.launch.tape import active_tape
 from onelaunch.tracing import is_traced, is_transformed
 
@@ -32,7 +34,7 @@ class Operator:
 
     Args:
         name: Name of the operator, without the namespace.
-        run: Function to wrap. PyTorch's ``custom_op`` reads the operator's schema from its annotations. It must return new
+        run: Function to wrap. PyTorch reads the operator's schema from its annotations. It must return new
             tensors, never an input or a view of one.
         fake: Function from the same inputs to empty tensors with the shapes, dtypes and strides of the results of ``run``. The
             default is ``run`` itself with its launches imitated.
@@ -65,10 +67,19 @@ class Operator:
     ) -> None:
         self.name = name
         self.run = run
-        self.planned: Planned[Any] = Planned(run)
+
+        @functools.wraps(run)
+        def launch(*inputs: Any) -> Any:
+            with Launching(run, *inputs):
+                return run(*inputs)
+
+        self.planned: Planned[Any] = Planned(launch)
         self.views = views
+        self._outputs = outputs
         # Three forms of the function: for compiled code, for eager code with a gradient, and for recorded launches (_recorded).
-        self.registered = library.custom_op(f"onelaunch::{name}", run, mutates_args=())
+        self.registered = library.custom_op(
+            f"onelaunch::{name}", launch, mutates_args=(), schema=library.infer_schema(run, mutates_args=())
+        )
         self.registered.register_fake(fake or partial(_imitated, run))
         self.eager: Callable[..., Any] = self.planned
         self._recorded: Callable[..., Any] | None = None
@@ -150,6 +161,9 @@ class Operator:
         if recorded():
             with torch.no_grad():  # as the forward of an autograd function would run
                 output = self._recorded(*inputs) if grad and self._recorded else self.run(*inputs)
+            if grad and torch.is_grad_enabled():  # so that later parts of the recorded call take gradients too
+                for each in (output if isinstance(output, tuple) else (output,))[: self._outputs]:
+                    each.requires_grad_(each.is_floating_point())
             return output if self.views is None else self.views(inputs, output[0])
         traced = is_traced(inputs[0])  # one tensor of the call is enough, see is_traced
         if grad and not traced:
