@@ -1,6 +1,6 @@
 """Compile the kernels of a first call at the same time, on threads, instead of one after the other as they are launched.
 
-When a kernel of a call is about to be compiled, the call is run once more on fake tensors, without launches, and with its
+When a kernel of a call is about to be compiled, the call is run once more on tensors without memory, and with its
 backward pass if it takes gradients. The recorded launches tell which kernels it needs. Threads suffice, since Triton's passes and
 NVRTC release the GIL and ``ptxas`` is a process of its own: only the translation from Python, a tenth of the time, takes turns.
 
@@ -10,8 +10,6 @@ not compile, is compiled by its launch as ever, which raises the error.
 
 from __future__ import annotations
 
-import copy
-import dataclasses
 import os
 import threading
 import time
@@ -22,8 +20,6 @@ from contextlib import suppress
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.nn import Parameter
 
 from onelaunch.cuda.compiler import compile_source
 from onelaunch.device.architectures import ARCHITECTURES, Architecture
@@ -34,6 +30,7 @@ from onelaunch.launch.compile import compile_triton
 from onelaunch.launch.imitation import imitate, is_observed, observe
 from onelaunch.launch.planned import is_recording
 from onelaunch.launch.running import Running
+from onelaunch.launch.twins import TwinMode, Twins
 from onelaunch.tracing import sees_operators
 
 JOBS = "ONELAUNCH_COMPILE_JOBS"
@@ -89,55 +86,21 @@ class Launching(Running):
         try:
             target = _target()
             builds = self._builds(target)
-        except Exception:  # noqa: BLE001 - any code of a variant may fail on fake tensors; the launches go on without help
+        except Exception:  # noqa: BLE001 - any code of a variant may fail on tensors without memory; the launches go on without help
             return
         if len(builds) > 1:
             compile_builds(builds, target, jobs)
 
     def _builds(self, target: Architecture) -> list[Build]:
         """Return the distinct kernels that the call launches, its backward pass included if it takes gradients."""
-        with observe() as launches, imitate(), torch.set_grad_enabled(self._grad), FakeTensorMode():
-            self._function(*_Twins().of(self._inputs))
+        inputs = Twins().of(self._inputs)
+        with observe() as launches, imitate(), torch.set_grad_enabled(self._grad), TwinMode():
+            self._function(*inputs)
         found: dict[object, Build] = {}
         for launch in launches:
             build = build_of(launch, target, "")
             found.setdefault(build.key, build)
         return list(found.values())
-
-
-class _Twins:
-    """Fake tensors in the place of real ones: of the same sizes, strides and distance from the start of their storage."""
-
-    def __init__(self) -> None:
-        self._storages: dict[tuple[int, torch.dtype], torch.Tensor] = {}
-
-    def of(self, value: Any) -> Any:
-        """Return a value with its tensors replaced; raise TypeError for a tensor of another class than PyTorch's own."""
-        if isinstance(value, torch.Tensor):
-            return self._twin(value)
-        if isinstance(value, (tuple, list)):
-            made = [self.of(each) for each in value]
-            return value._make(made) if hasattr(value, "_make") else type(value)(made)
-        if isinstance(value, dict):
-            return {name: self.of(each) for name, each in value.items()}
-        if dataclasses.is_dataclass(value) and not isinstance(value, type):
-            twin = copy.copy(value)
-            for each in dataclasses.fields(value):
-                object.__setattr__(twin, each.name, self.of(getattr(value, each.name)))
-            return twin
-        return value
-
-    def _twin(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the fake tensor for a real one. Tensors of one storage stay so."""
-        if type(tensor) is not torch.Tensor and type(tensor) is not Parameter:
-            raise TypeError(f"a tensor is a {type(tensor).__name__}")
-        storage = tensor.untyped_storage()
-        key = (storage._cdata, tensor.dtype)  # noqa: SLF001 - PyTorch has no public name for a storage's identity
-        if key not in self._storages:
-            self._storages[key] = torch.empty(storage.nbytes() // tensor.dtype.itemsize, dtype=tensor.dtype, device=tensor.device)
-        with torch.no_grad():
-            twin = self._storages[key].as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
-        return twin.requires_grad_() if tensor.requires_grad else twin
 
 
 def compile_builds(builds: Sequence[Build], target: Architecture, jobs: int) -> None:
@@ -211,7 +174,7 @@ def forget() -> None:
 
 
 def _is_watched() -> bool:
-    """Return whether something would see the operators of a call on fake tensors, or a CUDA graph is captured."""
+    """Return whether something would see the operators of a call that is run for its launches, or a CUDA graph is captured."""
     if is_observed() or is_recording() or sees_operators():
         return True
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
