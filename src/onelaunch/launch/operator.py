@@ -14,6 +14,7 @@ from onelaunch.errors import TransformUnsupported
 from onelaunch.launch.imitation import imitate, recorded
 from onelaunch.launch.planned import Planned
 from onelaunch.launch.side_by_side import Launching
+from onelaunch.launch.sites import CallSite
 from onelaunch.launch.tape import active_tape
 from onelaunch.tracing import is_traced, is_transformed
 
@@ -83,6 +84,7 @@ class Operator:
         self.registered.register_fake(fake or partial(_imitated, run))
         self.eager: Callable[..., Any] = self.planned
         self._recorded: Callable[..., Any] | None = None
+        self._apply: Callable[..., Any] | None = None
         if save is None or gradients is None:
             return
         inner = backward or self
@@ -98,8 +100,9 @@ class Operator:
 
         self.registered.register_autograd(differentiate_registered, setup_context=save_all)
 
-        def forward_and_save(ctx: Any, *inputs: Any) -> Any:
-            output = self.planned(*inputs)
+        def forward_and_save(ctx: Any, *inputs_and_site: Any) -> Any:
+            inputs, site = inputs_and_site[:-1], inputs_and_site[-1]
+            output = self.planned(*inputs) if site is None else site.forward(inputs)
             save(ctx, inputs, output)
             if views is not None:
                 return views(inputs, output[0])
@@ -108,7 +111,8 @@ class Operator:
             return output
 
         def differentiate(ctx: Any, *grad_outputs: Any) -> Gradients:
-            return gradients(ctx, inner.planned, *(grad_outputs[:outputs] if views is None else grad_outputs))
+            found = gradients(ctx, inner.planned, *(grad_outputs[:outputs] if views is None else grad_outputs))
+            return (*found, None)  # None for the call site
 
         def run_forward_and_backward(*inputs: Any) -> Any:
             """Launch the kernels of both passes on fake tensors, so that both are recorded, and return the output of ``run``.
@@ -135,7 +139,8 @@ class Operator:
         methods = {"forward": staticmethod(forward_and_save), "backward": staticmethod(differentiate_once)}
         function: Any = type(name, (torch.autograd.Function,), methods)  # profilers show this name
         # ``Function.apply`` looks for transforms of torch.func, which a call refuses, and then calls this method.
-        self.eager = super(torch.autograd.Function, function).apply
+        self._apply = apply = super(torch.autograd.Function, function).apply
+        self.eager = lambda *inputs: apply(*inputs, None)
 
     def __call__(self, *inputs: Any, grad: bool) -> Any:
         """Return the function's results; ``grad`` says whether the call may be differentiated later.
@@ -146,7 +151,9 @@ class Operator:
         tape = active_tape()
         if tape is None:
             return self._call(inputs, grad)
-        repeated = self.eager if grad else self._without_gradients
+        repeated: Callable[..., Any] = self.eager if grad else self._without_gradients
+        if grad and self._apply is not None and tape.holds(inputs):
+            repeated = CallSite(self._apply, self.planned, inputs)
         return tape.operated(repeated, lambda: self._call(inputs, grad), inputs)
 
     def _without_gradients(self, *inputs: Any) -> Any:
