@@ -42,7 +42,7 @@ PATIENCE = 2.0
 _DONE: set[tuple[str, object]] = set()
 """Architectures and keys of the builds that were compiled here."""
 
-_LOCK = threading.Lock()
+_LOCK = threading.RLock()
 """Lock of :data:`_DONE`, held while kernels are compiled: a thread with the same first call waits, and finds them compiled.
 
 It also keeps kernels apart that need different settings of Triton's compiler, which are environment variables of the process.
@@ -52,7 +52,7 @@ It also keeps kernels apart that need different settings of Triton's compiler, w
 def _unlock() -> None:
     """Give a forked process a lock of its own, since no thread of it would ever release one that was held."""
     global _LOCK  # noqa: PLW0603
-    _LOCK = threading.Lock()
+    _LOCK = threading.RLock()
 
 
 if hasattr(os, "register_at_fork"):
