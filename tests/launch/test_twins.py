@@ -82,6 +82,27 @@ def test_a_tensor_of_another_class_has_no_twin():
         Twins().of(torch.randn(2).as_subclass(Own))
 
 
+def test_an_object_that_may_hold_a_state_has_no_twin():
+    class Session:
+        pass
+
+    with pytest.raises(TypeError, match="Session"):
+        Twins().of((torch.randn(2), Session()))
+
+
+def test_variants_that_could_do_harm_on_twins_are_not_run_on_them():
+    for operation, names in {
+        "decode_step": (),
+        "gla": ("fused", "stepwise", "hopper"),
+        "gla_layer": ("packed", "composed"),
+    }.items():
+        variants = find_operation(operation).variants.values()
+        found = {each.name for each in variants if each.is_recordable}
+        assert found >= set(names)
+        assert not {each.name for each in variants if each.capabilities.requires} & found
+        assert operation != "decode_step" or not found
+
+
 OPERATORS = {
     "view": lambda x: x.view(-1, 4),
     "brackets": lambda x: x[:, None, 1:, ..., 0],

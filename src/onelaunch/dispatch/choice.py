@@ -53,9 +53,11 @@ def run(operation: Operation[..., Any], call: Call, variant: str) -> Any:
     if is_recording() and not chosen.is_repeatable:
         with unrecorded(f"the variant {chosen.name} may launch kernels in other ways"):
             results = chosen.run(call)
-    else:
+    elif chosen.is_recordable:
         with Launching(chosen.run, call):
             results = chosen.run(call)
+    else:
+        results = chosen.run(call)
     # An operation's argument checks cache queries, so that equal calls share one object. Comparing identity saves a hash.
     if query is not chosen.latest:
         if query not in chosen.confirmed:

@@ -112,7 +112,7 @@ def _make_ready(kernel: Any) -> None:
     if compile_alone is not None:
 
         def compile_with_others(*args: Any, **kwargs: Any) -> Any:
-            compile_running_call()
+            compile_running_call(by_triton=True)
             return compile_alone(*args, **kwargs)
 
         kernel._do_compile = compile_with_others  # noqa: SLF001 - as above
@@ -179,7 +179,7 @@ class CudaKernel:
         """
         found = self._loaded.get(device)
         if found is None:
-            compile_running_call()
+            compile_running_call(by_triton=False)
             found = self._loaded[device] = load(
                 self.source,
                 device,

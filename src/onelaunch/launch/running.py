@@ -23,8 +23,12 @@ class Running:
         if self._entered:
             _STATE.call = None
 
-    def compile_kernels(self) -> None:
-        """Compile the kernels of the call that are not compiled yet. Problems are left to the launches that will meet them."""
+    def compile_kernels(self, *, by_triton: bool) -> None:
+        """Compile the kernels of the call that are not compiled yet. Problems are left to the launches that will meet them.
+
+        Args:
+            by_triton: Flag that Triton is about to compile a kernel, so that its driver is at work already.
+        """
         raise NotImplementedError
 
 
@@ -37,7 +41,7 @@ class _State(threading.local):
 _STATE = _State()
 
 
-def compile_running_call() -> None:
+def compile_running_call(*, by_triton: bool) -> None:
     """Compile all kernels of the call that runs in this thread, if one does. A kernel of it is about to be compiled."""
     if (call := _STATE.call) is not None:
-        call.compile_kernels()
+        call.compile_kernels(by_triton=by_triton)

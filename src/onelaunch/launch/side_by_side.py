@@ -75,7 +75,7 @@ class Launching(Running):
         self._grad = torch.is_grad_enabled()
         self._begun = False
 
-    def compile_kernels(self) -> None:
+    def compile_kernels(self, *, by_triton: bool) -> None:
         """Compile the kernels of the call that are not compiled yet, once."""
         if self._begun or _is_watched():
             return
@@ -84,7 +84,7 @@ class Launching(Running):
         if jobs < 2:
             return
         try:
-            target = _target()
+            target = _target(by_triton=by_triton)
             builds = self._builds(target)
         except Exception:  # noqa: BLE001 - any code of a variant may fail on tensors without memory; the launches go on without help
             return
@@ -112,7 +112,8 @@ def compile_builds(builds: Sequence[Build], target: Architecture, jobs: int) -> 
         missing = [each for each in builds if (target.name, each.key) not in _DONE]
         if len(missing) < 2:
             return  # its launch compiles a single one as well
-        _warm_up(target)
+        if any(not isinstance(each, CudaBuild) for each in missing):
+            _warm_up(target)
         progress = _Progress(len(missing), jobs)
         for forced in (False, True):
             wave = [each for each in missing if (not isinstance(each, CudaBuild) and each.forces_warp_mma) is forced]
@@ -187,16 +188,24 @@ def _jobs() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _target() -> Architecture:
-    """Return the architecture of the current device, as Triton sees it."""
-    from triton.runtime import driver
+def _target(*, by_triton: bool) -> Architecture:
+    """Return the architecture of the current device, as Triton sees it.
 
-    found = driver.active.get_current_target()
-    known = [each for each in ARCHITECTURES.values() if (each.backend, each.target) == (found.backend, found.arch)]
+    Triton's driver compiles C code when it is first asked, which a call of kernels in CUDA C++ alone need not wait for.
+    """
+    if by_triton:
+        from triton.runtime import driver
+
+        found = driver.active.get_current_target()
+        backend, arch, warp = found.backend, found.arch, found.warp_size
+    else:
+        major, minor = torch.cuda.get_device_capability()
+        backend, arch, warp = "cuda", 10 * major + minor, 32
+    known = [each for each in ARCHITECTURES.values() if (each.backend, each.target) == (backend, arch)]
     if known:
         return known[0]
-    name = f"sm_{found.arch}" + ("a" if found.backend == "cuda" and found.arch >= 90 else "")  # as cuda/module.py names it
-    return Architecture(name, found.backend, found.arch, found.warp_size, (), 0, 0)
+    name = f"sm_{arch}" + ("a" if backend == "cuda" and arch >= 90 else "")  # as cuda/module.py names it
+    return Architecture(name, backend, arch, warp, (), 0, 0)
 
 
 def _warm_up(target: Architecture) -> None:

@@ -16,6 +16,8 @@ import torch
 from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from onelaunch.launch.facts import PLAIN
+
 META = torch.device("meta")
 
 
@@ -145,7 +147,8 @@ class Twins:
         """Return a value with the tensors replaced in its tuples, lists, dictionaries and data classes.
 
         Raises:
-            TypeError: A tensor is of another class than PyTorch's own, so that operators may treat it in another way.
+            TypeError: A tensor is of another class than PyTorch's own, so that operators may treat it in another way, or an
+                object is of a class that may hold tensors or a state.
         """
         return _mapped(self._replaced, value)
 
@@ -157,6 +160,8 @@ class Twins:
             for each in dataclasses.fields(value):
                 object.__setattr__(made, each.name, self.of(getattr(value, each.name)))
             return made
+        if type(value) not in PLAIN and type(value) is not float:
+            raise TypeError(f"a call holds {type(value).__name__}")
         return value
 
     def _twin(self, tensor: torch.Tensor) -> Twin:
