@@ -68,12 +68,7 @@ class Operator:
     ) -> None:
         self.name = name
         self.run = run
-
-        @functools.wraps(run)
-        def launch(*inputs: Any) -> Any:
-            with Launching(run, *inputs):
-                return run(*inputs)
-
+        launch = _launching(run)
         self.planned: Planned[Any] = Planned(launch)
         self.views = views
         self._outputs = outputs
@@ -114,22 +109,7 @@ class Operator:
             found = gradients(ctx, inner.planned, *(grad_outputs[:outputs] if views is None else grad_outputs))
             return (*found, None)  # None for the call site
 
-        def run_forward_and_backward(*inputs: Any) -> Any:
-            """Launch the kernels of both passes on fake tensors, so that both are recorded, and return the output of ``run``.
-
-            PyTorch builds no autograd graph on a pretended device. So ``gradients`` is called here, with empty tensors as the
-            gradients of the outputs.
-            """
-            output = run(*inputs)
-            ctx = _Context(inputs)
-            save(ctx, inputs, output)
-            results = views(inputs, output[0]) if views is not None else output
-            all_results = results if isinstance(results, tuple) else (results,)
-            differentiable = all_results if views is not None else all_results[:outputs]
-            gradients(ctx, inner.run, *(torch.empty_like(each) for each in differentiable))
-            return output
-
-        self._recorded = run_forward_and_backward
+        self._recorded = _both_passes(run, save, gradients, inner.run, views, outputs)
         once = torch.autograd.function.once_differentiable(differentiate)
 
         def differentiate_once(ctx: Any, *grad_outputs: Any) -> Gradients:
@@ -179,6 +159,44 @@ class Operator:
             return self._without_gradients(*inputs)
         output = self.registered(*inputs)
         return output if self.views is None else self.views(inputs, output[0])
+
+
+def _both_passes(
+    run: Callable[..., Any],
+    save: Callable[[Any, tuple[Any, ...], Any], None],
+    gradients: Callable[..., Gradients],
+    backward: Callable[..., Any],
+    views: Callable[[tuple[Any, ...], torch.Tensor], tuple[torch.Tensor, ...]] | None,
+    outputs: int,
+) -> Callable[..., Any]:
+    """Return a function that launches the kernels of both passes, so that both are recorded, and returns the output of ``run``.
+
+    PyTorch builds no autograd graph on a pretended device. So ``gradients`` is called here, with empty tensors as the gradients of
+    the outputs. The arguments are those of :class:`Operator`.
+    """
+
+    def run_forward_and_backward(*inputs: Any) -> Any:
+        output = run(*inputs)
+        ctx = _Context(inputs)
+        save(ctx, inputs, output)
+        results = views(inputs, output[0]) if views is not None else output
+        all_results = results if isinstance(results, tuple) else (results,)
+        differentiable = all_results if views is not None else all_results[:outputs]
+        gradients(ctx, backward, *(torch.empty_like(each) for each in differentiable))
+        return output
+
+    return run_forward_and_backward
+
+
+def _launching(run: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function with the signature of ``run`` that runs it, and compiles its kernels side by side if one is missing."""
+
+    @functools.wraps(run)
+    def launch(*inputs: Any) -> Any:
+        with Launching(run, *inputs):
+            return run(*inputs)
+
+    return launch
 
 
 def _imitated(run: Callable[..., Any], *inputs: Any) -> Any:
