@@ -171,8 +171,8 @@ def _both_passes(
 ) -> Callable[..., Any]:
     """Return a function that launches the kernels of both passes, so that both are recorded, and returns the output of ``run``.
 
-    PyTorch builds no autograd graph on a pretended device. So ``gradients`` is called here, with empty tensors as the gradients of
-    the outputs. The arguments are those of :class:`Operator`.
+    PyTorch builds no autograd graph on a pretended device. So ``gradients`` is called here, with empty tensors as the gradients
+    of the outputs. The arguments are those of :class:`Operator`.
     """
 
     def run_forward_and_backward(*inputs: Any) -> Any:
