@@ -159,6 +159,8 @@ def test_a_notice_says_after_some_time_what_is_compiled(machine, monkeypatch, pr
     with prose.warns(CompileNotice, match="2 kernels") as said:
         call(*vectors())
     assert len(said) == 1
+    shown = warnings.formatwarning(said[0].message, said[0].category, said[0].filename, said[0].lineno, said[0].line)
+    assert shown == f"onelaunch:1: CompileNotice: {said[0].message}\n"
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         call(*vectors(size=512))

@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from onelaunch.errors import DriverError
-from onelaunch.launch import parameters, workspace
+from onelaunch.launch import parameters, plan, workspace
 from onelaunch.launch.facts import facts_of
 from onelaunch.launch.imitation import observe
 from onelaunch.launch.launch import Launch
@@ -167,12 +167,12 @@ def test_small_intermediate_tensors_share_an_allocation(adding, monkeypatch):
         Launch(adding, (1,), second, first, out, N, 1.0, BLOCK=8).run()
         return out
 
+    made = []
+    empty = plan._allocator(torch.device("cpu"))
+    monkeypatch.setattr(plan, "_allocator", lambda device: lambda *given: made.append(given) or empty(*given))
     called = Called(run)
     for _ in range(2):
         called(*vectors(1))
-    made = []
-    empty = torch.empty_strided
-    monkeypatch.setattr(torch, "empty_strided", lambda *size, **rest: made.append(size) or empty(*size, **rest))
     (a,) = vectors(1)
     torch.testing.assert_close(called(a), 5 * a)
     assert len(made) == 2
@@ -189,8 +189,8 @@ def test_a_large_intermediate_tensor_is_freed_after_its_last_use(adding):
     called = Called(run)
     for _ in range(2):
         called(*vectors(1))
-    (plan,) = called.planned.plans()
-    codes = [step[0] for step in plan._steps]
+    (found,) = called.planned.plans()
+    codes = [step[0] for step in found._steps]
     assert codes.index(4) < codes.index(2)  # the step FREE comes before OPERATE, the addition at the end
 
 

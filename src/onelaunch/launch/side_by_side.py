@@ -140,13 +140,12 @@ class _Progress:
         if not self._told and wait(futures, timeout=max(self._at - time.monotonic(), 0.0)).not_done:
             self._told = True
             threads = min(self._jobs, self._total)
-            warnings.warn(
-                CompileNotice(
-                    f"The first call of its kind compiles {self._total} kernels, on {threads} threads; later processes find them "
-                    "in the cache. The command onelaunch prebuild compiles kernels before they are needed."
-                ),
-                stacklevel=2,
+            notice = CompileNotice(
+                f"The first call of its kind compiles {self._total} kernels, on {threads} threads; later processes find them "
+                "in the cache. The command onelaunch prebuild compiles kernels before they are needed."
             )
+            # One line: with a place in a file, Python would show a line of the source too.
+            warnings.warn_explicit(notice, CompileNotice, "onelaunch", 1)
         wait(futures)
 
 
