@@ -25,10 +25,10 @@ from onelaunch.errors import CacheNotice
 def forget():
     """Forget the temporary folder in use and the warnings given, as in a process that has just started."""
     folders._temporary.cache_clear()
-    folders._warn_unwritable.cache_clear()
+    folders._UNWRITABLE.clear()
     yield
     folders._temporary.cache_clear()
-    folders._warn_unwritable.cache_clear()
+    folders._UNWRITABLE.clear()
 
 
 def in_a_process(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -82,6 +82,18 @@ def test_an_unwritable_folder_gives_one_warning_with_a_remedy(tmp_path, prose):
         warnings.simplefilter("error")
         assert not folders.keep(path, b"again")
         assert folders.kept(path) is None
+
+
+def test_a_cache_folder_that_cannot_be_written_gives_one_warning_for_all_that_is_kept_there(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("where the folder would be")
+    monkeypatch.setenv("ONELAUNCH_CACHE", str(tmp_path / "file" / "cache"))
+
+    def keep_all():
+        return [folders.keep(folders.cache_folder() / name, b"data") for name in ("cubins/a", "cubins/b", "peaks/a", "proofs/a")]
+
+    with pytest.warns(CacheNotice, match=r"file/cache cannot be written") as said:
+        assert keep_all() == [False] * 4
+    assert len(said) == 1
 
 
 @pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="the superuser may write everywhere")

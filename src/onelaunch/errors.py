@@ -1,7 +1,6 @@
 """Error and warning classes of onelaunch. Each message says what is wrong and, where the caller can change it, what to do.
 
-All derive from :class:`OneLaunchError`, and the specific ones also from a built-in class that a caller would expect, such as
-ValueError.
+All derive from :class:`OneLaunchError`, the specific ones also from a built-in class that a caller would expect.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ class AdvisedError(OneLaunchError):
         return f"{self.problem} {advice}".strip()
 
 
-# Arguments of an operation
+# Arguments of an operation, and unknown names
 
 
 class ArgumentError(OneLaunchError, ValueError):
@@ -106,9 +105,6 @@ class PackingError(ArgumentError):
     def __init__(self, problem: str, *, want: str) -> None:
         super().__init__(f"cu_seqlens {problem}; it must {want}.")
         self.argument = "cu_seqlens"
-
-
-# Names
 
 
 class UnknownNameError(OneLaunchError, LookupError):
@@ -295,6 +291,10 @@ class FallbackNotice(OneLaunchError, UserWarning):
 
 class CacheNotice(OneLaunchError, UserWarning):
     """Warning about the cache folder or a file in it that cannot be used as it is."""
+
+
+class CompileNotice(OneLaunchError, UserWarning):
+    """Warning that the first call of a kind waits for a compiler."""
 
 
 class BusyDeviceNotice(OneLaunchError, UserWarning):

@@ -58,13 +58,21 @@ def kept(path: Path) -> bytes | None:
 
 
 def keep(path: Path, data: bytes) -> bool:
-    """Write a cache file atomically, and return whether it was written. Warn once for a folder that cannot be written."""
+    """Write a cache file atomically, and return whether it was written. Warn once for a cache folder that cannot be written."""
     try:
         replace(path, data)
     except OSError as problem:
-        _warn_unwritable(str(path.parent), reason(problem))
+        whole = cache_folder()
+        folder = str(whole if path.is_relative_to(whole) else path.parent)
+        if folder not in _UNWRITABLE:
+            _UNWRITABLE.add(folder)
+            _warn_unwritable(folder, reason(problem))
         return False
     return True
+
+
+_UNWRITABLE: set[str] = set()
+"""Folders for which this process has warned that they cannot be written."""
 
 
 LOCK_SECONDS = 120.0
@@ -110,9 +118,8 @@ def warn_unusable(path: Path, problem: str) -> None:
     warnings.warn(CacheNotice(f"{path} {problem}. The file is ignored, and written again where that is possible."), stacklevel=3)
 
 
-@functools.cache
 def _warn_unwritable(folder: str, problem: str) -> None:
-    """Warn, once for each folder and problem, that nothing can be written to the cache."""
+    """Warn that nothing can be written to the cache."""
     warnings.warn(
         CacheNotice(
             f"{folder} cannot be written ({problem}), so measured peaks and compiled code are not kept for the next process. "

@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from onelaunch.errors import DriverError
-from onelaunch.launch import parameters, workspace
+from onelaunch.launch import parameters, plan, workspace
 from onelaunch.launch.facts import facts_of
 from onelaunch.launch.imitation import observe
 from onelaunch.launch.launch import Launch
@@ -167,12 +167,12 @@ def test_small_intermediate_tensors_share_an_allocation(adding, monkeypatch):
         Launch(adding, (1,), second, first, out, N, 1.0, BLOCK=8).run()
         return out
 
+    made = []
+    empty = plan._allocator(torch.device("cpu"))
+    monkeypatch.setattr(plan, "_allocator", lambda device: lambda *given: made.append(given) or empty(*given))
     called = Called(run)
     for _ in range(2):
         called(*vectors(1))
-    made = []
-    empty = torch.empty_strided
-    monkeypatch.setattr(torch, "empty_strided", lambda *size, **rest: made.append(size) or empty(*size, **rest))
     (a,) = vectors(1)
     torch.testing.assert_close(called(a), 5 * a)
     assert len(made) == 2
@@ -189,8 +189,8 @@ def test_a_large_intermediate_tensor_is_freed_after_its_last_use(adding):
     called = Called(run)
     for _ in range(2):
         called(*vectors(1))
-    (plan,) = called.planned.plans()
-    codes = [step[0] for step in plan._steps]
+    (found,) = called.planned.plans()
+    codes = [step[0] for step in found._steps]
     assert codes.index(4) < codes.index(2)  # the step FREE comes before OPERATE, the addition at the end
 
 
@@ -400,3 +400,22 @@ def test_plans_are_forgotten(sum_of):
     sum_of.planned.forget()
     sum_of(*vectors(), 0.5)
     assert sum_of.count == 3
+
+
+def test_memory_that_runs_out_during_a_first_call_leaves_no_plan(machine):  # noqa: F811
+    failing = [True] * 3
+
+    def function(x):
+        out = x + 1
+        if failing and failing.pop():
+            raise torch.OutOfMemoryError("out of memory")
+        return out * 2
+
+    planned, (x,) = Planned(function), vectors(1)
+    for _ in range(3):
+        with pytest.raises(torch.OutOfMemoryError):
+            planned(x)
+        assert planned.plans() == []
+    for _ in range(4):
+        assert torch.equal(planned(x), (x + 1) * 2)
+    assert len(planned.plans()) == 1

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from onelaunch.launch.imitation import imitated
 from onelaunch.launch.planned import unrecorded
 from onelaunch.operation import Query
 
@@ -39,7 +40,8 @@ def compile_static(function: Callable[..., R]) -> Callable[..., R]:
     compiled_function = torch.compile(function, dynamic=False)
 
     def call(*arguments: Any) -> R:
-        if torch.compiler.is_compiling():  # the caller is traced, and its graph takes the function in
+        # The caller is traced, and its graph takes the function in, or the call is run for its launches alone.
+        if torch.compiler.is_compiling() or imitated():
             return function(*arguments)
         from torch._dynamo import config as dynamo  # slow to import
 

@@ -25,6 +25,7 @@ from onelaunch.dispatch.measured import Measured, nearest
 from onelaunch.dispatch.results import check_results
 from onelaunch.errors import ArgumentError, UnknownVariant, VariantUnsupported
 from onelaunch.launch.planned import forget_plans, is_recording, unrecorded
+from onelaunch.launch.side_by_side import Launching
 from onelaunch.operation import AUTO, Call, Operation, Query, Variant, find_operation
 
 CONFIRMED = 4096
@@ -51,6 +52,9 @@ def run(operation: Operation[..., Any], call: Call, variant: str) -> Any:
     chosen = operation.variants[_name(variant, query)]
     if is_recording() and not chosen.is_repeatable:
         with unrecorded(f"the variant {chosen.name} may launch kernels in other ways"):
+            results = chosen.run(call)
+    elif chosen.is_recordable:
+        with Launching(chosen.run, call):
             results = chosen.run(call)
     else:
         results = chosen.run(call)

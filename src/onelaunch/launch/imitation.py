@@ -112,7 +112,8 @@ class _Pretended(TorchFunctionMode):
             if all(each is None or each is Ellipsis or type(each) in (int, slice) for each in items):
                 return _indexed(tensor, items)
         if func is torch.tensor and (device := (kwargs or {}).get("device")) is not None:
-            numbers = func(*args, **{**(kwargs or {}), "device": "cpu"})
+            given: dict[str, Any] = {**(kwargs or {}), "device": "cpu"}
+            numbers = func(*args, **given)
             return torch.empty(numbers.shape, dtype=numbers.dtype, device=device)
         return func(*args, **(kwargs or {}))
 

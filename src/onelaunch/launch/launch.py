@@ -8,6 +8,7 @@ calls (:mod:`onelaunch.launch.build`).
 
 from __future__ import annotations
 
+import functools
 from enum import Enum
 from typing import Any
 
@@ -19,6 +20,8 @@ from onelaunch.launch.cache_keys import complete_key
 from onelaunch.launch.global_atomics import global_atomics
 from onelaunch.launch.imitation import record_launch
 from onelaunch.launch.recording import recorder
+from onelaunch.launch.running import compile_running_call
+from onelaunch.launch.triton_cache import fall_back
 from onelaunch.launch.warp_mma import warp_mma
 
 
@@ -65,8 +68,18 @@ class Launch:
 
     def _launch(self) -> None:
         """Launch the kernel by ``kernel.run``, since ``kernel[grid](...)`` would pack the arguments a second time."""
-        complete_key(self.kernel)
-        compiled = self.kernel.run(*self.arguments, grid=self.grid, warmup=False, **self.constants)
+        kernel = self.kernel
+        if id(kernel) not in _READY:
+            _make_ready(kernel)
+        try:
+            compiled = kernel.run(*self.arguments, grid=self.grid, warmup=False, **self.constants)
+        except OSError as problem:  # Triton writes files before it launches, and none afterwards
+            if not fall_back(problem):
+                raise
+            compiled = kernel.run(*self.arguments, grid=self.grid, warmup=False, **self.constants)
+        except BaseException:
+            _forget_unloaded(kernel)
+            raise
         if (active := recorder()) is not None:
             active.launched(self, compiled)
 
@@ -82,6 +95,40 @@ class Launch:
                 self._launch()
         else:
             self._launch()
+
+
+_READY: set[int] = set()
+"""Identities of the kernels that :func:`_make_ready` has seen. Triton's functions live as long as their modules."""
+
+
+def _make_ready(kernel: Any) -> None:
+    """Prepare a kernel of Triton for its first launch.
+
+    Triton's method ``_do_compile`` is called where a kernel is not loaded yet. It then compiles the other kernels of the running
+    call too (:mod:`onelaunch.launch.side_by_side`). A Triton without this method compiles them one after the other.
+    """
+    complete_key(kernel)
+    compile_alone = getattr(kernel, "_do_compile", None)
+    if compile_alone is not None:
+
+        def compile_with_others(*args: Any, **kwargs: Any) -> Any:
+            compile_running_call(by_triton=True)
+            return compile_alone(*args, **kwargs)
+
+        kernel._do_compile = compile_with_others  # noqa: SLF001 - as above
+    _READY.add(id(kernel))
+
+
+def _forget_unloaded(kernel: Any) -> None:
+    """Let Triton load those compiled kernels again whose loading has failed, for lack of memory for example.
+
+    Triton keeps such a kernel, and would launch it next time without the code on the device (``CompiledKernel._init_handles``,
+    seen in 3.6 and 3.7.1). A kernel that needs more resources than the device has stays as it is: its error comes again.
+    """
+    for loaded, *_ in getattr(kernel, "device_caches", {}).values():
+        for compiled in list(loaded.values()):
+            if vars(compiled).get("module", True) is None and not isinstance(vars(compiled).get("_run"), functools.partial):
+                compiled._run = None  # noqa: SLF001
 
 
 class CudaKernel:
@@ -132,6 +179,7 @@ class CudaKernel:
         """
         found = self._loaded.get(device)
         if found is None:
+            compile_running_call(by_triton=False)
             found = self._loaded[device] = load(
                 self.source,
                 device,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -12,6 +13,8 @@ from torch import library
 from onelaunch.errors import TransformUnsupported
 from onelaunch.launch.imitation import imitate, recorded
 from onelaunch.launch.planned import Planned
+from onelaunch.launch.side_by_side import Launching
+from onelaunch.launch.sites import CallSite
 from onelaunch.launch.tape import active_tape
 from onelaunch.tracing import is_traced, is_transformed
 
@@ -32,7 +35,7 @@ class Operator:
 
     Args:
         name: Name of the operator, without the namespace.
-        run: Function to wrap. PyTorch's ``custom_op`` reads the operator's schema from its annotations. It must return new
+        run: Function to wrap. PyTorch reads the operator's schema from its annotations. It must return new
             tensors, never an input or a view of one.
         fake: Function from the same inputs to empty tensors with the shapes, dtypes and strides of the results of ``run``. The
             default is ``run`` itself with its launches imitated.
@@ -65,13 +68,18 @@ class Operator:
     ) -> None:
         self.name = name
         self.run = run
-        self.planned: Planned[Any] = Planned(run)
+        launch = _launching(run)
+        self.planned: Planned[Any] = Planned(launch)
         self.views = views
+        self._outputs = outputs
         # Three forms of the function: for compiled code, for eager code with a gradient, and for recorded launches (_recorded).
-        self.registered = library.custom_op(f"onelaunch::{name}", run, mutates_args=())
+        self.registered = library.custom_op(
+            f"onelaunch::{name}", launch, mutates_args=(), schema=library.infer_schema(run, mutates_args=())
+        )
         self.registered.register_fake(fake or partial(_imitated, run))
         self.eager: Callable[..., Any] = self.planned
         self._recorded: Callable[..., Any] | None = None
+        self._apply: Callable[..., Any] | None = None
         if save is None or gradients is None:
             return
         inner = backward or self
@@ -87,8 +95,9 @@ class Operator:
 
         self.registered.register_autograd(differentiate_registered, setup_context=save_all)
 
-        def forward_and_save(ctx: Any, *inputs: Any) -> Any:
-            output = self.planned(*inputs)
+        def forward_and_save(ctx: Any, *inputs_and_site: Any) -> Any:
+            inputs, site = inputs_and_site[:-1], inputs_and_site[-1]
+            output = self.planned(*inputs) if site is None else site.forward(inputs)
             save(ctx, inputs, output)
             if views is not None:
                 return views(inputs, output[0])
@@ -97,24 +106,10 @@ class Operator:
             return output
 
         def differentiate(ctx: Any, *grad_outputs: Any) -> Gradients:
-            return gradients(ctx, inner.planned, *(grad_outputs[:outputs] if views is None else grad_outputs))
+            found = gradients(ctx, inner.planned, *(grad_outputs[:outputs] if views is None else grad_outputs))
+            return (*found, None)  # None for the call site
 
-        def run_forward_and_backward(*inputs: Any) -> Any:
-            """Launch the kernels of both passes on fake tensors, so that both are recorded, and return the output of ``run``.
-
-            PyTorch builds no autograd graph on a pretended device. So ``gradients`` is called here, with empty tensors as the
-            gradients of the outputs.
-            """
-            output = run(*inputs)
-            ctx = _Context(inputs)
-            save(ctx, inputs, output)
-            results = views(inputs, output[0]) if views is not None else output
-            all_results = results if isinstance(results, tuple) else (results,)
-            differentiable = all_results if views is not None else all_results[:outputs]
-            gradients(ctx, inner.run, *(torch.empty_like(each) for each in differentiable))
-            return output
-
-        self._recorded = run_forward_and_backward
+        self._recorded = _both_passes(run, save, gradients, inner.run, views, outputs)
         once = torch.autograd.function.once_differentiable(differentiate)
 
         def differentiate_once(ctx: Any, *grad_outputs: Any) -> Gradients:
@@ -124,7 +119,8 @@ class Operator:
         methods = {"forward": staticmethod(forward_and_save), "backward": staticmethod(differentiate_once)}
         function: Any = type(name, (torch.autograd.Function,), methods)  # profilers show this name
         # ``Function.apply`` looks for transforms of torch.func, which a call refuses, and then calls this method.
-        self.eager = super(torch.autograd.Function, function).apply
+        self._apply = apply = super(torch.autograd.Function, function).apply
+        self.eager = lambda *inputs: apply(*inputs, None)
 
     def __call__(self, *inputs: Any, grad: bool) -> Any:
         """Return the function's results; ``grad`` says whether the call may be differentiated later.
@@ -135,7 +131,9 @@ class Operator:
         tape = active_tape()
         if tape is None:
             return self._call(inputs, grad)
-        repeated = self.eager if grad else self._without_gradients
+        repeated: Callable[..., Any] = self.eager if grad else self._without_gradients
+        if grad and self._apply is not None and tape.holds(inputs):
+            repeated = CallSite(self._apply, self.planned, inputs)
         return tape.operated(repeated, lambda: self._call(inputs, grad), inputs)
 
     def _without_gradients(self, *inputs: Any) -> Any:
@@ -150,6 +148,9 @@ class Operator:
         if recorded():
             with torch.no_grad():  # as the forward of an autograd function would run
                 output = self._recorded(*inputs) if grad and self._recorded else self.run(*inputs)
+            if grad and torch.is_grad_enabled():  # so that later parts of the recorded call take gradients too
+                for each in (output if isinstance(output, tuple) else (output,))[: self._outputs]:
+                    each.requires_grad_(each.is_floating_point())
             return output if self.views is None else self.views(inputs, output[0])
         traced = is_traced(inputs[0])  # one tensor of the call is enough, see is_traced
         if grad and not traced:
@@ -158,6 +159,44 @@ class Operator:
             return self._without_gradients(*inputs)
         output = self.registered(*inputs)
         return output if self.views is None else self.views(inputs, output[0])
+
+
+def _both_passes(
+    run: Callable[..., Any],
+    save: Callable[[Any, tuple[Any, ...], Any], None],
+    gradients: Callable[..., Gradients],
+    backward: Callable[..., Any],
+    views: Callable[[tuple[Any, ...], torch.Tensor], tuple[torch.Tensor, ...]] | None,
+    outputs: int,
+) -> Callable[..., Any]:
+    """Return a function that launches the kernels of both passes, so that both are recorded, and returns the output of ``run``.
+
+    PyTorch builds no autograd graph on a pretended device. So ``gradients`` is called here, with empty tensors as the gradients
+    of the outputs. The arguments are those of :class:`Operator`.
+    """
+
+    def run_forward_and_backward(*inputs: Any) -> Any:
+        output = run(*inputs)
+        ctx = _Context(inputs)
+        save(ctx, inputs, output)
+        results = views(inputs, output[0]) if views is not None else output
+        all_results = results if isinstance(results, tuple) else (results,)
+        differentiable = all_results if views is not None else all_results[:outputs]
+        gradients(ctx, backward, *(torch.empty_like(each) for each in differentiable))
+        return output
+
+    return run_forward_and_backward
+
+
+def _launching(run: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function with the signature of ``run`` that runs it, and compiles its kernels side by side if one is missing."""
+
+    @functools.wraps(run)
+    def launch(*inputs: Any) -> Any:
+        with Launching(run, *inputs):
+            return run(*inputs)
+
+    return launch
 
 
 def _imitated(run: Callable[..., Any], *inputs: Any) -> Any:

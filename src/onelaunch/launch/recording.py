@@ -216,6 +216,11 @@ class Recorder(TorchDispatchMode):
 
     # PyTorch's operators
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Keep PyTorch from wrapping the method below in one that imports ``torch._dynamo``, which takes two seconds."""
+        return False
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:

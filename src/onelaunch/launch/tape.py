@@ -110,6 +110,12 @@ class Tape(TorchFunctionMode):
             self._note(repeat, inputs, {}, result, operator=True)
         return result
 
+    def holds(self, inputs: tuple[Any, ...]) -> bool:
+        """Return whether all tensors among inputs are those of the taped call itself, and none is inside a list or a tuple."""
+        tensors = [each for each in inputs if isinstance(each, torch.Tensor)]
+        known = all(self._at.get(id(each), self._inputs) < self._inputs for each in tensors)
+        return known and not any(isinstance(each, (list, tuple)) for each in inputs)
+
     def checked(self, check: Callable[..., None], arguments: tuple[Any, ...]) -> None:
         """Run a check of values, which every replay repeats."""
         before, self._inside = self._inside, True

@@ -17,6 +17,7 @@ from triton.runtime import driver
 
 from onelaunch.launch.imitation import imitated
 from onelaunch.launch.recording import recorder
+from onelaunch.launch.triton_cache import fall_back
 
 RESERVE = 4 << 20
 """Number of int64 words in the reserve for captured calls: 32 MiB per device, allocated by the first eager call."""
@@ -38,10 +39,10 @@ class Reserve:
     def fill(self, device: torch.device) -> None:
         """Allocate a new reserve if less than half of the present one is left. Do not call it during a capture."""
         if self._words is None or self._next > RESERVE // 2:
+            words = torch.zeros(RESERVE, dtype=torch.int64, device=device)  # first, since memory may run out
             if self._words is not None:
                 self._used.append(self._words)
-            self._words = torch.zeros(RESERVE, dtype=torch.int64, device=device)
-            self._next = 0
+            self._words, self._next = words, 0
 
     def take(self, words: int) -> torch.Tensor | None:
         """Return words for one captured call, or ``None`` if too few are left or too many are asked for."""
@@ -69,7 +70,12 @@ def _stream(device: torch.device) -> int:
 
     PyTorch's look-up would create a stream object at every launch.
     """
-    return driver.active.get_current_stream(device.index)
+    try:
+        return driver.active.get_current_stream(device.index)
+    except OSError as problem:  # Triton's driver compiles its own code at the first use, into the cache folder
+        if not fall_back(problem):
+            raise
+        return driver.active.get_current_stream(device.index)
 
 
 def workspace(device: torch.device, words: int) -> torch.Tensor:

@@ -205,6 +205,17 @@ class Variant:
         return self.run is self.registered and self.is_own and self.capabilities.requires is None
 
     @property
+    def is_recordable(self) -> bool:
+        """Flag that calls can be run on tensors without memory, to see what they launch.
+
+        The variant has example calls, which are run so too, or is composed of variants of other operations, which the tag
+        ``parts`` names. Other variants may change a state that their calls refer to, or launch other libraries' kernels, which
+        nothing would keep from running.
+        """
+        known = self._examples is not None or "parts" in self.tags
+        return known and self.run is self.registered and self.capabilities.requires is None
+
+    @property
     def package(self) -> str:
         """Name of the top-level package that holds the variant's function, such as ``onelaunch``; empty if it has none.
 

@@ -1,0 +1,100 @@
+"""A stand-in for Triton's driver on a machine without a GPU: kernels are compiled for Hopper, and their launches are counted."""
+
+from __future__ import annotations
+
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from onelaunch import cuda, folders
+from onelaunch.launch import launch, side_by_side
+
+triton = pytest.importorskip("triton")
+
+
+class Machine:
+    """Driver that loads and launches nothing.
+
+    Attributes:
+        launched: Names of the kernels in the order of their launches.
+        compiled: Names of the kernels that were compiled, not found in the cache, and the thread of each.
+        unloadable: Number of the next loads of kernels that run out of memory.
+    """
+
+    def __init__(self) -> None:
+        self.launched: list[str] = []
+        self.compiled: list[tuple[str, str]] = []
+        self.unloadable = 0
+        self.utils = SimpleNamespace(load_binary=self._load, get_device_properties=lambda device: {"max_shared_mem": 227 * 1024})
+
+    def get_current_target(self) -> Any:
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        del device
+        return 0
+
+    def launcher_cls(self, source: Any, metadata: Any) -> Any:
+        del source
+        return lambda *arguments: self._launch(metadata.name, arguments[4])
+
+    def _launch(self, name: str, function: Any) -> None:
+        assert function is not None, "a kernel that is not loaded was launched"
+        self.launched.append(name)
+
+    def _load(self, name: str, code: bytes, shared: int, device: int) -> Any:
+        del code, shared, device
+        if self.unloadable:
+            self.unloadable -= 1
+            raise RuntimeError("Triton Error [CUDA]: out of memory")
+        return object(), name, 32, 0, 1024
+
+    def listen(self, *, src: Any, cache_hit: bool, **_: Any) -> None:
+        """Note a compilation of Triton's."""
+        if not cache_hit:
+            self.compiled.append((src.name, threading.current_thread().name))
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the compiled kernels, in order."""
+        return sorted(name for name, _ in self.compiled)
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> Machine:
+    """Give a test a process in which no kernel has been compiled: empty caches on disk and in memory, and four threads."""
+    made = Machine()
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
+    monkeypatch.setenv(folders.CACHE, str(tmp_path / "onelaunch"))
+    monkeypatch.setenv(side_by_side.JOBS, "4")
+    monkeypatch.setattr(triton.runtime.driver, "_active", made, raising=False)
+    monkeypatch.setattr(triton.knobs.compilation, "listener", made.listen)
+    monkeypatch.setattr(side_by_side, "_DONE", set())
+    forget_kernels()
+    yield made
+    forget_kernels()
+    cuda.compile_source.cache_clear()
+
+
+def forget_kernels() -> None:
+    """Remove the compiled kernels of the test from memory."""
+    from tests.launch import first_kernels
+
+    for kernel in vars(first_kernels).values():
+        if isinstance(kernel, triton.JITFunction):
+            kernel.device_caches.clear()
+
+
+def vectors(count: int = 1, size: int = 256) -> list[torch.Tensor]:
+    return [torch.randn(size) for _ in range(count)]
+
+
+__all__ = ["Machine", "launch", "machine", "vectors"]
