@@ -34,8 +34,9 @@ class Operator:
         name: Name of the operator, without the namespace.
         run: Function to wrap. PyTorch's ``custom_op`` reads the operator's schema from its annotations. It must return new
             tensors, never an input or a view of one.
-        fake: Function from the same inputs to empty tensors with the shapes, dtypes and strides of the results of ``run``. The
-            default is ``run`` itself with its launches imitated.
+        fake: Function from the same inputs to empty tensors with the shapes, dtypes and strides of the results of ``run``. Sizes
+            may be symbolic in it, so it must neither compare them nor look them up in a cache: a comparison would be a guard of
+            the compiled code. The default is ``run`` itself with its launches imitated, for operators of fixed sizes.
         save: Function ``save(ctx, inputs, output)`` that saves what ``gradients`` needs, like ``setup_context`` of an autograd
             function.
         gradients: Function ``gradients(ctx, backward, *grad_outputs)`` that returns a gradient, or ``None``, for every input of
@@ -69,7 +70,8 @@ class Operator:
         self.views = views
         # Three forms of the function: for compiled code, for eager code with a gradient, and for recorded launches (_recorded).
         self.registered = library.custom_op(f"onelaunch::{name}", run, mutates_args=())
-        self.registered.register_fake(fake or partial(_imitated, run))
+        self.fake: Callable[..., Any] = fake or partial(_imitated, run)
+        self.registered.register_fake(self.fake)
         self.eager: Callable[..., Any] = self.planned
         self._recorded: Callable[..., Any] | None = None
         if save is None or gradients is None:

@@ -99,7 +99,7 @@ class ScanFacts(NamedTuple):
         """Return the dispatch key of a call with these arguments, its first argument and ``others``, such as a weight."""
         grad = self.grad_enabled and checks.grad_wanted(first, *others, self.log_decay, self.gate, self.initial_state)
         flags = state_flags(self.cu_seqlens is not None, self.initial_state is not None, self.output_final_state)
-        return Query(operation, str(first.device), first.dtype, fixed(*sizes), grad, flags)
+        return Query(operation, str(first.device), first.dtype, fixed(*sizes, free=2), grad, flags)
 
 
 def scan_facts(
