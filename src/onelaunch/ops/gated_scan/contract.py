@@ -91,7 +91,8 @@ class ScanFacts(NamedTuple):
             sequences = offsets.shape[0] - 1
         if initial is not None:
             checks.rank("initial_state", initial, "[N, V]")
-            checks.shape("initial_state", initial, (sequences, channels), "[N, V]", f"{sequences} sequences and {because}")
+            if tuple(initial.shape) != (sequences, channels):  # else the message would specialize a traced N
+                checks.shape("initial_state", initial, (sequences, channels), "[N, V]", f"{sequences} sequences and {because}")
             checks.dtype("initial_state", initial, (torch.float32,))
             checks.device("initial_state", initial, first.device)
 

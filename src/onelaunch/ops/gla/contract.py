@@ -184,10 +184,12 @@ def _key(
         dimensions = "[N, H, V, K]" if state_v_first else "[N, H, K, V]"
         ends = (values, keys) if state_v_first else (keys, values)
         checks.rank("initial_state", initial_state, dimensions)
-        because = f"{sequences} sequences, q {list(q.shape)} and v {list(v.shape)}"
-        if heads.g < heads.output:
-            because += f"; {heads.g} heads are allowed too"
-        checks.shape("initial_state", initial_state, (sequences, heads.state, *ends), dimensions, because)
+        extent = (sequences, heads.state, *ends)
+        if tuple(initial_state.shape) != extent:  # else the message would specialize a traced N
+            because = f"{sequences} sequences, q {list(q.shape)} and v {list(v.shape)}"
+            if heads.g < heads.output:
+                because += f"; {heads.g} heads are allowed too"
+            checks.shape("initial_state", initial_state, extent, dimensions, because)
         checks.dtype("initial_state", initial_state, (torch.float32,))
         checks.device("initial_state", initial_state, q.device)
     return Query(
