@@ -166,7 +166,7 @@ def key_of(
 
 def _head_size(name: str, weight: Facts, dimension: int, heads: int, dimensions: str) -> int:
     """Return the channels of a head; raise :class:`ShapeError` unless they divide evenly and are within the limits of ``gla``."""
-    size, rest = divmod(weight.shape[dimension], heads)
+    size, rest = divmod(*fixed(weight.shape[dimension], heads))
     if rest or not SMALLEST_HEAD <= size <= LARGEST_HEAD:
         letter = "K" if dimension == 0 else "V"
         want = f"{dimensions} of heads = {heads} with {letter} from {SMALLEST_HEAD} to {LARGEST_HEAD}"
