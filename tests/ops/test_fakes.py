@@ -19,10 +19,11 @@ from torch.fx.experimental.symbolic_shapes import (
 )
 
 from onelaunch.device.architectures import pretended
-from onelaunch.launch.imitation import record, trace
+from onelaunch.launch.imitation import imitate, record, trace
 from onelaunch.launch.operator import Operator, _Context
 from onelaunch.operation import Case, Operation, Variant, find_operation
 from onelaunch.operation.examples import _differentiable
+from onelaunch.ops import Segment
 from onelaunch.ops.gated_scan import autograd as gated_scan
 from onelaunch.ops.gla import autograd as gla
 from onelaunch.ops.gla_layer import autograd as gla_layer
@@ -82,8 +83,12 @@ def able(operation: Operation[..., Any], case: Case, grad: bool) -> list[Variant
 
 
 def cases(operation: Operation[..., Any]) -> list[Case]:
-    """Return the operation's edge cases with elements, and the sizes of :data:`LARGE` in bfloat16."""
+    """Return the operation's edge cases with elements, and the sizes of :data:`LARGE` in bfloat16.
+
+    A copy of a tensor on a pretended device fails, so states with values first are left to a test of their own.
+    """
     probes = [each.case for each in operation.listed_probes() if not each.refused and all(each.case.sizes.values())]
+    probes = [each for each in probes if not each.options.get("state_v_first")]
     return probes + [operation.case("bfloat16", **sizes) for sizes in LARGE[operation.name]]
 
 
@@ -138,13 +143,14 @@ def test_fakes_equal_the_results_of_launches(name, monkeypatch):
     assert ran >= expected  # without the two that call operators of gated_scan alone
 
 
-def test_a_final_state_lies_as_the_initial_one_of_a_single_step():
-    with record(ARCHITECTURE) as (device, _):
-        q = torch.empty(3, 1, 2, 16, device=device)
-        state = torch.empty(3, 2, 16, 16, device=device).mT
-        inputs = (q, q, q, q, state, None, 1.0, True, "stepwise")
+@pytest.mark.parametrize("kernel", ["stepwise", "fused"])
+def test_a_final_state_with_values_first_lies_as_the_kernel_writes_it(kernel):
+    with imitate(), FakeTensorMode():
+        q, v = torch.empty(3, 1, 2, 16), torch.empty(3, 1, 2, 32)
+        state = torch.empty(3, 2, 32, 16).mT
+        inputs = (q, q, v, q, state, None, 1.0, True, kernel)
         assert layouts(gla.forward.fake(*inputs)) == layouts(gla.run_forward(*inputs))
-        assert not gla.forward.fake(*inputs)[1].is_contiguous()
+        assert gla.forward.fake(*inputs)[1].is_contiguous() == (kernel == "fused")
 
 
 # Symbolic sizes on a pretended Hopper GPU
@@ -179,11 +185,8 @@ def arguments_of(name: str, batch: Any, length: Any, device: torch.device, state
     if name == "swiglu":
         return {"x": new(*steps, width), "w_gate": new(512, width), "w_up": new(512, width)}
     if name == "projections":
-        segments = find_operation("projections").make_inputs(
-            find_operation("projections").case("bfloat16", B=1, T=1, D=width, H=heads, K=keys, V=values), torch.device("meta"), 0
-        ).arguments["segments"]  # fmt: skip
-        biases, rows = sum(each.width for each in segments if each.bias), sum(each.width for each in segments)
-        return {"x": new(*steps, width), "weight": new(rows, width), "segments": segments, "bias": new(biases) if biases else None}
+        segments = (Segment("k", heads, keys, "l2norm"), Segment("v", heads, values, "silu"), Segment("b", 8, 1, bias=True))
+        return {"x": new(*steps, width), "weight": new(heads * (keys + values) + 8, width), "segments": segments, "bias": new(8)}
     if name == "output_chain":
         h, gate = (new(*steps, heads, values) for _ in range(2))
         return {"h": h, "gate": gate, "norm_weight": new(values), "w_out": new(width, heads * values)}
