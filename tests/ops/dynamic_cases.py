@@ -18,7 +18,11 @@ SIZES = ((2, 70), (3, 133), (6, 66))
 
 HEADS, KEYS, VALUES, WIDTH, CHANNELS = 4, 16, 32, 40, 24
 
-SEGMENTS = (Segment("q", HEADS, KEYS, "l2norm"), Segment("v", HEADS, VALUES, "silu"), Segment("g", 8, 1, "logsigmoid", 16.0, True))
+SEGMENTS = (
+    Segment("q", HEADS, KEYS, "l2norm"),
+    Segment("v", HEADS, VALUES, "silu"),
+    Segment("g", 8, 1, "logsigmoid", 16.0, True),
+)
 
 Tensors = tuple[torch.Tensor, ...]
 
@@ -105,7 +109,9 @@ def with_gradients(run: Callable[..., Any], tensors: Tensors) -> list[torch.Tens
     """Return the results of a call and the gradients of a weighted sum of them with respect to all tensors."""
     leaves = [each.detach().clone().requires_grad_() for each in tensors]
     outputs = results_of(run(*leaves))
-    total = sum((each.float() * torch.linspace(-1, 1, each.numel(), device=each.device).view(each.shape)).sum() for each in outputs)
+    total = sum(
+        (each.float() * torch.linspace(-1, 1, each.numel(), device=each.device).view(each.shape)).sum() for each in outputs
+    )
     found = torch.autograd.grad(total, leaves, allow_unused=True)
     return [*(each.detach() for each in outputs), *(each for each in found if each is not None)]
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
+from typing import Any
 
 import pytest
 import torch
@@ -14,8 +16,14 @@ from onelaunch.ops import Segment
 from tests.ops import dynamic_cases
 from tests.ops.dynamic_cases import CALLS, LAYERS, SIZES, assert_near, results_of, with_gradients
 
-TWICE = ["gla", "gla_layer"]
-"""Operations whose graph of chunks takes seconds to compile; they are compiled with symbolic sizes, but forward alone."""
+CHUNKED = ("gla", "gla_layer", "GatedLinearAttention", "SimpleGatedLinearAttention")
+"""Operations and layers whose chunks in PyTorch are a graph of hundreds of operations; they are compiled forward alone."""
+
+
+def slow_if_chunked(names: Iterable[str]) -> list[Any]:
+    """Return the names as parameters, of which those of :data:`CHUNKED` are marked as slow."""
+    return [pytest.param(name, marks=pytest.mark.slow) if name in CHUNKED else name for name in names]
+
 
 KERNELS = [
     pytest.param(name, variant, id=f"{name}-{variant}", marks=pytest.mark.interpret)
@@ -47,7 +55,7 @@ def _fresh():
     torch.manual_seed(0)
 
 
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("name", slow_if_chunked(CALLS))
 def test_an_operation_compiles_once(name):
     counter = CompileCounterWithBackend("eager")
     run = CALLS[name].run
@@ -58,7 +66,7 @@ def test_an_operation_compiles_once(name):
     assert counter.frame_count == 1
 
 
-@pytest.mark.parametrize("name", [name for name in CALLS if name not in TWICE])
+@pytest.mark.parametrize("name", [name for name in CALLS if name not in CHUNKED])
 def test_a_training_step_compiles_for_any_size_at_the_second_size(name):
     counter = CompileCounterWithBackend("aot_eager")
     run = CALLS[name].run
@@ -80,7 +88,7 @@ def test_kernels_compile_once(name, variant):
     assert counter.frame_count == 1
 
 
-@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("name", slow_if_chunked(LAYERS))
 def test_a_layer_compiles_once(name):
     layer = LAYERS[name]()
     counter = CompileCounterWithBackend("eager")
@@ -93,19 +101,20 @@ def test_a_layer_compiles_once(name):
     assert counter.frame_count == 1
 
 
-@pytest.mark.parametrize("name", ["gated_scan", "gla"])
+@pytest.mark.parametrize("name", slow_if_chunked(["gated_scan", "gla"]))
 def test_packed_sequences_compile_once(name):
     operation = find_operation(name)
     sizes = {"H": 4, "K": 16, "V": 32} if name == "gla" else {"V": 24}
     counter = CompileCounterWithBackend("eager")
     compiled = torch.compile(lambda **given: operation(**given), fullgraph=True, dynamic=True, backend=counter)
-    for lengths in ((70, 0, 80), (64, 65, 100, 0, 1)):
+    for lengths in ((70, 0, 80, 1, 2), (64, 65, 100, 0, 1, 30)):
         case = operation.case("float32", B=1, T=sum(lengths), **sizes, lengths=lengths, initial_state=True, final_state=True)
         arguments = operation.make_inputs(case, torch.device("cpu"), 0).arguments
         assert_near(results_of(compiled(**arguments)), results_of(operation(**arguments)), 1e-6)
     assert counter.frame_count == 1
 
 
+@pytest.mark.slow
 def test_code_is_compiled_again_where_another_variant_is_chosen():
     """On a CPU the dispatcher prefers a loop for up to four steps, whose code would be compiled for each number of steps."""
     counter = CompileCounterWithBackend("eager")

@@ -30,6 +30,7 @@ Run: TypeAlias = "Callable[[Attention, bool], Results]"
 launches: Launches[Run] = Launches()
 """Launches of forward passes by the names of variants, which register them in variants/ and in ablations."""
 
+
 def run_forward(
     q: torch.Tensor,
     k: torch.Tensor,

@@ -130,9 +130,7 @@ def views(inputs: tuple[Any, ...], packed: torch.Tensor) -> tuple[torch.Tensor, 
     return read_layout(inputs[3]).cut(packed)
 
 
-activation_gradients = Operator(
-    "projections_activation_gradients", run_activation_gradients, fake=fakes.activation_gradients
-)
+activation_gradients = Operator("projections_activation_gradients", run_activation_gradients, fake=fakes.activation_gradients)
 forward = Operator(
     "projections_forward",
     run_forward,
