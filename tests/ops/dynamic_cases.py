@@ -21,7 +21,7 @@ HEADS, KEYS, VALUES, WIDTH, CHANNELS = 4, 16, 32, 40, 24
 SEGMENTS = (
     Segment("q", HEADS, KEYS, "l2norm"),
     Segment("v", HEADS, VALUES, "silu"),
-    Segment("g", 8, 1, "logsigmoid", 16.0, True),
+    Segment("g", 8, 1, "logsigmoid", 16.0, bias=True),
 )
 
 Tensors = tuple[torch.Tensor, ...]

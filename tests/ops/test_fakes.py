@@ -43,7 +43,7 @@ BACKWARD = {
     projections: projections.activation_gradients,
     swiglu: swiglu.gate_backward,
 }
-"""Operator of the backward pass by the module of an operation's operators, which also has ``forward``, ``save``, ``gradients``."""
+"""Operator of the backward pass by the module of an operation's operators, which has ``forward``, ``save`` and ``gradients``."""
 
 MODULES = {module.__name__.split(".")[-2]: module for module in BACKWARD}
 
@@ -67,7 +67,7 @@ LARGE: dict[str, list[dict[str, Any]]] = {
 
 
 def own_kernels(operation: Operation[..., Any]) -> list[Variant]:
-    """Return the variants of ours with kernels for the pretended GPU, those of ``gla_layer`` that launch kernels of its parts too."""
+    """Return the variants of ours that launch kernels on the pretended GPU; those of ``gla_layer`` are kernels of its parts."""
     return [
         each
         for each in operation.variants.values()
@@ -164,7 +164,7 @@ def symbolic(*hints: int) -> tuple[ShapeEnv, FakeTensorMode, tuple[Any, ...]]:
     return environment, mode, tuple(mode.from_tensor(torch.empty(hints), symbolic_context=dynamic).shape)
 
 
-def arguments_of(name: str, batch: Any, length: Any, device: torch.device, states: bool) -> dict[str, Any]:
+def arguments_of(name: str, batch: Any, length: Any, device: torch.device, *, states: bool) -> dict[str, Any]:
     """Return the arguments of a training call that Hopper's kernels take, with symbolic sizes."""
 
     def new(*shape: Any, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -235,7 +235,7 @@ def test_symbolic_sizes_stay_symbolic_on_hopper(name, variant, states, monkeypat
 
     monkeypatch.setattr(Operator, "_call", watched)
     with trace(ARCHITECTURE, mode) as device, torch.no_grad():
-        arguments = arguments_of(name, batch, length, device, states)
+        arguments = arguments_of(name, batch, length, device, states=states)
         results = operation(**arguments, variant=variant) if name != "gla_layer" else None  # this one only trains
         bound = operation.bind(**arguments)
         trained = operation.get(variant).run(_differentiable(operation.get(variant), bound))
@@ -264,5 +264,5 @@ def test_a_size_that_the_kernel_cannot_run_is_guarded():
     """The backward pass of this kernel needs 64 steps, so code that was traced for 1000 may not run 63."""
     environment, mode, (batch, length) = symbolic(3, 1000)
     with trace(ARCHITECTURE, mode) as device, torch.no_grad():
-        find_operation("linear_rnn")(**arguments_of("linear_rnn", batch, length, device, False), variant="fused_hopper")
+        find_operation("linear_rnn")(**arguments_of("linear_rnn", batch, length, device, states=False), variant="fused_hopper")
     assert environment.bound_sympy(length.node.expr).lower == 64

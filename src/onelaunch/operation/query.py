@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, NamedTuple, ParamSpec, Protocol, TypeAlias, TypeVar
+from typing import Any, Literal, NamedTuple, ParamSpec, Protocol, TypeAlias, TypeVar, cast
 
 import torch
 
@@ -97,7 +97,7 @@ def constant(number: N) -> N:
         return number
     from torch.fx.experimental.symbolic_shapes import guard_scalar
 
-    return guard_scalar(number)
+    return cast("N", guard_scalar(number))
 
 
 def remembered(function: Callable[P, R]) -> Callable[P, R]:

@@ -32,7 +32,7 @@ def scan(decay: torch.Tensor, addend: torch.Tensor) -> torch.Tensor:
     return scan_chunks(decay, addend)
 
 
-def is_open(size: int) -> bool:
+def is_open(size: float) -> bool:
     """Return whether a size is symbolic, so that the code that is being traced must serve other sizes too."""
     if not is_traced():
         return False

@@ -324,7 +324,8 @@ def fake_forward(
     plan = plan_of(gk_weight, w_out, heads, normalizer, kernels)
     leading = x.shape[:-1]
     y, gk = x.new_empty(*leading, plan.layout.pitch), x.new_empty(*leading, plan.decays.pitch)
-    call = launch.Attention.of(*plan.layout.cut(y)[:3], *plan.decays.cut(gk), initial, None, plan.scale)
+    (q, k, v, *_), (g,) = plan.layout.cut(y), plan.decays.cut(gk)
+    call = launch.Attention.of(q, k, v, g, initial, None, plan.scale)
     kept = launch_hopper.empty_states(call, int(keep_states and plan.kernels.recurrence == "hopper")) or [x.new_empty(0)]
     final, rstd = launch.empty_final(call, wanted=want_final), x.new_empty(math.prod(leading), heads, dtype=torch.float32)
     return x.new_empty(x.shape), final, y, gk, launch.empty_output(call), rstd, kept[0]
