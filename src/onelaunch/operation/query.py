@@ -92,7 +92,10 @@ def fixed(*sizes: int, free: int = 0) -> tuple[int, ...]:
 
 
 def constant(number: N) -> N:
-    """Return a number of a model, such as an epsilon, as a plain one: ``torch.compile(dynamic=True)`` makes it symbolic."""
+    """Return a number of a model, such as an epsilon, as a plain one: ``torch.compile(dynamic=True)`` makes it symbolic.
+
+    PyTorch then traces once more, with the number as a constant.
+    """
     if not (torch.compiler.is_dynamo_compiling() and isinstance(number, (int, float))):
         return number
     from torch.fx.experimental.symbolic_shapes import guard_scalar
