@@ -82,7 +82,7 @@ def test_kernels_compile_once(name, variant):
     run = functools.partial(CALLS[name].run, variant=variant)
     compiled = torch.compile(run, fullgraph=True, dynamic=True, backend=counter)
     counts = []
-    for size in SIZES[:2]:
+    for size in ((2, 20), (3, 33)):  # one tile of time each, of other sizes
         tensors = CALLS[name].tensors(*size, draw)
         assert_near(with_gradients(compiled, tensors), with_gradients(run, tensors), 1e-5)
         counts.append(counter.frame_count)
