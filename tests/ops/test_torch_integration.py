@@ -419,9 +419,9 @@ def test_nothing_is_saved_without_gradients(operation, variant, monkeypatch):
     asked = []
     empty_states = launch.empty_states
 
-    def watched(v, sequences, tiles, want_final, want_carries):
+    def watched(v, sequences, want_final, want_carries):
         asked.append(want_carries)
-        return empty_states(v, sequences, tiles, want_final, want_carries)
+        return empty_states(v, sequences, want_final, want_carries)
 
     monkeypatch.setattr(launch, "empty_states", watched)
     monkeypatch.setattr(layer, "empty_states", watched)

@@ -3,6 +3,7 @@
 from onelaunch.dispatch.choice import CONFIRMED, TIE, choose, forget, pick, run
 from onelaunch.dispatch.explanation import Explanation, Standing, explain
 from onelaunch.dispatch.results import check_results
+from onelaunch.dispatch.symbolic import decided, note_sizes, within
 from onelaunch.operation import AUTO
 
 __all__ = [
@@ -13,8 +14,11 @@ __all__ = [
     "Standing",
     "check_results",
     "choose",
+    "decided",
     "explain",
     "forget",
+    "note_sizes",
     "pick",
     "run",
+    "within",
 ]

@@ -23,6 +23,7 @@ from onelaunch.device.architectures import architecture_of
 from onelaunch.device.hardware import describe
 from onelaunch.dispatch.measured import Measured, nearest
 from onelaunch.dispatch.results import check_results
+from onelaunch.dispatch.symbolic import decided, note_sizes, within
 from onelaunch.errors import ArgumentError, UnknownVariant, VariantUnsupported
 from onelaunch.launch.planned import forget_plans, is_recording, unrecorded
 from onelaunch.launch.side_by_side import Launching
@@ -38,7 +39,8 @@ TIE = 1.03
 def run(operation: Operation[..., Any], call: Call, variant: str) -> Any:
     """Run a checked call with the named variant, or for ``"auto"`` with the one that :func:`choose` returns.
 
-    The number, devices and shapes of a variant's first results for each query are checked, except while ``torch.compile`` traces.
+    The number, devices and shapes of a variant's first results for each query are checked, except while ``torch.compile`` or
+    another tracer with symbolic sizes traces.
 
     Raises:
         ArgumentError: ``variant`` is not a string.
@@ -47,8 +49,8 @@ def run(operation: Operation[..., Any], call: Call, variant: str) -> Any:
         VariantResultError: The variant did not return the operation's results.
     """
     query = call.query()
-    if torch.compiler.is_compiling():
-        return operation.variants[_constant_name(variant, *query)].run(call)
+    if torch.compiler.is_compiling() or type(query.sizes) is SymbolicSizes:
+        return operation.variants[_traced_name(variant, query)].run(call)
     chosen = operation.variants[_name(variant, query)]
     if is_recording() and not chosen.is_repeatable:
         with unrecorded(f"the variant {chosen.name} may launch kernels in other ways"):
@@ -147,13 +149,20 @@ def _name(variant: str, query: Query) -> str:
     return choose(query).name if variant == AUTO else _checked(variant, query)
 
 
-def _constant_name(variant: str, *query: Any) -> str:
-    """Return the name of the variant, as a constant for ``torch.compile``: shapes are known when a graph is traced.
+def _traced_name(variant: str, query: Query) -> str:
+    """Return the checked name of the variant that will run a traced call, and guard the sizes for which it is chosen."""
+    operation, device, dtype, sizes, grad, flags = query
+    note_sizes(sizes)
+    return within(sizes, _constant_name(variant, operation, device, dtype, grad, flags))
 
-    ``query`` holds the fields of a :class:`Query`. While it traces, the compiler can pass such a function strings, flags and
-    tuples, but no named tuple.
+
+def _constant_name(variant: str, operation: str, device: str, dtype: torch.dtype, grad: bool, flags: tuple[str, ...]) -> str:
+    """Return the name of the variant for the noted sizes and where it holds, as a constant for ``torch.compile``.
+
+    The other arguments are the fields of a :class:`Query`. While it traces, the compiler can pass such a function strings, flags
+    and tuples, but no named tuple.
     """
-    return _name(variant, Query(*query))
+    return decided(lambda sizes: _name(variant, Query(operation, device, dtype, sizes, grad, flags)))
 
 
 # This is what torch.compiler.assume_constant_result does. Calling that would import the compiler, which takes a second.

@@ -84,16 +84,24 @@ def record(architecture: str) -> Iterator[tuple[torch.device, list[Any]]]:
     Yields:
         The pretended device on which to create the tensors inside, and the list of launches in order.
     """
-    with (
-        observe() as launches,
-        imitate(),
-        _no_context(),
-        warnings.catch_warnings(),
-        fake_tensor.FakeTensorMode(),
-        _Pretended(),
-    ):
+    with observe() as launches, imitate(), warnings.catch_warnings(), trace(architecture, fake_tensor.FakeTensorMode()) as device:
         warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
-        yield pretended(architecture), launches
+        yield device, launches
+
+
+@contextmanager
+def trace(architecture: str, mode: fake_tensor.FakeTensorMode) -> Iterator[torch.device]:
+    """Make calls on fake tensors possible on a chip of an architecture, as a tracer would make them there.
+
+    Args:
+        architecture: Name of the architecture, such as ``sm_90a``.
+        mode: Mode of the fake tensors. With a ``ShapeEnv``, their sizes may be symbolic.
+
+    Yields:
+        The pretended device on which to create the tensors inside.
+    """
+    with _no_context(), mode, _Pretended():
+        yield pretended(architecture)
 
 
 class _Pretended(TorchFunctionMode):

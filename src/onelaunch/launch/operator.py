@@ -37,8 +37,9 @@ class Operator:
         name: Name of the operator, without the namespace.
         run: Function to wrap. PyTorch reads the operator's schema from its annotations. It must return new
             tensors, never an input or a view of one.
-        fake: Function from the same inputs to empty tensors with the shapes, dtypes and strides of the results of ``run``. The
-            default is ``run`` itself with its launches imitated.
+        fake: Function from the same inputs to empty tensors with the shapes, dtypes and strides of the results of ``run``. Sizes
+            may be symbolic in it, so it must neither compare them nor look them up in a cache: a comparison would be a guard of
+            the compiled code. The default is ``run`` itself with its launches imitated, for operators of fixed sizes.
         save: Function ``save(ctx, inputs, output)`` that saves what ``gradients`` needs, like ``setup_context`` of an autograd
             function.
         gradients: Function ``gradients(ctx, backward, *grad_outputs)`` that returns a gradient, or ``None``, for every input of

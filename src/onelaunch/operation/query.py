@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, NamedTuple, ParamSpec, Protocol, TypeAlias, TypeVar
+from typing import Any, Literal, NamedTuple, ParamSpec, Protocol, TypeAlias, TypeVar, cast
 
 import torch
 
@@ -32,6 +32,7 @@ They become file names, rows of reports and words of the command line."""
 
 P = ParamSpec("P")
 R = TypeVar("R")
+N = TypeVar("N")
 
 Outputs: TypeAlias = tuple[str, ...] | Callable[[Mapping[str, Any]], tuple[str, ...]]
 """Names of an operation's results, or a function from a call's arguments to them if they depend on the call."""
@@ -55,7 +56,7 @@ class Query(NamedTuple):
     dtype: torch.dtype
     """Dtype of the call's inputs."""
     sizes: tuple[int, ...]
-    """Sizes in the order of ``Operation.dimensions``."""
+    """Sizes in the order of ``Operation.dimensions``. Some may be symbolic while the call is traced, see :func:`fixed`."""
     grad: bool = False
     """Flag that the call must be differentiable."""
     flags: tuple[str, ...] = ()
@@ -70,13 +71,36 @@ class Query(NamedTuple):
         return "forward_backward" if self.grad else "forward"
 
 
-def fixed(*sizes: int) -> tuple[int, ...]:
-    """Return sizes as plain integers. Under a tracer with symbolic sizes, this specializes the graph to these sizes."""
+class SymbolicSizes(tuple[int, ...]):
+    """Sizes of a call that is traced otherwise than by Dynamo, some of which may be symbolic, so that they have no hash."""
+
+    __slots__ = ()
+
+
+def fixed(*sizes: int, free: int = 0) -> tuple[int, ...]:
+    """Return sizes as plain integers. Under a tracer with symbolic sizes, this specializes the graph to these sizes.
+
+    The first ``free`` sizes may stay symbolic: those that differ from call to call, such as the number of steps. Those behind
+    them, such as the size of heads, belong to a model.
+    """
     if not torch.compiler.is_compiling() and all(type(size) is int for size in sizes):
         return sizes
     from torch.fx.experimental.symbolic_shapes import guard_scalar  # slow to import, and loaded already when code is traced
 
-    return tuple(int(guard_scalar(size)) for size in sizes)
+    known = (*sizes[:free], *[int(guard_scalar(size)) for size in sizes[free:]])
+    return known if torch.compiler.is_dynamo_compiling() else SymbolicSizes(known)
+
+
+def constant(number: N) -> N:
+    """Return a number of a model, such as an epsilon, as a plain one: ``torch.compile(dynamic=True)`` makes it symbolic.
+
+    PyTorch then traces once more, with the number as a constant.
+    """
+    if not (torch.compiler.is_dynamo_compiling() and isinstance(number, (int, float))):
+        return number
+    from torch.fx.experimental.symbolic_shapes import guard_scalar
+
+    return cast("N", guard_scalar(number))
 
 
 def remembered(function: Callable[P, R]) -> Callable[P, R]:

@@ -59,6 +59,10 @@ class ScanTiles:
         return batch * width * (tiles + cdiv(tiles, self.group))
 
 
+MOST_STEPS = 64
+"""Largest number of steps of a tile of :func:`scan_tiles`."""
+
+
 def scan_tiles(length: int, width: int) -> ScanTiles:
     """Return the tiles of a scan over ``length`` steps of ``width`` channels.
 
@@ -69,7 +73,7 @@ def scan_tiles(length: int, width: int) -> ScanTiles:
     5 to 20 %. Groups of 8 tiles are 6 % faster than 32 while no sequence has more than 8 tiles. Longer chains of smaller groups
     are slower (11.9 us with groups of 16).
     """
-    steps = 64 if length > 32 else 32 if length > 16 else 16
+    steps = MOST_STEPS if length > 32 else 32 if length > 16 else 16
     return ScanTiles(steps=steps, channels=32 if width > 16 else 16, group=8 if length <= 8 * steps else 32)
 
 
@@ -106,7 +110,7 @@ def forward(
     tiles = scan_tiles(length, width)
     v, log_decay = inner_contiguous(v), inner_contiguous(log_decay)
     y = torch.empty(v.shape, dtype=v.dtype, device=v.device)
-    final, carries = empty_states(v, sequences, tiles, want_final, want_carries)
+    final, carries = empty_states(v, sequences, want_final, want_carries)
     gated = gate is not None
     gate = v if gate is None else inner_contiguous(gate)  # a kernel without a gate gets v in its place and does not read it
     given = (v, log_decay, gate, sequences.initial, sequences.offsets, y, final, carries)
@@ -142,13 +146,26 @@ def forward(
 
 
 def empty_states(
-    v: torch.Tensor, sequences: Sequences, tiles: ScanTiles, want_final: bool, want_carries: bool
+    v: torch.Tensor, sequences: Sequences, want_final: bool, want_carries: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return uninitialized tensors for the final state and the carries; a tensor that is not wanted has no elements."""
+    """Return uninitialized tensors for the final state and the carries; a tensor that is not wanted has no elements.
+
+    The number of carries is that of the tiles of :func:`scan_tiles`, which have fewer than :data:`MOST_STEPS` steps only if one
+    of them holds the whole sequence. Its formula has no comparison of the length, which may be symbolic while a call is traced.
+    """
     batch, length, width = v.shape
     final = v.new_empty((sequences.count(batch), width) if want_final else (0,), dtype=torch.float32)
-    kept = (batch, cdiv(length, tiles.steps), width) if want_carries else (0,)
+    kept = (batch, cdiv(length, MOST_STEPS), width) if want_carries else (0,)
     return final, v.new_empty(kept, dtype=torch.float32)
+
+
+def empty_gradients(
+    v: torch.Tensor, log_decay: torch.Tensor, gate: torch.Tensor | None, initial: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return uninitialized tensors for the results of :func:`backward`, contiguous whatever the strides of its inputs are."""
+    dv, dlog_decay = v.new_empty(v.shape), log_decay.new_empty(v.shape)
+    dgate = v.new_empty((0,) if gate is None else v.shape)
+    return dv, dlog_decay, dgate, v.new_empty(0) if initial is None else initial.new_empty(initial.shape)
 
 
 def backward(
@@ -167,10 +184,7 @@ def backward(
     batch, length, width = v.shape
     tiles = scan_tiles(length, width)
     dy, v, log_decay = inner_contiguous(dy), inner_contiguous(v), inner_contiguous(log_decay)
-    dv = torch.empty(v.shape, dtype=v.dtype, device=v.device)
-    dlog_decay = torch.empty(v.shape, dtype=log_decay.dtype, device=v.device)
-    dgate = v.new_empty(0 if gate is None else v.shape)
-    dinitial = v.new_empty(0) if sequences.initial is None else torch.empty_like(sequences.initial)
+    dv, dlog_decay, dgate, dinitial = empty_gradients(v, log_decay, gate, sequences.initial)
     dfinal = None if dfinal is None else dfinal.contiguous()
     words = workspace(v.device, tiles.words(batch, length, width))
     gated = gate is not None

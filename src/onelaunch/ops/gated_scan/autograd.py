@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from onelaunch.launch.operator import Operator
+from onelaunch.ops.gated_scan import fakes
 from onelaunch.ops.gated_scan.contract import ScanCall
 
 
@@ -80,8 +81,10 @@ def gradients(ctx: Any, backward: Any, dy: torch.Tensor | None, dfinal: torch.Te
     return dv, dlog_decay, dgate, None if initial is None else dinitial, None, None, None, None
 
 
-backward = Operator("gated_scan_backward", run_backward)
-forward = Operator("gated_scan_forward", run_forward, save=save, gradients=gradients, backward=backward, outputs=2)
+backward = Operator("gated_scan_backward", run_backward, fake=fakes.backward)
+forward = Operator(
+    "gated_scan_forward", run_forward, fake=fakes.forward, save=save, gradients=gradients, backward=backward, outputs=2
+)
 
 
 def scan_and_gate(call: ScanCall, *, separate: bool) -> tuple[torch.Tensor, torch.Tensor]:

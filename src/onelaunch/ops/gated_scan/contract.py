@@ -91,7 +91,8 @@ class ScanFacts(NamedTuple):
             sequences = offsets.shape[0] - 1
         if initial is not None:
             checks.rank("initial_state", initial, "[N, V]")
-            checks.shape("initial_state", initial, (sequences, channels), "[N, V]", f"{sequences} sequences and {because}")
+            if tuple(initial.shape) != (sequences, channels):  # else the message would specialize a traced N
+                checks.shape("initial_state", initial, (sequences, channels), "[N, V]", f"{sequences} sequences and {because}")
             checks.dtype("initial_state", initial, (torch.float32,))
             checks.device("initial_state", initial, first.device)
 
@@ -99,7 +100,7 @@ class ScanFacts(NamedTuple):
         """Return the dispatch key of a call with these arguments, its first argument and ``others``, such as a weight."""
         grad = self.grad_enabled and checks.grad_wanted(first, *others, self.log_decay, self.gate, self.initial_state)
         flags = state_flags(self.cu_seqlens is not None, self.initial_state is not None, self.output_final_state)
-        return Query(operation, str(first.device), first.dtype, fixed(*sizes), grad, flags)
+        return Query(operation, str(first.device), first.dtype, fixed(*sizes, free=2), grad, flags)
 
 
 def scan_facts(

@@ -14,6 +14,7 @@ import torch
 
 from onelaunch.launch.by_variant import Launches
 from onelaunch.launch.operator import Operator
+from onelaunch.ops.gla import fakes
 from onelaunch.ops.gla.contract import GlaCall
 from onelaunch.ops.gla.heads import expanded
 
@@ -29,9 +30,6 @@ Run: TypeAlias = "Callable[[Attention, bool], Results]"
 launches: Launches[Run] = Launches()
 """Launches of forward passes by the names of variants, which register them in variants/ and in ablations."""
 
-EITHER_ORDER = "stepwise"
-"""Variant whose kernel also reads initial states whose keys, rather than values, are contiguous; others get a copy."""
-
 
 def run_forward(
     q: torch.Tensor,
@@ -45,7 +43,7 @@ def run_forward(
     kernel: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute o and the final state (no elements if it is not wanted) by the variant of this name."""
-    from onelaunch.ops.gla.launch import Attention
+    from onelaunch.ops.gla.launch import EITHER_ORDER, Attention
 
     call = Attention.of(q, k, v, g, initial, offsets, scale, either_order=kernel == EITHER_ORDER)
     return launches[kernel](call, want_final)
@@ -88,8 +86,8 @@ def gradients(ctx: Any, backward: Any, do: torch.Tensor | None, dfinal: torch.Te
     return *dqkvg, None if initial is None else dinitial, None, None, None, None  # none of offsets, scale, want_final, kernel
 
 
-backward = Operator("gla_backward", run_backward)
-forward = Operator("gla_forward", run_forward, save=save, gradients=gradients, backward=backward, outputs=2)
+backward = Operator("gla_backward", run_backward, fake=fakes.backward)
+forward = Operator("gla_forward", run_forward, fake=fakes.forward, save=save, gradients=gradients, backward=backward, outputs=2)
 
 
 def attend(call: GlaCall, kernel: str) -> Results:

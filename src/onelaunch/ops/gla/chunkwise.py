@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn import functional as F
 
+from onelaunch.kernels.scan.chunked import is_open, scan
 from onelaunch.operation.autocast import without_autocast
 from onelaunch.ops.gla.heads import Heads, expanded
 from onelaunch.tracing import is_traced, is_transformed
@@ -176,13 +177,13 @@ def _crossing(queries: torch.Tensor, keys: torch.Tensor, level: Results) -> torc
 
 def _blocks(x: torch.Tensor, size: int) -> Results:
     """Return the left and the right blocks of ``[..., C, X]``, each ``[..., C/2b, b, X]``."""
-    left, right = x.unflatten(-2, (-1, 2, size)).unbind(-3)
+    left, right = x.unflatten(-2, (x.shape[-2] // (2 * size), 2, size)).unbind(-3)  # -1 is slow to infer from symbolic sizes
     return left, right
 
 
 def _halves(blocks: torch.Tensor) -> Results:
     """Return every other block of ``[..., C/b, b, X]``, from the first and from the second."""
-    left, right = blocks.unflatten(-3, (-1, 2)).unbind(-3)
+    left, right = blocks.unflatten(-3, (blocks.shape[-3] // 2, 2)).unbind(-3)
     return left, right
 
 
@@ -190,8 +191,16 @@ def _halves(blocks: torch.Tensor) -> Results:
 
 
 def _chunk(length: float) -> int:
-    """Return the smallest power of 2 that holds a sequence, at most :data:`CHUNK`."""
+    """Return the smallest power of 2 that holds a sequence, at most :data:`CHUNK`; the latter for a symbolic length."""
+    if is_open(length):
+        return CHUNK
     return next((size for size in (1, 2, 4, 8, 16, 32) if size >= min(length, CHUNK)), CHUNK)
+
+
+def _scan_chunks(added: torch.Tensor, decay: torch.Tensor) -> torch.Tensor:
+    """Return the states that leave the chunks ``[B, H, chunks, K, V]``, from zero, for any number of chunks."""
+    leaving = scan(decay.expand_as(added).flatten(-2), added.flatten(-2))
+    return leaving.unflatten(-1, added.shape[-2:])
 
 
 @dataclass(frozen=True)
@@ -209,8 +218,9 @@ class Unpacked:
 
     def split(self, x: torch.Tensor) -> torch.Tensor:
         """Return ``[B, T, H, X]`` as ``[B, H, chunks, C, X]`` float32."""
-        padded = F.pad(x.float(), (0, 0, 0, 0, 0, -self.length % self.chunk))
-        return padded.unflatten(1, (-1, self.chunk)).permute(0, 3, 1, 2, 4).contiguous()
+        chunks = -(-self.length // self.chunk)
+        padded = F.pad(x.float(), (0, 0, 0, 0, 0, chunks * self.chunk - self.length))
+        return padded.unflatten(1, (chunks, self.chunk)).permute(0, 3, 1, 2, 4).contiguous()
 
     def join(self, x: torch.Tensor) -> torch.Tensor:
         """Return ``[B, H, chunks, C, X]`` as ``[B, T, H, X]``."""
@@ -219,6 +229,10 @@ class Unpacked:
     def states(self, added: torch.Tensor, decay: torch.Tensor) -> Results:
         """Return the states that enter the chunks, and the final ones, from what each chunk adds ``[B, H, chunks, K, V]``."""
         state = torch.zeros_like(added[:, :, 0]) if self.initial is None else self.initial
+        if is_open(added.shape[2]):
+            first = torch.addcmul(added[:, :, :1], decay[:, :, :1], state.unsqueeze(2))
+            leaving = _scan_chunks(torch.cat([first, added[:, :, 1:]], dim=2), decay)
+            return torch.cat([state.unsqueeze(2), leaving[:, :, :-1]], dim=2), leaving[:, :, -1]
         entering = []
         for index in range(added.shape[2]):
             entering.append(state)
@@ -269,7 +283,8 @@ class Packed:
     def split(self, x: torch.Tensor) -> torch.Tensor:
         """Return ``[1, T, H, X]`` as ``[1, H, chunks, C, X]`` float32."""
         padded = F.pad(x[0].float(), (0, 0, 0, 0, 0, 1))
-        return padded[self.token].unflatten(0, (-1, self.chunk)).permute(2, 0, 1, 3).unsqueeze(0).contiguous()
+        chunks = self.starts.shape[0]
+        return padded[self.token].unflatten(0, (chunks, self.chunk)).permute(2, 0, 1, 3).unsqueeze(0).contiguous()
 
     def join(self, x: torch.Tensor) -> torch.Tensor:
         """Return ``[1, H, chunks, C, X]`` as ``[1, T, H, X]``."""
@@ -278,6 +293,13 @@ class Packed:
     def states(self, added: torch.Tensor, decay: torch.Tensor) -> Results:
         """Return the states that enter the chunks, and the final ones, from what each chunk adds ``[1, H, chunks, K, V]``."""
         first = self.entering.expand(added.shape[2], *added.shape[1:2], *added.shape[3:])
+        if is_open(added.shape[2]):
+            starts, first = self.starts[:, None, None], first.transpose(0, 1).unsqueeze(0)
+            folded = added + torch.where(starts, decay * first, 0.0)
+            leaving = _scan_chunks(folded, torch.where(starts, 0.0, decay))
+            before = F.pad(leaving, (0, 0, 0, 0, 1, 0))[:, :, :-1]
+            final = torch.where(self.empty[:, None, None, None], self.initial, leaving[0].transpose(0, 1)[self.last])
+            return torch.where(starts, first, before), final
         entering, leaving = [], []
         state = torch.zeros_like(added[0, :, 0])
         for index in range(added.shape[2]):

@@ -15,7 +15,7 @@ from onelaunch import checks, dispatch
 from onelaunch.checks import Facts
 from onelaunch.errors import ArgumentError, ShapeError, ValueRangeError
 from onelaunch.launch.tape import check_always
-from onelaunch.operation import SUM_OF_PRODUCTS, Query, Shapes, fixed, operation, remembered, state_flags
+from onelaunch.operation import SUM_OF_PRODUCTS, Query, Shapes, constant, fixed, operation, remembered, state_flags
 from onelaunch.operation.autocast import autocast, low_dtype, without_autocast
 from onelaunch.ops.gla.heads import Heads, check_heads, one_divides
 
@@ -184,17 +184,19 @@ def _key(
         dimensions = "[N, H, V, K]" if state_v_first else "[N, H, K, V]"
         ends = (values, keys) if state_v_first else (keys, values)
         checks.rank("initial_state", initial_state, dimensions)
-        because = f"{sequences} sequences, q {list(q.shape)} and v {list(v.shape)}"
-        if heads.g < heads.output:
-            because += f"; {heads.g} heads are allowed too"
-        checks.shape("initial_state", initial_state, (sequences, heads.state, *ends), dimensions, because)
+        extent = (sequences, heads.state, *ends)
+        if tuple(initial_state.shape) != extent:  # else the message would specialize a traced N
+            because = f"{sequences} sequences, q {list(q.shape)} and v {list(v.shape)}"
+            if heads.g < heads.output:
+                because += f"; {heads.g} heads are allowed too"
+            checks.shape("initial_state", initial_state, extent, dimensions, because)
         checks.dtype("initial_state", initial_state, (torch.float32,))
         checks.device("initial_state", initial_state, q.device)
     return Query(
         "gla",
         str(q.device),
         q.dtype,
-        fixed(batch, length, heads.output, keys, values),
+        fixed(batch, length, heads.output, keys, values, free=2),
         grad_enabled and checks.grad_wanted(q, k, v, g, gv, initial_state),
         state_flags(cu_seqlens is not None, initial_state is not None, output_final_state)
         + gate_flags(g is None or len(g.shape) == 3, gv is not None, g is not None and g.dtype != q.dtype)
@@ -212,7 +214,8 @@ def _per_step(name: str, value: Facts, q: Facts, channels: int, *layouts: str) -
     if rank not in known:
         ranks = " or ".join(str(each) for each in known)
         raise ShapeError(name, got=value.shape, want=f"{' or '.join(layouts)}, a tensor of {ranks} dimensions")
-    heads = value.shape[2] if one_divides(value.shape[2], q.shape[2]) else q.shape[2]
+    own, queries = fixed(value.shape[2], q.shape[2])
+    heads = own if one_divides(own, queries) else queries
     want = (*q.shape[:2], heads, channels)[:rank]
     if (*value.shape[:2], heads, *value.shape[3:]) != want:
         raise ShapeError(name, got=value.shape, want=f"{known[rank]} = {list(want)} to match q {list(q.shape)}")
@@ -258,6 +261,7 @@ def _raise_if_positive(name: str, value: torch.Tensor) -> None:
 
 def _scale(scale: float | None, keys: int) -> float:
     """Return the scale of the queries, ``K ** -0.5`` by default; raise unless it is a finite number."""
+    scale = constant(scale)
     if scale is None:
         return keys**-0.5
     if isinstance(scale, bool) or not isinstance(scale, (int, float)):

@@ -26,6 +26,9 @@ from onelaunch.ops.gla.kernels import sum_heads as sum_kernels
 CHUNK = chunk_kernels.CHUNK.value
 """Steps per chunk."""
 
+EITHER_ORDER = "stepwise"
+"""Variant whose kernel also reads initial states whose keys, rather than values, are contiguous; others get a copy."""
+
 
 def product_precision(exact: bool) -> str:
     """Return how float32 operands are multiplied: the constant PRECISION of ``split_product`` in kernels/chunk.py.

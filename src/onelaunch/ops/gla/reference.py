@@ -21,7 +21,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from onelaunch.errors import ArgumentError
-from onelaunch.operation import Case, Query, Reading
+from onelaunch.operation import Case, Query, Reading, fixed
 from onelaunch.operation.inputs import case_flags, make_log_decay, packed_lengths
 from onelaunch.ops.gla.contract import check_head_sizes, gate_flags, gla
 from onelaunch.ops.gla.heads import Heads, expanded
@@ -121,7 +121,8 @@ def recurrence(
     for state, part in zip(states, parts, strict=True):
         # With S segments there are T / S serial steps, then S serial additions of states: fewest for the square root of T.
         most = side_by_side // max(state.numel() * state.itemsize, 1)
-        o, state = _segmented_scan(state, part, max(1, min(most, math.isqrt(part.q.shape[1]))))
+        (length,) = fixed(part.q.shape[1])  # a traced loop over steps is unrolled for one number of them
+        o, state = _segmented_scan(state, part, max(1, min(most, math.isqrt(length))))
         outputs.append(o)
         finals.append(state)
     return torch.cat(outputs, 1).flatten(2, 3), expanded(torch.cat(finals), final_heads, dim=1)

@@ -15,6 +15,7 @@ saved tensors, so it may run more than once. The variants ``packed`` and ``packe
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Optional
 
@@ -22,7 +23,7 @@ import torch
 
 from onelaunch import dispatch
 from onelaunch.launch.operator import Operator
-from onelaunch.operation import Query, find_operation
+from onelaunch.operation import Query, SymbolicSizes, find_operation
 from onelaunch.ops.gla_layer.composition import Results, decay_segments_of, segments_of
 from onelaunch.ops.gla_layer.contract import GlaLayerCall, LayerSizes
 from onelaunch.ops.output_chain import autograd as chain
@@ -100,9 +101,12 @@ def kernels_for(operation: str, device: str, dtype: torch.dtype, *rest: Any) -> 
     return ",".join([own_kernel(part, names) or "" for part, names in zip(parts, OWN, strict=True)])
 
 
-def constant_kernels(*key: Any) -> str:
-    """Return :func:`kernels_for` of the same arguments; ``torch.compile`` treats the result as a constant."""
-    return kernels_for(*key)
+def constant_kernels(operation: str, device: str, dtype: torch.dtype, *rest: Any) -> str:
+    """Return :func:`kernels_for` for the noted sizes, and where it holds; ``torch.compile`` treats the result as a constant.
+
+    The arguments are those of :func:`kernels_for` without the sizes.
+    """
+    return dispatch.decided(lambda sizes: kernels_for(operation, device, dtype, sizes, *rest))
 
 
 vars(constant_kernels)["_dynamo_marked_constant"] = True  # as torch.compiler.assume_constant_result, without its slow import
@@ -131,8 +135,8 @@ def plan_for(sizes: LayerSizes, kernels: str) -> Plan:
 
 
 def plan_of(gk_weight: torch.Tensor, w_out: torch.Tensor, heads: int, normalizer: float, kernels: str) -> Plan:
-    """Return the plan of a call, from its weights."""
-    (keys, rank), values = gk_weight.shape, w_out.shape[1]
+    """Return the plan of a call, from its weights; as integers, since the sizes of a tracer have no hash."""
+    keys, rank, values = (int(size) for size in (*gk_weight.shape, w_out.shape[1]))
     return plan_for(LayerSizes(heads, keys // heads, values // heads, rank, normalizer), kernels)
 
 
@@ -299,15 +303,77 @@ def gradients(ctx: Any, backward: Any, dout: torch.Tensor | None, dfinal: torch.
     return *(each if wanted else None for each, wanted in zip(found, wants, strict=True)), *(None,) * 6
 
 
-backward = Operator("gla_layer_backward", run_backward)
-forward = Operator("gla_layer_forward", run_forward, save=save, gradients=gradients, backward=backward, outputs=2)
+def fake_forward(
+    x: torch.Tensor,
+    in_proj_weight: torch.Tensor,
+    gk_weight: torch.Tensor,
+    gk_bias: torch.Tensor,
+    norm_weight: torch.Tensor,
+    w_out: torch.Tensor,
+    initial: torch.Tensor | None,
+    heads: int,
+    normalizer: float,
+    eps: float,
+    want_final: bool,
+    keep_states: bool,
+    kernels: str,
+) -> tuple[torch.Tensor, ...]:
+    """Return empty tensors for the results of :func:`run_forward`, whose sizes B and T may be symbolic."""
+    from onelaunch.ops.gla import launch, launch_hopper
+
+    plan = plan_of(gk_weight, w_out, heads, normalizer, kernels)
+    leading = x.shape[:-1]
+    y, gk = x.new_empty(*leading, plan.layout.pitch), x.new_empty(*leading, plan.decays.pitch)
+    (q, k, v, *_), (g,) = plan.layout.cut(y), plan.decays.cut(gk)
+    call = launch.Attention.of(q, k, v, g, initial, None, plan.scale)
+    kept = launch_hopper.empty_states(call, int(keep_states and plan.kernels.recurrence == "hopper")) or [x.new_empty(0)]
+    final, rstd = launch.empty_final(call, wanted=want_final), x.new_empty(math.prod(leading), heads, dtype=torch.float32)
+    return x.new_empty(x.shape), final, y, gk, launch.empty_output(call), rstd, kept[0]
+
+
+def fake_backward(
+    dout: torch.Tensor,
+    dfinal: torch.Tensor | None,
+    x: torch.Tensor,
+    in_proj_weight: torch.Tensor,
+    gk_weight: torch.Tensor,
+    norm_weight: torch.Tensor,
+    w_out: torch.Tensor,
+    initial: torch.Tensor | None,
+    y: torch.Tensor,
+    gk: torch.Tensor,
+    o: torch.Tensor,
+    rstd: torch.Tensor,
+    states: torch.Tensor,
+    heads: int,
+    normalizer: float,
+    kernels: str,
+    wants: Sequence[bool],
+) -> list[torch.Tensor]:
+    """Return empty tensors for the results of :func:`run_backward`."""
+    gk_bias = gk_weight.select(1, 0)  # as large as the bias, which is not saved
+    tensors = (x, in_proj_weight, gk_weight, gk_bias, norm_weight, w_out, initial)
+    return [
+        tensor.new_empty(tensor.shape) if wanted and tensor is not None else x.new_empty(0)
+        for tensor, wanted in zip(tensors, wants, strict=True)
+    ]
+
+
+backward = Operator("gla_layer_backward", run_backward, fake=fake_backward)
+forward = Operator(
+    "gla_layer_forward", run_forward, fake=fake_forward, save=save, gradients=gradients, backward=backward, outputs=2
+)
 
 
 def compute(call: GlaLayerCall, *, keep_states: bool = False) -> Results:
     """Compute the layer of a call that :func:`why_not` accepts; ``keep_states`` saves the states for the backward pass."""
     key, sizes = call.query(), call.sizes
-    find = constant_kernels if torch.compiler.is_compiling() else kernels_for
-    kernels = find(*key, sizes.rank, sizes.normalizer)
+    if torch.compiler.is_compiling() or type(key.sizes) is SymbolicSizes:
+        dispatch.note_sizes(key.sizes)
+        decided = constant_kernels(*key[:3], *key[4:], sizes.rank, sizes.normalizer)
+        kernels = dispatch.within(key.sizes, decided)
+    else:
+        kernels = kernels_for(*key, sizes.rank, sizes.normalizer)
     out, final, *_ = forward(
         call.x, call.in_proj_weight, call.gk_weight, call.gk_bias, call.norm_weight, call.w_out, call.initial_state,
         sizes.heads, sizes.normalizer, call.eps, call.output_final_state, keep_states, kernels, grad=True,

@@ -10,7 +10,7 @@ import torch
 from onelaunch import checks, dispatch
 from onelaunch.checks import Facts
 from onelaunch.errors import ArgumentError, ShapeError
-from onelaunch.operation import SUM_OF_PRODUCTS, Query, Shapes, fixed, operation, remembered, state_flags
+from onelaunch.operation import SUM_OF_PRODUCTS, Query, Shapes, constant, fixed, operation, remembered, state_flags
 from onelaunch.operation.autocast import cast, low_dtype, without_autocast
 from onelaunch.ops.gla.contract import LARGEST_HEAD, SMALLEST_HEAD
 
@@ -48,7 +48,8 @@ class GlaLayerCall(NamedTuple):
     def sizes(self) -> LayerSizes:
         """Sizes of the layer's parts."""
         *_, heads, keys, values = self.key.sizes
-        return LayerSizes(heads, keys, values, self.gk_weight.shape[1], self.normalizer)
+        (rank,) = fixed(self.gk_weight.shape[1])
+        return LayerSizes(heads, keys, values, rank, self.normalizer)
 
 
 class LayerSizes(NamedTuple):
@@ -81,6 +82,7 @@ def bind(
     """Check the arguments and return the call; raises the errors that :func:`gla_layer` lists."""
     if not isinstance(heads, int) or isinstance(heads, bool) or heads < 1:
         raise ArgumentError(f"heads is {heads!r}; it must be an integer of at least 1.")
+    normalizer, eps = constant(normalizer), constant(eps)
     if not _number(normalizer) or normalizer <= 0:
         raise ArgumentError(f"normalizer is {normalizer!r}; it must be a number above 0.")
     if not _number(eps) or eps < 0:
@@ -156,7 +158,7 @@ def key_of(
         "gla_layer",
         str(x.device),
         x.dtype,
-        fixed(batch, length, width, heads, keys, values),
+        fixed(batch, length, width, heads, keys, values, free=2),
         grad_enabled and checks.grad_wanted(x, *weights.values(), norm_weight, initial_state),
         state_flags(packed=False, initial_state=initial_state is not None, final_state=output_final_state),
     )
@@ -164,7 +166,7 @@ def key_of(
 
 def _head_size(name: str, weight: Facts, dimension: int, heads: int, dimensions: str) -> int:
     """Return the channels of a head; raise :class:`ShapeError` unless they divide evenly and are within the limits of ``gla``."""
-    size, rest = divmod(weight.shape[dimension], heads)
+    size, rest = divmod(*fixed(weight.shape[dimension], heads))
     if rest or not SMALLEST_HEAD <= size <= LARGEST_HEAD:
         letter = "K" if dimension == 0 else "V"
         want = f"{dimensions} of heads = {heads} with {letter} from {SMALLEST_HEAD} to {LARGEST_HEAD}"

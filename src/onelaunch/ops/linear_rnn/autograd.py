@@ -14,6 +14,7 @@ import torch
 
 from onelaunch.launch.by_variant import Launches
 from onelaunch.launch.operator import Operator
+from onelaunch.ops.linear_rnn import fakes
 from onelaunch.ops.linear_rnn.contract import LinearRNNCall
 
 if TYPE_CHECKING:
@@ -44,6 +45,7 @@ def _matmul_gradients(ctx: Any, product: Any, dout: torch.Tensor) -> tuple[torch
 matmul = Operator(
     "matmul",
     run_matmul,
+    fake=fakes.matmul,
     save=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
     gradients=_matmul_gradients,
 )
@@ -108,8 +110,10 @@ def gradients(ctx: Any, backward: Any, dy: torch.Tensor | None, dfinal: torch.Te
     return *found, None if initial is None else dinitial, None, None, None, None
 
 
-backward = Operator("linear_rnn_backward", run_backward)
-forward = Operator("linear_rnn_forward", run_forward, save=save, gradients=gradients, backward=backward, outputs=2)
+backward = Operator("linear_rnn_backward", run_backward, fake=fakes.backward)
+forward = Operator(
+    "linear_rnn_forward", run_forward, fake=fakes.forward, save=save, gradients=gradients, backward=backward, outputs=2
+)
 
 
 def one_launch(call: LinearRNNCall, kernel: str) -> tuple[torch.Tensor, torch.Tensor]:

@@ -59,7 +59,7 @@ class Layer(NamedTuple):
         """Return uninitialized tensors for the results, without elements for those that are not wanted."""
         batch, length, _, channels = self.sizes
         y = torch.empty((batch, length, channels), dtype=self.x.dtype, device=self.x.device)
-        final, carries = empty_states(y, self.sequences, scan_tiles(length, channels), self.want_final, self.keep)
+        final, carries = empty_states(y, self.sequences, self.want_final, self.keep)
         return Results(y, final, torch.empty_like(y) if self.keep else y.new_empty(0), carries)
 
     def in_rows(self) -> Layer:

@@ -17,6 +17,7 @@ import torch
 
 from onelaunch.launch.by_variant import Launches
 from onelaunch.launch.operator import Operator
+from onelaunch.ops.output_chain import fakes
 from onelaunch.ops.output_chain.contract import OutputChainCall
 
 if TYPE_CHECKING:
@@ -99,8 +100,10 @@ def gradients(ctx: Any, backward: Any, dout: torch.Tensor) -> tuple[torch.Tensor
     return dh if wants_h else None, dgate if wants_gate else None, dnorm, dw, dbias, None, None, None, None
 
 
-norm_gate_gradients = Operator("output_chain_gradients", run_gradients)
-forward = Operator("output_chain_forward", run_forward, save=save, gradients=gradients, backward=norm_gate_gradients)
+norm_gate_gradients = Operator("output_chain_gradients", run_gradients, fake=fakes.gradients)
+forward = Operator(
+    "output_chain_forward", run_forward, fake=fakes.forward, save=save, gradients=gradients, backward=norm_gate_gradients
+)
 
 
 def compute(call: OutputChainCall, variant: str) -> Results:

@@ -10,7 +10,7 @@ import torch
 from onelaunch import checks, dispatch
 from onelaunch.checks import Facts
 from onelaunch.errors import ArgumentError, ShapeError
-from onelaunch.operation import Query, Shapes, fixed, operation, remembered
+from onelaunch.operation import Query, Shapes, constant, fixed, operation, remembered
 from onelaunch.operation.autocast import cast, low_dtype, without_autocast
 
 
@@ -54,6 +54,7 @@ def bind(
         raise ArgumentError(f"activated is {activated!r}; it must be True or False.")
     if activated and gate is None:
         raise ArgumentError("activated is True, but gate is None; pass the activated gate, or leave activated out.")
+    eps = constant(eps)
     if not isinstance(eps, (int, float)) or isinstance(eps, bool) or not (math.isfinite(eps) and eps >= 0):
         raise ArgumentError(f"eps is {eps!r}; it must be a number of at least 0.")
     key = key_of(
@@ -112,7 +113,7 @@ def key_of(
         "bias": bias is not None,
     }
     grad = grad_enabled and checks.grad_wanted(h, gate, norm_weight, w_out, bias)
-    sizes = fixed(batch, length, heads, values, w_out.shape[0])
+    sizes = fixed(batch, length, heads, values, w_out.shape[0], free=2)
     return Query("output_chain", str(h.device), h.dtype, sizes, grad, tuple([name for name, there in given.items() if there]))
 
 

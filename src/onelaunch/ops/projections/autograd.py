@@ -21,6 +21,7 @@ import torch
 
 from onelaunch.launch.by_variant import Launches
 from onelaunch.launch.operator import Operator
+from onelaunch.ops.projections import fakes
 from onelaunch.ops.projections.contract import ProjectionsCall
 from onelaunch.ops.projections.layout import Layout, read_layout
 
@@ -129,10 +130,11 @@ def views(inputs: tuple[Any, ...], packed: torch.Tensor) -> tuple[torch.Tensor, 
     return read_layout(inputs[3]).cut(packed)
 
 
-activation_gradients = Operator("projections_activation_gradients", run_activation_gradients)
+activation_gradients = Operator("projections_activation_gradients", run_activation_gradients, fake=fakes.activation_gradients)
 forward = Operator(
     "projections_forward",
     run_forward,
+    fake=fakes.forward,
     save=save,
     gradients=gradients,
     backward=activation_gradients,

@@ -14,7 +14,7 @@ import torch
 from onelaunch import checks, dispatch
 from onelaunch.checks import Facts
 from onelaunch.errors import ArgumentError, ShapeError
-from onelaunch.operation import Query, Shapes, fixed, operation, remembered
+from onelaunch.operation import Query, Shapes, constant, fixed, operation, remembered
 from onelaunch.operation.autocast import cast, low_dtype, without_autocast
 from onelaunch.ops.projections.layout import Layout, Segment, layout_of, read_layout
 
@@ -50,6 +50,7 @@ def bind(
 ) -> ProjectionsCall:
     """Check the arguments and return the call; raises the errors that :func:`projections` lists."""
     layout = layout_of(checked_segments(segments))
+    eps = constant(eps)
     if not isinstance(eps, (int, float)) or isinstance(eps, bool) or not (math.isfinite(eps) and eps >= 0):
         raise ArgumentError(f"eps is {eps!r}; it must be a number of at least 0.")
     given = (checks.facts("x", x), checks.facts("weight", weight), checks.optional_facts("bias", bias))
@@ -106,8 +107,8 @@ def key_of(x: Facts, weight: Facts, bias: Facts | None, layout: Layout, grad_ena
             checks.device(name, value, x.device)
     first, last = layout.spans[0].segment, layout.spans[min(2, len(layout.spans) - 1)].segment
     batch, length = math.prod(x.shape[:-2]), x.shape[-2]
-    # ``fixed`` makes plain integers of sizes that are symbolic while a call is traced.
-    sizes = fixed(batch, length, inner, first.heads, first.head_size, last.head_size)
+    # ``fixed`` makes plain integers of sizes that are symbolic while a call is traced, except B and T.
+    sizes = fixed(batch, length, inner, first.heads, first.head_size, last.head_size, free=2)
     grad = grad_enabled and checks.grad_wanted(x, weight, bias)
     return Query("projections", str(x.device), x.dtype, sizes, grad, (layout.code,))
 

@@ -15,6 +15,7 @@ import torch
 
 from onelaunch.launch.by_variant import Launches
 from onelaunch.launch.operator import Operator
+from onelaunch.ops.swiglu import fakes
 from onelaunch.ops.swiglu.contract import SwigluCall
 from onelaunch.ops.swiglu.operands import Matrix, all_swizzled, with_scales_alike
 
@@ -50,8 +51,8 @@ def gate_gradients(ctx: Any, backward: Any, dh: torch.Tensor) -> tuple[torch.Ten
     return (found, None) if up is None else tuple(found.chunk(2, 1))
 
 
-gate_backward = Operator("swiglu_gate_backward", run_gate_backward)
-gate = Operator("swiglu_gate", run_gate, save=save_products, gradients=gate_gradients, backward=gate_backward)
+gate_backward = Operator("swiglu_gate_backward", run_gate_backward, fake=fakes.gate_backward)
+gate = Operator("swiglu_gate", run_gate, fake=fakes.gate, save=save_products, gradients=gate_gradients, backward=gate_backward)
 
 # Operator of the kernels that multiply
 
@@ -133,7 +134,7 @@ def gradients(ctx: Any, backward: Any, dh: torch.Tensor) -> tuple[torch.Tensor |
     return dx, dw_gate, dw_up, *(None,) * 11  # run_forward has 14 inputs
 
 
-forward = Operator("swiglu_forward", run_forward, save=save, gradients=gradients, backward=gate_backward)
+forward = Operator("swiglu_forward", run_forward, fake=fakes.forward, save=save, gradients=gradients, backward=gate_backward)
 
 
 def compute(call: SwigluCall, variant: str) -> tuple[torch.Tensor]:

@@ -163,8 +163,8 @@ def key_of(x: Facts, w_gate: Facts, w_up: Facts | None, out_dtype: torch.dtype |
         )
     details = {flag for each in (x, *weights) for flag in each.flags}
     flags = (form,) * (form != "dense") + tuple(sorted(details)) + ("stacked",) * (w_up is None)
-    # ``fixed`` makes plain integers of sizes that are symbolic while a call is traced.
-    return Query("swiglu", str(x.device), dtype, fixed(math.prod(x.shape[:-1]), columns, inner), grad, flags)
+    # ``fixed`` makes plain integers of sizes that are symbolic while a call is traced, except M.
+    return Query("swiglu", str(x.device), dtype, fixed(math.prod(x.shape[:-1]), columns, inner, free=1), grad, flags)
 
 
 def _form(x: Facts, weights: Sequence[Facts]) -> str:

@@ -2,9 +2,8 @@
 
 The PyTorch variants of ``linear_rnn`` multiply and then call these functions. They use this module's checks too.
 
-``chunked`` splits time into chunks, scans all chunks in parallel, scans the chunks' final states by the same function
-(recursively), and adds the carry: about ``CHUNK * log(T) / log(CHUNK)`` tensor operations instead of ``T``. No decay is ever
-divided by, so any log-decay down to -inf is safe.
+``chunked`` scans chunks of time in parallel (``kernels/scan/chunked.py``). No decay is ever divided by, so any log-decay down to
+-inf is safe.
 """
 
 from __future__ import annotations
@@ -15,15 +14,10 @@ import torch
 from torch.nn import functional as F
 
 from onelaunch.dispatch.capture import compile_static, compiler_missing
+from onelaunch.kernels.scan.chunked import scan
 from onelaunch.operation import Query
 from onelaunch.operation.requirements import no_steps
 from onelaunch.ops.gated_scan.contract import ScanCall, gated_scan
-
-CHUNK = 16
-"""Number of steps of a chunk, scanned serially at each level.
-
-On two x86 cores at T = 2048, chunks of 8 to 32 steps are within 15 % of each other.
-"""
 
 Results = tuple[torch.Tensor, torch.Tensor]
 """Output and final states, or another pair of tensors."""
@@ -121,30 +115,3 @@ def fold_initial_state(
         entering = torch.where(filled[:, None], decay[0, starts] * initial_state, 0.0)
         v = v.index_add(1, starts, entering[None])
     return torch.where(is_start[:, None], 0.0, decay), v, ends
-
-
-def scan(decay: torch.Tensor, addend: torch.Tensor) -> torch.Tensor:
-    """Scan ``s_t = decay_t * s_{t-1} + addend_t`` along dimension -2, from zero; all tensors are float32 ``[..., T, V]``."""
-    length = addend.shape[-2]
-    if length <= CHUNK:
-        return _scan_steps(decay, addend)[0]
-    chunks = -(-length // CHUNK)
-    padding = (0, 0, 0, chunks * CHUNK - length)
-    decay = F.pad(decay, padding, value=1.0).unflatten(-2, (chunks, CHUNK))
-    addend = F.pad(addend, padding).unflatten(-2, (chunks, CHUNK))
-    local, product = _scan_steps(decay, addend)  # [..., chunks, CHUNK, V]
-    ends = scan(product[..., -1, :], local[..., -1, :])  # [..., chunks, V]
-    carry = F.pad(ends, (0, 0, 1, 0))[..., :-1, :]  # state that enters each chunk
-    return torch.addcmul(local, product, carry.unsqueeze(-2)).flatten(-3, -2)[..., :length, :]
-
-
-def _scan_steps(decay: torch.Tensor, addend: torch.Tensor) -> Results:
-    """Return the scan and the running product of decays, step by step along dimension -2."""
-    steps = list(zip(decay.unbind(-2), addend.unbind(-2), strict=True))
-    product, state = steps[0]
-    states, products = [state], [product]
-    for factor, term in steps[1:]:
-        state, product = torch.addcmul(term, factor, state), product * factor
-        states.append(state)
-        products.append(product)
-    return torch.stack(states, dim=-2), torch.stack(products, dim=-2)

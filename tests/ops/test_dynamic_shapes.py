@@ -1,0 +1,177 @@
+"""Tests that ``torch.compile`` compiles operations and layers once for many batch sizes and numbers of steps."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from onelaunch.errors import VariantUnsupported
+from onelaunch.operation import find_operation
+from onelaunch.ops import Segment
+from tests.ops import dynamic_cases
+from tests.ops.dynamic_cases import CALLS, LAYERS, SIZES, assert_near, results_of, with_gradients
+
+CHUNKED = ("gla", "gla_layer", "GatedLinearAttention", "SimpleGatedLinearAttention")
+"""Operations and layers whose chunks in PyTorch are a graph of hundreds of operations; they are compiled forward alone."""
+
+
+def slow_if_chunked(names: Iterable[str]) -> list[Any]:
+    """Return the names as parameters, of which those of :data:`CHUNKED` are marked as slow."""
+    return [pytest.param(name, marks=pytest.mark.slow) if name in CHUNKED else name for name in names]
+
+
+KERNELS = [
+    pytest.param(name, variant, id=f"{name}-{variant}", marks=pytest.mark.interpret)
+    for name, variant in (
+        ("gated_scan", "fused"),
+        ("gated_scan", "separate"),
+        ("linear_rnn", "three_launch"),
+        ("linear_rnn", "fused_chunked"),
+        ("gla", "fused"),
+        ("gla", "stepwise"),
+        ("swiglu", "fused"),
+        ("projections", "epilogue"),
+        ("projections", "wide_activated"),
+        ("output_chain", "norm_gate"),
+        ("output_chain", "prologue"),
+        ("gla_layer", "packed"),
+    )
+]
+
+
+def draw(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(shape, dtype=dtype)
+
+
+@pytest.fixture(autouse=True)
+def _fresh():
+    torch.compiler.reset()
+    torch.manual_seed(0)
+
+
+@pytest.mark.parametrize("name", slow_if_chunked(CALLS))
+def test_an_operation_compiles_once(name):
+    counter = CompileCounterWithBackend("eager")
+    run = CALLS[name].run
+    compiled = torch.compile(run, fullgraph=True, dynamic=True, backend=counter)
+    for size in SIZES:
+        tensors = CALLS[name].tensors(*size, draw)
+        assert_near(results_of(compiled(*tensors)), results_of(run(*tensors)), 1e-6)
+    assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("name", [name for name in CALLS if name not in CHUNKED])
+def test_a_training_step_compiles_for_any_size_at_the_second_size(name):
+    counter = CompileCounterWithBackend("aot_eager")
+    run = CALLS[name].run
+    compiled = torch.compile(run, fullgraph=True, backend=counter)
+    for size in SIZES:
+        tensors = CALLS[name].tensors(*size, draw)
+        assert_near(with_gradients(compiled, tensors), with_gradients(run, tensors), 1e-5)
+    assert counter.frame_count == 2  # once for the first sizes, and then for all
+
+
+@pytest.mark.parametrize(("name", "variant"), KERNELS)
+def test_kernels_compile_once(name, variant):
+    counter = CompileCounterWithBackend("aot_eager")
+    run = functools.partial(CALLS[name].run, variant=variant)
+    compiled = torch.compile(run, fullgraph=True, dynamic=True, backend=counter)
+    counts = []
+    for size in ((2, 20), (3, 33)):  # one tile of time each, of other sizes
+        tensors = CALLS[name].tensors(*size, draw)
+        assert_near(with_gradients(compiled, tensors), with_gradients(run, tensors), 1e-5)
+        counts.append(counter.frame_count)
+    assert counts[1] == counts[0]  # the first call of a function with an epsilon takes two attempts, see ``constant``
+
+
+@pytest.mark.parametrize("name", slow_if_chunked(LAYERS))
+def test_a_layer_compiles_once(name):
+    layer = LAYERS[name]()
+    counter = CompileCounterWithBackend("eager")
+    compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend=counter)
+    width = 64 if "Attention" in name else 40
+    for size in SIZES:
+        x = draw(*size, width)
+        with torch.no_grad():
+            assert_near(results_of(compiled(x))[:1], results_of(layer(x))[:1], 1e-5)
+    assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("name", slow_if_chunked(["gated_scan", "gla"]))
+def test_packed_sequences_compile_once(name):
+    operation = find_operation(name)
+    sizes = {"H": 4, "K": 16, "V": 32} if name == "gla" else {"V": 24}
+    counter = CompileCounterWithBackend("eager")
+    compiled = torch.compile(lambda **given: operation(**given), fullgraph=True, dynamic=True, backend=counter)
+    for lengths in ((70, 0, 80, 1, 2), (64, 65, 100, 0, 1, 30)):
+        case = operation.case("float32", B=1, T=sum(lengths), **sizes, lengths=lengths, initial_state=True, final_state=True)
+        arguments = operation.make_inputs(case, torch.device("cpu"), 0).arguments
+        assert_near(results_of(compiled(**arguments)), results_of(operation(**arguments)), 1e-6)
+    assert counter.frame_count == 1
+
+
+@pytest.mark.slow
+def test_code_is_compiled_again_where_another_variant_is_chosen():
+    """On a CPU the dispatcher prefers a loop for up to four steps, whose code would be compiled for each number of steps."""
+    counter = CompileCounterWithBackend("eager")
+    compiled = torch.compile(CALLS["gla"].run, fullgraph=True, backend=counter)
+    counts = []
+    for length in (70, 71, 90, 3, 100):
+        tensors = CALLS["gla"].tensors(2, length, draw)
+        assert_near(results_of(compiled(*tensors)), results_of(CALLS["gla"].run(*tensors)), 1e-6)
+        counts.append(counter.frame_count)
+    assert counts == [1, 2, 2, 3, 3]
+
+
+# On a GPU, by the variants that it has of its own
+
+GPU = [
+    ("gated_scan", "auto"),
+    ("linear_rnn", "auto"),
+    ("linear_rnn", "fused_hopper"),
+    ("gla", "auto"),
+    ("gla", "fused"),
+    ("gla", "hopper"),
+    ("swiglu", "auto"),
+    ("swiglu", "stream_k"),
+    ("swiglu", "persistent"),
+    ("projections", "auto"),
+    ("projections", "epilogue_persistent"),
+    ("output_chain", "auto"),
+    ("output_chain", "prologue"),
+    ("gla_layer", "auto"),
+    ("gla_layer", "packed"),
+    ("gla_layer", "packed_states"),
+]
+"""Variants by operation; Hopper's are skipped with their reason on other GPUs, and at sizes that they do not take."""
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("name", "variant"), GPU)
+def test_a_training_step_compiles_on_a_gpu(name, variant, monkeypatch):
+    for size, value in {"KEYS": 64, "VALUES": 128, "WIDTH": 256, "CHANNELS": 192}.items():  # sizes that Hopper's kernels take
+        monkeypatch.setattr(dynamic_cases, size, value)
+    segments = (Segment("q", 4, 64, "l2norm"), Segment("v", 4, 128, "silu"), Segment("g", 8, 1, "logsigmoid", 16.0, bias=True))
+    monkeypatch.setattr(dynamic_cases, "SEGMENTS", segments)
+
+    def draw_on_gpu(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        return torch.randn(shape, dtype=dtype, device="cuda")
+
+    run = functools.partial(CALLS[name].run, variant=variant)
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(run, fullgraph=True, dynamic=True, backend=counter)
+    counts = []
+    for batch, length in ((2, 130), (3, 257), (6, 1000)):
+        tensors = CALLS[name].tensors(batch, length, draw_on_gpu)
+        try:
+            expected = with_gradients(run, tensors)
+        except VariantUnsupported as error:
+            pytest.skip(str(error))
+        assert_near(with_gradients(compiled, tensors), expected, 1e-2)
+        counts.append(counter.frame_count)
+    assert counts[-1] == counts[0] or variant == "auto"  # ``auto`` may choose another variant for other sizes
