@@ -58,13 +58,23 @@ def test_stored_signatures_are_those_of_fla(name):
 
 
 def test_every_argument_of_fla_is_explained():
-    keywords = {"chunk_size", "transpose_state_layout", "head_first"}
     for operation, modules in STORED["modules"].items():
         functions = [name for names in modules.values() for name in names]
-        taken = {name for function in functions for name in inspect.signature(getattr(ops, function)).parameters}
-        wanted = taken - {"variant", "kwargs"} | (keywords if "kwargs" in taken else set())
-        assert wanted == set(STORED["arguments"][operation])
+        parameters = {name for function in functions for name in inspect.signature(getattr(ops, function)).parameters}
+        keywords = {name for function in functions for name in STORED["keywords"].get(function, ())}
+        assert parameters - {"variant", "kwargs"} | keywords == set(STORED["arguments"][operation])
     assert set(MODULES) == set(SIGNATURES)
+    assert set(STORED["keywords"]) == {name for name, signature in SIGNATURES.items() if signature.endswith("**kwargs")}
+
+
+@pytest.mark.parametrize("name", STORED["keywords"])
+def test_keywords_are_those_that_are_explained(name):
+    """A message about an unknown keyword lists those that a function takes."""
+    q = torch.ones(1, 2, 1, 16)
+    with pytest.raises(ArgumentError) as caught:
+        getattr(ops, name)(q, q, q, unknown=1)
+    listed = str(caught.value).partition("Beside its named ones: ")[2].rstrip(".")
+    assert set(listed.replace(" and ", ", ").split(", ")) == set(STORED["keywords"][name])
 
 
 # The recurrence of HGRN
