@@ -20,7 +20,7 @@ CASE = GLA_LAYER.case("float32", **SIZES)
 each_kind = pytest.mark.parametrize(
     "options", [{}, {"decay_per": "head"}, {"decay_per": "head", "conv_size": 4}, {"conv_size": 3}], ids=str
 )
-"""Parametrization over the layers of ``onelaunch.nn``: a decay per channel or head, without and with filters."""
+"""Parametrization over the layers of ``onelaunch.nn``: a decay per channel or head, without and with short convolutions."""
 
 
 @each_kind

@@ -74,12 +74,13 @@ def own_kernel(query: Query, names: Sequence[str]) -> str | None:
 def why_not(query: Query) -> str | None:
     """Return why a layer of this key cannot run as one function, or ``None``.
 
-    It needs a backward pass, decays per channel, columns that kernels can address, and kernels of ours for every part.
+    It needs a backward pass, decays per channel, no short convolutions, columns that kernels can address, and kernels of ours for
+    every part.
     """
     if not query.grad:
         return "differs from composed in the backward pass alone, and there is none"
     if "scalar_decay" in query.flags or CONVOLVED in query.flags:
-        return "needs a decay per channel, and no filters of q, k and v: it knows no other gradients of the packed projection"
+        return "needs a decay per channel and no short convolutions: its backward pass has no other gradients"
     *_, heads, keys, values = query.sizes
     if heads * keys % ALIGNMENT or heads * values % ALIGNMENT:
         return f"needs H * K and H * V in multiples of {ALIGNMENT}: so columns of all gradients begin where they can be addressed"

@@ -65,7 +65,7 @@ def decay_segments_of(sizes: LayerSizes) -> tuple[Segment, ...]:
 
 
 def convolved(values: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Return ``[B, T, H, C]`` after a causal filter per channel, ``weight [H C, W]``, and SiLU, by PyTorch's functions."""
+    """Return ``[B, T, H, C]`` after a short causal convolution, ``weight [H C, W]``, and SiLU, by PyTorch's functions."""
     inputs = F.pad(values.flatten(2).transpose(1, 2), (weight.shape[1] - 1, 0))  # [B, H C, W - 1 + T]
     y = F.conv1d(inputs, weight[:, None], groups=weight.shape[0])
     return F.silu(y.transpose(1, 2)).unflatten(-1, values.shape[2:])

@@ -38,7 +38,7 @@ class GlaLayerCall(NamedTuple):
     """State before the first step, ``[B, H, K, V]`` float32."""
     output_final_state: bool
     conv_weight: torch.Tensor | None
-    """Filters of the channels of q, k and v over time, ``[2 H K + H V, W]``, dtype of ``x``, or ``None``."""
+    """Filters of the short convolutions of q, k and v, ``[2 H K + H V, W]``, dtype of ``x``, or ``None``."""
     key: Query
     """Dispatch key of the call: its device, dtype, sizes and flags, by which the dispatcher chooses a variant."""
 
@@ -187,7 +187,7 @@ def key_of(
 
 
 CONVOLVED = "convolved"
-"""Flag of the dispatch key of a call whose q, k and v go through filters over time."""
+"""Flag of the dispatch key of a call whose q, k and v go through short convolutions."""
 
 
 def _keys_beside_decays_per_head(in_proj_weight: Facts, heads: int, values: int) -> int:
@@ -202,7 +202,7 @@ def _keys_beside_decays_per_head(in_proj_weight: Facts, heads: int, values: int)
 
 
 def _check_filters(conv_weight: Facts, channels: int, initial_state: Facts | None, output_final_state: bool) -> None:
-    """Raise unless the filters of q, k and v fit; a call with filters has no states, which would not hold the filters' inputs."""
+    """Raise unless the filters fit, and there are no states, which would not hold the inputs of the convolutions."""
     layout = "[2 H K + H V, W]"
     checks.rank("conv_weight", conv_weight, layout)
     if conv_weight.shape[0] != channels or conv_weight.shape[1] == 0:
@@ -211,7 +211,7 @@ def _check_filters(conv_weight: Facts, channels: int, initial_state: Facts | Non
     if initial_state is not None or output_final_state:
         named = "initial_state" if initial_state is not None else "output_final_state"
         raise ArgumentError(
-            f"{named} is given beside conv_weight; a state holds no inputs of the filters. onelaunch.nn.Cache holds both."
+            f"{named} is given beside conv_weight; a state lacks the convolutions' inputs. onelaunch.nn.Cache holds both."
         )
 
 
@@ -270,8 +270,8 @@ def gla_layer(
 
     This is :class:`onelaunch.nn.GatedLinearAttention` with its default arguments, as a function of its weights. Without
     ``gk_weight`` there is one decay per head, ``g = logsigmoid(r + gk_bias) / normalizer`` with r of H columns, and with
-    ``conv_weight`` the layer is :class:`onelaunch.nn.SimpleGatedLinearAttention`: queries, keys and values go through causal
-    filters and SiLU, ``silu(sum_j conv_weight_j * q_{t - W + 1 + j})`` per channel, before the recurrence.
+    ``conv_weight`` the layer is :class:`onelaunch.nn.SimpleGatedLinearAttention`: queries, keys and values go through short
+    causal convolutions and SiLU, ``silu(sum_j conv_weight_j * q_{t - W + 1 + j})`` per channel, before the recurrence.
 
     Differentiable in every tensor, through both results. Under ``torch.autocast`` tensors are cast to the autocast dtype,
     ``norm_weight`` to float32; ``initial_state`` is not cast and must be float32.
@@ -290,8 +290,8 @@ def gla_layer(
         eps: constant that is added to the mean of squares; at least 0.
         initial_state: ``[B, H, K, V]`` float32. Default: zeros.
         output_final_state: whether to return the state after the last step.
-        conv_weight: filters over W steps of the channels of q, k and v, ``[2 H K + H V, W]``, dtype of ``x``. Not together with
-            states. Default: none.
+        conv_weight: filters of short convolutions over W steps, one for each channel of q, k and v, ``[2 H K + H V, W]``,
+            dtype of ``x``. Not together with states. Default: no convolutions.
         variant: a name from ``gla_layer.variants``, or ``"auto"`` for the fastest variant measured near this call.
 
     Returns:

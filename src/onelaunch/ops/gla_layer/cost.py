@@ -49,8 +49,8 @@ def cost(case: Case, variant: Variant | None, direction: Direction) -> Cost:
 
     At least, forward reads all tensors and writes the results; backward reads all tensors and the results' gradients and writes
     the tensors' gradients. A variant moves what its parts move (tag ``parts``): all intermediates between them go through
-    memory. For a part whose variant the dispatcher chooses, the least cost of that part is counted. Filters read q, k and v and
-    write them; their FLOPs are not those of a matrix product.
+    memory. For a part whose variant the dispatcher chooses, the least cost of that part is counted. Short convolutions read
+    q, k and v and write them; their FLOPs are not those of a matrix product.
     """
     named = (AUTO,) * 3 if variant is None else variant.tags.get("parts", (AUTO,) * 3)
     costs = []
@@ -75,6 +75,6 @@ def cost(case: Case, variant: Variant | None, direction: Direction) -> Cost:
 
 
 def filtered_bytes(case: Case) -> int:
-    """Return the bytes of q, k and v together if they go through filters over time, else 0."""
+    """Return the bytes of q, k and v together if they go through short convolutions, else 0."""
     batch, length, _, heads, keys, values = (case.sizes[name] for name in gla_layer.dimensions)
     return batch * length * heads * (2 * keys + values) * case.dtype.itemsize if options_of(case).conv_size else 0

@@ -2,7 +2,7 @@
 
 A case is written as arguments of ``gla_layer.case``: dtype; sizes (B sequences of T steps, D columns of x, H heads of K key and
 V value channels); and options, such as ``rank``, the inner width of the low-rank projection that makes the log-decays,
-``decay_per``, and ``conv_size``, the steps of the filters of queries, keys and values.
+``decay_per``, and ``conv_size``, the steps of the short convolutions.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ CASES: dict[str, dict[str, Any]] = {
     "over_256_steps": {"dtype": "float32", **SMALL, "B": 1, "T": 300, **STATES},
     "one_decay_per_head": {"dtype": "float32", **SMALL, "T": 70, "decay_per": "head", "normalizer": 3.0, **STATES},
     "one_decay_per_head_float16": {"dtype": "float16", **SMALL, "T": 33, "decay_per": "head", "norm_weight": "float32"},
-    "filters": {"dtype": "float32", **SMALL, "T": 70, "decay_per": "head", "conv_size": 4},
-    "filters_longer_than_a_sequence": {"dtype": "float16", **SMALL, "T": 3, "conv_size": 5},
-    "filters_bfloat16": {
+    "convolutions": {"dtype": "float32", **SMALL, "T": 70, "decay_per": "head", "conv_size": 4},
+    "convolutions_longer_than_a_sequence": {"dtype": "float16", **SMALL, "T": 3, "conv_size": 5},
+    "convolutions_bfloat16": {
         "dtype": "bfloat16",
         "B": 1,
         "T": 130,

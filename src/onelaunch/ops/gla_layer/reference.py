@@ -60,7 +60,7 @@ def reference(
 
 
 def _convolve(values: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Return ``[B, T, C]`` after a causal filter per channel, ``weight [C, W]``, and SiLU, as a sum of shifted inputs."""
+    """Return ``[B, T, C]`` after a short causal convolution, ``weight [C, W]``, and SiLU, as a sum of shifted inputs."""
     length, past = values.shape[1], weight.shape[1] - 1
     padded = F.pad(values, (0, 0, past, 0))
     y = torch.stack([padded[:, step : step + length] * weight[:, step] for step in range(past + 1)]).sum(0)
@@ -74,7 +74,7 @@ class Options(NamedTuple):
     """Inner size of the decay's factors; ``None`` for one decay per head."""
     norm_weight: str
     conv_size: int | None
-    """Number of steps of the filters; ``None`` without filters."""
+    """Number of steps of the short convolutions; ``None`` without them."""
 
 
 def options_of(case: Case) -> Options:

@@ -87,7 +87,7 @@ def short_enough_on_a_cpu(query: Query) -> str | None:
 def composed(call: GlaLayerCall) -> Results:
     """Run ``projections`` twice, ``gla`` and ``output_chain``, each by the dispatcher's choice, as the modules do.
 
-    With one decay per head the first call of ``projections`` computes the decays too. Filters are PyTorch's convolutions.
+    With one decay per head the first call of ``projections`` computes the decays too. Short convolutions are PyTorch's.
     """
     return run(call, DISPATCHED)
 

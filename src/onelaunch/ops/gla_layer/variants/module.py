@@ -47,12 +47,12 @@ Place = tuple[nn.Module, str]
 
 
 def filter_size(call: GlaLayerCall) -> int | None:
-    """Return the number of steps of the filters of q, k and v; ``None`` without filters."""
+    """Return the number of steps of the short convolutions; ``None`` without them."""
     return None if call.conv_weight is None else call.conv_weight.shape[1]
 
 
 def filters_of(call: GlaLayerCall) -> tuple[torch.Tensor, ...]:
-    """Return the filters of q, k and v ``[channels, 1, W]``, as a convolution of PyTorch has them; none without filters."""
+    """Return the filters of the convolutions of q, k and v, ``[channels, 1, W]``; none without convolutions."""
     if call.conv_weight is None:
         return ()
     heads, keys, values, *_ = call.sizes
