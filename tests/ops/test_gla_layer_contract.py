@@ -25,8 +25,8 @@ from onelaunch.errors import ArgumentError, DeviceError, DTypeError, OneLaunchEr
 from onelaunch.operation import DIRECTIONS
 from onelaunch.ops import gla, gla_layer
 from onelaunch.ops.gla.variants import peers as recurrence_peers
+from onelaunch.ops.gla_layer.modules import filter_size
 from onelaunch.ops.gla_layer.variants import peers
-from onelaunch.ops.gla_layer.variants.module import filter_size
 from tests.ops.cases import assert_near, differentiable
 from tests.ops.gla_layer_cases import CASES, GLA_LAYER, SMALL, TENSORS, case_of, made
 from tests.ops.test_swiglu_peers import pretend

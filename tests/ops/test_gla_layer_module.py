@@ -9,7 +9,8 @@ from onelaunch.dispatch.choice import held_back
 from onelaunch.errors import VariantUnsupported
 from onelaunch.nn import GatedLinearAttention, SimpleGatedLinearAttention
 from onelaunch.ops import gla_layer
-from onelaunch.ops.gla_layer.variants.module import filter_size, module_of
+from onelaunch.ops.gla_layer.modules import filter_size
+from onelaunch.ops.gla_layer.variants.module import module_of
 from onelaunch.workbench.verify import judge
 from tests.ops.cases import differentiable
 from tests.ops.gla_layer_cases import GLA_LAYER, made

@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import importlib
 import threading
-from typing import Any
 
 import torch
 from torch import nn
@@ -17,6 +16,7 @@ from onelaunch.dispatch import AUTO
 from onelaunch.operation import Query
 from onelaunch.ops.gla_layer.composition import Results
 from onelaunch.ops.gla_layer.contract import GlaLayerCall, LayerSizes, gla_layer
+from onelaunch.ops.gla_layer.modules import filter_size, filters_of, layer_arguments
 
 ONE_AT_A_TIME = threading.Lock()
 """Lock of the cached modules, which threads share and which hold the tensors of one call at a time."""
@@ -46,19 +46,6 @@ Place = tuple[nn.Module, str]
 """A module and the name of its parameter."""
 
 
-def filter_size(call: GlaLayerCall) -> int | None:
-    """Return the number of steps of the short convolutions; ``None`` without them."""
-    return None if call.conv_weight is None else call.conv_weight.shape[1]
-
-
-def filters_of(call: GlaLayerCall) -> tuple[torch.Tensor, ...]:
-    """Return the filters of the convolutions of q, k and v, ``[channels, 1, W]``; none without convolutions."""
-    if call.conv_weight is None:
-        return ()
-    heads, keys, values, *_ = call.sizes
-    return call.conv_weight[:, None].split([heads * keys, heads * keys, heads * values])
-
-
 @functools.lru_cache(maxsize=64)
 def module_of(width: int, sizes: LayerSizes, eps: float, conv_size: int | None) -> tuple[nn.Module, tuple[Place, ...]]:
     """Return a module of these sizes without its parameters, and their places in the order of the call's tensors.
@@ -81,20 +68,6 @@ def module_of(width: int, sizes: LayerSizes, eps: float, conv_size: int | None) 
     for owner, name in places:
         delattr(owner, name)
     return layer, places
-
-
-def layer_arguments(width: int, sizes: LayerSizes, eps: float, conv_size: int | None) -> dict[str, Any]:
-    """Return the constructor's arguments that all layers have, ours and fla's."""
-    return {
-        "hidden_size": width,
-        "expand_k": sizes.heads * sizes.keys / width,
-        "expand_v": sizes.heads * sizes.values / width,
-        "num_heads": sizes.heads,
-        "norm_eps": eps,
-        "gate_logit_normalizer": sizes.normalizer,
-        "use_short_conv": conv_size is not None,
-        "conv_size": 4 if conv_size is None else conv_size,
-    }
 
 
 @module.supports

@@ -16,7 +16,7 @@ from onelaunch.operation import Query
 from onelaunch.ops.gla.variants.peers import FEW_STEPS, chunk_backward
 from onelaunch.ops.gla_layer.composition import Results, segments_of
 from onelaunch.ops.gla_layer.contract import GlaLayerCall, LayerSizes, gla_layer
-from onelaunch.ops.gla_layer.variants.module import filter_size, filters_of, layer_arguments
+from onelaunch.ops.gla_layer.modules import filter_size, filters_of, layer_arguments
 
 ONE_AT_A_TIME = threading.Lock()
 """Lock of the cached layers, which threads share and which hold the tensors of one call at a time."""

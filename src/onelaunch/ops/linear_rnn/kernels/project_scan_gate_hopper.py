@@ -246,6 +246,7 @@ def scan_gate(
             mbarrier.arrive(v_free.index(1), count=1, pred=n == chunks - 1)
             fetch_rows(log_decay, gate, decay_rows, gate_rows, fetched, first_row, c, n + 2, n + 2 < chunks, GATED)
             b_decay = gl.exp2(b_decay.to(gl.float32) * LOG2E)
+            b_gate = b_gate.to(gl.float32)
             if EVEN:
                 inside = gl.full([ROWS, BV], 1, gl.int1, layout=rows_layout)
             else:
@@ -266,7 +267,6 @@ def scan_gate(
             b_s = gl.associative_scan((b_decay, b_v), 0, combine)[1]  # [ROWS, BV]
             s = gl.reduce(b_s, 0, take_last)
             if GATED:
-                b_gate = b_gate.to(gl.float32)
                 # silu's sigmoid as a squared reciprocal root: two instructions, where a division takes eight
                 root = gl.rsqrt(1.0 + gl.exp2(b_gate * -LOG2E))
                 b_s = b_s * b_gate * root * root
