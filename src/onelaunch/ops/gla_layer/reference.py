@@ -118,9 +118,9 @@ def dtypes_of(case: Case) -> dict[str, torch.dtype]:
 def make_inputs(case: Case, device: torch.device, generator: torch.Generator) -> Reading:
     """Return random x and state, and weights such that projections and results have about unit variance, as in a trained layer.
 
-    Keys have half of their variance from the queries' projection. A sequence's first result is (q k) v, with q k a scalar per
-    head, and the norm divides by its magnitude. For unrelated vectors q k is sometimes about zero, and then results and
-    gradients are only rounding errors in any implementation.
+    Keys have half of their variance from the queries' projection, and their convolutions from the queries' filters. A sequence's
+    first result is (q k) v, with q k a scalar per head, and the norm divides by its magnitude. For unrelated vectors q k is
+    sometimes about zero, and then results and gradients are only rounding errors in any implementation.
     """
     shapes, dtypes = shapes_of(case), dtypes_of(case)
     arguments: dict[str, Any] = {}
@@ -128,7 +128,7 @@ def make_inputs(case: Case, device: torch.device, generator: torch.Generator) ->
         drawn = torch.randn(extent, device=device, generator=generator)
         if name in ("in_proj_weight", "gk_weight", "w_out", "conv_weight"):
             drawn = drawn / math.sqrt(max(extent[1], 1))
-            if name == "in_proj_weight":
+            if name in ("in_proj_weight", "conv_weight"):
                 # They are views, through which drawn is changed.
                 q, k = drawn.split(case.sizes["H"] * case.sizes["K"])[:2]
                 k.add_(q).mul_(math.sqrt(0.5))
