@@ -4,15 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import study_keys
 import torch
+from study_keys import tomllib
 
 from onelaunch.operation import Operation, Variant, operations
 from onelaunch.workbench.report.documents import code, docs_overview, docs_section, markdown_table
 from onelaunch.workbench.result import Result
 
 NOTHING_MEASURED = "Nothing has been measured yet: there is no result of this operation under `results/`.\n"
+
+FLA_ARGUMENTS = Path(__file__).with_name("fla_arguments.toml")
+"""Signatures of fla's functions, and what each argument is here."""
 
 ELSEWHERE = {"decode_step": "decode.md"}
 """Page of each operation whose page is not ``operations/NAME.md``."""
@@ -31,6 +36,8 @@ def write(folder: Path, results: Path, notebook: Path, studies: Path) -> None:
     contents = "\n".join(["```{toctree}", *pages, "```"]) if pages else "There is no entry yet."
     _replace(folder / "notebook.md", contents + "\n")
     _replace(folder / "stated-errors.md", _stated_errors(list(operations())))
+    for operation, text in _fla_arguments(FLA_ARGUMENTS).items():
+        _replace(folder / f"fla-arguments-{operation}.md", text)
     _replace(folder / "overview.md", docs_overview((result for _, result in stored), _page) + "\n")
     for name, text in study_keys.pages(studies).items():
         _replace(folder / name, text)
@@ -62,6 +69,26 @@ def _variants(operation: Operation) -> str:
     ]
     heads = ["variant", "launches", "steps in one kernel", *(["matrix product"] if products else []), "what it is"]
     return markdown_table(heads, rows) + "\n"
+
+
+def _fla_arguments(path: Path) -> dict[str, str]:
+    """Return for each operation the table of the arguments of fla's functions, and what each is here."""
+    stored = tomllib.loads(path.read_text(encoding="utf-8"))
+    tables = {}
+    for operation, modules in stored["modules"].items():
+        names = [name for functions in modules.values() for name in functions]
+        rows = [
+            [code(argument), ", ".join(code(name) for name in names if argument in _taken(stored, name)), meaning]
+            for argument, meaning in stored["arguments"][operation].items()
+        ]
+        tables[operation] = markdown_table(["argument", "functions", "here"], rows) + "\n"
+    return tables
+
+
+def _taken(stored: Mapping[str, Any], function: str) -> list[str]:
+    """Return the arguments that a function of fla takes: its parameters, and its keywords among ``**kwargs``."""
+    parameters = [each.partition("=")[0] for each in stored["signatures"][function].split(", ")]
+    return [*parameters, *stored["keywords"].get(function, ())]
 
 
 def _stated_errors(known: list[Operation]) -> str:

@@ -124,14 +124,14 @@ def offsets(cu_seqlens: torch.Tensor, length: int) -> None:
         raise PackingError(f"runs from {int(cu_seqlens[0])} to {int(cu_seqlens[-1])}", want=f"run from 0 to T = {length}")
 
 
-def log_decay(value: torch.Tensor) -> None:
-    """Raise :class:`ValueRangeError` if a log-decay is positive or NaN, if values are checked."""
+def log_decay(value: torch.Tensor, name: str = "log_decay") -> None:
+    """Raise :class:`ValueRangeError` if a log-decay, named ``name``, is positive or NaN, if values are checked."""
     if values_are_checked(value) and value.numel() and not bool((value <= 0).all()):
         largest = value.max().item()
         raise ValueRangeError(
-            "log_decay",
+            name,
             got=f"holds {'NaN' if largest != largest else f'{largest:g}'}",
-            want="a log-decay is at most 0 (decay = exp(log_decay) lies in [0, 1]); pass torch.log of your decay",
+            want=f"a log-decay is at most 0 (decay = exp({name}) lies in [0, 1]); pass torch.log of your decay",
         )
 
 

@@ -1,7 +1,8 @@
 """Cases of ``gla_layer`` shared by its tests.
 
 A case is written as arguments of ``GLA_LAYER.case``: dtype; sizes (B sequences of T steps, D columns of x, H heads of K key and
-V value channels); and options, such as ``rank``, the inner width of the low-rank projection that makes the log-decays.
+V value channels); and options, such as ``rank``, the inner width of the low-rank projection that makes the log-decays,
+``decay_per``, and ``conv_size``, the steps of the short convolutions.
 """
 
 from __future__ import annotations

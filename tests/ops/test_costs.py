@@ -16,10 +16,12 @@ CASES = {  # sizes and options of cases in float16, by operation
     "gated_scan": [
         {"B": 2, "T": 24, "V": 16},
         {"B": 2, "T": 24, "V": 16, "initial_state": True, "final_state": True, "log_decay_dtype": "float32"},
+        {"B": 2, "T": 24, "V": 16, "gate": False},
     ],
     "linear_rnn": [
         {"B": 2, "T": 24, "D": 16, "V": 16},
         {"B": 2, "T": 24, "D": 16, "V": 16, "initial_state": True, "final_state": True},
+        {"B": 2, "T": 24, "D": 16, "V": 16, "gate": False},
     ],
     "gla": [
         {"B": 2, "T": 24, "H": 2, "K": 16, "V": 16},
@@ -88,6 +90,27 @@ def test_every_variant_states_its_writes_and_costs_at_least_the_minimum(name, py
                     found += 1
             assert all(0 < control.cost(case).written < control.cost(case).bytes for control in operation.controls.values())
     assert found
+
+
+@pytest.mark.parametrize(
+    ("operation", "variant", "launches"),
+    [
+        ("gated_scan", "separate", (2, 4)),
+        ("gated_scan", "fused", (1, 2)),
+        ("linear_rnn", "three_launch", (3, 7)),
+        ("linear_rnn", "three_launch_cublas", (3, 7)),
+        ("linear_rnn", "semi_fused", (2, 5)),
+        ("linear_rnn", "fused_chunked", (1, 4)),
+    ],
+)
+def test_a_launch_for_the_gate_is_not_counted_without_a_gate(operation, variant, launches):
+    found = find_operation(operation)
+    sizes = dict.fromkeys(found.dimensions, 64)
+    apart = variant in ("separate", "three_launch", "three_launch_cublas")
+    for gate in (True, False):
+        case = found.case("float16", **sizes, gate=gate)
+        counted = tuple(found.cost(case, found.get(variant), direction).launches for direction in DIRECTIONS)
+        assert counted == (launches if gate or not apart else (launches[0] - 1, launches[1] - 2))
 
 
 def test_decoding_a_token_writes_less_than_a_thousandth_of_its_bytes():

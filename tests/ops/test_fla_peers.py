@@ -24,9 +24,8 @@ def chunk_hgrn(x, g, initial_state=None, output_final_state=False):
 
 
 def fused_recurrent_hgrn(x, g, initial_state=None, output_final_state=False, cu_seqlens=None):
-    """Return the states, which are the outputs of ``gated_scan`` with a gate whose SiLU is 1, and the final states."""
-    one = torch.full_like(x, 1.2784645427610738)  # silu(1.278...) = 1
-    s, final = SCAN.reference(v=x, log_decay=g, gate=one, initial_state=initial_state, cu_seqlens=cu_seqlens)
+    """Return the states, which are the outputs of ``gated_scan`` without a gate, and the final states."""
+    s, final = SCAN.reference(v=x, log_decay=g, initial_state=initial_state, cu_seqlens=cu_seqlens)
     return s, final if output_final_state else None
 
 
@@ -96,9 +95,10 @@ def test_packed_sequences_with_states(fla):
 @pytest.mark.parametrize("operation", [SCAN, RNN], ids=lambda operation: operation.name)
 @pytest.mark.parametrize("variant", ["fla", "fla_recurrent"])
 @pytest.mark.parametrize("states", [True, False])
-def test_scans(fla, operation, variant, states):
+@pytest.mark.parametrize("gate", [True, False])
+def test_scans(fla, operation, variant, states, gate):
     sizes = {"D": 8} if operation is RNN else {}
-    case = operation.case("float32", B=2, T=40, V=16, initial_state=states, final_state=states, **sizes)
+    case = operation.case("float32", B=2, T=40, V=16, initial_state=states, final_state=states, gate=gate, **sizes)
     found, expected = results_of(operation, case, variant)
     assert_same(found, expected if states else (expected[0], None))
 

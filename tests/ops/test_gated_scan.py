@@ -134,7 +134,15 @@ def test_the_values_may_be_their_own_gate(variant):
 @pytest.mark.interpret
 @pytest.mark.parametrize(
     "name",
-    ["one_step_one_channel", "one_step_over_a_tile", "exactly_a_tile", "packed_with_empty_sequences", "packed_many_short"],
+    [
+        "one_step_one_channel",
+        "one_step_over_a_tile",
+        "exactly_a_tile",
+        "packed_with_empty_sequences",
+        "packed_many_short",
+        "no_gate",
+        "no_gate_packed",
+    ],
 )
 @pytest.mark.parametrize("variant", triton_variants(GATED_SCAN))
 def test_the_sequential_kernel_is_correct(variant, name, monkeypatch):

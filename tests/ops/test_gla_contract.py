@@ -27,7 +27,7 @@ from onelaunch.errors import (
     ValueRangeError,
     VariantUnsupported,
 )
-from onelaunch.ops import chunk_gla, chunk_simple_gla, fused_recurrent_gla, gla
+from onelaunch.ops import chunk_gla, chunk_simple_gla, fused_recurrent_gla, fused_recurrent_simple_gla, gla
 from onelaunch.ops.gla.contract import under_autocast
 from tests.ops.cases import GLA, arguments_of, assert_near, pytorch_variants, results
 from tests.prose import Prose
@@ -277,37 +277,13 @@ def test_offsets_may_be_int64(variant):
 # Functions with fla's names
 
 
-FLA_0_6_0 = {
-    chunk_gla: {
-        "q": inspect.Parameter.empty, "k": inspect.Parameter.empty, "v": inspect.Parameter.empty, "g": inspect.Parameter.empty,
-        "scale": None, "initial_state": None, "output_final_state": False, "state_v_first": False, "cu_seqlens": None,
-        "cu_seqlens_cpu": None,
-    },
-    chunk_simple_gla: {
-        "q": inspect.Parameter.empty, "k": inspect.Parameter.empty, "v": inspect.Parameter.empty, "g": None, "g_gamma": None,
-        "scale": None, "initial_state": None, "output_final_state": False, "state_v_first": False, "cu_seqlens": None,
-        "cu_seqlens_cpu": None, "kwargs": inspect.Parameter.empty,
-    },
-    fused_recurrent_gla: {
-        "q": inspect.Parameter.empty, "k": inspect.Parameter.empty, "v": inspect.Parameter.empty, "gk": None, "gv": None,
-        "scale": None, "initial_state": None, "output_final_state": False, "reverse": False, "state_v_first": False,
-        "cu_seqlens": None, "kwargs": inspect.Parameter.empty,
-    },
-}  # fmt: skip
-"""Names and defaults of the parameters of fla 0.6.0, in their order."""
-
-each_name = pytest.mark.parametrize("function", FLA_0_6_0, ids=lambda function: function.__name__)
-
-
-@each_name
-def test_signatures_match_fla_with_an_additional_variant(function):
-    parameters = dict(inspect.signature(function).parameters)
-    ours = parameters.pop("variant")
-    assert (ours.kind, ours.default) == (inspect.Parameter.KEYWORD_ONLY, "auto")
-    assert list(parameters) == list(FLA_0_6_0[function])
-    assert {name: parameter.default for name, parameter in parameters.items()} == FLA_0_6_0[function]
-    named = {parameter.kind for name, parameter in parameters.items() if name != "kwargs"}
-    assert named == {inspect.Parameter.POSITIONAL_OR_KEYWORD}
+each_name = pytest.mark.parametrize(
+    "function",
+    [chunk_gla, chunk_simple_gla, fused_recurrent_gla, fused_recurrent_simple_gla],
+    ids=lambda function: function.__name__,
+)
+PER_HEAD = (chunk_simple_gla, fused_recurrent_simple_gla)
+"""Functions with one decay per head. tests/ops/test_fla_names.py compares signatures with fla's."""
 
 
 def test_gla_takes_only_keywords_after_the_log_decay():
@@ -385,9 +361,9 @@ def test_a_wrong_decay_per_head_is_named(prose):
 @each_name
 def test_errors_name_the_argument_as_the_caller_does(function, refused):
     gate = {"gk": "gk"}.get(next(name for name in inspect.signature(function).parameters if name in ("g", "gk")), "g")
-    wrong = -torch.ones((2, 9, 2, 20) if function is chunk_simple_gla else (2, 9, 2))
+    wrong = -torch.ones((2, 9, 2, 20) if function in PER_HEAD else (2, 9, 2))
     refused(ShapeError, gate, function, **{gate: wrong})
-    right = wrong[..., 0].clone() if function is chunk_simple_gla else -torch.ones(2, 9, 2, 20)
+    right = wrong[..., 0].clone() if function in PER_HEAD else -torch.ones(2, 9, 2, 20)
     right[0, 0, 0] = 0.5
     refused(ValueRangeError, rf"^{gate} holds 0.5", function, **{gate: right})
 
@@ -454,7 +430,7 @@ def test_older_and_additional_keywords_of_fla(prose, refused):
 def test_flas_names_under_autocast(function):
     arguments = arguments_of(GLA, T=20)
     gate = "gk" if function is fused_recurrent_gla else "g"
-    g = arguments["g"][..., 0] if function is chunk_simple_gla else arguments["g"]
+    g = arguments["g"][..., 0] if function in PER_HEAD else arguments["g"]
     q, k, v = (arguments[name] for name in "qkv")
     with torch.autocast("cpu", torch.bfloat16):
         o, _ = function(q, k, v, **{gate: g})

@@ -11,6 +11,7 @@ B = 2, T = 9, D = 40, H = 2, K = 16 and V = 20, unless others are given.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -23,6 +24,8 @@ from onelaunch import dispatch
 from onelaunch.errors import ArgumentError, DeviceError, DTypeError, OneLaunchError, ShapeError, UnknownVariant
 from onelaunch.operation import DIRECTIONS
 from onelaunch.ops import gla, gla_layer
+from onelaunch.ops.gla.variants import peers as recurrence_peers
+from onelaunch.ops.gla_layer.modules import filter_size
 from onelaunch.ops.gla_layer.variants import peers
 from tests.ops.cases import assert_near, differentiable
 from tests.ops.gla_layer_cases import CASES, GLA_LAYER, SMALL, TENSORS, case_of, made
@@ -115,12 +118,45 @@ def test_the_dispatcher_chooses_the_composed_variant():
     ("changes", "message"),
     [
         ({"rank": 0}, "rank"),
+        ({"conv_size": 0}, "conv_size"),
+        ({"decay_per": "step"}, "'step'"),
         ({"norm_weight": "none"}, "'none'"),
     ],
 )
 def test_an_impossible_case_is_refused(changes, message, prose):
     with prose.raises(ArgumentError, match=message):
         made(**changes)
+
+
+def test_wrong_shapes_with_one_decay_per_head_are_named(prose):
+    """The key channels of a head follow from the rows of the packed weight."""
+    given = made(decay_per="head", conv_size=4, initial_state=False)
+    packed, bias, filters = given["in_proj_weight"], given["gk_bias"], given["conv_weight"]
+    for changes, error, message in (
+        ({"in_proj_weight": packed[1:]}, ShapeError, "^in_proj_weight"),
+        ({"in_proj_weight": packed[4:]}, ShapeError, "^in_proj_weight .* K from 16"),
+        ({"in_proj_weight": packed[:, 1:]}, ShapeError, "^in_proj_weight"),
+        ({"in_proj_weight": None}, ArgumentError, "^in_proj_weight"),
+        ({"gk_bias": torch.zeros(32)}, ShapeError, "^gk_bias"),
+        ({"gk_bias": bias.half()}, DTypeError, "^gk_bias"),
+        ({"conv_weight": filters[1:]}, ShapeError, "^conv_weight"),
+        ({"conv_weight": filters[:, None]}, ShapeError, "^conv_weight"),
+        ({"conv_weight": filters[:, :0]}, ShapeError, "^conv_weight"),
+        ({"conv_weight": filters.half()}, DTypeError, "^conv_weight"),
+        ({"conv_weight": filters.to("meta")}, DeviceError, "^conv_weight"),
+        ({"output_final_state": True}, ArgumentError, "^output_final_state"),
+        ({"initial_state": torch.zeros(2, 2, 16, 20)}, ArgumentError, "^initial_state"),
+    ):
+        with prose.raises(error, match=message):
+            gla_layer(**given | changes)
+
+
+@pytest.mark.parametrize("options", [{"decay_per": "head"}, {"conv_size": 3}], ids=str)
+def test_the_variant_with_a_backward_pass_of_its_own_leaves_other_layers_to_the_composed_one(options, prose):
+    query = GLA_LAYER.query(GLA_LAYER.case("bfloat16", B=4, T=2048, D=1024, H=4, K=128, V=256, **options), "cuda:0", grad=True)
+    for name in ("packed", "packed_states"):
+        prose(GLA_LAYER.get(name).why_not(query))
+    assert GLA_LAYER.get("composed").why_not(query) is None
 
 
 # Cost
@@ -170,37 +206,97 @@ class Norm(nn.Module):
 class Layer(nn.Module):
     """Double of fla's layer, with its arguments, parameters and results, computed by functions of PyTorch and ours."""
 
-    def __init__(self, hidden_size, expand_k, expand_v, num_heads, gate_low_rank_dim, gate_logit_normalizer, norm_eps) -> None:
+    def __init__(
+        self, hidden_size, expand_k, expand_v, num_heads, gate_logit_normalizer, norm_eps, use_short_conv, conv_size,
+        gate_low_rank_dim=None,
+    ) -> None:  # fmt: skip
         super().__init__()
         keys, values = round(hidden_size * expand_k), round(hidden_size * expand_v)
+        self.convolved = use_short_conv
         self.heads, self.normalizer = num_heads, gate_logit_normalizer
         for name, width in {"q_proj": keys, "k_proj": keys, "v_proj": values, "g_proj": values}.items():
             self.add_module(name, nn.Linear(hidden_size, width, bias=False))
-        self.gk_proj = nn.Sequential(nn.Linear(hidden_size, gate_low_rank_dim, bias=False), nn.Linear(gate_low_rank_dim, keys))
+        if gate_low_rank_dim is None:
+            self.gk_proj = nn.Linear(hidden_size, num_heads)
+        else:
+            self.gk_proj = nn.Sequential(
+                nn.Linear(hidden_size, gate_low_rank_dim, bias=False), nn.Linear(gate_low_rank_dim, keys)
+            )
+        for name, width in {"q_conv1d": keys, "k_conv1d": keys, "v_conv1d": values}.items() if use_short_conv else ():
+            self.add_module(name, nn.Conv1d(width, width, conv_size, groups=width, padding=conv_size - 1, bias=False))
         self.g_norm_swish_gate = Norm(values // num_heads, norm_eps)
         self.o_proj = nn.Linear(values, hidden_size, bias=False)
 
     def forward(self, x):
-        projected = (self.q_proj(x), self.k_proj(x), self.v_proj(x), self.g_proj(x), F.logsigmoid(self.gk_proj(x)))
-        q, k, v, gate, gk = (each.unflatten(-1, (self.heads, -1)) for each in projected)
-        o, _ = gla(q, k, v, gk / self.normalizer, variant="chunked")
+        gk = F.logsigmoid(self.gk_proj(x)) / self.normalizer
+        q, k, v, gate = self.q_proj(x), self.k_proj(x), self.v_proj(x), self.g_proj(x)
+        if self.convolved:
+            filters = (self.q_conv1d, self.k_conv1d, self.v_conv1d)
+            q, k, v = (F.silu(f(each.mT)[..., : x.shape[1]].mT) for f, each in zip(filters, (q, k, v), strict=True))
+        q, k, v, gate = (each.unflatten(-1, (self.heads, -1)) for each in (q, k, v, gate))
+        if gk.shape[-1] == self.heads:
+            recurrence = sys.modules["fla.layers.simple_gla"].chunk_simple_gla
+            o, _ = recurrence(
+                q=q, k=k, v=v, g=gk, initial_state=None, output_final_state=False, state_v_first=True, cu_seqlens=None
+            )
+        else:
+            o, _ = gla(q, k, v, gk.unflatten(-1, (self.heads, -1)), variant="chunked")
         return self.o_proj(self.g_norm_swish_gate(o, gate).flatten(-2)), None, None
 
 
-def test_flas_layer_runs_with_the_weights_of_the_call(monkeypatch):
-    pretend(monkeypatch, "fla.layers", GatedLinearAttention=Layer)  # installs a fake module with this attribute
+def recurrence_named(name, calls):
+    """Return a double of a function of fla for one decay per head, which adds its name to a list."""
+
+    def recurrence(q, k, v, g, initial_state, output_final_state, cu_seqlens, **more):
+        assert (initial_state, output_final_state, cu_seqlens) == (None, False, None)
+        assert more == ({"state_v_first": True} if name == "chunk_simple_gla" else {})  # the other one does not have it
+        calls.append(name)
+        return gla(q, k, v, g, variant="chunked")
+
+    return recurrence
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """Install doubles of fla's layers; return the names of its functions for one decay per head, in the order of calls."""
+    found: list[str] = []
+    usual, fused = (recurrence_named(name, found) for name in ("chunk_simple_gla", "fused_chunk_simple_gla"))
+    pretend(monkeypatch, "fla.layers.simple_gla", chunk_simple_gla=usual)
+    pretend(monkeypatch, "fla.ops.simple_gla", fused_chunk_simple_gla=fused)
+    layers = {"GatedLinearAttention": Layer, "SimpleGatedLinearAttention": Layer}
+    pretend(monkeypatch, "fla.layers", **layers, simple_gla=sys.modules["fla.layers.simple_gla"])
+    pretend(monkeypatch, "fla", layers=sys.modules["fla.layers"])
+    return found
+
+
+@pytest.mark.parametrize(
+    ("variant", "options", "called"),
+    [
+        ("fla", {"rank": 5}, []),
+        ("fla", {"conv_size": 3}, []),
+        ("fla", {"decay_per": "head"}, ["chunk_simple_gla"]),
+        ("fla_fused_chunk", {"decay_per": "head", "conv_size": 4}, ["fused_chunk_simple_gla"]),
+    ],
+    ids=str,
+)
+def test_flas_layers_run_with_the_weights_of_the_call(variant, options, called, calls):
     peers.layer_of.cache_clear()
+    usual = sys.modules["fla.layers.simple_gla"].chunk_simple_gla
     for seed in (0, 1):  # the second call finds a cached layer, which must not hold the weights of the first
-        given = made(grad=True, seed=seed, rank=5, normalizer=3.0, eps=0.5)
+        given = made(grad=True, seed=seed, normalizer=3.0, eps=0.5, **options)
         given["w_out"] = nn.Parameter(given["w_out"].detach())
         leaves = list(differentiable(given).values())
-        (found, state), (expected, _) = peers.fla(GLA_LAYER.bind(**given)), gla_layer(**given, variant="stepwise")
+        (found, state), (expected, _) = GLA_LAYER.get(variant)(GLA_LAYER.bind(**given)), gla_layer(**given, variant="stepwise")
+        assert calls == called
+        calls.clear()
+        assert sys.modules["fla.layers.simple_gla"].chunk_simple_gla is usual
         assert state is None
         assert_near({"out": found}, {"out": expected}, 2e-6)
         ours, theirs = (torch.autograd.grad(each.square().sum(), leaves) for each in (found, expected))
         assert_near(dict(enumerate(ours)), dict(enumerate(theirs)), 2e-5)
     # The cached layer must hold no tensor of a call, parameters included.
-    kept = peers.layer_of(40, GLA_LAYER.bind(**given).sizes, 0.5)
+    call = GLA_LAYER.bind(**given)
+    kept = peers.layer_of(40, call.sizes, 0.5, filter_size(call))
     peers.layer_of.cache_clear()
     assert not any(isinstance(value, torch.Tensor) for module in kept.modules() for value in vars(module).values())
 
@@ -220,3 +316,22 @@ def test_the_reasons_why_flas_layer_cannot_run(monkeypatch, prose):
     for missing in ("transformers", "fla.layers", "fla"):
         found.discard(missing)
         prose(reason())
+
+
+def test_the_layer_with_a_decay_per_head_trains_by_another_function_on_hopper(monkeypatch, prose):
+    monkeypatch.setattr("importlib.util.find_spec", lambda package: object())
+    monkeypatch.setattr(recurrence_peers, "is_hopper", lambda device: True)
+    monkeypatch.setattr(recurrence_peers, "_triton_version", lambda: (3, 6, 0))
+
+    def reason(variant: str, *, grad: bool, **given: Any) -> str | None:
+        case = GLA_LAYER.case("bfloat16", **{**SMALL, **given})
+        return GLA_LAYER.get(variant).why_not(GLA_LAYER.query(case, "cuda:0", grad=grad))
+
+    per_head = {"decay_per": "head", "conv_size": 4}
+    prose(reason("fla", grad=True, **per_head))
+    prose(reason("fla_fused_chunk", grad=True))
+    prose(reason("fla_fused_chunk", grad=False, **per_head))
+    assert reason("fla", grad=False, **per_head) is None
+    assert reason("fla", grad=True) is None
+    assert reason("fla_fused_chunk", grad=True, **per_head) is None
+    assert reason("fla_fused_chunk", grad=False, T=65, **per_head) is None

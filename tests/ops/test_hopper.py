@@ -34,6 +34,10 @@ CASES: dict[str, dict[str, Any]] = {
     "float32_decay": {
         "dtype": "bfloat16", "B": 2, "T": 600, "D": 320, "V": 200, "decay": "strong", "log_decay_dtype": "float32", **STATES,
     },
+    "no_gate": {"dtype": "bfloat16", "B": 3, "T": 257, "D": 200, "V": 136, "decay": "mixed", "gate": False, **STATES},
+    "no_gate_float32_decay": {
+        "dtype": "float16", "B": 2, "T": 600, "D": 320, "V": 200, "gate": False, "log_decay_dtype": "float32", **STATES,
+    },
     "a_long_chain": {"dtype": "float16", "B": 1, "T": 2000, "D": 64, "V": 128, "initial_state": False, "final_state": True},
 }  # fmt: skip
 

@@ -78,7 +78,7 @@ def test_one_launch_is_correct(variant, name):
 
 
 @pytest.mark.interpret
-@variants_by_case(SEVERAL_LAUNCHES, ["one_step_one_channel", "shorter_than_a_tile", "packed_final_state_alone"])
+@variants_by_case(SEVERAL_LAUNCHES, ["one_step_one_channel", "shorter_than_a_tile", "packed_final_state_alone", "no_gate"])
 def test_several_launches_are_correct(variant, name):
     assert_one_call_correct(LINEAR_RNN, case_of(LINEAR_RNN, name), variant)
 
@@ -181,7 +181,7 @@ def test_results_have_the_promised_dtypes_and_shapes(variant, dtype):
 def test_example_calls_reach_every_kernel_on_hopper():
     pytest.importorskip("triton")
     names = [build.kernel.__name__ for build in LINEAR_RNN.get("fused_chunked").builds("sm_90a")]
-    assert names.count("project_scan_gate_chunked_hopper_kernel") == 3  # narrow tiles, wide ones, more columns than stages
+    assert names.count("project_scan_gate_chunked_hopper_kernel") == 4  # narrow tiles, wide ones, more columns, no gate
     assert names.count("project_scan_gate_kernel") == 1
     assert {build.kernel.__name__ for build in LINEAR_RNN.get("fused_chunked").builds("sm_80")} == {
         "project_scan_gate_kernel",

@@ -104,14 +104,14 @@ def test_compiled_code_supports_other_lengths(operation):
 
 
 @pytest.mark.interpret
-@pytest.mark.parametrize("separate", [False, True])
+@pytest.mark.parametrize(("separate", "gate"), [(False, True), (True, True), (False, False), (True, False)])
 @pytest.mark.parametrize("keep", [False, True])
-def test_the_scan_operators_pass_opcheck(separate, keep):
-    arguments = small(GATED_SCAN, grad=keep, log_decay_dtype="float32")
+def test_the_scan_operators_pass_opcheck(separate, gate, keep):
+    arguments = small(GATED_SCAN, grad=keep, log_decay_dtype="float32", gate=gate)
     given = [arguments[name] for name in ("v", "log_decay", "gate", "initial_state")]
     forward = torch.ops.onelaunch.gated_scan_forward.default
     library.opcheck(forward, (*given, None, True, keep, separate), test_utils=UTILITIES)  # None: cu_seqlens; True: want_final
-    plain = [value.detach() for value in given]
+    plain = [None if value is None else value.detach() for value in given]
     y, _, carries, states = forward(*plain, None, want_final=True, keep=True, separate=separate)
     backward = torch.ops.onelaunch.gated_scan_backward.default
     gradients = (torch.randn_like(y), torch.randn(1, 4))
@@ -119,14 +119,14 @@ def test_the_scan_operators_pass_opcheck(separate, keep):
 
 
 @pytest.mark.interpret
-@pytest.mark.parametrize("kernel", ["chunked", "stepwise"])
+@pytest.mark.parametrize(("kernel", "gate"), [("chunked", True), ("stepwise", True), ("chunked", False)])
 @pytest.mark.parametrize("keep", [False, True])
-def test_the_layer_operators_pass_opcheck(kernel, keep):
-    arguments = small(LINEAR_RNN, grad=keep)
+def test_the_layer_operators_pass_opcheck(kernel, gate, keep):
+    arguments = small(LINEAR_RNN, grad=keep, gate=gate)
     given = [arguments[name] for name in ("x", "weight", "log_decay", "gate", "initial_state")]
     forward = torch.ops.onelaunch.linear_rnn_forward.default
     library.opcheck(forward, (*given, None, True, keep, kernel), test_utils=UTILITIES)
-    plain = [value.detach() for value in given]
+    plain = [None if value is None else value.detach() for value in given]
     y, _, v, carries = forward(*plain, None, want_final=True, keep=True, kernel=kernel)
     backward = torch.ops.onelaunch.linear_rnn_backward.default
     gradients = (torch.randn_like(y), torch.randn(1, 4))

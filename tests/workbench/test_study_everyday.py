@@ -6,12 +6,14 @@ holds the measurements. ``RATES`` are made-up peaks of a device.
 
 from __future__ import annotations
 
+import inspect
 from collections import Counter
 from dataclasses import replace
 
 import pytest
 import torch
 
+import onelaunch.nn
 from onelaunch.device.hardware import Ceilings
 from onelaunch.operation import DIRECTIONS
 from onelaunch.operation.inputs import packed_lengths
@@ -79,6 +81,23 @@ def test_groups_hold_the_forms_of_the_table(everyday):
         per_head = shape.options.get("decay_per") == "head"
         assert (shape.name in groups["head"]) <= per_head
         assert not (per_head and shape.name in groups["channel"])
+
+
+def test_both_layers_are_those_that_fla_has_by_default(everyday):
+    layers = [shape for shape in everyday.at_scale("full") if "layers" in shape.groups]
+    assert [shape.name.split()[0] for shape in layers] == ["GatedLinearAttention", "SimpleGatedLinearAttention"]
+    for shape in layers:
+        operation, case, sizes = everyday.operation_at(shape), everyday.case(shape), shape.sizes
+        parameters = inspect.signature(getattr(onelaunch.nn, shape.name.split()[0])).parameters
+        default = {name: parameter.default for name, parameter in parameters.items()}
+        assert (default["hidden_size"], default["num_heads"]) == (sizes["D"], sizes["H"])
+        assert default["expand_k"] * sizes["D"] == sizes["H"] * sizes["K"]
+        assert default["expand_v"] * sizes["D"] == sizes["H"] * sizes["V"]
+        assert default["norm_eps"] == operation.option(case, "eps")
+        assert default["gate_logit_normalizer"] == operation.option(case, "normalizer")
+        assert (default["conv_size"] if default["use_short_conv"] else None) == operation.option(case, "conv_size")
+        assert ("gate_low_rank_dim" in default) == (operation.option(case, "decay_per") == "channel")
+        assert {"auto", "fla", "module"} <= set(everyday.variants_at(shape))
 
 
 def test_no_criterion_is_infeasible_or_vacuous(everyday, host_times):

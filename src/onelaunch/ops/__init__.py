@@ -2,8 +2,8 @@
 
 from onelaunch.formats import Fp8Tensor, NVFP4Tensor, dequantize_nvfp4, load_nvfp4, quantize_fp8, quantize_nvfp4, save_nvfp4
 from onelaunch.operation.registry import load_ablations
-from onelaunch.ops.gated_scan import gated_scan
-from onelaunch.ops.gla import chunk_gla, chunk_simple_gla, fused_recurrent_gla, gla
+from onelaunch.ops.gated_scan import chunk_hgrn, fused_recurrent_hgrn, gated_scan
+from onelaunch.ops.gla import chunk_gla, chunk_simple_gla, fused_recurrent_gla, fused_recurrent_simple_gla, gla
 from onelaunch.ops.gla_layer import gla_layer
 from onelaunch.ops.linear_rnn import linear_rnn
 from onelaunch.ops.output_chain import output_chain
@@ -15,10 +15,13 @@ __all__ = [
     "NVFP4Tensor",
     "Segment",
     "chunk_gla",
+    "chunk_hgrn",
     "chunk_simple_gla",
     "dequantize_nvfp4",
     "dual_gemm_nvfp4",
     "fused_recurrent_gla",
+    "fused_recurrent_hgrn",
+    "fused_recurrent_simple_gla",
     "gated_scan",
     "gla",
     "gla_layer",

@@ -19,7 +19,7 @@ from onelaunch.ops.gated_scan.contract import ScanCall
 def run_forward(
     v: torch.Tensor,
     log_decay: torch.Tensor,
-    gate: torch.Tensor,
+    gate: torch.Tensor | None,
     initial: torch.Tensor | None,
     offsets: torch.Tensor | None,
     want_final: bool,
@@ -29,12 +29,12 @@ def run_forward(
     """Return y, the final state, and for the backward pass the carries and the states s.
 
     The carries are the states that enter each tile of time; they have elements only with ``keep``. The states have elements only
-    if gate and scan are separate launches: the gate's backward pass reads them.
+    if gate and scan are separate launches: the gate's backward pass reads them. Without a gate y are the states, in one launch.
     """
     from onelaunch.kernels.scan import launch
 
     sequences = launch.Sequences.of(initial, offsets)
-    if not separate:
+    if not separate or gate is None:
         y, final, carries = launch.forward(v, log_decay, gate, sequences, want_final=want_final, want_carries=keep)
         return y, final, carries, v.new_empty(0)
     s, final, carries = launch.forward(v, log_decay, None, sequences, want_final=want_final, want_carries=keep)
@@ -46,18 +46,18 @@ def run_backward(
     dfinal: torch.Tensor | None,
     v: torch.Tensor,
     log_decay: torch.Tensor,
-    gate: torch.Tensor,
+    gate: torch.Tensor | None,
     initial: torch.Tensor | None,
     offsets: torch.Tensor | None,
     carries: torch.Tensor,
     states: torch.Tensor,
     separate: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the gradients of v, log_decay, gate and the initial state (no elements where there is none)."""
+    """Return the gradients of v, log_decay, the gate and the initial state (no elements where one of these is missing)."""
     from onelaunch.kernels.scan import launch
 
     sequences = launch.Sequences.of(initial, offsets)
-    if separate:
+    if separate and gate is not None:
         ds, dgate = launch.gate_states_backward(dy, states, gate)
         dv, dlog_decay, _, dinitial = launch.backward(ds, dfinal, v, log_decay, None, sequences, carries)
     else:
@@ -78,7 +78,8 @@ def gradients(ctx: Any, backward: Any, dy: torch.Tensor | None, dfinal: torch.Te
     dy = torch.zeros_like(v) if dy is None else dy
     dfinal = dfinal if ctx.want_final else None  # an unwanted final state has no elements, nor has its gradient
     dv, dlog_decay, dgate, dinitial = backward(dy, dfinal, v, log_decay, gate, initial, offsets, carries, states, ctx.separate)
-    return dv, dlog_decay, dgate, None if initial is None else dinitial, None, None, None, None
+    dgate, dinitial = None if gate is None else dgate, None if initial is None else dinitial
+    return dv, dlog_decay, dgate, dinitial, None, None, None, None  # offsets and the flags have no gradients
 
 
 backward = Operator("gated_scan_backward", run_backward, fake=fakes.backward)

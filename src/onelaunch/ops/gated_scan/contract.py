@@ -18,7 +18,7 @@ class ScanCall(NamedTuple):
 
     v: torch.Tensor
     log_decay: torch.Tensor
-    gate: torch.Tensor
+    gate: torch.Tensor | None
     initial_state: torch.Tensor | None
     cu_seqlens: torch.Tensor | None
     output_final_state: bool
@@ -29,29 +29,54 @@ class ScanCall(NamedTuple):
         return self.key
 
 
+class ScanNames(NamedTuple):
+    """Names that a caller has for the arguments of a scan, for messages."""
+
+    first: str = "v"
+    """Name of the argument that :func:`gated_scan` calls ``v``."""
+    log_decay: str = "log_decay"
+    channels: str = "V"
+    """Letter of the number of channels."""
+
+    @property
+    def extent(self) -> str:
+        """Layout of a tensor with a value for every step and channel."""
+        return f"[B, T, {self.channels}]"
+
+
+OWN_NAMES = ScanNames()
+"""Names that ``gated_scan`` and ``linear_rnn`` have for their arguments."""
+
+
 def bind(
     v: torch.Tensor,
     log_decay: torch.Tensor,
-    gate: torch.Tensor,
+    gate: torch.Tensor | None = None,
     *,
     initial_state: torch.Tensor | None = None,
     output_final_state: bool = False,
     cu_seqlens: torch.Tensor | None = None,
+    names: ScanNames = OWN_NAMES,
 ) -> ScanCall:
-    """Check the arguments and return the call; raises the errors that :func:`gated_scan` lists."""
+    """Check the arguments and return the call; raises the errors that :func:`gated_scan` lists.
+
+    ``names`` are the caller's names of the arguments.
+    """
     checks.flag("output_final_state", output_final_state)
-    key = _key(checks.facts("v", v), scan_facts(log_decay, gate, initial_state, cu_seqlens, output_final_state))
-    check_scan_values(log_decay, cu_seqlens)
+    scan = scan_facts(log_decay, gate, initial_state, cu_seqlens, output_final_state, names)
+    key = _key(checks.facts(names.first, v), scan)
+    check_scan_values(log_decay, cu_seqlens, names.log_decay)
     return ScanCall(v, log_decay, gate, initial_state, cu_seqlens, output_final_state, key)
 
 
 @remembered
 def _key(v: Facts, scan: ScanFacts) -> Query:
     """Make all checks that need no values, and return the dispatch key; both are cached by these facts."""
-    checks.rank("v", v, "[B, T, V]")
-    checks.dtype("v", v, checks.FLOATS)
+    first, _, _ = scan.names
+    checks.rank(first, v, scan.names.extent)
+    checks.dtype(first, v, checks.FLOATS)
     batch, length, channels = v.shape
-    scan.check("v", v, (batch, length, channels))
+    scan.check(first, v, (batch, length, channels))
     return scan.query("gated_scan", v, (batch, length, channels))
 
 
@@ -59,11 +84,12 @@ class ScanFacts(NamedTuple):
     """Facts about the arguments that all operations with a gated scan share. Hashable; none depends on the tensors' values."""
 
     log_decay: Facts
-    gate: Facts
+    gate: Facts | None
     initial_state: Facts | None
     cu_seqlens: Facts | None
     output_final_state: bool
     grad_enabled: bool
+    names: ScanNames = OWN_NAMES
 
     def check(self, first_name: str, first: Facts, extent: tuple[int, int, int]) -> None:
         """Raise unless shapes, dtypes and devices fit the operation's first argument: v, or x of ``linear_rnn``.
@@ -76,12 +102,15 @@ class ScanFacts(NamedTuple):
         batch, _, channels = extent
         because = f"{first_name} {list(first.shape)}"
         like_first = f", the dtype of {first_name}"
+        layout, state_layout = self.names.extent, f"[N, {self.names.channels}]"
         for name, value, dtypes in (
-            ("log_decay", self.log_decay, (first.dtype, torch.float32)),
+            (self.names.log_decay, self.log_decay, (first.dtype, torch.float32)),
             ("gate", self.gate, (first.dtype,)),
         ):
-            checks.rank(name, value, "[B, T, V]")
-            checks.shape(name, value, extent, "[B, T, V]", because)
+            if value is None:
+                continue
+            checks.rank(name, value, layout)
+            checks.shape(name, value, extent, layout, because)
             checks.dtype(name, value, tuple(dict.fromkeys(dtypes)), like_first if len(dtypes) == 1 else "")
             checks.device(name, value, first.device)
         sequences, offsets, initial = batch, self.cu_seqlens, self.initial_state
@@ -103,32 +132,39 @@ class ScanFacts(NamedTuple):
         return Query(operation, str(first.device), first.dtype, fixed(*sizes, free=2), grad, flags)
 
 
+def gate_flags(gated: bool) -> tuple[str, ...]:
+    """Return the dispatch key's flags about the gate: none for a call with a gate."""
+    return () if gated else ("no_gate",)
+
+
 def scan_facts(
     log_decay: torch.Tensor,
-    gate: torch.Tensor,
+    gate: torch.Tensor | None,
     initial_state: torch.Tensor | None,
     cu_seqlens: torch.Tensor | None,
     output_final_state: bool,
+    names: ScanNames = OWN_NAMES,
 ) -> ScanFacts:
     """Return the facts about the arguments of a call of an operation with a gated scan."""
     return ScanFacts(
-        checks.facts("log_decay", log_decay),
-        checks.facts("gate", gate),
+        checks.facts(names.log_decay, log_decay),
+        checks.optional_facts("gate", gate),
         checks.optional_facts("initial_state", initial_state),
         checks.optional_facts("cu_seqlens", cu_seqlens),
         output_final_state,
         torch.is_grad_enabled(),
+        names,
     )
 
 
-def check_scan_values(log_decay: torch.Tensor, cu_seqlens: torch.Tensor | None) -> None:
-    """Raise unless the values of the log-decay and of the offsets are valid.
+def check_scan_values(log_decay: torch.Tensor, cu_seqlens: torch.Tensor | None, name: str = OWN_NAMES.log_decay) -> None:
+    """Raise unless the values of the log-decay and of the offsets are valid; ``name`` is the caller's name of the log-decay.
 
     Values are read at every call on a CPU, and on GPUs only if ``ONELAUNCH_CHECK_VALUES=1``.
     """
     if cu_seqlens is not None:
         check_always(checks.offsets, cu_seqlens, log_decay.shape[1])
-    check_always(checks.log_decay, log_decay)
+    check_always(checks.log_decay, log_decay, name)
 
 
 @operation(
@@ -137,13 +173,20 @@ def check_scan_values(log_decay: torch.Tensor, cu_seqlens: torch.Tensor | None) 
     bind=bind,
     planned=True,
     # Options of a case, from which reference.py makes inputs. Then the variants to prefer where nothing was measured.
-    options={"decay": "model", "lengths": None, "initial_state": True, "final_state": True, "log_decay_dtype": None},
+    options={
+        "decay": "model",
+        "lengths": None,
+        "initial_state": True,
+        "final_state": True,
+        "log_decay_dtype": None,
+        "gate": True,
+    },
     defaults={"cuda": ("fused", "chunked", "eager"), "cpu": ("chunked", "eager")},
 )
 def gated_scan(
     v: torch.Tensor,
     log_decay: torch.Tensor,
-    gate: torch.Tensor,
+    gate: torch.Tensor | None = None,
     *,
     initial_state: torch.Tensor | None = None,
     output_final_state: bool = False,
@@ -154,12 +197,13 @@ def gated_scan(
 
         s_t = exp(log_decay_t) * s_{t-1} + v_t;  y_t = s_t * silu(gate_t)        per channel
 
+    Without a gate the results are the states, ``y_t = s_t``: the recurrence of HGRN, which :func:`chunk_hgrn` computes too.
     Differentiable in every floating-point argument, through ``y`` and through the final state.
 
     Args:
         v: ``[B, T, V]`` float16, bfloat16 or float32.
         log_decay: ``[B, T, V]``, at most 0, dtype of ``v`` or float32. ``-inf`` resets the state.
-        gate: ``[B, T, V]``, dtype of ``v``.
+        gate: ``[B, T, V]``, dtype of ``v``. Default: none.
         initial_state: ``[N, V]`` float32, ``N = B`` or the number of packed sequences. Default: zeros.
         output_final_state: whether to return the state after the last step of every sequence.
         cu_seqlens: ``[N + 1]`` int32 or int64 offsets of sequences packed into one batch entry, from 0 to T, never decreasing
@@ -178,10 +222,18 @@ def gated_scan(
 
     Source: experiment 040; single-pass scan with decoupled look-back after Merrill and Garland (2016).
     """
-    v, log_decay, gate = autocast(v, log_decay, gate)
+    v, log_decay, gate = under_autocast(v, log_decay, gate)
     call = bind(v, log_decay, gate, initial_state=initial_state, output_final_state=output_final_state, cu_seqlens=cu_seqlens)
     y, final_state = dispatch.run(gated_scan, call, variant)
     return (y, final_state) if output_final_state else y
+
+
+def under_autocast(
+    v: torch.Tensor, log_decay: torch.Tensor, gate: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Return the tensors as autocast has them: ``v`` and the gate in the autocast dtype, the log-decay in float32."""
+    v, log_decay, *rest = autocast(v, log_decay, *(() if gate is None else (gate,)))
+    return v, log_decay, rest[0] if rest else None
 
 
 @gated_scan.shapes

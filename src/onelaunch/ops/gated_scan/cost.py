@@ -16,9 +16,10 @@ from onelaunch.ops.gated_scan.contract import gated_scan
 def cost(case: Case, variant: Variant | None, direction: Direction) -> Cost:
     """Return the least cost of a case, or with ``variant`` the cost of that variant; see :func:`scan_bytes`.
 
-    Forward reads v, log_decay and gate, and writes y. Backward reads those and dy, and writes three gradients.
+    Forward reads v, log_decay and gate, and writes y. Backward reads those and dy, and writes three gradients. A case without a
+    gate has none of the gate's bytes.
     """
-    fused = variant is None or "gate" in variant.tags.get("fuses", ())
+    fused = variant is None or not gated_scan.option(case, "gate") or "gate" in variant.tags.get("fuses", ())
     values = 1 if direction == "forward" else 3  # forward reads v; backward also reads v and writes dv
     elements = case.sizes["B"] * case.sizes["T"] * case.sizes["V"]
     gradient = elements * case.dtype.itemsize if direction == "forward_backward" else 0  # dv
@@ -26,7 +27,7 @@ def cost(case: Case, variant: Variant | None, direction: Direction) -> Cost:
     return Cost(
         flops=0,
         bytes=values * elements * case.dtype.itemsize + moved,
-        launches=launch_count(variant, direction),
+        launches=scan_launches(case, gated_scan.options, variant, direction),
         written=gradient + written,
     )
 
@@ -40,15 +41,16 @@ def scan_bytes(case: Case, defaults: dict[str, Any], direction: Direction, fused
     """
     options = {**defaults, **case.options}
     value = case.dtype.itemsize
+    gate = value if options["gate"] else 0
     decay = 4 if options["log_decay_dtype"] == "float32" else value
-    per_element = 2 * value + decay  # gate, y, log_decay
+    per_element = gate + value + decay  # gate, y, log_decay
     written = value  # y
     if not fused:
         per_element += 2 * value  # states out, in
         written += value
     if direction == "forward_backward":
-        per_element += 3 * value + 2 * decay  # gate, dy, dgate; log_decay and its gradient
-        written += value + decay
+        per_element += 2 * gate + value + 2 * decay  # gate, dgate; dy; log_decay and its gradient
+        written += gate + decay
         if not fused:
             per_element += value + 2 * 4  # states in, their gradient out and in
             written += 4
@@ -56,3 +58,15 @@ def scan_bytes(case: Case, defaults: dict[str, Any], direction: Direction, fused
     state, elements = 4 * sequences * case.sizes["V"], case.sizes["B"] * case.sizes["T"] * case.sizes["V"]
     initial, final = bool(options["initial_state"]), bool(options["final_state"])
     return elements * per_element + state * (initial + final), elements * written + state * final
+
+
+def scan_launches(case: Case, defaults: dict[str, Any], variant: Variant | None, direction: Direction) -> int | None:
+    """Return the number of launches of a variant, or the least one; without a gate, a variant has no launch for the gate.
+
+    A variant that launches scan and gate apart, in each pass, has ``gate`` among its tags' ``separates``.
+    """
+    count = launch_count(variant, direction)
+    gated = {**defaults, **case.options}["gate"]
+    if count is None or gated or variant is None or "gate" not in variant.tags.get("separates", ()):
+        return count
+    return count - (1 if direction == "forward" else 2)

@@ -2,7 +2,8 @@
 
 A case is written as arguments of ``gated_scan.case``: dtype; sizes (B sequences of T steps, V channels); and options. ``decay``
 names the kind of random log-decays, see :data:`onelaunch.operation.inputs.DECAYS`. ``lengths`` packs sequences of these lengths
-into one row of T steps. ``initial_state`` and ``final_state`` say whether a call is given the one and returns the other.
+into one row of T steps. ``initial_state`` and ``final_state`` say whether a call is given the one and returns the other;
+``gate`` whether it has a gate.
 """
 
 from __future__ import annotations
@@ -49,6 +50,12 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "bfloat16_packed": {"dtype": "bfloat16", "B": 1, "T": 130, "V": 20, "lengths": (0, 0, 64, 65, 1), **STATES},
     "over_256_steps": {"dtype": "float32", "B": 1, "T": 300, "V": 20, "decay": "mixed", **STATES},
+    "no_gate": {"dtype": "float16", "B": 2, "T": 70, "V": 20, "gate": False, "log_decay_dtype": "float32", **STATES},
+    "no_gate_float32": {"dtype": "float32", "B": 1, "T": 65, "V": 24, "gate": False, "decay": "mixed", **STATES},
+    "no_gate_packed": {
+        "dtype": "float32", "B": 1, "T": 130, "V": 20, "gate": False, "decay": "mixed", "lengths": (0, 50, 0, 79, 1), **STATES,
+    },
+    "no_gate_bfloat16": {"dtype": "bfloat16", "B": 2, "T": 64, "V": 32, "gate": False, **NO_STATES},
     "no_steps": {"dtype": "float32", "B": 2, "T": 0, "V": 20, **STATES},
     "no_sequences": {"dtype": "float16", "B": 0, "T": 7, "V": 20, **STATES},
 }  # fmt: skip

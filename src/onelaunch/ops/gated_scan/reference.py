@@ -13,14 +13,14 @@ from torch.nn import functional as F
 
 from onelaunch.operation import Case, Query, Reading
 from onelaunch.operation.inputs import case_flags, make_log_decay, packed_lengths
-from onelaunch.ops.gated_scan.contract import gated_scan
+from onelaunch.ops.gated_scan.contract import gate_flags, gated_scan
 
 
 @gated_scan.oracle
 def reference(
     v: torch.Tensor,
     log_decay: torch.Tensor,
-    gate: torch.Tensor,
+    gate: torch.Tensor | None = None,
     *,
     initial_state: torch.Tensor | None = None,
     output_final_state: bool = False,
@@ -44,7 +44,7 @@ def reference(
             states.append(state)
         finals.append(state)
     s = torch.stack(states, dim=1) if states else v.new_zeros(batch, 0, channels)
-    return s * F.silu(gate), torch.cat(finals)
+    return s if gate is None else s * F.silu(gate), torch.cat(finals)
 
 
 @gated_scan.inputs
@@ -53,8 +53,12 @@ def make_inputs(case: Case, device: torch.device, generator: torch.Generator) ->
     extent = (case.sizes["B"], case.sizes["T"], case.sizes["V"])
     v = torch.randn(extent, device=device, generator=generator).to(case.dtype)
     arguments = scan_inputs(case, gated_scan.options, extent, device, generator)
-    differentiable = tuple(name for name in ("v", "log_decay", "gate", "initial_state") if name in arguments or name == "v")
-    return Reading({"v": v, **arguments}, differentiable)
+    return Reading({"v": v, **arguments}, ("v", *differentiable_of(arguments)))
+
+
+def differentiable_of(arguments: dict[str, Any]) -> tuple[str, ...]:
+    """Return the names of the arguments made by :func:`scan_inputs` that take gradients."""
+    return tuple(name for name in ("log_decay", "gate", "initial_state") if arguments.get(name) is not None)
 
 
 def scan_inputs(
@@ -73,7 +77,7 @@ def scan_inputs(
     decay_dtype = torch.float32 if options["log_decay_dtype"] == "float32" else case.dtype
     arguments: dict[str, Any] = {
         "log_decay": make_log_decay(options["decay"], extent, device, generator).to(decay_dtype),
-        "gate": torch.randn(extent, device=device, generator=generator).to(case.dtype),
+        "gate": torch.randn(extent, device=device, generator=generator).to(case.dtype) if options["gate"] else None,
         "output_final_state": bool(options["final_state"]),
     }
     sequences = batch
@@ -91,4 +95,9 @@ def scan_inputs(
 def make_query(case: Case, device: str, grad: bool) -> Query:
     """Return the dispatch key of a case."""
     sizes = tuple(case.sizes[name] for name in gated_scan.dimensions)
-    return Query("gated_scan", device, case.dtype, sizes, grad, case_flags(case, gated_scan.options))
+    return Query("gated_scan", device, case.dtype, sizes, grad, scan_flags(case, gated_scan.options))
+
+
+def scan_flags(case: Case, defaults: dict[str, Any]) -> tuple[str, ...]:
+    """Return the flags of a case's query, for all operations with a gated scan; ``defaults`` are the operation's options."""
+    return case_flags(case, defaults) + gate_flags(bool({**defaults, **case.options}["gate"]))

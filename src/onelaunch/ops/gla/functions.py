@@ -14,6 +14,7 @@ import torch
 from onelaunch import checks, dispatch
 from onelaunch.errors import ArgumentError, ValueRangeError
 from onelaunch.launch.planned import replayed
+from onelaunch.operation.states import float32_state
 from onelaunch.ops.gla.contract import PER_CHANNEL, PER_HEAD, GlaCall, bind_under_autocast, run
 from onelaunch.wording import did_you_mean, listing
 
@@ -91,7 +92,8 @@ def chunk_simple_gla(
         g_gamma: Log-decay, ``[H]``, heads as in ``g``, at most 0, any of our dtypes: the same at every step (RetNet, lightning
             attention). Not together with ``g``. Without either, nothing decays.
         scale: Factor of the queries. Default: ``K ** -0.5``.
-        initial_state: Initial state, ``[N, H, K, V]`` float32 (``[N, H, V, K]`` if ``state_v_first``). Default: zeros.
+        initial_state: Initial state, ``[N, H, K, V]`` (``[N, H, V, K]`` if ``state_v_first``), float32 or the dtype of ``q``.
+            Default: zeros.
         output_final_state: Flag to return the state after the last step of every sequence as well.
         state_v_first: Flag that states, the initial and the final one, are ``[N, H, V, K]``.
         cu_seqlens: Offsets of packed sequences, ``[N + 1]`` int32 or int64. Requires ``B = 1``.
@@ -109,9 +111,8 @@ def chunk_simple_gla(
     """
     _companion(cu_seqlens, cu_seqlens_cpu)
     state_v_first = _older_names("chunk_simple_gla", kwargs, state_v_first, ("chunk_size",))
-    if g is not None and g_gamma is not None:
-        raise ArgumentError("g and g_gamma are both given; give the decay per step as g or per head as g_gamma, not both.")
-    gate = "g" if g_gamma is None else "g_gamma"
+    initial_state = float32_state(initial_state, q)
+    gate = _one_gate(g, g_gamma)
     return _results(
         q, k, v, g, None, g_gamma, scale, initial_state, output_final_state, state_v_first, cu_seqlens, gate, PER_HEAD, variant
     )  # fmt: skip
@@ -145,7 +146,8 @@ def fused_recurrent_gla(
         gk: Log-decay per key channel, ``[B, T, H, K]``, at most 0, dtype of ``q`` or float32. Default: none.
         gv: Log-decay per value channel, ``[B, T, H, V]``, at most 0, dtype of ``q`` or float32. Default: none.
         scale: Factor of the queries. Default: ``K ** -0.5``.
-        initial_state: Initial state, ``[N, H, K, V]`` float32 (``[N, H, V, K]`` if ``state_v_first``). Default: zeros.
+        initial_state: Initial state, ``[N, H, K, V]`` (``[N, H, V, K]`` if ``state_v_first``), float32 or the dtype of ``q``.
+            Default: zeros.
         output_final_state: Flag to return the state after the last step of every sequence as well.
         reverse: Flag to go through every sequence from its end to its start; it costs a flipped copy of every tensor.
         state_v_first: Flag that states, the initial and the final one, are ``[N, H, V, K]``.
@@ -162,8 +164,62 @@ def fused_recurrent_gla(
         OneLaunchError: For the rest, as in :func:`onelaunch.ops.gla`.
     """
     state_v_first = _older_names("fused_recurrent_gla", kwargs, state_v_first, ())
+    initial_state = float32_state(initial_state, q)
     return _results(
         q, k, v, gk, gv, None, scale, initial_state, output_final_state, state_v_first, cu_seqlens, "gk", PER_CHANNEL, variant,
+        reverse=reverse,
+    )  # fmt: skip
+
+
+def fused_recurrent_simple_gla(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor | None = None,
+    g_gamma: torch.Tensor | None = None,
+    scale: float | None = None,
+    initial_state: torch.Tensor | None = None,
+    output_final_state: bool = False,
+    reverse: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: torch.Tensor | None = None,
+    *,
+    variant: str = dispatch.AUTO,
+    **kwargs: Any,
+) -> Results:
+    """Run gated linear attention with one decay per head, for few steps, as ``fla.ops.simple_gla.fused_recurrent_simple_gla``.
+
+    It is :func:`onelaunch.ops.gla` with ``g`` of ``[B, T, H]``, by the variants of :func:`chunk_simple_gla`.
+
+    Args:
+        q: Queries, ``[B, T, H, K]``, float16, bfloat16 or float32, K from 16 to 512.
+        k: Keys, ``[B, T, H, K]``, dtype of ``q``.
+        v: Values, ``[B, T, H, V]``, dtype of ``q``, V from 16 to 512.
+        g: Log-decay, ``[B, T, H]``, at most 0, dtype of ``q`` or float32.
+        g_gamma: Log-decay, ``[H]``, as in :func:`chunk_simple_gla`. Not together with ``g``. Without either, nothing decays.
+        scale: Factor of the queries. Default: ``K ** -0.5``.
+        initial_state: Initial state, ``[N, H, K, V]`` (``[N, H, V, K]`` if ``state_v_first``), float32 or the dtype of ``q``.
+            Default: zeros.
+        output_final_state: Flag to return the state after the last step of every sequence as well.
+        reverse: Flag to go through every sequence from its end to its start; it costs a flipped copy of every tensor.
+        state_v_first: Flag that states, the initial and the final one, are ``[N, H, V, K]``.
+        cu_seqlens: Offsets of packed sequences, ``[N + 1]`` int32 or int64. Requires ``B = 1``.
+        variant: Name from ``gla.variants``, or ``"auto"`` for the fastest variant measured near this call.
+        **kwargs: fla's former ``transpose_state_layout``, now ``state_v_first`` (with a warning), and ``head_first``, which
+            must be false.
+
+    Returns:
+        ``o [B, T, H, V]`` in the dtype of ``v``, and the final state, float32, or ``None`` unless ``output_final_state``.
+
+    Raises:
+        ArgumentError: ``g`` and ``g_gamma`` are both given, or a keyword is unknown or not supported.
+        OneLaunchError: For the rest, as in :func:`onelaunch.ops.gla`.
+    """
+    state_v_first = _older_names("fused_recurrent_simple_gla", kwargs, state_v_first, ())
+    initial_state = float32_state(initial_state, q)
+    gate = _one_gate(g, g_gamma)
+    return _results(
+        q, k, v, g, None, g_gamma, scale, initial_state, output_final_state, state_v_first, cu_seqlens, gate, PER_HEAD, variant,
         reverse=reverse,
     )  # fmt: skip
 
@@ -190,7 +246,9 @@ def _results(
     """Return the results of a call of one of fla's functions, whose keywords have been checked.
 
     ``gate`` is the caller's name of the log-decay ``g``, and ``layout`` what that has. ``g_gamma`` takes the place of ``g``.
+    fla's layers pass ``None`` where they want no final state.
     """
+    output_final_state = False if output_final_state is None else output_final_state
     if g_gamma is not None:
         g = _at_every_step(g_gamma, q, k, v)
     call = bind_under_autocast(
@@ -221,6 +279,13 @@ def _backwards(call: GlaCall, variant: str) -> Results:
     o, final_state = run(flipped, variant)
     packed = offsets is not None and final_state is not None
     return o.flip(1), final_state.flip(0) if packed else final_state
+
+
+def _one_gate(g: torch.Tensor | None, g_gamma: torch.Tensor | None) -> str:
+    """Return the name of the log-decay per head that a caller gives; raise :class:`ArgumentError` if both are given."""
+    if g is not None and g_gamma is not None:
+        raise ArgumentError("g and g_gamma are both given; give the decay per step as g or per head as g_gamma, not both.")
+    return "g" if g_gamma is None else "g_gamma"
 
 
 def _at_every_step(g_gamma: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

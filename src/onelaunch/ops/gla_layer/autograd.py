@@ -25,7 +25,7 @@ from onelaunch import dispatch
 from onelaunch.launch.operator import Operator
 from onelaunch.operation import Query, SymbolicSizes, find_operation
 from onelaunch.ops.gla_layer.composition import Results, decay_segments_of, segments_of
-from onelaunch.ops.gla_layer.contract import GlaLayerCall, LayerSizes
+from onelaunch.ops.gla_layer.contract import CONVOLVED, GlaLayerCall, LayerSizes
 from onelaunch.ops.output_chain import autograd as chain
 from onelaunch.ops.projections import autograd as way_in
 from onelaunch.ops.projections.layout import ALIGNMENT, Layout, layout_of
@@ -75,10 +75,13 @@ def own_kernel(query: Query, names: Sequence[str]) -> str | None:
 def why_not(query: Query) -> str | None:
     """Return why a layer of this key cannot run as one function, or ``None``.
 
-    It needs a backward pass, columns that kernels can address, and kernels of ours for every part.
+    It needs a backward pass, decays per channel, no short convolutions, columns that kernels can address, and kernels of ours for
+    every part.
     """
     if not query.grad:
         return "differs from composed in the backward pass alone, and there is none"
+    if "scalar_decay" in query.flags or CONVOLVED in query.flags:
+        return "needs a decay per channel and no short convolutions: its backward pass has no other gradients"
     *_, heads, keys, values = query.sizes
     if heads * keys % ALIGNMENT or heads * values % ALIGNMENT:
         return f"needs H * K and H * V in multiples of {ALIGNMENT}: so columns of all gradients begin where they can be addressed"
@@ -170,7 +173,7 @@ def run_forward(
     torch.mm(rows, in_proj_weight.mT, out=y.view(-1, plan.layout.pitch)[:, : plan.layout.rows])
     q, k, v, gate, low_rank = plan.layout.cut(y)
     wanted = way_in.Wanted(plan.decays, eps=0.0, keep=KEEP)  # eps has no effect: no segment has a norm
-    packed = way_in.launches[plan.kernels.decays](low_rank.reshape(-1, plan.sizes.rank), gk_weight, gk_bias, wanted)
+    packed = way_in.launches[plan.kernels.decays](low_rank.reshape(-1, plan.sizes.projected_decays), gk_weight, gk_bias, wanted)
     gk = packed.y.view(*x.shape[:-1], plan.decays.pitch)
     (g,) = plan.decays.cut(gk)
     call = launch.Attention.of(q, k, v, g, initial, None, plan.scale)
@@ -235,7 +238,7 @@ def run_backward(
         return found
     dgk, dinitial = recurrence_gradients(plan, do.view(o.shape), dfinal, y, gk, initial, states, dz)
     del do
-    columns, rank = plan.layout.rows, plan.sizes.rank
+    columns, rank = plan.layout.rows, plan.sizes.projected_decays
     dz = dz.view(-1, plan.layout.pitch)
     if wants_gk:
         found[2] = dgk.mT @ y.view(-1, plan.layout.pitch)[:, columns - rank : columns]

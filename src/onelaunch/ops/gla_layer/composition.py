@@ -1,10 +1,11 @@
-"""The layer as four calls of operations, for the operation's variants. :mod:`onelaunch.nn` uses :func:`project`."""
+"""The layer as calls of other operations, for the operation's variants. :mod:`onelaunch.nn` uses :func:`project`."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 import torch
+from torch.nn import functional as F
 
 from onelaunch.dispatch import AUTO
 from onelaunch.operation import remembered
@@ -19,8 +20,8 @@ Parts = tuple[str, str, str]
 """Names of the variants of ``projections`` (for both of its calls), ``gla`` and ``output_chain``; ``auto`` to dispatch."""
 
 Tensor = torch.Tensor
-Tensors = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]
-"""Tensors of a call: x, in_proj_weight, gk_weight, gk_bias, norm_weight, w_out, initial_state."""
+Tensors = tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor, Tensor, Tensor | None, Tensor | None]
+"""Tensors of a call: x, in_proj_weight, gk_weight, gk_bias, norm_weight, w_out, initial_state, conv_weight."""
 
 
 def project(
@@ -43,13 +44,17 @@ def project(
 
 @remembered
 def segments_of(sizes: LayerSizes) -> tuple[Segment, ...]:
-    """Return the segments of ``in_proj_weight``."""
+    """Return the segments of ``in_proj_weight``; the last is the low-rank factor of the decays, or the decays of the heads."""
+    if sizes.rank is None:
+        decays = Segment("gk", sizes.heads, 1, "logsigmoid", sizes.normalizer, bias=True)
+    else:
+        decays = Segment("low_rank", sizes.rank, 1)
     return (
         Segment("q", sizes.heads, sizes.keys),
         Segment("k", sizes.heads, sizes.keys),
         Segment("v", sizes.heads, sizes.values),
         Segment("gate", sizes.heads, sizes.values),  # before SiLU, which output_chain applies
-        Segment("low_rank", sizes.rank, 1),
+        decays,
     )
 
 
@@ -59,11 +64,28 @@ def decay_segments_of(sizes: LayerSizes) -> tuple[Segment, ...]:
     return (Segment("gk", sizes.heads, sizes.keys, "logsigmoid", sizes.normalizer, bias=True),)
 
 
+def convolved(values: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Return ``[B, T, H, C]`` after a short causal convolution, ``weight [H C, W]``, and SiLU, by PyTorch's functions."""
+    inputs = F.pad(values.flatten(2).transpose(1, 2), (weight.shape[1] - 1, 0))  # [B, H C, W - 1 + T]
+    y = F.conv1d(inputs, weight[:, None], groups=weight.shape[0])
+    return F.silu(y.transpose(1, 2)).unflatten(-1, values.shape[2:])
+
+
 def compose(tensors: Tensors, sizes: LayerSizes, eps: float, output_final_state: bool, parts: Parts) -> Results:
-    """Compute the layer by four calls of operations, ``projections`` twice; ``parts`` names their variants."""
-    x, in_proj_weight, gk_weight, gk_bias, norm_weight, w_out, initial_state = tensors
+    """Compute the layer by calls of operations; ``parts`` names their variants.
+
+    ``projections`` is called twice, or once with one decay per head.
+    """
+    x, in_proj_weight, gk_weight, gk_bias, norm_weight, w_out, initial_state, conv_weight = tensors
     way_in, recurrence, way_out = parts
-    segments, decay_segments = segments_of(sizes), decay_segments_of(sizes)
-    q, k, v, gate, gk = project(x, in_proj_weight, segments, gk_weight, gk_bias, decay_segments, variant=way_in)
+    segments = segments_of(sizes)
+    if gk_weight is None:
+        q, k, v, gate, gk = projections(x, in_proj_weight, segments, bias=gk_bias, variant=way_in)
+    else:
+        decays = decay_segments_of(sizes)
+        q, k, v, gate, gk = project(x, in_proj_weight, segments, gk_weight, gk_bias, decays, variant=way_in)
+    if conv_weight is not None:
+        filters = conv_weight.split([each.shape[2] * each.shape[3] for each in (q, k, v)])
+        q, k, v = (convolved(each, weight) for each, weight in zip((q, k, v), filters, strict=True))
     o, final_state = gla(q, k, v, gk, initial_state=initial_state, output_final_state=output_final_state, variant=recurrence)
     return output_chain(o, gate, norm_weight, w_out, eps=eps, variant=way_out), final_state

@@ -17,20 +17,29 @@ from onelaunch.ops.output_chain import output_chain
 from onelaunch.ops.projections import projections
 
 
-def parts_of(case: Case) -> tuple[Case, Case, Case, Case]:
-    """Return the cases of the operations that make up a layer: both projections, ``gla`` and ``output_chain``."""
-    rank, norm_weight = options_of(case)
+def parts_of(case: Case) -> tuple[tuple[Case, int], ...]:
+    """Return the cases of the operations that make up a layer, each with the place of its variant in the tag ``parts``.
+
+    They are both projections, or one with one decay per head, then ``gla`` and ``output_chain``.
+    """
+    rank, norm_weight, _ = options_of(case)
     batch, length, width, heads, keys, values = (case.sizes[name] for name in gla_layer.dimensions)
     sizes = {"B": batch, "T": length, "H": heads, "K": keys, "V": values}
     ends = {name: gla_layer.option(case, name) for name in ("initial_state", "final_state")}
     # The option ``segments`` of ``projections``: heads x channels, then an activation and the word bias if there are any.
-    packed = f"{heads}x{keys},{heads}x{keys},{heads}x{values},{heads}x{values},{rank}x1"
-    decay = f"{heads}x{keys}:logsigmoid/{gla_layer.option(case, 'normalizer')}:bias"
+    packed = f"{heads}x{keys},{heads}x{keys},{heads}x{values},{heads}x{values}"
+    activation = f"logsigmoid/{gla_layer.option(case, 'normalizer')}:bias"
+    if rank is None:
+        ways_in = [projections.case(case.dtype, **sizes, D=width, segments=f"{packed},{heads}x1:{activation}")]
+    else:
+        ways_in = [
+            projections.case(case.dtype, **sizes, D=width, segments=f"{packed},{rank}x1"),
+            projections.case(case.dtype, **sizes, D=rank, segments=f"{heads}x{keys}:{activation}"),
+        ]
     return (
-        projections.case(case.dtype, **sizes, D=width, segments=packed),
-        projections.case(case.dtype, **sizes, D=rank, segments=decay),
-        gla.case(case.dtype, **sizes, **ends),
-        output_chain.case(case.dtype, B=batch, T=length, H=heads, V=values, D=width, norm_weight=norm_weight),
+        *((each, 0) for each in ways_in),
+        (gla.case(case.dtype, **sizes, **ends, decay_per="channel" if rank is not None else "head"), 1),
+        (output_chain.case(case.dtype, B=batch, T=length, H=heads, V=values, D=width, norm_weight=norm_weight), 2),
     )
 
 
@@ -40,14 +49,20 @@ def cost(case: Case, variant: Variant | None, direction: Direction) -> Cost:
 
     At least, forward reads all tensors and writes the results; backward reads all tensors and the results' gradients and writes
     the tensors' gradients. A variant moves what its parts move (tag ``parts``): all intermediates between them go through
-    memory. For a part whose variant the dispatcher chooses, the least cost of that part is counted.
+    memory. For a part whose variant the dispatcher chooses, the least cost of that part is counted. Short convolutions read
+    q, k and v and write them; their FLOPs are not those of a matrix product.
     """
     named = (AUTO,) * 3 if variant is None else variant.tags.get("parts", (AUTO,) * 3)
-    ways = zip((projections, projections, gla, output_chain), parts_of(case), (named[0], *named), strict=True)
-    costs = [part.cost(each, None if name == AUTO else part.get(name), direction) for part, each, name in ways]
+    costs = []
+    for each, place in parts_of(case):
+        part, name = (projections, gla, output_chain)[place], named[place]
+        costs.append(part.cost(each, None if name == AUTO else part.get(name), direction))
     total = sum(costs[1:], costs[0])
     if variant is not None:
-        return replace(total, launches=launch_count(variant, direction))
+        written = filtered_bytes(case) * (1 if direction == "forward" else 2)  # results, and gradients of what was filtered
+        moved = total.bytes + filtered_bytes(case) * (2 if direction == "forward" else 5)
+        more = None if total.written is None else total.written + written
+        return replace(total, bytes=moved, written=more, launches=launch_count(variant, direction))
     shapes, dtypes = shapes_of(case), dtypes_of(case)
     operands = sum(math.prod(extent) * dtypes.get(name, case.dtype).itemsize for name, extent in shapes.items())
     results = math.prod(shapes["x"]) * case.dtype.itemsize
@@ -57,3 +72,9 @@ def cost(case: Case, variant: Variant | None, direction: Direction) -> Cost:
     moved = operands + results if forward else 3 * operands + 2 * results
     written = results if forward else results + operands
     return Cost(total.flops, moved, launch_count(None, direction), written=written)
+
+
+def filtered_bytes(case: Case) -> int:
+    """Return the bytes of q, k and v together if they go through short convolutions, else 0."""
+    batch, length, _, heads, keys, values = (case.sizes[name] for name in gla_layer.dimensions)
+    return batch * length * heads * (2 * keys + values) * case.dtype.itemsize if options_of(case).conv_size else 0

@@ -1,7 +1,8 @@
 """Edge cases of ``gla_layer``, on which each of its variants is judged.
 
 A case is written as arguments of ``gla_layer.case``: dtype; sizes (B sequences of T steps, D columns of x, H heads of K key and
-V value channels); and options, such as ``rank``, the inner width of the low-rank projection that makes the log-decays.
+V value channels); and options, such as ``rank``, the inner width of the low-rank projection that makes the log-decays,
+``decay_per``, and ``conv_size``, the steps of the short convolutions.
 """
 
 from __future__ import annotations
@@ -24,6 +25,21 @@ CASES: dict[str, dict[str, Any]] = {
     "other_numbers": {"dtype": "float32", **SMALL, "rank": 5, "normalizer": 3.0, "eps": 0.5, "initial_state": True},
     "bfloat16": {"dtype": "bfloat16", "B": 1, "T": 130, "D": 128, "H": 2, "K": 64, "V": 64, **STATES},
     "over_256_steps": {"dtype": "float32", **SMALL, "B": 1, "T": 300, **STATES},
+    "one_decay_per_head": {"dtype": "float32", **SMALL, "T": 70, "decay_per": "head", "normalizer": 3.0, **STATES},
+    "one_decay_per_head_float16": {"dtype": "float16", **SMALL, "T": 33, "decay_per": "head", "norm_weight": "float32"},
+    "convolutions": {"dtype": "float32", **SMALL, "T": 70, "decay_per": "head", "conv_size": 4},
+    "convolutions_longer_than_a_sequence": {"dtype": "float16", **SMALL, "T": 3, "conv_size": 5},
+    "convolutions_bfloat16": {
+        "dtype": "bfloat16",
+        "B": 1,
+        "T": 130,
+        "D": 128,
+        "H": 2,
+        "K": 64,
+        "V": 64,
+        "decay_per": "head",
+        "conv_size": 4,
+    },
     "odd_sizes": {"dtype": "float32", "B": 1, "T": 33, "D": 37, "H": 3, "K": 17, "V": 19, **STATES},
     "no_steps": {"dtype": "float32", **SMALL, "T": 0, **STATES},
 }

@@ -55,7 +55,7 @@ def run_forward(
     x: torch.Tensor,
     weight: torch.Tensor,
     log_decay: torch.Tensor,
-    gate: torch.Tensor,
+    gate: torch.Tensor | None,
     initial: torch.Tensor | None,
     offsets: torch.Tensor | None,
     want_final: bool,
@@ -77,13 +77,16 @@ def run_backward(
     x: torch.Tensor,
     weight: torch.Tensor,
     log_decay: torch.Tensor,
-    gate: torch.Tensor,
+    gate: torch.Tensor | None,
     initial: torch.Tensor | None,
     offsets: torch.Tensor | None,
     v: torch.Tensor,
     carries: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the gradients of x, weight, log_decay, gate and the initial state (no elements where there is none)."""
+    """Return the gradients of x, weight, log_decay, the gate and the initial state.
+
+    Those of a missing gate or initial state have no elements.
+    """
     from onelaunch.kernels.scan import launch
 
     sequences = launch.Sequences.of(initial, offsets)
@@ -105,9 +108,9 @@ def gradients(ctx: Any, backward: Any, dy: torch.Tensor | None, dfinal: torch.Te
     x, weight, log_decay, gate, initial, offsets, v, carries = ctx.saved_tensors
     dy = torch.zeros_like(v) if dy is None else dy
     dfinal = dfinal if ctx.want_final else None  # an unwanted final state has no elements, nor has its gradient
-    *found, dinitial = backward(dy, dfinal, x, weight, log_decay, gate, initial, offsets, v, carries)
-    # offsets, want_final, keep and kernel have no gradients
-    return *found, None if initial is None else dinitial, None, None, None, None
+    *found, dgate, dinitial = backward(dy, dfinal, x, weight, log_decay, gate, initial, offsets, v, carries)
+    dgate, dinitial = None if gate is None else dgate, None if initial is None else dinitial
+    return *found, dgate, dinitial, None, None, None, None  # offsets, want_final, keep and kernel have no gradients
 
 
 backward = Operator("linear_rnn_backward", run_backward, fake=fakes.backward)

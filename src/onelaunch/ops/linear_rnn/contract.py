@@ -19,7 +19,7 @@ class LinearRNNCall(NamedTuple):
     x: torch.Tensor
     weight: torch.Tensor
     log_decay: torch.Tensor
-    gate: torch.Tensor
+    gate: torch.Tensor | None
     initial_state: torch.Tensor | None
     cu_seqlens: torch.Tensor | None
     output_final_state: bool
@@ -44,7 +44,7 @@ def bind(
     x: torch.Tensor,
     weight: torch.Tensor,
     log_decay: torch.Tensor,
-    gate: torch.Tensor,
+    gate: torch.Tensor | None = None,
     *,
     initial_state: torch.Tensor | None = None,
     output_final_state: bool = False,
@@ -80,7 +80,14 @@ def _key(x: Facts, weight: Facts, scan: ScanFacts) -> Query:
     bind=bind,
     planned=True,
     # Options of a case, from which reference.py makes inputs. Then the variants to prefer where nothing was measured.
-    options={"decay": "model", "lengths": None, "initial_state": False, "final_state": False, "log_decay_dtype": None},
+    options={
+        "decay": "model",
+        "lengths": None,
+        "initial_state": False,
+        "final_state": False,
+        "log_decay_dtype": None,
+        "gate": True,
+    },
     defaults={"cuda": ("fused_chunked", "semi_fused", "chunked", "eager"), "cpu": ("chunked", "eager")},
     # Float32 results of 16-bit calls into which the projection enters, a sum of products of 16-bit numbers.
     stated_errors=dict.fromkeys(("final_state", "grad log_decay"), SUM_OF_PRODUCTS),
@@ -89,7 +96,7 @@ def linear_rnn(
     x: torch.Tensor,
     weight: torch.Tensor,
     log_decay: torch.Tensor,
-    gate: torch.Tensor,
+    gate: torch.Tensor | None = None,
     *,
     initial_state: torch.Tensor | None = None,
     output_final_state: bool = False,
@@ -100,13 +107,14 @@ def linear_rnn(
 
         v = x @ weight;  s_t = exp(log_decay_t) * s_{t-1} + v_t;  y_t = s_t * silu(gate_t)
 
-    Differentiable in every floating-point argument, through ``y`` and through the final state.
+    Without a gate the results are the states, ``y_t = s_t``. Differentiable in every floating-point argument, through ``y`` and
+    through the final state.
 
     Args:
         x: ``[B, T, D]`` float16, bfloat16 or float32.
         weight: ``[D, V]``, dtype of ``x``.
         log_decay: ``[B, T, V]``, at most 0, dtype of ``x`` or float32. ``-inf`` resets the state.
-        gate: ``[B, T, V]``, dtype of ``x``.
+        gate: ``[B, T, V]``, dtype of ``x``. Default: none.
         initial_state: ``[N, V]`` float32, ``N = B`` or the number of packed sequences. Default: zeros.
         output_final_state: whether to return the state after the last step of every sequence.
         cu_seqlens: ``[N + 1]`` int32 or int64 offsets of sequences packed into one batch entry, from 0 to T, never decreasing
@@ -125,12 +133,12 @@ def linear_rnn(
 
     Source: experiment 040; single-pass scan with decoupled look-back after Merrill and Garland (2016).
     """
-    x, log_decay, weight, gate = autocast(x, log_decay, weight, gate)
+    x, log_decay, weight, *rest = autocast(x, log_decay, weight, *(() if gate is None else (gate,)))
     call = bind(
         x,
         weight,
         log_decay,
-        gate,
+        rest[0] if rest else None,
         initial_state=initial_state,
         output_final_state=output_final_state,
         cu_seqlens=cu_seqlens,

@@ -5,8 +5,8 @@ The workbench plans studies with it and computes roofline bounds from it.
 
 from __future__ import annotations
 
-from onelaunch.operation import Case, Cost, Direction, Variant, launch_count
-from onelaunch.ops.gated_scan.cost import scan_bytes
+from onelaunch.operation import Case, Cost, Direction, Variant
+from onelaunch.ops.gated_scan.cost import scan_bytes, scan_launches
 from onelaunch.ops.linear_rnn.contract import linear_rnn
 
 GEMMS = {"forward": 1, "forward_backward": 3}
@@ -35,8 +35,9 @@ def cost(case: Case, variant: Variant | None, direction: Direction) -> Cost:
             intermediates += 1 + ("projection" in fuses)  # v is read, and a fused forward must also write it
             intermediates += 3  # dv is written, and read by each product
             intermediates_written += ("projection" in fuses) + 1
-    scanned, scan_written = scan_bytes(case, linear_rnn.options, direction, "gate" in fuses)
+    fused_gate = "gate" in fuses or not linear_rnn.option(case, "gate")
+    scanned, scan_written = scan_bytes(case, linear_rnn.options, direction, fused_gate)
     moved = value * (operands + intermediates * rows * channels) + scanned
     written = value * (gradients + intermediates_written * rows * channels) + scan_written
     flops = GEMMS[direction] * 2 * rows * width * channels
-    return Cost(flops, moved, launch_count(variant, direction), written=written)
+    return Cost(flops, moved, scan_launches(case, linear_rnn.options, variant, direction), written=written)

@@ -39,7 +39,8 @@ class Layer(NamedTuple):
     x: torch.Tensor
     weight: torch.Tensor
     log_decay: torch.Tensor
-    gate: torch.Tensor
+    gate: torch.Tensor | None
+    """Gate, ``[B, T, V]``; ``None`` if y are the states."""
     sequences: Sequences
     want_final: bool
     keep: bool
@@ -53,7 +54,8 @@ class Layer(NamedTuple):
 
     def flags(self) -> dict[str, bool]:
         """Return the compile-time flags that all kernels of the layer have."""
-        return {"INITIAL": self.sequences.initial is not None, "FINAL": self.want_final, "KEEP": self.keep}
+        gated, initial = self.gate is not None, self.sequences.initial is not None
+        return {"GATED": gated, "INITIAL": initial, "FINAL": self.want_final, "KEEP": self.keep}
 
     def results(self) -> Results:
         """Return uninitialized tensors for the results, without elements for those that are not wanted."""
@@ -64,12 +66,16 @@ class Layer(NamedTuple):
 
     def in_rows(self) -> Layer:
         """Return the layer with neighbouring channels next to each other in memory, copied where they are not."""
-        x, weight, log_decay, gate = (inner_contiguous(t) for t in (self.x, self.weight, self.log_decay, self.gate))
+        x, weight, log_decay = (inner_contiguous(t) for t in (self.x, self.weight, self.log_decay))
+        gate = None if self.gate is None else inner_contiguous(self.gate)
         return self._replace(x=x, weight=weight, log_decay=log_decay, gate=gate)
 
     def strides(self) -> tuple[int, ...]:
-        """Return the strides of x (batch, step), of the weight's rows, and of log_decay and gate (batch, step)."""
-        decay, gate = self.log_decay.stride(), self.gate.stride()
+        """Return the strides of x (batch, step), of the weight's rows, and of log_decay and gate (batch, step).
+
+        Those of a missing gate are 0.
+        """
+        decay, gate = self.log_decay.stride(), (0, 0) if self.gate is None else self.gate.stride()
         return *self.x.stride()[:2], self.weight.stride(0), *decay[:2], *gate[:2]
 
 

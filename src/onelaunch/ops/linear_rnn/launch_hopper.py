@@ -86,7 +86,8 @@ def persistent(layer: Layer) -> Results:
     tiles_t, slices = cdiv(length, PERSISTENT.steps), cdiv(channels, PERSISTENT.channels)
     tiles = tiles_t * batch * slices
     boxes = PERSISTENT.boxes(layer.log_decay.element_size())
-    given = (layer.x, layer.weight[None], layer.log_decay, layer.gate)
+    # A kernel without a gate gets log_decay in its place and does not read it.
+    given = (layer.x, layer.weight[None], layer.log_decay, layer.log_decay if layer.gate is None else layer.gate)
     words = workspace(layer.x.device, batch * tiles_t * channels)  # one flag-in-data word per tile of time and channel
     # The tile counter must be 0 before a launch; the kernel resets it. Launches that ask for equally many words share a
     # workspace, and no other launch asks for one word: a look-back needs more.
@@ -147,7 +148,9 @@ def chunked(layer: Layer) -> Results:
     scan = tiles.scan
     x = described(rows_of(layer.x), [scan.steps, tiles.inner])
     weight = described(rows_of(layer.weight[None]), [tiles.inner, scan.channels])
-    log_decay, gate = inner_contiguous(layer.log_decay), inner_contiguous(layer.gate)
+    log_decay = inner_contiguous(layer.log_decay)
+    # A kernel without a gate gets log_decay in its place and does not read it.
+    gate = log_decay if layer.gate is None else inner_contiguous(layer.gate)
     Launch(
         project_scan_gate_chunked_hopper_kernel, scan.grid(batch, length, channels),
         x, weight, log_decay, gate, initial, results.y, results.v, results.final, results.carries,

@@ -11,9 +11,8 @@ import math
 import torch
 
 from onelaunch.operation import Case, Cost, Query, Reading
-from onelaunch.operation.inputs import case_flags
+from onelaunch.ops.gated_scan.reference import differentiable_of, scan_flags, scan_inputs
 from onelaunch.ops.gated_scan.reference import reference as scan_reference
-from onelaunch.ops.gated_scan.reference import scan_inputs
 from onelaunch.ops.linear_rnn.contract import LinearRNNCall, linear_rnn
 
 
@@ -22,7 +21,7 @@ def reference(
     x: torch.Tensor,
     weight: torch.Tensor,
     log_decay: torch.Tensor,
-    gate: torch.Tensor,
+    gate: torch.Tensor | None = None,
     *,
     initial_state: torch.Tensor | None = None,
     output_final_state: bool = False,
@@ -42,15 +41,14 @@ def make_inputs(case: Case, device: torch.device, generator: torch.Generator) ->
     x = torch.randn(batch, length, width, device=device, generator=generator).to(case.dtype)
     weight = (torch.randn(width, channels, device=device, generator=generator) / math.sqrt(max(width, 1))).to(case.dtype)
     arguments = scan_inputs(case, linear_rnn.options, (batch, length, channels), device, generator)
-    differentiable = ("x", "weight", "log_decay", "gate") + ("initial_state",) * ("initial_state" in arguments)
-    return Reading({"x": x, "weight": weight, **arguments}, differentiable)
+    return Reading({"x": x, "weight": weight, **arguments}, ("x", "weight", *differentiable_of(arguments)))
 
 
 @linear_rnn.queries
 def make_query(case: Case, device: str, grad: bool) -> Query:
     """Return the dispatch key of a case."""
     sizes = tuple(case.sizes[name] for name in linear_rnn.dimensions)
-    return Query("linear_rnn", device, case.dtype, sizes, grad, case_flags(case, linear_rnn.options))
+    return Query("linear_rnn", device, case.dtype, sizes, grad, scan_flags(case, linear_rnn.options))
 
 
 def _gemm_cost(case: Case) -> Cost:

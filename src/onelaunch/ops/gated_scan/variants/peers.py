@@ -1,4 +1,4 @@
-"""The peers of ``gated_scan``: the HGRN scans of fla (flash-linear-attention), and a SiLU gate in PyTorch.
+"""The peers of ``gated_scan``: the HGRN scans of fla (flash-linear-attention), and a SiLU gate in PyTorch where there is one.
 
 The peers of ``linear_rnn`` run them too, after a product.
 """
@@ -19,16 +19,16 @@ Results = tuple[torch.Tensor, torch.Tensor | None]
 
 @gated_scan.variant("fla", launches=None, fuses=(), requires="fla", own_tolerance=FLA_TESTS, usual=True, tunes=True)
 def fla(call: ScanCall) -> Results:
-    """Run ``chunk_hgrn`` of flash-linear-attention, and a SiLU gate in PyTorch."""
+    """Run ``chunk_hgrn`` of flash-linear-attention, and a SiLU gate in PyTorch where the call has one."""
     from fla.ops.hgrn import chunk_hgrn  # pyrefly: ignore[missing-import]
 
     s, final = chunk_hgrn(call.v, call.log_decay, call.initial_state, call.output_final_state)
-    return F.silu(call.gate) * s, None if final is None else final.float()
+    return _gated(call, s), None if final is None else final.float()
 
 
 @gated_scan.variant("fla_recurrent", launches=None, fuses=(), requires="fla", own_tolerance=FLA_TESTS, usual=True, tunes=True)
 def fla_recurrent(call: ScanCall) -> Results:
-    """Run ``fused_recurrent_hgrn`` of flash-linear-attention, and a SiLU gate in PyTorch.
+    """Run ``fused_recurrent_hgrn`` of flash-linear-attention, and a SiLU gate in PyTorch where the call has one.
 
     It takes packed sequences and has the gradients of states, which ``chunk_hgrn`` has not. Its final states have the dtype of v.
     """
@@ -37,7 +37,12 @@ def fla_recurrent(call: ScanCall) -> Results:
     s, final = fused_recurrent_hgrn(
         call.v, call.log_decay, call.initial_state, call.output_final_state, cu_seqlens=call.cu_seqlens
     )
-    return F.silu(call.gate) * s, None if final is None else final.float()
+    return _gated(call, s), None if final is None else final.float()
+
+
+def _gated(call: ScanCall, s: torch.Tensor) -> torch.Tensor:
+    """Return the states times SiLU of the gate, or the states if the call has no gate."""
+    return s if call.gate is None else F.silu(call.gate) * s
 
 
 @fla.supports

@@ -39,7 +39,7 @@ def eager(call: ScanCall) -> Results:
             states.append(state)
         finals.append(state)
     s = torch.stack(states, dim=1) if states else v
-    return (s * F.silu(call.gate.float())).to(call.v.dtype), torch.cat(finals) if finals else initial
+    return gated(s, call.gate).to(call.v.dtype), torch.cat(finals) if finals else initial
 
 
 @gated_scan.variant("chunked", launches=None, fuses=())
@@ -75,7 +75,7 @@ compiled.supports(no_steps)
 def chunked_scan_and_gate(
     v: torch.Tensor,
     log_decay: torch.Tensor,
-    gate: torch.Tensor,
+    gate: torch.Tensor | None,
     initial_state: torch.Tensor | None,
     cu_seqlens: torch.Tensor | None,
 ) -> Results:
@@ -86,12 +86,17 @@ def chunked_scan_and_gate(
     decay, addend, ends = fold_initial_state(v.float(), log_decay.float().exp(), initial_state, cu_seqlens)
     s = scan(decay, addend)
     if cu_seqlens is None or ends is None:
-        final = s[:, -1]
+        final = s[:, -1] if gate is not None else s[:, -1].clone()  # without a gate, y may be s itself
     else:
         empty = (cu_seqlens.diff() == 0)[:, None]
         before = 0.0 if initial_state is None else initial_state
         final = torch.where(empty, before, s[0, ends])
-    return (s * F.silu(gate.float())).to(v.dtype), final
+    return gated(s, gate).to(v.dtype), final
+
+
+def gated(s: torch.Tensor, gate: torch.Tensor | None) -> torch.Tensor:
+    """Return float32 states times SiLU of the gate, or the states if there is no gate."""
+    return s if gate is None else s * F.silu(gate.float())
 
 
 def fold_initial_state(

@@ -13,12 +13,13 @@ from onelaunch.ops.gated_scan.autograd import scan_and_gate
 from onelaunch.ops.gated_scan.contract import ScanCall, gated_scan
 
 
-@gated_scan.variant("separate", compiles=True, launches=2, backward_launches=2, fuses=())
+@gated_scan.variant("separate", compiles=True, launches=2, backward_launches=2, fuses=(), separates=("gate",))
 def separate(call: ScanCall) -> tuple[torch.Tensor, torch.Tensor]:
     """Run a scan kernel, then a gate kernel; the states between them go through memory in the dtype of ``v``.
 
     They did in the write-up of experiment 040, the source of this operation (docs/notebook/linear_rnn.md). On small cases this
-    rounding may exceed the error tolerance: it did in one of twenty random cases of 200 elements.
+    rounding may exceed the error tolerance: it did in one of twenty random cases of 200 elements. Without a gate there is no
+    second launch.
     """
     return scan_and_gate(call, separate=True)
 

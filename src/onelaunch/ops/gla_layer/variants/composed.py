@@ -31,7 +31,8 @@ def composed_of(sizes: LayerSizes, eps: float, output_final_state: bool, parts: 
 
 def tensors_of(call: GlaLayerCall) -> Tensors:
     """Return the first argument of :func:`compose`."""
-    return (call.x, call.in_proj_weight, call.gk_weight, call.gk_bias, call.norm_weight, call.w_out, call.initial_state)
+    weights = (call.in_proj_weight, call.gk_weight, call.gk_bias, call.norm_weight, call.w_out)
+    return (call.x, *weights, call.initial_state, call.conv_weight)
 
 
 def run(call: GlaLayerCall, parts: Parts) -> Results:
@@ -84,7 +85,10 @@ def short_enough_on_a_cpu(query: Query) -> str | None:
 
 @gla_layer.variant("composed", launches=None, fuses=(), parts=DISPATCHED)
 def composed(call: GlaLayerCall) -> Results:
-    """Run ``projections`` twice, ``gla`` and ``output_chain``, each by the dispatcher's choice, as the modules do."""
+    """Run ``projections`` twice, ``gla`` and ``output_chain``, each by the dispatcher's choice, as the modules do.
+
+    With one decay per head the first call of ``projections`` computes the decays too. Short convolutions are PyTorch's.
+    """
     return run(call, DISPATCHED)
 
 

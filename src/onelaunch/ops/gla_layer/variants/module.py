@@ -1,4 +1,4 @@
-"""The variant ``module`` of ``gla_layer``: the layer as people call it, through :class:`onelaunch.nn.GatedLinearAttention`.
+"""The variant ``module`` of ``gla_layer``: the layer as people call it, through the classes of :mod:`onelaunch.nn`.
 
 Studies time it, since the checks of a module and PyTorch's own of every ``nn.Module`` are a part of what a small model waits for.
 """
@@ -16,6 +16,7 @@ from onelaunch.dispatch import AUTO
 from onelaunch.operation import Query
 from onelaunch.ops.gla_layer.composition import Results
 from onelaunch.ops.gla_layer.contract import GlaLayerCall, LayerSizes, gla_layer
+from onelaunch.ops.gla_layer.modules import filter_size, filters_of, layer_arguments
 
 ONE_AT_A_TIME = threading.Lock()
 """Lock of the cached modules, which threads share and which hold the tensors of one call at a time."""
@@ -23,9 +24,13 @@ ONE_AT_A_TIME = threading.Lock()
 
 @gla_layer.variant("module", launches=None, fuses=(), parts=(AUTO, AUTO, AUTO), by_name_only=True)
 def module(call: GlaLayerCall) -> Results:
-    """Call ``onelaunch.nn.GatedLinearAttention`` with the tensors of the call as its parameters."""
-    layer, places = module_of(call.x.shape[2], call.sizes, call.eps)
-    tensors = (call.in_proj_weight, call.gk_weight, call.gk_bias, call.norm_weight, call.w_out)
+    """Call a layer of ``onelaunch.nn`` with the tensors of the call as its parameters.
+
+    It is ``GatedLinearAttention``, or ``SimpleGatedLinearAttention`` for one decay per head.
+    """
+    layer, places = module_of(call.x.shape[2], call.sizes, call.eps, filter_size(call))
+    given = (call.in_proj_weight, call.gk_weight, call.gk_bias, call.norm_weight, call.w_out, *filters_of(call))
+    tensors = [each for each in given if each is not None]
     with ONE_AT_A_TIME:
         for (owner, name), tensor in zip(places, tensors, strict=True):
             vars(owner)[name] = tensor  # setattr would register a Parameter in the module
@@ -42,24 +47,23 @@ Place = tuple[nn.Module, str]
 
 
 @functools.lru_cache(maxsize=64)
-def module_of(width: int, sizes: LayerSizes, eps: float) -> tuple[nn.Module, tuple[Place, ...]]:
+def module_of(width: int, sizes: LayerSizes, eps: float, conv_size: int | None) -> tuple[nn.Module, tuple[Place, ...]]:
     """Return a module of these sizes without its parameters, and their places in the order of the call's tensors.
 
     A call sets its tensors as plain attributes instead. ``torch.func.functional_call`` would do the same, but takes longer than
     what is timed.
     """
     modules = importlib.import_module("onelaunch.nn")  # by name, since modules are a higher layer than operations
+    given = layer_arguments(width, sizes, eps, conv_size)
     with torch.device("meta"):
-        layer = modules.GatedLinearAttention(
-            hidden_size=width,
-            expand_k=sizes.heads * sizes.keys / width,
-            expand_v=sizes.heads * sizes.values / width,
-            num_heads=sizes.heads,
-            norm_eps=eps,
-            gate_logit_normalizer=sizes.normalizer,
-            gate_low_rank_dim=sizes.rank,
-        )
-    names = ("in_proj_weight", "gk_proj_weight", "gk_proj_bias", f"{layer.norm_name}.weight", "o_proj.weight")
+        if sizes.rank is None:
+            layer = modules.SimpleGatedLinearAttention(**given)
+            decays = ("in_proj_weight", "in_proj_bias")
+        else:
+            layer = modules.GatedLinearAttention(**given, gate_low_rank_dim=sizes.rank)
+            decays = ("in_proj_weight", "gk_proj_weight", "gk_proj_bias")
+    filters = () if conv_size is None else ("q_conv1d.weight", "k_conv1d.weight", "v_conv1d.weight")
+    names = (*decays, f"{layer.norm_name}.weight", "o_proj.weight", *filters)
     places = tuple((layer.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in names)
     for owner, name in places:
         delattr(owner, name)
@@ -69,4 +73,4 @@ def module_of(width: int, sizes: LayerSizes, eps: float) -> tuple[nn.Module, tup
 @module.supports
 def has_no_states(query: Query) -> str | None:
     """Return why the module cannot take a call, or ``None``."""
-    return "keeps states in a cache of its own" if query.flags else None
+    return "keeps states in a cache of its own" if {"initial_state", "final_state"} & set(query.flags) else None

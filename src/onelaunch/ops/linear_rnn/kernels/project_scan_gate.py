@@ -1,6 +1,6 @@
 """The whole linear-RNN layer in one launch, with its matrix product on the tensor cores.
 
-Computes   v = x W,  s_t = exp(log_decay_t) * s_{t-1} + v_t,  y_t = s_t * silu(gate_t)
+Computes   v = x W,  s_t = exp(log_decay_t) * s_{t-1} + v_t,  y_t = s_t * silu(gate_t)   (or y = s where GATED is false)
 Grid       (ceil(T / BT), B * ceil(V / BV)). A CTA owns one tile of BT steps by BV channels, so time is split too and B = 1
            fills the device as well. All warps do the same work.
 On chip    the tile of v, first as the accumulator [BT, BV] of x W in float32, then as ROWS slabs [BT / ROWS, BV] (see
@@ -88,9 +88,13 @@ def project_scan_gate_kernel(
     decay_stride_b, decay_stride_t, gate_stride_b, gate_stride_t,
     BT: tl.constexpr, BV: tl.constexpr, BD: tl.constexpr, EVEN_D: tl.constexpr,
     GROUP: tl.constexpr, STEPS: tl.constexpr, EVEN: tl.constexpr,
-    INITIAL: tl.constexpr, PACKED: tl.constexpr, FINAL: tl.constexpr, KEEP: tl.constexpr,
+    GATED: tl.constexpr, INITIAL: tl.constexpr, PACKED: tl.constexpr, FINAL: tl.constexpr, KEEP: tl.constexpr,
 ):  # fmt: skip
-    """Compute one tile of y: see the top of the file. KEEP: also write v and the carries, which the backward pass reads."""
+    """Compute one tile of y: see the top of the file.
+
+    GATED: multiply the states by the gate, which is not read otherwise. KEEP: also write v and the carries, which the backward
+    pass reads.
+    """
     tile, tiles = tl.program_id(0), tl.num_programs(0)
     slices = tl.cdiv(channels, BV)
     b = tl.program_id(1) // slices
@@ -105,9 +109,11 @@ def project_scan_gate_kernel(
     values = split_into_slabs(
         project_tile(x, weight, b, start, c, T, width, channels, x_stride_b, x_stride_t, weight_stride, BT, BV, BD, EVEN, EVEN_D)
     )
-    # The gate is loaded after x, which is needed first. It arrives while this CTA waits for its carry.
-    p_gate = row_pointer(gate, b, start, gate_stride_b, gate_stride_t)
-    gates = load_slabs(p_gate, gate_stride_t, segment, t, T, c, channels, EVEN)
+    gates = values  # stands for the argument, which is not read if GATED is false
+    if GATED:
+        # The gate is loaded after x, which is needed first. It arrives while this CTA waits for its carry.
+        p_gate = row_pointer(gate, b, start, gate_stride_b, gate_stride_t)
+        gates = load_slabs(p_gate, gate_stride_t, segment, t, T, c, channels, EVEN)
     if KEEP:
         p_v = row_pointer(v, b, start, tl.cast(T, tl.int64) * channels, channels)
         for r in tl.static_range(ROWS):
@@ -115,5 +121,5 @@ def project_scan_gate_kernel(
     scan_gate_tile(
         values, log_decays, gates, initial, offsets, y, final, carries, own_words, group_words, before,
         tile, tiles, b, segment, c, T, channels, sequences,
-        GROUP, STEPS, EVEN, True, INITIAL, PACKED, FINAL, KEEP,  # True is GATED; carries are stored if KEEP
+        GROUP, STEPS, EVEN, GATED, INITIAL, PACKED, FINAL, KEEP,  # carries are stored if KEEP
     )  # fmt: skip

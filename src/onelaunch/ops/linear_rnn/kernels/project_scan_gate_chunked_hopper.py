@@ -1,6 +1,6 @@
 """The whole linear-RNN layer in one launch on Hopper, for layers that do not keep the tensor cores busy.
 
-Computes   v = x W,  s_t = exp(log_decay_t) * s_{t-1} + v_t,  y_t = s_t * silu(gate_t)
+Computes   v = x W,  s_t = exp(log_decay_t) * s_{t-1} + v_t,  y_t = s_t * silu(gate_t)   (or y = s where GATED is false)
 Grid       (ceil(T / BT), B * ceil(V / BV)): a CTA owns one tile of BT = 64 steps by BV = 32 or 64 channels, as in
            project_scan_gate.py. One CTA has one warpgroup (BV = 32) or two (BV = 64, each half of the channels). There are no
            specialized warps: all of them load, multiply (WGMMA) and scan.
@@ -108,13 +108,14 @@ def project_tile(x, weight, x_tiles, w_tiles, full, row, c, STEPS: gl.constexpr,
 def project_scan_gate_chunked_hopper_kernel(
     x, weight, log_decay, gate, initial, y, v, final, carries, words, T, decay_stride_b, gate_stride_b,
     WIDTH: gl.constexpr, CHANNELS: gl.constexpr, DECAY_STRIDE: gl.constexpr, GATE_STRIDE: gl.constexpr,
-    STAGES: gl.constexpr, GROUP: gl.constexpr, EVEN: gl.constexpr, INITIAL: gl.constexpr, FINAL: gl.constexpr,
-    KEEP: gl.constexpr,
+    STAGES: gl.constexpr, GROUP: gl.constexpr, EVEN: gl.constexpr, GATED: gl.constexpr, INITIAL: gl.constexpr,
+    FINAL: gl.constexpr, KEEP: gl.constexpr,
 ):  # fmt: skip
     """Compute one tile of y: see the top of the file.
 
     x and weight are TMA descriptors of [rows, columns], whose boxes are [BT, BD] and [BD, BV]. STAGES is at most the number of
-    blocks that D has. KEEP: also write v and the carries, which the backward pass reads.
+    blocks that D has. GATED: multiply the states by the gate, which is not read otherwise. KEEP: also write v and the
+    carries, which the backward pass reads.
     """
     BT: gl.constexpr = x.block_type.shape[0]
     BD: gl.constexpr = x.block_type.shape[1]
@@ -155,10 +156,12 @@ def project_scan_gate_chunked_hopper_kernel(
     in_time = t < T - start
     inside = None if EVEN else in_time & (channel < CHANNELS - c)
     p_decay = log_decay + (b_long * decay_stride_b + start.to(gl.int64) * DECAY_STRIDE + c)
-    p_gate = gate + (b_long * gate_stride_b + start.to(gl.int64) * GATE_STRIDE + c)
     # Elements outside `inside` are undefined. Decays of steps past the end are replaced below. No other result of them is stored.
     log_decays = gl.load(p_decay + (t * DECAY_STRIDE + channel), mask=inside)
-    gates = gl.load(p_gate + (t * GATE_STRIDE + channel), mask=inside)
+    gates = log_decays  # stands for the argument, which is not read if GATED is false
+    if GATED:
+        p_gate = gate + (b_long * gate_stride_b + start.to(gl.int64) * GATE_STRIDE + c)
+        gates = gl.load(p_gate + (t * GATE_STRIDE + channel), mask=inside)
     x_tiles = gl.allocate_shared_memory(x.dtype, [STAGES, BT, BD], x.layout)
     w_tiles = gl.allocate_shared_memory(x.dtype, [STAGES, BD, BV], weight.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -174,7 +177,8 @@ def project_scan_gate_chunked_hopper_kernel(
         load_stage(x, weight, x_tiles, w_tiles, full, b * T + start, c, i)
 
     decays = gl.exp2(log_decays.to(gl.float32) * LOG2E)
-    gates = silu(gates.to(gl.float32))
+    if GATED:
+        gates = silu(gates.to(gl.float32))
 
     total = project_tile(x, weight, x_tiles, w_tiles, full, b * T + start, c, STEPS, wgmma_layout)
     values = gl.convert_layout(gl.reshape(total, [SEGS, ROWS, BV]), slab)
@@ -215,5 +219,7 @@ def project_scan_gate_chunked_hopper_kernel(
 
     entering = gl.expand_dims(decay_before * carry + state_before, 1)
     states = decays * entering + states
-    gl.store(y + out + (t * CHANNELS + channel), (states * gates).to(y.dtype.element_ty), mask=inside)
+    if GATED:
+        states *= gates
+    gl.store(y + out + (t * CHANNELS + channel), states.to(y.dtype.element_ty), mask=inside)
     keep_barriers((full,))

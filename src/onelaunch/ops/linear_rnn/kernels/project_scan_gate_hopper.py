@@ -1,6 +1,6 @@
 """The whole linear-RNN layer in one launch for wide layers on Hopper: its matrix product never stops for the scan.
 
-Computes   v = x W,  s_t = exp(log_decay_t) * s_{t-1} + v_t,  y_t = s_t * silu(gate_t)
+Computes   v = x W,  s_t = exp(log_decay_t) * s_{t-1} + v_t,  y_t = s_t * silu(gate_t)   (or y = s where GATED is false)
 Grid       persistent, one CTA per SM. A CTA takes tiles of 2 * HALF = 256 steps by BV = 128 channels from an atomic counter.
            All slices of channels and batch entries of one tile of time come before those of the next. So the tile before in
            time is long done when a tile's scan begins, and one serial pass over time is enough.
@@ -160,8 +160,10 @@ def multiply(
 
 
 @gluon.jit
-def fetch_rows(log_decay, gate, decay_rows, gate_rows, fetched, row, c, n, wanted):
+def fetch_rows(log_decay, gate, decay_rows, gate_rows, fetched, row, c, n, wanted, GATED: gl.constexpr):
     """Start the TMA loads of the n-th ROWS steps of a tile's log_decay and gate into slot n % 2; nothing unless ``wanted``.
+
+    There is no load of the gate if GATED is false.
 
     Each thread's shared loads from that slot must come earlier in its program. Triton (3.7.1) puts a barrier of the warpgroup
     before the expect and before each TMA load, which one elected thread issues: in PTX ``bar.sync``. So no TMA load overwrites
@@ -169,17 +171,19 @@ def fetch_rows(log_decay, gate, decay_rows, gate_rows, fetched, row, c, n, wante
     """
     slot = n % 2
     arrived = fetched.index(slot)
-    mbarrier.expect(arrived, log_decay.block_type.nbytes + gate.block_type.nbytes, pred=wanted)
+    gate_bytes: gl.constexpr = gate.block_type.nbytes if GATED else 0
+    mbarrier.expect(arrived, log_decay.block_type.nbytes + gate_bytes, pred=wanted)
     at = row + n * log_decay.block_type.shape[0]
     tma_load(log_decay, [at, c], arrived, decay_rows.index(slot), pred=wanted)
-    tma_load(gate, [at, c], arrived, gate_rows.index(slot), pred=wanted)
+    if GATED:
+        tma_load(gate, [at, c], arrived, gate_rows.index(slot), pred=wanted)
 
 
 @gluon.jit
 def scan_gate(
     v_tile, v_ids, id_ready, v_ready, v_free, log_decay, gate, decay_rows, gate_rows, fetched,
     initial, y, v, final, carries, words, sizes,
-    EVEN: gl.constexpr, INITIAL: gl.constexpr, FINAL: gl.constexpr, KEEP: gl.constexpr,
+    EVEN: gl.constexpr, GATED: gl.constexpr, INITIAL: gl.constexpr, FINAL: gl.constexpr, KEEP: gl.constexpr,
 ):  # fmt: skip
     """Run the scan warpgroup: scan and gate each tile of v serially, with a thread per channel.
 
@@ -211,8 +215,8 @@ def scan_gate(
         c = column * BV
         b_long = b.to(gl.int64)
         first_row = b * T + start
-        fetch_rows(log_decay, gate, decay_rows, gate_rows, fetched, first_row, c, 0, True)
-        fetch_rows(log_decay, gate, decay_rows, gate_rows, fetched, first_row, c, 1, True)
+        fetch_rows(log_decay, gate, decay_rows, gate_rows, fetched, first_row, c, 0, True, GATED)
+        fetch_rows(log_decay, gate, decay_rows, gate_rows, fetched, first_row, c, 1, True, GATED)
         in_range = channel < channels - c
         own = words + (b_long * tiles_t + time) * channels + c
         # The own word still has the previous launch's phase (bit 63). A word with the other phase is of this launch.
@@ -235,10 +239,12 @@ def scan_gate(
             mbarrier.wait(fetched.index(n % 2), (n // 2) & 1)
             b_v = v_rows.index(n).load(rows_layout)
             b_decay = decay_rows.index(n % 2).load(rows_layout)
-            b_gate = gate_rows.index(n % 2).load(rows_layout)
+            b_gate = b_decay  # stands for the argument, which is not read if GATED is false
+            if GATED:
+                b_gate = gate_rows.index(n % 2).load(rows_layout)
             mbarrier.arrive(v_free.index(0), count=1, pred=n == chunks // 2 - 1)
             mbarrier.arrive(v_free.index(1), count=1, pred=n == chunks - 1)
-            fetch_rows(log_decay, gate, decay_rows, gate_rows, fetched, first_row, c, n + 2, n + 2 < chunks)
+            fetch_rows(log_decay, gate, decay_rows, gate_rows, fetched, first_row, c, n + 2, n + 2 < chunks, GATED)
             b_decay = gl.exp2(b_decay.to(gl.float32) * LOG2E)
             b_gate = b_gate.to(gl.float32)
             if EVEN:
@@ -260,9 +266,11 @@ def scan_gate(
             b_v += gl.where((r == 0)[:, None], b_decay * s[None, :], 0.0)
             b_s = gl.associative_scan((b_decay, b_v), 0, combine)[1]  # [ROWS, BV]
             s = gl.reduce(b_s, 0, take_last)
-            # silu's sigmoid as a squared reciprocal root: two instructions, where a division takes eight
-            root = gl.rsqrt(1.0 + gl.exp2(b_gate * -LOG2E))
-            gl.store(y + out + target, (b_s * b_gate * root * root).to(y.dtype.element_ty), mask=inside)
+            if GATED:
+                # silu's sigmoid as a squared reciprocal root: two instructions, where a division takes eight
+                root = gl.rsqrt(1.0 + gl.exp2(b_gate * -LOG2E))
+                b_s = b_s * b_gate * root * root
+            gl.store(y + out + target, b_s.to(y.dtype.element_ty), mask=inside)
         bits = s.to(gl.int32, bitcast=True).to(gl.int64) & 0xFFFFFFFF
         # -9223372036854775807 - 1 is bit 63 alone: the word gets the phase opposite to the old word's.
         word = gl.where(old < 0, bits, bits | (-9223372036854775807 - 1))
@@ -279,23 +287,26 @@ def scan_gate(
 def project_scan_gate_hopper_kernel(
     x, weight, log_decay, gate, initial, y, v, final, carries, words, counter, T, width, channels, tiles, pairs,
     STAGES: gl.constexpr, MULTIPLY_REGISTERS: gl.constexpr, SCAN_REGISTERS: gl.constexpr,
-    EVEN: gl.constexpr, INITIAL: gl.constexpr, FINAL: gl.constexpr, KEEP: gl.constexpr,
+    EVEN: gl.constexpr, GATED: gl.constexpr, INITIAL: gl.constexpr, FINAL: gl.constexpr, KEEP: gl.constexpr,
 ):  # fmt: skip
     """Set up shared memory and barriers, and start the four roles: see the top of the file.
 
-    x, weight, log_decay and gate are TMA descriptors of [rows, columns]; their boxes are the tiles. KEEP: also write v and the
-    carries, which the backward pass reads.
+    x, weight, log_decay and gate are TMA descriptors of [rows, columns]; their boxes are the tiles. GATED: multiply the states by
+    the gate; otherwise the caller passes log_decay in its place, and it is not read. KEEP: also write v and the carries, which
+    the backward pass reads.
     """
     HALF: gl.constexpr = x.block_type.shape[0]
     BD: gl.constexpr = x.block_type.shape[1]
     BV: gl.constexpr = weight.block_type.shape[1]
-    ROWS: gl.constexpr = gate.block_type.shape[0]
+    ROWS: gl.constexpr = log_decay.block_type.shape[0]
     scalars: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     v_layout: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
     x_tiles = gl.allocate_shared_memory(x.dtype, [2 * STAGES, HALF, BD], x.layout)
     w_tiles = gl.allocate_shared_memory(x.dtype, [STAGES, BD, BV], weight.layout)
     decay_rows = gl.allocate_shared_memory(log_decay.dtype, [2, ROWS, BV], log_decay.layout)
-    gate_rows = gl.allocate_shared_memory(gate.dtype, [2, ROWS, BV], gate.layout)
+    gate_rows = decay_rows  # stands for the rows of the gate, which are not read if GATED is false
+    if GATED:
+        gate_rows = gl.allocate_shared_memory(gate.dtype, [2, ROWS, BV], gate.layout)
     v_tile = gl.allocate_shared_memory(x.dtype, [2, HALF, BV], v_layout)
     tile_ids = gl.allocate_shared_memory(gl.int32, [STAGES, 1], scalars)
     v_ids = gl.allocate_shared_memory(gl.int32, [2, 1], scalars)
@@ -321,7 +332,7 @@ def project_scan_gate_hopper_kernel(
             (multiply, (x_tiles, w_tiles, tile_ids, full, empty, v_tile, v_ids, id_ready, v_ready, v_free, width, BD, 0)),
             (multiply, (x_tiles, w_tiles, tile_ids, full, empty, v_tile, v_ids, id_ready, v_ready, v_free, width, BD, 1)),
             (scan_gate, (v_tile, v_ids, id_ready, v_ready, v_free, log_decay, gate, decay_rows, gate_rows, fetched,
-                         initial, y, v, final, carries, words, (T, channels, pairs, slices), EVEN, INITIAL, FINAL, KEEP)),
+                         initial, y, v, final, carries, words, (T, channels, pairs, slices), EVEN, GATED, INITIAL, FINAL, KEEP)),
             (produce, (x, weight, x_tiles, w_tiles, tile_ids, full, empty, counter,
                        (T, width, tiles, pairs, slices, gl.num_programs(0)))),
         ],

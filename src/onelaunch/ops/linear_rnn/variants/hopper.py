@@ -55,5 +55,9 @@ def fits(query: Query) -> str | None:
 
 @fused_hopper.examples
 def training() -> list[Example]:
-    """Return a training call of whole tiles, without packing or states, for which the kernels are compiled and inspected."""
-    return [Example(linear_rnn.case("float16", B=4, T=2048, D=2048, V=2048), "forward_backward")]
+    """Return training calls of whole tiles, without packing or states, for which the kernels are compiled and inspected."""
+    sizes = {"B": 4, "T": 2048, "D": 2048, "V": 2048}
+    return [
+        Example(linear_rnn.case("float16", **sizes), "forward_backward"),
+        Example(linear_rnn.case("float16", **sizes, gate=False), "forward_backward", name="no gate"),
+    ]

@@ -11,7 +11,7 @@ from onelaunch.ops.linear_rnn.contract import LinearRNNCall, linear_rnn
     "fla", launches=None, fuses=(), gemm="cublas", requires="fla", own_tolerance=FLA_TESTS, usual=True, tunes=True
 )
 def fla(call: LinearRNNCall) -> scan.Results:
-    """Run cuBLAS, then ``chunk_hgrn`` of flash-linear-attention, and a SiLU gate in PyTorch."""
+    """Run cuBLAS, then ``chunk_hgrn`` of flash-linear-attention, and a SiLU gate in PyTorch where the call has one."""
     return scan.fla(call.scan_call(call.project()))
 
 
@@ -19,7 +19,7 @@ def fla(call: LinearRNNCall) -> scan.Results:
     "fla_recurrent", launches=None, fuses=(), gemm="cublas", requires="fla", own_tolerance=FLA_TESTS, usual=True, tunes=True
 )
 def fla_recurrent(call: LinearRNNCall) -> scan.Results:
-    """Run cuBLAS, then ``fused_recurrent_hgrn`` of flash-linear-attention, and a SiLU gate in PyTorch."""
+    """Run cuBLAS, then ``fused_recurrent_hgrn`` of flash-linear-attention, and a SiLU gate in PyTorch where the call has one."""
     return scan.fla_recurrent(call.scan_call(call.project()))
 
 

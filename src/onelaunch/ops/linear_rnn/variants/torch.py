@@ -31,7 +31,7 @@ def _project_scan_and_gate(
     x: torch.Tensor,
     weight: torch.Tensor,
     log_decay: torch.Tensor,
-    gate: torch.Tensor,
+    gate: torch.Tensor | None,
     initial_state: torch.Tensor | None,
     cu_seqlens: torch.Tensor | None,
 ) -> scan.Results:

@@ -7,7 +7,7 @@ are imported on the first call, since they need Triton.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -26,7 +26,7 @@ Results = tuple[torch.Tensor, torch.Tensor]
 """Results of a variant: y, and the final states, which are ignored unless the call asks for them."""
 
 
-@linear_rnn.variant("three_launch", compiles=True, launches=3, backward_launches=4, fuses=(), gemm="triton")
+@linear_rnn.variant("three_launch", compiles=True, launches=3, backward_launches=4, fuses=(), separates=("gate",), gemm="triton")
 def three_launch(call: LinearRNNCall) -> Results:
     """Run a Triton matrix product, a scan kernel and a gate kernel: the baseline of experiment 040's write-up.
 
@@ -36,7 +36,9 @@ def three_launch(call: LinearRNNCall) -> Results:
     return scan.separate(call.scan_call(v))
 
 
-@linear_rnn.variant("three_launch_cublas", compiles=True, launches=3, backward_launches=4, fuses=(), gemm="cublas")
+@linear_rnn.variant(
+    "three_launch_cublas", compiles=True, launches=3, backward_launches=4, fuses=(), separates=("gate",), gemm="cublas"
+)
 def three_launch_cublas(call: LinearRNNCall) -> Results:
     """Run PyTorch's matrix product, a scan kernel and a gate kernel: the control that experiment 040's write-up lacked."""
     return scan.separate(call.scan_call(call.project()))
@@ -85,9 +87,9 @@ def library_product_for_wide_layers(query: Query) -> tuple[str, ...]:
     return ("semi_fused",) if query.device_type == "cuda" and query.sizes[2] * query.sizes[3] >= WIDE else ()
 
 
-def layer_of(batch: int, width: int) -> Case:
+def layer_of(batch: int, width: int, **options: Any) -> Case:
     """Return the layer that kernels are compiled for: T=2048, V=64, float16, no packed sequences, no initial or final states."""
-    return linear_rnn.case("float16", B=batch, T=2048, D=width, V=64)
+    return linear_rnn.case("float16", B=batch, T=2048, D=width, V=64, **options)
 
 
 @three_launch.examples
@@ -113,5 +115,7 @@ def every_tile() -> list[Example]:
         Example(layer_of(16, 256), "forward_backward", on_hopper, "64 channels"),
         Example(layer_of(16, 1024), "forward_backward", on_hopper, "64 channels, D=1024"),
         Example(layer_of(4, 260), "forward_backward", on_hopper, "D=260"),
+        Example(layer_of(16, 256, gate=False), "forward_backward", on_hopper, "64 channels, no gate"),
         Example(layer_of(4, 256), "forward_backward", others),
+        Example(layer_of(4, 256, gate=False), "forward_backward", others, "no gate"),
     ]
