@@ -43,6 +43,7 @@ def test_other_names_are_not_found():
     [
         ("onelaunch.decode.engine", "Engine", "onelaunch.decode"),
         ("onelaunch.decode.engine", "TorchEngine", "onelaunch.decode.runtime.engines"),
+        ("onelaunch.decode.plan.rungs", "LEVELS", "onelaunch.decode.plan.levels"),
         ("onelaunch.decode.rungs", "plan_for", "onelaunch.decode.plan"),
         ("onelaunch.decode.sampling", "Sampling", "onelaunch.decode"),
         ("onelaunch.decode.text", "TextCodec", "onelaunch.decode"),
@@ -92,6 +93,8 @@ def test_functions_named_by_pickles_of_the_last_version_exist():
 @pytest.mark.parametrize(
     ("module", "old", "new"),
     [
+        ("onelaunch.decode.plan.builder", "Rung", "Level"),
+        ("onelaunch.decode.plan.levels", "RUNGS", "LEVELS"),
         ("onelaunch.workbench.verify", "judge_answer", "judge_outputs"),
         ("onelaunch.workbench.verify.calls", "Callee", "Candidate"),
         ("onelaunch.workbench.verify.calls", "Answer", "OutputTensors"),
@@ -102,6 +105,15 @@ def test_a_renamed_attribute_is_found_by_its_old_name_with_a_warning(module, old
     found = importlib.import_module(module)
     with pytest.warns(DeprecationWarning, match=f"{old} is now {new}"):
         assert getattr(found, old) is getattr(found, new)
+
+
+@pytest.mark.parametrize("module", ["onelaunch.decode.plan.rungs", "onelaunch.decode.rungs"])
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_renamed_attribute_is_found_in_a_moved_module(module):
+    """The table of optimization levels was renamed together with its module."""
+    levels = importlib.import_module("onelaunch.decode.plan.levels")
+    assert importlib.import_module(module).RUNGS is levels.LEVELS
+    assert importlib.import_module(module).Rung is levels.Level
 
 
 def test_a_name_that_was_never_there_is_an_attribute_error():

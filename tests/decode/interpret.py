@@ -126,7 +126,7 @@ class Interpreter:
         while min(at) < len(steps):
             ready = [cta for cta in range(self.plan.ctas) if at[cta] < len(steps) and self._ready(cta, at, steps[at[cta]])]
             if not ready:
-                raise PlanError(self.plan.rung, f"all CTAs wait, CTA {at.index(min(at))} before phase {steps[min(at)][2].name}")
+                raise PlanError(self.plan.level, f"all CTAs wait, CTA {at.index(min(at))} before phase {steps[min(at)][2].name}")
             cta = self.dice.choice(ready)
             for _ in range(self.dice.randint(1, AHEAD)):
                 self._step(cta, *steps[at[cta]])
@@ -208,7 +208,7 @@ class Interpreter:
             elif slice_.buffer in found:
                 self.words[key][at] = found[slice_.buffer][at]
                 self.tags[key][at] = self._tag(slice_.buffer, number, layer)
-            elif slice_.buffer == "tallies":
+            elif slice_.buffer == "histograms":
                 self.histograms[at] = 0
 
     def _embedded(self, position: int) -> torch.Tensor:
@@ -440,14 +440,14 @@ class Interpreter:
     def _best(self, buffer: str, seen: dict[str, torch.Tensor], position: int) -> int:
         """Return the candidate with the largest score; the CTA must see those of all CTAs."""
         if seen[buffer].isnan().any():
-            raise PlanError(self.plan.rung, "a CTA chooses a token before all CTAs have written their candidates")
+            raise PlanError(self.plan.level, "a CTA chooses a token before all CTAs have written their candidates")
         return max(map(int, seen[buffer]), key=lambda token: self.scores.get((buffer, position, token), -math.inf))
 
     def _choose(self, cta: int, seen: dict[str, torch.Tensor], position: int) -> dict[str, torch.Tensor]:
         """Choose the best of all CTAs' candidates as the next token."""
         token = self._best("drawn" if "drawn" in seen else "best", seen, position)
         if self.tokens.setdefault(position + 1, token) != token:
-            raise PlanError(self.plan.rung, f"CTAs disagree about the token at position {position + 1}")
+            raise PlanError(self.plan.level, f"CTAs disagree about the token at position {position + 1}")
         own = self._own_tokens(cta)
         if self.sampler.seen is not None and own.start <= token < own.stop:
             self.sampler.seen[token] = True
@@ -461,11 +461,11 @@ class Interpreter:
             self.searches[cta] = Search(self.scores.get(("best", position, likeliest), math.nan))
         search, own = self.searches[cta], self._own_tokens(cta)
         for slice_ in assignment.reads:
-            if slice_.buffer == "tallies":
+            if slice_.buffer == "histograms":
                 self._narrow(search, *rounds[slice_.begin], self.histograms[slice_.begin])
                 pair = search.prefix, search.target
                 if self.narrowed.setdefault((position, slice_.begin), pair) != pair:
-                    raise PlanError(self.plan.rung, f"CTAs disagree about round {slice_.begin} of position {position + 1}")
+                    raise PlanError(self.plan.level, f"CTAs disagree about round {slice_.begin} of position {position + 1}")
         distances = (search.largest - self.penalised[own]) / max(sampling.temperature, COLDEST)
         keys = self._keys(distances) | torch.arange(own.start, own.stop)
         for slice_ in assignment.adds:  # at most one histogram

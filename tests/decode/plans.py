@@ -1,6 +1,6 @@
 """Models, plans and KV caches shared by tests of plans and of their kernels on the host, small enough for one core.
 
-A rung is an optimization level of the decode megakernel, and a variant of ``decode_step``.
+Each optimization level of the decode megakernel (``level``) is a variant of ``decode_step``.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from onelaunch.decode import KVCache, ModelConfig, random_weights
+from onelaunch.decode.plan.levels import LEVELS, plan_for
 from onelaunch.decode.plan.packing import pack
-from onelaunch.decode.plan.rungs import RUNGS, plan_for
 
 # Vocabulary, hidden size, intermediate size, layers, query heads, key heads, channels of a head.
 TINY = ModelConfig(300, 128, 96, 2, 4, 2, 16, max_position_embeddings=512, tie_word_embeddings=True)
@@ -38,14 +38,14 @@ SHARED = {"two queries a key": (16, 2), "whole chunks": (9, 2), "five queries a 
 """Number of CTAs and of KV splits with which several CTAs divide the queries of one key head."""
 
 
-def plan_with(config: ModelConfig, rung: str, ctas: int, splits: int, used: int | None = None, **facts):
-    """Return the plan of a rung for ``ctas`` CTAs with at most ``splits`` KV splits per key head.
+def plan_with(config: ModelConfig, level: str, ctas: int, splits: int, used: int | None = None, **options):
+    """Return the plan of a level for ``ctas`` CTAs with at most ``splits`` KV splits per key head.
 
-    ``used`` of them have positions, by default all. ``facts`` replace further fields of the rung.
+    ``used`` of them have positions, by default all. ``options`` replace further fields of the level.
     """
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(RUNGS, rung, replace(RUNGS[rung], splits=splits, **facts))
-        return plan_for(config, rung, ctas, used)
+        patch.setitem(LEVELS, level, replace(LEVELS[level], splits=splits, **options))
+        return plan_for(config, level, ctas, used)
 
 
 def weights_and_caches(config: ModelConfig, length: int, seed: int = 0):

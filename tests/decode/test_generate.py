@@ -26,8 +26,8 @@ from onelaunch.decode.generate import Model
 from onelaunch.decode.model import hub as hub_file
 from onelaunch.decode.model.hub import find_model
 from onelaunch.decode.model.weights import from_tensors
+from onelaunch.decode.plan.levels import plan_for
 from onelaunch.decode.plan.packing import pack, packing_bytes
-from onelaunch.decode.plan.rungs import plan_for
 from onelaunch.decode.runtime import engines as engine_file
 from onelaunch.decode.runtime.engines import Request, TorchEngine, make_engine
 from onelaunch.dispatch import AUTO

@@ -1,9 +1,9 @@
 """Tests of the decode kernels' own source, run on the CPU.
 
 They cover the shared-memory ring, synchronization, packed weights, products, attention and the choice of the next token.
-A rung is an optimization level of the decode megakernel, and a variant of ``decode_step``. The emulated machine delays
+Each optimization level of the decode megakernel (``level``) is a variant of ``decode_step``. The emulated machine delays
 CTAs, warps and bulk copies at random, by a seed.
-A plan has a kernel of its own: of a rung, a model, a number of CTAs and of KV splits. ``prose.raises`` is ``pytest.raises``
+A plan has a kernel of its own: of a level, a model, a number of CTAs and of KV splits. ``prose.raises`` is ``pytest.raises``
 that also compares the message with the entry of this test in ``tests/snapshots/prose.txt``.
 """
 
@@ -14,7 +14,7 @@ import torch
 
 from onelaunch.decode.codegen.layout import Tuning, marker_words
 from onelaunch.decode.model.forward import prefill
-from onelaunch.decode.plan.rungs import RUNGS, plan_for
+from onelaunch.decode.plan.levels import LEVELS, plan_for
 from onelaunch.decode.runtime.memory import ERROR, OUT_OF_RANGE, Constants, Memory
 from tests.decode.host_machine import HostKernel, needs_compiler, needs_watch, set_position
 from tests.decode.plans import DEEP, MODELS, SHARED, TINY, WIDE, packed, plan_with, weights_and_caches
@@ -22,8 +22,8 @@ from tests.decode.stamps import phase_times
 
 pytestmark = needs_compiler
 
-# Rung, model of ``tests/decode/plans.py`` and number of CTAs.
-CASES = [*((rung, "tied", 5) for rung in RUNGS), ("tagged_words", "odd sizes", 3), ("tagged_words", "untied, a key head", 9)]
+# Level, model of ``tests/decode/plans.py`` and number of CTAs.
+CASES = [*((level, "tied", 5) for level in LEVELS), ("tagged_words", "odd sizes", 3), ("tagged_words", "untied, a key head", 9)]
 CASES += [("tagged_words", "whole chunks", 9), ("streaming", "whole chunks", 12)]
 CASES += [("fused_phases", "three layers", 2), ("tagged_words", "three layers", 5), ("streaming", "three layers", 2)]
 CASES += [("streaming", "two queries a key", 9), ("streaming", "two queries a key", 3), ("streaming", "five queries a key", 12)]
@@ -64,21 +64,21 @@ def assert_matches_oracle(weights, plan, libraries, given, positions):
             assert torch.equal(written[:, :, :position], before[:, :, :position])
 
 
-@pytest.mark.parametrize(("rung", "model", "ctas"), CASES)
-def test_logits_keys_and_values_are_the_oracles(rung, model, ctas, libraries):
+@pytest.mark.parametrize(("level", "model", "ctas"), CASES)
+def test_logits_keys_and_values_are_the_oracles(level, model, ctas, libraries):
     weights, *given = weights_and_caches(MODELS[model], 129)
     # From long to short: words left by the longer context must not be taken for new ones.
-    assert_matches_oracle(weights, plan_for(MODELS[model], rung, ctas), libraries, given, (129, 0))
+    assert_matches_oracle(weights, plan_for(MODELS[model], level, ctas), libraries, given, (129, 0))
 
 
-@pytest.mark.parametrize(("rung", "model"), [*(("tagged_words", model) for model in SHARED), ("graph", "five queries a key")])
-def test_ctas_that_share_queries_match_the_oracle(rung, model, libraries):
+@pytest.mark.parametrize(("level", "model"), [*(("tagged_words", model) for model in SHARED), ("graph", "five queries a key")])
+def test_ctas_that_share_queries_match_the_oracle(level, model, libraries):
     """Several CTAs divide one key head's queries.
 
     With "two queries a key" they read keys in rounds of two chunks of the ring; its positions need rows of no chunk, of one,
     of both, and of a further round.
     """
-    plan = plan_with(MODELS[model], rung, *SHARED[model])
+    plan = plan_with(MODELS[model], level, *SHARED[model])
     assert plan.query_splits > 1
     positions = (129, 0, 32, 63) if model == "two queries a key" else (129, 0)
     weights, *given = weights_and_caches(MODELS[model], 129)
@@ -116,7 +116,7 @@ def test_residual_additions_beyond_the_counter_match_the_oracle(libraries):
     assert_matches_oracle(weights, plan, libraries, given, (70, 0))
 
 
-# Rung, model, number of CTAs, and positions of the kernels that the race detector watches.
+# Level, model, number of CTAs, and positions of the kernels that the race detector watches.
 WATCHED = [
     ("tagged_words", MODELS["whole chunks"], 9, (40,)),
     ("tagged_words", MODELS["three layers"], 5, (70, 1)),
@@ -127,9 +127,9 @@ WATCHED = [
 
 
 @needs_watch
-@pytest.mark.parametrize(("rung", "model", "ctas", "positions"), WATCHED)
-def test_shared_memory_accesses_are_separated_by_barriers(rung, model, ctas, positions, libraries):
-    plan = plan_for(model, rung, ctas)
+@pytest.mark.parametrize(("level", "model", "ctas", "positions"), WATCHED)
+def test_shared_memory_accesses_are_separated_by_barriers(level, model, ctas, positions, libraries):
+    plan = plan_for(model, level, ctas)
     weights, cache, *_ = weights_and_caches(model, max(positions))
     kernel = HostKernel(plan, libraries, Tuning(stages=12), watched=True)
     memory = Memory(plan, Constants.of(weights, packed(weights, plan), 512), 512)
@@ -171,7 +171,7 @@ def test_a_residual_sum_out_of_range_is_reported(lost, libraries):
 
 
 @pytest.mark.parametrize(
-    ("rung", "model", "ctas"),
+    ("level", "model", "ctas"),
     [
         ("tagged_words", "untied, a key head", 9),
         ("tagged_words", "odd sizes", 8),
@@ -180,28 +180,28 @@ def test_a_residual_sum_out_of_range_is_reported(lost, libraries):
         ("streaming", "odd sizes", 8),
     ],
 )
-def test_kv_splits_of_a_long_context_are_combined(rung, model, ctas, libraries):
+def test_kv_splits_of_a_long_context_are_combined(level, model, ctas, libraries):
     """``streaming`` combines its eight or four splits at once, except at position 63, where one split has all positions.
 
-    The other rungs combine the splits that have positions: eight as four and four, four as three and one, three or two at once.
+    The other levels combine the splits that have positions: eight as four and four, four as three and one, three or two at once.
     """
     weights, *given = weights_and_caches(MODELS[model], 470)
-    plan = plan_for(MODELS[model], rung, ctas)
+    plan = plan_for(MODELS[model], level, ctas)
     assert plan.splits == (8 if ctas == 9 else 4)
-    assert_matches_oracle(weights, plan, libraries, given, (470, 64) if rung == "graph" else (470, 129, 64, 63))
+    assert_matches_oracle(weights, plan, libraries, given, (470, 64) if level == "graph" else (470, 129, 64, 63))
 
 
-# Model, rung and number of CTAs.
+# Model, level and number of CTAs.
 ROWS = [
-    *(("tied", rung, 5) for rung in ("eight_barriers", "fused_phases", "tagged_words", "streaming", "graph")),
+    *(("tied", level, 5) for level in ("eight_barriers", "fused_phases", "tagged_words", "streaming", "graph")),
     ("whole chunks", "streaming", 9),
 ]
 
 
-@pytest.mark.parametrize(("model", "rung", "ctas"), ROWS)
-def test_tokens_of_one_launch_are_those_of_many_in_any_timing(model, rung, ctas, libraries):
+@pytest.mark.parametrize(("model", "level", "ctas"), ROWS)
+def test_tokens_of_one_launch_are_those_of_many_in_any_timing(model, level, ctas, libraries):
     weights, cache, _, _ = weights_and_caches(MODELS[model], 62)
-    plan = plan_for(MODELS[model], rung, ctas)
+    plan = plan_for(MODELS[model], level, ctas)
     assert plan.kv_through_ring == (model == "whole chunks")
     kernel, memory = kernel_and_memory(weights, plan, libraries)
     single, steps, count = cache.map(torch.clone), [9], 2 if model == "whole chunks" else 5
@@ -216,10 +216,10 @@ def test_tokens_of_one_launch_are_those_of_many_in_any_timing(model, rung, ctas,
         assert int(memory.state[0]) == 62 + count
 
 
-@pytest.mark.parametrize("rung", RUNGS)
-def test_the_kernel_executes_the_barriers_of_its_plan(rung, libraries):
+@pytest.mark.parametrize("level", LEVELS)
+def test_the_kernel_executes_the_barriers_of_its_plan(level, libraries):
     weights, cache, _, _ = weights_and_caches(TINY, 10)
-    plan = plan_for(TINY, rung, 5)
+    plan = plan_for(TINY, level, 5)
     kernel, memory = kernel_and_memory(weights, plan, libraries)
     for count in (1, 3):
         before = int(memory.counters[0])
@@ -252,10 +252,10 @@ def test_a_wait_that_never_ends_is_abandoned_and_reported(libraries):
     assert torch.isfinite(kernel(memory, cache, token=torch.tensor([1]), position=3)).all()
 
 
-@pytest.mark.parametrize("rung", ["redundant_norm", "streaming"])
-def test_profile_markers_time_phases_and_do_not_change_results(rung, libraries, prose):
+@pytest.mark.parametrize("level", ["redundant_norm", "streaming"])
+def test_profile_markers_time_phases_and_do_not_change_results(level, libraries, prose):
     weights, cache, _, _ = weights_and_caches(TINY, 20)
-    plan, found = plan_for(TINY, rung, 4), []
+    plan, found = plan_for(TINY, level, 4), []
     for stamps in (False, True):
         kernel, memory = kernel_and_memory(weights, plan, libraries, Tuning(stages=3, flight=2, stamps=stamps))
         set_position(memory, 20, 5)

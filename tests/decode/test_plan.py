@@ -1,7 +1,7 @@
 """Tests of plans: sound plans are accepted and give the model's logits in any order; every missing dependency is detected.
 
 A plan describes one token as data: phases, in each of which every CTA has an assignment, and the edge (synchronization) before
-each phase. A rung is an optimization level of the decode megakernel, and a variant of ``decode_step``. ``check`` proves that
+each phase. Each optimization level of the decode megakernel (``level``) is a variant of ``decode_step``. ``check`` proves that
 consecutive tokens of some plans have no races or deadlocks, and raises PlanError if not. ``Interpreter`` runs a plan in
 PyTorch, CTA by CTA in a random order. ``prose.raises`` compares the message with ``tests/snapshots/prose.txt``.
 """
@@ -22,6 +22,7 @@ from onelaunch.decode.model.sampling import Sampler, Sampling
 from onelaunch.decode.plan import packing
 from onelaunch.decode.plan.builder import POSITIONS, layer_ctas
 from onelaunch.decode.plan.check import Resources, check
+from onelaunch.decode.plan.levels import LEVELS, plan_for, unsupported
 from onelaunch.decode.plan.packing import (
     as_operands,
     columns,
@@ -34,7 +35,6 @@ from onelaunch.decode.plan.packing import (
     row_order,
 )
 from onelaunch.decode.plan.phases import ROUNDS, Slice, Wait, padded
-from onelaunch.decode.plan.rungs import RUNGS, plan_for, unsupported
 from onelaunch.errors import PlanError
 from tests.decode.interpret import Interpreter, digits
 from tests.decode.plans import MODELS, SHARED, TINY, packed, plan_with, weights_and_caches
@@ -42,31 +42,34 @@ from tests.decode.plans import MODELS, SHARED, TINY, packed, plan_with, weights_
 # Qwen3-0.6B and Qwen3-4B.
 QWEN = ModelConfig(151_936, 1024, 3072, 28, 16, 8, 128, tie_word_embeddings=True)
 LARGER = ModelConfig(151_936, 2560, 9728, 36, 32, 8, 128)
-# Rung and name of each phase, in plans of one launch.
+# Level and name of each phase, in plans of one launch.
 WAITING = [
-    (rung, phase.name) for rung, facts in RUNGS.items() if not facts.separate for phase in plan_for(TINY, rung, 5).phases()
+    (level, phase.name)
+    for level, options in LEVELS.items()
+    if not options.separate
+    for phase in plan_for(TINY, level, 5).phases()
 ]
 
-each_rung = pytest.mark.parametrize("rung", RUNGS)
-# Rungs that prefetch weights across phases, and synchronize by flag-in-data words.
-STREAMS = [rung for rung, facts in RUNGS.items() if facts.streams]
-in_streams = pytest.mark.parametrize("rung", STREAMS)
+each_level = pytest.mark.parametrize("level", LEVELS)
+# Levels that prefetch weights across phases, and synchronize by flag-in-data words.
+STREAMS = [level for level, options in LEVELS.items() if options.streams]
+in_streams = pytest.mark.parametrize("level", STREAMS)
 
 
-def tokens_of(config, rung, ctas):
+def tokens_of(config, level, ctas):
     """Return plans of successive tokens, at context lengths that use few and many KV splits."""
-    short, long = plan_for(config, rung, ctas, 1), plan_for(config, rung, ctas)
-    return short, long, plan_for(config, rung, ctas, long.splits), long, short
+    short, long = plan_for(config, level, ctas, 1), plan_for(config, level, ctas)
+    return short, long, plan_for(config, level, ctas, long.splits), long, short
 
 
 # The check
 
 
-@each_rung
-def test_plans_for_an_h200_are_sound(rung):
-    plan = plan_for(QWEN, rung, 132)
+@each_level
+def test_plans_for_an_h200_are_sound(level):
+    plan = plan_for(QWEN, level, 132)
     # 168 registers for each thread of nine warps, and 132 SMs. The vocabulary has 18992 tiles of 8 tokens.
-    check(*tokens_of(QWEN, rung, 132), resources=Resources(THREADS, 168, layout_of(plan, Tuning()).bytes, 132))
+    check(*tokens_of(QWEN, level, 132), resources=Resources(THREADS, 168, layout_of(plan, Tuning()).bytes, 132))
     assert (
         max(sum(assignment.units for assignment in phase.assignments) for phase in plan.phases() if phase.op == "lm_head")
         == 18992
@@ -74,8 +77,8 @@ def test_plans_for_an_h200_are_sound(rung):
 
 
 @in_streams
-def test_plans_for_a_4B_model_are_sound(rung):
-    plan = plan_for(LARGER, rung, 132)
+def test_plans_for_a_4B_model_are_sound(level):
+    plan = plan_for(LARGER, level, 132)
     check(plan, plan, resources=Resources(THREADS, 168, layout_of(plan, Tuning()).bytes, 132))
 
 
@@ -86,17 +89,17 @@ def test_plans_for_a_4B_model_are_sound(rung):
     inner=st.integers(1, 20),
     heads=st.sampled_from([(1, 1), (2, 1), (4, 2), (3, 3), (8, 1)]),
     layers=st.integers(1, 4),
-    rung=st.sampled_from(list(RUNGS)),
+    level=st.sampled_from(list(LEVELS)),
 )
-def test_every_model_and_number_of_ctas_has_sound_plans(ctas, hidden, inner, heads, layers, rung):
+def test_every_model_and_number_of_ctas_has_sound_plans(ctas, hidden, inner, heads, layers, level):
     config = ModelConfig(77, 8 * hidden, 8 * inner, layers, *heads, 16)
-    check(*tokens_of(config, rung, ctas))
+    check(*tokens_of(config, level, ctas))
 
 
-@pytest.mark.parametrize(("rung", "name"), sorted(set(WAITING)))
-def test_no_edge_can_be_left_out(rung, name, prose):
+@pytest.mark.parametrize(("level", "name"), sorted(set(WAITING)))
+def test_no_edge_can_be_left_out(level, name, prose):
     """The check refuses a plan without the edge before one phase."""
-    plan = plan_for(TINY, rung, 5)
+    plan = plan_for(TINY, level, 5)
     bare = without_edge(plan, name)
     with prose.raises(PlanError, match="CTA", mask={r"\d+": "<number>"}):
         check(bare)
@@ -115,19 +118,19 @@ def without_edge(plan, name):
     return replace(plan, layer=tuple(map(bare, plan.layer)), closing=bare(plan.closing), tail=tuple(map(bare, plan.tail)))
 
 
-@pytest.mark.parametrize("rung", ["eight_barriers", "redundant_norm", "head_local"])
-def test_prefetched_keys_must_be_of_earlier_tokens(rung, prose):
+@pytest.mark.parametrize("level", ["eight_barriers", "redundant_norm", "head_local"])
+def test_prefetched_keys_must_be_of_earlier_tokens(level, prose):
     """With a RoPE phase that writes the newest key, only a later phase may read it.
 
     A prefetch at the token's start is too early.
     """
-    plan = plan_for(TINY, rung, 5)
+    plan = plan_for(TINY, level, 5)
     check(plan)
     with prose.raises(PlanError, match="CTA"):
         check(replace(plan, kv_through_ring=True))
-    for rung in STREAMS:
-        check(plan_for(MODELS["whole chunks"], rung, 9))
-        assert plan_for(MODELS["whole chunks"], rung, 9).kv_through_ring
+    for level in STREAMS:
+        check(plan_for(MODELS["whole chunks"], level, 9))
+        assert plan_for(MODELS["whole chunks"], level, 9).kv_through_ring
 
 
 def test_accumulators_receive_as_many_additions_as_readers_wait_for(prose):
@@ -157,10 +160,10 @@ def test_every_word_that_is_read_must_be_waited_for(prose):
 
 
 @in_streams
-def test_a_read_in_a_middle_layer_is_checked(rung, prose):
+def test_a_read_in_a_middle_layer_is_checked(level, prose):
     """A CTA without work in the layers reads the residual stream there, but no CTA waits for that read before the LM head."""
     ctas = 7
-    plan = plan_for(replace(TINY, num_hidden_layers=3), rung, ctas)
+    plan = plan_for(replace(TINY, num_hidden_layers=3), level, ctas)
     assert layer_ctas(TINY, ctas) < ctas
     qkv, hidden = plan.layer[0], (Slice("hidden", 0, TINY.hidden_size),)
     check(plan)
@@ -169,10 +172,13 @@ def test_a_read_in_a_middle_layer_is_checked(rung, prose):
 
 
 @settings(max_examples=30, deadline=None)
-@given(data=st.data(), rung=st.sampled_from([name for name, facts in RUNGS.items() if "data" in (facts.heads, facts.others)]))
-def test_no_writer_can_go_without_being_waited_for(data, rung):
+@given(
+    data=st.data(),
+    level=st.sampled_from([level for level, options in LEVELS.items() if "data" in (options.heads, options.others)]),
+)
+def test_no_writer_can_go_without_being_waited_for(data, level):
     """Remove from one CTA's polls all words that one other CTA writes. The check must reject the plan."""
-    plan = plan_for(TINY, rung, data.draw(st.integers(2, 9)))
+    plan = plan_for(TINY, level, data.draw(st.integers(2, 9)))
     phase = data.draw(
         st.sampled_from([phase for phase in plan.phases() if any(assignment.polls for assignment in phase.assignments)])
     )
@@ -189,9 +195,11 @@ def test_no_writer_can_go_without_being_waited_for(data, rung):
 
 
 @settings(max_examples=25, deadline=None)
-@given(data=st.data(), rung=st.sampled_from(["head_local", "fused_phases"]), change=st.sampled_from(["count", "wait", "arrival"]))
-def test_no_semaphore_arrival_or_wait_can_be_left_out(data, rung, change):
-    plan = plan_for(TINY, rung, data.draw(st.integers(2, 9)))
+@given(
+    data=st.data(), level=st.sampled_from(["head_local", "fused_phases"]), change=st.sampled_from(["count", "wait", "arrival"])
+)
+def test_no_semaphore_arrival_or_wait_can_be_left_out(data, level, change):
+    plan = plan_for(TINY, level, data.draw(st.integers(2, 9)))
     wanted = (lambda assignment: assignment.arrives) if change == "arrival" else (lambda assignment: assignment.awaits)
     phase = data.draw(st.sampled_from([phase for phase in plan.layer if any(map(wanted, phase.assignments))]))
     cta = data.draw(st.sampled_from([cta for cta, assignment in enumerate(phase.assignments) if wanted(assignment)]))
@@ -269,7 +277,7 @@ def test_unsupported_models_are_refused_with_the_reason():
 
 def test_barriers_per_token_of_each_variant():
     """Each token has two more barriers than its layers: before the LM head, and before the next token is known."""
-    counted = {rung: plan_for(QWEN, rung, 132).barriers() for rung in RUNGS}
+    counted = {level: plan_for(QWEN, level, 132).barriers() for level in LEVELS}
     assert counted == {
         "eight_barriers": 226, "redundant_norm": 170, "head_local": 114, "fused_phases": 114, "tagged_words": 0, "streaming": 0,
         "graph": 0,
@@ -281,10 +289,10 @@ def test_barriers_per_token_of_each_variant():
 
 @in_streams
 @pytest.mark.parametrize("model", MODELS)
-def test_every_weight_is_in_the_stream_once(rung, model):
+def test_every_weight_is_in_the_stream_once(level, model):
     config = MODELS[model]
     weights, _, _, _ = weights_and_caches(config, 1)
-    plan = plan_for(config, rung, 7)
+    plan = plan_for(config, level, 7)
     stream = pack(weights, plan)
     layers = weights.layers
     work = [(layer, op) for layer in layers for op in ("qkv", "o", "gate_up", "down")] + [(None, "lm_head")]
@@ -337,14 +345,17 @@ def test_a_tile_of_heads_has_four_pairs_of_channels_that_rotate_together(model):
 # The interpreter
 
 
-IN_ORDERS = [*((rung, "tied") for rung in RUNGS), *((rung, model) for rung in STREAMS for model in MODELS if model != "tied")]
+IN_ORDERS = [
+    *((level, "tied") for level in LEVELS),
+    *((level, model) for level in STREAMS for model in MODELS if model != "tied"),
+]
 
 
-@pytest.mark.parametrize(("rung", "model"), [*IN_ORDERS, ("eight_barriers", "odd sizes")])
-def test_in_any_order_the_logits_are_the_models(rung, model):
+@pytest.mark.parametrize(("level", "model"), [*IN_ORDERS, ("eight_barriers", "odd sizes")])
+def test_in_any_order_the_logits_are_the_models(level, model):
     config = MODELS[model]
-    whole = plan_for(config, rung, 5)
-    assert_in_any_order(config, plan_for(config, rung, 5, min(whole.splits, -(-71 // POSITIONS))))
+    whole = plan_for(config, level, 5)
+    assert_in_any_order(config, plan_for(config, level, 5, min(whole.splits, -(-71 // POSITIONS))))
 
 
 @pytest.mark.parametrize("model", ["five queries a key", "untied, a key head"])
@@ -397,9 +408,9 @@ def drawn_tokens(plan, sampling, count, seed):
 
 
 @pytest.mark.parametrize("name", DRAWN)
-@pytest.mark.parametrize("rung", ["fused_phases", *STREAMS])
-def test_in_any_order_drawn_tokens_are_the_samplers(rung, name):
-    plan = plan_for(TINY, rung, 5, rounds=len(digits(DRAWN[name])))
+@pytest.mark.parametrize("level", ["fused_phases", *STREAMS])
+def test_in_any_order_drawn_tokens_are_the_samplers(level, name):
+    plan = plan_for(TINY, level, 5, rounds=len(digits(DRAWN[name])))
     check(plan)
     expected, logits = drawn_tokens(None, DRAWN[name], 4, 0)
     for seed in range(2):
@@ -426,11 +437,11 @@ def test_without_an_edge_some_order_draws_other_tokens(name):
     assert any(wrong(seed) for seed in range(5))
 
 
-@pytest.mark.parametrize("rung", [rung for rung, facts in RUNGS.items() if not facts.separate])
-def test_plans_of_drawn_tokens_are_sound(rung):
-    check(*(plan_for(TINY, rung, 7, rounds=rounds) for rounds in (ROUNDS, 0, None, 1, 0, 2, ROUNDS)))
-    head, first, *others = plan_for(TINY, rung, 7, rounds=ROUNDS).tail
-    assert (head.edge, first.edge) == (RUNGS[rung].others, RUNGS[rung].others)
+@pytest.mark.parametrize("level", [level for level, options in LEVELS.items() if not options.separate])
+def test_plans_of_drawn_tokens_are_sound(level):
+    check(*(plan_for(TINY, level, 7, rounds=rounds) for rounds in (ROUNDS, 0, None, 1, 0, 2, ROUNDS)))
+    head, first, *others = plan_for(TINY, level, 7, rounds=ROUNDS).tail
+    assert (head.edge, first.edge) == (LEVELS[level].others, LEVELS[level].others)
     assert {phase.edge for phase in others} == {"grid"}, "sampling.cuh has grid barriers between radix-select passes"
 
 
@@ -453,16 +464,16 @@ def test_histograms_are_not_cleared_while_others_read_them(prose):
     """The phase that reads the last histogram must not clear it, because other CTAs may still be reading."""
     plan = plan_for(TINY, "streaming", 3, rounds=2)
     draw = plan.phase("draw")
-    early = replace(draw.assignments[0], writes=(*draw.assignments[0].writes, Slice("tallies", 0, 2)))
+    early = replace(draw.assignments[0], writes=(*draw.assignments[0].writes, Slice("histograms", 0, 2)))
     with prose.raises(PlanError, match="CTA"):
         check(with_assignment(plan, draw, 0, early))
 
 
 @in_streams
 @pytest.mark.parametrize("name", ["qkv", "attention", "o", "gate_up", "down", "next"])
-def test_without_an_edge_some_order_gives_other_numbers(rung, name):
+def test_without_an_edge_some_order_gives_other_numbers(level, name):
     weights, _, exact, cache = weights_and_caches(TINY, 70)
-    plan = without_edge(plan_for(TINY, rung, 5), name)
+    plan = without_edge(plan_for(TINY, level, 5), name)
     stream = packed(weights, plan, double=True)
     expected, _ = prefill(exact, torch.tensor([7]), cache.map(torch.clone))
 

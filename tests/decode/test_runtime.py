@@ -2,8 +2,8 @@
 
 The fixture ``played`` lets PyTorch emulate the launches of the variant ``streaming``, and ``weights`` are those of its small
 model ``MODEL``. ``alone`` returns the tokens of a request by the eager PyTorch engine, as the reference. ``GREEDY`` holds a
-request with a prompt of 3 tokens and one of 40; ``SAMPLED`` is greedy too, unless a test gives it sampling parameters. A rung
-is an optimization level of the decode megakernel, and a variant of ``decode_step``. The proof of its plan is recorded in the
+request with a prompt of 3 tokens and one of 40; ``SAMPLED`` is greedy too, unless a test gives it sampling parameters. Each
+optimization level of the decode megakernel (``level``) is a variant of ``decode_step``. The proof of its plan is recorded in the
 cache folder; ``proofs._check`` also caches it in the process. ``prose`` and ``prose.raises`` compare wording with the test's
 entries in ``tests/snapshots/prose.txt``.
 """
@@ -20,7 +20,7 @@ import torch
 
 from onelaunch.decode import KVCache, decode_step, megakernel, random_weights, torch_variants
 from onelaunch.decode.model.weights import from_tensors
-from onelaunch.decode.plan.rungs import RUNGS
+from onelaunch.decode.plan.levels import LEVELS
 from onelaunch.decode.runtime import kernels as kernels_file
 from onelaunch.decode.runtime import proofs
 from onelaunch.decode.runtime.engines import KernelEngine, TorchEngine
@@ -128,11 +128,11 @@ def test_out_of_memory_while_packing_weights_or_reading_a_prompt(weights, played
 # CUDA graphs
 
 
-@pytest.mark.parametrize("captures", ["rung", "captured"])
+@pytest.mark.parametrize("captures", ["level", "captured"])
 def test_graphs_are_captured_on_the_weights_device_while_other_threads_work(captures, weights, played, monkeypatch):
     """Emulate PyTorch's CUDA calls. A second GPU has streams of its own.
 
-    A session of a rung captures a step, and so does the variant ``captured``, which is PyTorch's step as a CUDA graph.
+    A session of an optimization level captures a step. So does the variant ``captured``: PyTorch's step as a CUDA graph.
     """
     seen = []
 
@@ -153,7 +153,7 @@ def test_graphs_are_captured_on_the_weights_device_while_other_threads_work(capt
     }.items():  # fmt: skip
         monkeypatch.setattr(torch.cuda, name, value)
     cache = KVCache.empty(MODEL)
-    if captures == "rung":
+    if captures == "level":
         monkeypatch.setattr(StepKernel, "launch", lambda *_: None)
         make_session(weights, "graph").captured(cache)
     else:
@@ -192,10 +192,10 @@ def test_only_the_requested_variant_is_proved_and_once_per_set_of_files(weights,
     checked = []
     monkeypatch.setenv("ONELAUNCH_CACHE", str(tmp_path))
     proofs._check.cache_clear()
-    monkeypatch.setattr(proofs, "check", lambda *plans, resources: checked.append(plans[0].rung))
+    monkeypatch.setattr(proofs, "check", lambda *plans, resources: checked.append(plans[0].level))
     monkeypatch.setattr(megakernel, "processors", lambda device: 132)
-    for rung in RUNGS:
-        assert megakernel.has_a_plan(rung, query_of(weights.config)) is None
+    for level in LEVELS:
+        assert megakernel.has_a_plan(level, query_of(weights.config)) is None
     assert checked == []
     for config in (weights.config, replace(weights.config, rope_theta=5e5, max_position_embeddings=64)):
         make_session(random_weights(config), "streaming")
@@ -210,7 +210,7 @@ def proofs_with(changes, monkeypatch, tmp_path):
     """Count the proofs that run with the sources as they are, then with changes by module name, then with the same once more."""
     real, proved = proofs.source_of, []
     monkeypatch.setenv("ONELAUNCH_CACHE", str(tmp_path))
-    monkeypatch.setattr(proofs, "check", lambda *plans, resources: proved.append(plans[0].rung))
+    monkeypatch.setattr(proofs, "check", lambda *plans, resources: proved.append(plans[0].level))
     for changed in ({}, changes, changes):
         monkeypatch.setattr(proofs, "source_of", lambda name, changed=changed: changed[name] if name in changed else real(name))
         proofs._check.cache_clear()
@@ -220,7 +220,7 @@ def proofs_with(changes, monkeypatch, tmp_path):
 
 
 # Some modules on which a proof depends.
-PROVED_BY = ("plan.check", "plan.builder", "plan.rungs", "plan.phases", "codegen.layout", "model.config", "runtime.proofs")
+PROVED_BY = ("plan.check", "plan.builder", "plan.levels", "plan.phases", "codegen.layout", "model.config", "runtime.proofs")
 
 
 @pytest.mark.parametrize("module", PROVED_BY)
@@ -282,14 +282,14 @@ def test_variants_whose_ctas_cannot_all_be_resident_are_unsupported(monkeypatch,
     prose(megakernel.has_a_plan("streaming", query_of(wide)) or "")
 
 
-@pytest.mark.parametrize("rung", RUNGS)
-def test_without_numpy_kernels_are_unsupported(rung, monkeypatch, prose):
+@pytest.mark.parametrize("level", LEVELS)
+def test_without_numpy_kernels_are_unsupported(level, monkeypatch, prose):
     """Hide NumPy from a process that has not loaded the modules that import it."""
-    monkeypatch.setattr(decode_step.get(rung), "_supports", decode_step.get(rung)._supports[1:])  # as on a Hopper GPU
+    monkeypatch.setattr(decode_step.get(level), "_supports", decode_step.get(level)._supports[1:])  # as on a Hopper GPU
     for name in ("numpy", "onelaunch.decode.plan.check", "onelaunch.decode.runtime.proofs", "onelaunch.decode.runtime.kernels"):
         monkeypatch.setitem(sys.modules, name, None)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    prose(decode_step.get(rung).why_not(query_of(SMALL)))
+    prose(decode_step.get(level).why_not(query_of(SMALL)))
 
 
 # Weights that are written to
@@ -304,15 +304,15 @@ def addresses(session):
 @pytest.mark.parametrize("name", ["embed_tokens", "layers.1.q_norm", "layers.0.o_proj", "norm"])
 def test_buffers_made_from_weights_are_refreshed_in_place_after_a_write(name, played):
     weights = random_weights(MODEL, 5)
-    rungs = ("streaming", "tagged_words", "eight_barriers")  # the last two variants share one packed stream
-    before = {rung: session_for(weights, rung) for rung in rungs}
-    held = {rung: addresses(session) for rung, session in before.items()}
+    levels = ("streaming", "tagged_words", "eight_barriers")  # the last two variants share one packed stream
+    before = {level: session_for(weights, level) for level in levels}
+    held = {level: addresses(session) for level, session in before.items()}
     weights.tensors()[name].mul_(2)
     fresh = weights.map(torch.clone)
-    for rung, session in before.items():
-        assert session_for(weights, rung) is session
-        assert addresses(session) == held[rung]
-        mine, other = session.memory.constants, session_for(fresh, rung).memory.constants
+    for level, session in before.items():
+        assert session_for(weights, level) is session
+        assert addresses(session) == held[level]
+        mine, other = session.memory.constants, session_for(fresh, level).memory.constants
         assert torch.equal(mine.stream.data, other.stream.data)
         assert torch.equal(mine.norms, other.norms)
         assert torch.equal(mine.weights.embed_tokens, other.weights.embed_tokens)

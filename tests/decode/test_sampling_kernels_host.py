@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from onelaunch.decode.model.sampling import Sampler, Sampling
-from onelaunch.decode.plan.rungs import RUNGS, plan_for
+from onelaunch.decode.plan.levels import LEVELS, plan_for
 from onelaunch.decode.runtime.memory import ERROR, Constants, Memory
 from tests.decode.host_machine import HostKernel, needs_compiler, set_position
 from tests.decode.plans import MODELS, TINY, packed, weights_and_caches
@@ -83,14 +83,14 @@ def test_tokens_of_one_launch_are_the_samplers(name, libraries):
         assert torch.equal(mine.seen, sampler.seen)
 
 
-@pytest.mark.parametrize("rung", [rung for rung, facts in RUNGS.items() if not facts.separate])
-def test_all_variants_draw_the_same_tokens_in_any_timing(rung, libraries):
+@pytest.mark.parametrize("level", [level for level, options in LEVELS.items() if not options.separate])
+def test_all_variants_draw_the_same_tokens_in_any_timing(level, libraries):
     """The number of tokens per launch does not matter either.
 
     Drawn and greedy tokens alternate, because state left by one sequence must not disturb the next.
     """
     weights, cache, _, _ = weights_and_caches(MODEL, POSITION)
-    kernel, memory = kernel_and_memory(weights, plan_for(MODEL, rung, 4), libraries)
+    kernel, memory = kernel_and_memory(weights, plan_for(MODEL, level, 4), libraries)
     expected, _, _ = step_by_step(kernel, memory, cache, CHOICES["all"], 4)
     likeliest, _, _ = step_by_step(kernel, memory, cache, Sampling(), 2)
     assert expected[1:3] != likeliest[1:3]

@@ -1,6 +1,6 @@
 """Tests of sequences that the decode kernels generate on a GPU through the public API, against transformers and the oracle.
 
-A rung is an optimization level of the decode megakernel, and a variant of ``decode_step``.
+Each optimization level of the decode megakernel (``level``) is a variant of ``decode_step``.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from onelaunch.decode import KVCache, Model, ModelConfig, decode_step, random_weights
 from onelaunch.decode.model.forward import forward, logits_of
 from onelaunch.decode.model.hub import BUNDLED, find_model
-from onelaunch.decode.plan.rungs import RUNGS, plan_for
+from onelaunch.decode.plan.levels import LEVELS, plan_for
 from onelaunch.decode.runtime.engines import make_engine
 from onelaunch.decode.step.reference import config_of
 from onelaunch.device.hardware import is_hopper, processors
@@ -22,7 +22,7 @@ from onelaunch.workbench.measure.launches import count_barriers
 
 pytestmark = pytest.mark.gpu
 
-each_rung = pytest.mark.parametrize("rung", RUNGS)
+each_level = pytest.mark.parametrize("level", LEVELS)
 
 
 @pytest.fixture(autouse=True)
@@ -57,9 +57,9 @@ def theirs():
     return texts
 
 
-@each_rung
-def test_512_greedy_tokens_match_transformers(rung, theirs):
-    model = Model.from_pretrained(BUNDLED, device="cuda", dtype="bfloat16", variant=rung)
+@each_level
+def test_512_greedy_tokens_match_transformers(level, theirs):
+    model = Model.from_pretrained(BUNDLED, device="cuda", dtype="bfloat16", variant=level)
     for prompt, expected in theirs.items():
         found = model.generate(prompt, max_new_tokens=512, ignore_end=True, temperature=0)
         assert torch.equal(found.sequences, expected), prompt
@@ -85,16 +85,16 @@ It equals the cap of the verification gate on the error of ``decode_step`` in bf
 """
 
 
-@each_rung
+@each_level
 @pytest.mark.parametrize("name", MODELS)
-def test_greedy_tokens_match_the_oracle(rung, name, device):
+def test_greedy_tokens_match_the_oracle(level, name, device):
     """Each token is the oracle's wherever its two largest logits differ by more than the tolerance.
 
     Elsewhere it is one of the tokens whose logits are within the tolerance.
     """
     weights = random_weights(MODELS[name], 6, device)
     prompt = torch.randint(MODELS[name].vocab_size, (40,))
-    found = Model(make_engine(weights, rung)).generate(prompt, max_new_tokens=300, ignore_end=True)
+    found = Model(make_engine(weights, level)).generate(prompt, max_new_tokens=300, ignore_end=True)
     assert len(found.tokens) == 300
     exact = oracle(weights, found.sequences[0], len(prompt))
     near = TOLERANCE * exact.square().mean(1).sqrt()
@@ -130,20 +130,20 @@ def test_sequences_on_streams_of_several_threads_equal_those_alone(variant, devi
 # Loops that studies time
 
 
-@each_rung
+@each_level
 @pytest.mark.parametrize("loop", ["running", "served"])
-def test_consecutive_tokens_are_those_of_single_steps(rung, loop, device):
+def test_consecutive_tokens_are_those_of_single_steps(level, loop, device):
     reading = decode_step.make_inputs(STEP, device, 5)
-    made = decode_step.loops[loop](decode_step.get(rung), reading.arguments)
+    made = decode_step.loops[loop](decode_step.get(level), reading.arguments)
     for _ in range(3):
         assert 0 < made.seconds() < 0.1
     assert made.problem() is None
 
 
-@each_rung
-def test_barriers_are_counted_for_a_study(rung, device):
-    (found,) = count_barriers(decode_step, [Request(STEP, rung)], device=device)
-    assert found == plan_for(config_of(STEP), rung, processors(device)).barriers()
+@each_level
+def test_barriers_are_counted_for_a_study(level, device):
+    (found,) = count_barriers(decode_step, [Request(STEP, level)], device=device)
+    assert found == plan_for(config_of(STEP), level, processors(device)).barriers()
 
 
 # Endurance

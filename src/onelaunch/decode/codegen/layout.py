@@ -117,7 +117,7 @@ def word_offsets(plan: Plan) -> dict[str, int]:
     return offsets | {"end": at + -(-plan.config.hidden_size // 32) * 32}
 
 
-OTHER_BUFFERS = ("best", "drawn", "tallies", "cache")
+OTHER_BUFFERS = ("best", "drawn", "histograms", "cache")
 """Names of the buffers of a plan that are not in the array of float32 words; ``Builder.sizes`` describes all buffers."""
 
 

@@ -1,6 +1,6 @@
 """Builder of plans: divides each phase's work over the CTAs, and lists what they read and write and how they synchronize.
 
-``rungs.py`` builds the plan of each optimization level with it.
+``levels.py`` builds the plan of each optimization level with it.
 """
 
 from __future__ import annotations
@@ -28,6 +28,9 @@ from onelaunch.decode.plan.phases import (
     split,
     unit_of,
 )
+from onelaunch.moved import renamed
+
+__getattr__ = renamed(__name__, {"Rung": "Level"})
 
 HALF_TILE = TILE // 2
 """Number of MLP channels in a tile of gate and up projection: each has a row of either."""
@@ -46,7 +49,7 @@ LONG = 1280
 
 
 @dataclass(frozen=True, slots=True)
-class Rung:
+class Level:
     """Optimization level: the choices from which :class:`Builder` makes a plan."""
 
     summary: str
@@ -110,7 +113,7 @@ def layer_ctas(config: ModelConfig, ctas: int) -> int:
 class Builder:
     """Builder of an optimization level's plan.
 
-    ``name`` is the level's name and ``rung`` its choices; the other arguments are those of
+    ``name`` is the level's name and ``options`` its choices; the other arguments are those of
     :func:`onelaunch.decode.plan.plan_for`.
 
     The layers use ``workers`` CTAs, the LM head all of them. :class:`~onelaunch.decode.plan.phases.Plan` explains the splits of
@@ -118,15 +121,15 @@ class Builder:
     """
 
     def __init__(
-        self, config: ModelConfig, name: str, rung: Rung, ctas: int, used: int | None = None, rounds: int | None = None
+        self, config: ModelConfig, name: str, options: Level, ctas: int, used: int | None = None, rounds: int | None = None
     ) -> None:
-        self.config, self.name, self.rung, self.ctas, self.rounds = config, name, rung, ctas, rounds
+        self.config, self.name, self.options, self.ctas, self.rounds = config, name, options, ctas, rounds
         self.workers = layer_ctas(config, ctas)
         self.head_words = (config.queries_per_key + 2) * config.head_dim  # queries, key, value
-        self.splits = max(1, min(self.rung.splits, self.workers // config.num_key_value_heads))
-        self.query_splits = self.most_query_splits() if self.rung.splits > 1 else 1
+        self.splits = max(1, min(self.options.splits, self.workers // config.num_key_value_heads))
+        self.query_splits = self.most_query_splits() if self.options.splits > 1 else 1
         self.blocks: Blocks | None = None
-        if self.rung.summed:
+        if self.options.summed:
             self.query_splits, self.splits = self.most_units()
             self.blocks = blocks_of(config, self.query_splits)
         self.query_merge = self.most_query_merge() if self.blocks else 1
@@ -138,12 +141,12 @@ class Builder:
 
     def plan(self) -> Plan:
         """Return the plan."""
-        rung, config = self.rung, self.config
+        options, config = self.options, self.config
         layer: list[Phase] = []
-        if rung.norms:
+        if options.norms:
             layer.append(self.norm("input_norm", "hidden"))
-        source = "normed" if rung.norms else "hidden"
-        if rung.rope:
+        source = "normed" if options.norms else "hidden"
+        if options.rope:
             layer += [self.product("qkv", {"qkv": TILE}, self.whole(source)), self.rope()]
         else:
             layer.append(self.product("qkv", {"qkv": TILE, "squares": HALF_TILE}, self.whole(source)))
@@ -151,18 +154,18 @@ class Builder:
             self.attention(),
             self.split_k_output(self.blocks) if self.blocks else self.product("o", {"mid": TILE}, self.partials()),
         ]
-        if rung.norms:
+        if options.norms:
             layer.append(self.norm("post_norm", "mid"))
-        source = "normed" if rung.norms else "mid"
+        source = "normed" if options.norms else "mid"
         layer.append(self.product("gate_up", {"act": HALF_TILE}, self.whole(source)))
         layer.append(self.down("hidden"))
         phases = tuple(self.with_semaphores(layer))
         closing = self.down("final")
         tail = (self.lm_head(), self.next_token()) if self.rounds is None else (self.lm_head(), *self.sampling(self.rounds))
-        kv_through_ring = rung.streams and depth(config) == 4  # phases then end at chunks, so keys and values can come between
-        splits = (self.splits, self.query_splits, self.query_merge, self.used, rung.positions, rung.merge_from)
-        options = (rung.streams, kv_through_ring, rung.separate, self.blocks)
-        return Plan(config, self.name, self.ctas, phases, closing, tail, self.buffers(), *splits, *options)
+        kv_through_ring = options.streams and depth(config) == 4  # phases then end at chunks, so keys and values can come between
+        splits = (self.splits, self.query_splits, self.query_merge, self.used, options.positions, options.merge_from)
+        flags = (options.streams, kv_through_ring, options.separate, self.blocks)
+        return Plan(config, self.name, self.ctas, phases, closing, tail, self.buffers(), *splits, *flags)
 
     # Buffers
 
@@ -175,8 +178,8 @@ class Builder:
         vector, if one CTA computes it. ``qkv`` has the outputs of the QKV product, ``squares`` the sums of squares of its
         RoPE pairs, ``q`` the queries after RoPE in a phase of its own, ``partial`` the partial outputs and LSE of
         attention, and ``act`` the MLP's activations. ``best`` has each CTA's best candidate, ``drawn`` its sampled one.
-        ``cache`` stands for the KV cache with one word per key head and KV split, ``tallies`` for the sampler's histograms
-        with one word per radix-select pass.
+        ``cache`` stands for the KV cache with one word per key head and KV split, and ``histograms`` for the sampler's, with one
+        word per radix-select pass.
         """
         config = self.config
         heads = config.num_key_value_heads
@@ -185,10 +188,10 @@ class Builder:
         sizes["partial"] = self.all_units() * self.slot
         sizes["best"] = self.ctas
         sizes["cache"] = heads * self.parts
-        sizes |= {"drawn": self.ctas, "tallies": ROUNDS}
-        if self.rung.norms:
+        sizes |= {"drawn": self.ctas, "histograms": ROUNDS}
+        if self.options.norms:
             sizes["normed"] = config.hidden_size
-        if self.rung.rope:
+        if self.options.rope:
             sizes["q"] = config.query_size
         else:
             sizes["squares"] = tiles(config, "qkv") * HALF_TILE
@@ -197,14 +200,14 @@ class Builder:
     def buffers(self) -> tuple[Buffer, ...]:
         """Return the buffers, with what synchronizes their words."""
         counted = ("mid",) if self.blocks else ()
-        untagged = ("cache", "drawn", "tallies", *counted) if self.rung.others == "data" else tuple(self.sizes)
+        untagged = ("cache", "drawn", "histograms", *counted) if self.options.others == "data" else tuple(self.sizes)
         return tuple(
             Buffer(
                 name,
                 words,
                 name not in untagged,
                 per_layer=name == "cache",
-                sums=name in ("tallies", *counted),
+                sums=name in ("histograms", *counted),
                 counts=name in counted,
                 copies=1 + (name == "best"),
             )
@@ -229,7 +232,7 @@ class Builder:
     def norm(self, name: str, source: str) -> Phase:
         """Return the phase in which CTA 0 normalizes the residual stream for all."""
         first = Assignment(0, 1, self.whole(source), self.whole("normed"))
-        return Phase(name, "norm", self.rung.others, (first, *[Assignment()] * (self.ctas - 1)))
+        return Phase(name, "norm", self.options.others, (first, *[Assignment()] * (self.ctas - 1)))
 
     def over_workers(self, units: int) -> list[tuple[int, int]]:
         """Divide units over the CTAs that work in the layers; the others have none."""
@@ -249,8 +252,8 @@ class Builder:
                 Slice(target, begin * width, min(end * width, self.sizes[target])) for target, width in targets.items()
             )
             assignment = Assignment(begin, end, reads, written) if end > begin else Assignment(begin, end)
-            assignments.append(self.with_polls(self.rung.others, assignment))
-        return Phase(op, op, self.rung.others, tuple(assignments))
+            assignments.append(self.with_polls(self.options.others, assignment))
+        return Phase(op, op, self.options.others, tuple(assignments))
 
     def split_k_output(self, blocks: Blocks) -> Phase:
         """Return the output projection, split over query splits: each adds its product to the residual stream."""
@@ -266,8 +269,8 @@ class Builder:
                 reads += [self.partial(unit)] if self.apart else self.partials_for(unit)
                 adds.append(Slice("mid", first * blocks.rows, min(last * blocks.rows, self.config.hidden_size)))
             assignment = Assignment(ends[0], ends[-1], tuple(reads), adds=tuple(adds)) if ends else Assignment()
-            assignments.append(self.with_polls(self.rung.others, assignment))
-        return Phase("o", "o", self.rung.others, tuple(assignments))
+            assignments.append(self.with_polls(self.options.others, assignment))
+        return Phase("o", "o", self.options.others, tuple(assignments))
 
     def down(self, target: str) -> Phase:
         """Return the down projection.
@@ -298,7 +301,7 @@ class Builder:
         """
         group, heads = self.config.queries_per_key, self.config.num_key_value_heads
         divisors = [each for each in range(1, group + 1) if group % each == 0]
-        most = [min(self.rung.splits, blocks_of(self.config, each).count) for each in divisors]
+        most = [min(self.options.splits, blocks_of(self.config, each).count) for each in divisors]
         pairs = [(each, min(parts, self.workers // (heads * each))) for each, parts in zip(divisors, most, strict=True)]
         # Of pairs with equally many units, the one with the fewest query splits reads each key the least often.
         return max(
@@ -348,7 +351,7 @@ class Builder:
     def qkv_of(self, head: int) -> tuple[Slice, ...]:
         """Return the slices of a key head's queries, key and value; with RoPE in the epilogue also their squares."""
         words = Slice("qkv", head * self.head_words, (head + 1) * self.head_words)
-        return (words,) if self.rung.rope else (words, squares_of(words))
+        return (words,) if self.options.rope else (words, squares_of(words))
 
     def qkv_for(self, unit: Unit) -> tuple[Slice, ...]:
         """Return the slices that a unit of attention reads: its queries, and the newest key and value, which it may need."""
@@ -369,8 +372,8 @@ class Builder:
             heads = range(begin, end)
             written = (*map(self.queries, heads), *map(self.cached, heads))
             reads = tuple(slice_ for head in heads for slice_ in self.qkv_of(head))
-            assignments.append(self.with_polls(self.rung.heads, Assignment(begin, end, reads, written)))
-        return Phase("rope", "rope", self.rung.heads, tuple(assignments))
+            assignments.append(self.with_polls(self.options.heads, Assignment(begin, end, reads, written)))
+        return Phase("rope", "rope", self.options.heads, tuple(assignments))
 
     def attention(self) -> Phase:
         """Return the phase of attention.
@@ -387,13 +390,13 @@ class Builder:
                 writes.append(self.partial(number))  # also without positions: each word is written in every use of the buffer
                 if unit.part >= self.used:
                     continue
-                reads += [*((self.queries(unit.head),) if self.rung.rope else self.qkv_for(unit)), self.cached(unit.head)]
-                if not self.rung.rope and unit.stores_newest:
+                reads += [*((self.queries(unit.head),) if self.options.rope else self.qkv_for(unit)), self.cached(unit.head)]
+                if not self.options.rope and unit.stores_newest:
                     word = unit.head * self.parts + unit.part
                     writes.append(Slice("cache", word, word + 1))
-            assignments.append(self.with_polls(self.rung.heads, Assignment(begin, end, tuple(reads), tuple(writes))))
-        op: Op = "attention" if self.rung.rope else "rope_attention"
-        return Phase("attention", op, self.rung.heads, tuple(assignments))
+            assignments.append(self.with_polls(self.options.heads, Assignment(begin, end, tuple(reads), tuple(writes))))
+        op: Op = "attention" if self.options.rope else "rope_attention"
+        return Phase("attention", op, self.options.heads, tuple(assignments))
 
     def partial(self, unit: int) -> Slice:
         """Return the slot in ``partial`` of a unit of attention, with its partial outputs and LSE."""
@@ -460,13 +463,13 @@ class Builder:
         assignments = []
         for cta, (begin, end) in enumerate(split(tiles(self.config, "lm_head"), self.ctas)):
             assignment = Assignment(begin, end, self.whole("final"), (Slice("best", cta, cta + 1),))
-            assignments.append(self.with_polls(self.rung.others, assignment))
-        return Phase("lm_head", "lm_head", self.rung.others, tuple(assignments))
+            assignments.append(self.with_polls(self.options.others, assignment))
+        return Phase("lm_head", "lm_head", self.options.others, tuple(assignments))
 
     def next_token(self) -> Phase:
         """Return the phase in which every CTA takes the best of all candidates."""
-        assignment = self.with_polls(self.rung.others, Assignment(0, 1, self.whole("best")))
-        return Phase("next", "next", self.rung.others, (assignment,) * self.ctas)
+        assignment = self.with_polls(self.options.others, Assignment(0, 1, self.whole("best")))
+        return Phase("next", "next", self.options.others, (assignment,) * self.ctas)
 
     def sampling(self, rounds: int) -> Iterable[Phase]:
         """Yield the phases that follow the LM head if the token is sampled.
@@ -476,9 +479,9 @@ class Builder:
         """
 
         def histogram(begin: int) -> tuple[Slice, ...]:
-            return (Slice("tallies", begin, begin + 1),)
+            return (Slice("histograms", begin, begin + 1),)
 
-        edge, assignment = self.rung.others, self.with_polls(self.rung.others, Assignment(0, 1, self.whole("best")))
+        edge, assignment = self.options.others, self.with_polls(self.options.others, Assignment(0, 1, self.whole("best")))
         for number in range(rounds):
             yield Phase(f"tally {number}", "tally", edge, (replace(assignment, adds=histogram(number)),) * self.ctas)
             edge, assignment = "grid", Assignment(0, 1, histogram(number))

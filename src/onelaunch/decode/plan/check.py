@@ -75,15 +75,15 @@ def check_residency(plan: Plan, resources: Resources) -> None:
     """
     if resources.shared_bytes > resources.shared_limit:
         needed = f"{resources.shared_bytes} bytes of shared memory"
-        raise PlanError(plan.rung, f"a CTA needs {needed}; there are {resources.shared_limit}")
+        raise PlanError(plan.level, f"a CTA needs {needed}; there are {resources.shared_limit}")
     if resources.threads * resources.registers > resources.registers_limit:
         needed = f"{resources.threads} threads of {resources.registers} registers"
-        raise PlanError(plan.rung, f"a CTA needs {needed}; an SM has {resources.registers_limit}")
+        raise PlanError(plan.level, f"a CTA needs {needed}; an SM has {resources.registers_limit}")
     by_memory = resources.shared_limit // max(resources.shared_bytes, 1)
     by_registers = resources.registers_limit // (resources.threads * resources.registers)
     resident = resources.sms * min(by_memory, by_registers)
     if not plan.separate and plan.ctas > resident:
-        raise PlanError(plan.rung, f"{plan.ctas} CTAs wait for each other; only {resident} can be resident")
+        raise PlanError(plan.level, f"{plan.ctas} CTAs wait for each other; only {resident} can be resident")
 
 
 def _check_assignments(plan: Plan) -> None:
@@ -94,16 +94,16 @@ def _check_assignments(plan: Plan) -> None:
     """
     for phase in plan.phases():
         if len(phase.assignments) != plan.ctas:
-            raise PlanError(plan.rung, f"phase {phase.name} has {len(phase.assignments)} assignments for {plan.ctas} CTAs")
+            raise PlanError(plan.level, f"phase {phase.name} has {len(phase.assignments)} assignments for {plan.ctas} CTAs")
         counts: dict[str, np.ndarray] = {}
         for cta, assignment in enumerate(phase.assignments):
             for slice_ in (*assignment.reads, *assignment.writes, *assignment.adds, *assignment.polls):
                 if not 0 <= slice_.begin <= slice_.end <= _buffer(plan, slice_).words:
                     raise PlanError(
-                        plan.rung, f"{_who(phase, cta)} names words {slice_.begin} to {slice_.end} of {slice_.buffer}"
+                        plan.level, f"{_who(phase, cta)} names words {slice_.begin} to {slice_.end} of {slice_.buffer}"
                     )
             if any(not _buffer(plan, slice_).sums for slice_ in assignment.adds):
-                raise PlanError(plan.rung, f"{_who(phase, cta)} adds to words that are not sums")
+                raise PlanError(plan.level, f"{_who(phase, cta)} adds to words that are not sums")
             if phase.edge == "data":
                 _check_polls(plan, phase, cta, assignment)
             for slice_ in assignment.writes:
@@ -111,17 +111,17 @@ def _check_assignments(plan: Plan) -> None:
                 count[slice_.begin : slice_.end] += 1
         for name, count in counts.items():
             if count.max(initial=0) > 1:
-                raise PlanError(plan.rung, f"word {int(count.argmax())} of {name} has two writers in phase {phase.name}")
+                raise PlanError(plan.level, f"word {int(count.argmax())} of {name} has two writers in phase {phase.name}")
             if plan.buffer(name).tagged and count.min(initial=1) < 1:
                 missing = int(count.argmin())
-                raise PlanError(plan.rung, f"word {missing} of {name} is tagged but not written in every use, by {phase.name}")
+                raise PlanError(plan.level, f"word {missing} of {name} is tagged but not written in every use, by {phase.name}")
 
 
 def _check_polls(plan: Plan, phase: Phase, cta: int, assignment: Assignment) -> None:
     """Raise unless a CTA spins on every flag-in-data word that it reads: a tag says nothing about any other word."""
     for slice_ in assignment.reads:
         if (_buffer(plan, slice_).tagged or _buffer(plan, slice_).counts) and slice_ not in assignment.polls:
-            raise PlanError(plan.rung, f"{_who(phase, cta)} reads words of {slice_.buffer} that it does not wait for")
+            raise PlanError(plan.level, f"{_who(phase, cta)} reads words of {slice_.buffer} that it does not wait for")
 
 
 def _buffer(plan: Plan, slice_: Slice) -> Buffer:
@@ -129,7 +129,7 @@ def _buffer(plan: Plan, slice_: Slice) -> Buffer:
     for buffer in plan.buffers:
         if buffer.name == slice_.buffer:
             return buffer
-    raise PlanError(plan.rung, f"there is no buffer {slice_.buffer!r}")
+    raise PlanError(plan.level, f"there is no buffer {slice_.buffer!r}")
 
 
 def _embedded(phase: Phase, slice_: Slice, layer: int) -> bool:
@@ -220,7 +220,7 @@ class _Clocks:
                 time, ctas = self.arrivals.get(wait.counter, (0, []))
                 if wait.arrivals != len(ctas):
                     wanted = f"waits for {wait.arrivals} arrivals at counter {wait.counter}, at which {len(ctas)} CTAs arrive"
-                    raise PlanError(self.plan.rung, f"{_who(phase, cta)} {wanted} ({where})")
+                    raise PlanError(self.plan.level, f"{_who(phase, cta)} {wanted} ({where})")
                 for other in ctas:
                     learnt = np.maximum(learnt, self.history[time][other])
         if phase.edge == "data":
@@ -238,16 +238,20 @@ class _Clocks:
         """
         buffer, state = _buffer(self.plan, slice_), self._state(slice_, layer)
         if not (buffer.tagged or buffer.counts):
-            raise PlanError(self.plan.rung, f"{_who(phase, cta)} waits for words of {slice_.buffer}, which has no tags ({where})")
+            raise PlanError(
+                self.plan.level, f"{_who(phase, cta)} waits for words of {slice_.buffer}, which has no tags ({where})"
+            )
         past = self._past(state, slice_)
         if buffer.counts:
             self._counted(phase, cta, slice_, layer, where)
         elif not past.written.all():
-            raise PlanError(self.plan.rung, f"{_who(phase, cta)} waits for words of {slice_.buffer} that nobody writes ({where})")
+            raise PlanError(
+                self.plan.level, f"{_who(phase, cta)} waits for words of {slice_.buffer} that nobody writes ({where})"
+            )
         writer, written = (past.writer, past.written) if buffer.counts else (past.writer_before, past.written_before)
         if (self.known[cta, writer] < written).any():
             stale = f"may take a word of {slice_.buffer} of an old use for a new one: it does not follow every use"
-            raise PlanError(self.plan.rung, f"{_who(phase, cta)} {stale} ({where})")
+            raise PlanError(self.plan.level, f"{_who(phase, cta)} {stale} ({where})")
         if past.knew is None:
             writers = enumerate(state.added[:, slice_.begin : slice_.end].max(axis=1, initial=0))
             pairs = writers if buffer.counts else zip(past.writer, past.written, strict=True)
@@ -263,7 +267,7 @@ class _Clocks:
         wanted, counts = self.plan.additions(layer), self._state(slice_, layer).count[slice_.begin : slice_.end]
         if (wrong := counts != wanted).any():
             problem = f"waits for {wanted} additions to a word of {slice_.buffer}, which has {int(counts[wrong.argmax()])}"
-            raise PlanError(self.plan.rung, f"{_who(phase, cta)} {problem} ({where})")
+            raise PlanError(self.plan.level, f"{_who(phase, cta)} {problem} ({where})")
 
     def _read(self, phase: Phase, cta: int, slice_: Slice, layer: int, where: str) -> None:
         """Raise unless all writes of a slice are certain to be finished; note the read."""
@@ -273,14 +277,14 @@ class _Clocks:
         past = self._past(state, slice_)
         # The first rows of the cache are the caller's, and sums begin as zero.
         if not past.written.all() and slice_.buffer != "cache" and not _buffer(self.plan, slice_).sums:
-            raise PlanError(self.plan.rung, f"{_who(phase, cta)} reads words of {slice_.buffer} that nobody writes ({where})")
+            raise PlanError(self.plan.level, f"{_who(phase, cta)} reads words of {slice_.buffer} that nobody writes ({where})")
         known = self.begun if self.plan.kv_through_ring and slice_.buffer == "cache" else self.known
         if (early := known[cta, past.writer] < past.written).any():
             writer = int(past.writer[early.argmax()])
             problem = (
                 f"reads words {slice_.begin} to {slice_.end} of {slice_.buffer} before CTA {writer} has written them for certain"
             )
-            raise PlanError(self.plan.rung, f"{_who(phase, cta)} {problem} ({where})")
+            raise PlanError(self.plan.level, f"{_who(phase, cta)} {problem} ({where})")
         self._follows_sums(phase, cta, "reads", slice_, state, where)
         state.read[cta, slice_.begin : slice_.end] = self.time
 
@@ -290,7 +294,7 @@ class _Clocks:
             return
         if (late := self.known[cta] < state.added[:, slice_.begin : slice_.end].max(axis=1, initial=0)).any():
             problem = f"{what} sums of {slice_.buffer} to which CTA {int(late.argmax())} may still add"
-            raise PlanError(self.plan.rung, f"{_who(phase, cta)} {problem} ({where})")
+            raise PlanError(self.plan.level, f"{_who(phase, cta)} {problem} ({where})")
 
     def _add(self, phase: Phase, cta: int, slice_: Slice, layer: int, where: str) -> None:
         """Raise unless the words were cleared, and all earlier reads of the sums have finished; note the addition.
@@ -311,7 +315,7 @@ class _Clocks:
             state.added[cta, at] = self.time
             state.count[at] += 1
             return
-        raise PlanError(self.plan.rung, f"{_who(phase, cta)} {problem} ({where})")
+        raise PlanError(self.plan.level, f"{_who(phase, cta)} {problem} ({where})")
 
     def _write(self, phase: Phase, cta: int, slice_: Slice, layer: int, where: str) -> None:
         """Raise unless all earlier reads, writes and additions of a slice have finished; note the write."""
@@ -323,11 +327,11 @@ class _Clocks:
         last[cta] = 0
         if (late := self.known[cta] < last).any():
             problem = f"overwrites words of {slice_.buffer} that CTA {int(late.argmax())} may still read"
-            raise PlanError(self.plan.rung, f"{_who(phase, cta)} {problem} ({where})")
+            raise PlanError(self.plan.level, f"{_who(phase, cta)} {problem} ({where})")
         writer, written = state.writer[at], state.written[at]
         if (late := (writer != cta) & (self.known[cta, writer] < written)).any():
             problem = f"may overtake CTA {int(writer[late.argmax()])}, which writes the same words of {slice_.buffer} before"
-            raise PlanError(self.plan.rung, f"{_who(phase, cta)} {problem} ({where})")
+            raise PlanError(self.plan.level, f"{_who(phase, cta)} {problem} ({where})")
         self._follows_sums(phase, cta, "clears", slice_, state, where)
         read[read != self.time] = 0  # those of this phase are the writer's own, or of other positions of the cache
         state.added[:, at] = 0

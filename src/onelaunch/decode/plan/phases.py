@@ -158,7 +158,7 @@ class Plan:
     """
 
     config: ModelConfig
-    rung: str
+    level: str
     """Name of the optimization level."""
     ctas: int
     """Number of CTAs of the launch."""

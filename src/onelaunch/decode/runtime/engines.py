@@ -23,7 +23,7 @@ from onelaunch.decode.model.forward import prefill
 from onelaunch.decode.model.request import Engine, Request
 from onelaunch.decode.model.sampling import Sampler
 from onelaunch.decode.model.weights import Weights
-from onelaunch.decode.plan.rungs import RUNGS
+from onelaunch.decode.plan.levels import LEVELS
 from onelaunch.decode.runtime.session import Pending
 from onelaunch.decode.step import capabilities
 from onelaunch.decode.step.contract import decode_step, key_of
@@ -114,7 +114,7 @@ class TorchEngine:
 class KernelEngine(TorchEngine):
     """Engine of the megakernel: it reads the prompt like :class:`TorchEngine`, then generates many tokens per launch.
 
-    Its variant is the name of an optimization level in :data:`~onelaunch.decode.plan.rungs.RUNGS`. A plan with a launch per
+    Its variant is the name of an optimization level in :data:`~onelaunch.decode.plan.levels.LEVELS`. A plan with a launch per
     phase (``graph``) can only take the largest logit. With other sampling it runs step by step.
     """
 
@@ -122,7 +122,7 @@ class KernelEngine(TorchEngine):
     @torch.no_grad()
     def run(self, request: Request) -> Generator[int, None, None]:
         """Yield the tokens of a request as :class:`onelaunch.decode.Engine` specifies."""
-        if RUNGS[self.variant].separate and not request.sampling.plain:
+        if LEVELS[self.variant].separate and not request.sampling.plain:
             yield from super().run(request)
             return
         session, device = self._session(), self.weights.device

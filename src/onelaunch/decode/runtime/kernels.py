@@ -83,7 +83,7 @@ class StepKernel:
     def prove_sampling(self) -> None:
         """Raise :class:`~onelaunch.errors.PlanError` unless the plan is sound for sampled tokens too."""
         if not self._sampling_proved:
-            check_sampling(self.plan.config, self.plan.rung, self.plan.ctas)
+            check_sampling(self.plan.config, self.plan.level, self.plan.ctas)
             self._sampling_proved = True
 
 
@@ -95,7 +95,7 @@ def make_session(weights: Weights, level: str, tuning: Tuning | None = None) -> 
 
     Args:
         weights: Weights on an NVIDIA GPU.
-        level: Optimization level, a name from :data:`onelaunch.decode.plan.rungs.RUNGS`.
+        level: Optimization level, a name from :data:`onelaunch.decode.plan.levels.LEVELS`.
         tuning: Settings of the ring of weight chunks, of polling and of profile markers.
 
     Raises:

@@ -1,6 +1,7 @@
 """Device memory of the decode kernels: repacked weights, tables, and the buffers through which CTAs exchange data.
 
-``kernels.py`` allocates it, and ``session.py`` passes it to each launch.
+``kernels.py`` allocates it, and ``session.py`` passes it to each launch. After a write to the weights, ``models.py`` rewrites
+the repacked ones by :meth:`Constants.renew`.
 """
 
 from __future__ import annotations

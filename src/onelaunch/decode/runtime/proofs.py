@@ -16,8 +16,8 @@ from onelaunch import folders
 from onelaunch.decode.codegen.layout import THREADS, Tuning, layout_of
 from onelaunch.decode.model.config import SIZES, ModelConfig
 from onelaunch.decode.plan.check import Resources, check
+from onelaunch.decode.plan.levels import LEVELS, plan_for
 from onelaunch.decode.plan.phases import ROUNDS, Plan
-from onelaunch.decode.plan.rungs import RUNGS, plan_for
 from onelaunch.device.architectures import HOPPER_SHARED_BYTES
 
 REGISTERS = 168
@@ -87,7 +87,7 @@ def _check(config: ModelConfig, level: str, ctas: int, tuning: Tuning) -> None:
             plans = (short, between, plan, between, between, short)
         check(*plans, resources=resources_of(plan, tuning, ctas))
 
-    _prove((config, level, RUNGS[level], ctas, tuning, HOPPER_SHARED_BYTES), proof)
+    _prove((config, level, LEVELS[level], ctas, tuning, HOPPER_SHARED_BYTES), proof)
 
 
 @functools.lru_cache(maxsize=64)
@@ -97,7 +97,7 @@ def _check_sampling(config: ModelConfig, level: str, ctas: int) -> None:
     def proof() -> None:
         check(*(plan_for(config, level, ctas, rounds=rounds) for rounds in SAMPLED))
 
-    _prove((config, level, RUNGS[level], ctas, SAMPLED), proof)
+    _prove((config, level, LEVELS[level], ctas, SAMPLED), proof)
 
 
 def _prove(subject: tuple[object, ...], proof: Callable[[], None]) -> None:

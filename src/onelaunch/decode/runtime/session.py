@@ -113,7 +113,7 @@ class Pending:
         # A session holds its last step's pending state. A strong reference back would be a cycle, which keeps both and the
         # buffers alive until Python's garbage collection.
         self._session = None if session is None else weakref.ref(session)
-        self._plan = "" if session is None else session.kernel.plan.rung
+        self._plan = "" if session is None else session.kernel.plan.level
         self._step = step
         self._event: torch.cuda.Event | None = None
         if device.type == "cuda":
@@ -236,7 +236,7 @@ class Session:
         """
         if error := int(self.memory.state[ERROR]):
             self.reset()
-            raise _failure(error, self.kernel.plan.rung)
+            raise _failure(error, self.kernel.plan.level)
 
     def reset(self) -> None:
         """Clear the buffers after the error of a launch, so that the next launch starts from a consistent state."""
@@ -267,7 +267,7 @@ class Session:
         """
         if sampler is not None:
             if self.kernel.plan.separate and not sampler.sampling.plain:
-                raise ArgumentError(f"sampler is not None; {self.kernel.plan.rung!r} takes the likeliest token only.")
+                raise ArgumentError(f"sampler is not None; {self.kernel.plan.level!r} takes the likeliest token only.")
             if not sampler.sampling.greedy:
                 self.kernel.prove_sampling()
         if not self.kernel.plan.separate:

@@ -54,7 +54,7 @@ class HostMeasure(TakenMeasure):
             return Finding(cell.shape, "not_measured", text, "not taken")
         value = self.value(found)
         status, why = _held(criterion, value)
-        both = f"{q.interval(found.microseconds)} against {q.interval(found.yardstick)} of the product"
+        both = f"{q.interval(found.microseconds)} against {q.interval(found.product)} of the product"
         said = self.says.format(amount=f"{q.number(value.median)}{self.unit}")
         because = f": {why}" if why else ""
         text = f"{cell.variant} {said} at {cell.shape} ({both}), {criterion.bound} was asked{because}"

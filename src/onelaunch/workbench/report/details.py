@@ -202,14 +202,14 @@ def _traffic_row(cell: Cell) -> tuple[str, ...]:
 
 
 def _beside(result: Result) -> Section:
-    """Return the section with times that were taken beside a yardstick: host times beside PyTorch's product."""
+    """Return the section with the host times of calls beside those of PyTorch's matrix product."""
     rows = tuple(
         (
             cell.shape,
             direction_words(cell.direction),
             called(cell),
             q.interval(found.microseconds),
-            q.interval(found.yardstick),
+            q.interval(found.product),
             q.ratio_interval(found.ratio),
         )
         for cell in result.cells

@@ -182,18 +182,21 @@ class Traffic(Stored):
 
 
 class Beside(Stored):
-    """Times of a variant's calls and of a yardstick's, measured in turn in one process, so that their ratio can be compared."""
+    """Host times of a variant's calls and of PyTorch's matrix product, taken in turn in one process.
+
+    Their ratio depends little on the CPU and its clocks.
+    """
 
     microseconds: Estimate
-    """Median over all calls of the variant."""
-    yardstick: Estimate
-    """Median over all calls of the yardstick, in microseconds."""
+    """Median over all calls of the variant, in microseconds."""
+    product: Estimate
+    """Median over all calls of PyTorch's matrix product, in microseconds."""
     ratio: Estimate
-    """Time of the variant over that of the yardstick, from ratios taken round by round."""
+    """Time of the variant over that of the product, from ratios taken round by round."""
 
     @model_validator(mode="after")
     def _are_times(self) -> Beside:
-        for name in ("microseconds", "yardstick", "ratio"):
+        for name in ("microseconds", "product", "ratio"):
             _check_positive(getattr(self, name), name)
         return self
 
@@ -229,7 +232,7 @@ class Cell(Grown, Stored):
     chosen: Name = ""
     """Variant that the dispatcher chose here, where ``variant`` is ``auto``; else empty."""
     beside: dict[Name, Beside] = Field(default_factory=dict)
-    """Times beside a yardstick, by the name of the measure that a criterion asks for, such as ``host``."""
+    """Times beside those of PyTorch's matrix product, by the name of the measure that a criterion asks for, such as ``host``."""
 
     @property
     def measured(self) -> bool:

@@ -1,4 +1,4 @@
-"""Variants of ``decode_step`` by the megakernel, on Hopper GPUs: one per optimization level of :data:`RUNGS`.
+"""Variants of ``decode_step`` by the megakernel, on Hopper GPUs: one per optimization level of :data:`LEVELS`.
 
 The plan of a level says which CTA computes what in each phase of a token, and how phases are ordered; the kernel is generated
 from it. Each level is registered as a variant at the end of this module, with the engine that decodes whole requests with it.
@@ -13,8 +13,8 @@ import torch
 from onelaunch.decode.model.config import ModelConfig
 from onelaunch.decode.model.request import Engine
 from onelaunch.decode.model.weights import Weights
+from onelaunch.decode.plan.levels import LEVELS, plan_for, unsupported
 from onelaunch.decode.plan.packing import packing_bytes, stream_bytes
-from onelaunch.decode.plan.rungs import RUNGS, plan_for, unsupported
 from onelaunch.decode.runtime.engines import KernelEngine
 from onelaunch.decode.runtime.kernels import kernels_of
 from onelaunch.decode.step.contract import DecodeCall, Results, decode_step
@@ -109,9 +109,9 @@ def prompt_steps(level: str, config: ModelConfig) -> int:
 
     A process whose prompts are all that short does not load cuBLAS either, which takes a tenth of a second.
     """
-    if RUNGS[level].separate:
+    if LEVELS[level].separate:
         return 0
-    step = LAUNCH_SECONDS + stream_bytes(config, summed=RUNGS[level].summed) / WEIGHT_BYTES_PER_SECOND
+    step = LAUNCH_SECONDS + stream_bytes(config, summed=LEVELS[level].summed) / WEIGHT_BYTES_PER_SECOND
     return int(config.num_hidden_layers * PREFILL_LAYER_SECONDS / step)
 
 
@@ -138,16 +138,16 @@ def builds(level: str, architecture: str) -> list[Build]:
 
 # wraps gives each partial function the module of run. By functools, its own module, the dispatcher would take it for a variant of
 # another package. Predicates are asked in order: has_a_plan, which imports NumPy and builds a plan, comes last.
-for name, level in RUNGS.items():
+for level, options in LEVELS.items():
     variant = decode_step.variant(
-        name, launches=None if level.separate else 1, fuses=() if level.separate else ("token",), backward=False,
-        architectures=ARCHITECTURES, barriers=functools.partial(count_barriers, name),
-        in_a_row=functools.partial(run_in_a_row, name),
-        engine=functools.partial(make_engine, name), engine_bytes=functools.partial(packing_bytes, summed=level.summed),
-        prompt_steps=functools.partial(prompt_steps, name),
-    )(functools.wraps(run)(functools.partial(run, name)))  # fmt: skip
-    variant.summary = level.summary
+        level, launches=None if options.separate else 1, fuses=() if options.separate else ("token",), backward=False,
+        architectures=ARCHITECTURES, barriers=functools.partial(count_barriers, level),
+        in_a_row=functools.partial(run_in_a_row, level),
+        engine=functools.partial(make_engine, level), engine_bytes=functools.partial(packing_bytes, summed=options.summed),
+        prompt_steps=functools.partial(prompt_steps, level),
+    )(functools.wraps(run)(functools.partial(run, level)))  # fmt: skip
+    variant.summary = options.summary
     variant.supports(needs_hopper)
     variant.supports(needs_numpy)
-    variant.supports(functools.partial(has_a_plan, name))
-    variant.kernels(functools.partial(builds, name))
+    variant.supports(functools.partial(has_a_plan, level))
+    variant.kernels(functools.partial(builds, level))
