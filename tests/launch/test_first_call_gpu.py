@@ -62,7 +62,7 @@ found = check([o, *(each.grad for each in given)])
 
 INFERENCE = """
 with torch.no_grad():
-    found = check([ops.gla(*heads(grad=False))[0]])
+    found = check([ops.gla(*heads(grad=False, length=4096))[0]])  # T in segments: two kernels
 """
 
 LAYER = """
@@ -97,7 +97,7 @@ found = check([o - expected])
 """
 
 THREADS = """
-given = heads(grad=False)
+given = heads(grad=False, length=4096)
 results = [None] * 4
 
 def run(at):
@@ -158,7 +158,7 @@ def test_all_kernels_of_a_first_call_are_compiled_side_by_side(program, tmp_path
 
 
 def test_compiled_code_gives_the_results_of_eager_code(tmp_path):
-    assert max(run(COMPILED, tmp_path)["found"]) < 5e-3
+    assert all(error < 5e-3 for error in run(COMPILED, tmp_path)["found"])  # false for NaN
 
 
 def test_a_first_call_can_be_captured(tmp_path):

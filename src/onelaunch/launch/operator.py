@@ -77,7 +77,8 @@ class Operator:
         self.registered = library.custom_op(
             f"onelaunch::{name}", launch, mutates_args=(), schema=library.infer_schema(run, mutates_args=())
         )
-        self.registered.register_fake(fake or partial(_imitated, run))
+        self.fake: Callable[..., Any] = fake or partial(_imitated, run)
+        self.registered.register_fake(self.fake)
         self.eager: Callable[..., Any] = self.planned
         self._recorded: Callable[..., Any] | None = None
         self._apply: Callable[..., Any] | None = None
@@ -110,7 +111,7 @@ class Operator:
             found = gradients(ctx, inner.planned, *(grad_outputs[:outputs] if views is None else grad_outputs))
             return (*found, None)  # None for the call site
 
-        self._recorded = _both_passes(run, save, gradients, inner.run, views, outputs)
+        self._recorded = _both_passes(run, save, gradients, inner, views, outputs)
         once = torch.autograd.function.once_differentiable(differentiate)
 
         def differentiate_once(ctx: Any, *grad_outputs: Any) -> Gradients:
@@ -166,7 +167,7 @@ def _both_passes(
     run: Callable[..., Any],
     save: Callable[[Any, tuple[Any, ...], Any], None],
     gradients: Callable[..., Gradients],
-    backward: Callable[..., Any],
+    backward: Operator,
     views: Callable[[tuple[Any, ...], torch.Tensor], tuple[torch.Tensor, ...]] | None,
     outputs: int,
 ) -> Callable[..., Any]:
@@ -183,7 +184,7 @@ def _both_passes(
         results = views(inputs, output[0]) if views is not None else output
         all_results = results if isinstance(results, tuple) else (results,)
         differentiable = all_results if views is not None else all_results[:outputs]
-        gradients(ctx, backward, *(torch.empty_like(each) for each in differentiable))
+        gradients(ctx, backward.run, *(torch.empty_like(each) for each in differentiable))
         return output
 
     return run_forward_and_backward

@@ -28,9 +28,9 @@ from onelaunch.launch import triton_cache
 from onelaunch.launch.build import Build, CudaBuild, build_of
 from onelaunch.launch.compile import compile_triton
 from onelaunch.launch.imitation import imitate, is_observed, observe
+from onelaunch.launch.meta_tensors import MetaTensorMode, MetaTensors
 from onelaunch.launch.planned import is_recording
 from onelaunch.launch.running import Running
-from onelaunch.launch.twins import TwinMode, Twins
 from onelaunch.tracing import sees_operators
 
 JOBS = "ONELAUNCH_COMPILE_JOBS"
@@ -93,8 +93,8 @@ class Launching(Running):
 
     def _builds(self, target: Architecture) -> list[Build]:
         """Return the distinct kernels that the call launches, its backward pass included if it takes gradients."""
-        inputs = Twins().of(self._inputs)
-        with observe() as launches, imitate(), torch.set_grad_enabled(self._grad), TwinMode():
+        inputs = MetaTensors().of(self._inputs)
+        with observe() as launches, imitate(), torch.set_grad_enabled(self._grad), MetaTensorMode():
             self._function(*inputs)
         found: dict[object, Build] = {}
         for launch in launches:
@@ -203,7 +203,7 @@ def _target(*, by_triton: bool) -> Architecture:
     known = [each for each in ARCHITECTURES.values() if (each.backend, each.target) == (backend, arch)]
     if known:
         return known[0]
-    name = f"sm_{arch}" + ("a" if backend == "cuda" and arch >= 90 else "")  # as cuda/module.py names it
+    name = str(arch) if backend != "cuda" else f"sm_{arch}" + ("a" if arch >= 90 else "")  # as cuda/module.py names it
     return Architecture(name, backend, arch, warp, (), 0, 0)
 
 
