@@ -1,8 +1,8 @@
 # All targets use the environment .venv, which the first one creates. `make` without a target lists the targets.
 PYTHON ?= python3
 WORKERS ?= 2
-# one: one configuration of each kernel for sm_90a; two: for sm_90a and sm_80; all: one for every architecture, and every configuration
-# for sm_90a; every: every configuration for every architecture.
+# one: one configuration of each kernel for sm_90a; two: for sm_90a and sm_80; all: for every architecture; every: every configuration for
+# every architecture, and the tests marked `every`, which take a quarter of an hour.
 ARCHITECTURES ?= two
 # Limits on the CPU seconds of all tests of a pass together; empty for no limit.
 BUDGET ?=

@@ -57,7 +57,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         choices=("one", "two", "all", "every"),
         default="two",
         help="compile each kernel in one configuration for sm_90a (one), for sm_80 as well (two, the default), for sm_100a and "
-        "gfx942 as well and in every configuration for sm_90a (all), or in every configuration for all of them (every)",
+        "gfx942 as well (all), or in every configuration for all of them, with the tests marked `every` (every)",
     )
 
 
@@ -126,6 +126,8 @@ def _why_skip(item: pytest.Item) -> str | None:
         return "set TRITON_INTERPRET=1 to run kernels through Triton's interpreter"
     if INTERPRETED and not interpret:
         return "TRITON_INTERPRET=1 is set: only tests of interpreted kernels run"
+    if item.get_closest_marker("every") and item.config.getoption("architectures") != "every":
+        return "runs with --architectures=every"
     if item.get_closest_marker("gpu") and not torch.cuda.is_available():
         return "needs a GPU"
     if item.get_closest_marker("ncu") and find_ncu() is None:

@@ -1,8 +1,8 @@
 """Tests that every kernel of every variant compiles without spills and with the intended matrix instructions.
 
 The kernels in the table ``SPILLS`` are the exceptions. By default each kernel is compiled in one configuration for two
-architectures. With ``--architectures=all``, as in continuous integration, it is compiled for all architectures, and in every
-configuration for sm_90a. With ``--architectures=every`` every configuration is compiled for all.
+architectures. With ``--architectures=all``, as in continuous integration, it is compiled for all architectures, and with
+``--architectures=every`` in every configuration.
 """
 
 from __future__ import annotations
@@ -26,8 +26,6 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 ARCHITECTURES = {"one": ("sm_90a",), "two": ("sm_90a", "sm_80"), "all": CHECKED, "every": CHECKED}
 """Architectures that every kernel is compiled for, by the value of the option ``--architectures``."""
 
-EVERY = {"all": ("sm_90a",), "every": CHECKED}
-"""Architectures that every configuration is compiled for, by the value of the option. Others take minutes of processor time."""
 
 KEPT_AS_A_LESSON = "experiment 039's loop over chunks holds the whole state in registers: an ablation, kept as measured"
 SPILLS = {
@@ -104,11 +102,11 @@ def pytest_generate_tests(metafunc):
     chosen, cases, seen = metafunc.config.getoption("architectures"), [], set()
     for operation in [] if INTERPRETED else operations():
         for architecture in ARCHITECTURES[chosen]:
-            if chosen not in EVERY:
+            if chosen not in ("all", "every"):
                 make = functools.partial(distinct_builds, operation, architecture, SEEN, every=False)
                 cases.append(pytest.param(make, architecture, id=f"{operation.name}-{architecture}"))
                 continue
-            for name, build in distinct_builds(operation, architecture, seen, every=architecture in EVERY[chosen]).items():
+            for name, build in distinct_builds(operation, architecture, seen, every=chosen == "every").items():
                 make = functools.partial(dict, [(name, build)])
                 cases.append(pytest.param(make, architecture, id=f"{name}-{architecture}", marks=pytest.mark.extra))
     metafunc.parametrize(("builds", "architecture"), cases)

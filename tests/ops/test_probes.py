@@ -134,8 +134,8 @@ FORMS = ("forgets_everything", "no_sequences")
 """Probes that are compiled in every run of the tests, in training.
 
 The first has several chunks of steps, of which the last is not full, and decays of -inf. The other forms that a compiled scan
-can have are compiled with few steps by ``test_gated_scan.py``, in a fifth of the time. With ``--architectures=all``, as in
-continuous integration, all probes are compiled, in training too.
+can have are compiled with few steps by ``test_gated_scan.py``, in a fifth of the time. With ``--architectures=every`` all
+probes are compiled, in training too.
 """
 
 REFUSED = {"one_step_one_channel", "forgets_nothing", "no_steps"}
@@ -143,7 +143,7 @@ REFUSED = {"one_step_one_channel", "forgets_nothing", "no_steps"}
 
 
 def pytest_generate_tests(metafunc):
-    """Take the probes of ``FORMS``; with ``--architectures=all`` or ``every``, take all, with gradients.
+    """Take the probes of ``FORMS``; with ``--architectures=every``, take all, with gradients.
 
     Each is compiled for many seconds, so that each is a test of its own and they run side by side.
     """
@@ -151,7 +151,7 @@ def pytest_generate_tests(metafunc):
         return
     pairs = [(name, "forward_backward") for name in FORMS]
     cases = [pytest.param(*pair) for pair in pairs]
-    if metafunc.config.getoption("architectures") in ("all", "every"):
+    if metafunc.config.getoption("architectures") == "every":
         taken = [str(probe) for probe in GATED_SCAN.listed_probes() if not probe.refused and str(probe) not in REFUSED]
         others = [(name, "forward_backward") for name in taken if name not in FORMS]
         cases += [pytest.param(*pair, marks=pytest.mark.extra) for pair in others]
