@@ -101,6 +101,17 @@ def test_padding_between_tokens_is_left_out(name):
     assert error(o[mask], definition(layer, weights_of(layer), x[mask].double())) < 5e-6
 
 
+@pytest.mark.parametrize("cached", [False, True])
+@pytest.mark.parametrize("name", ["gla-conv", "simple-conv"])
+def test_convolutions_take_no_steps(name, cached):
+    """PyTorch's convolution refuses fewer inputs than taps. A parameter has a gradient of zeros."""
+    layer, _ = make(name)
+    o = layer(torch.randn(2, 0, D), use_cache=cached)[0]
+    assert o.shape == (2, 0, D)
+    o.sum().backward()
+    assert not any(each.grad.any() for each in layer.parameters() if each.grad is not None)
+
+
 @pytest.mark.parametrize("name", ["gla-conv", "simple-conv"])
 def test_convolutions_refuse_padding_that_would_count_as_steps(name, prose):
     layer, _ = make(name)

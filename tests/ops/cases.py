@@ -46,7 +46,7 @@ OPERATIONS = (*SCANS, GLA)
 """The operations with a recurrence over time, not all of onelaunch: the cases of the others are in files of their own."""
 
 PROBES = runnable(LINEAR_RNN, linear_rnn_probes.CASES)
-"""Probes of ``linear_rnn``; those of ``gated_scan`` are the same without D. A tile has at most 64 steps."""
+"""Probes of ``linear_rnn``; without D, all but ``odd_columns`` are those of ``gated_scan``. A tile has at most 64 steps."""
 
 SHORT = interpretable(PROBES)
 """Cases of ``gated_scan`` and ``linear_rnn`` for Triton's interpreter."""
@@ -207,7 +207,8 @@ def differentiable(arguments: dict[str, Any]) -> dict[str, torch.Tensor]:
 def results(operation: Operation[..., Any], arguments: dict[str, Any], variant: str) -> dict[str, torch.Tensor]:
     """Call a variant, and return its results and gradients by name.
 
-    Each argument that takes gradients has one, ``grad NAME``, of a loss that weighs every element of all results differently.
+    Each argument that takes gradients, and that the results depend on, has one, ``grad NAME``, of a loss that weighs every
+    element of all results differently.
     """
     outputs = operation(**arguments, variant=variant)
     names = names_of(operation.outputs, arguments)

@@ -82,9 +82,9 @@ def test_the_compiled_variant_needs_no_initial_state(given):
 )
 def test_the_compiled_variant_scans_chunks(dtype, sizes, monkeypatch):
     """Chunks of 4 steps in place of 16 make the same forms of a scan, whose compilation takes a quarter of the time."""
-    from onelaunch.ops.gated_scan.variants import torch as variants
+    from onelaunch.kernels.scan import chunked
 
-    monkeypatch.setattr(variants, "CHUNK", 4)
+    monkeypatch.setattr(chunked, "CHUNK", 4)
     assert_compiled_correct(GATED_SCAN, GATED_SCAN.case(dtype, B=1, decay="mixed", **STATES, **sizes))
 
 

@@ -7,6 +7,7 @@ import torch
 
 from onelaunch.dispatch.choice import held_back
 from onelaunch.errors import VariantUnsupported
+from onelaunch.launch.imitation import imitate
 from onelaunch.nn import GatedLinearAttention, SimpleGatedLinearAttention
 from onelaunch.ops import gla_layer
 from onelaunch.ops.gla_layer.modules import filter_size
@@ -58,6 +59,16 @@ def test_the_module_keeps_no_tensor_of_a_call(options):
     layer, places = module_of(40, call.sizes, call.eps, filter_size(call))
     assert list(layer.parameters()) == []
     assert all(name not in vars(owner) for owner, name in places)
+
+
+@each_kind
+def test_a_run_for_the_launches_of_a_call_does_not_enter_the_module(options, monkeypatch):
+    """It happens inside the call, which holds the lock, and whose tensors are in the module."""
+    monkeypatch.setattr("onelaunch.ops.gla_layer.variants.module.ONE_AT_A_TIME", None)  # to enter it would raise an error
+    given = made(**options)
+    with imitate():
+        out, _ = GLA_LAYER.get("module")(GLA_LAYER.bind(**given))
+    assert torch.equal(out, gla_layer(**given)[0])
 
 
 def test_states_are_refused():

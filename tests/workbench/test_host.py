@@ -39,10 +39,10 @@ def short(monkeypatch):
 
 def beside(microseconds: float, ratio: float, spread: float = 0.01) -> Beside:
     around = [1 - spread, 1.0, 1 + spread]
-    of, yardstick = ([value * each for each in around] for value in (microseconds, microseconds / ratio))
+    of, product = ([value * each for each in around] for value in (microseconds, microseconds / ratio))
     return Beside(
         microseconds=stats.estimate(of),
-        yardstick=stats.estimate(yardstick),
+        product=stats.estimate(product),
         ratio=stats.estimate([ratio * each for each in around]),
     )
 
@@ -50,10 +50,10 @@ def beside(microseconds: float, ratio: float, spread: float = 0.01) -> Beside:
 @pytest.mark.parametrize("direction", ["forward", "forward_backward"])
 def test_calls_and_products_are_timed_in_turn(short, direction):
     found = host.host_time(SWIGLU, Request(CASE, "auto", direction), CPU)
-    assert found.microseconds.samples == found.yardstick.samples == 36
+    assert found.microseconds.samples == found.product.samples == 36
     assert found.ratio.samples == 3
     assert found.microseconds.median > 0
-    assert 0.01 < found.ratio.median * found.yardstick.median / found.microseconds.median < 100
+    assert 0.01 < found.ratio.median * found.product.median / found.microseconds.median < 100
 
 
 def test_the_published_number_of_calls():

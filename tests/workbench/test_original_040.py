@@ -19,7 +19,7 @@ from tests.workbench.original_040 import FIGURES, TARGET
 
 
 def original(**as_if: Any) -> Any:
-    """Return the write-up's numbers as a judged and decided result, with some faults mended.
+    """Return the write-up's numbers as a judged and decided result, with some faults repaired.
 
     ``steady=True``: twenty equal rounds. ``counted=True``: counted bytes. ``control``: milliseconds of the missing control,
     three launches with the library's GEMM. ``ratio``: a bound on bytes in place of its 2.0, of which 1.2 is feasible.
@@ -102,7 +102,7 @@ def test_a_control_without_a_gain_does_not_allow_proceed():
 
 
 def test_an_impossible_criterion_never_counts_as_met(prose):
-    """The bound on bytes is the write-up's own 2.0, and all other faults are mended."""
+    """The bound on bytes is the write-up's own 2.0, and all other faults are repaired."""
     result = original(steady=True, counted=True, control=1.25)
     assert status(result)["traffic"] == "infeasible"
     prose(said(result))

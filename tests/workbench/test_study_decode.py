@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from onelaunch.decode.plan.rungs import RUNGS, plan_for
+from onelaunch.decode.plan.levels import LEVELS, plan_for
 from onelaunch.decode.step.contract import DIMENSIONS
 from onelaunch.decode.step.reference import config_of
 from onelaunch.workbench.study.read import load_study
@@ -20,13 +20,13 @@ def study(pytestconfig):
 
 def test_bounds_on_barriers_match_the_plans(study):
     asked = {criterion.of: criterion for criterion in study.criteria if criterion.measure == "barriers"}
-    # ``RUNGS`` are the optimization levels of the megakernel, each a variant with a plan of its own.
+    # ``LEVELS`` are the optimization levels of the megakernel, each a variant with a plan of its own.
     # "graph" is left out: it has a launch per phase, and no criterion bounds its grid barriers.
-    assert asked.keys() == RUNGS.keys() - {"graph"}
-    for rung, criterion in asked.items():
+    assert asked.keys() == LEVELS.keys() - {"graph"}
+    for level, criterion in asked.items():
         (shape,) = study.shapes_of(criterion)
         # 132 CTAs: one for each SM of an H100 or H200.
-        assert criterion.equals == plan_for(config_of(study.case(shape)), rung, 132).barriers()
+        assert criterion.equals == plan_for(config_of(study.case(shape)), level, 132).barriers()
 
 
 def test_tokens_per_second_in_names_match_microseconds_per_step(study):

@@ -27,7 +27,7 @@ from onelaunch.dispatch.symbolic import decided, note_sizes, within
 from onelaunch.errors import ArgumentError, UnknownVariant, VariantUnsupported
 from onelaunch.launch.planned import forget_plans, is_recording, unrecorded
 from onelaunch.launch.side_by_side import Launching
-from onelaunch.operation import AUTO, Call, Operation, Query, Variant, find_operation
+from onelaunch.operation import AUTO, Call, Operation, Query, SymbolicSizes, Variant, find_operation
 
 CONFIRMED = 4096
 """Largest number of queries for which a variant remembers that its results were checked."""

@@ -35,7 +35,11 @@ def cell_of(planned: PlannedCell, **facts: Any) -> Cell:
 
 
 def bounded(cell: Cell, planned: PlannedCell) -> Cell:
-    """Return a finished cell with a new bound. An ``invalid`` cold time that the new bound allows counts again."""
+    """Return a finished cell with a new bound. An ``invalid`` cold time that the new bound allows counts again.
+
+    The status becomes ``ok``, or that of the verdict for a peer outside the gate: another project's variant that fails the gate
+    but keeps the tolerance of its own tests. Its times are used only for others to be compared with.
+    """
     changes: dict[str, Any] = {"plan": planned.plan}
     if cell.status == "invalid" and not below(cell.timing("cold"), planned.plan.floor_microseconds):
         outside = cell.verdict if cell.verdict and cell.verdict.outside else None

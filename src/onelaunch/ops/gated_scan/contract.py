@@ -119,9 +119,10 @@ class ScanFacts(NamedTuple):
             checks.packing(offsets, batch)
             sequences = offsets.shape[0] - 1
         if initial is not None:
-            checks.rank("initial_state", initial, "[N, V]")
+            checks.rank("initial_state", initial, state_layout)
             if tuple(initial.shape) != (sequences, channels):  # else the message would specialize a traced N
-                checks.shape("initial_state", initial, (sequences, channels), "[N, V]", f"{sequences} sequences and {because}")
+                said = f"{sequences} sequences and {because}"
+                checks.shape("initial_state", initial, (sequences, channels), state_layout, said)
             checks.dtype("initial_state", initial, (torch.float32,))
             checks.device("initial_state", initial, first.device)
 
@@ -129,6 +130,7 @@ class ScanFacts(NamedTuple):
         """Return the dispatch key of a call with these arguments, its first argument and ``others``, such as a weight."""
         grad = self.grad_enabled and checks.grad_wanted(first, *others, self.log_decay, self.gate, self.initial_state)
         flags = state_flags(self.cu_seqlens is not None, self.initial_state is not None, self.output_final_state)
+        flags += gate_flags(self.gate is not None)
         return Query(operation, str(first.device), first.dtype, fixed(*sizes, free=2), grad, flags)
 
 

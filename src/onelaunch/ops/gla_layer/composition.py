@@ -66,6 +66,8 @@ def decay_segments_of(sizes: LayerSizes) -> tuple[Segment, ...]:
 
 def convolved(values: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Return ``[B, T, H, C]`` after a short causal convolution, ``weight [H C, W]``, and SiLU, by PyTorch's functions."""
+    if values.shape[1] == 0:  # fewer inputs than taps, which conv1d refuses
+        return values * weight.sum()
     inputs = F.pad(values.flatten(2).transpose(1, 2), (weight.shape[1] - 1, 0))  # [B, H C, W - 1 + T]
     y = F.conv1d(inputs, weight[:, None], groups=weight.shape[0])
     return F.silu(y.transpose(1, 2)).unflatten(-1, values.shape[2:])

@@ -50,7 +50,7 @@ class GlaLayerCall(NamedTuple):
     def sizes(self) -> LayerSizes:
         """Sizes of the layer's parts."""
         *_, heads, keys, values = self.key.sizes
-        (rank,) = fixed(self.gk_weight.shape[1])
+        rank = None if self.gk_weight is None else fixed(self.gk_weight.shape[1])[0]
         return LayerSizes(heads, keys, values, rank, self.normalizer)
 
 
@@ -195,7 +195,7 @@ def _keys_beside_decays_per_head(in_proj_weight: Facts, heads: int, values: int)
     """Return the key channels of a head, from the rows left for q and k; raise :class:`ShapeError` if they do not fit."""
     layout = "[2 H K + 2 H V + H, D]"
     checks.rank("in_proj_weight", in_proj_weight, layout)
-    keys, rest = divmod(in_proj_weight.shape[0] - 2 * heads * values - heads, 2 * heads)
+    keys, rest = divmod(*fixed(in_proj_weight.shape[0] - 2 * heads * values - heads, 2 * heads))
     if rest or not SMALLEST_HEAD <= keys <= LARGEST_HEAD:
         want = f"{layout} of heads = {heads}, V = {values} and K from {SMALLEST_HEAD} to {LARGEST_HEAD}, as gk_weight is None"
         raise ShapeError("in_proj_weight", got=in_proj_weight.shape, want=want)

@@ -3,11 +3,13 @@
 Times are compared round by round. A criterion on times is *met* when the whole interval of the ratio lies on the right side of
 the bound and its median does so by more than the A/A noise of that shape. It is *missed* when the whole interval lies on the
 wrong side and the median does so by more than the noise. Everything else is *inconclusive*, with the reason: the interval
-contains the bound, or the noise is larger than the distance to it. A criterion that is not met is *infeasible* when meeting it
-would take a run below the roofline bound by more than the noise, given the measured time of the other side.
+contains the bound, or the noise is larger than the distance to it. A comparison of two times that is not met is *infeasible*
+when meeting it would take a run below the roofline bound by more than the noise, given the measured time of the other side. A
+criterion that arithmetic alone refutes is *infeasible* whatever was measured.
 
 A variant that is itself the fastest is compared with the fastest of the others. Bytes count as measured only if the hardware
 counted them. Memory, bytes and counts are exact numbers and are compared with the bound directly.
+Host times have no A/A run: their interval alone decides.
 
 Times at two shapes share no rounds: the ratio's interval covers everything that both intervals allow, and the larger noise of the
 two applies. A geometric mean over shapes is judged in the same way, with an interval and a noise as if every shape erred in the

@@ -43,12 +43,12 @@ from onelaunch.workbench.study.plan import bandwidth, guarantee, infeasibilities
 MOSTLY = 0.5
 """Fraction of a time above which a part of it counts as most of it."""
 
-FUSION = ("launches", "backward_launches", "fuses")
+FUSION = ("launches", "backward_launches", "fuses", "separates")
 """Tags that together are one factor: the way the steps are spread over launches."""
 
 NO_FACTORS = ("requires", "backward", "yardstick", "usual")
-"""Tags that do not describe how a variant computes; ``yardstick`` marks plain PyTorch, which sets the tolerance, and
-``usual`` the functions of a peer that its own layers call."""
+"""Tags that do not describe how a variant computes; ``yardstick`` marks the PyTorch baseline, which sets the
+tolerance, and ``usual`` the functions of a peer that its own layers call."""
 
 
 def concluded(result: Result) -> Result:

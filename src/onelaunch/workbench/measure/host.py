@@ -60,9 +60,7 @@ def host_time(operation: Operation[..., Any], request: Request, device: torch.de
         rounds = [[_timed(prepare, call, CALLS, device) for prepare, call in both] for _ in range(ROUNDS)]
     calls, products = ([1e-3 * each for found in side for each in found] for side in zip(*rounds, strict=True))
     medians = [[statistics.median(found) for found in side] for side in zip(*rounds, strict=True)]
-    return Beside(
-        microseconds=stats.estimate(calls), yardstick=stats.estimate(products), ratio=stats.ratio(medians[0], medians[1])
-    )
+    return Beside(microseconds=stats.estimate(calls), product=stats.estimate(products), ratio=stats.ratio(medians[0], medians[1]))
 
 
 def call_of(operation: Operation[..., Any], request: Request, inputs: Inputs, seed: int) -> tuple[Prepare, Call]:

@@ -206,7 +206,7 @@ def upcast(inputs: Inputs) -> Inputs:
 
 
 def pytorch_baseline(operation: Operation[..., Any]) -> Variant | None:
-    """Return the variant that is plain PyTorch: the one with the tag ``yardstick``, else the one named ``eager``, if any."""
+    """Return the PyTorch baseline: the variant with the tag ``yardstick``, else the one named ``eager``, if any."""
     tagged = (variant for variant in operation.variants.values() if variant.tags.get("yardstick"))
     return next(tagged, operation.variants.get("eager"))
 

@@ -1,9 +1,9 @@
 """Device functions that the Hopper kernels of gated linear attention share: coordinates, masks, splitting, exponentials.
 
-All of them are inlined into the Gluon kernels of this folder (hopper_chunk_state.py with hopper_prepare.py,
-hopper_segment_sum.py, hopper_gradients.py with hopper_pairs.py). They hold no barriers. A function that writes shared memory
-says so: the caller must then run ``fence_async_shared`` before WGMMA or TMA reads the tile, and must arrive at an mbarrier, or
-wait for a product, before other warps read it.
+All of them are inlined into the three Gluon kernels of this folder (hopper_chunk_state.py, hopper_segment_sum.py,
+hopper_gradients.py) and into their device functions (hopper_prepare.py, hopper_pairs.py, hopper_states.py). None has barriers.
+A function that writes shared memory says so: the caller must then run ``fence_async_shared`` before WGMMA or TMA reads the tile,
+and must arrive at an mbarrier, or wait for a product, before other warps read it.
 
 Heads that do not fill tiles are padded: K to 64, 128 or 256 channels, V to a multiple of 64 GROUPS. ``load_box`` fills what lies
 beyond a head with zeros. So log-decays of padding are 0, its decays 1, and what it adds to a state 0; ``store_box`` drops it.

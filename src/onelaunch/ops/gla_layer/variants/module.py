@@ -12,7 +12,9 @@ import threading
 import torch
 from torch import nn
 
+from onelaunch import dispatch
 from onelaunch.dispatch import AUTO
+from onelaunch.launch.imitation import imitated
 from onelaunch.operation import Query
 from onelaunch.ops.gla_layer.composition import Results
 from onelaunch.ops.gla_layer.contract import GlaLayerCall, LayerSizes, gla_layer
@@ -26,8 +28,12 @@ ONE_AT_A_TIME = threading.Lock()
 def module(call: GlaLayerCall) -> Results:
     """Call a layer of ``onelaunch.nn`` with the tensors of the call as its parameters.
 
-    It is ``GatedLinearAttention``, or ``SimpleGatedLinearAttention`` for one decay per head.
+    It is ``GatedLinearAttention``, or ``SimpleGatedLinearAttention`` for one decay per head. A first call is run once more for
+    its launches while it holds the lock (:mod:`onelaunch.launch.side_by_side`). That run calls the operation, which launches
+    the same kernels.
     """
+    if imitated():
+        return dispatch.run(gla_layer, call, AUTO)
     layer, places = module_of(call.x.shape[2], call.sizes, call.eps, filter_size(call))
     given = (call.in_proj_weight, call.gk_weight, call.gk_bias, call.norm_weight, call.w_out, *filters_of(call))
     tensors = [each for each in given if each is not None]

@@ -1,7 +1,7 @@
 """Variants of ``projections`` in plain PyTorch: they run on every device.
 
 Tags: ``fuses`` names the steps that share a kernel, and ``hands`` the products that go through device memory before their
-activation; ``cost.py`` reads them. ``yardstick`` marks the variant whose error sets the tolerance.
+activation; ``cost.py`` reads them. ``yardstick`` marks the PyTorch baseline, whose error sets the tolerance.
 """
 
 from __future__ import annotations

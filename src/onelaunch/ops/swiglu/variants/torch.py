@@ -5,7 +5,7 @@ applied to the product. :func:`multiply`, which multiplies float8 natively, is f
 reference.py.
 
 Tags: ``fuses`` names the steps that share a kernel, and ``hands`` the products that go through device memory; ``cost.py`` reads
-them. ``yardstick`` marks the variant whose error sets the tolerance.
+them. ``yardstick`` marks the PyTorch baseline, whose error sets the tolerance.
 """
 
 from __future__ import annotations
