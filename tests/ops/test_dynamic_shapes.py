@@ -21,12 +21,18 @@ CHUNKED = ("gla", "gla_layer", "GatedLinearAttention", "SimpleGatedLinearAttenti
 
 
 def slow_if_chunked(names: Iterable[str]) -> list[Any]:
-    """Return the names as parameters, of which those of :data:`CHUNKED` are marked as slow."""
-    return [pytest.param(name, marks=pytest.mark.slow) if name in CHUNKED else name for name in names]
+    """Return the names as parameters, of which those of :data:`CHUNKED` are marked as slow.
+
+    Layers compile the operation ``gla_layer``, so that their tests run with every configuration alone.
+    """
+    marks = {name: [pytest.mark.slow, pytest.mark.every][: 1 + (name in LAYERS)] for name in CHUNKED}
+    return [pytest.param(name, marks=marks.get(name, [])) for name in names]
 
 
 KERNELS = [
-    pytest.param(name, variant, id=f"{name}-{variant}", marks=pytest.mark.interpret)
+    pytest.param(
+        name, variant, id=f"{name}-{variant}", marks=[pytest.mark.interpret, *([] if name == "swiglu" else [pytest.mark.every])]
+    )
     for name, variant in (
         ("gated_scan", "fused"),
         ("gated_scan", "separate"),
@@ -42,6 +48,7 @@ KERNELS = [
         ("gla_layer", "packed"),
     )
 ]
+"""Interpreted kernels by operation and variant. One runs always, the others with every configuration: each takes seconds."""
 
 
 def draw(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
