@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+
 import pytest
 import torch
 
@@ -64,7 +66,8 @@ def test_the_module_keeps_no_tensor_of_a_call(options):
 @each_kind
 def test_a_run_for_the_launches_of_a_call_does_not_enter_the_module(options, monkeypatch):
     """It happens inside the call, which holds the lock, and whose tensors are in the module."""
-    monkeypatch.setattr("onelaunch.ops.gla_layer.variants.module.ONE_AT_A_TIME", None)  # to enter it would raise an error
+    variants = importlib.import_module("onelaunch.ops.gla_layer.variants.module")
+    monkeypatch.setattr(variants, "ONE_AT_A_TIME", None)  # to enter it would raise an error
     given = made(**options)
     with imitate():
         out, _ = GLA_LAYER.get("module")(GLA_LAYER.bind(**given))
