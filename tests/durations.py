@@ -51,6 +51,8 @@ class Durations:
         return report
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if not hasattr(report, "cpu"):  # xdist makes this report for a worker that crashed
+            return
         if report.extra:
             self.extra += report.cpu
         else:
