@@ -12,7 +12,7 @@ import torch
 from onelaunch import cuda, folders
 from onelaunch.launch import launch, side_by_side
 
-triton = pytest.importorskip("triton")
+triton = pytest.importorskip("triton", reason="the tests compile kernels of Triton")
 
 
 class Machine:

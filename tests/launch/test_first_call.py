@@ -20,7 +20,7 @@ from onelaunch.launch.operator import Operator
 from onelaunch.launch.side_by_side import Launching
 from tests.launch.first import Machine, machine, vectors  # noqa: F401 - a fixture
 
-triton = pytest.importorskip("triton")
+triton = pytest.importorskip("triton", reason="the tests compile kernels of Triton")
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="interpreted kernels are not compiled")
 

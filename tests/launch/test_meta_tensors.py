@@ -177,7 +177,7 @@ EXAMPLES = {
 @pytest.mark.parametrize("grad", [False, True])
 def test_a_call_on_meta_tensors_launches_the_kernels_of_the_call(name, grad):
     """The call itself runs on real tensors of the CPU, without its launches."""
-    pytest.importorskip("triton")
+    pytest.importorskip("triton", reason="the calls launch kernels of Triton")
     operation, variant, given = EXAMPLES[name]
     operation = find_operation(operation)
     variant, case = operation.get(variant), operation.case("bfloat16", **given)

@@ -14,7 +14,7 @@ from onelaunch.launch import triton_cache, workspace
 from tests.launch.first import forget_kernels, machine, vectors  # noqa: F401 - a fixture
 from tests.launch.test_first_call import NAMES, call
 
-triton = pytest.importorskip("triton")
+triton = pytest.importorskip("triton", reason="the tests compile kernels of Triton")
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="interpreted kernels are not compiled")
 

@@ -52,8 +52,8 @@ def test_signatures_are_those_of_fla_with_an_additional_variant(name):
 @each_function
 def test_stored_signatures_are_those_of_fla(name):
     """Compare with fla itself, where it is installed."""
-    pytest.importorskip("triton")
-    module = pytest.importorskip(MODULES[name])
+    pytest.importorskip("triton", reason="fla imports Triton")
+    module = pytest.importorskip(MODULES[name], reason="needs fla, which the tests do not install")
     assert written(list(inspect.signature(getattr(module, name)).parameters.values())) == SIGNATURES[name]
 
 

@@ -7,9 +7,10 @@ to be compiled, and lets it compile the other kernels of the call at the same ti
 from __future__ import annotations
 
 import threading
+from abc import ABC, abstractmethod
 
 
-class Running:
+class Running(ABC):
     """Context of one call. Nested calls are parts of the outermost one, and change nothing."""
 
     __slots__ = ("_entered",)
@@ -23,13 +24,13 @@ class Running:
         if self._entered:
             _STATE.call = None
 
+    @abstractmethod
     def compile_kernels(self, *, by_triton: bool) -> None:
         """Compile the kernels of the call that are not compiled yet. Problems are left to the launches that will meet them.
 
         Args:
             by_triton: Flag that Triton is about to compile a kernel, so that its driver is at work already.
         """
-        raise NotImplementedError
 
 
 class _State(threading.local):
