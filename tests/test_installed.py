@@ -17,12 +17,26 @@ from onelaunch.device.tools import find_ncu, package_installed
         ("torch", True),
         ("torch.nn", True),
         ("torch.no_such_module", False),
+        ("sys.path", False),  # sys is no package
         ("no_such_package", False),
         ("no_such_package.part", False),
     ],
 )
 def test_installed_and_missing_packages_are_told_apart(name, here):
     assert package_installed(name) is here
+
+
+def test_no_parent_package_is_imported(tmp_path, monkeypatch):
+    """This matters for ``fla.layers``: importing ``fla`` takes ten seconds, which a first call would wait for."""
+    (tmp_path / "slow_parent" / "part").mkdir(parents=True)
+    (tmp_path / "slow_parent" / "__init__.py").write_text("raise RuntimeError('imported')")
+    (tmp_path / "slow_parent" / "part" / "__init__.py").touch()
+    (tmp_path / "slow_parent" / "part" / "leaf.py").touch()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert package_installed("slow_parent.part")
+    assert package_installed("slow_parent.part.leaf")
+    assert not package_installed("slow_parent.part.leaf.twig")
+    assert "slow_parent" not in sys.modules
 
 
 def test_a_module_without_a_specification_is_not_installed(monkeypatch):

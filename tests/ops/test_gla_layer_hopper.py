@@ -116,6 +116,7 @@ def test_aliased_scratch_buffers_do_not_change_results(name, device, monkeypatch
     lend = launch_hopper.aliased_state_buffers
     monkeypatch.setattr(launch_hopper, "aliased_state_buffers", lambda call, into: lent.append(lend(call, into)) or lent[-1])
     found = gradients_of((by_kernels(given),), leaves)
+    lent = [buffers for buffers in lent if buffers is None or not buffers[0].is_meta]  # a first call records its launches on meta
     assert len(lent) == 1
     assert lent[0] is not None
     monkeypatch.setattr(launch_hopper, "aliased_state_buffers", lambda call, into: None)

@@ -142,6 +142,10 @@ class MatmulTiles:
     stages: int = 3
 
 
+BLOCKS_PER_SUM = 16
+"""Blocks of K that one sum of float32 operands adds up in :func:`matmul`: 16 blocks of 32, so 512 products."""
+
+
 def matmul_tiles(m: int, n: int, element_size: int) -> MatmulTiles:
     """Return tiles of 64 x 64, or of 128 x 128 for 16-bit results with a tile for every SM of an H200; not tuned further."""
     if element_size == 4:
@@ -157,7 +161,7 @@ def matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     Launch(
         matmul_kernel, (cdiv(m, tiles.m) * cdiv(n, tiles.n),),
         a, b, out, m, n, k, a.stride(0), a.stride(1), b.stride(0), b.stride(1),
-        BM=tiles.m, BN=tiles.n, BK=tiles.k, GROUP_M=tiles.group, num_warps=tiles.warps, num_stages=tiles.stages,
-        mma=products(a),
+        BM=tiles.m, BN=tiles.n, BK=tiles.k, GROUP_M=tiles.group, PART=BLOCKS_PER_SUM,
+        num_warps=tiles.warps, num_stages=tiles.stages, mma=products(a),
     ).run()  # fmt: skip
     return out
