@@ -14,7 +14,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from onelaunch.device.architectures import pretended
 from onelaunch.operation import find_operation
+from onelaunch.operation.examples import builds_for_case
 from onelaunch.workbench.measure import compiling
 from onelaunch.workbench.measure.compiling import CompileCall, call_once, calls_to_compile, compile_ahead, part_of_tuning
 from onelaunch.workbench.study import Shape, Study
@@ -51,6 +53,25 @@ def test_every_runnable_call_is_compiled():
     assert {(call.shape, call.direction) for call in made if call.variant == "eager"} == {
         (shape, direction) for shape in ("first", "second") for direction in ("forward", "forward_backward")
     }
+
+
+def test_the_kernels_of_all_probes_are_compiled_before_the_first_is_judged(monkeypatch):
+    pytest.importorskip("triton", reason="nothing is compiled without Triton")
+    compiled = {}
+    monkeypatch.setattr(compiling, "compile_builds", lambda builds, target, threads: compiled.setdefault(target.name, builds))
+    scan = find_operation("gated_scan")
+    gpu = torch.device(pretended("sm_90a"))
+    count = compiling.compile_probes([(scan, "fused"), (scan, "eager")], gpu)
+    wanted = {
+        build.key
+        for probe in scan.listed_probes()
+        if not probe.refused
+        for build in builds_for_case(probe.case, "sm_90a", ("forward", "forward_backward"), ["fused"])
+    }
+    assert {build.key for build in compiled["sm_90a"]} == wanted
+    assert count == len(wanted) > 10
+    assert compiling.compile_probes([(scan, "fused")], torch.device("cpu")) == 0
+    assert list(compiled) == ["sm_90a"]
 
 
 def test_each_process_compiles_some_of_the_tuned_configurations(monkeypatch):

@@ -6,6 +6,9 @@ that is wrong in a part of its calls, drawn from a seed.
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
+
 import pytest
 
 from onelaunch.operation import Probe
@@ -66,6 +69,18 @@ def test_variants_of_other_packages_meet_no_probes(probed):
 
     run(study(variants=("eager", "missing_package")), steps=steps(probe=probe))
     assert asked == ["eager"]
+
+
+def test_variants_that_are_compiled_for_each_set_of_sizes_meet_no_probes_and_are_adopted(probed, monkeypatch, tmp_path):
+    """Each probe would be compiled for many seconds. ``auto`` chooses a plug-in's variant at the measured sizes alone then."""
+    monkeypatch.setenv("ONELAUNCH_COMMIT", "abc")
+    variant = toy_sum.get("parallel")
+    monkeypatch.setattr(variant, "capabilities", replace(variant.capabilities, recompiles=True))
+    result = run(study())
+    assert list(result.probes) == ["eager"]
+    (row, *_) = json.loads(adopt([result], into=tmp_path / "tables").read_text())["rows"]
+    assert set(row["microseconds"]) == {"eager", "parallel"}
+    assert row["probes"] == ["eager"]
 
 
 def test_a_variant_that_ended_a_process_is_not_probed_again(probed, monkeypatch):

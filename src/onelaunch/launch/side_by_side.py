@@ -42,6 +42,9 @@ PATIENCE = 2.0
 _DONE: set[tuple[str, object]] = set()
 """Architectures and keys of the builds that were compiled here."""
 
+_TOLD = False
+"""Flag that the notice about long compilations was given. One in a process suffices: a study would give dozens."""
+
 _LOCK = threading.RLock()
 """Lock of :data:`_DONE`, held while kernels are compiled: a thread with the same first call waits, and finds them compiled.
 
@@ -80,8 +83,8 @@ class Launching(Running):
         if self._begun or _is_watched():
             return
         self._begun = True
-        jobs = _jobs()
-        if jobs < 2:
+        threads = jobs()
+        if threads < 2:
             return
         try:
             target = _target(by_triton=by_triton)
@@ -89,7 +92,7 @@ class Launching(Running):
         except Exception:  # noqa: BLE001 - any code of a variant may fail on tensors without memory; the launches go on without help
             return
         if len(builds) > 1:
-            compile_builds(builds, target, jobs)
+            compile_builds(builds, target, threads)
 
     def _builds(self, target: Architecture) -> list[Build]:
         """Return the distinct kernels that the call launches, its backward pass included if it takes gradients."""
@@ -106,8 +109,11 @@ class Launching(Running):
 def compile_builds(builds: Sequence[Build], target: Architecture, jobs: int) -> None:
     """Compile those builds for an architecture that were not compiled here before, and wait for them.
 
-    Problems are left to the launches. Builds that keep Triton from WGMMA are compiled apart from the others.
+    With fewer than two threads nothing is compiled. Problems are left to the launches. Builds that keep Triton from WGMMA are
+    compiled apart from the others. First calls and the probes of a study call this function.
     """
+    if jobs < 2:
+        return
     with _LOCK:
         missing = [each for each in builds if (target.name, each.key) not in _DONE]
         if len(missing) < 2:
@@ -123,7 +129,7 @@ def compile_builds(builds: Sequence[Build], target: Architecture, jobs: int) -> 
 
 
 class _Progress:
-    """Notice about kernels that are compiled, which is given once it takes long.
+    """Notice about kernels that are compiled, which is given once in a process, when it takes long.
 
     Args:
         total: Number of kernels.
@@ -132,13 +138,13 @@ class _Progress:
 
     def __init__(self, total: int, jobs: int) -> None:
         self._total, self._jobs = total, jobs
-        self._told = False
         self._at = time.monotonic() + PATIENCE
 
     def wait_for(self, futures: Sequence[Future[None]]) -> None:
         """Wait for all futures."""
-        if not self._told and wait(futures, timeout=max(self._at - time.monotonic(), 0.0)).not_done:
-            self._told = True
+        global _TOLD  # noqa: PLW0603
+        if not _TOLD and wait(futures, timeout=max(self._at - time.monotonic(), 0.0)).not_done:
+            _TOLD = True
             threads = min(self._jobs, self._total)
             notice = CompileNotice(
                 f"The first call of its kind compiles {self._total} kernels, on {threads} threads; later processes find them "
@@ -168,9 +174,11 @@ def _compile(build: Build, target: Architecture) -> None:
 
 
 def forget() -> None:
-    """Forget which builds were compiled."""
+    """Forget which builds were compiled, and that the notice was given."""
+    global _TOLD  # noqa: PLW0603
     with _LOCK:
         _DONE.clear()
+        _TOLD = False
 
 
 def _is_watched() -> bool:
@@ -180,7 +188,7 @@ def _is_watched() -> bool:
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
-def _jobs() -> int:
+def jobs() -> int:
     """Return the number of threads that compile: that of :data:`JOBS`, else the number of cores that this process may use."""
     with suppress(ValueError):
         return int(os.environ.get(JOBS, ""))

@@ -53,6 +53,11 @@ class Capabilities:
     """Flag that the first call runs Triton's autotuner."""
     compiles: bool = False
     """Flag that a call can be part of a function that ``torch.compile`` traces as a whole. A study examines it so too."""
+    recompiles: bool = False
+    """Flag that ``torch.compile`` makes its kernels anew for each set of sizes.
+
+    A study does not judge it on probes, since each would be compiled for many seconds and would tell nothing of other sizes.
+    """
     architectures: tuple[str, ...] | None = None
     """Architectures that its kernels are written for, such as ``("sm_90a",)``; ``None`` for all."""
     barriers: Callable[[Any], int] | None = None
@@ -109,12 +114,13 @@ _UNSELECTABLE = (
     "in_a_row",
     "own_tolerance",
     "prompt_steps",
+    "recompiles",
 )
 """Capabilities that studies cannot select by: functions, and facts that only ``auto`` or the verification uses."""
 
 _COUNTS = ("launches", "backward_launches")
 """Capabilities whose values are counts."""
-_FLAGS = ("backward", "by_name_only", "compiles", "experimental", "tunes")
+_FLAGS = ("backward", "by_name_only", "compiles", "experimental", "recompiles", "tunes")
 """Capabilities whose values are flags."""
 
 

@@ -41,8 +41,9 @@ def adopt(results: Sequence[Result], into: Path | None = None) -> Path:
     whole, whatever the order of the results; of two runs of one date the later one in ``results`` counts. Rows that the results
     did not measure stay unchanged.
 
-    A variant whose probes (edge cases of the operation) failed or were not run is left out of its rows. A result without any
-    probes is adopted all the same. An :class:`~onelaunch.errors.AdoptNotice` says either, and which times a replaced row loses.
+    A variant whose probes (edge cases of the operation) failed or were not run is left out of its rows, unless ``torch.compile``
+    makes its kernels anew for each set of sizes (capability ``recompiles``). A result without any probes is adopted all the same.
+    An :class:`~onelaunch.errors.AdoptNotice` says either, and which times a replaced row loses.
 
     Args:
         results: Results of one device, each of a finished run of committed code.
@@ -271,7 +272,8 @@ def _rows(result: Result) -> list[dict[str, Any]]:
 def _unproven(result: Result) -> set[str]:
     """Return the variants that may not be adopted because their probes failed or were not run, with a notice for each.
 
-    Results of older versions hold no probes, nor do those of operations without any. One notice says so, and all may be adopted.
+    Variants that are compiled anew for each set of sizes are not asked for probes. Results of older versions hold no probes, nor
+    do those of operations without any. One notice says so, and all may be adopted.
     """
     probes: Mapping[str, Any] = getattr(result, "probes", None) or {}
     if not probes:
@@ -283,7 +285,11 @@ def _unproven(result: Result) -> set[str]:
     found = set()
     study = result.study
     adoptable = [cell for cell in result.cells if _adoptable(result, cell) is not None]
-    for name in dict.fromkeys(study.label(study.operation_at(study.shape(cell.shape)).name, cell.variant) for cell in adoptable):
+    for operation, variant in dict.fromkeys((study.operation_at(study.shape(cell.shape)), cell.variant) for cell in adoptable):
+        known = operation.variants.get(variant)
+        if known is not None and known.capabilities.recompiles:  # its kernels at other sizes are other kernels
+            continue
+        name = study.label(operation.name, variant)
         report = probes.get(name)
         if report is not None and report.passed and not report.failed:
             continue

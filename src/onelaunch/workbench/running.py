@@ -21,7 +21,7 @@ from onelaunch.workbench.asked import cases_of, cases_to_count, measures_of_byte
 from onelaunch.workbench.cells import Key, bounded, by_arithmetic, cell_of, key_of, unreached
 from onelaunch.workbench.decide.decision import concluded
 from onelaunch.workbench.decide.measured import TakenMeasure, kept_as, taken_measures
-from onelaunch.workbench.measure.compiling import calls_to_compile, compile_ahead
+from onelaunch.workbench.measure.compiling import calls_to_compile, compile_ahead, compile_probes
 from onelaunch.workbench.measure.count import Request, count_all
 from onelaunch.workbench.measure.outcomes import Interrupted, Measurements
 from onelaunch.workbench.measure.timing import measure, new_seed
@@ -232,11 +232,15 @@ class Run:
         """Judge the variants on the probes of their operation, each at its turn before anything is measured.
 
         Variants of other projects' packages are left out: ``auto`` never chooses them, and some tune for minutes at each size.
+        So are those that ``torch.compile`` compiles anew for each size. The kernels of the others are compiled side by side.
         """
         # Reversed, so that each variant keeps its first case.
         first = {self._label(cell): cell for cell in reversed(self.plan.cells) if not cell.control and cell.status is None}
         asked = [(label, planned) for label, planned in first.items() if self._has_probes(planned)]
         judge = Judge(ORACLE_BYTES.get(self.device.type, 1 << 30))
+        if waiting := [planned for label, planned in asked if label not in self.probes]:
+            self._report(waiting[0].shape.name, waiting[0].direction, "compile", 0, len(waiting))
+            compile_probes([(self.study.operation_at(each.shape), each.variant) for each in waiting], self.device)
         for done, (label, planned) in enumerate(asked):
             if label in self.probes:
                 continue
@@ -254,8 +258,10 @@ class Run:
     def _has_probes(self, planned: PlannedCell) -> bool:
         """Return whether a variant is judged on probes. The variants that ``auto`` chooses have been, in their own tests."""
         operation = self.study.operation_at(planned.shape)
-        own = planned.variant != AUTO and operation.get(planned.variant).capabilities.requires is None
-        return own and bool(operation.listed_probes())
+        if planned.variant == AUTO or not operation.listed_probes():
+            return False
+        facts = operation.get(planned.variant).capabilities
+        return facts.requires is None and not facts.recompiles
 
     def measure(self, shape: Shape, direction: Direction) -> None:
         """Verify, time and count all variants and controls of one case."""

@@ -3,7 +3,7 @@
 Triton, NVRTC and torch.compile cache compiled code on disk, where the measuring process finds it. The results of autotuning are
 not reused, because several processes share the device and disturb each other's times. But the configurations that an autotuner
 would try can be compiled: each process compiles a part of them. ``running.py`` calls :func:`compile_ahead` with the calls of
-:func:`calls_to_compile`.
+:func:`calls_to_compile`, and :func:`compile_probes`, which needs no processes, before variants are judged on probes.
 """
 
 from __future__ import annotations
@@ -18,8 +18,12 @@ from typing import Any, NamedTuple
 
 import torch
 
+from onelaunch.device.architectures import architecture_of
 from onelaunch.device.tools import package_installed
-from onelaunch.operation import Direction
+from onelaunch.launch.build import Build
+from onelaunch.launch.side_by_side import compile_builds, jobs
+from onelaunch.operation import Direction, Operation
+from onelaunch.operation.examples import builds_for_case
 from onelaunch.wording import in_a_line
 from onelaunch.workbench.study import Study
 from onelaunch.workbench.study.plan import PlannedCell
@@ -80,6 +84,34 @@ def compile_ahead(
     finally:
         pool.shutdown(wait=False, cancel_futures=True)  # so that Ctrl-C need not wait for a compiler
     return failed
+
+
+def compile_probes(asked: Iterable[tuple[Operation[..., Any], str]], device: torch.device) -> int:
+    """Compile the kernels that the probes of operations need on a GPU, on threads, into the caches of Triton and of NVRTC.
+
+    Each probe has another dtype, other flags or sizes that divide otherwise, so that one variant has dozens of kernels. What is
+    not foreseen, such as kernels for a probe with transposed tensors, is compiled when the probe is judged.
+
+    Args:
+        asked: Operations, each with the name of a variant.
+        device: Device on which the probes will run. Nothing is compiled for a CPU.
+
+    Returns:
+        The number of distinct kernels that were asked for.
+    """
+    target = architecture_of(device) if device.type == "cuda" else None
+    if target is None or not package_installed("triton"):
+        return 0
+    found: dict[object, Build] = {}
+    for operation, name in asked:
+        for probe in operation.listed_probes():
+            if probe.refused:
+                continue
+            with contextlib.suppress(Exception):  # any code of a variant may fail on tensors without memory
+                for build in builds_for_case(probe.case, target.name, ("forward", "forward_backward"), [name]):
+                    found.setdefault(build.key, build)
+    compile_builds(list(found.values()), target, jobs())
+    return len(found)
 
 
 @contextlib.contextmanager

@@ -46,7 +46,9 @@ def captured(call: DecodeCall) -> Results:
     return call.results(_replay(call, layer_step, head_step))
 
 
-@decode_step.variant("compiled", launches=None, fuses=("norms", "rotation", "gate"), maker="pytorch", backward=False)
+@decode_step.variant(
+    "compiled", launches=None, recompiles=True, fuses=("norms", "rotation", "gate"), maker="pytorch", backward=False
+)
 def compiled(call: DecodeCall) -> Results:
     """Compile a layer with torch.compile, over a window of the cache; on a GPU all layers are replayed as one CUDA graph."""
     return call.results(_replay(call, compile_static(layer_step), compile_static(head_step)))

@@ -48,7 +48,7 @@ def chunked(call: ScanCall) -> Results:
     return chunked_scan_and_gate(call.v, call.log_decay, call.gate, call.initial_state, call.cu_seqlens)
 
 
-@gated_scan.variant("compiled", launches=None, fuses=("scan", "gate"))
+@gated_scan.variant("compiled", launches=None, recompiles=True, fuses=("scan", "gate"))
 def compiled(call: ScanCall) -> Results:
     """Run the chunked form, compiled by torch.compile."""
     function = compile_static(chunked_scan_and_gate)

@@ -36,7 +36,7 @@ def chunked(call: GlaCall) -> Results:
     return chunkwise.gla(call.q, call.k, call.v, call.g, call.gv, call.initial_state, call.cu_seqlens, call.scale)
 
 
-@gla.variant("compiled", launches=None, fuses=(), chunk=chunkwise.CHUNK, hands=("states", "scores", "repeated"))
+@gla.variant("compiled", launches=None, recompiles=True, fuses=(), chunk=chunkwise.CHUNK, hands=("states", "scores", "repeated"))
 def compiled(call: GlaCall) -> Results:
     """Compute by ``torch.compile`` of the chunked form."""
     function = compile_static(chunkwise.attend)

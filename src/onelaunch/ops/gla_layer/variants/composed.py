@@ -65,7 +65,7 @@ def unfused(call: GlaLayerCall) -> Results:
     return run(call, EAGER)
 
 
-@gla_layer.variant("compiled", launches=None, fuses=(), parts=EAGER)
+@gla_layer.variant("compiled", launches=None, recompiles=True, fuses=(), parts=EAGER)
 def compiled(call: GlaLayerCall) -> Results:
     """Run the unfused layer, compiled by torch.compile in one graph that has the recurrence as an operator."""
     if torch.compiler.is_compiling():

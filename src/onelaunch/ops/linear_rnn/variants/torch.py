@@ -20,7 +20,7 @@ def chunked(call: LinearRNNCall) -> scan.Results:
     return scan.chunked(call.scan_call(call.project()))
 
 
-@linear_rnn.variant("compiled", launches=None, fuses=("scan", "gate"))
+@linear_rnn.variant("compiled", launches=None, recompiles=True, fuses=("scan", "gate"))
 def compiled(call: LinearRNNCall) -> scan.Results:
     """Run the projection and the chunked scan, compiled together by torch.compile."""
     function = scan.compile_static(_project_scan_and_gate)

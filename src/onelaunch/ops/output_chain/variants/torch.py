@@ -23,7 +23,7 @@ def unfused(call: OutputChainCall) -> Results:
     return _chain(call.h, call.gate, call.norm_weight, call.w_out, call.bias, call.activated, call.eps)
 
 
-@output_chain.variant("compiled", launches=None, fuses=("norm", "gate"), hands=("a",), maker="pytorch")
+@output_chain.variant("compiled", launches=None, recompiles=True, fuses=("norm", "gate"), hands=("a",), maker="pytorch")
 def compiled(call: OutputChainCall) -> Results:
     """Run the unfused chain, compiled by torch.compile."""
     if torch.compiler.is_compiling():  # the caller's torch.compile compiles the chain with the rest

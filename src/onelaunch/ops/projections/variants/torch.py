@@ -55,7 +55,7 @@ def wide(call: ProjectionsCall) -> tuple[torch.Tensor, ...]:
     return tuple([activate(z, span.segment, call.eps) for z, span in zip(biased, call.layout.spans, strict=True)])
 
 
-@projections.variant("compiled", launches=None, fuses=(), hands=("activated",), maker="pytorch")
+@projections.variant("compiled", launches=None, recompiles=True, fuses=(), hands=("activated",), maker="pytorch")
 def compiled(call: ProjectionsCall) -> tuple[torch.Tensor, ...]:
     """Run the unfused chain, compiled by ``torch.compile``."""
     if torch.compiler.is_compiling():  # the caller's torch.compile compiles the chain with the rest

@@ -68,7 +68,7 @@ def eager(call: SwigluCall) -> tuple[torch.Tensor]:
     return _gated(call.x, call.w_gate, call.w_up, call.dtype)
 
 
-@swiglu.variant("compiled", launches=None, fuses=("gate",), hands=("gate", "up"), maker="pytorch")
+@swiglu.variant("compiled", launches=None, recompiles=True, fuses=("gate",), hands=("gate", "up"), maker="pytorch")
 def compiled(call: SwigluCall) -> tuple[torch.Tensor]:
     """Run ``eager`` compiled by ``torch.compile``."""
     return compile_static(_gated)(call.x, call.w_gate, call.w_up, call.dtype)
