@@ -24,6 +24,8 @@ from onelaunch.workbench.study.plan import plan_study
 from tests.workbench import toy
 from tests.workbench.test_run import SLOW_LIGHT, quick, run, steps
 
+BOTH = ("forward", "forward_backward")
+
 __all__ = ["quick"]  # an automatic fixture: an empty working directory, short samples, no warm-up
 
 
@@ -61,16 +63,16 @@ def test_the_kernels_of_all_probes_are_compiled_before_the_first_is_judged(monke
     monkeypatch.setattr(compiling, "compile_builds", lambda builds, target, threads: compiled.setdefault(target.name, builds))
     scan = find_operation("gated_scan")
     gpu = torch.device(pretended("sm_90a"))
-    count = compiling.compile_probes([(scan, "fused"), (scan, "eager")], gpu)
+    count = compiling.compile_probes([(scan, "fused", BOTH), (scan, "eager", BOTH)], gpu)
     wanted = {
         build.key
         for probe in scan.listed_probes()
         if not probe.refused
-        for build in builds_for_case(probe.case, "sm_90a", ("forward", "forward_backward"), ["fused"])
+        for build in builds_for_case(probe.case, "sm_90a", BOTH, ["fused"])
     }
     assert {build.key for build in compiled["sm_90a"]} == wanted
     assert count == len(wanted) > 10
-    assert compiling.compile_probes([(scan, "fused")], torch.device("cpu")) == 0
+    assert compiling.compile_probes([(scan, "fused", BOTH)], torch.device("cpu")) == 0
     assert list(compiled) == ["sm_90a"]
 
 

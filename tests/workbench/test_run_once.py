@@ -60,10 +60,45 @@ def test_a_run_stores_the_outcomes_of_probes(probed):
     assert {name: report.met for name, report in result.probes.items()} == {"eager": True, "parallel": True}
 
 
+def test_probes_are_judged_in_the_directions_that_are_measured(probed):
+    asked = []
+
+    def probe(judge, operation, name, device, directions):
+        asked.append((name, *directions))
+        return ProbeReport(passed=1)
+
+    run(study(directions=("forward", "forward_backward")), steps=steps(probe=probe))
+    run(study(directions=("forward", "forward_backward")), steps=steps(probe=probe), quick=True, force=True)
+    run(study(directions=("forward",)), steps=steps(probe=probe), force=True)
+    both = [(name, "forward", "forward_backward") for name in ("eager", "parallel")]
+    assert sorted(asked[:2]) == both
+    assert sorted(asked[2:]) == sorted([(name, "forward") for name in ("eager", "parallel")] * 2)
+
+
+def test_a_run_asks_the_probes_again_in_directions_that_a_quick_run_left_out(probed, monkeypatch):
+    from onelaunch.workbench.running import Run
+
+    asked = []
+
+    def probe(judge, operation, name, device, directions):
+        asked.append((name, *directions))
+        return ProbeReport(passed=1, directions=directions)
+
+    def after_a_quick_run(self):
+        self.probes = {"eager": ProbeReport(passed=1, directions=("forward",)), "parallel": ProbeReport(passed=1)}
+        real(self)
+
+    real = Run.probe_variants
+    monkeypatch.setattr(Run, "probe_variants", after_a_quick_run)
+    result = run(study(directions=("forward", "forward_backward")), steps=steps(probe=probe))
+    assert asked == [("eager", "forward", "forward_backward")]
+    assert result.probes["eager"].directions == ("forward", "forward_backward")
+
+
 def test_variants_of_other_packages_meet_no_probes(probed):
     asked = []
 
-    def probe(judge, operation, name, device):
+    def probe(judge, operation, name, device, directions):
         asked.append(name)
         return ProbeReport(passed=1)
 
@@ -100,7 +135,7 @@ def test_a_variant_that_ended_a_process_is_not_probed_again(probed, monkeypatch)
 
 
 def test_a_variant_that_fails_its_probes_is_not_adopted(probed, monkeypatch, tmp_path):
-    def probe(judge, operation, name, device):
+    def probe(judge, operation, name, device, directions):
         return ProbeReport(passed=1, failed=("one step, forward: It is wrong.",) if name == "parallel" else ())
 
     monkeypatch.setenv("ONELAUNCH_COMMIT", "abc")

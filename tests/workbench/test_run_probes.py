@@ -98,8 +98,8 @@ def test_a_variant_that_is_right_where_its_author_checked_it_fails_the_probes(ca
 def run_of_careless(careless, tmp_path_factory):
     """Run the study of ``careless`` once for all tests, with probes of ``careless`` alone, and return its result."""
 
-    def probe(judge, operation, name, device):
-        return run_probes(judge, operation, name, device) if name == careless else ProbeReport(passed=1)
+    def probe(judge, operation, name, device, directions):
+        return run_probes(judge, operation, name, device, directions) if name == careless else ProbeReport(passed=1)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path_factory.mktemp("careless"))

@@ -237,12 +237,15 @@ class Run:
         # Reversed, so that each variant keeps its first case.
         first = {self._label(cell): cell for cell in reversed(self.plan.cells) if not cell.control and cell.status is None}
         asked = [(label, planned) for label, planned in first.items() if self._has_probes(planned)]
-        judge = Judge(ORACLE_BYTES.get(self.device.type, 1 << 30))
-        if waiting := [planned for label, planned in asked if label not in self.probes]:
+        # A result that changes after its call is found when the variant is verified, so no probe waits for that.
+        judge = Judge(ORACLE_BYTES.get(self.device.type, 1 << 30), settle_seconds=0.0)
+        if waiting := [planned for _, planned in asked if not self._is_probed(planned)]:
             self._report(waiting[0].shape.name, waiting[0].direction, "compile", 0, len(waiting))
-            compile_probes([(self.study.operation_at(each.shape), each.variant) for each in waiting], self.device)
+            compile_probes(
+                [(self.study.operation_at(each.shape), each.variant, self._directions(each)) for each in waiting], self.device
+            )
         for done, (label, planned) in enumerate(asked):
-            if label in self.probes:
+            if self._is_probed(planned):
                 continue
             shape, direction, name, _ = key_of(planned)
             here = {each.shape.name for each in self.plan.cells if self._label(each) == label}
@@ -252,8 +255,19 @@ class Run:
                 continue
             self._report(shape, direction, "probe", done, len(asked))
             self.on_turn(shape, direction, name, control=False, step="probed")
-            self.probes[label] = self.steps.probe(judge, self.study.operation_at(planned.shape), name, self.device)
+            self.probes[label] = self.steps.probe(
+                judge, self.study.operation_at(planned.shape), name, self.device, self._directions(planned)
+            )
             self.on_turn(shape, direction, None, control=False, step="")
+
+    def _is_probed(self, planned: PlannedCell) -> bool:
+        """Return whether the report of a variant, perhaps of an interrupted quick run, covers the directions of this run."""
+        report = self.probes.get(self._label(planned))
+        return report is not None and set(self._directions(planned)) <= set(report.directions)
+
+    def _directions(self, planned: PlannedCell) -> tuple[Direction, ...]:
+        """Return the directions in which a planned variant is measured anywhere."""
+        return tuple(dict.fromkeys(each.direction for each in self.plan.cells if self._label(each) == self._label(planned)))
 
     def _has_probes(self, planned: PlannedCell) -> bool:
         """Return whether a variant is judged on probes. The variants that ``auto`` chooses have been, in their own tests."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import multiprocessing
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from typing import Any, NamedTuple
@@ -86,14 +86,14 @@ def compile_ahead(
     return failed
 
 
-def compile_probes(asked: Iterable[tuple[Operation[..., Any], str]], device: torch.device) -> int:
+def compile_probes(asked: Iterable[tuple[Operation[..., Any], str, Sequence[Direction]]], device: torch.device) -> int:
     """Compile the kernels that the probes of operations need on a GPU, on threads, into the caches of Triton and of NVRTC.
 
     Each probe has another dtype, other flags or sizes that divide otherwise, so that one variant has dozens of kernels. What is
     not foreseen, such as kernels for a probe with transposed tensors, is compiled when the probe is judged.
 
     Args:
-        asked: Operations, each with the name of a variant.
+        asked: Operations, each with the name of a variant and the directions in which it will be judged.
         device: Device on which the probes will run. Nothing is compiled for a CPU.
 
     Returns:
@@ -103,12 +103,12 @@ def compile_probes(asked: Iterable[tuple[Operation[..., Any], str]], device: tor
     if target is None or not package_installed("triton"):
         return 0
     found: dict[object, Build] = {}
-    for operation, name in asked:
+    for operation, name, directions in asked:
         for probe in operation.listed_probes():
             if probe.refused:
                 continue
             with contextlib.suppress(Exception):  # any code of a variant may fail on tensors without memory
-                for build in builds_for_case(probe.case, target.name, ("forward", "forward_backward"), [name]):
+                for build in builds_for_case(probe.case, target.name, directions, [name]):
                     found.setdefault(build.key, build)
     compile_builds(list(found.values()), target, jobs())
     return len(found)

@@ -133,8 +133,10 @@ class Verdict(Grown, Stored):
         return f"correct; {worst.name} is nearest to its limit, {worst.error:.1e} of {worst.allowed:.1e}" if worst else "correct"
 
 
-class ProbeReport(Stored):
-    """Outcome of judging a variant on the probes of its operation (edge cases), each in every direction that it has."""
+class ProbeReport(Grown, Stored):
+    """Outcome of judging a variant on the probes of its operation (edge cases), each in the directions that were measured."""
+
+    LATER = ("directions",)
 
     passed: Count
     """Number of calls that were judged correct."""
@@ -142,6 +144,8 @@ class ProbeReport(Stored):
     """Number of calls that the variant or the contract refused with a reason."""
     failed: tuple[Words, ...] = ()
     """One sentence for each call that was wrong or raised an error; it begins with the name of the probe."""
+    directions: tuple[Direction, ...] = ("forward", "forward_backward")
+    """Directions that were asked for. Older results, which do not say so, asked for both."""
 
     @property
     def met(self) -> bool:

@@ -70,7 +70,9 @@ class _Taken:
     copies: OutputTensors
 
 
-def examine(candidate: Candidate, reference: Reference, stale: Inputs, device: torch.device) -> Findings:
+def examine(
+    candidate: Candidate, reference: Reference, stale: Inputs, device: torch.device, settle_seconds: float | None = None
+) -> Findings:
     """Call a candidate as a model does, and return the errors of one call and every problem found, in sentences.
 
     Args:
@@ -78,6 +80,7 @@ def examine(candidate: Candidate, reference: Reference, stale: Inputs, device: t
         reference: Reference outputs of the case, with the inputs to judge.
         stale: Inputs of other contents. They stay as they are.
         device: Device of the inputs.
+        settle_seconds: Seconds for which the results must not change after the last call; by default :data:`SETTLE_SECONDS`.
     """
     found = Findings()
     context, finish = own_stream(device)
@@ -114,7 +117,7 @@ def examine(candidate: Candidate, reference: Reference, stale: Inputs, device: t
             true = replace(reference.inputs, arguments={**reference.inputs.arguments, **bundles_of(live)})
             check_slices(candidate, reference, slices(true), found, finish)
             _check_some_gradients(candidate, reference, live, found, finish)
-        _settle(device)
+        _settle(device, SETTLE_SECONDS if settle_seconds is None else settle_seconds)
         found.add(changed_inputs(live, reference.inputs))
         if not shared and any(_changed_later(each.outputs, each.copies, live) for each in held):
             found.add(["Its results changed after the call: it computes in another thread or on another stream."])
@@ -260,9 +263,9 @@ def own_stream(device: torch.device) -> tuple[AbstractContextManager[Any], Calla
     return torch.cuda.stream(stream), stream.synchronize
 
 
-def _settle(device: torch.device) -> None:
+def _settle(device: torch.device, seconds: float) -> None:
     """Give work in other threads and on other streams the time to overwrite the outputs and the inputs."""
-    time.sleep(SETTLE_SECONDS)
+    time.sleep(seconds)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 

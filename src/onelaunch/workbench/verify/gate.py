@@ -33,10 +33,13 @@ class Judge:
     Args:
         keep_bytes: Most bytes that cached references may take. The least recently used are dropped first. The three used last
             always stay, as many as a case with its controls may need at a time.
+        settle_seconds: Seconds for which the results of a candidate must not change after its last call; by default those of
+            :func:`~onelaunch.workbench.verify.examine.examine`.
     """
 
-    def __init__(self, keep_bytes: int = 1 << 30) -> None:
+    def __init__(self, keep_bytes: int = 1 << 30, settle_seconds: float | None = None) -> None:
         self._keep_bytes = keep_bytes
+        self._settle_seconds = settle_seconds
         self._references: OrderedDict[tuple[Any, ...], Reference] = OrderedDict()
 
     def reference(
@@ -125,7 +128,7 @@ class Judge:
             reference = self.reference(operation, case, device=device, direction=direction, seed=seed, control=control)
             stale = make_inputs(operation, case, device, seed + STALE_SEED, direction)
             with unchanged_switches() as switched:
-                found = _examined(candidate, reference.within(tolerance), stale, device)
+                found = _examined(candidate, reference.within(tolerance), stale, device, self._settle_seconds)
             for component in found.components:
                 known = components.get(component.name)
                 if known is None or component.error / component.allowed > known.error / known.allowed:
@@ -157,10 +160,12 @@ def with_own_tolerance(judged: Callable[[float | None], Verdict], tolerance: flo
     return verdict.model_copy(update={"own_tolerance": tolerance})
 
 
-def _examined(candidate: Candidate, reference: Reference, stale: Inputs, device: torch.device) -> Findings:
+def _examined(
+    candidate: Candidate, reference: Reference, stale: Inputs, device: torch.device, settle_seconds: float | None
+) -> Findings:
     """Return what :func:`examine` finds, or the problem with a result that a call itself found to be wrong."""
     try:
-        return examine(candidate, reference, stale, device)
+        return examine(candidate, reference, stale, device, settle_seconds)
     except VariantResultError as error:
         return Findings(problems=[str(error)])
 

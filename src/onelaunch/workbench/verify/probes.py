@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -24,7 +25,13 @@ SEED = 0
 """Seed of the inputs of every probe."""
 
 
-def run_probes(judge: Judge, operation: Operation[..., Any], variant: str, device: torch.device | str = "cpu") -> ProbeReport:
+def run_probes(
+    judge: Judge,
+    operation: Operation[..., Any],
+    variant: str,
+    device: torch.device | str = "cpu",
+    directions: Sequence[Direction] = ("forward", "forward_backward"),
+) -> ProbeReport:
     """Judge a variant on every probe of its operation, forward and, if an input takes gradients, forward and backward.
 
     Nothing that the variant raises ends the run, except KeyboardInterrupt.
@@ -34,6 +41,8 @@ def run_probes(judge: Judge, operation: Operation[..., Any], variant: str, devic
         operation: Operation with the probes.
         variant: Name of the variant.
         device: Device to run on.
+        directions: Directions to judge. A study asks for those that it measures. A probe without differentiable inputs is judged
+            forward in any case.
 
     Returns:
         The number of calls that passed, the number of calls that the variant or the contract refused, and a sentence for each
@@ -45,7 +54,7 @@ def run_probes(judge: Judge, operation: Operation[..., Any], variant: str, devic
     operation.get(variant)
     device, passed, refused, failed = torch.device(device), 0, 0, []
     for probe in operation.listed_probes():
-        for direction in _directions(operation, probe, device):
+        for direction in _directions(operation, probe, device, directions):
             problem = _refusal(operation, probe, variant, device) if probe.refused else None
             if not probe.refused:
                 problem = _outcome(judge, Prepared(operation, probe), probe.case, variant, device, direction)
@@ -55,7 +64,7 @@ def run_probes(judge: Judge, operation: Operation[..., Any], variant: str, devic
                 refused += 1
             else:
                 failed.append(f"{probe}, {direction.replace('_', ' and ')}: {problem}")
-    return ProbeReport(passed=passed, refused=refused, failed=tuple(failed))
+    return ProbeReport(passed=passed, refused=refused, failed=tuple(failed), directions=tuple(directions))
 
 
 class Prepared(Operation[..., Any]):
@@ -76,12 +85,13 @@ class Prepared(Operation[..., Any]):
         return reading if self._probe.prepare is None else replace(reading, arguments=self._probe.prepare(reading.arguments))
 
 
-def _directions(operation: Operation[..., Any], probe: Probe, device: torch.device) -> tuple[Direction, ...]:
+def _directions(
+    operation: Operation[..., Any], probe: Probe, device: torch.device, asked: Sequence[Direction]
+) -> Sequence[Direction]:
     """Return the directions in which a probe is judged: with gradients only if an input takes any."""
-    if probe.refused:
+    if probe.refused or not operation.make_inputs(probe.case, device, SEED).differentiable:
         return ("forward",)
-    differentiable = operation.make_inputs(probe.case, device, SEED).differentiable
-    return ("forward", "forward_backward") if differentiable else ("forward",)
+    return asked
 
 
 def _outcome(
