@@ -1,8 +1,8 @@
 # All targets use the environment .venv, which the first one creates. `make` without a target lists the targets.
 PYTHON ?= python3
 WORKERS ?= 2
-# one: one configuration of each kernel for sm_90a; two: for sm_90a and sm_80; all: for every architecture; every: every configuration for
-# every architecture, and the tests marked `every`, which take a quarter of an hour.
+# one: one configuration of each kernel for sm_90a; two: for sm_90a and sm_80; all: for every architecture, and the tests marked
+# `thorough`; every: every configuration for every architecture, and the tests marked `every`, which take a quarter of an hour.
 ARCHITECTURES ?= two
 # Limits on the CPU seconds of all tests of a pass together; empty for no limit.
 BUDGET ?=
@@ -28,7 +28,7 @@ test quick: export PYTHONDONTWRITEBYTECODE =
 test: $(VENV)/.developer ## run the test suite: once with kernels compiled, once with kernels interpreted; durations go to build/
 	$(PYTEST) -m "not interpret" --architectures=$(ARCHITECTURES) --durations-table=build/durations.txt \
 		$(if $(BUDGET),--cpu-budget=$(BUDGET))
-	TRITON_INTERPRET=1 $(PYTEST) -m interpret --durations-table=build/durations-interpreted.txt \
+	TRITON_INTERPRET=1 $(PYTEST) -m interpret --architectures=$(ARCHITECTURES) --durations-table=build/durations-interpreted.txt \
 		$(if $(BUDGET_INTERPRETED),--cpu-budget=$(BUDGET_INTERPRETED))
 
 quick: $(VENV)/.developer ## run the tests that are not slow, in a few minutes: kernels compiled for sm_90a only, none interpreted

@@ -76,6 +76,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("interpret") and not says_interpret(item.path):
             raise pytest.UsageError(f"{item.path} has tests of interpreted kernels, but does not say {INTERPRET}")
+        if item.get_closest_marker("interpret") and _is_of_ablation(item):
+            item.add_marker(pytest.mark.thorough)
         if reason := _why_skip(item):
             item.add_marker(pytest.mark.skip(reason=reason))
 
@@ -88,6 +90,21 @@ INTERPRET = "pytest.mark.interpret"
 def says_interpret(path: Path) -> bool:
     """Return whether a file's source holds :data:`INTERPRET`. Reading it is fast, where importing it takes seconds."""
     return INTERPRET in path.read_text(encoding="utf-8")
+
+
+def _is_of_ablation(item: pytest.Item) -> bool:
+    """Return whether a parameter of a test is the name of an ablation's variant, which ``auto`` never chooses."""
+    given = getattr(item, "callspec", None)
+    return given is not None and any(isinstance(value, str) and value in _ablations() for value in given.params.values())
+
+
+@functools.cache
+def _ablations() -> frozenset[str]:
+    """Return the names of the variants that ``onelaunch.ablations`` registers."""
+    found = [operation.find_operation(name) for name in ("gla", "linear_rnn")]
+    return frozenset(
+        variant.name for each in found for variant in each.variants.values() if variant.run.__module__.startswith("onelaunch.ablations.")
+    )
 
 
 class Frozen:
@@ -126,6 +143,8 @@ def _why_skip(item: pytest.Item) -> str | None:
         return "set TRITON_INTERPRET=1 to run kernels through Triton's interpreter"
     if INTERPRETED and not interpret:
         return "TRITON_INTERPRET=1 is set: only tests of interpreted kernels run"
+    if item.get_closest_marker("thorough") and item.config.getoption("architectures") not in ("all", "every"):
+        return "runs in `make check`"
     if item.get_closest_marker("every") and item.config.getoption("architectures") != "every":
         return "runs with --architectures=every"
     if item.get_closest_marker("gpu") and not torch.cuda.is_available():
