@@ -198,10 +198,12 @@ def aliased_state_buffers(call: Attention, into: Into | None) -> tuple[torch.Ten
     Gradients of states lie in the same way in a matrix of their own, whose first half dg replaces.
 
     The result is ``None`` unless dq and dk are neighbours in memory, all chunks are whole, nothing is packed, V is 128 and K 64
-    or 128, there is a decay per channel, and no heads are shared.
+    or 128, there is a 16-bit log-decay per channel, and no heads are shared.
     """
     batch, length, heads, keys, values = call.sizes
     if into is None or call.scalar or call.heads.grouped or call.sequences.offsets is not None or length % CHUNK:
+        return None
+    if has_wide_decays(call):
         return None
     width, gap = heads * keys, address(into.k) - address(into.q)
     if values != 2 * CHUNK or keys not in (PANEL, 2 * PANEL) or gap != width * into.q.element_size():
@@ -227,8 +229,8 @@ def state_pass(
         out: ``[B, T, H, V]`` with the heads of the output: o, or with ``reverse`` dv, or float32 parts of dv where heads share
             values; ``None`` for states alone.
         states: Empty; one tensor of :func:`empty_states`, forwards with the heads of the states and with ``reverse`` with those
-            of the output; two of them, the second for the rounding errors of the first as second
-            16-bit terms; or one matrix of :func:`aliased_state_buffers`.
+            of the output; two of them, the second for the rounding errors of the first as second 16-bit terms;
+            or one matrix of :func:`aliased_state_buffers`.
         initial: State from which each sequence starts, ``[N, heads of states, K, V]`` float32: the initial state, or with
             ``reverse`` the gradient of the final one. ``None`` for zeros.
         final: Memory for the state at the end of the pass, float32: the final state ``[N, heads of states, K, V]``, or with
@@ -243,7 +245,7 @@ def state_pass(
     # States alone are computed once for all heads of the output that share them. With outputs a CTA works for one head of these.
     heads = states_heads if out is None else most
     sequences, offsets = call.sequence_count, call.sequences.offsets
-    wide = not call.scalar and call.g.dtype is torch.float32
+    wide = has_wide_decays(call)
     tiles = pass_tiles(keys, values, scalar=call.scalar, wide=wide, store_states=bool(states), output=out is not None)
     padded, rows = padded_keys(keys), padded_values(keys, values)
     key_boxes, value_boxes = Boxes(CHUNK, padded, padded), Boxes(CHUNK, PANEL, rows)
@@ -284,6 +286,11 @@ def state_pass(
         ALIASED=in_aliased_buffer, SEGMENTED=segments > 1, SCORES=tiles.scores, SHARED=sharing(call, operands, heads),
         **tiles.options(), **options,
     ).run()  # fmt: skip
+
+
+def has_wide_decays(call: Attention) -> bool:
+    """Return whether log-decays are float32 and one per channel."""
+    return not call.scalar and call.g.dtype is torch.float32
 
 
 def sharing(call: Attention, operands: PassOperands, heads: int) -> tuple[int, ...]:
@@ -364,45 +371,49 @@ def backward(
     q, k, v, do = call.q, call.k, call.v, inner_contiguous(do)
     to_q, to_k, to_v = into or (None, None, None)
     aliased = aliased_state_buffers(call, into) if states is None else None
-    if states is None:
-        # One dg per head is a sum over a whole state, in which the state's rounding would show: see kernels/hopper_gradients.py.
-        states = empty_states(call, 2 if call.scalar else 1) if aliased is None else [aliased[0]]
+    wide_decays = has_wide_decays(call)
+    if states is None or (wide_decays and len(states) == 1):
+        # One dg per head is a sum over a whole state, in which the state's rounding would show, as it would in a float32 dg of
+        # strong decay: see kernels/hopper_gradients.py.
+        states = empty_states(call, 2 if call.scalar or wide_decays else 1) if aliased is None else [aliased[0]]
         state_pass(call, PassOperands(None, k, v, reverse=False), None, states, initial=call.sequences.initial)
-    dstates = empty_states(call, 1, heads)[0] if aliased is None else aliased[1]
+    dstates = empty_states(call, 2 if wide_decays else 1, heads) if aliased is None else [aliased[1]]
     dq, dk, dv = output_like(q, to_q), output_like(k, to_k), output_like(v, to_v)
     dinitial = empty_final(call, wanted=call.sequences.initial is not None)
     by_rows = dinitial.flatten(2).unsqueeze(1) if dinitial.numel() else None  # [N, 1, heads of states, K V]
     v_parts, initial_parts = parts_of(call, dv), None if by_rows is None else parts_of(call, by_rows)
     state_pass(
-        call, PassOperands(k, q, do, reverse=True), v_parts, [dstates],
+        call, PassOperands(k, q, do, reverse=True), v_parts, dstates,
         initial=None if dfinal is None else dfinal.contiguous(), final=initial_parts,
     )  # fmt: skip
     add_parts((v_parts, dv), (initial_parts, by_rows))
     del v_parts, initial_parts
-    panels, rows = key_panels(keys), padded_values(keys, values)
-    block = PANEL if rows % (2 * PANEL) else 2 * PANEL
+    panels, rows, held = key_panels(keys), padded_values(keys, values), PANEL * value_groups(keys, values)
+    # Two terms of S and dS in blocks of 64 values let two CTAs fit on an SM, as one term in blocks of 128 does.
+    block = PANEL if rows % (2 * PANEL) or wide_decays else 2 * PANEL
     square, wide = Boxes(CHUNK, PANEL, panels * PANEL), Boxes(CHUNK, block, rows)
     tall = [block if aliased is None else PANEL, PANEL]
     if call.scalar:  # one part for each panel of channels, added up below
         dg = torch.empty((panels, batch, length, heads), dtype=torch.float32, device=q.device)
         dg_parts, log_decay, described_decays = dg, call.g.contiguous(), None
     else:
-        dg = output_like(call.g, None if aliased is None else dstates[:, : heads * keys].view(call.g.shape))
+        dg = output_like(call.g, None if aliased is None else dstates[0][:, : heads * keys].view(call.g.shape))
         dg_parts, log_decay, described_decays = parts_of(call, dg), None, boxes(square, call.g)[0]
     parts = (parts_of(call, dq), parts_of(call, dk), dg_parts)
     whole = (parts[0] is dq, parts[1] is dk, parts[2] is dg and not call.scalar)
     written = (targets(square, each)[0] if is_whole else None for each, is_whole in zip(parts, whole, strict=True))
-    # S, dS, and the second terms of S if there are any
-    described_states = [described(rows_of_states(x), tall) for x in (*states[:1], dstates, *states[1:])]
+    # S, dS, and the second terms of S and of dS, if there are any
+    terms = (*states[:1], *dstates[:1], *states[1:], *dstates[1:])
+    described_states = [described(rows_of_states(each), tall) for each in terms]
     offsets = call.sequences.offsets
     Launch(
         gradients_kernel, (call.slots * heads * panels,),
-        *boxes(square, q, k), described_decays, *boxes(wide, v, do), *(*described_states, None)[:3],
+        *boxes(square, q, k), described_decays, *boxes(wide, v, do), *(*described_states, None, None)[:4],
         log_decay, *parts, *written, offsets,
         length, heads, call.sequence_count, batch * length, call.scale, values, pitch_of(dq if whole[0] else dk),
         mma=Mma.WIDEST, SHARED=sharing(call, PassOperands(q, k, v, reverse=False), heads),
-        KEYS=keys, BV=block, BISECTION_STEPS=call.sequences.bisection_steps(), LIMIT=LIMITS[q.dtype],
-        NORMALIZER=normalizer, ALIASED=aliased is not None, PACKED=offsets is not None,
+        KEYS=keys, BV=block, HELD=held if wide_decays else block, BISECTION_STEPS=call.sequences.bisection_steps(),
+        LIMIT=LIMITS[q.dtype], NORMALIZER=normalizer, ALIASED=aliased is not None, PACKED=offsets is not None,
         num_warps=GRADIENT_WARPS,
     ).run()  # fmt: skip
     add_parts((parts[0], dq), (parts[1], dk))

@@ -223,7 +223,7 @@ def multiply(descriptors, outputs, state_pointers, tiles, vectors, bars, offsets
             if STAGED:
                 staging = tiles_state.index(GROUP)
                 tma_store_wait(pendings=0)  # the store of the state before has read its buffer
-                if states_low is None:
+                if states_low is None or OUTPUT:
                     staging.store(state.to(E))
                 else:
                     store_split(state, staging, tiles_state.index(GROUPS + GROUP))
@@ -233,7 +233,13 @@ def multiply(descriptors, outputs, state_pointers, tiles, vectors, bars, offsets
                 else:
                     tma_store(states, [state_row, 0], staging)
                 if states_low is not None:
-                    tma_store(states_low, [state_row, 0], tiles_state.index(GROUPS + GROUP))
+                    if OUTPUT:  # the second term follows in the same tile: with outputs there is no memory for another
+                        tma_store_wait(pendings=0)
+                        staging.store((state - state.to(E).to(gl.float32)).to(E))
+                        fence_async_shared()
+                        tma_store(states_low, [state_row, 0], staging)
+                    else:
+                        tma_store(states_low, [state_row, 0], tiles_state.index(GROUPS + GROUP))
             else:
                 store_state(states + state_row.to(gl.int64) * K, state, left, K)
         mbarrier.wait(full.index(stage), phase)
@@ -386,7 +392,7 @@ def chunk_state_kernel(
         tiles_s = gl.allocate_shared_memory(E, [SCORES, C, C], scores_layout)
     tiles_state = tiles_k
     if STAGED:
-        STATE_TERMS: gl.constexpr = 1 if states_low is None else 2
+        STATE_TERMS: gl.constexpr = 1 if states_low is None or OUTPUT else 2
         tiles_state = gl.allocate_shared_memory(E, [STATE_TERMS * GROUPS, PANEL, K], keys_layout)
     if SCALAR:
         sums = gl.allocate_shared_memory(gl.float32, [2, C], lines)

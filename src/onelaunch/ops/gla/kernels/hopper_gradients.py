@@ -13,7 +13,8 @@ Grid       one CTA of 4 warps (one warpgroup) per chunk, head and panel; values 
            so that one computes while the loads of the other are in flight: no warp specialization is needed.
 On chip    shared memory for 16-bit numbers, BV = 128: five tiles [64, 64] (q, k, two of scratch, g; two without a decay per
            channel), 8192 bytes each; v and do [64, BV], S and dS [BV, 64], 16384 bytes each: 104 KiB. float32 log-decays have a
-           tile of 16384 bytes, in which two bfloat16 terms replace them (``split_log_decays``). After their products, dk
+           tile of 16384 bytes, in which two bfloat16 terms replace them (``split_log_decays``). S and dS have two terms then
+           and BV is 64, so that v, do and these take 48 KiB. After their products, dk
            so far (``stash``, float32) lies where S and dS were, and dP (two 16-bit terms) where do and v were. In registers:
            the three accumulators of the products with S, dS and v, then dq, dk and dg, [64, 64] float32, 32 registers each.
            Registers are what is scarce.
@@ -30,7 +31,9 @@ Registers  indices, masks and decays are computed again where they are used. ``o
            not know; adding it to an index or a mask keeps the compiler from computing them once and holding them in registers.
 Numerics   u is the norm-wise error of rounding the exact result to 16 bits, and 2 u is allowed. Decayed queries and keys, S
            and dS are 16-bit. dP is a sum of two such numbers. So is S with one decay per head, whose gradient is a sum over all
-           of a state, in which the rounding of S would show (2.07 u). With three rounded factors in every product the error of
+           of a state, in which the rounding of S would show (2.07 u). So are S and dS with float32 log-decays: with strong
+           decay few elements of a float32 dg are large, those of a chunk's first and last steps, and an element may be off
+           by no more than 0.024 of the root mean square. With three rounded factors in every product the error of
            dg was 2.06 u; with dP in two terms it is 1.6 u. The subtraction for dg uses the same rounded queries and keys that
            were operands of dq and dk, so that pairs on one side of a step cancel. Its result is summed over the chunk as two
            16-bit terms as well. With float32 log-decays dg is float32, and decayed queries and keys of strong decay are two
@@ -90,11 +93,11 @@ def state_products(descriptors, tiles, bar, rows, cells, channel, values, acc: g
     """Return do S^T and v dS^T [C, PANEL], do v^T [C, C], and S dS summed over V [PANEL], all float32 and without decay.
 
     The function works block by block of BV values; the first block must be on its way to ``bar``. Afterwards the tiles of v,
-    do, S and dS are free. With ``states_low`` S is the sum of two terms. ``rows``: first row of the chunk, and head; ``cells``
-    and ``channel``: see ``load_value_block``.
+    do, S and dS are free. With ``states_low`` S is the sum of two terms, and with ``dstates_low`` so is dS. ``rows``: first row
+    of the chunk, and head; ``cells`` and ``channel``: see ``load_value_block``.
     """
-    v, _, _, _, states_low = descriptors
-    t_v, t_do, t_s, t_ds, t_low = tiles
+    v, _, _, _, states_low, dstates_low = descriptors
+    t_v, t_do, t_s, t_ds, t_low, t_dlow = tiles
     BV: gl.constexpr = t_v.shape[1]
     fine: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
     of_states = gl.zeros([C, PANEL], gl.float32, layout=acc)
@@ -104,7 +107,7 @@ def state_products(descriptors, tiles, bar, rows, cells, channel, values, acc: g
     phase = 0
     for first in range(0, values, BV):
         if first > 0:
-            mbarrier.expect(bar, (4 if states_low is None else 5) * v.block_type.nbytes)
+            mbarrier.expect(bar, (4 if states_low is None else (5 if dstates_low is None else 6)) * v.block_type.nbytes)
             load_value_block(descriptors, tiles, bar, rows, cells, channel, values, first, SHARED)
         mbarrier.wait(bar, phase)
         phase ^= 1
@@ -113,11 +116,16 @@ def state_products(descriptors, tiles, bar, rows, cells, channel, values, acc: g
         of_dstates = warpgroup_mma(t_v, t_ds, of_dstates, is_async=True)
         if states_low is not None:
             of_states = warpgroup_mma(t_do, t_low, of_states, is_async=True)
+        if dstates_low is not None:
+            of_dstates = warpgroup_mma(t_v, t_dlow, of_dstates, is_async=True)
         for turn in gl.static_range(BV // 32):
             state = t_s.slice(turn * 32, 32, dim=0).load(fine).to(gl.float32)
             if states_low is not None:
                 state += t_low.slice(turn * 32, 32, dim=0).load(fine).to(gl.float32)
-            both += state * t_ds.slice(turn * 32, 32, dim=0).load(fine).to(gl.float32)
+            dstate = t_ds.slice(turn * 32, 32, dim=0).load(fine).to(gl.float32)
+            if dstates_low is not None:
+                dstate += t_dlow.slice(turn * 32, 32, dim=0).load(fine).to(gl.float32)
+            both += state * dstate
         of_states, dscores, of_dstates = warpgroup_mma_wait(num_outstanding=0, deps=(of_states, dscores, of_dstates))
     return of_states, of_dstates, dscores, gl.sum(both, 0)
 
@@ -131,8 +139,8 @@ def load_value_block(descriptors, tiles, bar, rows, cells, channel, values, firs
     is half as high as ``t_s``, both ``cells`` are the number of columns from one box to the other, and ``channel`` is the column
     in the first one. SHARED: see ``head_of``.
     """
-    v, do, states, dstates, states_low = descriptors
-    t_v, t_do, t_s, t_ds, t_low = tiles
+    v, do, states, dstates, states_low, dstates_low = descriptors
+    t_v, t_do, t_s, t_ds, t_low, t_dlow = tiles
     row, head = rows
     of_state, of_dstate = cells
     load_box(v, row, head_of(head, SHARED, VALUE_HEADS), first, values, bar, t_v)
@@ -147,6 +155,8 @@ def load_value_block(descriptors, tiles, bar, rows, cells, channel, values, firs
         tma_load(dstates, [of_dstate + first, channel], bar, t_ds)
         if states_low is not None:
             tma_load(states_low, [of_state + first, channel], bar, t_low)
+        if dstates_low is not None:
+            tma_load(dstates_low, [of_dstate + first, channel], bar, t_dlow)
 
 
 @gluon.jit
@@ -165,10 +175,10 @@ def channel_gradients(
     The loads of all tiles must be in flight (``bars``). The function leaves TMA stores in flight from tiles 0, 1 and 4.
 
     Args:
-        descriptors: TMA descriptors of v, do, S, dS, and None.
+        descriptors: TMA descriptors of v, do, S, dS, and the second terms of S and dS, or None in their places.
         tiles: Five tiles [C, PANEL]: q, k, two of scratch, g; only q and k where there is ``wide``.
         wide: Tile [C, PANEL] of float32 log-decays, or None.
-        blocks: Tiles of v, do, S and dS, and one that is not used.
+        blocks: Tiles of v, do, S and dS, and of second terms; the last two are not used where there are none.
         both: Shared memory of S and dS together, which is used for dk so far after their products.
         results: Pointers of dq, dk and dg, then their descriptors, None for those of shared heads.
         bars: mbarriers of q, k and g, and of a block of v, do, S and dS.
@@ -186,7 +196,7 @@ def channel_gradients(
     row, left, head, cells, channel = at
     values, pitch, width, place = sizes
     dq, dk, dg, dq_tiles, dk_tiles, dg_tiles = results
-    t_v, t_do, _, _, _ = blocks
+    t_v, t_do, _, _, _, _ = blocks
     E: gl.constexpr = tiles.dtype
     LOWEST: gl.constexpr = -1e30 if E == gl.bfloat16 else -65504.0  # noqa: SIM300
     vector: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
@@ -321,7 +331,7 @@ def head_gradients(descriptors, tiles, blocks, results, bars, at, sizes, scale, 
     row, left, head, cells, channel = at
     values, pitch, width, place = sizes
     dq, dk, _, dq_tiles, dk_tiles, _ = results
-    t_v, t_do, _, _, _ = blocks
+    t_v, t_do, _, _, _, _ = blocks
     vector: gl.constexpr = gl.BlockedLayout([C // 32], [32], [gl.num_warps()], [0])  # all 64 steps in each warp
     down: gl.constexpr = gl.SliceLayout(1, acc)
     across: gl.constexpr = gl.SliceLayout(0, acc)
@@ -381,22 +391,22 @@ def head_gradients(descriptors, tiles, blocks, results, bars, at, sizes, scale, 
 
 @gluon.jit(do_not_specialize=["T", "heads", "sequences"])
 def gradients_kernel(
-    q, k, g, v, do, states, dstates, states_low, log_decay, dq, dk, dg, dq_tiles, dk_tiles, dg_tiles, offsets,
+    q, k, g, v, do, states, dstates, states_low, dstates_low, log_decay, dq, dk, dg, dq_tiles, dk_tiles, dg_tiles, offsets,
     T, heads, sequences, rows, scale, values, pitch,
-    KEYS: gl.constexpr, BV: gl.constexpr, BISECTION_STEPS: gl.constexpr, LIMIT: gl.constexpr, NORMALIZER: gl.constexpr,
-    ALIASED: gl.constexpr, PACKED: gl.constexpr, SHARED: gl.constexpr,
+    KEYS: gl.constexpr, BV: gl.constexpr, HELD: gl.constexpr, BISECTION_STEPS: gl.constexpr, LIMIT: gl.constexpr,
+    NORMALIZER: gl.constexpr, ALIASED: gl.constexpr, PACKED: gl.constexpr, SHARED: gl.constexpr,
 ):  # fmt: skip
     """Compute dq, dk and dg [B, T, H, K] of one chunk, head and panel; see the top of the file.
 
-    ``q`` to ``states_low`` and the ``*_tiles`` are TMA descriptors, with a dimension of heads where the last panel or block of
+    ``q`` to ``dstates_low`` and the ``*_tiles`` are TMA descriptors, with a dimension of heads where the last panel or block of
     values reaches beyond a head (``load_box``); states are padded. dq, dk and dg are the same tensors as pointers, for chunks
     that are cut off; a tensor of shared heads has no descriptor of its gradient, and its pointer is that of float32 parts from
     every head [B, T, H, K]. SHARED: see ``head_of``. With one decay per head ``g`` is None, ``log_decay`` [B, T, H] is given,
     and ``dg`` has float32 parts [PANELS, B, T, H]. ``rows`` is B T. ``pitch`` is the number of elements from row to row of dq
     and of dk [B T, H K]. With a NORMALIZER log-decays, one for each channel and 16-bit, are logsigmoid(z) / NORMALIZER, and dg
     is the gradient of z. ALIASED: states and their gradients lie in the rows of their chunk, see ``aliased_state_buffers`` in
-    launch_hopper.py. KEYS: channels K of a head. BV: values of a block. BISECTION_STEPS, PACKED: see ``find_chunk``. LIMIT: see
-    ``channel_gradients``.
+    launch_hopper.py. KEYS: channels K of a head. BV: values of a block. HELD: the values of a padded state are
+    a multiple of it. BISECTION_STEPS, PACKED: see ``find_chunk``. LIMIT: see ``channel_gradients``.
     """
     SCALAR: gl.constexpr = g is None
     PANELS: gl.constexpr = (KEYS + PANEL - 1) // PANEL
@@ -421,7 +431,8 @@ def gradients_kernel(
         gl.allocate_shared_memory(E, [C, BV], values_layout),
         both.index(0),
         both.index(1),
-        gl.allocate_shared_memory(E, states.block_type.shape, states.layout) if SCALAR else tiles,
+        gl.allocate_shared_memory(E, states.block_type.shape, states.layout) if SCALAR or WIDE else tiles,
+        gl.allocate_shared_memory(E, states.block_type.shape, states.layout) if WIDE else tiles,
     )
     bars = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     mbarrier.init(bars.index(0), count=1)
@@ -436,8 +447,8 @@ def gradients_kernel(
         load_box(g, row, of_decays, channel, KEYS, bars.index(0), wide if WIDE else tiles.index(4))
     load_box(q, row, head_of(head, SHARED, QUERY_HEADS), channel, KEYS, bars.index(0), tiles.index(0))
     load_box(k, row, head_of(head, SHARED, KEY_HEADS), channel, KEYS, bars.index(0), tiles.index(1))
-    descriptors = (v, do, states, dstates, states_low)
-    mbarrier.expect(bars.index(1), (5 if SCALAR else 4) * v.block_type.nbytes)  # blocks of S and dS are as large
+    descriptors = (v, do, states, dstates, states_low, dstates_low)
+    mbarrier.expect(bars.index(1), (5 if SCALAR else (6 if WIDE else 4)) * v.block_type.nbytes)  # blocks of S are as large
     if ALIASED:
         columns = heads * PANELS * PANEL
         cells = (columns, columns)
@@ -445,7 +456,7 @@ def gradients_kernel(
     else:
         height = values
         if v.layout.rank == 3:  # values are padded in the states
-            height = gl.cdiv(values, BV) * BV
+            height = gl.cdiv(values, HELD) * HELD
         pair = slot * heads + head
         cells = (head_of(pair, SHARED, STATE_HEADS) * height, pair * height)
     load_value_block(descriptors, blocks, bars.index(1), (row, head), cells, channel, values, 0, SHARED)
