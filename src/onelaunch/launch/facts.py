@@ -1,4 +1,7 @@
-"""Facts about the inputs of a function that decide what it launches, as keys of plans."""
+"""Facts about the inputs of a function that decide what it launches, as keys of plans.
+
+``planned.py`` takes the facts of every call that may be replayed, and ``plan.py`` and ``sites.py`` keep plans by them.
+"""
 
 from __future__ import annotations
 

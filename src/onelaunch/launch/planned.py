@@ -1,8 +1,10 @@
 """Functions whose calls are replayed: which state their inputs are in, and when nothing may be replayed.
 
-A :class:`Planned` function runs as it is the first time that it meets inputs with certain facts (shapes, strides, dtypes, device,
-alignment, see :mod:`onelaunch.launch.facts`), is recorded the second time, and is replayed from then on: from a
-:class:`~onelaunch.launch.plan.Plan`, or from a :class:`~onelaunch.launch.tape.Taped` if autograd follows the call.
+Operators (``operator.py``) and operations (``operation/definition.py``) are :class:`Planned` functions, and so are the functions
+with fla's names (:func:`replayed`). A :class:`Planned` function runs as it is the first time that it meets inputs with certain
+facts (shapes, strides, dtypes, device, alignment, see :mod:`onelaunch.launch.facts`), is recorded the second time, and is
+replayed from then on: from a :class:`~onelaunch.launch.plan.Plan`, or from a :class:`~onelaunch.launch.tape.Taped` if autograd
+follows the call.
 
 Under anything that wants to see PyTorch's operators or our launches (a dispatch mode, a tracer, a function transform, Triton's
 launch hooks) and where another device is current, the function itself runs. So it does while ``torch.compile`` traces. It is not

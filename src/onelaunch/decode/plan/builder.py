@@ -1,6 +1,6 @@
 """Builder of plans: divides each phase's work over the CTAs, and lists what they read and write and how they synchronize.
 
-``levels.py`` builds the plan of each optimization level with it.
+``levels.py`` builds the plan of each optimization level with it, and ``packing.py`` asks :func:`tiles`.
 """
 
 from __future__ import annotations

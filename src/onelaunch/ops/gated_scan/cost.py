@@ -1,6 +1,7 @@
 """Cost model of ``gated_scan``: bytes moved. Its FLOPs are 0, since only those of matrix products count.
 
-The workbench plans studies with it and computes roofline bounds from it. ``linear_rnn`` adds its product to :func:`scan_bytes`.
+The workbench plans studies with it and computes roofline bounds from it. ``linear_rnn`` adds its product to :func:`scan_bytes`,
+and counts its launches by :func:`scan_launches`.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 The first screen answers three questions: what was asked and decided (:mod:`onelaunch.workbench.report.headline`), which variant
 to use at which shape, and what was not measured or stays unexplained. The criteria and the details
-(:mod:`onelaunch.workbench.report.details`) follow.
+(:mod:`onelaunch.workbench.report.details`) follow. The commands of ``onelaunch study`` take words for directions, criteria and
+sizes from it too.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A result is edited by hand more easily than it is measured again. These checks find an edit that leaves the rest of the file as it
 was: moved criteria, a median that is not that of its rounds, a time below its roofline bound, a deleted criterion. A file whose
-parts were all changed alike passes; nothing in a file can show that.
+parts were all changed alike passes; nothing in a file can show that. ``schema.py`` calls :func:`inconsistency`.
 """
 
 from __future__ import annotations
