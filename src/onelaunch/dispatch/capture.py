@@ -1,6 +1,6 @@
 """Use of ``torch.compile`` by variants: one static graph per shape, and the predicate that says why it cannot run.
 
-The variants ``compiled`` of the operations, ``decode_step`` included, call both.
+The variants ``compiled`` of the operations, ``decode_step`` included, use both.
 """
 
 from __future__ import annotations

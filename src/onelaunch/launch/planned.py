@@ -1,8 +1,8 @@
 """Functions whose calls are replayed: which state their inputs are in, and when nothing may be replayed.
 
-Operators (``operator.py``) and operations (``operation/definition.py``) are :class:`Planned` functions, and so are the functions
-with fla's names (:func:`replayed`). A :class:`Planned` function runs as it is the first time that it meets inputs with certain
-facts (shapes, strides, dtypes, device, alignment, see :mod:`onelaunch.launch.facts`), is recorded the second time, and is
+Operators (``operator.py``) and operations (``operation/definition.py``) make :class:`Planned` functions, and the functions with
+fla's names are decorated by :func:`replayed`. A :class:`Planned` function runs as it is the first time that it meets inputs with
+certain facts (shapes, strides, dtypes, device, alignment, see :mod:`onelaunch.launch.facts`), is recorded the second time, and is
 replayed from then on: from a :class:`~onelaunch.launch.plan.Plan`, or from a :class:`~onelaunch.launch.tape.Taped` if autograd
 follows the call.
 

@@ -4,8 +4,9 @@ Quantized operands are multiplied in float32, which holds codes and block scales
 applied to the product. :func:`multiply`, which multiplies float8 natively, is for variants in other files and for the control in
 reference.py.
 
-Tags: ``fuses`` names the steps that share a kernel, and ``hands`` the products that go through device memory; ``cost.py`` reads
-them. ``yardstick`` marks the PyTorch baseline, whose error sets the tolerance.
+The dispatcher, studies and tests find registered variants by name. Tags: ``fuses`` names the steps that share a kernel, and
+``hands`` the products that go through device memory; ``cost.py`` reads them. ``yardstick`` marks the PyTorch baseline, whose
+error sets the tolerance, and ``maker`` says who made the code.
 """
 
 from __future__ import annotations
