@@ -4,6 +4,10 @@ The first screen answers three questions: what was asked and decided (:mod:`onel
 to use at which shape, and what was not measured or stays unexplained. The criteria and the details
 (:mod:`onelaunch.workbench.report.details`) follow. The commands of ``onelaunch study`` take words for directions, criteria and
 sizes from it too.
+
+A peer outside the gate (``outside``) is another project's variant whose errors are larger than the verification gate allows, but
+within the tolerance of that project's tests; others are compared with its times. ``floor_microseconds`` of a plan is the roofline
+bound. Bytes have the source ``ncu`` if the hardware counted them, and ``analytic`` if they are computed.
 """
 
 from __future__ import annotations

@@ -5,7 +5,8 @@ from it. Each level is registered as a variant at the end of this module, with t
 
 The dispatcher, studies and tests find registered variants by name. Tags and capabilities: ``fuses`` names what one launch
 computes, a whole ``token``, or nothing with a launch per phase. ``barriers``, ``in_a_row``, ``engine``, ``engine_bytes`` and
-``prompt_steps`` are functions that ``decode/step/capabilities.py`` explains.
+``prompt_steps`` are functions that ``decode/step/capabilities.py`` explains. Of a level, ``separate`` says that each phase is a
+launch, and ``summed`` that the output projection is split over heads.
 """
 
 from __future__ import annotations
