@@ -4,8 +4,9 @@ Triton keeps what it compiles in its cache folder, by the hash of the kernel's s
 target. A build of a recorded launch has the same hash as the launch itself on a GPU of that architecture, since
 :func:`complete_key` precedes both. So a kernel that was compiled here is found by the launch, and is not compiled again.
 
-``side_by_side.py`` calls :func:`compile_triton` on threads, for the kernels of a first call; ``ahead.py`` calls it in processes,
-for ``onelaunch prebuild``. ``workbench/inspection.py`` and ``tools/hash_kernels.py`` call it to read the machine code.
+``side_by_side.py`` calls :func:`compile_triton` on threads, for the kernels of a first call or of a study's probes; ``ahead.py``
+calls it in processes, for ``onelaunch prebuild``. ``workbench/inspection.py`` and ``tools/hash_kernels.py`` call it to read the
+machine code.
 """
 
 from __future__ import annotations

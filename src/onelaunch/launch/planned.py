@@ -200,7 +200,10 @@ def _distances_of(plans: dict[Any, Any], facts: Facts) -> tuple[int, ...]:
 
 
 def refuse_plan(problem: str) -> None:
-    """Keep the call that is recorded in this thread, if one is, from being replayed later."""
+    """Keep the call that is recorded in this thread, if one is, from being replayed later.
+
+    Only tests call it; the package stops the recording too, by :func:`unrecorded`.
+    """
     for active in (recorder(), active_tape()):
         if active is not None:
             active.fail(problem)

@@ -8,7 +8,7 @@ What is compiled here goes to Triton's and our cache, where the launches find it
 not compile, is compiled by its launch as ever, which raises the error.
 
 The dispatcher and the operators (``operator.py``) enter a :class:`Launching` for a call that may launch kernels; ``launch.py``
-asks for the compilation.
+asks for the compilation. The workbench compiles the kernels of probes by :func:`compile_builds`.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 The dispatcher, studies and tests find registered variants by name. Tags: ``fuses`` names the steps that share a kernel
 (``projection``, ``scan``, ``gate``); ``cost.py`` reads it. ``yardstick`` marks the PyTorch baseline, whose error sets the
-tolerance.
+tolerance. Other keywords are capabilities, which the class ``Capabilities`` of ``onelaunch.operation`` explains.
 """
 
 from __future__ import annotations

@@ -6,7 +6,8 @@ reference.py.
 
 The dispatcher, studies and tests find registered variants by name. Tags: ``fuses`` names the steps that share a kernel, and
 ``hands`` the products that go through device memory; ``cost.py`` reads them. ``yardstick`` marks the PyTorch baseline, whose
-error sets the tolerance, and ``maker`` says who made the code.
+error sets the tolerance, and ``maker`` says who made the code. Other keywords are capabilities, which the class ``Capabilities``
+of ``onelaunch.operation`` explains.
 """
 
 from __future__ import annotations
