@@ -10,6 +10,9 @@ Under anything that wants to see PyTorch's operators or our launches (a dispatch
 launch hooks) and where another device is current, the function itself runs. So it does while ``torch.compile`` traces. It is not
 recorded during the capture of a CUDA graph, but a plan that exists can be captured: its allocations and launches are then the
 graph's.
+
+The registry, the dispatcher, and variants whose function is replaced call :func:`forget_plans`, since plans repeat what ran
+before.
 """
 
 from __future__ import annotations
