@@ -301,7 +301,7 @@ def test_a_predicate_that_fails_means_that_the_variant_cannot_run(scale, error):
     query = Query("scale", "cpu", torch.float32, (8,))
     assert "\x1b" not in scale.get("vector").why_not(query)
     assert f"raised {type(error).__name__}" in scale.get("vector").why_not(query)
-    assert scale(torch.ones(2)).tolist() == [2.0, 2.0]  # the next variant gives the reason
+    assert scale(torch.ones(2)).tolist() == [2.0, 2.0]  # the next variant computes it
 
 
 @pytest.mark.parametrize("answer", [True, "", 0])

@@ -87,7 +87,7 @@ def test_the_faulty_code_is_found_and_waits_one_more_cycle():
         (store(address=40, stored=9, bits=32), True),
         (store(address=40, stored=6, bits=64), False),
         (store(address=40, stored=8, bits=64), True),
-        (0x844 | 0x7 << 12 | 40 << 24 | 6 << 32 | 255 << 64, True),  # STSM [R40], R6 and the next
+        (0x844 | 0x7 << 12 | 40 << 24 | 6 << 32 | 255 << 64, True),  # STSM [R40], R6 to R9: four registers are assumed
         (0x1F0 | 0x7 << 12 | 0 << 16 | 255 << 24, True),  # HGMMA R0, of sums up to R31 at least
         (0x1F0 | 0x7 << 12 | 24 << 16 | 255 << 24, False),  # HGMMA R24
         (0x3A9 | 0x7 << 12 | 40 << 24 | 20 << 32 | 9 << 64, True),  # ATOMG.CAS [R40], R20, R9

@@ -1,4 +1,7 @@
-"""Trivial outputs, judged by the verification gate: a case at which one of them passes proves nothing about a variant."""
+"""Trivial outputs, judged by the verification gate: a case at which one of them passes proves nothing about a variant.
+
+Tests of operations and of the gate call :func:`trivial_answers`.
+"""
 
 from __future__ import annotations
 

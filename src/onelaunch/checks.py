@@ -1,4 +1,4 @@
-"""Argument checks that contracts of operations, layers of ``nn``, formats and decode weights share.
+"""Argument checks that operations, layers of ``nn``, formats and decode weights share.
 
 Each check raises an error that names the argument. The replay of recorded calls skips the checks, and asks
 :func:`asks_for_values` whether it may.

@@ -59,7 +59,7 @@ PARTS = {
 
 
 class _Finder:
-    """Finder and loader for the old names."""
+    """Finder and loader for the old names, which Python's import system calls."""
 
     def find_spec(self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:
         """Return a module specification for an old name, and ``None`` for all other names."""

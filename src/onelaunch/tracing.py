@@ -1,8 +1,8 @@
 """Predicates that tell how PyTorch runs the code now: eagerly, for a tracer, or under a function transform.
 
-The checks, the dispatch and the launches of every call ask them, so each takes a fraction of a microsecond. They use private
-names of PyTorch, which has no public ones for this. While Dynamo compiles, they return before they reach a call that Dynamo
-cannot trace.
+The checks, the dispatch and the launches of every call ask them, so each takes a fraction of a microsecond. The chunked forms in
+plain PyTorch ask them too. They use private names of PyTorch, which has no public ones for this. While Dynamo compiles, they
+return before they reach a call that Dynamo cannot trace.
 """
 
 from __future__ import annotations

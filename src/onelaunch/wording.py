@@ -1,6 +1,7 @@
 """Helpers for messages: lists of names, values and other libraries' errors on one line, and suggestions for mistyped names.
 
-The error classes, and all modules that raise errors or print text, call them.
+The error classes call them, and so do those modules, throughout the package, that put such text into a message or print it.
+Plug-ins import them from ``onelaunch.errors``.
 """
 
 from __future__ import annotations

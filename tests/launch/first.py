@@ -1,4 +1,7 @@
-"""A stand-in for Triton's driver on a machine without a GPU: kernels are compiled for Hopper, and their launches are counted."""
+"""A stand-in for Triton's driver on a machine without a GPU: kernels are compiled for Hopper, and their launches are counted.
+
+``test_first_call.py`` and ``test_triton_cache.py`` of this folder launch by it.
+"""
 
 from __future__ import annotations
 

@@ -7,6 +7,7 @@ some tiles lie over others, and begins as NaN. TMA loads and stores are complete
 of a tensor with zeros, and drop it. WGMMA multiplies 16-bit numbers exactly and adds in float32.
 
 What a GPU does besides is not seen here: fences, swizzling, the time at which a copy lands, and what the compiler makes of it.
+Tests of these kernels without a GPU call ``emulate``.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """A measure in one file, as a contributor would add it to the package: the number of PyTorch operators in one call.
 
-``test_measures.py`` runs this file to register the measure, then declares, counts, judges and reports it.
+``test_measures.py`` runs this file to register the measure, then declares, counts, judges and reports it. A criterion reads the
+number of ``of``, the variant that it names.
 """
 
 from __future__ import annotations

@@ -1,6 +1,9 @@
 """Variants ``sequential`` and ``pipelined`` of ``gla``: the baseline of experiment 039, and its double buffering by hand.
 
 ``launches`` registers a launch function by name; ``attend`` runs the one of a name, and makes its results differentiable.
+
+Tags: ``fuses`` names the steps that share a kernel, and ``hands`` the intermediates that go through device memory, here none;
+``ops/gla/cost.py`` reads ``hands``. :data:`BACKWARD` holds the tags of the portable backward pass.
 """
 
 from __future__ import annotations

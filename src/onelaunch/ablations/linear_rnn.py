@@ -1,6 +1,9 @@
 """The variant ``fused_stepwise`` of ``linear_rnn``: one launch, with a vector-matrix product per time step.
 
 ``launches`` registers a launch function by name; ``one_launch`` runs the one of a name, and makes its results differentiable.
+
+Tags: ``fuses`` names the steps that share a kernel, here all three; ``ops/linear_rnn/cost.py`` reads it. ``gemm`` says how the
+product is made. ``by_name_only`` keeps ``auto`` from choosing the variant.
 """
 
 from __future__ import annotations

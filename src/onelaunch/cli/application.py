@@ -1,6 +1,7 @@
 """Application of all commands. It imports a command when it is called, and reports errors in one line with an exit code.
 
-``main.py``, the console script, runs the application.
+``main.py``, the console script, runs the application. ``cli/study/application.py`` derives the group of ``onelaunch study`` from
+it.
 """
 
 from __future__ import annotations

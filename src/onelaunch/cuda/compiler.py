@@ -1,8 +1,9 @@
 """Compile CUDA C++ with NVRTC at first use, and keep the machine code in the user's cache folder.
 
-Compiling needs no GPU, no driver and no nvcc, only the extra ``cuda`` (cuda-bindings and NVRTC). Each :class:`Source` is
-compiled once per architecture. ``module.py`` calls :func:`compile_source` when a kernel is loaded, ``launch/ahead.py`` for
-``onelaunch prebuild``, and the inspector calls :func:`compile_now`.
+Compiling needs no GPU, no driver and no nvcc, only the extra ``cuda`` (cuda-bindings and NVRTC). Each :class:`Source` is compiled
+once per architecture. ``module.py`` calls :func:`compile_source` when a kernel is loaded, ``launch/side_by_side.py`` for the
+kernels of a first call or of a study's probes, and ``launch/ahead.py`` for ``onelaunch prebuild``. The inspector and
+``tools/hash_kernels.py`` call :func:`compile_now`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Load CUDA C++ kernels on a device and launch them through the driver.
 
-``launch/launch.py`` calls :func:`load` for all CUDA C++ kernels but those of ``device/read_rate.py``, which calls it itself.
+``launch/launch.py`` calls :func:`load` for all CUDA C++ kernels but those of ``device/read_rate.py``, which calls it itself. The
+replay of recorded launches (``onelaunch.launch``) reads what a :class:`Function` holds.
 """
 
 from __future__ import annotations

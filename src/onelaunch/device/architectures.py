@@ -2,8 +2,9 @@
 
 :func:`pretended` returns a PyTorch device whose index no machine has. Calls on fake tensors of that device choose the same
 launches as on a real chip, so that these can be compiled and inspected anywhere. The functions of
-:mod:`onelaunch.device.hardware` answer for it from the table below. The builds of kernels, the inspector and
-``onelaunch prebuild`` look architectures up here.
+:mod:`onelaunch.device.hardware` answer for it from the table below. The builds of kernels, the dispatcher, the workbench,
+``onelaunch prebuild`` and the example calls of variants look architectures up here; launch code and decode plans take the sizes
+of Hopper GPUs.
 """
 
 from __future__ import annotations

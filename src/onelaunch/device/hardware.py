@@ -1,8 +1,8 @@
 """Facts about devices, and the record of a device's measured peaks.
 
-A :class:`Device` holds facts read from the driver. A :class:`Ceilings` holds measured peaks, the only rates from which a
-roofline bound may be computed; :mod:`onelaunch.device.peaks` measures them. Launch code, the predicates of variants, the
-dispatcher, the decode runtime, the workbench and the commands ask these functions.
+A :class:`Device` holds facts read from the driver. A :class:`Ceilings` holds measured peaks, the only rates from which a roofline
+bound may be computed; :mod:`onelaunch.device.peaks` measures them. Launch code, the predicates of variants, the dispatcher,
+decoding, the measurement of peaks, the workbench and the commands ask these functions.
 """
 
 from __future__ import annotations

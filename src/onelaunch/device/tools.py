@@ -1,6 +1,6 @@
 """Look-up of optional packages and of NVIDIA's profiler on this machine.
 
-Requirements of variants, the workbench and ``onelaunch doctor`` ask it.
+Requirements and predicates of variants, the workbench and the commands ask it.
 """
 
 from __future__ import annotations

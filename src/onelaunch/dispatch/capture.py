@@ -1,4 +1,7 @@
-"""Use of ``torch.compile`` by variants: one static graph per shape, and the predicate that says why it cannot run."""
+"""Use of ``torch.compile`` by variants: one static graph per shape, and the predicate that says why it cannot run.
+
+The variants ``compiled`` of the operations, ``decode_step`` included, use both.
+"""
 
 from __future__ import annotations
 

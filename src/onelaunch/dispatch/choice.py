@@ -8,8 +8,9 @@ A variant of another package than the operation's is chosen only where something
 measured in a run in which it passed the operation's probes (edge cases), or else at exactly the sizes and flags that were
 measured.
 
-The public function of each operation calls :func:`run`. Decode engines, the variant ``packed`` of ``gla_layer`` and the workbench
-ask :func:`pick` or :func:`choose`.
+The public functions of operations call :func:`run`, and so does the variant ``module`` of ``gla_layer``. Decoding, the variants
+``packed`` and ``packed_states`` of ``gla_layer``, the planner and the timing of studies, and ``explanation.py`` ask :func:`pick`
+or :func:`choose`.
 """
 
 from __future__ import annotations

@@ -10,6 +10,9 @@ constant::
 
     note_sizes(sizes)
     name = within(sizes, constant(...))  # constant() returns decided(decide)
+
+``dispatch/choice.py`` chooses the variants of all operations by them, and ``ops/gla_layer/autograd.py`` those whose kernels make
+up a layer.
 """
 
 from __future__ import annotations

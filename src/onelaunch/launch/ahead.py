@@ -2,6 +2,8 @@
 
 Triton and NVRTC each compile one kernel after the other within a thread, and large kernels take seconds. Kernels of Triton lie in
 Triton's cache folder, those in CUDA C++ in ours. Both are found by content, so a launch finds what was compiled here.
+
+Command ``onelaunch prebuild`` calls :func:`compile_all`.
 """
 
 from __future__ import annotations

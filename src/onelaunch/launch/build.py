@@ -2,6 +2,10 @@
 
 :func:`build_of` makes a build from a recorded launch. As at a real launch, Triton's own binder decides which arguments become
 constants and which are specialized as multiples of 16.
+
+``operation/examples.py`` makes the builds of example calls and of cases, for the inspector, ``onelaunch prebuild`` and the probes
+of studies; ``side_by_side.py`` makes those of a first call, and the megakernel's variants of ``decode_step`` their own.
+``compile.py`` and ``cuda/compiler.py`` compile them.
 """
 
 from __future__ import annotations

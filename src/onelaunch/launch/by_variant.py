@@ -1,6 +1,8 @@
 """Registry from the names of an operation's variants to the functions that launch their kernels.
 
 All variants share one registered PyTorch operator. An operator takes strings but no functions, so it receives the variant's name.
+``autograd.py`` of the operations whose variants have kernels of their own makes one, ``launches``, and the modules of variants
+and ablations register their functions in it.
 """
 
 from __future__ import annotations

@@ -2,9 +2,10 @@
 
 Triton keeps compiled kernels by a key that covers the source of the kernel and of all functions that it calls, and the global
 constants that these use. It adds the constants of a called function before it has computed that function's own key, which finds
-them (``_update_hash`` in ``triton/runtime/jit.py``, seen in 3.7.1). So the key lacks them if the called function was
-not used before. It depends on the order in which a process uses its kernels, and a kernel that another process compiled may be
-compiled again. If the keys of called functions are computed first, nothing is missing.
+them (``_update_hash`` in ``triton/runtime/jit.py``, seen in 3.7.1). So the key lacks them if the called function was not used
+before. It depends on the order in which a process uses its kernels, and a kernel that another process compiled may be compiled
+again. If the keys of called functions are computed first, nothing is missing. Launches, builds and the compilation of builds call
+:func:`complete_key` before Triton asks for a kernel's key.
 """
 
 from __future__ import annotations

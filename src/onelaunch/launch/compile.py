@@ -3,6 +3,10 @@
 Triton keeps what it compiles in its cache folder, by the hash of the kernel's source, its specialization, the options and the
 target. A build of a recorded launch has the same hash as the launch itself on a GPU of that architecture, since
 :func:`complete_key` precedes both. So a kernel that was compiled here is found by the launch, and is not compiled again.
+
+``side_by_side.py`` calls :func:`compile_triton` on threads, for the kernels of a first call or of a study's probes; ``ahead.py``
+calls it in processes, for ``onelaunch prebuild``. ``workbench/inspection.py`` and ``tools/hash_kernels.py`` call it to read the
+machine code.
 """
 
 from __future__ import annotations
@@ -64,7 +68,8 @@ def compile_triton(build: KernelBuild, target: Architecture) -> Any:
 def _specialized(build: KernelBuild) -> tuple[dict[str, Any], dict[Any, Any], dict[Any, Any]]:
     """Return the signature (types by name), the constants and the attributes (divisibility) of a build for Triton's compiler.
 
-    Constants and attributes are by the path of the argument, which is its index or, in a tuple, index and position.
+    Attributes are by the path of the argument, which is its index or, in a tuple, index and position. So are constants, except
+    those that a build written by hand gives, which are by name.
     """
     if build.attributes is not None:
         return dict(build.signature), dict(build.constants), dict(build.attributes)

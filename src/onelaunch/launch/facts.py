@@ -1,4 +1,8 @@
-"""Facts about the inputs of a function that decide what it launches, as keys of plans."""
+"""Facts about the inputs of a function that decide what it launches, as keys of plans.
+
+``planned.py`` takes the facts of every call that may be replayed, keeps plans by their keys, and hands them to ``plan.py``, which
+replays for the tensors in them.
+"""
 
 from __future__ import annotations
 

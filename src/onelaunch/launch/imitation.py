@@ -2,8 +2,8 @@
 
 Code that launches kernels runs in one of three modes. Normally it launches. While launches are *imitated*, each does nothing and
 the call returns the empty tensors that the kernels would fill; PyTorch's tracers learn the shapes of results this way. While
-launches are *recorded*, they are also appended to a list; the inspector and the tests learn from it, without a GPU, which kernels
-a call launches.
+launches are *recorded*, they are also appended to a list; the inspector, ``onelaunch prebuild``, the compilation of first calls
+and the tests learn from it which kernels a call launches.
 """
 
 from __future__ import annotations

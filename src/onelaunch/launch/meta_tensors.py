@@ -1,8 +1,9 @@
 """Tensors without memory in the place of real ones, on which a call can be run to see what it would launch.
 
 PyTorch's own fake tensors serve the same purpose, but import ``torch._dynamo`` at their first use, which takes two seconds. A
-:class:`MetaTensor` consists of a tensor on the meta device, which PyTorch's operators take, and of the device that it stands
-for. While a :class:`MetaTensorMode` is entered, operators return such tensors too.
+:class:`MetaTensor` consists of a tensor on the meta device, which PyTorch's operators take, and of the device that it stands for.
+While a :class:`MetaTensorMode` is entered, operators return such tensors too. ``side_by_side.py`` runs a first call once on such
+tensors.
 """
 
 from __future__ import annotations

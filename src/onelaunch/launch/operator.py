@@ -1,4 +1,8 @@
-"""Wrap functions that launch kernels: as registered operators for compiled code, as autograd functions for eager code."""
+"""Wrap functions that launch kernels: as registered operators for compiled code, as autograd functions for eager code.
+
+``autograd.py`` of each operation that trains by kernels of its own makes operators with it, and so do ``gla_layer`` and the
+chunked scan in PyTorch.
+"""
 
 from __future__ import annotations
 

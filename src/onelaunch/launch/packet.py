@@ -3,7 +3,8 @@
 The driver's ``cuLaunchKernelEx`` takes a launch configuration and an array of pointers to the values of the parameters. All of
 these lie in the buffer of a packet. Between two uses of a packet only addresses change, and the stream: 64-bit words of the
 buffer, the first word of each tensor map among them. So a launch from a packet packs no arguments. ``onelaunch.launch.plan``
-makes packets and fills the words in.
+makes packets and fills the words in; ``parameters.py`` describes the parameters of a kernel for them, and a recording
+(``recording.py``) holds the description.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ A kernel that Triton compiled gets the arguments that did not become constants, 
 several parameters: a tensor map, the sizes as 32-bit and the strides as 64-bit integers. Two pointers to scratch memory follow,
 which are null here. This order is Triton's own and not documented, so the sizes of all parameters are compared with those that
 the driver reports for the loaded kernel. Where they differ, :class:`NotPlannable` is raised and launches stay with Triton.
+``recording.py`` calls the functions for each launch that it records.
 """
 
 from __future__ import annotations

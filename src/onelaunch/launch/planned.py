@@ -1,13 +1,18 @@
 """Functions whose calls are replayed: which state their inputs are in, and when nothing may be replayed.
 
-A :class:`Planned` function runs as it is the first time that it meets inputs with certain facts (shapes, strides, dtypes, device,
-alignment, see :mod:`onelaunch.launch.facts`), is recorded the second time, and is replayed from then on: from a
-:class:`~onelaunch.launch.plan.Plan`, or from a :class:`~onelaunch.launch.tape.Taped` if autograd follows the call.
+Operators (``operator.py``) and operations (``operation/definition.py``) make :class:`Planned` functions, and the functions with
+fla's names are decorated by :func:`replayed`. A :class:`Planned` function runs as it is the first time that it meets inputs with
+certain facts (shapes, strides, dtypes, device, alignment, see :mod:`onelaunch.launch.facts`), is recorded the second time, and is
+replayed from then on: from a :class:`~onelaunch.launch.plan.Plan`, or from a :class:`~onelaunch.launch.tape.Taped` if autograd
+follows the call.
 
 Under anything that wants to see PyTorch's operators or our launches (a dispatch mode, a tracer, a function transform, Triton's
 launch hooks) and where another device is current, the function itself runs. So it does while ``torch.compile`` traces. It is not
 recorded during the capture of a CUDA graph, but a plan that exists can be captured: its allocations and launches are then the
 graph's.
+
+The registry, the dispatcher, and variants whose function is replaced call :func:`forget_plans`, since plans repeat what ran
+before.
 """
 
 from __future__ import annotations
@@ -198,7 +203,10 @@ def _distances_of(plans: dict[Any, Any], facts: Facts) -> tuple[int, ...]:
 
 
 def refuse_plan(problem: str) -> None:
-    """Keep the call that is recorded in this thread, if one is, from being replayed later."""
+    """Keep the call that is recorded in this thread, if one is, from being replayed later.
+
+    Only tests call it; the package stops the recording too, by :func:`unrecorded`.
+    """
     for active in (recorder(), active_tape()):
         if active is not None:
             active.fail(problem)

@@ -4,7 +4,8 @@ While a function is recorded it runs as usual, on the same memory. Recorded are 
 launches of our kernels, which :mod:`onelaunch.launch.launch` reports. Views leave no trace: an argument of a kernel is known by
 the allocation that it lies in and its distance from the start of it. A recorded function must depend on nothing but facts about
 its inputs that are known without reading them, see :func:`onelaunch.launch.facts.facts_of`. One that reads a value cannot be
-repeated.
+repeated. ``planned.py`` records by a :class:`Recorder`, to which ``launch.py``, ``workspace.py`` and ``kernels/tma.py`` report,
+and ``plan.py`` repeats the steps.
 """
 
 from __future__ import annotations

@@ -6,6 +6,9 @@ NVRTC release the GIL and ``ptxas`` is a process of its own: only the translatio
 
 What is compiled here goes to Triton's and our cache, where the launches find it. So a kernel that was not foreseen, or that does
 not compile, is compiled by its launch as ever, which raises the error.
+
+The dispatcher and the operators (``operator.py``) enter a :class:`Launching` for a call that may launch kernels; ``launch.py``
+asks for the compilation. The workbench compiles the kernels of probes by :func:`compile_builds`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Set an environment variable that configures Triton's compiler while kernels are launched that need it."""
+"""Set an environment variable that configures Triton's compiler while kernels are launched that need it.
+
+``global_atomics.py`` and ``warp_mma.py`` make a :class:`Switch` each.
+"""
 
 from __future__ import annotations
 

@@ -3,6 +3,7 @@
 A call that takes gradients cannot be replayed below autograd, as :class:`~onelaunch.launch.plan.Plan` does. Its argument checks
 and the choice of a variant can be left out all the same: what remains is a list of calls, mostly of a single operator. A tape is
 recorded by a mode that sees PyTorch's functions, and :class:`~onelaunch.launch.operator.Operator` reports its own calls.
+``planned.py`` records tapes and replays them; the contracts of ``gated_scan`` and ``gla`` read values by :func:`check_always`.
 """
 
 from __future__ import annotations

@@ -2,7 +2,9 @@
 
 Triton writes every kernel, and the C code of its driver, to its cache folder, and reads them from there. Where that fails, as for
 a read-only home folder or a full disk, a folder below the system's temporary folder takes what is new until the process ends.
-Kernels that the cache folder holds are still read from it, so a prebuilt cache may be read-only.
+Kernels that the cache folder holds are still read from it, so a prebuilt cache may be read-only. ``launch.py`` and
+``workspace.py`` call :func:`fall_back` when Triton fails to write; ``side_by_side.py`` calls :func:`ensure_writable` before it
+compiles.
 """
 
 from __future__ import annotations

@@ -2,9 +2,10 @@
 
 A kernel that uses :mod:`onelaunch.kernels.scan.look_back` needs int64 words that no other launch writes while it runs. It writes
 each word once per launch and flips the phase bit in it, so the words that the previous launch left need no clearing. Launches on
-one stream run one after another and share a workspace. A captured graph may be replayed on any stream, so each captured call
-gets its own words. They are taken from a zeroed reserve that eager calls keep filled, since a memset in the graph would be a
-second launch.
+one stream run one after another and share a workspace. A captured graph may be replayed on any stream, so each captured call gets
+its own words. They are taken from a zeroed reserve that eager calls keep filled, since a memset in the graph would be a second
+launch. The launch code of the scans and of ``linear_rnn`` takes words by :func:`workspace`, that of ``swiglu`` for Hopper by
+:func:`counters`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Activations, by the names that layers' arguments accept.
 
-``gated.py`` calls :func:`checked` for the arguments that name the activations of the gate and of queries and keys.
+``gated.py`` calls :func:`checked` for the arguments that name the activations of the gate and of queries and keys, and looks them
+up in the tables.
 """
 
 from __future__ import annotations

@@ -98,7 +98,10 @@ class Cache:
             self._overwrite(state, tuple(map(reordered, state.tensors())))
 
     def detach_(self) -> Cache:
-        """Detach the states from the autograd graph, for truncated backpropagation through time; return the cache."""
+        """Detach the states from the autograd graph, for truncated backpropagation through time; return the cache.
+
+        A caller's training loop calls it; no layer does.
+        """
         self._replace(torch.Tensor.detach)
         return self
 

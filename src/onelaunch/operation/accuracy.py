@@ -3,6 +3,8 @@
 A float32 result is often a sum of products of 16-bit numbers. A kernel that computes these products by matrix instructions rounds
 decayed keys, gradients or states to 16 bits first. PyTorch's form computes in float32 throughout, so that its error says nothing
 about what such a sum can be. The verification gate therefore takes the larger of twice PyTorch's error and the stated one.
+Contracts state such errors by :data:`SUM_OF_PRODUCTS`, peers from fla their tolerance by :data:`FLA_TESTS`, and
+``verify/reference.py`` of the workbench asks :func:`stated_error`.
 """
 
 from __future__ import annotations

@@ -108,8 +108,11 @@ class Operation(Generic[P, R]):
             name: Name of the variant, which must be new in this operation.
             **tags: Facts about the variant. The library acts on those that are fields of
                 :class:`~onelaunch.operation.Capabilities`, and checks their types. Studies select variants by all tags that are
-                not functions. Common tags that are not such fields are ``fuses`` (tuple of the names of fused steps), ``gemm``
-                (``cublas``, ``triton``...) and ``maker`` (author of code of another project: ``pytorch``, ``liger``...).
+                not functions. Common tags that are not such fields are ``fuses`` (tuple of the names of fused steps), ``hands``
+                (tuple of the names of intermediates that launches pass on through device memory; the operation's ``cost.py``
+                reads it), ``gemm`` (how matrix products are made: ``cublas``, ``triton``...), ``maker`` (author of code of
+                another project: ``pytorch``, ``liger``...), ``usual`` (whether that project's own layers call it so) and
+                ``yardstick`` (marks the PyTorch baseline, whose error sets the tolerance).
 
         Raises:
             ArgumentError: The operation already has a variant or a control of this name, or a capability has a wrong type.

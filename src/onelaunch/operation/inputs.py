@@ -1,7 +1,7 @@
 """Random inputs that operations with a recurrent state share: log-decays of several kinds, and the flags of a case.
 
-``reference.py`` of ``gated_scan``, ``gla`` and ``linear_rnn`` call them, and ``cost.py`` of the first two
-:func:`packed_lengths`.
+``reference.py`` of ``gated_scan`` and ``gla`` calls them (that of ``linear_rnn`` through the one of ``gated_scan``), and
+``cost.py`` of both calls :func:`packed_lengths`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Predicates that variants of many operations share. Most return why a call cannot run, or ``None`` if it can.
 
-The returned reason completes the sentence "it ...", such as "needs a CUDA or ROCm device".
+The returned reason completes the sentence "it ...", such as "needs a CUDA or ROCm device". The modules of variants register them
+by ``supports``, alone or within predicates of their own.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Initial states that are not float32, for functions with the names and signatures of fla (flash-linear-attention)."""
+"""Initial states that are not float32, for functions with the names and signatures of fla (flash-linear-attention).
+
+``functions.py`` of ``gated_scan`` and of ``gla`` call :func:`float32_state`.
+"""
 
 from __future__ import annotations
 

@@ -238,7 +238,9 @@ def _rows(result: Result) -> list[dict[str, Any]]:
 
     The dispatcher looks a call up by sizes, dtype and the flags of its :class:`~onelaunch.operation.Query`, such as ``packed``. A
     shape with an option that changes no flag is left out, because the dispatcher could not tell it from other calls. So is a case
-    that the run did not reach with all its variants, because the fastest may be missing, and a variant that failed its probes.
+    that the run did not reach with all its variants, because the fastest may be missing, and a variant that failed its probes. A
+    peer outside the gate (``outside``), which is another project's variant that fails the verification gate but not the tests of
+    that project, has no row either.
     """
     unproven = _unproven(result)
     for name in dict.fromkeys(cell.variant for cell in result.cells if cell.outside):

@@ -1,6 +1,10 @@
 """Cases and variants at which the criteria of a study ask for counts.
 
 ``running.py`` calls these functions before it counts DRAM bytes, launches and barriers or takes host times.
+
+A criterion reads a value of ``of``, or compares ``of`` with ``over`` (by default the baseline). Each is the name of a variant or
+control, or tags that stand for the fastest variant with them. ``count`` is an option of a run: ``"all"`` counts at every case,
+true where criteria ask for bytes, false nowhere.
 """
 
 from __future__ import annotations

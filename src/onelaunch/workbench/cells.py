@@ -1,6 +1,9 @@
 """Cells of a result from the plan's cells: before a run reaches them, and after the device's peaks were measured again.
 
 ``running.py`` makes and replaces the cells of its result with these functions.
+
+``floor_microseconds`` of a plan is the roofline bound. A cell is ``invalid`` if its cold time (inputs not in the caches) is so
+far below it that it must be wrong.
 """
 
 from __future__ import annotations

@@ -21,7 +21,10 @@ RATES = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""))
 
 
 def number(value: float, digits: int = 3) -> str:
-    """Format a number with ``digits`` significant digits and no exponent: ``7.92``, ``1230``, ``0.0313``."""
+    """Format a number with at least ``digits`` significant digits, all digits before the point, and no exponent.
+
+    With three digits, examples are ``7.92``, ``1234`` and ``0.0313``.
+    """
     if not math.isfinite(value):
         return str(value)
     return f"{value:.{_decimals(value, digits)}f}"
@@ -62,7 +65,7 @@ def rate(per_second: float, unit: str) -> str:
 
 
 def work(flops: float) -> str:
-    """Format a number of floating-point operations: ``0.268 GFLOP``."""
+    """Format a number of floating-point operations: ``268 MFLOP``."""
     scale, prefix = _unit(abs(flops), RATES)
     return f"{number(flops / scale)} {prefix}FLOP"
 

@@ -1,7 +1,8 @@
 """State of a running study: its plan, the measurements so far, and the steps that verify, time and count the rest.
 
 The unit of work is a case, a shape in one direction; all its variants and controls are measured together. ``supervise/job.py``
-makes a :class:`Run` in the process that measures, from the :class:`RunOptions` and :class:`Steps` of ``workbench/run.py``.
+makes a :class:`Run` in the process that measures, from the :class:`RunOptions` and :class:`Steps` that ``workbench/run.py`` has
+made.
 """
 
 from __future__ import annotations
@@ -123,7 +124,7 @@ class Run:
     on_turn: Callable[..., None] = lambda *_, **__: None
     """Callback ``on_turn(shape, direction, name, control=..., step=...)`` before a candidate runs, and with no name after."""
     on_kept: Callable[[Result], None] = lambda _: None
-    """Callback with the partial result, which is called when a case is finished."""
+    """Callback with the partial result, which is called at the beginning, after the probes, and after each case."""
 
     def __post_init__(self) -> None:
         variant_sources(self.study)  # caches the digests now, so that files changed during the run are not taken for what ran
@@ -202,7 +203,9 @@ class Run:
             self.clocks.append(earlier.provenance.clocks)
 
     def measure_all(self, processes: int, partial: Path) -> None:
-        """Measure the cases that are not finished, and save the partial result after each. Ctrl-C ends the run early.
+        """Probe the variants and measure the cases that are not finished. Ctrl-C ends the run early.
+
+        The partial result is saved after the probes and after each case.
 
         Args:
             processes: Number of processes that compile before anything is measured; 0 for none.
@@ -421,9 +424,11 @@ class Run:
         return tuple(name for name in dict.fromkeys(preferred) if name in variants)
 
     def _count(self, case: Case, direction: Direction, runnable: Sequence[PlannedCell]) -> Sequence[tuple[PlannedCell, Traffic]]:
-        """Count the DRAM bytes of the correct variants and controls, the slowest last.
+        """Count the DRAM bytes of the measured variants and controls, the slowest last.
 
-        If the profiler runs out of time or reaches its limit of kernels, the faster ones are then counted already.
+        Unless the option ``count`` is ``"all"``, only those whose number of launches is known, or that a criterion on bytes
+        names, are counted. If the profiler runs out of time or reaches its limit of kernels, the faster ones are then counted
+        already.
         """
         named = named_for(self.study, measures_of_bytes())
         ready = [

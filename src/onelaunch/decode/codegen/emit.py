@@ -3,6 +3,10 @@
 ``plan.cuh`` has sizes, flags and offsets as constants, which ``step.cu`` describes; ``order.cuh`` calls the phases in order,
 with the synchronization between them. So the compiler specializes the kernel for one model, optimization level and number of
 SMs. ``decode/runtime/kernels.py`` compiles what :func:`source` returns.
+
+Of a plan, ``separate`` says that each phase is a launch, ``streams`` that weights are prefetched across phases, and ``blocks`` is
+given if the output projection is split over heads (split-K). Words of a ``tagged`` buffer are flag-in-data words. The ``edge``
+before a phase is ``grid`` (a grid barrier), ``flags`` (semaphores per key head), ``data`` (flag-in-data words) or ``none``.
 """
 
 from __future__ import annotations

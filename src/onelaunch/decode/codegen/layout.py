@@ -2,6 +2,9 @@
 
 ``emit.py`` makes constants of the generated headers from it. The decode runtime sizes launches, fills buffers and checks plans by
 it. The megakernel's variants ask with the default :class:`Tuning` whether a plan can run on a device.
+
+Of a plan, ``separate`` says that each phase is a launch, and ``blocks`` is given if the output projection is split over heads
+(split-K).
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Names of models: the model that ships with the package, a folder, or a repository of Hugging Face's hub.
 
-``decode/generate.py`` finds the folder of a model with it.
+``decode/generate.py`` finds the folder of a model with it, and the command ``onelaunch generate`` names the model of the package
+by :data:`BUNDLED`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Rotary position embeddings (RoPE): the rotation of each pair of channels per position, with the scalings for long contexts.
 
-The forward pass rotates by it, and the decode runtime stores the rotations of all positions for the kernels.
+The forward pass rotates by it. The variants of ``decode_step`` in PyTorch take the rotation of a position, and the decode runtime
+stores those of all positions for the kernels.
 
 Source: Su et al. (2021), RoFormer; :mod:`onelaunch.decode.model.config` gives the sources of the scalings.
 """

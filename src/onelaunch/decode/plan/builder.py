@@ -1,6 +1,7 @@
 """Builder of plans: divides each phase's work over the CTAs, and lists what they read and write and how they synchronize.
 
-``levels.py`` builds the plan of each optimization level with it.
+``levels.py`` builds the plan of each optimization level with it, and ``packing.py`` asks :func:`tiles`. The ``edge`` before a
+phase is ``grid`` (a grid barrier), ``flags`` (semaphores per key head), ``data`` (flag-in-data words) or ``none``.
 """
 
 from __future__ import annotations

@@ -4,8 +4,10 @@ It proves that every read follows the writes that it needs, that nothing is over
 spin on flag-in-data words cannot take an old word for a new one, and that all CTAs, which wait for each other, can be
 resident.
 
-The check follows vector clocks over a few tokens and layers: ``known[c, d]`` is the last time at which CTA c is certain that
-CTA d had finished. A wait that may end too early, or never, is an error. A phase whose edge is ``none`` adds no knowledge.
+The check follows vector clocks over a few tokens and layers: ``known[c, d]`` is the last time at which CTA c is certain that CTA
+d had finished. A wait that may end too early, or never, is an error. The edge before a phase is ``grid`` (a grid barrier),
+``flags`` (semaphores per key head), ``data`` (flag-in-data words) or ``none``, which adds no knowledge. A plan is ``separate`` if
+each phase is a launch.
 Source: Fidge (1988), Mattern (1989).
 
 ``decode/runtime/proofs.py`` calls :func:`check` before a kernel is loaded, and the megakernel's variants ask

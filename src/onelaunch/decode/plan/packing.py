@@ -3,9 +3,10 @@
 A CTA's stream has its granules of each layer's products, then those of the LM head. A granule is a tile of 8 rows over 256
 columns, 4 KB. Within a phase the order is, from the outermost: groups of up to six tiles; blocks of ``depth`` steps of 256
 columns; tiles; steps of the block; warps, with 32 columns each; rows; columns. So the 16 bytes that each thread needs for an mma
-lie where a warp reads 512 contiguous bytes of shared memory, without bank conflicts. The 8 columns in them are in fragment
-order, :func:`as_operands`. ``decode/runtime/memory.py`` and ``decode/runtime/kernels.py`` call :func:`pack`. The megakernel's
-variants state the memory and the time of a model by :func:`packing_bytes` and :func:`stream_bytes`.
+lie where a warp reads 512 contiguous bytes of shared memory, without bank conflicts. The 8 columns in them are in fragment order,
+:func:`as_operands`. ``decode/runtime/memory.py`` and ``decode/runtime/kernels.py`` call :func:`pack`. The megakernel's variants
+state the memory and the time of a model by :func:`packing_bytes` and :func:`stream_bytes`. ``summed`` and ``blocks`` stand for an
+output projection that is split over heads (split-K).
 """
 
 from __future__ import annotations

@@ -5,8 +5,9 @@ CTAs exchange vectors through buffers in global memory. For each CTA and phase, 
 computes and the :class:`Slice` of buffers that it reads and writes; a phase's :data:`Edge` is the synchronization before
 it.
 
-:mod:`onelaunch.decode.plan.builder` builds plans, :mod:`onelaunch.decode.plan.check` proves them free of races and deadlocks,
-and :mod:`onelaunch.decode.codegen.emit` generates the kernel. Tests also run plans in PyTorch.
+:mod:`onelaunch.decode.plan.builder` builds plans, :mod:`onelaunch.decode.plan.check` proves them free of races and deadlocks, and
+:mod:`onelaunch.decode.codegen.emit` generates the kernel. The packing of weights, the layout of memory and the decode runtime
+read plans too. Tests also run plans in PyTorch.
 """
 
 from __future__ import annotations

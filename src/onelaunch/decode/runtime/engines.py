@@ -115,7 +115,8 @@ class KernelEngine(TorchEngine):
     """Engine of the megakernel: it reads the prompt like :class:`TorchEngine`, then generates many tokens per launch.
 
     Its variant is the name of an optimization level in :data:`~onelaunch.decode.plan.levels.LEVELS`. A plan with a launch per
-    phase (``graph``) can only take the largest logit. With other sampling it runs step by step.
+    phase (``graph``; ``separate``) can only take the largest logit (``plain`` sampling). With other sampling it runs step by
+    step.
     """
 
     @torch.inference_mode(mode=False)  # cached tensors must be usable outside of inference mode too

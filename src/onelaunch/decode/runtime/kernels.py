@@ -1,7 +1,7 @@
 """Compilation and loading of the decode kernels, and the sessions that own a loaded kernel and its buffers.
 
 The megakernel's engines and its variants of ``decode_step`` call :func:`session_for`. The inspector compiles what
-:func:`kernels_of` returns.
+:func:`kernels_of` returns. A plan is ``separate`` if each phase is a launch.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Proofs that a plan is sound on a device. They run before its kernel does, and the cache folder records their success.
 
-``kernels.py`` calls it for each plan that it loads, and again before the first sampled token.
+``kernels.py`` calls it for each plan that it loads, and again before the first sampled token. The megakernel's variants ask
+:func:`resources_of`.
 """
 
 from __future__ import annotations

@@ -259,8 +259,8 @@ class Session:
 
         With a launch per phase, the logits are those of a captured graph, which its next replay overwrites.
 
-        The tokens are written to ``memory.tokens``, by position. A plan with a launch per phase can only take the largest
-        logit.
+        The tokens are written to ``memory.tokens``, by position. A plan with a launch per phase (``separate``) can only take the
+        largest logit (``plain`` sampling).
 
         Raises:
             ArgumentError: the plan cannot sample with these parameters.

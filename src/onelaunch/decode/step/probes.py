@@ -1,6 +1,7 @@
-"""Edge cases of ``decode_step``, on which each of its variants is judged.
+"""Edge cases of ``decode_step``, on which studies and tests judge each of its variants.
 
 A case is written as arguments of ``decode_step.case``: dtype; sizes of the model, and the position of the token; and options.
+``tied`` shares the embedding with the LM head, and ``bias`` gives attention biases.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Read tables of measured times: one JSON file per device, from which the dispatcher chooses.
 
-``onelaunch study adopt`` writes tables. Two folders are read: the user's own (:func:`onelaunch.folders.tables_folder`,
-``$ONELAUNCH_TABLES``) and this package's. A row of the user's table replaces the package's row of the same call; the package's
-other rows stay. A process reads a table once, so only later processes see a table that is written while it runs.
+``onelaunch study adopt`` reads and writes tables; ``dispatch/choice.py`` looks calls up by :func:`nearest`. Two folders are read:
+the user's own (:func:`onelaunch.folders.tables_folder`, ``$ONELAUNCH_TABLES``) and this package's. A row of the user's table
+replaces the package's row of the same call; the package's other rows stay. A process reads a table once, so only later processes
+see a table that is written while it runs.
 
 To ship a table, adopt results into a folder and copy the file into this one; no command writes here.
 

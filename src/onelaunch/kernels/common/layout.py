@@ -1,6 +1,7 @@
 """Sizes and memory layout of kernel arguments, computed on the host.
 
-The launch code of the operations' kernels calls these functions.
+The launch code of the kernels of operations and ablations calls these functions, and so does the code that chooses
+configurations.
 """
 
 from __future__ import annotations

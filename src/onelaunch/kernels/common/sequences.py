@@ -1,6 +1,7 @@
 """Packed or batched sequences of a call of a recurrence: their offsets and initial states.
 
-The launch code of ``kernels/scan``, ``gla`` and ``linear_rnn`` makes and reads :class:`Sequences`.
+The launch code of ``kernels/scan``, ``ops/gla`` and ``ops/linear_rnn`` reads :class:`Sequences`. ``launch.py`` of ``ops/gla``
+makes them, and so do ``autograd.py`` and ``fakes.py`` of ``ops/gated_scan`` and ``ops/linear_rnn``.
 """
 
 from __future__ import annotations
@@ -11,7 +12,10 @@ import torch
 
 
 class Sequences(NamedTuple):
-    """Initial states and offsets of a call's sequences, contiguous as the kernels read them."""
+    """Initial states and offsets of a call's sequences.
+
+    :meth:`of` makes them contiguous, as most kernels read them; ``gla`` can keep an initial state whose keys are contiguous.
+    """
 
     initial: torch.Tensor | None
     """State before the first token of each sequence, one entry per sequence; ``None`` for zeros."""

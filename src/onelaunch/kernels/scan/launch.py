@@ -1,8 +1,9 @@
 """Launches of the scan's kernels: allocate results, choose tiles, pass pointers.
 
 Arguments are not checked here: the contracts of ``gated_scan`` and ``linear_rnn`` have done so. The operators in
-``ops/gated_scan/autograd.py`` call these functions and add gradients; ``linear_rnn`` calls :func:`backward` too,
-and its one-launch kernels take :func:`scan_tiles` and :func:`empty_states`.
+``ops/gated_scan/autograd.py`` call these functions and add gradients; ``linear_rnn`` calls :func:`backward` too. The launch code
+of its one-launch kernels and of its ablation takes :func:`scan_tiles`. It and the fakes of both operations (``fakes.py``)
+allocate by :func:`empty_states` or :func:`empty_gradients`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""The operation ``gated_scan``: its definition, its arguments and their checks, which ``linear_rnn`` shares."""
+"""The operation ``gated_scan``: its definition, its arguments and their checks, which ``linear_rnn`` shares.
+
+Users call :func:`gated_scan`, and ``functions.py`` binds and runs calls under fla's names. The variants take a :class:`ScanCall`.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """Cost model of ``gated_scan``: bytes moved. Its FLOPs are 0, since only those of matrix products count.
 
-The workbench plans studies with it and computes roofline bounds from it. ``linear_rnn`` adds its product to :func:`scan_bytes`.
+The workbench plans studies with it and computes roofline bounds from it. ``linear_rnn`` adds its product to :func:`scan_bytes`,
+and counts its launches by :func:`scan_launches`.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ def cost(case: Case, variant: Variant | None, direction: Direction) -> Cost:
     """Return the least cost of a case, or with ``variant`` the cost of that variant; see :func:`scan_bytes`.
 
     Forward reads v, log_decay and gate, and writes y. Backward reads those and dy, and writes three gradients. A case without a
-    gate has none of the gate's bytes.
+    gate has none of the gate's bytes. A variant fuses scan and gate if its tag ``fuses`` names ``gate``.
     """
     fused = variant is None or not gated_scan.option(case, "gate") or "gate" in variant.tags.get("fuses", ())
     values = 1 if direction == "forward" else 3  # forward reads v; backward also reads v and writes dv

@@ -1,4 +1,6 @@
-"""Edge cases of ``gated_scan``, on which each of its variants is judged. Those of ``linear_rnn`` add its columns of x.
+"""Edge cases of ``gated_scan``, on which studies and tests judge each of its variants.
+
+Those of ``linear_rnn`` add its columns of x.
 
 A case is written as arguments of ``gated_scan.case``: dtype; sizes (B sequences of T steps, V channels); and options. ``decay``
 names the kind of random log-decays, see :data:`onelaunch.operation.inputs.DECAYS`. ``lengths`` packs sequences of these lengths

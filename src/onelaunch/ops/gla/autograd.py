@@ -2,7 +2,8 @@
 
 ``onelaunch::gla_forward`` runs the launches of the variant whose name it is given, see :data:`launches`. Only the inputs are
 saved for ``onelaunch::gla_backward``, which computes the states again. The backward pass has kernels of its own for ``hopper``
-alone; all other variants share the portable ones.
+alone; all other variants share the portable ones. The variants in ``variants/`` and in ``onelaunch/ablations`` call
+:func:`attend`.
 """
 
 from __future__ import annotations

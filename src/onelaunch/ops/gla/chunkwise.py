@@ -11,7 +11,8 @@ blocks become one, ``before`` of the right one is multiplied by all decays of th
 decays of the right one. Every factor is a product of decays in [0, 1]: nothing overflows, nothing is divided or subtracted, and
 a decay of 0 needs no special case. It is the secondary chunking of Yang et al. (2024), carried down to sub-chunks of one step.
 
-Memory: only the inputs are saved for the backward pass; both passes compute a few heads at a time.
+Memory: only the inputs are saved for the backward pass; both passes compute a few heads at a time. The variants ``chunked`` and
+``compiled`` of ``gla`` (``variants/torch.py``) call it.
 """
 
 from __future__ import annotations

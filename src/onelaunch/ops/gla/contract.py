@@ -1,6 +1,8 @@
 """The operation ``gla``: its formula, arguments, checks and errors. Functions with fla's names are in functions.py.
 
 A call has two steps: :func:`bind` checks the arguments and makes a :class:`GlaCall`, which :func:`run` computes by a variant.
+``functions.py`` calls :func:`bind_under_autocast` and :func:`run` too. The layers of ``nn`` and ``gla_layer`` take the limits of
+head sizes from here.
 """
 
 from __future__ import annotations

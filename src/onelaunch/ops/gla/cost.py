@@ -1,4 +1,7 @@
-"""FLOPs and bytes of ``gla``: the least that any implementation needs, and those of each variant."""
+"""FLOPs and bytes of ``gla``: the least that any implementation needs, and those of each variant.
+
+The workbench plans studies with it and computes roofline bounds from it.
+"""
 
 from __future__ import annotations
 

@@ -2,6 +2,9 @@
 
 Tensors may have fewer heads than the output, so that several heads of the output share one of theirs. Heads that share one are
 neighbours: head h of the output reads head ``h // group`` of a tensor, as after ``tensor.repeat_interleave(group, dim=2)``.
+
+The contract checks by these functions; the reference, the cost, the launches and the form in PyTorch read :class:`Heads`, and the
+preference among variants asks :func:`group_of`, the ablations :func:`why_grouped`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Launches of ``gla``'s portable kernels: allocate the results, choose the tiles, pass the pointers.
 
-Arguments are checked in contract.py and gradients wired in autograd.py; nothing here does either.
+Arguments are checked in contract.py and gradients wired in autograd.py; nothing here does either. The operators in autograd.py,
+their fakes, the modules of variants and ablations, launch_hopper.py and ``gla_layer`` call it.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 The forward pass is one launch of ``chunk_state_kernel``. The backward pass is three: states again (unless the forward pass has
 stored them), then dv with the gradients of the states, then dq, dk and dg of all chunks. A pass whose heads do not fill the SMs
 is preceded by ``segment_sum_kernel``. The files of the kernels, kernels/hopper_*.py, say what each computes and what its
-constants mean. autograd.py (``gla``) and the operation ``gla_layer`` call :func:`forward` and :func:`backward`.
+constants mean. The variant ``hopper`` calls :func:`forward`, autograd.py :func:`backward`, and the operation ``gla_layer`` both.
 """
 
 from __future__ import annotations

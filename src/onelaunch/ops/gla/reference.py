@@ -8,7 +8,7 @@ Where tensors share heads, k, v and g are repeated to the heads of the states th
 without one those of g, since states of heads with the same k, v and g are equal then. Queries that share a state read the same.
 
 The framework compares the results of every variant with those of the reference (the operation's oracle) in float64.
-:func:`recurrence` is also the loop of the PyTorch variant (variants/torch.py).
+:func:`recurrence` is also the loop of the PyTorch variant (variants/torch.py), and cost.py asks :func:`heads_of`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""The operation ``gla_layer``: its definition, its arguments and their checks."""
+"""The operation ``gla_layer``: its definition, its arguments and their checks.
+
+Users and the layer ``GatedLinearAttention`` call :func:`gla_layer`; the variants take a :class:`GlaLayerCall`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The operation ``linear_rnn``: its definition, its arguments and their checks, which it shares with ``gated_scan``."""
+"""The operation ``linear_rnn``: its definition, its arguments and their checks, which it shares with ``gated_scan``.
+
+Users and the layer ``LinearRNN`` call :func:`linear_rnn`; the variants take a :class:`LinearRNNCall`.
+"""
 
 from __future__ import annotations
 

@@ -18,8 +18,9 @@ def cost(case: Case, variant: Variant | None, direction: Direction) -> Cost:
     """Return the least cost of a case, or with ``variant`` the cost of that variant.
 
     At least, forward reads x, weight, log_decay and gate and writes y; backward reads those and dy and writes four gradients. A
-    variant adds the intermediates that its launches pass through memory: ``v`` unless the projection is fused, the states
-    unless scan and gate are fused, and in the backward pass ``v`` and its gradient ``dv`` for the matrix products.
+    variant adds the intermediates that its launches pass through memory (its tag ``fuses`` names the fused steps): ``v`` unless
+    the projection is fused, the states unless scan and gate are fused, and in the backward pass ``v`` and its gradient ``dv`` for
+    the matrix products.
     """
     batch, length, width, channels = (case.sizes[name] for name in linear_rnn.dimensions)
     rows, value = batch * length, case.dtype.itemsize

@@ -1,6 +1,7 @@
 """Launches of the layer's portable kernels: allocate results, choose tiles, pass pointers.
 
 ``contract.py`` has checked the arguments, and the operators in ``autograd.py`` call these functions and add gradients.
+``launch_hopper.py``, the ablation and ``fakes.py`` take a :class:`Layer` too.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Edge cases of ``linear_rnn``, on which each of its variants is judged: those of ``gated_scan`` with D columns of x."""
+"""Edge cases of ``linear_rnn``, on which studies and tests judge each of its variants.
+
+They are those of ``gated_scan`` with D columns of x.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""The operation ``output_chain``: its definition, its arguments and their checks."""
+"""The operation ``output_chain``: its definition, its arguments and their checks.
+
+Users, the gated layers of ``onelaunch.nn`` and ``gla_layer`` call :func:`output_chain`; the variants take an
+:class:`OutputChainCall`.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """The operation ``projections``: its public function, the checks of its arguments, and the dispatch key.
 
-A packed weight has the rows of several projections of the same input. A segment is the block of rows of one projection.
+A packed weight has the rows of several projections of the same input. A segment is the block of rows of one projection. Users,
+layers of ``onelaunch.nn`` and ``gla_layer`` call :func:`projections`; the variants take a :class:`ProjectionsCall`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Launches of ``projections``'s portable kernels: cut columns into tiles, allocate results, pass pointers and constants.
 
-The Hopper variants take :func:`empty_results` and the backward pass from here. ``gla_layer`` calls :func:`activation_gradients`
-for its log-decays. The variants in ``variants/triton.py`` call :func:`epilogue` and :func:`activate`.
+``launch_hopper.py`` takes :func:`empty_results` from here, and ``autograd.py`` the backward pass of all own variants.
+``gla_layer`` calls :func:`activation_gradients` for its log-decays. The variants in ``variants/triton.py`` call :func:`epilogue`
+and :func:`activate`.
 """
 
 from __future__ import annotations

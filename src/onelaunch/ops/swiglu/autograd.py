@@ -3,7 +3,8 @@
 ``onelaunch::swiglu_forward`` runs the launches of a variant by its name. For a backward pass it also stores both products, which
 takes no further launch. The backward pass computes the gate's gradients in one launch (``onelaunch::swiglu_gate_backward``) and
 leaves the matrix products to PyTorch. ``onelaunch::swiglu_gate`` is the gate alone, for variants that use PyTorch's matrix
-products. *Gate* and *up* also name the two products x w_gate^T and x w_up^T. The variants call :func:`compute` or :data:`gate`.
+products. *Gate* and *up* also name the two products x w_gate^T and x w_up^T. The variants with kernels of their own call
+:func:`compute` or :data:`gate`.
 """
 
 from __future__ import annotations

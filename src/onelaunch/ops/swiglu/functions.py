@@ -1,7 +1,7 @@
 """Entry points of ``swiglu`` for quantized operands.
 
 :func:`swiglu_fp8` and :func:`dual_gemm_nvfp4` take elements (or codes) and scales as separate tensors. :func:`swiglu_nvfp4` takes
-16-bit rows and :class:`NVFP4Tensor` weights.
+16-bit rows and :class:`NVFP4Tensor` weights. Users call them through ``onelaunch.ops``.
 """
 
 from __future__ import annotations

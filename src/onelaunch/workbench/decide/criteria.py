@@ -17,6 +17,11 @@ same direction. It is measured only if every shape is.
 
 A criterion with ``directions`` counts a shape once in each of them that runs there. With ``most_noise`` a time counts as not
 measured where the A/A noise is larger. With ``leave_out`` the shapes at which the other side cannot run are listed and left out.
+
+A criterion reads a value of ``of``, or compares ``of`` with ``over`` (by default the baseline). Each is the name of a variant or
+control, or tags that stand for the fastest variant with them. ``over_at`` gives ``over`` another shape. ``in_at_least`` is the
+number of shapes at which a criterion must be met, by default all; with ``combine = "geomean"`` their geometric mean is judged
+instead.
 """
 
 from __future__ import annotations

@@ -19,6 +19,11 @@ Four kinds of criteria are excluded, with the reason, and never count as met:
   shapes, because a study asks its question at full scale.
 - Criteria that are declared not to decide.
 - Criteria that no measurement can miss, such as one that compares a variant with itself.
+
+Times are *cold*: the inputs are not in the caches. ``floor_microseconds`` of a plan is the roofline bound. Bytes have the source
+``ncu`` if the hardware counted them, and ``analytic`` if they are computed. A measure has ``limited_by_time`` if a missed
+criterion is explained by time, and ``claims_gain`` if a met one is a claim about fusion. ``over_at`` and ``over_regime`` compare
+with another shape or regime.
 """
 
 from __future__ import annotations

@@ -2,6 +2,10 @@
 
 ``decision.py`` stores them as the decision's notes, and reports show them. They decide nothing, because a study's author may have
 a reason for a slow baseline; the reader is told all the same.
+
+A peer outside the gate (``outside``) is another project's variant whose errors are larger than the verification gate allows, but
+within the tolerance of that project's tests; others are compared with its times. ``own_tolerance`` is that tolerance. ``over_at``
+and ``over_regime`` compare with another shape or regime.
 """
 
 from __future__ import annotations

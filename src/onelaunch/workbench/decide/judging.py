@@ -2,6 +2,11 @@
 
 The measures in ``workbench/measures`` and their base classes in ``measured.py`` call these functions, and return a
 :class:`Finding` for each shape. ``criteria.py`` combines the findings of a criterion.
+
+A criterion reads a value of ``of``, or compares ``of`` with ``over`` (by default the baseline). Each is the name of a variant or
+control, or tags that stand for the fastest variant with them. ``over_at`` and ``over_regime`` give ``over`` another shape or
+regime, and the product of the sizes in ``per`` is the work by which times at two shapes are divided. ``floor_microseconds`` of a
+plan is the roofline bound.
 """
 
 from __future__ import annotations

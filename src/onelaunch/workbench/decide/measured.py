@@ -2,7 +2,8 @@
 
 The measures in ``workbench/measures`` derive from them. Criteria, decisions and reports find a criterion's measure by
 :func:`judged`. ``running.py`` finds the measures that it takes by :func:`taken_measures` and :func:`kept_as`, and reports find
-those that are counted.
+those that are counted. A criterion reads a value of ``of``, or compares ``of`` with ``over`` (by default the baseline). Each is
+the name of a variant or control, or tags that stand for the fastest variant with them.
 """
 
 from __future__ import annotations

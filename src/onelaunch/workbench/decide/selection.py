@@ -1,6 +1,11 @@
 """Choose the measurements that a criterion compares: those of a named variant, or of the fastest variant with some tags.
 
 Other modules of ``decide``, the measures, and ``report/headline.py`` call these functions.
+
+A criterion reads a value of ``of``, or compares ``of`` with ``over`` (by default the baseline). Each is the name of a variant or
+control, or tags that stand for the fastest variant with them. ``over_regime`` is the regime in which ``over`` is timed, if it is
+another one. A peer outside the gate (``outside``) is another project's variant whose errors are larger than the verification gate
+allows, but within the tolerance of that project's tests; others are compared with its times.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Words for the two sides of a criterion, for evidence and reports."""
+"""Words for the two sides of a criterion, for evidence and reports.
+
+``criteria.py``, the measures of time and ``report/summary.py`` call them.
+"""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 For each request it compiles and calls once on every input set, which is not counted, and then calls inside an NVTX range. After
 every request it rewrites its report, the file that the requests name, with the number of calls and input sets or the error. A
-crash therefore leaves the reports of the earlier requests.
+crash therefore leaves the reports of the earlier requests. ``count.py`` starts the process and reads the report.
 """
 
 from __future__ import annotations

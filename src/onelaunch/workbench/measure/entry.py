@@ -1,6 +1,9 @@
 """State of one candidate while it is measured.
 
 ``timing.py`` makes one for each candidate of a case, and one more for the second copy that an A/A run times.
+
+``OUTSIDE`` is the status of a peer outside the gate: another project's variant that fails the verification gate, but whose errors
+its own project's tests allow. It is timed, so that others can be compared with it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Outcomes of a measurement: statuses, verdicts and times of its candidates, as plain values.
 
-``timing.py`` fills them in, and ``workbench/running.py`` makes the cells of a result from them. ``workbench/cells.py`` calls
-:func:`below` when a finished cell gets a new bound.
+``timing.py`` and ``entry.py`` fill them in, and ``workbench/running.py`` makes the cells of a result from them.
+``workbench/cells.py`` calls :func:`below` when a finished cell gets a new bound.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 A criterion of a study names a measure by its ``name``. The class attributes are explained at
 :class:`onelaunch.workbench.decide.measured.CountedMeasure` and its bases. ``count`` returns a count for each request, or the
-reason why there is none.
+reason why there is none. A criterion reads the count of ``of``, the name of a variant or tags that stand for the fastest one with
+them.
 """
 
 from __future__ import annotations

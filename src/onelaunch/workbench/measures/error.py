@@ -2,6 +2,10 @@
 
 A criterion of a study names a measure by its ``name``. The class attributes are explained at
 :class:`onelaunch.workbench.decide.measured.JudgedMeasure` and its base.
+
+A criterion reads the error of ``of``, the name of a variant or tags of several. A peer outside the gate (``outside``) is another
+project's variant whose errors are larger than the verification gate allows, but within the tolerance of that project's tests;
+others are compared with its times.
 """
 
 from __future__ import annotations

@@ -2,6 +2,9 @@
 
 A criterion of a study names a measure by its ``name``. The class attributes are explained at
 :class:`onelaunch.workbench.decide.measured.TakenMeasure` and its bases.
+
+A criterion reads a value of ``of``, the name of a variant or tags that stand for the fastest one with them; ``among`` is the
+number of measurements from which it was chosen.
 """
 
 from __future__ import annotations

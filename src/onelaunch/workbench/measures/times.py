@@ -3,6 +3,11 @@
 Evidence is stored in results, which must give the same bytes when they are judged again. Its sentences therefore still call the
 roofline bound *floor*. A criterion of a study names a measure by its ``name``. The class attributes are explained at
 :class:`onelaunch.workbench.decide.measured.JudgedMeasure`.
+
+A criterion reads a value of ``of``, or compares ``of`` with ``over`` (by default the baseline). Each is the name of a variant or
+control, or tags that stand for the fastest variant with them. ``over_at`` and ``over_regime`` give ``over`` another shape or
+regime. ``among`` is the number of measurements from which one was chosen as the fastest, and ``gain`` the largest speed-up that
+the roofline bound (``floor_microseconds``) allows.
 """
 
 from __future__ import annotations

@@ -2,6 +2,10 @@
 
 A criterion of a study names a measure by its ``name``. The class attributes are explained at
 :class:`onelaunch.workbench.decide.measured.JudgedMeasure` and its base.
+
+A criterion reads a value of ``of``, or compares ``of`` with ``over`` (by default the baseline). Each is the name of a variant or
+control, or tags that stand for the fastest variant with them. Bytes have the source ``ncu`` if the hardware counted them, and
+``analytic`` if they are computed. ``among`` is the number of measurements from which one was chosen as the fastest.
 """
 
 from __future__ import annotations

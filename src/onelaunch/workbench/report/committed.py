@@ -1,7 +1,8 @@
 """Headlines of the results that were committed with this version, stored in the package as ``committed.json``.
 
 With them a report on a machine that cannot answer a study's question can quote the answer from another device. The file is
-written by ``tools/summarize_results.py`` from the results in the repository, never by hand.
+written by ``tools/summarize_results.py`` from the results in the repository, never by hand. ``headline.py`` asks
+:func:`committed` for those of a study.
 """
 
 from __future__ import annotations

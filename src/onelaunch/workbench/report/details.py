@@ -2,6 +2,9 @@
 
 The reports on the terminal, in Markdown and in HTML format what :func:`details` returns. ``documents.py`` takes
 :func:`times_table`.
+
+``floor_microseconds`` of a plan is the roofline bound. Bytes have the source ``ncu`` if the hardware counted them, and
+``analytic`` if they are computed.
 """
 
 from __future__ import annotations

@@ -5,6 +5,10 @@ baseline and torch.compile. All other times, the sizes of the shapes, and the re
 All strings of a result are escaped, since a result may come from anywhere. When the documentation is built, ``docs/tables.py``
 calls :func:`docs_section` and :func:`docs_overview`; it and ``docs/study_keys.py`` also write other tables with :func:`code` and
 :func:`markdown_table`.
+
+``floor_microseconds`` of a plan is the roofline bound. A peer outside the gate (``outside``) is another project's variant whose
+errors are larger than the verification gate allows, but within the tolerance of that project's tests; others are compared with
+its times.
 """
 
 from __future__ import annotations

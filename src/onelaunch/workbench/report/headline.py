@@ -5,6 +5,9 @@ what this run found. It then quotes the headline of a committed result of the sa
 
 The reports on the terminal, in Markdown and in HTML call :func:`headline` and :func:`unexplained`. ``tools/summarize_results.py``
 stores the sentence of each committed result's headline, which ``committed.py`` reads.
+
+``over_at`` names another shape at which a criterion's ``over`` is timed, and ``outside`` a peer outside the gate: another
+project's variant that fails the verification gate, but not the tests of that project.
 """
 
 from __future__ import annotations

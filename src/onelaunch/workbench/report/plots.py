@@ -3,8 +3,8 @@
 Matplotlib draws with placeholder colours, which are replaced by CSS variables (``--ink``, ``--faint``, ``--floor``, ``--soft``,
 ``--v0`` to ``--v9``); the font becomes ``--font``. A plot is narrow enough for a phone, and a page puts several side by side.
 Names may hold any characters. They are clipped to one line without invisible characters and never parsed as mathematics, and the
-SVG is serialized from a tree.
-``page.py`` calls :func:`plots`; reports in Markdown and on the terminal have none.
+SVG is serialized from a tree. ``page.py`` calls :func:`plots`; reports in Markdown and on the terminal have none. Bytes that the
+hardware counted have the source ``ncu``.
 """
 
 from __future__ import annotations

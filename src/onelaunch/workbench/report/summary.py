@@ -2,7 +2,12 @@
 
 The first screen answers three questions: what was asked and decided (:mod:`onelaunch.workbench.report.headline`), which variant
 to use at which shape, and what was not measured or stays unexplained. The criteria and the details
-(:mod:`onelaunch.workbench.report.details`) follow.
+(:mod:`onelaunch.workbench.report.details`) follow. The commands of ``onelaunch study`` take words for directions, criteria and
+sizes from it too.
+
+A peer outside the gate (``outside``) is another project's variant whose errors are larger than the verification gate allows, but
+within the tolerance of that project's tests; others are compared with its times. ``floor_microseconds`` of a plan is the roofline
+bound. Bytes have the source ``ncu`` if the hardware counted them, and ``analytic`` if they are computed.
 """
 
 from __future__ import annotations

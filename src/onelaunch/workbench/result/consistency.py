@@ -2,7 +2,11 @@
 
 A result is edited by hand more easily than it is measured again. These checks find an edit that leaves the rest of the file as it
 was: moved criteria, a median that is not that of its rounds, a time below its roofline bound, a deleted criterion. A file whose
-parts were all changed alike passes; nothing in a file can show that.
+parts were all changed alike passes; nothing in a file can show that. ``schema.py`` calls :func:`inconsistency`. Measurements and
+``workbench/adopt.py`` compare times with bounds by :data:`BELOW_BOUND`, as the checks do.
+
+A peer outside the gate (``outside``) is another project's variant that fails the verification gate, but whose errors are within
+``own_tolerance``, which its own project's tests allow. ``floor_microseconds`` is a roofline bound.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""Checks of the criteria and predictions of a study file, whose errors name the key and the remedy."""
+"""Checks of the criteria and predictions of a study file, whose errors name the key and the remedy.
+
+The keys of a criterion are fields of :class:`~onelaunch.workbench.study.declare.Criterion`, which explains each. Attributes of
+its measure (``alone``, ``better``, ``timed``) are explained at :class:`~onelaunch.workbench.study.measure.Measure`.
+"""
 
 from __future__ import annotations
 

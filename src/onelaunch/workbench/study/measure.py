@@ -3,6 +3,10 @@
 A measure is one class in one file, registered by :func:`register`. The base class here holds what declarations, their validation
 and plans need. How a measure is read from a result and judged, and its words in reports, belong to the same class through
 :class:`onelaunch.workbench.decide.measured.JudgedMeasure`.
+
+A criterion reads a value of ``of``, or compares ``of`` with ``over`` (by default the baseline). Each is the name of a variant or
+control, or tags that stand for the fastest variant with them. Its bound is ``at_least``, ``at_most`` or ``equals``, which must
+hold at ``in_at_least`` of its shapes (by default at all).
 """
 
 from __future__ import annotations

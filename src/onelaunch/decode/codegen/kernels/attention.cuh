@@ -2,7 +2,8 @@
 //
 // Computes   s_p = q k_p (base 2, scaled), m = max s_p, l = sum 2^(s_p - m), o = sum 2^(s_p - m) v_p / l, LSE = m + log2(l), for the
 //            positions p of the unit's Span (heads.cuh). parts.cuh combines the KV splits of a query.
-// Callers    attend() is a phase: the generated order.cuh calls it, or step.cu in plans with a launch per phase.
+// Callers    attend() is a phase: the generated order.cuh calls it, or step.cu in plans with a launch per phase. parts.cuh uses NO_SCORE,
+//            and the producer in step.cu CHUNK_POSITIONS.
 // Grid       UNITS is the largest number of units of a CTA: 1 if there are enough CTAs, else a CTA runs its units one after another.
 //            A unit has UNIT_QUERIES queries, or PARTIAL_QUERIES in a long context where units are merged (heads.cuh, Span).
 // Warps      LANES = HEAD_DIM / 8 lanes have the key and value of a position, 8 channels each, so a warp has POSITIONS_PER_WARP =

@@ -2,6 +2,11 @@
 
 The plan of a level says which CTA computes what in each phase of a token, and how phases are ordered; the kernel is generated
 from it. Each level is registered as a variant at the end of this module, with the engine that decodes whole requests with it.
+
+The dispatcher, studies and tests find registered variants by name. Tags and capabilities: ``fuses`` names what one launch
+computes, a whole ``token``, or nothing with a launch per phase. ``barriers``, ``in_a_row``, ``engine``, ``engine_bytes`` and
+``prompt_steps`` are functions that ``decode/step/capabilities.py`` explains. Of a level, ``separate`` says that each phase is a
+launch, and ``summed`` that the output projection is split over heads.
 """
 
 from __future__ import annotations

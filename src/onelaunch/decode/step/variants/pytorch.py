@@ -3,6 +3,11 @@
 ``compiled`` and ``captured`` use one shape for many positions: attention runs over a window of the cache that covers the
 position, a power of two or the whole cache, and a mask hides the rest. A captured graph reads and writes the caller's weights
 and cache in place.
+
+The dispatcher, studies and tests find registered variants by name. Tags: ``fuses`` names the steps that share a kernel, and
+``maker`` the author of the kernels; studies select variants by tags. ``yardstick`` marks the PyTorch baseline, whose error sets
+the tolerance, and ``backward=False`` says that a variant has no backward pass. Other keywords are capabilities, which the class
+``Capabilities`` of ``onelaunch.operation`` explains.
 """
 
 from __future__ import annotations

@@ -4,6 +4,10 @@ The PyTorch variants of ``linear_rnn`` multiply and then call these functions. T
 
 ``chunked`` scans chunks of time in parallel (``kernels/scan/chunked.py``). No decay is ever divided by, so any log-decay down to
 -inf is safe.
+
+The dispatcher, studies and tests find registered variants by name. Tags: ``fuses`` names the steps that share a kernel (``scan``,
+``gate``); ``cost.py`` reads it. ``yardstick`` marks the PyTorch baseline, whose error sets the tolerance. Other keywords are
+capabilities, which the class ``Capabilities`` of ``onelaunch.operation`` explains.
 """
 
 from __future__ import annotations

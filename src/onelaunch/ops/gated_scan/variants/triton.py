@@ -1,6 +1,10 @@
 """Variants of ``gated_scan`` in Triton: scan and gate in two launches, and in one.
 
 Variants of ``linear_rnn`` run them too, after a product.
+
+The dispatcher, studies and tests find registered variants by name. Tags: ``fuses`` names the steps that share a kernel, and
+``separates`` those that have a launch of their own in each pass; ``cost.py`` reads both. Other keywords are capabilities, which
+the class ``Capabilities`` of ``onelaunch.operation`` explains.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ Computes   for one chunk of 64 steps. S [K, V] is the state that enters it, dS t
              dg_t = the sum of all terms whose decay contains g_t. Such a term leads from a source before t (S, or a key) to a
              destination at t or later (a query, or dS). Its value is the product of the query with that term of dq, or of the
              key with that term of dk; from S to dS it is e^(sum of g over the chunk) times the sum over V of S dS.
-           dv and dS are computed by chunk.py with time reversed.
+           dS is computed by chunk.py and dv by chunk_output.py, with time reversed.
 Heads      q, k and g may have fewer heads than o (``shared_head`` in chunk.py). A CTA then stores what its head of o gives to dq,
            dk or dg, in float32, and sum_heads.py adds the heads up in a fixed order. One CTA per shared head, with a loop over
            the heads that share it, would compute dP again for every block of keys, or keep all of them in registers. What comes
@@ -25,6 +25,7 @@ Numerics   the tolerance (chunk.py) allows two roundings to 16 bits on the way t
            rounded (EXACT).
 Registers  q, k and g are loaded again where they are needed a second time, and ``steps_of_chunk`` makes the compiler compute
            step numbers and masks again: the registers would not hold all of them at once.
+Caller     ``backward`` in launch.py launches ``gradients_kernel``, for all variants but ``hopper``.
 Source     experiment 039; docs/notebook/gla.md.
 """
 

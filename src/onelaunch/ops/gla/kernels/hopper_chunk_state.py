@@ -54,6 +54,7 @@ Segments   where heads do not fill the chip, T is cut into segments (a chunk-par
            what each segment adds to the state, and its decay. Here each CTA starts from the decayed sum over the segments before
            its own, added in the order of time, so results are deterministic.
 Numerics   see hopper_prepare.py; the state and all sums are float32.
+Callers    launch_hopper.py launches ``chunk_state_kernel``; hopper_segment_sum.py calls ``load_stage``.
 Source     Yang et al., Gated Linear Attention Transformers with Hardware-Efficient Training (2024); docs/notebook/gla.md.
 """
 

@@ -41,6 +41,7 @@ Numerics   u is the norm-wise error of rounding the exact result to 16 bits, and
 Memory     q, k and g are read and dq, dk and dg written once; v and do are read once per panel, S and dS once in all.
 Sharing    gradients are linear in do and dS, which differ between heads that share q, k, v, g or S. So a CTA of each head of the
            output stores its part of dq, dk or dg of a shared head in float32, from registers; sum_heads.py adds up the parts.
+Caller     ``backward`` in launch_hopper.py launches ``gradients_kernel``.
 Source     docs/notebook/gla.md.
 """
 

@@ -30,6 +30,7 @@ Memory     each CTA reads keys, values and log-decays once, up to where the loop
            read the same keys and log-decays. The segment at which the recurrence ends reads nothing, since no segment starts
            from its sum. One float32 state and K decays per segment are written.
 Numerics   keys are a sum of two 16-bit numbers with SPLIT_KEYS; sums are float32.
+Caller     launch_hopper.py launches ``segment_sum_kernel`` before ``chunk_state_kernel``.
 Source     the segmented form of a scan (reduce, then scan); docs/notebook/gla.md.
 """
 

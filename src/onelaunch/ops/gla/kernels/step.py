@@ -9,6 +9,7 @@ Heads      a state is multiplied by the QUERIES queries that share it, one after
            than there are states (``shared_head`` in chunk.py).
 Order      the vectors of a step are loaded one step ahead: the loop waits for memory once, not at every step. Only the
            further queries of a state (QUERIES above 1) are loaded in the step that needs them.
+Caller     ``step`` in launch.py launches it, for the variant ``stepwise``.
 Source     the recurrent form; experiment 039.
 """
 

@@ -1,8 +1,10 @@
-"""Sum over the heads of o that share a head of q, k or g: the last step of dq, dk and dg where heads are shared.
+"""Sum over the heads of o that share a head of a tensor: the last step of its gradient where heads are shared.
 
 Computes   out[t, h, x] = partial[t, h G, x] + partial[t, h G + 1, x] + ... + partial[t, h G + G - 1, x].
-Launched   by launch.py after ``gradients_kernel`` (backward.py), which stores ``partial`` in float32. Shared heads of v and of
-           states need no kernel of their own: chunk_output.py and chunk.py add them up in the CTA that owns them.
+Launched   by ``sum_heads`` in launch.py, after the kernels that store ``partial`` in float32: ``gradients_kernel`` of the
+           portable backward pass (backward.py; q, k and g), and the kernels of ``hopper`` (launch_hopper.py; also v and initial
+           states). In the portable pass chunk_output.py and chunk.py add up shared heads of v and of states in the CTA that
+           owns them.
 Grid       one CTA per token and block of BLOCK elements of its row of ``out``.
 Order      a thread adds the G terms of its elements from the first to the last head, in float32, and rounds once: results do not
            depend on the device or its load.

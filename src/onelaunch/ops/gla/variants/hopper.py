@@ -1,6 +1,10 @@
 """Variant ``hopper`` of ``gla``: the state stays in registers along time, and a warpgroup decays keys while others multiply.
 
-cost.py explains the tags ``chunk``, ``hands``, ``backward_hands`` and ``padded``; launch_hopper.py launches the kernels.
+The dispatcher, studies and tests find registered variants by name. Tags: ``fuses`` names the steps that share a kernel. ``hands``
+and ``backward_hands`` name the intermediates that the launches of each pass hand on through device memory, ``chunk`` is the
+number of steps per chunk, and ``padded`` says that stored states have padded sizes; ``cost.py`` reads these four and explains
+each name. ``gemm`` says how products are made. Other keywords are capabilities, which the class ``Capabilities`` of
+``onelaunch.operation`` explains. ``launch_hopper.py`` launches the kernels.
 """
 
 from __future__ import annotations

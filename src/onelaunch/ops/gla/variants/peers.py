@@ -1,6 +1,9 @@
 """The peers of fla (flash-linear-attention): its own functions, called as its layers and its users call them.
 
-The tag ``usual`` is false for the one that its layers do not call.
+The dispatcher, studies and tests find registered variants by name. Tags: ``chunk`` is the number of steps per chunk, and
+``hands`` names the intermediates that go through device memory; ``cost.py`` reads both. ``fuses``, the steps that share a kernel,
+is left empty. ``usual`` is false for the one that fla's layers do not call; studies select variants by tags. Other keywords are
+capabilities, which the class ``Capabilities`` of ``onelaunch.operation`` explains.
 """
 
 from __future__ import annotations

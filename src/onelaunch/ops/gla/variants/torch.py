@@ -1,6 +1,9 @@
 """Variants of ``gla`` in plain PyTorch, for every device. ``recurrent`` runs every call; ``chunked`` is the CPU's default.
 
-cost.py explains the tags ``chunk`` and ``hands``.
+The dispatcher, studies and tests find registered variants by name. Tags: ``chunk`` is the number of steps per chunk, and
+``hands`` names the intermediates that go through device memory; ``cost.py`` reads both and explains each name. ``fuses``, the
+steps that share a kernel, is left empty. ``yardstick`` marks the PyTorch baseline, whose error sets the tolerance. Other keywords
+are capabilities, which the class ``Capabilities`` of ``onelaunch.operation`` explains.
 """
 
 from __future__ import annotations

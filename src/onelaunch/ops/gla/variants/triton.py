@@ -1,6 +1,9 @@
 """Portable variants of ``gla`` in Triton, and the preference among all variants for calls of a few steps.
 
-cost.py explains the tags ``chunk``, ``hands`` and ``backward_hands``; launch.py launches the kernels.
+The dispatcher, studies and tests find registered variants by name. Tags: ``fuses`` names the steps that share a kernel. ``hands``
+and ``backward_hands`` name the intermediates that the launches of each pass hand on through device memory, and ``chunk`` is the
+number of steps per chunk; ``cost.py`` reads these three and explains each name. Other keywords are capabilities, which the class
+``Capabilities`` of ``onelaunch.operation`` explains. ``launch.py`` launches the kernels.
 """
 
 from __future__ import annotations

@@ -1,6 +1,10 @@
 """Variants of ``gla_layer`` that call other operations, and ``packed`` and ``packed_states``, which launch their kernels.
 
-The tag ``parts`` names the variants of these operations that run: of ``projections`` (both calls), ``gla`` and ``output_chain``.
+The dispatcher, studies and tests find registered variants by name. The tag ``parts`` names the variants of these operations that
+run: of ``projections`` (both calls), ``gla`` and ``output_chain``. ``cost.py`` adds up the costs of these; ``"auto"`` leaves one
+to the dispatcher. ``fuses`` names what shares a kernel or a matrix: ``gradients`` are those of all projections, in one matrix.
+``yardstick`` marks the PyTorch baseline, whose error sets the tolerance, and ``maker`` says who made the code. Other keywords are
+capabilities, which the class ``Capabilities`` of ``onelaunch.operation`` explains.
 """
 
 from __future__ import annotations

@@ -1,6 +1,10 @@
 """The variant ``module`` of ``gla_layer``: the layer as people call it, through the classes of :mod:`onelaunch.nn`.
 
 Studies time it, since the checks of a module and PyTorch's own of every ``nn.Module`` are a part of what a small model waits for.
+
+The dispatcher, studies and tests find registered variants by name. The tag ``parts`` names the variants of ``projections``,
+``gla`` and ``output_chain`` that run, here those that the dispatcher chooses; ``cost.py`` adds up their costs. ``fuses``, the
+steps that share a kernel, is left empty. ``auto`` never chooses this variant (``by_name_only``).
 """
 
 from __future__ import annotations

@@ -1,4 +1,10 @@
-"""The peers of ``gla_layer``: layers of fla (flash-linear-attention) with the weights of the call."""
+"""The peers of ``gla_layer``: layers of fla (flash-linear-attention) with the weights of the call.
+
+The dispatcher, studies and tests find registered variants by name. The tag ``parts`` names the variants of ``projections``,
+``gla`` and ``output_chain`` that do as these layers do; ``cost.py`` adds up their costs. ``fuses``, the steps that share a
+kernel, is left empty. ``maker`` is the author, and ``usual`` is false for the form that fla's layer does not have; studies select
+variants by tags. Other keywords are capabilities, which the class ``Capabilities`` of ``onelaunch.operation`` explains.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""The variant ``fused_hopper`` of ``linear_rnn``: one launch for wide layers on Hopper GPUs."""
+"""The variant ``fused_hopper`` of ``linear_rnn``: one launch for wide layers on Hopper GPUs.
+
+The dispatcher, studies and tests find registered variants by name. Tags: ``fuses`` names the steps that share a kernel, here all
+three; ``cost.py`` reads it. ``gemm`` says how the product is made, here in a kernel in Gluon. Other keywords are capabilities,
+which the class ``Capabilities`` of ``onelaunch.operation`` explains.
+"""
 
 from __future__ import annotations
 

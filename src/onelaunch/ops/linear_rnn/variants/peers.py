@@ -1,4 +1,9 @@
-"""The peers of ``linear_rnn``: PyTorch's matrix product, then a peer of ``gated_scan``, an HGRN scan of fla."""
+"""The peers of ``linear_rnn``: PyTorch's matrix product, then a peer of ``gated_scan``, an HGRN scan of fla.
+
+The dispatcher, studies and tests find registered variants by name. Tags: ``fuses`` names the steps that share a kernel, here
+none; ``cost.py`` reads it. ``gemm`` says who makes the product, and ``usual`` marks functions that fla's own layers call; studies
+select variants by tags. Other keywords are capabilities, which the class ``Capabilities`` of ``onelaunch.operation`` explains.
+"""
 
 from __future__ import annotations
 

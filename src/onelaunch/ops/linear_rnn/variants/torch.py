@@ -1,4 +1,9 @@
-"""Variants of ``linear_rnn`` in plain PyTorch: its matrix product, then the PyTorch variant of ``gated_scan`` of that name."""
+"""Variants of ``linear_rnn`` in plain PyTorch: its matrix product, then the PyTorch variant of ``gated_scan`` of that name.
+
+The dispatcher, studies and tests find registered variants by name. Tags: ``fuses`` names the steps that share a kernel
+(``projection``, ``scan``, ``gate``); ``cost.py`` reads it. ``yardstick`` marks the PyTorch baseline, whose error sets the
+tolerance. Other keywords are capabilities, which the class ``Capabilities`` of ``onelaunch.operation`` explains.
+"""
 
 from __future__ import annotations
 

@@ -3,6 +3,10 @@
 The layer is v = x W [B, T, V], a scan of v with decays, and a gate. "PyTorch's matrix product" is cuBLAS on NVIDIA GPUs, the tag
 ``gemm="cublas"``. Kernels are launched by ``ops/gated_scan`` (scan and gate) and by ``launch.py`` and ``launch_hopper.py``, which
 are imported on the first call, since they need Triton.
+
+The dispatcher, studies and tests find registered variants by name. Tags: ``fuses`` names the steps that share a kernel, and
+``separates`` those that have a launch of their own in each pass; ``cost.py`` reads both. ``gemm`` says who makes the product.
+Other keywords are capabilities, which the class ``Capabilities`` of ``onelaunch.operation`` explains.
 """
 
 from __future__ import annotations

@@ -1,4 +1,11 @@
-"""Variants of ``output_chain`` in plain PyTorch: they run on every device. cost.py explains the tag ``hands``."""
+"""Variants of ``output_chain`` in plain PyTorch: they run on every device.
+
+The dispatcher, studies and tests find registered variants by name. Tags: ``fuses`` names the steps that share a kernel, and
+``hands`` the intermediates that go through device memory: ``norm``, the normalized heads, ``silu``, the activated gate, and
+``a``, their product. ``cost.py`` reads ``hands``. ``yardstick`` marks the PyTorch baseline, whose error sets the tolerance;
+``maker`` and ``gemm`` say who made the code and the product. Other keywords are capabilities, which the class ``Capabilities`` of
+``onelaunch.operation`` explains.
+"""
 
 from __future__ import annotations
 

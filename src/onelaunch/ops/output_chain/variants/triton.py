@@ -1,6 +1,9 @@
 """Variants of ``output_chain`` in Triton: norm and gate in a kernel before PyTorch's product, and inside our own product.
 
-cost.py explains the tags ``hands`` and ``keeps``.
+The dispatcher, studies and tests find registered variants by name. Tags: ``fuses`` names the steps that share a kernel. ``hands``
+names the intermediates that go through device memory (``a``, the normalized and gated heads), and ``keeps`` what is saved for the
+backward pass in place of them (``rstd``, the reciprocal root mean square of every head); ``cost.py`` reads both. ``gemm`` says
+who makes the product. Other keywords are capabilities, which the class ``Capabilities`` of ``onelaunch.operation`` explains.
 """
 
 from __future__ import annotations

@@ -1,4 +1,9 @@
-"""Variants of ``projections`` in one launch on Hopper GPUs: activations in the epilogue of the wide product."""
+"""Variants of ``projections`` in one launch on Hopper GPUs: activations in the epilogue of the wide product.
+
+The dispatcher, studies and tests find registered variants by name. Tags: ``fuses`` names the steps that share a kernel, and
+``hands`` the products that go through device memory before their activation, here none; ``cost.py`` reads them, and takes a
+missing ``hands`` as none. ``gemm`` says how products are made.
+"""
 
 from __future__ import annotations
 

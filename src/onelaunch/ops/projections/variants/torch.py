@@ -1,7 +1,9 @@
 """Variants of ``projections`` in plain PyTorch: they run on every device.
 
-Tags: ``fuses`` names the steps that share a kernel, and ``hands`` the products that go through device memory before their
-activation; ``cost.py`` reads them. ``yardstick`` marks the PyTorch baseline, whose error sets the tolerance.
+The dispatcher, studies and tests find registered variants by name. Tags: ``fuses`` names the steps that share a kernel, and
+``hands`` the products that go through device memory before their activation; ``cost.py`` reads them. ``yardstick`` marks the
+PyTorch baseline, whose error sets the tolerance; ``maker`` and ``gemm`` say who made the code and the product. Other keywords are
+capabilities, which the class ``Capabilities`` of ``onelaunch.operation`` explains.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Variants of ``projections`` in Triton: activations after PyTorch's product, and in the epilogue of our own product.
 
-Tags: ``fuses`` names the steps that share a kernel, and ``hands`` the products that go through device memory before their
-activation; ``cost.py`` reads them.
+The dispatcher, studies and tests find registered variants by name. Tags: ``fuses`` names the steps that share a kernel, and
+``hands`` the products that go through device memory before their activation; ``cost.py`` reads them. ``gemm`` says who makes the
+product. Other keywords are capabilities, which the class ``Capabilities`` of ``onelaunch.operation`` explains.
 """
 
 from __future__ import annotations

@@ -2,6 +2,10 @@
 
 It was compiled, and run by Triton's interpreter with an emulated matrix instruction, but not on hardware yet. So it is marked
 experimental, and ``auto`` never takes it.
+
+The dispatcher, studies and tests find registered variants by name. Tags: ``fuses`` names the steps that share a kernel, here both
+``products`` and the ``gate``; ``cost.py`` reads it, and takes the missing ``hands`` (products that go through device memory) as
+none. ``gemm`` says how products are made.
 """
 
 from __future__ import annotations

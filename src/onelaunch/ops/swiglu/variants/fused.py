@@ -1,6 +1,11 @@
 """Portable Triton variants of ``swiglu`` with the gate in the epilogue of a matrix product.
 
 ``autograd.py`` wraps their launches as PyTorch operators.
+
+The dispatcher, studies and tests find registered variants by name. Tags: ``fuses`` names the steps that share a kernel: both
+``products``, and the ``gate``. ``hands`` names the products that go through device memory before the gate is applied; ``cost.py``
+reads both. ``gemm`` says who makes the products. Other keywords are capabilities, which the class ``Capabilities`` of
+``onelaunch.operation`` explains.
 """
 
 from __future__ import annotations

@@ -1,6 +1,10 @@
 """Variants of ``swiglu`` in one launch on Hopper GPUs: the matrix product of ``kernels/gemm_sm90`` with the gate as its epilogue.
 
 They differ in the tile scheduler: whole tiles from a counter, stream-K, or small tiles for few rows.
+
+The dispatcher, studies and tests find registered variants by name. Tags: ``fuses`` names the steps that share a kernel, here both
+``products`` and the ``gate``; ``cost.py`` reads it, and takes the missing ``hands`` (products that go through device memory) as
+none. ``gemm`` says how products are made.
 """
 
 from __future__ import annotations

@@ -1,4 +1,10 @@
-"""Variants of ``swiglu`` from other libraries, Liger and quack, called the way their own layers call them."""
+"""Variants of ``swiglu`` from other libraries, Liger and quack, called the way their own layers call them.
+
+The dispatcher, studies and tests find registered variants by name. Tags: ``fuses`` names the steps that share a kernel: both
+``products``, and the ``gate``. ``hands`` names the products that go through device memory before the gate is applied, and is
+missing where none do; ``cost.py`` reads both. ``gemm`` says how products are made, and ``maker`` is the library; studies select
+variants by tags. ``requires`` is the package to import.
+"""
 
 from __future__ import annotations
 

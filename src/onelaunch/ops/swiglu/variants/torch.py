@@ -2,10 +2,12 @@
 
 Quantized operands are multiplied in float32, which holds codes and block scales exactly. Scales of rows and of whole tensors are
 applied to the product. :func:`multiply`, which multiplies float8 natively, is for variants in other files and for the control in
-reference.py.
+reference.py. Those with kernels of their own take :func:`trains_plain_tensors` as a predicate.
 
-Tags: ``fuses`` names the steps that share a kernel, and ``hands`` the products that go through device memory; ``cost.py`` reads
-them. ``yardstick`` marks the PyTorch baseline, whose error sets the tolerance.
+The dispatcher, studies and tests find registered variants by name. Tags: ``fuses`` names the steps that share a kernel, and
+``hands`` the products that go through device memory; ``cost.py`` reads them. ``yardstick`` marks the PyTorch baseline, whose
+error sets the tolerance, and ``maker`` says who made the code. Other keywords are capabilities, which the class ``Capabilities``
+of ``onelaunch.operation`` explains.
 """
 
 from __future__ import annotations

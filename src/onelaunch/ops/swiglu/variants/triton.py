@@ -3,8 +3,8 @@
 The forward pass keeps both products. The backward pass writes their gradients into one matrix ``[M, 2 N]`` in one launch. Two
 matrix products follow it in ``wide``; four matrix products and a sum of two follow it in ``three_node``.
 
-Tags: ``fuses`` names the steps that share a kernel, and ``hands`` the products that go through device memory; ``cost.py`` reads
-them.
+The dispatcher, studies and tests find registered variants by name. Tags: ``fuses`` names the steps that share a kernel, and
+``hands`` the products that go through device memory; ``cost.py`` reads them. ``gemm`` says who makes the products.
 """
 
 from __future__ import annotations
