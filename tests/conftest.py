@@ -103,7 +103,10 @@ def _ablations() -> frozenset[str]:
     """Return the names of the variants that ``onelaunch.ablations`` registers."""
     found = [operation.find_operation(name) for name in ("gla", "linear_rnn")]
     return frozenset(
-        variant.name for each in found for variant in each.variants.values() if variant.run.__module__.startswith("onelaunch.ablations.")
+        variant.name
+        for each in found
+        for variant in each.variants.values()
+        if variant.run.__module__.startswith("onelaunch.ablations.")
     )
 
 
