@@ -178,9 +178,10 @@ def test_the_compiled_scan_takes_all_probes_but_those_of_one_channel_or_no_step(
 
 
 def automatic_variants():
-    """Return the pairs of an operation's name and a variant that ``auto`` may choose."""
+    """Return the parameters of a test of each variant that ``auto`` may choose: the operation's name and the variant's."""
+    slow = {True: [pytest.mark.slow], False: []}  # a variant that is compiled anew for each probe takes minutes
     return [
-        (each, name)
+        pytest.param(each, name, marks=slow[variant.capabilities.recompiles])
         for each in NAMES
         for name, variant in operation_of(each).variants.items()
         if variant.capabilities.automatic and not variant.capabilities.tunes

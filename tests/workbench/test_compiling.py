@@ -14,7 +14,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from onelaunch.device.architectures import pretended
+from onelaunch.device.architectures import ARCHITECTURES, Architecture, pretended
 from onelaunch.operation import find_operation
 from onelaunch.operation.examples import builds_for_case
 from onelaunch.workbench.measure import compiling
@@ -74,6 +74,19 @@ def test_the_kernels_of_all_probes_are_compiled_before_the_first_is_judged(monke
     assert count == len(wanted) > 10
     assert compiling.compile_probes([(scan, "fused", BOTH)], torch.device("cpu")) == 0
     assert list(compiled) == ["sm_90a"]
+
+
+@pytest.mark.parametrize(("found", "compiled"), [("sm_80", ["sm_80"]), ("sm_87", [])])
+def test_probes_are_compiled_for_the_architecture_of_a_real_gpu(found, compiled, monkeypatch):
+    """A pretended device has its architecture in its index, a real one must be asked."""
+    pytest.importorskip("triton", reason="nothing is compiled without Triton")
+    asked = []
+    here = ARCHITECTURES.get(found) or Architecture(found, "cuda", 87, 32, (), 0, 0)
+    monkeypatch.setattr(compiling, "current_architecture", lambda *, by_triton: here)
+    monkeypatch.setattr(compiling, "compile_builds", lambda builds, target, threads: asked.append(target.name))
+    count = compiling.compile_probes([(find_operation("gated_scan"), "fused", ("forward",))], torch.device("cuda:0"))
+    assert asked == compiled
+    assert (count > 0) is bool(compiled)
 
 
 def test_each_process_compiles_some_of_the_tuned_configurations(monkeypatch):

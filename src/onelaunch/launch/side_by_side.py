@@ -90,7 +90,7 @@ class Launching(Running):
         if threads < 2:
             return
         try:
-            target = _target(by_triton=by_triton)
+            target = current_architecture(by_triton=by_triton)
             builds = self._builds(target)
         except Exception:  # noqa: BLE001 - any code of a variant may fail on tensors without memory; the launches go on without help
             return
@@ -198,7 +198,7 @@ def jobs() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _target(*, by_triton: bool) -> Architecture:
+def current_architecture(*, by_triton: bool) -> Architecture:
     """Return the architecture of the current device, as Triton sees it.
 
     Triton's driver compiles C code when it is first asked, which a call of kernels in CUDA C++ alone need not wait for.

@@ -18,10 +18,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from onelaunch.device.architectures import architecture_of
+from onelaunch.device.architectures import ARCHITECTURES, architecture_of
 from onelaunch.device.tools import package_installed
 from onelaunch.launch.build import Build
-from onelaunch.launch.side_by_side import compile_builds, jobs
+from onelaunch.launch.side_by_side import compile_builds, current_architecture, jobs
 from onelaunch.operation import Direction, Operation
 from onelaunch.operation.examples import builds_for_case
 from onelaunch.wording import in_a_line
@@ -99,8 +99,10 @@ def compile_probes(asked: Iterable[tuple[Operation[..., Any], str, Sequence[Dire
     Returns:
         The number of distinct kernels that were asked for.
     """
-    target = architecture_of(device) if device.type == "cuda" else None
-    if target is None or not package_installed("triton"):
+    if device.type != "cuda" or not package_installed("triton"):
+        return 0
+    target = architecture_of(device) or current_architecture(by_triton=True)
+    if target.name not in ARCHITECTURES:
         return 0
     found: dict[object, Build] = {}
     for operation, name, directions in asked:
