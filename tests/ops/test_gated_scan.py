@@ -108,6 +108,7 @@ def test_kernels_pass_the_whole_gate(variant):
 
 
 @pytest.mark.interpret
+@pytest.mark.thorough
 def test_groups_of_tiles_propagate_the_carry():
     """The sequence is longer than one group of the look-back, in both passes."""
     from onelaunch.kernels.scan import launch

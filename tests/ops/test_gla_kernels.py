@@ -76,6 +76,7 @@ def test_other_forward_passes_are_correct(variant, name):
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 @each_layout
 @each_decay
+@pytest.mark.thorough
 def test_kernels_take_every_kind_of_decay(decay, per, dtype):
     sizes = {"B": 1, "T": 100, "H": 2, "K": 24, "V": 20}
     assert_one_call_correct(GLA, GLA.case(dtype, **sizes, decay=decay, decay_per=per, **STATES), "fused")
@@ -84,6 +85,7 @@ def test_kernels_take_every_kind_of_decay(decay, per, dtype):
 @pytest.mark.interpret
 @each_layout
 @each_decay
+@pytest.mark.thorough
 def test_gradients_with_16_bit_products(decay, per, monkeypatch):
     """All products take 16-bit operands, as with bfloat16, which the interpreter cannot multiply."""
     from onelaunch.ops.gla import launch

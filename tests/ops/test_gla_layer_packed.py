@@ -73,6 +73,7 @@ def test_results_and_gradients(name):
 @interpret
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 @pytest.mark.parametrize("sizes", [{}, {"B": 3, "T": 130}, {"T": 70, "initial_state": True, "final_state": True}])
+@pytest.mark.thorough
 def test_results_equal_those_by_parts_bitwise(sizes, dtype):
     """The place of gradients in memory does not change them, as long as PyTorch multiplies in the same order."""
     given = made(grad=True, dtype=dtype, **sizes)
@@ -173,6 +174,7 @@ def test_tensors_of_any_strides():
 
 
 @interpret
+@pytest.mark.thorough
 def test_it_compiles_into_one_graph():
     torch.compiler.reset()
     function = torch.compile(lambda **given: gla_layer(**given, variant="packed"), fullgraph=True, backend="aot_eager")
@@ -186,6 +188,7 @@ def test_it_compiles_into_one_graph():
 
 @interpret
 @pytest.mark.parametrize("want_final", [False, True])
+@pytest.mark.thorough
 def test_the_operators_pass_opcheck(want_final):
     given = made(grad=True, T=20, initial_state=want_final)
     tensors = [given[name] for name in TENSORS]

@@ -238,6 +238,7 @@ def test_the_backward_pass_recomputes_the_products_operand_once(monkeypatch):
 @each_own
 @pytest.mark.parametrize("keep", [False, True])
 @pytest.mark.parametrize("options", [{}, {"gate": "none", "norm_weight": "none", "bias": False}, {"norm_weight": "float32"}])
+@pytest.mark.thorough
 def test_the_operators_keep_pytorchs_rules(variant, keep, options):
     given = made(grad=keep, dtype="float16" if options.get("norm_weight") == "float32" else "float32", **options)
     arguments = [given.get(name) for name in (*TENSORS, "activated", "eps")]
@@ -258,6 +259,7 @@ def test_the_operators_keep_pytorchs_rules(variant, keep, options):
 @pytest.mark.interpret
 @pytest.mark.slow
 @each_own
+@pytest.mark.thorough
 def test_it_compiles_into_one_graph(variant):
     torch.compiler.reset()
     function = torch.compile(lambda **given: output_chain(**given, variant=variant), fullgraph=True, backend="aot_eager")

@@ -113,6 +113,7 @@ WHOLE_GATE = ("packed_many_short", "packed_final_state_alone")
 @pytest.mark.interpret
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", ["fused", pytest.param("separate", marks=pytest.mark.every)])
+@pytest.mark.thorough
 def test_interpreted_kernels_meet_the_probes_of_the_scan(variant):
     """The kernels' tests make one call per plain probe in ``SHORT``, and apply the whole gate at one dense case."""
     chosen = Chosen(GATED_SCAN, lambda probe: not (is_plain(probe) and str(probe) in SHORT) or str(probe) in WHOLE_GATE)

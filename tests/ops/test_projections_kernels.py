@@ -227,6 +227,7 @@ def test_gla_accepts_the_results(variant):
 @pytest.mark.interpret
 @each_own
 @pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.thorough
 def test_the_operators_pass_opcheck(variant, keep):
     """The layouts leave no gaps between segments: memory that nobody writes would differ from call to call."""
     kinds = tuple(Segment(each.name, 4 * each.heads, 2 * each.head_size, each.activation, each.normalizer) for each in EVERY)
@@ -276,6 +277,7 @@ def test_results_on_the_meta_device_have_their_shapes(variant, keep):
 @pytest.mark.interpret
 @pytest.mark.slow
 @each_own
+@pytest.mark.thorough
 def test_it_compiles_into_one_graph(variant):
     torch.compiler.reset()
     function = torch.compile(lambda **given: projections(**given, variant=variant), fullgraph=True, backend="aot_eager")

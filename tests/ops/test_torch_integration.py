@@ -106,6 +106,7 @@ def test_compiled_code_supports_other_lengths(operation):
 @pytest.mark.interpret
 @pytest.mark.parametrize(("separate", "gate"), [(False, True), (True, True), (False, False), (True, False)])
 @pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.thorough
 def test_the_scan_operators_pass_opcheck(separate, gate, keep):
     arguments = small(GATED_SCAN, grad=keep, log_decay_dtype="float32", gate=gate)
     given = [arguments[name] for name in ("v", "log_decay", "gate", "initial_state")]
@@ -121,6 +122,7 @@ def test_the_scan_operators_pass_opcheck(separate, gate, keep):
 @pytest.mark.interpret
 @pytest.mark.parametrize(("kernel", "gate"), [("chunked", True), ("stepwise", True), ("chunked", False)])
 @pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.thorough
 def test_the_layer_operators_pass_opcheck(kernel, gate, keep):
     arguments = small(LINEAR_RNN, grad=keep, gate=gate)
     given = [arguments[name] for name in ("x", "weight", "log_decay", "gate", "initial_state")]
@@ -136,6 +138,7 @@ def test_the_layer_operators_pass_opcheck(kernel, gate, keep):
 @pytest.mark.interpret
 @pytest.mark.parametrize("values_first", [False, True])
 @pytest.mark.parametrize("kernel", triton_variants(GLA))
+@pytest.mark.thorough
 def test_the_attention_operators_pass_opcheck(kernel, values_first):
     """If the caller keeps states with values first, the operator gets a transposed state and may return one."""
     for keep in (False, True):
