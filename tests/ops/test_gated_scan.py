@@ -56,12 +56,14 @@ def test_pytorch_variants_take_every_kind_of_decay(variant, decay):
     assert_correct(GATED_SCAN, GATED_SCAN.case("float32", B=2, T=100, V=20, decay=decay), variant)
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_the_compiled_variant_is_correct():
     torch.compiler.reset()
     assert_correct(GATED_SCAN, case_of(GATED_SCAN, "shorter_than_a_tile"), "compiled")
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_the_compiled_variant_takes_packed_sequences():
     case = GATED_SCAN.case("float32", B=1, T=9, V=20, decay="mixed", lengths=(0, 4, 0, 0, 4, 1, 0), **STATES)
@@ -69,11 +71,16 @@ def test_the_compiled_variant_takes_packed_sequences():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("given", [{}, {"lengths": (0, 4, 2), "final_state": True}], ids=["dense", "packed"])
+@pytest.mark.parametrize(
+    "given",
+    [{}, pytest.param({"lengths": (0, 4, 2), "final_state": True}, marks=pytest.mark.thorough)],
+    ids=["dense", "packed"],
+)
 def test_the_compiled_variant_needs_no_initial_state(given):
     assert_compiled_correct(GATED_SCAN, GATED_SCAN.case("float32", B=1, T=6, V=20, decay="strong", **{**NO_STATES, **given}))
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "sizes"),
@@ -88,6 +95,7 @@ def test_the_compiled_variant_scans_chunks(dtype, sizes, monkeypatch):
     assert_compiled_correct(GATED_SCAN, GATED_SCAN.case(dtype, B=1, decay="mixed", **STATES, **sizes))
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_the_compiled_variant_takes_transposed_inputs():
     probe = Probe(GATED_SCAN.case("float32", B=2, T=6, V=20), transposed("v", "log_decay", "gate", "initial_state"))

@@ -204,6 +204,7 @@ def test_chunks_take_every_kind_of_decay(decay, decay_per):
     assert_correct(GLA, GLA.case("float32", B=2, T=100, H=2, K=24, V=20, decay=decay, decay_per=decay_per), "chunked")
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_the_compiled_variant_is_correct():
     """The case has few steps, because every chunk is compiled separately."""

@@ -33,6 +33,7 @@ def test_results_and_gradients(name, variant):
     assert_correct(GLA_LAYER, case_of(name), variant)
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_the_compiled_variant():
     case = case_of("a_step")

@@ -56,6 +56,7 @@ def test_pytorch_variants_take_every_kind_of_decay(variant, decay):
     assert_correct(LINEAR_RNN, LINEAR_RNN.case("float32", B=2, T=100, D=24, V=20, decay=decay), variant)
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "given", [{"log_decay_dtype": "float32", **STATES}, {"lengths": (5,), **NO_STATES}], ids=["dense", "packed"]

@@ -37,7 +37,7 @@ def test_results_and_gradients(name, variant):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["activated", "float32_weight_beside_float16"])
+@pytest.mark.parametrize("name", ["activated", pytest.param("float32_weight_beside_float16", marks=pytest.mark.thorough)])
 def test_the_compiled_variant_is_correct(name):
     case = case_of(name)
     if reason := compiler_missing(OUTPUT_CHAIN.query(case, "cpu")):
