@@ -36,6 +36,7 @@ from tests.ops.cases import (
     assert_one_call_correct,
     case_of,
     pytorch_variants,
+    pytorch_variants_by_case,
     results,
     triton_variants,
     variants_by_case,
@@ -45,7 +46,7 @@ from tests.ops.cases import (
 FEW = settings(max_examples=15, deadline=None, derandomize=True)
 
 
-@variants_by_case(pytorch_variants(GATED_SCAN), HARD)
+@pytorch_variants_by_case(GATED_SCAN, HARD)
 def test_pytorch_variants_are_correct(variant, name):
     assert_correct(GATED_SCAN, case_of(GATED_SCAN, name), variant)
 
@@ -70,12 +71,9 @@ def test_the_compiled_variant_takes_packed_sequences():
     assert_compiled_correct(GATED_SCAN, case)
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "given",
-    [{}, pytest.param({"lengths": (0, 4, 2), "final_state": True}, marks=pytest.mark.thorough)],
-    ids=["dense", "packed"],
-)
+@pytest.mark.parametrize("given", [{}, {"lengths": (0, 4, 2), "final_state": True}], ids=["dense", "packed"])
 def test_the_compiled_variant_needs_no_initial_state(given):
     assert_compiled_correct(GATED_SCAN, GATED_SCAN.case("float32", B=1, T=6, V=20, decay="strong", **{**NO_STATES, **given}))
 

@@ -34,9 +34,9 @@ from tests.ops.cases import (
     case_of,
     differentiable,
     pytorch_variants,
+    pytorch_variants_by_case,
     results,
     triton_variants,
-    variants_by_case,
     weights_like,
 )
 
@@ -193,7 +193,7 @@ def test_unknown_choices_of_inputs_are_refused(prose):
 # Comparison with the oracle
 
 
-@variants_by_case(pytorch_variants(GLA), GLA_HARD)
+@pytorch_variants_by_case(GLA, GLA_HARD)
 def test_pytorch_variants_are_correct(variant, name):
     assert_correct(GLA, case_of(GLA, name), variant)
 

@@ -56,7 +56,10 @@ def test_results_of_quantized_operands(name, variant):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
-    ["stacked", *(pytest.param(name, marks=pytest.mark.thorough) for name in ("fp8_rows", "every_code_in_weights", "nvfp4_swizzled"))],
+    [
+        "stacked",
+        *(pytest.param(name, marks=pytest.mark.thorough) for name in ("fp8_rows", "every_code_in_weights", "nvfp4_swizzled")),
+    ],
 )
 def test_the_compiled_variant_is_correct(name):
     case = case_of(name)
