@@ -201,7 +201,16 @@ def test_autocast_casts_all_tensors_but_the_norms_weight(prose):
         output_chain(**{**given, "h": given["h"].detach().long()})
 
 
-@pytest.mark.parametrize("variant", ["auto", *pytorch_variants(OUTPUT_CHAIN), "compiled"])
+@pytest.mark.parametrize(
+    "variant",
+    [
+        "auto",  # chooses "unfused" here
+        *(
+            pytest.param(name, marks=[pytest.mark.thorough] if name in ("unfused", "compiled") else [])
+            for name in [*pytorch_variants(OUTPUT_CHAIN), "compiled"]
+        ),
+    ],
+)
 def test_it_compiles_into_one_graph(variant):
     torch.compiler.reset()
     function = torch.compile(lambda **given: output_chain(**given, variant=variant), fullgraph=True, backend="aot_eager")

@@ -222,7 +222,16 @@ def test_autocast_casts_all_tensors(prose):
         projections(**{**given, "x": given["x"].long()})
 
 
-@pytest.mark.parametrize("variant", ["auto", *pytorch_variants(PROJECTIONS), "compiled"])
+@pytest.mark.parametrize(
+    "variant",
+    [
+        "auto",  # chooses "wide" here
+        *(
+            pytest.param(name, marks=[pytest.mark.thorough] if name in ("wide", "compiled") else [])
+            for name in [*pytorch_variants(PROJECTIONS), "compiled"]
+        ),
+    ],
+)
 def test_it_compiles_into_one_graph(variant):
     torch.compiler.reset()
     function = torch.compile(lambda **given: projections(**given, variant=variant), fullgraph=True, backend="aot_eager")
