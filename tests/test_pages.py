@@ -25,6 +25,8 @@ pytest.importorskip("furo", reason="needs the packages of the dependency group d
 pytest.importorskip("myst_parser", reason="needs the packages of the dependency group docs")
 filelock = pytest.importorskip("filelock")
 
+pytestmark = pytest.mark.thorough  # building the pages takes half a minute
+
 ROOT = Path(__file__).parents[1]
 # Pages that a browser opens in windows of two sizes.
 LOOKED_AT = [

@@ -26,6 +26,8 @@ COMPILER = shutil.which("g++") or shutil.which("clang++")
 needs_compiler = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
 # Watched libraries need them: g++ for its sanitizer's calls, addr2line to name the lines of a race.
 needs_watch = pytest.mark.skipif(not (shutil.which("g++") and shutil.which("addr2line")), reason="needs g++ and addr2line")
+LINKER = ["-fuse-ld=gold"] if shutil.which("ld.gold") else []
+"""The compiler's option for a linker that needs a quarter of the time of the usual one, where it is installed."""
 SWEEPS = 20_000_000
 """Sweeps of the emulated scheduler over all threads after which a launch counts as hanging."""
 
@@ -61,7 +63,7 @@ def build(plan, tuning: Tuning, folder: Path, *, watched: bool = False, change: 
                 (Path(work) / name).write_text(text)
             piece, whole = Path(work) / "run.o", Path(work) / library.name
             compile_to(piece, "-c", *told, f"-I{work}", Path(work) / "run.cpp")
-            compile_to(whole, "-shared", piece, *pieces)
+            compile_to(whole, "-shared", *LINKER, piece, *pieces)
             whole.replace(library)
     return library
 

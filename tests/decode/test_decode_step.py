@@ -51,6 +51,7 @@ def test_eager_variant_matches_the_oracle(name):
     assert not trivial_answers(judge.reference(decode_step, case_of(name)))
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["untied_with_biases", "beyond_a_window"])
 def test_compiled_variant_matches_the_oracle(name):

@@ -30,6 +30,14 @@ CASES += [("streaming", "two queries a key", 9), ("streaming", "two queries a ke
 CASES += [("streaming", "odd sizes", 8), ("streaming", "untied, a key head", 12)]
 
 
+def in_brief(cases, *longest):
+    """Return cases as parameters, of which the longest run in ``make check`` alone."""
+    return [
+        pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=[pytest.mark.thorough] if case in longest else [])
+        for case in cases
+    ]
+
+
 def kernel_and_memory(weights, plan, libraries, tuning=None):
     """Return a plan's kernel for the CPU, and its buffers, for sequences of up to 512 positions."""
     kernel = HostKernel(plan, libraries, tuning)
@@ -64,7 +72,10 @@ def assert_matches_oracle(weights, plan, libraries, given, positions):
             assert torch.equal(written[:, :, :position], before[:, :, :position])
 
 
-@pytest.mark.parametrize(("level", "model", "ctas"), CASES)
+@pytest.mark.parametrize(
+    ("level", "model", "ctas"),
+    in_brief(CASES, ("tagged_words", "whole chunks", 9), ("streaming", "two queries a key", 3), ("tagged_words", "odd sizes", 3)),
+)
 def test_logits_keys_and_values_are_the_oracles(level, model, ctas, libraries):
     weights, *given = weights_and_caches(MODELS[model], 129)
     # From long to short: words left by the longer context must not be taken for new ones.
@@ -94,7 +105,7 @@ JOINED = {
 }
 
 
-@pytest.mark.parametrize("model", JOINED)
+@pytest.mark.parametrize("model", in_brief(JOINED, "wide queries", "two queries a key"))
 def test_joined_attention_units_match_the_oracle(model, libraries):
     """Joined units of attention take each other's queries and divide the positions, here from position 100 on.
 
@@ -127,7 +138,7 @@ WATCHED = [
 
 
 @needs_watch
-@pytest.mark.parametrize(("level", "model", "ctas", "positions"), WATCHED)
+@pytest.mark.parametrize(("level", "model", "ctas", "positions"), in_brief(WATCHED, WATCHED[0], WATCHED[2]))
 def test_shared_memory_accesses_are_separated_by_barriers(level, model, ctas, positions, libraries):
     plan = plan_for(model, level, ctas)
     weights, cache, *_ = weights_and_caches(model, max(positions))
@@ -198,7 +209,7 @@ ROWS = [
 ]
 
 
-@pytest.mark.parametrize(("model", "level", "ctas"), ROWS)
+@pytest.mark.parametrize(("model", "level", "ctas"), in_brief(ROWS, ("whole chunks", "streaming", 9)))
 def test_tokens_of_one_launch_are_those_of_many_in_any_timing(model, level, ctas, libraries):
     weights, cache, _, _ = weights_and_caches(MODELS[model], 62)
     plan = plan_for(MODELS[model], level, ctas)

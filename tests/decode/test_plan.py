@@ -76,6 +76,7 @@ def test_plans_for_an_h200_are_sound(level):
     )
 
 
+@pytest.mark.thorough
 @in_streams
 def test_plans_for_a_4B_model_are_sound(level):
     plan = plan_for(LARGER, level, 132)
@@ -349,9 +350,20 @@ IN_ORDERS = [
     *((level, "tied") for level in LEVELS),
     *((level, model) for level in STREAMS for model in MODELS if model != "tied"),
 ]
+BRIEFLY = ("tied", "odd sizes")
+"""Models whose plan of ``tagged_words`` is interpreted in every run of the tests; those of others are in ``make check``."""
 
 
-@pytest.mark.parametrize(("level", "model"), [*IN_ORDERS, ("eight_barriers", "odd sizes")])
+@pytest.mark.parametrize(
+    ("level", "model"),
+    [
+        *(
+            pytest.param(*each, marks=[pytest.mark.thorough] if each[0] == "tagged_words" and each[1] not in BRIEFLY else [])
+            for each in IN_ORDERS
+        ),
+        ("eight_barriers", "odd sizes"),
+    ],
+)
 def test_in_any_order_the_logits_are_the_models(level, model):
     config = MODELS[model]
     whole = plan_for(config, level, 5)

@@ -139,6 +139,23 @@ def variants_by_case(variants: list[str], cases: dict[str, Any] | list[str]) -> 
     return pytest.mark.parametrize(("variant", "name"), [(variant, name) for name in cases for variant in variants])
 
 
+def pytorch_variants_by_case(operation: Operation[..., Any], cases: Mapping[str, dict[str, Any]]) -> pytest.MarkDecorator:
+    """Parametrize ``variant`` and ``name``, the name of a case, over all pairs of a variant of plain PyTorch and a case.
+
+    The loop over single steps takes seconds for a thousand steps. It has no chunks, so that these cases show little that those of
+    300 steps do not, and it runs them in ``make check`` alone.
+    """
+    loop = stepwise_baseline(operation)
+    return pytest.mark.parametrize(
+        ("variant", "name"),
+        [
+            pytest.param(variant, name, marks=[pytest.mark.thorough] if variant == loop and case.get("T", 1) > 300 else [])
+            for name, case in cases.items()
+            for variant in pytorch_variants(operation)
+        ],
+    )
+
+
 def assert_correct(operation: Operation[..., Any], case: Case, variant: str, device: torch.device | str = "cpu") -> None:
     """Require a variant to pass the whole verification gate (:func:`~onelaunch.workbench.verify.judge`) in both directions."""
     assert_ok(judge(operation, case, variant=variant, device=device, directions=BOTH), operation, case, variant)

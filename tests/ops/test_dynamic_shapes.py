@@ -25,9 +25,11 @@ CHUNKED = ("gla", "gla_layer", "GatedLinearAttention", "SimpleGatedLinearAttenti
 def slow_if_chunked(names: Iterable[str]) -> list[Any]:
     """Return the names as parameters, of which those of :data:`CHUNKED` are marked as slow.
 
-    Layers compile the operation ``gla_layer``, so that their tests run with every configuration alone.
+    The operation ``gla_layer`` contains ``gla``, so that its test runs in ``make check`` alone. Layers compile the operation
+    ``gla_layer``, so that their tests run with every configuration alone.
     """
-    marks = {name: [pytest.mark.slow, pytest.mark.every][: 1 + (name in LAYERS)] for name in CHUNKED}
+    marks = {name: [pytest.mark.slow, *([pytest.mark.every] if name in LAYERS else [])] for name in CHUNKED}
+    marks["gla_layer"].append(pytest.mark.thorough)
     return [pytest.param(name, marks=marks.get(name, [])) for name in names]
 
 
@@ -111,7 +113,7 @@ def test_a_layer_compiles_once(name):
     assert counter.frame_count == 1
 
 
-@pytest.mark.parametrize("name", slow_if_chunked(["gated_scan", "gla"]))
+@pytest.mark.parametrize("name", ["gated_scan", pytest.param("gla", marks=[pytest.mark.slow, pytest.mark.thorough])])
 def test_packed_sequences_compile_once(name):
     operation = find_operation(name)
     sizes = {"H": 4, "K": 16, "V": 32} if name == "gla" else {"V": 24}
@@ -124,6 +126,7 @@ def test_packed_sequences_compile_once(name):
     assert counter.frame_count == 1
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_code_is_compiled_again_where_another_variant_is_chosen():
     """On a CPU the dispatcher prefers a loop for up to four steps, whose code would be compiled for each number of steps."""

@@ -36,6 +36,7 @@ from tests.ops.cases import (
     assert_one_call_correct,
     case_of,
     pytorch_variants,
+    pytorch_variants_by_case,
     results,
     triton_variants,
     variants_by_case,
@@ -45,7 +46,7 @@ from tests.ops.cases import (
 FEW = settings(max_examples=15, deadline=None, derandomize=True)
 
 
-@variants_by_case(pytorch_variants(GATED_SCAN), HARD)
+@pytorch_variants_by_case(GATED_SCAN, HARD)
 def test_pytorch_variants_are_correct(variant, name):
     assert_correct(GATED_SCAN, case_of(GATED_SCAN, name), variant)
 
@@ -56,24 +57,28 @@ def test_pytorch_variants_take_every_kind_of_decay(variant, decay):
     assert_correct(GATED_SCAN, GATED_SCAN.case("float32", B=2, T=100, V=20, decay=decay), variant)
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_the_compiled_variant_is_correct():
     torch.compiler.reset()
     assert_correct(GATED_SCAN, case_of(GATED_SCAN, "shorter_than_a_tile"), "compiled")
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_the_compiled_variant_takes_packed_sequences():
     case = GATED_SCAN.case("float32", B=1, T=9, V=20, decay="mixed", lengths=(0, 4, 0, 0, 4, 1, 0), **STATES)
     assert_compiled_correct(GATED_SCAN, case)
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.parametrize("given", [{}, {"lengths": (0, 4, 2), "final_state": True}], ids=["dense", "packed"])
 def test_the_compiled_variant_needs_no_initial_state(given):
     assert_compiled_correct(GATED_SCAN, GATED_SCAN.case("float32", B=1, T=6, V=20, decay="strong", **{**NO_STATES, **given}))
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "sizes"),
@@ -88,6 +93,7 @@ def test_the_compiled_variant_scans_chunks(dtype, sizes, monkeypatch):
     assert_compiled_correct(GATED_SCAN, GATED_SCAN.case(dtype, B=1, decay="mixed", **STATES, **sizes))
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_the_compiled_variant_takes_transposed_inputs():
     probe = Probe(GATED_SCAN.case("float32", B=2, T=6, V=20), transposed("v", "log_decay", "gate", "initial_state"))

@@ -34,9 +34,9 @@ from tests.ops.cases import (
     case_of,
     differentiable,
     pytorch_variants,
+    pytorch_variants_by_case,
     results,
     triton_variants,
-    variants_by_case,
     weights_like,
 )
 
@@ -193,7 +193,7 @@ def test_unknown_choices_of_inputs_are_refused(prose):
 # Comparison with the oracle
 
 
-@variants_by_case(pytorch_variants(GLA), GLA_HARD)
+@pytorch_variants_by_case(GLA, GLA_HARD)
 def test_pytorch_variants_are_correct(variant, name):
     assert_correct(GLA, case_of(GLA, name), variant)
 
@@ -204,6 +204,7 @@ def test_chunks_take_every_kind_of_decay(decay, decay_per):
     assert_correct(GLA, GLA.case("float32", B=2, T=100, H=2, K=24, V=20, decay=decay, decay_per=decay_per), "chunked")
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_the_compiled_variant_is_correct():
     """The case has few steps, because every chunk is compiled separately."""

@@ -33,6 +33,7 @@ def test_results_and_gradients(name, variant):
     assert_correct(GLA_LAYER, case_of(name), variant)
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_the_compiled_variant():
     case = case_of("a_step")
@@ -136,7 +137,7 @@ def test_autocast_casts_all_tensors_but_the_norms_weight_and_the_state():
     assert all(given[name].grad.dtype == torch.float32 for name in TENSORS)
 
 
-@pytest.mark.parametrize("variant", ["auto", "compiled"])
+@pytest.mark.parametrize("variant", ["auto", pytest.param("compiled", marks=pytest.mark.thorough)])
 def test_it_compiles_into_one_graph(variant):
     torch.compiler.reset()
     function = torch.compile(lambda **given: gla_layer(**given, variant=variant), fullgraph=True, backend="aot_eager")

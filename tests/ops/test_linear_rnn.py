@@ -32,6 +32,7 @@ from tests.ops.cases import (
     assert_one_call_correct,
     case_of,
     pytorch_variants,
+    pytorch_variants_by_case,
     triton_variants,
     variants_by_case,
 )
@@ -45,7 +46,7 @@ SEVERAL_LAUNCHES = [name for name in triton_variants(LINEAR_RNN) if name not in 
 """Variants with several launches. They end with the kernels of ``gated_scan``, whose tests have the whole list of cases."""
 
 
-@variants_by_case(pytorch_variants(LINEAR_RNN), HARD)
+@pytorch_variants_by_case(LINEAR_RNN, HARD)
 def test_pytorch_variants_are_correct(variant, name):
     assert_correct(LINEAR_RNN, case_of(LINEAR_RNN, name), variant)
 
@@ -56,6 +57,7 @@ def test_pytorch_variants_take_every_kind_of_decay(variant, decay):
     assert_correct(LINEAR_RNN, LINEAR_RNN.case("float32", B=2, T=100, D=24, V=20, decay=decay), variant)
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "given", [{"log_decay_dtype": "float32", **STATES}, {"lengths": (5,), **NO_STATES}], ids=["dense", "packed"]

@@ -37,7 +37,7 @@ def test_results_and_gradients(name, variant):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["activated", "float32_weight_beside_float16"])
+@pytest.mark.parametrize("name", ["activated", pytest.param("float32_weight_beside_float16", marks=pytest.mark.thorough)])
 def test_the_compiled_variant_is_correct(name):
     case = case_of(name)
     if reason := compiler_missing(OUTPUT_CHAIN.query(case, "cpu")):
@@ -201,7 +201,16 @@ def test_autocast_casts_all_tensors_but_the_norms_weight(prose):
         output_chain(**{**given, "h": given["h"].detach().long()})
 
 
-@pytest.mark.parametrize("variant", ["auto", *pytorch_variants(OUTPUT_CHAIN), "compiled"])
+@pytest.mark.parametrize(
+    "variant",
+    [
+        "auto",  # chooses "unfused" here
+        *(
+            pytest.param(name, marks=[pytest.mark.thorough] if name in ("unfused", "compiled") else [])
+            for name in [*pytorch_variants(OUTPUT_CHAIN), "compiled"]
+        ),
+    ],
+)
 def test_it_compiles_into_one_graph(variant):
     torch.compiler.reset()
     function = torch.compile(lambda **given: output_chain(**given, variant=variant), fullgraph=True, backend="aot_eager")

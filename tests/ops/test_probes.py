@@ -132,7 +132,7 @@ def test_compiled_scans_refuse_one_channel_on_a_cpu(operation):
 
 
 FORMS = ("forgets_everything", "no_sequences")
-"""Probes that are compiled in every run of the tests, in training.
+"""Probes that are compiled in every run of `make check`, in training.
 
 The first has several chunks of steps, of which the last is not full, and decays of -inf. The other forms that a compiled scan
 can have are compiled with few steps by ``test_gated_scan.py``, in a fifth of the time. With ``--architectures=every`` all
@@ -159,6 +159,7 @@ def pytest_generate_tests(metafunc):
     metafunc.parametrize(("compiled_probe", "direction"), cases)
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_compiled_expressions_meet_the_probes_of_the_scan(compiled_probe, direction):
     probe = next(each for each in GATED_SCAN.listed_probes() if str(each) == compiled_probe)

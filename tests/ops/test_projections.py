@@ -41,6 +41,7 @@ def test_results_and_gradients(name, variant):
     assert_correct(PROJECTIONS, case_of(name), variant)
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["normalized_float16", "biases_of_every_kind"])
 def test_the_compiled_variant_is_correct(name):
@@ -221,19 +222,38 @@ def test_autocast_casts_all_tensors(prose):
         projections(**{**given, "x": given["x"].long()})
 
 
-@pytest.mark.parametrize("variant", ["auto", *pytorch_variants(PROJECTIONS), "compiled"])
+@pytest.mark.parametrize(
+    "variant",
+    [
+        "auto",  # chooses "wide" here
+        *(
+            pytest.param(name, marks=[pytest.mark.thorough] if name in ("wide", "compiled") else [])
+            for name in [*pytorch_variants(PROJECTIONS), "compiled"]
+        ),
+    ],
+)
 def test_it_compiles_into_one_graph(variant):
     torch.compiler.reset()
     function = torch.compile(lambda **given: projections(**given, variant=variant), fullgraph=True, backend="aot_eager")
     for lead in ((2, 5), (2, 7), (3,)):
         given = of_every_kind(lead=lead, grad=True)
         leaves = [given[name] for name in ("x", "weight", "bias")]
-        # "auto" takes "wide" here. "compiled" alone takes seconds per shape, so it runs only for the rank no other test covers.
-        alone = "wide" if variant == "auto" else "unfused" if variant == "compiled" and len(lead) > 1 else variant
+        # "auto" takes "wide" here. "compiled" alone takes seconds per shape; other tests judge it.
+        alone = {"auto": "wide", "compiled": "unfused"}.get(variant, variant)
         found, expected = function(**given), projections(**given, variant=alone)
         assert_near(dict(enumerate(found)), dict(enumerate(expected)), 1e-6)
         ours, theirs = (torch.autograd.grad(sum(each.square().sum() for each in given), leaves) for given in (found, expected))
         assert_near(dict(enumerate(ours)), dict(enumerate(theirs)), 1e-5)
+
+
+@pytest.mark.thorough
+@pytest.mark.slow
+def test_the_compiled_variant_takes_rows_without_a_batch():
+    given = of_every_kind(lead=(3,), grad=True)
+    if reason := compiler_missing(PROJECTIONS.query(case_of("gla"), "cpu")):
+        pytest.skip(reason)
+    torch.compiler.reset()
+    assert_near(results(PROJECTIONS, given, "compiled"), results(PROJECTIONS, given, "unfused"), 1e-5)
 
 
 @pytest.mark.parametrize("sizes", [{"T": 0}, {"B": 0}])

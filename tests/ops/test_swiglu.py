@@ -54,7 +54,13 @@ def test_results_of_quantized_operands(name, variant):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["stacked", "fp8_rows", "every_code_in_weights", "nvfp4_swizzled"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "stacked",
+        *(pytest.param(name, marks=pytest.mark.thorough) for name in ("fp8_rows", "every_code_in_weights", "nvfp4_swizzled")),
+    ],
+)
 def test_the_compiled_variant_is_correct(name):
     case = case_of(name)
     if reason := SWIGLU.get("compiled").why_not(SWIGLU.query(case, "cpu")):

@@ -20,6 +20,7 @@ from tests.ops.cases import (
     GLA,
     LINEAR_RNN,
     OPERATIONS,
+    SCANS,
     arguments_of,
     assert_near,
     decay_of,
@@ -75,8 +76,9 @@ def in_graphs():
         for packed in (False, True):
             read = packed and variant == stepwise_baseline(operation)  # reads offsets, which breaks the graph
             seen = not packed and (each in KERNELS or variant == "auto")  # auto: test_compiled_code_supports_other_lengths
+            marks = [*each.marks, *([pytest.mark.thorough] if packed and variant == "chunked" else [])]  # which "auto" chooses
             if not read and not seen:
-                yield pytest.param(*each.values, packed, id=f"{each.id}-{packed}", marks=each.marks)
+                yield pytest.param(*each.values, packed, id=f"{each.id}-{packed}", marks=marks)
 
 
 @pytest.mark.parametrize(("operation", "variant", "packed"), in_graphs())
@@ -93,7 +95,10 @@ def test_it_compiles_into_one_graph(operation, variant, packed):
     assert_near(found, results(operation, arguments, "chunked" if variant == "auto" else variant), 1e-6)
 
 
-@each_operation
+# Chunks of ``gla`` are a graph of hundreds of operations. In ``make test``, test_dynamic_shapes.py alone compiles it for any T.
+@pytest.mark.parametrize(
+    "operation", [*SCANS, pytest.param(GLA, marks=pytest.mark.thorough)], ids=lambda operation: operation.name
+)
 def test_compiled_code_supports_other_lengths(operation):
     torch.compiler.reset()
     function = torch.compile(operation, fullgraph=True, backend="aot_eager")
