@@ -3,7 +3,7 @@
 The fixtures are those of ``conftest.py``. ``call`` runs ``onelaunch`` with arguments in this process and returns its exit
 ``code``, its stdout (``out`` with single blanks, ``raw`` unchanged) and its stderr (``err``, ``raw_err``). The automatic
 fixtures ``here`` (an empty working directory with one study) and ``known_ceilings`` (stored peaks of the CPU) prepare each
-test. ``prose`` compares a text with its entry in tests/snapshots/prose.txt.
+test. ``prose`` compares a text with its entry in tests/snapshots/prose.txt, whose key is the node id of the test.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 The fixtures are those of ``conftest.py``. ``call`` runs ``onelaunch`` with arguments in this process and returns its exit
 ``code``, its stdout (``out`` with single blanks, ``raw`` unchanged) and its stderr (``err``, ``raw_err``). ``prose`` compares a
-text with its entry in tests/snapshots/prose.txt.
+text with its entry in tests/snapshots/prose.txt, whose key is the node id of the test.
 """
 
 from __future__ import annotations

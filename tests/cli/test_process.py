@@ -3,7 +3,7 @@
 The fixtures are those of ``conftest.py``. ``call`` runs ``onelaunch`` with arguments in this process and returns its exit
 ``code``, its stdout (``out`` with single blanks, ``raw`` unchanged) and its stderr (``err``, ``raw_err``). The automatic
 fixture ``here`` makes the working directory an empty folder, ``tmp_path``, with the study studies/toy-study.toml. ``prose``
-compares a text with its entry in tests/snapshots/prose.txt.
+compares a text with its entry in tests/snapshots/prose.txt, whose key is the node id of the test.
 """
 
 from __future__ import annotations

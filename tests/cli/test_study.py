@@ -4,7 +4,7 @@ The fixtures are those of ``conftest.py``. ``call`` runs ``onelaunch`` with argu
 ``code``, its stdout (``out`` with single blanks, ``raw`` unchanged) and its stderr (``err``, ``raw_err``). The working
 directory ``here`` is an empty folder with the study studies/toy-study.toml (its text is in ``conftest.py``), whose only shape
 is of small scale. ``stored`` are paths of two made-up results: a GPU's that proceeds, and a CPU's that was interrupted.
-``prose`` compares a text with tests/snapshots/prose.txt.
+``prose`` compares a text with tests/snapshots/prose.txt, whose key is the node id of the test.
 """
 
 from __future__ import annotations

@@ -112,11 +112,16 @@ WHOLE_GATE = ("packed_many_short", "packed_final_state_alone")
 
 @pytest.mark.interpret
 @pytest.mark.slow
+@pytest.mark.parametrize("packed", [False, pytest.param(True, marks=pytest.mark.thorough)], ids=["unusual", "packed"])
 @pytest.mark.parametrize("variant", ["fused", pytest.param("separate", marks=pytest.mark.every)])
-@pytest.mark.thorough
-def test_interpreted_kernels_meet_the_probes_of_the_scan(variant):
+def test_interpreted_kernels_meet_the_probes_of_the_scan(variant, packed):
     """The kernels' tests make one call per plain probe in ``SHORT``, and apply the whole gate at one dense case."""
-    chosen = Chosen(GATED_SCAN, lambda probe: not (is_plain(probe) and str(probe) in SHORT) or str(probe) in WHOLE_GATE)
+    chosen = Chosen(
+        GATED_SCAN,
+        lambda probe: (
+            str(probe) in WHOLE_GATE if packed else not (is_plain(probe) and str(probe) in SHORT) and str(probe) not in WHOLE_GATE
+        ),
+    )
     report = run_probes(judge(), chosen, variant)
     assert report.failed == ()
     assert report.met

@@ -2,7 +2,7 @@
 
 ``toy_sum`` is the operation of ``toy.py``; its variant ``raises`` always fails. ``run`` runs a study on the CPU, with the given
 ``steps`` in place of the functions that use the device. ``SLOW_LIGHT`` are made-up peaks of a device. ``prose`` compares a text
-with its entry in tests/snapshots/prose.txt.
+with its entry in tests/snapshots/prose.txt, whose key is the node id of the test.
 """
 
 from __future__ import annotations

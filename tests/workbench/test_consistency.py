@@ -2,7 +2,7 @@
 
 ``honest`` is a result of the made-up operation of ``ladder.py``, judged and decided: ``one`` takes 5 us at the shape ``mega``,
 the baseline ``three`` 10 us, and the control ``product`` 4.2 us; the roofline bound is 4 us. ``refused`` edits the file and reads
-it. ``prose`` compares a text with its entry in tests/snapshots/prose.txt.
+it. ``prose`` compares a text with its entry in tests/snapshots/prose.txt, whose key is the node id of the test.
 """
 
 from __future__ import annotations

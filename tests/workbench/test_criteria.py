@@ -2,7 +2,8 @@
 
 Measurements are made up by ``ladder.py``. ``ok_cell(variant, microseconds)`` is a correct one at the shape ``mega``, whose
 roofline bound is 4 us, in 20 rounds that vary by the fraction ``spread``. ``bad_cell`` failed. The baseline is ``three``, and
-``product`` a control. ``prose`` compares the evidence with its entry in tests/snapshots/prose.txt.
+``product`` a control. ``prose`` compares the evidence with its entry in tests/snapshots/prose.txt, whose key is the node id of
+the test.
 """
 
 from __future__ import annotations

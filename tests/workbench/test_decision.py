@@ -2,7 +2,8 @@
 
 Measurements are made up by ``ladder.py``. ``ok_cell(variant, microseconds)`` is a correct one at the shape ``mega``; three
 launches move 8 MB there, two 6 and one 4, at 1 us per MB and 0.5 us per launch. ``bad_cell`` failed. The baseline is ``three``,
-and ``product`` a control. ``prose`` compares sentences with their entry in tests/snapshots/prose.txt.
+and ``product`` a control. ``prose`` compares sentences with their entry in tests/snapshots/prose.txt, whose key is the node id of
+the test.
 """
 
 from __future__ import annotations

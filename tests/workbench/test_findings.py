@@ -2,7 +2,7 @@
 
 Measurements are made up by ``ladder.py``, as in ``test_decision.py``: the baseline is ``three`` (three launches), ``one`` and
 ``two`` have one and two, ``peer`` is another project's variant and ``product`` a control.
-``prose`` compares a text with its entry in tests/snapshots/prose.txt.
+``prose`` compares a text with its entry in tests/snapshots/prose.txt, whose key is the node id of the test.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 The kernels here are only compiled. ``KernelBuild`` (Triton) and ``CudaBuild`` (CUDA C++) describe one kernel with its launch;
 with ``matrix=True`` its products have to become the architecture's matrix instructions, such as WGMMA (HGMMA in SASS) on
-sm_90a. ``prose`` compares a message with its entry in tests/snapshots/prose.txt.
+sm_90a. ``prose`` compares a message with its entry in tests/snapshots/prose.txt, whose key is the node id of the test.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 From these numbers the workbench must decide otherwise, and each of the write-up's faults alone must be enough. The write-up
 compared fused variants of a linear-RNN layer with ``three_launch`` on a Tesla T4. Its faults: two measurements of one shape
 that contradict each other, bytes that were not counted, a bound on bytes that arithmetic refutes, and no control with the same
-GEMM library. ``prose`` compares a text with its entry in tests/snapshots/prose.txt.
+GEMM library. ``prose`` compares a text with its entry in tests/snapshots/prose.txt, whose key is the node id of the test.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Tests of predictions: read from study files, kept out of digests where there are none, and reported beside what was measured.
 
 Measurements are made up with ``ladder.py``: in every test the baseline ``three`` takes 10 us, ``one`` 5 us. ``prose`` compares
-a text with its entry in tests/snapshots/prose.txt.
+a text with its entry in tests/snapshots/prose.txt, whose key is the node id of the test.
 """
 
 from __future__ import annotations

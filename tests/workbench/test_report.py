@@ -2,7 +2,7 @@
 
 The results are the made-up ones of ``results.py``: ``proceed_on_gpu`` and ``largest`` are complete, ``interrupted_on_cpu`` was
 stopped after 8 of 16 measurements, in ``wrong_and_invalid`` and ``nothing_ran`` measurements failed. ``prose`` compares a text
-with its entry in tests/snapshots/prose.txt.
+with its entry in tests/snapshots/prose.txt, whose key is the node id of the test.
 """
 
 from __future__ import annotations

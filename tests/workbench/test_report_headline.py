@@ -2,7 +2,7 @@
 
 ``headline`` returns the parts: ``sentence`` (the strongest criterion), ``found`` (what this machine measured), ``elsewhere``
 (committed results of other devices) and ``grounds`` (reasons that the criteria do not state). ``prose`` compares a text with
-its entry in tests/snapshots/prose.txt.
+its entry in tests/snapshots/prose.txt, whose key is the node id of the test.
 """
 
 from __future__ import annotations

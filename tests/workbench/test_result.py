@@ -1,7 +1,7 @@
 """Tests of stored results: they stay readable and keep their content, and inconsistent or broken files are refused.
 
 A result file has a ``schema_version``. ``results.py`` makes up results; ``proceed_on_gpu`` is complete. ``prose`` compares a
-message with its entry in tests/snapshots/prose.txt.
+message with its entry in tests/snapshots/prose.txt, whose key is the node id of the test.
 """
 
 from __future__ import annotations

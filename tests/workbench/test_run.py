@@ -3,7 +3,8 @@
 The helpers are those of ``runs.py``. ``study`` declares ``toy_sum`` (of ``toy.py``) at the small-scale shapes ``first`` and
 ``second``; its baseline is ``eager`` and its other variant ``parallel``. ``run`` runs it on the CPU and saves the result in
 results/cpu/toy-study.json. ``steps(name=function)`` replaces a function that uses the device. ``interrupted_at("begin")``
-presses Ctrl-C when the second shape begins. ``prose`` compares a text with its entry in tests/snapshots/prose.txt.
+presses Ctrl-C when the second shape begins. ``prose`` compares a text with its entry in tests/snapshots/prose.txt, whose key is
+the node id of the test.
 """
 
 from __future__ import annotations

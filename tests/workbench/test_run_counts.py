@@ -4,7 +4,8 @@ The helpers are those of ``runs.py``. ``study`` declares ``toy_sum`` at the shap
 ``eager`` (an unknown number of launches) and ``parallel``; ``run`` runs it. ``steps(count=...)`` replaces the counter of DRAM
 bytes, and ``steps(counters=...)`` those of other measures. ``counting(asked)`` counts 2000 bytes for ``eager``, 1000 for
 others, and appends to ``asked`` for each call its list of requests (shape, direction, variant, control). ``FEWER`` asks for the
-bytes of ``eager`` over those of ``parallel`` at ``first``. ``prose`` compares a text with tests/snapshots/prose.txt.
+bytes of ``eager`` over those of ``parallel`` at ``first``. ``prose`` compares a text with tests/snapshots/prose.txt, whose key is
+the node id of the test.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 ``package`` writes a package ``acme`` to a folder on the path, whose module ``acme.sums`` registers a variant of ``toy_sum``.
 ``study`` and ``run`` are those of ``runs.py``: ``toy_sum`` at the shapes ``first`` and ``second``. ``prose`` compares a text with
-its entry in tests/snapshots/prose.txt.
+its entry in tests/snapshots/prose.txt, whose key is the node id of the test.
 """
 
 from __future__ import annotations

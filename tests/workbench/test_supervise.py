@@ -2,7 +2,7 @@
 
 The helpers are those of ``runs.py``: ``study`` declares ``toy_sum`` at the shapes ``first`` and ``second`` with the baseline
 ``eager`` and ``parallel``. Variants that end their process are registered for a test, which the child, a fork, knows too.
-``prose`` compares a text with its entry in tests/snapshots/prose.txt.
+``prose`` compares a text with its entry in tests/snapshots/prose.txt, whose key is the node id of the test.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A candidate is a variant or control of ``toy_sum`` (``toy.py``). In most tests times come from a script. They name samplers in
 the order in which these are made: ``eager0``, ``parallel1``, and ``eager2`` for the baseline's second copy, whose ratio to the
-first is the noise. ``prose`` compares a text with its entry in tests/snapshots/prose.txt.
+first is the noise. ``prose`` compares a text with its entry in tests/snapshots/prose.txt, whose key is the node id of the test.
 """
 
 from __future__ import annotations

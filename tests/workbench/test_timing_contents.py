@@ -1,7 +1,7 @@
 """Tests that times are of work: on contents that were never verified, with inputs that stay as they are, and with honest clocks.
 
 Variants are those of ``rogues_timing.py``, registered beside ``eager`` (the baseline) and ``parallel`` of ``toy_sum`` for a test.
-``prose`` compares a text with its entry in tests/snapshots/prose.txt.
+``prose`` compares a text with its entry in tests/snapshots/prose.txt, whose key is the node id of the test.
 """
 
 from __future__ import annotations

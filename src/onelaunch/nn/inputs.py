@@ -1,6 +1,8 @@
-"""Checks that all layers share: constructor arguments, and a call's inputs with its cache, mask and packed sequences.
+"""Checks that layers share: constructor arguments, and a call's inputs with its cache, mask and packed sequences.
 
-``argument`` is the name of the checked argument in messages.
+The constructors of ``GatedLayer``, its subclass ``GatedLinearAttention``, ``LinearRNN`` and ``SwiGLU`` check their arguments
+here. ``GatedLayer`` and ``LinearRNN`` read the inputs of a call by :func:`read_inputs`; ``GatedLayer`` also calls
+:func:`check_convolved_padding`. ``argument`` is the name of the checked argument in messages.
 """
 
 from __future__ import annotations

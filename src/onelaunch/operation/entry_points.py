@@ -33,7 +33,7 @@ class Plugin:
     name: str
     """Name of the entry, which its package chose."""
     module: str
-    """Module that the entry names and that is imported."""
+    """Module that the entry names and that is imported, with ``:attribute`` behind it if the entry names one."""
     distribution: str
     """Name and version of the package that announces it, or ``an unknown distribution``."""
     problem: str | None = None

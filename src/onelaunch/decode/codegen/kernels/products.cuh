@@ -8,7 +8,8 @@
 //            D[r][0] + D[r][1] + D[r + 8][2] + D[r + 8][3] is the row's sum; the rest of D is unused. The memory bound leaves room for
 //            that: float32 activations take no extra time, and a row is summed with one shuffle.
 // Warps      each of the eight warps multiplies 32 of every STEP (256) columns, for all tiles of the CTA. The warps write
-//            their sums to Shared::sums, and thread t adds those of row t.
+//            their sums to Shared::sums, and thread t adds those of row t. Tiles side by side are divided otherwise (SideBySide):
+//            a warp that has whole tiles needs neither Shared::sums nor a barrier.
 // Memory     weights pass from the ring to registers once, 16 bytes per thread and load without bank conflicts; a phase's
 //            first tiles are fetched before its operand is waited for, except in a persistent kernel without CROSS_PHASE_PREFETCH.
 // Barriers   one barrier of the consumer threads per group of tiles, between the warps' sums and their addition. It also lets the next
@@ -197,6 +198,6 @@ DEVICE void multiply_phase(Consumer& c, int phase, Stage stage, Apply apply) {
     B::fetch(c, 0, 0, tiles, v);
     multiply_group(first, tiles);
   }
-  c.mark(phase, DONE);
+  c.mark(phase, DONE);  // profile marker, as READY is: a time stamp on which no result depends
   c.release();
 }
