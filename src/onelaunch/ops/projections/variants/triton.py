@@ -1,10 +1,10 @@
 """Variants of ``projections`` in Triton: activations after PyTorch's product, and in the epilogue of our own product.
 
-The dispatcher, studies and tests find registered variants by name. The functions ``run_...`` are registered by a variant's
-name in ``launches`` of autograd.py, for the operators of this operation and of ``gla_layer``. ``hopper.py`` uses ``BOTH``, ``activates``
-and ``example``. Tags: ``fuses`` names the steps that share a kernel, and
-``hands`` the products that go through device memory before their activation; ``cost.py`` reads them. ``gemm`` says who makes the
-product. Other keywords are capabilities, which the class ``Capabilities`` of ``onelaunch.operation`` explains.
+The dispatcher, studies and tests find registered variants by name. The functions ``run_...`` are registered by a variant's name
+in ``launches`` of autograd.py, for the operators of this operation and of ``gla_layer``. ``hopper.py`` uses ``BOTH``,
+``activates`` and ``example``. Tags: ``fuses`` names the steps that share a kernel, and ``hands`` the products that go through
+device memory before their activation; ``cost.py`` reads them. ``gemm`` says who makes the product. Other keywords are
+capabilities, which the class ``Capabilities`` of ``onelaunch.operation`` explains.
 """
 
 from __future__ import annotations
