@@ -58,7 +58,7 @@ def test_a_full_disk_under_stdout_is_reported(prose):
     prose(ended.stderr.strip())
 
 
-@pytest.mark.parametrize("encoding", ["latin-1", "ascii"])
+@pytest.mark.parametrize("encoding", [pytest.param("latin-1", marks=pytest.mark.thorough), "ascii"])
 def test_a_limited_character_set_does_not_end_a_command(encoding, tmp_path):
     text = """
 name = "sizes"

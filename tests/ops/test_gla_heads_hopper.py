@@ -133,7 +133,7 @@ SPILLS = {("fewer_k_v_g", "channel", "chunk_state, x (3)"): 4, ("fewest_q", "cha
     ("form", "per", "kernel"),
     [
         ("fewer_k_v_g", "channel", "gradients"),
-        ("fewer_k_v_g_and_states", "head", "chunk_state, x (3)"),
+        pytest.param("fewer_k_v_g_and_states", "head", "chunk_state, x (3)", marks=pytest.mark.thorough),
         *(
             pytest.param(form, per, kernel, marks=pytest.mark.every)
             for form in ("fewer_q_and_k", "fewer_k_v_g", "fewest_q")

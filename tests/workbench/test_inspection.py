@@ -92,7 +92,7 @@ def test_the_assembly_is_available(architecture, stage, text):
     assert text in inspect_build(matmul(), architecture).assembly[stage]
 
 
-@pytest.mark.parametrize(("architecture", "columns"), [("sm_90a", 128), ("gfx942", 256)])
+@pytest.mark.parametrize(("architecture", "columns"), [("sm_90a", 128), pytest.param("gfx942", 256, marks=pytest.mark.thorough)])
 def test_a_tile_too_large_for_the_registers_spills(architecture, columns):
     found = inspect_build(matmul((256, columns, 64)), architecture)
     assert found.spills > 0

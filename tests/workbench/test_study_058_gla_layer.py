@@ -10,9 +10,11 @@ import pytest
 
 from onelaunch.device.hardware import Ceilings
 from onelaunch.workbench.measure import sampling, timing
+from onelaunch.workbench.result import ProbeReport
 from onelaunch.workbench.run import Steps, run_study
 from onelaunch.workbench.study.plan import plan_study
 from onelaunch.workbench.study.read import load_study
+from onelaunch.workbench.verify import repeated
 from tests.workbench.ladder import RATES
 
 # Batch and length (B, T) of the write-up's configuration, and of its sweep over T.
@@ -58,9 +60,15 @@ def test_no_criterion_is_infeasible(study):
 def test_the_study_runs_without_a_gpu(study, tmp_path, monkeypatch):
     """The run is of small scale, with short samples, made-up peaks, and two of the variants."""
     monkeypatch.setitem(timing.WARM_UP_SECONDS, "cpu", 0.0)
+    monkeypatch.setattr(sampling, "CPU_SAMPLE_SECONDS", 1e-4)
+    monkeypatch.setattr(repeated, "SECONDS", 0.05)
     monkeypatch.setattr(sampling, "CACHES", 0)  # two input sets instead of as many as exceed the caches
     quick = study.model_copy(update={"variants": ("unfused", "composed"), "regimes": ("eager",), "criteria": ()})
-    steps = Steps(ceilings=lambda _: Ceilings(1e12, {"float32": 1e13}, 1e-6, "2026-11-20T12:00:00+00:00", "made up"))
+    # Other tests judge these variants at the probes, which takes seconds.
+    steps = Steps(
+        ceilings=lambda _: Ceilings(1e12, {"float32": 1e13}, 1e-6, "2026-11-20T12:00:00+00:00", "made up"),
+        probe=lambda *_: ProbeReport(passed=1),
+    )
     result = run_study(quick, device="cpu", rounds=3, save_to=tmp_path / "result.json", count=False, steps=steps)
     assert {(cell.variant, cell.direction): cell.status for cell in result.cells} == {
         (variant, direction): "ok" for variant in ("unfused", "composed") for direction in ("forward", "forward_backward")

@@ -50,6 +50,7 @@ def short(monkeypatch):
     monkeypatch.setitem(timing.WARM_UP_SECONDS, "cpu", 0.0)
     monkeypatch.setattr(sampling, "CACHES", 0)  # two input sets instead of as many as exceed the caches
     monkeypatch.setattr(repeated, "SECONDS", 0.05)
+    monkeypatch.setattr(sampling, "CPU_SAMPLE_SECONDS", 1e-4)
     monkeypatch.setattr(host, "CALLS", 4)
     monkeypatch.setattr(host, "WARM_UP_CALLS", 1)
     threads = torch.get_num_threads()
@@ -156,6 +157,7 @@ def test_training_without_state_gradients_has_none_of_states(everyday):
     assert set(host.draw_gradients(outputs, case.dtype, 0, inputs.through)) == {"o"}
 
 
+@pytest.mark.thorough
 def test_the_small_forms_run_without_a_gpu(everyday, short, tmp_path):
     result = run_study(
         everyday, device="cpu", rounds=3, time_cap=0.1, save_to=tmp_path / "result.json", count=False, steps=UNPROBED
