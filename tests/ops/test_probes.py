@@ -76,7 +76,10 @@ def is_plain(probe):
 
 @pytest.mark.parametrize(("operation", "variant"), cpu_variants())
 def test_variants_in_pytorch_meet_every_probe(operation, variant):
-    """The tests of each operation judge these variants at every plain probe, by the same gate and in both directions."""
+    """The tests of each operation judge these variants at every plain probe, by the same gate and in both directions.
+
+    ``module`` of ``gla_layer`` is an exception: its tests judge it at four cases of their own.
+    """
     others = Chosen(operation_of(operation), lambda probe: not is_plain(probe))
     report = run_probes(judge(), others, variant)
     assert report.failed == ()
@@ -141,7 +144,7 @@ FORMS = ("forgets_everything", "no_sequences")
 
 The first has several chunks of steps, of which the last is not full, and decays of -inf. The other forms that a compiled scan
 can have are compiled with few steps by ``test_gated_scan.py``, in a fifth of the time. With ``--architectures=every`` all
-probes are compiled, in training too.
+probes that the compiled scan takes are compiled, in training too.
 """
 
 REFUSED = {"one_step_one_channel", "forgets_nothing", "no_steps"}
@@ -149,7 +152,7 @@ REFUSED = {"one_step_one_channel", "forgets_nothing", "no_steps"}
 
 
 def pytest_generate_tests(metafunc):
-    """Take the probes of ``FORMS``; with ``--architectures=every``, take all, with gradients.
+    """Take the probes of ``FORMS``; with ``--architectures=every``, take all that the compiled scan takes, with gradients.
 
     Each is compiled for many seconds, so that each is a test of its own and they run side by side.
     """

@@ -134,7 +134,7 @@ class Builder:
             self.query_splits, self.splits = self.most_units()
             self.blocks = blocks_of(config, self.query_splits)
         self.query_merge = self.most_query_merge() if self.blocks else 1
-        self.parts = self.splits * self.query_merge
+        self.parts = self.splits * self.query_merge  # largest number of KV splits of the same queries
         self.used = self.parts if used is None else used  # KV splits that have positions, see Plan.used
         self.apart = self.blocks is not None and self.used == 1  # each unit takes all positions
         queries = config.queries_per_key // self.query_splits * self.query_merge

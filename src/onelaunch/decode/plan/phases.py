@@ -77,7 +77,10 @@ class Assignment:
 
     begin: int = 0
     end: int = 0
-    """First unit and one past the last: tiles of a matrix, units of attention, or key heads."""
+    """First unit and one past the last: tiles of a matrix, units of attention, or key heads.
+
+    With :class:`Blocks`, a unit of the output projection is a block of tiles, numbered through all query splits.
+    """
     reads: tuple[Slice, ...] = ()
     """Slices that the CTA reads; earlier phases wrote them."""
     writes: tuple[Slice, ...] = ()
@@ -197,18 +200,16 @@ class Plan:
 
     @property
     def apart(self) -> bool:
-        """Flag of units of attention that take all positions, so that no partial results are exchanged."""
+        """Flag of units of attention that take all positions, so that no partial results are exchanged.
+
+        The units of a query split then all compute its whole result, and divide its blocks of the output projection.
+        """
         return self.blocks is not None and self.used == 1
 
     def unit(self, number: int) -> Unit:
         """Return the unit of attention with this number."""
         query_merge = self.query_merge if self.used > self.splits else 1
         return unit_of(number, self.query_splits, self.splits, query_merge, apart=self.apart)
-
-    @property
-    def parts(self) -> int:
-        """Largest number of KV splits of the same queries."""
-        return self.splits * self.query_merge
 
     @property
     def adders(self) -> int:
@@ -316,7 +317,10 @@ def groups(tiles: int) -> list[tuple[int, int]]:
 
 
 def groups_of(plan: Plan, op: Op, cta: int) -> list[tuple[int, int]]:
-    """Return the groups of tiles of a CTA in a phase. With split-K a group stays within a unit, which has its own operand."""
+    """Return the groups of tiles of a CTA in a phase.
+
+    With split-K these are groups of blocks. Each stays within a query split, whose attention outputs are the operand of its blocks.
+    """
     assignment = plan.phase(op).assignments[cta]
     if op != "o" or plan.blocks is None or not assignment.units:
         return groups(assignment.units)

@@ -2,8 +2,8 @@
 //
 // Computes   q' = rope(q * w_q) / RMS(q), k' = rope(k * w_k) / RMS(k) per head, v' = v, for the token's position. Scores are in base 2:
 //            queries carry log2(e) / sqrt(HEAD_DIM).
-// Callers    attention.cuh uses Heads, Span, unpack() and the constants of lanes and units; parts.cuh uses MAX_KV_SPLITS and
-//            PARTIAL_QUERIES, step.cu Span; the generated order.cuh calls norm_rope().
+// Callers    attention.cuh uses Heads, Span, unpack(), channel_of() and the constants of lanes and units; parts.cuh uses
+//            MAX_KV_SPLITS and PARTIAL_QUERIES, step.cu Span; the generated order.cuh calls norm_rope().
 // Where      either in a phase of its own (ROPE_PHASE: norm_rope), one warp per head; or split between two phases: the QKV product applies
 //            weights and rotation, which are linear, to its outputs and also gives squares (phases.cuh, RowRope), and attention adds up
 //            the squares and divides by the RMS (Heads::load_rotated).
