@@ -319,7 +319,8 @@ def groups(tiles: int) -> list[tuple[int, int]]:
 def groups_of(plan: Plan, op: Op, cta: int) -> list[tuple[int, int]]:
     """Return the groups of tiles of a CTA in a phase.
 
-    With split-K these are groups of blocks. Each stays within a query split, whose attention outputs are the operand of its blocks.
+    With split-K these are groups of blocks. Each stays within a query split, whose attention outputs are the operand of its
+    blocks.
     """
     assignment = plan.phase(op).assignments[cta]
     if op != "o" or plan.blocks is None or not assignment.units:
