@@ -337,3 +337,9 @@ def assert_same_bits_beside_other_work_and_in_graphs(
             output.zero_()
         graph.replay()
         assert_same(held)
+
+
+def small(operation: Operation[..., Any], **given: Any) -> dict[str, Any]:
+    """Return random arguments of a call with few steps and channels, with both states unless ``given`` says otherwise."""
+    channels = {} if operation is GLA else {"V": 4}
+    return arguments_of(operation, **{"B": 1, "T": 20, **channels, "initial_state": True, "final_state": True, **given})

@@ -304,6 +304,7 @@ def test_flas_layers_run_with_the_weights_of_the_call(variant, options, called, 
 def test_the_reasons_why_flas_layer_cannot_run(monkeypatch, prose):
     found = {"fla", "fla.layers", "transformers"}
     monkeypatch.setattr("importlib.util.find_spec", lambda package: object() if package in found else None)
+    monkeypatch.setattr(peers, "package_installed", lambda package: package in found)
 
     def reason(device: str = "cuda:0", **given: Any) -> str | None:
         return peers.fla.why_not(GLA_LAYER.query(GLA_LAYER.case("bfloat16", **{**SMALL, **given}), device, grad=True))
@@ -320,6 +321,7 @@ def test_the_reasons_why_flas_layer_cannot_run(monkeypatch, prose):
 
 def test_the_layer_with_a_decay_per_head_trains_by_another_function_on_hopper(monkeypatch, prose):
     monkeypatch.setattr("importlib.util.find_spec", lambda package: object())
+    monkeypatch.setattr(peers, "package_installed", lambda package: True)
     monkeypatch.setattr(recurrence_peers, "is_hopper", lambda device: True)
     monkeypatch.setattr(recurrence_peers, "_triton_version", lambda: (3, 6, 0))
 

@@ -10,15 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import library
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
 from onelaunch import dispatch
 from onelaunch.operation import find_operation
 from tests.ops.cases import (
-    GATED_SCAN,
     GLA,
-    LINEAR_RNN,
     OPERATIONS,
     SCANS,
     arguments_of,
@@ -28,6 +25,7 @@ from tests.ops.cases import (
     first_of,
     pytorch_variants,
     results,
+    small,
     stepwise_baseline,
     triton_variants,
     weights_like,
@@ -48,11 +46,6 @@ KERNELS = [
 ]
 each_variant = pytest.mark.parametrize(("operation", "variant"), EVERYWHERE + KERNELS)
 each_kernel = pytest.mark.parametrize(("operation", "variant"), KERNELS)
-
-
-def small(operation, **given):  # random arguments of a small call with states
-    channels = {} if operation is GLA else {"V": 4}
-    return arguments_of(operation, **{"B": 1, "T": 20, **channels, "initial_state": True, "final_state": True, **given})
 
 
 def total(outputs) -> torch.Tensor:
@@ -108,70 +101,7 @@ def test_compiled_code_supports_other_lengths(operation):
         assert_near(dict(enumerate(function(**arguments))), expected, 1e-6)
 
 
-@pytest.mark.interpret
-@pytest.mark.parametrize(("separate", "gate"), [(False, True), (True, True), (False, False), (True, False)])
-@pytest.mark.parametrize("keep", [False, True])
-@pytest.mark.thorough
-def test_the_scan_operators_pass_opcheck(separate, gate, keep):
-    arguments = small(GATED_SCAN, grad=keep, log_decay_dtype="float32", gate=gate)
-    given = [arguments[name] for name in ("v", "log_decay", "gate", "initial_state")]
-    forward = torch.ops.onelaunch.gated_scan_forward.default
-    library.opcheck(forward, (*given, None, True, keep, separate), test_utils=UTILITIES)  # None: cu_seqlens; True: want_final
-    plain = [None if value is None else value.detach() for value in given]
-    y, _, carries, states = forward(*plain, None, want_final=True, keep=True, separate=separate)
-    backward = torch.ops.onelaunch.gated_scan_backward.default
-    gradients = (torch.randn_like(y), torch.randn(1, 4))
-    library.opcheck(backward, (*gradients, *plain, None, carries, states, separate), test_utils=UTILITIES)
-
-
-@pytest.mark.interpret
-@pytest.mark.parametrize(("kernel", "gate"), [("chunked", True), ("stepwise", True), ("chunked", False)])
-@pytest.mark.parametrize("keep", [False, True])
-@pytest.mark.thorough
-def test_the_layer_operators_pass_opcheck(kernel, gate, keep):
-    arguments = small(LINEAR_RNN, grad=keep, gate=gate)
-    given = [arguments[name] for name in ("x", "weight", "log_decay", "gate", "initial_state")]
-    forward = torch.ops.onelaunch.linear_rnn_forward.default
-    library.opcheck(forward, (*given, None, True, keep, kernel), test_utils=UTILITIES)
-    plain = [None if value is None else value.detach() for value in given]
-    y, _, v, carries = forward(*plain, None, want_final=True, keep=True, kernel=kernel)
-    backward = torch.ops.onelaunch.linear_rnn_backward.default
-    gradients = (torch.randn_like(y), torch.randn(1, 4))
-    library.opcheck(backward, (*gradients, *plain, None, v, carries), test_utils=UTILITIES)
-
-
-@pytest.mark.interpret
-@pytest.mark.parametrize("values_first", [False, True])
-@pytest.mark.parametrize("kernel", triton_variants(GLA))
-@pytest.mark.thorough
-def test_the_attention_operators_pass_opcheck(kernel, values_first):
-    """If the caller keeps states with values first, the operator gets a transposed state and may return one."""
-    for keep in (False, True):
-        arguments = small(GLA, grad=keep)
-        given = [arguments[name] for name in ("q", "k", "v", "g", "initial_state")]
-        if values_first:
-            given[4] = given[4].detach().mT.contiguous().mT.requires_grad_(keep)
-        forward = torch.ops.onelaunch.gla_forward.default
-        library.opcheck(forward, (*given, None, 0.5, True, kernel), test_utils=UTILITIES)
-    plain = [value.detach() for value in given]
-    o, final = forward(*plain, None, 0.5, want_final=True, kernel=kernel)
-    backward = torch.ops.onelaunch.gla_backward.default
-    gradients = (torch.randn_like(o), torch.randn_like(final))
-    library.opcheck(backward, (*gradients, *plain, None, 0.5, kernel), test_utils=UTILITIES)
-
-
-@pytest.mark.interpret
-def test_the_matrix_operator_passes_opcheck():
-    a, b = torch.randn(9, 5, requires_grad=True), torch.randn(5, 4, requires_grad=True)
-    library.opcheck(torch.ops.onelaunch.matmul.default, (a, b))
-
-
-UTILITIES = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_static")
-"""Utilities that ``opcheck`` tests. Kernels are chosen by shape, so graphs of our operators are compiled for each shape."""
-
-
 # Autocast
-
 
 LOWERED = ("x", "weight", "gate", "q", "k", "v")  # arguments that autocast casts to its dtype
 
