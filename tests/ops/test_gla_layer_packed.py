@@ -264,7 +264,7 @@ def test_a_gradient_buffer_of_a_wrong_layout_is_refused(prose):
 def test_gradient_buffers_are_borrowed_if_states_fit_into_them():
     """States may lie in the memory of dq and dk until these are written.
 
-    That needs dq and dk side by side, whole chunks of 64 steps, no packing, V = 128 and K of at most 128.
+    That needs dq and dk side by side, whole chunks of 64 steps, no packing, V = 128, and K = 64 or 128.
     """
     pytest.importorskip("triton")
     from onelaunch.ops.gla import launch, launch_hopper

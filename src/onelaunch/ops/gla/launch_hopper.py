@@ -362,7 +362,8 @@ def backward(
         into: Destinations of the gradients of q, k and v; new memory by default.
         normalizer: Number by which the log-decays were divided when they were made, ``g = logsigmoid(z) / normalizer``, one
             per channel. The gradient of z then takes the place of that of g.
-        states: States that :func:`forward` filled; without them a state pass computes them again from the inputs.
+        states: States that :func:`forward` filled. A state pass computes them again from the inputs if there are none, or only
+            one tensor of them where log-decays are float32 and one per channel, which take two terms.
         dfinal: Gradient of the final state, ``[N, H, K, V]`` float32; ``None`` for zeros.
     """
     from onelaunch.ops.gla.kernels.hopper_gradients import gradients_kernel
