@@ -1,4 +1,4 @@
-"""Argument checks that operations, layers of ``nn``, formats and decode weights share.
+"""Argument checks that operations, layers of ``nn``, formats, and the weights and steps of ``decode`` share.
 
 Each check raises an error that names the argument. The replay of recorded calls skips the checks, and asks
 :func:`asks_for_values` whether it may.
@@ -25,7 +25,10 @@ FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 
 
 class Facts(NamedTuple):
-    """Facts about a tensor that contracts and the dispatcher use. They are known without reading the tensor, and are hashable."""
+    """Facts about a tensor from which a contract checks a call and makes its dispatch key.
+
+    They are known without reading the tensor, and are hashable. The ``reference.py`` of an operation makes the facts of a case.
+    """
 
     shape: torch.Size
     dtype: torch.dtype
@@ -102,7 +105,10 @@ def device(argument: str, value: torch.Tensor | Facts, want: torch.device) -> No
 
 
 def packing(cu_seqlens: torch.Tensor | Facts, batch: int) -> None:
-    """Raise :class:`PackingError` unless ``cu_seqlens`` has the dtype and shape of offsets, and the batch size is 1."""
+    """Raise :class:`PackingError` unless ``cu_seqlens`` has the dtype and number of offsets, and the batch size is 1.
+
+    Raise :class:`ShapeError` if it does not have one dimension.
+    """
     rank("cu_seqlens", cu_seqlens, "[N + 1]")
     if cu_seqlens.dtype not in (torch.int32, torch.int64):
         raise PackingError(f"is {cu_seqlens.dtype}", want="hold int32 or int64 offsets")

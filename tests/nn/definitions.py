@@ -28,7 +28,7 @@ def weights_of(module: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def convolve(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """Convolve ``x [T, D]`` causally with ``weight [D, 1, W]``; inputs before the first step are 0."""
+    """Convolve ``x [T, D]`` causally with ``weight [D, 1, W]``, and apply SiLU; inputs before the first step are 0."""
     taps, steps = weight.shape[2], []
     for t in range(len(x)):
         y = torch.zeros_like(x[0]) if bias is None else bias

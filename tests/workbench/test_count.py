@@ -158,7 +158,7 @@ def test_the_profiled_process_calls_each_request_inside_its_range(tmp_path, monk
     monkeypatch.setattr(sampling, "CACHES", 0.05)  # fewer input sets, but more than the least number, two
     monkeypatch.setattr(torch.cuda.nvtx, "range_push", events.append)
     monkeypatch.setattr(torch.cuda.nvtx, "range_pop", lambda: events.append("end"))
-    monkeypatch.setattr(count_child, "KERNELS", 200)  # number of operators to profile for a request
+    monkeypatch.setattr(count_child, "KERNELS", 200)  # calls are made until about this number of operators, but at least one
     requests = [
         count.Request(toy_case(T=300), "eager"),
         count.Request(toy_case(), "raises"),
@@ -171,7 +171,7 @@ def test_the_profiled_process_calls_each_request_inside_its_range(tmp_path, monk
     (tmp_path / "requests.json").write_text(json.dumps(given))
     count_child.main(tmp_path / "requests.json")
     outcomes = json.loads(report.read_text())
-    assert outcomes["0"]["calls"] == 1, "its 300 steps leave room for one call"
+    assert outcomes["0"]["calls"] == 1, "its 300 steps exceed KERNELS, so it is called only once"
     assert "fell over" in outcomes["1"]["error"]
     assert outcomes["2"]["calls"] > 1
     assert "too many" in outcomes["3"]["error"]  # its 2000 steps are more operators than a call may have

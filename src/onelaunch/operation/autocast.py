@@ -1,4 +1,6 @@
-"""Casts for ``torch.autocast``: an operation casts its inputs once, and autocast is off inside its variants.
+"""Casts for ``torch.autocast``: an operation casts its inputs once, and most turn autocast off inside their variants.
+
+``gated_scan`` and ``linear_rnn`` only cast.
 
 The public functions of operations that train call these functions (``contract.py``), and so does the chunkwise form of ``gla``.
 """

@@ -20,7 +20,7 @@ Protocol   full[stage] completes when the stage's x and W have arrived. If D nee
            look-back of kernels/scan/look_back_gluon.py: the CTA publishes its map, reads the final state of the group before
            and the maps of earlier tiles in its group, and the last tile of a group publishes the group's final state.
 Constants  D, V and the strides along time are compile-time constants: a row's address is then an immediate of the access.
-Numerics   v stays in float32 on its way into the scan; decays are multiplied and nothing is divided by one.
+Numerics   v stays in float32 on its way into the scan; decays are multiplied, and nothing is divided by a decay.
 Caller     ``chunked`` in launch_hopper.py launches it, for the variant ``fused_chunked``.
 Source     docs/notebook/linear_rnn.md (2026-11-21).
 """
