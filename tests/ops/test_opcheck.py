@@ -1,4 +1,4 @@
-"""Tests of the PyTorch operators of the scans and of ``gla`` by ``torch.library.opcheck``, with kernels in the interpreter.
+"""Tests of the operators of the scans and of ``gla`` by PyTorch's ``opcheck``, with kernels in Triton's interpreter.
 
 ``opcheck`` compares an operator's schema, fake results and autograd registration with what a call does.
 """
