@@ -146,6 +146,7 @@ def test_a_run_stores_and_reports_what_criteria_ask_for(short, tmp_path, monkeyp
     result = run_study(declared, device="cpu", save_to=path, steps=steps)
     for cell in result.cells:
         assert set(cell.beside) == ({"host"} if cell.variant == "auto" else set())
+    assert len(result.noise) == 2, "an A/A run times the baseline auto in each direction"
     assert [outcome.status for outcome in result.outcomes] == ["met", "met"]
     assert Result.load(path) == result
     assert "Host time" in markdown.render(result)

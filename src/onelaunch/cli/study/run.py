@@ -72,7 +72,8 @@ def run(
     count: Annotated[
         bool,
         typer.Option(
-            "--count/--no-count", help="Count DRAM bytes with the hardware's counters at the shapes where criteria ask for them."
+            "--count/--no-count",
+            help="Take what criteria ask for beside times: DRAM bytes from the hardware's counters, launches, barriers, host times.",
         ),
     ] = True,
     count_all: Annotated[bool, typer.Option("--count-all", help="Count DRAM bytes at every shape (slow).")] = False,

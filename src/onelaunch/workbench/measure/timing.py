@@ -275,7 +275,7 @@ class _Session:
             if self.aa_variant != self.baselines[0]:
                 self.notes.append(f"The A/A run is of {self.aa_variant}: {self.baselines[0]} has no time here.")
             main = self.entries[self.aa_variant, "variant"]
-            again = Entry(CandidateResult(self.aa_variant), main.candidate, main.control, hidden=True)
+            again = Entry(CandidateResult(self.aa_variant, chosen=main.result.chosen), main.candidate, main.control, hidden=True)
             try:
                 self._prepare(again, rotations)
             except RAISED as error:
