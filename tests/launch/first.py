@@ -24,12 +24,14 @@ class Machine:
     Attributes:
         launched: Names of the kernels in the order of their launches.
         compiled: Names of the kernels that were compiled, not found in the cache, and the thread of each.
+        launchers: For each function that launches a kernel, the kernel's name and signature, and the thread that made it.
         unloadable: Number of the next loads of kernels that run out of memory.
     """
 
     def __init__(self) -> None:
         self.launched: list[str] = []
         self.compiled: list[tuple[str, str]] = []
+        self.launchers: list[tuple[str, list[tuple[str, Any]], str]] = []
         self.unloadable = 0
         self.utils = SimpleNamespace(load_binary=self._load, get_device_properties=lambda device: {"max_shared_mem": 227 * 1024})
 
@@ -46,7 +48,8 @@ class Machine:
         return 0
 
     def launcher_cls(self, source: Any, metadata: Any) -> Any:
-        del source
+        """Return the function that launches a kernel. On a GPU, Triton up to 3.6 compiles it for the signature."""
+        self.launchers.append((metadata.name, list(source.signature.items()), threading.current_thread().name))
         return lambda *arguments: self._launch(metadata.name, arguments[4])
 
     def _launch(self, name: str, function: Any) -> None:

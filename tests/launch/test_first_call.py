@@ -74,6 +74,16 @@ def is_apart(compiled):
     return all(thread.startswith("onelaunch-compile") for _, thread in compiled)
 
 
+def test_the_functions_that_launch_its_kernels_are_made_on_threads_too(machine):  # noqa: F811
+    (x,) = vectors()
+    call(x.requires_grad_(), grad=True).sum().backward()
+    made = {}
+    for name, signature, thread in machine.launchers:
+        made.setdefault((name, str(signature)), []).append(thread.startswith("onelaunch-compile"))
+    assert sorted(name for name, _ in made) == NAMES, "a launch has another signature than the one prepared for it"
+    assert all(threads == [True, False] for threads in made.values()), "first on a thread, then by the launch"
+
+
 def test_a_first_call_compiles_its_kernels_and_those_of_its_backward_pass_on_threads(machine):  # noqa: F811
     (x,) = vectors()
     out = call(x.requires_grad_(), grad=True)

@@ -173,7 +173,18 @@ def _compile(build: Build, target: Architecture) -> None:
         if isinstance(build, CudaBuild):
             compile_source(build.source, target.name)
         else:
-            compile_triton(build, target)
+            _make_launcher(compile_triton(build, target))
+
+
+def _make_launcher(kernel: Any) -> None:
+    """Let Triton make the function that launches a kernel. Up to Triton 3.6 it is C code, compiled for each signature.
+
+    Compiling it takes a tenth of a second. Triton caches it, so that the launch finds it.
+    """
+    from triton.runtime import driver
+
+    with suppress(Exception):  # such as a missing compiler, which the launch reports
+        driver.active.launcher_cls(kernel.src, kernel.metadata)
 
 
 def forget() -> None:
