@@ -128,6 +128,9 @@ class HostKernel:
     def __call__(self, memory: Memory, cache, count=1, *, token=None, position=-1, seed=0, sampler=None):
         """Run the kernel for ``count`` tokens and return the logits of the last one, ``[V]`` float32.
 
+        For a plan with a launch per phase, ``token`` and ``position`` may be given only with one token, and ``sampler`` is
+        ignored.
+
         Args:
             memory: Buffers of the plan.
             cache: KV cache with room for the tokens; the kernel writes their keys and values to it.

@@ -1,11 +1,14 @@
-"""Small kernels of Triton for the tests of first calls. Triton reads their source, so they are in a file of their own."""
+"""Small Triton kernels for the tests of first calls, which compile them but never run them.
+
+``test_first_call.py`` launches them on the stand-in driver of ``first.py``, ``test_triton_cache.py`` by its functions. The tests
+see which kernels are compiled and launched, and no results. ``first.py`` clears the compiled kernels. Where Triton's interpreter
+is on, no test that needs this file runs.
+"""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
-
-SIZE = tl.constexpr(128)
 
 
 @triton.jit

@@ -20,7 +20,7 @@ SWIGLU = find_operation("swiglu")
 DENSE = runnable(SWIGLU, probes.DENSE)
 QUANTIZED = runnable(SWIGLU, probes.QUANTIZED)
 CASES = DENSE | QUANTIZED
-"""Probes of the operation without an empty dimension."""
+"""Cases of ``probes.py`` without an empty dimension."""
 
 LARGE: dict[str, dict[str, Any]] = {
     "many_rows": {"dtype": "bfloat16", "M": 500, "N": 1000, "K": 1032},

@@ -1,7 +1,8 @@
 """Tests of the host time of a call: how it is taken, stored, judged and reported.
 
-``beside`` makes up a stored host time. ``ladder.py`` makes up results: ``ok_cell(variant, microseconds)`` is a correct
-measurement, and ``measured`` the result that holds the measurements.
+``beside`` makes up a stored host time: that of a variant's calls, that of PyTorch's matrix product (``product``), which is timed
+in turn with them, and their ratio. ``ladder.py`` makes up results: ``ok_cell(variant, microseconds)`` is a correct measurement,
+and ``measured`` the result that holds the measurements.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Tests of the first lines of a report: the decision and its strongest evidence, with each piece of evidence given once.
 
-``headline`` returns the parts: ``sentence`` (the strongest criterion), ``found`` (what this machine measured), ``elsewhere``
-(committed results of other devices) and ``grounds`` (reasons that the criteria do not state). ``prose`` compares a text with
-its entry in tests/snapshots/prose.txt, whose key is the node id of the test.
+``headline`` returns the parts: ``sentence`` (why the decision is what it is), ``grounds`` (reasons that the criteria do not
+state) and, if this machine could not answer the study's question, ``found`` (what it measured) and ``elsewhere`` (committed
+results of other devices). ``prose`` compares a text with its entry in tests/snapshots/prose.txt, whose key is the node id of the
+test.
 """
 
 from __future__ import annotations
@@ -167,7 +168,7 @@ def test_a_cpus_headline_is_its_own_result_then_another_devices(prose) -> None:
 
 def test_a_committed_result_of_another_declaration_is_marked() -> None:
     assert "declared differently" in headline(on_cpu(digest="0" * 64)).elsewhere[0]
-    assert not headline(stored()).elsewhere  # the result's own device needs no other
+    assert not headline(stored()).elsewhere  # it ran all shapes that its criteria ask for
 
 
 def test_no_gain_is_claimed_within_the_noise(prose) -> None:

@@ -111,7 +111,10 @@ class Commands(LazyGroup):
     }
 
     def invoke(self, ctx: Any) -> Any:
-        """Run a command, and turn expected errors into one line on stderr and an exit code, unless ``--debug`` is set."""
+        """Run a command, and turn expected errors into one line on stderr and an exit code.
+
+        With ``--debug`` errors are raised instead; Ctrl-C still ends in one line. A closed pipe prints nothing.
+        """
         debug = ctx.params.get("debug")
         try:
             with warnings.catch_warnings():

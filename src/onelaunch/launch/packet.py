@@ -134,7 +134,8 @@ class Packet:
 
     Attributes:
         words: The buffer as 64-bit words.
-        launches: For each launch the arguments of :func:`launch_function`, as objects of :mod:`ctypes`.
+        launches: For each launch pointers to its configuration, function and parameters, as objects of :mod:`ctypes`. They are
+            the first three arguments of ``cuLaunchKernelEx``; the last one is ``None``.
     """
 
     __slots__ = ("_buffer", "launches", "words")
@@ -175,6 +176,9 @@ def _parameter_information() -> Any:
 
 def parameter_sizes(function: int, most: int) -> list[int] | None:
     """Return the sizes in bytes of a loaded kernel's parameters, or ``None`` if the driver does not tell them.
+
+    ``parameters.py`` compares them with :attr:`Parameters.sizes`, since the order of the parameters of Triton's kernels is not
+    documented. Where they differ, or are ``None``, it raises ``NotPlannable``, and calls of the kernel are not replayed.
 
     Args:
         function: Handle of the kernel.

@@ -57,9 +57,10 @@ def compare(
     """
     paths = [first, *(more_first or [])], [second, *(more_second or [])]
     firsts, seconds = map(_side, paths)
+    # compare_sides checks the same, but does not know the files. An error from here names them, the second side's first.
     for path, run in zip(paths[0], firsts, strict=True):
         for other_path, other in zip(paths[1], seconds, strict=True):
-            require_two_runs(run, other, (str(other_path), str(path)))  # an error names the second side's file first
+            require_two_runs(run, other, (str(other_path), str(path)))
     a, b = firsts[0], seconds[0]
     found = compare_sides(firsts, seconds)
     console = output.stdout()
@@ -110,7 +111,7 @@ def compare(
 
 
 def _side(paths: Sequence[Path]) -> list[Result]:
-    """Load a result and its repeats. An error names a file that is no repeat."""
+    """Load a result and its repeats, and check them as ``compare_sides`` does, but with the names of their files in an error."""
     runs = [Result.load(each) for each in paths]
     for index, run in enumerate(runs):
         for earlier in range(index):

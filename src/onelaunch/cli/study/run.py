@@ -73,7 +73,7 @@ def run(
         bool,
         typer.Option(
             "--count/--no-count",
-            help="Take what criteria ask for beside times: DRAM bytes from the hardware's counters, launches, barriers, host times.",
+            help="Take what criteria ask for beside times: DRAM bytes by hardware counters, launches, barriers and host times.",
         ),
     ] = True,
     count_all: Annotated[bool, typer.Option("--count-all", help="Count DRAM bytes at every shape (slow).")] = False,

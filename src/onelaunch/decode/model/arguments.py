@@ -1,4 +1,6 @@
-"""Argument checks that the public functions of decoding share. Each raises an error that names the argument.
+"""Argument checks that the public functions of decoding share.
+
+An :class:`~onelaunch.errors.ArgumentError` of theirs names the argument, a :class:`~onelaunch.errors.NoDeviceError` the device.
 
 ``decode/generate.py``, ``cache.py``, ``weights.py`` and the contract of ``decode_step`` call them.
 """

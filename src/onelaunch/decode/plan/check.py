@@ -10,8 +10,9 @@ d had finished. A wait that may end too early, or never, is an error. The edge b
 each phase is a launch.
 Source: Fidge (1988), Mattern (1989).
 
-``decode/runtime/proofs.py`` calls :func:`check` before a kernel is loaded, and the megakernel's variants ask
-:func:`check_residency` whether they can run.
+``decode/runtime/proofs.py`` calls :func:`check` before a kernel is loaded, and once more before the first sampled token, unless
+the cache folder records that the same check succeeded. The megakernel's variants ask :func:`check_residency` whether they can
+run.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class Resources:
     sms: int
     """Number of SMs."""
     shared_limit: int = HOPPER_SHARED_BYTES
-    """Bytes of shared memory of an SM."""
+    """Largest number of bytes of shared memory that one CTA may use."""
     registers_limit: int = 1 << 16
     """Number of 32-bit registers of an SM."""
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from onelaunch.ops.gla.launch import Attention
 
 Results: TypeAlias = tuple[torch.Tensor, torch.Tensor]
-"""Output ``o [B, T, H, V]`` and the final state, which has no elements if it is not wanted."""
+"""Output ``o [B, T, H, V]`` and the final state, which has no elements if it is not wanted. Variants and ablations return it."""
 
 Run: TypeAlias = "Callable[[Attention, bool], Results]"
 """Function from a call's tensors, and from whether the final state is wanted, to the results."""

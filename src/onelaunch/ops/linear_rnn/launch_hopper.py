@@ -105,10 +105,11 @@ def persistent(layer: Layer) -> Results:
 
 @functools.lru_cache(maxsize=1024)
 def chunked_tiles(multiprocessors: int, batch: int, length: int, width: int, channels: int) -> ProjectTiles:
-    """Return tiles of 64 steps x 32 channels while these leave SMs free, else 64 x 64, which read x half as often.
+    """Return tiles of 64 steps x 32 channels if there is at most one per SM, or if V is at most 32; else of 64 x 64.
 
-    Up to four stages of 64 columns of x hold all of D up to 256, whose loads are then in flight at once. The number of tiles
-    in a look-back group (8 or 32) follows the rule of :func:`onelaunch.kernels.scan.launch.scan_tiles`.
+    Tiles of 64 x 64 read x half as often. Up to four stages of 64 columns of x hold all of D up to 256, whose loads are then
+    in flight at once. The number of tiles in a look-back group (8 or 32) follows the rule of
+    :func:`onelaunch.kernels.scan.launch.scan_tiles`.
 
     64 steps are the rows of one warpgroup. Measured on an H200 with D=256 V=64, 64 x 32 against 64 x 64: 3.9 against 4.4 us at
     B=1 T=512, 6.8 against 6.4 us at B=4 T=2048, 9.5 against 8.3 us at B=16 T=1024. 64 x 64 with four warps is 4 % faster at

@@ -29,7 +29,7 @@ BELOW_BOUND = 0.95
 H = TypeVar("H", bound=Hashable)
 
 AGAIN = " again"
-"""Suffix of the hidden name of the baseline's second copy, whose ratio to the first is the noise."""
+"""Suffix that older versions gave to the name of the baseline's second copy in an A/A run, which is refused beside that name."""
 
 BOTH = case_name("", "forward_backward")
 """End of the name of a value at a shape in the direction ``forward_backward``, where a criterion looks at several directions."""
@@ -81,7 +81,7 @@ def names_shared(result: Result) -> str | None:
     if both := sorted(variants & controls):
         return f"{both[0]!r} is the name of a variant and of a control"
     if hidden := sorted(name for name in variants | controls if name.removesuffix(AGAIN) in (variants | controls) - {name}):
-        return f"{hidden[0]!r} is the name of the second copy of {hidden[0].removesuffix(AGAIN)!r} in an A/A run"
+        return f"{hidden[0]!r} is the older name of the second copy of {hidden[0].removesuffix(AGAIN)!r} in an A/A run"
     return None
 
 

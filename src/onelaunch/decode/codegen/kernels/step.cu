@@ -34,7 +34,7 @@
 //            Arguments::words.
 // Weights    STAGES of the ring, DEPTH (consumer.cuh); MAX_, MIN_ and GROUPS_ of each product (products.cuh). SUM_ROWS is the number of
 //            row sums that a warp has room for in shared memory.
-// Pacing     FLIGHT bulk copies in flight, at least PACE cycles apart; FLIGHT_LOCAL in flight while there is one KV split, since CTAs then
+// Pacing     FLIGHT bulk copies in flight; a copy of weights begins at least PACE cycles after the last one; FLIGHT_LOCAL in flight while there is one KV split, since CTAs then
 //            exchange no partial attention outputs (only with SPLIT_K_O; else equal to FLIGHT). HOLD cycles before a poll (parts.cuh).
 // Flags      CROSS_PHASE_PREFETCH, KV_THROUGH_RING, LAUNCH_PER_PHASE, FLAG_IN_DATA, SPLIT_K_O, PROFILED; NORM_PHASE and ROPE_PHASE, if
 //            RMSNorm and RoPE are phases of their own.
@@ -99,7 +99,7 @@ struct Arguments {
 #include "phases.cuh"
 
 // State of the producer thread. In the layers, where vectors pass between CTAs, the number of copies in flight is bounded by `flight`, and
-// copies are at least PACE cycles apart: loads and polls of the consumers queue behind them in the memory system. `earliest` is the clock
+// consecutive copies of weights are at least PACE cycles apart (keys and values are not paced): loads and polls of the consumers queue behind them in the memory system. `earliest` is the clock
 // cycle before which the next copy may not begin, and `issued` the number of copies so far.
 struct Producer {
   const Arguments& a;
@@ -109,9 +109,10 @@ struct Producer {
   long long earliest = 0;
   const u64 read_once = createpolicy_evict_first();
 
-  // Return the address for the next chunk, of `bytes` bytes, once its stage is empty, and arm its `full` barrier. Return null if a wait
-  // timed out: the rest is not copied, as nobody waits for it. In plans without prefetch, first wait for permission (allow_weights). A
-  // `bounded` copy waits until the copy `flight` positions before it has landed, and until `pace` cycles after the one before it.
+  // Return the address for the next chunk, of `bytes` bytes, once its stage is empty, and arm its `full` barrier. Return null if the
+  // wait for the stage timed out: the rest is not copied, as nobody waits for it. The other waits go on after a time-out. In plans without
+  // prefetch, first wait for permission (allow_weights). A `bounded` copy waits until the copy `flight` positions before it has landed and,
+  // if `pace` is not 0, until the copy before it is as many cycles old as its own `pace` was.
   DEVICE char* acquire(int bytes, bool bounded, int pace) {
     if constexpr (!CROSS_PHASE_PREFETCH && !LAUNCH_PER_PHASE) spin_until(a, s, [&] { return (int)(*s.chunks_allowed - issued) > 0; });
     if (!wait_ring(a, s, s.empty + ring.stage, ring.phase ^ 1)) return nullptr;

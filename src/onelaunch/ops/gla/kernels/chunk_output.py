@@ -35,7 +35,7 @@ def add_state_gradient(
 ):  # fmt: skip
     """Return ``dv`` [64, BV] plus (k e^after) dS, for the gradient ``index`` of a state."""
     for first in range(0, K, BK):
-        t = steps_of_chunk(first)
+        t = steps_of_chunk(first)  # 0 to 63, computed anew, so that no masks stay in registers (chunk.py)
         c = first + tl.arange(0, BK)
         gc = tl.arange(0, 1) if SCALAR else c
         channels = 1 if SCALAR else K
@@ -92,7 +92,7 @@ def chunk_output_kernel(
         result = split_product(scores.to(LOW), b_values, tl.zeros([CHUNK, BV], tl.float32), 1, PRECISION)
         index = slot.to(tl.int64) * shared_head(H, STATE_GROUP) + shared_head(out_head, STATE_GROUP)
         for first in range(0, K, BK):
-            t = steps_of_chunk(first)
+            t = steps_of_chunk(first)  # 0 to 63, computed anew, so that no masks stay in registers (chunk.py)
             c = first + tl.arange(0, BK)
             gc = tl.arange(0, 1) if SCALAR else c
             channels = 1 if SCALAR else K

@@ -59,7 +59,10 @@ def needs_blackwell(query: Query) -> str | None:
 
 @block_scaled.examples
 def in_either_order() -> list[Example]:
-    """Return calls with M and N that no tile divides, and with block scales in plain and in swizzled order."""
+    """Return the calls for which the kernel is compiled and inspected without a GPU.
+
+    No tile divides their M and N, and their block scales are in plain or in swizzled order.
+    """
     return [
         Example(swiglu.case("float16", M=1000, N=4100, K=7168, format="nvfp4", swizzled_scales=swizzled), name=said)
         for swizzled, said in ((False, "plain scales"), (True, "swizzled scales"))
