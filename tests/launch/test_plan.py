@@ -159,6 +159,34 @@ def test_intermediate_tensors_and_operators_of_pytorch_are_repeated(adding):
     assert called.count == 2
 
 
+def test_functions_in_place_of_operators_do_what_the_operators_do(adding):
+    def run(a, b):
+        added = torch.empty(N)
+        Launch(adding, (1,), a, b, added, N, 1.0, BLOCK=8).run()
+        square, other = added.view(4, 4), b.view(4, 4)
+        product = torch.empty(4, 4)
+        torch.mm(square, other.mT, out=product)
+        sums = torch.sum(product, [0], keepdim=True, dtype=torch.float64)
+        batched = torch.bmm(square.view(2, 2, 4), other.view(2, 4, 2))
+        return square.mT @ other, product, sums, batched, torch.addmm(a[:4], square, other, beta=2.0, alpha=3.0)
+
+    planned = Called(run)
+    for _ in range(4):
+        a, b = vectors()
+        square, other = (a + b).view(4, 4), b.view(4, 4)
+        expected = (
+            square.mT @ other,
+            square @ other.mT,
+            (square @ other.mT).double().sum(0, keepdim=True),
+            torch.bmm(square.view(2, 2, 4), other.view(2, 4, 2)),
+            2 * a[:4] + 3 * square @ other,
+        )
+        torch.testing.assert_close(planned(a, b), expected, rtol=1e-5, atol=1e-5)
+    assert planned.count == 2
+    (found,) = planned.planned.plans()
+    assert sum(step[0] == plan.OPERATE for step in found._steps) == len(plan.DIRECT)
+
+
 def test_small_intermediate_tensors_share_an_allocation(adding, monkeypatch):
     def run(a):
         first, second, out = (torch.empty(N) for _ in range(3))

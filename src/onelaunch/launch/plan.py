@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import itemgetter
 from typing import Any, cast
@@ -90,6 +90,34 @@ def filled(template: Any, tensors: list[Any]) -> Any:
     return template
 
 
+DIRECT: Mapping[Any, Callable[..., Any]] = {
+    torch.ops.aten.mm.default: torch.mm,
+    torch.ops.aten.mm.out: torch.mm,
+    torch.ops.aten.addmm.default: torch.addmm,
+    torch.ops.aten.bmm.default: torch.bmm,
+    torch.ops.aten.sum.dim_IntList: torch.sum,
+}
+"""PyTorch's functions in place of the operators that they call. Called as Python objects, operators take twice the host time."""
+
+
+def caller(operator: Callable[..., Any], arguments: Sequence[Any], keywords: Sequence[tuple[str, Any]]) -> Callable[..., Any]:
+    """Return the function from the tensors of a replay to the result of an operator. Templates are made into views of them."""
+    function = DIRECT.get(operator, operator)
+    made = tuple((at, each) for at, each in enumerate(arguments) if _views(each))
+    named = {name: each for name, each in keywords if not _views(each)}
+    made_named = tuple((name, each) for name, each in keywords if _views(each))
+
+    def call(tensors: list[Any]) -> Any:
+        given = list(arguments)
+        for at, template in made:
+            given[at] = filled(template, tensors)
+        if not keywords:
+            return function(*given)
+        return function(*given, **named, **{name: filled(template, tensors) for name, template in made_named})
+
+    return call
+
+
 ALLOCATE, START, OPERATE, PROVIDE, FREE = range(5)
 """Codes of steps."""
 
@@ -136,7 +164,7 @@ class Plan:
             packet = Packet(*self._image)
         words, launches = packet.words, packet.launches
         stream, launch, empty = Device.stream(self._index), Device.launch_function(), self._empty
-        for code, one, two, three, four in self._steps:
+        for code, one, two, three in self._steps:
             if code == START:
                 for word, source, offset in two:
                     words[word] = addresses[source] + offset
@@ -150,8 +178,8 @@ class Plan:
                 tensors.append(tensor)
                 addresses.append(tensor.data_ptr())
             elif code == OPERATE:
-                result = one(*[filled(each, tensors) for each in two], **{name: filled(each, tensors) for name, each in three})
-                for tensor in itertools.compress((result,) if four[0] else result, four[1]):
+                result = one(tensors)
+                for tensor in itertools.compress((result,) if two else result, three):
                     tensors.append(tensor)
                     addresses.append(tensor.data_ptr())
             elif code == PROVIDE:
@@ -203,7 +231,7 @@ class _Maker:
             self._add(step)
         self.image.content += bytes(-len(self.image.content) % 8)
         self.results = [None if each is None else self._view(each) for each in wanted]
-        self.steps = self._with_frees()
+        self.steps = [_ready(step) for step in self._with_frees()]
         self.index = 0 if self.device is None else self.device.index or 0
 
     def _needed(self, wanted: list[Geometry]) -> set[int]:
@@ -243,7 +271,7 @@ class _Maker:
                 shared[step.source] = size
                 size += step.nbytes + -step.nbytes % ARENA_ALIGNMENT
         if len(shared) > 1:
-            self.steps.append((ALLOCATE, (size,), (1,), torch.uint8, None))
+            self.steps.append((ALLOCATE, (size,), (1,), torch.uint8))
             self._new |= {source: (self._count, offset) for source, offset in shared.items()}
             self._count += 1
 
@@ -251,17 +279,17 @@ class _Maker:
         """Add the steps of a plan for a recorded one; none for one without effect."""
         if isinstance(step, Start):
             placed = place(self.image, self._renumbered(step.parameters))
-            self.steps.append((START, len(self.placed), placed.words, placed.stream, None))
+            self.steps.append((START, len(self.placed), placed.words, placed.stream))
             self.placed.append(placed)
         elif isinstance(step, Allocate):
             if step.source in self._live and step.source not in self._new:
                 shape = self._shapes.get(step.source, step)
                 self._next(step.source)
-                self.steps.append((ALLOCATE, shape.size, shape.stride, step.dtype, None))
+                self.steps.append((ALLOCATE, shape.size, shape.stride, step.dtype))
         elif isinstance(step, Provide):
             if step.source in self._live:
                 self._next(step.source)
-                self.steps.append((PROVIDE, step.function, step.arguments, None, None))
+                self.steps.append((PROVIDE, step.function, step.arguments, None))
         elif None in step.results or self._live & set(step.results):
             arguments = [self._template(each) for each in step.arguments]
             keywords = tuple((name, self._template(each)) for name, each in step.keywords.items())
@@ -269,7 +297,7 @@ class _Maker:
                 if source is not None:
                     self._next(source)
             new = tuple(source is not None for source in step.results)
-            self.steps.append((OPERATE, step.function, arguments, keywords, (step.single, new)))
+            self.steps.append((OPERATE, step.function, (arguments, keywords), (step.single, new)))
 
     def _next(self, source: int) -> None:
         """Give a source the number of the next tensor of a replay."""
@@ -321,8 +349,16 @@ class _Maker:
         steps: list[tuple[Any, ...]] = []
         for at, step in enumerate(self.steps):
             steps.append(step)
-            steps += [(FREE, source, None, None, None) for source, end in last.items() if end == at]
+            steps += [(FREE, source, None, None) for source, end in last.items() if end == at]
         return steps
+
+
+def _ready(step: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return a step as it is replayed: an operator with its arguments as one function, and which of its results are new."""
+    if step[0] != OPERATE:
+        return step
+    code, operator, (arguments, keywords), (single, new) = step
+    return code, caller(operator, arguments, keywords), single, new
 
 
 def _sources(step: tuple[Any, ...]) -> set[int]:
@@ -330,7 +366,7 @@ def _sources(step: tuple[Any, ...]) -> set[int]:
     if step[0] == START:
         return {source for _, source, _ in step[2]}
     if step[0] == OPERATE:
-        return {each.source for each in _views((step[2], [each for _, each in step[3]]))}
+        return {each.source for each in _views(step[2])}
     return set()
 
 
