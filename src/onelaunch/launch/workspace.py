@@ -4,8 +4,8 @@ A kernel that uses :mod:`onelaunch.kernels.scan.look_back` needs int64 words tha
 each word once per launch and flips the phase bit in it, so the words that the previous launch left need no clearing. Launches on
 one stream run one after another and share a workspace. A captured graph may be replayed on any stream, so each captured call gets
 its own words. They are taken from a zeroed reserve that eager calls keep filled, since a memset in the graph would be a second
-launch. The launch code of the scans and of ``linear_rnn`` takes words by :func:`workspace`, that of ``swiglu`` for Hopper by
-:func:`counters`.
+launch. The launch code of the scans and of ``linear_rnn`` takes words by :func:`workspace`, that of ``swiglu`` for Hopper and of
+``output_chain`` by :func:`counters`.
 """
 
 from __future__ import annotations
@@ -120,6 +120,8 @@ def counters(device: torch.device, words: int) -> torch.Tensor:
 
 def _zeroed(device: torch.device, words: int) -> torch.Tensor:
     """Return the words of :func:`counters`."""
+    if device.type != "cuda":  # Triton's interpreter
+        return _counters(device, 0, words)
     if torch.cuda.is_current_stream_capturing():
         return _workspace(device, words)  # words that no other launch uses
     _reserve(device).fill(device)

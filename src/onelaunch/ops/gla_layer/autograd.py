@@ -232,7 +232,7 @@ def run_backward(
     if a is not None:
         found[5] = dout.mT @ a
     if wants_norm and dnorm is not None:
-        found[4] = dnorm.to(norm_weight.dtype)
+        found[4] = dnorm
     del a
     if not inside or do is None:
         return found

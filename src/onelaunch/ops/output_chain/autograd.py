@@ -61,7 +61,7 @@ def run_gradients(
     activated: bool,
     want_a: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return a ``[M, H * V]``, dh and dgate ``[..., H, V]``, and dnorm_weight ``[V]`` float32.
+    """Return a ``[M, H * V]``, dh and dgate ``[..., H, V]``, and dnorm_weight ``[V]``.
 
     ``da`` is ``[M, H * V]`` with any strides. If it is ``None``, only ``a`` is computed. Results that are not requested have no
     elements.
@@ -75,7 +75,7 @@ def run_gradients(
         empty(0) if a is None else a,
         empty(0) if dh is None else dh.view(h.shape),
         empty(0) if dgate is None else dgate.view(h.shape),
-        empty(0, dtype=torch.float32) if dweight is None else dweight,
+        (h if norm_weight is None else norm_weight).new_empty(0) if dweight is None else dweight,
     )
 
 
@@ -96,7 +96,7 @@ def gradients(ctx: Any, backward: Any, dout: torch.Tensor) -> tuple[torch.Tensor
         da = dout @ w_out if undo else None
         a, dh, dgate, dnorm = backward(da, h, gate, norm_weight, rstd, ctx.activated, wants_w)
         dw = dout.mT @ a if wants_w else None
-        dnorm = dnorm.to(norm_weight.dtype) if wants_norm else None
+        dnorm = dnorm if wants_norm else None
     dbias = dout.sum(0) if wants_bias else None
     return dh if wants_h else None, dgate if wants_gate else None, dnorm, dw, dbias, None, None, None, None
 

@@ -43,5 +43,5 @@ def gradients(
         h.new_empty((math.prod(leading), heads * values) if want_a else nothing),
         h.new_empty(h.shape if undo else nothing),
         h.new_empty(h.shape if undo and gate is not None else nothing),
-        h.new_empty((values,) if undo and norm_weight is not None else nothing, dtype=torch.float32),
+        h.new_empty(nothing) if norm_weight is None else norm_weight.new_empty((values,) if undo else nothing),
     )

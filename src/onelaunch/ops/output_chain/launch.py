@@ -13,6 +13,7 @@ import torch
 from onelaunch.device.hardware import processors
 from onelaunch.kernels.common.layout import cdiv, inner_contiguous, power_of_2
 from onelaunch.launch.launch import Launch
+from onelaunch.launch.workspace import counters
 from onelaunch.ops.output_chain.kernels.norm_gate import norm_gate_gradients_kernel, norm_gate_kernel
 
 
@@ -56,7 +57,8 @@ WARPS = 4
 """Warps of a CTA of either kernel."""
 
 CTAS_PER_SM = 4
-"""Limit on the CTAs per SM in a backward launch; each CTA adds a row to the partial sums of the norm weight's gradient.
+"""Limit on the CTAs per SM in a backward launch. Each stores a row of partial sums of the norm weight's gradient, and the last
+CTA adds the rows up.
 
 It is not tuned by measurement yet.
 """
@@ -108,7 +110,7 @@ class Gradients(NamedTuple):
     dgate: torch.Tensor | None
     """Gradient of the gate, ``[M, H * V]``."""
     dnorm_weight: torch.Tensor | None
-    """Gradient of the norm's weight, ``[V]`` float32."""
+    """Gradient of the norm's weight, ``[V]``, of its dtype."""
 
 
 def norm_gate_gradients(
@@ -131,14 +133,15 @@ def norm_gate_gradients(
 
     a, dh = empty(want_a), empty(da is not None)
     dgate = empty(da is not None and gate is not None) if into is None else into
-    partials = None
+    partials = dnorm_weight = counter = None
     if da is not None and given.norm_weight is not None:
-        partials = h.new_empty(ctas, values, dtype=torch.float32)
+        partials, dnorm_weight = h.new_empty(ctas, values, dtype=torch.float32), torch.empty_like(given.norm_weight)
+        counter = counters(h.device, 1)
     Launch(
         norm_gate_gradients_kernel, (ctas,),
-        da, h, gate, given.norm_weight, rstd, a, dh, dgate, partials, rows, heads, steps,
+        da, h, gate, given.norm_weight, rstd, a, dh, dgate, partials, dnorm_weight, counter, rows, heads, steps,
         0 if da is None else da.stride(0), h.stride(0), 0 if gate is None else gate.stride(0),
         0 if dgate is None else dgate.stride(0),
         ACTIVATED=given.activated, **tile_of(rows, values, GRADIENT_ELEMENTS), num_warps=WARPS,
     ).run()  # fmt: skip
-    return Gradients(a, dh, dgate, None if partials is None else partials.sum(0))
+    return Gradients(a, dh, dgate, dnorm_weight)

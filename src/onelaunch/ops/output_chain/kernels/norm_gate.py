@@ -11,9 +11,11 @@ On chip    whole heads [BM, BV] in float32 registers, with BV the power of 2 tha
            the CTA's own sum of dnorm_weight, [BM, BV].
 Memory     forward reads h and the gate once, writes a once, and rstd, one float32 per token and head, if there is a buffer for
            it. Backward reads h, the gate, da and rstd once, writes dh, dgate and a once, and a row of partial sums of
-           dnorm_weight per CTA. Another launch adds those rows in a fixed order, so the result does not depend on which CTA
-           ends first.
-Protocol   CTAs do not exchange anything.
+           dnorm_weight per CTA. The CTA that ends last reads those rows and adds them in a fixed order, so the result does not
+           depend on which CTA that is.
+Protocol   forward: CTAs do not exchange anything. Backward: when all warps of a CTA have stored its row (bar.sync), one thread
+           adds 1 to ``counter`` with release and acquire semantics at GPU scope. The CTA that finds all others counted sees
+           their rows, and sets the counter back to 0 for the next launch. No CTA waits for another.
 Numerics   float32 between the loads and the stores.
 Callers    launch.py launches the kernels; prologue.py uses ``reciprocal_rms`` and ``activate``.
 Source     experiment 058; norm and gate as in fla's FusedRMSNormGated; docs/notebook/output_chain.md.
@@ -23,6 +25,9 @@ import triton
 import triton.language as tl
 
 from onelaunch.kernels.common.activation import silu, silu_slope
+
+SUM_ELEMENTS = tl.constexpr(8192)
+"""Elements of partial sums that the last CTA of a backward launch loads at once: 64 per thread with four warps. Not tuned."""
 
 
 @triton.jit
@@ -67,14 +72,31 @@ def norm_gate_kernel(
 
 
 @triton.jit
+def add_rows(partials, total, rows, V: tl.constexpr, BV: tl.constexpr):
+    """Store the sum of all rows of partials [rows, V] in total [V], added in the same order each time.
+
+    Other CTAs have just written the rows, so they are read from L2.
+    """
+    ROWS: tl.constexpr = max(SUM_ELEMENTS // BV, 1)
+    r, c = tl.arange(0, ROWS), tl.arange(0, BV)
+    sums = tl.zeros([ROWS, BV], tl.float32)
+    for first in range(0, rows, ROWS):
+        row = first + r
+        valid = (row < rows)[:, None] & (c < V)[None, :]
+        sums += tl.load(partials + row.to(tl.int64)[:, None] * V + c[None, :], mask=valid, other=0.0, cache_modifier=".cg")
+    tl.store(total + c, tl.sum(sums, axis=0).to(total.dtype.element_ty), mask=c < V)
+
+
+@triton.jit
 def norm_gate_gradients_kernel(
-    da, h, gate, norm_weight, rstd, a, dh, dgate, partials, M, H, steps, da_stride, h_stride, gate_stride, dgate_stride,
-    V: tl.constexpr, BV: tl.constexpr, BM: tl.constexpr, ACTIVATED: tl.constexpr,
+    da, h, gate, norm_weight, rstd, a, dh, dgate, partials, dnorm_weight, counter, M, H, steps, da_stride, h_stride, gate_stride,
+    dgate_stride, V: tl.constexpr, BV: tl.constexpr, BM: tl.constexpr, ACTIVATED: tl.constexpr,
 ):  # fmt: skip
     """Compute a again, unless ``a`` is ``None``, and from da, unless it is ``None``, the gradients.
 
-    dgate and ``partials`` [CTAs, V] may be ``None``. Each CTA stores its partial sum of dnorm_weight in its row of
-    ``partials``. The last CTA may have fewer than ``steps`` tiles: the tokens of those beyond the end are masked.
+    dgate may be ``None``, and so may ``partials`` [CTAs, V] float32, dnorm_weight [V] and ``counter`` together. Each CTA stores
+    its partial sum of dnorm_weight in its row of ``partials``; ``counter`` is 0 before and after the launch. The last CTA may
+    have fewer than ``steps`` tiles: the tokens of those beyond the end are masked.
     """
     c = tl.arange(0, BV)
     weight = 1.0
@@ -108,3 +130,7 @@ def norm_gate_gradients_kernel(
                 tl.store(at, (d_times_x * weight * slope).to(dgate.dtype.element_ty), mask=valid)
     if partials is not None:
         tl.store(partials + tl.program_id(0).to(tl.int64) * V + c, tl.sum(dweight, axis=0), mask=c < V)
+        tl.debug_barrier()  # all warps have stored before one thread counts the CTA
+        if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == tl.num_programs(0) - 1:
+            add_rows(partials, dnorm_weight, tl.num_programs(0), V, BV)
+            tl.store(counter, 0)

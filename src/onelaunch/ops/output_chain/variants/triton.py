@@ -48,7 +48,7 @@ def run_norm_gate(given: Operands, w_out: torch.Tensor, bias: torch.Tensor | Non
     "norm_gate",
     compiles=True,
     launches=2,
-    backward_launches=4,
+    backward_launches=3,
     fuses=("norm", "gate"),
     hands=("a",),
     keeps=("rstd",),
@@ -57,8 +57,7 @@ def run_norm_gate(given: Operands, w_out: torch.Tensor, bias: torch.Tensor | Non
 def norm_gate(call: OutputChainCall) -> Results:
     """Run one kernel for norm and gate of all heads, and the product with PyTorch.
 
-    A norm's weight in 16 bits adds one launch to the backward pass, and so does a bias; without a norm's weight there is one
-    less.
+    A bias adds one launch to the backward pass.
     """
     return compute(call, "norm_gate")
 
@@ -92,7 +91,7 @@ def run_prologue(given: Operands, w_out: torch.Tensor, bias: torch.Tensor | None
     "prologue",
     compiles=True,
     launches=1,
-    backward_launches=4,
+    backward_launches=3,
     fuses=("norm", "gate", "product"),
     hands=(),
     keeps=("rstd",),
