@@ -260,6 +260,32 @@ def test_threads_replay_one_plan_with_their_own_tensors(sum_of):
     assert sum_of.count == 2
 
 
+def test_a_call_is_not_recorded_while_the_first_of_its_kind_still_runs(adding):
+    """A recorded call compiles its kernels by itself, and the first call may be compiling them for all threads."""
+    began, end, modes = threading.Event(), threading.Event(), []
+
+    def run(a, b):
+        modes.append(recorder() is not None)
+        if len(modes) == 1:
+            began.set()
+            assert end.wait(60)
+        out = torch.empty_like(a)
+        Launch(adding, (1,), a, b, out, N, 1.0, BLOCK=8).run()
+        return out
+
+    planned = Planned(run)
+    first = threading.Thread(target=planned, args=vectors())
+    first.start()
+    assert began.wait(60)
+    planned(*vectors())
+    assert modes == [False, False]
+    end.set()
+    first.join()
+    planned(*vectors())
+    assert modes == [False, False, True]
+    assert len(planned.plans()) == 1
+
+
 def test_a_plan_keeps_no_tensor(sum_of):
     kept = []
     for _ in range(4):

@@ -10,11 +10,15 @@ again. If the keys of called functions are computed first, nothing is missing. L
 
 from __future__ import annotations
 
+import threading
 from types import ModuleType
 from typing import Any
 
 _COMPLETE: set[int] = set()
 """Identities of the functions whose keys are computed. Triton's functions live as long as their modules."""
+
+_LOCK = threading.Lock()
+"""Lock of one thread that computes keys. Another one waits, because it would compute a key without those of called functions."""
 
 
 def complete_key(kernel: Any) -> None:
@@ -22,15 +26,22 @@ def complete_key(kernel: Any) -> None:
 
     Nothing happens for a kernel that was seen before, and in Triton's interpreter, which has no keys.
     """
-    if id(kernel) in _COMPLETE:
+    if id(kernel) not in _COMPLETE:
+        with _LOCK:
+            _complete(kernel, set())
+
+
+def _complete(kernel: Any, begun: set[int]) -> None:
+    """Compute the keys of a function and of those that it calls, except those that are complete or begun."""
+    if id(kernel) in _COMPLETE or id(kernel) in begun:
         return
-    _COMPLETE.add(id(kernel))  # before the called functions, so that a function may call itself
+    begun.add(id(kernel))  # a function may call itself
     function = getattr(kernel, "fn", None)
-    if function is None or not hasattr(type(kernel), "cache_key"):
-        return
-    for called in _called(function):
-        complete_key(called)
-    _ = kernel.cache_key
+    if function is not None and hasattr(type(kernel), "cache_key"):
+        for called in _called(function):
+            _complete(called, begun)
+        _ = kernel.cache_key
+    _COMPLETE.add(id(kernel))
 
 
 def _called(function: Any) -> list[Any]:

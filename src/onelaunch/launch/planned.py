@@ -105,7 +105,11 @@ class Planned(Generic[R]):
         elif found is not _SEEN:
             types = Device.types + Device.taped if self._taped else Device.types
             if found is None and all(each.device.type in types for each in facts.tensors):
-                self._remember(facts, _SEEN)
+                results = self._function(*inputs, **named)
+                # Not before: a recorded call compiles its kernels by itself, while a plain one waits for those of this call.
+                if facts.key not in self._plans:
+                    self._remember(facts, _SEEN)
+                return results
             return self._function(*inputs, **named)
         if self._taped and (_takes_gradients(facts) or facts.tensors[0].device.type not in Device.types):
             return self._tape(inputs, named, facts)

@@ -90,8 +90,8 @@ def run(
     """Run a study: plan, verify, time, count, judge, decide, report.
 
     A child process measures. A variant that ends it, or does not return, gets a status, and the others are measured without it.
-    After Ctrl-C, everything that was measured is saved and reported; --resume measures the rest. A result is never overwritten
-    without --force.
+    After Ctrl-C, everything that was measured is saved and reported; --resume measures the rest. A finished result is never
+    overwritten without --force.
 
     Example: onelaunch study run 040-linear-rnn --device cpu --rounds 5
     """
@@ -119,7 +119,7 @@ def run(
                 force=force,
                 resume=resume,
                 processes=processes,
-                in_process=in_process,
+                in_process=in_process,  # by default run_study, called from Python, measures in the calling process
                 call_limit=call_limit,
             )
         except ResultUnsaved as problem:
