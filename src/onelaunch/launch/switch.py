@@ -1,4 +1,4 @@
-"""Set an environment variable that configures Triton's compiler while kernels are launched that need it.
+"""Set an environment variable that configures Triton's compiler while kernels that need it are compiled or launched.
 
 ``global_atomics.py`` and ``warp_mma.py`` make a :class:`Switch` each.
 """

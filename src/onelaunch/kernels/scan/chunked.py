@@ -4,8 +4,9 @@ Time is split into chunks, all chunks are scanned in parallel, their final state
 and the carry is added: about ``CHUNK * log(T) / log(CHUNK)`` tensor operations instead of ``T``. No decay is ever divided by, so
 any decay down to 0 is safe.
 
-The number of these operations depends on T, so that a graph of them serves a single T. Code that is compiled for any T calls the
-operator ``onelaunch::linear_scan`` instead. Variants in PyTorch of ``gated_scan`` and ``gla`` call :func:`scan`.
+The number of these operations depends on T, so that a graph of them serves a single T. So :func:`scan` calls the
+operator ``onelaunch::linear_scan`` where code is compiled for any T. Variants in PyTorch of ``gated_scan`` and ``gla`` call
+:func:`scan`; those of ``gla`` also ask :func:`is_open`.
 """
 
 from __future__ import annotations

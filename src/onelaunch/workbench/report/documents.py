@@ -52,7 +52,7 @@ COMPILED = "compiled"
 """Name of the variant of every operation that is torch.compile of plain PyTorch."""
 
 READING = (
-    "Times are medians in µs; the smallest time of a row is bold. In brackets: the speed of the fastest variant of onelaunch "
+    "Times are medians in µs; the smallest time at each shape is bold, controls aside. In brackets: the speed of the fastest variant of onelaunch "
     "over this one. Roofline: the roofline bound over the time of that variant; 100 % means that it runs at the measured peaks "
     f"of the device, and up to 5 % more lies within their error. {NONE}: no time; the reason is listed under “Without a time”, "
     "or the study leaves the variant out at that shape (`skip`), because it would take minutes there."
@@ -94,7 +94,7 @@ def docs_table(result: Result, which: DocsTable = "use", *, direction: Direction
 
 
 def docs_section(result: Result, source: str) -> str:
-    """Return the section about one result: provenance, the winners with their rivals, and everything else folded.
+    """Return the section about one result: provenance, the winners with their rivals, other tables folded, and the decision.
 
     Args:
         result: Result to show.
