@@ -52,10 +52,11 @@ COMPILED = "compiled"
 """Name of the variant of every operation that is torch.compile of plain PyTorch."""
 
 READING = (
-    "Times are medians in µs; the smallest time at each shape is bold, controls aside. In brackets: the speed of the fastest variant of onelaunch "
-    "over this one. Roofline: the roofline bound over the time of that variant; 100 % means that it runs at the measured peaks "
-    f"of the device, and up to 5 % more lies within their error. {NONE}: no time; the reason is listed under “Without a time”, "
-    "or the study leaves the variant out at that shape (`skip`), because it would take minutes there."
+    "Times are medians in µs; the smallest time at each shape is bold, controls aside. In brackets: the speed of the "
+    "fastest variant of onelaunch over this one. Roofline: the roofline bound over the time of that variant; 100 % means "
+    f"that it runs at the measured peaks of the device, and up to 5 % more lies within their error. {NONE}: no time; the "
+    "reason is listed under “Without a time”, or the study leaves the variant out at that shape (`skip`), because it would "
+    "take minutes there."
 )
 """Explanation of the tables of a section."""
 
