@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from onelaunch.ops.gla.variants import peers
 from tests.ops.cases import (
     GLA,
@@ -111,3 +113,20 @@ def test_padded_states_count_as_they_are_stored():
         case = GLA.case("bfloat16", K=keys, V=values, **sizes)
         extra[name] = GLA.cost(case, hopper, "forward_backward").bytes - GLA.cost(case, None, "forward_backward").bytes
     assert extra["padded"] == extra["whole"] == 2 * 2 * (640 // 64) * 2 * 128 * 128 * 2
+
+
+@pytest.mark.parametrize(
+    ("options", "states", "gradients"),
+    [
+        ({}, 1, 1),
+        ({"decay_per": "head"}, 2, 1),
+        ({"decay_per": "head", "log_decay_dtype": "float32"}, 2, 1),
+        ({"log_decay_dtype": "float32"}, 2, 2),
+    ],
+    ids=["per channel", "per head", "per head in float32", "per channel in float32"],
+)
+def test_second_terms_of_states_count(options, states, gradients):
+    """``launch_hopper.backward`` stores so many 16-bit terms of each state and of its gradient, and reads each once."""
+    case = GLA.case("bfloat16", B=1, T=640, H=2, K=128, V=128, **options)
+    extra = GLA.cost(case, GLA.get("hopper"), "forward_backward").bytes - GLA.cost(case, None, "forward_backward").bytes
+    assert extra == 2 * (states + gradients) * (640 // 64) * 2 * 128 * 128 * 2

@@ -20,6 +20,7 @@ INTERMEDIATES = (
     "states",
     "rounded_states",
     "rounded_state_gradients",
+    "second_terms",
     "scores",
     "partial_outputs",
     "partial_gradients",
@@ -36,6 +37,8 @@ says that states are stored with the sizes of padding.py. FLOPs never count prod
 - ``states``: a ``[K, V]`` state for every chunk and head, or where heads share a state for every head of these;
 - ``rounded_states``: the same in the inputs' dtype;
 - ``rounded_state_gradients``: the gradient of a state for every chunk and head of the output, in the inputs' dtype;
+- ``second_terms``: a second 16-bit term, of the rounding error, of each ``rounded_states`` if there is one decay per head or if
+  log-decays are float32, and of each ``rounded_state_gradients`` if float32 log-decays are one per channel;
 - ``scores``: a ``[chunk, chunk]`` matrix for every chunk and head of the output;
 - ``partial_outputs``: an ``o`` before the last addition (in the backward pass gradients of q or k, counted at the size of o);
 - ``partial_gradients``: dq, dk and dg of every head of the output, of those that share a head of q, k or g;
@@ -139,11 +142,14 @@ def _intermediate_bytes(what: str, case: Case, heads: Heads, steps: int, chunk: 
         shares_state = gla.option(case, "initial_state") and heads.state < heads.output
         initial = sequence_count(case) * heads.output * keys * values if shares_state else 0
         return 4 * (steps * (heads.output * values if heads.v < heads.output else 0) + initial)
+    rounded = {"rounded_states": item * state, "rounded_state_gradients": item * heads.output * -(-stored // chunk)}
+    wide, scalar = gla.option(case, "log_decay_dtype") == "float32", gla.option(case, "decay_per") == "head"
+    second_states, second_gradients = wide or scalar, wide and not scalar
     per_step = {
         "cumulated": 4 * heads.g * summed,
         "states": 4 * state,
-        "rounded_states": item * state,
-        "rounded_state_gradients": item * heads.output * -(-stored // chunk),
+        **rounded,
+        "second_terms": second_states * rounded["rounded_states"] + second_gradients * rounded["rounded_state_gradients"],
         "scores": 4 * heads.output * chunk,
         "partial_outputs": 4 * heads.output * values,
     }

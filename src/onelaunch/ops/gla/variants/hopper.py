@@ -39,8 +39,8 @@ def launch_forward(call: Attention, want_final: bool) -> Results:
 
 @gla.variant(
     "hopper", launches=1, backward_launches=3, fuses=("decay", "scores", "states"), hands=(), chunk=64,
-    backward_hands=("rounded_states", "rounded_state_gradients", "partial_gradients", "partial_value_gradients"), padded=True,
-    gemm="gluon", architectures=("sm_90a",),
+    backward_hands=("rounded_states", "rounded_state_gradients", "second_terms", "partial_gradients", "partial_value_gradients"),
+    padded=True, gemm="gluon", architectures=("sm_90a",),
 )  # fmt: skip
 def hopper(call: GlaCall) -> Results:
     """Compute o in one launch along time, or two where T is cut into segments to fill the chip; states stay in registers.
