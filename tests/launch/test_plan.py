@@ -447,6 +447,17 @@ def test_a_tensor_map_of_another_form_is_not_re_addressed(encode):
         with_map(Address(0), encode, 0x1000)
 
 
+def test_a_plan_that_another_thread_found_before_it_was_forgotten_is_not_replayed(sum_of):
+    for _ in range(3):
+        sum_of(*vectors(), 0.5)
+    found = sum_of.planned._latest
+    sum_of.planned.forget()
+    sum_of.planned._latest = found  # as by a thread that looked the plan up just before
+    count = sum_of.count
+    sum_of(*vectors(), 0.5)
+    assert sum_of.count == count + 1
+
+
 def test_plans_are_forgotten(sum_of):
     for _ in range(3):
         sum_of(*vectors(), 0.5)

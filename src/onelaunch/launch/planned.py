@@ -65,7 +65,7 @@ class Planned(Generic[R]):
         self._function = function
         self._taped = taped
         self._plans: dict[tuple[Any, ...], Any] = {}
-        self._latest: tuple[tuple[Any, ...], Any] | None = None
+        self._latest: tuple[tuple[Any, ...], Any, dict[tuple[Any, ...], Any]] | None = None
         _ALL.append(self)
 
     def __call__(self, *inputs: Any, **named: Any) -> R:
@@ -77,13 +77,14 @@ class Planned(Generic[R]):
         facts = facts_of((*inputs, *named, *named.values()) if named else inputs)
         if facts is None:
             return self._function(*inputs, **named)
-        latest = self._latest
-        if latest is not None and latest[0] == facts.key:  # comparing takes half the time of the look-up, which hashes too
+        latest, plans = self._latest, self._plans
+        # Comparing takes half the time of the look-up, which hashes too.
+        if latest is not None and latest[0] == facts.key and latest[2] is plans:
             found = latest[1]
         else:
-            found = self._plans.get(facts.key)
+            found = plans.get(facts.key)
             if type(found) in (Plan, Taped):
-                self._latest = (facts.key, found)
+                self._latest = (facts.key, found, plans)
         if type(found) is Plan and found.index == Device.current():
             return found.replay(facts)
         if type(found) is Taped:
@@ -159,8 +160,8 @@ class Planned(Generic[R]):
         self._plans[facts.key] = state
 
     def forget(self) -> None:
-        """Forget all plans."""
-        self._plans.clear()
+        """Forget all plans. What another thread remembers meanwhile belongs to the old dictionary, and is not found again."""
+        self._plans = {}
         self._latest = None
 
     def plans(self) -> list[Plan | Taped]:
