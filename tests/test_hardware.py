@@ -93,7 +93,8 @@ def test_devices_without_a_gpu_report_the_facts_of_the_interpreter():
 
 
 @pytest.mark.parametrize(
-    ("architecture", "processors", "shared", "float8"),  # name, SMs, bytes of shared memory of a CTA, float8 matrix units
+    # Name, SMs, bytes of shared memory of a CTA, and whether it is an NVIDIA GPU with matrix units for float8_e4m3fn
+    ("architecture", "processors", "shared", "float8"),
     [
         ("sm_80", 108, 163 << 10, False),
         ("sm_89", 128, 99 << 10, True),

@@ -8,6 +8,17 @@ from __future__ import annotations
 from tests.cli.conftest import STUDY
 
 
+def test_a_shape_is_left_out_of_directions_that_it_does_not_have(call, here):
+    both = STUDY.replace("rounds = 3", 'rounds = 3\ndirections = ["forward", "forward_backward"]')
+    both = both.replace('of = "parallel"', 'of = "parallel"\nat = "first"')
+    second = '[[shapes]]\nname = "second"\ndirections = ["forward_backward"]\nscale = "small"\ndtype = "float32"\nB = 2\nT = 40\nV = 8\n'
+    (here / "studies" / "toy-study.toml").write_text(f"{both}\n{second}")
+    answer = call("study", "show", "toy-study", "--at", "second")
+    assert answer.code == 0, answer.err
+    assert (answer.out.count("T=24"), answer.out.count("T=40")) == (2, 1), "a row for each direction of a shape"
+    assert answer.out.count("At second") == 1
+
+
 def test_show_lists_predictions_and_says_which_criterion_is_vacuous(call, here):
     vacuous = '[[criteria]]\nname = "itself"\nmeasure = "time_ratio"\nof = "parallel"\nover = "parallel"\nat_most = 1.1\n'
     expected = '[[predictions]]\nby = "a colleague"\nmeasure = "speedup"\nof = "parallel"\nvalue = 12\nwhy = "One pass."\n'

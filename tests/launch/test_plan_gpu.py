@@ -1,4 +1,9 @@
-"""Tests of replayed calls on a GPU: streams, threads, CUDA graphs, freed memory and ``torch.compile``."""
+"""Tests of replayed calls on a GPU: streams, threads, CUDA graphs, freed memory, gradients and ``torch.compile``.
+
+The first call with inputs of certain shapes, strides and dtypes runs as it is. The second is recorded: without gradients into a
+:class:`Plan` of its allocations and launches, with gradients into a tape. From the third call on the record is replayed for the
+new tensors, without the function's own Python code (``onelaunch/launch/planned.py``).
+"""
 
 from __future__ import annotations
 
@@ -8,7 +13,7 @@ import pytest
 import torch
 
 from onelaunch.launch.plan import Device, Plan
-from onelaunch.launch.planned import forget_plans
+from onelaunch.launch.planned import _ALL, forget_plans
 from onelaunch.ops import gated_scan, gla, linear_rnn, swiglu
 
 pytestmark = pytest.mark.gpu
@@ -77,7 +82,7 @@ def planned():
 
 
 def replayed(function, make):
-    """Return the function's replay: it has run twice before."""
+    """Return the function after two calls without gradients, so that its next call is replayed."""
     with torch.no_grad():
         for _ in range(2):
             function(*make())
@@ -183,27 +188,28 @@ def test_a_replay_keeps_no_memory(call):
 @pytest.mark.parametrize("name", ["gla", "gla fused", "swiglu", "linear_rnn", "gated_scan"])
 def test_gradients_of_replays_equal_those_of_the_calls_themselves(name):
     function, make = CALLS[name]
-    for _ in range(5):
-        given = [each.requires_grad_() for each in make()]
-        (found, *_), (wanted, *_) = tensors(function(*given)), tensors(unplanned(function, given))
-        assert torch.equal(found, wanted)
-        up = torch.randn_like(found)
-        for one, other in zip(torch.autograd.grad(found, given, up), unplanned_gradients(wanted, given, up), strict=True):
+    steps = [[each.requires_grad_() for each in make()] for _ in range(5)]
+    ups = [torch.randn_like(tensors(function(*given))[0]) for given in steps]
+    wanted = []
+    for given, up in zip(steps, ups, strict=True):
+        forget_plans()  # so that both passes run as they are
+        wanted.append(outputs_and_gradients(function, given, up))
+    assert not plans_of_backward_passes()
+    forget_plans()
+    for at, (given, up) in enumerate(zip(steps, ups, strict=True)):
+        assert bool(plans_of_backward_passes()) == (at >= 2), "recorded by the second call"
+        for one, other in zip(outputs_and_gradients(function, given, up), wanted[at], strict=True):
             assert torch.equal(one, other)
 
 
-def unplanned(function, given):
-    from onelaunch.launch.imitation import observe
-
-    with observe():
-        return function(*given)
+def outputs_and_gradients(function, given, up):
+    out, *_ = tensors(function(*given))
+    return [out, *torch.autograd.grad(out, given, up)]
 
 
-def unplanned_gradients(out, given, up):
-    from onelaunch.launch.planned import forget_plans
-
-    forget_plans()  # the backward pass runs in another thread, which an observer here does not see
-    return torch.autograd.grad(out, given, up)
+def plans_of_backward_passes():
+    """Return the plans of the operators' functions for backward passes, whichever operations they belong to."""
+    return [plan for each in _ALL if "backward" in each.__name__ for plan in each.plans()]
 
 
 def test_a_compiled_call_follows_replays(call):

@@ -18,8 +18,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
+from onelaunch.device.architectures import ARCHITECTURES, CHECKED
 from onelaunch.errors import VariantUnsupported
 from onelaunch.operation import Probe
+from onelaunch.operation.examples import builds_for_case
 from onelaunch.operation.inputs import DECAYS
 from onelaunch.operation.probe import transposed
 from onelaunch.workbench.verify.probes import Prepared
@@ -123,6 +125,21 @@ def test_groups_of_tiles_propagate_the_carry():
     tiles = launch.scan_tiles(case.sizes["T"], case.sizes["V"])
     assert case.sizes["T"] > tiles.group * tiles.steps
     assert_one_call_correct(GATED_SCAN, case, "fused")
+
+
+@pytest.mark.parametrize("architecture", CHECKED)
+@pytest.mark.parametrize("values", [1, 16, 17, 64])
+def test_no_element_that_a_cta_polls_has_copies_in_several_threads(architecture, values):
+    """Eight rows of words are polled, one word per channel of a tile; a warp has 64 threads on AMD."""
+    from onelaunch.kernels.scan.look_back import POLL_ROWS
+
+    case = GATED_SCAN.case("bfloat16", B=2, T=300, V=values)
+    builds = builds_for_case(case, architecture, ["forward_backward"], ["fused"])
+    looking_back = [build for build in builds if "GROUP" in build.kernel.arg_names]
+    assert len(looking_back) == 2  # the scan and its backward pass
+    for build in looking_back:
+        channels = build.constants[build.kernel.arg_names.index("BV"),]
+        assert build.num_warps * ARCHITECTURES[architecture].warp <= POLL_ROWS.value * channels
 
 
 @pytest.mark.interpret

@@ -120,7 +120,7 @@ def test_the_interpreter_is_refused_bfloat16(variant, prose):
 
 @pytest.mark.parametrize("variant", triton_variants(LINEAR_RNN))
 def test_more_sequences_than_a_launchs_ctas_are_refused(variant):
-    """A grid has at most 65535 pairs of a sequence and a slice of channels, of which 64 channels have four."""
+    """Variants take at most 65535 pairs of a batch entry and a slice of 16 channels, the narrowest tile. Here it has four."""
     fits, too_many = (
         LINEAR_RNN.query(LINEAR_RNN.case(torch.float16, B=batch, T=8, D=16, V=64), "cuda:0", grad=False)
         for batch in (16383, 16384)

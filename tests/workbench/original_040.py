@@ -1,7 +1,8 @@
 """The original write-up 040 as a result of the workbench: with the numbers that it measured, or with those that it lacked.
 
 The write-up fused a linear-RNN layer's GEMM, scan and gate on a Tesla T4, and decided to proceed. Its figures are in
-``fixtures/040-original.json``.
+``fixtures/040-original.json``. Only ``test_original_040.py`` uses this module. It checks that the workbench does not decide to
+proceed from these figures, and that each missing or contradictory figure alone prevents it.
 """
 
 from __future__ import annotations
@@ -103,7 +104,7 @@ def original(*, steady: bool = False, counted: bool = False, control: float | No
 
 
 def _rounds(shape: str, variant: str, steady: bool, control: float | None) -> tuple[float, ...]:
-    """Return every time that was reported for a variant at a shape, in microseconds."""
+    """Return a variant's times at a shape in microseconds: those reported, unless ``steady`` or ``control`` replace them."""
     rows = [FIGURES["headline"]] if shape == TARGET else []
     if not (steady and rows):
         rows += [row for row in FIGURES["sweep"] if f"{row['B']}x{row['T']}" == shape]
@@ -114,7 +115,7 @@ def _rounds(shape: str, variant: str, steady: bool, control: float | None) -> tu
 
 
 def _cell(planned: Any, rounds: tuple[float, ...], counted: bool) -> Cell | None:
-    """Return the measurement of a planned variant, or ``None`` if the write-up reported no time of it."""
+    """Return the measurement of a planned variant, or ``None`` if ``rounds`` is empty."""
     if not rounds:
         return None
     error = FIGURES["norm_errors"].get(planned.variant, 3e-4)  # it reported none for three_launch_cublas

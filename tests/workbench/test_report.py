@@ -1,8 +1,9 @@
 """Tests of reports: every form (Markdown, HTML page, terminal) states everything that a result holds, in the same words.
 
-The results are the made-up ones of ``results.py``: ``proceed_on_gpu`` and ``largest`` are complete, ``interrupted_on_cpu`` was
-stopped after 8 of 16 measurements, in ``wrong_and_invalid`` and ``nothing_ran`` measurements failed. ``prose`` compares a text
-with its entry in tests/snapshots/prose.txt, whose key is the node id of the test.
+The results are the made-up ones of ``results.py``: ``proceed_on_gpu`` and ``largest`` ran to the end, and
+``interrupted_on_cpu`` was stopped after 8 of 16 measurements. ``wrong_and_invalid`` supports no conclusion, and in
+``nothing_ran`` every measurement failed. Only in ``largest`` are all measurements ok. ``prose`` compares a text with its entry in
+tests/snapshots/prose.txt, whose key is the node id of the test.
 """
 
 from __future__ import annotations
@@ -51,7 +52,6 @@ class Reader(html.parser.HTMLParser):
 
     VOID = frozenset({"meta", "br", "link", "img", "hr"})
     """Elements that have no end tag."""
-    SVG_LEAVES = frozenset({"path", "use", "rect", "line", "circle"})
 
     def __init__(self, text: str) -> None:
         super().__init__()

@@ -133,8 +133,8 @@ def _report(tokens: int, finish: str, loading: float, ready: float, first: float
     Args:
         tokens: Number of new tokens.
         finish: Reason why the sequence ended.
-        loading: Seconds to load the model.
-        ready: Host time, in seconds, when the model was loaded.
+        loading: Seconds to load the model and tokenize the prompt.
+        ready: Host time, in seconds, when the model was loaded and the prompt tokenized.
         first: Host time, in seconds, of the first token; ``None`` if there was none, and then nothing is printed.
     """
     if first is None:

@@ -19,7 +19,7 @@ VECTOR_CTAS = 8
 RINGS = ((32 << 10, 6), (16 << 10, 8))
 """Ring configurations of ``read_bulk``: the bytes of a bulk copy, and the number of copies that one CTA keeps in flight.
 
-An H100 reads 3.17 TB/s with the second, interleaved; an H200 4.61 TB/s with the first, contiguous. Rings of 8 to 64 KB with 3
+An H100 reads 3.17 TB/s with either, interleaved; an H200 4.61 TB/s with the first, contiguous. Rings of 8 to 64 KB with 3
 to 24 copies in flight reach no more (docs/notebook/peaks.md).
 """
 

@@ -45,7 +45,7 @@ def _complete(kernel: Any, begun: set[int]) -> None:
 
 
 def _called(function: Any) -> list[Any]:
-    """Return the functions of Triton among the global names that a Python function refers to, also as members of a module."""
+    """Return the ``@triton.jit`` functions among the global names in a Python function, also as members of a module."""
     names = function.__code__.co_names
     found = []
     for name in names:

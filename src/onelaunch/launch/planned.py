@@ -48,6 +48,7 @@ _SEEN, _REFUSED = object(), object()
 """States of inputs without a plan: met once, and not plannable."""
 
 _ALL: list[Planned[Any]] = []
+"""All planned functions of the process."""
 
 
 class Planned(Generic[R]):

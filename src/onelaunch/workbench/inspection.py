@@ -18,7 +18,7 @@ from typing import Any
 
 from onelaunch import cuda
 from onelaunch.cuda import sass
-from onelaunch.device.architectures import ARCHITECTURES, CHECKED, Architecture, find_architecture  # noqa: F401 - re-export
+from onelaunch.device.architectures import ARCHITECTURES, Architecture, find_architecture
 from onelaunch.errors import CompileError, CompilerMissing, InspectionError
 from onelaunch.launch.build import Build, CudaBuild, KernelBuild
 from onelaunch.launch.compile import INSTALL_TRITON, compile_triton
@@ -46,7 +46,8 @@ class Inspection:
     instructions: int
     """Number of instructions in the code, without padding."""
     problems: tuple[str, ...] = ()
-    """Problems in clauses: spills, other matrix instructions than intended, more shared memory or registers than a block has."""
+    """Problems in clauses: spills, other matrix instructions than intended, more shared memory or registers than a block has, and
+    what the reader of the machine code remarks, such as stall counts that are too short."""
     assembly: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
     """Code of each compiler stage by its name: Triton's ``ttgir``, and ``ptx`` and ``sass``, or ``amdgcn``."""
 

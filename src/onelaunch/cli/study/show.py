@@ -67,7 +67,8 @@ def show(
     for direction in study.directions:
         output.table(console, _shapes(plan, direction))
     for direction in study.directions:
-        output.table(console, _variants(plan, _shape(plan, at), direction))
+        if _cells(plan, _shape(plan, at), direction):
+            output.table(console, _variants(plan, _shape(plan, at), direction))
 
 
 def _show_criteria(console: Console, study: Study, plan: StudyPlan) -> None:
@@ -106,6 +107,8 @@ def _shapes(plan: StudyPlan, direction: Direction) -> Table:
     rows = []
     for shape in plan.shapes:
         cells = [cell for cell in _cells(plan, shape, direction) if not cell.control]
+        if not cells:  # this shape has directions of its own
+            continue
         least = cells[0].plan  # least bytes and roofline bound are those of the operation, equal for all its variants
         able = sum(cell.status is None for cell in cells)
         rows.append(

@@ -1,6 +1,7 @@
 // PTX instructions of Hopper (sm_90a) as functions: mbarriers, clusters, TMA, WGMMA, and shared memory by address.
 //
-// Each function wraps one instruction and has its name, so the PTX manual is its documentation; comments only say what is easily missed.
+// Most functions wrap one instruction and have its name (tma_*: cp.async.bulk.tensor), so the PTX manual is their documentation. Comments
+// say only what is easily missed.
 // Shared memory is addressed by 32 bits (shared_address), as the instructions take it. Included by the GEMMs in kernels/gemm_sm90, the
 // decode kernels (through their machine.cuh) and the read benchmark of device/read_rate.cu.
 #pragma once

@@ -1,7 +1,7 @@
 """Compatibility layer for Gluon: the names of the supported Triton releases, and a workaround for one of its gaps.
 
-Gluon is ``triton.experimental`` and renames functions between releases. The Gluon kernels, and ``kernels/tma.py`` for their
-descriptors, import it from here only.
+Gluon is ``triton.experimental`` and renames functions between releases. The Gluon kernels (in ``ops/*/kernels`` and
+``kernels/scan``), and ``kernels/tma.py`` for their descriptors, import it from here only.
 """
 
 from triton.experimental import gluon

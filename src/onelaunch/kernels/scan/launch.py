@@ -8,7 +8,7 @@ allocate by :func:`empty_states` or :func:`empty_gradients`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from onelaunch.kernels.common.layout import cdiv, inner_contiguous
 from onelaunch.kernels.common.sequences import Sequences
 from onelaunch.kernels.scan import backward as backward_kernels
 from onelaunch.kernels.scan import forward as kernels
+from onelaunch.kernels.scan.look_back import POLL_ROWS
 from onelaunch.launch.launch import Launch
 from onelaunch.launch.workspace import workspace
 
@@ -32,7 +33,7 @@ class ScanTiles:
     """Number of tiles in a group of the look-back, whose words a tile reads at once.
 
     A multiple of 8 (``POLL_ROWS``). 8 * ``channels`` must be at least the number of threads, so ``channels`` at least
-    4 * ``warps`` where a warp has 32 threads, and 8 * ``warps`` on AMD, where it has 64.
+    4 * ``warps`` where a warp has 32 threads. On AMD, where it has 64, :meth:`on` takes fewer warps for narrow tiles.
     """
     warps: int = 4
     backward_warps: int = 4
@@ -40,6 +41,11 @@ class ScanTiles:
     """Number of tiles in flight, where a CTA loops over time."""
     registers: int | None = None
     """Limit on registers per thread, so that enough CTAs fit on an SM; NVIDIA only. ``None``: no limit."""
+
+    def on(self, device: torch.device) -> ScanTiles:
+        """Return these tiles with at most as many threads as the tensor has elements on which a CTA spins (look_back.py)."""
+        most = POLL_ROWS.value * self.channels // (64 if is_hip(device) else 32)
+        return replace(self, warps=min(self.warps, most), backward_warps=min(self.backward_warps, most))
 
     def grid(self, batch: int, length: int, width: int) -> tuple[int, int]:
         """Return the grid: tiles along time, then batch entries times slices of channels."""
@@ -108,7 +114,7 @@ def forward(
         ask for them.
     """
     batch, length, width = v.shape
-    tiles = scan_tiles(length, width)
+    tiles = scan_tiles(length, width).on(v.device)
     v, log_decay = inner_contiguous(v), inner_contiguous(log_decay)
     y = torch.empty(v.shape, dtype=v.dtype, device=v.device)
     final, carries = empty_states(v, sequences, want_final, want_carries)
@@ -183,7 +189,7 @@ def backward(
     ``carries`` is what :func:`forward` returned. dgate and dinitial have no elements without a gate or an initial state.
     """
     batch, length, width = v.shape
-    tiles = scan_tiles(length, width)
+    tiles = scan_tiles(length, width).on(v.device)
     dy, v, log_decay = inner_contiguous(dy), inner_contiguous(v), inner_contiguous(log_decay)
     dv, dlog_decay, dgate, dinitial = empty_gradients(v, log_decay, gate, sequences.initial)
     dfinal = None if dfinal is None else dfinal.contiguous()

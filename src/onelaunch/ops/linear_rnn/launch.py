@@ -117,6 +117,7 @@ def chunked(layer: Layer) -> Results:
     layer, results, sequences = layer.in_rows(), layer.results(), layer.sequences
     batch, length, width, channels = layer.sizes
     tiles = project_tiles(batch, length, width, channels, layer.x.element_size())
+    tiles = replace(tiles, scan=tiles.scan.on(layer.x.device))
     words = workspace(layer.x.device, tiles.scan.words(batch, length, channels))  # flag-in-data words of the look-back
     Launch(
         project_scan_gate_kernel, tiles.scan.grid(batch, length, channels),

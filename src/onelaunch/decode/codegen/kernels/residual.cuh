@@ -17,8 +17,8 @@
 // Clearing   the CTA that owns a row reads it in the last layer and adds the negated word, which leaves zero for the next token.
 // Sync       the count is a flag in the data (words.cuh): no barrier, no fence. An addition must come after all reads that wait for the
 //            previous count; onelaunch.decode.plan.check proves that for each plan.
-// Numerics   |words| < 2^26 and |addends| < 2^26 / (ADDERS + 2); the error word OUT_OF_RANGE is set otherwise, also for NaN, and the
-//            launch is aborted.
+// Numerics   |words| < 2^26 and |addends| < 2^26 / (ADDERS + 2); otherwise, also for NaN, the error word becomes OUT_OF_RANGE unless it
+//            already holds an error, and the launch is aborted.
 #pragma once
 
 constexpr int COUNT_BITS = 8;

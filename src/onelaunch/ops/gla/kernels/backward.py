@@ -13,9 +13,10 @@ Heads      q, k and g may have fewer heads than o (``shared_head`` in chunk.py).
            the heads that share it, would compute dP again for every block of keys, or keep all of them in registers. What comes
            from dS counts once for a state: the first of the heads that share it stores it.
 Grid       one CTA per chunk and head of o; blocks of K one after the other, blocks of V inside. No CTA waits for another one.
-On chip    in registers, float32: dP [64, 64]; dq, dk and dg [64, BK].
-Memory     S and dS of the chunk (``chunk_state_kernel`` stored them) and q, k, g are read once, dq, dk, dg written once; v and
-           do are read once per block of K.
+On chip    in registers: dP [64, 64], summed in float32 and then kept in LOW; dq, dk and dg [64, BK] in float32.
+Memory     S and dS of the chunk (``chunk_state_kernel`` stored them) are read once, dq, dk, dg written once. v and do are loaded
+           once for dP and once per block of K. With a decay per channel g is loaded three times, q and k two or three times
+           (``chunk_is_benign`` and Registers); with one decay per head q, k and g once.
 Decay      as in chunk.py. Every term of dg has e^(g_t) as a factor. None is the difference of larger ones, except in a chunk of
            moderate decay (``is_benign``). There, terms between steps are suffix sums of q dq - k dk, in which the pairs with
            both steps at t or later cancel. They cancel only if dq and dk hold the very same terms. Therefore the subtraction
@@ -25,7 +26,8 @@ Numerics   the tolerance (chunk.py) allows two roundings to 16 bits on the way t
            rounded (EXACT).
 Registers  q, k and g are loaded again where they are needed a second time, and ``steps_of_chunk`` makes the compiler compute
            step numbers and masks again: the registers would not hold all of them at once.
-Caller     ``backward`` in launch.py launches ``gradients_kernel``, for all variants but ``hopper``.
+Caller     ``backward`` in launch.py launches ``gradients_kernel``, for gla's own kernels but those of ``hopper``, and for
+           ``gla_layer`` where its plan does not take the Hopper kernels.
 Source     experiment 039; docs/notebook/gla.md.
 """
 
@@ -288,8 +290,8 @@ def gradients_kernel(
     H counts the heads of o, of which Q_GROUP, K_GROUP, V_GROUP, G_GROUP and STATE_GROUP share a head of q, k, v, g and the
     states. With Q_GROUP or K_GROUP above 1, dq or dk are contiguous too.
 
-    ``states`` and ``dstates`` hold S and dS [slots, H, K, V]; a slot is the place of a chunk, see ``find_chunk``. ``offsets``
-    [N + 1] are the first steps of packed sequences, and their end.
+    ``states`` and ``dstates`` hold S and dS [slots, H / STATE_GROUP, K, V]; a slot is the place of a chunk, see ``find_chunk``.
+    ``offsets`` [N + 1] are the first steps of packed sequences, and their end.
 
     Constants: BK, BV: channels of a block of keys and of values. BISECTION_STEPS: see ``find_chunk``. EXACT: round nothing.
     PARTS: 16-bit terms of a float32 factor next to a 16-bit one, 0 to multiply float32 (``split_product``); PRECISION: the form
