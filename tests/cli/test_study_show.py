@@ -11,7 +11,8 @@ from tests.cli.conftest import STUDY
 def test_a_shape_is_left_out_of_directions_that_it_does_not_have(call, here):
     both = STUDY.replace("rounds = 3", 'rounds = 3\ndirections = ["forward", "forward_backward"]')
     both = both.replace('of = "parallel"', 'of = "parallel"\nat = "first"')
-    second = '[[shapes]]\nname = "second"\ndirections = ["forward_backward"]\nscale = "small"\ndtype = "float32"\nB = 2\nT = 40\nV = 8\n'
+    sizes = 'scale = "small"\ndtype = "float32"\nB = 2\nT = 40\nV = 8\n'
+    second = f'[[shapes]]\nname = "second"\ndirections = ["forward_backward"]\n{sizes}'
     (here / "studies" / "toy-study.toml").write_text(f"{both}\n{second}")
     answer = call("study", "show", "toy-study", "--at", "second")
     assert answer.code == 0, answer.err
