@@ -7,6 +7,7 @@ new tensors, without the function's own Python code (``onelaunch/launch/planned.
 
 from __future__ import annotations
 
+import gc
 import threading
 
 import pytest
@@ -179,6 +180,7 @@ def test_a_replay_keeps_no_memory(call):
     given = make()
     function(*given)
     torch.cuda.synchronize()
+    gc.collect()  # what earlier tests left would otherwise be freed in between
     before = torch.cuda.memory_allocated()
     for _ in range(5):
         function(*given)

@@ -26,7 +26,8 @@ CASES: dict[str, dict[str, Any]] = {
     "bfloat16": {"dtype": "bfloat16", "B": 1, "T": 130, "D": 128, "H": 2, "K": 64, "V": 64, **STATES},
     "over_256_steps": {"dtype": "float32", **SMALL, "B": 1, "T": 300, **STATES},
     "one_decay_per_head": {"dtype": "float32", **SMALL, "T": 70, "decay_per": "head", "normalizer": 3.0, **STATES},
-    # 16 heads, since the gradient of the bias has one number per head: two would have errors by chance, in PyTorch's form too.
+    # 16 heads here and in convolutions_bfloat16, since the gradient of the bias has one number per head: two would have errors by
+    # chance, in PyTorch's form too.
     "one_decay_per_head_float16": {
         "dtype": "float16",
         **SMALL,
@@ -42,7 +43,7 @@ CASES: dict[str, dict[str, Any]] = {
         "B": 1,
         "T": 130,
         "D": 128,
-        "H": 2,
+        "H": 16,
         "K": 64,
         "V": 64,
         "decay_per": "head",
