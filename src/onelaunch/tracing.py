@@ -1,8 +1,9 @@
 """Predicates that tell how PyTorch runs the code now: eagerly, for a tracer, or under a function transform.
 
 The checks, the dispatch and the launches of every call ask them, so each takes a fraction of a microsecond. The chunked forms in
-plain PyTorch ask them too. They use private names of PyTorch, which has no public ones for this. While Dynamo compiles, they
-return before they reach a call that Dynamo cannot trace.
+plain PyTorch ask them too. They use private names of PyTorch, which has no public ones for this. While Dynamo compiles,
+:func:`is_traced` and :func:`is_transformed` return before they reach a call that Dynamo cannot trace. :func:`sees_operators`
+does not: it is called in eager code only.
 """
 
 from __future__ import annotations

@@ -277,7 +277,7 @@ def test_unsupported_models_are_refused_with_the_reason():
 
 
 def test_barriers_per_token_of_each_variant():
-    """Each token has two more barriers than its layers: before the LM head, and before the next token is known."""
+    """With grid barriers a token has two besides those of its layers: before the LM head, and before the next token is chosen."""
     counted = {level: plan_for(QWEN, level, 132).barriers() for level in LEVELS}
     assert counted == {
         "eight_barriers": 226, "redundant_norm": 170, "head_local": 114, "fused_phases": 114, "tagged_words": 0, "streaming": 0,

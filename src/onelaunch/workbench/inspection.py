@@ -133,7 +133,8 @@ def _problems(build: Build, target: Architecture, code: _Compiled) -> Iterable[s
     """Yield the problems of a compiled kernel in clauses, for :attr:`Inspection.problems`."""
     machine = code.machine
     if machine.spills:
-        yield f"spills registers: {machine.spills} accesses to local memory, {machine.stack_bytes} bytes of stack per thread"
+        what = "accesses to local memory" if target.backend == "cuda" else "vector registers"
+        yield f"spills registers: {machine.spills} {what}, {machine.stack_bytes} bytes of stack per thread"
     # A build with `by_warps` expects warp-level instructions (mma.sync), those of sm_80, in place of WGMMA. For Triton there is
     # such a choice on Hopper only, see onelaunch.launch.warp_mma.
     by_warps = build.by_warps and (isinstance(build, CudaBuild) or target.name == "sm_90a")
@@ -156,7 +157,7 @@ _HOPPER = 90
 """Compute capability of Hopper, times ten."""
 
 _RESERVED = 1024
-"""Bytes of a block's shared memory that CUDA reserves on Hopper and later. The disassembler counts them; the limits do not."""
+"""Bytes of shared memory that CUDA reserves per block. On Hopper and later the disassembler counts them; the limits do not."""
 
 
 def _cuda_code(build: CudaBuild, target: Architecture) -> _Compiled:

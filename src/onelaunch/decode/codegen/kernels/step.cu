@@ -34,8 +34,9 @@
 //            Arguments::words.
 // Weights    STAGES of the ring, DEPTH (consumer.cuh); MAX_, MIN_ and GROUPS_ of each product (products.cuh). SUM_ROWS is the number of
 //            row sums that a warp has room for in shared memory.
-// Pacing     FLIGHT bulk copies in flight; a copy of weights begins at least PACE cycles after the last one; FLIGHT_LOCAL in flight while there is one KV split, since CTAs then
-//            exchange no partial attention outputs (only with SPLIT_K_O; else equal to FLIGHT). HOLD cycles before a poll (parts.cuh).
+// Pacing     in the layers of the megakernel, at most FLIGHT bulk copies are in flight, and a copy of weights begins at least PACE cycles
+//            after a copy of weights directly before it. While there is one KV split, FLIGHT_LOCAL are in flight, since CTAs then exchange
+//            no partial attention outputs (only with SPLIT_K_O; else equal to FLIGHT). HOLD cycles before a poll (parts.cuh).
 // Flags      CROSS_PHASE_PREFETCH, KV_THROUGH_RING, LAUNCH_PER_PHASE, FLAG_IN_DATA, SPLIT_K_O, PROFILED; NORM_PHASE and ROPE_PHASE, if
 //            RMSNorm and RoPE are phases of their own.
 #include "machine.cuh"
@@ -99,8 +100,9 @@ struct Arguments {
 #include "phases.cuh"
 
 // State of the producer thread. In the layers, where vectors pass between CTAs, the number of copies in flight is bounded by `flight`, and
-// consecutive copies of weights are at least PACE cycles apart (keys and values are not paced): loads and polls of the consumers queue behind them in the memory system. `earliest` is the clock
-// cycle before which the next copy may not begin, and `issued` the number of copies so far.
+// a copy of weights begins at least PACE cycles after a copy of weights directly before it, because loads and polls of the consumers queue
+// behind the copies in the memory system. Keys and values are not paced. `earliest` is the clock cycle before which the next copy of
+// weights may not begin, and `issued` the number of copies so far.
 struct Producer {
   const Arguments& a;
   Shared& s;

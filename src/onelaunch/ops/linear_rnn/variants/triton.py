@@ -106,7 +106,7 @@ def training() -> list[Example]:
 
 @fused_chunked.examples
 def every_tile() -> list[Example]:
-    """Return training calls that together launch every kernel in each of its configurations.
+    """Return training calls that together launch every kernel with its main tile sizes, with and without a gate.
 
     For Hopper ``launch_hopper.chunked_tiles`` chooses tiles of 32 channels for B=1 and of 64 channels for B=16. With D=1024 the
     k-blocks of a tile outnumber the stages of shared memory, so stages are loaded again. With D=260 a row has 520 bytes, no
