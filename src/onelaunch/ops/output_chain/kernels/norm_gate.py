@@ -11,8 +11,8 @@ On chip    whole heads [BM, BV] in float32 registers, with BV the power of 2 tha
            the CTA's own sum of dnorm_weight, [BM, BV].
 Memory     forward reads h and the gate once, writes a once, and rstd, one float32 per token and head, if there is a buffer for
            it. Backward reads h, the gate, da and rstd once, writes dh, dgate and a once, and a row of partial sums of
-           dnorm_weight per CTA. The CTA that ends last reads those rows and adds them in a fixed order, so the result does not
-           depend on which CTA that is.
+           dnorm_weight per CTA. If CTAs have few tiles, the one that ends last reads those rows and adds them in a fixed order,
+           so the result does not depend on which CTA that is. Otherwise PyTorch adds them (MOST_STEPS_WITH_SUM in launch.py).
 Protocol   forward: CTAs do not exchange anything. Backward: when all warps of a CTA have stored its row (bar.sync), one thread
            adds 1 to ``counter`` with release and acquire semantics at GPU scope. The CTA that finds all others counted sees
            their rows, and sets the counter back to 0 for the next launch. No CTA waits for another.
@@ -94,9 +94,9 @@ def norm_gate_gradients_kernel(
 ):  # fmt: skip
     """Compute a again, unless ``a`` is ``None``, and from da, unless it is ``None``, the gradients.
 
-    dgate may be ``None``, and so may ``partials`` [CTAs, V] float32, dnorm_weight [V] and ``counter`` together. Each CTA stores
-    its partial sum of dnorm_weight in its row of ``partials``; ``counter`` is 0 before and after the launch. The last CTA may
-    have fewer than ``steps`` tiles: the tokens of those beyond the end are masked.
+    dgate and ``partials`` [CTAs, V] float32 may be ``None``. Each CTA stores its partial sum of dnorm_weight in its row of
+    ``partials``. dnorm_weight [V] and ``counter`` may be ``None`` together: then nobody adds up the rows. ``counter`` is 0 before
+    and after the launch. The last CTA may have fewer than ``steps`` tiles: the tokens of those beyond the end are masked.
     """
     c = tl.arange(0, BV)
     weight = 1.0
@@ -130,7 +130,8 @@ def norm_gate_gradients_kernel(
                 tl.store(at, (d_times_x * weight * slope).to(dgate.dtype.element_ty), mask=valid)
     if partials is not None:
         tl.store(partials + tl.program_id(0).to(tl.int64) * V + c, tl.sum(dweight, axis=0), mask=c < V)
-        tl.debug_barrier()  # all warps have stored before one thread counts the CTA
-        if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == tl.num_programs(0) - 1:
-            add_rows(partials, dnorm_weight, tl.num_programs(0), V, BV)
-            tl.store(counter, 0)
+        if counter is not None:
+            tl.debug_barrier()  # all warps have stored before one thread counts the CTA
+            if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == tl.num_programs(0) - 1:
+                add_rows(partials, dnorm_weight, tl.num_programs(0), V, BV)
+                tl.store(counter, 0)
