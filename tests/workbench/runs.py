@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 from onelaunch.device.hardware import Ceilings
 from onelaunch.workbench import run as module
 from onelaunch.workbench.measure import sampling, timing
-from onelaunch.workbench.result import Traffic, sources
+from onelaunch.workbench.result import Traffic, provenance, sources
 from onelaunch.workbench.run import Steps, run_study
 from onelaunch.workbench.study import Criterion, Shape, Study
 
@@ -103,12 +104,17 @@ def counting(asked, *, fail=False):
     return steps(count=count)
 
 
-def spare_children() -> None:
-    """Do once in this process what each forked child that measures a study would do for a second."""
+commit = functools.cache(provenance.commit)
+"""Return the commit of the package, for which Git is started once per process."""
+
+
+def spare_children(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Do once in this process what each run of a study, or each forked child that measures it, would do for a second."""
     import torch._dynamo  # noqa: F401
 
     sources.distributions()
     sources.package_digest()
+    monkeypatch.setenv("ONELAUNCH_COMMIT", commit())
 
 
 @pytest.fixture(autouse=True)
@@ -117,7 +123,7 @@ def quick(tmp_path, monkeypatch):
 
     A module that imports this fixture applies it to all of its tests.
     """
-    spare_children()
+    spare_children(monkeypatch)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(timing.WARM_UP_SECONDS, "cpu", 0.0)
     monkeypatch.setattr(sampling, "CACHES", 0)  # the inputs are so tiny that thousands of sets would be rotated

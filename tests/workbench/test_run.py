@@ -372,7 +372,8 @@ def test_rounds_and_scale_can_be_chosen():
     assert {cell.shape for cell in large.cells} == {"full"}
 
 
-def test_provenance_names_machine_and_versions():
+def test_provenance_names_machine_and_versions(monkeypatch):
+    monkeypatch.delenv("ONELAUNCH_COMMIT")  # as set by the fixture quick, so that Git is asked
     facts = run(study(), command="onelaunch study run toy-study").provenance
     assert facts.slug == "cpu"
     assert facts.driver == ""
@@ -386,6 +387,7 @@ def test_provenance_names_machine_and_versions():
 def test_the_commit_is_marked_if_the_checkout_differs(monkeypatch):
     from onelaunch.workbench.result import provenance
 
+    monkeypatch.delenv("ONELAUNCH_COMMIT")
     # Output of git by subcommand: whether the file is tracked, the commit, and the changed files.
     answers: dict[str, str | None] = {"ls-files": "__init__.py", "rev-parse": "abc123", "status": " M errors.py"}
     monkeypatch.setattr(provenance, "_git", lambda *arguments: answers[arguments[0]])
