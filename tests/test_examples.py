@@ -16,6 +16,7 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_the_text_model_learns_and_writes():
     command = [sys.executable, str(EXAMPLES / "train_text.py"), "--steps", "60", "--device", "cpu"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
@@ -28,7 +29,7 @@ def test_the_text_model_learns_and_writes():
 
 
 def test_the_gla_model_learns_and_writes():
-    command = [sys.executable, str(EXAMPLES / "tiny_gla_lm.py"), "--steps", "12", "--device", "cpu"]
+    command = [sys.executable, str(EXAMPLES / "tiny_gla_lm.py"), "--steps", "7", "--device", "cpu"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr
     first, last = map(float, re.findall(r"([\d.]+) -> ([\d.]+) bits per byte", done.stdout)[0])

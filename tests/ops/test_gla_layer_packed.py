@@ -87,7 +87,7 @@ def test_results_equal_those_by_parts_bitwise(sizes, dtype):
 
 @interpret
 def test_gradients_of_a_subset_of_the_tensors():
-    everything = made(grad=True, T=70, initial_state=True, final_state=True)
+    everything = made(grad=True, T=20, initial_state=True, final_state=True)
     expected = gradients_of(by_parts(everything), differentiable(everything))
     for asking in (*[(name,) for name in (*TENSORS, "initial_state")], ("norm_weight", "w_out"), ("x", "gk_bias")):
         given = {
@@ -145,7 +145,7 @@ def test_results_used_twice_or_through_hooks_or_not_at_all():
 
 @interpret
 def test_gradients_accumulate_over_two_calls():
-    given = made(grad=True, T=70)
+    given = made(grad=True, T=20)
     leaves = differentiable(given)
     for outputs in (gla_layer(**given, variant="packed"), gla_layer(**{**given, "x": given["x"] * 0.5}, variant="packed")):
         outputs[0].sum().backward()  # an expanded gradient: all elements share one address

@@ -16,6 +16,7 @@ import pytest
 from onelaunch.workbench.report import page
 from onelaunch.workbench.result import Result
 from tests.browser import DESKTOP, PHONE, boxes, open_page
+from tests.thorough import thorough_but
 from tests.workbench import hostile
 from tests.workbench.test_report_headline import on_cpu
 
@@ -33,15 +34,20 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, Pat
     ``hostile`` (every name and text ends with an attack that sets the title to PWNED).
     """
     folder = tmp_path_factory.mktemp("pages")
-    made = {
-        "h200": Result.load(H200 / "040-linear-rnn.json"),
-        "cpu": on_cpu(),
-        "hostile": hostile.hostile(),
-    }
-    for name, result in made.items():
-        (folder / f"{name}.html").write_text(page.render(result), encoding="utf-8")
-    with open_page(folder / "h200.html") as driver:
+    with open_page(written("cpu", folder)) as driver:
         yield driver, folder
+
+
+PAGES = {"h200": lambda: Result.load(H200 / "040-linear-rnn.json"), "cpu": on_cpu, "hostile": hostile.hostile}
+"""Functions that return the results of the pages."""
+
+
+def written(name: str, folder: Path) -> Path:
+    """Return the path of a page, which is rendered at the first call: the committed result has plots that take seconds."""
+    path = folder / f"{name}.html"
+    if not path.exists():
+        path.write_text(page.render(PAGES[name]()), encoding="utf-8")
+    return path
 
 
 def show(browser: tuple[Any, Path], name: str, size: tuple[int, int], scheme: str = "light") -> Any:
@@ -50,15 +56,18 @@ def show(browser: tuple[Any, Path], name: str, size: tuple[int, int], scheme: st
     metrics = {"width": size[0], "height": size[1], "deviceScaleFactor": 1, "mobile": size == PHONE}
     driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
     driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [{"name": "prefers-color-scheme", "value": scheme}]})
-    driver.get((folder / f"{name}.html").as_uri())
+    driver.get(written(name, folder).as_uri())
     return driver
+
+
+each_run = pytest.mark.parametrize("name", [pytest.param("h200", marks=pytest.mark.thorough), "cpu"])
 
 
 def inside(box: dict[str, float], size: tuple[int, int]) -> bool:
     return box["left"] >= 0 and box["top"] >= 0 and box["right"] <= size[0] and box["bottom"] <= size[1]
 
 
-@pytest.mark.parametrize("name", ["h200", "cpu"])
+@each_run
 def test_the_first_screen_holds_decision_table_and_picture(browser: tuple[Any, Path], name: str) -> None:
     driver = show(browser, name, DESKTOP)
     for selector in ("section.decision", ".found .tables table", ".found svg"):
@@ -69,7 +78,7 @@ def test_the_first_screen_holds_decision_table_and_picture(browser: tuple[Any, P
     assert decision["bottom"] < table["top"]
 
 
-@pytest.mark.parametrize("name", ["h200", "cpu"])
+@each_run
 def test_the_first_screen_of_a_phone_holds_the_decision_and_the_start_of_the_table(browser: tuple[Any, Path], name: str) -> None:
     driver = show(browser, name, PHONE)
     (decision,) = boxes(driver, "section.decision")
@@ -95,7 +104,7 @@ return cut;
 
 
 @pytest.mark.parametrize("size", [DESKTOP, PHONE], ids=["desktop", "phone"])
-@pytest.mark.parametrize("name", ["h200", "cpu", "hostile"])
+@pytest.mark.parametrize("name", thorough_but("cpu", "hostile", of=PAGES))
 def test_nothing_is_cut_off_at_the_margin(browser: tuple[Any, Path], name: str, size: tuple[int, int]) -> None:
     driver = show(browser, name, size)
     driver.execute_script("document.querySelectorAll('details').forEach(each => each.open = true)")
@@ -104,6 +113,7 @@ def test_nothing_is_cut_off_at_the_margin(browser: tuple[Any, Path], name: str, 
     assert driver.execute_script(OVERFLOWING) == []
 
 
+@pytest.mark.thorough
 def test_the_columns_of_the_fastest_variants_are_visible(browser: tuple[Any, Path]) -> None:
     """The tables of the first screen need no horizontal scrolling."""
     driver = show(browser, "h200", DESKTOP)
@@ -112,6 +122,7 @@ def test_the_columns_of_the_fastest_variants_are_visible(browser: tuple[Any, Pat
     )
 
 
+@pytest.mark.thorough
 def test_labels_of_a_plot_are_inside_it(browser: tuple[Any, Path]) -> None:
     driver = show(browser, "h200", DESKTOP)
     outside = driver.execute_script(
@@ -142,7 +153,7 @@ def test_a_script_in_a_name_does_not_run(browser: tuple[Any, Path]) -> None:
 def test_an_injected_script_is_blocked(browser: tuple[Any, Path]) -> None:
     """The page's content security policy forbids scripts, should one ever get into a page."""
     driver, folder = browser
-    text = (folder / "cpu.html").read_text(encoding="utf-8")
+    text = written("cpu", folder).read_text(encoding="utf-8")
     broken = text.replace("<main>", "<main><script>document.title = 'RAN'</script><img src=x onerror=\"document.title = 'RAN'\">")
     assert broken != text
     (folder / "broken.html").write_text(broken, encoding="utf-8")
