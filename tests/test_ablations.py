@@ -66,6 +66,7 @@ for first in {FIRST}:
 """
 
 
+@pytest.mark.thorough
 def test_ablations_are_registered_whichever_module_is_imported_first():
     """Each module is imported in a process that has imported PyTorch, but nothing of this package."""
     done = subprocess.run([sys.executable, "-c", IN_FORKS], capture_output=True, text=True, check=True, timeout=300)

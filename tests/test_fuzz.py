@@ -56,6 +56,9 @@ few = settings(
     suppress_health_check=list(HealthCheck),
 )
 
+fewer = settings(few, max_examples=150)
+"""Settings in ``make test`` for examples that take long."""
+
 # Values that a reader may not expect: numbers, other types, words of the formats, markup, control characters, and paths.
 HOSTILE = (
     *(0, -1, 1, 3, 2**31, 2**63, 10**30, 10**400, -(10**30), 0.0, -0.5, 1e-320, 1e308, math.nan, math.inf, -math.inf),
@@ -260,9 +263,21 @@ def stored() -> dict[str, Any]:
 RESULT = stored()
 
 
-@few
+@fewer
 @given(chosen=mutations, how=damages)
 def test_results(box: Box, chosen: list[Mutation], how: Any) -> None:
+    check_result(box, chosen, how)
+
+
+@pytest.mark.thorough
+@few
+@given(chosen=mutations, how=damages)
+def test_many_results(box: Box, chosen: list[Mutation], how: Any) -> None:
+    check_result(box, chosen, how)
+
+
+def check_result(box: Box, chosen: list[Mutation], how: Any) -> None:
+    """Read a changed result, and make its reports, its decision and its table."""
     path = box.given / "result.json"
     path.write_bytes(damage(json_file(mutate(RESULT, chosen, box.outside)), how))
     with box.watched():

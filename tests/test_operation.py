@@ -244,6 +244,7 @@ def test_a_control_is_registered_separately_from_the_variants(scale):
     assert math.isclose(scale.controls["copy"].cost(scale.case("float16", N=1)).bytes, 8)
 
 
+@pytest.mark.thorough
 def test_modules_of_the_package_are_imported_on_access():
     code = """
 import onelaunch, sys
@@ -285,6 +286,7 @@ def test_an_operation_is_copied_and_pickled_by_name():
     assert copy.copy(gla) is gla
 
 
+@pytest.mark.thorough
 def test_a_pickled_operation_is_found_in_a_process_that_has_not_imported_it(tmp_path):
     stored = tmp_path / "operation.pickle"
     stored.write_bytes(pickle.dumps(find_operation("swiglu")))

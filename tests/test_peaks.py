@@ -303,6 +303,7 @@ def test_a_survey_keeps_no_buffers(monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore::onelaunch.errors.BusyDeviceNotice")  # other tests may run at the same time
+@pytest.mark.thorough
 def test_a_measurement_of_the_cpu_gives_plausible_rates():
     found = peaks.measure("cpu")
     assert 1e8 < found.copy_bytes_per_second < 1e13

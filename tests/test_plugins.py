@@ -204,6 +204,7 @@ def test_concurrent_threads_load_a_plugin_once(announce):
     assert entry.loads == 1
 
 
+@pytest.mark.thorough
 def test_onelaunchs_own_names_are_registered_before_plugins():
     code = """
 import importlib.metadata, sys
@@ -241,6 +242,7 @@ print(plugins()[0].distribution, "|", plugins()[0].problem)
     assert "Traceback" not in ran.stderr
 
 
+@pytest.mark.thorough
 def test_commands_and_studies_go_on_with_plugins_that_are_broken(tmp_path):
     """One plug-in's module does not exist; the predicate of the other's variant raises."""
     (tmp_path / "acme_variants.py").write_text(

@@ -301,6 +301,7 @@ def test_doctor_does_not_widen_a_column_for_one_long_word(call):
     assert len(needs) < 2.5 * len(doctor.NEEDS)
 
 
+@pytest.mark.thorough
 def test_doctors_output_in_a_file_is_complete(tmp_path):
     environment = {key: value for key, value in os.environ.items() if key != "COLUMNS"}
     with (tmp_path / "doctor.txt").open("w") as file:
@@ -349,6 +350,7 @@ def test_a_missing_extra_is_reported_in_one_line_with_the_remedy(package, prose)
     assert not ended.stdout
 
 
+@pytest.mark.thorough
 def test_generate_does_not_import_the_dependencies_of_studies():
     code = "import sys; sys.argv = ['onelaunch', 'generate', '--help']\nfrom onelaunch.cli.main import app\n"
     # Modules that other commands import when they run.

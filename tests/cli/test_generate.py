@@ -83,13 +83,12 @@ def test_mistakes_are_reported_in_one_line(call, arguments, code, prose):
 @pytest.mark.parametrize(
     ("redirected", "options", "code"),  # text before and after the command, in a shell
     [
-        ("printf 'caf\\351' |", "-", 2),
-        ("", "- <&-", 2),
-        ("", "x >&-", 1),
-        ("", "x >/dev/full", 1),
-        ("PYTHONIOENCODING=ascii", "'\u00e9 = ' >/dev/null", 0),
+        pytest.param("printf 'caf\\351' |", "-", 2, id="bytes"),
+        pytest.param("", "- <&-", 2, id="no stdin", marks=pytest.mark.thorough),
+        pytest.param("", "x >&-", 1, id="no stdout", marks=pytest.mark.thorough),
+        pytest.param("", "x >/dev/full", 1, id="full", marks=pytest.mark.thorough),
+        pytest.param("PYTHONIOENCODING=ascii", "'\u00e9 = ' >/dev/null", 0, id="ascii", marks=pytest.mark.thorough),
     ],
-    ids=["bytes", "no stdin", "no stdout", "full", "ascii"],
 )  # fmt: skip
 def test_unusable_input_and_output_are_reported_in_one_line(redirected, options, code, prose):
     command = f"{redirected} {shlex.quote(sys.executable)} -m onelaunch generate --device cpu -n 2 --ignore-end {options}"

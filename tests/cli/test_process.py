@@ -18,7 +18,10 @@ import pytest
 
 from onelaunch.cli.application import Commands
 from onelaunch.cli.study.application import Studies
+from tests.thorough import thorough_but
 
+# Command lines that run nothing.
+ARGUMENTS = ("--version", "--help", "study --help", "--mistyped", "stduy", "study lsit")
 # The command in a shell.
 ONELAUNCH = f"{shlex.quote(sys.executable)} -m onelaunch"
 
@@ -37,7 +40,7 @@ def test_the_summary_of_a_command_is_the_first_sentence_of_its_help(group):
         assert group.load(name).get_short_help_str(limit=1000) == command.summary, name
 
 
-@pytest.mark.parametrize("arguments", ["--version", "--help", "study --help", "--mistyped", "stduy", "study lsit"])
+@pytest.mark.parametrize("arguments", thorough_but("study --help", "--mistyped", of=ARGUMENTS))
 def test_commands_that_run_nothing_do_not_import_pytorch(arguments):
     code = f"import sys; sys.argv = ['onelaunch', *{arguments.split()}]\nfrom onelaunch.cli.main import app\n"
     code += "try:\n    app()\nexcept SystemExit:\n    print('torch' in sys.modules)"
@@ -45,6 +48,7 @@ def test_commands_that_run_nothing_do_not_import_pytorch(arguments):
     assert ended.stdout.splitlines()[-1] == "False"
 
 
+@pytest.mark.thorough
 def test_a_closed_pipe_ends_a_command_silently():
     ended = shell(f"{ONELAUNCH} study list | true; echo ${{PIPESTATUS[0]}}")
     # 141 is 128 + SIGPIPE.
@@ -58,7 +62,8 @@ def test_a_full_disk_under_stdout_is_reported(prose):
     prose(ended.stderr.strip())
 
 
-@pytest.mark.parametrize("encoding", [pytest.param("latin-1", marks=pytest.mark.thorough), "ascii"])
+@pytest.mark.thorough
+@pytest.mark.parametrize("encoding", ["latin-1", "ascii"])
 def test_a_limited_character_set_does_not_end_a_command(encoding, tmp_path):
     text = """
 name = "sizes"

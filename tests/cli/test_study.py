@@ -186,7 +186,7 @@ def test_a_disk_that_becomes_full_loses_neither_decision_nor_result(call, here, 
 
 
 @pytest.mark.parametrize(("problem", "code"), [(BrokenPipeError(32, "Broken pipe"), 141), (OSError(28, "No space left"), 1)])
-@pytest.mark.parametrize("command", ["run", "report"])
+@pytest.mark.parametrize("command", ["run", pytest.param("report", marks=pytest.mark.thorough)])
 def test_a_closed_pipe_does_not_prevent_the_report(call, here, monkeypatch, command, problem, code):
     """Once, everything was measured and printed, but no report was written."""
     if command == "report":

@@ -27,7 +27,13 @@ def add_rogue(here):
     path.write_text(path.read_text().replace('"parallel"]', '"parallel", "rogue"]'))
 
 
-@pytest.mark.parametrize("end", [lambda: os._exit(0), lambda: sys.exit(0)], ids=["os._exit", "sys.exit"])
+@pytest.mark.parametrize(
+    "end",
+    [
+        pytest.param(lambda: os._exit(0), id="os._exit"),
+        pytest.param(lambda: sys.exit(0), id="sys.exit", marks=pytest.mark.thorough),
+    ],
+)
 def test_a_variant_that_ends_the_process_does_not_end_the_study(end, call, here):
     add_rogue(here)
     with registered(rogue=at_count(1, end)):
@@ -90,6 +96,7 @@ app()
 """
 
 
+@pytest.mark.thorough
 def test_ctrl_c_keeps_the_finished_shapes_and_resume_continues(here, call):
     text = (here / "studies" / "toy-study.toml").read_text()
     second = text[text.index("[[shapes]]") : text.index("[[criteria]]")].replace('"first"', '"second"')

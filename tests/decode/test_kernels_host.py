@@ -19,6 +19,7 @@ from onelaunch.decode.runtime.memory import ERROR, OUT_OF_RANGE, Constants, Memo
 from tests.decode.host_machine import HostKernel, needs_compiler, needs_watch, set_position
 from tests.decode.plans import DEEP, MODELS, SHARED, TINY, WIDE, packed, plan_with, weights_and_caches
 from tests.decode.stamps import phase_times
+from tests.thorough import thorough_but
 
 pytestmark = needs_compiler
 
@@ -28,14 +29,6 @@ CASES += [("tagged_words", "whole chunks", 9), ("streaming", "whole chunks", 12)
 CASES += [("fused_phases", "three layers", 2), ("tagged_words", "three layers", 5), ("streaming", "three layers", 2)]
 CASES += [("streaming", "two queries a key", 9), ("streaming", "two queries a key", 3), ("streaming", "five queries a key", 12)]
 CASES += [("streaming", "odd sizes", 8), ("streaming", "untied, a key head", 12)]
-
-
-def in_brief(cases, *longest):
-    """Return cases as parameters, of which the longest run in ``make check`` alone."""
-    return [
-        pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=[pytest.mark.thorough] if case in longest else [])
-        for case in cases
-    ]
 
 
 def kernel_and_memory(weights, plan, libraries, tuning=None):
@@ -74,7 +67,7 @@ def assert_matches_oracle(weights, plan, libraries, given, positions):
 
 @pytest.mark.parametrize(
     ("level", "model", "ctas"),
-    in_brief(CASES, ("tagged_words", "whole chunks", 9), ("streaming", "two queries a key", 3), ("tagged_words", "odd sizes", 3)),
+    thorough_but(*((level, "tied", 5) for level in LEVELS), ("streaming", "whole chunks", 12), of=CASES),
 )
 def test_logits_keys_and_values_are_the_oracles(level, model, ctas, libraries):
     weights, *given = weights_and_caches(MODELS[model], 129)
@@ -82,7 +75,13 @@ def test_logits_keys_and_values_are_the_oracles(level, model, ctas, libraries):
     assert_matches_oracle(weights, plan_for(MODELS[model], level, ctas), libraries, given, (129, 0))
 
 
-@pytest.mark.parametrize(("level", "model"), [*(("tagged_words", model) for model in SHARED), ("graph", "five queries a key")])
+@pytest.mark.parametrize(
+    ("level", "model"),
+    thorough_but(
+        ("tagged_words", "five queries a key"),
+        of=[*(("tagged_words", model) for model in SHARED), ("graph", "five queries a key")],
+    ),
+)
 def test_ctas_that_share_queries_match_the_oracle(level, model, libraries):
     """Several CTAs divide one key head's queries.
 
@@ -105,7 +104,7 @@ JOINED = {
 }
 
 
-@pytest.mark.parametrize("model", in_brief(JOINED, "wide queries", "two queries a key"))
+@pytest.mark.parametrize("model", thorough_but("tied", of=JOINED))
 def test_joined_attention_units_match_the_oracle(model, libraries):
     """Joined units of attention take each other's queries and divide the positions, here from position 100 on.
 
@@ -138,7 +137,7 @@ WATCHED = [
 
 
 @needs_watch
-@pytest.mark.parametrize(("level", "model", "ctas", "positions"), in_brief(WATCHED, WATCHED[0], WATCHED[2]))
+@pytest.mark.parametrize(("level", "model", "ctas", "positions"), thorough_but(WATCHED[-1], of=WATCHED))
 def test_shared_memory_accesses_are_separated_by_barriers(level, model, ctas, positions, libraries):
     plan = plan_for(model, level, ctas)
     weights, cache, *_ = weights_and_caches(model, max(positions))
@@ -151,14 +150,16 @@ def test_shared_memory_accesses_are_separated_by_barriers(level, model, ctas, po
 
 # Each change removes one synchronization: the barrier behind a staged vector, the switch between the two buffers of sums, and the
 # synchronization of a warp before it releases a stage of the ring.
+CHANGES = [
+    ("  stage_vector_unsynced<COLUMNS>(c, from, epoch);\n  c.sync();", "  stage_vector_unsynced<COLUMNS>(c, from, epoch);"),
+    ("    c.parity ^= 1;  // The next product writes", "    ;  //"),
+    ("    syncwarp();\n#pragma unroll 1\n    for (; unreleased", "#pragma unroll 1\n    for (; unreleased"),
+]
+
+
 @needs_watch
 @pytest.mark.parametrize(
-    "change",
-    [
-        ("  stage_vector_unsynced<COLUMNS>(c, from, epoch);\n  c.sync();", "  stage_vector_unsynced<COLUMNS>(c, from, epoch);"),
-        ("    c.parity ^= 1;  // The next product writes", "    ;  //"),
-        ("    syncwarp();\n#pragma unroll 1\n    for (; unreleased", "#pragma unroll 1\n    for (; unreleased"),
-    ],
+    "change", [pytest.param(each, marks=[] if each is CHANGES[-1] else [pytest.mark.thorough]) for each in CHANGES]
 )
 def test_race_detector_finds_a_missing_barrier(change, libraries):
     kernel = HostKernel(plan := plan_for(TINY, "tagged_words", 3), libraries, watched=True, change=change)
@@ -183,13 +184,16 @@ def test_a_residual_sum_out_of_range_is_reported(lost, libraries):
 
 @pytest.mark.parametrize(
     ("level", "model", "ctas"),
-    [
-        ("tagged_words", "untied, a key head", 9),
-        ("tagged_words", "odd sizes", 8),
-        ("graph", "odd sizes", 8),
-        ("streaming", "untied, a key head", 9),
+    thorough_but(
         ("streaming", "odd sizes", 8),
-    ],
+        of=[
+            ("tagged_words", "untied, a key head", 9),
+            ("tagged_words", "odd sizes", 8),
+            ("graph", "odd sizes", 8),
+            ("streaming", "untied, a key head", 9),
+            ("streaming", "odd sizes", 8),
+        ],
+    ),
 )
 def test_kv_splits_of_a_long_context_are_combined(level, model, ctas, libraries):
     """``streaming`` combines its eight or four splits at once, except at position 63, where one split has all positions.
@@ -209,7 +213,7 @@ ROWS = [
 ]
 
 
-@pytest.mark.parametrize(("model", "level", "ctas"), in_brief(ROWS, ("whole chunks", "streaming", 9)))
+@pytest.mark.parametrize(("model", "level", "ctas"), thorough_but(("tied", "streaming", 5), of=ROWS))
 def test_tokens_of_one_launch_are_those_of_many_in_any_timing(model, level, ctas, libraries):
     weights, cache, _, _ = weights_and_caches(MODELS[model], 62)
     plan = plan_for(MODELS[model], level, ctas)
@@ -239,7 +243,13 @@ def test_the_kernel_executes_the_barriers_of_its_plan(level, libraries):
         assert int(memory.counters[0]) - before == plan.ctas * count * plan.barriers()
 
 
-@pytest.mark.parametrize("tuning", [Tuning(stages=1, flight=1), Tuning(stages=2, flight=2), Tuning(stages=5, flight=2)], ids=str)
+@pytest.mark.parametrize(
+    "tuning",
+    thorough_but(
+        Tuning(stages=1, flight=1), of=[Tuning(stages=1, flight=1), Tuning(stages=2, flight=2), Tuning(stages=5, flight=2)]
+    ),
+    ids=str,
+)
 def test_ring_depth_does_not_change_results(tuning, libraries):
     weights, cache, _, _ = weights_and_caches(TINY, 20)
     plan = plan_for(TINY, "streaming", 3)
@@ -263,7 +273,7 @@ def test_a_wait_that_never_ends_is_abandoned_and_reported(libraries):
     assert torch.isfinite(kernel(memory, cache, token=torch.tensor([1]), position=3)).all()
 
 
-@pytest.mark.parametrize("level", ["redundant_norm", "streaming"])
+@pytest.mark.parametrize("level", [pytest.param("redundant_norm", marks=pytest.mark.thorough), "streaming"])
 def test_profile_markers_time_phases_and_do_not_change_results(level, libraries, prose):
     weights, cache, _, _ = weights_and_caches(TINY, 20)
     plan, found = plan_for(TINY, level, 4), []

@@ -38,6 +38,7 @@ from onelaunch.decode.plan.phases import ROUNDS, Slice, Wait, padded
 from onelaunch.errors import PlanError
 from tests.decode.interpret import Interpreter, digits
 from tests.decode.plans import MODELS, SHARED, TINY, packed, plan_with, weights_and_caches
+from tests.thorough import thorough_but
 
 # Qwen3-0.6B and Qwen3-4B.
 QWEN = ModelConfig(151_936, 1024, 3072, 28, 16, 8, 128, tie_word_embeddings=True)
@@ -65,7 +66,7 @@ def tokens_of(config, level, ctas):
 # The check
 
 
-@each_level
+@pytest.mark.parametrize("level", thorough_but("fused_phases", of=LEVELS))
 def test_plans_for_an_h200_are_sound(level):
     plan = plan_for(QWEN, level, 132)
     # 168 registers for each thread of nine warps, and 132 SMs. The vocabulary has 18992 tiles of 8 tokens.
@@ -289,7 +290,7 @@ def test_barriers_per_token_of_each_variant():
 
 
 @in_streams
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", thorough_but("tied", "odd sizes", of=MODELS))
 def test_every_weight_is_in_the_stream_once(level, model):
     config = MODELS[model]
     weights, _, _, _ = weights_and_caches(config, 1)
@@ -351,16 +352,13 @@ IN_ORDERS = [
     *((level, model) for level in STREAMS for model in MODELS if model != "tied"),
 ]
 BRIEFLY = ("tied", "odd sizes")
-"""Models whose plan of ``tagged_words`` is interpreted in every run of the tests; those of others are in ``make check``."""
+"""Models whose plans are interpreted in every run of the tests; those of others are in ``make check``."""
 
 
 @pytest.mark.parametrize(
     ("level", "model"),
     [
-        *(
-            pytest.param(*each, marks=[pytest.mark.thorough] if each[0] == "tagged_words" and each[1] not in BRIEFLY else [])
-            for each in IN_ORDERS
-        ),
+        *(pytest.param(*each, marks=[] if each[1] in BRIEFLY else [pytest.mark.thorough]) for each in IN_ORDERS),
         ("eight_barriers", "odd sizes"),
     ],
 )
@@ -370,7 +368,7 @@ def test_in_any_order_the_logits_are_the_models(level, model):
     assert_in_any_order(config, plan_for(config, level, 5, min(whole.splits, -(-71 // POSITIONS))))
 
 
-@pytest.mark.parametrize("model", ["five queries a key", "untied, a key head"])
+@pytest.mark.parametrize("model", [pytest.param("five queries a key", marks=pytest.mark.thorough), "untied, a key head"])
 def test_in_any_order_ctas_that_share_queries_give_the_models_logits(model):
     for used in (1, 2):
         plan = plan_with(MODELS[model], "tagged_words", *SHARED[model], used)
@@ -419,7 +417,7 @@ def drawn_tokens(plan, sampling, count, seed):
     return tokens, logits
 
 
-@pytest.mark.parametrize("name", DRAWN)
+@pytest.mark.parametrize("name", thorough_but("all", of=DRAWN))
 @pytest.mark.parametrize("level", ["fused_phases", *STREAMS])
 def test_in_any_order_drawn_tokens_are_the_samplers(level, name):
     plan = plan_for(TINY, level, 5, rounds=len(digits(DRAWN[name])))

@@ -17,6 +17,7 @@ from onelaunch.decode.plan.levels import LEVELS, plan_for
 from onelaunch.decode.runtime.memory import ERROR, Constants, Memory
 from tests.decode.host_machine import HostKernel, needs_compiler, set_position
 from tests.decode.plans import MODELS, TINY, packed, weights_and_caches
+from tests.thorough import thorough_but
 
 pytestmark = needs_compiler
 
@@ -71,7 +72,7 @@ def at_once(kernel, memory, cache, sampling, count, seed=0):
     return memory.tokens[POSITION : POSITION + count + 1].tolist(), logits, sampler
 
 
-@pytest.mark.parametrize("name", CHOICES)
+@pytest.mark.parametrize("name", thorough_but("temperature", "cold", "top_k", "top_p", "min_p", "penalty", "all", of=CHOICES))
 def test_tokens_of_one_launch_are_the_samplers(name, libraries):
     weights, cache, _, _ = weights_and_caches(MODEL, POSITION)
     kernel, memory = kernel_and_memory(weights, plan_for(MODEL, "streaming", 4), libraries)
@@ -83,7 +84,10 @@ def test_tokens_of_one_launch_are_the_samplers(name, libraries):
         assert torch.equal(mine.seen, sampler.seen)
 
 
-@pytest.mark.parametrize("level", [level for level, options in LEVELS.items() if not options.separate])
+@pytest.mark.parametrize(
+    "level",
+    thorough_but("eight_barriers", "streaming", of=[level for level, options in LEVELS.items() if not options.separate]),
+)
 def test_all_variants_draw_the_same_tokens_in_any_timing(level, libraries):
     """The number of tokens per launch does not matter either.
 
@@ -104,7 +108,10 @@ def test_all_variants_draw_the_same_tokens_in_any_timing(level, libraries):
     assert memory.tokens[POSITION : POSITION + 5].tolist() == expected
 
 
-@pytest.mark.parametrize(("model", "ctas"), [("odd sizes", 3), ("untied, a key head", 9), ("tied", 1), ("few tokens", 20)])
+@pytest.mark.parametrize(
+    ("model", "ctas"),
+    thorough_but(("tied", 1), of=[("odd sizes", 3), ("untied, a key head", 9), ("tied", 1), ("few tokens", 20)]),
+)
 def test_other_models_and_ctas_without_tokens_draw_the_samplers_tokens(model, ctas, libraries):
     config = MODELS[model] if model in MODELS else replace(MODELS["tied"], vocab_size=100)
     weights, cache, _, _ = weights_and_caches(config, POSITION)
@@ -125,7 +132,7 @@ TIES = {
 }
 
 
-@pytest.mark.parametrize("name", TIES)
+@pytest.mark.parametrize("name", thorough_but("the first of two", "none is left out by top_k", "top_p later", "both", of=TIES))
 def test_of_equal_logits_top_k_keeps_all_and_top_p_the_first(name, libraries):
     """Twelve tokens, or two, have equal logits and lie in all CTAs. Top-p ends in the middle of a group, far from its ends."""
     weights, cache, _, _ = weights_and_caches(MODEL, POSITION)

@@ -46,6 +46,7 @@ def test_encoding_and_decoding_restores_any_text(model):
         assert model.codec.decode(model.codec.encode(text)) == text
 
 
+@pytest.mark.thorough
 def test_512_greedy_tokens_match_transformers(model):
     """The comparison is in float32. In bfloat16 two logits are sometimes equal, and either token is right."""
     transformers = pytest.importorskip("transformers", reason="needs the extra decode")

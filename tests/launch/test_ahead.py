@@ -104,6 +104,7 @@ def test_cuda_for_an_amd_gpu_is_refused():
     assert "cannot be compiled for gfx942" in done.problem
 
 
+@pytest.mark.thorough
 def test_several_processes_fill_the_same_caches():
     pytest.importorskip("cuda.bindings")
     (step,) = step_builds()

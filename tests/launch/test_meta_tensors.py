@@ -212,6 +212,7 @@ print([name for name in ("torch._dynamo", "sympy") if name in sys.modules], len(
 """
 
 
+@pytest.mark.thorough
 def test_neither_meta_tensors_nor_recordings_import_pytorchs_compiler():
     done = subprocess.run(
         [sys.executable, "-c", IMPORTS], capture_output=True, text=True, check=False, env=os.environ | {"TRITON_INTERPRET": "0"}

@@ -260,7 +260,7 @@ MOST = 1.6
 """Largest ratio of the time of ``gla`` at one step on a CPU to that of :func:`step`."""
 
 
-@pytest.mark.parametrize(("heads", "size"), [(1, 16), (4, 64)])
+@pytest.mark.parametrize(("heads", "size"), [(1, 16), pytest.param(4, 64, marks=pytest.mark.thorough)])
 def test_one_step_on_a_cpu_takes_at_most_as_long_as_claimed(heads, size):
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -218,6 +218,7 @@ def test_a_call_with_other_sequences_than_the_cached_ones_is_refused(prose):
         layer(torch.randn(1, 5, D), past_key_values=cache, cu_seqlens=torch.tensor([0, 5]))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["gla", "simple-conv", "linear_rnn"])
 def test_a_step_compiles(name):
     layer, _ = make(name)

@@ -17,6 +17,7 @@ from onelaunch.errors import ArgumentError, DTypeError, OneLaunchError, PackingE
 from onelaunch.nn import Cache, GatedLinearAttention, LinearRNN, SimpleGatedLinearAttention
 from tests.nn.definitions import each_sequence, error, weights_of
 from tests.nn.layers import NAMES, D, make
+from tests.thorough import thorough_but
 
 each_layer = pytest.mark.parametrize("name", NAMES)
 
@@ -123,7 +124,12 @@ def test_convolutions_refuse_padding_that_would_count_as_steps(name, prose):
 
 
 @pytest.mark.parametrize(
-    "name", ["gla-conv-bias", "gla-no-gate", "gla-gelu", "gla-clamped", "gla-plain-norm", "simple-conv", "linear_rnn"]
+    "name",
+    thorough_but(
+        "gla-no-gate",
+        "linear_rnn",
+        of=["gla-conv-bias", "gla-no-gate", "gla-gelu", "gla-clamped", "gla-plain-norm", "simple-conv", "linear_rnn"],
+    ),
 )
 def test_layers_compile_in_one_graph(name):
     """The chosen layers cover every branch. Others differ only in numbers and elementwise functions."""

@@ -142,15 +142,19 @@ def variants_by_case(variants: list[str], cases: dict[str, Any] | list[str]) -> 
 def pytorch_variants_by_case(operation: Operation[..., Any], cases: Mapping[str, dict[str, Any]]) -> pytest.MarkDecorator:
     """Parametrize ``variant`` and ``name``, the name of a case, over all pairs of a variant of plain PyTorch and a case.
 
-    The loop over single steps takes seconds for a thousand steps. It has no chunks, so that these cases show little that those of
-    300 steps do not, and it runs them in ``make check`` alone.
+    The loop over single steps takes seconds for a thousand steps. It has no chunks, so it runs cases of more than 70 steps in
+    ``make check`` alone. Of the other variants' cases of a thousand steps and more, one runs in ``make test``.
     """
-    loop = stepwise_baseline(operation)
+
+    def is_thorough(variant: str, name: str) -> bool:
+        length = cases[name].get("T", 1)
+        return length > 70 if variant == stepwise_baseline(operation) else length >= 1000 and name != "thousand_steps"
+
     return pytest.mark.parametrize(
         ("variant", "name"),
         [
-            pytest.param(variant, name, marks=[pytest.mark.thorough] if variant == loop and case.get("T", 1) > 300 else [])
-            for name, case in cases.items()
+            pytest.param(variant, name, marks=[pytest.mark.thorough] if is_thorough(variant, name) else [])
+            for name in cases
             for variant in pytorch_variants(operation)
         ],
     )

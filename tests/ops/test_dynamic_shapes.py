@@ -17,6 +17,7 @@ from onelaunch.operation import find_operation
 from onelaunch.ops import Segment
 from tests.ops import dynamic_cases
 from tests.ops.dynamic_cases import CALLS, LAYERS, SIZES, assert_near, results_of, with_gradients
+from tests.thorough import thorough_but
 
 CHUNKED = ("gla", "gla_layer", "GatedLinearAttention", "SimpleGatedLinearAttention")
 """Operations and layers whose chunks in PyTorch are a graph of hundreds of operations; they are compiled forward alone."""
@@ -25,17 +26,19 @@ CHUNKED = ("gla", "gla_layer", "GatedLinearAttention", "SimpleGatedLinearAttenti
 def slow_if_chunked(names: Iterable[str]) -> list[Any]:
     """Return the names as parameters, of which those of :data:`CHUNKED` are marked as slow.
 
-    The operation ``gla_layer`` contains ``gla``, so that its test runs in ``make check`` alone. Layers compile the operation
-    ``gla_layer``, so that their tests run with every configuration alone.
+    Their operations run in ``make check`` alone. Layers compile the operation ``gla_layer``, so that their tests run with every
+    configuration alone.
     """
-    marks = {name: [pytest.mark.slow, *([pytest.mark.every] if name in LAYERS else [])] for name in CHUNKED}
-    marks["gla_layer"].append(pytest.mark.thorough)
+    marks = {name: [pytest.mark.slow, pytest.mark.every if name in LAYERS else pytest.mark.thorough] for name in CHUNKED}
     return [pytest.param(name, marks=marks.get(name, [])) for name in names]
 
 
 KERNELS = [
     pytest.param(
-        name, variant, id=f"{name}-{variant}", marks=[pytest.mark.interpret, *([] if name == "swiglu" else [pytest.mark.every])]
+        name,
+        variant,
+        id=f"{name}-{variant}",
+        marks=[pytest.mark.interpret, pytest.mark.thorough if name == "swiglu" else pytest.mark.every],
     )
     for name, variant in (
         ("gated_scan", "fused"),
@@ -52,7 +55,7 @@ KERNELS = [
         ("gla_layer", "packed"),
     )
 ]
-"""Interpreted kernels by operation and variant. One runs always, the others with every configuration: each takes seconds."""
+"""Interpreted kernels by operation and variant. One runs in ``make check``, the others with every configuration."""
 
 
 def draw(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -76,7 +79,7 @@ def test_an_operation_compiles_once(name):
     assert counter.frame_count == 1
 
 
-@pytest.mark.parametrize("name", [name for name in CALLS if name not in CHUNKED])
+@pytest.mark.parametrize("name", thorough_but("swiglu", of=[name for name in CALLS if name not in CHUNKED]))
 def test_a_training_step_compiles_for_any_size_at_the_second_size(name):
     counter = CompileCounterWithBackend("aot_eager")
     run = CALLS[name].run

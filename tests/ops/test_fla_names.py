@@ -20,6 +20,7 @@ from onelaunch import ops
 from onelaunch.errors import ArgumentError, DeviceError, DTypeError, PackingError, ShapeError, ValueRangeError
 from onelaunch.ops import chunk_hgrn, fused_recurrent_gla, fused_recurrent_hgrn, fused_recurrent_simple_gla, gated_scan, gla
 from tests.ops.cases import GATED_SCAN, GLA, arguments_of, assert_near, pytorch_variants, triton_variants
+from tests.thorough import thorough_but
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -148,7 +149,7 @@ def test_hgrn_of_packed_sequences(variant):
 
 @pytest.mark.interpret
 @pytest.mark.parametrize("bounds", [None, [0, 17, 17, 62, 70]], ids=["dense", "packed"])
-@pytest.mark.parametrize("variant", triton_variants(GATED_SCAN))
+@pytest.mark.parametrize("variant", thorough_but("fused", of=triton_variants(GATED_SCAN)))
 def test_kernels_of_hgrn(variant, bounds):
     arguments = hgrn_arguments(torch.float32, torch.float32, 1, 70, 4 if bounds else 1)
     check_hgrn(fused_recurrent_hgrn, arguments, bounds, variant, 2e-6)

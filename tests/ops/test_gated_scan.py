@@ -41,8 +41,16 @@ from tests.ops.cases import (
     pytorch_variants_by_case,
     results,
     triton_variants,
-    variants_by_case,
 )
+from tests.thorough import thorough_but
+
+KERNELS = triton_variants(GATED_SCAN)
+"""Variants with kernels of our own: one launch, and several."""
+BRIEF = [
+    *(("fused", name) for name in SHORT),
+    *(("separate", name) for name in ("one_step_one_channel", "exactly_a_tile", "packed_final_state_alone", "no_gate")),
+]
+"""Kernels and cases of every run of the tests. The others, of ``separate``, run in ``make check`` alone."""
 
 # Hypothesis takes the same few examples in every run.
 FEW = settings(max_examples=15, deadline=None, derandomize=True)
@@ -53,7 +61,7 @@ def test_pytorch_variants_are_correct(variant, name):
     assert_correct(GATED_SCAN, case_of(GATED_SCAN, name), variant)
 
 
-@pytest.mark.parametrize("decay", DECAYS)
+@pytest.mark.parametrize("decay", thorough_but("strong", "forget", "mixed", of=DECAYS))
 @pytest.mark.parametrize("variant", pytorch_variants(GATED_SCAN))
 def test_pytorch_variants_take_every_kind_of_decay(variant, decay):
     assert_correct(GATED_SCAN, GATED_SCAN.case("float32", B=2, T=100, V=20, decay=decay), variant)
@@ -103,13 +111,13 @@ def test_the_compiled_variant_takes_transposed_inputs():
 
 
 @pytest.mark.interpret
-@variants_by_case(triton_variants(GATED_SCAN), SHORT)
+@pytest.mark.parametrize(("variant", "name"), thorough_but(*BRIEF, of=[(variant, name) for name in SHORT for variant in KERNELS]))
 def test_kernels_are_correct(variant, name):
     assert_one_call_correct(GATED_SCAN, case_of(GATED_SCAN, name), variant)
 
 
 @pytest.mark.interpret
-@pytest.mark.parametrize("variant", triton_variants(GATED_SCAN))
+@pytest.mark.parametrize("variant", thorough_but("fused", of=KERNELS))
 def test_kernels_pass_the_whole_gate(variant):
     """Apply the whole verification gate (``assert_correct``), not one call as in the other tests of kernels."""
     assert_correct(GATED_SCAN, GATED_SCAN.case("float16", B=1, T=30, V=16), variant)
@@ -158,17 +166,23 @@ def test_the_values_may_be_their_own_gate(variant):
 @pytest.mark.interpret
 @pytest.mark.parametrize(
     "name",
-    [
+    thorough_but(
         "one_step_one_channel",
-        "one_step_over_a_tile",
         "exactly_a_tile",
         "packed_with_empty_sequences",
-        "packed_many_short",
         "no_gate",
-        "no_gate_packed",
-    ],
+        of=[
+            "one_step_one_channel",
+            "one_step_over_a_tile",
+            "exactly_a_tile",
+            "packed_with_empty_sequences",
+            "packed_many_short",
+            "no_gate",
+            "no_gate_packed",
+        ],
+    ),
 )
-@pytest.mark.parametrize("variant", triton_variants(GATED_SCAN))
+@pytest.mark.parametrize("variant", thorough_but("fused", of=KERNELS))
 def test_the_sequential_kernel_is_correct(variant, name, monkeypatch):
     """Make the launcher use the kernel that loops over time, which it otherwise uses on a GPU, for very many channels.
 

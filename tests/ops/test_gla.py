@@ -39,6 +39,7 @@ from tests.ops.cases import (
     triton_variants,
     weights_like,
 )
+from tests.thorough import thorough_but
 
 # Hypothesis takes the same few examples in every run.
 FEW = settings(max_examples=10, deadline=None, derandomize=True)
@@ -119,7 +120,7 @@ def test_the_oracle_matches_the_closed_form(decay_per, decay, value_gate, state_
 @pytest.mark.parametrize(("lengths", "kept"), [(None, reference.KEPT_STATES), ((0, 53, 1, 150, 0), 0)])
 @pytest.mark.parametrize("value_gate", [False, True])
 @pytest.mark.parametrize("decay_per", ["channel", "head"])
-@pytest.mark.parametrize("decay", DECAYS)
+@pytest.mark.parametrize("decay", thorough_but("mixed", of=DECAYS))
 def test_parallel_segments_match_the_loop(decay, decay_per, value_gate, lengths, kept, monkeypatch):
     """Compare the oracle's two ways: all steps one after another, and segments of T side by side.
 
@@ -199,7 +200,7 @@ def test_pytorch_variants_are_correct(variant, name):
 
 
 @pytest.mark.parametrize("decay_per", ["channel", "head"])
-@pytest.mark.parametrize("decay", DECAYS)
+@pytest.mark.parametrize("decay", thorough_but("strong", "forget", "mixed", of=DECAYS))
 def test_chunks_take_every_kind_of_decay(decay, decay_per):
     assert_correct(GLA, GLA.case("float32", B=2, T=100, H=2, K=24, V=20, decay=decay, decay_per=decay_per), "chunked")
 
@@ -236,7 +237,7 @@ SINGLE_STEPS = {
 }
 
 
-@pytest.mark.parametrize("kind", SINGLE_STEPS)
+@pytest.mark.parametrize("kind", thorough_but("twenty_each", "more_than_float32_holds", of=SINGLE_STEPS))
 @each_variant
 def test_no_decay_is_too_strong(variant, kind):
     """Kernels multiply factors of decays and never divide. In 32 steps of -20 the sum is -640, and exp(640) overflows."""
@@ -443,8 +444,8 @@ def assert_clean(found: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6, msg=lambda said, name=name: f"{name}: {said}")
 
 
-@pytest.mark.parametrize("options", KINDS, ids=["per_channel", "per_head", "value_gate"])
-@pytest.mark.parametrize("argument", ["q", "k", "v", "g"])
+@pytest.mark.parametrize("options", thorough_but({}, of=KINDS), ids=["per_channel", "per_head", "value_gate"])
+@pytest.mark.parametrize("argument", thorough_but("q", "g", of="qkvg"))
 @each_variant
 def test_nan_stays_in_its_head_and_does_not_reach_earlier_chunks(variant, argument, options):
     if "value_gate" in options and variant in triton_variants(GLA):
@@ -466,7 +467,7 @@ def test_nan_stays_in_its_head_and_does_not_reach_earlier_chunks(variant, argume
     assert set(steps) <= set(found)
 
 
-@pytest.mark.parametrize("argument", ["q", "k", "v", "g", "gv", "initial_state"])
+@pytest.mark.parametrize("argument", thorough_but("v", "initial_state", of=["q", "k", "v", "g", "gv", "initial_state"]))
 @each_variant
 def test_nan_stays_in_its_packed_sequence(variant, argument):
     """Results and gradients of the sequences before and after are unchanged. The sequence right after is empty."""

@@ -8,6 +8,7 @@ each error, relative to that of the expected values; ``results`` returns a varia
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -29,6 +30,7 @@ from tests.ops.cases import (
     pytorch_variants,
     results,
 )
+from tests.thorough import thorough_but
 
 FORMS: dict[str, dict[str, Any]] = {
     "fewer_q_and_k": {"q_heads": 2, "k_heads": 2},
@@ -199,8 +201,14 @@ def test_a_shared_state_needs_no_gradient_of_its_copies():
 # The variants
 
 
-@each_form
-@pytest.mark.parametrize("variant", pytorch_variants(GLA))
+@pytest.mark.parametrize(
+    ("variant", "form"),
+    thorough_but(
+        *itertools.product(("chunked",), FORMS),
+        ("recurrent", "fewest_q"),
+        of=itertools.product(pytorch_variants(GLA), FORMS),
+    ),
+)
 def test_pytorch_variants_are_correct(variant, form):
     packed = {} if form == "four_numbers" else {"lengths": (3, 0, 67)}
     case = GLA.case("float16", **grouped(form, T=70, K=24, V=20, initial_state=True, final_state=True, **packed))
@@ -216,7 +224,7 @@ def test_parts_of_the_chunkwise_form_keep_groups_together(monkeypatch):
 
 
 @pytest.mark.interpret
-@each_form
+@pytest.mark.parametrize("form", thorough_but("fewer_k_v", "fewer_k_v_g_and_states", "fewest_q", of=FORMS))
 def test_kernels_are_correct(form):
     packed = {"lengths": (3, 0, 67)} if "q" in form else {}
     case = GLA.case("float32", **grouped(form, T=70, K=20, V=16, initial_state=True, final_state=True, **packed))
@@ -224,8 +232,13 @@ def test_kernels_are_correct(form):
 
 
 @pytest.mark.interpret
-@pytest.mark.parametrize("per", ["channel", "head"])
-@pytest.mark.parametrize("form", ["fewer_q_and_k", "fewer_k_v_g"])
+@pytest.mark.parametrize(
+    ("form", "per"),
+    thorough_but(
+        ("fewer_q_and_k", "channel"),
+        of=itertools.product(("fewer_q_and_k", "fewer_k_v_g"), ("channel", "head")),
+    ),
+)
 def test_kernels_start_without_states(form, per):
     """Without an initial state, equal states are computed once. Decays of all kinds take both forms of the pairs' products."""
     case = GLA.case("float16", **grouped(form, T=100, K=40, V=24, decay_per=per, decay="mixed", final_state=True))
@@ -233,8 +246,13 @@ def test_kernels_start_without_states(form, per):
 
 
 @pytest.mark.interpret
-@pytest.mark.parametrize("per", ["channel", "head"])
-@pytest.mark.parametrize("form", ["fewer_q_and_k", "fewer_k_v_g_and_states"])
+@pytest.mark.parametrize(
+    ("form", "per"),
+    thorough_but(
+        ("fewer_k_v_g_and_states", "head"),
+        of=itertools.product(("fewer_q_and_k", "fewer_k_v_g_and_states"), ("channel", "head")),
+    ),
+)
 def test_gradients_of_shared_heads_with_16_bit_products(form, per, monkeypatch):
     """All products take 16-bit operands, as with bfloat16, which the interpreter cannot multiply."""
     from onelaunch.ops.gla import launch

@@ -94,13 +94,17 @@ def emulated(
 
 
 def one_case_each() -> list[Any]:
-    """Return every form, layout of log-decays and case; those but one case for each form and layout are marked as ``every``."""
+    """Return every form, layout of log-decays and case. Those but one case for each form and layout are marked as ``every``.
+
+    Four of the others, one of each case, run in ``make test``; the rest in ``make check`` alone.
+    """
     found = []
     for turn, form in enumerate(FORMS):
         for shift, per in enumerate(("channel", "head")):
             for place, name in enumerate(CASES):
+                marks = [] if turn % 2 == 0 and shift == turn // 4 else [pytest.mark.thorough]
                 first = (turn + shift) % len(CASES) == place
-                found.append(pytest.param(form, per, name, marks=() if first else pytest.mark.every))
+                found.append(pytest.param(form, per, name, marks=marks if first else pytest.mark.every))
     return found
 
 
@@ -132,7 +136,7 @@ SPILLS = {("fewer_k_v_g", "channel", "chunk_state, x (3)"): 4, ("fewest_q", "cha
 @pytest.mark.parametrize(
     ("form", "per", "kernel"),
     [
-        ("fewer_k_v_g", "channel", "gradients"),
+        pytest.param("fewer_k_v_g", "channel", "gradients", marks=pytest.mark.thorough),
         pytest.param("fewer_k_v_g_and_states", "head", "chunk_state, x (3)", marks=pytest.mark.thorough),
         *(
             pytest.param(form, per, kernel, marks=pytest.mark.every)

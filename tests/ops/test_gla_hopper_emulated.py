@@ -15,6 +15,7 @@ import torch
 from onelaunch.workbench.verify.poison import poisoned
 from tests.ops.cases import GLA, arguments_of, assert_near
 from tests.ops.gluon_on_cpu import emulate
+from tests.thorough import thorough_but
 
 BOUND = 4e-3
 """Largest norm-wise error: results of 16 bits have about 2.9e-3 in bfloat16, by three roundings."""
@@ -73,7 +74,9 @@ def expected(arguments: dict[str, Any], incoming: Incoming = torch.ones_like) ->
     return results | dict(zip(names, gradients, strict=True))
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", thorough_but("tiles_that_heads_fill", "padded_packed", "padded_strong_decay", "padded_without_states", of=CASES)
+)
 def test_kernels_compute_results_and_gradients(name, monkeypatch):
     options = {"B": 1, "H": 1, "initial_state": True, "final_state": True, **CASES[name]}
     segments = options.pop("segments", 1)
@@ -86,7 +89,7 @@ def drawn(result: torch.Tensor) -> torch.Tensor:
     return torch.randn(result.shape, generator=torch.Generator().manual_seed(5)).bfloat16().to(result.dtype)
 
 
-@pytest.mark.parametrize("decay", ["strong", "mixed"])
+@pytest.mark.parametrize("decay", ["strong", pytest.param("mixed", marks=pytest.mark.thorough)])
 def test_large_elements_of_a_float32_gradient_of_decays_are_accurate(decay, monkeypatch):
     """With strong decay the elements of the first and last step of a chunk are many times larger than most others.
 

@@ -211,6 +211,7 @@ def inspected(direction: Direction, **given: Any) -> dict[str, Any]:
     return {each.kernel: each for each in found}
 
 
+@pytest.mark.thorough
 def test_padded_kernels_compile_without_spills():
     assert len(inspected("forward", K=48, V=80, initial_state=True, final_state=True)) == 1
 

@@ -39,6 +39,7 @@ from tests.ops.cases import (
     triton_variants,
     variants_by_case,
 )
+from tests.thorough import thorough_but
 
 pytest.importorskip("triton")
 
@@ -50,6 +51,16 @@ KERNELS = triton_variants(GLA)
 UNGATED = [name for name in GLA_SHORT if not GLA_SHORT[name].get("value_gate")]
 LONGER = [name for name in GLA_HARD if not GLA_HARD[name].get("value_gate")]
 
+LONG = ("mixed_decay_per_head", "packed_many_short", "packed_with_empty_sequences", "three_chunks")
+"""Cases at which the forward passes besides that of ``fused`` run in ``make check`` alone."""
+
+
+def in_brief(variants, *long):
+    """Return all pairs of a variant and an interpreted case. Those with a case of ``long`` run in ``make check`` alone."""
+    pairs = [(variant, name) for name in UNGATED for variant in variants]
+    return thorough_but(*(pair for pair in pairs if pair[1] not in long), of=pairs)
+
+
 each_kernel = pytest.mark.parametrize("variant", KERNELS)
 each_decay = pytest.mark.parametrize("decay", DECAYS)
 each_layout = pytest.mark.parametrize("per", ["channel", "head"])
@@ -60,13 +71,13 @@ each_layout = pytest.mark.parametrize("per", ["channel", "head"])
 
 
 @pytest.mark.interpret
-@variants_by_case(["fused"], UNGATED)
+@pytest.mark.parametrize(("variant", "name"), in_brief(["fused"], "packed_many_short"))
 def test_kernels_are_correct(variant, name):
     assert_one_call_correct(GLA, case_of(GLA, name), variant)
 
 
 @pytest.mark.interpret
-@variants_by_case([name for name in KERNELS if name != "fused"], UNGATED)
+@pytest.mark.parametrize(("variant", "name"), in_brief([name for name in KERNELS if name != "fused"], *LONG))
 def test_other_forward_passes_are_correct(variant, name):
     """The backward pass of these variants is that of ``fused``."""
     assert_one_call_correct(GLA, case_of(GLA, name), variant, "forward")
@@ -96,15 +107,15 @@ def test_gradients_with_16_bit_products(decay, per, monkeypatch):
 
 
 @pytest.mark.interpret
-@pytest.mark.parametrize("dtype", ["float16", "float32"])
-@pytest.mark.parametrize(("keys", "values"), [(70, 130), (130, 33)])
+@pytest.mark.parametrize("dtype", ["float16", pytest.param("float32", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize(("keys", "values"), [pytest.param(70, 130, marks=pytest.mark.thorough), (130, 33)])
 def test_kernels_take_several_blocks_of_keys_and_values(keys, values, dtype):
     case = GLA.case(dtype, B=1, T=66, H=1, K=keys, V=values, decay="mixed", log_decay_dtype="float32", **STATES)
     assert_one_call_correct(GLA, case, "fused")
 
 
 @pytest.mark.interpret
-@each_kernel
+@pytest.mark.parametrize("variant", thorough_but("fused", of=KERNELS))
 def test_kernels_pass_the_whole_gate(variant):
     """Apply the whole verification gate (``assert_correct``), not one call as in the other tests of kernels."""
     assert_correct(GLA, GLA.case("float16", **SMALL, **STATES), variant)
@@ -178,7 +189,7 @@ def test_a_sequence_may_be_cut_anywhere(variant):
 
 
 @pytest.mark.interpret
-@each_kernel
+@pytest.mark.parametrize("variant", thorough_but("fused", of=KERNELS))
 def test_offsets_may_be_int64_and_inputs_strided(variant):
     arguments = arguments_of(GLA, B=1, T=70, H=2, K=16, V=16, lengths=(0, 3, 67), **STATES, grad=True)
     expected = results(GLA, arguments, variant)

@@ -17,6 +17,7 @@ from onelaunch.workbench.verify import Judge
 from onelaunch.workbench.verify.reference import CAPS
 from tests.ops.cases import assert_compiled_correct, assert_correct, assert_near, differentiable, pytorch_variants, results
 from tests.ops.gla_layer_cases import CASES, GLA_LAYER, TENSORS, case_of, made
+from tests.thorough import thorough_but
 from tests.trivial import trivial_answers
 
 PORTABLE = [name for name in pytorch_variants(GLA_LAYER) if not name.startswith(("packed", "module"))]
@@ -26,9 +27,12 @@ Those that are one autograd function are tested in test_gla_layer_packed.py, and
 """
 each_variant = pytest.mark.parametrize("variant", PORTABLE)
 
+PAIRS = [(name, variant) for name in CASES for variant in PORTABLE]
+BRIEF = [(name, variant) for name, variant in PAIRS if variant != "stepwise" or name in ("small", "a_step")]
+"""Cases and variants of every run of the tests. The loop over single steps takes most of the time of the others."""
 
-@each_variant
-@pytest.mark.parametrize("name", CASES)
+
+@pytest.mark.parametrize(("name", "variant"), thorough_but(*BRIEF, of=PAIRS))
 def test_results_and_gradients(name, variant):
     assert_correct(GLA_LAYER, case_of(name), variant)
 
@@ -137,7 +141,8 @@ def test_autocast_casts_all_tensors_but_the_norms_weight_and_the_state():
     assert all(given[name].grad.dtype == torch.float32 for name in TENSORS)
 
 
-@pytest.mark.parametrize("variant", ["auto", pytest.param("compiled", marks=pytest.mark.thorough)])
+@pytest.mark.thorough
+@pytest.mark.parametrize("variant", ["auto", "compiled"])
 def test_it_compiles_into_one_graph(variant):
     torch.compiler.reset()
     function = torch.compile(lambda **given: gla_layer(**given, variant=variant), fullgraph=True, backend="aot_eager")

@@ -36,6 +36,7 @@ from tests.ops.cases import (
     triton_variants,
     variants_by_case,
 )
+from tests.thorough import thorough_but
 
 # Hypothesis takes the same few examples in every run.
 FEW = settings(max_examples=15, deadline=None, derandomize=True)
@@ -51,7 +52,7 @@ def test_pytorch_variants_are_correct(variant, name):
     assert_correct(LINEAR_RNN, case_of(LINEAR_RNN, name), variant)
 
 
-@pytest.mark.parametrize("decay", DECAYS)
+@pytest.mark.parametrize("decay", thorough_but("strong", "forget", "mixed", of=DECAYS))
 @pytest.mark.parametrize("variant", pytorch_variants(LINEAR_RNN))
 def test_pytorch_variants_take_every_kind_of_decay(variant, decay):
     assert_correct(LINEAR_RNN, LINEAR_RNN.case("float32", B=2, T=100, D=24, V=20, decay=decay), variant)
@@ -80,13 +81,19 @@ def test_one_launch_is_correct(variant, name):
 
 
 @pytest.mark.interpret
-@variants_by_case(SEVERAL_LAUNCHES, ["one_step_one_channel", "shorter_than_a_tile", "packed_final_state_alone", "no_gate"])
+@pytest.mark.parametrize(
+    "name",
+    thorough_but(
+        "shorter_than_a_tile", of=["one_step_one_channel", "shorter_than_a_tile", "packed_final_state_alone", "no_gate"]
+    ),
+)
+@pytest.mark.parametrize("variant", SEVERAL_LAUNCHES)
 def test_several_launches_are_correct(variant, name):
     assert_one_call_correct(LINEAR_RNN, case_of(LINEAR_RNN, name), variant)
 
 
 @pytest.mark.interpret
-@pytest.mark.parametrize("variant", triton_variants(LINEAR_RNN))
+@pytest.mark.parametrize("variant", thorough_but("fused_chunked", of=triton_variants(LINEAR_RNN)))
 def test_kernels_pass_the_whole_gate(variant):
     """Apply the whole verification gate (``assert_correct``), not one call as in the other tests of kernels."""
     case = LINEAR_RNN.case("float16", B=1, T=30, D=24, V=16, initial_state=True, final_state=True)

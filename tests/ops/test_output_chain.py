@@ -31,13 +31,14 @@ each_variant = pytest.mark.parametrize("variant", pytorch_variants(OUTPUT_CHAIN)
 
 
 @each_variant
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [pytest.param(each, marks=[pytest.mark.thorough] * (each == "many_rows")) for each in CASES])
 def test_results_and_gradients(name, variant):
     assert_correct(OUTPUT_CHAIN, case_of(name), variant)
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["activated", pytest.param("float32_weight_beside_float16", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("name", ["activated", "float32_weight_beside_float16"])
 def test_the_compiled_variant_is_correct(name):
     case = case_of(name)
     if reason := compiler_missing(OUTPUT_CHAIN.query(case, "cpu")):
@@ -205,12 +206,11 @@ def test_autocast_casts_all_tensors_but_the_norms_weight(prose):
     "variant",
     [
         "auto",  # chooses "unfused" here
-        *(
-            pytest.param(name, marks=[pytest.mark.thorough] if name in ("unfused", "compiled") else [])
-            for name in [*pytorch_variants(OUTPUT_CHAIN), "compiled"]
-        ),
+        *pytorch_variants(OUTPUT_CHAIN),
+        "compiled",
     ],
 )
+@pytest.mark.thorough
 def test_it_compiles_into_one_graph(variant):
     torch.compiler.reset()
     function = torch.compile(lambda **given: output_chain(**given, variant=variant), fullgraph=True, backend="aot_eager")

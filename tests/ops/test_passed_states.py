@@ -23,6 +23,7 @@ from onelaunch.workbench.verify.calls import Candidate
 from onelaunch.workbench.verify.poison import poisoned
 from onelaunch.workbench.verify.reference import compute_reference
 from tests.ops.cases import BOTH, GATED_SCAN, GLA, LINEAR_RNN, OPERATIONS, assert_ok, pytorch_variants, triton_variants
+from tests.thorough import thorough_but
 
 PER_STEP = {"gla": ("q", "k", "v", "g", "gv"), "gated_scan": ("v", "log_decay", "gate"), "linear_rnn": ("x", "log_decay", "gate")}
 """Arguments of each operation that are cut along time; the others belong to every piece."""
@@ -59,11 +60,17 @@ SHORTEST = {("linear_rnn", "fused_hopper"): 64}
 """Fewest steps of a piece by operation and variant, where a variant needs more than one. ``auto`` computes shorter pieces."""
 
 
-def per_variant(operations: Sequence[Operation[..., Any]], variants: Any) -> pytest.MarkDecorator:
-    """Parametrize ``operation`` and ``variant`` over the variants that a function lists for each operation."""
+def per_variant(
+    operations: Sequence[Operation[..., Any]], variants: Any, brief: Sequence[str] | None = None
+) -> pytest.MarkDecorator:
+    """Parametrize ``operation`` and ``variant`` over the variants that a function lists for each operation.
+
+    If ``brief`` names some of the variants, the others run in ``make check`` alone.
+    """
     pairs = [(operation, name) for operation in operations for name in variants(operation)]
+    given = [pytest.param(*pair, id=f"{pair[0].name}-{pair[1]}") for pair in pairs]
     return pytest.mark.parametrize(
-        ("operation", "variant"), [pytest.param(*pair, id=f"{pair[0].name}-{pair[1]}") for pair in pairs]
+        ("operation", "variant"), thorough_but(*(pair for pair in pairs if brief is None or pair[1] in brief), of=given)
     )
 
 
@@ -162,7 +169,7 @@ def test_pytorch_variants_pass_every_kind_of_state(operation, variant, options):
 
 
 @pytest.mark.interpret
-@per_variant(OPERATIONS, kernels_with_states)
+@per_variant(OPERATIONS, kernels_with_states, brief=("fused", "fused_chunked", "three_launch"))
 def test_kernels_take_a_cut_sequence(operation, variant):
     case = operation.case("float16", **SMALL[operation.name], T=67, log_decay_dtype="float32")
     assert_pieces_equal_the_whole(operation, case, variant, [65])

@@ -115,7 +115,8 @@ WHOLE_GATE = ("packed_many_short", "packed_final_state_alone")
 
 @pytest.mark.interpret
 @pytest.mark.slow
-@pytest.mark.parametrize("packed", [False, pytest.param(True, marks=pytest.mark.thorough)], ids=["unusual", "packed"])
+@pytest.mark.thorough
+@pytest.mark.parametrize("packed", [False, True], ids=["unusual", "packed"])
 @pytest.mark.parametrize("variant", ["fused", pytest.param("separate", marks=pytest.mark.every)])
 def test_interpreted_kernels_meet_the_probes_of_the_scan(variant, packed):
     """The kernels' tests make one call per plain probe in ``SHORT``, and apply the whole gate at one dense case."""

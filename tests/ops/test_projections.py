@@ -36,7 +36,7 @@ each_variant = pytest.mark.parametrize("variant", pytorch_variants(PROJECTIONS))
 
 
 @each_variant
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [pytest.param(each, marks=[pytest.mark.thorough] * (each == "many_rows")) for each in CASES])
 def test_results_and_gradients(name, variant):
     assert_correct(PROJECTIONS, case_of(name), variant)
 
@@ -224,14 +224,10 @@ def test_autocast_casts_all_tensors(prose):
 
 @pytest.mark.parametrize(
     "variant",
-    [
-        "auto",  # chooses "wide" here
-        *(
-            pytest.param(name, marks=[pytest.mark.thorough] if name in ("wide", "compiled") else [])
-            for name in [*pytorch_variants(PROJECTIONS), "compiled"]
-        ),
-    ],
+    # "auto" chooses "wide" here.
+    ["auto", *pytorch_variants(PROJECTIONS), "compiled"],
 )
+@pytest.mark.thorough
 def test_it_compiles_into_one_graph(variant):
     torch.compiler.reset()
     function = torch.compile(lambda **given: projections(**given, variant=variant), fullgraph=True, backend="aot_eager")

@@ -70,7 +70,7 @@ def test_bfloat16():
 
 @pytest.mark.interpret
 @each_own
-@pytest.mark.parametrize("chain", ["normalized", "gla"])
+@pytest.mark.parametrize("chain", [pytest.param("normalized", marks=pytest.mark.thorough), "gla"])
 def test_kernels_pass_the_whole_gate(variant, chain):
     """Apply the whole verification gate (``judge``), not one call as in the other tests of kernels."""
     case = PROJECTIONS.case("float16", **{**SMALL, "T": 3}, segments=chain)

@@ -32,6 +32,7 @@ from tests.ops.cases import (
     pytorch_variants,
 )
 from tests.ops.swiglu_cases import CASES, DENSE, QUANTIZED, SWIGLU, case_of, made
+from tests.thorough import thorough_but
 from tests.trivial import trivial_answers
 
 each_variant = pytest.mark.parametrize("variant", pytorch_variants(SWIGLU))
@@ -53,14 +54,9 @@ def test_results_of_quantized_operands(name, variant):
     assert_ok(judge(SWIGLU, case, variant=variant), SWIGLU, case, variant)
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name",
-    [
-        "stacked",
-        *(pytest.param(name, marks=pytest.mark.thorough) for name in ("fp8_rows", "every_code_in_weights", "nvfp4_swizzled")),
-    ],
-)
+@pytest.mark.parametrize("name", ["stacked", "fp8_rows", "every_code_in_weights", "nvfp4_swizzled"])
 def test_the_compiled_variant_is_correct(name):
     case = case_of(name)
     if reason := SWIGLU.get("compiled").why_not(SWIGLU.query(case, "cpu")):
@@ -213,7 +209,9 @@ def test_autocast_casts_plain_tensors():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["odd_sizes", "stacked", "fp8_rows", "nvfp4_weights", "nvfp4_swizzled"])
+@pytest.mark.parametrize(
+    "name", thorough_but("odd_sizes", "fp8_rows", of=["odd_sizes", "stacked", "fp8_rows", "nvfp4_weights", "nvfp4_swizzled"])
+)
 def test_it_compiles_without_graph_breaks(name):
     given = SWIGLU.make_inputs(case_of(name), torch.device("cpu"), 0).arguments
     function = torch.compile(lambda **arguments: SWIGLU(**arguments), fullgraph=True, backend="aot_eager")

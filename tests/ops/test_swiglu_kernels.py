@@ -34,6 +34,7 @@ from tests.ops.cases import (
     triton_variants,
 )
 from tests.ops.swiglu_cases import CASES, DENSE, LARGE, QUANTIZED, SWIGLU, case_of, made
+from tests.thorough import thorough_but
 
 RUNS = {"three_node": (False, True), "wide": (True,), "two_node": (False, True), "fused": (False, True)}
 """Variants with kernels of our own, and the values of ``stacked`` that they take: both weights in one matrix, or not.
@@ -246,7 +247,17 @@ def test_results_on_the_meta_device_have_their_shapes(variant, keep):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("variant", "name"),
-    [("two_node", "odd_sizes"), ("two_node", "fp8"), ("fused", "odd_sizes"), ("fused", "fp8"), ("fused", "nvfp4_swizzled")],
+    thorough_but(
+        ("two_node", "fp8"),
+        ("fused", "odd_sizes"),
+        of=[
+            ("two_node", "odd_sizes"),
+            ("two_node", "fp8"),
+            ("fused", "odd_sizes"),
+            ("fused", "fp8"),
+            ("fused", "nvfp4_swizzled"),
+        ],
+    ),
 )
 def test_the_operator_compiles_without_graph_breaks(variant, name):
     given = SWIGLU.make_inputs(case_of(name), torch.device("cpu"), 0).arguments

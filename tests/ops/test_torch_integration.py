@@ -17,7 +17,6 @@ from onelaunch.operation import find_operation
 from tests.ops.cases import (
     GLA,
     OPERATIONS,
-    SCANS,
     arguments_of,
     assert_near,
     decay_of,
@@ -30,6 +29,7 @@ from tests.ops.cases import (
     triton_variants,
     weights_like,
 )
+from tests.thorough import thorough_but
 
 each_operation = pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: operation.name)
 
@@ -45,6 +45,14 @@ KERNELS = [
     if variant != "three_launch_cublas"  # left out: its parts are those of others, and the interpreter is slow
 ]
 each_variant = pytest.mark.parametrize(("operation", "variant"), EVERYWHERE + KERNELS)
+each_in_brief = pytest.mark.parametrize(
+    ("operation", "variant"),
+    [
+        *EVERYWHERE,
+        *thorough_but(*(each.values for each in KERNELS if each.values[1] in ("fused", "fused_chunked")), of=KERNELS),
+    ],
+)
+"""All variants of plain PyTorch and, in ``make test``, one kernel of each operation."""
 each_kernel = pytest.mark.parametrize(("operation", "variant"), KERNELS)
 
 
@@ -61,15 +69,23 @@ def with_strides(value, make):
 
 # torch.compile
 
+BRIEF = ("fused", "fused_chunked")
+"""Kernels that are compiled in every run of the tests, one for each operation."""
+
 
 def in_graphs():
-    """Parametrize compilation. Kernels, which an operator hides from the compiler, are compiled with packed sequences alone."""
+    """Parametrize compilation. Kernels, which an operator hides from the compiler, are compiled with packed sequences alone.
+
+    ``make test`` compiles ``auto`` of ``gated_scan``, and one kernel of each operation. The other operations in PyTorch are parts
+    of layers that it compiles (tests/nn/test_layers.py).
+    """
     for each in EVERYWHERE + KERNELS:
         operation, variant = each.values
         for packed in (False, True):
             read = packed and variant == stepwise_baseline(operation)  # reads offsets, which breaks the graph
             seen = not packed and (each in KERNELS or variant == "auto")  # auto: test_compiled_code_supports_other_lengths
-            marks = [*each.marks, *([pytest.mark.thorough] if packed and variant == "chunked" else [])]  # which "auto" chooses
+            brief = variant in BRIEF if each in KERNELS else variant == "auto" and operation.name == "gated_scan"
+            marks = [*each.marks, *([] if brief and packed else [pytest.mark.thorough])]
             if not read and not seen:
                 yield pytest.param(*each.values, packed, id=f"{each.id}-{packed}", marks=marks)
 
@@ -88,10 +104,8 @@ def test_it_compiles_into_one_graph(operation, variant, packed):
     assert_near(found, results(operation, arguments, "chunked" if variant == "auto" else variant), 1e-6)
 
 
-# Chunks of ``gla`` are a graph of hundreds of operations. In ``make test``, test_dynamic_shapes.py alone compiles it for any T.
-@pytest.mark.parametrize(
-    "operation", [*SCANS, pytest.param(GLA, marks=pytest.mark.thorough)], ids=lambda operation: operation.name
-)
+@pytest.mark.thorough
+@each_operation
 def test_compiled_code_supports_other_lengths(operation):
     torch.compiler.reset()
     function = torch.compile(operation, fullgraph=True, backend="aot_eager")
@@ -197,19 +211,19 @@ def check_strides(operation, variant, make, names):
     assert_near(results(operation, changed, variant), expected, 2e-6)
 
 
-@pytest.mark.parametrize("make", STRIDES)
+@pytest.mark.parametrize("make", thorough_but(sliced_out_of_a_projection, of=STRIDES))
 @each_variant
 def test_sequences_and_weight_of_any_strides(operation, variant, make):
     check_strides(operation, variant, make, lambda arguments: differentiable(arguments).keys() - {"initial_state"})
 
 
-@pytest.mark.parametrize("make", STRIDES)
-@each_variant
+@pytest.mark.parametrize("make", thorough_but(transposed, of=STRIDES))
+@each_in_brief
 def test_initial_states_of_any_strides(operation, variant, make):
     check_strides(operation, variant, make, lambda arguments: ["initial_state"])
 
 
-@each_variant
+@each_in_brief
 def test_offsets_of_any_stride(operation, variant):
     arguments = small(operation, lengths=(5, 0, 15), grad=True)
     expected = results(operation, arguments, variant)
@@ -218,7 +232,7 @@ def test_offsets_of_any_stride(operation, variant):
     assert_near(results(operation, arguments | {"cu_seqlens": table[:, 0]}, variant), expected, 2e-6)
 
 
-@each_variant
+@each_in_brief
 def test_expanded_gradients(operation, variant):
     """The gradient of ``sum()`` is one element with strides of 0."""
     arguments = small(operation, B=2, grad=True)
@@ -234,7 +248,7 @@ def test_expanded_gradients(operation, variant):
             assert ours is None or torch.allclose(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
-@each_variant
+@each_in_brief
 def test_broadcast_inputs(operation, variant):
     """Broadcast one decay over the whole batch, or one gate or key over every step."""
     arguments, decay, other = small(operation, B=2), decay_of(operation), "k" if operation is GLA else "gate"
@@ -280,7 +294,7 @@ def test_inputs_are_not_modified(operation, variant):
     assert not any(output.untyped_storage().data_ptr() in storages for output in outputs)
 
 
-@each_variant
+@each_in_brief
 def test_each_result_alone_gives_gradients_to_its_inputs(operation, variant):
     arguments = small(operation, grad=True)
     leaves = differentiable(arguments)
@@ -296,7 +310,7 @@ def test_each_result_alone_gives_gradients_to_its_inputs(operation, variant):
                 assert_near({name: ours}, {name: theirs}, 1e-5)
 
 
-@each_variant
+@each_in_brief
 def test_only_inputs_that_require_gradients_get_them(operation, variant):
     arguments = small(operation, grad=True)
     expected = results(operation, arguments, variant)
@@ -308,7 +322,7 @@ def test_only_inputs_that_require_gradients_get_them(operation, variant):
         assert_near(found, {key: expected[key] for key in found}, 1e-6)
 
 
-@each_variant
+@each_in_brief
 def test_gradients_may_be_taken_twice_from_a_kept_graph(operation, variant):
     arguments = small(operation, grad=True)
     y, final = operation(**arguments, variant=variant)
@@ -340,7 +354,7 @@ def test_plain_pytorch_has_second_derivatives(operation, variant):
     assert_near(found[variant], found[stepwise_baseline(operation)], 1e-5)
 
 
-@each_variant
+@each_in_brief
 def test_saved_tensor_hooks_are_supported(operation, variant):
     """Offloading and checkpointing use such hooks on the tensors that a call saves."""
     arguments = small(operation, grad=True)

@@ -65,7 +65,7 @@ def test_fake_gpu_tensors_have_shapes_on_a_machine_without_a_gpu(operation):
 
 
 @OPERATIONS
-@pytest.mark.parametrize("mode", ["real", "fake", "symbolic"])
+@pytest.mark.parametrize("mode", ["real", "fake", pytest.param("symbolic", marks=pytest.mark.thorough)])
 def test_make_fx_traces_a_call(operation, mode):
     given = arguments(operation)
     graph = make_fx(lambda *tensors: output(operation, *tensors), tracing_mode=mode)(*given)

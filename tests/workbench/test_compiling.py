@@ -158,18 +158,19 @@ def test_an_exception_of_a_call_is_reported_and_not_raised():
     assert call_once(study(), CompileCall("first", "forward", "raises"), "cpu") == "RuntimeError: the kernel fell over"
 
 
-def test_calls_are_made_in_other_processes(prose):
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.thorough)])
+def test_calls_are_made_in_other_processes(processes, prose):
     declared, told = study("output_chain"), []
     asked = [
         CompileCall("first", "forward", "unfused"),
         CompileCall("second", "forward_backward", "unfused"),
         CompileCall("first", "forward", "no"),  # no such variant
     ]
-    failed = compile_ahead(declared, asked, "cpu", 2, lambda call, done, total: told.append((call, done, total)))
+    failed = compile_ahead(declared, asked, "cpu", processes, lambda call, done, total: told.append((call, done, total)))
     assert sorted(done for _, done, _ in told) == [1, 2, 3]
     assert {call for call, *_ in told} == set(asked)
     (line,) = failed
-    prose(line)
+    prose(line, name="failed")
 
 
 def test_without_calls_no_process_starts():

@@ -7,6 +7,7 @@ sm_90a. ``prose`` compares a message with its entry in tests/snapshots/prose.txt
 
 from __future__ import annotations
 
+import functools
 import subprocess
 import sys
 from dataclasses import replace
@@ -23,6 +24,7 @@ from onelaunch.launch.build import CudaBuild, KernelBuild
 from onelaunch.operation import Operation
 from onelaunch.workbench import inspection
 from onelaunch.workbench.inspection import inspect_build, inspect_operation
+from tests.thorough import thorough_but
 
 triton = pytest.importorskip("triton")
 tl = triton.language
@@ -65,9 +67,15 @@ def matmul(tile: tuple[int, int, int] = (64, 64, 64), **facts: Any) -> KernelBui
     return replace(build, **facts)
 
 
-@pytest.mark.parametrize("architecture", CHECKED)
+@functools.cache
+def inspected(architecture: str) -> Any:
+    """Return the inspection of the default matrix product, which several tests share."""
+    return inspect_build(matmul(), architecture, variant="three")
+
+
+@pytest.mark.parametrize("architecture", thorough_but("sm_80", "sm_90a", of=CHECKED))
 def test_a_matrix_product_has_the_intended_instructions(architecture):
-    found = inspect_build(matmul(), architecture, variant="three")
+    found = inspected(architecture)
     assert found.ok, found.problems
     assert any(name.startswith(ARCHITECTURES[architecture].matrix) for name in found.matrix)
     assert all(count > 0 for count in found.matrix.values())
@@ -84,12 +92,12 @@ def test_a_matrix_product_has_the_intended_instructions(architecture):
         ("sm_80", "ptx", "mma.sync"),
         ("sm_90a", "ptx", "wgmma.mma_async"),
         ("sm_90a", "sass", "HGMMA"),
-        ("sm_100a", "ptx", "tcgen05.mma"),
-        ("gfx942", "amdgcn", "v_mfma"),
+        pytest.param("sm_100a", "ptx", "tcgen05.mma", marks=pytest.mark.thorough),
+        pytest.param("gfx942", "amdgcn", "v_mfma", marks=pytest.mark.thorough),
     ],
 )
 def test_the_assembly_is_available(architecture, stage, text):
-    assert text in inspect_build(matmul(), architecture).assembly[stage]
+    assert text in inspected(architecture).assembly[stage]
 
 
 @pytest.mark.parametrize(("architecture", "columns"), [("sm_90a", 128), pytest.param("gfx942", 256, marks=pytest.mark.thorough)])
@@ -248,7 +256,7 @@ def product(text: str = MMA, **facts: Any) -> CudaBuild:
 
 
 @compiled
-@pytest.mark.parametrize("architecture", ["sm_80", "sm_90a", "sm_100a"])
+@pytest.mark.parametrize("architecture", thorough_but("sm_90a", of=["sm_80", "sm_90a", "sm_100a"]))
 def test_a_cuda_kernel_is_disassembled(architecture):
     found = inspect_build(rotate(), architecture, variant="ours")
     assert found.ok, found.problems

@@ -71,6 +71,7 @@ def test_a_variant_that_returns_zeros_under_torch_compile(examined):
     assert "Under torch.compile: y is off" in verdict.explain()
 
 
+@pytest.mark.thorough
 def test_an_honest_variant_passes_under_torch_compile(examined):
     torch.compiler.reset()
     verdict = examined(rogues.parallel.run, *BOTH, compiles=True)

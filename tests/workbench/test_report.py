@@ -360,7 +360,7 @@ def test_a_plot_of_times_draws_the_roofline_bound() -> None:
 
 
 @every_result
-@pytest.mark.parametrize("width", [80, 120])
+@pytest.mark.parametrize("width", [80, pytest.param(120, marks=pytest.mark.thorough)])
 def test_terminal_lines_fit_and_a_pipe_gets_no_escape_codes(make: Maker, width: int) -> None:
     for full in (False, True):
         text = terminal(make(), width, full=full)

@@ -79,7 +79,9 @@ def test_met_and_excluded_criteria_are_counted_separately(prose) -> None:
     prose(counts(decided("proceed", outcome("a", "met"), outcome("b", "met"))))
 
 
-@pytest.mark.parametrize("name", ["040-linear-rnn", "058-gla-layer", "dual-gemm-swiglu"])
+@pytest.mark.parametrize(
+    "name", ["040-linear-rnn", "058-gla-layer", pytest.param("dual-gemm-swiglu", marks=pytest.mark.thorough)]
+)
 def test_the_evidence_of_a_criterion_is_on_a_page_once(name: str) -> None:
     result = stored(name)
     text, written = text_of(page.render(result)), " ".join(markdown.render(result).replace("\\", "").split())

@@ -106,6 +106,7 @@ def test_a_page_of_hostile_texts_has_only_our_elements_and_no_handlers() -> None
     assert links == WEB_PAGES
 
 
+@pytest.mark.thorough
 def test_the_name_of_a_shape_stays_inside_the_label_of_its_plot() -> None:
     """The attack is a shape's name that closes the SVG attribute and adds an event handler."""
     result = results.proceed_on_gpu()

@@ -159,6 +159,7 @@ def test_control_characters_in_free_text_are_written_as_escapes(tmp_path):
     assert Cell(shape="a", direction="forward", variant="b", status="error", reason="\x07").reason == "\\x07"
 
 
+@pytest.mark.thorough
 def test_results_are_utf_8_in_every_locale(tmp_path):
     """In some locales a result once raised UnicodeEncodeError, or was unreadable on another machine."""
     code = (

@@ -57,6 +57,7 @@ def test_no_criterion_is_infeasible(study):
     assert {cell.variant for cell in plan.cells} == {"unfused", "compiled", "composed", "packed", "packed_states", "fla"}
 
 
+@pytest.mark.thorough
 def test_the_study_runs_without_a_gpu(study, tmp_path, monkeypatch):
     """The run is of small scale, with short samples, made-up peaks, and two of the variants."""
     monkeypatch.setitem(timing.WARM_UP_SECONDS, "cpu", 0.0)

@@ -170,6 +170,7 @@ def test_the_small_forms_run_without_a_gpu(everyday, short, tmp_path):
     write_report(result, tmp_path / "report")
 
 
+@pytest.mark.thorough
 def test_host_times_are_taken_without_a_gpu_too(host_times, short, tmp_path):
     def shrunk(shape):
         sizes = {name: 8 if name in ("T", "M") else size for name, size in shape.sizes.items()}

@@ -71,14 +71,15 @@ def test_a_child_measures_what_the_process_itself_measures(tmp_path):
 @pytest.mark.parametrize(
     ("end", "said"),
     [
-        (lambda: os._exit(0), "exit code 0"),
-        (lambda: os._exit(3), "exit code 3"),
-        (lambda: (faulthandler.disable(), ctypes.string_at(0)), "SIGSEGV"),
-        (lambda: os.kill(os.getpid(), signal.SIGKILL), "lack of memory"),
+        pytest.param(lambda: os._exit(0), "exit code 0", id="os._exit(0)", marks=pytest.mark.thorough),
+        pytest.param(lambda: os._exit(3), "exit code 3", id="os._exit(3)", marks=pytest.mark.thorough),
+        pytest.param(lambda: (faulthandler.disable(), ctypes.string_at(0)), "SIGSEGV", id="segmentation fault"),
+        pytest.param(
+            lambda: os.kill(os.getpid(), signal.SIGKILL), "lack of memory", id="killed for memory", marks=pytest.mark.thorough
+        ),
     ],
-    ids=["os._exit(0)", "os._exit(3)", "segmentation fault", "killed for memory"],
 )
-@pytest.mark.parametrize("count", [1, 30], ids=["verified", "timed"])
+@pytest.mark.parametrize("count", [pytest.param(1, id="verified"), pytest.param(30, id="timed", marks=pytest.mark.thorough)])
 def test_a_variant_that_ends_its_process_gets_a_status_and_the_rest_goes_on(end, said, count, prose):
     result = with_rogue(at_count(count, end))
     rogue = result.cell("first", "rogue")
@@ -230,6 +231,7 @@ def test_a_child_that_does_not_end_after_ctrl_c_is_killed(monkeypatch):
     assert statuses(result, "first") == {"eager": "ok", "parallel": "ok"}
 
 
+@pytest.mark.thorough
 def test_the_child_ends_with_its_parent(tmp_path):
     code = f"""
 import os, sys, threading, time
@@ -261,6 +263,7 @@ runs.run(runs.study(), steps=runs.steps(measure=measure), in_process=False)
 # A new interpreter
 
 
+@pytest.mark.thorough
 def test_a_new_interpreter_imports_the_modules_that_registered_the_variants(monkeypatch):
     monkeypatch.setattr(parent, "start_method", lambda device: "spawn")
     result = supervised(study(FASTER, rounds=3), steps=Steps(ceilings=slow_light))
@@ -268,7 +271,7 @@ def test_a_new_interpreter_imports_the_modules_that_registered_the_variants(monk
     assert set(statuses(result)) == {"eager", "parallel"}
 
 
-@pytest.mark.parametrize("what", ["steps", "variant"])
+@pytest.mark.parametrize("what", ["steps", pytest.param("variant", marks=pytest.mark.thorough)])
 def test_what_a_new_interpreter_cannot_know_is_measured_in_this_process(what, monkeypatch, prose):
     monkeypatch.setattr(parent, "start_method", lambda device: "spawn")
     with registered(homemade=parallel):
@@ -325,7 +328,7 @@ def test_a_second_run_of_one_result_is_refused_before_it_measures(tmp_path, pros
     run(study(), save_to=path)
 
 
-@pytest.mark.parametrize("force", [False, True])
+@pytest.mark.parametrize("force", [False, pytest.param(True, marks=pytest.mark.thorough)])
 def test_a_result_that_another_run_has_written_meanwhile_is_kept_and_so_is_this_one(force, tmp_path, prose):
     path = tmp_path / "r.json"
 
@@ -372,6 +375,7 @@ def test_a_control_named_like_a_variant_is_refused_before_anything_runs(monkeypa
         run(study(controls=("parallel",)), steps=steps(measure=lambda *_, **__: pytest.fail("measured")))
 
 
+@pytest.mark.thorough
 def test_without_counters_finished_shapes_are_not_measured_again_on_resuming():
     """The criterion asks for bytes, which nothing counts here. The first shape was timed before Ctrl-C at the second."""
     first = run(study(FEWER), steps=interrupted_at("begin", "second"))

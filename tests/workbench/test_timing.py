@@ -324,6 +324,7 @@ def test_a_capture_that_fails_for_lack_of_memory_is_out_of_memory():
 # Real clocks on a CPU
 
 
+@pytest.mark.thorough
 def test_times_and_controls_of_both_directions_are_plausible():
     case = toy_case(T=200)
     forward = measure(toy_sum, case, variants=["eager", "parallel"], controls=["product"], rounds=5)
