@@ -146,7 +146,8 @@ def _why_skip(item: pytest.Item) -> str | None:
         return "set TRITON_INTERPRET=1 to run kernels through Triton's interpreter"
     if INTERPRETED and not interpret:
         return "TRITON_INTERPRET=1 is set: only tests of interpreted kernels run"
-    if item.get_closest_marker("thorough") and item.config.getoption("architectures") not in ("all", "every"):
+    brief = item.config.getoption("architectures") not in ("all", "every") and not item.config.getoption(wording.UPDATE)
+    if item.get_closest_marker("thorough") and brief:
         return "runs in `make check`"
     if item.get_closest_marker("every") and item.config.getoption("architectures") != "every":
         return "runs with --architectures=every"
