@@ -143,10 +143,11 @@ def norm_gate_gradients(
     a, dh = empty(want_a), empty(da is not None)
     dgate = empty(da is not None and gate is not None) if into is None else into
     partials = dnorm_weight = counter = None
-    if da is not None and given.norm_weight is not None:
+    weight = None if da is None else given.norm_weight
+    if weight is not None:
         partials = h.new_empty(ctas, values, dtype=torch.float32)
         if steps <= MOST_STEPS_WITH_SUM:
-            dnorm_weight, counter = torch.empty_like(given.norm_weight), counters(h.device, 1)
+            dnorm_weight, counter = torch.empty_like(weight), counters(h.device, 1)
     Launch(
         norm_gate_gradients_kernel, (ctas,),
         da, h, gate, given.norm_weight, rstd, a, dh, dgate, partials, dnorm_weight, counter, rows, heads, steps,
@@ -154,6 +155,6 @@ def norm_gate_gradients(
         0 if dgate is None else dgate.stride(0),
         ACTIVATED=given.activated, **tile_of(rows, values, GRADIENT_ELEMENTS), num_warps=WARPS,
     ).run()  # fmt: skip
-    if partials is not None and dnorm_weight is None:
-        dnorm_weight = partials.sum(0).to(given.norm_weight.dtype)
+    if weight is not None and partials is not None and dnorm_weight is None:
+        dnorm_weight = partials.sum(0).to(weight.dtype)
     return Gradients(a, dh, dgate, dnorm_weight)
