@@ -2,7 +2,8 @@
 
 Triton and NVRTC compile for any target on any machine, and Triton's wheel includes NVIDIA's disassembler. Spilled registers, and
 matrix products that became other instructions than intended, are therefore found on every machine and in every test run.
-Command ``onelaunch inspect`` calls :func:`inspect_operation`, and tests compile every kernel with :func:`inspect_build`.
+Command ``onelaunch inspect`` calls :func:`inspect_operation`, and tests compile every kernel with :func:`inspect_build`. The
+names of ``device/architectures.py`` were documented here in earlier versions, so that code of users may import them from here.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any
 
 from onelaunch import cuda
 from onelaunch.cuda import sass
-from onelaunch.device.architectures import ARCHITECTURES, Architecture, find_architecture
+from onelaunch.device.architectures import ARCHITECTURES, CHECKED, Architecture, find_architecture  # noqa: F401 - as above
 from onelaunch.errors import CompileError, CompilerMissing, InspectionError
 from onelaunch.launch.build import Build, CudaBuild, KernelBuild
 from onelaunch.launch.compile import INSTALL_TRITON, compile_triton
