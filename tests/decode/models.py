@@ -1,4 +1,4 @@
-"""Small models, and checkpoint folders of them, shared by the decoding tests."""
+"""Small models, and checkpoint folders of them, shared by the decoding tests and ``tests/test_fuzz.py``."""
 
 from __future__ import annotations
 

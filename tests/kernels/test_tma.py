@@ -1,4 +1,7 @@
-"""Tests of tensors prepared for TMA: the tensor itself if TMA can address it, a copy if not."""
+"""Tests of tensors prepared for TMA: the tensor itself if TMA can address it, a contiguous copy if not.
+
+A copy does not help where the length of a row is not a multiple of 16 bytes.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,8 @@ from onelaunch.kernels.tma import addressable
 
 MATRIX = torch.arange(8 * 64, dtype=torch.float16).reshape(8, 64)
 
-# TMA needs rows that are contiguous and apart, at addresses and distances that are multiples of 16 bytes.
+# ``addressable`` keeps a tensor whose last dimension is contiguous, whose every other dimension steps over all of the next one, and
+# whose address and strides are multiples of 16 bytes.
 HEADS = torch.arange(4 * 80, dtype=torch.float16).reshape(4, 80)[:, 8:72].unflatten(1, (2, 32))  # [4, 2, 32], rows 80 apart
 
 AS_THEY_LIE = {

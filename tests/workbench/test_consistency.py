@@ -1,5 +1,8 @@
 """Tests of result files that were edited by hand: one part no longer fits the others, and the file is refused.
 
+An edited decision is not refused: ``differences`` finds it by recomputing. One test checks that names cannot collide when they
+are registered.
+
 ``honest`` is a result of the made-up operation of ``ladder.py``, judged and decided: ``one`` takes 5 us at the shape ``mega``,
 the baseline ``three`` 10 us, and the control ``product`` 4.2 us; the roofline bound is 4 us. ``refused`` edits the file and reads
 it. ``prose`` compares a text with its entry in tests/snapshots/prose.txt, whose key is the node id of the test.
@@ -56,7 +59,10 @@ def cell(raw, variant):
 
 
 def test_a_bound_that_is_moved_in_the_result_file(refused, prose):
-    """``study judge`` once decided by the moved bound, and *debug* became *proceed*; the stored digest stayed the old one."""
+    """The bound is moved in the declaration and in its outcome, so only the stored digest contradicts the edit.
+
+    ``study judge`` once decided by the moved bound, and *debug* became *proceed*. The digest is checked before the outcomes.
+    """
 
     def move(raw):
         raw["study"]["criteria"][1]["at_least"] = 1.1
@@ -155,7 +161,7 @@ def test_a_noise_floor_below_its_run(refused, prose):
     prose(refused(lower, concluded(wide)))
 
 
-def test_a_wrong_variant_whose_verdict_is_replaced(refused, prose):
+def test_a_verdict_that_is_edited(refused, prose):
     def nothing(raw):
         cell(raw, "one")["verdict"] = {"ok": True}
 

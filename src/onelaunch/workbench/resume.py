@@ -13,6 +13,7 @@ def differences(earlier: Result, now: Result) -> list[str]:
     then, here = earlier.provenance, now.provenance
     facts = {"study": (earlier.study_digest[:12], now.study_digest[:12])}
     facts |= {name: (getattr(then, name), getattr(here, name)) for name in ("device", "driver", "commit", "scale", "rounds")}
+    # The digest of the files is stored only where the commit does not determine them: it is empty, or ends in "-dirty".
     facts |= {"files of onelaunch": (then.package[:12], here.package[:12])} if then.package and then.commit == here.commit else {}
     facts |= {package: (then.versions.get(package), here.versions.get(package)) for package in {**then.versions, **here.versions}}
     for name in then.variants.keys() & here.variants.keys():

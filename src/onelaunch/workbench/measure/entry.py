@@ -1,6 +1,8 @@
 """State of one candidate while it is measured.
 
-``timing.py`` makes one for each candidate of a case, and one more for the second copy that an A/A run times.
+A candidate is a variant of the operation or a control, a part of the operation that is timed beside the variants, such as its
+matrix product alone. ``timing.py`` makes one :class:`Entry` for each candidate of a case, and one more for the second copy of the
+baseline that an A/A run times.
 
 ``OUTSIDE`` is the status of a peer outside the gate: another project's variant that fails the verification gate, but whose errors
 its own project's tests allow. It is timed, so that others can be compared with it.
@@ -18,7 +20,10 @@ from onelaunch.workbench.result import OUTSIDE, Regime, Verdict
 from onelaunch.workbench.verify.calls import Candidate, status_of
 
 RAISED = (Exception, SystemExit)
-"""Exceptions of a candidate that are its result. ``KeyboardInterrupt`` ends the run, and everything that was measured is kept."""
+"""Exceptions that are recorded as a candidate's result, also if the oracle or the allocation of its inputs raised them.
+
+``KeyboardInterrupt`` ends the run, and everything that was measured is kept.
+"""
 
 
 @dataclass
@@ -28,6 +33,7 @@ class Entry:
     result: CandidateResult
     candidate: Candidate
     control: Control | None
+    """Control that the candidate runs, which has an oracle of its own; ``None`` if the candidate is a variant."""
     hidden: bool = False
     """True for the second copy of the baseline, which :class:`Measurements` do not list."""
     seconds: float = 0.0

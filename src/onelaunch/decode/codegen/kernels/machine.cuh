@@ -4,8 +4,8 @@
 // hopper.cuh already gives (bar_sync, fence_mbarrier_init, griddepcontrol_...). tests/decode/host/machine.cuh implements all of them for
 // a CPU, so that tests run the kernels' own source on a host. A primitive that is added here must be added there too.
 //
-// Memory orders: "relaxed" and "acquire"/"release" are those of the PTX memory model, at GPU scope. A relaxed access is atomic (a word
-// of its type is read or written whole) but orders no other access.
+// Memory orders: "relaxed" and "acquire"/"release" are those of the PTX memory model, at GPU scope. A relaxed access is atomic (each
+// scalar word is read or written whole; a vector access is one of several words) but orders no other access.
 #pragma once
 #include "hopper.cuh"
 
@@ -21,8 +21,9 @@ DEVICE u64 globaltimer() {
   asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(v));
   return v;
 }
-// Called once per iteration of a spin loop. On the GPU it is empty: polls that were 50 or 200 ns apart were not faster. On the host it
-// lets other threads run.
+// Called once per iteration of a spin loop. Every such loop times out after about two seconds (waiting.cuh), so a word that is never
+// stored gives an error and not a hung GPU. On the GPU this function is empty: polls that were 50 or 200 ns apart were not faster. On
+// the host it lets other threads run.
 DEVICE void spin_pause() {}
 
 // mbarriers in shared memory, by pointer, and bulk copies (cp.async.bulk) that complete on them.
