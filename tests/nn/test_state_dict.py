@@ -86,7 +86,7 @@ def test_separate_weights_are_loaded_and_saved_unchanged(pair):
 
 
 def test_loaded_rows_are_those_that_the_layer_reads():
-    """Zero weights make their part of the result zero."""
+    """If all weights of one of these projections are zero, the whole output is zero."""
     ours, theirs = (build() for build in PAIRS["gla"])
     x = torch.randn(1, 6, D)
     for silent in ("q_proj", "k_proj", "v_proj", "g_proj", "o_proj"):

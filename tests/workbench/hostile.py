@@ -35,11 +35,14 @@ FIXED = frozenset(
         "slug",
     }
 )
-"""Fields that stay as they are: most hold one of a few fixed words; the digest and the slug are never shown unchanged."""
+"""Names of fields that stay as they are. Most hold one of a few fixed words.
+
+A slug is validated, and a file is refused whose digest does not match its study.
+"""
 
 
 def hostile(attack: str = ATTACK) -> Result:
-    """Return a result in which every name and free text, and every key that is a name, ends with the attack string.
+    """Return a result in which names, free texts and keys that are names end with the attack string, except :data:`FIXED`.
 
     The study's notes are :data:`NOTES` instead, because they are Markdown.
     """

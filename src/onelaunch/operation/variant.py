@@ -32,7 +32,7 @@ class Capabilities:
     """Facts about a variant that the library acts on. They are keywords of the variant's registration."""
 
     launches: int | None = None
-    """Number of kernels that a forward call launches; ``None`` if a compiler or a library decides it."""
+    """Number of kernels that a forward call launches; ``None`` if it is not fixed, as where a compiler or a library decides it."""
     backward_launches: int | None = None
     """Number of kernels that the backward pass launches in addition."""
     backward: bool = True
@@ -236,7 +236,7 @@ class Variant:
 
     @property
     def launches(self) -> int | None:
-        """Number of kernels that a forward call launches; ``None`` if a compiler or a library decides it."""
+        """Number of kernels that a forward call launches; ``None`` if it is not fixed, see :class:`Capabilities`."""
         return self.capabilities.launches
 
     def supports(self, predicate: Callable[[Query], str | None]) -> Callable[[Query], str | None]:
@@ -253,7 +253,7 @@ class Variant:
         return function
 
     def listed_examples(self) -> list[Example]:
-        """Return the example calls of this variant, or none if it launches no kernels of its own. Tests run them."""
+        """Return the example calls of this variant; an empty list if none are registered. Tests run them."""
         return list(self._examples()) if self._examples else []
 
     def kernels(self, builds: Callable[[str], Iterable[Build]]) -> Callable[[str], Iterable[Build]]:
