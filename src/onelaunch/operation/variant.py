@@ -32,7 +32,7 @@ class Capabilities:
     """Facts about a variant that the library acts on. They are keywords of the variant's registration."""
 
     launches: int | None = None
-    """Number of kernels that a forward call launches; ``None`` if it is not fixed, as where a compiler or a library decides it."""
+    """Number of kernels that a forward call launches; ``None`` if it is not fixed, as if a compiler or library decides it."""
     backward_launches: int | None = None
     """Number of kernels that the backward pass launches in addition."""
     backward: bool = True
