@@ -108,10 +108,11 @@ def mutate(tree: Any, chosen: list[Mutation], outside: Path) -> Any:
         if not everywhere:
             return tree
         owner, key = everywhere[at % len(everywhere)]
-        value = copy.deepcopy(HOSTILE[which])
+        value = HOSTILE[which]
         if how >= 4:  # a hostile value of the same kind passes more checks
             alike = [each for each in HOSTILE if _kind(each) is _kind(owner[key])]
             value = alike[which % len(alike)]
+        value = copy.deepcopy(value)  # later changes may be made inside it
         if isinstance(value, str):
             value = value.replace("{outside}", str(outside))
         if how == 0:

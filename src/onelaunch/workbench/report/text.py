@@ -2,8 +2,9 @@
 
 Names, questions, reasons and notes of a run may come from a file of unknown origin. Every format shows their characters
 literally, except that runs of blanks become one, invisible characters become symbols, `` us`` after a number becomes `` µs``, and
-labels of plots may be cut. None of them becomes markup (an element, link, heading or table cell) or a command to a terminal. One exception
-cannot be prevented: if a Markdown report is shown on GitHub, GitHub links e-mail addresses and names after ``@``, escaped or not.
+labels of plots may be cut. None of them becomes markup (an element, link, heading or table cell) or a command to a terminal. One
+exception cannot be prevented: if a Markdown report is shown on GitHub, GitHub links e-mail addresses and names after ``@``,
+escaped or not.
 """
 
 from __future__ import annotations
