@@ -132,7 +132,7 @@ def test_initial_state_counts_packed_sequences(prose):
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.bool, torch.float64, torch.complex64])
-def test_queries_of_a_non_floating_dtype(dtype, refused):
+def test_queries_of_an_unsupported_dtype(dtype, refused):
     refused(DTypeError, "q", q=torch.ones(2, 9, 2, 20).to(dtype))
 
 

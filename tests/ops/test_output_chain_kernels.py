@@ -343,7 +343,7 @@ def test_without_a_gpu_and_without_an_interpreter_pytorch_computes():
         assert OUTPUT_CHAIN.get(variant).why_not(OUTPUT_CHAIN.query(case_of("gated"), "cpu")) is not None
 
 
-def test_every_variant_with_own_kernels_is_tested():
+def test_every_variant_with_portable_kernels_is_tested():
     assert triton_variants(OUTPUT_CHAIN) == OWN
 
 

@@ -72,7 +72,7 @@ def test_bfloat16():
 @each_own
 @pytest.mark.parametrize("chain", [pytest.param("normalized", marks=pytest.mark.thorough), "gla"])
 def test_kernels_pass_the_whole_gate(variant, chain):
-    """Apply the whole verification gate (``judge``), not one call as in the other tests of kernels."""
+    """Apply the whole verification gate (``judge``) in the interpreter, where other tests of kernels check one call."""
     case = PROJECTIONS.case("float16", **{**SMALL, "T": 3}, segments=chain)
     assert_ok(judge(PROJECTIONS, case, variant=variant, directions=BOTH), PROJECTIONS, case, variant)
 
@@ -337,5 +337,5 @@ def test_without_a_gpu_and_without_an_interpreter_pytorch_computes():
     assert reason is not None
 
 
-def test_every_variant_with_own_kernels_is_tested():
+def test_every_variant_with_portable_kernels_is_tested():
     assert triton_variants(PROJECTIONS) == OWN

@@ -101,7 +101,10 @@ def launched(monkeypatch):
 
 
 NUMBERS = ("M", "N", "K", "unit_granules", "longer_units", "granule", "up_first", "x_scales", "w_scales", "early")
-"""Names of the kernel's last arguments. ``early`` lets it read weights before earlier launches have ended."""
+"""Names of the kernel's last arguments. ``x_scales`` and ``w_scales`` are flags that x or the weights have one scale per row.
+
+``early`` lets the kernel read weights before earlier launches have ended.
+"""
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

@@ -1,8 +1,9 @@
 """Tests of the schedules of the Hopper matrix product for ``swiglu``: tiles, stream-K work units, and plans of launches.
 
 Shapes are (M, N, K), and the GPU has 132 SMs. ``tiles_of(rows, columns, split, chunks=...)`` configures tiles of rows of x and
-columns of the result (64 by default), with k-blocks of 128 bytes of x, or as many times more as there are chunks. k-blocks are
-numbered over all tiles; a work unit is the run of k-blocks that one CTA computes.
+columns of the result (64 by default), with k-blocks of 128 bytes of x, or as many times more as there are chunks. ``split``
+consumer warpgroups (1 by default) take turns with the k-blocks of a tile. k-blocks are numbered over all tiles; a work unit is
+the run of k-blocks that one CTA computes.
 """
 
 from __future__ import annotations
@@ -106,7 +107,7 @@ def test_work_units_of_well_known_shapes(tiles, shape, runs, shares):
     ("shape", "rows", "columns"),
     [
         ((512, 4096, 7168), 256, 64),  # the most reuse, and one wave
-        ((512, 3072, 7168), 128, 96),  # as many CTAs as the GPU has SMs
+        ((512, 3072, 7168), 128, 96),  # 128 CTAs for 132 SMs; tiles of 256 x 64 would make only 96
         ((256, 4096, 7168), 128, 64),
         ((8192, 4096, 7168), 256, 64),
     ],

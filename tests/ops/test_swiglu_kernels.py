@@ -327,5 +327,5 @@ def test_unsupported_calls_are_refused_with_the_reason(variant, changes, prose):
     prose(SWIGLU.get(variant).why_not(SWIGLU.query(case, "cpu")))
 
 
-def test_every_variant_with_own_kernels_is_tested():
+def test_every_variant_with_portable_kernels_is_tested():
     assert list(RUNS) == triton_variants(SWIGLU)

@@ -72,8 +72,8 @@ def test_constant_weights_are_promised_at_decoding_shapes(study):
     }
 
 
-def test_deciding_criteria_name_no_peer(study):
-    """The baseline needs no other project's package, and peers declare no number of launches."""
+def test_candidates_of_criteria_are_no_peers(study):
+    """No criterion has a peer as its candidate (``of``): peers declare no number of launches. The baseline needs no package."""
     operation = find_operation("swiglu")
     assert operation.get(study.baseline).capabilities.requires is None
     for criterion in study.criteria:

@@ -141,7 +141,7 @@ def _mapped(function: Callable[[Any], Any], value: Any) -> Any:
 
 
 class MetaTensors:
-    """Meta tensors for the tensors of one call. Those of tensors that share a storage share one as well."""
+    """Meta tensors for the tensors of one call. Those of one storage and one dtype share a storage as well."""
 
     def __init__(self) -> None:
         self._storages: dict[tuple[int, torch.dtype], torch.Tensor] = {}

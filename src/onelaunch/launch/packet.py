@@ -49,11 +49,12 @@ class Address:
 
 @dataclass(frozen=True)
 class Parameters:
-    """Values of a kernel's parameters, in order: the bytes of a number, or an :class:`Address`."""
+    """One launch of a kernel: its function, its configuration, and the values of its parameters."""
 
     function: int
     """Handle of the kernel (``CUfunction``)."""
     values: tuple[bytes | Address, ...]
+    """Values of the parameters, in order: the bytes of a number or of a null pointer, or an :class:`Address`."""
     grid: tuple[int, int, int]
     threads: int
     """Number of threads of a CTA."""

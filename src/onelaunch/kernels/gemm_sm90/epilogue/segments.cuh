@@ -72,8 +72,8 @@ __device__ __forceinline__ void store_pair(unsigned short* at, u32 pair, int lef
 
 // Activate and store the 64 rows of a warpgroup from `row` on, `count` columns from `column` on, one panel at a time. `map` and
 // `matrix` are the tensor map and the address of the result (y or `kept`), a row of which has `pitch` elements. The last
-// columns of a segment that fill no panel are stored by plain stores, because a TMA box would reach into the next segment;
-// RAGGED says whether a segment of this kind can have such columns. TMA leaves out rows behind the last one. All 128 threads of
+// columns of a tile that fill no panel are stored by plain stores, because a TMA box would reach into the next tile or segment;
+// RAGGED says whether a segment of this kind can have such tiles. TMA leaves out rows behind the last one. All 128 threads of
 // the warpgroup must call this.
 template <int WIDTH, int ACTIVATION, bool RAGGED>
 __device__ __forceinline__ void store_rows(
