@@ -2,8 +2,9 @@
 
 Such a peer is judged incorrect and timed all the same, others may be compared with it, and reports name it so. It is never the
 variant to use, never adopted and never chosen. ``rounded`` below computes ``toy_sum`` and is off by about 1.4e-3 norm-wise, where
-the gate allows less than 1e-6 in float32. Times of the second part are made up by ``ladder.py``. ``prose`` and ``prose.raises``
-compare wording with the test's entries in ``tests/snapshots/prose.txt``.
+the gate allows less than 1e-6 in float32. The times in the sections "Decisions and reports" and "Stored results" are made up by
+``ladder.py``; those in "A run" are measured. ``prose`` and ``prose.raises`` compare wording with the test's entries in
+``tests/snapshots/prose.txt``.
 """
 
 from __future__ import annotations

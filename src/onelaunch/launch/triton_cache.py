@@ -1,4 +1,4 @@
-"""Compile kernels in memory where Triton's cache folder cannot be written, in place of Triton's error.
+"""Compile kernels into a temporary folder where Triton's cache folder cannot be written, instead of failing with Triton's error.
 
 Triton writes every kernel, and the C code of its driver, to its cache folder, and reads them from there. Where that fails, as for
 a read-only home folder or a full disk, a folder below the system's temporary folder takes what is new until the process ends.

@@ -2,8 +2,8 @@
 
 Tiles of Gluon are powers of 2, and a warpgroup holds 64 values of a state, so K becomes 64, 128 or 256 and V a multiple of 64
 or 128. Tensors of the call are not copied: TMA fills the channels beyond a head with zeros when it loads them, and drops them
-when it stores. Only states that the kernels pass to each other are stored padded. launch_hopper.py, cost.py and
-variants/hopper.py call these functions.
+when it stores. Only states that the kernels pass to each other are stored padded. launch_hopper.py and cost.py call
+these functions; variants/hopper.py checks the sizes of a call against :data:`KEYS` and :data:`STEP`.
 """
 
 from __future__ import annotations

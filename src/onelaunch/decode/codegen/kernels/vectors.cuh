@@ -2,12 +2,14 @@
 //
 // Computes   x_hi = bf16(x), x_lo = bf16(x - x_hi): together 16 bits of mantissa, so that bfloat16 tensor cores multiply a nearly float32
 //            vector (products.cuh). For a normalized operand x is v * weight, and 1 / RMS(v) is applied to the products afterwards.
-// Callers    phases.cuh and residual.cuh stage operands; products.cuh calls publish_squares() and read_scale(); attention.cuh,
-//            parts.cuh and residual.cuh store into the operand by store_split*().
+// Callers    phases.cuh and residual.cuh stage operands, and phases.cuh calls norm_by_one_cta(). products.cuh calls publish_squares()
+//            and read_scale(), and adds the row sums of the warps by tree_sum(). attention.cuh, parts.cuh and residual.cuh store into
+//            the operand by store_split*(). heads.cuh calls bf16x4_to_float4(). products, residual, parts and attention use padded().
 // On chip    Shared::vector_hi and vector_lo, 2 bytes per column each, padded with zeros to a multiple of STEP columns.
 // Memory     every CTA reads the whole vector (4 bytes per column) from the L2 cache.
-// Barriers   a stage_... function writes the operand and ends with a barrier of the consumer threads. Before it, all consumer threads
-//            must have finished reading the previous operand: the barrier within the previous phase's product ensures that.
+// Barriers   stage_vector() and stage_normed() write the operand and end with a barrier of the consumer threads; after
+//            stage_vector_unsynced() the caller must synchronize. Before each, all consumer threads must have finished reading the
+//            previous operand: the barrier within the previous phase's product ensures that.
 #pragma once
 
 DEVICE float4 bf16x4_to_float4(uint2 v) {
@@ -71,7 +73,8 @@ DEVICE void stage_vector(Consumer& c, const float* from, u32 epoch) {
   stage_vector_unsynced<COLUMNS>(c, from, epoch);
   c.sync();
 }
-// Return the sum of an array, added pairwise: a shorter chain of dependent additions than one after another.
+// Return the sum of an array, added pairwise: a shorter chain of dependent additions than one after another. COUNT must be a power of
+// 2. The array is overwritten.
 template <int COUNT>
 DEVICE float tree_sum(float (&each)[COUNT]) {
 #pragma unroll
