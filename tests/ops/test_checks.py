@@ -1,7 +1,8 @@
 """Tests of argument checks: each error names the argument, its value, and what it must be.
 
-Tests change a small valid call, which :func:`~tests.ops.cases.arguments_of` makes: float32 on the CPU, with B = 2, T = 9, D = 5
-(columns of ``x``) and V = 6. Arguments that only ``gla`` takes are tested in ``test_gla_contract.py``.
+Tests change a small valid call, which :func:`~tests.ops.cases.arguments_of` makes: float32 on the CPU, with B = 2 and T = 9. The
+scans have V = 6, and ``linear_rnn`` also D = 5 (columns of ``x``); ``gla`` has H = 2, K = 20 and V = 16. Arguments that only
+``gla`` takes are tested in ``test_gla_contract.py``.
 
 ``prose.raises`` is ``pytest.raises`` that also compares the message with the entry of this test in tests/snapshots/prose.txt.
 """

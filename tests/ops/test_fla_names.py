@@ -161,7 +161,7 @@ def test_kernels_of_hgrn(variant, bounds):
 def test_hgrn_on_a_gpu(variant, dtype, device):
     """Compare the kernels with ``eager`` of the same dtype, forward and backward, in the bounds of fla's tests.
 
-    The second call is recorded, and the third replayed.
+    Of the three calls of the variant, the second is recorded and the third replayed.
     """
     arguments = {name: value.detach().to(device) for name, value in hgrn_arguments(dtype, dtype, 2, 300, 2).items()}
     found = []

@@ -1,7 +1,7 @@
 """The linear-RNN layer in one launch, with a vector-matrix product per time step.
 
 Computes   v = x W,  s_t = exp(log_decay_t) * s_{t-1} + v_t,  y_t = s_t * silu(gate_t)   (or y = s where GATED is false)
-Grid       (B or the packed sequences, V / BV): one CTA per sequence and BV channels, which waits for no other.
+Grid       (B or the number of packed sequences, ceil(V / BV)): one CTA per sequence and BV channels, which waits for no other.
 On chip    the weights [D, BV] of the CTA's channels in registers, and the state [BV].
 Memory     reads x once per BV channels, log_decay and gate once; writes y once; for a backward pass also v and a row of states
            every BT steps.
