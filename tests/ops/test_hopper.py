@@ -229,6 +229,6 @@ def test_supported_layouts_are_those_that_tma_can_address(sizes, suited, monkeyp
     given = arguments_of(LINEAR_RNN, **{"dtype": "float16", "B": 2, "T": 50, "D": 64, "V": 32, **sizes})
     tensors_given = (given[name] for name in ("x", "weight", "log_decay", "gate"))
     layer = Layer(*tensors_given, Sequences.of(None, given.get("cu_seqlens")), want_final=False, keep=False)
-    assert not launch_hopper.suits(layer)  # refused only because this is no Hopper GPU
+    assert not launch_hopper.suits(layer)  # the arguments are on the CPU, where no layer is taken
     monkeypatch.setattr(launch_hopper, "is_hopper", lambda device: True)
     assert launch_hopper.suits(layer) is suited

@@ -1,6 +1,9 @@
-"""Variants of ``toy_sum`` that are correct when they are verified, and look faster than they are, or wrong, when they are timed.
+"""Variants of ``toy_sum`` that pass verification, and then cheat, overwrite inputs or become slow while they are timed.
 
-Each is a function of the checked call; :func:`registered` makes it a variant for the length of a test.
+Tests of timing (``test_timing_contents.py`` and ``test_timing_replayed.py``) check that the workbench rejects or limits them.
+Tests of supervised processes (``test_supervise.py`` and ``tests/cli/test_study_supervised.py``) use :func:`at_count`, whose
+variants end or block the process in a chosen call. An instance of each class is a function of the checked call;
+:func:`registered` makes it a variant for the length of a test.
 """
 
 from __future__ import annotations
@@ -101,7 +104,10 @@ class EveryTenth:
 
 
 class NewestOnly:
-    """Outputs that a thread computes after the call, which drops all work but the newest. It waits while it is verified."""
+    """Outputs that a thread computes after the call, which drops all work but the newest.
+
+    While it is verified, the call computes them itself.
+    """
 
     def __init__(self) -> None:
         self.calls = 0
@@ -158,7 +164,7 @@ class CarelessMutation:
 
 
 class Sabotage:
-    """Correct outputs from kept ones, while it overwrites the inputs of earlier calls, which others share."""
+    """Correct outputs from a variant that, once timing has begun, overwrites the inputs of earlier calls, which others share."""
 
     def __init__(self) -> None:
         self.calls = 0
@@ -176,7 +182,7 @@ class Sabotage:
 
 
 class SlowStart:
-    """A variant that is fast until the number of calls in a sample is chosen, and then takes a tenth of a second a call."""
+    """A correct variant that is fast for :data:`VERIFYING_CALLS` calls, and then takes a tenth of a second a call."""
 
     def __init__(self) -> None:
         self.calls = 0
@@ -189,7 +195,7 @@ class SlowStart:
 
 
 def at_count(count: int, act: Callable[[], Any]) -> Callable[[ToyCall], Outputs]:
-    """Return a correct variant that calls a function in its call number ``count``."""
+    """Return a correct variant that calls ``act`` in its call number ``count``, for example to end or to block the process."""
     calls = []
 
     def variant(call: ToyCall) -> Outputs:
