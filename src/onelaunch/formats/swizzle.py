@@ -1,6 +1,7 @@
 """Swizzled memory order of NVFP4 block scales, which cuBLAS and tcgen05 read.
 
-``nvfp4.py`` swizzles and unswizzles with it. ``swiglu`` checks operands by the sizes of an atom.
+``nvfp4.py`` checks, cuts, swizzles and unswizzles scales with it. Of its names ``swiglu`` uses ``ATOM_ROWS`` alone, to check that
+stacked weights are not cut inside an atom, and to cut swizzled scales at whole atoms.
 """
 
 from __future__ import annotations
