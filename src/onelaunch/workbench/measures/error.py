@@ -25,8 +25,8 @@ ROUNDING = {"float16": 2.0**-11, "bfloat16": 2.0**-8, "float32": 2.0**-24}
 EXACTNESS = 0.25
 """Fraction of the unit roundoff below which an error cannot be asked for.
 
-An output that is rounded once has a norm-wise error between 0.29 and 0.58 of the unit roundoff. No implementation that stores its
-output in that dtype can reach an error below this fraction.
+An output that is rounded once has a norm-wise error between 0.29 and 0.58 of the unit roundoff. Unless the exact results happen
+to be representable, no implementation that stores its output in that dtype can reach an error below this fraction.
 """
 
 
