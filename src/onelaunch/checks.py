@@ -1,11 +1,11 @@
 """Argument checks that operations, layers of ``nn``, formats, and the weights and steps of ``decode`` share.
 
-Each check raises an error that names the argument. The replay of recorded calls skips the checks, and asks
-:func:`asks_for_values` whether it may.
+Each check raises an error that names the argument. A replayed call has the same facts as a call that passed the checks, so the
+replay skips them. It asks :func:`asks_for_values` whether it may, because values may differ.
 
-Shapes, dtypes and devices are always checked, at no cost on the device. These checks take a tensor's :class:`Facts`, which are
-hashable, so that a contract can cache the outcome. Checking values (a positive log-decay, offsets out of order) means reading the
-tensor, which on a GPU would synchronize with the device at every call. Values are checked for CPU tensors, and for GPU tensors
+Shapes, dtypes and devices are always checked, at no cost on the device. These checks take a tensor or its :class:`Facts`, which
+are hashable, so that a contract can cache the outcome. Checking values (a positive log-decay, offsets out of order) means reading
+the tensor, which on a GPU would synchronize with the device at every call. Values are checked for CPU tensors, and for GPU tensors
 only while the environment variable ``ONELAUNCH_CHECK_VALUES=1`` is set.
 """
 

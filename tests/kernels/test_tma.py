@@ -12,8 +12,8 @@ from onelaunch.kernels.tma import addressable
 
 MATRIX = torch.arange(8 * 64, dtype=torch.float16).reshape(8, 64)
 
-# ``addressable`` keeps a tensor whose last dimension is contiguous, whose every other dimension steps over all of the next one,
-# and whose address and strides are multiples of 16 bytes.
+# ``addressable`` keeps a tensor whose last dimension is contiguous, whose every other dimension steps over all of the next one by
+# a multiple of 16 bytes, and whose address is a multiple of 16 bytes.
 HEADS = torch.arange(4 * 80, dtype=torch.float16).reshape(4, 80)[:, 8:72].unflatten(1, (2, 32))  # [4, 2, 32], rows 80 apart
 
 AS_THEY_LIE = {

@@ -306,6 +306,9 @@ def test_a_call_never_waits_for_the_device(variant, lengths, device):
         torch.cuda.set_sync_debug_mode("default")
 
 
+# Tests without kernels
+
+
 @pytest.mark.parametrize(
     ("steps", "grad", "first"), [(1, False, "stepwise"), (16, False, "stepwise"), (17, False, "hopper"), (1, True, "hopper")]
 )

@@ -188,18 +188,32 @@ def test_the_compiled_scan_takes_all_probes_but_those_of_one_channel_or_no_step(
     assert set(FORMS) <= {str(probe) for probe in probes} - REFUSED
 
 
-def automatic_variants():
-    """Return the parameters of a test of each variant that ``auto`` may choose: the operation's name and the variant's."""
-    slow = {True: [pytest.mark.slow], False: []}  # a variant that is compiled anew for each probe takes minutes
+def automatic_variants(recompiles):
+    """Return operation and name of each variant that ``auto`` may choose and that is, or is not, compiled anew for a probe."""
     return [
-        pytest.param(each, name, marks=slow[variant.capabilities.recompiles])
+        (each, name)
         for each in NAMES
         for name, variant in operation_of(each).variants.items()
-        if variant.capabilities.automatic and not variant.capabilities.tunes
+        if variant.capabilities.automatic and not variant.capabilities.tunes and variant.capabilities.recompiles is recompiles
     ]
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("operation", "variant"), automatic_variants())
+@pytest.mark.parametrize(("operation", "variant"), automatic_variants(recompiles=False))
 def test_all_variants_meet_the_probes_on_a_gpu(operation, variant):
     assert run_probes(judge(), operation_of(operation), variant, torch.device("cuda:0")).failed == ()
+
+
+@pytest.mark.gpu
+@pytest.mark.slow  # all probes of a variant together take up to ten minutes, mostly of TorchInductor
+@pytest.mark.parametrize(
+    ("operation", "variant", "probe"),
+    [
+        pytest.param(each, name, probe, id=f"{each}-{name}-{probe}")
+        for each, name in automatic_variants(recompiles=True)
+        for probe in operation_of(each).listed_probes()
+    ],
+)
+def test_variants_that_are_compiled_anew_meet_each_probe_on_a_gpu(operation, variant, probe):
+    report = run_probes(judge(), operation_of(operation), variant, torch.device("cuda:0"), probes=[probe])
+    assert report.failed == ()

@@ -2,7 +2,7 @@
 
 The operation is the made-up ``ladder`` of ``ladder.py``, with sizes N and V, the options ``kind`` and ``masked``, and variants
 of one, two and three launches. ``prose`` compares a message with its entry in tests/snapshots/prose.txt, which holds the test's
-id.
+id. If a test or one of its parameters is removed, its entry must be removed too, or tests/test_prose.py fails.
 """
 
 from __future__ import annotations

@@ -11,9 +11,9 @@ from onelaunch import checks
 
 
 def float32_state(state: torch.Tensor | None, first: torch.Tensor) -> torch.Tensor | None:
-    """Return an initial state in float32 if it has the dtype of a call's first tensor; otherwise unchanged.
+    """Return an initial state in float32 if it has the dtype, one of ``checks.FLOATS``, of a call's first tensor.
 
-    So a state of any other dtype still fails the check of the operation.
+    A state of any other dtype is returned unchanged, so it still fails the check of the operation.
     """
     if not isinstance(state, torch.Tensor) or not isinstance(first, torch.Tensor) or state.dtype is torch.float32:
         return state

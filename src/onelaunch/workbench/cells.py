@@ -1,4 +1,4 @@
-"""Cells of a result from the plan's cells: before a run reaches them, and after the device's peaks were measured again.
+"""Cells of a result from the plan's cells: before a run reaches them, once they are measured, and with new peaks.
 
 ``running.py`` makes and replaces the cells of its result with these functions.
 

@@ -104,11 +104,15 @@ def read_text(path: Path, most_bytes: int = JSON_BYTES) -> str:
 
 
 def check_size(path: Path, most_bytes: int) -> None:
-    """Raise :class:`CheckpointError` unless a path is a regular file of at most ``most_bytes``."""
+    """Raise :class:`CheckpointError` unless a path is a regular file of at most ``most_bytes``.
+
+    ``tokenizer.py`` calls it before a library opens the file. :func:`read_text` calls it for its messages alone, since
+    ``read_bytes`` checks again that what it has opened is a regular file of that size.
+    """
     try:
         if not path.exists():
             raise CheckpointError(f"{path} cannot be read: there is no such file")
-        if not path.is_file():  # reading a pipe could block forever
+        if not path.is_file():
             raise CheckpointError(f"{path} cannot be read: it is not a regular file")
         size = path.stat().st_size
     except OSError as problem:

@@ -1,6 +1,7 @@
 """Tokenizers, chat templates, and incremental decoding of tokens to text.
 
-``decode/generate.py`` and ``prompts.py`` encode and decode with it.
+Users may pass a :class:`TextCodec`, which ``onelaunch.decode`` exports, to ``Model``. ``decode/generate.py`` makes one for a
+model folder, encodes and decodes with it, and uses :class:`Detokenizer` and :class:`StopStrings`. ``prompts.py`` encodes with it.
 """
 
 from __future__ import annotations
@@ -130,7 +131,10 @@ class TextCodec:
         return Templated(found)
 
     def _check_templates(self) -> None:
-        """Raise if a file that transformers reads is a link that leaves the folder, or if a chat template is not a string."""
+        """Raise if a file that transformers reads is a link that leaves the folder, or if its chat templates cannot be used.
+
+        A file of templates must be readable, and ``chat_template`` a string or a list of named strings with the default.
+        """
         for name in TOKENIZER_FILES:
             entry(self.folder, name)
         config_file, template_file = (entry(self.folder, name) for name in TEMPLATE_FILES)

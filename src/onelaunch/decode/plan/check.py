@@ -164,7 +164,7 @@ class _Past:
     writer_before: np.ndarray
     written_before: np.ndarray
     knew: np.ndarray | None = None
-    """Join of the clocks that the writers had when they finished."""
+    """Join of the clocks that the writers had when they finished; for sums that count, of the CTAs that added."""
 
 
 class _Clocks:

@@ -1,7 +1,7 @@
 """Compilation and loading of the decode kernels, and the sessions that own a loaded kernel and its buffers.
 
-The megakernel's engines and its variants of ``decode_step`` call :func:`session_for`. The inspector compiles what
-:func:`kernels_of` returns. A plan is ``separate`` if each phase is a launch.
+The megakernel's engines and its variants of ``decode_step`` call :func:`session_for`. The variants also call :func:`kernels_of`,
+for the builds that the inspector compiles. A plan is ``separate`` if each phase is a launch.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class StepKernel:
         self._kernels = {phase and phase.op: kernel for phase, kernel in kernels_of(plan, tuning).items()}
         for kernel in self._kernels.values():
             kernel.on(device)  # loads the kernel now, before a graph that contains it is captured
-        self._sampling_proved = False
+        self._sampling_proved = False  # spares a look-up at each sampled launch: check_sampling keeps its results too
 
     def launch(self, arguments: list[torch.Tensor | None], capacity: int, count: int, position: int) -> None:
         """Enqueue the launches of ``count`` tokens on the current stream.

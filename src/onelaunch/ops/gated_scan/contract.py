@@ -1,6 +1,7 @@
-"""The operation ``gated_scan``: its definition, its arguments and their checks, which ``linear_rnn`` shares.
+"""The operation ``gated_scan``: its definition, its arguments and their checks.
 
 Users call :func:`gated_scan`, and ``functions.py`` binds and runs calls under fla's names. The variants take a :class:`ScanCall`.
+``linear_rnn`` makes one too, and uses :class:`ScanFacts`, :func:`scan_facts` and :func:`check_scan_values`.
 """
 
 from __future__ import annotations
@@ -138,7 +139,7 @@ class ScanFacts(NamedTuple):
 
 
 def gate_flags(gated: bool) -> tuple[str, ...]:
-    """Return the dispatch key's flags about the gate: none for a call with a gate."""
+    """Return the dispatch key's flags about the gate: none for a call with a gate. ``reference.py`` calls it for cases."""
     return () if gated else ("no_gate",)
 
 
@@ -212,7 +213,8 @@ def gated_scan(
         initial_state: ``[N, V]`` float32, ``N = B`` or the number of packed sequences. Default: zeros.
         output_final_state: whether to return the state after the last step of every sequence.
         cu_seqlens: ``[N + 1]`` int32 or int64 offsets of sequences packed into one batch entry, from 0 to T, never decreasing
-            (equal neighbours are an empty sequence); needs ``B = 1``. On a GPU the host never reads them.
+            (equal neighbours are an empty sequence); needs ``B = 1``. On a GPU the host reads them only in PyTorch's
+            loop over steps and if ``ONELAUNCH_CHECK_VALUES=1``.
         variant: a name from ``gated_scan.variants``, or ``"auto"`` for the fastest variant measured near this call.
 
     Returns:
@@ -236,7 +238,10 @@ def gated_scan(
 def under_autocast(
     v: torch.Tensor, log_decay: torch.Tensor, gate: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Return the tensors as autocast has them: ``v`` and the gate in the autocast dtype, the log-decay in float32."""
+    """Return the tensors as autocast has them: ``v`` and the gate in the autocast dtype, the log-decay in float32.
+
+    :func:`gated_scan` and ``functions.py`` call it; ``linear_rnn`` casts its arguments by itself.
+    """
     v, log_decay, *rest = autocast(v, log_decay, *(() if gate is None else (gate,)))
     return v, log_decay, rest[0] if rest else None
 

@@ -48,7 +48,7 @@ def chunk_gla(
         output_final_state: Flag to return the state after the last step of every sequence as well.
         state_v_first: Flag that states, the initial and the final one, are ``[N, H, V, K]``.
         cu_seqlens: Offsets of packed sequences, ``[N + 1]`` int32 or int64. Requires ``B = 1``.
-        cu_seqlens_cpu: Offsets on the CPU, accepted together with ``cu_seqlens`` only. Unused: the host never reads offsets.
+        cu_seqlens_cpu: Offsets on the CPU, accepted together with ``cu_seqlens`` only. Unused: kernels read ``cu_seqlens``.
         variant: Name from ``gla.variants``, or ``"auto"`` for the fastest variant measured near this call.
 
     Returns:
@@ -97,7 +97,7 @@ def chunk_simple_gla(
         output_final_state: Flag to return the state after the last step of every sequence as well.
         state_v_first: Flag that states, the initial and the final one, are ``[N, H, V, K]``.
         cu_seqlens: Offsets of packed sequences, ``[N + 1]`` int32 or int64. Requires ``B = 1``.
-        cu_seqlens_cpu: Offsets on the CPU, accepted together with ``cu_seqlens`` only. Unused: the host never reads offsets.
+        cu_seqlens_cpu: Offsets on the CPU, accepted together with ``cu_seqlens`` only. Unused: kernels read ``cu_seqlens``.
         variant: Name from ``gla.variants``, or ``"auto"`` for the fastest variant measured near this call.
         **kwargs: fla's ``chunk_size``, a power of 2, which is checked and ignored: variants choose their own. Also fla's former
             ``transpose_state_layout``, now ``state_v_first`` (with a warning), and ``head_first``, which must be false.

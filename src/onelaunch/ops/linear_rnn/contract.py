@@ -121,7 +121,8 @@ def linear_rnn(
         initial_state: ``[N, V]`` float32, ``N = B`` or the number of packed sequences. Default: zeros.
         output_final_state: whether to return the state after the last step of every sequence.
         cu_seqlens: ``[N + 1]`` int32 or int64 offsets of sequences packed into one batch entry, from 0 to T, never decreasing
-            (equal neighbours are an empty sequence); needs ``B = 1``. On a GPU the host never reads them.
+            (equal neighbours are an empty sequence); needs ``B = 1``. On a GPU the host reads them only in PyTorch's
+            loop over steps and if ``ONELAUNCH_CHECK_VALUES=1``.
         variant: a name from ``linear_rnn.variants``, or ``"auto"`` for the fastest variant measured near this call.
 
     Returns:

@@ -1,7 +1,8 @@
 """Oracle of ``swiglu``, inputs and dispatch keys of its cases, and a control.
 
 The control is a part of the operation that studies time in addition: both products as one wide matrix product without the gate.
-The workbench's verification and measurements call these functions through the operation.
+The workbench and other code that examines an operation's cases call these functions through the operation. ``cost.py`` calls
+:func:`format_of`.
 """
 
 from __future__ import annotations

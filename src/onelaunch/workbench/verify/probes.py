@@ -31,6 +31,7 @@ def run_probes(
     variant: str,
     device: torch.device | str = "cpu",
     directions: Sequence[Direction] = ("forward", "forward_backward"),
+    probes: Sequence[Probe] | None = None,
 ) -> ProbeReport:
     """Judge a variant on every probe of its operation, forward and, if an input takes gradients, forward and backward.
 
@@ -43,6 +44,7 @@ def run_probes(
         device: Device to run on.
         directions: Directions to judge. A study asks for those that it measures. A probe without differentiable inputs is judged
             forward in any case.
+        probes: Probes of the operation to judge; all of them by default. Tests judge one at a time.
 
     Returns:
         The number of calls that passed, the number of calls that the variant or the contract refused, and a sentence for each
@@ -53,7 +55,7 @@ def run_probes(
     """
     operation.get(variant)
     device, passed, refused, failed = torch.device(device), 0, 0, []
-    for probe in operation.listed_probes():
+    for probe in operation.listed_probes() if probes is None else probes:
         for direction in _directions(operation, probe, device, directions):
             problem = _refusal(operation, probe, variant, device) if probe.refused else None
             if not probe.refused:

@@ -130,7 +130,7 @@ def _examine_direction(
     candidate: Candidate, reference: Reference, found: Findings, finish: Callable[[], None], calls: int, *, compiles: bool
 ) -> None:
     """Make all checks in one direction, or only the first if it finds a problem, which the others would meet again."""
-    check_repetition(candidate, reference, found, finish, calls)
+    _check_repetition(candidate, reference, found, finish, calls)
     if found.problems:
         return
     inputs = reference.inputs.clone()
@@ -138,13 +138,13 @@ def _examine_direction(
     for bundles in (True, False) if bundles_of(inputs) else (False,):
         if check_slices(candidate, reference, slices(inputs, ODD, bundles=bundles), found, finish):
             break
-    check_expanded(candidate, reference, inputs, found, finish)
+    _check_expanded(candidate, reference, inputs, found, finish)
     _check_gradients_one_by_one(candidate, reference, found, finish)
     if compiles:
-        check_compiled(candidate, reference, found, finish)
+        _check_compiled(candidate, reference, found, finish)
 
 
-def check_repetition(
+def _check_repetition(
     candidate: Candidate, reference: Reference, found: Findings, finish: Callable[[], None], calls: int = CALLS
 ) -> None:
     """Call several times with equal inputs. Calls whose bits differ from those of the first are judged."""
@@ -179,7 +179,7 @@ def check_repetition(
     found.add(changed_inputs(inputs, reference.inputs))
 
 
-def check_expanded(
+def _check_expanded(
     candidate: Candidate, reference: Reference, inputs: Inputs, found: Findings, finish: Callable[[], None]
 ) -> None:
     """Call with expanded inputs, and with contiguous inputs of the same contents, and compare the results.
@@ -220,7 +220,7 @@ def _check_gradients_one_by_one(candidate: Candidate, reference: Reference, foun
         found.add(reference.only(f"grad {name}").compare(outputs)[1], f"With a gradient asked for {name} alone: ")
 
 
-def check_compiled(candidate: Candidate, reference: Reference, found: Findings, finish: Callable[[], None]) -> None:
+def _check_compiled(candidate: Candidate, reference: Reference, found: Findings, finish: Callable[[], None]) -> None:
     """Call in a function that ``torch.compile`` traces as a whole, and judge the results. No code is generated for the graph."""
     from torch._dynamo import config as dynamo  # slow to import
 

@@ -9,7 +9,8 @@
 // NVFP4: an element of A's map is a byte of two codes. A row of x in a k-block has CHUNKS pieces of 128 bytes, because the
 //     swizzle spans 128 bytes. A stage holds piece 0 of all B_ROWS rows, then piece 1; a three-dimensional map loads them.
 // Host code: ops/swiglu/launch_hopper.py makes the maps and passes PARAMETERS in this order.
-// Callers: gemm.cu includes this file as OPERANDS; it and mainloop.cuh (load_a, load_b, tile_at) call the functions.
+// Callers: gemm.cu includes this file as OPERANDS and calls scheduler_of, prefetch_tensormaps and tile_at; mainloop.cuh calls
+//     load_a, load_b and tile_at.
 #pragma once
 #include "scheduler.cuh"
 

@@ -12,7 +12,7 @@ Grid       one CTA per segment of T, sequence, head and slice of 64 GROUPS value
            SLICES = V / (64 GROUPS) slices per head.
 Order      chunks go from the far end of the segment to its near end. Each step's decay is then a running sum of log-decays that
            only gets more negative: its factor is at most 1 whatever the decays are, no state has to be decayed, and the loop
-           stops early once all factors are 0 in float32.
+           stops early once all factors are below e^-88, which is subnormal in float32 and counts as 0.
 Roles      GROUPS warpgroups run ``accumulate``: each holds the sum [V = 64, K] in registers, K / 2 per thread; the first one
            also issues the TMA loads. One warpgroup runs ``decay_keys``: it decays keys in place in shared memory.
 On chip    shared memory for 16-bit numbers, per stage: keys and log-decays [64, K], 128 K bytes each, values 8192 per group.
@@ -26,9 +26,10 @@ Barriers   per stage: full (TMA loads have landed; all wait), decayed (keys are 
            the number of chunks after which the loops end. It is written before ``decayed`` and not changed before the stage is
            refilled, so all threads of all warps read the same number and leave in the same iteration. Loads that were issued
            beyond it are waited for at the end, so that none arrives in a CTA that is gone.
-Memory     each CTA reads keys, values and log-decays once, up to where the loop stops; the SLICES CTAs of one head and segment
-           read the same keys and log-decays. The segment at which the recurrence ends reads nothing, since no segment starts
-           from its sum. One float32 state and K decays per segment are written.
+Memory     each CTA reads keys, values and log-decays once, up to where the loop stops and at most STAGES - 1 chunks
+           beyond; the SLICES CTAs of one head and segment read the same keys and log-decays. The segment at which the
+           recurrence ends reads nothing, since no segment starts from its sum. One float32 state and K decays per segment are
+           written.
 Numerics   keys are a sum of two 16-bit numbers with SPLIT_KEYS; sums are float32.
 Caller     launch_hopper.py launches ``segment_sum_kernel`` before ``chunk_state_kernel``.
 Source     the segmented form of a scan (reduce, then scan); docs/notebook/gla.md.
@@ -67,7 +68,7 @@ from onelaunch.ops.gla.kernels.hopper_tiles import (
 )
 
 LOG_OF_ZERO = gl.constexpr(-88.0)
-"""Natural log-decay below which ``exp2_flushed`` makes factors 0: e^-88 is subnormal in float32."""
+"""Sum of natural log-decays below which a factor counts as 0: e^-88 is subnormal in float32, and ``exp2_flushed`` returns 0."""
 
 
 @gluon.jit

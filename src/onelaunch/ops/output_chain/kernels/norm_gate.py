@@ -18,7 +18,7 @@ Protocol   forward: CTAs do not exchange anything. Backward: when all warps of a
            their rows, and sets the counter back to 0 for the next launch. No CTA waits for another.
 Numerics   float32 between the loads and the stores.
 Callers    launch.py launches the kernels; prologue.py uses ``reciprocal_rms`` and ``activate``.
-Source     experiment 058; norm and gate as in fla's FusedRMSNormGated; docs/notebook/output_chain.md.
+Source     study 058-output-chain; norm and gate as in fla's FusedRMSNormGated; docs/notebook/output_chain.md.
 """
 
 import triton
