@@ -46,6 +46,18 @@ def test_a_call_computed_in_parts_equals_the_whole_call(lengths, part, parts, mo
     assert len(calls) == 2 * parts
 
 
+@pytest.mark.parametrize(("steps", "lengths"), [(1, None), (50, None), (70, None), (50, (20, 30)), (70, (70,))])
+@pytest.mark.parametrize("k_heads", [4, 2])
+def test_what_a_tracer_sees_is_in_row_major_order(steps, lengths, k_heads):
+    """A compiler keeps the strides that PyTorch's operations give, and they may be those of heads before steps."""
+    arguments = arguments_of(
+        GLA, B=1 if lengths else 2, T=steps, H=4, k_heads=k_heads, v_heads=k_heads, g_heads=k_heads, lengths=lengths
+    )  # fmt: skip
+    given = (arguments.get(name) for name in ("q", "k", "v", "g", "gv", "initial_state", "cu_seqlens"))
+    o, final = chunkwise.attend(*given, 1.0)
+    assert o.is_contiguous() and final.is_contiguous()
+
+
 def test_the_backward_pass_saves_only_the_inputs():
     """Products of decays and scores would take some forty times as much memory."""
     arguments = arguments_of(GLA, B=1, T=200, initial_state=True, final_state=True, lengths=(150, 50), grad=True)

@@ -75,7 +75,7 @@ def attend(
     offsets: Optional,
     scale: float,
 ) -> Results:
-    """Return the results of :func:`gla` computed for all heads at once, differentiable operation by operation.
+    """Return the results of :func:`gla` computed for all heads at once, differentiable operation by operation, in row-major order.
 
     Shared heads, the states' too, are repeated for all heads of the output that share them.
     """
@@ -96,7 +96,8 @@ def attend(
     entering, final = layout.states(fading.mT @ taken, whole)
     carried = (queries * key_decay.before) @ entering
     outputs = outputs + (carried if value_decay is None else carried * value_decay.before)
-    return layout.join(outputs).to(v.dtype), final if of_a_state < 2 else final[:, ::of_a_state]
+    # One chunk would otherwise leave the order of heads and steps as it is in ``outputs``.
+    return layout.join(outputs).to(v.dtype).contiguous(), final[:, ::of_a_state].contiguous()
 
 
 # Within a chunk
