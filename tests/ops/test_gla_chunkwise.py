@@ -55,7 +55,8 @@ def test_what_a_tracer_sees_is_in_row_major_order(steps, lengths, k_heads):
     )  # fmt: skip
     given = (arguments.get(name) for name in ("q", "k", "v", "g", "gv", "initial_state", "cu_seqlens"))
     o, final = chunkwise.attend(*given, 1.0)
-    assert o.is_contiguous() and final.is_contiguous()
+    assert o.is_contiguous()
+    assert final.is_contiguous()
 
 
 def test_the_backward_pass_saves_only_the_inputs():
