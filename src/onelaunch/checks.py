@@ -5,8 +5,8 @@ replay skips them. It asks :func:`asks_for_values` whether it may, because value
 
 Shapes, dtypes and devices are always checked, at no cost on the device. These checks take a tensor or its :class:`Facts`, which
 are hashable, so that a contract can cache the outcome. Checking values (a positive log-decay, offsets out of order) means reading
-the tensor, which on a GPU would synchronize with the device at every call. Values are checked for CPU tensors, and for GPU tensors
-only while the environment variable ``ONELAUNCH_CHECK_VALUES=1`` is set.
+the tensor, which on a GPU would synchronize with the device at every call. Values are checked for CPU tensors, and for GPU
+tensors only while the environment variable ``ONELAUNCH_CHECK_VALUES=1`` is set.
 """
 
 from __future__ import annotations

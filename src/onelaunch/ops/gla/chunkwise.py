@@ -75,7 +75,7 @@ def attend(
     offsets: Optional,
     scale: float,
 ) -> Results:
-    """Return the results of :func:`gla` computed for all heads at once, differentiable operation by operation, in row-major order.
+    """Return the results of :func:`gla` computed for all heads at once, in row-major order, differentiable by operations.
 
     Shared heads, the states' too, are repeated for all heads of the output that share them.
     """
