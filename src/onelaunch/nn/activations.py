@@ -16,12 +16,12 @@ from onelaunch.ops.projections.layout import Activation
 from onelaunch.wording import did_you_mean, listing
 
 
-def squared_relu(x: torch.Tensor) -> torch.Tensor:
+def _squared_relu(x: torch.Tensor) -> torch.Tensor:
     """Return ``relu(x)^2``."""
     return F.relu(x).square()
 
 
-def tanh_gelu(x: torch.Tensor) -> torch.Tensor:
+def _tanh_gelu(x: torch.Tensor) -> torch.Tensor:
     """Return GELU by its approximation with tanh."""
     return F.gelu(x, approximate="tanh")
 
@@ -32,8 +32,8 @@ FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "logsigmoid": F.logsigmoid,
     "silu": F.silu,
     "swish": F.silu,
-    "sqrelu": squared_relu,
-    "gelu": tanh_gelu,
+    "sqrelu": _squared_relu,
+    "gelu": _tanh_gelu,
 }
 """Activations by fla's names, without ``bias_gelu``, which needs a bias that no layer has."""
 

@@ -1,6 +1,7 @@
 """Cache of layers' states between the calls of a generation.
 
-Users pass a :class:`Cache` to a layer's call. ``GatedLayer`` and ``LinearRNN`` read and update it.
+Users pass a :class:`Cache` to a layer's call. For ``GatedLayer`` and ``LinearRNN``, ``inputs.py`` makes one where it is missing,
+looks up the layer's :class:`LayerState` and stores the new one.
 """
 
 from __future__ import annotations

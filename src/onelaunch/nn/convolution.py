@@ -1,6 +1,6 @@
 """Short causal convolutions over time, one filter per channel, built on PyTorch's own functions.
 
-``GatedLayer`` applies them to queries, keys and values.
+``GatedLayer`` (``gated.py``) applies them to queries, keys and values. ``onelaunch.nn`` exports the class for users as well.
 """
 
 from __future__ import annotations

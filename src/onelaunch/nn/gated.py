@@ -99,7 +99,10 @@ class GatedLayer(PackedModule, ABC):
             self.v_conv1d = ShortConvolution(self.num_kv_heads * self.head_v_dim, size, bias)
 
     def _head_size(self, argument: str, width: int) -> int:
-        """Return the channels of a head; raise :class:`ArgumentError` if ``onelaunch.ops.gla`` does not take such heads."""
+        """Return the channels of a head; raise :class:`ArgumentError` if ``onelaunch.ops.gla`` does not take such heads.
+
+        The operation checks them again at each call; here the message names the layer's arguments.
+        """
         if width % self.num_heads:
             raise ArgumentError(f"{argument} makes {width} channels; they must be a multiple of num_heads = {self.num_heads}.")
         size = width // self.num_heads

@@ -1,4 +1,7 @@
-"""The layer of gated linear attention with a decay per key channel."""
+"""The layer of gated linear attention with a decay per key channel.
+
+Users make it through ``onelaunch.nn``, and so does the variant ``module`` of the operation ``gla_layer``.
+"""
 
 from __future__ import annotations
 

@@ -94,7 +94,10 @@ def read_inputs(
     output_attentions: bool | None,
     cu_seqlens: torch.Tensor | None,
 ) -> Inputs:
-    """Check the arguments of a call; raise :class:`ArgumentError` or a subclass that names one. ``width`` is ``hidden_size``."""
+    """Check the arguments of a call; raise :class:`ArgumentError` or a subclass that names one. ``width`` is ``hidden_size``.
+
+    The operations check shapes, dtypes and offsets again, with their own names of the arguments.
+    """
     checks.rank("hidden_states", checks.tensor("hidden_states", hidden_states), "[B, T, D]")
     checks.dtype("hidden_states", hidden_states, checks.FLOATS)
     if hidden_states.shape[2] != width:

@@ -1,4 +1,4 @@
-"""The layer of a linear RNN."""
+"""The layer of a linear RNN, which users make through ``onelaunch.nn``."""
 
 from __future__ import annotations
 

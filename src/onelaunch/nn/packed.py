@@ -1,6 +1,6 @@
 """Packed parameters: several weights concatenated in one parameter, with separate names in a state dict.
 
-``GatedLayer``, ``LinearRNN`` and ``SwiGLU`` derive from :class:`PackedModule`.
+``GatedLayer``, ``LinearRNN`` and ``SwiGLU`` derive from :class:`PackedModule`, and call :func:`init_linear`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The SwiGLU MLP."""
+"""The SwiGLU MLP, which users make through ``onelaunch.nn``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from onelaunch.nn import inputs
 from onelaunch.nn.packed import PackedModule, init_linear
 from onelaunch.ops import swiglu
 
-ROUNDED_TO = 256
+_ROUNDED_TO = 256
 """Number of channels that a default ``intermediate_size`` is rounded up to a multiple of."""
 
 
@@ -54,7 +54,7 @@ class SwiGLU(PackedModule):
         self.hidden_ratio = inputs.number("hidden_ratio", 4 if hidden_ratio is None else hidden_ratio, above=0)
         if intermediate_size is None:
             least = int(self.hidden_size * self.hidden_ratio * 2 / 3)
-            intermediate_size = ROUNDED_TO * max(-(-least // ROUNDED_TO), 1)
+            intermediate_size = _ROUNDED_TO * max(-(-least // _ROUNDED_TO), 1)
         self.intermediate_size = inputs.count("intermediate_size", intermediate_size)
         self.hidden_act, self.fuse_swiglu = hidden_act, fuse_swiglu
         rows = {"gate_proj.weight": self.intermediate_size, "up_proj.weight": self.intermediate_size}

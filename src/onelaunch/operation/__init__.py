@@ -1,7 +1,7 @@
 """Operations, their variants, and the registry that the rest of the package reads.
 
 An :class:`Operation` is a mathematical contract, and a :class:`Variant` is one implementation of it. The public functions, the
-tests, the studies, the dispatcher and the documentation all read these objects; nothing else in the project lists variants.
+tests, the studies, the dispatcher, the commands and the documentation all read these objects; no other place lists all variants.
 """
 
 from onelaunch.operation.accuracy import SUM_OF_PRODUCTS, StatedErrors

@@ -3,8 +3,8 @@
 A float32 result is often a sum of products of 16-bit numbers. A kernel that computes these products by matrix instructions rounds
 decayed keys, gradients or states to 16 bits first. PyTorch's form computes in float32 throughout, so that its error says nothing
 about what such a sum can be. The verification gate therefore takes the larger of twice PyTorch's error and the stated one.
-Contracts state such errors by :data:`SUM_OF_PRODUCTS`, peers from fla their tolerance by :data:`FLA_TESTS`, and
-``verify/reference.py`` of the workbench asks :func:`stated_error`.
+Contracts state such errors by :data:`SUM_OF_PRODUCTS`, which ``definition.py`` checks by :func:`checked_errors`, and peers from
+fla state their tolerance by :data:`FLA_TESTS`. ``verify/reference.py`` of the workbench asks :func:`stated_error`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ rounding, such as that of a state between two chunks.
 FLA_TESTS = 5e-3
 """Largest norm-wise error that the tests of flash-linear-attention 0.6.0 allow for gradients and states (``assert_close``).
 
-Variants that call fla state it as their own tolerance.
+Variants of ``gated_scan``, ``gla`` and ``linear_rnn`` that call fla state it as their own tolerance, those of ``gla_layer`` not.
 """
 
 

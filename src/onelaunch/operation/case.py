@@ -1,7 +1,8 @@
 """Descriptions of calls without tensors, the arguments made for them, and arguments that consist of several tensors.
 
-The studies, the probes and the tests name calls by a :class:`Case`. The input makers of operations return a :class:`Reading`.
-Caches, weights and quantized tensors are each a :class:`Bundle`.
+Studies, commands, probes, example calls and tests name calls by a :class:`Case`, from which operations compute inputs, queries
+and costs. Their input makers return a :class:`Reading`. The KV cache and the weights of ``decode`` and the quantized tensors of
+``formats`` are each a :class:`Bundle`, which the workbench's verification copies and compares.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Lower bounds on the work of a call: FLOPs, bytes and launches, computed from its sizes.
 
-``cost.py`` of each operation returns a :class:`Cost`. The workbench plans with it and computes roofline bounds from it.
+``cost.py`` of each operation returns a :class:`Cost`, most with the launches of :func:`launch_count`, and so do the controls in
+files ``reference.py``. The workbench plans with it and computes roofline bounds from it.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class Cost:
     """Smallest number of bytes to and from device memory, if every launch reads its inputs once and writes its outputs once. 0
     sets no bound."""
     launches: int | None = None
-    """Number of kernel launches in the default path; ``None`` if a compiler decides it."""
+    """Number of kernel launches in the default path; ``None`` if PyTorch, another library or a compiler decides it."""
     matrix_dtype: str | None = None
     """Dtype of the matrix products' operands if it differs from the case's dtype. Its measured peak bounds ``flops``."""
     written: int | None = None

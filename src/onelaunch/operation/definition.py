@@ -1,7 +1,7 @@
 """Definition of an operation: a mathematical contract with an oracle, an input maker, a cost and variants.
 
-``contract.py`` of each operation creates an :class:`Operation` through ``registry.py``; the dispatcher, the workbench and the
-commands read it.
+``contract.py`` of each operation creates an :class:`Operation` through ``registry.py``, which also calls :func:`check_name`. The
+dispatcher, the workbench, the commands, ``examples.py`` and the engines of ``decode`` read it.
 """
 
 from __future__ import annotations
@@ -40,9 +40,10 @@ class Operation(Generic[P, R]):
         stated_errors: Norm-wise errors that float32 results and gradients may have in calls of 16-bit inputs, by name and by the
             dtype of the inputs. Twice the error of the PyTorch baseline is allowed where that is more.
         defaults: Variants to prefer where nothing was measured, by device type.
-        planned: Flag that calls are replayed (:class:`onelaunch.launch.planned.Planned`), which asks of the public function
-            that it depends on nothing but facts about its arguments that are known without reading them.
         variants: Variants by name, in order of registration.
+
+    The argument ``planned`` says that calls are replayed (:class:`onelaunch.launch.planned.Planned`), which asks of the public
+    function that it depends on nothing but facts about its arguments that are known without reading them.
     """
 
     def __init__(

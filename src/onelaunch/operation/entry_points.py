@@ -1,10 +1,10 @@
 """Load plug-ins: modules of other packages that register operations or variants when they are imported.
 
-An installed package announces a plug-in in the entry-point group :data:`GROUP`. Each entry is imported separately. If one fails,
+An installed package announces a plug-in in the entry-point group :data:`_GROUP`. Each entry is imported separately. If one fails,
 its registrations are taken back, and one :class:`~onelaunch.errors.PluginWarning` names the entry and its distribution. So it is
 with an entry that replaces an operation, a variant or a function of one that was registered before. Everything else works as if
 that package were not installed. KeyboardInterrupt is passed on. The registry calls :func:`load_once` when operations are first
-looked up.
+looked up. ``onelaunch doctor`` lists each :class:`Plugin`, and the provenance of results names the package of one.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Protocol
 from onelaunch.errors import PluginWarning
 from onelaunch.wording import in_a_line
 
-GROUP = "onelaunch.plugins"
+_GROUP = "onelaunch.plugins"
 """Entry-point group in which packages announce their plug-ins."""
 
 UNKNOWN = "an unknown distribution"
@@ -131,9 +131,9 @@ def _announced() -> tuple[tuple[importlib.metadata.EntryPoint, ...], tuple[Plugi
     The failed plug-in stands for all entries.
     """
     try:
-        return tuple(importlib.metadata.entry_points(group=GROUP)), ()
+        return tuple(importlib.metadata.entry_points(group=_GROUP)), ()
     except Exception as error:  # noqa: BLE001 - a malformed metadata file of any package raises here
-        return (), (_left_out("all", f"the group {GROUP}", UNKNOWN, f"{type(error).__name__}: {in_a_line(error)}"),)
+        return (), (_left_out("all", f"the group {_GROUP}", UNKNOWN, f"{type(error).__name__}: {in_a_line(error)}"),)
 
 
 def _distribution(entry: importlib.metadata.EntryPoint) -> str:

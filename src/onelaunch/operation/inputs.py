@@ -24,7 +24,7 @@ falls below -80 within 16 steps; log-decay 0 (nothing is forgotten); log-decay -
 and step."""
 
 
-RATIO = (1, 3, 2, 4)
+_RATIO = (1, 3, 2, 4)
 """Ratio of the lengths of packed sequences where only their number is given. No tile divides the lengths of most T."""
 
 
@@ -57,14 +57,14 @@ def case_flags(case: Case, defaults: dict[str, Any]) -> tuple[str, ...]:
 def packed_lengths(case: Case, lengths: int | Sequence[int]) -> list[int]:
     """Return the lengths of packed sequences, from the option ``lengths`` of a case.
 
-    A number stands for so many sequences of different lengths, in the ratio :data:`RATIO` in turn.
+    A number stands for so many sequences of different lengths, in the ratio :data:`_RATIO` in turn.
 
     Raises:
         ArgumentError: The lengths do not add up to T, or B is not 1.
     """
     steps = case.sizes["T"]
     if isinstance(lengths, int):
-        weights = [RATIO[index % len(RATIO)] for index in range(lengths)]
+        weights = [_RATIO[index % len(_RATIO)] for index in range(lengths)]
         ends = [round(steps * total / sum(weights)) for total in itertools.accumulate(weights)]
         lengths = [end - start for start, end in itertools.pairwise([0, *ends])]
     if sum(lengths) != steps or case.sizes["B"] != 1:

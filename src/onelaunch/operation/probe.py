@@ -1,8 +1,9 @@
-"""Probes of an operation: edge cases on which every variant is judged before its times count and before ``auto`` may choose it.
+"""Probes of an operation: edge cases on which tests judge its variants, and studies do before the variants' times count.
 
 An operation's file ``probes.py`` lists them. Most are plain cases. A probe with a function ``prepare`` has arguments that no
 case describes, such as transposed memory or rows of very different magnitude. Those files also call the functions below, which
-make such probes.
+make such probes. ``verify/probes.py`` of the workbench judges a variant on them. Studies leave out variants with one of the
+capabilities ``requires`` and ``recompiles``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
 """Dispatch keys: facts about a call, without its tensors, that decide which variants can run and which is fastest.
 
 ``contract.py`` of each operation makes the :class:`Query` of a call, and its ``reference.py`` that of a case. The dispatcher,
-the variants' predicates and the planner of studies read it.
+the variants' predicates and the planner of studies read it. Contracts also call :func:`fixed`, :func:`constant` and
+:func:`state_flags`. Contracts, layouts and launches cache by :func:`remembered`. The other names are for all who name calls: the
+dispatcher, the workbench, the commands, ``decode`` and this package.
 """
 
 from __future__ import annotations

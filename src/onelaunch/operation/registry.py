@@ -1,7 +1,8 @@
 """Registry of all operations, including those of plug-ins.
 
-``contract.py`` of each operation registers it by :func:`operation`. The dispatcher, the workbench and the commands call
-:func:`find_operation` and :func:`operations`.
+``contract.py`` of each operation registers it by :func:`operation`. Those who know an operation by its name call
+:func:`find_operation`: the dispatcher, the workbench, the commands, ``examples.py`` and ``gla_layer``. ``onelaunch prebuild`` and
+tests go through :func:`operations`. ``onelaunch doctor`` and the provenance of results ask for :func:`plugins`.
 """
 
 from __future__ import annotations
@@ -120,7 +121,10 @@ def _copied(value: Any) -> Any:
 
 
 def operation_by_name(module: str, name: str) -> Operation[..., Any]:
-    """Return an operation for a pickle, which stores only the module that registers it and its name; import the module first."""
+    """Return an operation for a pickle, which stores only the module that registers it and its name; import the module first.
+
+    Operations name this function in their pickles, and variants the next one.
+    """
     importlib.import_module(module)
     return find_operation(name)
 

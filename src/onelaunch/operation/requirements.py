@@ -1,7 +1,7 @@
 """Predicates that variants of many operations share. Most return why a call cannot run, or ``None`` if it can.
 
-The returned reason completes the sentence "it ...", such as "needs a CUDA or ROCm device". The modules of variants register them
-by ``supports``, alone or within predicates of their own.
+The returned reason completes the sentence "it ...", such as "needs a CUDA or ROCm device". The modules of variants and ablations
+register them by ``supports``, alone or within predicates of their own. ``launch.py`` of ``gla`` asks :func:`interpreting` too.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ def cannot_launch(query: Query) -> str | None:
     return None
 
 
-LARGEST_GRID_Y = 65535
+_LARGEST_GRID_Y = 65535
 """Largest number of CTAs along y of a grid, on CUDA and ROCm."""
 
-FEWEST_CHANNELS = 16
+_FEWEST_CHANNELS = 16
 """Number of channels in the narrowest tile of kernels that scan over time."""
 
 
@@ -42,10 +42,10 @@ def cannot_scan(query: Query) -> str | None:
     if (reason := cannot_launch(query) or interprets_bfloat16_wrongly(query)) is not None:
         return reason
     # The grid has one CTA along y per batch entry and tile of channels. The narrowest tile gives the most CTAs.
-    slices = query.sizes[0] * -(-query.sizes[-1] // FEWEST_CHANNELS)
-    if slices > LARGEST_GRID_Y:
+    slices = query.sizes[0] * -(-query.sizes[-1] // _FEWEST_CHANNELS)
+    if slices > _LARGEST_GRID_Y:
         return (
-            f"takes at most {LARGEST_GRID_Y} pairs of a batch entry and {FEWEST_CHANNELS} channels: a grid is no larger along y"
+            f"takes at most {_LARGEST_GRID_Y} pairs of a batch entry and {_FEWEST_CHANNELS} channels: a grid is no larger along y"
         )
     return None
 

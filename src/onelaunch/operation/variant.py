@@ -172,7 +172,8 @@ class Variant:
         self.confirmed: set[Query] = set()
         """Queries for which the dispatcher has checked the number, devices and shapes of this variant's results.
 
-        It checks the first results for each query only; :mod:`onelaunch.dispatch.choice` fills this set.
+        It checks the first results for each query only; :mod:`onelaunch.dispatch.choice` fills this set, and empties it when it
+        has grown large, so that they are checked once more.
         """
         self.latest: Query | None = None
         """Query of the latest checked call: comparing its identity saves a look-up in ``confirmed``."""
@@ -206,13 +207,13 @@ class Variant:
     def is_repeatable(self) -> bool:
         """Flag that calls can be replayed from plans: the variant is of its operation's package, as registered, and of no other.
 
-        Kernels of other libraries are launched in ways that no recording sees.
+        The dispatcher asks while a call is recorded. Kernels of other libraries are launched in ways that no recording sees.
         """
         return self.run is self.registered and self.is_own and self.capabilities.requires is None
 
     @property
     def is_recordable(self) -> bool:
-        """Flag that calls can be run on tensors without memory, to see what they launch.
+        """Flag that calls can be run on tensors without memory, to see what they launch. The dispatcher asks before it runs one.
 
         The variant has example calls, which are run so too, or is composed of variants of other operations, which the tag
         ``parts`` names. Other variants may change a state that their calls refer to, or launch other libraries' kernels, which
@@ -227,12 +228,15 @@ class Variant:
 
         It follows the function that runs: if another package replaces ``run``, this is the name of that package.
         """
-        return root_of(self.run)
+        return _root_of(self.run)
 
     @property
     def is_own(self) -> bool:
-        """Flag that the variant belongs to the package of its operation, whose tests run the operation's probes on it."""
-        return self.package == root_of(self.operation)
+        """Flag that the variant belongs to the package of its operation, whose tests run the operation's probes on it.
+
+        So the dispatcher lets ``auto`` choose it without a measurement.
+        """
+        return self.package == _root_of(self.operation)
 
     @property
     def launches(self) -> int | None:
@@ -295,7 +299,7 @@ class Variant:
         return [*listed, *recorded_builds(self, self._examples(), architecture)]
 
 
-def root_of(part: object) -> str:
+def _root_of(part: object) -> str:
     """Return the name of the top-level package of a function or an operation, or an empty string if it names no module."""
     return (getattr(part, "__module__", None) or "").partition(".")[0]
 

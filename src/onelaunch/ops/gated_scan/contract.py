@@ -1,7 +1,8 @@
 """The operation ``gated_scan``: its definition, its arguments and their checks.
 
 Users call :func:`gated_scan`, and ``functions.py`` binds and runs calls under fla's names. The variants take a :class:`ScanCall`.
-``linear_rnn`` makes one too, and uses :class:`ScanFacts`, :func:`scan_facts` and :func:`check_scan_values`.
+``linear_rnn`` makes one too, and uses :class:`ScanFacts`, :func:`scan_facts` and :func:`check_scan_values`. ``reference.py``,
+``cost.py``, ``probes.py`` and ``variants`` register their parts with the operation.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class ScanNames(NamedTuple):
         return f"[B, T, {self.channels}]"
 
 
-OWN_NAMES = ScanNames()
+_OWN_NAMES = ScanNames()
 """Names that ``gated_scan`` and ``linear_rnn`` have for their arguments."""
 
 
@@ -60,7 +61,7 @@ def bind(
     initial_state: torch.Tensor | None = None,
     output_final_state: bool = False,
     cu_seqlens: torch.Tensor | None = None,
-    names: ScanNames = OWN_NAMES,
+    names: ScanNames = _OWN_NAMES,
 ) -> ScanCall:
     """Check the arguments and return the call; raises the errors that :func:`gated_scan` lists.
 
@@ -93,7 +94,7 @@ class ScanFacts(NamedTuple):
     cu_seqlens: Facts | None
     output_final_state: bool
     grad_enabled: bool
-    names: ScanNames = OWN_NAMES
+    names: ScanNames = _OWN_NAMES
 
     def check(self, first_name: str, first: Facts, extent: tuple[int, int, int]) -> None:
         """Raise unless shapes, dtypes and devices fit the operation's first argument: v, or x of ``linear_rnn``.
@@ -149,7 +150,7 @@ def scan_facts(
     initial_state: torch.Tensor | None,
     cu_seqlens: torch.Tensor | None,
     output_final_state: bool,
-    names: ScanNames = OWN_NAMES,
+    names: ScanNames = _OWN_NAMES,
 ) -> ScanFacts:
     """Return the facts about the arguments of a call of an operation with a gated scan."""
     return ScanFacts(
@@ -163,10 +164,11 @@ def scan_facts(
     )
 
 
-def check_scan_values(log_decay: torch.Tensor, cu_seqlens: torch.Tensor | None, name: str = OWN_NAMES.log_decay) -> None:
+def check_scan_values(log_decay: torch.Tensor, cu_seqlens: torch.Tensor | None, name: str = _OWN_NAMES.log_decay) -> None:
     """Raise unless the values of the log-decay and of the offsets are valid; ``name`` is the caller's name of the log-decay.
 
-    Values are read at every call on a CPU, and on GPUs only if ``ONELAUNCH_CHECK_VALUES=1``.
+    Values are read at every call on a CPU, one that is replayed from a tape included, and on GPUs only if
+    ``ONELAUNCH_CHECK_VALUES=1``. Tracers and transforms have no values to read.
     """
     if cu_seqlens is not None:
         check_always(checks.offsets, cu_seqlens, log_decay.shape[1])

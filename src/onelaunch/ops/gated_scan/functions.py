@@ -15,7 +15,7 @@ from onelaunch.ops.gated_scan.contract import ScanNames, bind, gated_scan, under
 Results = tuple[torch.Tensor, torch.Tensor | None]
 """Output ``o`` and the final state, if it was asked for."""
 
-NAMES = ScanNames("x", "g", "D")
+_NAMES = ScanNames("x", "g", "D")
 """Names of fla for the arguments ``v`` and ``log_decay`` of ``gated_scan``, and its letter for the channels."""
 
 
@@ -105,7 +105,7 @@ def _results(
         initial_state=initial_state,
         output_final_state=output_final_state,
         cu_seqlens=cu_seqlens,
-        names=NAMES,
+        names=_NAMES,
     )
     o, final_state = dispatch.run(gated_scan, call, variant)
     return o, final_state if output_final_state else None

@@ -1,4 +1,4 @@
-"""Edge cases of ``gated_scan``, on which studies and tests judge each of its variants.
+"""Edge cases of ``gated_scan``, on which studies and tests judge its variants.
 
 Those of ``linear_rnn`` add its columns of x.
 

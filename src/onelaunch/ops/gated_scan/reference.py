@@ -1,6 +1,7 @@
 """Oracle of ``gated_scan``, the inputs that variants are verified on, and the dispatch key of a case.
 
-The workbench's verification and measurements call them through the operation; ``reference.py`` of ``linear_rnn`` calls them too.
+The workbench and other code that examines an operation's cases call them through the operation; ``reference.py`` of
+``linear_rnn`` calls them too.
 """
 
 from __future__ import annotations

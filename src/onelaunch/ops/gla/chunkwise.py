@@ -11,8 +11,9 @@ blocks become one, ``before`` of the right one is multiplied by all decays of th
 decays of the right one. Every factor is a product of decays in [0, 1]: nothing overflows, nothing is divided or subtracted, and
 a decay of 0 needs no special case. It is the secondary chunking of Yang et al. (2024), carried down to sub-chunks of one step.
 
-Memory: only the inputs are saved for the backward pass; both passes compute a few heads at a time. The variants ``chunked`` and
-``compiled`` of ``gla`` (``variants/torch.py``) call it.
+Memory of :func:`gla`, unless a tracer or a transform sees it: only the inputs are saved for the backward pass, and both passes
+compute a few heads at a time. Two variants of ``gla`` (``variants/torch.py``) call this file: ``chunked`` calls :func:`gla`, and
+``compiled`` compiles :func:`attend`.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ CHUNK = 64
 
 PART = {"cpu": 1 << 19}
 """Elements of q, or of states, that are computed at a time, by device: few enough for a CPU's caches."""
-LARGEST_PART = 1 << 24
+_LARGEST_PART = 1 << 24
 """Elements of q, or of states, that are computed at a time where only memory bounds them.
 
 A backward pass holds up to 47 float32 values for each, 3 GB.
@@ -86,11 +87,11 @@ def attend(
     initial = None if initial is None else expanded(initial, heads, dim=1)
     layout = Unpacked.of(q, initial) if offsets is None else Packed.of(q, initial, offsets)
     queries, keys, values = layout.split(q) * scale, layout.split(k), layout.split(v)  # [B, H, chunks, C, K or V]
-    key_decay = products(layout.split(g if g.dim() == 4 else g[..., None]).exp())
-    value_decay = None if gv is None else products(layout.split(gv).exp())
+    key_decay = _products(layout.split(g if g.dim() == 4 else g[..., None]).exp())
+    value_decay = None if gv is None else _products(layout.split(gv).exp())
     # Keys decayed to the end of their chunk, and the decays of whole chunks [..., K or 1, 1].
     fading, whole = keys * key_decay.after, key_decay.whole.mT
-    taken, outputs = values, inside(queries, keys, values, key_decay, value_decay)
+    taken, outputs = values, _inside(queries, keys, values, key_decay, value_decay)
     if value_decay is not None:
         taken, whole = values * value_decay.after, whole * value_decay.whole
     entering, final = layout.states(fading.mT @ taken, whole)
@@ -116,8 +117,8 @@ class Products(NamedTuple):
     """Products of whole chunks, ``[..., 1, X]``."""
 
 
-def products(decay: torch.Tensor) -> Products:
-    """Return all products that :func:`inside` needs, from decays ``[..., C, X]`` with C a power of 2."""
+def _products(decay: torch.Tensor) -> Products:
+    """Return all products that :func:`_inside` needs, from decays ``[..., C, X]`` with C a power of 2."""
     before = whole = decay.unsqueeze(-2)  # [..., C/b, b, X], and [..., C/b, 1, X]
     after, levels = torch.ones_like(before), []
     while before.shape[-3] > 1:
@@ -131,7 +132,7 @@ def products(decay: torch.Tensor) -> Products:
     return Products(levels, before.squeeze(-3), after.squeeze(-3), whole.squeeze(-3))
 
 
-def inside(
+def _inside(
     queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, key_decay: Products, value_decay: Products | None
 ) -> torch.Tensor:
     """Return the terms of a chunk's outputs that come from steps of the same chunk, ``[..., C, V]``."""
@@ -139,11 +140,11 @@ def inside(
         return _inside_by_blocks(queries, keys, values, key_decay, value_decay)
     if key_decay.whole.shape[-1] == 1:  # one decay per head: the decays between steps are a matrix
         one = queries.new_ones(*queries.shape[:-1], 1)
-        return ((queries @ keys.mT) * scores(one, one, key_decay.levels)) @ values
-    return scores(queries, keys, key_decay.levels) @ values
+        return ((queries @ keys.mT) * _scores(one, one, key_decay.levels)) @ values
+    return _scores(queries, keys, key_decay.levels) @ values
 
 
-def scores(queries: torch.Tensor, keys: torch.Tensor, levels: list[Results]) -> torch.Tensor:
+def _scores(queries: torch.Tensor, keys: torch.Tensor, levels: list[Results]) -> torch.Tensor:
     """Return the lower triangle ``[..., C, C]`` of decayed products of queries and keys, zeros above."""
     found = (queries * keys).sum(-1)[..., None, None]  # blocks of one step: [..., C, 1, 1]
     for level in levels:
@@ -428,7 +429,7 @@ def _parts(q: torch.Tensor, v: torch.Tensor, heads: Heads, offsets: Optional) ->
     """
     batch, length, _, keys = q.shape
     values, sequences, fewest = v.shape[3], 1 if offsets is None else offsets.shape[0] - 1, min(heads)
-    wanted = PART.get(q.device.type, LARGEST_PART)
+    wanted = PART.get(q.device.type, _LARGEST_PART)
     of_head = max(length * max(keys, values), (length // CHUNK + sequences) * keys * values)
     of_group = of_head * (heads.output // max(fewest, 1))
     entries = max(wanted // (of_head * max(heads.output, 1)), 1)

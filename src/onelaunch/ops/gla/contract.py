@@ -1,8 +1,9 @@
 """The operation ``gla``: its formula, arguments, checks and errors. Functions with fla's names are in functions.py.
 
-A call has two steps: :func:`bind` checks the arguments and makes a :class:`GlaCall`, which :func:`run` computes by a variant.
-``functions.py`` calls :func:`bind_under_autocast` and :func:`run` too. The layers of ``nn`` and ``gla_layer`` take the limits of
-head sizes from here.
+Users, the gated layers of ``onelaunch.nn`` and ``gla_layer`` call :func:`gla`. A call has two steps: :func:`bind` checks the
+arguments and makes a :class:`GlaCall`, which :func:`run` computes by a variant. ``functions.py`` calls
+:func:`bind_under_autocast` and :func:`run` too. The gated layers and ``gla_layer`` take the limits of head sizes from here.
+``reference.py``, ``cost.py``, ``probes.py``, ``variants`` and the ablations register their parts with the operation.
 """
 
 from __future__ import annotations
@@ -84,6 +85,8 @@ class GlaCall(NamedTuple):
 
 def gate_flags(per_head: bool, value_gate: bool, wide: bool) -> tuple[str, ...]:
     """Return the dispatch key's flags about decays; none for a decay per key channel in the dtype of q and no value gate.
+
+    ``reference.py`` calls it for cases, and ``gla_layer`` for its own key.
 
     Args:
         per_head: Flag that a head has one decay for all channels.
@@ -225,7 +228,10 @@ def _per_step(name: str, value: Facts, q: Facts, channels: int, *layouts: str) -
 
 
 def check_head_sizes(q: Sequence[int], v: Sequence[int]) -> None:
-    """Raise unless K and V, the last dimensions of the shapes of q and v, are sizes that heads may have."""
+    """Raise unless K and V, the last dimensions of the shapes of q and v, are sizes that heads may have.
+
+    ``reference.py`` calls it for cases.
+    """
     for name, shape, dimension in (("q", q, "K"), ("v", v, "V")):
         if SMALLEST_HEAD <= shape[-1] <= LARGEST_HEAD:
             continue
@@ -242,7 +248,7 @@ def check_head_sizes(q: Sequence[int], v: Sequence[int]) -> None:
 def _at_most_zero(name: str, value: torch.Tensor) -> None:
     """Raise when a log-decay is positive; values are read on a CPU, and on GPUs if ``ONELAUNCH_CHECK_VALUES=1``.
 
-    NaN passes: it has to come out as NaN.
+    A call that is replayed from a tape repeats the check. NaN passes: it has to come out as NaN.
     """
     if checks.values_are_checked(value) and value.numel():
         check_always(_raise_if_positive, name, value)
@@ -347,7 +353,8 @@ def gla(
         output_final_state: Flag to return the state after the last step of every sequence as well.
         state_v_first: Flag that states, the initial and the final one, are ``[N, H, V, K]``.
         cu_seqlens: Offsets of sequences packed into one batch entry, ``[N + 1]`` int32 or int64, from 0 to T, never
-            decreasing (equal neighbours are an empty sequence). Requires ``B = 1``. Never read by the host on a GPU.
+            decreasing (equal neighbours are an empty sequence). Requires ``B = 1``. On a GPU the host reads them only in
+            PyTorch's loop over steps and if ``ONELAUNCH_CHECK_VALUES=1``.
         variant: Name from ``gla.variants``, or ``"auto"`` for the fastest variant measured near this call.
 
     Returns:

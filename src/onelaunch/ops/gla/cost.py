@@ -1,6 +1,6 @@
 """FLOPs and bytes of ``gla``: the least that any implementation needs, and those of each variant.
 
-The workbench plans studies with it and computes roofline bounds from it.
+The workbench plans studies with it and computes roofline bounds from it, and ``gla_layer`` adds it to its own cost.
 """
 
 from __future__ import annotations

@@ -4,7 +4,8 @@ Tensors may have fewer heads than the output, so that several heads of the outpu
 neighbours: head h of the output reads head ``h // group`` of a tensor, as after ``tensor.repeat_interleave(group, dim=2)``.
 
 The contract checks by these functions; the reference, the cost, the launches and the form in PyTorch read :class:`Heads`, and the
-preference among variants asks :func:`group_of`, the ablations :func:`why_grouped`.
+preference among variants asks :func:`group_of`, the ablations :func:`why_grouped`. Those that need all heads in every tensor
+(the reference, the form in PyTorch and the peers) repeat them by :func:`expanded`, and autograd.py does so with final states.
 """
 
 from __future__ import annotations

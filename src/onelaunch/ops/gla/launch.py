@@ -31,7 +31,7 @@ EITHER_ORDER = "stepwise"
 """Variant whose kernel also reads initial states whose keys, rather than values, are contiguous; others get a copy."""
 
 
-def product_precision(exact: bool) -> str:
+def _product_precision(exact: bool) -> str:
     """Return how float32 operands are multiplied: the constant PRECISION of ``split_product`` in kernels/chunk.py.
 
     Args:
@@ -69,19 +69,19 @@ def family(device: torch.device) -> str:
     return "warps" if generation is not None and generation <= 9 else "other"
 
 
-def chunk_state_tiles(keys: int, values: int, family: str) -> Tiles:
+def _chunk_state_tiles(keys: int, values: int, family: str) -> Tiles:
     """Return the tiles of the chunk state pass: the largest that spill no registers; not measured yet."""
     most = 32 if family == "warps" else 64
     return Tiles(block(keys, most), block(values, most), warps=8, stages=2)
 
 
-def chunk_output_tiles(keys: int, values: int, family: str) -> Tiles:
+def _chunk_output_tiles(keys: int, values: int, family: str) -> Tiles:
     """Return the tiles of the chunk output: the largest that spill no registers; not measured yet."""
     most = {"cpu": 64, "warps": 16}.get(family, 32)
     return Tiles(block(keys, most), block(values), warps=8 if family == "warps" else 4)
 
 
-def gradient_tiles(keys: int, values: int, family: str) -> Tiles:
+def _gradient_tiles(keys: int, values: int, family: str) -> Tiles:
     """Return the tiles of the gradients of q, k and g.
 
     They are the largest that spill no registers with a decay per channel; no others were timed.
@@ -111,7 +111,7 @@ class Rounding:
     """Largest input that may be multiplied by exp(limit); ``None`` for no bound."""
 
 
-ROUNDINGS = {
+_ROUNDINGS = {
     torch.bfloat16: Rounding(),
     torch.float16: Rounding(limit=6.0, largest=128.0),
     torch.float32: Rounding(parts=1, limit=8.0),
@@ -184,7 +184,7 @@ class Attention(NamedTuple):
     @property
     def rounding(self) -> Rounding:
         """Rounding of a call's factors, by the dtype of q."""
-        return ROUNDINGS[self.q.dtype]
+        return _ROUNDINGS[self.q.dtype]
 
     @property
     def slots(self) -> int:
@@ -214,7 +214,7 @@ class Attention(NamedTuple):
         packed = self.sequences.offsets is not None
         even = not packed and length % CHUNK == 0 and keys % tiles.keys == 0 and values % tiles.values == 0
         return {
-            "BK": tiles.keys, "BV": tiles.values, "PRECISION": product_precision(exact or self.q.dtype is torch.float32),
+            "BK": tiles.keys, "BV": tiles.values, "PRECISION": _product_precision(exact or self.q.dtype is torch.float32),
             "EVEN": even, "SCALAR": self.scalar, "PACKED": packed, "num_warps": tiles.warps,
         }  # fmt: skip
 
@@ -229,7 +229,7 @@ def strides(*tensors: torch.Tensor) -> tuple[int, ...]:
     return tuple(stride for tensor in tensors for stride in tensor.stride()[:3])
 
 
-def empty_states(call: Attention, *, exact: bool) -> torch.Tensor:
+def _empty_states(call: Attention, *, exact: bool) -> torch.Tensor:
     """Allocate a state per chunk, in the inputs' dtype unless ``exact``."""
     *_, keys, values = call.sizes
     dtype = torch.float32 if exact else call.q.dtype
@@ -248,7 +248,7 @@ def empty_output(call: Attention) -> torch.Tensor:
     return torch.empty((batch, length, heads, values), dtype=call.v.dtype, device=call.v.device)
 
 
-def chunk_state_mma(exact: bool) -> Mma:
+def _chunk_state_mma(exact: bool) -> Mma:
     """Return the requirement on the matrix instructions of the chunk state pass, which ``onelaunch inspect`` checks.
 
     Where it is ``exact`` it multiplies float32 without loss. Some architectures have no matrix instruction for that.
@@ -262,12 +262,12 @@ def chunk_states(call: Attention, *, want_final: bool, exact: bool = False) -> t
     ``exact`` keeps them in float32.
     """
     heads = call.heads
-    tiles = chunk_state_tiles(*call.sizes[3:], family(call.q.device))
-    states, final = empty_states(call, exact=exact), empty_final(call, wanted=want_final)
+    tiles = _chunk_state_tiles(*call.sizes[3:], family(call.q.device))
+    states, final = _empty_states(call, exact=exact), empty_final(call, wanted=want_final)
     Launch(
-        chunk_kernels.chunk_state_kernel, chunk_state_grid(call, tiles),
+        chunk_kernels.chunk_state_kernel, _chunk_state_grid(call, tiles),
         call.k, call.v, call.g, call.sequences.initial, call.sequences.offsets, states, final, call.scale,
-        *call.numbers(heads.state), *strides(call.k, call.v, call.g), mma=chunk_state_mma(want_final or exact),
+        *call.numbers(heads.state), *strides(call.k, call.v, call.g), mma=_chunk_state_mma(want_final or exact),
         STAGES=tiles.stages, PARTS=call.parts(want_final or exact), FIRST=call.sequences.initial is not None, LAST=want_final,
         REVERSE=False, ADDED_GROUP=ratio(heads.state, heads.k), VALUES_GROUP=ratio(heads.state, heads.v),
         G_GROUP=ratio(heads.state, heads.g), SUMMED=1,
@@ -276,7 +276,7 @@ def chunk_states(call: Attention, *, want_final: bool, exact: bool = False) -> t
     return states, final
 
 
-def chunk_state_grid(call: Attention, tiles: Tiles) -> tuple[int]:
+def _chunk_state_grid(call: Attention, tiles: Tiles) -> tuple[int]:
     """Return the grid of the chunk state pass: a CTA per tile of the state, head and sequence."""
     *_, keys, values = call.sizes
     return (call.sequence_count * call.heads.state * cdiv(keys, tiles.keys) * cdiv(values, tiles.values),)
@@ -291,7 +291,7 @@ def chunk_output(
     """
     *_, keys, width = call.sizes
     heads, groups = call.heads, call.heads.groups
-    tiles = chunk_output_tiles(keys, width, family(call.q.device))
+    tiles = _chunk_output_tiles(keys, width, family(call.q.device))
     out = output_like(call.v, into) if transposed else empty_output(call)
     written, rounding = heads.v if transposed else heads.output, call.rounding
     Launch(
@@ -312,7 +312,7 @@ def forward(call: Attention, *, want_final: bool) -> tuple[torch.Tensor, torch.T
     return chunk_output(call, call.v, states, transposed=False), final
 
 
-def step_tiles(keys: int, values: int, queries: int = 1) -> Tiles:
+def _step_tiles(keys: int, values: int, queries: int = 1) -> Tiles:
     """Return the tiles of the loop over time: all keys, and as many values as keep the state within 64 registers per thread.
 
     If ``queries`` of a group read a state, the loop over them needs registers too, and the state gets 32. They are not tuned yet.
@@ -325,7 +325,7 @@ def step(call: Attention, *, want_final: bool) -> tuple[torch.Tensor, torch.Tens
     """Compute the results of :func:`forward` step by step; the final state lies in memory as the initial one does."""
     *_, keys, values = call.sizes
     heads, initial = call.heads, call.sequences.initial
-    tiles = step_tiles(keys, values, heads.groups.state)
+    tiles = _step_tiles(keys, values, heads.groups.state)
     out = empty_output(call)
     final = final_like(initial, empty_final(call, wanted=want_final))
     along = (values, 1) if initial is None or initial.is_contiguous() else (1, keys)  # strides of states along K and V
@@ -417,12 +417,12 @@ def chunk_state_gradients(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute the gradient of each chunk's final state, and that of the initial state (no elements where there is none)."""
     heads = call.heads
-    tiles, wanted = chunk_state_tiles(*call.sizes[3:], family(call.q.device)), call.sequences.initial is not None
-    dstates, dinitial = empty_states(call, exact=exact), empty_final(call, wanted=wanted)
+    tiles, wanted = _chunk_state_tiles(*call.sizes[3:], family(call.q.device)), call.sequences.initial is not None
+    dstates, dinitial = _empty_states(call, exact=exact), empty_final(call, wanted=wanted)
     Launch(
-        chunk_kernels.chunk_state_kernel, chunk_state_grid(call, tiles),
+        chunk_kernels.chunk_state_kernel, _chunk_state_grid(call, tiles),
         call.q, do, call.g, dfinal, call.sequences.offsets, dstates, dinitial, call.scale,
-        *call.numbers(heads.state), *strides(call.q, do, call.g), mma=chunk_state_mma(wanted or exact),
+        *call.numbers(heads.state), *strides(call.q, do, call.g), mma=_chunk_state_mma(wanted or exact),
         STAGES=tiles.stages, PARTS=call.parts(wanted or exact), FIRST=dfinal is not None, LAST=wanted, REVERSE=True,
         ADDED_GROUP=heads.groups.q, VALUES_GROUP=1, G_GROUP=ratio(heads.state, heads.g), SUMMED=heads.groups.state,
         **call.flags(tiles, exact=wanted or exact),
@@ -439,7 +439,7 @@ def backward(call: Attention, do: torch.Tensor, dfinal: torch.Tensor | None, int
     dstates, dinitial = chunk_state_gradients(call, do, dfinal, exact=exact_states)
     to_q, to_k, to_v = into or (None, None, None)
     dv = chunk_output(call, do, dstates, transposed=True, into=to_v)
-    tiles, groups = gradient_tiles(*call.sizes[3:], family(call.q.device)), call.heads.groups
+    tiles, groups = _gradient_tiles(*call.sizes[3:], family(call.q.device)), call.heads.groups
     dq, dk, dg = output_like(call.q, to_q), output_like(call.k, to_k), output_like(call.g, None)
     shared = ((dq, groups.q), (dk, groups.k), (dg, groups.g))
     parts = [gradient if group == 1 else empty_parts(gradient, call.sizes[2]) for gradient, group in shared]
@@ -448,7 +448,7 @@ def backward(call: Attention, do: torch.Tensor, dfinal: torch.Tensor | None, int
         call.q, call.k, call.v, call.g, do, call.sequences.offsets, states, dstates, *parts, call.scale,
         *call.numbers(), *strides(call.q, call.k, call.v, call.g, do), pitch_of(dq if groups.q == 1 else dk), mma=Mma.WARP,
         BISECTION_STEPS=call.sequences.bisection_steps(), EXACT=exact, PARTS=call.parts(exact),
-        LIMIT=ROUNDINGS[torch.float32].limit if exact else rounding.limit, LARGEST=None if exact else rounding.largest,
+        LIMIT=_ROUNDINGS[torch.float32].limit if exact else rounding.limit, LARGEST=None if exact else rounding.largest,
         Q_GROUP=groups.q, K_GROUP=groups.k, V_GROUP=groups.v, G_GROUP=groups.g, STATE_GROUP=groups.state,
         num_stages=tiles.stages, **call.flags(tiles, exact=exact),
     ).run()  # fmt: skip
@@ -464,14 +464,14 @@ def empty_parts(gradient: torch.Tensor, heads: int) -> torch.Tensor:
     return torch.empty((batch, length, heads, channels), dtype=torch.float32, device=gradient.device)
 
 
-SUM_BLOCK = 1024
+_SUM_BLOCK = 1024
 """Elements of a CTA of ``sum_heads_kernel``; not measured yet."""
 
 
 def sum_heads(parts: torch.Tensor, gradient: torch.Tensor) -> None:
     """Fill a gradient ``[B, T, Hx, X]`` with the sums of the heads of ``parts`` that share a head of it."""
     batch, length, heads, channels = gradient.shape
-    block = min(power_of_2(heads * channels), SUM_BLOCK)
+    block = min(power_of_2(heads * channels), _SUM_BLOCK)
     Launch(
         sum_kernels.sum_heads_kernel, (batch * length, cdiv(heads * channels, block)),
         parts, gradient, heads, channels, pitch_of(gradient),

@@ -2,8 +2,9 @@
 
 The forward pass is one launch of ``chunk_state_kernel``. The backward pass is three: states again (unless the forward pass has
 stored them), then dv with the gradients of the states, then dq, dk and dg of all chunks. A pass whose heads do not fill the SMs
-is preceded by ``segment_sum_kernel``. The files of the kernels, kernels/hopper_*.py, say what each computes and what its
-constants mean. The variant ``hopper`` calls :func:`forward`, autograd.py :func:`backward`, and the operation ``gla_layer`` both.
+is preceded by ``segment_sum_kernel``, and ``sum_heads`` of launch.py adds up the gradient of each tensor with shared heads. The
+files of the kernels, kernels/hopper_*.py, say what each computes and what its constants mean. The variant ``hopper`` calls
+:func:`forward`, autograd.py :func:`backward`, and the operation ``gla_layer`` both.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from onelaunch.ops.gla.launch import (
 )
 from onelaunch.ops.gla.padding import PANEL, key_panels, padded_keys, padded_values, value_groups
 
-WHOLE = 1 << 30
+_WHOLE = 1 << 30
 """Steps of a segment where T is not cut: more than any sequence has, and a multiple of CHUNK."""
 
 LIMITS = {torch.bfloat16: 40.0, torch.float16: 6.0}
@@ -43,7 +44,7 @@ That product's factors are decays from the chunk's middle, up to exp of this num
 take more products, on sub-chunks: see kernels/hopper_prepare.py.
 """
 
-SEGMENT_SUM_COST = 0.5
+_SEGMENT_SUM_COST = 0.5
 """Time of ``segment_sum_kernel`` relative to a pass that makes outputs over the same steps."""
 
 
@@ -73,7 +74,7 @@ class PassTiles:
 
 
 @remembered
-def pass_tiles(keys: int, values: int, *, scalar: bool, wide: bool, store_states: bool, output: bool) -> PassTiles:
+def _pass_tiles(keys: int, values: int, *, scalar: bool, wide: bool, store_states: bool, output: bool) -> PassTiles:
     """Return the configuration of ``chunk_state_kernel``.
 
     ``value_groups`` says how many groups run. With K beyond 128 only two stages fit. The numbers of registers are those with
@@ -94,7 +95,7 @@ def pass_tiles(keys: int, values: int, *, scalar: bool, wide: bool, store_states
 
 
 @remembered
-def segment_tiles(keys: int, values: int, *, wide: bool) -> PassTiles:
+def _segment_tiles(keys: int, values: int, *, wide: bool) -> PassTiles:
     """Return the configuration of ``segment_sum_kernel``, which makes no outputs, so that more stages fit.
 
     ``wide`` says that log-decays are float32 and one per channel.
@@ -120,7 +121,7 @@ def segment_count(ctas: int, chunks: int, multiprocessors: int) -> int:
 
     def duration(segments: int) -> float:
         waves = cdiv(ctas * segments, multiprocessors)
-        return waves * cdiv(chunks, segments) * (1.0 if segments == 1 else 1.0 + SEGMENT_SUM_COST)
+        return waves * cdiv(chunks, segments) * (1.0 if segments == 1 else 1.0 + _SEGMENT_SUM_COST)
 
     return min((segments for segments in (1, 2, 3, 4, 6, 8, 12, 16) if segments <= max(chunks // 4, 1)), key=duration)
 
@@ -184,7 +185,7 @@ def targets(box: Boxes, *tensors: torch.Tensor) -> list[Any]:
     return boxes(box, *tensors)
 
 
-def rows_of_states(states: torch.Tensor) -> torch.Tensor:
+def _rows_of_states(states: torch.Tensor) -> torch.Tensor:
     """Return states ``[slots, H, V, K]`` as ``[rows, K]``; a matrix of :func:`aliased_state_buffers` is returned as it is."""
     return states if states.dim() == 2 else states.flatten(0, 2)
 
@@ -203,7 +204,7 @@ def aliased_state_buffers(call: Attention, into: Into | None) -> tuple[torch.Ten
     batch, length, heads, keys, values = call.sizes
     if into is None or call.scalar or call.heads.grouped or call.sequences.offsets is not None or length % CHUNK:
         return None
-    if has_wide_decays(call):
+    if _has_wide_decays(call):
         return None
     width, gap = heads * keys, address(into.k) - address(into.q)
     if values != 2 * CHUNK or keys not in (PANEL, 2 * PANEL) or gap != width * into.q.element_size():
@@ -212,7 +213,7 @@ def aliased_state_buffers(call: Attention, into: Into | None) -> tuple[torch.Ten
     return both, torch.empty_like(both, memory_format=torch.contiguous_format)
 
 
-def state_pass(
+def _state_pass(
     call: Attention,
     operands: PassOperands,
     out: torch.Tensor | None,
@@ -245,8 +246,8 @@ def state_pass(
     # States alone are computed once for all heads of the output that share them. With outputs a CTA works for one head of these.
     heads = states_heads if out is None else most
     sequences, offsets = call.sequence_count, call.sequences.offsets
-    wide = has_wide_decays(call)
-    tiles = pass_tiles(keys, values, scalar=call.scalar, wide=wide, store_states=bool(states), output=out is not None)
+    wide = _has_wide_decays(call)
+    tiles = _pass_tiles(keys, values, scalar=call.scalar, wide=wide, store_states=bool(states), output=out is not None)
     padded, rows = padded_keys(keys), padded_values(keys, values)
     key_boxes, value_boxes = Boxes(CHUNK, padded, padded), Boxes(CHUNK, PANEL, rows)
     slices = rows // (PANEL * tiles.groups)
@@ -255,7 +256,7 @@ def state_pass(
     sources = (*boxes(key_boxes, operands.keys), *boxes(value_boxes, operands.values))
     # A descriptor of log-decays per channel, or a pointer to one per head.
     decays = (None, call.g.contiguous()) if call.scalar else (*boxes(key_boxes, call.g), None)
-    segment_steps = cdiv(cdiv(length, CHUNK), segments) * CHUNK if segments > 1 else WHOLE
+    segment_steps = cdiv(cdiv(length, CHUNK), segments) * CHUNK if segments > 1 else _WHOLE
     options: dict[str, Any] = {
         "SLICES": slices, "PACKED": offsets is not None, "REVERSE": operands.reverse,
         "SPLIT_KEYS": not call.scalar or bool(states), "KEYS": keys, "K": padded, "num_warps": 4,
@@ -271,29 +272,29 @@ def state_pass(
         Launch(
             segment_sum_kernel, (sequences * summed_heads * slices * segments,),
             *sources, *decays, *sums, offsets, length, summed_heads, segments, segment_steps,
-            call.scale, values, mma=Mma.WIDEST, SHARED=sharing(call, operands, summed_heads),
-            **segment_tiles(keys, values, wide=wide).options(), **options,
+            call.scale, values, mma=Mma.WIDEST, SHARED=_sharing(call, operands, summed_heads),
+            **_segment_tiles(keys, values, wide=wide).options(), **options,
         ).run()  # fmt: skip
     queries = None if out is None or operands.queries is None else boxes(key_boxes, operands.queries)[0]
     target = None if out is None or out.dtype is torch.float32 else targets(value_boxes, out)[0]
     in_aliased_buffer = bool(states) and states[0].dim() == 2
-    stored = [described(rows_of_states(each), [PANEL, padded]) for each in states] if tiles.staged else states
+    stored = [described(_rows_of_states(each), [PANEL, padded]) for each in states] if tiles.staged else states
     Launch(
         chunk_state_kernel, (sequences * heads * slices * segments,),
         queries, *sources, *decays, out, target, initial, final, *(*stored, None, None)[:2], *sums, offsets, length, heads,
         segments, segment_steps, call.scale, values, 0 if out is None else pitch_of(out), mma=Mma.WIDEST,
         LIMIT=LIMITS[call.q.dtype], OUTPUT=out is not None, STORE_STATES=bool(states), STAGED=bool(states) and tiles.staged,
-        ALIASED=in_aliased_buffer, SEGMENTED=segments > 1, SCORES=tiles.scores, SHARED=sharing(call, operands, heads),
+        ALIASED=in_aliased_buffer, SEGMENTED=segments > 1, SCORES=tiles.scores, SHARED=_sharing(call, operands, heads),
         **tiles.options(), **options,
     ).run()  # fmt: skip
 
 
-def has_wide_decays(call: Attention) -> bool:
+def _has_wide_decays(call: Attention) -> bool:
     """Return whether log-decays are float32 and one per channel."""
     return not call.scalar and call.g.dtype is torch.float32
 
 
-def sharing(call: Attention, operands: PassOperands, heads: int) -> tuple[int, ...]:
+def _sharing(call: Attention, operands: PassOperands, heads: int) -> tuple[int, ...]:
     """Return how many of ``heads`` heads of a grid share a head of queries, keys, values, log-decays and states.
 
     It is the constant SHARED of the kernels, see ``head_of`` in kernels/hopper_tiles.py. Without queries their number is 1.
@@ -316,26 +317,26 @@ def forward(call: Attention, states: list[torch.Tensor] | None = None, final: to
     """Compute ``o [B, T, H, V]``; fill ``states`` for :func:`backward` and the final state ``[N, H, K, V]``, where given."""
     out = empty_output(call)
     operands = PassOperands(call.q, call.k, call.v, reverse=False)
-    state_pass(call, operands, out, states or [], initial=call.sequences.initial, final=final)
+    _state_pass(call, operands, out, states or [], initial=call.sequences.initial, final=final)
     return out
 
 
-def parts_of(call: Attention, gradient: torch.Tensor) -> torch.Tensor:
+def _parts_of(call: Attention, gradient: torch.Tensor) -> torch.Tensor:
     """Return the tensor that kernels write for a gradient ``[B, T, heads, X]``: itself, or float32 parts from every head.
 
-    Parts ``[B, T, H, X]`` are written where several of the H heads of the output share a head; see :func:`add_parts`.
+    Parts ``[B, T, H, X]`` are written where several of the H heads of the output share a head; see :func:`_add_parts`.
     """
     return gradient if gradient.shape[2] == call.heads.output else empty_parts(gradient, call.heads.output)
 
 
-def add_parts(*pairs: tuple[torch.Tensor | None, torch.Tensor | None]) -> None:
+def _add_parts(*pairs: tuple[torch.Tensor | None, torch.Tensor | None]) -> None:
     """Fill each gradient with the sums of its parts, rounded once. A gradient that was written itself is left as it is."""
     for parts, gradient in pairs:
         if parts is not None and gradient is not None and parts is not gradient:
             sum_heads(parts, gradient)
 
 
-GRADIENT_WARPS = 4
+_GRADIENT_WARPS = 4
 """Warps of a CTA that computes gradients of a chunk: one warpgroup, so that an SM holds two CTAs."""
 
 
@@ -372,22 +373,22 @@ def backward(
     q, k, v, do = call.q, call.k, call.v, inner_contiguous(do)
     to_q, to_k, to_v = into or (None, None, None)
     aliased = aliased_state_buffers(call, into) if states is None else None
-    wide_decays = has_wide_decays(call)
+    wide_decays = _has_wide_decays(call)
     if states is None or (wide_decays and len(states) == 1):
         # One dg per head is a sum over a whole state, in which the state's rounding would show, as it would in a float32 dg of
         # strong decay: see kernels/hopper_gradients.py.
         states = empty_states(call, 2 if call.scalar or wide_decays else 1) if aliased is None else [aliased[0]]
-        state_pass(call, PassOperands(None, k, v, reverse=False), None, states, initial=call.sequences.initial)
+        _state_pass(call, PassOperands(None, k, v, reverse=False), None, states, initial=call.sequences.initial)
     dstates = empty_states(call, 2 if wide_decays else 1, heads) if aliased is None else [aliased[1]]
     dq, dk, dv = output_like(q, to_q), output_like(k, to_k), output_like(v, to_v)
     dinitial = empty_final(call, wanted=call.sequences.initial is not None)
     by_rows = dinitial.flatten(2).unsqueeze(1) if dinitial.numel() else None  # [N, 1, heads of states, K V]
-    v_parts, initial_parts = parts_of(call, dv), None if by_rows is None else parts_of(call, by_rows)
-    state_pass(
+    v_parts, initial_parts = _parts_of(call, dv), None if by_rows is None else _parts_of(call, by_rows)
+    _state_pass(
         call, PassOperands(k, q, do, reverse=True), v_parts, dstates,
         initial=None if dfinal is None else dfinal.contiguous(), final=initial_parts,
     )  # fmt: skip
-    add_parts((v_parts, dv), (initial_parts, by_rows))
+    _add_parts((v_parts, dv), (initial_parts, by_rows))
     del v_parts, initial_parts
     panels, rows, held = key_panels(keys), padded_values(keys, values), PANEL * value_groups(keys, values)
     # Two terms of S and dS in blocks of 64 values let two CTAs fit on an SM, as one term in blocks of 128 does.
@@ -399,27 +400,27 @@ def backward(
         dg_parts, log_decay, described_decays = dg, call.g.contiguous(), None
     else:
         dg = output_like(call.g, None if aliased is None else dstates[0][:, : heads * keys].view(call.g.shape))
-        dg_parts, log_decay, described_decays = parts_of(call, dg), None, boxes(square, call.g)[0]
-    parts = (parts_of(call, dq), parts_of(call, dk), dg_parts)
+        dg_parts, log_decay, described_decays = _parts_of(call, dg), None, boxes(square, call.g)[0]
+    parts = (_parts_of(call, dq), _parts_of(call, dk), dg_parts)
     whole = (parts[0] is dq, parts[1] is dk, parts[2] is dg and not call.scalar)
     written = (targets(square, each)[0] if is_whole else None for each, is_whole in zip(parts, whole, strict=True))
     # S, dS, and the second terms of S and of dS, if there are any
     terms = (*states[:1], *dstates[:1], *states[1:], *dstates[1:])
-    described_states = [described(rows_of_states(each), tall) for each in terms]
+    described_states = [described(_rows_of_states(each), tall) for each in terms]
     offsets = call.sequences.offsets
     Launch(
         gradients_kernel, (call.slots * heads * panels,),
         *boxes(square, q, k), described_decays, *boxes(wide, v, do), *(*described_states, None, None)[:4],
         log_decay, *parts, *written, offsets,
         length, heads, call.sequence_count, batch * length, call.scale, values, pitch_of(dq if whole[0] else dk),
-        mma=Mma.WIDEST, SHARED=sharing(call, PassOperands(q, k, v, reverse=False), heads),
+        mma=Mma.WIDEST, SHARED=_sharing(call, PassOperands(q, k, v, reverse=False), heads),
         KEYS=keys, BV=block, HELD=held if wide_decays else block, BISECTION_STEPS=call.sequences.bisection_steps(),
         LIMIT=LIMITS[q.dtype], NORMALIZER=normalizer, ALIASED=aliased is not None, PACKED=offsets is not None,
-        num_warps=GRADIENT_WARPS,
+        num_warps=_GRADIENT_WARPS,
     ).run()  # fmt: skip
-    add_parts((parts[0], dq), (parts[1], dk))
+    _add_parts((parts[0], dq), (parts[1], dk))
     if call.scalar:
         dg = dg.sum(0) if call.heads.groups.g == 1 else dg.unflatten(3, (-1, call.heads.groups.g)).sum((0, 4))
         return Gradients(dq, dk, dv, dg.to(call.g.dtype), dinitial)
-    add_parts((dg_parts, dg))
+    _add_parts((dg_parts, dg))
     return Gradients(dq, dk, dv, dg, dinitial)

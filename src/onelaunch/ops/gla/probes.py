@@ -1,4 +1,4 @@
-"""Edge cases of ``gla``, on which studies and tests judge each of its variants.
+"""Edge cases of ``gla``, on which studies and tests judge its variants.
 
 A case is written as arguments of ``gla.case``: dtype; sizes (B sequences of T steps, H heads of K key and V value channels); and
 options. ``decay`` names the kind of random log-decays, see :data:`onelaunch.operation.inputs.DECAYS`; ``forget`` sets a quarter

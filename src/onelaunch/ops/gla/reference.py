@@ -7,8 +7,9 @@ The reference computes, for each sequence and head, from log-decays g (per key c
 Where tensors share heads, k, v and g are repeated to the heads of the states that are computed: those of the initial state, or
 without one those of g, since states of heads with the same k, v and g are equal then. Queries that share a state read the same.
 
-The framework compares the results of every variant with those of the reference (the operation's oracle) in float64.
-:func:`recurrence` is also the loop of the PyTorch variant (variants/torch.py), and cost.py asks :func:`heads_of`.
+The workbench and tests compare the results of every variant with those of the reference (the operation's oracle) in float64.
+They and other code that examines an operation's cases call these functions through the operation, and so does the oracle of
+``gla_layer``. :func:`recurrence` is also the loop of the PyTorch variant (variants/torch.py), and cost.py asks :func:`heads_of`.
 """
 
 from __future__ import annotations
@@ -37,10 +38,10 @@ DECAYS = ("model", "weak", "strong", "zero", "forget", "mixed")
 - ``mixed``: a random choice per channel and step among small (-1/16 to 0), weak, strong, 0 and -inf.
 """
 
-DECAY_PER = ("channel", "head")
+_DECAY_PER = ("channel", "head")
 """Values of the option ``decay_per``: ``g`` is ``[B, T, H, K]`` or ``[B, T, H]``."""
 
-SIDE_BY_SIDE = (1 << 18, 1 << 25)
+_SIDE_BY_SIDE = (1 << 18, 1 << 25)
 """Largest size in bytes of the states of all segments that run side by side: on a CPU, and on other devices.
 
 The states of a CPU should stay in its caches. The index is ``device.type != "cpu"``.
@@ -76,7 +77,7 @@ def reference(
     if state_v_first and initial_state is not None:
         initial_state = initial_state.mT
     scaled = q * (q.shape[-1] ** -0.5 if scale is None else scale)
-    o, final = recurrence(scaled, k, v, g, gv, initial_state, cu_seqlens, side_by_side=SIDE_BY_SIDE[q.device.type != "cpu"])
+    o, final = recurrence(scaled, k, v, g, gv, initial_state, cu_seqlens, side_by_side=_SIDE_BY_SIDE[q.device.type != "cpu"])
     if not output_final_state:
         return o, None
     return o, final.mT if state_v_first else final
@@ -270,8 +271,8 @@ def make_inputs(case: Case, device: torch.device, generator: torch.Generator) ->
         raise ArgumentError(f"{said}; the largest must be H = {most}, the number of heads of the output.")
     if heads.state != most and not options["initial_state"]:
         raise ArgumentError(f"state_heads = {heads.state}; without initial_state it must be H = {most}, or be left out.")
-    if options["decay_per"] not in DECAY_PER:
-        raise ArgumentError(f"decay_per is {options['decay_per']!r}; it must be one of {', '.join(DECAY_PER)}.")
+    if options["decay_per"] not in _DECAY_PER:
+        raise ArgumentError(f"decay_per is {options['decay_per']!r}; it must be one of {', '.join(_DECAY_PER)}.")
 
     def draw(*extent: int) -> torch.Tensor:
         return torch.randn(extent, device=device, generator=generator)

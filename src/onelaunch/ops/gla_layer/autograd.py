@@ -30,7 +30,7 @@ from onelaunch.ops.output_chain import autograd as chain
 from onelaunch.ops.projections import autograd as way_in
 from onelaunch.ops.projections.layout import ALIGNMENT, Layout, layout_of
 
-KEEP = True
+_KEEP = True
 """Flag of launches that are followed by a backward pass and must save what it needs."""
 
 
@@ -45,7 +45,7 @@ class Kernels(NamedTuple):
     """Variant of ``output_chain``."""
 
 
-OWN = (
+_OWN = (
     ("wide_activated", "epilogue", "epilogue_persistent", "cluster", "cluster_weight"),
     ("hopper", "fused"),
     ("norm_gate", "prologue"),
@@ -86,7 +86,7 @@ def why_not(query: Query) -> str | None:
     if heads * keys % ALIGNMENT or heads * values % ALIGNMENT:
         return f"needs H * K and H * V in multiples of {ALIGNMENT}: so columns of all gradients begin where they can be addressed"
     # The key holds neither rank nor normalizer, and whether some kernel can run depends on neither: any valid ones will do.
-    for part, names in zip(parts_of(query, ALIGNMENT, 1.0), OWN, strict=True):
+    for part, names in zip(parts_of(query, ALIGNMENT, 1.0), _OWN, strict=True):
         if own_kernel(part, names) is None:
             reasons = [f"{name} {find_operation(part.operation).get(name).why_not(part)}" for name in names]
             return f"needs kernels of ours for {part.operation}: {'; '.join(reasons)}"
@@ -94,25 +94,25 @@ def why_not(query: Query) -> str | None:
 
 
 @functools.lru_cache(maxsize=4096)
-def kernels_for(operation: str, device: str, dtype: torch.dtype, *rest: Any) -> str:
+def _kernels_for(operation: str, device: str, dtype: torch.dtype, *rest: Any) -> str:
     """Return :class:`Kernels` as one string, its names separated by commas, for a layer that :func:`why_not` accepts.
 
     ``rest`` is the rest of the layer's dispatch key (sizes, grad, flags), then its rank and normalizer.
     """
     *key, rank, normalizer = rest
     parts = parts_of(Query(operation, device, dtype, *key), rank, normalizer)
-    return ",".join([own_kernel(part, names) or "" for part, names in zip(parts, OWN, strict=True)])
+    return ",".join([own_kernel(part, names) or "" for part, names in zip(parts, _OWN, strict=True)])
 
 
-def constant_kernels(operation: str, device: str, dtype: torch.dtype, *rest: Any) -> str:
-    """Return :func:`kernels_for` for the noted sizes, and where it holds; ``torch.compile`` treats the result as a constant.
+def _constant_kernels(operation: str, device: str, dtype: torch.dtype, *rest: Any) -> str:
+    """Return :func:`_kernels_for` for the noted sizes, and where it holds; ``torch.compile`` treats the result as a constant.
 
-    The arguments are those of :func:`kernels_for` without the sizes.
+    The arguments are those of :func:`_kernels_for` without the sizes.
     """
-    return dispatch.decided(lambda sizes: kernels_for(operation, device, dtype, sizes, *rest))
+    return dispatch.decided(lambda sizes: _kernels_for(operation, device, dtype, sizes, *rest))
 
 
-vars(constant_kernels)["_dynamo_marked_constant"] = True  # as torch.compiler.assume_constant_result, without its slow import
+vars(_constant_kernels)["_dynamo_marked_constant"] = True  # as torch.compiler.assume_constant_result, without its slow import
 
 
 class Plan(NamedTuple):
@@ -132,15 +132,15 @@ class Plan(NamedTuple):
 
 
 @functools.lru_cache(maxsize=1024)
-def plan_for(sizes: LayerSizes, kernels: str) -> Plan:
+def _plan_for(sizes: LayerSizes, kernels: str) -> Plan:
     """Return the plan of a layer with kernels of these names, given as one string."""
     return Plan(sizes, layout_of(segments_of(sizes)), layout_of(decay_segments_of(sizes)), Kernels(*kernels.split(",")))
 
 
-def plan_of(gk_weight: torch.Tensor, w_out: torch.Tensor, heads: int, normalizer: float, kernels: str) -> Plan:
+def _plan_of(gk_weight: torch.Tensor, w_out: torch.Tensor, heads: int, normalizer: float, kernels: str) -> Plan:
     """Return the plan of a call, from its weights; as integers, since the sizes of a tracer have no hash."""
     keys, rank, values = (int(size) for size in (*gk_weight.shape, w_out.shape[1]))
-    return plan_for(LayerSizes(heads, keys // heads, values // heads, rank, normalizer), kernels)
+    return _plan_for(LayerSizes(heads, keys // heads, values // heads, rank, normalizer), kernels)
 
 
 def run_forward(
@@ -162,17 +162,17 @@ def run_forward(
 
     Saved are the packed projections of x (y) ``[B, T, pitch]``, packed log-decays (gk) ``[B, T, pitch]``, ``o [B, T, H, V]``, the
     norms' ``rstd [B T, H]`` and, with ``keep_states``, a state per chunk ``[slots, H, V, K]``. A result that is not wanted has no
-    elements. ``kernels`` is the result of :func:`kernels_for`.
+    elements. ``kernels`` is the result of :func:`_kernels_for`.
     """
     from onelaunch.ops.gla import launch, launch_hopper
     from onelaunch.ops.output_chain import launch as chain_launch
 
-    plan = plan_of(gk_weight, w_out, heads, normalizer, kernels)
+    plan = _plan_of(gk_weight, w_out, heads, normalizer, kernels)
     rows = x.reshape(-1, x.shape[-1])
     y = rows.new_empty(*x.shape[:-1], plan.layout.pitch)
     torch.mm(rows, in_proj_weight.mT, out=y.view(-1, plan.layout.pitch)[:, : plan.layout.rows])
     q, k, v, gate, low_rank = plan.layout.cut(y)
-    wanted = way_in.Wanted(plan.decays, eps=0.0, keep=KEEP)  # eps has no effect: no segment has a norm
+    wanted = way_in.Wanted(plan.decays, eps=0.0, keep=_KEEP)  # eps has no effect: no segment has a norm
     packed = way_in.launches[plan.kernels.decays](low_rank.reshape(-1, plan.sizes.projected_decays), gk_weight, gk_bias, wanted)
     gk = packed.y.view(*x.shape[:-1], plan.decays.pitch)
     (g,) = plan.decays.cut(gk)
@@ -184,8 +184,8 @@ def run_forward(
     else:
         o, final = launch.forward(call, want_final=want_final)
     given = chain_launch.Operands.of(o, gate, norm_weight, activated=False)
-    out, rstd = chain.launches[plan.kernels.way_out](given, w_out, None, eps, KEEP)
-    assert rstd is not None  # noqa: S101 - KEEP is set
+    out, rstd = chain.launches[plan.kernels.way_out](given, w_out, None, eps, _KEEP)
+    assert rstd is not None  # noqa: S101 - _KEEP is set
     return out.view(x.shape), final, y, gk, o, rstd, states[0] if states else x.new_empty(0)
 
 
@@ -214,7 +214,7 @@ def run_backward(
     """
     from onelaunch.ops.output_chain import launch as chain_launch
 
-    plan = plan_of(gk_weight, w_out, heads, normalizer, kernels)
+    plan = _plan_of(gk_weight, w_out, heads, normalizer, kernels)
     wants_x, wants_packed, wants_gk, wants_bias, wants_norm, wants_out, wants_initial = wants
     found = [x.new_empty(0) for _ in wants]  # of x, in_proj_weight, gk_weight, gk_bias, norm_weight, w_out, initial
     dz = x.new_empty(y.shape)
@@ -236,7 +236,7 @@ def run_backward(
     del a
     if not inside or do is None:
         return found
-    dgk, dinitial = recurrence_gradients(plan, do.view(o.shape), dfinal, y, gk, initial, states, dz)
+    dgk, dinitial = _recurrence_gradients(plan, do.view(o.shape), dfinal, y, gk, initial, states, dz)
     del do
     columns, rank = plan.layout.rows, plan.sizes.projected_decays
     dz = dz.view(-1, plan.layout.pitch)
@@ -257,7 +257,7 @@ def run_backward(
     return found
 
 
-def recurrence_gradients(
+def _recurrence_gradients(
     plan: Plan,
     do: torch.Tensor,
     dfinal: torch.Tensor | None,
@@ -324,7 +324,7 @@ def fake_forward(
     """Return empty tensors for the results of :func:`run_forward`, whose sizes B and T may be symbolic."""
     from onelaunch.ops.gla import launch, launch_hopper
 
-    plan = plan_of(gk_weight, w_out, heads, normalizer, kernels)
+    plan = _plan_of(gk_weight, w_out, heads, normalizer, kernels)
     leading = x.shape[:-1]
     y, gk = x.new_empty(*leading, plan.layout.pitch), x.new_empty(*leading, plan.decays.pitch)
     (q, k, v, *_), (g,) = plan.layout.cut(y), plan.decays.cut(gk)
@@ -373,10 +373,10 @@ def compute(call: GlaLayerCall, *, keep_states: bool = False) -> Results:
     key, sizes = call.query(), call.sizes
     if torch.compiler.is_compiling() or type(key.sizes) is SymbolicSizes:
         dispatch.note_sizes(key.sizes)
-        decided = constant_kernels(*key[:3], *key[4:], sizes.rank, sizes.normalizer)
+        decided = _constant_kernels(*key[:3], *key[4:], sizes.rank, sizes.normalizer)
         kernels = dispatch.within(key.sizes, decided)
     else:
-        kernels = kernels_for(*key, sizes.rank, sizes.normalizer)
+        kernels = _kernels_for(*key, sizes.rank, sizes.normalizer)
     out, final, *_ = forward(
         call.x, call.in_proj_weight, call.gk_weight, call.gk_bias, call.norm_weight, call.w_out, call.initial_state,
         sizes.heads, sizes.normalizer, call.eps, call.output_final_state, keep_states, kernels, grad=True,

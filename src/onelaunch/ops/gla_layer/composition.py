@@ -1,4 +1,8 @@
-"""The layer as calls of other operations, for the operation's variants. :mod:`onelaunch.nn` uses :func:`project`."""
+"""The layer as calls of other operations, for the operation's variants.
+
+``variants/composed.py`` calls :func:`compose`. ``autograd.py`` and ``variants/peers.py`` ask for the segments of the packed
+weights, and the layer ``GatedLinearAttention`` of :mod:`onelaunch.nn` calls :func:`project`.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +68,7 @@ def decay_segments_of(sizes: LayerSizes) -> tuple[Segment, ...]:
     return (Segment("gk", sizes.heads, sizes.keys, "logsigmoid", sizes.normalizer, bias=True),)
 
 
-def convolved(values: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def _convolved(values: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Return ``[B, T, H, C]`` after a short causal convolution, ``weight [H C, W]``, and SiLU, by PyTorch's functions."""
     if values.shape[1] == 0:  # fewer inputs than taps, which conv1d refuses
         return values * weight.sum()
@@ -88,6 +92,6 @@ def compose(tensors: Tensors, sizes: LayerSizes, eps: float, output_final_state:
         q, k, v, gate, gk = project(x, in_proj_weight, segments, gk_weight, gk_bias, decays, variant=way_in)
     if conv_weight is not None:
         filters = conv_weight.split([each.shape[2] * each.shape[3] for each in (q, k, v)])
-        q, k, v = (convolved(each, weight) for each, weight in zip((q, k, v), filters, strict=True))
+        q, k, v = (_convolved(each, weight) for each, weight in zip((q, k, v), filters, strict=True))
     o, final_state = gla(q, k, v, gk, initial_state=initial_state, output_final_state=output_final_state, variant=recurrence)
     return output_chain(o, gate, norm_weight, w_out, eps=eps, variant=way_out), final_state

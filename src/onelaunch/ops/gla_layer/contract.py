@@ -1,6 +1,7 @@
 """The operation ``gla_layer``: its definition, its arguments and their checks.
 
-Users and the layer ``GatedLinearAttention`` call :func:`gla_layer`; the variants take a :class:`GlaLayerCall`.
+Users and the layer ``GatedLinearAttention`` call :func:`gla_layer`; the variants take a :class:`GlaLayerCall`. ``reference.py``,
+``cost.py``, ``probes.py`` and ``variants`` register their parts with the operation.
 """
 
 from __future__ import annotations

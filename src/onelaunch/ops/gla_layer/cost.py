@@ -59,8 +59,8 @@ def cost(case: Case, variant: Variant | None, direction: Direction) -> Cost:
         costs.append(part.cost(each, None if name == AUTO else part.get(name), direction))
     total = sum(costs[1:], costs[0])
     if variant is not None:
-        written = filtered_bytes(case) * (1 if direction == "forward" else 2)  # results, and gradients of what was filtered
-        moved = total.bytes + filtered_bytes(case) * (2 if direction == "forward" else 5)
+        written = _filtered_bytes(case) * (1 if direction == "forward" else 2)  # results, and gradients of what was filtered
+        moved = total.bytes + _filtered_bytes(case) * (2 if direction == "forward" else 5)
         more = None if total.written is None else total.written + written
         return replace(total, bytes=moved, written=more, launches=launch_count(variant, direction))
     shapes, dtypes = shapes_of(case), dtypes_of(case)
@@ -74,7 +74,7 @@ def cost(case: Case, variant: Variant | None, direction: Direction) -> Cost:
     return Cost(total.flops, moved, launch_count(None, direction), written=written)
 
 
-def filtered_bytes(case: Case) -> int:
+def _filtered_bytes(case: Case) -> int:
     """Return the bytes of q, k and v together if they go through short convolutions, else 0."""
     batch, length, _, heads, keys, values = (case.sizes[name] for name in gla_layer.dimensions)
     return batch * length * heads * (2 * keys + values) * case.dtype.itemsize if options_of(case).conv_size else 0

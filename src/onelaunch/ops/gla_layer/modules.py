@@ -1,4 +1,7 @@
-"""Parts of a call that modules of ``onelaunch.nn`` and of fla take alike, for the variants that call a module."""
+"""Parts of a call that modules of ``onelaunch.nn`` and of fla take alike, for the variants that call a module.
+
+These are in ``variants/module.py`` and ``variants/peers.py``.
+"""
 
 from __future__ import annotations
 

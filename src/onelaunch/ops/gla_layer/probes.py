@@ -1,4 +1,4 @@
-"""Edge cases of ``gla_layer``, on which studies and tests judge each of its variants.
+"""Edge cases of ``gla_layer``, on which studies and tests judge its variants.
 
 A case is written as arguments of ``gla_layer.case``: dtype; sizes (B sequences of T steps, D columns of x, H heads of K key and
 V value channels); and options, such as ``rank``, the inner width of the low-rank projection that makes the log-decays,

@@ -1,6 +1,7 @@
 """Oracle of ``gla_layer``, the inputs that variants are verified on, and the dispatch key of a case.
 
-The workbench's verification and measurements call them through the operation.
+The workbench and other code that examines an operation's cases call them through the operation. ``cost.py`` asks the functions
+about a case's options, shapes and dtypes.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ from onelaunch.ops.gla import gla
 from onelaunch.ops.gla_layer.contract import gla_layer, key_of
 from onelaunch.wording import listing
 
-NORM_WEIGHTS = ("same", "float32")
+_NORM_WEIGHTS = ("same", "float32")
 """Values of the option ``norm_weight``: dtype of the norm's weight, that of the case or float32."""
 
-DECAYS_PER = ("channel", "head")
+_DECAYS_PER = ("channel", "head")
 """Values of the option ``decay_per``: a decay for every key channel, by two factors of low rank, or one for a whole head."""
 
 
@@ -83,7 +84,7 @@ def options_of(case: Case) -> Options:
     for name, value in (("rank", rank), ("conv_size", 1 if size is None else size)):
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ArgumentError(f"{name} is {value!r}; it must be an integer of at least 1.")
-    for name, value, known in (("norm_weight", norm_weight, NORM_WEIGHTS), ("decay_per", per, DECAYS_PER)):
+    for name, value, known in (("norm_weight", norm_weight, _NORM_WEIGHTS), ("decay_per", per, _DECAYS_PER)):
         if value not in known:
             raise ArgumentError(f"{name} is {value!r}; it must be one of {listing(known)}.")
     return Options(rank if per == "channel" else None, norm_weight, size)

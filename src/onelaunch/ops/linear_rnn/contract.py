@@ -1,6 +1,7 @@
 """The operation ``linear_rnn``: its definition, its arguments and their checks, which it shares with ``gated_scan``.
 
-Users and the layer ``LinearRNN`` call :func:`linear_rnn`; the variants take a :class:`LinearRNNCall`.
+Users and the layer ``LinearRNN`` call :func:`linear_rnn`; the variants take a :class:`LinearRNNCall`. ``reference.py``,
+``cost.py``, ``probes.py``, ``variants`` and the ablation register their parts with the operation.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from onelaunch.operation import Case, Cost, Direction, Variant
 from onelaunch.ops.gated_scan.cost import scan_bytes, scan_launches
 from onelaunch.ops.linear_rnn.contract import linear_rnn
 
-GEMMS = {"forward": 1, "forward_backward": 3}
+_GEMMS = {"forward": 1, "forward_backward": 3}
 """Number of matrix products of equal size: x W; with the backward pass also dv W^T and x^T dv."""
 
 
@@ -40,5 +40,5 @@ def cost(case: Case, variant: Variant | None, direction: Direction) -> Cost:
     scanned, scan_written = scan_bytes(case, linear_rnn.options, direction, fused_gate)
     moved = value * (operands + intermediates * rows * channels) + scanned
     written = value * (gradients + intermediates_written * rows * channels) + scan_written
-    flops = GEMMS[direction] * 2 * rows * width * channels
+    flops = _GEMMS[direction] * 2 * rows * width * channels
     return Cost(flops, moved, scan_launches(case, linear_rnn.options, variant, direction), written=written)

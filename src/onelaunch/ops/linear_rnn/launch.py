@@ -1,7 +1,8 @@
 """Launches of the layer's portable kernels: allocate results, choose tiles, pass pointers.
 
-``contract.py`` has checked the arguments, and the operators in ``autograd.py`` call these functions and add gradients.
-``launch_hopper.py``, the ablation and ``fakes.py`` take a :class:`Layer` too.
+``contract.py`` has checked the arguments, and the operators in ``autograd.py`` add gradients. One of them calls :func:`matmul`.
+Another makes a :class:`Layer`, which ``variants/triton.py`` passes to :func:`chunked`, and ``variants/hopper.py`` and the
+ablation to launches of their own. ``launch_hopper.py`` and ``fakes.py`` use the class too.
 """
 
 from __future__ import annotations
@@ -89,25 +90,25 @@ class ProjectTiles:
     stages: int = 3
 
 
-MANY_CTAS = 400
+_MANY_CTAS = 400
 """Number of CTAs with the tiles of :func:`scan_tiles` beyond which wider tiles are faster: about three per SM of an H200."""
 
 
-def project_tiles(batch: int, length: int, width: int, channels: int, element_size: int) -> ProjectTiles:
+def _project_tiles(batch: int, length: int, width: int, channels: int, element_size: int) -> ProjectTiles:
     """Return tiles with as many steps as those of the scan, since the backward pass reads one carry per tile.
 
     64 x 32 is fastest while it leaves SMs free (7.3 us against 8.2 us for 64 x 64 at B=4 T=2048 D=256 V=64). With more than
-    :data:`MANY_CTAS` such CTAs, 64 x 64 with 8 warps is fastest (10.0 us against 11.0 us at B=16 T=1024), since it reads x once.
+    :data:`_MANY_CTAS` such CTAs, 64 x 64 with 8 warps is fastest (10.0 us against 11.0 us at B=16 T=1024), since it reads x once.
     Tiles of 128 steps are slower at all sizes.
     """
     scan = scan_tiles(length, channels)
-    if channels >= 64 and batch * cdiv(length, scan.steps) * cdiv(channels, scan.channels) > MANY_CTAS:
+    if channels >= 64 and batch * cdiv(length, scan.steps) * cdiv(channels, scan.channels) > _MANY_CTAS:
         scan = replace(scan, channels=64, warps=8)
     inner = next((size for size in (16, 32) if width <= size), 64 if element_size == 2 else 32)
     return ProjectTiles(scan, inner=inner)
 
 
-def products(operand: torch.Tensor) -> Mma:
+def _products(operand: torch.Tensor) -> Mma:
     """Return the matrix instructions that a product of this operand must compile to; float32 uses none."""
     return Mma.NONE if operand.dtype is torch.float32 else Mma.WIDEST
 
@@ -116,7 +117,7 @@ def chunked(layer: Layer) -> Results:
     """Launch the portable kernel that projects, scans and gates each tile; it takes any dtype and packed sequences."""
     layer, results, sequences = layer.in_rows(), layer.results(), layer.sequences
     batch, length, width, channels = layer.sizes
-    tiles = project_tiles(batch, length, width, channels, layer.x.element_size())
+    tiles = _project_tiles(batch, length, width, channels, layer.x.element_size())
     tiles = replace(tiles, scan=tiles.scan.on(layer.x.device))
     words = workspace(layer.x.device, tiles.scan.words(batch, length, channels))  # flag-in-data words of the look-back
     Launch(
@@ -127,7 +128,7 @@ def chunked(layer: Layer) -> Results:
         BT=tiles.scan.steps, BV=tiles.scan.channels, BD=tiles.inner, EVEN_D=width % tiles.inner == 0,
         GROUP=tiles.scan.group, EVEN=tiles.scan.even(length, channels),
         PACKED=sequences.offsets is not None, STEPS=sequences.bisection_steps(),
-        num_stages=tiles.stages, **tiles.scan.options(layer.x.device), **layer.flags(), mma=products(layer.x),
+        num_stages=tiles.stages, **tiles.scan.options(layer.x.device), **layer.flags(), mma=_products(layer.x),
     ).run()  # fmt: skip
     return results
 
@@ -144,11 +145,11 @@ class MatmulTiles:
     stages: int = 3
 
 
-BLOCKS_PER_SUM = 16
+_BLOCKS_PER_SUM = 16
 """Blocks of K that one sum of float32 operands adds up in :func:`matmul`: 16 blocks of 32, so 512 products."""
 
 
-def matmul_tiles(m: int, n: int, element_size: int) -> MatmulTiles:
+def _matmul_tiles(m: int, n: int, element_size: int) -> MatmulTiles:
     """Return tiles of 64 x 64, or of 128 x 128 for 16-bit results with a tile for every SM of an H200; not tuned further."""
     if element_size == 4:
         return MatmulTiles(k=32)
@@ -158,12 +159,12 @@ def matmul_tiles(m: int, n: int, element_size: int) -> MatmulTiles:
 def matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """Return ``a [M, K] @ b [K, N]``, computed by one launch; operands have any strides."""
     (m, k), n = a.shape, b.shape[1]
-    tiles = matmul_tiles(m, n, a.element_size())
+    tiles = _matmul_tiles(m, n, a.element_size())
     out = torch.empty((m, n), dtype=a.dtype, device=a.device)
     Launch(
         matmul_kernel, (cdiv(m, tiles.m) * cdiv(n, tiles.n),),
         a, b, out, m, n, k, a.stride(0), a.stride(1), b.stride(0), b.stride(1),
-        BM=tiles.m, BN=tiles.n, BK=tiles.k, GROUP_M=tiles.group, PART=BLOCKS_PER_SUM,
-        num_warps=tiles.warps, num_stages=tiles.stages, mma=products(a),
+        BM=tiles.m, BN=tiles.n, BK=tiles.k, GROUP_M=tiles.group, PART=_BLOCKS_PER_SUM,
+        num_warps=tiles.warps, num_stages=tiles.stages, mma=_products(a),
     ).run()  # fmt: skip
     return out

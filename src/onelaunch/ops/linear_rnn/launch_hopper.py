@@ -68,11 +68,11 @@ class PersistentTiles:
         return length % self.steps == 0 and channels % self.channels == 0
 
 
-PERSISTENT = PersistentTiles()
+_PERSISTENT = PersistentTiles()
 """Configuration of every launch by :func:`persistent`."""
 
 
-def rows_of(tensor: torch.Tensor) -> torch.Tensor:
+def _rows_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return ``[B, T, N]`` as ``[B T, N]`` for TMA, copied if its strides or its address do not allow TMA."""
     return addressable(tensor.flatten(0, 1))
 
@@ -83,9 +83,9 @@ def persistent(layer: Layer) -> Results:
 
     results, initial = layer.results(), layer.sequences.initial
     batch, length, width, channels = layer.sizes
-    tiles_t, slices = cdiv(length, PERSISTENT.steps), cdiv(channels, PERSISTENT.channels)
+    tiles_t, slices = cdiv(length, _PERSISTENT.steps), cdiv(channels, _PERSISTENT.channels)
     tiles = tiles_t * batch * slices
-    boxes = PERSISTENT.boxes(layer.log_decay.element_size())
+    boxes = _PERSISTENT.boxes(layer.log_decay.element_size())
     # A kernel without a gate gets log_decay in its place and does not read it.
     given = (layer.x, layer.weight[None], layer.log_decay, layer.log_decay if layer.gate is None else layer.gate)
     words = workspace(layer.x.device, batch * tiles_t * channels)  # one flag-in-data word per tile of time and channel
@@ -95,10 +95,10 @@ def persistent(layer: Layer) -> Results:
     ctas = min(tiles, processors(layer.x.device))
     Launch(
         project_scan_gate_hopper_kernel, (ctas,),
-        *(described(rows_of(tensor), box) for tensor, box in zip(given, boxes.values(), strict=True)),
+        *(described(_rows_of(tensor), box) for tensor, box in zip(given, boxes.values(), strict=True)),
         initial, results.y, results.v, results.final, results.carries, words, counter,
         length, width, channels, tiles, batch * slices,
-        EVEN=PERSISTENT.even(length, channels), num_warps=4, **PERSISTENT.options(), **layer.flags(), mma=Mma.WIDEST,
+        EVEN=_PERSISTENT.even(length, channels), num_warps=4, **_PERSISTENT.options(), **layer.flags(), mma=Mma.WIDEST,
     ).run()  # fmt: skip
     return results
 
@@ -147,8 +147,8 @@ def chunked(layer: Layer) -> Results:
     batch, length, width, channels = layer.sizes
     tiles = chunked_tiles(processors(layer.x.device), *map(int, layer.sizes))  # traced sizes (SymInt) have no hash
     scan = tiles.scan
-    x = described(rows_of(layer.x), [scan.steps, tiles.inner])
-    weight = described(rows_of(layer.weight[None]), [tiles.inner, scan.channels])
+    x = described(_rows_of(layer.x), [scan.steps, tiles.inner])
+    weight = described(_rows_of(layer.weight[None]), [tiles.inner, scan.channels])
     log_decay = inner_contiguous(layer.log_decay)
     # A kernel without a gate gets log_decay in its place and does not read it.
     gate = log_decay if layer.gate is None else inner_contiguous(layer.gate)

@@ -1,4 +1,4 @@
-"""Edge cases of ``linear_rnn``, on which studies and tests judge each of its variants.
+"""Edge cases of ``linear_rnn``, on which studies and tests judge its variants.
 
 They are those of ``gated_scan`` with D columns of x.
 """

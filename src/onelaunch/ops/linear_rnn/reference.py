@@ -1,7 +1,7 @@
 """Oracle of ``linear_rnn``, the inputs that variants are verified on, and its matrix product alone as a control.
 
-A control is a part of the operation that studies time in addition; calls are never dispatched to it. The workbench's
-verification and measurements call these functions through the operation.
+A control is a part of the operation that studies time in addition; calls are never dispatched to it. The workbench and other
+code that examines an operation's cases call these functions through the operation.
 """
 
 from __future__ import annotations

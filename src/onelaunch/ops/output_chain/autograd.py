@@ -4,9 +4,9 @@
 the reciprocal root mean square of every head, instead of ``a``, the normalized and gated heads, which take H * V elements per
 token. In the backward pass one operator, ``onelaunch::output_chain_gradients``, recomputes ``a`` for the product that gives the
 output weight's gradient. From the gradient of ``a``, da = dout W, its launch also computes the gradients of h and of the gate,
-and partial sums of the gradient of the norm's weight, which PyTorch adds up in another launch. The variants in
-``variants/triton.py`` call :func:`compute`. ``gla_layer``, which has an operator of its own, calls the functions in
-:data:`launches`.
+and partial sums of the gradient of the norm's weight. It adds these up as well, unless there are so many tokens that PyTorch does
+so in further launches. The variants in ``variants/triton.py`` call :func:`compute`. ``gla_layer``, which has an operator of its
+own, calls the functions in :data:`launches`.
 """
 
 from __future__ import annotations

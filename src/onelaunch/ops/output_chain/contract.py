@@ -1,7 +1,7 @@
 """The operation ``output_chain``: its definition, its arguments and their checks.
 
 Users, the gated layers of ``onelaunch.nn`` and ``gla_layer`` call :func:`output_chain`; the variants take an
-:class:`OutputChainCall`.
+:class:`OutputChainCall`. ``reference.py``, ``cost.py``, ``probes.py`` and ``variants`` register their parts with the operation.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Cost model of ``output_chain``: FLOPs and bytes, at least and per variant.
 
-The workbench plans studies with it and computes roofline bounds from it.
+The workbench plans studies with it and computes roofline bounds from it, and ``gla_layer`` adds it to its own cost.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from onelaunch.operation import Case, Cost, Direction, Variant, launch_count
 from onelaunch.ops.output_chain.contract import output_chain
 from onelaunch.ops.output_chain.reference import options_of
 
-PRODUCTS = {"forward": 1, "forward_backward": 3}
+_PRODUCTS = {"forward": 1, "forward_backward": 3}
 """Number of matrix products of equal size: a W^T; with the backward pass also dout W and dout^T a."""
 
 
@@ -47,5 +47,5 @@ def cost(case: Case, variant: Variant | None, direction: Direction) -> Cost:
             else:
                 moved += passed * len(hands) + 2 * passed * (len(hands) - 1)
                 written += passed * (len(hands) - 1)
-    flops = PRODUCTS[direction] * 2 * rows * inner * columns
+    flops = _PRODUCTS[direction] * 2 * rows * inner * columns
     return Cost(flops, moved, launch_count(variant, direction), written=written)

@@ -1,7 +1,8 @@
 """Launches of ``output_chain``'s portable kernels: cut rows into tiles, allocate results, pass pointers.
 
 The variant ``norm_gate`` calls :func:`norm_gate`. :func:`norm_gate_gradients` serves the backward pass of both Triton variants,
-and that of ``gla_layer``.
+and that of ``gla_layer``. Both callers, and the launch in ``launch_prologue.py``, take :class:`Operands`. A predicate in
+``variants/triton.py`` asks :func:`tiles`.
 """
 
 from __future__ import annotations
@@ -47,16 +48,16 @@ class Operands(NamedTuple):
 Made: TypeAlias = tuple[torch.Tensor, torch.Tensor | None]
 """Results of a forward pass: ``out [M, D]``, and ``rstd [M, H]`` float32 or ``None`` if it is not saved."""
 
-ELEMENTS, GRADIENT_ELEMENTS = 4096, 2048
+_ELEMENTS, GRADIENT_ELEMENTS = 4096, 2048
 """Number of elements of a CTA's tile, forward and backward: 32 and 16 per thread with four warps. Not tuned yet."""
 
-TOKENS = 256
+_TOKENS = 256
 """Limit on the tokens of a tile: each takes registers for its addresses, whatever the size of heads."""
 
-WARPS = 4
+_WARPS = 4
 """Warps of a CTA of either kernel."""
 
-CTAS_PER_SM = 4
+_CTAS_PER_SM = 4
 """Limit on the CTAs per SM in a backward launch. Each stores a row of partial sums of the norm weight's gradient.
 
 It is not tuned by measurement yet.
@@ -73,26 +74,26 @@ and 1487 at 8x4096x2048 (63).
 """
 
 
-def tile_of(rows: int, values: int, elements: int) -> dict[str, Any]:
+def _tile_of(rows: int, values: int, elements: int) -> dict[str, Any]:
     """Return the constants V, BV and BM: a tile holds one head, of as many tokens as fit into ``elements``.
 
     BV is V rounded up to a power of 2, and BM the number of tokens, of which there are ``rows`` in all.
     """
     block = power_of_2(values)
-    return {"V": values, "BV": block, "BM": min(max(elements // block, 1), TOKENS, power_of_2(max(rows, 1)))}
+    return {"V": values, "BV": block, "BM": min(max(elements // block, 1), _TOKENS, power_of_2(max(rows, 1)))}
 
 
 def tiles(rows: int, heads: int, values: int, elements: int) -> int:
     """Return the number of tiles of all tokens and heads."""
-    return cdiv(rows, tile_of(rows, values, elements)["BM"]) * heads
+    return cdiv(rows, _tile_of(rows, values, elements)["BM"]) * heads
 
 
-def steps_of(count: int, device: torch.device) -> int:
+def _steps_of(count: int, device: torch.device) -> int:
     """Return the number of tiles that a CTA of a backward launch takes, one after another.
 
     There is at least one tile, since the variants refuse calls without elements.
     """
-    return cdiv(count, CTAS_PER_SM * processors(device))
+    return cdiv(count, _CTAS_PER_SM * processors(device))
 
 
 def norm_gate(given: Operands, eps: float, *, keep: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -102,9 +103,9 @@ def norm_gate(given: Operands, eps: float, *, keep: bool) -> tuple[torch.Tensor,
     a = torch.empty(h.shape, dtype=h.dtype, device=h.device)
     rstd = h.new_empty(rows, heads, dtype=torch.float32) if keep else None
     Launch(
-        norm_gate_kernel, (tiles(rows, heads, given.values, ELEMENTS),),
+        norm_gate_kernel, (tiles(rows, heads, given.values, _ELEMENTS),),
         h, gate, given.norm_weight, a, rstd, rows, heads, h.stride(0), 0 if gate is None else gate.stride(0), eps,
-        ACTIVATED=given.activated, **tile_of(rows, given.values, ELEMENTS), num_warps=WARPS,
+        ACTIVATED=given.activated, **_tile_of(rows, given.values, _ELEMENTS), num_warps=_WARPS,
     ).run()  # fmt: skip
     return a, rstd
 
@@ -134,7 +135,7 @@ def norm_gate_gradients(
     da = None if da is None else inner_contiguous(da)
     (rows, inner), heads, values = h.shape, given.heads, given.values
     count = tiles(rows, heads, values, GRADIENT_ELEMENTS)
-    steps = steps_of(count, h.device)
+    steps = _steps_of(count, h.device)
     ctas = cdiv(count, steps)
 
     def empty(wanted: bool) -> Any:
@@ -153,7 +154,7 @@ def norm_gate_gradients(
         da, h, gate, given.norm_weight, rstd, a, dh, dgate, partials, dnorm_weight, counter, rows, heads, steps,
         0 if da is None else da.stride(0), h.stride(0), 0 if gate is None else gate.stride(0),
         0 if dgate is None else dgate.stride(0),
-        ACTIVATED=given.activated, **tile_of(rows, values, GRADIENT_ELEMENTS), num_warps=WARPS,
+        ACTIVATED=given.activated, **_tile_of(rows, values, GRADIENT_ELEMENTS), num_warps=_WARPS,
     ).run()  # fmt: skip
     if weight is not None and partials is not None and dnorm_weight is None:
         dnorm_weight = partials.sum(0).to(weight.dtype)

@@ -18,10 +18,10 @@ from onelaunch.launch.launch import Launch, Mma
 from onelaunch.ops.output_chain.kernels.prologue import prologue_kernel
 from onelaunch.ops.output_chain.launch import Made, Operands
 
-HEAD = 4096
+_HEAD = 4096
 """Number of elements of a head's tile, for h and for the gate each: 32 per thread with four warps."""
 
-FEWEST = 16
+_FEWEST = 16
 """Least number of channels, rows and columns of an operand of a matrix product."""
 
 
@@ -58,7 +58,7 @@ class PrologueTiles:
 
 
 @functools.lru_cache(maxsize=4096)
-def prologue_tiles(rows: int, columns: int, values: int, size: int, count: int, shared: int) -> PrologueTiles:
+def _prologue_tiles(rows: int, columns: int, values: int, size: int, count: int, shared: int) -> PrologueTiles:
     """Return the tiles for a call. They are not tuned by measurement yet.
 
     Every tile normalizes and gates its rows anew, so tiles have many columns: 128, or down to 32 where rows are few and SMs
@@ -75,14 +75,14 @@ def prologue_tiles(rows: int, columns: int, values: int, size: int, count: int, 
         count: number of SMs.
         shared: bytes of shared memory that a CTA may use.
     """
-    head = max(power_of_2(values), FEWEST)
+    head = max(power_of_2(values), _FEWEST)
     if size == 4:
-        return PrologueTiles(FEWEST, LEAST_COLUMNS, head, k=min(head, 32), stages=1, warps=4)
-    m = max(min(max(HEAD // head, 32), 64, power_of_2(max(rows, 1))), FEWEST)
+        return PrologueTiles(_FEWEST, LEAST_COLUMNS, head, k=min(head, 32), stages=1, warps=4)
+    m = max(min(max(_HEAD // head, 32), 64, power_of_2(max(rows, 1))), _FEWEST)
     n = columns_for(rows, columns, m, 128, count)
     stage = (2 * m + n) * head * size
     stages = max(1, min(4, (shared - m * head * size) // stage))
-    return PrologueTiles(m, n, head, head, stages, warps=8 if m * head > HEAD else 4)
+    return PrologueTiles(m, n, head, head, stages, warps=8 if m * head > _HEAD else 4)
 
 
 def prologue(given: Operands, w_out: torch.Tensor, bias: torch.Tensor | None, eps: float, *, keep: bool) -> Made:
@@ -91,7 +91,7 @@ def prologue(given: Operands, w_out: torch.Tensor, bias: torch.Tensor | None, ep
     gate = None if given.gate is None else inner_contiguous(given.gate)
     rows, columns = h.shape[0], w_out.shape[0]
     sizes = int(rows), int(columns), int(given.values)  # as integers: a tracer's sizes cannot be hashed
-    tiles = prologue_tiles(*sizes, h.element_size(), processors(h.device), shared_bytes(h.device))
+    tiles = _prologue_tiles(*sizes, h.element_size(), processors(h.device), shared_bytes(h.device))
     out = h.new_empty(rows, columns)
     rstd = h.new_empty(rows, given.heads, dtype=torch.float32) if keep else None
     flags: dict[str, Any] = {"V": given.values, "ACTIVATED": given.activated}

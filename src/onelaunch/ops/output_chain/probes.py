@@ -1,4 +1,4 @@
-"""Edge cases of ``output_chain``, on which studies and tests judge each of its variants.
+"""Edge cases of ``output_chain``, on which studies and tests judge its variants.
 
 A case is written as arguments of ``output_chain.case``: dtype; sizes (B sequences of T tokens, H heads of V channels, D columns
 of the result); and options. ``gate`` is "silu" (the default: the call applies SiLU), "activated" (the caller did) or "none".

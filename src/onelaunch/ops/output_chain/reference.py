@@ -1,7 +1,7 @@
 """Oracle of ``output_chain``, the inputs that variants are verified on, and the output projection alone as a control.
 
-A control is a part of the operation that studies time in addition; calls are never dispatched to it. The workbench's
-verification and measurements call these functions through the operation.
+A control is a part of the operation that studies time in addition; calls are never dispatched to it. The workbench and other
+code that examines an operation's cases call these functions through the operation. ``cost.py`` asks :func:`options_of`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from onelaunch.wording import listing
 
 GATES = ("silu", "activated", "none")
 """Values of the option ``gate``: a gate before SiLU, one that is activated already, or none."""
-NORM_WEIGHTS = ("same", "float32", "none")
+_NORM_WEIGHTS = ("same", "float32", "none")
 """Values of the option ``norm_weight``: dtype of the norm's weight, that of the case or float32, or none."""
 
 
@@ -48,7 +48,7 @@ def reference(
 def options_of(case: Case) -> tuple[str, str, bool]:
     """Check and return the options ``gate``, ``norm_weight`` and ``bias`` of a case."""
     gate, norm_weight, bias = (output_chain.option(case, name) for name in ("gate", "norm_weight", "bias"))
-    for name, given, known in (("gate", gate, GATES), ("norm_weight", norm_weight, NORM_WEIGHTS), ("bias", bias, (False, True))):
+    for name, given, known in (("gate", gate, GATES), ("norm_weight", norm_weight, _NORM_WEIGHTS), ("bias", bias, (False, True))):
         if given not in known:
             raise ArgumentError(f"{name} is {given!r}; it must be one of {listing(map(str, known))}.")
     return gate, norm_weight, bias

@@ -10,6 +10,7 @@ passed as a string, its ``code``, such as ``16x128:silu,4x64:logsigmoid/16.0:bia
 code.
 
 Our own variants call :func:`compute`. ``gla_layer``, which has an operator of its own, calls the functions in :data:`launches`.
+These functions, in ``variants``, and ``launch_hopper.py`` take a :class:`Wanted` and return a :class:`Packed`.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ TILE_ROWS: Final = 128
 PANEL: Final = 64
 """Number of rows, and of columns, of a panel: the part of a tile's results that a warpgroup stores with one TMA store."""
 
-LARGEST = 3e38
+_LARGEST = 3e38
 """Limit of an activation's factor 1 / normalizer, so that it is finite in float32."""
 
 FEW = 64
@@ -34,13 +34,13 @@ FEW = 64
 STORE_BYTES = TILE_ROWS // WARPGROUP_ROWS * 2 * PANEL * ROW_BYTES
 """Bytes of shared memory for results that are being stored: two panels per warpgroup."""
 
-MAX_STAGES = 8
+_MAX_STAGES = 8
 """Largest number of pipeline stages: tiles are wide, and more stages were not measured."""
 
-END_MICROSECONDS = 2.0
+_END_MICROSECONDS = 2.0
 """Estimated time of a tile's epilogue with 256 columns, in microseconds, from that of the gate in ``swiglu``."""
 
-K_BLOCK_MICROSECONDS = 0.03
+_K_BLOCK_MICROSECONDS = 0.03
 """Overhead of a k-block on top of its products or loads, in microseconds: fitted to single runs on an H200.
 
 The runs had tiles of 128 and of 256 columns.
@@ -52,10 +52,10 @@ def config_for(layout: Layout, columns: int, element: torch.dtype, multicast: Mu
 
     Operand A has rows of x, operand B rows of the weight.
     """
-    narrow = narrow_for(layout, columns)
+    narrow = _narrow_for(layout, columns)
     return GemmConfig(
         a_rows=TILE_ROWS, b_rows=columns, store_bytes=STORE_BYTES, schedule="static_persistent", element=element,
-        result=element, narrow=narrow if narrow < columns else 0, multicast=multicast, max_stages=MAX_STAGES,
+        result=element, narrow=narrow if narrow < columns else 0, multicast=multicast, max_stages=_MAX_STAGES,
     )  # fmt: skip
 
 
@@ -70,7 +70,7 @@ def cluster_tiles(config: GemmConfig, rows: int, column_tiles: int) -> int:
 
 def k_block_microseconds(config: GemmConfig, columns: int) -> float:
     """Return the estimated time of a k-block with ``columns`` columns, in microseconds, with all SMs busy."""
-    return config.k_block_microseconds(columns) + K_BLOCK_MICROSECONDS
+    return config.k_block_microseconds(columns) + _K_BLOCK_MICROSECONDS
 
 
 def tile_columns(span: SegmentSpan, most: int) -> int:
@@ -86,7 +86,7 @@ def counts(layout: Layout, most: int) -> Iterator[int]:
         yield from [min(step, span.segment.width - first) for first in range(0, span.segment.width, step)]
 
 
-def narrow_for(layout: Layout, most: int) -> int:
+def _narrow_for(layout: Layout, most: int) -> int:
     """Return the columns of the narrower WGMMA for tiles of few columns; ``most`` if there are no such tiles.
 
     It is a multiple of 8, as the N dimension of WGMMA, and less than ``most``.
@@ -117,8 +117,8 @@ def configuration(
         tile_counts = list(counts(layout, columns))
         wide_tiles = sum(not count <= narrow < columns for count in tile_counts)  # without narrower WGMMAs, all are wide
         k_blocks, clusters = cdiv(channels, config.k_block), multiprocessors // config.cluster
-        wide_time = k_blocks * k_block_microseconds(config, columns) + END_MICROSECONDS * columns / WIDEST
-        narrow_time = k_blocks * k_block_microseconds(config, narrow) + END_MICROSECONDS * narrow / WIDEST
+        wide_time = k_blocks * k_block_microseconds(config, columns) + _END_MICROSECONDS * columns / WIDEST
+        narrow_time = k_blocks * k_block_microseconds(config, narrow) + _END_MICROSECONDS * narrow / WIDEST
         numbers = (wide_tiles, len(tile_counts))
         wide_rounds, all_rounds = (cdiv(cluster_tiles(config, rows, number), clusters) for number in numbers)
         return wide_rounds * wide_time + (all_rounds - wide_rounds) * narrow_time
@@ -142,7 +142,7 @@ def header(layout: Layout, columns: int) -> str:
         head = segment.head_size if segment.activation == "l2norm" else 1
         tile_counts = [min(step, segment.width - first) for first in range(0, segment.width, step)]
         ragged = any(count % PANEL for count in tile_counts)  # some tile does not consist of whole panels
-        fields = (activation, head, str(segment.bias).lower(), str(ragged).lower(), f"{min(1 / segment.normalizer, LARGEST)!r}f")
+        fields = (activation, head, str(segment.bias).lower(), str(ragged).lower(), f"{min(1 / segment.normalizer, _LARGEST)!r}f")
         kind = f"{{{', '.join(map(str, fields))}}}"
         if kind not in kinds:
             kinds.append(kind)

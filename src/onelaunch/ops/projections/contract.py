@@ -1,7 +1,9 @@
 """The operation ``projections``: its public function, the checks of its arguments, and the dispatch key.
 
 A packed weight has the rows of several projections of the same input. A segment is the block of rows of one projection. Users,
-layers of ``onelaunch.nn`` and ``gla_layer`` call :func:`projections`; the variants take a :class:`ProjectionsCall`.
+layers of ``onelaunch.nn`` and ``gla_layer`` call :func:`projections`; the variants take a :class:`ProjectionsCall`, and their
+predicates ask :func:`layout_in`. ``reference.py``, ``cost.py``, ``probes.py`` and ``variants`` register their parts with the
+operation.
 """
 
 from __future__ import annotations
@@ -50,7 +52,7 @@ def bind(
     eps: float = 1e-6,
 ) -> ProjectionsCall:
     """Check the arguments and return the call; raises the errors that :func:`projections` lists."""
-    layout = layout_of(checked_segments(segments))
+    layout = layout_of(_checked_segments(segments))
     eps = constant(eps)
     if not isinstance(eps, (int, float)) or isinstance(eps, bool) or not (math.isfinite(eps) and eps >= 0):
         raise ArgumentError(f"eps is {eps!r}; it must be a number of at least 0.")
@@ -58,7 +60,7 @@ def bind(
     return ProjectionsCall(x, weight, bias, layout, float(eps), key_of(*given, layout, torch.is_grad_enabled()))
 
 
-def checked_segments(segments: object) -> tuple[Segment, ...]:
+def _checked_segments(segments: object) -> tuple[Segment, ...]:
     """Return the segments as a tuple; raise :class:`ArgumentError` unless they are segments with different names."""
     if isinstance(segments, (Segment, str)) or not isinstance(segments, Sequence):
         raise ArgumentError(f"segments is {type(segments).__name__}; it must be a sequence of onelaunch.ops.Segment.")

@@ -1,6 +1,6 @@
 """Cost model of ``projections``: FLOPs and bytes, at least and per variant.
 
-The workbench plans studies with it and computes roofline bounds from it.
+The workbench plans studies with it and computes roofline bounds from it, and ``gla_layer`` adds it to its own cost.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from onelaunch.ops.projections.contract import projections
 from onelaunch.ops.projections.layout import layout_of
 from onelaunch.ops.projections.reference import segments_of
 
-PRODUCTS = {"forward": 1, "forward_backward": 3}
+_PRODUCTS = {"forward": 1, "forward_backward": 3}
 """Number of matrix products of equal size: x W^T; with the backward pass also dz W and dz^T x."""
 
 
@@ -50,5 +50,5 @@ def cost(case: Case, variant: Variant | None, direction: Direction) -> Cost:
             kept = by_kind.get("silu", 0)
             moved += 2 * (kept + 4 * rows * layout.norms) + activated - kept + 3 * result + 5 * apart * x
             written += kept + 4 * rows * layout.norms + result + 2 * apart * x  # a term and the sum
-    flops = PRODUCTS[direction] * 2 * rows * inner * layout.rows
+    flops = _PRODUCTS[direction] * 2 * rows * inner * layout.rows
     return Cost(flops, moved, launch_count(variant, direction), written=written)

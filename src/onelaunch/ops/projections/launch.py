@@ -24,10 +24,10 @@ from onelaunch.ops.projections.layout import ACTIVATIONS, Layout
 ELEMENTS = 4096
 """Number of elements of a CTA's tile: 32 per thread with four warps. Not tuned by measurement yet."""
 
-COLUMNS = 128
+_COLUMNS = 128
 """Most columns of a tile, unless a normalized head is longer. Not tuned by measurement yet."""
 
-WARPS = 4
+_WARPS = 4
 """Number of warps of a CTA of the kernels in ``kernels/activation.py``."""
 
 
@@ -37,7 +37,7 @@ def _column_or_nothing(column: int | None) -> int:
 
 
 @functools.lru_cache(maxsize=256)
-def constants(layout: Layout) -> dict[str, Any]:
+def _constants(layout: Layout) -> dict[str, Any]:
     """Return the constants of a layout for the kernels of activations; the one of gradients takes all but BIASES.
 
     A tile of a normalized segment is one of its heads. The keys are names of the kernels' parameters, explained at the top of
@@ -46,7 +46,7 @@ def constants(layout: Layout) -> dict[str, Any]:
     segments = [span.segment for span in layout.spans]
     normalized = [segment.activation == "l2norm" for segment in segments]
     longest_head = max([power_of_2(each.head_size) for each, norm in zip(segments, normalized, strict=True) if norm], default=1)
-    widest = max(longest_head, COLUMNS)
+    widest = max(longest_head, _COLUMNS)
     blocks, steps, firsts = [], [], [0]
     for segment, norm in zip(segments, normalized, strict=True):
         blocks.append(power_of_2(segment.head_size) if norm else min(power_of_2(segment.width), widest))
@@ -72,17 +72,17 @@ def constants(layout: Layout) -> dict[str, Any]:
 
 
 @functools.lru_cache(maxsize=256)
-def forward_constants(layout: Layout, keep: bool) -> dict[str, Any]:
+def _forward_constants(layout: Layout, keep: bool) -> dict[str, Any]:
     """Return the constants of the kernel that applies activations; without ``keep`` nothing is saved."""
-    known = constants(layout)
+    known = _constants(layout)
     nothing = (_column_or_nothing(None),) * len(layout.spans)
     return known | {"Z_PITCH": layout.rows} | ({} if keep else {"NORMS": nothing, "KEPTS": nothing})
 
 
 @functools.lru_cache(maxsize=256)
-def gradient_constants(layout: Layout) -> dict[str, Any]:
+def _gradient_constants(layout: Layout) -> dict[str, Any]:
     """Return the constants of the kernel that computes gradients through activations."""
-    known = {name: value for name, value in constants(layout).items() if name != "BIASES"}
+    known = {name: value for name, value in _constants(layout).items() if name != "BIASES"}
     return known | {"Z_PITCH": layout.gradient_pitch}
 
 
@@ -103,30 +103,30 @@ class ProductTiles:
 
 
 @remembered
-def product_tiles(layout: Layout, rows: int, element: torch.dtype) -> ProductTiles:
+def _product_tiles(layout: Layout, rows: int, element: torch.dtype) -> ProductTiles:
     """Return the tiles of the wide product. They are not tuned by measurement yet.
 
     Tiles have 128 columns, or as many as the longest normalized head, rounded up to a power of 2. Products of float32 use scalar
     multiplications, whose operands lie in registers: larger tiles than these spill.
     """
     heads = [span.segment.head_size for span in layout.spans if span.segment.activation == "l2norm"]
-    n = max(COLUMNS, power_of_2(max(heads, default=1)))
+    n = max(_COLUMNS, power_of_2(max(heads, default=1)))
     if element is torch.float32:
-        return ProductTiles(16 if n > COLUMNS else 32, n, 32, stages=3, warps=8)
-    if n > COLUMNS:
+        return ProductTiles(16 if n > _COLUMNS else 32, n, 32, stages=3, warps=8)
+    if n > _COLUMNS:
         return ProductTiles(64, n, 32, stages=3, warps=8)
     m = 64 if rows <= 64 else 128  # a WGMMA takes 64 rows, so fewer save nothing on Hopper
     return ProductTiles(m, n, 64, stages=3, warps=m // 16)
 
 
 @functools.lru_cache(maxsize=256)
-def product_constants(layout: Layout, tiles: ProductTiles, keep: bool) -> dict[str, Any]:
+def _product_constants(layout: Layout, tiles: ProductTiles, keep: bool) -> dict[str, Any]:
     """Return the constants of the kernel that multiplies and applies activations in its epilogue.
 
     The keys are explained at ``epilogue_kernel`` in ``kernels/product.py``. The kernel separates the heads of a tile by a
     reshape, which needs a power of 2. So a normalized head of another size has a tile of its own, whose other columns are zero.
     """
-    known = {name: value for name, value in forward_constants(layout, keep).items() if name not in ("BLOCKS", "BM", "Z_PITCH")}
+    known = {name: value for name, value in _forward_constants(layout, keep).items() if name not in ("BLOCKS", "BM", "Z_PITCH")}
     steps, heads, firsts = [], [], [0]
     for span in layout.spans:
         size = span.segment.head_size
@@ -146,8 +146,8 @@ def epilogue(
     x, weight = inner_contiguous(x), inner_contiguous(weight)
     rows, inner = x.shape
     y, rstd, kept = empty_results(x, layout, keep=keep)
-    tiles = product_tiles(layout, rows, x.dtype)
-    known = product_constants(layout, tiles, keep)
+    tiles = _product_tiles(layout, rows, x.dtype)
+    known = _product_constants(layout, tiles, keep)
     grid = (cdiv(rows, tiles.m) * known["FIRSTS"][-1],)
     bias = None if bias is None else bias.contiguous()
     if rows:
@@ -171,7 +171,7 @@ def empty_results(
 
 def ctas_of_activations(rows: int, layout: Layout) -> int:
     """Return the CTAs of a launch of either kernel of activations; the variants' predicates compare it with a grid's limit."""
-    known = constants(layout)
+    known = _constants(layout)
     return cdiv(rows, known["BM"]) * known["FIRSTS"][-1]
 
 
@@ -191,7 +191,7 @@ def activate(
     bias = None if bias is None else bias.contiguous()
     Launch(
         kernels.activate_kernel, grid,
-        z, bias, y, rstd, kept, rows, eps, **forward_constants(layout, keep), num_warps=WARPS,
+        z, bias, y, rstd, kept, rows, eps, **_forward_constants(layout, keep), num_warps=_WARPS,
     ).run()  # fmt: skip
     return y, rstd, kept
 
@@ -213,6 +213,6 @@ def activation_gradients(
     strides = tuple([0 if dy is None else dy.stride(0) for dy in flat])
     Launch(
         kernels.activation_gradients_kernel, (ctas_of_activations(rows, layout),),
-        flat, strides, y, rstd, kept, dz, rows, **gradient_constants(layout), num_warps=WARPS,
+        flat, strides, y, rstd, kept, dz, rows, **_gradient_constants(layout), num_warps=_WARPS,
     ).run()  # fmt: skip
     return dz

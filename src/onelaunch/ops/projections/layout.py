@@ -3,7 +3,8 @@
 z ``[M, N]``, the pre-activations, is the product of x ``[M, D]`` and the packed weight ``[N, D]``, plus the bias. dz is its
 gradient, and rstd the factor ``1 / sqrt(sum(z^2) + eps)`` of every head that is normalized, in float32. *Saved pre-activations*
 are the columns of z to which SiLU was applied. Users pass a :class:`Segment` per projection. The contract makes a
-:class:`Layout` of them, which launches, costs and gradients read.
+:class:`Layout` of them, which the other files of this folder read. ``gla_layer`` makes layouts of its own, and
+``onelaunch.nn`` names activations by :data:`Activation`.
 """
 
 from __future__ import annotations
@@ -159,12 +160,12 @@ class Layout:
     @property
     def gradient_pitch(self) -> int:
         """Row pitch of dz, in elements: N, rounded up to a multiple of 8."""
-        return aligned(self.rows)
+        return _aligned(self.rows)
 
     def cut(self, packed: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return views of a packed result ``[..., pitch]``, one per segment: ``[..., heads, head_size]`` or ``[..., heads]``."""
         leading, results = packed.shape[:-1], []
-        parts = packed.split_with_sizes([aligned(width) for width in self.widths], -1)
+        parts = packed.split_with_sizes([_aligned(width) for width in self.widths], -1)
         for part, span, width in zip(parts, self.spans, self.widths, strict=True):
             filled = part if width % ALIGNMENT == 0 else part.narrow(-1, 0, width)
             results.append(filled.view(*leading, *span.segment.shape))
@@ -180,7 +181,7 @@ class Layout:
         return tuple([next(parts) if span.segment.bias else None for span in self.spans])
 
 
-def aligned(columns: int) -> int:
+def _aligned(columns: int) -> int:
     """Round a number of columns up to a multiple of 8."""
     return -(-columns // ALIGNMENT) * ALIGNMENT
 
@@ -203,9 +204,9 @@ def layout_of(segments: tuple[Segment, ...]) -> Layout:
             )
         )
         row += segment.width
-        column = aligned(column + segment.width)
+        column = _aligned(column + segment.width)
         norms += segment.heads * normalized
-        kept += aligned(segment.width) * keeps
+        kept += _aligned(segment.width) * keeps
         biases += segment.width * segment.bias
     widths = tuple([segment.width for segment in segments])
     code = ",".join([segment.code for segment in segments])

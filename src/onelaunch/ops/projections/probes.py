@@ -1,4 +1,4 @@
-"""Edge cases of ``projections``, on which studies and tests judge each of its variants.
+"""Edge cases of ``projections``, on which studies and tests judge its variants.
 
 A case is written as arguments of ``projections.case``: dtype; sizes (B sequences of T tokens, D columns of x, H heads of K or V
 channels); and options. ``segments`` is a known list ("normalized", the default, has q, k, v, a gate and a decay; "gla" has q,

@@ -1,7 +1,8 @@
 """Oracle of ``projections``, inputs and dispatch keys of its cases, and a control.
 
 The control is a part of the operation that studies time in addition: the product with the whole packed weight, without bias and
-activations. The workbench's verification and measurements call these functions through the operation.
+activations. The workbench and other code that examines an operation's cases call these functions through the operation.
+``cost.py`` asks :func:`segments_of`.
 """
 
 from __future__ import annotations

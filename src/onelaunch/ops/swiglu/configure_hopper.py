@@ -1,7 +1,8 @@
 """Choice of the Hopper matrix product's configuration for ``swiglu``, and the partition of its k-blocks into work units.
 
 Times in the comments are single runs on an H200 unless they say otherwise; ``docs/notebook/swiglu.md`` has their context.
-``variants/hopper.py`` asks :func:`configuration`, and ``launch_hopper.py`` asks the other functions.
+``variants/hopper.py`` asks :func:`configuration`. ``launch_hopper.py`` asks :func:`partition_of`, :func:`reads_early` and
+:func:`tile_columns`.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ import torch
 from onelaunch.kernels.common.layout import cdiv
 from onelaunch.kernels.gemm_sm90.config import DRAM_BYTES, WIDEST, GemmConfig, Schedule
 
-NARROW = 128
+_NARROW = 128
 """Most rows of x in a tile that holds all rows of x and only few columns of h."""
 
-TILE_ROWS = (8, 16, 24, 32, 48, 64, 96, 128, 192, WIDEST)
+_TILE_ROWS = (8, 16, 24, 32, 48, 64, 96, 128, 192, WIDEST)
 """Possible numbers of rows of x in a tile. A kernel is compiled for each one that a call needs."""
 
 
@@ -66,7 +67,7 @@ def k_block_microseconds(config: GemmConfig, rows: int) -> float:
     return max(read, config.k_block_microseconds())
 
 
-def fixup_microseconds(config: GemmConfig) -> float:
+def _fixup_microseconds(config: GemmConfig) -> float:
     """Return the estimated cost, in microseconds, of a stream-K fix-up between two CTAs; it grows with the bytes of the sums.
 
     The estimate is from single runs of a prototype on an H200: 1 us with 8 rows and 64 columns, 10 us with 256 rows.
@@ -74,17 +75,17 @@ def fixup_microseconds(config: GemmConfig) -> float:
     return 1.2 + config.b_rows * tile_columns(config) / 1860
 
 
-EARLY_ROWS = 64
+_EARLY_ROWS = 64
 """Most rows of x for which it is faster to load weights before earlier launches have ended.
 
 Single runs on an H200, in us with and without: 4.8 and 5.9 at 1x3072x1024, 30.8 and 31.2 at 1x4096x7168, 32.2 and 32.7 at M=64;
 but 25.1 and 24.4 at 256x3072x4096.
 """
 
-UNALIGNED_MICROSECONDS = 2.5
+_UNALIGNED_MICROSECONDS = 2.5
 """Additional microseconds of the fix-up if units can begin anywhere in a tile.
 
-The estimate is from the same runs as :func:`fixup_microseconds`: 2 us at M=1, 3 us at M=512.
+The estimate is from the same runs as :func:`_fixup_microseconds`: 2 us at M=1, 3 us at M=512.
 """
 
 
@@ -128,7 +129,7 @@ def choose_partition(tiles: int, k_blocks: int, multiprocessors: int, k_block: f
         k_blocks: Number of k-blocks of a tile.
         multiprocessors: Number of SMs.
         k_block: Time of a k-block in microseconds, from :func:`k_block_microseconds`.
-        fixup: Time of a fix-up in microseconds, from :func:`fixup_microseconds`.
+        fixup: Time of a fix-up in microseconds, from :func:`_fixup_microseconds`.
     """
     rounds = cdiv(tiles, multiprocessors)
     units = cdiv(tiles, rounds)
@@ -139,7 +140,7 @@ def choose_partition(tiles: int, k_blocks: int, multiprocessors: int, k_block: f
         candidates.append(Partition(tiles * parts, k_blocks // parts, 0, 1, splits_tiles=True, microseconds=time))
     total = tiles * k_blocks
     units = min(multiprocessors, total)
-    time = cdiv(total, units) * k_block + fixup + UNALIGNED_MICROSECONDS
+    time = cdiv(total, units) * k_block + fixup + _UNALIGNED_MICROSECONDS
     candidates.append(Partition(units, *divmod(total, units), 1, splits_tiles=True, microseconds=time))
     return min(candidates, key=lambda partition: partition.microseconds)
 
@@ -152,7 +153,7 @@ def partition_of(config: GemmConfig, shape: tuple[int, int, int], multiprocessor
         return Partition(min(count, multiprocessors), 0, 0, k_blocks, splits_tiles=False, microseconds=0.0)
     if config.schedule == "split_k_cluster":
         return Partition(2 * count, cdiv(k_blocks, 2), 0, 1, splits_tiles=False, microseconds=0.0)
-    return choose_partition(count, k_blocks, multiprocessors, k_block_microseconds(config, rows), fixup_microseconds(config))
+    return choose_partition(count, k_blocks, multiprocessors, k_block_microseconds(config, rows), _fixup_microseconds(config))
 
 
 def reads_early(config: GemmConfig, partition: Partition, rows: int) -> bool:
@@ -161,15 +162,15 @@ def reads_early(config: GemmConfig, partition: Partition, rows: int) -> bool:
     With NVFP4, only if all k-blocks of a CTA fit into the ring: otherwise the time is that of decoding, which began no earlier.
     Single runs on an H200, in us with and without: 14.9 and 14.1 at 1x4096x7168, 3.8 and 4.5 at 1x3072x1024.
     """
-    return rows <= EARLY_ROWS and (not config.nvfp4 or partition.longest <= config.stages)
+    return rows <= _EARLY_ROWS and (not config.nvfp4 or partition.longest <= config.stages)
 
 
-def tile_rows_for(rows: int, most: int = WIDEST) -> int:
-    """Return the rows of x in a tile: the least of :data:`TILE_ROWS` that holds all ``rows``, but at most ``most``."""
-    return next((width for width in TILE_ROWS if rows <= width <= most), most)
+def _tile_rows_for(rows: int, most: int = WIDEST) -> int:
+    """Return the rows of x in a tile: the least of :data:`_TILE_ROWS` that holds all ``rows``, but at most ``most``."""
+    return next((width for width in _TILE_ROWS if rows <= width <= most), most)
 
 
-def chunks_for(channels: int, most: int) -> int:
+def _chunks_for(channels: int, most: int) -> int:
     """Return the chunks of 64 channels of an NVFP4 k-block, at most ``most``; K must be a multiple of a k-block."""
     return next(chunks for chunks in (4, 2, 1) if chunks <= most and channels % (64 * chunks) == 0)
 
@@ -181,21 +182,21 @@ def narrow_config(rows: int, channels: int, formats: Formats) -> GemmConfig:
     Single runs on an H200, N=4096 K=7168, in us: at M=1 31.0 with a split of three and 31.5 with two; at M=64 32.9 and 32.5.
     With NVFP4 at M=1, 14.0 with four, 14.5 with three, 15.7 with two. With more rows there are no registers for four.
     """
-    width = tile_rows_for(rows, NARROW)
+    width = _tile_rows_for(rows, _NARROW)
     if not formats.nvfp4:
         return formats.config(width, 32, split=3 if width <= 16 else 2)
     # most: largest number of chunks (64 channels each) of a k-block
     split, most = (4, 4) if width <= 16 else (3, 2) if width <= 32 else (2, 2) if width <= 64 else (2, 1)
-    return formats.config(width, 32, split, chunks=chunks_for(channels, most))
+    return formats.config(width, 32, split, chunks=_chunks_for(channels, most))
 
 
 def wide_configs(rows: int, channels: int, formats: Formats) -> Iterator[GemmConfig]:
     """Yield configurations for many rows of x, the one that loads the fewest bytes first."""
     # NVFP4 codes are decoded once for every tile of rows, so there should be few tiles of rows.
     most_rows = (256, 128) if formats.nvfp4 else (256, 128, 64)
-    widths = [tile_rows_for(rows)] if rows <= 64 else [tile_rows_for(rows, most) for most in most_rows]
+    widths = [_tile_rows_for(rows)] if rows <= 64 else [_tile_rows_for(rows, most) for most in most_rows]
     for width in dict.fromkeys(widths):
-        chunks = chunks_for(channels, 4 if width <= 32 else 2 if width <= 128 else 1) if formats.nvfp4 else 1
+        chunks = _chunks_for(channels, 4 if width <= 32 else 2 if width <= 128 else 1) if formats.nvfp4 else 1
         yield formats.config(width, 64, chunks=chunks)
         # Tiles of 96 columns have three consumer warpgroups, whose registers hold the sums of 128 rows of x at most.
         if width <= 128 and not formats.nvfp4:
@@ -212,15 +213,15 @@ def cluster_config(rows: int, channels: int, formats: Formats) -> GemmConfig | N
     if not 64 < rows <= WIDEST or formats.element.itemsize != 2:
         return None
     if formats.nvfp4:
-        chunks = chunks_for(channels, 2 if rows <= NARROW else 1)
-        return formats.config(tile_rows_for(rows), 64, chunks=chunks, schedule="split_k_cluster")
-    return formats.config(NARROW, 64 if rows <= NARROW else 96, schedule="split_k_cluster")
+        chunks = _chunks_for(channels, 2 if rows <= _NARROW else 1)
+        return formats.config(_tile_rows_for(rows), 64, chunks=chunks, schedule="split_k_cluster")
+    return formats.config(_NARROW, 64 if rows <= _NARROW else 96, schedule="split_k_cluster")
 
 
-MIN_BUSY_SMS = 0.9
+_MIN_BUSY_SMS = 0.9
 """Fraction of the SMs that must have work if a cluster of two CTAs shares a tile."""
 
-REQUIRED_GAIN = 0.97
+_REQUIRED_GAIN = 0.97
 """Fraction of the time of the configuration with the most reuse; others must be estimated to take less than that."""
 
 
@@ -229,7 +230,7 @@ def configuration(variant: str, shape: tuple[int, int, int], formats: Formats, m
     """Return the configuration of the named variant for ``shape`` (M, N, K)."""
     rows, columns, channels = shape
     clustered = cluster_config(rows, channels, formats) if variant != "persistent" else None
-    if clustered and MIN_BUSY_SMS * multiprocessors <= 2 * tile_count(clustered, rows, columns) <= multiprocessors:
+    if clustered and _MIN_BUSY_SMS * multiprocessors <= 2 * tile_count(clustered, rows, columns) <= multiprocessors:
         return clustered
     if variant == "small_m":
         return narrow_config(rows, channels, formats)
@@ -242,5 +243,5 @@ def configuration(variant: str, shape: tuple[int, int, int], formats: Formats, m
 
     first, *others = wide_configs(rows, channels, formats)
     best = min(others, key=microseconds, default=first)
-    chosen = best if microseconds(best) < REQUIRED_GAIN * microseconds(first) else first
+    chosen = best if microseconds(best) < _REQUIRED_GAIN * microseconds(first) else first
     return replace(chosen, schedule="persistent" if variant == "persistent" else "stream_k")

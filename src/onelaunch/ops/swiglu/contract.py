@@ -1,7 +1,8 @@
 """Operation ``swiglu``: public function, argument checks and dispatch key.
 
-A call passes through :func:`swiglu`, :func:`bind` (checks, dispatch key) and :func:`run` (dispatch to a variant, which takes a
-:class:`SwigluCall`). ``functions.py`` has further entry points, for quantized operands; they call these.
+Users and the module ``SwiGLU`` call :func:`swiglu`. A call passes through it, :func:`bind` (checks, dispatch key) and :func:`run`
+(dispatch to a variant, which takes a :class:`SwigluCall`). ``functions.py`` has further entry points, for quantized operands;
+they call these. ``reference.py``, ``cost.py``, ``probes.py`` and ``variants`` register their parts with the operation.
 """
 
 from __future__ import annotations
@@ -31,16 +32,16 @@ FORMATS = {
 The query (dispatch key) has the format as a flag, unless it is ``dense``. Variants read flags to decide whether they can run.
 """
 
-RESULTS = {
+_RESULTS = {
     "fp8": (torch.bfloat16, torch.float16, torch.float32),
     "nvfp4": (torch.float16, torch.bfloat16, torch.float32),
 }
 """Result dtypes by format for a quantized ``x``, the default first. In other formats the result has the dtype of ``x``."""
 
-LOW = (torch.float16, torch.bfloat16)
+_LOW = (torch.float16, torch.bfloat16)
 """Dtypes of ``x`` with NVFP4 weights."""
 
-NAMES = ("x", "w_gate", "w_up")
+_NAMES = ("x", "w_gate", "w_up")
 """Names of the operands in error messages of :func:`swiglu`."""
 
 
@@ -118,7 +119,7 @@ def bind(
     *,
     out_dtype: torch.dtype | None = None,
     constant_weights: bool = False,
-    names: tuple[str, str, str] = NAMES,
+    names: tuple[str, str, str] = _NAMES,
 ) -> SwigluCall:
     """Check the arguments of :func:`swiglu` and return the call; ``names`` are the caller's names of the three operands."""
     if not isinstance(constant_weights, bool):
@@ -187,12 +188,12 @@ def _called(kind: str) -> str:
 
 def _result_dtype(form: str, x: Facts, weights: Sequence[Facts], wanted: torch.dtype | None) -> torch.dtype:
     """Check the dtypes of the operands and return that of the result."""
-    if form in RESULTS:
-        if wanted is not None and wanted not in RESULTS[form]:
-            names = " or ".join(str(each).removeprefix("torch.") for each in RESULTS[form])
+    if form in _RESULTS:
+        if wanted is not None and wanted not in _RESULTS[form]:
+            names = " or ".join(str(each).removeprefix("torch.") for each in _RESULTS[form])
             raise DTypeError("out_dtype", got=wanted, want=names)
-        return wanted or RESULTS[form][0]
-    if x.dtype not in (checks.FLOATS if form == "dense" else LOW):
+        return wanted or _RESULTS[form][0]
+    if x.dtype not in (checks.FLOATS if form == "dense" else _LOW):
         names = "float16, bfloat16 or float32" if form == "dense" else "float16 or bfloat16 beside NVFP4 weights"
         raise DTypeError(x.name, got=x.dtype, want=names)
     for weight in weights:
@@ -293,11 +294,11 @@ def swiglu(
     Source: the write-up "dual GEMM with a SiLU-mul epilogue", whose figures studies/dual-gemm-swiglu.toml quotes; Shazeer, GLU
     Variants Improve Transformer (2020).
     """
-    x, w_gate, w_up = under_autocast(x, w_gate, w_up)
+    x, w_gate, w_up = _under_autocast(x, w_gate, w_up)
     return run(x, bind(x, w_gate, w_up, out_dtype=out_dtype, constant_weights=constant_weights), variant)
 
 
-def under_autocast(x: Operand, w_gate: Operand, w_up: Operand | None) -> tuple[Operand, Operand, Operand | None]:
+def _under_autocast(x: Operand, w_gate: Operand, w_up: Operand | None) -> tuple[Operand, Operand, Operand | None]:
     """Return the operands; under ``torch.autocast``, plain tensors are cast to the autocast dtype."""
     low = low_dtype(x)
     if low is None:

@@ -10,14 +10,14 @@ from onelaunch.operation import Case, Cost, Direction, Variant, launch_count
 from onelaunch.ops.swiglu.contract import swiglu
 from onelaunch.ops.swiglu.reference import format_of
 
-UNITS = {"fp8": "float8_e4m3fn", "nvfp4": "float4_e2m1fn_x2"}
+_UNITS = {"fp8": "float8_e4m3fn", "nvfp4": "float4_e2m1fn_x2"}
 """Dtype by format whose tensor-core peak bounds a quantized product; other formats use the case's dtype."""
 
-PRODUCTS = {"forward": 1, "forward_backward": 3}
+_PRODUCTS = {"forward": 1, "forward_backward": 3}
 """Number of pairs of equally large matrix products by direction: x W^T; backward also d W and d^T x."""
 
 
-def matrix_bytes(kind: str, rows: int, inner: int, itemsize: int, per_row: bool) -> int:
+def _matrix_bytes(kind: str, rows: int, inner: int, itemsize: int, per_row: bool) -> int:
     """Return the bytes of a matrix ``[rows, inner]`` in memory, scales included."""
     if kind == "fp8":
         return rows * inner + 4 * (rows if per_row else 1)
@@ -41,8 +41,8 @@ def cost(case: Case, variant: Variant | None, direction: Direction) -> Cost:
     x_kind = form if form in ("fp8", "nvfp4") else "dense"
     w_kind = "nvfp4" if "nvfp4" in form else x_kind
     per_row = swiglu.option(case, "row_scales")
-    x = matrix_bytes(x_kind, rows, inner, value, per_row)
-    operands = x + 2 * matrix_bytes(w_kind, columns, inner, value, per_row)
+    x = _matrix_bytes(x_kind, rows, inner, value, per_row)
+    operands = x + 2 * _matrix_bytes(w_kind, columns, inner, value, per_row)
     result = rows * columns * value
     moved = operands + result
     if variant is not None and "products" not in variant.tags.get("fuses", ()):
@@ -57,5 +57,5 @@ def cost(case: Case, variant: Variant | None, direction: Direction) -> Cost:
             moved += (2 - len(handed)) * result  # products that only a backward pass needs
             moved += 2 * result + 2 * result + 2 * 2 * result  # read them; write their gradients, read those twice
             written += (2 - len(handed)) * result + 2 * result
-    flops = PRODUCTS[direction] * 4 * rows * columns * inner
-    return Cost(flops, moved, launch_count(variant, direction), UNITS.get(form), written)
+    flops = _PRODUCTS[direction] * 4 * rows * columns * inner
+    return Cost(flops, moved, launch_count(variant, direction), _UNITS.get(form), written)

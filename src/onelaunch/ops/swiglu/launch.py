@@ -25,14 +25,14 @@ from onelaunch.ops.swiglu.operands import Matrix
 
 # The gate alone
 
-MAX_BLOCK_COLUMNS = 2048
+_MAX_BLOCK_COLUMNS = 2048
 """Most columns of a row for one CTA of the gate kernels: 16 elements per thread with four warps. Not measured yet."""
 
 
 def block_columns(columns: int) -> int:
-    """Return BC, the columns of a CTA: the least power of 2 that holds a row, from 32 to :data:`MAX_BLOCK_COLUMNS`."""
+    """Return BC, the columns of a CTA: the least power of 2 that holds a row, from 32 to :data:`_MAX_BLOCK_COLUMNS`."""
     block = 32
-    while block < columns and block < MAX_BLOCK_COLUMNS:  # comparisons only, since a size may be symbolic
+    while block < columns and block < _MAX_BLOCK_COLUMNS:  # comparisons only, since a size may be symbolic
         block *= 2
     return block
 
@@ -103,7 +103,7 @@ class ProductTiles:
 
 
 @remembered
-def product_tiles(
+def _product_tiles(
     rows: int, columns: int, mma_dtype: str, element_bytes: float, products: int, count: int, shared: int
 ) -> ProductTiles:
     """Return the tiles for h ``[rows, columns]``. They are not measured yet.
@@ -121,7 +121,7 @@ def product_tiles(
     Args:
         rows: Number of rows, M.
         columns: Number of columns, N.
-        mma_dtype: Dtype that is multiplied, a name of :data:`MMA_DTYPES`.
+        mma_dtype: Dtype that is multiplied, a name of :data:`_MMA_DTYPES`.
         element_bytes: Bytes of an element of the weights in memory: 4, 2, 1, or 0.5 for NVFP4.
         products: Number of products that a CTA computes, 1 or 2.
         count: Number of SMs.
@@ -144,11 +144,11 @@ def product_tiles(
     return ProductTiles(m, n, k, stages, warps=8 if m * n >= 64 * 128 else 4)
 
 
-MMA_DTYPES = {"fp32": tl.float32, "fp16": tl.float16, "bf16": tl.bfloat16, "fp8e4nv": tl.float8e4nv}
+_MMA_DTYPES = {"fp32": tl.float32, "fp16": tl.float16, "bf16": tl.bfloat16, "fp8e4nv": tl.float8e4nv}
 """Dtypes that a product can multiply, by Triton's names."""
 
 
-def mma_dtype_of(x: Matrix, dtype: torch.dtype, *, native: bool) -> str:
+def _mma_dtype_of(x: Matrix, dtype: torch.dtype, *, native: bool) -> str:
     """Return the name of the dtype that is multiplied for a result in ``dtype``; kernels/product.py gives the reasons.
 
     Args:
@@ -163,25 +163,25 @@ def mma_dtype_of(x: Matrix, dtype: torch.dtype, *, native: bool) -> str:
     return "fp8e4nv" if native and x.kind == "fp8" and dtype is torch.bfloat16 else "fp16"
 
 
-def tiles_for(x: Matrix, weight: Matrix, columns: int, dtype: torch.dtype, products: int) -> tuple[ProductTiles, tl.dtype]:
+def _tiles_for(x: Matrix, weight: Matrix, columns: int, dtype: torch.dtype, products: int) -> tuple[ProductTiles, tl.dtype]:
     """Return the tiles for a call and the dtype that is multiplied."""
     device = x.values.device
-    mma_dtype = mma_dtype_of(x, dtype, native=multiplies_float8(device))
+    mma_dtype = _mma_dtype_of(x, dtype, native=multiplies_float8(device))
     size = 0.5 if weight.kind == "nvfp4" else weight.values.element_size()
-    tiles = product_tiles(x.values.shape[0], columns, mma_dtype, size, products, processors(device), shared_bytes(device))
-    return tiles, MMA_DTYPES[mma_dtype]
+    tiles = _product_tiles(x.values.shape[0], columns, mma_dtype, size, products, processors(device), shared_bytes(device))
+    return tiles, _MMA_DTYPES[mma_dtype]
 
 
 # Launches of products with the gate in their epilogue
 
 
-def stored(matrix: Matrix, mma_dtype: tl.dtype) -> torch.Tensor:
+def _stored(matrix: Matrix, mma_dtype: tl.dtype) -> torch.Tensor:
     """Return the matrix with contiguous rows; float8 as uint8 unless it is multiplied natively."""
     values = inner_contiguous(matrix.values)
     return values.view(torch.uint8) if matrix.kind == "fp8" and mma_dtype is not tl.float8e4nv else values
 
 
-def words(x: torch.Tensor) -> torch.Tensor:
+def _words(x: torch.Tensor) -> torch.Tensor:
     """Return a 16-bit matrix ``[M, K]`` as int32 words ``[M, K / 2]`` of two channels.
 
     It is copied if channels are not contiguous or rows not aligned to words.
@@ -198,8 +198,8 @@ def fused(x: Matrix, w_gate: Matrix, w_up: Matrix, dtype: torch.dtype, products:
     """
     (rows, inner), columns = x.values.shape, w_gate.values.shape[0]
     h = torch.empty((rows, columns), dtype=dtype, device=x.values.device)
-    tiles, mma_dtype = tiles_for(x, w_gate, columns, dtype, 2)
-    left, gate, up = (stored(each, mma_dtype) for each in (x, w_gate, w_up))
+    tiles, mma_dtype = _tiles_for(x, w_gate, columns, dtype, 2)
+    left, gate, up = (_stored(each, mma_dtype) for each in (x, w_gate, w_up))
     scales = [each.flat_scale() for each in (x, w_gate, w_up)]
     Launch(
         kernels.fused_kernel, tiles.grid(rows, columns),
@@ -219,8 +219,8 @@ def up(x: Matrix, w_up: Matrix, gate: torch.Tensor, dtype: torch.dtype, kept: to
     """
     (rows, inner), columns = x.values.shape, w_up.values.shape[0]
     h = torch.empty((rows, columns), dtype=dtype, device=x.values.device)
-    tiles, mma_dtype = tiles_for(x, w_up, columns, dtype, 1)
-    left, right, gate = stored(x, mma_dtype), stored(w_up, mma_dtype), inner_contiguous(gate)
+    tiles, mma_dtype = _tiles_for(x, w_up, columns, dtype, 1)
+    left, right, gate = _stored(x, mma_dtype), _stored(w_up, mma_dtype), inner_contiguous(gate)
     Launch(
         kernels.up_kernel, tiles.grid(rows, columns),
         left, right, gate, x.flat_scale(), w_up.flat_scale(), h, kept, rows, columns, inner,
@@ -235,8 +235,8 @@ def fused_nvfp4(x: Matrix, w_gate: Matrix, w_up: Matrix, dtype: torch.dtype, *, 
     """Return ``h [M, N]`` from NVFP4 weights and an ``x`` in NVFP4 or 16 bits; either all scales are swizzled or none."""
     rows, (columns, pairs) = x.values.shape[0], w_gate.values.shape
     h = torch.empty((rows, columns), dtype=dtype, device=x.values.device)
-    tiles, mma_dtype = tiles_for(x, w_gate, columns, dtype, 2)
-    left = inner_contiguous(x.values) if x.kind == "nvfp4" else words(x.values)
+    tiles, mma_dtype = _tiles_for(x, w_gate, columns, dtype, 2)
+    left = inner_contiguous(x.values) if x.kind == "nvfp4" else _words(x.values)
     gate, up = inner_contiguous(w_gate.values), inner_contiguous(w_up.values)
     blocks = [None if each.blocks is None else inner_contiguous(each.blocks) for each in (x, w_gate, w_up)]
     if swizzled:  # the kernel computes the offset of an atom of 128 rows from the sizes, not from a stride
@@ -251,10 +251,10 @@ def fused_nvfp4(x: Matrix, w_gate: Matrix, w_up: Matrix, dtype: torch.dtype, *, 
     return h
 
 
-BLOCK_SCALED = {"BM": 128, "BN": 64, "BK": 256}
+_BLOCK_SCALED = {"BM": 128, "BN": 64, "BK": 256}
 """Tile of the block-scaled kernel: rows and columns of h for a CTA, and channels per step. Not measured."""
 
-BLOCK_SCALED_WARPS = 8
+_BLOCK_SCALED_WARPS = 8
 """Warps of a CTA of the block-scaled kernel. With four, the addresses of a step's codes take more registers than there are."""
 
 
@@ -268,8 +268,8 @@ def block_scaled(x: Matrix, w_gate: Matrix, w_up: Matrix, dtype: torch.dtype, *,
     scales = [one if each.scale is None else each.scale for each in operands]
     h = torch.empty((rows, columns), dtype=dtype, device=x.values.device)
     Launch(
-        block_scaled_kernels.block_scaled_kernel, (cdiv(rows, BLOCK_SCALED["BM"]) * cdiv(columns, BLOCK_SCALED["BN"]),),
+        block_scaled_kernels.block_scaled_kernel, (cdiv(rows, _BLOCK_SCALED["BM"]) * cdiv(columns, _BLOCK_SCALED["BN"]),),
         *codes, *blocks, *scales, h, rows, columns, 2 * half, half, half, half,  # the last three are the strides of the codes
-        SWIZZLED=swizzled, mma=Mma.WIDEST, num_warps=BLOCK_SCALED_WARPS, **BLOCK_SCALED,
+        SWIZZLED=swizzled, mma=Mma.WIDEST, num_warps=_BLOCK_SCALED_WARPS, **_BLOCK_SCALED,
     ).run()  # fmt: skip
     return h

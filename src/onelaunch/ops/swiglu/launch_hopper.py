@@ -20,16 +20,16 @@ from onelaunch.launch.launch import CudaLaunch
 from onelaunch.launch.workspace import counters
 from onelaunch.ops.swiglu.configure_hopper import partition_of, reads_early, tile_columns
 
-GROUP_ROWS = 8
+_GROUP_ROWS = 8
 """Rows of one weight that follow each other in operand A, before as many rows of the other weight."""
 
-FARTHEST = 1 << 40
+_FARTHEST = 1 << 40
 """Bound of the stride of a tensor map in bytes, and so of the distance between the weights."""
 
-MAP: cuda.Kind = "map"
-POINTER: cuda.Kind = "pointer"
-NUMBER: cuda.Kind = "i32"
-PARAMETER_KINDS = (*[MAP] * 4, *[POINTER] * 7, *[NUMBER] * 10)
+_MAP: cuda.Kind = "map"
+_POINTER: cuda.Kind = "pointer"
+_NUMBER: cuda.Kind = "i32"
+PARAMETER_KINDS = (*[_MAP] * 4, *[_POINTER] * 7, *[_NUMBER] * 10)
 """Kinds of the kernel parameters, in the order of ``operands/swiglu.cuh``."""
 
 
@@ -57,24 +57,24 @@ def interleaved(first: torch.Tensor, second: torch.Tensor) -> InterleavedWeights
     """Return both weights interleaved by strides alone; copy them first if TMA cannot address them so."""
     first, second = addressable(first), addressable(second)
     apart = distance(first, second)  # 0 for one weight passed twice, which no stride can express
-    if first.stride(0) != second.stride(0) or apart % 16 or not 0 < abs(apart) < FARTHEST:
+    if first.stride(0) != second.stride(0) or apart % 16 or not 0 < abs(apart) < _FARTHEST:
         first, second = torch.stack((first, second)).unbind()
         apart = distance(first, second)
     rows, channels = first.shape
     row = first.stride(0) * first.element_size()
     return InterleavedWeights(
-        first.dtype, min(address(first), address(second)), (channels, GROUP_ROWS, 2, rows // GROUP_ROWS),
-        (row, abs(apart), GROUP_ROWS * row), apart < 0, (first, second),
+        first.dtype, min(address(first), address(second)), (channels, _GROUP_ROWS, 2, rows // _GROUP_ROWS),
+        (row, abs(apart), _GROUP_ROWS * row), apart < 0, (first, second),
     )  # fmt: skip
 
 
-def aligned_scales(blocks: torch.Tensor) -> torch.Tensor:
+def _aligned_scales(blocks: torch.Tensor) -> torch.Tensor:
     """Return block scales contiguous and 16-byte aligned, because threads copy up to 16 bytes at once."""
     blocks = blocks.contiguous()
     return blocks.clone() if address(blocks) % 16 else blocks
 
 
-def x_map(matrix: torch.Tensor, config: GemmConfig) -> bytes:
+def _x_map(matrix: torch.Tensor, config: GemmConfig) -> bytes:
     """Return the tensor map of x: a box has 128 bytes of each row of a tile, or with NVFP4 weights several such chunks."""
     (rows, channels), size = matrix.shape, matrix.element_size()
     width, row = ROW_BYTES // size, matrix.stride(0) * size
@@ -84,7 +84,7 @@ def x_map(matrix: torch.Tensor, config: GemmConfig) -> bytes:
     return matrix_map(matrix, min(config.b_rows, rows), width)  # the kernel expects the bytes of this box: operands/swiglu.cuh
 
 
-STORE_COLUMNS = 32
+_STORE_COLUMNS = 32
 """Columns of a result that one warpgroup stores; ``epilogue/swiglu.cuh`` relies on it."""
 
 
@@ -93,7 +93,7 @@ def store_rows(finished: int) -> int:
     return next((rows for rows in (64, 32) if finished % rows == 0), finished)
 
 
-def result_map(result: torch.Tensor, matrices: int, rows: int) -> bytes:
+def _result_map(result: torch.Tensor, matrices: int, rows: int) -> bytes:
     """Return the tensor map of matrices side by side in ``result [M, matrices N]``.
 
     The matrix is a dimension of its own, so that a box ends where its matrix does.
@@ -101,7 +101,7 @@ def result_map(result: torch.Tensor, matrices: int, rows: int) -> bytes:
     (length, width), size = result.shape, result.element_size()
     columns = width // matrices
     sizes, strides = (columns, matrices, length), (columns * size, width * size)
-    return tensor_map(result.dtype, address(result), sizes, strides, (STORE_COLUMNS, 1, rows), swizzle=64)
+    return tensor_map(result.dtype, address(result), sizes, strides, (_STORE_COLUMNS, 1, rows), swizzle=64)
 
 
 @functools.cache
@@ -173,7 +173,12 @@ def plan_of(
         units=partition.units,
         workspace_floats=partition.units * config.b_rows * columns * 2 if partition.splits_tiles else 0,
         counter_words=cdiv(partition.units, 2) if partition.splits_tiles else 1 if config.schedule == "persistent" else 0,
-        weight_box=(config.a_row_bytes // (1 if config.nvfp4 else config.element.itemsize), GROUP_ROWS, 2, columns // GROUP_ROWS),
+        weight_box=(
+            config.a_row_bytes // (1 if config.nvfp4 else config.element.itemsize),
+            _GROUP_ROWS,
+            2,
+            columns // _GROUP_ROWS,
+        ),
         result_rows=store_rows(config.b_rows // 2 if config.schedule == "split_k_cluster" else config.b_rows),
         sizes=(*shape, partition.unit_granules, partition.longer_units, partition.granule),
         early=constant_weights and reads_early(config, partition, shape[0]),
@@ -197,7 +202,7 @@ def launch_of(
         scaled=scales is not None, keep=keep, constant_weights=constant_weights,
     )  # fmt: skip
     matrices = interleaved(*weights)
-    gate_blocks, up_blocks = (None, None) if blocks is None else map(aligned_scales, blocks)
+    gate_blocks, up_blocks = (None, None) if blocks is None else map(_aligned_scales, blocks)
     h = torch.empty((rows, columns), dtype=config.result, device=device)
     both = torch.empty((rows, 2 * columns), dtype=config.result, device=device) if keep else None
     workspace = torch.empty(plan.workspace_floats, dtype=torch.float32, device=device) if plan.workspace_floats else None
@@ -205,12 +210,12 @@ def launch_of(
     weight_map = tensor_map(
         matrices.dtype, matrices.address, matrices.sizes, matrices.strides, plan.weight_box, swizzle=config.a_row_bytes
     )
-    h_map = result_map(h, 1, plan.result_rows)
-    both_map = h_map if both is None else result_map(both, 2, plan.result_rows)
+    h_map = _result_map(h, 1, plan.result_rows)
+    both_map = h_map if both is None else _result_map(both, 2, plan.result_rows)
     x_scale, gate_scale, up_scale = scales or (None, None, None)
     per_row = [each is not None and each.numel() > 1 for each in (x_scale, gate_scale)]
     arguments = (
-        x_map(x, config), weight_map, h_map, both_map, gate_blocks, up_blocks, x_scale, gate_scale, up_scale,
+        _x_map(x, config), weight_map, h_map, both_map, gate_blocks, up_blocks, x_scale, gate_scale, up_scale,
         workspace, flags, *plan.sizes, matrices.up_first, *per_row, plan.early,
     )  # fmt: skip
     owners = (x, *matrices.owners)

@@ -1,6 +1,7 @@
 """Operands of ``swiglu`` as its kernels take them: the tensors that a plain or quantized matrix consists of.
 
-``autograd.py`` makes a :class:`Matrix` of each operand of a call, and the variants' launches read it.
+``autograd.py`` makes a :class:`Matrix` of each operand of a call, by the functions below, and the launches in ``launch.py`` and
+``variants`` read it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Edge cases of ``swiglu``, on which studies and tests judge each of its variants.
+"""Edge cases of ``swiglu``, on which studies and tests judge its variants.
 
 A case is written as arguments of ``swiglu.case``: dtype of the result and of plain operands; sizes (M rows of x with K channels,
 N columns of the result); and options. ``format`` is that of the operands, by default plain tensors ("dense"); "nvfp4_weights"

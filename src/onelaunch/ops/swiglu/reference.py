@@ -20,14 +20,14 @@ from onelaunch.operation import Case, Cost, Query, Reading
 from onelaunch.ops.swiglu.contract import FORMATS, Facts, Operand, SwigluCall, key_of, swiglu
 from onelaunch.wording import listing
 
-CODES = ("model", "full")
+_CODES = ("model", "full")
 """Values of the option ``codes``, for NVFP4 operands.
 
 ``model``: codes and block scales of quantized normal random numbers. ``full``: random codes and scales, see :func:`every_code`.
 """
 
 
-def in_full(operand: Operand, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+def _in_full(operand: Operand, dtype: torch.dtype = torch.float64) -> torch.Tensor:
     """Return a plain or quantized matrix as a plain one in ``dtype``."""
     return operand.to(dtype) if isinstance(operand, torch.Tensor) else operand.dequantize(dtype)
 
@@ -42,8 +42,8 @@ def reference(
     constant_weights: bool = False,
 ) -> tuple[torch.Tensor]:
     """Compute both products and the gate in float64. ``out_dtype`` is ignored; it is the dtype that variants round to."""
-    rows = in_full(x)
-    weights = in_full(w_gate).chunk(2) if w_up is None else (in_full(w_gate), in_full(w_up))
+    rows = _in_full(x)
+    weights = _in_full(w_gate).chunk(2) if w_up is None else (_in_full(w_gate), _in_full(w_up))
     gate, up = (rows @ weight.mT for weight in weights)
     return (F.silu(gate) * up,)
 
@@ -102,8 +102,8 @@ def format_of(case: Case) -> str:
     form = swiglu.option(case, "format")
     if form not in FORMATS.values():
         raise ArgumentError(f"format is {form!r}; it must be one of {listing(FORMATS.values())}.")
-    if swiglu.option(case, "codes") not in CODES:
-        raise ArgumentError(f"codes is {swiglu.option(case, 'codes')!r}; it must be one of {listing(CODES)}.")
+    if swiglu.option(case, "codes") not in _CODES:
+        raise ArgumentError(f"codes is {swiglu.option(case, 'codes')!r}; it must be one of {listing(_CODES)}.")
     return form
 
 
@@ -132,7 +132,7 @@ def make_query(case: Case, device: str, grad: bool) -> Query:
     return key_of(facts("x", rows, x_kind), gate, up, out_dtype, grad_enabled=False)._replace(grad=grad)
 
 
-NO_CODES = "{name} is an NVFP4Tensor; wide_gemm_alone needs operands that PyTorch multiplies."
+_NO_CODES = "{name} is an NVFP4Tensor; wide_gemm_alone needs operands that PyTorch multiplies."
 """Message for an operand that the control does not support."""
 
 
@@ -161,9 +161,9 @@ def _both(
     error of plain PyTorch, which sets the tolerance; that one rounds.
     """
     if isinstance(x, NVFP4Tensor):
-        raise ArgumentError(NO_CODES.format(name="x"))
+        raise ArgumentError(_NO_CODES.format(name="x"))
     dtype = x.scale.dtype if isinstance(x, Fp8Tensor) else x.dtype
-    rows, *weights = (in_full(each, dtype) for each in (x, w_gate, w_up) if each is not None)
+    rows, *weights = (_in_full(each, dtype) for each in (x, w_gate, w_up) if each is not None)
     products = rows @ torch.cat(weights).mT
     return products if out_dtype is None or dtype is torch.float64 else products.to(out_dtype)
 
@@ -176,5 +176,5 @@ def wide_gemm_alone(call: SwigluCall) -> torch.Tensor:
     if call.stacked is None:
         raise ArgumentError("w_up is given; wide_gemm_alone needs weights that are stacked.")
     if isinstance(call.stacked, NVFP4Tensor) or isinstance(call.x, NVFP4Tensor):
-        raise ArgumentError(NO_CODES.format(name="w_gate"))
+        raise ArgumentError(_NO_CODES.format(name="w_gate"))
     return multiply(call.x, call.stacked, call.dtype)

@@ -1,6 +1,6 @@
 """The peers of ``gated_scan``: the HGRN scans of fla (flash-linear-attention), and a SiLU gate in PyTorch where there is one.
 
-The peers of ``linear_rnn`` run them too, after a product.
+The peers of ``linear_rnn`` run them too, after a product, and take their predicates.
 
 The dispatcher, studies and tests find registered variants by name. Tags: ``fuses`` names the steps that share a kernel, here
 none, and ``usual`` marks functions that fla's own layers call; studies select variants by tags. Other keywords are capabilities,

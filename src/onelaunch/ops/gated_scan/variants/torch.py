@@ -43,7 +43,7 @@ def eager(call: ScanCall) -> Results:
             states.append(state)
         finals.append(state)
     s = torch.stack(states, dim=1) if states else v
-    return gated(s, call.gate).to(call.v.dtype), torch.cat(finals) if finals else initial
+    return _gated(s, call.gate).to(call.v.dtype), torch.cat(finals) if finals else initial
 
 
 @gated_scan.variant("chunked", launches=None, fuses=())
@@ -87,7 +87,7 @@ def chunked_scan_and_gate(
 
     ``linear_rnn`` compiles this function together with its matrix product.
     """
-    decay, addend, ends = fold_initial_state(v.float(), log_decay.float().exp(), initial_state, cu_seqlens)
+    decay, addend, ends = _fold_initial_state(v.float(), log_decay.float().exp(), initial_state, cu_seqlens)
     s = scan(decay, addend)
     if cu_seqlens is None or ends is None:
         final = s[:, -1] if gate is not None else s[:, -1].clone()  # without a gate, y may be s itself
@@ -95,15 +95,15 @@ def chunked_scan_and_gate(
         empty = (cu_seqlens.diff() == 0)[:, None]
         before = 0.0 if initial_state is None else initial_state
         final = torch.where(empty, before, s[0, ends])
-    return gated(s, gate).to(v.dtype), final
+    return _gated(s, gate).to(v.dtype), final
 
 
-def gated(s: torch.Tensor, gate: torch.Tensor | None) -> torch.Tensor:
+def _gated(s: torch.Tensor, gate: torch.Tensor | None) -> torch.Tensor:
     """Return float32 states times SiLU of the gate, or the states if there is no gate."""
     return s if gate is None else s * F.silu(gate.float())
 
 
-def fold_initial_state(
+def _fold_initial_state(
     v: torch.Tensor, decay: torch.Tensor, initial_state: torch.Tensor | None, cu_seqlens: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Return decay and addend of a scan that starts from zero and resets at each sequence start, and each sequence's last row.

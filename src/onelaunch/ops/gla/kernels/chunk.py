@@ -1,7 +1,7 @@
 """Gated linear attention in chunks of 64 steps, portable Triton: the chunk state pass, and helpers of other kernels.
 
-launch.py launches it. chunk_output.py, backward.py, step.py and the kernels of the ablations use the helpers; those for Hopper do
-not.
+``chunk_states`` and ``chunk_state_gradients`` in launch.py launch it. chunk_output.py, backward.py, step.py and the kernels of
+the ablations use the helpers; those for Hopper do not.
 
 Computes   S_t = diag(e^(g_t)) S_{t-1} + k_t^T v_t,   o_t = scale * q_t S_t   per head; in chunkwise form, where S enters a
            chunk:

@@ -2,7 +2,7 @@
 
 Computes   o = scale * (q e^before) S + tril(P) v of one chunk of 64 steps, or dv = (k e^after) dS + P^T do. chunk.py explains
            the formula, the grid, the decays, the roundings and the constants.
-Caller     launch.py launches it.
+Caller     ``chunk_output`` in launch.py launches it.
 Source     as chunk.py.
 """
 

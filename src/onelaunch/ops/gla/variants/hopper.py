@@ -24,7 +24,7 @@ from onelaunch.ops.gla.variants.triton import no_value_gate
 if TYPE_CHECKING:
     from onelaunch.ops.gla.launch import Attention
 
-LARGEST_WIDE = 128
+_LARGEST_WIDE = 128
 """Largest size K of heads with float32 log-decays per channel, which take twice the shared memory."""
 
 
@@ -73,19 +73,19 @@ def fits(query: Query) -> str | None:
         return f"needs K of at most {KEYS[-1]}, and K and V that are multiples of {STEP}"
     if not batch * length * heads:
         return "needs at least one step"
-    if "float32_decay" in query.flags and "scalar_decay" not in query.flags and keys > LARGEST_WIDE:
-        return f"needs K of at most {LARGEST_WIDE} with float32 log-decays per channel: shared memory holds no two wider chunks"
-    return why_no_gradients(query) if query.grad else None
+    if "float32_decay" in query.flags and "scalar_decay" not in query.flags and keys > _LARGEST_WIDE:
+        return f"needs K of at most {_LARGEST_WIDE} with float32 log-decays per channel: shared memory holds no two wider chunks"
+    return _why_no_gradients(query) if query.grad else None
 
 
-def why_no_gradients(query: Query) -> str | None:
+def _why_no_gradients(query: Query) -> str | None:
     """Return why the backward pass leaves a call to other variants, or ``None``: float16 has too narrow a range for it."""
     if query.dtype is torch.float16:
         return "trains in bfloat16 alone: products of gradients leave the range of float16"
     return None
 
 
-GROUPED: dict[str, dict[str, Any]] = {
+_GROUPED: dict[str, dict[str, Any]] = {
     "4 heads of q and k": {"q_heads": 4, "k_heads": 4},
     "4 heads of k, v and g": {"k_heads": 4, "v_heads": 4, "g_heads": 4},
 }
@@ -135,6 +135,6 @@ def training() -> list[Example]:
             name=f"K = V = 128, decay per {per}, {said}",
         )
         for per in ("channel", "head")
-        for said, shared in GROUPED.items()
+        for said, shared in _GROUPED.items()
     ]
     return [*usual, *others, *grouped]

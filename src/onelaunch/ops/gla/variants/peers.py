@@ -3,7 +3,8 @@
 The dispatcher, studies and tests find registered variants by name. Tags: ``chunk`` is the number of steps per chunk, and
 ``hands`` names the intermediates that go through device memory; ``cost.py`` reads both. ``fuses``, the steps that share a kernel,
 is left empty. ``usual`` is false for the one that fla's layers do not call; studies select variants by tags. Other keywords are
-capabilities, which the class ``Capabilities`` of ``onelaunch.operation`` explains.
+capabilities, which the class ``Capabilities`` of ``onelaunch.operation`` explains. The peers of ``gla_layer`` use
+:data:`FEW_STEPS` and :func:`chunk_backward` too.
 """
 
 from __future__ import annotations
@@ -23,19 +24,19 @@ from onelaunch.ops.gla.heads import expanded
 FEW_STEPS = 64
 """Most steps for which fla's layers call ``fused_recurrent_*``; beyond, they call ``chunk_*``."""
 
-MISCOMPILED = ((3, 4, 0), (3, 7, 1))
+_MISCOMPILED = ((3, 4, 0), (3, 7, 1))
 """Range of Triton versions, the last excluded, that miscompile chunk_simple_gla's backward pass: it raises on Hopper."""
 
 
 Results = tuple[torch.Tensor, torch.Tensor | None]
 """The output ``o`` and the final state, or ``None`` where the call asks for none."""
 
-HANDS = ("cumulated", "states", "scores", "repeated")
+_HANDS = ("cumulated", "states", "scores", "repeated")
 """Intermediate results of fla's chunk functions that go through memory; cost.py explains them."""
 
 
 @gla.variant(
-    "fla", launches=None, fuses=(), chunk=64, hands=HANDS, requires="fla", own_tolerance=FLA_TESTS, usual=True, tunes=True
+    "fla", launches=None, fuses=(), chunk=64, hands=_HANDS, requires="fla", own_tolerance=FLA_TESTS, usual=True, tunes=True
 )
 def fla(call: GlaCall) -> Results:
     """Compute by ``chunk_gla`` or ``chunk_simple_gla`` of flash-linear-attention, few steps by ``fused_recurrent_*``.
@@ -46,14 +47,14 @@ def fla(call: GlaCall) -> Results:
     from fla.ops import simple_gla as by_head  # pyrefly: ignore[missing-import]
 
     if call.gv is None and call.q.shape[1] > FEW_STEPS:
-        return run_fla(call, by_head.chunk_simple_gla if call.per_head else by_channel.chunk_gla, "g")
+        return _run_fla(call, by_head.chunk_simple_gla if call.per_head else by_channel.chunk_gla, "g")
     if call.per_head:
-        return run_fla(call, by_head.fused_recurrent_simple_gla, "g")
-    return run_fla(call, by_channel.fused_recurrent_gla, "gk")
+        return _run_fla(call, by_head.fused_recurrent_simple_gla, "g")
+    return _run_fla(call, by_channel.fused_recurrent_gla, "gk")
 
 
 @gla.variant(
-    "fla_chunk", launches=None, fuses=(), chunk=64, hands=HANDS, requires="fla", own_tolerance=FLA_TESTS, usual=True, tunes=True
+    "fla_chunk", launches=None, fuses=(), chunk=64, hands=_HANDS, requires="fla", own_tolerance=FLA_TESTS, usual=True, tunes=True
 )
 def fla_chunk(call: GlaCall) -> Results:
     """Compute few steps by ``chunk_gla`` or ``chunk_simple_gla``, as people do who call these functions whatever T is.
@@ -63,7 +64,7 @@ def fla_chunk(call: GlaCall) -> Results:
     from fla.ops import gla as by_channel  # pyrefly: ignore[missing-import]
     from fla.ops import simple_gla as by_head  # pyrefly: ignore[missing-import]
 
-    return run_fla(call, by_head.chunk_simple_gla if call.per_head else by_channel.chunk_gla, "g")
+    return _run_fla(call, by_head.chunk_simple_gla if call.per_head else by_channel.chunk_gla, "g")
 
 
 @gla.variant(
@@ -81,10 +82,10 @@ def fla_fused_chunk(call: GlaCall) -> Results:
     """Compute a decay per head by ``fused_chunk_simple_gla``, which keeps states on chip and also trains on Hopper."""
     from fla.ops.simple_gla import fused_chunk_simple_gla  # pyrefly: ignore[missing-import]
 
-    return run_fla(call, fused_chunk_simple_gla, "g")
+    return _run_fla(call, fused_chunk_simple_gla, "g")
 
 
-def run_fla(call: GlaCall, function: Callable[..., Results], gate: str) -> Results:
+def _run_fla(call: GlaCall, function: Callable[..., Results], gate: str) -> Results:
     """Return the results of one of fla's functions; ``gate`` is its name of the log-decays.
 
     fla's functions want all heads in every tensor. Shared heads are therefore repeated, as its layers do with ``num_kv_heads``;
@@ -110,7 +111,7 @@ def run_fla(call: GlaCall, function: Callable[..., Results], gate: str) -> Resul
     return o, final if of_a_state == 1 or final is None else final[:, ::of_a_state]
 
 
-def what_fla_can(query: Query) -> str | None:
+def _what_fla_can(query: Query) -> str | None:
     """Return why no function of fla 0.6.0 can run a call, or ``None``."""
     if (reason := not_installed("fla")) is not None:
         return reason
@@ -132,7 +133,7 @@ def chunk_backward(query: Query) -> str | None:
 
 
 for _variant in (fla, fla_chunk, fla_fused_chunk):
-    _variant.supports(what_fla_can)
+    _variant.supports(_what_fla_can)
 
 
 @fla.supports
@@ -166,5 +167,5 @@ def _triton_version() -> tuple[int, ...]:
 
 
 def _miscompiles(version: tuple[int, ...]) -> bool:
-    """Return whether a version of Triton is one of :data:`MISCOMPILED`."""
-    return MISCOMPILED[0] <= version < MISCOMPILED[1]
+    """Return whether a version of Triton is one of :data:`_MISCOMPILED`."""
+    return _MISCOMPILED[0] <= version < _MISCOMPILED[1]

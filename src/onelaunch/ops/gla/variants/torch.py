@@ -3,7 +3,8 @@
 The dispatcher, studies and tests find registered variants by name. Tags: ``chunk`` is the number of steps per chunk, and
 ``hands`` names the intermediates that go through device memory; ``cost.py`` reads both and explains each name. ``fuses``, the
 steps that share a kernel, is left empty. ``yardstick`` marks the PyTorch baseline, whose error sets the tolerance. Other keywords
-are capabilities, which the class ``Capabilities`` of ``onelaunch.operation`` explains.
+are capabilities, which the class ``Capabilities`` of ``onelaunch.operation`` explains. The variant ``compiled`` of ``gla_layer``
+asks :func:`short_enough` too.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from onelaunch.ops.gla.reference import recurrence
 Results = tuple[torch.Tensor, torch.Tensor]
 """Output and final state."""
 
-UNROLLED = 128
+_UNROLLED = 128
 """Most chunks of a compiled call: its loop over them is unrolled, and compiling takes seconds per hundred."""
 
 
@@ -49,7 +50,7 @@ def compiled(call: GlaCall) -> Results:
 @compiled.supports
 def short_enough(query: Query) -> str | None:
     """Return why a call has too many chunks to unroll, or ``None``."""
-    most = UNROLLED * chunkwise.CHUNK
+    most = _UNROLLED * chunkwise.CHUNK
     return f"takes at most {most} steps: each chunk of them is code of its own" if query.sizes[1] > most else None
 
 

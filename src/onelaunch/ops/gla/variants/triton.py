@@ -3,7 +3,8 @@
 The dispatcher, studies and tests find registered variants by name. Tags: ``fuses`` names the steps that share a kernel. ``hands``
 and ``backward_hands`` name the intermediates that the launches of each pass hand on through device memory, and ``chunk`` is the
 number of steps per chunk; ``cost.py`` reads these three and explains each name. Other keywords are capabilities, which the class
-``Capabilities`` of ``onelaunch.operation`` explains. ``launch.py`` launches the kernels.
+``Capabilities`` of ``onelaunch.operation`` explains. ``launch.py`` launches the kernels. ``hopper.py`` and the ablations share
+:func:`no_value_gate`, the ablations also :data:`BACKWARD` and :func:`training`.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ def stepwise(call: GlaCall) -> Results:
     return attend(call, "stepwise")
 
 
-FEW_STEPS_CPU, SMALL_STATE = 4, 1 << 16
+_FEW_STEPS_CPU, _SMALL_STATE = 4, 1 << 16
 """Most steps for which a CPU prefers the loop over time where nothing was measured, and the largest size of its states.
 
 The size is the number of elements of the states of all sequences and heads. It does not matter for a single step.
@@ -90,7 +91,7 @@ def by_length(query: Query) -> tuple[str, ...]:
     batch, steps, heads, keys, values = query.sizes
     heads //= group_of(query.flags, "state")
     if query.device_type == "cpu":
-        few = steps == 1 or (steps <= FEW_STEPS_CPU and batch * heads * keys * values <= SMALL_STATE)
+        few = steps == 1 or (steps <= _FEW_STEPS_CPU and batch * heads * keys * values <= _SMALL_STATE)
         return ("recurrent",) if few and "packed" not in query.flags else ()
     return ("stepwise",) if query.device_type == "cuda" and steps <= FEW_STEPS else ()
 

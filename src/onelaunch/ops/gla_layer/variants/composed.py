@@ -25,7 +25,7 @@ from onelaunch.ops.gla_layer.contract import GlaLayerCall, LayerSizes, gla_layer
 
 
 @functools.lru_cache(maxsize=256)
-def composed_of(sizes: LayerSizes, eps: float, output_final_state: bool, parts: Parts) -> Callable[[Tensors], Results]:
+def _composed_of(sizes: LayerSizes, eps: float, output_final_state: bool, parts: Parts) -> Callable[[Tensors], Results]:
     """Return :func:`compose` for these options, which the compiled code sees as constants.
 
     Equal options give the same function, which :func:`compile_static` compiles once.
@@ -39,26 +39,26 @@ def tensors_of(call: GlaLayerCall) -> Tensors:
     return (call.x, *weights, call.initial_state, call.conv_weight)
 
 
-def run(call: GlaLayerCall, parts: Parts) -> Results:
+def _run(call: GlaLayerCall, parts: Parts) -> Results:
     """Compute the layer by the operations' variants of these names."""
     return compose(tensors_of(call), call.sizes, call.eps, call.output_final_state, parts)
 
 
-STEPWISE: Parts = ("unfused", "recurrent", "unfused")
+_STEPWISE: Parts = ("unfused", "recurrent", "unfused")
 """Variants of the parts in plain PyTorch."""
-EAGER: Parts = ("unfused", AUTO, "unfused")
+_EAGER: Parts = ("unfused", AUTO, "unfused")
 """Variants of the parts in plain PyTorch, but the recurrence by the dispatcher's choice."""
-DISPATCHED: Parts = (AUTO, AUTO, AUTO)
+_DISPATCHED: Parts = (AUTO, AUTO, AUTO)
 """Variants of the parts, all by the dispatcher's choice."""
 
 
-@gla_layer.variant("stepwise", launches=None, fuses=(), parts=STEPWISE, maker="pytorch", yardstick=True)
+@gla_layer.variant("stepwise", launches=None, fuses=(), parts=_STEPWISE, maker="pytorch", yardstick=True)
 def stepwise(call: GlaLayerCall) -> Results:
     """Run everything in PyTorch, the recurrence step by step: the PyTorch baseline that sets the tolerance."""
-    return run(call, STEPWISE)
+    return _run(call, _STEPWISE)
 
 
-@gla_layer.variant("unfused", launches=None, fuses=(), parts=EAGER)
+@gla_layer.variant("unfused", launches=None, fuses=(), parts=_EAGER)
 def unfused(call: GlaLayerCall) -> Results:
     """Run a product for each projection, PyTorch's activations, norm and gate; the dispatcher chooses the recurrence.
 
@@ -66,15 +66,15 @@ def unfused(call: GlaLayerCall) -> Results:
     slower, and the speedup over it would be that of ``gla``, which has a study of its own. Its parts are called as users call
     them, so that eager times include the checks and the dispatch of four operations, as those of ``composed`` do.
     """
-    return run(call, EAGER)
+    return _run(call, _EAGER)
 
 
-@gla_layer.variant("compiled", launches=None, recompiles=True, fuses=(), parts=EAGER)
+@gla_layer.variant("compiled", launches=None, recompiles=True, fuses=(), parts=_EAGER)
 def compiled(call: GlaLayerCall) -> Results:
     """Run the unfused layer, compiled by torch.compile in one graph that has the recurrence as an operator."""
     if torch.compiler.is_compiling():
-        return run(call, EAGER)
-    return compile_static(composed_of(call.sizes, call.eps, call.output_final_state, EAGER))(tensors_of(call))
+        return _run(call, _EAGER)
+    return compile_static(_composed_of(call.sizes, call.eps, call.output_final_state, _EAGER))(tensors_of(call))
 
 
 compiled.supports(compiler_missing)
@@ -87,16 +87,16 @@ def short_enough_on_a_cpu(query: Query) -> str | None:
     return short_enough(query) if query.device_type == "cpu" else None
 
 
-@gla_layer.variant("composed", launches=None, fuses=(), parts=DISPATCHED)
+@gla_layer.variant("composed", launches=None, fuses=(), parts=_DISPATCHED)
 def composed(call: GlaLayerCall) -> Results:
     """Run ``projections`` twice, ``gla`` and ``output_chain``, each by the dispatcher's choice, as the modules do.
 
     With one decay per head the first call of ``projections`` computes the decays too. Short convolutions are PyTorch's.
     """
-    return run(call, DISPATCHED)
+    return _run(call, _DISPATCHED)
 
 
-@gla_layer.variant("packed", launches=None, fuses=("gradients",), parts=DISPATCHED)
+@gla_layer.variant("packed", launches=None, fuses=("gradients",), parts=_DISPATCHED)
 def packed(call: GlaLayerCall) -> Results:
     """Run the layer as one autograd function: its backward pass writes the gradients of all projections into one matrix.
 
@@ -106,7 +106,7 @@ def packed(call: GlaLayerCall) -> Results:
     return layer.compute(call)
 
 
-@gla_layer.variant("packed_states", launches=None, fuses=("gradients",), parts=DISPATCHED)
+@gla_layer.variant("packed_states", launches=None, fuses=("gradients",), parts=_DISPATCHED)
 def packed_states(call: GlaLayerCall) -> Results:
     """Run ``packed`` with a forward pass that saves the state entering each chunk of 64 steps, in 16 bits.
 
@@ -127,7 +127,7 @@ def saves_states(query: Query) -> str | None:
     return None if layer.own_kernel(recurrence, ("hopper",)) else "keeps states of the recurrence hopper alone"
 
 
-def training(*heads: tuple[int, int], architectures: tuple[str, ...] | None = None) -> list[Example]:
+def _training(*heads: tuple[int, int], architectures: tuple[str, ...] | None = None) -> list[Example]:
     """Return training calls to compile and inspect the kernels for: heads of these sizes K and V, so many that T is not cut."""
     return [
         Example(
@@ -143,10 +143,10 @@ def training(*heads: tuple[int, int], architectures: tuple[str, ...] | None = No
 @packed.examples
 def heads_of_aliased_states() -> list[Example]:
     """Return training calls whose states share memory with dq and dk on Hopper (V = 128), and one whose states do not."""
-    return training((64, 128), (128, 128), (256, 256))
+    return _training((64, 128), (128, 128), (256, 256))
 
 
 @packed_states.examples
 def heads_of_kept_states() -> list[Example]:
     """Return training calls that save the states."""
-    return training((128, 128), (256, 256), architectures=("sm_90a",))
+    return _training((128, 128), (256, 256), architectures=("sm_90a",))

@@ -37,7 +37,7 @@ def fla(call: GlaLayerCall) -> Results:
     Its weights are views of the packed weight. So the backward pass concatenates their gradients by one copy of the weight's
     size, which fla's own layer does not need.
     """
-    return run_layer(call), None
+    return _run_layer(call), None
 
 
 @gla_layer.variant(
@@ -56,11 +56,11 @@ def fla_fused_chunk(call: GlaLayerCall) -> Results:
         assert state_v_first  # noqa: S101 - of the states, and the call has none
         return fused_chunk_simple_gla(**given)
 
-    return run_layer(call, replaced(simple_gla, "chunk_simple_gla", chunk_simple_gla)), None
+    return _run_layer(call, _replaced(simple_gla, "chunk_simple_gla", chunk_simple_gla)), None
 
 
 @contextmanager
-def replaced(module: Any, name: str, function: Callable[..., Any]) -> Iterator[None]:
+def _replaced(module: Any, name: str, function: Callable[..., Any]) -> Iterator[None]:
     """Put a function in the place of one of a module's."""
     usual = getattr(module, name)
     setattr(module, name, function)
@@ -70,10 +70,10 @@ def replaced(module: Any, name: str, function: Callable[..., Any]) -> Iterator[N
         setattr(module, name, usual)
 
 
-def run_layer(call: GlaLayerCall, inside: AbstractContextManager[None] | None = None) -> torch.Tensor:
+def _run_layer(call: GlaLayerCall, inside: AbstractContextManager[None] | None = None) -> torch.Tensor:
     """Return the result of fla's layer with the tensors of a call without states, called inside a context if one is given."""
     layer = layer_of(call.x.shape[2], call.sizes, call.eps, filter_size(call))
-    given = parameters_of(call)
+    given = _parameters_of(call)
     # torch.func.functional_call would do the same, but its host time is a tenth of a decoding step. With setattr in place of
     # vars, a Parameter would be registered in the module.
     places = [(vars(layer.get_submodule(name.rpartition(".")[0])), name.rpartition(".")[2]) for name in given]
@@ -89,7 +89,7 @@ def run_layer(call: GlaLayerCall, inside: AbstractContextManager[None] | None = 
     return out
 
 
-def parameters_of(call: GlaLayerCall) -> dict[str, torch.Tensor]:
+def _parameters_of(call: GlaLayerCall) -> dict[str, torch.Tensor]:
     """Return the tensors of a call by the names that they have as parameters of fla's layer."""
     rows = call.in_proj_weight.split_with_sizes([segment.width for segment in segments_of(call.sizes)])
     of_decays = "gk_proj" if call.gk_weight is None else "gk_proj.0"

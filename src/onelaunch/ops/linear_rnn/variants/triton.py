@@ -77,7 +77,7 @@ for _variant in (three_launch, three_launch_cublas, semi_fused, fused_chunked):
     _variant.supports(cannot_scan)
 
 
-WIDE = 512 * 512
+_WIDE = 512 * 512
 """Number of weights (D times V) from which PyTorch's matrix product gains more than its own launch costs."""
 
 
@@ -88,10 +88,10 @@ def library_product_for_wide_layers(query: Query) -> tuple[str, ...]:
     At D = V = 2048 two launches take 515 us on an H200, ``fused_chunked`` 927 us, because its product is slower than
     PyTorch's. The query's sizes are (B, T, D, V).
     """
-    return ("semi_fused",) if query.device_type == "cuda" and query.sizes[2] * query.sizes[3] >= WIDE else ()
+    return ("semi_fused",) if query.device_type == "cuda" and query.sizes[2] * query.sizes[3] >= _WIDE else ()
 
 
-def layer_of(batch: int, width: int, **options: Any) -> Case:
+def _layer_of(batch: int, width: int, **options: Any) -> Case:
     """Return the layer that kernels are compiled for: T=2048, V=64, float16, no packed sequences, no initial or final states."""
     return linear_rnn.case("float16", B=batch, T=2048, D=width, V=64, **options)
 
@@ -101,7 +101,7 @@ def layer_of(batch: int, width: int, **options: Any) -> Case:
 @semi_fused.examples
 def training() -> list[Example]:
     """Return a training call, for which the kernels are compiled and inspected."""
-    return [Example(layer_of(4, 256), "forward_backward")]
+    return [Example(_layer_of(4, 256), "forward_backward")]
 
 
 @fused_chunked.examples
@@ -115,11 +115,11 @@ def every_tile() -> list[Example]:
     on_hopper = ("sm_90a",)
     others = tuple(name for name in ARCHITECTURES if name not in on_hopper)
     return [
-        Example(layer_of(1, 256), "forward_backward", on_hopper, "32 channels"),
-        Example(layer_of(16, 256), "forward_backward", on_hopper, "64 channels"),
-        Example(layer_of(16, 1024), "forward_backward", on_hopper, "64 channels, D=1024"),
-        Example(layer_of(4, 260), "forward_backward", on_hopper, "D=260"),
-        Example(layer_of(16, 256, gate=False), "forward_backward", on_hopper, "64 channels, no gate"),
-        Example(layer_of(4, 256), "forward_backward", others),
-        Example(layer_of(4, 256, gate=False), "forward_backward", others, "no gate"),
+        Example(_layer_of(1, 256), "forward_backward", on_hopper, "32 channels"),
+        Example(_layer_of(16, 256), "forward_backward", on_hopper, "64 channels"),
+        Example(_layer_of(16, 1024), "forward_backward", on_hopper, "64 channels, D=1024"),
+        Example(_layer_of(4, 260), "forward_backward", on_hopper, "D=260"),
+        Example(_layer_of(16, 256, gate=False), "forward_backward", on_hopper, "64 channels, no gate"),
+        Example(_layer_of(4, 256), "forward_backward", others),
+        Example(_layer_of(4, 256, gate=False), "forward_backward", others, "no gate"),
     ]

@@ -22,16 +22,16 @@ from onelaunch.ops.output_chain.contract import OutputChainCall, output_chain
 if TYPE_CHECKING:
     from onelaunch.ops.output_chain.launch import Made, Operands
 
-LARGEST_HEAD = 512
+_LARGEST_HEAD = 512
 """Limit on the channels of a head: a CTA holds whole heads."""
 
-LARGEST_MULTIPLIED_HEAD = 256
+_LARGEST_MULTIPLIED_HEAD = 256
 """Limit on the channels of a head for ``prologue``, where a CTA holds a head of at least 16 rows beside the product's sums."""
 
-MOST_TILES = 2**30
+_MOST_TILES = 2**30
 """Limit on the tiles of a launch of the backward pass: the index of a tile beyond the last one fits into 32 bits."""
 
-MOST_COLUMNS = 2**30
+_MOST_COLUMNS = 2**30
 """Bound of H * V and of D: below it, columns of a tile beyond the end fit into 32 bits."""
 
 
@@ -71,12 +71,12 @@ def needs_triton(query: Query) -> str | None:
     from onelaunch.ops.output_chain import launch
 
     batch, length, heads, values, columns = query.sizes
-    if values > LARGEST_HEAD:
-        return f"takes heads of at most {LARGEST_HEAD} channels, not {values}: a CTA holds whole heads"
-    if max(heads * values, columns) >= MOST_COLUMNS:
-        return f"takes H * V and D below {MOST_COLUMNS}: column indices are 32-bit"
-    if launch.tiles(batch * length, heads, values, launch.GRADIENT_ELEMENTS) > MOST_TILES:
-        return f"takes at most {MOST_TILES} tiles of {launch.GRADIENT_ELEMENTS} elements: indices of tiles are 32-bit"
+    if values > _LARGEST_HEAD:
+        return f"takes heads of at most {_LARGEST_HEAD} channels, not {values}: a CTA holds whole heads"
+    if max(heads * values, columns) >= _MOST_COLUMNS:
+        return f"takes H * V and D below {_MOST_COLUMNS}: column indices are 32-bit"
+    if launch.tiles(batch * length, heads, values, launch.GRADIENT_ELEMENTS) > _MOST_TILES:
+        return f"takes at most {_MOST_TILES} tiles of {launch.GRADIENT_ELEMENTS} elements: indices of tiles are 32-bit"
     return None
 
 
@@ -112,7 +112,7 @@ prologue.supports(needs_triton)
 @prologue.supports
 def fits(query: Query) -> str | None:
     """Return why the kernel of the product cannot run a call, or ``None``."""
-    values, most = query.sizes[3], LARGEST_MULTIPLIED_HEAD
+    values, most = query.sizes[3], _LARGEST_MULTIPLIED_HEAD
     if values > most:
         return f"takes heads of at most {most} channels, not {values}: a CTA holds them in addition to the sums of a product"
     return interprets_bfloat16_wrongly(query)
@@ -120,10 +120,10 @@ def fits(query: Query) -> str | None:
 
 # Example calls
 
-FEW, MANY = 3, 8191
+_FEW, _MANY = 3, 8191
 """Number of tokens of the example calls."""
 
-FORMS: dict[str, dict[str, Any]] = {
+_FORMS: dict[str, dict[str, Any]] = {
     "activated": {"gate": "activated"},
     "no gate": {"gate": "none"},
     "bare": {"gate": "none", "norm_weight": "none"},
@@ -132,7 +132,7 @@ FORMS: dict[str, dict[str, Any]] = {
 """Options of the forms of a call, by the name of the form in reports."""
 
 
-def case_of(dtype: str, values: int, tokens: int = MANY, **options: Any) -> Case:
+def _case_of(dtype: str, values: int, tokens: int = _MANY, **options: Any) -> Case:
     """Return a call of 3 or 4 heads of ``values`` channels. H * V, a token's stride, is a multiple of 16, as in most models."""
     heads = 3 if values % 16 == 0 else 4
     return output_chain.case(dtype, B=1, T=tokens, H=heads, V=values, D=2048, **options)
@@ -144,28 +144,28 @@ def every_form() -> Iterator[Example]:
 
     "rstd kept" and "alone" mark training calls, whose forward pass saves rstd. A bias concerns PyTorch's product alone.
     """
-    usual = case_of("bfloat16", 128)
+    usual = _case_of("bfloat16", 128)
     yield Example(usual, "forward_backward", name="heads of 128, rstd kept")
     # CTAs have so many tiles that PyTorch adds up the partial sums of the norm weight's gradient.
-    yield Example(case_of("bfloat16", 128, 8 * MANY), "forward_backward", name="heads of 128, many tokens, rstd kept")
+    yield Example(_case_of("bfloat16", 128, 8 * _MANY), "forward_backward", name="heads of 128, many tokens, rstd kept")
     for said in ("activated", "no gate"):
-        yield Example(case_of("bfloat16", 128, **FORMS[said]), "forward_backward", name=f"{said}, rstd kept")
-    bare = case_of("bfloat16", 128, **FORMS["bare"])
+        yield Example(_case_of("bfloat16", 128, **_FORMS[said]), "forward_backward", name=f"{said}, rstd kept")
+    bare = _case_of("bfloat16", 128, **_FORMS["bare"])
     yield Example(bare, "forward_backward", name="bare, gradient of h alone", wants=("h",))
     yield Example(usual, "forward_backward", name="gradient of the output weight alone", wants=("w_out",))
     yield Example(usual, name="heads of 128")
     yield Example(bare, name="bare")
-    for dtype, values in (("float16", 100), ("float32", LARGEST_HEAD)):
-        yield Example(case_of(dtype, values), "forward_backward", name=f"heads of {values}, rstd kept")
+    for dtype, values in (("float16", 100), ("float32", _LARGEST_HEAD)):
+        yield Example(_case_of(dtype, values), "forward_backward", name=f"heads of {values}, rstd kept")
 
 
 @prologue.examples
 def few_and_many_rows() -> Iterator[Example]:
     """Yield calls to compile and inspect the kernel for: few and many rows, uneven and the largest heads, several forms."""
-    for tokens, said in ((FEW, "few"), (MANY, "many")):
-        yield Example(case_of("bfloat16", 128, tokens), name=f"{said} rows")
-    for values in (100, LARGEST_MULTIPLIED_HEAD):
-        yield Example(case_of("float16", values), "forward_backward", name=f"heads of {values}, rstd kept")
+    for tokens, said in ((_FEW, "few"), (_MANY, "many")):
+        yield Example(_case_of("bfloat16", 128, tokens), name=f"{said} rows")
+    for values in (100, _LARGEST_MULTIPLIED_HEAD):
+        yield Example(_case_of("float16", values), "forward_backward", name=f"heads of {values}, rstd kept")
     for said in ("bias", "activated", "bare"):
-        yield Example(case_of("bfloat16", 128, **FORMS[said]), name=said)
-    yield Example(case_of("float32", 128), name="float32")
+        yield Example(_case_of("bfloat16", 128, **_FORMS[said]), name=said)
+    yield Example(_case_of("float32", 128), name="float32")

@@ -19,7 +19,7 @@ Constants  plural names are tuples with an entry per segment. FIRSTS: index of i
 Protocol   CTAs do not exchange anything.
 Numerics   float32 between the loads and the stores; a head is normalized by the sum of its squares plus eps, as fla does.
 Callers    launch.py launches the kernels: ``activate`` after a product, ``activation_gradients`` in the backward pass of all
-           variants with own kernels. product.py uses ``finish_tile``.
+           variants with own kernels, and in that of ``gla_layer`` for log-decays. product.py uses ``finish_tile``.
 Source     experiment 058; docs/notebook/projections.md.
 """
 

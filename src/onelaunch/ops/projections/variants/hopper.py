@@ -24,13 +24,13 @@ if TYPE_CHECKING:
 ARCHITECTURES = ("sm_90a",)
 """Architectures that the variants are compiled for."""
 
-LONGEST_HEAD = 256
+_LONGEST_HEAD = 256
 """Limit on the channels of a normalized head: a tile of the product has at most so many columns."""
 
-MOST_TILES = 2**31 - 1
+_MOST_TILES = 2**31 - 1
 """Limit on the tiles of a launch, which are counted in 32 bits."""
 
-MOST_ROWS = MOST_TILES - 256
+_MOST_ROWS = _MOST_TILES - 256
 """Limit on the rows of x, which leaves space for the rows of a cluster's two tiles beyond the end."""
 
 MULTICAST: dict[str, Multicast] = {"epilogue_persistent": "nothing", "cluster": "a", "cluster_weight": "b"}
@@ -107,11 +107,11 @@ def why_tiles_cannot_hold(query: Query) -> str | None:
         return f"needs D in multiples of 8, which TMA can address, not {channels}"
     for span in layout.spans:
         head = span.segment.head_size
-        if span.segment.activation == "l2norm" and (head % 8 or head > LONGEST_HEAD):
-            return f"normalizes heads of up to {LONGEST_HEAD} channels in multiples of 8, not {head}"
+        if span.segment.activation == "l2norm" and (head % 8 or head > _LONGEST_HEAD):
+            return f"normalizes heads of up to {_LONGEST_HEAD} channels in multiples of 8, not {head}"
     # A tile has 128 rows of x, and one column at least.
-    if batch * length > MOST_ROWS or -(-batch * length // 128) * layout.rows > MOST_TILES:
-        return f"takes at most {MOST_ROWS} rows of x, and {MOST_TILES} tiles"
+    if batch * length > _MOST_ROWS or -(-batch * length // 128) * layout.rows > _MOST_TILES:
+        return f"takes at most {_MOST_ROWS} rows of x, and {_MOST_TILES} tiles"
     return None
 
 
@@ -121,15 +121,15 @@ def one_launch(query: Query) -> tuple[str, ...]:
     return ("epilogue_persistent",)
 
 
-ROWS = 32768
+_ROWS = 32768
 """Number of rows of x in the example calls."""
 
 
 def examples(multicast: Multicast) -> list[Example]:
     """Return calls with heads of usual size for inference and for training; without clusters also with other sizes."""
-    usual = [example(16, 128, "bfloat16", ROWS, direction) for direction in BOTH]
+    usual = [example(16, 128, "bfloat16", _ROWS, direction) for direction in BOTH]
     others = ((5, 96, "float16"), (4, 256, "bfloat16")) if multicast == "nothing" else ()
-    return [*usual, *(example(*kind, ROWS, "forward_backward") for kind in others)]
+    return [*usual, *(example(*kind, _ROWS, "forward_backward") for kind in others)]
 
 
 for variant in (epilogue_persistent, cluster, cluster_weight):

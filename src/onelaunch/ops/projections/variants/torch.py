@@ -19,7 +19,7 @@ from onelaunch.ops.projections.contract import ProjectionsCall, projections
 from onelaunch.ops.projections.layout import Layout, Segment
 
 
-def activate(z: torch.Tensor, segment: Segment, eps: float) -> torch.Tensor:
+def _activate(z: torch.Tensor, segment: Segment, eps: float) -> torch.Tensor:
     """Return the result of a segment from its columns ``[..., width]``."""
     z = z.unflatten(-1, segment.shape)
     if segment.activation == "l2norm":
@@ -54,7 +54,7 @@ def wide(call: ProjectionsCall) -> tuple[torch.Tensor, ...]:
     parts = F.linear(call.x, call.weight).split_with_sizes(call.layout.widths, -1)
     biases = call.layout.cut_bias(call.bias)
     biased = [part if bias is None else part + bias for part, bias in zip(parts, biases, strict=True)]
-    return tuple([activate(z, span.segment, call.eps) for z, span in zip(biased, call.layout.spans, strict=True)])
+    return tuple([_activate(z, span.segment, call.eps) for z, span in zip(biased, call.layout.spans, strict=True)])
 
 
 @projections.variant("compiled", launches=None, recompiles=True, fuses=(), hands=("activated",), maker="pytorch")
@@ -74,7 +74,7 @@ def _chain(
     """Compute the segments one after another, each by a product of its own."""
     weights = weight.split_with_sizes(layout.widths)
     parts = zip(weights, layout.cut_bias(bias), layout.spans, strict=True)
-    return tuple([activate(F.linear(x, rows, added), span.segment, eps) for rows, added, span in parts])
+    return tuple([_activate(F.linear(x, rows, added), span.segment, eps) for rows, added, span in parts])
 
 
 @functools.lru_cache(maxsize=256)

@@ -17,13 +17,13 @@ from onelaunch.ops.projections.autograd import Packed, Wanted, compute, launches
 from onelaunch.ops.projections.contract import ProjectionsCall, layout_in, projections
 from onelaunch.ops.projections.layout import Layout, Segment, layout_of
 
-LARGEST_HEAD = 512
+_LARGEST_HEAD = 512
 """Limit on the channels of a normalized head: a CTA holds whole heads."""
 
-LARGEST_PRODUCT_HEAD = 256
+_LARGEST_PRODUCT_HEAD = 256
 """Limit on the channels of a head that is normalized in the product's registers."""
 
-MOST_COLUMNS = 2**30
+_MOST_COLUMNS = 2**30
 """Bound of N: below it, columns of a tile beyond the end fit into 32 bits."""
 
 
@@ -66,8 +66,8 @@ def epilogue(call: ProjectionsCall) -> tuple[torch.Tensor, ...]:
 def whole_heads(query: Query) -> str | None:
     """Return why a tile of the product cannot hold a call's heads, or ``None``."""
     longest = max((each.segment.head_size for each in layout_in(query).spans if each.segment.activation == "l2norm"), default=0)
-    if longest > LARGEST_PRODUCT_HEAD:
-        return f"normalizes heads of at most {LARGEST_PRODUCT_HEAD} channels, not {longest}"
+    if longest > _LARGEST_PRODUCT_HEAD:
+        return f"normalizes heads of at most {_LARGEST_PRODUCT_HEAD} channels, not {longest}"
     return None if query.sizes[2] else "needs at least one channel of x"
 
 
@@ -83,25 +83,25 @@ def activates(query: Query) -> str | None:
     from onelaunch.ops.projections import launch
 
     layout = layout_in(query)
-    if (reason := heads_too_long(layout)) is not None:
+    if (reason := _heads_too_long(layout)) is not None:
         return reason
-    if layout.rows >= MOST_COLUMNS:
-        return f"takes N below {MOST_COLUMNS}: column indices are 32-bit"
+    if layout.rows >= _MOST_COLUMNS:
+        return f"takes N below {_MOST_COLUMNS}: column indices are 32-bit"
     if launch.ctas_of_activations(query.sizes[0] * query.sizes[1], layout) > LARGEST_GRID_X:
         return f"takes at most {LARGEST_GRID_X} tiles of {launch.ELEMENTS} elements, one per CTA of a grid"
     return None
 
 
-def heads_too_long(layout: Layout) -> str | None:
+def _heads_too_long(layout: Layout) -> str | None:
     """Return why a CTA cannot hold a head that it normalizes, forward or backward, or ``None``."""
     heads = [span.segment for span in layout.spans if span.segment.activation == "l2norm"]
     longest = max(heads, key=lambda segment: segment.head_size, default=None)
-    if longest is None or longest.head_size <= LARGEST_HEAD:
+    if longest is None or longest.head_size <= _LARGEST_HEAD:
         return None
-    return f"normalizes heads of at most {LARGEST_HEAD} channels, not {longest.head_size}: a CTA holds whole heads"
+    return f"normalizes heads of at most {_LARGEST_HEAD} channels, not {longest.head_size}: a CTA holds whole heads"
 
 
-def chain(heads: int, head_size: int) -> Layout:
+def _chain(heads: int, head_size: int) -> Layout:
     """Return a layout of one segment for each activation."""
     return layout_of(
         (
@@ -116,7 +116,7 @@ def chain(heads: int, head_size: int) -> Layout:
 
 def example(heads: int, head_size: int, dtype: str, rows: int, direction: Direction) -> Example:
     """Return a call with one segment for each activation; "kept" in its name tells that a backward pass follows."""
-    code = chain(heads, head_size).code
+    code = _chain(heads, head_size).code
     case = projections.case(dtype, B=1, T=rows, D=2048, H=heads, K=head_size, V=head_size, segments=code)
     return Example(case, direction, name=f"heads of {head_size}, M = {rows}" + (", kept" * (direction == "forward_backward")))
 
@@ -124,23 +124,23 @@ def example(heads: int, head_size: int, dtype: str, rows: int, direction: Direct
 BOTH: tuple[Direction, ...] = ("forward", "forward_backward")
 """Directions of example calls: inference, and training."""
 
-MANY = 4095
+_MANY = 4095
 """Number of rows of the examples, no multiple of any tile's rows."""
 
 
 @wide_activated.examples
 def behind_a_product() -> list[Example]:
     """Return calls with heads of usual, uneven and the largest sizes, for inference and for training."""
-    kinds = ((16, 128, "bfloat16"), (3, 100, "float16"), (2, LARGEST_HEAD, "float32"))
-    return [example(*kind, MANY, direction) for kind in kinds for direction in BOTH]
+    kinds = ((16, 128, "bfloat16"), (3, 100, "float16"), (2, _LARGEST_HEAD, "float32"))
+    return [example(*kind, _MANY, direction) for kind in kinds for direction in BOTH]
 
 
 @epilogue.examples
 def at_the_end_of_a_product() -> list[Example]:
     """Return training calls with heads of usual, uneven and long sizes, many rows and few, and a call for inference."""
     return [
-        *(example(16, 128, "bfloat16", MANY, direction) for direction in BOTH),
-        example(3, 100, "float16", MANY, "forward_backward"),
-        example(4, LARGEST_PRODUCT_HEAD, "bfloat16", 15, "forward_backward"),
+        *(example(16, 128, "bfloat16", _MANY, direction) for direction in BOTH),
+        example(3, 100, "float16", _MANY, "forward_backward"),
+        example(4, _LARGEST_PRODUCT_HEAD, "bfloat16", 15, "forward_backward"),
         example(2, 64, "float32", 63, "forward_backward"),
     ]

@@ -73,7 +73,7 @@ def fused(call: SwigluCall) -> tuple[torch.Tensor]:
     return compute(call, "fused")
 
 
-LARGEST = 2**30
+_LARGEST = 2**30
 """Bound of M, N and K. Below it, 2 N and positions in the last tile fit into 32 bits."""
 
 two_node.supports(cannot_launch)
@@ -87,8 +87,8 @@ def multiplies_and_counts(query: Query) -> str | None:
     # Triton's interpreter computes wrong bfloat16 products. It multiplies a quantized x as float16, so that this may run.
     if not {"fp8", "nvfp4"} & set(query.flags) and (reason := interprets_bfloat16_wrongly(query)) is not None:
         return reason
-    if max(query.sizes) >= LARGEST:
-        return f"takes M, N and K below {LARGEST}: positions in rows are of 32 bits"
+    if max(query.sizes) >= _LARGEST:
+        return f"takes M, N and K below {_LARGEST}: positions in rows are of 32 bits"
     return None
 
 
@@ -97,17 +97,17 @@ fused.supports(trains_plain_tensors)
 two_node.supports(plain_or_float8)
 
 
-FEW, MANY = 16, 8192
+_FEW, _MANY = 16, 8192
 """Numbers of rows in the examples."""
 
-UNEVEN = 7184
+_UNEVEN = 7184
 """Number of channels in examples that is no multiple of a tile's channels."""
 
-FLOAT8_BY_PYTORCH = ("sm_89", "sm_90a", "sm_100a", "sm_120a", "gfx942", "gfx950")
+_FLOAT8_BY_PYTORCH = ("sm_89", "sm_90a", "sm_100a", "sm_120a", "gfx942", "gfx950")
 """Architectures on which PyTorch multiplies float8."""
 
 
-def example(
+def _example(
     said: str,
     dtype: str,
     M: int,
@@ -121,14 +121,14 @@ def example(
 
     ``said`` is the beginning of its name, and ``form`` holds the case's options.
     """
-    named = f"{said}, {'few' if M == FEW else 'many'} rows" + (", channels left over" if K == UNEVEN else "")
+    named = f"{said}, {'few' if M == _FEW else 'many'} rows" + (", channels left over" if K == _UNEVEN else "")
     return Example(swiglu.case(dtype, M=M, N=4096, K=K, **form), direction, on, named)
 
 
-FLOAT8: dict[str, Any] = {"format": "fp8", "row_scales": True}
+_FLOAT8: dict[str, Any] = {"format": "fp8", "row_scales": True}
 """Case options of float8 with scales per row."""
 
-TRAINING = example("bfloat16, products kept", "bfloat16", MANY, UNEVEN, direction="forward_backward")
+_TRAINING = _example("bfloat16, products kept", "bfloat16", _MANY, _UNEVEN, direction="forward_backward")
 """Training call whose channels no tile divides; both products are stored for the backward pass."""
 
 
@@ -136,12 +136,12 @@ TRAINING = example("bfloat16, products kept", "bfloat16", MANY, UNEVEN, directio
 def behind_a_product() -> list[Example]:
     """Return calls in each format that PyTorch multiplies, with few or many rows, and a training call."""
     return [
-        example("bfloat16", "bfloat16", FEW),
-        example("bfloat16", "bfloat16", MANY),
-        TRAINING,
-        example("float32", "float32", MANY),
-        example("float8", "bfloat16", FEW, on=FLOAT8_BY_PYTORCH, **FLOAT8),
-        example("float8", "bfloat16", MANY, UNEVEN, on=FLOAT8_BY_PYTORCH, **FLOAT8),
+        _example("bfloat16", "bfloat16", _FEW),
+        _example("bfloat16", "bfloat16", _MANY),
+        _TRAINING,
+        _example("float32", "float32", _MANY),
+        _example("float8", "bfloat16", _FEW, on=_FLOAT8_BY_PYTORCH, **_FLOAT8),
+        _example("float8", "bfloat16", _MANY, _UNEVEN, on=_FLOAT8_BY_PYTORCH, **_FLOAT8),
     ]
 
 
@@ -149,13 +149,13 @@ def behind_a_product() -> list[Example]:
 def both_products() -> list[Example]:
     """Return calls with few and many rows in each format, with leftover channels, swizzled scales, and a training call."""
     return [
-        *(example("bfloat16", "bfloat16", rows) for rows in (FEW, MANY)),
-        *(example("float32", "float32", rows) for rows in (FEW, MANY)),
-        *(example("float8", "bfloat16", rows, **FLOAT8) for rows in (FEW, MANY)),
-        TRAINING,
-        example("float8", "bfloat16", MANY, UNEVEN, **FLOAT8),
-        *(example("NVFP4 weights", "bfloat16", rows, format="nvfp4_weights") for rows in (FEW, MANY)),
-        *(example("NVFP4", "float16", rows, format="nvfp4") for rows in (FEW, MANY)),
-        example("NVFP4, swizzled", "float16", MANY, format="nvfp4", swizzled_scales=True),
-        example("NVFP4 to float32", "float32", MANY, format="nvfp4"),
+        *(_example("bfloat16", "bfloat16", rows) for rows in (_FEW, _MANY)),
+        *(_example("float32", "float32", rows) for rows in (_FEW, _MANY)),
+        *(_example("float8", "bfloat16", rows, **_FLOAT8) for rows in (_FEW, _MANY)),
+        _TRAINING,
+        _example("float8", "bfloat16", _MANY, _UNEVEN, **_FLOAT8),
+        *(_example("NVFP4 weights", "bfloat16", rows, format="nvfp4_weights") for rows in (_FEW, _MANY)),
+        *(_example("NVFP4", "float16", rows, format="nvfp4") for rows in (_FEW, _MANY)),
+        _example("NVFP4, swizzled", "float16", _MANY, format="nvfp4", swizzled_scales=True),
+        _example("NVFP4 to float32", "float32", _MANY, format="nvfp4"),
     ]

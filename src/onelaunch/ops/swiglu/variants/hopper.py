@@ -26,16 +26,16 @@ from onelaunch.ops.swiglu.variants.torch import trains_plain_tensors
 ARCHITECTURES = ("sm_90a",)
 """Architectures that the variants are compiled for."""
 
-HOPPER: dict[str, Any] = {"gemm": "wgmma", "architectures": ARCHITECTURES}
+_HOPPER: dict[str, Any] = {"gemm": "wgmma", "architectures": ARCHITECTURES}
 """Tags of all three variants."""
 
 FEW = 128
 """Most rows of x for ``small_m``."""
 
-MOST_STEPS = 2**31 - 1
+_MOST_STEPS = 2**31 - 1
 """Most k-blocks of all tiles, which the kernel counts in 32 bits."""
 
-MOST_ROWS = MOST_STEPS - 256
+_MOST_ROWS = _MOST_STEPS - 256
 """Most rows of x, so that the rows of the last tile fit into 32 bits as well."""
 
 
@@ -58,13 +58,13 @@ for name in ("persistent", "stream_k", "small_m"):
     launches(name)(functools.partial(run_dual_gemm, name))
 
 
-@swiglu.variant("persistent", launches=1, backward_launches=4, fuses=("products", "gate"), **HOPPER)
+@swiglu.variant("persistent", launches=1, backward_launches=4, fuses=("products", "gate"), **_HOPPER)
 def persistent(call: SwigluCall) -> tuple[torch.Tensor]:
     """Use persistent CTAs that take whole tiles from a counter in global memory."""
     return compute(call, "persistent")
 
 
-@swiglu.variant("stream_k", launches=1, backward_launches=4, fuses=("products", "gate"), **HOPPER)
+@swiglu.variant("stream_k", launches=1, backward_launches=4, fuses=("products", "gate"), **_HOPPER)
 def stream_k(call: SwigluCall) -> tuple[torch.Tensor]:
     """Use persistent CTAs with stream-K: each has an equal share of the k-blocks of all tiles, so no SM idles in a last wave.
 
@@ -74,7 +74,7 @@ def stream_k(call: SwigluCall) -> tuple[torch.Tensor]:
     return compute(call, "stream_k")
 
 
-@swiglu.variant("small_m", launches=1, backward_launches=4, fuses=("products", "gate"), **HOPPER)
+@swiglu.variant("small_m", launches=1, backward_launches=4, fuses=("products", "gate"), **_HOPPER)
 def small_m(call: SwigluCall) -> tuple[torch.Tensor]:
     """Use tiles with all rows of x (up to 128) and few columns, so that every SM streams an equal share of the weights.
 
@@ -103,8 +103,8 @@ def sixteen_bits_or_fewer(query: Query) -> str | None:
     if columns % 8 or inner % wanted:
         return f"needs N in multiples of 8 and K in multiples of {wanted}, which TMA can address"
     # The smallest tile has 8 rows of x and 32 columns, and the smallest k-block 64 channels.
-    if rows > MOST_ROWS or -(-rows // 8) * -(-columns // 32) * -(-inner // 64) > MOST_STEPS:
-        return f"takes at most {MOST_ROWS} rows of x, and {MOST_STEPS} k-blocks in all tiles"
+    if rows > _MOST_ROWS or -(-rows // 8) * -(-columns // 32) * -(-inner // 64) > _MOST_STEPS:
+        return f"takes at most {_MOST_ROWS} rows of x, and {_MOST_STEPS} k-blocks in all tiles"
     return None
 
 
@@ -118,7 +118,7 @@ def few_rows(query: Query) -> str | None:
     return None if query.sizes[0] <= FEW else f"takes at most {FEW} rows of x"
 
 
-MANY = 512
+_MANY = 512
 """Most rows of x for which stream-K is preferred to whole tiles.
 
 It was measured at 512 and at 8192 rows. At 8192, whole tiles are nearly twice as fast, because neighbouring CTAs share weights.
@@ -133,7 +133,7 @@ def by_rows(query: Query) -> tuple[str, ...]:
     are passed over on other GPUs. There, float8 prefers variants with PyTorch's float8 products, which ``eager`` does not use.
     """
     rows = query.sizes[0]
-    ours = ("small_m", "stream_k") if rows <= FEW else ("stream_k", "persistent") if rows <= MANY else ("persistent",)
+    ours = ("small_m", "stream_k") if rows <= FEW else ("stream_k", "persistent") if rows <= _MANY else ("persistent",)
     return (*ours, "wide", "three_node") if "fp8" in query.flags else ours
 
 

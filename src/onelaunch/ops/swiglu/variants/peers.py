@@ -18,7 +18,7 @@ from onelaunch.operation import Query
 from onelaunch.operation.requirements import not_installed
 from onelaunch.ops.swiglu.contract import FORMATS, SwigluCall, swiglu
 
-EIGHTS = 8
+_EIGHTS = 8
 """Divisor that the fused kernels of both libraries require of N and K in 16 bits, because of TMA."""
 
 
@@ -76,8 +76,8 @@ def fits_hopper_kernels(query: Query) -> str | None:
         return "needs an NVIDIA GPU of compute capability 9 or more"
     if query.grad:
         return "has a backward pass only as part of a whole MLP"
-    if query.dtype is torch.float32 or query.sizes[1] % EIGHTS or query.sizes[2] % EIGHTS:
-        return f"needs float16 or bfloat16, and N and K in multiples of {EIGHTS}"
+    if query.dtype is torch.float32 or query.sizes[1] % _EIGHTS or query.sizes[2] % _EIGHTS:
+        return f"needs float16 or bfloat16, and N and K in multiples of {_EIGHTS}"
     return None
 
 
@@ -87,11 +87,11 @@ def stacked_for_quack(query: Query) -> str | None:
     return None if "stacked" in query.flags else "needs stacked weights: w_gate [2 N, K] and no w_up"
 
 
-def installed(package: str, query: Query) -> str | None:
+def _installed(package: str, query: Query) -> str | None:
     """Return why a library cannot run: its package is not installed."""
     return not_installed(package)
 
 
 for variant in (liger, liger_fused, quack):
     assert variant.capabilities.requires is not None  # noqa: S101 - given above
-    variant.supports(functools.partial(installed, variant.capabilities.requires))
+    variant.supports(functools.partial(_installed, variant.capabilities.requires))

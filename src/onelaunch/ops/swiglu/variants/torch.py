@@ -21,7 +21,7 @@ from onelaunch.operation import Query
 from onelaunch.ops.swiglu.contract import FORMATS, Operand, SwigluCall, swiglu
 
 
-def factors(operand: Operand) -> tuple[torch.Tensor, torch.Tensor | None]:
+def _factors(operand: Operand) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return an operand in float32, exactly, without the scale of its rows or of the whole; and that scale, or None.
 
     The scale has the shape ``[R, 1]`` or ``[1, 1]``. Block scales of NVFP4 are in the first result.
@@ -34,14 +34,14 @@ def factors(operand: Operand) -> tuple[torch.Tensor, torch.Tensor | None]:
     return operand.decode(torch.float32), None if shared is None else shared.reshape(1, 1)
 
 
-def product(x: Operand, weight: Operand, dtype: torch.dtype) -> torch.Tensor:
+def _product(x: Operand, weight: Operand, dtype: torch.dtype) -> torch.Tensor:
     """Return ``x weight^T``, ``[M, N]``, in ``dtype``; but in float32 for quantized operands if ``dtype`` is float16.
 
     A product of quantized operands may be beyond float16.
     """
     if isinstance(x, torch.Tensor) and isinstance(weight, torch.Tensor):
         return x @ weight.mT
-    (rows, row_scale), (columns, column_scale) = factors(x), factors(weight)
+    (rows, row_scale), (columns, column_scale) = _factors(x), _factors(weight)
     found = rows @ columns.mT
     found = found if row_scale is None else found * row_scale
     found = found if column_scale is None else found * column_scale.mT
@@ -88,4 +88,4 @@ def trains_plain_tensors(query: Query) -> str | None:
 
 def _gated(x: Operand, w_gate: Operand, w_up: Operand, dtype: torch.dtype) -> tuple[torch.Tensor]:
     """Compute h in plain PyTorch."""
-    return ((F.silu(product(x, w_gate, dtype)) * product(x, w_up, dtype)).to(dtype),)
+    return ((F.silu(_product(x, w_gate, dtype)) * _product(x, w_up, dtype)).to(dtype),)

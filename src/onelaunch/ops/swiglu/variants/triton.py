@@ -59,7 +59,7 @@ wide.supports(trains_plain_tensors)
 @three_node.supports
 @wide.supports
 def plain_or_float8(query: Query) -> str | None:
-    """Return why PyTorch cannot multiply the operands, or None."""
+    """Return why PyTorch cannot multiply the operands, or None. ``two_node`` in fused.py has this predicate too."""
     if "nvfp4" in query.flags or "nvfp4_weights" in query.flags:
         return "takes no NVFP4 operands: PyTorch has no product of them on every GPU"
     if "fp8" in query.flags and (found := capability(torch.device(query.device))) is not None and found < (8, 9):
