@@ -1,7 +1,8 @@
 """Argument checks that operations, layers of ``nn``, formats, and the weights and steps of ``decode`` share.
 
 Each check raises an error that names the argument. A replayed call has the same facts as a call that passed the checks, so the
-replay skips them. It asks :func:`asks_for_values` whether it may, because values may differ.
+replay skips them. ``launch/planned.py`` asks :func:`asks_for_values` whether it may, because values may differ. Autocast and
+state checks of ``onelaunch.operation`` take :data:`FLOATS`.
 
 Shapes, dtypes and devices are always checked, at no cost on the device. These checks take a tensor or its :class:`Facts`, which
 are hashable, so that a contract can cache the outcome. Checking values (a positive log-decay, offsets out of order) means reading

@@ -1,4 +1,4 @@
-"""Error and warning classes of onelaunch. Each message says what is wrong and, where the caller can change it, what to do.
+"""Errors and warnings that every part of onelaunch raises. Each message says what is wrong and, if possible, what to do about it.
 
 All derive from :class:`OneLaunchError`, the specific ones also from a built-in class that a caller would expect.
 """

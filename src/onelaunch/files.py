@@ -11,10 +11,10 @@ from pathlib import Path
 MOST_BYTES = 256 << 20
 """Default for the size of the largest file that is read, in bytes."""
 
-READ = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
+_READ = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
 """Flags for opening a file to read. Without O_NONBLOCK, opening a pipe would block until another process writes to it."""
 
-CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
+_CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
 """Flags for creating a new file; opening fails if the file exists."""
 
 
@@ -31,7 +31,7 @@ def read_bytes(path: Path, most_bytes: int = MOST_BYTES) -> bytes:
         FileTooLarge: The file has more than ``most_bytes`` bytes.
     """
     try:
-        handle = os.open(path, READ)
+        handle = os.open(path, _READ)
     except ValueError as problem:  # the name contains a NUL character
         raise FileNotFoundError(str(problem)) from None
     try:
@@ -64,7 +64,7 @@ def replace(path: Path, data: bytes) -> None:
     partial = path.with_name(
         f".onelaunch-{secrets.token_hex(8)}.partial"
     )  # in the same folder, hence on the same disk, so that the rename is atomic
-    handle = os.open(partial, CREATE, 0o666)
+    handle = os.open(partial, _CREATE, 0o666)
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(data)

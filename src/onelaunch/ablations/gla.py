@@ -1,6 +1,7 @@
 """Variants ``sequential`` and ``pipelined`` of ``gla``: the baseline of experiment 039, and its double buffering by hand.
 
-``launches`` registers a launch function by name; ``attend`` runs the one of a name, and makes its results differentiable.
+Importing the package ``ablations`` registers both, and studies run them by name. ``launches`` registers a launch function by
+name; ``attend`` runs the one of a name, and makes its results differentiable.
 
 Tags: ``fuses`` names the steps that share a kernel, and ``hands`` the intermediates that go through device memory, here none;
 ``ops/gla/cost.py`` reads ``hands``. :data:`BACKWARD` holds the tags of the portable backward pass.
@@ -27,7 +28,7 @@ LARGEST_KEYS = 64
 """Largest K for which a CTA holds a whole state in registers."""
 
 
-def forward_tiles(keys: int, values: int) -> Tiles:
+def _forward_tiles(keys: int, values: int) -> Tiles:
     """Return the tiles of the single launch: all keys, and as many values as registers allow."""
     from onelaunch.ops.gla.launch import Tiles, block
 
@@ -45,7 +46,7 @@ def forward(call: Attention, *, want_final: bool, prefetch: bool) -> Results:
     from onelaunch.ops.gla.launch import empty_final, strides
 
     _, _, heads, keys, values = call.sizes
-    tiles, rounding = forward_tiles(keys, values), call.rounding
+    tiles, rounding = _forward_tiles(keys, values), call.rounding
     out = torch.empty(call.v.shape, dtype=call.v.dtype, device=call.v.device)
     final = empty_final(call, wanted=want_final)
     Launch(

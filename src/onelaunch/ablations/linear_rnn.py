@@ -1,6 +1,7 @@
 """The variant ``fused_stepwise`` of ``linear_rnn``: one launch, with a vector-matrix product per time step.
 
-``launches`` registers a launch function by name; ``one_launch`` runs the one of a name, and makes its results differentiable.
+Importing the package ``ablations`` registers it, and studies run it by name. ``launches`` registers a launch function by name;
+``one_launch`` runs the one of a name, and makes its results differentiable.
 
 Tags: ``fuses`` names the steps that share a kernel, here all three; ``ops/linear_rnn/cost.py`` reads it. ``gemm`` says how the
 product is made. ``by_name_only`` keeps ``auto`` from choosing the variant.
@@ -29,7 +30,7 @@ CHANNELS = 16
 """Output channels of a CTA: its weights [D, 16] stay in registers."""
 
 
-def warps_for(width: int) -> int:
+def _warps_for(width: int) -> int:
     """Return the number of warps, 4 to 16, with which each thread holds at most 64 weights of ``width`` columns of x."""
     return min(16, max(4, power_of_2(width) * CHANNELS // (32 * 64)))
 
@@ -49,7 +50,7 @@ def run_stepwise(layer: Layer) -> Results:
         *sequences, results.y, results.v, results.final, results.carries,
         length, width, channels, count, *layer.strides(),
         BT=scan_tiles(length, channels).steps, BV=CHANNELS, BD=power_of_2(width),
-        PACKED=sequences.offsets is not None, num_warps=warps_for(width), mma=Mma.NONE, **layer.flags(),
+        PACKED=sequences.offsets is not None, num_warps=_warps_for(width), mma=Mma.NONE, **layer.flags(),
     ).run()  # fmt: skip
     return results
 

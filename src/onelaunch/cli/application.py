@@ -23,7 +23,7 @@ from onelaunch.cli.ahead import hastened_import
 from onelaunch.errors import AdvisedError, OneLaunchError
 from onelaunch.wording import escaped
 
-FAILED, INTERRUPTED, PIPE_CLOSED = 1, 130, 141
+_FAILED, _INTERRUPTED, _PIPE_CLOSED = 1, 130, 141
 """Exit codes other than 0. An error of onelaunch has its own: :attr:`onelaunch.errors.OneLaunchError.exit_code`."""
 
 OPTIONS = {"save_to": "--out", "folder": "--report-dir", "force": "--force", "resume": "--resume", "scale": "--scale"}
@@ -124,7 +124,7 @@ class Commands(LazyGroup):
             if debug:
                 raise
             output.drop_stdout()
-            raise typer.Exit(PIPE_CLOSED) from None
+            raise typer.Exit(_PIPE_CLOSED) from None
         except OneLaunchError as error:
             if debug:
                 raise
@@ -134,10 +134,10 @@ class Commands(LazyGroup):
             if debug:
                 raise
             typer.echo(f"error: {escaped(str(error))}", err=True)
-            raise typer.Exit(FAILED) from None
+            raise typer.Exit(_FAILED) from None
         except KeyboardInterrupt:
             typer.echo("interrupted", err=True)
-            raise typer.Exit(INTERRUPTED) from None
+            raise typer.Exit(_INTERRUPTED) from None
 
 
 def _paragraphs(text: str | None) -> str | None:

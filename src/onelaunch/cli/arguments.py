@@ -1,4 +1,7 @@
-"""Arguments and options that several commands share, and the parser of ``--shape`` of ``onelaunch explain`` and ``prebuild``."""
+"""Arguments and options that several commands share, and the parser of ``--shape`` of ``onelaunch explain`` and ``prebuild``.
+
+The modules of commands in ``cli`` and ``cli/study`` import them; ``cli/study/arguments.py`` has those of studies alone.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from onelaunch.errors import ArgumentError
 from onelaunch.operation import Case, Operation
 from onelaunch.wording import did_you_mean, listing
 
-LARGEST_SIZE = 2**63 - 1
+_LARGEST_SIZE = 2**63 - 1
 """Largest size of a tensor's dimension, a signed 64-bit integer."""
 
 OperationName = Annotated[
@@ -51,8 +54,8 @@ def _value(name: str, text: str, *, is_size: bool) -> Any:
             size = int(text)
         except ValueError:
             raise ArgumentError(f"--shape has {name}={text}; a size must be an integer, as in {name}=64.") from None
-        if size > LARGEST_SIZE:
-            raise ArgumentError(f"--shape has {name}={text}; a size must be at most {LARGEST_SIZE}, the largest of a tensor.")
+        if size > _LARGEST_SIZE:
+            raise ArgumentError(f"--shape has {name}={text}; a size must be at most {_LARGEST_SIZE}, the largest of a tensor.")
         return size
     try:
         return json.loads(text.lower())  # numbers, true, false, null; lower accepts Python's True and False

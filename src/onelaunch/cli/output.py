@@ -1,4 +1,8 @@
-"""Output of commands: results go to stdout, progress to stderr, and colours only to a terminal."""
+"""Output of commands: results go to stdout, progress to stderr, and colours only to a terminal.
+
+The modules of commands in ``cli`` and ``cli/study`` print with these functions. ``application.py`` calls :func:`drop_stdout` for
+a closed pipe.
+"""
 
 from __future__ import annotations
 
@@ -91,12 +95,12 @@ def entries(console: Console, title: str, rows: Iterable[tuple[str, str, str]]) 
         width = max(24, console.width - names - statuses - 1)
         first, *more = textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False) or [""]
         rest = "".join(f"\n{' ' * (names + statuses + 1)}{line}" for line in more)
-        line = Text.assemble(f" {name:{names}}", status_text(status), " " * (statuses - len(status)), first, rest)
+        line = Text.assemble(f" {name:{names}}", _status_text(status), " " * (statuses - len(status)), first, rest)
         console.print(line, soft_wrap=True)
     console.print()
 
 
-def status_text(word: str) -> Text:
+def _status_text(word: str) -> Text:
     """Return a status word in its colour."""
     from onelaunch.workbench.report.tables import STYLES, TONES
 

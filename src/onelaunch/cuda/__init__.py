@@ -3,8 +3,8 @@
 Names are imported at their first use, so that a command that needs only the driver does not import PyTorch.
 ``kernels/gemm_sm90``, ``decode/codegen`` and ``device/read_rate.py`` make sources with it; ``launch/launch.py`` and
 ``device/read_rate.py`` load and launch them, and the inspector compiles them without a GPU. ``kernels/tma.py`` encodes tensor
-maps. Measurements and the decode runtime capture CUDA graphs. Requirements of variants and ``onelaunch doctor`` ask what is
-:func:`missing`.
+maps. Measurements and the decode runtime capture CUDA graphs. Requirements of variants, ``device/read_rate.py`` and ``onelaunch
+doctor`` ask what is :func:`missing`.
 """
 
 import importlib

@@ -3,7 +3,8 @@
 Compiling needs no GPU, no driver and no nvcc, only the extra ``cuda`` (cuda-bindings and NVRTC). Each :class:`Source` is compiled
 once per architecture. ``module.py`` calls :func:`compile_source` when a kernel is loaded, ``launch/side_by_side.py`` for the
 kernels of a first call or of a study's probes, and ``launch/ahead.py`` for ``onelaunch prebuild``. The inspector and
-``tools/hash_kernels.py`` call :func:`compile_now`.
+``tools/hash_kernels.py`` call :func:`compile_now`. The package :mod:`onelaunch.cuda` exports the other functions and says who
+calls them.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class Compiled(NamedTuple):
     """Result of NVRTC for a source."""
 
     cubin: bytes
-    """Machine code, in which :mod:`onelaunch.cuda.sass` has patched stall-count hazards."""
+    """Machine code. In that for Hopper, :mod:`onelaunch.cuda.sass` has patched stall-count hazards."""
     ptx: str
     """PTX that the machine code was assembled from."""
     log: str
@@ -91,6 +92,8 @@ def missing() -> str | None:
 @functools.cache
 def compile_source(source: Source, architecture: str) -> bytes:
     """Return the cubin of a source for an architecture such as ``sm_90a``, from the cache folder or compiled now.
+
+    The process keeps what it has returned.
 
     Raises:
         CompilerMissing: The extra ``cuda`` is not installed.

@@ -2,9 +2,9 @@
 
 Contexts, tensor maps and the nodes of captured graphs need only a few driver calls. These go through :mod:`ctypes`, which needs
 nothing installed but the driver. Modules of CUDA C++ are loaded through ``cuda-bindings``, which their compiler (NVRTC) needs
-anyway. Other modules of this folder call it. So do ``kernels/tma.py``, before Triton encodes a tensor map; the replay of recorded
-launches (``onelaunch.launch``); the workbench's count of launches; and ``cli/ahead.py``, which creates a context early for
-``onelaunch generate``.
+anyway. ``module.py`` and ``tensor_maps.py`` of this folder call it. So do ``kernels/tma.py``, before Triton encodes a tensor map;
+the replay of recorded launches (``onelaunch.launch``); the workbench's count of launches; and ``cli/ahead.py``, which creates a
+context early for ``onelaunch generate``.
 """
 
 from __future__ import annotations

@@ -11,8 +11,8 @@ read. The assembler of CUDA 13.0 leaves only 5 when a predicated instruction tha
 Any edit of a kernel's source can add or remove such a place. Whether the old value is read also depends on what else the SM
 executes at that moment. docs/notebook/decode.md says how the fault was found and what was measured.
 
-``compiler.py`` patches the CUDA C++ kernels that it compiles with :func:`patched`. The inspector reports the hazards of Triton
-kernels, which nothing patches.
+``compiler.py`` patches the CUDA C++ kernels that it compiles with :func:`patched`. The inspector (``workbench/inspection.py``)
+reports the hazards of Triton kernels, which nothing patches.
 
 Encoding: Jia et al., "Dissecting the NVIDIA Volta GPU Architecture via Microbenchmarking", 2018, chapter 2 (unchanged since).
 """

@@ -1,7 +1,7 @@
 """Encode tensor maps: the descriptors with which TMA (Hopper and later) addresses a tensor.
 
-``kernels/tma.py`` calls :func:`tensor_map` for the launch code of the Hopper matrix product. The replay of recorded launches
-(``onelaunch.launch``) takes the size of a map from here.
+``kernels/tma.py`` calls :func:`tensor_map` for the launch code of the Hopper matrix product. It, ``module.py`` and the replay of
+recorded launches (``onelaunch.launch``) take the size of a map from here.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 :class:`Model` checks a call's arguments, turns the prompt into a :class:`~onelaunch.decode.Request`, and gives it to its engine.
 :class:`Stream` reads the engine's tokens one by one, decodes them to text, and ends at a stop string or an end token. The
-command ``onelaunch generate`` and the timing loop ``served`` of studies call :class:`Model`, as users do.
+command ``onelaunch generate`` and the timing loop ``served`` of studies call :class:`Model`, as users do. ``onelaunch.decode``
+exports it with the classes that it returns.
 """
 
 from __future__ import annotations

@@ -26,10 +26,10 @@ from onelaunch.operation import Variant
 MIN_TOKENS, MAX_TOKENS = 16, 128
 """Smallest and largest number of tokens in a timed run, if the model's context has as many positions left."""
 
-RUN_SECONDS = 50e-3
+_RUN_SECONDS = 50e-3
 """Duration that a run aims at, in seconds. The extra time of its first and last token is then below a thousandth of it."""
 
-SLEEP_CYCLES = 400_000
+_SLEEP_CYCLES = 400_000
 """Clock cycles (0.2 ms) that the device sleeps before a timed run. The host enqueues the first launch meanwhile."""
 
 TOLERANCE = 1e-3
@@ -65,7 +65,7 @@ class Running:
         with torch.cuda.device(self.given.token.device):
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             torch.cuda.synchronize()
-            torch.cuda._sleep(SLEEP_CYCLES)  # noqa: SLF001 - the host's time for the first launch is not the loop's
+            torch.cuda._sleep(_SLEEP_CYCLES)  # noqa: SLF001 - the host's time for the first launch is not the loop's
             start.record()
             self._made = self._make()
             end.record()
@@ -153,7 +153,7 @@ def tokens_per_run(seconds: float, positions_left: int) -> int:
 
     It is a multiple of ``MIN_TOKENS`` unless the context has fewer positions left.
     """
-    wanted = round(RUN_SECONDS / max(seconds, 1e-9) / MIN_TOKENS) * MIN_TOKENS
+    wanted = round(_RUN_SECONDS / max(seconds, 1e-9) / MIN_TOKENS) * MIN_TOKENS
     return max(min(max(wanted, MIN_TOKENS), MAX_TOKENS, positions_left), 1)
 
 

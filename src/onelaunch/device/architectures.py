@@ -3,8 +3,9 @@
 :func:`pretended` returns a PyTorch device whose index no machine has. Calls on fake tensors of that device choose the same
 launches as on a real chip, so that these can be compiled and inspected anywhere. The functions of
 :mod:`onelaunch.device.hardware` answer for it from the table below. The builds of kernels, the dispatcher, the workbench,
-``onelaunch prebuild`` and the example calls of variants look architectures up here; launch code and decode plans take the sizes
-of Hopper GPUs.
+``onelaunch prebuild`` and the example calls of variants look architectures up here. The code that makes random inputs
+(``operation/definition.py``, ``ops/swiglu/reference.py``) asks :func:`architecture_of`, since a pretended device computes
+nothing. Launch code and decode plans take the sizes of Hopper GPUs.
 """
 
 from __future__ import annotations
@@ -70,9 +71,9 @@ ARCHITECTURES: Mapping[str, Architecture] = {
 """Architectures that kernels can be compiled and inspected for, by name."""
 
 CHECKED = ("sm_80", "sm_90a", "sm_100a", "gfx942")
-"""Names of the architectures that the test suite compiles kernels for with ``--architectures=all``; by default it takes fewer."""
+"""Names of the architectures that tests compile kernels for. Most tests take fewer, unless ``--architectures=all`` is given."""
 
-FIRST_INDEX = 100
+_FIRST_INDEX = 100
 """Device index of the first pretended device. No machine has that many GPUs."""
 
 
@@ -90,11 +91,11 @@ def find_architecture(name: str) -> Architecture:
 
 def pretended(architecture: str) -> torch.device:
     """Return the pretended device of an architecture. Only fake tensors can be on it."""
-    return torch.device("cuda", FIRST_INDEX + list(ARCHITECTURES).index(find_architecture(architecture).name))
+    return torch.device("cuda", _FIRST_INDEX + list(ARCHITECTURES).index(find_architecture(architecture).name))
 
 
 def architecture_of(device: torch.device) -> Architecture | None:
     """Return the architecture of a pretended device, or ``None`` for a real device."""
-    if device.index is None or device.index < FIRST_INDEX or device.type != "cuda":
+    if device.index is None or device.index < _FIRST_INDEX or device.type != "cuda":
         return None
-    return list(ARCHITECTURES.values())[device.index - FIRST_INDEX]
+    return list(ARCHITECTURES.values())[device.index - _FIRST_INDEX]

@@ -2,7 +2,7 @@
 
 A peak is a maximum, so other work on the device can only make a sample too slow. Every method of every quantity is timed in
 turn, round by round with pauses between, and a peak is the fastest sample. Rounds are added while the fastest samples of a
-quantity are further apart than :data:`SPREAD`. If they stay further apart than :data:`TRUSTED`, the device was busy. Then the
+quantity are further apart than :data:`SPREAD`. If they stay further apart than :data:`_TRUSTED`, the device was busy. Then the
 peak is the slowest of the :data:`AGREEING` fastest samples, a warning says so, and the next command measures again. Peaks are
 kept in the cache folder, one entry per software stack. A load that lasts through all rounds cannot be detected this way.
 Therefore the workbench calls :func:`remeasure` before it marks a time as impossible. ``onelaunch doctor``, the commands of
@@ -37,31 +37,31 @@ AGREEING = 3
 SPREAD = 0.05
 """Relative distance of the fastest samples above which another round is measured."""
 
-TRUSTED = 0.2
+_TRUSTED = 0.2
 """Relative distance of the fastest samples above which a peak is not trusted, since other work used the device in most rounds."""
 
 LEAST_ROUNDS, MOST_ROUNDS = 7, 25
 """Smallest and largest number of rounds."""
 
-CPU_SECONDS = 3.5
+_CPU_SECONDS = 3.5
 """Time limit on a CPU in seconds. No round begins after it, once :data:`AGREEING` rounds are done."""
 
 PAUSE_SECONDS = 0.02
 """Pause between two rounds in seconds, so that one burst of other work does not slow all samples."""
 
-SAMPLE_SECONDS = 5e-3
+_SAMPLE_SECONDS = 5e-3
 """Smallest duration of a sample in seconds. A faster method is called several times within one sample."""
 
-GPU_BUFFER_BYTES = 4 << 30
+_GPU_BUFFER_BYTES = 4 << 30
 """Largest size in bytes of the buffer that is read or copied on a GPU. Its L2 cache keeps 1 to 2 % of it between passes."""
 
-CPU_BUFFER_BYTES = (64 << 20, 1 << 30)
+_CPU_BUFFER_BYTES = (64 << 20, 1 << 30)
 """Smallest and largest size in bytes of the buffer that is read or copied on a CPU."""
 
-CPU_CACHES = 4
-"""Size of the buffer on a CPU as a multiple of the last-level cache, within the bounds of :data:`CPU_BUFFER_BYTES`."""
+_CPU_CACHES = 4
+"""Size of the buffer on a CPU as a multiple of the last-level cache, within the bounds of :data:`_CPU_BUFFER_BYTES`."""
 
-MATRIX_SIDE = {"cpu": 1024, "cuda": 8192}
+_MATRIX_SIDE = {"cpu": 1024, "cuda": 8192}
 """Rows and columns of the multiplied matrices, by device type."""
 
 LAUNCHES = 500
@@ -92,7 +92,7 @@ class Probe:
         A single fast sample may be an error of the clock. A rate that several samples reached is real.
         """
         best = sorted(self.rates)[-AGREEING:]
-        return best[-1] if self.spread <= TRUSTED else best[0]
+        return best[-1] if self.spread <= _TRUSTED else best[0]
 
     @property
     def spread(self) -> float:
@@ -161,8 +161,8 @@ def stored(device: str) -> Ceilings | None:
 
 
 def unsteady(found: Ceilings) -> list[str]:
-    """Return the quantities whose fastest samples are further apart than :data:`TRUSTED`, since the device was busy."""
-    return [quantity for quantity, spread in (found.spread or {}).items() if spread > TRUSTED]
+    """Return the quantities whose fastest samples are further apart than :data:`_TRUSTED`, since the device was busy."""
+    return [quantity for quantity, spread in (found.spread or {}).items() if spread > _TRUSTED]
 
 
 def remeasure(device: str, believed: Ceilings) -> Ceilings:
@@ -234,7 +234,7 @@ def measure(device: str) -> Ceilings:
 
 @functools.cache
 def _warn_busy(device: str) -> None:
-    warnings.warn(BusyDeviceNotice(device, apart=TRUSTED), stacklevel=3)
+    warnings.warn(BusyDeviceNotice(device, apart=_TRUSTED), stacklevel=3)
 
 
 def survey(device: str) -> list[Probe]:
@@ -246,7 +246,7 @@ def survey(device: str) -> list[Probe]:
     where = torch.device(device)
     with torch.no_grad(), room_for("the buffers that peaks are measured with", where), _current(where):
         probes = [*_memory_probes(where), *_product_probes(where), _launch_probe(where)]
-        sample(probes, _clock(where), seconds=CPU_SECONDS if where.type == "cpu" else math.inf)
+        sample(probes, _clock(where), seconds=_CPU_SECONDS if where.type == "cpu" else math.inf)
         for probe in probes:
             probe.run = _released  # Drop the reference to the buffers before _current returns the memory to the device.
     return probes
@@ -267,7 +267,7 @@ def sample(probes: Sequence[Probe], clock: Callable[[Callable[[], object], int],
     end = time.perf_counter() + seconds
     for probe in probes:
         clock(probe.run, 1)
-        probe.calls = max(1, math.ceil(SAMPLE_SECONDS / max(clock(probe.run, 1), 1e-7)))
+        probe.calls = max(1, math.ceil(_SAMPLE_SECONDS / max(clock(probe.run, 1), 1e-7)))
     for index in range(MOST_ROUNDS):
         if index >= LEAST_ROUNDS and all(probe.spread <= SPREAD for probe in fastest(probes).values()):
             return
@@ -289,10 +289,10 @@ def fastest(probes: Iterable[Probe]) -> dict[str, Probe]:
 
 def buffer_bytes(device: torch.device) -> int:
     """Return the bytes of the buffer to read or copy: larger than the caches, and at most a quarter of the free memory."""
-    size = GPU_BUFFER_BYTES
+    size = _GPU_BUFFER_BYTES
     if device.type == "cpu":
-        least, most = CPU_BUFFER_BYTES
-        size = min(max(CPU_CACHES * describe(str(device)).cache_bytes, least), most)
+        least, most = _CPU_BUFFER_BYTES
+        size = min(max(_CPU_CACHES * describe(str(device)).cache_bytes, least), most)
     return max(min(size, free_memory(device) // 4) >> 20, 1) << 20
 
 
@@ -350,7 +350,7 @@ def _read_kernels_here(source: torch.Tensor) -> dict[str, Callable[[], torch.Ten
 
 def _product_probes(device: torch.device) -> Iterator[Probe]:
     """Yield one probe for each dtype whose matrix product is measured."""
-    side = MATRIX_SIDE[device.type]
+    side = _MATRIX_SIDE[device.type]
     for dtype in _multiplied(str(device)):
         yield Probe(_name(dtype), f"product of {side} x {side}", 2.0 * side**3, _product(device, dtype, side))
 

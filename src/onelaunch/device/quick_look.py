@@ -2,8 +2,8 @@
 
 Peaks are measured once and kept, and every roofline bound rests on them. Peaks that are far too low make honest times look
 impossible; peaks that are far too high let impossible times pass. A quick look takes about a tenth of a second. It is rougher
-than :func:`onelaunch.device.peaks.measure`, so only large differences count. ``peaks.py`` calls it before it returns stored
-peaks and after it has measured.
+than :func:`onelaunch.device.peaks.measure`, so only large differences count. ``peaks.py`` takes one look before a process first
+uses stored peaks. If it contradicts them, ``peaks.py`` measures, and compares the result with them by :func:`contradiction`.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ import torch
 
 from onelaunch.device.hardware import Ceilings, free_memory
 
-TOO_LOW = 5.0
+_TOO_LOW = 5.0
 """Factor by which a quick look must exceed a stored peak to contradict it. A copy within a large cache accounts for less."""
 
-TOO_HIGH = 10.0
+_TOO_HIGH = 10.0
 """Factor by which a stored peak must exceed a quick look to be contradicted. A machine that other work slows down accounts for
 less."""
 
-COPIED = {"cpu": 64 << 20, "cuda": 256 << 20}
+_COPIED = {"cpu": 64 << 20, "cuda": 256 << 20}
 """Bytes of the buffer that is copied, by device type."""
 
-SIDE = {"cpu": 512, "cuda": 4096}
+_SIDE = {"cpu": 512, "cuda": 4096}
 """Rows and columns of the multiplied matrices, by device type."""
 
-ADDITIONS = 500
+_ADDITIONS = 500
 """Number of additions of one element, which stand for launches on a CPU."""
 
-SAMPLES = 3
+_SAMPLES = 3
 """Number of samples of each rate, of which the fastest counts."""
 
 
@@ -50,7 +50,7 @@ def contradiction(found: Ceilings, rates: Mapping[str, float]) -> str:
     believed = by_quantity(found)
     for quantity, rate in rates.items():
         peak = believed.get(quantity, rate)
-        if rate > TOO_LOW * peak or peak > TOO_HIGH * rate:
+        if rate > _TOO_LOW * peak or peak > _TOO_HIGH * rate:
             return f"{quantity} is stored as {peak:.2g} per second, and was seen at {rate:.2g}"
     return ""
 
@@ -65,7 +65,7 @@ def look(device: torch.device) -> dict[str, float]:
 
     Without enough free memory there are none.
     """
-    if free_memory(device) < 4 * COPIED[device.type]:
+    if free_memory(device) < 4 * _COPIED[device.type]:
         return {}
     try:
         with torch.no_grad():
@@ -79,8 +79,8 @@ def look(device: torch.device) -> dict[str, float]:
 
 def _calls(device: torch.device) -> list[tuple[str, float, Callable[[], object]]]:
     """Return quantity, amount and function of each call that is timed."""
-    side, dtype = SIDE[device.type], torch.float32 if device.type == "cpu" else torch.float16
-    source = torch.ones(COPIED[device.type] // 4, device=device)
+    side, dtype = _SIDE[device.type], torch.float32 if device.type == "cpu" else torch.float16
+    source = torch.ones(_COPIED[device.type] // 4, device=device)
     target = torch.empty_like(source)
     matrix = torch.rand(side, side, device=device).to(dtype)
     product = torch.empty_like(matrix)
@@ -90,7 +90,7 @@ def _calls(device: torch.device) -> list[tuple[str, float, Callable[[], object]]
     ]
     if device.type == "cpu":  # a launch on a GPU is a node of a CUDA graph, which takes long to capture
         one = torch.zeros(1)
-        calls.append(("launch", float(ADDITIONS), lambda: [one.add_(1) for _ in range(ADDITIONS)]))
+        calls.append(("launch", float(_ADDITIONS), lambda: [one.add_(1) for _ in range(_ADDITIONS)]))
     return calls
 
 
@@ -98,7 +98,7 @@ def _seconds(run: Callable[[], object], device: torch.device) -> float:
     """Return the seconds of the fastest of a few calls, after one that is not counted."""
     run()
     taken = []
-    for _ in range(SAMPLES):
+    for _ in range(_SAMPLES):
         _wait(device)
         start = time.perf_counter()
         run()

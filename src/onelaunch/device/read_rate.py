@@ -13,7 +13,7 @@ from onelaunch.device.hardware import compute_capability, processors
 WARPS, VECTORS = 8, 4
 """Number of reading warps of a CTA in both kernels, and of 16-byte loads in flight per thread of ``read_vectors``."""
 
-VECTOR_CTAS = 8
+_VECTOR_CTAS = 8
 """CTAs of ``read_vectors`` per SM."""
 
 RINGS = ((32 << 10, 6), (16 << 10, 8))
@@ -35,7 +35,7 @@ def read_kernels(source: torch.Tensor) -> dict[str, Callable[[], torch.Tensor]]:
     if capability is None or cuda.missing():
         return {}
     count = processors(source.device)
-    grid = VECTOR_CTAS * count
+    grid = _VECTOR_CTAS * count
     sums = torch.zeros(grid * WARPS, dtype=torch.int32, device=source.device)
     vectors = _loaded(read_source("read_vectors"), source.device, ("pointer", "i64", "pointer"), threads=32 * WARPS)
     kernels = {"read_vectors": _launcher(vectors, grid, sums, source, source.nbytes // 16, sums)}

@@ -17,7 +17,7 @@ from onelaunch.launch.imitation import imitated
 from onelaunch.launch.planned import unrecorded
 from onelaunch.operation import Query
 
-SHAPES = 256
+_SHAPES = 256
 """Largest number of shapes for which a process compiles one function."""
 
 R = TypeVar("R")
@@ -50,7 +50,7 @@ def compile_static(function: Callable[..., R]) -> Callable[..., R]:
 
         # A recording would change what Dynamo compiles, and sees none of the kernels that compiled code launches. Beyond the
         # limit Dynamo would run the function uncompiled.
-        with unrecorded("compiled code launches kernels in other ways"), dynamo.patch(recompile_limit=SHAPES):
+        with unrecorded("compiled code launches kernels in other ways"), dynamo.patch(recompile_limit=_SHAPES):
             return compiled_function(*arguments)
 
     return call

@@ -182,7 +182,10 @@ def _checked(variant: str, query: Query) -> str:
 
 
 def forget() -> None:
-    """Clear the caches of choices, of checked names and of plans, so that later calls see changed tables or variants."""
+    """Clear the caches of choices, of checked names and of plans, so that later calls see changed variants.
+
+    They also see another folder of tables, but a table that was read is not read again (:mod:`onelaunch.dispatch.measured`).
+    """
     forget_plans()
     choose.cache_clear()
     _checked.cache_clear()

@@ -26,7 +26,7 @@ import torch
 
 from onelaunch.errors import VariantUnsupported
 
-LARGEST = 1 << 40
+_LARGEST = 1 << 40
 """Size up to which the end of a range is searched. A range that reaches it has no upper end."""
 
 
@@ -110,7 +110,7 @@ def decided(decide: Callable[[tuple[int, ...]], str]) -> str:
     lows = _common(holds, hints, tuple([low for low, _ in ends]))
     highs = _common(holds, hints, tuple([high for _, high in ends]))
     ranges = [
-        f"{low or ''}:{high if high < LARGEST else ''}" if each else ":"
+        f"{low or ''}:{high if high < _LARGEST else ''}" if each else ":"
         for low, high, each in zip(lows, highs, symbolic, strict=True)
     ]
     return " ".join([decision, *ranges])
@@ -145,13 +145,13 @@ def _range_of(holds: Callable[[tuple[int, ...]], bool], sizes: tuple[int, ...], 
             beyond = low // 4
             break
         low //= 4
-    high, above = hint, LARGEST
-    while high < LARGEST:
-        if not at(min(4 * high, LARGEST)):
-            above = min(4 * high, LARGEST)
+    high, above = hint, _LARGEST
+    while high < _LARGEST:
+        if not at(min(4 * high, _LARGEST)):
+            above = min(4 * high, _LARGEST)
             break
-        high = min(4 * high, LARGEST)
-    return _last(at, low, beyond), high if high == LARGEST else _last(at, high, above)
+        high = min(4 * high, _LARGEST)
+    return _last(at, low, beyond), high if high == _LARGEST else _last(at, high, above)
 
 
 def _last(at: Callable[[int], bool], good: int, bad: int) -> int:

@@ -2,7 +2,7 @@
 
 Source: NVFP4 as in NVIDIA's Transformer Engine and Model Optimizer; the swizzled order of scales is cuBLAS's for block scaling.
 
-``swiglu`` takes :class:`NVFP4Tensor`; users quantize, load and save with the functions.
+``swiglu`` takes :class:`NVFP4Tensor` and reads :data:`BLOCK`; users quantize, load and save with the functions.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ BLOCK = 16
 """Number of neighbouring channels that share a scale."""
 
 
-SCALES = (torch.float8_e4m3fn, torch.float64)
+_SCALES = (torch.float8_e4m3fn, torch.float64)
 """Dtypes that block scales may have: as stored, and upcast for an oracle."""
 
 
@@ -75,7 +75,7 @@ class NVFP4Tensor(Bundle):
         checks.tensor(scales_name, scales)
         checks.rank(its_name, codes, "[R, K / 2]")
         checks.dtype(its_name, codes, (torch.uint8,), ": two codes a byte")
-        checks.dtype(scales_name, scales, SCALES)
+        checks.dtype(scales_name, scales, _SCALES)
         checks.device(scales_name, scales, codes.device)
         rows, channels = codes.shape[0], 2 * codes.shape[1]
         if channels % BLOCK:

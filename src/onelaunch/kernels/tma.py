@@ -3,7 +3,8 @@
 CUDA C++ kernels get a tensor map (``CUtensorMap``) as bytes, and Gluon kernels get Triton's descriptor, which contains one.
 While launches are imitated (``launch/imitation.py``), tensors are fake: they have shapes and strides, but no address, and no
 kernel runs. If such launches are recorded too, the inspector compiles kernels from their arguments, so these must have the right
-types. ``launch_hopper.py`` of the operations and ``gemm_sm90/kernel.py`` call it.
+types. ``launch_hopper.py`` of the operations and ``gemm_sm90/kernel.py`` call it. The configurations of the Hopper matrix product
+(``gemm_sm90/config.py``, ``ops/projections/configure_hopper.py``) take :data:`ROW_BYTES`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Registry from the names of an operation's variants to the functions that launch their kernels.
+"""Registry from names, mostly those of an operation's variants, to the functions that launch their kernels.
 
-All variants share one registered PyTorch operator. An operator takes strings but no functions, so it receives the variant's name.
-``autograd.py`` of the operations whose variants have kernels of their own makes one, ``launches``, and the modules of variants
-and ablations register their functions in it.
+The variants of an operation share one registered PyTorch operator. An operator takes strings but no functions, so it receives the
+name of what it launches. ``autograd.py`` of operations whose variants launch different kernels makes one, ``launches``, and the
+modules of variants and ablations register their functions in it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Launches(Generic[F]):
         self._by_name: dict[str, F] = {}
 
     def __call__(self, name: str) -> Callable[[F], F]:
-        """Return a decorator that registers the launching function of the variant of this name."""
+        """Return a decorator that registers a launching function under this name."""
 
         def register(function: F) -> F:
             if name in self._by_name:

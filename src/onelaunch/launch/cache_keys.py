@@ -4,7 +4,7 @@ Triton keeps compiled kernels by a key that covers the source of the kernel and 
 constants that these use. It adds the constants of a called function before it has computed that function's own key, which finds
 them (``_update_hash`` in ``triton/runtime/jit.py``, seen in 3.7.1). So the key lacks them if the called function was not used
 before. It depends on the order in which a process uses its kernels, and a kernel that another process compiled may be compiled
-again. If the keys of called functions are computed first, nothing is missing. Launches, builds and the compilation of builds call
+again. If the keys of called functions are computed first, nothing is missing. ``launch.py``, ``build.py`` and ``compile.py`` call
 :func:`complete_key` before Triton asks for a kernel's key.
 """
 

@@ -1,7 +1,8 @@
 """Facts about the inputs of a function that decide what it launches, as keys of plans.
 
 ``planned.py`` takes the facts of every call that may be replayed, keeps plans by their keys, and hands them to ``plan.py``, which
-replays for the tensors in them.
+replays for the tensors in them; ``sites.py`` hands over tensors alone. ``ops/projections/layout.py`` declares its class by
+:func:`plain`, and ``meta_tensors.py`` reads :data:`PLAIN`.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 For a tensor below 2 GiB, which 32-bit offsets can address, Triton replaces global instructions by buffer instructions. For an
 atomic exchange, Triton 3.7.1 then names an LLVM intrinsic that does not exist (``llvm.amdgcn.raw.ptr.buffer.atomic.exch``), and
 the kernel does not compile. The look-back of :mod:`onelaunch.kernels.scan` publishes its words with atomic exchanges.
-``launch.py`` and ``compile.py`` enter it for AMD GPUs.
+``launch.py`` and ``compile.py`` enter :func:`global_atomics` for AMD GPUs.
 """
 
 from __future__ import annotations

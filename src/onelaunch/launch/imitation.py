@@ -3,7 +3,9 @@
 Code that launches kernels runs in one of three modes. Normally it launches. While launches are *imitated*, each does nothing and
 the call returns the empty tensors that the kernels would fill; PyTorch's tracers learn the shapes of results this way. While
 launches are *recorded*, they are also appended to a list; the inspector, ``onelaunch prebuild``, the compilation of first calls
-and the tests learn from it which kernels a call launches.
+and the tests learn from it which kernels a call launches. ``operation/examples.py`` records example calls, ``side_by_side.py``
+first calls, and ``operator.py`` imitates launches for tracers. Code that launches, allocates workspaces or compiles asks for the
+mode.
 """
 
 from __future__ import annotations
@@ -34,12 +36,12 @@ _STATE = _State()
 
 
 def imitated() -> bool:
-    """Return whether launches of this thread do nothing now, because their tensors are fake."""
+    """Return whether launches of this thread do nothing now, because their tensors have no memory."""
     return _STATE.imitated
 
 
 def recorded() -> bool:
-    """Return whether launches of this thread, on a pretended device, are recorded now."""
+    """Return whether launches of this thread are recorded now without being executed."""
     return _STATE.imitated and _STATE.launches is not None
 
 

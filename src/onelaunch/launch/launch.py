@@ -1,9 +1,9 @@
 """Launch objects: the only place that states the arguments, grid, constants and options of a kernel launch.
 
-The function that allocates a kernel's results makes a :class:`Launch` (Triton, Gluon) or a :class:`CudaLaunch` (CUDA C++) and
-runs it. Everything else is derived from it. The fake results for ``torch.compile`` come from the same function on fake tensors
-(:mod:`onelaunch.launch.imitation`). The builds that CI compiles and ``onelaunch inspect`` shows come from the launches of example
-calls (:mod:`onelaunch.launch.build`).
+The function that allocates a kernel's results, in the launch code of operations, ablations, ``kernels`` and decoding, makes a
+:class:`Launch` (Triton, Gluon) or a :class:`CudaLaunch` (CUDA C++) and runs it. Everything else is derived from it. The fake
+results for ``torch.compile`` come from the same function on fake tensors (:mod:`onelaunch.launch.imitation`). The builds that CI
+compiles and ``onelaunch inspect`` shows come from the launches of example calls (:mod:`onelaunch.launch.build`).
 """
 
 from __future__ import annotations
@@ -172,7 +172,7 @@ class CudaKernel:
         return f"<kernel {self.source.entry} of {self.source.name}>"
 
     def on(self, device: torch.device) -> Function:
-        """Return the kernel loaded on a device. The first call compiles and loads it.
+        """Return the kernel loaded on a device. The first call compiles and loads it, by a function that caches it too.
 
         Raises:
             CompilerMissing, CompileError, DriverError: As :func:`onelaunch.cuda.load` raises them.

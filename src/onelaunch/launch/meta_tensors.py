@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from onelaunch.launch.facts import PLAIN
 
-META = torch.device("meta")
+_META = torch.device("meta")
 
 
 class MetaTensor(torch.Tensor):
@@ -82,13 +82,13 @@ def _operate(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             wrappers[id(value.plain)] = value
             return value.plain
         if isinstance(value, torch.Tensor) and not value.is_meta:
-            return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=META)
+            return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=_META)
         return value
 
     given = _mapped(plain, args), _mapped(plain, kwargs)
     device = kwargs.get("device") or next((each.device for each in wrappers.values()), torch.device("cpu"))
     if "device" in kwargs:
-        given[1].update(device=META)
+        given[1].update(device=_META)
     given[1].pop("pin_memory", None)
     result = _like(*given) if func in _COPIES else None
     if result is None:
@@ -114,9 +114,9 @@ def _like(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor | No
     (given,), kind = args, kwargs.get("memory_format")
     dtype = kwargs.get("dtype") or given.dtype
     if kind is torch.contiguous_format:
-        return torch.empty(given.shape, dtype=dtype, device=META)
+        return torch.empty(given.shape, dtype=dtype, device=_META)
     if kind in (None, torch.preserve_format) and _is_dense(given):
-        return torch.empty_strided(given.shape, given.stride(), dtype=dtype, device=META)
+        return torch.empty_strided(given.shape, given.stride(), dtype=dtype, device=_META)
     return None
 
 
@@ -174,7 +174,7 @@ class MetaTensors:
         key = (storage._cdata, tensor.dtype)  # noqa: SLF001 - PyTorch has no public name for a storage's identity
         if key not in self._storages:
             elements = storage.nbytes() // tensor.dtype.itemsize
-            self._storages[key] = torch.empty(elements, dtype=tensor.dtype, device=META)
+            self._storages[key] = torch.empty(elements, dtype=tensor.dtype, device=_META)
         with torch.no_grad():
             plain = self._storages[key].as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
             made = MetaTensor(plain, tensor.device)

@@ -22,10 +22,10 @@ from onelaunch.cuda.tensor_maps import MAP_BYTES
 WORD = 8
 """Bytes of a word of a packet: an address, or a stream's handle."""
 
-CONFIGURATION = struct.Struct("=7I4xQQI4x")
+_CONFIGURATION = struct.Struct("=7I4xQQI4x")
 """Layout of ``CUlaunchConfig``: grid, block, shared memory, stream, address of the attributes, number of attributes."""
 
-STREAM = 32
+_STREAM = 32
 """Offset of the stream in ``CUlaunchConfig``, in bytes."""
 
 SIZES = {"i1": "b", "i8": "b", "u1": "B", "u8": "B", "i16": "h", "u16": "H", "i32": "i", "u32": "I", "i64": "q", "u64": "Q"}
@@ -122,12 +122,12 @@ def place(image: Image, launch: Parameters) -> Placed:
     pointers = image.append(bytes(WORD * max(len(offsets), 1)), WORD)
     image.inner += [(pointers // WORD + at, offset) for at, offset in enumerate(offsets)]
     configuration = image.append(
-        CONFIGURATION.pack(
+        _CONFIGURATION.pack(
             *launch.grid, launch.threads, 1, 1, launch.shared_bytes, 0, launch.attributes, launch.attribute_count
         ),
         WORD,
     )  # fmt: skip
-    return Placed(launch.function, configuration, pointers, (configuration + STREAM) // WORD, tuple(words))
+    return Placed(launch.function, configuration, pointers, (configuration + _STREAM) // WORD, tuple(words))
 
 
 class Packet:

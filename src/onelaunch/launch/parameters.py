@@ -4,7 +4,8 @@ A kernel that Triton compiled gets the arguments that did not become constants, 
 several parameters: a tensor map, the sizes as 32-bit and the strides as 64-bit integers. Two pointers to scratch memory follow,
 which are null here. This order is Triton's own and not documented, so the sizes of all parameters are compared with those that
 the driver reports for the loaded kernel. Where they differ, :class:`NotPlannable` is raised and launches stay with Triton.
-``recording.py`` calls the functions for each launch that it records.
+``recording.py`` calls the functions for each launch that it records. ``plan.py`` and ``tape.py`` raise :class:`NotPlannable` too,
+and ``planned.py`` catches it.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from onelaunch.launch.packet import FORMATS, SIZES, WORD, Address, Parameters, p
 Resolve: TypeAlias = Callable[[torch.Tensor], Address]
 """Function that finds a tensor among those of a plan."""
 
-PROBE = 1 << 20
+_PROBE = 1 << 20
 """Distance in bytes of two addresses whose tensor maps are compared."""
 
 
@@ -129,8 +130,8 @@ def with_map(found: Address, encode: Callable[[int], bytes], address: int) -> Ad
     Raises:
         NotPlannable: The first word is not the address, or other words depend on the address.
     """
-    here, there = encode(address), encode(address + PROBE)
-    expected = [struct.pack("=Q", each) for each in (address, address + PROBE)]
+    here, there = encode(address), encode(address + _PROBE)
+    expected = [struct.pack("=Q", each) for each in (address, address + _PROBE)]
     if here[WORD:] != there[WORD:] or [here[:WORD], there[:WORD]] != expected:
         raise NotPlannable("tensor maps cannot be re-addressed by their first word")
     return Address(found.source, found.offset, here)

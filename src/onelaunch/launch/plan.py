@@ -2,7 +2,8 @@
 
 A plan is made of a recording (:mod:`onelaunch.launch.recording`). A replay allocates memory, writes addresses into a packet
 (:mod:`onelaunch.launch.packet`), and lets the driver launch the kernels on the current stream. PyTorch's operators among the
-steps are called in their order. A plan keeps no tensor; :mod:`onelaunch.launch.planned` says when one may be replayed.
+steps are called in their order. A plan keeps no tensor. :mod:`onelaunch.launch.planned` makes and replays plans, and says when
+one may be replayed; ``sites.py`` replays one at its place in a tape.
 """
 
 from __future__ import annotations
@@ -24,16 +25,16 @@ from onelaunch.launch.packet import Address, Image, Packet, Parameters, launch_f
 from onelaunch.launch.parameters import NotPlannable
 from onelaunch.launch.recording import Allocate, Geometry, Operate, Provide, Recording, Start
 
-ARENA = 1 << 20
+_ARENA = 1 << 20
 """Largest allocation in bytes that shares one allocation with the other intermediate tensors of a plan.
 
 A larger one is allocated where the function allocates it, and freed after its last use.
 """
 
-ARENA_ALIGNMENT = 256
+_ARENA_ALIGNMENT = 256
 """Alignment in bytes of the parts of a shared allocation; PyTorch aligns allocations to at least as much on a GPU."""
 
-NO_CONTEXT = 201
+_NO_CONTEXT = 201
 """Driver error CUDA_ERROR_INVALID_CONTEXT: no context is current in this thread."""
 
 REPLAY = "ONELAUNCH_REPLAY"
@@ -118,7 +119,7 @@ def caller(operator: Callable[..., Any], arguments: Sequence[Any], keywords: Seq
     return call
 
 
-ALLOCATE, START, OPERATE, PROVIDE, FREE = range(5)
+_ALLOCATE, _START, _OPERATE, _PROVIDE, _FREE = range(5)
 """Codes of steps."""
 
 
@@ -165,7 +166,7 @@ class Plan:
         words, launches = packet.words, packet.launches
         stream, launch, empty = Device.stream(self._index), Device.launch_function(), self._empty
         for code, one, two, three in self._steps:
-            if code == START:
+            if code == _START:
                 for word, source, offset in two:
                     words[word] = addresses[source] + offset
                 words[three] = stream
@@ -173,16 +174,16 @@ class Plan:
                 error = launch(configuration, function, pointers, None)
                 if error:
                     self._retry(error, launches[one])
-            elif code == ALLOCATE:
+            elif code == _ALLOCATE:
                 tensor = empty(one, two, three)
                 tensors.append(tensor)
                 addresses.append(tensor.data_ptr())
-            elif code == OPERATE:
+            elif code == _OPERATE:
                 result = one(tensors)
                 for tensor in itertools.compress((result,) if two else result, three):
                     tensors.append(tensor)
                     addresses.append(tensor.data_ptr())
-            elif code == PROVIDE:
+            elif code == _PROVIDE:
                 tensor = one(*two)
                 tensors.append(tensor)
                 addresses.append(tensor.data_ptr())
@@ -196,7 +197,7 @@ class Plan:
 
     def _retry(self, error: int, arguments: tuple[Any, Any, Any]) -> None:
         """Launch again with the device's context current, if none was in this thread; raise :class:`DriverError` otherwise."""
-        if error == NO_CONTEXT:
+        if error == _NO_CONTEXT:
             with current_context(self._index):
                 error = Device.launch_function()(*arguments, None)
         if error:
@@ -267,11 +268,11 @@ class _Maker:
         """Add one allocation for all small intermediate tensors."""
         size, shared = 0, {}
         for step in self._recording.steps:
-            if isinstance(step, Allocate) and step.source in self._live - self._kept and 0 < step.nbytes <= ARENA:
+            if isinstance(step, Allocate) and step.source in self._live - self._kept and 0 < step.nbytes <= _ARENA:
                 shared[step.source] = size
-                size += step.nbytes + -step.nbytes % ARENA_ALIGNMENT
+                size += step.nbytes + -step.nbytes % _ARENA_ALIGNMENT
         if len(shared) > 1:
-            self.steps.append((ALLOCATE, (size,), (1,), torch.uint8))
+            self.steps.append((_ALLOCATE, (size,), (1,), torch.uint8))
             self._new |= {source: (self._count, offset) for source, offset in shared.items()}
             self._count += 1
 
@@ -279,17 +280,17 @@ class _Maker:
         """Add the steps of a plan for a recorded one; none for one without effect."""
         if isinstance(step, Start):
             placed = place(self.image, self._renumbered(step.parameters))
-            self.steps.append((START, len(self.placed), placed.words, placed.stream))
+            self.steps.append((_START, len(self.placed), placed.words, placed.stream))
             self.placed.append(placed)
         elif isinstance(step, Allocate):
             if step.source in self._live and step.source not in self._new:
                 shape = self._shapes.get(step.source, step)
                 self._next(step.source)
-                self.steps.append((ALLOCATE, shape.size, shape.stride, step.dtype))
+                self.steps.append((_ALLOCATE, shape.size, shape.stride, step.dtype))
         elif isinstance(step, Provide):
             if step.source in self._live:
                 self._next(step.source)
-                self.steps.append((PROVIDE, step.function, step.arguments, None))
+                self.steps.append((_PROVIDE, step.function, step.arguments, None))
         elif None in step.results or self._live & set(step.results):
             arguments = [self._template(each) for each in step.arguments]
             keywords = tuple((name, self._template(each)) for name, each in step.keywords.items())
@@ -297,7 +298,7 @@ class _Maker:
                 if source is not None:
                     self._next(source)
             new = tuple(source is not None for source in step.results)
-            self.steps.append((OPERATE, step.function, (arguments, keywords), (step.single, new)))
+            self.steps.append((_OPERATE, step.function, (arguments, keywords), (step.single, new)))
 
     def _next(self, source: int) -> None:
         """Give a source the number of the next tensor of a replay."""
@@ -340,7 +341,7 @@ class _Maker:
     def _with_frees(self) -> list[tuple[Any, ...]]:
         """Return the steps with those that free a large allocation after its last use."""
         results = {each.source for each in self.results if each is not None}
-        allocations = [each for each in self._recording.steps if isinstance(each, Allocate) and each.nbytes > ARENA]
+        allocations = [each for each in self._recording.steps if isinstance(each, Allocate) and each.nbytes > _ARENA]
         large = {self._new[each.source][0] for each in allocations if each.source in self._new} - results
         last: dict[int, int] = {}
         for at, step in enumerate(self.steps):
@@ -349,13 +350,13 @@ class _Maker:
         steps: list[tuple[Any, ...]] = []
         for at, step in enumerate(self.steps):
             steps.append(step)
-            steps += [(FREE, source, None, None) for source, end in last.items() if end == at]
+            steps += [(_FREE, source, None, None) for source, end in last.items() if end == at]
         return steps
 
 
 def _ready(step: tuple[Any, ...]) -> tuple[Any, ...]:
     """Return a step as it is replayed: an operator with its arguments as one function, and which of its results are new."""
-    if step[0] != OPERATE:
+    if step[0] != _OPERATE:
         return step
     code, operator, (arguments, keywords), (single, new) = step
     return code, caller(operator, arguments, keywords), single, new
@@ -363,9 +364,9 @@ def _ready(step: tuple[Any, ...]) -> tuple[Any, ...]:
 
 def _sources(step: tuple[Any, ...]) -> set[int]:
     """Return the numbers of the tensors that a step of a plan reads or writes."""
-    if step[0] == START:
+    if step[0] == _START:
         return {source for _, source, _ in step[2]}
-    if step[0] == OPERATE:
+    if step[0] == _OPERATE:
         return {each.source for each in _views(step[2])}
     return set()
 

@@ -12,7 +12,8 @@ recorded during the capture of a CUDA graph, but a plan that exists can be captu
 graph's.
 
 The registry, the dispatcher, and variants whose function is replaced call :func:`forget_plans`, since plans repeat what ran
-before.
+before. The dispatcher keeps calls from being recorded by :func:`unrecorded`, as do variants that ``torch.compile`` compiles. It
+and ``side_by_side.py`` ask :func:`is_recording`; ``sites.py`` calls an operator's forward pass and keeps its plan.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ R = TypeVar("R")
 MOST = 4096
 """Largest number of kinds of inputs that a function remembers. Beyond it all are forgotten."""
 
-MOST_DISTANCES = 256
+_MOST_DISTANCES = 256
 """Largest number of distances of inputs for which plans of otherwise equal inputs are kept."""
 
 _SEEN, _REFUSED = object(), object()
@@ -147,7 +148,7 @@ class Planned(Generic[R]):
             self._remember(facts, _REFUSED)
             return results
         if plan.distances():
-            kept = found if type(found) is dict and len(found) < MOST_DISTANCES else {}
+            kept = found if type(found) is dict and len(found) < _MOST_DISTANCES else {}
             kept[None] = plan.distances()
             kept[tuple(apart for *_, apart in plan.distances())] = plan
             self._remember(facts, kept)

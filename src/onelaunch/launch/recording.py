@@ -26,7 +26,7 @@ from onelaunch.launch.parameters import NotPlannable, of_cuda, of_triton, with_m
 if TYPE_CHECKING:
     from typing_extensions import Self  # in typing from Python 3.11 on
 
-ALLOCATIONS = frozenset({"empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "empty_permuted"})
+_ALLOCATIONS = frozenset({"empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "empty_permuted"})
 """PyTorch's operators that return uninitialized memory."""
 
 ALIGNMENT = 16
@@ -121,7 +121,7 @@ def recorder() -> Recorder | None:
     return _ACTIVE.recorder
 
 
-def isolated(tensor: torch.Tensor) -> torch.Tensor:
+def _isolated(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor on the same memory, in a storage of its own.
 
     Inputs may lie in one storage, such as the columns of a packed projection. Each needs a storage of its own, so that a view can
@@ -156,7 +156,7 @@ class Recorder(TorchDispatchMode):
         """Number of kernels of Triton that were reported."""
         self._at: dict[int, tuple[int, int]] = {}  # by storage: its source, and the address of the source's first element
         self._maps: dict[bytes, Callable[[int], bytes]] = {}
-        self.inputs = tuple(isolated(each) if isinstance(each, torch.Tensor) else each for each in inputs)
+        self.inputs = tuple(_isolated(each) if isinstance(each, torch.Tensor) else each for each in inputs)
         for each in self.inputs:
             if isinstance(each, torch.Tensor):
                 self.recording.inputs.append(self._add(each))
@@ -249,7 +249,7 @@ class Recorder(TorchDispatchMode):
         mutable = func._schema.is_mutable  # noqa: SLF001 - PyTorch has no public name for it
         if not mutable and all(_storage(each) in storages for each in results):
             return
-        if func.overloadpacket.__name__ in ALLOCATIONS and not mutable:
+        if func.overloadpacket.__name__ in _ALLOCATIONS and not mutable:
             (made,) = results
             geometry, storage = self._add(made), made.untyped_storage()
             if storage.data_ptr() % ALIGNMENT:

@@ -1,7 +1,8 @@
 """State of each thread: the outermost call that runs now, which knows all kernels that it is about to launch.
 
-The code that starts a call enters a :class:`Running` object. The code that launches kernels asks for it where a kernel is about
-to be compiled, and lets it compile the other kernels of the call at the same time. :mod:`onelaunch.launch.side_by_side` does so.
+The code that starts a call enters a :class:`Running` object, a ``Launching`` of ``side_by_side.py``. Where a kernel is about to
+be compiled, ``launch.py`` calls :func:`compile_running_call`, and the object compiles the other kernels of the call at the same
+time.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Plans of an operator's forward pass by the place of the call in a tape, so that the facts of its tensors are not taken again.
 
 A tape is replayed for tensors whose facts are known to be those of the recorded call. An operator that gets these very tensors
-has the same plan every time, unless the plan depends on the distances of tensors in memory. Its :class:`CallSite` keeps that plan
-once it has been recorded. Without one, each call takes the facts again.
+has the same plan every time, unless the plan depends on the distances of tensors in memory. Its :class:`CallSite`, which
+``operator.py`` makes, keeps that plan once it has been recorded. Without one, each call takes the facts again.
 """
 
 from __future__ import annotations

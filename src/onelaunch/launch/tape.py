@@ -20,10 +20,10 @@ from torch.overrides import TorchFunctionMode
 
 from onelaunch.launch.parameters import NotPlannable
 
-CONSTANTS = (type(None), bool, int, float, str, slice, torch.dtype, torch.device, torch.memory_format, type(Ellipsis))
+_CONSTANTS = (type(None), bool, int, float, str, slice, torch.dtype, torch.device, torch.memory_format, type(Ellipsis))
 """Types of arguments that a tape repeats as they are."""
 
-FACTS = frozenset(
+_FACTS = frozenset(
     {
         "__get__", "__len__", "data_ptr", "dim", "element_size", "get_device", "is_complex", "is_contiguous",
         "is_floating_point", "is_neg", "ndimension", "numel", "size", "storage_offset", "stride", "untyped_storage",
@@ -34,7 +34,7 @@ FACTS = frozenset(
 
 _ASSIGNMENTS = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift")
 
-IN_PLACE = frozenset({f"__i{name}__" for name in _ASSIGNMENTS})
+_IN_PLACE = frozenset({f"__i{name}__" for name in _ASSIGNMENTS})
 """Names of operators that write to their first argument, as those do that end with one underscore."""
 
 LONGEST = 256
@@ -138,10 +138,10 @@ class Tape(TorchFunctionMode):
         results = list(result) if several else [result]
         tensors = [each for each in results if isinstance(each, torch.Tensor)]
         if not tensors and not operator:
-            if name not in FACTS:
+            if name not in _FACTS:
                 self.fail(f"{name} returns no tensor")
             return
-        writes = name in IN_PLACE or (name.endswith("_") and not name.endswith("__"))
+        writes = name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
         if len(tensors) != len(results) or writes or "out" in keywords:
             self.fail(f"{name} cannot be repeated")
             return
@@ -175,7 +175,7 @@ class Tape(TorchFunctionMode):
             return value._make(made) if hasattr(value, "_make") else made if type(value) is list else tuple(made)
         if isinstance(value, dict):
             return {name: self._template(each) for name, each in value.items()}
-        if not isinstance(value, CONSTANTS):
+        if not isinstance(value, _CONSTANTS):
             raise NotPlannable(f"an argument is {type(value).__name__}")
         return value
 

@@ -24,7 +24,7 @@ from typing import Any
 from onelaunch.errors import CacheNotice
 from onelaunch.files import reason
 
-PROBE = 1 << 16
+_PROBE = 1 << 16
 """Bytes that are written to find out whether a folder can be written."""
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -84,7 +84,7 @@ def _unwritable() -> OSError | None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder) as file:
-            file.write(bytes(PROBE))
+            file.write(bytes(_PROBE))
     except OSError as problem:
         return problem
     return None

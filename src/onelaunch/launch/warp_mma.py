@@ -6,8 +6,8 @@ least:
 - products on both sides of a branch: the assembler leaves descriptors of one side for the other, which gives illegal addresses;
 - products with a masked and transposed operand, which give wrong numbers.
 
-docs/notebook/gla.md describes both. ``launch.py`` and ``compile.py`` enter it for kernels whose launch asks for warp-level
-instructions.
+docs/notebook/gla.md describes both. ``launch.py`` and ``compile.py`` enter :func:`warp_mma` for kernels whose launch asks for
+warp-level instructions.
 """
 
 from __future__ import annotations

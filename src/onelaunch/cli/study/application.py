@@ -1,4 +1,4 @@
-"""Application with the commands of ``onelaunch study``."""
+"""Application with the commands of ``onelaunch study``; ``cli/application.py`` imports it when one of them is called."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Arguments and options that the commands on studies share."""
+"""Arguments and options of the commands on studies; ``run.py`` and ``show.py`` import them."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from onelaunch.workbench.report.summary import direction_words
 from onelaunch.workbench.report.tables import ROOMY, Table, columns, words
 from onelaunch.workbench.result import Result
 
-STATUS_COLUMNS = columns("variant", "shape", "direction", "first", "second", "reason")
+_STATUS_COLUMNS = columns("variant", "shape", "direction", "first", "second", "reason")
 
 NAMES: dict[Change, str] = {
     "FASTER": "faster",
@@ -98,7 +98,7 @@ def compare(
             )
             for change in found.statuses
         )
-        output.table(console, Table("Other statuses", STATUS_COLUMNS, rows))
+        output.table(console, Table("Other statuses", _STATUS_COLUMNS, rows))
     if found.outcomes:
         rows = tuple(
             (change.criterion, *(words(status) if status else "not declared" for status in (change.before, change.after)))

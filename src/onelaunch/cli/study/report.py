@@ -1,4 +1,7 @@
-"""Command ``onelaunch study report``: print or write the report on a stored result."""
+"""Command ``onelaunch study report``: print or write the report on a stored result.
+
+``compare.py`` and ``judge.py`` take the argument ``ResultPath`` from here.
+"""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from onelaunch.decode.plan.phases import PRODUCTS, ROUNDS, Edge, Op, Phase, Plan
 KINDS: tuple[cuda.Kind, ...] = (*["pointer"] * 19, *["i32"] * 4)  # pyrefly: ignore[bad-assignment]
 """Kinds of the kernel's arguments, in the order of ``decode`` in ``step.cu``."""
 
-FILES = (
+_FILES = (
     "machine.cuh",
     "waiting.cuh",
     "consumer.cuh",
@@ -83,7 +83,7 @@ def header(plan: Plan, tuning: Tuning) -> str:
     return "\n".join([*lines, f"constexpr float EPS = {config.rms_norm_eps:.9e}f;", ""])
 
 
-CALLS: dict[Op, str] = {
+_CALLS: dict[Op, str] = {
     "qkv": "multiply_qkv(c);", "rope": "norm_rope(c);", "attention": "attend(c);", "rope_attention": "attend(c);",
     "o": "multiply_o(c);", "gate_up": "multiply_gate_up(c);", "down": "multiply_down(c);", "lm_head": "multiply_head(c);",
     "next": "next_token(c);",
@@ -93,40 +93,40 @@ CALLS: dict[Op, str] = {
 A ``norm`` is called by the name of its phase, and ``next_token`` runs the sampler's phases, ``tally`` and ``draw``.
 """
 
-SPLIT_K_CALLS: dict[Op, str] = {"o": "multiply_o_split_k(c);", "down": "multiply_down_counted(c);"}
+_SPLIT_K_CALLS: dict[Op, str] = {"o": "multiply_o_split_k(c);", "down": "multiply_down_counted(c);"}
 """Calls of the phases that add atomically to the residual stream, if the output projection is split over heads."""
 
-ATTENTION_HEADS = (
+_ATTENTION_HEADS = (
     "c.begin(ATTENTION) / (KV_SPLITS * QUERY_SPLITS), "
     "(c.end(ATTENTION) + KV_SPLITS * QUERY_SPLITS - 1) / (KV_SPLITS * QUERY_SPLITS)"
 )
 """First key head of a CTA's units of attention, and one past the last, as arguments in the kernel."""
 
-HEADS_OF: dict[Op, str] = {
+_HEADS_OF: dict[Op, str] = {
     "qkv": "c.begin(QKV) * TILE / HEAD_WORDS, c.begin(QKV) < c.end(QKV) ? (c.end(QKV) * TILE + HEAD_WORDS - 1) / HEAD_WORDS : 0",
     "rope": "c.begin(ROPE), c.end(ROPE)",
-    "attention": ATTENTION_HEADS,
-    "rope_attention": ATTENTION_HEADS,
+    "attention": _ATTENTION_HEADS,
+    "rope_attention": _ATTENTION_HEADS,
 }
 """First key head that a CTA works for in a phase, and one past the last, as arguments in the kernel."""
 
-BEFORE: dict[Edge, str] = {"none": "", "data": "", "grid": "grid_barrier(c);"}
+_BEFORE: dict[Edge, str] = {"none": "", "data": "", "grid": "grid_barrier(c);"}
 """Synchronization before a phase; flag-in-data words are waited for within it."""
 
 
 def order(plan: Plan) -> str:
     """Return the text of ``order.cuh``: the phases of a layer and of the tail, with the synchronization between them."""
-    calls = CALLS | (SPLIT_K_CALLS if plan.blocks else {})
+    calls = _CALLS | (_SPLIT_K_CALLS if plan.blocks else {})
 
     def body(phases: tuple[Phase, ...]) -> list[str]:
         lines = []
         for phase in phases:
             waits = [wait.counter for assignment in phase.assignments for wait in assignment.awaits]
             base = min(waits) if waits else 0  # the semaphore of key head 0; those of a phase follow each other by head
-            lines.append(f"wait_heads(c, {base}, {HEADS_OF[phase.op]});" if phase.edge == "flags" else BEFORE[phase.edge])
+            lines.append(f"wait_heads(c, {base}, {_HEADS_OF[phase.op]});" if phase.edge == "flags" else _BEFORE[phase.edge])
             lines.append(f"{phase.name}(c);" if phase.op == "norm" else calls[phase.op])
             if arrives := [counter for assignment in phase.assignments for counter in assignment.arrives]:
-                lines.append(f"signal_heads(c, {min(arrives)}, {HEADS_OF[phase.op]});")
+                lines.append(f"signal_heads(c, {min(arrives)}, {_HEADS_OF[phase.op]});")
         return [f"  {line}" for line in lines if line]
 
     parts = ["#pragma once", "DEVICE void layer_phases(Consumer& c) {", *body(plan.layer), "}"]
@@ -136,7 +136,7 @@ def order(plan: Plan) -> str:
 def source(plan: Plan, tuning: Tuning | None = None, phase: Phase | None = None) -> cuda.Source:
     """Return the source of a plan's kernel, or of one phase's kernel if the plan has a launch per phase."""
     here = "onelaunch.decode.codegen.kernels"
-    files = [cuda.include("hopper.cuh"), *((name, cuda.read(here, name)) for name in FILES)]
+    files = [cuda.include("hopper.cuh"), *((name, cuda.read(here, name)) for name in _FILES)]
     files += [("plan.cuh", header(plan, tuning or Tuning())), ("order.cuh", order(plan))]
     defines = () if phase is None else (("ONLY_PHASE", launch_of(plan, phase)[0]),)
     return cuda.Source("step.cu", cuda.read(here, "step.cu"), "decode", tuple(files), defines)

@@ -112,7 +112,7 @@ def word_offsets(plan: Plan) -> dict[str, int]:
     """
     offsets, at = {}, 0
     for buffer in plan.buffers:
-        if buffer.name in OTHER_BUFFERS:
+        if buffer.name in _OTHER_BUFFERS:
             continue
         offsets[buffer.name] = at
         at += -(-buffer.words * (1 + buffer.counts) // 32) * 32
@@ -120,7 +120,7 @@ def word_offsets(plan: Plan) -> dict[str, int]:
     return offsets | {"end": at + -(-plan.config.hidden_size // 32) * 32}
 
 
-OTHER_BUFFERS = ("best", "drawn", "histograms", "cache")
+_OTHER_BUFFERS = ("best", "drawn", "histograms", "cache")
 """Names of the buffers of a plan that are not in the array of float32 words; ``Builder.sizes`` describes all buffers."""
 
 

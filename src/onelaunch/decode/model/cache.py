@@ -1,6 +1,7 @@
 """KV cache of one sequence: keys and values of the positions so far, in memory to which each step appends a row.
 
-Users pass one to ``decode_step``; engines, the timing loops of studies and the input maker of cases make their own.
+Users pass one to ``decode_step``; engines, the timing loops of studies and the input maker of cases make their own. The forward
+pass and the variants of ``decode_step`` read and append rows, and the decode runtime passes its memory to the kernels.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from onelaunch.operation import Bundle
 if TYPE_CHECKING:
     from typing_extensions import Self  # in typing from Python 3.11 on
 
-CAPACITY_STEP = 256
+_CAPACITY_STEP = 256
 """Unit of a cache's capacity, in positions. A capacity is a multiple of it, or the model's context if that is less."""
 
 
@@ -42,7 +43,7 @@ class KVCache(Bundle):
     def empty(
         cls,
         config: ModelConfig,
-        capacity: int = CAPACITY_STEP,
+        capacity: int = _CAPACITY_STEP,
         device: torch.device | str = "cpu",
         dtype: torch.dtype | None = None,
     ) -> Self:
@@ -99,7 +100,7 @@ class KVCache(Bundle):
 
 
 def rounded(positions: int, config: ModelConfig) -> int:
-    """Return the capacity of a cache for ``positions`` positions: a multiple of ``CAPACITY_STEP``, or the model's context."""
+    """Return the capacity of a cache for ``positions`` positions: a multiple of ``_CAPACITY_STEP``, or the model's context."""
     if positions > config.max_position_embeddings:
         raise ContextExceeded(positions, context=config.max_position_embeddings)
-    return min(-(-max(positions, 1) // CAPACITY_STEP) * CAPACITY_STEP, config.max_position_embeddings)
+    return min(-(-max(positions, 1) // _CAPACITY_STEP) * _CAPACITY_STEP, config.max_position_embeddings)

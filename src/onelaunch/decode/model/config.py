@@ -1,7 +1,7 @@
 """Configurations of models: the Qwen3 dense family as Hugging Face's ``config.json`` describes it.
 
-``decode/generate.py`` reads the files of a model folder with it. Weights, plans, kernels and ``decode_step`` take their sizes
-from a :class:`ModelConfig`.
+``decode/generate.py`` reads the files of a model folder with it. All parts of decoding take the model's sizes from a
+:class:`ModelConfig`, which ``onelaunch.decode`` exports; ``rope.py`` takes the scalings for long contexts from it.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 CONTEXT = 32_768
 """Context, in positions, of a model whose configuration does not give one."""
 
-LARGEST_SIZE = 2**31 - 1
+_LARGEST_SIZE = 2**31 - 1
 """Largest size and longest context: kernels count rows, channels and positions in 32-bit integers."""
 
-SCALES = (1e-6, float(LARGEST_SIZE))
+_SCALES = (1e-6, float(_LARGEST_SIZE))
 """Smallest and largest number in a RoPE scaling. Between them no frequency overflows or becomes NaN."""
 
 
@@ -120,7 +120,7 @@ class ModelConfig:
             raise ModelConfigError("num_key_value_heads", got=self.num_key_value_heads, want=want)
         if self.head_dim % 2:
             raise ModelConfigError("head_dim", got=self.head_dim, want="even, since rotary embeddings rotate pairs of channels")
-        for name in FLAGS:
+        for name in _FLAGS:
             if not isinstance(getattr(self, name), bool):
                 raise ModelConfigError(name, got=getattr(self, name), want="true or false")
         if self.dtype not in DTYPES.values():
@@ -163,9 +163,9 @@ class ModelConfig:
         if not isinstance(values, Mapping):
             raise ArgumentError(f"values is {shown(values)}; it must be a mapping, such as the contents of a config.json.")
         _check_architecture(values)
-        known: dict[str, Any] = {name: values[name] for name in (*SIZES, *PLAIN) if values.get(name) is not None}
+        known: dict[str, Any] = {name: values[name] for name in (*SIZES, *_PLAIN) if values.get(name) is not None}
         known.setdefault("head_dim", 128)  # the default of the family; some files leave it out
-        if missing := [name for name in SIZES if name not in known and name not in DEFAULTED]:
+        if missing := [name for name in SIZES if name not in known and name not in _DEFAULTED]:
             raise ModelConfigError(missing[0], got="missing", want="given in the configuration")
         name = "rope_parameters" if values.get("rope_parameters") else "rope_scaling"
         rope = values.get(name) or {}
@@ -176,7 +176,7 @@ class ModelConfig:
             known["rope_theta"] = theta
         for name in ("rms_norm_eps", "rope_theta"):
             # JSON may have an integer here. A huge one, which no float can hold, is left for the checks to refuse.
-            if type(value := known.get(name)) is int and abs(value) <= LARGEST_SIZE:
+            if type(value := known.get(name)) is int and abs(value) <= _LARGEST_SIZE:
                 known[name] = float(value)
         known["rope_scaling"] = _scaling(rope, known.get("max_position_embeddings", CONTEXT))
         dtype = values.get("dtype") or values.get("torch_dtype") or "float32"
@@ -215,22 +215,22 @@ SIZES = (
 )  # fmt: skip
 """Fields that must be positive integers."""
 
-DEFAULTED = ("max_position_embeddings",)
+_DEFAULTED = ("max_position_embeddings",)
 """Fields of :data:`SIZES` that a file may leave out."""
 
-FLAGS = ("tie_word_embeddings", "attention_bias")
+_FLAGS = ("tie_word_embeddings", "attention_bias")
 """Fields that must be true or false."""
 
-PLAIN = ("rms_norm_eps", "rope_theta", *FLAGS, "bos_token_id")
+_PLAIN = ("rms_norm_eps", "rope_theta", *_FLAGS, "bos_token_id")
 """Further fields that a file has under the same names, all of which it may leave out."""
 
 
 def _check_size(name: str, value: object) -> None:
-    """Raise unless ``value`` is an integer from 1 to ``LARGEST_SIZE``."""
+    """Raise unless ``value`` is an integer from 1 to ``_LARGEST_SIZE``."""
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ModelConfigError(name, got=value, want="an integer of at least 1")
-    if value > LARGEST_SIZE:
-        raise ModelConfigError(name, got=value, want=f"an integer of at most {LARGEST_SIZE}")
+    if value > _LARGEST_SIZE:
+        raise ModelConfigError(name, got=value, want=f"an integer of at most {_LARGEST_SIZE}")
 
 
 def _check_number(name: str, value: object, want: str, is_valid: Callable[[float], bool]) -> None:
@@ -249,7 +249,7 @@ def _check_scaling(scaling: RopeScaling) -> None:
     """Raise unless a RoPE scaling gives finite frequencies."""
     if not isinstance(scaling, tuple(KINDS.values())):
         raise ModelConfigError("rope_scaling", got=scaling, want=f"one of {listing(kind.__name__ for kind in KINDS.values())}")
-    least, most = SCALES
+    least, most = _SCALES
     for name, value in vars(scaling).items():
         if name == "truncate":
             if not isinstance(value, bool):

@@ -18,7 +18,7 @@ from onelaunch.errors import ArgumentError, CheckpointError
 from onelaunch.files import FileTooLarge, read_bytes, reason
 from onelaunch.wording import in_a_line, shown
 
-JSON_BYTES = 8 * 2**20
+_JSON_BYTES = 8 * 2**20
 """Largest configuration file that is read, in bytes. A model's takes kilobytes, a tokenizer's up to 1.2 million bytes."""
 
 INDEX_BYTES = 32 * 2**20
@@ -27,7 +27,7 @@ INDEX_BYTES = 32 * 2**20
 TOKENIZER_BYTES = 256 * 2**20
 """Largest tokenizer that is read, in bytes. The largest published ones take about 35 million."""
 
-NAME_LENGTH = 255
+_NAME_LENGTH = 255
 """Longest file name that is accepted, in characters."""
 
 
@@ -72,7 +72,7 @@ def entry(folder: Path, name: object, *, named_by: str = "", suffix: str = "") -
 
 def _is_plain(name: str) -> bool:
     """Return whether a string is a plain file name on every system: no separator, drive, control character or parent folder."""
-    return 0 < len(name) <= NAME_LENGTH and name.isprintable() and name not in (".", "..") and not set(name) & set("/\\:")
+    return 0 < len(name) <= _NAME_LENGTH and name.isprintable() and name not in (".", "..") and not set(name) & set("/\\:")
 
 
 def _roots(folder: Path) -> list[Path]:
@@ -88,7 +88,7 @@ def _roots(folder: Path) -> list[Path]:
     return [real, *(Path(os.path.realpath(each / "blobs")) for each in (model, model.parent))]
 
 
-def read_text(path: Path, most_bytes: int = JSON_BYTES) -> str:
+def read_text(path: Path, most_bytes: int = _JSON_BYTES) -> str:
     """Return the text of a file whose path :func:`entry` has checked.
 
     Raises:
@@ -121,7 +121,7 @@ def check_size(path: Path, most_bytes: int) -> None:
         raise CheckpointError(f"{path} has {size:,} bytes; such a file may have {most_bytes:,}")
 
 
-def read_json(path: Path, most_bytes: int = JSON_BYTES) -> dict[str, Any]:
+def read_json(path: Path, most_bytes: int = _JSON_BYTES) -> dict[str, Any]:
     """Return the object that a JSON file holds.
 
     Raises:

@@ -73,10 +73,10 @@ def logits_of(weights: Weights, hidden: torch.Tensor) -> torch.Tensor:
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """Return ``x / rms(x) * weight`` over the last dimension, in the dtype of ``weight``."""
-    return unrounded_rms_norm(x, weight, eps).to(weight.dtype)
+    return _unrounded_rms_norm(x, weight, eps).to(weight.dtype)
 
 
-def unrounded_rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+def _unrounded_rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """Return ``x / rms(x) * weight`` over the last dimension, in float32, or float64 for float64 ``x``."""
     wide = upcast(x)
     return wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight
@@ -100,8 +100,8 @@ def project_qkv(
     q = F.linear(normed, layer.q_proj, layer.q_bias).view(shape)
     k = F.linear(normed, layer.k_proj, layer.k_bias).view(shape)
     v = F.linear(normed, layer.v_proj, layer.v_bias).view(shape)
-    q = rotate(unrounded_rms_norm(q, layer.q_norm, eps), *rotary).to(v.dtype)
-    k = rotate(unrounded_rms_norm(k, layer.k_norm, eps), *rotary).to(v.dtype)
+    q = rotate(_unrounded_rms_norm(q, layer.q_norm, eps), *rotary).to(v.dtype)
+    k = rotate(_unrounded_rms_norm(k, layer.k_norm, eps), *rotary).to(v.dtype)
     return q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1)
 
 

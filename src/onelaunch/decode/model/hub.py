@@ -19,10 +19,10 @@ BUNDLED = "tiny"
 FILES = ("*.json", "*.safetensors", "*.jinja")
 """Patterns of the files that are downloaded from a repository."""
 
-REPOSITORY = re.compile(r"\w[\w.-]{0,95}/\w[\w.-]{0,95}", re.ASCII)
+_REPOSITORY = re.compile(r"\w[\w.-]{0,95}/\w[\w.-]{0,95}", re.ASCII)
 """Pattern of repository names on the hub, ``owner/name``."""
 
-OFFLINE = (
+_OFFLINE = (
     "Without a network, fetch it where there is one, with: hf download {name} --local-dir FOLDER, and give that folder; or take "
     f"the model {BUNDLED!r}, which is in the package"
 )
@@ -52,7 +52,7 @@ def find_model(name: str | Path) -> Path:
         raise CheckpointError(
             f"{shown(str(name), 300)} is a file; give the folder that holds it, with config.json and tokenizer.json"
         )
-    if not REPOSITORY.fullmatch(str(name)):
+    if not _REPOSITORY.fullmatch(str(name)):
         raise UnknownModel(str(name), (BUNDLED,))
     try:
         from huggingface_hub import snapshot_download
@@ -62,4 +62,4 @@ def find_model(name: str | Path) -> Path:
         return Path(snapshot_download(str(name), allow_patterns=list(FILES)))
     except Exception as problem:  # noqa: BLE001 - network, permission and name errors have many classes
         said = f"there is no folder {name}, and the hub does not give it: {in_a_line(problem)}"
-        raise CheckpointError(f"{said}. {OFFLINE.format(name=name)}") from None
+        raise CheckpointError(f"{said}. {_OFFLINE.format(name=name)}") from None

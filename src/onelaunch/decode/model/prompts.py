@@ -21,7 +21,7 @@ from onelaunch.wording import in_a_line, shown
 Prompt: TypeAlias = str | Sequence[int] | torch.Tensor
 """Prompt as callers give it: text, or token ids in a sequence or in a tensor ``[T]`` or ``[1, T]``."""
 
-EXPECTED = "it must be text, or token ids in a sequence or a tensor"
+_EXPECTED = "it must be text, or token ids in a sequence or a tensor"
 """Requirement on a prompt, for the messages that refuse one of another type."""
 
 
@@ -68,13 +68,13 @@ def _values(prompt: Any, config: ModelConfig) -> Iterable[object]:
         return prompt.flatten().tolist()
     if isinstance(prompt, Mapping):
         hint = "pass its input_ids" if "input_ids" in prompt else "for a message, pass what Model.chat makes of it"
-        raise ArgumentError(f"prompt is a mapping, {shown(prompt)}; {EXPECTED}: {hint}.")
+        raise ArgumentError(f"prompt is a mapping, {shown(prompt)}; {_EXPECTED}: {hint}.")
     if not isinstance(prompt, Iterable) or isinstance(prompt, (bytes, bytearray, memoryview, AbstractSet)):
-        raise ArgumentError(f"prompt is {type(prompt).__name__}; {EXPECTED}.")
+        raise ArgumentError(f"prompt is {type(prompt).__name__}; {_EXPECTED}.")
     try:
         values = iter(prompt)
     except TypeError as problem:  # raised by NumPy arrays without dimensions, among others
-        raise ArgumentError(f"prompt is {shown(prompt)}, {in_a_line(problem)}; {EXPECTED}.") from None
+        raise ArgumentError(f"prompt is {shown(prompt)}, {in_a_line(problem)}; {_EXPECTED}.") from None
     # An iterator may be endless, so it is cut one token beyond the context, where the prompt is refused.
     return values if isinstance(prompt, Sized) else islice(values, config.max_position_embeddings + 1)
 

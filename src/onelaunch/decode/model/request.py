@@ -1,6 +1,7 @@
 """Generation requests, and the protocol of the engines that run them.
 
 ``decode/generate.py`` and ``decode/loops.py`` make the requests; the engines in ``decode/runtime/engines.py`` run them.
+``onelaunch.decode`` exports both classes, for variants of other packages that register an engine.
 """
 
 from __future__ import annotations

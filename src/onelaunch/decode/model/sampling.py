@@ -1,8 +1,10 @@
 """Sampling of a token from logits, in PyTorch on the logits' device. Nothing here waits for the device.
 
-The random numbers are a function of seed, position and token (:func:`gumbel`), not of a generator's state. Every device
-therefore draws the same ones, and so do the kernels that generate many tokens per launch (``codegen/kernels/sampling.cuh``).
-``decode/generate.py`` reads a call's options into a :class:`Sampling`; engines and sessions draw with a :class:`Sampler`.
+The random numbers are a function of seed, position and token (:func:`gumbel`), not of a generator's state. Every device therefore
+draws the same ones, and so do the kernels that generate many tokens per launch (``codegen/kernels/sampling.cuh``).
+``decode/generate.py`` reads a call's options into a :class:`Sampling`, which ``onelaunch.decode`` exports and ``onelaunch
+generate`` makes to check its options early. Engines and sessions draw with a :class:`Sampler`. ``weights.py`` takes the largest
+seed.
 """
 
 from __future__ import annotations
@@ -24,10 +26,10 @@ from onelaunch.wording import shown
 LARGEST_SEED = 2**63 - 1
 """Largest seed: the largest signed 64-bit integer."""
 
-LARGEST = torch.finfo(torch.float32).max
+_LARGEST = torch.finfo(torch.float32).max
 """Largest temperature and penalty, since kernels take them in float32."""
 
-USUAL_TOP_K = 50
+_USUAL_TOP_K = 50
 """Value of ``top_k`` if a model's ``generation_config.json`` samples without giving one: the default of ``transformers``."""
 
 COLDEST = 1e-30
@@ -75,13 +77,13 @@ class Sampling:
                 whole = isinstance(value, numbers.Integral)
                 with contextlib.suppress(OverflowError):  # a number beyond the range of float is refused below
                     object.__setattr__(self, name, int(value) if whole else float(value))
-        for name, low, high in (("temperature", 0.0, LARGEST), ("top_p", 0.0, 1.0), ("min_p", 0.0, 1.0)):
+        for name, low, high in (("temperature", 0.0, _LARGEST), ("top_p", 0.0, 1.0), ("min_p", 0.0, 1.0)):
             value = getattr(self, name)
             if not (_is_number(value) and low <= value <= high and math.isfinite(value)):
                 want = f"a number from 0 to {high:.3g}"
                 raise ArgumentError(f"{name} is {shown(value)}; it must be {want}.")
-        if not (_is_number(self.repetition_penalty) and 1 / LARGEST <= self.repetition_penalty <= LARGEST):
-            want = f"a number above 0, at most {LARGEST:.3g}, 1 for none"
+        if not (_is_number(self.repetition_penalty) and 1 / _LARGEST <= self.repetition_penalty <= _LARGEST):
+            want = f"a number above 0, at most {_LARGEST:.3g}, 1 for none"
             raise ArgumentError(f"repetition_penalty is {shown(self.repetition_penalty)}; it must be {want}.")
         for name, high in (("top_k", None), ("seed", LARGEST_SEED)):
             value = getattr(self, name)
@@ -135,7 +137,7 @@ def recommended(generation: Mapping[str, Any]) -> Choices:
     """Return the sampling parameters of a ``generation_config.json``; without ``do_sample``, only its penalty counts."""
     drawn = bool(generation.get("do_sample"))
     names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty") if drawn else ("repetition_penalty",)
-    found: Any = {"temperature": 1.0, "top_k": USUAL_TOP_K} if drawn else {}
+    found: Any = {"temperature": 1.0, "top_k": _USUAL_TOP_K} if drawn else {}
     return found | {name: generation[name] for name in names if generation.get(name) is not None}
 
 
@@ -208,7 +210,7 @@ def warp(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
 WORD = 0xFFFFFFFF
 """Mask of a 32-bit word."""
 
-GOLDEN = 0x9E3779B9
+_GOLDEN = 0x9E3779B9
 """2^32 divided by the golden ratio. Added to a seed's first hash, it gives the input of its second one (:func:`keys`)."""
 
 
@@ -228,7 +230,7 @@ def gumbel(seed: int, position: Word, vocabulary: int, device: torch.device | st
 def keys(seed: int, position: Word) -> tuple[Word, Word]:
     """Return the two hash keys of a position, made from it and the two halves of the seed."""
     first = _mix(_mix(seed & WORD) ^ (seed >> 32))
-    second = _mix(first + GOLDEN & WORD)
+    second = _mix(first + _GOLDEN & WORD)
     return _mix(position ^ first), _mix(position + second & WORD)
 
 

@@ -15,18 +15,18 @@ from onelaunch.decode.model.files import TOKENIZER_BYTES, check_size, entry, rea
 from onelaunch.errors import ArgumentError, CheckpointError, TokenizerMissing
 from onelaunch.wording import in_a_line, shown
 
-UNFINISHED = "\N{REPLACEMENT CHARACTER}"
+_UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 """Character by which decoded text replaces an incomplete byte sequence."""
 
-TEMPLATE_FILES = ("tokenizer_config.json", "chat_template.jinja")
+_TEMPLATE_FILES = ("tokenizer_config.json", "chat_template.jinja")
 """Files that hold chat templates. If there are several by name, the one named ``default`` is used."""
 
-TOKENIZER_FILES = (
-    *TEMPLATE_FILES, "added_tokens.json", "config.json", "merges.txt", "special_tokens_map.json", "tokenizer.json", "vocab.json",
+_TOKENIZER_FILES = (
+    *_TEMPLATE_FILES, "added_tokens.json", "config.json", "merges.txt", "special_tokens_map.json", "tokenizer.json", "vocab.json",
 )  # fmt: skip
 """Files that transformers reads for a tokenizer."""
 
-FIXED = (
+_FIXED = (
     "add_generation_prompt", "conversation", "max_length", "padding", "return_dict", "return_tensors", "tokenize", "truncation",
 )  # fmt: skip
 """Options of transformers' ``apply_chat_template`` that callers may not set, since the result must be one string."""
@@ -112,7 +112,7 @@ class TextCodec:
             CheckpointError: the model has no chat template, or one that fails or refuses the messages; or its files are wrong.
         """
         _check_messages(messages)
-        if taken := [name for name in choices if name in FIXED]:
+        if taken := [name for name in choices if name in _FIXED]:
             raise ArgumentError(f"{taken[0]} is {shown(choices[taken[0]])}; leave it out: the result is always one text.")
         self._check_templates()
         try:
@@ -135,9 +135,9 @@ class TextCodec:
 
         A file of templates must be readable, and ``chat_template`` a string or a list of named strings with the default.
         """
-        for name in TOKENIZER_FILES:
+        for name in _TOKENIZER_FILES:
             entry(self.folder, name)
-        config_file, template_file = (entry(self.folder, name) for name in TEMPLATE_FILES)
+        config_file, template_file = (entry(self.folder, name) for name in _TEMPLATE_FILES)
         if template_file.exists():
             read_text(template_file)  # raises unless it is text of a permitted size
         if not config_file.exists():
@@ -185,7 +185,7 @@ class Detokenizer:
         """Add a token and return the text that it completed."""
         self._tokens.append(token)
         text = self._new()
-        if not text or text.endswith(UNFINISHED):
+        if not text or text.endswith(_UNFINISHED):
             return ""
         self._start, self._known = self._known, len(self._tokens)
         return text

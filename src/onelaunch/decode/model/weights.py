@@ -1,7 +1,8 @@
 """Weights of a model: the tensors of a checkpoint, checked against its configuration and read once each.
 
-``decode/generate.py`` loads checkpoints with it, and cases of ``decode_step`` make random weights. The forward pass, the
-variants of ``decode_step`` and the packing for the kernels read the tensors.
+``decode/generate.py`` loads checkpoints with it, and cases of ``decode_step`` make random weights; users do both by
+``onelaunch.decode``. The forward pass, the variants of ``decode_step``, the packing for the kernels and the decode runtime read
+the tensors. ``decode/generate.py`` and the cost of ``decode_step`` count the numbers of a model by :func:`elements`.
 """
 
 from __future__ import annotations
@@ -28,10 +29,10 @@ from onelaunch.wording import in_a_line, listing, shown
 if TYPE_CHECKING:
     from typing_extensions import Self  # in typing from Python 3.11 on
 
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 """File of a checkpoint that is not sharded, and index file of a sharded one."""
 
-SUFFIX = ".safetensors"
+_SUFFIX = ".safetensors"
 """Suffix that every weight file must have. Other formats, such as pickles, are never opened."""
 
 FLOATS = ("BF16", "F16", "F32", "F64")
@@ -225,12 +226,12 @@ def load_weights(folder: str | Path, config: ModelConfig, device: torch.device |
 
 def _open_checked(folder: Path, config: ModelConfig, device: torch.device, opened: ExitStack) -> dict[str, Any]:
     """Open a folder's files, check their headers, and return the open file of each tensor by its checkpoint name."""
-    single = entry(folder, SINGLE)
+    single = entry(folder, _SINGLE)
     if single.is_file():
         files = {single: opened.enter_context(_opened(single, device))}
         file_of, missing = dict.fromkeys(files[single].keys(), single), f"{single} has no tensor"
     else:
-        file_of, missing = _indexed(folder), f"{folder / INDEX} names no file for"
+        file_of, missing = _indexed(folder), f"{folder / _INDEX} names no file for"
         files = {}
     _check_layers(folder, config, file_of)
     wanted = list(parts(config))
@@ -240,7 +241,7 @@ def _open_checked(folder: Path, config: ModelConfig, device: torch.device, opene
     for path in dict.fromkeys(file_of[file_name] for _, file_name, _ in wanted):
         if path not in files:
             if not path.is_file():
-                raise CheckpointError(f"{path} is missing, which {INDEX} names")
+                raise CheckpointError(f"{path} is missing, which {_INDEX} names")
             files[path] = opened.enter_context(_opened(path, device))
     names_in = {path: frozenset(file.keys()) for path, file in files.items()}
     for _, file_name, shape in wanted:
@@ -302,13 +303,13 @@ def random_weights(config: ModelConfig, seed: int = 0, device: torch.device | st
 
 def _indexed(folder: Path) -> dict[str, Path]:
     """Return the file of each tensor by a folder's index, each checked to be an entry of the folder."""
-    index = entry(folder, INDEX)
+    index = entry(folder, _INDEX)
     if not index.is_file():
         pickled = next((each.name for each in folder.glob("*.bin") if each.name.startswith("pytorch_model")), "")
         convert = (
             f"; {pickled} is a pickle, which is not read: write it again with save_pretrained of transformers" if pickled else ""
         )
-        raise CheckpointError(f"{folder} has neither {SINGLE} nor {INDEX}{convert}")
+        raise CheckpointError(f"{folder} has neither {_SINGLE} nor {_INDEX}{convert}")
     table = read_json(index, INDEX_BYTES).get("weight_map")
     if not isinstance(table, dict):
         raise CheckpointError(f"{index} is not an index of weights: its weight_map is {shown(table)}; it must be an object")
@@ -316,7 +317,7 @@ def _indexed(folder: Path) -> dict[str, Path]:
     paths: dict[str, Path] = {}  # each file is checked once, though the index names it for many tensors
     for tensor, name in table.items():
         if not isinstance(name, str) or name not in paths:
-            path = entry(folder, name, named_by=str(index), suffix=SUFFIX)
+            path = entry(folder, name, named_by=str(index), suffix=_SUFFIX)
             paths[path.name] = path
         found[tensor] = paths[name]
     return found

@@ -33,7 +33,7 @@ from onelaunch.moved import renamed
 
 __getattr__ = renamed(__name__, {"Rung": "Level"})
 
-HALF_TILE = TILE // 2
+_HALF_TILE = TILE // 2
 """Number of MLP channels in a tile of gate and up projection: each has a row of either."""
 
 SPLITS = 8
@@ -45,7 +45,7 @@ A CTA of the output projection reads the partial output of each split, so more s
 POSITIONS = 64
 """Positions per KV split, from which on one more split pays."""
 
-LONG = 1280
+_LONG = 1280
 """Position from which on query splits take each other's queries, so that each key is read once."""
 
 
@@ -72,7 +72,7 @@ class Level:
     """Largest number of KV splits."""
     positions: int = POSITIONS
     """Positions per KV split; if ``summed``, the number of positions up to which there is one split."""
-    merge_from: int = LONG
+    merge_from: int = _LONG
     """Position from which on query splits take each other's queries."""
     summed: bool = False
     """Flag of an output projection that is split over heads (split-K) and fused with attention.
@@ -84,7 +84,7 @@ class Level:
     """Flag of one launch per phase."""
 
 
-def squares_of(words: Slice) -> Slice:
+def _squares_of(words: Slice) -> Slice:
     """Return the slice of ``squares`` that belongs to a slice of ``qkv``: one word per RoPE pair."""
     return Slice("squares", words.begin // 2, words.end // 2)
 
@@ -150,7 +150,7 @@ class Builder:
         if options.rope:
             layer += [self.product("qkv", {"qkv": TILE}, self.whole(source)), self.rope()]
         else:
-            layer.append(self.product("qkv", {"qkv": TILE, "squares": HALF_TILE}, self.whole(source)))
+            layer.append(self.product("qkv", {"qkv": TILE, "squares": _HALF_TILE}, self.whole(source)))
         layer += [
             self.attention(),
             self.split_k_output(self.blocks) if self.blocks else self.product("o", {"mid": TILE}, self.partials()),
@@ -158,7 +158,7 @@ class Builder:
         if options.norms:
             layer.append(self.norm("post_norm", "mid"))
         source = "normed" if options.norms else "mid"
-        layer.append(self.product("gate_up", {"act": HALF_TILE}, self.whole(source)))
+        layer.append(self.product("gate_up", {"act": _HALF_TILE}, self.whole(source)))
         layer.append(self.down("hidden"))
         phases = tuple(self.with_semaphores(layer))
         closing = self.down("final")
@@ -195,7 +195,7 @@ class Builder:
         if self.options.rope:
             sizes["q"] = config.query_size
         else:
-            sizes["squares"] = tiles(config, "qkv") * HALF_TILE
+            sizes["squares"] = tiles(config, "qkv") * _HALF_TILE
         return sizes
 
     def buffers(self) -> tuple[Buffer, ...]:
@@ -352,7 +352,7 @@ class Builder:
     def qkv_of(self, head: int) -> tuple[Slice, ...]:
         """Return the slices of a key head's queries, key and value; with RoPE in the epilogue also their squares."""
         words = Slice("qkv", head * self.head_words, (head + 1) * self.head_words)
-        return (words,) if self.options.rope else (words, squares_of(words))
+        return (words,) if self.options.rope else (words, _squares_of(words))
 
     def qkv_for(self, unit: Unit) -> tuple[Slice, ...]:
         """Return the slices that a unit of attention reads: its queries, and the newest key and value, which it may need."""
@@ -360,7 +360,7 @@ class Builder:
         queries = self.config.queries_per_key // self.query_splits * size
         own = Slice("qkv", begin + unit.first * queries, begin + unit.last * queries)
         new = Slice("qkv", begin + self.head_words - 2 * size, begin + self.head_words)
-        return own, new, squares_of(own), squares_of(new)
+        return own, new, _squares_of(own), _squares_of(new)
 
     def cached(self, head: int) -> Slice:
         """Return the slice of a key head's cache: one word stands for the rows of each KV split."""

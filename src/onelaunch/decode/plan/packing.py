@@ -110,19 +110,19 @@ def as_operands(values: torch.Tensor) -> torch.Tensor:
     return values.unflatten(-1, (-1, 2, 2, 2)).transpose(-3, -2).reshape(values.shape)
 
 
-def by_query_splits(values: torch.Tensor, blocks: Blocks) -> torch.Tensor:
+def _by_query_splits(values: torch.Tensor, blocks: Blocks) -> torch.Tensor:
     """Cut the columns of the output projection ``[H, Q * D]`` by query splits: ``[blocks of all query splits * 8, width]``.
 
-    In each block, several tiles of a query split's columns lie side by side, in the order of :func:`by_warps`.
+    In each block, several tiles of a query split's columns lie side by side, in the order of :func:`_by_warps`.
     """
     parts = values.unflatten(1, (-1, blocks.channels))
     stacked = values.new_zeros(blocks.count * blocks.rows, parts.shape[1], blocks.tile_columns)
     stacked[: len(parts), :, : blocks.channels] = parts
     stacked = stacked.unflatten(0, (blocks.count, -1, TILE))  # [blocks, tiles, 8, query splits, columns]
-    return by_warps(stacked.permute(3, 0, 2, 1, 4).reshape(-1, blocks.width), blocks)
+    return _by_warps(stacked.permute(3, 0, 2, 1, 4).reshape(-1, blocks.width), blocks)
 
 
-def by_warps(values: torch.Tensor, blocks: Blocks) -> torch.Tensor:
+def _by_warps(values: torch.Tensor, blocks: Blocks) -> torch.Tensor:
     """Permute the columns ``[..., width]`` of a block so that each warp gets neighbouring parts of 32 columns of one tile.
 
     In the stream, a warp's columns are every eighth part of 32: one in each step.
@@ -133,7 +133,7 @@ def by_warps(values: torch.Tensor, blocks: Blocks) -> torch.Tensor:
 
 
 def from_warps(values: torch.Tensor, blocks: Blocks) -> torch.Tensor:
-    """Undo :func:`by_warps`. Only tests call it, to run plans in PyTorch."""
+    """Undo :func:`_by_warps`. Only tests call it, to run plans in PyTorch."""
     if blocks.tile_columns == blocks.width:
         return values
     return values.unflatten(-1, (-1, WARPS, WARP_COLUMNS)).transpose(-3, -2).reshape(values.shape)
@@ -144,7 +144,7 @@ def in_order(weights: Weights, layer: LayerWeights | None, op: Op, plan: Plan) -
     values = matrix(weights, layer, op)
     if op != "o" or plan.blocks is None:
         return values, row_order(plan.config, op)
-    values = by_query_splits(values, plan.blocks)
+    values = _by_query_splits(values, plan.blocks)
     return values, torch.arange(len(values), device="cpu").view(-1, TILE)
 
 

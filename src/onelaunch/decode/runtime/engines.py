@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 TOKENS_PER_LAUNCH = 16
 """Tokens generated per launch. The host then has to act only every few milliseconds."""
 
-TYPICAL_POSITION = 256
+_TYPICAL_POSITION = 256
 """Position for which the dispatcher chooses the variant whose engine runs a model's requests."""
 
 
@@ -161,7 +161,7 @@ class KernelEngine(TorchEngine):
 
 def typical_query(config: ModelConfig, device: torch.device) -> Query:
     """Return the query by which the dispatcher chooses the variant whose engine runs a model's requests."""
-    return key_of(config, min(TYPICAL_POSITION, config.max_position_embeddings - 1), str(device))
+    return key_of(config, min(_TYPICAL_POSITION, config.max_position_embeddings - 1), str(device))
 
 
 def engine_bytes(config: ModelConfig, device: torch.device, variant: str = AUTO) -> int:

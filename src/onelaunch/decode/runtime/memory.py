@@ -27,11 +27,11 @@ The enumerations in ``codegen/kernels/step.cu`` have the same values.
 OUT_OF_RANGE = 2
 """Error code of a fixed-point sum that left its range. The only other code means that a wait timed out."""
 
-COUNTER_WORDS = 32
+_COUNTER_WORDS = 32
 """Distance between two counters in 32-bit words, so that each counter has 128 bytes to itself."""
 
 
-def norms_of(weights: Weights) -> torch.Tensor:
+def _norms_of(weights: Weights) -> torch.Tensor:
     """Return the factors of all RMS norms in one row.
 
     Each layer has those before attention, before the MLP, of queries, and of keys; the norm before the LM head comes last.
@@ -44,27 +44,27 @@ def norms_of(weights: Weights) -> torch.Tensor:
     return torch.cat([*parts, weights.norm])
 
 
-def rotations_of(weights: Weights, positions: int) -> torch.Tensor:
+def _rotations_of(weights: Weights, positions: int) -> torch.Tensor:
     """Return the RoPE table, ``[positions, D]`` float32: cosines, then sines, of each position's angles."""
     return torch.cat(rotation(weights.config, torch.arange(positions, device=weights.device), torch.float32), -1).contiguous()
 
 
 @dataclass(frozen=True, eq=False)
 class Constants:
-    """Read-only tensors of a model, for one division of its matrices among CTAs. All sequences share them."""
+    """Tensors of a model that kernels only read, for one division of its matrices among CTAs. All sequences share them."""
 
     weights: Weights
     stream: Stream
     """Repacked weights: one contiguous stream per CTA."""
     norms: torch.Tensor
-    """Factors of all RMS norms, see :func:`norms_of`."""
+    """Factors of all RMS norms, see :func:`_norms_of`."""
     rotations: torch.Tensor
-    """RoPE table, see :func:`rotations_of`."""
+    """RoPE table, see :func:`_rotations_of`."""
 
     @classmethod
     def of(cls, weights: Weights, stream: Stream, context: int) -> Constants:
         """Return the constants for sequences of up to ``context`` positions."""
-        return cls(weights, stream, norms_of(weights), rotations_of(weights, context))
+        return cls(weights, stream, _norms_of(weights), _rotations_of(weights, context))
 
     def renew(self, plan: Plan) -> None:
         """Rewrite the stream and the norms in place from the current weights; CUDA graphs may hold their addresses.
@@ -72,7 +72,7 @@ class Constants:
         ``plan`` is any plan with the division of matrices that the stream has.
         """
         pack(self.weights, plan, self.stream)
-        self.norms.copy_(norms_of(self.weights))
+        self.norms.copy_(_norms_of(self.weights))
 
 
 class Memory:
@@ -101,7 +101,7 @@ class Memory:
         """Best token candidate of each CTA: two sets that alternate from token to token, then the set for sampled tokens."""
         self.histograms = torch.zeros(ROUNDS * BINS, dtype=torch.int64, device=device)
         """Histogram of each radix-select pass, ``[ROUNDS][BINS]``; zero between tokens."""
-        self.counters = torch.zeros(COUNTER_WORDS * (1 + len(arrivals)), dtype=torch.int32, device=device)
+        self.counters = torch.zeros(_COUNTER_WORDS * (1 + len(arrivals)), dtype=torch.int32, device=device)
         """Counter of the grid barrier, then the semaphores of key heads."""
         self.state = torch.zeros(STATE_WORDS + markers * plan.ctas * marker_words(plan), dtype=torch.int32, device=device)
         """State of the kernel: position, tokens so far, grid barriers so far, error; then profile markers, if there are any."""

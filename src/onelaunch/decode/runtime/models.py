@@ -19,7 +19,7 @@ from onelaunch.decode.runtime.session import Session, StreamOrder
 
 Captured = TypeVar("Captured")
 
-GRAPHS = 16
+_GRAPHS = 16
 """Captured PyTorch steps to keep for a model: one for each variant, attention window and cache that sequences use."""
 
 
@@ -80,7 +80,7 @@ class CapturedSteps(Generic[Captured]):
     def __init__(self, device: torch.device) -> None:
         self.lock = threading.Lock()
         self.order = StreamOrder(device)
-        self.graphs: GraphCache[Captured] = GraphCache(GRAPHS)
+        self.graphs: GraphCache[Captured] = GraphCache(_GRAPHS)
 
 
 class Models:

@@ -1,4 +1,4 @@
-"""Proofs that a plan is sound on a device. They run before its kernel does, and the cache folder records their success.
+"""Proofs that a plan is sound on a device. They run before its kernel does. The process and the cache folder keep their success.
 
 ``kernels.py`` calls it for each plan that it loads, and again before the first sampled token. The megakernel's variants ask
 :func:`resources_of`.
@@ -21,7 +21,7 @@ from onelaunch.decode.plan.levels import LEVELS, plan_for
 from onelaunch.decode.plan.phases import ROUNDS, Plan
 from onelaunch.device.architectures import HOPPER_SHARED_BYTES
 
-REGISTERS = 168
+_REGISTERS = 168
 """Most registers per thread.
 
 Nine warps are distributed over the four partitions of an SM, so that one partition hosts three: 16,384 / 96 threads, rounded
@@ -34,10 +34,10 @@ SAMPLED = (ROUNDS, 0, ROUNDS)
 A token's number depends on its logits, so the most and the fewest are checked one after the other.
 """
 
-PLANNED = tuple(name for name in SIZES if name != "max_position_embeddings")
+_PLANNED = tuple(name for name in SIZES if name != "max_position_embeddings")
 """Fields of a configuration on which plans depend."""
 
-IMPORT = re.compile(r"^[ \t]*(?:from|import)[ \t]+(onelaunch\.decode[\w.]*|\.)", re.MULTILINE)
+_IMPORT = re.compile(r"^[ \t]*(?:from|import)[ \t]+(onelaunch\.decode[\w.]*|\.)", re.MULTILINE)
 """Pattern of an import of a module of :mod:`onelaunch.decode`, also of a relative one."""
 
 
@@ -64,12 +64,12 @@ def resources_of(plan: Plan, tuning: Tuning, ctas: int) -> Resources:
 
     The megakernel's variants call it too, to tell whether they can run on a device.
     """
-    return Resources(THREADS, REGISTERS, layout_of(plan, tuning).bytes, ctas)
+    return Resources(THREADS, _REGISTERS, layout_of(plan, tuning).bytes, ctas)
 
 
 def _planned(config: ModelConfig) -> ModelConfig:
     """Return a configuration reduced to the fields on which plans depend, so that models with the same plans share a proof."""
-    return ModelConfig(**{name: getattr(config, name) for name in PLANNED})
+    return ModelConfig(**{name: getattr(config, name) for name in _PLANNED})
 
 
 @functools.lru_cache(maxsize=64)
@@ -122,7 +122,7 @@ def proof_sources() -> dict[str, str]:
     while waiting:
         name = waiting.pop()
         sources[name] = source = source_of(name)
-        for imported in IMPORT.findall(source):
+        for imported in _IMPORT.findall(source):
             waiting |= _modules(name.rpartition(".")[0] if imported == "." else imported)
         waiting -= sources.keys()
     return sources

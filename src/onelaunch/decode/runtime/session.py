@@ -2,8 +2,9 @@
 
 All launches of a loaded kernel use one set of buffers. The session records which sequence the buffers belong to, orders the work
 of several streams, and raises the error of a launch once a copy of the kernel's state has arrived on the host. Enqueuing a
-launch never waits for the device. Only :meth:`Pending.wait` does, and the functions whose docstrings say so. ``kernels.py``
-makes sessions; the megakernel's engines and its variants of ``decode_step`` launch through them.
+launch does not wait for the device, except to capture a graph first (plans with a launch per phase). :meth:`Pending.wait` waits,
+and so do the functions whose docstrings say so. ``kernels.py`` makes sessions, and ``models.py`` keeps them; the megakernel's
+engines and its variants of ``decode_step`` launch through them.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class Kernel(Protocol):
 
 
 class StreamOrder:
-    """Order of the work of several CUDA streams on the same device memory.
+    """Order of the work of several CUDA streams on the same device memory: a session's, or captured steps of ``models.py``.
 
     Args:
         device: Device of the memory.
@@ -183,8 +184,8 @@ class Session:
     def step(self, token: torch.Tensor, cache: KVCache) -> torch.Tensor:
         """Enqueue one step and return its logits ``[V]`` float32; the token's cache row at ``cache.length`` is written.
 
-        Afterwards the buffers belong to no sequence. Nothing here waits for the device. The error of a step is raised by
-        :attr:`last_step`, or by the first later step that finds its copy on the host.
+        Afterwards the buffers belong to no sequence. Nothing here waits for the device but the capture of a graph. The error of a
+        step is raised by :attr:`last_step`, or by the first later step that finds its copy on the host.
 
         Args:
             token: Token at position ``cache.length``, ``[1]`` int64.

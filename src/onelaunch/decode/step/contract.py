@@ -1,4 +1,9 @@
-"""Contract of the operation ``decode_step``: the arguments that it takes, the calls that it refuses, and the results."""
+"""Contract of the operation ``decode_step``: the arguments that it takes, the calls that it refuses, and the results.
+
+Users call :func:`decode_step`, which ``onelaunch.decode`` exports; ``TorchEngine`` and the timing loops call it too. The other
+files of ``decode/step`` register oracle, cost, probes and variants with it. Engines and the oracle's cases make the key of a call
+by :func:`key_of`; the timing loops check arguments by :func:`bind`.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Oracle of ``decode_step``, and the models and caches on which variants are judged.
 
 A :class:`~onelaunch.operation.Case` gives sizes, dtype and options. The workbench and the tests make the arguments of a call
-from it, and compare the results of each variant with the oracle's.
+from it, and compare the results of each variant with the oracle's. ``cost.py`` takes the configuration of a case from here.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from onelaunch.decode.model.weights import Weights, random_weights
 from onelaunch.decode.step.contract import Results, decode_step, key_of
 from onelaunch.operation import Case, Query, Reading
 
-CONTEXT = 40_960
+_CONTEXT = 40_960
 """Context, in positions, of the models that cases describe: that of the Qwen3 family. A later position extends it."""
 
 
@@ -62,7 +62,7 @@ def config_of(case: Case) -> ModelConfig:
         num_key_value_heads=kv_heads,
         head_dim=head_dim,
         rope_theta=decode_step.option(case, "rope_theta"),
-        max_position_embeddings=max(CONTEXT, position + 1),
+        max_position_embeddings=max(_CONTEXT, position + 1),
         tie_word_embeddings=decode_step.option(case, "tied"),
         attention_bias=decode_step.option(case, "bias"),
         dtype=case.dtype,

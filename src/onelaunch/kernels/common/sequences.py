@@ -1,7 +1,7 @@
 """Packed or batched sequences of a call of a recurrence: their offsets and initial states.
 
-The launch code of ``kernels/scan``, ``ops/gla`` and ``ops/linear_rnn`` reads :class:`Sequences`. ``launch.py`` of ``ops/gla``
-makes them, and so do ``autograd.py`` and ``fakes.py`` of ``ops/gated_scan`` and ``ops/linear_rnn``.
+The launch code of ``kernels/scan``, ``ops/gla``, ``ops/linear_rnn`` and the ablations reads :class:`Sequences`. ``launch.py`` of
+``ops/gla`` makes them, and so do ``autograd.py`` and ``fakes.py`` of ``ops/gated_scan`` and ``ops/linear_rnn``.
 """
 
 from __future__ import annotations

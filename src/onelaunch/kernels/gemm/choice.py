@@ -10,10 +10,10 @@ from __future__ import annotations
 from onelaunch.kernels.common.layout import cdiv
 from onelaunch.launch.launch import Mma
 
-WGMMA_ROWS = 64
+_WGMMA_ROWS = 64
 """Rows of the left operand that WGMMA needs. With fewer, Triton uses ``mma.sync``."""
 
-FEW_ROWS = 32
+_FEW_ROWS = 32
 """Number of rows of a tile up to which its time is that of loading the weights."""
 
 LEAST_COLUMNS = 32
@@ -26,7 +26,7 @@ def mma_of(columns: int) -> Mma:
     On Hopper these are ``mma.sync`` (``SMALL``) for fewer than 64 columns, and WGMMA (``WIDEST``) from 64 on. The function is
     not for float32 products, for which no matrix instructions are required.
     """
-    return Mma.SMALL if columns < WGMMA_ROWS else Mma.WIDEST
+    return Mma.SMALL if columns < _WGMMA_ROWS else Mma.WIDEST
 
 
 def columns_for(rows: int, columns: int, tile_rows: int, tile_columns: int, count: int) -> int:
@@ -39,6 +39,6 @@ def columns_for(rows: int, columns: int, tile_rows: int, tile_columns: int, coun
         tile_columns: Most columns of a tile.
         count: Number of SMs.
     """
-    while tile_rows <= FEW_ROWS and tile_columns > LEAST_COLUMNS and cdiv(rows, tile_rows) * cdiv(columns, tile_columns) < count:
+    while tile_rows <= _FEW_ROWS and tile_columns > LEAST_COLUMNS and cdiv(rows, tile_rows) * cdiv(columns, tile_columns) < count:
         tile_columns //= 2
     return tile_columns

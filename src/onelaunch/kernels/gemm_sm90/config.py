@@ -28,13 +28,13 @@ WARPGROUP_ROWS: Final = 64
 WIDEST: Final = 256
 """Most rows of operand B, which are columns of the product, in a tile: the largest N dimension of WGMMA."""
 
-SHARED_BYTES = HOPPER_SHARED_BYTES - 1024
+_SHARED_BYTES = HOPPER_SHARED_BYTES - 1024
 """Bytes of dynamic shared memory of a CTA that buffers may fill; aligning the stages to 1024 bytes may cost the rest."""
 
 MAX_STAGES = 20
 """Most stages of the ring in any configuration."""
 
-BARRIER_BYTES = 32 * MAX_STAGES + 64
+_BARRIER_BYTES = 32 * MAX_STAGES + 64
 """Bytes of shared memory for mbarriers and tile numbers; ``SharedMemory`` in ``tile.cuh`` lays them out.
 
 A stage has four mbarriers of 8 bytes: full, empty, and two for NVFP4 scales (copied, converted). The schedule ``persistent`` has
@@ -47,13 +47,13 @@ TABLE_BYTES = 256 * 256
 The table's entries fill one half of each row; the other half is free for block scales. See ``nvfp4.cuh``.
 """
 
-TMA_BYTES = 96e3
+_TMA_BYTES = 96e3
 """Bytes per microsecond that an SM of an H200 loads into shared memory by TMA, with all SMs busy."""
 
-WGMMA_FLOPS = 8e8 / HOPPER_SMS
+_WGMMA_FLOPS = 8e8 / HOPPER_SMS
 """FLOPs per microsecond of an SM of an H200 on 16-bit operands, with all SMs busy.
 
-This and :data:`TMA_BYTES` were fitted to runs of ``swiglu``.
+This and :data:`_TMA_BYTES` were fitted to runs of ``swiglu``.
 """
 
 DRAM_BYTES = 4.1e6 / HOPPER_SMS
@@ -133,7 +133,7 @@ class GemmConfig:
         """
         # 2 * a_rows threads (128 for 64 rows) hold b_rows // 2 accumulators of 4 bytes each.
         sums = (self.split - 1) * self.a_rows * 2 * self.b_rows // 2 * 4
-        return self.store_bytes + sums + BARRIER_BYTES + (TABLE_BYTES if self.nvfp4 else 0)
+        return self.store_bytes + sums + _BARRIER_BYTES + (TABLE_BYTES if self.nvfp4 else 0)
 
     @property
     def stages(self) -> int:
@@ -143,7 +143,7 @@ class GemmConfig:
             # The free half of the table must hold the block scales of all stages: 2 bytes for each of the 4 blocks of 16
             # channels that a row of A has per chunk.
             most = TABLE_BYTES // 2 // (2 * self.a_rows * 4 * self.chunks)
-        return min((SHARED_BYTES - self.rest_bytes) // self.stage_bytes(), most, self.max_stages) // self.split * self.split
+        return min((_SHARED_BYTES - self.rest_bytes) // self.stage_bytes(), most, self.max_stages) // self.split * self.split
 
     @property
     def shared_bytes(self) -> int:
@@ -155,5 +155,5 @@ class GemmConfig:
 
         ``width`` is the number of columns of the tile, ``b_rows`` by default. Float8 products take half the time.
         """
-        products = 2 * self.a_rows * (width or self.b_rows) * self.k_block / (WGMMA_FLOPS * (2 // self.element.itemsize))
-        return max(self.stage_bytes(width) / TMA_BYTES, products)
+        products = 2 * self.a_rows * (width or self.b_rows) * self.k_block / (_WGMMA_FLOPS * (2 // self.element.itemsize))
+        return max(self.stage_bytes(width) / _TMA_BYTES, products)

@@ -18,13 +18,13 @@ from onelaunch.launch.launch import CudaKernel, Mma
 ELEMENTS = {torch.bfloat16: 0, torch.float16: 1, torch.float8_e4m3fn: 2}
 """Values of the macros ELEMENT and RESULT: the enumerators BFLOAT16, FLOAT16 and E4M3 of ``tile.cuh``."""
 
-SCHEDULES: dict[Schedule, int] = {"stream_k": 0, "persistent": 1, "split_k_cluster": 2, "static_persistent": 3}
+_SCHEDULES: dict[Schedule, int] = {"stream_k": 0, "persistent": 1, "split_k_cluster": 2, "static_persistent": 3}
 """Values of the macro SCHEDULE: the enumerators of the same names in ``tile.cuh``."""
 
-MULTICASTS: dict[Multicast, int] = {"nothing": 0, "a": 1, "b": 2}
+_MULTICASTS: dict[Multicast, int] = {"nothing": 0, "a": 1, "b": 2}
 """Values of the macro MULTICAST: the enumerators NOTHING, OPERAND_A and OPERAND_B of ``tile.cuh``."""
 
-HEADERS = ("tile.cuh", "scheduler.cuh", "mainloop.cuh", "reduction.cuh")
+_HEADERS = ("tile.cuh", "scheduler.cuh", "mainloop.cuh", "reduction.cuh")
 """Headers that every configuration includes."""
 
 
@@ -60,7 +60,7 @@ def gemm_of(
     package = "onelaunch.kernels.gemm_sm90"
     narrow = config.narrow or config.b_rows
     widths = (config.b_rows,) if narrow == config.b_rows else (config.b_rows, narrow)
-    files = (*HEADERS, *(("nvfp4.cuh",) if config.nvfp4 else ()), f"operands/{epilogue}.cuh", f"epilogue/{epilogue}.cuh")
+    files = (*_HEADERS, *(("nvfp4.cuh",) if config.nvfp4 else ()), f"operands/{epilogue}.cuh", f"epilogue/{epilogue}.cuh")
     sources = (
         cuda.include("hopper.cuh"),
         ("wgmma.cuh", wgmma_header(config.element, widths, registers=config.nvfp4)),
@@ -69,8 +69,8 @@ def gemm_of(
     )
     macros: dict[str, str | int] = {
         "A_ROWS": config.a_rows, "B_ROWS": config.b_rows, "NARROW": narrow, "SPLIT": config.split, "CHUNKS": config.chunks,
-        "STAGES": config.stages, "STORE_BYTES": config.store_bytes, "SCHEDULE": SCHEDULES[config.schedule],
-        "MULTICAST": MULTICASTS[config.multicast], "ELEMENT": ELEMENTS[config.element], "RESULT": ELEMENTS[config.result],
+        "STAGES": config.stages, "STORE_BYTES": config.store_bytes, "SCHEDULE": _SCHEDULES[config.schedule],
+        "MULTICAST": _MULTICASTS[config.multicast], "ELEMENT": ELEMENTS[config.element], "RESULT": ELEMENTS[config.result],
         "NVFP4": int(config.nvfp4), "OPERANDS": f'"operands/{epilogue}.cuh"', "EPILOGUE": f'"epilogue/{epilogue}.cuh"', **defines,
     }  # fmt: skip
     source = cuda.Source("gemm.cu", cuda.read(package, "gemm.cu"), "gemm_sm90", sources, tuple(macros.items()))

@@ -12,8 +12,8 @@
 //                    gridDim.x / CLUSTER tiles.
 //
 // mainloop.cuh calls produce() in the producer warp, and gemm.cu consume() in every consumer warp; both see the same items in
-// the same order. The OPERANDS header fills in a Scheduler (scheduler_of), and turns a tile's number into its place in
-// the result (tile_at).
+// the same order. mainloop.cuh also calls for_each_count() in the converter warps, and reduction.cuh begin(). The OPERANDS header
+// fills in a Scheduler (scheduler_of), and turns a tile's number into its place in the result (tile_at, by coordinates()).
 #pragma once
 #include "tile.cuh"
 

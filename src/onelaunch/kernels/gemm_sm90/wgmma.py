@@ -12,7 +12,7 @@ from collections.abc import Iterable
 
 import torch
 
-TYPES = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float8_e4m3fn: "e4m3"}
+_TYPES = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float8_e4m3fn: "e4m3"}
 """Names of the operands' types in the instruction's name."""
 
 
@@ -42,7 +42,7 @@ def _wgmma(dtype: torch.dtype, width: int, *, registers: bool) -> str:
     # The numbers 1, 1, 1 behind the operands: add to d instead of overwriting it; do not negate a; do not negate b.
     # Transpose flags: both operands are K-major. float8 has no other layout, and an operand in registers has no flag.
     transpose = "" if dtype.itemsize == 1 else ", 0" if registers else ", 0, 0"
-    name = f"wgmma.mma_async.sync.aligned.m64n{width}k{depth}.f32.{TYPES[dtype]}.{TYPES[dtype]}"
+    name = f"wgmma.mma_async.sync.aligned.m64n{width}k{depth}.f32.{_TYPES[dtype]}.{_TYPES[dtype]}"
     a_parameter = "const u32 (&a)[4]" if registers else "u64 a"
     return f"""__device__ __forceinline__ void wgmma(float (&d)[{sums}], {a_parameter}, u64 b) {{
   asm volatile(

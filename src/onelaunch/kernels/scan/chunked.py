@@ -29,8 +29,8 @@ On two x86 cores at T = 2048, chunks of 8 to 32 steps are within 15 % of each ot
 def scan(decay: torch.Tensor, addend: torch.Tensor) -> torch.Tensor:
     """Scan ``s_t = decay_t * s_{t-1} + addend_t`` along dimension -2, from zero; both are float32 ``[..., T, V]``."""
     if is_open(addend.shape[-2]):
-        return linear_scan(decay, addend, grad=True)
-    return scan_chunks(decay, addend)
+        return _linear_scan(decay, addend, grad=True)
+    return _scan_chunks(decay, addend)
 
 
 def is_open(size: float) -> bool:
@@ -42,7 +42,7 @@ def is_open(size: float) -> bool:
     return not has_static_value(size)
 
 
-def scan_chunks(decay: torch.Tensor, addend: torch.Tensor) -> torch.Tensor:
+def _scan_chunks(decay: torch.Tensor, addend: torch.Tensor) -> torch.Tensor:
     """Return the results of :func:`scan` by operations whose number depends on T."""
     length = addend.shape[-2]
     if length <= CHUNK:
@@ -52,7 +52,7 @@ def scan_chunks(decay: torch.Tensor, addend: torch.Tensor) -> torch.Tensor:
     decay = F.pad(decay, padding, value=1.0).unflatten(-2, (chunks, CHUNK))
     addend = F.pad(addend, padding).unflatten(-2, (chunks, CHUNK))
     local, product = _scan_steps(decay, addend)  # [..., chunks, CHUNK, V]
-    ends = scan_chunks(product[..., -1, :], local[..., -1, :])  # [..., chunks, V]
+    ends = _scan_chunks(product[..., -1, :], local[..., -1, :])  # [..., chunks, V]
     carry = F.pad(ends, (0, 0, 1, 0))[..., :-1, :]  # state that enters each chunk
     return torch.addcmul(local, product, carry.unsqueeze(-2)).flatten(-3, -2)[..., :length, :]
 
@@ -69,13 +69,13 @@ def _scan_steps(decay: torch.Tensor, addend: torch.Tensor) -> tuple[torch.Tensor
     return torch.stack(states, dim=-2), torch.stack(products, dim=-2)
 
 
-def run_scan(decay: torch.Tensor, addend: torch.Tensor) -> torch.Tensor:
+def _run_scan(decay: torch.Tensor, addend: torch.Tensor) -> torch.Tensor:
     """Return the results of :func:`scan`, contiguous."""
-    return scan_chunks(decay, addend).contiguous() if addend.numel() else torch.empty_like(addend)
+    return _scan_chunks(decay, addend).contiguous() if addend.numel() else torch.empty_like(addend)
 
 
-def fake_scan(decay: torch.Tensor, addend: torch.Tensor) -> torch.Tensor:
-    """Return an empty tensor for the results of :func:`run_scan`."""
+def _fake_scan(decay: torch.Tensor, addend: torch.Tensor) -> torch.Tensor:
+    """Return an empty tensor for the results of :func:`_run_scan`."""
     return addend.new_empty(addend.shape)
 
 
@@ -95,4 +95,4 @@ def gradients(ctx: Any, scan_again: Any, ds: torch.Tensor) -> tuple[torch.Tensor
     return da * F.pad(s[..., :-1, :], (0, 0, 1, 0)), da
 
 
-linear_scan = Operator("linear_scan", run_scan, fake=fake_scan, save=save, gradients=gradients)
+_linear_scan = Operator("linear_scan", _run_scan, fake=_fake_scan, save=save, gradients=gradients)

@@ -20,7 +20,7 @@ Words      The pair and its flag are one 64-bit flag-in-data word (as in NCCL's 
            needed.
 Memory     per tile and channel one word written, and at most GROUP + 1 different words read; one more word is written per
            group and channel.
-Callers    forward.py and backward.py of this folder; project_scan_gate.py of ``linear_rnn``.
+Callers    forward.py and backward.py of this folder; project_scan_gate.py of ``linear_rnn``. launch.py reads POLL_ROWS.
 Reuse      Each word of a workspace is written exactly once per launch, so between launches all words have the same phase. A CTA
            reads the phase from its own word and publishes with the opposite one. So launches may share a workspace only if they
            have equally many words, of which each writes all. No launch clears, counts or receives anything, so a captured graph

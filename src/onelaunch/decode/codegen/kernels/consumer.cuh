@@ -3,8 +3,8 @@
 // The eight consumer warps of a CTA run this code; the producer thread is in step.cu. Everything that outlives a phase is in Consumer.
 // It is little, since registers are scarce: with nine warps a thread has at most 168 (three warps share a quarter of the SM's registers).
 //
-// Callers    step.cu makes the Consumer of each thread, and every phase takes it as `c`. step.cu's producer also uses the free
-//            functions.
+// Callers    step.cu makes the Consumer of each thread, and every phase takes it as `c`. The free functions serve step.cu (its producer
+//            too), heads.cuh and phases.cuh.
 // Weights    A granule (GRANULE, 4 KB) is a tile of 8 rows over a step (STEP) of 256 columns. A thread's share of it is 16 bytes. A chunk
 //            (CHUNK, 16 KB) is one stage of the ring and holds four granules. DEPTH granules of a tile follow each other in the stream:
 //            4, 2 or 1, the largest number that divides the steps of every matrix. With 4, a chunk belongs to one tile, and every phase

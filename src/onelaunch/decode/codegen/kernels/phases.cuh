@@ -3,7 +3,7 @@
 // Phases     QKV (RMSNorm, projections, RoPE), ATTENTION, O (output projection, residual), GATE_UP (RMSNorm, SwiGLU), DOWN (residual) in
 //            each layer; then LM_HEAD and the next token. NORM and ROPE are phases of their own in the early optimization levels.
 // Callers    the generated order.cuh; in plans with a launch per phase, step.cu calls the one phase of each launch. sampling.cuh, which is
-//            included in the middle, uses grid_barrier(), candidate() and cta_max().
+//            included in the middle, uses grid_barrier(), candidate(), logit_of(), larger_of() and cta_max().
 // Work       each CTA owns tiles of 8 rows of every matrix, and thread t finishes row t of a group of tiles (products.cuh).
 // Sync       a plan has one of these before each phase (codegen/emit.py):
 //            grid      grid_barrier(): all writes of all CTAs before it are visible to all after it.

@@ -2,7 +2,7 @@
 //
 // Computes   argmax over the kept tokens of -distance + Gumbel noise, with distance = (largest logit - logit) / temperature. The noise is a
 //            function of seed, position and token. Logits stay in the CTAs that computed them.
-// Callers    phases.cuh: next_token() calls sample_token() and mark_seen(), and the LM head calls penalised().
+// Callers    phases.cuh: next_token() calls samples(), sample_token() and mark_seen(), and the LM head calls penalised().
 // Keys       60 bits: the distance as an integer (28 bits of its float32 pattern), then the token: smaller is likelier. The kept tokens are
 //            those whose key is at most a limit; min-p is such a limit at once.
 // Select     top-k and top-p find their limit by radix select, ten bits of the key per pass: each CTA adds its tokens to a histogram of

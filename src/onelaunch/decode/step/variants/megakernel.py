@@ -31,10 +31,10 @@ from onelaunch.launch.build import Build, build_of_kernel
 from onelaunch.operation import Query
 from onelaunch.operation.requirements import needs_hopper
 
-ARCHITECTURES = ("sm_90a",)
+_ARCHITECTURES = ("sm_90a",)
 """Architectures that the kernels are compiled for."""
 
-PREFILL_LAYER_SECONDS, LAUNCH_SECONDS, WEIGHT_BYTES_PER_SECOND = 0.7e-3, 0.1e-3, 4e12
+_PREFILL_LAYER_SECONDS, _LAUNCH_SECONDS, _WEIGHT_BYTES_PER_SECOND = 0.7e-3, 0.1e-3, 4e12
 """Seconds that a host needs for a layer of PyTorch's prefill, seconds of a launch, and bytes of weights read per second.
 
 Measured on an H200 and its host. With them, :func:`prompt_steps` is a tenth to a quarter less than the prompt length at which
@@ -56,7 +56,7 @@ def count_barriers(level: str, call: DecodeCall) -> int:
     return session_for(call.weights, level).barriers(call.token, call.cache)
 
 
-def run_in_a_row(level: str, call: DecodeCall, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _run_in_a_row(level: str, call: DecodeCall, count: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return ``count`` greedy tokens ``[N]`` from one launch, or one graph replay each, and the logits ``[V]`` of the last."""
     from onelaunch.decode.runtime.kernels import session_for
 
@@ -70,7 +70,7 @@ def make_engine(level: str, weights: Weights) -> Engine:
     return KernelEngine(weights, level)
 
 
-def config_in(query: Query) -> ModelConfig:
+def _config_in(query: Query) -> ModelConfig:
     """Return the configuration of a query's model: the fields on which plans depend."""
     layers, hidden, intermediate, heads, kv_heads, head_dim, vocabulary, _ = query.sizes
     return ModelConfig(
@@ -98,14 +98,14 @@ def not_resident(level: str, config: ModelConfig, ctas: int) -> str | None:
     return None
 
 
-def needs_numpy(_: Query) -> str | None:
+def _needs_numpy(_: Query) -> str | None:
     """Return why the check of plans, which uses NumPy, cannot run, or ``None``."""
     return None if package_installed("numpy") else "needs numpy: pip install 'onelaunch[decode]'"
 
 
 def has_a_plan(level: str, query: Query) -> str | None:
     """Return why there is no plan, or ``None``: the kernels do not take the model, or the CTAs cannot all be resident."""
-    config = config_in(query)
+    config = _config_in(query)
     return unsupported(config) or not_resident(level, config, processors(torch.device(query.device)))
 
 
@@ -116,8 +116,8 @@ def prompt_steps(level: str, config: ModelConfig) -> int:
     """
     if LEVELS[level].separate:
         return 0
-    step = LAUNCH_SECONDS + stream_bytes(config, summed=LEVELS[level].summed) / WEIGHT_BYTES_PER_SECOND
-    return int(config.num_hidden_layers * PREFILL_LAYER_SECONDS / step)
+    step = _LAUNCH_SECONDS + stream_bytes(config, summed=LEVELS[level].summed) / _WEIGHT_BYTES_PER_SECOND
+    return int(config.num_hidden_layers * _PREFILL_LAYER_SECONDS / step)
 
 
 BUILT = {
@@ -129,7 +129,7 @@ BUILT = {
 
 def builds(level: str, architecture: str) -> list[Build]:
     """Return the builds of a level: for Qwen3-0.6B, and for ``streaming`` also for a small untied model."""
-    if architecture not in ARCHITECTURES:
+    if architecture not in _ARCHITECTURES:
         return []
     found: list[Build] = []
     for name, config in BUILT.items():
@@ -146,13 +146,13 @@ def builds(level: str, architecture: str) -> list[Build]:
 for level, options in LEVELS.items():
     variant = decode_step.variant(
         level, launches=None if options.separate else 1, fuses=() if options.separate else ("token",), backward=False,
-        architectures=ARCHITECTURES, barriers=functools.partial(count_barriers, level),
-        in_a_row=functools.partial(run_in_a_row, level),
+        architectures=_ARCHITECTURES, barriers=functools.partial(count_barriers, level),
+        in_a_row=functools.partial(_run_in_a_row, level),
         engine=functools.partial(make_engine, level), engine_bytes=functools.partial(packing_bytes, summed=options.summed),
         prompt_steps=functools.partial(prompt_steps, level),
     )(functools.wraps(run)(functools.partial(run, level)))  # fmt: skip
     variant.summary = options.summary
     variant.supports(needs_hopper)
-    variant.supports(needs_numpy)
+    variant.supports(_needs_numpy)
     variant.supports(functools.partial(has_a_plan, level))
     variant.kernels(functools.partial(builds, level))

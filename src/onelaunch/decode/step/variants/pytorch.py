@@ -29,10 +29,10 @@ from onelaunch.decode.step.contract import DecodeCall, Results, decode_step
 from onelaunch.dispatch.capture import compile_static, compiler_missing
 from onelaunch.operation import Query
 
-SMALLEST_WINDOW = 256
+_SMALLEST_WINDOW = 256
 """Smallest attention window, in positions; a smaller one saves no time that can be measured."""
 
-LAYER_FIELDS = tuple(field.name for field in fields(LayerWeights))
+_LAYER_FIELDS = tuple(field.name for field in fields(LayerWeights))
 """Names of a layer's tensors, in the order in which :func:`layer_step` gets them: as a tuple, since it may be compiled."""
 
 Part = Callable[..., torch.Tensor]
@@ -70,7 +70,7 @@ def needs_cuda(query: Query) -> str | None:
 
 def window_of(position: int, capacity: int) -> int:
     """Return how many positions of the cache a step at ``position`` attends to, including those that the mask hides."""
-    return min(capacity, max(SMALLEST_WINDOW, 1 << position.bit_length()))
+    return min(capacity, max(_SMALLEST_WINDOW, 1 << position.bit_length()))
 
 
 # One step with the position as a tensor
@@ -122,7 +122,7 @@ def step(
     cosine, sine = rotation(config, position, hidden.dtype)
     mask = (torch.arange(window, device=token.device) <= position).expand(config.queries_per_key, window)
     for each, keys, values in zip(weights.layers, call.cache.keys, call.cache.values, strict=True):
-        tensors = tuple(getattr(each, name) for name in LAYER_FIELDS)
+        tensors = tuple(getattr(each, name) for name in _LAYER_FIELDS)
         hidden = layer(tensors, config.head_dim, config.rms_norm_eps, hidden, keys, values, position, cosine, sine, mask)
     return head(hidden, weights.norm, weights.lm_head, config.rms_norm_eps)
 
