@@ -4,6 +4,7 @@
 
 The training text is the standard library's ``os.py``. Two layers of ``onelaunch.ops.linear_rnn`` mix information over time, with
 decays and gates that depend on the input. Generation passes only the state of each layer from one byte to the next.
+``tests/test_examples.py`` runs the script.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """A headless Chromium that opens pages from disk, for tests of what a reader of the documentation or of a report sees.
 
-Chromium and its driver come from the system (Debian: ``chromium`` and ``chromium-driver``). Tests that use them carry the
-marker ``browser``. They are skipped if either is missing, unless ``ONELAUNCH_TEST_BROWSER=required`` is set, as it is in CI.
-``conftest.py`` asks :func:`missing_browser`.
+Chromium and its driver come from the system (Debian: ``chromium`` and ``chromium-driver``). Tests that use them carry the marker
+``browser``. They are skipped if either is missing, unless ``ONELAUNCH_TEST_BROWSER=required`` is set, as it is in CI.
+``conftest.py`` asks :func:`missing_browser`. ``test_pages.py`` and ``workbench/test_report_browser.py`` open pages with the
+others.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ The file is ``tests/snapshots/prose.txt``. The key of an entry is the test's nod
 test has `` # 2`` behind it, and so on in the order of the calls. A text with a name of its own has the test function and `` #
 name``. After a deliberate change of words, ``pytest --update-prose`` writes the entries of the tests that ran, drops those
 without a test, and the diff of that file is reviewed. ``conftest.py`` imports the fixture ``prose`` for all tests.
+``test_prose.py`` fails where an entry has no test, so that the entries of a removed test or parameter must be removed too.
 """
 
 from __future__ import annotations
@@ -64,7 +65,10 @@ def written(entries: Mapping[str, str]) -> str:
 
 
 def lines_with(text: str, *words: str) -> list[str]:
-    """Return the lines of a text that contain all of the words, with runs of blanks reduced to one."""
+    """Return the lines of a text that contain all of the words, with runs of blanks reduced to one.
+
+    Tests of commands and of documents compare such lines of a long output alone.
+    """
     return [" ".join(line.split()) for line in text.splitlines() if all(word in line for word in words)]
 
 

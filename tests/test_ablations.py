@@ -1,6 +1,9 @@
 """Tests of ablation variants: they are found by name, and never chosen automatically.
 
 They are implementations in ``onelaunch.ablations`` that were measured and lost, and are kept as lessons.
+
+A test marked ``thorough`` runs in ``make check`` alone, and one marked ``interpret`` runs in Triton's interpreter, with
+TRITON_INTERPRET=1.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Tests that the examples run and print the results that they describe."""
+"""Tests that the examples run and print the results that they describe.
+
+A test marked ``thorough`` runs in ``make check`` alone.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,10 @@
 """Tests of the user's folders: their locations, a cache that cannot be written, users without a home folder, and locks.
 
 ``folders.keep`` writes a file of the cache and returns whether it could; ``folders.kept`` reads one, or returns ``None``.
-``prose.warns`` is ``pytest.warns`` that also compares the message with the test's entry in ``tests/snapshots/prose.txt``.
+``prose.warns`` is ``pytest.warns`` that also compares the message with the test's entry in ``tests/snapshots/prose.txt``. An
+entry whose test or parameter is gone makes ``tests/test_prose.py`` fail.
+
+``thorough_but`` marks all parameters but the named ones ``thorough``: they run in ``make check`` alone.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Tests of devices: their names, their facts, and the file names derived from them.
 
-``prose.raises`` compares the message of an error with the test's entry in ``tests/snapshots/prose.txt``.
+``prose.raises`` compares the message of an error with the test's entry in ``tests/snapshots/prose.txt``. An entry whose test or
+parameter is gone makes ``tests/test_prose.py`` fail.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Tests of ``tools/hash_kernels.py``, which proves machine code unchanged: names do not count, all executed code does.
 
-``prose`` and ``prose.raises`` compare wording with the test's entries in ``tests/snapshots/prose.txt``.
+``prose`` and ``prose.raises`` compare wording with the test's entries in ``tests/snapshots/prose.txt``. An entry whose test or
+parameter is gone makes ``tests/test_prose.py`` fail.
 """
 
 from __future__ import annotations

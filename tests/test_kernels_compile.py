@@ -3,6 +3,9 @@
 The kernels in the table ``SPILLS`` are the exceptions. By default each kernel is compiled in one configuration for two
 architectures. With ``--architectures=all``, as in continuous integration, it is compiled for all architectures, and with
 ``--architectures=every`` in every configuration.
+
+``keep_inspections`` caches what compilers and the disassembler return, if a folder is named for it. A test marked ``extra``
+counts in no budget of time.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Tests of CUDA C++ without a GPU: compilation, the cache on disk, errors, tensor maps, and packed arguments.
 
-``prose`` and ``prose.raises`` compare wording with the test's entries in ``tests/snapshots/prose.txt``.
-``tests/test_nvrtc_launch.py`` imports ``SCALE``, ``SCALE_KINDS`` and ``compiled``, and launches ``scale`` on a GPU.
+``prose`` and ``prose.raises`` compare wording with the test's entries in ``tests/snapshots/prose.txt``. An entry whose test or
+parameter is gone makes ``tests/test_prose.py`` fail. ``tests/test_nvrtc_launch.py`` imports ``SCALE``, ``SCALE_KINDS`` and
+``compiled``, and launches ``scale`` on a GPU.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Tests of CUDA C++ on a GPU: loading, launches, capture, threads, clusters, TMA, and the context of a thread.
 
 The context is also tested without a GPU, by a double of the driver. ``prose.raises`` compares the message with the test's entry
-in ``tests/snapshots/prose.txt``.
+in ``tests/snapshots/prose.txt``. An entry whose test or parameter is gone makes ``tests/test_prose.py`` fail.
 """
 
 from __future__ import annotations

@@ -1,8 +1,11 @@
 """Tests of the registry: facts of an operation and its variants, errors for wrong names and cases, costs, copies, and caches.
 
 The fixture ``scale`` registers the toy operation ``scale(x, factor=2.0)`` of ``tests/toys.py`` for one test. It has the variants
-``loop``, ``vector`` (preferred, for at most 1000 elements), ``no_backward`` and ``elsewhere``, which no call can use.
-``prose`` and ``prose.raises`` compare wording with the test's entries in ``tests/snapshots/prose.txt``.
+``loop``, ``vector`` (preferred, for at most 1000 elements), ``no_backward`` and ``elsewhere``, which no call can use. ``prose``
+and ``prose.raises`` compare wording with the test's entries in ``tests/snapshots/prose.txt``. An entry whose test or parameter is
+gone makes ``tests/test_prose.py`` fail.
+
+``make_scale`` registers ``scale``. A test marked ``thorough`` runs in ``make check`` alone.
 """
 
 from __future__ import annotations

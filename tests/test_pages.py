@@ -1,6 +1,9 @@
 """Tests of the built documentation pages: every key and measure of a study is documented, and nothing is cut off in a window.
 
 Also, every exception that a page names exists, every parameter has a text, and the glossary keeps its addresses.
+
+``open_page`` opens a file in a headless Chromium. ``DESKTOP`` is the size of a laptop's window. ``PHONE`` is the size of a
+phone's screen. A test marked ``thorough`` runs in ``make check`` alone.
 """
 
 from __future__ import annotations

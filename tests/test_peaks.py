@@ -1,8 +1,10 @@
 """Tests of measured peaks: sampled several times, cached per software version, and replaced by higher measurements.
 
-The spread of a peak is the relative distance between the first and the third of its fastest samples. Above 0.2 the device
-counts as busy.
-``prose.warns`` is ``pytest.warns`` that also compares the message with the test's entry in ``tests/snapshots/prose.txt``.
+The spread of a peak is the relative distance between the first and the third of its fastest samples. Above 0.2 the device counts
+as busy. ``prose.warns`` is ``pytest.warns`` that also compares the message with the test's entry in
+``tests/snapshots/prose.txt``. An entry whose test or parameter is gone makes ``tests/test_prose.py`` fail.
+
+A test marked ``thorough`` runs in ``make check`` alone.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
 """Tests of measured peaks on a GPU: reads are no slower than copies, read kernels read every byte, and repeats agree.
 
 A survey holds the samples of every method of every quantity. A peak is a rate per second: of bytes, FLOPs or launches.
+
+``own_cache`` is the tests' own cache folder, in place of the user's.
 """
 
 from __future__ import annotations

@@ -1,9 +1,12 @@
 """Tests of plug-ins of other packages: each is loaded separately, and none can break the library.
 
-A plug-in is an entry point of the group ``onelaunch.plugins``. It is loaded at the first look-up of an operation.
-The fixture ``scale`` registers the toy operation ``scale(x, factor=2.0)`` of ``tests/toys.py`` for one test. It has the variants
-``loop``, ``vector`` (preferred, for at most 1000 elements), ``no_backward`` and ``elsewhere``, which no call can use.
-``prose.warns`` is ``pytest.warns`` that also compares the message with the test's entry in ``tests/snapshots/prose.txt``.
+A plug-in is an entry point of the group ``onelaunch.plugins``. It is loaded at the first look-up of an operation. The fixture
+``scale`` registers the toy operation ``scale(x, factor=2.0)`` of ``tests/toys.py`` for one test. It has the variants ``loop``,
+``vector`` (preferred, for at most 1000 elements), ``no_backward`` and ``elsewhere``, which no call can use. ``prose.warns`` is
+``pytest.warns`` that also compares the message with the test's entry in ``tests/snapshots/prose.txt``. An entry whose test or
+parameter is gone makes ``tests/test_prose.py`` fail.
+
+A test marked ``thorough`` runs in ``make check`` alone.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""Choice of the parameters that a test runs with in ``make test``. The others have the marker ``thorough``."""
+"""Choice of the parameters that a test runs with in ``make test``. The others have the marker ``thorough``.
+
+Test files of all folders call it. ``conftest.py`` skips what has the marker, except in ``make check`` and with
+``--update-prose``.
+"""
 
 from __future__ import annotations
 

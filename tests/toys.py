@@ -1,6 +1,6 @@
 """A tiny operation without kernels that scales a vector. It is registered only while a test runs.
 
-The fixture ``scale`` of ``conftest.py`` registers it.
+The fixture ``scale`` of ``conftest.py`` registers it. ``test_operation.py`` tries to register it twice.
 """
 
 from __future__ import annotations

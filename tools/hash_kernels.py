@@ -11,7 +11,8 @@ and exits with 1 unless every variant has the same kernels in both. Both files m
 compilers, which are stored with the digests. ptxas makes different machine code of the same PTX from run to run for some large
 kernels and for sm_100a. Kernels whose digests differ are therefore equal too if their PTX is, again without names and lines.
 
-To hash another source tree of this project, put its ``src`` and root first on ``PYTHONPATH`` and run this file by its path.
+It is run by hand; ``tests/test_hash_kernels.py`` imports it. To hash another source tree of this project, put its ``src`` and
+root first on ``PYTHONPATH`` and run this file by its path.
 """
 
 from __future__ import annotations

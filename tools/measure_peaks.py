@@ -3,7 +3,7 @@
     python tools/measure_peaks.py --device cuda:0 --repeats 3
 
 ``onelaunch doctor --refresh`` measures the same and stores only the fastest method of each quantity. This script also shows the
-other methods, and how much the peaks differ from repeat to repeat. It stores no peaks.
+other methods, and how much the peaks differ from repeat to repeat. It stores no peaks, and is run by hand alone.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Write a headline (study, device, decision and one sentence) for each result of this repository into the package.
 
-With it the package can show what was measured on other devices.
+With it the package can show what was measured on other devices: ``report/headline.py`` quotes it.
 
 Run it from the root of the repository after a result was added or judged again: ``python -m tools.summarize_results``.
+``tests/workbench/test_report_headline.py`` fails if that was forgotten.
 """
 
 from __future__ import annotations

@@ -4,7 +4,8 @@
 
 The script needs the extra ``decode``. It trains an instance of Hugging Face's class, so that the checkpoint has the layout of
 their checkpoints. The seed is fixed. The training text is the standard library of the Python that runs the script. Weights are
-stored in bfloat16. The model card, ``README.md`` in that folder, states the constants below; a test compares them.
+stored in bfloat16. The model card, ``README.md`` in that folder, states the constants below; ``tests/decode/test_tiny_card.py``
+compares them.
 """
 
 from __future__ import annotations

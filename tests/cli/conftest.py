@@ -1,4 +1,7 @@
-"""Fixtures shared by tests of the command line: a way to call it, made-up peaks and results, and a private folder."""
+"""Fixtures shared by tests of the command line: a way to call it, made-up peaks and results, and a private folder.
+
+``known_ceilings`` and ``here`` prepare every test of this folder. ``test_study_show.py`` changes the text :data:`STUDY`.
+"""
 
 from __future__ import annotations
 

@@ -2,7 +2,10 @@
 
 The fixtures are those of ``conftest.py``. ``call`` runs ``onelaunch`` with arguments in this process and returns its exit
 ``code``, its stdout (``out`` with single blanks, ``raw`` unchanged) and its stderr (``err``, ``raw_err``). ``prose`` compares a
-text with its entry in tests/snapshots/prose.txt, whose key is the node id of the test.
+text with its entry in tests/snapshots/prose.txt, whose key is the node id of the test. An entry whose test or parameter is gone
+makes ``tests/test_prose.py`` fail.
+
+A test marked ``thorough`` runs in ``make check`` alone.
 """
 
 from __future__ import annotations

@@ -1,9 +1,12 @@
 """Tests of the command line as a process: its imports, its output streams, and its exit codes.
 
 The fixtures are those of ``conftest.py``. ``call`` runs ``onelaunch`` with arguments in this process and returns its exit
-``code``, its stdout (``out`` with single blanks, ``raw`` unchanged) and its stderr (``err``, ``raw_err``). The automatic
-fixture ``here`` makes the working directory an empty folder, ``tmp_path``, with the study studies/toy-study.toml. ``prose``
-compares a text with its entry in tests/snapshots/prose.txt, whose key is the node id of the test.
+``code``, its stdout (``out`` with single blanks, ``raw`` unchanged) and its stderr (``err``, ``raw_err``). The automatic fixture
+``here`` makes the working directory an empty folder, ``tmp_path``, with the study studies/toy-study.toml. ``prose`` compares a
+text with its entry in tests/snapshots/prose.txt, whose key is the node id of the test. An entry whose test or parameter is gone
+makes ``tests/test_prose.py`` fail.
+
+A test marked ``thorough`` runs in ``make check`` alone. ``thorough_but`` marks all parameters but the named ones ``thorough``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Fixtures for tests of decoding without a GPU: a folder of compiled libraries, weights, and launches emulated in PyTorch."""
+"""Fixtures for tests of decoding without a GPU: a folder of compiled libraries, weights, and launches emulated in PyTorch.
+
+The ``test_*_host.py`` files compile kernels into ``libraries``. Tests of the runtime and of sessions use the other two.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Launches of the decode kernels emulated (played) in PyTorch, and requests that tests run with them on any machine."""
+"""Launches of the decode kernels emulated (played) in PyTorch, and requests that tests run with them on any machine.
+
+``conftest.py`` makes its fixtures with :data:`MODEL` and :class:`Launch`. ``test_runtime.py`` and ``test_session.py`` run
+requests.
+"""
 
 from __future__ import annotations
 

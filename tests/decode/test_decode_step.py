@@ -1,8 +1,12 @@
 """Tests of the operation ``decode_step``: its variants against the oracle, its cost, and the arguments it refuses.
 
 ``Judge.judge`` applies the verification gate: outputs and the new cache rows against a float64 oracle. ``SMALL`` is a float32
-model of two layers, 2 key heads of 32 channels, 300 tokens and 512 positions. ``prose.raises`` compares the message of an
-error with the test's entry in ``tests/snapshots/prose.txt``.
+model of two layers, 2 key heads of 32 channels, 300 tokens and 512 positions. ``prose.raises`` compares the message of an error
+with the test's entry in ``tests/snapshots/prose.txt``. An entry whose test or parameter is gone makes ``tests/test_prose.py``
+fail.
+
+``trivial_answers`` returns trivial outputs, such as zeros, that would pass the gate at a case: there must be none. A test marked
+``thorough`` runs in ``make check`` alone.
 """
 
 from __future__ import annotations

@@ -1,10 +1,17 @@
 """Tests of the decode kernels' own source, run on the CPU.
 
-They cover the shared-memory ring, synchronization, packed weights, products, attention and the choice of the next token.
-Each optimization level of the decode megakernel (``level``) is a variant of ``decode_step``. The emulated machine delays
-CTAs, warps and bulk copies at random, by a seed.
-A plan has a kernel of its own: of a level, a model, a number of CTAs and of KV splits. ``prose.raises`` is ``pytest.raises``
-that also compares the message with the entry of this test in ``tests/snapshots/prose.txt``.
+They cover the shared-memory ring, synchronization, packed weights, products, attention and the choice of the next token. Each
+optimization level of the decode megakernel (``level``) is a variant of ``decode_step``. The emulated machine delays CTAs, warps
+and bulk copies at random, by a seed. A plan has a kernel of its own: of a level, a model, a number of CTAs and of KV splits.
+``prose.raises`` is ``pytest.raises`` that also compares the message with the entry of this test in ``tests/snapshots/prose.txt``.
+An entry whose test or parameter is gone makes ``tests/test_prose.py`` fail.
+
+``libraries`` is a folder in which a test run compiles each library once. ``MODELS`` are small models by name. ``TINY`` is the
+first of ``MODELS``. ``SHARED`` holds numbers of CTAs and KV splits with which CTAs share a key head's queries. ``plan_with``
+returns a level's plan for some CTAs and KV splits. ``weights_and_caches`` returns weights and a KV cache, in bfloat16 and in
+float64. ``HostKernel`` launches a plan's kernel on the emulated GPU. ``set_position`` puts a sequence at a position.
+``phase_times`` reads the profile markers. A test marked ``thorough`` runs in ``make check`` alone. ``thorough_but`` marks all
+parameters but the named ones ``thorough``.
 """
 
 from __future__ import annotations

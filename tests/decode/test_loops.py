@@ -1,8 +1,10 @@
 """Tests of the token loops that studies time in PyTorch's variants.
 
 They check the number of tokens, the first position, and that the tokens of ``Running`` equal those of ``TorchEngine``.
-``Running`` times tokens that stay on the device; ``Served`` times tokens that arrive on the host. ``prose`` compares wording
-with the test's entry in ``tests/snapshots/prose.txt``.
+``Running`` times tokens that stay on the device; ``Served`` times tokens that arrive on the host. ``prose`` compares wording with
+the test's entry in ``tests/snapshots/prose.txt``. An entry whose test or parameter is gone makes ``tests/test_prose.py`` fail.
+
+``SMALL`` is a small float32 model.
 """
 
 from __future__ import annotations

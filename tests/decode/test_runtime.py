@@ -5,7 +5,9 @@ model ``MODEL``. ``alone`` returns the tokens of a request by the eager PyTorch 
 request with a prompt of 3 tokens and one of 40; ``SAMPLED`` is greedy too, unless a test gives it sampling parameters. Each
 optimization level of the decode megakernel (``level``) is a variant of ``decode_step``. The proof of its plan is recorded in the
 cache folder; ``proofs._check`` also caches it in the process. ``prose`` and ``prose.raises`` compare wording with the test's
-entries in ``tests/snapshots/prose.txt``.
+entries in ``tests/snapshots/prose.txt``. An entry whose test or parameter is gone makes ``tests/test_prose.py`` fail.
+
+``SMALL`` is a small float32 model.
 """
 
 from __future__ import annotations

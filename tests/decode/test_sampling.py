@@ -2,9 +2,9 @@
 
 ``warp`` subtracts the largest logit, divides by the temperature, and excludes tokens (-inf) by top-k, top-p and min-p. The token
 with the largest sum of warped logit and Gumbel noise is drawn. The noise is computed from a hash of seed, position and token.
-``Sampler`` does both for one sequence: ``sampler(logits, position)`` returns the token ``[1]`` at that position.
-``prose.raises`` is ``pytest.raises`` that also compares the message with the entry of this test in
-``tests/snapshots/prose.txt``.
+``Sampler`` does both for one sequence: ``sampler(logits, position)`` returns the token ``[1]`` at that position. ``prose.raises``
+is ``pytest.raises`` that also compares the message with the entry of this test in ``tests/snapshots/prose.txt``. An entry whose
+test or parameter is gone makes ``tests/test_prose.py`` fail.
 """
 
 from __future__ import annotations

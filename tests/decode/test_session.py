@@ -5,7 +5,8 @@ launches of the variant ``streaming``, and ``weights`` are those of its small mo
 request by the eager PyTorch engine, as the reference. ``GREEDY`` holds a request with a prompt of 3 tokens and one of 40;
 ``SAMPLED`` is greedy too, unless a test gives it sampling parameters. ``CHOICES`` are sampling parameters. ``Pending`` is a
 deferred copy to the host; its ``wait`` raises the error of a launch. A kernel stalls if one of its waits times out. ``prose`` and
-``prose.raises`` compare wording with the test's entries in ``tests/snapshots/prose.txt``.
+``prose.raises`` compare wording with the test's entries in ``tests/snapshots/prose.txt``. An entry whose test or parameter is
+gone makes ``tests/test_prose.py`` fail.
 """
 
 from __future__ import annotations

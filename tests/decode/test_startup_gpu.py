@@ -1,6 +1,8 @@
 """Tests of the time until ``onelaunch generate`` writes its first tokens in a new process, at a first and at later starts.
 
 The time includes imports.
+
+``device`` is the first GPU, or the CPU. ``write`` writes weights and configuration as a Hugging Face folder.
 """
 
 from __future__ import annotations

@@ -1,6 +1,9 @@
 """Tests of streaming text: characters and stop strings that span several tokens, prompts, and chat templates.
 
-``prose.raises`` compares the message of an error with the test's entry in ``tests/snapshots/prose.txt``.
+``prose.raises`` compares the message of an error with the test's entry in ``tests/snapshots/prose.txt``. An entry whose test or
+parameter is gone makes ``tests/test_prose.py`` fail.
+
+``SMALL`` is a small float32 model.
 """
 
 from __future__ import annotations

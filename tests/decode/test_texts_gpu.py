@@ -1,6 +1,8 @@
 """Tests of sequences that the decode kernels generate on a GPU through the public API, against transformers and the oracle.
 
 Each optimization level of the decode megakernel (``level``) is a variant of ``decode_step``.
+
+``device`` is the first GPU, or the CPU.
 """
 
 from __future__ import annotations

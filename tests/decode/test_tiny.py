@@ -1,4 +1,7 @@
-"""Tests of the bundled model: a real, trained model that is small enough for every machine."""
+"""Tests of the bundled model: a real, trained model that is small enough for every machine.
+
+A test marked ``thorough`` runs in ``make check`` alone.
+"""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 The stand-in kernels are launched in both of the ways that a real kernel is. Triton's way calls :meth:`Kernel.run` with tensors.
 The driver's way gets the addresses of a launch configuration and of the parameters, as ``cuLaunchKernelEx`` does, and reads them
-from memory. The tests of plans that need no GPU use it.
+from memory. The tests of plans and of call sites that need no GPU use it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Tests that kernels are compiled ahead into the caches in which launches find them. No GPU is needed: only code is compiled."""
+"""Tests that kernels are compiled ahead into the caches in which launches find them. No GPU is needed: only code is compiled.
+
+A test marked ``thorough`` runs in ``make check`` alone.
+"""
 
 from __future__ import annotations
 

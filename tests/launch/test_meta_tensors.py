@@ -1,4 +1,7 @@
-"""Tests of tensors without memory: they look as real ones do, and calls on them launch the same kernels."""
+"""Tests of tensors without memory: they look as real ones do, and calls on them launch the same kernels.
+
+A test marked ``thorough`` runs in ``make check`` alone.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
 """Tests of plans: recorded calls that are replayed with other tensors, streams and threads, and calls that are not replayed.
 
 They run on CPU memory with stand-in kernels, see ``replayed.py``. ``test_plan_gpu.py`` has the tests on a GPU.
+
+``machine`` replaces the GPU's driver by a stand-in. ``Kernel`` is a stand-in kernel, computed by a Python function.
 """
 
 from __future__ import annotations

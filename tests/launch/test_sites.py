@@ -1,4 +1,7 @@
-"""Tests of call sites: taped calls whose forward passes are replayed without a look-up, for the right tensors only."""
+"""Tests of call sites: taped calls whose forward passes are replayed without a look-up, for the right tensors only.
+
+``machine`` replaces the GPU's driver by a stand-in. ``Kernel`` is a stand-in kernel, computed by a Python function.
+"""
 
 from __future__ import annotations
 

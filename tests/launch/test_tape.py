@@ -1,6 +1,9 @@
 """Tests of tapes: calls of operations with gradients, and calls on a CPU, that are repeated without dispatch.
 
 Of the checks a repeated call makes only those that read values (``check_always``).
+
+``scale`` registers the toy operation ``scale`` of ``tests/toys.py`` for one test. A test marked ``thorough`` runs in ``make
+check`` alone.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Definitions of the layers, step by step and head by head, with separate weights. Tests call them with float64 tensors.
+"""Definitions of the layers, step by step and head by head, with separate weights.
+
+Tests of this folder call them with float64 tensors, those of most layers through :func:`tests.nn.layers.make`.
 
 A definition is given the module, whose sizes and options it reads, the weights by state-dict name (:func:`weights_of`), and x.
 """

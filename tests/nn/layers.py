@@ -1,4 +1,7 @@
-"""Small layers shared by tests: one of each kind, and one for every argument that changes the computation."""
+"""Small layers shared by tests of this folder: one of each kind, and one for every argument that changes the computation.
+
+``tests/ops/test_gla_heads.py`` takes the tolerance :data:`ROUNDING`.
+"""
 
 from __future__ import annotations
 

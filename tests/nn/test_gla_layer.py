@@ -2,6 +2,8 @@
 
 Without a cache the module calls ``gla_layer``, for which the dispatcher chooses "composed" on a CPU. With a cache it calls
 ``projections`` twice, ``gla`` and ``output_chain`` one by one, as "composed" does.
+
+``make`` returns a small layer, and its definition. ``D`` is the number of columns of x.
 """
 
 from __future__ import annotations

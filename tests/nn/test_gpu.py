@@ -1,4 +1,7 @@
-"""Test on a GPU that a decoding step of ``GatedLinearAttention`` takes few launches and can be captured in a CUDA graph."""
+"""Test on a GPU that a decoding step of ``GatedLinearAttention`` takes few launches and can be captured in a CUDA graph.
+
+``device`` is the first GPU, or the CPU.
+"""
 
 from __future__ import annotations
 

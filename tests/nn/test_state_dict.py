@@ -2,7 +2,10 @@
 
 ``make(name)`` returns a small layer, and its definition, which is not used here.
 
-``prose.raises`` is ``pytest.raises`` that also compares the message with the entry of this test in tests/snapshots/prose.txt.
+``prose.raises`` is ``pytest.raises`` that also compares the message with the entry of this test in tests/snapshots/prose.txt. An
+entry whose test or parameter is gone makes ``tests/test_prose.py`` fail.
+
+``NAMES`` are the names of all small layers of the tests. ``D`` is the number of columns of x.
 """
 
 from __future__ import annotations

@@ -2,7 +2,10 @@
 
 ``error`` is the norm of a difference, relative to that of the true values.
 
-``prose.raises`` is ``pytest.raises`` that also compares the message with the entry of this test in tests/snapshots/prose.txt.
+``prose.raises`` is ``pytest.raises`` that also compares the message with the entry of this test in tests/snapshots/prose.txt. An
+entry whose test or parameter is gone makes ``tests/test_prose.py`` fail.
+
+``weights_of`` returns a module's state dict in float64. ``ACTIVATIONS`` are activations by name, written out.
 """
 
 from __future__ import annotations

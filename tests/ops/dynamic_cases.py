@@ -1,4 +1,7 @@
-"""Calls of every operation and layer with sizes that differ from call to call, for tests of code that is compiled once."""
+"""Calls of every operation and layer with sizes that differ from call to call, for tests of code that is compiled once.
+
+``test_dynamic_shapes.py`` uses it.
+"""
 
 from __future__ import annotations
 

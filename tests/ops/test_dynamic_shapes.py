@@ -1,4 +1,10 @@
-"""Tests that ``torch.compile`` compiles operations and layers once for many batch sizes and numbers of steps."""
+"""Tests that ``torch.compile`` compiles operations and layers once for many batch sizes and numbers of steps.
+
+``CALLS`` are calls of operations by name. ``LAYERS`` are layers by name. ``SIZES`` are batch sizes with numbers of steps.
+``results_of`` returns the tensors that a call returns. ``with_gradients`` returns them with the gradients of a weighted sum. A
+test marked ``thorough`` runs in ``make check`` alone, and one marked ``interpret`` runs in Triton's interpreter, with
+TRITON_INTERPRET=1. ``thorough_but`` marks all parameters but the named ones ``thorough``.
+"""
 
 from __future__ import annotations
 

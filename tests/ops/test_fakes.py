@@ -1,6 +1,8 @@
 """Tests that the empty results which tracers get from an operator equal those of the function that launches the kernels.
 
 That function runs on fake tensors of a pretended Hopper GPU, with its launches recorded instead of run.
+
+A test marked ``thorough`` runs in ``make check`` alone.
 """
 
 from __future__ import annotations

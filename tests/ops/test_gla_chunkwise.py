@@ -3,6 +3,9 @@
 ``assert_near`` bounds the norm of each error, relative to that of the expected values; ``results`` returns a variant's results
 and gradients by name. ``arguments_of(GLA)`` makes float32 arguments with B = 2, T = 9, H = 2, K = 20 and V = 16, unless others
 are given.
+
+``pytorch_variants`` are the variants of plain PyTorch. ``differentiable`` returns the arguments that take gradients.
+``weights_like`` returns the weights of a loss, different for each element.
 """
 
 from __future__ import annotations

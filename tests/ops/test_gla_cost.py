@@ -2,7 +2,10 @@
 
 The peer is the variant "fla", which calls the package flash-linear-attention. Tests of it need neither package nor GPU.
 
-``prose(text)`` compares a test's texts, in the order of its calls, with its entries in tests/snapshots/prose.txt.
+``prose(text)`` compares a test's texts, in the order of its calls, with its entries in tests/snapshots/prose.txt. An entry whose
+test or parameter is gone makes ``tests/test_prose.py`` fail.
+
+``arguments_of`` makes small random arguments on the CPU.
 """
 
 from __future__ import annotations

@@ -3,7 +3,14 @@
 Expected results are those of a call whose heads are repeated by the caller, or the oracle's. ``assert_near`` bounds the norm of
 each error, relative to that of the expected values; ``results`` returns a variant's results and gradients by name.
 
-``prose.raises`` is ``pytest.raises`` that also compares the message with the entry of this test in tests/snapshots/prose.txt.
+``prose.raises`` is ``pytest.raises`` that also compares the message with the entry of this test in tests/snapshots/prose.txt. An
+entry whose test or parameter is gone makes ``tests/test_prose.py`` fail.
+
+``device`` is the first GPU, or the CPU. ``arguments_of`` makes small random arguments on the CPU. ``pytorch_variants`` are the
+variants of plain PyTorch. ``assert_correct`` applies the whole verification gate, forward and with gradients.
+``assert_one_call_correct`` checks the errors of one call, and that it writes all elements. ``ROUNDING`` is the tolerance between
+float32 calls that split time differently. A test marked ``interpret`` runs in Triton's interpreter, with TRITON_INTERPRET=1.
+``thorough_but`` marks all parameters but the named ones ``thorough``: they run in ``make check`` alone.
 """
 
 from __future__ import annotations

@@ -3,6 +3,11 @@
 The sources of the kernels run on any machine through the emulation in gluon_on_cpu.py, and the kernels are compiled. On a Hopper
 GPU results are judged against the float64 oracle. ``assert_near`` bounds the norm of each error, relative
 to that of the expected values; ``results`` returns a variant's results and gradients by name.
+
+``device`` is the first GPU, or the CPU. ``arguments_of`` makes small random arguments on the CPU. ``assert_correct`` applies the
+whole verification gate, forward and with gradients. ``assert_ok`` requires a verdict of the gate to be right. ``emulate``
+replaces the kernels by their emulation for a test. ``grouped`` returns the options of a form of shared heads. ``FORMS`` are forms
+of shared heads by name. A test marked ``thorough`` runs in ``make check`` alone.
 """
 
 from __future__ import annotations

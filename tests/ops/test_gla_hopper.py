@@ -5,6 +5,10 @@ Results of the PyTorch variant "recurrent", a loop over time, are the expected o
 
 ``assert_near`` bounds the norm of each error, relative to that of the expected values; ``results`` returns a variant's results
 and gradients by name.
+
+``device`` is the first GPU, or the CPU. ``arguments_of`` makes small random arguments on the CPU. ``assert_correct`` applies the
+whole verification gate, forward and with gradients. ``assert_ok`` requires a verdict of the gate to be right. ``differentiable``
+returns the arguments that take gradients.
 """
 
 from __future__ import annotations

@@ -2,6 +2,9 @@
 
 ``assert_correct`` judges results and gradients against the float64 reference. Tests without a GPU check how sizes are padded, how
 tensors are described to TMA, and that kernels of padded sizes compile without spilled registers.
+
+``device`` is the first GPU, or the CPU. ``assert_near`` bounds the norm of each error, relative to that of the expected values. A
+test marked ``thorough`` runs in ``make check`` alone, and one marked ``every`` runs with ``--architectures=every`` alone.
 """
 
 from __future__ import annotations

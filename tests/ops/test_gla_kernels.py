@@ -8,7 +8,16 @@ To examine one call by hand: ``assert_correct(GLA, GLA.case("bfloat16", B=1, T=3
 ``assert_near`` bounds the norm of each error, relative to that of the expected values; ``results`` returns a variant's results
 and gradients by name.
 
-``prose.raises`` is ``pytest.raises`` that also compares the message with the entry of this test in tests/snapshots/prose.txt.
+``prose.raises`` is ``pytest.raises`` that also compares the message with the entry of this test in tests/snapshots/prose.txt. An
+entry whose test or parameter is gone makes ``tests/test_prose.py`` fail.
+
+``device`` is the first GPU, or the CPU. ``GLA_HARD`` are the probes of ``gla`` and longer cases, by name. ``GLA_SHORT`` are the
+cases of ``gla`` for Triton's interpreter. ``case_of`` returns a listed case by its name. ``arguments_of`` makes small random
+arguments on the CPU. ``triton_variants`` are the variants with kernels of our own for any GPU. ``variants_by_case`` parametrizes
+a test over variants and names of cases. ``assert_one_call_correct`` checks the errors of one call, and that it writes all
+elements. ``differentiable`` returns the arguments that take gradients. A test marked ``thorough`` runs in ``make check`` alone,
+and one marked ``interpret`` runs in Triton's interpreter, with TRITON_INTERPRET=1. ``thorough_but`` marks all parameters but the
+named ones ``thorough``.
 """
 
 from __future__ import annotations

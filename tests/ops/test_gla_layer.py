@@ -3,6 +3,13 @@
 ``assert_near`` bounds the norm of each error, relative to that of the expected values; ``results`` returns a variant's results
 and gradients by name. ``made()`` makes float32 arguments with B = 2, T = 9, D = 40, H = 2, K = 16 and V = 20, unless others are
 given.
+
+``pytorch_variants`` are the variants of plain PyTorch. ``assert_correct`` applies the whole verification gate, forward and with
+gradients. ``assert_compiled_correct`` applies the gate to the ``torch.compile`` variant, in training. ``differentiable`` returns
+the arguments that take gradients. ``trivial_answers`` returns trivial outputs, such as zeros, that would pass the gate at a case:
+there must be none. ``CASES`` are the probes of ``gla_layer``, by name. ``TENSORS`` names the tensor arguments in their order.
+``case_of`` returns a case by its name. A test marked ``thorough`` runs in ``make check`` alone. ``thorough_but`` marks all
+parameters but the named ones ``thorough``.
 """
 
 from __future__ import annotations

@@ -5,6 +5,9 @@ that enter chunks for the backward pass. :func:`by_parts` runs the same kernels 
 takes the gradients of a loss that weighs every element differently.
 
 ``assert_near`` bounds the norm of each error, relative to that of the expected values.
+
+``device`` is the first GPU, or the CPU. ``assert_ok`` requires a verdict of the gate to be right. ``differentiable`` returns the
+arguments that take gradients. ``TENSORS`` names the tensor arguments in their order.
 """
 
 from __future__ import annotations

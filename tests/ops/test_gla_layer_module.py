@@ -1,4 +1,7 @@
-"""Tests of the variant ``module`` of ``gla_layer``, which calls the layer as people do."""
+"""Tests of the variant ``module`` of ``gla_layer``, which calls the layer as people do.
+
+``differentiable`` returns the arguments that take gradients. ``made`` makes small random arguments.
+"""
 
 from __future__ import annotations
 

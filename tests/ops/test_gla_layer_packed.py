@@ -5,8 +5,15 @@ They cover every use of autograd, the calls that the variant refuses, and the me
 ``assert_near`` bounds the norm of each error, relative to that of the expected values. ``made()`` makes float32 arguments with
 B = 2, T = 9, D = 40, H = 2, K = 16 and V = 20, unless others are given.
 
-``prose(text)`` compares a test's texts, in the order of its calls, with its entries in tests/snapshots/prose.txt.
-``prose.raises`` does so with the message of an error, and otherwise is ``pytest.raises``.
+``prose(text)`` compares a test's texts, in the order of its calls, with its entries in tests/snapshots/prose.txt. An entry whose
+test or parameter is gone makes ``tests/test_prose.py`` fail. ``prose.raises`` does so with the message of an error, and otherwise
+is ``pytest.raises``.
+
+``assert_one_call_correct`` checks the errors of one call, and that it writes all elements. ``differentiable`` returns the
+arguments that take gradients. ``weights_like`` returns the weights of a loss, different for each element. ``CASES`` are the
+probes of ``gla_layer``, by name. ``SMALL`` is the small case's sizes. ``TENSORS`` names the tensor arguments in their order.
+``case_of`` returns a case by its name. A test marked ``thorough`` runs in ``make check`` alone, and one marked ``interpret`` runs
+in Triton's interpreter, with TRITON_INTERPRET=1.
 """
 
 from __future__ import annotations

@@ -4,6 +4,14 @@ They cover compiled kernels against the oracle, CUDA graphs, streams, sizes beyo
 
 ``assert_near`` bounds the norm of each error, relative to that of the expected values; ``results`` returns a variant's results
 and gradients by name.
+
+``OPERATIONS`` are ``gated_scan``, ``linear_rnn`` and ``gla``. ``BOTH`` are the directions: forward, and forward with gradients.
+``HARD`` are the probes of the scans and longer cases, by name. ``GLA_HARD`` are the probes of ``gla`` and longer cases, by name.
+``case_of`` returns a listed case by its name. ``decay_of`` names an operation's log-decay argument. ``pytorch_variants`` are the
+variants of plain PyTorch. ``triton_variants`` are the variants with kernels of our own for any GPU. ``variants_by_case``
+parametrizes a test over variants and names of cases. ``assert_correct`` applies the whole verification gate, forward and with
+gradients. ``differentiable`` returns the arguments that take gradients. ``weights_like`` returns the weights of a loss, different
+for each element.
 """
 
 from __future__ import annotations

@@ -5,6 +5,10 @@ calls that it does not take. ``made`` returns random arguments on the GPU, and `
 
 ``assert_near`` bounds the norm of each error, relative to that of the expected values; ``results`` returns a variant's results
 and gradients by name.
+
+``device`` is the first GPU, or the CPU. ``STATES`` are the options with an initial and a final state. ``arguments_of`` makes
+small random arguments on the CPU. ``assert_correct`` applies the whole verification gate, forward and with gradients.
+``differentiable`` returns the arguments that take gradients. ``assert_same_bits`` requires equal bits.
 """
 
 from __future__ import annotations

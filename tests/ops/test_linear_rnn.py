@@ -3,7 +3,18 @@
 ``assert_near`` bounds the norm of each error, relative to that of the expected values. ``arguments_of`` makes float32 arguments
 with B = 2, T = 9, D = 5 and V = 6, unless others are given.
 
-``prose.raises`` is ``pytest.raises`` that also compares the message with the entry of this test in tests/snapshots/prose.txt.
+``prose.raises`` is ``pytest.raises`` that also compares the message with the entry of this test in tests/snapshots/prose.txt. An
+entry whose test or parameter is gone makes ``tests/test_prose.py`` fail.
+
+``BOTH`` are the directions: forward, and forward with gradients. ``HARD`` are the probes of the scans and longer cases, by name.
+``SHORT`` are the cases for Triton's interpreter, by name. ``STATES`` are the options with an initial and a final state.
+``NO_STATES`` are the options without states. ``case_of`` returns a listed case by its name. ``pytorch_variants`` are the variants
+of plain PyTorch. ``triton_variants`` are the variants with kernels of our own for any GPU. ``variants_by_case`` parametrizes a
+test over variants and names of cases. ``pytorch_variants_by_case`` parametrizes a test over the variants of plain PyTorch and
+names of cases. ``assert_compiled_correct`` applies the gate to the ``torch.compile`` variant, in training.
+``assert_one_call_correct`` checks the errors of one call, and that it writes all elements. ``assert_ok`` requires a verdict of
+the gate to be right. A test marked ``thorough`` runs in ``make check`` alone, and one marked ``interpret`` runs in Triton's
+interpreter, with TRITON_INTERPRET=1. ``thorough_but`` marks all parameters but the named ones ``thorough``.
 """
 
 from __future__ import annotations

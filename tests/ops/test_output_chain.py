@@ -6,7 +6,15 @@ Every head of a token is normalized and multiplied by silu(gate); then all heads
 and gradients by name. ``made()`` makes float32 arguments with B = 2, T = 9, H = 3, V = 20, D = 40 and a bias, unless others are
 given.
 
-``prose.raises`` is ``pytest.raises`` that also compares the message with the entry of this test in tests/snapshots/prose.txt.
+``prose.raises`` is ``pytest.raises`` that also compares the message with the entry of this test in tests/snapshots/prose.txt. An
+entry whose test or parameter is gone makes ``tests/test_prose.py`` fail.
+
+``pytorch_variants`` are the variants of plain PyTorch. ``assert_correct`` applies the whole verification gate, forward and with
+gradients. ``assert_compiled_correct`` applies the gate to the ``torch.compile`` variant, in training. ``differentiable`` returns
+the arguments that take gradients. ``trivial_answers`` returns trivial outputs, such as zeros, that would pass the gate at a case:
+there must be none. ``flat`` reshapes the leading dimensions. ``packed_gate`` makes a gate by ``projections``. ``CASES`` are the
+probes of ``output_chain`` and longer cases, by name. ``SMALL`` is the small case's sizes. ``TENSORS`` names the tensor arguments
+in their order. ``case_of`` returns a case by its name. A test marked ``thorough`` runs in ``make check`` alone.
 """
 
 from __future__ import annotations

@@ -4,7 +4,16 @@
 and gradients by name. ``made()`` makes float32 arguments with B = 2, T = 9, H = 3, V = 20, D = 40 and a bias, unless others are
 given.
 
-``prose(text)`` compares a test's texts, in the order of its calls, with its entries in tests/snapshots/prose.txt.
+``prose(text)`` compares a test's texts, in the order of its calls, with its entries in tests/snapshots/prose.txt. An entry whose
+test or parameter is gone makes ``tests/test_prose.py`` fail.
+
+``device`` is the first GPU, or the CPU. ``BOTH`` are the directions: forward, and forward with gradients. ``triton_variants`` are
+the variants with kernels of our own for any GPU. ``assert_one_call_correct`` checks the errors of one call, and that it writes
+all elements. ``assert_ok`` requires a verdict of the gate to be right. ``differentiable`` returns the arguments that take
+gradients. ``flat`` reshapes the leading dimensions. ``packed_gate`` makes a gate by ``projections``. ``CASES`` are the probes of
+``output_chain`` and longer cases, by name. ``SHORT`` are the cases for Triton's interpreter. ``SMALL`` is the small case's sizes.
+``TENSORS`` names the tensor arguments in their order. ``case_of`` returns a case by its name. A test marked ``thorough`` runs in
+``make check`` alone, and one marked ``interpret`` runs in Triton's interpreter, with TRITON_INTERPRET=1.
 """
 
 from __future__ import annotations

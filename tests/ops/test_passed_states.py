@@ -3,6 +3,11 @@
 The pieces are judged as one call: their outputs side by side, the last state, and the gradients that flow back through all
 passed states are compared with the oracle of the whole sequence, by the error limits of the verification gate. A small case of
 each operation runs on a CPU, interpreted where the variant is a kernel; real sizes run on a GPU.
+
+``OPERATIONS`` are ``gated_scan``, ``linear_rnn`` and ``gla``. ``BOTH`` are the directions: forward, and forward with gradients.
+``pytorch_variants`` are the variants of plain PyTorch. ``triton_variants`` are the variants with kernels of our own for any GPU.
+``assert_ok`` requires a verdict of the gate to be right. A test marked ``interpret`` runs in Triton's interpreter, with
+TRITON_INTERPRET=1. ``thorough_but`` marks all parameters but the named ones ``thorough``: they run in ``make check`` alone.
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 The GPU then preempts CTAs and resumes them. Triton once gave the memory of an mbarrier, after its last use, to data that warps
 exchange. With several processes such data changed, so gradients differed from call to call or an illegal instruction followed.
+
+``device`` is the first GPU, or the CPU.
 """
 
 from __future__ import annotations

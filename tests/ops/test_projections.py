@@ -7,7 +7,14 @@ One product of x with a packed weight gives the columns of all segments, each wi
 and gradients by name. ``made()`` makes float32 arguments with B = 2, T = 9, D = 40, H = 3, K = 20 and V = 12, unless others are
 given.
 
-``prose.raises`` is ``pytest.raises`` that also compares the message with the entry of this test in tests/snapshots/prose.txt.
+``prose.raises`` is ``pytest.raises`` that also compares the message with the entry of this test in tests/snapshots/prose.txt. An
+entry whose test or parameter is gone makes ``tests/test_prose.py`` fail.
+
+``pytorch_variants`` are the variants of plain PyTorch. ``assert_correct`` applies the whole verification gate, forward and with
+gradients. ``assert_compiled_correct`` applies the gate to the ``torch.compile`` variant, in training. ``trivial_answers`` returns
+trivial outputs, such as zeros, that would pass the gate at a case: there must be none. ``CASES`` are the probes of
+``projections`` and longer cases, by name. ``SMALL`` is the small case's sizes. ``case_of`` returns a case by its name. A test
+marked ``thorough`` runs in ``make check`` alone.
 """
 
 from __future__ import annotations

@@ -4,8 +4,10 @@
 ``of_every_kind()`` makes arguments with x ``[2, 5, 12]`` and the segments ``EVERY``: q, k, gate, decay and gk, of the widths
 20, 15, 14, 3 and 18.
 
-``prose.raises`` is ``pytest.raises`` that also compares the message with the entry of this test in
-``tests/snapshots/prose.txt``.
+``prose.raises`` is ``pytest.raises`` that also compares the message with the entry of this test in ``tests/snapshots/prose.txt``.
+An entry whose test or parameter is gone makes ``tests/test_prose.py`` fail.
+
+``CASES`` are the probes of ``projections`` and longer cases, by name. ``case_of`` returns a case by its name.
 """
 
 from __future__ import annotations

@@ -3,9 +3,12 @@
 The variants differ in which operand a cluster of two CTAs loads once for both (``MULTICAST``): "nothing", "a" or "b", where A
 are the rows of x and B those of the weight.
 
-``prose(text)`` compares a test's texts, in the order of its calls, with its entries in tests/snapshots/prose.txt.
+``prose(text)`` compares a test's texts, in the order of its calls, with its entries in tests/snapshots/prose.txt. An entry whose
+test or parameter is gone makes ``tests/test_prose.py`` fail.
 
 ``judge`` applies the whole verification gate of the workbench, and ``assert_ok`` requires its verdict to be right.
+
+``device`` is the first GPU, or the CPU. ``BOTH`` are the directions: forward, and forward with gradients.
 """
 
 from __future__ import annotations

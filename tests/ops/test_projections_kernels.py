@@ -4,7 +4,15 @@
 and gradients by name. ``of_every_kind()`` makes arguments with x ``[2, 5, 12]`` and the segments ``EVERY``: q, k, gate, decay
 and gk, of the widths 20, 15, 14, 3 and 18.
 
-``prose(text)`` compares a test's texts, in the order of its calls, with its entries in tests/snapshots/prose.txt.
+``prose(text)`` compares a test's texts, in the order of its calls, with its entries in tests/snapshots/prose.txt. An entry whose
+test or parameter is gone makes ``tests/test_prose.py`` fail.
+
+``device`` is the first GPU, or the CPU. ``BOTH`` are the directions: forward, and forward with gradients. ``triton_variants`` are
+the variants with kernels of our own for any GPU. ``assert_one_call_correct`` checks the errors of one call, and that it writes
+all elements. ``assert_ok`` requires a verdict of the gate to be right. ``check_packing`` requires packed segments to equal a call
+for each. ``CASES`` are the probes of ``projections`` and longer cases, by name. ``SHORT`` are the cases for Triton's interpreter.
+``SMALL`` is the small case's sizes. ``case_of`` returns a case by its name. A test marked ``thorough`` runs in ``make check``
+alone, and one marked ``interpret`` runs in Triton's interpreter, with TRITON_INTERPRET=1.
 """
 
 from __future__ import annotations

@@ -2,7 +2,10 @@
 
 Its kernel is for Blackwell's block-scaled matrix instruction, which the fixture ``emulated`` replaces.
 
-``prose(text)`` compares a test's texts, in the order of its calls, with its entries in tests/snapshots/prose.txt.
+``prose(text)`` compares a test's texts, in the order of its calls, with its entries in tests/snapshots/prose.txt. An entry whose
+test or parameter is gone makes ``tests/test_prose.py`` fail.
+
+A test marked ``interpret`` runs in Triton's interpreter, with TRITON_INTERPRET=1.
 """
 
 from __future__ import annotations

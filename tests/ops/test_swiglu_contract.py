@@ -4,8 +4,10 @@ The query (``operation.Query``) is the key by which the dispatcher picks a varia
 
 ``made()`` makes float32 arguments with M = 6, N = 16 and K = 32, unless others are given.
 
-``prose.raises`` is ``pytest.raises`` that also compares the message with the entry of this test in
-``tests/snapshots/prose.txt``.
+``prose.raises`` is ``pytest.raises`` that also compares the message with the entry of this test in ``tests/snapshots/prose.txt``.
+An entry whose test or parameter is gone makes ``tests/test_prose.py`` fail.
+
+``CASES`` are the probes of ``swiglu``, by name. ``case_of`` returns a case by its name.
 """
 
 from __future__ import annotations

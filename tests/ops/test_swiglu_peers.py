@@ -2,7 +2,8 @@
 
 A peer is a variant that calls another project's package, here Liger or QuACK.
 
-``prose(text)`` compares a test's texts, in the order of its calls, with its entries in tests/snapshots/prose.txt.
+``prose(text)`` compares a test's texts, in the order of its calls, with its entries in tests/snapshots/prose.txt. An entry whose
+test or parameter is gone makes ``tests/test_prose.py`` fail.
 """
 
 from __future__ import annotations

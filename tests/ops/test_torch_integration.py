@@ -1,6 +1,15 @@
 """Tests of the scans and ``gla`` with PyTorch's features (torch.compile, autocast, strides, autograd), and of ``auto``.
 
 ``assert_near`` bounds errors by norm; ``results`` names results and gradients; ``prose.raises`` compares messages with prose.txt.
+An entry whose test or parameter is gone makes ``tests/test_prose.py`` fail.
+
+``OPERATIONS`` are ``gated_scan``, ``linear_rnn`` and ``gla``. ``arguments_of`` makes small random arguments on the CPU. ``small``
+makes the arguments of a call with few steps and both states. ``first_of`` names an operation's first argument. ``decay_of`` names
+an operation's log-decay argument. ``pytorch_variants`` are the variants of plain PyTorch. ``triton_variants`` are the variants
+with kernels of our own for any GPU. ``stepwise_baseline`` is the loop over steps in PyTorch. ``differentiable`` returns the
+arguments that take gradients. ``weights_like`` returns the weights of a loss, different for each element. A test marked
+``thorough`` runs in ``make check`` alone, and one marked ``interpret`` runs in Triton's interpreter, with TRITON_INTERPRET=1.
+``thorough_but`` marks all parameters but the named ones ``thorough``.
 """
 
 from __future__ import annotations

@@ -2,7 +2,9 @@
 
 Matplotlib takes a tenth of a second per plot, and a page may have dozens. :func:`draw_once` makes results of equal cache keys
 share their plots. :func:`keep_texts_alone` gives plots that consist of their texts.
-:func:`onelaunch.workbench.report.plots.plots` itself draws all of a plot, except after :func:`keep_texts_alone`.
+:func:`onelaunch.workbench.report.plots.plots` itself draws all of a plot, except after :func:`keep_texts_alone`. The first is for
+all tests of this folder (``conftest.py``), the second for those of commands and of the headline. ``test_report_plots.py`` checks
+that no plot shows what the cache key leaves out.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""A result whose names and texts end with strings of an attacker, for tests that no form of a report is injected by them."""
+"""A result whose names and texts end with strings of an attacker, for tests that no form of a report is injected by them.
+
+``test_report_safety.py`` reads the reports, and ``test_report_browser.py`` opens one.
+"""
 
 from __future__ import annotations
 

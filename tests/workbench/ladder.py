@@ -1,7 +1,8 @@
 """An operation with costs and tags that never runs, to test plans, criteria and decisions with numbers computed by hand.
 
 It is a layer of a matrix product and two elementwise steps over ``[N, V]`` in float16. Per row and channel, three launches move
-8 bytes, two move 6 and one moves 4. :func:`measured` makes a result of measurements with made-up times.
+8 bytes, two move 6 and one moves 4. :func:`measured` makes a result of measurements with made-up times. Tests of declared studies
+take only its :data:`RATES`, and ``tests/test_fuzz.py`` changes results and declarations of it at random.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Made-up but realistic results, for tests of code that reads results. Only the figures in ``NOTES`` were ever measured.
 
 A result holds shapes, one :class:`Cell` (measurement) per shape, direction and variant, and criteria with their outcomes. The
-outcomes' sentences and numbers are made up as well, and were not computed from the times.
+outcomes' sentences and numbers are made up as well, and were not computed from the times. Tests of reports, of stored results and
+of ``onelaunch study`` use them.
 """
 
 from __future__ import annotations

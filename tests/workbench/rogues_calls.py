@@ -2,7 +2,7 @@
 
 Many are right in a single call with fresh contiguous inputs, and wrong as a model calls them. Others return wrong elements or
 another kind of result in every call. ``other_bits`` and ``refuses_views`` are right: they pass with notes. Each is registered
-only while a test uses it, with :func:`registered`.
+only while a test uses it, with :func:`registered`: a test of the gate, of peers outside it, or of what a run asks once.
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 ``rogues_calls`` has the variants. Each test is named after what a careless author did. ``registered`` makes one a variant of
 ``toy_sum``, the operation of ``toy.py``, for a test.
+
+``toy_case`` returns a small case of ``toy_sum``. ``HONEST`` are the correct variants of ``toy_sum``.
 """
 
 from __future__ import annotations

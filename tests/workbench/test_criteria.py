@@ -3,7 +3,9 @@
 Measurements are made up by ``ladder.py``. ``ok_cell(variant, microseconds)`` is a correct one at the shape ``mega``, whose
 roofline bound is 4 us, in 20 rounds that vary by the fraction ``spread``. ``bad_cell`` failed. The baseline is ``three``, and
 ``product`` a control. ``prose`` compares the evidence with its entry in tests/snapshots/prose.txt, whose key is the node id of
-the test.
+the test. An entry whose test or parameter is gone makes ``tests/test_prose.py`` fail.
+
+``MEGA`` is a shape of full scale.
 """
 
 from __future__ import annotations

@@ -3,7 +3,9 @@
 Measurements are made up by ``ladder.py``. ``ok_cell(variant, microseconds)`` is a correct one at the shape ``mega``; three
 launches move 8 MB there, two 6 and one 4, at 1 us per MB and 0.5 us per launch. ``bad_cell`` failed. The baseline is ``three``,
 and ``product`` a control. ``prose`` compares sentences with their entry in tests/snapshots/prose.txt, whose key is the node id of
-the test.
+the test. An entry whose test or parameter is gone makes ``tests/test_prose.py`` fail.
+
+``MEGA`` is a shape of full scale. ``TINY`` is a shape of small scale.
 """
 
 from __future__ import annotations

@@ -1,8 +1,12 @@
 """Tests of what limits a decision: criteria that cannot fail, slow baselines, and launches that are declared but not counted.
 
 Measurements are made up by ``ladder.py``, as in ``test_decision.py``: the baseline is ``three`` (three launches), ``one`` and
-``two`` have one and two, ``peer`` is another project's variant and ``product`` a control.
-``prose`` compares a text with its entry in tests/snapshots/prose.txt, whose key is the node id of the test.
+``two`` have one and two, ``peer`` is another project's variant and ``product`` a control. ``prose`` compares a text with its
+entry in tests/snapshots/prose.txt, whose key is the node id of the test. An entry whose test or parameter is gone makes
+``tests/test_prose.py`` fail.
+
+``MEGA`` is a shape of full scale. ``study`` declares a study of all variants, with ``three`` as the baseline. ``ok_cell`` makes
+up a correct measurement. ``bad_cell`` makes up a measurement without times. ``measured`` makes up a result of measurements.
 """
 
 from __future__ import annotations

@@ -3,6 +3,8 @@
 ``beside`` makes up a stored host time: that of a variant's calls, that of PyTorch's matrix product (``product``), which is timed
 in turn with them, and their ratio. ``ladder.py`` makes up results: ``ok_cell(variant, microseconds)`` is a correct measurement,
 and ``measured`` the result that holds the measurements.
+
+``study`` declares a study of all variants, with ``three`` as the baseline.
 """
 
 from __future__ import annotations

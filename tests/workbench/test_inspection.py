@@ -1,8 +1,11 @@
 """Tests of kernels that are compiled for other GPUs and disassembled, without a GPU.
 
 The kernels here are only compiled. ``KernelBuild`` (Triton) and ``CudaBuild`` (CUDA C++) describe one kernel with its launch;
-with ``matrix=True`` its products have to become the architecture's matrix instructions, such as WGMMA (HGMMA in SASS) on
-sm_90a. ``prose`` compares a message with its entry in tests/snapshots/prose.txt, whose key is the node id of the test.
+with ``matrix=True`` its products have to become the architecture's matrix instructions, such as WGMMA (HGMMA in SASS) on sm_90a.
+``prose`` compares a message with its entry in tests/snapshots/prose.txt, whose key is the node id of the test. An entry whose
+test or parameter is gone makes ``tests/test_prose.py`` fail.
+
+A test marked ``thorough`` runs in ``make check`` alone. ``thorough_but`` marks all parameters but the named ones ``thorough``.
 """
 
 from __future__ import annotations

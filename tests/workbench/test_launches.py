@@ -1,7 +1,10 @@
 """Tests of counting launches and grid barriers: the nodes of a captured graph, a variant's counter, and calls without a count.
 
 The calls are of ``toy_sum``, the operation of ``toy.py``; ``toy_case`` returns a small case with sizes B, T and V. ``prose``
-compares a text with its entry in ``tests/snapshots/prose.txt``.
+compares a text with its entry in ``tests/snapshots/prose.txt``. An entry whose test or parameter is gone makes
+``tests/test_prose.py`` fail.
+
+``device`` is the first GPU, or the CPU.
 """
 
 from __future__ import annotations

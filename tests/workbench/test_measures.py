@@ -2,7 +2,8 @@
 
 A measure is a quantity that a study's criterion can ask for, such as ``speedup``. The new one, ``operators``, is that of
 ``toy_measure.py``: the number of PyTorch operators in one call of the operation ``toy_sum``. ``prose`` compares a text with its
-entry in tests/snapshots/prose.txt, whose key is the node id of the test.
+entry in tests/snapshots/prose.txt, whose key is the node id of the test. An entry whose test or parameter is gone makes
+``tests/test_prose.py`` fail.
 """
 
 from __future__ import annotations

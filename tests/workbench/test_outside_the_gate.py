@@ -4,7 +4,12 @@ Such a peer is judged incorrect and timed all the same, others may be compared w
 variant to use, never adopted and never chosen. ``rounded`` below computes ``toy_sum`` and is off by about 1.4e-3 norm-wise, where
 the gate allows less than 1e-6 in float32. The times in the sections "Decisions and reports" and "Stored results" are made up by
 ``ladder.py``; those in "A run" are measured. ``prose`` and ``prose.raises`` compare wording with the test's entries in
-``tests/snapshots/prose.txt``.
+``tests/snapshots/prose.txt``. An entry whose test or parameter is gone makes ``tests/test_prose.py`` fail.
+
+``MEGA`` is a shape of full scale. ``study`` declares a study of all variants, with ``three`` as the baseline. ``ok_cell`` makes
+up a correct measurement. ``bad_cell`` makes up a measurement without times. ``statuses`` returns the status of each variant at a
+shape. ``toy_study`` declares a study of ``toy_sum``. ``parallel`` is a correct variant of ``toy_sum``. ``toy_case`` returns a
+small case of ``toy_sum``.
 """
 
 from __future__ import annotations

@@ -1,9 +1,11 @@
 """Tests of reports: every form (Markdown, HTML page, terminal) states everything that a result holds, in the same words.
 
-The results are the made-up ones of ``results.py``: ``proceed_on_gpu`` and ``largest`` ran to the end, and
-``interrupted_on_cpu`` was stopped after 8 of 16 measurements. ``wrong_and_invalid`` supports no conclusion, and in
-``nothing_ran`` every measurement failed. Only in ``largest`` are all measurements ok. ``prose`` compares a text with its entry in
-tests/snapshots/prose.txt, whose key is the node id of the test.
+The results are the made-up ones of ``results.py``: ``proceed_on_gpu`` and ``largest`` ran to the end, and ``interrupted_on_cpu``
+was stopped after 8 of 16 measurements. ``wrong_and_invalid`` supports no conclusion, and in ``nothing_ran`` every measurement
+failed. Only in ``largest`` are all measurements ok. ``prose`` compares a text with its entry in tests/snapshots/prose.txt, whose
+key is the node id of the test. An entry whose test or parameter is gone makes ``tests/test_prose.py`` fail.
+
+A test marked ``thorough`` runs in ``make check`` alone.
 """
 
 from __future__ import annotations

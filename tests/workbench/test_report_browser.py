@@ -3,6 +3,10 @@
 A page is a study's report. Its first screen, which needs no scrolling, has a section ``decision`` and a section ``found`` with
 the tables of the fastest variants and a plot. ``boxes`` returns the rectangles of the elements that a CSS selector matches, in
 pixels. The tests are skipped without a browser.
+
+``open_page`` opens a file in a headless Chromium. ``DESKTOP`` is the size of a laptop's window. ``PHONE`` is the size of a
+phone's screen. ``on_cpu`` makes up a run on a CPU. A test marked ``thorough`` runs in ``make check`` alone. ``thorough_but``
+marks all parameters but the named ones ``thorough``.
 """
 
 from __future__ import annotations

@@ -3,7 +3,9 @@
 ``headline`` returns the parts: ``sentence`` (why the decision is what it is), ``grounds`` (reasons that the criteria do not
 state) and, if this machine could not answer the study's question, ``found`` (what it measured) and ``elsewhere`` (committed
 results of other devices). ``prose`` compares a text with its entry in tests/snapshots/prose.txt, whose key is the node id of the
-test.
+test. An entry whose test or parameter is gone makes ``tests/test_prose.py`` fail.
+
+``keep_texts_alone`` leaves the texts of plots only. A test marked ``thorough`` runs in ``make check`` alone.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
 """Tests of plots: any name and number can be drawn; lines, labels and colours are used where a reader can tell them apart.
 
 A plot is an SVG with a title. The results are the made-up ones of ``results.py``, and one that is committed in ``results/``.
+
+A test marked ``thorough`` runs in ``make check`` alone. ``thorough_but`` marks all parameters but the named ones ``thorough``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,10 @@
 """Tests of stored results: they stay readable and keep their content, and inconsistent or broken files are refused.
 
 A result file has a ``schema_version``. ``results.py`` makes up results; ``proceed_on_gpu`` is complete. ``prose`` compares a
-message with its entry in tests/snapshots/prose.txt, whose key is the node id of the test.
+message with its entry in tests/snapshots/prose.txt, whose key is the node id of the test. An entry whose test or parameter is
+gone makes ``tests/test_prose.py`` fail.
+
+A test marked ``thorough`` runs in ``make check`` alone.
 """
 
 from __future__ import annotations

@@ -2,6 +2,10 @@
 
 The studies are those of ``runs.py``: ``toy_sum`` at the equal shapes ``first`` and ``second``. ``rogues_calls.racy`` is a variant
 that is wrong in a part of its calls, drawn from a seed.
+
+``quick`` is a fixture that makes runs fast in an empty folder, for every test of the file. ``statuses`` returns the status of
+each variant at a shape. ``steps`` replaces functions that use the device. ``study`` declares a study of ``toy_sum``. ``toy_case``
+returns a small case of ``toy_sum``.
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 ``ladder.py`` makes up results: ``ok_cell(variant, microseconds)`` is a correct measurement, and ``measured`` the result that
 holds the measurements. ``RATES`` are made-up peaks of a device.
+
+``MEGA`` is a shape of full scale.
 """
 
 from __future__ import annotations

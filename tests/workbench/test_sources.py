@@ -2,7 +2,11 @@
 
 ``package`` writes a package ``acme`` to a folder on the path, whose module ``acme.sums`` registers a variant of ``toy_sum``.
 ``study`` and ``run`` are those of ``runs.py``: ``toy_sum`` at the shapes ``first`` and ``second``. ``prose`` compares a text with
-its entry in tests/snapshots/prose.txt, whose key is the node id of the test.
+its entry in tests/snapshots/prose.txt, whose key is the node id of the test. An entry whose test or parameter is gone makes
+``tests/test_prose.py`` fail.
+
+``quick`` is a fixture that makes runs fast in an empty folder, for every test of the file. ``statuses`` returns the status of
+each variant at a shape. ``interrupted_at`` presses Ctrl-C at a shape.
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
 """Tests of statistics: medians, confidence intervals, ratios of paired rounds, geometric means, and noise as a factor.
 
-``prose.raises`` is ``pytest.raises`` that also compares the message with the entry of this test in
-``tests/snapshots/prose.txt``.
+``prose.raises`` is ``pytest.raises`` that also compares the message with the entry of this test in ``tests/snapshots/prose.txt``.
+An entry whose test or parameter is gone makes ``tests/test_prose.py`` fail.
+
+A test marked ``thorough`` runs in ``make check`` alone.
 """
 
 from __future__ import annotations

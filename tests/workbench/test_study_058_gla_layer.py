@@ -2,6 +2,8 @@
 
 The write-up is the text whose figures the study's ``notes`` quote. fla is flash-linear-attention, the peer. ``RATES`` are
 made-up peaks of a device.
+
+A test marked ``thorough`` runs in ``make check`` alone.
 """
 
 from __future__ import annotations

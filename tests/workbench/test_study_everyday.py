@@ -2,6 +2,9 @@
 
 ``ladder.py`` makes up results: ``ok_cell(variant, microseconds)`` is a correct measurement, and ``measured`` the result that
 holds the measurements. ``RATES`` are made-up peaks of a device.
+
+``MEGA`` is a shape of full scale. ``study`` declares a study of all variants, with ``three`` as the baseline. ``bad_cell`` makes
+up a measurement without times. A test marked ``thorough`` runs in ``make check`` alone.
 """
 
 from __future__ import annotations

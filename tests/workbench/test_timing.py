@@ -1,8 +1,12 @@
 """Tests of timing: the order of candidates, the measurements kept after failures, and the times that are accepted.
 
-A candidate is a variant or control of ``toy_sum`` (``toy.py``). In most tests times come from a script. They name samplers in
-the order in which these are made: ``eager0``, ``parallel1``, and ``eager2`` for the baseline's second copy, whose ratio to the
-first is the noise. ``prose`` compares a text with its entry in tests/snapshots/prose.txt, whose key is the node id of the test.
+A candidate is a variant or control of ``toy_sum`` (``toy.py``). In most tests times come from a script. They name samplers in the
+order in which these are made: ``eager0``, ``parallel1``, and ``eager2`` for the baseline's second copy, whose ratio to the first
+is the noise. ``prose`` compares a text with its entry in tests/snapshots/prose.txt, whose key is the node id of the test. An
+entry whose test or parameter is gone makes ``tests/test_prose.py`` fail.
+
+``ToyCall`` holds the checked arguments of ``toy_sum``. ``toy_case`` returns a small case of ``toy_sum``. A test marked
+``thorough`` runs in ``make check`` alone.
 """
 
 from __future__ import annotations

@@ -1,7 +1,10 @@
 """Tests that times are of work: on contents that were never verified, with inputs that stay as they are, and with honest clocks.
 
 Variants are those of ``rogues_timing.py``, registered beside ``eager`` (the baseline) and ``parallel`` of ``toy_sum`` for a test.
-``prose`` compares a text with its entry in tests/snapshots/prose.txt, whose key is the node id of the test.
+``prose`` compares a text with its entry in tests/snapshots/prose.txt, whose key is the node id of the test. An entry whose test
+or parameter is gone makes ``tests/test_prose.py`` fail.
+
+``ToyCall`` holds the checked arguments of ``toy_sum``. ``toy_case`` returns a small case of ``toy_sum``.
 """
 
 from __future__ import annotations

@@ -3,6 +3,8 @@
 A replay of a stand-in graph makes the captured calls again. So what a sample changes, poisons, copies and compares can be tested;
 that it does so in the order of a stream is left to the tests on a GPU. The honest variant is
 ``parallel`` of ``toy.py``. The rogue variants are those of ``rogues_timing.py``, and one is in a test below.
+
+``ToyCall`` holds the checked arguments of ``toy_sum``. ``toy_case`` returns a small case of ``toy_sum``.
 """
 
 from __future__ import annotations

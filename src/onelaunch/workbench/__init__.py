@@ -4,7 +4,8 @@ Each step is a package: ``study`` (declare, read, plan), ``verify``, ``measure``
 later one. ``run`` carries out the steps in order, with the state in ``running``. ``result`` and ``stored`` define the values that
 pass between them, and ``measures`` holds the measures that criteria can ask for. Two modules stand beside the steps: ``adopt``
 writes measured times into the dispatcher's tables, and ``inspection`` reads the machine code of kernels. The commands
-``onelaunch study`` and ``onelaunch inspect`` call it, and tests judge variants by ``verify``.
+``onelaunch study`` and ``onelaunch inspect`` call it, other commands print with its ``quantities`` and ``report/tables.py``, and
+tests judge variants by ``verify``.
 """
 
 from onelaunch.device.tools import package_installed

@@ -29,7 +29,7 @@ from onelaunch.workbench.study import Shape, Study
 PACKAGE = Path(onelaunch.__file__).resolve().parent
 """Folder of the installed package, into which no table is written."""
 
-RUN = "run"
+_RUN = "run"
 """Key of a row with the date of the run that measured it. The dispatcher does not read it."""
 
 
@@ -83,7 +83,7 @@ def adopt(results: Sequence[Result], into: Path | None = None) -> Path:
             "These results hold no cold time of a correct variant. Run the study to its end, then adopt its result."
         )
     _merge(rows, found, results, sources)
-    used = {row.get(RUN) for row in rows.values()}
+    used = {row.get(_RUN) for row in rows.values()}
     written = {
         "device": device,
         "source": list(dict.fromkeys([*sources, *(_source(each) for each in results if each.provenance.date in used)])),
@@ -110,7 +110,7 @@ def _merge(
         results: The results.
         sources: Sources of the table.
     """
-    by_date = sorted(found, key=lambda which: date_of(results[which[0]]))  # stable: of equal dates the later result stays
+    by_date = sorted(found, key=lambda which: _date_of(results[which[0]]))  # stable: of equal dates the later result stays
     for index, key in by_date:
         result, row = results[index], found[index, key]
         earlier = rows.get(key)
@@ -119,7 +119,7 @@ def _merge(
             continue
         if earlier is not None and (lost := sorted(earlier["microseconds"].keys() - row["microseconds"].keys())):
             _notice(f"{_described(key)} loses its times of {listing(lost)}, which {_source(result)} did not measure.")
-        rows[key] = {**row, RUN: result.provenance.date}
+        rows[key] = {**row, _RUN: result.provenance.date}
 
 
 def _check(result: Result) -> None:
@@ -139,14 +139,14 @@ def _check(result: Result) -> None:
             advice="Commit the changes and run the study again.",
         )
     try:
-        date_of(result)
+        _date_of(result)
     except ValueError:
         raise ResultMismatch(
             f"{name} has no valid date (ISO 8601), so it is not known which rows are newer. Run the study again, or restore it."
         ) from None
 
 
-def date_of(result: Result) -> datetime:
+def _date_of(result: Result) -> datetime:
     """Return the date and time at which a run ended.
 
     Raises:
@@ -167,13 +167,13 @@ def _newer(row: Mapping[str, Any], sources: Sequence[str], result: Result) -> st
     """
     begins = f"{result.study.name} of "
     of_study = [line.removeprefix(begins).partition(",")[0] for line in sources if line.startswith(begins)]
-    said = [row[RUN]] if RUN in row else of_study
+    said = [row[_RUN]] if _RUN in row else of_study
     dates = {}
     for text in said:
         with contextlib.suppress(ValueError, AttributeError):  # a line or date that somebody wrote by hand
             dates[_date(text)] = text
     newest = max(dates, default=None)
-    return dates[newest] if newest is not None and newest > date_of(result) else ""
+    return dates[newest] if newest is not None and newest > _date_of(result) else ""
 
 
 def _described(key: Key) -> str:

@@ -1,6 +1,8 @@
-"""File access of the workbench and its commands: UTF-8 text of bounded size, written atomically.
+"""File access of the workbench and its commands: UTF-8 text, read up to a limit of its size, and written atomically.
 
-The probes check that an output can be written before a long measurement begins.
+Results, reports, the reader of study files and ``onelaunch inspect`` read and write text here. ``run.py`` and the commands
+``onelaunch study run`` and ``report`` call the probes, which check that an output can be written before a long measurement begins
+or a report is made. ``run.py`` and ``onelaunch study run`` check the paths that they build from names by :func:`within`.
 """
 
 from __future__ import annotations

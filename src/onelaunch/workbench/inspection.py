@@ -1,9 +1,10 @@
 """Inspect compiled kernels without a GPU: registers, spills, shared memory and matrix instructions.
 
 Triton and NVRTC compile for any target on any machine, and Triton's wheel includes NVIDIA's disassembler. Spilled registers, and
-matrix products that became other instructions than intended, are therefore found on every machine and in every test run.
-Command ``onelaunch inspect`` calls :func:`inspect_operation`, and tests compile every kernel with :func:`inspect_build`. The
-names of ``device/architectures.py`` were documented here in earlier versions, so that code of users may import them from here.
+matrix products that became other instructions than intended, are therefore found on every machine and in every test run. Command
+``onelaunch inspect`` calls :func:`inspect_operation`, as users may, and tests compile every kernel with :func:`inspect_build`.
+The names of ``device/architectures.py`` were documented here in earlier versions, so that code of users may import them from
+here.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Formatting of numbers: times, bytes, rates and ratios as reports, evidence and commands write them."""
+"""Formatting of numbers: times, bytes, rates and ratios as reports, evidence and commands write them.
+
+The modules of ``report``, ``decide`` and ``measures`` call these functions, and so do the commands of ``cli`` that print numbers.
+"""
 
 from __future__ import annotations
 

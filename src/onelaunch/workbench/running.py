@@ -38,8 +38,8 @@ from onelaunch.workbench.verify.calls import status_of
 QUICK_SECONDS = 3.0
 """Time cap in seconds of each shape in a quick run."""
 
-ORACLE_BYTES = {"cuda": 24 << 30, "cpu": 1 << 30}
-"""Largest size in bytes of the inputs and oracle outputs that a case may keep in memory, by device type."""
+_ORACLE_BYTES = {"cuda": 24 << 30, "cpu": 1 << 30}
+"""Most bytes that the cached references of a run (inputs and oracle outputs) may take, by device type; see :class:`Judge`."""
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ class Run:
 
     def __post_init__(self) -> None:
         variant_sources(self.study)  # caches the digests now, so that files changed during the run are not taken for what ran
-        self.judge = Judge(ORACLE_BYTES.get(self.device.type, 1 << 30))
+        self.judge = Judge(_ORACLE_BYTES.get(self.device.type, 1 << 30))
         self.counted = cases_to_count(self.study, self.options.count)
         """Cases at which DRAM bytes are counted."""
         wanted = taken_measures() if self.options.count else []
@@ -241,7 +241,7 @@ class Run:
         first = {self._label(cell): cell for cell in reversed(self.plan.cells) if not cell.control and cell.status is None}
         asked = [(label, planned) for label, planned in first.items() if self._has_probes(planned)]
         # A result that changes after its call is found when the variant is verified, so no probe waits for that.
-        judge = Judge(ORACLE_BYTES.get(self.device.type, 1 << 30), settle_seconds=0.0)
+        judge = Judge(_ORACLE_BYTES.get(self.device.type, 1 << 30), settle_seconds=0.0)
         if waiting := [planned for _, planned in asked if not self._is_probed(planned)]:
             self._report(waiting[0].shape.name, waiting[0].direction, "compile", 0, len(waiting))
             compile_probes(
@@ -295,7 +295,7 @@ class Run:
             self._measure(self.study.case(shape), direction, runnable)
         self.finished.append((shape, direction))
         # A new judge drops the cached oracle outputs, which the next shape cannot use.
-        self.judge = Judge(ORACLE_BYTES.get(self.device.type, 1 << 30))
+        self.judge = Judge(_ORACLE_BYTES.get(self.device.type, 1 << 30))
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()

@@ -1,6 +1,7 @@
 """Statistics over rounds and runs: medians with intervals, paired ratios, geometric means, noise.
 
-Every interval and noise in results, comparisons and reports comes from these functions.
+``measure`` makes the intervals and noise of results with these functions. ``decide``, ``measures`` and ``report`` compute the
+ratios and means that they judge, compare and show with them.
 """
 
 from __future__ import annotations
@@ -13,16 +14,16 @@ import numpy as np
 
 from onelaunch.workbench.stored import Estimate
 
-RESAMPLES = 2000
+_RESAMPLES = 2000
 """Number of bootstrap resamples."""
 
-CONFIDENCE = 0.95
+_CONFIDENCE = 0.95
 """Confidence level of all intervals."""
 
 SEED = 40
 """Seed of the bootstrap, fixed so that the same samples always give the same interval."""
 
-STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
+_STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
 """Two-sided 95 % quantiles of Student's t distribution for 1, 2, 3 and more degrees of freedom.
 
 The last value is also used for more degrees of freedom. It is slightly too large there, which is on the safe side.
@@ -48,15 +49,15 @@ def _estimate(samples: tuple[float, ...]) -> Estimate:
     """Return the estimate of samples, cached because a report asks for the same ones many times."""
     values = np.asarray(samples, dtype=np.float64)
     medians = np.median(values[_draws(values.size)], axis=1)
-    tail = 50 * (1 - CONFIDENCE)  # percent outside of the interval at each end
+    tail = 50 * (1 - _CONFIDENCE)  # percent outside of the interval at each end
     low, high = np.percentile(medians, [tail, 100 - tail])
     return Estimate(median=float(np.median(values)), low=float(low), high=float(high), samples=values.size)
 
 
 @functools.lru_cache(maxsize=64)
 def _draws(count: int) -> np.ndarray:
-    """Return the indices that each bootstrap resample draws from ``count`` samples, shape ``[RESAMPLES, count]``."""
-    return np.random.default_rng(SEED).integers(0, count, size=(RESAMPLES, count))
+    """Return the indices that each bootstrap resample draws from ``count`` samples, shape ``[_RESAMPLES, count]``."""
+    return np.random.default_rng(SEED).integers(0, count, size=(_RESAMPLES, count))
 
 
 def ratio(a: Sequence[float], b: Sequence[float]) -> Estimate:
@@ -120,4 +121,4 @@ def noise_between_runs(first: Sequence[float], second: Sequence[float]) -> float
     pooled = sum(float(np.sum((side - side.mean()) ** 2)) for side in logs) / freedom
     error = math.sqrt(pooled * (1 / len(first) + 1 / len(second)))
     with np.errstate(over="ignore"):  # an overflow gives infinite noise, which allows no claim
-        return float(np.exp(STUDENT[min(freedom, len(STUDENT)) - 1] * error))
+        return float(np.exp(_STUDENT[min(freedom, len(_STUDENT)) - 1] * error))

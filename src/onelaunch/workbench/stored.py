@@ -1,6 +1,8 @@
 """Base classes and types of all stored values: validated names, numbers and strings, and estimates.
 
-The declarations of studies, their plans and their results are made of them.
+The declarations of studies, their plans and their results are made of them, and :data:`FROM_A_FILE` makes their validation
+strict. ``stats.py`` computes an :class:`Estimate`, and ``quantities.py`` formats it. ``measure/timing.py`` drops rounds with a
+time outside of :data:`LEAST_TIME` to :data:`MOST_TIME`.
 """
 
 from __future__ import annotations

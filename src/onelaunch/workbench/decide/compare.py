@@ -41,10 +41,10 @@ UNREPEATED: it differs by more than the noise within a run, and the noise betwee
 wide for any of the others, or the difference is within the noise between runs.
 """
 
-LEAST_MEMORY = 1.01
+_LEAST_MEMORY = 1.01
 """Smallest factor of peak memory that is listed. Memory is counted, so the allocator's rounding is its only noise."""
 
-LEAST_NOISE = 1.01
+_LEAST_NOISE = 1.01
 """Smallest noise floor of a comparison, even if A/A runs agree better."""
 
 
@@ -346,7 +346,7 @@ def _is_time(time: Estimate) -> bool:
 def _noise_within(runs: Iterable[Result], shape: str, direction: Direction, regime: Regime) -> float:
     """Return the largest A/A noise floor of the runs, infinite if one of them has none."""
     found = [run.noise_at(shape, direction, regime) for run in runs]
-    return max(LEAST_NOISE, *(noise.floor if noise is not None and noise.floor > 0 else math.inf for noise in found))
+    return max(_LEAST_NOISE, *(noise.floor if noise is not None and noise.floor > 0 else math.inf for noise in found))
 
 
 def _side(results: Result | Sequence[Result], which: str) -> list[Result]:
@@ -412,10 +412,10 @@ def _by_key(result: Result) -> dict[Key, Cell]:
 
 
 def _memory(before: Cell, after: Cell) -> MemoryChange | None:
-    """Return the change of peak memory, or ``None`` if it is within :data:`LEAST_MEMORY` or not measured."""
+    """Return the change of peak memory, or ``None`` if it is within :data:`_LEAST_MEMORY` or not measured."""
     if not before.measured or not after.measured or not before.peak_bytes or not after.peak_bytes:
         return None
-    if 1 / LEAST_MEMORY <= after.peak_bytes / before.peak_bytes <= LEAST_MEMORY:
+    if 1 / _LEAST_MEMORY <= after.peak_bytes / before.peak_bytes <= _LEAST_MEMORY:
         return None
     return MemoryChange(before.shape, before.direction, before.variant, before.peak_bytes, after.peak_bytes)
 

@@ -45,13 +45,13 @@ from onelaunch.workbench.result import Cell, Decision, DecisionKind, Outcome, Re
 from onelaunch.workbench.study import Asked, Criterion, Selector, Shape
 from onelaunch.workbench.study.plan import bandwidth, guarantee, infeasibilities, matrix_dtype
 
-MOSTLY = 0.5
+_MOSTLY = 0.5
 """Fraction of a time above which a part of it counts as most of it."""
 
-FUSION = ("launches", "backward_launches", "fuses", "separates")
+_FUSION = ("launches", "backward_launches", "fuses", "separates")
 """Tags that together are one factor: the way the steps are spread over launches."""
 
-NO_FACTORS = ("requires", "backward", "yardstick", "usual")
+_NO_FACTORS = ("requires", "backward", "yardstick", "usual")
 """Tags that do not describe how a variant computes; ``yardstick`` marks the PyTorch baseline, which sets the
 tolerance, and ``usual`` the functions of a peer that its own layers call."""
 
@@ -156,7 +156,7 @@ def bottleneck(result: Result, cell: Cell) -> str:
     }
     parts = ", ".join(f"{name} {q.time(value)}" for name, value in needs.items())
     largest = max(needs, key=lambda name: needs[name])
-    if needs[largest] < MOSTLY * time:
+    if needs[largest] < _MOSTLY * time:
         return f"most likely latency or too little parallel work: of {q.time(time)}, {parts}"
     return f"most likely {largest}: of {q.time(time)}, {parts}"
 
@@ -285,7 +285,7 @@ def _uncontrolled(result: Result, outcome: Outcome) -> list[str]:
         if of is None or over is None or None in (_launches(result, of.variant), _launches(result, over.variant)):
             continue
         saving = explain(result, of, over)
-        if saving is None or saving.unexplained <= MOSTLY * saving.saved_microseconds or _isolated(result, of):
+        if saving is None or saving.unexplained <= _MOSTLY * saving.saved_microseconds or _isolated(result, of):
             continue
         # The sentence, which is stored in results, calls a variant that differs in one factor only a control.
         factors = listing(sorted(_differences(result, of.variant, over.variant))) or "none"
@@ -326,9 +326,9 @@ def _differences(result: Result, one: str, other: str) -> set[str]:
 
 
 def _factors(tags: dict[str, Any]) -> dict[str, Any]:
-    """Return the factors of a variant: its tags, with those of :data:`FUSION` as one."""
-    factors = {key: value for key, value in tags.items() if key not in (*FUSION, *NO_FACTORS)}
-    return factors | {"fusion": tuple(tags.get(key) for key in FUSION)}
+    """Return the factors of a variant: its tags, with those of :data:`_FUSION` as one."""
+    factors = {key: value for key, value in tags.items() if key not in (*_FUSION, *_NO_FACTORS)}
+    return factors | {"fusion": tuple(tags.get(key) for key in _FUSION)}
 
 
 def _left_open(result: Result, savings: Iterable[Saving]) -> list[str]:
@@ -337,7 +337,7 @@ def _left_open(result: Result, savings: Iterable[Saving]) -> list[str]:
         f"{_saving_words(saving, over.label)}."
         for saving in savings
         if (over := result.cell(saving.shape, result.study.baseline, saving.direction)) is not None
-        if saving.unexplained > MOSTLY * saving.saved_microseconds and _beyond_noise(result, saving)
+        if saving.unexplained > _MOSTLY * saving.saved_microseconds and _beyond_noise(result, saving)
     ]
     if result.interrupted:
         missing = sum(cell.status == "interrupted" for cell in result.cells)

@@ -11,7 +11,7 @@ from typing import Any
 from onelaunch.wording import listing
 from onelaunch.workbench.result import Result
 
-BOUNDS = ("at_least", "at_most", "equals")
+_BOUNDS = ("at_least", "at_most", "equals")
 """Keys of a criterion's bound, whose values are named where they differ."""
 
 
@@ -56,6 +56,6 @@ def _entries_differ(key: str, earlier: Mapping[str, Mapping[str, Any]], later: M
 
 def _change(field: str, before: object, after: object) -> str:
     """Return the key of a difference, with both values if it is a bound, such as ``at_least (1.3, then 1.1)``."""
-    if field not in BOUNDS:
+    if field not in _BOUNDS:
         return field
     return f"{field} ({'none' if before is None else before}, then {'none' if after is None else after})"

@@ -37,7 +37,7 @@ def findings(result: Result, deciding: Sequence[Outcome]) -> tuple[str, ...]:
     return (*_outside(result), *_better_peers(result, deciding), *_miscounts(result), *_uncounted(result, deciding))
 
 
-def maker_of(result: Result, name: str) -> str:
+def _maker_of(result: Result, name: str) -> str:
     """Return who made a variant: its tag ``maker``, the package that it requires, or the distribution that it comes from.
 
     Without any of them it is the package of its function; empty for a variant that is not registered here.
@@ -110,7 +110,7 @@ def _peer_words(result: Result, key: tuple[str, Direction, Regime], peers: Seque
     name, direction, regime = key
     worst = min(peers, key=lambda peer: peer.of_over_peer.median)
     where = f"at {worst.cell.shape if len(peers) == 1 else q.plural(len(peers), 'shape')}"
-    by = f" (by {maker})" if (maker := maker_of(result, name)) and maker != name else ""
+    by = f" (by {maker})" if (maker := _maker_of(result, name)) and maker != name else ""
     how = f"({direction.replace('_', ' + ')}, {regime})"
     there = "it" if len(peers) == 1 else f"at {worst.cell.shape} it"
     return (
@@ -131,11 +131,11 @@ def _peers_of(result: Result, outcome: Outcome) -> Iterable[_Peer]:
         noise = result.noise_at(shape.name, criterion.direction, criterion.regime)
         if of is None or baseline is None or noise is None:
             continue
-        ours = maker_of(result, of.variant)
+        ours = _maker_of(result, of.variant)
         faster = []
         for cell in result.cells:
             here = (cell.shape, cell.direction) == (shape.name, criterion.direction) and not cell.control and cell.measured
-            if not here or cell is of or cell is baseline or maker_of(result, cell.variant) == ours:
+            if not here or cell is of or cell is baseline or _maker_of(result, cell.variant) == ours:
                 continue
             gain = _speed(cell, baseline, criterion.regime)
             ratio = _speed(of, cell, criterion.regime)

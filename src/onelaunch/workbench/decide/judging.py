@@ -19,8 +19,8 @@ from onelaunch.workbench.decide.selection import asked_of_over, compared
 from onelaunch.workbench.result import CriterionStatus, Estimate, Result
 from onelaunch.workbench.study import Criterion, Study
 
-FEWEST_ROUNDS = 3
-"""Smallest number of rounds that give a usable interval."""
+_FEWEST_ROUNDS = 3
+"""Smallest number of rounds that give a usable interval. ``measure/timing.py`` measures as many whatever its time cap is."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ def judge_time(ratio: Estimate, criterion: Criterion, noise: float | None) -> tu
     *Met* and *missed* ask for the same: the whole interval on one side of the bound, and the median beyond it by more than the
     A/A noise.
     """
-    if ratio.samples < FEWEST_ROUNDS:
+    if ratio.samples < _FEWEST_ROUNDS:
         return "inconclusive", f"{ratio.samples} round{'s' * (ratio.samples != 1)} give no interval"
     if noise is None:
         return "inconclusive", "without an A/A run the noise is unknown"

@@ -30,7 +30,8 @@ STATUS_WORDS = {
     "timed_out": "ran longer than the limit of a call",
     "interrupted": "was interrupted",
 }
-"""Words for each status except ``ok``. They are part of stored decisions, so they must not change."""
+"""Words for each status except ``ok``, for the sentences of decisions. A stored decision keeps the words that it was written
+with: only statuses and values are compared when it is recomputed."""
 
 
 LAUNCH_TAGS = ("launches", "backward_launches")
@@ -109,7 +110,7 @@ def asked_of_over(criterion: Criterion) -> Criterion:
 
 
 def timing_of(cell: Cell, criterion: Criterion) -> Timing:
-    """Return a measurement's timing in the criterion's regime, which a selected measurement always has.
+    """Return a measurement's timing in the criterion's regime, which one that was selected for a measure of time has.
 
     Raises:
         LookupError: The measurement has none.

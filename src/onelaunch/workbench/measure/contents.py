@@ -1,9 +1,10 @@
-"""Contents of the rotated input sets: new for every timed call, and known, so that a changed input is noticed.
+"""Contents of the rotated input sets: changed between calls, and known, so that a changed input is noticed.
 
-A variant that keeps its outputs by the contents of its inputs would be timed while it looks them up. Therefore the sets hold
-other contents whenever they are used: each tensor is a window, at a new position, of a buffer with the values that the operation
-drew. No call has seen the contents on which the outputs of a last sample are judged. The samplers in ``sampling.py`` use this
-module.
+A variant that keeps its outputs by the contents of its inputs would be timed while it looks them up. Therefore a set gets other
+contents after each call from Python, and some sets get them before a CUDA graph is replayed: each tensor that changes is a copy
+of a window, at a new position, of a buffer with the values that the operation drew. No timed call has seen the contents on which
+the outputs of a last sample are judged. The samplers in ``sampling.py`` use this module, and ``entry.py`` turns
+:class:`InputsChanged` into the status ``incorrect``.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ POSITIONS = 65_521
 UNKNOWN = -1
 """Position of the windows in sets that were filled before the values were mixed again."""
 
-INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integer dtypes by size in bytes. Values are copied and compared as integers, so that NaN equals itself."""
 
 
@@ -145,7 +146,7 @@ class Contents:
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
     """Return the elements of a dense tensor in the order of its memory, viewed as integers."""
     flat = tensor.detach().as_strided((tensor.numel(),), (1,))
-    return flat.view(INTEGERS[tensor.dtype.itemsize])
+    return flat.view(_INTEGERS[tensor.dtype.itemsize])
 
 
 def _dense(tensor: torch.Tensor) -> bool:
@@ -163,7 +164,7 @@ def _same(one: torch.Tensor, other: torch.Tensor | None) -> bool:
     if other is None or one.shape != other.shape or one.dtype != other.dtype:
         return False
     if one.is_floating_point():
-        integers = INTEGERS[one.dtype.itemsize]
+        integers = _INTEGERS[one.dtype.itemsize]
         return torch.equal(one.detach().view(integers), other.detach().view(integers))
     return torch.equal(one, other)
 

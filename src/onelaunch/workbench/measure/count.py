@@ -4,7 +4,8 @@ One child process (:mod:`onelaunch.workbench.measure.count_child`) runs under ``
 its own. It calls over rotated inputs, which exceed three last-level caches if memory allows, after one full rotation that is not
 counted. ``ncu`` leaves the caches alone. In this steady state, if they do, all compulsory traffic reaches DRAM, including
 write-backs. ``running.py`` calls :func:`count_all` after a case is timed. Where nothing was counted, ``cells.py`` calls
-:func:`analytic`. The counters of launches and barriers, and host times, take their calls as a :class:`Request` too.
+:func:`analytic`. Measures that a step of their own takes (``decide/measured.py``) are given their calls as a :class:`Request`
+too.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from onelaunch.workbench.result import Traffic
 READ, WRITTEN = "dram__bytes_read.sum", "dram__bytes_write.sum"
 """Metrics of ``ncu`` for the bytes that are read from DRAM and written to it."""
 
-METRICS = (READ, WRITTEN, "lts__t_bytes.sum", "gpu__time_duration.sum")
+_METRICS = (READ, WRITTEN, "lts__t_bytes.sum", "gpu__time_duration.sum")
 """Metrics to collect, of which :func:`parse` reads the first two.
 
 They are at most four, so that one pass over each kernel suffices and no kernel is replayed.
@@ -42,7 +43,7 @@ They are at most four, so that one pass over each kernel suffices and no kernel 
 RANGE = "onelaunch_count_"
 """Prefix of the NVTX range of a request; the index of the request follows."""
 
-MOST_KERNELS = 20_000
+_MOST_KERNELS = 20_000
 """Largest number of kernels that one child process profiles."""
 
 UNITS = {"byte": 1.0, "Kbyte": 1e3, "Mbyte": 1e6, "Gbyte": 1e9, "Tbyte": 1e12}
@@ -169,8 +170,8 @@ def command(ncu: str, log: Path, specification: Path, requests: int) -> list[str
     """Return the command line that runs the child process under the profiler."""
     include = [part for index in range(requests) for part in ("--nvtx-include", f"{RANGE}{index}/")]
     return [
-        *(ncu, "--metrics", ",".join(METRICS), "--clock-control", "none", "--cache-control", "none"),
-        *("--replay-mode", "kernel", "--target-processes", "all", "--launch-count", str(MOST_KERNELS), "--nvtx", *include),
+        *(ncu, "--metrics", ",".join(_METRICS), "--clock-control", "none", "--cache-control", "none"),
+        *("--replay-mode", "kernel", "--target-processes", "all", "--launch-count", str(_MOST_KERNELS), "--nvtx", *include),
         *("--csv", "--page", "raw", "--print-units", "base", "--log-file", str(log)),
         *(sys.executable, "-m", "onelaunch.workbench.measure.count_child", str(specification)),
     ]
@@ -191,7 +192,7 @@ def _profile(
             raise CountFailed(_error_line(text + printed) or f"ncu ended with code {code}: {printed.strip()[-200:]}")
         sums = parse(text)
         outcomes = json.loads(report.read_text(encoding="utf-8")) if report.exists() else {}
-    if sum(found.kernels for found in sums.values()) >= MOST_KERNELS:
+    if sum(found.kernels for found in sums.values()) >= _MOST_KERNELS:
         sums.pop(max(sums))  # the limit cut this request off, so its sum is incomplete
     return [_traffic(sums.get(index), outcomes.get(str(index), {})) for index in range(len(requests))]
 

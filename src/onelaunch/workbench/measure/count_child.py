@@ -24,7 +24,7 @@ from onelaunch.workbench.verify.calls import Candidate, Inputs, draw_gradients, 
 KERNELS = 300
 """Number of kernels to profile for one request: enough calls for a mean, few enough at several milliseconds per kernel."""
 
-TOO_MANY_KERNELS = 2000
+_TOO_MANY_KERNELS = 2000
 """Number of PyTorch operators above which a call is not profiled, because it would take minutes."""
 
 
@@ -69,7 +69,7 @@ def _run(operation: Operation[..., Any], request: dict[str, Any], index: int, de
     # Compiled functions run eagerly here, because Dynamo never compiles a function again that it tried under a dispatch mode.
     with torch.compiler.set_stance("force_eager"), Operators() as operators:
         candidate(inputs)
-    if operators.count > TOO_MANY_KERNELS:
+    if operators.count > _TOO_MANY_KERNELS:
         return {"error": f"about {operators.count} kernels a call are too many to profile"}
     # The size of the outputs is estimated as that of the inputs.
     sets = [inputs.clone() for _ in range(count_sets(inputs.nbytes, inputs.nbytes, device)[0])]

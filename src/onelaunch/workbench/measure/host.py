@@ -30,7 +30,7 @@ ROUNDS = 5
 CALLS = 200
 """Number of calls in a row in a round, of each of the two: 1,000 in all rounds."""
 
-QUEUED = 10
+_QUEUED = 10
 """Number of calls after which the device is awaited. A call of up to a hundred launches then never fills a queue of 1,024."""
 
 WARM_UP_CALLS = 20
@@ -106,7 +106,7 @@ def _timed(prepare: Prepare, call: Call, count: int, device: torch.device) -> li
     """Return the nanoseconds of each of so many calls in a row."""
     clock, found = time.perf_counter_ns, []
     for index in range(count):
-        if index % QUEUED == 0 and device.type == "cuda":
+        if index % _QUEUED == 0 and device.type == "cuda":
             torch.cuda.synchronize(device)
         prepare()
         start = clock()

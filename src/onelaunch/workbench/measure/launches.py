@@ -50,7 +50,7 @@ def count_barriers(
     return [_or_why_not(_barriers, operation, request, device, seed) for request in requests]
 
 
-GRAPH_NODES = "the nodes of a captured graph"
+_GRAPH_NODES = "the nodes of a captured graph"
 """Object that errors of the driver name."""
 
 
@@ -61,13 +61,13 @@ def launches_in(graph: torch.cuda.CUDAGraph) -> int:
         DriverError: The driver cannot list the nodes of the graph.
     """
     driver, handle, size = library(), ctypes.c_void_p(graph.raw_cuda_graph()), ctypes.c_size_t()
-    accept("cuGraphGetNodes", driver.cuGraphGetNodes(handle, None, ctypes.byref(size)), GRAPH_NODES)
+    accept("cuGraphGetNodes", driver.cuGraphGetNodes(handle, None, ctypes.byref(size)), _GRAPH_NODES)
     nodes, kind = (ctypes.c_void_p * size.value)(), ctypes.c_int()
     if size.value:
-        accept("cuGraphGetNodes", driver.cuGraphGetNodes(handle, nodes, ctypes.byref(size)), GRAPH_NODES)
+        accept("cuGraphGetNodes", driver.cuGraphGetNodes(handle, nodes, ctypes.byref(size)), _GRAPH_NODES)
     found = 0
     for node in nodes:
-        accept("cuGraphNodeGetType", driver.cuGraphNodeGetType(ctypes.c_void_p(node), ctypes.byref(kind)), GRAPH_NODES)
+        accept("cuGraphNodeGetType", driver.cuGraphNodeGetType(ctypes.c_void_p(node), ctypes.byref(kind)), _GRAPH_NODES)
         found += kind.value in LAUNCHES
     return found
 

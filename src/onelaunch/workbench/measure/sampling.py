@@ -1,8 +1,8 @@
 """Samplers of one candidate's time: plain calls on a CPU, CUDA-graph replay on a GPU.
 
-``timing.py`` prepares a sampler once (compile, warm up, capture) and then asks it for samples, one per regime and round. The
-contents of the inputs change between samples, outside of what is timed. At the end it takes one more sample, in which the outputs
-of random calls are copied at once, to be verified. ``launches.py`` calls :func:`capture`, ``count_child.py`` :func:`count_sets`.
+``timing.py`` makes a candidate's sampler, keeps it in its ``Entry``, prepares it once (compile, warm up, capture) and asks it for
+samples, one per regime and round. The contents of inputs change outside of what is timed. At the end it takes one more sample, in
+which outputs of random calls are copied at once. ``launches.py`` calls :func:`capture`, ``count_child.py`` :func:`count_sets`.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ CPU_SAMPLE_SECONDS = 5e-3
 LONG_SAMPLE_SECONDS = 50e-3
 """Length beyond which no more calls are added to a sample. A variant that is slower than this is called once."""
 
-MOST_CALLS = 4096
+_MOST_CALLS = 4096
 """Largest number of calls in a sample, and of input sets."""
 
-SHARE_OF_MEMORY = 0.25
+_SHARE_OF_MEMORY = 0.25
 """Largest fraction of the free memory that the input sets and their outputs may take."""
 
 WARM_UP_CALLS = 3
@@ -48,10 +48,10 @@ WARM_UP_CALLS = 3
 JUDGED_CALLS = 2
 """Number of random calls of the last sample whose outputs are judged."""
 
-WATCHED_SETS, WATCHED_BYTES = 16, 32 << 20
+_WATCHED_SETS, _WATCHED_BYTES = 16, 32 << 20
 """Largest number and size in bytes of the input sets that are compared bit by bit with their contents after the last sample."""
 
-CHANGED_SETS = 16
+_CHANGED_SETS = 16
 """Number of input sets whose contents change before a sample that replays a graph, in which no Python runs that could look."""
 
 
@@ -115,8 +115,8 @@ class Rotation:
 
     def watch_some(self) -> list[Inputs]:
         """Return random sets with known contents, which are compared with these after the last sample."""
-        fit = WATCHED_BYTES // max(self.reference.inputs.nbytes, 1)
-        sets = self.contents.random.sample(self.sets, max(1, min(len(self.sets), WATCHED_SETS, fit)))
+        fit = _WATCHED_BYTES // max(self.reference.inputs.nbytes, 1)
+        sets = self.contents.random.sample(self.sets, max(1, min(len(self.sets), _WATCHED_SETS, fit)))
         self.contents.renew(sets, all_of_it=True)
         return sets
 
@@ -168,8 +168,8 @@ def count_sets(input_bytes: int, output_bytes: int, device: torch.device) -> tup
     one = max(input_bytes, 1)
     # One set more than exceeds the caches, so that the others alone exceed them between two uses of a set.
     wanted = int(CACHES * describe(str(device)).cache_bytes) // one + 2
-    fit = int(SHARE_OF_MEMORY * free_memory(device)) // (one + output_bytes)
-    count = max(1, min(wanted, fit, MOST_CALLS))
+    fit = int(_SHARE_OF_MEMORY * free_memory(device)) // (one + output_bytes)
+    count = max(1, min(wanted, fit, _MOST_CALLS))
     return count, count == wanted
 
 
@@ -205,7 +205,7 @@ class CpuSampler:
             self._rotation.contents.renew([inputs])
             if call and seconds > LONG_SAMPLE_SECONDS:  # the first call alone may be slow because it compiles
                 break
-        self._calls = max(1, min(MOST_CALLS, round(CPU_SAMPLE_SECONDS / max(seconds, 1e-9))))
+        self._calls = max(1, min(_MOST_CALLS, round(CPU_SAMPLE_SECONDS / max(seconds, 1e-9))))
 
     def sample(self, regime: Regime) -> float:
         """Return the mean microseconds of a call. In the warm regime one untimed call comes first, which fills the caches."""
@@ -306,7 +306,7 @@ class GpuSampler:
             self._stream.synchronize()
             seconds = time.perf_counter() - start
         self._eager_calls = _calls(seconds, GPU_SAMPLE_SECONDS)
-        most = max(1, min(MOST_CALLS, int(LONG_SAMPLE_SECONDS / seconds)))
+        most = max(1, min(_MOST_CALLS, int(LONG_SAMPLE_SECONDS / seconds)))
         for regime, sets in (("cold", self._rotation.sets), ("warm", self._rotation.sets[:1])):
             if regime not in regimes:
                 continue
@@ -329,7 +329,7 @@ class GpuSampler:
             capture = self._captures[regime]
             # Changed before the caches are flushed, so that the calls find their inputs as in any other sample.
             first = contents.random.randrange(len(capture.sets))
-            contents.renew(capture.sets[first : first + CHANGED_SETS])
+            contents.renew(capture.sets[first : first + _CHANGED_SETS])
             if regime == "warm":
                 capture.graph.replay()
             elif capture.calls < len(self._rotation.sets) or not self._rotation.full:
@@ -383,7 +383,7 @@ class GpuSampler:
         if len(sets) > 1 and (not self._rotation.full or needed <= len(sets)):
             needed = min(needed, len(sets))  # a second pass over so few sets would find them in the cache
         elif len(sets) > 1:
-            needed = min(math.ceil(needed / len(sets)), max(1, MOST_CALLS // len(sets))) * len(sets)  # whole passes over the sets
+            needed = min(math.ceil(needed / len(sets)), max(1, _MOST_CALLS // len(sets))) * len(sets)  # whole passes
         if needed > capture.calls:
             capture = self._capture(sets, needed)
             self._replay_seconds(capture)
@@ -497,4 +497,4 @@ def capture(
 
 def _calls(seconds: float, sample_seconds: float) -> int:
     """Return the number of calls of this length that fill a sample."""
-    return max(1, min(MOST_CALLS, math.ceil(sample_seconds / max(seconds, 1e-9))))
+    return max(1, min(_MOST_CALLS, math.ceil(sample_seconds / max(seconds, 1e-9))))

@@ -46,16 +46,16 @@ Kind = Literal["variant", "control", "again"]
 Key = tuple[str, Kind]
 """Name and kind of a candidate, which tell it from all others: the second copy of the baseline has the name of the first."""
 
-ALL_REGIMES: tuple[Regime, ...] = ("cold", "warm", "eager")
+_ALL_REGIMES: tuple[Regime, ...] = ("cold", "warm", "eager")
 """Regimes that every operation has. Those of :data:`LOOPS` time many consecutive steps, and need a loop of the operation."""
 
 LEAST_ROUNDS = 3
-"""Number of rounds that are measured even if the time cap is reached, because fewer give no interval."""
+"""Number of rounds that are measured even if the time cap is reached, because ``decide/judging.py`` accepts no fewer."""
 
 WARM_UP_SECONDS = {"cuda": 1.0, "cpu": 0.2}
 """Seconds by device type for which all candidates run before the first round, so that clocks and temperature settle."""
 
-MOST_OF_THE_TIME = 0.5
+_MOST_OF_THE_TIME = 0.5
 """Fraction of the time of all rounds from which a note names the candidate that took it, if the time cap ended the rounds and its
 samples are long."""
 
@@ -82,7 +82,7 @@ def measure(
     variants: Sequence[str],
     controls: Sequence[str] = (),
     baseline: str | Sequence[str] | None = None,
-    regimes: Sequence[Regime] = ALL_REGIMES,
+    regimes: Sequence[Regime] = _ALL_REGIMES,
     rounds: int = 20,
     device: torch.device | str = "cpu",
     seed: int = 0,
@@ -322,7 +322,7 @@ class _Session:
         slowest = max(self.entries.values(), key=lambda entry: entry.seconds)
         share = slowest.seconds / max(sum(entry.seconds for entry in self.entries.values()), 1e-9)
         samples = index * len(self.regimes)
-        if share < MOST_OF_THE_TIME or slowest.seconds < samples * LONG_SAMPLE_SECONDS:
+        if share < _MOST_OF_THE_TIME or slowest.seconds < samples * LONG_SAMPLE_SECONDS:
             return note
         return f"{note} {slowest.candidate.name} took {share:.0%} of the time."
 

@@ -22,7 +22,7 @@ from onelaunch.workbench.study import Alone, Criterion, Shape, Study, register
 ROUNDING = {"float16": 2.0**-11, "bfloat16": 2.0**-8, "float32": 2.0**-24}
 """Unit roundoff of each dtype."""
 
-EXACTNESS = 0.25
+_EXACTNESS = 0.25
 """Fraction of the unit roundoff below which an error cannot be asked for.
 
 An output that is rounded once has a norm-wise error between 0.29 and 0.58 of the unit roundoff. Unless the exact results happen
@@ -47,7 +47,7 @@ class Error(JudgedMeasure):
 
     def infeasible_at(self, study: Study, criterion: Criterion, shape: Shape) -> str | None:
         del study
-        if criterion.at_most is None or criterion.at_most >= (finest := EXACTNESS * ROUNDING[shape.dtype]):
+        if criterion.at_most is None or criterion.at_most >= (finest := _EXACTNESS * ROUNDING[shape.dtype]):
             return None
         return (
             f"rounding to {shape.dtype} alone makes an error above {finest:.1e} at {shape.name}, "

@@ -1,8 +1,8 @@
 """Measures of time. They are compared round by round, with an interval and the A/A noise.
 
-Evidence is stored in results, which must give the same bytes when they are judged again. Its sentences therefore still call the
-roofline bound *floor*. A criterion of a study names a measure by its ``name``. The class attributes are explained at
-:class:`onelaunch.workbench.decide.measured.JudgedMeasure`.
+The sentences of evidence are stored in results. They call the roofline bound *floor*, as those of committed results do; only
+statuses and values are compared when a result is judged again. A criterion of a study names a measure by its ``name``. The class
+attributes are explained at :class:`onelaunch.workbench.decide.measured.JudgedMeasure`.
 
 A criterion reads a value of ``of``, or compares ``of`` with ``over`` (by default the baseline). Each is the name of a variant or
 control, or tags that stand for the fastest variant with them. ``over_at`` and ``over_regime`` give ``over`` another shape or

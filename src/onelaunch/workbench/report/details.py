@@ -1,7 +1,7 @@
 """Sections of a report after its first screen: all times, errors and bytes with their sources, and the provenance.
 
-The reports on the terminal, in Markdown and in HTML format what :func:`details` returns. ``documents.py`` takes
-:func:`times_table`.
+The reports on the terminal, in Markdown and in HTML format what :func:`details` returns. ``documents.py`` takes the last section,
+the provenance, and :func:`times_table`.
 
 ``floor_microseconds`` of a plan is the roofline bound. Bytes have the source ``ncu`` if the hardware counted them, and
 ``analytic`` if they are computed.
@@ -38,7 +38,7 @@ from onelaunch.workbench.study import Shape
 MANY = 3
 """Largest number of tables, or of notes of the run, that a section of a page shows unfolded."""
 
-CLOCKS = {
+_CLOCKS = {
     "sm_mhz": "SM clock, MHz, median",
     "sm_mhz_lowest": "SM clock, MHz, lowest",
     "memory_mhz": "memory clock, MHz, median",
@@ -54,13 +54,13 @@ READING = (
 )
 """Explanation of the columns of times."""
 
-IN_A_ROW = (
+_IN_A_ROW = (
     "Running: one of many consecutive steps on the device, each on the state that the previous one left. "
     "Served: the same through the public loop, by the host's clock."
 )
 """Explanation of the regimes of consecutive steps."""
 
-HISTORY = "History, as the original write-up reported it. Nothing here was measured by this run or used in its decision."
+_HISTORY = "History, as the original write-up reported it. Nothing here was measured by this run or used in its decision."
 """Introduction of the notes of a study."""
 
 
@@ -133,7 +133,7 @@ def _shapes(result: Result) -> Section:
 
 def _times(result: Result, direction: Direction) -> Section:
     tables = tuple(times_table(result, shape, direction) for shape in shapes(result, direction))
-    reading = (READING,) if regimes(result) == REGIMES else (READING, IN_A_ROW)
+    reading = (READING,) if regimes(result) == REGIMES else (READING, _IN_A_ROW)
     return Section(f"All times, {direction_words(direction)}", reading, tables, folded=len(tables) > MANY)
 
 
@@ -297,7 +297,7 @@ def _noise(result: Result) -> Section:
 
 def _history(result: Result) -> Section:
     notes = result.study.notes.strip()
-    return Section("Reported before (history)", (HISTORY,) if notes else (), notes=notes)
+    return Section("Reported before (history)", (_HISTORY,) if notes else (), notes=notes)
 
 
 def _provenance(result: Result) -> Section:
@@ -311,7 +311,7 @@ def _provenance(result: Result) -> Section:
         ("date", facts.date),
         ("command", facts.command or "not recorded"),
         ("scale, rounds", f"{facts.scale or 'not recorded'}, {facts.rounds}"),
-        *((CLOCKS.get(name, name.replace("_", " ")), q.number(value, 4)) for name, value in facts.clocks.items()),
+        *((_CLOCKS.get(name, name.replace("_", " ")), q.number(value, 4)) for name, value in facts.clocks.items()),
         ("study digest", result.study_digest),
         ("schema", str(result.schema_version)),
     )

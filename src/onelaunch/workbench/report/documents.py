@@ -42,7 +42,7 @@ DocsTable = Literal["use", "times", "criteria", "missing", "provenance"]
 NONE = "–"
 """Mark of a missing time."""
 
-SHOWN: tuple[Regime, ...] = ("cold", *LOOPS)
+_SHOWN: tuple[Regime, ...] = ("cold", *LOOPS)
 """Regimes whose times the documentation shows."""
 
 SIDE_BY_SIDE = 5
@@ -114,7 +114,7 @@ def docs_section(result: Result, source: str) -> str:
     if result.interrupted:
         blocks.append("The run was interrupted; it did not reach the shapes that are missing here.")
     blocks.append(" ".join(filter(None, (_legend(result), READING))))
-    ranges = [(direction, regime) for direction in directions(result) for regime in SHOWN if _timed(result, direction, regime)]
+    ranges = [(direction, regime) for direction in directions(result) for regime in _SHOWN if _timed(result, direction, regime)]
     for direction, regime in ranges:
         blocks += [f"**{_title(direction, regime)}**", _winners(result, direction, regime)]
     for direction, regime in ranges:

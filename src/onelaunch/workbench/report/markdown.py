@@ -26,11 +26,11 @@ def render(result: Result) -> str:
     blocks += ["## What was found", *(map(to_markdown, first) if first else ["Nothing was timed."])]
     blocks.append("## Not measured or unexplained")
     left_open = (*unexplained(result, head.grounds), *summary.open)
-    blocks += [bullets(left_open)] if left_open else []
+    blocks += [_bullets(left_open)] if left_open else []
     blocks += [to_markdown(summary.missing)] if summary.missing else []
     blocks += [] if left_open or summary.missing else [NOTHING_OPEN]
     blocks.append("## Criteria")
-    blocks += [bullets(head.grounds)] if head.grounds else []
+    blocks += [_bullets(head.grounds)] if head.grounds else []
     blocks.append(to_markdown(summary.criteria) if summary.criteria else NO_CRITERIA)
     blocks += ["## Which variant to use, continued", *map(to_markdown, later)] if later else []
     for section in details(result):
@@ -39,6 +39,6 @@ def render(result: Result) -> str:
     return "\n\n".join(blocks) + "\n"
 
 
-def bullets(lines: tuple[str, ...]) -> str:
+def _bullets(lines: tuple[str, ...]) -> str:
     """Return lines of plain text as a Markdown list."""
     return "\n".join(f"- {escape(line)}" for line in lines)

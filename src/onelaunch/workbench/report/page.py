@@ -24,7 +24,7 @@ from onelaunch.workbench.report.tables import TONES, Table, to_html
 from onelaunch.workbench.report.text import html, one_line, visible
 from onelaunch.workbench.result import Result
 
-NOTES_HEADING = "h4"
+_NOTES_HEADING = "h4"
 """HTML element of every heading in an author's notes."""
 
 
@@ -67,7 +67,7 @@ def _shrink_headings(state: StateCore) -> None:
     """Replace every heading of an author's notes by one of a level that the page's own headings do not use."""
     for token in state.tokens:
         if token.type in ("heading_open", "heading_close"):
-            token.tag = NOTES_HEADING
+            token.tag = _NOTES_HEADING
 
 
 def _is_web_page(address: str) -> bool:

@@ -39,18 +39,18 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-INK, FAINT, BOUND, SOFT = "#010101", "#020202", "#030303", "#050505"
+_INK, _FAINT, BOUND, _SOFT = "#010101", "#020202", "#030303", "#050505"
 """Placeholder colours of text, grid, roofline bound and faint variants."""
 
-STAND_INS = {INK: "var(--ink)", FAINT: "var(--faint)", BOUND: "var(--floor)", SOFT: "var(--soft)"} | {
+STAND_INS = {_INK: "var(--ink)", _FAINT: "var(--faint)", BOUND: "var(--floor)", _SOFT: "var(--soft)"} | {
     colour: f"var(--v{index})" for index, colour in enumerate(COLOURS)
 }
 """CSS variable of the page by the placeholder colour that it replaces."""
 
-DASHES = (0, (2, 1.4))
+_DASHES = (0, (2, 1.4))
 """Line style of the roofline bound as matplotlib takes it: offset, then lengths of dash and gap in line widths."""
 
-CROWDED = 5
+_CROWDED = 5
 """Largest number of labels that fit on an axis without rotation or thinning."""
 
 WIDTH = 4.6
@@ -59,7 +59,7 @@ WIDTH = 4.6
 LONGEST_LABEL = 28
 """Largest number of characters of a name in a plot. A longer name ends in an ellipsis."""
 
-SWEPT = ("B", "T", "N")
+_SWEPT = ("B", "T", "N")
 """Dimensions (batch, time, tokens) whose product is the amount of work for fixed sizes of the model."""
 
 
@@ -89,10 +89,10 @@ def plots(result: Result) -> tuple[Plot, ...]:
 
 
 def _times(result: Result, series: Series, direction: Direction, regime: Regime) -> list[Plot]:
-    """Return a plot for every group of shapes that differ only in the dimensions of :data:`SWEPT`."""
+    """Return a plot for every group of shapes that differ only in the dimensions of :data:`_SWEPT`."""
     groups: dict[tuple[Any, ...], list[Shape]] = {}
     for shape in shapes(result, direction):
-        fixed = tuple((key, value) for key, value in shape.sizes.items() if key not in SWEPT)
+        fixed = tuple((key, value) for key, value in shape.sizes.items() if key not in _SWEPT)
         if _timed(result, shape, direction, regime):
             options = tuple((key, str(value)) for key, value in shape.options.items())
             groups.setdefault((fixed, options, shape.dtype), []).append(shape)
@@ -140,7 +140,7 @@ def _time_lines(
         x, times = [x + dodge for x, _ in points], [time for _, time in points]
         medians = [time.median for time in times]
         if variant not in shown:
-            axes.plot(x, medians, marker=".", color=SOFT, lw=0.8, ms=3.5, alpha=0.55, ls=ls)
+            axes.plot(x, medians, marker=".", color=_SOFT, lw=0.8, ms=3.5, alpha=0.55, ls=ls)
             continue
         colour = series.colour(variant)
         axes.plot(
@@ -148,13 +148,13 @@ def _time_lines(
         )
         axes.vlines(x, [time.low for time in times], [time.high for time in times], color=colour, lw=1.6)
     if series.others:
-        axes.plot([], [], marker=".", color=SOFT, lw=0.8, ms=3.5, alpha=0.55, label=f"{series.others} others", ls=ls)
+        axes.plot([], [], marker=".", color=_SOFT, lw=0.8, ms=3.5, alpha=0.55, label=f"{series.others} others", ls=ls)
     bounds = [(positions[shape.name], bound) for shape in members if (bound := _bound(result, shape, direction))]
     _bounds(axes, bounds, joined=joined)
     axes.set_yscale("log")
     axes.yaxis.set_major_formatter(lambda value, _: _tick(value))
     axes.yaxis.set_minor_formatter(lambda *_: "")
-    axes.grid(axis="y", color=FAINT, lw=0.6)
+    axes.grid(axis="y", color=_FAINT, lw=0.6)
     return len(axes.lines)
 
 
@@ -164,7 +164,7 @@ def _bounds(axes: Axes, bounds: Sequence[tuple[float, float]], *, joined: bool) 
         return
     x, y = zip(*bounds, strict=True)
     if joined:
-        axes.plot(x, y, color=BOUND, lw=2.2, ls=DASHES, label="roofline bound")
+        axes.plot(x, y, color=BOUND, lw=2.2, ls=_DASHES, label="roofline bound")
     else:
         axes.hlines(y, [at - 0.32 for at in x], [at + 0.32 for at in x], color=BOUND, lw=2.2)
         axes.plot([], [], color=BOUND, lw=2.2, label="roofline bound")
@@ -176,11 +176,11 @@ def _size_axis(axes: Axes, members: Sequence[Shape]) -> tuple[dict[str, int], bo
     Returns:
         The position of each shape by name, and whether positions are sizes. If not, a line between shapes has no meaning.
     """
-    swept = [key for key in SWEPT if all(key in shape.sizes for shape in members)]
+    swept = [key for key in _SWEPT if all(key in shape.sizes for shape in members)]
     varied = [key for key in swept if len({shape.sizes[key] for shape in members}) > 1]
     along = [shape.sizes[varied[0]] for shape in members] if len(varied) == 1 else [_amount(shape) for shape in members]
     if len(set(along)) < len(members) or min(along) < 1:
-        axes.set_xticks(range(len(members)), [_short(shape) for shape in members], rotation=45 if len(members) > CROWDED else 0)
+        axes.set_xticks(range(len(members)), [_short(shape) for shape in members], rotation=45 if len(members) > _CROWDED else 0)
         axes.set_xlabel(f"{' × '.join(swept)}, by their product" if swept else "")
         axes.set_xlim(-0.6, len(members) - 0.4)
         return {shape.name: position for position, shape in enumerate(members)}, False
@@ -203,9 +203,9 @@ def _time_bars(axes: Axes, result: Result, series: Series, shape: Shape, directi
             time = timing.microseconds
             axes.plot([time.low, time.high], [row, row], color=series.colour(cell.variant), lw=3)
             axes.plot(time.median, row, marker=series.marker(cell.variant), ms=6, color=series.colour(cell.variant))
-            axes.annotate(q.time(time.median), (time.high, row), (7, 0), textcoords="offset points", va="center", color=INK)
+            axes.annotate(q.time(time.median), (time.high, row), (7, 0), textcoords="offset points", va="center", color=_INK)
     if bound := _bound(result, shape, direction):
-        axes.axvline(bound, color=BOUND, lw=2.2, ls=DASHES)
+        axes.axvline(bound, color=BOUND, lw=2.2, ls=_DASHES)
         axes.annotate(
             f"roofline bound {q.time(bound)}", (bound, len(cells) - 0.4), (3, 0), textcoords="offset points", color=BOUND
         )
@@ -255,10 +255,10 @@ def _distance_bars(
                 color=series.colour(variant),
             )
         elif x:
-            axes.plot(x, y, ls="", ms=3.5, marker=".", color=SOFT, alpha=0.55)
+            axes.plot(x, y, ls="", ms=3.5, marker=".", color=_SOFT, alpha=0.55)
     if series.others:
-        axes.plot([], [], ls="", ms=3.5, marker=".", color=SOFT, alpha=0.55, label=f"{series.others} others")
-    axes.axvline(1, color=BOUND, lw=2.2, ls=DASHES)
+        axes.plot([], [], ls="", ms=3.5, marker=".", color=_SOFT, alpha=0.55, label=f"{series.others} others")
+    axes.axvline(1, color=BOUND, lw=2.2, ls=_DASHES)
     _rows(axes, [_label(shape.name) for shape in reversed(rows)], "ratio")
     return len(rows)
 
@@ -292,9 +292,9 @@ def _bytes_bars(axes: Axes, cells: Sequence[Cell], series: Series) -> int:
         if cell.traffic and cell.plan:
             alpha = 0.8 if cell.traffic.source == "ncu" else 0.3
             axes.barh(row, _moved(cell), height=0.6, color=series.colour(cell.variant), alpha=alpha, lw=0)
-            axes.plot([cell.plan.bytes] * 2, [row - 0.38, row + 0.38], color=INK, lw=2)
-            axes.annotate(q.size(_moved(cell)), (1.4 * most, row), ha="right", va="center", color=INK)  # right of all ticks
-            axes.axvline(cell.plan.least_bytes, color=BOUND, lw=2.2, ls=DASHES)
+            axes.plot([cell.plan.bytes] * 2, [row - 0.38, row + 0.38], color=_INK, lw=2)
+            axes.annotate(q.size(_moved(cell)), (1.4 * most, row), ha="right", va="center", color=_INK)  # right of all ticks
+            axes.axvline(cell.plan.least_bytes, color=BOUND, lw=2.2, ls=_DASHES)
     axes.set_yticks(range(len(ordered)), [_label(_row_name(cell)) for cell in ordered])
     unit = next((scale for scale, _ in q.BYTES if most >= scale), 1.0)
     axes.set_xlim(0, 1.42 * most)
@@ -331,14 +331,14 @@ def _plot(title: str, caption: str, direction: Direction, draw: Callable[[Axes],
         "svg.hashsalt": title,  # by default ids are random, and a report of one result would differ from run to run
         "font.family": "sans-serif",
         "font.size": 9.5,
-        "text.color": INK,
-        "axes.edgecolor": FAINT,
-        "axes.labelcolor": INK,
+        "text.color": _INK,
+        "axes.edgecolor": _FAINT,
+        "axes.labelcolor": _INK,
         "axes.axisbelow": True,
         "axes.spines.top": False,
         "axes.spines.right": False,
-        "xtick.color": INK,
-        "ytick.color": INK,
+        "xtick.color": _INK,
+        "ytick.color": _INK,
         "xtick.minor.visible": False,
     }
     with mpl.rc_context(settings), warnings.catch_warnings():
@@ -402,7 +402,7 @@ def _rows(axes: Axes, labels: Sequence[str], kind: str) -> None:
         axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.xaxis.set_major_formatter(lambda value, _: _tick(value) if kind == "time" else f"{value:g}x")
     axes.xaxis.set_minor_formatter(lambda *_: "")
-    axes.grid(axis="x", color=FAINT, lw=0.6)
+    axes.grid(axis="x", color=_FAINT, lw=0.6)
     axes.tick_params(axis="y", length=0)
 
 
@@ -457,19 +457,19 @@ def _median(cell: Cell, regime: Regime) -> float:
 
 
 def _amount(shape: Shape) -> int:
-    """Return the amount of work: the product of the sizes in :data:`SWEPT`."""
-    return math.prod(value for key, value in shape.sizes.items() if key in SWEPT)
+    """Return the amount of work: the product of the sizes in :data:`_SWEPT`."""
+    return math.prod(value for key, value in shape.sizes.items() if key in _SWEPT)
 
 
 def _short(shape: Shape) -> str:
-    """Return the label of a shape on an axis: its sizes in :data:`SWEPT`, such as ``4×2048``, else its name."""
-    return "×".join(str(shape.sizes[key]) for key in SWEPT if key in shape.sizes) or _label(shape.name)
+    """Return the label of a shape on an axis: its sizes in :data:`_SWEPT`, such as ``4×2048``, else its name."""
+    return "×".join(str(shape.sizes[key]) for key in _SWEPT if key in shape.sizes) or _label(shape.name)
 
 
 def _spaced(values: Sequence[int]) -> list[int]:
     """Return those of the ascending values whose labels do not overlap on a logarithmic axis."""
     spaced: list[int] = []
     for value in values:
-        if not spaced or value >= (values[-1] / values[0]) ** (1 / CROWDED) * spaced[-1]:
+        if not spaced or value >= (values[-1] / values[0]) ** (1 / _CROWDED) * spaced[-1]:
             spaced.append(value)
     return spaced

@@ -14,7 +14,7 @@ from onelaunch.workbench.report.tables import Table, columns
 from onelaunch.workbench.result import Result
 from onelaunch.workbench.study import Criterion, Prediction, Study
 
-INTRODUCTION = "Values that were expected, as the study declares them, beside those that this run measured. They decide nothing."
+_INTRODUCTION = "Values that were expected, as the study declares them, beside those that this run measured. They decide nothing."
 """Text above the table of predictions."""
 
 
@@ -24,7 +24,7 @@ def predictions(result: Result) -> Section:
     if not rows:
         return Section("Predictions")
     heads = columns("prediction", "by", "at", ">measured", ">measured / predicted", "why")
-    return Section("Predictions", (INTRODUCTION,), (Table("", heads, rows),))
+    return Section("Predictions", (_INTRODUCTION,), (Table("", heads, rows),))
 
 
 def predicted(study: Study, prediction: Prediction) -> str:

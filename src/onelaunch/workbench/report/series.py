@@ -15,13 +15,13 @@ from onelaunch.workbench.result import Result
 COLOURS = tuple(f"#04{index:02x}04" for index in range(10))
 """Placeholder colours, which the page's own colours ``--v0`` to ``--v9`` replace."""
 
-MARKERS = "osD^vPX*<>"
+_MARKERS = "osD^vPX*<>"
 """Matplotlib's names of the markers."""
 
 MOST_SERIES = 8
 """Largest number of lines that a reader can tell apart in one plot."""
 
-PROMINENT = 6
+_PROMINENT = 6
 """Number of lines drawn prominently if more than :data:`MOST_SERIES` variants have times; more only for rivals and winners."""
 
 
@@ -42,7 +42,7 @@ class Series:
 
         Up to :data:`MOST_SERIES` timed variants are all prominent. If there are more, the reference (over which speeds are
         taken), the peers (variants of other libraries) and the variants that are fastest at some shape are prominent, at most
-        :data:`MOST_SERIES` of them. The fastest others follow as long as there are fewer than :data:`PROMINENT`.
+        :data:`MOST_SERIES` of them. The fastest others follow as long as there are fewer than :data:`_PROMINENT`.
         """
         every = list(dict.fromkeys(cell.variant for cell in result.cells if not cell.control))
         timed = {cell.variant for cell in result.cells if cell.measured and cell.timings}
@@ -51,7 +51,7 @@ class Series:
             return cls(tuple(names), (*names, *(name for name in every if name not in timed)), 0)
         libraries = peer_names(result)
         wanted = dict.fromkeys([reference(result), *(name for name in names if name in libraries), *_winners(result)])
-        most = max(PROMINENT, min(len(wanted), MOST_SERIES))
+        most = max(_PROMINENT, min(len(wanted), MOST_SERIES))
         chosen = list(dict.fromkeys([*wanted, *_by_speed(result, names)]))[:most]
         shown = tuple(name for name in names if name in chosen)
         return cls(shown, (*shown, *(name for name in every if name not in shown)), len(names) - len(shown))
@@ -62,7 +62,7 @@ class Series:
 
     def marker(self, variant: str) -> str:
         """Return matplotlib's name of a variant's marker."""
-        return MARKERS[self.order.index(variant) % len(MARKERS)]
+        return _MARKERS[self.order.index(variant) % len(_MARKERS)]
 
 
 def _winners(result: Result) -> list[str]:

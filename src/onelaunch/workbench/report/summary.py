@@ -2,8 +2,9 @@
 
 The first screen answers three questions: what was asked and decided (:mod:`onelaunch.workbench.report.headline`), which variant
 to use at which shape, and what was not measured or stays unexplained. The criteria and the details
-(:mod:`onelaunch.workbench.report.details`) follow. The commands of ``onelaunch study`` take words for directions, criteria and
-sizes from it too.
+(:mod:`onelaunch.workbench.report.details`) follow. The other modules of ``report`` query results by the functions here, such as
+for the fastest variant or a valid time. The commands of ``onelaunch study`` take words for directions, criteria and sizes from
+it.
 
 A peer outside the gate (``outside``) is another project's variant whose errors are larger than the verification gate allows, but
 within the tolerance of that project's tests; others are compared with its times. ``floor_microseconds`` of a plan is the roofline
@@ -32,7 +33,7 @@ from onelaunch.workbench.study import LOOPS, Criterion, Selector, Shape, Study, 
 REGIMES: tuple[Regime, ...] = ("cold", "warm", "eager")
 """Regimes of single calls, in the order of preference for comparing variants."""
 
-FIRST_ROWS = 8
+_FIRST_ROWS = 8
 """Largest number of table rows on the first screen if they are of several directions."""
 
 NO_CRITERIA = "No criteria were declared."
@@ -99,10 +100,10 @@ def summarize(result: Result) -> Summary:
 def first_tables(tables: tuple[Table, ...]) -> tuple[tuple[Table, ...], tuple[Table, ...]]:
     """Split tables into those of the first screen and the others.
 
-    All are on the first screen if they have at most :data:`FIRST_ROWS` rows together, else only the first. In each group only the
-    last table keeps its note, which is the same for all.
+    All are on the first screen if they have at most :data:`_FIRST_ROWS` rows together, else only the first. In each group only
+    the last table keeps its note, which is the same for all.
     """
-    few = sum(len(table.rows) for table in tables) <= FIRST_ROWS
+    few = sum(len(table.rows) for table in tables) <= _FIRST_ROWS
     first = len(tables) if few else 1
     return _note_once(tables[:first]), _note_once(tables[first:])
 
@@ -253,7 +254,7 @@ def outside_words(cells: Iterable[Cell]) -> str:
     return " (peer outside the gate)" if any(cell.outside for cell in cells) else ""
 
 
-def reference_words(result: Result) -> str:
+def _reference_words(result: Result) -> str:
     """Return the name of the reference, which says if it is a peer outside the gate."""
     name = reference(result)
     return name + outside_words(cell for cell in result.cells if cell.variant == name and not cell.control)
@@ -288,8 +289,8 @@ def use_table(result: Result, direction: Direction) -> Table:
         f"{direction_words(direction).capitalize()}: {how}",
         columns("shape", "?sizes", "use", ">time", ">speed", ">/ bound"),
         tuple(rows),
-        f"Speed is over {reference_words(result)}{_instead(result)}. The bound is the roofline bound: the fewest bytes and FLOPs "
-        "at the measured peaks. A second name means that its time differs by no more than the noise.",
+        f"Speed is over {_reference_words(result)}{_instead(result)}. The bound is the roofline bound: the fewest bytes and FLOPs"
+        " at the measured peaks. A second name means that its time differs by no more than the noise.",
     )
 
 
@@ -320,6 +321,8 @@ def _short(commit: str) -> str:
 
 def _alerts(result: Result, again: Result | str) -> tuple[str, ...]:
     """Return warnings about a decision that the measurements contradict, an interrupted run, wrong variants and changed criteria.
+
+    A file with changed criteria is refused when it is read, so that only a result made in Python meets the last warning.
 
     ``again`` is the result judged and decided again, or the reason why that is not possible.
     """

@@ -4,7 +4,7 @@ Names, questions, reasons and notes of a run may come from a file of unknown ori
 literally, except that runs of blanks become one, invisible characters become symbols, `` us`` after a number becomes `` µs``, and
 labels of plots may be cut. None of them becomes markup (an element, link, heading or table cell) or a command to a terminal. One
 exception cannot be prevented: if a Markdown report is shown on GitHub, GitHub links e-mail addresses and names after ``@``,
-escaped or not.
+escaped or not. The modules of ``report`` that write a format call these functions, and so does command ``onelaunch study run``.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from markupsafe import Markup
 LONG = 40
 """Number of characters above which a string counts as a sentence, which gets a wide column on a page and wraps."""
 
-CONTROL_PICTURES = 0x2400
+_CONTROL_PICTURES = 0x2400
 """First of the Unicode symbols for control characters: ``\\x1b`` is shown as the symbol for ESC."""
 
 HIDDEN = frozenset({"Cc", "Cf", "Co", "Cs", "Zl", "Zp"})
 """Unicode categories of characters that are invisible, or that reorder or break the text around them."""
 
-MICROSECONDS = re.compile(r"(?<=\d) us\b")
+_MICROSECONDS = re.compile(r"(?<=\d) us\b")
 """Unit of microseconds as the sentences of older results spell it."""
 
-MARKDOWN_ALWAYS = re.compile(r"[\\`*<|~$]")
+_MARKDOWN_ALWAYS = re.compile(r"[\\`*<|~$]")
 """Characters that can begin markup anywhere."""
 
-MARKDOWN_SOMEWHERE = re.compile(
+_MARKDOWN_SOMEWHERE = re.compile(
     r"(?<![^\W_])_+"  # an underscore that no letter or digit precedes
     r"|_+(?![^\W_])"  # or follows; inside a word an underscore is no emphasis
     r"|\](?=[(:\[{])"  # the end of a link's text
@@ -41,13 +41,13 @@ MARKDOWN_SOMEWHERE = re.compile(
 )
 """Characters that begin markup in some places only, so that ordinary text keeps its look."""
 
-MARKDOWN_START = re.compile(
+_MARKDOWN_START = re.compile(
     r"(?:(?P<digits>\d{1,9})(?=[.)](?:\s|$)))?"  # the number of an ordered list
     r"(?:(?<=\d)[.)]|#{1,6}(?=\s|$)|[-+](?=\s|$)|[-=]{2,}\s*$|\+{3}|>|%|:(?=[\s:])|\((?=[^)]*\)=)|\[(?=[ xX]\]))"
 )
 """Characters that begin a heading, quotation, list, rule, directive, comment, target or task at the start of a line."""
 
-OPTION = re.compile(r"(?<![\w-])--\w[\w-]*(?: [\w.]+)?")
+_OPTION = re.compile(r"(?<![\w-])--\w[\w-]*(?: [\w.]+)?")
 """A command-line option with its value, such as ``--scale full``."""
 
 
@@ -58,7 +58,7 @@ def visible(text: str) -> str:
 
 def one_line(text: str) -> str:
     """Return the text as one line without invisible characters, with ``µs`` for ``us`` after a number."""
-    return MICROSECONDS.sub(" µs", visible(" ".join(text.split())))
+    return _MICROSECONDS.sub(" µs", visible(" ".join(text.split())))
 
 
 def clipped(text: str, most: int) -> str:
@@ -73,9 +73,9 @@ def markdown(text: str) -> str:
     GitHub shows the same line, except that it links e-mail addresses and names after ``@``. It looks for these in the rendered
     text, in which no escapes are left.
     """
-    escaped = MARKDOWN_ALWAYS.sub(r"\\\g<0>", one_line(text))
-    escaped = MARKDOWN_SOMEWHERE.sub(lambda found: "".join(f"\\{mark}" for mark in found[0]), escaped)
-    begins = MARKDOWN_START.match(escaped)
+    escaped = _MARKDOWN_ALWAYS.sub(r"\\\g<0>", one_line(text))
+    escaped = _MARKDOWN_SOMEWHERE.sub(lambda found: "".join(f"\\{mark}" for mark in found[0]), escaped)
+    begins = _MARKDOWN_START.match(escaped)
     if begins:
         at = begins.end("digits") if begins["digits"] else 0
         escaped = f"{escaped[:at]}\\{escaped[at:]}"
@@ -94,7 +94,7 @@ def html(text: str) -> Markup:
     line = one_line(text)
     parts: list[str] = []
     end = 0
-    for option in OPTION.finditer(line):
+    for option in _OPTION.finditer(line):
         parts += [
             standard_html.escape(line[end : option.start()]),
             f'<span class="option">{standard_html.escape(option[0])}</span>',
@@ -112,5 +112,5 @@ def _symbol(character: str) -> str:
     if character in "\n\t" or unicodedata.category(character) not in HIDDEN:
         return character
     if ord(character) < ord(" "):
-        return chr(CONTROL_PICTURES + ord(character))
+        return chr(_CONTROL_PICTURES + ord(character))
     return "\u2421" if character == "\x7f" else "\ufffd"

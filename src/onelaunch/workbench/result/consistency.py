@@ -40,11 +40,11 @@ ROUNDING = 1e-9
 
 def inconsistency(result: Result) -> str | None:
     """Return what does not fit together in a result, as a clause, or ``None``."""
-    checks = (undeclared, digest_differs, names_shared, repeated, wrong_times, wrong_verdicts, wrong_noise, wrong_outcomes)
+    checks = (_undeclared, _digest_differs, _names_shared, repeated, _wrong_times, _wrong_verdicts, _wrong_noise, _wrong_outcomes)
     return next((problem for check in checks if (problem := check(result)) is not None), None)
 
 
-def undeclared(result: Result) -> str | None:
+def _undeclared(result: Result) -> str | None:
     """Return the problem if a result names a shape that its study does not declare, or declares twice; else ``None``."""
     declared, groups = {shape.name for shape in result.study.shapes}, set(result.study.groups())
     named = [measured.shape for measured in (*result.cells, *result.noise)]
@@ -60,7 +60,7 @@ def undeclared(result: Result) -> str | None:
     return "two shapes of its study have one name" if len(declared) < len(result.study.shapes) else None
 
 
-def digest_differs(result: Result) -> str | None:
+def _digest_differs(result: Result) -> str | None:
     """Return the problem if the declaration in a result is not the one that ran; else ``None``."""
     if (found := result.study.digest()) == result.study_digest:
         return None
@@ -70,7 +70,7 @@ def digest_differs(result: Result) -> str | None:
     )
 
 
-def names_shared(result: Result) -> str | None:
+def _names_shared(result: Result) -> str | None:
     """Return the problem if one name stands for two variants, controls or criteria of a result; else ``None``."""
     study = result.study
     for key, names in (("variants", study.variants), ("controls", study.controls), ("criteria", _names(study))):
@@ -98,7 +98,7 @@ def repeated(result: Result) -> str | None:
     return None if again is None else f"noise: there are two A/A runs at {again[0]!r}, {again[1]}, {again[2]}"
 
 
-def wrong_times(result: Result) -> str | None:
+def _wrong_times(result: Result) -> str | None:
     """Return the problem if a time contradicts its rounds or its roofline bound; else ``None``."""
     for cell in result.cells:
         for timing in cell.timings:
@@ -115,7 +115,7 @@ def wrong_times(result: Result) -> str | None:
     return None
 
 
-def wrong_verdicts(result: Result) -> str | None:
+def _wrong_verdicts(result: Result) -> str | None:
     """Return the problem if a measurement counts as correct without a verdict that says so; else ``None``."""
     for cell in result.cells:
         verdict = cell.verdict
@@ -136,7 +136,7 @@ def wrong_verdicts(result: Result) -> str | None:
     return None
 
 
-def wrong_noise(result: Result) -> str | None:
+def _wrong_noise(result: Result) -> str | None:
     """Return the problem if a noise floor is smaller than its A/A run allows; else ``None``."""
     for noise in result.noise:
         least = max(noise.ratio.high, 1 / noise.ratio.low)
@@ -148,7 +148,7 @@ def wrong_noise(result: Result) -> str | None:
     return None
 
 
-def wrong_outcomes(result: Result) -> str | None:
+def _wrong_outcomes(result: Result) -> str | None:
     """Return the problem if the outcomes are not those of the study's criteria, one for each in order; else ``None``."""
     declared, judged = result.study.criteria, tuple(outcome.criterion for outcome in result.outcomes)
     if judged == declared or (not judged and result.decision is None):

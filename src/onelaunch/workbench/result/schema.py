@@ -79,7 +79,7 @@ OUTSIDE: Status = "peer_outside_the_gate"
 MEASURED: tuple[Status, ...] = ("ok", OUTSIDE)
 """Statuses of measurements whose times and counts are believed."""
 
-OWN_COUNTS = ("launches", "barriers")
+_OWN_COUNTS = ("launches", "barriers")
 """Counted measures that have a field of their own in :class:`Cell`."""
 
 
@@ -258,7 +258,7 @@ class Cell(Grown, Stored):
 
     def count(self, measure: str) -> int | None:
         """Return the count of one call for a measure, or ``None``."""
-        return getattr(self, measure) if measure in OWN_COUNTS else self.counts.get(measure)
+        return getattr(self, measure) if measure in _OWN_COUNTS else self.counts.get(measure)
 
     def has(self, measure: str) -> bool:
         """Return whether the measurement holds what a step of its own takes for a measure: a count, or times."""
@@ -272,7 +272,7 @@ class Cell(Grown, Stored):
 
     def counted(self, measure: str, count: int) -> Cell:
         """Return a copy of the measurement with the count of one call for a measure."""
-        changes = {measure: count} if measure in OWN_COUNTS else {"counts": {**self.counts, measure: count}}
+        changes = {measure: count} if measure in _OWN_COUNTS else {"counts": {**self.counts, measure: count}}
         return self.model_copy(update=changes)
 
 

@@ -25,10 +25,10 @@ from onelaunch.operation.entry_points import UNKNOWN
 from onelaunch.workbench.result.schema import VariantSource
 from onelaunch.workbench.study import Study
 
-NATIVE = (".cu", ".cuh", ".cpp", ".h")
+_NATIVE = (".cu", ".cuh", ".cpp", ".h")
 """Suffixes of sources that Python files read instead of importing them."""
 
-NATIVE_PLACES = ("*", "*/*")
+_NATIVE_PLACES = ("*", "*/*")
 """Patterns of the paths of such sources, relative to the folder of a Python file."""
 
 
@@ -50,7 +50,7 @@ def source_of(variant: Variant) -> VariantSource:
     digest = module_digest(module)
     if not digest and (code := getattr(variant.run, "__code__", None)) is not None:
         digest = hashlib.sha256(marshal.dumps(code)).hexdigest()
-    return VariantSource(source=digest, distribution=distribution_of(variant.package))
+    return VariantSource(source=digest, distribution=_distribution_of(variant.package))
 
 
 @functools.cache
@@ -66,9 +66,9 @@ def module_digest(module: str) -> str:
     native = {
         path
         for folder in {file.parent for file in files.values()}
-        for place in NATIVE_PLACES
+        for place in _NATIVE_PLACES
         for path in folder.glob(place)
-        if path.suffix in NATIVE
+        if path.suffix in _NATIVE
     }
     named = files | {f"{path.parent.name}/{path.name}": path for path in native}
     return _digest(named)
@@ -78,11 +78,11 @@ def module_digest(module: str) -> str:
 def package_digest() -> str:
     """Return the SHA-256 of all sources of this package."""
     folder = Path(onelaunch.__file__).parent
-    files = (path for path in folder.rglob("*") if path.suffix in (".py", *NATIVE))
+    files = (path for path in folder.rglob("*") if path.suffix in (".py", *_NATIVE))
     return _digest({path.relative_to(folder).as_posix(): path for path in files})
 
 
-def distribution_of(package: str) -> str:
+def _distribution_of(package: str) -> str:
     """Return the name and version of the distribution that provides a top-level package, or an empty string."""
     if package == "onelaunch":
         return f"onelaunch {onelaunch.__version__}"

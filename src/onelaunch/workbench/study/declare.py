@@ -21,30 +21,30 @@ from onelaunch.wording import UNSAFE
 from onelaunch.workbench.stored import Grown, check_names
 from onelaunch.workbench.study.measure import Measure, find_measure, measure_names
 
-FILE_NAME = re.compile(r"(?!.*\.\.)[A-Za-z0-9][A-Za-z0-9._-]{0,79}")
+_FILE_NAME = re.compile(r"(?!.*\.\.)[A-Za-z0-9][A-Za-z0-9._-]{0,79}")
 """Pattern of names of studies. Files and folders are named after studies."""
 
-FILE_NAME_RULE = "it names files, so it must be 1 to 80 letters (A to Z), digits, '.', '_' and '-', with no '..'"
+_FILE_NAME_RULE = "it names files, so it must be 1 to 80 letters (A to Z), digits, '.', '_' and '-', with no '..'"
 
 LARGEST_SIZE = 2**63 - 1
 """Largest size of a shape: PyTorch's sizes are signed 64-bit integers."""
 
 
-def check_file_name(value: str, info: ValidationInfo) -> str:
-    """Return a name after a check, for data from a file, that it follows :data:`FILE_NAME`."""
-    if info.context and not FILE_NAME.fullmatch(value):
-        raise ValueError(FILE_NAME_RULE)
+def _check_file_name(value: str, info: ValidationInfo) -> str:
+    """Return a name after a check, for data from a file, that it follows :data:`_FILE_NAME`."""
+    if info.context and not _FILE_NAME.fullmatch(value):
+        raise ValueError(_FILE_NAME_RULE)
     return value
 
 
-def check_prose(value: str, info: ValidationInfo) -> str:
+def _check_prose(value: str, info: ValidationInfo) -> str:
     """Return a string of several lines after a check, for data from a file, that it holds no control characters."""
     if info.context and UNSAFE.search(value):
         raise ValueError("it must hold no control characters except line breaks and tabs")
     return value
 
 
-def check_sizes(value: dict[str, int]) -> dict[str, int]:
+def _check_sizes(value: dict[str, int]) -> dict[str, int]:
     """Return sizes after a check that a tensor can have them."""
     for name, size in value.items():
         if not 0 <= size <= LARGEST_SIZE:
@@ -52,14 +52,14 @@ def check_sizes(value: dict[str, int]) -> dict[str, int]:
     return value
 
 
-def check_dtype(value: str, info: ValidationInfo) -> str:
+def _check_dtype(value: str, info: ValidationInfo) -> str:
     """Return the name of a dtype after a check, for data from a file, that studies know it."""
     if info.context and value not in ("float16", "bfloat16", "float32"):
         raise ValueError("it must be float16, bfloat16 or float32")
     return value
 
 
-def check_bound(value: float | None) -> float | None:
+def _check_bound(value: float | None) -> float | None:
     """Return a bound after a check that it is a number above 0, or the integer 0, which ``equals`` may ask for."""
     if value is not None and not (0 < value < math.inf or (type(value) is int and value == 0)):
         raise ValueError("it must be a number above 0")
@@ -85,7 +85,7 @@ LOOPS: tuple[Regime, ...] = ("running", "served")
 """Regimes of many consecutive steps. The operation provides the loop that runs them: :class:`onelaunch.operation.Loop`."""
 
 
-def check_measure(value: Any) -> Any:
+def _check_measure(value: Any) -> Any:
     """Return the name of a measure after a check that it is registered."""
     if not isinstance(value, str) or value not in measure_names():
         # Words as pydantic's own for a Literal, which the names cannot be: packages register more measures.
@@ -94,7 +94,7 @@ def check_measure(value: Any) -> Any:
     return value
 
 
-MeasureName = Annotated[str, BeforeValidator(check_measure)]
+MeasureName = Annotated[str, BeforeValidator(_check_measure)]
 """Name of a registered measure."""
 
 
@@ -130,8 +130,8 @@ class Shape(Declared):
     """Names of groups that the shape belongs to. Where a criterion names shapes, a group's name stands for all of its shapes."""
 
     _names = field_validator("name", "sizes", "options", "skip", "operation", "groups")(check_names)
-    _sizes = field_validator("sizes")(check_sizes)
-    _dtype = field_validator("dtype")(check_dtype)
+    _sizes = field_validator("sizes")(_check_sizes)
+    _dtype = field_validator("dtype")(_check_dtype)
 
 
 SHAPE_KEYS = ("name", "dtype", "scale", "skip", "directions", "operation", "groups")
@@ -197,7 +197,7 @@ class Criterion(Declared):
     """Switch for leaving out, and listing, the shapes at which no variant of ``over`` can run, whatever package is installed."""
 
     _names = field_validator("name", "of", "over", "at", "over_at", "per")(check_names)
-    _bounds = field_validator("at_least", "at_most", "equals", "most_noise")(check_bound)
+    _bounds = field_validator("at_least", "at_most", "equals", "most_noise")(_check_bound)
 
     @model_validator(mode="after")
     def _one_bound(self) -> Criterion:
@@ -254,8 +254,8 @@ class Prediction(Declared):
     """Reason for which this value is expected, in a sentence."""
 
     _names = field_validator("of", "over", "at")(check_names)
-    _prose = field_validator("by", "why")(check_prose)
-    _number = field_validator("value")(check_bound)
+    _prose = field_validator("by", "why")(_check_prose)
+    _number = field_validator("value")(_check_bound)
 
     def criterion(self) -> Criterion:
         """Return a criterion that asks for the predicted value, by which measured values are found. It decides nothing."""
@@ -323,9 +323,9 @@ class Study(Declared):
     notes: str = ""
     """Notes for the reader, in Markdown, such as what an earlier write-up reported; never used as a measurement."""
 
-    _file_name = field_validator("name")(check_file_name)
+    _file_name = field_validator("name")(_check_file_name)
     _names = field_validator("operation", "baseline", "variants", "controls")(check_names)
-    _prose = field_validator("question", "notes")(check_prose)
+    _prose = field_validator("question", "notes")(_check_prose)
 
     def digest(self) -> str:
         """Return the SHA-256 over the declaration as JSON, in hexadecimal digits."""

@@ -2,7 +2,8 @@
 
 A measure is one class in one file, registered by :func:`register`. The base class here holds what declarations, their validation
 and plans need. How a measure is read from a result and judged, and its words in reports, belong to the same class through
-:class:`onelaunch.workbench.decide.measured.JudgedMeasure`.
+:class:`onelaunch.workbench.decide.measured.JudgedMeasure`. The files of ``workbench/measures`` register measures, and so may
+packages of users. The other modules of ``study``, and ``decide``, look them up.
 
 A criterion reads a value of ``of``, or compares ``of`` with ``over`` (by default the baseline). Each is the name of a variant or
 control, or tags that stand for the fastest variant with them. Its bound is ``at_least``, ``at_most`` or ``equals``, which must
@@ -95,11 +96,11 @@ class Measure(ABC):
 
         Subclasses extend this rule, by which a comparison of one variant with itself gives 1.
         """
-        name = compared_with_itself(study, criterion, shape)
+        name = _compared_with_itself(study, criterion, shape)
         return f"it compares {name} with itself" if name is not None and met_by_one(criterion) else None
 
 
-def compared_with_itself(study: Study, criterion: Criterion, shape: Shape) -> str | None:
+def _compared_with_itself(study: Study, criterion: Criterion, shape: Shape) -> str | None:
     """Return the only variant that both sides of a criterion stand for at a shape, or ``None`` if there is another."""
     if criterion.quantity.alone is not None or criterion.over_regime not in (None, criterion.regime):
         return None

@@ -1,7 +1,8 @@
 """Plan of a study before anything runs: costs, roofline bounds, variants that can run, criteria that cannot be met.
 
-Runs, in the process that measures, and command ``onelaunch study show`` call :func:`plan_study`. Decisions and measures call the
-functions on bounds and on what arithmetic refutes, and timings those on which variants can run here.
+``supervise/job.py`` and command ``onelaunch study show`` call :func:`plan_study`, and ``running.py`` calls it again with peaks
+that it has measured anew. ``running.py`` and ``cells.py`` turn its cells into those of the result. Decisions and measures call
+the functions on bounds and on what arithmetic refutes, and timings those on which variants can run here.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class Rates(Protocol):
     def launch_seconds(self) -> float: ...
 
 
-READ_MOSTLY = 0.1
+_READ_MOSTLY = 0.1
 """Fraction of written bytes below which the read bandwidth sets the roofline bound; from there on the copy bandwidth does."""
 
 LEFT_OUT = "is left out at this shape by the study"
@@ -130,7 +131,7 @@ def bandwidth(moved: float, written: float | None, rates: Rates) -> float:
     device can read as fast as it copies, so the higher one is taken.
     """
     read = rates.read_bytes_per_second
-    if read is None or written is None or not written < READ_MOSTLY * moved:
+    if read is None or written is None or not written < _READ_MOSTLY * moved:
         return rates.copy_bytes_per_second
     return max(read, rates.copy_bytes_per_second)
 

@@ -1,6 +1,8 @@
 """Reader of study files: the folders that are searched, and the checks of a file, whose errors name the key and the remedy.
 
-Commands ``onelaunch study list``, ``show`` and ``run`` call :func:`list_studies` and :func:`find_study`.
+Commands ``onelaunch study list``, ``show`` and ``run`` call :func:`list_studies` and :func:`find_study`. Outside of this file,
+only tests call :func:`load_study`. Names, bounds and sizes are checked here for messages that name the place in the file.
+``declare.py`` checks them once more, bounds and sizes for studies made in Python too.
 """
 
 from __future__ import annotations
@@ -48,7 +50,7 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib  # pyrefly: ignore[missing-import]
 
-FOLDERS = "ONELAUNCH_STUDIES"
+_FOLDERS = "ONELAUNCH_STUDIES"
 """Environment variable with more folders of studies, separated like ``PATH``."""
 
 MOST_BYTES = 4 << 20
@@ -66,7 +68,7 @@ class StudyFile:
     """Error of a file that cannot be read; ``study`` is then ``None``."""
 
 
-def study_folders() -> list[Path]:
+def _study_folders() -> list[Path]:
     """Return the folders that are searched for studies. Of two studies with the same name the first one found is taken.
 
     1. ``./studies`` in the current folder, so that a project's own studies come first.
@@ -74,10 +76,10 @@ def study_folders() -> list[Path]:
     3. The folders in ``$ONELAUNCH_STUDIES``, in their order. A warning, :class:`~onelaunch.errors.FolderNotice`, names a folder
        that does not exist.
     """
-    named = [Path(entry) for entry in os.environ.get(FOLDERS, "").split(os.pathsep) if entry]
+    named = [Path(entry) for entry in os.environ.get(_FOLDERS, "").split(os.pathsep) if entry]
     for folder in named:
         if not _is_folder(folder):
-            notice = f"${FOLDERS} names {folder}, which is no folder; no studies are read from there."
+            notice = f"${_FOLDERS} names {folder}, which is no folder; no studies are read from there."
             warnings.warn(FolderNotice(escaped(notice)), stacklevel=1)  # Python shows it once, being of one line
     return [folder for folder in (Path("studies"), _built_in(), *named) if _is_folder(folder)]
 
@@ -97,9 +99,9 @@ def _is_folder(path: Path) -> bool:
 
 
 def list_studies() -> list[StudyFile]:
-    """Return every study file, sorted by name. Of two with one name the first in the order of :func:`study_folders` is taken."""
+    """Return every study file, sorted by name. Of two with one name the first in the order of :func:`_study_folders` is taken."""
     found: dict[str, StudyFile] = {}
-    for folder in study_folders():
+    for folder in _study_folders():
         for path in sorted(folder.glob("*.toml")):
             if path.stem not in found:
                 found[path.stem] = _study_file(path)
@@ -117,7 +119,7 @@ def find_study(name_or_path: str | Path) -> tuple[Path, Study]:
     path = Path(name_or_path)
     if _is_file(path) or path.suffix == ".toml" or len(path.parts) > 1:
         return path, load_study(path)
-    for folder in study_folders():
+    for folder in _study_folders():
         if _is_file(candidate := folder / f"{name_or_path}.toml"):
             return candidate, load_study(candidate)
     raise UnknownStudy(str(name_or_path), _known_names())
@@ -152,7 +154,7 @@ def load_study(path: str | Path) -> Study:
 
 
 def _known_names() -> list[str]:
-    return sorted({path.stem for folder in study_folders() for path in folder.glob("*.toml")})
+    return sorted({path.stem for folder in _study_folders() for path in folder.glob("*.toml")})
 
 
 def _study_file(path: Path) -> StudyFile:

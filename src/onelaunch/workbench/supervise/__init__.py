@@ -4,7 +4,8 @@ A variant may exit, crash, be killed for lack of memory, or never return. Each w
 parent learns from a few bytes of shared memory which candidate is running, and since when. If the child dies, or a candidate runs
 too long, that becomes the candidate's status. A new child then goes on without it, from the finished cases that the parent holds.
 
-All candidates of a case are measured in one child, interleaved. The parent uses no device: it never initialises CUDA.
+All candidates of a case are measured in one child, interleaved. As long as children measure, the parent uses no device and does
+not initialise CUDA.
 
 The child is forked where that is possible: on Linux, for the CPU, in a process that has not initialised CUDA. It then knows
 everything that the caller's script has registered. Otherwise a new interpreter is started, which imports the caller's main module

@@ -42,10 +42,10 @@ compile), one sample, or one count."""
 INTERRUPT_SECONDS = 30.0
 """Seconds that the child has to end its call after Ctrl-C, before it is killed. The finished cases are kept either way."""
 
-LOOK_SECONDS = 0.2
+_LOOK_SECONDS = 0.2
 """Interval in which the parent looks for how long the candidate has been running."""
 
-MOST_SILENT_DEATHS = 2
+_MOST_SILENT_DEATHS = 2
 """Number of times that the child may die at one case while no candidate is running, before the case is given up."""
 
 
@@ -173,7 +173,7 @@ class Child:
 
     def _step(self, on_progress: Callable[[Progress], None], call_limit: float) -> Result | Missing | Death | None:
         """Handle the next message, or look at the clock. Return how the child ended, or ``None`` while it runs."""
-        if not wait([self._connection, self._process.sentinel], timeout=LOOK_SECONDS):
+        if not wait([self._connection, self._process.sentinel], timeout=_LOOK_SECONDS):
             return self._late(call_limit)
         if not self._connection.poll():
             return self._dead()
@@ -245,7 +245,7 @@ def _blame(study: Study, state: State, death: Death, silent: Counter[tuple[str, 
         )
         return
     silent[death.place or ("", "")] += 1
-    again = silent[death.place or ("", "")] < MOST_SILENT_DEATHS
+    again = silent[death.place or ("", "")] < _MOST_SILENT_DEATHS
     if death.place is None:
         if again:
             return

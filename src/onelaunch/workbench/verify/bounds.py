@@ -97,7 +97,7 @@ def bound_of(plain: torch.Tensor, expected: torch.Tensor, length: int) -> Bound:
     overall = norm_error(exact, expected, plain.dtype)
     root_mean_square = float(torch.linalg.vector_norm(expected)) / math.sqrt(expected.numel())
     # Slack as in the norm-wise bound, because a baseline that rounds nothing would ask for exact outputs.
-    scale = float(expected.abs().max()) if root_mean_square >= negligible(plain.dtype) else 1.0
+    scale = float(expected.abs().max()) if root_mean_square >= _negligible(plain.dtype) else 1.0
     largest = LARGEST * largest_error(exact, expected) + PART * SLACK * scale
     parts = errors_by_position(exact, expected, plain.dtype, length)
     return Bound(largest, tuple(PART * (max(part, overall) + SLACK) for part in parts), root_mean_square)
@@ -136,13 +136,13 @@ def norm_error(given: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) 
         return 0.0
     root = math.sqrt(expected.numel())
     scale = float(torch.linalg.vector_norm(expected))
-    if scale / root < negligible(dtype):
+    if scale / root < _negligible(dtype):
         scale = root
     error = float(torch.linalg.vector_norm(given - expected)) / scale
     return error if math.isfinite(error) else math.inf
 
 
-def negligible(dtype: torch.dtype) -> float:
+def _negligible(dtype: torch.dtype) -> float:
     """Return the root mean square below which expected values count as zeros: what the dtype cannot represent, at least 1e-12."""
     finfo = torch.finfo(dtype) if dtype.is_floating_point else torch.finfo(torch.float64)
     return max(1e-12, finfo.tiny * finfo.eps)  # their product is the smallest subnormal number

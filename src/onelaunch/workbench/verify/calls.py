@@ -1,4 +1,8 @@
-"""Calls of an operation as tests, timings and profilers make them: generated inputs, one call, and its outputs by name."""
+"""Calls of an operation as tests, timings and profilers make them: generated inputs, one call, and its outputs by name.
+
+The modules of ``verify`` and ``measure`` make inputs and call variants with it. ``running.py`` and ``measures/host.py`` take
+:func:`status_of`, as modules of both do.
+"""
 
 from __future__ import annotations
 

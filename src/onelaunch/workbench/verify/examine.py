@@ -29,7 +29,7 @@ from onelaunch.workbench.verify.views import slices
 STALE_SEED = 7919
 """Offset of the seed for the stale contents, which the inputs hold before those that are judged."""
 
-LATE_CYCLES = 20_000_000
+_LATE_CYCLES = 20_000_000
 """Clock cycles for which a GPU's stream is blocked before the inputs arrive: about 10 ms."""
 
 SETTLE_SECONDS = 0.02
@@ -147,7 +147,7 @@ def _call_late(
     if device.type == "cuda":
         live.load(stale)
         finish()
-        torch.cuda._sleep(LATE_CYCLES)  # noqa: SLF001 - the only kernel that waits without accessing memory
+        torch.cuda._sleep(_LATE_CYCLES)  # noqa: SLF001 - the only kernel that waits without accessing memory
     live.load(reference.inputs)
     graph = candidate.forward(live)
     early = duplicate({name: None if value is None else value.detach() for name, value in graph.items()})

@@ -1,5 +1,9 @@
 """Judge whether a variant is correct. Tests and studies share this check.
 
+Users and tests call :func:`judge` and :func:`judge_control`. A study's run (``running.py``, ``measure/timing.py``) has a
+:class:`Judge` of its own, and ``probes.py`` and ``repeated.py`` are given one. The timing judges timed outputs by
+:func:`judge_outputs`.
+
 Every output and every gradient must be as near to the float64 oracle as plain PyTorch in the same dtype
 (:mod:`onelaunch.workbench.verify.reference`). The check is adversarial, so that a wrong variant cannot pass by luck: memory that
 the variant allocates is poisoned, the contents of its inputs change between calls, and the last contents arrive late.
@@ -23,7 +27,7 @@ from onelaunch.workbench.verify.memory import odd_results
 from onelaunch.workbench.verify.reference import Reference, compute_reference
 from onelaunch.workbench.verify.switches import unchanged_switches
 
-ALWAYS_CACHED = 3
+_ALWAYS_CACHED = 3
 """Number of references that a :class:`Judge` caches whatever their size: those of the operation and its controls at one case."""
 
 
@@ -63,7 +67,7 @@ class Judge:
         found = compute_reference(operation, case, device, seed, direction, control)
         self._references[key] = found
         while (
-            len(self._references) > ALWAYS_CACHED
+            len(self._references) > _ALWAYS_CACHED
             and sum(reference.nbytes for reference in self._references.values()) > self._keep_bytes
         ):
             self._references.popitem(last=False)

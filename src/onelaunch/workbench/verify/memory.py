@@ -58,7 +58,7 @@ def layout_problems(outputs: OutputTensors, inputs: Inputs, usual: Mapping[str, 
     }
     problems = []
     for name, value in results.items():
-        if overlaps_itself(value):
+        if _overlaps_itself(value):
             problems.append(f"{name} has strides {value.stride()}, with which several elements share memory.")
         elif name in usual and not (in_order(value) or in_order(value, usual[name])):
             problems.append(f"{name} has strides {value.stride()}; a result must be in row-major order, as its callers expect.")
@@ -102,7 +102,7 @@ def _own(outputs: OutputTensors, given: set[int]) -> Iterator[torch.Tensor]:
             yield value
 
 
-def overlaps_itself(tensor: torch.Tensor) -> bool:
+def _overlaps_itself(tensor: torch.Tensor) -> bool:
     """Return whether several elements share memory, as in an expanded tensor, or may do so."""
     reach = 0
     for stride, size in sorted((stride, size) for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1):

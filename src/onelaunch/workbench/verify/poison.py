@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 ALLOCATIONS = frozenset({"empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "empty_permuted"})
 """Operators of PyTorch that return uninitialised memory."""
 
-RESIZES = frozenset({"resize_", "resize_as_"})
+_RESIZES = frozenset({"resize_", "resize_as_"})
 """Operators of PyTorch that may give an existing tensor more, uninitialised memory."""
 
 
@@ -34,7 +34,7 @@ class Poison(TorchDispatchMode):
         given = dict(kwargs or {})
         if func.namespace == "aten":
             name = func.overloadpacket.__name__
-            if name in RESIZES:
+            if name in _RESIZES:
                 return _poison_growth(func, args, given)
             result = func(*args, **given)
             return poison(result) if name in ALLOCATIONS else result

@@ -1,6 +1,6 @@
 """Judge a variant on the probes of its operation: the edge cases that the operation's file ``probes.py`` lists.
 
-``running.py`` calls :func:`run_probes` before it measures a variant, and so do tests of operations.
+``running.py`` calls :func:`run_probes` before it measures a variant. Tests of operations call it too.
 """
 
 from __future__ import annotations

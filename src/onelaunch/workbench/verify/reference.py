@@ -1,8 +1,8 @@
 """Reference outputs of a case, and the error that a variant's outputs may have against them.
 
 The oracle runs in float64 on the upcast inputs. The PyTorch baseline, which is plain PyTorch in the call's own dtype, shows how
-much error the dtype alone causes, and thereby sets the tolerance. ``gate.py`` calls :func:`compute_reference`, and the other
-checks that judge outputs are given its :class:`Reference`.
+much error the dtype alone causes, and thereby sets the tolerance. ``gate.py`` calls :func:`compute_reference`. The other checks
+that judge outputs, and the timing in ``measure``, are given its :class:`Reference`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ CAPS = {torch.float32: (1e-4, 1e-4), torch.float16: (5e-3, 1e-2), torch.bfloat16
 They are multiplied by the square root of the operation's number of stages.
 """
 
-CAP_ALONE = "PyTorch's form of the operation could not run at this case, so that only the cap of the dtype was asked."
+_CAP_ALONE = "PyTorch's form of the operation could not run at this case, so that only the cap of the dtype was asked."
 """Note of every verdict on a case without the PyTorch baseline."""
 
 # Names that were renamed; each still works, with a DeprecationWarning.
@@ -192,7 +192,7 @@ def compute_reference(
         dtypes=dtypes,
         bounds=bounds,
         strides={name: value.stride() for name, value in (plain or {}).items() if value is not None},
-        notes=() if plain is not None else (CAP_ALONE,),
+        notes=() if plain is not None else (_CAP_ALONE,),
     )
 
 

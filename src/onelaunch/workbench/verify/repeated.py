@@ -45,7 +45,7 @@ find the last one with a chance of 98 %, 390 calls would be needed, nearly 20 ti
 SECONDS = 2.0
 """Seconds in one direction after which no more calls with equal inputs are made, and a note says how many there were."""
 
-ODD = 3
+_ODD = 3
 """Elements beside a slice, so that it is not aligned as its larger tensor is. The gate itself uses slices that are aligned."""
 
 SHAPES = 256
@@ -136,7 +136,7 @@ def _examine_direction(
     inputs = reference.inputs.clone()
     # A contract may exclude slices for bundles alone.
     for bundles in (True, False) if bundles_of(inputs) else (False,):
-        if check_slices(candidate, reference, slices(inputs, ODD, bundles=bundles), found, finish):
+        if check_slices(candidate, reference, slices(inputs, _ODD, bundles=bundles), found, finish):
             break
     _check_expanded(candidate, reference, inputs, found, finish)
     _check_gradients_one_by_one(candidate, reference, found, finish)

@@ -12,11 +12,11 @@ import torch
 from onelaunch.operation import Bundle
 from onelaunch.workbench.verify.calls import Inputs
 
-PAD = 16
+_PAD = 16
 """Elements on either side of a slice, which is then aligned as the larger tensor is. Rows stay a multiple of 16 elements."""
 
 
-def slices(inputs: Inputs, pad: int = PAD, *, bundles: bool = False) -> Inputs:
+def slices(inputs: Inputs, pad: int = _PAD, *, bundles: bool = False) -> Inputs:
     """Return inputs of the same contents that are slices of larger tensors, along their last dimension.
 
     What lies beside a slice is NaN, so that a result shows if it is read. Incoming gradients are slices too.
