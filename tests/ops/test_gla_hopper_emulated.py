@@ -19,6 +19,7 @@ import torch
 from onelaunch.workbench.verify.poison import poisoned
 from tests.ops.cases import GLA, arguments_of, assert_near
 from tests.ops.gluon_on_cpu import emulate
+from tests.ops.rescaled import rescaled
 from tests.thorough import thorough_but
 
 BOUND = 4e-3
@@ -47,8 +48,12 @@ Incoming = Callable[[torch.Tensor], torch.Tensor]
 def emulated(
     monkeypatch: pytest.MonkeyPatch, arguments: dict[str, Any], segments: int, incoming: Incoming = torch.ones_like
 ) -> dict[str, torch.Tensor]:
-    """Return o, the final state and all gradients that the kernels compute, in float64."""
+    """Return o, the final state and all gradients that the kernels compute, in float64.
+
+    A float16 gradient of o is scaled by PyTorch: the kernels that do it are Triton's, and have tests of their own.
+    """
     launch_hopper = emulate(monkeypatch, segments=segments)
+    monkeypatch.setattr(launch_hopper, "rescaled", rescaled)
     from onelaunch.ops.gla import launch
 
     initial, offsets = arguments.get("initial_state"), arguments.get("cu_seqlens")
@@ -86,6 +91,49 @@ def test_kernels_compute_results_and_gradients(name, monkeypatch):
     segments = options.pop("segments", 1)
     arguments = arguments_of(GLA, **options, dtype="bfloat16")
     assert_near(emulated(monkeypatch, arguments, segments), expected(arguments), BOUND)
+
+
+@pytest.mark.parametrize(
+    "name", thorough_but("tiles_that_heads_fill", "padded_per_head_in_segments", "padded_strong_decay", of=CASES)
+)
+def test_float16_is_as_accurate_as_its_rounding_allows(name, monkeypatch):
+    """float16 has three more bits than bfloat16, so the bound is an eighth."""
+    options = {"B": 1, "H": 1, "initial_state": True, "final_state": True, **CASES[name]}
+    segments = options.pop("segments", 1)
+    arguments = arguments_of(GLA, **options, dtype="float16")
+    assert_near(emulated(monkeypatch, arguments, segments, drawn), expected(arguments, drawn), BOUND / 8)
+
+
+LARGEST = torch.finfo(torch.float16).max
+
+
+@pytest.mark.parametrize("per", ["channel", "head"])
+@pytest.mark.parametrize("exponent", [-20, -8, 12])
+def test_float16_gradients_do_not_depend_on_the_scale_of_the_loss(exponent, per, monkeypatch):
+    """Gradients within the range of float16 are as accurate as with any scale, and those beyond it are inf, never finite.
+
+    With large queries and a scale of 2^12 the gradients of states leave the range where most results do not. A scale of 2^-20
+    makes incoming gradients that are below the normal numbers of float16. So are results, which may be off by 2^-25 by rounding.
+    """
+    options = {"B": 1, "H": 2, "T": 130, "K": 64, "V": 64, "decay": "weak", "decay_per": per}
+    arguments = arguments_of(GLA, **options, initial_state=True, final_state=True, dtype="float16")
+    for name, factor in (("q", 16.0), ("k", 2.0**-5), ("v", 2.0**-6), ("initial_state", 2.0**-11)):
+        arguments[name] = arguments[name] * factor
+
+    def incoming(result: torch.Tensor) -> torch.Tensor:
+        return (drawn(result).float() * 2.0**exponent).to(torch.float16).to(result.dtype)
+
+    found, right = emulated(monkeypatch, arguments, 1, incoming), expected(arguments, incoming)
+    left_range = set()
+    for name in ("q", "k", "v", "g", "initial_state"):
+        exact, got = right[name].double(), found[name]
+        largest = torch.finfo(arguments[name].dtype).max
+        beyond, within = exact.abs() > largest * (1 + 1e-2), exact.abs() < largest * (1 - 1e-2)
+        left_range |= {name} if beyond.any() else set()
+        assert (got[beyond] == exact[beyond].sign() * torch.inf).all()
+        error = (got - exact)[within]
+        assert error.norm() <= BOUND / 8 * exact.norm() + 2.0**-25 * error.numel() ** 0.5
+    assert left_range == ({"v"} if exponent == 12 else set())
 
 
 def drawn(result: torch.Tensor) -> torch.Tensor:

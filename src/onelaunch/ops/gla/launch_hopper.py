@@ -32,6 +32,7 @@ from onelaunch.ops.gla.launch import (
     ratio,
     sum_heads,
 )
+from onelaunch.ops.gla.launch_rescale import rescaled
 from onelaunch.ops.gla.padding import PANEL, key_panels, padded_keys, padded_values, value_groups
 
 _WHOLE = 1 << 30
@@ -221,6 +222,7 @@ def _state_pass(
     *,
     initial: torch.Tensor | None,
     final: torch.Tensor | None = None,
+    factors: torch.Tensor | None = None,
 ) -> None:
     """Run a pass along time: fill ``out`` if given, and ``states``, if not empty, with the state that enters each chunk.
 
@@ -237,6 +239,8 @@ def _state_pass(
         final: Memory for the state at the end of the pass, float32: the final state ``[N, heads of states, K, V]``, or with
             ``reverse`` what every head of the output gives to the gradient of the initial one, ``[N, H, K, V]``. ``None`` where
             it is not wanted.
+        factors: Factors of :class:`Rescaled` if the values are a scaled gradient: ``initial`` is scaled by the first, and
+            ``out`` and ``final`` by the second. ``None`` if nothing was scaled.
     """
     from onelaunch.ops.gla.kernels.hopper_chunk_state import chunk_state_kernel
     from onelaunch.ops.gla.kernels.hopper_segment_sum import segment_sum_kernel
@@ -281,8 +285,8 @@ def _state_pass(
     stored = [described(_rows_of_states(each), [PANEL, padded]) for each in states] if tiles.staged else states
     Launch(
         chunk_state_kernel, (sequences * heads * slices * segments,),
-        queries, *sources, *decays, out, target, initial, final, *(*stored, None, None)[:2], *sums, offsets, length, heads,
-        segments, segment_steps, call.scale, values, 0 if out is None else pitch_of(out), mma=Mma.WIDEST,
+        queries, *sources, *decays, out, target, initial, final, *(*stored, None, None)[:2], *sums, factors, offsets, length,
+        heads, segments, segment_steps, call.scale, values, 0 if out is None else pitch_of(out), mma=Mma.WIDEST,
         LIMIT=LIMITS[call.q.dtype], OUTPUT=out is not None, STORE_STATES=bool(states), STAGED=bool(states) and tiles.staged,
         ALIASED=in_aliased_buffer, SEGMENTED=segments > 1, SCORES=tiles.scores, SHARED=_sharing(call, operands, heads),
         **tiles.options(), **options,
@@ -350,6 +354,9 @@ def backward(
 ) -> Gradients:
     """Compute the gradients of q, k, v, g and the initial state from those of ``o`` and of the final state.
 
+    A float16 ``do`` is scaled first, and the kernels scale the gradients back before they round them (kernels/rescale.py), so
+    that no product of gradients leaves the range of float16.
+
     The pass back in time starts from the gradient of the final state, and ends with that of the initial state. In between it
     leaves the gradient of each chunk's final state, with which the gradients of log-decays are complete: they need no term of
     their own for the final state.
@@ -371,6 +378,7 @@ def backward(
 
     batch, length, heads, keys, values = call.sizes
     q, k, v, do = call.q, call.k, call.v, inner_contiguous(do)
+    do, factors = rescaled(call, do, dfinal) if q.dtype is torch.float16 else (do, None)
     to_q, to_k, to_v = into or (None, None, None)
     aliased = aliased_state_buffers(call, into) if states is None else None
     wide_decays = _has_wide_decays(call)
@@ -386,7 +394,7 @@ def backward(
     v_parts, initial_parts = _parts_of(call, dv), None if by_rows is None else _parts_of(call, by_rows)
     _state_pass(
         call, PassOperands(k, q, do, reverse=True), v_parts, dstates,
-        initial=None if dfinal is None else dfinal.contiguous(), final=initial_parts,
+        initial=None if dfinal is None else dfinal.contiguous(), final=initial_parts, factors=factors,
     )  # fmt: skip
     _add_parts((v_parts, dv), (initial_parts, by_rows))
     del v_parts, initial_parts
@@ -411,7 +419,7 @@ def backward(
     Launch(
         gradients_kernel, (call.slots * heads * panels,),
         *boxes(square, q, k), described_decays, *boxes(wide, v, do), *(*described_states, None, None)[:4],
-        log_decay, *parts, *written, offsets,
+        log_decay, *parts, *written, factors, offsets,
         length, heads, call.sequence_count, batch * length, call.scale, values, pitch_of(dq if whole[0] else dk),
         mma=Mma.WIDEST, SHARED=_sharing(call, PassOperands(q, k, v, reverse=False), heads),
         KEYS=keys, BV=block, HELD=held if wide_decays else block, BISECTION_STEPS=call.sequences.bisection_steps(),

@@ -53,7 +53,8 @@ Memory     values are read and outputs written once, queries, keys and log-decay
 Segments   where heads do not fill the chip, T is cut into segments (a chunk-parallel scan). hopper_segment_sum.py first stores
            what each segment adds to the state, and its decay. Here each CTA starts from the decayed sum over the segments before
            its own, added in the order of time, so results are deterministic.
-Numerics   see hopper_prepare.py; the state and all sums are float32.
+Numerics   see hopper_prepare.py; the state and all sums are float32. Backwards in float16 the values are do times a power of 2
+           (rescale.py), and outputs and the last state are scaled back before they are stored.
 Callers    launch_hopper.py launches ``chunk_state_kernel``; hopper_segment_sum.py calls ``load_stage``.
 Source     Yang et al., Gated Linear Attention Transformers with Hardware-Efficient Training (2024); docs/notebook/gla.md.
 """
@@ -160,7 +161,7 @@ def multiply(descriptors, outputs, state_pointers, tiles, vectors, bars, offsets
     _, ends, strong = vectors
     full, decayed, scores_full, empty, scores_empty = bars
     p_out, out_tiles, out_pitch = outputs
-    initial, final, states, states_low, segment_states, segment_decays = state_pointers
+    initial, final, states, states_low, segment_states, segment_decays, factors = state_pointers
     K: gl.constexpr = tiles_k.shape[2]
     E: gl.constexpr = tiles_k.dtype
     STAGES: gl.constexpr = tiles_k.shape[0]
@@ -208,6 +209,8 @@ def multiply(descriptors, outputs, state_pointers, tiles, vectors, bars, offsets
             state = gl.load(p_initial, mask=(channel < KEYS) & (value < values), other=0.0)
         else:
             state = gl.load(p_initial)
+        if factors is not None:
+            state = state * gl.load(factors)
         if SEGMENTED:
             state = add_segments(state, sums, summed, segment, segments, rows_of_state, first_value, REVERSE, KEYS)
     stage = 0
@@ -296,6 +299,8 @@ def multiply(descriptors, outputs, state_pointers, tiles, vectors, bars, offsets
             load_stage(descriptors, tiles, full, at, head, value_slice, freed, refill, GROUPS, SLICES, OUTPUT, SCALAR, SHARED)
         if OUTPUT:
             at = row + j * C
+            if factors is not None:
+                out = out * gl.load(factors + 1)
             if out_tiles is None:
                 store_part(p_out, out, at, left, head, first_value, values, out_pitch)
             else:
@@ -325,6 +330,8 @@ def multiply(descriptors, outputs, state_pointers, tiles, vectors, bars, offsets
             stores = stores & (head % SHARED[STATE_HEADS] == 0)
             of_final = head_of(pair, SHARED, STATE_HEADS)
         if stores:
+            if factors is not None:
+                state = state * gl.load(factors + 1)
             if KEYS < K or PADDED_VALUES:
                 store_final(final + (of_final * values).to(gl.int64) * KEYS, state, n, values, first_value, KEYS, 0)
             else:
@@ -338,8 +345,8 @@ def multiply(descriptors, outputs, state_pointers, tiles, vectors, bars, offsets
 
 @gluon.jit(do_not_specialize=["T", "heads", "segments", "segment_steps"])
 def chunk_state_kernel(
-    queries, keys, v, g, log_decay, o, out_tiles, initial, final, states, states_low, segment_states, segment_decays, offsets,
-    T, heads, segments, segment_steps, scale, values, out_pitch,
+    queries, keys, v, g, log_decay, o, out_tiles, initial, final, states, states_low, segment_states, segment_decays, factors,
+    offsets, T, heads, segments, segment_steps, scale, values, out_pitch,
     SLICES: gl.constexpr, LIMIT: gl.constexpr, PACKED: gl.constexpr, OUTPUT: gl.constexpr,
     REVERSE: gl.constexpr, STORE_STATES: gl.constexpr, STAGED: gl.constexpr, ALIASED: gl.constexpr,
     SEGMENTED: gl.constexpr, SPLIT_KEYS: gl.constexpr, KEYS: gl.constexpr, K: gl.constexpr,
@@ -356,7 +363,9 @@ def chunk_state_kernel(
     sequence, since a box would overwrite the next one; without ``out_tiles`` it gets float32 parts of a gradient of shared
     values. ``initial`` and ``final`` [N, H, K, V], float32, are the state from which each sequence starts and the one with
     which it ends, in the order of the pass; each may be None. ``segment_states`` [N, H, segments, V, K] and
-    ``segment_decays`` [N, H, segments, K], float32, come from hopper_segment_sum.py.
+    ``segment_decays`` [N, H, segments, K], float32, come from hopper_segment_sum.py. ``factors`` [2], float32, are a power of 2
+    by which ``v`` was multiplied (rescale.py), and its inverse, or None: ``initial`` is multiplied by the first, ``o`` and
+    ``final`` by the second before they are rounded.
 
     Constants: OUTPUT: make outputs. STORE_STATES: store the state that enters each chunk. STAGED: ``states`` are descriptors
     and states leave through shared memory by TMA; otherwise ``states`` is a pointer. ALIASED: states lie in the rows of their
@@ -418,7 +427,7 @@ def chunk_state_kernel(
     sizes = (heads, segments, segment_steps)
     descriptors = (queries, keys, v, g)
     outputs = (o, out_tiles, out_pitch)
-    state_pointers = (initial, final, states, states_low, segment_states, segment_decays)
+    state_pointers = (initial, final, states, states_low, segment_states, segment_decays, factors)
     tiles = (tiles_q, tiles_k, tiles_v, tiles_g, tiles_low, tiles_s, tiles_state)
     vectors = (sums, ends, strong)
     bars = (full, decayed, scores_full, empty, scores_empty)

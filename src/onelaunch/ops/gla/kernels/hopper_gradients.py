@@ -37,7 +37,7 @@ Numerics   u is the norm-wise error of rounding the exact result to 16 bits, and
            dg was 2.06 u; with dP in two terms it is 1.6 u. The subtraction for dg uses the same rounded queries and keys that
            were operands of dq and dk, so that pairs on one side of a step cancel. Its result is summed over the chunk as two
            16-bit terms as well. With float32 log-decays dg is float32, and decayed queries and keys of strong decay are two
-           terms too (``pairs_by_levels``).
+           terms too (``pairs_by_levels``). In float16 do is scaled (rescale.py), and the gradients are scaled back.
 Memory     q, k and g are read and dq, dk and dg written once; v and do are read once per panel, S and dS once in all.
 Sharing    gradients are linear in do and dS, which differ between heads that share q, k, v, g or S. So a CTA of each head of the
            output stores its part of dq, dk or dg of a shared head in float32, from registers; sum_heads.py adds up the parts.
@@ -181,7 +181,8 @@ def channel_gradients(
         wide: Tile [C, PANEL] of float32 log-decays, or None.
         blocks: Tiles of v, do, S and dS, and of second terms; the last two are not used where there are none.
         both: Shared memory of S and dS together, which is used for dk so far after their products.
-        results: Pointers of dq, dk and dg, then their descriptors, None for those of shared heads.
+        results: Pointers of dq, dk and dg, then their descriptors, None for those of shared heads, then ``factors`` of
+            ``gradients_kernel``.
         bars: mbarriers of q, k and g, and of a block of v, do, S and dS.
         at: First row of the chunk; steps from there to the end of the sequence; head; ``cells`` and ``channel``, see
             ``load_value_block``.
@@ -196,7 +197,7 @@ def channel_gradients(
     """
     row, left, head, cells, channel = at
     values, pitch, width, place = sizes
-    dq, dk, dg, dq_tiles, dk_tiles, dg_tiles = results
+    dq, dk, dg, dq_tiles, dk_tiles, dg_tiles, factors = results
     t_v, t_do, _, _, _, _ = blocks
     E: gl.constexpr = tiles.dtype
     LOWEST: gl.constexpr = -1e30 if E == gl.bfloat16 else -65504.0  # noqa: SIM300
@@ -312,6 +313,11 @@ def channel_gradients(
     row = gl.max(saved_ints.index(2).load(vector), 0)
     place = gl.max(saved_ints.index(3).load(vector), 0)
     left = gl.max(saved_ints.index(4).load(vector), 0)
+    if factors is not None:
+        inverse = gl.load(factors + 1)
+        b_dq *= inverse
+        b_dk *= inverse
+        b_dg *= inverse
     store_gradient(t_q, b_dq, dq, dq_tiles, row, place, pitch, width, left, KEYS)
     store_gradient(t_k, b_dk, dk, dk_tiles, row, place, pitch, width, left, KEYS)
     if NORMALIZER is not None:
@@ -331,7 +337,7 @@ def head_gradients(descriptors, tiles, blocks, results, bars, at, sizes, scale, 
     """
     row, left, head, cells, channel = at
     values, pitch, width, place = sizes
-    dq, dk, _, dq_tiles, dk_tiles, _ = results
+    dq, dk, _, dq_tiles, dk_tiles, _, factors = results
     t_v, t_do, _, _, _, _ = blocks
     vector: gl.constexpr = gl.BlockedLayout([C // 32], [32], [gl.num_warps()], [0])  # all 64 steps in each warp
     down: gl.constexpr = gl.SliceLayout(1, acc)
@@ -382,18 +388,25 @@ def head_gradients(descriptors, tiles, blocks, results, bars, at, sizes, scale, 
     pairs_dq, pairs_dk = warpgroup_mma_wait(num_outstanding=0, deps=(pairs_dq, pairs_dk))
     onward = gl.convert_layout(gl.sum(b_q * (pairs_dq + from_states) - b_k * pairs_dk, 1), vector)
     earlier = gl.convert_layout(gl.sum(b_k * from_dstates, 1), vector)
-    store_gradient(t_q, from_states + pairs_dq + diagonal * b_k, dq, dq_tiles, row, place, pitch, width, left, KEYS)
-    store_gradient(t_k, from_dstates + pairs_dk + diagonal * b_q, dk, dk_tiles, row, place, pitch, width, left, KEYS)
+    b_dq = from_states + pairs_dq + diagonal * b_k
+    b_dk = from_dstates + pairs_dk + diagonal * b_q
+    if factors is not None:
+        b_dq *= gl.load(factors + 1)
+        b_dk *= gl.load(factors + 1)
+    store_gradient(t_q, b_dq, dq, dq_tiles, row, place, pitch, width, left, KEYS)
+    store_gradient(t_k, b_dk, dk, dk_tiles, row, place, pitch, width, left, KEYS)
     b_dg = gl.sum(onward, 0) - gl.associative_scan(onward, 0, plus) + onward  # sum from each step on
     b_dg += gl.associative_scan(earlier, 0, plus) - earlier  # sum over the steps before each step
     b_dg += gl.sum(whole, 0) * gl.exp2(total)
+    if factors is not None:
+        b_dg *= gl.load(factors + 1)
     gl.store(to + offset, b_dg, mask=step < left)
 
 
 @gluon.jit(do_not_specialize=["T", "heads", "sequences"])
 def gradients_kernel(
-    q, k, g, v, do, states, dstates, states_low, dstates_low, log_decay, dq, dk, dg, dq_tiles, dk_tiles, dg_tiles, offsets,
-    T, heads, sequences, rows, scale, values, pitch,
+    q, k, g, v, do, states, dstates, states_low, dstates_low, log_decay, dq, dk, dg, dq_tiles, dk_tiles, dg_tiles, factors,
+    offsets, T, heads, sequences, rows, scale, values, pitch,
     KEYS: gl.constexpr, BV: gl.constexpr, HELD: gl.constexpr, BISECTION_STEPS: gl.constexpr, LIMIT: gl.constexpr,
     NORMALIZER: gl.constexpr, ALIASED: gl.constexpr, PACKED: gl.constexpr, SHARED: gl.constexpr,
 ):  # fmt: skip
@@ -403,11 +416,13 @@ def gradients_kernel(
     values reaches beyond a head (``load_box``); states are padded. dq, dk and dg are the same tensors as pointers, for chunks
     that are cut off; a tensor of shared heads has no descriptor of its gradient, and its pointer is that of float32 parts from
     every head [B, T, H, K]. SHARED: see ``head_of``. With one decay per head ``g`` is None, ``log_decay`` [B, T, H] is given,
-    and ``dg`` has float32 parts [PANELS, B, T, H]. ``rows`` is B T. ``pitch`` is the number of elements from row to row of dq
-    and of dk [B T, H K]. With a NORMALIZER log-decays, one for each channel and 16-bit, are logsigmoid(z) / NORMALIZER, and dg
-    is the gradient of z. ALIASED: states and their gradients lie in the rows of their chunk, see ``aliased_state_buffers`` in
-    launch_hopper.py. KEYS: channels K of a head. BV: values of a block. HELD: the values of a padded state are
-    a multiple of it. BISECTION_STEPS, PACKED: see ``find_chunk``. LIMIT: see ``channel_gradients``.
+    and ``dg`` has float32 parts [PANELS, B, T, H]. ``factors`` [2], float32, are a power of 2
+    by which do and dS were multiplied (rescale.py), and its inverse, by which dq, dk and dg are multiplied before they are
+    rounded; or None. ``rows`` is B T. ``pitch`` is the number of elements from row to row of dq and of dk [B T, H K].
+    With a NORMALIZER log-decays, one for each channel and 16-bit, are logsigmoid(z) / NORMALIZER, and dg is the gradient of z.
+    ALIASED: states and their gradients lie in the rows of their chunk, see ``aliased_state_buffers`` in launch_hopper.py. KEYS:
+    channels K of a head. BV: values of a block. HELD: the values of a padded state are a multiple of it. BISECTION_STEPS,
+    PACKED: see ``find_chunk``. LIMIT: see ``channel_gradients``.
     """
     SCALAR: gl.constexpr = g is None
     PANELS: gl.constexpr = (KEYS + PANEL - 1) // PANEL
@@ -461,7 +476,7 @@ def gradients_kernel(
         pair = slot * heads + head
         cells = (head_of(pair, SHARED, STATE_HEADS) * height, pair * height)
     load_value_block(descriptors, blocks, bars.index(1), (row, head), cells, channel, values, 0, SHARED)
-    results = (dq, dk, dg, dq_tiles, dk_tiles, dg_tiles)
+    results = (dq, dk, dg, dq_tiles, dk_tiles, dg_tiles, factors)
     at = (row, left, head, cells, channel)
     sizes = (BV if ALIASED else values, pitch, width, place)  # ALIASED means V = BV, a constant: no further block is loaded
     if SCALAR:
