@@ -187,7 +187,7 @@ def test_functions_in_place_of_operators_do_what_the_operators_do(adding):
         torch.testing.assert_close(planned(a, b), expected, rtol=1e-5, atol=1e-5)
     assert planned.count == 2
     (found,) = planned.planned.plans()
-    assert sum(step[0] == plan.OPERATE for step in found._steps) == len(plan.DIRECT)
+    assert sum(step[0] == plan._OPERATE for step in found._steps) == len(plan.DIRECT)
 
 
 def test_small_intermediate_tensors_share_an_allocation(adding, monkeypatch):
