@@ -1,4 +1,4 @@
-"""Short causal convolutions over time, one filter per channel, built on PyTorch's own functions.
+"""Short causal convolutions over time, one filter per channel: one launch on a GPU, PyTorch's own functions elsewhere.
 
 ``GatedLayer`` (``gated.py``) applies them to queries, keys and values. ``onelaunch.nn`` exports the class for users as well.
 """
@@ -8,6 +8,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 from torch.nn import functional as F
+
+from onelaunch.kernels.convolution.operator import convolve, why_not
 
 
 class ShortConvolution(nn.Conv1d):
@@ -26,25 +28,56 @@ class ShortConvolution(nn.Conv1d):
         self.past = kernel_size - 1
 
     def forward(  # pyrefly: ignore[bad-override]  (it also takes and returns a state)
-        self, x: torch.Tensor, state: torch.Tensor | None = None, cu_seqlens: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self,
+        x: torch.Tensor,
+        state: torch.Tensor | None = None,
+        cu_seqlens: torch.Tensor | None = None,
+        *,
+        output_final_state: bool = True,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Convolve and apply SiLU.
+
+        On a GPU with Triton a kernel of our own does both, forward and backward, unless W is above 8, autocast is on, or x and
+        the parameters differ in dtype. PyTorch's functions then do, as on a CPU; there packing costs W gathered copies of x.
 
         Args:
             x: input, ``[B, T, D]``.
             state: the previous W - 1 inputs ``[N, D, W - 1]``, the newest last. Default: zeros.
-            cu_seqlens: ``[N + 1]`` offsets of packed sequences; needs ``B = 1``. Packing costs W gathered copies of x.
+            cu_seqlens: ``[N + 1]`` offsets of packed sequences; needs ``B = 1``.
+            output_final_state: whether to return the new state.
 
         Returns:
-            ``y [B, T, D]`` and the new state.
+            ``y [B, T, D]`` and the new state, or ``None`` in its place.
         """
+        if why_not(x, self.weight[:, 0]) is None:
+            y = convolve(x, self.weight[:, 0], self.bias, state, cu_seqlens)
+            return y, self._last_inputs(x, state, cu_seqlens) if output_final_state else None
         sequences = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
         if state is None:
             state = x.new_zeros(sequences, x.shape[2], self.past)
         if self.weight.dtype != x.dtype and torch.is_autocast_enabled(x.device.type):
             state = state.to(x.dtype)  # a call outside autocast left it in the dtype of the weight
         y, state = self._plain(x, state) if cu_seqlens is None else self._packed(x[0], state, cu_seqlens)
-        return F.silu(y), state
+        return F.silu(y), state if output_final_state else None
+
+    def _last_inputs(self, x: torch.Tensor, state: torch.Tensor | None, cu_seqlens: torch.Tensor | None) -> torch.Tensor:
+        """Return the last W - 1 inputs of each sequence, the new state."""
+        past = self.past
+        sequences = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+        if state is None:
+            state = x.new_zeros(sequences, x.shape[2], past)
+        if cu_seqlens is None:
+            inputs = torch.cat([state, x[:, max(x.shape[1] - past, 0) :].transpose(1, 2)], -1)
+            return inputs[..., inputs.shape[-1] - past :]  # not -past: it may be 0
+        return self._rows_before(x[0], state, cu_seqlens.long())
+
+    def _rows_before(self, x: torch.Tensor, state: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        """Return the W - 1 inputs before the end of each packed sequence of ``x [T, D]``, some of them from its state."""
+        known = torch.cat([state.transpose(1, 2).flatten(0, 1), x])  # [N (W - 1) + T, D]
+        position = offsets.diff()[:, None] + torch.arange(-self.past, 0, device=x.device)  # in its sequence, [N, W - 1]
+        sequence = torch.arange(len(state), device=x.device)[:, None]
+        in_state = sequence * self.past + self.past + position
+        return known[torch.where(position < 0, in_state, len(state) * self.past + offsets[:-1, None] + position)].transpose(1, 2)
 
     def _plain(self, x: torch.Tensor, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         inputs = torch.cat([state, x.transpose(1, 2)], -1)  # [B, D, W - 1 + T]
@@ -70,6 +103,4 @@ class ShortConvolution(nn.Conv1d):
         y = torch.einsum("twd,dw->td", known[rows], self.weight[:, 0])
         if self.bias is not None:
             y = y + self.bias
-        every = torch.arange(len(state), device=x.device)
-        last = row(every[:, None], offsets.diff()[:, None] + window[:-1])  # [N, W - 1]
-        return y[None], known[last].transpose(1, 2)
+        return y[None], self._rows_before(x, state, offsets)

@@ -246,15 +246,17 @@ class GatedLayer(PackedModule, ABC):
 
     def _convolve(
         self, given: Inputs, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-    ) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
-        """Return queries, keys and values after their convolutions, and the convolutions' new states."""
+    ) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...] | None]:
+        """Return queries, keys and values after their convolutions, and the convolutions' new states if the call stores any."""
         inputs.check_convolved_padding(given)
         old = None if given.last is None else given.last.conv_state
-        convolved, states = [], []
+        convolved: list[torch.Tensor] = []
+        states: list[torch.Tensor] = []
         for at, (convolution, value) in enumerate(((self.q_conv1d, q), (self.k_conv1d, k), (self.v_conv1d, v))):
-            y, state = convolution(value.flatten(2), None if old is None else old[at], given.cu_seqlens)
+            before = None if old is None else old[at]
+            y, state = convolution(value.flatten(2), before, given.cu_seqlens, output_final_state=given.use_cache)
             convolved.append(y.unflatten(-1, value.shape[2:]))
-            states.append(state)
+            states += () if state is None else (state,)
         if self.v_conv1d.bias is not None:
             convolved[2] = given.without_padding(convolved[2])  # a bias makes the values of padding nonzero
-        return tuple(convolved), tuple(states)
+        return tuple(convolved), tuple(states) if given.use_cache else None

@@ -12,6 +12,7 @@ import torch
 from torch.nn import functional as F
 
 from onelaunch.dispatch import AUTO
+from onelaunch.kernels.convolution.operator import convolve, why_not
 from onelaunch.operation import remembered
 from onelaunch.ops.gla import gla
 from onelaunch.ops.gla_layer.contract import LayerSizes
@@ -68,8 +69,13 @@ def decay_segments_of(sizes: LayerSizes) -> tuple[Segment, ...]:
     return (Segment("gk", sizes.heads, sizes.keys, "logsigmoid", sizes.normalizer, bias=True),)
 
 
-def _convolved(values: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Return ``[B, T, H, C]`` after a short causal convolution, ``weight [H C, W]``, and SiLU, by PyTorch's functions."""
+def _convolved(values: torch.Tensor, weight: torch.Tensor, *, dispatched: bool) -> torch.Tensor:
+    """Return ``[B, T, H, C]`` after a short causal convolution, ``weight [H C, W]``, and SiLU.
+
+    It is one launch if the layer is ``dispatched`` and a kernel can run, and otherwise PyTorch's functions.
+    """
+    if dispatched and why_not(values.flatten(2), weight) is None:
+        return convolve(values.flatten(2), weight).unflatten(-1, values.shape[2:])
     if values.shape[1] == 0:  # fewer inputs than taps, which conv1d refuses
         return values * weight.sum()
     inputs = F.pad(values.flatten(2).transpose(1, 2), (weight.shape[1] - 1, 0))  # [B, H C, W - 1 + T]
@@ -92,6 +98,7 @@ def compose(tensors: Tensors, sizes: LayerSizes, eps: float, output_final_state:
         q, k, v, gate, gk = project(x, in_proj_weight, segments, gk_weight, gk_bias, decays, variant=way_in)
     if conv_weight is not None:
         filters = conv_weight.split([each.shape[2] * each.shape[3] for each in (q, k, v)])
-        q, k, v = (_convolved(each, weight) for each, weight in zip((q, k, v), filters, strict=True))
+        dispatched = way_in == AUTO  # variants in plain PyTorch name theirs
+        q, k, v = (_convolved(each, taps, dispatched=dispatched) for each, taps in zip((q, k, v), filters, strict=True))
     o, final_state = gla(q, k, v, gk, initial_state=initial_state, output_final_state=output_final_state, variant=recurrence)
     return output_chain(o, gate, norm_weight, w_out, eps=eps, variant=way_out), final_state

@@ -14,8 +14,11 @@ from collections.abc import Callable
 
 import torch
 
+from onelaunch.device.architectures import find_architecture
 from onelaunch.dispatch import AUTO
 from onelaunch.dispatch.capture import compile_static, compiler_missing
+from onelaunch.launch.build import Build, builds_of
+from onelaunch.launch.imitation import record
 from onelaunch.operation import Example, Query
 from onelaunch.operation.requirements import no_steps
 from onelaunch.ops.gla.variants.torch import short_enough
@@ -94,6 +97,18 @@ def composed(call: GlaLayerCall) -> Results:
     With one decay per head the first call of ``projections`` computes the decays too. Short convolutions are PyTorch's.
     """
     return _run(call, _DISPATCHED)
+
+
+@composed.kernels
+def convolutions(architecture: str) -> list[Build]:
+    """Return the kernels of the short convolutions, forward and backward. Those of the other parts belong to their operations."""
+    from onelaunch.kernels.convolution import launch
+
+    with record(architecture) as (device, launches), torch.no_grad():
+        x = torch.empty(4, 2048, 1024, dtype=torch.bfloat16, device=device)
+        given = launch.Operands.of(x, x.new_empty(1024, 4), None, x.new_empty(4, 1024, 3), None)
+        launch.backward(given, launch.forward(given), (True, True, False, True))
+    return builds_of([("convolutions", each) for each in launches], find_architecture(architecture))
 
 
 @gla_layer.variant("packed", launches=None, fuses=("gradients",), parts=_DISPATCHED)

@@ -1,0 +1,1 @@
+"""Short causal convolution over time with SiLU, and its gradients."""

@@ -1,0 +1,145 @@
+"""The PyTorch operator of the short causal convolution with SiLU, and its gradients.
+
+``ShortConvolution`` of ``onelaunch.nn`` and the compositions of ``gla_layer`` call :func:`convolve` where :func:`why_not` allows
+it, and PyTorch's functions elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Optional
+
+import torch
+
+from onelaunch.launch.operator import Operator
+from onelaunch.operation.requirements import interpreting, triton_here
+from onelaunch.tracing import is_transformed
+
+_MOST_TAPS = 8
+"""Largest W: the backward kernel has W^2 loads of inputs, one after the other in its code."""
+
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+"""Dtypes of x."""
+
+
+def _cannot_launch(device_type: str) -> str | None:
+    """Return why no Triton kernel can run on a device of this type, or ``None``; ``torch.compile`` treats it as a constant."""
+    if not triton_here():
+        return "needs Triton, which is not installed"
+    return None if device_type == "cuda" or interpreting() else "needs a CUDA or ROCm device"
+
+
+vars(_cannot_launch)["_dynamo_marked_constant"] = True  # as torch.compiler.assume_constant_result, without its slow import
+
+
+def why_not(x: torch.Tensor, weight: torch.Tensor) -> str | None:
+    """Return why the kernels cannot convolve ``x [B, T, C]`` with ``weight [C, W]``, or ``None``.
+
+    A weight of another dtype than x is left to PyTorch, which refuses it or, under autocast, converts both.
+    """
+    if (reason := _cannot_launch(x.device.type)) is not None:
+        return reason
+    if x.dtype not in _DTYPES or weight.dtype != x.dtype or torch.is_autocast_enabled(x.device.type):
+        return "needs x and the weight in one dtype, float16, bfloat16 or float32, and no autocast"
+    if weight.shape[1] > _MOST_TAPS:
+        return f"takes filters of at most {_MOST_TAPS} steps"
+    if 0 in x.shape:
+        return "needs at least one element"
+    return "does not run under transforms of torch.func" if is_transformed() else None
+
+
+def run_forward(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: Optional[torch.Tensor],  # noqa: UP045 - as PyTorch reads schemas
+    state: Optional[torch.Tensor],  # noqa: UP045
+    offsets: Optional[torch.Tensor],  # noqa: UP045
+) -> torch.Tensor:
+    """Return y ``[B, T, C]`` from the tensors of :func:`convolve`."""
+    from onelaunch.kernels.convolution import launch
+
+    return launch.forward(launch.Operands.of(x, weight, bias, state, offsets))
+
+
+def run_backward(
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: Optional[torch.Tensor],  # noqa: UP045
+    state: Optional[torch.Tensor],  # noqa: UP045
+    offsets: Optional[torch.Tensor],  # noqa: UP045
+    wants: Sequence[bool],
+) -> list[torch.Tensor]:
+    """Return the gradients of x, the weight, the bias and the state, as ``wants`` says for each; the others have no elements."""
+    from onelaunch.kernels.convolution import launch
+
+    found = launch.backward(launch.Operands.of(x, weight, bias, state, offsets), dy, tuple(wants))
+    return [x.new_empty(0) if each is None else each for each in found]
+
+
+def _fake_forward(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    state: torch.Tensor | None,
+    offsets: torch.Tensor | None,
+) -> torch.Tensor:
+    """Return an empty tensor for the result of :func:`run_forward`."""
+    return x.new_empty(x.shape)
+
+
+def _fake_backward(
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    state: torch.Tensor | None,
+    offsets: torch.Tensor | None,
+    wants: Sequence[bool],
+) -> list[torch.Tensor]:
+    """Return empty tensors for the results of :func:`run_backward`."""
+    tensors = (x, weight, bias, state)
+    return [
+        each.new_empty(each.shape) if wanted and each is not None else x.new_empty(0)
+        for each, wanted in zip(tensors, wants, strict=True)
+    ]
+
+
+def save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    """Save the inputs: what is between x and y is computed again."""
+    ctx.save_for_backward(*inputs)
+
+
+def gradients(ctx: Any, backward: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    """Return the gradient of every input of :func:`run_forward`."""
+    wants = [bool(each) for each in ctx.needs_input_grad[:4]]
+    found = backward(dy, *ctx.saved_tensors, wants)
+    return *(each if wanted else None for each, wanted in zip(found, wants, strict=True)), None
+
+
+_backward = Operator("short_convolution_backward", run_backward, fake=_fake_backward)
+_forward = Operator("short_convolution", run_forward, fake=_fake_forward, save=save, gradients=gradients, backward=_backward)
+
+
+def convolve(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    state: torch.Tensor | None = None,
+    offsets: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Convolve every channel with its filter, causally in time, and apply SiLU; differentiable once.
+
+    Args:
+        x: Inputs ``[B, T, C]``, for which :func:`why_not` gives ``None``.
+        weight: Filters ``[C, W]``; the last tap multiplies the present step.
+        bias: ``[C]``. Default: zeros.
+        state: Inputs before the first step of each sequence, ``[N, C, W - 1]``, the newest last. Default: zeros.
+        offsets: First steps of packed sequences and at last T, ``[N + 1]``, for ``B = 1``. Default: a batch entry is a sequence.
+
+    Returns:
+        y ``[B, T, C]``, contiguous, in the dtype of x.
+    """
+    given = (x, weight, bias, state)
+    grad = torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in given)
+    return _forward(x, weight, bias, state, offsets, grad=grad)
