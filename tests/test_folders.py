@@ -27,7 +27,7 @@ from tests.thorough import thorough_but
 
 @pytest.fixture(autouse=True)
 def forget():
-    """Forget the temporary folder in use and the warnings given, as in a process that has just started."""
+    """Forget the temporary folder in use and the warnings of unwritable folders, as in a process that has just started."""
     folders._temporary.cache_clear()
     folders._UNWRITABLE.clear()
     yield
@@ -36,7 +36,7 @@ def forget():
 
 
 def in_a_process(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run code in a Python process with only the given environment."""
+    """Run code in a Python process with only the given environment, and with PYTHONPATH as it is here."""
     environment = {"PYTHONPATH": ":".join(sys.path), **environment}
     return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
 

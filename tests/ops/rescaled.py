@@ -1,4 +1,6 @@
-"""What the kernels of ``gla``'s ``rescale.py`` compute, in plain PyTorch.
+"""What the kernels of ``gla``'s ``rescale.py`` compute, in plain PyTorch: a float16 gradient of o times a power of 2.
+
+The power keeps bounds of the products of the backward pass at most 2^15, so that none leaves the range of float16.
 
 Tests of these kernels compare with it, and tests that emulate the kernels of ``hopper`` put it in their place.
 """

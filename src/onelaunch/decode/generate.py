@@ -188,9 +188,7 @@ class Model:
 
     def __init__(self, engine: Engine, codec: TextCodec | None = None, defaults: Choices | None = None) -> None:
         if not callable(getattr(engine, "run", None)) or not isinstance(getattr(engine, "config", None), ModelConfig):
-            raise ArgumentError(
-                f"engine is {shown(engine)}; it must be an engine, such as Model.from_pretrained or make_engine returns."
-            )
+            raise ArgumentError(f"engine is {shown(engine)}; it must be an engine, such as make_engine returns.")
         if codec is not None and not all(callable(getattr(codec, name, None)) for name in ("encode", "decode")):
             raise ArgumentError(f"codec is {shown(codec)}; it must be an onelaunch.decode.TextCodec, or None.")
         if defaults is not None:

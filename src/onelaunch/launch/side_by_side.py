@@ -98,7 +98,11 @@ class Launching(Running):
             compile_builds(builds, target, threads)
 
     def _builds(self, target: Architecture) -> list[Build]:
-        """Return the distinct kernels that the call launches, its backward pass included if it takes gradients."""
+        """Return the distinct kernels that the call launches, its backward pass included if it takes gradients.
+
+        Nothing here calls the backward pass: while launches are recorded, each operator (``operator.py``) runs it right after its
+        forward pass.
+        """
         inputs = MetaTensors().of(self._inputs)
         with observe() as launches, imitate(), torch.set_grad_enabled(self._grad), MetaTensorMode():
             self._function(*inputs)
@@ -185,14 +189,6 @@ def _make_launcher(kernel: Any) -> None:
 
     with suppress(Exception):  # such as a missing compiler, which the launch reports
         driver.active.launcher_cls(kernel.src, kernel.metadata)
-
-
-def forget() -> None:
-    """Forget which builds were compiled, and that the notice was given."""
-    global _TOLD  # noqa: PLW0603
-    with _LOCK:
-        _DONE.clear()
-        _TOLD = False
 
 
 def _is_watched() -> bool:

@@ -6,8 +6,9 @@ Grid       one CTA per sequence, head and BV values; it holds the state [BK, BV]
 On chip    in registers: the state, float32; a chunk's q, k, v, g, and with PREFETCH those of the next one.
 Memory     q, k, g are read once per BV values (the scores read them again, from the cache, block by block of keys), v is read
            and o written once; no states.
-Numerics   as in chunk.py, which also explains the constants. BS: keys of a block of the scores, at most BK. STATE_PARTS: PARTS of
-           the product that is added to the state. LOW is the inputs' dtype: the scores, the decayed queries and the state are
+Numerics   as in chunk.py, which also explains the constants. BS: keys of a block of the scores, at most BK. STATE_PARTS:
+           number of 16-bit terms in which the decayed keys go into the product that is added to the state; with 0 both of its
+           factors are float32. LOW is the inputs' dtype: the scores, the decayed queries and the state are
            rounded to it for the products that give o.
 Lesson     load, product, decay, product, store follow one another, so every chunk waits for memory once and for each product in
            turn. PREFETCH loads the next chunk into registers before it works on this one. That hides no product behind another,
@@ -111,7 +112,7 @@ def forward_kernel(
         store_rows(p_out + at * H * V, result, H * V, t, left, cv, V, EVEN)
         decayed_k = b_k.to(tl.float32) * exp(sum_after(decay, chunk_steps, PRECISION))
         state *= tl.trans(exp(tl.sum(decay, 0, keep_dims=True)))
-        if STATE_PARTS == 0:  # then split_product multiplies two float32 factors as such
+        if STATE_PARTS == 0:  # split_product multiplies two float32 factors as such, whatever its PARTS
             b_v = b_v.to(tl.float32)
         state = split_product(tl.trans(decayed_k), b_v, state, STATE_PARTS, PRECISION)
         if not PREFETCH:

@@ -47,11 +47,11 @@ def report(
 
 
 def write_into(result: Result, folder: Path, *, force: bool) -> dict[str, Path]:
-    """Write a report, with errors that name the folder and the option that chose it; ``run.py`` calls this too.
+    """Write a report. The error for a folder that holds another result names ``--report-dir``. ``run.py`` calls this too.
 
     Raises:
         ResultExists: The folder holds another result, and ``force`` is off.
-        OutputUnwritable: The report cannot be written.
+        OutputUnwritable: The report cannot be written. The message names the file or the folder.
     """
     try:
         return write_report(result, folder, force=force)

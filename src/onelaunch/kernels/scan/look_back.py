@@ -202,7 +202,8 @@ def publish(words, decays, states, index, channels, c, phase):
     """Publish row ``index`` of the maps [SEGS, BV] as words that other CTAs spin on.
 
     The threads that hold the row write it, so nothing is gathered first. Each word is one relaxed 64-bit exchange: it holds its
-    own flag, so no order with other accesses is needed. :func:`launch_phase` must precede, and after it a barrier of the CTA.
+    own flag, so no order with other accesses is needed. A barrier of the CTA must lie between :func:`read_previous_words` and
+    this store, when it writes the word that was read.
     """
     rows = tl.arange(0, decays.shape[0])
     mask = (rows == index)[:, None] & (c < channels)[None, :]

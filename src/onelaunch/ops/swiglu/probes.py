@@ -24,7 +24,7 @@ DENSE: dict[str, dict[str, Any]] = {
     "no_rows": {"dtype": "float32", "M": 0, "N": 33, "K": 64},
     "no_channels": {"dtype": "float32", "M": 5, "N": 8, "K": 0},
 }
-"""Cases of plain tensors by name; only these take gradients."""
+"""Cases of plain tensors by name. They take gradients, which those of :data:`QUANTIZED` do not."""
 
 QUANTIZED: dict[str, dict[str, Any]] = {
     "fp8": {"dtype": "bfloat16", "M": 20, "N": 48, "K": 64, "format": "fp8"},

@@ -7,8 +7,8 @@ The first of these rules that applies decides:
 2. The measured baseline is so near the roofline bound that no variant can reach a criterion's gain: *abandon*.
 3. A criterion is missed although the roofline bound leaves room for it: *debug*, with the likely bottleneck named.
 4. A criterion is inconclusive or not measured, or is refuted by arithmetic and was not measured either: *measure more*.
-5. A met speed-up is mostly explained by neither saved bytes nor saved launches, and no measured pair of variants differs in one
-   factor only, so that its cause is unknown: *measure more*.
+5. A met speed-up is mostly explained by neither saved bytes nor saved launches, and no measured variant that differs from the
+   faster one in one factor only is slower by more than the noise, so that its cause is unknown: *measure more*.
 6. Otherwise, and if at least one criterion is met: *proceed*. If none is left to decide on: *measure more*.
 
 Four kinds of criteria are excluded, with the reason, and never count as met:

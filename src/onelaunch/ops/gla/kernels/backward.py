@@ -13,7 +13,8 @@ Heads      q, k and g may have fewer heads than o (``shared_head`` in chunk.py).
            the heads that share it, would compute dP again for every block of keys, or keep all of them in registers. What comes
            from dS counts once for a state: the first of the heads that share it stores it.
 Grid       one CTA per chunk and head of o; blocks of K one after the other, blocks of V inside. No CTA waits for another one.
-On chip    in registers: dP [64, 64], summed in float32 and then kept in LOW; dq, dk and dg [64, BK] in float32.
+On chip    in registers: dP [64, 64], summed in float32 and then kept in LOW, with one decay per head in float32 too, beside
+           q k^T [64, 64]; dq and dk [64, BK] in float32, and dg [64, BK], or [64, 1] with one decay per head.
 Memory     S and dS of the chunk (``chunk_state_kernel`` stored them) are read once, dq, dk, dg written once. v and do are loaded
            once for dP and once per block of K. With a decay per channel g is loaded three times, q and k two or three times
            (``chunk_is_benign`` and Registers); with one decay per head q, k and g once.
@@ -22,8 +23,8 @@ Decay      as in chunk.py. Every term of dg has e^(g_t) as a factor. None is the
            both steps at t or later cancel. They cancel only if dq and dk hold the very same terms. Therefore the subtraction
            uses the rounded keys that were also operands of dq. dg is added up within a chunk only, so errors do not grow with T.
 Numerics   the tolerance (chunk.py) allows two roundings to 16 bits on the way to dq and dk, besides that of the result: those
-           of dP and k, or that of a state. A float32 dg next to 16-bit inputs must have float32's own accuracy. Then nothing is
-           rounded (EXACT).
+           of dP and k, or that of a state. A float32 dg next to 16-bit inputs must have float32's own accuracy, and float16 has
+           too narrow a range for products of gradients. In both cases nothing is rounded (EXACT).
 Registers  q, k and g are loaded again where they are needed a second time, and ``steps_of_chunk`` makes the compiler compute
            step numbers and masks again: the registers would not hold all of them at once.
 Caller     ``backward`` in launch.py launches ``gradients_kernel``, for gla's own kernels but those of ``hopper``, and for

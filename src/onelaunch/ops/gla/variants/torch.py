@@ -3,8 +3,8 @@
 The dispatcher, studies and tests find registered variants by name. Tags: ``chunk`` is the number of steps per chunk, and
 ``hands`` names the intermediates that go through device memory; ``cost.py`` reads both and explains each name. ``fuses``, the
 steps that share a kernel, is left empty. ``yardstick`` marks the PyTorch baseline, whose error sets the tolerance. Other keywords
-are capabilities, which the class ``Capabilities`` of ``onelaunch.operation`` explains. The variant ``compiled`` of ``gla_layer``
-asks :func:`short_enough` too.
+are capabilities, which the class ``Capabilities`` of ``onelaunch.operation`` explains. On a CPU the variant ``compiled`` of
+``gla_layer`` asks :func:`short_enough` too.
 """
 
 from __future__ import annotations
