@@ -161,6 +161,16 @@ def test_intermediate_tensors_and_operators_of_pytorch_are_repeated(adding):
     assert called.count == 2
 
 
+@pytest.mark.parametrize("reinterpret", [plan._reinterpret, None], ids=["reinterpreted", "as_strided"])
+def test_arguments_of_operators_are_views_of_the_same_memory(reinterpret, monkeypatch):
+    """The view begins two elements behind the first one of a tensor that itself begins inside of its memory."""
+    monkeypatch.setattr(plan, "_reinterpret", reinterpret)
+    parameter = torch.nn.Parameter(torch.arange(24.0)[4:])
+    found = plan.View(1, (3, 2), (5, 2), 2).read([None, parameter.detach()])
+    assert found.tolist() == [[6.0, 8.0], [11.0, 13.0], [16.0, 18.0]]
+    assert found.data_ptr() == parameter.data_ptr() + 2 * 4
+
+
 def test_functions_in_place_of_operators_do_what_the_operators_do(adding):
     def run(a, b):
         added = torch.empty(N)
