@@ -169,8 +169,13 @@ def test_no_gradient_is_recorded_without_need(device):
         ({"x": torch.zeros(1, 0, 4)}, "at least one element"),
         ({"x": torch.zeros(1, 3, 4, dtype=torch.float64)}, "in one dtype"),
         ({"weight": torch.zeros(4, 3, dtype=torch.float16)}, "in one dtype"),
+        ({"weight": torch.zeros(5, 3)}, "for each channel"),
+        ({"state": torch.zeros(1, 4, 3)}, "W - 1 inputs"),
+        ({"state": torch.zeros(2, 4, 2)}, "for each sequence"),
+        ({"bias": torch.zeros(4, device="meta")}, "on one device"),
+        ({"x": torch.zeros(2, 3, 4), "offsets": torch.tensor([0, 3])}, "B = 1"),
     ],
-    ids=["taps", "empty", "dtype", "dtypes"],
+    ids=["taps", "empty", "dtype", "dtypes", "channels", "state", "states", "device", "batch"],
 )
 def test_calls_that_are_left_to_pytorch(changed, said, monkeypatch):
     monkeypatch.setattr(operator, "interpreting", lambda: True)

@@ -49,8 +49,9 @@ class ShortConvolution(nn.Conv1d):
         Returns:
             ``y [B, T, D]`` and the new state, or ``None`` in its place.
         """
-        if why_not(x, self.weight[:, 0]) is None:
-            y = convolve(x, self.weight[:, 0], self.bias, state, cu_seqlens)
+        given = (x, self.weight[:, 0], self.bias, state, cu_seqlens)
+        if why_not(*given) is None:
+            y = convolve(*given)
             return y, self._last_inputs(x, state, cu_seqlens) if output_final_state else None
         sequences = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
         if state is None:

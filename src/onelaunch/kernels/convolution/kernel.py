@@ -38,7 +38,9 @@ def sequences_of(offsets, t, b, T, sequences, BISECTION_STEPS: tl.constexpr, PAC
             later = (begins <= t) & (high - low > 1)
             earlier = (begins > t) & (high - low > 1)
             low, high = tl.where(later, middle, low), tl.where(earlier, middle, high)
-        return low, tl.load(offsets + low).to(tl.int32), tl.load(offsets + low + 1).to(tl.int32)
+        # Within the tensor, whatever the offsets are: nobody checks their values on a GPU.
+        first, end = tl.load(offsets + low).to(tl.int32), tl.load(offsets + low + 1).to(tl.int32)
+        return low, tl.maximum(first, 0), tl.minimum(end, T)
     return t * 0 + b, t * 0, t * 0 + T
 
 
@@ -169,8 +171,8 @@ def state_gradients_kernel(
     first, end = place * 0, place * 0 + T
     if PACKED:
         b = sequence * 0
-        first += tl.load(offsets + sequence).to(tl.int32)
-        end = place * 0 + tl.load(offsets + sequence + 1).to(tl.int32)
+        first += tl.maximum(tl.load(offsets + sequence).to(tl.int32), 0)
+        end = place * 0 + tl.minimum(tl.load(offsets + sequence + 1).to(tl.int32), T)
     p_x, p_dy = x + b.to(tl.int64) * x_stride_b, dy + b.to(tl.int64) * dy_stride_b
     t = first + place - (W - 1)  # step of each input of the state
     n = place * 0 + sequence

@@ -32,15 +32,29 @@ def _cannot_launch(device_type: str) -> str | None:
 vars(_cannot_launch)["_dynamo_marked_constant"] = True  # as torch.compiler.assume_constant_result, without its slow import
 
 
-def why_not(x: torch.Tensor, weight: torch.Tensor) -> str | None:
-    """Return why the kernels cannot convolve ``x [B, T, C]`` with ``weight [C, W]``, or ``None``.
+def why_not(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    state: torch.Tensor | None = None,
+    offsets: torch.Tensor | None = None,
+) -> str | None:
+    """Return why the kernels cannot run a call of :func:`convolve`, or ``None``.
 
-    A weight of another dtype than x is left to PyTorch, which refuses it or, under autocast, converts both.
+    Sizes, dtypes and devices that do not fit together are left to PyTorch, which refuses them or, under autocast, converts them.
     """
     if (reason := _cannot_launch(x.device.type)) is not None:
         return reason
     if x.dtype not in _DTYPES or weight.dtype != x.dtype or torch.is_autocast_enabled(x.device.type):
         return "needs x and the weight in one dtype, float16, bfloat16 or float32, and no autocast"
+    if any(each is not None and each.device != x.device for each in (weight, bias, state, offsets)):
+        return "needs all tensors on one device"
+    batch, _, channels = x.shape
+    sequences = batch if offsets is None else offsets.shape[0] - 1
+    if weight.shape[0] != channels or (state is not None and state.shape != (sequences, channels, weight.shape[1] - 1)):
+        return "needs a filter for each channel of x, and a state of W - 1 inputs for each sequence"
+    if offsets is not None and batch != 1:
+        return "needs B = 1 with packed sequences"
     if weight.shape[1] > _MOST_TAPS:
         return f"takes filters of at most {_MOST_TAPS} steps"
     if 0 in x.shape:
@@ -131,7 +145,7 @@ def convolve(
     """Convolve every channel with its filter, causally in time, and apply SiLU; differentiable once.
 
     Args:
-        x: Inputs ``[B, T, C]``, for which :func:`why_not` gives ``None``.
+        x: Inputs ``[B, T, C]``. :func:`why_not` must give ``None`` for these arguments.
         weight: Filters ``[C, W]``; the last tap multiplies the present step.
         bias: ``[C]``. Default: zeros.
         state: Inputs before the first step of each sequence, ``[N, C, W - 1]``, the newest last. Default: zeros.
