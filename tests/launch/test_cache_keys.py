@@ -15,7 +15,9 @@ MODULES = ("onelaunch.ops.gla.kernels.chunk_output", "onelaunch.ops.gla.kernels.
 
 KEYS = """
 import importlib, os, sys
+from onelaunch.launch import cache_keys
 from onelaunch.launch.cache_keys import complete_key
+cache_keys._LOCK.acquire()
 modules = [importlib.import_module(name) for name in sys.argv[1:]]
 for order in (modules, modules[::-1]):
     if os.fork() == 0:
@@ -31,7 +33,8 @@ for order in (modules, modules[::-1]):
 """
 """Program that prints the keys of the kernels of the modules that it is given, in their order, then in the other order.
 
-A forked process computes the keys of each order, so that no keys are computed before. Importing PyTorch takes most of the time.
+A forked process computes the keys of each order, so that no keys are computed before. It is forked while keys are computed, as
+by another thread, which holds the lock. Importing PyTorch takes most of the time.
 """
 
 

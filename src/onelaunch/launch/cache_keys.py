@@ -10,6 +10,7 @@ again. If the keys of called functions are computed first, nothing is missing. `
 
 from __future__ import annotations
 
+import os
 import threading
 from types import ModuleType
 from typing import Any
@@ -19,6 +20,16 @@ _COMPLETE: set[int] = set()
 
 _LOCK = threading.Lock()
 """Lock of one thread that computes keys. Another one waits, because it would compute a key without those of called functions."""
+
+
+def _unlock() -> None:
+    """Give a forked process a lock of its own, since no thread of it would ever release one that was held."""
+    global _LOCK  # noqa: PLW0603
+    _LOCK = threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_unlock)
 
 
 def complete_key(kernel: Any) -> None:
