@@ -78,7 +78,8 @@ def check_heads(q: Facts, k: Facts, v: Facts, gates: dict[str, Facts | None], in
     The initial state ``[N, heads, ...]`` decides whether queries share states; its shape is not checked here.
 
     Raises:
-        ShapeError: The heads of two tensors cannot be shared evenly, or a gate has neither as many as k or v nor as the output.
+        ShapeError: The heads of two tensors cannot be shared evenly. Or a gate has neither the larger number of those of k and
+            of v, nor that of the largest of q, k and v; or g and gv have different numbers.
     """
     known: dict[str, int] = {}
     for name, value in (("q", q), ("k", k), ("v", v)):

@@ -3,9 +3,9 @@
 Computes   out = a w_out^T + bias, a = h * rstd * norm_weight * act(gate), rstd = 1 / sqrt(mean(h^2) + eps) of every head
 Grid       one CTA per tile [BM, BN] of out, ordered in swaths of GROUP tiles of rows: CTAs that run at the same time share
            weights and rows of h in the L2 cache. All warps do the same work.
-On chip    [BN, BM] of out^T as float32 sums in registers, and a head [BV, BM] of h and of the gate. The weights are the left
-           operand, as in kernels/gemm/tiles.py: few rows of h are then the narrow side of a matrix instruction. Triton
-           pipelines the loads through shared memory.
+On chip    [BN, BM] of out^T as float32 sums in registers, a head [BV, BM] of h, and a block [BK, BM] of the gate. The weights
+           are the left operand, as in kernels/gemm/tiles.py: few rows of h are then the narrow side of a matrix instruction.
+           Products in 16 bits: Triton pipelines the loads through shared memory where more than one stage fits.
 Memory     reads h and the gate once per BN columns of out, the weights once per BM rows, writes out once. rstd is written by
            the CTAs of the first columns, if there is a buffer for it.
 Protocol   CTAs do not exchange anything.
