@@ -1,0 +1,1 @@
+"""Kernels of ``gla_layer`` that none of its parts has."""
