@@ -2,7 +2,7 @@
 
 They are implementations in ``onelaunch.ablations`` that were measured and lost, and are kept as lessons.
 
-A test marked ``thorough`` runs in ``make check`` alone, and one marked ``interpret`` runs in Triton's interpreter, with
+A test marked ``thorough`` does not run in ``make test``, and one marked ``interpret`` runs in Triton's interpreter, with
 TRITON_INTERPRET=1.
 """
 

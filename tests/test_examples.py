@@ -1,6 +1,6 @@
 """Tests that the examples run and print the results that they describe.
 
-A test marked ``thorough`` runs in ``make check`` alone.
+A test marked ``thorough`` does not run in ``make test``.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
 ``prose.warns`` is ``pytest.warns`` that also compares the message with the test's entry in ``tests/snapshots/prose.txt``. An
 entry whose test or parameter is gone makes ``tests/test_prose.py`` fail.
 
-``thorough_but`` marks all parameters but the named ones ``thorough``: they run in ``make check`` alone.
+``thorough_but`` marks all parameters but the named ones ``thorough``: they do not run in ``make test``.
 """
 
 from __future__ import annotations

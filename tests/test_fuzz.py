@@ -5,7 +5,7 @@ Studies, results and tables are about ``ladder`` of ``tests/workbench/ladder.py`
 Each test starts from a valid file, puts hostile values in some places of it and sometimes damages its bytes. It then reads the
 file and does everything that a command would do with it, except measuring or generating.
 
-A test marked ``thorough`` runs in ``make check`` alone.
+A test marked ``thorough`` does not run in ``make test``.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ The fixture ``scale`` registers the toy operation ``scale(x, factor=2.0)`` of ``
 and ``prose.raises`` compare wording with the test's entries in ``tests/snapshots/prose.txt``. An entry whose test or parameter is
 gone makes ``tests/test_prose.py`` fail.
 
-``make_scale`` registers ``scale``. A test marked ``thorough`` runs in ``make check`` alone.
+``make_scale`` registers ``scale``. A test marked ``thorough`` does not run in ``make test``.
 """
 
 from __future__ import annotations

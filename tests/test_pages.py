@@ -3,7 +3,7 @@
 Also, every exception that a page names exists, every parameter has a text, and the glossary keeps its addresses.
 
 ``open_page`` opens a file in a headless Chromium. ``DESKTOP`` is the size of a laptop's window. ``PHONE`` is the size of a
-phone's screen. A test marked ``thorough`` runs in ``make check`` alone.
+phone's screen. A test marked ``thorough`` does not run in ``make test``.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ The spread of a peak is the relative distance between the first and the third of
 as busy. ``prose.warns`` is ``pytest.warns`` that also compares the message with the test's entry in
 ``tests/snapshots/prose.txt``. An entry whose test or parameter is gone makes ``tests/test_prose.py`` fail.
 
-A test marked ``thorough`` runs in ``make check`` alone.
+A test marked ``thorough`` does not run in ``make test``.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ A plug-in is an entry point of the group ``onelaunch.plugins``. It is loaded at 
 ``pytest.warns`` that also compares the message with the test's entry in ``tests/snapshots/prose.txt``. An entry whose test or
 parameter is gone makes ``tests/test_prose.py`` fail.
 
-A test marked ``thorough`` runs in ``make check`` alone.
+A test marked ``thorough`` does not run in ``make test``.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ The fixtures are those of ``conftest.py``. ``call`` runs ``onelaunch`` with argu
 compares a text with its entry in tests/snapshots/prose.txt, whose key is the node id of the test. An entry whose test or
 parameter is gone makes ``tests/test_prose.py`` fail.
 
-``lines_with`` returns the lines of an output that hold some words. A test marked ``thorough`` runs in ``make check`` alone.
+``lines_with`` returns the lines of an output that hold some words. A test marked ``thorough`` does not run in ``make test``.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ The fixtures are those of ``conftest.py``. ``call`` runs ``onelaunch`` with argu
 text with its entry in tests/snapshots/prose.txt, whose key is the node id of the test. An entry whose test or parameter is gone
 makes ``tests/test_prose.py`` fail.
 
-A test marked ``thorough`` runs in ``make check`` alone. ``thorough_but`` marks all parameters but the named ones ``thorough``.
+A test marked ``thorough`` does not run in ``make test``. ``thorough_but`` marks all parameters but the named ones ``thorough``.
 """
 
 from __future__ import annotations

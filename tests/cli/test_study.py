@@ -7,7 +7,7 @@ scale. ``stored`` are paths of two made-up results: a GPU's that proceeds, and a
 text with tests/snapshots/prose.txt, whose key is the node id of the test. An entry whose test or parameter is gone makes
 ``tests/test_prose.py`` fail.
 
-``lines_with`` returns the lines of an output that hold some words. A test marked ``thorough`` runs in ``make check`` alone.
+``lines_with`` returns the lines of an output that hold some words. A test marked ``thorough`` does not run in ``make test``.
 """
 
 from __future__ import annotations

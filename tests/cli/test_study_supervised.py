@@ -4,7 +4,7 @@ The fixtures are those of ``conftest.py``. ``call`` runs ``onelaunch`` with argu
 the working directory. On a CPU the child is a fork, which knows the variants that a test registers.
 
 ``here`` is the working directory, a folder with one study. ``at_count`` makes a variant that acts in a chosen call, such as by
-ending the process. ``registered`` registers variants for a test. A test marked ``thorough`` runs in ``make check`` alone.
+ending the process. ``registered`` registers variants for a test. A test marked ``thorough`` does not run in ``make test``.
 """
 
 from __future__ import annotations

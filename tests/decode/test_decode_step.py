@@ -6,7 +6,7 @@ with the test's entry in ``tests/snapshots/prose.txt``. An entry whose test or p
 fail.
 
 ``trivial_answers`` returns trivial outputs, such as zeros, that would pass the gate at a case: there must be none. A test marked
-``thorough`` runs in ``make check`` alone.
+``thorough`` does not run in ``make test``.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ An entry whose test or parameter is gone makes ``tests/test_prose.py`` fail.
 first of ``MODELS``. ``SHARED`` holds numbers of CTAs and KV splits with which CTAs share a key head's queries. ``plan_with``
 returns a level's plan for some CTAs and KV splits. ``weights_and_caches`` returns weights and a KV cache, in bfloat16 and in
 float64. ``HostKernel`` launches a plan's kernel on the emulated GPU. ``set_position`` puts a sequence at a position.
-``phase_times`` reads the profile markers. A test marked ``thorough`` runs in ``make check`` alone. ``thorough_but`` marks all
+``phase_times`` reads the profile markers. A test marked ``thorough`` does not run in ``make test``. ``thorough_but`` marks all
 parameters but the named ones ``thorough``.
 """
 

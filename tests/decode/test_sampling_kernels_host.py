@@ -7,7 +7,7 @@ are fixed, and none is such a case.
 ``libraries`` is a folder in which a test run compiles each library once. ``MODELS`` are small models by name. ``TINY`` is the
 first of ``MODELS``. ``packed`` packs weights for a plan. ``weights_and_caches`` returns weights and a KV cache, in bfloat16 and
 in float64. ``HostKernel`` launches a plan's kernel on the emulated GPU. ``set_position`` puts a sequence at a position.
-``thorough_but`` marks all parameters but the named ones ``thorough``: they run in ``make check`` alone.
+``thorough_but`` marks all parameters but the named ones ``thorough``: they do not run in ``make test``.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Tests of the bundled model: a real, trained model that is small enough for every machine.
 
-A test marked ``thorough`` runs in ``make check`` alone.
+A test marked ``thorough`` does not run in ``make test``.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Tests that kernels are compiled ahead into the caches in which launches find them. No GPU is needed: only code is compiled.
 
-A test marked ``thorough`` runs in ``make check`` alone.
+A test marked ``thorough`` does not run in ``make test``.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Tests of tensors without memory: they look as real ones do, and calls on them launch the same kernels.
 
-A test marked ``thorough`` runs in ``make check`` alone.
+A test marked ``thorough`` does not run in ``make test``.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ entry whose test or parameter is gone makes ``tests/test_prose.py`` fail.
 
 ``each_sequence`` applies a definition to each batch entry. ``weights_of`` returns a module's state dict in float64. ``NAMES`` are
 the names of all small layers of the tests. ``ROUNDING`` is the tolerance between float32 calls that split time differently. A
-test marked ``thorough`` runs in ``make check`` alone.
+test marked ``thorough`` does not run in ``make test``.
 """
 
 from __future__ import annotations

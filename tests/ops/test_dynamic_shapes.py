@@ -2,7 +2,7 @@
 
 ``CALLS`` are calls of operations by name. ``LAYERS`` are layers by name. ``SIZES`` are batch sizes with numbers of steps.
 ``results_of`` returns the tensors that a call returns. ``with_gradients`` returns them with the gradients of a weighted sum. A
-test marked ``thorough`` runs in ``make check`` alone, and one marked ``interpret`` runs in Triton's interpreter, with
+test marked ``thorough`` does not run in ``make test``, and one marked ``interpret`` runs in Triton's interpreter, with
 TRITON_INTERPRET=1. ``thorough_but`` marks all parameters but the named ones ``thorough``.
 """
 
@@ -32,7 +32,7 @@ CHUNKED = ("gla", "gla_layer", "GatedLinearAttention", "SimpleGatedLinearAttenti
 def slow_if_chunked(names: Iterable[str]) -> list[Any]:
     """Return the names as parameters, of which those of :data:`CHUNKED` are marked as slow.
 
-    Their operations run in ``make check`` alone. Layers compile the operation ``gla_layer``, so that their tests run with every
+    Their operations do not run in ``make test``. Layers compile the operation ``gla_layer``, so that their tests run with every
     configuration alone.
     """
     marks = {name: [pytest.mark.slow, pytest.mark.every if name in LAYERS else pytest.mark.thorough] for name in CHUNKED}

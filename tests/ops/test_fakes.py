@@ -2,7 +2,7 @@
 
 That function runs on fake tensors of a pretended Hopper GPU, with its launches recorded instead of run.
 
-A test marked ``thorough`` runs in ``make check`` alone.
+A test marked ``thorough`` does not run in ``make test``.
 """
 
 from __future__ import annotations

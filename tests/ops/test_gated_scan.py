@@ -13,7 +13,7 @@ entry whose test or parameter is gone makes ``tests/test_prose.py`` fail.
 listed case by its name. ``pytorch_variants`` are the variants of plain PyTorch. ``triton_variants`` are the variants with kernels
 of our own for any GPU. ``pytorch_variants_by_case`` parametrizes a test over the variants of plain PyTorch and names of cases.
 ``assert_compiled_correct`` applies the gate to the ``torch.compile`` variant, in training. ``assert_one_call_correct`` checks the
-errors of one call, and that it writes all elements. A test marked ``thorough`` runs in ``make check`` alone, and one marked
+errors of one call, and that it writes all elements. A test marked ``thorough`` does not run in ``make test``, and one marked
 ``interpret`` runs in Triton's interpreter, with TRITON_INTERPRET=1. ``thorough_but`` marks all parameters but the named ones
 ``thorough``.
 """
@@ -60,7 +60,7 @@ BRIEF = [
     *(("fused", name) for name in SHORT),
     *(("separate", name) for name in ("one_step_one_channel", "exactly_a_tile", "packed_final_state_alone", "no_gate")),
 ]
-"""Kernels and cases of every run of the tests. The others, of ``separate``, run in ``make check`` alone."""
+"""Kernels and cases of every run of the tests. The others, of ``separate``, do not run in ``make test``."""
 
 # Hypothesis takes the same few examples in every run.
 FEW = settings(max_examples=15, deadline=None, derandomize=True)

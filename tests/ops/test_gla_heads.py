@@ -10,7 +10,7 @@ entry whose test or parameter is gone makes ``tests/test_prose.py`` fail.
 variants of plain PyTorch. ``assert_correct`` applies the whole verification gate, forward and with gradients.
 ``assert_one_call_correct`` checks the errors of one call, and that it writes all elements. ``ROUNDING`` is the tolerance between
 float32 calls that split time differently. A test marked ``interpret`` runs in Triton's interpreter, with TRITON_INTERPRET=1.
-``thorough_but`` marks all parameters but the named ones ``thorough``: they run in ``make check`` alone.
+``thorough_but`` marks all parameters but the named ones ``thorough``: they do not run in ``make test``.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ to that of the expected values; ``results`` returns a variant's results and grad
 ``device`` is the first GPU, or the CPU. ``arguments_of`` makes small random arguments on the CPU. ``assert_correct`` applies the
 whole verification gate, forward and with gradients. ``assert_ok`` requires a verdict of the gate to be right. ``emulate``
 replaces the kernels by their emulation for a test. ``grouped`` returns the options of a form of shared heads. ``FORMS`` are forms
-of shared heads by name. A test marked ``thorough`` runs in ``make check`` alone.
+of shared heads by name. A test marked ``thorough`` does not run in ``make test``.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def emulated(
 def one_case_each() -> list[Any]:
     """Return every form, layout of log-decays and case. Those but one case for each form and layout are marked as ``every``.
 
-    Four of the others, one of each case, run in ``make test``; the rest in ``make check`` alone.
+    Four of the others, one of each case, run in ``make test``; the rest do not.
     """
     found = []
     for turn, form in enumerate(FORMS):

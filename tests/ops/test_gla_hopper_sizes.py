@@ -4,7 +4,7 @@
 tensors are described to TMA, and that kernels of padded sizes compile without spilled registers.
 
 ``device`` is the first GPU, or the CPU. ``assert_near`` bounds the norm of each error, relative to that of the expected values. A
-test marked ``thorough`` runs in ``make check`` alone, and one marked ``every`` runs with ``--architectures=every`` alone.
+test marked ``thorough`` does not run in ``make test``, and one marked ``every`` runs with ``--architectures=every`` alone.
 """
 
 from __future__ import annotations

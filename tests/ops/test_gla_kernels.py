@@ -15,7 +15,7 @@ entry whose test or parameter is gone makes ``tests/test_prose.py`` fail.
 cases of ``gla`` for Triton's interpreter. ``case_of`` returns a listed case by its name. ``arguments_of`` makes small random
 arguments on the CPU. ``triton_variants`` are the variants with kernels of our own for any GPU. ``variants_by_case`` parametrizes
 a test over variants and names of cases. ``assert_one_call_correct`` checks the errors of one call, and that it writes all
-elements. ``differentiable`` returns the arguments that take gradients. A test marked ``thorough`` runs in ``make check`` alone,
+elements. ``differentiable`` returns the arguments that take gradients. A test marked ``thorough`` does not run in ``make test``,
 and one marked ``interpret`` runs in Triton's interpreter, with TRITON_INTERPRET=1. ``thorough_but`` marks all parameters but the
 named ones ``thorough``.
 """
@@ -61,11 +61,11 @@ UNGATED = [name for name in GLA_SHORT if not GLA_SHORT[name].get("value_gate")]
 LONGER = [name for name in GLA_HARD if not GLA_HARD[name].get("value_gate")]
 
 LONG = ("mixed_decay_per_head", "packed_many_short", "packed_with_empty_sequences", "three_chunks")
-"""Cases at which the forward passes besides that of ``fused`` run in ``make check`` alone."""
+"""Cases at which the forward passes besides that of ``fused`` do not run in ``make test``."""
 
 
 def in_brief(variants, *long):
-    """Return all pairs of a variant and an interpreted case. Those with a case of ``long`` run in ``make check`` alone."""
+    """Return all pairs of a variant and an interpreted case. Those with a case of ``long`` do not run in ``make test``."""
     pairs = [(variant, name) for name in UNGATED for variant in variants]
     return thorough_but(*(pair for pair in pairs if pair[1] not in long), of=pairs)
 

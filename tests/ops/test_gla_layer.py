@@ -8,7 +8,7 @@ given.
 gradients. ``assert_compiled_correct`` applies the gate to the ``torch.compile`` variant, in training. ``differentiable`` returns
 the arguments that take gradients. ``trivial_answers`` returns trivial outputs, such as zeros, that would pass the gate at a case:
 there must be none. ``CASES`` are the probes of ``gla_layer``, by name. ``TENSORS`` names the tensor arguments in their order.
-``case_of`` returns a case by its name. A test marked ``thorough`` runs in ``make check`` alone. ``thorough_but`` marks all
+``case_of`` returns a case by its name. A test marked ``thorough`` does not run in ``make test``. ``thorough_but`` marks all
 parameters but the named ones ``thorough``.
 """
 

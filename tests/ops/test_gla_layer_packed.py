@@ -12,8 +12,8 @@ is ``pytest.raises``.
 ``assert_one_call_correct`` checks the errors of one call, and that it writes all elements. ``differentiable`` returns the
 arguments that take gradients. ``weights_like`` returns the weights of a loss, different for each element. ``CASES`` are the
 probes of ``gla_layer``, by name. ``SMALL`` is the small case's sizes. ``TENSORS`` names the tensor arguments in their order.
-``case_of`` returns a case by its name. A test marked ``thorough`` runs in ``make check`` alone, and one marked ``interpret`` runs
-in Triton's interpreter, with TRITON_INTERPRET=1.
+``case_of`` returns a case by its name. A test marked ``thorough`` does not run in ``make test``, and one marked ``interpret``
+runs in Triton's interpreter, with TRITON_INTERPRET=1.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ of plain PyTorch. ``triton_variants`` are the variants with kernels of our own f
 test over variants and names of cases. ``pytorch_variants_by_case`` parametrizes a test over the variants of plain PyTorch and
 names of cases. ``assert_compiled_correct`` applies the gate to the ``torch.compile`` variant, in training.
 ``assert_one_call_correct`` checks the errors of one call, and that it writes all elements. ``assert_ok`` requires a verdict of
-the gate to be right. A test marked ``thorough`` runs in ``make check`` alone, and one marked ``interpret`` runs in Triton's
+the gate to be right. A test marked ``thorough`` does not run in ``make test``, and one marked ``interpret`` runs in Triton's
 interpreter, with TRITON_INTERPRET=1. ``thorough_but`` marks all parameters but the named ones ``thorough``.
 """
 

@@ -3,7 +3,7 @@
 ``opcheck`` compares an operator's schema, fake results and autograd registration with what a call does.
 
 ``small`` makes the arguments of a call with few steps and both states. ``triton_variants`` are the variants with kernels of our
-own for any GPU. A test marked ``thorough`` runs in ``make check`` alone, and one marked ``interpret`` runs in Triton's
+own for any GPU. A test marked ``thorough`` does not run in ``make test``, and one marked ``interpret`` runs in Triton's
 interpreter, with TRITON_INTERPRET=1.
 """
 

@@ -14,7 +14,7 @@ gradients. ``assert_compiled_correct`` applies the gate to the ``torch.compile``
 the arguments that take gradients. ``trivial_answers`` returns trivial outputs, such as zeros, that would pass the gate at a case:
 there must be none. ``flat`` reshapes the leading dimensions. ``packed_gate`` makes a gate by ``projections``. ``CASES`` are the
 probes of ``output_chain`` and longer cases, by name. ``SMALL`` is the small case's sizes. ``TENSORS`` names the tensor arguments
-in their order. ``case_of`` returns a case by its name. A test marked ``thorough`` runs in ``make check`` alone.
+in their order. ``case_of`` returns a case by its name. A test marked ``thorough`` does not run in ``make test``.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ each operation runs on a CPU, interpreted where the variant is a kernel; real si
 ``OPERATIONS`` are ``gated_scan``, ``linear_rnn`` and ``gla``. ``BOTH`` are the directions: forward, and forward with gradients.
 ``pytorch_variants`` are the variants of plain PyTorch. ``triton_variants`` are the variants with kernels of our own for any GPU.
 ``assert_ok`` requires a verdict of the gate to be right. A test marked ``interpret`` runs in Triton's interpreter, with
-TRITON_INTERPRET=1. ``thorough_but`` marks all parameters but the named ones ``thorough``: they run in ``make check`` alone.
+TRITON_INTERPRET=1. ``thorough_but`` marks all parameters but the named ones ``thorough``: they do not run in ``make test``.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def per_variant(
 ) -> pytest.MarkDecorator:
     """Parametrize ``operation`` and ``variant`` over the variants that a function lists for each operation.
 
-    If ``brief`` names some of the variants, the others run in ``make check`` alone.
+    If ``brief`` names some of the variants, the others do not run in ``make test``.
     """
     pairs = [(operation, name) for operation in operations for name in variants(operation)]
     given = [pytest.param(*pair, id=f"{pair[0].name}-{pair[1]}") for pair in pairs]

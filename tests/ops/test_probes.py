@@ -3,8 +3,8 @@
 ``run_probes`` is the step of a study's run that judges a variant on them.
 
 ``pytorch_variants`` are the variants of plain PyTorch. ``assert_ok`` requires a verdict of the gate to be right. A test marked
-``thorough`` runs in ``make check`` alone, one marked ``interpret`` runs in Triton's interpreter, with TRITON_INTERPRET=1, and one
-marked ``extra`` counts in no budget of time.
+``thorough`` does not run in ``make test``, one marked ``interpret`` runs in Triton's interpreter, with TRITON_INTERPRET=1, and
+one marked ``extra`` counts in no budget of time.
 """
 
 from __future__ import annotations

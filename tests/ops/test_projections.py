@@ -14,7 +14,7 @@ entry whose test or parameter is gone makes ``tests/test_prose.py`` fail.
 gradients. ``assert_compiled_correct`` applies the gate to the ``torch.compile`` variant, in training. ``trivial_answers`` returns
 trivial outputs, such as zeros, that would pass the gate at a case: there must be none. ``CASES`` are the probes of
 ``projections`` and longer cases, by name. ``SMALL`` is the small case's sizes. ``case_of`` returns a case by its name. A test
-marked ``thorough`` runs in ``make check`` alone.
+marked ``thorough`` does not run in ``make test``.
 """
 
 from __future__ import annotations

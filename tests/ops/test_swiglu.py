@@ -8,7 +8,7 @@ workbench, and ``assert_ok`` requires its verdict to be right.
 
 ``pytorch_variants`` are the variants of plain PyTorch. ``assert_correct`` applies the whole verification gate, forward and with
 gradients. ``CASES`` are the probes of ``swiglu``, by name. ``DENSE`` are the cases with plain operands. ``QUANTIZED`` are the
-cases with quantized operands. ``case_of`` returns a case by its name. A test marked ``thorough`` runs in ``make check`` alone.
+cases with quantized operands. ``case_of`` returns a case by its name. A test marked ``thorough`` does not run in ``make test``.
 ``thorough_but`` marks all parameters but the named ones ``thorough``.
 """
 

@@ -12,7 +12,7 @@ the variants with kernels of our own for any GPU. ``assert_one_call_correct`` ch
 all elements. ``CASES`` are the probes of ``swiglu``, by name. ``DENSE`` are the cases with plain operands. ``QUANTIZED`` are the
 cases with quantized operands. ``LARGE`` are cases with more rows. ``case_of`` returns a case by its name. A test marked
 ``interpret`` runs in Triton's interpreter, with TRITON_INTERPRET=1. ``thorough_but`` marks all parameters but the named ones
-``thorough``: they run in ``make check`` alone.
+``thorough``: they do not run in ``make test``.
 """
 
 from __future__ import annotations

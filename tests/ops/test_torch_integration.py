@@ -8,7 +8,7 @@ makes the arguments of a call with few steps and both states. ``first_of`` names
 an operation's log-decay argument. ``pytorch_variants`` are the variants of plain PyTorch. ``triton_variants`` are the variants
 with kernels of our own for any GPU. ``stepwise_baseline`` is the loop over steps in PyTorch. ``differentiable`` returns the
 arguments that take gradients. ``weights_like`` returns the weights of a loss, different for each element. A test marked
-``thorough`` runs in ``make check`` alone, and one marked ``interpret`` runs in Triton's interpreter, with TRITON_INTERPRET=1.
+``thorough`` does not run in ``make test``, and one marked ``interpret`` runs in Triton's interpreter, with TRITON_INTERPRET=1.
 ``thorough_but`` marks all parameters but the named ones ``thorough``.
 """
 

@@ -5,7 +5,7 @@
 with its entry in tests/snapshots/prose.txt, whose key is the node id of the test. An entry whose test or parameter is gone makes
 ``tests/test_prose.py`` fail.
 
-A test marked ``thorough`` runs in ``make check`` alone.
+A test marked ``thorough`` does not run in ``make test``.
 """
 
 from __future__ import annotations

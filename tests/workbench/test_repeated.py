@@ -3,7 +3,7 @@
 The variants are of ``toy_sum``, the operation of ``toy.py``: ``HONEST`` are names of correct ones, and
 ``rogues_calls.registered`` registers a wrong or unusual one for a test.
 
-``toy_case`` returns a small case of ``toy_sum``. A test marked ``thorough`` runs in ``make check`` alone.
+``toy_case`` returns a small case of ``toy_sum``. A test marked ``thorough`` does not run in ``make test``.
 """
 
 from __future__ import annotations

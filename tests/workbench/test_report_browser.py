@@ -5,7 +5,7 @@ the tables of the fastest variants and a plot. ``boxes`` returns the rectangles 
 pixels. The tests are skipped without a browser.
 
 ``open_page`` opens a file in a headless Chromium. ``DESKTOP`` is the size of a laptop's window. ``PHONE`` is the size of a
-phone's screen. ``on_cpu`` makes up a run on a CPU. A test marked ``thorough`` runs in ``make check`` alone. ``thorough_but``
+phone's screen. ``on_cpu`` makes up a run on a CPU. A test marked ``thorough`` does not run in ``make test``. ``thorough_but``
 marks all parameters but the named ones ``thorough``.
 """
 

@@ -5,7 +5,7 @@ state) and, if this machine could not answer the study's question, ``found`` (wh
 results of other devices). ``prose`` compares a text with its entry in tests/snapshots/prose.txt, whose key is the node id of the
 test. An entry whose test or parameter is gone makes ``tests/test_prose.py`` fail.
 
-``keep_texts_alone`` leaves the texts of plots only. A test marked ``thorough`` runs in ``make check`` alone.
+``keep_texts_alone`` leaves the texts of plots only. A test marked ``thorough`` does not run in ``make test``.
 """
 
 from __future__ import annotations

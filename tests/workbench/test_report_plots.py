@@ -2,7 +2,7 @@
 
 A plot is an SVG with a title. The results are the made-up ones of ``results.py``, and one that is committed in ``results/``.
 
-A test marked ``thorough`` runs in ``make check`` alone. ``thorough_but`` marks all parameters but the named ones ``thorough``.
+A test marked ``thorough`` does not run in ``make test``. ``thorough_but`` marks all parameters but the named ones ``thorough``.
 """
 
 from __future__ import annotations

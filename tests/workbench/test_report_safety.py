@@ -3,7 +3,7 @@
 In ``hostile.hostile()`` every name and text of a result ends with an attack: HTML elements, event handlers, links, Markdown,
 and terminal escape codes (``CODES``). Its study's notes, which are Markdown, are ``hostile.NOTES``.
 
-A test marked ``thorough`` runs in ``make check`` alone.
+A test marked ``thorough`` does not run in ``make test``.
 """
 
 from __future__ import annotations

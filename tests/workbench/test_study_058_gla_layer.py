@@ -3,7 +3,7 @@
 The write-up is the text whose figures the study's ``notes`` quote. fla is flash-linear-attention, the peer. ``RATES`` are
 made-up peaks of a device.
 
-A test marked ``thorough`` runs in ``make check`` alone.
+A test marked ``thorough`` does not run in ``make test``.
 """
 
 from __future__ import annotations

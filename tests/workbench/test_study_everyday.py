@@ -4,7 +4,7 @@
 holds the measurements. ``RATES`` are made-up peaks of a device.
 
 ``MEGA`` is a shape of full scale. ``study`` declares a study of all variants, with ``three`` as the baseline. ``bad_cell`` makes
-up a measurement without times. A test marked ``thorough`` runs in ``make check`` alone.
+up a measurement without times. A test marked ``thorough`` does not run in ``make test``.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ is the noise. ``prose`` compares a text with its entry in tests/snapshots/prose.
 entry whose test or parameter is gone makes ``tests/test_prose.py`` fail.
 
 ``ToyCall`` holds the checked arguments of ``toy_sum``. ``toy_case`` returns a small case of ``toy_sum``. A test marked
-``thorough`` runs in ``make check`` alone.
+``thorough`` does not run in ``make test``.
 """
 
 from __future__ import annotations

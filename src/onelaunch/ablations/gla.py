@@ -92,7 +92,7 @@ def pipelined(call: GlaCall) -> Results:
     return attend(call, "pipelined")
 
 
-# A call that no variant can run gets the reason of the first check that it fails, in this order.
+# A call that these variants cannot run gets the reason of the first check that it fails, in this order.
 for _variant in (sequential, pipelined):
     _variant.supports(no_value_gate)
 

@@ -58,7 +58,7 @@ def _chain(
 
 
 def _normalize(h: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
-    """Apply RMSNorm to every head; PyTorch's own only takes weights of the dtype of ``h``, so others are applied here."""
+    """Apply RMSNorm to every head; PyTorch does not fuse it with a weight of another dtype than ``h``, which is applied here."""
     if weight is None or weight.dtype is h.dtype:
         return F.rms_norm(h, h.shape[-1:], weight, eps)
     return (F.rms_norm(h, h.shape[-1:], None, eps) * weight).to(h.dtype)
