@@ -1,4 +1,10 @@
-"""Tests of call sites: taped calls whose forward passes are replayed without a look-up, for the right tensors only.
+"""Tests of call sites: in a taped call, an operator's forward pass is replayed without a look-up, for the right tensors only.
+
+A planned function runs in full for the first inputs of a kind, is recorded for the second, and is replayed from then on. It
+looks up what it recorded by the facts of its tensors: sizes, strides, alignment, dtype, device. If autograd follows the call,
+the record is a tape: the list of operators that were called. The place of an operator in a tape is its call site. If its
+tensors are those of the taped call, their facts are known already, so the site keeps the plan of the forward pass. Backward
+passes are looked up, and so are forward passes of tensors that the call makes.
 
 ``machine`` replaces the GPU's driver by a stand-in. ``Kernel`` is a stand-in kernel, computed by a Python function.
 """
@@ -73,8 +79,8 @@ def product(machine, request):  # noqa: F811
     return Product(machine, f"test_sites_{len(request.node.name)}_{abs(hash(request.node.name))}")
 
 
-def leaves(size=(N,), dtype=torch.float32):
-    return [torch.randn(size, dtype=dtype).requires_grad_() for _ in range(2)]
+def leaves(size=(N,)):
+    return [torch.randn(size).requires_grad_() for _ in range(2)]
 
 
 def look_ups(monkeypatch):
@@ -89,14 +95,14 @@ def look_ups(monkeypatch):
     return taken
 
 
-def test_the_facts_of_a_calls_tensors_are_taken_once_for_both_forward_look_ups(product, monkeypatch):
+def test_the_facts_of_a_calls_tensors_are_taken_once_for_the_call_and_its_forward_pass(product, monkeypatch):
     assert [product.step(*leaves()) for _ in range(4)] == [False, False, True, True]
     taken = look_ups(monkeypatch)
     assert product.step(*leaves())
     assert len(taken) == 2  # for the call and for the backward pass
 
 
-def test_a_forward_pass_is_not_replayed_for_other_sizes_strides_alignments_or_dtypes(product):
+def test_a_forward_pass_is_not_replayed_for_other_sizes_strides_or_alignments(product):
     for _ in range(4):
         product.step(*leaves())
     whole = torch.randn(2 * N + 1)
@@ -124,7 +130,7 @@ def test_tensors_that_the_call_makes_are_looked_up(machine, monkeypatch, request
         assert torch.equal(*step())
     taken = look_ups(monkeypatch)
     step()
-    assert len(taken) == 2
+    assert len(taken) == 2  # for the call, and for the forward pass, which takes a view that the call makes
 
 
 def test_forgotten_plans_are_made_again(product):

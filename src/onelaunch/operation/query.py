@@ -1,9 +1,10 @@
 """Dispatch keys: facts about a call, without its tensors, that decide which variants can run and which is fastest.
 
-``contract.py`` of each operation makes the :class:`Query` of a call, and its ``reference.py`` that of a case. The dispatcher,
-the variants' predicates and the planner of studies read it. Contracts also call :func:`fixed`, :func:`constant` and
-:func:`state_flags`. Contracts, layouts and launches cache by :func:`remembered`. The other names are for all who name calls: the
-dispatcher, the workbench, the commands, ``decode`` and this package.
+``contract.py`` of each operation makes the :class:`Query` of a call, and its ``reference.py`` that of a case;
+``gla_layer/autograd.py`` makes those of the layer's parts. The dispatcher, the variants' predicates and the planner of studies
+read it. Any module of an operation may name the types of this file, and call :func:`fixed`, :func:`constant` and
+:func:`state_flags` or cache by :func:`remembered`. The dispatcher, the workbench, the commands, ``decode`` and this package name
+calls by the other functions.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ class Query(NamedTuple):
     device: str
     """Name of the device as PyTorch prints it: ``cpu``, ``cuda:0``."""
     dtype: torch.dtype
-    """Dtype of the call's inputs."""
+    """Dtype of the call's inputs; of its result if ``x`` is quantized (``swiglu``)."""
     sizes: tuple[int, ...]
     """Sizes in the order of ``Operation.dimensions``. Some may be symbolic while the call is traced, see :func:`fixed`."""
     grad: bool = False

@@ -5,7 +5,8 @@
 //            per launch.
 // Plan       plan.cuh (sizes, flags, offsets) and order.cuh (sequence of phases and their synchronization) are generated from a plan by
 //            codegen/emit.py, for one model, optimization level and number of SMs.
-// Host       decode/runtime/kernels.py compiles and launches decode(), the entry at the end of this file.
+// Host       decode/runtime/kernels.py compiles and launches decode(), the entry at the end of this file. tests/decode/host/run.cpp
+//            defines ON_HOST, which leaves decode() out, and calls decode_tokens() and decode_phase() on an emulated GPU.
 // Grid       one CTA per SM, all resident (cooperative launch), since CTAs wait for each other. Each owns tiles of 8 rows of every weight
 //            matrix, and some units of attention: its row of the table `assignments`.
 // Warps      eight consumer warps compute. One thread of a ninth warp, the producer, copies the CTA's weights, which lie in global memory
