@@ -5,8 +5,8 @@
 The model maps bytes to logits of the next byte, through blocks of norm, gated linear attention, norm and SwiGLU. The training
 text is the standard library's ``os.py``. Generation reads the prompt in one call. After that each step uses the recurrent
 states in a ``Cache``, whose size does not depend on the length of the sequence. ``onelaunch.nn`` provides layers and no
-framework: the whole model is the forty lines below. The documentation shows these lines, and ``tests/test_examples.py`` runs the
-script.
+framework: the whole model is the classes ``Block`` and ``Model`` below. The documentation shows these, and
+``tests/test_examples.py`` runs the script.
 """
 
 from __future__ import annotations

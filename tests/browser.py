@@ -2,8 +2,8 @@
 
 Chromium and its driver come from the system (Debian: ``chromium`` and ``chromium-driver``). Tests that use them carry the marker
 ``browser``. They are skipped if either is missing, unless ``ONELAUNCH_TEST_BROWSER=required`` is set, as it is in CI.
-``conftest.py`` asks :func:`missing_browser`. ``test_pages.py`` and ``workbench/test_report_browser.py`` open pages with the
-others.
+``conftest.py`` asks :func:`missing_browser`. ``test_pages.py`` and ``workbench/test_report_browser.py`` use the others,
+except :func:`screenshot`, which is for looking at a page by hand.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Tests of the dispatcher: choice by measured tables or by preference, its explanation, named variants, and import time.
 
-The fixture ``scale`` registers the toy operation ``scale(x, factor=2.0)`` of ``tests/toys.py`` for one test. It has the variants
-``loop``, ``vector`` (preferred, for at most 1000 elements), ``no_backward`` and ``elsewhere``, which no call can use. ``prose``,
-``prose.raises`` and ``prose.warns`` compare wording with the test's entries in ``tests/snapshots/prose.txt``. An entry whose test
-or parameter is gone makes ``tests/test_prose.py`` fail.
+The fixture ``scale`` registers the toy operation ``scale(x, factor=2.0)`` of ``tests/toys.py`` for one test. It has the
+variants ``loop``, ``vector`` (preferred, for at most 1000 elements), ``no_backward`` and ``elsewhere``, which no call can use.
+``prose``, ``prose.raises`` and ``prose.warns`` compare wording with the test's entries in ``tests/snapshots/prose.txt``. A test
+fails if it does not compare one of its entries, and ``tests/test_prose.py`` if the test or the parameter of an entry is gone.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Tests of ``onelaunch.files``: which files are read, and that files are replaced atomically.
 
 ``folders.kept`` reads a file of the cache, and ``write_text`` writes a file of the workbench; both use it. ``prose.raises``
-compares the message of an error with the test's entry in ``tests/snapshots/prose.txt``. An entry whose test or parameter is gone
-makes ``tests/test_prose.py`` fail.
+compares the message of an error with the test's entry in ``tests/snapshots/prose.txt``. A test fails if it does not compare one
+of its entries, and ``tests/test_prose.py`` if the test or the parameter of an entry is gone.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Tests of the user's folders: their locations, a cache that cannot be written, users without a home folder, and locks.
 
 ``folders.keep`` writes a file of the cache and returns whether it could; ``folders.kept`` reads one, or returns ``None``.
-``prose.warns`` is ``pytest.warns`` that also compares the message with the test's entry in ``tests/snapshots/prose.txt``. An
-entry whose test or parameter is gone makes ``tests/test_prose.py`` fail.
+``prose.warns`` is ``pytest.warns`` that also compares the message with the test's entry in ``tests/snapshots/prose.txt``. A
+test fails if it does not compare one of its entries, and ``tests/test_prose.py`` if the test or the parameter of an entry is
+gone.
 
 ``thorough_but`` marks all parameters but the named ones ``thorough``: they do not run in ``make test``.
 """

@@ -1,7 +1,7 @@
 """Tests of devices: their names, their facts, and the file names derived from them.
 
-``prose.raises`` compares the message of an error with the test's entry in ``tests/snapshots/prose.txt``. An entry whose test or
-parameter is gone makes ``tests/test_prose.py`` fail.
+``prose.raises`` compares the message of an error with the test's entry in ``tests/snapshots/prose.txt``. A test fails if it
+does not compare one of its entries, and ``tests/test_prose.py`` if the test or the parameter of an entry is gone.
 """
 
 from __future__ import annotations

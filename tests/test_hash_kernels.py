@@ -1,7 +1,7 @@
 """Tests of ``tools/hash_kernels.py``, which proves machine code unchanged: names do not count, all executed code does.
 
-``prose`` and ``prose.raises`` compare wording with the test's entries in ``tests/snapshots/prose.txt``. An entry whose test or
-parameter is gone makes ``tests/test_prose.py`` fail.
+``prose`` and ``prose.raises`` compare wording with the test's entries in ``tests/snapshots/prose.txt``. A test fails if it does
+not compare one of its entries, and ``tests/test_prose.py`` if the test or the parameter of an entry is gone.
 """
 
 from __future__ import annotations

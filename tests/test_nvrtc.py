@@ -1,8 +1,8 @@
 """Tests of CUDA C++ without a GPU: compilation, the cache on disk, errors, tensor maps, and packed arguments.
 
-``prose`` and ``prose.raises`` compare wording with the test's entries in ``tests/snapshots/prose.txt``. An entry whose test or
-parameter is gone makes ``tests/test_prose.py`` fail. ``tests/test_nvrtc_launch.py`` imports ``SCALE``, ``SCALE_KINDS`` and
-``compiled``, and launches ``scale`` on a GPU.
+``prose`` and ``prose.raises`` compare wording with the test's entries in ``tests/snapshots/prose.txt``. A test fails if it does
+not compare one of its entries, and ``tests/test_prose.py`` if the test or the parameter of an entry is gone.
+``tests/test_nvrtc_launch.py`` imports ``SCALE``, ``SCALE_KINDS`` and ``compiled``, and launches ``scale`` on a GPU.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Tests of CUDA C++ on a GPU: loading, launches, capture, threads, clusters, TMA, and the context of a thread.
 
 The context is also tested without a GPU, by a double of the driver. ``prose.raises`` compares the message with the test's entry
-in ``tests/snapshots/prose.txt``. An entry whose test or parameter is gone makes ``tests/test_prose.py`` fail.
+in ``tests/snapshots/prose.txt``. A test fails if it does not compare one of its entries, and ``tests/test_prose.py`` if the
+test or the parameter of an entry is gone.
 """
 
 from __future__ import annotations

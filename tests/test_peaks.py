@@ -1,8 +1,9 @@
 """Tests of measured peaks: sampled several times, cached per software version, and replaced by higher measurements.
 
-The spread of a peak is the relative distance between the first and the third of its fastest samples. Above 0.2 the device counts
-as busy. ``prose.warns`` is ``pytest.warns`` that also compares the message with the test's entry in
-``tests/snapshots/prose.txt``. An entry whose test or parameter is gone makes ``tests/test_prose.py`` fail.
+The spread of a peak is the relative distance between the first and the third of its fastest samples. Above 0.2 the device
+counts as busy. ``prose.warns`` is ``pytest.warns`` that also compares the message with the test's entry in
+``tests/snapshots/prose.txt``. A test fails if it does not compare one of its entries, and ``tests/test_prose.py`` if the test
+or the parameter of an entry is gone.
 
 A test marked ``thorough`` does not run in ``make test``.
 """

@@ -3,8 +3,8 @@
 A plug-in is an entry point of the group ``onelaunch.plugins``. It is loaded at the first look-up of an operation. The fixture
 ``scale`` registers the toy operation ``scale(x, factor=2.0)`` of ``tests/toys.py`` for one test. It has the variants ``loop``,
 ``vector`` (preferred, for at most 1000 elements), ``no_backward`` and ``elsewhere``, which no call can use. ``prose.warns`` is
-``pytest.warns`` that also compares the message with the test's entry in ``tests/snapshots/prose.txt``. An entry whose test or
-parameter is gone makes ``tests/test_prose.py`` fail.
+``pytest.warns`` that also compares the message with the test's entry in ``tests/snapshots/prose.txt``. A test fails if it does
+not compare one of its entries, and ``tests/test_prose.py`` if the test or the parameter of an entry is gone.
 
 A test marked ``thorough`` does not run in ``make test``.
 """

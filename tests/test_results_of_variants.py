@@ -1,10 +1,11 @@
 """Tests of the check of variants' results, and of ``gla`` on a CPU for one step or a few: the choice, and steps one by one.
 
-The check covers number, type, device and shape of results; its error names the variant. The gate is the workbench's verification
-against an oracle (``judge``), which each variant must pass before it is timed. The fixture ``scale`` registers the toy operation
-``scale(x, factor=2.0)`` of ``tests/toys.py`` for one test. It has the variants ``loop``, ``vector`` (preferred, for at most 1000
-elements), ``no_backward`` and ``elsewhere``, which no call can use. ``prose.raises`` compares the message of an error with the
-test's entry in ``tests/snapshots/prose.txt``. An entry whose test or parameter is gone makes ``tests/test_prose.py`` fail.
+The check covers number, type, device and shape of results; its error names the variant. The gate is the workbench's
+verification against an oracle (``judge``), which each variant must pass before it is timed. The fixture ``scale`` registers the
+toy operation ``scale(x, factor=2.0)`` of ``tests/toys.py`` for one test. It has the variants ``loop``, ``vector`` (preferred,
+for at most 1000 elements), ``no_backward`` and ``elsewhere``, which no call can use. ``prose.raises`` compares the message of
+an error with the test's entry in ``tests/snapshots/prose.txt``. A test fails if it does not compare one of its entries, and
+``tests/test_prose.py`` if the test or the parameter of an entry is gone.
 """
 
 from __future__ import annotations

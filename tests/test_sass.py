@@ -3,7 +3,8 @@
 A ``CS2R`` sets two registers, and needs 6 clock cycles on Hopper before they may be read. Each instruction has 16 bytes and a
 stall count, the cycles that the next one waits. ``StallHazard(at, cycles)`` is a ``CS2R`` at byte ``at`` of the file that waits
 ``cycles`` too few. Code begins at byte 64, behind the header of the file. ``prose.raises`` compares the message with the test's
-entry in ``tests/snapshots/prose.txt``. An entry whose test or parameter is gone makes ``tests/test_prose.py`` fail.
+entry in ``tests/snapshots/prose.txt``. A test fails if it does not compare one of its entries, and ``tests/test_prose.py`` if
+the test or the parameter of an entry is gone.
 
 ``device`` is the first GPU, or the CPU.
 """

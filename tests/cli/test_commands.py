@@ -1,10 +1,10 @@
 """Tests of ``onelaunch explain``, ``inspect`` and ``doctor``, and of properties of every command.
 
 The fixtures are those of ``conftest.py``. ``call`` runs ``onelaunch`` with arguments in this process and returns its exit
-``code``, its stdout (``out`` with single blanks, ``raw`` unchanged) and its stderr (``err``, ``raw_err``). The automatic fixtures
-``here`` (an empty working directory with one study) and ``known_ceilings`` (stored peaks of the CPU) prepare each test. ``prose``
-compares a text with its entry in tests/snapshots/prose.txt, whose key is the node id of the test. An entry whose test or
-parameter is gone makes ``tests/test_prose.py`` fail.
+``code``, its stdout (``out`` with single blanks, ``raw`` unchanged) and its stderr (``err``, ``raw_err``). The automatic
+fixtures ``here`` (an empty working directory with one study) and ``known_ceilings`` (stored peaks of the CPU) prepare each
+test. ``prose`` compares a text with its entry in tests/snapshots/prose.txt, whose key is the node id of the test. A test fails
+if it does not compare one of its entries, and ``tests/test_prose.py`` if the test or the parameter of an entry is gone.
 
 ``lines_with`` returns the lines of an output that hold some words. A test marked ``thorough`` does not run in ``make test``.
 """

@@ -2,7 +2,8 @@
 
 The fixtures are those of ``conftest.py``. ``call`` runs ``onelaunch`` with arguments in this process and returns its exit
 ``code``, its stdout (``out`` with single blanks, ``raw`` unchanged) and its stderr (``err``, ``raw_err``). ``prose`` compares a
-text with its entry in ``tests/snapshots/prose.txt``. An entry whose test or parameter is gone makes ``tests/test_prose.py`` fail.
+text with its entry in ``tests/snapshots/prose.txt``. A test fails if it does not compare one of its entries, and
+``tests/test_prose.py`` if the test or the parameter of an entry is gone.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Tests of the command line as a process: its imports, its output streams, and its exit codes.
 
 The fixtures are those of ``conftest.py``. ``call`` runs ``onelaunch`` with arguments in this process and returns its exit
-``code``, its stdout (``out`` with single blanks, ``raw`` unchanged) and its stderr (``err``, ``raw_err``). The automatic fixture
-``here`` makes the working directory an empty folder, ``tmp_path``, with the study studies/toy-study.toml. ``prose`` compares a
-text with its entry in tests/snapshots/prose.txt, whose key is the node id of the test. An entry whose test or parameter is gone
-makes ``tests/test_prose.py`` fail.
+``code``, its stdout (``out`` with single blanks, ``raw`` unchanged) and its stderr (``err``, ``raw_err``). The automatic
+fixture ``here`` makes the working directory an empty folder, ``tmp_path``, with the study studies/toy-study.toml. ``prose``
+compares a text with its entry in tests/snapshots/prose.txt, whose key is the node id of the test. A test fails if it does not
+compare one of its entries, and ``tests/test_prose.py`` if the test or the parameter of an entry is gone.
 
 A test marked ``thorough`` does not run in ``make test``. ``thorough_but`` marks all parameters but the named ones ``thorough``.
 """

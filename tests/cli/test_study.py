@@ -1,11 +1,11 @@
 """Tests of ``onelaunch study`` and its commands list, show, run, report and judge, and of errors of all of them.
 
 The fixtures are those of ``conftest.py``. ``call`` runs ``onelaunch`` with arguments in this process and returns its exit
-``code``, its stdout (``out`` with single blanks, ``raw`` unchanged) and its stderr (``err``, ``raw_err``). The working directory
-``here`` is an empty folder with the study studies/toy-study.toml (its text is in ``conftest.py``), whose only shape is of small
-scale. ``stored`` are paths of two made-up results: a GPU's that proceeds, and a CPU's that was interrupted. ``prose`` compares a
-text with tests/snapshots/prose.txt, whose key is the node id of the test. An entry whose test or parameter is gone makes
-``tests/test_prose.py`` fail.
+``code``, its stdout (``out`` with single blanks, ``raw`` unchanged) and its stderr (``err``, ``raw_err``). The working
+directory ``here`` is an empty folder with the study studies/toy-study.toml (its text is in ``conftest.py``), whose only shape
+is of small scale. ``stored`` are paths of two made-up results: a GPU's that proceeds, and a CPU's that was interrupted.
+``prose`` compares a text with tests/snapshots/prose.txt, whose key is the node id of the test. A test fails if it does not
+compare one of its entries, and ``tests/test_prose.py`` if the test or the parameter of an entry is gone.
 
 ``lines_with`` returns the lines of an output that hold some words. A test marked ``thorough`` does not run in ``make test``.
 """

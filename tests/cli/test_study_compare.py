@@ -1,11 +1,11 @@
 """Tests of ``onelaunch study compare`` and ``adopt``: their output and files, and the calls they refuse.
 
 The fixtures are those of ``conftest.py``. ``call`` runs ``onelaunch`` with arguments in this process and returns its exit
-``code``, its stdout (``out`` with single blanks, ``raw`` unchanged) and its stderr (``err``, ``raw_err``). The working directory
-``here`` is an empty folder with the study studies/toy-study.toml. ``stored`` are paths of two made-up results: [0] is
+``code``, its stdout (``out`` with single blanks, ``raw`` unchanged) and its stderr (``err``, ``raw_err``). The working
+directory ``here`` is an empty folder with the study studies/toy-study.toml. ``stored`` are paths of two made-up results: [0] is
 ``results.proceed_on_gpu()``, [1] one of another study on a CPU. ``prose`` compares a text with its entry in
-tests/snapshots/prose.txt, and ``lines_with`` returns the lines of an output that hold some words. An entry whose test or
-parameter is gone makes ``tests/test_prose.py`` fail.
+tests/snapshots/prose.txt, and ``lines_with`` returns the lines of an output that hold some words. A test fails if it does not
+compare one of its entries, and ``tests/test_prose.py`` if the test or the parameter of an entry is gone.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Tests of model configurations: which files are read, which are refused, and with which message.
 
-``prose.raises`` is ``pytest.raises`` that also compares the message with the entry of this test in tests/snapshots/prose.txt. An
-entry whose test or parameter is gone makes ``tests/test_prose.py`` fail. Entries are found by test id, which holds the index of
-the parameter: adding or removing a case renames those after it.
+``prose.raises`` is ``pytest.raises`` that also compares the message with the entry of this test in tests/snapshots/prose.txt. A
+test fails if it does not compare one of its entries, and ``tests/test_prose.py`` if the test or the parameter of an entry is
+gone. Entries are found by test id, which holds the index of the parameter: adding or removing a case renames those after it.
 
 ``SMALL`` is a small float32 model. ``CONFIGS`` are variations of a small model, by name. ``as_dict`` returns the content of a
 ``config.json``.

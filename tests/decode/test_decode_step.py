@@ -2,8 +2,8 @@
 
 ``Judge.judge`` applies the verification gate: outputs and the new cache rows against a float64 oracle. ``SMALL`` is a float32
 model of two layers, 2 key heads of 32 channels, 300 tokens and 512 positions. ``prose.raises`` compares the message of an error
-with the test's entry in ``tests/snapshots/prose.txt``. An entry whose test or parameter is gone makes ``tests/test_prose.py``
-fail.
+with the test's entry in ``tests/snapshots/prose.txt``. A test fails if it does not compare one of its entries, and
+``tests/test_prose.py`` if the test or the parameter of an entry is gone.
 
 ``trivial_answers`` returns trivial outputs, such as zeros, that would pass the gate at a case: there must be none. A test marked
 ``thorough`` does not run in ``make test``.

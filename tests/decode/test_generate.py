@@ -1,8 +1,8 @@
 """Tests of generation: when a sequence ends, streams, tokens equal to those of transformers, refused calls, and names of models.
 
 ``SMALL`` is a float32 Qwen3 model of two layers, 300 tokens and 512 positions, and ``CONFIGS`` are variations of it.
-``prose.raises`` and ``prose.warns`` compare messages with the test's entries in ``tests/snapshots/prose.txt``. An entry whose
-test or parameter is gone makes ``tests/test_prose.py`` fail.
+``prose.raises`` and ``prose.warns`` compare messages with the test's entries in ``tests/snapshots/prose.txt``. A test fails if
+it does not compare one of its entries, and ``tests/test_prose.py`` if the test or the parameter of an entry is gone.
 
 ``write`` writes weights and configuration as a Hugging Face folder.
 """

@@ -3,8 +3,9 @@
 They cover the shared-memory ring, synchronization, packed weights, products, attention and the choice of the next token. Each
 optimization level of the decode megakernel (``level``) is a variant of ``decode_step``. The emulated machine delays CTAs, warps
 and bulk copies at random, by a seed. A plan has a kernel of its own: of a level, a model, a number of CTAs and of KV splits.
-``prose.raises`` is ``pytest.raises`` that also compares the message with the entry of this test in ``tests/snapshots/prose.txt``.
-An entry whose test or parameter is gone makes ``tests/test_prose.py`` fail.
+``prose.raises`` is ``pytest.raises`` that also compares the message with the entry of this test in
+``tests/snapshots/prose.txt``. A test fails if it does not compare one of its entries, and ``tests/test_prose.py`` if the test
+or the parameter of an entry is gone.
 
 ``libraries`` is a folder in which a test run compiles each library once. ``MODELS`` are small models by name. ``TINY`` is the
 first of ``MODELS``. ``SHARED`` holds numbers of CTAs and KV splits with which CTAs share a key head's queries. ``plan_with``

@@ -1,8 +1,9 @@
 """Tests of the token loops that studies time in PyTorch's variants.
 
 They check the number of tokens, the first position, and that the tokens of ``Running`` equal those of ``TorchEngine``.
-``Running`` times tokens that stay on the device; ``Served`` times tokens that arrive on the host. ``prose`` compares wording with
-the test's entry in ``tests/snapshots/prose.txt``. An entry whose test or parameter is gone makes ``tests/test_prose.py`` fail.
+``Running`` times tokens that stay on the device; ``Served`` times tokens that arrive on the host. ``prose`` compares wording
+with the test's entry in ``tests/snapshots/prose.txt``. A test fails if it does not compare one of its entries, and
+``tests/test_prose.py`` if the test or the parameter of an entry is gone.
 
 ``SMALL`` is a small float32 model.
 """

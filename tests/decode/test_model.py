@@ -1,8 +1,9 @@
 """Tests of the model in plain PyTorch: against Hugging Face's where that is installed, and for general properties.
 
 ``SMALL`` is a float32 Qwen3 model of two layers, 300 tokens and 512 positions, and ``CONFIGS`` are variations of it.
-``prose.raises`` is ``pytest.raises`` that also compares the message with the entry of this test in ``tests/snapshots/prose.txt``.
-An entry whose test or parameter is gone makes ``tests/test_prose.py`` fail.
+``prose.raises`` is ``pytest.raises`` that also compares the message with the entry of this test in
+``tests/snapshots/prose.txt``. A test fails if it does not compare one of its entries, and ``tests/test_prose.py`` if the test
+or the parameter of an entry is gone.
 
 ``write`` writes weights and configuration as a Hugging Face folder.
 """

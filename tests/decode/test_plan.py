@@ -2,9 +2,9 @@
 
 A plan describes one token as data: phases, in each of which every CTA has an assignment, and the edge (synchronization) before
 each phase. Each optimization level of the decode megakernel (``level``) is a variant of ``decode_step``. ``check`` proves that
-consecutive tokens of some plans have no races or deadlocks, and raises PlanError if not. ``Interpreter`` runs a plan in PyTorch,
-CTA by CTA in a random order. ``prose.raises`` compares the message with ``tests/snapshots/prose.txt``. An entry whose test or
-parameter is gone makes ``tests/test_prose.py`` fail.
+consecutive tokens of some plans have no races or deadlocks, and raises PlanError if not. ``Interpreter`` runs a plan in
+PyTorch, CTA by CTA in a random order. ``prose.raises`` compares the message with ``tests/snapshots/prose.txt``. A test fails if
+it does not compare one of its entries, and ``tests/test_prose.py`` if the test or the parameter of an entry is gone.
 
 ``MODELS`` are small models by name. ``TINY`` is the first of ``MODELS``.
 """

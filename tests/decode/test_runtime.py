@@ -3,9 +3,10 @@
 The fixture ``played`` lets PyTorch emulate the launches of the variant ``streaming``, and ``weights`` are those of its small
 model ``MODEL``. ``alone`` returns the tokens of a request by the eager PyTorch engine, as the reference. ``GREEDY`` holds a
 request with a prompt of 3 tokens and one of 40; ``SAMPLED`` is greedy too, unless a test gives it sampling parameters. Each
-optimization level of the decode megakernel (``level``) is a variant of ``decode_step``. The proof of its plan is recorded in the
-cache folder; ``proofs._check`` also caches it in the process. ``prose`` and ``prose.raises`` compare wording with the test's
-entries in ``tests/snapshots/prose.txt``. An entry whose test or parameter is gone makes ``tests/test_prose.py`` fail.
+optimization level of the decode megakernel (``level``) is a variant of ``decode_step``. The proof of its plan is recorded in
+the cache folder; ``proofs._check`` also caches it in the process. ``prose`` and ``prose.raises`` compare wording with the
+test's entries in ``tests/snapshots/prose.txt``. A test fails if it does not compare one of its entries, and
+``tests/test_prose.py`` if the test or the parameter of an entry is gone.
 
 ``SMALL`` is a small float32 model.
 """

@@ -1,10 +1,11 @@
 """Tests of sampling: against plain definitions and ``transformers``, and draws against their probabilities.
 
-``warp`` subtracts the largest logit, divides by the temperature, and excludes tokens (-inf) by top-k, top-p and min-p. The token
-with the largest sum of warped logit and Gumbel noise is drawn. The noise is computed from a hash of seed, position and token.
-``Sampler`` does both for one sequence: ``sampler(logits, position)`` returns the token ``[1]`` at that position. ``prose.raises``
-is ``pytest.raises`` that also compares the message with the entry of this test in ``tests/snapshots/prose.txt``. An entry whose
-test or parameter is gone makes ``tests/test_prose.py`` fail.
+``warp`` subtracts the largest logit, divides by the temperature, and excludes tokens (-inf) by top-k, top-p and min-p. The
+token with the largest sum of warped logit and Gumbel noise is drawn. The noise is computed from a hash of seed, position and
+token. ``Sampler`` does both for one sequence: ``sampler(logits, position)`` returns the token ``[1]`` at that position.
+``prose.raises`` is ``pytest.raises`` that also compares the message with the entry of this test in
+``tests/snapshots/prose.txt``. A test fails if it does not compare one of its entries, and ``tests/test_prose.py`` if the test
+or the parameter of an entry is gone.
 """
 
 from __future__ import annotations

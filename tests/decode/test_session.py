@@ -4,9 +4,9 @@ A session owns the buffers of a loaded kernel, which requests share in turns. Th
 launches of the variant ``streaming``, and ``weights`` are those of its small model ``MODEL``. ``alone`` returns the tokens of a
 request by the eager PyTorch engine, as the reference. ``GREEDY`` holds a request with a prompt of 3 tokens and one of 40;
 ``SAMPLED`` is greedy too, unless a test gives it sampling parameters. ``CHOICES`` are sampling parameters. ``Pending`` is a
-deferred copy to the host; its ``wait`` raises the error of a launch. A kernel stalls if one of its waits times out. ``prose`` and
-``prose.raises`` compare wording with the test's entries in ``tests/snapshots/prose.txt``. An entry whose test or parameter is
-gone makes ``tests/test_prose.py`` fail.
+deferred copy to the host; its ``wait`` raises the error of a launch. A kernel stalls if one of its waits times out. ``prose``
+and ``prose.raises`` compare wording with the test's entries in ``tests/snapshots/prose.txt``. A test fails if it does not
+compare one of its entries, and ``tests/test_prose.py`` if the test or the parameter of an entry is gone.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Tests of checkpoints: every tensor is read once and checked; errors name what is missing or damaged.
 
-``write`` writes weights and configuration as a Hugging Face folder. ``SMALL`` is a float32 Qwen3 model of two layers, 300 tokens
-and 512 positions, and ``CONFIGS`` are variations of it. ``prose.raises`` compares the message of an error with the test's entry
-in ``tests/snapshots/prose.txt``. An entry whose test or parameter is gone makes ``tests/test_prose.py`` fail.
+``write`` writes weights and configuration as a Hugging Face folder. ``SMALL`` is a float32 Qwen3 model of two layers, 300
+tokens and 512 positions, and ``CONFIGS`` are variations of it. ``prose.raises`` compares the message of an error with the
+test's entry in ``tests/snapshots/prose.txt``. A test fails if it does not compare one of its entries, and
+``tests/test_prose.py`` if the test or the parameter of an entry is gone.
 
 ``as_dict`` returns the content of a ``config.json``.
 """

@@ -1,8 +1,8 @@
 """Tests of wrong calls of the public decoding interface: each raises an onelaunch error that names the argument.
 
 Nothing runs before the error. Values of unusual classes that are accepted, such as NumPy's, are tested too. ``prose.raises``
-compares the message of an error with the test's entry in ``tests/snapshots/prose.txt``. An entry whose test or parameter is gone
-makes ``tests/test_prose.py`` fail.
+compares the message of an error with the test's entry in ``tests/snapshots/prose.txt``. A test fails if it does not compare one
+of its entries, and ``tests/test_prose.py`` if the test or the parameter of an entry is gone.
 
 ``SMALL`` is a small float32 model. ``as_dict`` returns the content of a ``config.json``. ``write`` writes weights and
 configuration as a Hugging Face folder.

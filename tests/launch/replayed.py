@@ -17,11 +17,10 @@ from typing import Any
 import pytest
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
-from triton import knobs
 
 from onelaunch.launch import parameters, plan
 
-pytest.importorskip("triton")
+knobs = pytest.importorskip("triton").knobs
 
 CTYPES = {"i32": ctypes.c_int32, "i64": ctypes.c_int64, "fp32": ctypes.c_float}
 """Types of numbers by Triton's names."""

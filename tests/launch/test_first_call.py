@@ -3,8 +3,9 @@
 Triton's compiler is the real one, its driver a stand-in that launches nothing, see ``first.py``. ``test_first_call_gpu.py`` has
 the tests on a GPU.
 
-``prose`` compares wording with the test's entry in ``tests/snapshots/prose.txt``. An entry whose test or parameter is gone makes
-``tests/test_prose.py`` fail. ``machine`` replaces the GPU's driver by a stand-in. ``vectors`` returns random vectors.
+``prose`` compares wording with the test's entry in ``tests/snapshots/prose.txt``. A test fails if it does not compare one of
+its entries, and ``tests/test_prose.py`` if the test or the parameter of an entry is gone. ``machine`` replaces the GPU's driver
+by a stand-in. ``vectors`` returns random vectors.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Tests of a cache folder of Triton that cannot be written: kernels are compiled in memory, with one notice in a process.
 
-``prose`` compares wording with the test's entry in ``tests/snapshots/prose.txt``. An entry whose test or parameter is gone makes
-``tests/test_prose.py`` fail. ``machine`` replaces the GPU's driver by a stand-in. ``vectors`` returns random vectors.
-``forget_kernels`` drops compiled kernels from memory. ``call`` launches the kernels ``NAMES``.
+``prose`` compares wording with the test's entry in ``tests/snapshots/prose.txt``. A test fails if it does not compare one of
+its entries, and ``tests/test_prose.py`` if the test or the parameter of an entry is gone. ``machine`` replaces the GPU's driver
+by a stand-in. ``vectors`` returns random vectors. ``forget_kernels`` drops compiled kernels from memory. ``call`` launches the
+kernels ``NAMES``.
 """
 
 from __future__ import annotations

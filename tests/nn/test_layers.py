@@ -3,8 +3,9 @@
 ``make(name)`` returns a small layer and its definition in plain PyTorch, which is given x ``[T, D]``. ``error`` is the norm of
 a difference, relative to that of the true values.
 
-``prose.raises`` is ``pytest.raises`` that also compares the message with the entry of this test in tests/snapshots/prose.txt. An
-entry whose test or parameter is gone makes ``tests/test_prose.py`` fail.
+``prose.raises`` is ``pytest.raises`` that also compares the message with the entry of this test in tests/snapshots/prose.txt. A
+test fails if it does not compare one of its entries, and ``tests/test_prose.py`` if the test or the parameter of an entry is
+gone.
 
 ``each_sequence`` applies a definition to each batch entry. ``weights_of`` returns a module's state dict in float64. ``NAMES`` are
 the names of all small layers of the tests. ``thorough_but`` marks all parameters but the named ones ``thorough``: they run in

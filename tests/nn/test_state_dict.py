@@ -2,8 +2,9 @@
 
 ``make(name)`` returns a small layer, and its definition, which is not used here.
 
-``prose.raises`` is ``pytest.raises`` that also compares the message with the entry of this test in tests/snapshots/prose.txt. An
-entry whose test or parameter is gone makes ``tests/test_prose.py`` fail.
+``prose.raises`` is ``pytest.raises`` that also compares the message with the entry of this test in tests/snapshots/prose.txt. A
+test fails if it does not compare one of its entries, and ``tests/test_prose.py`` if the test or the parameter of an entry is
+gone.
 
 ``NAMES`` are the names of all small layers of the tests. ``D`` is the number of columns of x.
 """

@@ -46,7 +46,10 @@ OPERATIONS = (*SCANS, GLA)
 """The operations with a recurrence over time, not all of onelaunch: the cases of the others are in files of their own."""
 
 PROBES = runnable(LINEAR_RNN, linear_rnn_probes.CASES)
-"""Probes of ``linear_rnn``; without D, all but ``odd_columns`` are those of ``gated_scan``. A tile has at most 64 steps."""
+"""Probes of ``linear_rnn``; without D, all but ``odd_columns`` are those of ``gated_scan``.
+
+A tile has at most 64 steps, and 256 in ``fused_hopper``.
+"""
 
 SHORT = interpretable(PROBES)
 """Cases of ``gated_scan`` and ``linear_rnn`` for Triton's interpreter."""

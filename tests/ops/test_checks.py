@@ -4,8 +4,9 @@ Tests change a small valid call, which :func:`~tests.ops.cases.arguments_of` mak
 scans have V = 6, and ``linear_rnn`` also D = 5 (columns of ``x``); ``gla`` has H = 2, K = 20 and V = 16. Arguments that only
 ``gla`` takes are tested in ``test_gla_contract.py``.
 
-``prose.raises`` is ``pytest.raises`` that also compares the message with the entry of this test in tests/snapshots/prose.txt. An
-entry whose test or parameter is gone makes ``tests/test_prose.py`` fail.
+``prose.raises`` is ``pytest.raises`` that also compares the message with the entry of this test in tests/snapshots/prose.txt. A
+test fails if it does not compare one of its entries, and ``tests/test_prose.py`` if the test or the parameter of an entry is
+gone.
 
 ``OPERATIONS`` are ``gated_scan``, ``linear_rnn`` and ``gla``. ``SCANS`` are ``gated_scan`` and ``linear_rnn``. ``first_of`` names
 an operation's first argument. ``pytorch_variants`` are the variants of plain PyTorch. ``triton_variants`` are the variants with

@@ -3,12 +3,12 @@
 ``docs/fla_arguments.toml`` holds fla's signatures and what each argument means here. The forms of calls are those that fla's own
 tests make: states in the dtype of the inputs, head sizes between multiples of 16, float32 log-decays, packed sequences.
 
-``prose`` compares wording with the test's entry in ``tests/snapshots/prose.txt``. An entry whose test or parameter is gone makes
-``tests/test_prose.py`` fail. ``device`` is the first GPU, or the CPU. ``arguments_of`` makes small random arguments on the CPU.
-``pytorch_variants`` are the variants of plain PyTorch. ``triton_variants`` are the variants with kernels of our own for any GPU.
-``assert_near`` bounds the norm of each error, relative to that of the expected values. A test marked ``interpret`` runs in
-Triton's interpreter, with TRITON_INTERPRET=1. ``thorough_but`` marks all parameters but the named ones ``thorough``: they run in
-``make check`` alone.
+``prose`` compares wording with the test's entry in ``tests/snapshots/prose.txt``. A test fails if it does not compare one of
+its entries, and ``tests/test_prose.py`` if the test or the parameter of an entry is gone. ``device`` is the first GPU, or the
+CPU. ``arguments_of`` makes small random arguments on the CPU. ``pytorch_variants`` are the variants of plain PyTorch.
+``triton_variants`` are the variants with kernels of our own for any GPU. ``assert_near`` bounds the norm of each error,
+relative to that of the expected values. A test marked ``interpret`` runs in Triton's interpreter, with TRITON_INTERPRET=1.
+``thorough_but`` marks all parameters but the named ones ``thorough``: they run in ``make check`` alone.
 """
 
 from __future__ import annotations

@@ -4,8 +4,9 @@ NVFP4 has 4-bit codes, two per byte, a float8 scale (e4m3) for each block of 16 
 (``global_scale``). ``decode`` leaves the latter out, ``dequantize`` does not. ``swizzle`` reorders scales as cuBLAS reads them:
 in atoms of 128 rows by 4 blocks.
 
-``prose.raises`` is ``pytest.raises`` that also compares the message with the entry of this test in tests/snapshots/prose.txt. An
-entry whose test or parameter is gone makes ``tests/test_prose.py`` fail.
+``prose.raises`` is ``pytest.raises`` that also compares the message with the entry of this test in tests/snapshots/prose.txt. A
+test fails if it does not compare one of its entries, and ``tests/test_prose.py`` if the test or the parameter of an entry is
+gone.
 """
 
 from __future__ import annotations

@@ -5,8 +5,9 @@ Step t has the state ``exp(log_decay_t) * state_(t-1) + v_t`` and the result ``y
 ``assert_near`` bounds the norm of each error, relative to that of the expected values; ``results`` returns a variant's results
 and gradients by name. ``arguments_of`` makes float32 arguments with B = 2, T = 9 and V = 6, unless others are given.
 
-``prose.raises`` is ``pytest.raises`` that also compares the message with the entry of this test in tests/snapshots/prose.txt. An
-entry whose test or parameter is gone makes ``tests/test_prose.py`` fail.
+``prose.raises`` is ``pytest.raises`` that also compares the message with the entry of this test in tests/snapshots/prose.txt. A
+test fails if it does not compare one of its entries, and ``tests/test_prose.py`` if the test or the parameter of an entry is
+gone.
 
 ``HARD`` are the probes of the scans and longer cases, by name. ``SHORT`` are the cases for Triton's interpreter, by name.
 ``STATES`` are the options with an initial and a final state. ``NO_STATES`` are the options without states. ``case_of`` returns a

@@ -4,8 +4,9 @@
 and gradients by name. ``arguments_of(GLA)`` makes float32 arguments with B = 2, T = 9, H = 2, K = 20 and V = 16, unless others
 are given.
 
-``prose.raises`` is ``pytest.raises`` that also compares the message with the entry of this test in tests/snapshots/prose.txt. An
-entry whose test or parameter is gone makes ``tests/test_prose.py`` fail.
+``prose.raises`` is ``pytest.raises`` that also compares the message with the entry of this test in tests/snapshots/prose.txt. A
+test fails if it does not compare one of its entries, and ``tests/test_prose.py`` if the test or the parameter of an entry is
+gone.
 
 ``pytorch_variants`` are the variants of plain PyTorch.
 """

@@ -2,8 +2,8 @@
 
 The peer is the variant "fla", which calls the package flash-linear-attention. Tests of it need neither package nor GPU.
 
-``prose(text)`` compares a test's texts, in the order of its calls, with its entries in tests/snapshots/prose.txt. An entry whose
-test or parameter is gone makes ``tests/test_prose.py`` fail.
+``prose(text)`` compares a test's texts, in the order of its calls, with its entries in tests/snapshots/prose.txt. A test fails
+if it does not compare one of its entries, and ``tests/test_prose.py`` if the test or the parameter of an entry is gone.
 
 ``arguments_of`` makes small random arguments on the CPU.
 """

@@ -3,8 +3,9 @@
 Expected results are those of a call whose heads are repeated by the caller, or the oracle's. ``assert_near`` bounds the norm of
 each error, relative to that of the expected values; ``results`` returns a variant's results and gradients by name.
 
-``prose.raises`` is ``pytest.raises`` that also compares the message with the entry of this test in tests/snapshots/prose.txt. An
-entry whose test or parameter is gone makes ``tests/test_prose.py`` fail.
+``prose.raises`` is ``pytest.raises`` that also compares the message with the entry of this test in tests/snapshots/prose.txt. A
+test fails if it does not compare one of its entries, and ``tests/test_prose.py`` if the test or the parameter of an entry is
+gone.
 
 ``device`` is the first GPU, or the CPU. ``arguments_of`` makes small random arguments on the CPU. ``pytorch_variants`` are the
 variants of plain PyTorch. ``assert_correct`` applies the whole verification gate, forward and with gradients.

@@ -1,4 +1,4 @@
-"""Tests of the variant "hopper" of ``gla``: every size, decay, packing and split of T that its kernels take, and refused calls.
+"""Tests of the variant "hopper" of ``gla``: heads that fill its tiles, every kind of decay, packing and split of T, and refusals.
 
 The kernels go through T in chunks of 64 steps, and divide it into segments that run in parallel if CTAs would be too few.
 Results of the PyTorch variant "recurrent", a loop over time, are the expected ones where the oracle is not used.

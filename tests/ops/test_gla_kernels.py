@@ -8,8 +8,9 @@ To examine one call by hand: ``assert_correct(GLA, GLA.case("bfloat16", B=1, T=3
 ``assert_near`` bounds the norm of each error, relative to that of the expected values; ``results`` returns a variant's results
 and gradients by name.
 
-``prose.raises`` is ``pytest.raises`` that also compares the message with the entry of this test in tests/snapshots/prose.txt. An
-entry whose test or parameter is gone makes ``tests/test_prose.py`` fail.
+``prose.raises`` is ``pytest.raises`` that also compares the message with the entry of this test in tests/snapshots/prose.txt. A
+test fails if it does not compare one of its entries, and ``tests/test_prose.py`` if the test or the parameter of an entry is
+gone.
 
 ``device`` is the first GPU, or the CPU. ``GLA_HARD`` are the probes of ``gla`` and longer cases, by name. ``GLA_SHORT`` are the
 cases of ``gla`` for Triton's interpreter. ``case_of`` returns a listed case by its name. ``arguments_of`` makes small random

@@ -5,9 +5,9 @@ The peers are the variants "fla" and "fla_fused_chunk": layers of the package fl
 ``assert_near`` bounds the norm of each error, relative to that of the expected values. ``made()`` makes float32 arguments with
 B = 2, T = 9, D = 40, H = 2, K = 16 and V = 20, unless others are given.
 
-``prose(text)`` compares a test's texts, in the order of its calls, with its entries in tests/snapshots/prose.txt. An entry whose
-test or parameter is gone makes ``tests/test_prose.py`` fail. ``prose.raises`` does so with the message of an error, and otherwise
-is ``pytest.raises``.
+``prose(text)`` compares a test's texts, in the order of its calls, with its entries in tests/snapshots/prose.txt. A test fails
+if it does not compare one of its entries, and ``tests/test_prose.py`` if the test or the parameter of an entry is gone.
+``prose.raises`` does so with the message of an error, and otherwise is ``pytest.raises``.
 
 ``differentiable`` returns the arguments that take gradients. ``pretend`` installs a fake module with a double. ``CASES`` are
 the probes of ``gla_layer``, by name. ``SMALL`` is the small case's sizes. ``TENSORS`` names the tensor arguments in their order.

@@ -5,9 +5,9 @@ They cover every use of autograd, the calls that the variant refuses, and the me
 ``assert_near`` bounds the norm of each error, relative to that of the expected values. ``made()`` makes float32 arguments with
 B = 2, T = 9, D = 40, H = 2, K = 16 and V = 20, unless others are given.
 
-``prose(text)`` compares a test's texts, in the order of its calls, with its entries in tests/snapshots/prose.txt. An entry whose
-test or parameter is gone makes ``tests/test_prose.py`` fail. ``prose.raises`` does so with the message of an error, and otherwise
-is ``pytest.raises``.
+``prose(text)`` compares a test's texts, in the order of its calls, with its entries in tests/snapshots/prose.txt. A test fails
+if it does not compare one of its entries, and ``tests/test_prose.py`` if the test or the parameter of an entry is gone.
+``prose.raises`` does so with the message of an error, and otherwise is ``pytest.raises``.
 
 ``assert_one_call_correct`` checks the errors of one call, and that it writes all elements. ``differentiable`` returns the
 arguments that take gradients. ``weights_like`` returns the weights of a loss, different for each element. ``CASES`` are the

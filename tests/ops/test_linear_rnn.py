@@ -3,8 +3,9 @@
 ``assert_near`` bounds the norm of each error, relative to that of the expected values. ``arguments_of`` makes float32 arguments
 with B = 2, T = 9, D = 5 and V = 6, unless others are given.
 
-``prose.raises`` is ``pytest.raises`` that also compares the message with the entry of this test in tests/snapshots/prose.txt. An
-entry whose test or parameter is gone makes ``tests/test_prose.py`` fail.
+``prose.raises`` is ``pytest.raises`` that also compares the message with the entry of this test in tests/snapshots/prose.txt. A
+test fails if it does not compare one of its entries, and ``tests/test_prose.py`` if the test or the parameter of an entry is
+gone.
 
 ``BOTH`` are the directions: forward, and forward with gradients. ``HARD`` are the probes of the scans and longer cases, by name.
 ``SHORT`` are the cases for Triton's interpreter, by name. ``STATES`` are the options with an initial and a final state.

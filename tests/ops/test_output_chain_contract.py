@@ -2,8 +2,9 @@
 
 ``made()`` makes float32 arguments with B = 2, T = 9, H = 3, V = 20, D = 40 and a bias, unless others are given.
 
-``prose.raises`` is ``pytest.raises`` that also compares the message with the entry of this test in tests/snapshots/prose.txt. An
-entry whose test or parameter is gone makes ``tests/test_prose.py`` fail.
+``prose.raises`` is ``pytest.raises`` that also compares the message with the entry of this test in tests/snapshots/prose.txt. A
+test fails if it does not compare one of its entries, and ``tests/test_prose.py`` if the test or the parameter of an entry is
+gone.
 
 ``CASES`` are the probes of ``output_chain`` and longer cases, by name. ``SMALL`` is the small case's sizes. ``case_of`` returns a
 case by its name.

@@ -4,8 +4,8 @@
 and gradients by name. ``made()`` makes float32 arguments with B = 2, T = 9, H = 3, V = 20, D = 40 and a bias, unless others are
 given.
 
-``prose(text)`` compares a test's texts, in the order of its calls, with its entries in tests/snapshots/prose.txt. An entry whose
-test or parameter is gone makes ``tests/test_prose.py`` fail.
+``prose(text)`` compares a test's texts, in the order of its calls, with its entries in tests/snapshots/prose.txt. A test fails
+if it does not compare one of its entries, and ``tests/test_prose.py`` if the test or the parameter of an entry is gone.
 
 ``device`` is the first GPU, or the CPU. ``BOTH`` are the directions: forward, and forward with gradients. ``triton_variants`` are
 the variants with kernels of our own for any GPU. ``assert_one_call_correct`` checks the errors of one call, and that it writes

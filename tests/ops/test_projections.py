@@ -7,8 +7,9 @@ One product of x with a packed weight gives the columns of all segments, each wi
 and gradients by name. ``made()`` makes float32 arguments with B = 2, T = 9, D = 40, H = 3, K = 20 and V = 12, unless others are
 given.
 
-``prose.raises`` is ``pytest.raises`` that also compares the message with the entry of this test in tests/snapshots/prose.txt. An
-entry whose test or parameter is gone makes ``tests/test_prose.py`` fail.
+``prose.raises`` is ``pytest.raises`` that also compares the message with the entry of this test in tests/snapshots/prose.txt. A
+test fails if it does not compare one of its entries, and ``tests/test_prose.py`` if the test or the parameter of an entry is
+gone.
 
 ``pytorch_variants`` are the variants of plain PyTorch. ``assert_correct`` applies the whole verification gate, forward and with
 gradients. ``assert_compiled_correct`` applies the gate to the ``torch.compile`` variant, in training. ``trivial_answers`` returns

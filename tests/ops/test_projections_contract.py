@@ -4,8 +4,9 @@
 ``of_every_kind()`` makes arguments with x ``[2, 5, 12]`` and the segments ``EVERY``: q, k, gate, decay and gk, of the widths
 20, 15, 14, 3 and 18.
 
-``prose.raises`` is ``pytest.raises`` that also compares the message with the entry of this test in ``tests/snapshots/prose.txt``.
-An entry whose test or parameter is gone makes ``tests/test_prose.py`` fail.
+``prose.raises`` is ``pytest.raises`` that also compares the message with the entry of this test in
+``tests/snapshots/prose.txt``. A test fails if it does not compare one of its entries, and ``tests/test_prose.py`` if the test
+or the parameter of an entry is gone.
 
 ``CASES`` are the probes of ``projections`` and longer cases, by name. ``case_of`` returns a case by its name.
 """

@@ -3,8 +3,8 @@
 The variants differ in which operand a cluster of two CTAs loads once for both (``MULTICAST``): "nothing", "a" or "b", where A
 are the rows of x and B those of the weight.
 
-``prose(text)`` compares a test's texts, in the order of its calls, with its entries in tests/snapshots/prose.txt. An entry whose
-test or parameter is gone makes ``tests/test_prose.py`` fail.
+``prose(text)`` compares a test's texts, in the order of its calls, with its entries in tests/snapshots/prose.txt. A test fails
+if it does not compare one of its entries, and ``tests/test_prose.py`` if the test or the parameter of an entry is gone.
 
 ``judge`` applies the whole verification gate of the workbench, and ``assert_ok`` requires its verdict to be right.
 

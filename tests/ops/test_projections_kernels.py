@@ -4,8 +4,8 @@
 and gradients by name. ``of_every_kind()`` makes arguments with x ``[2, 5, 12]`` and the segments ``EVERY``: q, k, gate, decay
 and gk, of the widths 20, 15, 14, 3 and 18.
 
-``prose(text)`` compares a test's texts, in the order of its calls, with its entries in tests/snapshots/prose.txt. An entry whose
-test or parameter is gone makes ``tests/test_prose.py`` fail.
+``prose(text)`` compares a test's texts, in the order of its calls, with its entries in tests/snapshots/prose.txt. A test fails
+if it does not compare one of its entries, and ``tests/test_prose.py`` if the test or the parameter of an entry is gone.
 
 ``device`` is the first GPU, or the CPU. ``BOTH`` are the directions: forward, and forward with gradients. ``triton_variants`` are
 the variants with kernels of our own for any GPU. ``assert_one_call_correct`` checks the errors of one call, and that it writes

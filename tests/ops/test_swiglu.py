@@ -2,9 +2,9 @@
 
 ``made()`` makes float32 arguments with M = 6 rows of x, N = 16 columns of the result and K = 32, unless others are given.
 
-``prose.raises`` is ``pytest.raises`` that also compares the message with the entry of this test in tests/snapshots/prose.txt. An
-entry whose test or parameter is gone makes ``tests/test_prose.py`` fail. ``judge`` applies the whole verification gate of the
-workbench, and ``assert_ok`` requires its verdict to be right.
+``prose.raises`` is ``pytest.raises`` that also compares the message with the entry of this test in tests/snapshots/prose.txt. A
+test fails if it does not compare one of its entries, and ``tests/test_prose.py`` if the test or the parameter of an entry is
+gone. ``judge`` applies the whole verification gate of the workbench, and ``assert_ok`` requires its verdict to be right.
 
 ``pytorch_variants`` are the variants of plain PyTorch. ``assert_correct`` applies the whole verification gate, forward and with
 gradients. ``CASES`` are the probes of ``swiglu``, by name. ``DENSE`` are the cases with plain operands. ``QUANTIZED`` are the

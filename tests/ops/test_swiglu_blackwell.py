@@ -2,8 +2,8 @@
 
 Its kernel is for Blackwell's block-scaled matrix instruction, which the fixture ``emulated`` replaces.
 
-``prose(text)`` compares a test's texts, in the order of its calls, with its entries in tests/snapshots/prose.txt. An entry whose
-test or parameter is gone makes ``tests/test_prose.py`` fail.
+``prose(text)`` compares a test's texts, in the order of its calls, with its entries in tests/snapshots/prose.txt. A test fails
+if it does not compare one of its entries, and ``tests/test_prose.py`` if the test or the parameter of an entry is gone.
 
 A test marked ``interpret`` runs in Triton's interpreter, with TRITON_INTERPRET=1.
 """

@@ -4,8 +4,9 @@ The query (``operation.Query``) is the key by which the dispatcher picks a varia
 
 ``made()`` makes float32 arguments with M = 6, N = 16 and K = 32, unless others are given.
 
-``prose.raises`` is ``pytest.raises`` that also compares the message with the entry of this test in ``tests/snapshots/prose.txt``.
-An entry whose test or parameter is gone makes ``tests/test_prose.py`` fail.
+``prose.raises`` is ``pytest.raises`` that also compares the message with the entry of this test in
+``tests/snapshots/prose.txt``. A test fails if it does not compare one of its entries, and ``tests/test_prose.py`` if the test
+or the parameter of an entry is gone.
 
 ``CASES`` are the probes of ``swiglu``, by name. ``case_of`` returns a case by its name.
 """

@@ -3,8 +3,8 @@
 "persistent" gives whole tiles to CTAs. "stream_k" and, for few rows, "small_m" give each CTA a run of k-blocks (steps along K
 of all tiles), which may begin and end within tiles; or two CTAs of a cluster divide the k-blocks of a tile.
 
-``prose(text)`` compares a test's texts, in the order of its calls, with its entries in tests/snapshots/prose.txt. An entry whose
-test or parameter is gone makes ``tests/test_prose.py`` fail.
+``prose(text)`` compares a test's texts, in the order of its calls, with its entries in tests/snapshots/prose.txt. A test fails
+if it does not compare one of its entries, and ``tests/test_prose.py`` if the test or the parameter of an entry is gone.
 
 ``judge`` applies the whole verification gate of the workbench, and ``assert_ok`` requires its verdict to be right.
 

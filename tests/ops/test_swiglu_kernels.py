@@ -3,9 +3,9 @@
 ``assert_near`` bounds the norm of each error, relative to that of the expected values. ``made()`` makes float32 arguments with
 M = 6 rows of x, N = 16 columns of the result and K = 32, unless others are given.
 
-``prose(text)`` compares a test's texts, in the order of its calls, with its entries in tests/snapshots/prose.txt. An entry whose
-test or parameter is gone makes ``tests/test_prose.py`` fail. ``judge`` applies the whole verification gate of the workbench, and
-``assert_ok`` requires its verdict to be right.
+``prose(text)`` compares a test's texts, in the order of its calls, with its entries in tests/snapshots/prose.txt. A test fails
+if it does not compare one of its entries, and ``tests/test_prose.py`` if the test or the parameter of an entry is gone.
+``judge`` applies the whole verification gate of the workbench, and ``assert_ok`` requires its verdict to be right.
 
 ``device`` is the first GPU, or the CPU. ``BOTH`` are the directions: forward, and forward with gradients. ``triton_variants`` are
 the variants with kernels of our own for any GPU. ``assert_one_call_correct`` checks the errors of one call, and that it writes

@@ -1,7 +1,8 @@
 """Tests of the scans and ``gla`` with PyTorch's features (torch.compile, autocast, strides, autograd), and of ``auto``.
 
-``assert_near`` bounds errors by norm; ``results`` names results and gradients; ``prose.raises`` compares messages with prose.txt.
-An entry whose test or parameter is gone makes ``tests/test_prose.py`` fail.
+``assert_near`` bounds errors by norm; ``results`` names results and gradients; ``prose.raises`` compares messages with
+prose.txt. A test fails if it does not compare one of its entries, and ``tests/test_prose.py`` if the test or the parameter of
+an entry is gone.
 
 ``OPERATIONS`` are ``gated_scan``, ``linear_rnn`` and ``gla``. ``arguments_of`` makes small random arguments on the CPU. ``small``
 makes the arguments of a call with few steps and both states. ``first_of`` names an operation's first argument. ``decay_of`` names

@@ -2,8 +2,8 @@
 
 The results are of the made-up operation of ``ladder.py`` on "Some GPU": ``ok_cell(variant, microseconds)`` is a correct
 measurement at ``MEGA`` (N = V = 1000, float16), ``bad_cell`` one that failed, and ``measured`` the result that holds them.
-``prose`` and ``prose.raises`` compare wording with the test's entries in ``tests/snapshots/prose.txt``. An entry whose test or
-parameter is gone makes ``tests/test_prose.py`` fail.
+``prose`` and ``prose.raises`` compare wording with the test's entries in ``tests/snapshots/prose.txt``. A test fails if it does
+not compare one of its entries, and ``tests/test_prose.py`` if the test or the parameter of an entry is gone.
 
 ``TINY`` is a shape of small scale. ``study`` declares a study of all variants, with ``three`` as the baseline.
 """

@@ -3,8 +3,8 @@
 Noise is a factor: 1.02 means that times differ by up to 2 % without a cause. The noise within a run is its A/A noise floor
 (``floor``). The noise between runs is estimated from repeated runs on one side. The results are made up by ``ladder.py``:
 ``ok_cell(variant, microseconds)`` is a correct measurement at the shape ``MEGA``, ``bad_cell`` a failed one. ``prose`` and
-``prose.raises`` compare wording with the test's entries in ``tests/snapshots/prose.txt``. An entry whose test or parameter is
-gone makes ``tests/test_prose.py`` fail.
+``prose.raises`` compare wording with the test's entries in ``tests/snapshots/prose.txt``. A test fails if it does not compare
+one of its entries, and ``tests/test_prose.py`` if the test or the parameter of an entry is gone.
 
 ``TINY`` is a shape of small scale. ``study`` declares a study of all variants, with ``three`` as the baseline.
 """

@@ -2,8 +2,8 @@
 
 ``toy_sum`` is the operation of ``toy.py``; its variant ``raises`` always fails. ``run`` runs a study on the CPU, with the given
 ``steps`` in place of the functions that use the device. ``SLOW_LIGHT`` are made-up peaks of a device. ``prose`` compares a text
-with its entry in tests/snapshots/prose.txt, whose key is the node id of the test. An entry whose test or parameter is gone makes
-``tests/test_prose.py`` fail.
+with its entry in tests/snapshots/prose.txt, whose key is the node id of the test. A test fails if it does not compare one of
+its entries, and ``tests/test_prose.py`` if the test or the parameter of an entry is gone.
 
 A test marked ``thorough`` does not run in ``make test``.
 """

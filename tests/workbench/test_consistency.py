@@ -4,9 +4,9 @@ An edited decision is not refused: ``differences`` finds it by recomputing. One 
 are registered.
 
 ``honest`` is a result of the made-up operation of ``ladder.py``, judged and decided: ``one`` takes 5 us at the shape ``mega``,
-the baseline ``three`` 10 us, and the control ``product`` 4.2 us; the roofline bound is 4 us. ``refused`` edits the file and reads
-it. ``prose`` compares a text with its entry in tests/snapshots/prose.txt, whose key is the node id of the test. An entry whose
-test or parameter is gone makes ``tests/test_prose.py`` fail.
+the baseline ``three`` 10 us, and the control ``product`` 4.2 us; the roofline bound is 4 us. ``refused`` edits the file and
+reads it. ``prose`` compares a text with its entry in tests/snapshots/prose.txt, whose key is the node id of the test. A test
+fails if it does not compare one of its entries, and ``tests/test_prose.py`` if the test or the parameter of an entry is gone.
 
 ``ok_cell`` makes up a correct measurement.
 """

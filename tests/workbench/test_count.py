@@ -1,8 +1,8 @@
 """Tests of counting DRAM bytes: the table that ncu writes, the command line for it, and the fallback without it.
 
 ``toy_case`` returns a small case of ``toy_sum``, the operation of ``toy.py``, with sizes B, T and V, in float32 by default.
-``prose`` compares a text with its entry in tests/snapshots/prose.txt, whose key is the node id of the test. An entry whose test
-or parameter is gone makes ``tests/test_prose.py`` fail.
+``prose`` compares a text with its entry in tests/snapshots/prose.txt, whose key is the node id of the test. A test fails if it
+does not compare one of its entries, and ``tests/test_prose.py`` if the test or the parameter of an entry is gone.
 """
 
 from __future__ import annotations

@@ -3,7 +3,8 @@
 Measurements are made up by ``ladder.py``. ``ok_cell(variant, microseconds)`` is a correct one at the shape ``mega``, whose
 roofline bound is 4 us, in 20 rounds that vary by the fraction ``spread``. ``bad_cell`` failed. The baseline is ``three``, and
 ``product`` a control. ``prose`` compares the evidence with its entry in tests/snapshots/prose.txt, whose key is the node id of
-the test. An entry whose test or parameter is gone makes ``tests/test_prose.py`` fail.
+the test. A test fails if it does not compare one of its entries, and ``tests/test_prose.py`` if the test or the parameter of an
+entry is gone.
 
 ``MEGA`` is a shape of full scale.
 """

@@ -3,7 +3,8 @@
 Measurements are made up by ``ladder.py``: ``ok_cell(variant, microseconds)`` is a correct one at the shape ``mega``, where any
 implementation moves at least 4 MB in at least 4 us. ``outcome`` of ``test_criteria.py`` judges one criterion by measurements
 (``floor``: their A/A noise floor, ``None`` without an A/A run). ``prose`` compares the evidence with tests/snapshots/prose.txt,
-whose key is the node id of the test. An entry whose test or parameter is gone makes ``tests/test_prose.py`` fail.
+whose key is the node id of the test. A test fails if it does not compare one of its entries, and ``tests/test_prose.py`` if the
+test or the parameter of an entry is gone.
 
 ``study`` declares a study of all variants, with ``three`` as the baseline. ``measured`` makes up a result of measurements.
 """

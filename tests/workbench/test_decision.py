@@ -2,8 +2,9 @@
 
 Measurements are made up by ``ladder.py``. ``ok_cell(variant, microseconds)`` is a correct one at the shape ``mega``; three
 launches move 8 MB there, two 6 and one 4, at 1 us per MB and 0.5 us per launch. ``bad_cell`` failed. The baseline is ``three``,
-and ``product`` a control. ``prose`` compares sentences with their entry in tests/snapshots/prose.txt, whose key is the node id of
-the test. An entry whose test or parameter is gone makes ``tests/test_prose.py`` fail.
+and ``product`` a control. ``prose`` compares sentences with their entry in tests/snapshots/prose.txt, whose key is the node id
+of the test. A test fails if it does not compare one of its entries, and ``tests/test_prose.py`` if the test or the parameter of
+an entry is gone.
 
 ``MEGA`` is a shape of full scale. ``TINY`` is a shape of small scale.
 """

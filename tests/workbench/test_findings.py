@@ -2,8 +2,8 @@
 
 Measurements are made up by ``ladder.py``, as in ``test_decision.py``: the baseline is ``three`` (three launches), ``one`` and
 ``two`` have one and two, ``peer`` is another project's variant and ``product`` a control. ``prose`` compares a text with its
-entry in tests/snapshots/prose.txt, whose key is the node id of the test. An entry whose test or parameter is gone makes
-``tests/test_prose.py`` fail.
+entry in tests/snapshots/prose.txt, whose key is the node id of the test. A test fails if it does not compare one of its
+entries, and ``tests/test_prose.py`` if the test or the parameter of an entry is gone.
 
 ``MEGA`` is a shape of full scale. ``study`` declares a study of all variants, with ``three`` as the baseline. ``ok_cell`` makes
 up a correct measurement. ``bad_cell`` makes up a measurement without times. ``measured`` makes up a result of measurements.

@@ -1,9 +1,9 @@
 """Tests of kernels that are compiled for other GPUs and disassembled, without a GPU.
 
 The kernels here are only compiled. ``KernelBuild`` (Triton) and ``CudaBuild`` (CUDA C++) describe one kernel with its launch;
-with ``matrix=True`` its products have to become the architecture's matrix instructions, such as WGMMA (HGMMA in SASS) on sm_90a.
-``prose`` compares a message with its entry in tests/snapshots/prose.txt, whose key is the node id of the test. An entry whose
-test or parameter is gone makes ``tests/test_prose.py`` fail.
+with ``matrix=True`` its products have to become the architecture's matrix instructions, such as WGMMA (HGMMA in SASS) on
+sm_90a. ``prose`` compares a message with its entry in tests/snapshots/prose.txt, whose key is the node id of the test. A test
+fails if it does not compare one of its entries, and ``tests/test_prose.py`` if the test or the parameter of an entry is gone.
 
 A test marked ``thorough`` does not run in ``make test``. ``thorough_but`` marks all parameters but the named ones ``thorough``.
 """

@@ -1,8 +1,8 @@
 """Tests of counting launches and grid barriers: the nodes of a captured graph, a variant's counter, and calls without a count.
 
 The calls are of ``toy_sum``, the operation of ``toy.py``; ``toy_case`` returns a small case with sizes B, T and V. ``prose``
-compares a text with its entry in ``tests/snapshots/prose.txt``. An entry whose test or parameter is gone makes
-``tests/test_prose.py`` fail.
+compares a text with its entry in ``tests/snapshots/prose.txt``. A test fails if it does not compare one of its entries, and
+``tests/test_prose.py`` if the test or the parameter of an entry is gone.
 
 ``device`` is the first GPU, or the CPU.
 """

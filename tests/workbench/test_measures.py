@@ -2,8 +2,8 @@
 
 A measure is a quantity that a study's criterion can ask for, such as ``speedup``. The new one, ``operators``, is that of
 ``toy_measure.py``: the number of PyTorch operators in one call of the operation ``toy_sum``. ``prose`` compares a text with its
-entry in tests/snapshots/prose.txt, whose key is the node id of the test. An entry whose test or parameter is gone makes
-``tests/test_prose.py`` fail.
+entry in tests/snapshots/prose.txt, whose key is the node id of the test. A test fails if it does not compare one of its
+entries, and ``tests/test_prose.py`` if the test or the parameter of an entry is gone.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
 """Tests with the numbers of the original write-up 040, which said "proceed".
 
 From these numbers the workbench must decide otherwise, and each of the write-up's faults alone must be enough. The write-up
-compared fused variants of a linear-RNN layer with ``three_launch`` on a Tesla T4. Its faults: two measurements of one shape that
-contradict each other, bytes that were not counted, a bound on bytes that arithmetic refutes, and no control with the same GEMM
-library. ``prose`` compares a text with its entry in tests/snapshots/prose.txt, whose key is the node id of the test. An entry
-whose test or parameter is gone makes ``tests/test_prose.py`` fail.
+compared fused variants of a linear-RNN layer with ``three_launch`` on a Tesla T4. Its faults: two measurements of one shape
+that contradict each other, bytes that were not counted, a bound on bytes that arithmetic refutes, and no control with the same
+GEMM library. ``prose`` compares a text with its entry in tests/snapshots/prose.txt, whose key is the node id of the test. A
+test fails if it does not compare one of its entries, and ``tests/test_prose.py`` if the test or the parameter of an entry is
+gone.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
 """Tests of peers outside the gate: variants of other projects whose errors the gate refuses and their own tests allow.
 
 Such a peer is judged incorrect and timed all the same, others may be compared with it, and reports name it so. It is never the
-variant to use, never adopted and never chosen. ``rounded`` below computes ``toy_sum`` and is off by about 1.4e-3 norm-wise, where
-the gate allows less than 1e-6 in float32. The times in the sections "Decisions and reports" and "Stored results" are made up by
-``ladder.py``; those in "A run" are measured. ``prose`` and ``prose.raises`` compare wording with the test's entries in
-``tests/snapshots/prose.txt``. An entry whose test or parameter is gone makes ``tests/test_prose.py`` fail.
+variant to use, never adopted and never chosen. ``rounded`` below computes ``toy_sum`` and is off by about 1.4e-3 norm-wise,
+where the gate allows less than 1e-6 in float32. The times in the sections "Decisions and reports" and "Stored results" are made
+up by ``ladder.py``; those in "A run" are measured. ``prose`` and ``prose.raises`` compare wording with the test's entries in
+``tests/snapshots/prose.txt``. A test fails if it does not compare one of its entries, and ``tests/test_prose.py`` if the test
+or the parameter of an entry is gone.
 
 ``MEGA`` is a shape of full scale. ``study`` declares a study of all variants, with ``three`` as the baseline. ``ok_cell`` makes
 up a correct measurement. ``bad_cell`` makes up a measurement without times. ``statuses`` returns the status of each variant at a

@@ -2,8 +2,8 @@
 
 The operation is the made-up one of ``ladder.py`` at the shape ``MEGA`` (N = V = 1000, float16): three launches move 8 MB, two 6
 and one 4. ``RATES`` are made-up peaks: 1 TB/s, 100 TFLOP/s in float16 and 10 in float32, 0.5 us a launch. ``prose`` compares a
-text with its entry in tests/snapshots/prose.txt, whose key is the node id of the test. An entry whose test or parameter is gone
-makes ``tests/test_prose.py`` fail.
+text with its entry in tests/snapshots/prose.txt, whose key is the node id of the test. A test fails if it does not compare one
+of its entries, and ``tests/test_prose.py`` if the test or the parameter of an entry is gone.
 
 ``TINY`` is a shape of small scale.
 """

@@ -1,8 +1,8 @@
 """Tests of predictions: read from study files, kept out of digests where there are none, and reported beside what was measured.
 
-Measurements are made up with ``ladder.py``: in every test the baseline ``three`` takes 10 us, ``one`` 5 us. ``prose`` compares a
-text with its entry in tests/snapshots/prose.txt, whose key is the node id of the test. An entry whose test or parameter is gone
-makes ``tests/test_prose.py`` fail.
+Measurements are made up with ``ladder.py``: in every test the baseline ``three`` takes 10 us, ``one`` 5 us. ``prose`` compares
+a text with its entry in tests/snapshots/prose.txt, whose key is the node id of the test. A test fails if it does not compare
+one of its entries, and ``tests/test_prose.py`` if the test or the parameter of an entry is gone.
 
 ``MEGA`` is a shape of full scale. ``TINY`` is a shape of small scale. ``ok_cell`` makes up a correct measurement. ``bad_cell``
 makes up a measurement without times.

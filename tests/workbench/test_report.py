@@ -1,9 +1,10 @@
 """Tests of reports: every form (Markdown, HTML page, terminal) states everything that a result holds, in the same words.
 
-The results are the made-up ones of ``results.py``: ``proceed_on_gpu`` and ``largest`` ran to the end, and ``interrupted_on_cpu``
-was stopped after 8 of 16 measurements. ``wrong_and_invalid`` supports no conclusion, and in ``nothing_ran`` every measurement
-failed. Only in ``largest`` are all measurements ok. ``prose`` compares a text with its entry in tests/snapshots/prose.txt, whose
-key is the node id of the test. An entry whose test or parameter is gone makes ``tests/test_prose.py`` fail.
+The results are the made-up ones of ``results.py``: ``proceed_on_gpu`` and ``largest`` ran to the end, and
+``interrupted_on_cpu`` was stopped after 8 of 16 measurements. ``wrong_and_invalid`` supports no conclusion, and in
+``nothing_ran`` every measurement failed. Only in ``largest`` are all measurements ok. ``prose`` compares a text with its entry
+in tests/snapshots/prose.txt, whose key is the node id of the test. A test fails if it does not compare one of its entries, and
+``tests/test_prose.py`` if the test or the parameter of an entry is gone.
 
 A test marked ``thorough`` does not run in ``make test``.
 """

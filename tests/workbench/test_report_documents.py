@@ -1,8 +1,8 @@
 """Tests of the Markdown that documents take from results: fastest variants and rivals, all other times, and escaping.
 
 The figures are those of the results that are committed in ``results/``. A peer is a variant of another project. ``prose``
-compares a text with its entry in tests/snapshots/prose.txt, whose key is the node id of the test. An entry whose test or
-parameter is gone makes ``tests/test_prose.py`` fail.
+compares a text with its entry in tests/snapshots/prose.txt, whose key is the node id of the test. A test fails if it does not
+compare one of its entries, and ``tests/test_prose.py`` if the test or the parameter of an entry is gone.
 
 ``lines_with`` returns the lines of an output that hold some words.
 """

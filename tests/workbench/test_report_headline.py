@@ -2,8 +2,9 @@
 
 ``headline`` returns the parts: ``sentence`` (why the decision is what it is), ``grounds`` (reasons that the criteria do not
 state) and, if this machine could not answer the study's question, ``found`` (what it measured) and ``elsewhere`` (committed
-results of other devices). ``prose`` compares a text with its entry in tests/snapshots/prose.txt, whose key is the node id of the
-test. An entry whose test or parameter is gone makes ``tests/test_prose.py`` fail.
+results of other devices). ``prose`` compares a text with its entry in tests/snapshots/prose.txt, whose key is the node id of
+the test. A test fails if it does not compare one of its entries, and ``tests/test_prose.py`` if the test or the parameter of an
+entry is gone.
 
 ``keep_texts_alone`` leaves the texts of plots only. A test marked ``thorough`` does not run in ``make test``.
 """

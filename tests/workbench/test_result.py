@@ -1,8 +1,8 @@
 """Tests of stored results: they stay readable and keep their content, and inconsistent or broken files are refused.
 
 A result file has a ``schema_version``. ``results.py`` makes up results; ``proceed_on_gpu`` is complete. ``prose`` compares a
-message with its entry in tests/snapshots/prose.txt, whose key is the node id of the test. An entry whose test or parameter is
-gone makes ``tests/test_prose.py`` fail.
+message with its entry in tests/snapshots/prose.txt, whose key is the node id of the test. A test fails if it does not compare
+one of its entries, and ``tests/test_prose.py`` if the test or the parameter of an entry is gone.
 
 A test marked ``thorough`` does not run in ``make test``.
 """

@@ -2,9 +2,10 @@
 
 The helpers are those of ``runs.py``. ``study`` declares ``toy_sum`` (of ``toy.py``) at the small-scale shapes ``first`` and
 ``second``; its baseline is ``eager`` and its other variant ``parallel``. ``run`` runs it on the CPU and saves the result in
-results/cpu/toy-study.json. ``steps(name=function)`` replaces a function that uses the device. ``interrupted_at("begin")`` presses
-Ctrl-C when the second shape begins. ``prose`` compares a text with its entry in tests/snapshots/prose.txt, whose key is the node
-id of the test. An entry whose test or parameter is gone makes ``tests/test_prose.py`` fail.
+results/cpu/toy-study.json. ``steps(name=function)`` replaces a function that uses the device. ``interrupted_at("begin")``
+presses Ctrl-C when the second shape begins. ``prose`` compares a text with its entry in tests/snapshots/prose.txt, whose key is
+the node id of the test. A test fails if it does not compare one of its entries, and ``tests/test_prose.py`` if the test or the
+parameter of an entry is gone.
 
 ``FASTER`` asks that ``parallel`` is faster. ``SLOW_LIGHT`` are made-up peaks, so high that no time is below its bound.
 ``statuses`` returns the status of each variant at a shape.

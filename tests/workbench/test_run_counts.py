@@ -2,10 +2,11 @@
 
 The helpers are those of ``runs.py``. ``study`` declares ``toy_sum`` at the shapes ``first`` and ``second``, with the baseline
 ``eager`` (an unknown number of launches) and ``parallel``; ``run`` runs it. ``steps(count=...)`` replaces the counter of DRAM
-bytes, and ``steps(counters=...)`` those of other measures. ``counting(asked)`` counts 2000 bytes for ``eager``, 1000 for others,
-and appends to ``asked`` for each call its list of requests (shape, direction, variant, control). ``FEWER`` asks for the bytes of
-``eager`` over those of ``parallel`` at ``first``. ``prose`` compares a text with tests/snapshots/prose.txt, whose key is the node
-id of the test. An entry whose test or parameter is gone makes ``tests/test_prose.py`` fail.
+bytes, and ``steps(counters=...)`` those of other measures. ``counting(asked)`` counts 2000 bytes for ``eager``, 1000 for
+others, and appends to ``asked`` for each call its list of requests (shape, direction, variant, control). ``FEWER`` asks for the
+bytes of ``eager`` over those of ``parallel`` at ``first``. ``prose`` compares a text with tests/snapshots/prose.txt, whose key
+is the node id of the test. A test fails if it does not compare one of its entries, and ``tests/test_prose.py`` if the test or
+the parameter of an entry is gone.
 
 ``quick`` is a fixture that makes runs fast in an empty folder, for every test of the file. ``FASTER`` asks that ``parallel`` is
 faster. ``statuses`` returns the status of each variant at a shape.

@@ -2,8 +2,9 @@
 
 ``careless`` is a variant of ``gated_scan`` as a package ``acme`` would register it: right at T = 128 and 256, where its author
 checked it, and wrong at tails, above 256 steps, for decays of -inf, and with an initial state. ``toy_sum`` is the operation of
-``toy.py``; ``probed`` gives it probes for one test. ``prose.raises`` is ``pytest.raises`` that also compares the message with the
-entry of this test in ``tests/snapshots/prose.txt``. An entry whose test or parameter is gone makes ``tests/test_prose.py`` fail.
+``toy.py``; ``probed`` gives it probes for one test. ``prose.raises`` is ``pytest.raises`` that also compares the message with
+the entry of this test in ``tests/snapshots/prose.txt``. A test fails if it does not compare one of its entries, and
+``tests/test_prose.py`` if the test or the parameter of an entry is gone.
 
 ``run`` runs a study on the CPU. ``ToyCall`` holds the checked arguments of ``toy_sum``. ``parallel`` is a correct variant of
 ``toy_sum``. ``toy_case`` returns a small case of ``toy_sum``. ``HONEST`` are the correct variants of ``toy_sum``.

@@ -1,9 +1,9 @@
 """Tests of the digests of variants' sources, and of resuming a run whose code has changed since.
 
 ``package`` writes a package ``acme`` to a folder on the path, whose module ``acme.sums`` registers a variant of ``toy_sum``.
-``study`` and ``run`` are those of ``runs.py``: ``toy_sum`` at the shapes ``first`` and ``second``. ``prose`` compares a text with
-its entry in tests/snapshots/prose.txt, whose key is the node id of the test. An entry whose test or parameter is gone makes
-``tests/test_prose.py`` fail.
+``study`` and ``run`` are those of ``runs.py``: ``toy_sum`` at the shapes ``first`` and ``second``. ``prose`` compares a text
+with its entry in tests/snapshots/prose.txt, whose key is the node id of the test. A test fails if it does not compare one of
+its entries, and ``tests/test_prose.py`` if the test or the parameter of an entry is gone.
 
 ``quick`` is a fixture that makes runs fast in an empty folder, for every test of the file. ``statuses`` returns the status of
 each variant at a shape. ``interrupted_at`` presses Ctrl-C at a shape.

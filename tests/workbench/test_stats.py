@@ -1,7 +1,8 @@
 """Tests of statistics: medians, confidence intervals, ratios of paired rounds, geometric means, and noise as a factor.
 
-``prose.raises`` is ``pytest.raises`` that also compares the message with the entry of this test in ``tests/snapshots/prose.txt``.
-An entry whose test or parameter is gone makes ``tests/test_prose.py`` fail.
+``prose.raises`` is ``pytest.raises`` that also compares the message with the entry of this test in
+``tests/snapshots/prose.txt``. A test fails if it does not compare one of its entries, and ``tests/test_prose.py`` if the test
+or the parameter of an entry is gone.
 
 A test marked ``thorough`` does not run in ``make test``.
 """

@@ -2,14 +2,14 @@
 
 The helpers are those of ``runs.py``: ``study`` declares ``toy_sum`` at the shapes ``first`` and ``second`` with the baseline
 ``eager`` and ``parallel``. Variants that end their process are registered for a test, which the child, a fork, knows too.
-``prose`` compares a text with its entry in tests/snapshots/prose.txt, whose key is the node id of the test. An entry whose test
-or parameter is gone makes ``tests/test_prose.py`` fail.
+``prose`` compares a text with its entry in tests/snapshots/prose.txt, whose key is the node id of the test. A test fails if it
+does not compare one of its entries, and ``tests/test_prose.py`` if the test or the parameter of an entry is gone.
 
 ``quick`` is a fixture that makes runs fast in an empty folder, for every test of the file. ``FASTER`` asks that ``parallel`` is
 faster. ``FEWER`` asks that ``parallel`` moves fewer bytes. ``slow_light`` returns made-up peaks. ``statuses`` returns the status
 of each variant at a shape. ``interrupted_at`` presses Ctrl-C at a shape. ``counting`` replaces the counter of DRAM bytes.
-``at_count`` makes a variant that acts in a chosen call, such as by ending the process. A test marked ``thorough`` runs in ``make
-check`` alone.
+``at_count`` of ``rogues_timing.py`` makes a variant that acts in a chosen call, such as by ending the process. A test
+marked ``thorough`` does not run in ``make test``.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """Tests of timing: the order of candidates, the measurements kept after failures, and the times that are accepted.
 
-A candidate is a variant or control of ``toy_sum`` (``toy.py``). In most tests times come from a script. They name samplers in the
-order in which these are made: ``eager0``, ``parallel1``, and ``eager2`` for the baseline's second copy, whose ratio to the first
-is the noise. ``prose`` compares a text with its entry in tests/snapshots/prose.txt, whose key is the node id of the test. An
-entry whose test or parameter is gone makes ``tests/test_prose.py`` fail.
+A candidate is a variant or control of ``toy_sum`` (``toy.py``). In most tests times come from a script. They name samplers in
+the order in which these are made: ``eager0``, ``parallel1``, and ``eager2`` for the baseline's second copy, whose ratio to the
+first is the noise. ``prose`` compares a text with its entry in tests/snapshots/prose.txt, whose key is the node id of the test.
+A test fails if it does not compare one of its entries, and ``tests/test_prose.py`` if the test or the parameter of an entry is
+gone.
 
 ``ToyCall`` holds the checked arguments of ``toy_sum``. ``toy_case`` returns a small case of ``toy_sum``. A test marked
 ``thorough`` does not run in ``make test``.

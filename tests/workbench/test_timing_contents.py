@@ -1,8 +1,8 @@
 """Tests that times are of work: on contents that were never verified, with inputs that stay as they are, and with honest clocks.
 
-Variants are those of ``rogues_timing.py``, registered beside ``eager`` (the baseline) and ``parallel`` of ``toy_sum`` for a test.
-``prose`` compares a text with its entry in tests/snapshots/prose.txt, whose key is the node id of the test. An entry whose test
-or parameter is gone makes ``tests/test_prose.py`` fail.
+Variants are those of ``rogues_timing.py``, registered beside ``eager`` (the baseline) and ``parallel`` of ``toy_sum`` for a
+test. ``prose`` compares a text with its entry in tests/snapshots/prose.txt, whose key is the node id of the test. A test fails
+if it does not compare one of its entries, and ``tests/test_prose.py`` if the test or the parameter of an entry is gone.
 
 ``ToyCall`` holds the checked arguments of ``toy_sum``. ``toy_case`` returns a small case of ``toy_sum``.
 """

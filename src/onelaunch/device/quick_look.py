@@ -45,7 +45,7 @@ def contradiction(found: Ceilings, rates: Mapping[str, float]) -> str:
 
     Args:
         found: Peaks of a device.
-        rates: Rates per second by quantity, as :func:`look` returns them.
+        rates: Rates per second by quantity, from :func:`look` or :func:`by_quantity`.
     """
     believed = by_quantity(found)
     for quantity, rate in rates.items():
@@ -56,7 +56,7 @@ def contradiction(found: Ceilings, rates: Mapping[str, float]) -> str:
 
 
 def by_quantity(found: Ceilings) -> dict[str, float]:
-    """Return the peaks that a quick look can check, per second: ``copy`` in bytes, a dtype in FLOPs, ``launch``."""
+    """Return peaks per second by the names of :func:`look`, which checks some: ``copy`` in bytes, dtypes in FLOPs, ``launch``."""
     return {"copy": found.copy_bytes_per_second, "launch": 1 / found.launch_seconds, **found.matrix_flops_per_second}
 
 

@@ -4,9 +4,9 @@ The choice is a function of the dispatch key (:class:`onelaunch.operation.Query`
 device (the user's and the package's, see :mod:`onelaunch.dispatch.measured`). If no similar call was measured, the operation's
 own order of preference decides.
 
-A variant of another package than the operation's is chosen only where something speaks for its results: near calls that were
-measured in a run in which it passed the operation's probes (edge cases), or else at exactly the sizes and flags that were
-measured.
+A variant of another package than the operation's is chosen only where something speaks for its results: the operation prefers
+it by name, or near calls were measured in a run in which it passed the operation's probes (edge cases), or else the call has
+exactly the sizes and flags that were measured.
 
 The public functions of operations call :func:`run`, and so does the variant ``module`` of ``gla_layer``. Decoding, the variants
 ``packed`` and ``packed_states`` of ``gla_layer``, the planner and the timing of studies, and ``explanation.py`` ask :func:`pick`

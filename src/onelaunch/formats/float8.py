@@ -22,7 +22,7 @@ class Fp8Tensor(Bundle):
 
     Attributes:
         values: Elements, shape ``[R, K]``, float8_e4m3fn.
-        scale: Scale, float32; one element (shape ``[]`` or ``[1]``) for the matrix, or shape ``[R, 1]``, one for each row.
+        scale: Scale, float32; one element (shape ``[]``, ``[1]`` or ``[1, 1]``) for the matrix, or ``[R, 1]``, one for each row.
     """
 
     values: torch.Tensor
@@ -67,7 +67,8 @@ class Fp8Tensor(Bundle):
 def quantize_fp8(values: torch.Tensor, *, per_row: bool = False) -> Fp8Tensor:
     """Return the nearest float8_e4m3fn matrix, scaled so that the largest magnitude of all, or of each row, becomes 448.
 
-    A matrix or row of zeros has the scale 1.
+    A matrix or row of zeros has the scale 1. No scale is below the least normal float32 number, so magnitudes below
+    5e-36 do not reach 448.
 
     Args:
         values: Matrix, shape ``[R, K]``, any floating-point dtype, finite or NaN. It is quantized from float32.

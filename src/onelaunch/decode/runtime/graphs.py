@@ -1,6 +1,7 @@
 """CUDA graphs: the capture of a step, and a cache of captured steps.
 
-``session.py`` and the variant ``captured`` of ``decode_step`` capture with it; ``session.py`` and ``models.py`` hold the caches.
+``session.py`` and the variants ``captured`` and ``compiled`` of ``decode_step`` capture with it; ``session.py`` and
+``models.py`` hold the caches.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Compilable source of the Hopper matrix product for one configuration, and the tensor maps of its operands.
+"""Compilable source of the Hopper matrix product for one configuration, and tensor maps of its operands and results.
 
 ``launch_hopper.py`` of ``ops/swiglu`` and of ``ops/projections`` call both functions.
 """
@@ -85,7 +85,8 @@ def gemm_of(
 def matrix_map(matrix: torch.Tensor, rows: int, columns: int) -> bytes:
     """Return the tensor map of a matrix for TMA boxes of ``rows`` by ``columns`` elements, with the 128-byte swizzle.
 
-    A row of a box has at most 128 bytes. TMA must be able to address the matrix (``addressable`` in ``kernels/tma.py``).
+    The matrix is an operand that the kernel loads, or a result that it stores. A row of a box has at most 128 bytes. TMA must
+    be able to address the matrix (``addressable`` in ``kernels/tma.py``).
     """
     (height, width), size = matrix.shape, matrix.element_size()
     return tensor_map(matrix.dtype, address(matrix), (width, height), (matrix.stride(0) * size,), (columns, rows))

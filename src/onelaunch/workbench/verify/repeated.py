@@ -46,7 +46,7 @@ SECONDS = 2.0
 """Seconds in one direction after which no more calls with equal inputs are made, and a note says how many there were."""
 
 _ODD = 3
-"""Elements beside a slice, so that it is not aligned as its larger tensor is. The gate itself uses slices that are aligned."""
+"""Elements beside a slice, so that it is not aligned to 16 bytes. The gate itself uses slices that are aligned."""
 
 SHAPES = 256
 """Largest number of calls that are compiled in a process; beyond PyTorch's own limit, functions silently run uncompiled."""

@@ -13,13 +13,14 @@ from onelaunch.operation import Bundle
 from onelaunch.workbench.verify.calls import Inputs
 
 _PAD = 16
-"""Elements on either side of a slice, which is then aligned as the larger tensor is. Rows stay a multiple of 16 elements."""
+"""Elements on either side of a slice: at least 16 bytes in every dtype, so that it stays aligned to 16 bytes."""
 
 
 def slices(inputs: Inputs, pad: int = _PAD, *, bundles: bool = False) -> Inputs:
     """Return inputs of the same contents that are slices of larger tensors, along their last dimension.
 
-    What lies beside a slice is NaN, so that a result shows if it is read. Incoming gradients are slices too.
+    What lies beside a slice is NaN, so that a result shows if it is read; 0 for integers and 8-bit formats. Incoming
+    gradients are slices too.
 
     Args:
         inputs: Inputs whose contents are copied.

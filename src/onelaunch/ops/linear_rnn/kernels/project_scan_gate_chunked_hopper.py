@@ -115,7 +115,8 @@ def project_scan_gate_chunked_hopper_kernel(
 
     x and weight are TMA descriptors of [rows, columns], whose boxes are [BT, BD] and [BD, BV]. STAGES is at most the number of
     blocks that D has. GATED: multiply the states by the gate, which is not read otherwise. KEEP: also write v and the
-    carries, which the backward pass reads.
+    carries, which the backward pass reads. FINAL: also write the final state. Where a flag is false, its tensors have no elements
+    and must not be written.
     """
     BT: gl.constexpr = x.block_type.shape[0]
     BD: gl.constexpr = x.block_type.shape[1]

@@ -54,7 +54,7 @@ def fits(query: Query) -> str | None:
     if length < 64:  # the kernel stores a state every 64 steps; for short sequences the backward pass reads one more often
         return "needs at least 64 time steps"
     if width % 8 or channels % 8:
-        return "needs D and V that are multiples of 8: TMA moves 16 bytes at once"
+        return "needs D and V that are multiples of 8: TMA needs rows of whole 16 bytes"
     return None
 
 

@@ -1,4 +1,4 @@
-"""Variants of ``linear_rnn`` in plain PyTorch: its matrix product, then the PyTorch variant of ``gated_scan`` of that name.
+"""Variants of ``linear_rnn`` in plain PyTorch: its matrix product, then the scan of ``gated_scan``'s variant of that name.
 
 The dispatcher, studies and tests find registered variants by name. Tags: ``fuses`` names the steps that share a kernel
 (``projection``, ``scan``, ``gate``); ``cost.py`` reads it. ``yardstick`` marks the PyTorch baseline, whose error sets the
