@@ -46,7 +46,7 @@ def test_shapes_are_the_write_ups_the_fields_long_ones_and_single_steps(study):
     assert len(full) == len(by_channel) + len(by_head) + len(steps)
     for shape in study.shapes:
         named = "x".join(map(str, sizes(shape))) + SUFFIXES[tuple(shape.options)]
-        assert shape.name == f"small-{named}" if shape.scale == "small" else named
+        assert shape.name == (f"small-{named}" if shape.scale == "small" else named)
 
 
 def test_deciding_criteria_are_about_own_variants_only(study):

@@ -46,7 +46,7 @@ def test_shapes_are_the_write_ups_those_of_decoding_and_of_models(study):
     for shape in study.shapes:
         assert shape.options["stacked"]  # one product with both weights is possible
         named = "x".join(map(str, sizes(shape))) + SUFFIXES[form(shape)]
-        assert shape.name == f"small-{named}" if shape.scale == "small" else named
+        assert shape.name == (f"small-{named}" if shape.scale == "small" else named)
 
 
 def test_one_launch_is_compared_with_every_unfused_variant(study):

@@ -1,11 +1,12 @@
 """Parameters of a kernel that Triton or NVRTC compiled, as the driver takes them.
 
 A kernel that Triton compiled gets the arguments that did not become constants, one parameter each. A tensor descriptor takes
-several parameters: a tensor map, the sizes as 32-bit and the strides as 64-bit integers. Two pointers to scratch memory follow,
-which are null here. This order is Triton's own and not documented, so the sizes of all parameters are compared with those that
-the driver reports for the loaded kernel. Where they differ, :class:`NotPlannable` is raised and launches stay with Triton.
-``recording.py`` calls the functions for each launch that it records. ``plan.py`` and ``tape.py`` raise :class:`NotPlannable` too,
-and ``planned.py`` catches it.
+several parameters: a tensor map, the sizes as 32-bit and the strides as 64-bit integers. Two pointers to scratch memory
+follow, which are null here. This order is Triton's own and not documented, so the sizes of all parameters are compared with
+those that the driver reports for the loaded kernel. Where they differ, :class:`NotPlannable` is raised and launches stay with
+Triton. ``recording.py`` calls the functions for each launch that it records. ``recording.py``, ``plan.py`` and ``tape.py``
+raise :class:`NotPlannable` too. ``recording.py`` and ``tape.py`` catch some of these errors and note the reason;
+``planned.py`` catches the others, and the call is then not replayed.
 """
 
 from __future__ import annotations

@@ -53,8 +53,9 @@ def adopt(results: Sequence[Result], into: Path | None = None) -> Path:
         The path of the table.
 
     Raises:
-        ResultMismatch: The results are of several devices, there is none, none holds a time to adopt, or one is of an interrupted
-            run or of a checkout with changes that were not committed, has no date, or holds an impossible time.
+        ResultMismatch: The results are of several devices or of another device than the table, there is none, none holds a time
+            to adopt, or one is of an interrupted run or of a checkout with changes that were not committed, has no valid date,
+            names a device that cannot name a file, or holds an impossible time.
         TableCorrupt: The existing table cannot be read.
         TableFolderError: The folder lies in the installed package, where an upgrade would overwrite the table.
         OutputUnwritable: The table cannot be written.
