@@ -61,7 +61,7 @@ CASES: dict[str, dict[str, Any]] = {
     "no_steps": {"dtype": "float32", "B": 2, "T": 0, "V": 20, **STATES},
     "no_sequences": {"dtype": "float16", "B": 0, "T": 7, "V": 20, **STATES},
 }  # fmt: skip
-"""Cases by name. A tile of the kernels has at most 64 steps."""
+"""Cases by name. A tile has at most 64 steps here, and 256 in ``linear_rnn``, which takes them too."""
 
 
 @gated_scan.probes

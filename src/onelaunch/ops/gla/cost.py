@@ -112,7 +112,7 @@ def _end_bytes(case: Case, heads: Heads, direction: Direction) -> tuple[int, int
         moves, written = 3 * initial + 2 * final, initial + final
     else:
         moves, written = 2 * initial + final, int(final)
-    state = 4 * sequence_count(case) * heads.state * case.sizes["K"] * case.sizes["V"]
+    state = 4 * _sequence_count(case) * heads.state * case.sizes["K"] * case.sizes["V"]
     return moves * state, written * state
 
 
@@ -122,7 +122,7 @@ def _stored_state(case: Case, *, padded: bool) -> int:
     return padded_keys(keys) * padded_values(keys, values) if padded else keys * values
 
 
-def sequence_count(case: Case) -> int:
+def _sequence_count(case: Case) -> int:
     """Return the number of sequences of a case: its batch entries, or the packed sequences."""
     lengths = gla.option(case, "lengths")
     return int(case.sizes["B"]) if lengths is None else len(packed_lengths(case, lengths))
@@ -140,7 +140,7 @@ def _intermediate_bytes(what: str, case: Case, heads: Heads, steps: int, chunk: 
         return steps * 4 * ((shared.q + shared.k) * keys + shared.g * summed)
     if what == "partial_value_gradients":
         shares_state = gla.option(case, "initial_state") and heads.state < heads.output
-        initial = sequence_count(case) * heads.output * keys * values if shares_state else 0
+        initial = _sequence_count(case) * heads.output * keys * values if shares_state else 0
         return 4 * (steps * (heads.output * values if heads.v < heads.output else 0) + initial)
     rounded = {"rounded_states": item * state, "rounded_state_gradients": item * heads.output * -(-stored // chunk)}
     wide, scalar = gla.option(case, "log_decay_dtype") == "float32", gla.option(case, "decay_per") == "head"

@@ -1,4 +1,4 @@
-"""The whole linear-RNN layer in one launch, with its matrix product on the tensor cores.
+"""The whole linear-RNN layer in one launch, with its matrix product, on tensor cores for 16-bit inputs.
 
 Computes   v = x W,  s_t = exp(log_decay_t) * s_{t-1} + v_t,  y_t = s_t * silu(gate_t)   (or y = s where GATED is false)
 Grid       (ceil(T / BT), B * ceil(V / BV)). A CTA owns one tile of BT steps by BV channels, so time is split too and B = 1
