@@ -238,11 +238,14 @@ def run_backward(
         return found
     dgk, dinitial = _recurrence_gradients(plan, do.view(o.shape), dfinal, y, gk, initial, states, dz)
     del do
-    columns, dz = plan.layout.rows, dz.view(-1, plan.layout.pitch)
-    place = slice(columns - plan.sizes.projected_decays, columns)
-    low_rank, into = y.view(-1, plan.layout.pitch)[:, place], dz[:, place] if wants_x or wants_packed else None
-    dgk_weight, dgk_bias = _decay_gradients(dgk, low_rank, gk_weight, into, wants_gk, wants_bias)
-    found[2], found[3] = found[2] if dgk_weight is None else dgk_weight, found[3] if dgk_bias is None else dgk_bias
+    columns, rank = plan.layout.rows, plan.sizes.projected_decays
+    dz = dz.view(-1, plan.layout.pitch)
+    if wants_gk:
+        found[2] = dgk.mT @ y.view(-1, plan.layout.pitch)[:, columns - rank : columns]
+    if wants_bias:
+        found[3] = dgk.sum(0)
+    if wants_x or wants_packed:
+        torch.mm(dgk, gk_weight, out=dz[:, columns - rank : columns])
     del dgk
     dz = dz[:, :columns]
     if wants_x:
@@ -252,29 +255,6 @@ def run_backward(
     if wants_initial:
         found[6] = dinitial
     return found
-
-
-def _decay_gradients(
-    dgk: torch.Tensor,
-    low_rank: torch.Tensor,
-    weight: torch.Tensor,
-    into: torch.Tensor | None,
-    want_weight: bool,
-    want_bias: bool,
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Return the gradients of the weight and bias of the decays, and write that of their low-rank factor into columns of dz.
-
-    In 16 bits it is one launch, which reads dgk once; PyTorch's products and sum read it three times.
-    """
-    from onelaunch.ops.gla_layer import launch
-
-    if into is None and not want_weight and not want_bias:
-        return None, None
-    if weight.dtype is not torch.float32 and low_rank.shape[1] <= launch.MOST_RANK:
-        return launch.low_rank_gradients(dgk, low_rank, weight.contiguous(), into, want_weight=want_weight, want_bias=want_bias)
-    if into is not None:
-        torch.mm(dgk, weight, out=into)
-    return dgk.mT @ low_rank if want_weight else None, dgk.sum(0) if want_bias else None
 
 
 def _recurrence_gradients(

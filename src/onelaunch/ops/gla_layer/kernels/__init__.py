@@ -1,1 +1,0 @@
-"""Kernels of ``gla_layer`` that none of its parts has."""
