@@ -93,9 +93,11 @@ def test_kernels_compute_results_and_gradients(name, monkeypatch):
     assert_near(emulated(monkeypatch, arguments, segments), expected(arguments), BOUND)
 
 
-@pytest.mark.parametrize(
-    "name", thorough_but("tiles_that_heads_fill", "padded_per_head_in_segments", "padded_strong_decay", of=CASES)
-)
+FLOAT16 = ("tiles_that_heads_fill", "padded_per_head_in_segments", "padded_strong_decay")
+"""Cases that run in float16 too; the others do so with ``--architectures=every`` alone."""
+
+
+@pytest.mark.parametrize("name", [each if each in FLOAT16 else pytest.param(each, marks=pytest.mark.every) for each in CASES])
 def test_float16_is_as_accurate_as_its_rounding_allows(name, monkeypatch):
     """float16 has three more bits than bfloat16, so the bound is an eighth."""
     options = {"B": 1, "H": 1, "initial_state": True, "final_state": True, **CASES[name]}
@@ -108,7 +110,7 @@ LARGEST = torch.finfo(torch.float16).max
 
 
 @pytest.mark.parametrize("per", ["channel", "head"])
-@pytest.mark.parametrize("exponent", [-20, -8, 12])
+@pytest.mark.parametrize("exponent", [-20, pytest.param(-8, marks=pytest.mark.every), 12])
 def test_float16_gradients_do_not_depend_on_the_scale_of_the_loss(exponent, per, monkeypatch):
     """Gradients within the range of float16 are as accurate as with any scale, and those beyond it are inf, never finite.
 
