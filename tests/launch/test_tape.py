@@ -2,8 +2,8 @@
 
 Of the checks a repeated call makes only those that read values (``check_always``).
 
-``scale`` registers the toy operation ``scale`` of ``tests/toys.py`` for one test. A test marked ``thorough`` runs in ``make
-check`` alone.
+``scale`` registers the toy operation ``scale`` of ``tests/toys.py`` for one test. A test marked ``thorough`` does not run in
+``make test``.
 """
 
 from __future__ import annotations

@@ -8,8 +8,8 @@ test fails if it does not compare one of its entries, and ``tests/test_prose.py`
 gone.
 
 ``each_sequence`` applies a definition to each batch entry. ``weights_of`` returns a module's state dict in float64. ``NAMES`` are
-the names of all small layers of the tests. ``thorough_but`` marks all parameters but the named ones ``thorough``: they run in
-``make check`` alone.
+the names of all small layers of the tests. ``thorough_but`` marks all parameters but the named ones ``thorough``: they do not run
+in ``make test``.
 """
 
 from __future__ import annotations

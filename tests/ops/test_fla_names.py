@@ -8,7 +8,7 @@ its entries, and ``tests/test_prose.py`` if the test or the parameter of an entr
 CPU. ``arguments_of`` makes small random arguments on the CPU. ``pytorch_variants`` are the variants of plain PyTorch.
 ``triton_variants`` are the variants with kernels of our own for any GPU. ``assert_near`` bounds the norm of each error,
 relative to that of the expected values. A test marked ``interpret`` runs in Triton's interpreter, with TRITON_INTERPRET=1.
-``thorough_but`` marks all parameters but the named ones ``thorough``: they run in ``make check`` alone.
+``thorough_but`` marks all parameters but the named ones ``thorough``: they do not run in ``make test``.
 """
 
 from __future__ import annotations

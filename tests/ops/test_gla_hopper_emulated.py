@@ -4,8 +4,8 @@ Results and gradients are compared with the float64 reference, ``reference.py``'
 a chunk takes about 10 ms. What only a GPU shows is tested in test_gla_hopper.py and test_gla_hopper_sizes.py.
 
 ``arguments_of`` makes small random arguments on the CPU. ``assert_near`` bounds the norm of each error, relative to that of the
-expected values. ``emulate`` replaces the kernels by their emulation for a test. A test marked ``thorough`` runs in ``make check``
-alone. ``thorough_but`` marks all parameters but the named ones ``thorough``.
+expected values. ``emulate`` replaces the kernels by their emulation for a test. A test marked ``thorough`` does not run in
+``make test``. ``thorough_but`` marks all parameters but the named ones ``thorough``.
 """
 
 from __future__ import annotations

@@ -12,8 +12,8 @@ the variants with kernels of our own for any GPU. ``assert_one_call_correct`` ch
 all elements. ``assert_ok`` requires a verdict of the gate to be right. ``differentiable`` returns the arguments that take
 gradients. ``flat`` reshapes the leading dimensions. ``packed_gate`` makes a gate by ``projections``. ``CASES`` are the probes of
 ``output_chain`` and longer cases, by name. ``SHORT`` are the cases for Triton's interpreter. ``SMALL`` is the small case's sizes.
-``TENSORS`` names the tensor arguments in their order. ``case_of`` returns a case by its name. A test marked ``thorough`` runs in
-``make check`` alone, and one marked ``interpret`` runs in Triton's interpreter, with TRITON_INTERPRET=1.
+``TENSORS`` names the tensor arguments in their order. ``case_of`` returns a case by its name. A test marked ``thorough`` does not run
+in ``make test``, and one marked ``interpret`` runs in Triton's interpreter, with TRITON_INTERPRET=1.
 """
 
 from __future__ import annotations

@@ -11,8 +11,8 @@ if it does not compare one of its entries, and ``tests/test_prose.py`` if the te
 the variants with kernels of our own for any GPU. ``assert_one_call_correct`` checks the errors of one call, and that it writes
 all elements. ``assert_ok`` requires a verdict of the gate to be right. ``check_packing`` requires packed segments to equal a call
 for each. ``CASES`` are the probes of ``projections`` and longer cases, by name. ``SHORT`` are the cases for Triton's interpreter.
-``SMALL`` is the small case's sizes. ``case_of`` returns a case by its name. A test marked ``thorough`` runs in ``make check``
-alone, and one marked ``interpret`` runs in Triton's interpreter, with TRITON_INTERPRET=1.
+``SMALL`` is the small case's sizes. ``case_of`` returns a case by its name. A test marked ``thorough`` does not run in
+``make test``, and one marked ``interpret`` runs in Triton's interpreter, with TRITON_INTERPRET=1.
 """
 
 from __future__ import annotations
