@@ -7,13 +7,13 @@ given.
 ``prose(text)`` compares a test's texts, in the order of its calls, with its entries in tests/snapshots/prose.txt. A test fails
 if it does not compare one of its entries, and ``tests/test_prose.py`` if the test or the parameter of an entry is gone.
 
-``device`` is the first GPU, or the CPU. ``BOTH`` are the directions: forward, and forward with gradients. ``triton_variants`` are
-the variants with kernels of our own for any GPU. ``assert_one_call_correct`` checks the errors of one call, and that it writes
-all elements. ``assert_ok`` requires a verdict of the gate to be right. ``differentiable`` returns the arguments that take
-gradients. ``flat`` reshapes the leading dimensions. ``packed_gate`` makes a gate by ``projections``. ``CASES`` are the probes of
-``output_chain`` and longer cases, by name. ``SHORT`` are the cases for Triton's interpreter. ``SMALL`` is the small case's sizes.
-``TENSORS`` names the tensor arguments in their order. ``case_of`` returns a case by its name. A test marked ``thorough`` does not run
-in ``make test``, and one marked ``interpret`` runs in Triton's interpreter, with TRITON_INTERPRET=1.
+``device`` is the first GPU, or the CPU. ``BOTH`` are the directions: forward, and forward with gradients. ``triton_variants``
+are the variants with kernels of our own for any GPU. ``assert_one_call_correct`` checks the errors of one call, and that it
+writes all elements. ``assert_ok`` requires a verdict of the gate to be right. ``differentiable`` returns the arguments that
+take gradients. ``flat`` reshapes the leading dimensions. ``packed_gate`` makes a gate by ``projections``. ``CASES`` are the
+probes of ``output_chain`` and longer cases, by name. ``SHORT`` are the cases for Triton's interpreter. ``SMALL`` is the small
+case's sizes. ``TENSORS`` names the tensor arguments in their order. ``case_of`` returns a case by its name. A test marked
+``thorough`` does not run in ``make test``, and one marked ``interpret`` runs in Triton's interpreter, with TRITON_INTERPRET=1.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from onelaunch.ops.gated_scan.contract import gated_scan
 def cost(case: Case, variant: Variant | None, direction: Direction) -> Cost:
     """Return the least cost of a case, or with ``variant`` the cost of that variant; see :func:`scan_bytes`.
 
-    Forward reads v, log_decay and gate, and writes y. Backward reads those and dy, and writes three gradients. A case without a
+    Forward reads v, log_decay and gate, and writes y. Backward reads v, log_decay, gate and dy, and writes three gradients. A case without a
     gate has none of the gate's bytes. A variant fuses scan and gate if its tag ``fuses`` names ``gate``.
     """
     fused = variant is None or not gated_scan.option(case, "gate") or "gate" in variant.tags.get("fuses", ())
