@@ -17,8 +17,8 @@ from onelaunch.ops.gated_scan.contract import gated_scan
 def cost(case: Case, variant: Variant | None, direction: Direction) -> Cost:
     """Return the least cost of a case, or with ``variant`` the cost of that variant; see :func:`scan_bytes`.
 
-    Forward reads v, log_decay and gate, and writes y. Backward reads v, log_decay, gate and dy, and writes three gradients. A case without a
-    gate has none of the gate's bytes. A variant fuses scan and gate if its tag ``fuses`` names ``gate``.
+    Forward reads v, log_decay and gate, and writes y. Backward reads these and dy, not y, and writes three gradients. A case
+    without a gate has none of the gate's bytes. A variant fuses scan and gate if its tag ``fuses`` names ``gate``.
     """
     fused = variant is None or not gated_scan.option(case, "gate") or "gate" in variant.tags.get("fuses", ())
     values = 1 if direction == "forward" else 3  # forward reads v; backward also reads v and writes dv
@@ -37,8 +37,9 @@ def scan_bytes(case: Case, defaults: dict[str, Any], direction: Direction, fused
     """Return the bytes that scan and gate move, without v and its gradient, and the number of them that are written.
 
     They are those of log_decay, gate, y and their gradients, and of the initial and final states, whose gradients are neglected.
-    If scan and gate are separate launches (``fused`` is false), the states s of all steps are written and read as well, and so is
-    their gradient, in float32. ``linear_rnn`` counts its scan by this function, with its own options as ``defaults``.
+    If scan and gate are separate launches (``fused`` is false), the states s of all steps are also written and read in the
+    case's dtype, and backward reads them again; their gradient is written and read in float32. ``linear_rnn`` counts its scan by
+    this function, with its own options as ``defaults``.
     """
     options = {**defaults, **case.options}
     value = case.dtype.itemsize
