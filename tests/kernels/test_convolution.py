@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from onelaunch.kernels.convolution import operator
 from onelaunch.kernels.convolution.operator import convolve, why_not
+from onelaunch.operation import requirements
 
 pytest.importorskip("triton")
 
@@ -178,11 +179,11 @@ def test_no_gradient_is_recorded_without_need(device):
     ids=["taps", "empty", "dtype", "dtypes", "channels", "state", "states", "device", "batch"],
 )
 def test_calls_that_are_left_to_pytorch(changed, said, monkeypatch):
-    monkeypatch.setattr(operator, "interpreting", lambda: True)
+    monkeypatch.setattr(requirements, "interpreting", lambda: True)
     assert why_not(torch.zeros(1, 3, 4), torch.zeros(4, 3)) is None
     assert said in str(why_not(**{"x": torch.zeros(1, 3, 4), "weight": torch.zeros(4, 3)} | changed))
 
 
 def test_a_cpu_is_left_to_pytorch(monkeypatch):
-    monkeypatch.setattr(operator, "interpreting", lambda: False)
+    monkeypatch.setattr(requirements, "interpreting", lambda: False)
     assert "needs a CUDA" in str(why_not(torch.zeros(1, 3, 4), torch.zeros(4, 3)))

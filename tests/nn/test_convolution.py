@@ -45,6 +45,7 @@ def test_the_kernel_does_what_pytorchs_functions_do(bias, lengths, size, with_st
             patched.setattr(convolution, "why_not", lambda *_: "the test asks for PyTorch's functions")
             expected = outcome(module, x, state, offsets)
         for one, other in zip(found, expected, strict=True):
+            # Both are float32, and add products and sums over steps in another order.
             torch.testing.assert_close(one, other, atol=2e-6, rtol=2e-5)
 
 
@@ -94,5 +95,6 @@ def test_a_layer_takes_the_kernel(device, monkeypatch):
     for module in (convolution, composition):
         monkeypatch.setattr(module, "why_not", lambda *_: "the test asks for PyTorch's functions")
     for one, other in zip(found, both(), strict=True):
+        # float32 through a whole layer, whose norm divides by numbers that may be small
         torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-4)
     assert len(calls) == 3

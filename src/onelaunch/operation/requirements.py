@@ -19,12 +19,23 @@ LARGEST_GRID_X = 2**31 - 1
 """Largest number of CTAs along x of a grid, on CUDA and ROCm."""
 
 
-def cannot_launch(query: Query) -> str | None:
-    """Return why no Triton kernel can run a call, or ``None`` if one can."""
+def cannot_launch_on(device_type: str) -> str | None:
+    """Return why no Triton kernel can run on a device of this type, or ``None``; ``torch.compile`` treats it as a constant.
+
+    The short convolutions of ``kernels/convolution`` ask it too.
+    """
     if not triton_here():
         return "needs Triton, which is not installed"
-    if query.device_type != "cuda" and not interpreting():
-        return "needs a CUDA or ROCm device"
+    return None if device_type == "cuda" or interpreting() else "needs a CUDA or ROCm device"
+
+
+vars(cannot_launch_on)["_dynamo_marked_constant"] = True  # as torch.compiler.assume_constant_result, without its slow import
+
+
+def cannot_launch(query: Query) -> str | None:
+    """Return why no Triton kernel can run a call, or ``None`` if one can."""
+    if (reason := cannot_launch_on(query.device_type)) is not None:
+        return reason
     if 0 in query.sizes:
         return "needs at least one element in every dimension"
     return None

@@ -12,7 +12,7 @@ from typing import Any, Optional
 import torch
 
 from onelaunch.launch.operator import Operator
-from onelaunch.operation.requirements import interpreting, triton_here
+from onelaunch.operation.requirements import cannot_launch_on
 from onelaunch.tracing import is_transformed
 
 _MOST_TAPS = 8
@@ -20,16 +20,6 @@ _MOST_TAPS = 8
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 """Dtypes of x."""
-
-
-def _cannot_launch(device_type: str) -> str | None:
-    """Return why no Triton kernel can run on a device of this type, or ``None``; ``torch.compile`` treats it as a constant."""
-    if not triton_here():
-        return "needs Triton, which is not installed"
-    return None if device_type == "cuda" or interpreting() else "needs a CUDA or ROCm device"
-
-
-vars(_cannot_launch)["_dynamo_marked_constant"] = True  # as torch.compiler.assume_constant_result, without its slow import
 
 
 def why_not(
@@ -43,7 +33,7 @@ def why_not(
 
     Sizes, dtypes and devices that do not fit together are left to PyTorch, which refuses them or, under autocast, converts them.
     """
-    if (reason := _cannot_launch(x.device.type)) is not None:
+    if (reason := cannot_launch_on(x.device.type)) is not None:
         return reason
     if x.dtype not in _DTYPES or weight.dtype != x.dtype or torch.is_autocast_enabled(x.device.type):
         return "needs x and the weight in one dtype, float16, bfloat16 or float32, and no autocast"
