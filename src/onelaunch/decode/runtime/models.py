@@ -1,6 +1,7 @@
 """Registry of the objects that the runtime makes once per model: repacked weights, sessions, and captured steps.
 
-``kernels.py`` keeps sessions in ``MODELS``, and the variant ``captured`` of ``decode_step`` its graphs.
+``kernels.py`` keeps repacked weights and sessions in ``MODELS``. The variants ``captured`` and ``compiled`` of ``decode_step``
+keep their CUDA graphs in it.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@
 //            every plan free of races.
 // Numerics   weights, keys and values bfloat16; products, residual stream and words between CTAs float32 (22 significant bits where
 //            words carry a tag; fixed point in units of 2^-28 where they are added to).
-// Time-out   every wait ends: after TIMEOUT_CYCLES an error is noted, and no wait of the launch waits again (waiting.cuh).
+// Time-out   every wait ends: after TIMEOUT_CYCLES an error is noted, at whose next check the others end too (waiting.cuh).
 // Source     docs/notebook/decode.md, with the measurements behind these choices.
 //
 // Constants of plan.cuh

@@ -8,8 +8,9 @@
 //            arrive at `empty`. This is the producer/consumer pipeline of CUTLASS. A position in the ring is a stage and the parity of
 //            the mbarrier phase that is waited for there; the parity flips each time the ring wraps around.
 // Time-out   no wait is unbounded. After TIMEOUT_CYCLES (about two seconds) a wait writes STALLED to the state's error word and sets
-//            `aborted` in shared memory. From then on no wait of any CTA waits again: the launch ends, its logits are NaN, and the host
-//            raises. A CTA that is not resident, or a damaged buffer, thus gives an error and not a hung GPU.
+//            `aborted` in shared memory. From then on every wait of any CTA ends at its next check of the error (SPINS_PER_CHECK): the
+//            launch ends, its logits are NaN, and the host raises. A CTA that is not resident, or a damaged buffer, thus gives an
+//            error and not a hung GPU.
 #pragma once
 
 // Pointers into a CTA's shared memory. plan.cuh has the byte offsets (..._AT), which codegen/layout.py computes. `vector_hi` and
