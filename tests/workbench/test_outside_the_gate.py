@@ -1,7 +1,7 @@
 """Tests of peers outside the gate: variants of other projects whose errors the gate refuses and their own tests allow.
 
 Such a peer is judged incorrect and timed all the same, others may be compared with it, and reports name it so. It is never the
-variant to use, never adopted and never chosen. ``rounded`` below computes ``toy_sum`` and is off by about 1.4e-3 norm-wise,
+variant to use, never adopted and never chosen. ``rounded`` below computes ``toy_sum`` and is off by about 7e-4 norm-wise,
 where the gate allows less than 1e-6 in float32. The times in the sections "Decisions and reports" and "Stored results" are made
 up by ``ladder.py``; those in "A run" are measured. ``prose`` and ``prose.raises`` compare wording with the test's entries in
 ``tests/snapshots/prose.txt``. A test fails if it does not compare one of its entries, and ``tests/test_prose.py`` if the test
@@ -60,7 +60,12 @@ def scaled(call, size):
 
 
 def rounded(call):
-    return scaled(call, 2e-3)
+    """Return outputs that are off by about 7e-4 norm-wise.
+
+    The gradient of the weight cancels, so that for about one in a thousand contents its error is four times that of the outputs.
+    The contents that a run times are drawn anew in each run, and this error stays below ``OWN`` there too.
+    """
+    return scaled(call, 1e-3)
 
 
 def far_off(call):
