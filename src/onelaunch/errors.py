@@ -286,7 +286,7 @@ class ContextExceeded(OneLaunchError, ValueError):
 
 
 class FallbackNotice(OneLaunchError, UserWarning):
-    """Warning that the fastest path cannot run here, so that a slower one is used."""
+    """Warning that the fastest path cannot run here, or gave a wrong result, so that another one is used."""
 
 
 class CacheNotice(OneLaunchError, UserWarning):

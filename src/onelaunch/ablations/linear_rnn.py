@@ -37,7 +37,10 @@ def _warps_for(width: int) -> int:
 
 @launches("stepwise")
 def run_stepwise(layer: Layer) -> Results:
-    """Project, scan and gate step by step, by a CTA for each sequence and :data:`CHANNELS` channels."""
+    """Project, scan and gate step by step, by a CTA for each sequence and :data:`CHANNELS` channels.
+
+    For a backward pass the kernel stores the state before every ``BT``-th step: the shared backward kernel reads one per tile.
+    """
     from onelaunch.ablations.kernels.linear_rnn import stepwise_kernel
     from onelaunch.kernels.scan.launch import scan_tiles
 

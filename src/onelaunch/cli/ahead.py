@@ -1,7 +1,8 @@
 """Measures that shorten the start of a command.
 
-The import of PyTorch runs without garbage collection, and a CUDA context is created in a thread during the import. ``main.py``
-calls :func:`make_context`, and ``application.py`` imports commands in :func:`hastened_import`.
+The import of PyTorch runs without garbage collection, for which ``application.py`` imports each command in
+:func:`hastened_import`. For ``onelaunch generate`` alone, ``main.py`` calls :func:`make_context`, which creates a CUDA context in
+a thread during the import.
 """
 
 from __future__ import annotations

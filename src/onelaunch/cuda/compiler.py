@@ -2,9 +2,9 @@
 
 Compiling needs no GPU, no driver and no nvcc, only the extra ``cuda`` (cuda-bindings and NVRTC). Each :class:`Source` is compiled
 once per architecture. ``module.py`` calls :func:`compile_source` when a kernel is loaded, ``launch/side_by_side.py`` for the
-kernels of a first call or of a study's probes, and ``launch/ahead.py`` for ``onelaunch prebuild``. The inspector and
-``tools/hash_kernels.py`` call :func:`compile_now`. The package :mod:`onelaunch.cuda` exports the other functions and says who
-calls them.
+kernels of a first call or of a study's probes, and ``launch/ahead.py`` for ``onelaunch prebuild``, after it has asked
+:func:`compiled_before`. The inspector and ``tools/hash_kernels.py`` call :func:`compile_now`. The package :mod:`onelaunch.cuda`
+exports the other functions and says who calls them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Capture enqueued work in a CUDA graph, undisturbed by other threads and by Python's garbage collector.
 
-The measurement of times in the workbench, the measurement of peaks, and the decode runtime (``decode/runtime/graphs.py``)
-capture with it.
+The workbench, where it measures times or counts launches, the measurement of peaks, and the decode runtime
+(``decode/runtime/graphs.py``) capture with it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Find and patch a stall-count hazard that NVIDIA's assembler leaves in Hopper machine code (SASS).
 
 Each fixed-latency instruction encodes its stall count: how many cycles the next instruction waits. The hardware has no other
-interlock for such results. ``CS2R``, which sets a pair of registers to zero, needs 6 cycles on Hopper before its result may be
-read. The assembler of CUDA 13.0 leaves only 5 when a predicated instruction that may write the same register comes between::
+interlock for such results. ``CS2R`` copies a special register, such as the zero ``SRZ`` or a clock, to a register or a pair. It
+needs 6 cycles on Hopper before its result may be read. The assembler of CUDA 13.0 leaves only 5 when a predicated instruction
+that may write the same register comes between::
 
     CS2R R8, SRZ                            stall count 2
     @!P1 IMAD.WIDE R8, R87, 0x1000, R84     stall count 3

@@ -5,8 +5,9 @@ turn, round by round with pauses between, and a peak is the fastest sample. Roun
 quantity are further apart than :data:`SPREAD`. If they stay further apart than :data:`_TRUSTED`, the device was busy. Then the
 peak is the slowest of the :data:`AGREEING` fastest samples, a warning says so, and the next command measures again. Peaks are
 kept in the cache folder, one entry per software stack. A load that lasts through all rounds cannot be detected this way.
-Therefore the workbench calls :func:`remeasure` before it marks a time as impossible. ``onelaunch doctor``, the commands of
-studies and the process that measures a study call :func:`ceilings`.
+Therefore the workbench calls :func:`remeasure` before it marks a time as impossible. ``onelaunch doctor``, the commands ``run``
+and ``show`` of studies, and the process that measures a study call :func:`ceilings`. ``tools/measure_peaks.py`` prints what
+:func:`survey` returns.
 """
 
 from __future__ import annotations
@@ -371,7 +372,7 @@ def _launch_probe(device: torch.device) -> Probe:
     one = torch.zeros(1, device=device)
     if device.type == "cpu":
         return Probe("launch", "addition of one element", LAUNCHES, lambda: [one.add_(1) for _ in range(LAUNCHES)])
-    one.add_(1)
+    one.add_(1)  # loads the kernel before the capture
     graph = torch.cuda.CUDAGraph()
     cuda.capture(lambda: [one.add_(1) for _ in range(LAUNCHES)], graph, torch.cuda.Stream(device))
     return Probe("launch", "node of a CUDA graph", LAUNCHES, graph.replay)

@@ -1,4 +1,7 @@
-"""Explain the dispatcher's choice, with the standing of every variant. The command ``onelaunch explain`` prints it."""
+"""Explain the dispatcher's choice, with the standing of every variant.
+
+Users call ``onelaunch.dispatch.explain``, and the command ``onelaunch explain`` prints its answer.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Application with the commands of ``onelaunch study``; ``cli/application.py`` imports it when one of them is called."""
+"""Application with the commands of ``onelaunch study``; ``cli/application.py`` imports it when ``study`` is called."""
 
 from __future__ import annotations
 
@@ -50,4 +50,4 @@ study = typer.Typer(
 
 @study.callback()
 def _studies() -> None:
-    """Take no options; each command has its own."""
+    """Take no options; each command has its own. Typer refuses an application that registers neither commands nor a callback."""

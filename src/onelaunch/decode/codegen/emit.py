@@ -90,7 +90,8 @@ _CALLS: dict[Op, str] = {
 }  # fmt: skip
 """Call of each phase's function in the kernel.
 
-A ``norm`` is called by the name of its phase, and ``next_token`` runs the sampler's phases, ``tally`` and ``draw``.
+A ``norm`` is called by the name of its phase. ``next_token`` samples too: plans with the sampler's phases, ``tally`` and
+``draw``, are made for checks and tests, and no kernel is generated from them.
 """
 
 _SPLIT_K_CALLS: dict[Op, str] = {"o": "multiply_o_split_k(c);", "down": "multiply_down_counted(c);"}

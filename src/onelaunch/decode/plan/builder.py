@@ -231,7 +231,7 @@ class Builder:
     # Phases
 
     def norm(self, name: str, source: str) -> Phase:
-        """Return the phase in which CTA 0 normalizes the residual stream for all."""
+        """Return the phase in which CTA 0 normalizes the residual stream for all; the kernel's function has its ``name``."""
         first = Assignment(0, 1, self.whole(source), self.whole("normed"))
         return Phase(name, "norm", self.options.others, (first, *[Assignment()] * (self.ctas - 1)))
 

@@ -1,10 +1,10 @@
 """Optimization levels of the decode megakernel, from eight grid barriers per layer to none, and the plan of each.
 
 Each level adds to the previous one, so that their times are an ablation; only ``graph``, the baseline with a launch per phase,
-stands apart. Each is a variant of ``decode_step``. The megakernel's variants and ``decode/runtime/proofs.py`` ask
-:func:`plan_for`, and engines whether a level has a launch per phase. :class:`Level` explains the options. ``heads`` and
-``others`` name the synchronization before phases, which is ``grid`` (a grid barrier), ``flags`` (semaphores per key head),
-``data`` (flag-in-data words) or ``none``.
+stands apart. Each is a variant of ``decode_step``. The megakernel's variants ask :func:`unsupported` and, as
+``decode/runtime/proofs.py`` does, :func:`plan_for`; engines ask whether a level has a launch per phase. :class:`Level` explains
+the options. ``heads`` and ``others`` name the synchronization before phases, which is ``grid`` (a grid barrier), ``flags``
+(semaphores per key head), ``data`` (flag-in-data words) or ``none``.
 """
 
 from __future__ import annotations

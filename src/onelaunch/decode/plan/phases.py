@@ -241,7 +241,7 @@ class Plan:
         yield from ((layers, phase) for phase in self.tail)
 
     def barriers(self) -> int:
-        """Return the number of grid barriers of a token."""
+        """Return the number of grid barriers of a token. Tests compare it with the kernel's counter and with studies."""
         return sum(phase.edge == "grid" for _, phase in self.instances())
 
 

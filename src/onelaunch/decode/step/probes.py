@@ -30,6 +30,6 @@ CASES: dict[str, dict[str, Any]] = {
 
 @decode_step.probes
 def probes() -> Iterator[Case | Probe]:
-    """Yield the cases, and a call with the token on another device."""
+    """Yield the cases, and a call with the token on another device, which the contract must refuse."""
     yield from named(decode_step.case, {name: {**SIZES, **given} for name, given in CASES.items()})
     yield Probe(decode_step.case("float32", name="token_elsewhere", **SIZES, position=3), elsewhere("token"), refused=True)

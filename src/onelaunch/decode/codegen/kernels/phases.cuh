@@ -55,6 +55,7 @@ DEVICE void allow_weights(Consumer& c, int phase, int columns) {
 // The embedding row takes the place of the residual stream in the first layer.
 DEVICE const u16* first_row(const Consumer& c) { return c.layer == 0 ? c.embedding_row() : nullptr; }
 
+// Phases NORM: the functions have the names that plan/builder.py gives these phases, by which order.cuh calls them.
 DEVICE void input_norm(Consumer& c) { norm_by_one_cta(c, c.a.words + RESIDUAL, first_row(c), c.norm_weights()); }
 DEVICE void post_norm(Consumer& c) { norm_by_one_cta(c, c.a.words + MID, nullptr, c.norm_weights() + HIDDEN); }
 
@@ -194,7 +195,7 @@ DEVICE void multiply_head(Consumer& c) {
   u64 mine = 0;
   multiply_phase<HIDDEN, MAX_LM_HEAD, MIN_LM_HEAD, GROUPS_LM_HEAD>(c, LM_HEAD, stage, [&](int row, int, float sum, float) {
     if (row >= VOCAB) return;
-    const float logit = *c.s.aborted ? uint_as_float(0x7FC00000) : sum;  // NaN once a wait has timed out: the host must notice
+    const float logit = *c.s.aborted ? uint_as_float(0x7FC00000) : sum;  // NaN in an aborted launch: the host must notice
     c.a.logits[row] = logit;
     mine = larger_of(mine, candidate(penalised(c, logit, row), row));
   });
@@ -204,8 +205,8 @@ DEVICE void multiply_head(Consumer& c) {
 }
 
 // Take the best of all CTAs' candidates, or sample. Every CTA does so for itself and gets the same token. Two sets of candidates
-// alternate from token to token, as a slow CTA may still read the previous one's. Without FLAG_IN_DATA the barrier before this phase has
-// ordered the candidates, and tags are not checked.
+// alternate from token to token, as a slow CTA may still read the previous one's. Without FLAG_IN_DATA the barrier or the launch before
+// this phase has ordered the candidates, and tags are not checked.
 DEVICE void next_token(Consumer& c) {
   c.refresh();
   u64 mine = 0;

@@ -25,6 +25,8 @@ static_assert(RADIX_PASSES == 3 + 6 && BINS == 1 << DIGIT, "3 passes of top-k, w
 constexpr u32 MIN_DISTANCE = 0x32000000, MAX_DISTANCE = 0x41FFFFFF;  // 2^-27, just below 32
 
 DEVICE float choice(const Consumer& c, int which) { return uint_as_float(c.a.choices[which]); }
+// Return whether the kernel samples. In plans with a launch per phase one CTA runs this phase alone, and could not pass a grid barrier:
+// the engine then samples in PyTorch.
 DEVICE bool samples(const Consumer& c) { return !LAUNCH_PER_PHASE && c.a.choices && choice(c, TEMPERATURE) > 0; }
 DEVICE float penalised(const Consumer& c, float logit, int row) {
   if (!c.a.seen || !c.a.seen[row]) return logit;
