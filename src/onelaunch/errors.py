@@ -1,6 +1,6 @@
 """Errors and warnings that every part of onelaunch raises. Each message says what is wrong and, if possible, what to do about it.
 
-All derive from :class:`OneLaunchError`, the specific ones also from a built-in class that a caller would expect.
+All derive from :class:`OneLaunchError`, most also from a fitting built-in class. Attributes such as ``argument`` are for callers.
 """
 
 from __future__ import annotations

@@ -37,6 +37,7 @@ def capture(step: Callable[[], Result], graph: torch.cuda.CUDAGraph, stream: tor
     first: BaseException | None = None
     try:
         # PyTorch's default is a stream of the device that captured first, and a mode that other threads' CUDA calls may break.
+        # Before the capture it synchronizes the current device, which is therefore made the stream's.
         with (
             _ONE_AT_A_TIME,
             _no_garbage_collection(),

@@ -267,7 +267,7 @@ def sample(probes: Sequence[Probe], clock: Callable[[Callable[[], object], int],
     """
     end = time.perf_counter() + seconds
     for probe in probes:
-        clock(probe.run, 1)
+        clock(probe.run, 1)  # the first call may load kernels, so its duration does not count
         probe.calls = max(1, math.ceil(_SAMPLE_SECONDS / max(clock(probe.run, 1), 1e-7)))
     for index in range(MOST_ROUNDS):
         if index >= LEAST_ROUNDS and all(probe.spread <= SPREAD for probe in fastest(probes).values()):

@@ -38,7 +38,7 @@ NAMES = {
     "hidden": "RESIDUAL", "final": "FINAL", "mid": "MID", "act": "ACT", "qkv": "QKV_OUT", "partial": "PARTIAL",
     "normed": "NORMED", "q": "QUERIES", "squares": "HEAD_SQUARES", "kept": "RESIDUAL_ROWS",
 }  # fmt: skip
-"""Name of the constant in the kernel that holds the offset of each buffer of :func:`word_offsets`."""
+"""Name of the constant in the kernel that holds the offset of each buffer of :func:`word_offsets`, 0 if a plan lacks it."""
 
 
 def header(plan: Plan, tuning: Tuning) -> str:

@@ -124,7 +124,7 @@ BUILT = {
     "Qwen3-0.6B": ModelConfig(151_936, 1024, 3072, 28, 16, 8, 128, tie_word_embeddings=True),
     "small and untied": ModelConfig(1000, 128, 384, 2, 4, 1, 32),
 }
-"""Configurations that kernels are compiled for in CI."""
+"""Configurations for which ``onelaunch inspect``, ``onelaunch prebuild`` and CI compile kernels, by their name in listings."""
 
 
 def builds(level: str, architecture: str) -> list[Build]:
