@@ -88,7 +88,7 @@ class Memory:
     def __init__(self, plan: Plan, constants: Constants, context: int, *, markers: bool = False) -> None:
         device = constants.weights.device
         arrivals = arrivals_table(plan)
-        self.plan, self.constants, self.context = plan, constants, context
+        self.constants = constants
         self.assignments = torch.tensor(assignments_table(plan), dtype=torch.int32, device=device)
         """Work assignment of each CTA in each phase: first unit and one past the last."""
         self.arrivals = torch.tensor(arrivals or [0], dtype=torch.int32, device=device)
