@@ -213,7 +213,7 @@ SIZES = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
     "head_dim", "max_position_embeddings",
 )  # fmt: skip
-"""Fields that must be positive integers. Plans depend on them alone, without the context (``decode/runtime/proofs.py``)."""
+"""Fields that must be positive integers. Decode plans depend on all but the context (``decode/runtime/proofs.py``)."""
 
 _DEFAULTED = ("max_position_embeddings",)
 """Fields of :data:`SIZES` that a file may leave out."""

@@ -141,7 +141,7 @@ class Weights(Bundle):
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Self:
         """Return these weights with ``function`` applied to each tensor; a tied LM head stays tied."""
         tensors = from_tensors(self.config, {name: function(tensor) for name, tensor in self.tensors().items()})
-        return replace(self, **{each.name: getattr(tensors, each.name) for each in fields(tensors)})  # keeps a subclass
+        return replace(self, **{each.name: getattr(tensors, each.name) for each in fields(tensors)})  # a subclass stays one
 
 
 def parts(config: ModelConfig) -> Iterator[tuple[str, str, tuple[int, ...]]]:
