@@ -4,8 +4,9 @@
 constants and which are specialized as multiples of 16.
 
 ``operation/examples.py`` makes the builds of example calls and of cases, for the inspector, ``onelaunch prebuild`` and the probes
-of studies; ``side_by_side.py`` makes those of a first call, and the megakernel's variants of ``decode_step`` their own.
-``compile.py`` and ``cuda/compiler.py`` compile them.
+of studies; ``side_by_side.py`` makes those of a first call. Functions that variants register by ``@variant.kernels`` make their
+own, as those of ``gla_layer`` and ``decode_step`` do. ``compile.py`` and ``cuda/compiler.py`` compile builds. A build that is
+written by hand, without a launch, is one of a test or a plug-in.
 """
 
 from __future__ import annotations

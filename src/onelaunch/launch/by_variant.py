@@ -2,7 +2,7 @@
 
 The variants of an operation share one registered PyTorch operator. An operator takes strings but no functions, so it receives the
 name of what it launches. ``autograd.py`` of operations whose variants launch different kernels makes one, ``launches``, and the
-modules of variants and ablations register their functions in it.
+modules of variants and ablations register their functions in it. ``gla_layer`` calls functions from those of its parts.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """Fake and recorded launches: calls on fake tensors that launch no kernel.
 
 Code that launches kernels runs in one of three modes. Normally it launches. While launches are *imitated*, each does nothing and
-the call returns the empty tensors that the kernels would fill; PyTorch's tracers learn the shapes of results this way. While
-launches are *recorded*, they are also appended to a list; the inspector, ``onelaunch prebuild``, the compilation of first calls
-and the tests learn from it which kernels a call launches. ``operation/examples.py`` records example calls, ``side_by_side.py``
-first calls, and ``operator.py`` imitates launches for tracers. Code that launches, allocates workspaces or compiles asks for the
-mode.
+the call returns the empty tensors that the kernels would fill. PyTorch's tracers learn the shapes of results this way from an
+operator without a function ``fake`` of its own (``operator.py``); all operators of the package have one. While launches are
+*recorded*, they are also appended to a list; the inspector, ``onelaunch prebuild``, the compilation of first calls and the tests
+learn from it which kernels a call launches. ``operation/examples.py`` records example calls, ``side_by_side.py`` first calls, and
+``gla_layer`` its convolutions. Code that launches, allocates workspaces or compiles asks for the mode.
 """
 
 from __future__ import annotations

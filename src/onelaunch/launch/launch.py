@@ -1,9 +1,10 @@
 """Launch objects: the only place that states the arguments, grid, constants and options of a kernel launch.
 
 The function that allocates a kernel's results, in the launch code of operations, ablations, ``kernels`` and decoding, makes a
-:class:`Launch` (Triton, Gluon) or a :class:`CudaLaunch` (CUDA C++) and runs it. Everything else is derived from it. The fake
-results for ``torch.compile`` come from the same function on fake tensors (:mod:`onelaunch.launch.imitation`). The builds that CI
-compiles and ``onelaunch inspect`` shows come from the launches of example calls (:mod:`onelaunch.launch.build`).
+:class:`Launch` (Triton, Gluon) or a :class:`CudaLaunch` (CUDA C++) and runs it. Everything else is derived from it. The same
+function runs on fake tensors where only its launches are wanted (:mod:`onelaunch.launch.imitation`). The builds that CI compiles
+and ``onelaunch inspect`` shows come from the launches of example calls (:mod:`onelaunch.launch.build`). A launch reports itself
+to the recorder of a call that will be replayed (:mod:`onelaunch.launch.recording`).
 """
 
 from __future__ import annotations

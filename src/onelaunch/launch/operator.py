@@ -1,7 +1,7 @@
 """Wrap functions that launch kernels: as registered operators for compiled code, as autograd functions for eager code.
 
-``autograd.py`` of each operation that trains by kernels of its own makes operators with it, and so do ``gla_layer`` and the
-chunked scan in PyTorch.
+``autograd.py`` of each operation that trains by kernels of its own makes operators with it, and so do ``gla_layer``, the chunked
+scan in PyTorch (``kernels/scan``) and the short convolution (``kernels/convolution``).
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ class Operator:
             tensors, never an input or a view of one.
         fake: Function from the same inputs to empty tensors with the shapes, dtypes and strides of the results of ``run``. Sizes
             may be symbolic in it, so it must neither compare them nor look them up in a cache: a comparison would be a guard of
-            the compiled code. The default is ``run`` itself with its launches imitated, for operators of fixed sizes.
+            the compiled code. The default, which only tests use, is ``run`` itself with its launches imitated, for operators of
+            fixed sizes.
         save: Function ``save(ctx, inputs, output)`` that saves what ``gradients`` needs, like ``setup_context`` of an autograd
             function.
         gradients: Function ``gradients(ctx, backward, *grad_outputs)`` that returns a gradient, or ``None``, for every input of

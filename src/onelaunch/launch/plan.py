@@ -171,7 +171,7 @@ class Plan:
         return self._distances
 
     def replay(self, facts: Facts) -> Any:
-        """Repeat the steps for the tensors of a call, which are replaced in its lists, and return the results."""
+        """Repeat the steps for the tensors of a call, whose lists are extended by what the steps make; return the results."""
         addresses, tensors = facts.addresses, cast("list[Any]", facts.tensors)
         try:
             packet = self._pool.pop()  # another thread gets another one
