@@ -39,7 +39,8 @@ def tensor_map(
 ) -> bytes:
     """Return a tensor map made by :func:`onelaunch.cuda.tensor_map`, cached because calls often repeat the same tensors.
 
-    While launches are imitated, the map is all zeros: there may be no driver that makes one, and no kernel reads it.
+    While launches are imitated, the map is all zeros: there may be no driver that makes one, and no kernel reads it. A recorder
+    also gets a function that encodes the map for another address, since a replay has other tensors.
     """
     if imitated():
         return bytes(MAP_BYTES)

@@ -1,8 +1,8 @@
 """Elementwise activations for Triton kernels, in float32 registers.
 
 Each function takes a tile of any shape and returns a tile of the same shape. ``exp`` is computed with ``exp2``, the hardware's
-base. The Triton kernels of ``kernels/scan``, of the operations ``swiglu``, ``output_chain`` and ``projections``, and of
-the ablations call them.
+base. The Triton kernels of ``kernels/scan`` and ``kernels/convolution``, of the operations ``swiglu``, ``output_chain`` and
+``projections``, and of the ablations call them.
 """
 
 import triton

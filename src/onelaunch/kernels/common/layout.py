@@ -1,7 +1,7 @@
 """Sizes and memory layout of kernel arguments, computed on the host.
 
-The launch code of the kernels of operations and ablations calls these functions, and so does the code that chooses
-configurations.
+The launch code of kernels calls these functions, in operations, ablations and the other folders of ``kernels``, and so does the
+code that chooses configurations.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Launches of the short causal convolution and of its gradients; ``operator.py`` of this folder calls them."""
+"""Launches of the short causal convolution and of its gradients.
+
+``operator.py`` of this folder calls them. The variant ``composed`` of ``gla_layer`` records them for the list of its kernels.
+"""
 
 from __future__ import annotations
 

@@ -32,6 +32,7 @@ def why_not(
     """Return why the kernels cannot run a call of :func:`convolve`, or ``None``.
 
     Sizes, dtypes and devices that do not fit together are left to PyTorch, which refuses them or, under autocast, converts them.
+    Only the bias is not compared: it is ``[C]`` in the dtype of the weight, as in ``ShortConvolution``.
     """
     if (reason := cannot_launch_on(x.device.type)) is not None:
         return reason

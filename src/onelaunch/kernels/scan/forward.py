@@ -17,8 +17,8 @@ Packing    sequences packed into one batch entry are one scan whose decay is set
            its sequence by bisection of the offsets, on the device.
 Numerics   decays multiply in linear space, float32; nothing is divided by a decay, so -inf is safe. y is rounded once, at its
            store.
-Callers    kernels/scan/launch.py launches the kernels. backward.py uses the loads, decays and stores of tiles;
-           project_scan_gate.py of ``linear_rnn`` ends with scan_gate_tile.
+Callers    kernels/scan/launch.py launches the kernels. backward.py and project_scan_gate.py of
+           ``linear_rnn`` use loads, stores and other functions of tiles, and the latter ends with scan_gate_tile.
 Source     Merrill and Garland (2016); docs/notebook/linear_rnn.md.
 """
 

@@ -19,8 +19,8 @@
 // Rows of h that this CTA computes of a tile. With SPLIT_K_CLUSTER, both CTAs of a cluster multiply the same tile, and each
 // finishes half of the columns of D (reduction.cuh has added the other CTA's sums for that half to d).
 constexpr int FINISHED = SCHEDULE == SPLIT_K_CLUSTER ? B_ROWS / 2 : B_ROWS;
-// Rows of h of one TMA store. A tile is stored in several, so that one store is in flight while the next one's rows are
-// computed.
+// Rows of h of one TMA store. A tile of more rows is stored in several, so that one store is in flight while the next one's
+// rows are computed.
 constexpr int STORE_ROWS = FINISHED % 64 == 0 ? 64 : FINISHED % 32 == 0 ? 32 : FINISHED, STORES = FINISHED / STORE_ROWS;
 static_assert(STORE_BYTES >= B_ROWS * COLUMNS * 2, "the staging buffer holds a tile of 16-bit results");
 

@@ -21,9 +21,10 @@ Roles      GROUPS (1 or 2) warpgroups run ``multiply``: each holds the state [V 
            WGMMAs on it, and stores outputs and states; the first one also issues the TMA loads. One warpgroup runs ``prepare``:
            it decays queries and keys in place in shared memory and computes the scores. No warp is left to the loads: a warp of
            its own would cost 24 registers times 128 threads.
-Registers  per thread of a ``multiply`` warpgroup: K / 2 for the state and 32 for the output, float32; 160 or 184 in all
-           where there are two groups. The state is the A operand of its product with the queries and comes from registers,
-           converted 64 channels at a time. It never touches shared memory, except to leave.
+Registers  per thread of a ``multiply`` warpgroup: K / 2 for the state and 32 for the output, float32; 152, 160 or 184 in
+           all where there are two groups (``_pass_tiles`` in launch_hopper.py). The state is the A operand of its product with
+           the queries and comes from registers, converted 64 channels at a time. It never touches shared memory, except to
+           leave.
 On chip    shared memory for 16-bit numbers, per stage: queries, keys, log-decays [64, K], 128 K bytes each (no log-decays with
            one decay per head, unless their place is needed for the second terms of the keys); values [64, 64], 8192 bytes per
            group. Scores [64, 64], 8192 bytes per buffer; states on their way out [64, K], 128 K bytes per group and term. K =
