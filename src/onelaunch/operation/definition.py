@@ -41,6 +41,7 @@ class Operation(Generic[P, R]):
             dtype of the inputs. Twice the error of the PyTorch baseline is allowed where that is more.
         defaults: Variants to prefer where nothing was measured, by device type.
         variants: Variants by name, in order of registration.
+        controls: Controls by name, in order of registration.
 
     The argument ``planned`` says that calls are replayed (:class:`onelaunch.launch.planned.Planned`), which asks of the public
     function that it depends on nothing but facts about its arguments that are known without reading them.
@@ -108,12 +109,12 @@ class Operation(Generic[P, R]):
         Args:
             name: Name of the variant, which must be new in this operation.
             **tags: Facts about the variant. The library acts on those that are fields of
-                :class:`~onelaunch.operation.Capabilities`, and checks their types. Studies select variants by all tags that are
-                not functions. Common tags that are not such fields are ``fuses`` (tuple of the names of fused steps), ``hands``
-                (tuple of the names of intermediates that launches pass on through device memory; the operation's ``cost.py``
-                reads it), ``gemm`` (how matrix products are made: ``cublas``, ``triton``...), ``maker`` (author of code of
-                another project: ``pytorch``, ``liger``...), ``usual`` (whether that project's own layers call it so) and
-                ``yardstick`` (marks the PyTorch baseline, whose error sets the tolerance).
+                :class:`~onelaunch.operation.Capabilities`, and checks their types. Studies select variants by the tags in the
+                attribute ``tags`` of a variant: all but some of these fields. Common tags that are not such fields are ``fuses``
+                (tuple of the names of fused steps), ``hands`` (tuple of the names of intermediates that launches pass on through
+                device memory; the operation's ``cost.py`` reads it), ``gemm`` (how matrix products are made: ``cublas``,
+                ``triton``...), ``maker`` (author of code of another project: ``pytorch``, ``liger``...), ``usual`` (whether that
+                project's own layers call it so) and ``yardstick`` (marks the PyTorch baseline, whose error sets the tolerance).
 
         Raises:
             ArgumentError: The operation already has a variant or a control of this name, or a capability has a wrong type.

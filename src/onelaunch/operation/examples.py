@@ -1,8 +1,8 @@
 """Record the kernels of a variant from example calls on fake tensors.
 
-:meth:`Variant.builds <onelaunch.operation.Variant.builds>` calls :func:`recorded_builds` for the inspector, and ``onelaunch
-prebuild`` calls :func:`builds_for_case` and :func:`builds_of_examples`. The workbench calls :func:`builds_for_case` before it
-judges variants on probes.
+:meth:`Variant.builds <onelaunch.operation.Variant.builds>`, which the inspector calls among others, calls
+:func:`recorded_builds`. ``onelaunch prebuild`` calls :func:`builds_for_case` and :func:`builds_of_examples`. The workbench calls
+:func:`builds_for_case` before it judges variants on probes.
 """
 
 from __future__ import annotations

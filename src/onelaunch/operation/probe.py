@@ -2,8 +2,8 @@
 
 An operation's file ``probes.py`` lists them. Most are plain cases. A probe with a function ``prepare`` has arguments that no
 case describes, such as transposed memory or rows of very different magnitude. Those files also call the functions below, which
-make such probes. ``verify/probes.py`` of the workbench judges a variant on them. Studies leave out variants with one of the
-capabilities ``requires`` and ``recompiles``.
+make such probes. ``verify/probes.py`` of the workbench judges a variant on them. Studies judge no
+variant with one of the capabilities ``requires`` and ``recompiles`` on them, nor ``auto``.
 """
 
 from __future__ import annotations

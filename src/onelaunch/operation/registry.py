@@ -1,8 +1,9 @@
 """Registry of all operations, including those of plug-ins.
 
 ``contract.py`` of each operation registers it by :func:`operation`. Those who know an operation by its name call
-:func:`find_operation`: the dispatcher, the workbench, the commands, ``examples.py`` and ``gla_layer``. ``onelaunch prebuild`` and
-tests go through :func:`operations`. ``onelaunch doctor`` and the provenance of results ask for :func:`plugins`.
+:func:`find_operation`: the dispatcher, the workbench, the commands, ``examples.py`` and ``gla_layer``, among others. ``onelaunch
+prebuild``, tests, and scripts of ``docs`` and ``tools`` go through :func:`operations`. ``onelaunch doctor`` and the provenance of
+results ask for :func:`plugins`.
 """
 
 from __future__ import annotations

@@ -52,7 +52,8 @@ def cannot_scan(query: Query) -> str | None:
     """Return why Triton kernels that scan over time cannot run a call of sizes (batch, ..., channels), or ``None``."""
     if (reason := cannot_launch(query) or interprets_bfloat16_wrongly(query)) is not None:
         return reason
-    # The grid has one CTA along y per batch entry and tile of channels. The narrowest tile gives the most CTAs.
+    # Grids of kernels/scan and linear_rnn have one CTA along y per batch entry and tile of channels; the narrowest tile gives the
+    # most CTAs. Those of gla for chunks and states have one dimension, so that the limit is stricter than gla needs.
     slices = query.sizes[0] * -(-query.sizes[-1] // _FEWEST_CHANNELS)
     if slices > _LARGEST_GRID_Y:
         return (
