@@ -83,8 +83,8 @@ LOCK_SECONDS = 120.0
 def process_lock(folder: Path, name: str) -> Iterator[None]:
     """Hold a lock between processes, so that two do not compile or measure the same thing at once.
 
-    If the lock cannot be acquired, because the folder cannot be written or another process holds it for longer than
-    :data:`LOCK_SECONDS`, the block is entered without it. Then work may be done twice, but no file is damaged.
+    If the lock cannot be acquired, because the folder cannot be written, its file system has no locks, or another process holds
+    it for longer than :data:`LOCK_SECONDS`, the block is entered without it. Then work may be done twice, but no file is damaged.
 
     Args:
         folder: Folder of the lock file; it is created if it does not exist.

@@ -2,7 +2,8 @@
 
 Source: NVFP4 as in NVIDIA's Transformer Engine and Model Optimizer; the swizzled order of scales is cuBLAS's for block scaling.
 
-``swiglu`` takes :class:`NVFP4Tensor` and reads :data:`BLOCK`; users quantize, load and save with the functions.
+``swiglu`` takes :class:`NVFP4Tensor` and reads :data:`BLOCK`, and its ``reference.py`` also quantizes inputs of cases. Users
+quantize, load and save with the functions.
 """
 
 from __future__ import annotations

@@ -107,7 +107,7 @@ class Cache:
         return self
 
     def reset(self) -> None:
-        """Remove the states of all layers."""
+        """Remove the states of all layers. A caller that begins other sequences calls it; no layer does."""
         self.states.clear()
 
     @staticmethod

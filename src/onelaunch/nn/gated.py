@@ -40,7 +40,8 @@ class Projected(NamedTuple):
 class GatedLayer(PackedModule, ABC):
     """Layer with packed projections, gated linear attention, per-head norm, gate and output projection.
 
-    The subclasses describe the arguments. Each calls :meth:`pack_projections` in its constructor and defines :meth:`project`.
+    The subclasses describe the arguments. Each calls :meth:`pack_projections` and, at last, :meth:`reset_parameters` in
+    its constructor, and defines :meth:`project`.
     """
 
     modes: tuple[str, ...]
@@ -151,7 +152,7 @@ class GatedLayer(PackedModule, ABC):
         self.pack("in_proj_weight", {**parts, **decay_parts}, self.hidden_size)
 
     def reset_parameters(self) -> None:
-        """Initialize all parameters as in a new layer: projections like :class:`torch.nn.Linear`, norms with 1."""
+        """Initialize all parameters as in a new layer: projections and convolutions as PyTorch does, norms with 1."""
         for name in self.packed:
             if name.endswith("_weight"):
                 init_linear(self.get_parameter(name), self._parameters.get(name.removesuffix("weight") + "bias"))
