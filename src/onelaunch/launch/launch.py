@@ -4,7 +4,8 @@ The function that allocates a kernel's results, in the launch code of operations
 :class:`Launch` (Triton, Gluon) or a :class:`CudaLaunch` (CUDA C++) and runs it. Everything else is derived from it. The same
 function runs on fake tensors where only its launches are wanted (:mod:`onelaunch.launch.imitation`). The builds that CI compiles
 and ``onelaunch inspect`` shows come from the launches of example calls (:mod:`onelaunch.launch.build`). A launch reports itself
-to the recorder of a call that will be replayed (:mod:`onelaunch.launch.recording`).
+to the recorder of a call that will be replayed (:mod:`onelaunch.launch.recording`). Only ``device/read_rate.py``, a lower layer,
+launches its kernels without such an object.
 """
 
 from __future__ import annotations

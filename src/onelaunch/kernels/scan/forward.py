@@ -7,8 +7,9 @@ Warps      all alike. A thread scans ROWS consecutive steps of a channel seriall
 Maps       consecutive steps map the state s that enters them to A s + S: A is the product of their decays, S the state behind
            them when started from zero. Below, a segment's or tile's map is the pair (A, S).
 On chip    ROWS slabs [SEGS, BV] of v, log_decay and gate (see look_back.py) and one map per segment and channel, in registers.
-Memory     reads v, log_decay and gate once, writes y once. Per tile and channel one 64-bit word for the look-back, and one
-           float32 of the state that enters the tile where a backward pass needs it (CARRIES).
+Memory     reads v, log_decay and gate once, writes y once. For the look-back one 64-bit word per tile, and per
+           group of tiles, and channel. Where a backward pass needs it (CARRIES), one float32 per tile and channel, of the state
+           that enters the tile.
 Protocol   the decoupled look-back of look_back.py: publish the tile's map, wait for the earlier tiles, then scan from the
            carry. scan_gate_kernel first reads the words that the previous launch left for its tile, since their phase
            bit decides the phase of this launch, and loads its operands meanwhile. The sequential kernel waits for no other CTA.
