@@ -37,9 +37,9 @@ class ShortConvolution(nn.Conv1d):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Convolve and apply SiLU.
 
-        On a GPU with Triton a kernel of our own does both, forward and backward, unless among other reasons (``why_not``) W is
-        above 8, autocast is on, or x and the weight differ in dtype. PyTorch's functions then do, as on a CPU; there packing
-        costs W gathered copies of x.
+        On a GPU with Triton a kernel of our own does both, forward and backward, unless, for example, W is above 8, autocast
+        is on, or x and the weight differ in dtype (``why_not``). PyTorch's functions then do, as on a CPU; there packing costs
+        W gathered copies of x.
 
         Args:
             x: input, ``[B, T, D]``.
