@@ -145,7 +145,8 @@ class Recorder(TorchDispatchMode):
     """Dispatch mode that records what a function does. Launches are reported to it as well.
 
     Args:
-        inputs: Inputs of the function; :attr:`inputs` are to be passed to it in their place.
+        inputs: Inputs of the function, of which ``planned.py`` gives the tensors alone; :attr:`inputs` are to be passed to it in
+            their place.
     """
 
     def __init__(self, inputs: Sequence[Any]) -> None:
