@@ -1,7 +1,7 @@
 """Launches of ``gla``'s portable kernels: allocate the results, choose the tiles, pass the pointers.
 
 Arguments are checked in contract.py and gradients wired in autograd.py; nothing here does either. The operators in autograd.py,
-their fakes, the modules of variants and ablations, launch_hopper.py and ``gla_layer`` call it.
+their fakes, the modules of variants and ablations, launch_hopper.py, launch_rescale.py and ``gla_layer`` call it.
 """
 
 from __future__ import annotations
@@ -220,7 +220,7 @@ class Attention(NamedTuple):
 
 
 def ratio(many: int, few: int) -> int:
-    """Return how many of ``many`` heads share one of ``few`` heads; 1 where there are none."""
+    """Return how many of ``many`` heads share one of ``few`` heads: 0 if there are fewer of ``many``, 1 where ``few`` is 0."""
     return many // few if few else 1
 
 

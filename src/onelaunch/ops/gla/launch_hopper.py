@@ -1,10 +1,11 @@
 """Launches of ``gla``'s Hopper kernels: passes along time, in segments that fill the chip, and gradients of chunks.
 
 The forward pass is one launch of ``chunk_state_kernel``. The backward pass is three: states again (unless the forward pass has
-stored them), then dv with the gradients of the states, then dq, dk and dg of all chunks. A pass whose heads do not fill the SMs
-is preceded by ``segment_sum_kernel``, and ``sum_heads`` of launch.py adds up the gradient of each tensor with shared heads. The
-files of the kernels, kernels/hopper_*.py, say what each computes and what its constants mean. The variant ``hopper`` calls
-:func:`forward`, autograd.py :func:`backward`, and the operation ``gla_layer`` both.
+stored them), then dv with the gradients of the states, then dq, dk and dg of all chunks. In float16 it begins with the two
+launches of launch_rescale.py. A pass whose heads do not fill the SMs is preceded by ``segment_sum_kernel``, and ``sum_heads`` of
+launch.py adds up the gradient of each tensor with shared heads. The files of the kernels, kernels/hopper_*.py, say what each
+computes and what its constants mean. The variant ``hopper`` calls :func:`forward`, autograd.py :func:`backward`, and the
+operation ``gla_layer`` both.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ from onelaunch.ops.gla.contract import check_head_sizes, gate_flags, gla
 from onelaunch.ops.gla.heads import Heads, expanded
 
 DECAYS = ("model", "weak", "strong", "zero", "forget", "mixed")
-"""Kinds of log-decays that the option ``decay`` may name.
+"""Kinds of log-decays that the option ``decay`` may name. :func:`make_decay` makes them, and tests go through them.
 
 - ``model``: as models produce them, logsigmoid of a gate over 16;
 - ``weak``: near 0, decays near 1;

@@ -9,7 +9,7 @@ the recurrence's registers on Hopper, elsewhere by a launch of its own.
 
 dz is not visible outside: it is allocated and consumed within one call of the backward pass. The backward pass never writes to
 saved tensors, so it may run more than once. The variants ``packed`` and ``packed_states`` (``variants/composed.py``) call
-:func:`compute`, and ask :func:`why_not` whether they can.
+:func:`compute`. They ask :func:`why_not` whether they can, and ``packed_states`` asks :func:`own_kernel` for the recurrence.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The operation ``linear_rnn``: its definition, its arguments and their checks, which it shares with ``gated_scan``.
+"""The operation ``linear_rnn``: its definition, its arguments and their checks; those of the scan are ``gated_scan``'s.
 
 Users and the layer ``LinearRNN`` call :func:`linear_rnn`; the variants take a :class:`LinearRNNCall`. ``reference.py``,
 ``cost.py``, ``probes.py``, ``variants`` and the ablation register their parts with the operation.
@@ -131,8 +131,8 @@ def linear_rnn(
         throughout.
 
     Raises:
-        ShapeError, DTypeError, DeviceError, PackingError, ValueRangeError: an argument is invalid; the message names it, what it
-            was and what it must be.
+        ShapeError, DTypeError, DeviceError, PackingError, ValueRangeError, ArgumentError: an argument is invalid; the message
+            names it, what it was and what it must be.
         UnknownVariant: there is no variant of that name.
         VariantUnsupported: the named variant cannot run this call; the message says why, and which variants can.
 

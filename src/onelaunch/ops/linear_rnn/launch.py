@@ -1,8 +1,8 @@
 """Launches of the layer's portable kernels: allocate results, choose tiles, pass pointers.
 
 ``contract.py`` has checked the arguments, and the operators in ``autograd.py`` add gradients. One of them calls :func:`matmul`.
-Another makes a :class:`Layer`, which ``variants/triton.py`` passes to :func:`chunked`, and ``variants/hopper.py`` and the
-ablation to launches of their own. ``launch_hopper.py`` and ``fakes.py`` use the class too.
+Another makes a :class:`Layer`, which ``variants/triton.py`` passes to :func:`chunked` here or in ``launch_hopper.py``,
+``variants/hopper.py`` to another function of that file, and the ablation to a launch of its own. ``fakes.py`` uses the class too.
 """
 
 from __future__ import annotations

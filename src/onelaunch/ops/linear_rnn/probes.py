@@ -1,6 +1,6 @@
 """Edge cases of ``linear_rnn``, on which studies and tests judge its variants.
 
-They are those of ``gated_scan`` with D columns of x.
+They are those of ``gated_scan`` with D columns of x, and two more about D.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Choice of the Hopper matrix product's configuration for ``swiglu``, and the partition of its k-blocks into work units.
 
 Times in the comments are single runs on an H200 unless they say otherwise; ``docs/notebook/swiglu.md`` has their context.
-``variants/hopper.py`` asks :func:`configuration`. ``launch_hopper.py`` asks :func:`partition_of`, :func:`reads_early` and
-:func:`tile_columns`.
+``variants/hopper.py`` makes :class:`Formats` and asks :func:`configuration`. ``launch_hopper.py`` asks :func:`partition_of`,
+:func:`reads_early` and :func:`tile_columns`.
 """
 
 from __future__ import annotations

@@ -67,7 +67,7 @@ def unfused(call: GlaLayerCall) -> Results:
 
     It is the eager layer of experiment 058, and the baseline for time. With a recurrence in PyTorch it would be several times
     slower, and the speedup over it would be that of ``gla``, which has a study of its own. Its parts are called as users call
-    them, so that eager times include the checks and the dispatch of four operations, as those of ``composed`` do.
+    them, so that eager times include the checks and the dispatch of each call, as those of ``composed`` do.
     """
     return _run(call, _EAGER)
 
@@ -94,7 +94,8 @@ def short_enough_on_a_cpu(query: Query) -> str | None:
 def composed(call: GlaLayerCall) -> Results:
     """Run ``projections`` twice, ``gla`` and ``output_chain``, each by the dispatcher's choice, as the modules do.
 
-    With one decay per head the first call of ``projections`` computes the decays too. Short convolutions are PyTorch's.
+    With one decay per head the first call of ``projections`` computes the decays too, and there is no second one. A short
+    convolution is one launch where our kernel can run, else PyTorch's functions.
     """
     return _run(call, _DISPATCHED)
 

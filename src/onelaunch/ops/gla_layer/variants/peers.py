@@ -61,7 +61,7 @@ def fla_fused_chunk(call: GlaLayerCall) -> Results:
 
 @contextmanager
 def _replaced(module: Any, name: str, function: Callable[..., Any]) -> Iterator[None]:
-    """Put a function in the place of one of a module's."""
+    """Put a function in the place of one of a module's, for all threads: it is entered under :data:`ONE_AT_A_TIME`."""
     usual = getattr(module, name)
     setattr(module, name, function)
     try:

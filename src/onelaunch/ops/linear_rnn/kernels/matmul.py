@@ -5,7 +5,7 @@ Grid       one CTA per tile [BM, BN] of out. Tiles are ordered so that GROUP_M t
            columns: CTAs that run at the same time share columns of b in the L2 cache. All warps do the same work.
 On chip    [BM, BN] sums in float32 registers; Triton's pipeline holds the stages of a and b in shared memory.
 Memory     reads a once per BN columns and b once per BM rows, writes out once.
-Caller     ``matmul`` in launch.py launches it, for the variant ``three_launch``.
+Caller     ``matmul`` in launch.py launches it, for the variant ``three_launch`` and the gradients of that product.
 Numerics   sums in float32; products of float32 operands do not use TF32. Their sum is split into parts of PART blocks of K, since
            one sum over 8,192 steps had four times the error of cuBLAS's on an H100, and the gate allows about three times.
 """

@@ -2,7 +2,8 @@
 
 The dispatcher, studies and tests find registered variants by name. Tags: ``fuses`` names the steps that share a kernel, and
 ``hands`` the products that go through device memory before their activation, here none; ``cost.py`` reads them, and takes a
-missing ``hands`` as none. ``gemm`` says how products are made.
+missing ``hands`` as none. ``gemm`` says how products are made. Other keywords are capabilities, which the class ``Capabilities``
+of ``onelaunch.operation`` explains.
 """
 
 from __future__ import annotations
