@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from onelaunch.device.hardware import processors
-from onelaunch.kernels.common.layout import cdiv, inner_contiguous, power_of_2
+from onelaunch.kernels.common.layout import cdiv, power_of_2
 from onelaunch.launch.launch import Launch
 from onelaunch.ops.gla.launch import Attention, pitch_of
 
@@ -38,13 +38,13 @@ def rescaled(call: Attention, do: torch.Tensor, dfinal: torch.Tensor | None) -> 
 
     Args:
         call: Tensors of the forward pass, float16.
-        do: Gradient of o, ``[B, T, H, V]``.
+        do: Gradient of o, ``[B, T, H, V]``; its last dimension is contiguous.
         dfinal: Gradient of the final state, float32, which bounds the factor but is not scaled here; ``None`` for zeros.
     """
     from onelaunch.ops.gla.kernels.rescale import largest_kernel, rescale_kernel
 
     batch, length, heads, keys, values = call.sizes
-    q, v, do = _uniform(call.q), _uniform(call.v), _uniform(inner_contiguous(do))
+    q, v, do = _uniform(call.q), _uniform(call.v), _uniform(do)
     steps, device = batch * length, do.device
     key_block, value_block = power_of_2(keys), power_of_2(values)
     rows = max(_TILE // max(key_block, value_block), 1)

@@ -150,13 +150,12 @@ def epilogue(
     known = _product_constants(layout, tiles, keep)
     grid = (cdiv(rows, tiles.m) * known["FIRSTS"][-1],)
     bias = None if bias is None else bias.contiguous()
-    if rows:
-        Launch(
-            product_kernels.epilogue_kernel, grid,
-            x, weight, bias, y, rstd, kept, rows, inner, x.stride(0), weight.stride(0), eps,
-            mma=Mma.NONE if x.dtype is torch.float32 else Mma.WIDEST,
-            **known, EVEN=inner % tiles.k == 0, num_warps=tiles.warps, num_stages=tiles.stages,
-        ).run()  # fmt: skip
+    Launch(
+        product_kernels.epilogue_kernel, grid,
+        x, weight, bias, y, rstd, kept, rows, inner, x.stride(0), weight.stride(0), eps,
+        mma=Mma.NONE if x.dtype is torch.float32 else Mma.WIDEST,
+        **known, EVEN=inner % tiles.k == 0, num_warps=tiles.warps, num_stages=tiles.stages,
+    ).run()  # fmt: skip
     return y, rstd, kept
 
 

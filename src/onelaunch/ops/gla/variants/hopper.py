@@ -68,11 +68,9 @@ def fits(query: Query) -> str | None:
         return "needs a Hopper GPU (compute capability 9.x)"
     if query.dtype not in (torch.float16, torch.bfloat16):
         return "needs float16 or bfloat16"
-    batch, length, heads, keys, values = query.sizes
+    *_, keys, values = query.sizes
     if keys > KEYS[-1] or keys % STEP or values % STEP:
         return f"needs K of at most {KEYS[-1]}, and K and V that are multiples of {STEP}"
-    if not batch * length * heads:
-        return "needs at least one step"
     if "float32_decay" in query.flags and "scalar_decay" not in query.flags and keys > _LARGEST_WIDE:
         return f"needs K of at most {_LARGEST_WIDE} with float32 log-decays per channel: shared memory holds no two wider chunks"
     return _why_no_gradients(query) if query.grad else None
