@@ -262,7 +262,10 @@ def _steps(
 
 @gla.inputs
 def make_inputs(case: Case, device: torch.device, generator: torch.Generator) -> Reading:
-    """Return random q, k and v, log-decays of the kind that the case names, and the names of the differentiable arguments."""
+    """Return random q, k and v, log-decays of the kind that the case names, and the names of the differentiable arguments.
+
+    Without the option ``state_gradients`` the initial state takes no gradient, and none comes in through the final one.
+    """
     options = {**gla.options, **case.options}
     batch, length, most, keys, values = (case.sizes[name] for name in gla.dimensions)
     heads = heads_of(case)

@@ -76,7 +76,7 @@ def _convolved(values: torch.Tensor, weight: torch.Tensor, *, dispatched: bool) 
     """
     if dispatched and why_not(values.flatten(2), weight) is None:
         return convolve(values.flatten(2), weight).unflatten(-1, values.shape[2:])
-    if values.shape[1] == 0:  # fewer inputs than taps, which conv1d refuses
+    if values.shape[1] == 0:  # conv1d refuses fewer inputs than taps; the product connects an empty result to both for autograd
         return values * weight.sum()
     inputs = F.pad(values.flatten(2).transpose(1, 2), (weight.shape[1] - 1, 0))  # [B, H C, W - 1 + T]
     y = F.conv1d(inputs, weight[:, None], groups=weight.shape[0])
