@@ -136,7 +136,8 @@ def _product_tiles(
         k = 32
     elif mma_dtype == "fp8e4nv" or (nvfp4 and not fp32 and m == 16):
         k = 128
-    # float8 that is multiplied as float16 counts as 2 bytes, because the decoded elements take space as well.
+    # float8 that is multiplied as float16 counts as 2 bytes, because the decoded elements take space as well. An
+    # element of x beside NVFP4 weights counts as 2 bytes, which it has unless x is in NVFP4 too.
     weight_bytes = 2 if element_bytes == 1 and mma_dtype == "fp16" else element_bytes
     x_bytes = 2 if nvfp4 else weight_bytes
     stage = int((m * x_bytes + products * n * weight_bytes) * k)
@@ -264,7 +265,7 @@ def block_scaled(x: Matrix, w_gate: Matrix, w_up: Matrix, dtype: torch.dtype, *,
     operands = (x, w_gate, w_up)
     codes = [each.values.contiguous() for each in operands]
     blocks = [None if each.blocks is None else each.blocks.contiguous() for each in operands]
-    one = torch.ones((), dtype=torch.float32, device=x.values.device)
+    one = torch.ones((), dtype=torch.float32, device=x.values.device)  # the kernel reads a scale of each matrix
     scales = [one if each.scale is None else each.scale for each in operands]
     h = torch.empty((rows, columns), dtype=dtype, device=x.values.device)
     Launch(

@@ -98,7 +98,7 @@ two_node.supports(plain_or_float8)
 
 
 _FEW, _MANY = 16, 8192
-"""Numbers of rows in the examples."""
+"""Numbers of rows in the examples, which are calls for compiling and inspecting the kernels without a GPU."""
 
 _UNEVEN = 7184
 """Number of channels in examples that is no multiple of a tile's channels."""

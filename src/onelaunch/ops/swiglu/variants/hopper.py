@@ -78,7 +78,7 @@ def stream_k(call: SwigluCall) -> tuple[torch.Tensor]:
 def small_m(call: SwigluCall) -> tuple[torch.Tensor]:
     """Use tiles with all rows of x (up to 128) and few columns, so that every SM streams an equal share of the weights.
 
-    Beyond 64 rows a cluster of two CTAs shares larger tiles if these fill the GPU, as in :func:`stream_k`.
+    Beyond 64 rows in 16 bits a cluster of two CTAs shares larger tiles if these fill the GPU, as in :func:`stream_k`.
     """
     return compute(call, "small_m")
 
@@ -138,7 +138,10 @@ def by_rows(query: Query) -> tuple[str, ...]:
 
 
 def examples(counts: Sequence[int]) -> list[Example]:
-    """Return calls in each format for these numbers of rows of x; for the last of them also a training call and float16 calls."""
+    """Return calls in each format for these numbers of rows of x; for the last of them also a training call and float16 calls.
+
+    The variants' kernels are compiled and inspected for them without a GPU.
+    """
 
     def call(rows: int, dtype: str = "bfloat16", direction: Direction = "forward", **options: Any) -> Example:
         """Return an example of these rows; "kept" in its name tells that both products are stored for a backward pass."""
