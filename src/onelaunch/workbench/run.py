@@ -126,6 +126,7 @@ def run_study(
             Raised before anything is measured.
         OutputUnwritable: The file cannot be written. Raised before anything is measured.
         ResultBusy: Another run is writing this result. Raised before anything is measured.
+        ResultCorrupt: The file of the run to resume is damaged, is no result, or is too new. Raised before anything is measured.
         ResultUnsaved: The file could not be written at the end, or another run has written it meanwhile. Holds the result.
         MeasuringFailed: The child process of a supervised run died twice before it measured anything.
         ResultMismatch: The interrupted run has another study, device, software, commit, scale or number of rounds.
@@ -179,7 +180,7 @@ def _alone(path: Path) -> Iterator[None]:
     except filelock.Timeout:
         raise ResultBusy(path) from None
     except (OSError, NotImplementedError):
-        pass  # There is no folder for locks. The end of the run still finds a file that another run has written meanwhile.
+        pass  # The cache folder takes no locks. The end of the run still finds a file that another run has written meanwhile.
     try:
         yield
     finally:
@@ -261,6 +262,7 @@ def interrupted_run(path: Path, *, force: bool = False) -> Result | None:
 
     Raises:
         ResultExists: The run was finished, and ``force`` is not set.
+        ResultCorrupt: The file is damaged, is no result, or is too new.
     """
     found = next((Result.load(each) for each in (path, partial_path(path)) if each.exists()), None)
     if found is None or found.interrupted:

@@ -16,7 +16,8 @@ which device is faster, not what the code changed.
 
 One run cannot stand on both sides. Shapes of one name whose sizes, dtype or options differ are not compared.
 
-Command ``onelaunch study compare`` calls :func:`compare`, and before it the two functions that check the results.
+Command ``onelaunch study compare`` calls :func:`compare`, and before it the two functions that check the results. It prints a
+:class:`Comparison`, except its ``decision`` and the ``runs`` and ``between`` of its times, which only tests read.
 """
 
 from __future__ import annotations

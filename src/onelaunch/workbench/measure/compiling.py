@@ -42,7 +42,7 @@ class CompileCall(NamedTuple):
 
 
 def calls_to_compile(study: Study, cells: Iterable[PlannedCell], processes: int) -> Iterator[CompileCall]:
-    """Yield the calls that can run here. A variant that autotunes has one call for each process."""
+    """Yield the calls of variants that can run here; controls are left out. A variant that autotunes has one for each process."""
     for cell in cells:
         if cell.status is None and not cell.control:
             variant = study.operation_at(cell.shape).variants.get(cell.variant)  # none for auto
@@ -97,7 +97,7 @@ def compile_probes(asked: Iterable[tuple[Operation[..., Any], str, Sequence[Dire
         device: Device on which the probes will run. Nothing is compiled for a CPU.
 
     Returns:
-        The number of distinct kernels that were asked for.
+        The number of distinct kernels that were asked for, which only tests read.
     """
     if device.type != "cuda" or not package_installed("triton"):
         return 0

@@ -41,9 +41,9 @@ class Contents:
     Args:
         drawn: Inputs whose contents are judged. They are the contents of all sets at first.
         other: Inputs of the same case from another seed, or ``None``. A tensor whose contents are the same in both, such as a
-            table or a workspace, is structure and keeps its contents, as do all integers. Without it every floating-point tensor
-            changes.
-        seed: Seed of the positions and of the mixed values.
+            table or a workspace, is structure and keeps its contents. Without it every floating-point tensor changes. Integers
+            never do, nor do tensors that are not dense.
+        seed: Seed of the mixed values and of ``random``, by which samplers choose sets and calls.
     """
 
     def __init__(self, drawn: Inputs, other: Inputs | None = None, seed: int = 0) -> None:

@@ -35,7 +35,7 @@ READ, WRITTEN = "dram__bytes_read.sum", "dram__bytes_write.sum"
 """Metrics of ``ncu`` for the bytes that are read from DRAM and written to it."""
 
 _METRICS = (READ, WRITTEN, "lts__t_bytes.sum", "gpu__time_duration.sum")
-"""Metrics to collect, of which :func:`parse` reads the first two.
+"""Metrics to collect, of which :func:`parse` reads the first two, and nothing the others.
 
 They are at most four, so that one pass over each kernel suffices and no kernel is replayed.
 """

@@ -41,7 +41,7 @@ class Operators(TorchDispatchMode):
 def main(specification: Path) -> None:
     """Run all requests of a specification, the JSON file that :func:`onelaunch.workbench.measure.count.count_all` writes."""
     given = json.loads(specification.read_text(encoding="utf-8"))
-    importlib.import_module(given["module"])
+    importlib.import_module(given["module"])  # registers an operation that is neither ours nor a plug-in's
     operation = find_operation(given["operation"])
     device = torch.device(given["device"])
     outcomes: dict[str, dict[str, Any]] = {}

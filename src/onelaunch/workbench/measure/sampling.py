@@ -82,7 +82,7 @@ class Sampler(Protocol):
 
 @dataclass
 class Rotation:
-    """Input sets in different storage, shared by all candidates of a measurement.
+    """Input sets in different storage, shared by all variants of a measurement. Each control has a rotation of its own.
 
     At first all hold the contents of the reference. Samplers give them other contents before and between samples.
     """
@@ -131,7 +131,7 @@ class Rotation:
             raise InputsChanged(names)
 
     def next(self) -> Inputs:
-        """Return the least recently used set, over all candidates."""
+        """Return the least recently used set, over all candidates that share the sets."""
         self._next = (self._next + 1) % len(self.sets)
         return self.sets[self._next]
 

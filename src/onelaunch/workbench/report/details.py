@@ -45,7 +45,10 @@ _CLOCKS = {
     "power_w": "power, W, median",
     "temperature_c": "temperature, °C, median",
 }
-"""Titles, with units, of the sampled values in a result's provenance. A value without a title is shown under its own name."""
+"""Titles, with units, of the sampled values in a result's provenance. A value without a title is shown under its own name.
+
+Runs do not sample ``temperature_c`` any more.
+"""
 
 READING = (
     "Cold: inputs rotated through more than three last-level caches; on a GPU the calls are replayed from a CUDA graph. "

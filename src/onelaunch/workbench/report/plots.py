@@ -60,7 +60,10 @@ LONGEST_LABEL = 28
 """Largest number of characters of a name in a plot. A longer name ends in an ellipsis."""
 
 _SWEPT = ("B", "T", "N")
-"""Dimensions (batch, time, tokens) whose product is the amount of work for fixed sizes of the model."""
+"""Dimensions (batch, time, tokens) whose product is the amount of work for fixed sizes of the model.
+
+They do not suit ``swiglu``: its rows are M, and its N is a size of the model.
+"""
 
 
 @dataclass(frozen=True)

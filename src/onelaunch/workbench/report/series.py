@@ -22,7 +22,7 @@ MOST_SERIES = 8
 """Largest number of lines that a reader can tell apart in one plot."""
 
 _PROMINENT = 6
-"""Number of lines drawn prominently if more than :data:`MOST_SERIES` variants have times; more only for rivals and winners."""
+"""Number of lines drawn prominently if more than :data:`MOST_SERIES` variants have times; more only for peers and winners."""
 
 
 @dataclass(frozen=True)

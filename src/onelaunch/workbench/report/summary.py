@@ -315,7 +315,7 @@ def _facts(result: Result) -> tuple[str, ...]:
 
 
 def _short(commit: str) -> str:
-    """Return a commit with the first 12 digits of its hash."""
+    """Return a commit with the first 12 digits of its hash, which ``ONELAUNCH_COMMIT`` may give in full."""
     return re.sub(r"\b([0-9a-f]{12})[0-9a-f]{28}\b", r"\1", commit)
 
 
