@@ -484,7 +484,7 @@ class Run:
             )
             if not planned.control and planned.variant in found.examined:
                 self.examined[self._label(planned), planned.direction] = found.examined[planned.variant]
-        self.noise = [noise for noise in self.noise if noise not in found.noise] + list(found.noise)
+        self.noise += found.noise
         if found.clocks and found.clocks not in self.clocks:
             self.clocks.append(found.clocks)
         case = f"{runnable[0].shape.name}, {runnable[0].direction.replace('_', ' and ')}"
