@@ -15,9 +15,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from onelaunch.errors import OutputUnwritable
-from onelaunch.files import MOST_BYTES, FileTooLarge, read_bytes, reason, replace
+from onelaunch.files import MOST_BYTES, read_bytes, reason, replace
 
-__all__ = ["FileTooLarge", "probe_file", "probe_folder", "read_text", "within", "write_text"]
+__all__ = ["probe_file", "probe_folder", "read_text", "within", "write_text"]
 
 
 def read_text(path: Path, most_bytes: int = MOST_BYTES) -> str:
@@ -26,7 +26,7 @@ def read_text(path: Path, most_bytes: int = MOST_BYTES) -> str:
     Raises:
         FileNotFoundError: The file does not exist.
         OSError: The file cannot be read, or is a folder or a device.
-        FileTooLarge: The file has more than ``most_bytes`` bytes.
+        onelaunch.files.FileTooLarge: The file has more than ``most_bytes`` bytes.
         UnicodeDecodeError: The file is not UTF-8.
     """
     return read_bytes(path, most_bytes).decode("utf-8-sig")
