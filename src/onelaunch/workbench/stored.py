@@ -24,8 +24,11 @@ from onelaunch.device.hardware import SLUG
 from onelaunch.wording import escaped
 
 NAME = re.compile(r"(?! )[A-Za-z0-9 ._+*=/,():%'-]{1,80}(?<! )")
-"""Pattern of names of shapes, variants, controls and criteria. It allows no character that is markup on a page or in a plot, or
-a command to a shell or terminal."""
+"""Pattern of names of shapes, groups, variants, controls and criteria, and of strings among a shape's options.
+
+It allows no ``<``, ``&``, ``$``, ``;``, ``|``, backquote, double quote, backslash or control character, which could be markup on
+a page or in a plot, or a command to a shell or terminal.
+"""
 
 NAME_RULE = "it must be 1 to 80 letters (A to Z), digits, spaces and . _ - + * = / , ( ) : % ', without a space at either end"
 
@@ -111,7 +114,10 @@ class Grown(BaseModel):
 
 
 class Stored(BaseModel):
-    """Base of all stored values. They are immutable and reject unknown fields."""
+    """Base of estimates, plans and all parts of a result. They are immutable and reject unknown fields.
+
+    Declarations have a base of their own, :class:`onelaunch.workbench.study.declare.Declared`.
+    """
 
     # An error may be infinite, for which JSON has no number. By default pydantic would write null, which no reader takes back.
     model_config = ConfigDict(extra="forbid", frozen=True, ser_json_inf_nan="strings")

@@ -1,8 +1,8 @@
 """Declaration of a study: its operation, shapes, variants and baseline, and the criteria of success.
 
-The docstrings of the fields are the text of the tables of keys in the documentation. Checks of names, dtypes and prose run only
-with a validation context, :data:`onelaunch.workbench.stored.FROM_A_FILE`: for data from files, and before a study runs.
-``read.py`` makes a :class:`Study` from a file, and every later step reads it.
+The docstrings of the fields are the text of the tables of keys in the documentation (``docs/study_keys.py``). Checks of names,
+dtypes and prose run only with a validation context, :data:`onelaunch.workbench.stored.FROM_A_FILE`: for data from files, and
+before a study runs. ``read.py`` makes a :class:`Study` from a file, and every later step reads it.
 """
 
 from __future__ import annotations
@@ -190,7 +190,7 @@ class Criterion(Declared):
     at_most: float | None = None
     """Upper bound."""
     equals: int | None = None
-    """Exact number, for the counted measures ``launches`` and ``barriers``."""
+    """Exact number, for counted measures such as ``launches`` and ``barriers``."""
     most_noise: float | None = None
     """Largest A/A noise, as a factor such as 1.05, at which a time counts. With more noise it counts as not measured."""
     leave_out: bool = False
@@ -242,8 +242,8 @@ class Prediction(Declared):
     over: Selector | None = None
     """Variant that ``of`` is compared with, given like ``of``; the study's baseline when left out."""
     at: str | tuple[str, ...] | None = None
-    """Shapes that the prediction is about: a name or a list of names. All full-scale shapes when left out, or all shapes of a
-    study that has no full-scale shape."""
+    """Shapes that the prediction is about: a name or a list of names, of shapes and of groups. All full-scale shapes when left
+    out, or all shapes of a study that has no full-scale shape."""
     direction: Direction = "forward"
     """Direction that the prediction is about."""
     regime: Regime = "cold"

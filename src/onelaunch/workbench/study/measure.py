@@ -3,7 +3,8 @@
 A measure is one class in one file, registered by :func:`register`. The base class here holds what declarations, their validation
 and plans need. How a measure is read from a result and judged, and its words in reports, belong to the same class through
 :class:`onelaunch.workbench.decide.measured.JudgedMeasure`. The files of ``workbench/measures`` register measures, and so may
-packages of users. The other modules of ``study``, and ``decide``, look them up.
+packages of users. The other modules of ``study``, ``decide`` and ``workbench/asked.py`` look them up, and ``docs/study_keys.py``
+lists them.
 
 A criterion reads a value of ``of``, or compares ``of`` with ``over`` (by default the baseline). Each is the name of a variant or
 control, or tags that stand for the fastest variant with them. Its bound is ``at_least``, ``at_most`` or ``equals``, which must

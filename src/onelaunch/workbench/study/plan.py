@@ -1,8 +1,8 @@
 """Plan of a study before anything runs: costs, roofline bounds, variants that can run, criteria that cannot be met.
 
 ``supervise/job.py`` and command ``onelaunch study show`` call :func:`plan_study`, and ``running.py`` calls it again with peaks
-that it has measured anew. ``running.py`` and ``cells.py`` turn its cells into those of the result. Decisions and measures call
-the functions on bounds and on what arithmetic refutes, and timings those on which variants can run here.
+that it has measured anew. ``running.py`` and ``cells.py`` turn its cells into those of the result. Decisions, measures and
+``study show`` call the functions on bounds and on what arithmetic refutes, and timings those on which variants can run here.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class StudyPlan:
     """Planned measurements of the shapes of this scale, by shape, direction and variant: the baseline first, controls last."""
     infeasible: dict[str, str]
     """Reasons, as clauses, by the name of the criterion that no implementation could meet. Criteria on shapes of another scale
-    are among them, although these shapes do not run."""
+    are among them, although these shapes do not run. ``study show`` reads them; decisions ask :func:`infeasibilities` again."""
 
     @property
     def shapes(self) -> tuple[Shape, ...]:

@@ -1,8 +1,9 @@
 """Reader of study files: the folders that are searched, and the checks of a file, whose errors name the key and the remedy.
 
 Commands ``onelaunch study list``, ``show`` and ``run`` call :func:`list_studies` and :func:`find_study`. Outside of this file,
-only tests call :func:`load_study`. Names, bounds and sizes are checked here for messages that name the place in the file.
-``declare.py`` checks them once more, bounds and sizes for studies made in Python too.
+only tests call :func:`load_study`, and users, for :func:`~onelaunch.workbench.run.run_study`. Names, bounds and sizes are checked
+here for messages that name the place in the file. ``declare.py`` checks them once more, bounds and sizes for studies made in
+Python too.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ def _study_folders() -> list[Path]:
     for folder in named:
         if not _is_folder(folder):
             notice = f"${_FOLDERS} names {folder}, which is no folder; no studies are read from there."
-            warnings.warn(FolderNotice(escaped(notice)), stacklevel=1)  # Python shows it once, being of one line
+            warnings.warn(FolderNotice(escaped(notice)), stacklevel=1)  # Python shows a text once for each line that warns
     return [folder for folder in (Path("studies"), _built_in(), *named) if _is_folder(folder)]
 
 

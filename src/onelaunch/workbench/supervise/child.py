@@ -66,7 +66,7 @@ def work(job: Job, state: State, connection: Connection, parents: Connection | N
     gc.freeze()  # a study collects garbage after each case; what a forked process inherits need not be traversed, nor copied
     os.setpgrp()  # Ctrl-C in the terminal reaches the parent alone, which passes it on once
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # The parent handles it for both: it says what was saved, and ends this process.
+    # The parent handles it for both. As the command ``study run`` it says what was saved; this process ends with it in any case.
     signal.signal(signal.SIGTERM, lambda *_: os.kill(os.getppid(), signal.SIGTERM))
     ended, end = os.pipe()
     sending = threading.Lock()

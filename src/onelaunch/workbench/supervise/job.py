@@ -43,7 +43,7 @@ class State:
     """Knowledge of the parent about a run."""
 
     kept: Result | None = None
-    """Result of the finished cases."""
+    """Latest partial result of a child, with the finished cases, if any; ``None`` before the first."""
     failures: dict[Key, tuple[Status, str]] = field(default_factory=dict)
     """Statuses and reasons of candidates that are not run again."""
     notes: list[str] = field(default_factory=list)

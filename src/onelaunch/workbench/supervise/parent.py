@@ -161,7 +161,7 @@ class Child:
         return ended
 
     def _interrupt(self) -> Result | None:
-        """Pass Ctrl-C on to the child, or end it if it has been told already. Without any finished case the run ends."""
+        """Pass Ctrl-C on to the child, or end it if it has been told already. Before its first partial result the run ends."""
         if self._state.kept is None:
             raise KeyboardInterrupt
         if self._interrupted:

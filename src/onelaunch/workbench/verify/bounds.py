@@ -122,7 +122,8 @@ def time_axis(tensor: torch.Tensor, length: int) -> int | None:
     """Return the dimension of the sequence's steps, or ``None`` if a tensor has none or the sequence has fewer than two."""
     if length < 2 or not tensor.dim():
         return None
-    # The first dimension of every output is the batch, whose size may equal the length by chance. It is therefore tried last.
+    # The first dimension of onelaunch's own outputs is the batch, whose size may equal the length by chance. It is therefore
+    # tried last, for operations whose outputs have no batch.
     return next((axis for axis in (*range(1, tensor.dim()), 0) if tensor.shape[axis] == length), None)
 
 

@@ -1,8 +1,8 @@
 """Judge whether a variant is correct. Tests and studies share this check.
 
 Users and tests call :func:`judge` and :func:`judge_control`. A study's run (``running.py``, ``measure/timing.py``) has a
-:class:`Judge` of its own, and ``probes.py`` and ``repeated.py`` are given one. The timing judges timed outputs by
-:func:`judge_outputs`.
+:class:`Judge` of its own, as many tests have, and ``probes.py`` and ``repeated.py`` are given one. The timing judges timed
+outputs by :func:`judge_outputs`, and tests judge outputs of their own calls by it.
 
 Every output and every gradient must be as near to the float64 oracle as plain PyTorch in the same dtype
 (:mod:`onelaunch.workbench.verify.reference`). The check is adversarial, so that a wrong variant cannot pass by luck: memory that

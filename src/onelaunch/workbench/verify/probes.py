@@ -1,6 +1,7 @@
 """Judge a variant on the probes of its operation: the edge cases that the operation's file ``probes.py`` lists.
 
-``running.py`` calls :func:`run_probes` before it measures a variant. Tests of operations call it too.
+``running.py`` calls :func:`run_probes` before it measures a variant. Tests of operations call it too, and make arguments of
+probes by :class:`Prepared`.
 """
 
 from __future__ import annotations
