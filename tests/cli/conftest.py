@@ -56,9 +56,10 @@ at_least = 1000
 
 @pytest.fixture(autouse=True)
 def known_ceilings(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> Ceilings:
-    """Store peaks of the CPU in the test's own cache folder, as if they had been measured before.
+    """Store peaks of the CPU in the cache folder of the tests, as if they had been measured before.
 
-    They are made up, so they are not compared with a quick measurement of this machine.
+    All tests of the process share the folder, so each test stores them anew. They are made up, so they are not compared with a
+    quick measurement of this machine.
     """
     monkeypatch.setattr(quick_look, "implausible", lambda device, found: "")
     rates = Ceilings(1e12, RATES, 1e-6, "2026-11-20T12:00:00+00:00", peaks.software("cpu"), 2e12, {"copy": 0.01, "read": 0.02})

@@ -292,7 +292,8 @@ def test_doctor_breaks_no_word_on_a_narrow_terminal(call, monkeypatch, width):
     assert {word.strip("()") for word in words_of_needs()} <= shown(answer.raw)
     if width == 80:
         assert set(long.name.split()) <= shown(answer.raw)
-        longest = max(len(word) for word in words_of_needs())  # may make a line longer than the terminal is wide
+        # The text begins behind 29 columns. A word longer than the rest makes a line longer than the terminal is wide.
+        longest = max(len(word) for word in words_of_needs())
         assert max(len(line.rstrip()) for line in answer.raw.splitlines()) <= max(80, 29 + longest)
 
 

@@ -120,7 +120,7 @@ def test_ctrl_c_keeps_the_finished_shapes_and_resume_continues(here, call):
 
 @pytest.mark.gpu
 def test_the_parent_of_a_study_on_a_gpu_does_not_initialise_cuda(here):
-    """The study of an installed operation is measured at its smallest shape in a new interpreter."""
+    """The study of an installed operation is measured at its small shapes in a new interpreter."""
     code = """
 import sys, torch
 from onelaunch.cli.main import app

@@ -36,8 +36,9 @@ def weights():
 def played(weights, monkeypatch):
     """Let PyTorch emulate the launches of the variant ``streaming``, as for a GPU of 5 SMs, and return the emulated kernel.
 
-    Its attributes count the launches, and can make one of them fail. The variant's check for a Hopper GPU is removed. The
-    sessions of the fixture ``weights`` are made anew for each test.
+    Its attributes count the launches, and can make one of them fail. The variant's checks of what it supports are removed: it
+    needs a Hopper GPU and weights in bfloat16, where those of ``MODEL`` are float32. The sessions of the fixture ``weights`` are
+    made anew for each test.
     """
     played = Launch(weights)
     monkeypatch.setattr(kernels, "processors", lambda device: 5)

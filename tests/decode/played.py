@@ -23,7 +23,8 @@ MODEL = replace(SMALL, eos_token_ids=())
 """Model whose sequences end only by their number of tokens."""
 
 # A request is a prompt and the number of tokens to generate. The kernel's engine reads the short prompt of the first request by
-# single launches, and the 40 tokens of the second by PyTorch's prefill.
+# single launches, and the 40 tokens of the second by PyTorch's prefill. ``SAMPLED`` is greedy too, unless a test gives it
+# sampling parameters.
 GREEDY = {
     "first": Request((3, 4, 5), 3 * TOKENS_PER_LAUNCH + 5),
     "second": Request(tuple(range(10, 50)), 2 * TOKENS_PER_LAUNCH + 1),

@@ -39,7 +39,7 @@ MODELS = {
     "4B": {"layers": 2, "hidden": 2560, "intermediate": 9728, "heads": 32, "kv_heads": 8, "head_dim": 128, "vocabulary": 5000},
 }
 POSITIONS = (0, 1, 2, 63, 64, 65, 1000)
-"""Positions of the tested tokens: a KV split has 64 positions."""
+"""Positions of the tested tokens. From position 64 on there is more than one KV split in the levels that split."""
 
 # Model of the tests that generate sequences.
 GENERATED = ModelConfig(2000, 256, 768, 4, 8, 4, 64, tie_word_embeddings=True, max_position_embeddings=2048)

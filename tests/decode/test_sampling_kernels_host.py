@@ -139,7 +139,7 @@ TIES = {
 
 @pytest.mark.parametrize("name", thorough_but("the first of two", "none is left out by top_k", "top_p later", "both", of=TIES))
 def test_of_equal_logits_top_k_keeps_all_and_top_p_the_first(name, libraries):
-    """Twelve tokens, or two, have equal logits and lie in all CTAs. Top-p ends in the middle of a group, far from its ends."""
+    """Twelve tokens in all CTAs, or two in two, have equal logits. Top-p ends in the middle of a group, far from its ends."""
     weights, cache, _, _ = weights_and_caches(MODEL, POSITION)
     table, different = weights.embed_tokens, 150 if name == "the first of two" else 25
     table.copy_(table[torch.arange(len(table)) % different])

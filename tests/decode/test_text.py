@@ -1,7 +1,8 @@
 """Tests of streaming text: characters and stop strings that span several tokens, prompts, and chat templates.
 
 ``prose.raises`` compares the message of an error with the test's entry in ``tests/snapshots/prose.txt``. A test fails if it
-does not compare one of its entries, and ``tests/test_prose.py`` if the test or the parameter of an entry is gone.
+does not compare one of its entries, and ``tests/test_prose.py`` if the test or the parameter of an entry is gone. With
+``foreign`` the part of the message that comes from another library is masked, since it changes with versions.
 
 ``SMALL`` is a small float32 model.
 """

@@ -1,7 +1,7 @@
 // Entry point of a shared library that runs the decode kernel of one plan on the emulated GPU (machine.cuh).
 //
 // build() of host_machine.py puts this file, the kernel's source and headers, and this folder's machine.cuh in place of the GPU's into one
-// folder, and compiles it there.
+// folder, compiles it there, and links machine.cpp, and races.cpp if the library is watched.
 #define ON_HOST
 #include "step.cu"
 
