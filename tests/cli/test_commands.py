@@ -328,7 +328,6 @@ def test_doctor_searches_the_profiler_like_studies(call, monkeypatch, tmp_path):
 # Runs a command as if a package were not installed.
 WITHOUT = """
 import sys
-from dataclasses import replace
 class Gone:
     def find_spec(self, name, path=None, target=None):
         if name.partition(".")[0] == {package!r}:
