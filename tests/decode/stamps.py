@@ -1,8 +1,9 @@
 """Timeline of one token: microseconds per phase, decoded from the profile markers of a persistent decode kernel.
 
-A kernel made with ``Tuning(stamps=True)`` writes the markers behind its state. In every phase of a token, thread 0 of each CTA
-records its SM's clock (the low 32 bits) twice: when the phase's input vector (or heads) has arrived, and when its results are
-published. At both ends of the token it also records the global time in nanoseconds, which calibrates the clock.
+A kernel made with ``Tuning(stamps=True)`` writes the markers behind its state. In every phase of a token but a norm, thread 0 of
+each CTA that has work there records its SM's clock (the low 32 bits) twice: when the phase's input vector (or heads) has
+arrived, and when its results are published. At both ends of the token it also records the global time in nanoseconds, which
+calibrates the clock.
 ``test_kernels_host.py`` reads the markers with it.
 """
 

@@ -64,7 +64,8 @@ def work(job: Job, state: State, connection: Connection, parents: Connection | N
     if parents is not None:
         parents.close()
     gc.freeze()  # a study collects garbage after each case; what a forked process inherits need not be traversed, nor copied
-    os.setpgrp()  # Ctrl-C in the terminal reaches the parent alone, which passes it on once
+    # Ctrl-C in the terminal then reaches the parent alone, which passes it on once. The parent kills the whole group.
+    os.setpgrp()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # The parent handles it for both. As the command ``study run`` it says what was saved; this process ends with it in any case.
     signal.signal(signal.SIGTERM, lambda *_: os.kill(os.getppid(), signal.SIGTERM))

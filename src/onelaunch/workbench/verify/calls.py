@@ -180,7 +180,8 @@ class Candidate:
             return outputs
         names = inputs.output_gradients if through is None else through
         reached = {name: outputs[name] for name in names if name in outputs}
-        # An output of a wrong shape cannot take the gradient; it is left out here, and the verdict names its shape.
+        # An output of a wrong shape cannot take the gradient; it is left out here, and the verdict names its shape. One of a
+        # wrong dtype takes the gradient in its own dtype, and the verdict names that.
         reached = {
             name: output
             for name, output in reached.items()

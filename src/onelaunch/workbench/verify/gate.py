@@ -175,6 +175,7 @@ def _examined(
 
 
 _judge = Judge()
+"""Judge of :func:`judge` and :func:`judge_control`. Its cached references stay until the process ends or others replace them."""
 
 
 def judge(
