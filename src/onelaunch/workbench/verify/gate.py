@@ -204,7 +204,8 @@ def judge(
     - Results are plain tensors in row-major order, or in the order of plain PyTorch's. They lie in memory of their own, which no
       later call writes to, or in that of a bundle such as a cache.
     - New contents in the same storage give new outputs, and inputs that are slices of larger tensors give right ones. An
-      :class:`~onelaunch.errors.ArgumentError` or :class:`~onelaunch.errors.VariantUnsupported` for slices is only a note.
+      :class:`~onelaunch.errors.ArgumentError` or :class:`~onelaunch.errors.VariantUnsupported` for slices is only a note, as is
+      any error of another project's variant.
     - Gradients are right if another call comes between a call and its backward pass, and if they come in through some of the
       results only.
     - The call waits for inputs that arrive late on the caller's stream.
@@ -222,7 +223,7 @@ def judge(
         variant: Name of the variant to judge.
         device: Device to run on.
         directions: ``"forward"`` calls without gradients. ``"forward_backward"`` adds the gradients of all differentiable inputs,
-            with random gradients coming in through every floating-point output.
+            with random gradients coming in through every floating-point output, or those that the input maker names.
         seed: Seed of the inputs.
 
     Raises:
