@@ -3,8 +3,9 @@
 The file is ``tests/snapshots/prose.txt``. The key of an entry is the test's node id with its parameters. The second text of a
 test has `` # 2`` behind it, and so on in the order of the calls. A text with a name of its own has the test function and `` #
 name``. After a deliberate change of words, ``pytest --update-prose`` writes the entries of the tests that ran, drops those
-without a test, and the diff of that file is reviewed. ``conftest.py`` imports the fixture ``prose`` for all tests.
-``test_prose.py`` fails where an entry has no test, so that the entries of a removed test or parameter must be removed too.
+without a test and those that a passed test did not compare, and the diff of that file is reviewed. ``conftest.py`` imports the
+fixture ``prose`` for all tests. ``test_prose.py`` fails where an entry has no test, so that the entries of a removed test or
+parameter must be removed too.
 """
 
 from __future__ import annotations
@@ -148,7 +149,7 @@ class Snapshot:
         node, _, name = key.partition(" # ")
         return node in self.collected or (bool(name) and not name.isdigit())
 
-    @pytest.hookimpl(tryfirst=True)
+    @pytest.hookimpl(tryfirst=True)  # before pytest deselects tests by -m and -k, whose entries are not stale
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
         if not any("[" in argument for argument in config.args):  # with selected parameters, the entries of others are not stale
             self.collected = {item.nodeid for item in items}

@@ -46,7 +46,10 @@ def registry_of_its_own(monkeypatch):
 
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=lambda page: page.name)
 def test_the_python_of_a_page_runs(page, registry_of_its_own, monkeypatch):
-    """All blocks of a page run in order, as one module."""
+    """All blocks of a page run in order, as one module.
+
+    It is in ``sys.modules``, where ``dataclasses`` looks up the module of a class.
+    """
     if page.name in NEEDS:
         pytest.importorskip(NEEDS[page.name])
     name = f"page_{page.stem.lower()}"

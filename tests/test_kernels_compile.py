@@ -25,9 +25,14 @@ from tests.kept import keep_inspections
 pytest.importorskip("triton")
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+"""Flag that Triton's interpreter runs kernels, which then cannot be compiled. ``conftest.py`` leaves this file out in such runs,
+unless the command names it."""
 
 ARCHITECTURES = {"one": ("sm_90a",), "two": ("sm_90a", "sm_80"), "all": CHECKED, "every": CHECKED}
-"""Architectures that every kernel is compiled for, by the value of the option ``--architectures``."""
+"""Architectures that every kernel is compiled for, by the value of the option ``--architectures``.
+
+``tests/launch/test_launch.py`` uses them too.
+"""
 
 
 KEPT_AS_A_LESSON = "experiment 039's loop over chunks holds the whole state in registers: an ablation, kept as measured"

@@ -15,7 +15,7 @@ FILES = sorted(
 FILE_LINES = 500
 """Largest number of lines of a file."""
 FUNCTION_LINES = 80
-"""Largest number of lines of a function without its docstring, in the package outside of kernels."""
+"""Largest number of lines of a function without its docstring, in the package outside of folders named ``kernels``."""
 
 
 def test_no_file_exceeds_the_limit_of_lines():

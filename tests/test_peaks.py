@@ -45,7 +45,10 @@ def cache(tmp_path, monkeypatch):
 
 @pytest.fixture(autouse=True)
 def no_quick_look(monkeypatch):
-    """Believe the made-up peaks in the cache, whatever this machine's are. The tests in ``test_quick_look.py`` compare them."""
+    """Believe the made-up peaks in the cache, whatever this machine's are. The tests in ``test_quick_look.py`` compare them.
+
+    The list of peaks that this process has looked at is the test's own, too.
+    """
     monkeypatch.setattr(quick_look, "implausible", lambda device, found: "")
     monkeypatch.setattr(peaks, "_LOOKED_AT", {})
 

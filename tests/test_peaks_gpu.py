@@ -50,6 +50,7 @@ def test_kernels_of_this_project_are_among_the_methods_on_a_hopper(surveys):
         pytest.skip("needs a Hopper GPU")
     methods = {probe.method for probe in surveys[0] if probe.quantity == "read"}
     assert "read_vectors" in methods
+    # Each ring is timed with two assignments of chunks to CTAs: interleaved and contiguous.
     assert sum(method.startswith("read_bulk") for method in methods) == 2 * len(read_rate.RINGS)
 
 

@@ -96,7 +96,7 @@ def test_a_slow_quick_look_on_a_busy_machine_does_not_replace_honest_peaks(machi
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda:0", marks=pytest.mark.gpu)])
 def test_a_look_gives_rates_of_this_machine(monkeypatch, device):
-    monkeypatch.undo()
+    monkeypatch.undo()  # for the real ``look``; conftest.py's patches of this test, such as its cache folder, end here too
     rates = quick_look.look(torch.device(device))
     assert {"copy", "float32" if device == "cpu" else "float16"} <= rates.keys()
     assert all(rate > 1e3 for rate in rates.values())

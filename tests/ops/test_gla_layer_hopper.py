@@ -89,7 +89,8 @@ def test_the_hopper_kernels_take_and_return_states(variant, device):
 def test_results_equal_those_by_parts_bitwise(name, keep_states, device):
     """Results that depend on the decays' gradient are compared with a tolerance.
 
-    That gradient is rounded once here, after the slope of the gate, and by parts also before it.
+    That gradient is rounded once here, after the slope of the gate, and by parts also before it. ``an_odd_rank`` is left out:
+    rows of its packed product are padded to a multiple of 8 elements here alone, so that cuBLAS may sum in another order.
     """
     given = given_on(device, **SIZES[name])
     leaves = differentiable(given)

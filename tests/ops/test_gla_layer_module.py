@@ -1,6 +1,7 @@
 """Tests of the variant ``module`` of ``gla_layer``, which calls the layer as people do.
 
-``differentiable`` returns the arguments that take gradients. ``made`` makes small random arguments.
+``differentiable`` returns the arguments that take gradients. ``made`` makes small random arguments, with
+D = 40.
 """
 
 from __future__ import annotations
@@ -58,6 +59,7 @@ def test_the_module_is_the_layer_of_that_decay(per, kind):
 
 @each_kind
 def test_the_module_keeps_no_tensor_of_a_call(options):
+    """``module_of`` caches modules, so that it returns the one that the call has used."""
     given = made(**options)
     gla_layer(**given, variant="module")
     call = GLA_LAYER.bind(**given)

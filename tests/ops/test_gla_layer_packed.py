@@ -1,6 +1,7 @@
 """Tests of ``gla_layer`` as one autograd function (variant "packed"): its gradients equal those of separate operations.
 
-They cover every use of autograd, the calls that the variant refuses, and the memory that gradients are written into.
+They cover autograd (some gradients alone, retained graphs, hooks, accumulation), the calls that the variant refuses, and the
+memory that gradients are written into. ``test_gla_layer_hopper.py`` uses :func:`by_parts` and :func:`gradients_of` too.
 
 ``assert_near`` bounds the norm of each error, relative to that of the expected values. ``made()`` makes float32 arguments with
 B = 2, T = 9, D = 40, H = 2, K = 16 and V = 20, unless others are given.
@@ -271,7 +272,8 @@ def test_a_gradient_buffer_of_a_wrong_layout_is_refused(prose):
 def test_gradient_buffers_are_borrowed_if_states_fit_into_them():
     """States may lie in the memory of dq and dk until these are written.
 
-    That needs dq and dk side by side, whole chunks of 64 steps, no packing, V = 128, and K = 64 or 128.
+    That needs dq and dk side by side, whole chunks of 64 steps, no packing, V = 128, and K = 64 or 128. It also needs a 16-bit
+    log-decay per channel and no shared heads, as all calls here have.
     """
     pytest.importorskip("triton")
     from onelaunch.ops.gla import launch, launch_hopper

@@ -110,7 +110,10 @@ def test_every_size_of_a_gradient_has_a_factor(exponent, device):
 
 @devices
 def test_a_tiny_gradient_of_a_long_sequence_keeps_a_finite_factor(device):
-    """The smallest number of float16 alone: its factor and the inverse are powers of 2 within float32."""
+    """The smallest number of float16 alone: its factor and the inverse are powers of 2 within float32.
+
+    So they are beside a huge gradient of the final state, for which the exponent is limited to -60.
+    """
     call, do, dfinal = call_of(device, **SIZES["one_step"])
     tiny = torch.zeros_like(do)
     tiny.view(-1)[0] = 2.0**-24

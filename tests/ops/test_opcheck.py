@@ -22,7 +22,7 @@ from tests.ops.cases import (
 )
 
 UTILITIES = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_static")
-"""Utilities that ``opcheck`` tests. Kernels are chosen by shape, so graphs of our operators are compiled for each shape."""
+"""Checks of ``opcheck``: all, but with static instead of dynamic shapes, which ``test_dynamic_shapes.py`` tests."""
 
 
 @pytest.mark.interpret

@@ -148,8 +148,8 @@ FORMS = ("forgets_everything", "no_sequences")
 """Probes that are compiled in every run of `make check`, in training.
 
 The first has several chunks of steps, of which the last is not full, and decays of -inf. The other forms that a compiled scan
-can have are compiled with few steps by ``test_gated_scan.py``, in a fifth of the time. With ``--architectures=every`` all
-probes that the compiled scan takes are compiled, in training too.
+with a gate can have are compiled with few steps by ``test_gated_scan.py``, in a fifth of the time. With ``--architectures=every``
+all probes that the compiled scan takes are compiled, in training too.
 """
 
 REFUSED = {"one_step_one_channel", "forgets_nothing", "no_steps"}

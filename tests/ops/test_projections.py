@@ -122,7 +122,8 @@ def test_gradients_match_the_definition(variant):
     assert_near(found, expected, 1e-5)
 
 
-# Arguments of a segment after its name: heads, head size, activation, normalizer, bias
+# Arguments of a segment after its name: heads, head size, activation, normalizer, bias.
+# test_projections_kernels.py draws them too.
 segments = st.builds(
     lambda heads, size, activation, normalizer, bias: (
         heads,
@@ -146,7 +147,10 @@ def test_a_packed_call_equals_calls_of_its_segments(kinds, variant):
 
 
 def check_packing(kinds, variant):
-    """Require one call with segments of these kinds, drawn by ``segments``, to equal a call for each segment."""
+    """Require one call with segments of these kinds, drawn by ``segments``, to equal a call for each segment.
+
+    ``test_projections_kernels.py`` calls this too.
+    """
     packed = tuple(Segment(f"s{index}", *kind) for index, kind in enumerate(kinds))
     x, weight = torch.randn(3, 6), torch.randn(sum(each.width for each in packed), 6)
     biases = [torch.randn(each.width) if each.bias else None for each in packed]

@@ -138,11 +138,11 @@ NVFP4: dict[str, dict[str, Any]] = {
 }
 MANY: dict[str, dict[str, Any]] = {
     "more_rows_than_a_tile": {"dtype": "bfloat16", "M": 300, "N": 328, "K": 520},
-    "swaths": {"dtype": "float16", "M": 5000, "N": 400, "K": 64},
+    "swaths": {"dtype": "float16", "M": 5000, "N": 400, "K": 64},  # more rows of tiles than a group of the grouped raster
     "fp8_many_rows": {"dtype": "bfloat16", "M": 700, "N": 144, "K": 400, "format": "fp8", "row_scales": True},
     "nvfp4_many_rows": {"dtype": "bfloat16", "M": 200, "N": 136, "K": 768, "format": "nvfp4_weights", "codes": "full"},
     "nvfp4_more_rows_than_a_tile": {"dtype": "float16", "M": 600, "N": 200, "K": 320, "format": "nvfp4_weights", "codes": "full"},
-    "columns_in_three": {"dtype": "bfloat16", "M": 256, "N": 3072, "K": 512},
+    "columns_in_three": {"dtype": "bfloat16", "M": 256, "N": 3072, "K": 512},  # tiles of 96 columns, for three warpgroups
 }
 CASES = DENSE | FP8 | NVFP4 | MANY
 # Pairs of a variant and the name of a case: "small_m" takes few rows alone

@@ -115,6 +115,7 @@ def test_kernels_refuse_transforms_and_state_the_remedy():
     def run(x: torch.Tensor) -> torch.Tensor:
         return x.clone()
 
+    # This registers an operator with PyTorch, which stays until the process ends.
     kernel = Operator("test_transforms_copy", run, fake=torch.empty_like)
     assert torch.equal(kernel(torch.ones(2), grad=False), torch.ones(2))
     with pytest.raises(TransformUnsupported, match=r"test_transforms_copy.*variant='eager'"):
