@@ -29,7 +29,7 @@ def call_of(device: str, **options: Any) -> tuple[Any, torch.Tensor, torch.Tenso
     """Return the tensors of a float16 call, and gradients of its output and of its final state."""
     from onelaunch.ops.gla.launch import Attention
 
-    given = arguments_of(GLA, **options, dtype="float16", final_state=True)
+    given = arguments_of(GLA, **options, dtype="float16")
     call = Attention.of(*(given[name].to(device) for name in "qkvg"), None, None, options["K"] ** -0.5)
     heads = call.heads.output
     generator = torch.Generator().manual_seed(3)

@@ -198,7 +198,7 @@ def automatic_variants(recompiles):
         (each, name)
         for each in NAMES
         for name, variant in operation_of(each).variants.items()
-        if variant.capabilities.automatic and not variant.capabilities.tunes and variant.capabilities.recompiles is recompiles
+        if variant.capabilities.automatic and variant.capabilities.recompiles is recompiles
     ]
 
 

@@ -219,7 +219,6 @@ def launched(monkeypatch):
         assert _unaddressable(dtype, address, sizes, strides, box, swizzle) is None
         return bytes(128)
 
-    launch_hopper.plan_of.cache_clear()
     monkeypatch.setattr(CudaLaunch, "run", lambda self: launch(self.grid, *self.arguments))
     monkeypatch.setattr(kernel, "tensor_map", tensor_map)
     monkeypatch.setattr(launch_hopper, "processors", lambda _: 132)
@@ -229,7 +228,6 @@ def launched(monkeypatch):
     dispatch.forget()
     yield calls
     dispatch.forget()
-    launch_hopper.plan_of.cache_clear()
 
 
 @each_variant
