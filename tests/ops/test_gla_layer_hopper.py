@@ -187,7 +187,7 @@ def peak_of(variant: str, given: dict[str, Any]) -> int:
         torch.cuda.reset_peak_memory_stats()
         out, _ = gla_layer(**given, variant=variant)
         torch.autograd.grad(out, leaves, seed)
-        del out
+        del out  # else the second step would not allocate it in addition to what was there before
         torch.cuda.synchronize()
         peak = torch.cuda.max_memory_allocated() - before
     return peak

@@ -79,5 +79,6 @@ def test_the_attention_operators_pass_opcheck(kernel, values_first):
 
 @pytest.mark.interpret
 def test_the_matrix_operator_passes_opcheck():
+    """The operator is the matrix product of ``linear_rnn``'s variant ``three_launch``."""
     a, b = torch.randn(9, 5, requires_grad=True), torch.randn(5, 4, requires_grad=True)
     library.opcheck(torch.ops.onelaunch.matmul.default, (a, b))

@@ -71,7 +71,7 @@ def repeat(name: str, begin: Any, reports: Any) -> None:
                 differing |= {index for index, (result, first) in pairs if not torch.equal(result, first)}
         reports.put((name, calls, f"results {sorted(differing)}" if differing else ""))
     except Exception as error:  # noqa: BLE001 - reported to the waiting process
-        begin.abort()
+        begin.abort()  # so that the other processes do not wait for this one
         reports.put((name, 0, f"{type(error).__name__}: {error}"[:300]))
 
 

@@ -227,7 +227,7 @@ def launched(monkeypatch):
         monkeypatch.setattr(PROJECTIONS.get(name), "_supports", [])
     dispatch.forget()
     yield calls
-    dispatch.forget()
+    dispatch.forget()  # that these variants could run on a CPU
 
 
 @each_variant
