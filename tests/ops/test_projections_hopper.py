@@ -225,7 +225,6 @@ def launched(monkeypatch):
     # Without its conditions, a variant runs without a Hopper GPU.
     for name in VARIANTS:
         monkeypatch.setattr(PROJECTIONS.get(name), "_supports", [])
-    dispatch.forget()
     yield calls
     dispatch.forget()  # that these variants could run on a CPU
 
