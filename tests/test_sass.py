@@ -2,9 +2,9 @@
 
 A ``CS2R`` sets two registers, and needs 6 clock cycles on Hopper before they may be read. Each instruction has 16 bytes and a
 stall count, the cycles that the next one waits. ``StallHazard(at, cycles)`` is a ``CS2R`` at byte ``at`` of the file that waits
-``cycles`` too few. Code begins at byte 64, behind the header of the file. ``prose.raises`` compares the message with the test's
-entry in ``tests/snapshots/prose.txt``. A test fails if it does not compare one of its entries, and ``tests/test_prose.py`` if
-the test or the parameter of an entry is gone.
+``cycles`` too few. In files that :func:`cubin` makes, code begins at byte 64, behind the header. ``prose.raises`` compares the
+message with the test's entry in ``tests/snapshots/prose.txt``. A test fails if it does not compare one of its entries, and
+``tests/test_prose.py`` if the test or the parameter of an entry is gone.
 
 ``device`` is the first GPU, or the CPU.
 """
@@ -200,7 +200,7 @@ def test_hopper_has_no_interlock_for_the_clock(device):
 
 
 def right(code: bytes, device: torch.device) -> bool:
-    """Return whether each thread of a warp read its own clock, after an earlier reading and not long before."""
+    """Return whether both values of each thread of a warp are of the clock: the second is later, by less than 100,000 cycles."""
     out = torch.zeros(32, 2, dtype=torch.int64, device=device)
     function = cuda.Function(
         code, CLOCK.entry, torch.cuda.current_device(), ("pointer",), module._Shape(32, 0, 1, cooperative=False, overlap=False)

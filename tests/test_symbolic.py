@@ -92,6 +92,7 @@ def constant() -> str:
     return decided(lambda sizes: "few" if sizes[0] <= 32 else "many")
 
 
+# As torch.compiler.assume_constant_result: Dynamo calls it while it traces, and takes the string as a constant.
 vars(constant)["_dynamo_marked_constant"] = True
 
 

@@ -30,8 +30,8 @@ def make_scale() -> Operation:
     """Register a new ``scale`` operation and return it: ``y = x * factor``, where x has N elements and factor is 2 by default.
 
     Its variants are ``loop``, which any call can use; ``vector``, for at most 1000 elements and preferred on a CPU;
-    ``no_backward``, for calls without gradients; and ``elsewhere``, which no call can use. No code reads the option ``decay``
-    of its cases.
+    ``no_backward``, for calls without gradients; and ``elsewhere``, which no call can use. The option ``decay`` of its cases
+    changes nothing; tests of cases and their names set it.
     """
 
     @registry.operation(

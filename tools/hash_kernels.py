@@ -8,8 +8,9 @@
 needed. A kernel's digest covers its instructions, registers, stack, shared memory, threads and constants, in a fixed order and
 without names. Entry names, symbols, relocations and debug lines do not affect it. ``compare`` matches the two files by digest,
 and exits with 1 unless every variant has the same kernels in both. Both files must come from the same versions of the
-compilers, which are stored with the digests. ptxas makes different machine code of the same PTX from run to run for some large
-kernels and for sm_100a. Kernels whose digests differ are therefore equal too if their PTX is, again without names and lines.
+compilers, which are stored with the digests; ``compare`` prints versions that differ, but does not fail for them. ptxas makes
+different machine code of the same PTX from run to run for some large kernels and for sm_100a. Kernels whose digests differ are
+therefore equal too if their PTX is, again without names and lines.
 
 It is run by hand; ``tests/test_hash_kernels.py`` imports it. To hash another source tree of this project, put its ``src`` and
 root first on ``PYTHONPATH`` and run this file by its path.

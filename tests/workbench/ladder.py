@@ -1,8 +1,9 @@
 """An operation with costs and tags that never runs, to test plans, criteria and decisions with numbers computed by hand.
 
 It is a layer of a matrix product and two elementwise steps over ``[N, V]`` in float16. Per row and channel, three launches move
-8 bytes, two move 6 and one moves 4. :func:`measured` makes a result of measurements with made-up times. Tests of declared studies
-take only its :data:`RATES`, and ``tests/test_fuzz.py`` changes results and declarations of it at random.
+8 bytes, two move 6 and one moves 4. Importing this module registers it. :func:`measured` makes a result of measurements with
+made-up times. Most tests of declared studies take only its :data:`RATES`, and ``tests/test_fuzz.py`` changes results and
+declarations of it at random.
 """
 
 from __future__ import annotations
@@ -64,6 +65,7 @@ def cost(case: Case, variant: Variant | None, direction: Direction) -> Cost:
     # Without a variant, the cost is the least of any implementation: that of one launch.
     launches = variant.launches if variant is not None else 1
     # Passes over the N x V elements by number of launches: one read and one write, and one more for each further launch.
+    # An unknown number of launches counts as three.
     passes = {3: 4, 2: 3, 1: 2}.get(launches or 3, 4) * (1 if direction == "forward" else 3)
     elements = case.sizes["N"] * case.sizes["V"]
     return Cost(flops=100 * elements, bytes=passes * elements * case.dtype.itemsize, launches=launches)

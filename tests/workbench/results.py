@@ -311,7 +311,10 @@ def proceed_on_gpu() -> Result:
 
 
 def interrupted_on_cpu() -> Result:
-    """Return a run on a CPU that was stopped by hand after two of four shapes. It has no counters and no judged criterion."""
+    """Return a run on a CPU that was stopped by hand after two of four shapes, the second with 7 of 10 rounds.
+
+    It has no counters and no judged criterion.
+    """
     shapes = tuple(shape(f"small-{t}", "small", "float32", B=2, T=t, D=64, V=64) for t in (128, 512, 1024, 2048))
     variants = ("eager", "chunked", "compiled", "fused_chunked")
     cells = [

@@ -58,7 +58,7 @@ def with_backward(backward: Callable[..., Any], save: Callable[[Any, torch.Tenso
 
 
 def one_buffer() -> Callable[[ToyCall], Results]:
-    """Write all results to one buffer, which the next call overwrites."""
+    """Return y of every call in one buffer, which the next call overwrites."""
     kept: dict[Any, torch.Tensor] = {}
 
     def run(call: ToyCall) -> Results:

@@ -1,7 +1,8 @@
 """Helpers shared by the tests of runs: a study of ``toy_sum`` at two tiny shapes, and steps of a run that tests can replace.
 
 ``toy_sum`` is registered by the import of ``tests/workbench/toy.py``, which is left to the test modules. Tests of findings, of
-sources and of supervised runs use the helpers too, and ``tests/cli/conftest.py`` calls :func:`spare_children`.
+sources, of peers outside the gate and of supervised runs use the helpers too, and ``tests/cli/conftest.py`` calls
+:func:`spare_children`.
 """
 
 from __future__ import annotations

@@ -295,7 +295,7 @@ def test_times_of_another_gpu_of_the_same_file_name_are_refused(folder):
 
 
 class Probed(Result):
-    """A result with the outcomes of probes by variant."""
+    """A result whose outcomes of probes may be any objects, where those of :class:`Result` are reports."""
 
     probes: dict[str, Any] = Field(default_factory=dict)
 

@@ -49,7 +49,7 @@ def test_a_variant_whose_state_is_a_view_of_its_output():
 
 def test_a_variant_that_returns_its_input():
     case = toy_case(T=1, V=1)
-    weight_of_one = Judge()
+    weight_of_one = Judge()  # it keeps the reference, so the verdict below is on the contents that are changed here
     reference = weight_of_one.reference(toy_sum, case)
     reference.inputs.arguments["weight"].fill_(1)
     reference.expected["y"].copy_(reference.inputs.arguments["x"])
@@ -160,6 +160,8 @@ def test_a_variant_that_gets_its_memory_from_resize_and_leaves_half_of_it_unwrit
 
 @pytest.fixture
 def no_baseline(monkeypatch):
+    """Make the PyTorch baseline fail, so that only the dtype's caps limit errors, and no other bounds are known."""
+
     def broken(call):
         raise torch.OutOfMemoryError("no room")
 

@@ -101,7 +101,10 @@ def fake_ncu(tmp_path, monkeypatch):
 
 
 def counted(timeout_seconds: float = 20.0):
-    """Return the traffic of ``parallel`` (request 0) and ``eager`` (request 1), counted by whatever ncu is installed."""
+    """Return the traffic of ``parallel`` (request 0) and ``eager`` (request 1), counted by whatever ncu is installed.
+
+    No GPU is needed: the scripts of :func:`fake_ncu` do not start the process that would use it.
+    """
     requests = [count.Request(toy_case(), "parallel"), count.Request(toy_case(), "eager")]
     return count.count_all(toy_sum, requests, device="cuda", timeout_seconds=timeout_seconds)
 

@@ -47,7 +47,7 @@ def test_the_original_numbers_do_not_proceed(prose):
 
 
 def test_complete_and_steady_numbers_would_proceed():
-    """With steady rounds, counted bytes, a feasible bound and the control. Each other test removes one of these."""
+    """With steady rounds, counted bytes, a feasible bound and the control. Other tests leave some of these out."""
     result = original(steady=True, counted=True, control=1.25, ratio=1.2)
     assert status(result) == {"faster": "met", "correct": "met", "traffic": "met"}
     assert result.decision.kind == "proceed", said(result)

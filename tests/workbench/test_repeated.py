@@ -47,7 +47,7 @@ def test_an_honest_variant_passes(variant, dtype):
 
 @pytest.mark.parametrize(("rate", "least"), [(1 / 5, 98), (1 / 20, 60)])
 def test_a_variant_with_a_race_is_found_with_the_stated_chance(rate, least, examined):
-    """In 100 tries, a race that is wrong in one call of 5 is found 98 times, and one of 20 calls 60 times."""
+    """In 100 tries, a race that is wrong in one call of 5 is found at least 98 times, and one of 20 calls 60 times."""
     found = [examined(rogues.racy(rate, seed)) for seed in range(100)]
     assert sum(not verdict.ok for verdict in found) >= least
     assert any("In call" in verdict.explain() and f"of {CALLS} with equal inputs" in verdict.explain() for verdict in found)

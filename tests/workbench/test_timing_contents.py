@@ -1,8 +1,8 @@
 """Tests that times are of work: on contents that were never verified, with inputs that stay as they are, and with honest clocks.
 
-Variants are those of ``rogues_timing.py``, registered beside ``eager`` (the baseline) and ``parallel`` of ``toy_sum`` for a
-test. ``prose`` compares a text with its entry in tests/snapshots/prose.txt, whose key is the node id of the test. A test fails
-if it does not compare one of its entries, and ``tests/test_prose.py`` if the test or the parameter of an entry is gone.
+Variants are those of ``rogues_timing.py``, registered for a test beside ``eager`` and ``parallel`` of ``toy_sum``. ``prose``
+compares a text with its entry in tests/snapshots/prose.txt, whose key is the node id of the test. A test fails if it does not
+compare one of its entries, and ``tests/test_prose.py`` if the test or the parameter of an entry is gone.
 
 ``ToyCall`` holds the checked arguments of ``toy_sum``. ``toy_case`` returns a small case of ``toy_sum``.
 """
@@ -308,6 +308,7 @@ def test_without_a_forward_clock_there_are_no_times(monkeypatch):
 
 @pytest.mark.parametrize("end", ["exit", "status"])
 def test_a_variant_that_calls_sys_exit_is_recorded_and_the_others_continue(end, prose):
+    """It leaves in its first call (``exit``), or in its 40th."""
     found = timed("leaves", rogues.at_count(1 if end == "exit" else 40, lambda: exit_with(0)))
     assert found["leaves"].status == "crashed"
     assert honest_pass(found)

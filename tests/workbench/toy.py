@@ -1,6 +1,7 @@
 """A toy operation for tests of the workbench and of its commands.
 
-It is a weighted running sum, with honest variants and one rogue variant per exploit.
+It is a weighted running sum, with honest variants and rogue ones (tag ``rogue``, by which ``test_exploits.py`` selects them).
+Importing this module registers it. A test that names ``toy_sum`` only in a study has to import it too.
 """
 
 from __future__ import annotations
