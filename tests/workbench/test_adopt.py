@@ -104,7 +104,7 @@ def test_a_result_without_times_is_refused_and_writes_nothing(folder, prose):
     assert list(folder.iterdir()) == []
 
 
-def of_device(slug, name="Some GPU", **more):
+def of_device(slug, name="Some GPU"):
     """Return a result of a device. Its ``slug`` names the table's file."""
     result = measured(study(), ok_cell("one", 5.0))
     return result.model_copy(update={"provenance": result.provenance.model_copy(update={"slug": slug, "device": name})})

@@ -173,7 +173,6 @@ def test_the_verdict_says_that_only_the_cap_was_asked(no_baseline):
     assert verdict.ok
     assert len(verdict.notes) == 1
     assert "only the cap of the dtype was asked" in verdict.notes[0]
-    assert "only the cap" not in str(Judge().reference(toy_sum, toy_case("float16"), seed=1).bounds)
 
 
 def test_a_variant_that_returns_float64_where_pytorch_could_not_run(no_baseline):

@@ -89,8 +89,7 @@ def without_bounds(result: Result) -> Result:
     """Return the result with a cost of zero bytes and FLOPs for each measurement, so that its roofline bounds are 0."""
     nothing = {"floor_microseconds": 0.0, "planned_microseconds": 0.0, "least_bytes": 0, "bytes": 0, "flops": 0}
     cells = [
-        cell.model_copy(update={"plan": cell.plan.model_copy(update=nothing) if cell.plan else None, "traffic": cell.traffic})
-        for cell in result.cells
+        cell.model_copy(update={"plan": cell.plan.model_copy(update=nothing) if cell.plan else None}) for cell in result.cells
     ]
     return result.model_copy(update={"cells": tuple(cells)})
 
