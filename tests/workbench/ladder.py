@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from onelaunch.operation import Case, Cost, Direction, Query, Reading, Variant, operation
+from onelaunch.operation import Case, Cost, Direction, Query, Variant, operation
 from onelaunch.workbench import stats
 from onelaunch.workbench.result import (
     Cell,
@@ -74,11 +74,6 @@ def cost(case: Case, variant: Variant | None, direction: Direction) -> Cost:
 @ladder.queries
 def query(case: Case, device: str, grad: bool) -> Query:
     return Query("ladder", device, case.dtype, (case.sizes["N"], case.sizes["V"]), grad)
-
-
-@ladder.inputs
-def make_inputs(case: Case, device: torch.device, generator: torch.Generator) -> Reading:
-    return Reading({"x": torch.randn(case.sizes["N"], case.sizes["V"], device=device, generator=generator)}, ("x",))
 
 
 def _register(name: str, **tags: Any) -> Variant:
