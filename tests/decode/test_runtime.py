@@ -14,6 +14,7 @@ test's entries in ``tests/snapshots/prose.txt``. A test fails if it does not com
 from __future__ import annotations
 
 import importlib.util
+import subprocess
 import sys
 from contextlib import contextmanager
 from dataclasses import replace
@@ -293,6 +294,14 @@ def test_without_numpy_kernels_are_unsupported(level, monkeypatch, prose):
         monkeypatch.setitem(sys.modules, name, None)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     prose(decode_step.get(level).why_not(query_of(SMALL)))
+
+
+@pytest.mark.thorough
+def test_decoding_is_imported_without_numpy():
+    """NumPy is no dependency of every installation. Only a process that runs or builds the megakernel's kernels imports it."""
+    code = "import sys; sys.modules['numpy'] = None\nfrom onelaunch.decode import decode_step\nprint(*decode_step.variants)"
+    ended = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=False, timeout=120)
+    assert "streaming" in ended.stdout.split(), ended.stderr
 
 
 # Weights that are written to

@@ -151,7 +151,7 @@ class KernelEngine(TorchEngine):
 
     def _session(self) -> Session:
         """Return the session of this engine's variant and weights."""
-        from onelaunch.decode.runtime.kernels import session_for  # imports NumPy, which only running kernels needs
+        from onelaunch.decode.runtime.kernels import session_for  # imports NumPy, which importing engines does not need
 
         return session_for(self.weights, self.variant)
 

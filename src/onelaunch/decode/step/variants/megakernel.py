@@ -21,7 +21,6 @@ from onelaunch.decode.model.weights import Weights
 from onelaunch.decode.plan.levels import LEVELS, plan_for, unsupported
 from onelaunch.decode.plan.packing import packing_bytes, stream_bytes
 from onelaunch.decode.runtime.engines import KernelEngine
-from onelaunch.decode.runtime.kernels import kernels_of
 from onelaunch.decode.step.contract import DecodeCall, Results, decode_step
 from onelaunch.device.architectures import find_architecture
 from onelaunch.device.hardware import processors
@@ -44,7 +43,7 @@ prefill becomes faster, for each of four models.
 
 def run(level: str, call: DecodeCall) -> Results:
     """Run one token: in a launch of its own, or with ``graph`` in a launch per phase."""
-    from onelaunch.decode.runtime.kernels import session_for  # imports NumPy, which only running kernels needs
+    from onelaunch.decode.runtime.kernels import session_for  # imports NumPy, which importing the variants does not need
 
     return call.results(session_for(call.weights, level).step(call.token, call.cache))
 
@@ -131,6 +130,8 @@ def builds(level: str, architecture: str) -> list[Build]:
     """Return the builds of a level: for Qwen3-0.6B, and for ``streaming`` also for a small untied model."""
     if architecture not in _ARCHITECTURES:
         return []
+    from onelaunch.decode.runtime.kernels import kernels_of  # imports NumPy
+
     found: list[Build] = []
     for name, config in BUILT.items():
         if level != "streaming" and name != "Qwen3-0.6B":
