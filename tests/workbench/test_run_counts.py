@@ -17,6 +17,7 @@ from __future__ import annotations
 import pytest
 
 from onelaunch.workbench.study import Criterion
+from tests.workbench import toy  # noqa: F401 - registers toy_sum
 from tests.workbench.runs import FASTER, FEWER, counting, quick, run, statuses, steps, study
 
 __all__ = ["quick"]  # an automatic fixture: an empty working directory, short samples, no warm-up

@@ -129,7 +129,7 @@ def test_results_without_sources_are_written_as_before():
     result = run(study())
     facts = result.provenance.model_copy(update={"variants": {}, "package": ""})
     older = result.model_copy(update={"provenance": facts})
-    assert not {'"variants"', '"package"', '"probes"'} & set(re.findall(r'"\w+"(?=: [{"])', facts.model_dump_json()))
+    assert not {'"variants"', '"package"', '"probes"'} & set(re.findall(r'"\w+"(?=:[{"])', facts.model_dump_json()))
     assert '"probes"' not in older.stored()
 
 
