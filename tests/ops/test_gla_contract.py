@@ -245,6 +245,13 @@ def test_no_steps_are_left_to_the_loop(prose):
         gla(**arguments_of(GLA, T=0), variant="chunked")
 
 
+def test_a_batch_may_have_more_sequences_than_a_grid_has_rows():
+    """A grid of the kernels has one dimension, in which it may be larger than the 65535 CTAs of the others."""
+    pytest.importorskip("triton", reason="the kernels are Triton's")
+    query = GLA.query(GLA.case(torch.float16, B=8192, T=1, H=1, K=128, V=128), "cuda:0", grad=False)
+    assert [GLA.get(name).why_not(query) for name in ("fused", "stepwise")] == [None, None]
+
+
 @pytest.mark.parametrize("grad", [False, True])
 @pytest.mark.parametrize("empty", ["B", "H"])
 @pytest.mark.parametrize("variant", ["auto", *pytorch_variants(GLA)])

@@ -15,7 +15,7 @@ import torch
 
 from onelaunch.launch.launch import Launch, Mma
 from onelaunch.operation import Example, Query
-from onelaunch.operation.requirements import cannot_scan
+from onelaunch.operation.requirements import cannot_multiply
 from onelaunch.ops.gla.autograd import Results, attend, launches
 from onelaunch.ops.gla.contract import GlaCall, gla
 from onelaunch.ops.gla.heads import why_grouped
@@ -107,7 +107,7 @@ def holds_the_state(query: Query) -> str | None:
 
 
 for _variant in (sequential, pipelined):
-    _variant.supports(cannot_scan)
+    _variant.supports(cannot_multiply)
 
 
 @sequential.examples

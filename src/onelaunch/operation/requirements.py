@@ -48,12 +48,16 @@ _FEWEST_CHANNELS = 16
 """Number of channels in the narrowest tile of kernels that scan over time."""
 
 
+def cannot_multiply(query: Query) -> str | None:
+    """Return why Triton kernels with matrix products cannot run a call, or ``None``."""
+    return cannot_launch(query) or interprets_bfloat16_wrongly(query)
+
+
 def cannot_scan(query: Query) -> str | None:
     """Return why Triton kernels that scan over time cannot run a call of sizes (batch, ..., channels), or ``None``."""
-    if (reason := cannot_launch(query) or interprets_bfloat16_wrongly(query)) is not None:
+    if (reason := cannot_multiply(query)) is not None:
         return reason
-    # Grids of kernels/scan and linear_rnn have one CTA along y per batch entry and tile of channels; the narrowest tile gives the
-    # most CTAs. Those of gla for chunks and states have one dimension, so that the limit is stricter than gla needs.
+    # Their grids have one CTA along y per batch entry and tile of channels; the narrowest tile gives the most CTAs.
     slices = query.sizes[0] * -(-query.sizes[-1] // _FEWEST_CHANNELS)
     if slices > _LARGEST_GRID_Y:
         return (

@@ -15,7 +15,7 @@ import torch
 
 from onelaunch.device.hardware import is_hopper
 from onelaunch.operation import Example, Query
-from onelaunch.operation.requirements import cannot_scan
+from onelaunch.operation.requirements import cannot_multiply
 from onelaunch.ops.gla.autograd import Results, attend, launches
 from onelaunch.ops.gla.contract import GlaCall, gla
 from onelaunch.ops.gla.padding import KEYS, STEP
@@ -57,7 +57,7 @@ def hopper(call: GlaCall) -> Results:
     return attend(call, "hopper")
 
 
-hopper.supports(cannot_scan)
+hopper.supports(cannot_multiply)
 hopper.supports(no_value_gate)
 
 

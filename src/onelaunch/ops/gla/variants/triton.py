@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from onelaunch.operation import Example, Query
-from onelaunch.operation.requirements import cannot_scan
+from onelaunch.operation.requirements import cannot_multiply
 from onelaunch.ops.gla.autograd import Results, attend, launches
 from onelaunch.ops.gla.contract import GlaCall, gla
 from onelaunch.ops.gla.heads import group_of
@@ -103,8 +103,8 @@ def no_value_gate(query: Query) -> str | None:
     return "takes no gate on values" if "value_gate" in query.flags else None
 
 
-fused.supports(cannot_scan)
-stepwise.supports(cannot_scan)
+fused.supports(cannot_multiply)
+stepwise.supports(cannot_multiply)
 
 
 def training(keys: int, values: int, layouts: tuple[str, ...] = ("channel", "head")) -> list[Example]:
