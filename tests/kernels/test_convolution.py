@@ -174,9 +174,11 @@ def test_no_gradient_is_recorded_without_need(device):
         ({"state": torch.zeros(1, 4, 3)}, "W - 1 inputs"),
         ({"state": torch.zeros(2, 4, 2)}, "for each sequence"),
         ({"bias": torch.zeros(4, device="meta")}, "on one device"),
+        ({"bias": torch.zeros(3)}, "needs a bias"),
+        ({"bias": torch.zeros(4, dtype=torch.float16)}, "needs a bias"),
         ({"x": torch.zeros(2, 3, 4), "offsets": torch.tensor([0, 3])}, "B = 1"),
     ],
-    ids=["taps", "empty", "dtype", "dtypes", "channels", "state", "states", "device", "batch"],
+    ids=["taps", "empty", "dtype", "dtypes", "channels", "state", "states", "device", "bias", "bias_dtype", "batch"],
 )
 def test_calls_that_are_left_to_pytorch(changed, said, monkeypatch):
     monkeypatch.setattr(requirements, "interpreting", lambda: True)

@@ -32,12 +32,13 @@ def why_not(
     """Return why the kernels cannot run a call of :func:`convolve`, or ``None``.
 
     Sizes, dtypes and devices that do not fit together are left to PyTorch, which refuses them or, under autocast, converts them.
-    Only the bias is not compared: it is ``[C]`` in the dtype of the weight, as in ``ShortConvolution``.
     """
     if (reason := cannot_launch_on(x.device.type)) is not None:
         return reason
     if x.dtype not in _DTYPES or weight.dtype != x.dtype or torch.is_autocast_enabled(x.device.type):
         return "needs x and the weight in one dtype, float16, bfloat16 or float32, and no autocast"
+    if bias is not None and (bias.dtype != x.dtype or bias.shape != weight.shape[:1]):
+        return "needs a bias for each channel, in the dtype of the weight"
     if any(each is not None and each.device != x.device for each in (weight, bias, state, offsets)):
         return "needs all tensors on one device"
     batch, _, channels = x.shape
