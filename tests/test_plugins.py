@@ -81,10 +81,11 @@ def test_a_plugin_lists_what_it_registered(announce, scale):
     assert "acme-kernels 1.2" in text
 
 
-@pytest.mark.parametrize("what", ["variant", "run", "operation", "oracle", "removed"])
+@pytest.mark.parametrize("what", ["variant", "run", "operation", "oracle", "preference", "removed"])
 def test_a_plugin_that_replaces_what_others_registered_is_left_out(announce, scale, what, prose):
     """Otherwise calls would give its results under the names of others, with the ordinary reasons in ``explain``."""
-    vector, run, oracle = scale.get("vector"), scale.get("vector").run, scale._oracle
+    scale.prefers(lambda query: ())
+    vector, run, oracle, preference = scale.get("vector"), scale.get("vector").run, scale._oracle, scale._preference
 
     def act():
         if what == "variant":
@@ -96,6 +97,8 @@ def test_a_plugin_that_replaces_what_others_registered_is_left_out(announce, sca
             registry._REGISTRY["scale"] = find_operation("gla")
         elif what == "oracle":
             scale._oracle = lambda **arguments: (0 * arguments["x"],)
+        elif what == "preference":
+            scale._preference = lambda query: ("vector",)
         else:
             del scale.variants["vector"]
 
@@ -103,7 +106,7 @@ def test_a_plugin_that_replaces_what_others_registered_is_left_out(announce, sca
     with prose.warns(PluginWarning):
         assert find_operation("scale") is scale
     assert scale.get("vector") is vector
-    assert (vector.run, scale._oracle) == (run, oracle)
+    assert (vector.run, scale._oracle, scale._preference) == (run, oracle, preference)
     assert scale(torch.ones(2)).tolist() == [2.0, 2.0]
 
 
