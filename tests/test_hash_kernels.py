@@ -153,6 +153,8 @@ def test_kernels_of_equal_ptx_are_equal_whatever_ptxas_made_of_it(prose):
     prose(lines)
     for one, other in (("p", "q"), ("", ""), ("p", "")):
         assert not hash_kernels.compare({"sm_100a": [{**old[0], "ptx": one}]}, {"sm_100a": [{**new[0], "ptx": other}]})[1]
+    more = {**entry("one", "scan", shared_bytes=8192), "ptx": "p"}
+    assert not hash_kernels.compare({"sm_100a": [{**old[0], "ptx": "p"}]}, {"sm_100a": [more]})[1], "a launch with more memory"
 
 
 def test_a_digest_of_ptx_ignores_names_and_lines_alone():

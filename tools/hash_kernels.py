@@ -10,7 +10,7 @@ without names. Entry names, symbols, relocations and debug lines do not affect i
 and exits with 1 unless every variant has the same kernels in both. Both files must come from the same versions of the
 compilers, which are stored with the digests; ``compare`` prints versions that differ, but does not fail for them. ptxas makes
 different machine code of the same PTX from run to run for some large kernels and for sm_100a. Kernels whose digests differ are
-therefore equal too if their PTX is, again without names and lines.
+therefore equal too if their PTX, again without names and lines, their dynamic shared memory and their threads are.
 
 It is run by hand; ``tests/test_hash_kernels.py`` imports it. To hash another source tree of this project, put its ``src`` and
 root first on ``PYTHONPATH`` and run this file by its path.
@@ -351,9 +351,9 @@ _NAMES = ("digest", "ptx", "operation", "variant", "build")
 def compare(old: Mapping[str, Entries], new: Mapping[str, Entries]) -> tuple[list[str], bool]:
     """Return lines about the differences of two files, and whether every variant has the same kernels in both.
 
-    Kernels are matched by digest, and those whose digests differ by PTX, but never by name. A kernel without a match is shown
-    with the unmatched kernel of the other file that has the same instructions, if there is one, and with the properties that
-    differ.
+    Kernels are matched by digest, and those whose digests differ by PTX, shared memory and threads, but never by name. A kernel
+    without a match is shown with the unmatched kernel of the other file that has the same instructions, if there is one, and
+    with the properties that differ.
     """
     lines, same = [], True
     for architecture in [*old, *(name for name in new if name not in old)]:
@@ -385,15 +385,22 @@ def _compare_architecture(old: Entries, new: Entries) -> tuple[list[str], bool]:
 
 
 def _match_ptx(old: Entries, new: Entries) -> tuple[Entries, int]:
-    """Return the new entries, with the old digest where only the PTX is equal, and the number of such kernels."""
+    """Return the new entries, with the old digest where PTX and launch alone are equal, and the number of such kernels."""
     known, before, after = {}, _by_digest(old), _by_digest(new)
     for entry in old:
         if entry.get("ptx") and entry["digest"] not in after:
-            known[entry["ptx"]] = entry["digest"]
+            known[_ptx_and_launch(entry)] = entry["digest"]
     matched = {
-        entry["digest"]: known[entry["ptx"]] for entry in new if entry["digest"] not in before and entry.get("ptx") in known
+        entry["digest"]: known[_ptx_and_launch(entry)]
+        for entry in new
+        if entry["digest"] not in before and _ptx_and_launch(entry) in known
     }
     return [{**entry, "digest": matched.get(entry["digest"], entry["digest"])} for entry in new], len(matched)
+
+
+def _ptx_and_launch(entry: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Return the digest of a kernel's PTX, and its dynamic shared memory and threads, which PTX need not tell."""
+    return entry.get("ptx"), entry["shared_bytes"], entry["threads"]
 
 
 def _by_digest(entries: Entries) -> dict[str, list[Mapping[str, Any]]]:

@@ -1,4 +1,4 @@
-"""Tests of checkpoints: every tensor is read once and checked; errors name what is missing or damaged.
+"""Tests of checkpoints: tensors are read back and checked; errors name what is missing or damaged.
 
 ``write`` writes weights and configuration as a Hugging Face folder. ``SMALL`` is a float32 Qwen3 model of two layers, 300
 tokens and 512 positions, and ``CONFIGS`` are variations of it. ``prose.raises`` compares the message of an error with the

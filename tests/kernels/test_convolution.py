@@ -173,12 +173,26 @@ def test_no_gradient_is_recorded_without_need(device):
         ({"weight": torch.zeros(5, 3)}, "for each channel"),
         ({"state": torch.zeros(1, 4, 3)}, "W - 1 inputs"),
         ({"state": torch.zeros(2, 4, 2)}, "for each sequence"),
+        ({"state": torch.zeros(1, 4, 2, dtype=torch.float16)}, "in the dtype of x"),
         ({"bias": torch.zeros(4, device="meta")}, "on one device"),
         ({"bias": torch.zeros(3)}, "needs a bias"),
         ({"bias": torch.zeros(4, dtype=torch.float16)}, "needs a bias"),
         ({"x": torch.zeros(2, 3, 4), "offsets": torch.tensor([0, 3])}, "B = 1"),
     ],
-    ids=["taps", "empty", "dtype", "dtypes", "channels", "state", "states", "device", "bias", "bias_dtype", "batch"],
+    ids=[
+        "taps",
+        "empty",
+        "dtype",
+        "dtypes",
+        "channels",
+        "state",
+        "states",
+        "state_dtype",
+        "device",
+        "bias",
+        "bias_dtype",
+        "batch",
+    ],
 )
 def test_calls_that_are_left_to_pytorch(changed, said, monkeypatch):
     monkeypatch.setattr(requirements, "interpreting", lambda: True)

@@ -9,8 +9,9 @@ it by name, or near calls were measured in a run in which it passed the operatio
 exactly the sizes and flags that were measured.
 
 The public functions of operations call :func:`run`, and so does the variant ``module`` of ``gla_layer``. Decoding, the variants
-``packed`` and ``packed_states`` of ``gla_layer``, the planner and the timing of studies, and ``explanation.py`` ask :func:`pick`
-or :func:`choose`.
+``packed`` and ``packed_states`` of ``gla_layer``, and the planner and the timing of studies ask :func:`pick` or :func:`choose`.
+``explanation.py`` asks :func:`choose`, and imports the functions by which it decides: :func:`able`, :func:`held_back`,
+:func:`is_trusted`, :func:`measured_near` and :func:`sizes_of`.
 """
 
 from __future__ import annotations

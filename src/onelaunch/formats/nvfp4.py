@@ -175,7 +175,9 @@ def save_nvfp4(path: Path | str, weights: Mapping[str, NVFP4Tensor]) -> None:
     for layer, weight in weights.items():
         held |= weight.state_dict(layer)
     seen: set[int] = set()
-    for name, tensor in held.items():  # safetensors refuses tensors that share memory
+    # Of tensors in one storage, all but the first are copied: safetensors refuses tensors that overlap, such as those of one
+    # weight under two names. Tensors that do not overlap, such as different rows of a weight, are copied without need.
+    for name, tensor in held.items():
         held[name] = tensor.clone() if tensor.untyped_storage().data_ptr() in seen else tensor
         seen.add(tensor.untyped_storage().data_ptr())
     writer = _safetensors()

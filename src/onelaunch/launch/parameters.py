@@ -4,8 +4,8 @@ A kernel that Triton compiled gets the arguments that did not become constants, 
 several parameters: a tensor map, the sizes as 32-bit and the strides as 64-bit integers. Two pointers to scratch memory
 follow, which are null here. This order is Triton's own and not documented, so the sizes of all parameters are compared with
 those that the driver reports for the loaded kernel. Where they differ, :class:`NotPlannable` is raised and launches stay with
-Triton. ``recording.py`` calls the functions for each launch that it records. ``recording.py``, ``plan.py`` and ``tape.py``
-raise :class:`NotPlannable` too. ``recording.py`` and ``tape.py`` catch some of these errors and note the reason;
+Triton. ``recording.py`` calls the functions for each launch that it records. ``recording.py``, ``plan.py``, ``tape.py`` and
+``planned.py`` raise :class:`NotPlannable` too. ``recording.py`` and ``tape.py`` catch some of these errors and note the reason;
 ``planned.py`` catches the others, and the call is then not replayed.
 """
 
@@ -100,7 +100,7 @@ class _Moved:
 
 def _descriptor(descriptor: Any, resolve: Resolve, metadata: Mapping[str, Any] | None) -> list[bytes | Address]:
     """Return the parameters of a tensor descriptor: its tensor map, sizes and strides."""
-    if metadata is None:
+    if metadata is None:  # make_tensordesc_arg would return the tensor itself, which _bytes_of refuses for another reason
         raise NotPlannable("a tensor descriptor was lowered to pointers")
     from triton.backends.nvidia.driver import make_tensordesc_arg  # only NVIDIA's driver has it
 

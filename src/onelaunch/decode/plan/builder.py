@@ -37,7 +37,7 @@ _HALF_TILE = TILE // 2
 """Number of MLP channels in a tile of gate and up projection: each has a row of either."""
 
 SPLITS = 8
-"""Largest number of KV splits of a key head.
+"""Largest number of KV splits of a key head; where query splits take each other's queries, there are more.
 
 A CTA of the output projection reads the partial output of each split, so more splits cost more than they save.
 """
@@ -46,7 +46,7 @@ POSITIONS = 64
 """Positions per KV split, from which on one more split pays."""
 
 _LONG = 1280
-"""Position from which on query splits take each other's queries, so that each key is read once."""
+"""Position from which on query splits take each other's queries, if they can, so that fewer of them read each key."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ class Level:
     streams: bool = False
     """Flag of weights that are prefetched across phases."""
     splits: int = 1
-    """Largest number of KV splits."""
+    """Largest number of KV splits, without those that are added where query splits take each other's queries."""
     positions: int = POSITIONS
     """Positions per KV split; if ``summed``, the number of positions up to which there is one split."""
     merge_from: int = _LONG

@@ -43,8 +43,10 @@ def why_not(
         return "needs all tensors on one device"
     batch, _, channels = x.shape
     sequences = batch if offsets is None else offsets.shape[0] - 1
-    if weight.shape[0] != channels or (state is not None and state.shape != (sequences, channels, weight.shape[1] - 1)):
-        return "needs a filter for each channel of x, and a state of W - 1 inputs for each sequence"
+    if weight.shape[0] != channels or (
+        state is not None and (state.dtype, state.shape) != (x.dtype, (sequences, channels, weight.shape[1] - 1))
+    ):
+        return "needs a filter for each channel of x, and a state of W - 1 inputs for each sequence, in the dtype of x"
     if offsets is not None and batch != 1:
         return "needs B = 1 with packed sequences"
     if weight.shape[1] > _MOST_TAPS:

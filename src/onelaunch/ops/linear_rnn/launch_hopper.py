@@ -2,6 +2,7 @@
 
 ``variants/hopper.py`` calls :func:`persistent` (the variant ``fused_hopper``, for wide layers), and ``variants/triton.py`` calls
 :func:`chunked` (``fused_chunked``) if :func:`suits` allows. Both kernels compute v = x W, scan v over time, and gate the result.
+Both kernels take the extents of a tile from the boxes of their descriptors; ``scan.options`` gives only the number of warps.
 Below, ``length`` is T, ``width`` is D (columns of x) and ``channels`` is V (columns of the weight).
 """
 

@@ -1,6 +1,7 @@
 """Outcomes of a measurement: statuses, verdicts and times of its candidates, as plain values.
 
-``timing.py`` and ``entry.py`` fill them in, and ``workbench/running.py`` makes the cells of a result from them.
+``measure`` of ``timing.py`` makes them, and calls :func:`too_fast` and :func:`invalidate`. ``entry.py`` sets the status and the
+reason of a candidate that fails. ``workbench/running.py`` makes the cells of a result from them.
 ``workbench/cells.py`` calls :func:`below` when a finished cell gets a new bound.
 """
 
@@ -14,7 +15,11 @@ from onelaunch.workbench.result.consistency import BELOW_BOUND
 
 @dataclass
 class CandidateResult:
-    """Outcome of one variant or control: its status, verdict and times."""
+    """Outcome of one variant or control: its status, verdict and times.
+
+    ``timing.py`` sets the status and the reason of every candidate before it is verified, or at Ctrl-C, and ``timings`` at the
+    end, also if the candidate failed. The second copy of the baseline begins with the default status.
+    """
 
     name: str
     control: bool = False
@@ -48,7 +53,10 @@ class Measurements:
 
 
 class Interrupted(KeyboardInterrupt):
-    """Ctrl-C during :func:`measure`. ``measurements`` holds the finished rounds, with the status ``interrupted``."""
+    """Ctrl-C during ``measure`` of ``timing.py``, which raises it.
+
+    ``measurements`` holds the finished rounds, with the status ``interrupted``.
+    """
 
     def __init__(self, measurements: Measurements) -> None:
         super().__init__("interrupted while measuring")

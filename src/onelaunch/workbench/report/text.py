@@ -16,7 +16,7 @@ import unicodedata
 from markupsafe import Markup
 
 LONG = 40
-"""Number of characters above which a string counts as a sentence, which gets a wide column on a page and wraps."""
+"""Number of characters above which a string wraps on a page: a sentence in a wide column, a word without blanks anywhere."""
 
 _CONTROL_PICTURES = 0x2400
 """First of the Unicode symbols for control characters: ``\\x1b`` is shown as the symbol for ESC."""

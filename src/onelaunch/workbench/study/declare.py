@@ -72,8 +72,8 @@ Scale = Literal["small", "full"]
 Regime = Literal["cold", "warm", "eager", "running", "served"]
 """Regime of a timing.
 
-- ``cold``: The inputs rotate through sets that together exceed three last-level caches; on a GPU the calls are replayed from a
-  CUDA graph.
+- ``cold``: The inputs rotate through sets that together exceed three last-level caches, as far as memory allows; on a GPU
+  the calls are replayed from a CUDA graph.
 - ``warm``: The same inputs are used again and again.
 - ``eager``: Calls of the public function from Python, including checks and dispatch.
 - ``running``, for operations that are steps, such as ``decode_step``: one of many consecutive steps, each on the state that the

@@ -1,6 +1,7 @@
 """The child process: it runs a job, and tells its parent what it does.
 
-``parent.py`` starts it with :func:`work`.
+``parent.py`` starts it with :func:`work`, reads the running candidate by :func:`read_turn`, and kills the child once it has
+the result.
 """
 
 from __future__ import annotations

@@ -2,8 +2,9 @@
 //
 // Computes   y = W x for the CTA's tiles of 8 rows, with W in bfloat16, x as x_hi + x_lo (vectors.cuh), and float32 sums.
 // Callers    phases.cuh multiplies by multiply_phase() in every phase with a product; residual.cuh does so and uses its parts.
-// mma        one mma.m16n8k16 multiplies 8 rows by 32 columns. A thread's 16 bytes of the stream are 8 consecutive columns of one row.
-//            The first four of them are rows 0 to 7 of operand A, the last four rows 8 to 15: the same rows of W over other columns.
+// mma        one mma.m16n8k16 multiplies 8 rows by 32 columns. A thread's 16 bytes of the stream are 8 consecutive columns of one row,
+//            with the second and the third pair swapped (packing.py), so that they are the four registers of operand A as they lie.
+//            The first four columns are rows 0 to 7 of operand A, the last four rows 8 to 15: the same rows of W over other columns.
 //            Operand B has x_hi and x_lo of the first four columns in its columns 0 and 1, of the last four in 2 and 3. So
 //            D[r][0] + D[r][1] + D[r + 8][2] + D[r + 8][3] is the row's sum; the rest of D is unused. The memory bound leaves room for
 //            that: float32 activations take no extra time, and a row is summed with one shuffle.

@@ -4,7 +4,8 @@ Computes   for one segment, per head and 64 value channels: the sum over the seg
            v_s^T (k_s e^(sum of g after s)), [V, K], and the segment's decay e^(sum of g), [K]; sums of g end with the segment.
            REVERSE computes the same for the state's gradient: q takes the place of k, do that of v, sums of g go from the
            segment's first step up to and with s, and q is multiplied by ``scale``. hopper_chunk_state.py adds these sums up in
-           the order of time and starts each segment from the result. It runs right after this kernel, with the same segments.
+           the order of the recurrence (with REVERSE from the last segment of T) and starts each segment from the result. It runs
+           right after this kernel, with the same segments.
 Words      *keys* are the rows that are added to the state: k, or q with REVERSE. *values* are v, or do. The *far end* of a
            segment is where the recurrence leaves it: its last step, or its first step with REVERSE. The *near end* is the other
            one. hopper_prepare.py has the same words for chunks.
