@@ -1,4 +1,4 @@
-"""Cache of compiled kernels between test runs, for ``make check``, which compiles every configuration of every kernel.
+"""Cache of compiled kernels between test runs, for ``make check``, which compiles the kernels for every architecture.
 
 It holds Triton's own cache, NVRTC's output and the disassembler's listings. The environment variable ``ONELAUNCH_TEST_CACHE``
 names the folder. Without it, only Triton's own cache is used. ``conftest.py`` calls :func:`keep_triton`, and

@@ -75,7 +75,7 @@ MODELS = {
     "1.7B": ModelConfig(5000, 2048, 6144, 3, 16, 8, 128, tie_word_embeddings=True),
 }
 
-# Case whose consecutive tokens and barriers studies measure.
+# Case for the tests of what studies measure of larger models: the time of consecutive tokens, and barriers.
 STEP = decode_step.case(
     "bfloat16", layers=3, hidden=1024, intermediate=3072, heads=16, kv_heads=8, head_dim=128, vocabulary=20_000, position=200
 )

@@ -127,7 +127,7 @@ def test_quantized_tensors_are_refused(dtype, tmp_path, prose):
 def test_unknown_tensors_are_refused(tmp_path, prose):
     """If they were ignored, another model than the file's would generate."""
     path = write(tmp_path, random_weights(replace(SMALL, num_hidden_layers=4))) / "model.safetensors"
-    with prose.raises(CheckpointError, match="21"):
+    with prose.raises(CheckpointError, match="21"):  # two layers of 11 tensors too many: one is named, 21 are counted
         load_weights(tmp_path, SMALL)
     tensors = load_file(write(tmp_path, random_weights(SMALL)) / "model.safetensors")
     # Tensors that are ignored: a copy of the tied LM head, RoPE frequencies, and the head of another task.

@@ -164,7 +164,7 @@ def test_a_value_of_a_wrong_type(model, options, prose):
         model.generate([1], **options)
 
 
-@pytest.mark.timeout(20)
+@pytest.mark.timeout(20)  # an endless iterator must be refused, not read
 @pytest.mark.parametrize(
     "prompt",
     [

@@ -68,7 +68,7 @@ squared = Operator("test_first_squared", run_forward, save=save, gradients=gradi
 
 
 def call(x, *, grad=False):
-    """Call the operator as an operation does."""
+    """Call the operator as an operation does. ``test_triton_cache.py`` launches its kernels by it too."""
     with Launching(lambda given: squared(given, grad=grad), x):
         return squared(x, grad=grad)
 

@@ -1,6 +1,7 @@
 """Tests of first calls on a GPU: what is compiled where, and that results, captures, ``torch.compile`` and errors are as ever.
 
-Each test starts processes whose cache of kernels is empty. ``test_first_call.py`` has the tests without a GPU.
+Each test starts processes whose caches are in a folder of the test's: the first process of a folder finds them empty.
+``test_first_call.py`` has the tests without a GPU.
 """
 
 from __future__ import annotations

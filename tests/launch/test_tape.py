@@ -233,7 +233,7 @@ def test_a_variant_of_another_package_is_not_replayed(scale):
 
     run.__module__ = "acme.variants"
     scale.variant("acme")(run)
-    scale._function = Planned(scale._function, taped=True)
+    scale._function = Planned(scale._function, taped=True)  # as operations are that are declared with planned=True
     for call in range(4):
         scale(torch.ones(4), 2.0, variant="acme")
         assert len(heard) == call + 1

@@ -71,7 +71,7 @@ def test_the_notice_names_the_folder_and_a_remedy(machine, manager, monkeypatch,
 
 
 def test_a_read_only_cache_is_read(machine, manager, monkeypatch, tmp_path):  # noqa: F811
-    """The superuser may write everywhere, so Triton's attempts to make a file or a folder fail here by themselves."""
+    """The superuser may write everywhere, so the test replaces the functions by which Triton makes files and folders."""
     folder = tmp_path / "triton"
     call(*vectors())
     before = sorted(folder.rglob("*"))
