@@ -8,16 +8,12 @@ text with its entry in ``tests/snapshots/prose.txt``. A test fails if it does no
 
 from __future__ import annotations
 
-import os
-
 import pytest
 
 from onelaunch.cli import prebuild
 from onelaunch.launch.ahead import Compilation
 
 pytest.importorskip("triton")
-
-pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="interpreted kernels are not compiled")
 
 SHAPE = "B=1,T=64,H=2,K=64,V=64"
 

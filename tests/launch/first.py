@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from onelaunch import cuda, folders
-from onelaunch.launch import launch, side_by_side
+from onelaunch import folders
+from onelaunch.launch import side_by_side
 
 triton = pytest.importorskip("triton", reason="the tests compile kernels of Triton")
 
@@ -87,7 +87,6 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> Machine:
     forget_kernels()
     yield made
     forget_kernels()
-    cuda.compile_source.cache_clear()
 
 
 def forget_kernels() -> None:
@@ -101,6 +100,3 @@ def forget_kernels() -> None:
 
 def vectors(count: int = 1, size: int = 256) -> list[torch.Tensor]:
     return [torch.randn(size) for _ in range(count)]
-
-
-__all__ = ["Machine", "launch", "machine", "vectors"]

@@ -5,7 +5,6 @@ A test marked ``thorough`` does not run in ``make test``.
 
 from __future__ import annotations
 
-import os
 import textwrap
 
 import pytest
@@ -19,8 +18,6 @@ from onelaunch.operation import Example, find_operation
 from onelaunch.operation.examples import builds_for_case, builds_of_examples, recorded_launches, variants_for
 
 triton = pytest.importorskip("triton")
-
-pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="interpreted kernels are not compiled")
 
 STEP = find_operation("gla").case("bfloat16", B=1, T=1, H=2, K=64, V=64)
 """Call whose kernel ``step`` of the variant ``stepwise`` compiles in a second."""

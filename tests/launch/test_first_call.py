@@ -22,14 +22,10 @@ from onelaunch.launch import side_by_side, workspace
 from onelaunch.launch.launch import Launch
 from onelaunch.launch.operator import Operator
 from onelaunch.launch.side_by_side import Launching
-from tests.launch.first import Machine, machine, vectors  # noqa: F401 - a fixture
+from tests.launch.first import machine, vectors  # noqa: F401 - a fixture
+from tests.launch.first_kernels import broken_kernel, double_kernel, slope_kernel, square_kernel
 
 triton = pytest.importorskip("triton", reason="the tests compile kernels of Triton")
-
-pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="interpreted kernels are not compiled")
-
-if os.environ.get("TRITON_INTERPRET") != "1":
-    from tests.launch.first_kernels import broken_kernel, double_kernel, slope_kernel, square_kernel
 
 BLOCK = 128
 

@@ -6,7 +6,6 @@ A test marked ``thorough`` does not run in ``make test``.
 from __future__ import annotations
 
 import dataclasses
-import os
 import subprocess
 import sys
 from contextlib import nullcontext
@@ -175,7 +174,6 @@ EXAMPLES = {
 }  # fmt: skip
 
 
-@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="interpreted kernels are not compiled")
 @pytest.mark.parametrize("name", EXAMPLES)
 @pytest.mark.parametrize("grad", [False, True])
 def test_a_call_on_meta_tensors_launches_the_kernels_of_the_call(name, grad):
@@ -217,8 +215,6 @@ print([name for name in ("torch._dynamo", "sympy") if name in sys.modules], len(
 
 @pytest.mark.thorough
 def test_neither_meta_tensors_nor_recordings_import_pytorchs_compiler():
-    done = subprocess.run(
-        [sys.executable, "-c", IMPORTS], capture_output=True, text=True, check=False, env=os.environ | {"TRITON_INTERPRET": "0"}
-    )
+    done = subprocess.run([sys.executable, "-c", IMPORTS], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "[] 1", done.stdout

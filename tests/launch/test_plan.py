@@ -28,8 +28,6 @@ from onelaunch.launch.planned import Planned, refuse_plan
 from onelaunch.launch.recording import recorder
 from tests.launch.replayed import Kernel, machine  # noqa: F401 - a fixture
 
-pytestmark = pytest.mark.filterwarnings("ignore:The given buffer is not writable")
-
 N = 16
 """Elements of the vectors of most tests."""
 
@@ -52,7 +50,7 @@ class Called:
         self.count = 0
 
         def counted(*inputs):
-            self.count += recorder() is None or 1
+            self.count += 1
             return function(*inputs)
 
         self.planned = Planned(counted)
@@ -101,8 +99,7 @@ def test_a_plan_is_not_replayed_for_other_facts(sum_of, machine, other):  # noqa
     for _ in range(3):
         sum_of(*vectors(), 0.5)
     launched, count = len(machine.launches), sum_of.count
-    with torch.enable_grad():
-        sum_of(*other(*vectors()))
+    sum_of(*other(*vectors()))
     assert (len(machine.launches), sum_of.count) == (launched, count + 1)
 
 

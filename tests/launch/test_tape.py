@@ -115,7 +115,7 @@ def test_a_tape_of_unknown_tensors_is_refused():
     assert torch.equal(tape.finish(made).replay([torch.zeros(2)]), torch.ones(2))
 
 
-def test_an_operator_is_called_by_a_tape_with_gradients_and_without(monkeypatch):
+def test_an_operator_is_called_by_a_tape_with_gradients_and_without():
     def forward(x: torch.Tensor, factor: float) -> tuple[torch.Tensor, torch.Tensor]:
         return x * factor, x.new_empty(0)
 

@@ -22,8 +22,6 @@ from tests.launch.test_first_call import NAMES, call
 
 triton = pytest.importorskip("triton", reason="the tests compile kernels of Triton")
 
-pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="interpreted kernels are not compiled")
-
 
 @pytest.fixture
 def manager(monkeypatch):
