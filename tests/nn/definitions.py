@@ -37,7 +37,7 @@ def convolve(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -
         for lag in range(min(taps, t + 1)):
             y = y + x[t - lag] * weight[:, 0, taps - 1 - lag]
         steps.append(y)
-    return ACTIVATIONS["silu"](torch.stack(steps)) if steps else x
+    return ACTIVATIONS["silu"](torch.stack(steps))
 
 
 def attention(layer: Any, weights: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
@@ -68,7 +68,7 @@ def attention(layer: Any, weights: dict[str, torch.Tensor], x: torch.Tensor) -> 
             key, value = k[t, shared * K : (shared + 1) * K], v[t, shared * V : (shared + 1) * V]
             state = torch.exp(g) * state + torch.outer(key, value)
             outputs.append(q[t, head * K : (head + 1) * K] @ state / math.sqrt(K))
-        o = torch.stack(outputs) if outputs else x.new_zeros(0, V)
+        o = torch.stack(outputs)
         o = o / torch.sqrt((o**2).mean(-1, keepdim=True) + layer.norm_eps)
         norm = weights.get("g_norm_swish_gate.weight", weights.get("g_norm.weight"))
         o = o if norm is None else o * norm

@@ -33,7 +33,6 @@ def outcome(module, x, state, offsets):
 @pytest.mark.parametrize("with_state", [False, True])
 def test_the_kernel_does_what_pytorchs_functions_do(bias, lengths, size, with_state, device, monkeypatch):
     """Sequences may be shorter than the state, which then keeps inputs of the one before."""
-    torch.manual_seed(0)
     module = ShortConvolution(CHANNELS, size, bias).to(device)
     offsets = None if lengths is None else torch.tensor([0, 4, 4, 5, 11], device=device)
     sequences = 3 if lengths is None else 4
@@ -60,7 +59,6 @@ def test_no_state_is_made_where_none_is_asked_for(device):
 @devices
 @pytest.mark.parametrize("lengths", [None, (4, 1)])
 def test_the_kernel_is_an_operator_of_compiled_code(lengths, device):
-    torch.manual_seed(0)
     module = ShortConvolution(CHANNELS, 4, bias=True).to(device)
     offsets = None if lengths is None else torch.tensor([0, 4, 5], device=device)
     x = torch.randn(1, 5, CHANNELS, device=device, requires_grad=True)
@@ -78,7 +76,6 @@ def test_a_layer_compiles_with_pytorchs_functions():
 @devices
 def test_a_layer_takes_the_kernel(device, monkeypatch):
     """Its results and gradients are those with PyTorch's convolution."""
-    torch.manual_seed(0)
     layer = SimpleGatedLinearAttention(hidden_size=32, num_heads=2).to(device)
     x = torch.randn(2, 6, 32, device=device, requires_grad=True)
     calls = []
