@@ -22,7 +22,7 @@ CASES = runnable(GLA_LAYER, probes.CASES)
 """Probes of the operation without an empty dimension."""
 
 TENSORS = ("x", "in_proj_weight", "gk_weight", "gk_bias", "norm_weight", "w_out")
-"""Tensor arguments of the function in their order, without ``initial_state``."""
+"""Tensor arguments of the function in their order, without the optional ``initial_state`` and ``conv_weight``."""
 
 
 def case_of(name: str):

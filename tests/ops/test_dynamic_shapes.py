@@ -106,7 +106,7 @@ def test_kernels_compile_once(name, variant):
         tensors = CALLS[name].tensors(*size, draw)
         assert_near(with_gradients(compiled, tensors), with_gradients(run, tensors), 1e-5)
         counts.append(counter.frame_count)
-    assert counts[1] == counts[0]  # the first call of a function with an epsilon takes two attempts, see ``constant``
+    assert counts[1] == counts[0]  # the first call of a function with an epsilon takes two attempts, see ``constant`` in query.py
 
 
 @pytest.mark.parametrize("name", slow_if_chunked(LAYERS))
@@ -175,7 +175,7 @@ GPU_SIZES = ((2, 130), (3, 257), (6, 1000))
 """Batch sizes and numbers of steps on a GPU."""
 
 HOPPER_ALONE = {"fused_hopper", "hopper", "stream_k", "persistent", "epilogue_persistent", "packed", "packed_states"}
-"""Variants that are skipped on other GPUs, which they refuse. On a Hopper GPU a refusal fails."""
+"""Variants that are skipped on other GPUs, which all but ``packed`` refuse. On a Hopper GPU a refusal fails."""
 
 
 @pytest.fixture
