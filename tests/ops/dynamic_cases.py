@@ -1,4 +1,4 @@
-"""Calls of every operation in ``onelaunch.ops`` and of every layer with sizes that differ from call to call, for tests of code that is compiled once.
+"""Calls of all operations of ``onelaunch.ops`` and all layers with changing sizes, for tests of code that is compiled once.
 
 ``test_dynamic_shapes.py`` uses it.
 """

@@ -361,7 +361,7 @@ def compatible() -> ModuleType:
 
 
 class Rewrite(ast.NodeTransformer):
-    """Make ``x += y`` of a kernel ``x = x + y``, since tensors would change in place, and ``x.type.layout`` the string ``panels``."""
+    """Make ``x += y`` of a kernel ``x = x + y``, since tensors would change in place, and ``x.type.layout`` a string."""
 
     def visit_AugAssign(self, node):
         self.generic_visit(node)

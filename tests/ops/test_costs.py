@@ -1,7 +1,7 @@
 """Tests of the costs of all operations: no variant costs less than the least cost.
 
-For the operations in ``CASES`` the least cost writes exactly the results and gradients, except for those in
-``WITHOUT_STATE_GRADIENT``.
+For the operations in ``CASES`` the least cost writes exactly the results and gradients; for those in ``WITHOUT_STATE_GRADIENT``
+all but the gradient of the initial state.
 
 ``operation.cost(case, variant, direction)`` counts bytes and FLOPs; with ``None`` for the variant, the least that any
 implementation needs. A control is a part of an operation that studies time too, such as its matrix product alone.

@@ -71,7 +71,6 @@ def draw(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 @pytest.fixture(autouse=True)
 def _fresh():
     torch.compiler.reset()
-    torch.manual_seed(0)
 
 
 @pytest.mark.parametrize("name", slow_if_chunked(CALLS))
