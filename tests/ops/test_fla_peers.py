@@ -30,8 +30,7 @@ def fused_recurrent_hgrn(x, g, initial_state=None, output_final_state=False, cu_
 
 
 def simple_gla(name, calls):
-    def function(q, k, v, g=None, g_gamma=None, scale=None, initial_state=None, output_final_state=False, cu_seqlens=None):
-        assert g_gamma is None
+    def function(q, k, v, g=None, scale=None, initial_state=None, output_final_state=False, cu_seqlens=None):
         assert len({each.shape[2] for each in (q, k, v, g)}) == 1  # fla wants all heads in every tensor
         calls.append(name)
         more = {"initial_state": initial_state, "output_final_state": output_final_state, "cu_seqlens": cu_seqlens}
@@ -47,7 +46,6 @@ def fla(monkeypatch):
     names = ("chunk_simple_gla", "fused_chunk_simple_gla", "fused_recurrent_simple_gla")
     by_head = {name: simple_gla(name, calls) for name in names}
     pretend(monkeypatch, "fla.ops.simple_gla", **by_head)
-    pretend(monkeypatch, "fla.ops.gla")
     pretend(monkeypatch, "fla.ops", simple_gla=__import__("sys").modules["fla.ops.simple_gla"], gla=None)
     pretend(monkeypatch, "fla.ops.hgrn", chunk_hgrn=chunk_hgrn, fused_recurrent_hgrn=fused_recurrent_hgrn)
     return calls

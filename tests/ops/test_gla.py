@@ -453,7 +453,6 @@ def test_nan_stays_in_its_head_and_does_not_reach_earlier_chunks(variant, argume
     # NaN is in batch entry 1, head 0.
     arguments, clean = clean_run(variant, tuple({"B": 2, "T": 150, "H": 2, **options}.items()))
     found = results(GLA, with_nan(arguments, argument, (1, NAN_AT, 0)), variant)
-    steps = [name for name in clean if name not in ("final_state", "grad initial_state")]
     assert_clean(found, clean, lambda name, x: x[0], list(clean))  # the other batch entry
     assert_clean(found, clean, lambda name, x: x[1, 1] if "state" in name else x[1, :, 1], list(clean))  # the other head
     assert_clean(found, clean, lambda name, x: x[1, :64, 0], ["o"])  # the chunk before
@@ -464,7 +463,6 @@ def test_nan_stays_in_its_head_and_does_not_reach_earlier_chunks(variant, argume
     assert o[NAN_AT].isnan().all()
     assert o[NAN_AT:].isnan().all() == (argument != "q")
     assert final.isnan().any() == (argument != "q")
-    assert set(steps) <= set(found)
 
 
 @pytest.mark.parametrize("argument", thorough_but("v", "initial_state", of=["q", "k", "v", "g", "gv", "initial_state"]))
