@@ -90,7 +90,6 @@ def test_the_peer_is_called_with_its_layers_arguments(monkeypatch):
 
     package = type(sys)("fla.ops")
     package.gla, package.simple_gla = Module(), Module()
-    monkeypatch.setitem(sys.modules, "fla", type(sys)("fla"))
     monkeypatch.setitem(sys.modules, "fla.ops", package)
     for options, function, gates in (
         ({"T": 100}, "chunk_gla", {"g"}),
