@@ -1,7 +1,8 @@
 """CPU seconds of the tests: a table by file with the longest tests, and a budget for all of them together.
 
 On a shared machine, elapsed time grows several times over. The CPU seconds of a test, with those of the processes that it
-starts, stay the same. ``conftest.py`` registers :class:`Durations` for every run of pytest.
+starts, stay the same. ``conftest.py`` registers :class:`Durations` for every run of pytest. ``make test`` asks for the table, and
+``.ci/run`` sets the budget.
 """
 
 from __future__ import annotations

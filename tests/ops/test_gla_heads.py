@@ -50,7 +50,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "four_numbers": {"k_heads": 1, "v_heads": 2, "g_heads": 2},
     "fewest_q": {"q_heads": 1, "v_heads": 2},
 }
-"""Options of cases with 4 heads of the output, by what has fewer."""
+"""Options of cases with 4 heads of the output, by what has fewer. ``test_gla_heads_hopper.py`` tests them too."""
 
 KERNELS = ("fused", "stepwise")
 """Variants with kernels of our own that run on any GPU and share heads; the ablations do not."""

@@ -5,6 +5,8 @@ tensors are described to TMA, and that kernels of padded sizes compile without s
 
 ``device`` is the first GPU, or the CPU. ``assert_near`` bounds the norm of each error, relative to that of the expected values. A
 test marked ``thorough`` does not run in ``make test``, and one marked ``every`` runs with ``--architectures=every`` alone.
+``ALL_FORMS`` are the options with an initial and a final state and with float32 log-decays. ``made`` returns random arguments on
+the GPU.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ SIZES = [
     (96, 512), (112, 48), (112, 128), (128, 72), (128, 192), (160, 48), (160, 144), (192, 128), (192, 320), (256, 16), (256, 144),
     (256, 512),
 ]  # fmt: skip
-"""Sizes K and V of heads, of which at least one is not that of a tile."""
+"""Sizes K and V of heads, of which at least one is not that of a tile, except for the last pair."""
 
 each_size = pytest.mark.parametrize(("keys", "values"), SIZES)
 few_sizes = pytest.mark.parametrize(("keys", "values"), [(32, 48), (80, 144), (96, 96), (112, 320)])
@@ -47,7 +49,7 @@ def test_results_and_gradients_are_correct(keys, values, per, device):
 @each_layout
 @each_size
 def test_states_packed_sequences_and_float32_decays_are_correct(keys, values, per, device):
-    wide = per == "head" or keys <= 128
+    wide = per == "head" or keys <= 128  # with wider heads the variant refuses float32 log-decays per channel
     given = ALL_FORMS if wide else {"initial_state": True, "final_state": True}
     case = GLA.case("bfloat16", B=1, T=330, H=2, K=keys, V=values, decay_per=per, lengths=(0, 50, 0, 79, 1, 200, 0), **given)
     assert_correct(GLA, case, "hopper", device)
@@ -122,7 +124,7 @@ def test_nothing_is_written_beyond_a_head(per, device):
 @on_hopper
 @each_layout
 def test_inputs_may_be_columns_of_a_matrix_or_strided(per, device):
-    """Heads a pitch apart that is no multiple of a head's size; single heads, whose stride may be any number."""
+    """Steps are a pitch apart that is no multiple of a head's size; their first bytes are aligned as TMA wants, or are not."""
     for heads in (1, 3):
         arguments = made(device, B=1, T=300, H=heads, K=80, V=48, decay_per=per, grad=True)
         expected = results(GLA, arguments, "hopper")
