@@ -88,7 +88,7 @@ def test_the_cards_model_facts_match_the_files():
 
 
 def constants(path: Path) -> dict[str, Any]:
-    """Return the literals that a script assigns at its top level, without importing its dependencies. It may assign nothing else."""
+    """Return the literals that a script assigns at its top level, without importing what it needs. It may assign nothing else."""
     found: dict[str, Any] = {}
     for node in ast.parse(path.read_text(encoding="utf-8")).body:
         if isinstance(node, ast.Assign) and isinstance(target := node.targets[0], ast.Tuple):
