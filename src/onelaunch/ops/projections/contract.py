@@ -81,9 +81,9 @@ def key_of(x: Facts, weight: Facts, bias: Facts | None, layout: Layout, grad_ena
     """Make all checks that need no values, and return the dispatch key.
 
     Its flag is the layout's code, a string that gives heads, head size, activation, normalizer and bias of each segment: all
-    that variants need to know of them. Its sizes, B, T, D, H, K and V, tell how similar two calls are. D and T are the last two dimensions of
-    x, and B is the product of those before. H and K are the heads and the head size of the first segment, and V is the head size
-    of the third, or of the last of fewer.
+    that variants need to know of them. Its sizes, B, T, D, H, K and V, tell how similar two calls are. D and T are the last
+    two dimensions of x, and B is the product of those before. H and K are the heads and the head size of the first segment,
+    and V is the head size of the third, or of the last of fewer.
     """
     if len(x.shape) < 2:
         raise ShapeError("x", got=x.shape, want="[..., D], a tensor of at least 2 dimensions")
