@@ -256,7 +256,8 @@ def warp_specialize(partitions, warps, registers):
     def run(function, arguments):
         cta.index = index
         try:
-            function(*arguments)
+            with torch.no_grad():  # a setting of the thread; an operator launches kernels without gradients
+                function(*arguments)
         except BaseException as error:  # noqa: BLE001 - raised again below
             errors.append(error)
             for bar in barriers_in(arguments):

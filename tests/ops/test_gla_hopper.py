@@ -330,8 +330,6 @@ def test_a_call_never_waits_for_the_device(device):
 # Calls that the variant refuses: options of the case, whether gradients are needed, and words of the reason
 LEFT_TO_OTHERS: dict[str, tuple[dict[str, Any], bool, str]] = {
     "float32": ({"dtype": "float32"}, False, "needs float16 or bfloat16"),
-    "odd_keys": ({"K": 20}, False, "K and V that are multiples of 8"),
-    "odd_values": ({"V": 76}, False, "K and V that are multiples of 8"),
     "wide_keys": ({"K": 264}, False, "needs K of at most 256"),
     "no_steps": ({"T": 0}, False, "at least one element"),
     "float32_decay_of_wide_heads": ({"log_decay_dtype": "float32", "K": 144}, False, "K of at most 128 with float32 log-decays"),
@@ -348,6 +346,7 @@ TAKEN: dict[str, tuple[dict[str, Any], bool]] = {
     "shared_values_per_head": ({"H": 4, "k_heads": 2, "v_heads": 2, "g_heads": 2, "decay_per": "head"}, True),
     "shared_values": ({"H": 4, "k_heads": 2, "v_heads": 2, "g_heads": 2}, True),
     "padded_heads": ({"K": 96, "V": 80, **ALL_FORMS}, True),
+    "odd_heads": ({"K": 20, "V": 76, **ALL_FORMS}, True),
     "least_heads": ({"K": 16, "V": 16}, True),
     "largest_heads": ({"K": 256, "V": 512}, True),
 }

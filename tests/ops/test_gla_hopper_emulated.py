@@ -93,6 +93,33 @@ def test_kernels_compute_results_and_gradients(name, monkeypatch):
     assert_near(emulated(monkeypatch, arguments, segments), expected(arguments), BOUND)
 
 
+ODD_HEADS: dict[str, dict[str, Any]] = {
+    "both": {"T": 70, "H": 2, "K": 20, "V": 75, "initial_state": True, "final_state": True},
+    "keys_per_head": {"T": 70, "K": 19, "V": 64, "decay_per": "head", "final_state": True},
+    "values_packed": {"T": 90, "H": 2, "K": 32, "V": 36, "lengths": (40, 0, 50), "log_decay_dtype": "float32"},
+}
+"""Cases whose heads are no multiples of 8 channels: both sizes or one of them."""
+
+
+@pytest.mark.parametrize("name", thorough_but("both", of=ODD_HEADS))
+def test_heads_of_any_size_are_copied_into_aligned_ones(name, monkeypatch):
+    """The variant pads them, so its own results and PyTorch's gradients are compared."""
+    arguments = arguments_of(GLA, **{"B": 1, "H": 1, **ODD_HEADS[name]}, dtype="bfloat16")
+    emulate(monkeypatch)
+    names = [name for name in (*"qkvg", "initial_state") if arguments.get(name) is not None]
+    leaves = {name: arguments[name].clone().requires_grad_() for name in names}
+    with poisoned():
+        o, final = GLA.get("hopper").run(GLA.bind(**{**arguments, **leaves}))
+        outputs = {"o": o, "final": final} if arguments.get("output_final_state") else {"o": o}
+        incoming = [torch.ones_like(each) for each in outputs.values()]
+        gradients = torch.autograd.grad(list(outputs.values()), list(leaves.values()), incoming)
+    assert all(each.is_contiguous() for each in outputs.values())
+    found = outputs | dict(zip(names, gradients, strict=True))
+    right = expected(arguments)
+    assert {each: value.shape for each, value in found.items()} == {each: value.shape for each, value in right.items()}
+    assert_near({each: value.double() for each, value in found.items()}, right, BOUND)
+
+
 FLOAT16 = ("tiles_that_heads_fill", "padded_per_head_in_segments", "padded_strong_decay")
 """Cases that run in float16 too; the others do so with ``--architectures=every`` alone."""
 

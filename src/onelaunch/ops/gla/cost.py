@@ -12,7 +12,7 @@ from onelaunch.operation import Case, Cost, Direction, Variant, launch_count
 from onelaunch.operation.inputs import packed_lengths
 from onelaunch.ops.gla.contract import gla
 from onelaunch.ops.gla.heads import Heads
-from onelaunch.ops.gla.padding import padded_keys, padded_values
+from onelaunch.ops.gla.padding import aligned_size, padded_keys, padded_values
 from onelaunch.ops.gla.reference import heads_of
 
 INTERMEDIATES = (
@@ -26,6 +26,7 @@ INTERMEDIATES = (
     "partial_gradients",
     "partial_value_gradients",
     "repeated",
+    "aligned",
 )
 """Intermediates that launches may pass to each other through memory, each written and read once.
 
@@ -44,7 +45,9 @@ says that states are stored with the sizes of padding.py. FLOPs never count prod
 - ``partial_gradients``: dq, dk and dg of every head of the output, of those that share a head of q, k or g;
 - ``partial_value_gradients``: what every head of the output gives to dv if heads share v, and to the gradient of an initial
   state if heads share that;
-- ``repeated``: copies of q, k, v and the log-decays that have fewer heads than the output, in their dtypes, with all heads.
+- ``repeated``: copies of q, k, v and the log-decays that have fewer heads than the output, in their dtypes, with all heads;
+- ``aligned``: copies of q, k, v, log-decays per channel and o (or of their gradients) in heads of a multiple of 8 channels, of
+  those whose heads have another size.
 """
 
 
@@ -138,6 +141,11 @@ def _intermediate_bytes(what: str, case: Case, heads: Heads, steps: int, chunk: 
         if what == "repeated":
             return steps * (((shared.q + shared.k) * keys + shared.v * values) * item + shared.g * _gate_bytes(case))
         return steps * 4 * ((shared.q + shared.k) * keys + shared.g * summed)
+    if what == "aligned":
+        wide_keys, wide_values = aligned_size(keys), aligned_size(values)
+        gates = 0 if summed == 1 else heads.g * (4 if gla.option(case, "log_decay_dtype") == "float32" else item)
+        of_keys = wide_keys * ((heads.q + heads.k) * item + gates) if wide_keys > keys else 0
+        return steps * (of_keys + (wide_values * (heads.v + heads.output) * item if wide_values > values else 0))
     if what == "partial_value_gradients":
         shares_state = gla.option(case, "initial_state") and heads.state < heads.output
         initial = _sequence_count(case) * heads.output * keys * values if shares_state else 0

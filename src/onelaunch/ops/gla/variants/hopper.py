@@ -18,7 +18,7 @@ from onelaunch.operation import Example, Query
 from onelaunch.operation.requirements import cannot_multiply
 from onelaunch.ops.gla.autograd import Results, attend, launches
 from onelaunch.ops.gla.contract import GlaCall, gla
-from onelaunch.ops.gla.padding import KEYS, STEP
+from onelaunch.ops.gla.padding import KEYS, STEP, aligned
 from onelaunch.ops.gla.variants.triton import no_value_gate
 
 if TYPE_CHECKING:
@@ -38,8 +38,10 @@ def launch_forward(call: Attention, want_final: bool) -> Results:
 
 
 @gla.variant(
-    "hopper", launches=1, backward_launches=3, fuses=("decay", "scores", "states"), hands=(), chunk=64,
-    backward_hands=("rounded_states", "rounded_state_gradients", "second_terms", "partial_gradients", "partial_value_gradients"),
+    "hopper", launches=1, backward_launches=3, fuses=("decay", "scores", "states"), hands=("aligned",), chunk=64,
+    backward_hands=(
+        "aligned", "rounded_states", "rounded_state_gradients", "second_terms", "partial_gradients", "partial_value_gradients",
+    ),
     padded=True, gemm="gluon", architectures=("sm_90a",),
 )  # fmt: skip
 def hopper(call: GlaCall) -> Results:
@@ -52,9 +54,18 @@ def hopper(call: GlaCall) -> Results:
 
     Heads of other sizes than tiles of 64, 128 or 256 keys and 64 or 128 values are padded on chip (padding.py): no more bytes
     of the call's tensors move, but products take as long as those of the padded sizes. With K of at most 32 half of each
-    product or more is of padding, which costs no time as long as memory decides.
+    product or more is of padding, which costs no time as long as memory decides. Heads whose sizes are no multiples of 8, which
+    TMA cannot address, are copied into the next larger multiple, and so are their gradients on the way back.
     """
-    return attend(call, "hopper")
+    *_, keys, values = call.query().sizes
+    if keys % STEP == 0 and values % STEP == 0:
+        return attend(call, "hopper")
+    # Padding keeps results as they are: its queries, keys and values are 0, and its log-decays of 0 decay nothing.
+    initial = None if call.initial_state is None else aligned(call.initial_state, states=True)
+    g = call.g if call.per_head else aligned(call.g)
+    padded = call._replace(q=aligned(call.q), k=aligned(call.k), v=aligned(call.v), g=g, initial_state=initial)
+    o, final = attend(padded, "hopper")
+    return o[..., :values].contiguous(), final[..., :keys, :values].contiguous() if call.output_final_state else final
 
 
 hopper.supports(cannot_multiply)
@@ -68,9 +79,9 @@ def fits(query: Query) -> str | None:
         return "needs a Hopper GPU (compute capability 9.x)"
     if query.dtype not in (torch.float16, torch.bfloat16):
         return "needs float16 or bfloat16"
-    *_, keys, values = query.sizes
-    if keys > KEYS[-1] or keys % STEP or values % STEP:
-        return f"needs K of at most {KEYS[-1]}, and K and V that are multiples of {STEP}"
+    keys = query.sizes[3]
+    if keys > KEYS[-1]:
+        return f"needs K of at most {KEYS[-1]}"
     if "float32_decay" in query.flags and "scalar_decay" not in query.flags and keys > _LARGEST_WIDE:
         return f"needs K of at most {_LARGEST_WIDE} with float32 log-decays per channel: shared memory holds no two wider chunks"
     return _why_no_gradients(query) if query.grad else None
