@@ -6,8 +6,8 @@ computes and the :class:`Slice` of buffers that it reads and writes; a phase's :
 it.
 
 :mod:`onelaunch.decode.plan.builder` builds plans, :mod:`onelaunch.decode.plan.check` proves them free of races and deadlocks, and
-:mod:`onelaunch.decode.codegen.emit` generates the kernel. ``levels.py``, the packing of weights, the layout of memory and the
-decode runtime read plans too. Tests also run plans in PyTorch.
+:mod:`onelaunch.decode.codegen.emit` generates the kernel. The packing of weights, the layout of memory and the decode runtime
+read plans too; ``levels.py`` returns that of each optimization level. Tests also run plans in PyTorch.
 """
 
 from __future__ import annotations

@@ -308,7 +308,7 @@ def _companion(cu_seqlens: torch.Tensor | None, cu_seqlens_cpu: torch.Tensor | N
 
 
 def _older_names(function: str, kwargs: dict[str, Any], state_v_first: bool, known: tuple[str, ...]) -> bool:
-    """Check the keywords beside a function's named arguments, and return ``state_v_first`` or the keyword that replaces it.
+    """Check the keywords beside a function's named arguments; return ``state_v_first``, from its former name if that is given.
 
     Args:
         function: Name of the function, for messages.

@@ -6,7 +6,8 @@
 //            the same queries have consecutive slots. Without SPLIT_K_O every CTA reads the slots of all queries from the L2 cache; with
 //            it a CTA reads only those of its query splits.
 // Threads    a thread combines 4 or 8 channels of a head. Loads of all splits that fit in registers are in flight at once.
-// Sync       slots are flag-in-data words (words.cuh). Both staging functions end with a barrier of the consumer threads.
+// Sync       slots are flag-in-data words if FLAG_IN_DATA, else plain words that the synchronization before the phase orders
+//            (words.cuh). Both staging functions end with a barrier of the consumer threads.
 #pragma once
 
 // Splits that a thread loads at once. The weights of the output projection's first tiles are in registers meanwhile, so more tiles
@@ -114,7 +115,8 @@ DEVICE void stage_attention(Consumer& c) {
     }
     const int head = column / HEAD_DIM, query = head % UNIT_QUERIES;
     const float* slot = c.a.words + PARTIAL + head / UNIT_QUERIES * KV_SPLITS * PARTIAL_WORDS;
-    if (splits == 1) {  // The output is final; no LSE is read.
+    // With one split the output is final. Its LSE is written too, but not read: combine_parts() would only give the same output.
+    if (splits == 1) {
       uint4 v[2];
       spin_load(c, v, c.epoch(), [](int) { return true; }, [&](int i) { return slot + query * HEAD_DIM + column % HEAD_DIM + 4 * i; });
       store_split4(c, column, strip_tag(v[0]));
