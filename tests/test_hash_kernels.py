@@ -146,7 +146,10 @@ def test_a_kernel_that_moves_to_another_variant_is_a_difference(prose):
 
 
 def test_kernels_of_equal_ptx_are_equal_whatever_ptxas_made_of_it(prose):
-    """The key ``ptx`` is the digest of the PTX, and is empty where there is none, as for AMD."""
+    """Kernels are matched by their digests first. Only where those differ are kernels of equal PTX and launch equal too.
+
+    The key ``ptx`` is the digest of the PTX, and is empty where there is none, as for AMD.
+    """
     old, new = [entry("one", "scan")], [entry("one", "scan", instructions=("c3",))]
     lines, same = hash_kernels.compare({"sm_100a": [{**old[0], "ptx": "p"}]}, {"sm_100a": [{**new[0], "ptx": "p"}]})
     assert same

@@ -239,9 +239,10 @@ def asked(criterion: Criterion, study: Study) -> str:
 
 
 def reference(result: Result) -> str:
-    """Return the variant over which speeds are taken: the study's baseline, or the first timed variant if it has no time.
+    """Return the variant over which speeds are taken: the study's baseline, or another one if the baseline has no time.
 
-    The baseline may be a peer outside the gate.
+    The baseline may be a peer outside the gate. Otherwise the first correct variant that was timed is taken; if there is none,
+    the baseline.
     """
     timed = [cell for cell in result.cells if cell.measured and cell.timings and not cell.control]
     if any(cell.variant == result.study.baseline for cell in timed):

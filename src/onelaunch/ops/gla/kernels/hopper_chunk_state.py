@@ -19,8 +19,8 @@ Grid       one CTA per segment of T, sequence, head and slice of 64 GROUPS value
            outputs has a CTA for every head of the output, so heads that share a state compute it each.
 Roles      GROUPS (1 or 2) warpgroups run ``multiply``: each holds the state [V = 64, K] transposed in registers, issues all
            WGMMAs on it, and stores outputs and states; the first one also issues the TMA loads. One warpgroup runs ``prepare``:
-           it decays queries and keys in place in shared memory and computes the scores. No warp is left to the loads: a warp of
-           its own would cost 24 registers times 128 threads.
+           it decays keys, and with a decay per channel queries, in place in shared memory and computes the scores. No warp is
+           left to the loads: a warp of its own would cost 24 registers times 128 threads.
 Registers  per thread of a ``multiply`` warpgroup: K / 2 for the state and 32 for the output, float32; 152, 160 or 184 in
            all where there are two groups (``_pass_tiles`` in launch_hopper.py). The state is the A operand of its product with
            the queries and comes from registers, converted 64 channels at a time. It never touches shared memory, except to
@@ -33,8 +33,8 @@ On chip    shared memory for 16-bit numbers, per stage: queries, keys, log-decay
            128.
 Barriers   one mbarrier per stage of each kind, and one for the scores:
            - full: the TMA loads of the stage have landed (transaction bytes). Waited for by all warpgroups.
-           - decayed: ``prepare`` has replaced queries and keys, and written ``ends`` and ``strong`` (see Decay). Waited for
-             by ``multiply``.
+           - decayed: ``prepare`` has replaced keys and queries and written ``ends`` and ``strong`` (see Decay); with a decay per
+             head neither queries nor ``strong``. Waited for by ``multiply``.
            - scores_full: ``prepare`` has written the scores. Waited for by ``multiply`` before its last product.
            - scores_empty: all groups have read the only score buffer (SCORES < STAGES). Waited for by ``prepare``.
            - empty: all groups have finished the products that read the stage, and the output in it has been read by TMA.
@@ -123,8 +123,9 @@ def load_stage(descriptors, tiles, full, at, head, value_slice, stage, enabled, 
 def query_panel(out, state, queries, operand: gl.constexpr, FIRST: gl.constexpr):
     """Add the product of the queries with a state [V, PANEL] to out [V, C].
 
-    ``queries`` [C, K] must be decayed; FIRST is the panel's first channel. The function waits for the product: two in flight
-    take too many registers, and ptxas then serializes all products.
+    ``queries`` [C, K] must be decayed with a decay per channel; with one per head the caller multiplies ``out`` by the factors.
+    FIRST is the panel's first channel. The function waits for the product: two in flight take too many registers, and ptxas then
+    serializes all products.
     """
     state = gl.convert_layout(state.to(queries.dtype), operand)
     out = warpgroup_mma(state, queries.slice(FIRST, PANEL, dim=1).permute((1, 0)), out, is_async=True)
@@ -155,8 +156,9 @@ def multiply(descriptors, outputs, state_pointers, tiles, vectors, bars, offsets
 
     Start from the initial state and the sums of the segments before. Per chunk: store the state if STORE_STATES; wait for
     ``full`` and ``decayed``; decay the state to the anchor (Decay, at the top); out = queries times state; state += keys^T v;
-    wait for ``scores_full``; out += scores v; release the stage before this one and refill it (GROUP 0); store out through the
-    shared memory of the values; decay the state to the end of the chunk. At last store the final state.
+    wait for ``scores_full``; out += scores v; release the stage before this one, or without OUTPUT this one, and refill it
+    (GROUP 0); store out through the shared memory of the values; decay the state to the end of the chunk. At last store the
+    final state.
     """
     tiles_q, tiles_k, tiles_v, _, tiles_low, tiles_s, tiles_state = tiles  # low: second terms of keys, over the log-decays
     _, ends, strong = vectors
@@ -466,7 +468,7 @@ def chunk_state_kernel(
 def prepare(tiles, vectors, bars, offsets, log_decay, T, sizes, scale, LIMIT: gl.constexpr, SLICES: gl.constexpr,
             PACKED: gl.constexpr, OUTPUT: gl.constexpr, REVERSE: gl.constexpr,
             SCALAR: gl.constexpr, SPLIT_KEYS: gl.constexpr, SHARED: gl.constexpr):  # fmt: skip
-    """Run the role of the warpgroup that decays queries and keys and computes scores, for every chunk of the segment."""
+    """Run the role of the warpgroup that decays keys, and queries with a decay per channel, and computes scores."""
     if SCALAR:
         prepare_heads(tiles, vectors, bars, offsets, log_decay, T, sizes, scale, SLICES, PACKED, OUTPUT, REVERSE, SPLIT_KEYS,
                       SHARED)  # fmt: skip
