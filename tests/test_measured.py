@@ -23,7 +23,7 @@ import torch
 from onelaunch import dispatch, files
 from onelaunch.device import hardware
 from onelaunch.device.hardware import Device
-from onelaunch.dispatch import measured
+from onelaunch.dispatch import choice, measured
 from onelaunch.errors import TableNotice
 from onelaunch.operation import Query
 
@@ -196,6 +196,58 @@ def test_an_explanation_names_the_measured_direction_and_the_table(places, scale
     path.write_text(table(row(direction="forward_backward"), device=here.name))
     forget()
     assert "forward_backward was measured" in dispatch.explain(query).because
+
+
+@pytest.fixture
+def lent(places, monkeypatch):
+    """Dispatch calls on the CPU as on an H100 PCIe, which has no table while an H200 has one; return the device."""
+    device = Device("cuda", "NVIDIA H100 PCIe", "sm_90", 114, 50 << 20, 80 << 30)
+    rows = row(microseconds={"loop": 1.0, "vector": 1.5}), row(n=512, microseconds={"vector": 1.0, "loop": 1.02})
+    (places[0] / "nvidia-h200.json").write_text(table(*rows, device="NVIDIA H200"))
+    monkeypatch.setattr(choice, "describe", lambda name: device)
+    return device
+
+
+def test_a_hopper_gpu_without_a_table_takes_the_order_of_variants_from_the_most_similar_one(places, lent, scale, prose):
+    query = Query("scale", "cpu", torch.float32, (8,))
+    assert dispatch.choose(query).name == "loop"
+    found = dispatch.explain(query)
+    assert found.table is None
+    assert {each.microseconds for each in found.standings} == {None}, "another GPU's times are not this one's"
+    prose(found.because)
+    assert dispatch.choose(query._replace(sizes=(512,))).name == "vector", "within 3 %, the operation's order decides"
+    assert dispatch.choose(query._replace(grad=True)).name == "vector", "the other direction was not measured there either"
+    (places[1] / f"{lent.table}.json").write_text(table(row(microseconds={"vector": 2.0, "loop": 3.0}), device=lent.name))
+    forget()
+    assert dispatch.choose(query).name == "vector", "its own times come first"
+    assert dispatch.choose(query._replace(dtype=torch.float16)).name == "vector"
+
+
+def test_another_architecture_borrows_nothing(lent, scale, monkeypatch):
+    monkeypatch.setattr(choice, "describe", lambda name: replace(lent, name="NVIDIA A100", architecture="sm_80"))
+    assert dispatch.choose(Query("scale", "cpu", torch.float32, (8,))).name == "vector"
+
+
+def test_a_variant_of_another_package_is_not_chosen_by_times_of_another_gpu(lent, scale, monkeypatch):
+    """Elsewhere a measured time shows that such a variant was right on this device. A borrowed one does not."""
+    monkeypatch.setattr(choice, "is_trusted", lambda variant, query: variant.name != "loop")
+    assert dispatch.choose(Query("scale", "cpu", torch.float32, (8,))).name == "vector"
+
+
+def test_the_table_of_the_most_similar_hopper_gpu_is_borrowed(places, monkeypatch):
+    monkeypatch.setattr(measured, "HOPPER_TABLES", {"nvidia-large": (132, 141 << 30), "nvidia-small": (132, 80 << 30)})
+    for name, time in (("nvidia-large", 1.0), ("nvidia-small", 2.0)):
+        (places[0] / f"{name}.json").write_text(table(row(microseconds={"loop": time})))
+
+    def found(processors, gigabytes):
+        device = Device("cuda", "Another GPU", "sm_90", processors, 50 << 20, gigabytes << 30)
+        return measured.borrowed(device, "scale", "forward", torch.float32, {"N": 8}).microseconds["loop"]
+
+    assert [found(132, 144), found(132, 96), found(114, 80), found(78, 141), found(132, 79)] == [1.0, 2.0, 2.0, 1.0, 2.0]
+
+
+def test_every_hopper_table_of_the_package_can_be_borrowed():
+    assert {path.stem for path in measured.TABLES.glob("*.json")} == set(measured.HOPPER_TABLES)
 
 
 def test_tables_of_the_package_are_valid():

@@ -2,7 +2,7 @@
 
 The choice is a function of the dispatch key (:class:`onelaunch.operation.Query`) and of the tables of measured times for the
 device (the user's and the package's, see :mod:`onelaunch.dispatch.measured`). If no similar call was measured, the operation's
-own order of preference decides.
+own order of preference decides; on a Hopper GPU the order of our variants at a similar call on the most similar Hopper GPU does.
 
 A variant of another package than the operation's is chosen only where something speaks for its results: the operation prefers
 it by name, or near calls were measured in a run in which it passed the operation's probes (edge cases), or else the call has
@@ -10,20 +10,21 @@ exactly the sizes and flags that were measured.
 
 The public functions of operations call :func:`run`, and so does the variant ``module`` of ``gla_layer``. Decoding, the variants
 ``packed`` and ``packed_states`` of ``gla_layer``, and the planner and the timing of studies ask :func:`pick` or :func:`choose`.
-``explanation.py`` asks :func:`choose`, and imports the functions by which it decides: :func:`able`, :func:`held_back`,
-:func:`is_trusted`, :func:`measured_near` and :func:`sizes_of`.
+``explanation.py`` asks :func:`choose`, and imports the functions by which it decides: :func:`able`, :func:`borrowed_for`,
+:func:`held_back`, :func:`is_trusted`, :func:`measured_near` and :func:`sizes_of`.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from onelaunch.device.architectures import architecture_of
 from onelaunch.device.hardware import describe
-from onelaunch.dispatch.measured import Measured, nearest
+from onelaunch.dispatch.measured import Measured, borrowed, nearest
 from onelaunch.dispatch.results import check_results
 from onelaunch.dispatch.symbolic import decided, note_sizes, within
 from onelaunch.errors import ArgumentError, UnknownVariant, VariantUnsupported
@@ -77,6 +78,8 @@ def run(operation: Operation[..., Any], call: Call, variant: str) -> Any:
 def choose(query: Query) -> Variant:
     """Return the variant for a call: the fastest one measured at a similar call that can run, else the first in preference.
 
+    On a Hopper GPU without a similar measured call, :func:`borrowed_for` decides before the preference.
+
     Variants of other libraries run only by name. They are measured too, but guarantee less, for example for decays of -inf or in
     accuracy. :func:`held_back` says which other variants are left out.
     """
@@ -90,8 +93,14 @@ def choose(query: Query) -> Variant:
         }
         said = "; ".join(f"{name} {reason}" for name, reason in reasons.items())
         raise VariantUnsupported(operation.name, AUTO, reason=f"finds no variant for it ({said})", instead=())
-    if measured is not None:
-        times = {name: time for name, time in measured.microseconds.items() if name in automatic}
+    # Times of another GPU say nothing about variants that are trusted only where they were measured.
+    source = measured if measured is not None else borrowed_for(operation, query)
+    if source is not None:
+        times = {
+            name: time
+            for name, time in source.microseconds.items()
+            if name in automatic and (source is measured or is_trusted(automatic[name], query))
+        }
         if times:
             close = [name for name, time in times.items() if time <= TIE * min(times.values())]
             return automatic[min(close, key=operation.preference(query).index)]
@@ -203,11 +212,24 @@ def measured_near(operation: Operation[..., Any], query: Query) -> Measured | No
     It is ``None`` too for a pretended device (:mod:`onelaunch.device.architectures`), for CUDA on a machine without it, and for
     a device that computes nothing, such as the meta device.
     """
+    return _looked_up(nearest, operation, query)
+
+
+def borrowed_for(operation: Operation[..., Any], query: Query) -> Measured | None:
+    """Return the measured times of a query's nearest call on the most similar Hopper GPU, or ``None`` on other devices.
+
+    Only the order of our variants is taken from it, where :func:`measured_near` finds nothing.
+    """
+    return _looked_up(borrowed, operation, query)
+
+
+def _looked_up(look_up: Callable[..., Measured | None], operation: Operation[..., Any], query: Query) -> Measured | None:
+    """Return what a function of the measured tables finds for a query on a real device."""
     if architecture_of(torch.device(query.device)) is not None:  # None for a real device
         return None
     if query.device_type != "cpu" and not (query.device_type == "cuda" and torch.cuda.is_available()):
         return None
-    return nearest(
+    return look_up(
         describe(query.device),
         operation.name,
         query.direction,

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from onelaunch.dispatch.choice import TIE, able, choose, held_back, is_trusted, measured_near, sizes_of
+from onelaunch.dispatch.choice import TIE, able, borrowed_for, choose, held_back, is_trusted, measured_near, sizes_of
 from onelaunch.dispatch.measured import Measured
 from onelaunch.operation import Operation, Query, find_operation
 
@@ -74,8 +74,16 @@ def explain(query: Query) -> Explanation:
             because = f"it is the fastest variant, or at most {TIE - 1:.0%} slower, as measured at {measured.where()}"
             because += _trusted(operation, query, chosen.name, measured)
     else:
-        order = f"{operation.name}'s order of preference on {query.device_type}"
-        because = f"it is the first in {order} that can run; {_unmeasured(operation, query, measured)}"
+        because = _unmeasured(operation, query, measured)
+        lent = borrowed_for(operation, query) if measured is None else None
+        if lent is not None and chosen.name in lent.microseconds and is_trusted(chosen, query):
+            because = (
+                f"it is the fastest of our variants, or at most {TIE - 1:.0%} slower, at {lent.where()}, whose table gives the "
+                f"order of variants on Hopper GPUs that lack times of their own; {because}"
+            )
+        else:
+            order = f"{operation.name}'s order of preference on {query.device_type}"
+            because = f"it is the first in {order} that can run; {because}"
     because += _faster_but_held_back(standings, chosen.name)
     return Explanation(query, chosen.name, because, standings, measured.path if measured else None)
 

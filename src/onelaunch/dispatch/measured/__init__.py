@@ -1,9 +1,10 @@
 """Read tables of measured times: one JSON file per device, from which the dispatcher chooses.
 
-``onelaunch study adopt`` reads and writes tables; ``dispatch/choice.py`` looks calls up by :func:`nearest`. Two folders are read:
-the user's own (:func:`onelaunch.folders.tables_folder`, ``$ONELAUNCH_TABLES``) and this package's. A row of the user's table
-replaces the package's row of the same call; the package's other rows stay. A process reads a table once, so only later processes
-see a table that is written while it runs.
+``onelaunch study adopt`` reads and writes tables. ``dispatch/choice.py`` looks calls up by :func:`nearest`, and by
+:func:`borrowed` on a Hopper GPU on which no similar call was measured. Two folders are read: the user's own
+(:func:`onelaunch.folders.tables_folder`, ``$ONELAUNCH_TABLES``) and this package's. A row of the user's table replaces the
+package's row of the same call; the package's other rows stay. A process reads a table once, so only later processes see a table
+that is written while it runs.
 
 To ship a table, adopt results into a folder and copy the file into this one; no command writes here.
 
@@ -20,7 +21,7 @@ import functools
 import json
 import math
 import warnings
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -39,6 +40,9 @@ TABLES = Path(__file__).parent
 NEAR = 3.0
 """Largest distance at which a measured call counts as similar: the sum of |log2(ratio)| over all sizes, plus 1 for each flag
 that differs."""
+
+HOPPER_TABLES = {"nvidia-h200": (132, 141 << 30)}
+"""SMs and bytes of memory of the Hopper GPUs whose tables the package ships, by the name of the table."""
 
 OLD_CPU = "cpu"
 """Name of the table that older versions wrote for every CPU. It is used only on the CPU that it names."""
@@ -102,10 +106,56 @@ def nearest(
         flags: Flags of the query.
         variants: Names of the operation's variants. Times of other variants are ignored. By default all times are used.
     """
+    cpu = device.name if device.type == "cpu" else None
+    tables = [_rows(place, device.table, cpu) for place in (TABLES, folders.tables_folder())]
+    return _nearest(tables, operation, direction, dtype, sizes, flags, variants)
+
+
+def borrowed(
+    device: Device,
+    operation: str,
+    direction: str,
+    dtype: torch.dtype,
+    sizes: Mapping[str, int],
+    flags: Iterable[str] = (),
+    *,
+    variants: Collection[str] | None = None,
+) -> Measured | None:
+    """Return the call nearest to a call that was measured on the Hopper GPU most like a Hopper GPU, or ``None``.
+
+    It tells in which order variants are likely to be fast on the device, which runs the same kernels, but not how fast: GPUs of
+    one architecture differ in SMs, clocks and bandwidth. The most similar GPU is the one with the most similar number of SMs and
+    bytes of memory, by the sum of |log2(ratio)|. There is none for a GPU of another architecture. The arguments are those of
+    :func:`nearest`.
+    """
+    if device.architecture != "sm_90":
+        return None
+
+    def distance(table: str) -> float:
+        here = (max(device.processors, 1), max(device.memory_bytes, 1))
+        return sum(abs(math.log2(mine / its)) for mine, its in zip(here, HOPPER_TABLES[table], strict=True))
+
+    tables = [_rows(TABLES, min(HOPPER_TABLES, key=distance), None)]
+    return _nearest(tables, operation, direction, dtype, sizes, flags, variants)
+
+
+def _nearest(
+    tables: Sequence[Mapping[Key, Measured]],
+    operation: str,
+    direction: str,
+    dtype: torch.dtype,
+    sizes: Mapping[str, int],
+    flags: Iterable[str],
+    variants: Collection[str] | None,
+) -> Measured | None:
+    """Return the row nearest to a call, or ``None``. Known rows of a table replace those of earlier ones.
+
+    The other arguments are those of :func:`nearest`.
+    """
     wanted, asked = frozenset(flags), (operation, direction, str(dtype).removeprefix("torch."))
     rows: dict[Key, Measured] = {}
-    for place in (TABLES, folders.tables_folder()):  # rows of the later folder replace those of the earlier one
-        for key, row in _rows(place, device.table, device.name if device.type == "cpu" else None).items():
+    for table in tables:
+        for key, row in table.items():
             if key[:3] == asked and (known := _known(row, operation, tuple(sizes), variants)) is not None:
                 rows[key] = known
 
