@@ -18,7 +18,7 @@ from onelaunch.device.peaks import Probe
 
 
 def main() -> None:
-    """Print one line for each method and repeat, then one for each quantity, or everything as JSON."""
+    """Print one line for each method, with its rates in all repeats, then one for each quantity; or print all methods as JSON."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--device", default="auto", help="cuda:0, cpu, ...; auto is the first GPU, or the CPU without one")
     parser.add_argument("--repeats", type=int, default=3, help="number of times that everything is measured")

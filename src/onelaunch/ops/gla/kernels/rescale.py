@@ -1,4 +1,4 @@
-"""Scaling of a float16 gradient of o by a power of 2, so that no product of the backward pass leaves the range of float16.
+"""Scaling of a float16 gradient of o by a power of 2, for Hopper's backward pass: no product leaves the range of float16.
 
 Computes   do' = f do with f = 2^e, the largest power of 2 for which all of these are at most LIMIT in magnitude:
              V f |v| |do| |scale|                         bound of dP = scale do v^T, which is stored in 16 bits;
@@ -7,7 +7,8 @@ Computes   do' = f do with f = 2^e, the largest power of 2 for which all of thes
            |x| is the largest magnitude in a tensor. No decay exceeds 1, so T terms bound a sum along time. All gradients are
            linear in do and in the gradient of the final state, so kernels multiply what they store by 1 / f, in float32,
            before they round it. A gradient that leaves the range of float16 is then inf, and no other is.
-Launches   ``largest_kernel``, then ``rescale_kernel``; launch_rescale.py launches both.
+Launches   ``largest_kernel``, then ``rescale_kernel``; launch_rescale.py launches both for the backward pass of launch_hopper.py.
+           The portable backward pass does not use them.
 Grid       any number of CTAs, which take blocks of rows in turn; a row is a head of a step. No CTA waits for another one.
 Order      each CTA of ``largest_kernel`` stores the maximum of its rows, and every CTA of ``rescale_kernel`` takes the maximum of
            all of them: there is nothing to initialize, and results do not depend on the order of CTAs.
