@@ -126,6 +126,9 @@ def sum_split(x, high, low, d, PART: gl.constexpr, level, zero, acc: gl.constexp
 
     x is stored as a sum of two bfloat16 numbers in the shared tiles ``high`` and ``low``, whose content is overwritten. The
     function fences these writes and waits for WGMMA.
+
+    It sums terms of dg. hopper_gradients.py calls it with "onward", for moderate and strong decay: it sums the terms of the state
+    and those of ``pairs_from_middle`` from each step to the chunk's end. ``pairs_by_levels`` calls it with "around".
     """
     store_split(x, high, low)
     fence_async_shared()
