@@ -39,7 +39,8 @@ class GatedLinearAttention(GatedLayer):
             :func:`onelaunch.ops.gla`. Default: ``num_heads``. States have ``num_heads`` heads, as fla's.
         feature_map: activation of queries and keys: ``relu``, ``sigmoid``, ``logsigmoid``, ``silu`` or ``swish``, ``sqrelu``,
             ``gelu``. Default: none.
-        use_short_conv: whether queries, keys and values go through short causal convolutions with SiLU, by PyTorch's functions.
+        use_short_conv: whether queries, keys and values go through short causal convolutions with SiLU, see
+            :class:`onelaunch.nn.ShortConvolution`.
         conv_size: steps that a convolution covers.
         conv_bias: whether the convolutions have a bias.
         use_output_gate: whether the result is gated.

@@ -32,7 +32,8 @@ class SimpleGatedLinearAttention(GatedLayer):
             No copies are made for :func:`onelaunch.ops.gla`. Default: ``num_heads``.
         feature_map: activation of queries and keys: ``relu``, ``sigmoid``, ``logsigmoid``, ``silu`` or ``swish``, ``sqrelu``,
             ``gelu``. Default: none.
-        use_short_conv: whether queries, keys and values go through short causal convolutions with SiLU, by PyTorch's functions.
+        use_short_conv: whether queries, keys and values go through short causal convolutions with SiLU, see
+            :class:`onelaunch.nn.ShortConvolution`.
         conv_size: steps that a convolution covers.
         conv_bias: whether the convolutions have a bias.
         gate_fn: activation of the output gate, a name as for ``feature_map``.

@@ -86,7 +86,8 @@ def every_code(
 ) -> NVFP4Tensor:
     """Return an NVFP4 matrix of random codes and block scales, whose global scale makes its root mean square ``size``.
 
-    All values but NaN may occur, among them negative scales, and zero scales of other codes than zero.
+    All values but NaN may occur, among them negative scales, and zero scales of other codes than zero. :func:`make_inputs` calls
+    it where ``codes`` is ``full``, and for a pretended device.
     """
     codes = torch.randint(0, 256, (rows, inner // 2), device=device, generator=generator, dtype=torch.uint8)
     bytes_ = torch.randint(0, 0x7F, (rows, inner // BLOCK), device=device, generator=generator, dtype=torch.uint8)

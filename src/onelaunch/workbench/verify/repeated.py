@@ -49,7 +49,10 @@ _ODD = 3
 """Elements beside a slice, so that it is not aligned to 16 bytes. The gate itself uses slices that are aligned."""
 
 SHAPES = 256
-"""Largest number of calls that are compiled in a process; beyond PyTorch's own limit, functions silently run uncompiled."""
+"""Largest number of times that PyTorch compiles the same function.
+
+Beyond its own limit of 8, a function that must be traced as a whole raises an error, which would count against the variant.
+"""
 
 
 def calls_needed(rate: float, chance: float) -> int:
