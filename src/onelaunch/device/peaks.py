@@ -107,8 +107,8 @@ class Probe:
 def ceilings(device: str, *, refresh: bool = False) -> Ceilings:
     """Return the device's peaks from the cache, or measure and store them if it holds none that :func:`stored` accepts.
 
-    With ``refresh`` they are always measured. Stored peaks that a quick look contradicts are measured again, with a warning; they
-    are kept if the measurement agrees with them after all.
+    With ``refresh`` they are always measured. Stored peaks that a quick look contradicts are measured again. If the measurement
+    contradicts them too, it replaces them, with a warning; otherwise they are kept.
     """
     found = None if refresh else stored(device)
     if found is not None and not (problem := _contradicted(device, found)):
@@ -467,7 +467,11 @@ def _entries(device: str) -> dict[str, Ceilings]:
 
 
 def _entry(value: Any) -> Ceilings | None:
-    """Return one entry of a cache file, or ``None`` if a field is unknown, missing, or not a positive number."""
+    """Return one entry of a cache file, or ``None`` if it is invalid.
+
+    Then a field is unknown, a required one is missing, a rate is not a positive finite number, a spread is negative, or the
+    software or the time is no text.
+    """
     if not isinstance(value, Mapping) or not value.keys() <= {each.name for each in fields(Ceilings)}:
         return None
     try:

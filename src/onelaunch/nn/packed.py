@@ -78,7 +78,10 @@ class PackedModule(nn.Module):
 def _pieces(
     state_dict: Mapping[str, Any], prefix: str, parts: tuple[Part, ...], whole: torch.Tensor, error_msgs: list[str]
 ) -> dict[str, torch.Tensor]:
-    """Return the parts that a state dict holds in the right shape; append a message for each other part."""
+    """Return the parts that a state dict holds in the right shape.
+
+    A message is appended for each part that has another shape or is no tensor. Absent parts are skipped without one.
+    """
     found: dict[str, torch.Tensor] = {}
     for part in parts:
         if (value := state_dict.get(prefix + part.key)) is None:

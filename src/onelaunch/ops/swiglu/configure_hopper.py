@@ -191,7 +191,7 @@ def narrow_config(rows: int, channels: int, formats: Formats) -> GemmConfig:
 
 
 def wide_configs(rows: int, channels: int, formats: Formats) -> Iterator[GemmConfig]:
-    """Yield configurations for many rows of x, the one that loads the fewest bytes first."""
+    """Yield configurations for many rows of x; the first has the most rows of x in a tile, and 64 columns."""
     # NVFP4 codes are decoded once for every tile of rows, so there should be few tiles of rows.
     most_rows = (256, 128) if formats.nvfp4 else (256, 128, 64)
     widths = [_tile_rows_for(rows)] if rows <= 64 else [_tile_rows_for(rows, most) for most in most_rows]
@@ -222,7 +222,7 @@ _MIN_BUSY_SMS = 0.9
 """Fraction of the SMs that must have work if a cluster of two CTAs shares a tile."""
 
 _REQUIRED_GAIN = 0.97
-"""Fraction of the time of the configuration with the most reuse; others must be estimated to take less than that."""
+"""Fraction of the time of the first of :func:`wide_configs`; another must be estimated to take less than that."""
 
 
 @functools.lru_cache(maxsize=4096)

@@ -114,9 +114,10 @@ def project_scan_gate_chunked_hopper_kernel(
     """Compute one tile of y: see the top of the file.
 
     x and weight are TMA descriptors of [rows, columns], whose boxes are [BT, BD] and [BD, BV]. STAGES is at most the number of
-    blocks that D has. GATED: multiply the states by the gate, which is not read otherwise. KEEP: also write v and the
-    carries, which the backward pass reads. FINAL: also write the final state. Where a flag is false, its tensors have no elements
-    and must not be written.
+    blocks that D has. EVEN: all tiles lie inside the tensors, so no access needs a mask. GATED: multiply the states by
+    silu(gate); otherwise gate is not read. INITIAL: the scan starts from initial, not from zero. KEEP: also write v and the
+    carries, which the backward pass reads. FINAL: also write the final state. Without KEEP or FINAL, the tensors of that flag
+    have no elements and must not be written.
     """
     BT: gl.constexpr = x.block_type.shape[0]
     BD: gl.constexpr = x.block_type.shape[1]
