@@ -70,7 +70,7 @@ class Machine:
 
     @property
     def names(self) -> list[str]:
-        """Names of the compiled kernels, in order."""
+        """Names of the compiled kernels in alphabetical order, one for each compilation."""
         return sorted(name for name, _ in self.compiled)
 
 

@@ -162,7 +162,10 @@ class Planned(Generic[R]):
         self._plans[facts.key] = state
 
     def forget(self) -> None:
-        """Forget all plans. What another thread remembers meanwhile belongs to the old dictionary, and is not found again."""
+        """Forget all plans. A plan that another thread looked up before belongs to the old dictionary, and is not found again.
+
+        A call that is recorded meanwhile ends later, so its plan or tape is remembered in the new dictionary.
+        """
         self._plans = {}
         self._latest = None
 
