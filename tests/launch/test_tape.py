@@ -239,6 +239,21 @@ def test_a_variant_of_another_package_is_not_replayed(scale):
         assert len(heard) == call + 1
 
 
+def test_a_tape_of_a_call_that_ends_after_plans_were_forgotten_is_not_replayed():
+    """Another thread may forget all plans, because the function has changed, while a call is recorded."""
+    calls = []
+
+    def scaled(x):
+        calls.append(None)
+        if len(calls) == 2:  # the call that is recorded
+            planned.forget()
+        return x * (1 if len(calls) < 3 else 100)
+
+    planned = Planned(scaled, taped=True)
+    assert [planned(torch.ones(2))[0].item() for _ in range(5)] == [1, 1, 100, 100, 100]
+    assert len(calls) == 4, "the fifth call is a replay of the fourth"
+
+
 def test_forgotten_choices_forget_tapes():
     for _ in range(3):
         gla(**arguments())

@@ -91,7 +91,7 @@ class Planned(Generic[R]):
             return found.replay(facts)
         if type(found) is Taped:
             return found.replay(facts.tensors)
-        return self._run(inputs, named, facts, found)
+        return self._run(inputs, named, facts, found, plans)
 
     def plan_for(self, inputs: tuple[Any, ...]) -> Plan | None:
         """Return the plan for inputs if there is one, and only one whatever the distances of the tensors in memory are."""
@@ -99,8 +99,12 @@ class Planned(Generic[R]):
         found = None if facts is None else self._plans.get(facts.key)
         return found if type(found) is Plan else None
 
-    def _run(self, inputs: tuple[Any, ...], named: dict[str, Any], facts: Facts, found: Any) -> R:
-        """Run the function, or record it if it has met such inputs before."""
+    def _run(self, inputs: tuple[Any, ...], named: dict[str, Any], facts: Facts, found: Any, plans: dict[Any, Any]) -> R:
+        """Run the function, or record it if it has met such inputs before.
+
+        ``plans`` is the dictionary of plans in which the call was looked up. What the call makes is remembered there, so that it
+        is lost if plans are forgotten meanwhile: the function may have changed while it ran.
+        """
         if type(found) is dict:
             plan = found.get(_distances_of(found, facts))
             if plan is not None and plan.index == Device.current():
@@ -110,28 +114,28 @@ class Planned(Generic[R]):
             if found is None and all(each.device.type in types for each in facts.tensors):
                 results = self._function(*inputs, **named)
                 # Not before: a recorded call compiles its kernels by itself, while a plain one waits for those of this call.
-                if facts.key not in self._plans:
-                    self._remember(facts, _SEEN)
+                if facts.key not in plans:
+                    self._remember(facts, _SEEN, plans)
                 return results
             return self._function(*inputs, **named)
         if self._taped and (_takes_gradients(facts) or facts.tensors[0].device.type not in Device.types):
-            return self._tape(inputs, named, facts)
+            return self._tape(inputs, named, facts, plans)
         if any(each.device.index != Device.current() for each in facts.tensors if each.is_cuda) or Device.is_capturing():
             return self._function(*inputs, **named)
-        return self._record(inputs, named, facts, found)
+        return self._record(inputs, named, facts, found, plans)
 
-    def _tape(self, inputs: tuple[Any, ...], named: dict[str, Any], facts: Facts) -> R:
+    def _tape(self, inputs: tuple[Any, ...], named: dict[str, Any], facts: Facts, plans: dict[Any, Any]) -> R:
         """Run the function on its inputs, and remember the tape made of it."""
         tape = Tape(facts.tensors)
         with tape:
             results = self._function(*inputs, **named)
         try:
-            self._remember(facts, tape.finish(results))
+            self._remember(facts, tape.finish(results), plans)
         except NotPlannable:
-            self._remember(facts, _REFUSED)
+            self._remember(facts, _REFUSED, plans)
         return results
 
-    def _record(self, inputs: tuple[Any, ...], named: dict[str, Any], facts: Facts, found: Any) -> R:
+    def _record(self, inputs: tuple[Any, ...], named: dict[str, Any], facts: Facts, found: Any, plans: dict[Any, Any]) -> R:
         """Run the function on its inputs, and remember the plan made of it."""
         with torch.no_grad(), _launches_of_triton() as launched:
             active = Recorder(facts.tensors)
@@ -145,26 +149,27 @@ class Planned(Generic[R]):
                 raise NotPlannable("kernels were launched that were not reported")
             plan = Plan(active.recording, results, active.geometry_of)
         except NotPlannable:
-            self._remember(facts, _REFUSED)
+            self._remember(facts, _REFUSED, plans)
             return results
         if plan.distances():
             kept = found if type(found) is dict and len(found) < _MOST_DISTANCES else {}
             kept[None] = plan.distances()
             kept[tuple(apart for *_, apart in plan.distances())] = plan
-            self._remember(facts, kept)
+            self._remember(facts, kept, plans)
         else:
-            self._remember(facts, plan)
+            self._remember(facts, plan, plans)
         return results
 
-    def _remember(self, facts: Facts, state: Any) -> None:
-        if len(self._plans) >= MOST:
+    def _remember(self, facts: Facts, state: Any, plans: dict[Any, Any]) -> None:
+        if len(plans) >= MOST and plans is self._plans:
             self.forget()
-        self._plans[facts.key] = state
+            plans = self._plans
+        plans[facts.key] = state
 
     def forget(self) -> None:
-        """Forget all plans. A plan that another thread looked up before belongs to the old dictionary, and is not found again.
+        """Forget all plans, also those of calls that other threads look up or record meanwhile.
 
-        A call that is recorded meanwhile ends later, so its plan or tape is remembered in the new dictionary.
+        They belong to the old dictionary, in which nothing is found again.
         """
         self._plans = {}
         self._latest = None
