@@ -178,6 +178,13 @@ REFUSED = {  # an invalid value of each argument
 }
 
 
+@pytest.mark.parametrize("value", [10**400, 1e308, float("inf"), float("nan")], ids=["integer", "product", "inf", "nan"])
+def test_numbers_beyond_those_of_a_float_are_refused(value):
+    """No float holds the integer, nor the product of the second number and the hidden size."""
+    with pytest.raises(ArgumentError, match="expand_k is"):
+        GatedLinearAttention(hidden_size=1024, expand_k=value, num_heads=4)
+
+
 @pytest.mark.parametrize("kind", [GatedLinearAttention, SimpleGatedLinearAttention])
 @pytest.mark.parametrize(("argument", "value"), REFUSED.items(), ids=REFUSED)
 def test_an_invalid_argument_is_named(kind, argument, value, prose):

@@ -8,6 +8,7 @@ here. ``GatedLayer`` and ``LinearRNN`` read the inputs of a call by :func:`read_
 from __future__ import annotations
 
 import math
+import sys
 from typing import Any, NamedTuple
 
 import torch
@@ -33,7 +34,8 @@ def index(argument: str, value: object) -> int | None:
 
 def number(argument: str, value: Any, *, above: float | None = None, least: float | None = None) -> float:
     """Return the value; raise :class:`ArgumentError` unless it is a finite number in the range that one of the bounds gives."""
-    real = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    # Not math.isfinite, which raises for an integer that no float holds.
+    real = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
     if above is not None and not (real and value > above):
         raise ArgumentError(f"{argument} is {value!r}; it must be a number above {above:g}.")
     if least is not None and not (real and value >= least):
@@ -44,7 +46,7 @@ def number(argument: str, value: Any, *, above: float | None = None, least: floa
 def expanded(hidden_size: int, argument: str, ratio: Any) -> int:
     """Return ``hidden_size * ratio``; raise :class:`ArgumentError` unless it is a whole number."""
     width = hidden_size * number(argument, ratio, above=0)
-    if round(width) < 1 or not math.isclose(width, round(width)):
+    if not math.isfinite(width) or round(width) < 1 or not math.isclose(width, round(width)):
         raise ArgumentError(f"{argument} is {ratio!r}; hidden_size * {argument} must be a whole number, and is {width:g}.")
     return round(width)
 
