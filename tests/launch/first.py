@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 import threading
+import traceback
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -84,9 +86,23 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> Machine:
     monkeypatch.setattr(triton.runtime.driver, "_active", made, raising=False)
     monkeypatch.setattr(triton.knobs.compilation, "listener", made.listen)
     monkeypatch.setattr(side_by_side, "_DONE", set())
+    monkeypatch.setattr(side_by_side, "compile_triton", printing(side_by_side.compile_triton))
     forget_kernels()
     yield made
     forget_kernels()
+
+
+def printing(compile_build: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function, which prints its errors. Threads leave them to the launch; pytest shows what a failed test printed."""
+
+    def compile_or_print(*arguments: Any) -> Any:
+        try:
+            return compile_build(*arguments)
+        except BaseException:
+            traceback.print_exc()
+            raise
+
+    return compile_or_print
 
 
 def forget_kernels() -> None:
