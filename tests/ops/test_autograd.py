@@ -16,7 +16,7 @@ from torch import library
 from onelaunch.launch.operator import Operator
 
 CALLS: list[str] = []
-"""Names of the functions that ran, in order."""
+"""Names of the functions that ran, in order. ``packed_gradients`` adds the widths of its gradients in place of its name."""
 
 
 @pytest.fixture(autouse=True)
