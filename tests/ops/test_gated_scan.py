@@ -35,6 +35,7 @@ from onelaunch.operation import Probe
 from onelaunch.operation.examples import builds_for_case
 from onelaunch.operation.inputs import DECAYS
 from onelaunch.operation.probe import transposed
+from onelaunch.ops.gated_scan import batches
 from onelaunch.workbench.verify.probes import Prepared
 from tests.ops.cases import (
     GATED_SCAN,
@@ -365,3 +366,14 @@ def test_offsets_may_be_int64(variant):
     arguments = arguments_of(GATED_SCAN, B=1, lengths=(4, 0, 5), grad=True, final_state=True)
     wide = {**arguments, "cu_seqlens": arguments["cu_seqlens"].long()}
     assert_near(results(GATED_SCAN, wide, variant), results(GATED_SCAN, arguments, variant), 0)
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize("variant", thorough_but("fused", of=KERNELS))
+@pytest.mark.parametrize("gate", [True, pytest.param(False, marks=pytest.mark.thorough)])
+def test_a_batch_of_more_sequences_than_a_launch_takes_is_split(variant, gate, monkeypatch):
+    """With at most 4 CTAs along y and two slices of channels, five sequences take three launches."""
+    monkeypatch.setattr(batches, "LARGEST_GRID_Y", 4)
+    case = GATED_SCAN.case(torch.float32, B=5, T=9, V=20, gate=gate, initial_state=True, final_state=True)
+    assert_one_call_correct(GATED_SCAN, case, variant)
+    assert_one_call_correct(GATED_SCAN, case, variant, "forward")

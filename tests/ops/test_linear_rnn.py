@@ -28,6 +28,7 @@ from hypothesis import strategies as st
 from onelaunch.errors import VariantUnsupported
 from onelaunch.operation.inputs import DECAYS
 from onelaunch.ops import gated_scan, linear_rnn
+from onelaunch.ops.gated_scan import batches
 from onelaunch.workbench.verify import judge_control
 from tests.ops.cases import (
     BOTH,
@@ -137,15 +138,25 @@ def test_the_interpreter_is_refused_bfloat16(variant, prose):
         linear_rnn(**arguments, variant=variant)
 
 
+@pytest.mark.interpret
+@pytest.mark.parametrize("variant", thorough_but("fused_chunked", of=triton_variants(LINEAR_RNN)))
+def test_a_batch_of_more_sequences_than_a_launch_takes_is_split(variant, monkeypatch):
+    """With at most 2 CTAs along y and one slice of channels, five sequences take three launches; the weight is shared."""
+    monkeypatch.setattr(batches, "LARGEST_GRID_Y", 2)
+    case = LINEAR_RNN.case(torch.float32, B=5, T=9, D=16, V=16, initial_state=True, final_state=True)
+    assert_one_call_correct(LINEAR_RNN, case, variant)
+
+
 @pytest.mark.parametrize("variant", triton_variants(LINEAR_RNN))
-def test_more_sequences_than_a_launchs_ctas_are_refused(variant):
-    """Variants take at most 65535 pairs of a batch entry and a slice of 16 channels, the narrowest tile. Here it has four."""
-    fits, too_many = (
-        LINEAR_RNN.query(LINEAR_RNN.case(torch.float16, B=batch, T=8, D=16, V=64), "cuda:0", grad=False)
-        for batch in (16383, 16384)
+def test_more_channels_than_a_launchs_ctas_are_refused(variant):
+    """A grid has at most 65535 CTAs along y, one for each slice of 16 channels, the narrowest tile. Sequences are split."""
+    many, fits, too_many = (
+        LINEAR_RNN.query(LINEAR_RNN.case(torch.float16, B=batch, T=8, D=16, V=channels), "cuda:0", grad=False)
+        for batch, channels in ((1 << 20, 64), (1, 1048560), (1, 1048561))
     )
-    assert "65535 pairs" in (LINEAR_RNN.get(variant).why_not(too_many) or "")
-    assert "65535 pairs" not in (LINEAR_RNN.get(variant).why_not(fits) or "")
+    assert "1048560 channels" in (LINEAR_RNN.get(variant).why_not(too_many) or "")
+    for query in (many, fits):
+        assert "channels" not in (LINEAR_RNN.get(variant).why_not(query) or "")
 
 
 @pytest.mark.interpret

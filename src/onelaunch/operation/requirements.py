@@ -41,10 +41,10 @@ def cannot_launch(query: Query) -> str | None:
     return None
 
 
-_LARGEST_GRID_Y = 65535
+LARGEST_GRID_Y = 65535
 """Largest number of CTAs along y of a grid, on CUDA and ROCm."""
 
-_FEWEST_CHANNELS = 16
+FEWEST_CHANNELS = 16
 """Number of channels in the narrowest tile of kernels that scan over time."""
 
 
@@ -57,12 +57,9 @@ def cannot_scan(query: Query) -> str | None:
     """Return why Triton kernels that scan over time cannot run a call of sizes (batch, ..., channels), or ``None``."""
     if (reason := cannot_multiply(query)) is not None:
         return reason
-    # Their grids have one CTA along y per batch entry and tile of channels; the narrowest tile gives the most CTAs.
-    slices = query.sizes[0] * -(-query.sizes[-1] // _FEWEST_CHANNELS)
-    if slices > _LARGEST_GRID_Y:
-        return (
-            f"takes at most {_LARGEST_GRID_Y} pairs of a batch entry and {_FEWEST_CHANNELS} channels: a grid is no larger along y"
-        )
+    # Their grids have one CTA along y per batch entry and tile of channels. Batches are split (ops/gated_scan/batches.py).
+    if -(-query.sizes[-1] // FEWEST_CHANNELS) > LARGEST_GRID_Y:
+        return f"takes at most {LARGEST_GRID_Y * FEWEST_CHANNELS} channels: a grid is no larger along y"
     return None
 
 

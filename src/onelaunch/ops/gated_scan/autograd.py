@@ -13,6 +13,7 @@ import torch
 
 from onelaunch.launch.operator import Operator
 from onelaunch.ops.gated_scan import fakes
+from onelaunch.ops.gated_scan.batches import in_parts
 from onelaunch.ops.gated_scan.contract import ScanCall
 
 
@@ -91,8 +92,12 @@ forward = Operator(
 def scan_and_gate(call: ScanCall, *, separate: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """Return y and the final state by the Triton kernels, differentiable."""
     grad = call.query().grad
-    y, final, *_ = forward(
-        call.v, call.log_decay, call.gate, call.initial_state, call.cu_seqlens, call.output_final_state, grad, separate,
-        grad=grad,
-    )  # fmt: skip
-    return y, final
+
+    def run(part: ScanCall) -> tuple[torch.Tensor, torch.Tensor]:
+        y, final, *_ = forward(
+            part.v, part.log_decay, part.gate, part.initial_state, part.cu_seqlens, part.output_final_state, grad, separate,
+            grad=grad,
+        )  # fmt: skip
+        return y, final
+
+    return in_parts(call, ("v", "log_decay", "gate", "initial_state"), run)

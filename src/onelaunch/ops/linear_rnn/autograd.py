@@ -14,6 +14,7 @@ import torch
 
 from onelaunch.launch.by_variant import Launches
 from onelaunch.launch.operator import Operator
+from onelaunch.ops.gated_scan.batches import in_parts
 from onelaunch.ops.linear_rnn import fakes
 from onelaunch.ops.linear_rnn.contract import LinearRNNCall
 
@@ -122,8 +123,12 @@ forward = Operator(
 def one_launch(call: LinearRNNCall, kernel: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Return y and the final state, computed by the kernel of this name; differentiable."""
     grad = call.query().grad
-    y, final, *_ = forward(
-        call.x, call.weight, call.log_decay, call.gate, call.initial_state, call.cu_seqlens,
-        call.output_final_state, grad, kernel, grad=grad,
-    )  # fmt: skip
-    return y, final
+
+    def run(part: LinearRNNCall) -> tuple[torch.Tensor, torch.Tensor]:
+        y, final, *_ = forward(
+            part.x, part.weight, part.log_decay, part.gate, part.initial_state, part.cu_seqlens,
+            part.output_final_state, grad, kernel, grad=grad,
+        )  # fmt: skip
+        return y, final
+
+    return in_parts(call, ("x", "log_decay", "gate", "initial_state"), run)
