@@ -44,6 +44,7 @@ def package(tmp_path, monkeypatch):
     """
     folder = tmp_path / "site" / "acme"
     (folder / "parts" / "kernels").mkdir(parents=True)
+    (folder / "kernels").mkdir()
     monkeypatch.syspath_prepend(folder.parent)
 
     def write(**changed):
@@ -73,6 +74,14 @@ def test_a_digest_covers_all_that_the_variants_module_uses(package, file):
     text = SUMS + "# faster" if file == "sums_dot_py" else "ONE = WIDTH = 1.0"
     package(**{file: text})
     assert len(before) == 64
+    assert module_digest("acme.sums") != before
+
+
+@pytest.mark.parametrize("file", ["kernels__sum_dot_cuh", "parts__kernels__sum_dot_cuh"])
+def test_a_digest_covers_native_files_of_one_name_in_two_folders(package, file):
+    package(kernels__sum_dot_cuh="one", parts__kernels__sum_dot_cuh="two")
+    before = module_digest("acme.sums")
+    package(**{file: "three"})
     assert module_digest("acme.sums") != before
 
 

@@ -70,8 +70,12 @@ def module_digest(module: str) -> str:
         for path in folder.glob(place)
         if path.suffix in _NATIVE
     }
-    named = files | {f"{path.parent.name}/{path.name}": path for path in native}
-    return _digest(named)
+    return _digest(files | {_within(path, folders): path for path in native})
+
+
+def _within(path: Path, folders: Sequence[Path]) -> str:
+    """Return the path of a file relative to the one of these folders that holds it."""
+    return next(path.relative_to(folder).as_posix() for folder in folders if path.is_relative_to(folder))
 
 
 @functools.cache
