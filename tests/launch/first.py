@@ -86,6 +86,7 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> Machine:
     monkeypatch.setattr(triton.runtime.driver, "_active", made, raising=False)
     monkeypatch.setattr(triton.knobs.compilation, "listener", made.listen)
     monkeypatch.setattr(side_by_side, "_DONE", set())
+    monkeypatch.setattr(side_by_side, "_TOLD", False)
     monkeypatch.setattr(side_by_side, "compile_triton", printing(side_by_side.compile_triton))
     forget_kernels()
     yield made
