@@ -202,7 +202,8 @@ def test_an_explanation_names_the_measured_direction_and_the_table(places, scale
 def lent(places, monkeypatch):
     """Dispatch calls on the CPU as on an H100 PCIe, which has no table while an H200 has one; return the device."""
     device = Device("cuda", "NVIDIA H100 PCIe", "sm_90", 114, 50 << 20, 80 << 30)
-    rows = row(microseconds={"loop": 1.0, "vector": 1.5}), row(n=512, microseconds={"vector": 1.0, "loop": 1.02})
+    rows = [row(microseconds={"loop": 1.0, "vector": 1.5}), row(n=512, microseconds={"vector": 1.0, "loop": 1.02})]
+    rows.append(row(n=64, microseconds={"loop": 1.0}))
     (places[0] / "nvidia-h200.json").write_text(table(*rows, device="NVIDIA H200"))
     monkeypatch.setattr(choice, "describe", lambda name: device)
     return device
@@ -216,6 +217,7 @@ def test_a_hopper_gpu_without_a_table_takes_the_order_of_variants_from_the_most_
     assert {each.microseconds for each in found.standings} == {None}, "another GPU's times are not this one's"
     prose(found.because)
     assert dispatch.choose(query._replace(sizes=(512,))).name == "vector", "within 3 %, the operation's order decides"
+    assert dispatch.choose(query._replace(sizes=(64,))).name == "vector", "the first in preference was not measured there"
     assert dispatch.choose(query._replace(grad=True)).name == "vector", "the other direction was not measured there either"
     (places[1] / f"{lent.table}.json").write_text(table(row(microseconds={"vector": 2.0, "loop": 3.0}), device=lent.name))
     forget()
@@ -234,6 +236,12 @@ def test_a_variant_of_another_package_is_not_chosen_by_times_of_another_gpu(lent
     assert dispatch.choose(Query("scale", "cpu", torch.float32, (8,))).name == "vector"
 
 
+def test_a_variant_that_compiles_anew_is_not_chosen_by_times_of_another_gpu(lent, scale, monkeypatch):
+    loop = scale.get("loop")
+    monkeypatch.setattr(loop, "capabilities", replace(loop.capabilities, recompiles=True))
+    assert dispatch.choose(Query("scale", "cpu", torch.float32, (8,))).name == "vector"
+
+
 def test_the_table_of_the_most_similar_hopper_gpu_is_borrowed(places, monkeypatch):
     monkeypatch.setattr(measured, "HOPPER_TABLES", {"nvidia-large": (132, 141 << 30), "nvidia-small": (132, 80 << 30)})
     for name, time in (("nvidia-large", 1.0), ("nvidia-small", 2.0)):
@@ -247,7 +255,9 @@ def test_the_table_of_the_most_similar_hopper_gpu_is_borrowed(places, monkeypatc
 
 
 def test_every_hopper_table_of_the_package_can_be_borrowed():
-    assert {path.stem for path in measured.TABLES.glob("*.json")} == set(measured.HOPPER_TABLES)
+    """A Hopper GPU is named after the letter H, or GH with a CPU of NVIDIA's beside it."""
+    tables = {path.stem for path in measured.TABLES.glob("*.json")}
+    assert {name for name in tables if re.match(r"nvidia-g?h\d", name)} == set(measured.HOPPER_TABLES)
 
 
 def test_tables_of_the_package_are_valid():

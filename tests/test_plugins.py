@@ -81,10 +81,9 @@ def test_a_plugin_lists_what_it_registered(announce, scale):
     assert "acme-kernels 1.2" in text
 
 
-@pytest.mark.parametrize("what", ["variant", "run", "operation", "oracle", "preference", "removed"])
+@pytest.mark.parametrize("what", ["variant", "run", "operation", "oracle", "preference", "defaults", "removed"])
 def test_a_plugin_that_replaces_what_others_registered_is_left_out(announce, scale, what, prose):
     """Otherwise calls would give its results under the names of others, with the ordinary reasons in ``explain``."""
-    scale.prefers(lambda query: ())
     vector, run, oracle, preference = scale.get("vector"), scale.get("vector").run, scale._oracle, scale._preference
 
     def act():
@@ -98,7 +97,9 @@ def test_a_plugin_that_replaces_what_others_registered_is_left_out(announce, sca
         elif what == "oracle":
             scale._oracle = lambda **arguments: (0 * arguments["x"],)
         elif what == "preference":
-            scale._preference = lambda query: ("vector",)
+            scale.prefers(lambda query: ("loop",))
+        elif what == "defaults":
+            scale.defaults["cpu"] = ("loop", "vector")
         else:
             del scale.variants["vector"]
 

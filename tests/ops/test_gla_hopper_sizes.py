@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 
+from onelaunch.device.architectures import pretended
 from onelaunch.operation import Direction, Example
 from onelaunch.operation.examples import builds_for_case, recorded_builds
 from onelaunch.ops.gla.padding import KEYS, key_panels, padded_keys, padded_values, value_groups
@@ -206,6 +207,27 @@ def test_layers_with_padded_heads_run_these_kernels(variant, passes):
     example = Example(GLA_LAYER.case("bfloat16", B=32, T=2048, D=1024, H=12, K=96, V=80), "forward_backward")
     names = [each.name for each in recorded_builds(GLA_LAYER.get(variant), [example], "sm_90a")]
     assert sum("chunk_state" in name for name in names) == passes
+
+
+def test_layers_whose_heads_tma_cannot_address_run_portable_kernels():
+    """The layer calls the launches of ``hopper``, which copy no heads. Those of ``fused`` take any size."""
+    pytest.importorskip("triton", reason="kernels are listed through Triton")
+    case = GLA_LAYER.case("bfloat16", B=2, T=256, D=256, H=4, K=20, V=24)
+    names = [each.name for each in recorded_builds(GLA_LAYER.get("packed"), [Example(case, "forward_backward")], "sm_90a")]
+    assert any("chunk_output" in name for name in names), "an output kernel is launched by fused alone"
+    query = GLA_LAYER.query(case, str(pretended("sm_90a")), grad=True)
+    assert GLA_LAYER.get("packed").why_not(query) is None
+    assert "hopper alone" in (GLA_LAYER.get("packed_states").why_not(query) or "")
+
+
+@pytest.mark.parametrize("final_state", [False, True])
+def test_kernels_for_heads_that_are_copied_are_listed(final_state):
+    """``onelaunch prebuild`` runs the call on a pretended device, where some of PyTorch's operators do not work."""
+    pytest.importorskip("triton", reason="kernels are listed through Triton")
+    case = GLA.case("bfloat16", B=1, T=64, H=1, K=20, V=75, final_state=final_state)
+    names = [each.name for each in recorded_builds(GLA.get("hopper"), [Example(case, "forward_backward")], "sm_90a")]
+    assert sum("chunk_state" in name for name in names) == 3
+    assert sum("gradients" in name for name in names) == 1
 
 
 def inspected(direction: Direction, **given: Any) -> dict[str, Any]:

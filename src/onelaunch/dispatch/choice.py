@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -93,14 +94,9 @@ def choose(query: Query) -> Variant:
         }
         said = "; ".join(f"{name} {reason}" for name, reason in reasons.items())
         raise VariantUnsupported(operation.name, AUTO, reason=f"finds no variant for it ({said})", instead=())
-    # Times of another GPU say nothing about variants that are trusted only where they were measured.
     source = measured if measured is not None else borrowed_for(operation, query)
     if source is not None:
-        times = {
-            name: time
-            for name, time in source.microseconds.items()
-            if name in automatic and (source is measured or is_trusted(automatic[name], query))
-        }
+        times = {name: time for name, time in source.microseconds.items() if name in automatic}
         if times:
             close = [name for name, time in times.items() if time <= TIE * min(times.values())]
             return automatic[min(close, key=operation.preference(query).index)]
@@ -218,9 +214,24 @@ def measured_near(operation: Operation[..., Any], query: Query) -> Measured | No
 def borrowed_for(operation: Operation[..., Any], query: Query) -> Measured | None:
     """Return the measured times of a query's nearest call on the most similar Hopper GPU, or ``None`` on other devices.
 
-    Only the order of our variants is taken from it, where :func:`measured_near` finds nothing.
+    Only the order of our variants is taken from it, where :func:`measured_near` finds nothing. Variants of other packages and
+    variants that compile anew for other sizes are left out: another GPU's times neither speak for their results nor show that
+    compiling pays here. A row without a time of the first variant in preference is not used, since it may be older than that
+    variant's ability to run such calls.
     """
-    return _looked_up(borrowed, operation, query)
+    row = _looked_up(borrowed, operation, query)
+    if row is None:
+        return None
+    ours = [
+        name
+        for name in operation.preference(query)
+        if name in able(operation, query)
+        and is_trusted(operation.variants[name], query)
+        and not operation.variants[name].capabilities.recompiles
+        and operation.variants[name].capabilities.automatic
+    ]
+    times = {name: row.microseconds[name] for name in ours if name in row.microseconds}
+    return replace(row, microseconds=times) if ours and ours[0] in times else None
 
 
 def _looked_up(look_up: Callable[..., Measured | None], operation: Operation[..., Any], query: Query) -> Measured | None:

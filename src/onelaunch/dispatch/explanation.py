@@ -76,7 +76,7 @@ def explain(query: Query) -> Explanation:
     else:
         because = _unmeasured(operation, query, measured)
         lent = borrowed_for(operation, query) if measured is None else None
-        if lent is not None and chosen.name in lent.microseconds and is_trusted(chosen, query):
+        if lent is not None and chosen.name in lent.microseconds:
             because = (
                 f"it is the fastest of our variants, or at most {TIE - 1:.0%} slower, at {lent.where()}, whose table gives the "
                 f"order of variants on Hopper GPUs that lack times of their own; {because}"

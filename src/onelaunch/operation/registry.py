@@ -75,8 +75,11 @@ def plugins() -> tuple[Plugin, ...]:
 class _Snapshot:
     """State of the registry, of every operation and of every variant, before a plug-in is loaded."""
 
-    FUNCTIONS = ("_function", "bind", "_oracle", "_inputs", "_cost", "_query", "_probes", "_preference", "shapes_of", "run")
+    FUNCTIONS = ("_function", "bind", "_oracle", "_inputs", "_cost", "_query", "_probes", "shapes_of", "run")
     """Attributes of operations and variants that no plug-in may replace once they are set."""
+
+    ORDER = ("_preference", "defaults")
+    """Attributes of operations that no plug-in may set at all: the order of variants, which ``auto`` trusts."""
 
     def __init__(self) -> None:
         self._known = dict(_REGISTRY)
@@ -100,9 +103,11 @@ class _Snapshot:
         """Return a sentence if an operation, a variant or one of its functions has been replaced since, else ``None``."""
         present = self._named()
         for name, part in self._parts.items():
+            before, now = self._states[name], vars(part)
             kept = present.get(name) is part and all(
-                self._states[name].get(key) is None or vars(part).get(key) is self._states[name][key] for key in self.FUNCTIONS
+                before.get(key) is None or now.get(key) is before[key] for key in self.FUNCTIONS
             )
+            kept = kept and all(now.get(key) == before.get(key) for key in self.ORDER)
             if not kept:
                 return f"it replaces {name} or a function of it; a plug-in may only add operations and variants of new names"
         return None

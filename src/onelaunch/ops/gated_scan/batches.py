@@ -20,7 +20,8 @@ Results = tuple[torch.Tensor, torch.Tensor]
 def in_parts(call: Any, batched: tuple[str, ...], run: Callable[[Any], Results]) -> Results:
     """Return ``run(call)``, or the joined results of ``run`` for parts of the batch, of as many sequences as a launch takes.
 
-    Packed sequences are never split: they are one batch entry.
+    Packed sequences are never split: they are one batch entry. The gradient of a tensor that all parts share, such as a weight,
+    is the sum of those of the parts, each rounded to its dtype. ``torch.compile`` makes a graph for each number of parts.
 
     Args:
         call: Checked arguments of the call, a named tuple with a field ``log_decay`` ``[B, T, V]``.

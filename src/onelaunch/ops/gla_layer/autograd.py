@@ -24,6 +24,7 @@ import torch
 from onelaunch import dispatch
 from onelaunch.launch.operator import Operator
 from onelaunch.operation import Query, SymbolicSizes, find_operation
+from onelaunch.ops.gla.padding import STEP
 from onelaunch.ops.gla_layer.composition import Results, decay_segments_of, segments_of
 from onelaunch.ops.gla_layer.contract import CONVOLVED, GlaLayerCall, LayerSizes
 from onelaunch.ops.output_chain import autograd as chain
@@ -67,9 +68,20 @@ def parts_of(query: Query, rank: int, normalizer: float) -> tuple[Query, Query, 
 
 def own_kernel(query: Query, names: Sequence[str]) -> str | None:
     """Return the variant that the dispatcher chooses for a part if ``names`` has it, else the first of these that can run."""
-    chosen, operation = dispatch.choose(query).name, find_operation(query.operation)
-    able = [name for name in names if operation.get(name).why_not(query) is None]
+    chosen = dispatch.choose(query).name
+    able = [name for name in names if _why_not_part(name, query) is None]
     return chosen if chosen in able else next(iter(able), None)
+
+
+def _why_not_part(name: str, query: Query) -> str | None:
+    """Return why the launches of a variant cannot run a part of the layer, or ``None``.
+
+    The variant ``hopper`` copies heads that TMA cannot address before it launches; the launches themselves, which the layer
+    calls, do not.
+    """
+    if name == "hopper" and any(size % STEP for size in query.sizes[3:]):
+        return f"copies heads whose sizes are no multiples of {STEP}"
+    return find_operation(query.operation).get(name).why_not(query)
 
 
 def why_not(query: Query) -> str | None:
@@ -88,7 +100,7 @@ def why_not(query: Query) -> str | None:
     # The key holds neither rank nor normalizer, and whether some kernel can run depends on neither: any valid ones will do.
     for part, names in zip(parts_of(query, ALIGNMENT, 1.0), _OWN, strict=True):
         if own_kernel(part, names) is None:
-            reasons = [f"{name} {find_operation(part.operation).get(name).why_not(part)}" for name in names]
+            reasons = [f"{name} {_why_not_part(name, part)}" for name in names]
             return f"needs kernels of ours for {part.operation}: {'; '.join(reasons)}"
     return None
 

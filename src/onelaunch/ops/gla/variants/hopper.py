@@ -65,7 +65,14 @@ def hopper(call: GlaCall) -> Results:
     g = call.g if call.per_head else aligned(call.g)
     padded = call._replace(q=aligned(call.q), k=aligned(call.k), v=aligned(call.v), g=g, initial_state=initial)
     o, final = attend(padded, "hopper")
-    return o[..., :values].contiguous(), final[..., :keys, :values].contiguous() if call.output_final_state else final
+    if call.output_final_state:
+        final = _row_major(final[..., :keys, :values])
+    return _row_major(o[..., :values]), final
+
+
+def _row_major(part: torch.Tensor) -> torch.Tensor:
+    """Return a copy in row-major order. Unlike ``contiguous``, ``clone`` also works on a pretended device (``prebuild``)."""
+    return part.clone(memory_format=torch.contiguous_format)
 
 
 hopper.supports(cannot_multiply)
