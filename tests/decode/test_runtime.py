@@ -37,6 +37,7 @@ from onelaunch.errors import (
     DeviceError,
     DeviceMemoryError,
     DTypeError,
+    InspectionError,
     PlanError,
     ShapeError,
 )
@@ -294,6 +295,8 @@ def test_without_numpy_kernels_are_unsupported(level, monkeypatch, prose):
         monkeypatch.setitem(sys.modules, name, None)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     prose(decode_step.get(level).why_not(query_of(SMALL)))
+    with pytest.raises(InspectionError, match=r"NumPy.*onelaunch\[decode\]"):
+        decode_step.get(level).builds("sm_90a")
 
 
 @pytest.mark.thorough

@@ -25,7 +25,7 @@ from onelaunch.decode.step.contract import DecodeCall, Results, decode_step
 from onelaunch.device.architectures import find_architecture
 from onelaunch.device.hardware import processors
 from onelaunch.device.tools import package_installed
-from onelaunch.errors import PlanError
+from onelaunch.errors import InspectionError, PlanError
 from onelaunch.launch.build import Build, build_of_kernel
 from onelaunch.operation import Query
 from onelaunch.operation.requirements import needs_hopper
@@ -127,9 +127,15 @@ BUILT = {
 
 
 def builds(level: str, architecture: str) -> list[Build]:
-    """Return the builds of a level: for Qwen3-0.6B, and for ``streaming`` also for a small untied model."""
+    """Return the builds of a level: for Qwen3-0.6B, and for ``streaming`` also for a small untied model.
+
+    Raises:
+        InspectionError: NumPy is not installed.
+    """
     if architecture not in _ARCHITECTURES:
         return []
+    if not package_installed("numpy"):
+        raise InspectionError("The plans of the megakernel need NumPy. Install it with: pip install 'onelaunch[decode]'.")
     from onelaunch.decode.runtime.kernels import kernels_of  # imports NumPy
 
     found: list[Build] = []
