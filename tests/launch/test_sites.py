@@ -189,3 +189,26 @@ def test_allocations_of_plans_are_those_of_pytorch():
     for device in (torch.device("cpu"), torch.device("meta")):
         made = _allocator(device)((2, 3), (1, 2), torch.bfloat16)
         assert (made.shape, made.stride(), made.dtype, made.device.type) == ((2, 3), (1, 2), torch.bfloat16, device.type)
+
+
+def test_a_plan_of_a_call_that_ends_after_plans_were_forgotten_is_not_replayed(machine):  # noqa: F811
+    """Nor is a tape (test_tape.py). Plans are forgotten in the first two calls, so the third is the first that counts as seen."""
+
+    def copy(x, out, count):
+        out[:count] = x[:count]
+
+    kernel = Kernel(machine, copy, x="*fp32", out="*fp32", count="i32", BLOCK="constexpr")
+    calls = []
+
+    def copied(x):
+        calls.append(None)
+        out = torch.empty_like(x)
+        Launch(kernel, (1,), x, out, x.numel(), BLOCK=8).run()
+        if len(calls) < 3:
+            planned.forget()
+        return out
+
+    planned = Planned(copied)
+    given = [torch.randn(8) for _ in range(6)]
+    assert all(torch.equal(planned(x), x) for x in given)
+    assert len(calls) == 4, "seen in the third call, recorded in the fourth, replayed in the others"
