@@ -17,7 +17,6 @@ The public functions of operations call :func:`run`, and so does the variant ``m
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -25,7 +24,7 @@ import torch
 
 from onelaunch.device.architectures import architecture_of
 from onelaunch.device.hardware import describe
-from onelaunch.dispatch.measured import Measured, borrowed, nearest
+from onelaunch.dispatch.measured import Measured, nearest
 from onelaunch.dispatch.results import check_results
 from onelaunch.dispatch.symbolic import decided, note_sizes, within
 from onelaunch.errors import ArgumentError, UnknownVariant, VariantUnsupported
@@ -208,7 +207,7 @@ def measured_near(operation: Operation[..., Any], query: Query) -> Measured | No
     It is ``None`` too for a pretended device (:mod:`onelaunch.device.architectures`), for CUDA on a machine without it, and for
     a device that computes nothing, such as the meta device.
     """
-    return _looked_up(nearest, operation, query)
+    return _looked_up(operation, query, borrow=False)
 
 
 def borrowed_for(operation: Operation[..., Any], query: Query) -> Measured | None:
@@ -219,7 +218,7 @@ def borrowed_for(operation: Operation[..., Any], query: Query) -> Measured | Non
     compiling pays here. A row without a time of the first variant in preference is not used, since it may be older than that
     variant's ability to run such calls.
     """
-    row = _looked_up(borrowed, operation, query)
+    row = _looked_up(operation, query, borrow=True)
     if row is None:
         return None
     ours = [
@@ -234,13 +233,13 @@ def borrowed_for(operation: Operation[..., Any], query: Query) -> Measured | Non
     return replace(row, microseconds=times) if ours and ours[0] in times else None
 
 
-def _looked_up(look_up: Callable[..., Measured | None], operation: Operation[..., Any], query: Query) -> Measured | None:
-    """Return what a function of the measured tables finds for a query on a real device."""
+def _looked_up(operation: Operation[..., Any], query: Query, *, borrow: bool) -> Measured | None:
+    """Return what :func:`nearest` finds for a query on a real device."""
     if architecture_of(torch.device(query.device)) is not None:  # None for a real device
         return None
     if query.device_type != "cpu" and not (query.device_type == "cuda" and torch.cuda.is_available()):
         return None
-    return look_up(
+    return nearest(
         describe(query.device),
         operation.name,
         query.direction,
@@ -248,6 +247,7 @@ def _looked_up(look_up: Callable[..., Measured | None], operation: Operation[...
         sizes_of(operation, query),
         query.flags,
         variants=operation.variants.keys(),
+        borrow=borrow,
     )
 
 

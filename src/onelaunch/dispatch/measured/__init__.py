@@ -1,7 +1,7 @@
 """Read tables of measured times: one JSON file per device, from which the dispatcher chooses.
 
-``onelaunch study adopt`` reads and writes tables. ``dispatch/choice.py`` looks calls up by :func:`nearest`, and by
-:func:`borrowed` on a Hopper GPU on which no similar call was measured. Two folders are read: the user's own
+``onelaunch study adopt`` reads and writes tables. ``dispatch/choice.py`` looks calls up by :func:`nearest`, on a
+Hopper GPU on which no similar call was measured in the table of another one. Two folders are read: the user's own
 (:func:`onelaunch.folders.tables_folder`, ``$ONELAUNCH_TABLES``) and this package's. A row of the user's table replaces the
 package's row of the same call; the package's other rows stay. A process reads a table once, so only later processes see a table
 that is written while it runs.
@@ -21,7 +21,7 @@ import functools
 import json
 import math
 import warnings
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -94,6 +94,7 @@ def nearest(
     flags: Iterable[str] = (),
     *,
     variants: Collection[str] | None = None,
+    borrow: bool = False,
 ) -> Measured | None:
     """Return the measured call nearest to a call, or ``None`` if none is within :data:`NEAR`.
 
@@ -105,56 +106,16 @@ def nearest(
         sizes: Sizes by the operation's dimensions. Rows with other dimensions are ignored.
         flags: Flags of the query.
         variants: Names of the operation's variants. Times of other variants are ignored. By default all times are used.
-    """
-    cpu = device.name if device.type == "cpu" else None
-    tables = [_rows(place, device.table, cpu) for place in (TABLES, folders.tables_folder())]
-    return _nearest(tables, operation, direction, dtype, sizes, flags, variants)
-
-
-def borrowed(
-    device: Device,
-    operation: str,
-    direction: str,
-    dtype: torch.dtype,
-    sizes: Mapping[str, int],
-    flags: Iterable[str] = (),
-    *,
-    variants: Collection[str] | None = None,
-) -> Measured | None:
-    """Return the call nearest to a call that was measured on the Hopper GPU most like a Hopper GPU, or ``None``.
-
-    It tells in which order variants are likely to be fast on the device, which runs the same kernels, but not how fast: GPUs of
-    one architecture differ in SMs, clocks and bandwidth. The most similar GPU is the one with the most similar number of SMs and
-    bytes of memory, by the sum of |log2(ratio)|. There is none for a GPU of another architecture. The arguments are those of
-    :func:`nearest`.
-    """
-    if device.architecture != "sm_90":
-        return None
-
-    def distance(table: str) -> float:
-        here = (max(device.processors, 1), max(device.memory_bytes, 1))
-        return sum(abs(math.log2(mine / its)) for mine, its in zip(here, HOPPER_TABLES[table], strict=True))
-
-    tables = [_rows(TABLES, min(HOPPER_TABLES, key=distance), None)]
-    return _nearest(tables, operation, direction, dtype, sizes, flags, variants)
-
-
-def _nearest(
-    tables: Sequence[Mapping[Key, Measured]],
-    operation: str,
-    direction: str,
-    dtype: torch.dtype,
-    sizes: Mapping[str, int],
-    flags: Iterable[str],
-    variants: Collection[str] | None,
-) -> Measured | None:
-    """Return the row nearest to a call, or ``None``. Known rows of a table replace those of earlier ones.
-
-    The other arguments are those of :func:`nearest`.
+        borrow: Whether to look the call up in the package's table of the Hopper GPU most like a Hopper GPU, in place of the
+            device's own tables; there is none for a device of another architecture. It tells in which order variants are
+            likely to be fast on the device, which runs the same kernels, but not how fast: GPUs of one architecture differ in
+            SMs, clocks and bandwidth.
     """
     wanted, asked = frozenset(flags), (operation, direction, str(dtype).removeprefix("torch."))
     rows: dict[Key, Measured] = {}
-    for table in tables:
+    for table in (
+        _similar_table(device) if borrow else _own_tables(device)
+    ):  # rows of the later table replace those of the earlier
         for key, row in table.items():
             if key[:3] == asked and (known := _known(row, operation, tuple(sizes), variants)) is not None:
                 rows[key] = known
@@ -165,6 +126,27 @@ def _nearest(
     # A size of 0 counts as 1 in a distance, so a row of another call can have the distance 0.
     best = min(rows.values(), key=lambda row: (distance(row), not row.is_at(sizes, wanted)), default=None)
     return best if best is not None and distance(best) <= NEAR else None
+
+
+def _own_tables(device: Device) -> list[dict[Key, Measured]]:
+    """Return the package's table of a device and the user's."""
+    cpu = device.name if device.type == "cpu" else None
+    return [_rows(place, device.table, cpu) for place in (TABLES, folders.tables_folder())]
+
+
+def _similar_table(device: Device) -> list[dict[Key, Measured]]:
+    """Return the package's table of the Hopper GPU with the most similar SMs and bytes of memory, or none for other devices.
+
+    The distance of two GPUs is the sum of |log2(ratio)| of both numbers.
+    """
+    if device.architecture != "sm_90":
+        return []
+
+    def distance(table: str) -> float:
+        here = (max(device.processors, 1), max(device.memory_bytes, 1))
+        return sum(abs(math.log2(mine / its)) for mine, its in zip(here, HOPPER_TABLES[table], strict=True))
+
+    return [_rows(TABLES, min(HOPPER_TABLES, key=distance), None)]
 
 
 def read(path: Path) -> tuple[str, list[str], dict[Key, Measured]]:
