@@ -55,6 +55,9 @@ docs: $(VENV)/.developer ## build the documentation; warnings are errors
 
 check: ARCHITECTURES = all
 check: export ONELAUNCH_TEST_CACHE ?= $(CURDIR)/build/compiled
+# The tests of pages look at the pages that `docs` has just built, and build none.
+check: export ONELAUNCH_TEST_PAGES = $(CURDIR)/docs/_build/html
+.NOTPARALLEL: check
 check: lint types layers docs test ## run lint, types, layers, docs and test, with every kernel compiled for every architecture
 
 format: $(VENV)/.developer ## let ruff rewrite what it can

@@ -48,7 +48,9 @@ LOOKED_AT = [
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Build the documentation once for all processes of a test run."""
+    """Return the folder of the pages that ``make check`` has built, or else build them once for all processes of a test run."""
+    if given := os.environ.get("ONELAUNCH_TEST_PAGES"):
+        return Path(given)
     folder = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
         folder = folder.parent
