@@ -252,7 +252,7 @@ def test_packed_states_is_used_only_by_name(monkeypatch, prose):
 
 
 def test_a_gradient_buffer_of_a_wrong_layout_is_refused(prose):
-    pytest.importorskip("triton")
+    pytest.importorskip("triton", reason="launches import their kernels, which import Triton")
     from onelaunch.ops.gla import launch, launch_hopper
 
     k, matrix = torch.empty(2, 9, 2, 16), torch.empty(18, 80)
@@ -274,7 +274,7 @@ def test_gradient_buffers_are_borrowed_if_states_fit_into_them():
     That needs dq and dk side by side, whole chunks of 64 steps, no packing, V = 128, and K = 64 or 128. It also needs a 16-bit
     log-decay per channel and no shared heads, as all calls here have.
     """
-    pytest.importorskip("triton")
+    pytest.importorskip("triton", reason="launches import their kernels, which import Triton")
     from onelaunch.ops.gla import launch, launch_hopper
 
     def borrowed(length: int = 128, keys: int = 64, values: int = 128, gap: int = 0, offsets: torch.Tensor | None = None) -> Any:
