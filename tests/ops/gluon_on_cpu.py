@@ -402,10 +402,10 @@ class EmulatedLaunch:
             self.kernel(*self.arguments, **self.constants)
 
 
-def emulate(monkeypatch: pytest.MonkeyPatch, *, segments: int = 1) -> ModuleType:
+def emulate(monkeypatch: pytest.MonkeyPatch, *, segments: int = 1, groups: int = 2) -> ModuleType:
     """Replace ``gla``'s Hopper kernels by their emulation for the length of a test, and return the module that launches them.
 
-    T is cut into ``segments``.
+    T is cut into ``segments``. CTAs have ``groups`` warpgroups that multiply where V and K allow two.
     """
     pytest.importorskip("triton", reason="launches import portable kernels too, which import Triton")
     launch_hopper = importlib.import_module("onelaunch.ops.gla.launch_hopper")
@@ -422,4 +422,5 @@ def emulate(monkeypatch: pytest.MonkeyPatch, *, segments: int = 1) -> ModuleType
     monkeypatch.setattr(launch_hopper, "described", Descriptor)
     monkeypatch.setattr(launch_hopper, "processors", lambda device: 132)
     monkeypatch.setattr(launch_hopper, "segment_count", lambda *_: segments)
+    monkeypatch.setattr(launch_hopper, "pass_groups", lambda *_: groups)
     return launch_hopper

@@ -26,7 +26,8 @@ def exponent_of(call: Attention, do: torch.Tensor, dfinal: torch.Tensor | None) 
     """Return the exponent of the factor by which the gradient of o is scaled."""
     _, length, _, _, values = call.sizes
     scaled = abs(call.scale) * largest(do)
-    bound = max(values * largest(call.v) * scaled, length * largest(call.q) * scaled + largest(dfinal), largest(do))
+    products = values * largest(call.v) * scaled, length * largest(call.q) * scaled + largest(dfinal)
+    bound = max(*products, largest(do), scaled)
     if not 0.0 < bound < math.inf:
         return 0
     return min(max(15 - math.ceil(math.log2(bound)), -60), 60)

@@ -38,7 +38,16 @@ CASES: dict[str, dict[str, Any]] = {
     "padded_strong_decay": {"T": 130, "K": 48, "V": 96, "decay": "strong", "segments": 2},
     "padded_forgetting": {"T": 70, "K": 24, "V": 40, "decay": "forget", "log_decay_dtype": "float32"},
     "padded_without_states": {"T": 66, "H": 2, "K": 96, "V": 40, "initial_state": False, "final_state": False},
-}
+    "one_group": {"T": 66, "K": 64, "V": 128, "groups": 1},
+    "one_group_per_head": {"T": 66, "K": 64, "V": 128, "decay_per": "head", "groups": 1},
+    "one_group_per_head_without_states": {
+        "T": 130, "K": 72, "V": 144, "decay_per": "head", "initial_state": False, "final_state": False, "groups": 1,
+    },
+    "one_group_in_segments": {"T": 130, "K": 80, "V": 104, "segments": 2, "groups": 1},
+    "one_group_per_head_packed": {
+        "T": 140, "H": 2, "K": 40, "V": 128, "lengths": (50, 0, 1, 89), "decay_per": "head", "groups": 1,
+    },
+}  # fmt: skip
 
 
 Incoming = Callable[[torch.Tensor], torch.Tensor]
@@ -46,13 +55,18 @@ Incoming = Callable[[torch.Tensor], torch.Tensor]
 
 
 def emulated(
-    monkeypatch: pytest.MonkeyPatch, arguments: dict[str, Any], segments: int, incoming: Incoming = torch.ones_like
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: dict[str, Any],
+    segments: int,
+    incoming: Incoming = torch.ones_like,
+    *,
+    groups: int = 2,
 ) -> dict[str, torch.Tensor]:
     """Return o, the final state and all gradients that the kernels compute, in float64.
 
     A float16 gradient of o is scaled by PyTorch: the kernels that do it are Triton's, and have tests of their own.
     """
-    launch_hopper = emulate(monkeypatch, segments=segments)
+    launch_hopper = emulate(monkeypatch, segments=segments, groups=groups)
     monkeypatch.setattr(launch_hopper, "rescaled", rescaled)
     from onelaunch.ops.gla import launch
 
@@ -84,13 +98,16 @@ def expected(arguments: dict[str, Any], incoming: Incoming = torch.ones_like) ->
 
 
 @pytest.mark.parametrize(
-    "name", thorough_but("tiles_that_heads_fill", "padded_packed", "padded_strong_decay", "padded_without_states", of=CASES)
+    "name",
+    thorough_but(
+        "tiles_that_heads_fill", "padded_packed", "padded_strong_decay", "padded_without_states", "one_group_per_head", of=CASES
+    ),
 )
 def test_kernels_compute_results_and_gradients(name, monkeypatch):
     options = {"B": 1, "H": 1, "initial_state": True, "final_state": True, **CASES[name]}
-    segments = options.pop("segments", 1)
+    segments, groups = options.pop("segments", 1), options.pop("groups", 2)
     arguments = arguments_of(GLA, **options, dtype="bfloat16")
-    assert_near(emulated(monkeypatch, arguments, segments), expected(arguments), BOUND)
+    assert_near(emulated(monkeypatch, arguments, segments, groups=groups), expected(arguments), BOUND)
 
 
 ODD_HEADS: dict[str, dict[str, Any]] = {
@@ -128,9 +145,9 @@ FLOAT16 = ("tiles_that_heads_fill", "padded_per_head_in_segments", "padded_stron
 def test_float16_is_as_accurate_as_its_rounding_allows(name, monkeypatch):
     """float16 has three more bits than bfloat16, so the bound is an eighth."""
     options = {"B": 1, "H": 1, "initial_state": True, "final_state": True, **CASES[name]}
-    segments = options.pop("segments", 1)
+    segments, groups = options.pop("segments", 1), options.pop("groups", 2)
     arguments = arguments_of(GLA, **options, dtype="float16")
-    assert_near(emulated(monkeypatch, arguments, segments, drawn), expected(arguments, drawn), BOUND / 8)
+    assert_near(emulated(monkeypatch, arguments, segments, drawn, groups=groups), expected(arguments, drawn), BOUND / 8)
 
 
 LARGEST = torch.finfo(torch.float16).max

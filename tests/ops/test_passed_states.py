@@ -255,7 +255,6 @@ FORMS = [*(("bfloat16", kind) for kind in KINDS), ("float16", {}), ("float32", {
 """Dtype of a call, and options of its case."""
 
 REFUSED = {
-    ("gla", "hopper", "float16"): "trains in bfloat16 alone",
     ("gla", "hopper", "float32"): "needs float16 or bfloat16",
     ("linear_rnn", "fused_hopper", "float32"): "needs float16 or bfloat16",
 }

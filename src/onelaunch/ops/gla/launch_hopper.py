@@ -10,7 +10,6 @@ operation ``gla_layer`` both.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +18,7 @@ from onelaunch.device.hardware import processors
 from onelaunch.kernels.common.layout import cdiv, inner_contiguous
 from onelaunch.kernels.tma import address, addressable, described
 from onelaunch.launch.launch import Launch, Mma
-from onelaunch.operation import remembered
+from onelaunch.ops.gla.configure_hopper import chunk_times, pass_groups, pass_tiles, segment_count, segment_tiles
 from onelaunch.ops.gla.launch import (
     CHUNK,
     Attention,
@@ -45,87 +44,6 @@ LIMITS = {torch.bfloat16: 40.0, torch.float16: 6.0}
 That product's factors are decays from the chunk's middle, up to exp of this number, which must fit the dtype. Chunks beyond it
 take more products, on sub-chunks: see kernels/hopper_prepare.py.
 """
-
-_SEGMENT_SUM_COST = 0.5
-"""Time of ``segment_sum_kernel`` relative to a pass that makes outputs over the same steps."""
-
-
-@dataclass(frozen=True, slots=True)
-class PassTiles:
-    """Configuration of a CTA of ``chunk_state_kernel`` or ``segment_sum_kernel``."""
-
-    groups: int
-    """Warpgroups that multiply, each with 64 values of the state or sum in registers. One more warpgroup decays the keys."""
-    stages: int = 3
-    """Chunks whose operands are in shared memory at a time."""
-    scores: int = 3
-    """Shared-memory buffers for the scores of a chunk; ``segment_sum_kernel`` has none."""
-    staged: bool = True
-    """Flag that stored states leave through shared memory, by TMA."""
-    multiply_registers: int = 160
-    """Registers per thread of a warpgroup that multiplies."""
-    prepare_registers: int = 184
-    """Registers per thread of the warpgroup that decays keys."""
-
-    def options(self) -> dict[str, int]:
-        """Return the constants that both kernels take from this configuration."""
-        return {
-            "GROUPS": self.groups, "STAGES": self.stages,
-            "MULTIPLY_REGISTERS": self.multiply_registers, "PREPARE_REGISTERS": self.prepare_registers,
-        }  # fmt: skip
-
-
-@remembered
-def _pass_tiles(keys: int, values: int, *, scalar: bool, wide: bool, store_states: bool, output: bool) -> PassTiles:
-    """Return the configuration of ``chunk_state_kernel``.
-
-    ``value_groups`` says how many groups run. With K beyond 128 only two stages fit. The numbers of registers are those with
-    which ptxas does not serialize the products. Stored states leave through shared memory, for which a pass that also makes
-    outputs has one stage less; with K beyond 128 it stores them from registers. float32 log-decays per channel (``wide``) take
-    twice the bytes: with K beyond 64 two stages fit.
-    """
-    stages = 2 if (store_states and output) or (wide and keys > PANEL) else 3
-    if keys > 2 * PANEL:
-        return PassTiles(1, stages=2, scores=1, staged=not output, prepare_registers=240)
-    if value_groups(keys, values) == 1:
-        return PassTiles(1, stages, stages, prepare_registers=232)
-    if scalar:
-        return PassTiles(2, stages, stages, multiply_registers=184, prepare_registers=136)
-    if wide:
-        return PassTiles(2, stages, stages, multiply_registers=152, prepare_registers=200)
-    return PassTiles(2, stages, stages)
-
-
-@remembered
-def _segment_tiles(keys: int, values: int, *, wide: bool) -> PassTiles:
-    """Return the configuration of ``segment_sum_kernel``, which makes no outputs, so that more stages fit.
-
-    ``wide`` says that log-decays are float32 and one per channel.
-    """
-    stages = 3 if wide and keys > PANEL else 4
-    if keys > 2 * PANEL:
-        return PassTiles(1, stages=2, prepare_registers=240)
-    return PassTiles(1, stages, prepare_registers=232) if value_groups(keys, values) == 1 else PassTiles(2, stages)
-
-
-@remembered
-def segment_count(ctas: int, chunks: int, multiprocessors: int) -> int:
-    """Return the number of segments of T: one, unless that leaves SMs idle for longer than ``segment_sum_kernel`` takes.
-
-    The estimated duration is the number of waves of CTAs times the chunks per segment. Segments have at least four chunks on
-    average.
-
-    Args:
-        ctas: CTAs per segment.
-        chunks: Chunks of a sequence; of one of mean length if lengths differ.
-        multiprocessors: SMs of the device.
-    """
-
-    def duration(segments: int) -> float:
-        waves = cdiv(ctas * segments, multiprocessors)
-        return waves * cdiv(chunks, segments) * (1.0 if segments == 1 else 1.0 + _SEGMENT_SUM_COST)
-
-    return min((segments for segments in (1, 2, 3, 4, 6, 8, 12, 16) if segments <= max(chunks // 4, 1)), key=duration)
 
 
 class PassOperands(NamedTuple):
@@ -252,19 +170,23 @@ def _state_pass(
     heads = states_heads if out is None else most
     sequences, offsets = call.sequence_count, call.sequences.offsets
     wide = _has_wide_decays(call)
-    tiles = _pass_tiles(keys, values, scalar=call.scalar, wide=wide, store_states=bool(states), output=out is not None)
     padded, rows = padded_keys(keys), padded_values(keys, values)
     key_boxes, value_boxes = Boxes(CHUNK, padded, padded), Boxes(CHUNK, PANEL, rows)
-    slices = rows // (PANEL * tiles.groups)
-    mean_length = length if offsets is None else cdiv(length, sequences)
-    segments = segment_count(sequences * heads * slices, cdiv(mean_length, CHUNK), processors(operands.keys.device))
+    chunks = cdiv(length if offsets is None else cdiv(length, sequences), CHUNK)
+    multiprocessors, pairs, groups = processors(operands.keys.device), sequences * heads, value_groups(keys, values)
+    times = chunk_times(padded, scalar=call.scalar, wide=wide, store_states=bool(states))
+    if groups == 2:
+        groups = pass_groups(pairs * rows // (2 * PANEL), chunks, multiprocessors, times)
+    tiles = pass_tiles(keys, groups, scalar=call.scalar, wide=wide, store_states=bool(states), output=out is not None)
+    slices = rows // (PANEL * groups)
+    segments = segment_count(pairs * slices, chunks, multiprocessors, times[groups - 1])
     sources = (*boxes(key_boxes, operands.keys), *boxes(value_boxes, operands.values))
     # A descriptor of log-decays per channel, or a pointer to one per head.
     decays = (None, call.g.contiguous()) if call.scalar else (*boxes(key_boxes, call.g), None)
     segment_steps = cdiv(cdiv(length, CHUNK), segments) * CHUNK if segments > 1 else _WHOLE
     options: dict[str, Any] = {
         "SLICES": slices, "PACKED": offsets is not None, "REVERSE": operands.reverse,
-        "SPLIT_KEYS": not call.scalar or bool(states), "KEYS": keys, "K": padded, "num_warps": 4,
+        "SPLIT_KEYS": not call.scalar or bool(states) or final is not None, "KEYS": keys, "K": padded, "num_warps": 4,
     }  # fmt: skip
     summed_heads = heads if operands.reverse else states_heads
     sums: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
@@ -278,7 +200,7 @@ def _state_pass(
             segment_sum_kernel, (sequences * summed_heads * slices * segments,),
             *sources, *decays, *sums, offsets, length, summed_heads, segments, segment_steps,
             call.scale, values, mma=Mma.WIDEST, SHARED=_sharing(call, operands, summed_heads),
-            **_segment_tiles(keys, values, wide=wide).options(), **options,
+            **segment_tiles(keys, groups, scalar=call.scalar, wide=wide).options(), **options,
         ).run()  # fmt: skip
     queries = None if out is None or operands.queries is None else boxes(key_boxes, operands.queries)[0]
     target = None if out is None or out.dtype is torch.float32 else targets(value_boxes, out)[0]

@@ -12,38 +12,39 @@ Decay      With a decay per channel, ``prepare`` does not decay queries from the
            product with the queries, and from the anchor to the far end at last. ``ends`` [2, K] holds both factors. The anchor
            is the middle of the chunk. If decays are too strong for that (``strong`` is 1), queries are decayed from the near
            end and keys to the far end. Then row 0 holds the decay over the whole chunk, applied after the product with the
-           queries, and row 1 is 1. With one decay per head (SCALAR) row 0 holds a factor per step [C] for the product with the
-           queries, and row 1 the decay over the whole chunk.
+           queries, and row 1 is 1. With one decay per head (SCALAR) queries and keys are used as they were loaded. ``ends``
+           [2, C] then has a factor per step: row 0 for the product with the queries, row 1 for the values. ``multiply`` scales
+           its values in registers, where they are the operand A of a product: S' = e^whole S + k^T (e^after v). ``single``
+           holds the decay over the whole chunk.
 Grid       one CTA per segment of T, sequence, head and slice of 64 GROUPS values (``work_item``). Tensors may have fewer heads:
            ``head_of`` is the one that a CTA reads. States alone are computed once for the heads that share a state. A pass with
            outputs has a CTA for every head of the output, so heads that share a state compute it each.
 Roles      GROUPS (1 or 2) warpgroups run ``multiply``: each holds the state [V = 64, K] transposed in registers, issues all
            WGMMAs on it, and stores outputs and states; the first one also issues the TMA loads. One warpgroup runs ``prepare``:
-           it decays keys, and with a decay per channel queries, in place in shared memory and computes the scores. No warp is
-           left to the loads: a warp of its own would cost 24 registers times 128 threads.
-Registers  per thread of a ``multiply`` warpgroup: K / 2 for the state and 32 for the output, float32; 152, 160 or 184 in
-           all where there are two groups (``_pass_tiles`` in launch_hopper.py). The state is the A operand of its product with
-           the queries and comes from registers, converted 64 channels at a time. It never touches shared memory, except to
-           leave.
+           it decays queries and keys in place in shared memory, or with SCALAR only sums up log-decays, and computes the
+           scores. No warp is left to the loads: a warp of its own would cost 24 registers times 128 threads.
+Registers  per thread of a ``multiply`` warpgroup: K / 2 for the state and 32 for the output, float32; 152 or 160 in all
+           where there are two groups. The state is the A operand of its product with the queries and comes from registers,
+           converted 64 channels at a time. It never touches shared memory, except to leave. With SCALAR and K up to 128 it is
+           converted at once, and that product is in flight together with the one that adds to the state: 200 registers.
 On chip    shared memory for 16-bit numbers, per stage: queries, keys, log-decays [64, K], 128 K bytes each (no log-decays with
-           one decay per head, unless their place is needed for the second terms of the keys); values [64, 64], 8192 bytes per
-           group. Scores [64, 64], 8192 bytes per buffer; states on their way out [64, K], 128 K bytes per group and term. K =
-           128 with two groups and three stages: 220 KiB. The second terms of the keys replace the log-decays, and outputs
-           replace the values, which they leave from. float32 log-decays take twice the bytes, and there are two stages of K =
-           128.
+           SCALAR); values [64, 64], 8192 bytes per group. Scores [64, 64], 8192 bytes per buffer; states on their way out [64,
+           K], 128 K bytes per group and term. K = 128 with two groups: 220 KiB for three stages, with SCALAR 227 for four. The
+           second terms of the keys replace the log-decays, and outputs replace the values, which they leave from. float32
+           log-decays take twice the bytes, and there are two stages of K = 128.
 Barriers   one mbarrier per stage of each kind, and one for the scores:
            - full: the TMA loads of the stage have landed (transaction bytes). Waited for by all warpgroups.
-           - decayed: ``prepare`` has replaced keys and queries and written ``ends`` and ``strong`` (see Decay); with a decay per
-             head neither queries nor ``strong``. Waited for by ``multiply``.
+           - decayed: ``prepare`` has replaced queries and keys (with SCALAR only cleared keys behind the end of the sequence),
+             and written ``ends`` and ``single`` (see Decay). Waited for by ``multiply``.
            - scores_full: ``prepare`` has written the scores. Waited for by ``multiply`` before its last product.
            - scores_empty: all groups have read the only score buffer (SCORES < STAGES). Waited for by ``prepare``.
            - empty: all groups have finished the products that read the stage, and the output in it has been read by TMA.
              Waited for by the first group, which then refills the stage. With OUTPUT this is one chunk late, so that the store
              of an output overlaps with the next chunk.
            The order is enough because ``prepare`` only touches a stage between ``full`` and its own last arrival, and
-           ``multiply`` releases a stage after it has waited for that arrival. Writes by threads are followed by
-           ``fence_async_shared`` before an arrival or a TMA store. ``keep_barriers`` keeps Triton from placing anything else
-           over the barriers.
+           ``multiply`` releases a stage after it has waited for that arrival. Writes by threads that WGMMA or TMA reads are
+           followed by ``fence_async_shared`` before an arrival or a TMA store. ``keep_barriers`` keeps Triton from placing
+           anything else over the barriers.
 Memory     values are read and outputs written once, queries, keys and log-decays read once per slice of values (1.01 times the
            bytes of moving each tensor once, measured forward on an H200). With STORE_STATES the state that enters each chunk is
            stored as well, 16 bits, [V, K], and its rounding error as a second term if ``states_low`` is given. The state after
@@ -72,7 +73,14 @@ from onelaunch.kernels.gluon.compat import (
     warpgroup_mma_wait,
 )
 from onelaunch.ops.gla.kernels.hopper_prepare import prepare_channels, prepare_heads
-from onelaunch.ops.gla.kernels.hopper_states import add_segments, split_columns, store_final, store_part, store_state
+from onelaunch.ops.gla.kernels.hopper_states import (
+    add_segments,
+    scaled_values,
+    split_columns,
+    store_final,
+    store_part,
+    store_state,
+)
 from onelaunch.ops.gla.kernels.hopper_tiles import (
     DECAY_HEADS,
     KEY_HEADS,
@@ -123,9 +131,8 @@ def load_stage(descriptors, tiles, full, at, head, value_slice, stage, enabled, 
 def query_panel(out, state, queries, operand: gl.constexpr, FIRST: gl.constexpr):
     """Add the product of the queries with a state [V, PANEL] to out [V, C].
 
-    ``queries`` [C, K] must be decayed with a decay per channel; with one per head the caller multiplies ``out`` by the factors.
-    FIRST is the panel's first channel. The function waits for the product: two in flight take too many registers, and ptxas then
-    serializes all products.
+    FIRST is the panel's first channel. The function waits for the product: two in flight take too many registers, and ptxas
+    then serializes all products.
     """
     state = gl.convert_layout(state.to(queries.dtype), operand)
     out = warpgroup_mma(state, queries.slice(FIRST, PANEL, dim=1).permute((1, 0)), out, is_async=True)
@@ -157,11 +164,12 @@ def multiply(descriptors, outputs, state_pointers, tiles, vectors, bars, offsets
     Start from the initial state and the sums of the segments before. Per chunk: store the state if STORE_STATES; wait for
     ``full`` and ``decayed``; decay the state to the anchor (Decay, at the top); out = queries times state; state += keys^T v;
     wait for ``scores_full``; out += scores v; release the stage before this one, or without OUTPUT this one, and refill it
-    (GROUP 0); store out through the shared memory of the values; decay the state to the end of the chunk. At last store the
-    final state.
+    (GROUP 0); store out through shared memory of the values; decay the state to the end of the chunk. At last store the final
+    state. With SCALAR the state is decayed, and the product that adds to it issued, while that of its rounded copy with the
+    queries is in flight.
     """
     tiles_q, tiles_k, tiles_v, _, tiles_low, tiles_s, tiles_state = tiles  # low: second terms of keys, over the log-decays
-    _, ends, strong = vectors
+    _, ends, single = vectors  # single: the flag ``strong``, or with SCALAR the decay of the state
     full, decayed, scores_full, empty, scores_empty = bars
     p_out, out_tiles, out_pitch = outputs
     initial, final, states, states_low, segment_states, segment_decays, factors = state_pointers
@@ -176,7 +184,9 @@ def multiply(descriptors, outputs, state_pointers, tiles, vectors, bars, offsets
     across: gl.constexpr = gl.SliceLayout(0, state_layout)
     rows: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     scalar: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    ends_flat = ends._reinterpret(gl.float32, [2 * STAGES, K], gl.SwizzledSharedLayout(1, 1, 1, [0]))  # noqa: SLF001
+    ends_flat = ends
+    if not SCALAR:
+        ends_flat = ends._reinterpret(gl.float32, [2 * STAGES, K], gl.SwizzledSharedLayout(1, 1, 1, [0]))  # noqa: SLF001
     heads, segments, _ = sizes
     n, head, value_slice, segment = work_item(sizes, SLICES)
     # From here on rows of K elements are counted in 32 bits: no memory holds 2^31 of them, and 64-bit numbers take registers.
@@ -255,8 +265,9 @@ def multiply(descriptors, outputs, state_pointers, tiles, vectors, bars, offsets
             b_v.store(gl.where(t < left, b_v.load(rows), 0.0).to(E))
             fence_async_shared()
         mbarrier.wait(decayed.index(stage), phase)
-        flag = gl.max(strong.index(stage).load(scalar), 0)
+        flag = 0
         if not SCALAR:
+            flag = gl.max(single.index(stage).load(scalar), 0)
             if STORE_STATES and not SEGMENTED:
                 # Row 0 with moderate decay; with strong decay row 1, which holds 1. A branch in place of the choice of the row
                 # would keep the stored state in registers until TMA has read it.
@@ -265,17 +276,25 @@ def multiply(descriptors, outputs, state_pointers, tiles, vectors, bars, offsets
                 state = state * ends_flat.index(2 * stage).load(across)[None, :]
         out = gl.zeros([PANEL, C], gl.float32, layout=out_layout)
         if OUTPUT:
-            out = query_state(out, state, tiles_q.index(stage), operand, 0, KEYS)
+            if SCALAR and K <= 2 * PANEL:
+                rounded = gl.convert_layout(state.to(E), operand)
+                out = warpgroup_mma(rounded, tiles_q.index(stage).permute((1, 0)), out, use_acc=False, is_async=True)
+            else:
+                out = query_state(out, state, tiles_q.index(stage), operand, 0, KEYS)
         if SCALAR:
-            state = state * ends_flat.index(2 * stage + 1).load(across)[None, :]
+            scaled, scaled_low = scaled_values(b_v, ends_flat.index(2 * stage + 1), state_layout, SPLIT_KEYS)
+            state = state * gl.max(single.index(stage).load(scalar), 0)
+            state = warpgroup_mma(scaled, b_k, state, is_async=True)
+            if SPLIT_KEYS:
+                state = warpgroup_mma(scaled_low, b_k, state, is_async=True)
             if OUTPUT:
-                query_decay = ends_flat.index(2 * stage).slice(0, C, dim=0).load(gl.SliceLayout(0, out_layout))
+                query_decay = ends_flat.index(2 * stage).load(gl.SliceLayout(0, out_layout))
+                out = warpgroup_mma_wait(num_outstanding=2 if SPLIT_KEYS else 1, deps=(out,))
                 out = out * query_decay[None, :]
         else:
             if flag > 0:
                 state = state * ends_flat.index(2 * stage).load(across)[None, :]
-        state = warpgroup_mma(b_v.permute((1, 0)), b_k, state, is_async=True)
-        if SPLIT_KEYS:
+            state = warpgroup_mma(b_v.permute((1, 0)), b_k, state, is_async=True)
             state = warpgroup_mma(b_v.permute((1, 0)), tiles_low.index(stage * LOW), state, is_async=True)
         if OUTPUT:
             mbarrier.wait(scores_full.index(stage), phase)
@@ -373,11 +392,11 @@ def chunk_state_kernel(
     Constants: OUTPUT: make outputs. STORE_STATES: store the state that enters each chunk. STAGED: ``states`` are descriptors
     and states leave through shared memory by TMA; otherwise ``states`` is a pointer. ALIASED: states lie in the rows of their
     chunk of a matrix [B T, V / PANEL, H, K], see ``aliased_state_buffers`` in launch_hopper.py. SEGMENTED: T is cut into
-    several segments. SPLIT_KEYS: keys as two 16-bit terms, always so with a decay per channel. SLICES: slices of 64 GROUPS
-    values in a head. LIMIT: largest sum of log-decays over half a chunk, in magnitude, that counts as moderate. SHARED: heads
-    of the grid that share one of a tensor, see ``head_of``. SCORES: buffers of scores, 1 or STAGES. MULTIPLY_REGISTERS,
-    PREPARE_REGISTERS: registers per thread that ``warp_specialize`` assigns to the second ``multiply`` warpgroup, where there
-    is one, and to ``prepare``.
+    several segments. SPLIT_KEYS: keys, or with a decay per head values, as two 16-bit terms; always so with one per channel.
+    SLICES: slices of 64 GROUPS values in a head. LIMIT: largest sum of log-decays over half a chunk, in magnitude, that counts
+    as moderate. SHARED: heads of the grid that share one of a tensor, see ``head_of``. SCORES: buffers of scores, 1 or STAGES.
+    MULTIPLY_REGISTERS, PREPARE_REGISTERS: registers per thread that ``warp_specialize`` assigns to the second ``multiply``
+    warpgroup, where there is one, and to ``prepare``.
     """
     SCALAR: gl.constexpr = g is None
     E: gl.constexpr = keys.dtype
@@ -397,7 +416,7 @@ def chunk_state_kernel(
         wide_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, K], gl.float32)
         tiles_g = gl.allocate_shared_memory(gl.float32, [STAGES, C, K], wide_layout)
         tiles_low = tiles_g._reinterpret(E, [2 * STAGES, C, K], keys_layout)  # noqa: SLF001
-    elif SPLIT_KEYS:
+    elif not SCALAR:
         tiles_g = gl.allocate_shared_memory(E, [STAGES, C, K], keys_layout)
         tiles_low = tiles_g
     if OUTPUT:
@@ -408,12 +427,14 @@ def chunk_state_kernel(
         STATE_TERMS: gl.constexpr = 1 if states_low is None or OUTPUT else 2
         tiles_state = gl.allocate_shared_memory(E, [STATE_TERMS * GROUPS, PANEL, K], keys_layout)
     if SCALAR:
-        sums = gl.allocate_shared_memory(gl.float32, [2, C], lines)
+        sums = gl.allocate_shared_memory(gl.float32, [C], flat)
+        ends = gl.allocate_shared_memory(gl.float32, [2 * STAGES, C], flat)
+        single = gl.allocate_shared_memory(gl.float32, [STAGES, 1], flat)
     else:
         summed: gl.constexpr = gl.bfloat16 if WIDE else E
         sums = gl.allocate_shared_memory(summed, [8, C], gl.NVMMASharedLayout.get_default_for([8, C], summed))
-    ends = gl.allocate_shared_memory(gl.float32, [STAGES, 2, K], lines)
-    strong = gl.allocate_shared_memory(gl.int32, [STAGES, 1], flat)
+        ends = gl.allocate_shared_memory(gl.float32, [STAGES, 2, K], lines)
+        single = gl.allocate_shared_memory(gl.int32, [STAGES, 1], flat)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     decayed = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     scores_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -424,7 +445,8 @@ def chunk_state_kernel(
         mbarrier.init(decayed.index(i), count=1)
         mbarrier.init(scores_full.index(i), count=1)
         mbarrier.init(empty.index(i), count=GROUPS)
-        strong.index(i).store(gl.full([1], 0, gl.int32, layout=gl.BlockedLayout([1], [32], [4], [0])))
+        if not SCALAR:
+            single.index(i).store(gl.full([1], 0, gl.int32, layout=gl.BlockedLayout([1], [32], [4], [0])))
     mbarrier.init(scores_empty, count=GROUPS)
     fence_async_shared()  # TMA, which arrives at these barriers, sees them initialized
     sizes = (heads, segments, segment_steps)
@@ -432,7 +454,7 @@ def chunk_state_kernel(
     outputs = (o, out_tiles, out_pitch)
     state_pointers = (initial, final, states, states_low, segment_states, segment_decays, factors)
     tiles = (tiles_q, tiles_k, tiles_v, tiles_g, tiles_low, tiles_s, tiles_state)
-    vectors = (sums, ends, strong)
+    vectors = (sums, ends, single)
     bars = (full, decayed, scores_full, empty, scores_empty)
     if GROUPS == 2:
         gl.warp_specialize(
@@ -444,7 +466,7 @@ def chunk_state_kernel(
                             SLICES, PACKED, OUTPUT, REVERSE, STORE_STATES, STAGED, ALIASED, SCALAR,
                             SEGMENTED, SPLIT_KEYS, KEYS, SHARED)),
                 (prepare, (tiles, vectors, bars, offsets, log_decay, T, sizes, scale, LIMIT, SLICES, PACKED,
-                           OUTPUT, REVERSE, SCALAR, SPLIT_KEYS, SHARED)),
+                           OUTPUT, REVERSE, SCALAR, SHARED)),
             ],
             [4, 4],
             [MULTIPLY_REGISTERS, PREPARE_REGISTERS],
@@ -456,7 +478,7 @@ def chunk_state_kernel(
                             SLICES, PACKED, OUTPUT, REVERSE, STORE_STATES, STAGED, ALIASED, SCALAR,
                             SEGMENTED, SPLIT_KEYS, KEYS, SHARED)),
                 (prepare, (tiles, vectors, bars, offsets, log_decay, T, sizes, scale, LIMIT, SLICES, PACKED,
-                           OUTPUT, REVERSE, SCALAR, SPLIT_KEYS, SHARED)),
+                           OUTPUT, REVERSE, SCALAR, SHARED)),
             ],
             [4],
             [PREPARE_REGISTERS],
@@ -467,10 +489,9 @@ def chunk_state_kernel(
 @gluon.jit
 def prepare(tiles, vectors, bars, offsets, log_decay, T, sizes, scale, LIMIT: gl.constexpr, SLICES: gl.constexpr,
             PACKED: gl.constexpr, OUTPUT: gl.constexpr, REVERSE: gl.constexpr,
-            SCALAR: gl.constexpr, SPLIT_KEYS: gl.constexpr, SHARED: gl.constexpr):  # fmt: skip
-    """Run the role of the warpgroup that decays keys, and queries with a decay per channel, and computes scores."""
+            SCALAR: gl.constexpr, SHARED: gl.constexpr):  # fmt: skip
+    """Run the role of the warpgroup that decays queries and keys and computes scores, for every chunk of the segment."""
     if SCALAR:
-        prepare_heads(tiles, vectors, bars, offsets, log_decay, T, sizes, scale, SLICES, PACKED, OUTPUT, REVERSE, SPLIT_KEYS,
-                      SHARED)  # fmt: skip
+        prepare_heads(tiles, vectors, bars, offsets, log_decay, T, sizes, scale, SLICES, PACKED, OUTPUT, REVERSE, SHARED)
     else:
         prepare_channels(tiles, vectors, bars, offsets, T, sizes, scale, LIMIT, SLICES, PACKED, OUTPUT, REVERSE)

@@ -1,9 +1,10 @@
-"""Intra-chunk part of gated linear attention on Hopper GPUs: decay queries and keys in place, and multiply them to scores.
+"""Intra-chunk part of gated linear attention on Hopper GPUs: decays of queries and keys, and their products, the scores.
 
 Computes   for a chunk of 64 steps, from q, k and log-decays g in shared memory, per head:
              q~_t = q_t e^(sum of g from the anchor to t),   k~_s = k_s e^(-(sum of g from the anchor to s)),
              scores[t, s] = scale * sum over channels of q_t k_s e^(g_s+1 + ... + g_t) for t >= s, 0 elsewhere,
-           and two factors per channel by which the state has to decay before and after its product with the queries.
+           and two factors per channel by which the state has to decay before and after its product with the queries. With a
+           decay per head queries and keys stay as they are, and factors per step are computed (``prepare_heads``).
 Role       one warpgroup of hopper_chunk_state.py runs ``prepare_channels`` (a decay per channel) or ``prepare_heads`` (one per
            head) and works up to STAGES chunks ahead of the warpgroups that hold the state.
 Reverse    the backward pass is the same recurrence from the last step to the first, with q and k exchanged: dv_s = sum over t
@@ -15,27 +16,28 @@ Decay      per channel, moderate: anchored at the middle of the chunk, so that o
            exp(+-LIMIT) at most, where LIMIT bounds the sum over either half. Per channel, strong (any sum, -inf included):
            secondary chunking, carried down to single steps: blocks of 1, 2, 4, ... 32 steps, in which every right block is
            multiplied with the left block next to it, anchored between the two, so that no factor exceeds 1
-           (``scores_by_levels``). Per head: the decays between steps are a matrix [64, 64] that multiplies q k^T. LIMIT is 40
-           for bfloat16 and 6 for float16 (LIMITS in launch_hopper.py).
-Given      three tuples of hopper_chunk_state.py. ``tiles``: queries, keys, values, log-decays, second terms of the keys
-           (which overwrite log-decays), scores, and states on their way out. ``vectors``: scratch of this role (a mask for
-           ``half_sums`` with a decay per channel, sums of log-decays with one per head); ``ends``, the factors of the state or of
-           its product; and ``strong``, 1 where a chunk's decay is strong. ``bars``: full, decayed, scores_full, empty and
-           scores_empty.
-On chip    everything in shared memory, bytes for 16-bit numbers: decayed queries and keys overwrite queries and keys (128 K
-           each); the rounding errors of the keys, as second 16-bit terms, overwrite the log-decays (128 K); scores (8192); sums
-           of steps come from products with matrices of 0 and 1. float32 log-decays (256 K) are first replaced by two bfloat16
-           terms in the same place (``split_log_decays``), both of which such products sum.
-Barriers   waits for ``full`` (TMA has written the tile); arrives at ``decayed`` (queries, keys, ``ends`` and ``strong`` may be
-           read) and at ``scores_full``. It waits for ``scores_empty`` only where there are fewer score buffers than stages. No
-           wait for ``empty`` is needed: a stage is refilled after the state warpgroups have released it, which they do after
-           both arrivals here. All writes are followed by ``fence_async_shared``, since WGMMA reads them through the async
-           proxy.
-Numerics   queries are rounded once to 16 bits, keys are a sum of two 16-bit numbers (SPLIT_KEYS; one number only with a decay
-           per head where no states are stored), scores are rounded once. u is the norm-wise error of rounding the exact
-           result to the inputs' dtype, and an error of 2 u is allowed. Rounding errors add up as squares: with its own rounding
-           and two more an output has 1.73 u. A state is rounded only when it becomes the operand of a product; the keys that
-           were added to it are as good as exact. The gradient of g needs that, because it is a product of two states.
+           (``scores_by_levels``). Per head: the decays between steps are a matrix [64, 64] that multiplies q k^T; those of
+           queries and keys are applied to the state's product and to the values (hopper_chunk_state.py). LIMIT is 40 for
+           bfloat16 and 6 for float16 (LIMITS in launch_hopper.py).
+Given      three tuples of hopper_chunk_state.py. ``tiles``: queries, keys, values, log-decays, second terms of the keys (which
+           overwrite log-decays), scores, and states on their way out. ``vectors``: scratch of this role (a mask for
+           ``half_sums`` with a decay per channel, sums of log-decays with one per head); ``ends``, the factors of the state or,
+           per head, of its product and of the values; and per chunk one number: ``strong``, 1 where its decay is strong, or,
+           per head, the decay over all of it. ``bars``: full, decayed, scores_full, empty and scores_empty.
+On chip    everything in shared memory, bytes for 16-bit numbers; per channel decayed queries and keys overwrite queries and
+           keys (128 K each); the rounding errors of the keys, as second 16-bit terms, overwrite the log-decays (128 K); scores
+           (8192); sums of steps come from products with matrices of 0 and 1. float32 log-decays (256 K) are first replaced by
+           two bfloat16 terms in the same place (``split_log_decays``), both of which such products sum.
+Barriers   waits for ``full`` (TMA has written the tile); arrives at ``decayed`` (all but the scores may be read) and at
+           ``scores_full``. It waits for ``scores_empty`` only where there are fewer score buffers than stages. No wait for
+           ``empty`` is needed: a stage is refilled after the state warpgroups have released it, which they do after both
+           arrivals here. Writes to tiles are followed by ``fence_async_shared``, since WGMMA reads them through the async proxy.
+Numerics   per channel decayed queries are rounded once to 16 bits, and decayed keys are a sum of two 16-bit numbers; per head
+           neither are rounded, but scaled values are, to two such numbers where states are stored (SPLIT_KEYS) and else to one.
+           Scores are rounded once. u is the norm-wise error of rounding the exact result to the inputs' dtype, and an error of
+           2 u is allowed. Rounding errors add up as squares: with its own rounding and two more an output has 1.73 u. A state
+           is rounded only when it becomes the operand of a product; with SPLIT_KEYS what was added to it is as good as exact.
+           The gradient of g needs that, because it is a product of two states.
 Source     Yang et al., Gated Linear Attention Transformers with Hardware-Efficient Training (2024), secondary chunking;
            docs/notebook/gla.md.
 """
@@ -55,7 +57,6 @@ from onelaunch.ops.gla.kernels.hopper_tiles import (
     ones_where,
     opaque_zero,
     plus,
-    row_index,
     segment_span,
     split_log_decays,
     store_split,
@@ -365,29 +366,26 @@ def prepare_channels(tiles, vectors, bars, offsets, T, sizes, scale, LIMIT: gl.c
 
 @gluon.jit
 def prepare_heads(tiles, vectors, bars, offsets, log_decay, T, sizes, scale, SLICES: gl.constexpr,
-                  PACKED: gl.constexpr, OUTPUT: gl.constexpr, REVERSE: gl.constexpr,
-                  SPLIT_KEYS: gl.constexpr, SHARED: gl.constexpr):  # fmt: skip
+                  PACKED: gl.constexpr, OUTPUT: gl.constexpr, REVERSE: gl.constexpr, SHARED: gl.constexpr):  # fmt: skip
     """Run the prepare role for one decay per head: all chunks of this CTA's segment, one after the other.
 
-    Keys are decayed in place and scores computed. The queries stay as they are: their factors, one per step, are left in row 0
-    of ``ends`` [2, K], and the state warpgroups multiply their product by them. Row 1 holds the factor of the state. The
+    Queries and keys stay as they are. The warpgroups that hold the state multiply by the factors written here: ``ends`` has two
+    rows [C] per stage, a factor per step for the product of queries and state and one for the values, and ``whole_decay`` has
+    the factor of the state. The function arrives at ``decayed`` as soon as they are written, before it computes the scores. The
     log-decays of the next chunk are loaded from global memory one chunk ahead. Log-decays below MIN_LOG_DECAY, -inf included,
-    are raised to it: its exponential is 0 too, and differences of their sums are still exact enough. ``sums`` [2, C] is scratch
-    through which sums of log-decays (row 0) and factors of the keys (row 1) change their layout. SPLIT_KEYS: the keys become
-    two 16-bit terms, the second of them in the tile in which log-decays per channel lie otherwise.
+    are raised to it: its exponential is 0 too, and differences of their sums are still exact enough. ``sums`` [C] is scratch
+    through which sums of log-decays change their layout.
     """
-    tiles_q, tiles_k, _, _, tiles_low, tiles_s, _ = tiles
-    sums, ends, _ = vectors
+    tiles_q, tiles_k, _, _, _, tiles_s, _ = tiles
+    sums, ends, whole_decay = vectors
     full, decayed, scores_full, _, scores_empty = bars
-    K: gl.constexpr = tiles_k.shape[2]
     E: gl.constexpr = tiles_k.dtype
     STAGES: gl.constexpr = tiles_k.shape[0]
     SCORES: gl.constexpr = tiles_s.shape[0]
     square: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
     rows: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     vector: gl.constexpr = gl.BlockedLayout([C // 32], [32], [4], [0])  # all 64 steps in each warp: scans need no shared memory
-    sums_flat = sums._reinterpret(gl.float32, [2, C], gl.SwizzledSharedLayout(1, 1, 1, [0]))  # noqa: SLF001
-    ends_flat = ends._reinterpret(gl.float32, [2 * STAGES, K], gl.SwizzledSharedLayout(1, 1, 1, [0]))  # noqa: SLF001
+    single: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     decay_heads = head_of(sizes[0], SHARED, DECAY_HEADS)
     n, head, _, segment = work_item(sizes, SLICES)
     head = head_of(head, SHARED, DECAY_HEADS)
@@ -396,8 +394,9 @@ def prepare_heads(tiles, vectors, bars, offsets, log_decay, T, sizes, scale, SLI
     step = gl.arange(0, C, layout=vector)
     t = gl.arange(0, C, layout=gl.SliceLayout(1, square))
     s = gl.arange(0, C, layout=gl.SliceLayout(0, square))
-    at = chunk_of(0, chunks, REVERSE) * C + step
-    next_g = gl.load(log_decay + (row + at).to(gl.int64) * decay_heads + head, mask=(at < steps) & (at >= 0), other=0.0)
+    j = chunk_of(0, chunks, REVERSE)
+    p_g = log_decay + (row + j * C + step).to(gl.int64) * decay_heads + head
+    next_g = gl.load(p_g, mask=(step < steps - j * C) & (chunks > 0), other=0.0)
     for c in range(chunks):
         stage = c % STAGES
         j = chunk_of(c, chunks, REVERSE)
@@ -406,38 +405,32 @@ def prepare_heads(tiles, vectors, bars, offsets, log_decay, T, sizes, scale, SLI
         keys = tiles_k.index(stage)
         g = next_g.to(gl.float32)
         g = gl.where(g < MIN_LOG_DECAY, MIN_LOG_DECAY, g)
-        at = chunk_of(c + 1, chunks, REVERSE) * C + step
-        next_g = gl.load(log_decay + (row + at).to(gl.int64) * decay_heads + head, mask=(at < steps) & (at >= 0), other=0.0)
+        p_g += -C * decay_heads if REVERSE else C * decay_heads
+        next_left = steps - chunk_of(c + 1, chunks, REVERSE) * C
+        next_g = gl.load(p_g, mask=(step < next_left) & (c + 1 < chunks), other=0.0)
         before = gl.associative_scan(g, 0, plus)
         whole = gl.sum(g, 0)
         behind = whole - before
+        of_start, of_end = exp(before) * scale, exp(behind)
         mbarrier.wait(full.index(stage), (c // STAGES) & 1)
-        ends_flat.index(2 * stage).slice(0, C, dim=0).store(exp(behind) if REVERSE else exp(before) * scale)
-        ends_flat.index(2 * stage + 1).store(gl.full([K], 1.0, gl.float32, layout=vector) * exp(whole))
-        sums_flat.index(0).store(before)
-        sums_flat.index(1).store(exp(before) * scale if REVERSE else exp(behind))
+        ends.index(2 * stage).store(of_end if REVERSE else of_start)
+        ends.index(2 * stage + 1).store(of_start if REVERSE else of_end)
+        whole_decay.index(stage).store(gl.full([1], 1.0, gl.float32, layout=single) * exp(whole))
+        sums.store(before)
+        if left < C:
+            zero_tail(keys, left, rows)
+            fence_async_shared()
+        mbarrier.arrive(decayed.index(stage), count=1)
         if OUTPUT:
             p = gl.zeros([C, C], gl.float32, layout=square)
             p = warpgroup_mma(queries, keys.permute((1, 0)), p, use_acc=False, is_async=True)
             p = warpgroup_mma_wait(num_outstanding=0, deps=(p,))
-            query_sum = sums_flat.index(0).load(gl.SliceLayout(1, square))[:, None]
-            key_sum = sums_flat.index(0).load(gl.SliceLayout(0, square))[None, :]
+            query_sum = sums.load(gl.SliceLayout(1, square))[:, None]
+            key_sum = sums.load(gl.SliceLayout(0, square))[None, :]
             d = key_sum - query_sum if REVERSE else query_sum - key_sum
-            mask = visible(t[:, None], s[None, :], REVERSE) & (s[None, :] < left)
             if SCORES < STAGES:
                 mbarrier.wait(scores_empty, (c & 1) ^ 1)
-            tiles_s.index(stage % SCORES).store(gl.where(mask, p * exp(gl.where(mask, d, 0.0)) * scale, 0.0).to(E))
-        factor = sums_flat.index(1).load(gl.SliceLayout(1, rows))[:, None]
-        for panel in gl.static_range(K // PANEL):
-            p_k = keys.slice(panel * PANEL, PANEL, dim=1)
-            b_k = p_k.load(rows).to(gl.float32) * factor
-            if left < C:
-                b_k = gl.where(row_index(rows, left) < left, b_k, 0.0)
-            if SPLIT_KEYS:
-                store_split(b_k, p_k, tiles_low.index(stage).slice(panel * PANEL, PANEL, dim=1))
-            else:
-                p_k.store(b_k.to(E))
-        fence_async_shared()
-        mbarrier.arrive(decayed.index(stage), count=1)
-        if OUTPUT:
+            scores = p * exp2_flushed(d * LOG2E) * scale  # of keys that queries do not see d may be positive, and these inf
+            tiles_s.index(stage % SCORES).store(gl.where(visible(t[:, None], s[None, :], REVERSE), scores, 0.0).to(E))
+            fence_async_shared()
             mbarrier.arrive(scores_full.index(stage), count=1)

@@ -15,23 +15,25 @@ Order      chunks go from the far end of the segment to its near end. Each step'
            only gets more negative: its factor is at most 1 whatever the decays are, no state has to be decayed, and the loop
            stops early once all factors are below e^-88, which is subnormal in float32 and counts as 0.
 Roles      GROUPS warpgroups run ``accumulate``: each holds the sum [V = 64, K] in registers, K / 2 per thread; the first one
-           also issues the TMA loads. One warpgroup runs ``decay_keys``: it decays keys in place in shared memory.
+           also issues the TMA loads. One warpgroup runs ``decay_keys``: it decays keys in place in shared memory. With one
+           decay per head it only computes a factor per step; ``accumulate`` scales its values by it in registers, from where
+           they are the operand A of the product (``scaled_values``).
 On chip    shared memory for 16-bit numbers, per stage: keys and log-decays [64, K], 128 K bytes each, values 8192 per group.
-           With SPLIT_KEYS the second terms of the keys (their rounding errors) replace the log-decays. With one decay per head
-           there are no log-decays in shared memory; the second terms then have that place for themselves, and without
-           SPLIT_KEYS the place does not exist. With a decay per channel SPLIT_KEYS is always set, and two matrices of 0 and 1
-           are added, [2, 64, 64], 16384 bytes together, which sum steps by WGMMA. float32 log-decays take twice the bytes, see
-           ``split_log_decays``.
-Barriers   per stage: full (TMA loads have landed; all wait), decayed (keys are decayed and ``stop`` is written; ``accumulate``
-           waits), empty (all groups have finished their products; the first one waits and refills). ``stop`` holds, per stage,
-           the number of chunks after which the loops end. It is written before ``decayed`` and not changed before the stage is
-           refilled, so all threads of all warps read the same number and leave in the same iteration. Loads that were issued
-           beyond it are waited for at the end, so that none arrives in a CTA that is gone.
+           With a decay per channel the second terms of the keys (their rounding errors) replace the log-decays, and two
+           matrices of 0 and 1 are added, [2, 64, 64], 16384 bytes together, which sum steps by WGMMA. With one decay per head
+           there are no log-decays in shared memory, but factors of the values [64], float32, per stage. float32 log-decays take
+           twice the bytes, see ``split_log_decays``.
+Barriers   per stage: full (TMA loads have landed; all wait), decayed (keys are decayed, or the factors of the values written,
+           and so is ``stop``; ``accumulate`` waits), empty (all groups have finished their products; the first one waits and
+           refills). ``stop`` holds, per stage, the number of chunks after which the loops end. It is written before ``decayed``
+           and not changed before the stage is refilled, so all threads of all warps read the same number and leave in the same
+           iteration. Loads that were issued beyond it are waited for at the end, so that none arrives in a CTA that is gone.
 Memory     each CTA reads keys, values and log-decays once, up to where the loop stops and at most STAGES - 1 chunks
            beyond; the SLICES CTAs of one head and segment read the same keys and log-decays. The segment at which the
            recurrence ends reads nothing, since no segment starts from its sum. One float32 state and K decays per segment are
            written.
-Numerics   keys are a sum of two 16-bit numbers with SPLIT_KEYS; sums are float32.
+Numerics   decayed keys, or with a decay per head and SPLIT_KEYS scaled values, are a sum of two 16-bit numbers; sums are
+           float32.
 Caller     launch_hopper.py launches ``segment_sum_kernel`` before ``chunk_state_kernel``.
 Source     the segmented form of a scan (reduce, then scan); docs/notebook/gla.md.
 """
@@ -46,7 +48,7 @@ from onelaunch.kernels.gluon.compat import (
     warpgroup_mma_wait,
 )
 from onelaunch.ops.gla.kernels.hopper_chunk_state import load_stage
-from onelaunch.ops.gla.kernels.hopper_states import split_columns, store_state
+from onelaunch.ops.gla.kernels.hopper_states import scaled_values, split_columns, store_state
 from onelaunch.ops.gla.kernels.hopper_tiles import (
     DECAY_HEADS,
     LOG2E,
@@ -92,7 +94,7 @@ def accumulate(descriptors, segment_states, tiles, bars, offsets, T, sizes, valu
     stage. GROUP is the index of the warpgroup. The tuples are made in ``segment_sum_kernel``, which explains them; ``offsets``
     and ``values`` (the number V of value channels) come from there as well.
     """
-    _, tiles_k, tiles_v, _, tiles_low, _, _ = tiles
+    _, tiles_k, tiles_v, _, tiles_low, factors, _ = tiles
     full, decayed, empty, stop = bars
     K: gl.constexpr = tiles_k.shape[2]
     STAGES: gl.constexpr = tiles_k.shape[0]
@@ -123,8 +125,13 @@ def accumulate(descriptors, segment_states, tiles, bars, offsets, T, sizes, valu
             fence_async_shared()
         mbarrier.wait(decayed.index(stage), phase)
         limit = gl.minimum(limit, gl.max(stop.index(stage).load(vector), 0))
-        state = warpgroup_mma(b_v.permute((1, 0)), tiles_k.index(stage), state, is_async=True)
-        if SPLIT_KEYS:
+        if SCALAR:
+            scaled, scaled_low = scaled_values(b_v, factors.index(stage), state_layout, SPLIT_KEYS)
+            state = warpgroup_mma(scaled, tiles_k.index(stage), state, is_async=True)
+            if SPLIT_KEYS:
+                state = warpgroup_mma(scaled_low, tiles_k.index(stage), state, is_async=True)
+        else:
+            state = warpgroup_mma(b_v.permute((1, 0)), tiles_k.index(stage), state, is_async=True)
             state = warpgroup_mma(b_v.permute((1, 0)), tiles_low.index(stage * LOW), state, is_async=True)
         state = warpgroup_mma_wait(num_outstanding=0, deps=(state,))
         mbarrier.arrive(empty.index(stage), count=1)
@@ -278,19 +285,18 @@ def decay_key_channels(tiles, segment_decays, bars, offsets, T, sizes, scale, SL
 
 @gluon.jit
 def decay_key_heads(tiles, segment_decays, bars, offsets, log_decay, T, sizes, scale, SLICES: gl.constexpr,
-                    PACKED: gl.constexpr, REVERSE: gl.constexpr, SPLIT_KEYS: gl.constexpr, SHARED: gl.constexpr):  # fmt: skip
+                    PACKED: gl.constexpr, REVERSE: gl.constexpr, SHARED: gl.constexpr):  # fmt: skip
     """Run the decay role for one decay per head: all chunks of the segment, from its far end; store the segment's decay.
 
-    The log-decays are loaded from global memory into registers, and one number is their running sum, so every chunk can test
-    it. Without SPLIT_KEYS keys are rounded to 16 bits once. The rest is as in :func:`decay_key_channels`.
+    Keys stay as they are: the factor of each step is left for ``accumulate``, which multiplies the values by it. The log-decays
+    of the next chunk are loaded from global memory one chunk ahead. One number is their running sum, so every chunk can test it.
+    The rest is as in :func:`decay_key_channels`.
     """
-    _, tiles_k, _, _, tiles_low, _, _ = tiles
+    _, tiles_k, _, _, _, factors, _ = tiles
     full, decayed, _, stop = bars
     K: gl.constexpr = tiles_k.shape[2]
-    E: gl.constexpr = tiles_k.dtype
     STAGES: gl.constexpr = tiles_k.shape[0]
     rows: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    down: gl.constexpr = gl.SliceLayout(1, rows)
     heads, segments, _ = sizes
     n, head, value_slice, segment = work_item(sizes, SLICES)
     row, steps = segment_span(offsets, n, T, segment, sizes, PACKED)
@@ -298,36 +304,33 @@ def decay_key_heads(tiles, segment_decays, bars, offsets, log_decay, T, sizes, s
     # Every warp holds all 64 steps, so that sums over steps stay within a warp.
     vector: gl.constexpr = gl.BlockedLayout([C // 32], [32], [4], [0])
     step = gl.arange(0, C, layout=vector)
+    decay_heads = head_of(heads, SHARED, DECAY_HEADS)
+    j = chunk_of(0, chunks, not REVERSE)
+    p_g = log_decay + (row + j * C + step).to(gl.int64) * decay_heads + head_of(head, SHARED, DECAY_HEADS)
+    next_g = gl.load(p_g, mask=(step < steps - j * C) & (chunks > 0), other=0.0)
     carry = 0.0
     limit = chunks
     c = 0
     while c < limit:
         stage = c % STAGES
-        j = chunk_of(c, chunks, not REVERSE)
-        left = steps - j * C
-        at = (row + j * C + step).to(gl.int64) * head_of(heads, SHARED, DECAY_HEADS) + head_of(head, SHARED, DECAY_HEADS)
-        g = gl.load(log_decay + at, mask=step < left, other=0.0).to(gl.float32)
+        left = steps - chunk_of(c, chunks, not REVERSE) * C
+        g = next_g.to(gl.float32)
         g = gl.where(g < MIN_LOG_DECAY, MIN_LOG_DECAY, g)
+        p_g += C * decay_heads if REVERSE else -C * decay_heads
+        next_left = steps - chunk_of(c + 1, chunks, not REVERSE) * C
+        next_g = gl.load(p_g, mask=(step < next_left) & (c + 1 < chunks), other=0.0)
         before = gl.associative_scan(g, 0, plus)
         whole = gl.sum(g, 0)
         factor = exp(carry + before) * scale if REVERSE else exp(carry + whole - before)
-        factor = gl.convert_layout(factor, down)[:, None]
         carry += whole
-        keys = tiles_k.index(stage)
         mbarrier.wait(full.index(stage), (c // STAGES) & 1)
         if left < C:
-            zero_tail(keys, left, rows)
-        for panel in gl.static_range(K // PANEL):
-            p_k = keys.slice(panel * PANEL, PANEL, dim=1)
-            b_k = p_k.load(rows).to(gl.float32) * factor
-            if SPLIT_KEYS:
-                store_split(b_k, p_k, tiles_low.index(stage).slice(panel * PANEL, PANEL, dim=1))
-            else:
-                p_k.store(b_k.to(E))
+            zero_tail(tiles_k.index(stage), left, rows)
+            fence_async_shared()
+        factors.index(stage).store(factor)
         if carry < LOG_OF_ZERO:
             limit = gl.minimum(limit, c + 1)
         stop.index(stage).store(gl.full([1], 0, gl.int32, layout=vector) + limit)
-        fence_async_shared()
         mbarrier.arrive(decayed.index(stage), count=1)
         c += 1
     if value_slice == 0:  # the CTAs of all slices compute the same decays; one stores them
@@ -339,11 +342,10 @@ def decay_key_heads(tiles, segment_decays, bars, offsets, log_decay, T, sizes, s
 @gluon.jit
 def decay_keys(tiles, segment_decays, bars, offsets, log_decay, T, sizes, scale, SLICES: gl.constexpr,
                PACKED: gl.constexpr, REVERSE: gl.constexpr, SCALAR: gl.constexpr,
-               SPLIT_KEYS: gl.constexpr, KEYS: gl.constexpr, SHARED: gl.constexpr):  # fmt: skip
-    """Run the role of the warpgroup that decays keys to the far end of the segment, for every chunk."""
+               KEYS: gl.constexpr, SHARED: gl.constexpr):  # fmt: skip
+    """Run the role of the warpgroup that decays keys or values to the far end of the segment, for every chunk."""
     if SCALAR:
-        decay_key_heads(tiles, segment_decays, bars, offsets, log_decay, T, sizes, scale, SLICES, PACKED, REVERSE, SPLIT_KEYS,
-                        SHARED)  # fmt: skip
+        decay_key_heads(tiles, segment_decays, bars, offsets, log_decay, T, sizes, scale, SLICES, PACKED, REVERSE, SHARED)
     else:
         decay_key_channels(tiles, segment_decays, bars, offsets, T, sizes, scale, SLICES, PACKED, REVERSE, KEYS)
 
@@ -379,7 +381,7 @@ def segment_sum_kernel(
         wide_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, K], gl.float32)
         tiles_g = gl.allocate_shared_memory(gl.float32, [STAGES, C, K], wide_layout)
         tiles_low = tiles_g._reinterpret(E, [2 * STAGES, C, K], keys_layout)  # noqa: SLF001
-    elif SPLIT_KEYS:
+    elif not SCALAR:
         tiles_g = gl.allocate_shared_memory(E, [STAGES, C, K], keys_layout)
         tiles_low = tiles_g
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -395,10 +397,12 @@ def segment_sum_kernel(
     sizes = (heads, segments, segment_steps)
     # ``load_stage`` takes descriptors of queries, keys, values and log-decays, and tiles in the same order. There are no
     # queries here: it is called with OUTPUT = False and ignores their place, which the keys fill. Tiles go on with the second
-    # terms of the keys, the matrices of 0 and 1, and a place for states that chunk_state_kernel uses, also filled by the keys.
+    # terms of the keys, the matrices of 0 and 1 or the factors of the values, and a place for states that chunk_state_kernel
+    # uses, also filled by the keys.
     descriptors = (keys, keys, v, g)
-    weights = tiles_k
-    if not SCALAR:
+    if SCALAR:
+        weights = gl.allocate_shared_memory(gl.float32, [STAGES, C], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    else:
         summed: gl.constexpr = gl.bfloat16 if WIDE else E
         weights = gl.allocate_shared_memory(summed, [2, C, C], gl.NVMMASharedLayout.get_default_for([C, C], summed))
     tiles = (tiles_k, tiles_k, tiles_v, tiles_g, tiles_low, weights, tiles_k)
@@ -411,7 +415,7 @@ def segment_sum_kernel(
                 (accumulate, (descriptors, segment_states, tiles, bars, offsets, T, sizes, values, 1, GROUPS, SLICES,
                        PACKED, REVERSE, SCALAR, SPLIT_KEYS, SHARED)),
                 (decay_keys, (tiles, segment_decays, bars, offsets, log_decay, T, sizes, scale, SLICES, PACKED, REVERSE,
-                        SCALAR, SPLIT_KEYS, KEYS, SHARED)),
+                        SCALAR, KEYS, SHARED)),
             ],
             [4, 4],
             [MULTIPLY_REGISTERS, PREPARE_REGISTERS],
@@ -422,7 +426,7 @@ def segment_sum_kernel(
                 (accumulate, (descriptors, segment_states, tiles, bars, offsets, T, sizes, values, 0, GROUPS, SLICES,
                        PACKED, REVERSE, SCALAR, SPLIT_KEYS, SHARED)),
                 (decay_keys, (tiles, segment_decays, bars, offsets, log_decay, T, sizes, scale, SLICES, PACKED, REVERSE,
-                        SCALAR, SPLIT_KEYS, KEYS, SHARED)),
+                        SCALAR, KEYS, SHARED)),
             ],
             [4],
             [PREPARE_REGISTERS],

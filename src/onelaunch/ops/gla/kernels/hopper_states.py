@@ -5,13 +5,28 @@ panel where they can: offsets of all elements, computed before a loop, would be 
 """
 
 from onelaunch.kernels.gluon.compat import fence_async_shared, gl, gluon
-from onelaunch.ops.gla.kernels.hopper_tiles import PANEL, C, row_index, store_box
+from onelaunch.ops.gla.kernels.hopper_tiles import PANEL, C, row_index, store_box, two_terms
 
 
 @gluon.jit
 def split_columns(x):
     """Return the left and the right half of the columns of x."""
     return gl.split(gl.permute(gl.reshape(x, [x.shape[0], 2, x.shape[1] // 2]), (0, 2, 1)))
+
+
+@gluon.jit
+def scaled_values(tile, factors, state_layout: gl.constexpr, SPLIT: gl.constexpr):
+    """Return the transpose of a tile of values [C, V], each step times its factor [C], as the operand A of a product.
+
+    The operand stays in registers, 16 of each thread. With SPLIT it is two of them, whose sum is the values (``two_terms``);
+    otherwise it is rounded once, and returned twice. ``factors`` are float32 in shared memory. The product adds to a state of
+    ``state_layout``.
+    """
+    operand: gl.constexpr = gl.DotOperandLayout(0, state_layout, 2)
+    x = tile.permute((1, 0)).load(operand).to(gl.float32) * factors.load(gl.SliceLayout(0, operand))[None, :]
+    if SPLIT:
+        return two_terms(x, tile.dtype)
+    return x.to(tile.dtype), x.to(tile.dtype)
 
 
 @gluon.jit

@@ -215,13 +215,11 @@ SPLIT_FP16 = gl.constexpr("""
 
 
 @gluon.jit
-def store_split(x, high, low):
-    """Store float32 x as the sum of two 16-bit numbers, x = high + low, into two tiles of one dtype in shared memory.
+def two_terms(x, E: gl.constexpr):
+    """Return float32 x as the sum of two 16-bit numbers of dtype E: x rounded, and the rounded remainder.
 
-    high is x rounded, low is the rounded remainder, so that the sum has about twice the mantissa. Six instructions for two
-    elements. The caller fences.
+    The sum has about twice the mantissa of either. Six instructions for two elements.
     """
-    E: gl.constexpr = high.dtype
     if gl.bfloat16 == E:
         first, second = gl.inline_asm_elementwise(
             SPLIT_BF16, "=r,=r,f,f", [x], dtype=(gl.bfloat16, gl.bfloat16), is_pure=True, pack=2
@@ -230,6 +228,16 @@ def store_split(x, high, low):
         first, second = gl.inline_asm_elementwise(
             SPLIT_FP16, "=r,=r,f,f", [x], dtype=(gl.float16, gl.float16), is_pure=True, pack=2
         )
+    return first, second
+
+
+@gluon.jit
+def store_split(x, high, low):
+    """Store float32 x as the sum of two 16-bit numbers (``two_terms``) into two tiles of one dtype in shared memory.
+
+    The caller fences.
+    """
+    first, second = two_terms(x, high.dtype)
     high.store(first)
     low.store(second)
 

@@ -3,7 +3,7 @@
 Computes   do' = f do with f = 2^e, the largest power of 2 for which all of these are at most LIMIT in magnitude:
              V f |v| |do| |scale|                         bound of dP = scale do v^T, which is stored in 16 bits;
              T f |q| |do| |scale| + f |gradient of S_T|   bound of dS, the gradient of a state, which is stored in 16 bits;
-             f |do|                                       do' itself;
+             f |do| and f |do| |scale|                    do' itself, and what passes with a decay per head make of it;
            |x| is the largest magnitude in a tensor. No decay exceeds 1, so T terms bound a sum along time. All gradients are
            linear in do and in the gradient of the final state, so kernels multiply what they store by 1 / f, in float32,
            before they round it. A gradient that leaves the range of float16 is then inf, and no other is.
@@ -82,7 +82,7 @@ def rescale_kernel(
     of_do = tl.max(tl.load(largest + 2 * CTAS + c, mask=c < CTAS, other=0.0), 0)
     of_final = tl.max(tl.load(largest + 3 * CTAS + c, mask=c < CTAS, other=0.0), 0)
     scaled = of_do * tl.abs(scale)
-    bound = tl.maximum(tl.maximum(V * of_v * scaled, length.to(tl.float32) * of_q * scaled + of_final), of_do)
+    bound = tl.maximum(tl.maximum(V * of_v * scaled, length.to(tl.float32) * of_q * scaled + of_final), tl.maximum(of_do, scaled))
     # Without a bound, or where an input is inf, results are 0, inf or NaN with any factor.
     usable = (bound > 0.0) & (bound < float("inf"))
     exponent = LIMIT_EXPONENT - tl.ceil(tl.log2(tl.where(usable, bound, 1.0))).to(tl.int32)

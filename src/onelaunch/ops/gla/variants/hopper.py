@@ -91,17 +91,6 @@ def fits(query: Query) -> str | None:
         return f"needs K of at most {KEYS[-1]}"
     if "float32_decay" in query.flags and "scalar_decay" not in query.flags and keys > _LARGEST_WIDE:
         return f"needs K of at most {_LARGEST_WIDE} with float32 log-decays per channel: shared memory holds no two wider chunks"
-    return _why_no_gradients(query) if query.grad else None
-
-
-def _why_no_gradients(query: Query) -> str | None:
-    """Return why the backward pass leaves a call to other variants, or ``None``.
-
-    A float16 gradient is scaled as kernels/rescale.py says. Only an emulation on a CPU has run that, so ``hopper`` leaves such
-    calls to others until it has run on a GPU.
-    """
-    if query.dtype is torch.float16:
-        return "trains in bfloat16 alone: its scaled gradients in float16 have not been verified on a GPU yet"
     return None
 
 
