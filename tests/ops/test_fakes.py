@@ -42,7 +42,7 @@ BACKWARD = {
     gla_layer: gla_layer.backward,
     linear_rnn: linear_rnn.backward,
     output_chain: output_chain.norm_gate_gradients,
-    projections: projections.activation_gradients,
+    projections: projections.backward,
     swiglu: swiglu.gate_backward,
 }
 """Operator of the backward pass by the module of an operation's operators, which has ``forward``, ``save`` and ``gradients``."""
@@ -62,7 +62,7 @@ LARGE: dict[str, list[dict[str, Any]]] = {
         for state in (False, True)
     ],
     "swiglu": [{"M": rows, "N": 96, "K": 128, "stacked": stacked} for rows in (3, 300) for stacked in (False, True)],
-    "projections": [{"B": 2, "T": 70, "D": 128, "H": 2, "K": 32, "V": 64}],
+    "projections": [{"B": 2, "T": 70, "D": width, "H": 2, "K": 32, "V": 64} for width in (128, 16)],
     "output_chain": [{"B": 2, "T": 70, "H": 2, "V": 64, "D": 128, "bias": True}],
 }
 """Sizes that Hopper's kernels take, in 16 bits, in addition to the probes."""

@@ -248,8 +248,11 @@ def test_the_operators_pass_opcheck(variant, keep):
     y, rstd, kept = forward(x.detach(), weight.detach(), None, code, 1e-6, keep, variant)
     dys = [torch.randn(2, 5, *segment.shape) for segment in kinds]
     dys[2] = None
-    backward = torch.ops.onelaunch.projections_activation_gradients.default
-    library.opcheck(backward, (dys, y, rstd, kept, code), test_utils=UTILITIES)
+    backward = torch.ops.onelaunch.projections_backward.default
+    saved = (dys, y, rstd, kept)
+    library.opcheck(backward, (*saved, None, None, code, []), test_utils=UTILITIES)
+    for wants in ([True, True, True], [False, True, False]):
+        library.opcheck(backward, (*saved, x.detach(), weight.detach(), code, wants), test_utils=UTILITIES)
 
 
 @pytest.mark.interpret

@@ -3,7 +3,8 @@
 Queries, keys, values and gates have no activation. So the gradient of the packed projection, a matrix dz with one column per
 row of ``in_proj_weight``, is the concatenation of their gradients. If operations are called one by one, these gradients are
 separate tensors, and a pass over memory concatenates them. Here the kernels of ``gla`` and ``output_chain`` write into columns
-of dz, and so does the product that computes the gradient of r, the low-rank factor that log-decays are projected from.
+of dz, and so does the launch that computes the gradient of r, the low-rank factor that log-decays are projected from, and those
+of the weight and the bias of that projection (PyTorch's products where :func:`takes_low_rank` says no).
 Log-decays are logsigmoid of that projection, divided by ``normalizer``. The gradient before logsigmoid, ``dgk``, is computed in
 the recurrence's registers on Hopper, elsewhere by a launch of its own.
 
@@ -29,6 +30,7 @@ from onelaunch.ops.gla_layer.composition import Results, decay_segments_of, segm
 from onelaunch.ops.gla_layer.contract import CONVOLVED, GlaLayerCall, LayerSizes
 from onelaunch.ops.output_chain import autograd as chain
 from onelaunch.ops.projections import autograd as way_in
+from onelaunch.ops.projections.configure_low_rank import takes_low_rank
 from onelaunch.ops.projections.layout import ALIGNMENT, Layout, layout_of
 
 _KEEP = True
@@ -250,14 +252,12 @@ def run_backward(
         return found
     dgk, dinitial = _recurrence_gradients(plan, do.view(o.shape), dfinal, y, gk, initial, states, dz)
     del do
-    columns, rank = plan.layout.rows, plan.sizes.projected_decays
-    dz = dz.view(-1, plan.layout.pitch)
-    if wants_gk:
-        found[2] = dgk.mT @ y.view(-1, plan.layout.pitch)[:, columns - rank : columns]
-    if wants_bias:
-        found[3] = dgk.sum(0)
-    if wants_x or wants_packed:
-        torch.mm(dgk, gk_weight, out=dz[:, columns - rank : columns])
+    columns, dz = plan.layout.rows, dz.view(-1, plan.layout.pitch)
+    of_low_rank = slice(columns - plan.sizes.projected_decays, columns)
+    low_rank = y.view(-1, plan.layout.pitch)[:, of_low_rank]
+    wants_decays = (wants_x or wants_packed, wants_gk, wants_bias)
+    of_decays = _decay_gradients(dgk, low_rank, gk_weight, wants_decays, dz[:, of_low_rank])
+    found[2:4] = [empty if each is None else each for each, empty in zip(of_decays, found[2:4], strict=True)]
     del dgk
     dz = dz[:, :columns]
     if wants_x:
@@ -267,6 +267,31 @@ def run_backward(
     if wants_initial:
         found[6] = dinitial
     return found
+
+
+def _decay_gradients(
+    dgk: torch.Tensor,
+    low_rank: torch.Tensor,
+    weight: torch.Tensor,
+    wants: tuple[bool, bool, bool],
+    into: torch.Tensor,
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Write the gradient of r ``[B T, rank]`` into columns of dz; return those of the decays' weight and bias.
+
+    ``wants`` says for each of the three whether it is wanted. The launch, and PyTorch's products where there is none, are those
+    of the backward pass of ``projections``, so that gradients are equal to the last bit.
+    """
+    from onelaunch.ops.projections import launch_low_rank
+
+    wants_low_rank, wants_weight, wants_bias = wants
+    if not any(wants):
+        return None, None
+    if takes_low_rank(dgk.device, dgk.dtype, int(weight.shape[1]), int(weight.shape[0])):
+        _, dweight, dbias = launch_low_rank.low_rank_gradients(dgk, low_rank, weight, wants, into)
+        return dweight, dbias
+    if wants_low_rank:
+        torch.mm(dgk, weight, out=into)
+    return dgk.mT @ low_rank if wants_weight else None, dgk.sum(0) if wants_bias else None
 
 
 def _recurrence_gradients(

@@ -3,7 +3,8 @@
 ``projections`` computes z = x W^T for a packed weight ``[N, D]`` whose rows form segments, adds each segment's bias and applies
 its activation. ``onelaunch::projections_forward`` runs the launches of the variant that its argument names. For a backward pass
 it saves x, the weight, and what the gradients of the activations are computed from. The backward pass is one launch, which
-writes the gradients of z of all segments into one matrix dz, and one product with dz for each of x and the weight.
+writes the gradients of z of all segments into one matrix dz, and one product with dz for each of x and the weight. If x has few
+columns (``configure_low_rank.py``), a second launch computes all gradients from dz instead.
 
 Arguments of an operator must have a type that PyTorch knows. So a layout (widths, activations and offsets of the segments) is
 passed as a string, its ``code``, such as ``16x128:silu,4x64:logsigmoid/16.0:bias``. ``read_layout`` returns the layout of a
@@ -23,6 +24,7 @@ import torch
 from onelaunch.launch.by_variant import Launches
 from onelaunch.launch.operator import Operator
 from onelaunch.ops.projections import fakes
+from onelaunch.ops.projections.configure_low_rank import takes_low_rank
 from onelaunch.ops.projections.contract import ProjectionsCall
 from onelaunch.ops.projections.layout import Layout, read_layout
 
@@ -79,24 +81,38 @@ def run_forward(
     return y, x.new_empty(0, dtype=torch.float32) if rstd is None else rstd, x.new_empty(0) if kept is None else kept
 
 
-def run_activation_gradients(
+def run_backward(
     dys: Sequence[Optional[torch.Tensor]],  # noqa: UP045 - PyTorch's schema inference needs Optional
     y: torch.Tensor,
     rstd: torch.Tensor,
     kept: torch.Tensor,
+    x: Optional[torch.Tensor],  # noqa: UP045
+    weight: Optional[torch.Tensor],  # noqa: UP045
     code: str,
-) -> torch.Tensor:
-    """Return dz ``[M, gradient_pitch]``, of which the first N columns are written, in the order of the weight's rows.
+    wants: Sequence[bool],
+) -> list[torch.Tensor]:
+    """Return dz ``[M, gradient_pitch]``, or with ``x`` and ``weight`` the gradients of x, the weight and all columns of z.
 
-    ``gradient_pitch`` is N rounded up to a multiple of 8. ``dys`` are the gradients of the segments' results, with any strides;
-    ``None`` means zeros. ``y``, ``rstd`` and ``kept`` are the results of :func:`run_forward`. The derivative of SiLU is
-    computed from ``kept``, those of the other activations from their results in ``y``.
+    Of dz, the first N columns are written, in the order of the weight's rows; ``gradient_pitch`` is N rounded up to a multiple of
+    8. With x ``[..., D]`` and the weight ``[N, D]``, for few D, dz is used here, and the results are the gradients of the rows of
+    x ``[M, D]``, of the weight ``[N, D]``, and of a bias of each column ``[N]``, as ``wants`` says for each. One that is not
+    wanted has no elements.
+
+    ``dys`` are the gradients of the segments' results, with any strides; ``None`` means zeros. ``y``, ``rstd`` and ``kept`` are
+    the results of :func:`run_forward`. The derivative of SiLU is computed from ``kept``, those of the other activations from
+    their results in ``y``.
     """
-    # The module imports Triton, which is an optional dependency.
-    from onelaunch.ops.projections import launch
+    # These modules import Triton, which is an optional dependency.
+    from onelaunch.ops.projections import launch, launch_low_rank
 
     layout = read_layout(code)
-    return launch.activation_gradients(dys, y.view(-1, layout.pitch), rstd, kept, layout)
+    dz = launch.activation_gradients(dys, y.view(-1, layout.pitch), rstd, kept, layout)
+    if x is None or weight is None:
+        return [dz]
+    wants_x, wants_weight, wants_bias = wants
+    rows, dz = x.reshape(-1, x.shape[-1]), dz[:, : layout.rows]
+    found = launch_low_rank.low_rank_gradients(dz, rows, weight, (wants_x, wants_weight, wants_bias))
+    return [y.new_empty(0) if each is None else each for each in found]
 
 
 def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
@@ -109,21 +125,30 @@ def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) ->
 def gradients(ctx: Any, backward: Any, *dys: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
     """Return a gradient or ``None`` for every input of :func:`run_forward`: x, the weight, the bias, and four constants.
 
-    ``backward`` is :func:`run_activation_gradients` or its registered operator. ``dys`` has one entry per segment, since
-    :func:`views` cuts the packed result into one view per segment.
+    ``backward`` is :func:`run_backward` or its registered operator. ``dys`` has one entry per segment, since :func:`views` cuts
+    the packed result into one view per segment. PyTorch multiplies unless one launch takes the call (``configure_low_rank.py``).
     """
     x, weight, y, rstd, kept = ctx.saved_tensors
     layout = read_layout(ctx.code)
-    dz = backward(list(dys), y, rstd, kept, ctx.code)[:, : layout.rows]  # [M, N]
-    wants_x, wants_weight, wants_bias = ctx.needs_input_grad[:3]
+    wants_x, wants_weight, wants_bias = wants = [bool(each) for each in ctx.needs_input_grad[:3]]
+    nothing = (None, None, None, None)  # of the constants
+    if takes_low_rank(x.device, x.dtype, int(x.shape[-1]), layout.rows):
+        dx, dweight, sums = backward(list(dys), y, rstd, kept, x, weight, ctx.code, wants)
+        dbias = _of_biases(layout, lambda columns: sums[columns]) if wants_bias else None
+        return dx.view(x.shape) if wants_x else None, dweight if wants_weight else None, dbias, *nothing
+    (packed,) = backward(list(dys), y, rstd, kept, None, None, ctx.code, [])
+    dz = packed[:, : layout.rows]  # [M, N]
     dx = (dz @ weight).view(x.shape) if wants_x else None
     dweight = dz.mT @ x.reshape(-1, x.shape[-1]) if wants_weight else None
-    dbias = None
-    if wants_bias:
-        biased = [span for span in layout.spans if span.segment.bias]
-        parts = [dz[:, span.row : span.row + span.segment.width].sum(0) for span in biased]
-        dbias = torch.cat(parts) if len(parts) > 1 else parts[0]
-    return dx, dweight, dbias, None, None, None, None
+    dbias = _of_biases(layout, lambda columns: dz[:, columns].sum(0)) if wants_bias else None
+    return dx, dweight, dbias, *nothing
+
+
+def _of_biases(layout: Layout, gradient_of: Callable[[slice], torch.Tensor]) -> torch.Tensor:
+    """Return the gradient of the packed bias, from a function from the columns of a segment to the gradient of its bias."""
+    spans = [span for span in layout.spans if span.segment.bias]
+    parts = [gradient_of(slice(span.row, span.row + span.segment.width)) for span in spans]
+    return torch.cat(parts) if len(parts) > 1 else parts[0]
 
 
 def views(inputs: tuple[Any, ...], packed: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -131,14 +156,14 @@ def views(inputs: tuple[Any, ...], packed: torch.Tensor) -> tuple[torch.Tensor, 
     return read_layout(inputs[3]).cut(packed)
 
 
-activation_gradients = Operator("projections_activation_gradients", run_activation_gradients, fake=fakes.activation_gradients)
+backward = Operator("projections_backward", run_backward, fake=fakes.backward)
 forward = Operator(
     "projections_forward",
     run_forward,
     fake=fakes.forward,
     save=save,
     gradients=gradients,
-    backward=activation_gradients,
+    backward=backward,
     views=views,
 )
 

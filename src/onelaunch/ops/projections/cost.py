@@ -5,10 +5,16 @@ The workbench plans studies with it and computes roofline bounds from it, and ``
 
 from __future__ import annotations
 
+import torch
+
 from onelaunch.operation import Case, Cost, Direction, Variant, launch_count
+from onelaunch.ops.projections.configure_low_rank import low_rank_tiles, takes_low_rank
 from onelaunch.ops.projections.contract import projections
-from onelaunch.ops.projections.layout import layout_of
+from onelaunch.ops.projections.layout import Layout, layout_of
 from onelaunch.ops.projections.reference import segments_of
+
+_LAUNCHES_SAVED = 1
+"""Launches of a backward pass that are saved where one launch computes all gradients from dz: there are two products else."""
 
 _PRODUCTS = {"forward": 1, "forward_backward": 3}
 """Number of matrix products of equal size: x W^T; with the backward pass also dz W and dz^T x."""
@@ -27,6 +33,9 @@ def cost(case: Case, variant: Variant | None, direction: Direction) -> Cost:
     pre-activations, of SiLU; and results of the other activations), and dz, written once and read by each product. If segments
     have products of their own, dx is a sum of as many products: each further one reads x again, writes its term, and adds it to
     the sum (two reads and one write). That is five times the bytes of x, of which two are written.
+
+    If x has few columns, the kernels of ours read dz once for all gradients, in one launch, and write and read float32 terms of
+    them (``configure_low_rank.py``).
     """
     layout = layout_of(segments_of(case))
     rows, inner, value = case.sizes["B"] * case.sizes["T"], case.sizes["D"], case.dtype.itemsize
@@ -50,5 +59,15 @@ def cost(case: Case, variant: Variant | None, direction: Direction) -> Cost:
             kept = by_kind.get("silu", 0)
             moved += 2 * (kept + 4 * rows * layout.norms) + activated - kept + 3 * result + 5 * apart * x
             written += kept + 4 * rows * layout.norms + result + 2 * apart * x  # a term and the sum
-    flops = _PRODUCTS[direction] * 2 * rows * inner * layout.rows
-    return Cost(flops, moved, launch_count(variant, direction), written=written)
+    flops, launches = _PRODUCTS[direction] * 2 * rows * inner * layout.rows, launch_count(variant, direction)
+    if variant is not None and direction == "forward_backward" and _is_low_rank(case, variant, layout):
+        terms = 4 * low_rank_tiles(rows, layout.rows, inner, case.dtype).term_elements(rows, layout.rows, bias=layout.biases > 0)
+        moved, written = moved - result + 2 * terms, written + terms
+        launches = None if launches is None else launches - _LAUNCHES_SAVED
+    return Cost(flops, moved, launches, written=written)
+
+
+def _is_low_rank(case: Case, variant: Variant, layout: Layout) -> bool:
+    """Return whether one launch computes all gradients from dz: of our kernels' variants, which declare their launches."""
+    ours = variant.is_own and variant.launches is not None
+    return ours and takes_low_rank(torch.device("cuda"), case.dtype, case.sizes["D"], layout.rows)

@@ -1,7 +1,6 @@
 """Results of ``projections``'s operators while PyTorch traces them: empty tensors, whose sizes may be symbolic.
 
-``autograd.py`` registers these functions. Their arguments are those of its functions ``run_forward`` and
-``run_activation_gradients``.
+``autograd.py`` registers these functions. Their arguments are those of its functions ``run_forward`` and ``run_backward``.
 """
 
 from __future__ import annotations
@@ -25,8 +24,19 @@ def forward(
     return x.new_empty(*leading, layout.pitch), x.new_empty(rstd, dtype=torch.float32), x.new_empty(kept)
 
 
-def activation_gradients(
-    dys: Sequence[torch.Tensor | None], y: torch.Tensor, rstd: torch.Tensor, kept: torch.Tensor, code: str
-) -> torch.Tensor:
-    """Return an empty tensor for dz."""
-    return y.new_empty(math.prod(y.shape[:-1]), read_layout(code).gradient_pitch)
+def backward(
+    dys: Sequence[torch.Tensor | None],
+    y: torch.Tensor,
+    rstd: torch.Tensor,
+    kept: torch.Tensor,
+    x: torch.Tensor | None,
+    weight: torch.Tensor | None,
+    code: str,
+    wants: Sequence[bool],
+) -> list[torch.Tensor]:
+    """Return an empty tensor for dz, or with x and the weight for the gradients of x, the weight and all columns."""
+    layout, rows = read_layout(code), math.prod(y.shape[:-1])
+    if x is None or weight is None:
+        return [y.new_empty(rows, layout.gradient_pitch)]
+    shapes = ((rows, x.shape[-1]), tuple(weight.shape), (layout.rows,))
+    return [y.new_empty(shape if wanted else (0,)) for shape, wanted in zip(shapes, wants, strict=True)]

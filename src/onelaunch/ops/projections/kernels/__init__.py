@@ -1,1 +1,1 @@
-"""Kernels of ``projections`` in Triton: activations in a pass of their own, and in the epilogue of the wide product."""
+"""Kernels of ``projections`` in Triton: activations in a pass or in the wide product's epilogue, and gradients of few inputs."""

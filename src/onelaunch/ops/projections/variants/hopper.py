@@ -17,7 +17,7 @@ from onelaunch.operation import Example, Query
 from onelaunch.operation.requirements import needs_hopper
 from onelaunch.ops.projections.autograd import Packed, Wanted, compute, launches
 from onelaunch.ops.projections.contract import ProjectionsCall, layout_in, projections
-from onelaunch.ops.projections.variants.triton import BOTH, activates, example
+from onelaunch.ops.projections.variants.triton import BOTH, activates, example, few_inputs
 
 if TYPE_CHECKING:
     from onelaunch.kernels.gemm_sm90.config import Multicast
@@ -127,9 +127,10 @@ _ROWS = 32768
 
 
 def examples(multicast: Multicast) -> list[Example]:
-    """Return calls with heads of usual size for inference and for training; without clusters also with other sizes."""
+    """Return calls with heads of usual size for inference and for training, and with few inputs; without clusters also others."""
     usual = [example(16, 128, "bfloat16", _ROWS, direction) for direction in BOTH]
     others = ((5, 96, "float16"), (4, 256, "bfloat16")) if multicast == "nothing" else ()
+    usual.append(few_inputs(16, "bfloat16", _ROWS))
     return [*usual, *(example(*kind, _ROWS, "forward_backward") for kind in others)]
 
 

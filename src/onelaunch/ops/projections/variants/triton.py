@@ -2,9 +2,9 @@
 
 The dispatcher, studies and tests find registered variants by name. The functions ``run_...`` are registered by a variant's name
 in ``launches`` of autograd.py, for the operators of this operation and of ``gla_layer``. ``hopper.py`` uses ``BOTH``,
-``activates`` and ``example``. Tags: ``fuses`` names the steps that share a kernel, and ``hands`` the products that go through
-device memory before their activation; ``cost.py`` reads them. ``gemm`` says who makes the product. Other keywords are
-capabilities, which the class ``Capabilities`` of ``onelaunch.operation`` explains.
+``activates``, ``example`` and ``few_inputs``. Tags: ``fuses`` names the steps that share a kernel, and ``hands`` the products
+that go through device memory before their activation; ``cost.py`` reads them. ``gemm`` says who makes the product. Other keywords
+are capabilities, which the class ``Capabilities`` of ``onelaunch.operation`` explains.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ def run_wide_activated(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor
 def wide_activated(call: ProjectionsCall) -> tuple[torch.Tensor, ...]:
     """Multiply by the packed weight with PyTorch, then apply the activations of all segments in one kernel.
 
-    In the backward pass a bias adds one launch per segment that has one, and one more if there are several.
+    In the backward pass a bias adds one launch per segment that has one, and one more if there are several. If x has few columns,
+    one launch takes the place of two products and these.
     """
     return compute(call, "wide_activated")
 
@@ -121,6 +122,12 @@ def example(heads: int, head_size: int, dtype: str, rows: int, direction: Direct
     return Example(case, direction, name=f"heads of {head_size}, M = {rows}" + (", kept" * (direction == "forward_backward")))
 
 
+def few_inputs(inputs: int, dtype: str, rows: int) -> Example:
+    """Return a training call that makes log-decays from few columns of x, whose gradients are one launch."""
+    case = projections.case(dtype, B=1, T=rows, D=inputs, H=16, K=128, V=128, segments="16x128:logsigmoid/16.0:bias")
+    return Example(case, "forward_backward", name=f"D = {inputs}, M = {rows}")
+
+
 BOTH: tuple[Direction, ...] = ("forward", "forward_backward")
 """Directions of example calls: inference, and training."""
 
@@ -130,17 +137,22 @@ _MANY = 4095
 
 @wide_activated.examples
 def behind_a_product() -> list[Example]:
-    """Return calls with heads of usual, uneven and the largest sizes, for inference and for training."""
+    """Return calls with heads of usual, uneven and the largest sizes, for inference and for training, and with few inputs."""
     kinds = ((16, 128, "bfloat16"), (3, 100, "float16"), (2, _LARGEST_HEAD, "float32"))
-    return [example(*kind, _MANY, direction) for kind in kinds for direction in BOTH]
+    few = ((16, "bfloat16"), (5, "float16"), (32, "bfloat16"), (16, "float32"), (27, "float32"), (32, "float32"))
+    return [
+        *(example(*kind, _MANY, direction) for kind in kinds for direction in BOTH),
+        *(few_inputs(*kind, _MANY) for kind in few),
+    ]
 
 
 @epilogue.examples
 def at_the_end_of_a_product() -> list[Example]:
-    """Return training calls with heads of usual, uneven and long sizes, many rows and few, and a call for inference."""
+    """Return training calls with heads of usual, uneven and long sizes, many rows and few, few inputs, and one for inference."""
     return [
         *(example(16, 128, "bfloat16", _MANY, direction) for direction in BOTH),
         example(3, 100, "float16", _MANY, "forward_backward"),
         example(4, _LARGEST_PRODUCT_HEAD, "bfloat16", 15, "forward_backward"),
         example(2, 64, "float32", 63, "forward_backward"),
+        few_inputs(16, "bfloat16", _MANY),
     ]
