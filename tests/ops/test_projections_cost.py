@@ -42,3 +42,21 @@ def test_variants_add_intermediate_results_between_launches():
     backward = PROJECTIONS.cost(case, own, "forward_backward").bytes - PROJECTIONS.cost(case, None, "forward_backward").bytes
     # the products in the forward pass, and dz, written and read by two products
     assert backward == 2 * RESULT + kept + undone + 3 * RESULT
+
+
+def test_few_inputs_have_their_gradients_in_one_launch():
+    """Our kernels read dz once, and write and read float32 terms; PyTorch's variants are counted as before."""
+    sizes = {**SIZES, "D": 16, "segments": "16x128:logsigmoid/16.0:bias"}
+    case, own = PROJECTIONS.case("bfloat16", **sizes), PROJECTIONS.get("wide_activated")
+    x, result = 2 * ROWS * 16, 2 * ROWS * 2048
+    cost, least = (PROJECTIONS.cost(case, each, "forward_backward") for each in (own, None))
+    assert (cost.launches, PROJECTIONS.cost(case, own).launches) == (4, 2)
+    # terms of the gradients of x for 16 tiles of columns, and of the weight and the bias for 64 groups of rows
+    terms = 4 * (16 * ROWS * 16 + 64 * 2048 * 17)
+    # the product forward, results for logsigmoid's slope, and dz: one write and one read
+    assert cost.bytes == least.bytes + 2 * result + result + 2 * result + 2 * terms
+    assert cost.written == least.written + result + result + terms
+    assert least.bytes == 3 * (x + 2 * 2048 * 17) + 2 * result
+    wider = PROJECTIONS.case("bfloat16", **{**sizes, "D": 33})
+    assert PROJECTIONS.cost(wider, own, "forward_backward").launches == 5
+    assert PROJECTIONS.cost(case, PROJECTIONS.get("wide"), "forward_backward").launches is None
