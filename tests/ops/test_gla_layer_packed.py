@@ -80,10 +80,15 @@ def test_results_and_gradients(name):
 
 @interpret
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
-@pytest.mark.parametrize("sizes", [{}, {"B": 3, "T": 130}, {"T": 70, "initial_state": True, "final_state": True}])
+@pytest.mark.parametrize(
+    "sizes", [{}, {"B": 3, "T": 130}, {"T": 70, "initial_state": True, "final_state": True}, {"T": 70, "rank": 5}, {"rank": 40}]
+)
 @pytest.mark.thorough
 def test_results_equal_those_by_parts_bitwise(sizes, dtype):
-    """The place of gradients in memory does not change them, as long as PyTorch multiplies in the same order."""
+    """The place of gradients in memory does not change them, as long as the same code multiplies.
+
+    With a rank of 40 PyTorch computes the gradients of the decays' projection, else one launch does.
+    """
     given = made(grad=True, dtype=dtype, **sizes)
     leaves = differentiable(given)
     found, expected = gla_layer(**given, variant="packed"), by_parts(given)

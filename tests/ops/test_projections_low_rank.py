@@ -70,6 +70,7 @@ def check(given: dict[str, Any], wants: tuple[bool, bool, bool] = (True, True, T
 
     dz, x, weight, into = given["dz"], given["x"], given["weight"], given["into"]
     right = (dz.double() @ weight.double(), dz.double().mT @ x.double(), dz.double().sum(0))
+    found: tuple[torch.Tensor | None, ...] = ()
     for _ in range(2):
         into.fill_(7.0)
         found = low_rank_gradients(dz, x, weight, wants, into[:, : x.shape[1]])
