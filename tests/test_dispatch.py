@@ -107,6 +107,17 @@ def test_among_similar_times_the_preferred_variant_is_chosen(table):
     assert dispatch.choose(query()).name == "loop"
 
 
+def test_times_from_before_the_preferred_variant_could_run_decide_nothing(table, prose):
+    """``vector`` is the first in preference. It refused the call when the table was written."""
+    table({8: {"loop": 1.0}}, unsupported=["vector"])
+    assert dispatch.choose(query()).name == "vector"
+    prose(dispatch.explain(query()).because, mask={re.escape(hardware.describe("cpu").name): "<device>"})
+    table({8: {"loop": 1.0}}, unsupported=["no_backward"])
+    assert dispatch.choose(query()).name == "loop"
+    table({8: {"loop": 1.0}})
+    assert dispatch.choose(query()).name == "loop"
+
+
 def test_a_variant_that_no_longer_exists_is_ignored(table, prose):
     table({8: {"gone": 0.1, "loop": 1.0}})
     with prose.warns(TableNotice):

@@ -120,6 +120,7 @@ BROKEN = {
     "no operation": table(row(operation=None)),
     "a direction of a wrong type": table(row(direction=["forward"])),
     "flags of a wrong type": table(row(flags="packed")),
+    "refusals of a wrong type": table(row(unsupported={"loop": "reason"})),
     "sizes of a wrong type": table(row(sizes=[8])),
     "a negative size": table(row(-1)),
     "a size that is no whole number": table(row(1.5)),

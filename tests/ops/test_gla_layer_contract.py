@@ -266,10 +266,10 @@ def calls(monkeypatch):
     """Install doubles of fla's layers; return the names of its functions for one decay per head, in the order of calls."""
     found: list[str] = []
     usual, fused = (recurrence_named(name, found) for name in ("chunk_simple_gla", "fused_chunk_simple_gla"))
-    pretend(monkeypatch, "fla.layers.simple_gla", chunk_simple_gla=usual)
+    pretend(monkeypatch, "fla.layers.gla", GatedLinearAttention=Layer)
+    pretend(monkeypatch, "fla.layers.simple_gla", SimpleGatedLinearAttention=Layer, chunk_simple_gla=usual)
     pretend(monkeypatch, "fla.ops.simple_gla", fused_chunk_simple_gla=fused)
-    layers = {"GatedLinearAttention": Layer, "SimpleGatedLinearAttention": Layer}
-    pretend(monkeypatch, "fla.layers", **layers, simple_gla=sys.modules["fla.layers.simple_gla"])
+    pretend(monkeypatch, "fla.layers", simple_gla=sys.modules["fla.layers.simple_gla"])
     pretend(monkeypatch, "fla", layers=sys.modules["fla.layers"])
     return found
 

@@ -66,6 +66,11 @@ def test_only_accepted_cold_times_of_correct_variants_are_adopted(folder):
     assert nearest(MEGA.sizes).microseconds == {"one": 5.0}
 
 
+def test_variants_that_refused_the_call_are_adopted_by_name(folder):
+    adopt([measured(study(), ok_cell("one", 5.0), bad_cell("two", "unsupported", "needs more"))], folder)
+    assert nearest(MEGA.sizes).unsupported == {"two"}
+
+
 def test_rows_are_merged_by_operation_direction_dtype_flags_and_sizes(folder):
     adopt([measured(study(), ok_cell("three", 10.0), ok_cell("one", 5.0))], folder)
     backward = ok_cell("one", 15.0, direction="forward_backward")

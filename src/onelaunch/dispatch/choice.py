@@ -11,12 +11,13 @@ exactly the sizes and flags that were measured.
 The public functions of operations call :func:`run`, and so does the variant ``module`` of ``gla_layer``. Decoding, the variants
 ``packed`` and ``packed_states`` of ``gla_layer``, and the planner and the timing of studies ask :func:`pick` or :func:`choose`.
 ``explanation.py`` asks :func:`choose`, and imports the functions by which it decides: :func:`able`, :func:`borrowed_for`,
-:func:`held_back`, :func:`is_trusted`, :func:`measured_near` and :func:`sizes_of`.
+:func:`held_back`, :func:`is_outdated`, :func:`is_trusted`, :func:`measured_near` and :func:`sizes_of`.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
@@ -78,7 +79,8 @@ def run(operation: Operation[..., Any], call: Call, variant: str) -> Any:
 def choose(query: Query) -> Variant:
     """Return the variant for a call: the fastest one measured at a similar call that can run, else the first in preference.
 
-    On a Hopper GPU without a similar measured call, :func:`borrowed_for` decides before the preference.
+    On a Hopper GPU without a similar measured call, :func:`borrowed_for` decides before the preference. Times that are older
+    than the ability of the first in preference (:func:`is_outdated`) decide nothing.
 
     Variants of other libraries run only by name. They are measured too, but guarantee less, for example for decays of -inf or in
     accuracy. :func:`held_back` says which other variants are left out.
@@ -94,12 +96,20 @@ def choose(query: Query) -> Variant:
         said = "; ".join(f"{name} {reason}" for name, reason in reasons.items())
         raise VariantUnsupported(operation.name, AUTO, reason=f"finds no variant for it ({said})", instead=())
     source = measured if measured is not None else borrowed_for(operation, query)
-    if source is not None:
+    if source is not None and not is_outdated(operation, query, source, automatic):
         times = {name: time for name, time in source.microseconds.items() if name in automatic}
         if times:
             close = [name for name, time in times.items() if time <= TIE * min(times.values())]
             return automatic[min(close, key=operation.preference(query).index)]
     return automatic[min(automatic, key=operation.preference(query).index)]
+
+
+def is_outdated(operation: Operation[..., Any], query: Query, row: Measured, names: Collection[str]) -> bool:
+    """Return whether a measured row is older than the ability of the variant that comes first in preference among ``names``.
+
+    That variant refused the call when the row was measured and runs it today, so the row does not tell which one is fastest.
+    """
+    return min(names, key=operation.preference(query).index) in row.unsupported
 
 
 def is_trusted(variant: Variant, query: Query) -> bool:

@@ -74,7 +74,7 @@ def explain(query: Query) -> Explanation:
             because = f"it is the fastest variant, or at most {TIE - 1:.0%} slower, as measured at {measured.where()}"
             because += _trusted(operation, query, chosen.name, measured)
     else:
-        because = _unmeasured(operation, query, measured)
+        because = _unmeasured(operation, query, measured, chosen.name)
         lent = borrowed_for(operation, query) if measured is None else None
         if lent is not None and chosen.name in lent.microseconds:
             because = (
@@ -103,8 +103,10 @@ def _faster_but_held_back(standings: Sequence[Standing], chosen: str) -> str:
     return "".join(f". {each.variant} was faster there, but {each.held_back}" for each in faster if each.held_back is not None)
 
 
-def _unmeasured(operation: Operation[..., Any], query: Query, measured: Measured | None) -> str:
+def _unmeasured(operation: Operation[..., Any], query: Query, measured: Measured | None, chosen: str) -> str:
     """Return why no measured time decides. Times of one direction are not used for a call in the other."""
+    if measured is not None and chosen in measured.unsupported:
+        return f"when the nearest measured call, {measured.where()}, was measured, it could not run such calls yet"
     if measured is not None:
         return f"at the nearest measured call, {measured.where()}, it was not measured"
     other = measured_near(operation, query._replace(grad=not query.grad))

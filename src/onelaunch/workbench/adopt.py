@@ -41,6 +41,9 @@ def adopt(results: Sequence[Result], into: Path | None = None) -> Path:
     whole, whatever the order of the results; of two runs of one date the later one in ``results`` counts. Rows that the results
     did not measure stay unchanged.
 
+    The names of variants that refused the call are stored too, so that a later version in which they run it is not held to times
+    without them.
+
     A variant whose probes (edge cases of the operation) failed or were not run is left out of its rows, unless ``torch.compile``
     makes its kernels anew for each set of sizes (capability ``recompiles``). A result without any probes is adopted all the same.
     An :class:`~onelaunch.errors.AdoptNotice` says either, and which times a replaced row loses.
@@ -268,7 +271,8 @@ def _rows(result: Result) -> list[dict[str, Any]]:
                 labels = {name: result.study.label(operation.name, name) for name in times}
                 reports = {name: result.probes[label] for name, label in labels.items() if label in result.probes}
                 met = sorted(name for name, report in reports.items() if report.passed and not report.failed)
-                rows.append(row | ({"probes": met} if met else {}))
+                refused = sorted(cell.variant for cell in cells if cell.status == "unsupported")
+                rows.append(row | ({"probes": met} if met else {}) | ({"unsupported": refused} if refused else {}))
     return rows
 
 

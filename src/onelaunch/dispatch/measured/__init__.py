@@ -10,9 +10,10 @@ To ship a table, adopt results into a folder and copy the file into this one; no
 
 A file is named after its device, such as ``nvidia-h200.json``. The name for a CPU holds its model, such as ``cpu-amd-epyc.json``,
 and the table is used only on that model. A file holds ``{"device": name, "source": [...], "rows": [row, ...]}`` with rows of the
-form ``{operation, direction, dtype, flags, sizes, microseconds: {variant: time}, probes: [variant, ...]}``. The flags are those
-of the query. ``probes`` names the variants that passed the operation's probes in the run that measured them. Both may be absent.
-A table with any other content is ignored with one :class:`~onelaunch.errors.TableNotice`.
+form ``{operation, direction, dtype, flags, sizes, microseconds: {variant: time}, probes: [variant, ...], unsupported: [variant,
+...]}``. The flags are those of the query. ``probes`` names the variants that passed the operation's probes in the run that
+measured them, and ``unsupported`` those that refused the call in that run. All three may be absent. A table with any other
+content is ignored with one :class:`~onelaunch.errors.TableNotice`.
 """
 
 from __future__ import annotations
@@ -74,6 +75,8 @@ class Measured:
     """File that the row was read from."""
     probes: frozenset[str] = frozenset()
     """Names of the variants that passed the operation's probes when they were measured."""
+    unsupported: frozenset[str] = frozenset()
+    """Names of the variants that could not run the call when the others were measured."""
 
     def is_at(self, sizes: Mapping[str, int], flags: Iterable[str]) -> bool:
         """Return whether exactly these sizes and flags were measured."""
@@ -172,9 +175,8 @@ def read(path: Path) -> tuple[str, list[str], dict[Key, Measured]]:
     for index, row in enumerate(rows):
         if (problem := _problem(row)) is not None:
             raise ValueError(f"row {index} {problem}")
-        found[key_of(row)] = Measured(
-            device, row["sizes"], row["microseconds"], frozenset(row.get("flags", ())), path, frozenset(row.get("probes", ()))
-        )
+        flags, probes, unsupported = (frozenset(row.get(name, ())) for name in ("flags", "probes", "unsupported"))
+        found[key_of(row)] = Measured(device, row["sizes"], row["microseconds"], flags, path, probes, unsupported)
     return device, source, found
 
 
@@ -240,8 +242,9 @@ def _problem(row: object) -> str | None:
             return f"has {key} {row.get(key)!r}; it must be a string"
     if not _strings(row.get("flags", [])):
         return f"has flags {row['flags']!r}; they must be a list of strings"
-    if not _strings(row.get("probes", [])):
-        return f"has probes {row['probes']!r}; they must be a list of names of variants"
+    for key in ("probes", "unsupported"):
+        if not _strings(row.get(key, [])):
+            return f"has {key} {row[key]!r}; they must be a list of names of variants"
     sizes, times = row.get("sizes"), row.get("microseconds")
     if not isinstance(sizes, dict) or not all(_is_size(size) for size in sizes.values()):
         return f"has sizes {sizes!r}; they must be whole numbers of at least 0 by name"

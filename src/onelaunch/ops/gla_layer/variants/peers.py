@@ -106,14 +106,15 @@ def _parameters_of(call: GlaLayerCall) -> dict[str, torch.Tensor]:
 @functools.lru_cache(maxsize=64)
 def layer_of(width: int, sizes: LayerSizes, eps: float, conv_size: int | None) -> nn.Module:
     """Return fla's layer of these sizes without its parameters; a call sets its tensors as plain attributes instead."""
-    from fla import layers  # pyrefly: ignore[missing-import]
+    from fla.layers.gla import GatedLinearAttention  # pyrefly: ignore[missing-import]
+    from fla.layers.simple_gla import SimpleGatedLinearAttention  # pyrefly: ignore[missing-import]
 
     given = layer_arguments(width, sizes, eps, conv_size)
     with torch.device("meta"):
         if sizes.rank is None:
-            layer = layers.SimpleGatedLinearAttention(**given)
+            layer = SimpleGatedLinearAttention(**given)
         else:
-            layer = layers.GatedLinearAttention(**given, gate_low_rank_dim=sizes.rank)
+            layer = GatedLinearAttention(**given, gate_low_rank_dim=sizes.rank)
     for name, _ in list(layer.named_parameters()):
         place, _, attribute = name.rpartition(".")
         delattr(layer.get_submodule(place), attribute)
