@@ -1,6 +1,6 @@
 """Tests of the arguments of ``swiglu`` and its functions for quantized weights: which are refused, and what the query holds.
 
-The query (``operation.Query``) is the key by which the dispatcher picks a variant. ``constant_weights`` is not part of it.
+The query (``operation.Query``) is the key by which the dispatcher picks a variant. ``constant_weights`` is a flag of it.
 
 ``made()`` makes float32 arguments with M = 6, N = 16 and K = 32, unless others are given.
 
@@ -200,7 +200,15 @@ def test_constant_weights_change_no_result(form):
     assert torch.equal(swiglu(**arguments, constant_weights=True), swiglu(**arguments))
     assert SWIGLU.bind(**arguments, constant_weights=True).constant_weights
     assert not SWIGLU.bind(**arguments).constant_weights
-    assert SWIGLU.query(case, "cpu") == SWIGLU.query(SWIGLU.case("bfloat16", M=3, N=32, K=64, format=form), "cpu")
+
+
+@pytest.mark.parametrize("form", ["dense", "fp8", "nvfp4_weights"])
+def test_constant_weights_are_a_flag_of_the_query_and_change_no_other_fact(form):
+    """Times were measured with them at few rows, so the dispatcher must be able to tell such calls from others."""
+    case, other = (SWIGLU.case("bfloat16", M=3, N=32, K=64, format=form, constant_weights=each) for each in (True, False))
+    arguments = SWIGLU.make_inputs(case, torch.device("cpu"), 0).arguments
+    query, without = SWIGLU.query(case, "cpu"), SWIGLU.query(other, "cpu")
+    assert SWIGLU.bind(**arguments).query() == query == without._replace(flags=(*without.flags, "constant_weights"))
 
 
 @pytest.mark.parametrize("word", [1, None, "yes", torch.ones((), dtype=torch.bool)])

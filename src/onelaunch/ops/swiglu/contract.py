@@ -75,7 +75,7 @@ class SwigluCall(NamedTuple):
     key: Query
     """Dispatch key."""
     constant_weights: bool = False
-    """Promise that no work still running on the GPU writes the weights; see :func:`swiglu`."""
+    """Promise that no work still running on the GPU writes the weights; see :func:`swiglu`. It is a flag of the query."""
 
     def query(self) -> Query:
         """Return the dispatch key."""
@@ -125,7 +125,7 @@ def bind(
     if not isinstance(constant_weights, bool):
         raise ArgumentError(f"constant_weights is {type(constant_weights).__name__}; it must be True or False.")
     up = None if w_up is None else facts(names[2], w_up)
-    key = key_of(facts(names[0], x), facts(names[1], w_gate), up, out_dtype, torch.is_grad_enabled())
+    key = key_of(facts(names[0], x), facts(names[1], w_gate), up, out_dtype, torch.is_grad_enabled(), constant_weights)
     if isinstance(x, torch.Tensor) and x.dim() > 2:
         x = x.flatten(0, -2)
     if w_up is not None:
@@ -137,7 +137,9 @@ def bind(
 
 
 @remembered
-def key_of(x: Facts, w_gate: Facts, w_up: Facts | None, out_dtype: torch.dtype | None, grad_enabled: bool) -> Query:
+def key_of(
+    x: Facts, w_gate: Facts, w_up: Facts | None, out_dtype: torch.dtype | None, grad_enabled: bool, constant_weights: bool
+) -> Query:
     """Run all checks that need no element values, and return the dispatch key.
 
     The result is cached by the arguments (``@remembered``), so that calls of equal shapes and dtypes are checked once.
@@ -164,6 +166,8 @@ def key_of(x: Facts, w_gate: Facts, w_up: Facts | None, out_dtype: torch.dtype |
         )
     details = {flag for each in (x, *weights) for flag in each.flags}
     flags = (form,) * (form != "dense") + tuple(sorted(details)) + ("stacked",) * (w_up is None)
+    # With constant weights some variants begin earlier. So the dispatcher looks for times that were measured with them.
+    flags += ("constant_weights",) * constant_weights
     # ``fixed`` makes plain integers of sizes that are symbolic while a call is traced, except M.
     return Query("swiglu", str(x.device), dtype, fixed(math.prod(x.shape[:-1]), columns, inner, free=1), grad, flags)
 
