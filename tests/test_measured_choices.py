@@ -1,10 +1,10 @@
 """Tests that ``auto`` takes no variant that a committed result shows to be slower than another variant of ours.
 
-``results/DEVICE/STUDY.json`` holds the times of a study on a device. For each of its cases, in each direction, the dispatcher is
-asked as on that device, and the cold time of the variant that it takes is compared with that of our fastest correct variant. Times
-count as equal up to the dispatcher's own ratio (``choice.TIE``), or up to the noise of the case where that is larger, by which
-the study tells a difference. Variants of other projects are not compared, because ``auto`` never takes them, nor are variants that
-cannot run the call any more. Ablations (``by_name_only``) are compared: one that is faster should not be an ablation.
+``results/DEVICE/STUDY.json`` holds the times of a study on a device. For each of its cases, in each direction, the dispatcher
+is asked as on that device, and the cold time of the variant that it takes is compared with that of our fastest correct variant.
+Times count as equal up to the dispatcher's own ratio (``choice.TIE``), or up to the smallest difference that the study claims at
+the case (its A/A noise) where that is larger. Variants of other projects are not compared, because ``auto`` never takes them.
+Nor are variants that cannot run the call any more. Ablations (``by_name_only``) are compared: a faster one should not be one.
 """
 
 from __future__ import annotations

@@ -131,7 +131,8 @@ def make_query(case: Case, device: str, grad: bool) -> Query:
     gate = facts("w_gate", 2 * columns if stacked else columns, kind)
     out_dtype = case.dtype if x_kind != "dense" else None
     constant = swiglu.option(case, "constant_weights")
-    return key_of(facts("x", rows, x_kind), gate, up, out_dtype, grad_enabled=False, constant_weights=constant)._replace(grad=grad)
+    query = key_of(facts("x", rows, x_kind), gate, up, out_dtype, grad_enabled=False, constant_weights=constant)
+    return query._replace(grad=grad)
 
 
 _NO_CODES = "{name} is an NVFP4Tensor; wide_gemm_alone needs operands that PyTorch multiplies."
