@@ -13,6 +13,7 @@ import torch
 
 from onelaunch import dispatch
 from onelaunch.device import architectures, hardware
+from onelaunch.device.architectures import HOPPER_SHARED_BYTES
 from onelaunch.device.hardware import Device
 from onelaunch.dispatch import choice, measured
 
@@ -28,13 +29,14 @@ HOPPERS = {
 """Hopper GPUs by name. NVIDIA sells no GPU with all 144 SMs, but plans may be asked for any number."""
 
 
-def pretend(device: Device, monkeypatch: pytest.MonkeyPatch) -> str:
+def pretend(device: Device, monkeypatch: pytest.MonkeyPatch, shared_bytes: int = HOPPER_SHARED_BYTES) -> str:
     """Make the pretended Hopper GPU answer as ``device``, also to the dispatcher, and return its name for queries.
 
-    The fixture that calls it calls :func:`forget` afterwards, since sizes and choices are cached.
+    The fixture that calls it calls :func:`forget` afterwards, since sizes and choices are cached. ``shared_bytes`` is the shared
+    memory that a CTA may use.
     """
     name = f"{device.architecture}a"
-    chip = replace(architectures.find_architecture(name), processors=device.processors)
+    chip = replace(architectures.find_architecture(name), processors=device.processors, shared_bytes=shared_bytes)
     monkeypatch.setattr(architectures, "ARCHITECTURES", {**architectures.ARCHITECTURES, name: chip})
     # To the dispatcher the device is a real one, with tables of measured times.
     monkeypatch.setattr(choice, "architecture_of", lambda _: None)
@@ -47,5 +49,6 @@ def pretend(device: Device, monkeypatch: pytest.MonkeyPatch) -> str:
 def forget() -> None:
     """Clear the caches that depend on the pretended device."""
     hardware.processors.cache_clear()
+    hardware.shared_bytes.cache_clear()
     measured._rows.cache_clear()
     dispatch.forget()

@@ -11,7 +11,8 @@ import functools
 import torch
 
 from onelaunch import cuda
-from onelaunch.device.hardware import is_hopper
+from onelaunch.device.architectures import HOPPER_SHARED_BYTES
+from onelaunch.device.hardware import is_hopper, shared_bytes
 from onelaunch.device.tools import package_installed
 from onelaunch.operation.query import Query
 
@@ -90,7 +91,15 @@ def needs_hopper(query: Query) -> str | None:
     """Return why a CUDA C++ kernel for Hopper cannot run a call, or ``None``."""
     if query.device_type != "cuda" or not is_hopper(torch.device(query.device)):
         return "needs an NVIDIA GPU of compute capability 9.0"
-    return cuda.missing()
+    return lacks_shared_memory(query) or cuda.missing()
+
+
+def lacks_shared_memory(query: Query) -> str | None:
+    """Return why a Hopper GPU cannot run kernels that were configured for all shared memory of an SM, or ``None``."""
+    device = torch.device(query.device)
+    if not is_hopper(device) or (found := shared_bytes(device)) >= HOPPER_SHARED_BYTES:
+        return None
+    return f"needs {HOPPER_SHARED_BYTES} bytes of shared memory per CTA, and this GPU has {found}"
 
 
 def not_installed(package: str) -> str | None:

@@ -15,7 +15,7 @@ import torch
 
 from onelaunch.device.hardware import is_hopper
 from onelaunch.operation import Example, Query
-from onelaunch.operation.requirements import cannot_multiply
+from onelaunch.operation.requirements import cannot_multiply, lacks_shared_memory
 from onelaunch.ops.gla.autograd import Results, attend, launches
 from onelaunch.ops.gla.contract import GlaCall, gla
 from onelaunch.ops.gla.padding import KEYS, STEP, aligned
@@ -93,6 +93,8 @@ def fits(query: Query) -> str | None:
         return f"needs K of at most {_LARGEST_WIDE} with float32 log-decays per channel: shared memory holds no two wider chunks"
     return None
 
+
+hopper.supports(lacks_shared_memory)
 
 _GROUPED: dict[str, dict[str, Any]] = {
     "4 heads of q and k": {"q_heads": 4, "k_heads": 4},

@@ -13,7 +13,7 @@ import torch
 
 from onelaunch.device.hardware import is_hopper
 from onelaunch.operation import Example, Query
-from onelaunch.operation.requirements import cannot_scan
+from onelaunch.operation.requirements import cannot_scan, lacks_shared_memory
 from onelaunch.ops.linear_rnn.autograd import launches, one_launch
 from onelaunch.ops.linear_rnn.contract import LinearRNNCall, linear_rnn
 
@@ -56,6 +56,9 @@ def fits(query: Query) -> str | None:
     if width % 8 or channels % 8:
         return "needs D and V that are multiples of 8: TMA needs rows of whole 16 bytes"
     return None
+
+
+fused_hopper.supports(lacks_shared_memory)
 
 
 @fused_hopper.examples
