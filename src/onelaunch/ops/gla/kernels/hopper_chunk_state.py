@@ -75,8 +75,8 @@ from onelaunch.kernels.gluon.compat import (
 from onelaunch.ops.gla.kernels.hopper_prepare import prepare_channels, prepare_heads
 from onelaunch.ops.gla.kernels.hopper_states import (
     add_segments,
+    query_state,
     scaled_values,
-    split_columns,
     store_final,
     store_part,
     store_state,
@@ -125,33 +125,6 @@ def load_stage(descriptors, tiles, full, at, head, value_slice, stage, enabled, 
     for group in gl.static_range(GROUPS):
         channel = (value_slice * GROUPS + group) * PANEL
         load_box(values, at, of_values, channel, SLICES * GROUPS * PANEL, bar, tiles_v.index(stage * GROUPS + group), enabled)
-
-
-@gluon.jit
-def query_panel(out, state, queries, operand: gl.constexpr, FIRST: gl.constexpr):
-    """Add the product of the queries with a state [V, PANEL] to out [V, C].
-
-    FIRST is the panel's first channel. The function waits for the product: two in flight take too many registers, and ptxas
-    then serializes all products.
-    """
-    state = gl.convert_layout(state.to(queries.dtype), operand)
-    out = warpgroup_mma(state, queries.slice(FIRST, PANEL, dim=1).permute((1, 0)), out, is_async=True)
-    return warpgroup_mma_wait(num_outstanding=0, deps=(out,))
-
-
-@gluon.jit
-def query_state(out, state, queries, operand: gl.constexpr, FIRST: gl.constexpr, KEYS: gl.constexpr):
-    """Add the product of the queries with a state [V, any number of panels] to out [V, C], panel by panel from FIRST on.
-
-    Panels of padding alone, from channel KEYS on, are left out.
-    """
-    if state.shape[1] > PANEL:
-        left, right = split_columns(state)
-        out = query_state(out, left, queries, operand, FIRST, KEYS)
-        out = query_state(out, right, queries, operand, FIRST + state.shape[1] // 2, KEYS)
-    elif FIRST < KEYS:
-        out = query_panel(out, state, queries, operand, FIRST)
-    return out
 
 
 @gluon.jit

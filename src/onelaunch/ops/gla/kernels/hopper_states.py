@@ -1,10 +1,10 @@
-"""Device functions of ``gla``'s Hopper kernels that move states and gradients between registers and global memory.
+"""Device functions of ``gla``'s Hopper kernels for states in registers: products with queries, and moves from and to memory.
 
 hopper_chunk_state.py, hopper_segment_sum.py and hopper_gradients.py call them. They compute offsets where they use them, panel by
 panel where they can: offsets of all elements, computed before a loop, would be held in registers throughout it.
 """
 
-from onelaunch.kernels.gluon.compat import fence_async_shared, gl, gluon
+from onelaunch.kernels.gluon.compat import fence_async_shared, gl, gluon, warpgroup_mma, warpgroup_mma_wait
 from onelaunch.ops.gla.kernels.hopper_tiles import PANEL, C, row_index, store_box, two_terms
 
 
@@ -12,6 +12,33 @@ from onelaunch.ops.gla.kernels.hopper_tiles import PANEL, C, row_index, store_bo
 def split_columns(x):
     """Return the left and the right half of the columns of x."""
     return gl.split(gl.permute(gl.reshape(x, [x.shape[0], 2, x.shape[1] // 2]), (0, 2, 1)))
+
+
+@gluon.jit
+def query_panel(out, state, queries, operand: gl.constexpr, FIRST: gl.constexpr):
+    """Add the product of the queries with a state [V, PANEL] to out [V, C].
+
+    FIRST is the panel's first channel. The function waits for the product: two in flight take too many registers, and ptxas
+    then serializes all products.
+    """
+    state = gl.convert_layout(state.to(queries.dtype), operand)
+    out = warpgroup_mma(state, queries.slice(FIRST, PANEL, dim=1).permute((1, 0)), out, is_async=True)
+    return warpgroup_mma_wait(num_outstanding=0, deps=(out,))
+
+
+@gluon.jit
+def query_state(out, state, queries, operand: gl.constexpr, FIRST: gl.constexpr, KEYS: gl.constexpr):
+    """Add the product of the queries with a state [V, any number of panels] to out [V, C], panel by panel from FIRST on.
+
+    Panels of padding alone, from channel KEYS on, are left out.
+    """
+    if state.shape[1] > PANEL:
+        left, right = split_columns(state)
+        out = query_state(out, left, queries, operand, FIRST, KEYS)
+        out = query_state(out, right, queries, operand, FIRST + state.shape[1] // 2, KEYS)
+    elif FIRST < KEYS:
+        out = query_panel(out, state, queries, operand, FIRST)
+    return out
 
 
 @gluon.jit
