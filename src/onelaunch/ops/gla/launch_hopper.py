@@ -142,6 +142,7 @@ def _state_pass(
     initial: torch.Tensor | None,
     final: torch.Tensor | None = None,
     factors: torch.Tensor | None = None,
+    turns: bool = False,
 ) -> None:
     """Run a pass along time: fill ``out`` if given, and ``states``, if not empty, with the state that enters each chunk.
 
@@ -160,6 +161,7 @@ def _state_pass(
             it is not wanted.
         factors: Factors of :class:`Rescaled` if the values are a scaled gradient: ``initial`` is scaled by the first, and
             ``out`` and ``final`` by the second. ``None`` if nothing was scaled.
+        turns: Flag that loads, preparing and multiplying take turns, for a control (TURNS in kernels/hopper_chunk_state.py).
     """
     from onelaunch.ops.gla.kernels.hopper_chunk_state import chunk_state_kernel
     from onelaunch.ops.gla.kernels.hopper_segment_sum import segment_sum_kernel
@@ -186,7 +188,8 @@ def _state_pass(
     segment_steps = cdiv(cdiv(length, CHUNK), segments) * CHUNK if segments > 1 else _WHOLE
     options: dict[str, Any] = {
         "SLICES": slices, "PACKED": offsets is not None, "REVERSE": operands.reverse,
-        "SPLIT_KEYS": not call.scalar or bool(states) or final is not None, "KEYS": keys, "K": padded, "num_warps": 4,
+        "SPLIT_KEYS": not call.scalar or bool(states) or final is not None, "KEYS": keys, "K": padded, "TURNS": turns,
+        "num_warps": 4,
     }  # fmt: skip
     summed_heads = heads if operands.reverse else states_heads
     sums: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
@@ -240,11 +243,16 @@ def empty_states(call: Attention, count: int, heads: int | None = None) -> list[
     return [torch.empty(shape, dtype=call.q.dtype, device=call.q.device) for _ in range(count)]
 
 
-def forward(call: Attention, states: list[torch.Tensor] | None = None, final: torch.Tensor | None = None) -> torch.Tensor:
-    """Compute ``o [B, T, H, V]``; fill ``states`` for :func:`backward` and the final state ``[N, H, K, V]``, where given."""
+def forward(
+    call: Attention, states: list[torch.Tensor] | None = None, final: torch.Tensor | None = None, *, turns: bool = False
+) -> torch.Tensor:
+    """Compute ``o [B, T, H, V]``; fill ``states`` for :func:`backward` and the final state ``[N, H, K, V]``, where given.
+
+    With ``turns`` loads, preparing and multiplying take turns (the ablation ``hopper_in_turns``).
+    """
     out = empty_output(call)
     operands = PassOperands(call.q, call.k, call.v, reverse=False)
-    _state_pass(call, operands, out, states or [], initial=call.sequences.initial, final=final)
+    _state_pass(call, operands, out, states or [], initial=call.sequences.initial, final=final, turns=turns)
     return out
 
 
@@ -274,6 +282,8 @@ def backward(
     normalizer: float | None = None,
     states: list[torch.Tensor] | None = None,
     dfinal: torch.Tensor | None = None,
+    *,
+    turns: bool = False,
 ) -> Gradients:
     """Compute the gradients of q, k, v, g and the initial state from those of ``o`` and of the final state.
 
@@ -296,6 +306,7 @@ def backward(
         states: States that :func:`forward` filled. A state pass computes them again from the inputs if there are none, or only
             one tensor of them where log-decays are float32 and one per channel, which take two terms.
         dfinal: Gradient of the final state, ``[N, H, K, V]`` float32; ``None`` for zeros.
+        turns: Flag that in both passes loads, preparing and multiplying take turns. The kernel of dq, dk and dg has one role.
     """
     from onelaunch.ops.gla.kernels.hopper_gradients import gradients_kernel
 
@@ -309,7 +320,8 @@ def backward(
         # One dg per head is a sum over a whole state, in which the state's rounding would show, as it would in a float32 dg of
         # strong decay: see kernels/hopper_gradients.py.
         states = empty_states(call, 2 if call.scalar or wide_decays else 1) if aliased is None else [aliased[0]]
-        _state_pass(call, PassOperands(None, k, v, reverse=False), None, states, initial=call.sequences.initial)
+        by_keys = PassOperands(None, k, v, reverse=False)
+        _state_pass(call, by_keys, None, states, initial=call.sequences.initial, turns=turns)
     dstates = empty_states(call, 2 if wide_decays else 1, heads) if aliased is None else [aliased[1]]
     dq, dk, dv = output_like(q, to_q), output_like(k, to_k), output_like(v, to_v)
     dinitial = empty_final(call, wanted=call.sequences.initial is not None)
@@ -318,6 +330,7 @@ def backward(
     _state_pass(
         call, PassOperands(k, q, do, reverse=True), v_parts, dstates,
         initial=None if dfinal is None else dfinal.contiguous(), final=initial_parts, factors=factors,
+        turns=turns,
     )  # fmt: skip
     _add_parts((v_parts, dv), (initial_parts, by_rows))
     del v_parts, initial_parts

@@ -52,6 +52,10 @@ Memory     values are read and outputs written once, queries, keys and log-decay
            recurrence ends stores it from registers. With REVERSE that is the gradient of the initial state, and the state
            starts from the gradient of the final one. Where heads share values or a state, each stores its float32 part of dv
            or of the initial state's gradient; sum_heads.py adds up the parts.
+Turns      with TURNS nothing overlaps, as a control that measures what overlap gains: a chunk's loads are issued once all groups
+           have finished the chunk before and their stores have read their tiles; ``prepare`` waits for the loads, and
+           ``multiply`` for the scores too. Tiles, stages, products and registers stay the same. hopper_segment_sum.py does
+           likewise. onelaunch/ablations/gla_in_turns.py launches it.
 Segments   where heads do not fill the chip, T is cut into segments (a chunk-parallel scan). hopper_segment_sum.py first stores
            what each segment adds to the state, and its decay. Here each CTA starts from the decayed sum over the segments before
            its own, added in the order of time, so results are deterministic.
@@ -131,7 +135,8 @@ def load_stage(descriptors, tiles, full, at, head, value_slice, stage, enabled, 
 def multiply(descriptors, outputs, state_pointers, tiles, vectors, bars, offsets, T, sizes, values, GROUP: gl.constexpr,
              GROUPS: gl.constexpr, SLICES: gl.constexpr, PACKED: gl.constexpr, OUTPUT: gl.constexpr,
              REVERSE: gl.constexpr, STORE_STATES: gl.constexpr, STAGED: gl.constexpr, ALIASED: gl.constexpr, SCALAR: gl.constexpr,
-             SEGMENTED: gl.constexpr, SPLIT_KEYS: gl.constexpr, KEYS: gl.constexpr, SHARED: gl.constexpr):  # fmt: skip
+             SEGMENTED: gl.constexpr, SPLIT_KEYS: gl.constexpr, KEYS: gl.constexpr, SHARED: gl.constexpr,
+             TURNS: gl.constexpr):  # fmt: skip
     """Run the role of one warpgroup that holds a state [V, K] for PANEL values, for all chunks of a segment.
 
     Start from the initial state and the sums of the segments before. Per chunk: store the state if STORE_STATES; wait for
@@ -180,7 +185,7 @@ def multiply(descriptors, outputs, state_pointers, tiles, vectors, bars, offsets
         state = add_segments(state, sums, summed, segment, segments, rows_of_state, first_value, REVERSE, KEYS)
     chunks = gl.cdiv(steps, C)
     if GROUP == 0:
-        for i in gl.static_range(STAGES):
+        for i in gl.static_range(1 if TURNS else STAGES):
             at = row + chunk_of(i, chunks, REVERSE) * C
             load_stage(descriptors, tiles, full, at, head, value_slice, i, i < chunks, GROUPS, SLICES, OUTPUT, SCALAR, SHARED)
     if initial is not None:  # behind the first TMA loads, which would else spill registers
@@ -206,6 +211,10 @@ def multiply(descriptors, outputs, state_pointers, tiles, vectors, bars, offsets
         left = steps - j * C
         b_v = tiles_v.index(stage * GROUPS + GROUP)
         b_k = tiles_k.index(stage)
+        if TURNS:
+            mbarrier.wait(decayed.index(stage), phase)
+            if OUTPUT:
+                mbarrier.wait(scores_full.index(stage), phase)
         if STORE_STATES:
             of_head = (slot + j) * heads + head
             # Counts rows of K elements. Forward, heads that share a state store the same one.
@@ -279,19 +288,20 @@ def multiply(descriptors, outputs, state_pointers, tiles, vectors, bars, offsets
             state = warpgroup_mma_wait(num_outstanding=0, deps=(state,))
             if not SCALAR:
                 state = state * ends_flat.index(2 * stage + 1).load(across)[None, :]
-        if OUTPUT:
-            tma_store_wait(pendings=0)  # the store of the output of the chunk before has read its tile
-            freed = (stage + STAGES - 1) % STAGES
-            freed_turn = c - 1
-        else:
-            freed = stage
-            freed_turn = c
-        mbarrier.arrive(empty.index(freed), count=1, pred=freed_turn >= 0)
-        if GROUP == 0:
-            refill = (freed_turn >= 0) & (freed_turn + STAGES < chunks)
-            mbarrier.wait(empty.index(freed), (freed_turn // STAGES) & 1, pred=refill)
-            at = row + chunk_of(freed_turn + STAGES, chunks, REVERSE) * C
-            load_stage(descriptors, tiles, full, at, head, value_slice, freed, refill, GROUPS, SLICES, OUTPUT, SCALAR, SHARED)
+        if not TURNS:
+            if OUTPUT:
+                tma_store_wait(pendings=0)  # the store of the output of the chunk before has read its tile
+                freed = (stage + STAGES - 1) % STAGES
+                freed_turn = c - 1
+            else:
+                freed = stage
+                freed_turn = c
+            mbarrier.arrive(empty.index(freed), count=1, pred=freed_turn >= 0)
+            if GROUP == 0:
+                refill = (freed_turn >= 0) & (freed_turn + STAGES < chunks)
+                mbarrier.wait(empty.index(freed), (freed_turn // STAGES) & 1, pred=refill)
+                at = row + chunk_of(freed_turn + STAGES, chunks, REVERSE) * C
+                load_stage(descriptors, tiles, full, at, head, value_slice, freed, refill, GROUPS, SLICES, OUTPUT, SCALAR, SHARED)
         if OUTPUT:
             at = row + j * C
             if factors is not None:
@@ -314,6 +324,15 @@ def multiply(descriptors, outputs, state_pointers, tiles, vectors, bars, offsets
                     gl.store(tile + t * pitch + u, b_v.load(rows), mask=inside)
             if not SCALAR:  # only now, when out takes no registers any more
                 state = state * ends_flat.index(2 * stage + 1).load(across)[None, :]
+        if TURNS:
+            tma_store_wait(pendings=0)  # the stores of this chunk's output and state have read their tiles
+            mbarrier.arrive(empty.index(stage), count=1)
+            if GROUP == 0:
+                more = c + 1 < chunks
+                mbarrier.wait(empty.index(stage), phase, pred=more)
+                at = row + chunk_of(c + 1, chunks, REVERSE) * C
+                after = (stage + 1) % STAGES
+                load_stage(descriptors, tiles, full, at, head, value_slice, after, more, GROUPS, SLICES, OUTPUT, SCALAR, SHARED)
         stage += 1
         if stage == STAGES:
             stage = 0
@@ -346,7 +365,7 @@ def chunk_state_kernel(
     REVERSE: gl.constexpr, STORE_STATES: gl.constexpr, STAGED: gl.constexpr, ALIASED: gl.constexpr,
     SEGMENTED: gl.constexpr, SPLIT_KEYS: gl.constexpr, KEYS: gl.constexpr, K: gl.constexpr,
     GROUPS: gl.constexpr, STAGES: gl.constexpr, SCORES: gl.constexpr,
-    MULTIPLY_REGISTERS: gl.constexpr, PREPARE_REGISTERS: gl.constexpr, SHARED: gl.constexpr,
+    MULTIPLY_REGISTERS: gl.constexpr, PREPARE_REGISTERS: gl.constexpr, SHARED: gl.constexpr, TURNS: gl.constexpr,
 ):  # fmt: skip
     """Run the chunk state pass, and with OUTPUT the chunk output, over one segment of time; see the top of the file.
 
@@ -369,7 +388,7 @@ def chunk_state_kernel(
     SLICES: slices of 64 GROUPS values in a head. LIMIT: largest sum of log-decays over half a chunk, in magnitude, that counts
     as moderate. SHARED: heads of the grid that share one of a tensor, see ``head_of``. SCORES: buffers of scores, 1 or STAGES.
     MULTIPLY_REGISTERS, PREPARE_REGISTERS: registers per thread that ``warp_specialize`` assigns to the second ``multiply``
-    warpgroup, where there is one, and to ``prepare``.
+    warpgroup, where there is one, and to ``prepare``. TURNS: see Turns, at the top.
     """
     SCALAR: gl.constexpr = g is None
     E: gl.constexpr = keys.dtype
@@ -434,12 +453,12 @@ def chunk_state_kernel(
             [
                 (multiply, (descriptors, outputs, state_pointers, tiles, vectors, bars, offsets, T, sizes, values, 0, GROUPS,
                             SLICES, PACKED, OUTPUT, REVERSE, STORE_STATES, STAGED, ALIASED, SCALAR,
-                            SEGMENTED, SPLIT_KEYS, KEYS, SHARED)),
+                            SEGMENTED, SPLIT_KEYS, KEYS, SHARED, TURNS)),
                 (multiply, (descriptors, outputs, state_pointers, tiles, vectors, bars, offsets, T, sizes, values, 1, GROUPS,
                             SLICES, PACKED, OUTPUT, REVERSE, STORE_STATES, STAGED, ALIASED, SCALAR,
-                            SEGMENTED, SPLIT_KEYS, KEYS, SHARED)),
+                            SEGMENTED, SPLIT_KEYS, KEYS, SHARED, TURNS)),
                 (prepare, (tiles, vectors, bars, offsets, log_decay, T, sizes, scale, LIMIT, SLICES, PACKED,
-                           OUTPUT, REVERSE, SCALAR, SHARED)),
+                           OUTPUT, REVERSE, SCALAR, SHARED, TURNS)),
             ],
             [4, 4],
             [MULTIPLY_REGISTERS, PREPARE_REGISTERS],
@@ -449,9 +468,9 @@ def chunk_state_kernel(
             [
                 (multiply, (descriptors, outputs, state_pointers, tiles, vectors, bars, offsets, T, sizes, values, 0, GROUPS,
                             SLICES, PACKED, OUTPUT, REVERSE, STORE_STATES, STAGED, ALIASED, SCALAR,
-                            SEGMENTED, SPLIT_KEYS, KEYS, SHARED)),
+                            SEGMENTED, SPLIT_KEYS, KEYS, SHARED, TURNS)),
                 (prepare, (tiles, vectors, bars, offsets, log_decay, T, sizes, scale, LIMIT, SLICES, PACKED,
-                           OUTPUT, REVERSE, SCALAR, SHARED)),
+                           OUTPUT, REVERSE, SCALAR, SHARED, TURNS)),
             ],
             [4],
             [PREPARE_REGISTERS],
@@ -462,9 +481,9 @@ def chunk_state_kernel(
 @gluon.jit
 def prepare(tiles, vectors, bars, offsets, log_decay, T, sizes, scale, LIMIT: gl.constexpr, SLICES: gl.constexpr,
             PACKED: gl.constexpr, OUTPUT: gl.constexpr, REVERSE: gl.constexpr,
-            SCALAR: gl.constexpr, SHARED: gl.constexpr):  # fmt: skip
+            SCALAR: gl.constexpr, SHARED: gl.constexpr, TURNS: gl.constexpr):  # fmt: skip
     """Run the role of the warpgroup that decays queries and keys and computes scores, for every chunk of the segment."""
     if SCALAR:
-        prepare_heads(tiles, vectors, bars, offsets, log_decay, T, sizes, scale, SLICES, PACKED, OUTPUT, REVERSE, SHARED)
+        prepare_heads(tiles, vectors, bars, offsets, log_decay, T, sizes, scale, SLICES, PACKED, OUTPUT, REVERSE, SHARED, TURNS)
     else:
         prepare_channels(tiles, vectors, bars, offsets, T, sizes, scale, LIMIT, SLICES, PACKED, OUTPUT, REVERSE)

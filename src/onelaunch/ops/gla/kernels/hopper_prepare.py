@@ -366,19 +366,21 @@ def prepare_channels(tiles, vectors, bars, offsets, T, sizes, scale, LIMIT: gl.c
 
 @gluon.jit
 def prepare_heads(tiles, vectors, bars, offsets, log_decay, T, sizes, scale, SLICES: gl.constexpr,
-                  PACKED: gl.constexpr, OUTPUT: gl.constexpr, REVERSE: gl.constexpr, SHARED: gl.constexpr):  # fmt: skip
+                  PACKED: gl.constexpr, OUTPUT: gl.constexpr, REVERSE: gl.constexpr, SHARED: gl.constexpr,
+                  TURNS: gl.constexpr):  # fmt: skip
     """Run the prepare role for one decay per head: all chunks of this CTA's segment, one after the other.
 
     Queries and keys stay as they are. The warpgroups that hold the state multiply by the factors written here: ``ends`` has two
     rows [C] per stage, a factor per step for the product of queries and state and one for the values, and ``whole_decay`` has
     the factor of the state. The function arrives at ``decayed`` as soon as they are written, before it computes the scores. The
-    log-decays of the next chunk are loaded from global memory one chunk ahead. Log-decays below MIN_LOG_DECAY, -inf included,
-    are raised to it: its exponential is 0 too, and differences of their sums are still exact enough. ``sums`` [C] is scratch
-    through which sums of log-decays change their layout.
+    log-decays of the next chunk are loaded from global memory one chunk ahead; with TURNS those of a chunk are loaded when all
+    groups have finished the chunk before. Log-decays below MIN_LOG_DECAY, -inf included, are raised to it: its exponential is 0
+    too, and differences of their sums are still exact enough. ``sums`` [C] is scratch through which sums of log-decays change
+    their layout.
     """
     tiles_q, tiles_k, _, _, _, tiles_s, _ = tiles
     sums, ends, whole_decay = vectors
-    full, decayed, scores_full, _, scores_empty = bars
+    full, decayed, scores_full, empty, scores_empty = bars
     E: gl.constexpr = tiles_k.dtype
     STAGES: gl.constexpr = tiles_k.shape[0]
     SCORES: gl.constexpr = tiles_s.shape[0]
@@ -403,11 +405,18 @@ def prepare_heads(tiles, vectors, bars, offsets, log_decay, T, sizes, scale, SLI
         left = steps - j * C
         queries = tiles_q.index(stage)
         keys = tiles_k.index(stage)
-        g = next_g.to(gl.float32)
+        if TURNS:
+            last = gl.maximum(c - 1, 0)
+            mbarrier.wait(empty.index(last % STAGES), (last // STAGES) & 1, pred=c > 0)
+            g = gl.load(p_g, mask=step < left, other=0.0).to(gl.float32)
+            mbarrier.wait(full.index(stage), (c // STAGES) & 1)
+        else:
+            g = next_g.to(gl.float32)
         g = gl.where(g < MIN_LOG_DECAY, MIN_LOG_DECAY, g)
         p_g += -C * decay_heads if REVERSE else C * decay_heads
-        next_left = steps - chunk_of(c + 1, chunks, REVERSE) * C
-        next_g = gl.load(p_g, mask=(step < next_left) & (c + 1 < chunks), other=0.0)
+        if not TURNS:
+            next_left = steps - chunk_of(c + 1, chunks, REVERSE) * C
+            next_g = gl.load(p_g, mask=(step < next_left) & (c + 1 < chunks), other=0.0)
         before = gl.associative_scan(g, 0, plus)
         whole = gl.sum(g, 0)
         behind = whole - before

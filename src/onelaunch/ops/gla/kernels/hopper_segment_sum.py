@@ -87,12 +87,13 @@ def segment_chunks(steps, segment, segments, REVERSE: gl.constexpr):
 @gluon.jit
 def accumulate(descriptors, segment_states, tiles, bars, offsets, T, sizes, values, GROUP: gl.constexpr, GROUPS: gl.constexpr,
                SLICES: gl.constexpr, PACKED: gl.constexpr, REVERSE: gl.constexpr, SCALAR: gl.constexpr,
-               SPLIT_KEYS: gl.constexpr, SHARED: gl.constexpr):  # fmt: skip
+               SPLIT_KEYS: gl.constexpr, SHARED: gl.constexpr, TURNS: gl.constexpr):  # fmt: skip
     """Run the role of one warpgroup that sums v^T keys over the segment for PANEL value channels, and store the sum.
 
     Per chunk: wait for ``full`` and ``decayed``, multiply, wait for the product, arrive at ``empty``; GROUP 0 then refills the
-    stage. GROUP is the index of the warpgroup. The tuples are made in ``segment_sum_kernel``, which explains them; ``offsets``
-    and ``values`` (the number V of value channels) come from there as well.
+    stage, or with TURNS loads the next chunk into the next stage. GROUP is the index of the warpgroup. The tuples are made in
+    ``segment_sum_kernel``, which explains them; ``offsets`` and ``values`` (the number V of value channels) come from there as
+    well.
     """
     _, tiles_k, tiles_v, _, tiles_low, factors, _ = tiles
     full, decayed, empty, stop = bars
@@ -107,10 +108,10 @@ def accumulate(descriptors, segment_states, tiles, bars, offsets, T, sizes, valu
     state = gl.zeros([PANEL, K], gl.float32, layout=state_layout)
     chunks = segment_chunks(steps, segment, segments, REVERSE)
     limit = chunks
-    issued = gl.minimum(chunks, STAGES)
+    issued = gl.minimum(chunks, 1 if TURNS else STAGES)
     vector: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     if GROUP == 0:
-        for i in gl.static_range(STAGES):
+        for i in gl.static_range(1 if TURNS else STAGES):
             at = row + chunk_of(i, chunks, not REVERSE) * C
             load_stage(descriptors, tiles, full, at, head, value_slice, i, i < chunks, GROUPS, SLICES, False, SCALAR, SHARED)
     stage = 0
@@ -139,7 +140,10 @@ def accumulate(descriptors, segment_states, tiles, bars, offsets, T, sizes, valu
             refill = issued < limit  # limit may already have been lowered by ``stop``
             mbarrier.wait(empty.index(stage), phase, pred=refill)
             at = row + chunk_of(issued, chunks, not REVERSE) * C
-            load_stage(descriptors, tiles, full, at, head, value_slice, stage, refill, GROUPS, SLICES, False, SCALAR, SHARED)
+            free = stage
+            if TURNS:  # the next chunk's stage, which has been empty for longer
+                free = (stage + 1) % STAGES
+            load_stage(descriptors, tiles, full, at, head, value_slice, free, refill, GROUPS, SLICES, False, SCALAR, SHARED)
             issued += refill.to(gl.int32)
         stage += 1
         if stage == STAGES:
@@ -285,15 +289,16 @@ def decay_key_channels(tiles, segment_decays, bars, offsets, T, sizes, scale, SL
 
 @gluon.jit
 def decay_key_heads(tiles, segment_decays, bars, offsets, log_decay, T, sizes, scale, SLICES: gl.constexpr,
-                    PACKED: gl.constexpr, REVERSE: gl.constexpr, SHARED: gl.constexpr):  # fmt: skip
+                    PACKED: gl.constexpr, REVERSE: gl.constexpr, SHARED: gl.constexpr, TURNS: gl.constexpr):  # fmt: skip
     """Run the decay role for one decay per head: all chunks of the segment, from its far end; store the segment's decay.
 
     Keys stay as they are: the factor of each step is left for ``accumulate``, which multiplies the values by it. The log-decays
-    of the next chunk are loaded from global memory one chunk ahead. One number is their running sum, so every chunk can test it.
-    The rest is as in :func:`decay_key_channels`.
+    of the next chunk are loaded from global memory one chunk ahead; with TURNS those of a chunk are loaded when all groups have
+    finished the chunk before. One number is their running sum, so every chunk can test it. The rest is as in
+    :func:`decay_key_channels`.
     """
     _, tiles_k, _, _, _, factors, _ = tiles
-    full, decayed, _, stop = bars
+    full, decayed, empty, stop = bars
     K: gl.constexpr = tiles_k.shape[2]
     STAGES: gl.constexpr = tiles_k.shape[0]
     rows: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
@@ -314,11 +319,18 @@ def decay_key_heads(tiles, segment_decays, bars, offsets, log_decay, T, sizes, s
     while c < limit:
         stage = c % STAGES
         left = steps - chunk_of(c, chunks, not REVERSE) * C
-        g = next_g.to(gl.float32)
+        if TURNS:
+            last = gl.maximum(c - 1, 0)
+            mbarrier.wait(empty.index(last % STAGES), (last // STAGES) & 1, pred=c > 0)
+            g = gl.load(p_g, mask=step < left, other=0.0).to(gl.float32)
+            mbarrier.wait(full.index(stage), (c // STAGES) & 1)
+        else:
+            g = next_g.to(gl.float32)
         g = gl.where(g < MIN_LOG_DECAY, MIN_LOG_DECAY, g)
         p_g += C * decay_heads if REVERSE else -C * decay_heads
-        next_left = steps - chunk_of(c + 1, chunks, not REVERSE) * C
-        next_g = gl.load(p_g, mask=(step < next_left) & (c + 1 < chunks), other=0.0)
+        if not TURNS:
+            next_left = steps - chunk_of(c + 1, chunks, not REVERSE) * C
+            next_g = gl.load(p_g, mask=(step < next_left) & (c + 1 < chunks), other=0.0)
         before = gl.associative_scan(g, 0, plus)
         whole = gl.sum(g, 0)
         factor = exp(carry + before) * scale if REVERSE else exp(carry + whole - before)
@@ -342,10 +354,10 @@ def decay_key_heads(tiles, segment_decays, bars, offsets, log_decay, T, sizes, s
 @gluon.jit
 def decay_keys(tiles, segment_decays, bars, offsets, log_decay, T, sizes, scale, SLICES: gl.constexpr,
                PACKED: gl.constexpr, REVERSE: gl.constexpr, SCALAR: gl.constexpr,
-               KEYS: gl.constexpr, SHARED: gl.constexpr):  # fmt: skip
+               KEYS: gl.constexpr, SHARED: gl.constexpr, TURNS: gl.constexpr):  # fmt: skip
     """Run the role of the warpgroup that decays keys or values to the far end of the segment, for every chunk."""
     if SCALAR:
-        decay_key_heads(tiles, segment_decays, bars, offsets, log_decay, T, sizes, scale, SLICES, PACKED, REVERSE, SHARED)
+        decay_key_heads(tiles, segment_decays, bars, offsets, log_decay, T, sizes, scale, SLICES, PACKED, REVERSE, SHARED, TURNS)
     else:
         decay_key_channels(tiles, segment_decays, bars, offsets, T, sizes, scale, SLICES, PACKED, REVERSE, KEYS)
 
@@ -356,7 +368,7 @@ def segment_sum_kernel(
     SLICES: gl.constexpr, PACKED: gl.constexpr, REVERSE: gl.constexpr, SPLIT_KEYS: gl.constexpr,
     KEYS: gl.constexpr, K: gl.constexpr,
     GROUPS: gl.constexpr, STAGES: gl.constexpr, PREPARE_REGISTERS: gl.constexpr, MULTIPLY_REGISTERS: gl.constexpr,
-    SHARED: gl.constexpr,
+    SHARED: gl.constexpr, TURNS: gl.constexpr,
 ):  # fmt: skip
     """Sum up what a segment adds to the state; see the top of the file.
 
@@ -366,7 +378,8 @@ def segment_sum_kernel(
     [N, H, segments, V, K] and ``segment_decays`` [N, H, segments, K] are float32 results. ``offsets`` [N + 1] are the first
     rows of packed sequences, read with PACKED. ``segment_steps`` is the length of a segment, a multiple of C, unless PACKED
     (``segment_span``); ``values`` is V. ``scale`` is used with REVERSE only. PREPARE_REGISTERS and MULTIPLY_REGISTERS are the
-    registers of a thread of the decaying warpgroup and of the second accumulating one.
+    registers of a thread of the decaying warpgroup and of the second accumulating one. With TURNS a chunk is loaded when the one
+    before it is finished, so that loads, ``decay_keys`` and ``accumulate`` take turns: see hopper_chunk_state.py.
     """
     SCALAR: gl.constexpr = g is None
     E: gl.constexpr = keys.dtype
@@ -411,11 +424,11 @@ def segment_sum_kernel(
         gl.warp_specialize(
             [
                 (accumulate, (descriptors, segment_states, tiles, bars, offsets, T, sizes, values, 0, GROUPS, SLICES,
-                       PACKED, REVERSE, SCALAR, SPLIT_KEYS, SHARED)),
+                       PACKED, REVERSE, SCALAR, SPLIT_KEYS, SHARED, TURNS)),
                 (accumulate, (descriptors, segment_states, tiles, bars, offsets, T, sizes, values, 1, GROUPS, SLICES,
-                       PACKED, REVERSE, SCALAR, SPLIT_KEYS, SHARED)),
+                       PACKED, REVERSE, SCALAR, SPLIT_KEYS, SHARED, TURNS)),
                 (decay_keys, (tiles, segment_decays, bars, offsets, log_decay, T, sizes, scale, SLICES, PACKED, REVERSE,
-                        SCALAR, KEYS, SHARED)),
+                        SCALAR, KEYS, SHARED, TURNS)),
             ],
             [4, 4],
             [MULTIPLY_REGISTERS, PREPARE_REGISTERS],
@@ -424,9 +437,9 @@ def segment_sum_kernel(
         gl.warp_specialize(
             [
                 (accumulate, (descriptors, segment_states, tiles, bars, offsets, T, sizes, values, 0, GROUPS, SLICES,
-                       PACKED, REVERSE, SCALAR, SPLIT_KEYS, SHARED)),
+                       PACKED, REVERSE, SCALAR, SPLIT_KEYS, SHARED, TURNS)),
                 (decay_keys, (tiles, segment_decays, bars, offsets, log_decay, T, sizes, scale, SLICES, PACKED, REVERSE,
-                        SCALAR, KEYS, SHARED)),
+                        SCALAR, KEYS, SHARED, TURNS)),
             ],
             [4],
             [PREPARE_REGISTERS],
