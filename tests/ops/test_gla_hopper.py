@@ -247,6 +247,23 @@ def test_results_are_the_same_to_the_last_bit(lengths, per, device):
 @gpu
 @on_hopper
 @each_layout
+@pytest.mark.parametrize("decay", ["mixed", "strong"])
+@pytest.mark.parametrize("parts", [1, 3])
+def test_in_turns_results_are_the_same_to_the_last_bit(parts, decay, per, device, monkeypatch):
+    """The control ``hopper_in_turns`` orders the work of each chunk, but computes the same. With strong decay sums stop early."""
+    from onelaunch.ops.gla import launch_hopper
+
+    monkeypatch.setattr(launch_hopper, "segment_count", lambda *_: parts)
+    for size in (64, 128, 256):
+        options = {"T": 2000, "K": size, "V": size, "decay": decay, "decay_per": per}
+        arguments = made(device, **options, initial_state=True, final_state=True, grad=True)
+        expected, found = (results(GLA, arguments, variant) for variant in ("hopper", "hopper_in_turns"))
+        assert {name for name, value in expected.items() if not torch.equal(found[name], value)} == set()
+
+
+@gpu
+@on_hopper
+@each_layout
 def test_stores_finish_before_their_shared_memory_is_reused(per, device):
     """Reductions once reused the buffer of dq while it was still being copied out.
 

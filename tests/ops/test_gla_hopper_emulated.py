@@ -10,6 +10,8 @@ expected values. ``emulate`` replaces the kernels by their emulation for a test.
 
 from __future__ import annotations
 
+import itertools
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +19,7 @@ import pytest
 import torch
 
 from onelaunch.workbench.verify.poison import poisoned
+from tests.ops import gluon_on_cpu
 from tests.ops.cases import GLA, arguments_of, assert_near
 from tests.ops.gluon_on_cpu import emulate
 from tests.ops.rescaled import rescaled
@@ -221,3 +224,68 @@ def test_gradients_go_into_columns_of_a_matrix(keys, values, aliased, monkeypatc
     for name in "qkvg":
         assert torch.equal(getattr(found, name), getattr(expected, name))
         assert getattr(expected, name).isfinite().all()
+
+
+def recorded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return a list that grows by "load" with each TMA load, and with each product by the name of the role that multiplies."""
+    events: list[str] = []
+    role = threading.local()
+    specialize, load, multiply = gluon_on_cpu.warp_specialize, gluon_on_cpu.tma_load, gluon_on_cpu.warpgroup_mma
+
+    def named(function):
+        def run(*arguments):
+            role.name = function.__name__
+            function(*arguments)
+
+        return run
+
+    def specialize_named(partitions, warps, registers):
+        specialize([(named(function), arguments) for function, arguments in partitions], warps, registers)
+
+    def load_recorded(source, coordinates, bar, tile, pred=True):
+        if bool(pred):
+            events.append("load")
+        load(source, coordinates, bar, tile, pred)
+
+    def multiply_recorded(*arguments, **options):
+        events.append(role.name)
+        return multiply(*arguments, **options)
+
+    for name, function in (
+        ("warp_specialize", specialize_named), ("tma_load", load_recorded), ("warpgroup_mma", multiply_recorded),
+    ):  # fmt: skip
+        monkeypatch.setattr(gluon_on_cpu, name, function)
+    return events
+
+
+@pytest.mark.parametrize(("per", "values"), [("channel", 64), ("head", 128)])
+def test_in_turns_a_chunk_is_loaded_prepared_and_multiplied_before_the_next(per, values, monkeypatch):
+    """T is two segments of more chunks than there are stages. The control gives the same bits as ``hopper`` without overlap."""
+    options = {"B": 1, "H": 1, "T": 580, "K": 64, "V": values, "initial_state": True, "final_state": True, "decay": "weak"}
+    call = GLA.bind(**arguments_of(GLA, **options, decay_per=per, dtype="bfloat16"))
+    events = recorded(monkeypatch)
+    emulate(monkeypatch, segments=2)
+    expected = GLA.get("hopper").run(call)
+    overlapped = [name for name, _ in itertools.groupby(events)]
+    events.clear()
+    with poisoned():
+        found = GLA.get("hopper_in_turns").run(call)
+    assert all(map(torch.equal, found, expected))
+    in_turns = [name for name, _ in itertools.groupby(events)]
+    sums = ["load", "decay_keys", "accumulate"] if per == "channel" else ["load", "accumulate"]  # per head it only scales values
+    assert in_turns == sums * 5 + ["load", "prepare", "multiply"] * 10
+    assert overlapped != in_turns
+
+
+@pytest.mark.parametrize("per", thorough_but("head", of=("channel", "head")))
+def test_gradients_in_turns_have_the_same_bits(per, monkeypatch):
+    """Heads of 60 values are copied into aligned ones, in both variants."""
+    arguments = arguments_of(GLA, B=1, H=1, T=200, K=32, V=60, decay_per=per, initial_state=True, dtype="bfloat16")
+    emulate(monkeypatch)
+    leaves = [arguments[name].requires_grad_() for name in (*"qkvg", "initial_state")]
+    gradients = []
+    for variant in ("hopper", "hopper_in_turns"):
+        with poisoned():
+            o, _ = GLA.get(variant).run(GLA.bind(**arguments))
+            gradients.append(torch.autograd.grad(o, leaves, drawn(o)))
+    assert all(map(torch.equal, *gradients))

@@ -2,8 +2,8 @@
 
 ``onelaunch::gla_forward`` runs the launches of the variant whose name it is given, see :data:`launches`. Only the inputs are
 saved for ``onelaunch::gla_backward``, which computes the states again. The backward pass has kernels of its own for ``hopper``
-alone; all other variants share the portable ones. The variants in ``variants/`` and in ``onelaunch/ablations`` call
-:func:`attend`.
+and its control :data:`IN_TURNS`; all other variants share the portable ones. The variants in ``variants/`` and in
+``onelaunch/ablations`` call :func:`attend`.
 """
 
 from __future__ import annotations
@@ -27,6 +27,9 @@ Results: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 
 Run: TypeAlias = "Callable[[Attention, bool], Results]"
 """Function from a call's tensors, and from whether the final state is wanted, to the results."""
+
+IN_TURNS = "hopper_in_turns"
+"""Name of the control of ``hopper`` without overlap, in ablations/gla_in_turns.py."""
 
 launches: Launches[Run] = Launches()
 """Launches of forward passes by the names of variants, which register them in variants/ and in ablations."""
@@ -66,7 +69,9 @@ def run_backward(
     from onelaunch.ops.gla import launch, launch_hopper
 
     call = launch.Attention.of(q, k, v, g, initial, offsets, scale)
-    return launch_hopper.backward(call, do, dfinal=dfinal) if kernel == "hopper" else launch.backward(call, do, dfinal)
+    if kernel in ("hopper", IN_TURNS):
+        return launch_hopper.backward(call, do, dfinal=dfinal, turns=kernel == IN_TURNS)
+    return launch.backward(call, do, dfinal)
 
 
 def save(ctx: Any, inputs: tuple[Any, ...], output: Results) -> None:

@@ -28,6 +28,16 @@ _LARGEST_WIDE = 128
 """Largest size K of heads with float32 log-decays per channel, which take twice the shared memory."""
 
 
+TAGS: dict[str, Any] = {
+    "launches": 1, "backward_launches": 3, "fuses": ("decay", "scores", "states"), "hands": ("aligned",), "chunk": 64,
+    "backward_hands": (
+        "aligned", "rounded_states", "rounded_state_gradients", "second_terms", "partial_gradients", "partial_value_gradients",
+    ),
+    "padded": True, "gemm": "gluon", "architectures": ("sm_90a",),
+}  # fmt: skip
+"""Tags and capabilities of ``hopper``, which its control in ablations/gla_in_turns.py shares."""
+
+
 @launches("hopper")
 def launch_forward(call: Attention, want_final: bool) -> Results:
     """Launch the pass along time, which stores the final state from its registers if it is wanted."""
@@ -37,13 +47,7 @@ def launch_forward(call: Attention, want_final: bool) -> Results:
     return launch_hopper.forward(call, final=final if want_final else None), final
 
 
-@gla.variant(
-    "hopper", launches=1, backward_launches=3, fuses=("decay", "scores", "states"), hands=("aligned",), chunk=64,
-    backward_hands=(
-        "aligned", "rounded_states", "rounded_state_gradients", "second_terms", "partial_gradients", "partial_value_gradients",
-    ),
-    padded=True, gemm="gluon", architectures=("sm_90a",),
-)  # fmt: skip
+@gla.variant("hopper", **TAGS)
 def hopper(call: GlaCall) -> Results:
     """Compute o in one launch along time, or two where T is cut into segments to fill the chip; states stay in registers.
 
@@ -57,14 +61,19 @@ def hopper(call: GlaCall) -> Results:
     product or more is of padding, which costs no time as long as memory decides. Heads whose sizes are no multiples of 8, which
     TMA cannot address, are copied into the next larger multiple, and so are their gradients on the way back.
     """
+    return attend_aligned(call, "hopper")
+
+
+def attend_aligned(call: GlaCall, kernel: str) -> Results:
+    """Run the variant named ``kernel``, of these kernels; heads whose sizes TMA cannot address are copied into larger ones."""
     *_, keys, values = call.query().sizes
     if keys % STEP == 0 and values % STEP == 0:
-        return attend(call, "hopper")
+        return attend(call, kernel)
     # Padding keeps results as they are: its queries, keys and values are 0, and its log-decays of 0 decay nothing.
     initial = None if call.initial_state is None else aligned(call.initial_state, states=True)
     g = call.g if call.per_head else aligned(call.g)
     padded = call._replace(q=aligned(call.q), k=aligned(call.k), v=aligned(call.v), g=g, initial_state=initial)
-    o, final = attend(padded, "hopper")
+    o, final = attend(padded, kernel)
     if call.output_final_state:
         final = _row_major(final[..., :keys, :values])
     return _row_major(o[..., :values]), final
