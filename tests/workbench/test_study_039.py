@@ -1,5 +1,7 @@
 """Tests of study 039, of chunkwise gated linear attention (the operation ``gla``): its shapes, criteria and what it skips.
 
+They also compare it with 039-overlap, which asks for the share of overlap at its shapes.
+
 The write-up is the text whose figures the study's ``notes`` quote. The study asks its questions again, and adds shapes for
 which other projects publish figures. ``RATES`` are made-up peaks of a device.
 """
@@ -76,3 +78,24 @@ def test_step_loops_over_long_sequences_are_skipped_on_a_gpu(study):
         if cell.variant == "recurrent":
             assert ((cell.shape.name, "recurrent") in left_out) == (cell.shape.sizes["T"] > 1024)
     assert ("1x131072x16x128", "chunked") in left_out
+
+
+def test_the_share_of_overlap_is_asked_at_the_same_shapes(study, pytestconfig):
+    """All but single steps, which ``hopper`` does not take; the write-up's also with one decay per head."""
+    overlap = load_study(pytestconfig.rootpath / "studies" / "039-overlap.toml")
+    asked = {shape.name: (shape.sizes, shape.options, shape.dtype) for shape in overlap.shapes}
+    before = {shape.name: (shape.sizes, shape.options, shape.dtype) for shape in study.at_scale("full")}
+    steps = {name for name in before if name.endswith("-decode")}
+    added = asked.keys() - before.keys()
+    assert {name: asked[name] for name in asked.keys() - added} == {name: before[name] for name in before.keys() - steps}
+    assert added == {f"4x{length}x32x64-head" for length in (1024, 2048, 4096)}
+    for name in added:
+        sizes_of, _, dtype = before[name.removesuffix("-head")]
+        assert asked[name] == (sizes_of, {"decay_per": "head"}, dtype)
+    assert overlap.directions == study.directions
+
+
+def test_the_control_of_overlap_differs_from_hopper_in_nothing_else():
+    """The workbench explains a saving by a variant whose tags differ in one factor."""
+    hopper, control = (find_operation("gla").get(name) for name in ("hopper", "hopper_in_turns"))
+    assert control.tags == {**hopper.tags, "overlap": False}
