@@ -13,6 +13,8 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch.nn import Parameter
 
+from onelaunch.launch.tf32 import float32_precision
+
 ALIGNMENT = 16
 """Bytes of which an address may be a multiple: Triton compiles kernels for such addresses, and TMA requires them."""
 
@@ -34,7 +36,8 @@ class Facts(NamedTuple):
     key: tuple[Any, ...]
     """Hashable value of everything about the inputs that may decide what is launched, without the contents of tensors.
 
-    For a tensor these are its shape, strides, dtype, device, alignment, and whether it takes a gradient now.
+    For a tensor these are its shape, strides, dtype, device, alignment, and whether it takes a gradient now. Two settings of
+    PyTorch are part of it too: whether gradients are enabled, and on a GPU the precision of float32 products.
     """
     tensors: list[torch.Tensor]
     """Tensors among the inputs, in order."""
@@ -52,6 +55,8 @@ def facts_of(inputs: Iterable[Any]) -> Facts | None:
         known = _collect(inputs, grad, key, tensors, addresses)
     except RuntimeError:  # a sparse tensor has no strides, and some tensors have no address
         return None
+    if tensors and tensors[0].is_cuda:  # on a CPU nothing depends on it, and a short call would notice that it was read
+        key.append(float32_precision())
     return Facts(tuple(key), tensors, addresses) if known else None
 
 
