@@ -205,6 +205,10 @@ def test_a_variant_that_returns_odd_results(run, words):
 SWITCHES = {
     "default dtype": (lambda: torch.set_default_dtype(torch.float64), "the default dtype from torch.float32 to torch.float64"),
     "precision": (lambda: torch.set_float32_matmul_precision("medium"), "precision of float32 matrix products"),
+    "precision by the attribute": (
+        lambda: setattr(torch.backends.cuda.matmul, "fp32_precision", "tf32"),
+        "precision of float32 matrix products",
+    ),
     "deterministic": (lambda: torch.use_deterministic_algorithms(mode=True), "deterministic algorithms"),
     "grad mode": (lambda: torch.set_grad_enabled(not torch.is_grad_enabled()), "left gradients switched on"),
     "autocast": (lambda: torch.set_autocast_enabled("cpu", enabled=True), "autocast"),

@@ -50,9 +50,27 @@ def _set_cudnn(value: tuple[bool, bool, bool]) -> None:
     torch.backends.cudnn.enabled, torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic = value
 
 
+def _read_float32_precision() -> str:
+    """Return the precision by PyTorch's older function, or by the newer attribute if that was set last: then the function raises.
+
+    The two have different words: "highest", "high" and "medium", or "ieee", "tf32" and "none".
+    """
+    try:
+        return torch.get_float32_matmul_precision()
+    except RuntimeError:
+        return torch.backends.cuda.matmul.fp32_precision
+
+
+def _set_float32_precision(value: str) -> None:
+    if value in ("highest", "high", "medium"):
+        torch.set_float32_matmul_precision(value)
+    else:
+        torch.backends.cuda.matmul.fp32_precision = value
+
+
 SWITCHES = (
     Switch("the default dtype", torch.get_default_dtype, torch.set_default_dtype),
-    Switch("the precision of float32 matrix products", torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+    Switch("the precision of float32 matrix products", _read_float32_precision, _set_float32_precision),
     Switch("the use of deterministic algorithms", _read_determinism, _set_determinism),
     Switch("grad mode", torch.is_grad_enabled, torch._C._set_grad_enabled),  # noqa: SLF001 - the public function is a context too
     Switch("autocast", _read_autocast, _set_autocast),
