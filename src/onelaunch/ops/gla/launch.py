@@ -16,6 +16,7 @@ from onelaunch.device.hardware import compute_capability
 from onelaunch.kernels.common.layout import cdiv, inner_contiguous, power_of_2
 from onelaunch.kernels.common.sequences import Sequences
 from onelaunch.launch.launch import Launch, Mma
+from onelaunch.launch.tf32 import allows_tf32
 from onelaunch.operation.requirements import interpreting
 from onelaunch.ops.gla.heads import Heads
 from onelaunch.ops.gla.kernels import backward as backward_kernels
@@ -30,15 +31,8 @@ CHUNK = chunk_kernels.CHUNK.value
 EITHER_ORDER = "stepwise"
 """Variant whose kernel also reads initial states whose keys, rather than values, are contiguous; others get a copy."""
 
-
-def _product_precision(exact: bool) -> str:
-    """Return how float32 operands are multiplied: the constant PRECISION of ``split_product`` in kernels/chunk.py.
-
-    Args:
-        exact: Flag that the product must be as accurate as a loop over time. Matrix units truncate the terms that they add,
-            so their error is 2 to 3 times that of such a loop.
-    """
-    return "ieee" if exact or interpreting() else "bf16x6"
+_TF32_GENERATION = 8
+"""First major compute capability of NVIDIA GPUs whose matrix units take TF32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +111,9 @@ _ROUNDINGS = {
     torch.float32: Rounding(parts=1, limit=8.0),
 }
 
+_TF32_ROUNDING = Rounding(parts=1)
+"""Rounding of float32 inputs that are multiplied in TF32: the rounding of the sums does not show beside that of the products."""
+
 
 class Attention(NamedTuple):
     """Tensors of a call as the kernels take them: the last dimension of q, k, v and g is contiguous.
@@ -183,8 +180,35 @@ class Attention(NamedTuple):
 
     @property
     def rounding(self) -> Rounding:
-        """Rounding of a call's factors, by the dtype of q."""
-        return _ROUNDINGS[self.q.dtype]
+        """Rounding of a call's factors, by the dtype of q and the form of its float32 products."""
+        return _TF32_ROUNDING if self.uses_tf32 else _ROUNDINGS[self.q.dtype]
+
+    @property
+    def uses_tf32(self) -> bool:
+        """Flag that the inputs are float32 and are multiplied in TF32: PyTorch's settings allow it, and the device can."""
+        if self.q.dtype is not torch.float32 or not allows_tf32() or interpreting():
+            return False
+        generation = compute_capability(self.q.device)
+        return generation is not None and generation >= _TF32_GENERATION
+
+    def precision(self, *, exact: bool) -> str:
+        """Return how float32 operands are multiplied: the constant PRECISION of ``split_product`` in kernels/chunk.py.
+
+        Args:
+            exact: Flag that the product must be as accurate as a loop over time next to 16-bit inputs. Matrix units truncate the
+                terms that they add, so their error is 2 to 3 times that of such a loop.
+        """
+        if self.uses_tf32:
+            return "tf32"
+        return "ieee" if exact or self.q.dtype is torch.float32 or interpreting() else "bf16x6"
+
+    def mma(self, *, exact: bool = False) -> Mma:
+        """Return the requirement on the matrix instructions of a kernel, which ``onelaunch inspect`` checks.
+
+        ``exact`` says that the kernel multiplies float32 without loss of precision, as it does for float32 inputs without TF32.
+        Some architectures have no matrix instruction for that.
+        """
+        return Mma.WARP_OR_NONE if self.precision(exact=exact) == "ieee" and not interpreting() else Mma.WARP
 
     @property
     def slots(self) -> int:
@@ -214,8 +238,8 @@ class Attention(NamedTuple):
         packed = self.sequences.offsets is not None
         even = not packed and length % CHUNK == 0 and keys % tiles.keys == 0 and values % tiles.values == 0
         return {
-            "BK": tiles.keys, "BV": tiles.values, "PRECISION": _product_precision(exact or self.q.dtype is torch.float32),
-            "EVEN": even, "SCALAR": self.scalar, "PACKED": packed, "num_warps": tiles.warps,
+            "BK": tiles.keys, "BV": tiles.values, "PRECISION": self.precision(exact=exact), "EVEN": even,
+            "SCALAR": self.scalar, "PACKED": packed, "num_warps": tiles.warps,
         }  # fmt: skip
 
 
@@ -248,14 +272,6 @@ def empty_output(call: Attention) -> torch.Tensor:
     return torch.empty((batch, length, heads, values), dtype=call.v.dtype, device=call.v.device)
 
 
-def _chunk_state_mma(exact: bool) -> Mma:
-    """Return the requirement on the matrix instructions of the chunk state pass, which ``onelaunch inspect`` checks.
-
-    Where it is ``exact`` it multiplies float32 without loss. Some architectures have no matrix instruction for that.
-    """
-    return Mma.WARP_OR_NONE if exact else Mma.WARP
-
-
 def chunk_states(call: Attention, *, want_final: bool, exact: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute the initial state of each chunk, and the final state ``[N, heads, K, V]`` (no elements if it is not wanted).
 
@@ -267,7 +283,7 @@ def chunk_states(call: Attention, *, want_final: bool, exact: bool = False) -> t
     Launch(
         chunk_kernels.chunk_state_kernel, _chunk_state_grid(call, tiles),
         call.k, call.v, call.g, call.sequences.initial, call.sequences.offsets, states, final, call.scale,
-        *call.numbers(heads.state), *strides(call.k, call.v, call.g), mma=_chunk_state_mma(want_final or exact),
+        *call.numbers(heads.state), *strides(call.k, call.v, call.g), mma=call.mma(exact=want_final or exact),
         STAGES=tiles.stages, PARTS=call.parts(want_final or exact), FIRST=call.sequences.initial is not None, LAST=want_final,
         REVERSE=False, ADDED_GROUP=ratio(heads.state, heads.k), VALUES_GROUP=ratio(heads.state, heads.v),
         G_GROUP=ratio(heads.state, heads.g), SUMMED=1,
@@ -297,7 +313,7 @@ def chunk_output(
     Launch(
         chunk_output_kernels.chunk_output_kernel, (call.slots * written * cdiv(width, tiles.values),),
         call.q, call.k, values, call.g, call.sequences.offsets, states, out, call.scale,
-        *call.numbers(written), *strides(call.q, call.k, values, call.g), pitch_of(out), mma=Mma.WARP,
+        *call.numbers(written), *strides(call.q, call.k, values, call.g), pitch_of(out), mma=call.mma(),
         BISECTION_STEPS=call.sequences.bisection_steps(), PARTS=rounding.parts, LIMIT=rounding.limit, LARGEST=rounding.largest,
         TRANSPOSED=transposed, Q_GROUP=groups.q, K_GROUP=groups.k, VALUES_GROUP=1 if transposed else groups.v,
         G_GROUP=groups.g, STATE_GROUP=groups.state, STATES=ratio(heads.state, heads.v) if transposed else 1,
@@ -422,7 +438,7 @@ def chunk_state_gradients(
     Launch(
         chunk_kernels.chunk_state_kernel, _chunk_state_grid(call, tiles),
         call.q, do, call.g, dfinal, call.sequences.offsets, dstates, dinitial, call.scale,
-        *call.numbers(heads.state), *strides(call.q, do, call.g), mma=_chunk_state_mma(wanted or exact),
+        *call.numbers(heads.state), *strides(call.q, do, call.g), mma=call.mma(exact=wanted or exact),
         STAGES=tiles.stages, PARTS=call.parts(wanted or exact), FIRST=dfinal is not None, LAST=wanted, REVERSE=True,
         ADDED_GROUP=heads.groups.q, VALUES_GROUP=1, G_GROUP=ratio(heads.state, heads.g), SUMMED=heads.groups.state,
         **call.flags(tiles, exact=wanted or exact),
@@ -433,7 +449,8 @@ def chunk_state_gradients(
 def backward(call: Attention, do: torch.Tensor, dfinal: torch.Tensor | None, into: Into | None = None) -> Gradients:
     """Compute the gradients of all inputs from those of ``o`` and of the final state; only the inputs were saved."""
     do, dfinal = inner_contiguous(do), None if dfinal is None else dfinal.contiguous()
-    exact, rounding = exact_gradients(call), call.rounding
+    exact = exact_gradients(call)
+    rounding = _ROUNDINGS[torch.float32] if exact and call.q.dtype is not torch.float32 else call.rounding
     exact_states = exact or call.scalar  # one dg per head sums over a whole state, in which its rounding would show
     states, _ = chunk_states(call, want_final=False, exact=exact_states)
     dstates, dinitial = chunk_state_gradients(call, do, dfinal, exact=exact_states)
@@ -446,9 +463,9 @@ def backward(call: Attention, do: torch.Tensor, dfinal: torch.Tensor | None, int
     Launch(
         backward_kernels.gradients_kernel, (call.slots * call.sizes[2],),
         call.q, call.k, call.v, call.g, do, call.sequences.offsets, states, dstates, *parts, call.scale,
-        *call.numbers(), *strides(call.q, call.k, call.v, call.g, do), pitch_of(dq if groups.q == 1 else dk), mma=Mma.WARP,
+        *call.numbers(), *strides(call.q, call.k, call.v, call.g, do), pitch_of(dq if groups.q == 1 else dk), mma=call.mma(),
         BISECTION_STEPS=call.sequences.bisection_steps(), EXACT=exact, PARTS=call.parts(exact),
-        LIMIT=_ROUNDINGS[torch.float32].limit if exact else rounding.limit, LARGEST=None if exact else rounding.largest,
+        LIMIT=rounding.limit, LARGEST=rounding.largest,
         Q_GROUP=groups.q, K_GROUP=groups.k, V_GROUP=groups.v, G_GROUP=groups.g, STATE_GROUP=groups.state,
         num_stages=tiles.stages, **call.flags(tiles, exact=exact),
     ).run()  # fmt: skip

@@ -24,7 +24,8 @@ Decay      as in chunk.py. Every term of dg has e^(g_t) as a factor. None is the
            uses the rounded keys that were also operands of dq. dg is added up within a chunk only, so errors do not grow with T.
 Numerics   the tolerance (chunk.py) allows two roundings to 16 bits on the way to dq and dk, besides that of the result: those
            of dP and k, or that of a state. A float32 dg next to 16-bit inputs must have float32's own accuracy, and float16 has
-           too narrow a range for products of gradients. In both cases nothing is rounded (EXACT).
+           too narrow a range for products of gradients. In both cases nothing is rounded (EXACT). Nor is anything with float32
+           inputs, but for the operands of products where PyTorch's settings allow TF32 (chunk.py).
 Registers  q, k and g are loaded again where they are needed a second time, and ``steps_of_chunk`` makes the compiler compute
            step numbers and masks again: the registers would not hold all of them at once.
 Caller     ``backward`` in launch.py launches ``gradients_kernel``, for gla's own kernels but those of ``hopper``, and for
@@ -48,6 +49,7 @@ from onelaunch.ops.gla.kernels.chunk import (
     load_decay,
     load_rows,
     pair_decay,
+    round_to_tf32,
     row_pointer,
     shared_head,
     split_product,
@@ -79,11 +81,14 @@ def pair_gradients(both, q, k, t, LOW: tl.constexpr, PARTS: tl.constexpr, PRECIS
     """Return the gradients of decayed queries and keys [64, BK], and the products q dq and k dk, whose difference dg sums.
 
     ``both`` [64, 64] is dP below the diagonal and its transpose above. Keys are rounded to LOW for dq, and k dk is made of the
-    same rounded keys.
+    same rounded keys. In TF32 queries are rounded too, and both products are made of what was multiplied.
     """
     zero = tl.zeros(q.shape, tl.float32)
     none = tl.zeros([CHUNK, CHUNK], LOW)
     keys = k.to(LOW)
+    if PRECISION == "tf32":
+        q = round_to_tf32(q)
+        keys = round_to_tf32(keys)
     dq = split_product(tl.where(t[:, None] > t[None, :], both, none), keys, zero, PARTS, PRECISION)
     dk = split_product(tl.where(t[:, None] < t[None, :], both, none), q, zero, PARTS, PRECISION)
     return dq, dk, q * dq, keys.to(tl.float32) * dk

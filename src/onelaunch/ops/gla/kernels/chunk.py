@@ -34,12 +34,14 @@ Numerics   u is the norm-wise error of rounding the exact result to 16 bits. A l
            allowed. Rounding errors add up as squares, so two more roundings on the way to a result give 1.73 u. For o through
            the state these two are q e^before and S. For o through P they are k and P, while q goes in as two 16-bit terms
            (PARTS). The same holds for dv. The decayed keys that are added to a state have two terms as well; where a float32
-           result depends on the state, they are multiplied in float32. float32 inputs: see ``split_product``.
+           result depends on the state, they are multiplied in float32. float32 inputs are multiplied as such, or in TF32 where
+           PyTorch's settings allow it: see ``split_product``. Sums of log-decays are float32 in any case, since the error of an
+           exponent is the relative error of its exponential.
 Constants  BK, BV: channels of a block of keys and of values. LOW: dtype to which one factor of a product is rounded. PARTS:
            16-bit terms of a float32 factor next to a 16-bit one; 0: multiply float32. PRECISION: form of float32 products
-           ("ieee" or "bf16x6", see ``split_product``). LIMIT, LARGEST: bounds of ``is_benign``. EVEN: all chunks and blocks
-           are whole, so nothing is masked. SCALAR: one decay per head. PACKED: sequences of different lengths are packed along
-           T, and ``offsets`` holds their starts. FIRST, LAST: there is an initial state, a final state is wanted.
+           ("ieee", "tf32" or "bf16x6", see ``split_product``). LIMIT, LARGEST: bounds of ``is_benign``. EVEN: all chunks and
+           blocks are whole, so nothing is masked. SCALAR: one decay per head. PACKED: sequences of different lengths are packed
+           along T, and ``offsets`` holds their starts. FIRST, LAST: there is an initial state, a final state is wanted.
            BISECTION_STEPS: see ``find_chunk``. STAGES: stages of Triton's software pipeline.
 Source     Yang et al., Gated Linear Attention Transformers with Hardware-Efficient Training (2024); experiment 039.
 """
@@ -177,8 +179,8 @@ def sums(g, low, high, PRECISION: tl.constexpr):
     """Return [64, X]: for each step t the sum of g [64, X] over the steps from low[t] up to but without high[t] >= low[t].
 
     It is computed as a product with a matrix of 0 and 1, which takes fewer registers than a scan. g goes in as three bfloat16
-    terms unless PRECISION is "ieee". The matrix is made as its transpose, of which a thread holds a single column; otherwise a
-    thread would need the bounds of many rows.
+    terms unless PRECISION is "ieee", also where other products are in TF32: the terms hold all bits of g. The matrix is made as
+    its transpose, of which a thread holds a single column; otherwise a thread would need the bounds of many rows.
     """
     steps = tl.arange(0, CHUNK)
     summed = (steps[:, None] - low[None, :]).to(tl.uint32) < (high - low).to(tl.uint32)[None, :]  # low <= step < high
@@ -284,17 +286,31 @@ def from_middle(g, t, PRECISION: tl.constexpr):
 
 
 @triton.jit
+def round_to_tf32(x):
+    """Return float32 numbers rounded to the nearest TF32, which has 11 significant bits.
+
+    Matrix units drop the other bits, always towards zero, so that products of unrounded numbers are too small on average: their
+    error is about 3.5 times as large. Infinity and NaN stay as they are.
+    """
+    bits = x.to(tl.int32, bitcast=True)
+    bits = tl.where((bits & 0x7F800000) != 0x7F800000, bits + 0x1000, bits)
+    return (bits & -0x2000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def split_product(a, b, out, PARTS: tl.constexpr, PRECISION: tl.constexpr):
     """Return out + a b, with a float32 operand split into 16-bit terms.
 
     A float32 operand next to a 16-bit one goes in as the sum of PARTS terms of the other's dtype. Two float32 operands are
-    multiplied as such if PRECISION is "ieee" (which the interpreter can do). Otherwise each is three bfloat16 terms, of whose
-    nine products the six largest are taken: nearly as exact, and every target has them in its matrix units. It is written out
-    by hand, since Triton's own form keeps all terms in registers at once.
+    multiplied as such if PRECISION is "ieee" (which the interpreter can do), and rounded to TF32 if it is "tf32". Otherwise
+    each is three bfloat16 terms, of whose nine products the six largest are taken: nearly as exact, and every target has them
+    in its matrix units. It is written out by hand, since Triton's own form keeps all terms in registers at once.
     """
     if a.dtype == tl.float32 and b.dtype == tl.float32:
         if PRECISION == "ieee":
             return tl.dot(a, b, out, input_precision=PRECISION)
+        if PRECISION == "tf32":
+            return tl.dot(round_to_tf32(a), round_to_tf32(b), out, input_precision=PRECISION)
         high = b.to(tl.bfloat16)
         rest = b - high.to(tl.float32)
         middle = rest.to(tl.bfloat16)

@@ -46,6 +46,9 @@ def fused(call: GlaCall) -> Results:
 
     Final states and float32 gradients have float32 accuracy, also in 16-bit calls: about that of PyTorch's form, a thousandth of
     what the operation states for them. Name this variant where a state must not be rounded.
+
+    Float32 inputs are multiplied in TF32 on NVIDIA GPUs if ``torch.backends.cuda.matmul.allow_tf32`` says so, as in PyTorch's own
+    products.
     """
     return attend(call, "fused")
 
