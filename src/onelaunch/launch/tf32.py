@@ -14,7 +14,7 @@ import torch
 
 
 def _public_reader() -> str:
-    return torch.backends.cuda.matmul.fp32_precision
+    return str(torch.backends.cuda.matmul.fp32_precision)
 
 
 _getter = getattr(torch._C, "_get_fp32_precision_getter", None)  # noqa: SLF001 - the public attribute takes eight times as long

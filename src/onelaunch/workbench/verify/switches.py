@@ -58,7 +58,7 @@ def _read_float32_precision() -> str:
     try:
         return torch.get_float32_matmul_precision()
     except RuntimeError:
-        return torch.backends.cuda.matmul.fp32_precision
+        return str(torch.backends.cuda.matmul.fp32_precision)
 
 
 def _set_float32_precision(value: str) -> None:
