@@ -1,0 +1,193 @@
+"""Base class of the replaced forward passes: what they look at in a call, and when the original forward runs.
+
+``swiglu_mlps.py`` and ``gla_layers.py`` derive from it, ``walk.py`` makes the objects and ``report.py`` reads them.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from torch.compiler import is_compiling
+
+from onelaunch import checks
+from onelaunch.integrations.storage import Owners, are_adjacent, lay, part, together
+from onelaunch.tracing import is_transformed
+
+
+class Forward(ABC):
+    """Forward pass that replaces the one of a module.
+
+    The module's attribute ``forward`` is the bound method :meth:`forward` of this object. So ``copy.deepcopy`` and ``pickle`` of
+    the module copy this object with it, and the copy reads the parameters of the copied module.
+    """
+
+    operation: ClassVar[str]
+    """Name of the function of ``onelaunch.ops`` that is called."""
+
+    projections: ClassVar[tuple[str, ...]]
+    """Submodules whose weights are read directly. They must be plain ``torch.nn.Linear``, and are not called."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.fallbacks: Counter[str] = Counter()
+        """Number of calls that ran the original forward, by reason."""
+        self.why_not_laid: str | None = None
+        """Reason why the weights were not moved into one buffer."""
+        self._buffers: dict[int, int] = {}
+        """Address of the buffer that each group was moved into, by the group's index."""
+        self._unseen = [(name, child, type(child)) for name, child in self.not_called()]
+
+    @classmethod
+    @abstractmethod
+    def refusals(cls, module: nn.Module) -> Iterator[str]:
+        """Yield each reason why the forward of a module cannot be replaced."""
+
+    @abstractmethod
+    def not_called(self) -> Iterator[tuple[str, nn.Module]]:
+        """Yield the submodules that the original forward calls and this one does not, by name."""
+
+    @abstractmethod
+    def groups(self) -> tuple[tuple[nn.Parameter, ...], ...]:
+        """Return the weights that are multiplied with the same input, in the order that the operation takes them."""
+
+    @abstractmethod
+    def weights(self) -> tuple[torch.Tensor, ...]:
+        """Return all tensors that must have the dtype of the input."""
+
+    @abstractmethod
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module."""
+
+    @abstractmethod
+    def separately(self) -> str:
+        """Return what a call does with weights that do not lie one behind the other."""
+
+    def original(self, reason: str, *args: Any, **kwargs: Any) -> Any:
+        """Run the forward of the module's class, and count the call with its reason."""
+        if not is_compiling():  # a changed count would make PyTorch compile again
+            self.fallbacks[reason] += 1
+        return type(self.module).forward(self.module, *args, **kwargs)
+
+    def why_not(self, x: torch.Tensor) -> str | None:
+        """Return why this call must run the original forward, or ``None``."""
+        if type(x) is not torch.Tensor and type(x) is not nn.Parameter:
+            return f"the input is a {type(x).__name__}"
+        for name, child, kind in self._unseen:
+            if self._submodule(name) is not child or type(child) is not kind or "forward" in child.__dict__:
+                return f"{name} was replaced"
+            if is_hooked(child):
+                return f"{name} has hooks"
+        weights = self.weights()
+        for weight in weights:
+            if type(weight) is not nn.Parameter and type(weight) is not torch.Tensor:
+                return f"a weight is a {type(weight).__name__}"
+        dtypes = {x.dtype, *[weight.dtype for weight in weights]}
+        if not dtypes <= _FLOATS:
+            return "the input or a weight is neither float16, bfloat16 nor float32"
+        if len(dtypes) > 1 and not torch.is_autocast_enabled(x.device.type):
+            return "the input and the weights differ in dtype"
+        return "the call is inside a transform of torch.func" if is_transformed() else None
+
+    def _submodule(self, name: str) -> object:
+        found: Any = self.module
+        for key in name.split("."):
+            found = getattr(found, key, None)
+        return found
+
+    def lay(self, owners: Owners) -> None:
+        """Move each group of weights into one buffer, unless it lies in one or cannot be moved."""
+        self.why_not_laid = None
+        for index, group in enumerate(self.groups()):
+            if _adjacent(group):
+                continue
+            if (reason := owners.why_not(group, self._buffers.get(index))) is not None:
+                self.why_not_laid = reason
+                continue
+            self._buffers[index] = lay(group)
+
+    def restore(self) -> None:
+        """Remove this forward from the module, so that the one of its class runs, and undo :meth:`lay`."""
+        if getattr(vars(self.module).get("forward"), "__self__", None) is not self:
+            return  # restored already, or replaced by somebody else since
+        del self.module.forward
+        for index, group in enumerate(self.groups()):
+            if index in self._buffers:
+                part(group)
+        self._buffers.clear()
+
+    def layout(self) -> str:
+        """Return how the weights that share an input are multiplied in eager calls, as they lie now."""
+        apart = [group for group in self.groups() if not _adjacent(group)]
+        if not apart:
+            return "as one weight"
+        why = self.why_not_laid or "they no longer lie one behind the other"
+        return f"{self.separately()}, since {why}"
+
+
+_FLOATS = frozenset(checks.FLOATS)
+
+
+def _adjacent(group: Sequence[torch.Tensor]) -> bool:
+    """Return whether the tensors lie one behind the other; false for tensors without an address."""
+    try:
+        return are_adjacent(group)
+    except (RuntimeError, NotImplementedError):
+        return False
+
+
+def joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return tensors as one: over their own memory where they lie one behind the other, otherwise a copy made for this call."""
+    whole = together(parts)
+    return torch.cat(tuple(parts)) if whole is None else whole
+
+
+def is_hooked(module: nn.Module) -> bool:
+    """Return whether hooks would run if the module were called."""
+    hooks = (
+        module._forward_hooks,  # noqa: SLF001 - PyTorch has no public names for these
+        module._forward_pre_hooks,  # noqa: SLF001
+        module._backward_hooks,  # noqa: SLF001
+        module._backward_pre_hooks,  # noqa: SLF001
+    )
+    return any(hooks)
+
+
+def linear_refusals(name: str, linear: object, *, bias: bool = False) -> Iterator[str]:
+    """Yield each reason why the weight of a projection cannot be read directly.
+
+    Args:
+        name: Name of the projection in its module.
+        linear: The projection.
+        bias: Whether the operation adds a bias.
+    """
+    if type(linear) is not nn.Linear:
+        kind = type(linear)
+        found = "missing" if linear is None else f"a {kind.__module__}.{kind.__qualname__}"
+        yield f"{name} is {found}, not a plain torch.nn.Linear (it may be quantized, sharded or adapted)"
+        return
+    if is_hooked(linear):
+        yield f"{name} has hooks, which would not run"
+    if "forward" in vars(linear):
+        yield f"the forward of {name} was replaced by another library"
+    if (linear.bias is not None) != bias:
+        yield f"{name} has a bias, which the operation does not add" if linear.bias is not None else f"{name} has no bias"
+    parameters = [("weight", linear.weight), *([("bias", linear.bias)] if linear.bias is not None else [])]
+    for kind_of, parameter in parameters:
+        yield from parameter_refusals(f"{name}.{kind_of}", parameter)
+
+
+def parameter_refusals(name: str, parameter: object) -> Iterator[str]:
+    """Yield the reason why an operation cannot read a parameter, if there is one."""
+    if type(parameter) is not nn.Parameter:
+        yield f"{name} is a {type(parameter).__name__}, not a plain torch.nn.Parameter (call accelerate before sharding)"
+    elif parameter.is_meta:
+        yield f"{name} is on the meta device; load the weights first"
+    elif parameter.dtype not in _FLOATS:
+        yield f"{name} is {str(parameter.dtype).removeprefix('torch.')}; it must be float16, bfloat16 or float32"
+    elif parameter.is_inference():
+        yield f"{name} was made in inference mode"

@@ -1,0 +1,77 @@
+"""The function ``accelerate``: recognize the modules of a model, then replace the forward of all of them or of none."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from onelaunch.errors import ArgumentError
+from onelaunch.integrations.forward import Forward
+from onelaunch.integrations.known import accelerated, recognize
+from onelaunch.integrations.report import Refused, Replaced, Report
+from onelaunch.integrations.storage import Owners
+
+
+def accelerate(model: nn.Module) -> Report:
+    """Let operations of onelaunch compute the layers of a model that they know, and report what was replaced.
+
+    Known are fla's ``GatedLinearAttention``, ``SimpleGatedLinearAttention`` and ``GatedMLP`` (release 0.6), and the MLPs of
+    Llama, Mistral, Qwen2 and Qwen3 in transformers (4.51 and later, below 6).
+
+    The forward of each such module is replaced on the module object. Modules, parameters, their names, hooks on the module, the
+    optimizer and the state dict stay as they are, so checkpoints can be exchanged both ways. Weights that are multiplied with the
+    same input are moved into one buffer, one behind the other, and each parameter becomes a view of its part; eager calls then
+    multiply them as one weight, as long as they lie so. Call this function before CUDA graphs are captured, and before DDP or
+    FSDP wraps the model.
+
+    A call of a module that the operation cannot run, for example with padding, runs the original forward. The report counts these
+    calls. A second call of ``accelerate`` replaces nothing again; weights that lie apart since, for example after ``Module.to``,
+    are moved together again.
+
+    Args:
+        model: Any ``torch.nn.Module``; it may hold no known module.
+
+    Returns:
+        A :class:`~onelaunch.integrations.Report`. Its ``undo()``, or the end of a ``with`` block, restores the model.
+
+    Raises:
+        ArgumentError: ``model`` is not a module, or the call is inside ``torch.inference_mode``. An error while weights are
+            moved, such as one for lack of memory, is passed on, and no forward stays replaced.
+    """
+    if not isinstance(model, nn.Module):
+        raise ArgumentError(f"model is {type(model).__name__}; it must be a torch.nn.Module.")
+    if torch.is_inference_mode_enabled():
+        raise ArgumentError(
+            "model cannot be accelerated inside torch.inference_mode, in which parameters cannot be moved; call accelerate first."
+        )
+    found: list[Replaced] = []
+    already: list[Replaced] = []
+    refused: list[Refused] = []
+    for name, module in model.named_modules():
+        kind = type(module).__qualname__
+        if (earlier := accelerated(module)) is not None and earlier.module is module:
+            already.append(Replaced(name, module, kind, earlier.operation, earlier))
+        elif isinstance(new := recognize(module), Forward):
+            found.append(Replaced(name, module, kind, new.operation, new))
+        elif new is not None:
+            refused.append(Refused(name, kind, new))
+    _replace(model, [each.by for each in found], [each.by for each in already])
+    return Report(found, already, refused)
+
+
+def _replace(model: nn.Module, forwards: list[Forward], earlier: list[Forward]) -> None:
+    """Move weights together and replace the forward of each module; undo all of it if one fails.
+
+    Weights of modules that an ``earlier`` call replaced are moved together again, for example after ``Module.to``.
+    """
+    owners = Owners(model)
+    try:
+        for each in forwards:
+            each.module.forward = each.forward
+            each.lay(owners)
+        for each in earlier:
+            each.lay(owners)
+    except BaseException:
+        for each in forwards:
+            each.restore()
+        raise
