@@ -23,7 +23,7 @@ BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 """Fenced block of a page: its language and its text."""
 
 
-NEEDS = {"decode.md": "tokenizers"}
+NEEDS = {"accelerate.md": "transformers", "decode.md": "tokenizers"}
 """Pages whose code needs a package of an extra of this project, with the package. They are skipped without it."""
 
 
