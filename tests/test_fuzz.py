@@ -272,7 +272,7 @@ def test_results(box: Box, chosen: list[Mutation], how: Any) -> None:
     check_result(box, chosen, how)
 
 
-@pytest.mark.thorough
+@pytest.mark.every
 @few
 @given(chosen=mutations, how=damages)
 def test_many_results(box: Box, chosen: list[Mutation], how: Any) -> None:

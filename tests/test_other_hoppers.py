@@ -35,7 +35,6 @@ from onelaunch.ops.projections.variants.hopper import MULTICAST
 from onelaunch.ops.swiglu.configure_hopper import Formats, partition_of, tile_count
 from onelaunch.ops.swiglu.configure_hopper import configuration as swiglu_configuration
 from tests.devices import HOPPERS, forget, pretend
-from tests.thorough import thorough_but
 
 PROJECTIONS = find_operation("projections")
 WIDE = {"B": 8, "T": 4096, "D": 2048, "H": 16, "K": 128, "V": 128}
@@ -72,9 +71,9 @@ def own_variants():
 # Launches on GPUs with other numbers of SMs
 
 
-@pytest.mark.parametrize("name", thorough_but("H20", of=["H20", "H100 PCIe", "all SMs"]))
+@pytest.mark.parametrize("name", ["H20", *[pytest.param(each, marks=pytest.mark.every) for each in ("H100 PCIe", "all SMs")]])
 def test_every_variant_has_launches(name, gpu):
-    """The example calls of all variants are recorded; in ``make test``, the first one of each."""
+    """The example calls of all variants are recorded; on an H20, which each run of the tests pretends, the first of each."""
     gpu(name)
     for variant in own_variants():
         examples = [each for each in variant.listed_examples() if "sm_90a" in (each.architectures or ("sm_90a",))]
@@ -157,7 +156,7 @@ def test_all_ctas_of_a_decoding_plan_are_resident_and_share_all_tiles(sms):
         assert (tiles["lm_head"], tiles["gate_up"]) == (18992, 768)
 
 
-@pytest.mark.parametrize("sms", thorough_but(7, of=COUNTS))
+@pytest.mark.parametrize("sms", [7, 78, *[pytest.param(each, marks=pytest.mark.every) for each in COUNTS if each not in (7, 78)]])
 @pytest.mark.parametrize("level", ["fused_phases", "streaming"])
 def test_decoding_plans_for_other_numbers_of_sms_are_sound(level, sms):
     short, plan = plan_for(QWEN, level, sms, 1), plan_for(QWEN, level, sms)
@@ -181,7 +180,9 @@ def query_of(key, device):
     return Query(key.operation, device, getattr(torch, key.dtype), ordered, key.direction == "forward_backward", key.flags)
 
 
-@pytest.mark.parametrize(("name", "step"), thorough_but(("H20", 4), of=[("H20", 4), ("H100 PCIe", 1), ("GH200", 1)]))
+@pytest.mark.parametrize(
+    ("name", "step"), [("H20", 4), *[pytest.param(each, 1, marks=pytest.mark.every) for each in ("H100 PCIe", "GH200")]]
+)
 def test_auto_takes_the_order_of_another_hopper_gpu_and_says_so(name, step, gpu):
     """At calls that were measured on another GPU, the choice is one that ``auto`` may make, and no time is given as its own.
 

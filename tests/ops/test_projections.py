@@ -51,7 +51,7 @@ def test_results_and_gradients(name, variant):
 
 @pytest.mark.thorough
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["normalized_float16", "biases_of_every_kind"])
+@pytest.mark.parametrize("name", [pytest.param("normalized_float16", marks=pytest.mark.every), "biases_of_every_kind"])
 def test_the_compiled_variant_is_correct(name):
     case = case_of(name)
     if reason := compiler_missing(PROJECTIONS.query(case, "cpu")):

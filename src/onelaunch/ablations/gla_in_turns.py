@@ -14,7 +14,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from onelaunch.operation import Example
-from onelaunch.operation.requirements import cannot_multiply
+from onelaunch.operation.requirements import cannot_multiply, lacks_shared_memory
 from onelaunch.ops.gla.autograd import IN_TURNS, Results, launches
 from onelaunch.ops.gla.contract import GlaCall, gla
 from onelaunch.ops.gla.variants.hopper import TAGS, attend_aligned, fits
@@ -44,7 +44,7 @@ def hopper_in_turns(call: GlaCall) -> Results:
 
 
 # A call that the variant cannot run gets the reason of the first check that it fails, in this order.
-for _check in (cannot_multiply, no_value_gate, fits):
+for _check in (cannot_multiply, no_value_gate, fits, lacks_shared_memory):
     hopper_in_turns.supports(_check)
 
 
