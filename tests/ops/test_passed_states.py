@@ -256,6 +256,7 @@ FORMS = [*(("bfloat16", kind) for kind in KINDS), ("float16", {}), ("float32", {
 
 REFUSED = {
     ("gla", "hopper", "float32"): "needs float16 or bfloat16",
+    ("gla", "hopper_in_turns", "float32"): "needs float16 or bfloat16",
     ("linear_rnn", "fused_hopper", "float32"): "needs float16 or bfloat16",
 }
 """Words of the reasons for which the tests below skip on a Hopper GPU, by operation, variant and dtype."""
