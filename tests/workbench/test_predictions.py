@@ -11,12 +11,15 @@ makes up a measurement without times.
 from __future__ import annotations
 
 import hashlib
+import io
 
 import pytest
+from rich.console import Console
 
 from onelaunch.errors import StudyError
 from onelaunch.workbench.decide.decision import concluded
-from onelaunch.workbench.report import markdown, page
+from onelaunch.workbench.decide.predictions import compared_predictions
+from onelaunch.workbench.report import markdown, page, terminal
 from onelaunch.workbench.report.details import details
 from onelaunch.workbench.result import Result
 from onelaunch.workbench.study import Criterion, Prediction
@@ -63,6 +66,15 @@ def rows(result):
     (section,) = [each for each in details(result) if each.title == "Predictions"]
     (table,) = section.tables
     return table.rows
+
+
+def printed(result, *, full=False):
+    """Return the report as a wide terminal shows it."""
+    console = Console(file=io.StringIO(), width=200)
+    terminal.show(result, console, full=full)
+    text = console.file.getvalue()
+    assert text.count("Predictions") == 1
+    return text
 
 
 def test_predictions_are_read_from_the_study_file(read):
@@ -117,10 +129,32 @@ def test_predictions_are_reported_beside_what_was_measured(tmp_path, prose):
     result = concluded(measured(declared, *cells, bad_cell("two", "error", "it fell", of=half)))
     assert Result.load(result.save(tmp_path / "result.json")).study.predictions == expected
     prose([" | ".join(row) for row in rows(result)])
-    for text in (markdown.render(result), page.render(result)):
+    (section,) = [each for each in details(result) if each.title == "Predictions"]
+    prose(section.text[-1])
+    for text in (markdown.render(result), page.render(result), printed(result), printed(result, full=True)):
         assert "Predictions" in text
         assert "a doubter" in text
     assert not [each for each in details(concluded(measured(study(FASTER), *cells[:2]))) if each.title == "Predictions"]
+
+
+@pytest.mark.parametrize(
+    ("value", "one", "came", "turned"),
+    [(2.01, 5.0, "as predicted", False), (1.6, 5.0, "better", False), (3.0, 5.0, "worse", False), (1.6, 20.0, "worse", True)],
+)
+def test_a_comparison_states_factor_and_direction(value, one, came, turned):
+    expected = GAIN.model_copy(update={"value": value})
+    cells = ok_cell("three", 10.0), ok_cell("one", one)
+    (found,) = compared_predictions(concluded(measured(study(FASTER, predictions=(expected,)), *cells)))
+    assert (found.came, found.reversed) == (came, turned)
+    assert found.ratio == pytest.approx(10.0 / one / value, rel=1e-3)
+    assert found.factor == pytest.approx(max(found.ratio, 1 / found.ratio))
+
+
+def test_less_time_than_predicted_is_better():
+    quick = Prediction(by="a cost model", measure="time", of="one", value=6.0, why="The bytes take that long.")
+    cells = ok_cell("three", 10.0), ok_cell("one", 5.0)
+    (found,) = compared_predictions(concluded(measured(study(FASTER, predictions=(quick,)), *cells)))
+    assert (found.came, found.reversed) == ("better", False)
 
 
 def test_a_prediction_decides_nothing():

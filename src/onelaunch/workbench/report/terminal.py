@@ -14,6 +14,7 @@ from rich.text import Text
 
 from onelaunch.workbench.report.details import details
 from onelaunch.workbench.report.headline import headline, unexplained
+from onelaunch.workbench.report.predictions import predictions
 from onelaunch.workbench.report.summary import NO_CRITERIA, NOTHING_OPEN, first_tables, summarize
 from onelaunch.workbench.report.tables import STYLES, TONES, to_rich
 from onelaunch.workbench.report.text import one_line, visible
@@ -46,6 +47,9 @@ def render(result: Result, width: int, *, full: bool = False) -> Group:
     parts += _heading("Criteria")
     parts += _list(head.grounds)
     parts.append(to_rich(summary.criteria, width) if summary.criteria else Text(NO_CRITERIA))
+    if (section := predictions(result)).tables and not full:  # the full report has it among its details
+        parts += [*_heading(section.title), *(Text(one_line(line)) for line in section.text[1:])]
+        parts += [to_rich(table, width) for table in section.tables]
     if later:
         parts += [*_heading("Which variant to use, continued"), *(to_rich(table, width) for table in later)]
     for section in details(result) if full else ():
