@@ -39,6 +39,21 @@ def time(microseconds: float) -> str:
     return f"{number(microseconds / scale)} {unit}"
 
 
+def duration(seconds: float) -> str:
+    """Format the time that a command takes: ``0.41 s``, ``47.3 s``, ``3 min 20 s``, ``2 h 05 min``."""
+    if seconds < 60:
+        return f"{number(seconds)} s" if seconds else "0 s"
+    minutes = round(seconds / 60)
+    if minutes < 60:
+        return f"{int(seconds // 60)} min {int(seconds % 60):02d} s"
+    return f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def money(amount: float) -> str:
+    """Format an amount of money without its currency: at least two digits after the point, and more below a tenth."""
+    return f"{amount:.{max(2, _decimals(amount, 2)) if amount else 2}f}"
+
+
 def interval(estimate: Estimate) -> str:
     """Format a time with its interval, all three in one unit: ``7.92 µs [7.85, 8.01]``."""
     scale, unit = _unit(abs(estimate.median), TIMES)

@@ -11,6 +11,7 @@ import contextlib
 import hashlib
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Literal
@@ -22,9 +23,10 @@ from onelaunch.errors import OutputUnwritable, ResultBusy, ResultCorrupt, Result
 from onelaunch.folders import cache_folder
 from onelaunch.wording import shown
 from onelaunch.workbench.files import probe_file, within
+from onelaunch.workbench.options import RunOptions
 from onelaunch.workbench.result import Result
 from onelaunch.workbench.result.provenance import spelled
-from onelaunch.workbench.running import QUICK_SECONDS, Progress, RunOptions, Steps
+from onelaunch.workbench.running import QUICK_SECONDS, Progress, Steps
 from onelaunch.workbench.stored import FROM_A_FILE
 from onelaunch.workbench.study import Scale, Shape, Study
 from onelaunch.workbench.study.plan import scale_for
@@ -83,6 +85,7 @@ def run_study(
     steps: Steps | None = None,
     in_process: bool = True,
     call_limit: float = CALL_LIMIT_SECONDS,
+    price_per_hour: float | None = None,
 ) -> Result:
     """Run a study and save its result.
 
@@ -115,6 +118,8 @@ def run_study(
             main module, which must then guard its work by ``if __name__ == "__main__"``.
         call_limit: Seconds after which a variant counts as hung and gets the status ``timed_out``, in one step such as its
             probes, its verification, its preparation (all of these compile), or one sample. Applies to a supervised run.
+        price_per_hour: Price of an hour of the machine, in any currency. The result then holds the cost of its wall time. A
+            resumed run without a price takes that of the interrupted one.
 
     Returns:
         The result, as saved. After Ctrl-C its ``interrupted`` is true, and unfinished measurements have that status.
@@ -131,6 +136,7 @@ def run_study(
         MeasuringFailed: The child process of a supervised run died twice before it measured anything.
         ResultMismatch: The interrupted run has another study, device, software, commit, scale or number of rounds.
     """
+    began = time.monotonic()
     where = hardware.resolve(device)
     path = save_to or default_path(study, str(where))
     with _alone(path):
@@ -140,7 +146,15 @@ def run_study(
         if not study.at_scale(chosen):
             raise _no_shapes(study, chosen)
         cap = time_cap or (QUICK_SECONDS if quick else TIME_CAP_SECONDS[chosen])
-        options = RunOptions(rounds or study.rounds, cap, quick=quick, count=count, command=command or spelled(sys.argv))
+        options = RunOptions(
+            rounds or study.rounds,
+            cap,
+            quick=quick,
+            count=count,
+            command=command or spelled(sys.argv),
+            began=began,
+            price_per_hour=price_per_hour,
+        )
         job = Job(
             study=study,
             device=str(where),

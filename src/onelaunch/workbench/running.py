@@ -11,7 +11,7 @@ import gc
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -25,11 +25,13 @@ from onelaunch.workbench.decide.measured import TakenMeasure, kept_as, taken_mea
 from onelaunch.workbench.measure.compiling import calls_to_compile, compile_ahead, compile_probes
 from onelaunch.workbench.measure.count import Request, count_all
 from onelaunch.workbench.measure.outcomes import Interrupted, Measurements
-from onelaunch.workbench.measure.timing import measure, new_seed
+from onelaunch.workbench.measure.timing import measure
+from onelaunch.workbench.options import RunOptions
 from onelaunch.workbench.result import Beside, Cell, Noise, ProbeReport, Result, Status, StoredCeilings, Traffic, Verdict
 from onelaunch.workbench.result.provenance import provenance
 from onelaunch.workbench.result.sources import variant_sources
 from onelaunch.workbench.resume import differences
+from onelaunch.workbench.spending import Meter
 from onelaunch.workbench.study import Shape, Study
 from onelaunch.workbench.study.plan import PlannedCell, StudyPlan, plan_study
 from onelaunch.workbench.verify import Judge, run_probes
@@ -75,23 +77,6 @@ class Steps:
     compile: Callable[..., list[str]] = compile_ahead
 
 
-@dataclass(frozen=True)
-class RunOptions:
-    """Options of a run."""
-
-    rounds: int
-    time_cap: float
-    """Seconds after which no new round of a case begins."""
-    quick: bool = False
-    """True if the study's first direction alone is measured."""
-    count: bool | Literal["all"] = True
-    """Switch for counting DRAM bytes, launches and barriers and for host times; see :func:`onelaunch.workbench.run.run_study`."""
-    command: str = ""
-    """Command line for the provenance; this process's own if empty."""
-    timing_seed: int = field(default_factory=new_seed)
-    """Seed of the inputs that are timed, drawn for each run and stored in its result."""
-
-
 @dataclass
 class Run:
     """A running study: its plan and the measurements so far."""
@@ -125,6 +110,8 @@ class Run:
     """Callback ``on_turn(shape, direction, name, control=..., step=...)`` before a candidate runs, and with no name after."""
     on_kept: Callable[[Result], None] = lambda _: None
     """Callback with the partial result, which is called at the beginning, after the probes, and after each case."""
+    meter: Meter = field(default_factory=Meter)
+    """Meter of the time and money that the run takes."""
 
     def __post_init__(self) -> None:
         variant_sources(self.study)  # caches the digests now, so that files changed during the run are not taken for what ran
@@ -337,6 +324,7 @@ class Run:
             notes=tuple(dict.fromkeys(self.notes)),
             interrupted=interrupted,
             probes=self.probes,
+            spent=self.meter.spent(),
         )
         return concluded(found)
 

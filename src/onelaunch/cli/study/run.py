@@ -86,6 +86,15 @@ def run(
     ] = 0,
     in_process: InProcess = False,
     call_limit: CallLimit = CALL_LIMIT_SECONDS,
+    price_per_hour: Annotated[
+        float | None,
+        typer.Option(
+            "--price-per-hour",
+            min=0.0,
+            help="Price of an hour of this machine, in any currency: the result then holds the cost of its wall time.",
+            show_default="none, or that of the run to resume",
+        ),
+    ] = None,
 ) -> None:
     """Run a study: plan, verify, time, count, judge, decide, report.
 
@@ -121,6 +130,7 @@ def run(
                 processes=processes,
                 in_process=in_process,  # by default run_study, called from Python, measures in the calling process
                 call_limit=call_limit,
+                price_per_hour=price_per_hour,
             )
         except ResultUnsaved as problem:
             unsaved, result = problem, problem.result

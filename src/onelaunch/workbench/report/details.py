@@ -303,6 +303,19 @@ def _history(result: Result) -> Section:
     return Section("Reported before (history)", (_HISTORY,) if notes else (), notes=notes)
 
 
+def _spent(result: Result) -> tuple[tuple[str, str], ...]:
+    """Return the rows with the time and money that the run took; none for results that do not hold them."""
+    if (spent := result.spent) is None:
+        return ()
+    rows = (
+        ("wall time", q.duration(spent.wall_seconds)),
+        ("device time (variants running)", q.duration(spent.device_seconds)),
+    )
+    if spent.cost is None or spent.price_per_hour is None:
+        return rows
+    return (*rows, ("cost", f"{q.money(spent.cost)}, at {q.money(spent.price_per_hour)} an hour of wall time"))
+
+
 def _provenance(result: Result) -> Section:
     """Return the section with the provenance and the measured peaks."""
     facts, ceilings = result.provenance, result.ceilings
@@ -313,6 +326,7 @@ def _provenance(result: Result) -> Section:
         ("commit", facts.commit or "not known"),
         ("date", facts.date),
         ("command", facts.command or "not recorded"),
+        *_spent(result),
         ("scale, rounds", f"{facts.scale or 'not recorded'}, {facts.rounds}"),
         *((_CLOCKS.get(name, name.replace("_", " ")), q.number(value, 4)) for name, value in facts.clocks.items()),
         ("study digest", result.study_digest),

@@ -312,7 +312,16 @@ def _facts(result: Result) -> tuple[str, ...]:
         f"{scale}{q.plural(facts.rounds, 'round')}",
         facts.date.replace("T", " ")[:16],
         f"onelaunch {facts.versions.get('onelaunch', '?')} at {_short(facts.commit) or 'an unknown commit'}",
+        *_spent(result),
     )
+
+
+def _spent(result: Result) -> tuple[str, ...]:
+    """Return wall time, device time and cost in one short phrase, or nothing where they were not stored."""
+    if (spent := result.spent) is None:
+        return ()
+    cost = "" if spent.cost is None else f", cost {q.money(spent.cost)}"
+    return (f"took {q.duration(spent.wall_seconds)} ({q.duration(spent.device_seconds)} of the device{cost})",)
 
 
 def _short(commit: str) -> str:

@@ -1,5 +1,6 @@
 """Results of studies: the versioned schema of what is stored. ``provenance`` collects device, time and software of a run."""
 
+from onelaunch.workbench.result.facts import Provenance, Spent, StoredCeilings, VariantSource
 from onelaunch.workbench.result.schema import (
     MEASURED,
     OUTSIDE,
@@ -16,15 +17,12 @@ from onelaunch.workbench.result.schema import (
     Outcome,
     Plan,
     ProbeReport,
-    Provenance,
     Regime,
     Result,
     Saving,
     Status,
-    StoredCeilings,
     Timing,
     Traffic,
-    VariantSource,
     Verdict,
 )
 
@@ -48,6 +46,7 @@ __all__ = [
     "Regime",
     "Result",
     "Saving",
+    "Spent",
     "Status",
     "StoredCeilings",
     "Timing",

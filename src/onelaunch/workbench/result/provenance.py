@@ -21,7 +21,7 @@ import torch
 
 import onelaunch
 from onelaunch.device.hardware import describe
-from onelaunch.workbench.result.schema import Provenance
+from onelaunch.workbench.result.facts import Provenance
 from onelaunch.workbench.result.sources import distributions as _distributions
 from onelaunch.workbench.result.sources import package_digest, variant_sources
 from onelaunch.workbench.study import Scale, Study

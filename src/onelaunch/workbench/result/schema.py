@@ -19,6 +19,7 @@ from onelaunch.operation import Direction
 from onelaunch.wording import in_a_line, listing, shown
 from onelaunch.workbench.files import read_text, write_text
 from onelaunch.workbench.result.consistency import inconsistency
+from onelaunch.workbench.result.facts import Provenance, Spent, StoredCeilings
 from onelaunch.workbench.stored import (
     FROM_A_FILE,
     LEAST_TIME,
@@ -31,7 +32,6 @@ from onelaunch.workbench.stored import (
     Grown,
     Name,
     Positive,
-    Slug,
     Stored,
     Time,
     Words,
@@ -352,66 +352,10 @@ class Decision(Grown, Stored):
     baseline; they decide nothing."""
 
 
-class VariantSource(Stored):
-    """Source of the code of one variant."""
-
-    source: Words
-    """SHA-256 of the files that the variant runs, see :mod:`onelaunch.workbench.result.sources`; empty if there is no file."""
-    distribution: Words = ""
-    """Name and version of the distribution that provides the variant, such as ``onelaunch 0.3.0``; empty if it has none."""
-
-
-class Provenance(Grown, Stored):
-    """Provenance of a result: device, time, software and command."""
-
-    LATER = ("variants", "package", "timing_seed")
-
-    device: Words
-    slug: Slug
-    """The device's name as it stands in names of files, such as ``nvidia-h200``."""
-    architecture: Words
-    driver: Words
-    versions: dict[Words, Words]
-    """Versions by name: python, torch, triton, cuda or rocm, onelaunch, and packages that the variants need or come from."""
-    commit: Words
-    """Commit of the checkout that ran, with ``-dirty`` if it had changes; empty if it is not known."""
-    date: Words
-    """End of the run in ISO 8601, UTC."""
-    clocks: dict[Words, Amount] = Field(default_factory=dict)
-    """Medians of the SM and memory clock in MHz and of the power in watts, with the unit in the key (``sm_mhz``), and the lowest
-    SM clock; empty without a driver that reports them."""
-    command: Words = ""
-    scale: Words = ""
-    """Scale of the shapes that ran, ``small`` or ``full``."""
-    rounds: Count = 0
-    """Number of rounds that were asked for."""
-    variants: dict[Name, VariantSource] = Field(default_factory=dict)
-    """Sources of the study's variants by name, in a study of several operations as ``gla.fla``. Empty in results of older
-    versions."""
-    package: Words = ""
-    """SHA-256 of the sources of onelaunch where ``commit`` does not determine them: it is empty or ends in ``-dirty``."""
-    timing_seed: Count | None = None
-    """Seed of the inputs that were timed, drawn for the run; ``None`` in results from before it was drawn."""
-
-
-class StoredCeilings(Grown, Stored):
-    """Measured peaks of the device. :class:`onelaunch.device.hardware.Ceilings` explains its fields, which are the same."""
-
-    LATER = ("read_bytes_per_second", "spread")
-
-    copy_bytes_per_second: Positive
-    matrix_flops_per_second: dict[Words, Positive]
-    launch_seconds: Positive
-    measured_at: Words
-    software: Words
-    read_bytes_per_second: Positive | None = None
-    spread: dict[Words, Amount] | None = None
-
-
 class Result(Grown, Stored):
     """Result of a finished or interrupted study."""
 
-    LATER = ("probes",)
+    LATER = ("probes", "spent")
 
     schema_version: Literal[1, 2, 3] = SCHEMA
     study: Study
@@ -431,6 +375,8 @@ class Result(Grown, Stored):
     probes: dict[Name, ProbeReport] = Field(default_factory=dict)
     """Outcomes of the operation's probes by variant, named as in the provenance. Empty in results of older versions, and for an
     operation without probes."""
+    spent: Spent | None = None
+    """Time, and perhaps money, that the run took; ``None`` in results of older versions."""
 
     def cell(self, shape: str, variant: str, direction: Direction = "forward") -> Cell | None:
         """Return the measurement of a variant or control at a shape, or ``None``."""

@@ -22,7 +22,7 @@ from pathlib import Path
 import onelaunch
 from onelaunch.operation import Variant, plugins
 from onelaunch.operation.entry_points import UNKNOWN
-from onelaunch.workbench.result.schema import VariantSource
+from onelaunch.workbench.result.facts import VariantSource
 from onelaunch.workbench.study import Study
 
 _NATIVE = (".cu", ".cuh", ".cpp", ".h")

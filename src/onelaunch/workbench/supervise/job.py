@@ -13,8 +13,10 @@ from typing import NamedTuple
 import torch
 
 from onelaunch.operation import Direction
+from onelaunch.workbench.options import RunOptions
 from onelaunch.workbench.result import Result, Status, StoredCeilings
-from onelaunch.workbench.running import Key, Progress, Run, RunOptions, Steps
+from onelaunch.workbench.running import Key, Progress, Run, Steps
+from onelaunch.workbench.spending import Meter
 from onelaunch.workbench.study import Scale, Study
 from onelaunch.workbench.study.plan import plan_study
 
@@ -92,7 +94,8 @@ def carry_out(
     ceilings = known.ceilings if known else StoredCeilings(**asdict(job.steps.ceilings(job.device)))
     plan = plan_study(job.study, ceilings, job.device, job.scale)
     run = Run(plan, torch.device(job.device), ceilings, job.options, job.steps, on_progress)
-    run.failures, run.on_turn, run.on_kept = state.failures, on_turn, on_kept
+    run.meter = Meter(job.options.began, job.options.price_per_hour, earlier=job.earlier, kept=state.kept)
+    run.failures, run.on_turn, run.on_kept = state.failures, run.meter.watching(on_turn), on_kept
     if state.kept is not None:
         run.take_over(state.kept)
         run.notes = list(state.kept.notes)

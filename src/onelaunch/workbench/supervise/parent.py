@@ -28,6 +28,7 @@ from onelaunch.operation import Direction
 from onelaunch.wording import listing
 from onelaunch.workbench.result import Result, Status
 from onelaunch.workbench.running import Progress
+from onelaunch.workbench.spending import with_lost_turn
 from onelaunch.workbench.study import Study
 from onelaunch.workbench.supervise.child import TURN_BYTES, read_turn, work
 from onelaunch.workbench.supervise.job import Job, State, Turn, carry_out
@@ -82,6 +83,7 @@ def supervise(
         if isinstance(ended, Missing):
             state.notes.append(_in_this_process(f"a new process does not know {listing(ended.names)}"))
             return carry_out(job, on_progress, state=state)
+        state.kept = with_lost_turn(state.kept, ended.seconds)
         _blame(job.study, state, ended, silent)
 
 
@@ -102,6 +104,8 @@ class Death(NamedTuple):
     """How it ended, as a predicate after "the measuring process"."""
     hung: bool = False
     """True if the parent ended it, because the candidate ran too long."""
+    seconds: float = 0.0
+    """Seconds for which the candidate had been running."""
 
 
 def start_method(device: str) -> str:
@@ -206,13 +210,17 @@ class Child:
         if turn is None or now - began <= call_limit or self._interrupted:
             return None
         self._kill()
-        return Death(turn, self._place, f"was ended, since a call was not done after {call_limit:g} s", hung=True)
+        return Death(
+            turn, self._place, f"was ended, since a call was not done after {call_limit:g} s", hung=True, seconds=now - began
+        )
 
     def _dead(self) -> Result | Death:
         self._process.join()
         if self._interrupted and self._state.kept is not None:
             return self._state.kept
-        return Death(read_turn(self._shared)[1], self._place, _how(self._process.exitcode or 0))
+        began, turn = read_turn(self._shared)
+        seconds = time.monotonic() - began if turn is not None else 0.0
+        return Death(turn, self._place, _how(self._process.exitcode or 0), seconds=seconds)
 
     def _kill(self) -> None:
         """Kill the child with its process group, to which compilers and profilers that it has started belong."""

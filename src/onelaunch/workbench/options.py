@@ -1,0 +1,30 @@
+"""Options of a run, which ``workbench/run.py`` makes, and which may be sent to the process that measures."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Literal
+
+from onelaunch.workbench.measure.timing import new_seed
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """Options of a run."""
+
+    rounds: int
+    time_cap: float
+    """Seconds after which no new round of a case begins."""
+    quick: bool = False
+    """True if the study's first direction alone is measured."""
+    count: bool | Literal["all"] = True
+    """Switch for counting DRAM bytes, launches and barriers and for host times; see :func:`onelaunch.workbench.run.run_study`."""
+    command: str = ""
+    """Command line for the provenance; this process's own if empty."""
+    timing_seed: int = field(default_factory=new_seed)
+    """Seed of the inputs that are timed, drawn for each run and stored in its result."""
+    began: float = field(default_factory=time.monotonic)
+    """Start of the run by ``time.monotonic``."""
+    price_per_hour: float | None = None
+    """Price of an hour of the machine, in any currency; ``None`` if it is not known."""
