@@ -1,4 +1,4 @@
-"""Arguments and options of the commands on studies; ``run.py`` and ``show.py`` import them."""
+"""Arguments and options of the commands on studies; ``run.py``, ``show.py`` and ``report.py`` import them."""
 
 from __future__ import annotations
 
@@ -22,4 +22,35 @@ InProcess = Annotated[
 
 CallLimit = Annotated[
     float, typer.Option("--call-limit", min=1.0, help="Seconds after which a variant that does not return counts as hung.")
+]
+
+TimeCap = Annotated[
+    float | None,
+    typer.Option(
+        "--time-cap",
+        min=0.1,
+        help="Seconds of timing after which no new round of a shape and direction begins. Three rounds are always measured.",
+        show_default="15 at small scale, 60 at full scale",
+    ),
+]
+
+PricePerHour = Annotated[
+    float | None,
+    typer.Option(
+        "--price-per-hour",
+        min=0.0,
+        help="Price of an hour of this machine, in any currency: the result then holds the cost of its wall time.",
+        show_default="none, or that of the run to resume",
+    ),
+]
+
+Log = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--log",
+        metavar="SINK[:WHERE]",
+        help="Send the stored result to wandb, tensorboard or mlflow; may be repeated. WHERE is a project or offline, a folder, "
+        "or a tracking URI.",
+        show_default=False,
+    ),
 ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -15,8 +15,8 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from onelaunch.cli import output
 from onelaunch.cli.arguments import DeviceName
-from onelaunch.cli.study.arguments import CallLimit, InProcess, ScaleName, StudyName
-from onelaunch.cli.study.report import write_into
+from onelaunch.cli.study.arguments import CallLimit, InProcess, Log, PricePerHour, ScaleName, StudyName, TimeCap
+from onelaunch.cli.study.report import send, write_into
 from onelaunch.device.hardware import resolve
 from onelaunch.device.peaks import ceilings
 from onelaunch.errors import ResultExists
@@ -28,6 +28,7 @@ from onelaunch.workbench.report.text import one_line
 from onelaunch.workbench.result import Result
 from onelaunch.workbench.run import Progress as Step
 from onelaunch.workbench.run import ResultUnsaved, default_path, interrupted_run, is_resumable, partial_path, run_study
+from onelaunch.workbench.sinks import Sink, make_sink
 from onelaunch.workbench.study import Study
 from onelaunch.workbench.study.read import find_study
 from onelaunch.workbench.supervise import CALL_LIMIT_SECONDS, slug_of
@@ -47,15 +48,7 @@ def run(
     rounds: Annotated[
         int | None, typer.Option("--rounds", min=3, help="Number of timing rounds.", show_default="the study's")
     ] = None,
-    time_cap: Annotated[
-        float | None,
-        typer.Option(
-            "--time-cap",
-            min=0.1,
-            help="Seconds of timing after which no new round of a shape and direction begins. Three rounds are always measured.",
-            show_default="15 at small scale, 60 at full scale",
-        ),
-    ] = None,
+    time_cap: TimeCap = None,
     quick: Annotated[
         bool, typer.Option("--quick", help="Take a first look: measure only the first direction, and each shape for 3 seconds.")
     ] = False,
@@ -86,15 +79,8 @@ def run(
     ] = 0,
     in_process: InProcess = False,
     call_limit: CallLimit = CALL_LIMIT_SECONDS,
-    price_per_hour: Annotated[
-        float | None,
-        typer.Option(
-            "--price-per-hour",
-            min=0.0,
-            help="Price of an hour of this machine, in any currency: the result then holds the cost of its wall time.",
-            show_default="none, or that of the run to resume",
-        ),
-    ] = None,
+    price_per_hour: PricePerHour = None,
+    log: Log = None,
 ) -> None:
     """Run a study: plan, verify, time, count, judge, decide, report.
 
@@ -105,6 +91,7 @@ def run(
     Example: onelaunch study run 040-linear-rnn --device cpu --rounds 5
     """
     _, study = find_study(name)
+    sinks = [make_sink(spec) for spec in log or ()]
     where = str(resolve(device))
     result_path, report_path = _paths(study, where, out, report_dir)
     replace = _probe(result_path, report_path, force=force, resume=resume)
@@ -134,7 +121,7 @@ def run(
             )
         except ResultUnsaved as problem:
             unsaved, result = problem, problem.result
-    _finish(result, unsaved, result_path, report_path, replace=replace)
+    _finish(result, unsaved, result_path, report_path, replace=replace, sinks=sinks)
 
 
 def _probe(result_path: Path, report_path: Path, *, force: bool, resume: bool) -> bool:
@@ -150,8 +137,10 @@ def _probe(result_path: Path, report_path: Path, *, force: bool, resume: bool) -
     return replace
 
 
-def _finish(result: Result, unsaved: ResultUnsaved | None, result_path: Path, report_path: Path, *, replace: bool) -> None:
-    """Write the report, and print it with the paths of the written files."""
+def _finish(
+    result: Result, unsaved: ResultUnsaved | None, result_path: Path, report_path: Path, *, replace: bool, sinks: Sequence[Sink]
+) -> None:
+    """Write the report, print it with the paths of the written files, and send the result to the sinks."""
     # The report is written before anything is printed, because printing fails if the reader of stdout ends.
     report, failed = None, None
     if unsaved is None:
@@ -164,10 +153,11 @@ def _finish(result: Result, unsaved: ResultUnsaved | None, result_path: Path, re
     if unsaved:
         raise unsaved
     console.print(f"\nResult: {result_path}", soft_wrap=True, markup=False)
-    if failed:
-        raise failed
     if report:
         console.print(f"Report: {report['html']} (also {report['markdown'].name})", soft_wrap=True, markup=False)
+    send(result, sinks, (result_path, *((report["html"], report["markdown"]) if report else ())), console)
+    if failed:
+        raise failed
     if result.interrupted:
         output.stderr().print(f"interrupted: the measurements so far are saved in {result_path}", soft_wrap=True, markup=False)
         raise typer.Exit(INTERRUPTED)
