@@ -21,6 +21,7 @@ from onelaunch.workbench.decide.decision import concluded
 from onelaunch.workbench.decide.predictions import compared_predictions
 from onelaunch.workbench.report import markdown, page, terminal
 from onelaunch.workbench.report.details import details
+from onelaunch.workbench.report.predictions import tally
 from onelaunch.workbench.result import Result
 from onelaunch.workbench.study import Criterion, Prediction
 from onelaunch.workbench.study.read import load_study
@@ -148,6 +149,20 @@ def test_a_comparison_states_factor_and_direction(value, one, came, turned):
     assert (found.came, found.reversed) == (came, turned)
     assert found.ratio == pytest.approx(10.0 / one / value, rel=1e-3)
     assert found.factor == pytest.approx(max(found.ratio, 1 / found.ratio))
+
+
+@pytest.mark.parametrize(
+    ("at", "said"),
+    [
+        ("mega", "Of 1 predicted value, 1 came out better. The measured one is off by a factor of 1.25x."),
+        ("tiny", "Of 1 predicted value, 1 was not measured."),
+    ],
+)
+def test_a_single_prediction_is_told_without_a_median(at, said):
+    result = concluded(
+        measured(study(FASTER, predictions=(GAIN.model_copy(update={"at": at}),)), ok_cell("three", 10.0), ok_cell("one", 5.0))
+    )
+    assert tally(compared_predictions(result)) == said
 
 
 def test_less_time_than_predicted_is_better():

@@ -112,6 +112,7 @@ def test_a_call_that_hangs_is_ended_and_the_variant_is_not_tried_again(prose):
     result = with_rogue(at_count(1, lambda: time.sleep(1000)), call_limit=1.5)
     assert time.monotonic() - start < 60
     assert [result.cell(shape, "rogue").status for shape in ("first", "second")] == ["timed_out", "timed_out"]
+    assert 1.5 < result.spent.device_seconds < result.spent.wall_seconds  # the call that was ended is in both
     assert rest_is_complete(result)
     prose([result.cell(shape, "rogue").reason for shape in ("first", "second")])
 

@@ -77,6 +77,8 @@ def tally(comparisons: Sequence[Comparison]) -> str:
     factors = [(each.factor, each) for each in comparisons if each.factor is not None]
     if not factors:
         return said
+    if len(factors) == 1:
+        return f"{said} The measured one is off by a factor of {q.ratio(factors[0][0])}."
     most, furthest = max(factors, key=lambda each: each[0])
-    half = q.ratio(statistics.median(factor for factor, _ in factors))
-    return f"{said} The median of the factors by which they are off is {half}, the largest {q.ratio(most)} at {furthest.shape}."
+    middle = q.ratio(statistics.median(factor for factor, _ in factors))
+    return f"{said} The median of the factors by which they are off is {middle}, the largest {q.ratio(most)} at {furthest.shape}."
