@@ -91,7 +91,7 @@ def keep_and_be_interrupted(self, path):
     keep(self, path)
     if len(self.finished) == 1:
         os.kill(parent, signal.SIGINT)
-        for _ in range(500):  # the interruption comes between two of the pauses
+        for _ in range(6000):  # the interruption comes between two of the pauses; on a busy machine only after seconds
             time.sleep(0.01)
 running.Run.save_partial = keep_and_be_interrupted
 sys.argv = ["onelaunch", "study", "run", "toy-study", "--device", "cpu"]
