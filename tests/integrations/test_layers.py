@@ -12,6 +12,9 @@ from tests.integrations.standins import Cache, GatedLinearAttention, GatedMLP, S
 from tests.integrations.test_mlps import assert_same
 
 pytestmark = pytest.mark.usefixtures("fla")
+CLOSE = {"rtol": 1e-4, "atol": 1e-5}
+"""Tolerances of float32 outputs: the stand-ins loop over steps, and ``gla_layer`` adds up the same terms in another order."""
+
 LAYERS = {
     "gla": GatedLinearAttention,
     "gla with convolutions": lambda: GatedLinearAttention(use_short_conv=True),
@@ -61,7 +64,7 @@ def test_frozen_weights_autocast_and_checkpointing():
     accelerate(layer)
     given = x.clone().requires_grad_()
     o = checkpoint(lambda y: layer(y)[0], given, use_reentrant=False)
-    torch.testing.assert_close(o, before, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(o, before, **CLOSE)
     o.sum().backward()
     assert layer.k_proj.weight.grad is layer.o_proj.weight.grad is None
     assert layer.q_proj.weight.grad.any()
@@ -109,7 +112,7 @@ def test_a_mask_without_padding_needs_no_original():
     before = layer(x)[0]
     report = accelerate(layer)
     mask[0, 0] = 0  # padding of an earlier call
-    torch.testing.assert_close(layer(x, attention_mask=mask, output_attentions=True)[0], before, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(layer(x, attention_mask=mask, output_attentions=True)[0], before, **CLOSE)
     assert not report.fallbacks
     mask[0, 3] = 0  # the same tensor with other values
     layer(x, attention_mask=mask[:, -5:])
@@ -127,7 +130,7 @@ def test_a_call_with_a_cache_stores_the_state_that_fla_goes_on_from():
     assert not report.fallbacks
     last, _, _ = layer(x[:, 7:], past_key_values=cache, use_cache=True)
     assert report.fallbacks == {"the call continues from a state in past_key_values": 1}
-    torch.testing.assert_close(torch.cat([first, last], 1), whole, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(torch.cat([first, last], 1), whole, **CLOSE)
     assert layer(x, use_cache=True)[2] is None
 
 

@@ -24,7 +24,7 @@ from onelaunch.operation.examples import recorded_launches
 from onelaunch.ops.gla import launch
 from tests.ops.cases import GLA, arguments_of, results
 
-pytest.importorskip("triton")
+pytest.importorskip("triton", reason="launches import their kernels, which import Triton")
 
 BEFORE = torch.backends.cuda.matmul.fp32_precision
 MATMUL = torch.backends.cuda.matmul

@@ -24,7 +24,7 @@ from onelaunch.ops.projections.configure_low_rank import (
 from tests.ops.cases import assert_near
 from tests.ops.projections_cases import EVERY, PROJECTIONS, of_every_kind
 
-pytest.importorskip("triton")
+pytest.importorskip("triton", reason="launches import their kernels, which import Triton")
 
 devices = pytest.mark.parametrize(
     "device", [pytest.param("cpu", marks=pytest.mark.interpret), pytest.param("cuda:0", marks=pytest.mark.gpu)]

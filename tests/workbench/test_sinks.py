@@ -124,7 +124,7 @@ def sent(spec, tmp_path):
 
 
 def test_tensorboard_reads_what_was_written(tmp_path, record):
-    pytest.importorskip("tensorboard")
+    pytest.importorskip("tensorboard", reason="the extra tensorboard is not installed; doubles of sinks are tested above")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     sent(f"tensorboard:{tmp_path / 'runs'}", tmp_path)
@@ -139,7 +139,7 @@ def test_tensorboard_reads_what_was_written(tmp_path, record):
 
 
 def test_wandb_keeps_an_offline_run(tmp_path, monkeypatch):
-    pytest.importorskip("wandb")
+    pytest.importorskip("wandb", reason="the extra wandb is not installed; doubles of sinks are tested above")
     monkeypatch.setenv("WANDB_SILENT", "true")
     sent(f"wandb:offline:{tmp_path / 'kept'}", tmp_path)
     (run,) = (tmp_path / "kept" / "wandb").glob("offline-run-*")
@@ -153,7 +153,7 @@ def test_wandb_keeps_an_offline_run(tmp_path, monkeypatch):
 
 
 def test_mlflow_reads_what_was_written(tmp_path, record, monkeypatch):
-    pytest.importorskip("mlflow")
+    pytest.importorskip("mlflow", reason="the extra mlflow is not installed; doubles of sinks are tested above")
     pytest.importorskip("sqlalchemy")  # which mlflow-skinny does not install
     from mlflow.tracking import MlflowClient
 
@@ -173,7 +173,7 @@ def test_mlflow_reads_what_was_written(tmp_path, record, monkeypatch):
 
 
 def test_an_mlflow_server_that_does_not_answer_is_a_notice(monkeypatch):
-    pytest.importorskip("mlflow")
+    pytest.importorskip("mlflow", reason="the extra mlflow is not installed; doubles of sinks are tested above")
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     with pytest.warns(SinkNotice, match="MLflow"):
         assert deliver(results.wrong_and_invalid(), [make_sink("mlflow:http://127.0.0.1:9")]) == []

@@ -1,4 +1,4 @@
-"""Where one launch computes all gradients of a projection of few inputs, and its tiles.
+"""Choice of the projections of few inputs whose gradients one launch computes, and of its tiles.
 
 Such a projection is z = x W^T + bias with few columns of x, as the log-decays of ``gla_layer`` are made from 16. The gradients of
 x, W and the bias are two matrix products and a sum. Each of them reads dz, the gradient of z, which is the largest tensor by far.
