@@ -130,6 +130,42 @@ def test_a_share_of_tuning_tries_only_its_own_configurations():
     assert Autotuner.run is before
 
 
+def test_a_share_of_tuning_compiles_its_configurations_and_times_none(monkeypatch):
+    triton = pytest.importorskip("triton")
+    from triton.runtime.autotuner import Autotuner, OutOfResources
+
+    ran = []
+
+    class Kernel:
+        """Stand-in for a Triton kernel that cannot be compiled with one warp, nor launched with 16."""
+
+        def run(self, *args, grid, warmup, num_warps, **kwargs):
+            if num_warps == 1:
+                raise ValueError("cannot be compiled")
+            ran.append((num_warps, "compiled" if warmup else "launched"))
+            if num_warps == 16 and not warmup:
+                raise OutOfResources(300_000, 230_000, "shared memory")
+            return "a kernel"
+
+    tuner = object.__new__(Autotuner)
+    tuner.fn, tuner.cache, tuner.arg_names, tuner.keys, tuner.cache_results = Kernel(), {}, (), (), True
+    tuner.configs, tuner.early_config_prune, tuner.perf_model = (
+        [triton.Config({}, num_warps=n) for n in (1, 16, 2, 4)],
+        None,
+        None,
+    )
+    tuner.pre_hook = lambda *_, **__: None
+    monkeypatch.setattr(Autotuner, "check_disk_cache", lambda *_: pytest.fail("A choice that no time has made would be stored."))
+    with part_of_tuning(0, 2):  # with one and with two warps
+        assert tuner.run(grid=(1,), warmup=False) == "a kernel"
+    assert ran == [(2, "compiled"), (2, "launched")]
+    ran.clear()
+    with part_of_tuning(1, 2):  # with 16 and with four
+        assert tuner.run(grid=(1,), warmup=False) is None
+    assert ran == [(16, "compiled"), (4, "compiled"), (16, "launched")]
+    assert tuner.cache_results
+
+
 def test_a_share_without_a_valid_configuration_is_not_reported():
     """The call is part 1 of 2, and fails. The other part may hold configurations that can be launched."""
     assert call_once(study(), CompileCall("first", "forward", "raises", 1, 2), "cpu") is None

@@ -118,14 +118,17 @@ def compile_probes(asked: Iterable[tuple[Operation[..., Any], str, Sequence[Dire
 
 @contextlib.contextmanager
 def part_of_tuning(part: int, parts: int) -> Iterator[None]:
-    """Limit Triton's autotuner to part number ``part`` of ``parts`` of each kernel's configurations.
+    """Let Triton's autotuner compile part number ``part`` of ``parts`` of each kernel's configurations, and time none of them.
 
-    The results that each autotuner cached before are dropped at its first run in the block, so that it does try this part.
+    Times that are taken while several processes use the device would be useless, and take longer than the compilation. The first
+    configuration that compiles runs, unless it needs more shared memory than the device has: then the results of the call hold no
+    values, and the kernels behind it are compiled all the same. The choices that each autotuner cached before are dropped at its
+    first run in the block, so that it does compile this part, and no choice that is made here is stored on disk.
     """
     if parts == 1 or not package_installed("triton"):
         yield
         return
-    from triton.runtime.autotuner import Autotuner
+    from triton.runtime.autotuner import Autotuner, OutOfResources
 
     prune, run, cleared = Autotuner.prune_configs, Autotuner.run, set()
 
@@ -133,17 +136,34 @@ def part_of_tuning(part: int, parts: int) -> Iterator[None]:
         configurations = prune(self, *args, **kwargs)
         return configurations[part::parts] or configurations[:1]  # the autotuner needs at least one
 
+    def compile_alone(self: Autotuner, *args: Any, config: Any, **kwargs: Any) -> list[float]:
+        try:
+            self.fn.run(*args, **{**kwargs, **config.all_kwargs(), "warmup": True})
+        except Exception:  # noqa: BLE001 - the compiler refuses it, and the autotuner that measures sees that again
+            return [float("inf")] * 3
+        return [1.0] * 3
+
     def run_from_scratch(self: Autotuner, *args: Any, **kwargs: Any) -> Any:
         if id(self) not in cleared:
             cleared.add(id(self))
             self.cache.clear()
-        return run(self, *args, **kwargs)
+        stores, self.cache_results = getattr(self, "cache_results", False), False
+        try:
+            return run(self, *args, **kwargs)
+        except OutOfResources:
+            return None
+        finally:
+            self.cache_results = stores
 
-    Autotuner.prune_configs, Autotuner.run = prune_to_part, run_from_scratch
+    replaced = {"prune_configs": prune_to_part, "_bench": compile_alone, "run": run_from_scratch}
+    before = {name: getattr(Autotuner, name) for name in replaced}
+    for name, function in replaced.items():
+        setattr(Autotuner, name, function)
     try:
         yield
     finally:
-        Autotuner.prune_configs, Autotuner.run = prune, run
+        for name, function in before.items():
+            setattr(Autotuner, name, function)
 
 
 def call_once(study: Study, call: CompileCall, device: str) -> str | None:
