@@ -15,7 +15,7 @@ from onelaunch.cli.application import application
 from onelaunch.device import peaks, quick_look
 from onelaunch.device.hardware import Ceilings
 from onelaunch.workbench import run
-from onelaunch.workbench.measure import sampling, timing
+from onelaunch.workbench.measure import rotation, sampling, timing
 from tests.workbench import results, toy
 from tests.workbench.drawn import keep_texts_alone
 from tests.workbench.runs import spare_children
@@ -77,7 +77,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     assert toy.toy_sum.variants  # the import of toy registers the operation
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(timing.WARM_UP_SECONDS, "cpu", 0.0)
-    monkeypatch.setattr(sampling, "CACHES", 0)  # the inputs are so tiny that thousands of sets would be rotated
+    monkeypatch.setattr(rotation, "CACHES", 0)  # the inputs are so tiny that thousands of sets would be rotated
     monkeypatch.setattr(sampling, "CPU_SAMPLE_SECONDS", 1e-4)
     monkeypatch.setattr(run, "TIME_CAP_SECONDS", {"small": 2.0, "full": 2.0})
     keep_texts_alone(monkeypatch)

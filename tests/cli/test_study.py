@@ -281,11 +281,11 @@ import os, signal, sys
 from tests.workbench import toy
 from onelaunch.device import quick_look
 from onelaunch.workbench import run, running
-from onelaunch.workbench.measure import sampling, timing
+from onelaunch.workbench.measure import rotation, sampling, timing
 from onelaunch.cli.main import app
 quick_look.implausible = lambda device, found: ""  # the peaks are made up; measuring them takes seconds
 timing.WARM_UP_SECONDS["cpu"] = 0.0
-sampling.CACHES, sampling.CPU_SAMPLE_SECONDS = 0, 1e-4
+rotation.CACHES, sampling.CPU_SAMPLE_SECONDS = 0, 1e-4
 run.TIME_CAP_SECONDS = {"small": 2.0, "full": 2.0}
 keep = running.Run.save_partial
 def keep_and_be_terminated(self, path):

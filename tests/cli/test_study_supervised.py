@@ -78,13 +78,13 @@ sys.path.insert(0, {root!r})
 from tests.workbench import toy
 from onelaunch.device import quick_look
 from onelaunch.workbench import running
-from onelaunch.workbench.measure import sampling, timing
+from onelaunch.workbench.measure import rotation, sampling, timing
 from onelaunch.workbench.report import page
 from onelaunch.cli.main import app
 page.plots = lambda result: ()
 quick_look.implausible = lambda device, found: ""  # the peaks are made up; measuring them takes seconds
 timing.WARM_UP_SECONDS["cpu"] = 0.0
-sampling.CACHES, sampling.CPU_SAMPLE_SECONDS = 0, 1e-4
+rotation.CACHES, sampling.CPU_SAMPLE_SECONDS = 0, 1e-4
 parent = os.getpid()
 keep = running.Run.save_partial
 def keep_and_be_interrupted(self, path):

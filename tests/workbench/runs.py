@@ -15,7 +15,7 @@ import pytest
 
 from onelaunch.device.hardware import Ceilings
 from onelaunch.workbench import run as module
-from onelaunch.workbench.measure import sampling, timing
+from onelaunch.workbench.measure import rotation, sampling, timing
 from onelaunch.workbench.result import Traffic, provenance, sources
 from onelaunch.workbench.run import Steps, run_study
 from onelaunch.workbench.study import Criterion, Shape, Study
@@ -128,6 +128,6 @@ def quick(tmp_path, monkeypatch):
     spare_children(monkeypatch)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(timing.WARM_UP_SECONDS, "cpu", 0.0)
-    monkeypatch.setattr(sampling, "CACHES", 0)  # the inputs are so tiny that thousands of sets would be rotated
+    monkeypatch.setattr(rotation, "CACHES", 0)  # the inputs are so tiny that thousands of sets would be rotated
     monkeypatch.setattr(sampling, "CPU_SAMPLE_SECONDS", 1e-4)
     monkeypatch.setattr(module, "TIME_CAP_SECONDS", {"small": 2.0, "full": 2.0})

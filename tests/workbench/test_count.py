@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from onelaunch.operation import Cost
-from onelaunch.workbench.measure import count, count_child, sampling
+from onelaunch.workbench.measure import count, count_child, rotation
 from tests.workbench.toy import toy_case, toy_sum
 
 TABLE = (Path(__file__).parent / "fixtures" / "ncu_raw.csv").read_text()
@@ -159,7 +159,7 @@ def test_the_profiled_process_calls_each_request_inside_its_range(tmp_path, monk
     """The child process runs here on a CPU. The functions that mark ranges of the GPU are replaced and append to ``events``."""
     events = []
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: events.append("wait"))
-    monkeypatch.setattr(sampling, "CACHES", 0.05)  # fewer input sets, but more than the least number, two
+    monkeypatch.setattr(rotation, "CACHES", 0.05)  # fewer input sets, but more than the least number, two
     monkeypatch.setattr(torch.cuda.nvtx, "range_push", events.append)
     monkeypatch.setattr(torch.cuda.nvtx, "range_pop", lambda: events.append("end"))
     monkeypatch.setattr(count_child, "KERNELS", 200)  # calls are made until about this number of operators, but at least one

@@ -19,7 +19,7 @@ from onelaunch.device.hardware import Ceilings
 from onelaunch.operation import find_operation
 from onelaunch.workbench import stats
 from onelaunch.workbench.decide.criteria import evaluate
-from onelaunch.workbench.measure import host, sampling, timing
+from onelaunch.workbench.measure import host, rotation, timing
 from onelaunch.workbench.measure.count import Request
 from onelaunch.workbench.report import markdown
 from onelaunch.workbench.result import Beside, Result
@@ -130,7 +130,7 @@ def test_both_measures_keep_one_reading():
 
 def test_a_run_stores_and_reports_what_criteria_ask_for(short, tmp_path, monkeypatch):
     monkeypatch.setitem(timing.WARM_UP_SECONDS, "cpu", 0.0)
-    monkeypatch.setattr(sampling, "CACHES", 0)  # two input sets instead of as many as exceed the caches
+    monkeypatch.setattr(rotation, "CACHES", 0)  # two input sets instead of as many as exceed the caches
     asked = {"measure": "host_over_product", "of": "auto", "at": "tiny", "at_most": 1e6}
     declared = Study(
         name="host",

@@ -19,7 +19,7 @@ from onelaunch.errors import StudyError
 from onelaunch.workbench.decide.decision import concluded
 from onelaunch.workbench.decide.judging import Finding
 from onelaunch.workbench.decide.measured import JudgedMeasure, judged
-from onelaunch.workbench.measure import sampling, timing
+from onelaunch.workbench.measure import rotation, sampling, timing
 from onelaunch.workbench.report import markdown
 from onelaunch.workbench.report.headline import headline
 from onelaunch.workbench.result import Result
@@ -80,7 +80,7 @@ def written(tmp_path, monkeypatch):
     """Return a function that writes ``STUDY``, with some texts replaced, and returns its path. Runs are made short as well."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(timing.WARM_UP_SECONDS, "cpu", 0.0)
-    monkeypatch.setattr(sampling, "CACHES", 0)  # two input sets instead of as many as exceed the caches
+    monkeypatch.setattr(rotation, "CACHES", 0)  # two input sets instead of as many as exceed the caches
     monkeypatch.setattr(sampling, "CPU_SAMPLE_SECONDS", 1e-4)
 
     def write(*changes: tuple[str, str]) -> Path:

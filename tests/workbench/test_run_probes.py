@@ -24,7 +24,7 @@ from onelaunch.errors import AdoptNotice, ArgumentError, UnknownVariant
 from onelaunch.operation import Probe, Query, find_operation
 from onelaunch.operation.probe import elsewhere, mixed_magnitudes, transposed
 from onelaunch.workbench.adopt import adopt
-from onelaunch.workbench.measure import sampling, timing
+from onelaunch.workbench.measure import rotation, sampling, timing
 from onelaunch.workbench.result import ProbeReport, Result
 from onelaunch.workbench.run import run_study
 from onelaunch.workbench.study import Shape, Study
@@ -106,7 +106,7 @@ def run_of_careless(careless, tmp_path_factory):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path_factory.mktemp("careless"))
-        patch.setattr(sampling, "CACHES", 0)
+        patch.setattr(rotation, "CACHES", 0)
         patch.setattr(sampling, "CPU_SAMPLE_SECONDS", 1e-4)
         patch.setitem(timing.WARM_UP_SECONDS, "cpu", 0.0)
         patch.setenv("ONELAUNCH_COMMIT", "abc")
@@ -163,7 +163,7 @@ def test_a_plug_in_checked_at_two_lengths_is_not_chosen_at_others(measured_carel
 def test_a_table_names_the_variants_that_met_their_probes(tables, tmp_path, monkeypatch):
     """A variant that failed its probes is not named, so that it is never chosen away from its measurements."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sampling, "CACHES", 0)  # two input sets instead of as many as exceed the caches
+    monkeypatch.setattr(rotation, "CACHES", 0)  # two input sets instead of as many as exceed the caches
     monkeypatch.setattr(sampling, "CPU_SAMPLE_SECONDS", 1e-4)
     monkeypatch.setitem(timing.WARM_UP_SECONDS, "cpu", 0.0)
     monkeypatch.setenv("ONELAUNCH_COMMIT", "abc")
@@ -307,7 +307,7 @@ def test_wrong_lists_of_probes_are_refused(probed, prose):
 
 def test_reports_are_stored_in_results(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sampling, "CACHES", 0)  # two input sets instead of as many as exceed the caches
+    monkeypatch.setattr(rotation, "CACHES", 0)  # two input sets instead of as many as exceed the caches
     monkeypatch.setattr(sampling, "CPU_SAMPLE_SECONDS", 1e-4)
     monkeypatch.setitem(timing.WARM_UP_SECONDS, "cpu", 0.0)
     result = run(study())

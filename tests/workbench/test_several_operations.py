@@ -17,7 +17,7 @@ from onelaunch.operation import find_operation
 from onelaunch.workbench.adopt import adopt
 from onelaunch.workbench.decide.criteria import evaluate
 from onelaunch.workbench.decide.decision import concluded
-from onelaunch.workbench.measure import sampling, timing
+from onelaunch.workbench.measure import rotation, sampling, timing
 from onelaunch.workbench.report import markdown
 from onelaunch.workbench.result import ProbeReport, Result
 from onelaunch.workbench.run import Steps, run_study
@@ -144,7 +144,7 @@ def test_a_study_of_several_operations_runs_with_auto(file, tmp_path, monkeypatc
     monkeypatch.setitem(timing.WARM_UP_SECONDS, "cpu", 0.0)
     monkeypatch.setattr(sampling, "CPU_SAMPLE_SECONDS", 1e-4)
     monkeypatch.setattr(repeated, "SECONDS", 0.05)
-    monkeypatch.setattr(sampling, "CACHES", 0)  # two input sets instead of as many as exceed the caches
+    monkeypatch.setattr(rotation, "CACHES", 0)  # two input sets instead of as many as exceed the caches
     # Other tests judge these variants at the probes, which takes seconds.
     steps = Steps(
         ceilings=lambda _: Ceilings(1e12, {"float32": 1e13}, 1e-6, "2026-11-20T12:00:00+00:00", "made up"),

@@ -11,7 +11,7 @@ from __future__ import annotations
 import pytest
 
 from onelaunch.device.hardware import Ceilings
-from onelaunch.workbench.measure import sampling, timing
+from onelaunch.workbench.measure import rotation, sampling, timing
 from onelaunch.workbench.result import ProbeReport
 from onelaunch.workbench.run import Steps, run_study
 from onelaunch.workbench.study.plan import plan_study
@@ -65,7 +65,7 @@ def test_the_study_runs_without_a_gpu(study, tmp_path, monkeypatch):
     monkeypatch.setitem(timing.WARM_UP_SECONDS, "cpu", 0.0)
     monkeypatch.setattr(sampling, "CPU_SAMPLE_SECONDS", 1e-4)
     monkeypatch.setattr(repeated, "SECONDS", 0.05)
-    monkeypatch.setattr(sampling, "CACHES", 0)  # two input sets instead of as many as exceed the caches
+    monkeypatch.setattr(rotation, "CACHES", 0)  # two input sets instead of as many as exceed the caches
     quick = study.model_copy(update={"variants": ("unfused", "composed"), "regimes": ("eager",), "criteria": ()})
     # Other tests judge these variants at the probes, which takes seconds.
     steps = Steps(

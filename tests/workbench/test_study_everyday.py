@@ -21,7 +21,7 @@ from onelaunch.device.hardware import Ceilings
 from onelaunch.operation import DIRECTIONS
 from onelaunch.operation.inputs import packed_lengths
 from onelaunch.workbench.decide.criteria import evaluate
-from onelaunch.workbench.measure import host, sampling, timing
+from onelaunch.workbench.measure import host, rotation, sampling, timing
 from onelaunch.workbench.report import write_report
 from onelaunch.workbench.result import ProbeReport
 from onelaunch.workbench.run import Steps, run_study
@@ -51,7 +51,7 @@ def host_times(pytestconfig):
 @pytest.fixture
 def short(monkeypatch):
     monkeypatch.setitem(timing.WARM_UP_SECONDS, "cpu", 0.0)
-    monkeypatch.setattr(sampling, "CACHES", 0)  # two input sets instead of as many as exceed the caches
+    monkeypatch.setattr(rotation, "CACHES", 0)  # two input sets instead of as many as exceed the caches
     monkeypatch.setattr(repeated, "SECONDS", 0.05)
     monkeypatch.setattr(sampling, "CPU_SAMPLE_SECONDS", 1e-4)
     monkeypatch.setattr(host, "CALLS", 4)

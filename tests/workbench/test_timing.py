@@ -19,8 +19,9 @@ from typing import Any
 import pytest
 import torch
 
-from onelaunch.workbench.measure import sampling, timing
-from onelaunch.workbench.measure.sampling import CpuSampler, GpuSampler, count_sets, rotate
+from onelaunch.workbench.measure import rotation, sampling, timing
+from onelaunch.workbench.measure.rotation import count_sets, rotate
+from onelaunch.workbench.measure.sampling import CpuSampler, GpuSampler
 from onelaunch.workbench.measure.timing import Interrupted, measure, order
 from onelaunch.workbench.verify import Judge
 from onelaunch.workbench.verify.calls import Candidate, status_of
@@ -65,7 +66,7 @@ def scripted(monkeypatch):
 
         monkeypatch.setattr(timing, "make_sampler", make)
         monkeypatch.setattr(timing, "WARM_UP_SECONDS", {"cpu": 0.0})
-        monkeypatch.setattr(sampling, "CACHES", 0)  # a script needs no sets that exceed the caches
+        monkeypatch.setattr(rotation, "CACHES", 0)  # a script needs no sets that exceed the caches
         return log
 
     return install
@@ -355,7 +356,7 @@ def test_progress_is_reported():
 
 def test_cold_calls_rotate_through_all_sets_and_warm_calls_use_one(monkeypatch):
     monkeypatch.setattr(sampling, "CPU_SAMPLE_SECONDS", 0.0)
-    monkeypatch.setattr(sampling, "CACHES", 0.0005)  # size of all input sets together, in last-level caches
+    monkeypatch.setattr(rotation, "CACHES", 0.0005)  # size of all input sets together, in last-level caches
     case = toy_case()
     used = []
 
@@ -363,20 +364,20 @@ def test_cold_calls_rotate_through_all_sets_and_warm_calls_use_one(monkeypatch):
         used.append(arguments["x"].data_ptr())
         return toy_sum(**arguments, variant="parallel")
 
-    rotation = rotate(Judge().reference(toy_sum, case), torch.device("cpu"))
-    assert len(rotation.sets) > 4
+    rotated = rotate(Judge().reference(toy_sum, case), torch.device("cpu"))
+    assert len(rotated.sets) > 4
     candidate = Candidate("parallel", call, toy_sum.outputs)
-    one, other = CpuSampler(candidate, rotation), CpuSampler(candidate, rotation)
+    one, other = CpuSampler(candidate, rotated), CpuSampler(candidate, rotated)
     one.prepare(("cold", "warm"))
     used.clear()
-    for _ in range(len(rotation.sets)):  # candidates alternate, so that none finds the other's inputs in the cache
+    for _ in range(len(rotated.sets)):  # candidates alternate, so that none finds the other's inputs in the cache
         one.sample("cold")
         other.sample("cold")
-    assert len(set(used[: len(rotation.sets)])) == len(rotation.sets)
+    assert len(set(used[: len(rotated.sets)])) == len(rotated.sets)
     used.clear()
     for _ in range(4):
         one.sample("warm")
-    assert set(used) == {rotation.sets[0].arguments["x"].data_ptr()}
+    assert set(used) == {rotated.sets[0].arguments["x"].data_ptr()}
 
 
 def test_rotated_sets_exceed_three_caches_unless_memory_is_short(monkeypatch):
@@ -384,12 +385,12 @@ def test_rotated_sets_exceed_three_caches_unless_memory_is_short(monkeypatch):
 
     cache = describe("cpu").cache_bytes
     device = torch.device("cpu")
-    monkeypatch.setattr(sampling, "free_memory", lambda device: 1 << 40)
+    monkeypatch.setattr(rotation, "free_memory", lambda device: 1 << 40)
     count, full = count_sets(1 << 20, 0, device)  # arguments: bytes of the inputs and outputs of one set
     assert full
     assert (count - 1) << 20 > 3 * cache
     assert count_sets(10 * cache, 0, device) == (2, True)
-    monkeypatch.setattr(sampling, "free_memory", lambda device: 40 << 20)
+    monkeypatch.setattr(rotation, "free_memory", lambda device: 40 << 20)
     assert count_sets(1 << 20, 1 << 20, device) == (5, False)  # a quarter of 40 MiB
     assert count_sets(1 << 30, 1 << 20, device) == (1, False)
     assert count_sets(0, 0, device)[0] > 0

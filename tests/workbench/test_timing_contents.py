@@ -15,9 +15,10 @@ import pytest
 import torch
 
 from onelaunch.errors import ArgumentError
-from onelaunch.workbench.measure import sampling, timing
+from onelaunch.workbench.measure import rotation, sampling, timing
 from onelaunch.workbench.measure.contents import POSITIONS, Contents, InputsChanged
-from onelaunch.workbench.measure.sampling import CpuSampler, rotate
+from onelaunch.workbench.measure.rotation import rotate
+from onelaunch.workbench.measure.sampling import CpuSampler
 from onelaunch.workbench.measure.timing import measure
 from onelaunch.workbench.verify import Judge
 from onelaunch.workbench.verify.calls import Candidate
@@ -33,7 +34,7 @@ SIZES = {"B": 4, "T": 64, "V": 32}
 def short(monkeypatch):
     """Rotate through a few sets, and do not warm up for long."""
     monkeypatch.setitem(timing.WARM_UP_SECONDS, "cpu", 0.02)
-    monkeypatch.setattr(sampling, "CACHES", 0.02)
+    monkeypatch.setattr(rotation, "CACHES", 0.02)
     monkeypatch.setattr(sampling, "CPU_SAMPLE_SECONDS", 2e-3)
 
 
@@ -231,7 +232,7 @@ def test_outputs_are_judged_at_once(monkeypatch):
     sampler.prepare(("cold",))
     sampler.sample("cold")
     log.clear()
-    assert len(list(sampler.outputs("cold"))) == log.count("copied") == min(sampling.JUDGED_CALLS, log.count("called"))
+    assert len(list(sampler.outputs("cold"))) == log.count("copied") == min(rotation.JUDGED_CALLS, log.count("called"))
 
 
 def test_changed_inputs_are_restored_for_the_next_candidate():

@@ -14,9 +14,10 @@ import contextlib
 import pytest
 import torch
 
-from onelaunch.workbench.measure import sampling
+from onelaunch.workbench.measure import rotation, sampling
 from onelaunch.workbench.measure.contents import InputsChanged
-from onelaunch.workbench.measure.sampling import GpuSampler, Rotation
+from onelaunch.workbench.measure.rotation import Rotation
+from onelaunch.workbench.measure.sampling import GpuSampler
 from onelaunch.workbench.verify import Judge, judge_outputs
 from onelaunch.workbench.verify.calls import Candidate
 from tests.workbench import rogues_timing as rogues
@@ -96,7 +97,7 @@ def test_an_honest_variant_passes_in_every_regime(direction):
     sampler, reference = sampled(parallel, direction)
     for regime in REGIMES:
         judged = list(sampler.outputs(regime))
-        assert 1 <= len(judged) <= sampling.JUDGED_CALLS
+        assert 1 <= len(judged) <= rotation.JUDGED_CALLS
         assert all(judge_outputs(reference, outputs).ok for outputs in judged)
 
 

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from onelaunch.operation import Operation, find_operation
 from onelaunch.workbench.measure.count import RANGE
-from onelaunch.workbench.measure.sampling import count_sets
+from onelaunch.workbench.measure.rotation import count_sets
 from onelaunch.workbench.verify.calls import Candidate, Inputs, draw_gradients, make_inputs, status_of
 
 KERNELS = 300

@@ -2,7 +2,7 @@
 
 ``timing.py`` makes a candidate's sampler, keeps it in its ``Entry``, prepares it once (compile, warm up, capture) and asks it for
 samples, one per regime and round. The contents of inputs change outside of what is timed. At the end it takes one more sample, in
-which outputs of random calls are copied at once. ``launches.py`` calls :func:`capture`, ``count_child.py`` :func:`count_sets`.
+which outputs of random calls are copied at once. ``launches.py`` calls :func:`capture`.
 """
 
 from __future__ import annotations
@@ -11,21 +11,18 @@ import gc
 import math
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
 from onelaunch import cuda
-from onelaunch.device.hardware import describe, free_memory
+from onelaunch.device.hardware import describe
 from onelaunch.wording import in_a_line
-from onelaunch.workbench.measure.contents import Contents, InputsChanged, poison_outputs
+from onelaunch.workbench.measure.contents import poison_outputs
+from onelaunch.workbench.measure.rotation import CACHES, MOST_CALLS, Rotation
 from onelaunch.workbench.result import Regime, Status
 from onelaunch.workbench.verify.calls import Candidate, Inputs, OutputTensors, duplicate, status_of
-from onelaunch.workbench.verify.reference import Reference
-
-CACHES = 3.0
-"""Size of all rotated inputs together, in last-level caches. Each call then finds its inputs in memory, not in the cache."""
 
 GPU_SAMPLE_SECONDS = 2e-3
 """Least length of a GPU sample. The resolution of events and the gaps before and after a graph are then below 0.1 % of it."""
@@ -36,20 +33,8 @@ CPU_SAMPLE_SECONDS = 5e-3
 LONG_SAMPLE_SECONDS = 50e-3
 """Length beyond which no more calls are added to a sample. A variant that is slower than this is called once."""
 
-_MOST_CALLS = 4096
-"""Largest number of calls in a sample, and of input sets."""
-
-_SHARE_OF_MEMORY = 0.25
-"""Largest fraction of the free memory that the input sets and their outputs may take."""
-
 WARM_UP_CALLS = 3
 """Number of untimed calls that come first."""
-
-JUDGED_CALLS = 2
-"""Number of random calls of the last sample whose outputs are judged."""
-
-_WATCHED_SETS, _WATCHED_BYTES = 16, 32 << 20
-"""Largest number and size in bytes of the input sets that are compared bit by bit with their contents after the last sample."""
 
 _CHANGED_SETS = 16
 """Number of input sets whose contents change before a sample that replays a graph, in which no Python runs that could look."""
@@ -78,99 +63,6 @@ class Sampler(Protocol):
             InputsChanged: The candidate changed inputs.
         """
         ...
-
-
-@dataclass
-class Rotation:
-    """Input sets in different storage, shared by all variants of a measurement. Each control has a rotation of its own.
-
-    At first all hold the contents of the reference. Samplers give them other contents before and between samples.
-    """
-
-    reference: Reference
-    sets: list[Inputs]
-    full: bool
-    """True if the sets together exceed three last-level caches. False if memory is too small for that, or the sets too tiny."""
-    stream: torch.cuda.Stream | None = None
-    """Stream on which calls are captured, replayed and timed; ``None`` on a CPU."""
-    other: Inputs | None = None
-    """Inputs of the same case from another seed; see :class:`~onelaunch.workbench.measure.contents.Contents`."""
-    seed: int = 0
-    """Seed of the changing contents and of the choice of the calls that are judged."""
-    _next: int = field(default=0, init=False)
-    _begun: bool = field(default=False, init=False)
-
-    def __post_init__(self) -> None:
-        self.contents = Contents(self.reference.inputs, self.other, self.seed)
-
-    def begin(self) -> None:
-        """Replace the judged contents of all sets by others, before the first candidate runs."""
-        if not self._begun:
-            self.contents.renew(self.sets)
-            self._begun = True
-
-    def judge_some(self, count: int) -> frozenset[int]:
-        """Return the random indices of the calls, or sets, of the last sample whose outputs are judged."""
-        return frozenset(self.contents.random.sample(range(count), min(JUDGED_CALLS, count)))
-
-    def watch_some(self) -> list[Inputs]:
-        """Return random sets with known contents, which are compared with these after the last sample."""
-        fit = _WATCHED_BYTES // max(self.reference.inputs.nbytes, 1)
-        sets = self.contents.random.sample(self.sets, max(1, min(len(self.sets), _WATCHED_SETS, fit)))
-        self.contents.renew(sets, all_of_it=True)
-        return sets
-
-    def check(self, sets: Sequence[Inputs]) -> None:
-        """Compare sets with their contents bit by bit.
-
-        Raises:
-            InputsChanged: A tensor differs.
-        """
-        if names := sorted({name for one in sets for name in self.contents.changed(one)}):
-            self.contents.renew(self.sets, all_of_it=True)  # the other candidates must not suffer
-            raise InputsChanged(names)
-
-    def next(self) -> Inputs:
-        """Return the least recently used set, over all candidates that share the sets."""
-        self._next = (self._next + 1) % len(self.sets)
-        return self.sets[self._next]
-
-    @property
-    def note(self) -> str:
-        """Number and size of the input sets, in a sentence for the result."""
-        size = sum(one.nbytes for one in self.sets) / 2**20
-        short = "" if self.full else f"; too few to exceed {CACHES:g} last-level caches"
-        return f"{len(self.sets)} input sets rotated, {size:.0f} MiB in all{short}"
-
-
-def rotate(reference: Reference, device: torch.device, other: Inputs | None = None, seed: int = 0) -> Rotation:
-    """Make enough input sets to exceed three last-level caches, as far as memory allows.
-
-    Args:
-        reference: Reference with the contents that are judged at the end.
-        device: Device to run on.
-        other: Inputs of the same case from another seed, which show by comparison which tensors are random.
-        seed: Seed of the contents in between.
-    """
-    output_bytes = sum(
-        value.numel() * reference.case.dtype.itemsize for value in reference.expected.values() if value is not None
-    )
-    count, full = count_sets(reference.inputs.nbytes, output_bytes, device)
-    stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-    return Rotation(reference, [reference.inputs.clone() for _ in range(count)], full, stream, other, seed)
-
-
-def count_sets(input_bytes: int, output_bytes: int, device: torch.device) -> tuple[int, bool]:
-    """Return the number of input sets to rotate through, and whether their inputs exceed three last-level caches.
-
-    The outputs of each set stay allocated too. Inputs and outputs together take at most a quarter of the free memory.
-    """
-    one = max(input_bytes, 1)
-    # One set more than exceeds the caches, so that the others alone exceed them between two uses of a set.
-    wanted = int(CACHES * describe(str(device)).cache_bytes) // one + 2
-    fit = int(_SHARE_OF_MEMORY * free_memory(device)) // (one + output_bytes)
-    count = max(1, min(wanted, fit, _MOST_CALLS))
-    return count, count == wanted
 
 
 def make_sampler(candidate: Candidate, rotation: Rotation, device: torch.device) -> Sampler:
@@ -205,7 +97,7 @@ class CpuSampler:
             self._rotation.contents.renew([inputs])
             if call and seconds > LONG_SAMPLE_SECONDS:  # the first call alone may be slow because it compiles
                 break
-        self._calls = max(1, min(_MOST_CALLS, round(CPU_SAMPLE_SECONDS / max(seconds, 1e-9))))
+        self._calls = max(1, min(MOST_CALLS, round(CPU_SAMPLE_SECONDS / max(seconds, 1e-9))))
 
     def sample(self, regime: Regime) -> float:
         """Return the mean microseconds of a call. In the warm regime one untimed call comes first, which fills the caches."""
@@ -306,7 +198,7 @@ class GpuSampler:
             self._stream.synchronize()
             seconds = time.perf_counter() - start
         self._eager_calls = _calls(seconds, GPU_SAMPLE_SECONDS)
-        most = max(1, min(_MOST_CALLS, int(LONG_SAMPLE_SECONDS / seconds)))
+        most = max(1, min(MOST_CALLS, int(LONG_SAMPLE_SECONDS / seconds)))
         for regime, sets in (("cold", self._rotation.sets), ("warm", self._rotation.sets[:1])):
             if regime not in regimes:
                 continue
@@ -383,7 +275,7 @@ class GpuSampler:
         if len(sets) > 1 and (not self._rotation.full or needed <= len(sets)):
             needed = min(needed, len(sets))  # a second pass over so few sets would find them in the cache
         elif len(sets) > 1:
-            needed = min(math.ceil(needed / len(sets)), max(1, _MOST_CALLS // len(sets))) * len(sets)  # whole passes
+            needed = min(math.ceil(needed / len(sets)), max(1, MOST_CALLS // len(sets))) * len(sets)  # whole passes
         if needed > capture.calls:
             capture = self._capture(sets, needed)
             self._replay_seconds(capture)
@@ -497,4 +389,4 @@ def capture(
 
 def _calls(seconds: float, sample_seconds: float) -> int:
     """Return the number of calls of this length that fill a sample."""
-    return max(1, min(_MOST_CALLS, math.ceil(sample_seconds / max(seconds, 1e-9))))
+    return max(1, min(MOST_CALLS, math.ceil(sample_seconds / max(seconds, 1e-9))))

@@ -26,7 +26,8 @@ from onelaunch.workbench import stats
 from onelaunch.workbench.measure.clocks import Clocks
 from onelaunch.workbench.measure.entry import RAISED, Entry
 from onelaunch.workbench.measure.outcomes import CandidateResult, Interrupted, Measurements, invalidate, too_fast
-from onelaunch.workbench.measure.sampling import LONG_SAMPLE_SECONDS, Rotation, make_sampler, rotate
+from onelaunch.workbench.measure.rotation import Rotation, rotate
+from onelaunch.workbench.measure.sampling import LONG_SAMPLE_SECONDS, make_sampler
 from onelaunch.workbench.result import OUTSIDE, Noise, Regime, Status, Timing, Verdict
 from onelaunch.workbench.stored import LEAST_TIME, MOST_TIME
 from onelaunch.workbench.study import LOOPS
