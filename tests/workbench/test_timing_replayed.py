@@ -70,7 +70,8 @@ def pretended(monkeypatch):
     monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: None)
     for name in ("reset_peak_memory_stats", "memory_allocated", "max_memory_allocated"):
         monkeypatch.setattr(torch.cuda, name, lambda device: 0)
-    monkeypatch.setattr(sampling, "GPU_SAMPLE_SECONDS", 1e-4)
+    for name in ("GPU_SAMPLE_SECONDS", "EAGER_SAMPLE_SECONDS"):
+        monkeypatch.setattr(sampling, name, 1e-4)
 
     def capture(call_all, graph, stream):
         graph.calls = call_all

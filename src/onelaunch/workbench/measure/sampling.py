@@ -7,6 +7,7 @@ which outputs of random calls are copied at once. ``launches.py`` calls :func:`c
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import math
 import time
@@ -26,6 +27,9 @@ from onelaunch.workbench.verify.calls import Candidate, Inputs, OutputTensors, d
 
 GPU_SAMPLE_SECONDS = 2e-3
 """Least length of a GPU sample. The resolution of events and the gaps before and after a graph are then below 0.1 % of it."""
+
+EAGER_SAMPLE_SECONDS = 20e-3
+"""Least length of a GPU sample of calls from Python. Where the host decides, single calls differ by a tenth and more."""
 
 CPU_SAMPLE_SECONDS = 5e-3
 """Least length of a CPU sample."""
@@ -197,7 +201,7 @@ class GpuSampler:
             self._candidate(self._rotation.next())
             self._stream.synchronize()
             seconds = time.perf_counter() - start
-        self._eager_calls = _calls(seconds, GPU_SAMPLE_SECONDS)
+        self._eager_calls = _calls(seconds, EAGER_SAMPLE_SECONDS)
         most = max(1, min(MOST_CALLS, int(LONG_SAMPLE_SECONDS / seconds)))
         for regime, sets in (("cold", self._rotation.sets), ("warm", self._rotation.sets[:1])):
             if regime not in regimes:
@@ -308,15 +312,16 @@ class GpuSampler:
         """
         self._stream.synchronize()
         parts, left, seconds = [], self._eager_calls, 0.0
-        while left:
-            sets = [self._rotation.next() for _ in range(min(left, len(self._rotation.sets)))]
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            outputs = self._timed_calls(sets, start, end)
-            left -= len(sets)
-            if not left:
-                poison_outputs(outputs, sets[-1])
-            self._rotation.contents.renew(sets)
-            parts.append((start, end))
+        with _without_garbage_collection():
+            while left:
+                sets = [self._rotation.next() for _ in range(min(left, len(self._rotation.sets)))]
+                start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+                outputs = self._timed_calls(sets, start, end)
+                left -= len(sets)
+                if not left:
+                    poison_outputs(outputs, sets[-1])
+                self._rotation.contents.renew(sets)
+                parts.append((start, end))
         for start, end in parts:
             end.synchronize()
             seconds += start.elapsed_time(end) / 1e3
@@ -385,6 +390,18 @@ def capture(
     except Exception as error:
         raise CaptureFailed(f"cannot be captured in a CUDA graph: {in_a_line(error)}") from error
     return outputs
+
+
+@contextlib.contextmanager
+def _without_garbage_collection() -> Iterator[None]:
+    """Keep Python's garbage collector from running, as ``timeit`` does: it charges one call with the garbage of all others."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _calls(seconds: float, sample_seconds: float) -> int:
