@@ -1,8 +1,8 @@
 """Make every call of a study once, in several processes at the same time, so that the measuring process need not compile.
 
-Triton, NVRTC and torch.compile cache compiled code on disk, where the measuring process finds it. The results of autotuning are
-not reused, because several processes share the device and disturb each other's times. But the configurations that an autotuner
-would try can be compiled: each process compiles a part of them. ``running.py`` calls :func:`compile_ahead` with the calls of
+Triton, NVRTC and torch.compile cache compiled code on disk, where the measuring process finds it. Autotuning is
+left to it, because several processes share the device and disturb each other's times. But the configurations that an autotuner
+will try can be compiled: each process compiles a part of them. ``running.py`` calls :func:`compile_ahead` with the calls of
 :func:`calls_to_compile`, and :func:`compile_probes`, which needs no processes, before variants are judged on probes.
 """
 
@@ -116,6 +116,10 @@ def compile_probes(asked: Iterable[tuple[Operation[..., Any], str, Sequence[Dire
     return len(found)
 
 
+class _TunedBefore(Exception):
+    """Raised out of an autotuner whose choice is stored on disk, in all parts but the first: one process compiles that choice."""
+
+
 @contextlib.contextmanager
 def part_of_tuning(part: int, parts: int) -> Iterator[None]:
     """Let Triton's autotuner compile part number ``part`` of ``parts`` of each kernel's configurations, and time none of them.
@@ -123,18 +127,46 @@ def part_of_tuning(part: int, parts: int) -> Iterator[None]:
     Times that are taken while several processes use the device would be useless, and take longer than the compilation. The first
     configuration that compiles runs, unless it needs more shared memory than the device has: then the results of the call hold no
     values, and the kernels behind it are compiled all the same. The choices that each autotuner cached before are dropped at its
-    first run in the block, so that it does compile this part, and no choice that is made here is stored on disk.
+    first run in the block, so that it does compile this part, and no choice that is made here is stored on disk. Where one is
+    stored already, such as by an earlier run of the study, it alone is compiled.
     """
     if parts == 1 or not package_installed("triton"):
         yield
         return
+    from triton.runtime.autotuner import Autotuner
+
+    replaced = _methods_for_a_part(part, parts)
+    before = {name: getattr(Autotuner, name) for name in replaced}
+    for name, function in replaced.items():
+        setattr(Autotuner, name, function)
+    try:
+        yield
+    finally:
+        for name, function in before.items():
+            setattr(Autotuner, name, function)
+
+
+def _methods_for_a_part(part: int, parts: int) -> dict[str, Callable[..., Any]]:
+    """Return what replaces methods of Triton's autotuner, by name, so that it compiles one part of the configurations."""
     from triton.runtime.autotuner import Autotuner, OutOfResources
 
-    prune, run, cleared = Autotuner.prune_configs, Autotuner.run, set()
+    prune, look_up, run = Autotuner.prune_configs, Autotuner.check_disk_cache, Autotuner.run
+    everything: dict[int, Any] = {}
+    cleared: set[int] = set()
 
     def prune_to_part(self: Autotuner, *args: Any, **kwargs: Any) -> Any:
-        configurations = prune(self, *args, **kwargs)
-        return configurations[part::parts] or configurations[:1]  # the autotuner needs at least one
+        everything[id(self)] = prune(self, *args, **kwargs)
+        return everything[id(self)][part::parts] or everything[id(self)][:1]  # the autotuner needs at least one
+
+    def look_up_everything(self: Autotuner, tuning_key: Any, configurations: Any, compile_them: Callable[[], None]) -> bool:
+        try:
+            look_up(self, tuning_key, everything[id(self)], _not_stored)
+        except LookupError:
+            compile_them()
+            return False
+        if part:
+            raise _TunedBefore
+        return True
 
     def compile_alone(self: Autotuner, *args: Any, config: Any, **kwargs: Any) -> list[float]:
         try:
@@ -147,23 +179,22 @@ def part_of_tuning(part: int, parts: int) -> Iterator[None]:
         if id(self) not in cleared:
             cleared.add(id(self))
             self.cache.clear()
-        stores, self.cache_results = getattr(self, "cache_results", False), False
         try:
             return run(self, *args, **kwargs)
-        except OutOfResources:
+        except (OutOfResources, _TunedBefore):
             return None
-        finally:
-            self.cache_results = stores
 
-    replaced = {"prune_configs": prune_to_part, "_bench": compile_alone, "run": run_from_scratch}
-    before = {name: getattr(Autotuner, name) for name in replaced}
-    for name, function in replaced.items():
-        setattr(Autotuner, name, function)
-    try:
-        yield
-    finally:
-        for name, function in before.items():
-            setattr(Autotuner, name, function)
+    return {
+        "prune_configs": prune_to_part,
+        "check_disk_cache": look_up_everything,
+        "_bench": compile_alone,
+        "run": run_from_scratch,
+    }
+
+
+def _not_stored() -> None:
+    """Raise the error of a tuner's choice that is not stored on disk; Triton calls this in place of timing configurations."""
+    raise LookupError
 
 
 def call_once(study: Study, call: CompileCall, device: str) -> str | None:
