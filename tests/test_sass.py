@@ -30,6 +30,7 @@ NOTHING = 0x7918  # NOP
 ADD = 0x224 | 0x7 << 12 | 20 << 16 | 255 << 24 | 255 << 32 | 255 << 64  # IMAD R20, RZ, RZ, RZ
 STORE = 0x986 | 0x7 << 12 | 40 << 24 | 255 << 64  # STG [R40], R0
 LOAD = 0x981 | 0x7 << 12 | 20 << 16 | 40 << 24 | 255 << 64  # LDG R20, [R40]
+SPARSE = 1 << 73  # bit of a sparse HMMA, whose second operand is 4 registers wide
 BITS_OF_A_STORE = {32: 4, 64: 5, 128: 6}
 """Size code of a store, by the bits that a thread stores."""
 
@@ -47,6 +48,11 @@ def waiting(instruction: int, cycles: int) -> bytes:
 def add(first=255, second=255, third=255) -> int:
     """Return an ``IMAD`` that reads three registers."""
     return ADD & ~(0xFF << 24 | 0xFF << 32 | 0xFF << 64) | first << 24 | second << 32 | third << 64
+
+
+def hmma(first: int, second: int, third: int) -> int:
+    """Return an ``HMMA.16816.F32.BF16 R48``, which reads 4 registers from ``first``, 2 from ``second`` and 4 from ``third``."""
+    return 0x0000000000041800_000000000030723C | first << 24 | second << 32 | third << 64
 
 
 def store(address: int, stored: int, bits: int) -> int:
@@ -93,6 +99,17 @@ def test_the_faulty_code_is_found_and_waits_one_more_cycle():
         (0x844 | 0x7 << 12 | 40 << 24 | 6 << 32 | 255 << 64, True),  # STSM [R40], R6 to R9: four registers are assumed
         (0x1F0 | 0x7 << 12 | 0 << 16 | 255 << 24, True),  # HGMMA R0, of sums up to R31 at least
         (0x1F0 | 0x7 << 12 | 24 << 16 | 255 << 24, False),  # HGMMA R24
+        (0x9F0 | 0x7 << 12 | 40 << 16 | 8 << 24, False),  # HGMMA R40, gdesc[UR8]: both operands are in shared memory
+        (0xDF0 | 0x7 << 12 | 40 << 16 | 8 << 24, True),  # HGMMA R40, R8, gdesc[UR0]
+        (hmma(first=5, second=20, third=24), True),
+        (hmma(first=12, second=8, third=24), True),
+        (hmma(first=12, second=6, third=24), False),  # R6 and R7 alone
+        (hmma(first=12, second=6, third=24) | SPARSE, True),  # R6 to R9
+        (hmma(first=12, second=20, third=8), True),
+        (0x00000018080075B4, False),  # UTMALDG.2D [UR24], [UR8]
+        (0x00000006080075B2, False),  # SYNCS.EXCH.64 URZ, [UR8], UR6
+        (0x00000008060073B5, False),  # UTMASTG.2D [UR8], [UR6]
+        (0x00000004080073BA | 0x8000209 << 64, False),  # UBLKCP.S.G [UR4], [UR8], UR9
         (0x3A9 | 0x7 << 12 | 40 << 24 | 20 << 32 | 9 << 64, True),  # ATOMG.CAS [R40], R20, R9
         (0xFAE | 0x7 << 12 | 8 << 16 | 40 << 24 | 255 << 64, True),  # LDGSTS [R8], [R40]
         (LOAD | 8 << 32, False),
@@ -102,6 +119,13 @@ def test_the_faulty_code_is_found_and_waits_one_more_cycle():
 def test_instructions_that_read_a_result_are_recognized(reader, found):
     """The reader comes 2 cycles after a ``CS2R`` of registers 8 and 9."""
     assert stall_hazards(cubin(zero(8, 2) + waiting(reader, 1))) == ([StallHazard(64, 4)] if found else [])
+
+
+def test_code_that_triton_emits_for_tma_is_not_reported():
+    """The code is that of Triton 3.7.1 for a Hopper kernel of ``gla``, ``CS2R R4`` and ``UTMALDG [UR16], [UR4]``."""
+    code = zero(4, 1) + waiting(0x00000010040005B4, 1) + waiting(NOTHING, 1)
+    assert stall_hazards(cubin(code + waiting(add(first=6), 1))) == []
+    assert stall_hazards(cubin(code + waiting(add(first=5), 1))) == [StallHazard(64, 3)], "the search goes on behind it"
 
 
 def test_a_128_bit_store_reads_four_registers():

@@ -31,7 +31,7 @@ __getattr__ = renamed(__name__, {"Hurried": "StallHazard", "hurried": "stall_haz
 ARCHITECTURES = ("sm_90", "sm_90a")
 """Architectures for which the latency :data:`CYCLES` is known."""
 
-RULES = 2
+RULES = 3
 """Version of the patching rules. It is part of the key of cached cubins, so that a change of the rules compiles them again."""
 
 CYCLES = 6
@@ -41,10 +41,18 @@ _BYTES = 16
 """Size of an instruction in bytes."""
 _CS2R = 0x805
 """Opcode of ``CS2R`` in the lowest 12 bits. Bits 16 to 23 hold the destination register, or the first of two."""
-_LOADS, _STORES, _UNIFORM, _CONTROL = range(0x180, 0x185), range(0x185, 0x1B0), range(0x080, 0x0C0), range(0x140, 0x160)
-"""Opcodes of groups of instructions, in the lowest 9 bits, like all opcodes below. ``_UNIFORM`` uses uniform registers only."""
-_MATRICES, _WARPGROUP = (0x037, 0x03C, 0x03D, 0x03F), range(0x1F0, 0x1F4)
-"""Opcodes of warp-level matrix instructions, and of WGMMA, which reads its accumulators from its destination registers."""
+_LOADS, _STORES, _CONTROL = range(0x180, 0x185), range(0x185, 0x1B0), range(0x140, 0x160)
+"""Opcodes of groups of instructions, in the lowest 9 bits, like all opcodes below."""
+_UNIFORM = frozenset((*range(0x080, 0x0C0), 0x1B2, *range(0x1B4, 0x1BD)))
+"""Opcodes of instructions that name uniform registers only, which are not the general registers of the same numbers.
+
+0x1B2 is ``SYNCS.EXCH``, which initializes mbarriers. The last range is TMA, from ``UTMALDG`` to ``UBLKPF``.
+"""
+_HMMA, _MATRICES, _WARPGROUP = 0x03C, (0x037, 0x03C, 0x03D, 0x03F), range(0x1F0, 0x1F4)
+"""Opcodes of ``HMMA``, of all warp-level matrix instructions, and of WGMMA, which reads its accumulators from its destination
+registers."""
+_SPARSE = 1 << 73 - 64
+"""Bit of a sparse ``HMMA`` in the upper 64 bits of an instruction."""
 _COMPARISONS = (0x00B, 0x00C, 0x01C, 0x02A, 0x034)
 """Opcodes of comparisons. They have at most two operands; the bits of a third operand hold flags."""
 _SECOND_ALONE = (0x002, 0x108)
@@ -115,7 +123,8 @@ def _read(instruction: bytes) -> Iterator[tuple[int, int]]:
     first, second, third = instruction[3], instruction[4], instruction[8]
     if operation in _WARPGROUP:
         yield instruction[2], 32  # accumulators of 64 columns in float32; the first ones of a wider tile
-        yield first, 4
+        if form != 4:  # otherwise both operands are in shared memory, and uniform registers hold their descriptors
+            yield first, 4
     elif operation in _LOADS:
         yield first, 1
     elif operation in _STORES or operation == _STORE_MATRIX:
@@ -130,7 +139,7 @@ def _read(instruction: bytes) -> Iterator[tuple[int, int]]:
     elif not (operation in _UNIFORM or operation in _CONTROL or operation in _WITHOUT or low & 0xFFF == _CS2R):
         count = 4 if operation in _MATRICES else 1
         if form < 2:  # otherwise the operand is an immediate, a constant or a uniform register
-            yield second, count
+            yield second, 2 if operation == _HMMA and not high & _SPARSE else count
         if operation not in _SECOND_ALONE:
             yield first, count
             if operation not in _COMPARISONS:

@@ -50,9 +50,7 @@ def pass_tiles(keys: int, groups: int, *, scalar: bool, wide: bool, store_states
     arrive late.
     """
     if keys > 2 * PANEL:
-        # Three stages would fit with stored states too, but onelaunch.cuda.sass then reports a hazard with Triton 3.6.
-        stages = 3 if scalar and not (store_states and output) else 2
-        return PassTiles(1, stages, scores=1, staged=not output, prepare_registers=240)
+        return PassTiles(1, 3 if scalar else 2, scores=1, staged=not output, prepare_registers=240)
     if scalar:
         stages = 3 if store_states and output and groups == 2 else 4
     else:
