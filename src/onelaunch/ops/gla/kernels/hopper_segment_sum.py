@@ -48,11 +48,11 @@ from onelaunch.kernels.gluon.compat import (
     warpgroup_mma_wait,
 )
 from onelaunch.ops.gla.kernels.hopper_chunk_state import load_stage
+from onelaunch.ops.gla.kernels.hopper_prepare import head_log_decays
 from onelaunch.ops.gla.kernels.hopper_states import scaled_values, split_columns, store_state
 from onelaunch.ops.gla.kernels.hopper_tiles import (
     DECAY_HEADS,
     LOG2E,
-    MIN_LOG_DECAY,
     PANEL,
     C,
     chunk_of,
@@ -319,14 +319,7 @@ def decay_key_heads(tiles, segment_decays, bars, offsets, log_decay, T, sizes, s
     while c < limit:
         stage = c % STAGES
         left = steps - chunk_of(c, chunks, not REVERSE) * C
-        if TURNS:
-            last = gl.maximum(c - 1, 0)
-            mbarrier.wait(empty.index(last % STAGES), (last // STAGES) & 1, pred=c > 0)
-            g = gl.load(p_g, mask=step < left, other=0.0).to(gl.float32)
-            mbarrier.wait(full.index(stage), (c // STAGES) & 1)
-        else:
-            g = next_g.to(gl.float32)
-        g = gl.where(g < MIN_LOG_DECAY, MIN_LOG_DECAY, g)
+        g = head_log_decays(p_g, next_g, step, left, c, full, empty, TURNS)
         p_g += C * decay_heads if REVERSE else -C * decay_heads
         if not TURNS:
             next_left = steps - chunk_of(c + 1, chunks, not REVERSE) * C
