@@ -1,7 +1,7 @@
 """Tests of ``gla``'s portable kernels with float32 inputs where PyTorch's settings allow TF32.
 
-``emulated`` makes Triton's interpreter multiply as the matrix units of an NVIDIA GPU would: TF32 operands lose the bits that
-such units drop, and bfloat16 is multiplied as such. A test marked ``interpret`` runs in the interpreter, with
+``emulated`` makes Triton's interpreter multiply as the matrix units of an NVIDIA GPU would. A test
+marked ``interpret`` runs in the interpreter, with
 TRITON_INTERPRET=1, and the others do not. One marked ``thorough`` does not run in ``make test``. ``arguments_of`` makes small
 random arguments on the CPU, and ``results`` returns a variant's results and gradients by name. ``recorded_launches`` returns
 the launches of a call as on a GPU that this machine need not have.
@@ -9,10 +9,8 @@ the launches of a call as on a GPU that this machine need not have.
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -21,8 +19,8 @@ from onelaunch.launch.build import builds_of
 from onelaunch.launch.compile import compile_triton
 from onelaunch.operation import Example
 from onelaunch.operation.examples import recorded_launches
-from onelaunch.ops.gla import launch
 from tests.ops.cases import GLA, arguments_of, results
+from tests.ops.tf32_units import emulate_tf32
 
 pytest.importorskip("triton", reason="launches import their kernels, which import Triton")
 
@@ -69,49 +67,9 @@ def test_tf32_is_multiplied_by_warp_level_instructions(allowed):
     assert "wgmma" not in code
 
 
-class Emulation:
-    """Counts of the interpreter's products by the dtype of their operands and the form of float32 ones."""
-
-    def __init__(self) -> None:
-        self.products: Counter[tuple[str, str]] = Counter()
-
-    def forms(self) -> set[str]:
-        """Return the forms of float32 products since the last call."""
-        found = {form for dtype, form in self.products if dtype == "fp32"}
-        self.products.clear()
-        return found
-
-
 @pytest.fixture
 def emulated(monkeypatch):
-    """Interpret kernels as if the CPU were an NVIDIA GPU with matrix units for TF32."""
-    import triton.language as tl
-    from triton.runtime import interpreter
-
-    emulation = Emulation()
-
-    def numbers(operand: Any, form: str) -> Any:
-        if operand.dtype.scalar == tl.bfloat16:  # the interpreter keeps its bits as integers
-            return (operand.data.astype(np.uint32) << 16).view(np.float32)
-        if operand.dtype.scalar == tl.float32 and form == "TF32":
-            return (np.ascontiguousarray(operand.data).view(np.uint32) & np.uint32(0xFFFFE000)).view(np.float32)
-        return operand.data
-
-    def create_dot(_: Any, a: Any, b: Any, d: Any, input_precision: Any, __: Any) -> Any:
-        form = input_precision.name
-        emulation.products[str(a.dtype.scalar), form] += 1
-        product = np.matmul(numbers(a, form), numbers(b, form), dtype=d.data.dtype)
-        return interpreter.TensorHandle(product + d.data, d.dtype.scalar)
-
-    def get_bf16(_: Any, value: float) -> Any:
-        bits = (np.array([value], np.float32).view(np.uint32) >> 16).astype(np.uint16)
-        return interpreter.TensorHandle(bits, tl.bfloat16)
-
-    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)
-    monkeypatch.setattr(interpreter.InterpreterBuilder, "get_bf16", get_bf16, raising=False)
-    monkeypatch.setattr(launch, "interpreting", lambda: False)
-    monkeypatch.setattr(launch, "compute_capability", lambda _: 9)
-    return emulation
+    return emulate_tf32(monkeypatch)
 
 
 @pytest.mark.interpret

@@ -1,8 +1,8 @@
 """Setting of PyTorch that lets float32 matrix products on NVIDIA GPUs round their operands to TF32.
 
 TF32 keeps the exponent of a float32 and 11 of its 24 significant bits. ``facts.py`` makes the setting a part of the keys of
-plans, and ``launch.py`` of ``gla`` chooses the form of float32 products by it. An operator in compiled code reads it when it
-runs, and Dynamo guards it.
+plans, and ``kernels/gemm/choice.py`` chooses the form of float32 products of portable kernels by it. An operator in compiled
+code reads it when it runs, and Dynamo guards it.
 """
 
 from __future__ import annotations

@@ -15,8 +15,8 @@ import torch
 from onelaunch.device.hardware import compute_capability
 from onelaunch.kernels.common.layout import cdiv, inner_contiguous, power_of_2
 from onelaunch.kernels.common.sequences import Sequences
+from onelaunch.kernels.gemm.choice import uses_tf32
 from onelaunch.launch.launch import Launch, Mma
-from onelaunch.launch.tf32 import allows_tf32
 from onelaunch.operation.requirements import interpreting
 from onelaunch.ops.gla.heads import Heads
 from onelaunch.ops.gla.kernels import backward as backward_kernels
@@ -30,9 +30,6 @@ CHUNK = chunk_kernels.CHUNK.value
 
 EITHER_ORDER = "stepwise"
 """Variant whose kernel also reads initial states whose keys, rather than values, are contiguous; others get a copy."""
-
-_TF32_GENERATION = 8
-"""First major compute capability of NVIDIA GPUs whose matrix units take TF32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,10 +183,7 @@ class Attention(NamedTuple):
     @property
     def uses_tf32(self) -> bool:
         """Flag that the inputs are float32 and are multiplied in TF32: PyTorch's settings allow it, and the device can."""
-        if self.q.dtype is not torch.float32 or not allows_tf32() or interpreting():
-            return False
-        generation = compute_capability(self.q.device)
-        return generation is not None and generation >= _TF32_GENERATION
+        return uses_tf32(self.q)
 
     def precision(self, *, exact: bool) -> str:
         """Return how float32 operands are multiplied: the constant PRECISION of ``split_product`` in kernels/chunk.py.

@@ -15,6 +15,7 @@ import torch
 from onelaunch.device.architectures import HOPPER_SMS
 from onelaunch.kernels.common.layout import cdiv, inner_contiguous
 from onelaunch.kernels.common.sequences import Sequences
+from onelaunch.kernels.gemm.choice import mma_with, precision_of
 from onelaunch.kernels.scan.launch import ScanTiles, empty_states, scan_tiles
 from onelaunch.launch.launch import Launch, Mma
 from onelaunch.launch.workspace import workspace
@@ -108,11 +109,6 @@ def _project_tiles(batch: int, length: int, width: int, channels: int, element_s
     return ProjectTiles(scan, inner=inner)
 
 
-def _products(operand: torch.Tensor) -> Mma:
-    """Return the matrix instructions that a product of this operand must compile to; float32 uses none."""
-    return Mma.NONE if operand.dtype is torch.float32 else Mma.WIDEST
-
-
 def chunked(layer: Layer) -> Results:
     """Launch the portable kernel that projects, scans and gates each tile; it takes any dtype and packed sequences."""
     layer, results, sequences = layer.in_rows(), layer.results(), layer.sequences
@@ -128,7 +124,8 @@ def chunked(layer: Layer) -> Results:
         BT=tiles.scan.steps, BV=tiles.scan.channels, BD=tiles.inner, EVEN_D=width % tiles.inner == 0,
         GROUP=tiles.scan.group, EVEN=tiles.scan.even(length, channels),
         PACKED=sequences.offsets is not None, STEPS=sequences.bisection_steps(),
-        num_stages=tiles.stages, **tiles.scan.options(layer.x.device), **layer.flags(), mma=_products(layer.x),
+        num_stages=tiles.stages, **tiles.scan.options(layer.x.device), **layer.flags(),
+        mma=mma_with(layer.x, Mma.WIDEST), PRECISION=precision_of(layer.x),
     ).run()  # fmt: skip
     return results
 
@@ -165,6 +162,6 @@ def matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         matmul_kernel, (cdiv(m, tiles.m) * cdiv(n, tiles.n),),
         a, b, out, m, n, k, a.stride(0), a.stride(1), b.stride(0), b.stride(1),
         BM=tiles.m, BN=tiles.n, BK=tiles.k, GROUP_M=tiles.group, PART=_BLOCKS_PER_SUM,
-        num_warps=tiles.warps, num_stages=tiles.stages, mma=_products(a),
+        num_warps=tiles.warps, num_stages=tiles.stages, mma=mma_with(a, Mma.WIDEST), PRECISION=precision_of(a),
     ).run()  # fmt: skip
     return out

@@ -13,8 +13,8 @@ import torch
 
 from onelaunch.device.hardware import processors, shared_bytes
 from onelaunch.kernels.common.layout import cdiv, inner_contiguous, power_of_2
-from onelaunch.kernels.gemm.choice import LEAST_COLUMNS, columns_for, mma_of
-from onelaunch.launch.launch import Launch, Mma
+from onelaunch.kernels.gemm.choice import LEAST_COLUMNS, columns_for, mma_of, mma_with, precision_of
+from onelaunch.launch.launch import Launch
 from onelaunch.ops.output_chain.kernels.prologue import prologue_kernel
 from onelaunch.ops.output_chain.launch import Made, Operands
 
@@ -44,12 +44,6 @@ class PrologueTiles:
     def grid(self, rows: int, columns: int) -> tuple[int]:
         """Return the grid: one CTA per tile."""
         return (cdiv(rows, self.m) * cdiv(columns, self.n),)
-
-    def mma(self, dtype: torch.dtype) -> Mma:
-        """Return the matrix instructions that the product must compile to; float32 uses none."""
-        if dtype is torch.float32:
-            return Mma.NONE
-        return mma_of(self.n)
 
     def options(self) -> dict[str, int]:
         """Return the kernel's constants and launch options."""
@@ -99,6 +93,6 @@ def prologue(given: Operands, w_out: torch.Tensor, bias: torch.Tensor | None, ep
         prologue_kernel, tiles.grid(rows, columns),
         h, gate, given.norm_weight, w_out, None if bias is None else bias.contiguous(), out, rstd, rows, columns, given.heads,
         h.stride(0), 0 if gate is None else gate.stride(0), w_out.stride(0), eps,
-        mma=tiles.mma(h.dtype), **flags, **tiles.options(),
+        mma=mma_with(h, mma_of(tiles.n)), PRECISION=precision_of(h), **flags, **tiles.options(),
     ).run()  # fmt: skip
     return out, rstd

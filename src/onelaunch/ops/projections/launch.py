@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from onelaunch.kernels.common.layout import cdiv, inner_contiguous, power_of_2
+from onelaunch.kernels.gemm.choice import mma_with, precision_of
 from onelaunch.launch.launch import Launch, Mma
 from onelaunch.operation import remembered
 from onelaunch.ops.projections.kernels import activation as kernels
@@ -153,7 +154,7 @@ def epilogue(
     Launch(
         product_kernels.epilogue_kernel, grid,
         x, weight, bias, y, rstd, kept, rows, inner, x.stride(0), weight.stride(0), eps,
-        mma=Mma.NONE if x.dtype is torch.float32 else Mma.WIDEST,
+        mma=mma_with(x, Mma.WIDEST), PRECISION=precision_of(x),
         **known, EVEN=inner % tiles.k == 0, num_warps=tiles.warps, num_stages=tiles.stages,
     ).run()  # fmt: skip
     return y, rstd, kept

@@ -12,6 +12,7 @@ import torch
 
 from onelaunch.device.hardware import is_hip
 from onelaunch.kernels.common.layout import inner_contiguous
+from onelaunch.kernels.gemm.choice import mma_with, precision_of
 from onelaunch.launch.launch import Launch, Mma
 from onelaunch.launch.workspace import counters
 from onelaunch.ops.projections.configure_low_rank import MOST_COLUMNS, LowRankTiles, low_rank_tiles
@@ -57,13 +58,13 @@ def low_rank_gradients(
         (tiles.groups, columns) if wants_bias else None,
     )
     terms = [None if shape is None else dz.new_empty(shape, dtype=torch.float32) for shape in shapes]
-    product = dz.dtype is not torch.float32 and (wants_x or wants_weight)
+    mma = mma_with(dz, Mma.WARP) if wants_x or wants_weight else Mma.NONE
     Launch(
         low_rank_gradients_kernel, (tiles.groups * tiles.tiles,),
         dz, x, weight, dx, dweight, dbias, *terms, counters(dz.device, tiles.groups + tiles.tiles),
         rows, columns, tiles.steps, dz.stride(0), x.stride(0), 0 if dx is None else dx.stride(0),
         # On Hopper, WGMMA gives wrong numbers for a masked operand that is transposed (launch/warp_mma.py).
-        mma=Mma.WARP if product else Mma.NONE,
+        mma=mma, PRECISION=precision_of(dz),
         D=inputs, BD=tiles.inputs, BM=tiles.rows, BN=tiles.columns, AT_ONCE=tiles.terms_at_once,
         **_options(tiles, dz, x, dx),
     ).run()  # fmt: skip

@@ -15,7 +15,7 @@ import triton.language as tl
 
 from onelaunch.device.hardware import multiplies_float8, processors, shared_bytes
 from onelaunch.kernels.common.layout import cdiv, inner_contiguous
-from onelaunch.kernels.gemm.choice import columns_for, mma_of
+from onelaunch.kernels.gemm.choice import columns_for, mma_of, uses_tf32
 from onelaunch.launch.launch import Launch, Mma
 from onelaunch.operation import remembered
 from onelaunch.ops.swiglu.kernels import block_scaled as block_scaled_kernels
@@ -92,13 +92,13 @@ class ProductTiles:
         constants = {"BM": self.m, "BN": self.n, "BK": self.k, "GROUP": self.group, "EVEN": inner % self.k == 0}
         return {**constants, "num_warps": self.warps, "num_stages": self.stages}
 
-    def mma(self, mma_dtype: tl.dtype) -> Mma:
-        """Return the matrix instruction that products of this dtype must compile to.
+    def mma(self, mma_dtype: tl.dtype, precision: str = "ieee") -> Mma:
+        """Return the matrix instruction that products of this dtype, and of this precision of float32, must compile to.
 
         The weights are the left operand, so the M dimension of the instruction is ``n``, and not ``m``.
         """
         if mma_dtype is tl.float32:
-            return Mma.NONE
+            return Mma.WARP if precision == "tf32" else Mma.NONE
         return mma_of(self.n)
 
 
@@ -176,6 +176,11 @@ def _tiles_for(x: Matrix, weight: Matrix, columns: int, dtype: torch.dtype, prod
 # Launches of products with the gate in their epilogue
 
 
+def _precision(*operands: Matrix) -> str:
+    """Return the precision of a product of float32 operands; decoded float8 and NVFP4 are not rounded to TF32."""
+    return "tf32" if all(uses_tf32(each.values) for each in operands) else "ieee"
+
+
 def _stored(matrix: Matrix, mma_dtype: tl.dtype) -> torch.Tensor:
     """Return the matrix with contiguous rows; float8 as uint8 unless it is multiplied natively."""
     values = inner_contiguous(matrix.values)
@@ -200,12 +205,14 @@ def fused(x: Matrix, w_gate: Matrix, w_up: Matrix, dtype: torch.dtype, products:
     (rows, inner), columns = x.values.shape, w_gate.values.shape[0]
     h = torch.empty((rows, columns), dtype=dtype, device=x.values.device)
     tiles, mma_dtype = _tiles_for(x, w_gate, columns, dtype, 2)
+    precision = _precision(x, w_gate, w_up)
     left, gate, up = (_stored(each, mma_dtype) for each in (x, w_gate, w_up))
     scales = [each.flat_scale() for each in (x, w_gate, w_up)]
     Launch(
         kernels.fused_kernel, tiles.grid(rows, columns),
         left, gate, up, *scales, h, products, rows, columns, inner, left.stride(0), gate.stride(0), up.stride(0),
-        X_ROWS=x.per_row, W_ROWS=w_gate.per_row, KEEP=products is not None, MMA_DTYPE=mma_dtype, mma=tiles.mma(mma_dtype),
+        X_ROWS=x.per_row, W_ROWS=w_gate.per_row, KEEP=products is not None, MMA_DTYPE=mma_dtype,
+        PRECISION=precision, mma=tiles.mma(mma_dtype, precision),
         **tiles.options(inner),
     ).run()  # fmt: skip
     return h
@@ -221,12 +228,14 @@ def up(x: Matrix, w_up: Matrix, gate: torch.Tensor, dtype: torch.dtype, kept: to
     (rows, inner), columns = x.values.shape, w_up.values.shape[0]
     h = torch.empty((rows, columns), dtype=dtype, device=x.values.device)
     tiles, mma_dtype = _tiles_for(x, w_up, columns, dtype, 1)
+    precision = _precision(x, w_up)
     left, right, gate = _stored(x, mma_dtype), _stored(w_up, mma_dtype), inner_contiguous(gate)
     Launch(
         kernels.up_kernel, tiles.grid(rows, columns),
         left, right, gate, x.flat_scale(), w_up.flat_scale(), h, kept, rows, columns, inner,
         left.stride(0), right.stride(0), gate.stride(0), 0 if kept is None else kept.stride(0),
-        X_ROWS=x.per_row, W_ROWS=w_up.per_row, KEEP=kept is not None, MMA_DTYPE=mma_dtype, mma=tiles.mma(mma_dtype),
+        X_ROWS=x.per_row, W_ROWS=w_up.per_row, KEEP=kept is not None, MMA_DTYPE=mma_dtype,
+        PRECISION=precision, mma=tiles.mma(mma_dtype, precision),
         **tiles.options(inner),
     ).run()  # fmt: skip
     return h

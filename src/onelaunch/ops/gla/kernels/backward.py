@@ -36,6 +36,7 @@ Source     experiment 039; docs/notebook/gla.md.
 import triton
 import triton.language as tl
 
+from onelaunch.kernels.common.tf32 import round_to_tf32
 from onelaunch.ops.gla.kernels.chunk import (
     CHUNK,
     LEVELS,
@@ -49,7 +50,6 @@ from onelaunch.ops.gla.kernels.chunk import (
     load_decay,
     load_rows,
     pair_decay,
-    round_to_tf32,
     row_pointer,
     shared_head,
     split_product,

@@ -49,6 +49,8 @@ Source     Yang et al., Gated Linear Attention Transformers with Hardware-Effici
 import triton
 import triton.language as tl
 
+from onelaunch.kernels.common.tf32 import round_to_tf32
+
 CHUNK = tl.constexpr(64)
 """Steps per chunk."""
 LEVELS = tl.constexpr(6)
@@ -283,18 +285,6 @@ def from_middle(g, t, PRECISION: tl.constexpr):
 
 
 # Products
-
-
-@triton.jit
-def round_to_tf32(x):
-    """Return float32 numbers rounded to the nearest TF32, which has 11 significant bits.
-
-    Matrix units drop the other bits, always towards zero, so that products of unrounded numbers are too small on average: their
-    error is about 3.5 times as large. Infinity and NaN stay as they are.
-    """
-    bits = x.to(tl.int32, bitcast=True)
-    bits = tl.where((bits & 0x7F800000) != 0x7F800000, bits + 0x1000, bits)
-    return (bits & -0x2000).to(tl.float32, bitcast=True)
 
 
 @triton.jit

@@ -6,18 +6,22 @@ Grid       one CTA per tile [BM, BN] of out. Tiles are ordered so that GROUP_M t
 On chip    [BM, BN] sums in float32 registers; Triton's pipeline holds the stages of a and b in shared memory.
 Memory     reads a once per BN columns and b once per BM rows, writes out once.
 Caller     ``matmul`` in launch.py launches it, for the variant ``three_launch`` and the gradients of that product.
-Numerics   sums in float32; products of float32 operands do not use TF32. Their sum is split into parts of PART blocks of K, since
-           one sum over 8,192 steps had four times the error of cuBLAS's on an H100, and the gate allows about three times.
+Numerics   sums in float32; products of float32 operands use TF32 only if PRECISION is "tf32" (kernels/common/tf32.py). Their sum
+           is split into parts of PART blocks of K, since one sum over 8,192 steps had four times the error of cuBLAS's on an
+           H100, and the gate allows about three times.
 """
 
 import triton
 import triton.language as tl
+
+from onelaunch.kernels.common.tf32 import to_precision
 
 
 @triton.jit
 def matmul_kernel(
     a, b, out, M, N, K, a_stride_m, a_stride_k, b_stride_k, b_stride_n,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_M: tl.constexpr, PART: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute one tile of out = a b; out is contiguous, a and b have any strides.
 
@@ -40,7 +44,7 @@ def matmul_kernel(
         b_a = tl.load(p_a, mask=(m < M)[:, None] & in_depth[None, :], other=0.0)
         b_b = tl.load(p_b, mask=in_depth[:, None] & (n < N)[None, :], other=0.0)
         if a.dtype.element_ty == tl.float32:
-            part = tl.dot(b_a, b_b, part, input_precision="ieee")
+            part = tl.dot(to_precision(b_a, PRECISION), to_precision(b_b, PRECISION), part, input_precision=PRECISION)
             full = (start // BK + 1) % PART == 0
             total = tl.where(full, total + part, total)
             part = tl.where(full, 0.0, part)

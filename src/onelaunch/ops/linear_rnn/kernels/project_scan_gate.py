@@ -10,8 +10,8 @@ On chip    the tile of v, first as the accumulator [BT, BV] of x W in float32, t
 Memory     reads x once per BV channels, W once per tile of steps (from the L2 cache), log_decay and gate once; writes y once.
            For a backward pass also writes v and one row of states per tile (KEEP).
 Protocol   the decoupled look-back of kernels/scan/look_back.py, after the product; see there for words, order and progress.
-Numerics   v stays in float32 on its way into the scan; float32 operands are multiplied without TF32. The scan's
-           numerics are those of kernels/scan/forward.py.
+Numerics   v stays in float32 on its way into the scan; float32 operands are multiplied in TF32 only if PRECISION is "tf32"
+           (kernels/common/tf32.py). The scan's numerics are those of kernels/scan/forward.py.
 Caller     ``chunked`` in launch.py launches it, for the variant ``fused_chunked`` where the kernel for Hopper does not suit.
 Source     the "chunked GEMM fusion" that experiment 040 named as its next step; docs/notebook/linear_rnn.md.
 """
@@ -19,6 +19,7 @@ Source     the "chunked GEMM fusion" that experiment 040 named as its next step;
 import triton
 import triton.language as tl
 
+from onelaunch.kernels.common.tf32 import to_precision
 from onelaunch.kernels.scan.forward import (
     ROWS,
     load_slabs,
@@ -35,6 +36,7 @@ from onelaunch.kernels.scan.look_back import read_previous_words
 def project_tile(
     x, weight, b, start, c, T, width, channels, x_stride_b, x_stride_t, weight_stride,
     BT: tl.constexpr, BV: tl.constexpr, BD: tl.constexpr, EVEN: tl.constexpr, EVEN_D: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Return v = x W for BT steps and BV channels, float32 [BT, BV]; 0 outside the tensors.
 
@@ -57,8 +59,8 @@ def project_tile(
         else:
             b_x = tl.load(p_x, mask=in_time & (d + k < width)[None, :], other=0.0)
             b_weight = tl.load(p_weight, mask=in_range & (d + k < width)[:, None], other=0.0)
-        # Products of float32 stay in full precision: TF32 would cost three digits of the state.
-        v = tl.dot(b_x, b_weight, v, input_precision="ieee")
+        # By default products of float32 stay in full precision: TF32 costs three digits of the state.
+        v = tl.dot(to_precision(b_x, PRECISION), to_precision(b_weight, PRECISION), v, input_precision=PRECISION)
         p_x += BD
         p_weight += BD * weight_stride
     return v
@@ -89,6 +91,7 @@ def project_scan_gate_kernel(
     BT: tl.constexpr, BV: tl.constexpr, BD: tl.constexpr, EVEN_D: tl.constexpr,
     GROUP: tl.constexpr, STEPS: tl.constexpr, EVEN: tl.constexpr,
     GATED: tl.constexpr, INITIAL: tl.constexpr, PACKED: tl.constexpr, FINAL: tl.constexpr, KEEP: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute one tile of y: see the top of the file.
 
@@ -107,7 +110,25 @@ def project_scan_gate_kernel(
     p_decay = row_pointer(log_decay, b, start, decay_stride_b, decay_stride_t)
     log_decays = load_slabs(p_decay, decay_stride_t, segment, t, T, c, channels, EVEN)
     values = split_into_slabs(
-        project_tile(x, weight, b, start, c, T, width, channels, x_stride_b, x_stride_t, weight_stride, BT, BV, BD, EVEN, EVEN_D)
+        project_tile(
+            x,
+            weight,
+            b,
+            start,
+            c,
+            T,
+            width,
+            channels,
+            x_stride_b,
+            x_stride_t,
+            weight_stride,
+            BT,
+            BV,
+            BD,
+            EVEN,
+            EVEN_D,
+            PRECISION,
+        )
     )
     gates = values  # stands for the argument, which is not read if GATED is false
     if GATED:

@@ -9,9 +9,10 @@ On chip    [BN, BM] of out^T as float32 sums in registers, a head [BV, BM] of h,
 Memory     reads h and the gate once per BN columns of out, the weights once per BM rows, writes out once. rstd is written by
            the CTAs of the first columns, if there is a buffer for it.
 Protocol   CTAs do not exchange anything.
-Numerics   a is rounded to the dtype of the weights for the product. Products of float32 do not use TF32. They take their
-           operands from registers, so a head then goes through in blocks of BK channels, which are loaded once more (from a
-           cache) when its rstd is known. Products in 16 bits take a whole head at once, BK = BV.
+Numerics   a is rounded to the dtype of the weights for the product. Products of float32 use TF32 only if PRECISION is "tf32"
+           (kernels/common/tf32.py). They take their operands from registers, so a head then goes through in blocks of BK
+           channels, which are loaded once more (from a cache) when its rstd is known. Products in 16 bits take a whole head at
+           once, BK = BV.
 Edges      rows beyond the end repeat the last one and are not stored; channels beyond the end of a head are zeros.
 Caller     ``prologue`` in launch_prologue.py launches it.
 Source     experiment 058; docs/notebook/output_chain.md: this form is slower than norm_gate at all measured sizes.
@@ -20,6 +21,7 @@ Source     experiment 058; docs/notebook/output_chain.md: this form is slower th
 import triton
 import triton.language as tl
 
+from onelaunch.kernels.common.tf32 import to_precision
 from onelaunch.kernels.gemm.tiles import load_channels, rows_from, store, tile_of
 from onelaunch.ops.output_chain.kernels.norm_gate import activate, reciprocal_rms
 
@@ -28,7 +30,7 @@ from onelaunch.ops.output_chain.kernels.norm_gate import activate, reciprocal_rm
 def prologue_kernel(
     h, gate, norm_weight, w_out, bias, out, rstd, M, N, H, h_stride, gate_stride, w_stride, eps,
     V: tl.constexpr, BV: tl.constexpr, BK: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, GROUP: tl.constexpr,
-    ACTIVATED: tl.constexpr,
+    ACTIVATED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute one tile of out ``[M, N]``, and rstd ``[M, H]`` unless it is ``None``."""
     EVEN: tl.constexpr = V == BV
@@ -55,7 +57,8 @@ def prologue_kernel(
                 g = load_channels(gate + m[None, :] * gate_stride + column[:, None], V, c[:, None], EVEN)
                 a *= activate(g, ACTIVATED)
             b_w = load_channels(rows_w + column[None, :], V, c[None, :], EVEN)  # [BN, BK]
-            total = tl.dot(b_w, a.to(b_w.dtype), total, input_precision="ieee")
+            a = to_precision(a.to(b_w.dtype), PRECISION)
+            total = tl.dot(to_precision(b_w, PRECISION), a, total, input_precision=PRECISION)
     if bias is not None:
         total += tl.load(bias + n).to(tl.float32)[:, None]
     store(out, total, m_out, n_out, N, M, N)

@@ -14,13 +14,16 @@ Protocol   one counter per group and one per tile, in ``counters``. When all war
            that finds all others of its tile counted does so for dW and dbias. Each sets the counter back to 0. No CTA waits for
            another.
 Order      terms are added in the order of tiles and of groups, so results do not depend on which CTA is last.
-Numerics   products of 16-bit numbers, or of float32 without loss of precision, added up in float32 and rounded once.
+Numerics   products of 16-bit numbers, or of float32 without loss of precision or in TF32 (PRECISION, see kernels/common/tf32.py),
+           added up in float32 and rounded once. The sum for dbias is not rounded to TF32.
 Caller     ``low_rank_gradients`` in launch_low_rank.py.
 Source     docs/notebook/projections.md and gla_layer.md.
 """
 
 import triton
 import triton.language as tl
+
+from onelaunch.kernels.common.tf32 import to_precision
 
 
 @triton.jit
@@ -41,6 +44,7 @@ def add_terms(terms, offsets, valid, distance, count, AT_ONCE: tl.constexpr):
 def low_rank_gradients_kernel(
     dz, x, weight, dx, dweight, dbias, dx_terms, weight_terms, bias_terms, counters, M, N, steps, dz_stride, x_stride, dx_stride,
     D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, AT_ONCE: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute dx [M, D], dweight [N, D] and dbias [N]; each may be None.
 
@@ -58,6 +62,7 @@ def low_rank_gradients_kernel(
     of_weight = n[:, None] * D + d[None, :]  # [BN, BD]
     of_terms = n[:, None] * BD + d[None, :]  # [BN, BD]
     w = tl.load(weight + first * D + of_weight, mask=in_n[:, None] & in_d[None, :], other=0.0)
+    w = to_precision(w, PRECISION)
     sums, bias_sum = tl.zeros([BN, BD], tl.float32), tl.zeros([BN], tl.float32)
     p_dz = dz + start * dz_stride + first + m[:, None] * dz_stride + n[None, :]  # [BM, BN]
     p_x = x + start * x_stride + m[:, None] * x_stride + d[None, :]  # [BM, BD]
@@ -67,15 +72,16 @@ def low_rank_gradients_kernel(
         later = (m < tl.where(step + 1 < steps, left - BM, 0))[:, None] & in_n[None, :]
         next_block = tl.load(p_dz, mask=later, other=0.0)
         rows = (m < left)[:, None]
+        b_dz = to_precision(block, PRECISION)
         if dweight is not None:
             b_x = tl.load(p_x, mask=rows & in_d[None, :], other=0.0)
-            sums = tl.dot(tl.trans(block), b_x, sums, input_precision="ieee")
+            sums = tl.dot(tl.trans(b_dz), to_precision(b_x, PRECISION), sums, input_precision=PRECISION)
             p_x += BM * tl.cast(x_stride, tl.int64)
         if dbias is not None:
             bias_sum += tl.sum(block.to(tl.float32), 0)
         if dx is not None:
             p_terms = dx_terms + (tile.to(tl.int64) * M + start + step * BM) * BD + m[:, None] * BD + d[None, :]
-            tl.store(p_terms, tl.dot(block, w, input_precision="ieee"), mask=rows)
+            tl.store(p_terms, tl.dot(b_dz, w, input_precision=PRECISION), mask=rows)
         block = next_block
         left -= BM
     if dweight is not None:

@@ -13,8 +13,8 @@ Grid       one CTA per tile [BM, BN] of y, in groups of GROUP tiles of rows (as 
 On chip    [BM, BN] sums in float32 registers; Triton pipelines x [BM, BK] and the weight [BK, BN] through shared memory.
 Memory     reads x once per BN columns and the weight once per BM rows, writes every result once.
 Protocol   CTAs do not exchange anything.
-Numerics   products of float32 do not use TF32. Activations are computed from the float32 sums. A variant of two launches
-           rounds the sums to the dtype of y in between.
+Numerics   products of float32 use TF32 only if PRECISION is "tf32" (kernels/common/tf32.py). Activations are computed from the
+           float32 sums. A variant of two launches rounds the sums to the dtype of y in between.
 Edges      rows beyond the end repeat the last one and are not stored; channels beyond the end are zeros of x.
 Source     experiment 058; docs/notebook/projections.md.
 """
@@ -22,6 +22,7 @@ Source     experiment 058; docs/notebook/projections.md.
 import triton
 import triton.language as tl
 
+from onelaunch.kernels.common.tf32 import to_precision
 from onelaunch.ops.projections.kernels.activation import finish_tile
 
 
@@ -32,6 +33,7 @@ def epilogue_kernel(
     COLUMNS: tl.constexpr, ACTIVATIONS: tl.constexpr, NORMALIZERS: tl.constexpr, NORMS: tl.constexpr, KEPTS: tl.constexpr,
     BIASES: tl.constexpr, PITCH: tl.constexpr, NORM_PITCH: tl.constexpr, KEPT_PITCH: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, EVEN: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute one tile of y: see the top of the file.
 
@@ -67,7 +69,7 @@ def epilogue_kernel(
         else:
             a = tl.load(x_rows + (start + k)[None, :], mask=(start + k < D)[None, :], other=0.0)
             b = tl.load(w_rows + tl.minimum(start + k, D - 1)[:, None])
-        v = tl.dot(a, b, v, input_precision="ieee")
+        v = tl.dot(to_precision(a, PRECISION), to_precision(b, PRECISION), v, input_precision=PRECISION)
     v = tl.where((at < count)[None, :], v, 0.0)  # columns beyond `count` repeat a row of the weight; norms must not count them
 
     for s in tl.static_range(len(WIDTHS)):

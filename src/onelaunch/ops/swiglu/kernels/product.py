@@ -11,10 +11,11 @@ Registers: float32 accumulators [BN, BM] of h^T, one for each product. The weigh
 Shared:    the operands of num_stages steps of BK channels, in Triton's software pipeline.
 Memory:    reads x once per BN columns of h and the weights once per BM rows, and writes h once. With KEEP, products are also
            written for the backward pass: fused_kernel writes both, [M, 2 N], the gate's first, and up_kernel its own, [M, N].
-Numerics:  a float32 result uses float32 products without TF32: tensor cores truncate what they add in other formats, which a
-           float32 result would show. Otherwise the dtype of x is multiplied. float8 is multiplied natively for bfloat16 results
-           where tensor cores can, with partial sums promoted to float32 every BK channels; else as float16, which holds every
-           float8 number. float16 and bfloat16 hold every product of an NVFP4 code and the scale of its block exactly.
+Numerics:  a float32 result uses float32 products: tensor cores truncate what they add in other formats, which a float32 result
+           would show. They are in TF32 if PRECISION is "tf32" (kernels/common/tf32.py), for float32 operands alone. Otherwise
+           the dtype of x is multiplied. float8 is multiplied natively for bfloat16 results where tensor cores can, with partial
+           sums promoted to float32 every BK channels; else as float16, which holds every float8 number. float16 and bfloat16
+           hold every product of an NVFP4 code and the scale of its block exactly.
 Edges:     rows beyond the end repeat the last row and are not stored. Channels beyond the end are zeros.
 NVFP4:     the order of the channels in a product is free. One tl.dot multiplies the even channels (lower halves of bytes) and
            another the odd ones (upper halves), so nothing is interleaved. A 16-bit x is read as 32-bit words of two channels.
@@ -29,6 +30,7 @@ import triton
 import triton.language as tl
 
 from onelaunch.kernels.common.activation import silu
+from onelaunch.kernels.common.tf32 import to_precision
 from onelaunch.kernels.gemm.tiles import load_channels, rows_from, store, tile_of
 
 BLOCK_BYTES = tl.constexpr(8)
@@ -47,12 +49,12 @@ def from_float8(bits):
 
 
 @triton.jit
-def to_mma_operand(stored, MMA_DTYPE: tl.constexpr):
-    """Return a loaded tile in the dtype that is multiplied; uint8 tiles are float8."""
+def to_mma_operand(stored, MMA_DTYPE: tl.constexpr, PRECISION: tl.constexpr):
+    """Return a loaded tile as it is multiplied: uint8 tiles are float8, and float32 may be rounded to TF32."""
     if stored.dtype == tl.uint8:
         return from_float8(stored).to(MMA_DTYPE)
     else:  # noqa: RET505 - Triton compiles what follows a return
-        return stored
+        return to_precision(stored, PRECISION)
 
 
 @triton.jit
@@ -132,6 +134,7 @@ def fused_kernel(
     x, w_gate, w_up, x_scale, gate_scale, up_scale, h, products, M, N, K, x_stride, gate_stride, up_stride,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, EVEN: tl.constexpr,
     X_ROWS: tl.constexpr, W_ROWS: tl.constexpr, KEEP: tl.constexpr, MMA_DTYPE: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute h from plain tensors or float8; float8 comes as uint8 unless it is multiplied natively."""
     # Hopper accumulates float8 products in fewer bits than float32 has, so they are promoted.
@@ -144,11 +147,11 @@ def fused_kernel(
     p_up = w_up + n[:, None] * up_stride + k[None, :]
     gate, up = tl.zeros([BN, BM], tl.float32), tl.zeros([BN, BM], tl.float32)
     for start in range(0, K, BK):
-        b_x = to_mma_operand(load_channels(p_x, K - start, k[:, None], EVEN), MMA_DTYPE)
-        b_gate = to_mma_operand(load_channels(p_gate, K - start, k[None, :], EVEN), MMA_DTYPE)
-        b_up = to_mma_operand(load_channels(p_up, K - start, k[None, :], EVEN), MMA_DTYPE)
-        gate = tl.dot(b_gate, b_x, gate, input_precision="ieee", max_num_imprecise_acc=PROMOTE_EVERY)
-        up = tl.dot(b_up, b_x, up, input_precision="ieee", max_num_imprecise_acc=PROMOTE_EVERY)
+        b_x = to_mma_operand(load_channels(p_x, K - start, k[:, None], EVEN), MMA_DTYPE, PRECISION)
+        b_gate = to_mma_operand(load_channels(p_gate, K - start, k[None, :], EVEN), MMA_DTYPE, PRECISION)
+        b_up = to_mma_operand(load_channels(p_up, K - start, k[None, :], EVEN), MMA_DTYPE, PRECISION)
+        gate = tl.dot(b_gate, b_x, gate, input_precision=PRECISION, max_num_imprecise_acc=PROMOTE_EVERY)
+        up = tl.dot(b_up, b_x, up, input_precision=PRECISION, max_num_imprecise_acc=PROMOTE_EVERY)
         p_x += BK
         p_gate += BK
         p_up += BK
@@ -162,6 +165,7 @@ def up_kernel(
     x, w_up, gate, x_scale, up_scale, h, kept, M, N, K, x_stride, up_stride, gate_stride, kept_stride,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, EVEN: tl.constexpr,
     X_ROWS: tl.constexpr, W_ROWS: tl.constexpr, KEEP: tl.constexpr, MMA_DTYPE: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute the product of ``w_up``, and h from it and ``gate [M, N]``, the product of w_gate that an earlier launch stored.
 
@@ -175,9 +179,9 @@ def up_kernel(
     p_up = w_up + n[:, None] * up_stride + k[None, :]  # [BN, BK]
     up = tl.zeros([BN, BM], tl.float32)
     for start in range(0, K, BK):
-        b_x = to_mma_operand(load_channels(p_x, K - start, k[:, None], EVEN), MMA_DTYPE)
-        b_up = to_mma_operand(load_channels(p_up, K - start, k[None, :], EVEN), MMA_DTYPE)
-        up = tl.dot(b_up, b_x, up, input_precision="ieee", max_num_imprecise_acc=PROMOTE_EVERY)
+        b_x = to_mma_operand(load_channels(p_x, K - start, k[:, None], EVEN), MMA_DTYPE, PRECISION)
+        b_up = to_mma_operand(load_channels(p_up, K - start, k[None, :], EVEN), MMA_DTYPE, PRECISION)
+        up = tl.dot(b_up, b_x, up, input_precision=PRECISION, max_num_imprecise_acc=PROMOTE_EVERY)
         p_x += BK
         p_up += BK
     up = apply_scale(apply_scale(up, x_scale, m, 1, X_ROWS), up_scale, n, 0, W_ROWS)
