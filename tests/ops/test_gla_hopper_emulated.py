@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -224,6 +225,53 @@ def test_gradients_go_into_columns_of_a_matrix(keys, values, aliased, monkeypatc
     for name in "qkvg":
         assert torch.equal(getattr(found, name), getattr(expected, name))
         assert getattr(expected, name).isfinite().all()
+
+
+def store_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make every TMA store read its tile as late as it may: when the thread that issued it waits for its stores.
+
+    Each wait takes two milliseconds, in which the other warpgroups come as far as barriers allow.
+    """
+    pending = threading.local()
+    store = gluon_on_cpu.tma_store
+
+    def store_later(*arguments):
+        pending.stores = [*getattr(pending, "stores", []), arguments]
+
+    def wait(pendings):
+        assert pendings == 0
+        time.sleep(2e-3)
+        for arguments in getattr(pending, "stores", []):
+            store(*arguments)
+        pending.stores = []
+
+    monkeypatch.setattr(gluon_on_cpu, "tma_store", store_later)
+    monkeypatch.setattr(gluon_on_cpu, "tma_store_wait", wait)
+
+
+LATE_STORES: dict[str, dict[str, Any]] = {
+    "float32_decay": {"K": 80, "V": 128, "log_decay_dtype": "float32"},
+    "float32_decay_one_group": {"K": 80, "V": 64, "log_decay_dtype": "float32", "groups": 1},
+    "per_channel": {"K": 80, "V": 72},
+    "wide_keys": {"K": 160, "V": 64},
+    "per_head": {"K": 64, "V": 128, "decay_per": "head"},
+    "wide_keys_per_head": {"K": 160, "V": 64, "decay_per": "head"},
+    "packed": {"K": 80, "V": 128, "log_decay_dtype": "float32", "lengths": (1, 0, 200, 129), "decay": "mixed"},
+}
+"""Cases by what decides from where outputs leave: LEAVE in hopper_chunk_state.py is "state", "tile" and "registers"."""
+
+
+@pytest.mark.parametrize("name", thorough_but("float32_decay", of=LATE_STORES))
+def test_tiles_are_not_overwritten_before_stores_have_read_them(name, monkeypatch):
+    """Results are right however late stores read their tiles, and however far ``prepare`` gets meanwhile.
+
+    Five chunks use every stage again, and the factors of the state in ``ends`` too.
+    """
+    options = {"B": 1, "H": 1, "T": 260, "initial_state": True, "final_state": True, **LATE_STORES[name]}
+    groups = options.pop("groups", 2)
+    arguments = arguments_of(GLA, **options, dtype="bfloat16")
+    store_late(monkeypatch)
+    assert_near(emulated(monkeypatch, arguments, 1, drawn, groups=groups), expected(arguments, drawn), BOUND)
 
 
 def recorded(monkeypatch: pytest.MonkeyPatch) -> list[str]:

@@ -25,6 +25,8 @@ class PassTiles:
     """Shared-memory buffers for the scores of a chunk; ``segment_sum_kernel`` has none."""
     staged: bool = True
     """Flag that stored states leave through shared memory, by TMA."""
+    leave: str = "values"
+    """Place from which outputs leave: "values", "tile", "state" or "registers", see LEAVE in kernels/hopper_chunk_state.py."""
     multiply_registers: int = 160
     """Registers per thread of a warpgroup that multiplies."""
     prepare_registers: int = 184
@@ -48,20 +50,31 @@ def pass_tiles(keys: int, groups: int, *, scalar: bool, wide: bool, store_states
     with K beyond 64 two stages fit. With a decay per head (``scalar``) stages hold no log-decays, and one more fits. It is
     needed because chunks take less time there: with three stages the loads of a chunk, issued about a chunk before it, would
     arrive late.
+
+    Where a stage fewer fits than a pass needs, outputs leave from elsewhere than the tiles of the values, so that a stage is
+    refilled a chunk earlier. It is a tile of its own where shared memory has 8192 bytes more for each group; float32 log-decays
+    with two groups and stored states leave less than that, and there outputs take turns with states in their tile. Per channel
+    with K beyond 128 neither is there, and outputs leave from registers.
     """
+    both = store_states and output
     if keys > 2 * PANEL:
-        return PassTiles(1, 3 if scalar else 2, scores=1, staged=not output, prepare_registers=240)
+        leave = "values" if scalar or not output else "registers"
+        return PassTiles(1, 3 if scalar else 2, scores=1, staged=not output, leave=leave, prepare_registers=240)
+    large = wide and keys > PANEL
     if scalar:
-        stages = 3 if store_states and output and groups == 2 else 4
+        stages = 3 if both and groups == 2 else 4
+        early = stages == 3
     else:
-        stages = 2 if (store_states and output) or (wide and keys > PANEL) else 3
+        stages = 2 if both or large else 3
+        early = output and stages == 2
+    leave = "values" if not early else "state" if large and both and groups == 2 else "tile"
     if groups == 1:
-        return PassTiles(1, stages, stages, prepare_registers=232)
+        return PassTiles(1, stages, stages, leave=leave, prepare_registers=232)
     if scalar:
-        return PassTiles(2, stages, stages, multiply_registers=200, prepare_registers=104)
-    if wide:
-        return PassTiles(2, stages, stages, multiply_registers=152, prepare_registers=200)
-    return PassTiles(2, stages, stages)
+        return PassTiles(2, stages, stages, leave=leave, multiply_registers=200, prepare_registers=104)
+    if wide and not (large and both):
+        return PassTiles(2, stages, stages, leave=leave, multiply_registers=152, prepare_registers=200)
+    return PassTiles(2, stages, stages, leave=leave)
 
 
 @remembered

@@ -206,7 +206,9 @@ def _state_pass(
             **segment_tiles(keys, groups, scalar=call.scalar, wide=wide).options(), **options,
         ).run()  # fmt: skip
     queries = None if out is None or operands.queries is None else boxes(key_boxes, operands.queries)[0]
-    target = None if out is None or out.dtype is torch.float32 else targets(value_boxes, out)[0]
+    # Float32 parts of a gradient are always stored from registers.
+    leave = "registers" if out is not None and out.dtype is torch.float32 else tiles.leave
+    target = None if out is None or leave == "registers" else targets(value_boxes, out)[0]
     in_aliased_buffer = bool(states) and states[0].dim() == 2
     stored = [described(_rows_of_states(each), [PANEL, padded]) for each in states] if tiles.staged else states
     Launch(
@@ -214,8 +216,8 @@ def _state_pass(
         queries, *sources, *decays, out, target, initial, final, *(*stored, None, None)[:2], *sums, factors, offsets, length,
         heads, segments, segment_steps, call.scale, values, 0 if out is None else pitch_of(out), mma=Mma.WIDEST,
         LIMIT=LIMITS[call.q.dtype], OUTPUT=out is not None, STORE_STATES=bool(states), STAGED=bool(states) and tiles.staged,
-        ALIASED=in_aliased_buffer, SEGMENTED=segments > 1, SCORES=tiles.scores, SHARED=_sharing(call, operands, heads),
-        **tiles.options(), **options,
+        ALIASED=in_aliased_buffer, SEGMENTED=segments > 1, SCORES=tiles.scores, LEAVE=leave,
+        SHARED=_sharing(call, operands, heads), **tiles.options(), **options,
     ).run()  # fmt: skip
 
 

@@ -30,8 +30,9 @@ Registers  per thread of a ``multiply`` warpgroup: K / 2 for the state and 32 fo
 On chip    shared memory for 16-bit numbers, per stage: queries, keys, log-decays [64, K], 128 K bytes each (no log-decays with
            SCALAR); values [64, 64], 8192 bytes per group. Scores [64, 64], 8192 bytes per buffer; states on their way out [64,
            K], 128 K bytes per group and term. K = 128 with two groups: 220 KiB for three stages, with SCALAR 227 for four. The
-           second terms of the keys replace the log-decays, and outputs replace the values, which they leave from. float32
-           log-decays take twice the bytes, and there are two stages of K = 128.
+           second terms of the keys replace the log-decays. float32 log-decays take twice the bytes, and there are two stages of
+           K = 128. Outputs leave from where LEAVE says: "values", the tiles of the values, which they replace; "tile", a tile of
+           their own, 8192 bytes per group; "state", the tile through which states leave; "registers".
 Barriers   one mbarrier per stage of each kind, and one for the scores:
            - full: the TMA loads of the stage have landed (transaction bytes). Waited for by all warpgroups.
            - decayed: ``prepare`` has replaced queries and keys (with SCALAR only cleared keys behind the end of the sequence),
@@ -39,8 +40,10 @@ Barriers   one mbarrier per stage of each kind, and one for the scores:
            - scores_full: ``prepare`` has written the scores. Waited for by ``multiply`` before its last product.
            - scores_empty: all groups have read the only score buffer (SCORES < STAGES). Waited for by ``prepare``.
            - empty: all groups have finished the products that read the stage, and the output in it has been read by TMA.
-             Waited for by the first group, which then refills the stage. With OUTPUT this is one chunk late, so that the store
-             of an output overlaps with the next chunk.
+             Waited for by the first group, which then refills the stage. Where outputs leave from the values this is one chunk
+             late, so that the store of an output overlaps with the next chunk. With three stages or more that costs little; of
+             two, ``prepare`` could not work on one while ``multiply`` reads the other. Where outputs leave from elsewhere the
+             stage is refilled at once. Row 1 of ``ends`` is read after that, so ``ends`` then has more chunks than stages.
            The order is enough because ``prepare`` only touches a stage between ``full`` and its own last arrival, and
            ``multiply`` releases a stage after it has waited for that arrival. Writes by threads that WGMMA or TMA reads are
            followed by ``fence_async_shared`` before an arrival or a TMA store. ``keep_barriers`` keeps Triton from placing
@@ -61,7 +64,7 @@ Segments   where heads do not fill the chip, T is cut into segments (a chunk-par
            its own, added in the order of time, so results are deterministic.
 Numerics   see hopper_prepare.py; the state and all sums are float32. Backwards in float16 the values are do times a power of 2
            (rescale.py), and outputs and the last state are scaled back before they are stored.
-Callers    launch_hopper.py launches ``chunk_state_kernel``; hopper_segment_sum.py calls ``load_stage``.
+Callers    launch_hopper.py launches ``chunk_state_kernel``.
 Source     Yang et al., Gated Linear Attention Transformers with Hardware-Efficient Training (2024); docs/notebook/gla.md.
 """
 
@@ -86,16 +89,12 @@ from onelaunch.ops.gla.kernels.hopper_states import (
     store_state,
 )
 from onelaunch.ops.gla.kernels.hopper_tiles import (
-    DECAY_HEADS,
-    KEY_HEADS,
     PANEL,
-    QUERY_HEADS,
     STATE_HEADS,
-    VALUE_HEADS,
     C,
     chunk_of,
     head_of,
-    load_box,
+    load_stage,
     row_index,
     segment_span,
     sequence_bounds,
@@ -106,56 +105,31 @@ from onelaunch.ops.gla.kernels.hopper_tiles import (
 
 
 @gluon.jit
-def load_stage(descriptors, tiles, full, at, head, value_slice, stage, enabled, GROUPS: gl.constexpr, SLICES: gl.constexpr,
-               OUTPUT: gl.constexpr, SCALAR: gl.constexpr, SHARED: gl.constexpr):  # fmt: skip
-    """Load one chunk into a stage by TMA: log-decays per channel, keys, queries with OUTPUT, and values of all groups.
-
-    The stage must be empty. Announces the bytes to ``full``, on which the loads arrive; does nothing unless ``enabled``. ``at``
-    is the chunk's first row; ``value_slice``, one of SLICES, holds the values of all groups.
-    """
-    queries, keys, values, g = descriptors
-    tiles_q, tiles_k, tiles_v, tiles_g, _, _, _ = tiles
-    K: gl.constexpr = tiles_k.shape[2]
-    TILES: gl.constexpr = 1 + (1 if OUTPUT else 0)
-    DECAY_BYTES: gl.constexpr = 0 if SCALAR else g.block_type.nbytes
-    bar = full.index(stage)
-    mbarrier.expect(bar, TILES * keys.block_type.nbytes + DECAY_BYTES + GROUPS * values.block_type.nbytes, pred=enabled)
-    if not SCALAR:
-        load_box(g, at, head_of(head, SHARED, DECAY_HEADS), 0, K, bar, tiles_g.index(stage), enabled)
-    load_box(keys, at, head_of(head, SHARED, KEY_HEADS), 0, K, bar, tiles_k.index(stage), enabled)
-    if OUTPUT:
-        load_box(queries, at, head_of(head, SHARED, QUERY_HEADS), 0, K, bar, tiles_q.index(stage), enabled)
-    of_values = head_of(head, SHARED, VALUE_HEADS)
-    for group in gl.static_range(GROUPS):
-        channel = (value_slice * GROUPS + group) * PANEL
-        load_box(values, at, of_values, channel, SLICES * GROUPS * PANEL, bar, tiles_v.index(stage * GROUPS + group), enabled)
-
-
-@gluon.jit
 def multiply(descriptors, outputs, state_pointers, tiles, vectors, bars, offsets, T, sizes, values, GROUP: gl.constexpr,
              GROUPS: gl.constexpr, SLICES: gl.constexpr, PACKED: gl.constexpr, OUTPUT: gl.constexpr,
              REVERSE: gl.constexpr, STORE_STATES: gl.constexpr, STAGED: gl.constexpr, ALIASED: gl.constexpr, SCALAR: gl.constexpr,
              SEGMENTED: gl.constexpr, SPLIT_KEYS: gl.constexpr, KEYS: gl.constexpr, SHARED: gl.constexpr,
-             TURNS: gl.constexpr):  # fmt: skip
+             TURNS: gl.constexpr, LEAVE: gl.constexpr):  # fmt: skip
     """Run the role of one warpgroup that holds a state [V, K] for PANEL values, for all chunks of a segment.
 
     Start from the initial state and the sums of the segments before. Per chunk: store the state if STORE_STATES; wait for
     ``full`` and ``decayed``; decay the state to the anchor (Decay, at the top); out = queries times state; state += keys^T v;
-    wait for ``scores_full``; out += scores v; release the stage before this one, or without OUTPUT this one, and refill it
-    (GROUP 0); store out through shared memory of the values; decay the state to the end of the chunk. At last store the final
-    state. With SCALAR the state is decayed, and the product that adds to it issued, while that of its rounded copy with the
-    queries is in flight.
+    wait for ``scores_full``; out += scores v; release this stage, or the one before it if outputs leave from the values, and
+    refill it (GROUP 0); store out; decay the state to the end of the chunk. At last store the final state. With SCALAR the
+    state is decayed, and the product that adds to it issued, while that of its rounded copy with the queries is in flight.
     """
     tiles_q, tiles_k, tiles_v, _, tiles_low, tiles_s, tiles_state = tiles  # low: second terms of keys, over the log-decays
     _, ends, single = vectors  # single: the flag ``strong``, or with SCALAR the decay of the state
     full, decayed, scores_full, empty, scores_empty = bars
-    p_out, out_tiles, out_pitch = outputs
+    p_out, out_tiles, out_pitch, tiles_out = outputs
     initial, final, states, states_low, segment_states, segment_decays, factors = state_pointers
     K: gl.constexpr = tiles_k.shape[2]
     E: gl.constexpr = tiles_k.dtype
     STAGES: gl.constexpr = tiles_k.shape[0]
     SCORES: gl.constexpr = tiles_s.shape[0]
     LOW: gl.constexpr = tiles_low.shape[0] // STAGES  # tiles of second terms in a stage, of which the first is used
+    EARLY: gl.constexpr = not OUTPUT or LEAVE != "values"  # a stage is released as soon as the products have read it
+    ENDS: gl.constexpr = STAGES if SCALAR else ends.shape[0]
     state_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, K, 16])
     out_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
     operand: gl.constexpr = gl.DotOperandLayout(0, out_layout, 2)
@@ -164,7 +138,7 @@ def multiply(descriptors, outputs, state_pointers, tiles, vectors, bars, offsets
     scalar: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     ends_flat = ends
     if not SCALAR:
-        ends_flat = ends._reinterpret(gl.float32, [2 * STAGES, K], gl.SwizzledSharedLayout(1, 1, 1, [0]))  # noqa: SLF001
+        ends_flat = ends._reinterpret(gl.float32, [2 * ENDS, K], gl.SwizzledSharedLayout(1, 1, 1, [0]))  # noqa: SLF001
     heads, segments, _ = sizes
     n, head, value_slice, segment = work_item(sizes, SLICES)
     # From here on rows of K elements are counted in 32 bits: no memory holds 2^31 of them, and 64-bit numbers take registers.
@@ -211,6 +185,7 @@ def multiply(descriptors, outputs, state_pointers, tiles, vectors, bars, offsets
         left = steps - j * C
         b_v = tiles_v.index(stage * GROUPS + GROUP)
         b_k = tiles_k.index(stage)
+        near = 2 * (stage if ENDS == STAGES else c % ENDS)  # first row of the chunk in ``ends_flat``
         if TURNS:
             mbarrier.wait(decayed.index(stage), phase)
             if OUTPUT:
@@ -221,7 +196,8 @@ def multiply(descriptors, outputs, state_pointers, tiles, vectors, bars, offsets
             state_row = (of_head if REVERSE else head_of(of_head, SHARED, STATE_HEADS)) * rows_of_state + first_value
             if STAGED:
                 staging = tiles_state.index(GROUP)
-                tma_store_wait(pendings=0)  # the store of the state before has read its buffer
+                if LEAVE != "tile":  # with a tile for outputs it was waited for before the one of the last chunk was written
+                    tma_store_wait(pendings=0)  # the store of the state before has read its buffer, and that of an output too
                 if states_low is None or OUTPUT:
                     staging.store(state.to(E))
                 else:
@@ -253,9 +229,9 @@ def multiply(descriptors, outputs, state_pointers, tiles, vectors, bars, offsets
             if STORE_STATES and not SEGMENTED:
                 # Row 0 with moderate decay; with strong decay row 1, which holds 1. A branch in place of the choice of the row
                 # would keep the stored state in registers until TMA has read it.
-                state = state * ends_flat.index(2 * stage + flag).load(across)[None, :]
+                state = state * ends_flat.index(near + flag).load(across)[None, :]
             elif flag == 0:
-                state = state * ends_flat.index(2 * stage).load(across)[None, :]
+                state = state * ends_flat.index(near).load(across)[None, :]
         out = gl.zeros([PANEL, C], gl.float32, layout=out_layout)
         if OUTPUT:
             if SCALAR and K <= 2 * PANEL:
@@ -264,18 +240,18 @@ def multiply(descriptors, outputs, state_pointers, tiles, vectors, bars, offsets
             else:
                 out = query_state(out, state, tiles_q.index(stage), operand, 0, KEYS)
         if SCALAR:
-            scaled, scaled_low = scaled_values(b_v, ends_flat.index(2 * stage + 1), state_layout, SPLIT_KEYS)
+            scaled, scaled_low = scaled_values(b_v, ends_flat.index(near + 1), state_layout, SPLIT_KEYS)
             state = state * gl.max(single.index(stage).load(scalar), 0)
             state = warpgroup_mma(scaled, b_k, state, is_async=True)
             if SPLIT_KEYS:
                 state = warpgroup_mma(scaled_low, b_k, state, is_async=True)
             if OUTPUT:
-                query_decay = ends_flat.index(2 * stage).load(gl.SliceLayout(0, out_layout))
+                query_decay = ends_flat.index(near).load(gl.SliceLayout(0, out_layout))
                 out = warpgroup_mma_wait(num_outstanding=2 if SPLIT_KEYS else 1, deps=(out,))
                 out = out * query_decay[None, :]
         else:
             if flag > 0:
-                state = state * ends_flat.index(2 * stage).load(across)[None, :]
+                state = state * ends_flat.index(near).load(across)[None, :]
             state = warpgroup_mma(b_v.permute((1, 0)), b_k, state, is_async=True)
             state = warpgroup_mma(b_v.permute((1, 0)), tiles_low.index(stage * LOW), state, is_async=True)
         if OUTPUT:
@@ -287,15 +263,15 @@ def multiply(descriptors, outputs, state_pointers, tiles, vectors, bars, offsets
         else:
             state = warpgroup_mma_wait(num_outstanding=0, deps=(state,))
             if not SCALAR:
-                state = state * ends_flat.index(2 * stage + 1).load(across)[None, :]
+                state = state * ends_flat.index(near + 1).load(across)[None, :]
         if not TURNS:
-            if OUTPUT:
+            if EARLY:
+                freed = stage
+                freed_turn = c
+            else:
                 tma_store_wait(pendings=0)  # the store of the output of the chunk before has read its tile
                 freed = (stage + STAGES - 1) % STAGES
                 freed_turn = c - 1
-            else:
-                freed = stage
-                freed_turn = c
             mbarrier.arrive(empty.index(freed), count=1, pred=freed_turn >= 0)
             if GROUP == 0:
                 refill = (freed_turn >= 0) & (freed_turn + STAGES < chunks)
@@ -309,10 +285,14 @@ def multiply(descriptors, outputs, state_pointers, tiles, vectors, bars, offsets
             if out_tiles is None:
                 store_part(p_out, out, at, left, head, first_value, values, out_pitch)
             else:
-                b_v.permute((1, 0)).store(out.to(E))
+                b_out = b_v
+                if EARLY:
+                    tma_store_wait(pendings=0)  # the stores of the output before and of this chunk's state have read their tiles
+                    b_out = tiles_out.index(GROUP * (tiles_out.shape[0] // GROUPS))
+                b_out.permute((1, 0)).store(out.to(E))
                 fence_async_shared()
                 if left >= C:
-                    store_box(out_tiles, at, head, first_value, values, b_v)
+                    store_box(out_tiles, at, head, first_value, values, b_out)
                 else:
                     t = row_index(rows, left)
                     u = gl.arange(0, PANEL, layout=gl.SliceLayout(0, rows))[None, :]
@@ -321,9 +301,9 @@ def multiply(descriptors, outputs, state_pointers, tiles, vectors, bars, offsets
                     inside = t < left
                     if PADDED_VALUES:
                         inside = inside & (first_value + u < values)
-                    gl.store(tile + t * pitch + u, b_v.load(rows), mask=inside)
+                    gl.store(tile + t * pitch + u, b_out.load(rows), mask=inside)
             if not SCALAR:  # only now, when out takes no registers any more
-                state = state * ends_flat.index(2 * stage + 1).load(across)[None, :]
+                state = state * ends_flat.index(near + 1).load(across)[None, :]
         if TURNS:
             tma_store_wait(pendings=0)  # the stores of this chunk's output and state have read their tiles
             mbarrier.arrive(empty.index(stage), count=1)
@@ -366,6 +346,7 @@ def chunk_state_kernel(
     SEGMENTED: gl.constexpr, SPLIT_KEYS: gl.constexpr, KEYS: gl.constexpr, K: gl.constexpr,
     GROUPS: gl.constexpr, STAGES: gl.constexpr, SCORES: gl.constexpr,
     MULTIPLY_REGISTERS: gl.constexpr, PREPARE_REGISTERS: gl.constexpr, SHARED: gl.constexpr, TURNS: gl.constexpr,
+    LEAVE: gl.constexpr,
 ):  # fmt: skip
     """Run the chunk state pass, and with OUTPUT the chunk output, over one segment of time; see the top of the file.
 
@@ -374,9 +355,9 @@ def chunk_state_kernel(
     pass to each other are padded too, but not ``initial`` and ``final``. ``g`` describes log-decays per channel, float32 or
     of the dtype of the others; if it is None, ``log_decay`` [B, T, H] has one per head. ``out_pitch`` is the number of
     elements from row to row of ``o`` [B T, H V]. ``o`` is written without TMA where a chunk is cut off by the end of its
-    sequence, since a box would overwrite the next one; without ``out_tiles`` it gets float32 parts of a gradient of shared
-    values. ``initial`` and ``final`` [N, H, K, V], float32, are the state from which each sequence starts and the one with
-    which it ends, in the order of the pass; each may be None. ``segment_states`` [N, H, segments, V, K] and
+    sequence, since a box would overwrite the next one, and where ``out_tiles`` is None; then it may hold float32 parts of a
+    gradient of shared values. ``initial`` and ``final`` [N, H, K, V], float32, are the state from which each sequence starts
+    and the one with which it ends, in the order of the pass; each may be None. ``segment_states`` [N, H, segments, V, K] and
     ``segment_decays`` [N, H, segments, K], float32, come from hopper_segment_sum.py. ``factors`` [2], float32, are a power of 2
     by which ``v`` was multiplied (rescale.py), and its inverse, or None: ``initial`` is multiplied by the first, ``o`` and
     ``final`` by the second before they are rounded.
@@ -388,7 +369,8 @@ def chunk_state_kernel(
     SLICES: slices of 64 GROUPS values in a head. LIMIT: largest sum of log-decays over half a chunk, in magnitude, that counts
     as moderate. SHARED: heads of the grid that share one of a tensor, see ``head_of``. SCORES: buffers of scores, 1 or STAGES.
     MULTIPLY_REGISTERS, PREPARE_REGISTERS: registers per thread that ``warp_specialize`` assigns to the second ``multiply``
-    warpgroup, where there is one, and to ``prepare``. TURNS: see Turns, at the top.
+    warpgroup, where there is one, and to ``prepare``. TURNS: see Turns, at the top. LEAVE: place from which outputs leave, see
+    On chip: "values", "tile", "state" (with STAGED only), or "registers", which takes no ``out_tiles``.
     """
     SCALAR: gl.constexpr = g is None
     E: gl.constexpr = keys.dtype
@@ -418,6 +400,11 @@ def chunk_state_kernel(
     if STAGED:
         STATE_TERMS: gl.constexpr = 1 if states_low is None or OUTPUT else 2
         tiles_state = gl.allocate_shared_memory(E, [STATE_TERMS * GROUPS, PANEL, K], keys_layout)
+    tiles_out = tiles_v
+    if OUTPUT and LEAVE == "tile":
+        tiles_out = gl.allocate_shared_memory(E, [GROUPS, C, PANEL], values_layout)
+    elif OUTPUT and LEAVE == "state":
+        tiles_out = tiles_state._reinterpret(E, [GROUPS * K // PANEL, C, PANEL], values_layout)  # noqa: SLF001
     if SCALAR:
         sums = gl.allocate_shared_memory(gl.float32, [C], flat)
         ends = gl.allocate_shared_memory(gl.float32, [2 * STAGES, C], flat)
@@ -425,7 +412,10 @@ def chunk_state_kernel(
     else:
         summed: gl.constexpr = gl.bfloat16 if WIDE else E
         sums = gl.allocate_shared_memory(summed, [8, C], gl.NVMMASharedLayout.get_default_for([8, C], summed))
-        ends = gl.allocate_shared_memory(gl.float32, [STAGES, 2, K], lines)
+        # Chunks whose factors are kept. Four of two stages, since c % 3 takes registers that would be spilled.
+        ENDS: gl.constexpr = 4 if OUTPUT and LEAVE != "values" else STAGES
+        gl.static_assert(LEAVE == "values" or ENDS > STAGES)
+        ends = gl.allocate_shared_memory(gl.float32, [ENDS, 2, K], lines)
         single = gl.allocate_shared_memory(gl.int32, [STAGES, 1], flat)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     decayed = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -443,7 +433,7 @@ def chunk_state_kernel(
     fence_async_shared()  # TMA, which arrives at these barriers, sees them initialized
     sizes = (heads, segments, segment_steps)
     descriptors = (queries, keys, v, g)
-    outputs = (o, out_tiles, out_pitch)
+    outputs = (o, out_tiles, out_pitch, tiles_out)
     state_pointers = (initial, final, states, states_low, segment_states, segment_decays, factors)
     tiles = (tiles_q, tiles_k, tiles_v, tiles_g, tiles_low, tiles_s, tiles_state)
     vectors = (sums, ends, single)
@@ -453,10 +443,10 @@ def chunk_state_kernel(
             [
                 (multiply, (descriptors, outputs, state_pointers, tiles, vectors, bars, offsets, T, sizes, values, 0, GROUPS,
                             SLICES, PACKED, OUTPUT, REVERSE, STORE_STATES, STAGED, ALIASED, SCALAR,
-                            SEGMENTED, SPLIT_KEYS, KEYS, SHARED, TURNS)),
+                            SEGMENTED, SPLIT_KEYS, KEYS, SHARED, TURNS, LEAVE)),
                 (multiply, (descriptors, outputs, state_pointers, tiles, vectors, bars, offsets, T, sizes, values, 1, GROUPS,
                             SLICES, PACKED, OUTPUT, REVERSE, STORE_STATES, STAGED, ALIASED, SCALAR,
-                            SEGMENTED, SPLIT_KEYS, KEYS, SHARED, TURNS)),
+                            SEGMENTED, SPLIT_KEYS, KEYS, SHARED, TURNS, LEAVE)),
                 (prepare, (tiles, vectors, bars, offsets, log_decay, T, sizes, scale, LIMIT, SLICES, PACKED,
                            OUTPUT, REVERSE, SCALAR, SHARED, TURNS)),
             ],
@@ -468,7 +458,7 @@ def chunk_state_kernel(
             [
                 (multiply, (descriptors, outputs, state_pointers, tiles, vectors, bars, offsets, T, sizes, values, 0, GROUPS,
                             SLICES, PACKED, OUTPUT, REVERSE, STORE_STATES, STAGED, ALIASED, SCALAR,
-                            SEGMENTED, SPLIT_KEYS, KEYS, SHARED, TURNS)),
+                            SEGMENTED, SPLIT_KEYS, KEYS, SHARED, TURNS, LEAVE)),
                 (prepare, (tiles, vectors, bars, offsets, log_decay, T, sizes, scale, LIMIT, SLICES, PACKED,
                            OUTPUT, REVERSE, SCALAR, SHARED, TURNS)),
             ],
@@ -476,6 +466,8 @@ def chunk_state_kernel(
             [PREPARE_REGISTERS],
         )  # fmt: skip
     keep_barriers(bars)
+    if OUTPUT and LEAVE == "tile":
+        tiles_out._keep_alive()  # noqa: SLF001 - Triton would place reductions over tiles that TMA still reads
 
 
 @gluon.jit

@@ -288,6 +288,7 @@ def prepare_channels(tiles, vectors, bars, offsets, T, sizes, scale, LIMIT: gl.c
     E: gl.constexpr = tiles_k.dtype
     STAGES: gl.constexpr = tiles_k.shape[0]
     SCORES: gl.constexpr = tiles_s.shape[0]
+    ENDS: gl.constexpr = ends.shape[0]
     square: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
     vector: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     rows: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
@@ -297,13 +298,14 @@ def prepare_channels(tiles, vectors, bars, offsets, T, sizes, scale, LIMIT: gl.c
     # Finite stand-in for -inf, which times a 0 of a mask would be NaN. It decays to 0, and sums of 64 stay finite in float32.
     LOWEST: gl.constexpr = -1e30 if E == gl.bfloat16 else -65504.0  # noqa: SIM300
     NEAR: gl.constexpr = 1 if REVERSE else 0
-    ends_flat = ends._reinterpret(gl.float32, [2 * STAGES, K], gl.SwizzledSharedLayout(1, 1, 1, [0]))  # noqa: SLF001
+    ends_flat = ends._reinterpret(gl.float32, [2 * ENDS, K], gl.SwizzledSharedLayout(1, 1, 1, [0]))  # noqa: SLF001
     n, _, _, segment = work_item(sizes, SLICES)
     _, steps = segment_span(offsets, n, T, segment, sizes, PACKED)
     chunks = gl.cdiv(steps, C)
     fill_half_masks(ones)
     for c in range(chunks):
         stage = c % STAGES
+        row = 2 * (stage if ENDS == STAGES else c % ENDS)  # first row of the chunk in ``ends_flat``
         left = steps - chunk_of(c, chunks, REVERSE) * C  # steps from the chunk's start to the end of the segment
         g = decay_terms(tiles_g.index(stage)) if WIDE else tiles_g.index(stage)
         mbarrier.wait(full.index(stage), (c // STAGES) & 1)
@@ -320,8 +322,8 @@ def prepare_channels(tiles, vectors, bars, offsets, T, sizes, scale, LIMIT: gl.c
         within = True
         for panel in gl.static_range(K // PANEL):
             first, second = half_sums(g, ones, panel)
-            ends_flat.index(2 * stage + NEAR).slice(panel * PANEL, PANEL, dim=0).store(exp(first))
-            ends_flat.index(2 * stage + 1 - NEAR).slice(panel * PANEL, PANEL, dim=0).store(exp(second))
+            ends_flat.index(row + NEAR).slice(panel * PANEL, PANEL, dim=0).store(exp(first))
+            ends_flat.index(row + 1 - NEAR).slice(panel * PANEL, PANEL, dim=0).store(exp(second))
             within = (gl.abs(first) <= LIMIT) & (gl.abs(second) <= LIMIT) & within
         # Each warp takes the maximum over all channels for itself. A maximum across warps would cost a round trip through
         # shared memory, and a register throughout the loop.
@@ -350,8 +352,8 @@ def prepare_channels(tiles, vectors, bars, offsets, T, sizes, scale, LIMIT: gl.c
                 fence_async_shared()
             for panel in gl.static_range(K // PANEL):
                 first, second = half_sums(opaque_g, ones, panel)
-                near = ends_flat.index(2 * stage).slice(panel * PANEL, PANEL, dim=0)
-                far = ends_flat.index(2 * stage + 1).slice(panel * PANEL, PANEL, dim=0)
+                near = ends_flat.index(row).slice(panel * PANEL, PANEL, dim=0)
+                far = ends_flat.index(row + 1).slice(panel * PANEL, PANEL, dim=0)
                 near.store(exp(first + second))
                 far.store(first * 0.0 + 1.0)  # 1, but NaN where a log-decay is NaN
             scores_by_levels(

@@ -47,7 +47,6 @@ from onelaunch.kernels.gluon.compat import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from onelaunch.ops.gla.kernels.hopper_chunk_state import load_stage
 from onelaunch.ops.gla.kernels.hopper_prepare import head_log_decays
 from onelaunch.ops.gla.kernels.hopper_states import scaled_values, split_columns, store_state
 from onelaunch.ops.gla.kernels.hopper_tiles import (
@@ -61,6 +60,7 @@ from onelaunch.ops.gla.kernels.hopper_tiles import (
     exp,
     exp2_flushed,
     head_of,
+    load_stage,
     ones_where,
     plus,
     segment_span,

@@ -1,7 +1,8 @@
-"""Device functions that the Hopper kernels of gated linear attention share: coordinates, masks, splitting, exponentials.
+"""Device functions that the Hopper kernels of gated linear attention share: coordinates, loads, masks, exponentials.
 
 All of them are inlined into the three Gluon kernels of this folder (hopper_chunk_state.py, hopper_segment_sum.py,
-hopper_gradients.py) and into their device functions (hopper_prepare.py, hopper_pairs.py, hopper_states.py). None has barriers.
+hopper_gradients.py) and into their device functions (hopper_prepare.py, hopper_pairs.py, hopper_states.py). None has
+barriers of its own; ``load_stage`` announces bytes to one of its caller.
 A function that writes shared memory says so: the caller must then run ``fence_async_shared`` before WGMMA or TMA reads the tile,
 and must arrive at an mbarrier, or wait for a product, before other warps read it.
 
@@ -12,7 +13,7 @@ Two functions, ``row_index`` and ``opaque_zero``, exist to hide constants from t
 depend on the loop are otherwise computed before it and held in registers for its whole length (docs/notebook/gla.md, traps).
 """
 
-from onelaunch.kernels.gluon.compat import gl, gluon, tma_load, tma_store
+from onelaunch.kernels.gluon.compat import gl, gluon, mbarrier, tma_load, tma_store
 
 LOG2E = gl.constexpr(1.4426950408889634)
 """Factor from natural logarithms to those of base 2, since the hardware computes ``2^x``."""
@@ -164,6 +165,32 @@ def head_of(head, SHARED: gl.constexpr, TENSOR: gl.constexpr):
 def chunk_of(turn, chunks, REVERSE: gl.constexpr):
     """Return the chunk, of ``chunks``, that is processed in iteration ``turn``: from the last to the first with REVERSE."""
     return chunks - 1 - turn if REVERSE else turn
+
+
+@gluon.jit
+def load_stage(descriptors, tiles, full, at, head, value_slice, stage, enabled, GROUPS: gl.constexpr, SLICES: gl.constexpr,
+               OUTPUT: gl.constexpr, SCALAR: gl.constexpr, SHARED: gl.constexpr):  # fmt: skip
+    """Load one chunk into a stage by TMA: log-decays per channel, keys, queries with OUTPUT, and values of all groups.
+
+    The stage must be empty. Announces the bytes to ``full``, on which the loads arrive; does nothing unless ``enabled``. ``at``
+    is the chunk's first row; ``value_slice``, one of SLICES, holds the values of all groups.
+    """
+    queries, keys, values, g = descriptors
+    tiles_q, tiles_k, tiles_v, tiles_g, _, _, _ = tiles
+    K: gl.constexpr = tiles_k.shape[2]
+    TILES: gl.constexpr = 1 + (1 if OUTPUT else 0)
+    DECAY_BYTES: gl.constexpr = 0 if SCALAR else g.block_type.nbytes
+    bar = full.index(stage)
+    mbarrier.expect(bar, TILES * keys.block_type.nbytes + DECAY_BYTES + GROUPS * values.block_type.nbytes, pred=enabled)
+    if not SCALAR:
+        load_box(g, at, head_of(head, SHARED, DECAY_HEADS), 0, K, bar, tiles_g.index(stage), enabled)
+    load_box(keys, at, head_of(head, SHARED, KEY_HEADS), 0, K, bar, tiles_k.index(stage), enabled)
+    if OUTPUT:
+        load_box(queries, at, head_of(head, SHARED, QUERY_HEADS), 0, K, bar, tiles_q.index(stage), enabled)
+    of_values = head_of(head, SHARED, VALUE_HEADS)
+    for group in gl.static_range(GROUPS):
+        channel = (value_slice * GROUPS + group) * PANEL
+        load_box(values, at, of_values, channel, SLICES * GROUPS * PANEL, bar, tiles_v.index(stage * GROUPS + group), enabled)
 
 
 @gluon.jit
