@@ -248,6 +248,9 @@ def inline_assembly(text, constraints, arguments, dtype, is_pure=True, pack=1):
         return 1 / arguments[0]
     if "max.NaN" in text:
         return torch.maximum(*arguments)
+    if "prefetch" in text:
+        pointer, mask = arguments
+        return pointer.resolve(mask != 0)[0]
     assert "sub.f32" in text  # a number as the sum of two of 16 bits
     high = arguments[0].to(dtype[0])
     return high, (arguments[0] - high.float()).to(dtype[1])
@@ -406,10 +409,11 @@ class EmulatedLaunch:
             self.kernel(*self.arguments, **self.constants)
 
 
-def emulate(monkeypatch: pytest.MonkeyPatch, *, segments: int = 1, groups: int = 2) -> ModuleType:
+def emulate(monkeypatch: pytest.MonkeyPatch, *, segments: int = 1, groups: int = 2, recompute: bool = False) -> ModuleType:
     """Replace ``gla``'s Hopper kernels by their emulation for the length of a test, and return the module that launches them.
 
-    T is cut into ``segments``. CTAs have ``groups`` warpgroups that multiply where V and K allow two.
+    T is cut into ``segments``; with ``recompute`` a pass that can do so recomputes the states at their starts. CTAs have
+    ``groups`` warpgroups that multiply where V and K allow two.
     """
     pytest.importorskip("triton", reason="launches import portable kernels too, which import Triton")
     launch_hopper = importlib.import_module("onelaunch.ops.gla.launch_hopper")
@@ -425,6 +429,11 @@ def emulate(monkeypatch: pytest.MonkeyPatch, *, segments: int = 1, groups: int =
     monkeypatch.setattr(launch_hopper, "Launch", EmulatedLaunch)
     monkeypatch.setattr(launch_hopper, "described", Descriptor)
     monkeypatch.setattr(launch_hopper, "processors", lambda device: 132)
-    monkeypatch.setattr(launch_hopper, "segment_count", lambda *_: segments)
+    configure = importlib.import_module("onelaunch.ops.gla.configure_hopper")
+
+    def pass_segments(ctas, chunks, multiprocessors, chunk, rate):
+        return configure.recomputed_segments(chunks, segments, rate)[1] if recompute and rate else configure.Segments(segments)
+
+    monkeypatch.setattr(launch_hopper, "pass_segments", pass_segments)
     monkeypatch.setattr(launch_hopper, "pass_groups", lambda *_: groups)
     return launch_hopper

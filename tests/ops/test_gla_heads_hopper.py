@@ -20,6 +20,7 @@ import torch
 
 from onelaunch.operation import Example
 from onelaunch.operation.examples import recorded_builds
+from onelaunch.ops.gla.configure_hopper import Segments
 from onelaunch.ops.gla.heads import expanded
 from onelaunch.workbench.inspection import inspect_build
 from onelaunch.workbench.verify import judge
@@ -224,7 +225,7 @@ def test_time_segments(form, given, per, device, monkeypatch):
     from onelaunch.ops.gla import launch_hopper
 
     for segments, lengths in ((2, None), (3, (5, 0, 290, 30))):
-        monkeypatch.setattr(launch_hopper, "segment_count", lambda *_, segments=segments: segments)
+        monkeypatch.setattr(launch_hopper, "pass_segments", lambda *_, count=segments: Segments(count))
         assert_correct(GLA, sized(form, per, T=325, lengths=lengths, **given), "hopper", device)
 
 

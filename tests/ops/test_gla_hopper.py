@@ -22,7 +22,15 @@ import pytest
 import torch
 
 from onelaunch.errors import VariantUnsupported
-from onelaunch.ops.gla.configure_hopper import chunk_times, pass_groups, segment_count
+from onelaunch.ops.gla.configure_hopper import (
+    NOT_RECOMPUTED,
+    Segments,
+    chunk_times,
+    pass_groups,
+    pass_segments,
+    recomputed_chunk,
+    recomputed_segments,
+)
 from onelaunch.ops.gla.reference import DECAYS
 from onelaunch.workbench.verify import judge
 from tests.ops.cases import (
@@ -194,10 +202,41 @@ def test_any_number_of_time_segments(parts, keys, values, per, device, monkeypat
     """More segments than chunks leave some of them empty."""
     from onelaunch.ops.gla import launch_hopper
 
-    monkeypatch.setattr(launch_hopper, "segment_count", lambda *_: parts)
+    monkeypatch.setattr(launch_hopper, "pass_segments", lambda *_: Segments(parts))
     for lengths in (None, (5, 0, 290, 30)):
         case = GLA.case("bfloat16", B=1, T=325, H=2, K=keys, V=values, decay_per=per, lengths=lengths)
         assert_correct(GLA, case, "hopper", device)
+
+
+@gpu
+@on_hopper
+@each_layout
+@pytest.mark.parametrize(("keys", "values"), [(128, 128), (64, 64), (32, 32), (128, 64), (256, 128)])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_recomputed_states_have_the_same_bits(dtype, keys, values, per, device, monkeypatch):
+    """With a decay per channel a float16 chunk with large queries may take another path, but none of these is that large."""
+    from onelaunch.ops.gla import launch_hopper
+
+    if keys > 128 and per == "channel":
+        pytest.skip("such a pass does not recompute states")
+
+    for lengths, given in ((None, {}), ((5, 0, 1290, 330), {"initial_state": True}), (None, FORMS["float32_decay"])):
+        options = {"T": 1625, "K": keys, "V": values, "decay": "mixed", "decay_per": per, "lengths": lengths, **given}
+        arguments = made(device, dtype=dtype, **({"B": 1} if lengths else {}), **options)
+        for groups in (1, 2):
+            monkeypatch.setattr(launch_hopper, "pass_groups", lambda *_, groups=groups: groups)
+            found = []
+            for count in (1, 2, 5):
+                monkeypatch.setattr(launch_hopper, "pass_segments", lambda *asked, count=count: cut_of(count, *asked))
+                found.append(GLA(**arguments, variant="hopper", output_final_state=True))
+            for o, final in found[1:]:
+                assert torch.equal(o, found[0][0])
+                assert torch.equal(final, found[0][1])
+
+
+def cut_of(count: int, ctas: int, chunks: int, multiprocessors: int, chunk: float, recompute: int) -> Segments:
+    """Return ``count`` segments whose states are recomputed, if the pass can do so."""
+    return recomputed_segments(chunks, count, recompute)[1] if recompute and count > 1 else Segments(1)
 
 
 @gpu
@@ -253,7 +292,7 @@ def test_in_turns_results_are_the_same_to_the_last_bit(parts, decay, per, device
     """The control ``hopper_in_turns`` orders the work of each chunk, but computes the same. With strong decay sums stop early."""
     from onelaunch.ops.gla import launch_hopper
 
-    monkeypatch.setattr(launch_hopper, "segment_count", lambda *_: parts)
+    monkeypatch.setattr(launch_hopper, "pass_segments", lambda *_: Segments(parts))
     for size in (64, 128, 256):
         options = {"T": 2000, "K": size, "V": size, "decay": decay, "decay_per": per}
         arguments = made(device, **options, initial_state=True, final_state=True, grad=True)
@@ -407,7 +446,7 @@ def test_it_is_refused_without_a_hopper_gpu():
 )
 def test_time_segments_fill_the_gpu(programs, chunks, parts):
     """With ``programs`` CTAs for each segment and ``chunks`` chunks of 3 us in T, a GPU of 132 SMs gets ``parts`` segments."""
-    assert segment_count(programs, chunks, 132, 3.0) == parts
+    assert pass_segments(programs, chunks, 132, 3.0) == Segments(parts)
 
 
 @pytest.mark.parametrize(
@@ -420,7 +459,26 @@ def test_time_segments_fill_the_gpu(programs, chunks, parts):
     ],
 )  # fmt: skip
 def test_passes_take_the_groups_and_segments_that_were_fastest(per, keys, heads, chunks, expected):
-    """With V = 128 on 132 SMs: docs/notebook/gla.md has the times of the other choices."""
+    """With V = 128 on 132 SMs, where no pass recomputes states: docs/notebook/gla.md has the times of the other choices."""
     times = chunk_times(keys, scalar=per == "head", wide=per == "wide", store_states=False)
-    groups = pass_groups(heads, chunks, 132, times)
-    assert (groups, segment_count(heads * 2 // groups, chunks, 132, times[groups - 1])) == expected
+    groups = pass_groups(heads, chunks, 132, times, NOT_RECOMPUTED)
+    assert (groups, pass_segments(heads * 2 // groups, chunks, 132, times[groups - 1]).count) == expected
+
+
+@pytest.mark.parametrize(
+    ("per", "keys", "ctas", "chunks", "expected"),
+    [
+        ("head", 64, 64, 32, (2, 640)), ("head", 128, 32, 8, (4, 512)), ("head", 256, 64, 32, (2, 640)),
+        ("channel", 64, 64, 32, (2, 736)), ("head", 128, 128, 32, (1, 0)), ("head", 128, 32, 1, (1, 0)),
+        ("head", 128, 32, 512, (4, 0)),
+    ],
+)  # fmt: skip
+def test_passes_recompute_states_where_heads_are_few_and_sequences_short(per, keys, ctas, chunks, expected):
+    """Expected are the number of segments and the share of the first one in 1/1024, 0 where segments are summed beforehand.
+
+    With one warpgroup that multiplies on 132 SMs. 640 is 20 of 32 chunks: 12 more and 20 without outputs take as long.
+    """
+    scalar = per == "head"
+    time = chunk_times(keys, scalar=scalar, wide=False, store_states=False).one
+    found = pass_segments(ctas, chunks, 132, time, recomputed_chunk(keys, scalar=scalar, wide=False).one)
+    assert (found.count, found.share) == expected

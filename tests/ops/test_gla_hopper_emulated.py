@@ -274,6 +274,66 @@ def test_tiles_are_not_overwritten_before_stores_have_read_them(name, monkeypatc
     assert_near(emulated(monkeypatch, arguments, 1, drawn, groups=groups), expected(arguments, drawn), BOUND)
 
 
+RECOMPUTED: dict[str, dict[str, Any]] = {
+    "per_head_packed": {"T": 390, "H": 2, "K": 40, "V": 72, "lengths": (250, 0, 1, 64, 75), "decay_per": "head"},
+    "per_channel": {"T": 330, "K": 64, "V": 64, "decay": "mixed"},
+    "per_channel_packed": {"T": 390, "H": 2, "K": 40, "V": 72, "lengths": (250, 0, 1, 64, 75), "decay": "strong", "groups": 1},
+    "wide_keys_per_head": {"T": 330, "K": 256, "V": 64, "decay_per": "head"},
+    "per_head": {"T": 580, "K": 64, "V": 128, "decay_per": "head", "decay": "mixed"},
+    "one_group_per_head": {"T": 330, "K": 128, "V": 128, "decay_per": "head", "groups": 1},
+    "one_group": {"T": 330, "K": 96, "V": 128, "groups": 1},
+    "one_step": {"T": 1, "K": 64, "V": 64, "decay_per": "head"},
+    "float32_decay": {"T": 330, "K": 80, "V": 72, "log_decay_dtype": "float32", "groups": 1},
+    "float16": {"T": 330, "K": 64, "V": 64, "dtype": "float16"},
+    "float16_per_head": {"T": 330, "K": 64, "V": 64, "dtype": "float16", "decay_per": "head"},
+    "without_states": {"T": 330, "K": 64, "V": 64, "decay_per": "head", "initial_state": False, "final_state": False},
+    "shared_heads": {"T": 200, "H": 4, "K": 64, "V": 64, "k_heads": 2, "v_heads": 2, "g_heads": 2},
+}
+"""Cases in which states at the starts of segments are recomputed, so that results are those of whole sequences."""
+
+
+@pytest.mark.parametrize(
+    ("segments", "variant"),
+    [(2, "hopper"), *(pytest.param(*each, marks=pytest.mark.every) for each in ((4, "hopper"), (3, "hopper_in_turns")))],
+)
+@pytest.mark.parametrize(
+    "name",
+    [
+        *thorough_but("per_head_packed", "per_channel", of=list(RECOMPUTED)[:4]),
+        *(pytest.param(name, marks=pytest.mark.every) for name in list(RECOMPUTED)[4:]),
+    ],
+)
+def test_recomputed_states_give_the_bits_of_whole_sequences(name, segments, variant, monkeypatch):
+    """Segments have different lengths, the shortest ones none. The last one of a sequence stores its final state."""
+    options = {"B": 1, "H": 1, "initial_state": True, "final_state": True, "dtype": "bfloat16", **RECOMPUTED[name]}
+    groups = options.pop("groups", 2)
+    call = GLA.bind(**arguments_of(GLA, **options))
+    emulate(monkeypatch, groups=groups)
+    expected = GLA.get("hopper").run(call)
+    emulate(monkeypatch, segments=segments, groups=groups, recompute=True)
+    with poisoned():
+        found = GLA.get(variant).run(call)
+    assert expected[0].isfinite().all()
+    assert all(map(torch.equal, found, expected))
+
+
+@pytest.mark.parametrize("per", thorough_but("head", of=("channel", "head")))
+def test_chunks_before_a_segment_have_neither_queries_nor_scores(per, monkeypatch):
+    """Of nine chunks the first CTA has five or six, and the second one goes over these without outputs."""
+    arguments = arguments_of(GLA, B=1, H=1, T=576, K=64, V=64, decay_per=per, dtype="bfloat16")
+    events = recorded(monkeypatch)
+    counts = []
+    for recompute in (False, True):
+        emulate(monkeypatch, segments=2 if recompute else 1, recompute=recompute)
+        events.clear()
+        GLA.get("hopper").run(GLA.bind(**arguments))
+        counts.append({name: events.count(name) for name in ("load", "multiply")})
+    # Tiles are q, k, v and g, products q S, v^T k in one term or two, and scores v.
+    tiles, products, skipped = (3, 3, 5) if per == "head" else (4, 4, 6)
+    assert counts[0] == {"load": 9 * tiles, "multiply": 9 * products}
+    assert counts[1] == {"load": 9 * tiles + skipped * (tiles - 1), "multiply": 9 * products + skipped * (products - 2)}
+
+
 def recorded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Return a list that grows by "load" with each TMA load, and with each product by the name of the role that multiplies."""
     events: list[str] = []

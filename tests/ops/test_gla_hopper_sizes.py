@@ -19,6 +19,7 @@ import torch
 from onelaunch.device.architectures import pretended
 from onelaunch.operation import Direction, Example
 from onelaunch.operation.examples import builds_for_case, recorded_builds
+from onelaunch.ops.gla.configure_hopper import Segments
 from onelaunch.ops.gla.padding import KEYS, key_panels, padded_keys, padded_values, value_groups
 from onelaunch.workbench.inspection import inspect_build
 from tests.ops.cases import GLA, assert_correct, assert_near, results
@@ -74,7 +75,7 @@ def test_every_kind_of_decay(decay, keys, values, per, device):
 def test_any_number_of_time_segments(segments, keys, values, per, device, monkeypatch):
     from onelaunch.ops.gla import launch_hopper
 
-    monkeypatch.setattr(launch_hopper, "segment_count", lambda *_: segments)
+    monkeypatch.setattr(launch_hopper, "pass_segments", lambda *_: Segments(segments))
     for lengths in (None, (5, 0, 290, 30)):
         case = GLA.case("bfloat16", B=1, T=325, H=2, K=keys, V=values, decay_per=per, lengths=lengths, **ALL_FORMS)
         assert_correct(GLA, case, "hopper", device)
@@ -253,6 +254,18 @@ def test_padded_kernels_compile_without_spills():
 )  # fmt: skip
 def test_kernels_of_many_padded_sizes_compile_without_spills(keys, values, given):
     assert len(inspected("forward_backward", K=keys, V=values, **given)) == 4
+
+
+@pytest.mark.every
+@pytest.mark.parametrize(
+    ("keys", "values", "given"),
+    [
+        (32, 32, {"decay_per": "head"}), (128, 128, {"decay_per": "head", **FORMS["states"]}), (256, 128, {"decay_per": "head"}),
+        (64, 64, {}), (128, 128, FORMS["states"]), (128, 128, FORMS["float32_decay"]),
+    ],
+)  # fmt: skip
+def test_kernels_that_recompute_states_compile_without_spills(keys, values, given):
+    assert len(inspected("forward", K=keys, V=values, B=1, T=1024, H=8, **given)) == 1  # one launch, though heads are few
 
 
 @pytest.mark.every

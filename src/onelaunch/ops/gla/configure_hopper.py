@@ -120,6 +120,35 @@ _SEGMENTS_TIME = 10.0
 _SUM_TIME = 2.5
 """Microseconds to load and add the sum of each segment before the last."""
 
+SHARES = 1024
+"""Denominator of the first segment's share of a sequence, as in kernels/hopper_recompute.py."""
+
+PARTS = 16
+"""Denominator of the time of a chunk without outputs relative to one with them, as in kernels/hopper_recompute.py."""
+
+
+_RECOMPUTE_TIME = 3.0
+"""Microseconds by which recomputing states must be predicted to be faster, since chunks without outputs have not been timed."""
+
+
+class RecomputedChunk(NamedTuple):
+    """Times of a chunk without outputs, in 1/PARTS of one with them, by the warpgroups that multiply.
+
+    0 where a pass does not recompute the states at the starts of segments.
+    """
+
+    one: int
+    two: int
+
+
+NOT_RECOMPUTED = RecomputedChunk(0, 0)
+"""Times for a pass that cannot leave outputs out: one that stores states, or goes back in time."""
+
+_RECOMPUTED_CHUNK = {"head": RecomputedChunk(6, 6), "channel": RecomputedChunk(10, 0), "wide": RecomputedChunk(10, 0)}
+"""Times by what the log-decays are, as in :data:`_CHUNK_TIMES`: predictions, not measured.
+
+Per channel, with two groups or K beyond 128, ``prepare`` with loops for both kinds of chunks would spill registers."""
+
 
 @remembered
 def chunk_times(keys: int, *, scalar: bool, wide: bool, store_states: bool) -> ChunkTimes:
@@ -129,32 +158,87 @@ def chunk_times(keys: int, *, scalar: bool, wide: bool, store_states: bool) -> C
     return _CHUNK_TIMES["head" if scalar else "wide" if wide else "channel", keys]
 
 
-def _duration(ctas: int, chunks: int, multiprocessors: int, chunk: float, segments: int) -> float:
-    """Return the estimated duration of a pass in microseconds: waves of CTAs times the chunks of a segment."""
-    time = cdiv(ctas * segments, multiprocessors) * cdiv(chunks, segments) * chunk
-    if segments == 1:
-        return time
-    return time * (1.0 + _SEGMENT_SUM_COST) + _SEGMENTS_TIME + _SUM_TIME * (segments - 1)
+def recomputed_chunk(keys: int, *, scalar: bool, wide: bool) -> RecomputedChunk:
+    """Return the times of a chunk without outputs with K padded to ``keys``, see :func:`pass_tiles` for the other arguments."""
+    if keys > 2 * PANEL and not scalar:
+        return NOT_RECOMPUTED
+    return _RECOMPUTED_CHUNK["head" if scalar else "wide" if wide else "channel"]
+
+
+class Segments(NamedTuple):
+    """Segments into which a pass cuts T."""
+
+    count: int
+    recompute: int = 0
+    """0 if ``segment_sum_kernel`` runs before the pass. Otherwise each CTA of the pass recomputes the state at the start of its
+    segment: the constant RECOMPUTE of ``chunk_state_kernel``, :func:`recomputed_chunk`."""
+    share: int = 0
+    """With ``recompute``: share of a sequence's chunks in its first segment, in 1/SHARES."""
+
+
+def recomputed_time(chunks: int, count: int, recompute: int, first: int) -> float:
+    """Return the time of the slowest of the CTAs that recompute states, in times of a chunk with outputs.
+
+    It cuts the sequence as ``recomputed_span`` of kernels/hopper_recompute.py does, except that the last segment may be empty.
+
+    Args:
+        chunks: Chunks of a sequence.
+        count: Segments.
+        recompute: Time of a chunk without outputs, in 1/PARTS of one with them.
+        first: Chunks of the first segment.
+    """
+    start, end, slowest = 0, first, 0.0
+    for segment in range(count):
+        end = chunks if segment == count - 1 else min(end, chunks)
+        slowest = max(slowest, start * recompute / PARTS + end - start)
+        start, end = end, first + end * (PARTS - recompute) // PARTS
+    return slowest
 
 
 @remembered
-def segment_count(ctas: int, chunks: int, multiprocessors: int, chunk: float) -> int:
-    """Return the number of segments of T: one, unless that leaves SMs idle for longer than ``segment_sum_kernel`` takes.
+def recomputed_segments(chunks: int, count: int, recompute: int) -> tuple[float, Segments]:
+    """Return the first segment that makes the slowest CTA fastest, and its time; see :func:`recomputed_time`."""
+    rate = recompute / PARTS
+    even = int(chunks * rate / (1.0 - (1.0 - rate) ** count))  # without rounding, all CTAs would take this time
+    firsts = range(max(even - 1, 1), min(even + 2, chunks) + 1)
+    time, first = min((recomputed_time(chunks, count, recompute, first), first) for first in firsts)
+    return time, Segments(count, recompute, first * SHARES // chunks)
 
-    Segments have at least four chunks on average.
+
+def _best(ctas: int, chunks: int, multiprocessors: int, chunk: float, recompute: int) -> tuple[float, Segments]:
+    """Return the estimated duration of a pass in microseconds and the segments, see :func:`pass_segments`."""
+    times: list[tuple[float, Segments]] = []
+    for count in (1, 2, 3, 4, 6, 8, 12, 16):
+        waves = cdiv(ctas * count, multiprocessors)
+        if count <= max(chunks // 4, 1):
+            time = waves * cdiv(chunks, count) * chunk
+            if count > 1:
+                time = time * (1.0 + _SEGMENT_SUM_COST) + _SEGMENTS_TIME + _SUM_TIME * (count - 1)
+            times.append((time, Segments(count)))
+        if recompute and 1 < count <= chunks:
+            slowest, segments = recomputed_segments(chunks, count, recompute)
+            times.append((waves * slowest * chunk + _RECOMPUTE_TIME, segments))
+    return min(times)
+
+
+@remembered
+def pass_segments(ctas: int, chunks: int, multiprocessors: int, chunk: float, recompute: int = 0) -> Segments:
+    """Return the segments of T: one, unless that leaves SMs idle for longer than the states at their starts take.
+
+    With ``segment_sum_kernel`` segments have at least four chunks on average. Where estimates are equal, there are fewer.
 
     Args:
         ctas: CTAs per segment.
         chunks: Chunks of a sequence; of one of mean length if lengths differ.
         multiprocessors: SMs of the device.
         chunk: Microseconds that a CTA takes for a chunk.
+        recompute: Time of a chunk without outputs, in 1/PARTS of one with them; 0 for a pass that cannot recompute states.
     """
-    possible = (segments for segments in (1, 2, 3, 4, 6, 8, 12, 16) if segments <= max(chunks // 4, 1))
-    return min(possible, key=lambda segments: _duration(ctas, chunks, multiprocessors, chunk, segments))
+    return _best(ctas, chunks, multiprocessors, chunk, recompute)[1]
 
 
 @remembered
-def pass_groups(ctas: int, chunks: int, multiprocessors: int, times: ChunkTimes) -> int:
+def pass_groups(ctas: int, chunks: int, multiprocessors: int, times: ChunkTimes, recompute: RecomputedChunk) -> int:
     """Return whether a pass has one or two warpgroups that multiply in each CTA, where two can run.
 
     With one there are twice the CTAs, each with half the values, and a chunk takes them less time, though each makes the scores
@@ -166,9 +250,8 @@ def pass_groups(ctas: int, chunks: int, multiprocessors: int, times: ChunkTimes)
         chunks: Chunks of a sequence; of one of mean length if lengths differ.
         multiprocessors: SMs of the device.
         times: Times of a chunk.
+        recompute: Times of a chunk without outputs.
     """
-    two, one = (
-        _duration(each, chunks, multiprocessors, chunk, segment_count(each, chunks, multiprocessors, chunk))
-        for each, chunk in ((ctas, times.two), (2 * ctas, times.one))
-    )
+    one = _best(2 * ctas, chunks, multiprocessors, times.one, recompute.one)[0]
+    two = _best(ctas, chunks, multiprocessors, times.two, recompute.two)[0]
     return 1 if one < two else 2

@@ -2,10 +2,11 @@
 
 The forward pass is one launch of ``chunk_state_kernel``. The backward pass is three: states again (unless the forward pass has
 stored them), then dv with the gradients of the states, then dq, dk and dg of all chunks. In float16 it begins with the two
-launches of launch_rescale.py. A pass whose heads do not fill the SMs is preceded by ``segment_sum_kernel``, and ``sum_heads`` of
-launch.py adds up the gradient of each tensor with shared heads. The files of the kernels, kernels/hopper_*.py, say what each
-computes and what its constants mean. The variant ``hopper`` calls :func:`forward`, autograd.py :func:`backward`, and the
-operation ``gla_layer`` both.
+launches of launch_rescale.py. A pass whose heads do not fill the SMs is preceded by ``segment_sum_kernel``, unless it
+recomputes the states at the starts of segments (kernels/hopper_recompute.py), and ``sum_heads`` of launch.py adds up the
+gradient of each tensor with shared heads. The files of the kernels, kernels/hopper_*.py, say what each computes and what its
+constants mean. The variant ``hopper`` calls :func:`forward`, autograd.py :func:`backward`, and the operation ``gla_layer``
+both.
 """
 
 from __future__ import annotations
@@ -18,7 +19,15 @@ from onelaunch.device.hardware import processors
 from onelaunch.kernels.common.layout import cdiv, inner_contiguous
 from onelaunch.kernels.tma import address, addressable, described
 from onelaunch.launch.launch import Launch, Mma
-from onelaunch.ops.gla.configure_hopper import chunk_times, pass_groups, pass_tiles, segment_count, segment_tiles
+from onelaunch.ops.gla.configure_hopper import (
+    NOT_RECOMPUTED,
+    chunk_times,
+    pass_groups,
+    pass_segments,
+    pass_tiles,
+    recomputed_chunk,
+    segment_tiles,
+)
 from onelaunch.ops.gla.launch import (
     CHUNK,
     Attention,
@@ -177,15 +186,20 @@ def _state_pass(
     chunks = cdiv(length if offsets is None else cdiv(length, sequences), CHUNK)
     multiprocessors, pairs, groups = processors(operands.keys.device), sequences * heads, value_groups(keys, values)
     times = chunk_times(padded, scalar=call.scalar, wide=wide, store_states=bool(states))
+    can_recompute = out is not None and not states and not operands.reverse
+    recompute = recomputed_chunk(padded, scalar=call.scalar, wide=wide) if can_recompute else NOT_RECOMPUTED
     if groups == 2:
-        groups = pass_groups(pairs * rows // (2 * PANEL), chunks, multiprocessors, times)
+        groups = pass_groups(pairs * rows // (2 * PANEL), chunks, multiprocessors, times, recompute)
     tiles = pass_tiles(keys, groups, scalar=call.scalar, wide=wide, store_states=bool(states), output=out is not None)
     slices = rows // (PANEL * groups)
-    segments = segment_count(pairs * slices, chunks, multiprocessors, times[groups - 1])
+    cut = pass_segments(pairs * slices, chunks, multiprocessors, times[groups - 1], recompute[groups - 1])
+    segments, summed = cut.count, cut.count > 1 and not cut.recompute
     sources = (*boxes(key_boxes, operands.keys), *boxes(value_boxes, operands.values))
     # A descriptor of log-decays per channel, or a pointer to one per head.
     decays = (None, call.g.contiguous()) if call.scalar else (*boxes(key_boxes, call.g), None)
     segment_steps = cdiv(cdiv(length, CHUNK), segments) * CHUNK if segments > 1 else _WHOLE
+    if cut.recompute:
+        segment_steps = cut.share
     options: dict[str, Any] = {
         "SLICES": slices, "PACKED": offsets is not None, "REVERSE": operands.reverse,
         "SPLIT_KEYS": not call.scalar or bool(states) or final is not None, "KEYS": keys, "K": padded, "TURNS": turns,
@@ -193,7 +207,7 @@ def _state_pass(
     }  # fmt: skip
     summed_heads = heads if operands.reverse else states_heads
     sums: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
-    if segments > 1:
+    if summed:
         device = operands.keys.device
         sums = (
             torch.empty((sequences, summed_heads, segments, rows, padded), dtype=torch.float32, device=device),
@@ -216,7 +230,7 @@ def _state_pass(
         queries, *sources, *decays, out, target, initial, final, *(*stored, None, None)[:2], *sums, factors, offsets, length,
         heads, segments, segment_steps, call.scale, values, 0 if out is None else pitch_of(out), mma=Mma.WIDEST,
         LIMIT=LIMITS[call.q.dtype], OUTPUT=out is not None, STORE_STATES=bool(states), STAGED=bool(states) and tiles.staged,
-        ALIASED=in_aliased_buffer, SEGMENTED=segments > 1, SCORES=tiles.scores, LEAVE=leave,
+        ALIASED=in_aliased_buffer, SEGMENTED=summed, RECOMPUTE=cut.recompute, SCORES=tiles.scores, LEAVE=leave,
         SHARED=_sharing(call, operands, heads), **tiles.options(), **options,
     ).run()  # fmt: skip
 

@@ -61,7 +61,8 @@ Turns      with TURNS nothing overlaps, as a control that measures what overlap 
            likewise. onelaunch/ablations/gla_in_turns.py launches it.
 Segments   where heads do not fill the chip, T is cut into segments (a chunk-parallel scan). hopper_segment_sum.py first stores
            what each segment adds to the state, and its decay. Here each CTA starts from the decayed sum over the segments before
-           its own, added in the order of time, so results are deterministic.
+           its own, added in the order of time, so results are deterministic. With RECOMPUTE it makes that state itself, from
+           the chunks before (hopper_recompute.py): one launch, with segments of different lengths.
 Numerics   see hopper_prepare.py; the state and all sums are float32. Backwards in float16 the values are do times a power of 2
            (rescale.py), and outputs and the last state are scaled back before they are stored.
 Callers    launch_hopper.py launches ``chunk_state_kernel``.
@@ -79,7 +80,8 @@ from onelaunch.kernels.gluon.compat import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from onelaunch.ops.gla.kernels.hopper_prepare import prepare_channels, prepare_heads
+from onelaunch.ops.gla.kernels.hopper_prepare import prepare
+from onelaunch.ops.gla.kernels.hopper_recompute import recompute_state, recomputed_span
 from onelaunch.ops.gla.kernels.hopper_states import (
     add_segments,
     query_state,
@@ -96,7 +98,6 @@ from onelaunch.ops.gla.kernels.hopper_tiles import (
     head_of,
     load_stage,
     row_index,
-    segment_span,
     sequence_bounds,
     store_box,
     store_split,
@@ -109,7 +110,7 @@ def multiply(descriptors, outputs, state_pointers, tiles, vectors, bars, offsets
              GROUPS: gl.constexpr, SLICES: gl.constexpr, PACKED: gl.constexpr, OUTPUT: gl.constexpr,
              REVERSE: gl.constexpr, STORE_STATES: gl.constexpr, STAGED: gl.constexpr, ALIASED: gl.constexpr, SCALAR: gl.constexpr,
              SEGMENTED: gl.constexpr, SPLIT_KEYS: gl.constexpr, KEYS: gl.constexpr, SHARED: gl.constexpr,
-             TURNS: gl.constexpr, LEAVE: gl.constexpr):  # fmt: skip
+             TURNS: gl.constexpr, LEAVE: gl.constexpr, RECOMPUTE: gl.constexpr):  # fmt: skip
     """Run the role of one warpgroup that holds a state [V, K] for PANEL values, for all chunks of a segment.
 
     Start from the initial state and the sums of the segments before. Per chunk: store the state if STORE_STATES; wait for
@@ -142,7 +143,7 @@ def multiply(descriptors, outputs, state_pointers, tiles, vectors, bars, offsets
     heads, segments, _ = sizes
     n, head, value_slice, segment = work_item(sizes, SLICES)
     # From here on rows of K elements are counted in 32 bits: no memory holds 2^31 of them, and 64-bit numbers take registers.
-    row, steps = segment_span(offsets, n, T, segment, sizes, PACKED)
+    row, steps, skipped = recomputed_span(offsets, n, T, segment, sizes, PACKED, RECOMPUTE)
     first, _, slot = sequence_bounds(offsets, n, T + (n >> 31), PACKED)  # n >> 31 is 0, as in state_offsets
     slot += (row - first) // C
     first_value = (value_slice * GROUPS + GROUP) * PANEL
@@ -161,7 +162,8 @@ def multiply(descriptors, outputs, state_pointers, tiles, vectors, bars, offsets
     if GROUP == 0:
         for i in gl.static_range(1 if TURNS else STAGES):
             at = row + chunk_of(i, chunks, REVERSE) * C
-            load_stage(descriptors, tiles, full, at, head, value_slice, i, i < chunks, GROUPS, SLICES, OUTPUT, SCALAR, SHARED)
+            load_stage(descriptors, tiles, full, at, head, value_slice, i, i < chunks, GROUPS, SLICES, OUTPUT, SCALAR, SHARED,
+                       None if RECOMPUTE == 0 else i >= skipped)  # fmt: skip
     if initial is not None:  # behind the first TMA loads, which would else spill registers
         channel = gl.arange(0, K, layout=across)[None, :]
         value = first_value + gl.arange(0, PANEL, layout=gl.SliceLayout(1, state_layout))[:, None]
@@ -180,7 +182,12 @@ def multiply(descriptors, outputs, state_pointers, tiles, vectors, bars, offsets
             state = add_segments(state, sums, summed, segment, segments, rows_of_state, first_value, REVERSE, KEYS)
     stage = 0
     phase = 0
-    for c in range(chunks):
+    if RECOMPUTE > 0:
+        state = recompute_state(state, descriptors, tiles, vectors, bars, row, head, value_slice, skipped, chunks,
+                                GROUP, GROUPS, SLICES, SCALAR, SPLIT_KEYS, SHARED, TURNS, not TURNS and not EARLY)  # fmt: skip
+        stage = skipped % STAGES
+        phase = (skipped // STAGES) & 1
+    for c in range(skipped, chunks):
         j = chunk_of(c, chunks, REVERSE)
         left = steps - j * C
         b_v = tiles_v.index(stage * GROUPS + GROUP)
@@ -346,7 +353,7 @@ def chunk_state_kernel(
     SEGMENTED: gl.constexpr, SPLIT_KEYS: gl.constexpr, KEYS: gl.constexpr, K: gl.constexpr,
     GROUPS: gl.constexpr, STAGES: gl.constexpr, SCORES: gl.constexpr,
     MULTIPLY_REGISTERS: gl.constexpr, PREPARE_REGISTERS: gl.constexpr, SHARED: gl.constexpr, TURNS: gl.constexpr,
-    LEAVE: gl.constexpr,
+    LEAVE: gl.constexpr, RECOMPUTE: gl.constexpr,
 ):  # fmt: skip
     """Run the chunk state pass, and with OUTPUT the chunk output, over one segment of time; see the top of the file.
 
@@ -370,8 +377,11 @@ def chunk_state_kernel(
     as moderate. SHARED: heads of the grid that share one of a tensor, see ``head_of``. SCORES: buffers of scores, 1 or STAGES.
     MULTIPLY_REGISTERS, PREPARE_REGISTERS: registers per thread that ``warp_specialize`` assigns to the second ``multiply``
     warpgroup, where there is one, and to ``prepare``. TURNS: see Turns, at the top. LEAVE: place from which outputs leave, see
-    On chip: "values", "tile", "state" (with STAGED only), or "registers", which takes no ``out_tiles``.
+    On chip: "values", "tile", "state" (with STAGED only), or "registers", which takes no ``out_tiles``. RECOMPUTE: 0,
+    or the time of a chunk without outputs in 1/16 of one with them; ``segment_steps`` is then the share of
+    ``recomputed_span``. Only forward, with OUTPUT.
     """
+    gl.static_assert(RECOMPUTE == 0 or (OUTPUT and not REVERSE))
     SCALAR: gl.constexpr = g is None
     E: gl.constexpr = keys.dtype
     keys_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, K], E)
@@ -443,12 +453,12 @@ def chunk_state_kernel(
             [
                 (multiply, (descriptors, outputs, state_pointers, tiles, vectors, bars, offsets, T, sizes, values, 0, GROUPS,
                             SLICES, PACKED, OUTPUT, REVERSE, STORE_STATES, STAGED, ALIASED, SCALAR,
-                            SEGMENTED, SPLIT_KEYS, KEYS, SHARED, TURNS, LEAVE)),
+                            SEGMENTED, SPLIT_KEYS, KEYS, SHARED, TURNS, LEAVE, RECOMPUTE)),
                 (multiply, (descriptors, outputs, state_pointers, tiles, vectors, bars, offsets, T, sizes, values, 1, GROUPS,
                             SLICES, PACKED, OUTPUT, REVERSE, STORE_STATES, STAGED, ALIASED, SCALAR,
-                            SEGMENTED, SPLIT_KEYS, KEYS, SHARED, TURNS, LEAVE)),
+                            SEGMENTED, SPLIT_KEYS, KEYS, SHARED, TURNS, LEAVE, RECOMPUTE)),
                 (prepare, (tiles, vectors, bars, offsets, log_decay, T, sizes, scale, LIMIT, SLICES, PACKED,
-                           OUTPUT, REVERSE, SCALAR, SHARED, TURNS)),
+                           OUTPUT, REVERSE, SCALAR, SHARED, TURNS, RECOMPUTE)),
             ],
             [4, 4],
             [MULTIPLY_REGISTERS, PREPARE_REGISTERS],
@@ -458,9 +468,9 @@ def chunk_state_kernel(
             [
                 (multiply, (descriptors, outputs, state_pointers, tiles, vectors, bars, offsets, T, sizes, values, 0, GROUPS,
                             SLICES, PACKED, OUTPUT, REVERSE, STORE_STATES, STAGED, ALIASED, SCALAR,
-                            SEGMENTED, SPLIT_KEYS, KEYS, SHARED, TURNS, LEAVE)),
+                            SEGMENTED, SPLIT_KEYS, KEYS, SHARED, TURNS, LEAVE, RECOMPUTE)),
                 (prepare, (tiles, vectors, bars, offsets, log_decay, T, sizes, scale, LIMIT, SLICES, PACKED,
-                           OUTPUT, REVERSE, SCALAR, SHARED, TURNS)),
+                           OUTPUT, REVERSE, SCALAR, SHARED, TURNS, RECOMPUTE)),
             ],
             [4],
             [PREPARE_REGISTERS],
@@ -468,14 +478,3 @@ def chunk_state_kernel(
     keep_barriers(bars)
     if OUTPUT and LEAVE == "tile":
         tiles_out._keep_alive()  # noqa: SLF001 - Triton would place reductions over tiles that TMA still reads
-
-
-@gluon.jit
-def prepare(tiles, vectors, bars, offsets, log_decay, T, sizes, scale, LIMIT: gl.constexpr, SLICES: gl.constexpr,
-            PACKED: gl.constexpr, OUTPUT: gl.constexpr, REVERSE: gl.constexpr,
-            SCALAR: gl.constexpr, SHARED: gl.constexpr, TURNS: gl.constexpr):  # fmt: skip
-    """Run the role of the warpgroup that decays queries and keys and computes scores, for every chunk of the segment."""
-    if SCALAR:
-        prepare_heads(tiles, vectors, bars, offsets, log_decay, T, sizes, scale, SLICES, PACKED, OUTPUT, REVERSE, SHARED, TURNS)
-    else:
-        prepare_channels(tiles, vectors, bars, offsets, T, sizes, scale, LIMIT, SLICES, PACKED, OUTPUT, REVERSE)

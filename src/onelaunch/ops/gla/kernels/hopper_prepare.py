@@ -43,6 +43,7 @@ Source     Yang et al., Gated Linear Attention Transformers with Hardware-Effici
 """
 
 from onelaunch.kernels.gluon.compat import fence_async_shared, gl, gluon, mbarrier, warpgroup_mma, warpgroup_mma_wait
+from onelaunch.ops.gla.kernels.hopper_recompute import PREFETCHED, prefetch, recomputed_span
 from onelaunch.ops.gla.kernels.hopper_tiles import (
     DECAY_HEADS,
     LOG2E,
@@ -57,7 +58,6 @@ from onelaunch.ops.gla.kernels.hopper_tiles import (
     ones_where,
     opaque_zero,
     plus,
-    segment_span,
     split_log_decays,
     store_split,
     work_item,
@@ -273,13 +273,34 @@ def scores_by_levels(queries, keys, g, low, scores, decayed, flag, scores_empty,
 
 @gluon.jit
 def prepare_channels(tiles, vectors, bars, offsets, T, sizes, scale, LIMIT: gl.constexpr, SLICES: gl.constexpr,
-                     PACKED: gl.constexpr, OUTPUT: gl.constexpr, REVERSE: gl.constexpr):  # fmt: skip
-    """Run the prepare role for a decay per channel: all chunks of this CTA's segment, one after the other.
+                     PACKED: gl.constexpr, OUTPUT: gl.constexpr, REVERSE: gl.constexpr, RECOMPUTE: gl.constexpr):  # fmt: skip
+    """Run the prepare role for a decay per channel: all chunks of this CTA, one after the other."""
+    ones, _, _ = vectors
+    _, _, scores_full, _, _ = bars
+    STAGES: gl.constexpr = tiles[1].shape[0]
+    n, _, _, segment = work_item(sizes, SLICES)
+    _, steps, skipped = recomputed_span(offsets, n, T, segment, sizes, PACKED, RECOMPUTE)
+    chunks = gl.cdiv(steps, C)
+    fill_half_masks(ones)
+    if RECOMPUTE > 0:  # a loop of its own: products on both sides of a branch are a trap (docs/notebook/gla.md)
+        for c in range(skipped):
+            prepare_chunk(tiles, vectors, bars, c, c, C, scale, LIMIT, False, REVERSE)
+            mbarrier.arrive(scores_full.index(c % STAGES), count=1)  # without scores: its phase stays that of the stage
+    for c in range(skipped, chunks):
+        left = steps - chunk_of(c, chunks, REVERSE) * C  # steps from the chunk's start to the end of the segment
+        prepare_chunk(tiles, vectors, bars, c, c - skipped, left, scale, LIMIT, OUTPUT, REVERSE)
 
-    Per chunk: wait for ``full``, clear the rows past the end of the sequence, sum the log-decays of both halves, write the
-    factors of the state to ``ends`` [2, K] and the kind of decay to ``strong`` (1 for strong, 0 for moderate). Then call
+
+@gluon.jit
+def prepare_chunk(tiles, vectors, bars, c, turn, left, scale, LIMIT: gl.constexpr, OUTPUT: gl.constexpr,
+                  REVERSE: gl.constexpr):  # fmt: skip
+    """Prepare one chunk with a decay per channel, and with OUTPUT its queries and scores too.
+
+    Wait for ``full``, clear the rows past the end of the sequence, from ``left`` on, sum the log-decays of both halves, write
+    the factors of the state to ``ends`` [2, K] and the kind of decay to ``strong`` (1 for strong, 0 for moderate). Then call
     ``scores_by_levels`` or ``scores_from_middle``. ``ends``: with moderate decay the factors of the near and of the far half;
-    with strong decay those of the whole chunk, and 1.
+    with strong decay those of the whole chunk, and 1. ``c`` counts the chunks that the CTA goes over, and ``turn`` those with
+    outputs.
     """
     tiles_q, tiles_k, _, tiles_g, tiles_low, tiles_s, _ = tiles
     ones, ends, strong = vectors
@@ -299,71 +320,65 @@ def prepare_channels(tiles, vectors, bars, offsets, T, sizes, scale, LIMIT: gl.c
     LOWEST: gl.constexpr = -1e30 if E == gl.bfloat16 else -65504.0  # noqa: SIM300
     NEAR: gl.constexpr = 1 if REVERSE else 0
     ends_flat = ends._reinterpret(gl.float32, [2 * ENDS, K], gl.SwizzledSharedLayout(1, 1, 1, [0]))  # noqa: SLF001
-    n, _, _, segment = work_item(sizes, SLICES)
-    _, steps = segment_span(offsets, n, T, segment, sizes, PACKED)
-    chunks = gl.cdiv(steps, C)
-    fill_half_masks(ones)
-    for c in range(chunks):
-        stage = c % STAGES
-        row = 2 * (stage if ENDS == STAGES else c % ENDS)  # first row of the chunk in ``ends_flat``
-        left = steps - chunk_of(c, chunks, REVERSE) * C  # steps from the chunk's start to the end of the segment
-        g = decay_terms(tiles_g.index(stage)) if WIDE else tiles_g.index(stage)
-        mbarrier.wait(full.index(stage), (c // STAGES) & 1)
-        if WIDE:
-            split_log_decays(tiles_g.index(stage), left, rows)
-        if left < C:  # the rows from ``left`` on belong to the next sequence, or lie past the end of the tensor
-            if not WIDE:
-                zero_tail(g, left, rows)
-            zero_tail(tiles_k.index(stage), left, rows)
-            if not WIDE:
-                fence_async_shared()
-        if WIDE:
+    stage = c % STAGES
+    row = 2 * (stage if ENDS == STAGES else c % ENDS)  # first row of the chunk in ``ends_flat``
+    g = decay_terms(tiles_g.index(stage)) if WIDE else tiles_g.index(stage)
+    mbarrier.wait(full.index(stage), (c // STAGES) & 1)
+    if WIDE:
+        split_log_decays(tiles_g.index(stage), left, rows)
+    if left < C:  # the rows from ``left`` on belong to the next sequence, or lie past the end of the tensor
+        if not WIDE:
+            zero_tail(g, left, rows)
+        zero_tail(tiles_k.index(stage), left, rows)
+        if not WIDE:
             fence_async_shared()
-        within = True
-        for panel in gl.static_range(K // PANEL):
-            first, second = half_sums(g, ones, panel)
-            ends_flat.index(row + NEAR).slice(panel * PANEL, PANEL, dim=0).store(exp(first))
-            ends_flat.index(row + 1 - NEAR).slice(panel * PANEL, PANEL, dim=0).store(exp(second))
-            within = (gl.abs(first) <= LIMIT) & (gl.abs(second) <= LIMIT) & within
-        # Each warp takes the maximum over all channels for itself. A maximum across warps would cost a round trip through
-        # shared memory, and a register throughout the loop.
-        is_strong = gl.max(gl.convert_layout(gl.where(within, 0, 1), every), 0)
-        if gl.float16 == E:  # inputs beyond LARGEST would overflow when they are multiplied by exp(LIMIT)
-            is_strong += exceeds_largest(tiles_k.index(stage), scale if REVERSE else 1.0, rows)
-            if OUTPUT:
-                is_strong += exceeds_largest(tiles_q.index(stage), 1.0 if REVERSE else scale, rows)
-        if is_strong == 0:
-            strong.index(stage).store(gl.full([1], 0, gl.int32, layout=vector))
-            scores_from_middle(
-                tiles_q.index(stage), tiles_k.index(stage), g, tiles_low.index(stage * LOW), tiles_s.index(stage % SCORES),
-                decayed.index(stage), scores_empty, c, scale, square, SCORES < STAGES, OUTPUT, REVERSE,
-            )  # fmt: skip
-        else:
-            strong.index(stage).store(gl.full([1], 1, gl.int32, layout=vector))
-            # The stage is hidden from the compiler. ptxas computes descriptors that both sides of the branch share on one
-            # side alone, and the other side reads garbage: see the traps in docs/notebook/gla.md.
-            opaque_stage = stage + opaque_zero(strong.index(stage), vector)
-            opaque_g = decay_terms(tiles_g.index(opaque_stage)) if WIDE else tiles_g.index(opaque_stage)
-            if not WIDE:  # float32 ones are finite already
-                for panel in gl.static_range(K // PANEL):
-                    p_g = opaque_g.slice(panel * PANEL, PANEL, dim=1)
-                    b_g = p_g.load(rows).to(gl.float32)
-                    p_g.store(gl.where(b_g < LOWEST, LOWEST, b_g).to(E))
-                fence_async_shared()
-            for panel in gl.static_range(K // PANEL):
-                first, second = half_sums(opaque_g, ones, panel)
-                near = ends_flat.index(row).slice(panel * PANEL, PANEL, dim=0)
-                far = ends_flat.index(row + 1).slice(panel * PANEL, PANEL, dim=0)
-                near.store(exp(first + second))
-                far.store(first * 0.0 + 1.0)  # 1, but NaN where a log-decay is NaN
-            scores_by_levels(
-                tiles_q.index(opaque_stage), tiles_k.index(opaque_stage), opaque_g, tiles_low.index(opaque_stage * LOW),
-                tiles_s.index(opaque_stage % SCORES), decayed.index(stage), strong.index(opaque_stage), scores_empty, c, scale,
-                square, SCORES < STAGES, OUTPUT, REVERSE,
-            )  # fmt: skip
+    if WIDE:
+        fence_async_shared()
+    within = True
+    for panel in gl.static_range(K // PANEL):
+        first, second = half_sums(g, ones, panel)
+        ends_flat.index(row + NEAR).slice(panel * PANEL, PANEL, dim=0).store(exp(first))
+        ends_flat.index(row + 1 - NEAR).slice(panel * PANEL, PANEL, dim=0).store(exp(second))
+        within = (gl.abs(first) <= LIMIT) & (gl.abs(second) <= LIMIT) & within
+    # Each warp takes the maximum over all channels for itself. A maximum across warps would cost a round trip through
+    # shared memory, and a register throughout the loop.
+    is_strong = gl.max(gl.convert_layout(gl.where(within, 0, 1), every), 0)
+    if gl.float16 == E:  # inputs beyond LARGEST would overflow when they are multiplied by exp(LIMIT)
+        is_strong += exceeds_largest(tiles_k.index(stage), scale if REVERSE else 1.0, rows)
         if OUTPUT:
+            is_strong += exceeds_largest(tiles_q.index(stage), 1.0 if REVERSE else scale, rows)
+    if is_strong == 0:
+        strong.index(stage).store(gl.full([1], 0, gl.int32, layout=vector))
+        scores_from_middle(
+            tiles_q.index(stage), tiles_k.index(stage), g, tiles_low.index(stage * LOW), tiles_s.index(stage % SCORES),
+            decayed.index(stage), scores_empty, turn, scale, square, SCORES < STAGES, OUTPUT, REVERSE,
+        )  # fmt: skip
+    else:
+        strong.index(stage).store(gl.full([1], 1, gl.int32, layout=vector))
+        # The stage is hidden from the compiler. ptxas computes descriptors that both sides of the branch share on one
+        # side alone, and the other side reads garbage: see the traps in docs/notebook/gla.md.
+        opaque_stage = stage + opaque_zero(strong.index(stage), vector)
+        opaque_g = decay_terms(tiles_g.index(opaque_stage)) if WIDE else tiles_g.index(opaque_stage)
+        if not WIDE:  # float32 ones are finite already
+            for panel in gl.static_range(K // PANEL):
+                p_g = opaque_g.slice(panel * PANEL, PANEL, dim=1)
+                b_g = p_g.load(rows).to(gl.float32)
+                p_g.store(gl.where(b_g < LOWEST, LOWEST, b_g).to(E))
             fence_async_shared()
-            mbarrier.arrive(scores_full.index(stage), count=1)
+        for panel in gl.static_range(K // PANEL):
+            first, second = half_sums(opaque_g, ones, panel)
+            near = ends_flat.index(row).slice(panel * PANEL, PANEL, dim=0)
+            far = ends_flat.index(row + 1).slice(panel * PANEL, PANEL, dim=0)
+            near.store(exp(first + second))
+            far.store(first * 0.0 + 1.0)  # 1, but NaN where a log-decay is NaN
+        scores_by_levels(
+            tiles_q.index(opaque_stage), tiles_k.index(opaque_stage), opaque_g, tiles_low.index(opaque_stage * LOW),
+            tiles_s.index(opaque_stage % SCORES), decayed.index(stage), strong.index(opaque_stage), scores_empty, turn, scale,
+            square, SCORES < STAGES, OUTPUT, REVERSE,
+        )  # fmt: skip
+    if OUTPUT:
+        fence_async_shared()
+        mbarrier.arrive(scores_full.index(stage), count=1)
 
 
 @gluon.jit
@@ -388,8 +403,8 @@ def head_log_decays(p_g, next_g, step, left, c, full, empty, TURNS: gl.constexpr
 @gluon.jit
 def prepare_heads(tiles, vectors, bars, offsets, log_decay, T, sizes, scale, SLICES: gl.constexpr,
                   PACKED: gl.constexpr, OUTPUT: gl.constexpr, REVERSE: gl.constexpr, SHARED: gl.constexpr,
-                  TURNS: gl.constexpr):  # fmt: skip
-    """Run the prepare role for one decay per head: all chunks of this CTA's segment, one after the other.
+                  TURNS: gl.constexpr, RECOMPUTE: gl.constexpr):  # fmt: skip
+    """Run the prepare role for one decay per head: all chunks of this CTA, one after the other.
 
     Queries and keys stay as they are. The warpgroups that hold the state multiply by the factors written here: ``ends`` has two
     rows [C] per stage, a factor per step for the product of queries and state and one for the values, and ``whole_decay`` has
@@ -402,7 +417,6 @@ def prepare_heads(tiles, vectors, bars, offsets, log_decay, T, sizes, scale, SLI
     tiles_q, tiles_k, _, _, _, tiles_s, _ = tiles
     sums, ends, whole_decay = vectors
     full, decayed, scores_full, empty, scores_empty = bars
-    E: gl.constexpr = tiles_k.dtype
     STAGES: gl.constexpr = tiles_k.shape[0]
     SCORES: gl.constexpr = tiles_s.shape[0]
     square: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
@@ -412,7 +426,7 @@ def prepare_heads(tiles, vectors, bars, offsets, log_decay, T, sizes, scale, SLI
     decay_heads = head_of(sizes[0], SHARED, DECAY_HEADS)
     n, head, _, segment = work_item(sizes, SLICES)
     head = head_of(head, SHARED, DECAY_HEADS)
-    row, steps = segment_span(offsets, n, T, segment, sizes, PACKED)
+    row, steps, skipped = recomputed_span(offsets, n, T, segment, sizes, PACKED, RECOMPUTE)
     chunks = gl.cdiv(steps, C)
     step = gl.arange(0, C, layout=vector)
     t = gl.arange(0, C, layout=gl.SliceLayout(1, square))
@@ -431,6 +445,8 @@ def prepare_heads(tiles, vectors, bars, offsets, log_decay, T, sizes, scale, SLI
         if not TURNS:
             next_left = steps - chunk_of(c + 1, chunks, REVERSE) * C
             next_g = gl.load(p_g, mask=(step < next_left) & (c + 1 < chunks), other=0.0)
+            if RECOMPUTE > 0:  # a chunk without outputs takes less time than a load from beyond L2
+                prefetch(p_g + (PREFETCHED - 1) * C * decay_heads, step + PREFETCHED * C < left)
         before = gl.associative_scan(g, 0, plus)
         whole = gl.sum(g, 0)
         behind = whole - before
@@ -445,15 +461,45 @@ def prepare_heads(tiles, vectors, bars, offsets, log_decay, T, sizes, scale, SLI
             fence_async_shared()
         mbarrier.arrive(decayed.index(stage), count=1)
         if OUTPUT:
-            p = gl.zeros([C, C], gl.float32, layout=square)
-            p = warpgroup_mma(queries, keys.permute((1, 0)), p, use_acc=False, is_async=True)
-            p = warpgroup_mma_wait(num_outstanding=0, deps=(p,))
-            query_sum = sums.load(gl.SliceLayout(1, square))[:, None]
-            key_sum = sums.load(gl.SliceLayout(0, square))[None, :]
-            d = key_sum - query_sum if REVERSE else query_sum - key_sum
-            if SCORES < STAGES:
-                mbarrier.wait(scores_empty, (c & 1) ^ 1)
-            scores = p * exp2_flushed(d * LOG2E) * scale  # of keys that queries do not see d may be positive, and these inf
-            tiles_s.index(stage % SCORES).store(gl.where(visible(t[:, None], s[None, :], REVERSE), scores, 0.0).to(E))
-            fence_async_shared()
+            scores = tiles_s.index(stage % SCORES)
+            if RECOMPUTE == 0:
+                write_head_scores(queries, keys, scores, sums, scores_empty, c, t, s, scale, square, SCORES < STAGES, REVERSE)
+            elif c >= skipped:
+                write_head_scores(queries, keys, scores, sums, scores_empty, c - skipped, t, s, scale, square, SCORES < STAGES,
+                                  REVERSE)  # fmt: skip
             mbarrier.arrive(scores_full.index(stage), count=1)
+
+
+@gluon.jit
+def write_head_scores(queries, keys, scores, sums, scores_empty, turn, t, s, scale, square: gl.constexpr,
+                      SINGLE_BUFFER: gl.constexpr, REVERSE: gl.constexpr):  # fmt: skip
+    """Write the scores of a chunk with a decay per head, from the sums of its log-decays, and fence them.
+
+    ``t`` and ``s`` are the steps of queries and keys. For SINGLE_BUFFER and ``turn`` see ``scores_from_middle``.
+    """
+    p = gl.zeros([C, C], gl.float32, layout=square)
+    p = warpgroup_mma(queries, keys.permute((1, 0)), p, use_acc=False, is_async=True)
+    p = warpgroup_mma_wait(num_outstanding=0, deps=(p,))
+    query_sum = sums.load(gl.SliceLayout(1, square))[:, None]
+    key_sum = sums.load(gl.SliceLayout(0, square))[None, :]
+    d = key_sum - query_sum if REVERSE else query_sum - key_sum
+    if SINGLE_BUFFER:
+        mbarrier.wait(scores_empty, (turn & 1) ^ 1)
+    p = p * exp2_flushed(d * LOG2E) * scale  # of keys that queries do not see d may be positive, and these inf
+    scores.store(gl.where(visible(t[:, None], s[None, :], REVERSE), p, 0.0).to(keys.dtype))
+    fence_async_shared()
+
+
+@gluon.jit
+def prepare(tiles, vectors, bars, offsets, log_decay, T, sizes, scale, LIMIT: gl.constexpr, SLICES: gl.constexpr,
+            PACKED: gl.constexpr, OUTPUT: gl.constexpr, REVERSE: gl.constexpr,
+            SCALAR: gl.constexpr, SHARED: gl.constexpr, TURNS: gl.constexpr, RECOMPUTE: gl.constexpr):  # fmt: skip
+    """Run the role of the warpgroup that decays queries and keys and computes scores, for every chunk of the CTA.
+
+    hopper_recompute.py explains RECOMPUTE: queries and scores of the first chunks may be left out.
+    """
+    if SCALAR:
+        prepare_heads(tiles, vectors, bars, offsets, log_decay, T, sizes, scale, SLICES, PACKED, OUTPUT, REVERSE, SHARED, TURNS,
+                      RECOMPUTE)  # fmt: skip
+    else:
+        prepare_channels(tiles, vectors, bars, offsets, T, sizes, scale, LIMIT, SLICES, PACKED, OUTPUT, REVERSE, RECOMPUTE)

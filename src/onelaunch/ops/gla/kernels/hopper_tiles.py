@@ -169,24 +169,30 @@ def chunk_of(turn, chunks, REVERSE: gl.constexpr):
 
 @gluon.jit
 def load_stage(descriptors, tiles, full, at, head, value_slice, stage, enabled, GROUPS: gl.constexpr, SLICES: gl.constexpr,
-               OUTPUT: gl.constexpr, SCALAR: gl.constexpr, SHARED: gl.constexpr):  # fmt: skip
+               OUTPUT: gl.constexpr, SCALAR: gl.constexpr, SHARED: gl.constexpr, queried=None):  # fmt: skip
     """Load one chunk into a stage by TMA: log-decays per channel, keys, queries with OUTPUT, and values of all groups.
 
     The stage must be empty. Announces the bytes to ``full``, on which the loads arrive; does nothing unless ``enabled``. ``at``
-    is the chunk's first row; ``value_slice``, one of SLICES, holds the values of all groups.
+    is the chunk's first row; ``value_slice``, one of SLICES, holds the values of all groups. ``queried``, if given, says whether
+    the queries are loaded.
     """
     queries, keys, values, g = descriptors
     tiles_q, tiles_k, tiles_v, tiles_g, _, _, _ = tiles
     K: gl.constexpr = tiles_k.shape[2]
     TILES: gl.constexpr = 1 + (1 if OUTPUT else 0)
-    DECAY_BYTES: gl.constexpr = 0 if SCALAR else g.block_type.nbytes
+    BYTES: gl.constexpr = (0 if SCALAR else g.block_type.nbytes) + GROUPS * values.block_type.nbytes
     bar = full.index(stage)
-    mbarrier.expect(bar, TILES * keys.block_type.nbytes + DECAY_BYTES + GROUPS * values.block_type.nbytes, pred=enabled)
+    if queried is None:
+        queried = enabled
+    else:
+        mbarrier.expect(bar, keys.block_type.nbytes + BYTES, pred=enabled & (queried == 0))
+        queried = enabled & queried
+    mbarrier.expect(bar, TILES * keys.block_type.nbytes + BYTES, pred=queried)
     if not SCALAR:
         load_box(g, at, head_of(head, SHARED, DECAY_HEADS), 0, K, bar, tiles_g.index(stage), enabled)
     load_box(keys, at, head_of(head, SHARED, KEY_HEADS), 0, K, bar, tiles_k.index(stage), enabled)
     if OUTPUT:
-        load_box(queries, at, head_of(head, SHARED, QUERY_HEADS), 0, K, bar, tiles_q.index(stage), enabled)
+        load_box(queries, at, head_of(head, SHARED, QUERY_HEADS), 0, K, bar, tiles_q.index(stage), queried)
     of_values = head_of(head, SHARED, VALUE_HEADS)
     for group in gl.static_range(GROUPS):
         channel = (value_slice * GROUPS + group) * PANEL

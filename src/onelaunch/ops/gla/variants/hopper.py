@@ -51,10 +51,11 @@ def launch_forward(call: Attention, want_final: bool) -> Results:
 def hopper(call: GlaCall) -> Results:
     """Compute o in one launch along time, or two where T is cut into segments to fill the chip; states stay in registers.
 
-    The backward pass has three launches: two passes along time and the gradients of all chunks. There is one more for each pass
-    in segments, two of PyTorch's that add up one decay per head over panels of channels, and one for each tensor with shared
-    heads. The kernels read shared heads where they are. What each head of the output gives to the gradient of a shared head is
-    stored in float32, and the sum of these parts is rounded once.
+    Where sequences are short, segments need no second launch: each CTA of the forward pass recomputes the state at the start of
+    its segment. The backward pass has three launches: two passes along time and the gradients of all chunks. There is one
+    more for each pass in segments, two of PyTorch's that add up one decay per head over panels of channels, and one for each
+    tensor with shared heads. The kernels read shared heads where they are. What each head of the output gives to the gradient
+    of a shared head is stored in float32, and the sum of these parts is rounded once.
 
     Heads of other sizes than tiles of 64, 128 or 256 keys and 64 or 128 values are padded on chip (padding.py): no more bytes
     of the call's tensors move, but products take as long as those of the padded sizes. With K of at most 32 half of each
