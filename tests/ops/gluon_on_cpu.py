@@ -72,6 +72,7 @@ class Barriers:
 
     def __init__(self, count):
         self.items = [Barrier() for _ in range(count)]
+        self.shape = [count, 1]
 
     def index(self, i):
         return self.items[int(i)]

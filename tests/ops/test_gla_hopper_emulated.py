@@ -256,7 +256,7 @@ LATE_STORES: dict[str, dict[str, Any]] = {
     "wide_keys": {"K": 160, "V": 64},
     "per_head": {"K": 64, "V": 128, "decay_per": "head"},
     "wide_keys_per_head": {"K": 160, "V": 64, "decay_per": "head"},
-    "packed": {"K": 80, "V": 128, "log_decay_dtype": "float32", "lengths": (1, 0, 200, 129), "decay": "mixed"},
+    "packed": {"T": 330, "K": 80, "V": 128, "log_decay_dtype": "float32", "lengths": (1, 0, 200, 129), "decay": "mixed"},
 }
 """Cases by what decides from where outputs leave: LEAVE in hopper_chunk_state.py is "state", "tile" and "registers"."""
 

@@ -47,13 +47,13 @@ from onelaunch.ops.gla.kernels.hopper_recompute import PREFETCHED, prefetch, rec
 from onelaunch.ops.gla.kernels.hopper_tiles import (
     DECAY_HEADS,
     LOG2E,
-    MIN_LOG_DECAY,
     PANEL,
     C,
     chunk_of,
     decay_terms,
     exp,
     exp2_flushed,
+    head_log_decays,
     head_of,
     ones_where,
     opaque_zero,
@@ -379,25 +379,6 @@ def prepare_chunk(tiles, vectors, bars, c, turn, left, scale, LIMIT: gl.constexp
     if OUTPUT:
         fence_async_shared()
         mbarrier.arrive(scores_full.index(stage), count=1)
-
-
-@gluon.jit
-def head_log_decays(p_g, next_g, step, left, c, full, empty, TURNS: gl.constexpr):
-    """Return the log-decays [C] of chunk ``c`` where a head has one decay per step, float32 and at least MIN_LOG_DECAY.
-
-    They are ``next_g``, which were loaded a chunk ahead. With TURNS they are loaded now from ``p_g``, those of a ``step`` before
-    ``left``: after the stage of the chunk before is ``empty``, and together with the tiles, for which the function then waits at
-    ``full``.
-    """
-    STAGES: gl.constexpr = full.shape[0]
-    if TURNS:
-        last = gl.maximum(c - 1, 0)
-        mbarrier.wait(empty.index(last % STAGES), (last // STAGES) & 1, pred=c > 0)
-        g = gl.load(p_g, mask=step < left, other=0.0).to(gl.float32)
-        mbarrier.wait(full.index(c % STAGES), (c // STAGES) & 1)
-    else:
-        g = next_g.to(gl.float32)
-    return gl.where(g < MIN_LOG_DECAY, MIN_LOG_DECAY, g)
 
 
 @gluon.jit

@@ -47,7 +47,6 @@ from onelaunch.kernels.gluon.compat import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from onelaunch.ops.gla.kernels.hopper_prepare import head_log_decays
 from onelaunch.ops.gla.kernels.hopper_states import scaled_values, split_columns, store_state
 from onelaunch.ops.gla.kernels.hopper_tiles import (
     DECAY_HEADS,
@@ -59,6 +58,7 @@ from onelaunch.ops.gla.kernels.hopper_tiles import (
     decay_terms,
     exp,
     exp2_flushed,
+    head_log_decays,
     head_of,
     load_stage,
     ones_where,

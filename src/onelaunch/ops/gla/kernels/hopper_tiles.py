@@ -351,3 +351,22 @@ def clamp_log_decays(tile, layout: gl.constexpr):
                 dtype=gl.float16, is_pure=True, pack=2,
             )  # fmt: skip
         p_tile.store(raised)
+
+
+@gluon.jit
+def head_log_decays(p_g, next_g, step, left, c, full, empty, TURNS: gl.constexpr):
+    """Return the log-decays [C] of chunk ``c`` where a head has one decay per step, float32 and at least MIN_LOG_DECAY.
+
+    They are ``next_g``, which were loaded a chunk ahead. With TURNS they are loaded now from ``p_g``, those of a ``step`` before
+    ``left``: after the stage of the chunk before is ``empty``, and together with the tiles, for which the function then waits at
+    ``full``.
+    """
+    STAGES: gl.constexpr = full.shape[0]
+    if TURNS:
+        last = gl.maximum(c - 1, 0)
+        mbarrier.wait(empty.index(last % STAGES), (last // STAGES) & 1, pred=c > 0)
+        g = gl.load(p_g, mask=step < left, other=0.0).to(gl.float32)
+        mbarrier.wait(full.index(c % STAGES), (c // STAGES) & 1)
+    else:
+        g = next_g.to(gl.float32)
+    return gl.where(g < MIN_LOG_DECAY, MIN_LOG_DECAY, g)
