@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from onelaunch.errors import DriverError
-from onelaunch.launch import parameters, plan, workspace
+from onelaunch.launch import parameters, workspace
 from onelaunch.launch.facts import facts_of
 from onelaunch.launch.imitation import observe
 from onelaunch.launch.launch import Launch
@@ -156,80 +156,6 @@ def test_intermediate_tensors_and_operators_of_pytorch_are_repeated(adding):
         assert nothing is None
         assert third.is_contiguous()
     assert called.count == 2
-
-
-@pytest.mark.parametrize("reinterpret", [plan._reinterpret, None], ids=["reinterpreted", "as_strided"])
-def test_arguments_of_operators_are_views_of_the_same_memory(reinterpret, monkeypatch):
-    """The view begins two elements behind the first one of a tensor that itself begins inside of its memory."""
-    monkeypatch.setattr(plan, "_reinterpret", reinterpret)
-    parameter = torch.nn.Parameter(torch.arange(24.0)[4:])
-    found = plan.View(1, (3, 2), (5, 2), 2).read([None, parameter.detach()])
-    assert found.tolist() == [[6.0, 8.0], [11.0, 13.0], [16.0, 18.0]]
-    assert found.data_ptr() == parameter.data_ptr() + 2 * 4
-
-
-def test_functions_in_place_of_operators_do_what_the_operators_do(adding):
-    def run(a, b):
-        added = torch.empty(N)
-        Launch(adding, (1,), a, b, added, N, 1.0, BLOCK=8).run()
-        square, other = added.view(4, 4), b.view(4, 4)
-        product = torch.empty(4, 4)
-        torch.mm(square, other.mT, out=product)
-        sums = torch.sum(product, [0], keepdim=True, dtype=torch.float64)
-        batched = torch.bmm(square.view(2, 2, 4), other.view(2, 4, 2))
-        return square.mT @ other, product, sums, batched, torch.addmm(a[:4], square, other, beta=2.0, alpha=3.0)
-
-    planned = Called(run)
-    for _ in range(4):
-        a, b = vectors()
-        square, other = (a + b).view(4, 4), b.view(4, 4)
-        expected = (
-            square.mT @ other,
-            square @ other.mT,
-            (square @ other.mT).double().sum(0, keepdim=True),
-            torch.bmm(square.view(2, 2, 4), other.view(2, 4, 2)),
-            2 * a[:4] + 3 * square @ other,
-        )
-        # The bound is for float32 sums in another order: the formula of addmm, and operands that lie elsewhere in memory.
-        torch.testing.assert_close(planned(a, b), expected, rtol=1e-5, atol=1e-5)
-    assert planned.count == 2
-    (found,) = planned.planned.plans()
-    assert sum(step[0] == plan._OPERATE for step in found._steps) == len(plan.DIRECT)
-
-
-def test_small_intermediate_tensors_share_an_allocation(adding, monkeypatch):
-    def run(a):
-        first, second, out = (torch.empty(N) for _ in range(3))
-        Launch(adding, (1,), a, a, first, N, 1.0, BLOCK=8).run()
-        Launch(adding, (1,), first, a, second, N, 1.0, BLOCK=8).run()
-        Launch(adding, (1,), second, first, out, N, 1.0, BLOCK=8).run()
-        return out
-
-    made = []
-    empty = plan._allocator(torch.device("cpu"))
-    monkeypatch.setattr(plan, "_allocator", lambda device: lambda *given: made.append(given) or empty(*given))
-    called = Called(run)
-    for _ in range(2):
-        called(*vectors(1))
-    (a,) = vectors(1)
-    torch.testing.assert_close(called(a), 5 * a)
-    assert len(made) == 2
-
-
-def test_a_large_intermediate_tensor_is_freed_after_its_last_use(adding):
-    def run(a):
-        large, out = torch.empty(1 << 19), torch.empty(N)
-        Launch(adding, (1,), a, a, large, N, 1.0, BLOCK=8).run()
-        Launch(adding, (1,), large, a, out, N, 1.0, BLOCK=8).run()
-        del large
-        return out + 0
-
-    called = Called(run)
-    for _ in range(2):
-        called(*vectors(1))
-    (found,) = called.planned.plans()
-    codes = [step[0] for step in found._steps]
-    assert codes.index(4) < codes.index(2)  # the step FREE comes before OPERATE, the addition at the end
 
 
 def test_memory_of_a_stream_is_asked_for_again(adding, machine, monkeypatch):  # noqa: F811

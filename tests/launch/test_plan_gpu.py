@@ -15,7 +15,7 @@ import torch
 
 from onelaunch.launch.plan import Device, Plan
 from onelaunch.launch.planned import _ALL, forget_plans
-from onelaunch.ops import gated_scan, gla, linear_rnn, swiglu
+from onelaunch.ops import gated_scan, gla, gla_layer, linear_rnn, swiglu
 
 pytestmark = pytest.mark.gpu
 
@@ -187,9 +187,18 @@ def test_a_replay_keeps_no_memory(call):
     assert torch.cuda.memory_allocated() == before
 
 
-@pytest.mark.parametrize("name", ["gla", "gla fused", "swiglu", "linear_rnn", "gated_scan"])
+def layer():
+    """Return x, in_proj_weight, gk_weight, gk_bias, norm_weight and w_out of a layer of four heads of 64 channels."""
+    scaled = [0.1 * values(*size) for size in ((4 * 4 * 64 + 16, 128), (4 * 64, 16), (4 * 64,), (64,), (128, 4 * 64))]
+    return (values(2, 96, 128), *scaled)
+
+
+TRAINED = {**CALLS, "gla_layer": (lambda *given: gla_layer(*given, heads=4), layer)}
+
+
+@pytest.mark.parametrize("name", ["gla", "gla fused", "swiglu", "linear_rnn", "gated_scan", "gla_layer"])
 def test_gradients_of_replays_equal_those_of_the_calls_themselves(name):
-    function, make = CALLS[name]
+    function, make = TRAINED[name]
     steps = [[each.requires_grad_() for each in make()] for _ in range(5)]
     ups = [torch.randn_like(tensors(function(*given))[0]) for given in steps]
     wanted = []

@@ -81,10 +81,12 @@ class Image:
     Attributes:
         content: Bytes of the packet; it begins at an address that is a multiple of :data:`MAP_BYTES`.
         inner: Pairs of the index of a word, and the offset in bytes of what it points to.
+        known: Offsets of the values that launches share, since no launch changes them.
     """
 
     content: bytearray = field(default_factory=bytearray)
     inner: list[tuple[int, int]] = field(default_factory=list)
+    known: dict[bytes | Address, int] = field(default_factory=dict)
 
     def append(self, value: bytes, alignment: int) -> int:
         """Append bytes at the next multiple of an alignment, and return their offset."""
@@ -106,19 +108,27 @@ class Placed:
     stream: int
     """Index of the word that holds the stream."""
     words: tuple[tuple[int, int, int], ...]
-    """Words that hold addresses: the index of the word, and the source and offset of the :class:`Address`."""
+    """Words that hold addresses: the index of the word, and the source and offset of the :class:`Address`.
+
+    A word that an earlier launch of the packet reads too is not among them, since its address has been written.
+    """
+    sources: frozenset[int]
+    """Sources of all addresses, those in words of earlier launches included."""
 
 
 def place(image: Image, launch: Parameters) -> Placed:
     """Append a launch to an image and return its positions."""
     words, offsets = [], []
     for value in launch.values:
-        if isinstance(value, bytes):
-            offsets.append(image.append(value, WORD))
-            continue
-        at = image.append(bytes(WORD), WORD) if value.tensor_map is None else image.append(value.tensor_map, MAP_BYTES)
+        at = image.known.get(value)
+        if at is None:
+            if isinstance(value, bytes):
+                at = image.append(value, WORD)
+            else:
+                at = image.append(bytes(WORD), WORD) if value.tensor_map is None else image.append(value.tensor_map, MAP_BYTES)
+                words.append((at // WORD, value.source, value.offset))
+            image.known[value] = at
         offsets.append(at)
-        words.append((at // WORD, value.source, value.offset))
     pointers = image.append(bytes(WORD * max(len(offsets), 1)), WORD)
     image.inner += [(pointers // WORD + at, offset) for at, offset in enumerate(offsets)]
     configuration = image.append(
@@ -127,7 +137,8 @@ def place(image: Image, launch: Parameters) -> Placed:
         ),
         WORD,
     )  # fmt: skip
-    return Placed(launch.function, configuration, pointers, (configuration + _STREAM) // WORD, tuple(words))
+    sources = frozenset([value.source for value in launch.values if isinstance(value, Address)])
+    return Placed(launch.function, configuration, pointers, (configuration + _STREAM) // WORD, tuple(words), sources)
 
 
 class Packet:
@@ -137,13 +148,16 @@ class Packet:
         words: The buffer as 64-bit words.
         launches: For each launch pointers to its configuration, function and parameters, as objects of :mod:`ctypes`. They are
             the first three arguments of ``cuLaunchKernelEx``; the last one is ``None``.
+        stream: Handle of the stream on which all of them run; ``None`` before :meth:`set_stream` is called.
     """
 
-    __slots__ = ("_buffer", "launches", "words")
+    __slots__ = ("_buffer", "_streams", "launches", "stream", "words")
 
     def __init__(self, image: Image, placed: Sequence[Placed]) -> None:
         size = len(image.content)
         self._buffer = ctypes.create_string_buffer(size + 2 * MAP_BYTES)
+        self._streams = tuple(each.stream for each in placed)
+        self.stream: int | None = None
         start = -ctypes.addressof(self._buffer) % MAP_BYTES
         first = ctypes.addressof(self._buffer) + start
         view = memoryview(self._buffer).cast("B")[start : start + size + -size % WORD]
@@ -155,6 +169,12 @@ class Packet:
         self.launches = tuple(
             (pointer(first + each.configuration), pointer(each.function), pointer(first + each.pointers)) for each in placed
         )
+
+    def set_stream(self, stream: int) -> None:
+        """Write the stream into the configurations of all launches."""
+        for word in self._streams:
+            self.words[word] = stream
+        self.stream = stream
 
 
 @functools.cache

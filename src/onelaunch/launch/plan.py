@@ -2,28 +2,27 @@
 
 A plan is made of a recording (:mod:`onelaunch.launch.recording`). A replay allocates memory, writes addresses into a packet
 (:mod:`onelaunch.launch.packet`), and lets the driver launch the kernels on the current stream. PyTorch's operators among the
-steps are called in their order. A plan keeps no tensor. :mod:`onelaunch.launch.planned` makes and replays plans, and says when
-one may be replayed; ``sites.py`` replays one at its place in a tape.
+steps are called in their order, by one function that ``written.py`` writes for the plan. A plan keeps no tensor.
+:mod:`onelaunch.launch.planned` makes and replays plans, and says when one may be replayed; ``sites.py`` replays one at its place
+in a tape.
 """
 
 from __future__ import annotations
 
 import functools
-import itertools
 import os
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from operator import itemgetter
-from typing import Any, cast
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
 
 import torch
 
 from onelaunch.cuda.driver import current_context
 from onelaunch.errors import DriverError
-from onelaunch.launch.facts import Facts
 from onelaunch.launch.packet import Address, Image, Packet, Parameters, launch_function, place
 from onelaunch.launch.parameters import NotPlannable
 from onelaunch.launch.recording import Allocate, Geometry, Operate, Provide, Recording, Start
+from onelaunch.launch.written import ALLOCATE, FREE, OPERATE, PROVIDE, START, Step, View, write
 
 _ARENA = 1 << 20
 """Largest allocation in bytes that shares one allocation with the other intermediate tensors of a plan.
@@ -63,80 +62,6 @@ class Device:
         return torch.cuda.is_current_stream_capturing()
 
 
-_reinterpret = getattr(torch._C._dynamo.guards, "_reinterpret_tensor", None)  # noqa: SLF001
-"""Function from a tensor, sizes, strides and an offset in elements to a tensor on the same memory; ``None`` if PyTorch has none.
-
-The code that ``torch.compile`` generates calls it. It takes less than half of the host time of ``as_strided``, since autograd
-learns nothing of it.
-"""
-
-
-@dataclass(frozen=True)
-class View:
-    """Tensor to make from a source: the source itself, or a view of it."""
-
-    source: int
-    size: tuple[int, ...] | None = None
-    """Size of the view; ``None`` for the source itself."""
-    stride: tuple[int, ...] = ()
-    offset: int = 0
-    """Elements from the first element of the source."""
-
-    def of(self, tensors: list[Any]) -> torch.Tensor:
-        """Return the tensor, from the tensors of a replay, as a result that a caller may get."""
-        tensor: torch.Tensor = tensors[self.source]
-        if self.size is None:
-            return tensor
-        return tensor.as_strided(self.size, self.stride, tensor.storage_offset() + self.offset)
-
-    def read(self, tensors: list[Any]) -> torch.Tensor:
-        """Return the tensor, from the tensors of a replay, as an argument of an operator, which autograd does not follow."""
-        if self.size is None or _reinterpret is None:
-            return self.of(tensors)
-        return _reinterpret(tensors[self.source], self.size, self.stride, self.offset)
-
-
-def filled(template: Any, tensors: list[Any]) -> Any:
-    """Return an argument of an operator, a template, with its views made."""
-    if type(template) is View:
-        return template.read(tensors)
-    if type(template) is list:
-        return [filled(each, tensors) for each in template]
-    return template
-
-
-DIRECT: Mapping[Any, Callable[..., Any]] = {
-    torch.ops.aten.mm.default: torch.mm,
-    torch.ops.aten.mm.out: torch.mm,
-    torch.ops.aten.addmm.default: torch.addmm,
-    torch.ops.aten.bmm.default: torch.bmm,
-    torch.ops.aten.sum.dim_IntList: torch.sum,
-}
-"""PyTorch's functions in place of the operators that they call. Called as Python objects, operators take twice the host time."""
-
-
-def caller(operator: Callable[..., Any], arguments: Sequence[Any], keywords: Sequence[tuple[str, Any]]) -> Callable[..., Any]:
-    """Return the function from the tensors of a replay to the result of an operator. Templates are made into views of them."""
-    function = DIRECT.get(operator, operator)
-    made = tuple((at, each) for at, each in enumerate(arguments) if _views(each))
-    named = {name: each for name, each in keywords if not _views(each)}
-    made_named = tuple((name, each) for name, each in keywords if _views(each))
-
-    def call(tensors: list[Any]) -> Any:
-        given = list(arguments)
-        for at, template in made:
-            given[at] = filled(template, tensors)
-        if not keywords:
-            return function(*given)
-        return function(*given, **named, **{name: filled(template, tensors) for name, template in made_named})
-
-    return call
-
-
-_ALLOCATE, _START, _OPERATE, _PROVIDE, _FREE = range(5)
-"""Codes of steps."""
-
-
 class Plan:
     """Steps that repeat a recorded function for inputs of the same kind.
 
@@ -149,14 +74,16 @@ class Plan:
         NotPlannable: A step or a result cannot be repeated.
     """
 
-    __slots__ = ("_distances", "_empty", "_image", "_index", "_make", "_owners", "_pool", "_results", "_steps", "_whole")
+    __slots__ = ("_distances", "_image", "_index", "_owners", "_pool", "_replay", "repeated", "steps")
 
     def __init__(self, recording: Recording, results: Any, find: Callable[[torch.Tensor], Geometry]) -> None:
         self._pool: list[Packet] = []
+        self.repeated: Any = None
+        """Comparison with later inputs that ``planned.py`` keeps here; ``None`` before it was made, false if it cannot be."""
         made = _Maker(recording, results, find)
-        self._steps, self._results, self._make = made.steps, made.results, made.make
-        self._empty = _allocator(made.device)
-        self._whole = _whole(made.results) if type(results) is tuple else None
+        self.steps: list[Step] = made.steps
+        """Steps that a replay repeats."""
+        self._replay = write(made.steps, made.inputs, made.results, made.make, _allocator(made.device))
         self._image, self._index = (made.image, made.placed), made.index
         self._owners = made.owners  # keep kernels loaded
         self._distances = tuple((i, j, apart) for (i, j), apart in made.differences.items())
@@ -170,44 +97,18 @@ class Plan:
         """Return pairs of inputs with the distance in bytes that they must have."""
         return self._distances
 
-    def replay(self, facts: Facts) -> Any:
-        """Repeat the steps for the tensors of a call, whose lists are extended by what the steps make; return the results."""
-        addresses, tensors = facts.addresses, cast("list[Any]", facts.tensors)
+    def replay(self, tensors: Sequence[torch.Tensor], addresses: Sequence[int]) -> Any:
+        """Repeat the steps for the tensors of a call, given with their addresses, and return the results."""
         try:
             packet = self._pool.pop()  # another thread gets another one
         except IndexError:
             packet = Packet(*self._image)
-        words, launches = packet.words, packet.launches
-        stream, launch, empty = Device.stream(self._index), Device.launch_function(), self._empty
-        for code, one, two, three in self._steps:
-            if code == _START:
-                for word, source, offset in two:
-                    words[word] = addresses[source] + offset
-                words[three] = stream
-                configuration, function, pointers = launches[one]
-                error = launch(configuration, function, pointers, None)
-                if error:
-                    self._retry(error, launches[one])
-            elif code == _ALLOCATE:
-                tensor = empty(one, two, three)
-                tensors.append(tensor)
-                addresses.append(tensor.data_ptr())
-            elif code == _OPERATE:
-                result = one(tensors)
-                for tensor in itertools.compress((result,) if two else result, three):
-                    tensors.append(tensor)
-                    addresses.append(tensor.data_ptr())
-            elif code == _PROVIDE:
-                tensor = one(*two)
-                tensors.append(tensor)
-                addresses.append(tensor.data_ptr())
-            else:
-                tensors[one] = None
+        stream = Device.stream(self._index)
+        if stream != packet.stream:
+            packet.set_stream(stream)
+        results = self._replay(tensors, addresses, packet.words, packet.launches, Device.launch_function(), self._retry)
         self._pool.append(packet)
-        if self._whole is not None:
-            return self._whole(tensors)
-        results = [each.of(tensors) if type(each) is View else each for each in self._results]
-        return self._make(results)
+        return results
 
     def _retry(self, error: int, arguments: tuple[Any, Any, Any]) -> None:
         """Launch again with the device's context current, if none was in this thread; raise :class:`DriverError` otherwise."""
@@ -232,21 +133,22 @@ class _Maker:
         wanted = [find(each) if isinstance(each, torch.Tensor) else each for each in listed]
         if any(each is not None and not isinstance(each, Geometry) for each in wanted):
             raise NotPlannable("a result is neither a tensor nor None")
-        self.make: Callable[[list[Any]], Any] = single
+        self.make: Callable[[list[Any]], Any] | None = single
+        self.inputs = len(inputs)
         self._live = self._needed([each for each in wanted if each is not None])
-        self._kept = self._used_as_tensors([each for each in wanted if each is not None])
+        self._shared: set[int] = set()
         self._shape_allocations(wanted)
         self._new: dict[int, tuple[int, int]] = {each.source: (at, 0) for at, each in enumerate(inputs)}
         self._count = len(inputs)
         self.steps: list[tuple[Any, ...]] = []
         self.image, self.placed, self.owners = Image(), [], []
         self.device = next(iter(devices), None)
-        self._share()
+        self._share({each.source for each in wanted if each is not None})
         for step in recording.steps:
             self._add(step)
         self.image.content += bytes(-len(self.image.content) % 8)
         self.results = [None if each is None else self._view(each) for each in wanted]
-        self.steps = [_ready(step) for step in self._with_frees()]
+        self.steps = self._with_frees()
         self.index = 0 if self.device is None else self.device.index or 0
 
     def _needed(self, wanted: list[Geometry]) -> set[int]:
@@ -259,12 +161,13 @@ class _Maker:
                 live |= {each.source for each in _geometries((step.arguments, step.keywords))}
         return live
 
-    def _used_as_tensors(self, wanted: list[Geometry]) -> set[int]:
-        """Return the sources that must be tensors of their own: results and arguments of operators."""
-        used = {each.source for each in wanted}
+    def _of_operators(self) -> dict[int, set[torch.dtype]]:
+        """Return the sources that operators take as arguments, with the dtypes that these are read as."""
+        used: dict[int, set[torch.dtype]] = {}
         for step in self._recording.steps:
             if isinstance(step, Operate):
-                used |= {each.source for each in _geometries((step.arguments, step.keywords))}
+                for each in _geometries((step.arguments, step.keywords)):
+                    used.setdefault(each.source, set()).add(each.dtype)
         return used
 
     def _shape_allocations(self, wanted: list[Any]) -> None:
@@ -278,33 +181,43 @@ class _Maker:
             if _extent(result.size, result.stride) == _extent(step.size, step.stride):
                 self._shapes[result.source] = result
 
-    def _share(self) -> None:
-        """Add one allocation for all small intermediate tensors."""
+    def _share(self, results: set[int]) -> None:
+        """Add one allocation for all small intermediate tensors.
+
+        Operators take views of it, which have its dtype: that of the first tensor that an operator takes. Tensors of other dtypes
+        are allocated apart if an operator takes them.
+        """
+        used = self._of_operators()
+        small = [step for step in self._recording.steps if isinstance(step, Allocate) and 0 < step.nbytes <= _ARENA]
+        small = [step for step in small if step.source in self._live and step.source not in results]
+        typed = [step.dtype for step in small if used.get(step.source, set()) == {step.dtype}]
+        dtype = typed[0] if typed else torch.uint8
         size, shared = 0, {}
-        for step in self._recording.steps:
-            if isinstance(step, Allocate) and step.source in self._live - self._kept and 0 < step.nbytes <= _ARENA:
+        for step in small:
+            if used.get(step.source, set()) <= {dtype}:
                 shared[step.source] = size
                 size += step.nbytes + -step.nbytes % _ARENA_ALIGNMENT
         if len(shared) > 1:
-            self.steps.append((_ALLOCATE, (size,), (1,), torch.uint8))
+            self.steps.append((ALLOCATE, (size // dtype.itemsize,), (1,), dtype))
             self._new |= {source: (self._count, offset) for source, offset in shared.items()}
             self._count += 1
+            self._shared = set(shared)
 
     def _add(self, step: Any) -> None:
         """Add the steps of a plan for a recorded one; none for one without effect."""
         if isinstance(step, Start):
             placed = place(self.image, self._renumbered(step.parameters))
-            self.steps.append((_START, len(self.placed), placed.words, placed.stream))
+            self.steps.append((START, len(self.placed), placed.words, placed.sources))
             self.placed.append(placed)
         elif isinstance(step, Allocate):
             if step.source in self._live and step.source not in self._new:
                 shape = self._shapes.get(step.source, step)
                 self._next(step.source)
-                self.steps.append((_ALLOCATE, shape.size, shape.stride, step.dtype))
+                self.steps.append((ALLOCATE, shape.size, shape.stride, step.dtype))
         elif isinstance(step, Provide):
             if step.source in self._live:
                 self._next(step.source)
-                self.steps.append((_PROVIDE, step.function, step.arguments, None))
+                self.steps.append((PROVIDE, step.function, step.arguments))
         elif None in step.results or self._live & set(step.results):
             arguments = [self._template(each) for each in step.arguments]
             keywords = tuple((name, self._template(each)) for name, each in step.keywords.items())
@@ -312,7 +225,7 @@ class _Maker:
                 if source is not None:
                     self._next(source)
             new = tuple(source is not None for source in step.results)
-            self.steps.append((_OPERATE, step.function, (arguments, keywords), (step.single, new)))
+            self.steps.append((OPERATE, step.function, arguments, keywords, step.single, new))
 
     def _next(self, source: int) -> None:
         """Give a source the number of the next tensor of a replay."""
@@ -333,13 +246,14 @@ class _Maker:
     def _view(self, geometry: Geometry) -> View:
         """Return how a tensor is made of its source."""
         source = self._shapes.get(geometry.source) or self._recording.sources[geometry.source]
-        at, _ = self._new[geometry.source]
+        at, start = self._new[geometry.source]
         assert source is not None  # noqa: S101 - a source of a tensor is a tensor
         if geometry.dtype is not source.dtype:
             raise NotPlannable("a tensor is read as another dtype")
-        if (geometry.offset, geometry.size, geometry.stride) == (0, source.size, source.stride):
+        is_shared = geometry.source in self._shared
+        if not is_shared and (geometry.offset, geometry.size, geometry.stride) == (0, source.size, source.stride):
             return View(at)
-        elements, rest = divmod(geometry.offset, geometry.dtype.itemsize)
+        elements, rest = divmod(start + geometry.offset, geometry.dtype.itemsize)
         if rest:
             raise NotPlannable("a view begins inside an element")
         return View(at, geometry.size, geometry.stride, elements)
@@ -364,24 +278,16 @@ class _Maker:
         steps: list[tuple[Any, ...]] = []
         for at, step in enumerate(self.steps):
             steps.append(step)
-            steps += [(_FREE, source, None, None) for source, end in last.items() if end == at]
+            steps += [(FREE, source) for source, end in last.items() if end == at]
         return steps
-
-
-def _ready(step: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return a step as it is replayed: an operator with its arguments as one function, and which of its results are new."""
-    if step[0] != _OPERATE:
-        return step
-    code, operator, (arguments, keywords), (single, new) = step
-    return code, caller(operator, arguments, keywords), single, new
 
 
 def _sources(step: tuple[Any, ...]) -> set[int]:
     """Return the numbers of the tensors that a step of a plan reads or writes."""
-    if step[0] == _START:
-        return {source for _, source, _ in step[2]}
-    if step[0] == _OPERATE:
-        return {each.source for each in _views(step[2])}
+    if step[0] == START:
+        return set(step[3])
+    if step[0] == OPERATE:
+        return {each.source for each in _views(step[2:4])}
     return set()
 
 
@@ -406,12 +312,12 @@ def _extent(size: Sequence[int], stride: Sequence[int]) -> int:
     return 0 if 0 in size else 1 + sum((count - 1) * step for count, step in zip(size, stride, strict=True))
 
 
-def _listed(results: Any) -> tuple[Callable[[list[Any]], Any], list[Any]]:
-    """Return results as a list, and the function that makes results of such a list."""
+def _listed(results: Any) -> tuple[Callable[[list[Any]], Any] | None, list[Any]]:
+    """Return results as a list, and the function that makes results of such a list; ``None`` for a single result."""
     if isinstance(results, (tuple, list)):
         kind: Any = type(results)
         return (getattr(kind, "_make", None) or (list if kind is list else tuple)), list(results)
-    return _only, [results]
+    return None, [results]
 
 
 def _allocator(device: torch.device | None) -> Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], torch.Tensor]:
@@ -428,15 +334,3 @@ def _allocator(device: torch.device | None) -> Callable[[tuple[int, ...], tuple[
         return torch.empty_strided(size, stride, dtype=dtype, device=device)
 
     return allocate
-
-
-def _whole(results: Sequence[Any]) -> Callable[[list[Any]], Any] | None:
-    """Return the function from the tensors of a replay to a tuple of results; ``None`` if a result is not a whole source."""
-    if len(results) < 2 or not all(type(each) is View and each.size is None for each in results):
-        return None
-    return itemgetter(*(each.source for each in results))
-
-
-def _only(results: list[Any]) -> Any:
-    """Return the only result."""
-    return results[0]

@@ -33,6 +33,7 @@ from onelaunch.launch.imitation import is_observed
 from onelaunch.launch.parameters import NotPlannable
 from onelaunch.launch.plan import Device, Plan
 from onelaunch.launch.recording import Recorder, recorder
+from onelaunch.launch.repeated import Repeated
 from onelaunch.launch.tape import Tape, Taped, active_tape
 from onelaunch.tracing import sees_operators
 
@@ -67,7 +68,7 @@ class Planned(Generic[R]):
         self._function = function
         self._taped = taped
         self._plans: dict[tuple[Any, ...], Any] = {}
-        self._latest: tuple[tuple[Any, ...], Any, dict[tuple[Any, ...], Any]] | None = None
+        self._latest: tuple[tuple[Any, ...], Any, dict[tuple[Any, ...], Any], Repeated | None] | None = None
         _ALL.append(self)
 
     def __call__(self, *inputs: Any, **named: Any) -> R:
@@ -76,19 +77,27 @@ class Planned(Generic[R]):
             return self._function(*inputs, **named)
         if not (_is_plain_call(inputs, named) if self._taped else not _hooked()):
             return self._function(*inputs, **named)
+        latest, plans = self._latest, self._plans
+        if latest is not None and latest[2] is plans:
+            repeated, found = latest[3], latest[1]
+            tensors = None if repeated is None else repeated.tensors_of(inputs, named)
+            if tensors is not None:
+                if type(found) is Taped:
+                    return found.replay(tensors[0])
+                if found.index == Device.current():
+                    return found.replay(*tensors)
         facts = facts_of((*inputs, *named, *named.values()) if named else inputs)
         if facts is None:
             return self._function(*inputs, **named)
-        latest, plans = self._latest, self._plans
         # Comparing takes half the time of the look-up, which hashes too.
         if latest is not None and latest[0] == facts.key and latest[2] is plans:
             found = latest[1]
         else:
             found = plans.get(facts.key)
             if type(found) in (Plan, Taped):
-                self._latest = (facts.key, found, plans)
+                self._latest = (facts.key, found, plans, _repeated(found, inputs, named, facts))
         if type(found) is Plan and found.index == Device.current():
-            return found.replay(facts)
+            return found.replay(facts.tensors, facts.addresses)
         if type(found) is Taped:
             return found.replay(facts.tensors)
         return self._run(inputs, named, facts, found, plans)
@@ -108,7 +117,7 @@ class Planned(Generic[R]):
         if type(found) is dict:
             plan = found.get(_distances_of(found, facts))
             if plan is not None and plan.index == Device.current():
-                return plan.replay(facts)
+                return plan.replay(facts.tensors, facts.addresses)
         elif found is not _SEEN:
             types = Device.types + Device.taped if self._taped else Device.types
             if found is None and all(each.device.type in types for each in facts.tensors):
@@ -179,6 +188,16 @@ class Planned(Generic[R]):
         found = [*self._plans.values()]
         nested = [plan for each in found if type(each) is dict for plan in each.values() if type(plan) is Plan]
         return [each for each in found if type(each) in (Plan, Taped)] + nested
+
+
+def _repeated(found: Plan | Taped, inputs: tuple[Any, ...], named: dict[str, Any], facts: Facts) -> Repeated | None:
+    """Return what compares inputs with those of a call that has a plan or a tape, which keeps it; ``None`` if nothing can."""
+    if found.repeated is None:
+        try:
+            found.repeated = Repeated(inputs, named, facts)
+        except (TypeError, RuntimeError):
+            found.repeated = False
+    return found.repeated or None
 
 
 def replayed(function: Callable[P, R]) -> Callable[P, R]:
@@ -264,15 +283,12 @@ def _is_plain_call(inputs: tuple[Any, ...], named: dict[str, Any]) -> bool:
     what a call casts, and is not part of a key.
     """
     first = inputs[0] if inputs else next(iter(named.values()), None)
-    if not isinstance(first, torch.Tensor):
+    if not isinstance(first, torch.Tensor) or active_tape() is not None:
         return False
     kind = first.device.type
     if kind in Device.types:
-        if asks_for_values() or _hooked():
-            return False
-    elif kind not in Device.taped:
-        return False
-    return active_tape() is None and not torch.is_autocast_enabled(kind)
+        return not (asks_for_values() or _hooked() or torch.is_autocast_enabled(kind))
+    return kind in Device.taped and not torch.is_autocast_enabled(kind)
 
 
 @functools.cache
@@ -288,7 +304,7 @@ def _hooks() -> tuple[Any, ...]:
 def _hooked() -> bool:
     """Return whether functions are to be called around launches of Triton's kernels, as profilers want."""
     for runtime in _hooks():
-        enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
-        if (enter is not None and getattr(enter, "calls", True)) or (leave is not None and getattr(leave, "calls", True)):
-            return True
+        for hook in (runtime.launch_enter_hook, runtime.launch_exit_hook):
+            if hook is not None and getattr(hook, "calls", True):
+                return True
     return False

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from onelaunch.launch.facts import Facts
 from onelaunch.launch.plan import Device, Plan
 from onelaunch.launch.planned import Planned
 
@@ -43,7 +42,7 @@ class CallSite:
         plan = self._plan
         if plan is not None and plan.index == Device.current():
             tensors = [inputs[at] for at in self._positions]
-            return plan.replay(Facts((), tensors, [each.data_ptr() for each in tensors]))
+            return plan.replay(tensors, [each.data_ptr() for each in tensors])
         results = self._planned(*inputs)
         self._plan = self._planned.plan_for(inputs)
         return results

@@ -246,9 +246,11 @@ class Taped:
         results: Template of the results of the whole.
     """
 
-    __slots__ = ("_constants", "_results", "_steps")
+    __slots__ = ("_constants", "_results", "_steps", "repeated")
 
     def __init__(self, inputs: int, calls: Sequence[tuple[Any, Any, Any, tuple[int, ...], bool]], results: Any) -> None:
+        self.repeated: Any = None
+        """Comparison with later inputs that ``planned.py`` keeps here; ``None`` before it was made, false if it cannot be."""
         constants = [None, *(each for _, arguments, *_ in calls for each in arguments if not _slots(each))]
         places = {index: index for index in range(inputs)}
         for *_, made, _ in calls:
@@ -275,9 +277,9 @@ class Taped:
             steps.append((function, flat, len(indices) == 1, given, named, several))
         self._steps, self._results = tuple(steps), _getter(_moved(results, places), inputs)
 
-    def replay(self, values: list[Any]) -> Any:
-        """Return the results for the tensors of a call; the list is extended."""
-        values += self._constants
+    def replay(self, tensors: Sequence[torch.Tensor]) -> Any:
+        """Return the results for the tensors of a call."""
+        values = [*tensors, *self._constants]
         for function, flat, single, given, named, several in self._steps:
             if flat is None:
                 arguments = [_filled(each, values) for each in given]
