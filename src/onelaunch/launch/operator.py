@@ -53,7 +53,7 @@ class Operator:
         backward: Operator that is passed to ``gradients``: its registered form in compiled code, its function in eager code. The
             default is this operator itself, for a function whose gradient consists of calls of the same function.
         outputs: Number of leading outputs that are differentiable and whose gradients are passed to ``gradients``. The other
-            outputs exist only for ``save``.
+            outputs exist only for ``save``; a call of eager code that takes gradients does not return them.
         views: Function ``views(inputs, output)`` that splits the first of several outputs into views. It may use only those
             inputs that are not tensors (the others may be ``None``). Callers then get only the views, and ``gradients`` gets one
             gradient for each view. Compiled code concatenates these gradients, since an operator may not return views; eager
@@ -108,9 +108,8 @@ class Operator:
             save(ctx, inputs, output)
             if views is not None:
                 return views(inputs, output[0])
-            if isinstance(output, tuple):
-                ctx.mark_non_differentiable(*output[outputs:])
-            return output
+            # What exists for ``save`` alone is kept by it, and autograd need not know it as an output.
+            return output[:outputs] if isinstance(output, tuple) else output
 
         def differentiate(ctx: Any, *grad_outputs: Any) -> Gradients:
             found = gradients(ctx, inner.planned, *(grad_outputs[:outputs] if views is None else grad_outputs))

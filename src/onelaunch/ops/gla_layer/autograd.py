@@ -222,15 +222,16 @@ def run_backward(
     kernels: str,
     wants: Sequence[bool],
 ) -> list[torch.Tensor]:
-    """Compute the gradients of the seven tensors that :func:`run_forward` takes, in their order, as ``wants`` says for each.
+    """Compute the gradients of the seven tensors that :func:`run_forward` takes: in their order those that ``wants`` asks for.
 
-    A gradient that is not wanted has no elements. ``y`` to ``states`` are the tensors that :func:`run_forward` returned.
+    ``y`` to ``states`` are the tensors that :func:`run_forward` returned.
     """
     from onelaunch.ops.output_chain import launch as chain_launch
 
     plan = _plan_of(gk_weight, w_out, heads, normalizer, kernels)
     wants_x, wants_packed, wants_gk, wants_bias, wants_norm, wants_out, wants_initial = wants
-    found = [x.new_empty(0) for _ in wants]  # of x, in_proj_weight, gk_weight, gk_bias, norm_weight, w_out, initial
+    # Of x, in_proj_weight, gk_weight, gk_bias, norm_weight, w_out, initial
+    found: list[torch.Tensor | None] = [None] * len(wants)
     dz = x.new_empty(y.shape)
     *_, gate, _ = plan.layout.cut(y)
     *_, dgate, _ = plan.layout.cut(dz)
@@ -249,15 +250,14 @@ def run_backward(
         found[4] = dnorm
     del a
     if not inside or do is None:
-        return found
+        return _wanted(found, wants)
     dgk, dinitial = _recurrence_gradients(plan, do.view(o.shape), dfinal, y, gk, initial, states, dz)
     del do
     columns, dz = plan.layout.rows, dz.view(-1, plan.layout.pitch)
     of_low_rank = slice(columns - plan.sizes.projected_decays, columns)
     low_rank = y.view(-1, plan.layout.pitch)[:, of_low_rank]
     wants_decays = (wants_x or wants_packed, wants_gk, wants_bias)
-    of_decays = _decay_gradients(dgk, low_rank, gk_weight, wants_decays, dz[:, of_low_rank])
-    found[2:4] = [empty if each is None else each for each, empty in zip(of_decays, found[2:4], strict=True)]
+    found[2:4] = _decay_gradients(dgk, low_rank, gk_weight, wants_decays, dz[:, of_low_rank])
     del dgk
     dz = dz[:, :columns]
     if wants_x:
@@ -266,7 +266,12 @@ def run_backward(
         found[1] = dz.mT @ x.reshape(-1, x.shape[-1])
     if wants_initial:
         found[6] = dinitial
-    return found
+    return _wanted(found, wants)
+
+
+def _wanted(found: Sequence[torch.Tensor | None], wants: Sequence[bool]) -> list[torch.Tensor]:
+    """Return the gradients that are wanted, in their order."""
+    return [each for each, wanted in zip(found, wants, strict=True) if wanted and each is not None]
 
 
 def _decay_gradients(
@@ -334,13 +339,19 @@ def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) ->
     ctx.set_materialize_grads(False)
 
 
+_WANTS: dict[tuple[bool, ...], tuple[bool, ...]] = {}
+"""Flags for the gradients of the tensors, by themselves: one object for equal flags, which replays compare by identity."""
+
+
 def gradients(ctx: Any, backward: Any, dout: torch.Tensor | None, dfinal: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
     """Return the gradient of every input of :func:`run_forward`."""
     x, *rest = ctx.saved_tensors
-    wants = list(ctx.needs_input_grad[:7])
+    asked = ctx.needs_input_grad[:7]
+    wants = _WANTS.setdefault(asked, asked)
     dout = torch.zeros_like(x) if dout is None else dout
     found = backward(dout, dfinal if ctx.want_final else None, x, *rest, *ctx.numbers, wants)
-    return *(each if wanted else None for each, wanted in zip(found, wants, strict=True)), *(None,) * 6
+    given = iter(found)
+    return *[next(given) if wanted else None for wanted in wants], None, None, None, None, None, None
 
 
 def fake_forward(
@@ -393,10 +404,7 @@ def fake_backward(
     """Return empty tensors for the results of :func:`run_backward`."""
     gk_bias = gk_weight.select(1, 0)  # as large as the bias, which is not saved
     tensors = (x, in_proj_weight, gk_weight, gk_bias, norm_weight, w_out, initial)
-    return [
-        tensor.new_empty(tensor.shape) if wanted and tensor is not None else x.new_empty(0)
-        for tensor, wanted in zip(tensors, wants, strict=True)
-    ]
+    return _wanted([None if tensor is None else tensor.new_empty(tensor.shape) for tensor in tensors], wants)
 
 
 backward = Operator("gla_layer_backward", run_backward, fake=fake_backward)

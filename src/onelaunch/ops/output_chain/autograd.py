@@ -110,7 +110,7 @@ forward = Operator(
 def compute(call: OutputChainCall, variant: str) -> Results:
     """Return the result, computed by the variant of this name; differentiable."""
     grad = call.query().grad
-    out, _ = forward(
+    out, *_ = forward(
         call.h, call.gate, call.norm_weight, call.w_out, call.bias, call.activated, call.eps, grad, variant, grad=grad
     )
     return (out,)
