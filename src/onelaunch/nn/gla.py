@@ -5,8 +5,6 @@ Users make it through ``onelaunch.nn``, and so does the variant ``module`` of th
 
 from __future__ import annotations
 
-from typing import cast
-
 import torch
 from torch import nn
 
@@ -14,6 +12,7 @@ from onelaunch.errors import ArgumentError
 from onelaunch.nn import inputs
 from onelaunch.nn.gated import GatedLayer, Projected
 from onelaunch.nn.inputs import Inputs
+from onelaunch.nn.packed import child, parameter
 from onelaunch.ops import Segment, gla_layer
 from onelaunch.ops.gla_layer.composition import project
 
@@ -123,18 +122,20 @@ class GatedLinearAttention(GatedLayer):
         packed sequences.
         """
         plain = self._silu_on_the_way_out and self.use_output_gate and self.feature_map is None and not self.use_short_conv
-        norm_weight = cast("torch.Tensor | None", self.get_submodule(self.norm_name).weight)
-        if not plain or self.num_kv_groups > 1 or self.clamp_min is not None or norm_weight is None:
+        if not plain or self.num_kv_groups > 1 or self.clamp_min is not None:
             return None
         if given.cache is not None or given.padding is not None or given.cu_seqlens is not None:
             return None
+        norm_weight = parameter(child(self, self.norm_name), "weight")
+        if norm_weight is None:
+            return None
         out, _ = gla_layer(
             given.x,
-            self.in_proj_weight,
-            self.gk_proj_weight,
-            self.gk_proj_bias,
+            parameter(self, "in_proj_weight"),
+            parameter(self, "gk_proj_weight"),
+            parameter(self, "gk_proj_bias"),
             norm_weight,
-            self.o_proj.weight,
+            parameter(child(self, "o_proj"), "weight"),
             heads=self.num_heads,
             normalizer=self.gate_logit_normalizer,
             eps=self.norm_eps,

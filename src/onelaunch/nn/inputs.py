@@ -117,8 +117,9 @@ def read_inputs(
     if last is not None and last.recurrent_state.shape[0] != sequences:
         said = f"past_key_values holds {last.recurrent_state.shape[0]} sequences, and this call has {sequences}"
         raise ArgumentError(f"{said}; go on with the same sequences, or take a new Cache.")
-    given = Inputs(hidden_states, _padding(hidden_states, attention_mask), cu_seqlens, cache, bool(use_cache), layer_idx, last)
-    return given._replace(x=given.without_padding(hidden_states))
+    padding = None if attention_mask is None else _padding(hidden_states, attention_mask)
+    given = Inputs(hidden_states, padding, cu_seqlens, cache, bool(use_cache), layer_idx, last)
+    return given if padding is None else given._replace(x=given.without_padding(hidden_states))
 
 
 def _cache(past_key_values: object, use_cache: bool, layer_idx: int | None) -> Cache | None:
@@ -131,10 +132,8 @@ def _cache(past_key_values: object, use_cache: bool, layer_idx: int | None) -> C
     return Cache() if past_key_values is None and use_cache else past_key_values
 
 
-def _padding(hidden_states: torch.Tensor, attention_mask: torch.Tensor | None) -> torch.Tensor | None:
+def _padding(hidden_states: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
     """Return ``[B, T]`` bool, true for padding; the mask may also cover the steps of earlier calls."""
-    if attention_mask is None:
-        return None
     batch, length, _ = hidden_states.shape
     mask = checks.tensor("attention_mask", attention_mask)
     if mask.dim() != 2 or mask.shape[0] != batch or mask.shape[1] < length:

@@ -1,6 +1,7 @@
 """Packed parameters: several weights concatenated in one parameter, with separate names in a state dict.
 
 ``GatedLayer``, ``LinearRNN`` and ``SwiGLU`` derive from :class:`PackedModule`, and call :func:`init_linear`.
+``GatedLinearAttention`` reads its parameters by :func:`parameter` and :func:`child`.
 """
 
 from __future__ import annotations
@@ -11,6 +12,23 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.compiler import is_compiling
+
+
+def parameter(module: nn.Module, name: str) -> Any:
+    """Return a module's parameter of this name, or whatever attribute stands in its place.
+
+    ``nn.Module`` finds a parameter after Python has looked for an attribute in vain, which takes ten times as long as a look-up
+    among the parameters. A parametrization or a plain attribute takes the parameter out of them.
+    """
+    found = None if is_compiling() else module._parameters.get(name)  # noqa: SLF001 - a layer's call makes seven look-ups
+    return getattr(module, name) if found is None else found
+
+
+def child(module: nn.Module, name: str) -> Any:
+    """Return a module's child of this name, as :func:`parameter` returns parameters."""
+    found = None if is_compiling() else module._modules.get(name)  # noqa: SLF001
+    return getattr(module, name) if found is None else found
 
 
 class Part(NamedTuple):
