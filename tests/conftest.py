@@ -1,7 +1,8 @@
 """Hooks and fixtures shared by all tests.
 
 The hooks add pytest's options, skip tests by their markers with a reason, and keep garbage collections short. The fixtures seed
-random numbers, give a device, private cache folders and the toy operation ``scale``, and refuse network connections.
+random numbers, give a device, private cache folders, a folder of compiled libraries and the toy operation ``scale``, and refuse
+network connections.
 """
 
 from __future__ import annotations
@@ -164,6 +165,18 @@ def _why_skip(item: pytest.Item) -> str | None:
 def device() -> torch.device:
     """Return the first GPU, or the CPU."""
     return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.fixture(scope="session")
+def libraries(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return one folder for all workers of a run, so that each library is compiled once.
+
+    Tests that run CUDA C++ kernels on an emulated GPU compile libraries into it.
+    """
+    own = tmp_path_factory.getbasetemp()
+    folder = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "libraries"
+    folder.mkdir(exist_ok=True)
+    return folder
 
 
 @pytest.fixture(autouse=True)

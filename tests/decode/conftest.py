@@ -1,12 +1,6 @@
-"""Fixtures for tests of decoding without a GPU: a folder of compiled libraries, weights, and launches emulated in PyTorch.
-
-The ``test_*_host.py`` files compile kernels into ``libraries``. Tests of the runtime and of sessions use the other two.
-"""
+"""Fixtures for tests of the decoding runtime and of sessions without a GPU: weights, and launches emulated in PyTorch."""
 
 from __future__ import annotations
-
-import os
-from pathlib import Path
 
 import pytest
 
@@ -15,15 +9,6 @@ from onelaunch.decode import decode_step, random_weights
 from onelaunch.decode.runtime import kernels
 from onelaunch.decode.runtime.models import MODELS
 from tests.decode.played import MODEL, Launch
-
-
-@pytest.fixture(scope="session")
-def libraries(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return one folder of compiled libraries for all workers of a run, so that each library is compiled once."""
-    own = tmp_path_factory.getbasetemp()
-    folder = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "libraries"
-    folder.mkdir(exist_ok=True)
-    return folder
 
 
 @pytest.fixture(scope="module")

@@ -91,6 +91,23 @@ def key_of(*content: object) -> str:
     return hashlib.sha256(repr(content).encode()).hexdigest()[:24]
 
 
+def found_races(kernel: ctypes.CDLL, binary: Path) -> list[str]:
+    """Return the races that a watched library found: pairs of shared-memory accesses without a barrier between them.
+
+    Each race is one line: its kind, then the two source lines.
+    """
+    kernel.race.restype = ctypes.c_char_p
+    found = []
+    for which in range(kernel.race_count()):
+        places = ctypes.c_size_t(), ctypes.c_size_t()
+        kind = kernel.race(which, *map(ctypes.byref, places)).decode()
+        # The places are return addresses. One byte less lies in the call, whose line addr2line shall name.
+        command = ["addr2line", "-se", str(binary), *(hex(place.value - 1) for place in places)]
+        lines = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
+        found.append(f"{kind}: {' '.join(lines)}")
+    return found
+
+
 class HostKernel:
     """Launcher of a plan's kernel on the CPU.
 
@@ -110,20 +127,8 @@ class HostKernel:
         self.kernel.run.restype = ctypes.c_int
 
     def races(self) -> list[str]:
-        """Return the races that a watched kernel found: pairs of shared-memory accesses without a barrier between them.
-
-        Each race is one line: its kind, then the two source lines.
-        """
-        self.kernel.race.restype = ctypes.c_char_p
-        found = []
-        for which in range(self.kernel.race_count()):
-            places = ctypes.c_size_t(), ctypes.c_size_t()
-            kind = self.kernel.race(which, *map(ctypes.byref, places)).decode()
-            # The places are return addresses. One byte less lies in the call, whose line addr2line shall name.
-            command = ["addr2line", "-se", str(self.binary), *(hex(place.value - 1) for place in places)]
-            lines = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
-            found.append(f"{kind}: {' '.join(lines)}")
-        return found
+        """Return the races that a watched kernel found, see :func:`found_races`."""
+        return found_races(self.kernel, self.binary)
 
     def __call__(self, memory: Memory, cache, count=1, *, token=None, position=-1, seed=0, sampler=None):
         """Run the kernel for ``count`` tokens and return the logits of the last one, ``[V]`` float32.

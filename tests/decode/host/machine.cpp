@@ -1,4 +1,4 @@
-// Emulation of a GPU for the decode kernels on one CPU thread: see machine.cuh.
+// Emulation of a GPU for the kernels that include machine.cuh, on one CPU thread: see machine.cuh.
 //
 // Threads are fibers that run until they wait: at a barrier, in a warp collective, or in one iteration of a spin loop. A scheduler sweeps
 // over all of them; at any time some blocks and warps are delayed at random, and bulk copies land at random, so that a missing wait gives
@@ -56,9 +56,11 @@ struct Copy {
   u32 bytes;
   u64* bar;
   Block* block;
+  std::shared_ptr<std::vector<char>> box;  // what a TMA load has gathered, to which `from` points
   IF_WATCHED(races::Clock knowing;)  // of the thread that issued it
 };
 const Thread* current = nullptr;
+int traps;
 long long clock;
 static jmp_buf scheduler;
 static std::vector<Copy> copies;
@@ -159,7 +161,7 @@ static void land_copies() {
 bool launch(const Launch& options, void (*what)()) {
   rng.seed(options.seed);
   body = what;
-  clock = 0;
+  clock = 0, traps = 0;
   copies.clear();
   std::vector<Block> blocks(options.ctas);
   std::vector<Fiber> fibers(options.ctas * options.threads);
@@ -241,13 +243,34 @@ bool mbarrier_try_wait(u64* bar, u32 phase) {
   IF_WATCHED(host::watch().pass(bar, host::current->thread);)
   return true;
 }
-void cp_async_bulk(void* to, const void* from, u32 bytes, u64* bar, u64) {
-  if ((uintptr_t)to % 16 || (uintptr_t)from % 16 || bytes % 16 || !bytes) fprintf(stderr, "a bulk copy is not aligned to 16 bytes, or empty\n"), abort();
+// Enqueue a copy of the running thread, whose kernel called at `code`.
+static void enqueue(void* to, const void* from, u32 bytes, u64* bar, std::shared_ptr<std::vector<char>> box, void* code) {
   memset(to, 0xFF, bytes);  // NaN until the copy lands: nobody may read the stage in between
   IF_WATCHED(races::Detector& watch = host::watch(); const int me = host::current->thread;)
-  IF_WATCHED(watch.access(to, bytes, true, me, __builtin_return_address(0));)
-  host::copies.push_back({to, from, bytes, bar, host::fiber().block, IF_WATCHED(watch.clocks[me])});
+  IF_WATCHED(watch.access(to, bytes, true, me, code);)
+  host::copies.push_back({to, from, bytes, bar, host::fiber().block, box, IF_WATCHED(watch.clocks[me])});
   IF_WATCHED(watch.next(me);)
+}
+void cp_async_bulk(void* to, const void* from, u32 bytes, u64* bar, u64) {
+  if ((uintptr_t)to % 16 || (uintptr_t)from % 16 || bytes % 16 || !bytes) fprintf(stderr, "a bulk copy is not aligned to 16 bytes, or empty\n"), abort();
+  enqueue(to, from, bytes, bar, nullptr, __builtin_return_address(0));
+}
+// Elements outside the tensor are zero. Lines of 128 bytes, the box's innermost dimension, follow each other; 16-byte units are permuted.
+void tma_load_3d(void* to, const TensorMap* map, int c0, int c1, int c2, u64* bar) {
+  if ((uintptr_t)to % 1024 || map->box[0] != 64 || c0 % 64) fprintf(stderr, "a box is not of whole lines, or not aligned\n"), abort();
+  auto box = std::make_shared<std::vector<char>>(128 * map->box[1] * map->box[2], (char)0);
+  for (u32 z = 0; z < map->box[2]; ++z)
+    for (u32 y = 0; y < map->box[1]; ++y) {
+      const u64 line = z * map->box[1] + y, at[3] = {(u64)c0, (u64)c1 + y, (u64)c2 + z};
+      if (at[0] + 64 > map->sizes[0] || at[1] >= map->sizes[1] || at[2] >= map->sizes[2]) continue;
+      const char* from = map->base + 2 * at[0] + at[1] * map->strides[0] + at[2] * map->strides[1];
+      for (u64 unit = 0; unit < 8; ++unit) memcpy(box->data() + line * 128 + (unit ^ line % 8) * 16, from + unit * 16, 16);
+    }
+  enqueue(to, box->data(), box->size(), bar, box, __builtin_return_address(0));
+}
+void trap() {
+  ++host::traps;
+  for (;;) host::yield();
 }
 void syncwarp() { host::synchronize(host::warp().barrier, host::LANES); }
 void syncthreads() { host::synchronize(host::fiber().block->all, (int)host::fiber().block->warps.size() * host::LANES); }

@@ -1,4 +1,4 @@
-// The primitives of codegen/kernels/machine.cuh for a CPU, with the same names, so that the kernels' own source runs in tests without a GPU.
+// The primitives of cuda/include/machine.cuh for a CPU, with the same names, so that the kernels' own source runs in tests without a GPU.
 //
 // Every CUDA thread is a fiber; machine.cpp schedules the fibers on one CPU thread, delays blocks, warps and bulk copies at random, and
 // implements barriers, warp collectives and mbarriers. It is compiled once for all kernels. As only one fiber runs at a time, plain
@@ -24,6 +24,7 @@ struct Thread {
   int cta, thread;
 };
 extern const Thread* current;
+extern int traps;        // threads that have trapped since the launch began
 extern long long clock;  // sweeps of the scheduler since the launch began
 
 void yield();                        // let other fibers run
@@ -46,6 +47,7 @@ DEVICE int thread_index() { return host::current->thread; }
 DEVICE long long clock64() { return host::clock << 16; }
 DEVICE u64 globaltimer() { return host::clock << 15; }
 DEVICE void spin_pause() { host::yield(); }
+[[noreturn]] void trap();  // the launch does not end, see host::traps
 
 void mbarrier_init(u64* bar, u32 count);
 DEVICE void fence_mbarrier_init() {}
@@ -54,6 +56,18 @@ void mbarrier_arrive(u64* bar);
 bool mbarrier_try_wait(u64* bar, u32 phase);
 DEVICE u64 createpolicy_evict_first() { return 0; }
 void cp_async_bulk(void* to, const void* from, u32 bytes, u64* bar, u64);
+// Tensor map of 16-bit elements in three dimensions, innermost first, with the 128-byte swizzle. Strides are in bytes.
+struct TensorMap {
+  const char* base;
+  u64 sizes[3], strides[2];
+  u32 box[3];
+};
+void tma_load_3d(void* to, const TensorMap* map, int c0, int c1, int c2, u64* bar);
+DEVICE void prefetch_tensormap(const TensorMap*) {}
+DEVICE void cp_async_16(void* to, const void* from) { *(uint4*)to = *(const uint4*)from; }
+DEVICE void cp_async_wait_all() {}
+DEVICE void prefetch_l2(const void*, u32) {}
+DEVICE u32 shared_address(const void* p) { return (u32)(uintptr_t)p; }
 
 void syncwarp();
 DEVICE u64 shfl_xor(u64 v, int mask) { return host::exchange(v, mask); }
@@ -72,6 +86,7 @@ DEVICE u32 load_relaxed(const u32* at) { return *(const volatile u32*)at; }
 DEVICE u64 load_relaxed(const u64* at) { return *(const volatile u64*)at; }
 DEVICE void load_relaxed(const u64* at, u64 (&v)[2]) { v[0] = at[0], v[1] = at[1]; }
 DEVICE void red_add_relaxed(u64* at, u64 v) { *at += v; }
+DEVICE u32 atomic_add_relaxed(u32* at, u32 v) { return *at += v, *at - v; }
 DEVICE u32 atomic_add_shared(u32* at, u32 v) { return *at += v, *at - v; }
 DEVICE void store_relaxed(uint4* at, const uint4& v) { *at = v; }
 DEVICE void store_relaxed(u32* at, u32 v) { *(volatile u32*)at = v; }

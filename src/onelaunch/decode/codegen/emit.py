@@ -19,7 +19,6 @@ KINDS: tuple[cuda.Kind, ...] = (*["pointer"] * 19, *["i32"] * 4)  # pyrefly: ign
 """Kinds of the kernel's arguments, in the order of ``decode`` in ``step.cu``."""
 
 _FILES = (
-    "machine.cuh",
     "waiting.cuh",
     "consumer.cuh",
     "words.cuh",
@@ -137,7 +136,7 @@ def order(plan: Plan) -> str:
 def source(plan: Plan, tuning: Tuning | None = None, phase: Phase | None = None) -> cuda.Source:
     """Return the source of a plan's kernel, or of one phase's kernel if the plan has a launch per phase."""
     here = "onelaunch.decode.codegen.kernels"
-    files = [cuda.include("hopper.cuh"), *((name, cuda.read(here, name)) for name in _FILES)]
+    files = [cuda.include("hopper.cuh"), cuda.include("machine.cuh"), *((name, cuda.read(here, name)) for name in _FILES)]
     files += [("plan.cuh", header(plan, tuning or Tuning())), ("order.cuh", order(plan))]
     defines = () if phase is None else (("ONLY_PHASE", launch_of(plan, phase)[0]),)
     return cuda.Source("step.cu", cuda.read(here, "step.cu"), "decode", tuple(files), defines)

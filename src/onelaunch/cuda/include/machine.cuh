@@ -1,8 +1,9 @@
-// Hardware primitives of the decode kernels, as thin wrappers with the names that CUDA or PTX give them.
+// Hardware primitives of kernels that tests also run on a CPU, as thin wrappers with the names that CUDA or PTX give them.
 //
-// step.cu includes it before the other files of this folder. These are plain C++ over clock64(), the functions below, and a few that
-// hopper.cuh already gives (bar_sync, fence_mbarrier_init, griddepcontrol_...). tests/decode/host/machine.cuh implements all of them for
-// a CPU, so that tests run the kernels' own source on a host. A primitive that is added here must be added there too.
+// The decode kernels (decode/codegen/kernels) and the one-launch GLA layer (ops/gla_layer/kernels) include it before their other files.
+// These are plain C++ over clock64(), the functions below, and a few that hopper.cuh already gives (bar_sync, fence_mbarrier_init,
+// griddepcontrol_..., shared_address). tests/decode/host/machine.cuh implements all of them for a CPU, so that tests run the kernels' own
+// source on a host. A primitive that is added here must be added there too.
 //
 // Memory orders: "relaxed" and "acquire"/"release" are those of the PTX memory model, at GPU scope. A relaxed access is atomic (each
 // scalar word is read or written whole; a vector access is one of several words) but orders no other access.
@@ -25,6 +26,8 @@ DEVICE u64 globaltimer() {
 // stored gives an error and not a hung GPU. On the GPU this function is empty: polls that were 50 or 200 ns apart were not faster. On
 // the host it lets other threads run.
 DEVICE void spin_pause() {}
+// End the launch with an error of the CUDA context.
+DEVICE void trap() { __trap(); }
 
 // mbarriers in shared memory, by pointer, and bulk copies (cp.async.bulk) that complete on them.
 
@@ -54,6 +57,17 @@ DEVICE void cp_async_bulk(void* to, const void* from, u32 bytes, u64* bar, u64 p
                    shared_address(to)),
                "l"(from), "r"(bytes), "r"(shared_address(bar)), "l"(policy)
                : "memory");
+}
+// Copy a box of a tensor of three dimensions by TMA, see tma_load_3d() of hopper.cuh.
+DEVICE void tma_load_3d(void* to, const TensorMap* map, int c0, int c1, int c2, u64* bar) {
+  tma_load_3d(shared_address(to), map, c0, c1, c2, shared_address(bar));
+}
+// Copy 16 bytes to shared memory by the calling thread, and wait for all copies of this thread.
+DEVICE void cp_async_16(void* to, const void* from) { cp_async<16>(shared_address(to), from); }
+DEVICE void cp_async_wait_all() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+// Read `bytes` of global memory into L2; address and size are multiples of 16.
+DEVICE void prefetch_l2(const void* from, u32 bytes) {
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
 }
 
 // Threads of a warp, threads of a block. The named barrier of some threads of a block is bar_sync() of hopper.cuh.
@@ -97,6 +111,12 @@ DEVICE void load_relaxed(const u64* at, u64 (&v)[2]) {
   asm volatile("ld.relaxed.gpu.global.v2.u64 {%0, %1}, [%2];" : "=l"(v[0]), "=l"(v[1]) : "l"(at) : "memory");
 }
 DEVICE void red_add_relaxed(u64* at, u64 v) { asm volatile("red.relaxed.gpu.global.add.u64 [%0], %1;" ::"l"(at), "l"(v) : "memory"); }
+// Add to a word of global memory and return its previous value.
+DEVICE u32 atomic_add_relaxed(u32* at, u32 v) {
+  u32 before;
+  asm volatile("atom.relaxed.gpu.global.add.u32 %0, [%1], %2;" : "=r"(before) : "l"(at), "r"(v) : "memory");
+  return before;
+}
 // Add to a word of shared memory and return its previous value.
 DEVICE u32 atomic_add_shared(u32* at, u32 v) {
   u32 before;
