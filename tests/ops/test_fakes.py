@@ -60,7 +60,8 @@ LARGE: dict[str, list[dict[str, Any]]] = {
     "gla_layer": [
         {"B": 2, "T": 130, "D": 192, "H": 2, "K": 64, "V": 128, "initial_state": state, "final_state": state}
         for state in (False, True)
-    ],
+    ]
+    + [{"B": 2, "T": 1, "D": 192, "H": 2, "K": 64, "V": 128, "initial_state": True, "final_state": True}],
     "swiglu": [{"M": rows, "N": 96, "K": 128, "stacked": stacked} for rows in (3, 300) for stacked in (False, True)],
     "projections": [{"B": 2, "T": 70, "D": width, "H": 2, "K": 32, "V": 64} for width in (128, 16)],
     "output_chain": [{"B": 2, "T": 70, "H": 2, "V": 64, "D": 128, "bias": True}],

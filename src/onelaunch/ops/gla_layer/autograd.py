@@ -11,6 +11,7 @@ the recurrence's registers on Hopper, elsewhere by a launch of its own.
 dz is not visible outside: it is allocated and consumed within one call of the backward pass. The backward pass never writes to
 saved tensors, so it may run more than once. The variants ``packed`` and ``packed_states`` (``variants/composed.py``) call
 :func:`compute`. They ask :func:`why_not` whether they can, and ``packed_states`` asks :func:`own_kernel` for the recurrence.
+The variant ``one_launch``, which has no backward pass, calls the operator ``step``.
 """
 
 from __future__ import annotations
@@ -427,3 +428,47 @@ def compute(call: GlaLayerCall, *, keep_states: bool = False) -> Results:
         sizes.heads, sizes.normalizer, call.eps, call.output_final_state, keep_states, kernels, grad=True,
     )  # fmt: skip
     return out, final if call.output_final_state else None
+
+
+def run_step(
+    x: torch.Tensor,
+    in_proj_weight: torch.Tensor,
+    gk_weight: Optional[torch.Tensor],  # noqa: UP045
+    gk_bias: torch.Tensor,
+    norm_weight: torch.Tensor,
+    w_out: torch.Tensor,
+    initial: Optional[torch.Tensor],  # noqa: UP045
+    heads: int,
+    normalizer: float,
+    eps: float,
+    want_final: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute ``out [B, T, D]`` and the final state in one launch; a state that is not wanted has no elements."""
+    from onelaunch.ops.gla_layer import launch_step
+
+    weights = (in_proj_weight, gk_weight, gk_bias, norm_weight, w_out)
+    return launch_step.run(launch_step.StepInputs(x, *weights, initial, heads, normalizer, eps, want_final))
+
+
+def fake_step(
+    x: torch.Tensor,
+    in_proj_weight: torch.Tensor,
+    gk_weight: torch.Tensor | None,
+    gk_bias: torch.Tensor,
+    norm_weight: torch.Tensor,
+    w_out: torch.Tensor,
+    initial: torch.Tensor | None,
+    heads: int,
+    normalizer: float,
+    eps: float,
+    want_final: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return empty tensors for the results of :func:`run_step`, whose sizes B and T may be symbolic."""
+    values = w_out.shape[1] // heads
+    ranks = heads if gk_weight is None else gk_weight.shape[1]
+    keys = (in_proj_weight.shape[0] - ranks) // (2 * heads) - values
+    state = (x.shape[0], heads, keys, values) if want_final else (0,)
+    return x.new_empty(x.shape), x.new_empty(state, dtype=torch.float32)
+
+
+step = Operator("gla_layer_step", run_step, fake=fake_step)

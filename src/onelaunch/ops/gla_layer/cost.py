@@ -49,8 +49,9 @@ def cost(case: Case, variant: Variant | None, direction: Direction) -> Cost:
 
     At least, forward reads all tensors and writes the results; backward reads all tensors and the results' gradients and writes
     the tensors' gradients. A variant moves what its parts move (tag ``parts``): all intermediates between them go through
-    memory. For a part whose variant the dispatcher chooses, the least cost of that part is counted. Short convolutions read
-    q, k and v and write them; their FLOPs are not those of a matrix product.
+    memory. A variant without that tag is one launch, and moves in addition what its CTAs pass to each other. For a part whose
+    variant the dispatcher chooses, the least cost of that part is counted. Short convolutions read q, k and v and write them;
+    their FLOPs are not those of a matrix product.
     """
     named = (AUTO,) * 3 if variant is None else variant.tags.get("parts", (AUTO,) * 3)
     costs = []
@@ -58,7 +59,7 @@ def cost(case: Case, variant: Variant | None, direction: Direction) -> Cost:
         part, name = (projections, gla, output_chain)[place], named[place]
         costs.append(part.cost(each, None if name == AUTO else part.get(name), direction))
     total = sum(costs[1:], costs[0])
-    if variant is not None:
+    if variant is not None and "parts" in variant.tags:
         written = _filtered_bytes(case) * (1 if direction == "forward" else 2)  # results, and gradients of what was filtered
         moved = total.bytes + _filtered_bytes(case) * (2 if direction == "forward" else 5)
         more = None if total.written is None else total.written + written
@@ -71,10 +72,20 @@ def cost(case: Case, variant: Variant | None, direction: Direction) -> Cost:
     forward = direction == "forward"
     moved = operands + results if forward else 3 * operands + 2 * results
     written = results if forward else results + operands
-    return Cost(total.flops, moved, launch_count(None, direction), written=written)
+    passed = 0 if variant is None else _passed_bytes(case)
+    return Cost(total.flops, moved + 2 * passed, launch_count(variant, direction), written=written + passed)
 
 
 def _filtered_bytes(case: Case) -> int:
     """Return the bytes of q, k and v together if they go through short convolutions, else 0."""
     batch, length, _, heads, keys, values = (case.sizes[name] for name in gla_layer.dimensions)
     return batch * length * heads * (2 * keys + values) * case.dtype.itemsize if options_of(case).conv_size else 0
+
+
+def _passed_bytes(case: Case) -> int:
+    """Return the bytes that CTAs of a layer in one launch pass to each other: q, k and the decays' factor in float32, then o.
+
+    o is in the dtype of the case, with a float32 sum of squares per head.
+    """
+    batch, length, _, heads, keys, values = (case.sizes[name] for name in gla_layer.dimensions)
+    return batch * length * heads * (4 * (2 * keys + (options_of(case).rank or 0) + 1) + values * case.dtype.itemsize)

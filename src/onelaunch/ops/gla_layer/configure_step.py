@@ -1,0 +1,264 @@
+"""Configuration of the variant ``one_launch``: how CTAs share a layer, the layout of shared memory, and the kernel's source.
+
+``launch_step.py`` asks for the configuration and the kernel of a call, and ``variants/one_launch.py`` for the reason why there is
+none. The CUDA files are in ``kernels/``; their sizes and offsets are the constants of a header that :func:`header` generates.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from onelaunch import cuda
+from onelaunch.device.architectures import HOPPER_SHARED_BYTES
+from onelaunch.kernels.common.layout import cdiv, power_of_2
+from onelaunch.launch.launch import CudaKernel, Mma
+from onelaunch.wording import listing
+
+MOST_ROWS = 64
+"""Most rows of x, B T. More would leave no room for the ring of weights, and cost more than reading the weights."""
+
+HEAD_SIZES = (32, 64, 128, 256)
+"""Sizes K and V that the kernel can divide among the CTAs, warps and lanes of a head."""
+
+WARPS = 8
+"""Number of consumer warps; a ninth warp copies the weights."""
+
+CHUNK = 16 * 1024
+"""Bytes of a stage of the ring. Bulk copies of this size reach the full bandwidth with one issuing thread."""
+
+FEWEST_STAGES = 3
+"""Least number of stages: 48 KB in flight on each SM are what the bandwidth of an H200 needs."""
+
+_OPERAND_BYTES = 64 * 1024
+"""Most bytes of a slab of the operand, the rows of x or of the gated o, in shared memory."""
+
+_STATE_FLOATS = 64
+"""Most numbers of the state in a thread's registers."""
+
+_BLOCK_ROWS = 16
+"""Most rows whose q, k and decays are staged at once."""
+
+MARKERS = 8
+"""Number of profile markers of a CTA."""
+
+KINDS: tuple[cuda.Kind, ...] = (
+    *["pointer"] * 12, "i32", "i32", "f32", "f32", *["map"] * 4,
+)  # fmt: skip  # pyrefly: ignore[bad-assignment]
+"""Kinds of the kernel's arguments, in the order of ``gla_layer_step`` in ``step.cu``."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepConfig:
+    """Sizes of a layer, and how a launch divides it."""
+
+    heads: int
+    keys: int
+    values: int
+    width: int
+    rank: int | None
+    """Inner size R of the decay's factors; ``None`` with one decay per head."""
+    float_norm: bool
+    """Flag that the norm's weight is float32."""
+    members: int
+    """Number of CTAs that share a head."""
+    rows: int
+    """Rows of x that shared memory has room for: B T rounded up to a power of 2."""
+    slots: int
+    """Number of sequences whose states are in registers at once; ``8 / slots`` warps share one."""
+    block_rows: int
+    """Rows whose q, k and decays are in shared memory at once."""
+    one_step: bool
+    """Flag that every sequence has one step, T = 1."""
+    profiled: bool = False
+    """Flag that CTAs write profile markers."""
+
+    def with_markers(self) -> StepConfig:
+        """Return the configuration whose kernel writes profile markers."""
+        return replace(self, profiled=True)
+
+    @property
+    def ctas(self) -> int:
+        """Number of CTAs."""
+        return self.heads * self.members
+
+    @property
+    def columns(self) -> int:
+        """Rows of x rounded up to the columns of a matrix instruction."""
+        return max(self.rows, 8)
+
+    @property
+    def slab(self) -> int:
+        """Columns of x that are in shared memory at once."""
+        return self._slab(self.width)
+
+    @property
+    def out_slab(self) -> int:
+        """Columns of the gated o that are in shared memory at once."""
+        return self._slab(self.heads * self.values)
+
+    def _slab(self, columns: int) -> int:
+        most = _OPERAND_BYTES // 2 // self.rows
+        return columns if columns <= most else 1 << most.bit_length() - 1
+
+    @property
+    def out_tile(self) -> int:
+        """Rows of a tile of the output weight: the most, up to 16, that leave every CTA a tile, and at least 4."""
+        return next((rows for rows in (16, 8) if self.width // rows >= self.ctas), 4)
+
+    def chunk_blocks(self, rows: int, columns: int) -> int:
+        """Return the 64-column blocks of a chunk, for tiles of ``rows`` rows and slabs of ``columns``."""
+        return min(CHUNK // (128 * rows), columns // 64)
+
+    @property
+    def tiles(self) -> tuple[int, int, int]:
+        """Rows of a tile of q and k, of v and the gate, and of the decays' factor (``tile_rows`` of ``ring.cuh``)."""
+        rank_rows = 1 if self.rank is None else cdiv(self.rank, self.members)
+        return tuple(min(16, power_of_2(n)) for n in (self.keys // self.members, self.values // self.members, rank_rows))  # pyrefly: ignore[bad-return]
+
+
+class _Sizes(NamedTuple):
+    """Layout of a CTA's shared memory."""
+
+    offsets: dict[str, int]
+    """Offset of each array in bytes, by the name of its constant in the kernel."""
+    stages: int
+    """Number of stages of the ring, which takes what the arrays leave; below :data:`FEWEST_STAGES` if they do not fit."""
+    bytes: int
+    """Dynamic shared memory in bytes, with room to align it to 1024 bytes."""
+
+
+def members_of(heads: int, keys: int, values: int, sms: int) -> int:
+    """Return the number of CTAs per head, a power of 2: as many as there are SMs for, with 4 to 128 values each; 0 if none."""
+    members = min(values // 4, keys, 1 << max(sms // heads, 1).bit_length() - 1) if heads <= sms else 0
+    return members if members and values // members <= 128 else 0
+
+
+def config_of(
+    batch: int, length: int, width: int, heads: int, keys: int, values: int, rank: int | None, *, float_norm: bool, sms: int
+) -> StepConfig | str:
+    """Return the configuration of a call, or why there is none, as a predicate that completes "it ...".
+
+    Args:
+        batch: Number of sequences, B.
+        length: Number of steps, T.
+        width: Columns of x, D.
+        heads: Number of heads, H.
+        keys: Channels of a head's queries and keys, K.
+        values: Channels of a head's values, V.
+        rank: Inner size R of the decay's factors; ``None`` with one decay per head.
+        float_norm: Flag that the norm's weight is float32.
+        sms: Number of SMs; a cooperative launch has at most one CTA on each.
+    """
+    if not 0 < batch * length <= MOST_ROWS:
+        return f"takes 1 to {MOST_ROWS} rows of x, B times T"
+    if keys not in HEAD_SIZES or values not in HEAD_SIZES:
+        return f"needs K and V to be one of {listing(map(str, HEAD_SIZES))}"
+    if width % 64 or heads * values % 64 or width == 0:
+        return "needs D and H times V in multiples of 64"
+    members = members_of(heads, keys, values, sms)
+    if not members:
+        return f"needs one SM for each of the H heads, or two if V is 256; this GPU has {sms}"
+    value_rows = values // members
+    rows = power_of_2(batch * length)
+    parts = max(WARPS // min(power_of_2(batch), WARPS), cdiv(keys * value_rows, 32 * _STATE_FLOATS))
+    parts = min(parts, keys * value_rows // 128)  # a lane has at least one key channel
+    if parts > WARPS:
+        share = f"{keys * value_rows} with {members} CTAs per head"
+        return f"needs at most 16384 numbers of a head's state for each CTA, and has {share}"
+    slots = WARPS // parts
+    block_rows = max(slots, min(rows, _BLOCK_ROWS))
+    while True:
+        config = StepConfig(heads, keys, values, width, rank, float_norm, members, rows, slots, block_rows, length == 1)
+        if _layout(config).stages >= FEWEST_STAGES:
+            return config
+        if block_rows == slots:
+            return "needs more shared memory than an SM has: it takes fewer rows of x, a lower rank or smaller heads"
+        block_rows //= 2
+
+
+@functools.lru_cache(maxsize=256)
+def _layout(config: StepConfig) -> _Sizes:
+    """Return the layout of shared memory: the ring first, so that its stages are aligned, then arrays, then mbarriers."""
+    value_rows, key_rows = config.values // config.members, config.keys // config.members
+    rank_rows = 1 if config.rank is None else cdiv(config.rank, config.members)
+    exchanged = 0 if config.rank is None else 4 * cdiv(config.rank, 4)
+    parts, groups = WARPS // config.slots, WARPS // (2 if config.rows > 32 else 1)
+    slabs = cdiv(config.heads * config.values, config.out_slab)
+    out_rows = config.out_tile * cdiv(config.width // config.out_tile, config.ctas) if slabs > 1 else 0
+    y_rows = max(2 * key_rows + rank_rows + 2 * value_rows, out_rows)
+    block = config.block_rows
+    arrays = {
+        "OPERAND": config.rows * (2 * max(config.slab, config.out_slab) + 64),
+        "SUMS": 4 * 2 * groups * 16 * config.columns,
+        "Y": 4 * y_rows * (config.columns + 1),
+        "QUERIES_KEYS": 4 * max(block * 2 * config.keys, config.rows * config.heads),
+        "DECAYS": 4 * block * config.keys,
+        "LOW_RANK": 4 * block * exchanged,
+        "PARTIAL": 4 * parts * block * value_rows,
+        "DECAY_WEIGHT": 0 if config.rank is None else 2 * config.keys * config.rank,
+        "DECAY_BIAS": 0 if config.rank is None else 2 * config.keys,
+        "NORM_WEIGHT": (4 if config.float_norm else 2) * config.values,
+    }
+    arrays = {name: 16 * cdiv(size, 16) for name, size in arrays.items()}
+    most = HOPPER_SHARED_BYTES - 1024  # for the alignment to 1024 bytes
+    stages = (most - sum(arrays.values())) // (CHUNK + 16)
+    offsets, at = {}, max(stages, 0) * CHUNK
+    for name, size in arrays.items():
+        offsets[name], at = at, at + size
+    offsets["FULL"] = at
+    return _Sizes(offsets, stages, at + 16 * stages + 1024)
+
+
+def header(config: StepConfig, timeout_cycles: int = 1 << 32) -> str:
+    """Return the text of ``sizes.cuh``: sizes, flags and offsets of a configuration."""
+    layout = _layout(config)
+    numbers = {
+        "HEADS": config.heads, "MEMBERS": config.members, "CTAS": config.ctas, "WIDTH": config.width, "KEYS": config.keys,
+        "VALUES": config.values, "RANK": 1 if config.rank is None else config.rank, "ROWS": config.rows, "SLOTS": config.slots,
+        "PARTS": WARPS // config.slots, "BLOCK_ROWS": config.block_rows, "STAGES": layout.stages, "SLAB": config.slab,
+        "OUT_SLAB": config.out_slab, "OUT_TILE": config.out_tile, "MARKERS": MARKERS, "MOST_PREFETCHED": 16,
+        **{f"{name}_AT": offset for name, offset in layout.offsets.items()},
+    }  # fmt: skip
+    flags = {
+        "ONE_STEP": config.one_step,
+        "PER_HEAD": config.rank is None,
+        "FLOAT_NORM": config.float_norm,
+        "PROFILED": config.profiled,
+    }
+    lines = ["#pragma once", *(f"constexpr int {name} = {value};" for name, value in numbers.items())]
+    lines += [f"constexpr bool {name} = {str(value).lower()};" for name, value in flags.items()]
+    lines += [f"constexpr long long TIMEOUT_CYCLES = {timeout_cycles}LL;"]
+    return "\n".join([*lines, f"constexpr float QUERY_SCALE = {config.keys**-0.5:.9e}f;", ""])
+
+
+_FILES = ("ring.cuh", "product.cuh", "recurrence.cuh", "way_out.cuh")
+"""Headers that ``step.cu`` includes, in the order in which they depend on each other."""
+
+
+def source_of(config: StepConfig, **options: int) -> cuda.Source:
+    """Return the source of a configuration's kernel; ``options`` are those of :func:`header`."""
+    here = "onelaunch.ops.gla_layer.kernels"
+    files = [cuda.include("hopper.cuh"), cuda.include("machine.cuh"), *((name, cuda.read(here, name)) for name in _FILES)]
+    files.append(("sizes.cuh", header(config, **options)))
+    return cuda.Source("step.cu", cuda.read(here, "step.cu"), "gla_layer_step", tuple(files))
+
+
+def shared_bytes_of(config: StepConfig) -> int:
+    """Return the dynamic shared memory of a CTA in bytes."""
+    return _layout(config).bytes
+
+
+def unwatched_of(config: StepConfig) -> tuple[int, int]:
+    """Return the offset of the mbarriers in shared memory and their number, for tests that look for races before them."""
+    layout = _layout(config)
+    return layout.offsets["FULL"], 2 * layout.stages
+
+
+@functools.lru_cache(maxsize=256)
+def kernel_of(config: StepConfig) -> CudaKernel:
+    """Return the kernel of a configuration, not compiled yet."""
+    return CudaKernel(
+        source_of(config), KINDS, threads=32 * (WARPS + 1), shared_bytes=shared_bytes_of(config), cooperative=True, mma=Mma.WARP
+    )

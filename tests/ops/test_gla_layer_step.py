@@ -1,0 +1,213 @@
+"""Tests of ``gla_layer``'s variant "one_launch" without a GPU: its kernel's own source on an emulated one, and refused calls.
+
+``use_host`` of ``gla_layer_step_host.py`` lets the variant's launches run on the emulated GPU, which delays CTAs, warps and
+copies at random, by a seed. ``judge`` is the verification gate: it compares results with the float64 oracle, and also asks for
+unchanged inputs, results in memory of their own, and more.
+
+``prose(text)`` compares a test's texts, in the order of its calls, with its entries in tests/snapshots/prose.txt. A test fails
+if it does not compare one of its entries, and ``tests/test_prose.py`` if the test or the parameter of an entry is gone.
+
+``libraries`` is a folder in which a test run compiles each library once. ``assert_ok`` requires a verdict of the gate to be
+right.
+A test marked ``thorough`` does not run in ``make test``, and one marked ``every`` with --architectures=every alone.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+
+from onelaunch.device.architectures import HOPPER_SHARED_BYTES
+from onelaunch.errors import VariantUnsupported
+from onelaunch.operation import Query
+from onelaunch.ops.gla_layer import configure_step, launch_step
+from onelaunch.ops.gla_layer.configure_step import StepConfig, config_of
+from onelaunch.ops.gla_layer.launch_step import StepInputs
+from onelaunch.ops.gla_layer.variants import one_launch
+from onelaunch.workbench.verify import judge
+from onelaunch.workbench.verify.poison import poisoned
+from tests.decode.host_machine import needs_compiler, needs_watch
+from tests.ops.cases import assert_ok
+from tests.ops.gla_layer_cases import GLA_LAYER
+from tests.ops.gla_layer_step_host import use_host
+
+VARIANT = GLA_LAYER.get("one_launch")
+STATES = {"initial_state": True, "final_state": True}
+
+CASES: dict[str, dict[str, Any]] = {  # sizes and options, and the SMs of the emulated GPU
+    "a_step": {"sms": 4, "B": 1, "T": 1, "D": 128, "H": 2, "K": 64, "V": 64, **STATES},
+    "three_sequences": {"sms": 4, "B": 3, "T": 1, "D": 192, "H": 2, "K": 128, "V": 128, **STATES},
+    "sixteen_sequences": {"sms": 4, "B": 16, "T": 1, "D": 128, "H": 2, "K": 128, "V": 64, **STATES},
+    "most_rows": {"sms": 4, "B": 64, "T": 1, "D": 1024, "H": 1, "K": 64, "V": 64, **STATES},
+    "sixteen_steps": {"sms": 4, "B": 1, "T": 16, "D": 128, "H": 2, "K": 64, "V": 128, **STATES},
+    "most_steps": {"sms": 8, "B": 1, "T": 64, "D": 128, "H": 4, "K": 64, "V": 64, **STATES},
+    "steps_of_sequences": {"sms": 8, "B": 5, "T": 7, "D": 320, "H": 4, "K": 64, "V": 128, **STATES},
+    "no_initial_state": {"sms": 2, "B": 2, "T": 9, "D": 128, "H": 2, "K": 128, "V": 128, "final_state": True},
+    "no_states": {"sms": 4, "B": 2, "T": 1, "D": 64, "H": 2, "K": 64, "V": 64, "rank": 5, "normalizer": 3.0, "eps": 0.5},
+    "a_rank_over_all_ctas": {"sms": 4, "B": 2, "T": 2, "D": 64, "H": 4, "K": 32, "V": 32, "rank": 70, **STATES},
+    "a_decay_per_head": {"sms": 8, "B": 4, "T": 3, "D": 192, "H": 3, "K": 128, "V": 128, "decay_per": "head", **STATES},
+    "a_float32_norm": {"sms": 4, "B": 1, "T": 1, "D": 128, "H": 2, "K": 64, "V": 64, "norm_weight": "float32"},
+    "large_values": {"sms": 2, "B": 1, "T": 2, "D": 64, "H": 1, "K": 128, "V": 256, "initial_state": True},
+    "many_ctas_per_head": {"sms": 16, "B": 1, "T": 1, "D": 512, "H": 1, "K": 32, "V": 64, **STATES},
+    "slabs_of_x": {"sms": 2, "B": 33, "T": 1, "D": 1152, "H": 2, "K": 32, "V": 32, **STATES},
+    "slabs_of_both": {"sms": 32, "B": 9, "T": 4, "D": 1088, "H": 8, "K": 32, "V": 128},
+}  # fmt: skip
+
+
+THOROUGH = ("sixteen_sequences", "steps_of_sequences", "a_decay_per_head", "slabs_of_x")
+MARKED = [
+    pytest.param(
+        name, marks=() if name == "three_sequences" else getattr(pytest.mark, "thorough" if name in THOROUGH else "every")
+    )
+    for name in CASES
+]
+
+
+@pytest.fixture
+def supported(monkeypatch):
+    """Let the variant run on a CPU, for which it is not made."""
+    monkeypatch.setattr(VARIANT, "_supports", [])
+
+
+def called(**given: Any) -> Any:
+    """Return a checked call on the CPU with random arguments in bfloat16."""
+    case = GLA_LAYER.case("bfloat16", **{name: value for name, value in given.items() if name != "sms"})
+    return GLA_LAYER.bind(**GLA_LAYER.make_inputs(case, torch.device("cpu"), 0).arguments)
+
+
+@needs_compiler
+@pytest.mark.usefixtures("supported")
+@pytest.mark.parametrize("name", MARKED)
+def test_results_and_states_pass_the_gate(name, libraries, monkeypatch):
+    sizes = dict(CASES[name])
+    use_host(monkeypatch, libraries, sizes.pop("sms"))
+    case = GLA_LAYER.case("bfloat16", name=name, **sizes)
+    assert_ok(judge(GLA_LAYER, case, variant="one_launch"), GLA_LAYER, case, "one_launch")
+
+
+@needs_compiler
+def test_results_do_not_depend_on_who_comes_first(libraries, monkeypatch):
+    host = use_host(monkeypatch, libraries, CASES["three_sequences"]["sms"])
+    call, found = called(**CASES["three_sequences"]), []
+    for host.seed in (1, 2):
+        found.append(launch_step.run(StepInputs.of(call)))
+    assert all(torch.equal(first, second) for first, second in zip(*found, strict=True))
+
+
+@needs_compiler
+@pytest.mark.thorough
+def test_a_launch_that_lacks_a_cta_traps_instead_of_hanging(libraries, monkeypatch):
+    host = use_host(monkeypatch, libraries, CASES["three_sequences"]["sms"], timeout_cycles=1 << 24)
+    host.lost = 1
+    launch_step.run(StepInputs.of(called(**CASES["three_sequences"])))
+    assert host.trapped > 0
+
+
+@needs_compiler
+@pytest.mark.every
+def test_profile_markers_follow_each_other(libraries, monkeypatch):
+    host = use_host(monkeypatch, libraries, CASES["a_step"]["sms"])
+    call = called(**CASES["a_step"])
+    markers = torch.full((4, configure_step.MARKERS, 2), -1)
+    plain, marked = launch_step.run(StepInputs.of(call)), launch_step.run(StepInputs.of(call), markers)
+    assert host.trapped == 0
+    assert all(torch.equal(first, second) for first, second in zip(plain, marked, strict=True))
+    assert (markers >= 0).all()
+    assert (markers.diff(dim=1) >= 0).all()
+
+
+@needs_watch
+@pytest.mark.every
+@pytest.mark.parametrize("name", ["three_sequences", "steps_of_sequences", "slabs_of_x"])
+def test_shared_memory_has_no_races(name, libraries, monkeypatch):
+    host = use_host(monkeypatch, libraries, CASES[name]["sms"], watched=True)
+    launch_step.run(StepInputs.of(called(**CASES[name])))
+    assert not host.races
+
+
+@needs_watch
+@pytest.mark.every
+def test_a_missing_barrier_is_found(libraries, monkeypatch):
+    change = ("  c.sync();\n}\n// Return exp(logsigmoid(z) / normalizer).", "}\n// Return exp(logsigmoid(z) / normalizer).")
+    host = use_host(monkeypatch, libraries, CASES["three_sequences"]["sms"], watched=True, change=change)
+    launch_step.run(StepInputs.of(called(**CASES["three_sequences"])))
+    assert host.races
+
+
+@needs_compiler
+@pytest.mark.every
+@pytest.mark.parametrize("wait", ["c.await(c.head, MEMBERS);", "c.await(HEADS, CTAS);"])
+def test_a_missing_wait_between_ctas_gives_wrong_results(wait, libraries, monkeypatch):
+    call, wrong = called(**CASES["three_sequences"]), 0
+    host = use_host(monkeypatch, libraries, CASES["three_sequences"]["sms"], change=(wait, "c.sync();"))
+    for host.seed in range(1, 5):
+        with poisoned():  # buffers hold NaN, and not what an earlier launch has left in the same memory
+            out, _ = launch_step.run(StepInputs.of(call))
+        wrong += not bool(out.isfinite().all())
+    assert wrong
+
+
+def configurations() -> list[StepConfig]:
+    """Return the configurations of calls of many sizes, on GPUs of 132 and of 16 SMs."""
+    sizes = itertools.product(
+        (1, 3, 16, 64), (1, 4), (64, 1536, 4096), (1, 8, 12, 16, 32), (32, 128, 256), (32, 64, 256), (16, None, 7)
+    )
+    found = [
+        config_of(*each[:-1], each[-1], float_norm=True, sms=sms)
+        for each, sms in itertools.product(sizes, (132, 16))
+        if each[0] * each[1] <= configure_step.MOST_ROWS
+    ]
+    return [config for config in found if isinstance(config, StepConfig)]
+
+
+def test_every_configuration_fits_into_shared_memory_and_on_the_gpu():
+    found = configurations()
+    assert len(found) > 1000
+    for config in found:
+        offset, barriers = configure_step.unwatched_of(config)
+        assert configure_step.shared_bytes_of(config) <= HOPPER_SHARED_BYTES
+        assert offset % 8 == 0
+        assert barriers // 2 >= configure_step.FEWEST_STAGES
+        assert config.ctas <= 132
+
+
+def query(dtype: torch.dtype = torch.bfloat16, flags: tuple[str, ...] = (), **sizes: int) -> Query:
+    """Return the dispatch key of a call on a GPU, of a step of one sequence unless ``sizes`` say otherwise."""
+    extent = {"B": 1, "T": 1, "D": 2048, "H": 16, "K": 128, "V": 128, **sizes}
+    return Query("gla_layer", "cuda:0", dtype, tuple(extent.values()), flags=flags)
+
+
+REFUSED = {
+    "float16": query(torch.float16),
+    "convolutions": query(flags=("convolved",)),
+    "many_rows": query(B=65),
+    "no_steps": query(T=0),
+    "odd_heads": query(K=80),
+    "odd_width": query(D=2000),
+    "more_heads_than_sms": query(H=133),
+    "large_states": query(H=64, K=256, V=256),
+    "large_heads_and_many_rows": query(H=66, T=64),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_unsupported_calls_are_refused_with_the_reason(name, prose):
+    prose(one_launch.can_divide(REFUSED[name]))
+    assert one_launch.can_divide(query()) is None
+
+
+def test_without_a_hopper_gpu_and_with_gradients_it_is_refused(prose):
+    prose(VARIANT.why_not(query()._replace(device="cpu")))
+    prose(VARIANT.why_not(query()._replace(grad=True)))
+
+
+def test_auto_does_not_choose_it_before_it_has_run_on_hardware():
+    assert VARIANT.capabilities.experimental
+
+
+def test_a_rank_that_leaves_too_little_shared_memory_is_refused():
+    with pytest.raises(VariantUnsupported, match="rank"):
+        StepInputs.of(called(B=1, T=1, D=64, H=1, K=256, V=256, rank=512)).config()

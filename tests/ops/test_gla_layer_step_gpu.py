@@ -1,0 +1,101 @@
+"""Tests of ``gla_layer``'s variant "one_launch" on a Hopper GPU: results, CUDA graphs, streams at the same time, equal bits.
+
+``device`` is the first GPU, or the CPU. ``judge`` is the verification gate, and ``assert_ok`` requires its verdict to be right.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from onelaunch.ops import gla_layer
+from onelaunch.ops.gla_layer import configure_step, launch_step
+from onelaunch.ops.gla_layer.launch_step import StepInputs
+from onelaunch.workbench.verify import judge
+from tests.ops.cases import assert_ok
+from tests.ops.gla_layer_cases import GLA_LAYER
+from tests.ops.test_gla_hopper import HOPPER
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")]
+
+STATES = {"initial_state": True, "final_state": True}
+LARGE = {"D": 2048, "H": 16, "K": 128, "V": 128, **STATES}
+CASES: dict[str, dict[str, Any]] = {
+    **{f"{batch}_sequences": {"B": batch, "T": 1, **LARGE} for batch in (1, 2, 4, 16, 64)},
+    "sixteen_steps": {"B": 1, "T": 16, **LARGE},
+    "sixty_three_rows": {"B": 7, "T": 9, **LARGE},
+    "flas_heads": {"B": 3, "T": 1, **LARGE, "K": 64},
+    "large_heads": {"B": 1, "T": 1, "D": 2048, "H": 8, "K": 256, "V": 256, **STATES},
+    "wide": {"B": 2, "T": 1, "D": 4096, "H": 32, "K": 128, "V": 128, **STATES},
+    "small": {"B": 2, "T": 3, "D": 192, "H": 3, "K": 32, "V": 64, "rank": 5},
+    "a_decay_per_head": {"B": 2, "T": 3, "D": 1024, "H": 12, "K": 64, "V": 128, "decay_per": "head", "norm_weight": "float32"},
+}
+
+
+def given_on(device: torch.device, seed: int = 0, **sizes: Any) -> dict[str, Any]:
+    """Return random arguments in bfloat16."""
+    return GLA_LAYER.make_inputs(GLA_LAYER.case("bfloat16", **sizes), device, seed).arguments
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_results_and_states_pass_the_gate(name, device):
+    case = GLA_LAYER.case("bfloat16", name=name, **CASES[name])
+    assert_ok(judge(GLA_LAYER, case, variant="one_launch", device=device), GLA_LAYER, case, "one_launch")
+
+
+@pytest.mark.parametrize("name", ["1_sequences", "16_sequences"])
+def test_a_captured_step_follows_its_inputs(name, device):
+    arguments = given_on(device, **CASES[name])
+    gla_layer(**arguments, variant="one_launch")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = gla_layer(**arguments, variant="one_launch")
+    for seed in range(1, 4):
+        for mine, fresh in zip(arguments.values(), given_on(device, seed, **CASES[name]).values(), strict=True):
+            if isinstance(mine, torch.Tensor):
+                mine.copy_(fresh)
+        graph.replay()
+        expected = gla_layer(**arguments, variant="one_launch")
+        assert all(torch.equal(one, other) for one, other in zip(captured, expected, strict=True))
+
+
+def test_streams_may_run_at_the_same_time(device):
+    calls = [given_on(device, seed, **CASES["2_sequences"]) for seed in range(4)]
+    expected = [gla_layer(**call, variant="one_launch") for call in calls]
+    torch.cuda.synchronize(device)
+    streams = [torch.cuda.Stream(device) for _ in calls]
+    for _ in range(20):
+        found = []
+        for stream, call in zip(streams, calls, strict=True):
+            with torch.cuda.stream(stream):
+                found.append(gla_layer(**call, variant="one_launch"))
+        torch.cuda.synchronize(device)
+        for results, right in zip(found, expected, strict=True):
+            assert all(torch.equal(one, other) for one, other in zip(results, right, strict=True))
+
+
+def test_it_runs_while_other_kernels_hold_sms(device):
+    arguments = given_on(device, **CASES["1_sequences"])
+    expected = gla_layer(**arguments, variant="one_launch")
+    matrix = torch.randn(8192, 8192, device=device, dtype=torch.bfloat16)
+    other = torch.cuda.Stream(device)
+    torch.cuda.synchronize(device)
+    with torch.cuda.stream(other):
+        for _ in range(10):
+            matrix @ matrix
+    found = [gla_layer(**arguments, variant="one_launch") for _ in range(20)]
+    torch.cuda.synchronize(device)
+    for results in found:
+        assert all(torch.equal(one, other) for one, other in zip(results, expected, strict=True))
+
+
+def test_profile_markers_follow_each_other(device):
+    case = GLA_LAYER.case("bfloat16", **CASES["1_sequences"])
+    call = GLA_LAYER.bind(**GLA_LAYER.make_inputs(case, device, 0).arguments)
+    ctas = StepInputs.of(call).config().ctas
+    markers = torch.zeros(ctas, configure_step.MARKERS, 2, dtype=torch.int64, device=device)
+    marked, plain = launch_step.run(StepInputs.of(call), markers), launch_step.run(StepInputs.of(call))
+    assert all(torch.equal(one, other) for one, other in zip(marked, plain, strict=True))
+    assert bool((markers[:, :, 0].diff(dim=1) > 0).all())
