@@ -30,6 +30,7 @@ from onelaunch.operation import Operation
 from onelaunch.operation.inputs import DECAYS
 from onelaunch.ops import gated_scan
 from onelaunch.ops.gated_scan.reference import reference
+from onelaunch.ops.gla.contract import FUSED_RECURRENT
 from onelaunch.workbench.verify import judge
 from tests.ops.cases import (
     BOTH,
@@ -103,7 +104,7 @@ def test_scan_kernels_are_correct(variant, name, device):
     assert_correct(GATED_SCAN, case_of(GATED_SCAN, name), variant, device)
 
 
-@variants_by_case([*pytorch_variants(GLA), *triton_variants(GLA)], GLA_HARD)
+@variants_by_case([*pytorch_variants(GLA), *triton_variants(GLA), FUSED_RECURRENT], GLA_HARD)
 def test_variants_of_gla_are_correct(variant, name, device):
     """Plain PyTorch is included, because a GPU runs it where no kernel supports a call."""
     case = case_of(GLA, name)

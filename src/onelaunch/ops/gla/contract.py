@@ -28,6 +28,9 @@ SMALLEST_HEAD, LARGEST_HEAD = 16, 512
 The smallest is the width of a matrix instruction, the largest is set by what the chip can hold of a state.
 """
 
+FUSED_RECURRENT = "fused_recurrent"
+"""Variant that takes :attr:`GlaCall.reverse`; for all others time must be flipped."""
+
 PER_CHANNEL, PER_HEAD = "[B, T, H, K]", "[B, T, H]"
 """Layouts that ``g`` may have.
 
@@ -61,6 +64,8 @@ class GlaCall(NamedTuple):
     """Flag that the caller's states are ``[N, H, V, K]``. Variants return ``[N, H, K, V]``, which :func:`run` transposes."""
     key: Query
     """Dispatch key of the call: its device, dtype, sizes and flags, by which the dispatcher chooses a variant."""
+    reverse: bool = False
+    """Flag that every sequence is gone through from its end to its start, which only :data:`FUSED_RECURRENT` can do."""
 
     def query(self) -> Query:
         """Return the dispatch key."""
@@ -302,7 +307,7 @@ def _scale(scale: float | None, keys: int) -> float:
         "g_heads": None,
         "state_heads": None,
     },
-    defaults={"cuda": ("hopper", "fused", "chunked", "recurrent"), "cpu": ("chunked", "recurrent")},
+    defaults={"cuda": ("hopper", "fused", FUSED_RECURRENT, "chunked", "recurrent"), "cpu": ("chunked", "recurrent")},
     # Float32 results of 16-bit calls that are sums of products of 16-bit numbers; the gate judges them as such.
     stated_errors=dict.fromkeys(("final_state", "grad g", "grad gv", "grad initial_state"), SUM_OF_PRODUCTS),
 )

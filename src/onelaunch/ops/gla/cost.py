@@ -27,6 +27,8 @@ INTERMEDIATES = (
     "partial_value_gradients",
     "repeated",
     "aligned",
+    "bare_results",
+    "kept_states",
 )
 """Intermediates that launches may pass to each other through memory, each written and read once.
 
@@ -47,7 +49,10 @@ says that states are stored with the sizes of padding.py. FLOPs never count prod
   state if heads share that;
 - ``repeated``: copies of q, k, v and the log-decays that have fewer heads than the output, in their dtypes, with all heads;
 - ``aligned``: copies of q, k, v, log-decays per channel and o (or of their gradients) in heads of a multiple of 8 channels, of
-  those whose heads have another size.
+  those whose heads have another size;
+- ``bare_results``: dq of every head of the output without the term of each step itself, and o likewise if values decay; what
+  every key channel gives to the gradient of one decay per head, and every head to that of shared log-decays of values;
+- ``kept_states``: a state of every 64th step, of every 16th with float32 inputs, for every head of the output.
 """
 
 
@@ -146,6 +151,12 @@ def _intermediate_bytes(what: str, case: Case, heads: Heads, steps: int, chunk: 
         gates = 0 if summed == 1 else heads.g * (4 if gla.option(case, "log_decay_dtype") == "float32" else item)
         of_keys = wide_keys * ((heads.q + heads.k) * item + gates) if wide_keys > keys else 0
         return steps * (of_keys + (wide_values * (heads.v + heads.output) * item if wide_values > values else 0))
+    if what == "kept_states":
+        return 4 * heads.output * -(-steps * keys * values // (16 if case.dtype.itemsize == 4 else 64))
+    if what == "bare_results":
+        gated = bool(gla.option(case, "value_gate"))
+        per_channel = keys if summed == 1 else 0
+        return steps * 4 * heads.output * (keys + per_channel + values * (gated + (gated and heads.g < heads.output)))
     if what == "partial_value_gradients":
         shares_state = gla.option(case, "initial_state") and heads.state < heads.output
         initial = _sequence_count(case) * heads.output * keys * values if shares_state else 0

@@ -47,3 +47,45 @@ def backward(
     call = launch.Attention.of(q, k, v, g, initial, offsets, scale)
     dinitial = launch.empty_final(call, wanted=initial is not None)
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), g.new_empty(g.shape), dinitial
+
+
+def recurrence_forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    gv: torch.Tensor | None,
+    initial: torch.Tensor | None,
+    offsets: torch.Tensor | None,
+    scale: float,
+    reverse: bool,
+    want_final: bool,
+    want_bare: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return empty tensors for o, the final state and the bare output of ``autograd_recurrence.run_forward``."""
+    from onelaunch.ops.gla import launch
+
+    call = launch.Attention.of(q, k, v, g, initial, offsets, scale, either_order=True)
+    o, final = launch.empty_output(call), launch.empty_final(call, wanted=want_final)
+    bare = o.new_empty(o.shape if want_bare else (0,), dtype=torch.float32)
+    return o, launch.final_like(call.sequences.initial, final), bare
+
+
+def recurrence_backward(
+    do: torch.Tensor,
+    dfinal: torch.Tensor | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    gv: torch.Tensor | None,
+    initial: torch.Tensor | None,
+    offsets: torch.Tensor | None,
+    bare: torch.Tensor,
+    scale: float,
+    reverse: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return empty tensors for the gradients of q, k, v, g, gv and the initial state."""
+    *gradients, dinitial = backward(do, dfinal, q, k, v, g, initial, offsets, scale, "")
+    dq, dk, dv, dg = gradients
+    return dq, dk, dv, dg, g.new_empty(0) if gv is None else gv.new_empty(gv.shape), dinitial

@@ -1,7 +1,8 @@
 """``gla`` under the names of fla (flash-linear-attention), with fla's signatures and results: users only change the import.
 
 Signatures are those of fla 0.6.0 with our keyword ``variant`` at the end. Each function calls the operation once: a decay that
-is the same for every step is expanded without a copy, and ``reverse`` flips time before and after the call.
+is the same for every step is expanded without a copy. ``reverse`` goes backwards where the variant ``fused_recurrent`` runs, and
+flips time before and after the call elsewhere.
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ import torch
 from onelaunch import checks, dispatch
 from onelaunch.errors import ArgumentError, ValueRangeError
 from onelaunch.launch.planned import replayed
+from onelaunch.operation import Query
 from onelaunch.operation.states import float32_state
-from onelaunch.ops.gla.contract import PER_CHANNEL, PER_HEAD, GlaCall, bind_under_autocast, run
+from onelaunch.ops.gla.contract import FUSED_RECURRENT, PER_CHANNEL, PER_HEAD, GlaCall, bind_under_autocast, gla, run
 from onelaunch.wording import did_you_mean, listing
 
 Results = tuple[torch.Tensor, torch.Tensor | None]
@@ -149,7 +151,8 @@ def fused_recurrent_gla(
         initial_state: Initial state, ``[N, H, K, V]`` (``[N, H, V, K]`` if ``state_v_first``), float32 or the dtype of ``q``.
             Default: zeros.
         output_final_state: Flag to return the state after the last step of every sequence as well.
-        reverse: Flag to go through every sequence from its end to its start; it costs a flipped copy of every tensor.
+        reverse: Flag to go through every sequence from its end to its start, by ``fused_recurrent`` for at most 64 steps, with
+            ``gv`` and wherever ``hopper`` is not chosen; otherwise it costs a flipped copy of every tensor.
         state_v_first: Flag that states, the initial and the final one, are ``[N, H, V, K]``.
         cu_seqlens: Offsets of packed sequences, ``[N + 1]`` int32 or int64. Requires ``B = 1``.
         variant: Name from ``gla.variants``, or ``"auto"`` for the fastest variant measured near this call.
@@ -201,7 +204,8 @@ def fused_recurrent_simple_gla(
         initial_state: Initial state, ``[N, H, K, V]`` (``[N, H, V, K]`` if ``state_v_first``), float32 or the dtype of ``q``.
             Default: zeros.
         output_final_state: Flag to return the state after the last step of every sequence as well.
-        reverse: Flag to go through every sequence from its end to its start; it costs a flipped copy of every tensor.
+        reverse: Flag to go through every sequence from its end to its start, by ``fused_recurrent`` for at most 64 steps, with
+            ``gv`` and wherever ``hopper`` is not chosen; otherwise it costs a flipped copy of every tensor.
         state_v_first: Flag that states, the initial and the final one, are ``[N, H, V, K]``.
         cu_seqlens: Offsets of packed sequences, ``[N + 1]`` int32 or int64. Requires ``B = 1``.
         variant: Name from ``gla.variants``, or ``"auto"`` for the fastest variant measured near this call.
@@ -261,8 +265,10 @@ def _results(
 def _backwards(call: GlaCall, variant: str) -> Results:
     """Return the results of the call with time reversed, in the caller's order of time.
 
-    Packed sequences come in reverse order during the call.
+    Where the chosen variant cannot go backwards, time is flipped. Packed sequences come in reverse order during that call.
     """
+    if goes_backwards(call.query(), variant):
+        return run(call._replace(reverse=True), FUSED_RECURRENT)
     offsets, initial = call.cu_seqlens, call.initial_state
     if offsets is not None:
         offsets = call.q.shape[1] - offsets.flip(0)
@@ -279,6 +285,25 @@ def _backwards(call: GlaCall, variant: str) -> Results:
     o, final_state = run(flipped, variant)
     packed = offsets is not None and final_state is not None
     return o.flip(1), final_state.flip(0) if packed else final_state
+
+
+_FEW_STEPS = 64
+"""Most steps for which a loop over time takes less time than the launches that flip tensors and those of chunks."""
+
+
+def goes_backwards(query: Query, variant: str) -> bool:
+    """Return whether a call with time reversed runs by :data:`FUSED_RECURRENT`, which flips nothing.
+
+    Flipping q, k, v, g and o moves twice their bytes. With many steps that takes less time than a loop over time, if ``hopper``
+    computes the rest. Compiled code flips always, fused with what is around it.
+    """
+    if variant == FUSED_RECURRENT:
+        return True
+    if variant != dispatch.AUTO or query.device_type != "cuda" or torch.compiler.is_compiling():
+        return False
+    if gla.variants[FUSED_RECURRENT].why_not(query) is not None:
+        return False
+    return query.sizes[1] <= _FEW_STEPS or dispatch.choose(query).name != "hopper"
 
 
 def _one_gate(g: torch.Tensor | None, g_gamma: torch.Tensor | None) -> str:

@@ -11,10 +11,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from onelaunch.operation import Example, Query
 from onelaunch.operation.requirements import cannot_multiply
 from onelaunch.ops.gla.autograd import Results, attend, launches
-from onelaunch.ops.gla.contract import GlaCall, gla
+from onelaunch.ops.gla.contract import FUSED_RECURRENT, GlaCall, gla
 from onelaunch.ops.gla.heads import group_of
 
 if TYPE_CHECKING:
@@ -79,19 +81,42 @@ The size is the number of elements of the states of all sequences and heads. It 
 FEW_STEPS = 16
 """Most steps that a loop finishes before two launches over a chunk of 64 have begun."""
 
+_FEW_TRAINED_STEPS = 64
+"""Most steps for which four loops take less time than the six launches over a single chunk of the portable kernels."""
+
+_FILLING = 1 << 19
+"""Fewest elements of the states of all heads for which a loop over many steps has enough warps to take less time than chunks.
+
+By arithmetic: 32 heads of 128 by 128 are 256 warps, half of what an H100 runs at full speed.
+"""
+
+_WIDE, _WIDEST = 128, 256
+"""Most key channels of the heads that ``hopper`` takes, with float32 and with 16-bit log-decays per channel."""
+
 
 @gla.prefers
 def by_length(query: Query) -> tuple[str, ...]:
     """Return the variants to prefer for a few steps, as in decoding: chunks of 64 steps would be mostly padding.
+
+    On GPUs, calls with a gate on values take ``fused_recurrent``, the only kernel that has it. It comes before ``fused`` also
+    where that multiplies float32 and for heads whose keys are too wide for ``hopper``, if there are many heads, and for few
+    steps with gradients: by the arithmetic in the operation's notebook, not by measurements.
 
     Other calls get none, and keep the order of the operation's ``defaults``. On a CPU (AMD EPYC, one thread, float32, forward
     with states, medians of 40 interleaved rounds) one step takes ``recurrent`` 0.12 ms and ``chunked`` 0.33 at one head of 16
     channels, 0.45 and 2.4 ms at 16 heads of 128, and 3.2 and 7.7 ms at eight times that. The loop copies the states once a
     step: four steps take 0.39 and 0.65 ms at 4 heads of 64 channels, but 34 and 8.5 ms at 128 heads of 128.
     """
+    batch, steps, heads, keys, values = query.sizes
+    if query.device_type == "cuda" and (query.grad or steps > FEW_STEPS or "value_gate" in query.flags):
+        most = _WIDE if "float32_decay" in query.flags else _WIDEST
+        wide = keys > most and "scalar_decay" not in query.flags
+        fills = batch * heads * keys * values >= _FILLING
+        many = fills and (query.dtype is torch.float32 or wide)
+        one_by_one = many or "value_gate" in query.flags or steps <= _FEW_TRAINED_STEPS
+        return ("hopper", FUSED_RECURRENT) if one_by_one else ()
     if query.grad:
         return ()
-    batch, steps, heads, keys, values = query.sizes
     heads //= group_of(query.flags, "state")
     if query.device_type == "cpu":
         few = steps == 1 or (steps <= _FEW_STEPS_CPU and batch * heads * keys * values <= _SMALL_STATE)
