@@ -101,12 +101,13 @@ class ChunkTimes(NamedTuple):
 
 _CHUNK_TIMES = {
     ("head", 64): ChunkTimes(1.2, 1.4), ("head", 128): ChunkTimes(1.5, 2.3), ("head", 256): ChunkTimes(1.8, 1.8),
-    ("channel", 64): ChunkTimes(1.8, 2.2), ("channel", 128): ChunkTimes(3.0, 3.7), ("channel", 256): ChunkTimes(7.1, 7.1),
-    ("wide", 64): ChunkTimes(2.4, 3.0), ("wide", 128): ChunkTimes(5.6, 6.0),
+    ("channel", 64): ChunkTimes(1.8, 2.2), ("channel", 128): ChunkTimes(3.0, 3.7), ("channel", 256): ChunkTimes(5.7, 5.7),
+    ("wide", 64): ChunkTimes(2.4, 3.0), ("wide", 128): ChunkTimes(4.2, 4.5),
 }  # fmt: skip
 """Times by what the log-decays are, one per head, 16-bit ones per channel or float32 ones per channel, and by padded K.
 
-With K of 256 there is only one warpgroup. Those of K = 64 with two of them or with float32 log-decays are estimates."""
+With K of 256 there is only one warpgroup. Those of K = 64 with two of them or with float32 log-decays are estimates, and so is
+that of K = 128 with float32 log-decays and one."""
 
 _WIDE_WITH_STATES = ChunkTimes(4.6, 6.0)
 """Times with float32 log-decays and K = 128 in a pass that stores states, from the time of a backward pass."""
@@ -127,8 +128,8 @@ PARTS = 16
 """Denominator of the time of a chunk without outputs relative to one with them, as in kernels/hopper_recompute.py."""
 
 
-_RECOMPUTE_TIME = 3.0
-"""Microseconds by which recomputing states must be predicted to be faster, since chunks without outputs have not been timed."""
+_RECOMPUTE_TIME = 2.0
+"""Microseconds by which recomputing states must be predicted to be faster. Times of chunks differ by as much at small grids."""
 
 
 class RecomputedChunk(NamedTuple):
@@ -144,10 +145,15 @@ class RecomputedChunk(NamedTuple):
 NOT_RECOMPUTED = RecomputedChunk(0, 0)
 """Times for a pass that cannot leave outputs out: one that stores states, or goes back in time."""
 
-_RECOMPUTED_CHUNK = {"head": RecomputedChunk(6, 6), "channel": RecomputedChunk(10, 0), "wide": RecomputedChunk(10, 0)}
-"""Times by what the log-decays are, as in :data:`_CHUNK_TIMES`: predictions, not measured.
+_RECOMPUTED_CHUNK = {
+    ("head", 64): RecomputedChunk(14, 14), ("head", 128): RecomputedChunk(11, 11), ("head", 256): RecomputedChunk(10, 10),
+    ("channel", 64): RecomputedChunk(11, 0), ("channel", 128): RecomputedChunk(10, 0), ("channel", 256): NOT_RECOMPUTED,
+    ("wide", 64): RecomputedChunk(12, 0), ("wide", 128): RecomputedChunk(11, 0), ("wide", 256): NOT_RECOMPUTED,
+}  # fmt: skip
+"""Times by what the log-decays are and by padded K, as in :data:`_CHUNK_TIMES`, from cold passes with one warpgroup on an H100.
 
-Per channel, with two groups or K beyond 128, ``prepare`` with loops for both kinds of chunks would spill registers."""
+Those with two warpgroups, and with float32 log-decays and K = 128, are estimates. Per channel, with two groups or K beyond 128,
+``prepare`` with loops for both kinds of chunks would spill registers."""
 
 
 @remembered
@@ -160,9 +166,7 @@ def chunk_times(keys: int, *, scalar: bool, wide: bool, store_states: bool) -> C
 
 def recomputed_chunk(keys: int, *, scalar: bool, wide: bool) -> RecomputedChunk:
     """Return the times of a chunk without outputs with K padded to ``keys``, see :func:`pass_tiles` for the other arguments."""
-    if keys > 2 * PANEL and not scalar:
-        return NOT_RECOMPUTED
-    return _RECOMPUTED_CHUNK["head" if scalar else "wide" if wide else "channel"]
+    return _RECOMPUTED_CHUNK["head" if scalar else "wide" if wide else "channel", keys]
 
 
 class Segments(NamedTuple):
