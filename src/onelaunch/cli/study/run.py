@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import signal
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
-from types import FrameType
 from typing import Annotated, Literal
 
 import typer
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from onelaunch.cli import output
 from onelaunch.cli.arguments import DeviceName
+from onelaunch.cli.measuring import INTERRUPTED, reported_termination, shown_progress
 from onelaunch.cli.study.arguments import CallLimit, InProcess, Log, PricePerHour, ScaleName, StudyName, TimeCap
 from onelaunch.cli.study.report import send, write_into
 from onelaunch.device.hardware import resolve
@@ -22,23 +18,13 @@ from onelaunch.device.peaks import ceilings
 from onelaunch.errors import ResultExists
 from onelaunch.workbench.files import probe_file, probe_folder, within
 from onelaunch.workbench.report import RESULT
-from onelaunch.workbench.report.summary import direction_words
 from onelaunch.workbench.report.terminal import show
-from onelaunch.workbench.report.text import one_line
 from onelaunch.workbench.result import Result
-from onelaunch.workbench.run import Progress as Step
 from onelaunch.workbench.run import ResultUnsaved, default_path, interrupted_run, is_resumable, partial_path, run_study
 from onelaunch.workbench.sinks import Sink, make_sink
 from onelaunch.workbench.study import Study
 from onelaunch.workbench.study.read import find_study
 from onelaunch.workbench.supervise import CALL_LIMIT_SECONDS, slug_of
-
-INTERRUPTED, TERMINATED = 130, 128 + signal.SIGTERM
-"""Exit codes after Ctrl-C and after SIGTERM."""
-
-
-class Terminated(BaseException):
-    """SIGTERM. It is no ``SystemExit``, which would be taken for one of the variant that is measured."""
 
 
 def run(
@@ -100,7 +86,7 @@ def run(
             ceilings(where)
     counted: bool | Literal["all"] = "all" if count and count_all else count
     unsaved: ResultUnsaved | None = None
-    with _reported_termination(partial_path(result_path)), _progress() as report:
+    with reported_termination(partial_path(result_path)), shown_progress() as report:
         try:
             result = run_study(
                 study,
@@ -163,28 +149,6 @@ def _finish(
         raise typer.Exit(INTERRUPTED)
 
 
-@contextmanager
-def _reported_termination(partial: Path) -> Iterator[None]:
-    """Print on SIGTERM where the finished shapes are saved (the file ``partial`` grows with the run), and exit with its code."""
-
-    def end(signum: int, frame: FrameType | None) -> None:
-        del signum, frame
-        saved = f"finished shapes are saved in {partial}; continue with --resume" if partial.exists() else "no shape was finished"
-        output.stderr().print(f"terminated: {saved}", soft_wrap=True, markup=False)
-        raise Terminated
-
-    if threading.current_thread() is not threading.main_thread():  # only the main thread may handle signals
-        yield
-        return
-    before = signal.signal(signal.SIGTERM, end)
-    try:
-        yield
-    except Terminated:
-        raise SystemExit(TERMINATED) from None
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
 def _paths(study: Study, device: str, out: Path | None, report_dir: Path | None) -> tuple[Path, Path]:
     """Return the path of the result and the folder of the report. If ``out`` is a folder, both go there."""
     slug = slug_of(device)
@@ -195,39 +159,3 @@ def _paths(study: Study, device: str, out: Path | None, report_dir: Path | None)
     if out.suffix != ".json":
         return out / RESULT, report_dir or out
     return out, report_dir or Path("reports") / slug / out.stem
-
-
-@contextmanager
-def _progress() -> Iterator[Callable[[Step], None]]:
-    """Yield a callback that shows the progress of a run on stderr: as a bar on a terminal, else as a line for each step."""
-    console = output.stderr()
-    if not console.is_terminal:
-        seen: set[str] = set()
-
-        def report_line(step: Step) -> None:
-            line = f"[{step.cases_done + 1}/{step.cases}] {_case(step)}"
-            if line not in seen:
-                seen.add(line)
-                console.print(line, soft_wrap=True, markup=False)
-
-        yield report_line
-        return
-    heads = (TextColumn("{task.description}", markup=False), BarColumn(bar_width=24), TextColumn("{task.fields[part]}"))
-    with Progress(*heads, TimeElapsedColumn(), console=console, transient=True) as bar:
-        task = bar.add_task("starting", total=None, part="")
-
-        def report_bar(step: Step) -> None:
-            share = step.done / step.total if step.total else 0.0
-            bar.update(
-                task,
-                description=_case(step),
-                completed=step.cases_done + share,
-                total=step.cases,
-                part=f"{step.cases_done + 1} of {step.cases}",
-            )
-
-        yield report_bar
-
-
-def _case(step: Step) -> str:
-    return one_line(f"{step.shape}, {direction_words(step.direction)}: {step.step}")
