@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from onelaunch.device.hardware import Ceilings
+from onelaunch.operation.sources import distributions
 from onelaunch.workbench import run as module
 from onelaunch.workbench.measure import rotation, sampling, timing
 from onelaunch.workbench.result import Traffic, provenance, sources
@@ -114,7 +115,7 @@ def spare_children(monkeypatch: pytest.MonkeyPatch) -> None:
     """Do once in this process what each run of a study, or each forked child that measures it, would do for a second."""
     import torch._dynamo  # noqa: F401
 
-    sources.distributions()
+    distributions()
     sources.package_digest()
     monkeypatch.setenv("ONELAUNCH_COMMIT", commit())
 

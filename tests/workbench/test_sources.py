@@ -19,8 +19,10 @@ import pytest
 
 from onelaunch.errors import ResultMismatch
 from onelaunch.operation import entry_points as loading
+from onelaunch.operation import sources as code
+from onelaunch.operation.sources import module_digest
 from onelaunch.workbench.result import Result, VariantSource, provenance, sources
-from onelaunch.workbench.result.sources import module_digest, source_of
+from onelaunch.workbench.result.sources import source_of
 from tests.workbench.runs import interrupted_at, quick, run, statuses, study
 from tests.workbench.toy import toy_sum
 
@@ -53,7 +55,7 @@ def package(tmp_path, monkeypatch):
         for name in [each for each in sys.modules if each.partition(".")[0] == "acme"]:
             del sys.modules[name]
         importlib.invalidate_caches()
-        sources.forget()
+        code.forget()
         toy_sum.variants.pop("acme", None)
         return toy_sum.variant("acme", launches=1)(importlib.import_module("acme.sums").run)
 
@@ -63,7 +65,7 @@ def package(tmp_path, monkeypatch):
     toy_sum.variants.pop("acme", None)
     for name in [each for each in sys.modules if each.partition(".")[0] == "acme"]:
         del sys.modules[name]
-    sources.forget()
+    code.forget()
 
 
 @pytest.mark.parametrize(
@@ -98,7 +100,7 @@ def test_a_digest_is_that_of_the_code_that_was_loaded(package, tmp_path):
 
 
 def test_a_digest_of_a_variant_with_kernels_covers_them():
-    reached = sources._reached("onelaunch.ops.linear_rnn.variants.triton", sources._folders("onelaunch"))
+    reached = code._reached("onelaunch.ops.linear_rnn.variants.triton", code._folders("onelaunch"))
     assert {"onelaunch.ops.linear_rnn.kernels.matmul", "onelaunch.kernels.scan.forward"} <= reached.keys()
     assert not {name for name in reached if ".swiglu" in name or ".decode" in name or ".workbench" in name}
 

@@ -14,7 +14,7 @@ class VariantSource(Stored):
     """Source of the code of one variant."""
 
     source: Words
-    """SHA-256 of the files that the variant runs, see :mod:`onelaunch.workbench.result.sources`; empty if there is no file."""
+    """SHA-256 of the files that the variant runs, see :mod:`onelaunch.operation.sources`; empty if there is no file."""
     distribution: Words = ""
     """Name and version of the distribution that provides the variant, such as ``onelaunch 0.3.0``; empty if it has none."""
 

@@ -21,8 +21,9 @@ import torch
 
 import onelaunch
 from onelaunch.device.hardware import describe
+from onelaunch.operation.sources import distributions as _distributions
+from onelaunch.operation.sources import installed_version
 from onelaunch.workbench.result.facts import Provenance
-from onelaunch.workbench.result.sources import distributions as _distributions
 from onelaunch.workbench.result.sources import package_digest, variant_sources
 from onelaunch.workbench.study import Scale, Study
 
@@ -97,7 +98,7 @@ def versions(study: Study) -> dict[str, str]:
         found["rocm"] = toolkit
     peers = dict.fromkeys(package for _, variant in study.registered() if (package := variant.capabilities.requires))
     for package in ("triton", *peers):
-        if (version := _version(package)) is not None:
+        if (version := installed_version(package)) is not None:
             found[package] = version
     return found | _providers(study)
 
@@ -142,17 +143,6 @@ def merge_clocks(samples: Iterable[Mapping[str, float]]) -> dict[str, float]:
         name: min(found) if name.endswith("_lowest") else float(statistics.median(found))
         for name, found in sorted(values.items())
     }
-
-
-def _version(package: str) -> str | None:
-    """Return the version of a distribution, found by its own name or by its import name; ``None`` if it is not installed."""
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        owners = _distributions().get(package, ())
-        return importlib.metadata.version(owners[0]) if owners else None
-    except ValueError:  # broken metadata without a name or a version
-        return None
 
 
 def _git(*arguments: str) -> str | None:
