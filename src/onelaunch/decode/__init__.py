@@ -4,7 +4,7 @@ from onelaunch.decode.model.cache import KVCache
 from onelaunch.decode.model.config import ModelConfig
 from onelaunch.decode.step.contract import decode_step
 
-from onelaunch.decode.step import cost, probes, reference  # isort: skip  (register into decode_step)
+from onelaunch.decode.step import cost, probes, reference, typical  # isort: skip  (register into decode_step)
 from onelaunch.decode.step.variants import pytorch as torch_variants  # isort: skip  (registers into decode_step)
 from onelaunch.decode.step.variants import megakernel  # isort: skip  (registers into decode_step)
 from onelaunch.decode import loops  # isort: skip  (registers into decode_step)
@@ -16,5 +16,5 @@ from onelaunch.decode.model.weights import Weights, load_weights, random_weights
 
 __all__ = [
     "Engine", "Generation", "KVCache", "Model", "ModelConfig", "Request", "Sampling", "Stream", "TextCodec", "Weights", "cost",
-    "decode_step", "load_weights", "loops", "megakernel", "probes", "random_weights", "reference", "torch_variants",
+    "decode_step", "load_weights", "loops", "megakernel", "probes", "random_weights", "reference", "torch_variants", "typical",
 ]  # fmt: skip

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -81,6 +81,7 @@ class Operation(Generic[P, R]):
         self._preference: Callable[[Query], tuple[str, ...]] | None = None
         self._query: Callable[[Case, str, bool], Query] | None = None
         self._probes: Probes | None = None
+        self._typical: Callable[[str], Iterable[Case]] | None = None
         self.shapes_of: Callable[[Any], Shapes] | None = None
         """Function registered with :meth:`shapes`, or ``None``."""
 
@@ -215,7 +216,28 @@ class Operation(Generic[P, R]):
         self._probes = _only(self._probes, function, self, "probes")
         return function
 
+    def typical(self, function: Callable[[str], Iterable[Case]]) -> Callable[[str], Iterable[Case]]:
+        """Register the decorated function, which yields typical cases on a type of device, ``cuda`` or ``cpu``.
+
+        ``onelaunch tune`` measures them where no shape is given. They are few, and those for a CPU are small.
+        """
+        self._typical = _only(self._typical, function, self, "typical")
+        return function
+
     # Queries: methods for tests, studies and the dispatcher
+
+    def typical_cases(self, device_type: str) -> list[Case]:
+        """Return the typical cases on a type of device, ``cuda`` or ``cpu``; none if the operation lists none.
+
+        Raises:
+            ArgumentError: The registered function yields something else than cases of this operation.
+        """
+        cases = list(self._typical(device_type)) if self._typical else []
+        if (
+            wrong := next((each for each in cases if not isinstance(each, Case) or each.operation != self.name), None)
+        ) is not None:
+            raise ArgumentError(f"The typical cases of {self.name} hold {wrong!r}; each must be a Case of {self.name}.")
+        return cases
 
     def listed_probes(self) -> list[Probe]:
         """Return the probes of the operation, or none if it has registered none.

@@ -75,7 +75,7 @@ def plugins() -> tuple[Plugin, ...]:
 class _Snapshot:
     """State of the registry, of every operation and of every variant, before a plug-in is loaded."""
 
-    FUNCTIONS = ("_function", "bind", "_oracle", "_inputs", "_cost", "_query", "_probes", "shapes_of", "run")
+    FUNCTIONS = ("_function", "bind", "_oracle", "_inputs", "_cost", "_query", "_probes", "_typical", "shapes_of", "run")
     """Attributes of operations and variants that no plug-in may replace once they are set."""
 
     ORDER = ("_preference", "defaults")

@@ -3,6 +3,6 @@
 from onelaunch.ops.gated_scan.contract import gated_scan
 from onelaunch.ops.gated_scan.functions import chunk_hgrn, fused_recurrent_hgrn
 
-from onelaunch.ops.gated_scan import cost, probes, reference, variants  # isort: skip  (register into gated_scan)
+from onelaunch.ops.gated_scan import cost, probes, reference, typical, variants  # isort: skip  (register into gated_scan)
 
-__all__ = ["chunk_hgrn", "cost", "fused_recurrent_hgrn", "gated_scan", "probes", "reference", "variants"]
+__all__ = ["chunk_hgrn", "cost", "fused_recurrent_hgrn", "gated_scan", "probes", "reference", "typical", "variants"]

@@ -3,7 +3,7 @@
 from onelaunch.ops.gla.contract import gla
 from onelaunch.ops.gla.functions import chunk_gla, chunk_simple_gla, fused_recurrent_gla, fused_recurrent_simple_gla
 
-from onelaunch.ops.gla import cost, probes, reference, variants  # isort: skip  (register into gla)
+from onelaunch.ops.gla import cost, probes, reference, typical, variants  # isort: skip  (register into gla)
 
 __all__ = [
     "chunk_gla",
@@ -14,5 +14,6 @@ __all__ = [
     "gla",
     "probes",
     "reference",
+    "typical",
     "variants",
 ]

@@ -2,6 +2,6 @@
 
 from onelaunch.ops.gla_layer.contract import gla_layer
 
-from onelaunch.ops.gla_layer import cost, probes, reference, variants  # isort: skip  (register into it)
+from onelaunch.ops.gla_layer import cost, probes, reference, typical, variants  # isort: skip  (register into it)
 
-__all__ = ["cost", "gla_layer", "probes", "reference", "variants"]
+__all__ = ["cost", "gla_layer", "probes", "reference", "typical", "variants"]

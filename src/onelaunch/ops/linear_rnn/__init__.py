@@ -2,6 +2,6 @@
 
 from onelaunch.ops.linear_rnn.contract import linear_rnn
 
-from onelaunch.ops.linear_rnn import cost, probes, reference, variants  # isort: skip  (register into linear_rnn)
+from onelaunch.ops.linear_rnn import cost, probes, reference, typical, variants  # isort: skip  (register into linear_rnn)
 
-__all__ = ["cost", "linear_rnn", "probes", "reference", "variants"]
+__all__ = ["cost", "linear_rnn", "probes", "reference", "typical", "variants"]

@@ -2,6 +2,6 @@
 
 from onelaunch.ops.output_chain.contract import output_chain
 
-from onelaunch.ops.output_chain import cost, probes, reference, variants  # isort: skip  (register into output_chain)
+from onelaunch.ops.output_chain import cost, probes, reference, typical, variants  # isort: skip  (register into output_chain)
 
-__all__ = ["cost", "output_chain", "probes", "reference", "variants"]
+__all__ = ["cost", "output_chain", "probes", "reference", "typical", "variants"]

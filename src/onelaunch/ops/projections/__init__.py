@@ -3,6 +3,6 @@
 from onelaunch.ops.projections.contract import projections
 from onelaunch.ops.projections.layout import Segment
 
-from onelaunch.ops.projections import cost, probes, reference, variants  # isort: skip  (register into projections)
+from onelaunch.ops.projections import cost, probes, reference, typical, variants  # isort: skip  (register into projections)
 
-__all__ = ["Segment", "cost", "probes", "projections", "reference", "variants"]
+__all__ = ["Segment", "cost", "probes", "projections", "reference", "typical", "variants"]

@@ -1,0 +1,18 @@
+"""Typical calls of ``projections``, which ``onelaunch tune`` measures where no shape is given."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from onelaunch.operation import Case
+from onelaunch.ops.projections.contract import projections
+
+
+@projections.typical
+def typical(device: str) -> Iterator[Case]:
+    """Yield typical calls on a type of device: the beginning of a layer of two widths. On a CPU they are small."""
+    if device == "cuda":
+        yield projections.case("bfloat16", B=4, T=2048, D=2048, H=16, K=128, V=128)
+        yield projections.case("bfloat16", B=4, T=512, D=1024, H=8, K=128, V=128)
+    else:
+        yield projections.case("float32", B=2, T=64, D=256, H=2, K=64, V=64)
