@@ -97,6 +97,30 @@ def test_a_table_of_one_cpu_is_never_used_on_another(places, folder):
 
 
 @pytest.mark.parametrize("folder", [0, 1], ids=["package", "user"])
+def test_the_table_of_another_gpu_under_this_ones_file_name_is_ignored(places, folder):
+    (places[folder] / "some-gpu.json").write_text(table(row(), device="Some-GPU"))
+    with pytest.warns(TableNotice, match="'Some-GPU', and this GPU is 'Some GPU'"):
+        assert near() is None
+
+
+def test_a_stale_row_of_the_user_does_not_hide_the_packages(places):
+    package, user = places
+    (package / "some-gpu.json").write_text(table(row(8, {"vector": 2.0})))
+    (user / "some-gpu.json").write_text(table(row(8, {"loop": 1.0}, software={"torch": "1.0"}), row(64, {"loop": 3.0})))
+    with pytest.warns(TableNotice, match="1.0"):
+        assert near(8).microseconds == {"vector": 2.0}
+    assert near(64).microseconds == {"loop": 3.0}
+    assert (near(8).whose(), near(64).whose()) == ("the package's table", "your own table, written by onelaunch study adopt")
+
+
+def test_at_equal_distances_the_users_row_comes_first(places):
+    package, user = places
+    (package / "some-gpu.json").write_text(table(row(4)))
+    (user / "some-gpu.json").write_text(table(row(16)))
+    assert near(8).sizes == {"N": 16}
+
+
+@pytest.mark.parametrize("folder", [0, 1], ids=["package", "user"])
 def test_the_old_table_of_all_cpus_is_used_on_the_cpu_that_it_names(places, folder, recwarn):
     (places[folder] / "cpu.json").write_text(table(row(), device="Some CPU"))
     assert near(device=CPU) is not None
@@ -132,6 +156,10 @@ BROKEN = {
     "a time that is infinite": table(row(microseconds={"loop": float("inf")})),
     "a negative time": table(row(microseconds={"loop": -1.0})),
     "a time of zero": table(row(microseconds={"loop": 0})),
+    "a date of a wrong type": table(row(run=20261126)),
+    "noise below 1": table(row(noise=0.02)),
+    "software of a wrong type": table(row(software=["torch"])),
+    "code of a wrong type": table(row(code={"loop": 7})),
 }
 
 

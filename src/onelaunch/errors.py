@@ -311,13 +311,13 @@ class BusyDeviceNotice(OneLaunchError, UserWarning):
 class TableNotice(OneLaunchError, UserWarning):
     """Warning about a table of measured times that is not valid, so that it or a part of it is ignored.
 
-    ``part`` is what is ignored with its verb, such as "these rows are".
+    ``part`` is what is ignored with its verb, such as "these rows are", and ``again`` the command that writes it anew.
     """
 
-    def __init__(self, path: Path | str | None, problem: str, *, part: str = "it is") -> None:
+    def __init__(self, path: Path | str | None, problem: str, *, part: str = "it is", again: str = "study adopt") -> None:
         super().__init__(
             f"Table of measured times {path}: {problem}, so {part} left out. Delete the file, or write it again with "
-            "onelaunch study adopt."
+            f"onelaunch {again}."
         )
         self.path = path
 

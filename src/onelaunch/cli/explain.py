@@ -49,9 +49,8 @@ def _table(answer: Explanation, summaries: Mapping[str, str]) -> Table:
     standings = sorted(answer.standings, key=lambda at: (not at.chosen, bool(at.reason_against), at.microseconds or math.inf))
     rows = [_row(standing, summaries[standing.variant]) for standing in standings]  # below, > aligns a column to the right
     if any(standing.microseconds is not None for standing in standings):
-        note = (
-            f"Measured: cold median at the measured size nearest to this call, from {answer.table or 'a table of this device'}."
-        )
+        table = f"{answer.whose}, {answer.table}" if answer.whose else answer.table or "a table of this device"
+        note = f"Measured: cold median at the measured size nearest to this call, from {table}."
         return Table("", columns("variant", "here", ">measured", ">times slower", "why"), tuple(rows), note)
     return Table("", columns("variant", "here", "why"), tuple((*row[:2], row[-1]) for row in rows))
 

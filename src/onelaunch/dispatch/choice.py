@@ -11,7 +11,7 @@ exactly the sizes and flags that were measured.
 The public functions of operations call :func:`run`, and so does the variant ``module`` of ``gla_layer``. Decoding, the variants
 ``packed`` and ``packed_states`` of ``gla_layer``, and the planner and the timing of studies ask :func:`pick` or :func:`choose`.
 ``explanation.py`` asks :func:`choose`, and imports the functions by which it decides: :func:`able`, :func:`borrowed_for`,
-:func:`held_back`, :func:`is_outdated`, :func:`is_trusted`, :func:`measured_near` and :func:`sizes_of`.
+:func:`held_back`, :func:`is_outdated`, :func:`is_trusted`, :func:`measured_near`, :func:`sizes_of` and :func:`tie`.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from onelaunch.errors import ArgumentError, UnknownVariant, VariantUnsupported
 from onelaunch.launch.planned import forget_plans, is_recording, unrecorded
 from onelaunch.launch.side_by_side import Launching
 from onelaunch.operation import AUTO, Call, Operation, Query, SymbolicSizes, Variant, find_operation
+from onelaunch.operation.sources import digest_of
 
 CONFIRMED = 4096
 """Largest number of queries for which a variant remembers that its results were checked."""
@@ -99,9 +100,14 @@ def choose(query: Query) -> Variant:
     if source is not None and not is_outdated(operation, query, source, automatic):
         times = {name: time for name, time in source.microseconds.items() if name in automatic}
         if times:
-            close = [name for name, time in times.items() if time <= TIE * min(times.values())]
+            close = [name for name, time in times.items() if time <= tie(source) * min(times.values())]
             return automatic[min(close, key=operation.preference(query).index)]
     return automatic[min(automatic, key=operation.preference(query).index)]
+
+
+def tie(row: Measured) -> float:
+    """Return the ratio to the fastest time up to which variants count as equally fast: :data:`TIE`, or a row's larger noise."""
+    return max(TIE, row.noise)
 
 
 def is_outdated(operation: Operation[..., Any], query: Query, row: Measured, names: Collection[str]) -> bool:
@@ -257,6 +263,7 @@ def _looked_up(operation: Operation[..., Any], query: Query, *, borrow: bool) ->
         sizes_of(operation, query),
         query.flags,
         variants=operation.variants.keys(),
+        code=lambda name: digest_of(operation.variants[name]),
         borrow=borrow,
     )
 

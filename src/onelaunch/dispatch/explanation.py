@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from onelaunch.dispatch.choice import TIE, able, borrowed_for, choose, held_back, is_trusted, measured_near, sizes_of
+from onelaunch.dispatch.choice import TIE, able, borrowed_for, choose, held_back, is_trusted, measured_near, sizes_of, tie
 from onelaunch.dispatch.measured import Measured
 from onelaunch.operation import Operation, Query, find_operation
 
@@ -47,6 +47,8 @@ class Explanation:
     """Standing of every variant, in order of registration."""
     table: Path | None = None
     """File with the measured times, if a similar call was measured."""
+    whose: str | None = None
+    """Words for that file: "the package's table", or "your own table" with its date and the command that wrote it."""
 
 
 def explain(query: Query) -> Explanation:
@@ -69,23 +71,31 @@ def explain(query: Query) -> Explanation:
         for name, variant in operation.variants.items()
     )
     if chosen.name in times and measured:
-        because = f"it is the fastest of our variants, or at most {TIE - 1:.0%} slower, as measured at {measured.where()}"
-        if not is_trusted(chosen, query):
-            because = f"it is the fastest variant, or at most {TIE - 1:.0%} slower, as measured at {measured.where()}"
-            because += _trusted(operation, query, chosen.name, measured)
+        fastest_of = "the fastest of our variants" if is_trusted(chosen, query) else "the fastest variant"
+        because = f"it is {fastest_of}, or {_margin(measured)}, as measured at {measured.where()}"
+        because += f", by {measured.whose()}" if measured.is_users else ""
+        because += _trusted(operation, query, chosen.name, measured) if not is_trusted(chosen, query) else ""
     else:
         because = _unmeasured(operation, query, measured, chosen.name)
         lent = borrowed_for(operation, query) if measured is None else None
         if lent is not None and chosen.name in lent.microseconds:
             because = (
-                f"it is the fastest of our variants, or at most {TIE - 1:.0%} slower, at {lent.where()}, whose table gives the "
-                f"order of variants on Hopper GPUs that lack times of their own; {because}"
+                f"it is the fastest of our variants, or {_margin(lent)}, at {lent.where()}, whose table gives "
+                f"the order of variants on Hopper GPUs that lack times of their own; {because}"
             )
         else:
             order = f"{operation.name}'s order of preference on {query.device_type}"
             because = f"it is the first in {order} that can run; {because}"
     because += _faster_but_held_back(standings, chosen.name)
-    return Explanation(query, chosen.name, because, standings, measured.path if measured else None)
+    if measured is None:
+        return Explanation(query, chosen.name, because, standings)
+    return Explanation(query, chosen.name, because, standings, measured.path, measured.whose())
+
+
+def _margin(row: Measured) -> str:
+    """Return how much slower than the fastest variant a chosen one may be."""
+    within = " (the noise of these times)" if row.noise > TIE else ""
+    return f"at most {tie(row) - 1:.0%} slower{within}"
 
 
 def _trusted(operation: Operation[..., Any], query: Query, name: str, measured: Measured) -> str:

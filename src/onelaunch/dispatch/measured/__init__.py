@@ -1,7 +1,7 @@
 """Read tables of measured times: one JSON file per device, from which the dispatcher chooses.
 
-``onelaunch study adopt`` reads and writes tables. ``dispatch/choice.py`` looks calls up by :func:`nearest`, on a
-Hopper GPU on which no similar call was measured in the table of another one. Two folders are read: the user's own
+``onelaunch study adopt`` and ``onelaunch tune`` read and write tables. ``dispatch/choice.py`` looks calls up by :func:`nearest`,
+on a Hopper GPU on which no similar call was measured in the table of another one. Two folders are read: the user's own
 (:func:`onelaunch.folders.tables_folder`, ``$ONELAUNCH_TABLES``) and this package's. A row of the user's table replaces the
 package's row of the same call; the package's other rows stay. A process reads a table once, so only later processes see a table
 that is written while it runs.
@@ -9,11 +9,21 @@ that is written while it runs.
 To ship a table, adopt results into a folder and copy the file into this one; no command writes here.
 
 A file is named after its device, such as ``nvidia-h200.json``. The name for a CPU holds its model, such as ``cpu-amd-epyc.json``,
-and the table is used only on that model. A file holds ``{"device": name, "source": [...], "rows": [row, ...]}`` with rows of the
-form ``{operation, direction, dtype, flags, sizes, microseconds: {variant: time}, probes: [variant, ...], unsupported: [variant,
-...]}``. The flags are those of the query. ``probes`` names the variants that passed the operation's probes in the run that
-measured them, and ``unsupported`` those that refused the call in that run. All three may be absent. A table with any other
-content is ignored with one :class:`~onelaunch.errors.TableNotice`.
+and the table is used only on that model. The table of another GPU under this GPU's file name is ignored too. A file holds
+``{"device": name, "source": [...], "rows": [row, ...]}`` with rows of the form ``{operation, direction, dtype, sizes,
+microseconds: {variant: time}}`` and these keys, each of which may be absent:
+
+- ``flags``: those of the query;
+- ``probes``: names of the variants that passed the operation's probes in the run that measured them;
+- ``unsupported``: names of the variants that refused the call in that run;
+- ``run``: date of that run;
+- ``by``: command that wrote the row, such as ``onelaunch tune``;
+- ``noise``: A/A noise of the times as a factor of at least 1, within which no variant counts as faster;
+- ``software``: versions by package, such as ``{"torch": "2.11.0"}``;
+- ``code``: digests of the variants' code (:mod:`onelaunch.operation.sources`) by variant.
+
+A row with other versions or other code than here is stale, and the next one speaks. A table with any other content is ignored.
+Each of these gives one :class:`~onelaunch.errors.TableNotice`.
 """
 
 from __future__ import annotations
@@ -22,8 +32,8 @@ import functools
 import json
 import math
 import warnings
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,6 +43,7 @@ from onelaunch import folders
 from onelaunch.device.hardware import Device
 from onelaunch.errors import TableNotice
 from onelaunch.files import read_bytes, reason
+from onelaunch.operation.sources import installed_version
 from onelaunch.wording import listing
 
 TABLES = Path(__file__).parent
@@ -44,6 +55,9 @@ that differs."""
 
 HOPPER_TABLES = {"nvidia-h200": (132, 141 << 30)}
 """SMs and bytes of memory of the Hopper GPUs whose tables the package ships, by the name of the table."""
+
+TUNE = "onelaunch tune"
+"""Command that writes rows of the user's table which hold for the software and code that they were measured with."""
 
 OLD_CPU = "cpu"
 """Name of the table that older versions wrote for every CPU. It is used only on the CPU that it names."""
@@ -77,6 +91,28 @@ class Measured:
     """Names of the variants that passed the operation's probes when they were measured."""
     unsupported: frozenset[str] = frozenset()
     """Names of the variants that could not run the call when the others were measured."""
+    run: str = ""
+    """Date of the run that measured the row, in ISO 8601; empty if it is not known."""
+    by: str = ""
+    """Command that wrote the row; empty for ``onelaunch study adopt``."""
+    noise: float = 1.0
+    """Factor of times below which a difference is noise."""
+    software: Mapping[str, str] = field(default_factory=dict)
+    """Versions by package with which the row is valid; empty for all versions."""
+    code: Mapping[str, str] = field(default_factory=dict)
+    """Digests of the code by variant with which the row is valid; empty for any code."""
+
+    @property
+    def is_users(self) -> bool:
+        """True if the row is of the user's own table."""
+        return self.path is not None and self.path.parent != TABLES
+
+    def whose(self) -> str:
+        """Return words for the row's table, such as "your own table of 2026-11-26, written by onelaunch tune"."""
+        if not self.is_users:
+            return "the package's table"
+        date = f" of {self.run[:10]}" if self.run else ""
+        return f"your own table{date}, written by {self.by or 'onelaunch study adopt'}"
 
     def is_at(self, sizes: Mapping[str, int], flags: Iterable[str]) -> bool:
         """Return whether exactly these sizes and flags were measured."""
@@ -97,9 +133,12 @@ def nearest(
     flags: Iterable[str] = (),
     *,
     variants: Collection[str] | None = None,
+    code: Callable[[str], str] | None = None,
     borrow: bool = False,
 ) -> Measured | None:
-    """Return the measured call nearest to a call, or ``None`` if none is within :data:`NEAR`.
+    """Return the measured call nearest to a call, or ``None`` if none is within :data:`NEAR`. Stale rows do not count.
+
+    At equal distances a row of the user's table comes before one of the package's.
 
     Args:
         device: Device on which the call would run.
@@ -109,32 +148,56 @@ def nearest(
         sizes: Sizes by the operation's dimensions. Rows with other dimensions are ignored.
         flags: Flags of the query.
         variants: Names of the operation's variants. Times of other variants are ignored. By default all times are used.
+        code: Function from the name of a variant to the digest of its code here. Without it, digests are not compared.
         borrow: Whether to look the call up in the package's table of the Hopper GPU most like a Hopper GPU, in place of the
             device's own tables; there is none for a device of another architecture. It tells in which order variants are
             likely to be fast on the device, which runs the same kernels, but not how fast: GPUs of one architecture differ in
             SMs, clocks and bandwidth.
     """
     wanted, asked = frozenset(flags), (operation, direction, str(dtype).removeprefix("torch."))
-    rows: dict[Key, Measured] = {}
-    for table in (
-        _similar_table(device) if borrow else _own_tables(device)
-    ):  # rows of the later table replace those of the earlier
-        for key, row in table.items():
-            if key[:3] == asked and (known := _known(row, operation, tuple(sizes), variants)) is not None:
-                rows[key] = known
 
     def distance(row: Measured) -> float:
         return len(row.flags ^ wanted) + sum(abs(math.log2(max(row.sizes[key], 1) / max(sizes[key], 1))) for key in row.sizes)
 
-    # A size of 0 counts as 1 in a distance, so a row of another call can have the distance 0.
-    best = min(rows.values(), key=lambda row: (distance(row), not row.is_at(sizes, wanted)), default=None)
-    return best if best is not None and distance(best) <= NEAR else None
+    found: list[tuple[tuple[float, bool, int], Measured]] = []
+    for place, table in enumerate(_similar_table(device) if borrow else _own_tables(device)):
+        for key, row in table.items():
+            if key[:3] == asked and (known := _known(row, operation, tuple(sizes), variants)) is not None:
+                # A size of 0 counts as 1 in a distance, so a row of another call can have the distance 0.
+                found.append(((distance(known), not known.is_at(sizes, wanted), place), known))
+    near = sorted((each for each in found if each[0][0] <= NEAR), key=lambda each: each[0])
+    for _, row in near:
+        if (problem := staleness(operation, row, code)) is None:
+            return row
+        _warn(row.path, problem, _THESE, "tune")
+    return None
+
+
+def staleness(operation: str, row: Measured, code: Callable[[str], str] | None) -> str | None:
+    """Return why a row does not hold here, as a clause, or ``None``: other software, or other code of a variant.
+
+    Args:
+        operation: Name of the operation.
+        row: Row of a table.
+        code: Function from the name of a variant to the digest of its code here; ``None`` leaves out the comparison of digests.
+    """
+    for package, version in row.software.items():
+        if (here := _version(package)) != version:
+            return f"some times are of {package} {version}, and {f'this is {here}' if here else 'it is not installed here'}"
+    measured = row.code.keys() & row.microseconds.keys()
+    changed = sorted(name for name in measured if code is not None and code(name) != row.code[name])
+    return f"the code of {operation}'s {listing(changed)} has changed since some times were measured" if changed else None
+
+
+@functools.cache
+def _version(package: str) -> str | None:
+    """Return the version of a package here; ``None`` if it is not installed."""
+    return str(torch.__version__) if package == "torch" else installed_version(package)
 
 
 def _own_tables(device: Device) -> list[dict[Key, Measured]]:
-    """Return the package's table of a device and the user's."""
-    cpu = device.name if device.type == "cpu" else None
-    return [_rows(place, device.table, cpu) for place in (TABLES, folders.tables_folder())]
+    """Return the user's table of a device and the package's."""
+    return [_rows(place, device.table, device.name, cpu=device.type == "cpu") for place in (folders.tables_folder(), TABLES)]
 
 
 def _similar_table(device: Device) -> list[dict[Key, Measured]]:
@@ -149,7 +212,7 @@ def _similar_table(device: Device) -> list[dict[Key, Measured]]:
         here = (max(device.processors, 1), max(device.memory_bytes, 1))
         return sum(abs(math.log2(mine / its)) for mine, its in zip(here, HOPPER_TABLES[table], strict=True))
 
-    return [_rows(TABLES, min(HOPPER_TABLES, key=distance), None)]
+    return [_rows(TABLES, min(HOPPER_TABLES, key=distance), None, cpu=False)]
 
 
 def read(path: Path) -> tuple[str, list[str], dict[Key, Measured]]:
@@ -176,7 +239,9 @@ def read(path: Path) -> tuple[str, list[str], dict[Key, Measured]]:
         if (problem := _problem(row)) is not None:
             raise ValueError(f"row {index} {problem}")
         flags, probes, unsupported = (frozenset(row.get(name, ())) for name in ("flags", "probes", "unsupported"))
-        found[key_of(row)] = Measured(device, row["sizes"], row["microseconds"], flags, path, probes, unsupported)
+        more = {name: row[name] for name in ("run", "by", "noise", "software", "code") if name in row}
+        key = key_of(row)
+        found[key] = Measured(device, row["sizes"], row["microseconds"], flags, path, probes, unsupported, **more)
     return device, source, found
 
 
@@ -186,15 +251,21 @@ def key_of(row: Mapping[str, Any]) -> Key:
 
 
 @functools.cache
-def _rows(folder: Path, table: str, cpu: str | None) -> dict[Key, Measured]:
-    """Return the rows of a device's tables in a folder. If ``cpu`` names a CPU, tables of another CPU are ignored."""
+def _rows(folder: Path, table: str, device: str | None, *, cpu: bool) -> dict[Key, Measured]:
+    """Return the rows of a device's tables in a folder. If ``device`` names the device, tables of another one are ignored."""
     merged: dict[Key, Measured] = {}
     for name in (OLD_CPU, table) if cpu else (table,):
-        merged |= _read_or_warn(folder / f"{name}.json", cpu)
+        merged |= _read_or_warn(folder / f"{name}.json", device, cpu=cpu)
     return merged
 
 
-def _read_or_warn(path: Path, cpu: str | None) -> dict[Key, Measured]:
+def forget() -> None:
+    """Clear the cached tables and notices, so that this process reads a table again that was written since."""
+    _rows.cache_clear()
+    _warn.cache_clear()
+
+
+def _read_or_warn(path: Path, here: str | None, *, cpu: bool) -> dict[Key, Measured]:
     """Return the rows of a table, or none with a warning if the table is not valid for this device."""
     try:
         device, _, rows = read(path)
@@ -206,9 +277,9 @@ def _read_or_warn(path: Path, cpu: str | None) -> dict[Key, Measured]:
     except ValueError as error:
         _warn(path, str(error))
         return {}
-    if cpu is not None and device != cpu:
-        if path.stem != OLD_CPU:
-            _warn(path, f"it holds times of {device!r}, and this CPU is {cpu!r}")
+    if here is not None and device != here:
+        if not (cpu and path.stem == OLD_CPU):
+            _warn(path, f"it holds times of {device!r}, and this {'CPU' if cpu else 'GPU'} is {here!r}")
         return {}
     return rows
 
@@ -216,9 +287,7 @@ def _read_or_warn(path: Path, cpu: str | None) -> dict[Key, Measured]:
 def _known(row: Measured, operation: str, dimensions: tuple[str, ...], variants: Collection[str] | None) -> Measured | None:
     """Return a row with the times of existing variants, or ``None`` if its dimensions or all of its variants are unknown."""
     if row.sizes.keys() != set(dimensions):
-        _warn(
-            row.path, f"sizes of {operation} are {listing(row.sizes)}; they must be {listing(dimensions)}", part="these rows are"
-        )
+        _warn(row.path, f"sizes of {operation} are {listing(row.sizes)}; they must be {listing(dimensions)}", part=_THESE)
         return None
     if variants is None or row.microseconds.keys() <= set(variants):
         return row
@@ -228,9 +297,13 @@ def _known(row: Measured, operation: str, dimensions: tuple[str, ...], variants:
     return replace(row, microseconds=times) if times else None
 
 
+_THESE = "these rows are"
+"""Part of a table that a notice says to be left out."""
+
+
 @functools.cache
-def _warn(path: Path | None, problem: str, part: str = "it is") -> None:
-    warnings.warn(TableNotice(path, problem, part=part), stacklevel=2)
+def _warn(path: Path | None, problem: str, part: str = "it is", again: str = "study adopt") -> None:
+    warnings.warn(TableNotice(path, problem, part=part, again=again), stacklevel=2)
 
 
 def _problem(row: object) -> str | None:
@@ -245,11 +318,26 @@ def _problem(row: object) -> str | None:
     for key in ("probes", "unsupported"):
         if not _strings(row.get(key, [])):
             return f"has {key} {row[key]!r}; they must be a list of names of variants"
+    if (problem := _condition_problem(row)) is not None:
+        return problem
     sizes, times = row.get("sizes"), row.get("microseconds")
     if not isinstance(sizes, dict) or not all(_is_size(size) for size in sizes.values()):
         return f"has sizes {sizes!r}; they must be whole numbers of at least 0 by name"
     if not isinstance(times, dict) or not times or not all(is_time(time) for time in times.values()):
         return f"has microseconds {times!r}; they must be positive numbers by variant"
+    return None
+
+
+def _condition_problem(row: Mapping[str, Any]) -> str | None:
+    """Return what is wrong with the parts of a row that say when and with what it was measured, or ``None``."""
+    for key in ("run", "by"):
+        if not isinstance(row.get(key, ""), str):
+            return f"has {key} {row[key]!r}; it must be a string"
+    for key in ("software", "code"):
+        if not isinstance(found := row.get(key, {}), dict) or not _strings(list(found.values())):
+            return f"has {key} {found!r}; it must hold strings by name"
+    if not (is_time(noise := row.get("noise", 1.0)) and noise >= 1):
+        return f"has noise {noise!r}; it must be a factor of at least 1"
     return None
 
 
