@@ -28,3 +28,10 @@ class RunOptions:
     """Start of the run by ``time.monotonic``."""
     price_per_hour: float | None = None
     """Price of an hour of the machine, in any currency; ``None`` if it is not known."""
+    time_limit: float | None = None
+    """Seconds from ``began`` after which no new case begins; ``None`` for no limit."""
+
+    @property
+    def out_of_time(self) -> bool:
+        """True once the time limit is reached."""
+        return self.time_limit is not None and time.monotonic() - self.began >= self.time_limit

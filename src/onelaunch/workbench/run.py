@@ -86,6 +86,7 @@ def run_study(
     in_process: bool = True,
     call_limit: float = CALL_LIMIT_SECONDS,
     price_per_hour: float | None = None,
+    time_limit: float | None = None,
 ) -> Result:
     """Run a study and save its result.
 
@@ -120,6 +121,7 @@ def run_study(
             probes, its verification, its preparation (all of these compile), or one sample. Applies to a supervised run.
         price_per_hour: Price of an hour of the machine, in any currency. The result then holds the cost of its wall time. A
             resumed run without a price takes that of the interrupted one.
+        time_limit: Seconds after which no new case begins. The result is then that of an interrupted run, which can be resumed.
 
     Returns:
         The result, as saved. After Ctrl-C its ``interrupted`` is true, and unfinished measurements have that status.
@@ -154,6 +156,7 @@ def run_study(
             command=command or spelled(sys.argv),
             began=began,
             price_per_hour=price_per_hour,
+            time_limit=time_limit,
         )
         job = Job(
             study=study,

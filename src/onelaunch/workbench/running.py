@@ -94,7 +94,7 @@ class Run:
     """Sampled clocks of each case."""
     notes: list[str] = field(default_factory=list)
     stopped: bool = False
-    """True after Ctrl-C."""
+    """True after Ctrl-C, and once the time limit is reached."""
     finished: list[tuple[Shape, Direction]] = field(default_factory=list)
     """Cases that are measured completely."""
     uncounted: list[tuple[Shape, Direction]] = field(default_factory=list)
@@ -190,9 +190,9 @@ class Run:
             self.clocks.append(earlier.provenance.clocks)
 
     def measure_all(self, processes: int, partial: Path) -> None:
-        """Probe the variants and measure the cases that are not finished. Ctrl-C ends the run early.
+        """Probe the variants and measure the cases that are not finished. Ctrl-C or the time limit ends the run early.
 
-        The partial result is saved after the probes and after each case.
+        The partial result is saved after the probes and after each case. The time limit is looked at after each case.
 
         Args:
             processes: Number of processes that compile before anything is measured; 0 for none.
@@ -204,9 +204,10 @@ class Run:
             self.probe_variants()
             self.save_partial(partial)
             for case in self.cases:
-                if case not in self.finished:
+                if case not in self.finished and not self.stopped:
                     self.measure(*case)
                     self.save_partial(partial)
+                    self.stopped = self.options.out_of_time and len(self.finished) < len(self.cases)
         except KeyboardInterrupt:
             self.stopped = True
 
