@@ -40,9 +40,11 @@ COMMANDS = [
     ("generate",),
     ("explain",),
     ("inspect",),
+    ("prebuild",),
+    ("tune",),
     ("doctor",),
     ("study",),
-    *(("study", name) for name in ("list", "show", "run", "report", "compare", "adopt")),
+    *(("study", name) for name in ("list", "show", "run", "report", "judge", "compare", "adopt")),
 ]
 
 

@@ -104,6 +104,11 @@ class Commands(LazyGroup):
         "prebuild": Command(
             "onelaunch.cli.prebuild", "prebuild", "Compile kernels ahead of their first launch; no GPU is needed."
         ),
+        "tune": Command(
+            "onelaunch.cli.tune",
+            "tune",
+            "Measure the variants of an operation on this machine, and let auto take the fastest from then on.",
+        ),
         "doctor": Command(
             "onelaunch.cli.doctor", "doctor", "List the devices and software found here, and what is missing for which purpose."
         ),
@@ -205,6 +210,7 @@ def onelaunch(
       onelaunch explain linear_rnn --help   show which variant runs a call
       onelaunch inspect linear_rnn          show registers and spills, no GPU
       onelaunch prebuild gla --arch sm_90a  compile ahead of the first launch
+      onelaunch tune gla                    measure which variant is fastest
 
     [bold]Exit codes[/bold]
 

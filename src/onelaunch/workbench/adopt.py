@@ -1,6 +1,6 @@
 """Merge stored results into the dispatcher's tables, so that measured times decide which variant runs on a device.
 
-Command ``onelaunch study adopt`` calls :func:`adopt`.
+Command ``onelaunch study adopt`` calls :func:`adopt`, and so does ``tune.py``.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from typing import Any
 import onelaunch
 from onelaunch import folders
 from onelaunch.device.hardware import SLUG, table_name
-from onelaunch.dispatch.measured import Key, is_time, key_of, read
+from onelaunch.dispatch.measured import TUNE, Key, is_time, key_of, read
 from onelaunch.errors import AdoptNotice, OutputUnwritable, ResultMismatch, TableCorrupt, TableFolderError
 from onelaunch.files import reason, replace
-from onelaunch.operation import AUTO
+from onelaunch.operation import AUTO, Direction
 from onelaunch.wording import in_a_line, listing
 from onelaunch.workbench.result import Cell, Result
 from onelaunch.workbench.result.consistency import BELOW_BOUND
@@ -33,7 +33,7 @@ _RUN = "run"
 """Key of a row with the date of the run that measured it. The dispatcher does not read it."""
 
 
-def adopt(results: Sequence[Result], into: Path | None = None) -> Path:
+def adopt(results: Sequence[Result], into: Path | None = None, *, tuned: bool = False) -> Path:
     """Merge results of one device into its table, in the format that :mod:`onelaunch.dispatch.measured` reads.
 
     A row is one operation, direction, dtype, set of sizes and set of flags. Its microseconds are the cold medians of the correct
@@ -51,6 +51,9 @@ def adopt(results: Sequence[Result], into: Path | None = None) -> Path:
     Args:
         results: Results of one device, each of a finished run of committed code.
         into: Folder of the table. By default the user's own, :func:`onelaunch.folders.tables_folder`, which the dispatcher reads.
+        tuned: Whether the results are of ``onelaunch tune``. Their rows name that command, and hold the noise of their times, the
+            software and digests of the variants' code, so that they are stale elsewhere. The results may therefore be of an
+            interrupted run and of code that was not committed.
 
     Returns:
         The path of the table.
@@ -63,41 +66,68 @@ def adopt(results: Sequence[Result], into: Path | None = None) -> Path:
         TableFolderError: The folder lies in the installed package, where an upgrade would overwrite the table.
         OutputUnwritable: The table cannot be written.
     """
-    remedy = _other_folder(into)
-    into = folders.tables_folder() if into is None else into
-    if into.resolve().is_relative_to(PACKAGE):
-        problem = "lies within the installed package, where an upgrade would overwrite a table"
-        raise TableFolderError(into, problem, remedy=remedy)
     names = sorted({_table_name(result) for result in results})
     if len(names) != 1:
         devices = f"the results are of {', '.join(names)}" if names else "no result was given"
         raise ResultMismatch(f"A table holds the times of one device, but {devices}. Adopt the results of one device at a time.")
     for result in results:
-        _check(result)
-    path = into / f"{names[0]}.json"
-    device, sources, rows = _read(path)
-    # Two devices can have one file name, such as CPUs whose names differ in their punctuation only.
-    for other in sorted({result.provenance.device for result in results}):
-        if device not in (None, other):
-            raise ResultMismatch(f"{path} holds times of {device}, but the results are of {other}. Name another folder.")
-        device = other
-    found = {(index, key_of(row)): row for index, result in enumerate(results) for row in _rows(result)}
+        _check(result, tuned=tuned)
+    path = table_path(names[0], into)
+    device, sources, rows = read_table(path, *sorted({result.provenance.device for result in results}))
+    found = {(index, key_of(row)): row for index, result in enumerate(results) for row in _rows(result, tuned=tuned)}
     if not found:
         raise ResultMismatch(
             "These results hold no cold time of a correct variant. Run the study to its end, then adopt its result."
         )
     _merge(rows, found, results, sources)
     used = {row.get(_RUN) for row in rows.values()}
-    written = {
-        "device": device,
-        "source": list(dict.fromkeys([*sources, *(_source(each) for each in results if each.provenance.date in used)])),
-        "rows": [rows[key] for key in sorted(rows)],
-    }
+    sources = list(dict.fromkeys([*sources, *(_source(each) for each in results if each.provenance.date in used)]))
+    write_table(path, device, sources, rows, into)
+    return path
+
+
+def table_path(name: str, into: Path | None = None) -> Path:
+    """Return the file of the table of this name in a folder, by default the user's own.
+
+    Raises:
+        TableFolderError: The folder lies in the installed package.
+    """
+    folder = folders.tables_folder() if into is None else into
+    if folder.resolve().is_relative_to(PACKAGE):
+        problem = "lies within the installed package, where an upgrade would overwrite a table"
+        raise TableFolderError(folder, problem, remedy=_other_folder(into))
+    return folder / f"{name}.json"
+
+
+def read_table(path: Path, *devices: str) -> tuple[str, list[str], dict[Key, dict[str, Any]]]:
+    """Return the device, the sources and the rows of a table as they are stored, to which times of these devices are added.
+
+    Raises:
+        TableCorrupt: The existing table cannot be read.
+        ResultMismatch: The devices are several, or the table holds times of another one.
+    """
+    found, sources, rows = _read(path)
+    # Two devices can have one file name, such as CPUs whose names differ in their punctuation only.
+    for other in devices:
+        if found not in (None, other):
+            raise ResultMismatch(f"{path} holds times of {found}, but the results are of {other}. Name another folder.")
+        found = other
+    return found or "", sources, rows
+
+
+def write_table(
+    path: Path, device: str, sources: Sequence[str], rows: Mapping[Key, Mapping[str, Any]], into: Path | None = None
+) -> None:
+    """Write a table.
+
+    Raises:
+        OutputUnwritable: It cannot be written. The advice depends on ``into``, the folder that the caller was given.
+    """
+    written = {"device": device, "source": list(sources), "rows": [rows[key] for key in sorted(rows)]}
     try:
         replace(path, (json.dumps(written, indent=1) + "\n").encode())
     except OSError as error:
-        raise OutputUnwritable(into, reason(error), remedy=remedy) from error
-    return path
+        raise OutputUnwritable(path.parent, reason(error), remedy=_other_folder(into)) from error
 
 
 def _merge(
@@ -126,18 +156,18 @@ def _merge(
         rows[key] = {**row, _RUN: result.provenance.date}
 
 
-def _check(result: Result) -> None:
-    """Check that a result may be adopted: of a finished run of committed code, with a date.
+def _check(result: Result, *, tuned: bool) -> None:
+    """Check that a result may be adopted: with a date, and unless it is ``tuned`` of a finished run of committed code.
 
     Raises:
         ResultMismatch: It may not.
     """
     name, facts = f"The result of {result.study.name} of {result.provenance.date or 'an unknown date'}", result.provenance
-    if result.interrupted:
+    if result.interrupted and not tuned:
         raise ResultMismatch(
             f"{name} is of an interrupted run.", advice="Finish it with onelaunch study run --resume, then adopt its result."
         )
-    if facts.commit.endswith("-dirty"):
+    if facts.commit.endswith("-dirty") and not tuned:
         raise ResultMismatch(
             f"{name} is of commit {facts.commit}, with changes that no commit holds, so nobody can tell which code it measured.",
             advice="Commit the changes and run the study again.",
@@ -237,7 +267,7 @@ def _row(
     }
 
 
-def _rows(result: Result) -> list[dict[str, Any]]:
+def _rows(result: Result, *, tuned: bool) -> list[dict[str, Any]]:
     """Return a row for each shape and direction with a usable time.
 
     The dispatcher looks a call up by sizes, dtype and the flags of its :class:`~onelaunch.operation.Query`, such as ``packed``. A
@@ -246,14 +276,14 @@ def _rows(result: Result) -> list[dict[str, Any]]:
     peer outside the gate (``outside``), which is another project's variant that fails the verification gate but not the tests of
     that project, has no row either.
     """
-    unproven = _unproven(result)
+    unproven = _unproven(result, tuned=tuned)
     for name in dict.fromkeys(cell.variant for cell in result.cells if cell.outside):
         _notice(
             f"{name} of {result.study.name} is not adopted where it is a peer outside the gate, with which others are compared."
         )
     rows = []
     for shape in result.study.shapes:
-        if (flags := _flags(result.study, shape)) is None:
+        if (flags := flags_of(result.study, shape)) is None:
             continue
         operation = result.study.operation_at(shape)
         for direction in result.study.directions:
@@ -272,17 +302,40 @@ def _rows(result: Result) -> list[dict[str, Any]]:
                 reports = {name: result.probes[label] for name, label in labels.items() if label in result.probes}
                 met = sorted(name for name, report in reports.items() if report.passed and not report.failed)
                 refused = sorted(cell.variant for cell in cells if cell.status == "unsupported")
-                rows.append(row | ({"probes": met} if met else {}) | ({"unsupported": refused} if refused else {}))
+                row |= ({"probes": met} if met else {}) | ({"unsupported": refused} if refused else {})
+                rows.append(row | (_conditions(result, shape, direction, labels) if tuned else {}))
     return rows
 
 
-def _unproven(result: Result) -> set[str]:
+def _conditions(result: Result, shape: Shape, direction: Direction, labels: Mapping[str, str]) -> dict[str, Any]:
+    """Return the parts of a row that say how certain its times are, and with which software and code they hold.
+
+    Args:
+        result: Result that holds the times.
+        shape: Shape of the row.
+        direction: Direction of the row.
+        labels: Labels of the row's variants in the result, by name.
+    """
+    noise = result.noise_at(shape.name, direction, "cold")
+    facts = result.provenance
+    digests = {name: facts.variants[label].source for name, label in labels.items() if label in facts.variants}
+    return {
+        "by": TUNE,
+        **({"noise": round(max(noise.floor, 1.0), 4)} if noise is not None else {}),
+        "software": {name: facts.versions[name] for name in ("torch", "triton") if name in facts.versions},
+        "code": {name: digest for name, digest in digests.items() if digest},
+    }
+
+
+def _unproven(result: Result, *, tuned: bool) -> set[str]:
     """Return the variants that may not be adopted because their probes failed or were not run, with a notice for each.
 
     Variants that are compiled anew for each set of sizes are not asked for probes. Results of older versions hold no probes, nor
     do those of operations without any. One notice says so, and all may be adopted.
     """
     probes: Mapping[str, Any] = getattr(result, "probes", None) or {}
+    if not probes and tuned:
+        return set()  # this version has run them, so the operation lists none
     if not probes:
         _notice(
             f"The result of {result.study.name} holds no probes, which are calls at the edges of an operation, such as a length "
@@ -306,7 +359,7 @@ def _unproven(result: Result) -> set[str]:
     return found
 
 
-def _flags(study: Study, shape: Shape) -> list[str] | None:
+def flags_of(study: Study, shape: Shape) -> list[str] | None:
     """Return the query flags by which the dispatcher recognizes the options of a shape.
 
     Returns:
