@@ -24,6 +24,7 @@ import pytest
 from onelaunch import folders
 from onelaunch.errors import CacheNotice
 from tests.thorough import thorough_but
+from tests.toys import MADE_UP_PEAKS
 
 
 @pytest.fixture(autouse=True)
@@ -192,9 +193,8 @@ COMMANDS = (
 def test_commands_work_with_an_unwritable_cache(command, tmp_path):
     (tmp_path / "file").write_text("where the folder would be")
     environment = {**os.environ, "ONELAUNCH_CACHE": str(tmp_path / "file"), "PYTHONPATH": ":".join(sys.path)}
-    answer = subprocess.run(
-        [sys.executable, "-m", "onelaunch", *command], env=environment, capture_output=True, text=True, check=False
-    )
+    code = f"{MADE_UP_PEAKS}\nimport sys; sys.argv = ['onelaunch', *{command}]\nfrom onelaunch.cli.main import app; app()"
+    answer = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
     assert answer.returncode == 0, answer.stderr
     assert answer.stderr.count("cannot be written") == 1
     assert "ONELAUNCH_CACHE" in answer.stderr

@@ -28,6 +28,7 @@ from onelaunch.errors import ArgumentError, PluginWarning
 from onelaunch.operation import entry_points as loading
 from onelaunch.operation import find_operation, operations, registry
 from onelaunch.workbench.result import Result
+from tests.toys import MADE_UP_PEAKS
 
 
 class Entry:
@@ -293,7 +294,12 @@ V = 4
 
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path]), "COLUMNS": "200"}
     ran = subprocess.run(
-        [sys.executable, "-c", COMMANDS], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+        [sys.executable, "-c", MADE_UP_PEAKS + COMMANDS],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert ran.stdout.count("<exit code 0>") == 3, ran.stderr
     assert "Traceback" not in ran.stderr
@@ -308,7 +314,7 @@ V = 4
     assert {"gated_scan.acme", "ModuleNotFoundError"} <= set(re.findall(r"[\w.]+", told))
 
 
-# Runs commands one after another in a process that has the plug-ins, without probes and plots, which would take seconds.
+# Runs commands one after another in a process that has the plug-ins. Probes, plots and measured peaks would take seconds.
 COMMANDS = """
 import sys
 from onelaunch.cli.main import app

@@ -1,6 +1,7 @@
 """A tiny operation without kernels that scales a vector. It is registered only while a test runs.
 
-The fixture ``scale`` of ``conftest.py`` registers it. ``test_operation.py`` tries to register it twice.
+The fixture ``scale`` of ``conftest.py`` registers it. ``test_operation.py`` tries to register it twice. :data:`MADE_UP_PEAKS` is
+for tests that run commands in processes of their own.
 """
 
 from __future__ import annotations
@@ -12,6 +13,17 @@ import torch
 from onelaunch import dispatch
 from onelaunch import operation as registry
 from onelaunch.operation import Case, Cost, Direction, Operation, Query, Reading, Variant
+
+MADE_UP_PEAKS = """
+from onelaunch.device import peaks, quick_look
+from onelaunch.device.hardware import Ceilings
+peaks.measure = lambda device: Ceilings(
+    1e12, {"float32": 1e13}, 1e-6, "2026-11-20T12:00:00+00:00", peaks.software(device), 1e12
+)
+quick_look.implausible = lambda device, found: ""
+"""
+"""Python code after which a process takes made-up peaks for those of its device. Measuring them takes seconds. They are stored,
+or cannot be stored, like measured ones."""
 
 
 @dataclass(frozen=True)
