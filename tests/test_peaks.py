@@ -294,6 +294,7 @@ def test_a_survey_keeps_no_buffers(monkeypatch):
     alive = []
     monkeypatch.setattr(peaks, "LEAST_ROUNDS", 1)
     monkeypatch.setattr(peaks, "MOST_ROUNDS", 1)
+    monkeypatch.setattr(peaks, "_CPU_BUFFER_BYTES", (1 << 20, 1 << 20))  # their size does not matter here
     make = peaks._memory_probes
 
     def watched(device):
