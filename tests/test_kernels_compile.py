@@ -11,6 +11,7 @@ counts in no budget of time.
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 
 import pytest
@@ -71,18 +72,19 @@ SEEN = set()
 """Architectures and kernels that a test of this process has compiled. Other operations with the same kernels skip them."""
 
 
-def distinct_builds(operation, architecture, seen, *, every):
+def distinct_builds(operation, architecture, seen, variants=None, *, every):
     """Return the kernels of an operation, each in one configuration, by the name of the first variant that launches it.
 
     Args:
         operation: Operation whose variants launch the kernels.
         architecture: Architecture to compile for.
         seen: Architectures and kernels to skip. Those found are added.
+        variants: Variants of the operation, by default all.
         every: Whether to take every configuration of a kernel. Otherwise one is taken of those whose names differ only after a
             comma, as sizes do.
     """
     found = {}
-    for variant in operation.variants.values():
+    for variant in operation.variants.values() if variants is None else variants:
         for build in variant.builds(architecture):
             key = (architecture, build.key if every else kernel_of(build))
             if key not in seen:
@@ -99,24 +101,48 @@ def kernel_of(build) -> tuple[object, str]:
     return kernel, build.name.split(",")[0]
 
 
-def pytest_generate_tests(metafunc):
-    """Make one test per operation and architecture, or one per configuration, so that these compile in parallel.
+@functools.cache
+def first_builds(architecture: str) -> dict[str, dict[str, object]]:
+    """Return the kernels of all operations, each in one configuration, by the operation and variant that launches it first.
 
-    Finding all kernels takes seconds in each process that collects tests. Therefore it is done at collection only in the second
+    The result is the same in every process that runs tests, so that a kernel is compiled once, and under one name.
+    """
+    seen, found = set(), {}
+    for operation in operations():
+        for variant in operation.variants.values():
+            found[f"{operation.name}-{variant.name}"] = distinct_builds(operation, architecture, seen, [variant], every=False)
+    return found
+
+
+def first_builds_of(name: str, architecture: str) -> dict[str, object]:
+    """Return the kernels that a variant, ``name``, is the first to launch."""
+    return first_builds(architecture)[name]
+
+
+def pytest_generate_tests(metafunc):
+    """Make one test per operation or variant and architecture, or one per configuration, so that these compile in parallel.
+
+    Finding all kernels takes seconds in each process that collects tests. Therefore it is done at collection only in the last
     case.
     """
     if "builds" not in metafunc.fixturenames:
         return
     chosen, cases, seen = metafunc.config.getoption("architectures"), [], set()
-    for operation in [] if INTERPRETED else operations():
-        for architecture in ARCHITECTURES[chosen]:
-            if chosen not in ("all", "every"):
-                make = functools.partial(distinct_builds, operation, architecture, SEEN, every=False)
-                cases.append(pytest.param(make, architecture, id=f"{operation.name}-{architecture}"))
-                continue
-            for name, build in distinct_builds(operation, architecture, seen, every=chosen == "every").items():
+    for architecture, operation in [] if INTERPRETED else itertools.product(ARCHITECTURES[chosen], operations()):
+        if chosen == "every":
+            for name, build in distinct_builds(operation, architecture, seen, every=True).items():
                 make = functools.partial(dict, [(name, build)])
                 cases.append(pytest.param(make, architecture, id=f"{name}-{architecture}", marks=pytest.mark.extra))
+        elif chosen == "all":
+            for variant in operation.variants.values():
+                if variant._kernels is None and not variant.listed_examples():
+                    continue  # launches no kernels of its own
+                name = f"{operation.name}-{variant.name}"
+                make = functools.partial(first_builds_of, name, architecture)
+                cases.append(pytest.param(make, architecture, id=f"{name}-{architecture}", marks=pytest.mark.extra))
+        else:
+            make = functools.partial(distinct_builds, operation, architecture, SEEN, every=False)
+            cases.append(pytest.param(make, architecture, id=f"{operation.name}-{architecture}"))
     metafunc.parametrize(("builds", "architecture"), cases)
 
 
