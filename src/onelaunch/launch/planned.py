@@ -94,7 +94,7 @@ class Planned(Generic[R]):
             found = latest[1]
         else:
             found = plans.get(facts.key)
-            if type(found) in (Plan, Taped):
+            if type(found) is Plan or type(found) is Taped:
                 self._latest = (facts.key, found, plans, _repeated(found, inputs, named, facts))
         if type(found) is Plan and found.index == Device.current():
             return found.replay(facts.tensors, facts.addresses)

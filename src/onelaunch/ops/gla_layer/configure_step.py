@@ -43,9 +43,9 @@ _BLOCK_ROWS = 16
 MARKERS = 8
 """Number of profile markers of a CTA."""
 
-KINDS: tuple[cuda.Kind, ...] = (
-    *["pointer"] * 12, "i32", "i32", "f32", "f32", *["map"] * 4,
-)  # fmt: skip  # pyrefly: ignore[bad-assignment]
+_POINTERS: list[cuda.Kind] = ["pointer"] * 12
+_MAPS: list[cuda.Kind] = ["map"] * 4
+KINDS: tuple[cuda.Kind, ...] = (*_POINTERS, "i32", "i32", "f32", "f32", *_MAPS)
 """Kinds of the kernel's arguments, in the order of ``gla_layer_step`` in ``step.cu``."""
 
 

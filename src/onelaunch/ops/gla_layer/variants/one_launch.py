@@ -47,7 +47,9 @@ def can_divide(query: Query) -> str | None:
     if CONVOLVED in query.flags:
         return "needs a layer without short convolutions"
     rank = None if "scalar_decay" in query.flags else _COMMON_RANK
-    found = config_of(*query.sizes, rank, float_norm=True, sms=processors(torch.device(query.device)))
+    batch, length, width, heads, keys, values = query.sizes
+    sms = processors(torch.device(query.device))
+    found = config_of(batch, length, width, heads, keys, values, rank, float_norm=True, sms=sms)
     return found if isinstance(found, str) else None
 
 
