@@ -22,20 +22,21 @@ def graphs_without_a_gpu(monkeypatch):
     """
 
     @contextlib.contextmanager
-    def capture(graph, *, stream, capture_error_mode):
+    def capture(graph, *, pool, stream, capture_error_mode):
         try:
             yield
         except BaseException:  # noqa: BLE001
             raise RuntimeError("operation failed due to a previous error during capture")  # noqa: B904
 
     monkeypatch.setattr(torch.cuda, "graph", capture)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
 
 
 class Stream:
     """Stand-in for a CUDA stream, of which ``cuda.capture`` reads only the device."""
 
-    device = None
+    device = torch.device("cpu")
 
 
 @pytest.mark.parametrize("error", [ValueError("of the step"), KeyboardInterrupt()])
@@ -93,3 +94,26 @@ def test_a_graph_that_is_garbage_does_not_break_a_capture():
         assert int(result[0]) == 100_000
     """
     subprocess.run([sys.executable, "-c", textwrap.dedent(program)], check=True, timeout=120)
+
+
+@pytest.mark.gpu
+def test_a_capture_that_cuda_cannot_end_leaves_no_trace():
+    """Reading a value waits for the device, which no capture allows. A block that two streams have used is free again later."""
+    x, graph, stream = torch.ones(1 << 20, device="cuda"), torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with pytest.raises(RuntimeError, match="captur"):
+        cuda.capture(lambda: float(x.add(1).sum()), graph, stream)
+    torch.cuda.synchronize()
+    assert torch.rand(4, device="cuda").isfinite().all()
+    before = torch.cuda.memory_reserved()
+    for _ in range(20):
+        block = torch.empty(64 << 20, dtype=torch.uint8, device="cuda")
+        block.record_stream(stream)
+        del block
+        torch.cuda.synchronize()
+    assert torch.cuda.memory_reserved() - before < 10 * (64 << 20)
+    again = torch.cuda.CUDAGraph()
+    doubled = cuda.capture(lambda: x * 2, again, stream)
+    again.replay()
+    torch.cuda.synchronize()
+    assert doubled.eq(2).all()

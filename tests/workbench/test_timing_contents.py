@@ -220,7 +220,7 @@ def test_outputs_of_timed_calls_are_poisoned_unless_they_are_inputs():
 
 def test_outputs_are_judged_at_once(monkeypatch):
     """The copies are taken before the next call begins."""
-    log, rotation = [], rotate(Judge().reference(toy_sum, toy_case()), torch.device("cpu"))
+    log, rotated = [], rotate(Judge().reference(toy_sum, toy_case()), torch.device("cpu"))
     duplicate = sampling.duplicate
     monkeypatch.setattr(sampling, "duplicate", lambda outputs: log.append("copied") or duplicate(outputs))
 
@@ -228,7 +228,7 @@ def test_outputs_are_judged_at_once(monkeypatch):
         log.append("called")
         return parallel(ToyCall(**arguments))
 
-    sampler = CpuSampler(Candidate("mine", call, toy_sum.outputs), rotation)
+    sampler = CpuSampler(Candidate("mine", call, toy_sum.outputs), rotated)
     sampler.prepare(("cold",))
     sampler.sample("cold")
     log.clear()

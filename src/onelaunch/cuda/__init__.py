@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from onelaunch.cuda.compiler import Compiled, Source, compile_now, compile_source, include, missing, read, version
     from onelaunch.cuda.driver import make_context_current
-    from onelaunch.cuda.graphs import capture
+    from onelaunch.cuda.graphs import capture, no_garbage_collection
     from onelaunch.cuda.module import Function, Kind, load
     from onelaunch.cuda.tensor_maps import tensor_map
 
@@ -29,6 +29,7 @@ __all__ = [
     "load",
     "make_context_current",
     "missing",
+    "no_garbage_collection",
     "read",
     "tensor_map",
     "version",
@@ -36,7 +37,7 @@ __all__ = [
 
 _HOMES = {
     **dict.fromkeys(("Function", "Kind", "load"), "module"),
-    "capture": "graphs",
+    **dict.fromkeys(("capture", "no_garbage_collection"), "graphs"),
     "make_context_current": "driver",
     "tensor_map": "tensor_maps",
 }

@@ -35,14 +35,15 @@ def capture(step: Callable[[], Result], graph: torch.cuda.CUDAGraph, stream: tor
         Exception: The error that ``step`` raised. The broken capture raises a second error, which would hide the reason.
     """
     first: BaseException | None = None
+    pool = torch.cuda.graph_pool_handle()
     try:
         # PyTorch's default is a stream of the device that captured first, and a mode that other threads' CUDA calls may break.
         # Before the capture it synchronizes the current device, which is therefore made the stream's.
         with (
             _ONE_AT_A_TIME,
-            _no_garbage_collection(),
+            no_garbage_collection(),
             torch.cuda.device(stream.device),
-            torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"),
+            torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"),
         ):
             try:
                 return step()
@@ -50,13 +51,32 @@ def capture(step: Callable[[], Result], graph: torch.cuda.CUDAGraph, stream: tor
                 first = error
                 raise
     except Exception as error:
+        _abandon(pool, stream.device)
         if first is None or first is error:
             raise
         raise first from error
 
 
+def _abandon(pool: tuple[int, int], device: torch.device) -> None:
+    """Let PyTorch forget a capture that CUDA could not end, such as after a call that no capture allows.
+
+    PyTorch's allocator would count it as under way for ever, and then keep each block that several streams have used. The default
+    generator of random numbers would refuse every later call. Nothing happens if the capture ended, or did not begin.
+    """
+    if device.type != "cuda":
+        return
+    index = torch.cuda.current_device() if device.index is None else device.index
+    try:
+        torch._C._cuda_endAllocateToPool(index, pool)  # noqa: SLF001
+    except RuntimeError:  # no capture with this pool is under way
+        return
+    torch._C._cuda_releasePool(index, pool)  # noqa: SLF001
+    generator = torch.cuda.default_generators[index]
+    generator.graphsafe_set_state(generator.clone_state())
+
+
 @contextmanager
-def _no_garbage_collection() -> Iterator[None]:
+def no_garbage_collection() -> Iterator[None]:
     """Turn the garbage collector off inside, and back on at the end if it was on before."""
     enabled = gc.isenabled()
     gc.disable()

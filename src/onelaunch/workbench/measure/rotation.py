@@ -28,6 +28,9 @@ _SHARE_OF_MEMORY = 0.25
 JUDGED_CALLS = 2
 """Number of random calls of the last sample whose outputs are judged."""
 
+_OFFSETS = "cu_seqlens"
+"""Argument with the offsets of packed sequences, in all operations that take them."""
+
 _WATCHED_SETS, _WATCHED_BYTES = 16, 32 << 20
 """Largest number and size in bytes of the input sets that are compared bit by bit with their contents after the last sample."""
 
@@ -109,7 +112,18 @@ def rotate(reference: Reference, device: torch.device, other: Inputs | None = No
     )
     count, full = count_sets(reference.inputs.nbytes, output_bytes, device)
     stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-    return Rotation(reference, [reference.inputs.clone() for _ in range(count)], full, stream, other, seed)
+    return Rotation(reference, [_copy(reference.inputs) for _ in range(count)], full, stream, other, seed)
+
+
+def _copy(inputs: Inputs) -> Inputs:
+    """Return a copy of inputs in new storage, but for the offsets of packed sequences.
+
+    The layers of a model share one tensor of offsets. fla's functions keep what they derive from it, by its identity; for another
+    tensor they read values on the host, which no CUDA graph can capture.
+    """
+    copy = inputs.clone()
+    copy.arguments |= {name: value for name, value in inputs.arguments.items() if name == _OFFSETS}
+    return copy
 
 
 def count_sets(input_bytes: int, output_bytes: int, device: torch.device) -> tuple[int, bool]:

@@ -7,7 +7,6 @@ which outputs of random calls are copied at once. ``launches.py`` calls :func:`c
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import math
 import time
@@ -312,7 +311,7 @@ class GpuSampler:
         """
         self._stream.synchronize()
         parts, left, seconds = [], self._eager_calls, 0.0
-        with _without_garbage_collection():
+        with cuda.no_garbage_collection():  # it would charge one call with the garbage of all others
             while left:
                 sets = [self._rotation.next() for _ in range(min(left, len(self._rotation.sets)))]
                 start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -390,18 +389,6 @@ def capture(
     except Exception as error:
         raise CaptureFailed(f"cannot be captured in a CUDA graph: {in_a_line(error)}") from error
     return outputs
-
-
-@contextlib.contextmanager
-def _without_garbage_collection() -> Iterator[None]:
-    """Keep Python's garbage collector from running, as ``timeit`` does: it charges one call with the garbage of all others."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def _calls(seconds: float, sample_seconds: float) -> int:
