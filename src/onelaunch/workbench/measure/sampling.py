@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import math
+import statistics
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -29,6 +30,9 @@ GPU_SAMPLE_SECONDS = 2e-3
 
 EAGER_SAMPLE_SECONDS = 20e-3
 """Least length of a GPU sample of calls from Python. Where the host decides, single calls differ by a tenth and more."""
+
+EAGER_PARTS = 10
+"""Least number of parts of a GPU sample of calls from Python, if it has as many calls."""
 
 CPU_SAMPLE_SECONDS = 5e-3
 """Least length of a CPU sample."""
@@ -304,27 +308,27 @@ class GpuSampler:
         return start.elapsed_time(end) / 1e3
 
     def _eager_seconds(self) -> float:
-        """Return the device time of one sample of eager calls in seconds, and poison the outputs of the last one.
+        """Return the time of one sample of eager calls in seconds, and poison the outputs of the last one.
 
-        With fewer input sets than calls, the sample consists of several timed parts, between which the contents change. The host
-        does not wait for the device between them.
+        The sample consists of several timed parts, between which the contents change, and counts as all of them taking the median
+        time: what else the host does then slows some parts down, not the sample. The device is awaited before each part, since
+        otherwise the host would make its calls while the device still changes contents, and host time would not be seen.
         """
-        self._stream.synchronize()
-        parts, left, seconds = [], self._eager_calls, 0.0
+        parts, left = [], self._eager_calls
+        most = max(1, min(len(self._rotation.sets), math.ceil(left / EAGER_PARTS)))
         with cuda.no_garbage_collection():  # it would charge one call with the garbage of all others
             while left:
-                sets = [self._rotation.next() for _ in range(min(left, len(self._rotation.sets)))]
+                sets = [self._rotation.next() for _ in range(min(left, most))]
+                self._stream.synchronize()
                 start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
                 outputs = self._timed_calls(sets, start, end)
                 left -= len(sets)
                 if not left:
                     poison_outputs(outputs, sets[-1])
                 self._rotation.contents.renew(sets)
-                parts.append((start, end))
-        for start, end in parts:
-            end.synchronize()
-            seconds += start.elapsed_time(end) / 1e3
-        return seconds
+                parts.append((len(sets), start, end))
+        self._stream.synchronize()
+        return self._eager_calls * statistics.median(start.elapsed_time(end) / 1e3 / calls for calls, start, end in parts)
 
     def _timed_calls(self, sets: Sequence[Inputs], start: torch.cuda.Event, end: torch.cuda.Event) -> OutputTensors:
         """Call once on each set between two events, and return the outputs of the last call."""
