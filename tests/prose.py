@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 
 import onelaunch
+from onelaunch.device import hardware
 from onelaunch.wording import in_a_line
 
 ROOT = Path(__file__).parents[1]
@@ -262,6 +263,7 @@ def prose(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         rf"{base}/[\w-]+": "<tmp>",
         re.escape(str(Path(onelaunch.__file__).parent)): "<package>",
         re.escape(str(ROOT)): "<root>",
+        re.escape(hardware.describe("cpu").table) + r"(?=\.json\b)": "<cpu>",
         r"\b0x[0-9a-f]{6,}\b": "<address>",
         r"\b(?=[0-9]*[a-f])[0-9a-f]{12}\b": "<digest>",
         r"These can: [\w, ]+": "These can: <variants>",
