@@ -205,7 +205,8 @@ def backward(recurrence_call: Recurrence, do: torch.Tensor, dfinal: torch.Tensor
     call, gv, reverse = recurrence_call
     *_, heads, keys, values = call.sizes
     initial, do = call.sequences.initial, inner_contiguous(do)
-    dfinal = None if dfinal is None else dfinal.contiguous()
+    if dfinal is not None and not dfinal.mT.is_contiguous():  # keys or values may be next to each other
+        dfinal = dfinal.contiguous()
     dq, dk, dv = (_Sum.of(tensor, heads) for tensor in (call.q, call.k, call.v))
     dg = _Sum.of(call.g, heads, channels=keys)
     dgv = None if gv is None else _Sum.of(gv, heads)

@@ -53,12 +53,17 @@ TINY = tl.constexpr(2.0**-20)
 
 @triton.jit
 def load_decay(p, c, channels, inside, KIND: tl.constexpr):
-    """Load the log-decays of one step, of the shape of the channels ``c``; 0 outside, and without a decay."""
+    """Load the log-decays of one step, of the shape of the channels ``c``; 0 outside, and without a decay.
+
+    The one return is for Triton 3.6, which compiles returns of all branches and refuses those of different dtypes.
+    """
     if KIND == NO_DECAY:
-        return tl.zeros(c.shape, tl.float32)
-    if KIND == ONE_DECAY:
-        return tl.load(p + c * 0, mask=(c < channels) & inside, other=0.0)
-    return tl.load(p + c, mask=(c < channels) & inside, other=0.0)
+        log_decay = tl.zeros(c.shape, tl.float32)
+    elif KIND == ONE_DECAY:
+        log_decay = tl.load(p + c * 0, mask=(c < channels) & inside, other=0.0)
+    else:
+        log_decay = tl.load(p + c, mask=(c < channels) & inside, other=0.0)
+    return log_decay
 
 
 @triton.jit
