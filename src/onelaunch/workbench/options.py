@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal
 
 from onelaunch.workbench.measure.timing import new_seed
@@ -30,6 +31,8 @@ class RunOptions:
     """Price of an hour of the machine, in any currency; ``None`` if it is not known."""
     time_limit: float | None = None
     """Seconds from ``began`` after which no new case begins; ``None`` for no limit."""
+    tuning: Path | None = None
+    """File of the choices of Triton's autotuner, see :mod:`onelaunch.workbench.measure.tuning`; ``None`` for none."""
 
     @property
     def out_of_time(self) -> bool:

@@ -87,6 +87,7 @@ def run_study(
     call_limit: float = CALL_LIMIT_SECONDS,
     price_per_hour: float | None = None,
     time_limit: float | None = None,
+    tuning: Path | None = None,
 ) -> Result:
     """Run a study and save its result.
 
@@ -122,6 +123,8 @@ def run_study(
         price_per_hour: Price of an hour of the machine, in any currency. The result then holds the cost of its wall time. A
             resumed run without a price takes that of the interrupted one.
         time_limit: Seconds after which no new case begins. The result is then that of an interrupted run, which can be resumed.
+        tuning: File of choices of Triton's autotuner, which is read before anything is compiled and written at the end; see
+            :mod:`onelaunch.workbench.measure.tuning`.
 
     Returns:
         The result, as saved. After Ctrl-C its ``interrupted`` is true, and unfinished measurements have that status.
@@ -136,6 +139,7 @@ def run_study(
         ResultCorrupt: The file of the run to resume is damaged, is no result, or is too new. Raised before anything is measured.
         ResultUnsaved: The file could not be written at the end, or another run has written it meanwhile. Holds the result.
         MeasuringFailed: The child process of a supervised run died twice before it measured anything.
+        ArgumentError: The file of the tuning is damaged, or was written by a newer version.
         ResultMismatch: The interrupted run has another study, device, software, commit, scale or number of rounds.
     """
     began = time.monotonic()
@@ -157,6 +161,7 @@ def run_study(
             began=began,
             price_per_hour=price_per_hour,
             time_limit=time_limit,
+            tuning=tuning,
         )
         job = Job(
             study=study,

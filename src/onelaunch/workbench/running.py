@@ -26,6 +26,7 @@ from onelaunch.workbench.measure.compiling import calls_to_compile, compile_ahea
 from onelaunch.workbench.measure.count import Request, count_all
 from onelaunch.workbench.measure.outcomes import Interrupted, Measurements
 from onelaunch.workbench.measure.timing import measure
+from onelaunch.workbench.measure.tuning import keep, restore
 from onelaunch.workbench.options import RunOptions
 from onelaunch.workbench.result import Beside, Cell, Noise, ProbeReport, Result, Status, StoredCeilings, Traffic, Verdict
 from onelaunch.workbench.result.provenance import provenance
@@ -198,6 +199,9 @@ class Run:
             processes: Number of processes that compile before anything is measured; 0 for none.
             partial: File of the partial result.
         """
+        tuning = self.options.tuning
+        if tuning is not None and (note := restore(tuning, hardware.describe(str(self.device)).name)):
+            self.notes.append(note)
         try:
             if processes:
                 self.compile_ahead(processes)
@@ -213,6 +217,8 @@ class Run:
             self.stopped = True
         finally:
             gc.unfreeze()
+            if tuning is not None and (note := keep(tuning, hardware.describe(str(self.device)).name)):
+                self.notes.append(note)
 
     def compile_ahead(self, processes: int) -> None:
         """Let several processes compile the kernels of the cases that are not finished."""

@@ -63,6 +63,10 @@ def run(
     processes: Annotated[
         int, typer.Option("--processes", min=0, help="Number of processes that compile before anything is measured; 0 for none.")
     ] = 0,
+    tuning: Annotated[
+        Path | None,
+        typer.Option("--tuning", help="File that keeps the choices of peers' autotuners from run to run.", show_default="none"),
+    ] = None,
     in_process: InProcess = False,
     call_limit: CallLimit = CALL_LIMIT_SECONDS,
     price_per_hour: PricePerHour = None,
@@ -104,6 +108,7 @@ def run(
                 in_process=in_process,  # by default run_study, called from Python, measures in the calling process
                 call_limit=call_limit,
                 price_per_hour=price_per_hour,
+                tuning=tuning,
             )
         except ResultUnsaved as problem:
             unsaved, result = problem, problem.result
