@@ -72,9 +72,9 @@ def keep(path: Path, device: str) -> str:
             tuned = json.loads(found.read_bytes())
             tuned["configs_timings"] = [min(tuned["configs_timings"], key=lambda each: each[1])]
             choices[found.relative_to(folder).as_posix()] = tuned
-        content = {"schema": SCHEMA, "device": device, "choices": dict(sorted(choices.items()))}
+        lines = ",\n".join(f"{json.dumps(name)}: {json.dumps(choice)}" for name, choice in sorted(choices.items()))
         path.parent.mkdir(parents=True, exist_ok=True)
-        files.replace(path, json.dumps(content, indent=1).encode())
+        files.replace(path, f'{{"schema": {SCHEMA}, "device": {json.dumps(device)}, "choices": {{\n{lines}\n}}}}\n'.encode())
     except (OSError, ArgumentError, ValueError, LookupError, TypeError) as problem:
         return f"The choices of Triton's autotuner could not be kept: {files.reason(problem)}."
     return ""
