@@ -191,17 +191,19 @@ def drawn(result: torch.Tensor) -> torch.Tensor:
     return torch.randn(result.shape, generator=torch.Generator().manual_seed(5)).bfloat16().to(result.dtype)
 
 
-@pytest.mark.parametrize("decay", ["strong", pytest.param("mixed", marks=pytest.mark.thorough)])
-def test_large_elements_of_a_float32_gradient_of_decays_are_accurate(decay, monkeypatch):
-    """With strong decay the elements of the first and last step of a chunk are many times larger than most others.
+@pytest.mark.parametrize("decay", ["model", "strong", pytest.param("mixed", marks=pytest.mark.thorough)])
+def test_every_element_of_a_float32_gradient_of_decays_is_accurate(decay, monkeypatch):
+    """The verification gate allows an element to be off by 0.024 of the root mean square, however many there are.
 
-    They come from the state and its gradient, which have two 16-bit terms. The verification gate allows an element to be off by
-    0.024 of the root mean square. With one term of each the error was 0.9 of that here, and above it on a GPU.
+    With strong decay the elements of the first and last step of a chunk are many times larger than most others. They come from
+    the state and its gradient: with one 16-bit term of each the error was 0.9 of what is allowed here, and above it on a GPU.
+    With moderate decay most comes from pairs of steps: with one term of decayed queries and keys it was 0.4 of that here, and
+    1.01 among the 16.8 million elements of a study's call on a GPU.
     """
     options = {"B": 1, "H": 1, "T": 136, "K": 80, "V": 144, "initial_state": True, "final_state": True}
     arguments = arguments_of(GLA, **options, decay=decay, log_decay_dtype="float32", dtype="bfloat16")
     found, right = emulated(monkeypatch, arguments, 1, drawn)["g"], expected(arguments, drawn)["g"].double()
-    assert (found - right).abs().max() <= 0.2 * 0.024 * right.square().mean().sqrt()
+    assert (found - right).abs().max() <= 0.05 * 0.024 * right.square().mean().sqrt()
 
 
 @pytest.mark.parametrize(("keys", "values", "aliased"), [(80, 72, False), (64, 128, True)])

@@ -36,8 +36,9 @@ Numerics   u is the norm-wise error of rounding the exact result to 16 bits, and
            by no more than 0.024 of the root mean square. With three rounded factors in every product the error of
            dg was 2.06 u; with dP in two terms it is 1.6 u. The subtraction for dg uses the same rounded queries and keys that
            were operands of dq and dk, so that pairs on one side of a step cancel. Its result is summed over the chunk as two
-           16-bit terms as well. With float32 log-decays dg is float32, and decayed queries and keys of strong decay are two
-           terms too (``pairs_by_levels``). In float16 do is scaled (rescale.py), and the gradients are scaled back.
+           16-bit terms as well. With float32 log-decays dg is float32, and decayed queries and keys are two terms too: their
+           rounding was all but 0.006 of the error of dg, and in sums over a chunk single elements failed the gate. In
+           float16 do is scaled (rescale.py), and the gradients are scaled back.
 Memory     q, k and g are read and dq, dk and dg written once; v and do are read once per panel, S and dS once in all.
 Sharing    gradients are linear in do and dS, which differ between heads that share q, k, v, g or S. So a CTA of each head of the
            output stores its part of dq, dk or dg of a shared head in float32, from registers; sum_heads.py adds up the parts.
@@ -61,6 +62,7 @@ from onelaunch.ops.gla.kernels.hopper_pairs import (
     logarithm,
     pairs_by_levels,
     pairs_from_middle,
+    pairs_from_middle_in_terms,
     sum_split,
 )
 from onelaunch.ops.gla.kernels.hopper_states import store_gradient
@@ -278,36 +280,42 @@ def channel_gradients(
     # S to dS: before * behind is the decay over the whole chunk, which is the same in every row; the first one is taken.
     state_terms = t_whole.load(across)[None, :] * (before * behind)
     t_whole.store(gl.sum(k_dk + gl.where(row_index(acc, left) == 0, state_terms, 0.0), 0))
-    # Scratch tiles at SPARE. With ``wide`` they are allocated here, so that the reductions before share their memory: a CTA with
-    # 300 bytes more would be alone on its SM.
-    SPARE: gl.constexpr = 2 if wide is None else 0
-    spare = tiles if wide is None else gl.allocate_shared_memory(E, [2, C, PANEL], square)
+    # Scratch tiles, at HIGH and LOW of these. With ``wide`` they are allocated here, so that the reductions before share their
+    # memory. They are two buffers then: Triton places a barrier between stores to one.
+    HIGH: gl.constexpr = 2 if wide is None else 0
+    LOW: gl.constexpr = 3 if wide is None else 0
+    spare_high = tiles if wide is None else gl.allocate_shared_memory(E, [1, C, PANEL], square)
+    spare_low = tiles if wide is None else gl.allocate_shared_memory(E, [1, C, PANEL], square)
     b_dq = from_states * (before * scale)
     onward = t_q.load(acc).to(gl.float32) * b_dq - k_dk
     b_dq += diagonal * tiles.index(1 + opaque_zero(one, vector)).load(acc).to(gl.float32)
     if is_strong == 0:
         zero = opaque_zero(one, vector)
-        before_again = logarithm(log_decays(tiles, wide, zero), "before", zero, acc)
-        decay = exp2_flushed(before_again - logarithm(log_decays(tiles, wide, zero), "half", zero, acc))
-        spares = (spare.index(SPARE), spare.index(SPARE + 1))
-        b_dq, b_dk, onward = pairs_from_middle(b_dq, onward, (t_p, t_low), tiles, spares, decay, one, acc)
+        spares = (spare_high.index(HIGH), spare_low.index(LOW))
+        if wide is None:
+            before_again = logarithm(log_decays(tiles, wide, zero), "before", zero, acc)
+            decay = exp2_flushed(before_again - logarithm(log_decays(tiles, wide, zero), "half", zero, acc))
+            b_dq, b_dk, onward = pairs_from_middle(b_dq, onward, (t_p, t_low), tiles, spares, decay, one, acc)
+        else:
+            decay = exp2_flushed(logarithm(log_decays(tiles, wide, zero), "middle", zero, acc))
+            b_dq, b_dk, onward = pairs_from_middle_in_terms(b_dq, onward, (t_p, t_low), tiles, spares, decay, one, acc)
         from_levels = gl.zeros([C, PANEL], gl.float32, layout=acc)
     else:
         opaque = opaque_zero(flag, vector)
-        high = spare.index(SPARE + opaque)._reinterpret(gl.bfloat16, [C, PANEL], square)  # noqa: SLF001
-        low = spare.index(SPARE + 1 + opaque)._reinterpret(gl.bfloat16, [C, PANEL], square)  # noqa: SLF001
+        high = spare_high.index(HIGH + opaque)._reinterpret(gl.bfloat16, [C, PANEL], square)  # noqa: SLF001
+        low = spare_low.index(LOW + opaque)._reinterpret(gl.bfloat16, [C, PANEL], square)  # noqa: SLF001
         nothing = gl.zeros([C, PANEL], gl.float32, layout=acc)
         from_levels = sum_split(onward, high, low, nothing, "onward", 0, opaque, acc)
         onward = nothing
         b_dk = nothing
         b_dq, from_levels = pairs_by_levels(
             b_dq, stash, from_levels, t_p, t_low, tiles.index(opaque), tiles.index(1 + opaque), log_decays(tiles, wide, opaque),
-            spare.index(SPARE + opaque), None if wide is None else spare.index(SPARE + 1 + opaque), high, low, flag, acc,
+            spare_high.index(HIGH + opaque), None if wide is None else spare_low.index(LOW + opaque), high, low, flag, acc,
         )  # fmt: skip
     b_dk += stash.load(acc)
     opaque = opaque_zero(one, vector)
-    high = spare.index(SPARE + opaque)._reinterpret(gl.bfloat16, [C, PANEL], square)  # noqa: SLF001
-    low = spare.index(SPARE + 1 + opaque)._reinterpret(gl.bfloat16, [C, PANEL], square)  # noqa: SLF001
+    high = spare_high.index(HIGH + opaque)._reinterpret(gl.bfloat16, [C, PANEL], square)  # noqa: SLF001
+    low = spare_low.index(LOW + opaque)._reinterpret(gl.bfloat16, [C, PANEL], square)  # noqa: SLF001
     b_dg = sum_split(onward, high, low, from_levels, "onward", 0, opaque, acc)
     b_dg += t_whole.load(across)[None, :]
     row = gl.max(saved_ints.index(2).load(vector), 0)

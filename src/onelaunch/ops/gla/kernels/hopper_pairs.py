@@ -7,6 +7,7 @@ Computes   sums over steps as WGMMA products with matrices of 0 and 1, from whic
 Decay      moderate: ``pairs_from_middle`` anchors all decays at the middle of the chunk, and one product serves all pairs.
            Strong: ``pairs_by_levels`` is secondary chunking, as in hopper_prepare.py. For blocks of 1, 2, 4, ... 32 steps it
            multiplies every right block with the left block next to it, anchored between the two, so that no factor exceeds 1.
+           For a float32 dg decayed queries and keys are two 16-bit terms in both (``pairs_from_middle_in_terms``).
 Sizes      a chunk has C = 64 steps, a panel PANEL = 64 channels. Sums and gradients are [C, PANEL], float32 in registers.
 Given      tiles in the shared memory of hopper_gradients.py, which lists them. All warps of the CTA call these functions
            together; there are no mbarriers here. Writes are fenced before WGMMA reads them, and every product is waited for.
@@ -32,6 +33,8 @@ def weights_of(PART: gl.constexpr, level, zero, acc: gl.constexpr, dtype: gl.con
 
     - "before": the steps up to and with t, s <= t;
     - "behind": the steps after t, s > t;
+    - "middle": the steps from the chunk's middle up to and with t; where t comes before it, the steps after t up to the middle,
+      which are subtracted, with weights of -1;
     - "onward": t and the steps after it, s >= t, which is the transpose of "before";
     - "block", within the block of 2^level steps that holds t: in a right block (bit ``level`` of t is 1) the steps from the
       block's start up to and with t; in a left block the steps after t to the block's end. These are the steps between t and
@@ -49,6 +52,8 @@ def weights_of(PART: gl.constexpr, level, zero, acc: gl.constexpr, dtype: gl.con
         weights = ones_where(t - s >= 0, gl.float32)
     elif PART == "behind":
         weights = ones_where(t - s < 0, gl.float32)
+    elif PART == "middle":
+        weights = ones_where(t - s >= 0, gl.float32) - ones_where(s < C // 2, gl.float32)
     elif PART == "onward":
         weights = ones_where(t - s <= 0, gl.float32)
     else:
@@ -106,12 +111,12 @@ def logarithm(g, PART: gl.constexpr, zero, acc: gl.constexpr):
     """Return the base-2 logarithm of the decays [C, PANEL] over the steps that PART names. It waits for WGMMA.
 
     ``g`` holds natural log-decays [C, PANEL] in shared memory, or two terms of them, see ``summed``. "before" sums the steps up
-    to and with each step, "behind" those after each step. "all" and "half" sum all steps, or the first half of the chunk, so that
-    all rows are the same.
+    to and with each step, "behind" those after each step, and "middle" gives the decay from the chunk's middle. "all" and "half"
+    sum all steps, or the first half of the chunk, so that all rows are the same.
     """
     E: gl.constexpr = g.dtype
     operand: gl.constexpr = gl.DotOperandLayout(0, acc, 2)
-    if PART == "before" or PART == "behind":
+    if PART == "before" or PART == "behind" or PART == "middle":
         weights = weights_of(PART, 0, zero, acc, E)
     else:  # the matrices are constants: computing them takes no instructions
         gl.static_assert(PART == "all" or PART == "half")
@@ -178,6 +183,36 @@ def pairs_from_middle(dq, onward, dscores, tiles, spare, decay, one, acc: gl.con
     found = warpgroup_mma_wait(num_outstanding=0, deps=(found,))
     onward -= d_k.load(acc).to(gl.float32) * found
     return dq, found * reciprocal(decay), onward
+
+
+@gluon.jit
+def pairs_from_middle_in_terms(dq, onward, dscores, tiles, spare, decay, one, acc: gl.constexpr):
+    """Do what ``pairs_from_middle`` does, with decayed queries and keys as sums of two 16-bit terms, for a float32 dg.
+
+    Arguments and results are those of ``pairs_from_middle``. The scratch tiles hold the two terms, of the keys and then of the
+    queries; products of two second terms are left out. The two sums of a pair cancel to 2^-17. The reciprocal is taken twice,
+    the second time of a number that the compiler cannot know to be the same: held between the two uses it would be spilled.
+    """
+    vector: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    high, low = spare
+    store_split(tiles.index(1 + opaque_zero(one, vector)).load(acc).to(gl.float32) * reciprocal(decay), high, low)
+    fence_async_shared()
+    found = gl.zeros([C, PANEL], gl.float32, layout=acc)
+    found = warpgroup_mma(dscores[0], high, found, use_acc=False, is_async=True)
+    found = warpgroup_mma(dscores[1], high, found, is_async=True)
+    found = warpgroup_mma(dscores[0], low, found, is_async=True)
+    found = warpgroup_mma_wait(num_outstanding=0, deps=(found,)) * decay
+    dq += found
+    b_q = tiles.index(opaque_zero(one, vector)).load(acc).to(gl.float32)
+    onward += b_q * found
+    store_split(b_q * decay, high, low)
+    fence_async_shared()
+    found = warpgroup_mma(dscores[0].permute((1, 0)), high, found, use_acc=False, is_async=True)
+    found = warpgroup_mma(dscores[1].permute((1, 0)), high, found, is_async=True)
+    found = warpgroup_mma(dscores[0].permute((1, 0)), low, found, is_async=True)
+    found = warpgroup_mma_wait(num_outstanding=0, deps=(found,)) * reciprocal(decay + opaque_zero(one, vector))
+    onward -= tiles.index(1 + opaque_zero(one, vector)).load(acc).to(gl.float32) * found
+    return dq, found, onward
 
 
 @gluon.jit
