@@ -57,9 +57,22 @@ FEW_STEPS: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.mark.interpret
 @pytest.mark.parametrize("name", FEW_STEPS)
-def test_few_steps_are_correct(name):
+def test_few_steps_are_correct(name, monkeypatch):
+    from onelaunch.ops.gla import launch_recurrence
+
+    monkeypatch.setattr(launch_recurrence, "_FEW_STEPS", 0)  # otherwise another kernel computes the last of them forward
     dtype, case = FEW_STEPS[name]
     assert_one_call_correct(GLA, GLA.case(dtype, **case), FUSED_RECURRENT)
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize("name", FEW_STEPS)
+def test_few_steps_without_gradients_are_correct_in_the_kernel_for_decoding(name, monkeypatch):
+    from onelaunch.ops.gla import launch_recurrence
+
+    monkeypatch.setattr(launch_recurrence, "Pass", None)
+    dtype, case = FEW_STEPS[name]
+    assert_one_call_correct(GLA, GLA.case(dtype, **case), FUSED_RECURRENT, "forward")
 
 
 @pytest.mark.interpret

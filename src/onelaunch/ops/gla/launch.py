@@ -331,8 +331,11 @@ def _step_tiles(keys: int, values: int, queries: int = 1) -> Tiles:
     return Tiles(rows, block(values, (8192 if queries == 1 else 4096) // max(rows, 128)))
 
 
-def step(call: Attention, *, want_final: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute the results of :func:`forward` step by step; the final state lies in memory as the initial one does."""
+def step(call: Attention, *, want_final: bool, gv: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute the results of :func:`forward` step by step; the final state lies in memory as the initial one does.
+
+    ``gv [B, T, Hg, V]`` are log-decays of value channels, for as many heads as g; their last dimension is contiguous.
+    """
     *_, keys, values = call.sizes
     heads, initial = call.heads, call.sequences.initial
     tiles = _step_tiles(keys, values, heads.groups.state)
@@ -341,9 +344,9 @@ def step(call: Attention, *, want_final: bool) -> tuple[torch.Tensor, torch.Tens
     along = (values, 1) if initial is None or initial.is_contiguous() else (1, keys)  # strides of states along K and V
     Launch(
         step_kernels.step_kernel, (call.sequence_count * heads.state * cdiv(values, tiles.values),),
-        call.q, call.k, call.v, call.g, initial, call.sequences.offsets, out, final, call.scale,
-        *call.numbers(heads.state), *along, *strides(call.q, call.k, call.v, call.g),
-        BK=tiles.keys, BV=tiles.values, SCALAR=call.scalar, PACKED=call.sequences.offsets is not None,
+        call.q, call.k, call.v, call.g, gv, initial, call.sequences.offsets, out, final, call.scale,
+        *call.numbers(heads.state), *along, *strides(call.q, call.k, call.v, call.g, call.g if gv is None else gv),
+        BK=tiles.keys, BV=tiles.values, SCALAR=call.scalar, GV=gv is not None, PACKED=call.sequences.offsets is not None,
         FIRST=initial is not None, LAST=want_final, Q_GROUP=max(ratio(heads.state, heads.q), 1),
         K_GROUP=ratio(heads.state, heads.k), V_GROUP=ratio(heads.state, heads.v),
         G_GROUP=ratio(heads.state, heads.g), QUERIES=heads.groups.state,

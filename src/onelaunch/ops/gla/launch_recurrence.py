@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import torch
 
+from onelaunch.device.hardware import processors
 from onelaunch.kernels.common.layout import cdiv, inner_contiguous
 from onelaunch.launch.launch import Launch
 from onelaunch.ops.gla.kernels import recurrence
@@ -23,6 +24,7 @@ from onelaunch.ops.gla.launch import (
     final_like,
     output_like,
     ratio,
+    step,
     strides,
     sum_heads,
 )
@@ -75,20 +77,30 @@ class Tile(NamedTuple):
     column_lanes: int
 
 
-_COLUMNS = 4
-"""Neighbouring columns of a lane: half of its 64 elements at K = 128 would double the CTAs, and the reads of q, k and g. Not
-measured yet."""
+_COLUMNS = 8
+"""Columns of a warp in passes for gradients, and where a grid is small: 16 would be half of the warps, with longer steps."""
 
-_ROWS = 16
-"""Most neighbouring rows of a lane, so that its part of the state takes 64 registers."""
+_WARPS = 4
+"""Warps per SM that are executed at once. With more of them, warps of 16 columns need fewer instructions for the same state."""
+
+_HELD, _HELD_TWICE = 64, 32
+"""Most elements of the state in registers of a lane, and those where it holds a stored state too."""
 
 
-def tile_of(rows: int, columns: int, family: str) -> Tile:
-    """Return the tile of a state of this size, with all of its rows; in the interpreter (``cpu``) with all columns too."""
+def tile_of(rows: int, columns: int, states: int, device: torch.device, *, gradients: bool) -> Tile:
+    """Return the tile of each of ``states`` states of this size, with all of its rows; in the interpreter with all columns too.
+
+    Where it has 32 lanes along rows, each loads other elements of a vector, and Triton leaves them where they are used.
+    """
     held = block(rows, 512)
-    row_lanes = max(8, held // _ROWS)
-    column_lanes = 32 // row_lanes
-    return Tile(held // row_lanes, block(columns, 512) // column_lanes if family == "cpu" else _COLUMNS, row_lanes, column_lanes)
+    row_lanes = min(held, 32)
+    column_lanes, own_rows = 32 // row_lanes, held // row_lanes
+    if family(device) == "cpu":
+        return Tile(own_rows, block(columns, 512) // column_lanes, row_lanes, column_lanes)
+    many = not gradients and states * cdiv(columns, _COLUMNS) > _WARPS * processors(device)
+    held_twice = _HELD_TWICE if own_rows <= 4 else _HELD_TWICE // 2  # vectors of wide heads need the other registers
+    most = min(2 * _COLUMNS if many else _COLUMNS, (held_twice if gradients else _HELD) // own_rows)
+    return Tile(own_rows, max(most // column_lanes, 1), row_lanes, column_lanes)
 
 
 def kept_every(dtype: torch.dtype) -> int:
@@ -104,6 +116,10 @@ def _slots(call: Attention) -> int:
     batch, length = call.q.shape[:2]
     every = kept_every(call.q.dtype)
     return batch * cdiv(length, every) if call.sequences.offsets is None else length // every + call.sequence_count
+
+
+_FEW_STEPS = 16
+"""Most steps per sequence that the kernel for decoding (kernels/step.py) takes forward."""
 
 
 class Pass(NamedTuple):
@@ -139,7 +155,8 @@ class Pass(NamedTuple):
         """Launch the kernel; ``transposed`` says that rows are values and columns are keys."""
         _, length, heads, keys, values = call.sizes
         rows, columns = (values, keys) if transposed else (keys, values)
-        tile = tile_of(rows, columns, family(call.q.device))
+        gradients = self.after or self.kept is not None
+        tile = tile_of(rows, columns, call.sequence_count * heads, call.q.device, gradients=gradients)
         given = self.read, self.added, self.columns, self.row_decay, self.column_decay, self.partner
         groups = [1 if each is None else ratio(heads, each.shape[2]) for each in given]
         storing = self.kept is not None and self.decay_gradient is None
@@ -187,6 +204,9 @@ def forward(recurrence_call: Recurrence, *, want_final: bool, want_bare: bool) -
     The final state ``[N, heads, K, V]`` lies in memory as the initial one does. The bare output is float32, as large as o.
     """
     call, gv, reverse = recurrence_call
+    few = call.q.shape[0] * call.q.shape[1] <= _FEW_STEPS * call.sequence_count
+    if few and not want_bare and not reverse:
+        return (*step(call, want_final=want_final, gv=gv), call.q.new_empty((0,), dtype=torch.float32))
     out = empty_output(call)
     final = final_like(call.sequences.initial, empty_final(call, wanted=want_final))
     bare = out.new_empty(out.shape if want_bare else (0,), dtype=torch.float32)

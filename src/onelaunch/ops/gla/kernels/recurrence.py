@@ -23,10 +23,13 @@ Grid       one CTA of one warp per sequence, head of o and BV columns. No CTA wa
 On chip    the state [BK, BV], BK >= rows, in registers, float32: nothing is rounded but results. A lane holds ROWS x COLUMNS
            neighbouring elements, and ROW_LANES x COLUMN_LANES = 32 lanes hold the state: a tensor [ROWS, COLUMNS, ROW_LANES,
            COLUMN_LANES], since Triton gives the last dimensions to the lanes of a single warp and the first to their
-           registers. So a lane loads few elements of the vectors, sums over rows are mostly its own, and no barrier is needed.
+           registers. With 32 lanes along rows a vector along rows [ROWS, 32] is loaded where it is used, 16 bytes a lane at most
+           (128 rows of float32). With fewer lanes, Triton spreads what it loads over all 32, and every step moves each vector
+           through shared memory, a register at a time: that took more than half of a step's 1300 cycles on an H100.
+           Sums over rows end in five shuffles per column. Results, and sums along time, are vectors [BV] with one element a lane.
            Split by columns only, results are whole sums: nothing is added up in memory.
 Memory     columns are read and results written once; vectors along rows once per BV columns, mostly from L2. States move once.
-Order      vectors are loaded one step ahead.
+Order      vectors are loaded one step ahead, and stored states from one use to the next.
 Heads      GROUP neighbouring heads of o share a head of a tensor (``shared_head`` in chunk.py); a state for every head of o is
            computed, and the first of those that share a state stores the final one.
 Caller     launch_recurrence.py, for the variant ``fused_recurrent``.
@@ -53,47 +56,76 @@ TINY = tl.constexpr(2.0**-20)
 
 @triton.jit
 def load_decay(p, c, channels, inside, KIND: tl.constexpr):
-    """Load the log-decays of one step, of the shape of the channels ``c``; 0 outside, and without a decay.
+    """Return the decays of one step: 1, the decay of the head, or those of the channels ``c``, 1 for channels outside.
 
     The one return is for Triton 3.6, which compiles returns of all branches and refuses those of different dtypes.
     """
     if KIND == NO_DECAY:
-        log_decay = tl.zeros(c.shape, tl.float32)
+        decay = 1.0
     elif KIND == ONE_DECAY:
-        log_decay = tl.load(p + c * 0, mask=(c < channels) & inside, other=0.0)
+        decay = exp(tl.load(p, mask=inside, other=0.0).to(tl.float32))
     else:
-        log_decay = tl.load(p + c, mask=(c < channels) & inside, other=0.0)
-    return log_decay
+        decay = exp(tl.load(p + c, mask=(c < channels) & inside, other=0.0).to(tl.float32))
+    return decay
 
 
 @triton.jit
 def load_step(
-    p_read, p_added, p_columns, p_row_decay, p_column_decay, r, c, inside, K, V,
-    ROW_DECAY: tl.constexpr, COLUMN_DECAY: tl.constexpr,
+    p_read, p_added, p_columns, p_row_decay, p_column_decay, r, c, single, inside, K, V,
+    ROW_DECAY: tl.constexpr, COLUMN_DECAY: tl.constexpr, DECAY_GRADIENT: tl.constexpr,
 ):  # fmt: skip
-    """Load the vectors of one step in their dtypes; zeros where not ``inside``."""
-    b_read = tl.load(p_read + r, mask=(r < K) & inside, other=0.0)
-    b_added = tl.load(p_added + r, mask=(r < K) & inside, other=0.0)
-    b_columns = tl.load(p_columns + c, mask=(c < V) & inside, other=0.0)
-    b_row_decay = load_decay(p_row_decay, r, K, inside, ROW_DECAY)
-    b_column_decay = load_decay(p_column_decay, c, V, inside, COLUMN_DECAY)
-    return b_read, b_added, b_columns, b_row_decay, b_column_decay
+    """Load the vectors of one step, float32, zeros where not ``inside``, and compute the decays.
+
+    Those along columns are returned for ``c`` and for ``single``, the decays for the latter only with DECAY_GRADIENT.
+    """
+    x = tl.load(p_read + r, mask=(r < K) & inside, other=0.0).to(tl.float32)
+    y = tl.load(p_added + r, mask=(r < K) & inside, other=0.0).to(tl.float32)
+    z = tl.load(p_columns + c, mask=(c < V) & inside, other=0.0).to(tl.float32)
+    z_single = tl.load(p_columns + single, mask=(single < V) & inside, other=0.0).to(tl.float32)
+    row_decay = load_decay(p_row_decay, r, K, inside, ROW_DECAY)
+    column_decay = load_decay(p_column_decay, c, V, inside, COLUMN_DECAY)
+    single_decay = 1.0
+    if DECAY_GRADIENT:
+        single_decay = load_decay(p_column_decay, single, V, inside, COLUMN_DECAY) + tl.zeros(single.shape, tl.float32)
+    return x, y, z, z_single, row_decay, column_decay, single_decay
 
 
 @triton.jit
-def decayed(state, b_row_decay, b_column_decay, ROW_DECAY: tl.constexpr, COLUMN_DECAY: tl.constexpr):
+def along_rows(x):
+    """Return a vector along rows with the dimensions of the state."""
+    return x[:, None, :, None]
+
+
+@triton.jit
+def along_columns(x):
+    """Return a vector along columns with the dimensions of the state."""
+    return x[None, :, None, :]
+
+
+@triton.jit
+def decayed(state, row_decay, column_decay, ROW_DECAY: tl.constexpr, COLUMN_DECAY: tl.constexpr):
     """Return the state after the decays of one step."""
-    if ROW_DECAY != NO_DECAY:
-        state *= exp(b_row_decay.to(tl.float32))[:, None, :, None]
-    if COLUMN_DECAY != NO_DECAY:
-        state *= exp(b_column_decay.to(tl.float32))[None, :, None, :]
+    if ROW_DECAY == ONE_DECAY:
+        state *= row_decay
+    elif ROW_DECAY == DECAYS:
+        state *= along_rows(row_decay)
+    if COLUMN_DECAY == ONE_DECAY:
+        state *= column_decay
+    elif COLUMN_DECAY == DECAYS:
+        state *= along_columns(column_decay)
     return state
 
 
 @triton.jit
-def over_rows(x):
-    """Return the sums over the rows of [ROWS, COLUMNS, ROW_LANES, COLUMN_LANES], first those of a lane."""
-    return tl.sum(tl.sum(x, 0), 1)
+def over_rows(x, BV: tl.constexpr):
+    """Return the sums over the rows of a tensor with the dimensions of the state, first those of a lane, as a vector [BV]."""
+    return tl.reshape(tl.trans(tl.sum(tl.sum(x, 0), 1)), [BV])
+
+
+@triton.jit
+def total(x, y):
+    """Return the sum of the products of two vectors along rows."""
+    return tl.sum(tl.sum(x * y, 0), 0)
 
 
 @triton.jit(do_not_specialize=["T", "sequences"])
@@ -130,8 +162,9 @@ def recurrence_kernel(
     n, h = head // H, head % H
     r = tl.arange(0, ROWS)[:, None] + tl.arange(0, ROW_LANES)[None, :] * ROWS
     c = tl.arange(0, COLUMNS)[:, None] + tl.arange(0, COLUMN_LANES)[None, :] * COLUMNS + (tl.program_id(0) % blocks) * BV
-    rows = r[:, None, :, None]
-    cols = c[None, :, None, :]
+    single = tl.arange(0, BV) + (tl.program_id(0) % blocks) * BV  # the same columns, each held once
+    rows = along_rows(r)
+    cols = along_columns(c)
     inside = (rows < K) & (cols < V)
     b, start, length, _ = sequence_bounds(offsets, n, T, PACKED)
     slot = start // EVERY + n if PACKED else n * ((T + EVERY - 1) // EVERY)  # as sequence_bounds numbers chunks
@@ -169,76 +202,75 @@ def recurrence_kernel(
         p_partner = row_pointer(
             partner, b, begin, shared_head(h, PARTNER_GROUP), partner_stride_b, partner_stride_t, partner_stride_h
         )
-        running = tl.zeros([COLUMNS, COLUMN_LANES], tl.float32)
-        added_up = tl.zeros([COLUMNS, COLUMN_LANES], tl.float32)
-        next_partner = tl.load(p_partner + c, mask=(c < V) & (length > 0), other=0.0)
-        next_partner_bare = tl.load(partner_bare + place + c, mask=(c < V) & (length > 0), other=0.0)
-    next_read, next_added, next_columns, next_row_decay, next_column_decay = load_step(
-        p_read, p_added, p_columns, p_row_decay, p_column_decay, r, c, length > 0, K, V, ROW_DECAY, COLUMN_DECAY
-    )
-    # One turn of the outer loop, or with DECAY_GRADIENT one for each EVERY steps of the forward pass, the last of them first.
-    turns = 1
-    tail = length
+        running = tl.zeros([BV], tl.float32)
+        added_up = tl.zeros([BV], tl.float32)
+        next_partner = tl.load(p_partner + single, mask=(single < V) & (length > 0), other=0.0).to(tl.float32)
+        next_partner_bare = tl.load(partner_bare + place + single, mask=(single < V) & (length > 0), other=0.0)
+    next_x, next_y, next_z, next_single, next_row_decay, next_column_decay, next_single_decay = load_step(
+        p_read, p_added, p_columns, p_row_decay, p_column_decay, r, c, single, length > 0, K, V, ROW_DECAY, COLUMN_DECAY,
+        DECAY_GRADIENT,
+    )  # fmt: skip
     if DECAY_GRADIENT:
-        turns = (length + EVERY - 1) // EVERY
-        tail = length - (turns - 1) * EVERY
-    for turn in tl.range(0, turns, num_stages=1):
-        begin_t = tl.maximum(tail + (turn - 1) * EVERY, 0) if DECAY_GRADIENT else turn * 0
+        index = (slot + (length - 1) // EVERY).to(tl.int64) * H + h
+        p_kept = kept + index * size
+        next_kept = tl.load(p_kept + rows * kept_stride_k + cols * kept_stride_v, mask=inside & (length > 0), other=0.0)
+    for t in tl.range(0, length, num_stages=1):
+        x, y, z, z_single = next_x, next_y, next_z, next_single
+        row_factor, column_factor, single_factor = next_row_decay, next_column_decay, next_single_decay
+        p_read += SIGN * read_stride_t
+        p_added += SIGN * added_stride_t
+        p_columns += SIGN * columns_stride_t
+        if ROW_DECAY != NO_DECAY:
+            p_row_decay += SIGN * row_decay_stride_t
+        if COLUMN_DECAY != NO_DECAY:
+            p_column_decay += SIGN * column_decay_stride_t
+        next_x, next_y, next_z, next_single, next_row_decay, next_column_decay, next_single_decay = load_step(
+            p_read, p_added, p_columns, p_row_decay, p_column_decay, r, c, single, t + 1 < length, K, V, ROW_DECAY, COLUMN_DECAY,
+            DECAY_GRADIENT,
+        )  # fmt: skip
         if DECAY_GRADIENT:
-            index = (slot + turns - 1 - turn).to(tl.int64) * H + h
-            b_kept = tl.load(kept + index * size + rows * kept_stride_k + cols * kept_stride_v, mask=inside, other=0.0)
-            running = over_rows(state * b_kept)
-            added_up = tl.abs(running)
-        for t in tl.range(begin_t, tail + turn * EVERY, num_stages=1):
-            b_read, b_added, b_columns = next_read, next_added, next_columns
-            b_row_decay, b_column_decay = next_row_decay, next_column_decay
-            p_read += SIGN * read_stride_t
-            p_added += SIGN * added_stride_t
-            p_columns += SIGN * columns_stride_t
-            if ROW_DECAY != NO_DECAY:
-                p_row_decay += SIGN * row_decay_stride_t
-            if COLUMN_DECAY != NO_DECAY:
-                p_column_decay += SIGN * column_decay_stride_t
-            next_read, next_added, next_columns, next_row_decay, next_column_decay = load_step(
-                p_read, p_added, p_columns, p_row_decay, p_column_decay, r, c, t + 1 < length, K, V, ROW_DECAY, COLUMN_DECAY
-            )
-            if DECAY_GRADIENT:
-                b_partner, b_partner_bare = next_partner.to(tl.float32), next_partner_bare
-                p_partner += SIGN * partner_stride_t
-                another = (c < V) & (t + 1 < length)
-                next_partner = tl.load(p_partner + c, mask=another, other=0.0)
-                next_partner_bare = tl.load(partner_bare + place + step + c, mask=another, other=0.0)
-            x = b_read.to(tl.float32) * read_scale
-            y = b_added.to(tl.float32) * added_scale
-            z = b_columns.to(tl.float32)
-            if not AFTER:
-                state = decayed(state, b_row_decay, b_column_decay, ROW_DECAY, COLUMN_DECAY)
-            if KEEP:
-                if (t % EVERY == EVERY - 1) | (t == length - 1):
-                    index = (slot + t // EVERY).to(tl.int64) * H + h
-                    tl.store(kept + index * size + rows * kept_stride_k + cols * kept_stride_v, state, mask=inside)
-            b_bare = over_rows(state * x[:, None, :, None])
-            if OUT:
-                own = tl.sum(tl.sum(x * y, 0), 0)
-                tl.store(out + place + c, (b_bare + own * z).to(out.dtype.element_ty), mask=c < V)
-            if BARE:
-                tl.store(bare + place + c, b_bare, mask=c < V)
-            if DECAY_GRADIENT:
-                term = tl.where(t > begin_t, b_partner * b_bare, 0.0)
-                running -= term
-                added_up += tl.abs(term)
-                term = z * b_partner_bare
-                running += term
-                added_up += tl.abs(term)
-                decay = exp(b_column_decay.to(tl.float32))
-                cancelled = (decay <= TINY) & (tl.abs(running) <= added_up * NOISE)
-                running = tl.where(cancelled | (decay == 0.0), 0.0, running)
-                added_up = tl.where(cancelled | (decay == 0.0), 0.0, added_up)
-                tl.store(decay_gradient + place + c, running.to(decay_gradient.dtype.element_ty), mask=c < V)
-            state += y[:, None, :, None] * z[None, :, None, :]
-            if AFTER:
-                state = decayed(state, b_row_decay, b_column_decay, ROW_DECAY, COLUMN_DECAY)
-            place += step
+            b_partner, b_partner_bare = next_partner, next_partner_bare
+            p_partner += SIGN * partner_stride_t
+            another = (single < V) & (t + 1 < length)
+            next_partner = tl.load(p_partner + single, mask=another, other=0.0).to(tl.float32)
+            next_partner_bare = tl.load(partner_bare + place + step + single, mask=another, other=0.0)
+        if not AFTER:
+            state = decayed(state, row_factor, column_factor, ROW_DECAY, COLUMN_DECAY)
+        if KEEP:
+            if (t % EVERY == EVERY - 1) | (t == length - 1):
+                index = (slot + t // EVERY).to(tl.int64) * H + h
+                tl.store(kept + index * size + rows * kept_stride_k + cols * kept_stride_v, state, mask=inside)
+        b_bare = over_rows(state * along_rows(x), BV) * read_scale
+        if OUT:
+            own = total(x, y) * (read_scale * added_scale)
+            tl.store(out + place + single, (b_bare + own * z_single).to(out.dtype.element_ty), mask=single < V)
+        if BARE:
+            tl.store(bare + place + single, b_bare, mask=single < V)
+        if DECAY_GRADIENT:
+            left = length - 1 - t
+            anew = (t == 0) | (left % EVERY == EVERY - 1)
+            if anew:
+                # tl.gather copies: without it the sums of every step would get this one's layout, through shared memory
+                running = tl.gather(over_rows(state * next_kept, BV), tl.arange(0, BV), 0)
+                added_up = tl.abs(running)
+                p_kept -= size * H
+                next_kept = tl.load(
+                    p_kept + rows * kept_stride_k + cols * kept_stride_v, mask=inside & (left >= EVERY), other=0.0
+                )
+            term = tl.where(anew, 0.0, b_partner * b_bare)
+            running -= term
+            added_up += tl.abs(term)
+            term = z_single * b_partner_bare
+            running += term
+            added_up += tl.abs(term)
+            cancelled = (single_factor <= TINY) & (tl.abs(running) <= added_up * NOISE)
+            running = tl.where(cancelled | (single_factor == 0.0), 0.0, running)
+            added_up = tl.where(cancelled | (single_factor == 0.0), 0.0, added_up)
+            tl.store(decay_gradient + place + single, running.to(decay_gradient.dtype.element_ty), mask=single < V)
+        state += along_rows(y) * along_columns(z * added_scale)
+        if AFTER:
+            state = decayed(state, row_factor, column_factor, ROW_DECAY, COLUMN_DECAY)
+        place += step
     if LAST:
         index = n.to(tl.int64) * shared_head(H, LAST_GROUP) + shared_head(h, LAST_GROUP)
         tl.store(
