@@ -31,7 +31,7 @@ class AdvisedError(OneLaunchError):
     ARGUMENTS: ClassVar[Mapping[str, str]] = {"force": "force=True", "resume": "resume=True"}
     """Spelling of those arguments that are shown with a value. All others are shown by their name."""
 
-    def __init__(self, problem: str, *, advice: str) -> None:
+    def __init__(self, problem: str, *, advice: str = "") -> None:
         self.problem, self.advice = problem, advice
         super().__init__(self.told(self.ARGUMENTS))
 
@@ -461,9 +461,7 @@ class ResultBusy(OneLaunchError, OSError):
     """Error for a result that another run is writing at this moment."""
 
     def __init__(self, path: Path | str) -> None:
-        super().__init__(
-            f"{path} is the result of another run that is not done. Wait for it, or choose another file for this one."
-        )
+        super().__init__(f"{path} is the result of another run that is not done. Wait for it, or choose another file.")
         self.path = Path(path)
 
 
@@ -473,6 +471,10 @@ class MeasuringFailed(OneLaunchError, RuntimeError):
     def __init__(self, problem: str) -> None:
         super().__init__(f"{problem}. Run the study in this process to see more (--in-process, or in_process=True).")
         self.problem = problem
+
+
+class PackError(OneLaunchError, RuntimeError):
+    """Error for a study that cannot be packed for another machine, or for a packed study where its result is needed."""
 
 
 class TableCorrupt(OneLaunchError, ValueError):
@@ -495,6 +497,3 @@ class AdoptNotice(OneLaunchError, UserWarning):
 
 class ResultMismatch(AdvisedError, ValueError):
     """Error for results that do not belong together, or that lack what is needed from them."""
-
-    def __init__(self, problem: str, *, advice: str = "") -> None:
-        super().__init__(problem, advice=advice)

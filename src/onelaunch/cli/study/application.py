@@ -34,6 +34,12 @@ class Studies(LazyGroup):
             "judge",
             "Judge a stored result's criteria again with this version of onelaunch, and decide again.",
         ),
+        "pack": Command(
+            "onelaunch.cli.study.pack", "pack", "Pack a study into one file that runs on a machine with PyTorch and no network."
+        ),
+        "import": Command(
+            "onelaunch.cli.study.importing", "import_result", "Store a result that was measured on another machine."
+        ),
         "adopt": Command("onelaunch.cli.study.adopt", "adopt", "Write measured times into a table that the dispatcher reads."),
     }
 

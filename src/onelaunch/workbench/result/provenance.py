@@ -105,10 +105,15 @@ def versions(study: Study) -> dict[str, str]:
 
 def _providers(study: Study) -> dict[str, str]:
     """Return the versions of the distributions, other than onelaunch, that provide the operations and their variants."""
+    found = packages(study) - {"onelaunch", "__main__"}
+    owners = _distributions() if found else {}
+    return {name: importlib.metadata.version(name) for package in sorted(found) for name in owners.get(package, ())}
+
+
+def packages(study: Study) -> set[str]:
+    """Return the top-level packages whose code provides the operations and variants of a study."""
     made = (*study.operations(), *(variant.run for _, variant in study.registered()))
-    packages = {(getattr(each, "__module__", None) or "").partition(".")[0] for each in made} - {"", "onelaunch", "__main__"}
-    owners = _distributions() if packages else {}
-    return {name: importlib.metadata.version(name) for package in sorted(packages) for name in owners.get(package, ())}
+    return {(getattr(each, "__module__", None) or "").partition(".")[0] for each in made} - {""}
 
 
 def spelled(arguments: Sequence[str]) -> str:
