@@ -1,6 +1,6 @@
 """Choose the variant that runs a call, explain the choice, and check a variant's results."""
 
-from onelaunch.dispatch.choice import CONFIRMED, TIE, choose, forget, pick, run
+from onelaunch.dispatch.choice import CONFIRMED, TIE, choose, era, forget, pick, run, why_not_faster
 from onelaunch.dispatch.explanation import Explanation, Standing, explain
 from onelaunch.dispatch.results import check_results
 from onelaunch.dispatch.symbolic import decided, note_sizes, within
@@ -15,10 +15,12 @@ __all__ = [
     "check_results",
     "choose",
     "decided",
+    "era",
     "explain",
     "forget",
     "note_sizes",
     "pick",
     "run",
+    "why_not_faster",
     "within",
 ]

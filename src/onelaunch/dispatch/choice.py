@@ -12,6 +12,7 @@ The public functions of operations call :func:`run`, and so does the variant ``m
 ``packed`` and ``packed_states`` of ``gla_layer``, and the planner and the timing of studies ask :func:`pick` or :func:`choose`.
 ``explanation.py`` asks :func:`choose`, and imports the functions by which it decides: :func:`able`, :func:`borrowed_for`,
 :func:`held_back`, :func:`is_outdated`, :func:`is_trusted`, :func:`measured_near`, :func:`sizes_of` and :func:`tie`.
+``onelaunch.integrations`` asks :func:`why_not_faster` where it could take the place of a function of another library.
 """
 
 from __future__ import annotations
@@ -207,9 +208,20 @@ def forget() -> None:
 
     They also see another folder of tables, but a table that was read is not read again (:mod:`onelaunch.dispatch.measured`).
     """
+    global _era  # noqa: PLW0603 - one value, which callers of era() compare by identity
+    _era = object()
     forget_plans()
     choose.cache_clear()
     _checked.cache_clear()
+
+
+_era = object()
+"""Object that stands for the choices since they were last forgotten."""
+
+
+def era() -> object:
+    """Return an object that is another one after :func:`forget`, for callers that remember what they asked here."""
+    return _era
 
 
 def able(operation: Operation[..., Any], query: Query) -> list[str]:
@@ -247,6 +259,41 @@ def borrowed_for(operation: Operation[..., Any], query: Query) -> Measured | Non
     ]
     times = {name: row.microseconds[name] for name in ours if name in row.microseconds}
     return replace(row, microseconds=times) if ours and ours[0] in times else None
+
+
+def why_not_faster(query: Query, peer: str, changes_beyond: int | None = None) -> str | None:
+    """Return why no measured row says that the variant which :func:`choose` returns is faster than a peer, or ``None``.
+
+    The row is that of the nearest call on this device, or of the Hopper GPU from which the order of variants is borrowed. Within
+    the noise of the row no variant is faster.
+
+    Args:
+        query: Dispatch key of the call.
+        peer: Name of the variant of another library. It need not be able to run here.
+        changes_beyond: Number of steps T beyond which the peer calls another function of its library. Rows on the other side of
+            it say nothing.
+
+    Returns:
+        A clause such as "no similar call was measured", or ``None`` if the chosen variant is faster.
+    """
+    operation = find_operation(query.operation)
+    try:
+        chosen = choose(query).name
+    except VariantUnsupported:
+        return f"no variant of {operation.name} can run the call"
+    row = measured_near(operation, query) or _looked_up(operation, query, borrow=True)
+    if row is None:
+        return "no similar call was measured"
+    if changes_beyond is not None and (row.sizes["T"] > changes_beyond) != (sizes_of(operation, query)["T"] > changes_beyond):
+        return f"at the nearest measured call, {row.where()}, another function of the library was measured"
+    for name in (chosen, peer):
+        if name not in row.microseconds:
+            could_not = " (it could not run then)" if name in row.unsupported else ""
+            return f"at the nearest measured call, {row.where()}, the variant {name} was not measured{could_not}"
+    ours, theirs = row.microseconds[chosen], row.microseconds[peer]
+    if theirs > tie(row) * ours:
+        return None
+    return f"at the nearest measured call, {row.where()}, {chosen} took {ours:.1f} µs and {peer} {theirs:.1f} µs"
 
 
 def _looked_up(operation: Operation[..., Any], query: Query, *, borrow: bool) -> Measured | None:

@@ -1,19 +1,33 @@
-"""The function ``accelerate``: recognize the modules of a model, then replace the forward of all of them or of none."""
+"""The function ``accelerate``: recognize the modules of a model, then replace the forward of all of them or of none.
+
+Without a model, ``fla_hooks.py`` does its work.
+"""
 
 from __future__ import annotations
+
+from typing import overload
 
 import torch
 from torch import nn
 
 from onelaunch.errors import ArgumentError
+from onelaunch.integrations.fla_hooks import FunctionReport, accelerate_functions
 from onelaunch.integrations.forward import Forward
 from onelaunch.integrations.known import accelerated, recognize
 from onelaunch.integrations.report import Refused, Replaced, Report
 from onelaunch.integrations.storage import Owners
 
 
-def accelerate(model: nn.Module) -> Report:
-    """Let operations of onelaunch compute the layers of a model that they know, and report what was replaced.
+@overload
+def accelerate(model: None = None) -> FunctionReport: ...
+
+
+@overload
+def accelerate(model: nn.Module) -> Report: ...
+
+
+def accelerate(model: nn.Module | None = None) -> Report | FunctionReport:
+    """Let operations of onelaunch compute the layers of a model that they know, or, without a model, calls of fla's functions.
 
     Known are fla's ``GatedLinearAttention``, ``SimpleGatedLinearAttention`` and ``GatedMLP`` (release 0.6), and the MLPs of
     Llama, Mistral, Qwen2 and Qwen3 in transformers (4.51 and later, below 6).
@@ -28,16 +42,26 @@ def accelerate(model: nn.Module) -> Report:
     calls. A second call of ``accelerate`` replaces nothing again; weights that lie apart since, for example after ``Module.to``,
     are moved together again.
 
+    Without a model, functions of fla (release 0.6) are hooked for the whole process: ``chunk_gla``, ``fused_recurrent_gla``,
+    ``chunk_simple_gla``, ``fused_recurrent_simple_gla``, ``fused_chunk_simple_gla``, ``chunk_hgrn`` and
+    ``fused_recurrent_hgrn``. Our function runs a call where measured times say that it is faster than fla's on this device, or
+    on the Hopper GPU whose times ``auto`` borrows here. Every other call goes to fla's function, and the report counts it with
+    the reason. A second call hooks nothing again.
+
     Args:
-        model: Any ``torch.nn.Module``; it may hold no known module.
+        model: Any ``torch.nn.Module``; it may hold no known module. ``None`` hooks fla's functions.
 
     Returns:
-        A :class:`~onelaunch.integrations.Report`. Its ``undo()``, or the end of a ``with`` block, restores the model.
+        A :class:`~onelaunch.integrations.Report`, or a :class:`~onelaunch.integrations.FunctionReport` without a model. Its
+        ``undo()``, or the end of a ``with`` block, restores the model or fla's functions.
 
     Raises:
-        ArgumentError: ``model`` is not a module, or the call is inside ``torch.inference_mode``. An error while weights are
-            moved, such as one for lack of memory, is passed on, and no forward stays replaced.
+        ArgumentError: ``model`` is not a module, or the call is inside ``torch.inference_mode``. Without a model: fla is not
+            installed, or its release is not supported. An error while weights are moved, such as one for lack of memory, or
+            while functions are hooked, is passed on, and nothing stays replaced.
     """
+    if model is None:
+        return accelerate_functions()
     if not isinstance(model, nn.Module):
         raise ArgumentError(f"model is {type(model).__name__}; it must be a torch.nn.Module.")
     if torch.is_inference_mode_enabled():

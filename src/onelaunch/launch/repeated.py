@@ -4,7 +4,8 @@ Most calls of a function repeat the facts of its latest call. PyTorch's ``Tensor
 inputs, compares class, dispatch keys, dtype, device, sizes, strides and ``requires_grad`` of many tensors in one microsecond;
 :func:`~onelaunch.launch.facts.facts_of` takes one for each of them, and its key as much again to compare. An input that is no
 tensor must be the same object. A call that does not match is looked up by its facts, so that a comparison that is too strict
-costs time alone. ``planned.py`` makes a :class:`Repeated` where a plan is found by its key.
+costs time alone. ``planned.py`` makes a :class:`Repeated` where a plan is found by its key, and
+``onelaunch.integrations`` for each decision about a call.
 """
 
 from __future__ import annotations

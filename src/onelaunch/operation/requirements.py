@@ -103,8 +103,26 @@ def lacks_shared_memory(query: Query) -> str | None:
 
 
 def not_installed(package: str) -> str | None:
-    """Return why a variant that calls a package cannot run, or ``None`` if the package is installed."""
-    return None if package_installed(package) else f"needs {package}, which is not installed"
+    """Return why a variant that calls a package cannot run, or ``None`` if the package is installed and runs its own code."""
+    if not package_installed(package):
+        return f"needs {package}, which is not installed"
+    return _HOOKED.get(package)
+
+
+_HOOKED: dict[str, str] = {}
+"""Reason why the variants that call a package cannot run, by package."""
+
+
+def hook(package: str, reason: str | None) -> None:
+    """Let variants that call a package refuse every call with a reason, or with ``None`` no longer.
+
+    ``onelaunch.integrations`` says so while it has hooked functions of the package, which may then run our kernels: neither
+    results nor times of such a variant would be the package's. Call :func:`onelaunch.dispatch.forget` afterwards.
+    """
+    if reason is None:
+        _HOOKED.pop(package, None)
+    else:
+        _HOOKED[package] = reason
 
 
 def no_steps(query: Query) -> str | None:

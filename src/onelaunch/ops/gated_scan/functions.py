@@ -10,7 +10,7 @@ import torch
 from onelaunch import dispatch
 from onelaunch.launch.planned import replayed
 from onelaunch.operation.states import float32_state
-from onelaunch.ops.gated_scan.contract import ScanNames, bind, gated_scan, under_autocast
+from onelaunch.ops.gated_scan.contract import ScanCall, ScanNames, bind, gated_scan, under_autocast
 
 Results = tuple[torch.Tensor, torch.Tensor | None]
 """Output ``o`` and the final state, if it was asked for."""
@@ -95,11 +95,30 @@ def _results(
     cu_seqlens: torch.Tensor | None,
     variant: str,
 ) -> Results:
-    """Return the results of a call of one of fla's functions. fla's layers pass ``None`` where they want no final state."""
+    """Return the results of a call of one of fla's functions."""
+    call = bound(x, g, initial_state, output_final_state, cu_seqlens)
+    o, final_state = dispatch.run(gated_scan, call, variant)
+    return o, final_state if call.output_final_state else None
+
+
+def bound(
+    x: torch.Tensor,
+    g: torch.Tensor,
+    initial_state: torch.Tensor | None,
+    output_final_state: bool | None,
+    cu_seqlens: torch.Tensor | None,
+) -> ScanCall:
+    """Return the checked call of one of fla's functions; ``onelaunch.integrations`` asks too.
+
+    fla's layers pass ``None`` where they want no final state.
+
+    Raises:
+        OneLaunchError: As in :func:`onelaunch.ops.gated_scan`.
+    """
     initial_state = float32_state(initial_state, x)
     output_final_state = False if output_final_state is None else output_final_state
     v, log_decay, _ = under_autocast(x, g, None)
-    call = bind(
+    return bind(
         v,
         log_decay,
         initial_state=initial_state,
@@ -107,5 +126,3 @@ def _results(
         cu_seqlens=cu_seqlens,
         names=_NAMES,
     )
-    o, final_state = dispatch.run(gated_scan, call, variant)
-    return o, final_state if output_final_state else None

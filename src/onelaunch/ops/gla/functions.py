@@ -247,19 +247,43 @@ def _results(
     *,
     reverse: bool = False,
 ) -> Results:
-    """Return the results of a call of one of fla's functions, whose keywords have been checked.
+    """Return the results of a call of one of fla's functions, whose keywords have been checked: those of :func:`bound`."""
+    call = bound(
+        q, k, v, g, gv, g_gamma, scale, initial_state, output_final_state, state_v_first, cu_seqlens, gate, layout
+    )  # fmt: skip
+    return _backwards(call, variant) if reverse else run(call, variant)
+
+
+def bound(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor | None,
+    gv: torch.Tensor | None,
+    g_gamma: torch.Tensor | None,
+    scale: float | None,
+    initial_state: torch.Tensor | None,
+    output_final_state: bool | None,
+    state_v_first: bool,
+    cu_seqlens: torch.Tensor | None,
+    gate: str,
+    layout: str,
+) -> GlaCall:
+    """Return the checked call of one of fla's functions, whose keywords have been checked; ``onelaunch.integrations`` asks too.
 
     ``gate`` is the caller's name of the log-decay ``g``, and ``layout`` what that has. ``g_gamma`` takes the place of ``g``.
     fla's layers pass ``None`` where they want no final state.
+
+    Raises:
+        OneLaunchError: As in :func:`onelaunch.ops.gla`.
     """
     output_final_state = False if output_final_state is None else output_final_state
     if g_gamma is not None:
         g = _at_every_step(g_gamma, q, k, v)
-    call = bind_under_autocast(
+    return bind_under_autocast(
         q, k, v, g, gv, scale=scale, initial_state=initial_state, output_final_state=output_final_state,
         state_v_first=state_v_first, cu_seqlens=cu_seqlens, gate=gate, layouts=(layout,),
     )  # fmt: skip
-    return _backwards(call, variant) if reverse else run(call, variant)
 
 
 def _backwards(call: GlaCall, variant: str) -> Results:

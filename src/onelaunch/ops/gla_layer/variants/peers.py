@@ -19,6 +19,7 @@ from torch import nn
 
 from onelaunch.device.tools import package_installed
 from onelaunch.operation import Query
+from onelaunch.operation.requirements import not_installed
 from onelaunch.ops.gla.variants.peers import FEW_STEPS, chunk_backward
 from onelaunch.ops.gla_layer.composition import Results, segments_of
 from onelaunch.ops.gla_layer.contract import GlaLayerCall, LayerSizes, gla_layer
@@ -130,6 +131,8 @@ def why_fla_cannot_run(query: Query) -> str | None:
     for package, named in (("fla", "fla"), ("fla.layers", "flash-linear-attention"), ("transformers", "transformers")):
         if not package_installed(package):
             return f"needs {named}, which is not installed"
+    if (reason := not_installed("fla")) is not None:
+        return reason
     if 0 in query.sizes:
         return "needs at least one element in every dimension"
     if {"initial_state", "final_state"} & set(query.flags):
