@@ -74,6 +74,7 @@ def test_the_command_line_supervises_unless_told_otherwise(call, monkeypatch):
 # The partial result is saved in the forked child, which interrupts its parent once the first shape is finished.
 CTRL_C = """
 import os, signal, sys, threading, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts what runs in its background with SIGINT ignored
 sys.path.insert(0, {root!r})
 from tests.workbench import toy
 from onelaunch.device import quick_look

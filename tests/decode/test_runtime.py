@@ -155,6 +155,7 @@ def test_graphs_are_captured_on_the_weights_device_while_other_threads_work(capt
 
     for name, value in {
         "graph": entered, "device": entered, "stream": entered, "Stream": Stream, "current_stream": Stream, "CUDAGraph": object,
+        "graph_pool_handle": lambda: (0, 1),
     }.items():  # fmt: skip
         monkeypatch.setattr(torch.cuda, name, value)
     cache = KVCache.empty(MODEL)
