@@ -272,8 +272,7 @@ class Hook:
             return "cu_seqlens_cpu is given without cu_seqlens"
         for name in ("q", "k", "v", "x"):
             value = named.get(name)
-            low = low_dtype(value) if isinstance(value, torch.Tensor) else None
-            if low is not None and value.dtype is not low:
+            if isinstance(value, torch.Tensor) and (low := low_dtype(value)) is not None and value.dtype is not low:
                 return f"{name} is not in the dtype of autocast, to which our function would cast it and fla's does not"
         try:
             return self.target.measured(named)

@@ -229,8 +229,8 @@ def recurrence_kernel(
             DECAY_GRADIENT,
         )  # fmt: skip
         if DECAY_GRADIENT:
-            b_partner, b_partner_bare = next_partner, next_partner_bare
-            p_partner += SIGN * partner_stride_t
+            b_partner, b_partner_bare = next_partner, next_partner_bare  # pyrefly: ignore[unbound-name]
+            p_partner += SIGN * partner_stride_t  # pyrefly: ignore[unbound-name]
             another = (single < V) & (t + 1 < length)
             next_partner = tl.load(p_partner + single, mask=another, other=0.0).to(tl.float32)
             next_partner_bare = tl.load(partner_bare + place + step + single, mask=another, other=0.0)
@@ -251,16 +251,16 @@ def recurrence_kernel(
             anew = (t == 0) | (left % EVERY == EVERY - 1)
             if anew:
                 # tl.gather copies: without it the sums of every step would get this one's layout, through shared memory
-                running = tl.gather(over_rows(state * next_kept, BV), tl.arange(0, BV), 0)
+                running = tl.gather(over_rows(state * next_kept, BV), tl.arange(0, BV), 0)  # pyrefly: ignore[unbound-name]
                 added_up = tl.abs(running)
-                p_kept -= size * H
+                p_kept -= size * H  # pyrefly: ignore[unbound-name]
                 next_kept = tl.load(
                     p_kept + rows * kept_stride_k + cols * kept_stride_v, mask=inside & (left >= EVERY), other=0.0
                 )
-            term = tl.where(anew, 0.0, b_partner * b_bare)
-            running -= term
-            added_up += tl.abs(term)
-            term = z_single * b_partner_bare
+            term = tl.where(anew, 0.0, b_partner * b_bare)  # pyrefly: ignore[unbound-name]
+            running -= term  # pyrefly: ignore[unbound-name]
+            added_up += tl.abs(term)  # pyrefly: ignore[unbound-name]
+            term = z_single * b_partner_bare  # pyrefly: ignore[unbound-name]
             running += term
             added_up += tl.abs(term)
             cancelled = (single_factor <= TINY) & (tl.abs(running) <= added_up * NOISE)
