@@ -37,7 +37,7 @@ from tests.ops.cases import (
     small,
 )
 
-pytest.importorskip("triton")
+pytest.importorskip("triton", reason="the kernels are written in Triton")
 
 STATES: dict[str, Any] = {"initial_state": True, "final_state": True}
 GATED: dict[str, Any] = {"value_gate": True, **STATES}

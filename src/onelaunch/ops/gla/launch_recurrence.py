@@ -262,7 +262,7 @@ class _Sum(NamedTuple):
     """Gradient of a tensor whose heads several heads of the output may share, and whose channels may have one decay."""
 
     parts: torch.Tensor
-    """What every head of the output gives, ``[B, T, H, X]``, contiguous: the gradient itself, or float32."""
+    """Part of each head of the output, ``[B, T, H, X]``, contiguous: the gradient itself if no heads are shared, else float32."""
     gradient: torch.Tensor
     """Gradient in the shape of the tensor, contiguous."""
 
