@@ -154,6 +154,17 @@ def test_float16_is_as_accurate_as_its_rounding_allows(name, monkeypatch):
     assert_near(emulated(monkeypatch, arguments, segments, drawn, groups=groups), expected(arguments, drawn), BOUND / 8)
 
 
+@pytest.mark.parametrize("name", thorough_but("k", of=("q", "k")))
+def test_large_float16_inputs_do_not_overflow_in_gradients(name, monkeypatch):
+    """Half of a chunk decays by exp(-5.8). Numbers of 1000, divided by that factor, would be beyond the range of float16."""
+    arguments = arguments_of(GLA, B=1, H=1, T=70, K=64, V=64, dtype="float16")
+    arguments["g"] = torch.full_like(arguments["g"], -0.18)
+    factors = {"q": 2.0**-8, "k": 2.0**-8, "v": 2.0**-4, name: 1000.0}
+    for each, factor in factors.items():
+        arguments[each] = (arguments[each] * factor).half()
+    assert_near(emulated(monkeypatch, arguments, 1, drawn), expected(arguments, drawn), BOUND / 8)
+
+
 LARGEST = torch.finfo(torch.float16).max
 
 

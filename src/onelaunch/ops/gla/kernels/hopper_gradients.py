@@ -14,31 +14,28 @@ Grid       one CTA of 4 warps (one warpgroup) per chunk, head and panel; values 
 On chip    shared memory for 16-bit numbers, BV = 128: five tiles [64, 64] (q, k, two of scratch, g; two without a decay per
            channel), 8192 bytes each; v and do [64, BV], S and dS [BV, 64], 16384 bytes each: 104 KiB. float32 log-decays have a
            tile of 16384 bytes, in which two bfloat16 terms replace them (``split_log_decays``). S and dS have two terms then
-           and BV is 64, so that v, do and these take 48 KiB. After their products, dk
-           so far (``stash``, float32) lies where S and dS were, and dP (two 16-bit terms) where do and v were. In registers:
-           the three accumulators of the products with S, dS and v, then dq, dk and dg, [64, 64] float32, 32 registers each.
-           Registers are what is scarce.
+           and BV is 64, so that v, do and these take 48 KiB. After their products, dk so far (``stash``, float32) lies where S
+           and dS were, and dP (two 16-bit terms) where do and v were. In registers: the three accumulators of the products with
+           S, dS and v, then dq, dk and dg, [64, 64] float32, 32 registers each. Registers are what is scarce.
 Barriers   two mbarriers: ``bars[0]`` for the loads of q, k, g, waited for once; ``bars[1]`` for a block of v, do, S, dS, with
            one phase per block. All loads of the first block are issued before anything is waited for. The next block is loaded
            after the products with this one have finished. Stores leave from the tiles of q, k and g; they are waited for at the
            end of the kernel.
 Decay      products with matrices of 0 and 1 sum log-decays up to and with each step, over the first half of the chunk and over
-           all of it. Differences of them are decays from the middle and to the end. Where these exceed LIMIT, or a sum is
-           below MIN_LOG2_SUM, decays to the end are summed on their own, and pairs of steps are computed by levels
-           (hopper_pairs.py).
-           Decays are exponents of 2 here: ``logarithm`` returns sums of log-decays times log2(e).
+           all of it. Differences of them are decays from the middle and to the end. Where these exceed LIMIT, a sum is below
+           MIN_LOG2_SUM, or a float16 query or key is beyond LARGEST, decays to the end are summed on their own, and pairs of
+           steps are computed by levels (hopper_pairs.py). ``logarithm`` returns sums times log2(e), exponents of 2.
 Registers  indices, masks and decays are computed again where they are used. ``opaque_zero`` returns a 0 that the compiler does
            not know; adding it to an index or a mask keeps the compiler from computing them once and holding them in registers.
-Numerics   u is the norm-wise error of rounding the exact result to 16 bits, and 2 u is allowed. Decayed queries and keys, S
-           and dS are 16-bit. dP is a sum of two such numbers. So is S with one decay per head, whose gradient is a sum over all
-           of a state, in which the rounding of S would show (2.07 u). So are S and dS with float32 log-decays: with strong
-           decay few elements of a float32 dg are large, those of a chunk's first and last steps, and an element may be off
-           by no more than 0.024 of the root mean square. With three rounded factors in every product the error of
-           dg was 2.06 u; with dP in two terms it is 1.6 u. The subtraction for dg uses the same rounded queries and keys that
-           were operands of dq and dk, so that pairs on one side of a step cancel. Its result is summed over the chunk as two
-           16-bit terms as well. With float32 log-decays dg is float32, and decayed queries and keys are two terms too: their
-           rounding was all but 0.006 of the error of dg, and in sums over a chunk single elements failed the gate. In
-           float16 do is scaled (rescale.py), and the gradients are scaled back.
+Numerics   u is the norm-wise error of rounding the exact result to 16 bits, and 2 u is allowed. Decayed queries and keys, S and
+           dS are 16-bit. dP is a sum of two such numbers. So is S with one decay per head, whose gradient is a sum over all of
+           a state, in which the rounding of S would show (2.07 u). So are S and dS with float32 log-decays: with strong decay
+           few elements of a float32 dg are large, at a chunk's first and last steps, and an element may be off by at most 0.024
+           of the root mean square. With three rounded factors in every product the error of dg was 2.06 u; with dP in two terms
+           it is 1.6 u. The subtraction for dg uses the same rounded queries and keys that were operands of dq and dk, so that
+           pairs on one side of a step cancel. Its result is summed over the chunk as two 16-bit terms. With float32 log-decays
+           dg is float32, and decayed queries and keys are two terms too: their rounding was all but 0.006 of the error of dg,
+           and in sums over a chunk single elements failed the gate. In float16 rescale.py scales do.
 Memory     q, k and g are read and dq, dk and dg written once; v and do are read once per panel, S and dS once in all.
 Sharing    gradients are linear in do and dS, which differ between heads that share q, k, v, g or S. So a CTA of each head of the
            output stores its part of dq, dk or dg of a shared head in float32, from registers; sum_heads.py adds up the parts.
@@ -77,6 +74,7 @@ from onelaunch.ops.gla.kernels.hopper_tiles import (
     VALUE_HEADS,
     C,
     decay_terms,
+    exceeds_largest,
     exp2_flushed,
     find_chunk,
     head_of,
@@ -257,6 +255,8 @@ def channel_gradients(
     from_middle = before - logarithm(log_decays(tiles, wide, 0), "half", 0, acc)
     moderate = (gl.abs(from_middle) <= LIMIT * LOG2E) & (before >= MIN_LOG2_SUM)  # False for NaN
     is_strong = gl.max(gl.max(gl.where(moderate, 0, 1), 1), 0)
+    if gl.float16 == E:  # larger inputs would overflow when they are multiplied by exp(LIMIT)
+        is_strong += exceeds_largest(t_q, 1.0, acc) + exceeds_largest(t_k, 1.0, acc)
     # From here on indices are hidden from the compiler. ptxas computes descriptors that both sides of a branch share on one
     # side alone, and the other side reads garbage: see the traps in docs/notebook/gla.md.
     flag.store(gl.full([1], 0, gl.int32, layout=vector) + is_strong)

@@ -51,6 +51,7 @@ from onelaunch.ops.gla.kernels.hopper_tiles import (
     C,
     chunk_of,
     decay_terms,
+    exceeds_largest,
     exp,
     exp2_flushed,
     head_log_decays,
@@ -63,12 +64,6 @@ from onelaunch.ops.gla.kernels.hopper_tiles import (
     work_item,
     zero_tail,
 )
-
-LARGEST = gl.constexpr(128.0)
-"""Largest magnitude of float16 queries and keys for which the chunk's middle may be the anchor.
-
-Times exp(LIMIT), with LIMIT = 6 for float16, they stay finite. A chunk with larger ones takes the path of strong decay.
-"""
 
 
 @gluon.jit
@@ -122,16 +117,6 @@ def half_sums(g, ones, panel: gl.constexpr):
     total = warpgroup_mma_wait(num_outstanding=0, deps=(total,))
     first, second = gl.split(gl.reshape(total, [PANEL, 4, 2]))
     return gl.sum(first, 1), gl.sum(second, 1)  # the other three of each four are 0
-
-
-@gluon.jit
-def exceeds_largest(tile, scale, layout: gl.constexpr):
-    """Return a number above 0 if any element of a tile times ``scale`` is beyond LARGEST or NaN, else 0."""
-    found = 0
-    for panel in gl.static_range(tile.shape[1] // PANEL):
-        size = gl.abs(tile.slice(panel * PANEL, PANEL, dim=1).load(layout).to(gl.float32) * scale)
-        found += gl.max(gl.max(gl.where(size <= LARGEST, 0, 1), 1), 0)
-    return found
 
 
 @gluon.jit

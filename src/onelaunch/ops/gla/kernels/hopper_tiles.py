@@ -25,6 +25,12 @@ PANEL = gl.constexpr(64)
 QUERY_HEADS, KEY_HEADS, VALUE_HEADS, DECAY_HEADS, STATE_HEADS = (gl.constexpr(each) for each in range(5))
 """Places of the tensors in the constant SHARED of the kernels, see ``head_of``."""
 
+LARGEST = gl.constexpr(128.0)
+"""Largest magnitude of float16 queries and keys for which the chunk's middle may be the anchor.
+
+Times exp(LIMIT), with LIMIT = 6 for float16, they stay finite. A chunk with larger ones takes the path of strong decay.
+"""
+
 MIN_LOG_DECAY = gl.constexpr(-120.0)
 """Least log-decay of a step where a head has one decay; smaller ones, -inf included, are replaced by it.
 
@@ -370,3 +376,13 @@ def head_log_decays(p_g, next_g, step, left, c, full, empty, TURNS: gl.constexpr
     else:
         g = next_g.to(gl.float32)
     return gl.where(g < MIN_LOG_DECAY, MIN_LOG_DECAY, g)
+
+
+@gluon.jit
+def exceeds_largest(tile, scale, layout: gl.constexpr):
+    """Return a number above 0 if any element of a tile times ``scale`` is beyond LARGEST or NaN, else 0."""
+    found = 0
+    for panel in gl.static_range(tile.shape[1] // PANEL):
+        size = gl.abs(tile.slice(panel * PANEL, PANEL, dim=1).load(layout).to(gl.float32) * scale)
+        found += gl.max(gl.max(gl.where(size <= LARGEST, 0, 1), 1), 0)
+    return found
