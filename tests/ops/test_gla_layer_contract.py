@@ -310,6 +310,7 @@ def test_the_reasons_why_flas_layer_cannot_run(monkeypatch, prose):
     found = {"fla", "fla.layers", "transformers"}
     # The predicates ask for packages by this function alone, so the test does not depend on what is installed.
     monkeypatch.setattr(peers, "package_installed", lambda package: package in found)
+    monkeypatch.setattr(peers, "not_installed", lambda package: None)
 
     def reason(device: str = "cuda:0", **given: Any) -> str | None:
         return peers.fla.why_not(GLA_LAYER.query(GLA_LAYER.case("bfloat16", **{**SMALL, **given}), device, grad=True))
@@ -326,6 +327,7 @@ def test_the_reasons_why_flas_layer_cannot_run(monkeypatch, prose):
 
 def test_the_layer_with_a_decay_per_head_trains_by_another_function_on_hopper(monkeypatch, prose):
     monkeypatch.setattr(peers, "package_installed", lambda package: True)
+    monkeypatch.setattr(peers, "not_installed", lambda package: None)
     monkeypatch.setattr(recurrence_peers, "is_hopper", lambda device: True)
     monkeypatch.setattr(recurrence_peers, "_triton_version", lambda: (3, 6, 0))
 

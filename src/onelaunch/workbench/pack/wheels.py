@@ -125,7 +125,8 @@ def repacked(distribution: importlib.metadata.Distribution, folder: Path) -> Pat
     metadata = next((file.parent for file in kept if file.name == "WHEEL" and file.parent.suffix == ".dist-info"), None)
     if metadata is None:
         raise PackError(f"{name} {version} was not installed from a wheel, so no wheel can be made of it. Install one.")
-    tag = re.findall(r"^Tag: (\S+)", distribution.read_text("WHEEL") or "", re.MULTILINE)[0]
+    described = Path(str(distribution.locate_file(metadata / "WHEEL"))).read_text(encoding="utf-8")
+    tag = re.findall(r"^Tag: (\S+)", described, re.MULTILINE)[0]
     wheel, record = folder / f"{canonicalize_name(name).replace('-', '_')}-{version}-{tag}.whl", io.StringIO()
     rows = csv.writer(record, lineterminator="\n")
     with zipfile.ZipFile(wheel, "w", zipfile.ZIP_DEFLATED) as archive:
