@@ -64,7 +64,7 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Tuning:
-    """What is to be measured: the study, and what ``auto`` chooses for each of its calls before it runs."""
+    """Plan of a tuning: the study to measure, and what ``auto`` chooses for each of its calls before it runs."""
 
     study: Study
     place: Place

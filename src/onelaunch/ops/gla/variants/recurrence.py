@@ -23,11 +23,11 @@ from onelaunch.ops.gla.contract import FUSED_RECURRENT, GlaCall, gla
 def fused_recurrent(call: GlaCall) -> tuple[Any, Any]:
     """Compute a step at a time in float32, forward and backward, also where value channels decay or time is reversed.
 
-    A warp holds a block of the state's columns with all of its rows, so results are whole sums. The backward pass is three more
-    loops over time, for dq, for dk and dg, and for dv and dgv. Without gradients up to 16 steps per sequence run in the kernel of
-    ``stepwise``. Results are float32 before they are rounded, TF32 or not: with TF32 allowed, fla's chunks took 0.58 ms where
-    this variant took 1.34 (4x2048x16x128 forward on an H100). The gradients of log-decays are sums in which terms cancel: in
-    float32 their error is up to four times that of PyTorch's loop.
+    A warp holds a block of the state's columns with all of its rows, so results are whole sums. The backward pass is three
+    more loops over time, for dq, for dk and dg, and for dv and dgv. Without gradients up to 16 steps per sequence run in the
+    kernel of ``stepwise``. Results are float32 before they are rounded, TF32 or not: with TF32 allowed, fla's chunks took
+    0.58 ms where the first form of this variant took 1.34 (4x2048x16x128 forward on an H100). The gradients of log-decays are
+    sums in which terms cancel: in float32 their error is up to four times that of PyTorch's loop.
     """
     return attend(call)
 
