@@ -19,14 +19,14 @@ from typing import Literal
 from pydantic import ValidationError
 
 from onelaunch.device import hardware
-from onelaunch.errors import OutputUnwritable, ResultBusy, ResultCorrupt, ResultExists, ResultMissing, StudyError
+from onelaunch.errors import ArgumentError, OutputUnwritable, ResultBusy, ResultCorrupt, ResultExists, ResultMissing, StudyError
 from onelaunch.folders import cache_folder
 from onelaunch.wording import shown
 from onelaunch.workbench.files import probe_file, within
-from onelaunch.workbench.options import RunOptions
+from onelaunch.workbench.options import Progress, RunOptions
 from onelaunch.workbench.result import Result
 from onelaunch.workbench.result.provenance import spelled
-from onelaunch.workbench.running import QUICK_SECONDS, Progress, Steps
+from onelaunch.workbench.running import QUICK_SECONDS, Steps
 from onelaunch.workbench.stored import FROM_A_FILE
 from onelaunch.workbench.study import Scale, Shape, Study
 from onelaunch.workbench.study.plan import scale_for
@@ -39,6 +39,19 @@ TIME_CAP_SECONDS: dict[Scale, float] = {"small": 15.0, "full": 60.0}
 def default_path(study: Study, device: str = "auto") -> Path:
     """Return the default file of a run on this device: ``results/<device>/<study>.json`` in the working directory."""
     return within(Path("results"), Path("results") / slug_of(str(hardware.resolve(device))) / f"{study.name}.json")
+
+
+def resolve_all(device: str) -> tuple[str, ...]:
+    """Return the names of the devices of a run, which commas separate, such as ``("cuda:0", "cuda:1")``.
+
+    Raises:
+        NoDeviceError: PyTorch sees no device of one of these names.
+        ArgumentError: A device is named twice.
+    """
+    found = tuple(str(hardware.resolve(name.strip())) for name in device.split(","))
+    if len(set(found)) < len(found):
+        raise ArgumentError(f"{shown(device)} names a device twice; name each once.")
+    return found
 
 
 def partial_path(path: Path) -> Path:
@@ -93,7 +106,8 @@ def run_study(
 
     Args:
         study: Study, as :func:`~onelaunch.workbench.study.read.load_study` reads it.
-        device: ``cuda:0``, ``cpu`` and so on; ``auto`` is the first GPU, or the CPU.
+        device: ``cuda:0``, ``cpu`` and so on; ``auto`` is the first GPU, or the CPU. Several devices of one kind, as in
+            ``cuda:0,cuda:1``, share the shapes and measure side by side, each in a child process of its own.
         scale: Scale of the shapes to run; ``auto`` is ``full`` on a GPU and ``small`` on a CPU.
         rounds: Number of rounds in place of the study's own.
         time_cap: Seconds after which no new round of a case begins, once three are measured. :data:`TIME_CAP_SECONDS` of the
@@ -139,11 +153,15 @@ def run_study(
         ResultCorrupt: The file of the run to resume is damaged, is no result, or is too new. Raised before anything is measured.
         ResultUnsaved: The file could not be written at the end, or another run has written it meanwhile. Holds the result.
         MeasuringFailed: The child process of a supervised run died twice before it measured anything.
-        ArgumentError: The file of the tuning is damaged, or was written by a newer version.
+        ArgumentError: The file of the tuning is damaged, or was written by a newer version; a device is named twice; or there
+            are several, and ``in_process`` is set.
         ResultMismatch: The interrupted run has another study, device, software, commit, scale or number of rounds.
     """
     began = time.monotonic()
-    where = hardware.resolve(device)
+    devices = resolve_all(device)
+    if len(devices) > 1 and in_process:
+        raise ArgumentError("Several devices are measured by processes of their own; pass in_process=False.")
+    where = hardware.resolve(devices[0])
     path = save_to or default_path(study, str(where))
     with _alone(path):
         earlier = _before_anything_runs(study, path, force=force, resume=resume)
@@ -176,7 +194,7 @@ def run_study(
             earlier_path=partial_path(path) if not path.exists() else path,
         )
         tell = on_progress or (lambda _: None)
-        result = carry_out(job, tell) if in_process else supervise(job, tell, call_limit=call_limit)
+        result = carry_out(job, tell) if in_process else supervise(job, tell, devices=devices, call_limit=call_limit)
         if _stamp(path) != before:
             raise ResultUnsaved(OutputUnwritable(path, "another run has written it meanwhile"), result)
         return _saved(result, path, force=force or earlier is not None)

@@ -27,7 +27,7 @@ from onelaunch.workbench.measure.count import Request, count_all
 from onelaunch.workbench.measure.outcomes import Interrupted, Measurements
 from onelaunch.workbench.measure.timing import measure
 from onelaunch.workbench.measure.tuning import keep, restore
-from onelaunch.workbench.options import RunOptions
+from onelaunch.workbench.options import WHOLE, Part, Progress, RunOptions
 from onelaunch.workbench.result import Beside, Cell, Noise, ProbeReport, Result, Status, StoredCeilings, Traffic, Verdict
 from onelaunch.workbench.result.provenance import provenance
 from onelaunch.workbench.result.sources import variant_sources
@@ -43,23 +43,6 @@ QUICK_SECONDS = 3.0
 
 _ORACLE_BYTES = {"cuda": 24 << 30, "cpu": 1 << 30}
 """Most bytes that the cached references of a run (inputs and oracle outputs) may take, by device type; see :class:`Judge`."""
-
-
-@dataclass(frozen=True)
-class Progress:
-    """Progress of a run."""
-
-    shape: str
-    direction: Direction
-    step: str
-    """``compile``, ``probe``, ``verify``, ``examine``, ``prepare``, ``time`` or ``count``."""
-    done: int
-    """Number of items of this step that are done at this shape and direction."""
-    total: int
-    cases_done: int
-    """Number of cases, each a shape in one direction, that are finished."""
-    cases: int
-    """Number of all cases."""
 
 
 @dataclass(frozen=True)
@@ -113,6 +96,8 @@ class Run:
     """Callback with the partial result, which is called at the beginning, after the probes, and after each case."""
     meter: Meter = field(default_factory=Meter)
     """Meter of the time and money that the run takes."""
+    part: Part = WHOLE
+    """Part of the cases that this process probes, compiles and measures."""
 
     def __post_init__(self) -> None:
         variant_sources(self.study)  # caches the digests now, so that files changed during the run are not taken for what ran
@@ -146,6 +131,12 @@ class Run:
     def cases(self) -> list[tuple[Shape, Direction]]:
         """Planned cases in the order in which they run."""
         return list({(cell.shape.name, cell.direction): (cell.shape, cell.direction) for cell in self.plan.cells}.values())
+
+    @property
+    def mine(self) -> list[tuple[Shape, Direction]]:
+        """Cases that this process measures, in their order. Both directions of a shape are of one part."""
+        names = self.part.of(list(dict.fromkeys(shape.name for shape, _ in self.cases)))
+        return [case for case in self.cases if case[0].name in names]
 
     def resume_from(self, earlier: Result, path: Path) -> None:
         """Take over the cases that an interrupted run finished.
@@ -190,14 +181,14 @@ class Run:
         if earlier.provenance.clocks and done:
             self.clocks.append(earlier.provenance.clocks)
 
-    def measure_all(self, processes: int, partial: Path) -> None:
+    def measure_all(self, processes: int, partial: Path | None) -> None:
         """Probe the variants and measure the cases that are not finished. Ctrl-C or the time limit ends the run early.
 
         The partial result is saved after the probes and after each case. The time limit is looked at after each case.
 
         Args:
             processes: Number of processes that compile before anything is measured; 0 for none.
-            partial: File of the partial result.
+            partial: File of the partial result; ``None`` if the parent process saves it, together with other parts.
         """
         tuning = self.options.tuning
         if tuning is not None and (note := restore(tuning, hardware.describe(str(self.device)).name)):
@@ -208,11 +199,12 @@ class Run:
             self.probe_variants()
             self.save_partial(partial)
             gc.freeze()  # each capture collects garbage, which takes 0.2 s if all that was imported is looked at
-            for case in self.cases:
-                if case not in self.finished and not self.stopped:
+            waiting = [case for case in self.mine if case not in self.finished]
+            for case in waiting:
+                if not self.stopped:
                     self.measure(*case)
                     self.save_partial(partial)
-                    self.stopped = self.options.out_of_time and len(self.finished) < len(self.cases)
+                    self.stopped = self.options.out_of_time and case != waiting[-1]
         except KeyboardInterrupt:
             self.stopped = True
         finally:
@@ -222,8 +214,8 @@ class Run:
 
     def compile_ahead(self, processes: int) -> None:
         """Let several processes compile the kernels of the cases that are not finished."""
-        done = {(shape.name, direction) for shape, direction in (*self.finished, *self.uncounted)}
-        cells = [cell for cell in self.plan.cells if (cell.shape.name, cell.direction) not in done]
+        waiting = {(case[0].name, case[1]) for case in self.mine if case not in (*self.finished, *self.uncounted)}
+        cells = [cell for cell in self.plan.cells if (cell.shape.name, cell.direction) in waiting]
         report = lambda call, count, total: self._report(call.shape, call.direction, "compile", count, total)  # noqa: E731
         calls = calls_to_compile(self.study, cells, processes)
         self.notes += self.steps.compile(self.study, calls, str(self.device), processes, report)
@@ -236,7 +228,8 @@ class Run:
         """
         # Reversed, so that each variant keeps its first case.
         first = {self._label(cell): cell for cell in reversed(self.plan.cells) if not cell.control and cell.status is None}
-        asked = [(label, planned) for label, planned in first.items() if self._has_probes(planned)]
+        mine = {shape.name for shape, _ in self.mine}
+        asked = [(label, each) for label, each in first.items() if self._has_probes(each) and each.shape.name in mine]
         # A result that changes after its call is found when the variant is verified, so no probe waits for that.
         judge = Judge(_ORACLE_BYTES.get(self.device.type, 1 << 30), settle_seconds=0.0)
         if waiting := [planned for _, planned in asked if not self._is_probed(planned)]:
@@ -304,10 +297,12 @@ class Run:
             return verdict.status, verdict.explain()
         return self.failures.get(key_of(planned))
 
-    def save_partial(self, path: Path) -> None:
+    def save_partial(self, path: Path | None) -> None:
         """Save the finished cases. If that fails, such as on a full disk, the run continues, and a note says so."""
         result = self.result(interrupted=True)
         self.on_kept(result)
+        if path is None:
+            return
         try:
             result.save(path, force=True)
         except OutputUnwritable as failure:
@@ -402,7 +397,7 @@ class Run:
             self.plan = fresh.in_first_direction() if self.options.quick else fresh
             for planned in self.plan.cells:
                 if (cell := self.cells.get(key_of(planned))) is not None:
-                    self.cells[key_of(planned)] = bounded(cell, planned)
+                    self.cells[key_of(planned)] = bounded(cell, planned.plan)
             self.notes.append(
                 f"A time at {runnable[0].shape.name} was below its roofline bound, so the device's peaks were measured again. "
                 "They came out higher: other work ran when they were measured first. All bounds here rest on the higher ones."
@@ -476,7 +471,7 @@ class Run:
                 reason=outcome.reason,
                 verdict=outcome.verdict,
                 timings=outcome.timings if has_times else (),
-                traffic=by_arithmetic(planned) if outcome.measured else None,
+                traffic=by_arithmetic(planned.plan) if outcome.measured else None,
                 peak_bytes=outcome.peak_bytes,
                 chosen=outcome.chosen,
             )
@@ -492,4 +487,5 @@ class Run:
         self.cells[key_of(planned)] = cell_of(self._replanned(planned), **facts)
 
     def _report(self, shape: str, direction: Direction, step: str, done: int, total: int) -> None:
-        self.on_progress(Progress(shape, direction, step, done, total, len(self.finished), len(self.cases)))
+        finished = sum(case in self.finished for case in self.mine)
+        self.on_progress(Progress(shape, direction, step, done, total, finished, len(self.mine)))

@@ -9,18 +9,24 @@ from typing import Annotated, Literal
 import typer
 
 from onelaunch.cli import output
-from onelaunch.cli.arguments import DeviceName
 from onelaunch.cli.measuring import INTERRUPTED, reported_termination, shown_progress
 from onelaunch.cli.study.arguments import CallLimit, InProcess, Log, PricePerHour, ScaleName, StudyName, TimeCap
 from onelaunch.cli.study.report import send, write_into
-from onelaunch.device.hardware import resolve
 from onelaunch.device.peaks import ceilings
 from onelaunch.errors import ResultExists
 from onelaunch.workbench.files import probe_file, probe_folder, within
 from onelaunch.workbench.report import RESULT
 from onelaunch.workbench.report.terminal import show
 from onelaunch.workbench.result import Result
-from onelaunch.workbench.run import ResultUnsaved, default_path, interrupted_run, is_resumable, partial_path, run_study
+from onelaunch.workbench.run import (
+    ResultUnsaved,
+    default_path,
+    interrupted_run,
+    is_resumable,
+    partial_path,
+    resolve_all,
+    run_study,
+)
 from onelaunch.workbench.sinks import Sink, make_sink
 from onelaunch.workbench.study import Study
 from onelaunch.workbench.study.read import find_study
@@ -29,7 +35,14 @@ from onelaunch.workbench.supervise import CALL_LIMIT_SECONDS, slug_of
 
 def run(
     name: StudyName,
-    device: DeviceName = "auto",
+    device: Annotated[
+        str,
+        typer.Option(
+            "--device",
+            help="Device: cpu, cuda, cuda:1 and so on; auto is the first GPU, or the CPU. "
+            "Devices of one kind, as in cuda:0,cuda:1, share the shapes and measure side by side.",
+        ),
+    ] = "auto",
     scale: ScaleName = None,
     rounds: Annotated[
         int | None, typer.Option("--rounds", min=3, help="Number of timing rounds.", show_default="the study's")
@@ -82,7 +95,8 @@ def run(
     """
     _, study = find_study(name)
     sinks = [make_sink(spec) for spec in log or ()]
-    where = str(resolve(device))
+    devices = resolve_all(device)
+    where = devices[0]
     result_path, report_path = _paths(study, where, out, report_dir)
     replace = _probe(result_path, report_path, force=force, resume=resume)
     if in_process or where == "cpu":  # else the child does it, since this process must not initialise CUDA
@@ -94,7 +108,7 @@ def run(
         try:
             result = run_study(
                 study,
-                device=where,
+                device=",".join(devices),
                 scale=scale or "auto",
                 rounds=rounds,
                 time_cap=time_cap,

@@ -13,9 +13,9 @@ from typing import NamedTuple
 import torch
 
 from onelaunch.operation import Direction
-from onelaunch.workbench.options import RunOptions
+from onelaunch.workbench.options import WHOLE, Part, Progress, RunOptions
 from onelaunch.workbench.result import Result, Status, StoredCeilings
-from onelaunch.workbench.running import Key, Progress, Run, Steps
+from onelaunch.workbench.running import Key, Run, Steps
 from onelaunch.workbench.spending import Meter
 from onelaunch.workbench.study import Scale, Study
 from onelaunch.workbench.study.plan import plan_study
@@ -29,8 +29,8 @@ class Job:
     device: str
     scale: Scale
     options: RunOptions
-    partial: Path
-    """File of the partial result."""
+    partial: Path | None
+    """File of the partial result; ``None`` if the parent process saves it, together with other parts."""
     steps: Steps = field(default_factory=Steps)
     processes: int = 0
     """Number of processes that compile before anything is measured."""
@@ -38,6 +38,10 @@ class Job:
     """Interrupted run that is continued."""
     earlier_path: Path = Path()
     """File of that run, for messages."""
+    part: Part = WHOLE
+    """Part of the cases that is measured on this device, if several devices share them."""
+    ceilings: StoredCeilings | None = None
+    """Measured peaks of the device if they are known, as from the process of the first part; ``None`` if not."""
 
 
 @dataclass
@@ -91,9 +95,9 @@ def carry_out(
     known = state.kept or job.earlier
     # A continued run takes over the measured peaks of the device (bandwidth, FLOP rates, launch time), so that all roofline
     # bounds of a result are computed from the same peaks.
-    ceilings = known.ceilings if known else StoredCeilings(**asdict(job.steps.ceilings(job.device)))
+    ceilings = known.ceilings if known else job.ceilings or StoredCeilings(**asdict(job.steps.ceilings(job.device)))
     plan = plan_study(job.study, ceilings, job.device, job.scale)
-    run = Run(plan, torch.device(job.device), ceilings, job.options, job.steps, on_progress)
+    run = Run(plan, torch.device(job.device), ceilings, job.options, job.steps, on_progress, part=job.part)
     run.meter = Meter(job.options.began, job.options.price_per_hour, earlier=job.earlier, kept=state.kept)
     run.failures, run.on_turn, run.on_kept = state.failures, run.meter.watching(on_turn), on_kept
     if state.kept is not None:
@@ -104,4 +108,4 @@ def carry_out(
     run.notes += state.notes
     on_kept(run.result(interrupted=True))
     run.measure_all(job.processes if state.kept is None else 0, job.partial)
-    return run.result(interrupted=run.stopped)
+    return run.result(interrupted=run.stopped or job.part != WHOLE)  # other processes measure the rest

@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import itertools
 import json
 import multiprocessing
 import os
@@ -15,26 +17,25 @@ import sys
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from multiprocessing.connection import wait
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from onelaunch.device.hardware import describe
-from onelaunch.errors import MeasuringFailed
+from onelaunch.errors import MeasuringFailed, OutputUnwritable
 from onelaunch.operation import Direction
 from onelaunch.wording import listing
+from onelaunch.workbench.joining import joined, refuse_other_devices
+from onelaunch.workbench.options import Part, Progress
 from onelaunch.workbench.result import Result, Status
-from onelaunch.workbench.running import Progress
 from onelaunch.workbench.spending import with_lost_turn
 from onelaunch.workbench.study import Study
 from onelaunch.workbench.supervise.child import TURN_BYTES, read_turn, work
 from onelaunch.workbench.supervise.job import Job, State, Turn, carry_out
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 CALL_LIMIT_SECONDS = 600.0
 """Seconds after which a candidate counts as hung in one step, such as its probes, its verification, its preparation (all of these
@@ -54,37 +55,190 @@ def supervise(
     job: Job,
     on_progress: Callable[[Progress], None],
     *,
+    devices: Sequence[str] = (),
     call_limit: float = CALL_LIMIT_SECONDS,
     method: str | None = None,
 ) -> Result:
-    """Run a study in a child process, and return its result.
+    """Run a study in child processes, and return its result.
 
     Args:
         job: Study with its options.
         on_progress: Callback for the progress, in this process.
+        devices: Devices that share the cases, each with a child of its own; by default the device of the job alone. The child of
+            the first measures the peaks, and the others start with them.
         call_limit: Seconds after which a candidate counts as hung.
-        method: How the child is started, ``fork`` or ``spawn``; by default :func:`start_method` decides.
+        method: How children are started, ``fork`` or ``spawn``; by default :func:`start_method` decides.
 
     Raises:
-        MeasuringFailed: The child died twice before it measured anything.
-        OneLaunchError: Any error that :func:`carry_out` raises in the child.
+        MeasuringFailed: A child died twice before it measured anything.
+        ResultMismatch: The devices are not alike.
+        OneLaunchError: Any error that :func:`carry_out` raises in a child.
     """
-    state, silent = State(), Counter[tuple[str, str]]()
-    while True:
-        try:
-            child = Child(job, state, method or start_method(job.device))
-        except (pickle.PicklingError, AttributeError, TypeError) as problem:  # what cannot be sent to a new interpreter
-            state.notes.append(_in_this_process(str(problem)))
-            return carry_out(job, on_progress, state=state)
-        with child:
-            ended = child.follow(on_progress, call_limit)
+    together = _Together(job, devices or (job.device,), on_progress, call_limit, method)
+    with contextlib.ExitStack() as stack:
+        for part in together.parts:
+            stack.callback(part.end)
+        while not all(part.ended for part in together.parts):
+            try:
+                together.step()
+            except KeyboardInterrupt:  # noqa: PERF203 - a step waits for a fifth of a second anyway
+                together.interrupt()
+    return together.joined()
+
+
+class _Together:
+    """The parts of a run that children measure side by side, each on a device of its own; a single one has all cases."""
+
+    def __init__(
+        self,
+        job: Job,
+        devices: Sequence[str],
+        on_progress: Callable[[Progress], None],
+        call_limit: float,
+        method: str | None,
+    ) -> None:
+        self._job = job
+        self._partial = job.partial if len(devices) > 1 else None
+        """File of the joined partial result; ``None`` if the only child saves it."""
+        self._saved: list[Result | None] = []
+        self._unsaved = ""
+        several = len(devices) > 1
+        tell = _Sum(on_progress, len(devices))
+        self.parts = [
+            _Supervised(
+                _part_of(job, device, Part(index, len(devices))) if several else job,
+                functools.partial(tell.of, index) if several else on_progress,
+                call_limit,
+                method,
+            )
+            for index, device in enumerate(devices)
+        ]
+
+    def step(self) -> None:
+        """Let each part handle a message of its child or start one. Parts after the first wait for its measured peaks."""
+        first = self.parts[0]
+        for part in self.parts:
+            known = part.state.kept
+            if part is not first and known is None:
+                if first.state.kept is None:
+                    continue
+                part.job = replace(part.job, ceilings=first.state.kept.ceilings)
+            part.step()
+            if part is not first and known is None and part.state.kept is not None and first.state.kept is not None:
+                refuse_other_devices(first.state.kept, part.state.kept)
+        self._save()
+
+    def interrupt(self) -> None:
+        """Pass Ctrl-C on to all children. A part that has measured nothing yet ends; if all are so, the run ends."""
+        if all(part.state.kept is None for part in self.parts):
+            raise KeyboardInterrupt
+        for part in self.parts:
+            part.interrupt()
+
+    def joined(self) -> Result:
+        """Return the result of all parts."""
+        results = [part.result for part in self.parts if part.result is not None]
+        if len(self.parts) == 1:
+            return results[0]
+        names = listing([part.job.device for part in self.parts])
+        note = f"Processes measured side by side on {names}, each shape on one of them."
+        notes = [note, self._unsaved] if self._unsaved else [note]
+        found = joined(results, self._job.earlier)
+        return found.model_copy(update={"notes": tuple(dict.fromkeys((*found.notes, *notes)))})
+
+    def _save(self) -> None:
+        """Save the joined partial result if a part has a new one. If that fails, the run continues, and a note says so."""
+        kept = [part.state.kept for part in self.parts]
+        new = [one for one, saved in itertools.zip_longest(kept, self._saved) if one is not saved]
+        if self._partial is None or not new:
+            return
+        self._saved = kept
+        if found := [each for each in kept if each is not None]:
+            try:
+                joined(found, self._job.earlier).save(self._partial, force=True)
+            except OutputUnwritable as failure:
+                self._unsaved = f"The partial result could not be saved during the run: {failure}"
+
+
+def _part_of(job: Job, device: str, part: Part) -> Job:
+    """Return the job of a part on its device. Its share of the processes that compile is at least 1 if there are any."""
+    processes = max(job.processes // part.number, min(job.processes, 1))
+    return replace(job, device=device, part=part, partial=None, processes=processes)
+
+
+class _Sum:
+    """Callback for the progress of several parts, which counts their finished cases together."""
+
+    def __init__(self, on_progress: Callable[[Progress], None], parts: int) -> None:
+        self._tell = on_progress
+        self._latest: list[Progress | None] = [None] * parts
+
+    def of(self, index: int, progress: Progress) -> None:
+        """Report the progress of the part with this index."""
+        self._latest[index] = progress
+        known = [each for each in self._latest if each is not None]
+        done, cases = sum(each.cases_done for each in known), sum(each.cases for each in known)
+        self._tell(replace(progress, cases_done=done, cases=cases))
+
+
+class _Supervised:
+    """A job whose child is replaced when it dies. The candidate that was running then gets a status, and is not run again."""
+
+    def __init__(self, job: Job, on_progress: Callable[[Progress], None], call_limit: float, method: str | None) -> None:
+        self.job = job
+        self.state = State()
+        self.ended = False
+        self.result: Result | None = None
+        """Result of the job once it has ended; ``None`` if it was interrupted before anything was measured."""
+        self._on_progress = on_progress
+        self._call_limit = call_limit
+        self._method = method or start_method(job.device)
+        self._child: Child | None = None
+        self._silent: Counter[tuple[str, str]] = Counter()
+
+    def step(self) -> None:
+        """Handle one message of the child, or its end, or start one."""
+        if self.ended:
+            return
+        if self._child is None:
+            try:
+                self._child = Child(self.job, self.state, self._method)
+            except (pickle.PicklingError, AttributeError, TypeError) as problem:  # what cannot be sent to a new interpreter
+                self._here(str(problem))
+            return
+        ended = self._child.step(self._on_progress, self._call_limit)
+        if ended is None:
+            return
+        self.end()
         if isinstance(ended, Result):
-            return ended
-        if isinstance(ended, Missing):
-            state.notes.append(_in_this_process(f"a new process does not know {listing(ended.names)}"))
-            return carry_out(job, on_progress, state=state)
-        state.kept = with_lost_turn(state.kept, ended.seconds)
-        _blame(job.study, state, ended, silent)
+            self.ended, self.result = True, ended
+        elif isinstance(ended, Missing):
+            self._here(f"a new process does not know {listing(ended.names)}")
+        else:
+            self.state.kept = with_lost_turn(self.state.kept, ended.seconds)
+            _blame(self.job.study, self.state, ended, self._silent)
+
+    def interrupt(self) -> None:
+        """Pass Ctrl-C on to the child. The second time, or if it has measured nothing yet, it is ended at once."""
+        if self.ended:
+            return
+        measured = self._child is not None and self.state.kept is not None
+        found = self._child.interrupt() if self._child is not None and measured else self.state.kept
+        if found is not None or not measured:
+            self.ended, self.result = True, found
+            self.end()
+
+    def end(self) -> None:
+        """End the child, if one runs."""
+        if self._child is not None:
+            self._child.end()
+            self._child = None
+
+    def _here(self, why: str) -> None:
+        """Carry the job out in this process, since a child cannot."""
+        self.state.notes.append(_in_this_process(why))
+        self.ended, self.result = True, carry_out(self.job, self._on_progress, state=self.state)
+        self.state.kept = self.result
 
 
 class Missing(NamedTuple):
@@ -128,7 +282,7 @@ def _slug(device: str) -> str:
 
 
 class Child:
-    """A child process that runs a job, as its parent sees it. Leaving its ``with`` block ends it, and all that it has started."""
+    """A child process that runs a job, as its parent sees it. :meth:`end` ends it, and all that it has started."""
 
     def __init__(self, job: Job, state: State, method: str) -> None:
         context: Any = multiprocessing.get_context(method)
@@ -147,27 +301,13 @@ class Child:
         self._interrupted = 0.0
         """Time of Ctrl-C; 0 before it."""
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def end(self) -> None:
+        """End the process, and all that it has started."""
         self._kill()
         self._connection.close()
 
-    def follow(self, on_progress: Callable[[Progress], None], call_limit: float) -> Result | Missing | Death:
-        """Wait for the child's result. The finished cases that it reports become the state of the run."""
-        ended: Result | Missing | Death | None = None
-        while ended is None:
-            try:
-                ended = self._step(on_progress, call_limit)
-            except KeyboardInterrupt:  # noqa: PERF203 - the loop waits for a fifth of a second anyway
-                ended = self._interrupt()
-        return ended
-
-    def _interrupt(self) -> Result | None:
-        """Pass Ctrl-C on to the child, or end it if it has been told already. Before its first partial result the run ends."""
-        if self._state.kept is None:
-            raise KeyboardInterrupt
+    def interrupt(self) -> Result | None:
+        """Pass Ctrl-C on to the child. If it has been told already, return what it has measured so far."""
         if self._interrupted:
             return self._state.kept
         self._interrupted = time.monotonic()
@@ -175,8 +315,11 @@ class Child:
             self._connection.send("interrupt")
         return None
 
-    def _step(self, on_progress: Callable[[Progress], None], call_limit: float) -> Result | Missing | Death | None:
-        """Handle the next message, or look at the clock. Return how the child ended, or ``None`` while it runs."""
+    def step(self, on_progress: Callable[[Progress], None], call_limit: float) -> Result | Missing | Death | None:
+        """Handle the next message, or look at the clock. Return how the child ended, or ``None`` while it runs.
+
+        The finished cases that it reports become the state of the run.
+        """
         if not wait([self._connection, self._process.sentinel], timeout=_LOOK_SECONDS):
             return self._late(call_limit)
         if not self._connection.poll():
