@@ -88,13 +88,17 @@ def comparisons(result: Result, device: str) -> Iterator[Comparison]:
 
 
 def times_of(result: Result, shape: Shape, direction: Direction) -> dict[str, float]:
-    """Return the cold medians of the correct variants at a case in microseconds, rounded as a table stores them."""
+    """Return the cold medians of the correct variants at a case in microseconds, rounded as a table stores them.
+
+    The time of ``auto`` is that of the variant that it chose then, unless that one was timed by its own name too.
+    """
 
     def usable(cell: Cell) -> bool:
         correct = cell.status == "ok" and cell.verdict is not None and cell.verdict.ok
-        return correct and not cell.control and cell.variant != AUTO and (cell.shape, cell.direction) == (shape.name, direction)
+        return correct and not cell.control and (cell.shape, cell.direction) == (shape.name, direction)
 
-    timings = {cell.variant: cell.timing("cold") for cell in result.cells if usable(cell)}
+    cells = sorted(filter(usable, result.cells), key=lambda cell: cell.variant != AUTO)
+    timings = {cell.chosen if cell.variant == AUTO else cell.variant: cell.timing("cold") for cell in cells}
     return {name: round(timing.microseconds.median, 3) for name, timing in timings.items() if timing is not None}
 
 

@@ -219,7 +219,7 @@ def test_a_decision_is_not_recomputed_without_the_operation():
 
 def test_committed_results_are_consistent_and_give_the_same_outcomes_and_decisions(pytestconfig):
     paths = sorted((pytestconfig.rootpath / "results").glob("*/*.json"))
-    assert len(paths) == 7
+    assert len(paths) >= 7
     for path in paths:
         result = Result.load(path)
         again = recompute(result)
