@@ -135,6 +135,20 @@ def test_the_explanation_has_a_line_for_every_variant(table):
     assert (lines["no_backward"].reason_against, lines["no_backward"].microseconds) == (None, None)
 
 
+def test_the_explanation_names_a_variant_that_is_known_to_be_faster(table, scale):
+    """``vector`` is the default. A table with times of both decides instead, and a predicate that raises says nothing."""
+    table({})
+    scale.get("vector").slower_than("elsewhere")(lambda query: "it took twice as long" if query.sizes[0] == 8 else None)
+    scale.get("vector").slower_than("loop")(lambda query: f"{1 // (query.sizes[0] - 8)}")
+    assert dispatch.explain(query()).faster == (dispatch.Faster("elsewhere", "it took twice as long"),)
+    assert dispatch.explain(query(9)).faster == (dispatch.Faster("loop", "1"),)
+    assert dispatch.explain(query(2000)).faster == ()  # by loop
+    table({8: {"vector": 1.0, "elsewhere": 0.5}})
+    assert dispatch.explain(query()).faster == ()
+    table({8: {"vector": 1.0, "loop": 2.0}})
+    assert [each.variant for each in dispatch.explain(query()).faster] == ["elsewhere"]
+
+
 def test_a_named_variant_runs(scale):
     assert torch.equal(scale(torch.ones(3), variant="no_backward"), torch.full((3,), 2.0))
 

@@ -113,7 +113,12 @@ def test_explain_shows_measured_times_and_puts_the_fastest_first(call, monkeypat
     monkeypatch.setattr(
         dispatch,
         "explain",
-        lambda query: asked.append(query) or dispatch.Explanation(query, "chunked", "fastest measured at T=64", standings),
+        lambda query: (
+            asked.append(query)
+            or dispatch.Explanation(
+                query, "chunked", "fastest measured at T=64", standings, faster=(dispatch.Faster("semi_fused", "it took 1 us"),)
+            )
+        ),
     )
     answer = call("explain", "linear_rnn", "--shape", SHAPE, "--grad", "--device", "cpu")
     assert asked == [query]

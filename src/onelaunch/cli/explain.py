@@ -41,6 +41,8 @@ def explain(
     direction = "forward and backward" if grad else "forward"
     output.heading(console, contract.name, f"{case}, {direction}, on {query.device}")
     console.print(f"{answer.chosen} runs: {answer.because}.")
+    for each in answer.faster:
+        console.print(f"Slower than {each.variant}: {each.reason}.")
     output.table(console, _table(answer, {name: variant.summary for name, variant in contract.variants.items()}))
 
 

@@ -34,6 +34,16 @@ class Standing:
 
 
 @dataclass(frozen=True)
+class Faster:
+    """Variant that is known or expected to be faster than the chosen one, where no table of measured times compares the two."""
+
+    variant: str
+    """Name of the faster variant. It runs only by name, or ``auto`` has no times by which it could choose it."""
+    reason: str
+    """Clause that says what was measured or estimated."""
+
+
+@dataclass(frozen=True)
 class Explanation:
     """Dispatcher's choice for one call, with its reasons."""
 
@@ -49,6 +59,8 @@ class Explanation:
     """File with the measured times, if a similar call was measured."""
     whose: str | None = None
     """Words for that file: "the package's table", or "your own table" with its date and the command that wrote it."""
+    faster: tuple[Faster, ...] = ()
+    """Variants that are known or expected to be faster, though no measured time says so."""
 
 
 def explain(query: Query) -> Explanation:
@@ -87,9 +99,14 @@ def explain(query: Query) -> Explanation:
             order = f"{operation.name}'s order of preference on {query.device_type}"
             because = f"it is the first in {order} that can run; {because}"
     because += _faster_but_held_back(standings, chosen.name)
+    faster = tuple(
+        Faster(name, reason)
+        for name, reason in chosen.why_slower(query).items()
+        if not {name, chosen.name} <= times.keys()  # otherwise the standings show both times
+    )
     if measured is None:
-        return Explanation(query, chosen.name, because, standings)
-    return Explanation(query, chosen.name, because, standings, measured.path, measured.whose())
+        return Explanation(query, chosen.name, because, standings, faster=faster)
+    return Explanation(query, chosen.name, because, standings, measured.path, measured.whose(), faster)
 
 
 def _margin(row: Measured) -> str:

@@ -8,6 +8,7 @@ inspector and ``onelaunch prebuild`` compile the kernels of variants.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
@@ -178,6 +179,7 @@ class Variant:
         self.latest: Query | None = None
         """Query of the latest checked call: comparing its identity saves a look-up in ``confirmed``."""
         self._supports: list[Callable[[Query], str | None]] = []
+        self._slower: list[tuple[str, Callable[[Query], str | None]]] = []
         self._kernels: Callable[[str], Iterable[Build]] | None = None
         self._examples: Callable[[], Iterable[Example]] | None = None
 
@@ -283,6 +285,37 @@ class Variant:
             if reason is not None:
                 return reason if isinstance(reason, str) and reason else f"cannot run, and its predicate returned {reason!r}"
         return None
+
+    def slower_than(self, other: str) -> Callable[[Callable[[Query], str | None]], Callable[[Query], str | None]]:
+        """Return a decorator for a predicate about calls that this variant runs more slowly than another variant.
+
+        ``onelaunch explain`` quotes it where no table of measured times says which of the two is faster. It has no influence on
+        the choice.
+
+        Args:
+            other: Name of the other variant of the operation, such as a peer that runs only by name.
+
+        Returns:
+            Decorator for a function from a query to ``None``, or to a clause that says what was measured, or that nothing was.
+        """
+
+        def add(predicate: Callable[[Query], str | None]) -> Callable[[Query], str | None]:
+            self._slower.append((other, predicate))
+            return predicate
+
+        return add
+
+    def why_slower(self, query: Query) -> dict[str, str]:
+        """Return the reason why this variant is slower, by the name of the faster variant; empty if nothing is known.
+
+        A predicate that raises, or that returns no string, says nothing: only explanations ask.
+        """
+        found: dict[str, str] = {}
+        for other, predicate in self._slower:
+            with contextlib.suppress(Exception):
+                if isinstance(reason := predicate(query), str) and reason:
+                    found.setdefault(other, reason)
+        return found
 
     def builds(self, architecture: str) -> list[Build]:
         """Return the kernels of its own that this variant launches on an architecture such as ``sm_90a``.

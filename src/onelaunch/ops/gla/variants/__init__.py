@@ -1,5 +1,5 @@
-"""Variants of ``gla``, registered in this order."""
+"""Variants of ``gla``, registered in this order; ``slower`` registers what is known of calls that fla runs faster."""
 
-from onelaunch.ops.gla.variants import peers, torch, triton, recurrence, hopper  # isort: skip
+from onelaunch.ops.gla.variants import peers, torch, triton, recurrence, hopper, slower  # isort: skip
 
-__all__ = ["hopper", "peers", "recurrence", "torch", "triton"]
+__all__ = ["hopper", "peers", "recurrence", "slower", "torch", "triton"]
