@@ -44,20 +44,13 @@ def faster(monkeypatch):
         ("fused_recurrent", "bfloat16", {"K": 512, "V": 512}),
         ("fused_recurrent", "bfloat16", {"K": 256, "V": 256, "log_decay_dtype": "float32"}),
         ("fused", "bfloat16", {"B": 1, "H": 1, "K": 512, "V": 512}),
-        ("fused_recurrent", "float32", {"value_gate": True}),
-        ("fused_recurrent", "bfloat16", {"value_gate": True, "B": 2, "T": 300, "H": 4}),
-        ("fused_recurrent", "bfloat16", {"value_gate": True, "B": 16, "T": 1, "H": 32}),
     ],
-    ids=["float32", "few float32", "wide", "wide float32 decay", "few wide", "float32 gv", "few gv", "one gv step"],
+    ids=["float32", "few float32", "wide", "wide float32 decay", "few wide"],
 )
 def test_a_call_that_fla_runs_faster_is_named_with_the_measurement(variant, dtype, options, grad, faster, prose):
-    """Decays of values are slower in one direction each: in float32 and for few heads with gradients, for one step without."""
     chosen, reason = faster(dtype, grad=grad, **options)
     assert chosen == variant
-    if "value_gate" in options and grad is (options.get("T") == 1):
-        assert reason is None
-    else:
-        prose(reason)
+    prose(reason)
 
 
 @pytest.mark.parametrize(
@@ -68,8 +61,10 @@ def test_a_call_that_fla_runs_faster_is_named_with_the_measurement(variant, dtyp
         ("bfloat16", {"log_decay_dtype": "float32"}),
         ("float32", {"T": 16}),
         ("bfloat16", {"value_gate": True}),
+        ("float32", {"value_gate": True}),
+        ("bfloat16", {"value_gate": True, "B": 16, "T": 1, "H": 32}),
     ],
-    ids=["hopper", "wide", "float32 decay", "few steps", "gv"],
+    ids=["hopper", "wide", "float32 decay", "few steps", "gv", "float32 gv", "one gv step"],
 )
 def test_nothing_is_said_where_fla_is_not_known_to_be_faster(dtype, options, faster):
     assert [faster(dtype, grad=grad, **options)[1] for grad in (False, True)] == [None, None]

@@ -17,11 +17,7 @@ from onelaunch.ops.gla.variants.peers import FEW_STEPS, chunk_backward
 _WIDE, _WIDEST = 128, 256
 """Most key channels of the heads that ``hopper`` takes, with float32 and with 16-bit log-decays per channel."""
 
-_FEW_HEADS = 8
-"""Heads of all sequences in a training call with decays of values for which fla was faster; with 16 it was slower."""
-
 _TF32 = "fla multiplies float32 in TF32, whatever PyTorch's settings say, so its results are less accurate"
-_SINCE = "its kernel was changed since and not timed again"
 
 
 def _on_hopper(query: Query) -> bool:
@@ -41,7 +37,7 @@ def step_by_step(query: Query) -> str | None:
     if not _fla_takes_chunks(query):
         return None
     if query.dtype is torch.float32:
-        took = f"it took 1.34 ms and chunk_gla 0.58 at B=4, T=2048, H=16, K=V=128 forward on an H100; {_SINCE}"
+        took = "it took 2.08 ms and chunk_gla 0.58 at B=4, T=2048, H=16, K=V=128 forward on an H100"
         return f"{took}; it was not timed with gradients; {_TF32}" if query.grad else f"{took}; {_TF32}"
     keys = query.sizes[3]
     if "scalar_decay" not in query.flags and keys > _WIDEST:
@@ -51,21 +47,6 @@ def step_by_step(query: Query) -> str | None:
             "by an estimate, not a measurement, 2.3 ms and chunk_gla 1 at B=4, T=2048, H=16, K=V=256 with float32 log-decays "
             "forward on an H100"
         )
-    return None
-
-
-@gla.variants[FUSED_RECURRENT].slower_than("fla")
-def decays_of_values(query: Query) -> str | None:
-    """Return why fla's ``fused_recurrent_gla`` is faster with decays of values, or ``None``."""
-    if "value_gate" not in query.flags or not _on_hopper(query):
-        return None
-    batch, steps, heads, *_ = query.sizes
-    if query.grad and query.dtype is torch.float32:
-        return f"it took 3.6 ms and fused_recurrent_gla 2.2 at B=2, T=512, H=16 with gradients on an H100; {_SINCE}"
-    if query.grad and batch * heads <= _FEW_HEADS:
-        return f"it took 1.56 ms and fused_recurrent_gla 1.15 at B=2, T=300, H=4, K=96, V=80 with gradients on an H100; {_SINCE}"
-    if steps == 1 and not query.grad:
-        return f"it took 0.058 ms and fused_recurrent_gla 0.037 at B=16, T=1, H=32 with states on an H100; {_SINCE}"
     return None
 
 
