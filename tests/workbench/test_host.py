@@ -141,7 +141,7 @@ def test_a_run_stores_and_reports_what_criteria_ask_for(short, tmp_path, monkeyp
         directions=("forward", "forward_backward"),
         regimes=("eager",),
         rounds=3,
-        shapes=(Shape(name="tiny", dtype="float32", scale="small", sizes={"M": 8, "N": 32, "K": 32}),),
+        shapes=(Shape(name="tiny", dtype="float32", scale="small", sizes={"M": 4, "N": 16, "K": 16}),),
         criteria=tuple(Criterion(name=direction, direction=direction, **asked) for direction in ("forward", "forward_backward")),
     )
     steps = Steps(ceilings=lambda _: Ceilings(1e12, {"float32": 1e13}, 1e-6, "2026-11-20T12:00:00+00:00", "made up"))

@@ -8,6 +8,7 @@ that judge outputs, and the timing in ``measure``, are given its :class:`Referen
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -157,7 +158,7 @@ def compute_reference(
     names = operation.outputs if control is None else (control.name,)
     # The forward pass runs first, because the incoming gradients take the shapes and dtypes of its outputs.
     forward = Inputs(inputs.arguments)
-    plain = _baseline_outputs(operation, control, forward)
+    plain = _baseline_outputs(operation, control, forward.clone())
     shapes = Candidate("oracle", oracle, names)(upcast(forward))
     # Only outputs that the baseline returns too are compared, since the oracle may return more than the call does.
     visible = {name: shapes[name] for name in (plain or shapes) if shapes.get(name) is not None}
@@ -166,7 +167,7 @@ def compute_reference(
         inputs.output_gradients = draw_gradients(typed, case.dtype, seed, inputs.through)
         expected = Candidate("oracle", oracle, names)(upcast(inputs))
         expected = {name: value for name, value in expected.items() if name in visible or name.startswith("grad ")}
-        plain = _baseline_outputs(operation, control, inputs)
+        plain = _baseline_outputs(operation, control, inputs.clone())
     else:
         expected = visible
     stages = operation.stages if control is None else 1
@@ -196,6 +197,26 @@ def compute_reference(
     )
 
 
+def baseline_errors(operation: Operation[..., Any], forms: Sequence[Inputs]) -> dict[str, tuple[float, float]]:
+    """Return the largest norm-wise error of the PyTorch baseline by output or gradient, and the norm of what the oracle returns.
+
+    An output is left out that one of the two lacks. All are if the baseline cannot run.
+
+    Args:
+        operation: Operation to compute.
+        forms: Inputs of equal contents, such as views and contiguous copies.
+    """
+    exact = Candidate("oracle", operation.reference, operation.outputs)(upcast(forms[0]))
+    found: dict[str, tuple[float, float]] = {}
+    for inputs in forms:
+        for name, value in (_baseline_outputs(operation, None, inputs) or {}).items():
+            expected = exact.get(name)
+            if value is not None and expected is not None and expected.shape == value.shape:
+                error, norm = norm_error(value.double(), expected, value.dtype), float(torch.linalg.vector_norm(expected))
+                found[name] = max(found.get(name, (0.0, norm)), (error, norm))
+    return found
+
+
 def upcast(inputs: Inputs) -> Inputs:
     """Return the inputs in float64; integer tensors and values that are no tensors are unchanged."""
 
@@ -221,7 +242,7 @@ def _baseline_outputs(operation: Operation[..., Any], control: Control | None, i
     else:
         return None
     try:
-        return baseline(inputs.clone())
+        return baseline(inputs)
     except (OneLaunchError, RuntimeError):  # Unsupported here, or out of memory. Other variants may still run.
         return None
 

@@ -1,6 +1,7 @@
-"""Inputs that are views: slices of larger tensors, and expanded tensors, as a model passes them.
+"""Inputs that are views: slices of larger tensors, and expanded tensors, as a model passes them. Also inputs moved by roundings.
 
-``examine.py`` and ``repeated.py`` call a candidate with them.
+``examine.py`` and ``repeated.py`` call a candidate with views. ``repeated.py`` measures by :func:`moved` how well the results for
+expanded inputs are determined.
 """
 
 from __future__ import annotations
@@ -11,6 +12,9 @@ import torch
 
 from onelaunch.operation import Bundle
 from onelaunch.workbench.verify.calls import Inputs
+
+_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Integer dtypes by size in bytes, as which the neighbours of a floating-point number differ from it by one."""
 
 _PAD = 16
 """Elements on either side of a slice: at least 16 bytes in every dtype, so that it stays aligned to 16 bytes."""
@@ -56,6 +60,30 @@ def expanded(inputs: Inputs) -> tuple[Inputs, Inputs]:
 
     views = _with_views(inputs, expand, bundles=False)
     return views, _with_views(views, lambda tensor: tensor.detach().contiguous().clone(), bundles=False)
+
+
+def moved(inputs: Inputs, seed: int) -> Inputs:
+    """Return contiguous inputs each of whose numbers is moved to one of its two neighbours in its dtype, at random.
+
+    Zeros, infinities and NaN stay, as do integers, 8-bit formats and bundles. Incoming gradients are moved too.
+
+    Args:
+        inputs: Inputs whose contents are copied.
+        seed: Seed of the choice between the neighbours, which is drawn on the CPU so that every device has the same.
+    """
+    generator = torch.Generator().manual_seed(seed)
+
+    def move(tensor: torch.Tensor) -> torch.Tensor:
+        values = tensor.detach().contiguous()
+        if not values.is_floating_point() or values.element_size() not in _INTEGERS:
+            return values.clone()
+        integers = _INTEGERS[values.element_size()]
+        steps = 2 * torch.randint(2, values.shape, generator=generator, dtype=integers) - 1
+        neighbours = (values.view(integers) + steps.to(values.device)).view(values.dtype)
+        stays = (values == 0) | ~values.isfinite() | ~neighbours.isfinite()
+        return torch.where(stays, values, neighbours)
+
+    return _with_views(inputs, move, bundles=False)
 
 
 def _with_views(inputs: Inputs, view: Any, *, bundles: bool) -> Inputs:
