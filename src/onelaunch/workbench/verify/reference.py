@@ -8,7 +8,7 @@ that judge outputs, and the timing in ``measure``, are given its :class:`Referen
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -154,22 +154,11 @@ def compute_reference(
             in the dtype of the call.
     """
     inputs = make_inputs(operation, case, device, seed, direction)
-    oracle = operation.reference if control is None else control.oracle
-    names = operation.outputs if control is None else (control.name,)
-    # The forward pass runs first, because the incoming gradients take the shapes and dtypes of its outputs.
-    forward = Inputs(inputs.arguments)
-    plain = _baseline_outputs(operation, control, forward.clone())
-    shapes = Candidate("oracle", oracle, names)(upcast(forward))
-    # Only outputs that the baseline returns too are compared, since the oracle may return more than the call does.
-    visible = {name: shapes[name] for name in (plain or shapes) if shapes.get(name) is not None}
     if direction == "forward_backward":
-        typed: OutputTensors = {name: value.to(_dtype(plain, name, case)) for name, value in visible.items() if value is not None}
-        inputs.output_gradients = draw_gradients(typed, case.dtype, seed, inputs.through)
-        expected = Candidate("oracle", oracle, names)(upcast(inputs))
-        expected = {name: value for name, value in expected.items() if name in visible or name.startswith("grad ")}
-        plain = _baseline_outputs(operation, control, inputs.clone())
+        plain, expected = _outputs_and_gradients(operation, control, case, inputs, seed)
     else:
-        expected = visible
+        plain = _baseline_outputs(operation, control, inputs.clone())
+        expected = _visible(_oracle(operation, control)(upcast(inputs)), plain)
     stages = operation.stages if control is None else 1
     length = case.sizes.get("T", 0)
     dtypes = {f"grad {name}": inputs.arguments[name].dtype for name in inputs.differentiable}
@@ -197,6 +186,42 @@ def compute_reference(
     )
 
 
+def _outputs_and_gradients(
+    operation: Operation[..., Any], control: Control | None, case: Case, inputs: Inputs, seed: int
+) -> tuple[OutputTensors | None, OutputTensors]:
+    """Return the outputs and gradients of the PyTorch baseline, if it can run, and those of the oracle.
+
+    The inputs get random incoming gradients, of the shapes and dtypes of the outputs. Each of the two is called once, and its
+    backward pass comes when the other's outputs are known too. If the baseline fails so, it is called again when the oracle's
+    graph takes no more memory.
+    """
+    oracle, exact_inputs = _oracle(operation, control), upcast(inputs)
+    exact = oracle.forward(exact_inputs)
+    baseline, plain_inputs = _baseline(operation, control), inputs.clone()
+    plain = graph = None if baseline is None else _unless_it_fails(baseline.forward, plain_inputs)
+    if plain is None:  # without gradients it may run, and tells the dtypes
+        plain = _baseline_outputs(operation, control, Inputs(inputs.arguments).clone())
+    visible = _visible(exact, plain)
+    typed: OutputTensors = {
+        name: value.detach().to(_dtype(plain, name, case)) for name, value in visible.items() if value is not None
+    }
+    inputs.output_gradients = draw_gradients(typed, case.dtype, seed, inputs.through)
+    complete = None
+    if baseline is not None and graph is not None:
+        plain_inputs.output_gradients = {name: value.clone() for name, value in inputs.output_gradients.items()}
+        complete = _unless_it_fails(baseline.backward, graph, plain_inputs)
+    plain = graph = None  # so that its memory is free in the oracle's backward pass
+    exact_inputs.output_gradients = {name: value.double() for name, value in inputs.output_gradients.items()}
+    expected = oracle.backward(exact, exact_inputs)
+    expected = {name: value for name, value in expected.items() if name in visible or name.startswith("grad ")}
+    return complete or _baseline_outputs(operation, control, inputs.clone()), expected
+
+
+def _visible(exact: OutputTensors, plain: OutputTensors | None) -> OutputTensors:
+    """Return the oracle's outputs that the baseline returns too, since the oracle may return more than the call does."""
+    return {name: exact[name] for name in (plain or exact) if exact.get(name) is not None}
+
+
 def baseline_errors(operation: Operation[..., Any], forms: Sequence[Inputs]) -> dict[str, tuple[float, float]]:
     """Return the largest norm-wise error of the PyTorch baseline by output or gradient, and the norm of what the oracle returns.
 
@@ -206,7 +231,7 @@ def baseline_errors(operation: Operation[..., Any], forms: Sequence[Inputs]) -> 
         operation: Operation to compute.
         forms: Inputs of equal contents, such as views and contiguous copies.
     """
-    exact = Candidate("oracle", operation.reference, operation.outputs)(upcast(forms[0]))
+    exact = _oracle(operation, None)(upcast(forms[0]))
     found: dict[str, tuple[float, float]] = {}
     for inputs in forms:
         for name, value in (_baseline_outputs(operation, None, inputs) or {}).items():
@@ -232,17 +257,31 @@ def pytorch_baseline(operation: Operation[..., Any]) -> Variant | None:
     return next(tagged, operation.variants.get("eager"))
 
 
+def _oracle(operation: Operation[..., Any], control: Control | None) -> Candidate:
+    """Return the oracle of an operation, or of its control."""
+    if control is None:
+        return Candidate("oracle", operation.reference, operation.outputs)
+    return Candidate("oracle", control.oracle, (control.name,))
+
+
+def _baseline(operation: Operation[..., Any], control: Control | None) -> Candidate | None:
+    """Return the PyTorch baseline of an operation, if it has any, or of its control."""
+    if control is not None:  # a control's oracle is plain PyTorch, and runs here in the call's own dtype
+        return Candidate("PyTorch baseline", control.oracle, (control.name,))
+    plain = pytorch_baseline(operation)
+    return None if plain is None else Candidate.variant(operation, plain.name)
+
+
 def _baseline_outputs(operation: Operation[..., Any], control: Control | None, inputs: Inputs) -> OutputTensors | None:
     """Return the outputs of the PyTorch baseline, or ``None`` if it cannot run. The dtype's cap is then the tolerance."""
-    plain = pytorch_baseline(operation)
-    if control is not None:  # a control's oracle is plain PyTorch, and runs here in the call's own dtype
-        baseline = Candidate("PyTorch baseline", control.oracle, (control.name,))
-    elif plain is not None:
-        baseline = Candidate.variant(operation, plain.name)
-    else:
-        return None
+    baseline = _baseline(operation, control)
+    return None if baseline is None else _unless_it_fails(baseline, inputs)
+
+
+def _unless_it_fails(call: Callable[..., OutputTensors], *arguments: Any) -> OutputTensors | None:
+    """Return what a call of the PyTorch baseline returns, or ``None`` if it fails."""
     try:
-        return baseline(inputs)
+        return call(*arguments)
     except (OneLaunchError, RuntimeError):  # Unsupported here, or out of memory. Other variants may still run.
         return None
 
