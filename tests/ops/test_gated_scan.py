@@ -28,6 +28,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from onelaunch.device.architectures import ARCHITECTURES, CHECKED
 from onelaunch.errors import VariantUnsupported
@@ -81,6 +82,32 @@ def test_pytorch_variants_take_every_kind_of_decay(variant, decay):
 
 @pytest.mark.thorough
 @pytest.mark.slow
+class _Results(TorchDispatchMode):
+    """Mode that adds up the elements of the tensors that operators return."""
+
+    def __init__(self):
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        found = func(*args, **(kwargs or {}))
+        self.elements += found.numel() if isinstance(found, torch.Tensor) else 0
+        return found
+
+
+@pytest.mark.parametrize("run", [GATED_SCAN.reference, lambda **given: GATED_SCAN(**given, variant="eager")])
+def test_loops_over_time_take_work_in_proportion_to_the_steps(run):
+    """The gradient of ``x[:, t]`` is as large as x, so that a loop over time must not index its inputs so."""
+    elements = []
+    for length in (64, 128):
+        arguments = GATED_SCAN.make_inputs(GATED_SCAN.case("float32", B=1, T=length, V=8), torch.device("cpu"), 0).arguments
+        taking = [value.requires_grad_() for name, value in arguments.items() if name in ("v", "log_decay")]
+        with _Results() as counted:
+            torch.autograd.grad(run(**arguments)[0].sum(), taking)
+        elements.append(counted.elements)
+    assert elements[1] < 2.2 * elements[0]
+
+
 def test_the_compiled_variant_is_correct():
     torch.compiler.reset()
     assert_correct(GATED_SCAN, case_of(GATED_SCAN, "shorter_than_a_tile"), "compiled")

@@ -36,12 +36,13 @@ def reference(
     sequences = batch if cu_seqlens is None else len(bounds) - 1
     if initial_state is None:
         initial_state = v.new_zeros(sequences, channels)
-    decay = log_decay.exp()
+    # Unbound once, because the gradient of x[:, t] would be as large as x for every t.
+    decays, values = log_decay.exp().unbind(1), v.unbind(1)
     states, finals = [], []
     for index, (start, end) in enumerate(itertools.pairwise(bounds)):
         state = initial_state if cu_seqlens is None else initial_state[index : index + 1]
         for t in range(start, end):
-            state = decay[:, t] * state + v[:, t]
+            state = decays[t] * state + values[t]
             states.append(state)
         finals.append(state)
     s = torch.stack(states, dim=1) if states else v.new_zeros(batch, 0, channels)

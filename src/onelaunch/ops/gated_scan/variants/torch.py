@@ -35,11 +35,13 @@ def eager(call: ScanCall) -> Results:
     bounds = [0, length] if call.cu_seqlens is None else call.cu_seqlens.tolist()
     sequences = batch if call.cu_seqlens is None else len(bounds) - 1
     initial = v.new_zeros(sequences, channels) if call.initial_state is None else call.initial_state
+    # Unbound once, because the gradient of x[:, t] would be as large as x for every t.
+    decays, values = decay.unbind(1), v.unbind(1)
     states, finals = [], []
     for index, (start, end) in enumerate(itertools.pairwise(bounds)):
         state = initial if call.cu_seqlens is None else initial[index : index + 1]
         for t in range(start, end):
-            state = torch.addcmul(v[:, t], decay[:, t], state)
+            state = torch.addcmul(values[t], decays[t], state)
             states.append(state)
         finals.append(state)
     s = torch.stack(states, dim=1) if states else v
