@@ -24,6 +24,7 @@ from onelaunch.workbench.decide.decision import concluded
 from onelaunch.workbench.decide.measured import TakenMeasure, kept_as, taken_measures
 from onelaunch.workbench.measure.compiling import calls_to_compile, compile_ahead, compile_probes
 from onelaunch.workbench.measure.count import Request, count_all
+from onelaunch.workbench.measure.garbage import collect_garbage
 from onelaunch.workbench.measure.outcomes import Interrupted, Measurements
 from onelaunch.workbench.measure.timing import measure
 from onelaunch.workbench.measure.tuning import keep, restore
@@ -198,7 +199,7 @@ class Run:
                 self.compile_ahead(processes)
             self.probe_variants()
             self.save_partial(partial)
-            gc.freeze()  # each capture collects garbage, which takes 0.2 s if all that was imported is looked at
+            gc.freeze()  # as after each case: see collect_garbage
             waiting = [case for case in self.mine if case not in self.finished]
             for case in waiting:
                 if not self.stopped:
@@ -286,7 +287,7 @@ class Run:
         self.finished.append((shape, direction))
         # A new judge drops the cached oracle outputs, which the next shape cannot use.
         self.judge = Judge(_ORACLE_BYTES.get(self.device.type, 1 << 30))
-        gc.collect()
+        collect_garbage()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
