@@ -13,6 +13,15 @@ ScaleName = Annotated[
     Scale | None, typer.Option("--scale", help="Scale of the shapes: small suits a CPU, full a GPU.", show_default="by device")
 ]
 
+Devices = Annotated[
+    str,
+    typer.Option(
+        "--device",
+        help="Device: cpu, cuda, cuda:1 and so on; auto is the first GPU, or the CPU. "
+        "Devices of one kind, as in cuda:0,cuda:1, share the shapes and measure side by side.",
+    ),
+]
+
 InProcess = Annotated[
     bool,
     typer.Option(

@@ -10,7 +10,7 @@ import typer
 
 from onelaunch.cli import output
 from onelaunch.cli.measuring import INTERRUPTED, reported_termination, shown_progress
-from onelaunch.cli.study.arguments import CallLimit, InProcess, Log, PricePerHour, ScaleName, StudyName, TimeCap
+from onelaunch.cli.study.arguments import CallLimit, Devices, InProcess, Log, PricePerHour, ScaleName, StudyName, TimeCap
 from onelaunch.cli.study.report import send, write_into
 from onelaunch.device.peaks import ceilings
 from onelaunch.errors import ResultExists
@@ -35,14 +35,7 @@ from onelaunch.workbench.supervise import CALL_LIMIT_SECONDS, slug_of
 
 def run(
     name: StudyName,
-    device: Annotated[
-        str,
-        typer.Option(
-            "--device",
-            help="Device: cpu, cuda, cuda:1 and so on; auto is the first GPU, or the CPU. "
-            "Devices of one kind, as in cuda:0,cuda:1, share the shapes and measure side by side.",
-        ),
-    ] = "auto",
+    device: Devices = "auto",
     scale: ScaleName = None,
     rounds: Annotated[
         int | None, typer.Option("--rounds", min=3, help="Number of timing rounds.", show_default="the study's")
