@@ -44,7 +44,7 @@ COMMANDS = [
     ("tune",),
     ("doctor",),
     ("study",),
-    *(("study", name) for name in ("list", "show", "run", "report", "judge", "compare", "pack", "import", "adopt")),
+    *(("study", name) for name in ("list", "show", "run", "models", "report", "judge", "compare", "pack", "import", "adopt")),
 ]
 
 

@@ -6,6 +6,7 @@ import hashlib
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
+STUDIES = ROOT / "studies"
 RECORDED = ROOT / "tests" / "snapshots" / "studies.txt"
 """File with a line for each study: the first 16 hexadecimal digits of the file's SHA-256, and its name."""
 
@@ -16,6 +17,7 @@ def test_studies_have_their_recorded_digests():
     If it has to change, the new digest is recorded, and shows in the diff.
     """
     found = [
-        f"{hashlib.sha256(path.read_bytes()).hexdigest()[:16]}  {path.name}" for path in sorted((ROOT / "studies").glob("*.toml"))
+        f"{hashlib.sha256(path.read_bytes()).hexdigest()[:16]}  {path.relative_to(STUDIES).as_posix()}"
+        for path in sorted(STUDIES.rglob("*.toml"))
     ]
     assert found == RECORDED.read_text(encoding="utf-8").splitlines(), f"record intended changes in {RECORDED.name}"

@@ -19,6 +19,11 @@ class Studies(LazyGroup):
             "onelaunch.cli.study.show", "show", "Show a study's declaration and plan: costs, roofline bounds and feasibility."
         ),
         "run": Command("onelaunch.cli.study.run", "run", "Run a study: plan, verify, time, count, judge, decide, report."),
+        "models": Command(
+            "onelaunch.cli.study.models",
+            "models",
+            "Run a study of whole models before and after onelaunch.accelerate, or show the result of one.",
+        ),
         "report": Command(
             "onelaunch.cli.study.report",
             "report",

@@ -123,6 +123,9 @@ def find_study(name_or_path: str | Path) -> tuple[Path, Study]:
     for folder in _study_folders():
         if _is_file(candidate := folder / f"{name_or_path}.toml"):
             return candidate, load_study(candidate)
+        if _is_file(candidate := folder / "models" / f"{name_or_path}.toml"):
+            advice = f"Run it with: onelaunch study models {name_or_path}"
+            raise StudyError(candidate, "this is a study of whole models, not of variants of an operation.", advice=advice)
     raise UnknownStudy(str(name_or_path), _known_names())
 
 

@@ -1,0 +1,131 @@
+"""Judge the criteria of a study of models from its measurements.
+
+A speed-up is judged with its interval and the noise of the baseline's second run in each round; other measures are exact numbers.
+"""
+
+from __future__ import annotations
+
+import statistics
+
+from onelaunch.model_studies.declare import ModelCriterion, ModelStudy
+from onelaunch.model_studies.result import Alone, Gradients, Missing, ModelOutcome, ModelResult, Timed, Training
+from onelaunch.workbench import quantities as q
+from onelaunch.workbench import stats
+from onelaunch.workbench.result import CriterionStatus
+from onelaunch.workbench.stored import Estimate
+
+
+def judged(result: ModelResult) -> ModelResult:
+    """Return the result with an outcome for each criterion."""
+    return result.model_copy(update={"outcomes": tuple(judge(result, criterion) for criterion in result.study.criteria)})
+
+
+def judge(result: ModelResult, criterion: ModelCriterion) -> ModelOutcome:
+    """Judge one criterion."""
+    judges = {"speedup": _speedup, "peak_memory_ratio": _alone, "first_step_seconds": _alone, "gradient_error_ratio": _gradients}
+    return judges.get(criterion.measure, _losses)(result, criterion, result.study.over(criterion))
+
+
+def _speedup(result: ModelResult, criterion: ModelCriterion, over: str) -> ModelOutcome:
+    timed = result.find("timed", criterion.model, criterion.activity)
+    if not isinstance(timed, Timed) or not timed.rounds.get(criterion.of) or not timed.rounds.get(over):
+        return _not_measured(criterion, _why(timed, criterion.of, over))
+    mine, theirs = timed.rounds[criterion.of], timed.rounds[over]
+    ratio, noise = stats.ratio(theirs, mine), timed.noise()
+    status = _judge_ratio(ratio, criterion, noise)
+    medians = " against ".join(q.time(statistics.median(each)) for each in (mine, theirs))
+    interval = f"{ratio.low:.3g} to {ratio.high:.3g} in {ratio.samples} rounds"
+    text = f"{criterion.of} is {ratio.median:.3g}x as fast as {over} ({interval}, {medians}, A/A noise {noise:.3g})"
+    return ModelOutcome(criterion=criterion, status=status, evidence=f"{text}, {criterion.bound} was asked", value=ratio)
+
+
+def _judge_ratio(ratio: Estimate, criterion: ModelCriterion, noise: float) -> CriterionStatus:
+    """Judge a speed-up. Without ``within_noise`` it must lie beyond the bound by more than the noise, on either side."""
+    bound = criterion.at_least or 1.0
+    if ratio.high < bound and ratio.median < bound / noise:
+        return "missed"
+    if criterion.within_noise:
+        return "met" if ratio.median >= bound / noise else "inconclusive"
+    return "met" if ratio.low >= bound and ratio.median >= bound * noise else "inconclusive"
+
+
+def _alone(result: ModelResult, criterion: ModelCriterion, over: str) -> ModelOutcome:
+    mine, theirs = (result.find("alone", criterion.model, variant) for variant in (criterion.of, over))
+    if not isinstance(mine, Alone) or mine.missing:
+        return _not_measured(criterion, _why(mine, criterion.of))
+    if criterion.measure == "first_step_seconds":
+        seconds = q.duration(mine.first_step_seconds)
+        if not mine.empty_caches:
+            return _not_measured(criterion, f"the first step took {seconds}, and not with empty caches")
+        return _exact(criterion, mine.first_step_seconds, f"the first training step of {criterion.of} takes {seconds}")
+    if not isinstance(theirs, Alone) or theirs.missing:
+        return _not_measured(criterion, _why(theirs, over))
+    if not mine.peak_bytes or not theirs.peak_bytes:
+        return _not_measured(criterion, "peak memory is measured on a GPU alone")
+    value = mine.peak_bytes / theirs.peak_bytes
+    amounts = f"{q.size(mine.peak_bytes)} against {q.size(theirs.peak_bytes)}"
+    return _exact(criterion, value, f"{criterion.of} takes {value:.3g}x the peak memory of {over} ({amounts})")
+
+
+def _gradients(result: ModelResult, criterion: ModelCriterion, over: str) -> ModelOutcome:
+    found = result.find("gradients", criterion.model)
+    if not isinstance(found, Gradients) or criterion.of not in found.errors or over not in found.errors:
+        return _not_measured(criterion, _why(found, criterion.of, over))
+    mine, theirs = found.errors[criterion.of].error, found.errors[over].error
+    if not theirs > 0:
+        return _not_measured(criterion, f"the gradient of {over} has no error to compare with")
+    text = f"the gradient of {criterion.of} is {mine:.3e} off, that of {over} {theirs:.3e}: {mine / theirs:.3g}x"
+    return _exact(criterion, mine / theirs, text)
+
+
+def _losses(result: ModelResult, criterion: ModelCriterion, over: str) -> ModelOutcome:
+    pairs: list[tuple[Training, Training]] = []
+    for seed in result.study.model(criterion.model).seeds:
+        runs = [result.find("training", criterion.model, variant, seed) for variant in (criterion.of, over)]
+        for run, variant in zip(runs, (criterion.of, over), strict=True):
+            if not isinstance(run, Training) or run.missing:
+                return _not_measured(criterion, f"seed {seed}: {_why(run, variant)}")
+        pairs.append((runs[0], runs[1]))  # pyrefly: ignore[bad-argument-type]
+    if {run.text for pair in pairs for run in pair} != {pairs[0][0].text}:
+        return _not_measured(criterion, "the runs did not train on the same text")
+    seeds = q.plural(len(pairs), "seed")
+    if criterion.measure == "final_loss_ratio":
+        mine, theirs = (statistics.fmean(each.final for each in side) for side in zip(*pairs, strict=True))
+        value = mine / theirs
+        spread = max(run.final for _, run in pairs) - min(run.final for _, run in pairs)
+        apart = f"{seeds}, among which {over} varies by {spread:.4f}" if len(pairs) > 1 else seeds
+        text = f"the final loss of {criterion.of} is {mine:.4f}, that of {over} {theirs:.4f} ({apart})"
+        return _exact(criterion, value, text)
+    value = max(abs(a / b - 1) for of, other in pairs for a, b in zip(of.tenths, other.tenths, strict=True))
+    return _exact(criterion, value, f"the losses of {criterion.of} and {over} are at most {100 * value:.2g} % apart ({seeds})")
+
+
+def _exact(criterion: ModelCriterion, value: float, text: str) -> ModelOutcome:
+    """Judge a number without an interval against an upper bound."""
+    status: CriterionStatus = "met" if value <= (criterion.at_most or 0.0) else "missed"
+    exact = Estimate(median=value, low=value, high=value, samples=1)
+    return ModelOutcome(criterion=criterion, status=status, evidence=f"{text}, {criterion.bound} was asked", value=exact)
+
+
+def _not_measured(criterion: ModelCriterion, why: str) -> ModelOutcome:
+    return ModelOutcome(criterion=criterion, status="not_measured", evidence=f"not measured: {why}")
+
+
+def _why(found: Alone | Timed | Gradients | Training | None, *variants: str) -> str:
+    """Return why a measurement does not have the variants, as a clause."""
+    missing = getattr(found, "missing", None)
+    if isinstance(missing, Missing):
+        return f"{variants[0]}: {missing.reason}"
+    reasons = [f"{variant}: {missing[variant].reason}" for variant in variants if missing and variant in missing]
+    return "; ".join(reasons) or "it did not run"
+
+
+def summary(result: ModelResult) -> str:
+    """Return how many criteria have which status, in a sentence."""
+    return _counted(result.study, [outcome.status for outcome in result.outcomes])
+
+
+def _counted(study: ModelStudy, statuses: list[CriterionStatus]) -> str:
+    others = [f"{statuses.count(status)} {status.replace('_', ' ')}" for status in dict.fromkeys(statuses) if status != "met"]
+    more = f" ({', '.join(others)})" if others else ""
+    return f"{statuses.count('met')} of {q.plural(len(study.criteria), 'criterion', 'criteria')} met{more}"

@@ -1,0 +1,156 @@
+"""Report on a result of a study of models, as tables for a terminal and as Markdown for the documentation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from onelaunch.model_studies.declare import LanguageModel
+from onelaunch.model_studies.judge import summary
+from onelaunch.model_studies.result import Alone, Gradients, Missing, ModelResult, Timed, Training
+from onelaunch.workbench import quantities as q
+from onelaunch.workbench import stats
+from onelaunch.workbench.report.tables import Table, columns, to_markdown, words
+from onelaunch.workbench.report.text import markdown as escape
+
+
+def tables(result: ModelResult) -> list[Table]:
+    """Return the tables of a report; those without rows are left out."""
+    found = [_criteria(result), _steps(result), _activities(result), _losses(result), _gradients(result), _missing(result)]
+    return [table for table in found if table.rows]
+
+
+def facts(result: ModelResult) -> str:
+    """Return what it was measured on, in a line."""
+    run = result.provenance
+    software = ", ".join(f"{name} {version}" for name, version in run.versions.items())
+    spent = f", {q.duration(result.spent.wall_seconds)}" if result.spent else ""
+    return f"{run.device}, commit {run.commit or 'unknown'}, {run.date}{spent}; {software}"
+
+
+def to_document(result: ModelResult, path: str, level: int = 3) -> str:
+    """Return the report as a section of a Markdown page.
+
+    Args:
+        result: The result.
+        path: Path of the result in the repository.
+        level: Level of the heading.
+    """
+    state = " The run is not finished." if result.interrupted else ""
+    head = f"{'#' * level} {escape(f'{result.study.name} on {result.provenance.device}')}"
+    blocks = [head, escape(result.study.question), f"**{escape(summary(result))}.**{state}", *map(to_markdown, tables(result))]
+    blocks += [escape(note) for note in result.notes]
+    return "\n\n".join([*blocks, f"{escape(facts(result))}. Result: `{path}`."]) + "\n"
+
+
+def _models(result: ModelResult) -> Iterable[LanguageModel]:
+    named = {each.model for each in result.measurements}
+    return (model for model in result.study.models if model.name in named)
+
+
+def _criteria(result: ModelResult) -> Table:
+    rows = tuple((each.criterion.name, words(each.status), each.evidence) for each in result.outcomes)
+    return Table("Criteria", columns("criterion", "status", "evidence"), rows)
+
+
+def _timed(result: ModelResult, model: LanguageModel, activity: str) -> Timed | None:
+    found = result.find("timed", model.name, activity)
+    return found if isinstance(found, Timed) else None
+
+
+def _speed(timed: Timed, variant: str) -> str:
+    """Return the speed of a variant over that of the first one, with its interval."""
+    first = next(iter(timed.rounds))
+    return q.ratio_interval(stats.ratio(timed.rounds[first], timed.rounds[variant])) if variant != first else "1x"
+
+
+def _steps(result: ModelResult) -> Table:
+    rows: list[tuple[str, ...]] = []
+    for model in _models(result):
+        timed = _timed(result, model, "training")
+        for variant in model.names:
+            alone = result.find("alone", model.name, variant)
+            alone = alone if isinstance(alone, Alone) and not alone.missing else None
+            time = timed.median(variant) if timed else None
+            if alone is None and time is None:
+                continue
+            rows.append(
+                (
+                    model.name,
+                    variant,
+                    f"{alone.parameters / 1e6:.1f} M" if alone else q.NONE,
+                    q.time(time) if time else q.NONE,
+                    f"{1e6 * model.tokens / time:,.0f}" if time else q.NONE,
+                    _speed(timed, variant) if timed and time else q.NONE,
+                    q.size(alone.peak_bytes) if alone and alone.peak_bytes else q.NONE,
+                    _first_step(alone),
+                )
+            )
+    heads = columns("model", "variant", "?>parameters", ">step", ">tokens/s", ">speed", ">peak memory", ">first step")
+    note = "Speed: over the first variant of the model, round by round, with its 95 % interval. First step: in a new process."
+    return Table("Training steps", heads, tuple(rows), " ".join([note, *_not_accelerated(result)]))
+
+
+def _not_accelerated(result: ModelResult) -> Iterator[str]:
+    """Yield a sentence for each model of which ``accelerate`` left modules or calls to the library."""
+    for each in result.measurements:
+        if isinstance(each, Alone) and (each.refused or each.fallbacks):
+            reasons = [f"{q.plural(count, 'call')}: {reason}" for reason, count in each.fallbacks.items()]
+            yield f"Left to the library in {each.model}: {'; '.join([*each.refused, *reasons])}."
+
+
+def _first_step(alone: Alone | None) -> str:
+    if alone is None:
+        return q.NONE
+    return f"{q.duration(alone.first_step_seconds)}{'' if alone.empty_caches else ' (caches not emptied)'}"
+
+
+def _activities(result: ModelResult) -> Table:
+    rows = tuple(
+        (model.name, activity, variant, q.time(timed.median(variant) or 0.0), _speed(timed, variant))
+        for model in _models(result)
+        for activity in model.activities
+        if activity != "training" and (timed := _timed(result, model, activity)) is not None
+        for variant in timed.rounds
+    )
+    heads = columns("model", "activity", "variant", ">time", ">speed")
+    return Table("Inference", heads, rows, "Decoding: the time of one token at batch 1.")
+
+
+def _losses(result: ModelResult) -> Table:
+    runs = [each for each in result.measurements if isinstance(each, Training) and not each.missing]
+    rows = tuple(
+        (run.model, run.variant, str(run.seed), *(f"{loss:.4f}" for loss in (*run.tenths[::4], run.tenths[-1], run.final)))
+        for run in runs
+    )
+    heads = columns("model", "variant", ">seed", ">after 1/10", ">5/10", ">9/10", ">10/10", ">last 1/20")
+    return Table("Training losses", heads, rows, "In nats per token. Last 1/20: the mean over the last twentieth of the steps.")
+
+
+def _gradients(result: ModelResult) -> Table:
+    rows = tuple(
+        (each.model, variant, q.scientific(found.error), f"{found.worst} ({q.scientific(found.worst_error)})")
+        for each in result.measurements
+        if isinstance(each, Gradients)
+        for variant, found in each.errors.items()
+    )
+    heads = columns("model", "variant", ">error", "?parameter with the largest error")
+    return Table("Gradients", heads, rows, "Norm-wise error of the gradient of all parameters against plain PyTorch in float32.")
+
+
+def _missing(result: ModelResult) -> Table:
+    rows: dict[tuple[str, ...], list[str]] = {}
+    for each in result.measurements:
+        task = each.activity if isinstance(each, Timed) else each.task
+        found = each.missing if isinstance(each.missing, dict) else {each.variant: each.missing} if _has_one(each) else {}
+        for variant, why in found.items():
+            if isinstance(why, Missing):
+                rows.setdefault((each.model, variant, words(why.status), why.reason), []).append(task)
+    listed = tuple(
+        (model, variant, status, ", ".join(dict.fromkeys(tasks)), reason)
+        for (model, variant, status, reason), tasks in rows.items()
+    )
+    return Table("Not measured", columns("model", "variant", "status", "tasks", "reason"), listed)
+
+
+def _has_one(each: object) -> bool:
+    return isinstance(each, (Alone, Training))

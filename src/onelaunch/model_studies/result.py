@@ -1,0 +1,251 @@
+"""Schema of the stored result of a study of models.
+
+Like the result of a study of variants it holds the declaration with its digest, the provenance, every measurement with its
+status, and the judged criteria. Times are in microseconds, memory in bytes, losses in nats.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, Field, ValidationError
+
+from onelaunch.errors import ResultCorrupt, ResultExists, ResultMissing, ResultTooNew
+from onelaunch.model_studies.declare import Activity, ModelCriterion, ModelStudy
+from onelaunch.wording import in_a_line, shown
+from onelaunch.workbench import stats
+from onelaunch.workbench.files import read_text, write_text
+from onelaunch.workbench.result import CriterionStatus, Provenance, Spent, Status
+from onelaunch.workbench.stored import FROM_A_FILE, Amount, Count, Error, Estimate, Finite, Grown, Name, Stored, Time, Words
+
+SCHEMA = 1
+"""Version of the schema."""
+
+
+class Missing(Stored):
+    """Status of a variant without a measurement, and the reason."""
+
+    status: Status
+    reason: Words
+
+
+class Alone(Stored):
+    """First steps of a variant in a process of its own, whose caches of compiled kernels are empty on a GPU."""
+
+    task: Literal["alone"] = "alone"
+    model: Name
+    variant: Name
+    missing: Missing | None = None
+    parameters: Count = 0
+    """Number of parameters."""
+    build_seconds: Amount = 0.0
+    """Seconds in which the model was made and moved to the device, and ``accelerate`` ran."""
+    first_step_seconds: Amount = 0.0
+    """Seconds of the first training step, with all compilation and autotuning."""
+    empty_caches: bool = False
+    """True if the process began with empty caches of compiled kernels."""
+    peak_bytes: Count | None = None
+    """Most bytes that PyTorch allocated in a later training step: parameters, gradients, optimizer and activations; ``None`` on a
+    CPU."""
+    replaced: Count = 0
+    """Number of modules that ``accelerate`` replaced."""
+    refused: tuple[Words, ...] = ()
+    """Modules that ``accelerate`` did not replace, with the reasons."""
+    fallbacks: dict[Words, Count] = Field(default_factory=dict)
+    """Number of calls of replaced modules that ran the original forward, by reason."""
+
+
+class Timed(Stored):
+    """Times of the variants of a model in one activity, in turn in one process."""
+
+    task: Literal["timed"] = "timed"
+    model: Name
+    activity: Activity
+    rounds: dict[Name, tuple[Time, ...]] = Field(default_factory=dict)
+    """Microseconds of a step of each round, by variant; of a token for ``decoding``."""
+    again: tuple[Time, ...] = ()
+    """Microseconds of the second run of the first variant in each round."""
+    missing: dict[Name, Missing] = Field(default_factory=dict)
+
+    def median(self, variant: str) -> float | None:
+        """Return the median time of a variant in microseconds, or ``None``."""
+        found = self.rounds.get(variant)
+        return statistics.median(found) if found else None
+
+    def noise(self) -> float:
+        """Return the smallest factor that may be claimed, from the two runs of the first variant."""
+        first = next(iter(self.rounds.values()))
+        return stats.noise_floor(stats.ratio(self.again, first))
+
+
+class GradientError(Stored):
+    """Distance of a variant's gradient from that of plain PyTorch in float32."""
+
+    error: Error
+    """``||gradient - reference|| / ||reference||`` over all parameters together."""
+    loss: Finite
+    """Loss of the variant."""
+    worst: Words
+    """Parameter with the largest error of its own."""
+    worst_error: Error
+
+
+class Gradients(Stored):
+    """Gradients of a model at its initial weights, for one sequence."""
+
+    task: Literal["gradients"] = "gradients"
+    model: Name
+    loss: Finite | None = None
+    """Loss of plain PyTorch in float32; ``None`` if it could not be computed."""
+    errors: dict[Name, GradientError] = Field(default_factory=dict)
+    missing: dict[Name, Missing] = Field(default_factory=dict)
+
+
+class Training(Stored):
+    """Training run of a variant with one seed."""
+
+    task: Literal["training"] = "training"
+    model: Name
+    variant: Name
+    seed: Count
+    missing: Missing | None = None
+    losses: tuple[Finite, ...] = ()
+    """Loss of each step before it, in order."""
+    seconds: Amount = 0.0
+    """Seconds of all steps."""
+    text: Words = ""
+    """SHA-256 of the text."""
+
+    @property
+    def final(self) -> float:
+        """Mean loss of the last twentieth of the steps."""
+        return statistics.fmean(self.losses[-max(1, len(self.losses) // 20) :])
+
+    @property
+    def tenths(self) -> tuple[float, ...]:
+        """Losses after each tenth of the steps."""
+        part = len(self.losses) // 10
+        return tuple(self.losses[part * each - 1] for each in range(1, 11))
+
+
+Measurement = Annotated[Alone | Timed | Gradients | Training, Field(discriminator="task")]
+
+
+def _once(measurements: tuple[Measurement, ...]) -> tuple[Measurement, ...]:
+    """Return measurements after a check that each task stands once."""
+    keys = [key_of(each) for each in measurements]
+    if twice := sorted(key for key in set(keys) if keys.count(key) > 1):
+        raise ValueError(f"{' '.join(map(str, twice[0]))} stands twice")
+    return measurements
+
+
+Key = tuple[str, str, str, int]
+"""Task, model, variant (or activity), seed."""
+
+
+def key_of(measurement: Measurement) -> Key:
+    """Return the key of the task that a measurement belongs to."""
+    match measurement:
+        case Alone():
+            return "alone", measurement.model, measurement.variant, 0
+        case Timed():
+            return "timed", measurement.model, measurement.activity, 0
+        case Gradients():
+            return "gradients", measurement.model, "", 0
+    return "training", measurement.model, measurement.variant, measurement.seed
+
+
+class ModelOutcome(Stored):
+    """A declared criterion with its status and evidence."""
+
+    criterion: ModelCriterion
+    status: CriterionStatus
+    evidence: Words
+    value: Estimate | None = None
+    """Measured value, in the unit of the bound; ``None`` if it was not measured."""
+
+
+class ModelResult(Grown, Stored):
+    """Result of a finished or interrupted study of models."""
+
+    kind: Literal["models"] = "models"
+    schema_version: Literal[1] = SCHEMA
+    study: ModelStudy
+    study_digest: Words
+    """SHA-256 of the declaration that ran."""
+    provenance: Provenance
+    measurements: Annotated[tuple[Measurement, ...], AfterValidator(_once)] = ()
+    outcomes: tuple[ModelOutcome, ...] = ()
+    """One outcome for each criterion, in declared order."""
+    notes: tuple[Words, ...] = ()
+    interrupted: bool = False
+    """True if tasks are left to do."""
+    spent: Spent | None = None
+
+    def find(self, *key: str | int) -> Measurement | None:
+        """Return the measurement of a task by its key; the seed may be left out."""
+        return next((each for each in self.measurements if key_of(each)[: len(key)] == key), None)
+
+    def stored(self) -> str:
+        """Return the JSON that :meth:`save` writes."""
+        return self.model_dump_json(indent=1) + "\n"
+
+    def save(self, path: Path, *, force: bool = False) -> Path:
+        """Write the result as JSON, atomically.
+
+        Raises:
+            ResultExists: The file exists, and ``force`` is off.
+            OutputUnwritable: The file cannot be written.
+        """
+        if path.exists() and not force:
+            raise ResultExists(path)
+        write_text(path, self.stored())
+        return path
+
+    @classmethod
+    def load(cls, path: Path) -> ModelResult:
+        """Read a result that :meth:`save` wrote, and check that its parts fit together.
+
+        Raises:
+            ResultMissing: The file does not exist.
+            ResultTooNew: A newer version of onelaunch wrote the file.
+            ResultCorrupt: The file is damaged, is no result of a study of models, or its parts do not fit together.
+        """
+        try:
+            raw = json.loads(read_text(path))
+        except FileNotFoundError:
+            raise ResultMissing(path) from None
+        except (OSError, ValueError, RecursionError) as error:
+            raise ResultCorrupt(path, in_a_line(error)) from error
+        version = raw.get("schema_version") if isinstance(raw, dict) else None
+        if type(version) is int and version > SCHEMA:
+            raise ResultTooNew(path, schema=version, newest=SCHEMA)
+        try:
+            found = cls.model_validate(raw, context=FROM_A_FILE)
+        except ValidationError as error:
+            first = error.errors(include_context=False)[0]
+            where = ".".join(map(str, first["loc"]))[:200]
+            raise ResultCorrupt(path, f"{where}: {first['msg']} (it is {shown(first['input'])})") from error
+        if (problem := _inconsistency(found)) is not None:
+            raise ResultCorrupt(path, problem)
+        return found
+
+
+def _inconsistency(result: ModelResult) -> str | None:
+    """Return what does not fit together in a result, as a clause, or ``None``."""
+    if (found := result.study.digest()) != result.study_digest:
+        return f"study_digest is {result.study_digest[:12]!r}, and its study has the digest {found[:12]!r}, so it was changed"
+    models = {model.name: model for model in result.study.models}
+    for each in result.measurements:
+        if each.model not in models:
+            return f"its study has no model {each.model!r}"
+        if isinstance(each, Training) and not each.missing and len(each.losses) != models[each.model].steps:
+            return f"a training run of {each.model!r} has {len(each.losses)} losses, and not one for each step"
+        if isinstance(each, Timed) and len({len(each.again), *map(len, each.rounds.values())}) > 1:
+            return f"the variants of {each.model!r} have different numbers of rounds in {each.activity}"
+    if result.outcomes and tuple(outcome.criterion for outcome in result.outcomes) != result.study.criteria:
+        return "outcomes: they are not those of the criteria of its study"
+    return None

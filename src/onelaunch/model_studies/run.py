@@ -1,0 +1,315 @@
+"""Run a study of models: carry out the tasks that a result does not have yet, judge the criteria, and save after each task.
+
+A run that was stopped, by Ctrl-C, a time limit or the loss of the machine, is continued from its partial result, and its training
+runs from their checkpoints. Command ``onelaunch study models`` calls :func:`run_model_study`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Collection, Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+
+import torch
+
+import onelaunch
+from onelaunch.device import hardware
+from onelaunch.errors import ResultExists, ResultMismatch, StudyError
+from onelaunch.model_studies.child import ANSWER, Job, carry_out
+from onelaunch.model_studies.declare import ModelStudy
+from onelaunch.model_studies.judge import judged
+from onelaunch.model_studies.result import Alone, Gradients, Measurement, Missing, ModelResult, Timed, Training, key_of
+from onelaunch.model_studies.tasks import Task, absent, tasks_of
+from onelaunch.operation.sources import installed_version
+from onelaunch.workbench.files import probe_file, within
+from onelaunch.workbench.result import Provenance, Spent, Status
+from onelaunch.workbench.result.provenance import commit, driver, spelled
+from onelaunch.workbench.result.sources import package_digest
+from onelaunch.workbench.study import Scale
+from onelaunch.workbench.study.plan import scale_for
+
+TASK_LIMIT_SECONDS = 1500.0
+"""Seconds after which a task other than a training run counts as hung."""
+
+INTERRUPT_SECONDS = 30.0
+"""Seconds that a training run has to save after Ctrl-C or after the deadline."""
+
+PACKAGES = ("triton", "flash-linear-attention", "fla-core", "transformers")
+"""Packages whose versions are stored, beside Python, PyTorch and onelaunch."""
+
+
+def default_path(study: ModelStudy, device: str) -> Path:
+    """Return the default file of a result: ``results/DEVICE/models/NAME.json`` in the working directory."""
+    slug = hardware.describe(device).slug
+    return within(Path("results"), Path("results") / slug / "models" / f"{study.name}.json")
+
+
+def run_model_study(
+    study: ModelStudy,
+    *,
+    device: str = "auto",
+    scale: Scale | None = None,
+    save_to: Path | None = None,
+    force: bool = False,
+    resume: bool = False,
+    only: Collection[str] = (),
+    also: Sequence[Path] = (),
+    time_limit: float | None = None,
+    in_process: bool = False,
+    on_progress: Callable[[str], None] = lambda _: None,
+    command: str = "",
+) -> ModelResult:
+    """Run a study of models and save its result.
+
+    Args:
+        study: Study, as :func:`~onelaunch.model_studies.declare.find_model_study` reads it.
+        device: ``cuda:0``, ``cpu`` and so on; ``auto`` is the first GPU, or the CPU.
+        scale: Scale of the models; by default ``full`` on a GPU and ``small`` on a CPU.
+        save_to: File of the result; :func:`default_path` by default. A folder beside it, named ``NAME.state``, holds checkpoints
+            and caches until the run is finished.
+        force: Whether to replace an existing result and begin again.
+        resume: Whether to continue an interrupted run; without one the run begins anew.
+        only: Tasks to carry out now: ``alone``, ``timed``, ``gradients`` and ``training``, and names of models. All by default.
+        also: Interrupted results of the same study whose finished tasks are taken over, such as those of another GPU of the
+            machine that ran another part of the tasks at the same time.
+        time_limit: Seconds after which no task begins, and running ones are stopped. The result can then be continued. With 0
+            nothing runs.
+        in_process: Whether to carry the tasks out in this process. Then first steps have no empty caches.
+        on_progress: Callback with the words for each task that begins.
+        command: Command line for the provenance; this process's own by default.
+
+    Returns:
+        The result, as saved. Its ``interrupted`` is true if tasks are left.
+
+    Raises:
+        StudyError: The study has no models of this scale.
+        ResultExists: The file exists, and neither ``force`` nor ``resume`` applies.
+        ResultMismatch: An interrupted run has another study, device, software or commit.
+        OutputUnwritable: The file cannot be written. Raised before anything is measured.
+    """
+    where = hardware.resolve(device)
+    path = save_to or default_path(study, str(where))
+    chosen = scale or scale_for(where.type)
+    models = study.at_scale(chosen)
+    if not models:
+        raise StudyError(study.name, f"declares no model of {chosen} scale.", advice="Pass another {scale}.")
+    probe_file(path)
+    earlier = ModelResult.load(path) if resume and path.exists() and not force else None
+    if path.exists() and not force and (earlier is None or not earlier.interrupted):
+        raise ResultExists(path, argument="save_to", resumable=earlier is None and _is_interrupted(path))
+    state = path.with_name(f"{path.stem}.state")
+    if earlier is None:
+        shutil.rmtree(state, ignore_errors=True)
+    run = _Run(study, where, chosen, state, in_process=in_process, command=command or spelled(sys.argv))
+    run.tasks = [task for model in models for task in tasks_of(study, model)]
+    for each in ([earlier] if earlier else []) + [ModelResult.load(part) for part in also]:
+        run.take_over(each)
+    deadline = None if time_limit is None else time.time() + time_limit
+    for task in run.left(only):
+        if deadline is not None and time.time() >= deadline:
+            break
+        on_progress(task.words)
+        kept = run.do(task, deadline)
+        run.result().save(path, force=True)
+        if not kept:
+            break
+    result = run.result()
+    result.save(path, force=True)
+    if not result.interrupted:
+        shutil.rmtree(state, ignore_errors=True)
+    return result
+
+
+def _is_interrupted(path: Path) -> bool:
+    with contextlib.suppress(OSError, ValueError):
+        return ModelResult.load(path).interrupted
+    return False
+
+
+class _Run:
+    """State of a run: the measurements so far."""
+
+    def __init__(
+        self,
+        study: ModelStudy,
+        device: torch.device,
+        scale: Scale,
+        state: Path,
+        *,
+        in_process: bool,
+        command: str,
+    ) -> None:
+        self.study, self.device, self.state, self.in_process = study, device, state, in_process
+        self.tasks: list[Task] = []
+        self.measured: dict[tuple[str | int, ...], Measurement] = {}
+        self._began, self._device_seconds = time.monotonic(), 0.0
+        self._wall_seconds = 0.0
+        self._notes: list[str] = []
+        self._provenance = provenance(study, device, scale, command)
+
+    def take_over(self, earlier: ModelResult) -> None:
+        """Take over the finished measurements of an interrupted run, and its seconds.
+
+        Raises:
+            ResultMismatch: A fact that influences measurements differs.
+        """
+        then, now = earlier.provenance, self._provenance
+        facts = {"study": (earlier.study_digest, self.study.digest()), "versions": (then.versions, now.versions)}
+        facts |= {name: (getattr(then, name), getattr(now, name)) for name in ("device", "driver", "scale", "commit", "package")}
+        if changed := [f"{name} was {before}, is {after}" for name, (before, after) in facts.items() if before != after]:
+            advice = "Restore the earlier state, or pass {force} instead of {resume} to begin again."
+            raise ResultMismatch(f"The interrupted run cannot be resumed: {'; '.join(changed)}.", advice=advice)
+        finished = {key_of(each): each for each in earlier.measurements if not _unfinished(each)}
+        self.measured = finished | self.measured
+        self._notes += [*earlier.notes, f"{len(finished)} tasks were finished by a run that ended on {then.date}."]
+        if earlier.spent is not None:
+            self._wall_seconds += earlier.spent.wall_seconds
+            self._device_seconds += earlier.spent.device_seconds
+
+    def left(self, only: Collection[str] = ()) -> list[Task]:
+        """Return the tasks that are left, of the models and kinds in ``only`` if there are any."""
+        models = {model.name for model in self.study.models} & set(only)
+        kinds = {task.task for task in self.tasks} & set(only)
+        return [
+            task
+            for task in self.tasks
+            if (task.key not in self.measured or _unfinished(self.measured[task.key]))
+            and (not models or task.model in models)
+            and (not kinds or task.task in kinds)
+        ]
+
+    def do(self, task: Task, deadline: float | None) -> bool:
+        """Carry out a task, and return whether the run goes on; it ends at the deadline and after Ctrl-C."""
+        began = time.monotonic()
+        caches = self.state / "caches" / task.model.replace(" ", "-")
+        of_one = task.task in ("alone", "training")  # other tasks run all variants
+        caches /= task.variant if of_one else self.study.model(task.model).names[0]
+        empty = task.task == "alone" and not self.in_process and self.device.type == "cuda"
+        job = Job(
+            study=self.study,
+            task=task,
+            device=str(self.device),
+            state=self.state,
+            deadline=deadline,
+            empty_caches=empty,
+        )
+        goes_on = True
+        try:
+            missing = absent(self.study.model(task.model), task.variant, self.device) if of_one else None
+            if missing is not None:
+                found = without(self.study, task, missing.status, missing.reason)
+            else:
+                found = carry_out(job) if self.in_process else self._in_a_child(job, caches)
+        except KeyboardInterrupt:
+            found, goes_on = without(self.study, task, "interrupted", "stopped by Ctrl-C"), False
+        self._device_seconds += time.monotonic() - began
+        self.measured[task.key] = found
+        return goes_on and not _unfinished(found)
+
+    def _in_a_child(self, job: Job, caches: Path) -> Measurement:
+        """Carry out a job in a process of its own. First steps begin with empty caches, which later tasks of the model use."""
+        if job.empty_caches:
+            shutil.rmtree(caches, ignore_errors=True)
+        self.state.mkdir(parents=True, exist_ok=True)
+        job_path, answer, log = (self.state / name for name in ("job.json", "answer.json", "log.txt"))
+        answer.unlink(missing_ok=True)
+        job_path.write_text(job.model_dump_json(), encoding="utf-8")
+        names = {"TRITON_CACHE_DIR": "triton", "ONELAUNCH_CACHE": "onelaunch", "TORCHINDUCTOR_CACHE_DIR": "inductor"}
+        places = {name: str((caches / folder).absolute()) for name, folder in names.items()}
+        environment = {**os.environ, **(places if self.device.type == "cuda" else {})}
+        command = [sys.executable, "-m", "onelaunch.model_studies.child", str(job_path), str(answer)]
+        with log.open("ab") as output:
+            process = subprocess.Popen(command, env=environment, stdout=output, stderr=output)
+            status, reason = _wait(process, job)
+        if answer.is_file() and process.returncode == 0:
+            return ANSWER.validate_json(answer.read_bytes())
+        last = log.read_bytes()[-4000:].decode(errors="replace").strip().splitlines()[-1:] or [""]
+        return without(self.study, job.task, status, f"{reason}; its output ended with: {last[0][:300]}")
+
+    def result(self) -> ModelResult:
+        """Return the result so far, judged."""
+        now = datetime.now(timezone.utc).isoformat(timespec="seconds")
+        spent = Spent(
+            wall_seconds=self._wall_seconds + time.monotonic() - self._began,
+            device_seconds=self._device_seconds,
+        )
+        found = ModelResult(
+            study=self.study,
+            study_digest=self.study.digest(),
+            provenance=self._provenance.model_copy(update={"date": now}),
+            measurements=tuple(self.measured[task.key] for task in self.tasks if task.key in self.measured),
+            notes=tuple(self._notes),
+            interrupted=bool(self.left()),
+            spent=spent,
+        )
+        return judged(found)
+
+
+def _wait(process: subprocess.Popen[bytes], job: Job) -> tuple[Status, str]:
+    """Wait for the process of a job; return the status and the reason for the case that it has no answer.
+
+    Ctrl-C reaches the process too. A training run saves before it ends.
+    """
+    left = None if job.deadline is None else max(1.0, job.deadline - time.time()) + INTERRUPT_SECONDS
+    limit = left if job.task.task == "training" else min(TASK_LIMIT_SECONDS, left or TASK_LIMIT_SECONDS)
+    try:
+        code = process.wait(limit)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+        late = left is not None and limit == left
+        return ("interrupted", "stopped at the time limit") if late else ("timed_out", f"it ran for more than {limit:.0f} s")
+    except KeyboardInterrupt:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(INTERRUPT_SECONDS)
+        process.kill()
+        process.wait()
+        return "interrupted", "stopped by Ctrl-C"
+    return "crashed", f"its process ended with code {code}"
+
+
+def _unfinished(measurement: Measurement) -> bool:
+    """Return whether a task has to be carried out again."""
+    missing = measurement.missing
+    found = missing.values() if isinstance(missing, dict) else [missing] if missing else []
+    return any(each.status == "interrupted" for each in found)
+
+
+def without(study: ModelStudy, task: Task, status: Status, reason: str) -> Measurement:
+    """Return the measurement of a task that gave none."""
+    missing = Missing(status=status, reason=reason)
+    if task.task == "alone":
+        return Alone(model=task.model, variant=task.variant, missing=missing)
+    if task.task == "training":
+        return Training(model=task.model, variant=task.variant, seed=task.seed, missing=missing)
+    each = dict.fromkeys(study.model(task.model).names, missing)
+    if task.task == "gradients":
+        return Gradients(model=task.model, missing=each)
+    return Timed.model_validate({"model": task.model, "activity": task.variant, "missing": each})
+
+
+def provenance(study: ModelStudy, device: torch.device, scale: Scale, command: str) -> Provenance:
+    """Return the provenance of a run that ends now."""
+    facts, committed = hardware.describe(str(device)), commit()
+    versions = {"python": platform.python_version(), "torch": str(torch.__version__), "onelaunch": onelaunch.__version__}
+    found = {"cuda": torch.version.cuda, "rocm": torch.version.hip, **{name: installed_version(name) for name in PACKAGES}}
+    return Provenance(
+        device=facts.name,
+        slug=facts.slug,
+        architecture=facts.architecture,
+        driver=driver(device),
+        versions=versions | {name: version for name, version in found.items() if version},
+        commit=committed,
+        package=package_digest() if not committed or committed.endswith("-dirty") else "",
+        date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        command=command,
+        scale=scale,
+        rounds=study.rounds,
+    )

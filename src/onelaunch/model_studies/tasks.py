@@ -1,0 +1,263 @@
+"""Tasks of a study of models: first steps of a variant alone, times of all variants in turn, and gradients.
+
+``child.py`` carries out a task in a process of its own, and ``run.py`` those of a whole study. A variant that cannot run, or
+fails, gets a status with its reason, and the others are measured without it.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from onelaunch.model_studies.build import Trainer, plain_loss, random_rows, why_not
+from onelaunch.model_studies.declare import Activity, LanguageModel, ModelStudy
+from onelaunch.model_studies.result import Alone, GradientError, Gradients, Key, Missing, Timed
+from onelaunch.wording import in_a_line
+from onelaunch.workbench.result import Status
+
+WARM_UP = 3
+"""Steps of each variant before times are taken."""
+
+PROMPT, DECODED = 64, 32
+"""Tokens of the prompt of a decoding, and tokens that are decoded and timed after it."""
+
+
+class Task(NamedTuple):
+    """One piece of work, which gives one measurement."""
+
+    task: str
+    """``alone``, ``timed``, ``gradients`` or ``training``."""
+    model: str
+    variant: str = ""
+    """Variant; for ``timed`` the activity."""
+    seed: int = 0
+
+    @property
+    def key(self) -> Key:
+        """Key of the measurement."""
+        return self.task, self.model, self.variant, self.seed
+
+    @property
+    def words(self) -> str:
+        """The task in words, for progress."""
+        if self.task == "training":
+            return f"{self.model}: training run of {self.variant}, seed {self.seed}"
+        said = {"alone": f"first steps of {self.variant}", "timed": f"times of {self.variant}", "gradients": "gradients"}
+        return f"{self.model}: {said[self.task]}"
+
+
+def tasks_of(study: ModelStudy, model: LanguageModel) -> list[Task]:
+    """Return the tasks of a model, in the order in which they run."""
+    tasks = [Task("alone", model.name, variant) for variant in model.names]
+    tasks += [Task("timed", model.name, activity) for activity in model.activities]
+    tasks += [Task("gradients", model.name)] if model.gradient_length else []
+    runs = [(seed, variant) for seed in model.seeds for variant in model.names] if model.steps else []
+    return tasks + [Task("training", model.name, variant, seed) for seed, variant in runs]
+
+
+def wait_for(device: torch.device) -> None:
+    """Wait until the device has finished all work."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def failure(error: BaseException) -> Missing:
+    """Return the status of a variant that raised an error."""
+    status: Status = "out_of_memory" if isinstance(error, torch.OutOfMemoryError) else "error"
+    return Missing(status=status, reason=f"{type(error).__name__}: {in_a_line(error)}")
+
+
+def absent(model: LanguageModel, variant: str, device: torch.device) -> Missing | None:
+    """Return the status of a variant that cannot run on a device, or ``None``."""
+    found = why_not(model, variant, device)
+    return None if found is None else Missing(status=found[0], reason=found[1])  # pyrefly: ignore[bad-argument-type]
+
+
+def alone(model: LanguageModel, variant: str, device: torch.device, *, empty_caches: bool) -> Alone:
+    """Measure the first training step of a variant, and the peak memory of a later one.
+
+    Args:
+        model: Declaration of the model.
+        variant: Name of the variant.
+        device: Device of the run.
+        empty_caches: Whether this process began with empty caches of compiled kernels. It is stored.
+    """
+    if (missing := absent(model, variant, device)) is not None:
+        return Alone(model=model.name, variant=variant, missing=missing)
+    begin = time.perf_counter()
+    try:
+        trainer = Trainer(model, variant, device)
+        rows = random_rows(model, device)
+        wait_for(device)
+        built = time.perf_counter()
+        trainer.step(rows)
+        wait_for(device)
+        first = time.perf_counter()
+        peak = _peak(lambda: trainer.step(rows), device)
+    except Exception as error:  # noqa: BLE001 - whatever a library raises is the variant's status
+        return Alone(model=model.name, variant=variant, missing=failure(error))
+    report = trainer.report
+    return Alone(
+        model=model.name,
+        variant=variant,
+        parameters=sum(each.numel() for each in trainer.module.parameters()),
+        build_seconds=built - begin,
+        first_step_seconds=first - built,
+        empty_caches=empty_caches,
+        peak_bytes=peak,
+        replaced=len(report.replaced) if report else 0,
+        refused=tuple(f"{each.name}: {each.reason}" for each in report.refused) if report else (),
+        fallbacks=dict(report.fallbacks) if report else {},
+    )
+
+
+def _peak(run: Callable[[], Any], device: torch.device) -> int | None:
+    """Return the most bytes that are allocated on a GPU while a function runs, those that are allocated before it included."""
+    if device.type != "cuda":
+        run()
+        return None
+    gc.collect()
+    torch.cuda.reset_peak_memory_stats(device)
+    run()
+    wait_for(device)
+    return torch.cuda.max_memory_allocated(device)
+
+
+def timed(model: LanguageModel, activity: Activity, rounds: int, device: torch.device) -> Timed:
+    """Time all variants in turn: in each round each of them once, and the first one twice, in rotating order."""
+    missing: dict[str, Missing] = {}
+    runs: dict[str, Callable[[], float]] = {}
+    rows = random_rows(model, device)
+    for variant in model.names:
+        if (why := absent(model, variant, device)) is not None:
+            missing[variant] = why
+            continue
+        try:
+            run = _activity(Trainer(model, variant, device), activity, rows)
+            for _ in range(WARM_UP):
+                run()
+            runs[variant] = run
+        except Exception as error:  # noqa: BLE001 - whatever a library raises is the variant's status
+            missing[variant] = failure(error)
+    if not runs:
+        return Timed(model=model.name, activity=activity, missing=missing)
+    order = [*runs, ""]  # the empty name stands for the second run of the first variant
+    first = order[0]
+    times: dict[str, list[float]] = {name: [] for name in order}
+    for index in range(rounds):
+        turn = index % len(order)
+        for name in (*order[turn:], *order[:turn]):
+            times[name].append(1e6 * runs[name or first]())
+    return Timed(
+        model=model.name,
+        activity=activity,
+        rounds={name: tuple(times[name]) for name in runs},
+        again=tuple(times[""]),
+        missing=missing,
+    )
+
+
+def _activity(trainer: Trainer, activity: Activity, rows: torch.Tensor) -> Callable[[], float]:
+    """Return a function that runs a step of an activity once and returns its seconds."""
+    trainer.module.train(activity == "training")
+    if activity != "training":
+        trainer.optimizer.state.clear()
+    if activity == "decoding":
+        return lambda: _decode(trainer, rows[:1, :PROMPT])
+    more = {} if trainer.variant == "layers" or activity == "training" else {"use_cache": False}
+
+    def run() -> float:
+        wait_for(trainer.device)
+        begin = time.perf_counter()
+        if activity == "training":
+            trainer.step(rows)
+        else:
+            trainer.logits(rows, **more)
+        wait_for(trainer.device)
+        return time.perf_counter() - begin
+
+    return run
+
+
+def _decode(trainer: Trainer, prompt: torch.Tensor) -> float:
+    """Decode :data:`DECODED` tokens greedily after a prompt, and return the seconds of one."""
+    out = trainer.logits(prompt, use_cache=True)
+    wait_for(trainer.device)
+    begin = time.perf_counter()
+    for _ in range(DECODED):
+        token = out.logits[:, -1:].argmax(-1)
+        out = trainer.logits(token, past_key_values=out.past_key_values, use_cache=True)
+    wait_for(trainer.device)
+    return (time.perf_counter() - begin) / DECODED
+
+
+def gradients(model: LanguageModel, device: torch.device) -> Gradients:
+    """Compare the gradients of all variants at the initial weights with those of plain PyTorch in float32.
+
+    The weights of the reference are those of the variants, so rounded to bfloat16 where the model is.
+    """
+    rows = random_rows(model, device)[:1, : model.gradient_length]
+    errors: dict[str, GradientError] = {}
+    missing: dict[str, Missing] = {}
+    wanted: dict[str, torch.Tensor] | None = None
+    loss: float | None = None
+    for variant in model.names:
+        if (why := absent(model, variant, device)) is not None:
+            missing[variant] = why
+            continue
+        try:
+            trainer = Trainer(model, variant, device)
+            if wanted is None:
+                weights = {name: each.detach().float() for name, each in trainer.module.state_dict().items()}
+                loss, wanted = _reference(weights, model, rows)
+            found = trainer.loss(rows)
+            found.backward()
+            errors[variant] = _distance(_gradient(trainer), wanted, float(found.detach()))
+        except Exception as error:  # noqa: BLE001 - whatever a library raises is the variant's status
+            missing[variant] = failure(error)
+        trainer = None
+        gc.collect()
+    return Gradients(model=model.name, loss=loss, errors=errors, missing=missing)
+
+
+def _reference(
+    weights: dict[str, torch.Tensor], model: LanguageModel, rows: torch.Tensor
+) -> tuple[float, dict[str, torch.Tensor]]:
+    """Return the loss of plain PyTorch in float32, and its gradient by the parameters' names, without TF32."""
+    leaves = {name: each.clone().requires_grad_() for name, each in weights.items()}
+    allowed = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = False
+    try:
+        loss = plain_loss(leaves, model, rows)
+        found = torch.autograd.grad(loss, list(leaves.values()))
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = allowed
+    return float(loss.detach()), dict(zip(leaves, found, strict=True))
+
+
+def _gradient(trainer: Trainer) -> dict[str, torch.Tensor]:
+    """Return the gradient by the names of a state dict. The parameters of the model are overwritten by it.
+
+    A state dict names the parts of packed parameters as fla does.
+    """
+    for name, each in trainer.module.named_parameters():
+        if each.grad is None:
+            raise RuntimeError(f"{name} has no gradient")
+        each.data = each.grad
+    return {name: each.detach().float() for name, each in trainer.module.state_dict().items()}
+
+
+def _distance(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor], loss: float) -> GradientError:
+    """Return the distance of a gradient from the reference, both by the names of the parameters."""
+    if found.keys() != wanted.keys():
+        raise RuntimeError(f"the names of the parameters differ: {sorted(found.keys() ^ wanted.keys())[:3]}")
+    apart = {name: float((found[name] - wanted[name]).double().norm()) for name in wanted}
+    sizes = {name: float(wanted[name].double().norm()) for name in wanted}
+    own = {name: apart[name] / sizes[name] if sizes[name] else 0.0 for name in wanted}
+    worst = max(own, key=lambda name: own[name])
+    error = sum(each**2 for each in apart.values()) ** 0.5 / sum(each**2 for each in sizes.values()) ** 0.5
+    return GradientError(error=error, loss=loss, worst=worst, worst_error=own[worst])

@@ -1,0 +1,184 @@
+"""Tests of the judgement of a study of models, on made-up measurements, and of declarations and files that are refused."""
+
+from __future__ import annotations
+
+import pytest
+from pydantic import ValidationError
+
+from onelaunch.errors import ResultCorrupt, ResultMissing, StudyError, UnknownStudy
+from onelaunch.model_studies.build import example, random_rows
+from onelaunch.model_studies.declare import ModelStudy, find_model_study
+from onelaunch.model_studies.judge import judge, judged, summary
+from onelaunch.model_studies.report import to_document
+from onelaunch.model_studies.result import Alone, GradientError, Gradients, ModelResult, Timed, Training
+from onelaunch.model_studies.run import provenance
+from onelaunch.workbench.study.read import find_study
+from tests.model_studies import tiny
+
+
+def result(*measurements, **changes):
+    study = tiny.study(**changes)
+    run = provenance(study, tiny.CPU, "small", "command")
+    return ModelResult(study=study, study_digest=study.digest(), provenance=run, measurements=measurements)
+
+
+def criterion(found, name, **changes):
+    return next(each for each in found.study.criteria if each.name == name).model_copy(update=changes)
+
+
+def timed(ours, theirs, again):
+    rounds = {"fla": theirs, "accelerated": ours}
+    return result(Timed(model="tiny", activity="training", rounds=rounds, again=again))
+
+
+@pytest.mark.parametrize(
+    ("ours", "within", "status"),
+    [(80.0, False, "met"), (99.5, False, "inconclusive"), (99.5, True, "met"), (101.0, True, "met"), (120.0, True, "missed")],
+)
+def test_a_speedup_is_judged_with_the_noise(ours, within, status):
+    """The second run of the baseline takes 2 % longer, so differences of up to 2 % say nothing."""
+    found = timed((ours,) * 5, (100.0,) * 5, (102.0,) * 5)
+    outcome = judge(found, criterion(found, "faster", at_least=1.0, within_noise=within))
+    assert outcome.status == status
+    assert outcome.value.median == pytest.approx(100 / ours)
+    assert "A/A noise 1.02" in outcome.evidence
+
+
+@pytest.mark.parametrize(("ours", "status"), [(90, "met"), (91, "missed")])
+def test_peak_memory_is_compared(ours, status):
+    alone = [Alone(model="tiny", variant=name, peak_bytes=peak) for name, peak in (("fla", 100), ("accelerated", ours))]
+    found = result(*alone)
+    assert judge(found, criterion(found, "memory")).status == status
+
+
+@pytest.mark.parametrize(("seconds", "status"), [(29.0, "met"), (31.0, "missed")])
+def test_a_first_step_counts_with_empty_caches_alone(seconds, status):
+    first = Alone(model="tiny", variant="accelerated", first_step_seconds=seconds, empty_caches=True)
+    found = result(first)
+    assert judge(found, criterion(found, "first")).status == status
+    found = result(first.model_copy(update={"empty_caches": False}))
+    assert judge(found, criterion(found, "first")).status == "not_measured"
+
+
+def test_a_report_says_what_was_left_to_the_library():
+    left = {"refused": ("layers.0: it has hooks",), "fallbacks": {"cu_seqlens is given": 2}}
+    text = to_document(judged(result(Alone(model="tiny", variant="accelerated", **left))), "results/x.json")
+    assert "Left to the library in tiny: layers.0: it has hooks; 2 calls: cu" in text
+
+
+def runs(ours, theirs, text="a"):
+    return [
+        Training(model="tiny", variant=variant, seed=seed, losses=losses, text=text)
+        for variant, losses in (("fla", theirs), ("accelerated", ours))
+        for seed in (0, 1)
+    ]
+
+
+def test_losses_are_compared_at_each_tenth_and_at_the_end():
+    theirs = tuple(3.0 - 0.1 * step for step in range(20))
+    ours = (*theirs[:9], theirs[9] * 1.004, *theirs[10:])  # the step at the fifth tenth
+    found = result(*runs(ours, theirs))
+    assert judge(found, criterion(found, "losses")).value.median == pytest.approx(0.004)
+    assert judge(found, criterion(found, "losses")).status == "met"
+    assert judge(found, criterion(found, "losses", at_most=0.003)).status == "missed"
+    assert judge(found, criterion(found, "end")).value.median == 1.0
+    late = result(*runs((*theirs[:-1], theirs[-1] * 1.01), theirs))
+    assert judge(late, criterion(late, "end")).status == "missed"
+    part = result(*runs(ours, theirs)[:3])
+    assert judge(part, criterion(part, "end")).status == "not_measured"
+    first, *rest = runs(ours, theirs)
+    mixed = result(first.model_copy(update={"text": "b"}), *rest)
+    assert "same text" in judge(mixed, criterion(mixed, "end")).evidence
+
+
+def test_gradients_are_compared():
+    errors = {
+        name: GradientError(error=error, loss=1.0, worst="x", worst_error=error)
+        for name, error in (("fla", 0.01), ("layers", 0.02))
+    }
+    found = result(Gradients(model="tiny", loss=1.0, errors=errors))
+    outcome = judge(found, criterion(found, "gradient", at_most=1.0))
+    assert outcome.status == "missed"
+    assert outcome.value.median == pytest.approx(2.0)
+    assert summary(judged(found)) == "1 of 6 criteria met (5 not measured)"
+
+
+def test_a_damaged_result_is_refused(tmp_path):
+    path = tmp_path / "x.json"
+    with pytest.raises(ResultMissing):
+        ModelResult.load(path)
+    whole = judged(result(*runs((1.0,) * 20, (1.0,) * 20)))
+    whole.save(path)
+    assert ModelResult.load(path) == whole
+    cut = whole.measurements[0].model_copy(update={"losses": (1.0,) * 19})
+    broken = {
+        "19 losses": whole.model_copy(update={"measurements": (cut,)}),
+        "stands twice": whole.model_copy(update={"measurements": whole.measurements * 2}),
+        "was changed": whole.model_copy(update={"study": tiny.study(batch=3)}),
+        "not those of the criteria": whole.model_copy(update={"outcomes": whole.outcomes[1:]}),
+    }
+    for words, each in broken.items():
+        each.save(path, force=True)
+        with pytest.raises(ResultCorrupt, match=words):
+            ModelResult.load(path)
+    path.write_text("{")
+    with pytest.raises(ResultCorrupt):
+        ModelResult.load(path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"variants": ["transformers"]}, "has no variant 'transformers'"),
+        ({"steps": 15}, "multiple of 10"),
+        ({"kind": "llama"}, "for the kind gla alone"),
+        ({"activities": ["decoding"]}, "decoding is for the kind llama alone"),
+        ({"variants": ["layers"]}, "has no variant 'accelerated'"),
+        ({"activities": ["forward"]}, "training of 'tiny' is not timed"),
+        ({"name": "other"}, "there is no model 'tiny'"),
+        ({"heads": 0}, "greater than or equal to 1"),
+    ],
+)
+def test_a_declaration_that_does_not_fit_is_refused(changes, words):
+    with pytest.raises(ValidationError, match=words):
+        tiny.study(**changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"at_most": 1.0}, "exactly one"),
+        ({"measure": "loss_distance"}, "a speedup has a bound at_least"),
+        ({"measure": "loss_distance", "at_least": None, "at_most": 1.0, "within_noise": True}, "for speedup alone"),
+    ],
+)
+def test_a_criterion_that_does_not_fit_is_refused(changes, words):
+    with pytest.raises(ValidationError, match=words):
+        ModelStudy.model_validate({**tiny.STUDY, "criteria": [{**tiny.STUDY["criteria"][0], **changes}]})
+
+
+def test_studies_are_found_by_name_and_by_path(tmp_path):
+    study = find_model_study("in-model")
+    assert study.name == "in-model"
+    full = {model.name: model for model in study.at_scale("full")}
+    assert (full["12 layers"].tokens, full["12 layers"].precision) == (8 * 4096, "bfloat16")
+    sizes = example().SIZES
+    shape = ("width", "heads", "layers", "vocabulary", "batch", "length", "rate")
+    assert all(getattr(full[name], key) == getattr(sizes[name], key) for name in ("30m", "350m") for key in shape)
+    with pytest.raises(UnknownStudy, match="in-model"):
+        find_model_study("in-modle")
+    path = tmp_path / "x.toml"
+    path.write_text("name = 'x'\nquestion = 'y'\nmodels = []\n")
+    with pytest.raises(StudyError, match="models"):
+        find_model_study(str(path))
+    path.write_text("name = ")
+    with pytest.raises(StudyError):
+        find_model_study(str(path))
+    with pytest.raises(StudyError, match="onelaunch study models in-model"):
+        find_study("in-model")
+
+
+def test_rows_depend_on_the_seed_alone():
+    model = tiny.study().models[0]
+    assert random_rows(model, tiny.CPU).equal(random_rows(model, tiny.CPU))
+    assert not random_rows(model, tiny.CPU).equal(random_rows(model, tiny.CPU, seed=1))

@@ -1,0 +1,205 @@
+"""Tests of runs of a study of models, with a stand-in for fla's model on a CPU: measurements, stops, and processes."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+
+from onelaunch.errors import ResultCorrupt, ResultExists, ResultMismatch
+from onelaunch.model_studies import run as run_module
+from onelaunch.model_studies import tasks, training
+from onelaunch.model_studies.report import to_document
+from onelaunch.model_studies.result import ModelResult
+from onelaunch.model_studies.run import run_model_study
+from onelaunch.model_studies.tasks import gradients
+from onelaunch.model_studies.training import training as train
+from tests.model_studies import tiny
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "models" / "tiny-study.json"
+
+
+@pytest.mark.usefixtures("standin")
+def test_a_study_measures_every_variant_and_judges_every_criterion(path):
+    seen = []
+    result = run_model_study(tiny.study(), device="cpu", save_to=path, in_process=True, on_progress=seen.append)
+    assert not result.interrupted
+    assert len(seen) == len(result.measurements) == 3 + 2 + 1 + 6
+    assert {outcome.criterion.name: outcome.status for outcome in result.outcomes} == {
+        "faster": "met",
+        "memory": "not_measured",  # on a CPU
+        "first": "not_measured",  # the caches were not emptied
+        "losses": "met",
+        "end": "met",
+        "gradient": "met",
+    }
+    found = result.find("gradients", "tiny")
+    assert set(found.errors) == {"fla", "accelerated", "layers"}
+    assert all(each.error < 1e-5 for each in found.errors.values())
+    assert all(each.loss == pytest.approx(found.loss, rel=1e-5) for each in found.errors.values())
+    accelerated = result.find("alone", "tiny", "accelerated")
+    assert (accelerated.replaced, accelerated.refused, accelerated.fallbacks) == (2, (), {})
+    assert result.find("alone", "tiny", "fla").replaced == 0
+    run = result.find("training", "tiny", "accelerated", 1)
+    assert run.losses[-1] < run.losses[0]
+    assert ModelResult.load(path) == result
+    assert not path.with_name("tiny-study.state").exists()
+    text = to_document(result, "results/x.json")
+    assert all(f"**{title}**" in text for title in ("Criteria", "Training steps", "Inference", "Training losses", "Gradients"))
+    with pytest.raises(ResultExists):
+        run_model_study(tiny.study(), device="cpu", save_to=path, in_process=True)
+
+
+@pytest.mark.usefixtures("standin")
+def test_a_wrong_gradient_is_seen(monkeypatch):
+    """An error in one parameter of one variant shows in that variant's error, with the parameter's name."""
+    model, right = tiny.measuring(variants=["fla", "accelerated"]).models[0], tasks._gradient
+
+    def wrong(trainer):
+        found = right(trainer)
+        if trainer.report is not None:
+            found["lm_head.weight"] = 1.1 * found["lm_head.weight"]
+        return found
+
+    monkeypatch.setattr(tasks, "_gradient", wrong)
+    errors = gradients(model, tiny.CPU).errors
+    assert errors["accelerated"].worst == "lm_head.weight"
+    assert errors["accelerated"].worst_error == pytest.approx(0.1, rel=1e-3)
+    assert errors["fla"].error < 1e-5 < errors["accelerated"].error
+
+
+@pytest.mark.usefixtures("standin")
+def test_a_stopped_training_run_goes_on_with_the_same_bits(tmp_path, monkeypatch):
+    model = tiny.study().models[0]
+    monkeypatch.setattr(training, "READ_EVERY", 7)
+    whole = train(model, "accelerated", 0, tiny.CPU, tmp_path / "whole.pt", lambda: False)
+    parts = [train(model, "accelerated", 0, tiny.CPU, tmp_path / "parts.pt", lambda: True) for _ in range(3)]
+    assert [each.missing.reason for each in parts[:2]] == ["stopped after 7 of 20 steps", "stopped after 14 of 20 steps"]
+    assert parts[2].missing is None
+    assert parts[2].losses == whole.losses
+    assert not list(tmp_path.iterdir())
+    train(model, "accelerated", 0, tiny.CPU, tmp_path / "parts.pt", lambda: True)
+    other = train(model, "layers", 0, tiny.CPU, tmp_path / "parts.pt", lambda: False)  # not from this checkpoint
+    assert len(other.losses) == 20
+
+
+@pytest.mark.usefixtures("standin")
+def test_an_interrupted_run_goes_on_with_the_tasks_that_are_left(path, monkeypatch):
+    facts = {"device": "cpu", "save_to": path, "in_process": True}
+    short = tiny.measuring(variants=["layers", "fla"], activities=["training"], seeds=[0], gradient_length=0)
+    first = run_model_study(short, only=["alone", "timed"], **facts)
+    assert first.interrupted
+    assert [each.task for each in first.measurements] == ["alone", "alone", "timed"]
+    with pytest.raises(ResultExists, match="resume"):
+        run_model_study(short, **facts)
+
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    seen = []
+    with monkeypatch.context() as patched:
+        patched.setattr(run_module, "carry_out", stop)
+        second = run_model_study(short, resume=True, on_progress=seen.append, **facts)
+    assert second.interrupted
+    assert seen == ["tiny: training run of layers, seed 0"]
+    assert second.measurements[-1].missing.status == "interrupted"
+    third = run_model_study(short, resume=True, **facts)
+    assert not third.interrupted
+    assert third.measurements[:3] == first.measurements
+    assert third.spent.wall_seconds > first.spent.wall_seconds
+    edited = path.read_text().replace('"rounds": 3', '"rounds": 4', 1)
+    path.write_text(edited)
+    with pytest.raises(ResultCorrupt, match="was changed"):
+        ModelResult.load(path)
+
+
+@pytest.mark.usefixtures("standin")
+def test_a_run_is_not_continued_with_another_study(path):
+    facts = {"device": "cpu", "save_to": path, "in_process": True, "only": ["alone"]}
+    run_model_study(tiny.measuring(variants=["layers", "fla"]), **facts)
+    with pytest.raises(ResultMismatch, match="study was"):
+        run_model_study(tiny.measuring(variants=["layers"]), resume=True, **facts)
+    assert run_model_study(tiny.measuring(variants=["layers"]), force=True, **facts).interrupted
+
+
+@pytest.mark.usefixtures("standin")
+def test_parts_of_a_run_are_put_together(path, tmp_path):
+    study = tiny.measuring(variants=["layers", "fla"], activities=["training"], steps=0)
+    facts = {"device": "cpu", "in_process": True}
+    part = tmp_path / "part.json"
+    run_model_study(study, save_to=part, only=["alone"], **facts)
+    other = run_model_study(study, save_to=path, only=["timed", "gradients"], **facts)
+    seen = []
+    whole = run_model_study(study, save_to=path, resume=True, also=[part], time_limit=0, on_progress=seen.append, **facts)
+    assert not whole.interrupted
+    assert seen == []
+    assert {each.task for each in whole.measurements} == {"alone", "timed", "gradients"}
+    assert whole.find("gradients", "tiny") == other.find("gradients", "tiny")
+    with pytest.raises(ResultMismatch, match="study was"):
+        run_model_study(tiny.measuring(), save_to=tmp_path / "new.json", also=[part], **facts)
+
+
+@pytest.mark.usefixtures("standin")
+def test_a_variant_that_raises_gets_a_status(path, monkeypatch):
+    right = tasks.Trainer
+
+    def failing(model, variant, *more):
+        if variant == "accelerated":
+            raise torch.OutOfMemoryError("2 GiB are missing")
+        return right(model, variant, *more)
+
+    monkeypatch.setattr(tasks, "Trainer", failing)
+    facts = {"device": "cpu", "save_to": path, "in_process": True, "only": ["alone", "timed", "gradients"]}
+    result = run_model_study(tiny.study(), **facts)
+    assert result.find("alone", "tiny", "accelerated").missing.status == "out_of_memory"
+    assert set(result.find("timed", "tiny", "training").rounds) == {"fla", "layers"}
+    assert "2 GiB" in result.outcomes[0].evidence
+    assert "2 GiB" in to_document(result, "results/x.json")
+
+
+def test_a_process_that_ends_early_gets_a_status(path, monkeypatch):
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    result = run_model_study(tiny.measuring(variants=["layers"], gradient_length=0, steps=0), device="cpu", save_to=path)
+    assert not result.interrupted
+    assert result.find("alone", "tiny", "layers").missing.status == "crashed"
+    assert result.find("timed", "tiny", "forward").missing["layers"].status == "crashed"
+
+
+@pytest.mark.slow
+@pytest.mark.thorough
+def test_a_task_runs_in_a_process_of_its_own(path):
+    result = run_model_study(tiny.measuring(variants=["layers"]), device="cpu", save_to=path, only=["alone"])
+    found = result.find("alone", "tiny", "layers")
+    assert found.missing is None
+    assert found.first_step_seconds > 0
+
+
+@pytest.mark.gpu
+def test_the_gradient_of_an_accelerated_model_is_no_further_off_than_that_of_fla(path):
+    pytest.importorskip("fla")
+    study = tiny.measuring(precision="bfloat16", width=256, layers=2, batch=4, length=256, gradient_length=256, steps=0)
+    result = run_model_study(study, device="cuda", scale="small", save_to=path)
+    errors = result.find("gradients", "tiny").errors
+    assert errors["accelerated"].error <= 1.1 * errors["fla"].error
+    alone = result.find("alone", "tiny", "accelerated")
+    assert alone.empty_caches
+    assert alone.peak_bytes > 0
+    assert (alone.replaced, alone.fallbacks) == (4, {})
+
+
+@pytest.mark.slow
+@pytest.mark.thorough
+def test_a_llama_is_timed_in_every_activity(path):
+    pytest.importorskip("transformers")
+    changes = {"kind": "llama", "width": 32, "kv_heads": 1, "intermediate": 48, "activities": ["training", "forward", "decoding"]}
+    study = tiny.measuring(**changes, steps=0, gradient_length=0)
+    result = run_model_study(study, device="cpu", save_to=path, in_process=True)
+    assert result.find("alone", "tiny", "accelerated").replaced == 1
+    for activity in ("training", "forward", "decoding"):
+        times = result.find("timed", "tiny", activity)
+        assert (set(times.rounds), times.missing) == ({"transformers", "accelerated"}, {})
+    assert "decoding" in to_document(result, "results/x.json")
