@@ -10,11 +10,15 @@ import study_keys
 import torch
 from study_keys import tomllib
 
+from onelaunch.model_studies.report import to_document
+from onelaunch.model_studies.result import ModelResult
 from onelaunch.operation import Operation, Variant, operations
 from onelaunch.workbench.report.documents import code, docs_overview, docs_section, markdown_table
 from onelaunch.workbench.result import Result
 
 NOTHING_MEASURED = "Nothing has been measured yet: there is no result of this operation under `results/`.\n"
+
+NO_MODEL = "No model has been measured yet: there is no result of a study of models under `results/`.\n"
 
 FLA_ARGUMENTS = Path(__file__).with_name("fla_arguments.toml")
 """Signatures of fla's functions, and what each argument is here."""
@@ -26,12 +30,17 @@ ELSEWHERE = {"decode_step": "decode.md"}
 def write(folder: Path, results: Path, notebook: Path, studies: Path) -> None:
     """Write all generated pages to a folder: variants and times by operation, overview, notebook's contents, keys, measures."""
     folder.mkdir(parents=True, exist_ok=True)
-    stored = [(path, Result.load(path)) for path in sorted(results.glob("**/*.json"))] if results.is_dir() else []
+    stored = [(path, Result.load(path)) for path in sorted(results.glob("*/*.json"))] if results.is_dir() else []
     for operation in operations():
         _replace(folder / f"variants-{operation.name}.md", _variants(operation))
         about = [(path, result) for path, result in stored if result.study.operation == operation.name]
         measured = "\n".join(docs_section(result, str(path.relative_to(results.parent))) for path, result in about)
         _replace(folder / f"measured-{operation.name}.md", measured or NOTHING_MEASURED)
+    models = [
+        to_document(ModelResult.load(path), str(path.relative_to(results.parent)))
+        for path in sorted(results.glob("*/models/*.json"))
+    ]
+    _replace(folder / "measured-models.md", "\n".join(models) or NO_MODEL)
     pages = sorted(path.stem for path in notebook.glob("*.md") if path.stem != "index")
     contents = "\n".join(["```{toctree}", *pages, "```"]) if pages else "There is no entry yet."
     _replace(folder / "notebook.md", contents + "\n")
