@@ -47,6 +47,9 @@ _SIDE_BY_SIDE = (1 << 18, 1 << 25)
 The states of a CPU should stay in its caches. The index is ``device.type != "cpu"``.
 """
 
+_STATES_TOGETHER = (1 << 20, 1 << 25)
+"""Largest size in bytes of the states of steps whose outputs are computed together: on a CPU, and on other devices."""
+
 KEPT_STATES = 1 << 28
 """Largest size in bytes of the states that the loop over time saves for its backward pass.
 
@@ -250,14 +253,34 @@ def _steps(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the outputs and the last state of consecutive steps; ``decay`` and ``value_decay`` are factors, not logarithms.
 
-    The inputs are unbound once, before the loop: the gradient of ``x[:, t]`` would be as large as x for every t.
+    Where several states take little memory, what these steps add to the state is computed at once, and so are the outputs from
+    the states: a step is two operations, then. All is unbound before the loop, since the gradient of ``x[:, t]`` would be as
+    large as x for every t.
     """
     outputs = []
-    value_decays = itertools.repeat(None) if value_decay is None else value_decay.unbind(1)
-    for qt, kt, vt, at, bt in zip(*(x.unbind(1) for x in (q, k, v, decay)), value_decays, strict=False):
-        state = _decayed(state, at, bt) + kt[..., None] * vt[..., None, :]
-        outputs.append(qt @ state)
-    return torch.stack(outputs, dim=1), state
+    keys, values, factors = k[..., None], v[..., None, :], decay[..., None]
+    value_factors = itertools.repeat(None) if value_decay is None else value_decay[..., None, :].unbind(1)
+    together = _STATES_TOGETHER[state.device.type != "cpu"] // max(state.numel() * state.itemsize, 1)
+    if together < 2:
+        every_step = zip(*(x.unbind(1) for x in (q, keys, values, factors)), value_factors, strict=False)
+        for qt, kt, vt, factor, value_factor in every_step:
+            state = _step(state, factor, value_factor, kt * vt)
+            outputs.append(qt @ state)
+        return torch.stack(outputs, dim=1), state
+    every_step = zip(factors.unbind(1), value_factors, strict=False)
+    for queries, *added in zip(*(x.split(together, 1) for x in (q, keys, values)), strict=True):
+        states = []
+        for addend, (factor, value_factor) in zip(torch.mul(*added).unbind(1), every_step, strict=False):
+            state = _step(state, factor, value_factor, addend)
+            states.append(state)
+        outputs.append(queries @ torch.stack(states, 1))
+    return torch.cat(outputs, 1), state
+
+
+def _step(state: torch.Tensor, factor: torch.Tensor, value_factor: torch.Tensor | None, addend: torch.Tensor) -> torch.Tensor:
+    """Return a state after one step, given factors that broadcast to it and what the step adds to it."""
+    state = factor * state
+    return (state if value_factor is None else state * value_factor) + addend
 
 
 @gla.inputs
