@@ -7,8 +7,10 @@ that were added after results were published; :class:`~onelaunch.workbench.store
 
 from __future__ import annotations
 
+import functools
 import json
 import math
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -352,6 +354,25 @@ class Decision(Grown, Stored):
     baseline; they decide nothing."""
 
 
+@dataclass(frozen=True)
+class _Same:
+    """Cells of a result as a key that equals only itself: comparing hundreds of cells would take longer than a search."""
+
+    cells: tuple[Cell, ...]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self.cells is other.cells
+
+    def __hash__(self) -> int:
+        return id(self.cells)
+
+
+@functools.lru_cache(maxsize=4)
+def _cells_by_name(same: _Same) -> dict[tuple[str, str, Direction], Cell]:
+    """Return the first measurement of each shape, variant and direction. Criteria look up thousands after each case."""
+    return {(cell.shape, cell.variant, cell.direction): cell for cell in reversed(same.cells)}
+
+
 class Result(Grown, Stored):
     """Result of a finished or interrupted study."""
 
@@ -380,7 +401,7 @@ class Result(Grown, Stored):
 
     def cell(self, shape: str, variant: str, direction: Direction = "forward") -> Cell | None:
         """Return the measurement of a variant or control at a shape, or ``None``."""
-        return next((c for c in self.cells if (c.shape, c.variant, c.direction) == (shape, variant, direction)), None)
+        return _cells_by_name(_Same(self.cells)).get((shape, variant, direction))
 
     def noise_at(self, shape: str, direction: Direction, regime: Regime) -> Noise | None:
         """Return the A/A run at a shape in a direction and regime, or ``None`` if there was none."""
