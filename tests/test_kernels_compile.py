@@ -57,6 +57,24 @@ SPILLS = {
     "gla-fused-chunk_state, 4 heads of q and k (2)": (("sm_100a",), "80 accesses, as with all heads and a decay per head"),
     "gla-fused-chunk_state, 4 heads of q and k (3)": (("sm_100a",), "4 accesses, as with all heads and a decay per head"),
     "gla-fused-chunk_state, 4 heads of k, v and g": (("gfx942",), "9 accesses; its cause was not looked into"),
+    "gla-hopper_tf32-chunk_state, K = V = 128, decay per channel (1)": (("sm_90a",), "22 accesses, 20 with float16 inputs"),
+    "gla-hopper_tf32-chunk_state, K = V = 128, decay per channel, states, T whole (1)": (
+        ("sm_90a",),
+        "37 accesses, 20 with float16 inputs, whose outputs leave by TMA",
+    ),
+    "gla-hopper_tf32-chunk_state, K = V = 128, decay per channel, states, T whole (3)": (
+        ("sm_90a",),
+        "32 accesses, 39 with float16 inputs",
+    ),
+    "gla-hopper_tf32-gradients, K = V = 128, decay per channel": (("sm_90a",), "4 accesses, as with float16 inputs"),
+    "gla-hopper_tf32-chunk_state, K = V = 256, decay per head, states, T in parts (1)": (
+        ("sm_90a",),
+        "10 accesses; their cause was not looked into",
+    ),
+    "gla-hopper_tf32-chunk_state, K = V = 256, decay per head, states, T in parts (3)": (
+        ("sm_90a",),
+        "2 accesses; their cause was not looked into",
+    ),
     "projections-wide_activated-activation_gradients, heads of 100, M = 4095, kept": (
         ("sm_80",),
         "2 accesses; its cause was not looked into",

@@ -69,6 +69,15 @@ LARGE: dict[str, list[dict[str, Any]]] = {
 """Sizes that Hopper's kernels take, in 16 bits, in addition to the probes."""
 
 
+@pytest.fixture(autouse=True)
+def _tf32():
+    """Allow TF32, which one of the variants needs."""
+    before = torch.backends.cuda.matmul.fp32_precision
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
+    yield
+    torch.backends.cuda.matmul.fp32_precision = before
+
+
 def own_kernels(operation: Operation[..., Any]) -> list[Variant]:
     """Return the variants of ours that launch kernels on the pretended GPU; those of ``gla_layer`` are kernels of its parts."""
     return [
@@ -173,10 +182,12 @@ def symbolic(*hints: int) -> tuple[ShapeEnv, FakeTensorMode, tuple[Any, ...]]:
     return environment, mode, tuple(mode.from_tensor(torch.empty(hints), symbolic_context=dynamic).shape)
 
 
-def arguments_of(name: str, batch: Any, length: Any, device: torch.device, *, states: bool) -> dict[str, Any]:
-    """Return the arguments of a training call that Hopper's kernels take, with symbolic sizes."""
+def arguments_of(
+    name: str, batch: Any, length: Any, device: torch.device, *, states: bool, usual: torch.dtype = torch.bfloat16
+) -> dict[str, Any]:
+    """Return the arguments of a training call that Hopper's kernels take, with symbolic sizes, of the usual dtype."""
 
-    def new(*shape: Any, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    def new(*shape: Any, dtype: torch.dtype = usual) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=device)
 
     heads, keys, values, width = 4, 64, 128, 256
@@ -211,6 +222,7 @@ HOPPER = [
     ("swiglu", "small_m"),
     ("swiglu", "fused"),
     ("gla", "hopper"),
+    ("gla", "hopper_tf32"),
     ("gla", "fused"),
     ("gla", "stepwise"),
     ("linear_rnn", "fused_hopper"),
@@ -244,7 +256,8 @@ def test_symbolic_sizes_stay_symbolic_on_hopper(name, variant, states, monkeypat
 
     monkeypatch.setattr(Operator, "_call", watched)
     with trace(ARCHITECTURE, mode) as device, torch.no_grad():
-        arguments = arguments_of(name, batch, length, device, states=states)
+        usual = torch.float32 if variant == "hopper_tf32" else torch.bfloat16
+        arguments = arguments_of(name, batch, length, device, states=states, usual=usual)
         results = operation(**arguments, variant=variant) if name != "gla_layer" else None  # this one only trains
         bound = operation.bind(**arguments)
         trained = operation.get(variant).run(_differentiable(operation.get(variant), bound))

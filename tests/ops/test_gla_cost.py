@@ -132,3 +132,17 @@ def test_second_terms_of_states_count(options, states, gradients):
     case = GLA.case("bfloat16", B=1, T=640, H=2, K=128, V=128, **options)
     extra = GLA.cost(case, GLA.get("hopper"), "forward_backward").bytes - GLA.cost(case, None, "forward_backward").bytes
     assert extra == 2 * (states + gradients) * (640 // 64) * 2 * 128 * 128 * 2
+
+
+@pytest.mark.parametrize(("options", "terms"), [({}, 4), ({"decay_per": "head"}, 3)], ids=["per channel", "per head"])
+def test_copies_of_float32_tensors_count(options, terms):
+    """``hopper_tf32`` makes copies of q, k and v in each pass and one of do, and stores 16-bit terms of states and gradients."""
+    steps, heads, channels, size = 640, 2, 128, 2
+    case, variant = GLA.case("float32", B=1, T=steps, H=heads, K=channels, V=channels, **options), GLA.get("hopper_tf32")
+    extra = {
+        direction: GLA.cost(case, variant, direction).bytes - GLA.cost(case, None, direction).bytes
+        for direction in ("forward", "forward_backward")
+    }
+    copy, state = steps * heads * channels * size, steps // 64 * heads * channels**2 * size
+    assert extra["forward"] == 2 * 3 * copy
+    assert extra["forward_backward"] == 2 * (7 * copy + terms * state)

@@ -1,6 +1,7 @@
-"""Emulation of the matrix units of an NVIDIA GPU in Triton's interpreter, for tests of TF32.
+"""Emulation of the matrix units of an NVIDIA GPU in Triton's interpreter and in PyTorch's products, for tests of TF32.
 
-TF32 operands lose the bits that such units drop, and bfloat16 is multiplied as such.
+In the interpreter TF32 operands lose the bits that such units drop, and bfloat16 is multiplied as such. :class:`RoundedProducts`
+rounds the operands of PyTorch's matrix products on a CPU to the nearest TF32.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from onelaunch.kernels.gemm import choice
 from onelaunch.ops.gla import launch
@@ -58,3 +61,28 @@ def emulate_tf32(monkeypatch: pytest.MonkeyPatch) -> Emulation:
     monkeypatch.setattr(choice, "interpreting", lambda: False)
     monkeypatch.setattr(choice, "compute_capability", lambda _: 9)
     return emulation
+
+
+class RoundedProducts(TorchDispatchMode):
+    """Mode in which PyTorch's matrix products of float32 have operands of TF32, rounded to nearest; others are as they are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+        """Products so far."""
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        aten = torch.ops.aten
+        if function.overloadpacket in (aten.mm, aten.bmm):
+            self.count += 1
+            args = tuple(map(nearest_tf32, args))
+        assert function.overloadpacket not in (aten.addmm, aten.baddbmm, aten.mv, aten.dot), "a product that is not rounded"
+        return function(*args, **(kwargs or {}))
+
+
+def nearest_tf32(x: torch.Tensor) -> torch.Tensor:
+    """Return float32 numbers rounded to the nearest of 11 significant bits, halves to even."""
+    assert x.dtype is torch.float32
+    bits = x.contiguous().view(torch.int32)
+    rounded = (bits + 0xFFF + ((bits >> 13) & 1)) & ~0x1FFF
+    return torch.where(x.isfinite(), rounded.view(torch.float32), x)

@@ -2,7 +2,7 @@
 
 ``onelaunch::gla_forward`` runs the launches of the variant whose name it is given, see :data:`launches`. Only the inputs are
 saved for ``onelaunch::gla_backward``, which computes the states again. The backward pass has kernels of its own for ``hopper``
-and its control :data:`IN_TURNS`; all other variants share the portable ones. The variants in ``variants/`` and in
+its control :data:`IN_TURNS` and :data:`TF32`; all other variants share the portable ones. The variants in ``variants/`` and in
 ``onelaunch/ablations`` call :func:`attend`.
 """
 
@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 
 from onelaunch.launch.by_variant import Launches
+from onelaunch.launch.imitation import imitated
 from onelaunch.launch.operator import Operator
+from onelaunch.launch.tf32 import allows_tf32
 from onelaunch.ops.gla import fakes
 from onelaunch.ops.gla.contract import GlaCall
 from onelaunch.ops.gla.heads import expanded
@@ -30,6 +32,9 @@ Run: TypeAlias = "Callable[[Attention, bool], Results]"
 
 IN_TURNS = "hopper_in_turns"
 """Name of the control of ``hopper`` without overlap, in ablations/gla_in_turns.py."""
+
+TF32 = "hopper_tf32"
+"""Name of the variant in variants/hopper_tf32.py, float32 calls in the kernels of ``hopper`` where TF32 is allowed."""
 
 launches: Launches[Run] = Launches()
 """Launches of forward passes by the names of variants, which register them in variants/ and in ablations."""
@@ -65,12 +70,17 @@ def run_backward(
     scale: float,
     kernel: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Compute the gradients of q, k, v, g and the initial state (no elements where there is none)."""
-    from onelaunch.ops.gla import launch, launch_hopper
+    """Compute the gradients of q, k, v, g and the initial state (no elements where there is none).
+
+    Where TF32 is no longer allowed, the gradients of :data:`TF32` are those of the portable kernels, without it.
+    """
+    from onelaunch.ops.gla import launch, launch_hopper, launch_hopper_tf32
 
     call = launch.Attention.of(q, k, v, g, initial, offsets, scale)
     if kernel in ("hopper", IN_TURNS):
         return launch_hopper.backward(call, do, dfinal=dfinal, turns=kernel == IN_TURNS)
+    if kernel == TF32 and (allows_tf32() or imitated()):  # calls that are only recorded show what runs where it is allowed
+        return launch_hopper_tf32.backward(call, do, dfinal)
     return launch.backward(call, do, dfinal)
 
 

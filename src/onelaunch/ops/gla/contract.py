@@ -18,6 +18,7 @@ from onelaunch import checks, dispatch
 from onelaunch.checks import Facts
 from onelaunch.errors import ArgumentError, ShapeError, ValueRangeError
 from onelaunch.launch.tape import check_always
+from onelaunch.launch.tf32 import allows_tf32
 from onelaunch.operation import SUM_OF_PRODUCTS, Query, Shapes, constant, fixed, operation, remembered, state_flags
 from onelaunch.operation.autocast import autocast, low_dtype, without_autocast
 from onelaunch.ops.gla.heads import Heads, check_heads, one_divides
@@ -101,6 +102,23 @@ def gate_flags(per_head: bool, value_gate: bool, wide: bool) -> tuple[str, ...]:
     return ("scalar_decay",) * per_head + ("value_gate",) * value_gate + ("float32_decay",) * wide
 
 
+def tf32_flags(dtype: torch.dtype, device: torch.device) -> tuple[str, ...]:
+    """Return the dispatch key's flag that PyTorch's settings let float32 products use TF32; none on a CPU and for other dtypes.
+
+    ``reference.py`` calls it for cases.
+    """
+    return ("tf32",) if dtype is torch.float32 and device.type == "cuda" and _tf32_is_allowed() else ()
+
+
+def _tf32_is_allowed() -> bool:
+    """Return whether TF32 is allowed now. ``torch.compile`` takes it as a constant, and guards the setting itself."""
+    return allows_tf32()
+
+
+# As torch.compiler.assume_constant_result, without its slow import: Dynamo cannot trace PyTorch's reader of the setting.
+vars(_tf32_is_allowed)["_dynamo_marked_constant"] = True
+
+
 def bind(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -138,6 +156,7 @@ def bind(
         torch.is_grad_enabled(),
         gate,
         layouts,
+        tf32_flags(q.dtype, q.device),
     )
     number = _scale(scale, key.sizes[3])
     if cu_seqlens is not None:
@@ -168,6 +187,7 @@ def _key(
     grad_enabled: bool,
     gate: str,
     layouts: tuple[str, ...],
+    precision: tuple[str, ...],
 ) -> Query:
     """Run all checks that need no values, and return the dispatch key; both are cached by these facts."""
     checks.rank("q", q, "[B, T, H, K]")
@@ -210,7 +230,8 @@ def _key(
         grad_enabled and checks.grad_wanted(q, k, v, g, gv, initial_state),
         state_flags(cu_seqlens is not None, initial_state is not None, output_final_state)
         + gate_flags(g is None or len(g.shape) == 3, gv is not None, g is not None and g.dtype != q.dtype)
-        + heads.flags(),
+        + heads.flags()
+        + precision,
     )
 
 
@@ -307,7 +328,10 @@ def _scale(scale: float | None, keys: int) -> float:
         "g_heads": None,
         "state_heads": None,
     },
-    defaults={"cuda": ("hopper", "fused", FUSED_RECURRENT, "chunked", "recurrent"), "cpu": ("chunked", "recurrent")},
+    defaults={
+        "cuda": ("hopper", "hopper_tf32", "fused", FUSED_RECURRENT, "chunked", "recurrent"),
+        "cpu": ("chunked", "recurrent"),
+    },
     # Float32 results of 16-bit calls that are sums of products of 16-bit numbers; the gate judges them as such.
     stated_errors=dict.fromkeys(("final_state", "grad g", "grad gv", "grad initial_state"), SUM_OF_PRODUCTS),
 )

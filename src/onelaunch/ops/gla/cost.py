@@ -29,6 +29,9 @@ INTERMEDIATES = (
     "aligned",
     "bare_results",
     "kept_states",
+    "float16_copies",
+    "float16_gradient",
+    "float16_states",
 )
 """Intermediates that launches may pass to each other through memory, each written and read once.
 
@@ -52,7 +55,12 @@ says that states are stored with the sizes of padding.py. FLOPs never count prod
   those whose heads have another size;
 - ``bare_results``: dq of every head of the output without the term of each step itself, and o likewise if values decay; what
   every key channel gives to the gradient of one decay per head, and every head to that of shared log-decays of values;
-- ``kept_states``: a state of every 64th step, of every 16th with float32 inputs, for every head of the output.
+- ``kept_states``: a state of every 64th step, of every 16th with float32 inputs, for every head of the output;
+- ``float16_copies``: float16 copies of q, k and v. That these are read twice to make them is not counted: the caches may hold
+  them;
+- ``float16_gradient``: a float16 copy of the gradient of o;
+- ``float16_states``: two 16-bit terms of a state for every chunk and head, and of its gradient; one of this with one decay per
+  head.
 """
 
 
@@ -151,6 +159,12 @@ def _intermediate_bytes(what: str, case: Case, heads: Heads, steps: int, chunk: 
         gates = 0 if summed == 1 else heads.g * (4 if gla.option(case, "log_decay_dtype") == "float32" else item)
         of_keys = wide_keys * ((heads.q + heads.k) * item + gates) if wide_keys > keys else 0
         return steps * (of_keys + (wide_values * (heads.v + heads.output) * item if wide_values > values else 0))
+    if what == "float16_copies":
+        return steps * 2 * ((heads.q + heads.k) * keys + heads.v * values)
+    if what == "float16_gradient":
+        return steps * 2 * heads.output * values
+    if what == "float16_states":
+        return steps * 2 * (2 * state + (1 if summed == 1 else 2) * heads.output * -(-stored // chunk))
     if what == "kept_states":
         return 4 * heads.output * -(-steps * keys * values // (16 if case.dtype.itemsize == 4 else 64))
     if what == "bare_results":

@@ -152,7 +152,7 @@ def fused_recurrent_gla(
             Default: zeros.
         output_final_state: Flag to return the state after the last step of every sequence as well.
         reverse: Flag to go through every sequence from its end to its start, by ``fused_recurrent`` for at most 64 steps, with
-            ``gv`` and wherever ``hopper`` is not chosen; otherwise it costs a flipped copy of every tensor.
+            ``gv`` and where neither ``hopper`` nor ``hopper_tf32`` is chosen; otherwise it costs a flipped copy of every tensor.
         state_v_first: Flag that states, the initial and the final one, are ``[N, H, V, K]``.
         cu_seqlens: Offsets of packed sequences, ``[N + 1]`` int32 or int64. Requires ``B = 1``.
         variant: Name from ``gla.variants``, or ``"auto"`` for the fastest variant measured near this call.
@@ -205,7 +205,7 @@ def fused_recurrent_simple_gla(
             Default: zeros.
         output_final_state: Flag to return the state after the last step of every sequence as well.
         reverse: Flag to go through every sequence from its end to its start, by ``fused_recurrent`` for at most 64 steps, with
-            ``gv`` and wherever ``hopper`` is not chosen; otherwise it costs a flipped copy of every tensor.
+            ``gv`` and where neither ``hopper`` nor ``hopper_tf32`` is chosen; otherwise it costs a flipped copy of every tensor.
         state_v_first: Flag that states, the initial and the final one, are ``[N, H, V, K]``.
         cu_seqlens: Offsets of packed sequences, ``[N + 1]`` int32 or int64. Requires ``B = 1``.
         variant: Name from ``gla.variants``, or ``"auto"`` for the fastest variant measured near this call.
@@ -318,8 +318,8 @@ _FEW_STEPS = 64
 def goes_backwards(query: Query, variant: str) -> bool:
     """Return whether a call with time reversed runs by :data:`FUSED_RECURRENT`, which flips nothing.
 
-    Flipping q, k, v, g and o moves twice their bytes. With many steps that takes less time than a loop over time, if ``hopper``
-    computes the rest. Compiled code flips always, fused with what is around it.
+    Flipping q, k, v, g and o moves twice their bytes. With many steps that takes less time than a loop over time, if kernels
+    of ``hopper`` compute the rest. Compiled code flips always, fused with what is around it.
     """
     if variant == FUSED_RECURRENT:
         return True
@@ -327,7 +327,7 @@ def goes_backwards(query: Query, variant: str) -> bool:
         return False
     if gla.variants[FUSED_RECURRENT].why_not(query) is not None:
         return False
-    return query.sizes[1] <= _FEW_STEPS or dispatch.choose(query).name != "hopper"
+    return query.sizes[1] <= _FEW_STEPS or dispatch.choose(query).name not in ("hopper", "hopper_tf32")
 
 
 def _one_gate(g: torch.Tensor | None, g_gamma: torch.Tensor | None) -> str:

@@ -42,6 +42,7 @@ from onelaunch.ops.gla.launch import (
     sum_heads,
 )
 from onelaunch.ops.gla.launch_rescale import rescaled
+from onelaunch.ops.gla.launch_scaled_copies import Powers
 from onelaunch.ops.gla.padding import PANEL, key_panels, padded_keys, padded_values, value_groups
 
 _WHOLE = 1 << 30
@@ -159,7 +160,7 @@ def _state_pass(
         call: Tensors of the call; log-decays, sequences and scale are taken from it.
         operands: Queries, keys and values of this direction of time.
         out: ``[B, T, H, V]`` with the heads of the output: o, or with ``reverse`` dv, or float32 parts of dv where heads share
-            values; ``None`` for states alone.
+            values, or either in float32 with :class:`Powers`; ``None`` for states alone.
         states: Empty; one tensor of :func:`empty_states`, forwards with the heads of the states and with ``reverse`` with those
             of the output; two of them, the second for the rounding errors of the first as second 16-bit terms;
             or one matrix of :func:`aliased_state_buffers`.
@@ -169,7 +170,7 @@ def _state_pass(
             ``reverse`` what every head of the output gives to the gradient of the initial one, ``[N, H, K, V]``. ``None`` where
             it is not wanted.
         factors: Factors of :class:`Rescaled` if the values are a scaled gradient: ``initial`` is scaled by the first, and
-            ``out`` and ``final`` by the second. ``None`` if nothing was scaled.
+            ``out`` and ``final`` by the second. Or a table of :class:`Powers`. ``None`` if nothing was scaled.
         turns: Flag that loads, preparing and multiplying take turns, for a control (TURNS in kernels/hopper_chunk_state.py).
     """
     from onelaunch.ops.gla.kernels.hopper_chunk_state import chunk_state_kernel
@@ -231,8 +232,13 @@ def _state_pass(
         heads, segments, segment_steps, call.scale, values, 0 if out is None else pitch_of(out), mma=Mma.WIDEST,
         LIMIT=LIMITS[call.q.dtype], OUTPUT=out is not None, STORE_STATES=bool(states), STAGED=bool(states) and tiles.staged,
         ALIASED=in_aliased_buffer, SEGMENTED=summed, RECOMPUTE=cut.recompute, SCORES=tiles.scores, LEAVE=leave,
-        SHARED=_sharing(call, operands, heads), **tiles.options(), **options,
+        SHARED=_sharing(call, operands, heads), FACTORS=_factor_pitch(factors, ratio(most, heads)), **tiles.options(), **options,
     ).run()  # fmt: skip
+
+
+def _factor_pitch(factors: torch.Tensor | None, group: int) -> int:
+    """Return the constant FACTORS of kernels with a CTA for every ``group`` heads of the output; see ``scaled_back``."""
+    return 0 if factors is None or factors.dim() == 1 else factors.shape[-1] * group
 
 
 def _has_wide_decays(call: Attention) -> bool:
@@ -260,15 +266,24 @@ def empty_states(call: Attention, count: int, heads: int | None = None) -> list[
 
 
 def forward(
-    call: Attention, states: list[torch.Tensor] | None = None, final: torch.Tensor | None = None, *, turns: bool = False
+    call: Attention,
+    states: list[torch.Tensor] | None = None,
+    final: torch.Tensor | None = None,
+    *,
+    turns: bool = False,
+    powers: Powers | None = None,
 ) -> torch.Tensor:
     """Compute ``o [B, T, H, V]``; fill ``states`` for :func:`backward` and the final state ``[N, H, K, V]``, where given.
 
-    With ``turns`` loads, preparing and multiplying take turns (the ablation ``hopper_in_turns``).
+    With ``turns`` loads, preparing and multiplying take turns (the ablation ``hopper_in_turns``). ``o`` is float32 with
+    ``powers``, by which results are multiplied.
     """
-    out = empty_output(call)
+    out = empty_output(call) if powers is None else empty_parts(call.v, call.heads.output)
     operands = PassOperands(call.q, call.k, call.v, reverse=False)
-    _state_pass(call, operands, out, states or [], initial=call.sequences.initial, final=final, turns=turns)
+    factors = None if powers is None else powers.forward
+    _state_pass(
+        call, operands, out, states or [], initial=call.sequences.initial, final=final, factors=factors, turns=turns
+    )  # fmt: skip
     return out
 
 
@@ -300,6 +315,7 @@ def backward(
     dfinal: torch.Tensor | None = None,
     *,
     turns: bool = False,
+    powers: Powers | None = None,
 ) -> Gradients:
     """Compute the gradients of q, k, v, g and the initial state from those of ``o`` and of the final state.
 
@@ -323,12 +339,16 @@ def backward(
             one tensor of them where log-decays are float32 and one per channel, which take two terms.
         dfinal: Gradient of the final state, ``[N, H, K, V]`` float32; ``None`` for zeros.
         turns: Flag that in both passes loads, preparing and multiplying take turns. The kernel of dq, dk and dg has one role.
+        powers: Powers by which the gradients are multiplied, where all tensors are scaled copies, ``do`` among them. They are
+            float32 then, and there is neither ``into`` nor ``states``.
     """
     from onelaunch.ops.gla.kernels.hopper_gradients import gradients_kernel
 
     batch, length, heads, keys, values = call.sizes
     q, k, v, do = call.q, call.k, call.v, inner_contiguous(do)
-    do, factors = rescaled(call, do, dfinal) if q.dtype is torch.float16 else (do, None)
+    factors = None if powers is None else powers.backward
+    if q.dtype is torch.float16 and powers is None:
+        do, factors = rescaled(call, do, dfinal)
     to_q, to_k, to_v = into or (None, None, None)
     aliased = aliased_state_buffers(call, into) if states is None else None
     wide_decays = _has_wide_decays(call)
@@ -337,9 +357,13 @@ def backward(
         # strong decay: see kernels/hopper_gradients.py.
         states = empty_states(call, 2 if call.scalar or wide_decays else 1) if aliased is None else [aliased[0]]
         by_keys = PassOperands(None, k, v, reverse=False)
-        _state_pass(call, by_keys, None, states, initial=call.sequences.initial, turns=turns)
+        of_states = None if powers is None else powers.forward
+        _state_pass(call, by_keys, None, states, initial=call.sequences.initial, factors=of_states, turns=turns)
     dstates = empty_states(call, 2 if wide_decays else 1, heads) if aliased is None else [aliased[1]]
-    dq, dk, dv = output_like(q, to_q), output_like(k, to_k), output_like(v, to_v)
+    if powers is None:
+        dq, dk, dv = output_like(q, to_q), output_like(k, to_k), output_like(v, to_v)
+    else:
+        dq, dk, dv = (empty_parts(each, each.shape[2]) for each in (q, k, v))
     dinitial = empty_final(call, wanted=call.sequences.initial is not None)
     by_rows = dinitial.flatten(2).unsqueeze(1) if dinitial.numel() else None  # [N, 1, heads of states, K V]
     v_parts, initial_parts = _parts_of(call, dv), None if by_rows is None else _parts_of(call, by_rows)
@@ -362,7 +386,8 @@ def backward(
         dg = output_like(call.g, None if aliased is None else dstates[0][:, : heads * keys].view(call.g.shape))
         dg_parts, log_decay, described_decays = _parts_of(call, dg), None, boxes(square, call.g)[0]
     parts = (_parts_of(call, dq), _parts_of(call, dk), dg_parts)
-    whole = (parts[0] is dq, parts[1] is dk, parts[2] is dg and not call.scalar)
+    # TMA writes gradients in the dtype of the tiles from which they leave: not float32 ones of 16-bit copies.
+    whole = (parts[0] is dq and powers is None, parts[1] is dk and powers is None, parts[2] is dg and not call.scalar)
     written = (targets(square, each)[0] if is_whole else None for each, is_whole in zip(parts, whole, strict=True))
     # S, dS, and the second terms of S and of dS, if there are any
     terms = (*states[:1], *dstates[:1], *states[1:], *dstates[1:])
@@ -376,6 +401,7 @@ def backward(
         mma=Mma.WIDEST, SHARED=_sharing(call, PassOperands(q, k, v, reverse=False), heads),
         KEYS=keys, BV=block, HELD=held if wide_decays else block, BISECTION_STEPS=call.sequences.bisection_steps(),
         LIMIT=LIMITS[q.dtype], NORMALIZER=normalizer, ALIASED=aliased is not None, PACKED=offsets is not None,
+        FACTORS=_factor_pitch(factors, 1),
         num_warps=_GRADIENT_WARPS,
     ).run()  # fmt: skip
     _add_parts((parts[0], dq), (parts[1], dk))

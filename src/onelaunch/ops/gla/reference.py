@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 from onelaunch.errors import ArgumentError
 from onelaunch.operation import Case, Query, Reading, fixed
 from onelaunch.operation.inputs import case_flags, make_log_decay, packed_lengths
-from onelaunch.ops.gla.contract import check_head_sizes, gate_flags, gla
+from onelaunch.ops.gla.contract import check_head_sizes, gate_flags, gla, tf32_flags
 from onelaunch.ops.gla.heads import Heads, expanded
 
 DECAYS = ("model", "weak", "strong", "zero", "forget", "mixed")
@@ -359,4 +359,5 @@ def make_query(case: Case, device: str, grad: bool) -> Query:
     per_head, value_gate = gla.option(case, "decay_per") == "head", bool(gla.option(case, "value_gate"))
     wide = gla.option(case, "log_decay_dtype") == "float32" and case.dtype is not torch.float32
     flags = case_flags(case, gla.options) + gate_flags(per_head, value_gate, wide) + heads_of(case).flags()
+    flags += tf32_flags(case.dtype, torch.device(device))
     return Query("gla", device, case.dtype, sizes, grad, flags)

@@ -64,7 +64,8 @@ Segments   where heads do not fill the chip, T is cut into segments (a chunk-par
            its own, added in the order of time, so results are deterministic. With RECOMPUTE it makes that state itself, from
            the chunks before (hopper_recompute.py): one launch, with segments of different lengths.
 Numerics   see hopper_prepare.py; the state and all sums are float32. Backwards in float16 the values are do times a power of 2
-           (rescale.py), and outputs and the last state are scaled back before they are stored.
+           (rescale.py), and outputs and the last state are scaled back before they are stored. Where float32 inputs were copied
+           as float16 (scaled_copies.py), all of them are times powers of 2, and outputs leave in float32 from registers.
 Callers    launch_hopper.py launches ``chunk_state_kernel``.
 Source     Yang et al., Gated Linear Attention Transformers with Hardware-Efficient Training (2024); docs/notebook/gla.md.
 """
@@ -85,6 +86,7 @@ from onelaunch.ops.gla.kernels.hopper_recompute import recompute_state, recomput
 from onelaunch.ops.gla.kernels.hopper_states import (
     add_segments,
     query_state,
+    scaled_back,
     scaled_values,
     store_final,
     store_part,
@@ -110,7 +112,7 @@ def multiply(descriptors, outputs, state_pointers, tiles, vectors, bars, offsets
              GROUPS: gl.constexpr, SLICES: gl.constexpr, PACKED: gl.constexpr, OUTPUT: gl.constexpr,
              REVERSE: gl.constexpr, STORE_STATES: gl.constexpr, STAGED: gl.constexpr, ALIASED: gl.constexpr, SCALAR: gl.constexpr,
              SEGMENTED: gl.constexpr, SPLIT_KEYS: gl.constexpr, KEYS: gl.constexpr, SHARED: gl.constexpr,
-             TURNS: gl.constexpr, LEAVE: gl.constexpr, RECOMPUTE: gl.constexpr):  # fmt: skip
+             TURNS: gl.constexpr, LEAVE: gl.constexpr, RECOMPUTE: gl.constexpr, FACTORS: gl.constexpr):  # fmt: skip
     """Run the role of one warpgroup that holds a state [V, K] for PANEL values, for all chunks of a segment.
 
     Start from the initial state and the sums of the segments before. Per chunk: store the state if STORE_STATES; wait for
@@ -176,8 +178,7 @@ def multiply(descriptors, outputs, state_pointers, tiles, vectors, bars, offsets
             state = gl.load(p_initial, mask=(channel < KEYS) & (value < values), other=0.0)
         else:
             state = gl.load(p_initial)
-        if factors is not None:
-            state = state * gl.load(factors)
+        state = scaled_back(state, factors, pair, 0, FACTORS)
         if SEGMENTED:
             state = add_segments(state, sums, summed, segment, segments, rows_of_state, first_value, REVERSE, KEYS)
     stage = 0
@@ -287,8 +288,7 @@ def multiply(descriptors, outputs, state_pointers, tiles, vectors, bars, offsets
                 load_stage(descriptors, tiles, full, at, head, value_slice, freed, refill, GROUPS, SLICES, OUTPUT, SCALAR, SHARED)
         if OUTPUT:
             at = row + j * C
-            if factors is not None:
-                out = out * gl.load(factors + 1)
+            out = scaled_back(out, factors, pair, 1, FACTORS)
             if out_tiles is None:
                 store_part(p_out, out, at, left, head, first_value, values, out_pitch)
             else:
@@ -331,8 +331,7 @@ def multiply(descriptors, outputs, state_pointers, tiles, vectors, bars, offsets
             stores = stores & (head % SHARED[STATE_HEADS] == 0)
             of_final = head_of(pair, SHARED, STATE_HEADS)
         if stores:
-            if factors is not None:
-                state = state * gl.load(factors + 1)
+            state = scaled_back(state, factors, pair, 2, FACTORS)
             if KEYS < K or PADDED_VALUES:
                 store_final(final + (of_final * values).to(gl.int64) * KEYS, state, n, values, first_value, KEYS, 0)
             else:
@@ -353,7 +352,7 @@ def chunk_state_kernel(
     SEGMENTED: gl.constexpr, SPLIT_KEYS: gl.constexpr, KEYS: gl.constexpr, K: gl.constexpr,
     GROUPS: gl.constexpr, STAGES: gl.constexpr, SCORES: gl.constexpr,
     MULTIPLY_REGISTERS: gl.constexpr, PREPARE_REGISTERS: gl.constexpr, SHARED: gl.constexpr, TURNS: gl.constexpr,
-    LEAVE: gl.constexpr, RECOMPUTE: gl.constexpr,
+    LEAVE: gl.constexpr, RECOMPUTE: gl.constexpr, FACTORS: gl.constexpr,
 ):  # fmt: skip
     """Run the chunk state pass, and with OUTPUT the chunk output, over one segment of time; see the top of the file.
 
@@ -365,9 +364,8 @@ def chunk_state_kernel(
     sequence, since a box would overwrite the next one, and where ``out_tiles`` is None; then it may hold float32 parts of a
     gradient of shared values. ``initial`` and ``final`` [N, H, K, V], float32, are the state from which each sequence starts
     and the one with which it ends, in the order of the pass; each may be None. ``segment_states`` [N, H, segments, V, K] and
-    ``segment_decays`` [N, H, segments, K], float32, come from hopper_segment_sum.py. ``factors`` [2], float32, are a power of 2
-    by which ``v`` was multiplied (rescale.py), and its inverse, or None: ``initial`` is multiplied by the first, ``o`` and
-    ``final`` by the second before they are rounded.
+    ``segment_decays`` [N, H, segments, K], float32, come from hopper_segment_sum.py. ``factors``, float32, are powers of 2 by
+    which ``initial``, ``o`` and ``final`` are multiplied, or None: see ``scaled_back``.
 
     Constants: OUTPUT: make outputs. STORE_STATES: store the state that enters each chunk. STAGED: ``states`` are descriptors
     and states leave through shared memory by TMA; otherwise ``states`` is a pointer. ALIASED: states lie in the rows of their
@@ -379,7 +377,7 @@ def chunk_state_kernel(
     warpgroup, where there is one, and to ``prepare``. TURNS: see Turns, at the top. LEAVE: place from which outputs leave, see
     On chip: "values", "tile", "state" (with STAGED only), or "registers", which takes no ``out_tiles``. RECOMPUTE: 0,
     or the time of a chunk without outputs in 1/16 of one with them; ``segment_steps`` is then the share of
-    ``recomputed_span``. Only forward, with OUTPUT.
+    ``recomputed_span``. Only forward, with OUTPUT. FACTORS: see ``scaled_back``.
     """
     gl.static_assert(RECOMPUTE == 0 or (OUTPUT and not REVERSE))
     SCALAR: gl.constexpr = g is None
@@ -453,10 +451,10 @@ def chunk_state_kernel(
             [
                 (multiply, (descriptors, outputs, state_pointers, tiles, vectors, bars, offsets, T, sizes, values, 0, GROUPS,
                             SLICES, PACKED, OUTPUT, REVERSE, STORE_STATES, STAGED, ALIASED, SCALAR,
-                            SEGMENTED, SPLIT_KEYS, KEYS, SHARED, TURNS, LEAVE, RECOMPUTE)),
+                            SEGMENTED, SPLIT_KEYS, KEYS, SHARED, TURNS, LEAVE, RECOMPUTE, FACTORS)),
                 (multiply, (descriptors, outputs, state_pointers, tiles, vectors, bars, offsets, T, sizes, values, 1, GROUPS,
                             SLICES, PACKED, OUTPUT, REVERSE, STORE_STATES, STAGED, ALIASED, SCALAR,
-                            SEGMENTED, SPLIT_KEYS, KEYS, SHARED, TURNS, LEAVE, RECOMPUTE)),
+                            SEGMENTED, SPLIT_KEYS, KEYS, SHARED, TURNS, LEAVE, RECOMPUTE, FACTORS)),
                 (prepare, (tiles, vectors, bars, offsets, log_decay, T, sizes, scale, LIMIT, SLICES, PACKED,
                            OUTPUT, REVERSE, SCALAR, SHARED, TURNS, RECOMPUTE)),
             ],
@@ -468,7 +466,7 @@ def chunk_state_kernel(
             [
                 (multiply, (descriptors, outputs, state_pointers, tiles, vectors, bars, offsets, T, sizes, values, 0, GROUPS,
                             SLICES, PACKED, OUTPUT, REVERSE, STORE_STATES, STAGED, ALIASED, SCALAR,
-                            SEGMENTED, SPLIT_KEYS, KEYS, SHARED, TURNS, LEAVE, RECOMPUTE)),
+                            SEGMENTED, SPLIT_KEYS, KEYS, SHARED, TURNS, LEAVE, RECOMPUTE, FACTORS)),
                 (prepare, (tiles, vectors, bars, offsets, log_decay, T, sizes, scale, LIMIT, SLICES, PACKED,
                            OUTPUT, REVERSE, SCALAR, SHARED, TURNS, RECOMPUTE)),
             ],

@@ -62,7 +62,7 @@ from onelaunch.ops.gla.kernels.hopper_pairs import (
     pairs_from_middle_in_terms,
     sum_split,
 )
-from onelaunch.ops.gla.kernels.hopper_states import store_gradient
+from onelaunch.ops.gla.kernels.hopper_states import scaled_back, store_gradient
 from onelaunch.ops.gla.kernels.hopper_tiles import (
     DECAY_HEADS,
     KEY_HEADS,
@@ -169,7 +169,7 @@ def log_decays(tiles, wide, zero):
 @gluon.jit
 def channel_gradients(
     descriptors, tiles, wide, blocks, both, results, bars, at, sizes, scale, LIMIT: gl.constexpr, NORMALIZER: gl.constexpr,
-    KEYS: gl.constexpr, acc: gl.constexpr, SHARED: gl.constexpr,
+    KEYS: gl.constexpr, acc: gl.constexpr, SHARED: gl.constexpr, FACTORS: gl.constexpr,
 ):  # fmt: skip
     """Compute and store dq, dk and dg of one panel with a decay per channel.
 
@@ -185,17 +185,17 @@ def channel_gradients(
             ``gradients_kernel``.
         bars: mbarriers of q, k and g, and of a block of v, do, S and dS.
         at: First row of the chunk; steps from there to the end of the sequence; head; ``cells`` and ``channel``, see
-            ``load_value_block``.
-        sizes: Values V; elements from row to row of dq and dk, and of dg and of the parts of gradients of shared heads; number
-            of the panel among those of all heads.
+            ``load_value_block``; the head's number among those of all sequences.
+        sizes: Values V; elements from row to row of dq and dk, and of dg and of parts of gradients; the panel among all heads'.
         scale: Factor of the scores.
         LIMIT: Largest sum of log-decays from the chunk's middle, in magnitude, that counts as moderate.
         NORMALIZER: Divisor of the log-decays, or None, see ``gradients_kernel``.
         KEYS: Channels K of a head.
         acc: Layout of the accumulators.
         SHARED: See ``head_of``.
+        FACTORS: See ``scaled_back``.
     """
-    row, left, head, cells, channel = at
+    row, left, head, cells, channel, pair = at
     values, pitch, width, place = sizes
     dq, dk, dg, dq_tiles, dk_tiles, dg_tiles, factors = results
     t_v, t_do, _, _, _, _ = blocks
@@ -207,7 +207,7 @@ def channel_gradients(
     t_q = tiles.index(0)
     t_k = tiles.index(1)
     t_g = tiles.index(4) if wide is None else wide
-    saved_ints = gl.allocate_shared_memory(gl.int32, [5, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    saved_ints = gl.allocate_shared_memory(gl.int32, [6 if FACTORS > 0 else 5, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     flag = saved_ints.index(0)  # 1 if decays are strong; only that branch passes it to opaque_zero, which expects a 1
     one = saved_ints.index(1)
     one.store(gl.full([1], 1, gl.int32, layout=vector))
@@ -215,6 +215,8 @@ def channel_gradients(
     saved_ints.index(2).store(gl.full([1], 0, gl.int32, layout=vector) + row)
     saved_ints.index(3).store(gl.full([1], 0, gl.int32, layout=vector) + place)
     saved_ints.index(4).store(gl.full([1], 0, gl.int32, layout=vector) + left)
+    if FACTORS > 0:
+        saved_ints.index(5).store(gl.full([1], 0, gl.int32, layout=vector) + pair)
     mbarrier.wait(bars.index(0), 0)
     if left < C:
         rows: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
@@ -321,11 +323,10 @@ def channel_gradients(
     row = gl.max(saved_ints.index(2).load(vector), 0)
     place = gl.max(saved_ints.index(3).load(vector), 0)
     left = gl.max(saved_ints.index(4).load(vector), 0)
-    if factors is not None:
-        inverse = gl.load(factors + 1)
-        b_dq *= inverse
-        b_dk *= inverse
-        b_dg *= inverse
+    pair = gl.max(saved_ints.index(5).load(vector), 0) if FACTORS > 0 else 0
+    b_dq = scaled_back(b_dq, factors, pair, 3, FACTORS)
+    b_dk = scaled_back(b_dk, factors, pair, 4, FACTORS)
+    b_dg = scaled_back(b_dg, factors, pair, 5, FACTORS)
     store_gradient(t_q, b_dq, dq, dq_tiles, row, place, pitch, width, left, KEYS)
     store_gradient(t_k, b_dk, dk, dk_tiles, row, place, pitch, width, left, KEYS)
     if NORMALIZER is not None:
@@ -336,14 +337,14 @@ def channel_gradients(
 
 @gluon.jit
 def head_gradients(descriptors, tiles, blocks, results, bars, at, sizes, scale, log_decay, heads, to, KEYS: gl.constexpr,
-                   acc: gl.constexpr, SHARED: gl.constexpr):  # fmt: skip
+                   acc: gl.constexpr, SHARED: gl.constexpr, FACTORS: gl.constexpr):  # fmt: skip
     """Compute and store dq and dk of one panel with one decay per head, and the panel's part of dg, at ``to`` [B, T, H].
 
     The arguments are those of ``channel_gradients``, with two tiles (q, k), a fifth descriptor and block for the second terms of
     S, and ``log_decay`` [B, T, H]. The function leaves TMA stores in flight from tiles 0 and 1. dg is float32, and the host adds
     up the panels. The decays between steps are a matrix [64, 64], so all pairs take one product whatever the decays are.
     """
-    row, left, head, cells, channel = at
+    row, left, head, cells, channel, pair = at
     values, pitch, width, place = sizes
     dq, dk, _, dq_tiles, dk_tiles, _, factors = results
     t_v, t_do, _, _, _, _ = blocks
@@ -398,16 +399,14 @@ def head_gradients(descriptors, tiles, blocks, results, bars, at, sizes, scale, 
     earlier = gl.convert_layout(gl.sum(b_k * from_dstates, 1), vector)
     b_dq = from_states + pairs_dq + diagonal * b_k
     b_dk = from_dstates + pairs_dk + diagonal * b_q
-    if factors is not None:
-        b_dq *= gl.load(factors + 1)
-        b_dk *= gl.load(factors + 1)
+    b_dq = scaled_back(b_dq, factors, pair, 3, FACTORS)
+    b_dk = scaled_back(b_dk, factors, pair, 4, FACTORS)
     store_gradient(t_q, b_dq, dq, dq_tiles, row, place, pitch, width, left, KEYS)
     store_gradient(t_k, b_dk, dk, dk_tiles, row, place, pitch, width, left, KEYS)
     b_dg = gl.sum(onward, 0) - gl.associative_scan(onward, 0, plus) + onward  # sum from each step on
     b_dg += gl.associative_scan(earlier, 0, plus) - earlier  # sum over the steps before each step
     b_dg += gl.sum(whole, 0) * gl.exp2(total)
-    if factors is not None:
-        b_dg *= gl.load(factors + 1)
+    b_dg = scaled_back(b_dg, factors, pair, 5, FACTORS)
     gl.store(to + offset, b_dg, mask=step < left)
 
 
@@ -416,7 +415,7 @@ def gradients_kernel(
     q, k, g, v, do, states, dstates, states_low, dstates_low, log_decay, dq, dk, dg, dq_tiles, dk_tiles, dg_tiles, factors,
     offsets, T, heads, sequences, rows, scale, values, pitch,
     KEYS: gl.constexpr, BV: gl.constexpr, HELD: gl.constexpr, BISECTION_STEPS: gl.constexpr, LIMIT: gl.constexpr,
-    NORMALIZER: gl.constexpr, ALIASED: gl.constexpr, PACKED: gl.constexpr, SHARED: gl.constexpr,
+    NORMALIZER: gl.constexpr, ALIASED: gl.constexpr, PACKED: gl.constexpr, SHARED: gl.constexpr, FACTORS: gl.constexpr,
 ):  # fmt: skip
     """Compute dq, dk and dg [B, T, H, K] of one chunk, head and panel; see the top of the file.
 
@@ -424,13 +423,11 @@ def gradients_kernel(
     values reaches beyond a head (``load_box``); states are padded. dq, dk and dg are the same tensors as pointers, for chunks
     that are cut off; a tensor of shared heads has no descriptor of its gradient, and its pointer is that of float32 parts from
     every head [B, T, H, K]. SHARED: see ``head_of``. With one decay per head ``g`` is None, ``log_decay`` [B, T, H] is given,
-    and ``dg`` has float32 parts [PANELS, B, T, H]. ``factors`` [2], float32, are a power of 2
-    by which do and dS were multiplied (rescale.py), and its inverse, by which dq, dk and dg are multiplied before they are
-    rounded; or None. ``rows`` is B T. ``pitch`` is the number of elements from row to row of dq and of dk [B T, H K].
+    and ``dg`` has float32 parts [PANELS, B, T, H]. ``factors`` are powers of 2 by which dq, dk and dg are multiplied before they
+    are rounded, or None; FACTORS: see ``scaled_back``. ``rows`` is B T. ``pitch``: elements from row to row of dq and of dk.
     With a NORMALIZER log-decays, one for each channel and 16-bit, are logsigmoid(z) / NORMALIZER, and dg is the gradient of z.
-    ALIASED: states and their gradients lie in the rows of their chunk, see ``aliased_state_buffers`` in launch_hopper.py. KEYS:
-    channels K of a head. BV: values of a block. HELD: the values of a padded state are a multiple of it. BISECTION_STEPS,
-    PACKED: see ``find_chunk``. LIMIT: see ``channel_gradients``.
+    ALIASED: states and their gradients lie in the rows of their chunk, see ``aliased_state_buffers`` in launch_hopper.py. BV:
+    values of a block; a padded state has a multiple of HELD. BISECTION_STEPS, PACKED: see ``find_chunk``. KEYS, LIMIT: as above.
     """
     SCALAR: gl.constexpr = g is None
     PANELS: gl.constexpr = (KEYS + PANEL - 1) // PANEL
@@ -440,7 +437,7 @@ def gradients_kernel(
     panel = item % PANELS
     head = (item // PANELS) % heads
     slot = item // PANELS // heads
-    row, left = find_chunk(offsets, slot, T, sequences, BISECTION_STEPS, PACKED)
+    row, left, n = find_chunk(offsets, slot, T, sequences, BISECTION_STEPS, PACKED)
     if left <= 0:
         return
     square: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, PANEL], E)
@@ -485,14 +482,15 @@ def gradients_kernel(
         cells = (head_of(pair, SHARED, STATE_HEADS) * height, pair * height)
     load_value_block(descriptors, blocks, bars.index(1), (row, head), cells, channel, values, 0, SHARED)
     results = (dq, dk, dg, dq_tiles, dk_tiles, dg_tiles, factors)
-    at = (row, left, head, cells, channel)
+    at = (row, left, head, cells, channel, n * heads + head)
     sizes = (BV if ALIASED else values, pitch, width, place)  # ALIASED means V = BV, a constant: no further block is loaded
     if SCALAR:
         to = dg + panel.to(gl.int64) * rows * heads
-        head_gradients(descriptors, tiles, blocks, results, bars, at, sizes, scale, log_decay, heads, to, KEYS, acc, SHARED)
+        head_gradients(descriptors, tiles, blocks, results, bars, at, sizes, scale, log_decay, heads, to, KEYS, acc, SHARED,
+                       FACTORS)  # fmt: skip
     else:
         channel_gradients(descriptors, tiles, wide, blocks, both, results, bars, at, sizes, scale, LIMIT, NORMALIZER, KEYS, acc,
-                          SHARED)  # fmt: skip
+                          SHARED, FACTORS)  # fmt: skip
     tma_store_wait(pendings=0)
     keep_barriers((bars,))
     tiles._keep_alive()  # noqa: SLF001 - Triton would place reductions over tiles that TMA still reads

@@ -9,6 +9,24 @@ from onelaunch.ops.gla.kernels.hopper_tiles import PANEL, C, row_index, store_bo
 
 
 @gluon.jit
+def scaled_back(x, factors, pair, WHICH: gl.constexpr, FACTORS: gl.constexpr):
+    """Return x times a power of 2 of ``factors``, float32 in memory; x itself if that is None.
+
+    Without FACTORS these are a power of 2 by which a gradient was multiplied (rescale.py), for WHICH = 0, and its inverse, for
+    all others. Otherwise they are those of scaled_copies.py. A row of three has FACTORS elements for each ``pair`` of a sequence
+    and a head of the grid, and a power is a product of two neighbours, since float32 does not hold all of them. What WHICH = 0,
+    1 and 2 mean is said with ``tables`` there.
+    """
+    if factors is not None:
+        if FACTORS == 0:
+            x *= gl.load(factors + (1 if WHICH > 0 else 0))
+        else:
+            p_factor = factors + (pair * FACTORS + 2 * WHICH)
+            x = x * gl.load(p_factor) * gl.load(p_factor + 1)
+    return x
+
+
+@gluon.jit
 def split_columns(x):
     """Return the left and the right half of the columns of x."""
     return gl.split(gl.permute(gl.reshape(x, [x.shape[0], 2, x.shape[1] // 2]), (0, 2, 1)))

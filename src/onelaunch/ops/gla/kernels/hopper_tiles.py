@@ -113,7 +113,7 @@ def segment_span(offsets, n, T, segment, sizes, PACKED: gl.constexpr):
 
 @gluon.jit
 def find_chunk(offsets, slot, T, sequences, BISECTION_STEPS: gl.constexpr, PACKED: gl.constexpr):
-    """Return the first row of the chunk in ``slot``, and the number of steps from there to the end of its sequence.
+    """Return the first row of the chunk in ``slot``, the steps from there to the end of its sequence, and this sequence's number.
 
     The number of steps is at most 0 in a spare slot, which has no chunk. Packed sequences are found by bisection of the offsets
     in BISECTION_STEPS halvings, so that the host never reads them: see chunk.py.
@@ -135,7 +135,7 @@ def find_chunk(offsets, slot, T, sequences, BISECTION_STEPS: gl.constexpr, PACKE
         first = n * T
         length = T + 0 * n
         done = (slot - n * chunks) * C
-    return first + done, length - done
+    return first + done, length - done, n
 
 
 @gluon.jit

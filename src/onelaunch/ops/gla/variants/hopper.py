@@ -24,7 +24,7 @@ from onelaunch.ops.gla.variants.triton import no_value_gate
 if TYPE_CHECKING:
     from onelaunch.ops.gla.launch import Attention
 
-_LARGEST_WIDE = 128
+LARGEST_WIDE = 128
 """Largest size K of heads with float32 log-decays per channel, which take twice the shared memory."""
 
 
@@ -99,8 +99,8 @@ def fits(query: Query) -> str | None:
     keys = query.sizes[3]
     if keys > KEYS[-1]:
         return f"needs K of at most {KEYS[-1]}"
-    if "float32_decay" in query.flags and "scalar_decay" not in query.flags and keys > _LARGEST_WIDE:
-        return f"needs K of at most {_LARGEST_WIDE} with float32 log-decays per channel: shared memory holds no two wider chunks"
+    if "float32_decay" in query.flags and "scalar_decay" not in query.flags and keys > LARGEST_WIDE:
+        return f"needs K of at most {LARGEST_WIDE} with float32 log-decays per channel: shared memory holds no two wider chunks"
     return None
 
 

@@ -101,8 +101,8 @@ def by_length(query: Query) -> tuple[str, ...]:
     On GPUs, calls with a gate on values take ``fused_recurrent``, the only kernel that has it. It comes before ``fused`` also
     where that multiplies float32 and for heads whose keys are too wide for ``hopper``, if there are many heads, and for few
     steps with gradients. Measured is only float32 forward with TF32 allowed, 4x2048x16x128 on an H100: the first form of the
-    kernel 1.34 ms, ``fused`` 2.54, and fla, which runs only by name, 0.58. The rest is by the arithmetic in the operation's
-    notebook.
+    kernel 1.34 ms, ``fused`` 2.54, and fla, which runs only by name, 0.58. There ``hopper_tf32`` comes first; the notebook's
+    prediction for it is 0.36. The rest is by the arithmetic in the operation's notebook.
 
     Other calls get none, and keep the order of the operation's ``defaults``. On a CPU (AMD EPYC, one thread, float32, forward
     with states, medians of 40 interleaved rounds) one step takes ``recurrent`` 0.12 ms and ``chunked`` 0.33 at one head of 16
@@ -116,7 +116,9 @@ def by_length(query: Query) -> tuple[str, ...]:
         fills = batch * heads * keys * values >= _FILLING
         many = fills and (query.dtype is torch.float32 or wide)
         one_by_one = many or "value_gate" in query.flags or steps <= _FEW_TRAINED_STEPS
-        return ("hopper", FUSED_RECURRENT) if one_by_one else ()
+        # Beside few steps the launches that copy float32 tensors for ``hopper_tf32`` take longer than a loop.
+        in_chunks = ("hopper",) if steps <= _FEW_TRAINED_STEPS else ("hopper", "hopper_tf32")
+        return (*in_chunks, FUSED_RECURRENT) if one_by_one else ()
     if query.grad:
         return ()
     heads //= group_of(query.flags, "state")
