@@ -62,7 +62,7 @@ def made(device: str, dtype: str = "float32", **given: Any) -> dict[str, Any]:
     }
 
 
-def reference(x, weight, bias, state, offsets):
+def reference(x, weight, bias, state, offsets, *, silu=True):
     """Return y by ``conv1d``, one sequence after the other."""
     width = weight.shape[1]
     bounds = [0, x.shape[1]] if offsets is None else offsets.tolist()
@@ -73,13 +73,14 @@ def reference(x, weight, bias, state, offsets):
             before = state if offsets is None else state[n : n + 1]
         inputs = torch.cat([before, x[:, first:end].transpose(1, 2)], -1)
         if end > first:
-            parts.append(F.silu(F.conv1d(inputs, weight[:, None], bias, groups=x.shape[2])).transpose(1, 2))
-    return torch.cat(parts, 1)
+            parts.append(F.conv1d(inputs, weight[:, None], bias, groups=x.shape[2]).transpose(1, 2))
+    z = torch.cat(parts, 1)
+    return F.silu(z) if silu else z
 
 
 def outcomes(function, arguments: dict[str, Any]) -> dict[str, torch.Tensor]:
     """Return y and the gradients of all arguments that take any, with a drawn gradient of y."""
-    leaves = {name: each for name, each in arguments.items() if each is not None and each.is_floating_point()}
+    leaves = {name: each for name, each in arguments.items() if isinstance(each, torch.Tensor) and each.is_floating_point()}
     y = function(**arguments)
     dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(2)).to(y.device, y.dtype)
     found = torch.autograd.grad(y, list(leaves.values()), dy)
@@ -89,7 +90,7 @@ def outcomes(function, arguments: dict[str, Any]) -> dict[str, torch.Tensor]:
 def exact(arguments: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments in float64."""
     return {
-        name: each.detach().double().requires_grad_() if each is not None and each.is_floating_point() else each
+        name: each.detach().double().requires_grad_() if isinstance(each, torch.Tensor) and each.is_floating_point() else each
         for name, each in arguments.items()
     }
 
@@ -110,6 +111,12 @@ def assert_right(arguments: dict[str, Any]) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_results_and_gradients_are_those_of_conv1d(name, device):
     assert_right(made(device, **CASES[name]))
+
+
+@devices
+@pytest.mark.parametrize("name", ["with_a_state", "packed_with_states"])
+def test_silu_may_be_left_out(name, device):
+    assert_right(made(device, **CASES[name]) | {"silu": False})
 
 
 @devices
@@ -151,10 +158,10 @@ def test_the_operators_pass_opcheck(device):
     """All checks of ``opcheck``, but with static instead of dynamic shapes."""
     arguments = made(device, T=6, C=16, bias=True, state=True)
     utilities = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_static")
-    library.opcheck(operator._forward.registered, tuple(arguments.values()), test_utils=utilities)
+    library.opcheck(operator._forward.registered, (*arguments.values(), True), test_utils=utilities)
     given = [each if each is None else each.detach() for each in arguments.values()]
     dy = torch.ones_like(given[0])
-    library.opcheck(operator._backward.registered, (dy, *given, [True, False, True, True]), test_utils=utilities)
+    library.opcheck(operator._backward.registered, (dy, *given, True, [True, False, True, True]), test_utils=utilities)
 
 
 @devices

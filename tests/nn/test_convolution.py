@@ -32,8 +32,8 @@ def outcome(module, x, state, offsets):
 @pytest.mark.parametrize("size", [1, 4])
 @pytest.mark.parametrize("with_state", [False, True])
 def test_the_kernel_does_what_pytorchs_functions_do(bias, lengths, size, with_state, device, monkeypatch):
-    """Sequences may be shorter than the state, which then keeps inputs of the one before."""
-    module = ShortConvolution(CHANNELS, size, bias).to(device)
+    """Sequences may be shorter than the state, which then keeps inputs of the one before. Those with a bias have no SiLU."""
+    module = ShortConvolution(CHANNELS, size, bias, None if bias else "silu").to(device)
     offsets = None if lengths is None else torch.tensor([0, 4, 4, 5, 11], device=device)
     sequences = 3 if lengths is None else 4
     for steps in (2, 9) if lengths is None else (11,):
@@ -81,7 +81,9 @@ def test_a_layer_takes_the_kernel(device, monkeypatch):
     calls = []
     for module in (convolution, composition):
         kernel = module.convolve
-        monkeypatch.setattr(module, "convolve", lambda *given, kernel=kernel: calls.append(1) or kernel(*given))
+        monkeypatch.setattr(
+            module, "convolve", lambda *given, kernel=kernel, **options: calls.append(1) or kernel(*given, **options)
+        )
 
     def both():
         out = layer(x)[0]

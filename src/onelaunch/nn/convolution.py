@@ -9,11 +9,12 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from onelaunch.errors import ArgumentError
 from onelaunch.kernels.convolution.operator import convolve, why_not
 
 
 class ShortConvolution(nn.Conv1d):
-    """Depthwise causal convolution and SiLU, with the parameters of ``fla.modules.ShortConvolution``.
+    """Depthwise causal convolution, with SiLU or without, with the parameters of ``fla.modules.ShortConvolution``.
 
         y_t = silu(bias + sum_j weight_j * x_{t - W + 1 + j})        per channel, j from 0 to W - 1
 
@@ -21,11 +22,18 @@ class ShortConvolution(nn.Conv1d):
         channels: number of channels, D.
         kernel_size: W, at least 1.
         bias: whether the convolution has a bias.
+        activation: ``silu``, or its other name ``swish``; ``None`` for y without silu.
+
+    Raises:
+        ArgumentError: ``activation`` is another one.
     """
 
-    def __init__(self, channels: int, kernel_size: int, bias: bool = False) -> None:
+    def __init__(self, channels: int, kernel_size: int, bias: bool = False, activation: str | None = "silu") -> None:
+        if activation not in ("silu", "swish", None):
+            raise ArgumentError(f"activation is {activation!r}; it must be 'silu', 'swish' or None.")
         super().__init__(channels, channels, kernel_size, groups=channels, bias=bias)
         self.past = kernel_size - 1
+        self.silu = activation is not None
 
     def forward(  # pyrefly: ignore[bad-override]  (it also takes and returns a state)
         self,
@@ -35,7 +43,7 @@ class ShortConvolution(nn.Conv1d):
         *,
         output_final_state: bool = True,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Convolve and apply SiLU.
+        """Convolve, and apply SiLU unless ``activation`` is ``None``.
 
         On a GPU with Triton a kernel of our own does both, forward and backward, unless, for example, W is above 8, autocast
         is on, or x and the weight differ in dtype (``why_not``). PyTorch's functions then do, as on a CPU; there packing costs
@@ -52,7 +60,7 @@ class ShortConvolution(nn.Conv1d):
         """
         given = (x, self.weight[:, 0], self.bias, state, cu_seqlens)
         if why_not(*given) is None:
-            y = convolve(*given)
+            y = convolve(*given, silu=self.silu)
             return y, self._last_inputs(x, state, cu_seqlens) if output_final_state else None
         sequences = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
         if state is None:
@@ -60,7 +68,7 @@ class ShortConvolution(nn.Conv1d):
         if self.weight.dtype != x.dtype and torch.is_autocast_enabled(x.device.type):
             state = state.to(x.dtype)  # a call outside autocast left it in the dtype of the weight
         y, state = self._plain(x, state) if cu_seqlens is None else self._packed(x[0], state, cu_seqlens)
-        return F.silu(y), state if output_final_state else None
+        return F.silu(y) if self.silu else y, state if output_final_state else None
 
     def _last_inputs(self, x: torch.Tensor, state: torch.Tensor | None, cu_seqlens: torch.Tensor | None) -> torch.Tensor:
         """Return the last W - 1 inputs of each sequence, the new state."""

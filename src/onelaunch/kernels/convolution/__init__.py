@@ -1,1 +1,1 @@
-"""Short causal convolution over time with SiLU, and its gradients."""
+"""Short causal convolution over time, with SiLU or without, and its gradients."""

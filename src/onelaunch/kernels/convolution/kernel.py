@@ -1,8 +1,9 @@
-"""Short causal convolution over time, one filter per channel, with SiLU, and its gradients: portable Triton.
+"""Short causal convolution over time, one filter per channel, with SiLU or without, and its gradients: portable Triton.
 
-Computes   y_t = silu(z_t),   z_t = bias + sum over j of weight_j u_t-W+1+j   per channel, j from 0 to W - 1, where u is the input
-           x of the sequence, and before its first step the last W - 1 inputs of its state (zeros without a state).
-           Backward, with dz_t = dy_t silu'(z_t):
+Computes   y_t = silu(z_t), or z_t itself,   z_t = bias + sum over j of weight_j u_t-W+1+j   per channel, j from 0 to W - 1,
+           where u is the input x of the sequence, and before its first step the last W - 1 inputs of its state (zeros without
+           a state).
+           Backward, with dz_t = dy_t silu'(z_t), or dy_t:
              dx_t = sum over j of weight_j dz_t+W-1-j,  where step t + W - 1 - j belongs to the sequence of t;
              dweight_j = sum over t of dz_t u_t-W+1+j,  dbias = sum over t of dz_t;
              gradient of the state: dx_t for the steps t = -W + 1 to -1.
@@ -13,7 +14,7 @@ On chip    everything is in registers. An input that several steps need is loade
 Memory     forward reads x once and writes y once. Backward reads x and dy once and writes dx once; each CTA writes its float32
            sums for dweight [BC, W] and dbias [BC] in a row of ``partials`` and ``bias_partials``, which PyTorch adds up.
 Order      sums over steps are made in the same order each time.
-Numerics   float32 between the loads and the stores. z is computed again in the backward pass, not saved.
+Numerics   float32 between the loads and the stores. With SiLU, z is computed again in the backward pass, not saved.
 Caller     launch.py of this folder launches the kernels.
 Source     Dao's causal_conv1d and fla's ShortConvolution compute the same.
 """
@@ -74,19 +75,21 @@ def preactivations(x, weight, bias, state, n, t, first, end, inside, c, C, strid
 
 @triton.jit
 def preactivation_gradients(
-    x, weight, bias, state, dy, n, t, first, end, inside, c, C, stride_t, dy_stride_t, W: tl.constexpr
+    x, weight, bias, state, dy, n, t, first, end, inside, c, C, stride_t, dy_stride_t, W: tl.constexpr, SILU: tl.constexpr
 ):  # fmt: skip
     """Return dz [BT, BC] at steps t; zeros at steps that are not ``inside`` or lie outside of the sequence."""
-    z = preactivations(x, weight, bias, state, n, t, first, end, inside, c, C, stride_t, W)
     valid = (inside & (t >= first) & (t < end))[:, None] & (c < C)[None, :]
     incoming = tl.load(dy + t.to(tl.int64)[:, None] * dy_stride_t + c[None, :], mask=valid, other=0.0).to(tl.float32)
-    return incoming * silu_slope(z)
+    if SILU:
+        incoming *= silu_slope(preactivations(x, weight, bias, state, n, t, first, end, inside, c, C, stride_t, W))
+    return incoming
 
 
 @triton.jit(do_not_specialize=["T", "sequences"])
 def convolution_kernel(
     x, weight, bias, state, offsets, y, T, C, sequences, x_stride_b, x_stride_t,
-    W: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr, BISECTION_STEPS: tl.constexpr, PACKED: tl.constexpr,
+    W: tl.constexpr, SILU: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr, BISECTION_STEPS: tl.constexpr,
+    PACKED: tl.constexpr,
 ):  # fmt: skip
     """Compute y [B, T, C], contiguous, of one tile.
 
@@ -103,14 +106,15 @@ def convolution_kernel(
     n, first, end = sequences_of(offsets, tl.minimum(t, T - 1), b, T, sequences, BISECTION_STEPS, PACKED)
     z = preactivations(x + b.to(tl.int64) * x_stride_b, weight, bias, state, n, t, first, end, inside, c, C, x_stride_t, W)
     p_y = y + (b.to(tl.int64) * T + t)[:, None] * C + c[None, :]
-    tl.store(p_y, silu(z).to(y.dtype.element_ty), mask=inside[:, None] & (c < C)[None, :])
+    tl.store(p_y, (silu(z) if SILU else z).to(y.dtype.element_ty), mask=inside[:, None] & (c < C)[None, :])
 
 
 @triton.jit(do_not_specialize=["T", "sequences", "tiles"])
 def convolution_gradients_kernel(
     x, weight, bias, state, offsets, dy, dx, partials, bias_partials, T, C, sequences, tiles,
     x_stride_b, x_stride_t, dy_stride_b, dy_stride_t,
-    W: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr, BISECTION_STEPS: tl.constexpr, PACKED: tl.constexpr,
+    W: tl.constexpr, SILU: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr, BISECTION_STEPS: tl.constexpr,
+    PACKED: tl.constexpr,
 ):  # fmt: skip
     """Compute dx [B, T, C], contiguous, of ``tiles`` tiles of a batch entry, and this CTA's part of the sums over steps.
 
@@ -135,7 +139,7 @@ def convolution_gradients_kernel(
         for j in tl.static_range(W):
             later = t + (W - 1 - j)
             dz = preactivation_gradients(
-                p_x, weight, bias, state, p_dy, n, later, first, end, inside, c, C, x_stride_t, dy_stride_t, W
+                p_x, weight, bias, state, p_dy, n, later, first, end, inside, c, C, x_stride_t, dy_stride_t, W, SILU
             )
             found += tl.load(weight + c * W + j, mask=c < C, other=0.0).to(tl.float32)[None, :] * dz
             if j == W - 1 and bias_partials is not None:  # dz of the steps t themselves
@@ -157,7 +161,7 @@ def convolution_gradients_kernel(
 @triton.jit(do_not_specialize=["T", "sequences"])
 def state_gradients_kernel(
     x, weight, bias, state, offsets, dy, dstate, T, C, sequences, x_stride_b, x_stride_t, dy_stride_b, dy_stride_t,
-    W: tl.constexpr, BP: tl.constexpr, BC: tl.constexpr, PACKED: tl.constexpr,
+    W: tl.constexpr, SILU: tl.constexpr, BP: tl.constexpr, BC: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradient of one sequence's state, BC channels of ``dstate`` [sequences, C, W - 1].
 
@@ -180,7 +184,7 @@ def state_gradients_kernel(
     found = tl.zeros([BP, BC], tl.float32)
     for j in tl.static_range(W):
         dz = preactivation_gradients(
-            p_x, weight, bias, state, p_dy, n, t + (W - 1 - j), first, end, inside, c, C, x_stride_t, dy_stride_t, W
+            p_x, weight, bias, state, p_dy, n, t + (W - 1 - j), first, end, inside, c, C, x_stride_t, dy_stride_t, W, SILU
         )
         found += tl.load(weight + c * W + j, mask=c < C, other=0.0).to(tl.float32)[None, :] * dz
     p_dstate = dstate + (sequence.to(tl.int64) * C + c[None, :]) * (W - 1) + place[:, None]

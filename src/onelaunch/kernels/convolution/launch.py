@@ -41,6 +41,13 @@ class Operands(NamedTuple):
     """``[N, C, W - 1]``, contiguous: the inputs before the first step of each sequence, the newest last."""
     offsets: torch.Tensor | None
     """``[N + 1]``: first steps of packed sequences."""
+    silu: bool
+    """Flag to apply SiLU to the results."""
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor | None, ...]:
+        """The tensors, in the order in which the kernels take them."""
+        return self[:5]
 
     @classmethod
     def of(
@@ -50,10 +57,11 @@ class Operands(NamedTuple):
         bias: torch.Tensor | None,
         state: torch.Tensor | None,
         offsets: torch.Tensor | None,
+        silu: bool,
     ) -> Operands:
         """Return the inputs with copies of those that the kernels cannot read as they are."""
-        others = (None if each is None else each.contiguous() for each in (bias, state, offsets))
-        return cls(inner_contiguous(x), weight.contiguous(), *others)
+        bias, state, offsets = (None if each is None else each.contiguous() for each in (bias, state, offsets))
+        return cls(inner_contiguous(x), weight.contiguous(), bias, state, offsets, silu)
 
     @property
     def sequences(self) -> int:
@@ -64,8 +72,8 @@ class Operands(NamedTuple):
         """Return the constants of a launch whose tiles have so many steps."""
         packed = self.offsets is not None
         return {
-            "W": self.weight.shape[1], "BT": steps, "BC": min(power_of_2(self.x.shape[2]), _CHANNELS), "PACKED": packed,
-            "BISECTION_STEPS": self.sequences.bit_length() if packed else 0, "num_warps": 4,
+            "W": self.weight.shape[1], "SILU": self.silu, "BT": steps, "BC": min(power_of_2(self.x.shape[2]), _CHANNELS),
+            "PACKED": packed, "BISECTION_STEPS": self.sequences.bit_length() if packed else 0, "num_warps": 4,
         }  # fmt: skip
 
 
@@ -77,7 +85,7 @@ def forward(given: Operands) -> torch.Tensor:
     constants = given.constants(steps)
     Launch(
         convolution_kernel, (batch * cdiv(length, steps) * cdiv(channels, constants["BC"]),),
-        *given, y, length, channels, given.sequences, given.x.stride(0), given.x.stride(1), **constants,
+        *given.tensors, y, length, channels, given.sequences, given.x.stride(0), given.x.stride(1), **constants,
     ).run()  # fmt: skip
     return y
 
@@ -100,7 +108,7 @@ def backward(given: Operands, dy: torch.Tensor, wants: Gradients | tuple[bool, .
         wants: Flag for each gradient.
     """
     wants_x, wants_weight, wants_bias, wants_state = wants
-    x, weight, _, state, _ = given
+    x, weight, state = given.x, given.weight, given.state
     batch, length, channels = x.shape
     dy = inner_contiguous(dy)
     numbers = (x.stride(0), x.stride(1), dy.stride(0), dy.stride(1))
@@ -118,7 +126,7 @@ def backward(given: Operands, dy: torch.Tensor, wants: Gradients | tuple[bool, .
         )
         Launch(
             convolution_gradients_kernel, (groups * blocks,),
-            *given, dy, dx, partials, bias_partials, length, channels, given.sequences, tiles, *numbers, **constants,
+            *given.tensors, dy, dx, partials, bias_partials, length, channels, given.sequences, tiles, *numbers, **constants,
         ).run()  # fmt: skip
         dweight = None if partials is None else partials.sum(0).to(weight.dtype)
         dbias = None if bias_partials is None else bias_partials.sum(0).to(weight.dtype)
@@ -128,7 +136,7 @@ def backward(given: Operands, dy: torch.Tensor, wants: Gradients | tuple[bool, .
         del constants["BT"], constants["BISECTION_STEPS"]
         Launch(
             state_gradients_kernel, (given.sequences * cdiv(channels, constants["BC"]),),
-            *given, dy, dstate, length, channels, given.sequences, *numbers,
+            *given.tensors, dy, dstate, length, channels, given.sequences, *numbers,
             BP=power_of_2(max(weight.shape[1] - 1, 1)), **constants,
         ).run()  # fmt: skip
     return Gradients(dx, dweight, dbias, dstate)

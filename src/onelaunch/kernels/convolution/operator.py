@@ -1,4 +1,4 @@
-"""The PyTorch operator of the short causal convolution with SiLU, and its gradients.
+"""The PyTorch operator of the short causal convolution, with SiLU or without, and its gradients.
 
 ``ShortConvolution`` of ``onelaunch.nn`` and the compositions of ``gla_layer`` call :func:`convolve` where :func:`why_not` allows
 it, and PyTorch's functions elsewhere.
@@ -62,11 +62,12 @@ def run_forward(
     bias: Optional[torch.Tensor],  # noqa: UP045 - as PyTorch reads schemas
     state: Optional[torch.Tensor],  # noqa: UP045
     offsets: Optional[torch.Tensor],  # noqa: UP045
+    silu: bool,
 ) -> torch.Tensor:
-    """Return y ``[B, T, C]`` from the tensors of :func:`convolve`."""
+    """Return y ``[B, T, C]`` from the arguments of :func:`convolve`."""
     from onelaunch.kernels.convolution import launch
 
-    return launch.forward(launch.Operands.of(x, weight, bias, state, offsets))
+    return launch.forward(launch.Operands.of(x, weight, bias, state, offsets, silu))
 
 
 def run_backward(
@@ -76,12 +77,13 @@ def run_backward(
     bias: Optional[torch.Tensor],  # noqa: UP045
     state: Optional[torch.Tensor],  # noqa: UP045
     offsets: Optional[torch.Tensor],  # noqa: UP045
+    silu: bool,
     wants: Sequence[bool],
 ) -> list[torch.Tensor]:
     """Return the gradients of x, the weight, the bias and the state, as ``wants`` says for each; the others have no elements."""
     from onelaunch.kernels.convolution import launch
 
-    found = launch.backward(launch.Operands.of(x, weight, bias, state, offsets), dy, tuple(wants))
+    found = launch.backward(launch.Operands.of(x, weight, bias, state, offsets, silu), dy, tuple(wants))
     return [x.new_empty(0) if each is None else each for each in found]
 
 
@@ -91,6 +93,7 @@ def _fake_forward(
     bias: torch.Tensor | None,
     state: torch.Tensor | None,
     offsets: torch.Tensor | None,
+    silu: bool,
 ) -> torch.Tensor:
     """Return an empty tensor for the result of :func:`run_forward`."""
     return x.new_empty(x.shape)
@@ -103,6 +106,7 @@ def _fake_backward(
     bias: torch.Tensor | None,
     state: torch.Tensor | None,
     offsets: torch.Tensor | None,
+    silu: bool,
     wants: Sequence[bool],
 ) -> list[torch.Tensor]:
     """Return empty tensors for the results of :func:`run_backward`."""
@@ -115,14 +119,15 @@ def _fake_backward(
 
 def save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
     """Save the inputs: what is between x and y is computed again."""
-    ctx.save_for_backward(*inputs)
+    *tensors, ctx.silu = inputs
+    ctx.save_for_backward(*tensors)
 
 
 def gradients(ctx: Any, backward: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     """Return the gradient of every input of :func:`run_forward`."""
     wants = [bool(each) for each in ctx.needs_input_grad[:4]]
-    found = backward(dy, *ctx.saved_tensors, wants)
-    return *(each if wanted else None for each, wanted in zip(found, wants, strict=True)), None
+    found = backward(dy, *ctx.saved_tensors, ctx.silu, wants)
+    return *(each if wanted else None for each, wanted in zip(found, wants, strict=True)), None, None
 
 
 _backward = Operator("short_convolution_backward", run_backward, fake=_fake_backward)
@@ -135,8 +140,10 @@ def convolve(
     bias: torch.Tensor | None = None,
     state: torch.Tensor | None = None,
     offsets: torch.Tensor | None = None,
+    *,
+    silu: bool = True,
 ) -> torch.Tensor:
-    """Convolve every channel with its filter, causally in time, and apply SiLU; differentiable once.
+    """Convolve every channel with its filter, causally in time, and apply SiLU if asked; differentiable once.
 
     Args:
         x: Inputs ``[B, T, C]``. :func:`why_not` must give ``None`` for these arguments.
@@ -144,10 +151,11 @@ def convolve(
         bias: ``[C]``. Default: zeros.
         state: Inputs before the first step of each sequence, ``[N, C, W - 1]``, the newest last. Default: zeros.
         offsets: First steps of packed sequences and at last T, ``[N + 1]``, for ``B = 1``. Default: a batch entry is a sequence.
+        silu: Flag to apply SiLU to the results.
 
     Returns:
         y ``[B, T, C]``, contiguous, in the dtype of x.
     """
     given = (x, weight, bias, state)
     grad = torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in given)
-    return _forward(x, weight, bias, state, offsets, grad=grad)
+    return _forward(x, weight, bias, state, offsets, silu, grad=grad)

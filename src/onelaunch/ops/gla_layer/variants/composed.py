@@ -107,7 +107,7 @@ def convolutions(architecture: str) -> list[Build]:
 
     with record(architecture) as (device, launches), torch.no_grad():
         x = torch.empty(4, 2048, 1024, dtype=torch.bfloat16, device=device)
-        given = launch.Operands.of(x, x.new_empty(1024, 4), None, x.new_empty(4, 1024, 3), None)
+        given = launch.Operands.of(x, x.new_empty(1024, 4), None, x.new_empty(4, 1024, 3), None, silu=True)
         launch.backward(given, launch.forward(given), (True, True, False, True))
     return builds_of([("convolutions", each) for each in launches], find_architecture(architecture))
 
