@@ -29,15 +29,15 @@ def weights_of(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name: value.detach().double().requires_grad_() for name, value in module.state_dict().items()}
 
 
-def convolve(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """Convolve ``x [T, D]`` causally with ``weight [D, 1, W]``, and apply SiLU; inputs before the first step are 0."""
+def convolve(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None = "silu") -> torch.Tensor:
+    """Convolve ``x [T, D]`` causally with ``weight [D, 1, W]``, and apply SiLU if asked; inputs before the first step are 0."""
     taps, steps = weight.shape[2], []
     for t in range(len(x)):
         y = torch.zeros_like(x[0]) if bias is None else bias
         for lag in range(min(taps, t + 1)):
             y = y + x[t - lag] * weight[:, 0, taps - 1 - lag]
         steps.append(y)
-    return ACTIVATIONS["silu"](torch.stack(steps))
+    return ACTIVATIONS[activation](torch.stack(steps))
 
 
 def attention(layer: Any, weights: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
@@ -90,9 +90,59 @@ def linear_rnn(layer: Any, weights: dict[str, torch.Tensor], x: torch.Tensor) ->
     return gated @ weights["o_proj.weight"].T
 
 
-def each_sequence(definition: Any, layer: Any, weights: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
-    """Apply a definition to ``x [B, T, D]``, one batch entry after the other."""
-    return torch.stack([definition(layer, weights, sequence) for sequence in x])
+def decays_of(weights: dict[str, torch.Tensor], x: torch.Tensor, bound: torch.Tensor | float) -> torch.Tensor:
+    """Return the decays of HGRN's and HGRN2's forget gate, ``[T, C]``."""
+    f = x @ weights["f_proj.weight"].T
+    if "f_conv1d.weight" in weights:
+        f = convolve(f, weights["f_conv1d.weight"], weights.get("f_conv1d.bias"), None)
+    return bound + (1 - bound) * ACTIVATIONS["sigmoid"](f)
+
+
+def normed(o: torch.Tensor, eps: float, weight: torch.Tensor | None) -> torch.Tensor:
+    """Normalize all channels of ``o [T, C]`` together."""
+    o = o / torch.sqrt((o**2).mean(-1, keepdim=True) + eps)
+    return o if weight is None else o * weight
+
+
+def hgrn(layer: Any, weights: dict[str, torch.Tensor], x: torch.Tensor, bound: torch.Tensor | float = 0.0) -> torch.Tensor:
+    """Compute HGRNAttention for one sequence ``x [T, D]``."""
+    i, decay = x @ weights["i_proj.weight"].T, decays_of(weights, x, bound)
+    if layer.use_short_conv:
+        i = convolve(i, weights["i_conv1d.weight"], weights.get("i_conv1d.bias"), None)
+    i = ACTIVATIONS["silu"](i)
+    state, states = torch.zeros_like(i[0]), []
+    for t in range(len(x)):
+        state = decay[t] * state + (1 - decay[t]) * i[t]
+        states.append(state)
+    o = normed(torch.stack(states), layer.norm_eps, weights.get("g_norm.weight"))
+    return (o * ACTIVATIONS["silu"](x @ weights["g_proj.weight"].T)) @ weights["o_proj.weight"].T
+
+
+def hgrn2(layer: Any, weights: dict[str, torch.Tensor], x: torch.Tensor, bound: torch.Tensor | float = 0.0) -> torch.Tensor:
+    """Compute HGRN2Attention for one sequence ``x [T, D]``; the norm adds 1e-5, as fla's does whatever ``norm_eps`` is."""
+    H, K, V = layer.num_heads, layer.head_f_dim, layer.head_i_dim
+    q, i = (x @ weights[f"{name}_proj.weight"].T for name in "qi")
+    if layer.use_short_conv:
+        q, i = (
+            convolve(value, weights[f"{name}_conv1d.weight"], weights.get(f"{name}_conv1d.bias"), None)
+            for name, value in (("q", q), ("i", i))
+        )
+    q, decay, heads = ACTIVATIONS["silu"](q), decays_of(weights, x, bound), []
+    for head in range(H):
+        state, outputs, keys = torch.zeros(K, V, dtype=x.dtype), [], slice(head * K, (head + 1) * K)
+        for t in range(len(x)):
+            f = decay[t, keys]
+            state = f[:, None] * state + torch.outer(1 - f, i[t, head * V : (head + 1) * V])
+            outputs.append(q[t, keys] @ state / math.sqrt(K))
+        heads.append(torch.stack(outputs))
+    return normed(torch.cat(heads, -1), 1e-5, weights.get("g_norm.weight")) @ weights["o_proj.weight"].T
+
+
+def each_sequence(
+    definition: Any, layer: Any, weights: dict[str, torch.Tensor], x: torch.Tensor, *more: torch.Tensor
+) -> torch.Tensor:
+    """Apply a definition to ``x [B, T, D]`` and ``more`` arguments, one batch entry after the other."""
+    return torch.stack([definition(layer, weights, sequence, *more) for sequence in x])
 
 
 def error(found: torch.Tensor, true: torch.Tensor) -> float:

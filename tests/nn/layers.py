@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from onelaunch.nn import GatedLinearAttention, LinearRNN, SimpleGatedLinearAttention
+from onelaunch.nn import GatedLinearAttention, HGRN2Attention, HGRNAttention, LinearRNN, SimpleGatedLinearAttention
 from tests.nn import definitions
 
 D = 64
@@ -35,7 +35,12 @@ SIMPLE = {
     "simple-conv": {},
     "simple-shared-heads": {"num_kv_heads": 1, "use_short_conv": False, "feature_map": "relu", "gate_fn": "relu"},
 }
-NAMES = [*GLA, *SIMPLE, "linear_rnn"]
+HGRN = {"hgrn": {}, "hgrn-conv": {"use_short_conv": True, "conv_bias": True, "expand_ratio": 0.5, "norm_eps": 1e-3}}
+HGRN2 = {
+    "hgrn2": {"norm_eps": 1e-2},
+    "hgrn2-conv": {"use_short_conv": True, "conv_size": 3, "conv_bias": True, "expand_ratio": 16, "elementwise_affine": False},
+}
+NAMES = [*GLA, *SIMPLE, "linear_rnn", *HGRN, *HGRN2]
 
 
 def make(name: str):
@@ -45,6 +50,15 @@ def make(name: str):
     """
     if name == "linear_rnn":
         return LinearRNN(D, expand_v=0.75, layer_idx=0), definitions.linear_rnn
+    if name in HGRN:
+        layer = HGRNAttention(hidden_size=D, layer_idx=0, **HGRN[name])
+        layer.g_norm.weight.data.uniform_(0.5, 1.5)
+        return layer, definitions.hgrn
+    if name in HGRN2:
+        layer = HGRN2Attention(**{"hidden_size": D, "expand_ratio": 32, "layer_idx": 0, **HGRN2[name]})
+        if layer.g_norm.weight is not None:
+            layer.g_norm.weight.data.uniform_(0.5, 1.5)
+        return layer, definitions.hgrn2
     if name in GLA:
         layer = GatedLinearAttention(**{"hidden_size": D, "num_heads": 2, "layer_idx": 0, **GLA[name]})
     else:

@@ -225,7 +225,7 @@ def test_a_call_with_other_sequences_than_the_cached_ones_is_refused(prose):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("name", ["gla", "simple-conv", "linear_rnn"])
+@pytest.mark.parametrize("name", ["gla", "simple-conv", "linear_rnn", "hgrn-conv", "hgrn2"])
 def test_a_step_compiles(name):
     layer, _ = make(name)
     cache, x = Cache(), torch.randn(2, 7, D)

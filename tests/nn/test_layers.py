@@ -100,7 +100,7 @@ def test_padding_does_not_change_results(name, side):
             assert error(o[row, tokens], definition(layer, weights_of(layer), x[row, tokens].double())) < 5e-6
 
 
-@pytest.mark.parametrize("name", ["gla", "simple", "linear_rnn"])
+@pytest.mark.parametrize("name", ["gla", "simple", "linear_rnn", "hgrn", "hgrn2"])
 def test_padding_between_tokens_is_left_out(name):
     layer, definition = make(name)
     x, mask = torch.randn(1, 10, D), torch.tensor([[1, 1, 0, 0, 1, 0, 1, 1, 1, 1]], dtype=torch.bool)
@@ -134,7 +134,17 @@ def test_convolutions_refuse_padding_that_would_count_as_steps(name, prose):
     thorough_but(
         "gla-no-gate",
         "linear_rnn",
-        of=["gla-conv-bias", "gla-no-gate", "gla-gelu", "gla-clamped", "gla-plain-norm", "simple-conv", "linear_rnn"],
+        of=[
+            "gla-conv-bias",
+            "gla-no-gate",
+            "gla-gelu",
+            "gla-clamped",
+            "gla-plain-norm",
+            "simple-conv",
+            "linear_rnn",
+            "hgrn-conv",
+            "hgrn2-conv",
+        ],
     ),
 )
 def test_layers_compile_in_one_graph(name):

@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from onelaunch.nn import GatedLinearAttention, SimpleGatedLinearAttention, SwiGLU
+from onelaunch.nn import GatedLinearAttention, HGRN2Attention, HGRNAttention, SimpleGatedLinearAttention, SwiGLU
 from tests.nn.layers import NAMES, D, make
 
 H = 2
@@ -59,6 +59,25 @@ class Separate(nn.Module):
                 self.add_module(f"{name}_conv1d", nn.Conv1d(width, width, 4, groups=width, padding=3, bias=False))
 
 
+class SeparateHGRN(nn.Module):
+    """Parameters as fla's layers of HGRN and HGRN2 register them. Only its state dict is used.
+
+    Args:
+        projections: Names of the projections without ``_proj``.
+        size: Channels of inputs and outputs.
+        channels: Channels of the state or, of HGRN2, of all heads.
+        conv: Names of the projections with short convolutions.
+    """
+
+    def __init__(self, projections, size, channels, conv=""):
+        super().__init__()
+        for name in projections:
+            self.add_module(f"{name}_proj", linear(size, channels))
+        for name in conv:
+            self.add_module(f"{name}_conv1d", nn.Conv1d(channels, channels, 4, groups=channels, padding=3))
+        self.g_norm, self.o_proj = SeparateNorm(channels), linear(channels, size)
+
+
 PAIRS = {  # functions that make a layer of ours, and the parameters of fla's layer with the same arguments
     "gla": (lambda: GatedLinearAttention(hidden_size=D, num_heads=H), lambda: Separate("gla")),
     "gla-conv": (
@@ -70,6 +89,16 @@ PAIRS = {  # functions that make a layer of ours, and the parameters of fla's la
         lambda: Separate("simple", norm="g_norm"),
     ),
     "simple-conv": (lambda: SimpleGatedLinearAttention(hidden_size=D, num_heads=H), lambda: Separate("simple", conv=True)),
+    "hgrn": (lambda: HGRNAttention(hidden_size=D, expand_ratio=2), lambda: SeparateHGRN("ifg", D, 2 * D)),
+    "hgrn-conv": (
+        lambda: HGRNAttention(hidden_size=D, use_short_conv=True, conv_bias=True),
+        lambda: SeparateHGRN("ifg", D, D, conv="fi"),
+    ),
+    "hgrn2": (lambda: HGRN2Attention(hidden_size=D, expand_ratio=32), lambda: SeparateHGRN("qfi", D, D)),
+    "hgrn2-conv": (
+        lambda: HGRN2Attention(hidden_size=D, expand_ratio=None, num_heads=2, use_short_conv=True, conv_bias=True),
+        lambda: SeparateHGRN("qfi", D, D, conv="qfi"),
+    ),
 }
 
 

@@ -3,6 +3,7 @@
 from onelaunch.nn.cache import Cache, LayerState
 from onelaunch.nn.convolution import ShortConvolution
 from onelaunch.nn.gla import GatedLinearAttention
+from onelaunch.nn.hgrn import HGRN2Attention, HGRNAttention
 from onelaunch.nn.linear_rnn import LinearRNN
 from onelaunch.nn.simple_gla import SimpleGatedLinearAttention
 from onelaunch.nn.swiglu import SwiGLU
@@ -10,6 +11,8 @@ from onelaunch.nn.swiglu import SwiGLU
 __all__ = [
     "Cache",
     "GatedLinearAttention",
+    "HGRN2Attention",
+    "HGRNAttention",
     "LayerState",
     "LinearRNN",
     "ShortConvolution",

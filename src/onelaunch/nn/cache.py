@@ -1,7 +1,7 @@
 """Cache of layers' states between the calls of a generation.
 
-Users pass a :class:`Cache` to a layer's call. For ``GatedLayer`` and ``LinearRNN``, ``inputs.py`` makes one where it is missing,
-looks up the layer's :class:`LayerState` and stores the new one.
+Users pass a :class:`Cache` to a layer's call. ``inputs.py`` makes one where it is missing, looks up the layer's
+:class:`LayerState` and stores the new one.
 """
 
 from __future__ import annotations
@@ -19,7 +19,10 @@ class LayerState:
     """State of one layer."""
 
     recurrent_state: torch.Tensor
-    """Recurrent state of N sequences, float32: ``[N, H, K, V]`` of gated linear attention, ``[N, V]`` of a linear RNN."""
+    """Recurrent state of N sequences, float32.
+
+    It is ``[N, H, K, V]`` of gated linear attention and HGRN2, ``[N, V]`` of a linear RNN and HGRN.
+    """
     conv_state: tuple[torch.Tensor, ...] | None = None
     """Last inputs of each short convolution, ``[N, channels, conv_size - 1]``."""
     offset: int = 0

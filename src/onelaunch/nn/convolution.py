@@ -1,6 +1,6 @@
 """Short causal convolutions over time, one filter per channel: one launch on a GPU, PyTorch's own functions elsewhere.
 
-``GatedLayer`` (``gated.py``) applies them to queries, keys and values. ``onelaunch.nn`` exports the class for users as well.
+``RecurrentLayer`` (``recurrent.py``) applies them to projections. ``onelaunch.nn`` exports the class for users as well.
 """
 
 from __future__ import annotations

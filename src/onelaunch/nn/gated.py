@@ -1,4 +1,4 @@
-"""Base class of the gated linear attention layers: heads, packed projections, short convolutions, norm and output projection.
+"""Base class of the gated linear attention layers: heads, packed projections, norm and output projection.
 
 ``gla.py`` and ``simple_gla.py`` derive their layers from it.
 """
@@ -14,12 +14,10 @@ from torch import nn
 from onelaunch.errors import ArgumentError
 from onelaunch.nn import activations, inputs
 from onelaunch.nn.cache import Cache
-from onelaunch.nn.convolution import ShortConvolution
 from onelaunch.nn.inputs import Inputs
-from onelaunch.nn.packed import PackedModule, init_linear
+from onelaunch.nn.packed import child
+from onelaunch.nn.recurrent import RecurrentLayer
 from onelaunch.ops import Segment, gla, output_chain
-from onelaunch.ops.gla.contract import LARGEST_HEAD, SMALLEST_HEAD
-from onelaunch.wording import did_you_mean, listing
 
 
 class Projected(NamedTuple):
@@ -37,17 +35,12 @@ class Projected(NamedTuple):
     """Log-decays, at most 0: ``[B, T, H_kv, K]`` per channel, or ``[B, T, H]`` per head."""
 
 
-class GatedLayer(PackedModule, ABC):
+class GatedLayer(RecurrentLayer, ABC):
     """Layer with packed projections, gated linear attention, per-head norm, gate and output projection.
 
     The subclasses describe the arguments. Each calls :meth:`pack_projections` and, at last, :meth:`reset_parameters` in
     its constructor, and defines :meth:`project`.
     """
-
-    modes: tuple[str, ...]
-    """Names of fla's kernels that the argument ``mode`` accepts."""
-
-    in_proj_weight: nn.Parameter
 
     def __init__(
         self,
@@ -70,12 +63,7 @@ class GatedLayer(PackedModule, ABC):
         fuse_norm: bool,
         layer_idx: int | None,
     ) -> None:
-        super().__init__()
-        if mode not in self.modes:
-            hint = did_you_mean(str(mode), self.modes)
-            raise ArgumentError(f"mode is {mode!r}; it must be one of {listing(self.modes)}.{hint}")
-        self.mode = mode
-        self.hidden_size = inputs.count("hidden_size", hidden_size)
+        super().__init__(mode=mode, hidden_size=hidden_size, layer_idx=layer_idx)
         self.num_heads = inputs.count("num_heads", num_heads)
         self.num_kv_heads = inputs.count("num_kv_heads", num_heads if num_kv_heads is None else num_kv_heads)
         if self.num_heads % self.num_kv_heads:
@@ -87,31 +75,21 @@ class GatedLayer(PackedModule, ABC):
         self.head_k_dim = self._head_size("expand_k", self.key_dim)
         self.head_v_dim = self._head_size("expand_v", self.value_dim)
         self.gate_logit_normalizer = inputs.number("gate_logit_normalizer", gate_logit_normalizer, above=0)
-        self.layer_idx = inputs.index("layer_idx", layer_idx)
         self.use_short_conv, self.use_output_gate = bool(use_short_conv), bool(use_output_gate)
         self.feature_map = None if feature_map is None else activations.checked("feature_map", feature_map)
         self.gate_fn = activations.checked("gate_fn", gate_fn)
         self._add_norm(norm_eps, fuse_norm, bool(elementwise_affine))
         self.o_proj = nn.Linear(self.value_dim, self.hidden_size, bias=False)
         if self.use_short_conv:
-            size, bias = inputs.count("conv_size", conv_size), bool(conv_bias)
-            self.q_conv1d = ShortConvolution(self.key_dim, size, bias)
-            self.k_conv1d = ShortConvolution(self.num_kv_heads * self.head_k_dim, size, bias)
-            self.v_conv1d = ShortConvolution(self.num_kv_heads * self.head_v_dim, size, bias)
+            widths = {"q": self.key_dim, "k": self.num_kv_heads * self.head_k_dim, "v": self.num_kv_heads * self.head_v_dim}
+            for name, width in widths.items():
+                self.add_convolution(name, width, conv_size, conv_bias)
 
     def _head_size(self, argument: str, width: int) -> int:
-        """Return the channels of a head; raise :class:`ArgumentError` if ``onelaunch.ops.gla`` does not take such heads.
-
-        The operation checks them again at each call; here the message names the layer's arguments.
-        """
+        """Return the channels of a head; raise :class:`ArgumentError` if ``onelaunch.ops.gla`` does not take such heads."""
         if width % self.num_heads:
             raise ArgumentError(f"{argument} makes {width} channels; they must be a multiple of num_heads = {self.num_heads}.")
-        size = width // self.num_heads
-        if not SMALLEST_HEAD <= size <= LARGEST_HEAD:
-            takes = f"onelaunch.ops.gla takes {SMALLEST_HEAD} to {LARGEST_HEAD}"
-            remedy = "fewer" if size < SMALLEST_HEAD else "more"
-            raise ArgumentError(f"{argument} and num_heads make heads of {size} channels; {takes}: take {remedy} heads.")
-        return size
+        return inputs.head_size(f"{argument} and num_heads make", width // self.num_heads)
 
     def _add_norm(self, norm_eps: float, fuse_norm: bool, affine: bool) -> None:
         """Add the norm's weight, under the name that fla's layer with these arguments uses."""
@@ -150,15 +128,6 @@ class GatedLayer(PackedModule, ABC):
         widths = {segment.name: segment.width for segment in self.segments}
         parts = {key: widths[name] for key, name in rows.items() if name in widths}
         self.pack("in_proj_weight", {**parts, **decay_parts}, self.hidden_size)
-
-    def reset_parameters(self) -> None:
-        """Initialize all parameters as in a new layer: projections and convolutions as PyTorch does, norms with 1."""
-        for name in self.packed:
-            if name.endswith("_weight"):
-                init_linear(self.get_parameter(name), self._parameters.get(name.removesuffix("weight") + "bias"))
-        for module in self.children():
-            if isinstance(module, (nn.Linear, nn.RMSNorm, nn.Conv1d)):
-                module.reset_parameters()
 
     @abstractmethod
     def project(self, x: torch.Tensor) -> Projected:
@@ -226,7 +195,9 @@ class GatedLayer(PackedModule, ABC):
         q, k, v, gate, decay = self.project(given.x)
         conv_state = None
         if self.use_short_conv:
-            (q, k, v), conv_state = self._convolve(given, q, k, v)
+            (q, k, v), conv_state = self.convolve(given, "qkv", (q, k, v))
+            if child(self, "v_conv1d").bias is not None:
+                v = given.without_padding(v)  # a bias makes the values of padding nonzero
         if self._map_later:
             apply = activations.FUNCTIONS[self.feature_map or ""]
             q, k = apply(q), apply(k)
@@ -244,20 +215,3 @@ class GatedLayer(PackedModule, ABC):
         activated = gate is not None and not self._silu_on_the_way_out
         out = output_chain(o, gate, norm_weight, self.o_proj.weight, activated=activated, eps=self.norm_eps)
         return given.without_padding(out), None, given.cache
-
-    def _convolve(
-        self, given: Inputs, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-    ) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...] | None]:
-        """Return queries, keys and values after their convolutions, and the convolutions' new states if the call stores any."""
-        inputs.check_convolved_padding(given)
-        old = None if given.last is None else given.last.conv_state
-        convolved: list[torch.Tensor] = []
-        states: list[torch.Tensor] = []
-        for at, (convolution, value) in enumerate(((self.q_conv1d, q), (self.k_conv1d, k), (self.v_conv1d, v))):
-            before = None if old is None else old[at]
-            y, state = convolution(value.flatten(2), before, given.cu_seqlens, output_final_state=given.use_cache)
-            convolved.append(y.unflatten(-1, value.shape[2:]))
-            states += () if state is None else (state,)
-        if self.v_conv1d.bias is not None:
-            convolved[2] = given.without_padding(convolved[2])  # a bias makes the values of padding nonzero
-        return tuple(convolved), tuple(states) if given.use_cache else None

@@ -1,8 +1,8 @@
 """Checks that layers share: constructor arguments, and a call's inputs with its cache, mask and packed sequences.
 
-The constructors of ``GatedLayer``, its subclass ``GatedLinearAttention``, ``LinearRNN`` and ``SwiGLU`` check their arguments
-here. ``GatedLayer`` and ``LinearRNN`` read the inputs of a call by :func:`read_inputs`; ``GatedLayer`` also calls
-:func:`check_convolved_padding`. ``argument`` is the name of the checked argument in messages.
+The constructors of all layers check their arguments here. ``GatedLayer``, ``ForgetGateLayer`` and ``LinearRNN`` read the inputs
+of a call by :func:`read_inputs`; ``RecurrentLayer`` calls :func:`check_convolved_padding`. ``argument`` is the name of the
+checked argument in messages.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch
 from onelaunch import checks
 from onelaunch.errors import ArgumentError, ShapeError
 from onelaunch.nn.cache import Cache, LayerState
+from onelaunch.ops.gla.contract import LARGEST_HEAD, SMALLEST_HEAD
 
 
 def count(argument: str, value: object) -> int:
@@ -49,6 +50,22 @@ def expanded(hidden_size: int, argument: str, ratio: Any) -> int:
     if not math.isfinite(width) or round(width) < 1 or not math.isclose(width, round(width)):
         raise ArgumentError(f"{argument} is {ratio!r}; hidden_size * {argument} must be a whole number, and is {width:g}.")
     return round(width)
+
+
+def head_size(makes: str, size: int) -> int:
+    """Return the channels of a head; raise :class:`ArgumentError` if ``onelaunch.ops.gla`` does not take such heads.
+
+    The operation checks them again at each call; here the message names the layer's arguments.
+
+    Args:
+        makes: Subject and verb of the message, such as ``expand_k and num_heads make``.
+        size: Channels of a head.
+    """
+    if not SMALLEST_HEAD <= size <= LARGEST_HEAD:
+        takes = f"onelaunch.ops.gla takes {SMALLEST_HEAD} to {LARGEST_HEAD}"
+        remedy = "fewer" if size < SMALLEST_HEAD else "more"
+        raise ArgumentError(f"{makes} heads of {size} channels; {takes}: take {remedy} heads.")
+    return size
 
 
 class Inputs(NamedTuple):

@@ -1,7 +1,7 @@
 """Packed parameters: several weights concatenated in one parameter, with separate names in a state dict.
 
-``GatedLayer``, ``LinearRNN`` and ``SwiGLU`` derive from :class:`PackedModule`, and call :func:`init_linear`.
-``GatedLinearAttention`` reads its parameters by :func:`parameter` and :func:`child`.
+``RecurrentLayer``, ``LinearRNN`` and ``SwiGLU`` derive from :class:`PackedModule`, and call :func:`init_linear`.
+``GatedLinearAttention`` and ``ForgetGateLayer`` read their parameters by :func:`parameter` and :func:`child`.
 """
 
 from __future__ import annotations
