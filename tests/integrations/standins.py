@@ -40,12 +40,13 @@ class Norm(nn.Module):
 class Convolution(nn.Conv1d):
     """Short convolution of fla."""
 
-    def __init__(self, channels, size, bias):
+    def __init__(self, channels, size, bias, activation="silu"):
         super().__init__(channels, channels, size, padding=size - 1, groups=channels, bias=bias)
-        self.activation = "silu"
+        self.activation = activation
 
     def forward(self, x):
-        return F.silu(super().forward(x.mT)[..., : x.shape[1]].mT)
+        y = super().forward(x.mT)[..., : x.shape[1]].mT
+        return y if self.activation is None else F.silu(y)
 
 
 class Cache:
@@ -55,10 +56,10 @@ class Cache:
         self.states = {}
 
     def __len__(self):
-        return len(self.states)
+        return max(self.states, default=-1) + 1
 
     def __getitem__(self, index):
-        return self.states[index]
+        return self.states.get(index)
 
     def update(self, *, layer_idx, recurrent_state, conv_state=None, offset):
         self.states[layer_idx] = {"recurrent_state": recurrent_state, "conv_state": conv_state, "offset": offset}
@@ -167,8 +168,88 @@ class GatedMLP(nn.Module):
         return self.swiglu_linear(self.gate_proj(x), self.up_proj(x), self.down_proj.weight, self.down_proj.bias)
 
 
+class Bounded(nn.Module):
+    """Parts that the layers of HGRN and HGRN2 have: the projections, the forget gate and the cache."""
+
+    def __init__(self, names, hidden_size, widths, norm, convolved, conv_bias, layer_idx):
+        super().__init__()
+        self.layer_idx, self.use_short_conv, self.names = layer_idx, convolved, names
+        for name, width in zip(names, widths, strict=True):
+            self.add_module(f"{name}_proj", nn.Linear(hidden_size, width, bias=False))
+            if convolved and name != "g":
+                self.add_module(f"{name}_conv1d", Convolution(width, 4, conv_bias, None))
+        self.g_norm, self.o_proj = norm, nn.Linear(widths[-1], hidden_size, bias=False)
+
+    def projected(self, x, lower_bound):
+        """Return the projections of x by name; "f" are the log-decays."""
+        found = {name: getattr(self, f"{name}_proj")(x) for name in self.names}
+        if self.use_short_conv:
+            found |= {name: getattr(self, f"{name}_conv1d")(found[name]) for name in self.names if name != "g"}
+        found["f"] = F.logsigmoid(found["f"])
+        if lower_bound is not None and self.layer_idx > 0:
+            found["f"] = torch.logaddexp(lower_bound.log(), torch.log1p(-lower_bound) + found["f"])
+        return found
+
+    def loop(self, x, cache, use_cache, decay, inputs, read):
+        """Return ``read(t, state)`` for each step of ``state = decay * state + inputs``, after the state of a cache."""
+        last = cache[self.layer_idx] if cache is not None and len(cache) > self.layer_idx else None
+        state, outputs = torch.zeros_like(inputs[:, 0]) if last is None else last["recurrent_state"].to(inputs.dtype), []
+        for t in range(x.shape[1]):
+            state = state * decay[:, t] + inputs[:, t]
+            outputs.append(read(t, state))
+        if cache is not None:
+            cache.update(layer_idx=self.layer_idx, recurrent_state=state if use_cache else None, offset=x.shape[1])
+        return torch.stack(outputs, 1)
+
+
 @named("fla.layers.hgrn.HGRNAttention")
-class HGRNAttention(nn.Module):
+class HGRNAttention(Bounded):
+    """Stand-in for the layer with a forget gate per channel."""
+
+    def __init__(self, hidden_size=64, use_short_conv=False, conv_bias=False, affine=True, activation="swish", layer_idx=1):
+        norm = Norm(48, 1e-3, activation, affine)
+        super().__init__("ifg", hidden_size, (48, 48, 48), norm, use_short_conv, conv_bias, layer_idx)
+
+    def forward(
+        self, hidden_states, attention_mask=None, past_key_values=None, use_cache=False, output_attentions=False,
+        lower_bound=None, **kwargs,
+    ):  # fmt: skip
+        found = self.projected(hidden_states, lower_bound)
+        inputs = F.silu(found["i"]) * (1 - found["f"].exp())
+        if attention_mask is not None:
+            inputs = inputs * attention_mask[:, -inputs.shape[1] :, None]
+        o = self.loop(hidden_states, past_key_values, use_cache, found["f"].exp(), inputs, lambda t, state: state)
+        return self.o_proj(self.g_norm(o, found["g"])), None, past_key_values
+
+
+@named("fla.layers.hgrn2.HGRN2Attention")
+class HGRN2Attention(Bounded):
+    """Stand-in for the layer with keys and decays of one projection. Its norm ignores ``eps``, as fla's does."""
+
+    def __init__(
+        self, hidden_size=64, num_heads=2, head_f_dim=16, use_short_conv=False, conv_bias=False, affine=True, layer_idx=1
+    ):
+        keys = num_heads * head_f_dim
+        norm = Norm(hidden_size, 0.1, affine=affine)
+        super().__init__("qfi", hidden_size, (keys, keys, hidden_size), norm, use_short_conv, conv_bias, layer_idx)
+        self.num_heads, self.head_f_dim, self.head_i_dim = num_heads, head_f_dim, hidden_size // num_heads
+
+    def forward(
+        self, hidden_states, attention_mask=None, past_key_values=None, use_cache=False, output_attentions=False,
+        lower_bound=None, **kwargs,
+    ):  # fmt: skip
+        q, f, i = (each.unflatten(-1, (self.num_heads, -1)) for each in self.projected(hidden_states, lower_bound).values())
+        if attention_mask is not None:
+            i = i * attention_mask[:, -i.shape[1] :, None, None]
+        q, keys = F.silu(q) * self.head_f_dim**-0.5, 1 - f.exp()
+        read = lambda t, state: torch.einsum("bhk,bhvk->bhv", q[:, t], state)  # noqa: E731
+        o = self.loop(hidden_states, past_key_values, use_cache, f.exp()[..., None, :], i[..., None] * keys[..., None, :], read)
+        o = F.rms_norm(o.flatten(2), (o.shape[2:].numel(),), self.g_norm.weight, 1e-5)
+        return F.linear(o, self.o_proj.weight), None, past_key_values
+
+
+@named("fla.layers.rwkv6.RWKV6Attention")
+class RWKV6Attention(nn.Module):
     """Stand-in for a layer of fla without a replacement."""
 
     def forward(self, x):

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from onelaunch import accelerate
-from tests.integrations.standins import Cache, GatedLinearAttention, GatedMLP, SimpleGatedLinearAttention
+from tests.integrations.standins import (
+    Cache,
+    GatedLinearAttention,
+    GatedMLP,
+    HGRN2Attention,
+    HGRNAttention,
+    SimpleGatedLinearAttention,
+)
 from tests.integrations.test_mlps import assert_same
 
 pytestmark = pytest.mark.usefixtures("fla")
@@ -20,7 +29,13 @@ LAYERS = {
     "gla with convolutions": lambda: GatedLinearAttention(use_short_conv=True),
     "simple gla": SimpleGatedLinearAttention,
     "simple gla without convolutions": lambda: SimpleGatedLinearAttention(use_short_conv=False, fuse_norm=False, norm_eps=0.5),
+    "hgrn": HGRNAttention,
+    "hgrn with convolutions": lambda: HGRNAttention(use_short_conv=True, conv_bias=True, affine=False),
+    "hgrn2": HGRN2Attention,
+    "hgrn2 with convolutions": lambda: HGRN2Attention(use_short_conv=True, affine=False),
 }
+OPERATIONS = {"gla": "gla_layer", "simple": "gla_layer", "hgrn": "gated_scan", "hgrn2": "gla"}
+"""Operation that a report names, by the first word of a layer's name."""
 
 
 def run(layer, x, **arguments):
@@ -40,7 +55,7 @@ def test_results_gradients_and_parameters_stay(name):
     state = {key: value.clone() for key, value in layer.state_dict().items()}
     report = accelerate(layer)
     (replaced,) = report.replaced
-    assert (replaced.operation, replaced.layout) == ("gla_layer", "as one weight")
+    assert (replaced.operation, replaced.layout) == (OPERATIONS[name.split()[0]], "as one weight")
     assert_same(run(layer, x), before, 3e-5)
     assert all(new is old for new, old in zip(layer.parameters(), parameters, strict=True))
     assert list(state) == list(layer.state_dict())
@@ -96,8 +111,9 @@ CALLS = {
 }
 
 
-@pytest.mark.parametrize("layer", ["gla", "simple gla"])
-@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize(
+    ("call", "layer"), [*itertools.product(CALLS, ["gla", "simple gla"]), ("padding", "hgrn"), ("padding", "hgrn2")]
+)
 def test_what_the_operation_cannot_do_runs_the_original_forward(layer, call, prose):
     module, x = LAYERS[layer](), torch.randn(2, 5, 64)
     before = module(x, **CALLS[call]())[0]
@@ -143,6 +159,12 @@ OPTIONS = {
     "elementwise_affine": lambda: GatedLinearAttention(affine=False),
     "conv_bias": lambda: SimpleGatedLinearAttention(conv_bias=True),
     "expand_k": lambda: GatedLinearAttention(head_k_dim=8),
+    "expand_ratio": lambda: HGRN2Attention(head_f_dim=8),
+    "gate of the norm": lambda: HGRNAttention(activation="sigmoid"),
+    "activated convolution": lambda: (
+        setattr((layer := HGRNAttention(use_short_conv=True)).f_conv1d, "activation", "silu") or layer
+    ),
+    "no output projection": lambda: delattr(layer := HGRN2Attention(), "o_proj") or layer,
     "quantized": lambda: setattr(layer := GatedLinearAttention(), "q_proj", nn.Sequential(layer.q_proj)) or layer,
 }
 

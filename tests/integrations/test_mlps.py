@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from onelaunch import accelerate
 from onelaunch.errors import ArgumentError
-from tests.integrations.standins import GatedMLP, HGRNAttention
+from tests.integrations.standins import GatedMLP, RWKV6Attention
 
 pytest.importorskip("transformers", reason="the MLPs are those of transformers, which the extra decode installs")
 MODELS = ("llama", "mistral", "qwen2", "qwen3")
@@ -278,7 +278,7 @@ REFUSED = {
     "meta": lambda: mlp_of("llama").to("meta"),
     "unknown class": Own,
     "powlu of fla": lambda: GatedMLP(hidden_act="powlu"),
-    "layer of fla": HGRNAttention,
+    "layer of fla": RWKV6Attention,
 }
 
 

@@ -1,6 +1,6 @@
 """Base class of the replaced forward passes: what they look at in a call, and when the original forward runs.
 
-``swiglu_mlps.py`` and ``gla_layers.py`` derive from it, ``walk.py`` makes the objects and ``report.py`` reads them.
+``swiglu_mlps.py`` and ``fla_layers.py`` derive from it, ``walk.py`` makes the objects and ``report.py`` reads them.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ class Forward(ABC):
             return  # restored already, or replaced by somebody else since
         del self.module.forward
         for index, group in enumerate(self.groups()):
-            if index in self._buffers:
+            if index in self._buffers and _adjacent(group):
                 part(group)
         self._buffers.clear()
 
@@ -125,7 +125,11 @@ class Forward(ABC):
         apart = [group for group in self.groups() if not _adjacent(group)]
         if not apart:
             return "as one weight"
-        why = self.why_not_laid or "they no longer lie one behind the other"
+        kinds = {type(each).__name__ for group in apart for each in group} - {"Parameter", "Tensor"}
+        if kinds:
+            why = f"each is a {min(kinds)}, whose shards are gathered into other memory in every call"
+        else:
+            why = self.why_not_laid or "they no longer lie one behind the other"
         return f"{self.separately()}, since {why}"
 
 

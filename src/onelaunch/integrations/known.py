@@ -14,6 +14,7 @@ from torch import nn
 
 from onelaunch.integrations.forward import Forward
 from onelaunch.integrations.gla_layers import GlaLayer, SimpleGlaLayer
+from onelaunch.integrations.hgrn_layers import Hgrn2Layer, HgrnLayer
 from onelaunch.integrations.swiglu_mlps import FlaMlp, SwigluMlp
 
 
@@ -59,6 +60,8 @@ LIBRARIES = (FLA, TRANSFORMERS)
 KNOWN: dict[str, tuple[Library, type[Forward]]] = {
     "fla.layers.gla.GatedLinearAttention": (FLA, GlaLayer),
     "fla.layers.simple_gla.SimpleGatedLinearAttention": (FLA, SimpleGlaLayer),
+    "fla.layers.hgrn.HGRNAttention": (FLA, HgrnLayer),
+    "fla.layers.hgrn2.HGRN2Attention": (FLA, Hgrn2Layer),
     "fla.modules.mlp.GatedMLP": (FLA, FlaMlp),
     "transformers.models.llama.modeling_llama.LlamaMLP": (TRANSFORMERS, SwigluMlp),
     "transformers.models.mistral.modeling_mistral.MistralMLP": (TRANSFORMERS, SwigluMlp),

@@ -100,6 +100,9 @@ class Owners:
         Some may still lie in a buffer that :func:`lay` made for the group earlier; ``buffer`` is its address.
         """
         first = parameters[0]
+        for each in parameters:
+            if type(each) is not nn.Parameter:
+                return f"a weight is a {type(each).__name__}"
         if len({id(each) for each in parameters}) < len(parameters):
             return "two projections share one parameter"
         if any(each.dtype != first.dtype or each.device != first.device for each in parameters):

@@ -29,8 +29,8 @@ def accelerate(model: nn.Module) -> Report: ...
 def accelerate(model: nn.Module | None = None) -> Report | FunctionReport:
     """Let operations of onelaunch compute the layers of a model that they know, or, without a model, calls of fla's functions.
 
-    Known are fla's ``GatedLinearAttention``, ``SimpleGatedLinearAttention`` and ``GatedMLP`` (release 0.6), and the MLPs of
-    Llama, Mistral, Qwen2 and Qwen3 in transformers (4.51 and later, below 6).
+    Known are fla's ``GatedLinearAttention``, ``SimpleGatedLinearAttention``, ``HGRNAttention``, ``HGRN2Attention`` and
+    ``GatedMLP`` (release 0.6), and the MLPs of Llama, Mistral, Qwen2 and Qwen3 in transformers (4.51 and later, below 6).
 
     The forward of each such module is replaced on the module object. Modules, parameters, their names, hooks on the module, the
     optimizer and the state dict stay as they are, so checkpoints can be exchanged both ways. Weights that are multiplied with the

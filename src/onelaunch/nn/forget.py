@@ -21,6 +21,7 @@ from onelaunch.nn.cache import Cache
 from onelaunch.nn.inputs import Inputs
 from onelaunch.nn.packed import child, parameter
 from onelaunch.nn.recurrent import RecurrentLayer
+from onelaunch.operation import remembered
 from onelaunch.ops import Segment, gated_scan, gla, output_chain, projections
 
 LARGEST_SHARE = 1 - 2**-24
@@ -85,7 +86,13 @@ def hgrn(
 
 
 def hgrn2(
-    q: torch.Tensor, log_forget: torch.Tensor, i: torch.Tensor, lower_bound: torch.Tensor | None, span: Span, **options: bool
+    q: torch.Tensor,
+    log_forget: torch.Tensor,
+    i: torch.Tensor,
+    lower_bound: torch.Tensor | None,
+    span: Span,
+    *,
+    state_v_first: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Run HGRN2's recurrence: gated linear attention whose keys are the shares ``1 - decay``.
 
@@ -95,22 +102,24 @@ def hgrn2(
         i: Values, ``[B, T, H, V]``.
         lower_bound: As for :func:`forget`, ``[H * K]``.
         span: States are ``[N, H, K, V]``.
-        options: Keyword arguments of :func:`onelaunch.ops.gla`.
+        state_v_first: Flag that they are ``[N, H, V, K]``.
 
     Returns:
         Outputs ``[B, T, H, V]`` in the dtype of ``i``, and the final state, or ``None``.
     """
     bound = None if lower_bound is None else lower_bound.view(log_forget.shape[2:])
     log_decay, share = forget(log_forget, bound)
-    return gla(q, share.to(i.dtype), i, log_decay, **span.arguments, **options)
+    return gla(q, share.to(i.dtype), i, log_decay, state_v_first=state_v_first, **span.arguments)
 
 
+@remembered
 def hgrn_segments(channels: int, *, convolved: bool) -> tuple[Segment, ...]:
     """Return the segments of HGRN's packed projection in fla's order, activated unless short convolutions come first."""
     silu, logsigmoid = ("none", "none") if convolved else ("silu", "logsigmoid")
     return Segment("i", channels, 1, silu), Segment("f", channels, 1, logsigmoid), Segment("g", 1, channels)
 
 
+@remembered
 def hgrn2_segments(heads: int, keys: int, values: int, *, convolved: bool) -> tuple[Segment, ...]:
     """Return the segments of HGRN2's packed projection in fla's order, activated unless short convolutions come first."""
     silu, logsigmoid = ("none", "none") if convolved else ("silu", "logsigmoid")
