@@ -78,8 +78,10 @@ class Forward(ABC):
         if type(x) is not torch.Tensor and type(x) is not nn.Parameter:
             return f"the input is a {type(x).__name__}"
         for name, child, kind in self._unseen:
-            if self._submodule(name) is not child or type(child) is not kind or "forward" in child.__dict__:
+            if self._submodule(name) is not child or "forward" in child.__dict__:
                 return f"{name} was replaced"
+            if type(child) is not kind:  # as FSDP2 does with each module that it is applied to
+                return f"{name} is of the class {type(child).__name__} now"
             if is_hooked(child):
                 return f"{name} has hooks"
         weights = self.weights()
