@@ -171,6 +171,7 @@ EXAMPLES = {
     "linear_rnn": ("linear_rnn", "fused_hopper", {"B": 2, "T": 256, "D": 256, "V": 256}),
     "gated_scan": ("gated_scan", "fused", {"B": 2, "T": 256, "V": 256}),
     "swiglu": ("swiglu", "two_node", {"M": 256, "K": 256, "N": 256}),
+    "rms_norm": ("rms_norm", "fused", {"M": 256, "D": 256}),
 }  # fmt: skip
 
 

@@ -15,7 +15,7 @@ import torch
 
 from onelaunch.launch.plan import Device, Plan
 from onelaunch.launch.planned import _ALL, forget_plans
-from onelaunch.ops import gated_scan, gla, gla_layer, linear_rnn, swiglu
+from onelaunch.ops import gated_scan, gla, gla_layer, linear_rnn, rms_norm, swiglu
 
 pytestmark = pytest.mark.gpu
 
@@ -57,6 +57,7 @@ CALLS = {
     "swiglu stacked": (swiglu, lambda: (values(2, 12, 128), values(512, 128))),
     "linear_rnn": (linear_rnn, lambda: (values(2, 96, 64), values(64, 64), decays(2, 96, 64), values(2, 96, 64))),
     "gated_scan": (gated_scan, lambda: (values(2, 96, 64), decays(2, 96, 64), values(2, 96, 64))),
+    "rms_norm": (rms_norm, lambda: (values(2, 96, 64), values(64), values(2, 96, 64))),
 }
 """Functions and makers of their arguments by name."""
 
@@ -79,7 +80,8 @@ def tensors(found):
 
 
 def planned():
-    return sum(type(each) is Plan for operation in (gla, swiglu, linear_rnn, gated_scan) for each in operation._function.plans())
+    operations = (gla, swiglu, linear_rnn, gated_scan, rms_norm)
+    return sum(type(each) is Plan for operation in operations for each in operation._function.plans())
 
 
 def replayed(function, make):
@@ -196,7 +198,7 @@ def layer():
 TRAINED = {**CALLS, "gla_layer": (lambda *given: gla_layer(*given, heads=4), layer)}
 
 
-@pytest.mark.parametrize("name", ["gla", "gla fused", "swiglu", "linear_rnn", "gated_scan", "gla_layer"])
+@pytest.mark.parametrize("name", ["gla", "gla fused", "swiglu", "linear_rnn", "gated_scan", "rms_norm", "gla_layer"])
 def test_gradients_of_replays_equal_those_of_the_calls_themselves(name):
     function, make = TRAINED[name]
     steps = [[each.requires_grad_() for each in make()] for _ in range(5)]

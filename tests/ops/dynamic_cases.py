@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from onelaunch import nn
-from onelaunch.ops import Segment, gated_scan, gla, gla_layer, linear_rnn, output_chain, projections, swiglu
+from onelaunch.ops import Segment, gated_scan, gla, gla_layer, linear_rnn, output_chain, projections, rms_norm, swiglu
 
 SIZES = ((2, 70), (3, 133), (6, 66))
 """Batch sizes and numbers of steps; a chunk of 64 steps does not hold any. No other dimension has the size of a batch here.
@@ -89,6 +89,10 @@ CALLS: dict[str, Call] = {
             draw(batch, length, HEADS, VALUES), draw(batch, length, HEADS, VALUES), draw(VALUES),
             draw(WIDTH, HEADS * VALUES) / 8,
         ),
+    ),
+    "rms_norm": Call(
+        rms_norm,
+        lambda batch, length, draw: (draw(batch, length, WIDTH), draw(WIDTH), draw(batch, length, WIDTH)),
     ),
     "gla_layer": Call(lambda *tensors, **given: gla_layer(*tensors, heads=HEADS, **given)[0], _layer),
 }  # fmt: skip

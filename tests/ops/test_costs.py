@@ -37,6 +37,8 @@ CASES = {  # sizes and options of cases in float16, by operation
         {"B": 2, "T": 24, "H": 2, "V": 16, "D": 16, "norm_weight": "same"},
     ],
     "projections": [{"B": 2, "T": 24, "H": 2, "K": 16, "V": 16, "D": 32, "segments": "2x16,2x16:silu,2x16:l2norm"}],
+    # With a residual of the dtype of x, one gradient is that of both: see test_rms_norm.py.
+    "rms_norm": [{"M": 24, "D": 16, "residual": "none"}, {"M": 24, "D": 16, "residual": "float32", "weight": "float32"}],
     "swiglu": [{"N": 24, "K": 32, "M": 16}],
 }
 

@@ -58,6 +58,7 @@ KERNELS = [
         ("projections", "wide_activated"),
         ("output_chain", "norm_gate"),
         ("output_chain", "prologue"),
+        ("rms_norm", "fused"),
         ("gla_layer", "packed"),
     )
 ]
@@ -164,6 +165,7 @@ GPU = [
     ("projections", "epilogue_persistent"),
     ("output_chain", "auto"),
     ("output_chain", "prologue"),
+    ("rms_norm", "auto"),
     ("gla_layer", "auto"),
     ("gla_layer", "packed"),
     ("gla_layer", "packed_states"),

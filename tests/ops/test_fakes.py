@@ -32,6 +32,7 @@ from onelaunch.ops.gla_layer import autograd as gla_layer
 from onelaunch.ops.linear_rnn import autograd as linear_rnn
 from onelaunch.ops.output_chain import autograd as output_chain
 from onelaunch.ops.projections import autograd as projections
+from onelaunch.ops.rms_norm import autograd as rms_norm
 from onelaunch.ops.swiglu import autograd as swiglu
 
 ARCHITECTURE = "sm_90a"
@@ -43,6 +44,7 @@ BACKWARD = {
     linear_rnn: linear_rnn.backward,
     output_chain: output_chain.norm_gate_gradients,
     projections: projections.backward,
+    rms_norm: rms_norm.backward,
     swiglu: swiglu.gate_backward,
 }
 """Operator of the backward pass by the module of an operation's operators, which has ``forward``, ``save`` and ``gradients``."""
@@ -65,6 +67,7 @@ LARGE: dict[str, list[dict[str, Any]]] = {
     "swiglu": [{"M": rows, "N": 96, "K": 128, "stacked": stacked} for rows in (3, 300) for stacked in (False, True)],
     "projections": [{"B": 2, "T": 70, "D": width, "H": 2, "K": 32, "V": 64} for width in (128, 16)],
     "output_chain": [{"B": 2, "T": 70, "H": 2, "V": 64, "D": 128, "bias": True}],
+    "rms_norm": [{"M": 140, "D": 128, "residual": "float32"}],
 }
 """Sizes that Hopper's kernels take, in 16 bits, in addition to the probes."""
 
@@ -210,6 +213,8 @@ def arguments_of(
     if name == "output_chain":
         h, gate = (new(*steps, heads, values) for _ in range(2))
         return {"h": h, "gate": gate, "norm_weight": new(values), "w_out": new(width, heads * values)}
+    if name == "rms_norm":
+        return {"x": new(*steps, width), "weight": new(width), "residual": new(*steps, width)}
     rows = 2 * heads * (keys + values) + 16
     weights = {"in_proj_weight": new(rows, width), "gk_weight": new(heads * keys, 16), "gk_bias": new(heads * keys)}
     rest = {"norm_weight": new(values), "w_out": new(width, heads * values), "heads": heads}
@@ -234,9 +239,14 @@ HOPPER = [
     ("projections", "wide_activated"),
     ("output_chain", "norm_gate"),
     ("output_chain", "prologue"),
+    ("rms_norm", "fused"),
     ("gla_layer", "packed"),
     ("gla_layer", "packed_states"),
 ]
+
+
+TWO_RESULTS = ("gla", "gated_scan", "linear_rnn", "gla_layer", "rms_norm")
+"""Operations whose forward operator has two differentiable outputs."""
 
 
 @pytest.mark.parametrize("states", [pytest.param(False, marks=pytest.mark.thorough), True])
@@ -265,7 +275,7 @@ def test_symbolic_sizes_stay_symbolic_on_hopper(name, variant, states, monkeypat
             if operator is module.forward:
                 context = _Context(inputs)
                 module.save(context, inputs, output)
-                differentiable = output[: 2 if name in ("gla", "gated_scan", "linear_rnn", "gla_layer") else 1]
+                differentiable = output[: 2 if name in TWO_RESULTS else 1]
                 outputs = operator.views(inputs, output[0]) if operator.views else differentiable
                 gradients = module.gradients(context, BACKWARD[module].registered, *(torch.empty_like(each) for each in outputs))
                 for tensor, gradient in zip(inputs, gradients, strict=True):

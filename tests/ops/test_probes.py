@@ -21,7 +21,7 @@ from onelaunch.workbench.verify import Judge, run_probes
 from onelaunch.workbench.verify.probes import Prepared
 from tests.ops.cases import GATED_SCAN, LINEAR_RNN, SHORT, assert_ok, pytorch_variants
 
-NAMES = ["decode_step", "gated_scan", "gla", "gla_layer", "linear_rnn", "output_chain", "projections", "swiglu"]
+NAMES = ["decode_step", "gated_scan", "gla", "gla_layer", "linear_rnn", "output_chain", "projections", "rms_norm", "swiglu"]
 NEED_A_GPU = {"captured", "graph", "packed", "packed_states"}
 """Variants without launches of their own that no CPU can run."""
 

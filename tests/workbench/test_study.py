@@ -366,7 +366,7 @@ def test_studies_are_found_by_path(folders):
 
 
 def test_an_unknown_study_names_the_known_ones(folders, prose):
-    with prose.raises(UnknownStudy, match=r"'mene'.*broken, .*mine, theirs"):
+    with prose.raises(UnknownStudy, match=r"'mene'.*broken, .*mine, .*theirs"):
         find_study("mene")
     with pytest.raises(UnknownStudy, match=r"no/such\.toml"):
         find_study("no/such.toml")

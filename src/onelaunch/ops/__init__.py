@@ -8,6 +8,7 @@ from onelaunch.ops.gla_layer import gla_layer
 from onelaunch.ops.linear_rnn import linear_rnn
 from onelaunch.ops.output_chain import output_chain
 from onelaunch.ops.projections import Segment, projections
+from onelaunch.ops.rms_norm import rms_norm
 from onelaunch.ops.swiglu import dual_gemm_nvfp4, swiglu, swiglu_fp8, swiglu_nvfp4
 
 __all__ = [
@@ -31,6 +32,7 @@ __all__ = [
     "projections",
     "quantize_fp8",
     "quantize_nvfp4",
+    "rms_norm",
     "save_nvfp4",
     "swiglu",
     "swiglu_fp8",

@@ -1,0 +1,1 @@
+"""Kernels of ``rms_norm``: addition and norm in one pass, and the gradients."""
