@@ -1,6 +1,6 @@
 """Base class of the replaced forward passes: what they look at in a call, and when the original forward runs.
 
-``swiglu_mlps.py`` and ``fla_layers.py`` derive from it, ``walk.py`` makes the objects and ``report.py`` reads them.
+``swiglu_mlps.py``, ``fla_layers.py`` and ``norms.py`` derive from it, ``walk.py`` makes the objects and ``report.py`` reads them.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ class Replaced(NamedTuple):
 
     @property
     def layout(self) -> str:
-        """How the weights of projections with the same input are multiplied in eager calls, as they lie now."""
+        """How the weights of projections with the same input are multiplied in eager calls; empty if there are no projections."""
         return self.by.layout()
 
     @property
@@ -116,7 +116,8 @@ class Report:
         return [
             f"{said}, {_modules(len(found))}:",
             *[
-                f"  {kind} by onelaunch.ops.{operation} ({_names(names)}); projections are multiplied {layout}"
+                f"  {kind} by onelaunch.ops.{operation} ({_names(names)})"
+                + (f"; projections are multiplied {layout}" if layout else ", in calls that were measured faster")
                 for (kind, operation, layout), names in groups.items()
             ],
         ]

@@ -29,8 +29,9 @@ def accelerate(model: nn.Module) -> Report: ...
 def accelerate(model: nn.Module | None = None) -> Report | FunctionReport:
     """Let operations of onelaunch compute the layers of a model that they know, or, without a model, calls of fla's functions.
 
-    Known are fla's ``GatedLinearAttention``, ``SimpleGatedLinearAttention``, ``HGRNAttention``, ``HGRN2Attention`` and
-    ``GatedMLP`` (release 0.6), and the MLPs of Llama, Mistral, Qwen2 and Qwen3 in transformers (4.51 and later, below 6).
+    Known are fla's ``GatedLinearAttention``, ``SimpleGatedLinearAttention``, ``HGRNAttention``, ``HGRN2Attention``, ``GatedMLP``
+    and ``RMSNorm`` (release 0.6), and the MLPs of Llama, Mistral, Qwen2 and Qwen3 in transformers (4.51 and later, below 6). A
+    call of fla's ``RMSNorm`` stays with fla unless measured times say that ours is faster, as for fla's functions below.
 
     The forward of each such module is replaced on the module object. Modules, parameters, their names, hooks on the module, the
     optimizer and the state dict stay as they are, so checkpoints can be exchanged both ways. Weights that are multiplied with the
@@ -71,12 +72,17 @@ def accelerate(model: nn.Module | None = None) -> Report | FunctionReport:
     found: list[Replaced] = []
     already: list[Replaced] = []
     refused: list[Refused] = []
+    unseen: set[int] = set()  # modules that a replaced module around them does not call; it comes before them
     for name, module in model.named_modules():
         kind = type(module).__qualname__
+        if id(module) in unseen:
+            continue
         if (earlier := accelerated(module)) is not None and earlier.module is module:
             already.append(Replaced(name, module, kind, earlier.operation, earlier))
+            unseen.update(id(child) for _, child in earlier.not_called())
         elif isinstance(new := recognize(module), Forward):
             found.append(Replaced(name, module, kind, new.operation, new))
+            unseen.update(id(child) for _, child in new.not_called())
         elif new is not None:
             refused.append(Refused(name, kind, new))
     _replace(model, [each.by for each in found], [each.by for each in already])

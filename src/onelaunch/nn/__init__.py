@@ -5,6 +5,7 @@ from onelaunch.nn.convolution import ShortConvolution
 from onelaunch.nn.gla import GatedLinearAttention
 from onelaunch.nn.hgrn import HGRN2Attention, HGRNAttention
 from onelaunch.nn.linear_rnn import LinearRNN
+from onelaunch.nn.norm import RMSNorm
 from onelaunch.nn.simple_gla import SimpleGatedLinearAttention
 from onelaunch.nn.swiglu import SwiGLU
 
@@ -15,6 +16,7 @@ __all__ = [
     "HGRNAttention",
     "LayerState",
     "LinearRNN",
+    "RMSNorm",
     "ShortConvolution",
     "SimpleGatedLinearAttention",
     "SwiGLU",
