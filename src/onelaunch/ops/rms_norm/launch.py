@@ -150,11 +150,12 @@ def gradients(
         # A single CTA stores its sum as the gradient, unless it would add up rows there.
         alone = ctas == 1 and not (long and rows > 1)
         partials = dweight if alone else torch.empty(ctas, channels, dtype=torch.float32, device=device)
+    rows_of_a_tile: dict[str, Any] = {} if long else {"BM": tile.BM}
     Launch(
         long_rows_gradients_kernel if long else rms_norm_gradients_kernel, (ctas,),
         dy, dtotal, total, None if weight is None else weight.contiguous(), rstd, dx, dresidual, partials, rows,
         dy.stride(0), 0 if dtotal is None else dtotal.stride(0), total.stride(0),
-        D=channels, BD=tile.BD, num_warps=tile.warps, **({} if long else {"BM": tile.BM}),
+        D=channels, BD=tile.BD, num_warps=tile.warps, **rows_of_a_tile,
     ).run()  # fmt: skip
     if dweight is not None and partials is not dweight:
         block = min(power_of_2(ctas), _MOST_SUMMED_ROWS)

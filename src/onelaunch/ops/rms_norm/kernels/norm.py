@@ -46,7 +46,7 @@ def rms_norm_kernel(
         tl.store(rstd + m, r, mask=rows_valid)
     s *= r[:, None]
     if weight is not None:
-        s *= w.to(tl.float32)
+        s *= w.to(tl.float32)  # pyrefly: ignore[unbound-name]
     tl.store(y + at, s.to(y.dtype.element_ty), mask=valid)
 
 
@@ -86,14 +86,14 @@ def rms_norm_gradients_kernel(
             next_more = load_rows(dtotal, dtotal_stride, following, M, D, BD)
         n, g = s.to(tl.float32) * r[:, None], d.to(tl.float32)  # [BM, BD]
         if partials is not None:
-            dweight += g * n
+            dweight += g * n  # pyrefly: ignore[unbound-name]
         if dx is not None or dresidual is not None:
             if weight is not None:
-                g *= w.to(tl.float32)
+                g *= w.to(tl.float32)  # pyrefly: ignore[unbound-name]
             mean = tl.sum(g * n, axis=1) * (1.0 / D)  # [BM]
             found = r[:, None] * (g - n * mean[:, None])
             if dtotal is not None:
-                found += more.to(tl.float32)
+                found += more.to(tl.float32)  # pyrefly: ignore[unbound-name]
             valid = (m < M)[:, None] & (c < D)[None, :]
             at = m[:, None] * D + c[None, :]
             if dx is not None:
@@ -102,10 +102,11 @@ def rms_norm_gradients_kernel(
                 tl.store(dresidual + at, found.to(dresidual.dtype.element_ty), mask=valid)
         m, s, d, r = following, next_s, next_d, next_r
         if dtotal is not None:
-            more = next_more
+            more = next_more  # pyrefly: ignore[unbound-name]
     if partials is not None:
         at = partials + tl.program_id(0).to(tl.int64) * D + c
-        tl.store(at, tl.sum(dweight, axis=0).to(partials.dtype.element_ty), mask=c < D)
+        total_dweight = tl.sum(dweight, axis=0)  # pyrefly: ignore[unbound-name]
+        tl.store(at, total_dweight.to(partials.dtype.element_ty), mask=c < D)
 
 
 @triton.jit
