@@ -46,7 +46,7 @@ def test_no_committed_verdict_changes(path):
 
 
 def test_committed_results_are_there():
-    assert len(COMMITTED) == 7
+    assert len(COMMITTED) >= 7
 
 
 STATES = {"initial_state": True, "final_state": True, "log_decay_dtype": "float32"}

@@ -21,8 +21,10 @@ import torch
 
 from onelaunch.workbench.measure import rotation, sampling, timing
 from onelaunch.workbench.measure.rotation import count_sets, rotate
+from onelaunch.workbench.measure.rounds import is_unsteady
 from onelaunch.workbench.measure.sampling import CpuSampler, GpuSampler
 from onelaunch.workbench.measure.timing import Interrupted, measure, order
+from onelaunch.workbench.result import Estimate, Noise
 from onelaunch.workbench.verify import Judge
 from onelaunch.workbench.verify.calls import Candidate, status_of
 from tests.workbench.toy import ToyCall, parallel, toy_case, toy_sum
@@ -37,6 +39,7 @@ class FakeSampler:
         self.name, self.script, self.result = name, script, result
         self.peak_bytes = 123
         self.refused = {}
+        self.note = ""
         self.counts = Counter()
 
     def prepare(self, regimes):
@@ -299,6 +302,25 @@ def test_a_refused_regime_does_not_affect_the_others(scripted, monkeypatch):
     assert found.candidates["parallel"].status == "error"
     assert "it synchronises" in found.candidates["parallel"].reason
     assert found.candidates["eager"].status == "ok"
+
+
+def test_calls_from_python_get_more_rounds_while_the_noise_is_high(scripted, monkeypatch):
+    scripted(lambda name, regime, n: 10.0)
+    asked = []
+    monkeypatch.setattr(timing, "is_unsteady", lambda noise, device: asked.append(noise) or len(asked) < 4)
+    found = run(regimes=("cold", "eager"), rounds=5)
+    assert {one.regime: len(one.rounds) for one in found.candidates["parallel"].timings} == {"cold": 5, "eager": 8}
+    assert {each.regime for each in asked[0]} == {"cold", "eager"}
+
+
+@pytest.mark.parametrize(
+    ("device", "regime", "floor", "unsteady"),
+    [("cuda", "eager", 1.06, True), ("cuda", "eager", 1.02, False), ("cuda", "cold", 1.2, False), ("cpu", "eager", 1.2, False)],
+)
+def test_only_calls_from_python_on_a_gpu_get_more_rounds(device, regime, floor, unsteady):
+    ratio = Estimate(median=1.0, low=1 / floor, high=floor, samples=5)
+    noise = Noise(shape="one", direction="forward", regime=regime, ratio=ratio, floor=floor)
+    assert is_unsteady([noise], torch.device(device)) == unsteady
 
 
 def test_the_time_limit_stops_after_three_rounds_at_the_earliest():

@@ -80,12 +80,16 @@ def pretended(monkeypatch):
     monkeypatch.setattr(sampling.cuda, "capture", capture)
 
 
-def sampled(function, direction="forward", samples=12):
-    """Return a sampler of a function of the checked call, after some samples in every regime, and the reference of its case."""
+def sampled(function, direction="forward", samples=12, **more):
+    """Return a sampler of a function of the checked call, after some samples in every regime, and the reference of its case.
+
+    ``more`` are further arguments of the candidate.
+    """
     reference = Judge().reference(toy_sum, toy_case(), direction=direction, seed=5)
     other = Judge().reference(toy_sum, toy_case(), direction=direction, seed=6).inputs
     rotation = Rotation(reference, [reference.inputs.clone() for _ in range(6)], full=True, stream=Stream(), other=other)
-    sampler = GpuSampler(Candidate("mine", lambda **given: function(ToyCall(**given)), toy_sum.outputs), rotation, CPU, Stream())
+    candidate = Candidate("mine", lambda **given: function(ToyCall(**given)), toy_sum.outputs, **more)
+    sampler = GpuSampler(candidate, rotation, CPU, Stream())
     sampler.prepare(REGIMES)
     for _ in range(samples):
         for regime in REGIMES:
@@ -100,6 +104,39 @@ def test_an_honest_variant_passes_in_every_regime(direction):
         judged = list(sampler.outputs(regime))
         assert 1 <= len(judged) <= rotation.JUDGED_CALLS
         assert all(judge_outputs(reference, outputs).ok for outputs in judged)
+
+
+@pytest.fixture
+def no_capture(monkeypatch):
+    """Let every capture fail, as that of a call that reads values on the host does."""
+
+    def capture(call_all, graph, stream):
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(sampling.cuda, "capture", capture)
+
+
+@pytest.mark.parametrize("direction", ["forward", "forward_backward"])
+def test_a_peer_that_no_graph_can_capture_is_called_over_cold_caches(direction, no_capture, prose):
+    sampler, reference = sampled(parallel, direction, samples=0, foreign=True)
+    assert set(sampler.refused) == {"warm"}
+    assert sampler.sample("cold") > 0
+    assert all(judge_outputs(reference, outputs).ok for outputs in sampler.outputs("cold"))
+    if direction == "forward":
+        prose([sampler.note])
+
+
+def test_a_peer_that_cheats_in_calls_over_cold_caches_is_found(no_capture):
+    sampler, reference = sampled(rogues.CountThenStash(), samples=0, foreign=True)
+    for _ in range(40):
+        sampler.sample("cold")
+    assert not all(judge_outputs(reference, outputs).ok for _ in range(3) for outputs in sampler.outputs("cold"))
+
+
+def test_a_variant_of_ours_must_be_captured(no_capture):
+    sampler, _ = sampled(parallel, samples=0)
+    assert set(sampler.refused) == {"cold", "warm"}
+    assert sampler.note == ""
 
 
 def test_a_memo_by_a_few_numbers_of_the_input_finds_nothing_in_eager_calls():

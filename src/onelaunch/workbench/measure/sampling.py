@@ -43,6 +43,9 @@ LONG_SAMPLE_SECONDS = 50e-3
 WARM_UP_CALLS = 3
 """Number of untimed calls that come first."""
 
+CALLED = 5
+"""Calls of a cold sample of a candidate that no CUDA graph can capture, each over flushed caches."""
+
 _CHANGED_SETS = 16
 """Number of input sets whose contents change before a sample that replays a graph, in which no Python runs that could look."""
 
@@ -54,6 +57,8 @@ class Sampler(Protocol):
     """Peak memory of one call in bytes, without the inputs; ``None`` where it is not measured."""
     refused: dict[Regime, tuple[Status, str]]
     """Regimes in which the candidate cannot be timed, each with status and reason; known after :meth:`prepare`."""
+    note: str
+    """Limit of its times, in a sentence for the result; empty if there is none. Known after :meth:`prepare`."""
 
     def prepare(self, regimes: Sequence[Regime]) -> None:
         """Compile, warm up and capture, so that none of this is timed."""
@@ -85,6 +90,7 @@ class CpuSampler:
     def __init__(self, candidate: Candidate, rotation: Rotation) -> None:
         self.peak_bytes: int | None = None
         self.refused: dict[Regime, tuple[Status, str]] = {}
+        self.note = ""
         self._candidate = candidate
         self._rotation = rotation
         self._calls = 1
@@ -177,11 +183,16 @@ class Capture:
 
 
 class GpuSampler:
-    """Sampler for a GPU: CUDA-graph replay (cold, warm) and calls from Python (eager), timed by events on a side stream."""
+    """Sampler for a GPU: CUDA-graph replay (cold, warm) and calls from Python (eager), timed by events on a side stream.
+
+    A variant of another project that no graph can capture, such as one that reads values on the host, is called from Python in
+    the cold regime too. The device then waits for the host within a call, as it does for users of that project.
+    """
 
     def __init__(self, candidate: Candidate, rotation: Rotation, device: torch.device, stream: torch.cuda.Stream) -> None:
         self.peak_bytes: int | None = None
         self.refused: dict[Regime, tuple[Status, str]] = {}
+        self.note = ""
         self._candidate = candidate
         self._rotation = rotation
         self._device = device
@@ -190,6 +201,8 @@ class GpuSampler:
         self._captures: dict[Regime, Capture] = {}
         self._eager_calls = 1
         self._eager_sampled = False
+        self._host_seconds = 0.0
+        """Time of a call from Python until the device has finished."""
 
     def prepare(self, regimes: Sequence[Regime]) -> None:
         """Compile and warm up on the stream that captures, measure the peak memory, and capture the graphs."""
@@ -204,6 +217,7 @@ class GpuSampler:
             self._candidate(self._rotation.next())
             self._stream.synchronize()
             seconds = time.perf_counter() - start
+        self._host_seconds = seconds
         self._eager_calls = _calls(seconds, EAGER_SAMPLE_SECONDS)
         most = max(1, min(MOST_CALLS, int(LONG_SAMPLE_SECONDS / seconds)))
         for regime, sets in (("cold", self._rotation.sets), ("warm", self._rotation.sets[:1])):
@@ -212,7 +226,11 @@ class GpuSampler:
             try:
                 self._captures[regime] = self._prepare_capture(sets, most)
             except CaptureFailed as error:
-                self.refused[regime] = status_of(error)  # not the error itself, whose traceback would hold the capture's memory
+                failure = status_of(error)  # not the error itself, whose traceback would hold the capture's memory
+                if regime == "cold" and self._candidate.foreign:
+                    self.note = f"It was called from Python in the cold regime too, since it {failure[1].partition(': ')[2]}."
+                else:
+                    self.refused[regime] = failure
         with torch.cuda.stream(self._stream):
             self._rotation.contents.renew(self._rotation.sets)  # this candidate has seen the contents
 
@@ -225,6 +243,8 @@ class GpuSampler:
                 if seconds > LONG_SAMPLE_SECONDS:  # slower than when the number of calls was chosen
                     self._eager_calls = max(1, int(calls * LONG_SAMPLE_SECONDS / seconds))
                 return 1e6 * seconds / calls
+            if regime not in self._captures:
+                return 1e6 * self._called_seconds()
             capture = self._captures[regime]
             # Changed before the caches are flushed, so that the calls find their inputs as in any other sample.
             first = contents.random.randrange(len(capture.sets))
@@ -241,7 +261,8 @@ class GpuSampler:
             return
         with torch.cuda.stream(self._stream):
             watched = self._rotation.watch_some()
-            taken = self._judged_calls() if regime == "eager" else self._judged_replay(self._captures[regime])
+            capture = self._captures.get(regime)
+            taken = self._judged_calls() if capture is None else self._judged_replay(capture)
             self._stream.synchronize()
             self._rotation.check(watched)
         yield from taken
@@ -306,6 +327,24 @@ class GpuSampler:
             end.record()
             end.synchronize()
         return start.elapsed_time(end) / 1e3
+
+    def _called_seconds(self) -> float:
+        """Return the median time of a few calls from Python in seconds, each over flushed caches.
+
+        A sleeping kernel comes first, so that what the host enqueues before it waits for the device takes no time on the device.
+        """
+        found = []
+        for _ in range(CALLED):
+            inputs = self._rotation.next()
+            self._flush_caches()
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            torch.cuda._sleep(int(2e9 * min(self._host_seconds, 5e-3)))  # noqa: SLF001 - cycles, at about 2 GHz
+            outputs = self._timed_calls([inputs], start, end)
+            self._stream.synchronize()
+            found.append(start.elapsed_time(end) / 1e3)
+            poison_outputs(outputs, inputs)
+            self._rotation.contents.renew([inputs])
+        return statistics.median(found)
 
     def _eager_seconds(self) -> float:
         """Return the time of one sample of eager calls in seconds, and poison the outputs of the last one.

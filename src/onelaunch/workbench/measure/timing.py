@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import torch
 
@@ -27,7 +27,8 @@ from onelaunch.workbench.measure.clocks import Clocks
 from onelaunch.workbench.measure.entry import RAISED, Entry
 from onelaunch.workbench.measure.outcomes import CandidateResult, Interrupted, Measurements, invalidate, too_fast
 from onelaunch.workbench.measure.rotation import Rotation, rotate
-from onelaunch.workbench.measure.sampling import LONG_SAMPLE_SECONDS, make_sampler
+from onelaunch.workbench.measure.rounds import MOST_TIMES, is_unsteady, order, stopped
+from onelaunch.workbench.measure.sampling import make_sampler
 from onelaunch.workbench.result import OUTSIDE, Noise, Regime, Status, Timing, Verdict
 from onelaunch.workbench.stored import LEAST_TIME, MOST_TIME
 from onelaunch.workbench.study import LOOPS
@@ -38,8 +39,6 @@ from onelaunch.workbench.verify.gate import own_tolerance_of
 from onelaunch.workbench.verify.reference import Reference
 from onelaunch.workbench.verify.repeated import examine_once
 from onelaunch.workbench.verify.trivial import trivial_passes
-
-T = TypeVar("T")
 
 Kind = Literal["variant", "control", "again"]
 """Kind of a candidate. ``again`` is the second copy of the baseline, whose ratio to the first is the noise."""
@@ -55,10 +54,6 @@ LEAST_ROUNDS = 3
 
 WARM_UP_SECONDS = {"cuda": 1.0, "cpu": 0.2}
 """Seconds by device type for which all candidates run before the first round, so that clocks and temperature settle."""
-
-_MOST_OF_THE_TIME = 0.5
-"""Fraction of the time of all rounds from which a note names the candidate that took it, if the time cap ended the rounds and its
-samples are long."""
 
 Progress = Callable[[str, int, int], None]
 """Callback for progress: the name of the step, the number of its items that are done, and the number of all its items."""
@@ -286,6 +281,8 @@ class _Session:
             else:  # a measurement without a noise floor is still of use
                 self.notes.append(f"No A/A run: {again.result.reason}.")
         self.notes += [f"{rotation.note}." for control, rotation in rotations.items() if control is None]
+        shown = [(name, entry.sampler) for (name, kind), entry in self.entries.items() if kind != "again"]
+        self.notes += [f"{name}: {sampler.note}" for name, sampler in shown if sampler is not None and sampler.note]
 
     def take_rounds(self, rounds: int, time_cap_seconds: float) -> None:
         """Take samples of all candidates in all regimes, round by round, until the time cap."""
@@ -295,37 +292,35 @@ class _Session:
         start = time.perf_counter()
         for index in range(rounds):
             if index >= LEAST_ROUNDS and time.perf_counter() - start > time_cap_seconds:
-                self.notes.append(self._stopped(time_cap_seconds, index, rounds))
+                self.notes.append(stopped(self.entries.values(), len(self.regimes), time_cap_seconds, index, rounds))
                 break
             self.progress("time", index, rounds)
-            taken = [
-                (key, regime, sample)
-                for regime in self.regimes
-                for key in order(tuple(key for key, entry in self.entries.items() if entry.runs), index)
-                if (sample := self._sample(self.entries[key], regime)) is not None
-            ]
-            if backwards := [(key, regime) for key, regime, sample in taken if not LEAST_TIME <= sample <= MOST_TIME]:
-                (name, _), regime = backwards[0]
-                self.notes.append(
-                    f"The clock went backwards in round {index + 1}, while {name} was timed ({regime}). It is left out."
-                )
-                continue
-            for key, regime, sample in taken:  # an interrupted round is dropped, since ratios are taken round by round
-                self.entries[key].rounds.setdefault(regime, []).append(sample)
+            self._take_round(index, self.regimes)
             self.clocks.sample()
+        for index in range(rounds, MOST_TIMES * rounds):
+            if not is_unsteady(self._noise(), self.device) or time.perf_counter() - start > time_cap_seconds:
+                break
+            self._take_round(index, ("eager",))
         for entry in self.entries.values():
             if entry.runs and not entry.rounds and entry.sampler is not None and not entry.sampler.refused:
                 entry.result.status, entry.result.reason = "error", "the clock went backwards in every round"
 
-    def _stopped(self, time_cap_seconds: float, index: int, rounds: int) -> str:
-        """Return the note on a time cap, with the candidate that took most of the time, if one did."""
-        note = f"Stopped by the time cap of {time_cap_seconds:g} s after {index} of {rounds} rounds."
-        slowest = max(self.entries.values(), key=lambda entry: entry.seconds)
-        share = slowest.seconds / max(sum(entry.seconds for entry in self.entries.values()), 1e-9)
-        samples = index * len(self.regimes)
-        if share < _MOST_OF_THE_TIME or slowest.seconds < samples * LONG_SAMPLE_SECONDS:
-            return note
-        return f"{note} {slowest.candidate.name} took {share:.0%} of the time."
+    def _take_round(self, index: int, regimes: Sequence[Regime]) -> None:
+        """Take a sample of every candidate in each of these regimes, and keep them unless a clock went backwards."""
+        taken = [
+            (key, regime, sample)
+            for regime in regimes
+            for key in order(tuple(key for key, entry in self.entries.items() if entry.runs), index)
+            if (sample := self._sample(self.entries[key], regime)) is not None
+        ]
+        if backwards := [(key, regime) for key, regime, sample in taken if not LEAST_TIME <= sample <= MOST_TIME]:
+            (name, _), regime = backwards[0]
+            self.notes.append(
+                f"The clock went backwards in round {index + 1}, while {name} was timed ({regime}). It is left out."
+            )
+            return
+        for key, regime, sample in taken:  # an interrupted round is dropped, since ratios are taken round by round
+            self.entries[key].rounds.setdefault(regime, []).append(sample)
 
     def verify_again(self) -> None:
         """Judge outputs of a last sample on new contents. A candidate whose outputs do not pass becomes ``incorrect``.
@@ -484,12 +479,3 @@ class _Session:
                 sample = 1e6 * entry.loops[regime].seconds()
         entry.seconds += time.perf_counter() - start
         return sample
-
-
-def order(names: Sequence[T], index: int) -> tuple[T, ...]:
-    """Return the names in the order of round ``index``: rotated by one every second round, and reversed in odd rounds."""
-    if not names:
-        return ()
-    start = (index // 2) % len(names)
-    rotated = (*names[start:], *names[:start])
-    return rotated[::-1] if index % 2 else rotated

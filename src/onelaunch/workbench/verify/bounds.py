@@ -48,6 +48,8 @@ class Bound:
     """Largest norm-wise error of each part along time; empty without a time dimension."""
     root_mean_square: float = 0.0
     """Root mean square of the expected values."""
+    greatest: float = 0.0
+    """Largest magnitude of the expected values."""
     stated: float = 0.0
     """Norm-wise error on which a bound rests where it is larger than that of the PyTorch baseline; 0 if no error is stated."""
 
@@ -61,6 +63,14 @@ class Bound:
         return replace(
             self, largest=largest, parts=tuple(max(part, PART * stated) for part in self.parts), stated=max(self.stated, stated)
         )
+
+    def of_a_peer(self, tolerance: float) -> Bound:
+        """Return the bounds for a peer whose own project's tests allow this norm-wise error, and look at no single elements.
+
+        An element may be off by this fraction of the largest one, as where a result is rounded to fewer bits than its dtype has.
+        """
+        raised = self.raised(tolerance)
+        return replace(raised, largest=max(raised.largest, tolerance * self.greatest))
 
     def problems(self, error: ComponentError) -> list[str]:
         """Return in sentences which bounds an error exceeds: that of an element, and that of the first such part along time."""
@@ -97,10 +107,11 @@ def bound_of(plain: torch.Tensor, expected: torch.Tensor, length: int) -> Bound:
     overall = norm_error(exact, expected, plain.dtype)
     root_mean_square = float(torch.linalg.vector_norm(expected)) / math.sqrt(expected.numel())
     # Slack as in the norm-wise bound, because a baseline that rounds nothing would ask for exact outputs.
-    scale = float(expected.abs().max()) if root_mean_square >= _negligible(plain.dtype) else 1.0
+    greatest = float(expected.abs().max())
+    scale = greatest if root_mean_square >= _negligible(plain.dtype) else 1.0
     largest = LARGEST * largest_error(exact, expected) + PART * SLACK * scale
     parts = errors_by_position(exact, expected, plain.dtype, length)
-    return Bound(largest, tuple(PART * (max(part, overall) + SLACK) for part in parts), root_mean_square)
+    return Bound(largest, tuple(PART * (max(part, overall) + SLACK) for part in parts), root_mean_square, greatest)
 
 
 def largest_error(given: torch.Tensor, expected: torch.Tensor) -> float:

@@ -72,7 +72,7 @@ class Reference:
         if tolerance is None:
             return self
         allowed = {name: max(value, tolerance) for name, value in self.allowed.items()}
-        bounds = {name: bound.raised(tolerance) for name, bound in self.bounds.items()}
+        bounds = {name: bound.of_a_peer(tolerance) for name, bound in self.bounds.items()}
         return replace(self, allowed=allowed, bounds=bounds)
 
     def loosened(self, factor: float) -> Reference:

@@ -1,0 +1,63 @@
+"""Rounds of a measurement: the order of the candidates, the note on rounds that a time cap left out, and when more are needed.
+
+``timing.py`` takes the rounds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from typing import TypeVar
+
+import torch
+
+from onelaunch.workbench.measure.entry import Entry
+from onelaunch.workbench.measure.sampling import LONG_SAMPLE_SECONDS
+from onelaunch.workbench.result import Noise
+
+T = TypeVar("T")
+
+STEADY = 1.04
+"""A/A noise of calls from Python on a GPU above which more rounds of this regime follow."""
+
+MOST_TIMES = 4
+"""Most rounds of calls from Python on a GPU, in those that were asked for."""
+
+_MOST_OF_THE_TIME = 0.5
+"""Fraction of the time of all rounds from which a note names the candidate that took it, if the time cap ended the rounds and its
+samples are long."""
+
+
+def order(names: Sequence[T], index: int) -> tuple[T, ...]:
+    """Return the names in the order of round ``index``: rotated by one every second round, and reversed in odd rounds."""
+    if not names:
+        return ()
+    start = (index // 2) % len(names)
+    rotated = (*names[start:], *names[:start])
+    return rotated[::-1] if index % 2 else rotated
+
+
+def is_unsteady(noise: Iterable[Noise], device: torch.device) -> bool:
+    """Return whether the A/A noise of calls from Python on a GPU is above :data:`STEADY`, since the host has other work too.
+
+    More rounds narrow the interval of the A/A ratio. Whether they follow depends on this interval alone, and not on how a
+    variant's times compare with those of another.
+    """
+    return device.type == "cuda" and any(each.regime == "eager" and each.floor > STEADY for each in noise)
+
+
+def stopped(entries: Collection[Entry], regimes: int, time_cap_seconds: float, index: int, rounds: int) -> str:
+    """Return the note on a time cap, with the candidate that took most of the time, if one did.
+
+    Args:
+        entries: All candidates, with the seconds that their samples took.
+        regimes: Number of regimes in which each was timed.
+        time_cap_seconds: Seconds after which no new round began.
+        index: Number of rounds that were taken.
+        rounds: Number of rounds that were asked for.
+    """
+    note = f"Stopped by the time cap of {time_cap_seconds:g} s after {index} of {rounds} rounds."
+    slowest = max(entries, key=lambda entry: entry.seconds)
+    share = slowest.seconds / max(sum(entry.seconds for entry in entries), 1e-9)
+    if share < _MOST_OF_THE_TIME or slowest.seconds < index * regimes * LONG_SAMPLE_SECONDS:
+        return note
+    return f"{note} {slowest.candidate.name} took {share:.0%} of the time."
