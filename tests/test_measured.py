@@ -156,6 +156,7 @@ BROKEN = {
     "a time that is infinite": table(row(microseconds={"loop": float("inf")})),
     "a negative time": table(row(microseconds={"loop": -1.0})),
     "a time of zero": table(row(microseconds={"loop": 0})),
+    "a variant of auto of a wrong type": table(row(auto=["loop"])),
     "a date of a wrong type": table(row(run=20261126)),
     "noise below 1": table(row(noise=0.02)),
     "software of a wrong type": table(row(software=["torch"])),
@@ -281,6 +282,37 @@ def test_the_table_of_the_most_similar_hopper_gpu_is_borrowed(places, monkeypatc
         return measured.nearest(device, "scale", "forward", torch.float32, {"N": 8}, borrow=True).microseconds["loop"]
 
     assert [found(132, 144), found(132, 96), found(114, 80), found(78, 141), found(132, 79)] == [1.0, 2.0, 2.0, 1.0, 2.0]
+
+
+def test_a_row_of_auto_alone_decides_nothing_among_our_variants(places, lent, scale, prose):
+    """The nearest row holds the time of what ``auto`` chose. The choice is still that of a row which compares."""
+    query = Query("scale", "cpu", torch.float32, (8,))
+    alone = row(microseconds={"vector": 2.0, "elsewhere": 3.0}, auto="vector")
+    (places[1] / f"{lent.table}.json").write_text(table(alone, device=lent.name))
+    forget()
+    assert dispatch.choose(query).name == "loop", "as the table of the H200 says"
+    assert dispatch.choose(query._replace(sizes=(64,))).name == "vector", "the first in preference"
+    found = dispatch.explain(query._replace(sizes=(64,)))
+    assert {each.variant: each.microseconds for each in found.standings if each.microseconds} == alone["microseconds"]
+    assert (found.table.name, found.whose) == (f"{lent.table}.json", "your own table, written by onelaunch study adopt")
+    prose(found.because)
+    assert dispatch.why_not_faster(query._replace(sizes=(64,)), "elsewhere") is None
+    both = row(n=64, microseconds={"loop": 2.0, "vector": 2.5})
+    (places[1] / f"{lent.table}.json").write_text(table(alone, both, device=lent.name))
+    forget()
+    assert dispatch.choose(query).name == "loop", "a row that compares counts, though it is farther"
+    assert dispatch.explain(query).standings[0].microseconds == 2.0
+
+
+def test_a_similar_gpu_whose_rows_compare_nothing_is_passed_over(places, lent, scale, monkeypatch):
+    monkeypatch.setattr(measured, "HOPPER_TABLES", {"nvidia-h100": (132, 80 << 30), **measured.HOPPER_TABLES})
+    alone = row(microseconds={"vector": 2.0, "elsewhere": 3.0}, auto="vector")
+    (places[0] / "nvidia-h100.json").write_text(table(alone, device="NVIDIA H100"))
+    forget()
+    query = Query("scale", "cpu", torch.float32, (8,))
+    assert dispatch.choose(query).name == "loop"
+    assert "NVIDIA H200" in dispatch.explain(query).because
+    assert dispatch.why_not_faster(query._replace(sizes=(64,)), "elsewhere") is None, "the H100's row compares with a peer"
 
 
 def test_every_hopper_table_of_the_package_can_be_borrowed():

@@ -8,12 +8,14 @@ import types
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from onelaunch import accelerate, dispatch
 from onelaunch.dispatch import choice
 from onelaunch.dispatch.measured import Measured
 from onelaunch.errors import ArgumentError
 from onelaunch.integrations import fla_hooks
+from onelaunch.integrations.fla_calls import Hook
 from onelaunch.operation import Query, requirements
 from onelaunch.ops import gla
 from onelaunch.ops.gated_scan import functions as scans
@@ -329,7 +331,11 @@ ROWS = {
 def test_what_measured_rows_say(case, borrowed, monkeypatch, prose):
     found, chosen = ROWS[case](), dispatch.choose(QUERY)
     monkeypatch.setattr(choice, "choose", lambda query: chosen)
-    monkeypatch.setattr(choice, "_looked_up", lambda operation, query, **option: found if option["borrow"] is borrowed else None)
+
+    def looked_up(operation, query, *, borrow, which=None):
+        return found if borrow is borrowed and found and (which is None or which(found)) else None
+
+    monkeypatch.setattr(choice, "_looked_up", looked_up)
     said = dispatch.why_not_faster(QUERY, "fla", 64)
     assert (said is None) is (case == "faster")
     if said is not None and not borrowed:
@@ -338,7 +344,7 @@ def test_what_measured_rows_say(case, borrowed, monkeypatch, prose):
 
 @pytest.mark.parametrize("name", ["H200", "H100"])
 def test_the_packages_table_decides_on_hopper_gpus(name, monkeypatch, prose):
-    """The H200 has times of its own here, and the H100 borrows them."""
+    """Each has times of its own here. Without the flag that says so, ``fla_fused_chunk`` was measured with a decay per head."""
     pytest.importorskip("triton", reason="without Triton, kernels refuse every call")
     device = pretend(HOPPERS[name], monkeypatch)
     long = Query("gla", device, torch.bfloat16, (8, 4096, 16, 128, 128))
@@ -346,7 +352,69 @@ def test_the_packages_table_decides_on_hopper_gpus(name, monkeypatch, prose):
         assert dispatch.choose(long).name == "hopper"
         assert dispatch.why_not_faster(long, "fla", 64) is None
         assert dispatch.why_not_faster(long._replace(grad=True), "fla", 64) is None
-        prose(dispatch.why_not_faster(long, "fla_fused_chunk"))
+        prose(dispatch.why_not_faster(long, "fla_fused_chunk", None, ("scalar_decay",)))
     finally:
         monkeypatch.undo()
         forget()
+
+
+# Name of fla's function, what it is given (for gla: B, T, H, K, V; for hgrn: B, T, D), and facts about the call.
+EVERYDAY = {
+    "training": ("chunk_gla", (4, 2048, 16, 128, 128), {"grad": True}),
+    "training in float16": ("chunk_simple_gla", (4, 2048, 16, 128, 128), {"dtype": torch.float16}),
+    "states": ("chunk_gla", (4, 2048, 16, 128, 128), {"grad": True, "states": 4}),
+    "float32 decays": ("chunk_gla", (2, 4096, 16, 128, 128), {"wide": True}),
+    "prefill": ("chunk_gla", (1, 4096, 16, 128, 128), {"final": True}),
+    "a decay per head": ("chunk_simple_gla", (8, 2048, 16, 64, 64), {}),
+    "a decay per head, fused": ("fused_chunk_simple_gla", (4, 2048, 16, 128, 128), {}),
+    "packed, a decay per head, fused": ("fused_chunk_simple_gla", (1, 8192, 16, 128, 128), {"packed": 4, "grad": True}),
+    "step": ("fused_recurrent_gla", (8, 1, 16, 128, 128), {"states": 8, "final": True}),
+    "step, a decay per head": ("fused_recurrent_simple_gla", (64, 1, 16, 128, 128), {"states": 64, "final": True}),
+    "scan": ("chunk_hgrn", (4, 2048, 1024), {"grad": True}),
+    "scan, recurrent": ("fused_recurrent_hgrn", (4, 2048, 1024), {"states": 4, "final": True}),
+    "scan, packed": ("fused_recurrent_hgrn", (1, 8192, 1024), {"packed": 16, "grad": True}),
+}
+FLAS = {
+    "training, a decay per head": ("chunk_simple_gla", (4, 2048, 16, 128, 128), {"grad": True}),
+    "training, a decay per head, fused": ("fused_chunk_simple_gla", (4, 2048, 16, 128, 128), {"grad": True}),
+    "scan, step": ("fused_recurrent_hgrn", (8, 1, 1024), {"states": 8, "final": True}),
+}
+"""Calls that fla's function keeps: it could not run then, its gradients were wrong, or nothing similar was measured."""
+
+
+def everyday(name, sizes, device, *, grad=False, states=0, final=False, packed=0, wide=False, dtype=torch.bfloat16):
+    """Return keyword arguments of a function of fla, as fake tensors on a device; ``wide`` makes log-decays float32."""
+
+    def tensor(*shape, kind=dtype):
+        return torch.empty(shape, dtype=kind, device=device, requires_grad=grad and kind.is_floating_point)
+
+    kind = torch.float32 if wide else dtype
+    if len(sizes) == 3:
+        given = {"x": tensor(*sizes), "g": tensor(*sizes, kind=kind)}
+        state = sizes[2:]
+    else:
+        batch, steps, heads, keys, values = sizes
+        given = {each: tensor(batch, steps, heads, keys) for each in ("q", "k")} | {"v": tensor(batch, steps, heads, values)}
+        per_head = (batch, steps, heads)
+        gate = "gk" if name == "fused_recurrent_gla" else "g"
+        given[gate] = tensor(*per_head, kind=kind) if "simple" in name else tensor(*per_head, keys, kind=kind)
+        state = (heads, keys, values)
+    given["output_final_state"] = final
+    given |= {"initial_state": torch.empty(states, *state, device=device)} if states else {}
+    return given | ({"cu_seqlens": torch.empty(packed + 1, dtype=torch.int64, device=device)} if packed else {})
+
+
+@pytest.mark.parametrize("call", [*EVERYDAY, *FLAS])
+def test_everyday_calls_on_an_h100(call, monkeypatch):
+    pytest.importorskip("triton", reason="without Triton, kernels refuse every call")
+    name, sizes, facts = (EVERYDAY | FLAS)[call]
+    device = pretend(HOPPERS["H100"], monkeypatch)
+    hook = Hook(next(each for each in fla_hooks.TARGETS if each.name == name))
+    try:
+        with FakeTensorMode():
+            found = hook._measured((), everyday(name, sizes, device, **facts))
+        said = dispatch.why_not_faster(*found)
+    finally:
+        monkeypatch.undo()
+        forget()
+    assert (said is None) is (call in EVERYDAY), said

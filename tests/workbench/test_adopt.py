@@ -23,9 +23,9 @@ from onelaunch.device.hardware import Device
 from onelaunch.dispatch import measured as tables
 from onelaunch.errors import AdoptNotice, OutputUnwritable, ResultMismatch, TableCorrupt, TableFolderError
 from onelaunch.operation import Query, find_operation
-from onelaunch.workbench.adopt import adopt
+from onelaunch.workbench.adopt import adopt, flags_of
 from onelaunch.workbench.result import Result, Verdict
-from onelaunch.workbench.study import Shape
+from onelaunch.workbench.study import Shape, Study
 from tests.workbench.ladder import MEGA, TINY, bad_cell, measured, ok_cell, study
 
 GPU = Device("cuda", "Some GPU", "sm_90", 132, 60 << 20, 150 << 30)
@@ -350,3 +350,87 @@ def test_the_committed_results_give_the_same_table_in_every_order(pytestconfig, 
     with pytest.warns(AdoptNotice):
         adopt(found[::-1], folder)
     assert json.loads(path.read_text())["rows"] == rows
+
+
+# The time of auto
+
+
+def auto_cell(chosen, microseconds, **more):
+    """Return a correct measurement of ``auto``, which chose a variant."""
+    return ok_cell("one", microseconds, **more).model_copy(update={"variant": "auto", "chosen": chosen})
+
+
+def of_auto(*cells, **more):
+    """Return a result of a study whose first variant is ``auto``."""
+    return measured(study(variants=("auto", "one", "two", "three", "peer"), **more), *cells)
+
+
+@pytest.mark.filterwarnings("ignore::onelaunch.errors.AdoptNotice")
+@pytest.mark.parametrize(
+    ("cells", "times", "auto"),
+    [
+        ([auto_cell("one", 5.0), ok_cell("peer", 9.0)], {"one": 5.0, "peer": 9.0}, "one"),
+        ([auto_cell("one", 5.0), ok_cell("two", 8.0), ok_cell("peer", 9.0)], {"one": 5.0, "two": 8.0, "peer": 9.0}, ""),
+        ([auto_cell("one", 5.0), ok_cell("one", 6.0), ok_cell("peer", 9.0)], {"one": 6.0, "peer": 9.0}, ""),
+        ([auto_cell("one", 5.0), bad_cell("one", "incorrect"), ok_cell("peer", 9.0)], {"peer": 9.0}, ""),
+        ([auto_cell("", 5.0), ok_cell("peer", 9.0)], {"peer": 9.0}, ""),
+    ],
+    ids=["beside a peer", "beside two", "beside itself", "wrong by its name", "of an older result"],
+)
+def test_the_time_of_auto_is_that_of_its_choice(folder, cells, times, auto):
+    """``peer`` needs another library, so that ``auto`` may not choose it."""
+    adopt([of_auto(*cells)], folder)
+    found = nearest(MEGA.sizes)
+    assert (found.microseconds, found.auto) == (times, auto)
+
+
+@pytest.mark.filterwarnings("ignore::onelaunch.errors.AdoptNotice")
+@pytest.mark.parametrize("together", [True, False], ids=["in one call", "in two calls"])
+def test_a_row_of_auto_alone_replaces_no_row_that_compares(folder, together, prose):
+    comparing = run_of(OLD, ok_cell("one", 9.0), ok_cell("two", 8.0))
+    alone = of_auto(auto_cell("one", 5.0), ok_cell("peer", 9.0))
+    alone = alone.model_copy(update={"provenance": alone.provenance.model_copy(update={"date": NEW})})
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for results in [[comparing, alone]] if together else [[comparing], [alone]]:
+            adopt(results, folder)
+    prose([str(each.message) for each in said if "compares several" in str(each.message)], name="notice")
+    assert nearest(MEGA.sizes).microseconds == {"one": 9.0, "two": 8.0}
+    (folder / "some-gpu.json").unlink()
+    adopt([alone], folder)
+    with pytest.warns(AdoptNotice, match="loses its times of peer"):
+        adopt([comparing], folder)
+    assert nearest(MEGA.sizes).microseconds == {"one": 9.0, "two": 8.0}, "though its run is older"
+
+
+def test_neither_the_choice_of_auto_nor_a_peer_is_asked_for_probes(folder, monkeypatch):
+    """``two`` has passed its probes, so that the result holds some. A variant of another package needs its own."""
+    result = of_auto(auto_cell("one", 5.0), ok_cell("two", 6.0), ok_cell("peer", 9.0))
+    result = Probed.model_construct(
+        **{name: getattr(result, name) for name in Result.model_fields} | {"probes": {"two": report()}}
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        adopt([result], folder)
+    assert nearest(MEGA.sizes).microseconds == {"one": 5.0, "two": 6.0, "peer": 9.0}
+    monkeypatch.setattr(find_operation("ladder").variants["one"], "run", json.dumps)
+    with pytest.warns(AdoptNotice, match="one of ladder-study is not adopted, because no probe"):
+        adopt([result], folder)
+    assert nearest(MEGA.sizes).microseconds == {"two": 6.0, "peer": 9.0}
+
+
+def test_what_takes_gradients_changes_no_forward_call():
+    """Forward the option has no effect. Backward it makes another call of the same dispatch key."""
+    options = {"final_state": True, "state_gradients": False}
+    shape = Shape(name="states", dtype="float16", sizes={"B": 1, "T": 64, "H": 1, "K": 16, "V": 16}, options=options)
+    declared = Study(name="states", question="?", operation="gla", baseline="chunked", shapes=(shape,))
+    assert flags_of(declared, shape, "forward") == ["final_state"]
+    assert flags_of(declared, shape, "forward_backward") is None
+    assert flags_of(declared, shape) is None
+
+
+@pytest.mark.filterwarnings("ignore::onelaunch.errors.AdoptNotice")
+def test_the_packages_table_of_the_h100_is_that_of_the_committed_results(pytestconfig, folder):
+    results = sorted((pytestconfig.rootpath / "results" / "nvidia-h100").glob("*.json"))
+    path = adopt([Result.load(each) for each in results], folder)
+    assert path.read_text() == (tables.TABLES / path.name).read_text()

@@ -3,6 +3,7 @@
 The choice is a function of the dispatch key (:class:`onelaunch.operation.Query`) and of the tables of measured times for the
 device (the user's and the package's, see :mod:`onelaunch.dispatch.measured`). If no similar call was measured, the operation's
 own order of preference decides; on a Hopper GPU the order of our variants at a similar call on the most similar Hopper GPU does.
+A row with the time of ``auto`` and no other that ``auto`` may choose is no such call. It only compares with other libraries.
 
 A variant of another package than the operation's is chosen only where something speaks for its results: the operation prefers
 it by name, or near calls were measured in a run in which it passed the operation's probes (edge cases), or else the call has
@@ -11,14 +12,15 @@ exactly the sizes and flags that were measured.
 The public functions of operations call :func:`run`, and so does the variant ``module`` of ``gla_layer``. Decoding, the variants
 ``packed`` and ``packed_states`` of ``gla_layer``, and the planner and the timing of studies ask :func:`pick` or :func:`choose`.
 ``explanation.py`` asks :func:`choose`, and imports the functions by which it decides: :func:`able`, :func:`borrowed_for`,
-:func:`held_back`, :func:`is_outdated`, :func:`is_trusted`, :func:`measured_near`, :func:`sizes_of` and :func:`tie`.
+:func:`held_back`, :func:`is_outdated`, :func:`is_trusted`, :func:`measured_near`, :func:`sizes_of`, :func:`tie` and
+:func:`timed_near`.
 ``onelaunch.integrations`` asks :func:`why_not_faster` where it could take the place of a function of another library.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import Any
 
@@ -230,12 +232,23 @@ def able(operation: Operation[..., Any], query: Query) -> list[str]:
 
 
 def measured_near(operation: Operation[..., Any], query: Query) -> Measured | None:
-    """Return the measured times of the call nearest to a query, or ``None``.
+    """Return the measured times of the call nearest to a query from which ``auto`` can choose, or ``None``.
+
+    A row with the time of ``auto`` alone (:attr:`Measured.auto`) does not count, since it compares no variants of ours.
 
     It is ``None`` too for a pretended device (:mod:`onelaunch.device.architectures`), for CUDA on a machine without it, and for
     a device that computes nothing, such as the meta device.
     """
-    return _looked_up(operation, query, borrow=False)
+    return _looked_up(operation, query, borrow=False, which=_compares)
+
+
+def timed_near(operation: Operation[..., Any], query: Query) -> Measured | None:
+    """Return what :func:`measured_near` does, or without it the nearest row with the time of ``auto`` alone, or ``None``."""
+    return measured_near(operation, query) or _looked_up(operation, query, borrow=False)
+
+
+def _compares(row: Measured) -> bool:
+    return not row.auto
 
 
 def borrowed_for(operation: Operation[..., Any], query: Query) -> Measured | None:
@@ -246,7 +259,7 @@ def borrowed_for(operation: Operation[..., Any], query: Query) -> Measured | Non
     compiling pays here. A row without a time of the first variant in preference is not used, since it may be older than that
     variant's ability to run such calls.
     """
-    row = _looked_up(operation, query, borrow=True)
+    row = _looked_up(operation, query, borrow=True, which=_compares)
     if row is None:
         return None
     ours = [
@@ -261,17 +274,18 @@ def borrowed_for(operation: Operation[..., Any], query: Query) -> Measured | Non
     return replace(row, microseconds=times) if ours and ours[0] in times else None
 
 
-def why_not_faster(query: Query, peer: str, changes_beyond: int | None = None) -> str | None:
+def why_not_faster(query: Query, peer: str, changes_beyond: int | None = None, changes_with: Collection[str] = ()) -> str | None:
     """Return why no measured row says that the variant which :func:`choose` returns is faster than a peer, or ``None``.
 
-    The row is that of the nearest call on this device, or of the Hopper GPU from which the order of variants is borrowed. Within
-    the noise of the row no variant is faster.
+    The row is that of the nearest call on this device with times of both, or else of the most similar Hopper GPU that has one.
+    Within the noise of the row no variant is faster.
 
     Args:
         query: Dispatch key of the call.
         peer: Name of the variant of another library. It need not be able to run here.
         changes_beyond: Number of steps T beyond which the peer calls another function of its library. Rows on the other side of
             it say nothing.
+        changes_with: Flags of a query with which the peer does something else. Rows that differ from the call in one say nothing.
 
     Returns:
         A clause such as "no similar call was measured", or ``None`` if the chosen variant is faster.
@@ -281,10 +295,21 @@ def why_not_faster(query: Query, peer: str, changes_beyond: int | None = None) -
         chosen = choose(query).name
     except VariantUnsupported:
         return f"no variant of {operation.name} can run the call"
-    row = measured_near(operation, query) or _looked_up(operation, query, borrow=True)
+
+    def is_alike(row: Measured) -> bool:
+        if changes_beyond is not None and (row.sizes["T"] > changes_beyond) != (sizes_of(operation, query)["T"] > changes_beyond):
+            return False
+        return not (row.flags ^ set(query.flags)) & set(changes_with)
+
+    def compares_both(row: Measured) -> bool:
+        return {chosen, peer} <= row.microseconds.keys() and is_alike(row)
+
+    row = _looked_up(operation, query, borrow=False, which=compares_both)
+    row = row or _looked_up(operation, query, borrow=True, which=compares_both)
+    row = row or timed_near(operation, query) or _looked_up(operation, query, borrow=True)
     if row is None:
         return "no similar call was measured"
-    if changes_beyond is not None and (row.sizes["T"] > changes_beyond) != (sizes_of(operation, query)["T"] > changes_beyond):
+    if not is_alike(row):
         return f"at the nearest measured call, {row.where()}, another function of the library was measured"
     for name in (chosen, peer):
         if name not in row.microseconds:
@@ -296,7 +321,9 @@ def why_not_faster(query: Query, peer: str, changes_beyond: int | None = None) -
     return f"at the nearest measured call, {row.where()}, {chosen} took {ours:.1f} µs and {peer} {theirs:.1f} µs"
 
 
-def _looked_up(operation: Operation[..., Any], query: Query, *, borrow: bool) -> Measured | None:
+def _looked_up(
+    operation: Operation[..., Any], query: Query, *, borrow: bool, which: Callable[[Measured], bool] | None = None
+) -> Measured | None:
     """Return what :func:`nearest` finds for a query on a real device."""
     if architecture_of(torch.device(query.device)) is not None:  # None for a real device
         return None
@@ -311,6 +338,7 @@ def _looked_up(operation: Operation[..., Any], query: Query, *, borrow: bool) ->
         query.flags,
         variants=operation.variants.keys(),
         code=lambda name: digest_of(operation.variants[name]),
+        which=which,
         borrow=borrow,
     )
 

@@ -10,7 +10,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from onelaunch.dispatch.choice import TIE, able, borrowed_for, choose, held_back, is_trusted, measured_near, sizes_of, tie
+from onelaunch.dispatch.choice import (
+    TIE,
+    able,
+    borrowed_for,
+    choose,
+    held_back,
+    is_trusted,
+    measured_near,
+    sizes_of,
+    tie,
+    timed_near,
+)
 from onelaunch.dispatch.measured import Measured
 from onelaunch.operation import Operation, Query, find_operation
 
@@ -68,7 +79,8 @@ def explain(query: Query) -> Explanation:
     operation = find_operation(query.operation)
     chosen = choose(query)
     measured = measured_near(operation, query)
-    times = measured.microseconds if measured else {}
+    shown = timed_near(operation, query)
+    times = shown.microseconds if shown else {}
     can_run = able(operation, query)
     fastest = min((times[name] for name in can_run if name in times), default=None)
     standings = tuple(
@@ -82,13 +94,13 @@ def explain(query: Query) -> Explanation:
         )
         for name, variant in operation.variants.items()
     )
-    if chosen.name in times and measured:
+    if measured is not None and chosen.name in measured.microseconds:
         fastest_of = "the fastest of our variants" if is_trusted(chosen, query) else "the fastest variant"
         because = f"it is {fastest_of}, or {_margin(measured)}, as measured at {measured.where()}"
         because += f", by {measured.whose()}" if measured.is_users else ""
         because += _trusted(operation, query, chosen.name, measured) if not is_trusted(chosen, query) else ""
     else:
-        because = _unmeasured(operation, query, measured, chosen.name)
+        because = _unmeasured(operation, query, shown, chosen.name)
         lent = borrowed_for(operation, query) if measured is None else None
         if lent is not None and chosen.name in lent.microseconds:
             because = (
@@ -104,9 +116,9 @@ def explain(query: Query) -> Explanation:
         for name, reason in chosen.why_slower(query).items()
         if not {name, chosen.name} <= times.keys()  # otherwise the standings show both times
     )
-    if measured is None:
+    if shown is None:
         return Explanation(query, chosen.name, because, standings, faster=faster)
-    return Explanation(query, chosen.name, because, standings, measured.path, measured.whose(), faster)
+    return Explanation(query, chosen.name, because, standings, shown.path, shown.whose(), faster)
 
 
 def _margin(row: Measured) -> str:
@@ -132,6 +144,8 @@ def _faster_but_held_back(standings: Sequence[Standing], chosen: str) -> str:
 
 def _unmeasured(operation: Operation[..., Any], query: Query, measured: Measured | None, chosen: str) -> str:
     """Return why no measured time decides. Times of one direction are not used for a call in the other."""
+    if measured is not None and measured.auto:
+        return f"at the nearest measured call, {measured.where()}, only {measured.auto} of our variants was measured"
     if measured is not None and chosen in measured.unsupported:
         return f"when the nearest measured call, {measured.where()}, was measured, it could not run such calls yet"
     if measured is not None:

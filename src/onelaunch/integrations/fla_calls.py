@@ -31,6 +31,12 @@ Results = tuple[torch.Tensor, torch.Tensor | None]
 Named = Mapping[str, Any]
 """Arguments of a call by name, with their default values."""
 
+_DECAYS = ("scalar_decay", "value_gate")
+"""Flags of ``gla`` with which its variants call another of the functions with ``gla`` and ``simple_gla``."""
+
+_GATES = ("no_gate",)
+"""Flags of ``gated_scan`` without which its variants multiply by the gate after the function of fla."""
+
 _FEW_STEPS = 64
 """Most steps for which the variant ``fla`` of ``gla`` was measured by ``fused_recurrent_*``. Beyond, it calls ``chunk_*``."""
 
@@ -46,6 +52,8 @@ class Measured(NamedTuple):
     """Variant of the operation that is fla's function."""
     changes_beyond: int | None
     """Number of steps beyond which this variant calls another function of fla."""
+    changes_with: tuple[str, ...]
+    """Flags of the key with which this variant calls another function of fla, or operations beside it."""
 
 
 class Target(NamedTuple):
@@ -90,7 +98,7 @@ def _chunked(gate: str, layout: str) -> Callable[[Named], Measured | str]:
         query = _gla(named, gate, layout)
         if isinstance(query, str):
             return query
-        return Measured(query, "fla" if query.sizes[1] > _FEW_STEPS else "fla_chunk", _FEW_STEPS)
+        return Measured(query, "fla" if query.sizes[1] > _FEW_STEPS else "fla_chunk", _FEW_STEPS, _DECAYS)
 
     return measured
 
@@ -103,10 +111,10 @@ def _recurrent(gate: str, layout: str) -> Callable[[Named], Measured | str]:
         if isinstance(query, str):
             return query
         if named.get("gv") is not None:
-            return Measured(query, "fla", None)
+            return Measured(query, "fla", None, _DECAYS)
         if query.sizes[1] > _FEW_STEPS:
             return f"fla's function is measured for at most {_FEW_STEPS} steps"
-        return Measured(query, "fla", _FEW_STEPS)
+        return Measured(query, "fla", _FEW_STEPS, _DECAYS)
 
     return measured
 
@@ -114,13 +122,13 @@ def _recurrent(gate: str, layout: str) -> Callable[[Named], Measured | str]:
 def _fused_chunk(named: Named) -> Measured | str:
     """Return the measurement of ``fused_chunk_simple_gla``."""
     query = _gla(named, "g", PER_HEAD)
-    return query if isinstance(query, str) else Measured(query, "fla_fused_chunk", None)
+    return query if isinstance(query, str) else Measured(query, "fla_fused_chunk", None, _DECAYS)
 
 
 def _scan(named: Named) -> Measured | str:
     """Return the measurement of ``fused_recurrent_hgrn``."""
     arguments = (named["x"], named["g"], named["initial_state"], named["output_final_state"], named.get("cu_seqlens"))
-    return Measured(scans.bound(*arguments).query(), "fla_recurrent", None)
+    return Measured(scans.bound(*arguments).query(), "fla_recurrent", None, _GATES)
 
 
 def _chunked_scan(named: Named) -> Measured | str:
@@ -128,7 +136,7 @@ def _chunked_scan(named: Named) -> Measured | str:
     query = scans.bound(named["x"], named["g"], named["initial_state"], named["output_final_state"], None).query()
     if query.grad and {"initial_state", "final_state"} & set(query.flags):
         return "fla's function drops the gradients of states, so it was not measured with them"
-    return Measured(query, "fla", None)
+    return Measured(query, "fla", None, _GATES)
 
 
 def fused_chunk_simple_gla(

@@ -20,7 +20,7 @@ from onelaunch.device.hardware import SLUG, table_name
 from onelaunch.dispatch.measured import TUNE, Key, is_time, key_of, read
 from onelaunch.errors import AdoptNotice, OutputUnwritable, ResultMismatch, TableCorrupt, TableFolderError
 from onelaunch.files import reason, replace
-from onelaunch.operation import AUTO, Direction
+from onelaunch.operation import AUTO, Direction, Operation
 from onelaunch.wording import in_a_line, listing
 from onelaunch.workbench.result import Cell, Result
 from onelaunch.workbench.result.consistency import BELOW_BOUND
@@ -30,7 +30,13 @@ PACKAGE = Path(onelaunch.__file__).resolve().parent
 """Folder of the installed package, into which no table is written."""
 
 _RUN = "run"
-"""Key of a row with the date of the run that measured it. The dispatcher does not read it."""
+"""Key of a row with the date of the run that measured it."""
+
+_AUTO = "auto"
+"""Key of a row that tells nothing about the order of our variants, with the variant whose time is that of ``auto``."""
+
+_OF_GRADIENTS = frozenset({"state_gradients"})
+"""Options of cases that say what takes gradients. A forward call is the same with and without them."""
 
 
 def adopt(results: Sequence[Result], into: Path | None = None, *, tuned: bool = False) -> Path:
@@ -44,9 +50,15 @@ def adopt(results: Sequence[Result], into: Path | None = None, *, tuned: bool = 
     The names of variants that refused the call are stored too, so that a later version in which they run it is not held to times
     without them.
 
-    A variant whose probes (edge cases of the operation) failed or were not run is left out of its rows, unless ``torch.compile``
-    makes its kernels anew for each set of sizes (capability ``recompiles``). A result without any probes is adopted all the same.
-    An :class:`~onelaunch.errors.AdoptNotice` says either, and which times a replaced row loses.
+    The time of ``auto`` counts as that of the variant that it chose, unless that one was measured by its name too. If no other
+    variant that ``auto`` may choose has a time there, the row names it under ``auto``: it compares one variant with those of
+    other libraries, and takes part in no choice among ours. It never replaces a row that compares several.
+
+    A variant whose probes (edge cases of the operation) failed or were not run is left out of its rows, with three exceptions.
+    ``torch.compile`` makes its kernels anew for each set of sizes (capability ``recompiles``). It needs another library
+    (capability ``requires``), so ``auto`` never chooses it. Or ``auto`` chose it, and it belongs to the package of its operation,
+    whose own tests run the probes on it; variants of other packages must have passed them. A result without any probes is adopted
+    all the same. An :class:`~onelaunch.errors.AdoptNotice` says what is left out, and which times a replaced row loses.
 
     Args:
         results: Results of one device, each of a finished run of committed code.
@@ -148,7 +160,14 @@ def _merge(
     for index, key in by_date:
         result, row = results[index], found[index, key]
         earlier = rows.get(key)
-        if earlier is not None and (newer := _newer(earlier, sources, result)):
+        if earlier is not None and _AUTO in row and _AUTO not in earlier:
+            _notice(
+                f"{_described(key)} of {_source(result)} is not adopted, because of our variants it holds only the one that auto "
+                "chose, and the table holds a row that compares several."
+            )
+            continue
+        comparing = earlier is not None and _AUTO in earlier and _AUTO not in row
+        if earlier is not None and not comparing and (newer := _newer(earlier, sources, result)):
             _notice(f"{_described(key)} of {_source(result)} is not adopted, because the table holds a row of {newer}.")
             continue
         if earlier is not None and (lost := sorted(earlier["microseconds"].keys() - row["microseconds"].keys())):
@@ -283,28 +302,43 @@ def _rows(result: Result, *, tuned: bool) -> list[dict[str, Any]]:
         )
     rows = []
     for shape in result.study.shapes:
-        if (flags := flags_of(result.study, shape)) is None:
-            continue
         operation = result.study.operation_at(shape)
         for direction in result.study.directions:
             cells = [cell for cell in result.cells if (cell.shape, cell.direction) == (shape.name, direction)]
             times = {
-                cell.variant: time
+                _variant(cell): time
                 for cell in cells
-                if result.study.label(operation.name, cell.variant) not in unproven
+                if result.study.label(operation.name, _variant(cell)) not in unproven
+                and (cell.variant != AUTO or all(cell.chosen != each.variant for each in cells))
                 and (time := _adoptable(result, cell)) is not None
             }
-            if times and all(cell.status != "interrupted" for cell in cells):
+            if not times or (flags := flags_of(result.study, shape, direction)) is None:
+                continue
+            if all(cell.status != "interrupted" for cell in cells):
                 sizes = {name: shape.sizes[name] for name in operation.dimensions}
                 fastest_first = dict(sorted(times.items(), key=lambda entry: entry[1]))  # for people who open the table
                 row = _row(operation.name, direction, shape.dtype, flags, sizes, fastest_first)
                 labels = {name: result.study.label(operation.name, name) for name in times}
                 reports = {name: result.probes[label] for name, label in labels.items() if label in result.probes}
                 met = sorted(name for name, report in reports.items() if report.passed and not report.failed)
-                refused = sorted(cell.variant for cell in cells if cell.status == "unsupported")
+                refused = sorted(cell.variant for cell in cells if cell.status == "unsupported" and cell.variant != AUTO)
                 row |= ({"probes": met} if met else {}) | ({"unsupported": refused} if refused else {})
+                row |= _only_auto(operation, times, cells)
                 rows.append(row | (_conditions(result, shape, direction, labels) if tuned else {}))
     return rows
+
+
+def _variant(cell: Cell) -> str:
+    """Return the name of the variant that ran: for ``auto`` the one that it chose."""
+    return cell.chosen if cell.variant == AUTO and cell.chosen else cell.variant
+
+
+def _only_auto(operation: Operation[..., Any], times: Mapping[str, float], cells: Sequence[Cell]) -> dict[str, str]:
+    """Return the part of a row that names the variant of ``auto`` if ``auto`` may choose no other with a time, else nothing."""
+    by_auto = {cell.chosen for cell in cells if cell.variant == AUTO} - {cell.variant for cell in cells}
+    known = operation.variants
+    ours = {name for name in times if name in by_auto or name not in known or known[name].capabilities.automatic}
+    return {_AUTO: next(iter(ours))} if len(ours) == 1 and ours <= by_auto else {}
 
 
 def _conditions(result: Result, shape: Shape, direction: Direction, labels: Mapping[str, str]) -> dict[str, Any]:
@@ -330,8 +364,11 @@ def _conditions(result: Result, shape: Shape, direction: Direction, labels: Mapp
 def _unproven(result: Result, *, tuned: bool) -> set[str]:
     """Return the variants that may not be adopted because their probes failed or were not run, with a notice for each.
 
-    Variants that are compiled anew for each set of sizes are not asked for probes. Results of older versions hold no probes, nor
-    do those of operations without any. One notice says so, and all may be adopted.
+    Variants that are compiled anew for each set of sizes are not asked for probes, nor are those that need another library, which
+    ``auto`` never chooses. A study runs no probes for ``auto``. The variant that it chose is believed if the package of its
+    operation holds it, as the dispatcher believes it without a measurement: that package's tests run the probes on it. Any other
+    must have passed them in this run. Results of older versions hold no probes, nor do those of operations without any. One
+    notice says so, and all may be adopted.
     """
     probes: Mapping[str, Any] = getattr(result, "probes", None) or {}
     if not probes and tuned:
@@ -345,12 +382,17 @@ def _unproven(result: Result, *, tuned: bool) -> set[str]:
     found = set()
     study = result.study
     adoptable = [cell for cell in result.cells if _adoptable(result, cell) is not None]
-    for operation, variant in dict.fromkeys((study.operation_at(study.shape(cell.shape)), cell.variant) for cell in adoptable):
+    named = {(study.operation_at(study.shape(cell.shape)), cell.variant) for cell in adoptable}
+    for operation, variant in dict.fromkeys((study.operation_at(study.shape(cell.shape)), _variant(cell)) for cell in adoptable):
         known = operation.variants.get(variant)
         if known is not None and known.capabilities.recompiles:  # its kernels at other sizes are other kernels
             continue
         name = study.label(operation.name, variant)
         report = probes.get(name)
+        if report is None and known is not None:
+            by_auto = known.is_own and (operation, variant) not in named
+            if by_auto or known.capabilities.requires is not None:
+                continue
         if report is not None and report.passed and not report.failed:
             continue
         why = f"it failed a probe: {report.failed[0]}" if report and report.failed else "no probe of it was judged correct"
@@ -359,8 +401,13 @@ def _unproven(result: Result, *, tuned: bool) -> set[str]:
     return found
 
 
-def flags_of(study: Study, shape: Shape) -> list[str] | None:
+def flags_of(study: Study, shape: Shape, direction: Direction | None = None) -> list[str] | None:
     """Return the query flags by which the dispatcher recognizes the options of a shape.
+
+    Args:
+        study: Study with the shape.
+        shape: Shape whose options are asked about.
+        direction: Direction that is measured; by default all. Options that say what takes gradients change no forward call.
 
     Returns:
         Sorted flags, or ``None`` if an option changes no flag: without it the shape would have the same ones.
@@ -373,6 +420,8 @@ def flags_of(study: Study, shape: Shape) -> list[str] | None:
     operation = study.operation_at(shape)
     flags = flags_with(shape.options)
     for option in shape.options:
+        if option in _OF_GRADIENTS and direction == "forward":
+            continue
         if flags_with({name: value for name, value in shape.options.items() if name != option}) == flags:
             return None
     return sorted(flags)
@@ -381,14 +430,14 @@ def flags_of(study: Study, shape: Shape) -> list[str] | None:
 def _adoptable(result: Result, cell: Cell) -> float | None:
     """Return the cold median in microseconds of a correct variant with status ``ok``, or ``None`` if there is none to adopt.
 
-    Controls have none, nor has ``auto``, which is a choice by the table itself.
+    Controls have none, nor has ``auto`` in an older result that does not say what it chose.
 
     Raises:
         ResultMismatch: A time is not a positive number, or below its roofline bound, so the result was not written by a run.
     """
     timing = cell.timing("cold")
     verified = cell.verdict is not None and cell.verdict.ok
-    if timing is None or not verified or cell.status != "ok" or cell.control or cell.variant == AUTO:
+    if timing is None or not verified or cell.status != "ok" or cell.control or _variant(cell) == AUTO:
         return None
     for time in (timing.microseconds.median, *timing.rounds):
         if not is_time(time) or not round(time, 3):  # a table stores nanoseconds, and a time below half of one would become 0

@@ -17,6 +17,8 @@ microseconds: {variant: time}}`` and these keys, each of which may be absent:
 - ``probes``: names of the variants that passed the operation's probes in the run that measured them;
 - ``unsupported``: names of the variants that refused the call in that run;
 - ``run``: date of that run;
+- ``auto``: name of the variant whose time is that of ``auto``, if no other variant that ``auto`` may choose was measured there;
+  such a row takes part in no choice among our variants;
 - ``by``: command that wrote the row, such as ``onelaunch tune``;
 - ``noise``: A/A noise of the times as a factor of at least 1, within which no variant counts as faster;
 - ``software``: versions by package, such as ``{"torch": "2.11.0"}``;
@@ -53,7 +55,7 @@ NEAR = 3.0
 """Largest distance at which a measured call counts as similar: the sum of |log2(ratio)| over all sizes, plus 1 for each flag
 that differs."""
 
-HOPPER_TABLES = {"nvidia-h200": (132, 141 << 30)}
+HOPPER_TABLES = {"nvidia-h100-80gb-hbm3": (132, 80 << 30), "nvidia-h200": (132, 141 << 30)}
 """SMs and bytes of memory of the Hopper GPUs whose tables the package ships, by the name of the table."""
 
 TUNE = "onelaunch tune"
@@ -93,6 +95,8 @@ class Measured:
     """Names of the variants that could not run the call when the others were measured."""
     run: str = ""
     """Date of the run that measured the row, in ISO 8601; empty if it is not known."""
+    auto: str = ""
+    """Name of the variant whose time is that of ``auto``, if no other that ``auto`` may choose was measured; else empty."""
     by: str = ""
     """Command that wrote the row; empty for ``onelaunch study adopt``."""
     noise: float = 1.0
@@ -134,6 +138,7 @@ def nearest(
     *,
     variants: Collection[str] | None = None,
     code: Callable[[str], str] | None = None,
+    which: Callable[[Measured], bool] | None = None,
     borrow: bool = False,
 ) -> Measured | None:
     """Return the measured call nearest to a call, or ``None`` if none is within :data:`NEAR`. Stale rows do not count.
@@ -149,27 +154,31 @@ def nearest(
         flags: Flags of the query.
         variants: Names of the operation's variants. Times of other variants are ignored. By default all times are used.
         code: Function from the name of a variant to the digest of its code here. Without it, digests are not compared.
-        borrow: Whether to look the call up in the package's table of the Hopper GPU most like a Hopper GPU, in place of the
-            device's own tables; there is none for a device of another architecture. It tells in which order variants are
-            likely to be fast on the device, which runs the same kernels, but not how fast: GPUs of one architecture differ in
-            SMs, clocks and bandwidth.
+        which: Function that tells whether a row is of use; rows that are not do not count. By default all are.
+        borrow: Whether to look the call up in the package's tables of Hopper GPUs, in place of the device's own tables, for a
+            device of this architecture alone. The table of the GPU most like the device speaks, and the next one only where it
+            has no such row. It tells in which order variants are likely to be fast on the device, which runs the same kernels,
+            but not how fast: GPUs of one architecture differ in SMs, clocks and bandwidth.
     """
     wanted, asked = frozenset(flags), (operation, direction, str(dtype).removeprefix("torch."))
 
     def distance(row: Measured) -> float:
         return len(row.flags ^ wanted) + sum(abs(math.log2(max(row.sizes[key], 1) / max(sizes[key], 1))) for key in row.sizes)
 
-    found: list[tuple[tuple[float, bool, int], Measured]] = []
-    for place, table in enumerate(_similar_table(device) if borrow else _own_tables(device)):
-        for key, row in table.items():
-            if key[:3] == asked and (known := _known(row, operation, tuple(sizes), variants)) is not None:
-                # A size of 0 counts as 1 in a distance, so a row of another call can have the distance 0.
-                found.append(((distance(known), not known.is_at(sizes, wanted), place), known))
-    near = sorted((each for each in found if each[0][0] <= NEAR), key=lambda each: each[0])
-    for _, row in near:
-        if (problem := staleness(operation, row, code)) is None:
-            return row
-        _warn(row.path, problem, _THESE, "tune")
+    for tables in _similar_tables(device) if borrow else [_own_tables(device)]:
+        found: list[tuple[tuple[float, bool, int], Measured]] = []
+        for place, table in enumerate(tables):
+            for key, row in table.items():
+                if key[:3] == asked and (known := _known(row, operation, tuple(sizes), variants)) is not None:
+                    # A size of 0 counts as 1 in a distance, so a row of another call can have the distance 0.
+                    found.append(((distance(known), not known.is_at(sizes, wanted), place), known))
+        near = sorted((each for each in found if each[0][0] <= NEAR), key=lambda each: each[0])
+        for _, row in near:
+            if which is not None and not which(row):
+                continue
+            if (problem := staleness(operation, row, code)) is None:
+                return row
+            _warn(row.path, problem, _THESE, "tune")
     return None
 
 
@@ -200,8 +209,10 @@ def _own_tables(device: Device) -> list[dict[Key, Measured]]:
     return [_rows(place, device.table, device.name, cpu=device.type == "cpu") for place in (folders.tables_folder(), TABLES)]
 
 
-def _similar_table(device: Device) -> list[dict[Key, Measured]]:
-    """Return the package's table of the Hopper GPU with the most similar SMs and bytes of memory, or none for other devices.
+def _similar_tables(device: Device) -> list[list[dict[Key, Measured]]]:
+    """Return each of the package's tables of Hopper GPUs, that of the most similar SMs and bytes of memory first.
+
+    There are none for devices of other architectures.
 
     The distance of two GPUs is the sum of |log2(ratio)| of both numbers.
     """
@@ -212,7 +223,7 @@ def _similar_table(device: Device) -> list[dict[Key, Measured]]:
         here = (max(device.processors, 1), max(device.memory_bytes, 1))
         return sum(abs(math.log2(mine / its)) for mine, its in zip(here, HOPPER_TABLES[table], strict=True))
 
-    return [_rows(TABLES, min(HOPPER_TABLES, key=distance), None, cpu=False)]
+    return [[_rows(TABLES, name, None, cpu=False)] for name in sorted(HOPPER_TABLES, key=distance)]
 
 
 def read(path: Path) -> tuple[str, list[str], dict[Key, Measured]]:
@@ -239,7 +250,7 @@ def read(path: Path) -> tuple[str, list[str], dict[Key, Measured]]:
         if (problem := _problem(row)) is not None:
             raise ValueError(f"row {index} {problem}")
         flags, probes, unsupported = (frozenset(row.get(name, ())) for name in ("flags", "probes", "unsupported"))
-        more = {name: row[name] for name in ("run", "by", "noise", "software", "code") if name in row}
+        more = {name: row[name] for name in ("run", "auto", "by", "noise", "software", "code") if name in row}
         key = key_of(row)
         found[key] = Measured(device, row["sizes"], row["microseconds"], flags, path, probes, unsupported, **more)
     return device, source, found
@@ -330,7 +341,7 @@ def _problem(row: object) -> str | None:
 
 def _condition_problem(row: Mapping[str, Any]) -> str | None:
     """Return what is wrong with the parts of a row that say when and with what it was measured, or ``None``."""
-    for key in ("run", "by"):
+    for key in ("run", "auto", "by"):
         if not isinstance(row.get(key, ""), str):
             return f"has {key} {row[key]!r}; it must be a string"
     for key in ("software", "code"):
