@@ -21,10 +21,8 @@ import torch
 
 from onelaunch.workbench.measure import rotation, sampling, timing
 from onelaunch.workbench.measure.rotation import count_sets, rotate
-from onelaunch.workbench.measure.rounds import is_unsteady
 from onelaunch.workbench.measure.sampling import CpuSampler, GpuSampler
-from onelaunch.workbench.measure.timing import Interrupted, measure, order
-from onelaunch.workbench.result import Estimate, Noise
+from onelaunch.workbench.measure.timing import Interrupted, measure
 from onelaunch.workbench.verify import Judge
 from onelaunch.workbench.verify.calls import Candidate, status_of
 from tests.workbench.toy import ToyCall, parallel, toy_case, toy_sum
@@ -82,20 +80,6 @@ def run(**changes):
 
 
 # Order
-
-
-@pytest.mark.parametrize("count", [1, 2, 3, 5, 8])
-def test_every_candidate_takes_every_position_equally_often(count):
-    names = tuple("abcdefgh"[:count])
-    rounds = [order(names, index) for index in range(2 * count)]
-    assert all(sorted(one) == list(names) for one in rounds)
-    for place in range(count):
-        assert Counter(one[place] for one in rounds) == dict.fromkeys(names, 2)
-
-
-def test_each_candidate_also_precedes_those_that_it_follows():
-    pairs = Counter(pair for index in range(6) for pair in itertools.pairwise(order("abc", index)))
-    assert all(pairs[pair] == pairs[pair[::-1]] for pair in pairs)
 
 
 def test_candidates_are_interleaved_within_rounds(scripted):
@@ -311,16 +295,6 @@ def test_calls_from_python_get_more_rounds_while_the_noise_is_high(scripted, mon
     found = run(regimes=("cold", "eager"), rounds=5)
     assert {one.regime: len(one.rounds) for one in found.candidates["parallel"].timings} == {"cold": 5, "eager": 8}
     assert {each.regime for each in asked[0]} == {"cold", "eager"}
-
-
-@pytest.mark.parametrize(
-    ("device", "regime", "floor", "unsteady"),
-    [("cuda", "eager", 1.06, True), ("cuda", "eager", 1.02, False), ("cuda", "cold", 1.2, False), ("cpu", "eager", 1.2, False)],
-)
-def test_only_calls_from_python_on_a_gpu_get_more_rounds(device, regime, floor, unsteady):
-    ratio = Estimate(median=1.0, low=1 / floor, high=floor, samples=5)
-    noise = Noise(shape="one", direction="forward", regime=regime, ratio=ratio, floor=floor)
-    assert is_unsteady([noise], torch.device(device)) == unsteady
 
 
 def test_the_time_limit_stops_after_three_rounds_at_the_earliest():
