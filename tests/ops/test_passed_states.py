@@ -257,6 +257,8 @@ FORMS = [*(("bfloat16", kind) for kind in KINDS), ("float16", {}), ("float32", {
 REFUSED = {
     ("gla", "hopper", "float32"): "needs float16 or bfloat16",
     ("gla", "hopper_in_turns", "float32"): "needs float16 or bfloat16",
+    **{("gla", "hopper_tf32", dtype): "needs float32" for dtype in ("bfloat16", "float16")},
+    ("gla", "hopper_tf32", "float32"): "TF32",
     ("linear_rnn", "fused_hopper", "float32"): "needs float16 or bfloat16",
 }
 """Words of the reasons for which the tests below skip on a Hopper GPU, by operation, variant and dtype."""

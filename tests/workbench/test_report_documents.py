@@ -40,8 +40,9 @@ load = functools.cache(Result.load)
 
 
 def stored(operation: str) -> Result:
-    """Return the committed result of an operation, of which there is one."""
-    (found,) = (each for path in STORED if (each := load(path)).study.operation == operation)
+    """Return the committed result of an operation on an H200, of which there is one."""
+    here = [path for path in STORED if path.parent.name == "nvidia-h200"]
+    (found,) = (each for path in here if (each := load(path)).study.operation == operation)
     return found
 
 
@@ -77,7 +78,7 @@ def test_every_time_is_in_a_table_of_all_variants(path):
     assert all(len(table[0]) <= SIDE_BY_SIDE + 1 for table in wide)
     written = {cell.strip("*") for table in wide for row in table[1:] for cell in row[1:]}
     for cell in result.cells:
-        if cell.status == "ok" and (timing := cell.timing("cold")):
+        if cell.status == "ok" and (timing := cell.timing("cold") or cell.timing("eager")):
             assert f"{timing.microseconds.median:,.1f}" in written, (cell.shape, cell.variant)
     assert "Without a time" in text or all(cell.status == "ok" for cell in result.cells)
 

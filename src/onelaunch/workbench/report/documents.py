@@ -43,10 +43,13 @@ NONE = "–"
 """Mark of a missing time."""
 
 _SHOWN: tuple[Regime, ...] = ("cold", *LOOPS)
-"""Regimes whose times the documentation shows."""
+"""Regimes whose times the documentation shows, in a study that has one of them; calls from Python in another study."""
 
 SIDE_BY_SIDE = 5
 """Largest number of shapes that are columns of one table of all variants, so that it fits a page."""
+
+_MOST_SIZES = 9
+"""Largest number of sizes and options that have columns of their own, so that the table fits a page."""
 
 COMPILED = "compiled"
 """Name of the variant of every operation that is torch.compile of plain PyTorch."""
@@ -114,7 +117,8 @@ def docs_section(result: Result, source: str) -> str:
     if result.interrupted:
         blocks.append("The run was interrupted; it did not reach the shapes that are missing here.")
     blocks.append(" ".join(filter(None, (_legend(result), READING))))
-    ranges = [(direction, regime) for direction in directions(result) for regime in _SHOWN if _timed(result, direction, regime)]
+    shown: tuple[Regime, ...] = _SHOWN if any(regime in _SHOWN for regime in result.study.regimes) else ("eager",)
+    ranges = [(direction, regime) for direction in directions(result) for regime in shown if _timed(result, direction, regime)]
     for direction, regime in ranges:
         blocks += [f"**{_title(direction, regime)}**", _winners(result, direction, regime)]
     for direction, regime in ranges:
@@ -336,7 +340,10 @@ def _dimensions(numbers: Sequence[int], sizes: Mapping[str, int]) -> tuple[str, 
 
 
 def _sizes(result: Result) -> list[str]:
-    """Return a sentence with the sizes that all shapes share, and a table of the sizes that differ."""
+    """Return a sentence with the sizes that all shapes share, and a table of the sizes that differ.
+
+    With more than :data:`_MOST_SIZES` of these, as where shapes are of several operations, they stand in one column, with names.
+    """
     measured = _measured_shapes(result)
     values = [
         {**shape.sizes, "dtype": shape.dtype, **{key: str(value) for key, value in shape.options.items()}} for shape in measured
@@ -350,4 +357,8 @@ def _sizes(result: Result) -> list[str]:
         for shape, row in zip(measured, values, strict=True)
     ]
     table = markdown_table(["shape", *map(markdown, differ)], rows)
+    if len(differ) > _MOST_SIZES:
+        listed = [", ".join(f"{key} = {row[key]}" for key in differ if key in row) for row in values]
+        rows = [[markdown(shape.name), markdown(text)] for shape, text in zip(measured, listed, strict=True)]
+        table = markdown_table(["shape", "sizes and options"], rows)
     return [f"At every shape: {markdown(common)}.", table] if common else [table]
