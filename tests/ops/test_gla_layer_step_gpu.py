@@ -95,7 +95,7 @@ def test_profile_markers_follow_each_other(device):
     case = GLA_LAYER.case("bfloat16", **CASES["1_sequences"])
     call = GLA_LAYER.bind(**GLA_LAYER.make_inputs(case, device, 0).arguments)
     ctas = StepInputs.of(call).config().ctas
-    markers = torch.zeros(ctas, configure_step.MARKERS, 2, dtype=torch.int64, device=device)
+    markers = torch.zeros(ctas, configure_step.MARKERS + configure_step.ARRIVALS, 2, dtype=torch.int64, device=device)
     marked, plain = launch_step.run(StepInputs.of(call), markers), launch_step.run(StepInputs.of(call))
     assert all(torch.equal(one, other) for one, other in zip(marked, plain, strict=True))
-    assert bool((markers[:, :, 0].diff(dim=1) > 0).all())
+    assert bool((markers[:, : configure_step.MARKERS, 0].diff(dim=1) > 0).all())

@@ -257,14 +257,16 @@ void cp_async_bulk(void* to, const void* from, u32 bytes, u64* bar, u64) {
 }
 // Elements outside the tensor are zero. Lines of 128 bytes, the box's innermost dimension, follow each other; 16-byte units are permuted.
 void tma_load_3d(void* to, const TensorMap* map, int c0, int c1, int c2, u64* bar) {
-  if ((uintptr_t)to % 1024 || map->box[0] != 64 || c0 % 64) fprintf(stderr, "a box is not of whole lines, or not aligned\n"), abort();
-  auto box = std::make_shared<std::vector<char>>(128 * map->box[1] * map->box[2], (char)0);
+  const u32 width = map->box[0], bytes = 2 * width;
+  if ((uintptr_t)to % 1024 || (width != 64 && width != 256) || c0 % width) fprintf(stderr, "a box is not of whole lines, or not aligned\n"), abort();
+  auto box = std::make_shared<std::vector<char>>(bytes * map->box[1] * map->box[2], (char)0);
   for (u32 z = 0; z < map->box[2]; ++z)
     for (u32 y = 0; y < map->box[1]; ++y) {
       const u64 line = z * map->box[1] + y, at[3] = {(u64)c0, (u64)c1 + y, (u64)c2 + z};
-      if (at[0] + 64 > map->sizes[0] || at[1] >= map->sizes[1] || at[2] >= map->sizes[2]) continue;
+      if (at[0] + width > map->sizes[0] || at[1] >= map->sizes[1] || at[2] >= map->sizes[2]) continue;
       const char* from = map->base + 2 * at[0] + at[1] * map->strides[0] + at[2] * map->strides[1];
-      for (u64 unit = 0; unit < 8; ++unit) memcpy(box->data() + line * 128 + (unit ^ line % 8) * 16, from + unit * 16, 16);
+      const u64 swizzle = width == 64 ? line % 8 : 0;
+      for (u64 unit = 0; unit < bytes / 16; ++unit) memcpy(box->data() + line * bytes + (unit ^ swizzle) * 16, from + unit * 16, 16);
     }
   enqueue(to, box->data(), box->size(), bar, box, __builtin_return_address(0));
 }

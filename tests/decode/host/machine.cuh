@@ -56,7 +56,8 @@ void mbarrier_arrive(u64* bar);
 bool mbarrier_try_wait(u64* bar, u32 phase);
 DEVICE u64 createpolicy_evict_first() { return 0; }
 void cp_async_bulk(void* to, const void* from, u32 bytes, u64* bar, u64);
-// Tensor map of 16-bit elements in three dimensions, innermost first, with the 128-byte swizzle. Strides are in bytes.
+// Tensor map of 16-bit elements in three dimensions, innermost first. Boxes of 64 columns have the 128-byte swizzle, those of 256 columns have
+// none. Strides are in bytes.
 struct TensorMap {
   const char* base;
   u64 sizes[3], strides[2];

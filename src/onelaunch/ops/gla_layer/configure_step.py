@@ -37,14 +37,29 @@ _OPERAND_BYTES = 64 * 1024
 _STATE_FLOATS = 64
 """Most numbers of the state in a thread's registers."""
 
-_BLOCK_ROWS = 16
-"""Most rows whose q, k and decays are staged at once."""
+_MORE_BARRIERS = 5
+"""Number of mbarriers beside those of the ring: for 4 boxes of an operand, and one that says that all is read."""
 
-MARKERS = 8
-"""Number of profile markers of a CTA."""
+_BLOCK_ROWS, _BLOCK_SEQUENCES = 16, 4
+"""Most rows whose q, k and decays are staged at once, and most sequences of a CTA that has whole ones."""
+
+FLIGHT = 4
+"""Most chunks on their way to a CTA at once. More of them delay those that are needed first, and what CTAs exchange."""
+
+TAGGED_ROWS, TAGGED_GATED_ROWS = 16, 4
+"""Most rows of x whose exchange within a head, and among all CTAs, takes place in tagged words.
+
+They lie in the zeroed memory of which captured calls have a reserve, and all CTAs read the latter in float32.
+"""
+
+LINEAR_ROWS = 4
+"""Most rows of x with which chunks have whole rows of the weights, since each row of x takes matrix instructions of its own."""
+
+MARKERS, ARRIVALS = 8, 40
+"""Number of profile markers of a CTA: of its phases, and of the first chunks that it copies."""
 
 _POINTERS: list[cuda.Kind] = ["pointer"] * 12
-_MAPS: list[cuda.Kind] = ["map"] * 4
+_MAPS: list[cuda.Kind] = ["map"] * 6
 KINDS: tuple[cuda.Kind, ...] = (*_POINTERS, "i32", "i32", "f32", "f32", *_MAPS)
 """Kinds of the kernel's arguments, in the order of ``gla_layer_step`` in ``step.cu``."""
 
@@ -71,6 +86,16 @@ class StepConfig:
     """Rows whose q, k and decays are in shared memory at once."""
     one_step: bool
     """Flag that every sequence has one step, T = 1."""
+    by_sequence: bool = False
+    """Flag that a CTA has whole sequences of its head, and not value channels of all of them."""
+    flight: int = FLIGHT
+    """Most chunks on their way at once."""
+    tagged: bool = True
+    """Flag that the CTAs of a head exchange tagged words, and do not count arrivals."""
+    tagged_gated: bool = True
+    """Flag that all CTAs exchange the gated o in tagged words."""
+    linear: bool = True
+    """Flag that a chunk of weights has whole rows, as they lie in memory."""
     profiled: bool = False
     """Flag that CTAs write profile markers."""
 
@@ -87,6 +112,39 @@ class StepConfig:
     def columns(self) -> int:
         """Rows of x rounded up to the columns of a matrix instruction."""
         return max(self.rows, 8)
+
+    @property
+    def boxed(self) -> bool:
+        """Flag that operands lie in shared memory as TMA stores them."""
+        return self.rows >= 8
+
+    @property
+    def exchanged(self) -> int:
+        """Number of floats of a row that the CTAs of a head exchange."""
+        ranks = 0 if self.rank is None else 4 * cdiv(self.rank, 4)
+        return 2 * self.keys + ranks + (2 * self.values if self.by_sequence else 0)
+
+    def linear_rows(self, rows: int, columns: int) -> int:
+        """Return the rows of a chunk that has whole ones, for tiles of ``rows`` rows."""
+        while rows > 1 and rows * columns * 2 > CHUNK:
+            rows //= 2
+        return rows
+
+    def tagged_words(self, rows: int) -> int:
+        """Return the number of 32-bit words that CTAs exchange as tagged ones, for ``rows`` rows of x."""
+        exchanged = self.heads * rows * self.exchanged if self.tagged else 0
+        return exchanged + (rows * (self.heads * self.values + self.ctas) if self.tagged_gated else 0)
+
+    def operand_blocks(self, columns: int) -> int:
+        """Return the 64-column blocks of a box of the operand, for slabs of ``columns``."""
+        return min(CHUNK // (128 * max(self.rows, 8)), columns // 64)
+
+    def operand_bytes(self, columns: int) -> int:
+        """Return the bytes of a slab of the operand in shared memory: whole boxes, or padded rows."""
+        if not self.boxed:
+            return self.rows * (2 * columns + 64)
+        blocks = self.operand_blocks(columns)
+        return self.rows * 128 * blocks * cdiv(columns // 64, blocks)
 
     @property
     def slab(self) -> int:
@@ -168,12 +226,19 @@ def config_of(
         share = f"{keys * value_rows} with {members} CTAs per head"
         return f"needs at most 16384 numbers of a head's state for each CTA, and has {share}"
     slots = WARPS // parts
-    block_rows = max(slots, min(rows, _BLOCK_ROWS))
+    by_sequence = length == 1 and batch >= members and rows >= 8
+    least = 1 if by_sequence else slots
+    block_rows = min(power_of_2(cdiv(batch, members)), _BLOCK_SEQUENCES) if by_sequence else max(slots, min(rows, _BLOCK_ROWS))
+    tagged = batch * length <= TAGGED_ROWS
+    tagged_gated = tagged and batch * length <= TAGGED_GATED_ROWS
+    linear = rows <= LINEAR_ROWS and all(n % 256 == 0 and 2 * n <= CHUNK for n in (width, heads * values))
+    sizes = (heads, keys, values, width, rank, float_norm, members, rows, slots)
     while True:
-        config = StepConfig(heads, keys, values, width, rank, float_norm, members, rows, slots, block_rows, length == 1)
-        if _layout(config).stages >= FEWEST_STAGES:
-            return config
-        if block_rows == slots:
+        config = StepConfig(*sizes, block_rows, length == 1, by_sequence, FLIGHT, tagged, tagged_gated, linear)
+        stages = _layout(config).stages
+        if stages >= FEWEST_STAGES:
+            return replace(config, flight=min(FLIGHT, stages))
+        if block_rows == least:
             return "needs more shared memory than an SM has: it takes fewer rows of x, a lower rank or smaller heads"
         block_rows //= 2
 
@@ -183,32 +248,37 @@ def _layout(config: StepConfig) -> _Sizes:
     """Return the layout of shared memory: the ring first, so that its stages are aligned, then arrays, then mbarriers."""
     value_rows, key_rows = config.values // config.members, config.keys // config.members
     rank_rows = 1 if config.rank is None else cdiv(config.rank, config.members)
-    exchanged = 0 if config.rank is None else 4 * cdiv(config.rank, 4)
+    ranks = 0 if config.rank is None else 4 * cdiv(config.rank, 4)
     parts, groups = WARPS // config.slots, WARPS // (2 if config.rows > 32 else 1)
     slabs = cdiv(config.heads * config.values, config.out_slab)
     out_rows = config.out_tile * cdiv(config.width // config.out_tile, config.ctas) if slabs > 1 else 0
     y_rows = max(2 * key_rows + rank_rows + 2 * value_rows, out_rows)
     block = config.block_rows
+    if config.by_sequence:
+        vectors, decays, low_rank, partial = block * config.exchanged, 4 * block * config.keys, 0, block * 4 * 32 * WARPS
+    else:
+        vectors, decays = max(block * 2 * config.keys, config.rows * config.heads), block * config.keys
+        low_rank, partial = block * ranks, parts * block * value_rows
     arrays = {
-        "OPERAND": config.rows * (2 * max(config.slab, config.out_slab) + 64),
-        "SUMS": 4 * 2 * groups * 16 * config.columns,
+        "OPERAND": max(config.operand_bytes(config.slab), config.operand_bytes(config.out_slab)),
+        "SUMS": 4 * 2 * groups * 16 * (config.columns + 1),
         "Y": 4 * y_rows * (config.columns + 1),
-        "QUERIES_KEYS": 4 * max(block * 2 * config.keys, config.rows * config.heads),
-        "DECAYS": 4 * block * config.keys,
-        "LOW_RANK": 4 * block * exchanged,
-        "PARTIAL": 4 * parts * block * value_rows,
+        "QUERIES_KEYS": 4 * vectors,
+        "DECAYS": 4 * decays,
+        "LOW_RANK": 4 * low_rank,
+        "PARTIAL": 4 * partial,
         "DECAY_WEIGHT": 0 if config.rank is None else 2 * config.keys * config.rank,
         "DECAY_BIAS": 0 if config.rank is None else 2 * config.keys,
         "NORM_WEIGHT": (4 if config.float_norm else 2) * config.values,
     }
     arrays = {name: 16 * cdiv(size, 16) for name, size in arrays.items()}
-    most = HOPPER_SHARED_BYTES - 1024  # for the alignment to 1024 bytes
+    most = HOPPER_SHARED_BYTES - 1024 - 8 * _MORE_BARRIERS  # for the alignment to 1024 bytes
     stages = (most - sum(arrays.values())) // (CHUNK + 16)
     offsets, at = {}, max(stages, 0) * CHUNK
     for name, size in arrays.items():
         offsets[name], at = at, at + size
     offsets["FULL"] = at
-    return _Sizes(offsets, stages, at + 16 * stages + 1024)
+    return _Sizes(offsets, stages, at + 16 * stages + 8 * _MORE_BARRIERS + 1024)
 
 
 def header(config: StepConfig, timeout_cycles: int = 1 << 32) -> str:
@@ -218,11 +288,17 @@ def header(config: StepConfig, timeout_cycles: int = 1 << 32) -> str:
         "HEADS": config.heads, "MEMBERS": config.members, "CTAS": config.ctas, "WIDTH": config.width, "KEYS": config.keys,
         "VALUES": config.values, "RANK": 1 if config.rank is None else config.rank, "ROWS": config.rows, "SLOTS": config.slots,
         "PARTS": WARPS // config.slots, "BLOCK_ROWS": config.block_rows, "STAGES": layout.stages, "SLAB": config.slab,
-        "OUT_SLAB": config.out_slab, "OUT_TILE": config.out_tile, "MARKERS": MARKERS, "MOST_PREFETCHED": 16,
+        "OUT_SLAB": config.out_slab, "OUT_TILE": config.out_tile, "MARKERS": MARKERS, "ARRIVALS": ARRIVALS, "MOST_PREFETCHED": 16,
+        "FLIGHT": config.flight,
         **{f"{name}_AT": offset for name, offset in layout.offsets.items()},
     }  # fmt: skip
     flags = {
         "ONE_STEP": config.one_step,
+        "BY_SEQUENCE": config.by_sequence,
+        "BOXED": config.boxed,
+        "LINEAR": config.linear,
+        "TAGGED": config.tagged,
+        "TAGGED_GATED": config.tagged_gated,
         "PER_HEAD": config.rank is None,
         "FLOAT_NORM": config.float_norm,
         "PROFILED": config.profiled,
@@ -233,7 +309,7 @@ def header(config: StepConfig, timeout_cycles: int = 1 << 32) -> str:
     return "\n".join([*lines, f"constexpr float QUERY_SCALE = {config.keys**-0.5:.9e}f;", ""])
 
 
-_FILES = ("ring.cuh", "product.cuh", "recurrence.cuh", "way_out.cuh")
+_FILES = ("ring.cuh", "product.cuh", "recurrence.cuh", "way_out.cuh", "sequences.cuh")
 """Headers that ``step.cu`` includes, in the order in which they depend on each other."""
 
 
@@ -253,7 +329,7 @@ def shared_bytes_of(config: StepConfig) -> int:
 def unwatched_of(config: StepConfig) -> tuple[int, int]:
     """Return the offset of the mbarriers in shared memory and their number, for tests that look for races before them."""
     layout = _layout(config)
-    return layout.offsets["FULL"], 2 * layout.stages
+    return layout.offsets["FULL"], 2 * layout.stages + _MORE_BARRIERS
 
 
 @functools.lru_cache(maxsize=256)

@@ -22,6 +22,9 @@ from onelaunch.ops.gla_layer.contract import GlaLayerCall
 _LINE = 16
 """Number of int64 words from one counter to the next: 128 bytes."""
 
+_LINE_COLUMNS = 256
+"""Most columns of a box of TMA, of which chunks of whole rows consist."""
+
 
 class StepInputs(NamedTuple):
     """Inputs of a layer in one launch, as :class:`~onelaunch.ops.gla_layer.contract.GlaLayerCall` describes them."""
@@ -69,14 +72,26 @@ def weight_map(weight: torch.Tensor, rows: int, blocks: int) -> bytes:
     return tensor_map(weight.dtype, address(weight), (columns, height, width // columns), strides, (columns, rows, blocks))
 
 
+def chunk_map(config: StepConfig, weight: torch.Tensor, tile: int, slab: int) -> bytes:
+    """Return the tensor map of a weight matrix for chunks of the ring: tiles of ``tile`` rows, slabs of ``slab`` columns."""
+    if not config.linear:
+        return weight_map(weight, tile, config.chunk_blocks(tile, slab))
+    height, width = weight.shape
+    lines, size = width // _LINE_COLUMNS, weight.element_size()
+    strides = (_LINE_COLUMNS * size, weight.stride(0) * size)
+    box = (_LINE_COLUMNS, lines, config.linear_rows(tile, width))
+    return tensor_map(weight.dtype, address(weight), (_LINE_COLUMNS, lines, height), strides, box, swizzle=0)
+
+
 def run(given: StepInputs, markers: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """Launch the layer; return ``out [B, T, D]``, and the final state ``[B, H, K, V]`` float32 or an empty tensor.
 
     Args:
         given: Inputs, of sizes for which there is a configuration.
-        markers: ``[CTAs, 8, 2]`` int64 for profile markers: cycles and nanoseconds at the start, when x is staged, when q and k
-            are published, after v, after the recurrence, when the gated o is published, when that of all CTAs is staged, and at
-            the end. Default: none are written.
+        markers: ``[CTAs, 8 + 40, 2]`` int64 for profile markers. The first 8 are cycles and nanoseconds: at the start, when x is
+            staged, when q and k are published, when v is there or, with whole sequences in a CTA, what they exchange, after the
+            recurrence, when the gated o is published, when that of all CTAs is staged, and at the end. The others belong to
+            chunks of the ring, two cycles each: when it was seen to have landed, and when the consumers had it. Default: none.
 
     Raises:
         VariantUnsupported: As :meth:`StepInputs.config` raises it.
@@ -91,17 +106,20 @@ def run(given: StepInputs, markers: torch.Tensor | None = None) -> tuple[torch.T
     out = torch.empty_like(x)
     state = (x.shape[0], config.heads, config.keys, config.values) if given.want_final else (0,)
     final = x.new_empty(state, dtype=torch.float32)
-    ranks = 0 if config.rank is None else 4 * cdiv(config.rank, 4)
-    exchange = x.new_empty(config.heads * rows * (2 * config.keys + ranks), dtype=torch.float32)
-    squares = x.new_empty(rows * config.ctas, dtype=torch.float32)
-    gated = x.new_empty(rows * inner)
+    exchange = None if config.tagged else x.new_empty(config.heads * rows * config.exchanged, dtype=torch.float32)
+    squares = None if config.tagged_gated or config.by_sequence else x.new_empty(rows * config.ctas, dtype=torch.float32)
+    gated = None if config.tagged_gated else x.new_empty(rows, inner)
+    words = counters(device, (config.heads + 1) * _LINE + cdiv(config.tagged_words(rows), 2))
     key_tile, value_tile, rank_tile = config.tiles
-    maps = [weight_map(weight, tile, config.chunk_blocks(tile, config.slab)) for tile in (key_tile, value_tile, rank_tile)]
-    maps.append(weight_map(w_out, config.out_tile, config.chunk_blocks(config.out_tile, config.out_slab)))
+    maps = [chunk_map(config, weight, tile, config.slab) for tile in (key_tile, value_tile, rank_tile)]
+    maps.append(chunk_map(config, w_out, config.out_tile, config.out_slab))
+    maps.append(weight_map(x.view(rows, -1), config.rows, config.operand_blocks(config.slab)) if config.boxed else maps[0])
+    whole = gated is not None and config.by_sequence
+    maps.append(weight_map(gated, config.rows, config.operand_blocks(config.out_slab)) if whole else maps[0])
     CudaLaunch(
         kernel_of(config), device, (config.ctas, 1, 1),
         x, decay_weight, _aligned(given.gk_bias), _aligned(given.norm_weight), initial, final if given.want_final else None,
-        out, exchange, squares, gated, counters(device, (config.heads + 1) * _LINE), markers,
+        out, exchange, squares, gated, words, markers,
         x.shape[0], x.shape[1], 1.0 / given.normalizer, given.eps, *maps, owners=(weight, w_out),
     ).run()  # fmt: skip
     return out, final

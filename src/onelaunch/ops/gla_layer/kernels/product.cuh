@@ -5,7 +5,8 @@
 //            takes 8 consecutive columns, 16 bytes, of its row as the two halves of two mma's: any lane's columns 4i to 4i + 3 are its
 //            columns of one mma. Tiles of fewer rows leave rows of A zero.
 // Banks      eight lanes read 16 bytes at once, of two rows. The swizzle puts unit u of row r at u ^ (r % 8), so row_of() pairs rows that
-//            differ in bit 2, whose units do not collide. Rows of the operand are 64 bytes longer than a multiple of 128.
+//            differ in bit 2, whose units do not collide. An operand of 8 rows and more has the same layout (BOXED); rows of a smaller
+//            one are 64 bytes longer than a multiple of 128.
 // Warps      a warp takes every BLOCK_GROUPS-th block of 64 columns. The warps' sums are added in a fixed order.
 // Slabs      the operand of many rows does not fit into shared memory, so it is staged in slabs of columns, and products are added in y.
 #pragma once
@@ -13,18 +14,18 @@
 // Row of a tile for the lanes of a quad: a permutation of 0 to 7 that puts rows r and r + 4 into neighboring quads.
 DEVICE int row_of(int quad) { return quad >> 1 | (quad & 1) << 2; }
 
-// Load a slab of an operand [B T, WIDE] in bfloat16 into registers, run prepare(), and store transform(values, row, column) to shared
-// memory. Ends with a barrier. SLAB_COLUMNS is the width of a slab, of which the last may have less.
-template <int SLAB_COLUMNS, int WIDE, class Prepare, class Transform>
-DEVICE void stage_operand(Consumer& c, const u16* from, int slab, Prepare prepare, Transform transform) {
+// Load a slab of an operand [B T, WIDE] in bfloat16 into registers, by load(row, column), run prepare(), and store transform(values, row,
+// column) to shared memory. Ends with a barrier. SLAB_COLUMNS is the width of a slab, of which the last may have less.
+template <int SLAB_COLUMNS, int WIDE, class Loaded, class Load, class Prepare, class Transform>
+DEVICE void stage_operand(Consumer& c, int slab, Load load, Prepare prepare, Transform transform) {
   constexpr int UNITS = SLAB_COLUMNS / 8, EACH = divided(ROWS * UNITS, CONSUMER_THREADS);
-  uint4 v[EACH];
+  Loaded v[EACH];
   c.refresh();
 #pragma unroll
   for (int i = 0; i < EACH; ++i) {
     const int at = c.thread + i * CONSUMER_THREADS, row = at / UNITS, column = slab * SLAB_COLUMNS + at % UNITS * 8;
-    v[i] = {0, 0, 0, 0};
-    if (row < c.a.rows && column < WIDE) v[i] = load_weak((const uint4*)(from + (long long)row * WIDE + column));
+    v[i] = {};
+    if (row < c.a.rows && column < WIDE) v[i] = load(row, column);
   }
   prepare();
   c.refresh();
@@ -32,17 +33,42 @@ DEVICE void stage_operand(Consumer& c, const u16* from, int slab, Prepare prepar
   for (int i = 0; i < EACH; ++i) {
     const int at = c.thread + i * CONSUMER_THREADS, row = at / UNITS, column = slab * SLAB_COLUMNS + at % UNITS * 8;
     if (row < c.a.rows && column < WIDE)
-      *(uint4*)(c.s.operand + row * (2 * SLAB_COLUMNS + 64) + at % UNITS * 16) = transform(v[i], row, column);
+      *(uint4*)(c.s.operand + operand_offset<SLAB_COLUMNS>(row, at % UNITS)) = transform(v[i], row, column);
   }
   c.sync();
+  c.boxes = BOXES;
 }
+// Copy a slab of an operand by TMA, in at most 4 boxes of all its rows: one thread issues them, and products wait for each box when they need
+// it. Rows behind the last one become zeros.
+template <int SLAB_COLUMNS>
+struct Boxes {
+  static constexpr int MOST = CHUNK / (128 * (ROWS > 8 ? ROWS : 8)), BLOCKS = MOST < SLAB_COLUMNS / 64 ? MOST : SLAB_COLUMNS / 64;
+  static_assert(divided(SLAB_COLUMNS / 64, BLOCKS) <= BOXES || !BOXED, "a barrier for each");
+  static DEVICE void issue(const Shared& s, const TensorMap* map, int slab, int blocks) {
+#pragma unroll 1
+    for (int box = 0; box * BLOCKS < blocks; ++box) {
+      mbarrier_arrive_expect_tx(s.loaded + box, BLOCKS * ROWS * 128);
+      tma_load_3d(s.operand + box * BLOCKS * ROWS * 128, map, 0, 0, slab * (SLAB_COLUMNS / 64) + box * BLOCKS, s.loaded + box);
+    }
+  }
+  // Wait for the boxes of the blocks before `end`.
+  static DEVICE void await(Consumer& c, int end) {
+#pragma unroll 1
+    for (; c.boxes * BLOCKS < end; ++c.boxes) {
+      u64* bar = c.s.loaded + c.boxes;
+      spin_until([&] { return mbarrier_try_wait(bar, c.landings >> c.boxes & 1); });
+      c.landings ^= 1u << c.boxes;
+    }
+  }
+};
 
 // Multiply one tile of TILE rows by `blocks` blocks of 64 columns of the staged operand; leave the sums of each group of warps in
-// Shared::sums. PITCH is that of the operand in bytes.
-template <int TILE, int CHUNK_BLOCKS, int PITCH>
+// Shared::sums.
+template <int TILE, int SLAB_COLUMNS>
 DEVICE void multiply_tile(Consumer& c, int blocks) {
   c.refresh();
-  const int quad = c.lane / 4, unit = c.lane % 4, row = row_of(quad) & (TILE - 1);
+  constexpr int CHUNK_BLOCKS = chunk_blocks(TILE, SLAB_COLUMNS);
+  const int quad = c.lane / 4, unit = c.lane % 4, row = row_of(quad) & (TILE - 1), column = BOXED ? row_of(quad) : quad;
   const int block_group = c.warp % BLOCK_GROUPS, first_tile = c.warp / BLOCK_GROUPS * TILES_PER_WARP;
   constexpr int CHAINS = TILES_PER_WARP > 2 ? 1 : 2;  // accumulators per tile, so that an mma need not wait for the one before it
   float d[TILES_PER_WARP][CHAINS][4];
@@ -50,6 +76,7 @@ DEVICE void multiply_tile(Consumer& c, int blocks) {
   for (int i = 0; i < TILES_PER_WARP * CHAINS * 4; ++i) d[i / 4 / CHAINS][i / 4 % CHAINS][i % 4] = 0.0f;
 #pragma unroll 1
   for (int first = 0; first < blocks; first += CHUNK_BLOCKS) {
+    if constexpr (BOXED) Boxes<SLAB_COLUMNS>::await(c, blocks - first < CHUNK_BLOCKS ? blocks : first + CHUNK_BLOCKS);
     const char* chunk = c.wait_chunk();
 #pragma unroll 2
     for (int block = block_group; block < CHUNK_BLOCKS; block += BLOCK_GROUPS) {
@@ -63,8 +90,9 @@ DEVICE void multiply_tile(Consumer& c, int blocks) {
         if constexpr (TILE == 16) high = *(const uint4*)(at + 8 * 128);  // eight rows on: the same place in the swizzle
 #pragma unroll
         for (int tile = 0; tile < TILES_PER_WARP; ++tile) {
-          const int n = (first_tile + tile) * 8 + quad;
-          const uint4 b = *(const uint4*)(c.s.operand + (n < ROWS ? n : ROWS - 1) * PITCH + (first + block) * 128 + (4 * half + unit) * 16);
+          const int n = (first_tile + tile) * 8 + column;
+          const int at_b = operand_offset<SLAB_COLUMNS>(n < ROWS ? n : ROWS - 1, (first + block) * 8 + 4 * half + unit);
+          const uint4 b = *(const uint4*)(c.s.operand + at_b);
           mma_m16n8k16(d[tile][0], {low.x, high.x, low.y, high.y}, {b.x, b.y});
           mma_m16n8k16(d[tile][CHAINS - 1], {low.z, high.z, low.w, high.w}, {b.z, b.w});
         }
@@ -72,31 +100,89 @@ DEVICE void multiply_tile(Consumer& c, int blocks) {
     }
     c.release_chunk();
   }
-  float* sums = c.s.sums + (c.parity * BLOCK_GROUPS + block_group) * 16 * COLUMNS + first_tile * 8 + 2 * unit;
+  // Columns 2 u and 2 u + 1 of a tile are rows u and u + 4 of a boxed operand, as row_of() permutes them.
+  constexpr int FIRST = BOXED ? 1 : 2, NEXT = BOXED ? 4 : 1;
+  float* sums = c.s.sums + (c.parity * BLOCK_GROUPS + block_group) * 16 * SUM_PITCH + first_tile * 8 + FIRST * unit;
   const int mine = row_of(quad);
 #pragma unroll
   for (int tile = 0; tile < TILES_PER_WARP; ++tile) {
     float v[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) v[i] = d[tile][0][i] + (CHAINS > 1 ? d[tile][CHAINS - 1][i] : 0.0f);
-    if (mine < TILE) sums[mine * COLUMNS + tile * 8] = v[0], sums[mine * COLUMNS + tile * 8 + 1] = v[1];
-    if (TILE == 16) sums[(mine + 8) * COLUMNS + tile * 8] = v[2], sums[(mine + 8) * COLUMNS + tile * 8 + 1] = v[3];
+    if (mine < TILE) sums[mine * SUM_PITCH + tile * 8] = v[0], sums[mine * SUM_PITCH + tile * 8 + NEXT] = v[1];
+    if (TILE == 16) sums[(mine + 8) * SUM_PITCH + tile * 8] = v[2], sums[(mine + 8) * SUM_PITCH + tile * 8 + NEXT] = v[3];
   }
 }
 
-// Multiply `count` rows, tile by tile, and call store(row, n, sum) in one thread for each row and each row n of x.
-template <int TILE, int SLAB_COLUMNS, class Store>
-DEVICE void multiply_rows(Consumer& c, int count, int blocks, Store store) {
+// The same with chunks of whole rows (LINEAR). An mma takes two rows of W, 256 columns of each: line m of A is row m / 8, and its columns are
+// the 32 ones from (m % 8) * 32 on, 4 of 16 bytes for the lanes of a quad, so that a warp reads 512 contiguous bytes of a row. Column n of B
+// has those of x at n * 32, so that the sums with n = m % 8 are the wanted ones. Each row of x takes an mma of its own.
+template <int TILE, int SLAB_COLUMNS>
+DEVICE void multiply_tile_linear(Consumer& c) {
+  c.refresh();
+  constexpr int CHUNK_ROWS = linear_rows(TILE, SLAB_COLUMNS), STEPS = SLAB_COLUMNS / 256, PAIRS = divided(CHUNK_ROWS, 2);
+  const char* operand = c.s.operand + c.lane * 16;
+  const bool wanted = c.lane % 4 == c.lane / 8, odd = c.lane / 4 % 2;
+#pragma unroll 1
+  for (int first = 0; first < TILE; first += CHUNK_ROWS) {
+    float d[PAIRS][ROWS][4];
+#pragma unroll
+    for (int i = 0; i < PAIRS * ROWS * 4; ++i) d[i / 4 / ROWS][i / 4 % ROWS][i % 4] = 0.0f;
+    const char* chunk = c.wait_chunk() + c.lane * 16;
+#pragma unroll 1
+    for (int step = c.warp; step < STEPS; step += WARPS) {
+      uint4 b[ROWS];
+#pragma unroll
+      for (int n = 0; n < ROWS; ++n) b[n] = *(const uint4*)(operand + operand_offset<SLAB_COLUMNS>(n, step * 32));
+#pragma unroll
+      for (int pair = 0; pair < PAIRS; ++pair) {
+        const char* at = chunk + (2 * pair * STEPS + step) * 512;
+        const uint4 low = *(const uint4*)at;
+        uint4 high = {0, 0, 0, 0};
+        if constexpr (CHUNK_ROWS > 1) high = *(const uint4*)(at + STEPS * 512);
+#pragma unroll
+        for (int n = 0; n < ROWS; ++n) {
+          mma_m16n8k16(d[pair][n], {low.x, high.x, low.y, high.y}, {b[n].x, b[n].y});
+          mma_m16n8k16(d[pair][n], {low.z, high.z, low.w, high.w}, {b[n].z, b[n].w});
+        }
+      }
+    }
+    c.release_chunk();
+    float* sums = c.s.sums + ((c.parity * BLOCK_GROUPS + c.warp) * 16 + first) * SUM_PITCH;
+#pragma unroll
+    for (int pair = 0; pair < PAIRS; ++pair)
+#pragma unroll
+      for (int n = 0; n < ROWS; ++n) {
+        const float(&v)[4] = d[pair][n];
+        float low = wanted ? (odd ? v[1] : v[0]) : 0.0f, high = wanted ? (odd ? v[3] : v[2]) : 0.0f;
+#pragma unroll
+        for (int mask = 1; mask < 32; mask *= 2) low += shfl_xor(low, mask), high += shfl_xor(high, mask);
+        if (c.lane == 0) {
+          sums[2 * pair * SUM_PITCH + n] = low;
+          if (CHUNK_ROWS > 1) sums[(2 * pair + 1) * SUM_PITCH + n] = high;
+        }
+      }
+  }
+}
+
+// Multiply `count` rows, tile by tile, and call store(row, n, sum) in one thread for each row and each row n of x. Neighboring threads have
+// neighboring rows, so that what they store for one n is contiguous. read() is called when a thread has read the operand and the weights.
+template <int TILE, int SLAB_COLUMNS, class Store, class Read>
+DEVICE void multiply_rows(Consumer& c, int count, int blocks, Store store, Read read) {
 #pragma unroll 1
   for (int first = 0; first < count; first += TILE) {
-    multiply_tile<TILE, chunk_blocks(TILE, SLAB_COLUMNS), 2 * SLAB_COLUMNS + 64>(c, blocks);
+    if constexpr (LINEAR)
+      multiply_tile_linear<TILE, SLAB_COLUMNS>(c);
+    else
+      multiply_tile<TILE, SLAB_COLUMNS>(c, blocks);
+    read();
     c.sync();
     for (int at = c.thread; at < TILE * COLUMNS; at += CONSUMER_THREADS) {
-      const int row = at / COLUMNS, n = at % COLUMNS;
+      const int row = at % TILE, n = at / TILE;
       if (first + row >= count || n >= c.a.rows) continue;
       float sum = 0;
 #pragma unroll
-      for (int group = 0; group < BLOCK_GROUPS; ++group) sum += c.s.sums[((c.parity * BLOCK_GROUPS + group) * 16 + row) * COLUMNS + n];
+      for (int group = 0; group < BLOCK_GROUPS; ++group) sum += c.s.sums[((c.parity * BLOCK_GROUPS + group) * 16 + row) * SUM_PITCH + n];
       store(first + row, n, sum);
     }
     c.parity ^= 1;  // the next product writes the other set of sums, while slower threads still read this one

@@ -1,4 +1,4 @@
-// The recurrence of a CTA: VALUE_ROWS value channels of one head, all key channels, all sequences.
+// The recurrence of a CTA by values: VALUE_ROWS value channels of one head, all key channels, all sequences. sequences.cuh has the other way.
 //
 // Computes   S_t = diag(decay_t) S_{t-1} + k_t^T v_t;  o_t = K^-0.5 q_t S_t, with S in float32 registers.
 // Warps      SLOTS sequences at a time; PARTS warps share the key channels of one. A lane has 4 value channels, 16 bytes, of KEYS_EACH key
@@ -57,14 +57,16 @@ struct Block {
   }
 };
 
-// Copy q, k and the low-rank factor of a block's rows, which the CTAs of the head have published, to shared memory.
+// Copy q, k and the low-rank factor of a block's rows, which the CTAs of the head publish, to shared memory.
 DEVICE void stage_block(Consumer& c, const Block& block) {
   constexpr int UNITS = EXCHANGED / 4;
   c.refresh();
   for (int at = c.thread; at < BLOCK_ROWS * UNITS; at += CONSUMER_THREADS) {
     const int i = at / UNITS, unit = at % UNITS, row = block.row(c, i);
     if (row < 0) continue;
-    const uint4 v = load_relaxed((const uint4*)(c.a.exchange + ((long long)c.head * c.a.rows + row) * EXCHANGED) + unit);
+    const float* from = c.exchanged(row) + unit * 4;
+    uint4 v = load_relaxed((const uint4*)from);
+    if constexpr (TAGGED) v = await_words(from, v);
     float* to = unit < KEYS / 2 ? c.s.queries_keys + i * 2 * KEYS + unit * 4 : c.s.low_rank + i * RANK_PADDED + (unit - KEYS / 2) * 4;
     *(uint4*)to = v;
   }

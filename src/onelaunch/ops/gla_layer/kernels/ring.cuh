@@ -2,7 +2,12 @@
 //
 // Ring       STAGES buffers of CHUNK (16 KB) bytes, each with two mbarriers: `full` (armed by the producer thread, completed by TMA) and
 //            `empty` (one arrival per consumer warp). A chunk has `rows` rows of a matrix over chunk_blocks() blocks of 64 columns. TMA
-//            stores it as [block][row][128 bytes] with the 128-byte swizzle: 16-byte unit u of a line lies at u ^ (line % 8).
+//            stores it as [block][row][128 bytes] with the 128-byte swizzle: 16-byte unit u of a line lies at u ^ (line % 8). With a
+//            few rows of x (LINEAR) a chunk has whole rows instead, as they lie in memory, which reads memory in its order. A chunk of
+//            states is contiguous in memory and in the buffer.
+// Words      what CTAs exchange is tagged where it is small: a word of zero has not been written yet, so that the poll is the read, and no
+//            fence and no counter stands between them. tagged() gives a zero the smallest subnormal number. All words are zero again at
+//            the end of a launch. Larger exchanges count arrivals.
 // Time-out   no wait is unbounded. After TIMEOUT_CYCLES (about two seconds) a wait traps, so that a CTA that never comes gives a CUDA error
 //            and not a hung GPU. A cooperative launch has all its CTAs resident, so this only happens if memory is corrupted.
 #pragma once
@@ -11,6 +16,7 @@ typedef unsigned short u16;
 
 constexpr int WARPS = 8, CONSUMER_THREADS = 32 * WARPS, THREADS = CONSUMER_THREADS + 32, CHUNK = 16384;
 constexpr int ROW_TILES = ROWS > 8 ? ROWS / 8 : 1, COLUMNS = 8 * ROW_TILES;  // rows of x in units of 8, the columns of an mma
+constexpr int SUM_PITCH = COLUMNS + 1, BOXES = 4;
 // Warps share the 64-column blocks of a chunk. With more than 32 rows of x two groups of warps also share these rows.
 constexpr int ROW_GROUPS = ROW_TILES > 4 ? 2 : 1, BLOCK_GROUPS = WARPS / ROW_GROUPS, TILES_PER_WARP = ROW_TILES / ROW_GROUPS;
 
@@ -18,6 +24,8 @@ DEVICE constexpr int tile_rows(int rows) { return rows > 8 ? 16 : rows > 4 ? 8 :
 DEVICE constexpr int chunk_blocks(int rows, int columns) {
   return CHUNK / (128 * rows) < columns / 64 ? CHUNK / (128 * rows) : columns / 64;
 }
+// LINEAR: a chunk has whole rows as they lie in memory, the most that fit, a power of 2.
+DEVICE constexpr int linear_rows(int rows, int columns) { return rows > 1 && rows * columns * 2 > CHUNK ? linear_rows(rows / 2, columns) : rows; }
 DEVICE constexpr int divided(int count, int size) { return (count + size - 1) / size; }
 
 // Rows of the packed weight that a CTA multiplies: of q and k each, of v and the gate each, and of the decays' low-rank factor. With one
@@ -25,8 +33,19 @@ DEVICE constexpr int divided(int count, int size) { return (count + size - 1) / 
 constexpr int KEY_ROWS = KEYS / MEMBERS, VALUE_ROWS = VALUES / MEMBERS, RANK_ROWS = PER_HEAD ? 1 : divided(RANK, MEMBERS);
 // Rows of `y`, the products in float32 that stay in the CTA, and its pitch, odd so that a column is read without bank conflicts.
 constexpr int K_AT = 0, Q_AT = KEY_ROWS, R_AT = 2 * KEY_ROWS, V_AT = R_AT + RANK_ROWS, G_AT = V_AT + VALUE_ROWS, Y_PITCH = COLUMNS + 1;
-// Floats of a row that the CTAs of a head exchange: q, k, and the low-rank factor padded to 16 bytes.
-constexpr int RANK_PADDED = PER_HEAD ? 0 : divided(RANK, 4) * 4, EXCHANGED = 2 * KEYS + RANK_PADDED;
+// Floats of a row that the CTAs of a head exchange: q, k, the low-rank factor padded to 16 bytes, and v and the gate if each CTA has whole
+// sequences.
+constexpr int RANK_PADDED = PER_HEAD ? 0 : divided(RANK, 4) * 4, EXCHANGED_V = 2 * KEYS + RANK_PADDED, EXCHANGED_G = EXCHANGED_V + VALUES;
+constexpr int EXCHANGED = EXCHANGED_V + (BY_SEQUENCE ? 2 * VALUES : 0), INNER = HEADS * VALUES;
+constexpr int COUNTER_WORDS = 32 * (HEADS + 1);  // 128 bytes for each counter
+
+// An operand, the rows of x or of the gated o, in shared memory: either padded rows, or boxes that TMA has stored as those of weights, with
+// all blocks of 64 columns one after another.
+template <int SLAB_COLUMNS>
+DEVICE int operand_offset(int row, int unit) {
+  if constexpr (BOXED) return (unit / 8 * ROWS + row) * 128 + (unit % 8 ^ row % 8) * 16;
+  return row * (2 * SLAB_COLUMNS + 64) + unit * 16;
+}
 
 struct Arguments {
   const u16 *x, *decay_weight, *decay_bias;  // [B T, WIDTH]; [H K, RANK]; [H K] or [H]
@@ -35,33 +54,35 @@ struct Arguments {
   float* final_state;                        // the same or null
   u16* out;                                  // [B T, WIDTH]
   float *exchange, *squares;                 // [H][B T][EXCHANGED]; [B T][CTAS], sums of squares of a CTA's part of o
-  u16* gated;                                // [B T, H V]: o times norm weight and silu(gate), before the division by the norm
-  u32* counters;                             // [H + 1] lines of 128 bytes: arrivals of each head, then of all CTAs; zero between launches
-  u64* markers;                              // [CTAS][MARKERS][2], only if PROFILED
+  void* gated;                               // [B T, H V]: o, normalized if BY_SEQUENCE, times norm weight and silu(gate); bfloat16, or
+                                             // float32 if TAGGED_GATED
+  u32* counters;                             // [H + 1] lines of 128 bytes: arrivals of each head, then of all CTAs; then tagged words
+  u64* markers;                              // [CTAS][MARKERS + ARRIVALS][2], only if PROFILED
   int batch, length, rows;                   // B, T and B T
   float inverse_normalizer, eps;
 };
 
-struct Maps { const TensorMap *keys, *values, *rank, *out; };
+struct Maps { const TensorMap *keys, *values, *rank, *out, *x, *gated; };
 
 // Pointers into a CTA's shared memory, at the offsets of sizes.cuh.
 struct Shared {
   char* stages;          // [STAGES][CHUNK]
-  char* operand;         // [ROWS][columns of a slab * 2 + 64 bytes]: x, later the normalized and gated o
-  float* sums;           // [2][BLOCK_GROUPS][16][COLUMNS]: sums of each group of warps; two sets alternate
+  char* operand;         // operand_offset(): x, later the normalized and gated o
+  float* sums;           // [2][BLOCK_GROUPS][16][SUM_PITCH]: sums of each group of warps; two sets alternate
   float* y;              // [G_AT + VALUE_ROWS][Y_PITCH]
-  float* queries_keys;   // [BLOCK_ROWS][2 * KEYS]; later 1 / RMS of o, [ROWS][HEADS]
-  float* decays;         // [BLOCK_ROWS][KEYS]
-  float* low_rank;       // [BLOCK_ROWS][RANK_PADDED]
-  float* partial;        // [PARTS][BLOCK_ROWS][VALUE_ROWS]: o of each part of the keys
+  float* queries_keys;   // [BLOCK_ROWS][2 * KEYS]; later 1 / RMS of o, [ROWS][HEADS]. BY_SEQUENCE: [BLOCK_ROWS][EXCHANGED]
+  float* decays;         // [BLOCK_ROWS][KEYS]. BY_SEQUENCE: [BLOCK_ROWS][KEYS][4], the decay, k and q of a key channel
+  float* low_rank;       // [BLOCK_ROWS][RANK_PADDED]. Not BY_SEQUENCE
+  float* partial;        // [PARTS][BLOCK_ROWS][VALUE_ROWS]: o of each part of the keys. BY_SEQUENCE: [BLOCK_ROWS][PARTS][VALUES]
   u16 *decay_weight, *decay_bias;  // [KEYS][RANK] and [KEYS] of the head; unused with one decay per head
   void* norm_weight;     // [VALUES], float32 if FLOAT_NORM
   u64 *full, *empty;     // [STAGES]
+  u64 *loaded, *read;    // [BOXES]: boxes of a slab of the operand have landed; all that CTAs exchange has been read by this CTA
   DEVICE explicit Shared(char* base)
       : stages(base), operand(base + OPERAND_AT), sums((float*)(base + SUMS_AT)), y((float*)(base + Y_AT)),
         queries_keys((float*)(base + QUERIES_KEYS_AT)), decays((float*)(base + DECAYS_AT)), low_rank((float*)(base + LOW_RANK_AT)),
         partial((float*)(base + PARTIAL_AT)), decay_weight((u16*)(base + DECAY_WEIGHT_AT)), decay_bias((u16*)(base + DECAY_BIAS_AT)),
-        norm_weight(base + NORM_WEIGHT_AT), full((u64*)(base + FULL_AT)), empty(full + STAGES) {}
+        norm_weight(base + NORM_WEIGHT_AT), full((u64*)(base + FULL_AT)), empty(full + STAGES), loaded(empty + STAGES), read(loaded + BOXES) {}
 };
 
 // Spin until ready() is true; trap after the time-out.
@@ -76,6 +97,21 @@ DEVICE void spin_until(Ready ready) {
     if (spins == 256) begin = now;
     if (now - begin > TIMEOUT_CYCLES) trap();
   }
+}
+
+// Tagged words: never zero, so that a word of zero is one that has not been written. Polled four or one at a time.
+DEVICE u32 tagged(float v) {
+  const u32 bits = float_as_uint(v);
+  return bits ? bits : 1;
+}
+DEVICE bool complete(const uint4& v) { return v.x && v.y && v.z && v.w; }
+DEVICE uint4 await_words(const float* at, uint4 v) {
+  spin_until([&] {
+    if (complete(v)) return true;
+    v = load_relaxed((const uint4*)at);
+    return false;
+  });
+  return v;
 }
 
 // Position in the ring: a stage, and the parity of the mbarrier phase at it.
@@ -94,6 +130,10 @@ struct Consumer {
   int thread, warp, lane, head, member;
   Ring ring;
   int parity = 0;  // set of Shared::sums that the next product writes
+  int chunk = 0;   // number of chunks that have been waited for, counted if PROFILED
+  // Boxes of the present slab that have been waited for: all of them unless a copy has been issued. The parity of each box's next landing.
+  int boxes = BOXES;
+  u32 landings = 0;
   DEVICE Consumer(const Arguments& a, Shared& s)
       : a(a), s(s), thread(thread_index()), warp(thread_index() / 32), lane(thread_index() % 32), head(cta_index() / MEMBERS),
         member(cta_index() % MEMBERS) {}
@@ -101,8 +141,12 @@ struct Consumer {
   DEVICE void refresh() { thread = opaque(thread), warp = thread / 32, lane = thread % 32; }
   // Barrier of the consumer threads; the producer warp does not take part.
   DEVICE void sync() const { bar_sync(1, CONSUMER_THREADS); }
-  DEVICE const char* wait_chunk() const {
+  DEVICE const char* wait_chunk() {
     spin_until([&] { return mbarrier_try_wait(s.full + ring.stage, ring.phase); });
+    if constexpr (PROFILED) {
+      if (thread == 0 && chunk < ARRIVALS) a.markers[(cta_index() * (MARKERS + ARRIVALS) + MARKERS + chunk) * 2 + 1] = (u64)clock64();
+      ++chunk;
+    }
     return s.stages + ring.stage * CHUNK;
   }
   DEVICE void release_chunk() {
@@ -121,12 +165,16 @@ struct Consumer {
     if (thread == 0) spin_until([&] { return load_acquire(counter(index)) >= arrivals; });
     sync();
   }
+  // Exchanged words of a row of a head.
+  DEVICE float* exchanged(int row) const {
+    return (TAGGED ? (float*)(a.counters + COUNTER_WORDS) : a.exchange) + ((long long)head * a.rows + row) * EXCHANGED;
+  }
   // Profile marker: cycles of the SM and nanoseconds of the GPU.
   DEVICE void mark(int marker) const {
     if constexpr (PROFILED)
       if (thread == 0) {
-        a.markers[(cta_index() * MARKERS + marker) * 2] = (u64)clock64();
-        a.markers[(cta_index() * MARKERS + marker) * 2 + 1] = globaltimer();
+        a.markers[(cta_index() * (MARKERS + ARRIVALS) + marker) * 2] = (u64)clock64();
+        a.markers[(cta_index() * (MARKERS + ARRIVALS) + marker) * 2 + 1] = globaltimer();
       }
   }
 };

@@ -1,0 +1,180 @@
+// The recurrence of a CTA by sequences: every MEMBERS-th sequence of one head, all channels, one step (BY_SEQUENCE).
+//
+// Computes   what recurrence.cuh computes, for T = 1, and with it norm and gate, since a CTA has all values of a head.
+// State      comes through the ring in contiguous chunks, is updated in registers and stored at once. A thread has 4 value channels, 16 bytes,
+//            of every (1024 / VALUES)-th key channel. o is summed over the threads of a channel through shared memory, in a fixed order.
+// Exchange   a CTA reads q, k, the low-rank factor, v and the gate of its own sequences alone, so it clears the words that it has read.
+// Blocks     BLOCK_ROWS sequences at a time.
+#pragma once
+
+constexpr int STATE_FLOATS = KEYS * VALUES < CHUNK / 4 ? KEYS * VALUES : CHUNK / 4;  // of a chunk of states
+constexpr int STATE_CHUNKS = KEYS * VALUES / STATE_FLOATS, PASSES = STATE_FLOATS / (4 * CONSUMER_THREADS);
+constexpr int VALUE_UNITS = VALUES / 4, KEYS_AT_ONCE = CONSUMER_THREADS / VALUE_UNITS;
+static_assert(PASSES * 4 * CONSUMER_THREADS * STATE_CHUNKS == KEYS * VALUES && KEYS_AT_ONCE * VALUE_UNITS == CONSUMER_THREADS, "all take part");
+
+// Number of sequences of member `member` of a head.
+DEVICE int sequences_of(const Arguments& a, int member) { return member < a.batch ? divided(a.batch - member, MEMBERS) : 0; }
+DEVICE long long state_of(int head, int sequence) { return ((long long)sequence * HEADS + head) * KEYS * VALUES; }
+// Sequence `i` of a CTA.
+DEVICE int sequence_at(const Consumer& c, int i) { return c.member + i * MEMBERS; }
+
+// Copy the exchanged words of `count` sequences from `first` on to shared memory, and clear them.
+DEVICE void stage_sequences(Consumer& c, int first, int count) {
+  constexpr int UNITS = EXCHANGED / 4, EACH = divided(BLOCK_ROWS * UNITS, CONSUMER_THREADS);
+  uint4 v[EACH];
+  c.refresh();
+#pragma unroll
+  for (int i = 0; i < EACH; ++i) {
+    const int at = c.thread + i * CONSUMER_THREADS;
+    v[i] = {0, 0, 0, 0};
+    if (at < count * UNITS) v[i] = load_relaxed((const uint4*)(c.exchanged(sequence_at(c, first + at / UNITS)) + at % UNITS * 4));
+  }
+#pragma unroll
+  for (int i = 0; i < EACH; ++i) {
+    const int at = c.thread + i * CONSUMER_THREADS;
+    if (at >= count * UNITS) continue;
+    float* from = c.exchanged(sequence_at(c, first + at / UNITS)) + at % UNITS * 4;
+    if constexpr (TAGGED) {
+      v[i] = await_words(from, v[i]);
+      store_relaxed((uint4*)from, {0, 0, 0, 0});
+    }
+    *(uint4*)(c.s.queries_keys + at * 4) = v[i];
+  }
+  c.sync();
+}
+// Return the product of a row's low-rank factor and the weights of a key channel.
+DEVICE float low_rank_product(const Consumer& c, const float* factor, int key) {
+  const u16* weights = c.s.decay_weight + key * RANK;
+  float sum = 0;
+  if constexpr (RANK % 8 == 0) {
+#pragma unroll 2
+    for (int r = 0; r < RANK; r += 8) {
+      const uint4 w = *(const uint4*)(weights + r);
+      const float4 low = *(const float4*)(factor + r), high = *(const float4*)(factor + r + 4);
+      sum += low.x * bf16_to_float(w.x) + low.y * high_bf16_to_float(w.x) + low.z * bf16_to_float(w.y) + low.w * high_bf16_to_float(w.y);
+      sum += high.x * bf16_to_float(w.z) + high.y * high_bf16_to_float(w.z) + high.z * bf16_to_float(w.w) + high.w * high_bf16_to_float(w.w);
+    }
+  } else {
+#pragma unroll 1
+    for (int r = 0; r < RANK; ++r) sum += factor[r] * bf16_to_float(weights[r]);
+  }
+  return sum;
+}
+// Compute the decays, and put them with k and the scaled q of the same key channel.
+DEVICE void make_factors(Consumer& c, int first, int count) {
+  c.refresh();
+  for (int at = c.thread; at < count * KEYS; at += CONSUMER_THREADS) {
+    const int i = at / KEYS, key = at % KEYS;
+    const float* row = c.s.queries_keys + i * EXCHANGED;
+    float z;
+    if constexpr (PER_HEAD) {
+      z = bf16_to_float(c.a.decay_bias[c.head]) + c.s.y[R_AT * Y_PITCH + sequence_at(c, first + i)];
+    } else {
+      z = bf16_to_float(c.s.decay_bias[key]) + low_rank_product(c, row + 2 * KEYS, key);
+    }
+    *(float4*)(c.s.decays + at * 4) = {decay_of(c, z), row[KEYS + key], row[key] * QUERY_SCALE, 0.0f};
+  }
+  c.sync();
+}
+// The state of a CTA's last sequence, which is stored once the gated o of all CTAs has arrived, if registers can hold it: the release before
+// the grid barrier and what is read behind it need not wait for these stores. Other states are stored at once.
+constexpr bool HOLDS = KEYS * VALUES <= 64 * CONSUMER_THREADS;
+struct Held {
+  float4 v[HOLDS ? STATE_CHUNKS : 1][PASSES];
+};
+DEVICE float* final_of(const Consumer& c, int i) {
+  return c.a.final_state ? c.a.final_state + state_of(c.head, sequence_at(c, i)) + c.thread * 4 : nullptr;
+}
+DEVICE void store_passes(float* to, const float4 (&state)[PASSES]) {
+#pragma unroll
+  for (int pass = 0; pass < PASSES; ++pass) *(float4*)(to + pass * 4 * CONSUMER_THREADS) = state[pass];
+}
+DEVICE void store_held(Consumer& c, int i, const Held& held) {
+  c.refresh();
+  float* to = final_of(c, i);
+  if (!HOLDS || !to) return;
+#pragma unroll
+  for (int chunk = 0; chunk < STATE_CHUNKS; ++chunk) store_passes(to + chunk * STATE_FLOATS, held.v[chunk]);
+}
+// Advance one chunk of a state: take it from the ring, and leave it in registers.
+DEVICE void advance_chunk(Consumer& c, const float4* factors, const float4& v, float4& o, float4 (&state)[PASSES]) {
+  const char* from = c.a.initial ? c.wait_chunk() + c.thread * 16 : nullptr;
+#pragma unroll
+  for (int pass = 0; pass < PASSES; ++pass) {
+    state[pass] = {0, 0, 0, 0};
+    if (from) state[pass] = *(const float4*)(from + pass * CONSUMER_THREADS * 16);
+  }
+  if (from) c.release_chunk();
+#pragma unroll
+  for (int pass = 0; pass < PASSES; ++pass) {
+    const float4 f = factors[pass * KEYS_AT_ONCE];
+    float4& s = state[pass];
+    s.x = s.x * f.x + f.y * v.x, s.y = s.y * f.x + f.y * v.y, s.z = s.z * f.x + f.y * v.z, s.w = s.w * f.x + f.y * v.w;
+    o.x += f.z * s.x, o.y += f.z * s.y, o.z += f.z * s.z, o.w += f.z * s.w;
+  }
+}
+// Advance the state of the block's sequence `i` by its step; leave each thread's o in Shared::partial. The last sequence's state stays in
+// `held`.
+template <bool LAST>
+DEVICE void advance_sequence(Consumer& c, int first, int i, Held& held) {
+  c.refresh();
+  const float4 v = *(const float4*)(c.s.queries_keys + i * EXCHANGED + EXCHANGED_V + c.thread % VALUE_UNITS * 4);
+  const float4* factors = (const float4*)(c.s.decays + i * KEYS * 4) + c.thread / VALUE_UNITS;
+  float4 o = {0, 0, 0, 0};
+  if constexpr (LAST && HOLDS) {
+#pragma unroll
+    for (int chunk = 0; chunk < STATE_CHUNKS; ++chunk) advance_chunk(c, factors + chunk * PASSES * KEYS_AT_ONCE, v, o, held.v[chunk]);
+  } else {
+    float* to = final_of(c, first + i);
+#pragma unroll 1
+    for (int chunk = 0; chunk < STATE_CHUNKS; ++chunk) {
+      float4 state[PASSES];
+      advance_chunk(c, factors + chunk * PASSES * KEYS_AT_ONCE, v, o, state);
+      if (to) store_passes(to + chunk * STATE_FLOATS, state);
+    }
+  }
+  *(float4*)(c.s.partial + (i * CONSUMER_THREADS + c.thread) * 4) = o;
+}
+// Add the threads' o of the block's sequences, a warp each; normalize and gate it, and publish it in bfloat16.
+DEVICE void publish_sequences(Consumer& c, int first, int count) {
+  c.refresh();
+  for (int i = c.warp; i < count; i += WARPS) {
+    const float* gates = c.s.queries_keys + i * EXCHANGED + EXCHANGED_G;
+    float o[VALUES / 32], squares = 0;
+#pragma unroll
+    for (int j = 0; j < VALUES / 32; ++j) {
+      o[j] = 0;
+#pragma unroll
+      for (int part = 0; part < KEYS_AT_ONCE; ++part) o[j] += c.s.partial[(i * KEYS_AT_ONCE + part) * VALUES + j * 32 + c.lane];
+      squares += o[j] * o[j];
+    }
+#pragma unroll
+    for (int mask = 1; mask < 32; mask *= 2) squares += shfl_xor(squares, mask);
+    const float scale = rsqrt_approx(squares * (1.0f / VALUES) + c.a.eps);
+    u16* to = (u16*)c.a.gated + ((long long)sequence_at(c, first + i) * HEADS + c.head) * VALUES;
+#pragma unroll
+    for (int j = 0; j < VALUES / 32; ++j) {
+      const int value = j * 32 + c.lane;
+      to[value] = to_bf16(o[j] * scale * norm_weight(c, value) * silu(gates[value]));
+    }
+  }
+}
+// Run the recurrence of this CTA's sequences; return the last one, whose state `held` has.
+DEVICE int run_sequences(Consumer& c, Held& held) {
+  const int all = sequences_of(c.a, c.member);
+#pragma unroll 1
+  for (int first = 0; first < all; first += BLOCK_ROWS) {
+    const int count = all - first < BLOCK_ROWS ? all - first : BLOCK_ROWS;
+    stage_sequences(c, first, count);
+    if (first == 0) c.mark(3);
+    make_factors(c, first, count);
+#pragma unroll 1
+    for (int i = 0; i < count && first + i < all - 1; ++i) advance_sequence<false>(c, first, i, held);
+    if (first + count == all) advance_sequence<true>(c, first, count - 1, held);
+    c.sync();
+    if (first + count == all) c.mark(4);
+    publish_sequences(c, first, count);
+    if (first + count < all) c.sync();
+  }
+  return all - 1;
+}
