@@ -15,6 +15,7 @@ from onelaunch.kernels.convolution.operator import convolve, why_not
 from onelaunch.operation import requirements
 
 pytest.importorskip("triton")
+launch = pytest.importorskip("onelaunch.kernels.convolution.launch")
 
 CASES: dict[str, dict[str, Any]] = {
     "one_step": {"T": 1},
@@ -111,6 +112,24 @@ def assert_right(arguments: dict[str, Any]) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_results_and_gradients_are_those_of_conv1d(name, device):
     assert_right(made(device, **CASES[name]))
+
+
+SHORT: dict[str, dict[str, Any]] = {
+    "sequences_that_begin_within": {"lengths": (7, 0, 1, 1, 12, 3, 0, 0, 9), "state": True, "bias": True},
+    "sequences_over_several": {"lengths": (3, 29, 26, 2), "C": 40},
+    "one_sequence_each": {"lengths": (8,) * 7, "W": 8, "state": True},
+    "batch": {"B": 2, "T": 43, "W": 8, "state": True, "bias": True},
+    "fewer_taps": {"B": 2, "T": 43, "W": 2},
+}
+"""Calls whose stretches of 8 steps, several in a CTA, begin and end elsewhere than their sequences."""
+
+
+@devices
+@pytest.mark.parametrize("name", SHORT)
+def test_stretches_of_steps_continue_each_other(name, device, monkeypatch):
+    for direction in ("FORWARD", "BACKWARD"):
+        monkeypatch.setattr(launch, direction, getattr(launch, direction)._replace(most=8))
+    assert_right(made(device, **SHORT[name]))
 
 
 @devices

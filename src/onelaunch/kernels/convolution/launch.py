@@ -15,17 +15,36 @@ from onelaunch.kernels.convolution.kernel import (
     convolution_gradients_kernel,
     convolution_kernel,
     state_gradients_kernel,
+    sums_kernel,
 )
 from onelaunch.launch.launch import Launch
 
-_CHANNELS = 64
-"""Channels of a tile: rows of 128 bytes in 16 bits."""
 
-_STEPS, _GRADIENT_STEPS = 16, 8
-"""Steps of a tile forward and backward, so few that registers do not spill; not measured yet."""
+class Shape(NamedTuple):
+    """Sizes of a pass's CTAs; not measured yet."""
 
-_CTAS_PER_SM = 8
-"""CTAs of a backward launch per SM, so many that each has several tiles and few partial sums are written; not measured yet."""
+    elements: int
+    """Largest number of channels that a thread has of a step: with 4, loads of 8 bytes in 16 bits."""
+    warps: int
+    """Warps of a CTA, each at one stretch of steps or at several."""
+    unrolled: int
+    """Steps whose loads are issued together, while as many steps before are computed."""
+    per_sm: int
+    """CTAs that an SM holds at once, by their registers. Stretches are so long that all are resident, up to ``most`` steps."""
+    most: int
+    """Largest number of steps of a stretch."""
+
+
+FORWARD = Shape(elements=4, warps=4, unrolled=4, per_sm=6, most=64)
+BACKWARD = Shape(elements=4, warps=4, unrolled=4, per_sm=3, most=64)
+_FEWEST = 8
+"""Least number of steps of a stretch, where a sequence has more: W - 1 steps around each are read again."""
+
+_SUMMED_ROWS, _SUMMED_CHANNELS = 32, 32
+"""Tile of the kernel that adds partial sums up."""
+
+_STATE_CHANNELS = 64
+"""Channels of a CTA that computes gradients of a state."""
 
 
 class Operands(NamedTuple):
@@ -68,12 +87,24 @@ class Operands(NamedTuple):
         """Number N of sequences."""
         return self.x.shape[0] if self.offsets is None else self.offsets.shape[0] - 1
 
-    def constants(self, steps: int) -> dict[str, Any]:
-        """Return the constants of a launch whose tiles have so many steps."""
-        packed = self.offsets is not None
-        return {
-            "W": self.weight.shape[1], "SILU": self.silu, "BT": steps, "BC": min(power_of_2(self.x.shape[2]), _CHANNELS),
-            "PACKED": packed, "BISECTION_STEPS": self.sequences.bit_length() if packed else 0, "num_warps": 4,
+    @property
+    def constants(self) -> dict[str, Any]:
+        """Constants of every launch."""
+        return {"W": self.weight.shape[1], "SILU": self.silu, "PACKED": self.offsets is not None}
+
+    def tiling(self, shape: Shape) -> tuple[int, int, dict[str, Any]]:
+        """Return the number of CTAs along time, the steps L of a stretch, and the constants of a pass's launch."""
+        batch, length, channels = self.x.shape
+        elements = shape.elements
+        width = min(power_of_2(channels), 32 * elements)
+        parallel = min(shape.warps * 32 * elements // width, power_of_2(cdiv(length, _FEWEST)))
+        resident = shape.per_sm if self.weight.shape[1] <= 4 else max(2 * shape.per_sm // 3, 1)  # they take more registers
+        room = max(resident * processors(self.x.device) // (batch * cdiv(channels, width)), 1)
+        steps = min(max(cdiv(length, room * parallel), min(_FEWEST, length)), shape.most)
+        bisection = 0 if self.offsets is None else self.sequences.bit_length()
+        return cdiv(length, steps * parallel), steps, self.constants | {
+            "G": parallel, "U": min(shape.unrolled, power_of_2(steps)), "BC": width, "FULL": channels % width == 0,
+            "BISECTION_STEPS": bisection, "num_warps": max(parallel * width // (32 * elements), 1),
         }  # fmt: skip
 
 
@@ -81,11 +112,10 @@ def forward(given: Operands) -> torch.Tensor:
     """Return y ``[B, T, C]``, contiguous, in the dtype of x."""
     batch, length, channels = given.x.shape
     y = torch.empty(given.x.shape, dtype=given.x.dtype, device=given.x.device)
-    steps = min(_STEPS, power_of_2(length))
-    constants = given.constants(steps)
+    groups, steps, constants = given.tiling(FORWARD)
     Launch(
-        convolution_kernel, (batch * cdiv(length, steps) * cdiv(channels, constants["BC"]),),
-        *given.tensors, y, length, channels, given.sequences, given.x.stride(0), given.x.stride(1), **constants,
+        convolution_kernel, (batch * groups * cdiv(channels, constants["BC"]),),
+        *given.tensors, y, length, channels, given.sequences, steps, given.x.stride(0), given.x.stride(1), **constants,
     ).run()  # fmt: skip
     return y
 
@@ -113,30 +143,31 @@ def backward(given: Operands, dy: torch.Tensor, wants: Gradients | tuple[bool, .
     dy = inner_contiguous(dy)
     numbers = (x.stride(0), x.stride(1), dy.stride(0), dy.stride(1))
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device) if wants_x else None
-    dweight, dbias, dstate = None, None, None
+    dweight = torch.empty(weight.shape, dtype=weight.dtype, device=x.device) if wants_weight else None
+    dbias = torch.empty(weight.shape[:1], dtype=weight.dtype, device=x.device) if wants_bias else None
     if wants_x or wants_weight or wants_bias:
-        steps = min(_GRADIENT_STEPS, power_of_2(length))
-        constants = given.constants(steps)
-        blocks, count = cdiv(channels, constants["BC"]), cdiv(length, steps)
-        tiles = max(cdiv(batch * count * blocks, _CTAS_PER_SM * processors(x.device)), 1)
-        groups, taps = batch * cdiv(count, tiles), weight.shape[1]
-        shapes = ((groups, channels, taps) if wants_weight else None, (groups, channels) if wants_bias else None)
-        partials, bias_partials = (
-            None if shape is None else torch.empty(shape, dtype=torch.float32, device=x.device) for shape in shapes
-        )
+        groups, steps, constants = given.tiling(BACKWARD)
+        partials, places = None, weight.shape[1] * wants_weight + wants_bias
+        if places:
+            partials = torch.empty(batch * groups, places, channels, dtype=torch.float32, device=x.device)
         Launch(
-            convolution_gradients_kernel, (groups * blocks,),
-            *given.tensors, dy, dx, partials, bias_partials, length, channels, given.sequences, tiles, *numbers, **constants,
+            convolution_gradients_kernel, (batch * groups * cdiv(channels, constants["BC"]),),
+            *given.tensors, dy, dx, partials, length, channels, given.sequences, steps, *numbers,
+            WEIGHT=wants_weight, BIAS=wants_bias, **constants,
         ).run()  # fmt: skip
-        dweight = None if partials is None else partials.sum(0).to(weight.dtype)
-        dbias = None if bias_partials is None else bias_partials.sum(0).to(weight.dtype)
+        if partials is not None:
+            width = min(power_of_2(channels), _SUMMED_CHANNELS)
+            Launch(
+                sums_kernel, (places * cdiv(channels, width),), partials, dweight, dbias, batch * groups, channels,
+                W=weight.shape[1], BR=min(power_of_2(batch * groups), _SUMMED_ROWS), BC=width, num_warps=4,
+            ).run()  # fmt: skip
+    dstate = None
     if wants_state and state is not None:
         dstate = torch.empty_like(state)
-        constants = given.constants(1)
-        del constants["BT"], constants["BISECTION_STEPS"]
+        width = min(power_of_2(channels), _STATE_CHANNELS)
         Launch(
-            state_gradients_kernel, (given.sequences * cdiv(channels, constants["BC"]),),
+            state_gradients_kernel, (given.sequences * cdiv(channels, width),),
             *given.tensors, dy, dstate, length, channels, given.sequences, *numbers,
-            BP=power_of_2(max(weight.shape[1] - 1, 1)), **constants,
+            BP=power_of_2(max(weight.shape[1] - 1, 1)), BC=width, num_warps=4, **given.constants,
         ).run()  # fmt: skip
     return Gradients(dx, dweight, dbias, dstate)

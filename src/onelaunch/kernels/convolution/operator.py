@@ -16,7 +16,7 @@ from onelaunch.operation.requirements import cannot_launch_on
 from onelaunch.tracing import is_transformed
 
 _MOST_TAPS = 8
-"""Largest W: the backward kernel has W^2 loads of inputs, one after the other in its code."""
+"""Largest W: a thread keeps W taps, W sums and 2 (W - 1) inputs and gradients for each of its channels in registers."""
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 """Dtypes of x."""

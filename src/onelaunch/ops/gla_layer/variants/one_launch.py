@@ -1,7 +1,7 @@
 """The variant ``one_launch`` of ``gla_layer``: the whole layer in one cooperative launch on Hopper, for steps of decoding.
 
-On an H100 it is faster than five launches for up to four sequences and slower from 16 on (docs/notebook/gla_layer.md). It is
-marked experimental until that has changed, and ``auto`` never takes it.
+On an H100 a script measured two thirds of the time of five launches (docs/notebook/gla_layer.md). It is marked experimental until
+a study has measured it, and ``auto`` never takes it.
 
 The dispatcher, studies and tests find registered variants by name. ``fuses`` names the steps that share the kernel. Since it
 has no tag ``parts``, ``cost.py`` counts what its CTAs pass to each other and no other intermediates. Other keywords are
