@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -129,7 +130,7 @@ class Gradients(NamedTuple):
     state: torch.Tensor | None
 
 
-def backward(given: Operands, dy: torch.Tensor, wants: Gradients | tuple[bool, ...]) -> Gradients:
+def backward(given: Operands, dy: torch.Tensor, wants: Sequence[bool]) -> Gradients:
     """Return the gradients that are wanted: of x, the weight, the bias and the state, in this order.
 
     Args:
