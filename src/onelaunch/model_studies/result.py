@@ -6,20 +6,16 @@ status, and the judged criteria. Times are in microseconds, memory in bytes, los
 
 from __future__ import annotations
 
-import json
 import statistics
-from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Field, ValidationError
+from pydantic import AfterValidator, Field
 
-from onelaunch.errors import ResultCorrupt, ResultExists, ResultMissing, ResultTooNew
 from onelaunch.model_studies.declare import Activity, ModelCriterion, ModelStudy
-from onelaunch.wording import in_a_line, shown
 from onelaunch.workbench import stats
-from onelaunch.workbench.files import read_text, write_text
 from onelaunch.workbench.result import CriterionStatus, Provenance, Spent, Status
-from onelaunch.workbench.stored import FROM_A_FILE, Amount, Count, Error, Estimate, Finite, Grown, Name, Stored, Time, Words
+from onelaunch.workbench.result.saved import Saved
+from onelaunch.workbench.stored import Amount, Count, Error, Estimate, Finite, Name, Stored, Time, Words
 
 SCHEMA = 1
 """Version of the schema."""
@@ -168,8 +164,10 @@ class ModelOutcome(Stored):
     """Measured value, in the unit of the bound; ``None`` if it was not measured."""
 
 
-class ModelResult(Grown, Stored):
+class ModelResult(Saved):
     """Result of a finished or interrupted study of models."""
+
+    VERSIONS = (SCHEMA,)
 
     kind: Literal["models"] = "models"
     schema_version: Literal[1] = SCHEMA
@@ -189,49 +187,9 @@ class ModelResult(Grown, Stored):
         """Return the measurement of a task by its key; the seed may be left out."""
         return next((each for each in self.measurements if key_of(each)[: len(key)] == key), None)
 
-    def stored(self) -> str:
-        """Return the JSON that :meth:`save` writes."""
-        return self.model_dump_json(indent=1) + "\n"
-
-    def save(self, path: Path, *, force: bool = False) -> Path:
-        """Write the result as JSON, atomically.
-
-        Raises:
-            ResultExists: The file exists, and ``force`` is off.
-            OutputUnwritable: The file cannot be written.
-        """
-        if path.exists() and not force:
-            raise ResultExists(path)
-        write_text(path, self.stored())
-        return path
-
-    @classmethod
-    def load(cls, path: Path) -> ModelResult:
-        """Read a result that :meth:`save` wrote, and check that its parts fit together.
-
-        Raises:
-            ResultMissing: The file does not exist.
-            ResultTooNew: A newer version of onelaunch wrote the file.
-            ResultCorrupt: The file is damaged, is no result of a study of models, or its parts do not fit together.
-        """
-        try:
-            raw = json.loads(read_text(path))
-        except FileNotFoundError:
-            raise ResultMissing(path) from None
-        except (OSError, ValueError, RecursionError) as error:
-            raise ResultCorrupt(path, in_a_line(error)) from error
-        version = raw.get("schema_version") if isinstance(raw, dict) else None
-        if type(version) is int and version > SCHEMA:
-            raise ResultTooNew(path, schema=version, newest=SCHEMA)
-        try:
-            found = cls.model_validate(raw, context=FROM_A_FILE)
-        except ValidationError as error:
-            first = error.errors(include_context=False)[0]
-            where = ".".join(map(str, first["loc"]))[:200]
-            raise ResultCorrupt(path, f"{where}: {first['msg']} (it is {shown(first['input'])})") from error
-        if (problem := _inconsistency(found)) is not None:
-            raise ResultCorrupt(path, problem)
-        return found
+    def inconsistency(self) -> str | None:
+        """Return what does not fit together in the result, as a clause, or ``None``."""
+        return _inconsistency(self)
 
 
 def _inconsistency(result: ModelResult) -> str | None:

@@ -8,22 +8,17 @@ that were added after results were published; :class:`~onelaunch.workbench.store
 from __future__ import annotations
 
 import functools
-import json
 import math
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 
-from onelaunch.errors import ResultCorrupt, ResultExists, ResultMissing, ResultTooNew
 from onelaunch.operation import Direction
-from onelaunch.wording import in_a_line, listing, shown
-from onelaunch.workbench.files import read_text, write_text
 from onelaunch.workbench.result.consistency import inconsistency
 from onelaunch.workbench.result.facts import Provenance, Spent, StoredCeilings
+from onelaunch.workbench.result.saved import Saved
 from onelaunch.workbench.stored import (
-    FROM_A_FILE,
     LEAST_TIME,
     MOST_TIME,
     Amount,
@@ -373,10 +368,11 @@ def _cells_by_name(same: _Same) -> dict[tuple[str, str, Direction], Cell]:
     return {(cell.shape, cell.variant, cell.direction): cell for cell in reversed(same.cells)}
 
 
-class Result(Grown, Stored):
+class Result(Saved):
     """Result of a finished or interrupted study."""
 
     LATER = ("probes", "spent")
+    VERSIONS = READABLE
 
     schema_version: Literal[1, 2, 3] = SCHEMA
     study: Study
@@ -408,56 +404,9 @@ class Result(Grown, Stored):
         wanted = (shape, direction, regime)
         return next((noise for noise in self.noise if (noise.shape, noise.direction, noise.regime) == wanted), None)
 
-    def stored(self) -> str:
-        """Return the JSON that :meth:`save` writes."""
-        return self.model_dump_json(indent=1) + "\n"
-
-    def save(self, path: Path, *, force: bool = False) -> Path:
-        """Write the result as JSON, atomically.
-
-        Raises:
-            ResultExists: The file exists, and ``force`` is off.
-            OutputUnwritable: The file cannot be written.
-        """
-        if path.exists() and not force:
-            raise ResultExists(path)
-        write_text(path, self.stored())
-        return path
-
-    @classmethod
-    def load(cls, path: Path) -> Result:
-        """Read a result that :meth:`save` wrote.
-
-        Raises:
-            ResultMissing: The file does not exist.
-            ResultTooNew: A newer version of onelaunch wrote the file.
-            ResultCorrupt: The file is damaged, is no result, or its parts do not fit together, such as a median and its rounds.
-                The message says where.
-        """
-        try:
-            raw = json.loads(read_text(path))
-        except FileNotFoundError:
-            raise ResultMissing(path) from None
-        except (OSError, ValueError, RecursionError) as error:
-            raise ResultCorrupt(path, in_a_line(error)) from error
-        version = raw.get("schema_version") if isinstance(raw, dict) else None
-        # type() and not isinstance(): true is an int for Python, and would be taken for version 1.
-        if type(version) is int and version > SCHEMA:
-            raise ResultTooNew(path, schema=version, newest=SCHEMA)
-        if type(version) is not int or version not in READABLE:
-            message = f"its schema_version is {shown(version)}, this onelaunch reads {listing(map(str, READABLE))}"
-            raise ResultCorrupt(path, message)
-        try:
-            found = cls.model_validate(raw, context=FROM_A_FILE)
-        except ValidationError as error:
-            first = error.errors(include_context=False)[0]
-            where = ".".join(str(part) for part in first["loc"])[:200]
-            raise ResultCorrupt(path, f"{where}: {first['msg']} (it is {shown(first['input'])})") from error
-        except RecursionError as error:
-            raise ResultCorrupt(path, "it is nested too deeply") from error
-        if (problem := inconsistency(found)) is not None:
-            raise ResultCorrupt(path, problem)
-        return found
+    def inconsistency(self) -> str | None:
+        """Return what does not fit together in the result, as a clause, or ``None``."""
+        return inconsistency(self)
 
 
 def _check_positive(estimate: Estimate, what: str) -> None:
