@@ -1,4 +1,4 @@
-"""What the replaced forward passes of fla's layers share: submodules, masks, caches and short convolutions.
+"""Parts that the replaced forward passes of fla's layers share: submodules, masks, caches and short convolutions.
 
 ``gla_layers.py`` and ``hgrn_layers.py`` derive their classes from :class:`FlaLayer`.
 """
