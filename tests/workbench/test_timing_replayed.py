@@ -72,6 +72,7 @@ def pretended(monkeypatch):
         monkeypatch.setattr(torch.cuda, name, lambda device: 0)
     for name in ("GPU_SAMPLE_SECONDS", "EAGER_SAMPLE_SECONDS"):
         monkeypatch.setattr(sampling, name, 1e-4)
+    monkeypatch.setattr(sampling, "CACHES", 0)  # flushing the caches of a CPU takes a tenth of a second
 
     def capture(call_all, graph, stream):
         graph.calls = call_all
