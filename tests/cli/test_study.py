@@ -30,7 +30,7 @@ from onelaunch.wording import UNSAFE
 from onelaunch.workbench import files
 from onelaunch.workbench.decide.decision import concluded
 from onelaunch.workbench.result import SCHEMA, Result
-from onelaunch.workbench.result import schema as result_module
+from onelaunch.workbench.result import saved as result_module
 from onelaunch.workbench.run import Progress
 from tests.prose import lines_with
 from tests.workbench import results

@@ -26,7 +26,7 @@ from onelaunch.errors import NoDeviceError, OutputUnwritable, ResultExists, Resu
 from onelaunch.workbench import files
 from onelaunch.workbench.measure import timing
 from onelaunch.workbench.result import Result
-from onelaunch.workbench.result import schema as result_module
+from onelaunch.workbench.result import saved as result_module
 from onelaunch.workbench.result.provenance import _distributions, commit, merge_clocks, spelled
 from onelaunch.workbench.run import ResultUnsaved, Steps, default_path, partial_path
 from onelaunch.workbench.study import Criterion, Shape

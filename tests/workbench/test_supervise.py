@@ -360,16 +360,16 @@ def test_a_run_needs_no_folder_for_its_lock(tmp_path, monkeypatch):
 
 def test_a_folder_that_fills_up_during_a_supervised_run_loses_nothing(monkeypatch):
     from onelaunch.errors import OutputUnwritable
-    from onelaunch.workbench.result import schema
+    from onelaunch.workbench.result import saved
 
-    write = schema.write_text
+    write = saved.write_text
 
     def full(path, text):
         if path == partial_path(Path("results/cpu/toy-study.json")):
             raise OutputUnwritable(path, "No space left on device")
         write(path, text)
 
-    monkeypatch.setattr(schema, "write_text", full)
+    monkeypatch.setattr(saved, "write_text", full)
     result = with_rogue(at_count(30, lambda: os._exit(1)))
     assert rest_is_complete(result)
     assert any("No space left" in note for note in result.notes)
