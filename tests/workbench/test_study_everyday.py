@@ -20,11 +20,10 @@ import onelaunch.nn
 from onelaunch.device.hardware import Ceilings
 from onelaunch.operation import DIRECTIONS
 from onelaunch.operation.inputs import packed_lengths
-from onelaunch.workbench.decide import criteria
 from onelaunch.workbench.decide.criteria import evaluate
 from onelaunch.workbench.measure import host, rotation, sampling, timing
 from onelaunch.workbench.report import write_report
-from onelaunch.workbench.result import Cell, ProbeReport
+from onelaunch.workbench.result import ProbeReport
 from onelaunch.workbench.run import Steps, run_study
 from onelaunch.workbench.study import Criterion
 from onelaunch.workbench.study.plan import plan_study
@@ -127,8 +126,8 @@ def test_the_bounds_are_those_that_were_asked(everyday, host_times):
     assert {criterion.most_noise for criterion in eager} == {1.05}
     slower = [criterion for criterion in everyday.criteria if criterion.name.startswith("no form is slower")]
     assert [(one.regime, one.at, one.at_least, one.all_directions, one.leave_out) for one in slower] == [
-        ("cold", None, 1.0, DIRECTIONS, True),
-        ("eager", None, 1.0, DIRECTIONS, True),
+        ("cold", None, 1.0, DIRECTIONS, False),
+        ("eager", None, 1.0, DIRECTIONS, False),
     ]
     asked = {(one.at, one.direction): one.at_most for one in host_times.criteria}
     assert asked == {
@@ -214,24 +213,6 @@ def test_shapes_that_the_other_side_cannot_run_are_listed(leave_out, status):
 def test_a_side_that_failed_is_not_left_out(status):
     cells = ok_cell("one", 10.0), ok_cell("two", 30.0), elsewhere(ok_cell("one", 10.0)), elsewhere(bad_cell("two", status))
     assert outcome_of(*cells, leave_out=True).status == "not_measured"
-
-
-def test_a_peer_that_computes_wrong_results_is_listed(monkeypatch):
-    """It is of another project, so its wrong results do not make a criterion of ours easier."""
-    monkeypatch.setattr(criteria, "_is_foreign", lambda result, cell: cell.variant == "two")
-    cells = ok_cell("one", 10.0), ok_cell("two", 30.0), elsewhere(ok_cell("one", 10.0)), elsewhere(bad_cell("two", "incorrect"))
-    outcome = outcome_of(*cells, leave_out=True)
-    assert outcome.status == "met"
-    assert outcome.evidence.endswith("left out, as two cannot run or computes wrong results there: other.")
-
-
-def test_variants_of_other_projects_are_told_by_their_registration(everyday):
-    result = measured(everyday)
-    for variant, foreign in (("fla", True), ("fla_fused_chunk", True), ("auto", False), ("hopper", False)):
-        assert (
-            criteria._is_foreign(result, Cell(shape="float32 g head", direction="forward", variant=variant, status="ok"))
-            == foreign
-        )
 
 
 def test_nothing_is_met_where_the_other_side_runs_nowhere():

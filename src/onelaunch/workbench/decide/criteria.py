@@ -16,8 +16,7 @@ two applies. A geometric mean over shapes is judged in the same way, with an int
 same direction. It is measured only if every shape is.
 
 A criterion with ``directions`` counts a shape once in each of them that runs there. With ``most_noise`` a time counts as not
-measured where the A/A noise is larger. With ``leave_out`` the shapes at which the other side cannot run, or is of another project
-and computes wrong results, are listed and left out.
+measured where the A/A noise is larger. With ``leave_out`` the shapes at which the other side cannot run are listed and left out.
 
 A criterion reads a value of ``of``, or compares ``of`` with ``over`` (by default the baseline). Each is the name of a variant or
 control, or tags that stand for the fastest variant with them. ``over_at`` gives ``over`` another shape. ``in_at_least`` is the
@@ -34,7 +33,7 @@ from onelaunch.workbench import stats
 from onelaunch.workbench.decide.judging import Finding
 from onelaunch.workbench.decide.measured import judged
 from onelaunch.workbench.decide.words import per, selector_words
-from onelaunch.workbench.result import Cell, CriterionStatus, Outcome, Result
+from onelaunch.workbench.result import CriterionStatus, Outcome, Result
 from onelaunch.workbench.study import Asked, Criterion, Shape
 
 
@@ -56,8 +55,7 @@ def evaluate(result: Result, infeasible: Mapping[str, str]) -> tuple[Outcome, ..
 def _outcome(result: Result, criterion: Criterion, refuted: str | None) -> Outcome:
     """Judge one criterion. ``refuted`` is the reason why arithmetic alone refutes it, if it does."""
     every = result.study.asked(criterion)
-    reasons = {each.name: _why_left_out(result, each) if criterion.leave_out else None for each in every}
-    asked = [each for each in every if reasons[each.name] is None]
+    asked = [each for each in every if not criterion.leave_out or _over_can_run(result, each)]
     findings = [replace(finding_at(result, each.criterion, each.shape), shape=each.name) for each in asked]
     if not findings:
         findings = [Finding("", "not_measured", "not measured: what it is compared with can run at none of its shapes", "")]
@@ -65,9 +63,8 @@ def _outcome(result: Result, criterion: Criterion, refuted: str | None) -> Outco
     needed = criterion.in_at_least or len(findings)
     status = mean.status if mean else _combine([finding.status for finding in findings], needed)
     evidence = f"{mean.text}." if mean else _evidence(criterion, findings, needed)
-    for reason in dict.fromkeys(filter(None, reasons.values())):
-        left = ", ".join(name for name, why in reasons.items() if why == reason)
-        evidence = f"{evidence.rstrip('.')}; left out, as {_over(criterion)} {reason} there: {left}."
+    if left := [each.name for each in every if each not in asked]:
+        evidence = f"{evidence.rstrip('.')}; left out, as {_over(criterion)} cannot run there: {', '.join(left)}."
     if refuted:
         status = "infeasible"
         measured = any(finding.value is not None for finding in findings)
@@ -154,25 +151,12 @@ def _over(criterion: Criterion) -> str:
     return "the baseline" if criterion.over is None else selector_words(criterion.over, others, others)
 
 
-def _why_left_out(result: Result, asked: Asked) -> str | None:
-    """Return what keeps all variants that a criterion compares with from a case, as a predicate; ``None`` if nothing is known.
-
-    A wrong result keeps only variants of other projects from it: a wrong one of ours must not make a criterion easier.
-    """
+def _over_can_run(result: Result, asked: Asked) -> bool:
+    """Return whether a variant that a criterion compares with can run a case, or whether nothing is known of that."""
     _, (over, where) = result.study.sides(asked.criterion, asked.shape)
     names = result.study.select(over, where)
     cells = [cell for name in names if (cell := result.cell(where.name, name, asked.criterion.direction)) is not None]
-    if not cells or not all(
-        cell.status == "unsupported" or (cell.status == "incorrect" and _is_foreign(result, cell)) for cell in cells
-    ):
-        return None
-    return "cannot run" if all(cell.status == "unsupported" for cell in cells) else "cannot run or computes wrong results"
-
-
-def _is_foreign(result: Result, cell: Cell) -> bool:
-    """Return whether the variant of a cell is of another project, as its registration says."""
-    variant = result.study.operation_at(result.study.shape(cell.shape)).variants.get(cell.variant)
-    return variant is not None and variant.capabilities.requires is not None
+    return not cells or any(cell.status != "unsupported" for cell in cells)
 
 
 def finding_at(result: Result, criterion: Criterion, shape: Shape) -> Finding:

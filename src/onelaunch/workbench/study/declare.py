@@ -194,8 +194,7 @@ class Criterion(Declared):
     most_noise: float | None = None
     """Largest A/A noise, as a factor such as 1.05, at which a time counts. With more noise it counts as not measured."""
     leave_out: bool = False
-    """Switch for leaving out, and listing, the shapes at which no variant of ``over`` can run, whatever package is installed, or
-    at which those that can are of other projects and compute wrong results."""
+    """Switch for leaving out, and listing, the shapes at which no variant of ``over`` can run, whatever package is installed."""
 
     _names = field_validator("name", "of", "over", "at", "over_at", "per")(check_names)
     _bounds = field_validator("at_least", "at_most", "equals", "most_noise")(_check_bound)
