@@ -6,13 +6,14 @@ fla must be installed. On a CPU its kernels run in Triton's interpreter, with ``
 from __future__ import annotations
 
 import copy
+import importlib
 
 import pytest
 import torch
 
 from onelaunch import accelerate, nn
 
-triton = pytest.importorskip("triton")
+triton = pytest.importorskip("triton", reason="fla's layers are written in Triton")
 
 CASES = {
     "hgrn": ("hgrn.HGRNAttention", {"expand_ratio": 2}),
@@ -41,7 +42,7 @@ def made(name, device, monkeypatch):
         monkeypatch.setattr("triton.runtime.autotuner.Autotuner._bench", lambda *given, config, **rest: [1.0, 1.0, 1.0])
     path, options = CASES[name]
     module, kind = path.split(".")
-    layers = pytest.importorskip(f"fla.layers.{module}")
+    layers = importlib.import_module(f"fla.layers.{module}")
     given = {"hidden_size": SIZE, "layer_idx": 1, "mode": "fused_recurrent", **options}
     theirs, ours = (getattr(each, kind)(**given).to(device) for each in (layers, nn))
     for each in theirs.parameters():

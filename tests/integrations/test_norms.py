@@ -43,7 +43,9 @@ def test_results_are_those_of_fla(affine, dtype, faster):
     for x, options in calls(dtype):
         found, wanted = norm(x, **options), plain(x, **options)
         assert isinstance(found, tuple) == options["prenorm"]
-        torch.testing.assert_close(found, wanted, rtol=1e-2, atol=1e-2)  # checks dtypes too
+        # Checks dtypes too. Sums over 32 channels in another order; in bfloat16 two roundings may then differ by one step, 2^-7.
+        tolerance = 1e-6 if dtype is torch.float32 else 2**-7
+        torch.testing.assert_close(found, wanted, rtol=tolerance, atol=tolerance)
     assert norm.calls == 0
     assert not report.fallbacks
     assert {(query.operation, peer) for query, peer in faster} == {("rms_norm", "fla")}

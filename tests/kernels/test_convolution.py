@@ -14,8 +14,9 @@ from onelaunch.kernels.convolution import operator
 from onelaunch.kernels.convolution.operator import convolve, why_not
 from onelaunch.operation import requirements
 
-pytest.importorskip("triton")
-launch = pytest.importorskip("onelaunch.kernels.convolution.launch")
+pytest.importorskip("triton", reason="the kernels are written in Triton")
+
+from onelaunch.kernels.convolution import launch
 
 CASES: dict[str, dict[str, Any]] = {
     "one_step": {"T": 1},

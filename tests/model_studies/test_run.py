@@ -180,7 +180,7 @@ def test_a_task_runs_in_a_process_of_its_own(path):
 
 @pytest.mark.gpu
 def test_the_gradient_of_an_accelerated_model_is_no_further_off_than_that_of_fla(path):
-    pytest.importorskip("fla")
+    pytest.importorskip("fla", reason="the accelerated model is one of fla")
     study = tiny.measuring(precision="bfloat16", width=256, layers=2, batch=4, length=256, gradient_length=256, steps=0)
     result = run_model_study(study, device="cuda", scale="small", save_to=path)
     errors = result.find("gradients", "tiny").errors
@@ -194,7 +194,7 @@ def test_the_gradient_of_an_accelerated_model_is_no_further_off_than_that_of_fla
 @pytest.mark.slow
 @pytest.mark.thorough
 def test_a_llama_is_timed_in_every_activity(path):
-    pytest.importorskip("transformers")
+    pytest.importorskip("transformers", reason="the Llama is one of transformers")
     changes = {"kind": "llama", "width": 32, "kv_heads": 1, "intermediate": 48, "activities": ["training", "forward", "decoding"]}
     study = tiny.measuring(**changes, steps=0, gradient_length=0)
     result = run_model_study(study, device="cpu", save_to=path, in_process=True)
