@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -20,7 +22,21 @@ def test_a_measurement_holds_times_and_provenance(monkeypatch):
     shown = measure_first_call.listing([{"caches": "empty", **found}, {"caches": "filled", **found}]).splitlines()
     assert found["versions"]["torch"] in shown[0]
     assert [line.split()[:2] for line in shown[2:]] == [["gla", "empty"], ["gla", "filled"]]
-    assert [line.split()[3] for line in shown[2:]] == ["12.0", "1.5"]
+    assert [line.split()[4] for line in shown[2:]] == ["12.0", "1.5"]
+
+
+def test_imports_within_a_call_are_counted_apart(tmp_path, monkeypatch):
+    """Those of this thread, one within another once."""
+    (tmp_path / "slow_inner.py").write_text("import time; time.sleep(0.05)")
+    (tmp_path / "slow_outer.py").write_text("import slow_inner, time; time.sleep(0.05)")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    begun = time.perf_counter()
+    with measure_first_call._Imports() as imports:
+        __import__("slow_outer")
+        importlib.import_module("slow_inner")
+        time.sleep(0.05)
+    seconds = time.perf_counter() - begun
+    assert 0.1 <= imports.seconds <= seconds - 0.05
 
 
 def test_each_measurement_has_a_process_of_its_own_and_two_share_caches(monkeypatch):

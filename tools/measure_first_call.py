@@ -4,8 +4,9 @@
 
 For each case of :data:`CASES` a process starts with empty caches of Triton and onelaunch, and a second one with the caches that
 the first has filled. A measured time is wall time from before the call until the device has finished. Imports, the start of the
-device (its context and one kernel of PyTorch) and making the inputs are measured apart. Loading libraries such as cuBLAS, which
-the first call needs, belongs to the call.
+device (its context and one kernel of PyTorch) and making the inputs are measured apart. So are the imports that happen within the
+call: the first ``backward`` of a process imports SymPy for PyTorch, which takes seconds, and operations import their kernels when
+they need them. Loading libraries such as cuBLAS, which the first call needs, belongs to the call.
 
 The script is run by hand, on idle cores: a first call compiles on all of them.
 """
@@ -13,15 +14,22 @@ The script is run by hand, on idle cores: a first call compiles on all of them.
 from __future__ import annotations
 
 import argparse
+import builtins
+import functools
+import importlib
 import json
 import os
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from typing_extensions import Self  # in typing from Python 3.11 on
 
 SRC = Path(__file__).resolve().parents[1] / "src"
 """Folder that holds the package, for the processes that are started."""
@@ -79,14 +87,16 @@ def measure(name: str, device: str, *, small: bool = False) -> dict[str, Any]:
     step = _STEPS[name](CASES[name].small if small else CASES[name].sizes, here)
     _finish(here)
     ready = time.perf_counter()
-    results = step()
-    _finish(here)
+    with _Imports() as imports:
+        results = step()
+        _finish(here)
     seconds = time.perf_counter() - ready
     if not all(bool(torch.isfinite(each).all()) for each in results):
         raise RuntimeError(f"results of {name} on {device} are not finite")
     return {
         "case": name,
         "seconds": seconds,
+        "seconds_besides_imports": seconds - imports.seconds,
         "import_seconds": imported - begun,
         "device_seconds": started - imported,
         "input_seconds": ready - started,
@@ -155,6 +165,38 @@ def _note_kernels() -> list[str]:
     return found
 
 
+class _Imports:
+    """Context that counts the seconds that this thread imports modules in."""
+
+    def __enter__(self) -> Self:
+        self.seconds = 0.0
+        self._thread, self._depth = threading.get_ident(), 0
+        self._usual = (builtins.__import__, importlib.import_module)
+        builtins.__import__, importlib.import_module = (self._timed(each) for each in self._usual)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        builtins.__import__, importlib.import_module = self._usual
+
+    def _timed(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the function that also adds up its seconds, unless it runs within another import or another thread."""
+
+        @functools.wraps(function)
+        def run(*arguments: Any, **named: Any) -> Any:
+            if threading.get_ident() != self._thread:
+                return function(*arguments, **named)
+            begun = time.perf_counter()
+            self._depth += 1
+            try:
+                return function(*arguments, **named)
+            finally:
+                self._depth -= 1
+                if self._depth == 0:
+                    self.seconds += time.perf_counter() - begun
+
+        return run
+
+
 def _finish(device: Any) -> None:
     """Wait until the device has finished."""
     import torch
@@ -220,12 +262,13 @@ def listing(measured: list[dict[str, Any]]) -> str:
     software = ", ".join(f"{name} {version}" for name, version in first["versions"].items() if version)
     lines = [
         f"{first['device']}, {software}, commit {first['commit'] or 'unknown'}, {first['threads']} threads compile",
-        f"{'case':8} {'caches':8} {'seconds':>8} {'asked':>6}  imports  device  inputs  kernels compiled",
+        f"{'case':8} {'caches':8} {'seconds':>8}  besides imports  {'asked':>6}  imports  device  inputs  kernels compiled",
     ]
     for each in measured:
         asked = CASES[each["case"]].asked if each["caches"] == "empty" else ASKED_AGAIN
         lines.append(
-            f"{each['case']:8} {each['caches']:8} {each['seconds']:8.2f} {asked:6.1f}  {each['import_seconds']:7.2f} "
+            f"{each['case']:8} {each['caches']:8} {each['seconds']:8.2f}  "
+            f"{each['seconds_besides_imports']:15.2f}  {asked:6.1f}  {each['import_seconds']:7.2f} "
             f"{each['device_seconds']:7.2f} {each['input_seconds']:7.2f}  {each['kernels']:7}"
         )
     return "\n".join(lines)

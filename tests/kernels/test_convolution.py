@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from typing import Any
 
@@ -84,6 +85,7 @@ def outcomes(function, arguments: dict[str, Any]) -> dict[str, torch.Tensor]:
     """Return y and the gradients of all arguments that take any, with a drawn gradient of y."""
     leaves = {name: each for name, each in arguments.items() if isinstance(each, torch.Tensor) and each.is_floating_point()}
     y = function(**arguments)
+    y = y if isinstance(y, torch.Tensor) else torch.cat(y, -1)  # of the parts that the kernel's results are
     dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(2)).to(y.device, y.dtype)
     found = torch.autograd.grad(y, list(leaves.values()), dy)
     return {"y": y.detach()} | dict(zip(leaves, found, strict=True))
@@ -97,10 +99,11 @@ def exact(arguments: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def assert_right(arguments: dict[str, Any]) -> None:
+def assert_right(arguments: dict[str, Any], channels: list[int] | None = None) -> None:
     """Require y and all gradients to be those of ``conv1d`` in float64, but for their rounding, and to have the same dtypes."""
     assert why_not(arguments["x"], arguments["weight"]) is None
-    found, right = outcomes(convolve, arguments), outcomes(reference, exact(arguments))
+    found = outcomes(functools.partial(convolve, channels=channels), arguments)
+    right = outcomes(reference, exact(arguments))
     allowed = TOLERANCE[str(arguments["x"].dtype).removeprefix("torch.")]
     for name, value in found.items():
         assert value.dtype is arguments["x"].dtype
@@ -154,11 +157,25 @@ def test_inputs_may_be_columns_of_a_matrix_and_expanded(device):
     arguments["x"] = matrix[..., 8:32].detach().requires_grad_()
     arguments["weight"] = arguments["weight"].detach().T.contiguous().T.requires_grad_()
     assert_right(arguments)
-    y = convolve(**arguments)
+    (y,) = convolve(**arguments)
     wide = torch.randn(2, 37, 2 * 24, device=device)
     (sliced,) = torch.autograd.grad(y, arguments["x"], wide[..., ::2], retain_graph=True)
     (plain,) = torch.autograd.grad(y, arguments["x"], wide[..., ::2].contiguous())
     assert torch.equal(sliced, plain)
+
+
+@devices
+@pytest.mark.parametrize("name", ["several_tiles", "with_a_state", "packed_with_states"])
+def test_results_may_be_parts(name, device):
+    """One launch computes all parts, and the gradient of each is read where it is."""
+    arguments = made(device, **CASES[name] | {"C": 40})
+    assert_right(arguments, [16, 8, 16])
+    parts = convolve(**arguments, channels=[16, 8, 16])
+    (whole,) = convolve(**arguments)
+    assert torch.equal(torch.cat(parts, -1), whole)
+    (first,) = torch.autograd.grad(parts[0].sum(), arguments["x"])  # no gradient reaches the others
+    assert first[..., :16].any()
+    assert not first[..., 16:].any()
 
 
 @devices
@@ -168,7 +185,7 @@ def test_single_gradients_are_those_of_all_together(wanted, device):
     together = outcomes(convolve, arguments)[wanted]
     alone = {name: each.detach() if each is not None else None for name, each in arguments.items()}
     alone[wanted].requires_grad_()
-    y = convolve(**alone)
+    (y,) = convolve(**alone)
     dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(2)).to(device)
     assert torch.equal(torch.autograd.grad(y, alone[wanted], dy)[0], together)
 
@@ -178,18 +195,20 @@ def test_the_operators_pass_opcheck(device):
     """All checks of ``opcheck``, but with static instead of dynamic shapes."""
     arguments = made(device, T=6, C=16, bias=True, state=True)
     utilities = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_static")
-    library.opcheck(operator._forward.registered, (*arguments.values(), True), test_utils=utilities)
+    library.opcheck(operator._forward.registered, (*arguments.values(), True, [8, 8]), test_utils=utilities)
     given = [each if each is None else each.detach() for each in arguments.values()]
     dy = torch.ones_like(given[0])
-    library.opcheck(operator._backward.registered, (dy, *given, True, [True, False, True, True]), test_utils=utilities)
+    library.opcheck(
+        operator._backward.registered, ([dy[..., :8], dy[..., 8:]], *given, True, [True, False, True, True]), test_utils=utilities
+    )
 
 
 @devices
 def test_no_gradient_is_recorded_without_need(device):
     arguments = {name: each if each is None else each.detach() for name, each in made(device, T=9).items()}
-    assert not convolve(**arguments).requires_grad
+    assert not convolve(**arguments)[0].requires_grad
     with torch.no_grad():
-        assert not convolve(**made(device, T=9)).requires_grad
+        assert not convolve(**made(device, T=9))[0].requires_grad
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,7 @@ from torch import library
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from onelaunch.ops import Segment, gla, projections
+from onelaunch.ops.projections import autograd
 from onelaunch.ops.projections.layout import layout_of
 from tests.ops.cases import BOTH, assert_near, assert_ok, assert_one_call_correct, judge, results, triton_variants
 from tests.ops.projections_cases import CASES, EVERY, PROJECTIONS, SHORT, SMALL, case_of, of_every_kind
@@ -201,6 +202,23 @@ def test_nan_stays_in_its_head(variant):
 @hypothesis.given(st.lists(segments, min_size=1, max_size=5))
 def test_a_packed_call_equals_calls_of_its_segments(kinds):
     check_packing(kinds, "wide_activated")
+
+
+@pytest.mark.interpret
+def test_gradients_of_z_have_zeros_behind_them():
+    """A GPU multiplies all columns of dz, whose number is a multiple of 8, and gets the gradients of the first N alone."""
+    given, layout = of_every_kind(), layout_of(EVERY)
+    assert layout.gradient_pitch > layout.rows
+    x, weight = given["x"], given["weight"]
+    y, rstd, kept = autograd.run_forward(x, weight, given["bias"], layout.code, 1e-6, keep=True, variant="wide_activated")
+    dys = [torch.randn(*x.shape[:-1], *segment.shape) for segment in EVERY]
+    (dz,) = autograd.run_backward(dys, y, rstd, kept, None, None, layout.code, [])
+    assert not dz[:, layout.rows :].any()
+    padded = autograd._products(dz, x, weight, wants_x=True, wants_weight=True)
+    plain = autograd._products(dz[:, : layout.rows], x, weight, wants_x=True, wants_weight=True)
+    for one, other, like in zip(padded, plain, (x, weight), strict=True):
+        assert one.shape == like.shape
+        torch.testing.assert_close(one, other)
 
 
 @pytest.mark.interpret

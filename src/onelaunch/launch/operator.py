@@ -54,10 +54,10 @@ class Operator:
             default is this operator itself, for a function whose gradient consists of calls of the same function.
         outputs: Number of leading outputs that are differentiable and whose gradients are passed to ``gradients``. The other
             outputs exist only for ``save``; a call of eager code that takes gradients does not return them.
-        views: Function ``views(inputs, output)`` that splits the first of several outputs into views. It may use only those
-            inputs that are not tensors (the others may be ``None``). Callers then get only the views, and ``gradients`` gets one
-            gradient for each view. Compiled code concatenates these gradients, since an operator may not return views; eager
-            code does not.
+        views: Function ``views(inputs, output)`` that splits the only output, or the first of several, into views. It may use
+            only those inputs that are not tensors (the others may be ``None``). Callers then get only the views, and
+            ``gradients`` gets one gradient for each view. Compiled code concatenates these gradients, since an operator may not
+            return views; eager code does not.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class Operator:
             output = self.planned(*inputs) if site is None else site.forward(inputs)
             save(ctx, inputs, output)
             if views is not None:
-                return views(inputs, output[0])
+                return views(inputs, _first(output))
             # What exists for ``save`` alone is kept by it, and autograd need not know it as an output.
             return output[:outputs] if isinstance(output, tuple) else output
 
@@ -145,7 +145,7 @@ class Operator:
     def _without_gradients(self, *inputs: Any) -> Any:
         """Return the function's results in eager code."""
         output = self.planned(*inputs)
-        return output if self.views is None else self.views(inputs, output[0])
+        return output if self.views is None else self.views(inputs, _first(output))
 
     def _call(self, inputs: tuple[Any, ...], grad: bool) -> Any:
         """Return the function's results in the form that the present mode of PyTorch and of launches needs."""
@@ -157,14 +157,19 @@ class Operator:
             if grad and torch.is_grad_enabled():  # so that later parts of the recorded call take gradients too
                 for each in (output if isinstance(output, tuple) else (output,))[: self._outputs]:
                     each.requires_grad_(each.is_floating_point())
-            return output if self.views is None else self.views(inputs, output[0])
+            return output if self.views is None else self.views(inputs, _first(output))
         traced = is_traced(inputs[0])  # one tensor of the call is enough, see is_traced
         if grad and not traced:
             return self.eager(*inputs)
         if not traced:
             return self._without_gradients(*inputs)
         output = self.registered(*inputs)
-        return output if self.views is None else self.views(inputs, output[0])
+        return output if self.views is None else self.views(inputs, _first(output))
+
+
+def _first(output: Any) -> torch.Tensor:
+    """Return the only output of a function, or the first of several."""
+    return output if isinstance(output, torch.Tensor) else output[0]
 
 
 def _both_passes(
@@ -185,7 +190,7 @@ def _both_passes(
         output = run(*inputs)
         ctx = _Context(inputs)
         save(ctx, inputs, output)
-        results = views(inputs, output[0]) if views is not None else output
+        results = views(inputs, _first(output)) if views is not None else output
         all_results = results if isinstance(results, tuple) else (results,)
         differentiable = all_results if views is not None else all_results[:outputs]
         gradients(ctx, backward.run, *(torch.empty_like(each) for each in differentiable))

@@ -80,7 +80,7 @@ def short_convolution(
     given = (x, weight[:, 0], bias, state, cu_seqlens)
     past = weight.shape[2] - 1
     if why_not(*given) is None:
-        y = convolve(*given, silu=silu)
+        (y,) = convolve(*given, silu=silu)
         return y, _last_inputs(x, state, cu_seqlens, past) if output_final_state else None
     if state is None:
         state = _zeros(x, cu_seqlens, past)

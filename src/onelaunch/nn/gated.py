@@ -15,9 +15,9 @@ from onelaunch.errors import ArgumentError
 from onelaunch.nn import activations, inputs
 from onelaunch.nn.cache import Cache
 from onelaunch.nn.inputs import Inputs
-from onelaunch.nn.packed import child
+from onelaunch.nn.packed import child, parameter
 from onelaunch.nn.recurrent import RecurrentLayer
-from onelaunch.ops import Segment, gla, output_chain
+from onelaunch.ops import Segment, gla, gla_layer, output_chain
 
 
 class Projected(NamedTuple):
@@ -116,6 +116,10 @@ class GatedLayer(RecurrentLayer, ABC):
         gate_fn = activations.IN_PROJECTION.get(self.gate_fn, "none")
         # output_chain applies SiLU: applied here, its input would be saved for the gradient as well.
         self._silu_on_the_way_out = gate_fn == "silu"
+        biased = self.use_short_conv and child(self, "q_conv1d").bias is not None
+        options = self.use_output_gate and self.feature_map is None and self.num_kv_groups == 1 and not biased
+        self.plain = self._silu_on_the_way_out and options
+        """Flag: :func:`onelaunch.ops.gla_layer` has the formula of this layer's options."""
         gate = Segment("gate", self.num_heads, self.head_v_dim, "none" if gate_fn == "silu" else gate_fn)
         self.segments: tuple[Segment, ...] = (
             Segment("q", self.num_heads, self.head_k_dim, mapped),
@@ -134,8 +138,29 @@ class GatedLayer(RecurrentLayer, ABC):
         """Return all projections of ``x [B, T, D]``: the decay activated, and the gate too unless its activation is SiLU."""
 
     def whole(self, given: Inputs) -> torch.Tensor | None:
-        """Return the result if one operation computes the whole layer, else ``None``."""
-        return None
+        """Return the result by ``gla_layer``, or ``None`` if it cannot compute this call.
+
+        It can compute calls of plain layers whose norm has a weight, without a cache, padding or packed sequences.
+        """
+        if not self.plain or given.cache is not None or given.padding is not None or given.cu_seqlens is not None:
+            return None
+        norm_weight = parameter(child(self, self.norm_name), "weight")
+        if norm_weight is None:
+            return None
+        filters = [parameter(child(self, f"{name}_conv1d"), "weight")[:, 0] for name in "qkv"] if self.use_short_conv else None
+        out, _ = gla_layer(
+            given.x,
+            parameter(self, "in_proj_weight"),
+            parameter(self, "gk_proj_weight") if "gk_proj_weight" in self.packed else None,
+            parameter(self, "gk_proj_bias" if "gk_proj_bias" in self.packed else "in_proj_bias"),
+            norm_weight,
+            parameter(child(self, "o_proj"), "weight"),
+            heads=self.num_heads,
+            normalizer=self.gate_logit_normalizer,
+            eps=self.norm_eps,
+            conv_weight=None if filters is None else torch.cat(filters),
+        )
+        return out
 
     def with_decay(
         self, decay: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *gates: torch.Tensor

@@ -11,9 +11,7 @@ from torch import nn
 from onelaunch.errors import ArgumentError
 from onelaunch.nn import inputs
 from onelaunch.nn.gated import GatedLayer, Projected
-from onelaunch.nn.inputs import Inputs
-from onelaunch.nn.packed import child, parameter
-from onelaunch.ops import Segment, gla_layer
+from onelaunch.ops import Segment
 from onelaunch.ops.gla_layer.composition import project
 
 
@@ -109,38 +107,12 @@ class GatedLinearAttention(GatedLayer):
         self.gate_low_rank_dim = rank = inputs.count("gate_low_rank_dim", gate_low_rank_dim)
         # The narrow product reads all of x. As part of the packed weight it needs no launch and no pass over x of its own.
         self.pack_projections(Segment("low_rank", rank, 1), {"gk_proj.0.weight": rank})
+        self.plain = self.plain and clamp_min is None  # gla_layer has no clamp_min
         heads, size, normalizer = self.num_kv_heads, self.head_k_dim, self.gate_logit_normalizer
         self.decay_segments = (Segment("gk", heads, size, "logsigmoid", normalizer, bias=True),)
         self.pack("gk_proj_weight", {"gk_proj.1.weight": heads * size}, rank)
         self.pack("gk_proj_bias", {"gk_proj.1.bias": heads * size})
         self.reset_parameters()
-
-    def whole(self, given: Inputs) -> torch.Tensor | None:
-        """Return the result by ``gla_layer``, or ``None`` if it cannot compute this call.
-
-        It can if no option changes the formula of the class (a norm without a weight does), and the call has no cache, padding or
-        packed sequences.
-        """
-        plain = self._silu_on_the_way_out and self.use_output_gate and self.feature_map is None and not self.use_short_conv
-        if not plain or self.num_kv_groups > 1 or self.clamp_min is not None:
-            return None
-        if given.cache is not None or given.padding is not None or given.cu_seqlens is not None:
-            return None
-        norm_weight = parameter(child(self, self.norm_name), "weight")
-        if norm_weight is None:
-            return None
-        out, _ = gla_layer(
-            given.x,
-            parameter(self, "in_proj_weight"),
-            parameter(self, "gk_proj_weight"),
-            parameter(self, "gk_proj_bias"),
-            norm_weight,
-            parameter(child(self, "o_proj"), "weight"),
-            heads=self.num_heads,
-            normalizer=self.gate_logit_normalizer,
-            eps=self.norm_eps,
-        )
-        return out
 
     def project(self, x: torch.Tensor) -> Projected:
         """Return all projections of ``x``; the decay comes from two factors of low rank."""

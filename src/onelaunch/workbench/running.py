@@ -102,7 +102,7 @@ class Run:
 
     def __post_init__(self) -> None:
         variant_sources(self.study)  # caches the digests now, so that files changed during the run are not taken for what ran
-        self.judge = Judge(_ORACLE_BYTES.get(self.device.type, 1 << 30))
+        self.judge = Judge(_ORACLE_BYTES.get(self.device.type, 1 << 30), timed_up_to=self.study.timed_up_to)
         self.counted = cases_to_count(self.study, self.options.count)
         """Cases at which DRAM bytes are counted."""
         wanted = taken_measures() if self.options.count else []
@@ -286,7 +286,7 @@ class Run:
             self._measure(self.study.case(shape), direction, runnable)
         self.finished.append((shape, direction))
         # A new judge drops the cached oracle outputs, which the next shape cannot use.
-        self.judge = Judge(_ORACLE_BYTES.get(self.device.type, 1 << 30))
+        self.judge = Judge(_ORACLE_BYTES.get(self.device.type, 1 << 30), timed_up_to=self.study.timed_up_to)
         collect_garbage()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()

@@ -282,10 +282,10 @@ def zeros_of(count: tl.constexpr, G: tl.constexpr, BC: tl.constexpr):
 @triton.jit(do_not_specialize=["T", "sequences", "L"])
 def convolution_gradients_kernel(
     x, weight, bias, state, offsets, dy, dx, partials, T, C, sequences, L, x_stride_b, x_stride_t, dy_stride_b, dy_stride_t,
-    W: tl.constexpr, SILU: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr, G: tl.constexpr, U: tl.constexpr,
-    BC: tl.constexpr, FULL: tl.constexpr, BISECTION_STEPS: tl.constexpr, PACKED: tl.constexpr,
+    dx_stride_t, W: tl.constexpr, SILU: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr, G: tl.constexpr,
+    U: tl.constexpr, BC: tl.constexpr, FULL: tl.constexpr, BISECTION_STEPS: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """Compute dx [B, T, C], contiguous, of G stretches of L steps, and this CTA's part of the sums over steps.
+    """Compute dx [B, T, C], rows of which are ``dx_stride_t`` apart, of G stretches of L steps, and this CTA's sums over steps.
 
     A row of ``partials`` [rows, W * WEIGHT + BIAS, C], float32, gets the terms of these steps of dweight and dbias; CTAs of other
     channels share the row. dx and, with neither sum, ``partials`` may be None. The other arguments are those of
@@ -329,7 +329,7 @@ def convolution_gradients_kernel(
             if dx is not None:
                 reached = spread(dz, unfinished, taps, t - first, W, PACKED)
                 done = t - (W - 1)
-                p_dx = dx + (b.to(tl.int64) * T + done)[:, None] * C + c[None, :]
+                p_dx = dx + (b.to(tl.int64) * T + done)[:, None] * dx_stride_t + c[None, :]
                 mask = ((done >= start) & (done < stop))[:, None] & (c < C)[None, :]
                 tl.store(p_dx, reached[W - 1].to(dx.dtype.element_ty), mask=mask)
                 if W > 1:

@@ -83,6 +83,14 @@ class Operands(NamedTuple):
         bias, state, offsets = (None if each is None else each.contiguous() for each in (bias, state, offsets))
         return cls(inner_contiguous(x), weight.contiguous(), bias, state, offsets, silu)
 
+    def of_channels(self, channels: slice) -> Operands:
+        """Return the inputs of a range of the channels: views, and a copy of the state unless the range is whole."""
+        if channels == slice(0, self.x.shape[2]):
+            return self
+        bias = None if self.bias is None else self.bias[channels]
+        state = None if self.state is None else self.state[:, channels].contiguous()
+        return Operands(self.x[..., channels], self.weight[channels], bias, state, self.offsets, self.silu)
+
     @property
     def sequences(self) -> int:
         """Number N of sequences."""
@@ -130,45 +138,60 @@ class Gradients(NamedTuple):
     state: torch.Tensor | None
 
 
-def backward(given: Operands, dy: torch.Tensor, wants: Sequence[bool]) -> Gradients:
+def backward(given: Operands, dys: Sequence[torch.Tensor], wants: Sequence[bool]) -> Gradients:
     """Return the gradients that are wanted: of x, the weight, the bias and the state, in this order.
 
     Args:
         given: Inputs of the forward pass.
-        dy: Gradient of y, ``[B, T, C]``.
+        dys: Gradients of y, ``[B, T, channels]`` each, of the channels of the first, of the channels behind them, and so on.
         wants: Flag for each gradient.
     """
     wants_x, wants_weight, wants_bias, wants_state = wants
     x, weight, state = given.x, given.weight, given.state
-    batch, length, channels = x.shape
-    dy = inner_contiguous(dy)
+    found = Gradients(
+        torch.empty(x.shape, dtype=x.dtype, device=x.device) if wants_x else None,
+        torch.empty(weight.shape, dtype=weight.dtype, device=x.device) if wants_weight else None,
+        torch.empty(weight.shape[:1], dtype=weight.dtype, device=x.device) if wants_bias else None,
+        None if state is None or not wants_state else torch.empty_like(state),
+    )
+    first = 0
+    for dy in dys:
+        channels = slice(first, first + dy.shape[2])
+        first = channels.stop
+        _backward_of_channels(given.of_channels(channels), inner_contiguous(dy), found, channels)
+    return found
+
+
+def _backward_of_channels(given: Operands, dy: torch.Tensor, found: Gradients, channels: slice) -> None:
+    """Launch the gradients of a range of the channels, of which ``given`` are the inputs, and write them into ``found``."""
+    x, width = given.x, given.weight.shape[1]
+    batch, length, count = x.shape
     numbers = (x.stride(0), x.stride(1), dy.stride(0), dy.stride(1))
-    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device) if wants_x else None
-    dweight = torch.empty(weight.shape, dtype=weight.dtype, device=x.device) if wants_weight else None
-    dbias = torch.empty(weight.shape[:1], dtype=weight.dtype, device=x.device) if wants_bias else None
-    if wants_x or wants_weight or wants_bias:
+    dx = None if found.x is None else found.x[..., channels]
+    dweight, dbias = (None if each is None else each[channels] for each in (found.weight, found.bias))
+    if dx is not None or dweight is not None or dbias is not None:
         groups, steps, constants = given.tiling(BACKWARD)
-        partials, places = None, weight.shape[1] * wants_weight + wants_bias
+        sums = {"WEIGHT": dweight is not None, "BIAS": dbias is not None}
+        partials, places = None, width * sums["WEIGHT"] + sums["BIAS"]
         if places:
-            partials = torch.empty(batch * groups, places, channels, dtype=torch.float32, device=x.device)
+            partials = torch.empty(batch * groups, places, count, dtype=torch.float32, device=x.device)
         Launch(
-            convolution_gradients_kernel, (batch * groups * cdiv(channels, constants["BC"]),),
-            *given.tensors, dy, dx, partials, length, channels, given.sequences, steps, *numbers,
-            WEIGHT=wants_weight, BIAS=wants_bias, **constants,
+            convolution_gradients_kernel, (batch * groups * cdiv(count, constants["BC"]),),
+            *given.tensors, dy, dx, partials, length, count, given.sequences, steps, *numbers,
+            0 if dx is None else dx.stride(1), **sums, **constants,
         ).run()  # fmt: skip
         if partials is not None:
-            width = min(power_of_2(channels), _SUMMED_CHANNELS)
+            block = min(power_of_2(count), _SUMMED_CHANNELS)
             Launch(
-                sums_kernel, (places * cdiv(channels, width),), partials, dweight, dbias, batch * groups, channels,
-                W=weight.shape[1], BR=min(power_of_2(batch * groups), _SUMMED_ROWS), BC=width, num_warps=4,
+                sums_kernel, (places * cdiv(count, block),), partials, dweight, dbias, batch * groups, count,
+                W=width, BR=min(power_of_2(batch * groups), _SUMMED_ROWS), BC=block, num_warps=4,
             ).run()  # fmt: skip
-    dstate = None
-    if wants_state and state is not None:
-        dstate = torch.empty_like(state)
-        width = min(power_of_2(channels), _STATE_CHANNELS)
+    if found.state is not None:
+        dstate = torch.empty(given.sequences, count, width - 1, dtype=x.dtype, device=x.device)
+        block = min(power_of_2(count), _STATE_CHANNELS)
         Launch(
-            state_gradients_kernel, (given.sequences * cdiv(channels, width),),
-            *given.tensors, dy, dstate, length, channels, given.sequences, *numbers,
-            BP=power_of_2(max(weight.shape[1] - 1, 1)), BC=width, num_warps=4, **given.constants,
+            state_gradients_kernel, (given.sequences * cdiv(count, block),),
+            *given.tensors, dy, dstate, length, count, given.sequences, *numbers,
+            BP=power_of_2(max(width - 1, 1)), BC=block, num_warps=4, **given.constants,
         ).run()  # fmt: skip
-    return Gradients(dx, dweight, dbias, dstate)
+        found.state[:, channels] = dstate

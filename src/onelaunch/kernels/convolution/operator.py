@@ -63,6 +63,7 @@ def run_forward(
     state: Optional[torch.Tensor],  # noqa: UP045
     offsets: Optional[torch.Tensor],  # noqa: UP045
     silu: bool,
+    channels: Sequence[int],
 ) -> torch.Tensor:
     """Return y ``[B, T, C]`` from the arguments of :func:`convolve`."""
     from onelaunch.kernels.convolution import launch
@@ -71,7 +72,7 @@ def run_forward(
 
 
 def run_backward(
-    dy: torch.Tensor,
+    dys: Sequence[torch.Tensor],
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: Optional[torch.Tensor],  # noqa: UP045
@@ -80,10 +81,13 @@ def run_backward(
     silu: bool,
     wants: Sequence[bool],
 ) -> list[torch.Tensor]:
-    """Return the gradients of x, the weight, the bias and the state, as ``wants`` says for each; the others have no elements."""
+    """Return the gradients of x, the weight, the bias and the state, as ``wants`` says for each; the others have no elements.
+
+    ``dys`` are the gradients of the parts of y.
+    """
     from onelaunch.kernels.convolution import launch
 
-    found = launch.backward(launch.Operands.of(x, weight, bias, state, offsets, silu), dy, tuple(wants))
+    found = launch.backward(launch.Operands.of(x, weight, bias, state, offsets, silu), dys, tuple(wants))
     return [x.new_empty(0) if each is None else each for each in found]
 
 
@@ -94,13 +98,14 @@ def _fake_forward(
     state: torch.Tensor | None,
     offsets: torch.Tensor | None,
     silu: bool,
+    channels: Sequence[int],
 ) -> torch.Tensor:
     """Return an empty tensor for the result of :func:`run_forward`."""
     return x.new_empty(x.shape)
 
 
 def _fake_backward(
-    dy: torch.Tensor,
+    dys: Sequence[torch.Tensor],
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
@@ -119,19 +124,26 @@ def _fake_backward(
 
 def save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
     """Save the inputs: what is between x and y is computed again."""
-    *tensors, ctx.silu = inputs
+    *tensors, ctx.silu, _ = inputs
     ctx.save_for_backward(*tensors)
 
 
-def gradients(ctx: Any, backward: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    """Return the gradient of every input of :func:`run_forward`."""
+def gradients(ctx: Any, backward: Any, *dys: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    """Return the gradient of every input of :func:`run_forward`, from those of the parts of y."""
     wants = [bool(each) for each in ctx.needs_input_grad[:4]]
-    found = backward(dy, *ctx.saved_tensors, ctx.silu, wants)
-    return *(each if wanted else None for each, wanted in zip(found, wants, strict=True)), None, None
+    found = backward(list(dys), *ctx.saved_tensors, ctx.silu, wants)
+    return *(each if wanted else None for each, wanted in zip(found, wants, strict=True)), None, None, None
+
+
+def views(inputs: tuple[Any, ...], y: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return the parts of y, as views. ``inputs`` are those of :func:`run_forward`."""
+    return y.split_with_sizes(inputs[-1], -1)
 
 
 _backward = Operator("short_convolution_backward", run_backward, fake=_fake_backward)
-_forward = Operator("short_convolution", run_forward, fake=_fake_forward, save=save, gradients=gradients, backward=_backward)
+_forward = Operator(
+    "short_convolution", run_forward, fake=_fake_forward, save=save, gradients=gradients, backward=_backward, views=views
+)
 
 
 def convolve(
@@ -142,8 +154,12 @@ def convolve(
     offsets: torch.Tensor | None = None,
     *,
     silu: bool = True,
-) -> torch.Tensor:
+    channels: Sequence[int] | None = None,
+) -> tuple[torch.Tensor, ...]:
     """Convolve every channel with its filter, causally in time, and apply SiLU if asked; differentiable once.
+
+    Several tensors that lie next to each other, such as queries, keys and values, are convolved in one launch, and the gradient
+    of each result is read where it is.
 
     Args:
         x: Inputs ``[B, T, C]``. :func:`why_not` must give ``None`` for these arguments.
@@ -152,10 +168,12 @@ def convolve(
         state: Inputs before the first step of each sequence, ``[N, C, W - 1]``, the newest last. Default: zeros.
         offsets: First steps of packed sequences and at last T, ``[N + 1]``, for ``B = 1``. Default: a batch entry is a sequence.
         silu: Flag to apply SiLU to the results.
+        channels: Number of channels of each result; their sum is C. Default: one result.
 
     Returns:
-        y ``[B, T, C]``, contiguous, in the dtype of x.
+        Views ``[B, T, channels]`` of y ``[B, T, C]``, contiguous, in the dtype of x.
     """
     given = (x, weight, bias, state)
     grad = torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in given)
-    return _forward(x, weight, bias, state, offsets, silu, grad=grad)
+    parts = [x.shape[2]] if channels is None else list(channels)
+    return _forward(x, weight, bias, state, offsets, silu, parts, grad=grad)

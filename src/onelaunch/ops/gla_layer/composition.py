@@ -64,23 +64,35 @@ def segments_of(sizes: LayerSizes) -> tuple[Segment, ...]:
 
 
 @remembered
+def convolved_segments_of(sizes: LayerSizes) -> tuple[Segment, ...]:
+    """Return the segments of ``in_proj_weight`` with q, k and v as one, whose channels the short convolutions take together."""
+    q, k, v, *rest = segments_of(sizes)
+    return (Segment("qkv", 1, q.width + k.width + v.width), *rest)
+
+
+@remembered
 def decay_segments_of(sizes: LayerSizes) -> tuple[Segment, ...]:
     """Return the segments of ``gk_weight``."""
     return (Segment("gk", sizes.heads, sizes.keys, "logsigmoid", sizes.normalizer, bias=True),)
 
 
-def _convolved(values: torch.Tensor, weight: torch.Tensor, *, dispatched: bool) -> torch.Tensor:
-    """Return ``[B, T, H, C]`` after a short causal convolution, ``weight [H C, W]``, and SiLU.
+def _convolved(qkv: torch.Tensor, weight: torch.Tensor, sizes: LayerSizes, *, dispatched: bool) -> tuple[torch.Tensor, ...]:
+    """Return q, k and v ``[B, T, H, K or V]``, columns of ``qkv [B, T, 1, C]``, after short causal convolutions and SiLU.
 
-    It is one launch if the layer is ``dispatched`` and a kernel can run, and otherwise PyTorch's functions.
+    The filters are ``weight [C, W]``. One launch computes them if the layer is ``dispatched`` and a kernel can run, and otherwise
+    PyTorch's functions do.
     """
-    if dispatched and why_not(values.flatten(2), weight) is None:
-        return convolve(values.flatten(2), weight).unflatten(-1, values.shape[2:])
-    if values.shape[1] == 0:  # conv1d refuses fewer inputs than taps; the product connects an empty result to both for autograd
-        return values * weight.sum()
-    inputs = F.pad(values.flatten(2).transpose(1, 2), (weight.shape[1] - 1, 0))  # [B, H C, W - 1 + T]
-    y = F.conv1d(inputs, weight[:, None], groups=weight.shape[0])
-    return F.silu(y.transpose(1, 2)).unflatten(-1, values.shape[2:])
+    qkv, heads = qkv.flatten(2), sizes.heads
+    channels = [heads * sizes.keys, heads * sizes.keys, heads * sizes.values]
+    if dispatched and why_not(qkv, weight) is None:
+        parts = convolve(qkv, weight, channels=channels)
+    elif qkv.shape[1] == 0:  # conv1d refuses fewer inputs than taps; the product connects an empty result to both for autograd
+        parts = (qkv * weight.sum()).split(channels, -1)
+    else:
+        inputs = F.pad(qkv.transpose(1, 2), (weight.shape[1] - 1, 0))  # [B, C, W - 1 + T]
+        y = F.conv1d(inputs, weight[:, None], groups=weight.shape[0])
+        parts = F.silu(y.transpose(1, 2)).split(channels, -1)
+    return tuple([each.unflatten(-1, (heads, -1)) for each in parts])
 
 
 def compose(tensors: Tensors, sizes: LayerSizes, eps: float, output_final_state: bool, parts: Parts) -> Results:
@@ -90,15 +102,14 @@ def compose(tensors: Tensors, sizes: LayerSizes, eps: float, output_final_state:
     """
     x, in_proj_weight, gk_weight, gk_bias, norm_weight, w_out, initial_state, conv_weight = tensors
     way_in, recurrence, way_out = parts
-    segments = segments_of(sizes)
+    segments = segments_of(sizes) if conv_weight is None else convolved_segments_of(sizes)
     if gk_weight is None:
-        q, k, v, gate, gk = projections(x, in_proj_weight, segments, bias=gk_bias, variant=way_in)
+        *attended, gate, gk = projections(x, in_proj_weight, segments, bias=gk_bias, variant=way_in)
     else:
         decays = decay_segments_of(sizes)
-        q, k, v, gate, gk = project(x, in_proj_weight, segments, gk_weight, gk_bias, decays, variant=way_in)
-    if conv_weight is not None:
-        filters = conv_weight.split([each.shape[2] * each.shape[3] for each in (q, k, v)])
-        dispatched = way_in == AUTO  # variants in plain PyTorch name theirs
-        q, k, v = (_convolved(each, taps, dispatched=dispatched) for each, taps in zip((q, k, v), filters, strict=True))
+        *attended, gate, gk = project(x, in_proj_weight, segments, gk_weight, gk_bias, decays, variant=way_in)
+    if conv_weight is not None:  # variants in plain PyTorch name theirs
+        attended = _convolved(attended[0], conv_weight, sizes, dispatched=way_in == AUTO)
+    q, k, v = attended
     o, final_state = gla(q, k, v, gk, initial_state=initial_state, output_final_state=output_final_state, variant=recurrence)
     return output_chain(o, gate, norm_weight, w_out, eps=eps, variant=way_out), final_state

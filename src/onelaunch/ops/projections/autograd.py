@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Optional, TypeAlias
 
 import torch
+from torch.nn import functional as F
 
 from onelaunch.launch.by_variant import Launches
 from onelaunch.launch.operator import Operator
@@ -93,7 +94,7 @@ def run_backward(
 ) -> list[torch.Tensor]:
     """Return dz ``[M, gradient_pitch]``, or with ``x`` and ``weight`` the gradients of x, the weight and all columns of z.
 
-    Of dz, the first N columns are written, in the order of the weight's rows; ``gradient_pitch`` is N rounded up to a multiple of
+    dz has N columns in the order of the weight's rows, and zeros behind them; ``gradient_pitch`` is N rounded up to a multiple of
     8. With x ``[..., D]`` and the weight ``[N, D]``, for few D, dz is used here, and the results are the gradients of the rows of
     x ``[M, D]``, of the weight ``[N, D]``, and of a bias of each column ``[N]``, as ``wants`` says for each. One that is not
     wanted has no elements.
@@ -138,10 +139,26 @@ def gradients(ctx: Any, backward: Any, *dys: torch.Tensor | None) -> tuple[torch
         return dx.view(x.shape) if wants_x else None, dweight if wants_weight else None, dbias, *nothing
     (packed,) = backward(list(dys), y, rstd, kept, None, None, ctx.code, [])
     dz = packed[:, : layout.rows]  # [M, N]
-    dx = (dz @ weight).view(x.shape) if wants_x else None
-    dweight = dz.mT @ x.reshape(-1, x.shape[-1]) if wants_weight else None
+    dx, dweight = _products(packed if packed.is_cuda else dz, x, weight, wants_x=wants_x, wants_weight=wants_weight)
     dbias = _of_biases(layout, lambda columns: dz[:, columns].sum(0)) if wants_bias else None
     return dx, dweight, dbias, *nothing
+
+
+def _products(
+    dz: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, *, wants_x: bool, wants_weight: bool
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Return the gradients of x and of the weight ``[N, D]`` that are wanted, by a product with dz ``[M, at least N]`` for each.
+
+    dz has zeros behind its N columns, if any follow: with a number that is no multiple of 8, cuBLAS takes kernels that are two to
+    four times as slow. For the gradient of x a copy of the weight gets as many rows of zeros.
+    """
+    rows, columns = weight.shape[0], dz.shape[1]
+    dx = dweight = None
+    if wants_x:
+        dx = (dz @ (weight if columns == rows else F.pad(weight, (0, 0, 0, columns - rows)))).view(x.shape)
+    if wants_weight:
+        dweight = (dz.mT @ x.reshape(-1, x.shape[-1]))[:rows]
+    return dx, dweight
 
 
 def _of_biases(layout: Layout, gradient_of: Callable[[slice], torch.Tensor]) -> torch.Tensor:

@@ -20,7 +20,7 @@ from onelaunch.launch.launch import Launch, Mma
 from onelaunch.operation import remembered
 from onelaunch.ops.projections.kernels import activation as kernels
 from onelaunch.ops.projections.kernels import product as product_kernels
-from onelaunch.ops.projections.layout import ACTIVATIONS, Layout
+from onelaunch.ops.projections.layout import ACTIVATIONS, ALIGNMENT, Layout
 
 ELEMENTS = 4096
 """Number of elements of a CTA's tile: 32 per thread with four warps. Not tuned by measurement yet."""
@@ -83,8 +83,16 @@ def _forward_constants(layout: Layout, keep: bool) -> dict[str, Any]:
 @functools.lru_cache(maxsize=256)
 def _gradient_constants(layout: Layout) -> dict[str, Any]:
     """Return the constants of the kernel that computes gradients through activations."""
-    known = {name: value for name, value in _constants(layout).items() if name != "BIASES"}
-    return known | {"Z_PITCH": layout.gradient_pitch}
+    known = {name: value for name, value in _constants(layout).items() if name != "BIASES"} | {"Z_PITCH": layout.gradient_pitch}
+    padding = layout.gradient_pitch - layout.rows
+    if not padding:
+        return known
+    nothing, none = _column_or_nothing(None), ACTIVATIONS.index("none")
+    behind = {  # a segment that no gradient reaches, so that zeros are written
+        "FIRSTS": known["FIRSTS"][-1] + 1, "BLOCKS": ALIGNMENT, "STEPS": ALIGNMENT, "WIDTHS": padding, "ROWS": layout.rows,
+        "COLUMNS": layout.pitch, "ACTIVATIONS": none, "NORMALIZERS": 1.0, "NORMS": nothing, "KEPTS": nothing,
+    }  # fmt: skip
+    return known | {name: (*known[name], value) for name, value in behind.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,8 +178,8 @@ def empty_results(
 
 
 def ctas_of_activations(rows: int, layout: Layout) -> int:
-    """Return the CTAs of a launch of either kernel of activations; the variants' predicates compare it with a grid's limit."""
-    known = _constants(layout)
+    """Return the most CTAs of a launch of a kernel of activations. Predicates of variants compare it with a grid's limit."""
+    known = _gradient_constants(layout)
     return cdiv(rows, known["BM"]) * known["FIRSTS"][-1]
 
 
@@ -185,13 +193,12 @@ def activate(
         last two are ``None`` unless ``keep`` is set and the layout has such segments.
     """
     z = z.contiguous()
-    rows = z.shape[0]
+    rows, known = z.shape[0], _forward_constants(layout, keep)
     y, rstd, kept = empty_results(z, layout, keep=keep)
-    grid = (ctas_of_activations(rows, layout),)
     bias = None if bias is None else bias.contiguous()
     Launch(
-        kernels.activate_kernel, grid,
-        z, bias, y, rstd, kept, rows, eps, **_forward_constants(layout, keep), num_warps=_WARPS,
+        kernels.activate_kernel, (cdiv(rows, known["BM"]) * known["FIRSTS"][-1],),
+        z, bias, y, rstd, kept, rows, eps, **known, num_warps=_WARPS,
     ).run()  # fmt: skip
     return y, rstd, kept
 
@@ -199,7 +206,7 @@ def activate(
 def activation_gradients(
     dys: Sequence[torch.Tensor | None], y: torch.Tensor, rstd: torch.Tensor, kept: torch.Tensor, layout: Layout
 ) -> torch.Tensor:
-    """Return dz ``[M, gradient_pitch]``, of which the first N columns are written.
+    """Return dz ``[M, gradient_pitch]``: N columns, and zeros behind them.
 
     ``gradient_pitch`` is N rounded up to a multiple of 8. ``dys`` has the gradient of each segment's result, or ``None`` if no
     gradient reaches it. ``y``, ``rstd`` and ``kept`` are what the forward pass of any variant saved (``Packed`` in
@@ -210,9 +217,12 @@ def activation_gradients(
     flat = tuple(
         [None if dy is None else inner_contiguous(dy.reshape(rows, width)) for dy, width in zip(dys, layout.widths, strict=True)]
     )
+    known = _gradient_constants(layout)
+    if len(known["WIDTHS"]) > len(flat):
+        flat = (*flat, None)
     strides = tuple([0 if dy is None else dy.stride(0) for dy in flat])
     Launch(
-        kernels.activation_gradients_kernel, (ctas_of_activations(rows, layout),),
-        flat, strides, y, rstd, kept, dz, rows, **_gradient_constants(layout), num_warps=_WARPS,
+        kernels.activation_gradients_kernel, (cdiv(rows, known["BM"]) * known["FIRSTS"][-1],),
+        flat, strides, y, rstd, kept, dz, rows, **known, num_warps=_WARPS,
     ).run()  # fmt: skip
     return dz

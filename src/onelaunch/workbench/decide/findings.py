@@ -85,10 +85,14 @@ def _outside(result: Result) -> list[str]:
         parts = [(part.error / part.allowed, part, cell) for cell in cells if cell.verdict for part in cell.verdict.components]
         _, worst, at = max(parts, key=lambda each: each[0])
         where = f"{worst.name} at {at.shape} ({at.direction.replace('_', ' + ')})"
-        own = f"{at.verdict.own_tolerance:g}" if at.verdict and at.verdict.own_tolerance else "more"
+        verdict = at.verdict
+        if verdict is not None and verdict.own_tolerance is not None:
+            what, allows = "a peer outside the gate", f"and its own tests allow {verdict.own_tolerance:g}"
+        else:
+            what, allows = "an incorrect peer", "and its own tests do not allow it either"
         sentences.append(
-            f"{name} is a peer outside the gate at {q.plural(len(cells), 'measurement')}, timed to compare others with: {where} "
-            f"is off by {q.scientific(worst.error)}, {q.scientific(worst.allowed)} is allowed, and its own tests allow {own}."
+            f"{name} is {what} at {q.plural(len(cells), 'measurement')}, timed to compare others with: {where} "
+            f"is off by {q.scientific(worst.error)}, {q.scientific(worst.allowed)} is allowed, {allows}."
         )
     return sentences
 

@@ -56,7 +56,8 @@ def select_cell(
 
     It is that of the named variant or control, or of the fastest correct variant with the selector's tags, except ``but``. A
     variant that a selector finds by its declared launches is left out if other launches were counted at this shape. A peer
-    outside the gate counts only on the side that others are compared with, ``over``.
+    outside the gate counts only on the side that others are compared with, ``over``; one that its own tests refuse too takes no
+    part in means.
     """
     names = [name for name in result.study.select(selector, result.study.shape(shape)) if name != but]
     cells = [cell for name in names if (cell := result.cell(shape, name, criterion.direction)) is not None]
@@ -66,7 +67,8 @@ def select_cell(
         cells = [cell for cell in cells if cell.variant not in told]
         if told and not cells:
             return Selected(None, 0, "; ".join(told.values()))
-    counting = [cell for cell in cells if cell.status == "ok" or (over and cell.outside)]
+    each = criterion.combine == "each"
+    counting = [cell for cell in cells if cell.status == "ok" or (over and cell.outside and (each or not cell.wrong_peer))]
     timed = [cell for cell in counting if cell.timing(criterion.regime) is not None]
     # A measure of no time, such as memory, also accepts measurements without a time. The first of them is then chosen.
     untimed = [] if criterion.quantity.timed else counting

@@ -35,7 +35,6 @@ from onelaunch.workbench.study import LOOPS
 from onelaunch.workbench.study.plan import missing_package, variant_for
 from onelaunch.workbench.verify import Judge, judge_outputs
 from onelaunch.workbench.verify.calls import Candidate, Inputs, make_inputs
-from onelaunch.workbench.verify.gate import own_tolerance_of
 from onelaunch.workbench.verify.reference import Reference
 from onelaunch.workbench.verify.repeated import examine_once
 from onelaunch.workbench.verify.trivial import trivial_passes
@@ -334,7 +333,7 @@ class _Session:
             verdicts, problem = [], None
             with self.running(entry, "verified again"):
                 verdicts = [
-                    (regime, judge_outputs(reference, outputs, own_tolerance_of(self.operation, entry.result.name)))
+                    (regime, judge_outputs(reference, outputs, *self.judge.tolerances_of(self.operation, entry.result.name)))
                     for regime in self.regimes
                     if regime not in LOOPS and regime not in entry.sampler.refused
                     for outputs in entry.sampler.outputs(regime)

@@ -272,7 +272,7 @@ def _rival(rival: _Rival, best: Cell, least: Cell | None, entrants: Mapping[str,
         return NONE
     name = f"{code(cell.variant)} " if len(rival.names) > 1 else ""
     gain = speedup(best, cell, regime)
-    said = [*([_times(gain.median)] if gain else []), *(["peer outside the gate"] if cell.outside else [])]
+    said = [*([_times(gain.median)] if gain else []), *([cell.mark] if cell.outside else [])]
     return f"{name}{_number(cell, least, regime)}" + (f" ({', '.join(said)})" if said else "")
 
 

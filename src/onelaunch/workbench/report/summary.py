@@ -252,7 +252,8 @@ def reference(result: Result) -> str:
 
 def outside_words(cells: Iterable[Cell]) -> str:
     """Return words that follow the name of a variant which is a peer outside the gate at some of the cells; else nothing."""
-    return " (peer outside the gate)" if any(cell.outside for cell in cells) else ""
+    marks = sorted({cell.mark for cell in cells if cell.outside})
+    return f" ({', '.join(marks)})" if marks else ""
 
 
 def _reference_words(result: Result) -> str:

@@ -121,9 +121,9 @@ def _wrong_verdicts(result: Result) -> str | None:
         verdict = cell.verdict
         if verdict is not None and verdict.ok and verdict.problems:
             return f"cells: the verdict on {_where(cell)} is ok, and yet it lists problems"
-        if verdict is not None and verdict.ok and verdict.own_tolerance is not None:
-            return f"cells: the verdict on {_where(cell)} is ok, and yet it names the tolerance of the peer's own tests"
-        if cell.outside and (problem := _outside_its_own_tests(cell)) is not None:
+        if verdict is not None and verdict.ok and (verdict.own_tolerance is not None or verdict.timed_up_to is not None):
+            return f"cells: the verdict on {_where(cell)} is ok, and yet it names a tolerance for a peer outside the gate"
+        if cell.outside and (problem := _outside_its_own_tests(cell, result.study)) is not None:
             return f"cells: {_where(cell)} is a peer outside the gate, and {problem}"
         if cell.status != "ok":
             continue
@@ -175,18 +175,23 @@ def _not_of_its_rounds(timing: Timing) -> str | None:
     return None
 
 
-def _outside_its_own_tests(cell: Cell) -> str | None:
+def _outside_its_own_tests(cell: Cell, study: Study) -> str | None:
     """Return why a measurement cannot be one of a peer outside the gate, as a clause, or ``None``."""
     verdict = cell.verdict
     if cell.control:
         return "a control has no tests of its own"
     if verdict is None or verdict.ok or not verdict.problems or not verdict.components:
         return "it has no verdict that compares its outputs and fails"
-    if verdict.own_tolerance is None:
-        return "its verdict names no tolerance of its own tests"
+    tolerance, who = verdict.own_tolerance, "its own tests allow"
+    if tolerance is None:
+        if (tolerance := verdict.timed_up_to) is None:
+            return "its verdict names no tolerance of its own tests"
+        if study.timed_up_to.get(cell.variant) != tolerance:
+            return f"the study does not time it up to an error of {tolerance:.1e}"
+        who = "the study times it up to"
     for part in verdict.components:
-        if not part.error <= (most := max(part.allowed, verdict.own_tolerance)):
-            return f"the error of {part.name} is {part.error:.1e}, where its own tests allow {most:.1e}"
+        if not part.error <= (most := max(part.allowed, tolerance)):
+            return f"the error of {part.name} is {part.error:.1e}, where {who} {most:.1e}"
     return None
 
 

@@ -62,7 +62,8 @@ Status = Literal[
 """Status of a measurement.
 
 ``peer_outside_the_gate``: The verdict failed, but the errors of this variant of another project are within the tolerance of that
-project's tests. Its times are used only as those that other variants are compared with.
+project's tests, or within the study's ``timed_up_to``, in which case it is called an incorrect peer. Its times are used only as
+those that other variants are compared with.
 ``unsupported``: The variant cannot run this case here, or the study leaves it out. ``not_installed``: It needs a missing package.
 ``incorrect``: The verdict failed, and no time is used. ``invalid``: The cold time is over 5 % below the roofline bound, and no
 time is used. ``error``: It raised. ``crashed``: The process that measured it ended, by an exit or by a signal, such as one sent
@@ -99,7 +100,7 @@ class ComponentError(Stored):
 class Verdict(Grown, Stored):
     """Verdict on whether a variant computes the operation at one case."""
 
-    LATER = ("notes", "own_tolerance")
+    LATER = ("notes", "own_tolerance", "timed_up_to")
 
     ok: bool
     components: tuple[ComponentError, ...] = ()
@@ -109,11 +110,13 @@ class Verdict(Grown, Stored):
     """Limits of the verdict, in sentences, such as that only the dtype's cap was asked."""
     own_tolerance: Positive | None = None
     """Tolerance of the tests of the peer's own project if it fails the gate and passes with this tolerance, else ``None``."""
+    timed_up_to: Positive | None = None
+    """Error up to which the study times this incorrect peer (its key of this name), if nothing but such errors is wrong."""
 
     @property
     def outside(self) -> bool:
-        """True for a peer outside the gate: it fails the gate, and its errors are within the tolerance of its own tests."""
-        return not self.ok and self.own_tolerance is not None
+        """True for a peer outside the gate: nothing is wrong but errors that its own tests allow, or up to which it is timed."""
+        return not self.ok and (self.own_tolerance is not None or self.timed_up_to is not None)
 
     @property
     def status(self) -> Status:
@@ -123,6 +126,8 @@ class Verdict(Grown, Stored):
     def explain(self) -> str:
         """Return the problems in one line, or the output that is nearest to its limit if there are none."""
         if self.outside:
+            if self.own_tolerance is None:
+                return f"{' '.join(self.problems)} It is incorrect; the study times it up to an error of {self.timed_up_to:g}."
             return f"{' '.join(self.problems)} The tests of its own project allow {self.own_tolerance:g}."
         if self.problems:
             return " ".join(self.problems)
@@ -248,7 +253,19 @@ class Cell(Grown, Stored):
     @property
     def label(self) -> str:
         """Name of the variant in sentences and tables, which says if it is a peer outside the gate."""
-        return f"{self.variant} (peer outside the gate)" if self.outside else self.variant
+        return f"{self.variant} ({self.mark})" if self.mark else self.variant
+
+    @property
+    def mark(self) -> str:
+        """Words for a peer outside the gate, which tell those that their own tests allow from incorrect ones; else nothing."""
+        if not self.outside:
+            return ""
+        return "incorrect peer" if self.wrong_peer else "peer outside the gate"
+
+    @property
+    def wrong_peer(self) -> bool:
+        """True for a peer outside the gate that its own tests refuse too; its times count in no mean."""
+        return self.outside and self.verdict is not None and self.verdict.own_tolerance is None
 
     def timing(self, regime: Regime) -> Timing | None:
         return next((timing for timing in self.timings if timing.regime == regime), None)

@@ -292,7 +292,7 @@ def case_name(shape: str, direction: Direction) -> str:
 class Study(Declared):
     """A declared study."""
 
-    LATER = ("predictions",)
+    LATER = ("predictions", "timed_up_to")
 
     name: str
     """Name of the study; its results and reports are named after it."""
@@ -320,6 +320,9 @@ class Study(Declared):
     """Criteria that the decision rests on, each a table of its own."""
     predictions: tuple[Prediction, ...] = ()
     """Values that somebody expects, each a table of its own; the report shows them beside what was measured."""
+    timed_up_to: dict[str, float] = Field(default_factory=dict)
+    """Norm-wise errors by the names of variants of other projects: one whose results are wrong by no more is timed all the same,
+    for others to be compared with, and marked as an incorrect peer. It is never the fastest variant of anything."""
     notes: str = ""
     """Notes for the reader, in Markdown, such as what an earlier write-up reported; never used as a measurement."""
 

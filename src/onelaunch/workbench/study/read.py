@@ -343,6 +343,14 @@ class _Reader(CriterionChecks):
         for name in study.variant_names():
             if not NAME.fullmatch(name):
                 self.fail(f"variants: {called} has a variant {shown(name)}; {NAME_RULE}.")
+        for name, error in study.timed_up_to.items():
+            self._known("timed_up_to", "variant", name, variants, called)
+            if any(owner.variants[name].capabilities.requires is None for owner in owners if name in owner.variants):
+                self.fail(f"timed_up_to: {name} needs no package of another project; only such variants are timed though wrong.")
+            if not 0 < error < 1:
+                self.fail(
+                    f"timed_up_to: the error of {name} is {error:g}; it must be above 0 and below 1, as norm-wise errors are."
+                )
         for name in study.controls:
             self._known("controls", "control", name, dict.fromkeys(name for owner in owners for name in owner.controls), called)
 

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
@@ -31,17 +31,32 @@ _ALWAYS_CACHED = 3
 """Number of references that a :class:`Judge` caches whatever their size: those of the operation and its controls at one case."""
 
 
+class Tolerances(NamedTuple):
+    """Norm-wise errors that are allowed a peer outside the gate: the fields of :class:`onelaunch.workbench.result.Verdict`."""
+
+    own_tolerance: float | None = None
+    timed_up_to: float | None = None
+
+
 class Judge:
     """Judge of variants that caches the oracle's outputs, so that the variants of a case share them.
 
     Args:
+        timed_up_to: Errors up to which incorrect variants of other projects are timed, by their names: the study's key of this
+            name.
         keep_bytes: Most bytes that cached references may take. The least recently used are dropped first. The three used last
             always stay, as many as a case with its controls may need at a time.
         settle_seconds: Seconds for which the results of a candidate must not change after its last call; by default those of
             :func:`~onelaunch.workbench.verify.examine.examine`.
     """
 
-    def __init__(self, keep_bytes: int = 1 << 30, settle_seconds: float | None = None) -> None:
+    def __init__(
+        self,
+        keep_bytes: int = 1 << 30,
+        settle_seconds: float | None = None,
+        timed_up_to: Mapping[str, float] | None = None,
+    ) -> None:
+        self._timed_up_to = {} if timed_up_to is None else timed_up_to
         self._keep_bytes = keep_bytes
         self._settle_seconds = settle_seconds
         self._references: OrderedDict[tuple[Any, ...], Reference] = OrderedDict()
@@ -90,10 +105,17 @@ class Judge:
     ) -> Verdict:
         """Judge a variant as :func:`judge` does."""
         candidate = Candidate.variant(operation, variant)
-        return with_own_tolerance(
+        return with_tolerances(
             lambda tolerance: self._judge(operation, case, candidate, None, device, directions, seed, tolerance),
-            own_tolerance_of(operation, variant),
+            self.tolerances_of(operation, variant),
         )
+
+    def tolerances_of(self, operation: Operation[..., Any], variant: str) -> Tolerances:
+        """Return the tolerances for a peer outside the gate; ``None`` for other variants, controls and ``auto``."""
+        found = operation.variants.get(variant)
+        if found is None or (found.capabilities.requires is None and found.capabilities.own_tolerance is None):
+            return Tolerances(None, None)
+        return Tolerances(found.capabilities.own_tolerance, self._timed_up_to.get(variant))
 
     def judge_control(
         self,
@@ -142,26 +164,22 @@ class Judge:
         return Verdict(ok=not problems, components=tuple(components.values()), problems=tuple(problems), notes=tuple(notes))
 
 
-def own_tolerance_of(operation: Operation[..., Any], variant: str) -> float | None:
-    """Return the tolerance of the tests of a peer's own project; ``None`` for other variants, controls and ``auto``."""
-    found = operation.variants.get(variant)
-    return None if found is None else found.capabilities.own_tolerance
-
-
-def with_own_tolerance(judged: Callable[[float | None], Verdict], tolerance: float | None) -> Verdict:
-    """Return a verdict by the gate. If it fails, and another one with the tolerance of a peer's own tests passes, it says so.
+def with_tolerances(judged: Callable[[float | None], Verdict], tolerances: Tolerances) -> Verdict:
+    """Return a verdict by the gate. If it fails, and another one with a tolerance for peers passes, it names the tolerance.
 
     Args:
         judged: Function that judges, with ``None`` by the gate, or with a norm-wise error to allow in addition.
-        tolerance: Tolerance of the tests of the peer's own project; ``None`` for a variant that is no peer or states none.
+        tolerances: Tolerances that are tried, in this order.
     """
     verdict = judged(None)
-    if verdict.ok or tolerance is None:
+    if verdict.ok:
         return verdict
-    beyond = any(not part.error <= max(part.allowed, tolerance) for part in verdict.components)  # saves the second time
-    if beyond or not judged(tolerance).ok:
-        return verdict
-    return verdict.model_copy(update={"own_tolerance": tolerance})
+    for name, tolerance in tolerances._asdict().items():
+        if tolerance is None or any(not part.error <= max(part.allowed, tolerance) for part in verdict.components):
+            continue  # the comparison saves the second time
+        if judged(tolerance).ok:
+            return verdict.model_copy(update={name: tolerance})
+    return verdict
 
 
 def _examined(
@@ -245,10 +263,12 @@ def judge_control(
     return _judge.judge_control(operation, case, control, device=device, directions=directions, seed=seed)
 
 
-def judge_outputs(reference: Reference, outputs: OutputTensors, own_tolerance: float | None = None) -> Verdict:
+def judge_outputs(
+    reference: Reference, outputs: OutputTensors, own_tolerance: float | None = None, timed_up_to: float | None = None
+) -> Verdict:
     """Judge outputs that a call has left, such as a timed one, by the error limits of :func:`judge`.
 
-    ``own_tolerance`` is that of the tests of a peer's own project, see :func:`with_own_tolerance`.
+    The tolerances are those for a peer outside the gate, see :func:`with_tolerances`.
     """
     if odd := odd_results(outputs):
         return Verdict(ok=False, problems=tuple(odd), notes=reference.notes)
@@ -257,4 +277,4 @@ def judge_outputs(reference: Reference, outputs: OutputTensors, own_tolerance: f
         components, problems = reference.within(tolerance).compare(outputs)
         return Verdict(ok=not problems, components=components, problems=problems, notes=reference.notes)
 
-    return with_own_tolerance(judged, own_tolerance)
+    return with_tolerances(judged, Tolerances(own_tolerance, timed_up_to))

@@ -29,7 +29,7 @@ from onelaunch.workbench.verify.examine import (
     own_stream,
     same_bits,
 )
-from onelaunch.workbench.verify.gate import Judge, own_tolerance_of, with_own_tolerance
+from onelaunch.workbench.verify.gate import Judge, with_tolerances
 from onelaunch.workbench.verify.memory import odd_results, reused
 from onelaunch.workbench.verify.reference import Reference, baseline_errors
 from onelaunch.workbench.verify.switches import unchanged_switches
@@ -111,7 +111,7 @@ def examine_once(
         )
         return _examined_once(operation, candidate, references, torch.device(device), calls, compiles=compiles)
 
-    return with_own_tolerance(judged, own_tolerance_of(operation, variant))
+    return with_tolerances(judged, judge.tolerances_of(operation, variant))
 
 
 def _examined_once(

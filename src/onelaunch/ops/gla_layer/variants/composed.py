@@ -94,8 +94,8 @@ def short_enough_on_a_cpu(query: Query) -> str | None:
 def composed(call: GlaLayerCall) -> Results:
     """Run ``projections`` twice, ``gla`` and ``output_chain``, each by the dispatcher's choice, as the modules do.
 
-    With one decay per head the first call of ``projections`` computes the decays too, and there is no second one. A short
-    convolution is one launch where our kernel can run, else PyTorch's functions.
+    With one decay per head the first call of ``projections`` computes the decays too, and there is no second one. The short
+    convolutions are one launch together where our kernel can run, else PyTorch's functions.
     """
     return _run(call, _DISPATCHED)
 
@@ -108,7 +108,7 @@ def convolutions(architecture: str) -> list[Build]:
     with record(architecture) as (device, launches), torch.no_grad():
         x = torch.empty(4, 2048, 1024, dtype=torch.bfloat16, device=device)
         given = launch.Operands.of(x, x.new_empty(1024, 4), None, x.new_empty(4, 1024, 3), None, silu=True)
-        launch.backward(given, launch.forward(given), (True, True, False, True))
+        launch.backward(given, [launch.forward(given)], (True, True, False, True))
     return builds_of([("convolutions", each) for each in launches], find_architecture(architecture))
 
 
