@@ -187,7 +187,11 @@ def test_single_gradients_are_those_of_all_together(wanted, device):
     alone[wanted].requires_grad_()
     (y,) = convolve(**alone)
     dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(2)).to(device)
-    assert torch.equal(torch.autograd.grad(y, alone[wanted], dy)[0], together)
+    (found,) = torch.autograd.grad(y, alone[wanted], dy)
+    if device == "cpu":
+        assert torch.equal(found, together)
+    else:  # a compiler may contract other multiplications and additions where fewer gradients are computed
+        torch.testing.assert_close(found, together, rtol=1e-6, atol=1e-6)
 
 
 @devices

@@ -212,7 +212,10 @@ def test_gradients_of_z_have_zeros_behind_them():
     x, weight = given["x"], given["weight"]
     y, rstd, kept = autograd.run_forward(x, weight, given["bias"], layout.code, 1e-6, keep=True, variant="wide_activated")
     dys = [torch.randn(*x.shape[:-1], *segment.shape) for segment in EVERY]
-    (dz,) = autograd.run_backward(dys, y, rstd, kept, None, None, layout.code, [])
+    dz, sums = autograd.run_backward(dys, y, rstd, kept, None, None, layout.code, [True] * 3)
+    biased = [span for span in layout.spans if span.segment.bias]
+    columns = torch.cat([dz[:, span.row : span.row + span.segment.width] for span in biased], 1)
+    torch.testing.assert_close(sums, columns.sum(0))
     assert not dz[:, layout.rows :].any()
     padded = autograd._products(dz, x, weight, wants_x=True, wants_weight=True)
     plain = autograd._products(dz[:, : layout.rows], x, weight, wants_x=True, wants_weight=True)
@@ -268,7 +271,7 @@ def test_the_operators_pass_opcheck(variant, keep):
     dys[2] = None
     backward = torch.ops.onelaunch.projections_backward.default
     saved = (dys, y, rstd, kept)
-    library.opcheck(backward, (*saved, None, None, code, []), test_utils=UTILITIES)
+    library.opcheck(backward, (*saved, None, None, code, [True, True, False]), test_utils=UTILITIES)
     for wants in ([True, True, True], [False, True, False]):
         library.opcheck(backward, (*saved, x.detach(), weight.detach(), code, wants), test_utils=UTILITIES)
 

@@ -213,8 +213,10 @@ def test_the_backward_operator_returns_dz_where_pytorch_multiplies():
     y = torch.empty(2, 5, 72, device="meta")
     code = PROJECTIONS.bind(**of_every_kind()).layout.code
     nothing = torch.empty(0, device="meta")
-    (dz,) = autograd.backward.fake([None] * len(EVERY), y, nothing, nothing, None, None, code, [])
-    assert dz.shape == (10, 72)
+    for wants_bias, biases in ((False, 0), (True, 47)):
+        wants = [True, True, wants_bias]
+        dz, sums = autograd.backward.fake([None] * len(EVERY), y, nothing, nothing, None, None, code, wants)
+        assert (dz.shape, sums.shape) == ((10, 72), (biases,))
     x, weight = y.new_empty(2, 5, 12), y.new_empty(70, 12)
     found = autograd.backward.fake([None] * len(EVERY), y, nothing, nothing, x, weight, code, [True, False, True])
     assert [tuple(each.shape) for each in found] == [(10, 12), (0,), (70,)]

@@ -30,10 +30,11 @@ import torch
 
 from onelaunch.errors import MeasuringFailed, ResultBusy, ResultMismatch, StudyError
 from onelaunch.workbench.measure import timing
+from onelaunch.workbench.options import WHOLE, Part
 from onelaunch.workbench.result import Result
 from onelaunch.workbench.run import ResultUnsaved, Steps, _alone, partial_path
 from onelaunch.workbench.study import Criterion
-from onelaunch.workbench.supervise import child, parent
+from onelaunch.workbench.supervise import child, job, parent
 from onelaunch.workbench.supervise.child import read_turn, write_turn
 from onelaunch.workbench.supervise.job import Turn
 from tests.workbench.rogues_timing import at_count, registered
@@ -406,3 +407,13 @@ def test_without_counters_finished_shapes_are_not_measured_again_on_resuming():
 def test_the_note_of_a_quick_run_gives_its_own_time_cap():
     notes = run(study(directions=("forward", "forward_backward")), quick=True, time_cap=1.5).notes
     assert any("each shape for 1.5 s only" in note for note in notes)
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system sets no affinity")
+def test_parts_of_a_run_keep_to_their_own_cores(monkeypatch):
+    kept = []
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {3, 1, 0, 2, 7})
+    monkeypatch.setattr(os, "sched_setaffinity", lambda _, cores: kept.append(list(cores)))
+    for part in (WHOLE, Part(0, 2), Part(1, 2), Part(5, 6)):
+        job._keep_to_own_cores(part)
+    assert kept == [[0, 1], [2, 3]], "neither a whole run nor one with fewer cores than parts is kept to any"

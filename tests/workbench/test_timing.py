@@ -48,6 +48,10 @@ class FakeSampler:
         self.counts[regime] += 1
         return self.script(self.name, regime, self.counts[regime])
 
+    def parts(self, regime):
+        yield None
+        yield self.sample(regime)
+
     def outputs(self, regime):
         yield self.result
 

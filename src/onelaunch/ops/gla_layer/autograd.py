@@ -328,7 +328,7 @@ def _recurrence_gradients(
         return found.g.flatten(0, 1).view(-1, width), found.initial
     found = launch.backward(call, do, dfinal, into)
     nothing, dg = gk.new_empty(0), found.g.view(-1, width)  # logsigmoid needs neither rstd nor a saved pre-activation
-    made = projections_launch.activation_gradients([dg], gk.view(-1, plan.decays.pitch), nothing, nothing, plan.decays)
+    made, _ = projections_launch.activation_gradients([dg], gk.view(-1, plan.decays.pitch), nothing, nothing, plan.decays)
     return made[:, :width], found.initial
 
 

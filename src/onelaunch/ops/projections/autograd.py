@@ -92,8 +92,9 @@ def run_backward(
     code: str,
     wants: Sequence[bool],
 ) -> list[torch.Tensor]:
-    """Return dz ``[M, gradient_pitch]``, or with ``x`` and ``weight`` the gradients of x, the weight and all columns of z.
+    """Return dz ``[M, gradient_pitch]`` and the sums for the biases, or with ``x`` and ``weight`` all gradients.
 
+    The sums of the columns that have a bias, ``[biases]`` float32, have no elements unless ``wants`` asks for the last gradient.
     dz has N columns in the order of the weight's rows, and zeros behind them; ``gradient_pitch`` is N rounded up to a multiple of
     8. With x ``[..., D]`` and the weight ``[N, D]``, for few D, dz is used here, and the results are the gradients of the rows of
     x ``[M, D]``, of the weight ``[N, D]``, and of a bias of each column ``[N]``, as ``wants`` says for each. One that is not
@@ -107,10 +108,12 @@ def run_backward(
     from onelaunch.ops.projections import launch, launch_low_rank
 
     layout = read_layout(code)
-    dz = launch.activation_gradients(dys, y.view(-1, layout.pitch), rstd, kept, layout)
-    if x is None or weight is None:
-        return [dz]
     wants_x, wants_weight, wants_bias = wants
+    at_once = x is not None and weight is not None
+    sums = wants_bias and not at_once
+    dz, found_sums = launch.activation_gradients(dys, y.view(-1, layout.pitch), rstd, kept, layout, sums=sums)
+    if x is None or weight is None:
+        return [dz, y.new_empty(0, dtype=torch.float32) if found_sums is None else found_sums]
     rows, dz = x.reshape(-1, x.shape[-1]), dz[:, : layout.rows]
     found = launch_low_rank.low_rank_gradients(dz, rows, weight, (wants_x, wants_weight, wants_bias))
     return [y.new_empty(0) if each is None else each for each in found]
@@ -137,11 +140,11 @@ def gradients(ctx: Any, backward: Any, *dys: torch.Tensor | None) -> tuple[torch
         dx, dweight, sums = backward(list(dys), y, rstd, kept, x, weight, ctx.code, wants)
         dbias = _of_biases(layout, lambda columns: sums[columns]) if wants_bias else None
         return dx.view(x.shape) if wants_x else None, dweight if wants_weight else None, dbias, *nothing
-    (packed,) = backward(list(dys), y, rstd, kept, None, None, ctx.code, [])
-    dz = packed[:, : layout.rows]  # [M, N]
-    dx, dweight = _products(packed if packed.is_cuda else dz, x, weight, wants_x=wants_x, wants_weight=wants_weight)
-    dbias = _of_biases(layout, lambda columns: dz[:, columns].sum(0)) if wants_bias else None
-    return dx, dweight, dbias, *nothing
+    dz, sums = backward(list(dys), y, rstd, kept, None, None, ctx.code, wants)
+    if not dz.is_cuda:
+        dz = dz[:, : layout.rows]  # [M, N]
+    dx, dweight = _products(dz, x, weight, wants_x=wants_x, wants_weight=wants_weight)
+    return dx, dweight, sums.to(dz.dtype) if wants_bias else None, *nothing
 
 
 def _products(

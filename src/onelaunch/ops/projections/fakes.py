@@ -34,9 +34,10 @@ def backward(
     code: str,
     wants: Sequence[bool],
 ) -> list[torch.Tensor]:
-    """Return an empty tensor for dz, or with x and the weight for the gradients of x, the weight and all columns."""
+    """Return empty tensors for dz and the biases' sums, or with x and the weight for their gradients and those of all columns."""
     layout, rows = read_layout(code), math.prod(y.shape[:-1])
     if x is None or weight is None:
-        return [y.new_empty(rows, layout.gradient_pitch)]
+        sums = y.new_empty(layout.biases if wants[2] else 0, dtype=torch.float32)
+        return [y.new_empty(rows, layout.gradient_pitch), sums]
     shapes = ((rows, x.shape[-1]), tuple(weight.shape), (layout.rows,))
     return [y.new_empty(shape if wanted else (0,)) for shape, wanted in zip(shapes, wants, strict=True)]

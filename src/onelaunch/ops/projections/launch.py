@@ -83,7 +83,7 @@ def _forward_constants(layout: Layout, keep: bool) -> dict[str, Any]:
 @functools.lru_cache(maxsize=256)
 def _gradient_constants(layout: Layout) -> dict[str, Any]:
     """Return the constants of the kernel that computes gradients through activations."""
-    known = {name: value for name, value in _constants(layout).items() if name != "BIASES"} | {"Z_PITCH": layout.gradient_pitch}
+    known = _constants(layout) | {"Z_PITCH": layout.gradient_pitch, "SUM_PITCH": layout.biases}
     padding = layout.gradient_pitch - layout.rows
     if not padding:
         return known
@@ -91,6 +91,7 @@ def _gradient_constants(layout: Layout) -> dict[str, Any]:
     behind = {  # a segment that no gradient reaches, so that zeros are written
         "FIRSTS": known["FIRSTS"][-1] + 1, "BLOCKS": ALIGNMENT, "STEPS": ALIGNMENT, "WIDTHS": padding, "ROWS": layout.rows,
         "COLUMNS": layout.pitch, "ACTIVATIONS": none, "NORMALIZERS": 1.0, "NORMS": nothing, "KEPTS": nothing,
+        "BIASES": nothing,
     }  # fmt: skip
     return known | {name: (*known[name], value) for name, value in behind.items()}
 
@@ -204,13 +205,20 @@ def activate(
 
 
 def activation_gradients(
-    dys: Sequence[torch.Tensor | None], y: torch.Tensor, rstd: torch.Tensor, kept: torch.Tensor, layout: Layout
-) -> torch.Tensor:
-    """Return dz ``[M, gradient_pitch]``: N columns, and zeros behind them.
+    dys: Sequence[torch.Tensor | None],
+    y: torch.Tensor,
+    rstd: torch.Tensor,
+    kept: torch.Tensor,
+    layout: Layout,
+    *,
+    sums: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return dz ``[M, gradient_pitch]``, N columns and zeros behind them, and the sums for the biases if they are wanted.
 
-    ``gradient_pitch`` is N rounded up to a multiple of 8. ``dys`` has the gradient of each segment's result, or ``None`` if no
-    gradient reaches it. ``y``, ``rstd`` and ``kept`` are what the forward pass of any variant saved (``Packed`` in
-    ``autograd.py``); the last two have no elements if no segment needs them.
+    The ``sums`` ``[biases]``, float32, are of elements of dz before they are rounded. ``gradient_pitch`` is N rounded up to a
+    multiple of 8. ``dys`` has the gradient of each segment's result, or ``None`` if no gradient reaches it. ``y``, ``rstd`` and
+    ``kept`` are what the forward pass of any variant saved (``Packed`` in ``autograd.py``); the last two have no elements if no
+    segment needs them.
     """
     rows = y.shape[0]
     dz = y.new_empty(rows, layout.gradient_pitch)
@@ -220,9 +228,10 @@ def activation_gradients(
     known = _gradient_constants(layout)
     if len(known["WIDTHS"]) > len(flat):
         flat = (*flat, None)
-    strides = tuple([0 if dy is None else dy.stride(0) for dy in flat])
+    strides, tiles = tuple([0 if dy is None else dy.stride(0) for dy in flat]), cdiv(rows, known["BM"])
+    parts = y.new_empty(tiles, layout.biases, dtype=torch.float32) if sums and layout.biases else None
     Launch(
-        kernels.activation_gradients_kernel, (cdiv(rows, known["BM"]) * known["FIRSTS"][-1],),
-        flat, strides, y, rstd, kept, dz, rows, **known, num_warps=_WARPS,
+        kernels.activation_gradients_kernel, (tiles * known["FIRSTS"][-1],),
+        flat, strides, y, rstd, kept, dz, parts, rows, **known, num_warps=_WARPS,
     ).run()  # fmt: skip
-    return dz
+    return dz, None if parts is None else parts.sum(0)

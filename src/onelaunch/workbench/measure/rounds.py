@@ -5,8 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
-from typing import TypeVar
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import TypeVar, cast
 
 import torch
 
@@ -19,7 +19,7 @@ T = TypeVar("T")
 STEADY = 1.04
 """A/A noise of calls from Python on a GPU above which more rounds of this regime follow."""
 
-MOST_TIMES = 4
+MOST_TIMES = 8
 """Most rounds of calls from Python on a GPU, in those that were asked for."""
 
 _MOST_OF_THE_TIME = 0.5
@@ -34,6 +34,27 @@ def order(names: Sequence[T], index: int) -> tuple[T, ...]:
     start = (index // 2) % len(names)
     rotated = (*names[start:], *names[:start])
     return rotated[::-1] if index % 2 else rotated
+
+
+def by_turns(samples: Mapping[T, Iterator[float | None]]) -> dict[T, float | None]:
+    """Take samples whose parts are taken by turns, every second time backwards, and return them; ``None`` where one failed.
+
+    A host is often slower for a while, by a fifth or more. By turns all samples see the same of it.
+
+    Args:
+        samples: What :meth:`onelaunch.workbench.measure.sampling.Sampler.parts` yields for each candidate.
+    """
+    found: dict[T, float | None] = dict.fromkeys(samples)
+    left, done = dict(samples), object()
+    while left:
+        for key, parts in tuple(left.items()):
+            part = next(parts, done)
+            if part is done:
+                del left[key]
+            else:
+                found[key] = cast("float | None", part)
+        left = dict(reversed(left.items()))
+    return found
 
 
 def is_unsteady(noise: Iterable[Noise], device: torch.device) -> bool:

@@ -13,7 +13,7 @@ import statistics
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 
@@ -66,6 +66,13 @@ class Sampler(Protocol):
 
     def sample(self, regime: Regime) -> float:
         """Return the mean microseconds of a call over the calls of one sample."""
+        ...
+
+    def parts(self, regime: Regime) -> Iterator[float | None]:
+        """Take one sample part by part: yield ``None`` after each part, and at last what :meth:`sample` returns.
+
+        Between the parts the caller may take parts of other candidates' samples, so that all see what else the host does then.
+        """
         ...
 
     def outputs(self, regime: Regime) -> Iterator[OutputTensors]:
@@ -122,6 +129,10 @@ class CpuSampler:
         self._sampled.add(regime)
         spent, self._made, _ = self._call_and_time(regime, frozenset())
         return 1e6 * spent / self._made
+
+    def parts(self, regime: Regime) -> Iterator[float | None]:
+        """Take one sample in one part."""
+        yield self.sample(regime)
 
     def outputs(self, regime: Regime) -> Iterator[OutputTensors]:
         """Take one more sample, and yield the outputs of random calls of it, copied as soon as each returned."""
@@ -237,12 +248,10 @@ class GpuSampler:
     def sample(self, regime: Regime) -> float:
         """Return the mean microseconds of a call over one replay, or over the eager calls of one sample."""
         contents = self._rotation.contents
+        if regime == "eager":
+            *_, last = self.parts(regime)
+            return cast("float", last)
         with torch.cuda.stream(self._stream):
-            if regime == "eager":
-                calls, seconds, self._eager_sampled = self._eager_calls, self._eager_seconds(), True
-                if seconds > LONG_SAMPLE_SECONDS:  # slower than when the number of calls was chosen
-                    self._eager_calls = max(1, int(calls * LONG_SAMPLE_SECONDS / seconds))
-                return 1e6 * seconds / calls
             if regime not in self._captures:
                 return 1e6 * self._called_seconds()
             capture = self._captures[regime]
@@ -346,17 +355,23 @@ class GpuSampler:
             self._rotation.contents.renew([inputs])
         return statistics.median(found)
 
-    def _eager_seconds(self) -> float:
-        """Return the time of one sample of eager calls in seconds, and poison the outputs of the last one.
+    def parts(self, regime: Regime) -> Iterator[float | None]:
+        """Take one sample, of calls from Python part by part.
 
-        The sample consists of several timed parts, between which the contents change, and counts as all of them taking the median
-        time: what else the host does then slows some parts down, not the sample. The device is awaited before each part, since
-        otherwise the host would make its calls while the device still changes contents, and host time would not be seen.
+        Each part is timed, and the contents change between parts. The sample counts as all parts taking the median time: what
+        else the host does then slows some parts down, not the sample. The outputs of the last call are poisoned. The device is
+        awaited before each part, since otherwise the host would make its calls while the device still changes contents, and host
+        time would not be seen.
         """
-        parts, left = [], self._eager_calls
-        most = max(1, min(len(self._rotation.sets), math.ceil(left / EAGER_PARTS)))
-        with cuda.no_garbage_collection():  # it would charge one call with the garbage of all others
-            while left:
+        if regime != "eager":
+            yield self.sample(regime)
+            return
+        self._eager_sampled = True
+        timed, calls = [], self._eager_calls
+        left, most = calls, max(1, min(len(self._rotation.sets), math.ceil(calls / EAGER_PARTS)))
+        while left:
+            # Garbage collection would charge one call with the garbage of all others.
+            with torch.cuda.stream(self._stream), cuda.no_garbage_collection():
                 sets = [self._rotation.next() for _ in range(min(left, most))]
                 self._stream.synchronize()
                 start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -365,9 +380,13 @@ class GpuSampler:
                 if not left:
                     poison_outputs(outputs, sets[-1])
                 self._rotation.contents.renew(sets)
-                parts.append((len(sets), start, end))
-        self._stream.synchronize()
-        return self._eager_calls * statistics.median(start.elapsed_time(end) / 1e3 / calls for calls, start, end in parts)
+                self._stream.synchronize()
+            timed.append(start.elapsed_time(end) / 1e3 / len(sets))
+            yield None
+        seconds = statistics.median(timed)
+        if calls * seconds > LONG_SAMPLE_SECONDS:  # slower than when the number of calls was chosen
+            self._eager_calls = max(1, int(LONG_SAMPLE_SECONDS / seconds))
+        yield 1e6 * seconds
 
     def _timed_calls(self, sets: Sequence[Inputs], start: torch.cuda.Event, end: torch.cuda.Event) -> OutputTensors:
         """Call once on each set between two events, and return the outputs of the last call."""

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 
@@ -27,7 +27,7 @@ from onelaunch.workbench.measure.clocks import Clocks
 from onelaunch.workbench.measure.entry import RAISED, Entry
 from onelaunch.workbench.measure.outcomes import CandidateResult, Interrupted, Measurements, invalidate, too_fast
 from onelaunch.workbench.measure.rotation import Rotation, rotate
-from onelaunch.workbench.measure.rounds import MOST_TIMES, is_unsteady, order, stopped
+from onelaunch.workbench.measure.rounds import MOST_TIMES, by_turns, is_unsteady, order, stopped
 from onelaunch.workbench.measure.sampling import make_sampler
 from onelaunch.workbench.result import OUTSIDE, Noise, Regime, Status, Timing, Verdict
 from onelaunch.workbench.stored import LEAST_TIME, MOST_TIME
@@ -306,12 +306,14 @@ class _Session:
 
     def _take_round(self, index: int, regimes: Sequence[Regime]) -> None:
         """Take a sample of every candidate in each of these regimes, and keep them unless a clock went backwards."""
-        taken = [
-            (key, regime, sample)
-            for regime in regimes
-            for key in order(tuple(key for key, entry in self.entries.items() if entry.runs), index)
-            if (sample := self._sample(self.entries[key], regime)) is not None
-        ]
+        taken: list[tuple[Key, Regime, float]] = []
+        for regime in regimes:
+            keys = order(tuple(key for key, entry in self.entries.items() if entry.runs), index)
+            if regime == "eager":
+                found = by_turns({key: self._parts(self.entries[key]) for key in keys})
+            else:
+                found = {key: self._sample(self.entries[key], regime) for key in keys}
+            taken += [(key, regime, sample) for key, sample in found.items() if sample is not None]
         if backwards := [(key, regime) for key, regime, sample in taken if not LEAST_TIME <= sample <= MOST_TIME]:
             (name, _), regime = backwards[0]
             self.notes.append(
@@ -465,6 +467,20 @@ class _Session:
                         self._sample(entry, regime)
                     if not start <= time.perf_counter() <= end:  # a clock that goes backwards must not keep it here
                         return
+
+    def _parts(self, entry: Entry) -> Iterator[float | None]:
+        """Yield what :meth:`Sampler.parts` yields for calls from Python; end early if the candidate fails."""
+        if entry.sampler is None or "eager" in entry.sampler.refused:
+            return
+        parts, done = entry.sampler.parts("eager"), object()
+        while True:
+            start, part = time.perf_counter(), done
+            with self.running(entry, "timed (eager)"):
+                part = next(parts, done)
+            entry.seconds += time.perf_counter() - start
+            if part is done:
+                return
+            yield cast("float | None", part)
 
     def _sample(self, entry: Entry, regime: Regime) -> float | None:
         """Return one sample in microseconds, or ``None`` if the candidate cannot be timed in this regime."""

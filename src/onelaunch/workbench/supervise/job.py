@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -71,6 +72,16 @@ class Turn(NamedTuple):
         return self.shape, self.direction, self.name, self.control
 
 
+def _keep_to_own_cores(part: Part) -> None:
+    """Keep this thread, and those that it starts, to its part's share of the cores, as others measure beside it."""
+    if part == WHOLE or not hasattr(os, "sched_setaffinity"):
+        return
+    cores = sorted(os.sched_getaffinity(0))
+    share = len(cores) // part.number
+    if share:
+        os.sched_setaffinity(0, cores[part.index * share : (part.index + 1) * share])
+
+
 def carry_out(
     job: Job,
     on_progress: Callable[[Progress], None],
@@ -92,6 +103,7 @@ def carry_out(
         ResultMismatch: The run that is to be continued has another study, device, software, commit, scale or number of rounds.
     """
     state = state or State()
+    _keep_to_own_cores(job.part)
     known = state.kept or job.earlier
     # A continued run takes over the measured peaks of the device (bandwidth, FLOP rates, launch time), so that all roofline
     # bounds of a result are computed from the same peaks.

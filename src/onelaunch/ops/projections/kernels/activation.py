@@ -9,13 +9,14 @@ Computes   y = activation(z + bias); a log-sigmoid is divided by the segment's N
 Grid       one CTA per BM rows and one tile of columns: CTA i has rows from BM * (i // TILES) and tile i % TILES. A tile lies in
            one segment, and is one head where heads are normalized. All warps do the same work.
 On chip    one tile [BM, BLOCK] in float32 registers; only the norm of a head is a reduction over threads.
-Memory     forward reads z once and writes y once (and rstd, kept); backward reads dy, and y or kept, once and writes dz once.
+Memory     forward reads z once and writes y once (and rstd, kept); backward reads dy, and y or kept, once and writes dz once,
+           and for biases a float32 sum of each column over the tile's rows.
            Segment s begins at column ROWS[s] of z and dz, which is its first row of the weight, and at column COLUMNS[s] of y.
 Constants  plural names are tuples with an entry per segment. FIRSTS: index of its first tile; one more entry at the end is the
            number of tiles, TILES. STEPS: columns that a tile covers. BLOCKS: columns of the tile in registers, a power of 2;
            those from STEP on are idle. WIDTHS: columns of the segment. NORMS, KEPTS, BIASES: its first column in rstd, its
-           first column in kept, its first element in bias, or NOTHING. Z_PITCH, PITCH, NORM_PITCH, KEPT_PITCH: elements from
-           one row to the next of z (or dz), y, rstd, kept.
+           first column in kept, its first element in bias, or NOTHING. Z_PITCH, PITCH, NORM_PITCH, KEPT_PITCH, SUM_PITCH:
+           elements from one row to the next of z (or dz), y, rstd, kept, sums.
 Protocol   CTAs do not exchange anything.
 Numerics   float32 between the loads and the stores; a head is normalized by the sum of its squares plus eps, as fla does.
 Callers    launch.py launches the kernels: ``activate`` after a product, ``activation_gradients`` in the backward pass of all
@@ -141,12 +142,16 @@ def activate_kernel(
 
 @triton.jit
 def gradient_tile(
-    dy, dy_stride, y, rstd, kept, dz, M,
+    dy, dy_stride, y, rstd, kept, dz, sums, M,
     FIRST: tl.constexpr, TILES: tl.constexpr, BM: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr, WIDTH: tl.constexpr,
     ROW: tl.constexpr, COLUMN: tl.constexpr, ACTIVATION: tl.constexpr, NORMALIZER: tl.constexpr, NORM: tl.constexpr,
-    KEPT: tl.constexpr, Z_PITCH: tl.constexpr, PITCH: tl.constexpr, NORM_PITCH: tl.constexpr, KEPT_PITCH: tl.constexpr,
+    KEPT: tl.constexpr, BIAS: tl.constexpr, Z_PITCH: tl.constexpr, PITCH: tl.constexpr, NORM_PITCH: tl.constexpr,
+    KEPT_PITCH: tl.constexpr, SUM_PITCH: tl.constexpr,
 ):  # fmt: skip
-    """Compute one tile of dz of one segment; zeros if dy is ``None``, because no gradient reaches the segment."""
+    """Compute one tile of dz of one segment; zeros if dy is ``None``, because no gradient reaches the segment.
+
+    A segment with a bias also gets the float32 sums of its columns over the tile's rows, before they are rounded.
+    """
     m, rows_valid, tile = tile_coordinates(M, FIRST, TILES, BM)
     at = tl.arange(0, BLOCK)
     c = tile * STEP + at
@@ -168,21 +173,28 @@ def gradient_tile(
             else:
                 d *= log_sigmoid_slope(v * NORMALIZER) * (1.0 / NORMALIZER)
     tl.store(dz + m[:, None] * Z_PITCH + (ROW + c)[None, :], d.to(dz.dtype.element_ty), mask=valid)
+    if sums is not None and BIAS != NOTHING:
+        p_sum = sums + (tl.program_id(0) // TILES).to(tl.int64) * SUM_PITCH + (BIAS + c)
+        tl.store(p_sum, tl.sum(d, 0), mask=(at < STEP) & (c < WIDTH))
 
 
 @triton.jit
 def activation_gradients_kernel(
-    dys, dy_strides, y, rstd, kept, dz, M,
+    dys, dy_strides, y, rstd, kept, dz, sums, M,
     FIRSTS: tl.constexpr, BLOCKS: tl.constexpr, STEPS: tl.constexpr, WIDTHS: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr, ACTIVATIONS: tl.constexpr, NORMALIZERS: tl.constexpr, NORMS: tl.constexpr, KEPTS: tl.constexpr,
-    Z_PITCH: tl.constexpr, PITCH: tl.constexpr, NORM_PITCH: tl.constexpr, KEPT_PITCH: tl.constexpr, BM: tl.constexpr,
+    BIASES: tl.constexpr, Z_PITCH: tl.constexpr, PITCH: tl.constexpr, NORM_PITCH: tl.constexpr, KEPT_PITCH: tl.constexpr,
+    SUM_PITCH: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
-    """Compute the tile of dz of this CTA; dys and dy_strides hold one entry per segment."""
+    """Compute the tile of dz of this CTA; dys and dy_strides hold one entry per segment.
+
+    ``sums`` [tiles of rows, SUM_PITCH] float32, which may be None, gets the sums of the columns that have a bias.
+    """
     tile = tl.program_id(0) % FIRSTS[len(WIDTHS)]
     for s in tl.static_range(len(WIDTHS)):
         if (tile >= FIRSTS[s]) & (tile < FIRSTS[s + 1]):
             gradient_tile(
-                dys[s], dy_strides[s], y, rstd, kept, dz, M,
+                dys[s], dy_strides[s], y, rstd, kept, dz, sums, M,
                 FIRSTS[s], FIRSTS[len(WIDTHS)], BM, BLOCKS[s], STEPS[s], WIDTHS[s], ROWS[s], COLUMNS[s], ACTIVATIONS[s],
-                NORMALIZERS[s], NORMS[s], KEPTS[s], Z_PITCH, PITCH, NORM_PITCH, KEPT_PITCH,
+                NORMALIZERS[s], NORMS[s], KEPTS[s], BIASES[s], Z_PITCH, PITCH, NORM_PITCH, KEPT_PITCH, SUM_PITCH,
             )  # fmt: skip
