@@ -185,6 +185,17 @@ def toy_inputs():
     return Judge().reference(toy_sum, toy_case()).inputs
 
 
+@pytest.mark.parametrize(("seconds", "parts"), [(1e-9, 40), (6e-4, 7), (0.04, 3)])
+def test_eager_samples_of_all_candidates_have_parts_of_as_many_calls(seconds, parts):
+    """What the device still has to do after a part's last call is then counted alike."""
+    sampler, _ = sampled(parallel, samples=0)
+    sampler._rotation.sets = sampler._rotation.sets[:1] * 5
+    sampler._choose_eager_calls(seconds, 0.02)
+    assert (sampler._eager_part, sampler._eager_calls) == (5, 5 * parts)
+    sampler._choose_eager_calls(0.06, 0.02)
+    assert (sampler._eager_part, sampler._eager_calls) == (1, 1)
+
+
 def test_a_slow_start_makes_eager_samples_shorter(monkeypatch):
     sampler, _ = sampled(parallel, samples=0)
     sampler._eager_calls = 40

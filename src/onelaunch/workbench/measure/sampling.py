@@ -31,8 +31,15 @@ GPU_SAMPLE_SECONDS = 2e-3
 EAGER_SAMPLE_SECONDS = 20e-3
 """Least length of a GPU sample of calls from Python. Where the host decides, single calls differ by a tenth and more."""
 
-EAGER_PARTS = 10
-"""Least number of parts of a GPU sample of calls from Python, if it has as many calls."""
+EAGER_CALLS = 8
+"""Most calls of a part of a GPU sample of calls from Python.
+
+All candidates of a case have as many calls in a part, since a part also takes what the device has to do after the last call:
+with fewer calls, more of it is counted for each.
+"""
+
+EAGER_PARTS = (3, 40)
+"""Least and largest number of parts of a GPU sample of calls from Python."""
 
 CPU_SAMPLE_SECONDS = 5e-3
 """Least length of a CPU sample."""
@@ -210,7 +217,7 @@ class GpuSampler:
         self._stream = stream
         self._flush: torch.Tensor | None = None
         self._captures: dict[Regime, Capture] = {}
-        self._eager_calls = 1
+        self._eager_calls = self._eager_part = 1
         self._eager_sampled = False
         self._host_seconds = 0.0
         """Time of a call from Python until the device has finished."""
@@ -229,7 +236,7 @@ class GpuSampler:
             self._stream.synchronize()
             seconds = time.perf_counter() - start
         self._host_seconds = seconds
-        self._eager_calls = _calls(seconds, EAGER_SAMPLE_SECONDS)
+        self._choose_eager_calls(seconds, EAGER_SAMPLE_SECONDS)
         most = max(1, min(MOST_CALLS, int(LONG_SAMPLE_SECONDS / seconds)))
         for regime, sets in (("cold", self._rotation.sets), ("warm", self._rotation.sets[:1])):
             if regime not in regimes:
@@ -368,11 +375,11 @@ class GpuSampler:
             return
         self._eager_sampled = True
         timed, calls = [], self._eager_calls
-        left, most = calls, max(1, min(len(self._rotation.sets), math.ceil(calls / EAGER_PARTS)))
+        left = calls
         while left:
             # Garbage collection would charge one call with the garbage of all others.
             with torch.cuda.stream(self._stream), cuda.no_garbage_collection():
-                sets = [self._rotation.next() for _ in range(min(left, most))]
+                sets = [self._rotation.next() for _ in range(min(left, self._eager_part))]
                 self._stream.synchronize()
                 start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
                 outputs = self._timed_calls(sets, start, end)
@@ -385,8 +392,15 @@ class GpuSampler:
             yield None
         seconds = statistics.median(timed)
         if calls * seconds > LONG_SAMPLE_SECONDS:  # slower than when the number of calls was chosen
-            self._eager_calls = max(1, int(LONG_SAMPLE_SECONDS / seconds))
+            self._choose_eager_calls(seconds, LONG_SAMPLE_SECONDS)
         yield 1e6 * seconds
+
+    def _choose_eager_calls(self, seconds: float, sample_seconds: float) -> None:
+        """Choose the number of calls of a part and of a sample from Python, from the time of a call and of a sample."""
+        slow = seconds >= LONG_SAMPLE_SECONDS
+        self._eager_part = 1 if slow else min(len(self._rotation.sets), EAGER_CALLS)
+        least, largest = (1, 1) if slow else EAGER_PARTS
+        self._eager_calls = self._eager_part * min(largest, max(least, _calls(self._eager_part * seconds, sample_seconds)))
 
     def _timed_calls(self, sets: Sequence[Inputs], start: torch.cuda.Event, end: torch.cuda.Event) -> OutputTensors:
         """Call once on each set between two events, and return the outputs of the last call."""
