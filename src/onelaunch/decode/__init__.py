@@ -9,12 +9,13 @@ from onelaunch.decode.step.variants import pytorch as torch_variants  # isort: s
 from onelaunch.decode.step.variants import megakernel  # isort: skip  (registers into decode_step)
 from onelaunch.decode import loops  # isort: skip  (registers into decode_step)
 from onelaunch.decode.generate import Generation, Model, Stream
-from onelaunch.decode.model.request import Engine, Request
+from onelaunch.decode.model.request import Engine, Request, ScoredToken
 from onelaunch.decode.model.sampling import Sampling
 from onelaunch.decode.model.tokenizer import TextCodec
 from onelaunch.decode.model.weights import Weights, load_weights, random_weights
 
 __all__ = [
-    "Engine", "Generation", "KVCache", "Model", "ModelConfig", "Request", "Sampling", "Stream", "TextCodec", "Weights", "cost",
-    "decode_step", "load_weights", "loops", "megakernel", "probes", "random_weights", "reference", "torch_variants", "typical",
+    "Engine", "Generation", "KVCache", "Model", "ModelConfig", "Request", "Sampling", "ScoredToken", "Stream", "TextCodec",
+    "Weights", "cost", "decode_step", "load_weights", "loops", "megakernel", "probes", "random_weights", "reference",
+    "torch_variants", "typical",
 ]  # fmt: skip

@@ -11,7 +11,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import AsyncIterator, Collection, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import AsyncIterator, Collection, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import torch
 
 from onelaunch import dispatch
-from onelaunch.decode.model.arguments import flag, instance, integer, string
+from onelaunch.decode.model.arguments import flag, instance, integer, positive, string
 from onelaunch.decode.model.config import DTYPES, ModelConfig, read_generation
 from onelaunch.decode.model.hub import find_model
 from onelaunch.decode.model.prompts import Prompt, tokens_of
@@ -42,7 +43,7 @@ Finish = Literal["end", "stop", "length", "context", "closed"]
 """Reason why a sequence ended: end token, stop string, ``max_new_tokens``, end of the model's context, or a call of ``close``."""
 
 OPTIONS = ("prompt", "max_new_tokens", "stop", "ignore_end")
-"""Arguments of :meth:`Model.stream` in addition to the fields of :class:`~onelaunch.decode.Sampling`, for error messages."""
+"""Arguments of :meth:`Model.generate` and :meth:`Model.stream` besides the fields of :class:`Sampling`, for error messages."""
 
 
 class Streamer(Protocol):
@@ -85,8 +86,8 @@ class Stream:
         text: Text returned so far; ``None`` without a tokenizer.
         finish: Reason why the sequence ended; ``None`` while it has not.
 
-    The work on the device ends with :meth:`close`, at the end of a ``with`` block, and with any exception, including Ctrl-C.
-    Tokens and text generated before stay available.
+    The work on the device ends with :meth:`close` or :meth:`cancel`, at the end of a ``with`` block, and with any exception,
+    including Ctrl-C. Work that is enqueued already is completed. Tokens and text generated before stay available.
     """
 
     def __init__(self, engine: Engine, request: Request, codec: TextCodec | None, stops: Sequence[str], limit: Finish) -> None:
@@ -98,7 +99,9 @@ class Stream:
         self._limit: Finish = limit  # reason if the engine has made all tokens that were requested: "length" or "context"
         self._detokenizer = None if codec is None else Detokenizer(codec)
         self._stops = StopStrings(stops)
-        self._new_tokens = engine.run(request)
+        self._cancelled = threading.Event()
+        self._ready: deque[int] = deque()  # tokens that reached the host together with one that was returned
+        self._launches = _launches(engine, replace(request, cancelled=self._cancelled.is_set))
         self._turn = threading.RLock()  # held while a token is generated; re-entrant, since ``step`` may call ``close``
 
     def __iter__(self) -> Iterator[str]:
@@ -116,12 +119,27 @@ class Stream:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    @property
+    def ready(self) -> int:
+        """Number of tokens on the host that :meth:`step` has not returned: those of the last launch."""
+        return len(self._ready)
+
+    def cancel(self) -> None:
+        """End the sequence soon, unless it has ended, and return at once. Any thread may call it.
+
+        The engine enqueues nothing more, also while it reads the prompt. A :meth:`step` that runs in another thread returns
+        ``None``.
+        """
+        self.finish = self.finish or "closed"  # tells a step that runs in another thread to drop its token
+        self._cancelled.set()
+
     def close(self) -> None:
         """End the sequence here, unless it has ended. A call from another thread waits for the token that is being generated."""
-        self.finish = self.finish or "closed"  # tells a step that runs in another thread to drop its token
+        self.cancel()
         with self._turn:
             self.finish = self.finish or "closed"  # again: that step may have overwritten it with ``None``
-            self._new_tokens.close()
+            self._ready.clear()
+            self._launches.close()
 
     def step(self) -> str | None:
         """Generate one more token and return the text that it completes, which may be empty; ``None`` after the last token."""
@@ -129,7 +147,9 @@ class Stream:
             if self.finish is not None:
                 return None
             try:
-                token = next(self._new_tokens, None)
+                if not self._ready:
+                    self._ready.extend(next(self._launches, ()))
+                token = self._ready.popleft() if self._ready else None
                 if self.finish is not None:  # closed by another thread in the meantime
                     return None
                 if token is None:
@@ -167,6 +187,19 @@ class Stream:
         if self.finish is not None:
             self.close()
         return piece
+
+
+def _launches(engine: Engine, request: Request) -> Generator[Sequence[int], None, None]:
+    """Yield the tokens that reach the host together; one at a time if the engine does not tell."""
+    if callable(launches := getattr(engine, "launches", None)):
+        yield from launches(request)
+        return
+    tokens = engine.run(request)
+    try:
+        for token in tokens:
+            yield (token,)
+    finally:
+        tokens.close()
 
 
 class Model:
@@ -319,18 +352,34 @@ class Model:
         max_new_tokens: int = 256,
         stop: str | Sequence[str] = (),
         ignore_end: bool = False,
+        logprobs: int | None = None,
+        max_enqueued_seconds: float | None = None,
         **choices: Unpack[Choices],
     ) -> Stream:
         """Generate the continuation of a prompt piece by piece.
 
         Arguments and errors are those of :meth:`generate`. A wrong argument raises its error here, not with the first piece.
 
+        Args:
+            prompt: Prompt, as for :meth:`generate`.
+            max_new_tokens: Largest number of new tokens.
+            stop: Stop string, or several.
+            ignore_end: Flag to continue after an end token.
+            logprobs: Number of likeliest tokens, 0 to 100, that are reported with each token: the stream's ``tokens`` are then
+                :class:`~onelaunch.decode.ScoredToken`. The tokens are generated one per launch.
+            max_enqueued_seconds: Longest work, in seconds, that may be enqueued on the device at a time, by the times measured so
+                far. It bounds how long the device works after :meth:`Stream.cancel`. Without it, up to 32 tokens are enqueued,
+                or a whole prompt. A single token, or half a layer of a piece of the prompt, is enqueued in any case.
+            **choices: Sampling parameters, as for :meth:`generate`.
+
         Returns:
             Iterator over pieces of text, whose attributes hold the tokens so far and the reason why the sequence ended.
         """
-        sampling = sampling_of({**self.defaults, **choices}, OPTIONS)
+        sampling = sampling_of({**self.defaults, **choices}, (*OPTIONS, "logprobs", "max_enqueued_seconds"))
         max_new_tokens = integer("max_new_tokens", max_new_tokens, 1)
         ignore_end = flag("ignore_end", ignore_end)
+        logprobs = None if logprobs is None else integer("logprobs", logprobs, 0, 100)
+        bound = None if max_enqueued_seconds is None else positive("max_enqueued_seconds", max_enqueued_seconds)
         # A value of another type becomes an empty stop string, which the next line refuses.
         stops = (stop,) if isinstance(stop, str) else tuple(stop) if isinstance(stop, Collection) else ("",)
         if not all(isinstance(each, str) and each for each in stops):
@@ -344,7 +393,8 @@ class Model:
                 len(tokens) + 1, context=self.config.max_position_embeddings, said="The prompt with one new token"
             )
         ends = () if ignore_end else self.config.eos_token_ids
-        request = Request(tokens, min(max_new_tokens, positions_left), sampling, ends)
+        most = min(max_new_tokens, positions_left)
+        request = Request(tokens, most, sampling, ends, logprobs=logprobs, max_enqueued_seconds=bound)
         return Stream(self.engine, request, self.codec, stops, "length" if max_new_tokens <= positions_left else "context")
 
     async def astream(self, prompt: Prompt, **options: Any) -> AsyncIterator[str]:
@@ -369,6 +419,7 @@ class Model:
                     if piece:
                         yield piece
             finally:
+                stream.cancel()
                 while running is not None and not running.done():  # cancelled; the thread's current token cannot be interrupted
                     with contextlib.suppress(asyncio.CancelledError):
                         await asyncio.wait([running])

@@ -7,6 +7,8 @@ An :class:`~onelaunch.errors.ArgumentError` of theirs names the argument, a :cla
 
 from __future__ import annotations
 
+import math
+import numbers
 import operator
 from typing import TypeVar
 
@@ -49,6 +51,18 @@ def integer(argument: str, value: object, least: int, most: int | None = None) -
     if number is None or number < least or (most is not None and number > most):
         end = "" if most is None else f", at most {most}"
         raise ArgumentError(f"{argument} is {shown(value)}; it must be an integer of at least {least}{end}.")
+    return number
+
+
+def positive(argument: str, value: object) -> float:
+    """Return ``value`` as a ``float`` if it is a finite number above 0.
+
+    Raises:
+        ArgumentError: ``value`` is not one.
+    """
+    number = float(value) if isinstance(value, numbers.Real) and not isinstance(value, bool) else math.nan
+    if not 0 < number < math.inf:
+        raise ArgumentError(f"{argument} is {shown(value)}; it must be a number above 0.")
     return number
 
 

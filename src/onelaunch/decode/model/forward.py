@@ -12,25 +12,37 @@ than ``decode_step``'s error cap permits (docs/notebook/decode.md). Angles are c
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch.nn import functional as F
 
 from onelaunch.decode.model.cache import KVCache
+from onelaunch.decode.model.config import ModelConfig
 from onelaunch.decode.model.rope import rotate, rotation
 from onelaunch.decode.model.weights import LayerWeights, Weights
 
 PREFILL_CHUNK = 4096
-"""Tokens of a prompt that are prefilled at once. A chunk after the first needs an attention mask with as many rows."""
+"""Most tokens of a prompt that are prefilled at once. A chunk after the first needs an attention mask with as many rows."""
+
+_ATTENTION_FLOPS = 2**39
+"""Most FLOPs of a chunk's attention in one layer, a few milliseconds of a data-center GPU.
+
+It shortens the chunks of long prompts, so that a prompt can be cancelled soon. Sizes alone decide, so that a prompt always gives
+the same logits.
+"""
 
 
-def prefill(weights: Weights, tokens: torch.Tensor, cache: KVCache) -> tuple[torch.Tensor, KVCache]:
+def prefill(
+    weights: Weights, tokens: torch.Tensor, cache: KVCache, pace: Callable[[], None] | None = None
+) -> tuple[torch.Tensor, KVCache]:
     """Return the logits after the last of several tokens, and the cache extended by all of them.
 
     Args:
         weights: Weights of the model.
         tokens: Tokens, ``[T]`` int64 on the weights' device, at least one.
         cache: Cache of the positions before; a larger one is made if it has too little room.
+        pace: Function to call before each half of a layer, which may wait, or raise to end the work here.
 
     Returns:
         Logits ``[V]`` float32 (float64 for float64 weights), and the cache, ``T`` positions longer.
@@ -40,28 +52,41 @@ def prefill(weights: Weights, tokens: torch.Tensor, cache: KVCache) -> tuple[tor
     """
     cache = cache.grown(weights.config, cache.length + len(tokens))
     hidden = tokens.new_empty(0)
-    for chunk in tokens.split(PREFILL_CHUNK):
-        hidden = forward(weights, chunk, cache)
-        cache = cache.with_length(cache.length + len(chunk))
+    while len(tokens):
+        chunk = tokens[: chunk_tokens(weights.config, cache.length)]
+        hidden = forward(weights, chunk, cache, pace)
+        cache, tokens = cache.with_length(cache.length + len(chunk)), tokens[len(chunk) :]
     return logits_of(weights, hidden[-1]), cache
 
 
-def forward(weights: Weights, tokens: torch.Tensor, cache: KVCache) -> torch.Tensor:
+def chunk_tokens(config: ModelConfig, position: int) -> int:
+    """Return how many tokens of a prompt to prefill at once from a position on: a power of two, at least 256."""
+    tokens = PREFILL_CHUNK
+    while tokens > 256 and 4 * tokens * (position + tokens) * config.query_size > _ATTENTION_FLOPS:
+        tokens //= 2
+    return tokens
+
+
+def forward(weights: Weights, tokens: torch.Tensor, cache: KVCache, pace: Callable[[], None] | None = None) -> torch.Tensor:
     """Run all layers on tokens ``[T]`` that follow the cache, and return the residual stream ``[T, H]``, float32 or float64.
 
-    The tokens' keys and values are written to the cache, which must have room for them.
+    The tokens' keys and values are written to the cache, which must have room for them. ``pace`` is that of :func:`prefill`.
     """
     config, start, end = weights.config, cache.length, cache.length + len(tokens)
     embedded = F.embedding(tokens, weights.embed_tokens)
     hidden = upcast(embedded)
     rotary = rotation(config, torch.arange(start, end, device=tokens.device), hidden.dtype)
     for layer, keys, values in zip(weights.layers, cache.keys, cache.values, strict=True):
+        if pace is not None:
+            pace()
         normed = rms_norm(hidden, layer.input_layernorm, config.rms_norm_eps)
         q, k, v = project_qkv(config.head_dim, config.rms_norm_eps, layer, normed, rotary)
         keys[:, start:end] = k
         values[:, start:end] = v
         attended = attention(q, keys[:, :end], values[:, :end])
         hidden = hidden + F.linear(attended, layer.o_proj, layer.o_bias)
+        if pace is not None:
+            pace()
         hidden = hidden + mlp(config.rms_norm_eps, layer, hidden)
     return hidden
 

@@ -59,6 +59,7 @@ class TextCodec:
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
+        self._templates: Any = None
         path = entry(self.folder, "tokenizer.json")
         try:
             from tokenizers import Tokenizer
@@ -99,6 +100,15 @@ class TextCodec:
         with checkpoint_at_fault(f"the tokenizer of {self.folder} fails on tokens of the model"):
             return self._tokenizer.decode(list(tokens), skip_special_tokens=True)
 
+    def token(self, token: int) -> str:
+        """Return the text of one token by itself, also of a special one; incomplete characters become replacement characters.
+
+        Raises:
+            CheckpointError: the tokenizer fails.
+        """
+        with checkpoint_at_fault(f"the tokenizer of {self.folder} fails on a token of the model"):
+            return self._tokenizer.decode([token], skip_special_tokens=False)
+
     def chat(self, messages: Sequence[Mapping[str, Any]], **choices: Any) -> Templated:
         """Return the prompt of a conversation by the model's chat template, ready for the answer.
 
@@ -114,6 +124,17 @@ class TextCodec:
         _check_messages(messages)
         if taken := [name for name in choices if name in _FIXED]:
             raise ArgumentError(f"{taken[0]} is {shown(choices[taken[0]])}; leave it out: the result is always one text.")
+        if self._templates is None:
+            self._templates = self._read_templates()
+        tokenizer = self._templates
+        with checkpoint_at_fault(f"the chat template of {self.folder} refuses these messages"):
+            found = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True, **choices)
+        if not isinstance(found, str):
+            raise CheckpointError(f"the chat template of {self.folder} makes {shown(found)}; it must make text")
+        return Templated(found)
+
+    def _read_templates(self) -> Any:
+        """Return transformers' tokenizer of the folder, which applies chat templates. Reading it takes half a second."""
         self._check_templates()
         try:
             from transformers import AutoTokenizer
@@ -124,11 +145,7 @@ class TextCodec:
             tokenizer = AutoTokenizer.from_pretrained(str(self.folder), trust_remote_code=False, local_files_only=True)
         if not tokenizer.chat_template:
             raise CheckpointError(f"{self.folder} has no chat template; pass the prompt as text")
-        with checkpoint_at_fault(f"the chat template of {self.folder} refuses these messages"):
-            found = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True, **choices)
-        if not isinstance(found, str):
-            raise CheckpointError(f"the chat template of {self.folder} makes {shown(found)}; it must make text")
-        return Templated(found)
+        return tokenizer
 
     def _check_templates(self) -> None:
         """Raise if a file that transformers reads is a link that leaves the folder, or if its chat templates cannot be used.

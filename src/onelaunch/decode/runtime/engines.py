@@ -12,7 +12,7 @@ import itertools
 import warnings
 from collections import deque
 from collections.abc import Generator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -20,11 +20,12 @@ from onelaunch import dispatch
 from onelaunch.decode.model.cache import KVCache
 from onelaunch.decode.model.config import ModelConfig
 from onelaunch.decode.model.forward import prefill
-from onelaunch.decode.model.request import Engine, Request
+from onelaunch.decode.model.request import Engine, Request, ScoredToken
 from onelaunch.decode.model.sampling import Sampler
 from onelaunch.decode.model.weights import Weights
 from onelaunch.decode.plan.levels import LEVELS
-from onelaunch.decode.runtime.session import Pending
+from onelaunch.decode.runtime.pace import Mark, Pace, Stopped, TokenTimes, mark
+from onelaunch.decode.runtime.session import Pending, to_host
 from onelaunch.decode.step import capabilities
 from onelaunch.decode.step.contract import decode_step, key_of
 from onelaunch.device.hardware import room_for
@@ -36,10 +37,30 @@ if TYPE_CHECKING:
     from onelaunch.decode.runtime.session import Session
 
 TOKENS_PER_LAUNCH = 16
-"""Tokens generated per launch. The host then has to act only every few milliseconds."""
+"""Most tokens generated per launch. The host then has to act only every few milliseconds."""
 
 _TYPICAL_POSITION = 256
 """Position for which the dispatcher chooses the variant whose engine runs a model's requests."""
+
+
+class _Scores:
+    """Log-probabilities of a token, copied to the host along with it.
+
+    Args:
+        logits: Logits ``[V]`` of the token's position, as the model computes them.
+        token: Token ``[1]`` int64.
+        count: Number of likeliest tokens to report.
+    """
+
+    def __init__(self, logits: torch.Tensor, token: torch.Tensor, count: int) -> None:
+        logprobs = logits.float().log_softmax(0)
+        likeliest = logprobs.topk(min(count, len(logprobs)))
+        self._logprobs, self._tokens = to_host(torch.cat([logprobs[token], likeliest.values])), to_host(likeliest.indices)
+
+    def of(self, token: int) -> ScoredToken:
+        """Return the token with its log-probabilities. The copy of the token has arrived, which was enqueued later."""
+        own, *rest = self._logprobs.tolist()
+        return ScoredToken.of(token, own, tuple(zip(self._tokens.tolist(), rest, strict=True)))
 
 
 class TorchEngine:
@@ -66,32 +87,54 @@ class TorchEngine:
     @torch.no_grad()
     def run(self, request: Request) -> Generator[int, None, None]:
         """Yield the tokens of a request as :class:`onelaunch.decode.Engine` specifies."""
-        device = self.weights.device
+        with contextlib.suppress(Stopped):
+            yield from self._steps(request)
+
+    def _steps(self, request: Request) -> Generator[int, None, None]:
+        """Yield the tokens of a request, made step by step.
+
+        Raises:
+            Stopped: the request was cancelled.
+        """
+        device, pace = self.weights.device, self._pace(request)
         prompt = torch.tensor(request.prompt, device=device)
         sampler = Sampler(request.sampling, prompt, self.config.vocab_size)
-        logits, cache = self._read(prompt)
+        logits, cache = self._read(prompt, pace)
+        pace.drain()
         token, step = sampler(logits, cache.length), None
         for made in range(1, request.max_new_tokens + 1):
+            scores = None if request.logprobs is None else _Scores(logits, token, request.logprobs)
             pending = Pending(device, token, logits, step=step)
             if made < request.max_new_tokens:
+                pace()
                 cache = self._grown(cache, cache.length + 1)
                 logits, _, _ = decode_step(token, self.weights, cache, variant=self.variant)
                 cache = cache.with_length(cache.length + 1)
                 token, step = sampler(logits, cache.length), self._last_step()
             (token_on_host,) = pending.wait()
-            yield token_on_host
+            yield token_on_host if scores is None else scores.of(token_on_host)
             if token_on_host in request.ends:
                 return
 
-    def _read(self, prompt: torch.Tensor) -> tuple[torch.Tensor, KVCache]:
-        """Read a prompt ``[T]``, and return the logits ``[V]`` after it and its cache."""
+    def _pace(self, request: Request) -> Pace:
+        """Return the pace of a request's work on the device."""
+        return Pace(self.weights.device, request.max_enqueued_seconds, request.cancelled)
+
+    def _read(self, prompt: torch.Tensor, pace: Pace) -> tuple[torch.Tensor, KVCache]:
+        """Read a prompt ``[T]``, and return the logits ``[V]`` after it and its cache.
+
+        Raises:
+            Stopped: the request was cancelled.
+        """
+        pace.check()
         with room_for(f"a cache of {len(prompt)} positions", self.weights.device):
             cache = KVCache.empty(self.config, len(prompt), self.weights.device)
         if len(prompt) > self._prompt_steps():
             with room_for(f"the activations of a prompt of {len(prompt)} tokens", self.weights.device):
-                return prefill(self.weights, prompt, cache)
+                return prefill(self.weights, prompt, cache, pace)
         logits = prompt.new_empty(0)
         for token in prompt.split(1):
+            pace()
             logits, _, _ = decode_step(token, self.weights, cache, variant=self.variant)
             cache = cache.with_length(cache.length + 1)
         return logits, cache
@@ -111,43 +154,99 @@ class TorchEngine:
         return None
 
 
+class _Launch(NamedTuple):
+    """Launch that is enqueued, and the copy of its tokens."""
+
+    pending: Pending
+    position: int = 0
+    """Position of its first token."""
+    start: Mark | None = None
+    """Mark before the launch; ``None`` if its time does not matter."""
+    end: Mark | None = None
+    """Mark behind the launch."""
+
+    def seconds(self) -> float | None:
+        """Return the time of the launch, whose copy has arrived; ``None`` without marks."""
+        return None if self.start is None or self.end is None else self.start.elapsed_time(self.end) / 1e3
+
+
 class KernelEngine(TorchEngine):
     """Engine of the megakernel: it reads the prompt like :class:`TorchEngine`, then generates many tokens per launch.
 
     Its variant is the name of an optimization level in :data:`~onelaunch.decode.plan.levels.LEVELS`. A plan with a launch per
     phase (``graph``; ``separate``) can only take the largest logit (``plain`` sampling). With other sampling it runs step by
-    step.
+    step, and so does every plan if log-probabilities are to be reported, since a launch returns only its last logits.
+
+    Args:
+        weights: Weights of the model.
+        variant: Name of the optimization level.
     """
+
+    def __init__(self, weights: Weights, variant: str) -> None:
+        super().__init__(weights, variant)
+        config = weights.config
+        position_bytes = 2 * config.num_hidden_layers * config.key_value_size * config.dtype.itemsize
+        self._times = TokenTimes(weights.nbytes, position_bytes, TOKENS_PER_LAUNCH)
 
     @torch.inference_mode(mode=False)  # cached tensors must be usable outside of inference mode too
     @torch.no_grad()
     def run(self, request: Request) -> Generator[int, None, None]:
         """Yield the tokens of a request as :class:`onelaunch.decode.Engine` specifies."""
-        if LEVELS[self.variant].separate and not request.sampling.plain:
-            yield from super().run(request)
-            return
-        session, device = self._session(), self.weights.device
+        for tokens in self.launches(request):
+            yield from tokens
+
+    @torch.inference_mode(mode=False)
+    @torch.no_grad()
+    def launches(self, request: Request) -> Generator[list[int], None, None]:
+        """Yield the tokens of a request in lists, each with the tokens of one launch up to the first end token."""
+        with contextlib.suppress(Stopped):
+            if request.logprobs is not None or (LEVELS[self.variant].separate and not request.sampling.plain):
+                for token in self._steps(request):
+                    yield [token]
+                return
+            for tokens in self._many_per_launch(request):
+                end = next((index for index, token in enumerate(tokens, 1) if token in request.ends), None)
+                yield tokens[:end]
+                if end is not None:
+                    return
+
+    def _many_per_launch(self, request: Request) -> Generator[list[int], None, None]:
+        """Yield the tokens of each launch, the prompt's token first, and continue behind end tokens.
+
+        Raises:
+            Stopped: the request was cancelled.
+        """
+        session, device, pace = self._session(), self.weights.device, self._pace(request)
         prompt = torch.tensor(request.prompt, device=device)
         sampler = Sampler(request.sampling, prompt, self.config.vocab_size)
+        bound, sampled = request.max_enqueued_seconds, not request.sampling.greedy
         by_steps = len(prompt) <= self._prompt_steps()
         # The lock keeps other requests from clearing an error of these steps before its copy to the host is enqueued.
         with session.lock if by_steps else contextlib.nullcontext():
-            logits, cache = self._read(prompt)
+            logits, cache = self._read(prompt, pace)
             sequence, made = session.sequence(cache, sampler(logits, cache.length), sampler), 1
-            launches = deque([Pending(device, sequence.token, logits, session if by_steps else None)])
+            launches = deque([_Launch(Pending(device, sequence.token, logits, session if by_steps else None))])
+        pace.drain()
         while launches:
-            # The device runs one launch while the host yields the tokens of another.
+            # The device runs one launch while the host yields the tokens of another, unless the bound is that of one launch.
+            many, each = self._times.launches(bound, sequence.cache.length, sampled=sampled)
+            if many == 1:
+                launches[0].pending.wait()
             while len(launches) < 2 and made < request.max_new_tokens:
-                count = min(TOKENS_PER_LAUNCH, request.max_new_tokens - made)
-                sequence.cache = self._grown(sequence.cache, sequence.cache.length + count)
+                pace.check()
+                count, position = min(each, request.max_new_tokens - made), sequence.cache.length
+                sequence.cache = self._grown(sequence.cache, position + count)
                 with sequence:
+                    start = None if bound is None else mark(device)
                     sequence.step(count)
-                    launches.append(sequence.copy_tokens())
+                    end = None if bound is None else mark(device)
+                    launches.append(_Launch(sequence.copy_tokens(), position, start, end))
                 made += count
-            for token in launches.popleft().wait():
-                yield token
-                if token in request.ends:
-                    return
+            launch = launches.popleft()
+            tokens = launch.pending.wait()
+            if (seconds := launch.seconds()) is not None:
+                self._times.add(seconds, len(tokens), launch.position, sampled=sampled)
+            yield tokens
 
     def _session(self) -> Session:
         """Return the session of this engine's variant and weights."""

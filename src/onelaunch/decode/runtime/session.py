@@ -108,9 +108,9 @@ class Pending:
         probe = (
             None if logits is None else logits.sum()
         )  # a finite probe in one kernel: the sum is not finite if any logit is not
-        self.tokens = None if tokens is None else _to_host(tokens)
-        self._state = None if session is None else _to_host(session.memory.state)
-        self._probe = None if probe is None else _to_host(probe)
+        self.tokens = None if tokens is None else to_host(tokens)
+        self._state = None if session is None else to_host(session.memory.state)
+        self._probe = None if probe is None else to_host(probe)
         # A session holds its last step's pending state. A strong reference back would be a cycle, which keeps both and the
         # buffers alive until Python's garbage collection.
         self._session = None if session is None else weakref.ref(session)
@@ -151,7 +151,7 @@ def _failure(error: int, plan: str) -> DecodeOverflow | DecodeStalled:
     return DecodeOverflow(plan) if error == OUT_OF_RANGE else DecodeStalled(plan)
 
 
-def _to_host(tensor: torch.Tensor) -> torch.Tensor:
+def to_host(tensor: torch.Tensor) -> torch.Tensor:
     """Enqueue a copy to the host on the current stream, and return the host tensor."""
     pinned = tensor.device.type == "cuda"
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=pinned).copy_(tensor, non_blocking=True)
