@@ -78,5 +78,5 @@ $(VENV)/.runtime: $(VENV)/.pip pyproject.toml
 	@touch $@
 
 $(VENV)/.developer: $(VENV)/.runtime
-	$(PIP) --quiet --editable '.[cuda,decode]' --group test --group lint --group docs
+	$(PIP) --quiet --editable '.[cuda,decode,serve]' --group test --group lint --group docs
 	@touch $@

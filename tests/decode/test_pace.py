@@ -16,7 +16,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from onelaunch.decode import KVCache, Model, ScoredToken, random_weights
+from onelaunch.decode import KVCache, Model, Request, Sampling, ScoredToken, random_weights
 from onelaunch.decode.model import forward as forward_file
 from onelaunch.decode.model.forward import chunk_tokens, forward, logits_of, prefill
 from onelaunch.decode.runtime import engines, pace, session
@@ -165,7 +165,7 @@ def timed(played, device, monkeypatch):
     return counts
 
 
-@pytest.mark.parametrize("name", ["greedy", *CHOICES])
+@pytest.mark.parametrize("name", ["greedy", "all"])
 def test_a_bound_changes_no_token(name, weights, timed, device):
     """Two launches of 4 tokens take as long as the bound of 8 ms."""
     engine = KernelEngine(weights, "streaming")
@@ -323,3 +323,39 @@ def test_log_probabilities_are_those_of_the_logits(make, weights, played):
 def test_wrong_options_are_named(options):
     with pytest.raises(ArgumentError, match=next(iter(options))):
         Model(TorchEngine(random_weights(SMALL))).stream([1], **options)
+
+
+def test_the_server_runs_the_kernels_engine(weights, played):
+    """It is emulated, in the server's own thread; every second client hangs up."""
+    for package in ("prometheus_client", "starlette", "uvicorn"):
+        pytest.importorskip(package, reason="needs the extra serve")
+    from tests.serve.driver import App
+
+    class Codec:
+        """Tokenizer that writes a token as a character."""
+
+        def encode(self, text):
+            return tuple(map(ord, text))
+
+        def decode(self, tokens):
+            return "".join(map(self.token, tokens))
+
+        def token(self, token):
+            return chr(256 + token)
+
+    engine, fields = KernelEngine(weights, "streaming"), {"model": "tiny", "max_tokens": 30, "stream": True, "temperature": 1}
+    with App(Model(engine, Codec())) as app:  # pyrefly: ignore[bad-argument-type]
+        app.ready()
+        for seed in range(6):
+            prompt = GREEDY["first" if seed % 3 else "second"].prompt
+            gone = asyncio.Event()
+            answer = app.start("/v1/completions", fields | {"prompt": prompt, "seed": seed}, hang_up=gone)
+            if seed % 2:
+                while not app.number("vllm:num_requests_running"):
+                    assert not answer.done()
+                app.loop.call_soon_threadsafe(gone.set)
+                answer.result(20)
+                continue
+            text = "".join(event["choices"][0]["text"] for event in answer.result(20).events)
+            expected = alone(weights, Request(prompt, 30, Sampling(temperature=1.0, seed=seed)))
+            assert text == Codec().decode(expected)

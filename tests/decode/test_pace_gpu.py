@@ -70,7 +70,8 @@ def test_the_device_is_idle_soon_after_a_cancellation(length, temperature, model
 @pytest.mark.parametrize("length", PROMPTS.values(), ids=PROMPTS)
 def test_the_device_is_idle_soon_after_a_hang_up(length, model):
     """The client of a server in this process hangs up; the server's own work is included."""
-    pytest.importorskip("uvicorn", reason="needs the extra serve")
+    for package in ("prometheus_client", "starlette", "uvicorn"):
+        pytest.importorskip(package, reason="needs the extra serve")
     from tests.serve.driver import App
 
     class Codec:
@@ -81,6 +82,9 @@ def test_the_device_is_idle_soon_after_a_hang_up(length, model):
 
         def decode(self, tokens) -> str:
             return "a" * len(tokens)
+
+        def token(self, token: int) -> str:
+            return "a"
 
     served, chance, seconds = Model(model.engine, Codec()), random.Random(length), []  # pyrefly: ignore[bad-argument-type]
     fields = {"model": "tiny", "prompt": [1] * length, "max_tokens": 20_000, "stream": True, "ignore_eos": True}

@@ -95,6 +95,7 @@ class Commands(LazyGroup):
             "generate",
             "Continue a text with a model of the Qwen3 family.",
         ),
+        "serve": Command("onelaunch.cli.serve", "serve", "Serve a model by OpenAI's HTTP API, one request at a time."),
         "explain": Command("onelaunch.cli.explain", "explain", "Show which variant would run a call here, and why."),
         "inspect": Command(
             "onelaunch.cli.inspection",
@@ -206,6 +207,7 @@ def onelaunch(
 
       onelaunch doctor                      list what is installed or missing
       onelaunch generate "def main("        continue a text with a small model
+      onelaunch serve Qwen/Qwen3-0.6B       answer requests of OpenAI's API
       onelaunch study run 040-linear-rnn    run a study and write its report
       onelaunch explain linear_rnn --help   show which variant runs a call
       onelaunch inspect linear_rnn          show registers and spills, no GPU

@@ -1,0 +1,128 @@
+"""Process of the server: its socket, uvicorn, and an orderly end."""
+
+from __future__ import annotations
+
+import socket
+import sys
+from collections.abc import Callable
+
+import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from onelaunch.serve.app import make_app
+from onelaunch.serve.service import Service
+
+LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
+"""Addresses that only this machine reaches."""
+
+_HOST_HEADERS = frozenset({"127.0.0.1", "localhost", "[::1]"})
+"""Values of the header ``Host``, without port, of requests to a loopback address."""
+
+_IDLE_CONNECTIONS = 256
+"""Connections beyond those of requests that wait; further ones get status 503."""
+
+_MOST_EARLY = 65_536
+"""Bytes that a connection may send ahead of the answer to its request."""
+
+_SWITCH_SECONDS = 1e-3
+"""Longest time in which the thread of the device keeps the event loop from running Python code: a hang-up is noticed so soon."""
+
+
+class Protocol(H11Protocol):
+    """HTTP/1.1 connection that is read even while it waits for an answer, so that a hang-up is noticed.
+
+    uvicorn stops reading once a client has sent more than its request (pipelining), and would see its end only much later. Here
+    such bytes wait apart; a client that sends too many is cut off.
+    """
+
+    _early = b""
+
+    def data_received(self, data: bytes) -> None:
+        """Take bytes from the connection."""
+        if self.cycle is None or self.cycle.response_complete or self.cycle.more_body:
+            super().data_received(data)
+            return
+        self._early += data
+        if len(self._early) > _MOST_EARLY:
+            self.transport.close()
+
+    def on_response_complete(self) -> None:
+        """Go on with the bytes that came early."""
+        super().on_response_complete()
+        data, self._early = self._early, b""
+        if data and not self.transport.is_closing():
+            self.data_received(data)
+
+
+class Server(uvicorn.Server):
+    """Server that reports its address, and refuses waiting requests once it shuts down.
+
+    Args:
+        config: Configuration of uvicorn.
+        service: Service to shut down.
+        started: Function that is called with the URL when the server listens.
+    """
+
+    def __init__(self, config: uvicorn.Config, service: Service, started: Callable[[str], None]) -> None:
+        super().__init__(config)
+        self._service, self._tell = service, started
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen, and report the URL."""
+        await super().startup(sockets)
+        if sockets:
+            host, port = sockets[0].getsockname()[:2]
+            self._tell(f"http://{f'[{host}]' if ':' in host else host}:{port}")
+
+    async def on_tick(self, counter: int) -> bool:
+        """Return whether to end, ten times a second: also if the model could not be loaded."""
+        return await super().on_tick(counter) or self._service.failure is not None
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Refuse the requests that wait, let the running one end, and stop."""
+        self._service.queue.close()
+        await super().shutdown(sockets)
+
+
+def serve(
+    service: Service,
+    *,
+    host: str,
+    port: int,
+    api_key: str | None,
+    grace_seconds: int,
+    started: Callable[[str], None],
+) -> None:
+    """Serve until SIGINT or SIGTERM, whose usual effect follows an orderly shutdown.
+
+    Args:
+        service: Service with the model.
+        host: Address to listen at.
+        port: Port; 0 for any free one.
+        api_key: Key that requests must show; ``None`` for none.
+        grace_seconds: Time for the running request to end after the signal.
+        started: Function that is called with the URL when the server listens.
+
+    Raises:
+        OSError: the address is taken, or not this machine's.
+        Exception: the model cannot be loaded.
+    """
+    hosts = _HOST_HEADERS if host in LOOPBACK and api_key is None else None
+    app = make_app(service, api_key=api_key, hosts=hosts)
+    # The server's own socket: uvicorn would end the process if the address was taken.
+    listener = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=1024)
+    config = uvicorn.Config(
+        app, http=Protocol, loop="asyncio", ws="none", lifespan="on", proxy_headers=False, server_header=False, access_log=False,
+        log_level="error", limit_concurrency=service.limits.waiting + _IDLE_CONNECTIONS,
+        timeout_graceful_shutdown=grace_seconds,
+    )  # fmt: skip
+    # Only errors are logged: bytes that are not HTTP would otherwise be a line each.
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(_SWITCH_SECONDS)
+    try:
+        Server(config, service, started).run(sockets=[listener])
+    finally:
+        sys.setswitchinterval(before)
+        listener.close()
+    if service.failure is not None:
+        raise service.failure

@@ -1,0 +1,252 @@
+"""Model behind the server: loading, tokenizing, and generation in the one thread that uses the device."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+import time
+from collections.abc import AsyncGenerator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from onelaunch.decode.generate import Model, Stream
+from onelaunch.decode.model.prompts import Prompt
+from onelaunch.decode.model.sampling import LARGEST_SEED
+from onelaunch.decode.model.tokenizer import Templated, TextCodec
+from onelaunch.errors import OneLaunchError, TokenizerMissing
+from onelaunch.serve.api import Chat, Completion, Message, Tokenize
+from onelaunch.serve.metrics import Metrics
+from onelaunch.serve.problems import RequestError, of_prompt, to_json
+from onelaunch.serve.queue import Queue
+from onelaunch.serve.replies import Part
+
+ENQUEUED_SECONDS = 8e-3
+"""Longest work, in seconds, that a request has enqueued on the device: it works on for so long after the client has hung up."""
+
+_WARM_UP = (128, 1), (8, 36)
+"""Numbers of tokens of prompts and of new tokens to generate after loading. PyTorch's prefill and the kernels are then ready."""
+
+_TOKENIZER_THREADS = 4
+"""Threads that tokenize prompts, so that a long one does not hold up the others."""
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Limits on requests."""
+
+    waiting: int = 16
+    """Largest number of requests that wait for the device."""
+    seconds: float = 600.0
+    """Longest time of a request, from the end of its body to the end of its answer."""
+    body_seconds: float = 30.0
+    """Longest time for the body of a request to arrive."""
+    body_bytes: int = 4 * 2**20
+    """Largest body of a request."""
+
+
+class Service:
+    """Model that is loaded after the server has started, with the queue and the metrics of its requests.
+
+    Args:
+        name: Name by which requests ask for the model.
+        loader: Function that loads the model.
+        limits: Limits on requests.
+        event_per_token: Flag to send each token by itself. Otherwise the tokens of a launch are sent together.
+
+    Attributes:
+        failure: Exception that ended the loading; ``None`` if none did.
+    """
+
+    def __init__(
+        self, name: str, loader: Callable[[], Model], limits: Limits | None = None, *, event_per_token: bool = False
+    ) -> None:
+        self.name, self.limits, self.event_per_token = name, limits or Limits(), event_per_token
+        self.created = int(time.time())
+        self.metrics = Metrics(name)
+        self.queue = Queue(self.limits.waiting, self.metrics)
+        self.failure: BaseException | None = None
+        self._loader = loader
+        self._model: Model | None = None
+        self._token_texts: dict[int, str] = {}
+        self._device = ThreadPoolExecutor(1, "device")
+        self._tokenizing = ThreadPoolExecutor(_TOKENIZER_THREADS, "tokenizer")
+
+    # The model
+
+    @property
+    def loaded(self) -> bool:
+        """Flag of a model that can generate."""
+        return self._model is not None
+
+    @property
+    def model(self) -> Model:
+        """Model.
+
+        Raises:
+            RequestError: it is not loaded yet.
+        """
+        if self._model is None:
+            raise self._loading()
+        return self._model
+
+    @property
+    def codec(self) -> TextCodec:
+        """Tokenizer, without which no model is loaded."""
+        codec = self.model.codec
+        assert codec is not None  # noqa: S101 - _load checks it
+        return codec
+
+    async def load(self) -> None:
+        """Load the model. An exception is kept in :attr:`failure`."""
+        try:
+            self._model = await asyncio.get_running_loop().run_in_executor(self._device, self._load)
+        except Exception as problem:  # noqa: BLE001 - the server ends, and the command reports it
+            self.failure = problem
+
+    def close(self) -> None:
+        """Refuse requests from now on, and let the threads end."""
+        self.queue.close()
+        self._device.shutdown(wait=False, cancel_futures=True)
+        self._tokenizing.shutdown(wait=False, cancel_futures=True)
+
+    def check_model(self, name: str) -> None:
+        """Raise :class:`RequestError` unless a request asks for this server's model, and it is loaded."""
+        if not self.loaded:
+            raise self._loading()
+        if name != self.name:
+            message = f"There is no model {name[:200]!r} here; this server has {self.name!r}."
+            raise RequestError(404, message, param="model", code="model_not_found")
+
+    def _loading(self) -> RequestError:
+        return RequestError(503, f"The model {self.name} is being loaded.", code="loading", retry_after=1)
+
+    # Requests
+
+    async def streams(self, request: Chat | Completion) -> list[Stream]:
+        """Tokenize the prompts of a request, and return the stream of each choice, which has not begun.
+
+        Raises:
+            RequestError: a prompt or a parameter is wrong.
+        """
+        return await self._tokenize(self._streams, request)
+
+    async def tokenized(self, request: Tokenize) -> bytes:
+        """Return the answer to a request of ``/tokenize``, as JSON. It may have a million tokens, so a thread makes it.
+
+        Raises:
+            RequestError: the model has no chat template, or its template refuses the messages.
+        """
+
+        def tokenize() -> bytes:
+            text = self._prompt(request.messages, {}) if request.messages is not None else request.prompt or ""
+            tokens = self.codec.encode(text if request.add_special_tokens else Templated(text))
+            length = self.model.config.max_position_embeddings
+            content: dict[str, Any] = {"count": len(tokens), "max_model_len": length, "tokens": tokens}
+            if request.return_token_strs:
+                content["token_strs"] = [self.token_text(token) for token in tokens]
+            return to_json(content)
+
+        return await self._tokenize(tokenize)
+
+    def token_text(self, token: int) -> str:
+        """Return the text of a single token. It is kept, since log-probabilities name the same tokens again and again."""
+        if (found := self._token_texts.get(token)) is None:
+            found = self._token_texts[token] = self.codec.token(token)
+        return found
+
+    def without_paths(self, problem: RequestError) -> RequestError:
+        """Return an error without the path of the model's folder, which is no business of clients."""
+        folder = getattr(self.codec, "folder", None)
+        if folder is not None:
+            problem.message = problem.message.replace(str(folder), self.name)
+        return problem
+
+    async def run(self, stream: Stream) -> AsyncGenerator[Part, None]:
+        """Generate a choice on the device and yield its parts. The caller has the turn.
+
+        Leaving the loop cancels the generation, and waits until the device's thread has stopped.
+
+        Raises:
+            OneLaunchError: the generation failed.
+        """
+        loop = asyncio.get_running_loop()
+        parts: asyncio.Queue[Part | None] = asyncio.Queue()
+
+        def put(part: Part | None) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop has ended
+                loop.call_soon_threadsafe(parts.put_nowait, part)
+
+        job = loop.run_in_executor(self._device, self._generate, stream, put)
+        try:
+            while (part := await parts.get()) is not None:
+                yield part
+            await job
+        finally:
+            stream.cancel()
+            while not job.done():
+                with contextlib.suppress(asyncio.CancelledError):
+                    await asyncio.wait([job])
+            if not job.cancelled():
+                job.exception()  # marks an exception as seen
+
+    def _generate(self, stream: Stream, put: Callable[[Part | None], None]) -> None:
+        """Generate a choice, in the device's thread."""
+        text, sent = "", 0
+        try:
+            with stream:
+                while (piece := stream.step()) is not None:
+                    text += piece
+                    if stream.ready and not self.event_per_token and stream.finish is None:
+                        continue  # more tokens of this launch
+                    put(Part(text, stream.tokens[sent:], stream.finish))
+                    text, sent = "", len(stream.tokens)
+        finally:
+            put(None)
+
+    def _load(self) -> Model:
+        """Load the model, and generate a few tokens, so that the first request compiles nothing and the times are known."""
+        model = self._loader()
+        if model.codec is None:
+            raise TokenizerMissing("a server needs a tokenizer")
+        for prompt, new in _WARM_UP:
+            tokens = [0] * min(prompt, model.config.max_position_embeddings // 2)
+            for temperature in (0.0, 1.0):
+                options = {"ignore_end": True, "max_enqueued_seconds": ENQUEUED_SECONDS, "temperature": temperature}
+                model.stream(tokens, max_new_tokens=new, **options).result()
+        return model
+
+    async def _tokenize(self, function: Callable[..., Result], *given: object) -> Result:
+        """Run a function in a thread of the tokenizer, and turn its errors into those of a request."""
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._tokenizing, function, *given)
+        except OneLaunchError as problem:
+            raise self.without_paths(of_prompt(problem)) from None
+
+    def _streams(self, request: Chat | Completion) -> list[Stream]:
+        """Return the stream of each choice of a request: for each prompt ``n``, whose seeds follow one another."""
+        prompts: list[Prompt]
+        if isinstance(request, Chat):
+            prompts = [self._prompt(request.messages, request.chat_template_kwargs)]
+        else:
+            prompts = list(request.prompts())
+        seed = secrets.randbelow(LARGEST_SEED) if request.seed is None else request.seed
+        most = request.most_tokens or self.model.config.max_position_embeddings
+        streams = []
+        for prompt in prompts:
+            for number in range(request.n):
+                own_seed = seed if number == 0 else (seed + number) % (LARGEST_SEED + 1)
+                stream = self.model.stream(
+                    prompt, max_new_tokens=most, logprobs=request.logprobs_wanted, max_enqueued_seconds=ENQUEUED_SECONDS,
+                    seed=own_seed, **request.choices(),
+                )  # fmt: skip
+                prompt = stream.prompt  # its tokens, so that it is tokenized once
+                streams.append(stream)
+        return streams
+
+    def _prompt(self, messages: list[Message], choices: dict[str, Any]) -> str:
+        """Return the prompt of a conversation by the model's chat template."""
+        return self.codec.chat([message.plain() for message in messages], **choices)
