@@ -14,6 +14,9 @@ token of the sample is computed from the recurrent states of the layers, whose s
 
 Batches depend only on the seed and the step, and the learning rate only on the step. So on a CPU a run that was stopped and
 resumed gives the same bits as one that was not.
+
+Under torchrun, ``--tensor-parallel`` divides the heads of each layer among processes, and ``--fsdp`` the parameters, see
+``sharding.py``. Any number of processes continues the checkpoint of another number.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ import argparse
 import hashlib
 import json
 import math
+import os
 import re
 import resource
 import sysconfig
@@ -37,6 +41,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from onelaunch.device import hardware
 from onelaunch.nn import Cache, GatedLinearAttention, SwiGLU
@@ -75,6 +80,8 @@ SIZES = {
 class Block(nn.Module):
     """Block of gated linear attention and a SwiGLU MLP, each with a norm before it and a residual connection."""
 
+    recompute = False  # whether activations are computed again in the backward pass instead of kept
+
     def __init__(self, size: Size, layer_idx: int) -> None:
         super().__init__()
         self.attn_norm = nn.RMSNorm(size.width, eps=NORM_EPS)
@@ -85,6 +92,12 @@ class Block(nn.Module):
 
     def forward(self, x: torch.Tensor, cache: Cache | None) -> torch.Tensor:
         """Return the block's output for ``x``; both have shape ``[B, T, width]``."""
+        if self.recompute and torch.is_grad_enabled():
+            return checkpoint(self.run, x, cache, use_reentrant=False)
+        return self.run(x, cache)
+
+    def run(self, x: torch.Tensor, cache: Cache | None) -> torch.Tensor:
+        """Return the block's output; see :meth:`forward`."""
         mixed, _, _ = self.attn(self.attn_norm(x), past_key_values=cache, use_cache=cache is not None)
         x = x + mixed
         return x + self.mlp(self.mlp_norm(x))
@@ -140,7 +153,7 @@ class CrossEntropy(torch.autograd.Function):
             total -= (log_p.gather(1, at) * used).sum()
             gradient = log_p.exp_().scatter_add_(1, at, -torch.ones_like(at, dtype=torch.float32))
             part.copy_(gradient.mul_(used / count))
-        ctx.save_for_backward(logits)
+        ctx.save_for_backward(logits.detach())  # sharded logits are views, which autograd lets nobody change in place
         return total / count
 
     @staticmethod
@@ -154,7 +167,10 @@ def loss_of(model: Callable[..., Any], rows: torch.Tensor, impl: str) -> torch.T
     if impl == "fla":
         return model(input_ids=rows, labels=rows).loss
     targets = F.pad(rows[:, 1:], (0, 1), value=-100)  # the last token of a row has no next one
-    return CrossEntropy.apply(model(rows).flatten(0, 1), targets.flatten())  # pyrefly: ignore[bad-return]
+    logits = model(rows)
+    if hasattr(logits, "to_local"):  # a DTensor that is whole on every rank
+        logits = logits.to_local()
+    return CrossEntropy.apply(logits.flatten(0, 1), targets.flatten())  # pyrefly: ignore[bad-return]
 
 
 def build(impl: str, size: Size, seed: int) -> nn.Module:
@@ -229,7 +245,16 @@ class Run:
         self.options, self.size = options, SIZES[options.size]
         self.device = hardware.resolve(options.device)
         self.folder = Path(options.out or f"runs/{options.size}-{options.impl}")
-        if options.resume != (self.folder / "checkpoint.pt").exists():
+        self.sharding: Any = None
+        if "RANK" in os.environ or options.fsdp or options.tensor_parallel > 1 or (self.folder / "checkpoint").exists():
+            # Beside this file. One process that begins anew does not need it.
+            from sharding import Sharding  # pyrefly: ignore[missing-import]
+
+            self.sharding = Sharding(options, self.device)
+            self.device = self.sharding.device
+        self.writes = self.sharding is None or self.sharding.rank == 0
+        self.checkpoint = self.folder / ("checkpoint.pt" if self.sharding is None else "checkpoint")
+        if options.resume != self.checkpoint.exists():
             advice = "a checkpoint. Continue it with --resume, or name another folder with --out"
             raise SystemExit(f"{self.folder} has {'no checkpoint to resume' if options.resume else advice}.")
         self.batch, self.length = options.batch or self.size.batch, options.length or self.size.length
@@ -242,7 +267,12 @@ class Run:
             raise SystemExit("--impl fla needs a GPU, since fla's kernels do not run on a CPU; take --impl onelaunch.")
         if options.weights:
             self.model.load_state_dict(torch.load(options.weights, map_location="cpu", weights_only=True)["model"])
+        for block in self.model.modules():
+            if isinstance(block, Block):
+                block.recompute = options.recompute
         self.model.to(self.device, torch.bfloat16 if self.precision == "bfloat16" else torch.float32)
+        if self.sharding is not None:
+            self.sharding.apply(self.model, mixed=self.precision == "mixed")
         self.text = Text(self.size.vocabulary, self.device)
         matrices = [each for each in self.model.parameters() if each.dim() > 1]
         vectors = [each for each in self.model.parameters() if each.dim() <= 1]  # weights of norms, and biases
@@ -260,19 +290,29 @@ class Run:
 
     def save(self, step: int) -> None:
         """Write the log and the checkpoint after ``step`` steps. The checkpoint replaces the last one when it is complete."""
-        (self.folder / "log.jsonl").write_text("".join([json.dumps(entry) + "\n" for entry in self.log]), encoding="utf-8")
-        state = {"step": step, "settings": self.settings(), "model": self.model.state_dict()}
-        torch.save({**state, "optimizer": self.optimizer.state_dict()}, self.folder / "checkpoint.tmp")
-        (self.folder / "checkpoint.tmp").replace(self.folder / "checkpoint.pt")
+        if self.writes:
+            lines = "".join([json.dumps(entry) + "\n" for entry in self.log])
+            (self.folder / "log.jsonl").write_text(lines, encoding="utf-8")
+        state = {"step": step, "settings": self.settings()}
+        if self.sharding is not None:
+            self.sharding.save(self.folder, state, self.model, self.optimizer)
+            return
+        tensors = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+        torch.save({**state, **tensors}, self.folder / "checkpoint.tmp")
+        (self.folder / "checkpoint.tmp").replace(self.checkpoint)
 
     def load(self) -> int:
         """Load the checkpoint in the folder; return the number of steps that it has taken."""
-        state = torch.load(self.folder / "checkpoint.pt", map_location=self.device, weights_only=True)
         now = self.settings()
+        if self.sharding is not None:
+            state = self.sharding.load(self.folder, {"step": 0, "settings": dict(now)}, self.model, self.optimizer)
+        else:
+            state = torch.load(self.checkpoint, map_location=self.device, weights_only=True)
         if changed := [f"{name} {value}" for name, value in state["settings"].items() if now[name] != value]:
             raise SystemExit(f"--resume needs the settings of the checkpoint in {self.folder}: {', '.join(changed)}.")
-        self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
+        if self.sharding is None:
+            self.model.load_state_dict(state["model"])
+            self.optimizer.load_state_dict(state["optimizer"])
         lines = (self.folder / "log.jsonl").read_text(encoding="utf-8").splitlines()
         self.log = [entry for entry in map(json.loads, lines) if entry["step"] < state["step"]]
         return state["step"]
@@ -283,9 +323,11 @@ class Run:
             group["lr"] = self.rate * min(1.0, (step + 1) / max(self.options.warmup, 1))
         rows = batch_of(self.text.train, self.batch, self.length, self.options.seed, step)
         with self.autocast:
-            loss = loss_of(self.forward, rows, self.options.impl)
+            loss = loss_of(self.forward, rows if self.sharding is None else self.sharding.rows(rows), self.options.impl)
         loss.backward()
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        if self.sharding is not None:
+            loss, norm = self.sharding.mean(loss), self.sharding.whole(norm)
         self.optimizer.step()
         self.optimizer.zero_grad()
         return torch.stack((loss.detach().float(), norm.float()))
@@ -308,7 +350,8 @@ class Run:
                 self.log.append({"step": at, "loss": loss, "gradient_norm": norm, "seconds": seconds})
             speed, mebibytes = self.batch * self.length / seconds, peak_bytes(self.device) / 2**20
             text = f"loss {values[-1][0]:.4f}   {speed:9,.0f} tokens/s   peak {mebibytes:,.0f} MiB"
-            print(f"step {step + 1:6d}   {text}", flush=True)
+            if self.writes:
+                print(f"step {step + 1:6d}   {text}", flush=True)
             if save:
                 self.save(step + 1)
             pending, since = [], time.perf_counter()
@@ -318,11 +361,22 @@ class Run:
         """Return the mean loss of four batches of held-out text, in nats per token."""
         batches = [batch_of(self.text.held_out, self.batch, self.length, 0, at) for at in range(4)]
         with self.autocast:
-            return sum(loss_of(self.model, rows, self.options.impl).item() for rows in batches) / len(batches)
+            if self.sharding is not None:
+                losses = [self.sharding.mean(loss_of(self.model, self.sharding.rows(rows), "onelaunch")) for rows in batches]
+            else:
+                losses = [loss_of(self.model, rows, self.options.impl) for rows in batches]
+        return sum(loss.item() for loss in losses) / len(batches)
 
     @torch.no_grad()
     def sample(self, prompt: str, count: int, temperature: float = 0.6) -> str:
         """Continue a prompt by ``count`` sampled tokens. After the prompt, each call takes one token and the layers' states."""
+        if self.sharding is not None:  # one process samples, with a model of its own
+            state = self.sharding.whole_state(self.model)
+            if not self.writes:
+                return ""
+            dtype = next(self.model.parameters()).dtype
+            self.model = build("onelaunch", self.size, self.options.seed).to(self.device, dtype)
+            self.model.load_state_dict(state)
         self.model.eval()
         generator = torch.Generator().manual_seed(self.options.seed)
         written = self.text.encode(prompt.encode()).tolist()
@@ -386,7 +440,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--compile", action="store_true", help="compile the model with torch.compile")
     parser.add_argument("--device", default="auto", help="auto (default), cpu, cuda, cuda:0...")
     said = "bfloat16: of parameters and optimizer too; auto: autocast to bfloat16 on a GPU, else float32"
-    parser.add_argument("--precision", choices=("auto", "float32", "bfloat16", "autocast"), default="auto", help=said)
+    said += "; mixed: FSDP2's, parameters in bfloat16 and sums of gradients in float32"
+    parser.add_argument("--precision", choices=("auto", "float32", "bfloat16", "autocast", "mixed"), default="auto", help=said)
     parser.add_argument("--steps", type=int, default=500, help="steps to have taken at the end")
     parser.add_argument("--batch", type=int, help="sequences in a step")
     parser.add_argument("--length", type=int, help="tokens of a sequence")
@@ -398,12 +453,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--resume", action="store_true", help="continue from the checkpoint in the folder")
     parser.add_argument("--save-every", type=int, default=500, help="steps between two checkpoints")
     parser.add_argument("--sample", type=int, default=200, help="tokens of the sample")
+    parser.add_argument("--recompute", action="store_true", help="compute activations again in the backward pass")
+    said = "processes that share the heads of a layer, under torchrun; each has its part of T between the layers"
+    parser.add_argument("--tensor-parallel", type=int, default=1, help=said)
+    parser.add_argument("--fsdp", action="store_true", help="shard parameters and batch over the other processes by FSDP2")
     options = parser.parse_args(arguments)
-    if options.steps < 1:
-        parser.error(f"--steps is {options.steps}; it must be at least 1.")
+    for name in ("steps", "tensor_parallel"):
+        if getattr(options, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} is {getattr(options, name)}; it must be at least 1.")
+    if options.precision == "mixed" and not options.fsdp:
+        parser.error("--precision mixed needs --fsdp, whose mixed precision it is.")
     run = Run(options)
     run.train()
-    summary = run.summary()
+    summary, sample = run.summary(), run.sample("def ", run.options.sample)
+    if not run.writes:
+        return
     (run.folder / "summary.json").write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
     picture = draw([entry["loss"] for entry in run.log], run.folder)
     print(
@@ -413,7 +477,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     if picture.suffix == ".txt":
         print(picture.read_text(encoding="utf-8"))
-    print(run.sample("def ", run.options.sample))
+    print(sample)
 
 
 if __name__ == "__main__":

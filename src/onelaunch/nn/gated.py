@@ -6,7 +6,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import NamedTuple, cast
+from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -41,6 +42,8 @@ class GatedLayer(RecurrentLayer, ABC):
     The subclasses describe the arguments. Each calls :meth:`pack_projections` and, at last, :meth:`reset_parameters` in
     its constructor, and defines :meth:`project`.
     """
+
+    replicated = ("g_norm.weight", "g_norm_swish_gate.weight")  # a norm per head, whose weight all heads share
 
     def __init__(
         self,
@@ -147,18 +150,23 @@ class GatedLayer(RecurrentLayer, ABC):
         norm_weight = parameter(child(self, self.norm_name), "weight")
         if norm_weight is None:
             return None
-        filters = [parameter(child(self, f"{name}_conv1d"), "weight")[:, 0] for name in "qkv"] if self.use_short_conv else None
+        filters = [parameter(child(self, f"{name}_conv1d"), "weight") for name in "qkv"] if self.use_short_conv else None
+        w_out = parameter(child(self, "o_proj"), "weight")
+        if self.shards is not None:
+            norm_weight, w_out = self.local(norm_weight), self.local(w_out)
+            filters = None if filters is None else [self.local(each) for each in filters]
+        names = self.packed or self.separate
         out, _ = gla_layer(
             given.x,
             parameter(self, "in_proj_weight"),
-            parameter(self, "gk_proj_weight") if "gk_proj_weight" in self.packed else None,
-            parameter(self, "gk_proj_bias" if "gk_proj_bias" in self.packed else "in_proj_bias"),
+            parameter(self, "gk_proj_weight") if "gk_proj_weight" in names else None,
+            parameter(self, "gk_proj_bias" if "gk_proj_bias" in names else "in_proj_bias"),
             norm_weight,
-            parameter(child(self, "o_proj"), "weight"),
+            w_out,
             heads=self.num_heads,
             normalizer=self.gate_logit_normalizer,
             eps=self.norm_eps,
-            conv_weight=None if filters is None else torch.cat(filters),
+            conv_weight=None if filters is None else torch.cat([each[:, 0] for each in filters]),
         )
         return out
 
@@ -170,6 +178,16 @@ class GatedLayer(RecurrentLayer, ABC):
         if gate is not None and self.gate_fn not in activations.IN_PROJECTION:
             gate = activations.FUNCTIONS[self.gate_fn](gate)
         return Projected(q, k, v, gate, decay)
+
+    def sizes_to_divide(self) -> dict[str, int]:
+        return {"num_heads": self.num_heads, "num_kv_heads": self.num_kv_heads}
+
+    def take_share(self, ranks: int) -> None:
+        self.num_heads, self.num_kv_heads = self.num_heads // ranks, self.num_kv_heads // ranks
+        self.key_dim, self.value_dim = self.key_dim // ranks, self.value_dim // ranks
+        # Every rank has the whole low-rank factor of the decay.
+        shared = [each.heads if each.name == "low_rank" else each.heads // ranks for each in self.segments]
+        self.segments = tuple([replace(each, heads=heads) for each, heads in zip(self.segments, shared, strict=True)])
 
     def extra_repr(self) -> str:
         heads = f"num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}"
@@ -236,7 +254,8 @@ class GatedLayer(RecurrentLayer, ABC):
             cu_seqlens=cu_seqlens,
         )
         given.store(state, conv_state)
-        norm_weight = cast("torch.Tensor | None", self.get_submodule(self.norm_name).weight)
+        norm_weight = self.local(self.get_submodule(self.norm_name).weight)
+        w_out = self.local(self.o_proj.weight)
         activated = gate is not None and not self._silu_on_the_way_out
-        out = output_chain(o, gate, norm_weight, self.o_proj.weight, activated=activated, eps=self.norm_eps)
+        out = output_chain(o, gate, norm_weight, w_out, activated=activated, eps=self.norm_eps)
         return given.without_padding(out), None, given.cache

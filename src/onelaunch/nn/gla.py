@@ -5,12 +5,15 @@ Users make it through ``onelaunch.nn``, and so does the variant ``module`` of th
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import nn
 
 from onelaunch.errors import ArgumentError
 from onelaunch.nn import inputs
 from onelaunch.nn.gated import GatedLayer, Projected
+from onelaunch.nn.packed import parameter
 from onelaunch.ops import Segment
 from onelaunch.ops.gla_layer.composition import project
 
@@ -59,6 +62,7 @@ class GatedLinearAttention(GatedLayer):
     modes = ("chunk", "fused_recurrent", "fused_chunk")
     gk_proj_weight: nn.Parameter
     gk_proj_bias: nn.Parameter
+    replicated = ("gk_proj.0.weight", *GatedLayer.replicated)
 
     def __init__(
         self,
@@ -109,16 +113,19 @@ class GatedLinearAttention(GatedLayer):
         self.pack_projections(Segment("low_rank", rank, 1), {"gk_proj.0.weight": rank})
         self.plain = self.plain and clamp_min is None  # gla_layer has no clamp_min
         heads, size, normalizer = self.num_kv_heads, self.head_k_dim, self.gate_logit_normalizer
-        self.decay_segments = (Segment("gk", heads, size, "logsigmoid", normalizer, bias=True),)
+        self.decay_segments: tuple[Segment, ...] = (Segment("gk", heads, size, "logsigmoid", normalizer, bias=True),)
         self.pack("gk_proj_weight", {"gk_proj.1.weight": heads * size}, rank)
         self.pack("gk_proj_bias", {"gk_proj.1.bias": heads * size})
         self.reset_parameters()
 
+    def take_share(self, ranks: int) -> None:
+        super().take_share(ranks)
+        self.decay_segments = tuple([replace(each, heads=each.heads // ranks) for each in self.decay_segments])
+
     def project(self, x: torch.Tensor) -> Projected:
         """Return all projections of ``x``; the decay comes from two factors of low rank."""
-        *projected, decay = project(
-            x, self.in_proj_weight, self.segments, self.gk_proj_weight, self.gk_proj_bias, self.decay_segments
-        )
+        weight, second, bias = [parameter(self, name) for name in ("in_proj_weight", "gk_proj_weight", "gk_proj_bias")]
+        *projected, decay = project(x, weight, self.segments, second, bias, self.decay_segments)
         if self.clamp_min is not None:
             decay = decay.clamp_min(self.clamp_min)
         return self.with_decay(decay, *projected)

@@ -67,6 +67,9 @@ class HGRNAttention(ForgetGateLayer):
         segments = hgrn_segments(self.input_dim, convolved=self.use_short_conv)
         self.add_parts(segments, conv_size, conv_bias, norm, ("silu", None))
 
+    def sizes_to_divide(self) -> dict[str, int]:
+        return {"hidden_size * expand_ratio": self.input_dim}
+
     def extra_repr(self) -> str:
         return f"{self.hidden_size}, input_dim={self.input_dim}"
 
@@ -143,6 +146,13 @@ class HGRN2Attention(ForgetGateLayer):
         norm = nn.RMSNorm(self.hidden_size, eps=FLA_EPS, elementwise_affine=bool(elementwise_affine), dtype=torch.float32)
         segments = hgrn2_segments(self.num_heads, self.head_f_dim, self.head_i_dim, convolved=self.use_short_conv)
         self.add_parts(segments, conv_size, conv_bias, norm, ("silu", None, None))
+
+    def sizes_to_divide(self) -> dict[str, int]:
+        return {"num_heads": self.num_heads}
+
+    def take_share(self, ranks: int) -> None:
+        super().take_share(ranks)
+        self.num_heads, self.forget_dim = self.num_heads // ranks, self.forget_dim // ranks
 
     def extra_repr(self) -> str:
         heads = f"num_heads={self.num_heads}, head_f_dim={self.head_f_dim}, head_i_dim={self.head_i_dim}"

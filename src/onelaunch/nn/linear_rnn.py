@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import nn
 
 from onelaunch.nn import inputs
 from onelaunch.nn.cache import Cache
-from onelaunch.nn.packed import PackedModule, init_linear
+from onelaunch.nn.packed import PackedModule, parameter
 from onelaunch.ops import Segment, linear_rnn, projections
 
 
@@ -36,6 +38,7 @@ class LinearRNN(PackedModule):
 
     in_proj_weight: nn.Parameter
     in_proj_bias: nn.Parameter
+    row_wise = "o_proj"
 
     def __init__(
         self,
@@ -50,7 +53,7 @@ class LinearRNN(PackedModule):
         self.value_dim = channels = inputs.expanded(self.hidden_size, "expand_v", expand_v)
         self.gate_logit_normalizer = inputs.number("gate_logit_normalizer", gate_logit_normalizer, above=0)
         self.layer_idx = inputs.index("layer_idx", layer_idx)
-        self.segments = (
+        self.segments: tuple[Segment, ...] = (
             Segment("gate", channels, 1),
             Segment("gk", channels, 1, "logsigmoid", self.gate_logit_normalizer, bias=True),
         )
@@ -62,9 +65,16 @@ class LinearRNN(PackedModule):
 
     def reset_parameters(self) -> None:
         """Initialize all projections as in a new layer, like :class:`torch.nn.Linear`."""
-        init_linear(self.in_proj_weight, self.in_proj_bias)
+        self.reset_packed()
         self.v_proj.reset_parameters()
         self.o_proj.reset_parameters()
+
+    def sizes_to_divide(self) -> dict[str, int]:
+        return {"hidden_size * expand_v": self.value_dim}
+
+    def take_share(self, ranks: int) -> None:
+        self.value_dim //= ranks
+        self.segments = tuple([replace(each, heads=each.heads // ranks) for each in self.segments])
 
     def extra_repr(self) -> str:
         return f"{self.hidden_size}, value_dim={self.value_dim}"
@@ -90,10 +100,11 @@ class LinearRNN(PackedModule):
             output_attentions,
             cu_seqlens,
         )
-        gate, log_decay = projections(given.x, self.in_proj_weight, self.segments, bias=self.in_proj_bias)
+        weight, bias = parameter(self, "in_proj_weight"), parameter(self, "in_proj_bias")
+        gate, log_decay = projections(given.x, weight, self.segments, bias=bias)
         result = linear_rnn(
             given.x,
-            self.v_proj.weight.t(),
+            self.local(self.v_proj.weight).t(),
             given.without_padding(log_decay),
             gate,
             initial_state=given.initial_state,

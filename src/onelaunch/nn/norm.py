@@ -10,6 +10,7 @@ from torch import nn
 from onelaunch import checks
 from onelaunch.errors import ArgumentError, ShapeError
 from onelaunch.nn import inputs
+from onelaunch.nn.packed import Shards
 from onelaunch.ops import rms_norm
 
 
@@ -53,6 +54,7 @@ class RMSNorm(nn.Module):
         self.elementwise_affine = bool(elementwise_affine)
         weight = nn.Parameter(torch.ones(self.hidden_size, device=device, dtype=dtype)) if self.elementwise_affine else None
         self.register_parameter("weight", weight)
+        self.shards: Shards | None = None  # set by onelaunch.nn.parallel, where ranks have parts of the tokens
 
     def reset_parameters(self) -> None:
         """Set the weight to ones."""
@@ -89,7 +91,8 @@ class RMSNorm(nn.Module):
             raise ShapeError(
                 "x", got=x.shape, want=f"[..., D] of at least 1 dimension, with D = hidden_size = {self.hidden_size}"
             )
-        y, total = rms_norm(x, self.weight, residual, eps=self.eps)
+        weight = self.weight if self.weight is None or self.shards is None else self.shards.local(self.weight)
+        y, total = rms_norm(x, weight, residual, eps=self.eps)
         if not prenorm:
             return y
         if total is None:

@@ -14,7 +14,7 @@ from onelaunch.errors import ArgumentError
 from onelaunch.nn import inputs
 from onelaunch.nn.convolution import ShortConvolution
 from onelaunch.nn.inputs import Inputs
-from onelaunch.nn.packed import PackedModule, child, init_linear
+from onelaunch.nn.packed import PackedModule, child
 from onelaunch.wording import did_you_mean, listing
 
 
@@ -28,6 +28,7 @@ class RecurrentLayer(PackedModule):
     """Names of fla's kernels that the argument ``mode`` accepts."""
 
     in_proj_weight: nn.Parameter
+    row_wise = "o_proj"
 
     def __init__(self, *, mode: str, hidden_size: int, layer_idx: int | None) -> None:
         super().__init__()
@@ -45,9 +46,7 @@ class RecurrentLayer(PackedModule):
 
     def reset_parameters(self) -> None:
         """Initialize all parameters as in a new layer: projections and convolutions as PyTorch does, norms with 1."""
-        for name in self.packed:
-            if name.endswith("_weight"):
-                init_linear(self.get_parameter(name), self._parameters.get(name.removesuffix("weight") + "bias"))
+        self.reset_packed()
         for module in self.children():
             if isinstance(module, (nn.Linear, nn.RMSNorm, nn.Conv1d)):
                 module.reset_parameters()

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from onelaunch.nn.gated import GatedLayer, Projected
+from onelaunch.nn.packed import parameter
 from onelaunch.ops import Segment, projections
 
 
@@ -97,5 +98,6 @@ class SimpleGatedLinearAttention(GatedLayer):
 
     def project(self, x: torch.Tensor) -> Projected:
         """Return all projections of ``x``."""
-        *projected, decay = projections(x, self.in_proj_weight, self.segments, bias=self.in_proj_bias)
+        weight, bias = parameter(self, "in_proj_weight"), parameter(self, "in_proj_bias")
+        *projected, decay = projections(x, weight, self.segments, bias=bias)
         return self.with_decay(decay, *projected)

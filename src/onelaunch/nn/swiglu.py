@@ -8,7 +8,7 @@ from torch import nn
 from onelaunch import checks
 from onelaunch.errors import ArgumentError, ShapeError
 from onelaunch.nn import inputs
-from onelaunch.nn.packed import PackedModule, init_linear
+from onelaunch.nn.packed import PackedModule, parameter
 from onelaunch.ops import swiglu
 
 _ROUNDED_TO = 256
@@ -38,6 +38,7 @@ class SwiGLU(PackedModule):
     """
 
     gate_up_weight: nn.Parameter
+    row_wise = "down_proj"
 
     def __init__(
         self,
@@ -64,8 +65,14 @@ class SwiGLU(PackedModule):
 
     def reset_parameters(self) -> None:
         """Initialize all weights as in a new module, like :class:`torch.nn.Linear`."""
-        init_linear(self.gate_up_weight)
+        self.reset_packed()
         self.down_proj.reset_parameters()
+
+    def sizes_to_divide(self) -> dict[str, int]:
+        return {"intermediate_size": self.intermediate_size}
+
+    def take_share(self, ranks: int) -> None:
+        self.intermediate_size //= ranks
 
     def extra_repr(self) -> str:
         return f"{self.hidden_size}, intermediate_size={self.intermediate_size}"
@@ -80,4 +87,4 @@ class SwiGLU(PackedModule):
             raise ShapeError(
                 "x", got=x.shape, want=f"[..., D] of at least 2 dimensions, with D = hidden_size = {self.hidden_size}"
             )
-        return self.down_proj(swiglu(x, self.gate_up_weight))
+        return self.down_proj(swiglu(x, parameter(self, "gate_up_weight")))

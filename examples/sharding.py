@@ -1,0 +1,133 @@
+"""The ranks of ``train_lm.py`` under torchrun: their mesh, the model's shards and distributed checkpoints.
+
+    torchrun --nproc-per-node 8 examples/train_lm.py --size 350m --tensor-parallel 2 --fsdp    # 4 groups of 2 GPUs
+
+``train_lm.py`` makes a :class:`Sharding` of its options, and asks it for what differs between ranks. All of it is PyTorch: a
+DeviceMesh, tensor parallelism by ``parallelize_module``, FSDP2, and ``torch.distributed.checkpoint``. The ranks that share heads
+get the same rows of a batch, and each group of such ranks gets other rows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import distributed, nn
+from torch.distributed import checkpoint
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
+
+from onelaunch.nn.parallel import separate_weights, tensor_parallel_plan
+
+
+def shard_heads(model: nn.Module, mesh: Any) -> None:
+    """Shard the model of ``train_lm.py`` by heads and channels, and the tokens between layers by time.
+
+    Every parameter becomes a DTensor on the mesh, as an optimizer needs it. T must be a multiple of the number of ranks.
+    """
+    plan = tensor_parallel_plan(model, input_layouts=Shard(1), output_layouts=Shard(1))
+    plan["model.embeddings"] = RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1))
+    for name, module in model.named_modules():
+        if name.endswith("norm") and ".attn." not in name and isinstance(module, nn.RMSNorm):
+            plan[name] = SequenceParallel(use_local_output=True)
+    plan["lm_head"] = ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate(), use_local_output=False)
+    parallelize_module(model, mesh, plan)
+
+
+class Sharding:
+    """Ranks of a run, in groups of ``tensor_parallel`` that share the heads of each layer. One process needs no torchrun.
+
+    Args:
+        options: Arguments of ``train_lm.py``.
+        device: Device of the run; with GPUs each rank takes that of its ``LOCAL_RANK``.
+    """
+
+    def __init__(self, options: argparse.Namespace, device: torch.device) -> None:
+        self.ranks, self.rank = (int(os.environ.get(name, least)) for name, least in (("WORLD_SIZE", "1"), ("RANK", "0")))
+        self.fsdp, self.device = options.fsdp, device
+        heads = options.tensor_parallel
+        if self.ranks % heads:
+            raise SystemExit(f"--tensor-parallel is {heads}; it must divide the number of processes, {self.ranks}.")
+        self.groups = self.ranks // heads
+        if self.groups > 1 and not self.fsdp:
+            raise SystemExit(f"{self.ranks} processes and --tensor-parallel {heads} leave {self.groups} groups: add --fsdp.")
+        if (heads > 1 or self.fsdp) and "RANK" not in os.environ:
+            raise SystemExit("--fsdp and --tensor-parallel need torchrun: torchrun --nproc-per-node N examples/train_lm.py ...")
+        if options.impl == "fla" or options.compile:
+            raise SystemExit("Several processes need --impl onelaunch, without --compile.")
+        self.mesh = None
+        if "RANK" in os.environ:
+            if device.type == "cuda":
+                self.device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+                torch.cuda.set_device(self.device)
+            if not distributed.is_initialized():
+                backend = "nccl" if device.type == "cuda" else "gloo"
+                distributed.init_process_group(backend, timeout=timedelta(minutes=10))
+            self.mesh = init_device_mesh(device.type, (self.groups, heads), mesh_dim_names=("data", "tensor"))
+            self.mesh._flatten("all")  # noqa: SLF001 - so that DTensors sum the gradient's norm over all ranks at once
+
+    def apply(self, model: nn.Module, *, mixed: bool) -> None:
+        """Shard a model by heads, then by FSDP2. ``mixed``: parameters are gathered in bfloat16, gradients summed in float32."""
+        separate_weights(model)  # so that checkpoints have the same names with any number of ranks
+        if self.mesh is not None and self.mesh["tensor"].size() > 1:
+            shard_heads(model, self.mesh["tensor"])
+        if self.mesh is None or not self.fsdp:
+            return
+        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if mixed else MixedPrecisionPolicy()
+        for block in model.get_submodule("model.layers").children():
+            fully_shard(block, mesh=self.mesh["data"], mp_policy=policy)
+        fully_shard(model, mesh=self.mesh["data"], mp_policy=policy)
+
+    def rows(self, batch: torch.Tensor) -> torch.Tensor:
+        """Return the rows of a batch ``[B, T]`` that this rank's group trains with."""
+        if self.mesh is None:
+            return batch
+        if len(batch) % self.groups or batch.shape[1] % self.mesh["tensor"].size():
+            said = f"--batch and --length are {len(batch)} and {batch.shape[1]}"
+            raise SystemExit(f"{said}; they must be multiples of {self.groups} groups and of --tensor-parallel.")
+        return batch.chunk(self.groups)[self.mesh["data"].get_local_rank()]
+
+    def mean(self, loss: torch.Tensor) -> torch.Tensor:
+        """Return the mean over the groups of their losses, without a gradient."""
+        if self.mesh is None:
+            return loss.detach()
+        total = loss.detach().clone()
+        distributed.all_reduce(total, group=self.mesh["data"].get_group())
+        return total / self.groups
+
+    def save(self, folder: Path, state: dict[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Write a checkpoint, each rank its shards. It replaces the last one when it is complete."""
+        new, last = folder / "checkpoint.tmp", folder / "checkpoint"
+        tensors, moments = get_state_dict(model, optimizer)
+        whole = {**state, "model": tensors, "optimizer": moments}
+        checkpoint.save(whole, checkpoint_id=str(new), no_dist=self.mesh is None)
+        if self.rank == 0:
+            shutil.rmtree(last, ignore_errors=True)
+            new.rename(last)
+        if self.mesh is not None:
+            distributed.barrier()
+
+    def load(self, folder: Path, state: dict[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """Load a checkpoint of any number of ranks into the model and optimizer; return the rest, by the keys of ``state``."""
+        tensors, moments = get_state_dict(model, optimizer)
+        whole: dict[str, Any] = {**state, "model": tensors, "optimizer": moments}
+        checkpoint.load(whole, checkpoint_id=str(folder / "checkpoint"), no_dist=self.mesh is None)
+        set_state_dict(model, optimizer, model_state_dict=whole.pop("model"), optim_state_dict=whole.pop("optimizer"))
+        return whole
+
+    def whole_state(self, model: nn.Module) -> dict[str, Any]:
+        """Return a state dict of whole tensors on the CPU; it is empty on the ranks other than 0."""
+        return get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+
+    @staticmethod
+    def whole(value: torch.Tensor) -> torch.Tensor:
+        """Return a DTensor as a plain tensor, on every rank."""
+        return value.full_tensor() if isinstance(value, DTensor) else value
