@@ -1,4 +1,4 @@
-"""Tests of ``onelaunch serve`` up to the start of the server. ``tests/serve`` tests the server.
+"""Tests of ``onelaunch serve`` up to the start of the server. ``tests/decode/serve`` tests the server.
 
 ``call`` runs ``onelaunch`` with arguments in this process. ``prose`` compares a text with its entry in tests/snapshots/prose.txt.
 """
@@ -18,7 +18,7 @@ def test_a_missing_extra_is_named(package, call, monkeypatch, prose):
     for other in PACKAGES:
         if other != package:
             pytest.importorskip(other, reason="needs the extra serve")
-    for name in [name for name in sys.modules if name.partition(".")[0] == package or name.startswith("onelaunch.serve.")]:
+    for name in [name for name in sys.modules if name.partition(".")[0] == package or name.startswith("onelaunch.decode.serve.")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, package, None)
     answer = call("serve")
@@ -36,7 +36,7 @@ def test_a_key_that_no_header_can_hold_is_refused(call, prose):
 
 def test_the_command_makes_the_service_and_reports_the_address(call, monkeypatch, tmp_path):
     """The server itself is replaced."""
-    server = pytest.importorskip("onelaunch.serve.server", reason="needs the extra serve")
+    server = pytest.importorskip("onelaunch.decode.serve.server", reason="needs the extra serve")
     made = []
 
     def serve(service, *, started, **options):

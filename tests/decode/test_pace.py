@@ -329,7 +329,7 @@ def test_the_server_runs_the_kernels_engine(weights, played):
     """It is emulated, in the server's own thread; every second client hangs up."""
     for package in ("prometheus_client", "starlette", "uvicorn"):
         pytest.importorskip(package, reason="needs the extra serve")
-    from tests.serve.driver import App
+    from tests.decode.serve.driver import App
 
     class Codec:
         """Tokenizer that writes a token as a character."""

@@ -72,7 +72,7 @@ def test_the_device_is_idle_soon_after_a_hang_up(length, model):
     """The client of a server in this process hangs up; the server's own work is included."""
     for package in ("prometheus_client", "starlette", "uvicorn"):
         pytest.importorskip(package, reason="needs the extra serve")
-    from tests.serve.driver import App
+    from tests.decode.serve.driver import App
 
     class Codec:
         """Tokenizer that the test does not need."""

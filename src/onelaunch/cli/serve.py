@@ -59,8 +59,8 @@ def serve(
     Example: onelaunch serve Qwen/Qwen3-0.6B --port 8000
     """
     try:
-        from onelaunch.serve.server import LOOPBACK, serve
-        from onelaunch.serve.service import Limits, Service
+        from onelaunch.decode.serve.server import LOOPBACK, serve
+        from onelaunch.decode.serve.service import Limits, Service
     except ModuleNotFoundError as missing:
         package = (missing.name or "").partition(".")[0]
         if package not in _PACKAGES:

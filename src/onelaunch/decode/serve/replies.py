@@ -10,7 +10,7 @@ from typing import Any
 
 from onelaunch.decode.generate import Finish
 from onelaunch.decode.model.request import ScoredToken
-from onelaunch.serve.api import Chat, Completion
+from onelaunch.decode.serve.api import Chat, Completion
 
 FINISH_REASONS: dict[Finish, str] = {"end": "stop", "stop": "stop", "length": "length", "context": "length", "closed": "abort"}
 """OpenAI's word for each reason why a sequence ended."""

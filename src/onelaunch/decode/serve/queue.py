@@ -9,8 +9,8 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator
 
-from onelaunch.serve.metrics import Metrics
-from onelaunch.serve.problems import RequestError
+from onelaunch.decode.serve.metrics import Metrics
+from onelaunch.decode.serve.problems import RequestError
 
 _LONGEST_RETRY = 600
 """Largest number of seconds that a refused client is told to wait."""

@@ -12,9 +12,9 @@ import time
 import pytest
 
 from onelaunch.decode.model import forward as forward_file
-from onelaunch.serve import endpoint
-from onelaunch.serve.service import Limits
-from tests.serve.driver import App, events_of, scripted
+from onelaunch.decode.serve import endpoint
+from onelaunch.decode.serve.service import Limits
+from tests.decode.serve.driver import App, events_of, scripted
 
 COMPLETIONS = "/v1/completions"
 

@@ -15,12 +15,12 @@ from onelaunch.decode.generate import Model, Stream
 from onelaunch.decode.model.prompts import Prompt
 from onelaunch.decode.model.sampling import LARGEST_SEED
 from onelaunch.decode.model.tokenizer import Templated, TextCodec
+from onelaunch.decode.serve.api import Chat, Completion, Message, Tokenize
+from onelaunch.decode.serve.metrics import Metrics
+from onelaunch.decode.serve.problems import RequestError, of_prompt, to_json
+from onelaunch.decode.serve.queue import Queue
+from onelaunch.decode.serve.replies import Part
 from onelaunch.errors import OneLaunchError, TokenizerMissing
-from onelaunch.serve.api import Chat, Completion, Message, Tokenize
-from onelaunch.serve.metrics import Metrics
-from onelaunch.serve.problems import RequestError, of_prompt, to_json
-from onelaunch.serve.queue import Queue
-from onelaunch.serve.replies import Part
 
 ENQUEUED_SECONDS = 8e-3
 """Longest work, in seconds, that a request has enqueued on the device: it works on for so long after the client has hung up."""

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import pydantic_core
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from onelaunch.serve.problems import RequestError
+from onelaunch.decode.serve.problems import RequestError
 from onelaunch.wording import did_you_mean, listing, shown
 
 MOST_CHOICES = 128

@@ -18,11 +18,11 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from onelaunch.serve.api import Tokenize, parse
-from onelaunch.serve.endpoint import Endpoint, read_body
-from onelaunch.serve.metrics import CONTENT_TYPE
-from onelaunch.serve.problems import ClientGone, RequestError, to_json
-from onelaunch.serve.service import Service
+from onelaunch.decode.serve.api import Tokenize, parse
+from onelaunch.decode.serve.endpoint import Endpoint, read_body
+from onelaunch.decode.serve.metrics import CONTENT_TYPE
+from onelaunch.decode.serve.problems import ClientGone, RequestError, to_json
+from onelaunch.decode.serve.service import Service
 
 OPEN_PATHS = frozenset({"/health"})
 """Paths that need no key."""

@@ -18,15 +18,15 @@ from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
 from onelaunch.decode.generate import Stream
+from onelaunch.decode.serve.api import Chat, Completion, parse
+from onelaunch.decode.serve.metrics import Metrics
+from onelaunch.decode.serve.problems import ClientGone, RequestError, of_generation, to_json
+from onelaunch.decode.serve.queue import Place
+from onelaunch.decode.serve.replies import ChatReply, CompletionReply, Content, Part, Usage
+from onelaunch.decode.serve.service import Limits, Service
 from onelaunch.errors import OneLaunchError
-from onelaunch.serve.api import Chat, Completion, parse
-from onelaunch.serve.metrics import Metrics
-from onelaunch.serve.problems import ClientGone, RequestError, of_generation, to_json
-from onelaunch.serve.queue import Place
-from onelaunch.serve.replies import ChatReply, CompletionReply, Content, Part, Usage
-from onelaunch.serve.service import Limits, Service
 
-LOG = logging.getLogger("onelaunch.serve")
+LOG = logging.getLogger("onelaunch.decode.serve")
 """Log of failures that clients are not told about."""
 
 _LARGE_BODY = 100_000

@@ -16,8 +16,8 @@ from typing import Any
 from typing_extensions import Self
 
 from onelaunch.decode import Model, Request
-from onelaunch.serve.app import make_app
-from onelaunch.serve.service import Limits, Service
+from onelaunch.decode.serve.app import make_app
+from onelaunch.decode.serve.service import Limits, Service
 from tests.decode.models import SMALL
 
 SECONDS = 60
@@ -75,7 +75,7 @@ class App:
         model: Model, or a function that loads it.
         limits: Limits on requests.
         event_per_token: Flag to send each token by itself.
-        options: Further arguments of :func:`onelaunch.serve.app.make_app`.
+        options: Further arguments of :func:`onelaunch.decode.serve.app.make_app`.
     """
 
     def __init__(

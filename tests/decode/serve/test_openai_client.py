@@ -7,8 +7,8 @@ import threading
 
 import pytest
 
-from onelaunch.serve.service import Limits
-from tests.serve.driver import App, scripted
+from onelaunch.decode.serve.service import Limits
+from tests.decode.serve.driver import App, scripted
 
 openai = pytest.importorskip("openai", reason="needs OpenAI's client")
 HTTP_CLIENT = openai.DefaultAsyncHttpxClient

@@ -14,11 +14,11 @@ import pytest
 
 from onelaunch.decode import Model, ScoredToken, TextCodec
 from onelaunch.decode.model.hub import BUNDLED, find_model
+from onelaunch.decode.serve.api import Chat, parse
+from onelaunch.decode.serve.replies import ChatReply, Part, Usage
+from onelaunch.decode.serve.service import Limits
 from onelaunch.errors import DeviceMemoryError, LogitsNotFinite
-from onelaunch.serve.api import Chat, parse
-from onelaunch.serve.replies import ChatReply, Part, Usage
-from onelaunch.serve.service import Limits
-from tests.serve.driver import App, Letters, Script, events_of, scripted
+from tests.decode.serve.driver import App, Letters, Script, events_of, scripted
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 MESSAGES = [{"role": "user", "content": "write a class"}]

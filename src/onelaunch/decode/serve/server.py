@@ -9,8 +9,8 @@ from collections.abc import Callable
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from onelaunch.serve.app import make_app
-from onelaunch.serve.service import Service
+from onelaunch.decode.serve.app import make_app
+from onelaunch.decode.serve.service import Service
 
 LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
 """Addresses that only this machine reaches."""

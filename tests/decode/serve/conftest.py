@@ -42,7 +42,7 @@ def model(folder):
 @pytest.fixture(scope="session")
 def app(model):
     """Return a running application that serves the bundled model."""
-    from tests.serve.driver import App  # needs the packages
+    from tests.decode.serve.driver import App  # needs the packages
 
     with App(model) as app:
         yield app.ready()
