@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from onelaunch.errors import ResultCorrupt, ResultExists, ResultMismatch
+from onelaunch.model_studies import child, tasks, training
 from onelaunch.model_studies import run as run_module
-from onelaunch.model_studies import tasks, training
 from onelaunch.model_studies.report import to_document
-from onelaunch.model_studies.result import ModelResult
+from onelaunch.model_studies.result import Alone, ModelResult
 from onelaunch.model_studies.run import run_model_study
-from onelaunch.model_studies.tasks import gradients
+from onelaunch.model_studies.tasks import Task, gradients
 from onelaunch.model_studies.training import training as train
 from tests.model_studies import tiny
 
@@ -52,6 +52,22 @@ def test_a_study_measures_every_variant_and_judges_every_criterion(path):
     assert all(f"**{title}**" in text for title in ("Criteria", "Training steps", "Inference", "Training losses", "Gradients"))
     with pytest.raises(ResultExists):
         run_model_study(tiny.study(), device="cpu", save_to=path, in_process=True)
+
+
+@pytest.mark.parametrize("empty", [True, False])
+def test_tasks_keep_choices_of_autotuners_and_read_them_unless_caches_are_empty(empty, tmp_path, monkeypatch):
+    done = []
+    monkeypatch.setattr(child, "restore", lambda path, device: done.append(("restore", path)))
+    monkeypatch.setattr(child, "keep", lambda path, device: done.append(("keep", path)) or "")
+    monkeypatch.setattr(
+        child, "carry_out", lambda job, stop: done.append(("run", job.task.task)) or Alone(model="tiny", variant="fla")
+    )
+    study, kept = tiny.study(), tmp_path / "choices"
+    task = Task(task="alone", model="tiny", variant="fla")
+    job = child.Job(study=study, task=task, device="cpu", state=tmp_path, empty_caches=empty, tuning=kept)
+    (tmp_path / "job.json").write_text(job.model_dump_json())
+    child.main(str(tmp_path / "job.json"), str(tmp_path / "answer.json"))
+    assert done == [*([] if empty else [("restore", kept)]), ("run", "alone"), ("keep", kept)]
 
 
 @pytest.mark.usefixtures("standin")

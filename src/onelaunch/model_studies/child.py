@@ -16,10 +16,12 @@ from typing import cast
 import torch
 from pydantic import TypeAdapter
 
+from onelaunch.device.hardware import describe
 from onelaunch.model_studies.declare import Activity, ModelStudy
 from onelaunch.model_studies.result import Measurement
 from onelaunch.model_studies.tasks import Task, alone, gradients, timed
 from onelaunch.model_studies.training import training
+from onelaunch.workbench.measure.tuning import keep, restore
 from onelaunch.workbench.stored import Stored
 
 
@@ -35,6 +37,8 @@ class Job(Stored):
     """Time (``time.time()``) at which a training run saves and stops."""
     empty_caches: bool = False
     """True if the process begins with empty caches of compiled kernels."""
+    tuning: Path | None = None
+    """File of choices of peers' autotuners, which is read unless the caches must be empty, and written after the task."""
 
 
 ANSWER: TypeAdapter[Measurement] = TypeAdapter(Measurement)
@@ -72,7 +76,12 @@ def main(job_path: str, answer_path: str) -> None:
     stopped: list[int] = []
     if job.task.task == "training":  # Ctrl-C reaches this process too; the run saves before it ends
         signal.signal(signal.SIGINT, lambda number, _: stopped.append(number))
+    device = describe(job.device).name
+    if job.tuning is not None and not job.empty_caches:
+        restore(job.tuning, device)
     found = carry_out(job, lambda: bool(stopped))
+    if job.tuning is not None and (problem := keep(job.tuning, device)):
+        sys.stderr.write(f"{problem}\n")
     Path(answer_path).write_bytes(ANSWER.dump_json(found))
 
 

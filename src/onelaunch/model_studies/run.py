@@ -63,6 +63,7 @@ def run_model_study(
     also: Sequence[Path] = (),
     time_limit: float | None = None,
     in_process: bool = False,
+    tuning: Path | None = None,
     on_progress: Callable[[str], None] = lambda _: None,
     command: str = "",
 ) -> ModelResult:
@@ -82,6 +83,8 @@ def run_model_study(
         time_limit: Seconds after which no task begins, and running ones are stopped. The result can then be continued. With 0
             nothing runs.
         in_process: Whether to carry the tasks out in this process. Then first steps have no empty caches.
+        tuning: File that keeps the choices of peers' autotuners from run to run; first steps begin without them. See
+            :mod:`onelaunch.workbench.measure.tuning`.
         on_progress: Callback with the words for each task that begins.
         command: Command line for the provenance; this process's own by default.
 
@@ -107,7 +110,7 @@ def run_model_study(
     state = path.with_name(f"{path.stem}.state")
     if earlier is None:
         shutil.rmtree(state, ignore_errors=True)
-    run = _Run(study, where, chosen, state, in_process=in_process, command=command or spelled(sys.argv))
+    run = _Run(study, where, chosen, state, in_process=in_process, command=command or spelled(sys.argv), tuning=tuning)
     run.tasks = [task for model in models for task in tasks_of(study, model)]
     for each in ([earlier] if earlier else []) + [ModelResult.load(part) for part in also]:
         run.take_over(each)
@@ -145,7 +148,9 @@ class _Run:
         *,
         in_process: bool,
         command: str,
+        tuning: Path | None = None,
     ) -> None:
+        self._tuning = tuning
         self.study, self.device, self.state, self.in_process = study, device, state, in_process
         self.tasks: list[Task] = []
         self.measured: dict[tuple[str | int, ...], Measurement] = {}
@@ -199,6 +204,7 @@ class _Run:
             state=self.state,
             deadline=deadline,
             empty_caches=empty,
+            tuning=None if self._tuning is None else self._tuning.absolute(),
         )
         goes_on = True
         try:

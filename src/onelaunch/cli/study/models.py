@@ -56,6 +56,10 @@ def models(
         float | None,
         typer.Option("--time-limit", min=0.0, help="Seconds after which the run stops; --resume goes on.", show_default="none"),
     ] = None,
+    tuning: Annotated[
+        Path | None,
+        typer.Option("--tuning", help="File that keeps the choices of peers' autotuners from run to run.", show_default="none"),
+    ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace an existing result.")] = False,
     resume: Annotated[bool, typer.Option("--resume", help="Continue an interrupted run with the tasks that are left.")] = False,
     in_process: Annotated[
@@ -87,6 +91,7 @@ def models(
         also=also or (),
         time_limit=time_limit,
         in_process=in_process,
+        tuning=tuning,
         on_progress=lambda words: errors.print(words, soft_wrap=True, markup=False),
     )
     _show(result, console)
