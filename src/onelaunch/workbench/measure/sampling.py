@@ -48,7 +48,7 @@ LONG_SAMPLE_SECONDS = 50e-3
 """Length beyond which no more calls are added to a sample. A variant that is slower than this is called once."""
 
 WARM_UP_CALLS = 3
-"""Number of untimed calls that come first."""
+"""Number of untimed calls that come first, and then of calls of which the shortest decides how many a sample needs."""
 
 CALLED = 5
 """Calls of a cold sample of a candidate that no CUDA graph can capture, each over flushed caches."""
@@ -231,10 +231,7 @@ class GpuSampler:
                 self._candidate(self._rotation.next())
             self._stream.synchronize()
             self.peak_bytes = self._measure_peak()
-            start = time.perf_counter()
-            self._candidate(self._rotation.next())
-            self._stream.synchronize()
-            seconds = time.perf_counter() - start
+            seconds = min(self._waited_seconds() for _ in range(WARM_UP_CALLS))
         self._host_seconds = seconds
         self._choose_eager_calls(seconds, EAGER_SAMPLE_SECONDS)
         most = max(1, min(MOST_CALLS, int(LONG_SAMPLE_SECONDS / seconds)))
@@ -394,6 +391,13 @@ class GpuSampler:
         if calls * seconds > LONG_SAMPLE_SECONDS:  # slower than when the number of calls was chosen
             self._choose_eager_calls(seconds, LONG_SAMPLE_SECONDS)
         yield 1e6 * seconds
+
+    def _waited_seconds(self) -> float:
+        """Return the seconds of a call until the device has finished."""
+        start = time.perf_counter()
+        self._candidate(self._rotation.next())
+        self._stream.synchronize()
+        return time.perf_counter() - start
 
     def _choose_eager_calls(self, seconds: float, sample_seconds: float) -> None:
         """Choose the number of calls of a part and of a sample from Python, from the time of a call and of a sample."""
