@@ -326,10 +326,16 @@ class TableNotice(OneLaunchError, UserWarning):
 
 
 class TokenizerMissing(OneLaunchError, ImportError):
-    """Error for text input or output without a tokenizer."""
+    """Error for text input or output without a tokenizer.
 
-    def __init__(self, problem: str) -> None:
-        super().__init__(f"{problem}. Do: pip install 'onelaunch[decode]', or pass token ids and ask for token ids only.")
+    Attributes:
+        reason: Reason why there is none, as a clause.
+        remedy: Sentence on what to do, to which the way without text is added.
+    """
+
+    def __init__(self, reason: str, remedy: str = "Do: pip install 'onelaunch[decode]'") -> None:
+        super().__init__(f"{reason}. {remedy}, or pass token ids and ask for token ids only.")
+        self.reason, self.remedy = reason, remedy
 
 
 class DeviceMemoryError(OneLaunchError, RuntimeError):

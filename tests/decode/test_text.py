@@ -18,7 +18,7 @@ import pytest
 
 from onelaunch.decode.model.prompts import tokens_of
 from onelaunch.decode.model.tokenizer import Detokenizer, StopStrings, TextCodec
-from onelaunch.errors import ArgumentError, CheckpointError
+from onelaunch.errors import ArgumentError, CheckpointError, TokenizerMissing
 from tests.decode.models import SMALL
 
 pytest.importorskip("tokenizers", reason="needs the extra decode")
@@ -240,7 +240,7 @@ def test_invalid_messages_are_refused(messages, talking, prose):
 
 
 def test_a_folder_without_a_tokenizer(tmp_path, prose):
-    with prose.raises(CheckpointError, match=r"tokenizer\.json"):
+    with prose.raises(TokenizerMissing, match=r"tokenizer\.json"):
         TextCodec(tmp_path)
     for content in ("{}", "[]", "", "[" * 10**6, '{"version": NaN}', "{" * 10, "null", '{"model": {"type": "BPE", "vocab": 3}}'):
         (tmp_path / "tokenizer.json").write_text(content)

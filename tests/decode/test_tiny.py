@@ -5,6 +5,7 @@ A test marked ``thorough`` does not run in ``make test``.
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 
 from onelaunch.decode.generate import Model
 from onelaunch.decode.model.hub import BUNDLED, find_model
+from onelaunch.errors import TokenizerMissing
 
 pytest.importorskip("tokenizers", reason="needs the extra decode")
 
@@ -83,3 +85,15 @@ def test_a_streamer_of_transformers_prints_the_text(model, capsys):
     tokenizer = transformers.AutoTokenizer.from_pretrained(find_model(BUNDLED))
     found = model.generate(PROMPT, max_new_tokens=30, streamer=transformers.TextStreamer(tokenizer, skip_prompt=True))
     assert capsys.readouterr().out.rstrip("\n") == (found.text or "").rstrip("\n")
+
+
+def test_a_folder_without_a_tokenizer_takes_token_ids(tmp_path, prose):
+    """A prompt of text raises an error that names the missing file."""
+    for path in find_model(BUNDLED).iterdir():
+        if not path.name.startswith("tokenizer"):
+            shutil.copy(path, tmp_path)
+    model, whole = Model.from_pretrained(tmp_path, device="cpu"), Model.from_pretrained(BUNDLED, device="cpu")
+    found = model.generate([5, 6, 7], max_new_tokens=4)
+    assert (found.tokens, found.text) == (whole.generate([5, 6, 7], max_new_tokens=4).tokens, None)
+    with prose.raises(TokenizerMissing, match=r"has no tokenizer\.json"):
+        model.generate("text")

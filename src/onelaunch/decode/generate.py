@@ -228,6 +228,7 @@ class Model:
             sampling_of(instance("defaults", defaults, Mapping))
         self.engine = engine
         self.codec = codec
+        self._codec_missing: tuple[str, str] | None = None
         self.defaults: Choices = defaults or {}
 
     @property
@@ -287,11 +288,14 @@ class Model:
             need += engine_bytes(config, where, variant)
             if need > free:
                 raise DeviceMemoryError(f"the weights of {name}", device=where, need=need, free=free)
+        codec, missing = None, None
         try:
             codec = TextCodec(folder)
-        except TokenizerMissing:
-            codec = None  # token ids still work; a prompt of text raises an error that names the missing package
-        return cls(make_engine(load_weights(folder, config, where), variant), codec, defaults)
+        except TokenizerMissing as problem:
+            missing = (problem.reason, problem.remedy)  # token ids still work; a prompt of text raises this error
+        model = cls(make_engine(load_weights(folder, config, where), variant), codec, defaults)
+        model._codec_missing = missing
+        return model
 
     def generate(
         self,
@@ -385,8 +389,8 @@ class Model:
         if not all(isinstance(each, str) and each for each in stops):
             raise ArgumentError(f"stop is {shown(stop)}; it must be a string, or several, none of them empty.")
         if stops:
-            self._text("a stop string")
-        tokens = tokens_of(prompt, self.config, self._text)
+            self.require_text("a stop string")
+        tokens = tokens_of(prompt, self.config, self.require_text)
         positions_left = self.config.max_position_embeddings - len(tokens)
         if positions_left < 1:
             raise ContextExceeded(
@@ -426,12 +430,13 @@ class Model:
 
     def chat(self, messages: Sequence[Mapping[str, Any]], **choices: Any) -> str:
         """Return the prompt of a conversation, made by the chat template, see :meth:`onelaunch.decode.TextCodec.chat`."""
-        return self._text("a conversation").chat(messages, **choices)
+        return self.require_text("a conversation").chat(messages, **choices)
 
-    def _text(self, what: str) -> TextCodec:
-        """Return the tokenizer, or raise an error saying that ``what`` needs one."""
+    def require_text(self, what: str) -> TextCodec:
+        """Return the tokenizer, or raise :class:`TokenizerMissing` saying that ``what`` needs one, and why there is none."""
         if self.codec is None:
-            raise TokenizerMissing(f"{what} needs a tokenizer, which this model was made without")
+            reason, *remedy = self._codec_missing or ("this model was made without one",)
+            raise TokenizerMissing(f"{what} needs a tokenizer, and {reason}", *remedy)
         return self.codec
 
 

@@ -53,8 +53,8 @@ class TextCodec:
     """Tokenizer of a model folder.
 
     Raises:
-        TokenizerMissing: the package ``tokenizers`` is not installed.
-        CheckpointError: the folder has no readable ``tokenizer.json``.
+        TokenizerMissing: the package ``tokenizers`` is not installed, or the folder has no ``tokenizer.json``.
+        CheckpointError: ``tokenizer.json`` cannot be read.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -66,8 +66,8 @@ class TextCodec:
         except ImportError:
             raise TokenizerMissing("text needs the package tokenizers, which is not installed") from None
         if not path.is_file():
-            raise CheckpointError(
-                f"{self.folder} has no tokenizer.json; convert its tokenizer with transformers' save_pretrained"
+            raise TokenizerMissing(
+                f"{self.folder} has no tokenizer.json", "Convert its tokenizer with transformers' save_pretrained"
             )
         check_size(path, TOKENIZER_BYTES)
         with checkpoint_at_fault(f"{path} cannot be read"):

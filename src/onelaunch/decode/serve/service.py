@@ -20,7 +20,7 @@ from onelaunch.decode.serve.metrics import Metrics
 from onelaunch.decode.serve.problems import RequestError, of_prompt, to_json
 from onelaunch.decode.serve.queue import Queue
 from onelaunch.decode.serve.replies import Part
-from onelaunch.errors import OneLaunchError, TokenizerMissing
+from onelaunch.errors import OneLaunchError
 
 ENQUEUED_SECONDS = 8e-3
 """Longest work, in seconds, that a request has enqueued on the device: it works on for so long after the client has hung up."""
@@ -210,8 +210,7 @@ class Service:
     def _load(self) -> Model:
         """Load the model, and generate a few tokens, so that the first request compiles nothing and the times are known."""
         model = self._loader()
-        if model.codec is None:
-            raise TokenizerMissing("a server needs a tokenizer")
+        model.require_text("a server")
         for prompt, new in _WARM_UP:
             tokens = [0] * min(prompt, model.config.max_position_embeddings // 2)
             for temperature in (0.0, 1.0):
