@@ -326,12 +326,7 @@ class TableNotice(OneLaunchError, UserWarning):
 
 
 class TokenizerMissing(OneLaunchError, ImportError):
-    """Error for text input or output without a tokenizer.
-
-    Attributes:
-        reason: Reason why there is none, as a clause.
-        remedy: Sentence on what to do, to which the way without text is added.
-    """
+    """Error for text without a tokenizer: the ``reason`` as a clause, and the ``remedy`` beside passing token ids."""
 
     def __init__(self, reason: str, remedy: str = "Do: pip install 'onelaunch[decode]'") -> None:
         super().__init__(f"{reason}. {remedy}, or pass token ids and ask for token ids only.")

@@ -252,13 +252,13 @@ def run_backward(
     del a
     if not inside or do is None:
         return _wanted(found, wants)
-    dgk, dinitial = _recurrence_gradients(plan, do.view(o.shape), dfinal, y, gk, initial, states, dz)
+    dgk, sums, dinitial = _recurrence_gradients(plan, do.view(o.shape), dfinal, y, gk, initial, states, dz)
     del do
     columns, dz = plan.layout.rows, dz.view(-1, plan.layout.pitch)
     of_low_rank = slice(columns - plan.sizes.projected_decays, columns)
     low_rank = y.view(-1, plan.layout.pitch)[:, of_low_rank]
     wants_decays = (wants_x or wants_packed, wants_gk, wants_bias)
-    found[2:4] = _decay_gradients(dgk, low_rank, gk_weight, wants_decays, dz[:, of_low_rank])
+    found[2:4] = _decay_gradients(dgk, sums, low_rank, gk_weight, wants_decays, dz[:, of_low_rank])
     del dgk
     dz = dz[:, :columns]
     if wants_x:
@@ -277,6 +277,7 @@ def _wanted(found: Sequence[torch.Tensor | None], wants: Sequence[bool]) -> list
 
 def _decay_gradients(
     dgk: torch.Tensor,
+    sums: torch.Tensor | None,
     low_rank: torch.Tensor,
     weight: torch.Tensor,
     wants: tuple[bool, bool, bool],
@@ -284,7 +285,8 @@ def _decay_gradients(
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Write the gradient of r ``[B T, rank]`` into columns of dz; return those of the decays' weight and bias.
 
-    ``wants`` says for each of the three whether it is wanted. The launch, and PyTorch's products where there is none, are those
+    ``wants`` says for each of the three whether it is wanted. ``sums`` are those of the columns of dgk, in float32, if they were
+    computed with it. The launch, and PyTorch's products where there is none, are those
     of the backward pass of ``projections``, so that gradients are equal to the last bit.
     """
     from onelaunch.ops.projections import launch_low_rank
@@ -297,7 +299,10 @@ def _decay_gradients(
         return dweight, dbias
     if wants_low_rank:
         torch.mm(dgk, weight, out=into)
-    return dgk.mT @ low_rank if wants_weight else None, dgk.sum(0) if wants_bias else None
+    dbias = None
+    if wants_bias:
+        dbias = dgk.sum(0) if sums is None else sums.to(dgk.dtype)
+    return dgk.mT @ low_rank if wants_weight else None, dbias
 
 
 def _recurrence_gradients(
@@ -309,10 +314,11 @@ def _recurrence_gradients(
     initial: torch.Tensor | None,
     states: torch.Tensor,
     dz: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
     """Write the gradients of q, k and v into columns of dz.
 
-    Returns the gradient of the log-decays before their activation ``[B T, H * K]`` (dgk), and that of the initial state.
+    Returns the gradient of the log-decays before their activation ``[B T, H * K]`` (dgk); the sums of its columns in float32, if
+    it was not computed with the recurrence; and the gradient of the initial state.
     """
     from onelaunch.ops.gla import launch, launch_hopper
     from onelaunch.ops.projections import launch as projections_launch
@@ -325,11 +331,13 @@ def _recurrence_gradients(
     if plan.kernels.recurrence == "hopper":
         kept = [states] if states.numel() else None
         found = launch_hopper.backward(call, do, into, plan.sizes.normalizer, kept, dfinal=dfinal)
-        return found.g.flatten(0, 1).view(-1, width), found.initial
+        return found.g.flatten(0, 1).view(-1, width), None, found.initial
     found = launch.backward(call, do, dfinal, into)
     nothing, dg = gk.new_empty(0), found.g.view(-1, width)  # logsigmoid needs neither rstd nor a saved pre-activation
-    made, _ = projections_launch.activation_gradients([dg], gk.view(-1, plan.decays.pitch), nothing, nothing, plan.decays)
-    return made[:, :width], found.initial
+    made, sums = projections_launch.activation_gradients(
+        [dg], gk.view(-1, plan.decays.pitch), nothing, nothing, plan.decays, sums=True
+    )
+    return made[:, :width], sums, found.initial
 
 
 def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
