@@ -24,6 +24,7 @@ from onelaunch.nn.packed import Shards, child, parameter
 from onelaunch.nn.recurrent import RecurrentLayer
 from onelaunch.operation import remembered
 from onelaunch.ops import Segment, gated_scan, gla, output_chain, projections
+from onelaunch.parallel import Context
 
 LARGEST_SHARE = 1 - 2**-24
 """Largest share of a step's input in float32: beyond it, the log-decay would be infinite."""
@@ -38,11 +39,16 @@ class Span(NamedTuple):
     """Flag to return the state after the last step."""
     cu_seqlens: torch.Tensor | None = None
     """Offsets of packed sequences, ``[N + 1]``, or ``None``."""
+    mesh: Context | None = None
+    """Slices of the ranks over which the steps are spread, which know the offsets, or ``None``."""
 
     @property
     def arguments(self) -> dict[str, Any]:
         """Keyword arguments of the operation that computes the recurrence."""
-        return self._asdict()
+        named = self._asdict()
+        if self.mesh is None:
+            del named["mesh"]
+        return named
 
 
 def forget(log_forget: torch.Tensor, lower_bound: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -172,6 +178,7 @@ class ForgetGateLayer(RecurrentLayer, ABC):
         lower_bound: torch.Tensor | None = None,
         *,
         cu_seqlens: torch.Tensor | None = None,
+        mesh: Any = None,
     ) -> tuple[torch.Tensor, None, Cache | None]:
         """Run the layer.
 
@@ -185,6 +192,9 @@ class ForgetGateLayer(RecurrentLayer, ABC):
             lower_bound: least decay of each channel of the forget gate, from 0 to 1, of a floating-point dtype; a model
                 has one for each layer. As in fla, a layer with ``layer_idx`` 0 ignores it. Default: none.
             cu_seqlens: ``[N + 1]`` int32 or int64 offsets of packed sequences; needs ``B = 1``.
+            mesh: DeviceMesh of one dimension, process group or :class:`onelaunch.parallel.Context` over whose ranks the steps
+                are spread, see :func:`onelaunch.ops.gla`. Short convolutions read the inputs before the slice from the ranks
+                that have them. Not together with ``past_key_values`` or ``use_cache``.
 
         Returns:
             ``(o [B, T, hidden_size], None, past_key_values)``
@@ -202,6 +212,7 @@ class ForgetGateLayer(RecurrentLayer, ABC):
             use_cache,
             output_attentions,
             cu_seqlens,
+            mesh,
         )
         bound = self._bound(given, lower_bound)
         results = projections(given.x, parameter(self, "in_proj_weight"), self.segments)
@@ -212,7 +223,7 @@ class ForgetGateLayer(RecurrentLayer, ABC):
             projected.update(zip(self.convolutions, convolved, strict=True))
             projected["f"] = F.logsigmoid(projected["f"])
         projected["f"] = given.without_padding(projected["f"])
-        o, state = self.recur(projected, bound, Span(given.initial_state, given.use_cache, cu_seqlens))
+        o, state = self.recur(projected, bound, Span(given.initial_state, given.use_cache, **given.steps))
         given.store(state, conv_state)
         norm_weight, w_out = [self.local(parameter(child(self, name), "weight")) for name in ("g_norm", "o_proj")]
         out = output_chain(one_head(o), projected.get("g"), norm_weight, w_out, eps=self._used_eps)

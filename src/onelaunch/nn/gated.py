@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -143,9 +143,11 @@ class GatedLayer(RecurrentLayer, ABC):
     def whole(self, given: Inputs) -> torch.Tensor | None:
         """Return the result by ``gla_layer``, or ``None`` if it cannot compute this call.
 
-        It can compute calls of plain layers whose norm has a weight, without a cache, padding or packed sequences.
+        It can compute calls of plain layers whose norm has a weight, without a cache, padding, packed sequences or steps on
+        other ranks.
         """
-        if not self.plain or given.cache is not None or given.padding is not None or given.cu_seqlens is not None:
+        more = (given.cache, given.padding, given.cu_seqlens, given.context)
+        if not self.plain or any(each is not None for each in more):
             return None
         norm_weight = parameter(child(self, self.norm_name), "weight")
         if norm_weight is None:
@@ -202,6 +204,7 @@ class GatedLayer(RecurrentLayer, ABC):
         output_attentions: bool | None = False,
         *,
         cu_seqlens: torch.Tensor | None = None,
+        mesh: Any = None,
     ) -> tuple[torch.Tensor, None, Cache | None]:
         """Run the layer.
 
@@ -215,6 +218,9 @@ class GatedLayer(RecurrentLayer, ABC):
                 :class:`onelaunch.nn.Cache`.
             output_attentions: must be false: linear attention has no attention weights.
             cu_seqlens: ``[N + 1]`` int32 or int64 offsets of packed sequences; needs ``B = 1``.
+            mesh: DeviceMesh of one dimension, process group or :class:`onelaunch.parallel.Context` over whose ranks the steps
+                are spread, see :func:`onelaunch.ops.gla`. Short convolutions read the inputs before the slice from the ranks
+                that have them. Not together with ``past_key_values`` or ``use_cache``.
 
         Returns:
             ``(o [B, T, hidden_size], None, past_key_values)``
@@ -232,6 +238,7 @@ class GatedLayer(RecurrentLayer, ABC):
             use_cache,
             output_attentions,
             cu_seqlens,
+            mesh,
         )
         if (whole := self.whole(given)) is not None:
             return whole, None, None
@@ -251,7 +258,7 @@ class GatedLayer(RecurrentLayer, ABC):
             given.without_padding(decay),
             initial_state=given.initial_state,
             output_final_state=given.use_cache,
-            cu_seqlens=cu_seqlens,
+            **given.steps,
         )
         given.store(state, conv_state)
         norm_weight = self.local(self.get_submodule(self.norm_name).weight)

@@ -17,6 +17,7 @@ from onelaunch import checks
 from onelaunch.errors import ArgumentError, ShapeError
 from onelaunch.nn.cache import Cache, LayerState
 from onelaunch.ops.gla.contract import LARGEST_HEAD, SMALLEST_HEAD
+from onelaunch.parallel import Context, Described, entered, offsets_of
 
 
 def count(argument: str, value: object) -> int:
@@ -85,6 +86,13 @@ class Inputs(NamedTuple):
     """Key of the layer's state in ``cache``; an integer wherever there is a cache."""
     last: LayerState | None
     """State of the layer after the previous call, or ``None`` without one."""
+    context: Context | None = None
+    """Slices of the ranks over which the steps are spread, or ``None``; ``cu_seqlens`` are this rank's then."""
+
+    @property
+    def steps(self) -> dict[str, Any]:
+        """Keyword arguments of an operation that say which sequences the steps belong to, and where the other steps are."""
+        return {"cu_seqlens": self.cu_seqlens} if self.context is None else {"mesh": self.context}
 
     @property
     def initial_state(self) -> torch.Tensor | None:
@@ -112,11 +120,40 @@ def read_inputs(
     use_cache: bool | None,
     output_attentions: bool | None,
     cu_seqlens: torch.Tensor | None,
+    mesh: Any = None,
 ) -> Inputs:
     """Check the arguments of a call; raise :class:`ArgumentError` or a subclass that names one. ``width`` is ``hidden_size``.
 
     The operations check shapes, dtypes and offsets again, with their own names of the arguments.
     """
+    rest = attention_mask, past_key_values, use_cache, output_attentions
+    if mesh is None:
+        return _checked(hidden_states, width, layer_idx, *rest, cu_seqlens)
+
+    def describe() -> Described:
+        if past_key_values is not None or use_cache:
+            raise ArgumentError(
+                "mesh is given with past_key_values or use_cache; a layer keeps no state across ranks: leave one out."
+            )
+        given = _checked(hidden_states, width, layer_idx, *rest, offsets_of(mesh, cu_seqlens))
+        facts = {"sizes": (given.x.shape[0], width), "dtype": given.x.dtype, "attention_mask": attention_mask is not None}
+        return Described(given.x.shape[1], given.x.device, {"operation": "layer", **facts}, given)
+
+    context, given = entered(mesh, cu_seqlens, describe)
+    return given._replace(context=context, cu_seqlens=context.cu_seqlens)
+
+
+def _checked(
+    hidden_states: torch.Tensor,
+    width: int,
+    layer_idx: int | None,
+    attention_mask: torch.Tensor | None,
+    past_key_values: Cache | None,
+    use_cache: bool | None,
+    output_attentions: bool | None,
+    cu_seqlens: torch.Tensor | None,
+) -> Inputs:
+    """Return the checked arguments of a call on this rank."""
     checks.rank("hidden_states", checks.tensor("hidden_states", hidden_states), "[B, T, D]")
     checks.dtype("hidden_states", hidden_states, checks.FLOATS)
     if hidden_states.shape[2] != width:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -88,6 +89,7 @@ class LinearRNN(PackedModule):
         output_attentions: bool | None = False,
         *,
         cu_seqlens: torch.Tensor | None = None,
+        mesh: Any = None,
     ) -> tuple[torch.Tensor, None, Cache | None]:
         """Run the layer; arguments, results and errors are those of :meth:`onelaunch.nn.GatedLinearAttention.forward`."""
         given = inputs.read_inputs(
@@ -99,6 +101,7 @@ class LinearRNN(PackedModule):
             use_cache,
             output_attentions,
             cu_seqlens,
+            mesh,
         )
         weight, bias = parameter(self, "in_proj_weight"), parameter(self, "in_proj_bias")
         gate, log_decay = projections(given.x, weight, self.segments, bias=bias)
@@ -109,7 +112,7 @@ class LinearRNN(PackedModule):
             gate,
             initial_state=given.initial_state,
             output_final_state=given.use_cache,
-            cu_seqlens=cu_seqlens,
+            **given.steps,
         )
         y, state = result if given.use_cache else (result, None)
         given.store(state)

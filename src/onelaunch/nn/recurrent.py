@@ -15,6 +15,7 @@ from onelaunch.nn import inputs
 from onelaunch.nn.convolution import ShortConvolution
 from onelaunch.nn.inputs import Inputs
 from onelaunch.nn.packed import PackedModule, child
+from onelaunch.parallel import previous_inputs, tied
 from onelaunch.wording import did_you_mean, listing
 
 
@@ -66,12 +67,17 @@ class RecurrentLayer(PackedModule):
         """
         inputs.check_convolved_padding(given)
         old = None if given.last is None else given.last.conv_state
+        if given.context is not None:
+            longest = max(child(self, f"{name}_conv1d").weight.shape[2] for name in names) - 1
+            old = previous_inputs(given.context, [value.flatten(2) for value in values], longest)
         convolved: list[torch.Tensor] = []
         states: list[torch.Tensor] = []
         for at, (name, value) in enumerate(zip(names, values, strict=True)):
             before = None if old is None else old[at]
             convolution = child(self, f"{name}_conv1d")
             y, state = convolution(value.flatten(2), before, given.cu_seqlens, output_final_state=given.use_cache)
+            if given.context is not None and before is not None:
+                y = tied(y, before)
             convolved.append(y.unflatten(-1, value.shape[2:]))
             states += () if state is None else (state,)
         return convolved, tuple(states) if given.use_cache else None

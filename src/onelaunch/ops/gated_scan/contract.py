@@ -7,7 +7,7 @@ Users call :func:`gated_scan`, and ``functions.py`` binds and runs calls under f
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -16,6 +16,8 @@ from onelaunch.checks import Facts
 from onelaunch.launch.tape import check_always
 from onelaunch.operation import Query, Shapes, fixed, operation, remembered, state_flags
 from onelaunch.operation.autocast import autocast
+from onelaunch.ops.gated_scan.slices import ScanRules, described, scan_across
+from onelaunch.parallel import Described, entered, offsets_of
 
 
 class ScanCall(NamedTuple):
@@ -62,15 +64,16 @@ def bind(
     output_final_state: bool = False,
     cu_seqlens: torch.Tensor | None = None,
     names: ScanNames = _OWN_NAMES,
+    sliced: bool = False,
 ) -> ScanCall:
     """Check the arguments and return the call; raises the errors that :func:`gated_scan` lists.
 
-    ``names`` are the caller's names of the arguments.
+    ``names`` are the caller's names of the arguments. ``sliced`` says that the offsets are those of all ranks' steps.
     """
     checks.flag("output_final_state", output_final_state)
     scan = scan_facts(log_decay, gate, initial_state, cu_seqlens, output_final_state, names)
     key = _key(checks.facts(names.first, v), scan)
-    check_scan_values(log_decay, cu_seqlens, names.log_decay)
+    check_scan_values(log_decay, None if sliced else cu_seqlens, names.log_decay)
     return ScanCall(v, log_decay, gate, initial_state, cu_seqlens, output_final_state, key)
 
 
@@ -199,6 +202,7 @@ def gated_scan(
     initial_state: torch.Tensor | None = None,
     output_final_state: bool = False,
     cu_seqlens: torch.Tensor | None = None,
+    mesh: Any = None,
     variant: str = dispatch.AUTO,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Run a decaying scan over time and gate its states: the recurrent half of a linear-RNN layer.
@@ -217,6 +221,9 @@ def gated_scan(
         cu_seqlens: ``[N + 1]`` int32 or int64 offsets of sequences packed into one batch entry, from 0 to T, never decreasing
             (equal neighbours are an empty sequence); needs ``B = 1``. On a GPU the host reads them only in PyTorch's
             loop over steps and if ``ONELAUNCH_CHECK_VALUES=1``.
+        mesh: DeviceMesh of one dimension, process group or :class:`onelaunch.parallel.Context` over whose ranks the steps are
+            spread, in the order of ranks. Tensors hold this rank's T steps, any number of them; offsets and states are those of
+            all sequences. A collective call; ``docs/parallel.md`` says who holds what. Default: this process has all steps.
         variant: a name from ``gated_scan.variants``, or ``"auto"`` for the fastest variant measured near this call.
 
     Returns:
@@ -232,6 +239,18 @@ def gated_scan(
     Source: experiment 040; single-pass scan with decoupled look-back after Merrill and Garland (2016).
     """
     v, log_decay, gate = under_autocast(v, log_decay, gate)
+    if mesh is not None:
+
+        def describe() -> Described:
+            call = bind(
+                v, log_decay, gate, initial_state=initial_state, output_final_state=output_final_state,
+                cu_seqlens=offsets_of(mesh, cu_seqlens), sliced=True,
+            )  # fmt: skip
+            return described(call.key, call, variant)
+
+        context, call = entered(mesh, cu_seqlens, describe)
+        rules = ScanRules(gated_scan, gated_scan, call.key, variant)
+        return scan_across(context, rules, (v, log_decay, gate), initial_state, output_final_state)
     call = bind(v, log_decay, gate, initial_state=initial_state, output_final_state=output_final_state, cu_seqlens=cu_seqlens)
     y, final_state = dispatch.run(gated_scan, call, variant)
     return (y, final_state) if output_final_state else y

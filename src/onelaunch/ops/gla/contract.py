@@ -22,6 +22,8 @@ from onelaunch.launch.tf32 import allows_tf32
 from onelaunch.operation import SUM_OF_PRODUCTS, Query, Shapes, constant, fixed, operation, remembered, state_flags
 from onelaunch.operation.autocast import autocast, low_dtype, without_autocast
 from onelaunch.ops.gla.heads import Heads, check_heads, one_divides
+from onelaunch.ops.gla.slices import described, gla_across
+from onelaunch.parallel import Described, entered, offsets_of
 
 SMALLEST_HEAD, LARGEST_HEAD = 16, 512
 """Sizes that K and V may have.
@@ -133,10 +135,12 @@ def bind(
     cu_seqlens: torch.Tensor | None = None,
     gate: str = "g",
     layouts: tuple[str, ...] = (PER_CHANNEL, PER_HEAD),
+    sliced: bool = False,
 ) -> GlaCall:
     """Return the checked call, from the arguments of :func:`gla`.
 
-    ``gate`` is the caller's name of ``g``, for messages; ``layouts`` are those that ``g`` may have.
+    ``gate`` is the caller's name of ``g``, for messages; ``layouts`` are those that ``g`` may have. ``sliced`` says that the
+    offsets are those of all ranks' steps.
 
     Raises:
         OneLaunchError: As in :func:`gla`.
@@ -159,7 +163,7 @@ def bind(
         tf32_flags(q.dtype, q.device),
     )
     number = _scale(scale, key.sizes[3])
-    if cu_seqlens is not None:
+    if cu_seqlens is not None and not sliced:
         check_always(checks.offsets, cu_seqlens, q.shape[1])
     if g is None:  # one zero for all steps and heads
         heads = max(k.shape[2], v.shape[2]) if gv is None else gv.shape[2]
@@ -347,6 +351,7 @@ def gla(
     output_final_state: bool = False,
     state_v_first: bool = False,
     cu_seqlens: torch.Tensor | None = None,
+    mesh: Any = None,
     variant: str = dispatch.AUTO,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Run gated linear attention: a matrix-valued state per head that decays, adds ``k^T v`` and is multiplied by ``q``.
@@ -384,6 +389,9 @@ def gla(
         cu_seqlens: Offsets of sequences packed into one batch entry, ``[N + 1]`` int32 or int64, from 0 to T, never
             decreasing (equal neighbours are an empty sequence). Requires ``B = 1``. On a GPU the host reads them only in
             PyTorch's loop over steps and if ``ONELAUNCH_CHECK_VALUES=1``.
+        mesh: DeviceMesh of one dimension, process group or :class:`onelaunch.parallel.Context` over whose ranks the steps are
+            spread, in the order of ranks. Tensors hold this rank's T steps, any number of them; offsets and states are those of
+            all sequences. A collective call; ``docs/parallel.md`` says who holds what. Default: this process has all steps.
         variant: Name from ``gla.variants``, or ``"auto"`` for the fastest variant measured near this call.
 
     Returns:
@@ -398,11 +406,19 @@ def gla(
 
     Source: experiment 039; Yang et al., Gated Linear Attention Transformers with Hardware-Efficient Training (2024).
     """
-    call = bind_under_autocast(
-        q, k, v, g, gv, scale=scale, initial_state=initial_state, output_final_state=output_final_state,
-        state_v_first=state_v_first, cu_seqlens=cu_seqlens,
-    )  # fmt: skip
-    return run(call, variant)
+    rest = {
+        "scale": scale, "initial_state": initial_state, "output_final_state": output_final_state, "state_v_first": state_v_first
+    }  # fmt: skip
+    if mesh is None:
+        return run(bind_under_autocast(q, k, v, g, gv, cu_seqlens=cu_seqlens, **rest), variant)
+
+    def describe() -> Described:
+        offsets = offsets_of(mesh, cu_seqlens)
+        call = bind_under_autocast(q, k, v, g, gv, cu_seqlens=offsets, sliced=True, **rest)
+        return described(call.key, call, variant)
+
+    context, call = entered(mesh, cu_seqlens, describe)
+    return gla_across(context, call, gla, variant)
 
 
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]

@@ -6,7 +6,7 @@ Users and the layer ``LinearRNN`` call :func:`linear_rnn`; the variants take a :
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -14,7 +14,9 @@ from onelaunch import checks, dispatch
 from onelaunch.checks import Facts
 from onelaunch.operation import SUM_OF_PRODUCTS, Query, Shapes, operation, remembered
 from onelaunch.operation.autocast import autocast
-from onelaunch.ops.gated_scan.contract import ScanCall, ScanFacts, check_scan_values, scan_facts
+from onelaunch.ops.gated_scan.contract import ScanCall, ScanFacts, check_scan_values, gated_scan, scan_facts
+from onelaunch.ops.gated_scan.slices import ScanRules, described, scan_across
+from onelaunch.parallel import Described, entered, offsets_of
 
 
 class LinearRNNCall(NamedTuple):
@@ -53,13 +55,17 @@ def bind(
     initial_state: torch.Tensor | None = None,
     output_final_state: bool = False,
     cu_seqlens: torch.Tensor | None = None,
+    sliced: bool = False,
 ) -> LinearRNNCall:
-    """Check the arguments and return the call; raises the errors that :func:`linear_rnn` lists."""
+    """Check the arguments and return the call; raises the errors that :func:`linear_rnn` lists.
+
+    ``sliced`` says that the offsets are those of all ranks' steps.
+    """
     checks.flag("output_final_state", output_final_state)
     x_facts, weight_facts = checks.facts("x", x), checks.facts("weight", weight)
     scan = scan_facts(log_decay, gate, initial_state, cu_seqlens, output_final_state)
     key = _key(x_facts, weight_facts, scan)
-    check_scan_values(log_decay, cu_seqlens)
+    check_scan_values(log_decay, None if sliced else cu_seqlens)
     return LinearRNNCall(x, weight, log_decay, gate, initial_state, cu_seqlens, output_final_state, key)
 
 
@@ -105,6 +111,7 @@ def linear_rnn(
     initial_state: torch.Tensor | None = None,
     output_final_state: bool = False,
     cu_seqlens: torch.Tensor | None = None,
+    mesh: Any = None,
     variant: str = dispatch.AUTO,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Run one linear-RNN layer: project, scan with decay, gate.
@@ -124,6 +131,9 @@ def linear_rnn(
         cu_seqlens: ``[N + 1]`` int32 or int64 offsets of sequences packed into one batch entry, from 0 to T, never decreasing
             (equal neighbours are an empty sequence); needs ``B = 1``. On a GPU the host reads them only in PyTorch's
             loop over steps and if ``ONELAUNCH_CHECK_VALUES=1``.
+        mesh: DeviceMesh of one dimension, process group or :class:`onelaunch.parallel.Context` over whose ranks the steps are
+            spread, in the order of ranks. Tensors hold this rank's T steps, any number of them; offsets and states are those of
+            all sequences. A collective call; ``docs/parallel.md`` says who holds what. Default: this process has all steps.
         variant: a name from ``linear_rnn.variants``, or ``"auto"`` for the fastest variant measured near this call.
 
     Returns:
@@ -139,11 +149,24 @@ def linear_rnn(
     Source: experiment 040; single-pass scan with decoupled look-back after Merrill and Garland (2016).
     """
     x, log_decay, weight, *rest = autocast(x, log_decay, weight, *(() if gate is None else (gate,)))
+    gate = rest[0] if rest else None
+    if mesh is not None:
+
+        def describe() -> Described:
+            call = bind(
+                x, weight, log_decay, gate, initial_state=initial_state, output_final_state=output_final_state,
+                cu_seqlens=offsets_of(mesh, cu_seqlens), sliced=True,
+            )  # fmt: skip
+            return described(call.key, call, variant)
+
+        context, call = entered(mesh, cu_seqlens, describe)
+        rules = ScanRules(linear_rnn, gated_scan, call.key, variant)
+        return scan_across(context, rules, (x, weight, log_decay, gate), initial_state, output_final_state)
     call = bind(
         x,
         weight,
         log_decay,
-        rest[0] if rest else None,
+        gate,
         initial_state=initial_state,
         output_final_state=output_final_state,
         cu_seqlens=cu_seqlens,

@@ -1,0 +1,135 @@
+"""Gated linear attention across the ranks of a group: what a slice of the steps does to the state, for :mod:`onelaunch.parallel`.
+
+The public function ``gla`` calls :func:`gla_across`. A pass that needs a state alone is the chunk state pass of ``fused`` where
+that variant runs the call, see launch_states.py. Elsewhere it is an ordinary call by ``auto`` whose outputs are dropped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from onelaunch import dispatch
+from onelaunch.operation import AUTO, Query
+from onelaunch.operation.autocast import without_autocast
+from onelaunch.ops.gla.heads import expanded
+from onelaunch.parallel import Context, Described, Rules, Tensors, across, shifted
+
+Attend = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
+"""Function ``gla``."""
+
+
+def described(key: Query, call: Any, variant: str) -> Described:
+    """Return this rank's side of a checked call; raise if the variant cannot run it."""
+    if key.sizes[1]:
+        dispatch.pick(variant, key)
+    facts = {"dtype": key.dtype, "sizes": (key.sizes[0], *key.sizes[2:]), "flags": key.flags, "gradients": key.grad}
+    heads = {"heads": tuple(call.heads), "scale": call.scale, "value_gate": call.gv is not None}
+    return Described(key.sizes[1], call.q.device, {"operation": key.operation, **facts, **heads}, call)
+
+
+class GlaRules(Rules):
+    """Gated linear attention; its tensors are q, k, v, g and gv, and a state has as many heads as g, or as the initial one.
+
+    Args:
+        attend: Function ``gla``.
+        call: Checked call on this rank.
+        variant: Variant that the caller names for the ordinary call. Other calls, and slices without steps, run by ``auto``.
+    """
+
+    def __init__(self, attend: Attend, call: Any, variant: str) -> None:
+        batch, length, self.most, keys, values = call.key.sizes
+        self.heads = call.g.shape[2] if call.initial_state is None else call.initial_state.shape[1]
+        factors = [(self.heads, 1 if call.per_head else keys, 1)]
+        if call.gv is not None:
+            factors.append((self.heads, 1, values))
+        super().__init__(batch, (self.heads, keys, values), tuple(factors), grad=call.key.grad)
+        self.attend, self.scale, self.variant = attend, call.scale, variant if length else AUTO
+        self.states_alone = bool(length) and call.gv is None and dispatch.pick(variant, call.key).name == "fused"
+
+    def run(
+        self, tensors: Tensors, initial: torch.Tensor | None, offsets: torch.Tensor | None, want_final: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the outputs and the final states ``[N, heads, K, V]``."""
+        q, k, v, g, gv = tensors
+        if initial is None and self.heads < self.most and want_final and q is not None:  # else it would have the output's heads
+            sequences = self.batch if offsets is None else offsets.shape[0] - 1
+            initial = q.new_zeros((sequences, *self.state), dtype=torch.float32)
+        return self.attend(
+            q, k, v, g, gv=gv, scale=self.scale, initial_state=initial, output_final_state=want_final, cu_seqlens=offsets,
+            variant=self.variant,
+        )  # fmt: skip
+
+    def readers(self, tensors: Tensors) -> Tensors:
+        """Return all tensors; the pass for states alone reads the shapes of k and v, and the ordinary call saves them anyway."""
+        return tensors
+
+    def added(self, tensors: Tensors, start: int) -> torch.Tensor:
+        """Return the state of a call whose queries are its keys, so that no more heads are computed than states differ."""
+        q, k, v, g, gv = (None if each is None else each[:, start:] for each in tensors)
+        assert k is not None and v is not None and g is not None  # noqa: PT018, S101 - checked
+        queries = q if g.shape[2] > max(k.shape[2], v.shape[2]) else k
+        if self.states_alone and queries is not None:
+            from onelaunch.ops.gla import launch_states  # it needs Triton
+
+            return expanded(launch_states.final_state(queries, k, v, g), self.heads, dim=1)
+        return expanded(self._state(queries, k, v, g, gv), self.heads, dim=1)
+
+    def factors(self, readers: Tensors, start: int, stop: int) -> tuple[torch.Tensor, ...]:
+        """Return the products of decays ``[N, heads, K or 1, 1]``, and of those of value channels ``[N, heads, 1, V]``."""
+        *_, g, gv = readers
+        assert g is not None  # noqa: S101 - a checked call has decays
+        found = [
+            product(g, self.heads, start, stop)[..., None]
+            if g.dim() == 4
+            else product(g, self.heads, start, stop)[..., None, None]
+        ]
+        if gv is not None:
+            found.append(product(gv, self.heads, start, stop)[:, :, None])
+        return tuple(found)
+
+    def initial_gradient(self, readers: Tensors, dy: torch.Tensor, stop: int) -> torch.Tensor:
+        """Return the state of a call backwards in time, with q as its keys and do as its values.
+
+        Every decay is shifted by one step, and the first one comes last. Gradients of shared states are sums over their heads.
+        """
+        q, k, v, g, gv = (None if each is None else each[:, :stop] for each in readers)
+        assert q is not None and k is not None and v is not None and g is not None  # noqa: PT018, S101 - checked
+        if self.states_alone:
+            from onelaunch.ops.gla import launch_states
+
+            return launch_states.initial_gradient(q, k, v, g, dy[:, :stop], self.scale, self.heads)
+        most = max(q.shape[2], dy.shape[2])
+        decays = [None if each is None else shifted(expanded(each, most)) for each in (g, gv)]
+        with without_autocast(q.device):
+            keys = q.flip(1)
+            state = self._state(keys, keys, dy[:, :stop].flip(1), *decays)
+        state = expanded(state, most, dim=1).unflatten(1, (self.heads, most // self.heads)).sum(2)
+        for factor in self.factors(readers, 0, 1):
+            state = state * factor
+        return state * self.scale
+
+    def _state(self, q: Any, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor | None, gv: torch.Tensor | None) -> torch.Tensor:
+        """Return the state ``[B, largest number of heads, K, V]`` behind all steps from a zero state; q only gives heads."""
+        _, state = self.attend(q, k, v, g, gv=gv, scale=1.0, output_final_state=True)
+        assert state is not None  # noqa: S101 - it was asked for
+        return state
+
+
+def product(log_decay: torch.Tensor, heads: int, start: int, stop: int) -> torch.Tensor:
+    """Return the product of decays over steps, ``[B, heads, ...]`` float32."""
+    return expanded(log_decay[:, start:stop].sum(1, dtype=torch.float32).exp(), heads, dim=1)
+
+
+def gla_across(context: Context, call: Any, attend: Attend, variant: str) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return the results of the public function for a slice, with states in the caller's layout."""
+    rules = GlaRules(attend, call, variant)
+    with without_autocast(call.q.device):
+        o, final = across(context, rules, (call.q, call.k, call.v, call.g, call.gv), call.initial_state, call.output_final_state)
+    if final is None:
+        return o, None
+    if call.initial_state is None:
+        final = expanded(final, rules.most, dim=1)
+    return o, final.transpose(-1, -2) if call.state_v_first else final

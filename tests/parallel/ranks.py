@@ -1,0 +1,296 @@
+"""Processes of the tests of context parallelism: ``python -m tests.parallel.ranks SIZE FOLDER`` forks SIZE, which run all checks.
+
+Forking saves the imports. Groups of 2 and 3 ranks are the first ranks of all. Every rank writes the names of the checks that have
+passed, with their seconds, to a file. ``test_across_ranks.py`` starts this program, with gloo as the back end.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+import traceback
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from torch import distributed
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+from onelaunch import nn, parallel
+from onelaunch.errors import ArgumentError, PackingError, ShapeError, ValueRangeError, VariantUnsupported
+from onelaunch.ops import gated_scan, gla
+from onelaunch.parallel import agreement, contexts
+from tests.parallel.cases import Slices, attend, close, compare, compare_layers, decay, gla_tensors, leaf, rnn, scan
+
+TIMEOUT = 60
+"""Seconds that a collective may take, also after a rank has ended."""
+LENGTHS = ((5, 7), (70, 61), (0, 9, 4), (5, 0, 6), (1, 0, 1, 0), (0, 0, 0, 0), (20, 1, 2, 70))
+CHECKS = {}
+GROUPS = {}
+
+
+def check(function):
+    CHECKS[function.__name__] = function
+    return function
+
+
+def slices_of(lengths):
+    """Return the slices on a group of that many ranks, or ``None`` on other ranks."""
+    return Slices(GROUPS[len(lengths)], lengths) if distributed.get_rank() < len(lengths) else None
+
+
+def each_slicing(lengths=LENGTHS):
+    return ((slices, torch.Generator().manual_seed(3)) for each in lengths if (slices := slices_of(each)) is not None)
+
+
+def cuts(total):
+    """Return offsets of packed sequences, some without steps."""
+    return [torch.tensor(each) for each in ([0, total // 3, total // 3, total // 2, total], [0, 0, min(total, 1), total, total])]
+
+
+@check
+def scans():
+    for slices, random in each_slicing():
+        for gated in (True, False):
+            tensors = [leaf(random, 2, slices.total, 5), decay(random, 2, slices.total, 5)]
+            tensors.append(leaf(random, 2, slices.total, 5) if gated else None)
+            compare(slices, scan, tensors, [], leaf(random, 2, 5) if gated else None, None, mesh=slices.group, final=gated)
+        tensors = [leaf(random, 2, slices.total, 6), decay(random, 2, slices.total, 5), leaf(random, 2, slices.total, 5)]
+        compare(slices, rnn, tensors, [leaf(random, 6, 5)], None, None, mesh=slices.group, final=True)
+
+
+@check
+def attention_with_both_decays():
+    for slices, random in each_slicing():
+        for per_head in (False, True):
+            initial = leaf(random, 2, 2, 16, 20) if per_head else None
+            tensors = gla_tensors(random, 2, slices.total, per_head=per_head)
+            compare(slices, attend, tensors, [], initial, None, mesh=slices.group, final=per_head)
+
+
+@check
+def attention_with_shared_heads_and_value_gates():
+    for slices, random in each_slicing(((9, 4), (5, 0, 6))):
+        for heads in ((4, 2, 2, 2), (4, 2, 2, 4), (2, 2, 4, 4), (4, 1, 2, 2)):
+            tensors = gla_tensors(random, 1, slices.total, heads=heads, per_head=heads[0] == 2)
+            compare(slices, attend, tensors, [], None, None, mesh=slices.group, final=True)
+        for states in (2, 4):
+            tensors = gla_tensors(random, 1, slices.total, heads=(4, 2, 2, 2))
+            compare(slices, attend, tensors, [], leaf(random, 1, states, 16, 20), None, mesh=slices.group, final=True)
+        tensors = gla_tensors(random, 2, slices.total, value_gate=True)
+        compare(slices, attend, tensors, [], leaf(random, 2, 2, 16, 20), None, mesh=slices.group, final=True)
+
+
+@check
+def packed_sequences():
+    for slices, random in each_slicing():
+        for offsets in cuts(slices.total):
+            n = len(offsets) - 1
+            tensors = gla_tensors(random, 1, slices.total)
+            compare(slices, attend, tensors, [], leaf(random, n, 2, 16, 20), offsets, mesh=slices.group, final=True)
+            tensors = [leaf(random, 1, slices.total, 5), decay(random, 1, slices.total, 5), None]
+            compare(slices, scan, tensors, [], leaf(random, n, 5), offsets, mesh=slices.group, final=True)
+        tensors = gla_tensors(random, 1, slices.total, per_head=True)
+        compare(slices, attend, tensors, [], None, offsets, mesh=slices.group, final=False)
+
+
+@check
+def low_precision_and_resets():
+    for slices, random in each_slicing(((9, 4), (5, 0, 6))):
+        for dtype in (torch.bfloat16, torch.float16):
+            tensors = gla_tensors(random, 1, slices.total, dtype=dtype)
+            compare(slices, attend, tensors, [], None, None, mesh=slices.group, final=True, dtype=dtype)
+        log_decay = decay(random, 1, slices.total, 5).detach()
+        log_decay[:, ::3] = float("-inf")
+        tensors = [leaf(random, 1, slices.total, 5), log_decay.requires_grad_(), leaf(random, 1, slices.total, 5)]
+        compare(slices, scan, tensors, [], leaf(random, 1, 5), None, mesh=slices.group, final=True)
+
+
+@check
+def layers():
+    torch.manual_seed(0)
+    made = [
+        (nn.GatedLinearAttention(hidden_size=32, num_heads=2, expand_k=1.0, use_short_conv=True), None),
+        (nn.GatedLinearAttention(hidden_size=32, num_heads=2, expand_k=1.0), None),
+        (nn.SimpleGatedLinearAttention(hidden_size=64, num_heads=4, num_kv_heads=2), None),
+        (nn.LinearRNN(32), None),
+        (nn.HGRNAttention(hidden_size=32, use_short_conv=True), None),
+        (nn.HGRN2Attention(hidden_size=32, expand_ratio=16, use_short_conv=True), torch.rand(32) * 0.3),
+    ]
+    for slices, _ in each_slicing(((5, 7), (1, 2, 1, 0), (4, 1, 1, 6))):
+        for layer, bound in made:
+            compare_layers(slices, layer, 2, None, mesh=slices.group, bound=bound)
+            compare_layers(slices, layer, 1, cuts(slices.total)[0], mesh=slices.group, bound=bound)
+
+
+@check
+def meshes_and_contexts():
+    """A mesh is a group; a context is one too, whose later calls of a known kind exchange nothing but data."""
+    slices, random = slices_of((3, 4, 2, 5)), torch.Generator().manual_seed(3)
+    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("cp",))
+    offsets = torch.tensor([0, 5, 14])
+    tensors = gla_tensors(random, 1, slices.total)
+    compare(slices, attend, tensors, [], None, offsets, mesh=mesh, final=True)
+    made = parallel.context(mesh, slices.lengths[slices.rank], device="cpu", cu_seqlens=offsets)
+    assert (made.size, made.rank, made.lengths, made.offsets) == (4, slices.rank, slices.lengths, (0, 5, 14))
+    compare(slices, attend, tensors, [], None, offsets, mesh=made, final=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(contexts, "agree", None)  # which nothing calls now
+        compare(slices, attend, tensors, [], None, offsets, mesh=made, final=True)
+    with pytest.raises(ArgumentError, match="mesh is a Context of"):
+        gla(*(torch.zeros(1, 7, 2, 16) for _ in range(3)), mesh=made)
+    mine = [slices.of(each) for each in tensors[:4]]
+    with pytest.raises(ArgumentError, match="made with other cu_seqlens"):
+        gla(*mine, cu_seqlens=offsets.clone(), mesh=made)
+
+
+@check
+def data_parallel_modules_and_activation_checkpointing():
+    """DDP over the ranks of the slices averages the gradients; a recomputed forward pass exchanges states again."""
+    slices = slices_of((6, 9, 1, 4))
+    torch.manual_seed(0)
+    layer, x = nn.SimpleGatedLinearAttention(hidden_size=32, num_heads=2), torch.randn(2, slices.total, 32)
+    layer(x)[0].square().sum().backward()
+    wanted = [each.grad.clone() for each in layer.parameters()]
+    model = DistributedDataParallel(layer)
+    for checkpointed in (False, False, False, True):  # a call is replayed from the third on, with fewer saved tensors
+        layer.zero_grad()
+        run = partial(model, mesh=slices.group)
+        y = checkpoint(run, slices.of(x), use_reentrant=False)[0] if checkpointed else run(slices.of(x))[0]
+        (4 * y.square().sum()).backward()
+        for each, gradient in zip(layer.parameters(), wanted, strict=True):
+            close(each.grad, gradient, torch.float32, "averaged gradient")
+
+
+@check
+def compiled_code():
+    """The graph ends before a call with collectives; the results are the same."""
+    slices, random = slices_of((6, 9)), torch.Generator().manual_seed(3)
+    if slices is None:  # two processes compile, since compiling takes long
+        return
+    compiled = torch.compile(lambda tensors, named: scan([2 * tensors[0], *tensors[1:]], [], **named), backend="aot_eager")
+
+    def run(tensors, whole, **named):
+        return compiled(tensors, named) if "mesh" in named else scan([2 * tensors[0], *tensors[1:]], whole, **named)
+
+    tensors = [leaf(random, 2, slices.total, 5), decay(random, 2, slices.total, 5), leaf(random, 2, slices.total, 5)]
+    compare(slices, run, tensors, [], None, None, mesh=slices.group, final=True)
+    with pytest.raises(torch._dynamo.exc.Unsupported):
+        torch.compile(gated_scan, backend="eager", fullgraph=True)(*(slices.of(each) for each in tensors), mesh=slices.group)
+
+
+def refused(error, message, *, others=ArgumentError, on=None, mesh=None, **given):
+    """Assert that a scan is refused on every rank; on rank ``on`` with ``error``, on others with ``others``."""
+    rank = distributed.get_rank()
+    arguments = {"v": torch.zeros(1, 4, 3), "log_decay": torch.zeros(1, 4, 3)}
+    arguments.update(given if on in (None, rank) else {})
+    with pytest.raises(error if on in (None, rank) else others, match=message):
+        gated_scan(**arguments, mesh=distributed.group.WORLD if mesh is None else mesh)
+
+
+@check
+def wrong_calls_are_errors_on_every_rank():
+    half, offsets = torch.float16, torch.tensor([0, 16])
+    refused(
+        ArgumentError, r"dtype differs .* float32 on rank 0, 1, 3; float16 on rank 2", on=2, v=torch.zeros(1, 4, 3, dtype=half)
+    )
+    wide = torch.zeros(1, 4, 5)
+    refused(ArgumentError, "sizes differs", on=1, v=wide, log_decay=wide)
+    refused(ArgumentError, "gradients differs", on=1, v=torch.zeros(1, 4, 3, requires_grad=True))
+    refused(ArgumentError, "cu_seqlens differs|flags differs", on=1, cu_seqlens=offsets)
+    refused(PackingError, "runs to 15; it must run to 16", cu_seqlens=offsets - torch.tensor([0, 1]))
+    refused(PackingError, "never decrease", on=3, cu_seqlens=torch.tensor([0, 9, 4, 16]))
+    refused(ValueRangeError, "log_decay holds 1", on=1, log_decay=torch.ones(1, 4, 3))
+    refused(ShapeError, "log_decay has shape", on=0, log_decay=torch.zeros(1, 5, 3))
+    refused(VariantUnsupported, "fused", on=0, variant="fused")
+    refused(ArgumentError, "v is str", on=2, v="x")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(agreement, "backends", lambda group: {"cuda": "nccl"})
+        refused(ArgumentError, r"nccl for cuda.*the tensors are on cpu")
+    flat = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+    refused(ArgumentError, r"mesh has 2 dimensions; .* mesh\[\"cp\"\]", mesh=flat)
+    refused(ArgumentError, "mesh is str", mesh="world")
+    if distributed.get_rank() == 3:
+        refused(ArgumentError, "mesh", mesh=GROUPS[3])
+    with pytest.raises(ArgumentError, match="use_cache"):
+        nn.LinearRNN(32, layer_idx=0)(torch.zeros(1, 4, 32), use_cache=True, mesh=distributed.group.WORLD)
+
+
+@check
+def a_rank_that_does_not_come_ends_the_others():
+    """The others get an error within the time-out of the group; other groups go on."""
+    seconds = 2
+    group = distributed.new_group(timeout=timedelta(seconds=seconds))
+    v = torch.zeros(1, 4, 3)
+    begun = time.monotonic()
+    if distributed.get_rank() == 3:
+        time.sleep(2 * seconds)
+    else:
+        with pytest.raises(RuntimeError):
+            gated_scan(v, v, mesh=group)
+        assert time.monotonic() - begun < 2 * seconds
+    distributed.barrier()
+
+
+@check
+def a_rank_that_dies_ends_the_others():
+    """The last check: rank 3 ends between two calls, and the others get an error within the time-out of the group."""
+    v = torch.zeros(1, 4, 3)
+    made = parallel.context(distributed.group.WORLD, 4, device="cpu")
+    gated_scan(v, v, mesh=made)
+    if distributed.get_rank() == 3:
+        return
+    begun = time.monotonic()
+
+    def twice():  # the first call may still get the message of the rank that ends
+        gated_scan(v, v, mesh=made)
+        gated_scan(v, v, mesh=made)
+
+    with pytest.raises(RuntimeError):
+        twice()
+    assert time.monotonic() - begun < TIMEOUT + 5
+
+
+def main(rank, size, folder):
+    torch.set_num_threads(1)
+    limit = timedelta(seconds=TIMEOUT)
+    distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size, timeout=limit)
+    GROUPS.update({n: distributed.new_group(list(range(n)), timeout=limit) for n in range(2, size)})
+    GROUPS[size] = distributed.group.WORLD
+    passed = {}
+    for name, function in CHECKS.items():
+        begun = time.monotonic()
+        function()
+        passed[name] = time.monotonic() - begun
+    (folder / f"{rank}.json").write_text(json.dumps(passed))
+
+
+def forked(rank, size, folder):
+    """Return the process number of a fork that runs all checks, with its output in a file."""
+    if child := os.fork():
+        return child
+    code = 1
+    try:
+        with (folder / f"{rank}.log").open("w") as log:
+            for stream in (1, 2):
+                os.dup2(log.fileno(), stream)
+        main(rank, size, folder)
+        code = 0
+    except BaseException:  # noqa: BLE001 - a child must not run what the parent has to do
+        traceback.print_exc()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    count, place = int(sys.argv[1]), Path(sys.argv[2])
+    children = [forked(rank, count, place) for rank in range(count)]
+    codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+    sys.exit(max(map(abs, codes)))
