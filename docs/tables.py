@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import experiment_tables
 import study_keys
 import torch
 from study_keys import tomllib
@@ -48,7 +49,7 @@ def write(folder: Path, results: Path, notebook: Path, studies: Path) -> None:
     for operation, text in _fla_arguments(FLA_ARGUMENTS).items():
         _replace(folder / f"fla-arguments-{operation}.md", text)
     _replace(folder / "overview.md", docs_overview((result for _, result in stored), _page) + "\n")
-    for name, text in study_keys.pages(studies).items():
+    for name, text in (study_keys.pages(studies) | experiment_tables.pages(results)).items():
         _replace(folder / name, text)
 
 

@@ -67,7 +67,7 @@ READING = (
 def docs_table(result: Result, which: DocsTable = "use", *, direction: Direction | None = None, shape: str | None = None) -> str:
     """Return Markdown tables for the documentation, made from a committed result.
 
-    It is for pages with single tables of a result. The documentation has none now, so that only tests call it.
+    It is for pages with single tables of a result. ``docs/experiment_tables.py`` calls it for the page of the experiments.
 
     Args:
         result: Result to show.

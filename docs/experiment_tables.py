@@ -1,0 +1,104 @@
+"""Tables of the page ``experiments``: times of the variants that an experiment asked about, and what its study decided."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+from onelaunch.operation import Direction
+from onelaunch.workbench.report.comparison import median
+from onelaunch.workbench.report.documents import NONE, code, docs_table, folded, markdown_table
+from onelaunch.workbench.report.headline import headline
+from onelaunch.workbench.report.summary import valid_timing
+from onelaunch.workbench.report.text import markdown
+from onelaunch.workbench.result import Result
+from onelaunch.workbench.study import Regime
+
+
+class Experiment(NamedTuple):
+    """Part of a committed result that the page shows: a row for each shape and direction, a column for each variant."""
+
+    result: str
+    shapes: tuple[str, ...]
+    variants: tuple[str, ...]
+    directions: tuple[Direction, ...] = ("forward",)
+
+
+BOTH: tuple[Direction, ...] = ("forward", "forward_backward")
+
+EXPERIMENTS = {
+    "039": Experiment(
+        "nvidia-h200/039-chunkwise-gla",
+        ("4x1024x32x64", "4x2048x32x64", "4x4096x32x64", "4x2048x16x128"),
+        ("sequential", "pipelined", "hopper", "fla"),
+    ),
+    "040": Experiment(
+        "nvidia-h200/040-linear-rnn",
+        ("1x512", "4x512", "target", "8x2048", "16x512", "16x1024", "16x2048"),
+        ("three_launch", "three_launch_cublas", "semi_fused", "fused_stepwise", "fused_chunked", "fla"),
+    ),
+    "058-input": Experiment(
+        "nvidia-h200/058-projection-chain",
+        ("8x4096x2048", "4x512x2048", "4x1024x2048", "4x2048x2048", "4x4096x2048"),
+        ("unfused", "wide", "compiled", "wide_activated", "cluster_weight", "epilogue_persistent"),
+    ),
+    "058-output": Experiment(
+        "nvidia-h200/058-output-chain", ("8x4096x2048",), ("unfused", "compiled", "norm_gate", "prologue"), BOTH
+    ),
+    "058-layer": Experiment(
+        "nvidia-h200/058-gla-layer", ("8x4096x2048",), ("unfused", "compiled", "composed", "packed", "fla"), BOTH
+    ),
+    "dual-gemm": Experiment(
+        "nvidia-h200/dual-gemm-swiglu",
+        ("512x4096x7168", "512x4096x7168-fp8", "512x4096x7168-nvfp4", "1x4096x7168-nvfp4"),
+        ("three_node", "two_node", "fused", "persistent", "stream_k", "small_m"),
+    ),
+    "decode": Experiment(
+        "nvidia-h200/decode-megakernel",
+        ("position 1", "position 10", "position 50", "position 100", "position 200", "position 1000", "position 16000"),
+        ("eight_barriers", "redundant_norm", "head_local", "fused_phases", "tagged_words", "streaming", "graph", "compiled"),
+    ),
+}
+"""What the page shows, by the name of its generated file."""
+
+
+def pages(results: Path) -> dict[str, str]:
+    """Return the content of the generated files by their names."""
+    return {f"experiment-{name}.md": _section(each, results) for name, each in EXPERIMENTS.items()}
+
+
+def _section(experiment: Experiment, results: Path) -> str:
+    """Return the times in microseconds, the decision with its strongest evidence, and the criteria, folded."""
+    result = Result.load(results / f"{experiment.result}.json")
+    facts, decision = result.provenance, result.decision
+    regime: Regime = "running" if "running" in result.study.regimes else "cold"
+    several = len(experiment.directions) > 1
+    rows = [
+        [
+            markdown(shape),
+            *([direction.replace("_", " and ")] if several else []),
+            *_times(result, experiment, shape, direction, regime),
+        ]
+        for shape in experiment.shapes
+        for direction in experiment.directions
+    ]
+    heads = ["shape", *(["measured"] if several else []), *map(code, experiment.variants), "bound"]
+    first = len(heads) - len(experiment.variants) - 1
+    where = f"{facts.device}, {facts.date[:10]}, commit {facts.commit[:12]}, results/{experiment.result}.json"
+    kind = f"**{markdown(decision.kind.replace('_', ' '))}**" if decision else "none"
+    said = f"Decision: {kind}. {markdown(headline(result).sentence)}"
+    return "\n\n".join(
+        [
+            f"Medians in µs ({regime}; {markdown(where)}):",
+            markdown_table(heads, rows, right=range(first, len(heads))),
+            said,
+            folded("Every criterion with its evidence", [docs_table(result, "criteria")]),
+        ]
+    )
+
+
+def _times(result: Result, experiment: Experiment, shape: str, direction: Direction, regime: Regime) -> list[str]:
+    cells = [result.cell(shape, name, direction) for name in experiment.variants]
+    bound = next((cell.plan.floor_microseconds for cell in cells if cell and cell.plan), None)
+    times = [f"{median(cell, regime):,.1f}" if cell and valid_timing(cell, regime) else NONE for cell in cells]
+    return [*times, NONE if bound is None else f"{bound:,.1f}"]
