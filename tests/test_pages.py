@@ -34,6 +34,7 @@ ROOT = Path(__file__).parents[1]
 # Pages that a browser opens in windows of two sizes.
 LOOKED_AT = [
     "index",
+    "experiments",
     "start",
     "security",
     "decode",
