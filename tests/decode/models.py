@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 
 from onelaunch.decode import ModelConfig, Weights
 from onelaunch.decode.model.config import LinearScaling, Llama3Scaling, YarnScaling
+from onelaunch.decode.model.families import ARCHITECTURES
 from onelaunch.decode.model.weights import parts
 
 SMALL = ModelConfig(
@@ -40,6 +41,22 @@ CONFIGS = {
     "yarn": replace(SMALL, rope_scaling=YarnScaling(4.0, 128)),
     # All options of YaRN that have defaults: beta_fast, beta_slow, attention_factor and truncate.
     "yarn_with_choices": replace(SMALL, rope_scaling=YarnScaling(2.0, 64, 24.0, 2.0, 1.25, truncate=False)),
+    # Other families: no norms of heads, 3 and 7 query heads to a key head, biases with and without that of the output, and
+    # layers without rotation.
+    "llama": replace(
+        SMALL,
+        qk_norm=False,
+        hidden_size=96,
+        num_attention_heads=6,
+        head_dim=16,
+        rms_norm_eps=1e-5,
+        rope_scaling=Llama3Scaling(8.0, 128, 1.0, 4.0),
+    ),
+    "llama_with_biases": replace(SMALL, qk_norm=False, attention_bias=True, tie_word_embeddings=False),
+    "qwen2": replace(
+        SMALL, qk_norm=False, attention_bias=True, output_bias=False, hidden_size=112, num_attention_heads=14, head_dim=8
+    ),
+    "smollm3": replace(SMALL, qk_norm=False, num_hidden_layers=4, unrotated_layers=(1, 3)),
     "llama3": replace(SMALL, rope_theta=5e4, rope_scaling=Llama3Scaling(8.0, 128, 1.0, 4.0)),
 }
 """Configurations of models by name: head layouts, biases, tied and untied LM head, and each RoPE scaling."""
@@ -48,10 +65,25 @@ ROPE_TYPES = {LinearScaling: "linear", YarnScaling: "yarn", Llama3Scaling: "llam
 """Value of ``rope_type`` in ``config.json`` for each class of RoPE scaling."""
 
 
+def architecture_of(config: ModelConfig) -> str:
+    """Return an architecture that has the features of a configuration."""
+    if config.qk_norm:
+        return "Qwen3ForCausalLM"
+    if config.unrotated_layers:
+        return "SmolLM3ForCausalLM"
+    return "Qwen2ForCausalLM" if config.attention_bias and not config.output_bias else "LlamaForCausalLM"
+
+
 def as_dict(config: ModelConfig) -> dict[str, Any]:
     """Return the content of a Hugging Face ``config.json`` for a configuration."""
-    content = {name: value for name, value in vars(config).items() if name not in ("dtype", "eos_token_ids", "rope_scaling")}
-    content |= {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "dtype": str(config.dtype).removeprefix("torch.")}
+    unsaved = ("dtype", "eos_token_ids", "rope_scaling", "qk_norm", "output_bias", "unrotated_layers")
+    content = {name: value for name, value in vars(config).items() if name not in unsaved}
+    name = architecture_of(config)
+    content |= {"architectures": [name], "model_type": ARCHITECTURES[name].model_type}
+    content["dtype"] = str(config.dtype).removeprefix("torch.")
+    if config.unrotated_layers:
+        content["no_rope_layers"] = [int(each not in config.unrotated_layers) for each in range(config.num_hidden_layers)]
+        content["pad_token_id"] = 0  # the default is no token of a small vocabulary
     content["eos_token_id"] = list(config.eos_token_ids)
     if (scaling := config.rope_scaling) is not None:
         parameters = {name: value for name, value in vars(scaling).items() if value is not None}

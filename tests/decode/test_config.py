@@ -102,12 +102,22 @@ def test_end_tokens_come_from_the_generation_configuration_first(tmp_path):
         ({"architectures": [["x"]]}, ModelConfigError, "architectures"),
         ({"tie_word_embeddings": [1]}, ModelConfigError, "tie_word_embeddings"),
         ({"use_sliding_window": True, "max_window_layers": "x"}, UnsupportedModel, ""),
-        ({"architectures": ["LlamaForCausalLM"]}, UnsupportedModel, "'LlamaForCausalLM'"),
+        ({"architectures": ["GemmaForCausalLM"]}, UnsupportedModel, "'GemmaForCausalLM'"),
         ({"architectures": None, "model_type": "gpt2"}, UnsupportedModel, "'gpt2'"),
         ({"hidden_act": "gelu"}, UnsupportedModel, "hidden_act 'gelu'"),
         ({"quantization_config": {"bits": 4}}, UnsupportedModel, ""),
         ({"use_sliding_window": True, "max_window_layers": 2}, UnsupportedModel, ""),
         ({"layer_types": ["sliding_attention"] * 28}, UnsupportedModel, ""),
+        ({"layer_types": ["chunked_attention"] * 28}, UnsupportedModel, "chunked_attention"),
+        ({"num_experts": 8}, UnsupportedModel, "num_experts = 8"),
+        ({"logits_scaling": 4.0}, UnsupportedModel, "logits_scaling"),
+        ({"architectures": ["LlamaForCausalLM"], "mlp_bias": True}, UnsupportedModel, "mlp_bias"),
+        ({"architectures": ["MistralForCausalLM"], "attention_bias": True}, UnsupportedModel, "attention_bias"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, ModelConfigError, "partial_rotary_factor"),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}, ModelConfigError, "rope_parameters"),
+        ({"architectures": ["SmolLM3ForCausalLM"], "no_rope_layers": [1, 0]}, ModelConfigError, "no_rope_layers"),
+        ({"architectures": ["SmolLM3ForCausalLM"], "no_rope_layer_interval": 0}, ModelConfigError, "no_rope_layer_interval"),
+        ({"architectures": ["SmolLM3ForCausalLM"], "num_hidden_layers": 10**9}, ModelConfigError, "num_hidden_layers"),
     ],
 )  # fmt: skip
 def test_errors_name_the_wrong_key(change, error, message, prose):
@@ -141,3 +151,27 @@ def test_a_folder_without_a_readable_configuration_is_refused(tmp_path, content,
 def test_every_way_to_make_a_configuration_checks_it():
     with pytest.raises(ModelConfigError, match="vocab_size"):
         ModelConfig(**{**vars(SMALL), "vocab_size": True})
+
+
+def test_families_differ_in_their_features():
+    def features(architecture: str, **change: object) -> tuple[bool, bool, bool, tuple[int, ...]]:
+        config = ModelConfig.from_dict(QWEN3 | {"architectures": [architecture], "num_hidden_layers": 8} | change)
+        return config.qk_norm, config.attention_bias, config.attention_bias and config.output_bias, config.unrotated_layers
+
+    assert features("Qwen3ForCausalLM") == (True, False, False, ())
+    assert features("LlamaForCausalLM") == features("MistralForCausalLM") == (False, False, False, ())
+    assert features("LlamaForCausalLM", attention_bias=True) == (False, True, True, ())
+    assert features("Qwen2ForCausalLM") == (False, True, False, ())
+    assert features("SmolLM3ForCausalLM") == (False, False, False, (3, 7))
+    assert features("SmolLM3ForCausalLM", no_rope_layers=[0, *[1] * 7]) == (False, False, False, (0,))
+
+
+def test_the_context_ends_with_the_sliding_window():
+    """Up to the window, attention over it is full attention."""
+    mistral = {key: value for key, value in QWEN3.items() if key != "sliding_window"} | {"architectures": ["MistralForCausalLM"]}
+    assert ModelConfig.from_dict(mistral).max_position_embeddings == 4096, "the default of the family"
+    assert ModelConfig.from_dict(mistral | {"sliding_window": None}).max_position_embeddings == 40960
+    assert ModelConfig.from_dict(mistral | {"sliding_window": 50_000}).max_position_embeddings == 40960
+    sliding = {"use_sliding_window": True, "max_window_layers": 2, "sliding_window": 1000}
+    assert ModelConfig.from_dict(QWEN3 | sliding).max_position_embeddings == 1000
+    assert ModelConfig.from_dict(QWEN3 | sliding | {"use_sliding_window": False}).max_position_embeddings == 40960

@@ -45,7 +45,7 @@ def test_logits_match_transformers(name, tmp_path):
     config, tokens = CONFIGS[name], tokens_of(CONFIGS[name], 200)
     folder = write(tmp_path, random_weights(config, seed=2))
     for dtype in (torch.float32, torch.bfloat16):
-        theirs = transformers.Qwen3ForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa").eval()
+        theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa").eval()
         with torch.no_grad():
             expected = theirs(tokens[None]).logits[0].double()
         weights = load_weights(folder, replace(config, dtype=dtype))
@@ -55,6 +55,26 @@ def test_logits_match_transformers(name, tmp_path):
             continue
         truth = all_logits(weights.map(torch.Tensor.double), tokens)
         assert (found - truth).norm() < 0.8 * (expected - truth).norm(), "with fewer roundings the error is smaller"
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(15, 5), (8, 2), (12, 2), (8, 1)])
+@pytest.mark.parametrize("architecture", ["MistralForCausalLM", "SmolLM3ForCausalLM"])
+def test_models_saved_by_transformers_give_their_logits(architecture, heads, kv_heads, tmp_path):
+    """Fields that ``save_pretrained`` leaves out have the defaults of the family."""
+    transformers = pytest.importorskip("transformers", reason="needs the extra decode")
+    made = getattr(transformers, architecture)
+    sizes = {"vocab_size": 100, "intermediate_size": 24, "num_hidden_layers": 5, "hidden_size": 8 * heads}
+    special = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "initializer_range": 0.3}
+    described = made.config_class(**sizes, **special, num_attention_heads=heads, num_key_value_heads=kv_heads)
+    theirs = made(described).float().eval()
+    theirs.save_pretrained(tmp_path)
+    config = ModelConfig.from_pretrained(tmp_path)
+    assert config.queries_per_key == heads // kv_heads
+    tokens = tokens_of(config, 50)
+    with torch.no_grad():
+        expected = theirs(tokens[None]).logits[0]
+    found = all_logits(load_weights(tmp_path, config), tokens)
+    assert (found - expected).norm() <= 1e-5 * expected.norm()
 
 
 def test_28_layers_in_bfloat16_stay_within_the_gate():
@@ -67,7 +87,7 @@ def test_28_layers_in_bfloat16_stay_within_the_gate():
 # General properties
 
 
-@pytest.mark.parametrize("name", ["tied", "untied_with_biases", "yarn"])
+@pytest.mark.parametrize("name", ["tied", "untied_with_biases", "yarn", "qwen2", "smollm3"])
 def test_chunks_and_single_steps_give_the_logits_of_the_whole_sequence(name, monkeypatch):
     monkeypatch.setattr(model_file, "PREFILL_CHUNK", 7)
     weights = random_weights(CONFIGS[name], seed=3).map(torch.Tensor.double)

@@ -188,6 +188,15 @@ def test_a_graph_cache_keeps_the_most_recently_used(capacity):
 # Cost and requirements of a start
 
 
+@pytest.mark.parametrize(
+    ("change", "reason"), [({"qk_norm": False}, "normalise"), ({"unrotated_layers": (1,)}, "in every layer")]
+)
+def test_kernels_refuse_families_that_they_would_compute_wrongly(weights, change, reason):
+    """The dispatcher asks with the key alone, so the key must hold these features."""
+    for level in LEVELS:
+        assert reason in (megakernel.has_a_plan(level, query_of(replace(weights.config, **change))) or "")
+
+
 def query_of(config, device="cuda:0"):
     """Return the dispatch key of a step at position 100, of a model in bfloat16 without biases, as the kernels need."""
     return key_of(replace(config, dtype=torch.bfloat16, attention_bias=False), 100, device)

@@ -159,6 +159,31 @@ def test_missing_tensors_and_wrong_shapes_are_named(tmp_path, prose):
         load_weights(tmp_path, replace(SMALL, tie_word_embeddings=False))
 
 
+@pytest.mark.parametrize("name", ["llama", "qwen2"])
+@pytest.mark.parametrize(
+    ("tensor", "change"),
+    [
+        ("self_attn.q_proj.bias", "missing or surplus"), ("self_attn.o_proj.bias", "surplus"),
+        ("self_attn.q_norm.weight", "surplus"),
+        ("self_attn.k_proj.weight", "missing or surplus"), ("self_attn.v_proj.weight", "transposed"),
+        ("mlp.up_proj.bias", "surplus"),
+    ],
+)  # fmt: skip
+def test_tensors_that_do_not_fit_the_family_are_named(name, tensor, change, tmp_path):
+    """A tensor that belongs to the family is taken away or transposed; one that does not is added."""
+    folder, tensor = write(tmp_path, random_weights(CONFIGS[name])), f"model.layers.1.{tensor}"
+    tensors = load_file(folder / "model.safetensors")
+    if change == "transposed":
+        tensors[tensor] = tensors[tensor].T.contiguous()
+    elif tensors.pop(tensor, None) is None:
+        tensors[tensor] = torch.zeros(CONFIGS[name].query_size)
+    else:
+        assert change != "surplus"
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match=tensor.replace(".", r"\.")):
+        load_weights(folder, ModelConfig.from_pretrained(folder))
+
+
 # Files outside of the folder
 
 

@@ -93,7 +93,7 @@ class Commands(LazyGroup):
         "generate": Command(
             "onelaunch.cli.generate",
             "generate",
-            "Continue a text with a model of the Qwen3 family.",
+            "Continue a text with a dense model, such as Qwen3 or Llama.",
         ),
         "serve": Command("onelaunch.cli.serve", "serve", "Serve a model by OpenAI's HTTP API, one request at a time."),
         "explain": Command("onelaunch.cli.explain", "explain", "Show which variant would run a call here, and why."),

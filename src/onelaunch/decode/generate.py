@@ -245,7 +245,7 @@ class Model:
         dtype: torch.dtype | str | None = None,
         variant: str = AUTO,
     ) -> Model:
-        """Load a model of the Qwen3 dense family.
+        """Load a dense model: Qwen3, Qwen2, Llama, Mistral or SmolLM3.
 
         Args:
             name: Model folder in Hugging Face's format, ``"owner/name"`` on its hub, or ``"tiny"``, the bundled model. Folders,

@@ -1,1 +1,1 @@
-"""Model of the Qwen3 dense family: files, weights, tokenizer, KV cache, sampling, and the forward pass in PyTorch."""
+"""Dense models, such as Qwen3 and Llama: files, weights, tokenizer, KV cache, sampling, and the forward pass in PyTorch."""

@@ -1,4 +1,4 @@
-"""Configurations of models: the Qwen3 dense family as Hugging Face's ``config.json`` describes it.
+"""Configurations of models: dense families as Hugging Face's ``config.json`` describes them.
 
 ``decode/generate.py`` reads the files of a model folder with it. All parts of decoding take the model's sizes from a
 :class:`ModelConfig`, which ``onelaunch.decode`` exports; ``rope.py`` takes the scalings for long contexts from it.
@@ -14,12 +14,10 @@ from typing import Any, TypeAlias
 
 import torch
 
+from onelaunch.decode.model.families import family_of, unrotated_layers, window_of, with_defaults
 from onelaunch.decode.model.files import entry, folder_path, read_json
-from onelaunch.errors import ArgumentError, CheckpointError, ModelConfigError, UnsupportedModel
+from onelaunch.errors import ArgumentError, CheckpointError, ModelConfigError
 from onelaunch.wording import listing, shown
-
-ARCHITECTURES = {"Qwen3ForCausalLM": "qwen3"}
-"""Supported architectures of ``config.json``, each with its ``model_type``."""
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 """Supported dtypes of weights, by the name that ``config.json`` gives."""
@@ -98,11 +96,20 @@ class ModelConfig:
     rope_theta: float = 10_000.0
     rope_scaling: RopeScaling | None = None
     max_position_embeddings: int = CONTEXT
-    """Context: the largest number of positions of prompt and new tokens together."""
+    """Context: the largest number of positions of prompt and new tokens together.
+
+    For a model with a sliding window, :meth:`from_dict` gives at most the window: up to there, attention is full.
+    """
     tie_word_embeddings: bool = False
     """Flag of a model whose LM head uses the embedding's matrix."""
     attention_bias: bool = False
-    """Flag of a model whose attention projections add a bias."""
+    """Flag of a model whose projections to queries, keys and values add a bias."""
+    output_bias: bool = True
+    """Flag of a model in which the projection of attention's output adds a bias too, if ``attention_bias`` is set."""
+    qk_norm: bool = True
+    """Flag of a model that normalises queries and keys per head."""
+    unrotated_layers: tuple[int, ...] = ()
+    """Ascending numbers of the layers that do not rotate queries and keys by their positions."""
     dtype: torch.dtype = torch.bfloat16
     """Dtype of weights, cache and activations: bfloat16, float16 or float32."""
     eos_token_ids: tuple[int, ...] = ()
@@ -123,6 +130,7 @@ class ModelConfig:
         for name in _FLAGS:
             if not isinstance(getattr(self, name), bool):
                 raise ModelConfigError(name, got=getattr(self, name), want="true or false")
+        _check_layer_numbers(self.unrotated_layers, self.num_hidden_layers)
         if self.dtype not in DTYPES.values():
             raise ModelConfigError("dtype", got=self.dtype, want=f"one of {listing(DTYPES)}")
         if self.rope_scaling is not None:
@@ -162,23 +170,33 @@ class ModelConfig:
         """
         if not isinstance(values, Mapping):
             raise ArgumentError(f"values is {shown(values)}; it must be a mapping, such as the contents of a config.json.")
-        _check_architecture(values)
+        family = family_of(values)
         known: dict[str, Any] = {name: values[name] for name in (*SIZES, *_PLAIN) if values.get(name) is not None}
-        known.setdefault("head_dim", 128)  # the default of the family; some files leave it out
-        if missing := [name for name in SIZES if name not in known and name not in _DEFAULTED]:
-            raise ModelConfigError(missing[0], got="missing", want="given in the configuration")
         name = "rope_parameters" if values.get("rope_parameters") else "rope_scaling"
         rope = values.get(name) or {}
         if not isinstance(rope, Mapping):
             raise ModelConfigError(name, got=rope, want="an object")
-        rope = dict(rope)
+        rope = {**rope}
+        if rotated := rope.pop("partial_rotary_factor", None):
+            _check_number(f"{name}.partial_rotary_factor", rotated, "1: all channels are rotated", lambda part: part == 1)
+        if by_layer := [each for each in rope.values() if isinstance(each, Mapping)]:
+            raise ModelConfigError(name, got=by_layer[0], want="the same for all layers")
         if (theta := rope.pop("rope_theta", None)) is not None:
             known["rope_theta"] = theta
+        with_defaults(known, family)
+        if missing := [name for name in SIZES if name not in known and name not in _DEFAULTED]:
+            raise ModelConfigError(missing[0], got="missing", want="given in the configuration")
         for name in ("rms_norm_eps", "rope_theta"):
             # JSON may have an integer here. A huge one, which no float can hold, is left for the checks to refuse.
             if type(value := known.get(name)) is int and abs(value) <= _LARGEST_SIZE:
                 known[name] = float(value)
         known["rope_scaling"] = _scaling(rope, known.get("max_position_embeddings", CONTEXT))
+        if family.qkv_bias is not None:
+            known |= {"attention_bias": family.qkv_bias, "output_bias": not family.qkv_bias}
+        known |= {"qk_norm": family.qk_norm, "unrotated_layers": unrotated_layers(values, family)}
+        context = known.setdefault("max_position_embeddings", CONTEXT)
+        if (window := window_of(values, family)) is not None and isinstance(context, int) and context > 0:
+            known["max_position_embeddings"] = min(context, window)
         dtype = values.get("dtype") or values.get("torch_dtype") or "float32"
         dtype = str(dtype) if isinstance(dtype, torch.dtype) else dtype
         if not isinstance(dtype, str) or (dtype := dtype.removeprefix("torch.")) not in DTYPES:
@@ -218,10 +236,10 @@ SIZES = (
 _DEFAULTED = ("max_position_embeddings",)
 """Fields of :data:`SIZES` that a file may leave out."""
 
-_FLAGS = ("tie_word_embeddings", "attention_bias")
+_FLAGS = ("tie_word_embeddings", "attention_bias", "output_bias", "qk_norm")
 """Fields that must be true or false."""
 
-_PLAIN = ("rms_norm_eps", "rope_theta", *_FLAGS, "bos_token_id")
+_PLAIN = ("rms_norm_eps", "rope_theta", "tie_word_embeddings", "attention_bias", "bos_token_id")
 """Further fields that a file has under the same names, all of which it may leave out."""
 
 
@@ -264,29 +282,11 @@ def _check_scaling(scaling: RopeScaling) -> None:
         raise ModelConfigError("rope_scaling.high_freq_factor", got=scaling.high_freq_factor, want=want)
 
 
-def _check_architecture(values: Mapping[str, Any]) -> None:
-    """Raise unless the configuration is that of a dense Qwen3 model with full attention, SiLU and unquantized weights."""
-    names, kind = _names(values, "architectures"), values.get("model_type")
-    if (names and names[0] not in ARCHITECTURES) or (not names and kind not in ARCHITECTURES.values()):
-        raise UnsupportedModel(f"architecture {shown(names[0] if names else kind)}", supported=ARCHITECTURES)
-    if values.get("quantization_config"):
-        raise UnsupportedModel("quantized weights", supported=DTYPES)
-    if values.get("hidden_act", "silu") != "silu":
-        raise UnsupportedModel(f"hidden_act {shown(values['hidden_act'])}", supported=("silu",))
-    # Without ``layer_types``, the layers from number ``max_window_layers`` on have a sliding window.
-    counts = [values.get(name) or 0 for name in ("max_window_layers", "num_hidden_layers")]
-    sliding = values.get("use_sliding_window") and not (all(isinstance(each, int) for each in counts) and counts[0] >= counts[1])
-    layers = set(_names(values, "layer_types"))
-    if layers - {"full_attention"} or (not layers and sliding):
-        raise UnsupportedModel("attention over a sliding window", supported=("full attention",))
-
-
-def _names(values: Mapping[str, Any], field: str) -> list[str]:
-    """Return a field that must be a list of strings; a missing one is empty."""
-    names = values.get(field) or []
-    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise ModelConfigError(field, got=names, want="a list of names")
-    return names
+def _check_layer_numbers(numbers: object, count: int) -> None:
+    """Raise unless ``numbers`` is a tuple of ascending layer numbers below ``count``."""
+    valid = isinstance(numbers, tuple) and all(type(each) is int and 0 <= each < count for each in numbers)
+    if not valid or list(numbers) != sorted(set(numbers)):  # pyrefly: ignore[bad-argument-type]
+        raise ModelConfigError("unrotated_layers", got=numbers, want=f"a tuple of ascending layer numbers below {count}")
 
 
 def _scaling(values: Mapping[str, Any], context: int) -> RopeScaling | None:
@@ -302,7 +302,7 @@ def _scaling(values: Mapping[str, Any], context: int) -> RopeScaling | None:
     if "original_max_position_embeddings" in fields:
         given.setdefault("original_max_position_embeddings", context)
     if kind == "yarn" and (unknown := [name for name in ("mscale", "mscale_all_dim") if values.get(name) is not None]):
-        raise ModelConfigError(f"rope_scaling.{unknown[0]}", got=values[unknown[0]], want="left out: no Qwen3 has it")
+        raise ModelConfigError(f"rope_scaling.{unknown[0]}", got=values[unknown[0]], want="left out: no supported model has it")
     try:
         return made(**given)
     except TypeError:

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from onelaunch.decode.model.cache import KVCache
 from onelaunch.decode.model.config import ModelConfig
-from onelaunch.decode.model.rope import rotate, rotation
+from onelaunch.decode.model.rope import layer_rotations, rotate
 from onelaunch.decode.model.weights import LayerWeights, Weights
 
 PREFILL_CHUNK = 4096
@@ -75,8 +75,8 @@ def forward(weights: Weights, tokens: torch.Tensor, cache: KVCache, pace: Callab
     config, start, end = weights.config, cache.length, cache.length + len(tokens)
     embedded = F.embedding(tokens, weights.embed_tokens)
     hidden = upcast(embedded)
-    rotary = rotation(config, torch.arange(start, end, device=tokens.device), hidden.dtype)
-    for layer, keys, values in zip(weights.layers, cache.keys, cache.values, strict=True):
+    rotations = layer_rotations(config, torch.arange(start, end, device=tokens.device), hidden.dtype)
+    for layer, keys, values, rotary in zip(weights.layers, cache.keys, cache.values, rotations, strict=True):
         if pace is not None:
             pace()
         normed = rms_norm(hidden, layer.input_layernorm, config.rms_norm_eps)
@@ -119,14 +119,16 @@ def project_qkv(
 
     ``normed`` is the normalised residual stream, ``[T, H]``, and ``eps`` the epsilon of the norms.
 
-    Queries and keys are normalised per head and rotated by ``rotary``, a cosine and a sine; values are only projected.
+    Queries and keys are normalised per head, where the layer has norms, and rotated by ``rotary``, a cosine and a sine; values
+    are only projected.
     """
     shape = (len(normed), -1, head_dim)
     q = F.linear(normed, layer.q_proj, layer.q_bias).view(shape)
     k = F.linear(normed, layer.k_proj, layer.k_bias).view(shape)
     v = F.linear(normed, layer.v_proj, layer.v_bias).view(shape)
-    q = rotate(_unrounded_rms_norm(q, layer.q_norm, eps), *rotary).to(v.dtype)
-    k = rotate(_unrounded_rms_norm(k, layer.k_norm, eps), *rotary).to(v.dtype)
+    q = upcast(q) if layer.q_norm is None else _unrounded_rms_norm(q, layer.q_norm, eps)
+    k = upcast(k) if layer.k_norm is None else _unrounded_rms_norm(k, layer.k_norm, eps)
+    q, k = (rotate(each, *rotary).to(v.dtype) for each in (q, k))
     return q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1)
 
 

@@ -48,6 +48,16 @@ def rotation(config: ModelConfig, positions: torch.Tensor, dtype: torch.dtype) -
     return (angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype)
 
 
+def layer_rotations(config: ModelConfig, positions: torch.Tensor, dtype: torch.dtype) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return :func:`rotation` once per layer; that of an unrotated layer is the identity, cosine 1 and sine 0."""
+    rotated = rotation(config, positions, dtype)
+    if not config.unrotated_layers:
+        return [rotated] * config.num_hidden_layers
+    unrotated = frozenset(config.unrotated_layers)
+    identity = torch.ones_like(rotated[0]), torch.zeros_like(rotated[1])
+    return [identity if number in unrotated else rotated for number in range(config.num_hidden_layers)]
+
+
 def rotate(heads: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
     """Return heads ``[T, N, D]`` rotated by their positions' cosine and sine ``[T, D / 2]``."""
     first, second = heads.chunk(2, -1)

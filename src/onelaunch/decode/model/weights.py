@@ -60,10 +60,6 @@ class LayerWeights(Bundle):
     """Projection to values, ``[K, H]``."""
     o_proj: torch.Tensor
     """Projection of attention's output, ``[H, Q]``."""
-    q_norm: torch.Tensor
-    """Factors of the RMS norm of each query head, ``[D]``."""
-    k_norm: torch.Tensor
-    """Factors of the RMS norm of each key head, ``[D]``."""
     post_attention_layernorm: torch.Tensor
     """Factors of the RMS norm before the MLP, ``[H]``."""
     gate_proj: torch.Tensor
@@ -72,6 +68,10 @@ class LayerWeights(Bundle):
     """Projection to the MLP's values, ``[I, H]``."""
     down_proj: torch.Tensor
     """Projection of the MLP's output, ``[H, I]``."""
+    q_norm: torch.Tensor | None = None
+    """Factors of the RMS norm of each query head, ``[D]``; only models with ``qk_norm`` have them."""
+    k_norm: torch.Tensor | None = None
+    """Factors of the RMS norm of each key head, ``[D]``."""
     q_bias: torch.Tensor | None = None
     """Bias of the queries, ``[Q]``; only models with ``attention_bias`` have biases."""
     k_bias: torch.Tensor | None = None
@@ -79,7 +79,7 @@ class LayerWeights(Bundle):
     v_bias: torch.Tensor | None = None
     """Bias of the values, ``[K]``."""
     o_bias: torch.Tensor | None = None
-    """Bias of attention's output, ``[H]``."""
+    """Bias of attention's output, ``[H]``; only models with ``output_bias`` as well have it."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -154,9 +154,11 @@ def parts(config: ModelConfig) -> Iterator[tuple[str, str, tuple[int, ...]]]:
         yield "untied_head", "lm_head.weight", (V, H)
     attention = {"q": (Q, H), "k": (K, H), "v": (K, H), "o": (H, Q)}
     in_attention = {f"{name}_proj": (f"{name}_proj.weight", shape) for name, shape in attention.items()}
-    in_attention |= {f"{name}_norm": (f"{name}_norm.weight", (D,)) for name in "qk"}
+    if config.qk_norm:
+        in_attention |= {f"{name}_norm": (f"{name}_norm.weight", (D,)) for name in "qk"}
     if config.attention_bias:
-        in_attention |= {f"{name}_bias": (f"{name}_proj.bias", shape[:1]) for name, shape in attention.items()}
+        biased = "qkvo" if config.output_bias else "qkv"
+        in_attention |= {f"{name}_bias": (f"{name}_proj.bias", attention[name][:1]) for name in biased}
     for number in range(config.num_hidden_layers):
         here, there = f"layers.{number}", f"model.layers.{number}"
         for name, (file_name, shape) in in_attention.items():
@@ -180,7 +182,7 @@ def from_tensors(config: ModelConfig, tensors: Mapping[str, torch.Tensor]) -> We
 def elements(config: ModelConfig, *, matrices_only: bool = False) -> int:
     """Return the number of elements of a model's weights, or of its matrices alone."""
     # One layer stands for all, so that the time does not depend on a number of layers that an untrusted file gives.
-    shapes = [(name, shape) for name, _, shape in parts(replace(config, num_hidden_layers=1))]
+    shapes = [(name, shape) for name, _, shape in parts(replace(config, num_hidden_layers=1, unrotated_layers=()))]
     return sum(
         math.prod(shape) * (config.num_hidden_layers if name.startswith("layers.") else 1)
         for name, shape in shapes

@@ -40,6 +40,7 @@ def _norms_of(weights: Weights) -> torch.Tensor:
         part
         for layer in weights.layers
         for part in (layer.input_layernorm, layer.post_attention_layernorm, layer.q_norm, layer.k_norm)
+        if part is not None  # the kernels take only models that have them all
     ]
     return torch.cat([*parts, weights.norm])
 

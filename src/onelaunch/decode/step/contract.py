@@ -61,13 +61,22 @@ class DecodeCall(NamedTuple):
 def key_of(config: ModelConfig, position: int, device: str) -> Query:
     """Return the dispatch key of a step.
 
-    Its flags are ``tied``, if the LM head is the embedding's matrix, and ``bias``, if the projections of attention add a bias.
+    Its flags are ``tied``, if the LM head is the embedding's matrix; ``bias``, if the projections of attention add a bias, and
+    ``no_output_bias``, if that of the output then adds none; ``no_qk_norm``, if heads are not normalised; and ``unrotated``, if
+    a layer does not rotate queries and keys.
     """
     sizes = (
         config.num_hidden_layers, config.hidden_size, config.intermediate_size, config.num_attention_heads,
         config.num_key_value_heads, config.head_dim, config.vocab_size, position,
     )  # fmt: skip
-    flags = ("bias",) * config.attention_bias + ("tied",) * config.tie_word_embeddings
+    given = {
+        "bias": config.attention_bias,
+        "no_output_bias": config.attention_bias and not config.output_bias,
+        "no_qk_norm": not config.qk_norm,
+        "tied": config.tie_word_embeddings,
+        "unrotated": bool(config.unrotated_layers),
+    }
+    flags = tuple(name for name, is_set in given.items() if is_set)
     return Query("decode_step", device, config.dtype, sizes, flags=flags)
 
 
@@ -107,7 +116,14 @@ def bind(token: torch.Tensor, weights: Weights, cache: KVCache) -> DecodeCall:
     dimensions=DIMENSIONS,
     outputs=("logits", "keys", "values"),
     bind=bind,
-    options={"tied": True, "bias": False, "rope_theta": 1_000_000.0},
+    options={
+        "tied": True,
+        "bias": False,
+        "rope_theta": 1_000_000.0,
+        "no_output_bias": False,
+        "no_qk_norm": False,
+        "unrotated": 0,
+    },
     defaults={"cuda": ("streaming", "captured", "eager"), "cpu": ("eager",)},
     # A layer has ten operations, and each of them rounds. The residual stream adds the layers up, so the error grows more
     # slowly than their number: the cap that follows from 64 stages is 4.0e-2, and plain PyTorch in bfloat16 was up to 3.4e-2
@@ -118,8 +134,9 @@ def decode_step(token: torch.Tensor, weights: Weights, cache: KVCache, *, varian
     """Run one token through a model: return the logits for the next token, and append the token's keys and values to the cache.
 
     Every layer adds attention to the residual stream, then a SwiGLU MLP; each of them reads the RMS-normalised stream.
-    Attention normalises queries and keys per head, rotates them by their positions (RoPE), and shares key heads among query
-    heads (GQA). The LM head multiplies the normalised stream by its matrix.
+    Attention normalises queries and keys per head (``config.qk_norm``), rotates them by their positions (RoPE, in all layers but
+    ``config.unrotated_layers``), and shares key heads among query heads (GQA). The LM head multiplies the normalised stream by
+    its matrix.
 
     Args:
         token: Token at position ``cache.length``, ``[1]`` int64.

@@ -53,6 +53,7 @@ def config_of(case: Case) -> ModelConfig:
     layers, hidden, intermediate, heads, kv_heads, head_dim, vocabulary, position = (
         case.sizes[name] for name in decode_step.dimensions
     )
+    interval = decode_step.option(case, "unrotated")  # every so many layers, one does not rotate
     return ModelConfig(
         vocab_size=vocabulary,
         hidden_size=hidden,
@@ -65,5 +66,8 @@ def config_of(case: Case) -> ModelConfig:
         max_position_embeddings=max(_CONTEXT, position + 1),
         tie_word_embeddings=decode_step.option(case, "tied"),
         attention_bias=decode_step.option(case, "bias"),
+        output_bias=not decode_step.option(case, "no_output_bias"),
+        qk_norm=not decode_step.option(case, "no_qk_norm"),
+        unrotated_layers=tuple(range(interval - 1, layers, interval)) if interval else (),
         dtype=case.dtype,
     )

@@ -75,6 +75,8 @@ def _config_in(query: Query) -> ModelConfig:
     return ModelConfig(
         vocabulary, hidden, intermediate, layers, heads, kv_heads, head_dim,
         tie_word_embeddings="tied" in query.flags, attention_bias="bias" in query.flags, dtype=query.dtype,
+        output_bias="no_output_bias" not in query.flags, qk_norm="no_qk_norm" not in query.flags,
+        unrotated_layers=(0,) if "unrotated" in query.flags else (),
     )  # fmt: skip
 
 

@@ -21,7 +21,7 @@ import torch
 from torch.nn import functional as F
 
 from onelaunch.decode.model.forward import forward, logits_of, mlp, project_qkv, rms_norm, upcast
-from onelaunch.decode.model.rope import rotation
+from onelaunch.decode.model.rope import layer_rotations
 from onelaunch.decode.model.weights import LayerWeights, Weights
 from onelaunch.decode.runtime.graphs import capture_on_new_stream
 from onelaunch.decode.runtime.models import MODELS
@@ -119,11 +119,11 @@ def step(
     config = weights.config
     embedded = F.embedding(token, weights.embed_tokens)
     hidden = upcast(embedded)
-    cosine, sine = rotation(config, position, hidden.dtype)
+    rotations = layer_rotations(config, position, hidden.dtype)
     mask = (torch.arange(window, device=token.device) <= position).expand(config.queries_per_key, window)
-    for each, keys, values in zip(weights.layers, call.cache.keys, call.cache.values, strict=True):
+    for each, keys, values, rotary in zip(weights.layers, call.cache.keys, call.cache.values, rotations, strict=True):
         tensors = tuple(getattr(each, name) for name in _LAYER_FIELDS)
-        hidden = layer(tensors, config.head_dim, config.rms_norm_eps, hidden, keys, values, position, cosine, sine, mask)
+        hidden = layer(tensors, config.head_dim, config.rms_norm_eps, hidden, keys, values, position, *rotary, mask)
     return head(hidden, weights.norm, weights.lm_head, config.rms_norm_eps)
 
 
