@@ -67,7 +67,9 @@ def generate(
     ] = None,
     variant: Annotated[str, typer.Option("--variant", help="Variant of decode_step; onelaunch explain lists them.")] = "auto",
 ) -> None:
-    """Continue a text with a dense model, such as Qwen3. The text is streamed to stdout, and times are printed to stderr.
+    """Continue a text with a dense model, such as Qwen3 or Llama.
+
+    The text is streamed to stdout, and times are printed to stderr.
 
     The default model is part of the package. It was trained on Python's standard library, and runs on any machine without a
     network.

@@ -146,8 +146,9 @@ class GatedLayer(RecurrentLayer, ABC):
         It can compute calls of plain layers whose norm has a weight, without a cache, padding, packed sequences or steps on
         other ranks.
         """
-        more = (given.cache, given.padding, given.cu_seqlens, given.context)
-        if not self.plain or any(each is not None for each in more):
+        if not self.plain or given.cache is not None or given.padding is not None:
+            return None
+        if given.cu_seqlens is not None or given.context is not None:
             return None
         norm_weight = parameter(child(self, self.norm_name), "weight")
         if norm_weight is None:

@@ -126,34 +126,9 @@ def read_inputs(
 
     The operations check shapes, dtypes and offsets again, with their own names of the arguments.
     """
-    rest = attention_mask, past_key_values, use_cache, output_attentions
-    if mesh is None:
-        return _checked(hidden_states, width, layer_idx, *rest, cu_seqlens)
-
-    def describe() -> Described:
-        if past_key_values is not None or use_cache:
-            raise ArgumentError(
-                "mesh is given with past_key_values or use_cache; a layer keeps no state across ranks: leave one out."
-            )
-        given = _checked(hidden_states, width, layer_idx, *rest, offsets_of(mesh, cu_seqlens))
-        facts = {"sizes": (given.x.shape[0], width), "dtype": given.x.dtype, "attention_mask": attention_mask is not None}
-        return Described(given.x.shape[1], given.x.device, {"operation": "layer", **facts}, given)
-
-    context, given = entered(mesh, cu_seqlens, describe)
-    return given._replace(context=context, cu_seqlens=context.cu_seqlens)
-
-
-def _checked(
-    hidden_states: torch.Tensor,
-    width: int,
-    layer_idx: int | None,
-    attention_mask: torch.Tensor | None,
-    past_key_values: Cache | None,
-    use_cache: bool | None,
-    output_attentions: bool | None,
-    cu_seqlens: torch.Tensor | None,
-) -> Inputs:
-    """Return the checked arguments of a call on this rank."""
+    if mesh is not None:
+        given = (hidden_states, width, layer_idx, attention_mask, past_key_values, use_cache, output_attentions)
+        return _inputs_of_slice(mesh, cu_seqlens, *given)
     checks.rank("hidden_states", checks.tensor("hidden_states", hidden_states), "[B, T, D]")
     checks.dtype("hidden_states", hidden_states, checks.FLOATS)
     if hidden_states.shape[2] != width:
@@ -174,6 +149,23 @@ def _checked(
     padding = None if attention_mask is None else _padding(hidden_states, attention_mask)
     given = Inputs(hidden_states, padding, cu_seqlens, cache, bool(use_cache), layer_idx, last)
     return given if padding is None else given._replace(x=given.without_padding(hidden_states))
+
+
+def _inputs_of_slice(mesh: Any, cu_seqlens: torch.Tensor | None, *rest: Any) -> Inputs:
+    """Return the checked arguments of a call with a mesh; ``rest`` are those of :func:`read_inputs` before ``cu_seqlens``."""
+    _, width, _, attention_mask, past_key_values, use_cache, _ = rest
+
+    def describe() -> Described:
+        if past_key_values is not None or use_cache:
+            raise ArgumentError(
+                "mesh is given with past_key_values or use_cache; a layer keeps no state across ranks: leave one out."
+            )
+        given = read_inputs(*rest, offsets_of(mesh, cu_seqlens))
+        facts = {"sizes": (given.x.shape[0], width), "dtype": given.x.dtype, "attention_mask": attention_mask is not None}
+        return Described(given.x.shape[1], given.x.device, {"operation": "layer", **facts}, given)
+
+    context, given = entered(mesh, cu_seqlens, describe)
+    return given._replace(context=context, cu_seqlens=context.cu_seqlens)
 
 
 def _cache(past_key_values: object, use_cache: bool, layer_idx: int | None) -> Cache | None:
