@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 
 import pytest
@@ -36,7 +37,9 @@ def test_a_key_that_no_header_can_hold_is_refused(call, prose):
 
 def test_the_command_makes_the_service_and_reports_the_address(call, monkeypatch, tmp_path):
     """The server itself is replaced."""
-    server = pytest.importorskip("onelaunch.decode.serve.server", reason="needs the extra serve")
+    for package in ("h11", "prometheus_client", "starlette", "uvicorn"):
+        pytest.importorskip(package, reason="needs the extra serve")
+    server = importlib.import_module("onelaunch.decode.serve.server")
     made = []
 
     def serve(service, *, started, **options):

@@ -1,4 +1,4 @@
-"""What all ranks know about a call: the lengths of the slices and the offsets of packed sequences.
+"""Facts that all ranks know about a call: the lengths of the slices and the offsets of packed sequences.
 
 Public functions and layers call :func:`entered` with the caller's ``mesh``. Users call :func:`context` to make a
 :class:`Context` once for many calls.
@@ -67,7 +67,7 @@ class Described(NamedTuple):
     """Steps on this rank."""
     device: torch.device
     facts: dict[str, Any]
-    """What must be the same on all ranks: hashable values by name."""
+    """Facts that must be the same on all ranks: hashable values by name."""
     call: Any = None
     """Checked call, for the caller of :func:`entered`."""
 

@@ -26,9 +26,9 @@ class Share:
     offsets: tuple[int, ...]
     """Offsets of these sequences in the slice, one more than there are sequences."""
     begins: tuple[bool, ...]
-    """For each, whether it begins here."""
+    """Flag for each: it begins here."""
     ends: tuple[bool, ...]
-    """For each, whether it ends here."""
+    """Flag for each: it ends here."""
     head_start: int
     """First step of the head among all steps."""
     head: int
