@@ -160,7 +160,7 @@ def _inputs_of_slice(mesh: Any, cu_seqlens: torch.Tensor | None, *rest: Any) -> 
             raise ArgumentError(
                 "mesh is given with past_key_values or use_cache; a layer keeps no state across ranks: leave one out."
             )
-        given = read_inputs(*rest, offsets_of(mesh, cu_seqlens))
+        given = read_inputs(*rest, cu_seqlens=offsets_of(mesh, cu_seqlens))
         facts = {"sizes": (given.x.shape[0], width), "dtype": given.x.dtype, "attention_mask": attention_mask is not None}
         return Described(given.x.shape[1], given.x.device, {"operation": "layer", **facts}, given)
 
