@@ -10,6 +10,7 @@ by a stand-in. ``vectors`` returns random vectors.
 
 from __future__ import annotations
 
+import ast
 import os
 import threading
 import warnings
@@ -287,3 +288,21 @@ def test_memory_that_runs_out_for_a_reserve_leaves_the_former_one(monkeypatch):
     assert reserve._used == []
     reserve.fill(device)
     assert len(reserve._used) == 1
+
+
+def test_a_compilation_that_another_thread_disturbed_is_made_once_more(machine, monkeypatch):  # noqa: F811
+    """CPython's parser raises SystemError if another thread parses at the same time."""
+    parse, disturbed = ast.parse, []
+
+    def parse_after_an_error(*arguments, **options):
+        thread = threading.current_thread().name
+        if not disturbed and thread.startswith("onelaunch-compile"):
+            disturbed.append(thread)
+            raise SystemError("AST constructor recursion depth mismatch (before=39, after=34)")
+        return parse(*arguments, **options)
+
+    monkeypatch.setattr(ast, "parse", parse_after_an_error)
+    call(vectors()[0])
+    assert disturbed
+    assert is_apart(machine.compiled)
+    assert machine.names == ["double_kernel", "square_kernel"]

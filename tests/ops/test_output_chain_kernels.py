@@ -232,6 +232,46 @@ def test_partial_sums_do_not_depend_on_the_number_of_ctas(processors, monkeypatc
 
 
 @pytest.mark.interpret
+@pytest.mark.parametrize("values", [20, 128])
+def test_the_gradient_of_h_stays_orthogonal_to_h_when_it_is_rounded(values):
+    """The norm makes them orthogonal, but for eps, and gradients of a recurrence's decays are sums of their inner products."""
+    from onelaunch.ops.output_chain import launch
+
+    given = made(dtype="float16", V=values, T=64)
+    operands = launch.Operands.of(given["h"], given["gate"], given["norm_weight"], activated=False)
+    rstd = launch.norm_gate(operands, 1e-5, keep=True)[1]
+    da = torch.randn(operands.h.shape, generator=torch.Generator().manual_seed(1)).half()
+    dh = launch.norm_gate_gradients(da, operands, rstd, want_a=False).dh
+
+    h, gate, upper = (tensor.double().unflatten(-1, (-1, values)) for tensor in (operands.h, operands.gate, da))
+    x, scaled = h * rstd.double()[..., None], upper * torch.nn.functional.silu(gate) * given["norm_weight"].double()
+    exact = rstd.double()[..., None] * (scaled - x * (scaled * x).mean(-1, keepdim=True))
+    rounded = exact.half().double()
+    ours = dh.double().unflatten(-1, (-1, values))
+    assert_near({"dh": ours}, {"dh": exact}, 1.25 * float((rounded - exact).norm() / exact.norm()))
+    lost = [float((((given_ - exact) * x).sum(-1)).norm()) for given_ in (ours, rounded)]
+    assert lost[0] < 0.5 * lost[1]
+
+
+@pytest.mark.interpret
+def test_a_gradient_of_h_that_leaves_float16_is_infinite_and_changes_no_other_row():
+    from onelaunch.ops.output_chain import launch
+
+    given = made(dtype="float16", T=4)
+    operands = launch.Operands.of(given["h"], given["gate"], given["norm_weight"], activated=False)
+    rstd = launch.norm_gate(operands, 1e-5, keep=True)[1]
+    da = torch.ones_like(operands.h)
+    usual = launch.norm_gate_gradients(da, operands, rstd, want_a=False).dh
+    rstd[1, 0] = 1e6  # makes the gradient of this token's first head larger than float16 can hold
+    dh = launch.norm_gate_gradients(da, operands, rstd, want_a=False).dh
+    first = slice(0, operands.values)
+    assert dh[1, first].isinf().any()
+    assert not dh[1, first].isnan().any()
+    dh[1, first] = usual[1, first]
+    assert torch.equal(dh, usual)
+
+
+@pytest.mark.interpret
 def test_the_backward_pass_recomputes_the_products_operand_once(monkeypatch):
     from onelaunch.ops.output_chain import launch
 

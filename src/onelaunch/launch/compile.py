@@ -12,7 +12,7 @@ machine code.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any
 
@@ -44,7 +44,7 @@ def compile_triton(build: KernelBuild, target: Architecture) -> Any:
         raise InspectionError(
             "TRITON_INTERPRET=1 is set, so Triton interprets kernels and cannot compile them. Unset this environment variable."
         )
-    complete_key(build.kernel)
+    _again_after_system_error(complete_key, build.kernel)
     signature, constants, attributes = _specialized(build)
     source = (GluonASTSource if build.kernel.is_gluon() else ASTSource)(
         build.kernel, signature=signature, constexprs=constants, attrs=attributes
@@ -53,7 +53,8 @@ def compile_triton(build: KernelBuild, target: Architecture) -> Any:
     atomics = global_atomics() if target.backend == "hip" else nullcontext()
     try:
         with instructions, atomics:
-            return triton.compile(
+            return _again_after_system_error(
+                triton.compile,
                 source,
                 target=GPUTarget(target.backend, target.target, target.warp),
                 options={"num_warps": build.num_warps, "num_stages": build.num_stages, **build.options},
@@ -63,6 +64,18 @@ def compile_triton(build: KernelBuild, target: Architecture) -> Any:
             f"Kernel {build.name!r} does not compile for {target.name}: {_first_line(error)}. "
             f"Its configuration: {dict(build.constants)}, {build.num_warps} warps, {build.num_stages} stages."
         ) from error
+
+
+def _again_after_system_error(function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    """Return what a function that parses a kernel returns, and call it once more if it raises :class:`SystemError`.
+
+    ``ast.parse`` of CPython 3.11 counts nested nodes for all threads together, and raises that error if another thread parses in
+    between: "AST constructor recursion depth mismatch", seen once in many runs of kernels compiled side by side.
+    """
+    try:
+        return function(*arguments, **options)
+    except SystemError:
+        return function(*arguments, **options)
 
 
 def _specialized(build: KernelBuild) -> tuple[dict[str, Any], dict[Any, Any], dict[Any, Any]]:

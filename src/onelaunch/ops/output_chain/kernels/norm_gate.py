@@ -16,7 +16,9 @@ Memory     forward reads h and the gate once, writes a once, and rstd, one float
 Protocol   forward: CTAs do not exchange anything. Backward: when all warps of a CTA have stored its row (bar.sync), one thread
            adds 1 to ``counter`` with release and acquire semantics at GPU scope. The CTA that finds all others counted sees
            their rows, and sets the counter back to 0 for the next launch. No CTA waits for another.
-Numerics   float32 between the loads and the stores.
+Numerics   float32 between the loads and the stores. dh is orthogonal to h, but for eps, and a decay of the recurrence before the
+           norm scales h: its gradient is what is left of large terms that cancel. dh is therefore rounded so that the inner
+           product of a head's dh and h stays what it is (``round_across``).
 Callers    launch.py launches the kernels; prologue.py uses ``reciprocal_rms`` and ``activate``.
 Source     study 058-output-chain; norm and gate as in fla's FusedRMSNormGated; docs/notebook/output_chain.md.
 """
@@ -88,6 +90,29 @@ def add_rows(partials, total, rows, V: tl.constexpr, BV: tl.constexpr):
 
 
 @triton.jit
+def round_across(exact, x, c, DTYPE: tl.constexpr, BV: tl.constexpr):
+    """Return rows [BM, BV] rounded to DTYPE, with nearly the inner product with the same row of x that they had before.
+
+    What rounding takes from the inner product goes into the element where |x| is largest. ``c`` numbers the elements. A row
+    that is not finite, or that the correction would take out of DTYPE's range, is rounded as usual.
+    """
+    rounded = exact.to(DTYPE)
+    if exact.dtype == DTYPE:
+        return rounded
+    wide = rounded.to(tl.float32)
+    lost = tl.sum((exact - wide) * x, axis=1)  # [BM]
+    # Magnitudes with the element's number in their lowest bits: one maximum finds both, and no two are equal.
+    LOW: tl.constexpr = BV - 1
+    keys = (x.to(tl.int32, bitcast=True) & (0x7FFFFFFF - LOW)) | c[None, :]
+    largest_key = tl.max(keys, axis=1)
+    largest = (largest_key & (0x7FFFFFFF - LOW)).to(tl.float32, bitcast=True)
+    factor = lost / tl.maximum(largest * largest, 1e-30)
+    corrected = (wide + factor[:, None] * x).to(DTYPE)
+    taken = (keys == largest_key[:, None]) & (tl.abs(corrected.to(tl.float32)) < float("inf"))
+    return tl.where(taken, corrected, rounded)
+
+
+@triton.jit
 def norm_gate_gradients_kernel(
     da, h, gate, norm_weight, rstd, a, dh, dgate, partials, dnorm_weight, counter, M, H, steps, da_stride, h_stride, gate_stride,
     dgate_stride, V: tl.constexpr, BV: tl.constexpr, BM: tl.constexpr, ACTIVATED: tl.constexpr,
@@ -122,7 +147,8 @@ def norm_gate_gradients_kernel(
             d = tl.load(da + m[:, None] * da_stride + column, mask=valid, other=0.0).to(tl.float32)
             d_times_x = d * x
             mean = tl.sum(d_times_x * factor, axis=1) * (1.0 / V)  # [BM]
-            tl.store(dh + contiguous, (r * (d * factor - x * mean[:, None])).to(dh.dtype.element_ty), mask=valid)
+            rounded = round_across(r * (d * factor - x * mean[:, None]), x, c, dh.dtype.element_ty, BV)
+            tl.store(dh + contiguous, rounded, mask=valid)
             if partials is not None:
                 dweight += d_times_x * activated
             if dgate is not None:
