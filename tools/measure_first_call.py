@@ -102,7 +102,7 @@ def measure(name: str, device: str, *, small: bool = False) -> dict[str, Any]:
         "input_seconds": ready - started,
         "kernels": len(compiled),
         "threads": jobs(),
-        **_provenance(here),
+        **provenance(here),
     }
 
 
@@ -205,7 +205,7 @@ def _finish(device: Any) -> None:
         torch.cuda.synchronize(device)
 
 
-def _provenance(device: Any) -> dict[str, Any]:
+def provenance(device: Any) -> dict[str, Any]:
     """Return the device, the software and the commit of this process."""
     import platform
 

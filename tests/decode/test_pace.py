@@ -229,7 +229,7 @@ def test_a_prompt_is_cancelled_between_the_halves_of_layers():
     weights = random_weights(SMALL)
     wait, layers = Counter(math.inf), SMALL.num_hidden_layers
     prompt = torch.arange(10)
-    expected = logits_of(weights, forward(weights, prompt, KVCache.empty(SMALL)))[-1]
+    expected = logits_of(weights, forward(weights, prompt, KVCache.empty(SMALL))[-1])
     assert torch.equal(prefill(weights, prompt, KVCache.empty(SMALL), wait)[0], expected)
     assert wait.calls == 2 * layers
     wait = Pace(torch.device("cpu"), BOUND, Counter(3))
@@ -239,7 +239,7 @@ def test_a_prompt_is_cancelled_between_the_halves_of_layers():
 
 def test_a_stream_is_cancelled_from_another_thread_while_it_reads_the_prompt(monkeypatch):
     model, entered, leave = Model(TorchEngine(random_weights(SMALL))), threading.Event(), threading.Event()
-    halves, mlp = [], forward_file.mlp
+    halves, mlp = [], forward_file.swiglu_mlp
 
     def slow(*given):
         halves.append(1)
@@ -247,7 +247,7 @@ def test_a_stream_is_cancelled_from_another_thread_while_it_reads_the_prompt(mon
         leave.wait(5)
         return mlp(*given)
 
-    monkeypatch.setattr(forward_file, "mlp", slow)
+    monkeypatch.setattr(forward_file, "swiglu_mlp", slow)
     stream = model.stream([1, 2, 3])
     with ThreadPoolExecutor(1) as pool:
         step = pool.submit(stream.step)
@@ -261,7 +261,7 @@ def test_a_stream_is_cancelled_from_another_thread_while_it_reads_the_prompt(mon
 
 
 def test_leaving_an_asynchronous_stream_stops_the_prompt(monkeypatch):
-    model, entered, halves, mlp = Model(TorchEngine(random_weights(SMALL))), threading.Event(), [], forward_file.mlp
+    model, entered, halves, mlp = Model(TorchEngine(random_weights(SMALL))), threading.Event(), [], forward_file.swiglu_mlp
 
     def slow(*given):
         halves.append(1)
@@ -269,7 +269,7 @@ def test_leaving_an_asynchronous_stream_stops_the_prompt(monkeypatch):
         threading.Event().wait(0.2)
         return mlp(*given)
 
-    monkeypatch.setattr(forward_file, "mlp", slow)
+    monkeypatch.setattr(forward_file, "swiglu_mlp", slow)
 
     async def leave() -> None:
         async def read() -> None:

@@ -12,7 +12,8 @@ than ``decode_step``'s error cap permits (docs/notebook/decode.md). Angles are c
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
 import torch
 from torch.nn import functional as F
@@ -24,6 +25,12 @@ from onelaunch.decode.model.weights import LayerWeights, Weights
 
 PREFILL_CHUNK = 4096
 """Most tokens of a prompt that are prefilled at once. A chunk after the first needs an attention mask with as many rows."""
+
+Rotation: TypeAlias = tuple[torch.Tensor, torch.Tensor]
+"""Cosines and sines of a layer's rotation."""
+
+AddAndNorm: TypeAlias = Callable[[torch.Tensor, torch.Tensor | None, torch.Tensor, float], tuple[torch.Tensor, torch.Tensor]]
+"""Function such as :func:`plain_add_and_norm`."""
 
 _ATTENTION_FLOPS = 2**39
 """Most FLOPs of a chunk's attention in one layer, a few milliseconds of a data-center GPU.
@@ -72,23 +79,69 @@ def forward(weights: Weights, tokens: torch.Tensor, cache: KVCache, pace: Callab
 
     The tokens' keys and values are written to the cache, which must have room for them. ``pace`` is that of :func:`prefill`.
     """
-    config, start, end = weights.config, cache.length, cache.length + len(tokens)
-    embedded = F.embedding(tokens, weights.embed_tokens)
-    hidden = upcast(embedded)
-    rotations = layer_rotations(config, torch.arange(start, end, device=tokens.device), hidden.dtype)
-    for layer, keys, values, rotary in zip(weights.layers, cache.keys, cache.values, rotations, strict=True):
+    hidden, rotations = embed(weights, tokens, cache.length)
+    return run_layers(weights, hidden, rotations, cache, range(len(weights.layers)), pace=pace)
+
+
+def embed(weights: Weights, tokens: torch.Tensor, start: int) -> tuple[torch.Tensor, list[Rotation]]:
+    """Return the residual stream ``[T, H]`` before the first layer, and each layer's rotations at positions from ``start`` on.
+
+    Both are float32, or float64 for float64 weights.
+    """
+    hidden = upcast(F.embedding(tokens, weights.embed_tokens))
+    positions = torch.arange(start, start + len(tokens), device=tokens.device)
+    return hidden, list(layer_rotations(weights.config, positions, hidden.dtype))
+
+
+def run_layers(
+    weights: Weights,
+    hidden: torch.Tensor,
+    rotations: Sequence[Rotation],
+    cache: KVCache,
+    layers: range,
+    *,
+    add_and_norm: AddAndNorm | None = None,
+    pace: Callable[[], None] | None = None,
+) -> torch.Tensor:
+    """Run successive layers on the residual stream ``[T, H]`` of tokens that follow the cache, and return it after them.
+
+    Args:
+        weights: Weights of the model.
+        hidden: Residual stream before the first of the layers, float32 or float64.
+        rotations: Rotations of every layer of the model, as :func:`embed` returns them.
+        cache: Cache of the positions before, with room for the tokens' keys and values, which are written to it.
+        layers: Numbers of the layers.
+        add_and_norm: Function that adds and normalizes, by default :func:`plain_add_and_norm`.
+        pace: Function of :func:`prefill`.
+    """
+    config, start, end = weights.config, cache.length, cache.length + len(hidden)
+    eps, add = config.rms_norm_eps, plain_add_and_norm if add_and_norm is None else add_and_norm
+    update: torch.Tensor | None = None
+    for number in layers:
+        layer, keys, values = weights.layers[number], cache.keys[number], cache.values[number]
         if pace is not None:
             pace()
-        normed = rms_norm(hidden, layer.input_layernorm, config.rms_norm_eps)
-        q, k, v = project_qkv(config.head_dim, config.rms_norm_eps, layer, normed, rotary)
+        normed, hidden = add(hidden, update, layer.input_layernorm, eps)
+        q, k, v = project_qkv(config.head_dim, eps, layer, normed, rotations[number])
         keys[:, start:end] = k
         values[:, start:end] = v
-        attended = attention(q, keys[:, :end], values[:, :end])
-        hidden = hidden + F.linear(attended, layer.o_proj, layer.o_bias)
+        update = F.linear(attention(q, keys[:, :end], values[:, :end]), layer.o_proj, layer.o_bias)
         if pace is not None:
             pace()
-        hidden = hidden + mlp(config.rms_norm_eps, layer, hidden)
-    return hidden
+        normed, hidden = add(hidden, update, layer.post_attention_layernorm, eps)
+        update = swiglu_mlp(layer, normed)
+    return hidden if update is None else hidden + update
+
+
+def plain_add_and_norm(
+    hidden: torch.Tensor, update: torch.Tensor | None, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the norm of ``hidden + update`` in the dtype of ``weight``, and that sum in the dtype of ``hidden``.
+
+    ``hidden`` and ``update`` are ``[T, H]``; an update of ``None`` adds nothing.
+    """
+    hidden = hidden if update is None else hidden + update
+    return rms_norm(hidden, weight, eps), hidden
 
 
 def logits_of(weights: Weights, hidden: torch.Tensor) -> torch.Tensor:
@@ -153,5 +206,9 @@ def attention(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torc
 
 def mlp(eps: float, layer: LayerWeights, hidden: torch.Tensor) -> torch.Tensor:
     """Return the SwiGLU MLP's output ``[T, H]`` for the residual stream ``[T, H]``, which is normalised first."""
-    normed = rms_norm(hidden, layer.post_attention_layernorm, eps)
+    return swiglu_mlp(layer, rms_norm(hidden, layer.post_attention_layernorm, eps))
+
+
+def swiglu_mlp(layer: LayerWeights, normed: torch.Tensor) -> torch.Tensor:
+    """Return the SwiGLU MLP's output ``[T, H]`` for normalised inputs ``[T, H]``."""
     return F.linear(F.silu(F.linear(normed, layer.gate_proj)) * F.linear(normed, layer.up_proj), layer.down_proj)

@@ -74,6 +74,6 @@ class Engine(Protocol):
         before each piece of work.
 
         An engine may also have a method ``launches(request)`` that yields the same tokens in lists: those of one launch, which
-        reach the host together.
+        reach the host together. A method ``prepare()`` may do ahead what the first requests of a size would wait for.
         """
         ...

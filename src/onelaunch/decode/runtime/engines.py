@@ -25,13 +25,14 @@ from onelaunch.decode.model.sampling import Sampler
 from onelaunch.decode.model.weights import Weights
 from onelaunch.decode.plan.levels import LEVELS
 from onelaunch.decode.runtime.pace import Mark, Pace, Stopped, TokenTimes, mark
+from onelaunch.decode.runtime.prompts import PromptPasses
 from onelaunch.decode.runtime.session import Pending, to_host
 from onelaunch.decode.step import capabilities
 from onelaunch.decode.step.contract import decode_step, key_of
 from onelaunch.device.hardware import room_for
 from onelaunch.dispatch import AUTO
 from onelaunch.errors import FallbackNotice
-from onelaunch.operation import Query
+from onelaunch.operation import Query, Variant
 
 if TYPE_CHECKING:
     from onelaunch.decode.runtime.session import Session
@@ -67,7 +68,8 @@ class TorchEngine:
     """Engine that prefills with PyTorch, then calls ``decode_step`` token by token; the device runs one step ahead of the host.
 
     A short prompt is read by ``decode_step`` too. The variant gives the longest such prompt
-    (:func:`onelaunch.decode.step.capabilities.prompt_steps`).
+    (:func:`onelaunch.decode.step.capabilities.prompt_steps`). On a GPU, prompts of a size that was seen before are read by a
+    captured pass (``prompts.py``), except for the PyTorch baseline.
 
     Args:
         weights: Weights of the model.
@@ -77,6 +79,15 @@ class TorchEngine:
     def __init__(self, weights: Weights, variant: str = AUTO) -> None:
         self.weights = weights
         self.variant = variant
+        self._passes = PromptPasses(weights) if weights.device.type == "cuda" else None
+
+    @torch.inference_mode(mode=False)
+    @torch.no_grad()
+    def prepare(self) -> None:
+        """Capture the passes of short prompts ahead, so that none waits for it; a server calls it before it is ready."""
+        if self._passes is not None and self._captures():
+            with room_for("captured passes for prompts", self.weights.device):
+                self._passes.prepare(self.weights)
 
     @property
     def config(self) -> ModelConfig:
@@ -99,7 +110,7 @@ class TorchEngine:
         device, pace = self.weights.device, self._pace(request)
         prompt = torch.tensor(request.prompt, device=device)
         sampler = Sampler(request.sampling, prompt, self.config.vocab_size)
-        logits, cache = self._read(prompt, pace)
+        logits, cache = self._read(prompt, pace, *self._ways(len(prompt)))
         pace.drain()
         token, step = sampler(logits, cache.length), None
         for made in range(1, request.max_new_tokens + 1):
@@ -120,8 +131,8 @@ class TorchEngine:
         """Return the pace of a request's work on the device."""
         return Pace(self.weights.device, request.max_enqueued_seconds, request.cancelled)
 
-    def _read(self, prompt: torch.Tensor, pace: Pace) -> tuple[torch.Tensor, KVCache]:
-        """Read a prompt ``[T]``, and return the logits ``[V]`` after it and its cache.
+    def _read(self, prompt: torch.Tensor, pace: Pace, by_steps: bool, by_pass: bool) -> tuple[torch.Tensor, KVCache]:
+        """Read a prompt ``[T]`` in one of :meth:`_ways`, and return the logits ``[V]`` after it and its cache.
 
         Raises:
             Stopped: the request was cancelled.
@@ -129,9 +140,10 @@ class TorchEngine:
         pace.check()
         with room_for(f"a cache of {len(prompt)} positions", self.weights.device):
             cache = KVCache.empty(self.config, len(prompt), self.weights.device)
-        if len(prompt) > self._prompt_steps():
+        if not by_steps:
             with room_for(f"the activations of a prompt of {len(prompt)} tokens", self.weights.device):
-                return prefill(self.weights, prompt, cache, pace)
+                found = self._passes.read(self.weights, prompt, cache, pace) if by_pass and self._passes else None
+                return found or prefill(self.weights, prompt, cache, pace)
         logits = prompt.new_empty(0)
         for token in prompt.split(1):
             pace()
@@ -139,10 +151,21 @@ class TorchEngine:
             cache = cache.with_length(cache.length + 1)
         return logits, cache
 
-    def _prompt_steps(self) -> int:
-        """Return the longest prompt, in tokens, that single steps read sooner than PyTorch's prefill."""
-        chosen = dispatch.pick(self.variant, typical_query(self.config, self.weights.device))
-        return capabilities.prompt_steps(chosen, self.config)
+    def _ways(self, tokens: int) -> tuple[bool, bool]:
+        """Return whether single steps read a prompt of ``tokens`` tokens sooner than PyTorch, and whether a captured pass may.
+
+        It is asked once for each prompt, since prompts of a size are counted.
+        """
+        by_pass = self._passes is not None and self._captures() and self._passes.note(self.config, tokens)
+        return tokens <= capabilities.prompt_steps(self._chosen(), self.config, captured=by_pass), by_pass
+
+    def _captures(self) -> bool:
+        """Return whether prompts may be read by captured passes: not for the PyTorch baseline, which runs op by op."""
+        return not self._chosen().tags.get("yardstick")
+
+    def _chosen(self) -> Variant:
+        """Return the variant that the dispatcher takes at a typical position."""
+        return dispatch.pick(self.variant, typical_query(self.config, self.weights.device))
 
     def _grown(self, cache: KVCache, positions: int) -> KVCache:
         """Return a cache with room for ``positions`` positions and the same contents."""
@@ -220,10 +243,10 @@ class KernelEngine(TorchEngine):
         prompt = torch.tensor(request.prompt, device=device)
         sampler = Sampler(request.sampling, prompt, self.config.vocab_size)
         bound, sampled = request.max_enqueued_seconds, not request.sampling.greedy
-        by_steps = len(prompt) <= self._prompt_steps()
+        by_steps, by_pass = self._ways(len(prompt))
         # The lock keeps other requests from clearing an error of these steps before its copy to the host is enqueued.
         with session.lock if by_steps else contextlib.nullcontext():
-            logits, cache = self._read(prompt, pace)
+            logits, cache = self._read(prompt, pace, by_steps, by_pass)
             sequence, made = session.sequence(cache, sampler(logits, cache.length), sampler), 1
             launches = deque([_Launch(Pending(device, sequence.token, logits, session if by_steps else None))])
         pace.drain()

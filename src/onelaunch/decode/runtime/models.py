@@ -7,6 +7,7 @@ keep their CUDA graphs in it.
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from typing import Any, Generic, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -20,8 +21,10 @@ from onelaunch.decode.runtime.session import Session, StreamOrder
 
 Captured = TypeVar("Captured")
 
-_GRAPHS = 16
-"""Captured PyTorch steps to keep for a model: one for each variant, attention window and cache that sequences use."""
+_GRAPHS = 32
+"""Captured PyTorch steps to keep for a model: one for each variant, attention window and cache that sequences use, and one for
+each size of prompts.
+"""
 
 
 class PreparedKernels:
@@ -76,12 +79,14 @@ class CapturedSteps(Generic[Captured]):
         lock: Lock held from the search for a step until its replay is enqueued.
         order: Stream order of the replays.
         graphs: Captured steps.
+        seen: Number of prompts by the size of the captured pass that would read them; see ``prompts.py``.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.lock = threading.Lock()
         self.order = StreamOrder(device)
         self.graphs: GraphCache[Captured] = GraphCache(_GRAPHS)
+        self.seen: Counter[int] = Counter()
 
 
 class Models:

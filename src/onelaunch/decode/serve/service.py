@@ -216,6 +216,8 @@ class Service:
             for temperature in (0.0, 1.0):
                 options = {"ignore_end": True, "max_enqueued_seconds": ENQUEUED_SECONDS, "temperature": temperature}
                 model.stream(tokens, max_new_tokens=new, **options).result()
+        if callable(prepare := getattr(model.engine, "prepare", None)):
+            prepare()
         return model
 
     async def _tokenize(self, function: Callable[..., Result], *given: object) -> Result:

@@ -6,7 +6,8 @@ with its type, or the default of a variant without it; ``decode/runtime/engines.
 ==================  ==========================================================================================================
 ``engine``          ``engine(weights)``: engine that makes a request's tokens; without it, ``TorchEngine`` does.
 ``engine_bytes``    ``engine_bytes(config)``: most bytes that the engine takes on the device in addition to the weights.
-``prompt_steps``    ``prompt_steps(config)``: longest prompt that single steps read sooner than PyTorch's prefill.
+``prompt_steps``    ``prompt_steps(config, captured=...)``: longest prompt that single steps read sooner than PyTorch does, which
+                    launches op by op, or replays a captured pass.
 ``in_a_row``        ``in_a_row(call, count)``: ``count`` greedy tokens ``[N]``, and the logits ``[V]`` of the last.
 ``barriers``        ``barriers(call)``: grid barriers of one token, by the kernel's own counter.
 ==================  ==========================================================================================================
@@ -40,10 +41,10 @@ def engine_bytes(variant: Variant, config: ModelConfig) -> int:
     return 0 if size is None else size(config)
 
 
-def prompt_steps(variant: Variant, config: ModelConfig) -> int:
-    """Return the longest prompt, in tokens, that single steps read sooner than PyTorch's prefill."""
-    longest: Callable[[ModelConfig], int] | None = variant.capabilities.prompt_steps
-    return 0 if longest is None else longest(config)
+def prompt_steps(variant: Variant, config: ModelConfig, *, captured: bool = False) -> int:
+    """Return the longest prompt, in tokens, that single steps read sooner than PyTorch's prefill, or its captured pass."""
+    longest: Callable[..., int] | None = variant.capabilities.prompt_steps
+    return 0 if longest is None else longest(config, captured=captured)
 
 
 def in_a_row(variant: Variant) -> InARow | None:

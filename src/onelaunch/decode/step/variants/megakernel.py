@@ -40,6 +40,12 @@ Measured on an H200 and its host. With them, :func:`prompt_steps` is a tenth to 
 prefill becomes faster, for each of four models.
 """
 
+_PASS_LAYER_SECONDS = 0.12e-3
+"""Seconds that a device needs for a layer of a captured pass (``runtime/prompts.py``): 45 launches and the products' weights.
+
+It is predicted, not measured yet.
+"""
+
 
 def run(level: str, call: DecodeCall) -> Results:
     """Run one token: in a launch of its own, or with ``graph`` in a launch per phase."""
@@ -110,15 +116,17 @@ def has_a_plan(level: str, query: Query) -> str | None:
     return unsupported(config) or not_resident(level, config, processors(torch.device(query.device)))
 
 
-def prompt_steps(level: str, config: ModelConfig) -> int:
+def prompt_steps(level: str, config: ModelConfig, *, captured: bool = False) -> int:
     """Return the longest prompt, in tokens, that single launches read before the host has launched PyTorch's prefill.
+
+    With ``captured`` it is the longest that they read before the device has run the captured pass.
 
     A process whose prompts are all that short does not load cuBLAS either, which takes a tenth of a second.
     """
     if LEVELS[level].separate:
         return 0
     step = _LAUNCH_SECONDS + stream_bytes(config, summed=LEVELS[level].summed) / _WEIGHT_BYTES_PER_SECOND
-    return int(config.num_hidden_layers * _PREFILL_LAYER_SECONDS / step)
+    return int(config.num_hidden_layers * (_PASS_LAYER_SECONDS if captured else _PREFILL_LAYER_SECONDS) / step)
 
 
 BUILT = {

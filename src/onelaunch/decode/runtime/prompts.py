@@ -1,0 +1,226 @@
+"""Captured forward passes for prompts: PyTorch's kernels for a whole prompt, replayed as a few CUDA graphs.
+
+Op by op, the host takes 18 to 25 ms to launch the forward pass of 28 to 36 layers, which the device runs in a fifth of the time.
+A pass is captured for a number of tokens (:data:`SIZES`), and a shorter prompt is padded at its end: attention is causal, so the
+padding changes no result. Only the order of sums in a matrix product may depend on the number of rows.
+
+A pass consists of several graphs if the device needs long for it, so that a cancelled request ends between two of them. The
+first prompt of a size is read without a pass, since a capture takes several times as long; :meth:`PromptPasses.prepare` captures
+ahead.
+``engines.py`` reads prompts with it; the passes of a model are kept in ``models.py``.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from onelaunch.decode.model.cache import KVCache
+from onelaunch.decode.model.config import ModelConfig
+from onelaunch.decode.model.forward import Rotation, embed, logits_of, plain_add_and_norm, run_layers
+from onelaunch.decode.model.weights import Weights, elements
+from onelaunch.decode.runtime.graphs import capture_on_new_stream
+from onelaunch.decode.runtime.models import MODELS
+from onelaunch.errors import FallbackNotice
+
+SIZES = (16, 32, 48, 64, 96, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024, 1280, 1536, 1792, 2048)
+"""Numbers of tokens for which passes are captured, so that from 256 on at most a fifth of the rows are padding."""
+
+_MOST_FLOPS = 8e12
+"""FLOPs of matrix products in a prompt, above which the host launches ahead of the device and padding would only cost time.
+
+They take a Hopper GPU about 20 ms.
+"""
+
+_CAPACITIES = (512, 2048)
+"""Capacities, in positions, of the caches that passes write to. All passes of up to so many tokens share one."""
+
+_NEVER = -(1 << 62)
+"""Number of prompts seen, for a size whose pass did not fit into memory."""
+
+_GRAPH_FLOPS, _GRAPH_BYTES = 1.2e12, 8e9
+"""Most FLOPs and bytes of weights of one graph: about 3 ms of a Hopper GPU each. A graph has at least one layer."""
+
+
+class _Between(NamedTuple):
+    """What a graph of a pass leaves for the next one."""
+
+    hidden: torch.Tensor
+    """Residual stream ``[size, H]``."""
+    rotations: list[Rotation]
+    """Rotations of each layer."""
+
+
+@dataclass(frozen=True)
+class CapturedPass:
+    """Forward pass for a number of tokens as CUDA graphs, with the memory that they read and write."""
+
+    tokens: torch.Tensor
+    """Tokens ``[size]``, those of a prompt at the beginning."""
+    last: torch.Tensor
+    """Index of the prompt's last token, ``[1]``."""
+    cache: KVCache
+    """Keys and values of the tokens."""
+    logits: torch.Tensor
+    """Logits ``[V]`` after the prompt's last token."""
+    replays: tuple[Callable[[], None], ...]
+    """Functions that enqueue the graphs, in their order."""
+
+    @classmethod
+    def of(cls, weights: Weights, size: int, cache: KVCache) -> CapturedPass:
+        """Capture the pass of a model for ``size`` tokens, which writes to an empty cache."""
+        with torch.inference_mode(mode=False):  # replays outside of inference mode could not write to inference tensors
+            tokens, last = (torch.zeros(count, dtype=torch.int64, device=weights.device) for count in (size, 1))
+        between: _Between | None = None
+        logits, replays = tokens.new_empty(0), []
+        for layers in graphs_of(weights.config, size):
+            step = functools.partial(_run_part, weights, tokens, last, cache, between, layers)
+            graph, (between, logits) = capture_on_new_stream(step, weights.device, warm_up=True)
+            replays.append(graph.replay)
+        return cls(tokens, last, cache, logits, tuple(replays))
+
+    def replay(self, prompt: torch.Tensor, cache: KVCache, pace: Callable[[], None]) -> tuple[torch.Tensor, KVCache]:
+        """Enqueue the pass of a prompt ``[T]``, and return what :func:`onelaunch.decode.model.forward.prefill` returns."""
+        length = len(prompt)
+        self.tokens[:length] = prompt
+        self.tokens[length:] = 0
+        self.last.fill_(length - 1)
+        for enqueue in self.replays:
+            pace()
+            enqueue()
+        cache.keys[:, :, :length] = self.cache.keys[:, :, :length]
+        cache.values[:, :, :length] = self.cache.values[:, :, :length]
+        return self.logits.clone(), cache.with_length(length)
+
+
+def _run_part(
+    weights: Weights, tokens: torch.Tensor, last: torch.Tensor, cache: KVCache, between: _Between | None, layers: range
+) -> tuple[_Between, torch.Tensor]:
+    """Run some layers of a pass, with the embedding before the first and the LM head after the last.
+
+    The logits are empty if the last layer is not among them.
+    """
+    hidden, rotations = between or embed(weights, tokens, 0)
+    hidden = run_layers(weights, hidden, rotations, cache, layers, add_and_norm=_add_and_norm)
+    logits = hidden.new_empty(0)
+    if layers.stop == len(weights.layers):
+        logits = logits_of(weights, hidden.index_select(0, last))[0]
+    return _Between(hidden, rotations), logits
+
+
+def _add_and_norm(
+    hidden: torch.Tensor, update: torch.Tensor | None, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Add and normalize as :func:`~onelaunch.decode.model.forward.plain_add_and_norm` does, by one launch of ``rms_norm``."""
+    from onelaunch.ops import rms_norm  # only a capture needs the operations
+
+    if update is None:
+        return plain_add_and_norm(hidden, update, weight, eps)
+    normed, total = rms_norm(update, weight, hidden, eps=eps)
+    assert total is not None  # noqa: S101 - there was a residual
+    return normed, total
+
+
+def size_of(config: ModelConfig, tokens: int) -> int | None:
+    """Return the size of the pass for a prompt, in tokens, or ``None`` if the prompt should be read op by op."""
+    size = next((each for each in SIZES if each >= tokens), None)
+    if size is None or size > config.max_position_embeddings or _flops(config, size) > _MOST_FLOPS:
+        return None
+    return size
+
+
+def graphs_of(config: ModelConfig, size: int) -> list[range]:
+    """Return the layers of each graph of a pass."""
+    layers, weights_bytes = config.num_hidden_layers, config.dtype.itemsize * _elements_of_layers(config)
+    graphs = math.ceil(max(_flops(config, size) / _GRAPH_FLOPS, weights_bytes / _GRAPH_BYTES))
+    graphs = min(max(graphs, 1), layers)
+    return [range(index * layers // graphs, (index + 1) * layers // graphs) for index in range(graphs)]
+
+
+def _flops(config: ModelConfig, size: int) -> float:
+    """Return the FLOPs of the matrix products of a pass; the LM head multiplies one row."""
+    return 2.0 * size * _elements_of_layers(config)
+
+
+def _elements_of_layers(config: ModelConfig) -> int:
+    """Return the number of elements of all matrices in layers."""
+    tables = 1 if config.tie_word_embeddings else 2
+    return elements(config, matrices_only=True) - tables * config.vocab_size * config.hidden_size
+
+
+class PromptPasses:
+    """Captured passes of a model on a GPU.
+
+    Args:
+        weights: Weights of the model. The passes read them in place; nothing here keeps them alive.
+    """
+
+    def __init__(self, weights: Weights) -> None:
+        self._steps = MODELS.captured(weights)
+
+    def note(self, config: ModelConfig, tokens: int) -> bool:
+        """Note that a prompt of ``tokens`` tokens is about to be read, and return whether a pass should read it."""
+        size = size_of(config, tokens)
+        if size is None or (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()):
+            return False
+        with self._steps.lock:
+            self._steps.seen[size] += 1
+            return self._steps.seen[size] > 1
+
+    def read(
+        self, weights: Weights, prompt: torch.Tensor, cache: KVCache, pace: Callable[[], None]
+    ) -> tuple[torch.Tensor, KVCache] | None:
+        """Return the logits after a prompt and its cache, or ``None`` if there is too little memory for its pass.
+
+        Args:
+            weights: Weights of the model.
+            prompt: Tokens ``[T]`` int64 on the weights' device, for which :meth:`note` returned ``True``.
+            cache: Empty cache with room for them.
+            pace: Function to call before each graph, which may wait, or raise to end the work here.
+        """
+        size = size_of(weights.config, len(prompt))
+        with self._steps.lock:
+            captured = None if size is None else self._get(weights, size)
+            if captured is None:
+                return None
+            self._steps.order.join()
+            return captured.replay(prompt, cache, pace)
+
+    def prepare(self, weights: Weights, most: int = 512) -> None:
+        """Capture the passes of all sizes up to ``most`` tokens, so that no prompt of theirs waits for a capture."""
+        for size in SIZES:
+            if size <= most and size_of(weights.config, size) == size:
+                with self._steps.lock:
+                    if self._get(weights, size) is None:
+                        return
+                    self._steps.seen[size] += 1
+
+    def _get(self, weights: Weights, size: int) -> CapturedPass | None:
+        """Return the pass for a number of tokens, captured if there is none, or ``None`` if there is too little memory.
+
+        The caller holds the lock.
+        """
+        config, graphs = weights.config, self._steps.graphs
+        capacity = next(each for each in _CAPACITIES if each >= size)
+        try:
+            with torch.inference_mode(mode=False):
+                cache = graphs.get(
+                    ("prompts", capacity), lambda: KVCache.empty(config, _within(capacity, config), weights.device)
+                )
+            return graphs.get(("prompt", size), functools.partial(CapturedPass.of, weights, size, cache))
+        except torch.OutOfMemoryError:
+            self._steps.seen[size] = _NEVER
+            notice = f"There is too little memory to capture prompts of {size} tokens; PyTorch reads them op by op."
+            warnings.warn(notice, FallbackNotice, stacklevel=3)
+            return None
+
+
+def _within(capacity: int, config: ModelConfig) -> int:
+    """Return a capacity that the model's context allows."""
+    return min(capacity, config.max_position_embeddings)
