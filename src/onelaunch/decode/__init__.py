@@ -13,9 +13,10 @@ from onelaunch.decode.model.request import Engine, Request, ScoredToken
 from onelaunch.decode.model.sampling import Sampling
 from onelaunch.decode.model.tokenizer import TextCodec
 from onelaunch.decode.model.weights import Weights, load_weights, random_weights
+from onelaunch.decode.transformers_model import TransformersModel
 
 __all__ = [
     "Engine", "Generation", "KVCache", "Model", "ModelConfig", "Request", "Sampling", "ScoredToken", "Stream", "TextCodec",
-    "Weights", "cost", "decode_step", "load_weights", "loops", "megakernel", "probes", "random_weights", "reference",
-    "torch_variants", "typical",
+    "TransformersModel", "Weights", "cost", "decode_step", "load_weights", "loops", "megakernel", "probes", "random_weights",
+    "reference", "torch_variants", "typical",
 ]  # fmt: skip

@@ -39,6 +39,8 @@ from onelaunch.wording import in_a_line, listing, shown
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack  # in typing from Python 3.11 on
 
+    from onelaunch.decode.transformers_model import TransformersModel
+
 Finish = Literal["end", "stop", "length", "context", "closed"]
 """Reason why a sequence ended: end token, stop string, ``max_new_tokens``, end of the model's context, or a call of ``close``."""
 
@@ -296,6 +298,29 @@ class Model:
         model = cls(make_engine(load_weights(folder, config, where), variant), codec, defaults)
         model._codec_missing = missing
         return model
+
+    @classmethod
+    def from_transformers(cls, hf_model: Any, *, variant: str = AUTO) -> TransformersModel:
+        """Return a model that shares the weights of a model of ``transformers`` in memory.
+
+        Its ``generate`` takes the arguments of ``hf_model.generate`` and returns its result. Changes of the shared weights count
+        from the next call on; a variant whose kernel reads a copy of its own packs them again.
+
+        Args:
+            hf_model: ``Qwen3ForCausalLM``, ``Qwen2ForCausalLM``, ``LlamaForCausalLM``, ``MistralForCausalLM`` or
+                ``SmolLM3ForCausalLM`` with plain parameters of one dtype on one device.
+            variant: Variant of ``decode_step``; by default the fastest one that fits into the device's memory. The bytes that it
+                takes beside the shared weights are the attribute ``packed_bytes``.
+
+        Raises:
+            ArgumentError: it is no such model, or its parameters are not as described.
+            UnsupportedModel, ModelConfigError, DTypeError, ShapeError, DeviceError: an architecture, feature, dtype or parameter
+                is not supported; the message names it.
+            DeviceMemoryError, UnknownVariant, VariantUnsupported: as :meth:`from_pretrained`.
+        """
+        from onelaunch.decode.transformers_model import TransformersModel
+
+        return TransformersModel(hf_model, string("variant", variant, f"{AUTO!r} or a name from decode_step.variants"))
 
     def generate(
         self,
