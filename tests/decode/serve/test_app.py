@@ -274,6 +274,13 @@ def test_a_wrong_completion_is_refused(fields, code, app):
     assert next(iter(fields)) in answer.error["message"] or code == "context_length_exceeded"
 
 
+def test_whole_numbers_may_be_written_with_a_point(app):
+    plain = app.ask(COMPLETIONS, complete(max_tokens=3, seed=4, temperature=1))
+    found = app.ask(COMPLETIONS, complete(max_tokens=3.0, seed=4.0, temperature=1.0))
+    assert found.json["choices"] == plain.json["choices"]
+    assert app.ask(COMPLETIONS, complete(max_tokens=3.5)).status == 400
+
+
 def test_values_that_ask_for_nothing_are_accepted(app):
     neutral = {
         "frequency_penalty": 0, "presence_penalty": 0.0, "logit_bias": {}, "response_format": {"type": "text"}, "tools": [],
@@ -313,6 +320,7 @@ def test_unknown_paths_and_models_are_errors_in_openais_form(path, content, stat
     answer = app.ask(path, content)
     assert answer.status == status
     assert set(answer.error) == {"message", "type", "param", "code"}
+    assert ("allow" in answer.headers) == (status == 405)
 
 
 def test_a_body_of_another_media_type_is_refused(app):

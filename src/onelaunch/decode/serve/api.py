@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal, TypeVar
 
 import pydantic_core
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from onelaunch.decode.serve.problems import RequestError
 from onelaunch.wording import did_you_mean, listing, shown
@@ -48,6 +48,15 @@ _UNIONS = {
 
 _Stop = Annotated[str, Field(max_length=1000)]
 """Stop string. Its length bounds the time for the search of partial matches after each token."""
+
+
+def _without_fraction(value: object) -> object:
+    """Return a float without a fraction as an integer: JSON has one kind of numbers, and some clients write 4 as 4.0."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+Whole = Annotated[int, BeforeValidator(_without_fraction)]
+"""Integer of a request."""
 
 
 class _Fields(BaseModel):
@@ -91,12 +100,12 @@ class Generation(_Fields):
     model: str
     stream: bool = False
     stream_options: StreamOptions | None = None
-    n: int = Field(1, ge=1, le=MOST_CHOICES)
+    n: Whole = Field(1, ge=1, le=MOST_CHOICES)
     stop: _Stop | Annotated[list[_Stop], Field(max_length=64)] = Field(default_factory=list)
-    seed: int | None = None
+    seed: Whole | None = None
     temperature: float | None = None
     top_p: float | None = None
-    top_k: int | None = None
+    top_k: Whole | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
     ignore_eos: bool = False
@@ -128,9 +137,9 @@ class Chat(Generation):
 
     messages: list[Message] = Field(min_length=1)
     logprobs: bool = False
-    top_logprobs: int = Field(0, ge=0, le=MOST_LOGPROBS)
-    max_tokens: int | None = Field(None, ge=1)
-    max_completion_tokens: int | None = Field(None, ge=1)
+    top_logprobs: Whole = Field(0, ge=0, le=MOST_LOGPROBS)
+    max_tokens: Whole | None = Field(None, ge=1)
+    max_completion_tokens: Whole | None = Field(None, ge=1)
     chat_template_kwargs: dict[str, str | int | float | bool | None] = Field(default_factory=dict)
 
     @model_validator(mode="after")
@@ -159,8 +168,8 @@ class Completion(Generation):
     """Request of ``/v1/completions``."""
 
     prompt: str | list[str] | list[int] | list[list[int]]
-    logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
-    max_tokens: int = Field(16, ge=1)
+    logprobs: Whole | None = Field(None, ge=0, le=MOST_LOGPROBS)
+    max_tokens: Whole = Field(16, ge=1)
     echo: bool = False
 
     @model_validator(mode="after")

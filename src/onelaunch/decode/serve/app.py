@@ -77,7 +77,9 @@ def make_app(service: Service, *, api_key: str | None = None, hosts: Collection[
     async def no_route(_: Request, problem: Exception) -> Response:
         assert isinstance(problem, HTTPException)  # noqa: S101 - registered for these only
         said = {404: "There is no such path.", 405: "The path does not take this method."}
-        return _failed(service, RequestError(problem.status_code, said.get(problem.status_code, problem.detail)))
+        answer = _failed(service, RequestError(problem.status_code, said.get(problem.status_code, problem.detail)))
+        answer.headers.update(problem.headers or {})  # of a wrong method, the header Allow names those that there are
+        return answer
 
     async def broken(_: Request, problem: Exception) -> Response:
         del problem  # Starlette raises it again, and uvicorn logs it
