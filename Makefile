@@ -43,8 +43,9 @@ lint: $(VENV)/.developer ## check rules and format with ruff
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-types: $(VENV)/.developer ## check types with pyrefly
+types: $(VENV)/.developer ## check types with pyrefly, for the oldest and the newest Python
 	$(BIN)/pyrefly check
+	$(BIN)/pyrefly check --python-version 3.14
 
 layers: $(VENV)/.developer ## check imports with import-linter: none from a higher layer, kernel files import only kernel files
 	$(BIN)/lint-imports --no-cache --no-logo

@@ -138,7 +138,7 @@ def test_gathered_wheels_are_those_that_the_machine_needs(index, tmp_path):
         tmp_path / "wheels",
         "mine",
         "1.0",
-        "torch>=2.9",
+        "torch>=2.10",
         "onepack_c>=1",
         'onepack_a; extra == "workbench"',
         'onepack_old; python_version < "3.11" and extra == "workbench"',
