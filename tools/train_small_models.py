@@ -2,11 +2,12 @@
 
     python tools/train_small_models.py --out tests/decode/small_models     # about ten minutes on one CPU core
 
-A model has about 40,000 parameters and learns the Zen of Python (PEP 20, in the public domain) by heart, so that it is sure of
-each next token, and rounding does not decide. It is an instance of transformers' class, trained in float32 and stored in bfloat16.
-The heads are those of models that people run: 3, 7 or 4 query heads for a key head. Beside the weights, ``texts.json`` holds the
-greedy texts of transformers in float32 with the stored weights: 512 tokens after each of several prompts, with the smallest
-difference of the two largest logits. Tokens are bytes of ASCII. The script needs the extra ``decode``; the seed is fixed.
+A model has about 40,000 parameters and learns the Zen of Python (PEP 20, in the public domain) by heart, so that it is sure
+of each next token, and rounding does not decide. It is an instance of transformers' class, trained in float32 and stored in
+bfloat16. The heads are those of models that people run: 3, 7 or 4 query heads for a key head. Beside the weights,
+``texts.json`` holds the greedy texts of transformers in float32 with the stored weights: 512 tokens after each of several
+prompts, with the smallest difference of the two largest logits. Tokens are bytes of ASCII. The script needs the extra
+``decode``; the seed is fixed.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ def text() -> torch.Tensor:
     return torch.tensor(list(codecs.decode(this.s, "rot13").encode("ascii") + b"\n\n"))
 
 
-def train(family: str, tokens: torch.Tensor, steps: int) -> torch.nn.Module:
+def train(family: str, tokens: torch.Tensor, steps: int) -> Any:
     """Train a model of a family on sections of the text, which follows itself without end."""
     torch.manual_seed(0)
     config = getattr(transformers, f"{family}Config")(**{**COMMON, **FAMILIES[family]}, use_cache=False)
