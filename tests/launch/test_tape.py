@@ -12,13 +12,14 @@ import time
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from onelaunch import dispatch
 from onelaunch.errors import ShapeError, ValueRangeError
 from onelaunch.launch import plan
 from onelaunch.launch.operator import Operator
 from onelaunch.launch.parameters import NotPlannable
-from onelaunch.launch.planned import Planned
+from onelaunch.launch.planned import Planned, forget_plans
 from onelaunch.launch.tape import Tape, check_always
 from onelaunch.ops import gated_scan, gla
 
@@ -67,6 +68,47 @@ def test_a_call_with_gradients_is_repeated_for_other_tensors():
         assert called.count == min(call + 1, 2)
     assert torch.autograd.gradcheck(lambda a, b: called(a, b, factor=0.5)[0], (leaf(2, 3), leaf(3)))
     assert torch.autograd.gradgradcheck(lambda a, b: called(a, b, factor=0.5)[0].square(), (leaf(2, 3), leaf(3)))
+
+
+@pytest.mark.parametrize("steps", [5, 40])
+@pytest.mark.parametrize("operation", [gated_scan, gla])
+def test_activation_checkpointing_may_begin_at_any_call(operation, steps):
+    """It repeats a call in the backward pass, and both must save as many tensors: recorded, replayed, or one of each."""
+    for before in range(4):
+        forget_plans()
+        inputs = (
+            [torch.randn(2, steps, 3, 16) for _ in range(4)] if operation is gla else [torch.randn(2, steps, 8) for _ in range(3)]
+        )
+        inputs[-1 if operation is gla else 1].abs_().neg_()
+        leaves = [each.requires_grad_() for each in inputs]
+
+        def call(*given):
+            result = operation(*given)
+            return result[0] if isinstance(result, tuple) else result
+
+        for _ in range(before):
+            call(*leaves)
+        out = checkpoint(call, *leaves, use_reentrant=False)
+        found = torch.autograd.grad(out.square().sum(), leaves)
+        expected = torch.autograd.grad(call(*leaves).square().sum(), leaves)
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one, other)
+
+
+def test_steps_that_take_gradients_are_repeated_though_nothing_needs_them():
+    def run(a, b):
+        _ = a * b
+        _ = a.detach() * 2
+        return a + b
+
+    called, counts = Planned(run, taped=True), []
+    a, b = leaf(3), leaf(3)
+    for _ in range(4):
+        saved = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda tensor, saved=saved: saved.append(tensor), lambda _: None):
+            called(a, b)
+        counts.append(len(saved))
+    assert counts == [2] * 4
 
 
 @pytest.mark.parametrize(

@@ -191,7 +191,9 @@ class Tape(TorchFunctionMode):
         needed = _slots(wanted)
         steps = []
         for func, args, keywords, made, several in reversed(self._calls):
-            if not made or needed & set(made):  # without results it is a check
+            # A call without results is a check. One that takes gradients saves tensors for a backward pass, and activation
+            # checkpointing wants as many of them when it repeats a call.
+            if not made or needed & set(made) or any(self._slots[index].requires_grad for index in made):
                 needed |= _slots((args, keywords))
                 steps.append((func, args, keywords, made, several))
         if len(steps) > LONGEST:

@@ -11,6 +11,8 @@ operator ``onelaunch::linear_scan`` where code is compiled for any T. Variants i
 
 from __future__ import annotations
 
+import itertools
+import operator
 from typing import Any
 
 import torch
@@ -46,27 +48,28 @@ def _scan_chunks(decay: torch.Tensor, addend: torch.Tensor) -> torch.Tensor:
     """Return the results of :func:`scan` by operations whose number depends on T."""
     length = addend.shape[-2]
     if length <= CHUNK:
-        return _scan_steps(decay, addend)[0]
+        return _scan_steps(decay, addend)
     chunks = -(-length // CHUNK)
     padding = (0, 0, 0, chunks * CHUNK - length)
     decay = F.pad(decay, padding, value=1.0).unflatten(-2, (chunks, CHUNK))
     addend = F.pad(addend, padding).unflatten(-2, (chunks, CHUNK))
-    local, product = _scan_steps(decay, addend)  # [..., chunks, CHUNK, V]
+    local, product = _scan_steps(decay, addend), _running_product(decay)  # [..., chunks, CHUNK, V]
     ends = _scan_chunks(product[..., -1, :], local[..., -1, :])  # [..., chunks, V]
     carry = F.pad(ends, (0, 0, 1, 0))[..., :-1, :]  # state that enters each chunk
     return torch.addcmul(local, product, carry.unsqueeze(-2)).flatten(-3, -2)[..., :length, :]
 
 
-def _scan_steps(decay: torch.Tensor, addend: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the scan and the running product of decays, step by step along dimension -2."""
-    steps = list(zip(decay.unbind(-2), addend.unbind(-2), strict=True))
-    product, state = steps[0]
-    states, products = [state], [product]
-    for factor, term in steps[1:]:
-        state, product = torch.addcmul(term, factor, state), product * factor
-        states.append(state)
-        products.append(product)
-    return torch.stack(states, dim=-2), torch.stack(products, dim=-2)
+def _scan_steps(decay: torch.Tensor, addend: torch.Tensor) -> torch.Tensor:
+    """Return the scan, step by step along dimension -2."""
+    states: list[torch.Tensor] = []
+    for factor, term in zip(decay.unbind(-2), addend.unbind(-2), strict=True):
+        states.append(torch.addcmul(term, factor, states[-1]) if states else term)
+    return torch.stack(states, dim=-2)
+
+
+def _running_product(decay: torch.Tensor) -> torch.Tensor:
+    """Return the running product of decays, step by step along dimension -2."""
+    return torch.stack(list(itertools.accumulate(decay.unbind(-2), operator.mul)), dim=-2)
 
 
 def _run_scan(decay: torch.Tensor, addend: torch.Tensor) -> torch.Tensor:
