@@ -43,6 +43,7 @@ COMMANDS = [
     ("prebuild",),
     ("tune",),
     ("doctor",),
+    ("report",),
     ("study",),
     *(("study", name) for name in ("list", "show", "run", "models", "report", "judge", "compare", "pack", "import", "adopt")),
 ]

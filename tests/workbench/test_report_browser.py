@@ -12,12 +12,15 @@ marks all parameters but the named ones ``thorough``.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from onelaunch.workbench.report import page
+from onelaunch.workbench.report.overview import collect, entry_of
+from onelaunch.workbench.report.overview_forms import render_html, with_reports
 from onelaunch.workbench.result import Result
 from tests.browser import DESKTOP, PHONE, boxes, open_page
 from tests.thorough import thorough_but
@@ -35,11 +38,21 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, Pat
     """Start one browser for the module; return it with the folder of the pages.
 
     The pages are ``h200`` (a committed result), ``cpu`` (a made-up run of the same study on a CPU, which quotes the former) and
-    ``hostile`` (every name and text ends with an attack that sets the title to PWNED).
+    ``hostile`` (every name and text ends with an attack that sets the title to PWNED), and ``overview`` (of results in a folder).
     """
     folder = tmp_path_factory.mktemp("pages")
     with open_page(written("cpu", folder)) as driver:
         yield driver, folder
+
+
+def overview(folder: Path) -> str:
+    """Return the page on a folder with a damaged file and two committed results, and on a hostile result made in Python."""
+    (folder / "damaged.json").write_text("{", encoding="utf-8")
+    for name in ("058-gla-layer", "058-output-chain"):
+        Result.load(H200 / f"{name}.json").save(folder / f"{name}.json")
+    found = collect(folder)[0]
+    found = replace(found, entries=(*found.entries, entry_of(hostile.hostile(), "hostile.json")))
+    return render_html(with_reports(found, {"058-gla-layer.json": "058-gla-layer"}))
 
 
 PAGES = {"h200": lambda: Result.load(H200 / "040-linear-rnn.json"), "cpu": on_cpu, "hostile": hostile.hostile}
@@ -50,7 +63,13 @@ def written(name: str, folder: Path) -> Path:
     """Return the path of a page, which is rendered at the first call: the committed result has plots that take seconds."""
     path = folder / f"{name}.html"
     if not path.exists():
-        path.write_text(page.render(PAGES[name]()), encoding="utf-8")
+        if name == "overview":
+            results = folder / "results"
+            results.mkdir()
+            text = overview(results)
+        else:
+            text = page.render(PAGES[name]())
+        path.write_text(text, encoding="utf-8")
     return path
 
 
@@ -108,13 +127,34 @@ return cut;
 
 
 @pytest.mark.parametrize("size", [DESKTOP, PHONE], ids=["desktop", "phone"])
-@pytest.mark.parametrize("name", thorough_but("cpu", "hostile", of=PAGES))
+@pytest.mark.parametrize("name", [*thorough_but("cpu", "hostile", of=PAGES), "overview"])
 def test_nothing_is_cut_off_at_the_margin(browser: tuple[Any, Path], name: str, size: tuple[int, int]) -> None:
     driver = show(browser, name, size)
     driver.execute_script("document.querySelectorAll('details').forEach(each => each.open = true)")
     assert driver.execute_script("return document.documentElement.scrollWidth <= innerWidth")
     assert driver.execute_script("return innerWidth") == size[0]  # a phone shrinks a page that is too wide
     assert driver.execute_script(OVERFLOWING) == []
+    assert driver.get_log("browser") == []  # no error in the console
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_an_overview_links_each_result_and_runs_no_script(browser: tuple[Any, Path], scheme: str) -> None:
+    """A link in the first table leads to the section of the result, and from there one leads to its report if it has one."""
+    driver = show(browser, "overview", PHONE, scheme)
+    links = [each.get_attribute("href") for each in driver.find_elements("css selector", "table a")]
+    assert len(links) == 3
+    for link in links:
+        assert driver.find_elements("id", link.partition("#")[2])
+    (whole,) = driver.find_elements("css selector", "section > p > a")
+    assert whole.get_attribute("href").endswith("/058-gla-layer/report.html")
+    assert driver.execute_script("return document.scripts.length") == 0
+    assert driver.title != "PWNED"
+    assert "damaged.json" in driver.find_element("css selector", "main").text
+    (paper, ink) = driver.execute_script(
+        "const style = getComputedStyle(document.body); return [style.backgroundColor, style.color]"
+    )
+    dark = scheme == "dark"
+    assert (sum(map(int, paper[4:-1].split(","))) < sum(map(int, ink[4:-1].split(",")))) == dark
 
 
 @pytest.mark.thorough
@@ -163,6 +203,7 @@ def test_an_injected_script_is_blocked(browser: tuple[Any, Path]) -> None:
     (folder / "broken.html").write_text(broken, encoding="utf-8")
     show(browser, "broken", DESKTOP)
     assert driver.title != "RAN"
+    assert driver.get_log("browser")  # the console says what was blocked
 
 
 def test_dark_and_light_modes_differ_and_are_legible(browser: tuple[Any, Path]) -> None:

@@ -113,6 +113,9 @@ class Commands(LazyGroup):
         "doctor": Command(
             "onelaunch.cli.doctor", "doctor", "List the devices and software found here, and what is missing for which purpose."
         ),
+        "report": Command(
+            "onelaunch.cli.study.report", "report", "Report on a stored result, or on all results: the same as study report."
+        ),
         "study": Command("onelaunch.cli.study.application", "study", "Declare, run, read and compare studies."),
     }
 

@@ -6,9 +6,10 @@ from collections.abc import Iterable, Iterator
 
 from onelaunch.model_studies.declare import LanguageModel
 from onelaunch.model_studies.judge import summary
-from onelaunch.model_studies.result import Alone, Gradients, Missing, ModelResult, Timed, Training
+from onelaunch.model_studies.result import SCHEMA, Alone, Gradients, Missing, ModelResult, Timed, Training
 from onelaunch.workbench import quantities as q
 from onelaunch.workbench import stats
+from onelaunch.workbench.report.overview import Entry, Mark, run_marks, short_commit, versions
 from onelaunch.workbench.report.tables import Table, columns, to_markdown, words
 from onelaunch.workbench.report.text import markdown as escape
 
@@ -40,6 +41,30 @@ def to_document(result: ModelResult, path: str, level: int = 3) -> str:
     blocks = [head, escape(result.study.question), f"**{escape(summary(result))}.**{state}", *map(to_markdown, tables(result))]
     blocks += [escape(note) for note in result.notes]
     return "\n\n".join([*blocks, f"{escape(facts(result))}. Result: `{path}`."]) + "\n"
+
+
+def overview_entry(result: ModelResult, file: str) -> Entry:
+    """Return the entry of a result in the overview of all results.
+
+    Args:
+        result: The result.
+        file: Path of its file, relative to the folder that was read.
+    """
+    facts = result.provenance
+    unfinished = [Mark("interrupted", "The run is not finished: tasks are left to do.")] if result.interrupted else []
+    return Entry(
+        file=file,
+        study=result.study.name,
+        question=result.study.question,
+        device=facts.device,
+        decision="not decided",
+        found=f"{summary(result)}.",
+        date=facts.date,
+        commit=short_commit(facts.commit),
+        versions=versions(facts),
+        marks=(*unfinished, *run_marks(facts, result.schema_version, SCHEMA)),
+        tables=tuple(tables(result)),
+    )
 
 
 def _models(result: ModelResult) -> Iterable[LanguageModel]:

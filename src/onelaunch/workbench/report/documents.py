@@ -149,13 +149,19 @@ def docs_overview(results: Iterable[Result], page: Callable[[str], str]) -> str:
         names = result.study.operation_names()
         linked = ", ".join(f"[{code(name)}]({page(name)})" for name in names)
         about = linked if len(names) == 1 else f"{markdown(result.study.name)}: {linked}"
-        for direction in directions(result):
-            regime: Regime = "running" if _timed(result, direction, "running") else "cold"
-            cells, peers = _cells(result, direction, regime), peer_names(result)
-            over = [_gain(cells, names, peers, regime) for names in (peers, (COMPILED,))]
-            what = "one of many steps" if regime == "running" else direction.replace("_", " and ")
-            rows.append([about, markdown(result.provenance.device), what, *over])
+        rows += [[about, markdown(result.provenance.device), *measured] for measured in speeds(result)]
     return markdown_table(["operation", "device", "measured", "over the fastest peer", "over torch.compile"], rows, right=(3, 4))
+
+
+def speeds(result: Result) -> list[tuple[str, str, str]]:
+    """Return what was measured in each direction, and the fastest variant's speed over peers and over torch.compile, in words."""
+    rows = []
+    for direction in directions(result):
+        regime: Regime = "running" if _timed(result, direction, "running") else "cold"
+        cells, peers = _cells(result, direction, regime), peer_names(result)
+        what = "one of many steps" if regime == "running" else direction.replace("_", " and ")
+        rows.append((what, _gain(cells, peers, peers, regime), _gain(cells, (COMPILED,), peers, regime)))
+    return rows
 
 
 def _gain(cells: Mapping[str, Mapping[str, Cell]], names: Sequence[str], peers: Sequence[str], regime: Regime) -> str:

@@ -45,7 +45,7 @@ def render(result: Result) -> str:
         tone=TONES.get(summary.decision, "open"),
         nothing_open=NOTHING_OPEN,
         no_criteria=NO_CRITERIA,
-        style=Markup(_file("page.css")),  # noqa: S704 - our own file
+        style=Markup(package_file("page.css")),  # noqa: S704 - our own file
         table=_table,
         drawn=_drawn,
         written=notes_html,
@@ -84,10 +84,17 @@ def _drawn(plot: Plot) -> Markup:
 
 @functools.cache
 def _template() -> Template:
-    environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    environment.filters |= {"prose": html, "line": one_line}
-    return environment.from_string(_file("page.html.j2"))
+    return environment().from_string(package_file("page.html.j2"))
 
 
-def _file(name: str) -> str:
+@functools.cache
+def environment() -> Environment:
+    """Return the environment of the pages' templates, which escapes every value and has the filters ``prose`` and ``line``."""
+    made = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    made.filters |= {"prose": html, "line": one_line}
+    return made
+
+
+def package_file(name: str) -> str:
+    """Return the text of a file beside this module: a template or the style of the pages."""
     return resources.files(__package__ or "onelaunch.workbench.report").joinpath(name).read_text(encoding="utf-8")
