@@ -15,6 +15,7 @@ from onelaunch.model_studies.report import to_document
 from onelaunch.model_studies.result import ModelResult
 from onelaunch.operation import Operation, Variant, operations
 from onelaunch.workbench.report.documents import code, docs_overview, docs_section, markdown_table
+from onelaunch.workbench.report.sizes import docs_sizes
 from onelaunch.workbench.result import Result
 
 NOTHING_MEASURED = "Nothing has been measured yet: there is no result of this operation under `results/`.\n"
@@ -37,6 +38,9 @@ def write(folder: Path, results: Path, notebook: Path, studies: Path) -> None:
         about = [(path, result) for path, result in stored if result.study.operation == operation.name]
         measured = "\n".join(docs_section(result, str(path.relative_to(results.parent))) for path, result in about)
         _replace(folder / f"measured-{operation.name}.md", measured or NOTHING_MEASURED)
+        named = [(result, str(path.relative_to(results.parent))) for path, result in stored]
+        shown = [each for each in named if operation.name in each[0].study.operation_names()]
+        _replace(folder / f"sizes-{operation.name}.md", docs_sizes(shown, operation.name))
     models = [
         to_document(ModelResult.load(path), str(path.relative_to(results.parent)))
         for path in sorted(results.glob("*/models/*.json"))

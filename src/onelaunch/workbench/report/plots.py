@@ -17,7 +17,7 @@ import warnings
 import xml.etree.ElementTree as ET
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from onelaunch.operation import Direction
 from onelaunch.workbench import quantities as q
@@ -31,12 +31,14 @@ from onelaunch.workbench.report.summary import (
     shapes,
     valid_timing,
 )
+from onelaunch.workbench.report.sweeps import Model, amount, model_of, spaced, swept
 from onelaunch.workbench.report.text import clipped, one_line
 from onelaunch.workbench.result import Cell, Regime, Result
 from onelaunch.workbench.study import Shape
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.axis import Axis
     from matplotlib.figure import Figure
 
 _INK, _FAINT, BOUND, _SOFT = "#010101", "#020202", "#030303", "#050505"
@@ -58,12 +60,6 @@ WIDTH = 4.6
 
 LONGEST_LABEL = 28
 """Largest number of characters of a name in a plot. A longer name ends in an ellipsis."""
-
-_SWEPT = ("B", "T", "N")
-"""Dimensions (batch, time, tokens) whose product is the amount of work for fixed sizes of the model.
-
-They do not suit ``swiglu``: its rows are M, and its N is a size of the model.
-"""
 
 
 @dataclass(frozen=True)
@@ -92,16 +88,14 @@ def plots(result: Result) -> tuple[Plot, ...]:
 
 
 def _times(result: Result, series: Series, direction: Direction, regime: Regime) -> list[Plot]:
-    """Return a plot for every group of shapes that differ only in the dimensions of :data:`_SWEPT`."""
-    groups: dict[tuple[Any, ...], list[Shape]] = {}
+    """Return a plot for every group of shapes that differ only in the dimensions that :func:`swept` names."""
+    groups: dict[Model, list[Shape]] = {}
     for shape in shapes(result, direction):
-        fixed = tuple((key, value) for key, value in shape.sizes.items() if key not in _SWEPT)
         if _timed(result, shape, direction, regime):
-            options = tuple((key, str(value)) for key, value in shape.options.items())
-            groups.setdefault((fixed, options, shape.dtype), []).append(shape)
+            groups.setdefault(model_of(shape), []).append(shape)
     made = []
-    for (fixed, options, dtype), members in groups.items():
-        model = " ".join([*(f"{key}={value}" for key, value in (*fixed, *options)), dtype])
+    for (operation, fixed, options, dtype), members in groups.items():
+        model = " ".join([*filter(None, [operation]), *(f"{key}={value}" for key, value in (*fixed, *options)), dtype])
         title = f"Time, {direction_words(direction)}, {model}"
         if len(members) == 1:
             name = members[0].name
@@ -116,17 +110,23 @@ def _times(result: Result, series: Series, direction: Direction, regime: Regime)
                 )
             )
         else:
-            caption = f"Medians ({regime}) with their 95 % intervals; nothing can run below the roofline bound. Lower is better."
-            draw: Callable[[Axes], int] = lambda axes, at=members: _time_lines(axes, result, series, at, direction, regime)  # noqa: E731
-            made.append(_plot(title, caption, direction, draw, 3.2))
+            made.append(times_over_sizes(result, series, members, direction, regime, title))
     return made
+
+
+def times_over_sizes(
+    result: Result, series: Series, members: Sequence[Shape], direction: Direction, regime: Regime, title: str
+) -> Plot:
+    """Return the plot of times over the size in which shapes differ, with the roofline bound."""
+    caption = f"Medians ({regime}) with their 95 % intervals; nothing can run below the roofline bound. Lower is better."
+    return _plot(title, caption, direction, lambda axes: _time_lines(axes, result, series, members, direction, regime), 3.2)
 
 
 def _time_lines(
     axes: Axes, result: Result, series: Series, members: Sequence[Shape], direction: Direction, regime: Regime
 ) -> int:
     """Draw times as lines over the size that varies, or as points shape by shape without one; return the number of lines."""
-    members = sorted(members, key=lambda shape: (_amount(shape), shape.sizes.get("T", 0)))
+    members = sorted(members, key=lambda shape: (amount(shape), shape.sizes.get("T", 0)))
     positions, joined = _size_axis(axes, members)
     ls = "-" if joined else "none"
     shown, order = series.prominent, series.order
@@ -155,6 +155,7 @@ def _time_lines(
     bounds = [(positions[shape.name], bound) for shape in members if (bound := _bound(result, shape, direction))]
     _bounds(axes, bounds, joined=joined)
     axes.set_yscale("log")
+    _label_between_powers(axes.yaxis, *axes.get_ylim())
     axes.yaxis.set_major_formatter(lambda value, _: _tick(value))
     axes.yaxis.set_minor_formatter(lambda *_: "")
     axes.grid(axis="y", color=_FAINT, lw=0.6)
@@ -179,19 +180,19 @@ def _size_axis(axes: Axes, members: Sequence[Shape]) -> tuple[dict[str, int], bo
     Returns:
         The position of each shape by name, and whether positions are sizes. If not, a line between shapes has no meaning.
     """
-    swept = [key for key in _SWEPT if all(key in shape.sizes for shape in members)]
-    varied = [key for key in swept if len({shape.sizes[key] for shape in members}) > 1]
-    along = [shape.sizes[varied[0]] for shape in members] if len(varied) == 1 else [_amount(shape) for shape in members]
+    names = swept(members[0])
+    varied = [key for key in names if len({shape.sizes[key] for shape in members}) > 1]
+    along = [shape.sizes[varied[0]] for shape in members] if len(varied) == 1 else [amount(shape) for shape in members]
     if len(set(along)) < len(members) or min(along) < 1:
         axes.set_xticks(range(len(members)), [_short(shape) for shape in members], rotation=45 if len(members) > _CROWDED else 0)
-        axes.set_xlabel(f"{' × '.join(swept)}, by their product" if swept else "")
+        axes.set_xlabel(f"{' × '.join(names)}, by their product" if names else "")
         axes.set_xlim(-0.6, len(members) - 0.4)
         return {shape.name: position for position, shape in enumerate(members)}, False
     axes.set_xscale("log", base=2)
-    ticks = _spaced(along)
+    ticks = spaced(along, _CROWDED)
     axes.set_xticks(ticks, [f"{value:,}" for value in ticks])
     axes.minorticks_off()
-    fixed = ", ".join(f"{key}={members[0].sizes[key]}" for key in swept if key not in varied)
+    fixed = ", ".join(f"{key}={members[0].sizes[key]}" for key in names if key not in varied)
     axes.set_xlabel(" × ".join(varied) + (f" ({fixed})" if fixed else ""))
     return dict(zip([shape.name for shape in members], along, strict=True)), True
 
@@ -394,19 +395,24 @@ def _page_value(name: str, value: str, own: str) -> str:
 
 def _rows(axes: Axes, labels: Sequence[str], kind: str) -> None:
     """Set up the axes of a plot with one row for each label, over a logarithmic axis of times or ratios (``kind``)."""
-    from matplotlib.ticker import LogLocator
-
     axes.set_yticks(range(len(labels)), labels)
     axes.set_ylim(-0.6, len(labels) - 0.1)
     axes.set_xscale("log")
     low, high = axes.get_xlim()
     axes.set_xlim(low, high * (high / low) ** 0.16)  # room for the label to the right of the last mark
-    if high < 30 * low:  # with powers of ten alone there would be one label
-        axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    _label_between_powers(axes.xaxis, low, high)
     axes.xaxis.set_major_formatter(lambda value, _: _tick(value) if kind == "time" else f"{value:g}x")
     axes.xaxis.set_minor_formatter(lambda *_: "")
     axes.grid(axis="x", color=_FAINT, lw=0.6)
     axes.tick_params(axis="y", length=0)
+
+
+def _label_between_powers(axis: Axis, low: float, high: float) -> None:
+    """Label 2 and 5 times powers of ten too on a logarithmic axis so short that it would have one label or none."""
+    from matplotlib.ticker import LogLocator
+
+    if high < 30 * low:
+        axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
 
 
 def _tick(microseconds: float) -> str:
@@ -459,20 +465,6 @@ def _median(cell: Cell, regime: Regime) -> float:
     return timing.microseconds.median if timing else math.inf
 
 
-def _amount(shape: Shape) -> int:
-    """Return the amount of work: the product of the sizes in :data:`_SWEPT`."""
-    return math.prod(value for key, value in shape.sizes.items() if key in _SWEPT)
-
-
 def _short(shape: Shape) -> str:
-    """Return the label of a shape on an axis: its sizes in :data:`_SWEPT`, such as ``4×2048``, else its name."""
-    return "×".join(str(shape.sizes[key]) for key in _SWEPT if key in shape.sizes) or _label(shape.name)
-
-
-def _spaced(values: Sequence[int]) -> list[int]:
-    """Return those of the ascending values whose labels do not overlap on a logarithmic axis."""
-    spaced: list[int] = []
-    for value in values:
-        if not spaced or value >= (values[-1] / values[0]) ** (1 / _CROWDED) * spaced[-1]:
-            spaced.append(value)
-    return spaced
+    """Return the label of a shape on an axis: its swept sizes, such as ``4×2048``, else its name."""
+    return "×".join(str(shape.sizes[key]) for key in swept(shape)) or _label(shape.name)
