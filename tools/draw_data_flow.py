@@ -16,6 +16,7 @@ from typing import NamedTuple
 from xml.sax.saxutils import escape
 
 from onelaunch.workbench import quantities as q
+from tools import drawing
 from tools.data_flows import Flow, Kind, Launch, Panel, Tensor, dtype_name, flows
 
 ROOT = Path(__file__).parents[1]
@@ -68,16 +69,13 @@ def panel(drawn: Panel, about: str, unit: str) -> str:
     steps = q.plural(sum(launch.times for launch in drawn.launches), unit, "launches" if unit == "launch" else "steps")
     title = f"{drawn.title} ({drawn.variant})"
     head = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" role="img" class="flow-panel">',
-        f"<title>{escape(f'{about}, {title}')}</title>",
-        '<g font-family="system-ui, sans-serif" font-size="12">',
-        _text(0, 14, title, "ink", "start", bold=True),
-        _text(0, 30, f"{steps}, {q.size(drawn.read)} read, {q.size(drawn.written)} written", "soft"),
-        f'<rect x="0" y="38" width="{MEMORY}" height="{height - 40}" rx="4" {_fill("memory")}/>',
-        _text(MEMORY / 2, 54, "device memory", "soft", "middle"),
-        _text((CHIP + WIDTH) / 2, 54, "on chip", "soft", "middle"),
+        drawing.text(0, 14, title, "ink", bold=True),
+        drawing.text(0, 30, f"{steps}, {q.size(drawn.read)} read, {q.size(drawn.written)} written", "soft"),
+        drawing.rectangle(0, 38, MEMORY, height - 40, "memory"),
+        drawing.text(MEMORY / 2, 54, "device memory", "soft", "middle"),
+        drawing.text((CHIP + WIDTH) / 2, 54, "on chip", "soft", "middle"),
     ]
-    return "\n".join([*head, *parts, "</g>", "</svg>"])
+    return drawing.svg(WIDTH, height, f"{about}, {title}", head + parts, "flow-panel")
 
 
 def _launch(drawn: Panel, launch: Launch, top: int) -> tuple[list[str], int]:
@@ -86,11 +84,11 @@ def _launch(drawn: Panel, launch: Launch, top: int) -> tuple[list[str], int]:
     name = textwrap.wrap(launch.name, TITLE_LETTERS)
     notes = [(line, index == 0) for note in launch.on_chip for index, line in enumerate(textwrap.wrap(note, NOTE_LETTERS))]
     height = max(ROW * len(arrows), LINE * (len(name) + len(notes)) + 14)
-    parts = [f'<rect x="{CHIP}" y="{top}" width="{WIDTH - CHIP}" height="{height}" rx="4" {_fill("chip")}/>']
-    parts += [_text(CHIP + 7, top + 17 + LINE * index, line, "ink", bold=True) for index, line in enumerate(name)]
+    parts = [drawing.rectangle(CHIP, top, WIDTH - CHIP, height, "chip")]
+    parts += [drawing.text(CHIP + 7, top + 17 + LINE * index, line, "ink", bold=True) for index, line in enumerate(name)]
     for index, (line, first) in enumerate(notes, len(name)):
         left, shown = (CHIP + 7, f"\u00b7 {line}") if first else (CHIP + 14, line)
-        parts.append(_text(left, top + 17 + LINE * index, shown, "soft"))
+        parts.append(drawing.text(left, top + 17 + LINE * index, shown, "soft"))
     for index, arrow in enumerate(arrows):
         parts += _arrow(drawn, arrow, top + ROW * index + (height - ROW * len(arrows)) // 2)
     return parts, height
@@ -99,36 +97,12 @@ def _launch(drawn: Panel, launch: Launch, top: int) -> tuple[list[str], int]:
 def _arrow(drawn: Panel, arrow: Arrow, top: int) -> Iterable[str]:
     """Return a tensor's box, and the arrow from it to the launch or back, with the bytes above it."""
     kind, middle = drawn.kind(arrow.tensor), top + ROW // 2 + 2
-    yield f'<rect x="6" y="{middle - BOX // 2}" width="{MEMORY - 12}" height="{BOX}" rx="3" {_fill(kind)}/>'
-    yield _text(MEMORY / 2, middle + 4, arrow.tensor.name, "ink", "middle")
+    yield drawing.rectangle(6, middle - BOX // 2, MEMORY - 12, BOX, kind, 3)
+    yield drawing.text(MEMORY / 2, middle + 4, arrow.tensor.name, "ink", "middle")
     start, end = (MEMORY - 4, CHIP - 2) if arrow.reads else (CHIP, MEMORY - 4)
     side = -6 if end > start else 6
-    yield f'<path d="M{start} {middle}H{end}m{side} -4L{end} {middle}l{side} 4" fill="none" {_stroke(kind)}/>'
-    yield _text((MEMORY + CHIP) / 2, middle - 4, q.size(arrow.bytes), "ink", "middle", small=True)
-
-
-FALLBACK = {
-    "ink": "#1f2328", "soft": "#59636e", "memory": "#f1f3f5", "chip": "#e3f1fb",
-    "argument": "#d5dae0", "between": "#f6d7a7", "result": "#bfe3d0",
-}  # fmt: skip
-"""Colours where a page defines none, for a look at a file by itself."""
-
-LINES = {"argument": "#6b7280", "between": "#b45f06", "result": "#18794e"}
-"""Colours of arrows where a page defines none."""
-
-
-def _fill(name: str) -> str:
-    return f'fill="var(--flow-{name}, {FALLBACK[name]})"'
-
-
-def _stroke(kind: Kind) -> str:
-    return f'stroke="var(--flow-{kind}-line, {LINES[kind]})" stroke-width="1.5"'
-
-
-def _text(x: float, y: float, text: str, colour: str, anchor: str = "start", *, bold: bool = False, small: bool = False) -> str:
-    weight = ' font-weight="600"' if bold else ""
-    size = ' font-size="11"' if small else ""
-    return f'<text x="{x:g}" y="{y:g}" text-anchor="{anchor}"{weight}{size} {_fill(colour)}>{escape(text)}</text>'
+    yield f'<path d="M{start} {middle}H{end}m{side} -4L{end} {middle}l{side} 4" fill="none" {drawing.stroke(f"{kind}-line")}/>'
+    yield drawing.text((MEMORY + CHIP) / 2, middle - 4, q.size(arrow.bytes), "ink", "middle", small=True)
 
 
 def figure(flow: Flow) -> str:
@@ -136,24 +110,14 @@ def figure(flow: Flow) -> str:
     units = ["step" if flow.operation.get(each.variant).launches is None else "launch" for each in flow.panels]
     sizes = " ".join(f"{name}={size}" for name, size in flow.case.sizes.items())
     name = flow.operation.name
-    legend = "".join(
-        f'<span class="flow-key" style="background: var(--flow-{kind}, {FALLBACK[kind]})"></span>{words}; '
-        for kind, words in KINDS.items()
-    )
+    legend = "; ".join(f"{drawing.key(kind)}{words}" for kind, words in KINDS.items())
     least = flow.operation.cost(flow.case, None, "forward").bytes
     said = (
         f"Forward pass of <code>{name}</code> at {sizes}, {dtype_name(flow.case.dtype)}: bytes if each launch reads its tensors "
         f"once and writes its results once. Any implementation moves at least {q.size(least)}. {_code(flow.about)}"
     )
-    parts = [
-        '<figure class="flow">',
-        '<div class="flow-panels">',
-        *(panel(each, f"Data flow of {name}", unit) for each, unit in zip(flow.panels, units, strict=True)),
-        "</div>",
-        f"<figcaption>{said}<br/>{legend.removesuffix('; ')}.</figcaption>",
-        "</figure>",
-    ]
-    return "\n".join(parts) + "\n"
+    panels = [panel(each, f"Data flow of {name}", unit) for each, unit in zip(flow.panels, units, strict=True)]
+    return drawing.figure(panels, f"{said}<br/>{legend}.")
 
 
 def _code(text: str) -> str:
