@@ -1,4 +1,4 @@
-"""Tests of the built documentation pages: every key and measure of a study is documented, and nothing is cut off in a window.
+"""Tests of the built documentation pages: every key and measure of a study is documented, and every page can be read.
 
 Also, every exception that a page names exists, every parameter has a text, and the glossary keeps its addresses.
 
@@ -31,20 +31,6 @@ filelock = pytest.importorskip("filelock")
 pytestmark = pytest.mark.thorough  # building the pages takes half a minute
 
 ROOT = Path(__file__).parents[1]
-# Pages that a browser opens in windows of two sizes.
-LOOKED_AT = [
-    "index",
-    "experiments",
-    "start",
-    "security",
-    "decode",
-    "nn",
-    "operations/gla",
-    "operations/swiglu",
-    "operations/linear_rnn",
-    "workbench",
-    *sorted(f"notebook/{page.stem}" for page in (ROOT / "docs" / "notebook").glob("*.md")),
-]
 
 
 @pytest.fixture(scope="module")
@@ -153,39 +139,84 @@ def test_the_glossary_has_its_name_and_keeps_its_address(built):
         assert f'id="term-{word.capitalize().replace(" ", "-")}"' in page, word
 
 
-@pytest.fixture(scope="module", params=[DESKTOP, PHONE], ids=["1280x900", "390x844"])
-def window(built, request) -> Iterator[tuple[Any, tuple[int, int]]]:
-    """Start one browser for all pages, with the window size of a laptop or a phone."""
-    with open_page(built / "index.html", request.param) as driver:
-        yield driver, request.param
-
-
-# Script that returns by how many pixels the page is wider than the window (at most 0 if nothing is cut off), the beginnings of
-# code blocks and tables that are wider than their place, and the number of all code blocks and tables.
-TOO_WIDE = """
-const open = [...document.querySelectorAll("details")]; open.forEach(each => each.open = true);
-const column = document.querySelector("article").getBoundingClientRect();
+# Script that opens all folded parts and returns what is wrong with a page, by kind: by how many pixels it is wider than the
+# window (a phone would shrink it); the beginnings of code blocks, and of tables, that are wider than their place; pictures that
+# are missing; texts of pictures that are cut off or too small to read; links to a place of the page that does not exist; and ids
+# that stand twice. On a phone tables scroll in a box of their own.
+PROBLEMS = """
+const [wide, phone] = arguments, all = selector => [...document.querySelectorAll(selector)];
+all("details").forEach(each => each.open = true);
+const column = (document.querySelector("article") || document.body).getBoundingClientRect();
 const named = each => each.innerText.slice(0, 60).replaceAll("\\n", " ");
-return {
-    page: Math.max(document.documentElement.scrollWidth, document.body.scrollWidth) - innerWidth,
-    code: [...document.querySelectorAll("pre")].filter(each => each.scrollWidth > each.clientWidth).map(named),
-    tables: [...document.querySelectorAll("table")].filter(each => {
+const texts = all("article svg text").map(each => [each, each.getBoundingClientRect()]).filter(([, box]) => box.width);
+const outside = ([each, box]) => {
+    const whole = each.closest("svg").getBoundingClientRect();
+    return box.left < whole.left - 2 || box.right > whole.right + 2 || box.top < whole.top - 2 || box.bottom > whole.bottom + 2;
+};
+const ids = all("[id]").map(each => each.id);
+const found = {
+    width: Math.max(document.documentElement.scrollWidth, document.body.scrollWidth) - wide,
+    code: all("pre").filter(each => each.scrollWidth > each.clientWidth).map(named),
+    tables: phone ? [] : all("article table").filter(each => {
         const box = each.getBoundingClientRect(), wrapper = each.closest(".table-wrapper");
         return box.right > column.right + 1 || (wrapper && wrapper.scrollWidth > wrapper.clientWidth);
     }).map(named),
-    seen: document.querySelectorAll("pre, table").length,
+    pictures: all("img").filter(each => each.offsetParent && !(each.complete && each.naturalWidth)).map(each => each.src),
+    outside: texts.filter(outside).map(([each]) => each.textContent),
+    small: texts.filter(([, box]) => box.height < 10).map(([each]) => each.textContent),
+    links: all('article a[href^="#"]').map(each => decodeURIComponent(each.getAttribute("href").slice(1)))
+        .filter(target => target && !document.getElementById(target)),
+    ids: ids.filter((id, index) => ids.indexOf(id) < index),
 };
+found.width = found.width > 0 ? [found.width] : [];
+return Object.fromEntries(Object.entries(found).filter(([, problems]) => problems.length));
 """
 
 
+def look_at(driver: Any, page: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield what is wrong with a page in the window of a laptop and on the screen of a phone; it is loaded once."""
+    driver.get(page.as_uri())
+    for size in (DESKTOP, PHONE):
+        metrics = {"width": size[0], "height": size[1], "deviceScaleFactor": 1, "mobile": size == PHONE}
+        driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+        yield f"{page.parent.name}/{page.stem} {size[0]}", driver.execute_script(PROBLEMS, size[0], size == PHONE)
+    if errors_of_console := driver.get_log("browser"):
+        yield f"{page.parent.name}/{page.stem} console", {"errors": errors_of_console}
+
+
 @pytest.mark.browser
-@pytest.mark.parametrize("page", LOOKED_AT)
-def test_nothing_is_cut_off_at_the_margin(built, window, page):
-    driver, size = window
-    driver.get((built / f"{page}.html").as_uri())
-    found = driver.execute_script(TOO_WIDE)
-    assert found["page"] <= 0
-    assert found["code"] == []
-    if size == DESKTOP:  # on a phone a table scrolls in a box of its own
-        assert found["tables"] == []
-    assert found["seen"] > 0 or page == "notebook/index"
+def test_every_page_can_be_read_in_a_window_and_on_a_phone(built, tmp_path):
+    """One browser opens all pages. A page with every kind of problem shows that they would be found."""
+    broken = tmp_path / "broken.html"
+    broken.write_text(BROKEN, encoding="utf-8")
+    pages = sorted(built.rglob("*.html"))
+    assert len(pages) > 30
+    with open_page(broken) as driver:
+        driver.get_log("browser")
+        window, phone, console = (problems for _, problems in look_at(driver, broken))
+        assert set(window) == {"width", "code", "tables", "pictures", "outside", "small", "links", "ids"}
+        assert set(phone) == set(window) - {"tables"}
+        assert console["errors"]
+        found = dict(each for page in pages for each in look_at(driver, page))
+        assert {where: problems for where, problems in found.items() if problems} == {}
+        assert_dark_differs(driver, built / "operations" / "gla.html")
+
+
+BROKEN = """<!doctype html><meta name="viewport" content="width=device-width, initial-scale=1"><article style="width: 300px">
+<div style="width: 3000px">wide</div><pre style="width: 90px; overflow: auto">a long line of code that is not broken</pre>
+<table style="width: 2000px"><tr><td>cell</td></tr></table><img src="none.png" width="9" height="9"><a href="#nowhere">link</a>
+<svg width="40" height="20"><text x="20" y="15" font-size="6">this text leaves its picture</text></svg>
+<p id="a"></p><p id="a"></p></article><script>throw new Error("seen in the console")</script>"""
+"""Page that has every kind of problem."""
+
+
+def assert_dark_differs(driver: Any, page: Path) -> None:
+    """Check that the texts and boxes of a page's pictures have other colours in dark mode than in light mode."""
+    colours = """return ["figure.flow text", "figure.flow rect", "figure.plot text"].map(
+        each => getComputedStyle(document.querySelector(each)).fill)"""
+    found = []
+    for scheme in ("light", "dark"):
+        driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [{"name": "prefers-color-scheme", "value": scheme}]})
+        driver.get(page.as_uri())
+        found.append(driver.execute_script(colours))
+    assert all(light != dark for light, dark in zip(*found, strict=True))

@@ -17,6 +17,7 @@ from onelaunch.cli.application import application
 from onelaunch.workbench.report.comparison import compare
 from onelaunch.workbench.result import Result
 from onelaunch.workbench.study.read import load_study
+from tests.browser import PHONE
 from tests.integrations.standins import GatedLinearAttention
 from tests.test_documents import ROOT, blocks
 from tools import write_readme
@@ -51,8 +52,11 @@ def test_the_picture_is_well_formed_and_no_bar_leaves_it():
     for scheme in write_readme.PICTURES:
         tree = ET.fromstring(write_readme.picture(lines, scheme))
         assert tree[0].tag.endswith("title")
+        width, height = map(float, tree.get("viewBox").split()[2:])
+        assert width <= PHONE[0] + 10  # where it is shown smaller than it was drawn, its text is too small
         for bar in tree.iter("{http://www.w3.org/2000/svg}rect"):
-            assert 0 < float(bar.get("x")) + float(bar.get("width")) <= float(tree.get("width"))
+            assert 0 < float(bar.get("x")) + float(bar.get("width")) <= width
+            assert float(bar.get("y")) + float(bar.get("height")) <= height
 
 
 def test_the_fastest_of_either_side_is_compared():

@@ -167,16 +167,20 @@ COLOURS = {
 }
 """Colours of the picture by the colour scheme of the page."""
 
-LEFT, WIDTH, RIGHT, BAR, STEP, TOP = 160, 430, 230, 9, 30, 34
-"""Pixels: left margin, longest bar, right margin, height of a bar, height of a line, and height of the legend."""
+WIDTH, SHOWN, BAR, STEP, TOP = 400, 520, 8, 46, 34
+"""Pixels: width of the picture on a phone and where there is room, and heights of a bar, of a line and of the legend."""
 
 
 def picture(lines: Sequence[Entry], scheme: str) -> str:
-    """Return the picture as SVG: two bars a line, the longer one over the whole width, and a mark at the roofline bound."""
+    """Return the picture as SVG: per line a text and two bars, the longer one as wide as the picture, and a mark at the bound.
+
+    It is so narrow that its text can be read on a phone.
+    """
     colours = COLOURS[scheme]
-    width, height = LEFT + WIDTH + RIGHT, TOP + STEP * len(lines) + 6
+    height = TOP + STEP * len(lines)
+    size = f'viewBox="0 0 {WIDTH} {height}" width="{SHOWN}" height="{height * SHOWN // WIDTH}"'
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" role="img">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img">',
         "<title>Times of onelaunch beside the fastest other library, with the roofline bound</title>",
         '<g font-family="system-ui, sans-serif" font-size="12">',
         *_legend(colours),
@@ -187,31 +191,32 @@ def picture(lines: Sequence[Entry], scheme: str) -> str:
 
 
 def _legend(colours: dict[str, str]) -> Iterable[str]:
-    at = LEFT
+    at = 1
     for key, label, space in (
-        ("ours", "onelaunch", 90),
-        ("other", "fastest other: fla, liger, PyTorch", 230),
+        ("ours", "onelaunch", 100),
+        ("other", "fastest other library", 165),
         ("bound", "roofline bound", 0),
     ):
-        yield f'<rect x="{at}" y="10" width="{3 if key == "bound" else 12}" height="12" fill="{colours[key]}"/>'
-        yield _text(at + 18, 20, label, colours["faint"])
+        yield f'<rect x="{at}" y="6" width="{3 if key == "bound" else 12}" height="12" fill="{colours[key]}"/>'
+        yield _text(at + 18, 16, label, colours["faint"])
         at += space
 
 
 def _line(line: Entry, top: int, colours: dict[str, str]) -> list[str]:
-    found = line.found
-    longest = max(found.microseconds, found.other_microseconds or 0.0)
+    found, longest = line.found, max(line.found.microseconds, line.found.other_microseconds or 0.0)
     ours, other, bound = (
-        WIDTH * (value or 0.0) / longest for value in (found.microseconds, found.other_microseconds, found.bound_microseconds)
+        (WIDTH - 2) * (value or 0.0) / longest
+        for value in (found.microseconds, found.other_microseconds, found.bound_microseconds)
     )
     label = f"{line.row.operation}, {line.direction}"
     rival = "" if found.other is None else f", {_name(found.other.variant)} {_number(found.other_microseconds)} µs"
+    bars = top + 19
     return [
-        _text(LEFT - 10, top + 15, label, colours["text"], "end"),
-        f'<rect x="{LEFT}" y="{top + 1}" width="{ours:.1f}" height="{BAR}" fill="{colours["ours"]}"/>',
-        f'<rect x="{LEFT}" y="{top + 1 + BAR}" width="{other:.1f}" height="{BAR}" fill="{colours["other"]}"/>',
-        f'<rect x="{LEFT + bound - 1:.1f}" y="{top - 1}" width="2" height="{2 * BAR + 4}" fill="{colours["bound"]}"/>',
-        _text(LEFT + WIDTH + 8, top + 15, f"{_number(found.microseconds)} µs{rival}", colours["faint"]),
+        _text(1, top + 14, label, colours["text"]),
+        _text(WIDTH - 1, top + 14, f"{_number(found.microseconds)} µs{rival}", colours["faint"], "end"),
+        f'<rect x="1" y="{bars}" width="{ours:.1f}" height="{BAR}" fill="{colours["ours"]}"/>',
+        f'<rect x="1" y="{bars + BAR}" width="{other:.1f}" height="{BAR}" fill="{colours["other"]}"/>',
+        f'<rect x="{max(1.0, bound):.1f}" y="{bars - 2}" width="2" height="{2 * BAR + 4}" fill="{colours["bound"]}"/>',
     ]
 
 

@@ -154,14 +154,17 @@ def docs_overview(results: Iterable[Result], page: Callable[[str], str]) -> str:
 
 
 def speeds(result: Result) -> list[tuple[str, str, str]]:
-    """Return what was measured in each direction, and the fastest variant's speed over peers and over torch.compile, in words."""
+    """Return what was measured in each direction, and the fastest variant's speed over peers and over torch.compile, in words.
+
+    A direction without times of both sides is left out.
+    """
     rows = []
     for direction in directions(result):
         regime: Regime = "running" if _timed(result, direction, "running") else "cold"
         cells, peers = _cells(result, direction, regime), peer_names(result)
         what = "one of many steps" if regime == "running" else direction.replace("_", " and ")
         rows.append((what, _gain(cells, peers, peers, regime), _gain(cells, (COMPILED,), peers, regime)))
-    return rows
+    return [row for row in rows if row[1:] != (NONE, NONE)]
 
 
 def _gain(cells: Mapping[str, Mapping[str, Cell]], names: Sequence[str], peers: Sequence[str], regime: Regime) -> str:

@@ -18,7 +18,7 @@ from onelaunch.operation.sources import digest_of
 from onelaunch.wording import escaped
 from onelaunch.workbench import quantities as q
 from onelaunch.workbench.decide.predictions import compared_predictions
-from onelaunch.workbench.report.documents import NONE, speeds
+from onelaunch.workbench.report.documents import speeds
 from onelaunch.workbench.report.headline import headline
 from onelaunch.workbench.report.predictions import predictions
 from onelaunch.workbench.report.summary import first_tables, summarize
@@ -56,7 +56,7 @@ class Entry:
     """Versions of the software, such as ``torch 2.11.0, triton 3.6.0``, and the driver."""
     marks: tuple[Mark, ...] = ()
     speeds: tuple[tuple[str, str, str], ...] = ()
-    """What was measured, and our fastest variant's speed over the fastest peer and over torch.compile."""
+    """Rows of direction, speed of our fastest variant over the fastest peer, and its speed over torch.compile, in words."""
     predicted: tuple[str, ...] = ()
     """Counts and errors of the predictions: the cells of their row after study and device; empty without predictions."""
     tables: tuple[Table, ...] = ()
@@ -232,7 +232,7 @@ def entry_of(result: Result, file: str) -> Entry:
             *_code_marks(result),
             *run_marks(facts, result.schema_version, SCHEMA),
         ),
-        speeds=tuple(row for row in speeds(result) if row[1:] != (NONE, NONE)),
+        speeds=tuple(speeds(result)),
         predicted=_predicted(result),
         tables=(*first, *said, *criteria),
     )

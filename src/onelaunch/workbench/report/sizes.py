@@ -47,7 +47,7 @@ class _Win:
 
     shape: Shape
     variant: str
-    """Its name; of ``auto`` the name of the variant that it chose."""
+    """Name of the variant; of ``auto`` that of the variant which it chose."""
     tied: bool
     """True if another variant's time differs by no more than the noise."""
     ours: bool
