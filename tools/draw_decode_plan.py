@@ -12,8 +12,8 @@ from pathlib import Path
 
 from onelaunch.decode.codegen.layout import Tuning, layout_of
 from onelaunch.decode.plan import Plan, plan_for
-from onelaunch.decode.plan.packing import granules
-from onelaunch.decode.plan.phases import CHUNK, GRANULE, PRODUCTS, Assignment, Op, Phase, Slice
+from onelaunch.decode.plan.packing import piece_bytes, pieces
+from onelaunch.decode.plan.phases import CHUNK, PRODUCTS, Assignment, Op, Phase, Slice
 from onelaunch.decode.step.contract import decode_step
 from onelaunch.decode.step.reference import config_of
 from onelaunch.decode.step.typical import QWEN3_0_6B
@@ -86,7 +86,7 @@ def polled_words(assignment: Assignment) -> int:
 
 def chunks(made: Plan, op: Op, cta: int) -> int:
     """Return the chunks of the weight stream that a CTA loads in a phase."""
-    return granules(made, op, cta) * GRANULE // CHUNK
+    return pieces(made, op, cta) * piece_bytes(made.config) // CHUNK
 
 
 # Phases of a layer
@@ -130,7 +130,7 @@ def _phase(made: Plan, index: int, phase: Phase, top: int) -> Iterable[str]:
     work = UNITS.get(phase.op) or (
         q.plural(busy[0].units, "block") if phase.op == "o" and made.blocks else q.plural(busy[0].units, "tile")
     )
-    weights = q.size(granules(made, phase.op, READER) * GRANULE) if phase.op in PRODUCTS else "no weights"
+    weights = q.size(pieces(made, phase.op, READER) * piece_bytes(made.config)) if phase.op in PRODUCTS else "no weights"
     yield drawing.rectangle(0, box, WIDTH, BOX, "chip")
     yield drawing.text(8, box + 15, phase.name, "ink", bold=True)
     yield drawing.text(8, box + 30, f"{len(busy)} of {made.ctas} CTAs", "soft")
@@ -262,8 +262,8 @@ def stream_figure() -> str:
 def _token_bytes(cta: int) -> int:
     """Return the bytes of a CTA's stream."""
     made = plan("streaming")
-    layer = sum(granules(made, op, cta) for op in PRODUCTS if op != "lm_head")
-    return (made.config.num_hidden_layers * layer + granules(made, "lm_head", cta)) * GRANULE
+    layer = sum(pieces(made, op, cta) for op in PRODUCTS if op != "lm_head")
+    return (made.config.num_hidden_layers * layer + pieces(made, "lm_head", cta)) * piece_bytes(made.config)
 
 
 def files(root: Path) -> dict[Path, str]:

@@ -10,66 +10,44 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
 
 from onelaunch.decode.codegen.layout import BINS
 from onelaunch.decode.model.cache import KVCache
 from onelaunch.decode.model.forward import rms_norm
-from onelaunch.decode.model.rope import rotate, rotation
+from onelaunch.decode.model.rope import layer_rotations, rotate
 from onelaunch.decode.model.sampling import COLDEST, Sampler, Sampling, gumbel, penalise
 from onelaunch.decode.model.weights import Weights
-from onelaunch.decode.plan.packing import Stream, as_operands, from_pairs, from_warps, granules, in_pairs, width
+from onelaunch.decode.plan.packing import (
+    Stream,
+    as_operands,
+    block_pieces,
+    from_pairs,
+    from_warps,
+    in_pairs,
+    piece_bytes,
+    pieces,
+    row_order,
+)
 from onelaunch.decode.plan.phases import (
-    GRANULE,
     PRODUCTS,
     ROUNDS,
     TILE,
     WARP_COLUMNS,
-    WARPS,
     Assignment,
     Blocks,
     Op,
     Phase,
     Plan,
     Slice,
-    depth,
     groups_of,
 )
 from onelaunch.errors import PlanError
+from tests.decode.radix_select import DIGIT, Search, digits, keys_of, narrow
 
 AHEAD = 6
 """Largest number of phases that one CTA runs before another CTA is chosen."""
-
-DIGIT = BINS.bit_length() - 1
-"""Bits of a radix-select digit."""
-
-NEAREST, FARTHEST = 100 << 23, 0x41FFFFFF
-"""Bit patterns of the smallest and the largest distance in a key, in float32.
-
-A token's distance is (largest logit - its logit) / temperature. Its key has 60 bits: 28 for the distance, then 32 for the token.
-"""
-
-
-@dataclass(slots=True)
-class Search:
-    """Radix-select state of one CTA: the key limit of tokens that may still be drawn, and the digits found so far."""
-
-    largest: float = math.nan
-    limit: int = 1 << 60
-    prefix: int = 0
-    target: int = 0  # tokens, or probability in units of 2**-38, that are kept of the keys that begin with ``prefix``
-
-
-def digits(sampling: Sampling) -> list[tuple[bool, int]]:
-    """Return for each radix-select pass whether it sums probabilities (top-p) or counts tokens (top-k), and its lowest key bit.
-
-    These are all passes that can be needed, and ``plan_for`` is given their number as ``rounds``. The kernel ends sooner where
-    nothing is left to decide. Top-k looks at the distance only, since it keeps all tokens with equal logits; top-p does not.
-    """
-    counted = [(False, at) for at in (50, 40, 30)] if sampling.top_k else []
-    return counted + ([(True, at) for at in (50, 40, 30, 20, 10, 0)] if sampling.top_p < 1 else [])
 
 
 class Interpreter:
@@ -259,14 +237,25 @@ class Interpreter:
             before = seen["mid"][first : first + len(rows)]
             found = {name: self._in_buffer(name, first, before + rows[: len(before)]) for name in ("hidden", "final")}
             return found | {"mid": self._in_buffer("mid", first, rows)}  # an addition; in the last layer ``mid`` is cleared
+        if op == "qkv" and self.plan.config.attention_bias:
+            rows = rows + self._qkv_bias(layer)[first : first + len(rows)]
+        if op == "o" and (bias := self.weights.layers[layer].o_bias) is not None:
+            rows = rows + bias[first : first + len(rows)]
         if op in ("o", "down"):
             self.own_rows[cta] = rows = self.own_rows[cta] + rows
         names = {"qkv": ("qkv",), "o": ("mid",), "down": ("hidden", "final")}[op]
         found = {name: self._in_buffer(name, first, rows) for name in names}
-        if op == "qkv" and any(slice_.buffer == "squares" for slice_ in assignment.writes):
-            found["squares"] = found["qkv"].view(-1, 2, TILE // 2).square().sum(1).flatten()
+        if op == "qkv" and not any(phase.op == "rope" for phase in self.plan.layer):
+            if self.plan.config.qk_norm:
+                found["squares"] = found["qkv"].view(-1, 2, TILE // 2).square().sum(1).flatten()
             found["qkv"] = self._rotated(found["qkv"], layer, position)
         return found
+
+    def _qkv_bias(self, layer: int) -> torch.Tensor:
+        """Return the biases of queries, keys and values in the order of the product's rows."""
+        weights = self.weights.layers[layer]
+        bias = torch.cat([each for each in (weights.q_bias, weights.k_bias, weights.v_bias) if each is not None])
+        return bias[row_order(self.plan.config, "qkv").flatten()]
 
     def _in_buffer(self, name: str, first: int, values: torch.Tensor) -> torch.Tensor:
         """Return a buffer with the values from word ``first`` on, without rows of padding; all other words are NaN."""
@@ -278,16 +267,18 @@ class Interpreter:
     def _weights(self, op: Op, cta: int, layer: int) -> Iterator[tuple[int, torch.Tensor]]:
         """Yield each group of a CTA's tiles in a phase, in stream order: its first tile's index, and ``[tiles, 8, columns]``."""
         plan = self.plan
-        per_layer = sum(granules(plan, each, cta) for each in PRODUCTS[:-1])
-        before = sum(granules(plan, each, cta) for each in PRODUCTS[: PRODUCTS.index(op)]) if op != "lm_head" else 0
-        at = (int(self.stream.starts[cta]) + GRANULE * (layer * per_layer + before)) // 2  # bytes to bfloat16
-        columns, deep = width(plan, op), depth(plan.config)
+        per_layer = sum(pieces(plan, each, cta) for each in PRODUCTS[:-1])
+        before = sum(pieces(plan, each, cta) for each in PRODUCTS[: PRODUCTS.index(op)]) if op != "lm_head" else 0
+        piece = piece_bytes(plan.config) // 2  # bytes to bfloat16
+        at = int(self.stream.starts[cta]) // 2 + piece * (layer * per_layer + before)
         for begin, end in groups_of(plan, op, cta):
-            size = (end - begin) * TILE * columns
-            part = self.stream.data[at : at + size].view(-1, end - begin, deep, WARPS, TILE, WARP_COLUMNS)
-            # ``as_operands`` is its own inverse
-            yield begin, as_operands(part.permute(1, 4, 0, 2, 3, 5).reshape(end - begin, TILE, columns)).double()
-            at += size
+            blocks = []
+            for count in block_pieces(plan, op):
+                size = (end - begin) * count * piece
+                part = self.stream.data[at : at + size].view(end - begin, -1, TILE, WARP_COLUMNS)
+                blocks.append(part.transpose(1, 2).flatten(2))
+                at += size
+            yield begin, as_operands(torch.cat(blocks, -1)).double()  # as_operands is its own inverse
 
     def _multiply(self, op: Op, cta: int, layer: int, x: torch.Tensor) -> torch.Tensor:
         """Multiply a CTA's rows of a matrix by a vector."""
@@ -299,7 +290,7 @@ class Interpreter:
     ) -> torch.Tensor:
         """Return what a CTA adds to each row of the residual stream in the output projection (split over its heads).
 
-        The CTA of the first layer's first unit adds the embedding as well.
+        The CTAs of the first query split add the bias as well, and in the first layer the embedding.
         """
         rows = torch.zeros(blocks.count * blocks.rows, dtype=torch.float64)
         plan = self.plan
@@ -318,9 +309,10 @@ class Interpreter:
             found = found.transpose(1, 2).flatten()
             at = slice(block * blocks.rows, block * blocks.rows + len(found))
             rows[at] += found
-            if layer == 0 and unit == 0:
-                embedded = self._embedded(position)[at]
-                rows[at][: len(embedded)] += embedded
+            bias = self.weights.layers[layer].o_bias
+            for added in (self._embedded(position) if layer == 0 else None, bias):
+                if unit == 0 and added is not None:
+                    rows[at][: len(added[at])] += added[at]
         return rows[: self.plan.config.hidden_size]
 
     def _heads(self, words: torch.Tensor) -> torch.Tensor:
@@ -331,13 +323,21 @@ class Interpreter:
     def _rotated(self, raw: torch.Tensor, layer: int, position: int) -> torch.Tensor:
         """Return a CTA's QKV words with queries and keys rotated (RoPE) but not yet divided by their RMS."""
         weights, heads = self.weights.layers[layer], self._heads(raw)
-        cosine, sine = rotation(self.plan.config, torch.tensor([position]), torch.float64)
-        q, k = rotate(heads[:, :-2] * weights.q_norm, cosine, sine), rotate(heads[:, -2:-1] * weights.k_norm, cosine, sine)
+        q, k = heads[:, :-2], heads[:, -2:-1]
+        if weights.q_norm is not None and weights.k_norm is not None:
+            q, k = q * weights.q_norm, k * weights.k_norm
+        q, k = (rotate(each, *self._rotation(layer, position)) for each in (q, k))
         return in_pairs(torch.cat([q, k, heads[:, -1:]], 1)).flatten()
+
+    def _rotation(self, layer: int, position: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return cosine and sine of a layer at a position; those of the identity in a layer that does not rotate."""
+        return layer_rotations(self.plan.config, torch.tensor([position]), torch.float64)[layer]
 
     def _normed(self, seen: dict[str, torch.Tensor], head: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return queries ``[G, D]``, key ``[D]`` and value ``[D]`` of a key head from words that are rotated already."""
         heads, size = self._heads(seen["qkv"])[head], self.plan.config.head_dim
+        if not self.plan.config.qk_norm:
+            return heads[:-2], heads[-2], heads[-1]
         squares = seen["squares"].view(self.plan.config.num_key_value_heads, -1, size // 2)[head].sum(-1, keepdim=True)
         *q, k = heads[:-1] * (squares[:-1] / size + self.plan.config.rms_norm_eps).rsqrt()
         return torch.stack(q), k, heads[-1]
@@ -347,10 +347,11 @@ class Interpreter:
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Normalise and rotate a key head's queries ``[G, D]`` and key ``[D]``; return them with its value ``[D]``."""
         weights, eps, heads = self.weights.layers[layer], self.plan.config.rms_norm_eps, self._heads(raw)[head]
-        cosine, sine = rotation(self.plan.config, torch.tensor([position]), torch.float64)
-        q = rotate(rms_norm(heads[None, :-2], weights.q_norm, eps), cosine, sine)[0]
-        k = rotate(rms_norm(heads[None, -2:-1], weights.k_norm, eps), cosine, sine)[0, 0]
-        return q, k, heads[-1]
+        q, k = heads[None, :-2], heads[None, -2:-1]
+        if weights.q_norm is not None and weights.k_norm is not None:
+            q, k = rms_norm(q, weights.q_norm, eps), rms_norm(k, weights.k_norm, eps)
+        q, k = (rotate(each, *self._rotation(layer, position)) for each in (q, k))
+        return q[0], k[0, 0], heads[-1]
 
     def _store(self, layer: int, head: int, position: int, key: torch.Tensor, value: torch.Tensor) -> None:
         self.cache.keys[layer, head, position] = key
@@ -462,12 +463,12 @@ class Interpreter:
         search, own = self.searches[cta], self._own_tokens(cta)
         for slice_ in assignment.reads:
             if slice_.buffer == "histograms":
-                self._narrow(search, *rounds[slice_.begin], self.histograms[slice_.begin])
+                narrow(self.sampler.sampling, search, *rounds[slice_.begin], self.histograms[slice_.begin])
                 pair = search.prefix, search.target
                 if self.narrowed.setdefault((position, slice_.begin), pair) != pair:
                     raise PlanError(self.plan.level, f"CTAs disagree about round {slice_.begin} of position {position + 1}")
         distances = (search.largest - self.penalised[own]) / max(sampling.temperature, COLDEST)
-        keys = self._keys(distances) | torch.arange(own.start, own.stop)
+        keys = keys_of(distances) | torch.arange(own.start, own.stop)
         for slice_ in assignment.adds:  # at most one histogram
             by_probability, at = rounds[slice_.begin]
             kept = (keys <= search.limit) & (keys >> at >> DIGIT == (search.prefix if at < 50 else 0))
@@ -475,25 +476,6 @@ class Interpreter:
             self.histograms[slice_.begin].index_add_(0, (keys >> at)[kept] % BINS, weights[kept])
             return {}
         if sampling.min_p:
-            search.limit = min(search.limit, int(self._keys(torch.tensor(-math.log(sampling.min_p)).abs())) | 0xFFFFFFFF)
+            search.limit = min(search.limit, int(keys_of(torch.tensor(-math.log(sampling.min_p)).abs())) | 0xFFFFFFFF)
         scores = gumbel(sampling.seed, position + 1, len(self.logits), "cpu")[own] - distances
         return self._candidate("drawn", cta, position, scores.where(keys <= search.limit, -math.inf))
-
-    def _keys(self, distances: torch.Tensor) -> torch.Tensor:
-        """Return the keys of tokens at these distances, without the 32 bits that hold the token."""
-        bits = distances.float().view(torch.int32).clamp(NEAREST, FARTHEST)
-        return (bits - NEAREST).long() << 32
-
-    def _narrow(self, search: Search, by_probability: bool, at: int, sums: torch.Tensor) -> None:
-        """Find the next digit of the limit in a pass's histogram, and after the last digit lower the limit to it."""
-        sampling, total = self.sampler.sampling, sums.cumsum(0)
-        if at == 50:
-            search.target = (
-                max(int(sampling.top_p * int(total[-1])), 1) if by_probability else min(sampling.top_k, int(total[-1]))
-            )
-            search.prefix = 0
-        digit = int((total < search.target).sum())
-        search.target -= int(total[digit] - sums[digit]) if digit < BINS else 0
-        search.prefix = search.prefix << DIGIT | digit
-        if at == (0 if by_probability else 30):
-            search.limit = min(search.limit, (search.prefix + 1 << at) - 1)

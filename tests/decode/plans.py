@@ -11,8 +11,10 @@ import pytest
 import torch
 
 from onelaunch.decode import KVCache, ModelConfig, random_weights
+from onelaunch.decode.model.config import Llama3Scaling
 from onelaunch.decode.plan.levels import LEVELS, plan_for
 from onelaunch.decode.plan.packing import pack
+from tools.measure_decoding import SHAPES
 
 # Vocabulary, hidden size, intermediate size, layers, query heads, key heads, channels of a head.
 TINY = ModelConfig(300, 128, 96, 2, 4, 2, 16, max_position_embeddings=512, tie_word_embeddings=True)
@@ -21,12 +23,44 @@ MODELS = {
     "untied, a key head": replace(TINY, tie_word_embeddings=False, num_key_value_heads=1, head_dim=32, num_hidden_layers=1),
     "odd sizes": replace(TINY, vocab_size=101, hidden_size=264, intermediate_size=520, head_dim=64),
     "whole chunks": ModelConfig(100, 1024, 1024, 2, 8, 2, 128, max_position_embeddings=512, tie_word_embeddings=True),
+    "half chunks": ModelConfig(100, 512, 512, 1, 8, 4, 64, max_position_embeddings=512, qk_norm=False, attention_bias=True),
     "two queries a key": ModelConfig(100, 1024, 1024, 1, 8, 4, 128, max_position_embeddings=512, tie_word_embeddings=True),
     "five queries a key": replace(TINY, num_attention_heads=5, num_key_value_heads=1),
+    "llama": replace(TINY, qk_norm=False, hidden_size=192, num_attention_heads=6, rope_scaling=Llama3Scaling(8.0, 128, 1.0, 4.0)),
+    "qwen2": replace(
+        TINY,
+        qk_norm=False,
+        attention_bias=True,
+        output_bias=False,
+        hidden_size=112,
+        num_attention_heads=14,
+        head_dim=8,
+        rms_norm_eps=1e-5,
+    ),
+    "biases everywhere": replace(TINY, attention_bias=True, tie_word_embeddings=False),
+    "smollm3": replace(TINY, qk_norm=False, num_hidden_layers=3, num_attention_heads=8, unrotated_layers=(1,)),
+    "two blocks": ModelConfig(100, 1056, 1184, 1, 6, 2, 16, max_position_embeddings=512, tie_word_embeddings=True, qk_norm=False),
+    "three blocks": replace(TINY, hidden_size=160, intermediate_size=2080, num_hidden_layers=1),
     "three layers": replace(TINY, num_key_value_heads=4, rope_theta=1e6, head_dim=8, num_hidden_layers=3),
 }
-"""Models by name. In "whole chunks", rows have 1024 columns, as a bulk copy has, so that keys too pass through the ring."""
+"""Models by name. In "whole chunks", rows have 1024 columns, as a bulk copy has, so that keys too pass through the ring.
 
+In "half chunks" a chunk has rows of two tiles. The weights of most others are counted in parts of a warp, as rows end anywhere;
+in "two blocks" and "three blocks" the columns of some rows are several blocks, of which the last is shorter.
+"""
+
+
+BRIEFLY, BY_HAND = ("tied", "odd sizes"), ("llama", "biases everywhere", "two blocks", "half chunks")
+"""Models whose plans are interpreted in every run of the tests, or only by hand; those of others are in ``make check``."""
+
+
+def marks_of(model: str) -> list[pytest.MarkDecorator]:
+    """Return the marks of the tests that interpret the plans of one of :data:`MODELS`."""
+    return [] if model in BRIEFLY else [pytest.mark.every if model in BY_HAND else pytest.mark.thorough]
+
+
+FAMILIES = {name: config for name, config in SHAPES.items() if not config.qk_norm and name != "small"}
+"""Public models of other families than Qwen3, at their sizes."""
 
 WIDE = ModelConfig(100, 1024, 1024, 2, 16, 2, 128, max_position_embeddings=512, tie_word_embeddings=True)
 """Model whose attention is wider than its hidden size, in whole chunks of a product."""

@@ -37,6 +37,12 @@ CASES += [("tagged_words", "whole chunks", 9), ("streaming", "whole chunks", 12)
 CASES += [("fused_phases", "three layers", 2), ("tagged_words", "three layers", 5), ("streaming", "three layers", 2)]
 CASES += [("streaming", "two queries a key", 9), ("streaming", "two queries a key", 3), ("streaming", "five queries a key", 12)]
 CASES += [("streaming", "odd sizes", 8), ("streaming", "untied, a key head", 12)]
+CASES += [("streaming", "half chunks", 9), ("tagged_words", "half chunks", 9), ("streaming", "qwen2", 28)]
+CASES += [("streaming", "llama", 24), ("graph", "smollm3", 16), ("head_local", "smollm3", 5), ("eight_barriers", "qwen2", 5)]
+CASES += [("fused_phases", "biases everywhere", 5), ("streaming", "three blocks", 20), ("tagged_words", "two blocks", 20)]
+BY_HAND = [(level, model, 5) for level in LEVELS for model in ("llama", "qwen2", "biases everywhere", "smollm3")]
+BY_HAND += [(level, model, 20) for level in LEVELS for model in ("half chunks", "two blocks", "three blocks")]
+CASES += [pytest.param(*each, marks=pytest.mark.every) for each in BY_HAND if each not in CASES]
 
 
 def kernel_and_memory(weights, plan, libraries, tuning=None):
@@ -75,7 +81,13 @@ def assert_matches_oracle(weights, plan, libraries, given, positions):
 
 @pytest.mark.parametrize(
     ("level", "model", "ctas"),
-    thorough_but(*((level, "tied", 5) for level in LEVELS), ("streaming", "whole chunks", 12), of=CASES),
+    thorough_but(
+        *((level, "tied", 5) for level in LEVELS),
+        ("streaming", "whole chunks", 12),
+        ("streaming", "qwen2", 28),
+        ("streaming", "three blocks", 20),
+        of=CASES,
+    ),
 )
 def test_logits_keys_and_values_are_the_oracles(level, model, ctas, libraries):
     weights, *given = weights_and_caches(MODELS[model], 129)
@@ -252,15 +264,21 @@ def test_the_kernel_executes_the_barriers_of_its_plan(level, libraries):
 
 
 @pytest.mark.parametrize(
-    "tuning",
+    ("model", "tuning"),
     thorough_but(
-        Tuning(stages=1, flight=1), of=[Tuning(stages=1, flight=1), Tuning(stages=2, flight=2), Tuning(stages=5, flight=2)]
+        ("tied", Tuning(stages=2, flight=2)),
+        of=[
+            *(("tied", Tuning(stages=stages, flight=2)) for stages in (2, 4, 5)),
+            ("half chunks", Tuning(stages=1, flight=1)),
+            ("half chunks", Tuning(stages=2, flight=2)),
+        ],
     ),
     ids=str,
 )
-def test_ring_depth_does_not_change_results(tuning, libraries):
-    weights, cache, _, _ = weights_and_caches(TINY, 20)
-    plan = plan_for(TINY, "streaming", 3)
+def test_ring_depth_does_not_change_results(model, tuning, libraries):
+    """A ring of one stage suffices where no tile begins in one chunk and ends in the next."""
+    weights, cache, _, _ = weights_and_caches(MODELS[model], 20)
+    plan = plan_for(MODELS[model], "streaming", 3)
     found = []
     for each in (tuning, Tuning(stages=3, flight=1)):
         kernel, memory = kernel_and_memory(weights, plan, libraries, each)

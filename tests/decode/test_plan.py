@@ -23,9 +23,10 @@ from onelaunch.decode.codegen.layout import THREADS, Tuning, layout_of
 from onelaunch.decode.model.forward import prefill
 from onelaunch.decode.model.sampling import Sampler, Sampling
 from onelaunch.decode.plan import packing
-from onelaunch.decode.plan.builder import POSITIONS, layer_ctas
+from onelaunch.decode.plan.builder import POSITIONS
 from onelaunch.decode.plan.check import Resources, check
-from onelaunch.decode.plan.levels import LEVELS, plan_for, unsupported
+from onelaunch.decode.plan.division import layer_ctas
+from onelaunch.decode.plan.levels import LEVELS, plan_for
 from onelaunch.decode.plan.packing import (
     as_operands,
     columns,
@@ -35,12 +36,14 @@ from onelaunch.decode.plan.packing import (
     in_tiles,
     matrix,
     pack,
+    pieces_of,
     row_order,
 )
-from onelaunch.decode.plan.phases import ROUNDS, Slice, Wait, padded
+from onelaunch.decode.plan.phases import ROUNDS, Slice, Wait, piece_columns
 from onelaunch.errors import PlanError
-from tests.decode.interpret import Interpreter, digits
-from tests.decode.plans import MODELS, SHARED, TINY, packed, plan_with, weights_and_caches
+from tests.decode.interpret import Interpreter
+from tests.decode.plans import MODELS, SHARED, TINY, marks_of, packed, plan_with, weights_and_caches
+from tests.decode.radix_select import digits
 from tests.thorough import thorough_but
 
 # Qwen3-0.6B and Qwen3-4B.
@@ -273,13 +276,6 @@ def test_ctas_that_cannot_all_be_resident_are_refused(room, reason, prose):
         check(plan, resources=Resources(**facts))
 
 
-def test_unsupported_models_are_refused_with_the_reason():
-    assert unsupported(QWEN) is None
-    assert "biases" in unsupported(replace(QWEN, attention_bias=True))
-    assert "float16" in unsupported(replace(QWEN, dtype=torch.float16))
-    assert "heads of" in unsupported(replace(QWEN, head_dim=80))
-
-
 def test_barriers_per_token_of_each_variant():
     """With grid barriers a token has two besides those of its layers: before the LM head, and before the next token is chosen."""
     counted = {level: plan_for(QWEN, level, 132).barriers() for level in LEVELS}
@@ -301,16 +297,17 @@ def test_every_weight_is_in_the_stream_once(level, model):
     stream = pack(weights, plan)
     layers = weights.layers
     work = [(layer, op) for layer in layers for op in ("qkv", "o", "gate_up", "down")] + [(None, "lm_head")]
-    wanted = torch.cat([in_tiles(*in_order(weights, *each, plan)).flatten() for each in work])
+    wanted = torch.cat([in_tiles(*in_order(weights, *each, plan), piece_columns(config)).flatten() for each in work])
     assert torch.equal(counts(stream.data), counts(wanted))
     for layer, op in work:  # and no weight is lost on the way to the tiles
         if op == "o" and plan.blocks:
-            tiles, values = in_tiles(*in_order(weights, layer, op, plan)), matrix(weights, layer, op)
+            tiles, values = in_tiles(*in_order(weights, layer, op, plan), piece_columns(config)), matrix(weights, layer, op)
             assert torch.equal(counts(tiles[tiles != 0]), counts(values[values != 0])), "tiles are padded with zeros"
             continue
-        tiles, values = in_tiles(matrix(weights, layer, op), row_order(config, op)), matrix(weights, layer, op)
+        values, size = matrix(weights, layer, op), piece_columns(config)
+        tiles = in_tiles(values, row_order(config, op), size)
         # as_operands is its own inverse
-        rows = as_operands(tiles.permute(0, 3, 1, 2, 4).reshape(-1, padded(columns(config, op))))
+        rows = as_operands(tiles.permute(0, 3, 1, 2, 4).reshape(-1, pieces_of(config, columns(config, op)) * size))
         kept = row_order(config, op).flatten()
         assert torch.equal(rows[kept >= 0][:, : values.shape[1]], values[kept[kept >= 0]])
 
@@ -320,7 +317,7 @@ def test_a_stream_is_the_same_however_many_tiles_are_packed_at_once(monkeypatch)
     plan = plan_for(weights.config, "streaming", 7)
     stream, slices, of = pack(weights, plan), [], packing.in_tiles
     monkeypatch.setattr(packing, "BATCH_BYTES", 3 * 8 * 2 * 512)  # bytes of three padded tiles of the hidden size
-    monkeypatch.setattr(packing, "in_tiles", lambda values, rows: slices.append(len(rows)) or of(values, rows))
+    monkeypatch.setattr(packing, "in_tiles", lambda values, rows, size: slices.append(len(rows)) or of(values, rows, size))
     assert torch.equal(pack(weights, plan).data, stream.data)
     assert max(slices) <= 6  # rows of the output projection are half as long, so twice as many tiles are a batch
 
@@ -354,14 +351,12 @@ IN_ORDERS = [
     *((level, "tied") for level in LEVELS),
     *((level, model) for level in STREAMS for model in MODELS if model != "tied"),
 ]
-BRIEFLY = ("tied", "odd sizes")
-"""Models whose plans are interpreted in every run of the tests; those of others are in ``make check``."""
 
 
 @pytest.mark.parametrize(
     ("level", "model"),
     [
-        *(pytest.param(*each, marks=[] if each[1] in BRIEFLY else [pytest.mark.thorough]) for each in IN_ORDERS),
+        *(pytest.param(*each, marks=marks_of(each[1])) for each in IN_ORDERS),
         ("eight_barriers", "odd sizes"),
     ],
 )

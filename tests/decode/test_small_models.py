@@ -10,6 +10,7 @@ rounding decides no token. At the other prompts, each token's logit must be near
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,10 +18,13 @@ import torch
 
 from onelaunch.decode import KVCache, Model
 from onelaunch.decode.model.config import ModelConfig
-from onelaunch.decode.model.forward import forward, logits_of
+from onelaunch.decode.model.forward import forward, logits_of, prefill
 from onelaunch.decode.model.weights import load_weights
-from onelaunch.decode.plan.levels import LEVELS, unsupported
+from onelaunch.decode.plan.levels import LEVELS, plan_for
+from onelaunch.decode.plan.packing import pack
+from onelaunch.decode.runtime.memory import Constants, Memory
 from onelaunch.device.hardware import is_hopper
+from tests.decode.host_machine import HostKernel, needs_compiler, set_position
 from tools.train_small_models import FAMILIES, NEW_TOKENS
 
 pytest.importorskip("safetensors", reason="needs the extra decode")
@@ -87,15 +91,30 @@ def test_other_texts_of_float32_take_tokens_near_the_oracles(family):
         assert_near_the_oracle(family, found, torch.float32, torch.device("cpu"))
 
 
+@pytest.mark.thorough
+@needs_compiler
+@each_family
+@pytest.mark.parametrize("level", [pytest.param(each, marks=[pytest.mark.every] * (each != "streaming")) for each in LEVELS])
+@torch.no_grad()
+def test_kernels_on_a_host_give_the_clearest_text(family, level, libraries):
+    """A part of the text, around position 128, that the kernels' source makes on an emulated GPU behind PyTorch's prefill."""
+    config = replace(ModelConfig.from_pretrained(FOLDERS[family]), dtype=torch.bfloat16)
+    weights, plan = load_weights(FOLDERS[family], config), plan_for(config, level, 6)
+    (text, _), count, begin = texts_of(family, clear=True), 20, 118
+    tokens = text["prompt"] + text["text"]
+    _, cache = prefill(weights, torch.tensor(tokens[:begin]), KVCache.empty(config, begin + count))
+    memory = Memory(plan, Constants.of(weights, pack(weights, plan), 256), 256)
+    set_position(memory, begin, tokens[begin])
+    HostKernel(plan, libraries)(memory, cache, count)
+    assert memory.tokens[begin : begin + count + 1].tolist() == tokens[begin : begin + count + 1]
+
+
 @pytest.mark.gpu
 @each_family
 @pytest.mark.parametrize("variant", [*LEVELS, "captured"])
 def test_bfloat16_gives_the_clear_texts_and_others_near_the_oracles(family, variant, device):
     if not is_hopper(device):
         pytest.skip("needs a Hopper GPU")
-    reason = None if variant == "captured" else unsupported(ModelConfig.from_pretrained(FOLDERS[family]))
-    if reason is not None:
-        pytest.skip(f"{variant} {reason}")
     model = Model.from_pretrained(FOLDERS[family], device="cuda", dtype="bfloat16", variant=variant)
     for text in texts_of(family, clear=True):
         found = model.generate(text["prompt"], max_new_tokens=NEW_TOKENS, temperature=0)

@@ -12,8 +12,23 @@ before a phase is ``grid`` (a grid barrier), ``flags`` (semaphores per key head)
 from __future__ import annotations
 
 from onelaunch import cuda
-from onelaunch.decode.codegen.layout import BINS, Tuning, launch_of, layout_of, sum_rows, word_offsets
-from onelaunch.decode.plan.phases import PRODUCTS, ROUNDS, Edge, Op, Phase, Plan, blocks_of, depth, groups, groups_of
+from onelaunch.decode.codegen.layout import BINS, Tuning, launch_of, layout_of, parameter_offsets, sum_rows, word_offsets
+from onelaunch.decode.model.config import ModelConfig
+from onelaunch.decode.plan.phases import (
+    DEPTH,
+    PRODUCTS,
+    ROUNDS,
+    Edge,
+    Op,
+    Phase,
+    Plan,
+    blocks_of,
+    depth,
+    groups,
+    groups_of,
+    in_parts,
+    piece_columns,
+)
 
 KINDS: tuple[cuda.Kind, ...] = (*["pointer"] * 19, *["i32"] * 4)  # pyrefly: ignore[bad-assignment]
 """Kinds of the kernel's arguments, in the order of ``decode`` in ``step.cu``."""
@@ -50,7 +65,8 @@ def header(plan: Plan, tuning: Tuning) -> str:
         "GROUP": config.queries_per_key, "HEAD_DIM": config.head_dim, "KV_SPLITS": plan.splits, "QUERY_SPLITS": plan.query_splits,
         "QUERY_MERGE": plan.query_merge, "POSITIONS_PER_SPLIT": plan.positions, "MERGE_FROM": plan.merge_from,
         "SUM_ROWS": sum_rows(plan),
-        "DEPTH": depth(config), "STAGES": layout.stages, "FLIGHT": min(tuning.flight, layout.stages),
+        "DEPTH": DEPTH if in_parts(config) else depth(config, config.hidden_size), "PIECE_COLUMNS": piece_columns(config),
+        "STAGES": layout.stages, "FLIGHT": min(tuning.flight, layout.stages),
         "HOLD": tuning.hold,
         "FLIGHT_LOCAL": min(tuning.flight_local if plan.blocks else tuning.flight, layout.stages),
         "RADIX_PASSES": ROUNDS, "BINS": BINS, "PACE": (700 if plan.blocks else 800) if tuning.pace is None else tuning.pace,
@@ -60,6 +76,7 @@ def header(plan: Plan, tuning: Tuning) -> str:
     numbers |= {"BLOCK_WIDTH": blocks.width, "O_TILE_COLUMNS": blocks.tile_columns}
     numbers |= {"BLOCKS_PER_SPLIT": blocks.count, "ADDERS": plan.adders}
     numbers |= {name: words.get(buffer, 0) for buffer, name in NAMES.items()} | dict(layout.offsets)
+    numbers |= parameter_offsets(config)
     # Most and fewest tiles of a group that is multiplied at once, and most groups of a CTA.
     for op in PRODUCTS:
         tiles_of_groups = [end - begin for cta in range(plan.ctas) for begin, end in groups_of(plan, op, cta)]
@@ -76,10 +93,23 @@ def header(plan: Plan, tuning: Tuning) -> str:
         "FLAG_IN_DATA": any(buffer.tagged for buffer in plan.buffers),
         "ROPE_PHASE": "rope" in ops, "NORM_PHASE": "norm" in ops, "PROFILED": tuning.stamps,
         "KV_THROUGH_RING": plan.kv_through_ring, "SPLIT_K_O": plan.blocks is not None,
+        "QK_NORM": config.qk_norm, "QKV_BIAS": config.attention_bias, "O_BIAS": config.attention_bias and config.output_bias,
+        "SOME_UNROTATED": bool(config.unrotated_layers),
     }  # fmt: skip
     lines = ["#pragma once", *(f"constexpr int {name} = {value};" for name, value in numbers.items())]
     lines += [f"constexpr bool {name} = {str(value).lower()};" for name, value in flags.items()]
+    lines += _rotates(config)
     return "\n".join([*lines, f"constexpr float EPS = {config.rms_norm_eps:.9e}f;", ""])
+
+
+def _rotates(config: ModelConfig) -> list[str]:
+    """Return the lines of the kernel's function that tells whether a layer rotates queries and keys, by a bit for each layer."""
+    unrotated = frozenset(config.unrotated_layers)
+    lines = []
+    for first in range(0, config.num_hidden_layers if unrotated else 0, 32):
+        bits = sum(1 << layer - first for layer in range(first, first + 32) if layer not in unrotated)
+        lines.append(f"  if (layer < {first + 32}) return 0x{bits:08X}u >> layer % 32 & 1;")
+    return ["DEVICE bool rotates(int layer) {", *lines, "  return true;", "}"]
 
 
 _CALLS: dict[Op, str] = {

@@ -12,7 +12,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from onelaunch.decode.plan.phases import CHUNK, MAX_TILES, PRODUCTS, TILE, WARPS, Phase, Plan, groups_of, padded
+from onelaunch.decode.model.config import ModelConfig
+from onelaunch.decode.plan.phases import CHUNK, MAX_TILES, PRODUCTS, TILE, WARPS, Phase, Plan, groups_of, in_parts, padded
 from onelaunch.device.architectures import HOPPER_SHARED_BYTES
 
 THREADS: Final = 32 * (WARPS + 1)
@@ -70,10 +71,10 @@ class Layout:
 def layout_of(plan: Plan, tuning: Tuning) -> Layout:
     """Lay out shared memory: the ring first, as large as fits, then all other arrays."""
     config = plan.config
-    widest = max(map(padded, (config.hidden_size, config.query_size, config.intermediate_size)))
+    widest = max(padded(config, columns) for columns in (config.hidden_size, config.query_size, config.intermediate_size))
     if plan.blocks:  # attention outputs lie behind the operand of the next phase (residual.cuh)
         units = max(assignment.units for assignment in plan.phase("rope_attention").assignments)
-        widest = max(widest, padded(config.hidden_size) + units * plan.blocks.tile_columns)
+        widest = max(widest, padded(config, config.hidden_size) + units * plan.blocks.tile_columns)
     own = max((assignment.units for assignment in plan.phase("o").assignments), default=0) * TILE
     # Bytes of each array behind the ring. Struct Shared in waiting.cuh says what they hold, and NAME_AT is the offset of NAME.
     sizes = {
@@ -88,7 +89,7 @@ def layout_of(plan: Plan, tuning: Tuning) -> Layout:
     rest = sum(-(-size // 64) * 64 for size in sizes.values()) + 256  # 256 hold the control words and assignments
     # Two overlapping launches share an SM, and CUDA reserves 1 KB for each.
     limit = HOPPER_SHARED_BYTES // 2 - 1024 if plan.separate else HOPPER_SHARED_BYTES
-    stages = tuning.stages or max((limit - rest) // (CHUNK + 16), 1)
+    stages = tuning.stages or max((limit - rest) // (CHUNK + 16), 1 + in_parts(config))
     at, offsets = stages * CHUNK, []
     for name, size in sizes.items():
         offsets.append((f"{name}_AT", at))
@@ -122,6 +123,25 @@ def word_offsets(plan: Plan) -> dict[str, int]:
 
 _OTHER_BUFFERS = ("best", "drawn", "histograms", "cache")
 """Names of the buffers of a plan that are not in the array of float32 words; ``Builder.sizes`` describes all buffers."""
+
+
+def parameter_offsets(config: ModelConfig) -> dict[str, int]:
+    """Return the offsets of a layer's parts in the kernel's table of norm factors and biases, and the size of a layer.
+
+    The factors of the norms before attention and before the MLP come first, ``[H]`` each. Then come those of queries and keys,
+    ``[D]`` each, the biases of queries, keys and values in the order of the product's tiles, and those of the output, ``[H]``, as
+    far as the model has them. ``decode/runtime/memory.py`` fills the table.
+    """
+    sizes = {
+        "QK_NORMS_AT": 2 * config.head_dim * config.qk_norm,
+        "QKV_BIAS_AT": (config.query_size + 2 * config.key_value_size) * config.attention_bias,
+        "O_BIAS_AT": config.hidden_size * (config.attention_bias and config.output_bias),
+    }
+    offsets, at = {}, 2 * config.hidden_size
+    for name, size in sizes.items():
+        offsets[name] = at
+        at += size
+    return offsets | {"LAYER_PARAMETERS": at}
 
 
 def assignments_table(plan: Plan) -> list[list[tuple[int, int]]]:

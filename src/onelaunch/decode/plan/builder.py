@@ -11,7 +11,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from onelaunch.decode.model.config import ModelConfig
+from onelaunch.decode.plan.division import layer_ctas, tiles
 from onelaunch.decode.plan.phases import (
+    DEPTH,
     ROUNDS,
     TILE,
     Assignment,
@@ -26,6 +28,7 @@ from onelaunch.decode.plan.phases import (
     Wait,
     blocks_of,
     depth,
+    in_parts,
     split,
     unit_of,
 )
@@ -35,12 +38,6 @@ __getattr__ = renamed(__name__, {"Rung": "Level"})
 
 _HALF_TILE = TILE // 2
 """Number of MLP channels in a tile of gate and up projection: each has a row of either."""
-
-SPLITS = 8
-"""Largest number of KV splits of a key head; where query splits take each other's queries, there are more.
-
-A CTA of the output projection reads the partial output of each split, so more splits cost more than they save.
-"""
 
 POSITIONS = 64
 """Positions per KV split, from which on one more split pays."""
@@ -60,7 +57,8 @@ class Level:
     rope: bool = False
     """Flag of norm and RoPE of heads in a phase of their own.
 
-    Else the epilogue of the QKV product applies RoPE, and attention divides by the RMS.
+    Else the epilogue of the QKV product applies RoPE, and attention divides by the RMS. A model without norms of heads is rotated
+    in the same place, and attention then takes heads as they are.
     """
     heads: Edge = "grid"
     """Synchronization before attention, and before the RoPE phase if there is one."""
@@ -89,28 +87,6 @@ def _squares_of(words: Slice) -> Slice:
     return Slice("squares", words.begin // 2, words.end // 2)
 
 
-def tiles(config: ModelConfig, op: Op) -> int:
-    """Return the number of tiles of a phase's matrix."""
-    rows = {
-        "qkv": config.query_size + 2 * config.key_value_size,
-        "o": config.hidden_size,
-        "gate_up": 2 * config.intermediate_size,
-        "down": config.hidden_size,
-        "lm_head": config.vocab_size,
-    }[op]
-    return -(-rows // TILE)
-
-
-def layer_ctas(config: ModelConfig, ctas: int) -> int:
-    """Return the number of CTAs that work in the layers.
-
-    It is the smallest number with which the busiest CTA of each phase has no more tiles than if all CTAs worked.
-    """
-    counts = [tiles(config, op) for op in ("qkv", "o", "gate_up", "down")]
-    most = [-(-count // ctas) for count in counts]
-    return max(-(-count // each) for count, each in zip(counts, most, strict=True))
-
-
 class Builder:
     """Builder of an optimization level's plan.
 
@@ -126,6 +102,7 @@ class Builder:
     ) -> None:
         self.config, self.name, self.options, self.ctas, self.rounds = config, name, options, ctas, rounds
         self.workers = layer_ctas(config, ctas)
+        self.squares = config.qk_norm and not options.rope  # the norms of heads need sums of squares that other CTAs computed
         self.head_words = (config.queries_per_key + 2) * config.head_dim  # queries, key, value
         self.splits = max(1, min(self.options.splits, self.workers // config.num_key_value_heads))
         self.query_splits = self.most_query_splits() if self.options.splits > 1 else 1
@@ -147,10 +124,10 @@ class Builder:
         if options.norms:
             layer.append(self.norm("input_norm", "hidden"))
         source = "normed" if options.norms else "hidden"
+        written = {"qkv": TILE} | ({"squares": _HALF_TILE} if self.squares else {})
+        layer.append(self.product("qkv", written, self.whole(source)))
         if options.rope:
-            layer += [self.product("qkv", {"qkv": TILE}, self.whole(source)), self.rope()]
-        else:
-            layer.append(self.product("qkv", {"qkv": TILE, "squares": _HALF_TILE}, self.whole(source)))
+            layer.append(self.rope())
         layer += [
             self.attention(),
             self.split_k_output(self.blocks) if self.blocks else self.product("o", {"mid": TILE}, self.partials()),
@@ -163,7 +140,8 @@ class Builder:
         phases = tuple(self.with_semaphores(layer))
         closing = self.down("final")
         tail = (self.lm_head(), self.next_token()) if self.rounds is None else (self.lm_head(), *self.sampling(self.rounds))
-        kv_through_ring = options.streams and depth(config) == 4  # phases then end at chunks, so keys and values can come between
+        # If phases end at chunks, keys and values can come between.
+        kv_through_ring = options.streams and not in_parts(config) and depth(config, config.hidden_size) == DEPTH
         splits = (self.splits, self.query_splits, self.query_merge, self.used, options.positions, options.merge_from)
         flags = (options.streams, kv_through_ring, options.separate, self.blocks)
         return Plan(config, self.name, self.ctas, phases, closing, tail, self.buffers(), *splits, *flags)
@@ -194,7 +172,7 @@ class Builder:
             sizes["normed"] = config.hidden_size
         if self.options.rope:
             sizes["q"] = config.query_size
-        else:
+        if self.squares:
             sizes["squares"] = tiles(config, "qkv") * _HALF_TILE
         return sizes
 
@@ -350,9 +328,8 @@ class Builder:
         return Slice("q", head * words, (head + 1) * words)
 
     def qkv_of(self, head: int) -> tuple[Slice, ...]:
-        """Return the slices of a key head's queries, key and value; with RoPE in the epilogue also their squares."""
-        words = Slice("qkv", head * self.head_words, (head + 1) * self.head_words)
-        return (words,) if self.options.rope else (words, _squares_of(words))
+        """Return the slices of a key head's queries, key and value, which the phase of RoPE reads."""
+        return (Slice("qkv", head * self.head_words, (head + 1) * self.head_words),)
 
     def qkv_for(self, unit: Unit) -> tuple[Slice, ...]:
         """Return the slices that a unit of attention reads: its queries, and the newest key and value, which it may need."""
@@ -360,7 +337,7 @@ class Builder:
         queries = self.config.queries_per_key // self.query_splits * size
         own = Slice("qkv", begin + unit.first * queries, begin + unit.last * queries)
         new = Slice("qkv", begin + self.head_words - 2 * size, begin + self.head_words)
-        return own, new, _squares_of(own), _squares_of(new)
+        return (own, new, _squares_of(own), _squares_of(new)) if self.squares else (own, new)
 
     def cached(self, head: int) -> Slice:
         """Return the slice of a key head's cache: one word stands for the rows of each KV split."""

@@ -12,8 +12,8 @@ from __future__ import annotations
 import functools
 
 from onelaunch.decode.model.config import ModelConfig
-from onelaunch.decode.plan.builder import SPLITS, Builder, Level
-from onelaunch.decode.plan.phases import TILE, Plan
+from onelaunch.decode.plan.builder import Builder, Level
+from onelaunch.decode.plan.phases import SPLITS, TILE, Plan
 from onelaunch.moved import renamed
 
 __getattr__ = renamed(__name__, {"RUNGS": "LEVELS", "Rung": "Level"})
@@ -52,12 +52,6 @@ LEVELS = {
 
 def unsupported(config: ModelConfig) -> str | None:
     """Return why the kernels cannot run a model, in words that complete "it ...", or ``None`` if they can."""
-    if config.attention_bias:
-        return "has no biases in attention"
-    if not config.qk_norm:
-        return "takes only models that normalise queries and keys per head, such as Qwen3"
-    if config.unrotated_layers:
-        return "rotates queries and keys in every layer"
     if str(config.dtype) != "torch.bfloat16":
         return f"takes weights in bfloat16, not {str(config.dtype).removeprefix('torch.')}"
     if config.head_dim not in (8, 16, 32, 64, 128, 256):

@@ -2,7 +2,9 @@
 
 A CTA's stream has its granules of each layer's products, then those of the LM head. A granule is a tile of 8 rows over 256
 columns, 4 KB. Within a phase the order is, from the outermost: groups of up to six tiles; blocks of ``depth`` steps of 256
-columns; tiles; steps of the block; warps, with 32 columns each; rows; columns. So the 16 bytes that each thread needs for an mma
+columns; tiles; steps of the block; warps, with 32 columns each; rows; columns. A matrix whose columns are no whole blocks ends
+within a block, with the part of some warp, so that only columns up to a multiple of 32 are padded. The whole stream is then
+counted in parts of 512 bytes instead of granules; a *piece* is either. The 16 bytes that each thread needs for an mma
 lie where a warp reads 512 contiguous bytes of shared memory, without bank conflicts. The 8 columns in them are in fragment order,
 :func:`as_operands`. ``decode/runtime/memory.py`` and ``decode/runtime/kernels.py`` call :func:`pack`. The megakernel's variants
 state the memory and the time of a model by :func:`packing_bytes` and :func:`stream_bytes`. ``summed`` and ``blocks`` stand for an
@@ -12,15 +14,15 @@ output projection that is split over heads (split-K).
 from __future__ import annotations
 
 import functools
+import itertools
 from dataclasses import dataclass
 
 import torch
 
 from onelaunch.decode.model.config import ModelConfig
 from onelaunch.decode.model.weights import LayerWeights, Weights
-from onelaunch.decode.plan.builder import tiles
+from onelaunch.decode.plan.division import tiles
 from onelaunch.decode.plan.phases import (
-    GRANULE,
     PRODUCTS,
     STEP,
     TILE,
@@ -32,7 +34,7 @@ from onelaunch.decode.plan.phases import (
     blocks_of,
     depth,
     groups_of,
-    padded,
+    piece_columns,
 )  # fmt: skip
 
 BATCH_BYTES = 1 << 25
@@ -44,7 +46,7 @@ class Stream:
     """Repacked weights of all products, for the CTAs of a plan."""
 
     data: torch.Tensor
-    """Granules of all CTAs, one dimension, bfloat16."""
+    """Pieces of all CTAs, one dimension, bfloat16."""
     starts: torch.Tensor
     """Offset of each CTA's weights in ``data``, in bytes, ``[CTAs]`` int64."""
 
@@ -55,8 +57,26 @@ def columns(config: ModelConfig, op: Op) -> int:
 
 
 def width(plan: Plan, op: Op) -> int:
-    """Return the number of columns of a phase's tiles in the stream, padding included."""
-    return plan.blocks.width if op == "o" and plan.blocks else padded(columns(plan.config, op))
+    """Return the number of columns of a phase's tiles, or of its blocks of tiles."""
+    return plan.blocks.width if op == "o" and plan.blocks else columns(plan.config, op)
+
+
+def block_pieces(plan: Plan, op: Op) -> list[int]:
+    """Return the number of pieces of each block of a tile's columns, in order; only the last may have fewer than the others."""
+    config, whole = plan.config, width(plan, op)
+    deep = whole // STEP if op == "o" and plan.blocks and plan.blocks.tile_columns < whole else depth(config, whole)
+    most, count = deep * STEP // piece_columns(config), pieces_of(config, whole)
+    return [min(most, count - begin) for begin in range(0, count, most)]
+
+
+def pieces_of(config: ModelConfig, columns: int) -> int:
+    """Return the number of pieces of a tile with so many columns."""
+    return -(-columns // piece_columns(config))
+
+
+def piece_bytes(config: ModelConfig) -> int:
+    """Return the bytes of a piece in bfloat16."""
+    return 2 * TILE * piece_columns(config)
 
 
 def in_pairs(heads: torch.Tensor) -> torch.Tensor:
@@ -148,19 +168,22 @@ def in_order(weights: Weights, layer: LayerWeights | None, op: Op, plan: Plan) -
     return values, torch.arange(len(values), device="cpu").view(-1, TILE)
 
 
-def in_tiles(values: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
-    """Return a matrix as tiles in fragment order, padded with zeros, ``[tiles, steps, warps, 8, 32]``."""
-    stacked = values.new_zeros(len(order) * TILE, padded(values.shape[1]))
+def in_tiles(values: torch.Tensor, order: torch.Tensor, columns: int) -> torch.Tensor:
+    """Return a matrix as pieces of ``columns`` columns in fragment order, ``[tiles, pieces, parts, 8, 32]``.
+
+    Rows behind the last one of ``order``, and the columns of the last piece behind those of the matrix, are zeros.
+    """
+    stacked = values.new_zeros(len(order) * TILE, -(-values.shape[1] // columns) * columns)
     rows = order.flatten()
     rows = rows[rows >= 0].to(values.device)
     stacked[: len(rows), : values.shape[1]] = values[rows]
     stacked = as_operands(stacked)
-    return stacked.view(len(order), TILE, -1, WARPS, WARP_COLUMNS).permute(0, 2, 3, 1, 4)
+    return stacked.view(len(order), TILE, -1, columns // WARP_COLUMNS, WARP_COLUMNS).permute(0, 2, 3, 1, 4)
 
 
-def granules(plan: Plan, op: Op, cta: int) -> int:
-    """Return the number of granules of 4 KB that a CTA loads in a phase; the kernel counts them in ``phase_granules``."""
-    return plan.phase(op).assignments[cta].units * (width(plan, op) // STEP)
+def pieces(plan: Plan, op: Op, cta: int) -> int:
+    """Return the number of pieces that a CTA loads in a phase; the kernel counts them in ``phase_pieces``."""
+    return plan.phase(op).assignments[cta].units * pieces_of(plan.config, width(plan, op))
 
 
 def stream_bytes(config: ModelConfig, *, summed: bool = False) -> int:
@@ -168,11 +191,11 @@ def stream_bytes(config: ModelConfig, *, summed: bool = False) -> int:
 
     If the output projection is split over heads (``summed``), it is the largest size over all numbers of query splits.
     """
-    sizes = {op: tiles(config, op) * (padded(columns(config, op)) // STEP) * GRANULE for op in PRODUCTS}
+    sizes = {op: tiles(config, op) * pieces_of(config, columns(config, op)) * piece_bytes(config) for op in PRODUCTS}
     if summed:
         counts = [each for each in range(1, config.queries_per_key + 1) if config.queries_per_key % each == 0]
         layouts = [(config.num_key_value_heads * each, blocks_of(config, each)) for each in counts]
-        sizes["o"] = max(splits * blocks.count * (blocks.width // STEP) for splits, blocks in layouts) * GRANULE
+        sizes["o"] = max(splits * blocks.count * blocks.width for splits, blocks in layouts) * 2 * TILE
     # The left operand is evaluated first, so the sum is over the products of a layer alone.
     return sizes.pop("lm_head") + config.num_hidden_layers * sum(sizes.values())
 
@@ -191,46 +214,54 @@ def pack(weights: Weights, plan: Plan, again: Stream | None = None) -> Stream:
         plan: Plan that says which tiles each CTA multiplies.
         again: Earlier result to overwrite, so that addresses in captured CUDA graphs stay valid.
     """
-    sizes = {op: torch.tensor([granules(plan, op, cta) for cta in range(plan.ctas)], device="cpu") for op in PRODUCTS}
+    config, size = plan.config, piece_bytes(plan.config)
+    sizes = {op: torch.tensor([pieces(plan, op, cta) for cta in range(plan.ctas)], device="cpu") for op in PRODUCTS}
     layer = torch.stack([sizes[op] for op in PRODUCTS[:-1]]).sum(0)
     sizes_of_ctas = layer * len(weights.layers) + sizes[PRODUCTS[-1]]
     begin = starts = sizes_of_ctas.cumsum(0) - sizes_of_ctas
-    data = again.data if again else weights.embed_tokens.new_empty((int(sizes_of_ctas.sum()) * GRANULE // 2,))
-    stream = data.view(-1, GRANULE // 2)
+    data = again.data if again else weights.embed_tokens.new_empty((int(sizes_of_ctas.sum()) * size // 2,))
+    stream = data.view(-1, size // 2)
     for op in PRODUCTS[:-1]:
         tiles_per_cta = torch.tensor([assignment.units for assignment in plan.phase(op).assignments], device="cpu")
-        # granules between a tile and the same tile of the next layer
+        # pieces between a tile and the same tile of the next layer
         to_next_layer = layer.repeat_interleave(tiles_per_cta)[:, None]
-        indices, to_next_layer = (each.to(data.device) for each in (_granule_indices(plan, op, begin), to_next_layer))
+        indices, to_next_layer = (each.to(data.device) for each in (_piece_indices(plan, op, begin), to_next_layer))
         for number, each in enumerate(weights.layers):
-            _scatter(*in_order(weights, each, op, plan), indices + number * to_next_layer, stream)
+            _scatter(config, *in_order(weights, each, op, plan), indices + number * to_next_layer, stream)
         begin = begin + sizes[op]  # not in place: ``starts`` is the same tensor at first
-    indices = _granule_indices(plan, PRODUCTS[-1], starts + layer * len(weights.layers)).to(data.device)
-    _scatter(*in_order(weights, None, PRODUCTS[-1], plan), indices, stream)
-    return again or Stream(data, (starts * GRANULE).to(data.device))
+    indices = _piece_indices(plan, PRODUCTS[-1], starts + layer * len(weights.layers)).to(data.device)
+    _scatter(config, *in_order(weights, None, PRODUCTS[-1], plan), indices, stream)
+    return again or Stream(data, (starts * size).to(data.device))
 
 
-def _scatter(values: torch.Tensor, order: torch.Tensor, indices: torch.Tensor, stream: torch.Tensor) -> None:
-    """Write a matrix's granules to ``indices`` of the stream, a batch of tiles at a time to bound the temporary memory."""
-    batch = max(BATCH_BYTES // (TILE * padded(values.shape[1]) * values.itemsize), 1)
-    for rows, granule in zip(order.split(batch), indices.split(batch), strict=True):
-        stream.index_copy_(0, granule.flatten(), in_tiles(values, rows).flatten(0, 1).flatten(1))
+def _scatter(config: ModelConfig, values: torch.Tensor, order: torch.Tensor, indices: torch.Tensor, stream: torch.Tensor) -> None:
+    """Write a matrix's pieces to ``indices`` of the stream, a batch of tiles at a time to bound the temporary memory."""
+    batch = max(BATCH_BYTES // (TILE * values.shape[1] * values.itemsize), 1)
+    for rows, piece in zip(order.split(batch), indices.split(batch), strict=True):
+        stream.index_copy_(0, piece.flatten(), in_tiles(values, rows, piece_columns(config)).flatten(0, 1).flatten(1))
 
 
-def _granule_indices(plan: Plan, op: Op, at: torch.Tensor) -> torch.Tensor:
-    """Return the index in the stream of each granule of a phase, ``[tiles, steps]`` int64.
+def _piece_indices(plan: Plan, op: Op, at: torch.Tensor) -> torch.Tensor:
+    """Return the index in the stream of each piece of a phase, ``[tiles, pieces]`` int64.
 
-    ``at`` has the index of each CTA's first granule of the phase.
+    ``at`` has the index of each CTA's first piece of the phase.
     """
-    steps, deep = width(plan, op) // STEP, depth(plan.config)
+    sizes = block_pieces(plan, op)
+    of_tile = sum(sizes)
 
     @functools.cache
     def within(count: int) -> torch.Tensor:
-        """Return the order of granules in a group of ``count`` tiles, ``[count, steps]``."""
-        return torch.arange(count * steps, device="cpu").view(-1, count, deep).transpose(0, 1).flatten(1)
+        """Return the order of pieces in a group of ``count`` tiles, ``[count, pieces]``: in each block, tile after tile."""
+        begins = [0, *itertools.accumulate(count * size for size in sizes)]
+        blocks = [
+            begin + torch.arange(count * size, device="cpu").view(count, size) for begin, size in zip(begins, sizes, strict=False)
+        ]
+        return torch.cat(blocks, 1)
 
     begins = at.tolist()
     order = [
-        within(end - begin) + (begins[cta] + begin * steps) for cta in range(plan.ctas) for begin, end in groups_of(plan, op, cta)
+        within(end - begin) + (begins[cta] + begin * of_tile)
+        for cta in range(plan.ctas)
+        for begin, end in groups_of(plan, op, cta)
     ]
     return torch.cat(order)

@@ -274,11 +274,6 @@ def unit_of(number: int, query_splits: int, splits: int, query_merge: int = 1, *
     return Unit(head, first, first + query_merge, query_split % query_merge * splits + part, first == 0)
 
 
-def padded(columns: int) -> int:
-    """Return ``columns`` rounded up to whole steps, as the weight stream has them."""
-    return -(-columns // STEP) * STEP
-
-
 ROUNDS = 9
 """Largest number of radix-select passes of a sampled token.
 
@@ -286,24 +281,65 @@ Top-k takes at most three, over the value of a key; top-p at most six, since it 
 """
 
 
-def depth(config: ModelConfig) -> int:
-    """Return how many granules of a tile are contiguous in the stream: 4 if the columns of all matrices allow it, else 2 or 1.
-
-    With four, a chunk is one tile's, and every phase ends at a chunk.
-    """
-    steps = [padded(columns) // STEP for columns in (config.hidden_size, config.query_size, config.intermediate_size)]
-    return next(each for each in (4, 2, 1) if not any(step % each for step in steps))
-
-
 WARP_COLUMNS = 32
 """Columns of a step that one of the eight warps multiplies."""
 
+DEPTH = 4
+"""Largest number of granules of a tile that are contiguous in the stream: those of a chunk."""
+
+
+def in_parts(config: ModelConfig) -> bool:
+    """Return whether the stream is counted in the parts of single warps, because matrices end within a block of steps."""
+    return any(columns % (2 * STEP) for columns in (config.hidden_size, config.query_size, config.intermediate_size))
+
+
+def piece_columns(config: ModelConfig) -> int:
+    """Return the columns of a piece, the unit in which the stream is counted: a granule, or the part of it that a warp has."""
+    return WARP_COLUMNS if in_parts(config) else STEP
+
+
+def depth(config: ModelConfig, columns: int) -> int:
+    """Return how many granules of a tile are contiguous in the stream, in each block of a matrix with ``columns`` columns.
+
+    If the columns of all matrices allow it, it is 4 for all of them, or else 2. With 4, a chunk is one tile's, and every phase
+    ends at a chunk. Otherwise (:func:`in_parts`) the columns are divided into blocks as equal as possible, of at most 4 granules,
+    and the last block ends with the columns. The kernel computes the same by ``depth_of``.
+    """
+    if in_parts(config):
+        steps = -(-columns // STEP)
+        return -(-steps // -(-steps // DEPTH))
+    sizes = (config.hidden_size, config.query_size, config.intermediate_size)
+    return DEPTH if not any(size % (DEPTH * STEP) for size in sizes) else DEPTH // 2
+
+
+def padded(config: ModelConfig, columns: int) -> int:
+    """Return ``columns`` rounded up to whole blocks of steps, as operands in shared memory have them, but not the stream."""
+    block = depth(config, columns) * STEP
+    return -(-columns // block) * block
+
+
+SPLITS = 8
+"""Largest number of KV splits of a key head; where query splits take each other's queries, there are more.
+
+A CTA of the output projection reads the partial output of each split, so more splits cost more than they save.
+"""
+
 
 def blocks_of(config: ModelConfig, query_splits: int) -> Blocks:
-    """Return the split-K layout of the output projection for ``query_splits`` query splits per key head."""
+    """Return the split-K layout of the output projection for ``query_splits`` query splits per key head.
+
+    A block of tiles is as wide as the blocks of other matrices. In a stream that is counted in parts it may be narrower, so that
+    blocks end with the rows of the matrix, and there is one for each of as many KV splits as possible.
+    """
     channels = config.queries_per_key // query_splits * config.head_dim
     tile_columns = max(1 << (channels - 1).bit_length(), WARP_COLUMNS)
-    width = max(tile_columns, depth(config) * STEP)
+    if not in_parts(config):
+        width = max(tile_columns, depth(config, config.hidden_size) * STEP)
+    else:
+        widths = [width for width in (4 * STEP, 2 * STEP, STEP) if width >= tile_columns] or [tile_columns]
+        tiles = config.hidden_size // TILE
+        whole = [width for width in widths if tiles % (width // tile_columns) == 0] or widths[-1:]
+        width = next((width for width in whole if tiles // (width // tile_columns) >= SPLITS), whole[-1])
     return Blocks(channels, tile_columns, width, -(-config.hidden_size // (width // tile_columns * TILE)))
 
 

@@ -15,7 +15,7 @@ from onelaunch.decode.model.cache import KVCache
 from onelaunch.decode.model.rope import rotation
 from onelaunch.decode.model.sampling import Sampler
 from onelaunch.decode.model.weights import Weights
-from onelaunch.decode.plan.packing import Stream, pack
+from onelaunch.decode.plan.packing import Stream, pack, row_order
 from onelaunch.decode.plan.phases import ROUNDS, Plan
 
 STATE_WORDS, ERROR = 4, 3
@@ -31,23 +31,34 @@ _COUNTER_WORDS = 32
 """Distance between two counters in 32-bit words, so that each counter has 128 bytes to itself."""
 
 
-def _norms_of(weights: Weights) -> torch.Tensor:
-    """Return the factors of all RMS norms in one row.
+def _parameters_of(weights: Weights) -> torch.Tensor:
+    """Return the factors of all norms and all biases in one row, in the order of ``codegen/layout.py``, ``parameter_offsets``.
 
-    Each layer has those before attention, before the MLP, of queries, and of keys; the norm before the LM head comes last.
+    The factors of the norm before the LM head come last.
     """
-    parts = [
-        part
-        for layer in weights.layers
-        for part in (layer.input_layernorm, layer.post_attention_layernorm, layer.q_norm, layer.k_norm)
-        if part is not None  # the kernels take only models that have them all
-    ]
+    order = row_order(weights.config, "qkv").flatten().to(weights.device)
+    parts = []
+    for layer in weights.layers:
+        parts += [layer.input_layernorm, layer.post_attention_layernorm]
+        parts += [part for part in (layer.q_norm, layer.k_norm) if part is not None]
+        biases = [part for part in (layer.q_bias, layer.k_bias, layer.v_bias) if part is not None]
+        parts += [torch.cat(biases)[order]] if biases else []
+        parts += [] if layer.o_bias is None else [layer.o_bias]
     return torch.cat([*parts, weights.norm])
 
 
 def _rotations_of(weights: Weights, positions: int) -> torch.Tensor:
-    """Return the RoPE table, ``[positions, D]`` float32: cosines, then sines, of each position's angles."""
-    return torch.cat(rotation(weights.config, torch.arange(positions, device=weights.device), torch.float32), -1).contiguous()
+    """Return the RoPE table, ``[positions, D]`` float32: cosines, then sines, of each position's angles.
+
+    If some layers do not rotate, a row of the identity precedes it: ``[1 + positions, D]``.
+    """
+    config, numbers = weights.config, torch.arange(positions, device=weights.device)
+    table = torch.cat(rotation(config, numbers, torch.float32), -1)
+    if config.unrotated_layers:
+        identity = table.new_zeros(1, config.head_dim)
+        identity[:, : config.head_dim // 2] = 1
+        table = torch.cat([identity, table])
+    return table.contiguous()
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,23 +68,23 @@ class Constants:
     weights: Weights
     stream: Stream
     """Repacked weights: one contiguous stream per CTA."""
-    norms: torch.Tensor
-    """Factors of all RMS norms, see :func:`_norms_of`."""
+    parameters: torch.Tensor
+    """Factors of all norms, and all biases, see :func:`_parameters_of`."""
     rotations: torch.Tensor
     """RoPE table, see :func:`_rotations_of`."""
 
     @classmethod
     def of(cls, weights: Weights, stream: Stream, context: int) -> Constants:
         """Return the constants for sequences of up to ``context`` positions."""
-        return cls(weights, stream, _norms_of(weights), _rotations_of(weights, context))
+        return cls(weights, stream, _parameters_of(weights), _rotations_of(weights, context))
 
     def renew(self, plan: Plan) -> None:
-        """Rewrite the stream and the norms in place from the current weights; CUDA graphs may hold their addresses.
+        """Rewrite the stream, norms and biases in place from the current weights; CUDA graphs may hold their addresses.
 
         ``plan`` is any plan with the division of matrices that the stream has.
         """
         pack(self.weights, plan, self.stream)
-        self.norms.copy_(_norms_of(self.weights))
+        self.parameters.copy_(_parameters_of(self.weights))
 
 
 class Memory:
@@ -128,6 +139,6 @@ class Memory:
         sampling = (None, None) if sampler is None else (sampler.choices, sampler.seen)
         return [
             constants.stream.data, constants.stream.starts, self.assignments, self.arrivals, constants.weights.embed_tokens,
-            constants.norms, constants.rotations, cache.keys, cache.values, token, self.tokens, self.words, self.best,
+            constants.parameters, constants.rotations, cache.keys, cache.values, token, self.tokens, self.words, self.best,
             self.counters, self.state, logits, *sampling, self.histograms,
         ]  # fmt: skip

@@ -34,8 +34,8 @@ SAMPLED = (ROUNDS, 0, ROUNDS)
 A token's number depends on its logits, so the most and the fewest are checked one after the other.
 """
 
-_PLANNED = tuple(name for name in SIZES if name != "max_position_embeddings")
-"""Fields of a configuration on which plans depend."""
+_PLANNED = (*(name for name in SIZES if name != "max_position_embeddings"), "qk_norm")
+"""Fields of a configuration on which plans depend. Without norms of heads, CTAs exchange no sums of their squares."""
 
 _IMPORT = re.compile(r"^[ \t]*(?:from|import)[ \t]+(onelaunch\.decode[\w.]*|\.)", re.MULTILINE)
 """Pattern of an import of a module of :mod:`onelaunch.decode`, also of a relative one."""

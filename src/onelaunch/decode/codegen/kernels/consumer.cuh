@@ -5,10 +5,15 @@
 //
 // Callers    step.cu makes the Consumer of each thread, and every phase takes it as `c`. The free functions serve step.cu (its producer
 //            too), heads.cuh and phases.cuh.
-// Weights    A granule (GRANULE, 4 KB) is a tile of 8 rows over a step (STEP) of 256 columns. A thread's share of it is 16 bytes. A chunk
-//            (CHUNK, 16 KB) is one stage of the ring and holds four granules. DEPTH granules of a tile follow each other in the stream:
-//            4, 2 or 1, the largest number that divides the steps of every matrix. With 4, a chunk belongs to one tile, and every phase
-//            ends at the end of a chunk. With less, a chunk may hold several tiles and the end of one phase and the begin of the next.
+// Weights    A granule (GRANULE, 4 KB) is a tile of 8 rows over a step (STEP) of 256 columns. Each warp has a part (PART, 512 bytes) of it,
+//            32 columns, and a thread 16 bytes. A chunk (CHUNK, 16 KB) is one stage of the ring and holds four granules.
+//            The columns of a matrix are divided into blocks of depth_of(columns) steps (products.cuh). A run is what a tile has in a
+//            block, and is contiguous in the stream. If the steps of every matrix are divisible by 4, or else by 2, that is the DEPTH
+//            of all blocks. With 4, a chunk belongs to one tile, and every phase ends at the end of a chunk (CHUNKED_PHASES). With 2,
+//            a chunk may hold several tiles, and the end of one phase and the begin of the next. Other models have IN_PARTS: the
+//            last block of a matrix may be shorter and end within a step, so that no padding is streamed. A run may then begin at
+//            any part of a chunk.
+//            The stream is counted in pieces: parts with IN_PARTS, else granules.
 // Units      `assignments` counts a phase's work in units: tiles of a matrix, units of attention (heads.cuh), or KV heads. A unit of
 //            phase O is a block of tiles if SPLIT_K_O (residual.cuh).
 #pragma once
@@ -34,9 +39,9 @@ struct Consumer {
   bool norm_pending = false;   // the staged vector was multiplied by the norm's weights, but not yet divided by its RMS
   Ring ring;                   // next chunk to read
   int unreleased = 0;          // chunks before `ring` that were read but whose `empty` barrier was not arrived at
-  int granules_left = 0;       // granules of the current chunk that the next phase will read (DEPTH < 4: phases end within chunks)
+  int pieces_left = 0;         // pieces of the current chunk that the next phase will read (without CHUNKED_PHASES)
   bool ring_ok = true;         // no wait for the ring timed out; else chunks are no longer released, so that no barrier overflows
-  int granules_allowed = 0;    // granules of this token up to the phase that began last; bounds the producer (allow_weights)
+  int pieces_allowed = 0;      // pieces of this token up to the phase that began last; bounds the producer (allow_weights)
   int parity = 0;              // set of Shared::sums that the next product writes
 
   DEVICE Consumer(const Arguments& a, Shared& s, const int* assignments)
@@ -70,8 +75,15 @@ struct Consumer {
   }
 
   DEVICE int kv_splits() const { return kv_splits_at(position); }
-  DEVICE const u16* norm_weights() const { return a.norms + (long long)opaque(layer) * (2 * HIDDEN + 2 * HEAD_DIM); }
-  DEVICE const float* rotation() const { return a.rotations + (long long)position * HEAD_DIM; }  // cosines of pairs, then sines
+  // This layer's factors of norms and biases; the two norms of the residual stream come first.
+  DEVICE const u16* parameters() const { return a.parameters + (long long)opaque(layer) * LAYER_PARAMETERS; }
+  // Cosines of pairs, then sines. If some layers do not rotate, row 0 of the table is the identity, and the positions follow.
+  DEVICE const float* rotation() const {
+    const int row = !SOME_UNROTATED ? position : rotates(layer) ? position + 1 : 0;
+    return a.rotations + (long long)row * HEAD_DIM;
+  }
+  // Bias of a row of the output projection; only with O_BIAS.
+  DEVICE float o_bias(int row) const { return uint_as_float((u32)parameters()[O_BIAS_AT + row] << 16); }
   DEVICE const u16* embedding_row() const { return a.embedding + (long long)*s.token * HIDDEN; }
   DEVICE long long cache_offset(int head) const { return (long long)(opaque(layer) * KV_HEADS + head) * a.capacity * HEAD_DIM; }
 
@@ -80,12 +92,12 @@ struct Consumer {
     mark_token(TICKS_BEGIN);
     const int first = begin(O) * TILE, rows = SPLIT_K_O ? 0 : (end(O) - begin(O)) * TILE;
     for (int row = thread; row < rows; row += CONSUMER_THREADS) s.own_rows[row] = uint_as_float((u32)embedding_row()[first + row] << 16);
-    granules_allowed = 0;
+    pieces_allowed = 0;
   }
   DEVICE void end_token() {
     ++position, ++token_epoch;
     if (thread == 0) ++*s.tokens_done;
-    if (DEPTH < 4 && granules_left) release_chunk();
+    if (!CHUNKED_PHASES && pieces_left) release_chunk();
     sync();
     mark_token(TICKS_END);
   }
@@ -98,21 +110,19 @@ struct Consumer {
     a.state[BARRIERS] = *s.grid_barriers;
   }
 
-  // Read this thread's 16 bytes of each of the next `runs` * DEPTH granules of the ring into registers. A run is DEPTH consecutive
-  // granules of one tile. `runs` is at most CAPACITY, and at least `guaranteed` in every call of this instantiation. The shared-memory
-  // loads are in flight when this returns. The chunks stay unreleased until release() or the next call, so that the arrivals do not
-  // delay the loads. A warp waits at one barrier at a time: a version in which each lane had the barrier of another chunk gave wrong
-  // results on the GPU.
-  template <int CAPACITY>
-  DEVICE void fetch(uint4 (&v)[CAPACITY][DEPTH], int runs, int guaranteed) {
+  // Release what was read before, and wait until the next `count` pieces, at most MOST, are in the ring. Return the number of pieces of
+  // the first chunk that were read before. consume() must follow once they are read. A warp waits at one barrier at a time: a version in
+  // which each lane had the barrier of another chunk gave wrong results on the GPU.
+  template <int MOST>
+  DEVICE int wait_pieces(int count) {
     release();
-    // Granules from the begin of the first chunk on, which the previous call may have read in part; `until` counts chunks.
-    const int begin = DEPTH < 4 && granules_left ? 4 - granules_left : 0, end = begin + runs * DEPTH, until = (end + 3) / 4;
+    const int begin = !CHUNKED_PHASES && pieces_left ? CHUNK_PIECES - pieces_left : 0;
+    const int until = (begin + count + CHUNK_PIECES - 1) / CHUNK_PIECES;  // chunks
     // Mostly all chunks have landed long ago, so all barriers are tested first, without a branch between them. The first chunk needs no
     // test if the previous call has read from it.
     bool landed = true;
 #pragma unroll
-    for (int chunk = 0; chunk < (CAPACITY * DEPTH + 6) / 4; ++chunk) {
+    for (int chunk = 0; chunk < (MOST + 2 * CHUNK_PIECES - 2) / CHUNK_PIECES; ++chunk) {
       const Ring each = ring.after(chunk);
       if (chunk >= (begin > 0) && chunk < until) landed &= mbarrier_try_wait(s.full + each.stage, each.phase);
     }
@@ -122,6 +132,19 @@ struct Consumer {
       for (int chunk = begin > 0; chunk < until; ++chunk, each.advance())
         ring_ok &= wait_ring(a, s, s.full + each.stage, each.phase);
     }
+    return begin;
+  }
+  // Go on in the ring by `end` pieces from the begin of the first chunk on. The chunks that were read to their end stay unreleased until
+  // release() or the next wait_pieces(), so that the arrivals do not delay the loads.
+  DEVICE void consume(int end) {
+    unreleased = end / CHUNK_PIECES, ring = ring.after(unreleased);
+    if (!CHUNKED_PHASES) pieces_left = end % CHUNK_PIECES ? CHUNK_PIECES - end % CHUNK_PIECES : 0;
+  }
+  // Read this thread's 16 bytes of each granule of the next `runs` runs of DEPTH granules into registers, without IN_PARTS. `runs` is at
+  // most CAPACITY, and at least `guaranteed` in every call of this instantiation. The shared-memory loads are in flight when this returns.
+  template <int CAPACITY>
+  DEVICE void fetch(uint4 (&v)[CAPACITY][DEPTH], int runs, int guaranteed) {
+    const int begin = wait_pieces<CAPACITY * DEPTH>(runs * DEPTH);
     const char* base = s.stages + warp * (GRANULE / WARPS) + lane * 16;
 #pragma unroll
     for (int run = 0; run < CAPACITY; ++run) {
@@ -131,8 +154,24 @@ struct Consumer {
       for (int i = 0; i < DEPTH; ++i)  // The compiler would keep an array that is not written on every path in registers over all layers.
         v[run][i] = run < guaranteed || run < runs ? *(const uint4*)(at + i * GRANULE) : uint4{0, 0, 0, 0};
     }
-    unreleased = end / 4, ring = ring.after(unreleased);
-    if (DEPTH < 4) granules_left = end % 4 ? 4 - end % 4 : 0;
+    consume(begin + runs * DEPTH);
+  }
+  // The same with IN_PARTS: a run has up to DEEP steps, and begins `stride` parts behind the run before; all runs have `count` parts. Runs
+  // from number `whole` on belong to the last block of the columns and have TAIL parts. A warp without a part of a step reads zeros.
+  template <int TAIL, int CAPACITY, int DEEP>
+  DEVICE void fetch_parts(uint4 (&v)[CAPACITY][DEEP], int runs, int guaranteed, int stride, int count, int whole) {
+    const int begin = wait_pieces<CAPACITY * DEEP * WARPS>(count), first = ring.stage * CHUNK_PIECES + begin + warp;
+#pragma unroll
+    for (int run = 0; run < CAPACITY; ++run) {
+#pragma unroll
+      for (int i = 0; i < DEEP; ++i) {
+        int part = first + run * stride + i * WARPS;  // within the ring, whose stages are contiguous
+        part -= part >= STAGES * CHUNK_PIECES ? STAGES * CHUNK_PIECES : 0;
+        const bool has = (run < guaranteed || run < runs) && (TAIL == DEEP * WARPS || run < whole || i * WARPS + warp < TAIL);
+        v[run][i] = has ? *(const uint4*)(s.stages + part * PART + lane * 16) : uint4{0, 0, 0, 0};
+      }
+    }
+    consume(begin + count);
   }
   // Wait for the next chunk and return its address, for all lanes to read. release_chunk() must follow.
   DEVICE const char* wait_chunk() {
@@ -140,7 +179,7 @@ struct Consumer {
     return s.stages + ring.stage * CHUNK;
   }
   DEVICE void release_chunk() {
-    ++unreleased, ring.advance(), granules_left = 0;
+    ++unreleased, ring.advance(), pieces_left = 0;
     release();
   }
   // Arrive once at the `empty` barrier of every chunk that this warp has read to its end. The warp barrier comes first: all its lanes
@@ -153,16 +192,16 @@ struct Consumer {
   }
 };
 
-// Return the number of granules that a CTA with these assignments reads in a phase whose tiles have `columns` columns. In the stream,
+// Return the number of pieces that a CTA with these assignments reads in a phase whose tiles have `columns` columns. In the stream,
 // phases follow each other in the order of the enumeration QKV, O, GATE_UP, DOWN, and LM_HEAD comes after all layers.
-DEVICE int phase_granules(const int* assignments, int phase, int columns) {
-  return (assignments[2 * phase + 1] - assignments[2 * phase]) * ((columns + STEP - 1) / STEP);
+DEVICE int phase_pieces(const int* assignments, int phase, int columns) {
+  return (assignments[2 * phase + 1] - assignments[2 * phase]) * pieces_of(columns);
 }
 // Return the columns of a phase's tiles: those of its matrix or, with SPLIT_K_O, of a block of the output projection.
 DEVICE int columns_of(int phase) { return phase == O ? (SPLIT_K_O ? BLOCK_WIDTH : QUERY) : phase == DOWN ? INNER : HIDDEN; }
-// Return the number of granules that a CTA reads in each layer.
-DEVICE int layer_granules(const int* assignments) {
+// Return the number of pieces that a CTA reads in each layer.
+DEVICE int layer_pieces(const int* assignments) {
   int sum = 0;
-  for (int phase = QKV; phase <= DOWN; ++phase) sum += phase_granules(assignments, phase, columns_of(phase));
+  for (int phase = QKV; phase <= DOWN; ++phase) sum += phase_pieces(assignments, phase, columns_of(phase));
   return sum;
 }

@@ -1,7 +1,7 @@
 // Queries, keys and values of the newest position: RMS norm and RoPE, the unit of attention, and the write to the KV cache.
 //
-// Computes   q' = rope(q * w_q) / RMS(q), k' = rope(k * w_k) / RMS(k) per head, v' = v, for the token's position. Scores are in base 2:
-//            queries carry log2(e) / sqrt(HEAD_DIM).
+// Computes   q' = rope(q * w_q) / RMS(q), k' = rope(k * w_k) / RMS(k) per head, v' = v, for the token's position; without QK_NORM
+//            q' = rope(q), k' = rope(k). Scores are in base 2: queries carry log2(e) / sqrt(HEAD_DIM).
 // Callers    attention.cuh uses Heads, Span, unpack(), channel_of() and the constants of lanes and units; parts.cuh uses
 //            MAX_KV_SPLITS and PARTIAL_QUERIES, step.cu Span; the generated order.cuh calls norm_rope().
 // Where      either in a phase of its own (ROPE_PHASE: norm_rope), one warp per head; or split between two phases: the QKV product applies
@@ -10,7 +10,8 @@
 // Layout     a lane has 8 channels of a head; each group of LANES lanes in a warp has a whole head. The words of a KV head are its GROUP
 //            query heads, the key and the value, HEAD_DIM words each (HEAD_WORDS in all). Rows of the QKV product are permuted so that a
 //            tile of 8 rows has four channels of a head's first half and their RoPE partners of the second half (packing.py, in_pairs);
-//            the words keep that order. HEAD_SQUARES has one word per RoPE pair: the sum of the pair's two squares.
+//            the words keep that order. HEAD_SQUARES has one word per RoPE pair: the sum of the pair's two squares; without QK_NORM
+//            there is no such buffer.
 // Sync       words are flag-in-data (words.cuh), or, without FLAG_IN_DATA, ordered by a grid barrier or semaphore before the phase. Rows of
 //            the KV cache are plain stores. Later tokens see them, because each CTA stores its candidate for the next token (the largest
 //            logit of its rows of the LM head) with release semantics after them, once per token, and acquires those of all CTAs. With
@@ -44,27 +45,35 @@ DEVICE int word_offset(const Consumer& c) { return channel_of(c) % (HEAD_DIM / 2
 // Weights and rotation of a lane's 8 channels, for norm and RoPE in a phase of their own. They are loaded before the head's words are
 // waited for. The RoPE partner of a channel is half a head away, in lane (lane ^ LANES / 2).
 struct NormRope {
-  uint4 query_weights, key_weights;
+  uint4 query_weights, key_weights;  // only with QK_NORM
   float4 cosines[2], sines[2];
   DEVICE explicit NormRope(const Consumer& c) {
-    const u16* weights = c.norm_weights() + 2 * HIDDEN + channel_of(c);  // behind the two norms of the residual stream: q_norm, k_norm
-    query_weights = *(const uint4*)weights, key_weights = *(const uint4*)(weights + HEAD_DIM);
+    if constexpr (QK_NORM) {
+      const u16* weights = c.parameters() + QK_NORMS_AT + channel_of(c);  // q_norm, k_norm
+      query_weights = *(const uint4*)weights, key_weights = *(const uint4*)(weights + HEAD_DIM);
+    }
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const float* pair = c.rotation() + (channel_of(c) + 4 * i) % (HEAD_DIM / 2);
       cosines[i] = *(const float4*)pair, sines[i] = *(const float4*)(pair + HEAD_DIM / 2);
     }
   }
-  // Normalize and rotate a head in place, and multiply it by `factor`. `x` has the lane's 8 channels. All lanes of the warp must call this.
-  DEVICE void apply(const Consumer& c, float (&x)[8], const uint4 weights, float factor) const {
-    float squares = 0, weight[8];
-    unpack(weights, weight);
+  // Normalize (with QK_NORM) and rotate a head in place, and multiply it by `factor`. `x` has the lane's 8 channels. All lanes of the warp
+  // must call this.
+  DEVICE void apply(const Consumer& c, float (&x)[8], const uint4& weights, float factor) const {
+    if constexpr (QK_NORM) {
+      float squares = 0, weight[8];
+      unpack(weights, weight);
 #pragma unroll
-    for (int i = 0; i < 8; ++i) squares += x[i] * x[i];
-    const float scale = factor * rsqrt_approx(head_sum(squares) / HEAD_DIM + EPS);
+      for (int i = 0; i < 8; ++i) squares += x[i] * x[i];
+      const float scale = factor * rsqrt_approx(head_sum(squares) / HEAD_DIM + EPS);
+#pragma unroll
+      for (int i = 0; i < 8; ++i) x[i] *= scale * weight[i];
+    } else {
+#pragma unroll
+      for (int i = 0; i < 8; ++i) x[i] *= factor;
+    }
     float other[8];
-#pragma unroll
-    for (int i = 0; i < 8; ++i) x[i] *= scale * weight[i];
 #pragma unroll
     for (int i = 0; i < 8; ++i) other[i] = LANES > 1 ? shfl_xor(x[i], LANES / 2) : x[i ^ 4];
 #pragma unroll
@@ -139,15 +148,15 @@ struct Heads {
   float queries[COUNT][8], scales[COUNT];
   uint4 key, value;
 
-  // Load queries (and key and value if `newest`) that the QKV product rotated, and divide by the RMS of each head: the key at once, the
-  // queries by means of `scales`. The lanes of a head add up the squares. Stores key and value to the cache if `span.stores`. All lanes
-  // of the warp must call this; no barrier is needed. One spin loads everything: two quads of words for each query, key and value
-  // (QUADS), then one quad of squares for each query and the key.
+  // Load queries (and key and value if `newest`) that the QKV product rotated, and with QK_NORM divide by the RMS of each head: the key
+  // at once, the queries by means of `scales`. The lanes of a head add up the squares. Stores key and value to the cache if
+  // `span.stores`. All lanes of the warp must call this; no barrier is needed. One spin loads everything: two quads of words for each
+  // query, key and value (QUADS), then with QK_NORM one quad of squares for each query and the key.
   DEVICE void load_rotated(Consumer& c, const Span& span, bool newest) {
     constexpr int QUADS = 2 * (COUNT + 2);
     const float* words = c.a.words + QKV_OUT + span.head * HEAD_WORDS + word_offset(c);
     const float* squares = c.a.words + HEAD_SQUARES + span.head * (HEAD_WORDS / 2) + channel_of(c) / 2;
-    uint4 v[QUADS + COUNT + 1];
+    uint4 v[QUADS + (QK_NORM ? COUNT + 1 : 0)];
     auto which = [](int i) { return i < QUADS ? i / 2 : i - QUADS; };
     // Index of quad i's head within the KV head: GROUP queries, key, value.
     auto head_at = [&](int i) { return which(i) < COUNT ? span.query + which(i) : which(i) - COUNT + GROUP; };
@@ -157,15 +166,21 @@ struct Heads {
     float norms[COUNT + 1];
 #pragma unroll
     for (int i = 0; i <= COUNT; ++i) {
-      const float4 s = strip_tag(v[QUADS + i]);
-      norms[i] = s.x + s.y + (s.z + s.w);
+      if constexpr (QK_NORM) {
+        const float4 s = strip_tag(v[QUADS + i]);
+        norms[i] = s.x + s.y + (s.z + s.w);
+      } else {
+        norms[i] = 1.0f;
+      }
     }
+    if constexpr (QK_NORM) {
 #pragma unroll
-    for (int mask = LANES / 2; mask; mask /= 2)  // The shuffles of all heads overlap.
+      for (int mask = LANES / 2; mask; mask /= 2)  // The shuffles of all heads overlap.
 #pragma unroll
-      for (int i = 0; i <= COUNT; ++i) norms[i] += shfl_xor(norms[i], mask);
+        for (int i = 0; i <= COUNT; ++i) norms[i] += shfl_xor(norms[i], mask);
 #pragma unroll
-    for (int i = 0; i <= COUNT; ++i) norms[i] = rsqrt_approx(norms[i] / HEAD_DIM + EPS);
+      for (int i = 0; i <= COUNT; ++i) norms[i] = rsqrt_approx(norms[i] / HEAD_DIM + EPS);
+    }
 #pragma unroll
     for (int g = 0; g < COUNT; ++g) {
       strip_tag(v[2 * g], v[2 * g + 1], queries[g]);
@@ -202,9 +217,9 @@ struct Heads {
   }
 };
 
-// Phase ROPE, in plans with ROPE_PHASE: normalize and rotate the heads of the CTA, one warp per query head, key or value. Queries go to the
-// buffer QUERIES, scaled; the newest key and value to the cache, in bfloat16. The generated order.cuh calls it, after a grid barrier or
-// semaphore.
+// Phase ROPE, in plans with ROPE_PHASE: normalize (with QK_NORM) and rotate the heads of the CTA, one warp per query head, key or value.
+// Queries go to the buffer QUERIES, scaled; the newest key and value to the cache, in bfloat16. The generated order.cuh calls it, after
+// a grid barrier or semaphore.
 DEVICE void norm_rope(Consumer& c) {
   c.refresh();
   for (int unit = c.begin(ROPE) * (GROUP + 2) + c.warp; unit < c.end(ROPE) * (GROUP + 2); unit += WARPS) {

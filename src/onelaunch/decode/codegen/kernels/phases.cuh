@@ -46,9 +46,9 @@ DEVICE void wait_heads(Consumer& c, int base, int first, int last) {
 // Permit the producer to copy a phase's weights, in plans without prefetch across phases (elsewhere it needs no permission).
 DEVICE void allow_weights(Consumer& c, int phase, int columns) {
   if constexpr (!CROSS_PHASE_PREFETCH && !LAUNCH_PER_PHASE) {
-    const int granules = layer_granules(c.assignments) * LAYERS + phase_granules(c.assignments, LM_HEAD, HIDDEN);
-    c.granules_allowed += phase_granules(c.assignments, phase, columns);
-    if (c.thread == 0) *c.s.chunks_allowed = *c.s.tokens_done * ((granules + 3) / 4) + (c.granules_allowed + 3) / 4;
+    const int pieces = layer_pieces(c.assignments) * LAYERS + phase_pieces(c.assignments, LM_HEAD, HIDDEN);
+    c.pieces_allowed += phase_pieces(c.assignments, phase, columns);
+    if (c.thread == 0) *c.s.chunks_allowed = *c.s.tokens_done * chunks_of(pieces) + chunks_of(c.pieces_allowed);
   }
 }
 
@@ -56,25 +56,37 @@ DEVICE void allow_weights(Consumer& c, int phase, int columns) {
 DEVICE const u16* first_row(const Consumer& c) { return c.layer == 0 ? c.embedding_row() : nullptr; }
 
 // Phases NORM: the functions have the names that plan/builder.py gives these phases, by which order.cuh calls them.
-DEVICE void input_norm(Consumer& c) { norm_by_one_cta(c, c.a.words + RESIDUAL, first_row(c), c.norm_weights()); }
-DEVICE void post_norm(Consumer& c) { norm_by_one_cta(c, c.a.words + MID, nullptr, c.norm_weights() + HIDDEN); }
+DEVICE void input_norm(Consumer& c) { norm_by_one_cta(c, c.a.words + RESIDUAL, first_row(c), c.parameters()); }
+DEVICE void post_norm(Consumer& c) { norm_by_one_cta(c, c.a.words + MID, nullptr, c.parameters() + HIDDEN); }
 
-// RoPE and norm weights of one row of the QKV product. The RoPE partner of a channel is half a head away. Rows are packed so that a tile
-// has four channels of a head's first half and then their partners (packing.py, in_pairs): in the tile the partner is half a tile away.
-// A KV head has GROUP query heads, then its key, then its value. Norm weights and rotation are linear, so the division by the RMS of the
-// head can come later, in attention. Rows of values stay as they are.
+// Bias, RoPE and norm weights of one row of the QKV product. The RoPE partner of a channel is half a head away. Rows are packed so that a
+// tile has four channels of a head's first half and then their partners (packing.py, in_pairs): in the tile the partner is half a tile
+// away. A KV head has GROUP query heads, then its key, then its value. Norm weights and rotation are linear, so the division by the RMS of
+// the head can come later, in attention. Rows of values are not rotated. The table of biases has the order of the packed rows.
 struct RowRope {
   float cosine = 1, sine = 0, sign;
-  u32 weight = 0x3F80, partner_weight = 0;  // bfloat16: 1 and 0
+  u32 weight = 0x3F80, partner_weight = QK_NORM ? 0 : 0x3F80;  // bfloat16: 1 and 0. Without norms, only the sine of a value's row is 0.
+  u32 bias = 0, partner_bias = 0;                              // bfloat16, only with QKV_BIAS
   DEVICE RowRope(const Consumer& c, u32 row) : sign(upper(row) ? 1.0f : -1.0f) {
     const u32 head = row / HEAD_DIM % (GROUP + 2), pair = row % HEAD_DIM / TILE * (TILE / 2) + row % (TILE / 2);
+    // A thread behind the rows of its CTA asks too, and its row may lie behind those of the matrix.
+    if (QKV_BIAS && row < QUERY + 2 * KV_HEADS * HEAD_DIM) {
+      const u16* biases = c.parameters() + QKV_BIAS_AT;
+      bias = biases[row], partner_bias = biases[row ^ TILE / 2];
+    }
     if (head > GROUP) return;  // a row of a value
-    const u16* lower = c.norm_weights() + 2 * HIDDEN + (head == GROUP ? HEAD_DIM : 0) + pair;
-    const int half = upper(row) ? HEAD_DIM / 2 : 0;
-    weight = lower[half], partner_weight = lower[HEAD_DIM / 2 - half];
+    if constexpr (QK_NORM) {
+      const u16* lower = c.parameters() + QK_NORMS_AT + (head == GROUP ? HEAD_DIM : 0) + pair;
+      const int half = upper(row) ? HEAD_DIM / 2 : 0;
+      weight = lower[half], partner_weight = lower[HEAD_DIM / 2 - half];
+    }
     cosine = c.rotation()[pair], sine = c.rotation()[HEAD_DIM / 2 + pair];
   }
   DEVICE static bool upper(u32 row) { return row & TILE / 2; }
+  // Add the biases of a row and of its partner to their products.
+  DEVICE void add_biases(float& own, float& other) const {
+    if constexpr (QKV_BIAS) own += uint_as_float(bias << 16), other += uint_as_float(partner_bias << 16);
+  }
   DEVICE float apply(float own, float other) const {
     return own * (uint_as_float(weight << 16) * cosine) + other * (uint_as_float(partner_weight << 16) * (sign * sine));
   }
@@ -88,19 +100,20 @@ DEVICE void multiply_qkv(Consumer& c) {
     if constexpr (NORM_PHASE)
       stage_vector<HIDDEN>(c, c.a.words + NORMED, 0);  // Any epoch will do: these plans have grid barriers and no tags.
     else  // The previous layer's DOWN wrote RESIDUAL, in its epoch.
-      stage_normed(c, c.a.words + RESIDUAL, first_row(c), c.norm_weights(), c.epoch() - 1);
+      stage_normed(c, c.a.words + RESIDUAL, first_row(c), c.parameters(), c.epoch() - 1);
   };
   // This thread's row in the first group of tiles. Its weights are loaded before the wait for the operand.
   const RowRope first(c, c.begin(QKV) * TILE + c.thread);
   multiply_phase<HIDDEN, MAX_QKV, MIN_QKV, GROUPS_QKV>(c, QKV, stage, [&](u32 row, int mine, float own, float other) {
-    if constexpr (ROPE_PHASE) {
+    if constexpr (ROPE_PHASE && !QKV_BIAS) {
       store_words(c.a.words + QKV_OUT + row, own, c.epoch());
       return;
     }
     const RowRope rope = mine == c.thread ? first : RowRope(c, row);
-    store_words(c.a.words + QKV_OUT + row, rope.apply(own, other), c.epoch());
+    rope.add_biases(own, other);
+    store_words(c.a.words + QKV_OUT + row, ROPE_PHASE ? own : rope.apply(own, other), c.epoch());
     // Squares of a pair of channels. Those of values are not needed, but each word is written in every epoch.
-    if (!RowRope::upper(row))
+    if (QK_NORM && !ROPE_PHASE && !RowRope::upper(row))
       store_words(c.a.words + HEAD_SQUARES + (row & ~(TILE - 1)) / 2 + row % (TILE / 2), own * own + other * other, c.epoch());
   });
 }
@@ -121,6 +134,7 @@ DEVICE void multiply_o(Consumer& c) {
   allow_weights(c, O, QUERY);
   multiply_phase<QUERY, MAX_O, MIN_O, GROUPS_O>(c, O, [&] { stage_attention(c); }, [&](int row, int mine, float sum, float) {
     float& own = own_row(c, row, mine, c.layer == 0);
+    if constexpr (O_BIAS) sum += c.o_bias(row);
     store_words(c.a.words + MID + row, own += sum, c.epoch());
   });
 }
@@ -134,9 +148,9 @@ DEVICE void multiply_gate_up(Consumer& c) {
     if constexpr (NORM_PHASE)
       stage_vector<HIDDEN>(c, c.a.words + NORMED, 0);
     else if constexpr (SPLIT_K_O)
-      stage_residual(c, c.norm_weights() + HIDDEN);
+      stage_residual(c, c.parameters() + HIDDEN);
     else
-      stage_normed(c, c.a.words + MID, nullptr, c.norm_weights() + HIDDEN, c.epoch());
+      stage_normed(c, c.a.words + MID, nullptr, c.parameters() + HIDDEN, c.epoch());
   };
   multiply_phase<HIDDEN, MAX_GATE_UP, MIN_GATE_UP, GROUPS_GATE_UP>(c, GATE_UP, stage, [&](u32 row, int, float gate, float up) {
     if (row % TILE >= TILE / 2) return;
@@ -190,7 +204,7 @@ DEVICE void multiply_head(Consumer& c) {
   c.refresh();
   allow_weights(c, LM_HEAD, HIDDEN);
   auto stage = [&] {
-    stage_normed(c, c.a.words + FINAL, nullptr, c.a.norms + (long long)LAYERS * (2 * HIDDEN + 2 * HEAD_DIM), c.token_epoch);
+    stage_normed(c, c.a.words + FINAL, nullptr, c.a.parameters + (long long)LAYERS * LAYER_PARAMETERS, c.token_epoch);
   };
   u64 mine = 0;
   multiply_phase<HIDDEN, MAX_LM_HEAD, MIN_LM_HEAD, GROUPS_LM_HEAD>(c, LM_HEAD, stage, [&](int row, int, float sum, float) {

@@ -24,27 +24,37 @@ constexpr int TILES_AHEAD = LAUNCH_PER_PHASE ? 2 : MAX_TILES;
 // the most groups of any CTA, MAX_... and MIN_... the most and fewest tiles of a group.
 DEVICE int group_count(int tiles) { return (tiles + MAX_TILES - 1) / MAX_TILES; }
 
-// Order in which a group's weights pass through registers, which is that of the stream. The columns are divided into BLOCKS of DEPTH
+// Order in which a group's weights pass through registers, which is that of the stream. The columns are divided into BLOCKS of DEEP
 // steps. In each block come the tiles, in batches of SIZE, fetched at once. For a single tile, ROUNDS blocks are one batch. A batch has
 // at most AHEAD entries: they must all fit in the ring. TILES and MIN_TILES are the most and fewest tiles of a group. If a tile has
-// fewer columns (TILE_COLUMNS) than a block (COLUMNS), several tiles lie side by side in the same steps (residual.cuh).
+// fewer columns (TILE_COLUMNS) than a block (COLUMNS), several tiles lie side by side in the same steps (residual.cuh). A tile has RUN
+// pieces in a block, and TAIL in the last.
 template <int COLUMNS, int TILES, int MIN_TILES, int TILE_COLUMNS = COLUMNS>
 struct WeightBatches {
   static constexpr bool SIDE_BY_SIDE_TILES = TILE_COLUMNS < COLUMNS;
-  static constexpr int MOST = SIDE_BY_SIDE_TILES ? 2 : TILES_AHEAD, AHEAD = MOST < STAGES ? MOST : STAGES;
-  static constexpr int BLOCKS = padded(COLUMNS) / STEP / DEPTH, BATCHES = (TILES + AHEAD - 1) / AHEAD;
+  static constexpr int DEEP = SIDE_BY_SIDE_TILES ? COLUMNS / STEP : depth_of(COLUMNS);
+  static constexpr int MOST = SIDE_BY_SIDE_TILES ? 2 * DEPTH / DEEP : TILES_AHEAD, FIT = STAGES - IN_PARTS, AHEAD = MOST < FIT ? MOST : FIT;
+  static constexpr int BLOCKS = SIDE_BY_SIDE_TILES ? 1 : blocks_of(COLUMNS), BATCHES = (TILES + AHEAD - 1) / AHEAD;
   static constexpr int SIZE = (TILES + BATCHES - 1) / BATCHES, ROUNDS = TILES > 1 ? 1 : BLOCKS < AHEAD ? BLOCKS : AHEAD;
-  static_assert(padded(COLUMNS) / STEP % DEPTH == 0, "blocks of DEPTH steps cover all columns");
-  static_assert(!SIDE_BY_SIDE_TILES || (BLOCKS == 1 && COLUMNS % TILE_COLUMNS == 0 && TILE_COLUMNS % 32 == 0), "a batch has whole tiles");
-  typedef uint4 Weights[ROUNDS * SIZE][DEPTH];
+  static constexpr int RUN = pieces_of(DEEP * STEP), TAIL = pieces_of(COLUMNS) - (BLOCKS - 1) * RUN;
+  static_assert(IN_PARTS || TAIL == RUN, "blocks of DEPTH steps cover all columns");
+  static_assert(!SIDE_BY_SIDE_TILES || (TAIL == RUN && COLUMNS % TILE_COLUMNS == 0 && TILE_COLUMNS % 32 == 0), "a batch has whole tiles");
+  typedef uint4 Weights[ROUNDS * SIZE][DEEP];
 
   // Fetch the weights of the batch that begins at tile `first` and block `block`, of `tiles` tiles in the group.
   DEVICE static void fetch(Consumer& c, int block, int first, int tiles, Weights& v) {
     auto within = [](int count, int most) { return count < 0 ? 0 : count < most ? count : most; };
-    if constexpr (TILES == 1)
-      c.fetch(v, within(BLOCKS - block, ROUNDS), within(BLOCKS - (BLOCKS - 1) / ROUNDS * ROUNDS, ROUNDS));
-    else
-      c.fetch(v, within(MIN_TILES == TILES ? TILES - first : tiles - first, SIZE), within(MIN_TILES - first, SIZE));
+    const int runs = TILES == 1 ? within(BLOCKS - block, ROUNDS) : within(MIN_TILES == TILES ? TILES - first : tiles - first, SIZE);
+    const int guaranteed = TILES == 1 ? within(BLOCKS - (BLOCKS - 1) / ROUNDS * ROUNDS, ROUNDS) : within(MIN_TILES - first, SIZE);
+    if constexpr (!IN_PARTS) {
+      c.fetch(v, runs, guaranteed);
+    } else if constexpr (TILES == 1) {  // Runs are blocks, and only the last of all may be shorter.
+      const int whole = BLOCKS - 1 - block;
+      c.fetch_parts<TAIL>(v, runs, guaranteed, RUN, runs > whole ? whole * RUN + TAIL : runs * RUN, whole);
+    } else {  // Runs are tiles in the same block.
+      const bool last = block == BLOCKS - 1;
+      c.fetch_parts<TAIL>(v, runs, guaranteed, last ? TAIL : RUN, runs * (last ? TAIL : RUN), last ? 0 : runs);
+    }
   }
 };
 
@@ -64,12 +74,12 @@ DEVICE const u16* operand(const Consumer& c, int column) {
   return (row & 1 ? c.s.vector_lo : c.s.vector_hi) + column + 8 * quad + (row & 2 ? 4 : 0);
 }
 // Division of a block of TILES tiles that lie side by side among the warps. A tile has PARTS parts of 32 columns, the columns of one mma.
-// Each warp takes DEPTH consecutive parts of the block, tile after tile. So a warp has TILES_PER_WARP whole tiles, or WARPS_PER_TILE
+// Each warp takes DEEP consecutive parts of the block, tile after tile. So a warp has TILES_PER_WARP whole tiles, or WARPS_PER_TILE
 // warps share a tile.
 template <int COLUMNS, int TILE_COLUMNS>
 struct SideBySide {
-  static constexpr int TILES = COLUMNS / TILE_COLUMNS, PARTS = TILE_COLUMNS / 32;
-  static constexpr int TILES_PER_WARP = PARTS < DEPTH ? DEPTH / PARTS : 1, WARPS_PER_TILE = PARTS > DEPTH ? PARTS / DEPTH : 1;
+  static constexpr int DEEP = COLUMNS / STEP, TILES = COLUMNS / TILE_COLUMNS, PARTS = TILE_COLUMNS / 32;
+  static constexpr int TILES_PER_WARP = PARTS < DEEP ? DEEP / PARTS : 1, WARPS_PER_TILE = PARTS > DEEP ? PARTS / DEEP : 1;
 };
 // Multiply `tiles` (at most TILES) blocks of tiles that lie side by side by the operand from `column` on. The first batch of weights must
 // have been fetched into v, and the operand must be staged. If a warp has whole tiles, its lanes call store(row in the blocks, sum), and
@@ -79,15 +89,15 @@ DEVICE void multiply_side_by_side(Consumer& c, int tiles, int column,
                                   typename WeightBatches<COLUMNS, TILES, MIN_TILES, TILE_COLUMNS>::Weights& v, Store store) {
   using B = WeightBatches<COLUMNS, TILES, MIN_TILES, TILE_COLUMNS>;
   using Split = SideBySide<COLUMNS, TILE_COLUMNS>;
-  const int quad = c.lane % 4, first_part = c.warp * DEPTH;
+  const int quad = c.lane % 4, first_part = c.warp * B::DEEP;
 #pragma unroll
   for (int first = 0; first < TILES; first += B::SIZE) {
     if (first) B::fetch(c, 0, first, tiles, v);
-    constexpr int CHAINS = DEPTH / Split::TILES_PER_WARP > 1 ? 2 : 1;  // independent accumulators: mma's that do not wait for each other
+    constexpr int CHAINS = B::DEEP / Split::TILES_PER_WARP > 1 ? 2 : 1;  // independent accumulators: mma's that do not wait for each other
     float d[B::SIZE][Split::TILES_PER_WARP][CHAINS][4] = {};
 #pragma unroll
-    for (int i = 0; i < DEPTH; ++i) {
-      const int part = Split::PARTS <= DEPTH ? i % Split::PARTS : first_part % Split::PARTS + i;
+    for (int i = 0; i < B::DEEP; ++i) {
+      const int part = Split::PARTS <= B::DEEP ? i % Split::PARTS : first_part % Split::PARTS + i;
       const uint2 b = *(const uint2*)operand(c, column + part * 32);
 #pragma unroll
       for (int t = 0; t < B::SIZE && first + t < TILES; ++t)
@@ -137,11 +147,11 @@ DEVICE void multiply(Consumer& c, int tiles, typename WeightBatches<COLUMNS, TIL
 #pragma unroll
       for (int r = 0; r < B::ROUNDS; ++r) {
         if (B::BLOCKS % B::ROUNDS && block + r >= B::BLOCKS) continue;
-        uint2 b[DEPTH];
+        uint2 b[B::DEEP];
 #pragma unroll
-        for (int i = 0; i < DEPTH; ++i) b[i] = *(const uint2*)(x + ((block + r) * DEPTH + i) * STEP);
+        for (int i = 0; i < B::DEEP; ++i) b[i] = *(const uint2*)(x + ((block + r) * B::DEEP + i) * STEP);
 #pragma unroll
-        for (int i = 0; i < DEPTH; ++i)
+        for (int i = 0; i < B::DEEP; ++i)
 #pragma unroll
           for (int t = 0; t < B::SIZE && first + t < TILES; ++t)
             if (first + t < MIN_TILES || first + t < tiles) mma_m16n8k16(d[first + t][i % CHAINS], v[r + t][i], b[i]);

@@ -17,13 +17,15 @@
 // Clearing   the CTA that owns a row reads it in the last layer and adds the negated word, which leaves zero for the next token.
 // Sync       the count is a flag in the data (words.cuh): no barrier, no fence. An addition must come after all reads that wait for the
 //            previous count; onelaunch.decode.plan.check proves that for each plan.
-// Numerics   |words| < 2^26 and |addends| < 2^26 / (ADDERS + 2); otherwise, also for NaN, the error word becomes OUT_OF_RANGE unless it
+// Numerics   |words| < 2^26 and |addends| < 2^26 / MOST_ADDENDS; otherwise, also for NaN, the error word becomes OUT_OF_RANGE unless it
 //            already holds an error, and the launch is aborted.
 #pragma once
 
 constexpr int COUNT_BITS = 8;
 constexpr float FIXED_POINT_ONE = 268435456.0f;  // 2^28 units
 constexpr float RESIDUAL_RANGE = 67108864.0f;    // 2^26: half of what a word can hold
+// Addends that a word gets at most between two checks of its range: query splits, MLP, embedding, and the output projection's bias.
+constexpr int MOST_ADDENDS = ADDERS + 2 + O_BIAS;
 static_assert(!SPLIT_K_O || ADDERS + 1 < 1 << COUNT_BITS, "the count tells one wait from the next");
 
 DEVICE u64* residual_at(const Consumer& c, int row) { return (u64*)(c.a.words + MID) + row; }
@@ -47,10 +49,10 @@ DEVICE bool in_range(Consumer& c, float v, float most) {
   return false;
 }
 // Return a value as an addend. Each word is checked by its owner once per layer to be within RESIDUAL_RANGE, half of what it can hold.
-// Until the next check it gets at most ADDERS + 2 addends (query splits, MLP, embedding). They are limited so that they fill at most the
-// other half, and the sum cannot overflow.
+// Until the next check it gets at most MOST_ADDENDS. They are limited so that they fill at most the other half, and the sum cannot
+// overflow.
 DEVICE u64 to_fixed_point(Consumer& c, float v) {
-  if (!in_range(c, v, RESIDUAL_RANGE / (ADDERS + 2))) v = 0;
+  if (!in_range(c, v, RESIDUAL_RANGE / MOST_ADDENDS)) v = 0;
   return (u64)llrintf(v * FIXED_POINT_ONE) << COUNT_BITS;
 }
 
@@ -95,10 +97,11 @@ DEVICE void stage_residual(Consumer& c, const u16* weights) {
 // staged while slower warps still multiply. Rows of the output projection in a block.
 constexpr int OWN_VECTOR = padded(HIDDEN), BLOCK_ROWS = BLOCK_WIDTH / O_TILE_COLUMNS * TILE;
 
-// Add a query split's product to a row of the residual stream; in the first layer query split 0 adds the embedding too.
+// Add a query split's product to a row of the residual stream. Query split 0 adds the bias too, and in the first layer the embedding.
 DEVICE void add_row(Consumer& c, int query_split, int row, float sum) {
   if (row >= HIDDEN) return;
   u64 v = to_fixed_point(c, sum);
+  if (O_BIAS && query_split == 0) v += to_fixed_point(c, c.o_bias(row));
   if (c.layer == 0 && query_split == 0) v += to_fixed_point(c, uint_as_float((u32)c.embedding_row()[row] << 16));
   red_add_relaxed(residual_at(c, row), v + 1);
 }

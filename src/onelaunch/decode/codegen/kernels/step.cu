@@ -1,8 +1,10 @@
-// Decode step of a Qwen3 model at batch 1, as one persistent kernel: all layers, LM head and choice of the next token in one launch.
+// Decode step of a dense model (Qwen3, Llama, ...) at batch 1, as one persistent kernel: all layers, LM head and choice of the next token
+// in one launch.
 //
 // Computes   per token and layer: x += W_o attention(rope(norm(W_qkv rmsnorm(x)))) and x += W_down (silu(W_gate y) * W_up y), y =
-//            rmsnorm(x); then logits = W_head rmsnorm(x) and the next token. Defined with ONLY_PHASE, the kernel runs one phase of this
-//            per launch.
+//            rmsnorm(x); then logits = W_head rmsnorm(x) and the next token. The model's flags (below) say whether heads are normalized
+//            (norm), all layers rotate them (rope), and W_qkv and W_o have biases. Defined with ONLY_PHASE, the kernel runs one phase
+//            of this per launch.
 // Plan       plan.cuh (sizes, flags, offsets) and order.cuh (sequence of phases and their synchronization) are generated from a plan by
 //            codegen/emit.py, for one model, optimization level and number of SMs.
 // Host       decode/runtime/kernels.py compiles and launches decode(), the entry at the end of this file. tests/decode/host/run.cpp
@@ -29,12 +31,14 @@
 //
 // Constants of plan.cuh
 // Model      HIDDEN, INNER (width of the MLP), QUERY (channels of all query heads), KV_HEADS, GROUP (query heads per KV head), HEAD_DIM.
+//            QK_NORM, QKV_BIAS, O_BIAS: flags of norms of heads and of biases; SOME_UNROTATED: not all layers rotate(layer).
+//            LAYER_PARAMETERS is the stride of Arguments::parameters from layer to layer, and ..._AT are offsets in a layer.
 // Attention  the work is divided into units, each the work of one CTA: QUERY_SPLITS divides a KV head's queries, KV_SPLITS the positions.
 //            In a long context, from position MERGE_FROM on, QUERY_MERGE neighbouring query splits take each other's queries and divide
 //            the positions further (heads.cuh). UNITS is the most units of any CTA. PARTIAL and the other buffer names are offsets in
 //            Arguments::words.
-// Weights    STAGES of the ring, DEPTH (consumer.cuh); MAX_, MIN_ and GROUPS_ of each product (products.cuh). SUM_ROWS is the number of
-//            row sums that a warp has room for in shared memory.
+// Weights    STAGES of the ring, DEPTH and PIECE_COLUMNS (consumer.cuh); MAX_, MIN_ and GROUPS_ of each product (products.cuh). SUM_ROWS
+//            is the number of row sums that a warp has room for in shared memory.
 // Pacing     in the layers of the megakernel, at most FLIGHT bulk copies are in flight, and a copy of weights begins at least PACE cycles
 //            after a copy of weights directly before it. While there is one KV split, FLIGHT_LOCAL are in flight, since CTAs then exchange
 //            no partial attention outputs (only with SPLIT_K_O; else equal to FLIGHT). HOLD cycles before a poll (parts.cuh).
@@ -47,6 +51,11 @@ constexpr int WARPS = 8, CONSUMER_THREADS = 32 * WARPS, THREADS = CONSUMER_THREA
 // Rows of a tile, columns of a step; bytes of a granule (a tile's rows in one step) and of a chunk (a stage of the ring); the most tiles
 // that a CTA multiplies at once.
 constexpr int TILE = 8, STEP = 256, GRANULE = TILE * STEP * 2, CHUNK = 4 * GRANULE, MAX_TILES = 6;
+// Columns and bytes of a warp's part of a granule. The stream is counted in pieces of PIECE_COLUMNS columns (consumer.cuh).
+constexpr int PART_COLUMNS = STEP / WARPS, PART = GRANULE / WARPS;
+constexpr bool IN_PARTS = PIECE_COLUMNS == PART_COLUMNS, CHUNKED_PHASES = DEPTH == 4 && !IN_PARTS;
+constexpr int PIECE = TILE * PIECE_COLUMNS * 2, CHUNK_PIECES = CHUNK / PIECE;
+static_assert(!IN_PARTS || STAGES > 1, "a run may begin in one chunk and end in the next");
 constexpr int HEAD_WORDS = (GROUP + 2) * HEAD_DIM;           // words of a KV head: its queries, key and value
 constexpr int UNIT_QUERIES = GROUP / QUERY_SPLITS;            // queries of a query split, and so of a unit of attention
 // Words of a unit's slot of PARTIAL: outputs, then LSE, rounded up to a multiple of 16 bytes.
@@ -72,8 +81,8 @@ struct Arguments {
   const int* assignments;    // [CTAS][TABLE_PHASES][2]: first unit of work and one past the last (consumer.cuh)
   const int* arrivals;       // per semaphore: CTAs that signal it in one epoch
   const u16* embedding;      // [VOCAB][HIDDEN]
-  const u16* norms;          // weights of norms, per layer [HIDDEN], [HIDDEN], [HEAD_DIM], [HEAD_DIM]; then the last [HIDDEN]
-  const float* rotations;    // [capacity][HEAD_DIM]: cosines, then sines
+  const u16* parameters;     // factors of norms and biases, [LAYERS][LAYER_PARAMETERS] (memory.py); then the last norm, [HIDDEN]
+  const float* rotations;    // [capacity][HEAD_DIM]: cosines, then sines; with SOME_UNROTATED behind a row of the identity
   u16 *keys, *values;        // [LAYERS][KV_HEADS][capacity][HEAD_DIM]
   const long long* first;    // id of the first token to process; if null it is read from `tokens`
   int* tokens;               // [positions]: token ids by position; the launch writes the ids that it chooses
@@ -88,6 +97,10 @@ struct Arguments {
   int capacity, count;       // positions that the KV cache has room for; tokens to process
   int position;              // position of the first token; -1 continues where the last launch ended
 };
+
+// Pieces of a tile with this many columns; chunks of this many pieces.
+DEVICE constexpr int pieces_of(int columns) { return (columns + PIECE_COLUMNS - 1) / PIECE_COLUMNS; }
+DEVICE constexpr int chunks_of(int pieces) { return (pieces + CHUNK_PIECES - 1) / CHUNK_PIECES; }
 
 #include "waiting.cuh"
 #include "consumer.cuh"
@@ -131,9 +144,9 @@ struct Producer {
   DEVICE void copy(char* to, const void* from, int bytes) { cp_async_bulk(to, from, bytes, s.full + ring.stage, read_once); }
   DEVICE void advance() { ring.advance(), ++issued; }
 };
-// Copy chunk number `chunk` of weights that begin at `from` and have `granules` granules in all; the last chunk may be shorter.
-DEVICE void copy_weights(Producer& p, const char* from, int granules, int chunk, bool bounded) {
-  const int bytes = GRANULE * (granules - 4 * chunk < 4 ? granules - 4 * chunk : 4);
+// Copy chunk number `chunk` of weights that begin at `from` and have `pieces` pieces in all; the last chunk may be shorter.
+DEVICE void copy_weights(Producer& p, const char* from, int pieces, int chunk, bool bounded) {
+  const int bytes = PIECE * (pieces - CHUNK_PIECES * chunk < CHUNK_PIECES ? pieces - CHUNK_PIECES * chunk : CHUNK_PIECES);
   if (char* to = p.acquire(bytes, bounded, PACE)) p.copy(to, from + (long long)chunk * CHUNK, bytes), p.advance();
 }
 // Copy the keys and values of earlier positions for the CTA's units. Before the first layer's, wait until this CTA has completed the
@@ -157,8 +170,8 @@ DEVICE void copy_cache(Producer& p, const int* assignments, int layer, int token
 }
 // The producer thread: copy all weights of the CTA, in the order of their use, token after token.
 DEVICE void produce(const Arguments& a, const int* assignments, Shared& s) {
-  const int qkv_chunks = phase_granules(assignments, QKV, HIDDEN) / 4, per_layer = layer_granules(assignments);
-  const int chunks_of_layers = (per_layer * LAYERS + 3) / 4, granules = per_layer * LAYERS + phase_granules(assignments, LM_HEAD, HIDDEN);
+  const int qkv_chunks = phase_pieces(assignments, QKV, HIDDEN) / CHUNK_PIECES, per_layer = layer_pieces(assignments);
+  const int chunks_of_layers = chunks_of(per_layer * LAYERS), pieces = per_layer * LAYERS + phase_pieces(assignments, LM_HEAD, HIDDEN);
   const int position = a.position < 0 ? (int)a.state[POSITION] : a.position;
   const char* from = a.stream + a.starts[cta_index()];
   Producer p = {a, s};
@@ -167,10 +180,10 @@ DEVICE void produce(const Arguments& a, const int* assignments, Shared& s) {
     // With KV_THROUGH_RING phases end at chunks. A layer's keys and values are copied between QKV's weights and the rest of the layer's:
     // before chunk `cache_before`.
     int cache_before = qkv_chunks;
-    for (int chunk = 0, layer = 0; chunk < (granules + 3) / 4 && !*s.aborted; ++chunk) {
+    for (int chunk = 0, layer = 0; chunk < chunks_of(pieces) && !*s.aborted; ++chunk) {
       if (KV_THROUGH_RING && chunk == cache_before && layer < LAYERS)
-        copy_cache(p, assignments, layer++, token, position + token), cache_before += per_layer / 4;
-      copy_weights(p, from, granules, chunk, chunk < chunks_of_layers);
+        copy_cache(p, assignments, layer++, token, position + token), cache_before += per_layer / CHUNK_PIECES;
+      copy_weights(p, from, pieces, chunk, chunk < chunks_of_layers);
     }
   }
 }
@@ -220,12 +233,12 @@ DEVICE void decode_phase(const Arguments& a, int layer) {
   const int* assignments = s.assignments;
   if (thread_index() >= CONSUMER_THREADS) {
     if (PHASE <= LM_HEAD && thread_index() == CONSUMER_THREADS) {
-      int before = layer * layer_granules(assignments);
-      for (int each = 0; each < PHASE && PHASE != LM_HEAD; ++each) before += phase_granules(assignments, each, columns_of(each));
-      const int granules = phase_granules(assignments, PHASE, columns_of(PHASE));
-      const char* from = a.stream + a.starts[cta_index()] + (long long)before * GRANULE;
+      int before = layer * layer_pieces(assignments);
+      for (int each = 0; each < PHASE && PHASE != LM_HEAD; ++each) before += phase_pieces(assignments, each, columns_of(each));
+      const int pieces = phase_pieces(assignments, PHASE, columns_of(PHASE));
+      const char* from = a.stream + a.starts[cta_index()] + (long long)before * PIECE;
       Producer p = {a, s};
-      for (int chunk = 0; chunk < (granules + 3) / 4; ++chunk) copy_weights(p, from, granules, chunk, false);
+      for (int chunk = 0; chunk < chunks_of(pieces); ++chunk) copy_weights(p, from, pieces, chunk, false);
     }
   } else {
     griddepcontrol_wait();
@@ -250,12 +263,12 @@ constexpr int MIN_CTAS_PER_SM = ONLY_PHASE == ATTENTION ? 1 : 2;
 constexpr int MIN_CTAS_PER_SM = 1;
 #endif
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS_PER_SM)
-decode(const char* stream, const long long* starts, const int* assignments, const int* arrivals, const u16* embedding, const u16* norms,
-       const float* rotations, u16* keys, u16* values, const long long* first, int* tokens, float* words, u64* best, u32* counters,
-       u32* state, float* logits, const u32* choices, unsigned char* seen, u64* histograms, int capacity, int count, int position,
-       int layer) {
-  const Arguments a = {stream, starts, assignments, arrivals, embedding, norms, rotations, keys, values, first, tokens, words,
-                       best, counters, state, logits, choices, seen, histograms, capacity, count, position};
+decode(const char* stream, const long long* starts, const int* assignments, const int* arrivals, const u16* embedding,
+       const u16* parameters, const float* rotations, u16* keys, u16* values, const long long* first, int* tokens, float* words,
+       u64* best, u32* counters, u32* state, float* logits, const u32* choices, unsigned char* seen, u64* histograms, int capacity,
+       int count, int position, int layer) {
+  const Arguments a = {stream, starts, assignments, arrivals, embedding, parameters, rotations, keys, values, first, tokens,
+                       words, best, counters, state, logits, choices, seen, histograms, capacity, count, position};
 #ifdef ONLY_PHASE
   decode_phase<ONLY_PHASE>(a, layer);
 #else

@@ -5,7 +5,7 @@
 // Callers    phases.cuh and residual.cuh stage operands, and phases.cuh calls norm_by_one_cta(). products.cuh calls publish_squares()
 //            and read_scale(), and adds the row sums of the warps by tree_sum(). attention.cuh, parts.cuh and residual.cuh store into
 //            the operand by store_split*(). heads.cuh calls bf16x4_to_float4(). products, residual, parts and attention use padded().
-// On chip    Shared::vector_hi and vector_lo, 2 bytes per column each, padded with zeros to a multiple of STEP columns.
+// On chip    Shared::vector_hi and vector_lo, 2 bytes per column each, padded with zeros to whole blocks of steps.
 // Memory     every CTA reads the whole vector (4 bytes per column) from the L2 cache.
 // Barriers   stage_vector() and stage_normed() write the operand and end with a barrier of the consumer threads; after
 //            stage_vector_unsynced() the caller must synchronize. Before each, all consumer threads must have finished reading the
@@ -33,10 +33,17 @@ DEVICE void store_split1(Consumer& c, int column, float x) {
   const u32 upper = floats_to_bf16x2(x, 0.0f);
   c.s.vector_hi[column] = (u16)upper, c.s.vector_lo[column] = (u16)floats_to_bf16x2(x - uint_as_float(upper << 16), 0.0f);
 }
-DEVICE constexpr int padded(int columns) { return (columns + STEP - 1) / STEP * STEP; }
+// Steps of a block of a matrix's columns. With IN_PARTS, matrices have blocks of at most DEPTH steps, as equal as possible; the operand has
+// all columns of the last block, and zeros behind its own.
+DEVICE constexpr int depth_of(int columns) {
+  const int steps = (columns + STEP - 1) / STEP, blocks = (steps + DEPTH - 1) / DEPTH;
+  return IN_PARTS ? (steps + blocks - 1) / blocks : DEPTH;
+}
+DEVICE constexpr int blocks_of(int columns) { return (columns + depth_of(columns) * STEP - 1) / (depth_of(columns) * STEP); }
+DEVICE constexpr int padded(int columns) { return blocks_of(columns) * depth_of(columns) * STEP; }
 
 // Call apply(column, 4 values, their 4 weights) for every fourth column of a vector of flag-in-data words, or of a bfloat16 row if
-// `row` is not null; columns behind COLUMNS, up to a multiple of STEP, get zeros. Without `weights` they are 1. Up to 8 quads of a
+// `row` is not null; columns behind COLUMNS, up to padded(COLUMNS), get zeros. Without `weights` they are 1. Up to 8 quads of a
 // thread are in flight at once, since each trip to the L2 cache takes 0.6 us.
 template <int COLUMNS, class Apply>
 DEVICE void for_columns(Consumer& c, const float* from, const u16* row, const u16* weights, u32 epoch, Apply apply) {

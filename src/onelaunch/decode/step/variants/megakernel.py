@@ -131,9 +131,14 @@ def prompt_steps(level: str, config: ModelConfig, *, captured: bool = False) -> 
 
 BUILT = {
     "Qwen3-0.6B": ModelConfig(151_936, 1024, 3072, 28, 16, 8, 128, tie_word_embeddings=True),
-    "small and untied": ModelConfig(1000, 128, 384, 2, 4, 1, 32),
+    "small and untied": ModelConfig(
+        1000, 160, 416, 4, 6, 2, 32, qk_norm=False, attention_bias=True, output_bias=False, unrotated_layers=(3,)
+    ),
 }
-"""Configurations for which ``onelaunch inspect``, ``onelaunch prebuild`` and CI compile kernels, by their name in listings."""
+"""Configurations for which ``onelaunch inspect``, ``onelaunch prebuild`` and CI compile kernels, by their name in listings.
+
+The second has what Qwen3-0.6B lacks: biases, layers that do not rotate, and sizes that are no multiple of 256.
+"""
 
 
 def builds(level: str, architecture: str) -> list[Build]:
