@@ -22,6 +22,8 @@ import torch
 
 from onelaunch.decode.codegen.layout import Tuning, marker_words
 from onelaunch.decode.model.forward import prefill
+from onelaunch.decode.plan import builder
+from onelaunch.decode.plan.check import check
 from onelaunch.decode.plan.levels import LEVELS, plan_for
 from onelaunch.decode.runtime.memory import ERROR, OUT_OF_RANGE, Constants, Memory
 from tests.decode.host_machine import HostKernel, needs_compiler, needs_watch, set_position
@@ -136,6 +138,18 @@ def test_joined_attention_units_match_the_oracle(model, libraries):
     assert plan.positions == 64
     weights, *given = weights_and_caches(config, 129)
     assert_matches_oracle(weights, plan, libraries, given, (129, 1, 63, 64))
+
+
+def test_ctas_with_fewer_weights_take_more_tiles_of_the_mlp(libraries, monkeypatch):
+    monkeypatch.setattr(builder, "AHEAD_BYTES", 0)
+    monkeypatch.setattr(builder, "UNEVEN", 1.0)
+    config = MODELS["qwen2"]
+    plan = builder.Builder(config, "streaming", LEVELS["streaming"], 5).plan()
+    check(plan)
+    tiles = [assignment.units for assignment in plan.phase("gate_up").assignments]
+    assert max(tiles) > min(tiles) + 1
+    weights, *given = weights_and_caches(config, 129)
+    assert_matches_oracle(weights, plan, libraries, given, (129, 0))
 
 
 def test_residual_additions_beyond_the_counter_match_the_oracle(libraries):

@@ -10,13 +10,17 @@ from dataclasses import replace
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from onelaunch.decode import ModelConfig, random_weights
 from onelaunch.decode.codegen.emit import header
 from onelaunch.decode.codegen.layout import Tuning
 from onelaunch.decode.model.weights import elements
+from onelaunch.decode.plan.division import balanced
 from onelaunch.decode.plan.levels import LEVELS, plan_for, unsupported
-from onelaunch.decode.plan.packing import pack, stream_bytes
+from onelaunch.decode.plan.packing import pack, pieces, stream_bytes
+from onelaunch.decode.plan.phases import PRODUCTS
 from onelaunch.decode.runtime.memory import Constants
 from onelaunch.decode.runtime.proofs import checked_plan
 from tests.decode.plans import FAMILIES, MODELS, TINY, packed
@@ -78,6 +82,31 @@ def test_attention_has_a_unit_for_most_ctas(name):
     units = [assignment.units for assignment in plan.phase("rope_attention").assignments]
     assert max(units) == 1
     assert sum(units) >= 64
+
+
+def test_ctas_have_equal_weights_of_a_layer_where_tiles_are_few():
+    """Qwen2.5-1.5B has 192 tiles of the down projection for 132 CTAs: some have two, which take 14 % of their layer's time."""
+    plan = plan_for(FAMILIES["Qwen2.5-1.5B"], "streaming", SMS)
+    sizes = [sum(pieces(plan, op, cta) for op in PRODUCTS[:-1]) for cta in range(SMS)]
+    assert max(sizes) * SMS < 1.03 * sum(sizes)
+    tiles = [assignment.units for assignment in plan.phase("gate_up").assignments]
+    assert max(tiles) > min(tiles) + 1
+    for name, config in {"Qwen3-0.6B": QWEN, "Llama-3.2-1B": FAMILIES["Llama-3.2-1B"]}.items():
+        units = {assignment.units for assignment in plan_for(config, "streaming", SMS).phase("gate_up").assignments}
+        assert len(units - {0}) == 1, name
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    count=st.integers(0, 200), weight=st.integers(1, 50), others=st.lists(st.integers(0, 400), min_size=1, max_size=20)
+)  # fmt: skip
+def test_balanced_division_has_every_tile_once_and_the_smallest_maximum(count, weight, others):
+    found = balanced(count, weight, others)
+    assert [end for _, end in found] == [begin for begin, _ in found[1:]] + [count]
+    assert found[0][0] == 0
+    loads = [other + weight * (end - begin) for other, (begin, end) in zip(others, found, strict=True)]
+    if max(loads) > max(others):  # else the other phases alone decide
+        assert sum(max(max(loads) - 1 - other, 0) // weight for other in others) < count, "no smaller maximum suffices"
 
 
 @pytest.mark.parametrize("model", ["llama", "odd sizes", "untied, a key head"])

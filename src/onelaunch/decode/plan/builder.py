@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from onelaunch.decode.model.config import ModelConfig
-from onelaunch.decode.plan.division import layer_ctas, tiles
+from onelaunch.decode.plan.division import AHEAD_BYTES, UNEVEN, balanced, layer_ctas, tiles
 from onelaunch.decode.plan.phases import (
     DEPTH,
     ROUNDS,
@@ -135,8 +135,9 @@ class Builder:
         if options.norms:
             layer.append(self.norm("post_norm", "mid"))
         source = "normed" if options.norms else "mid"
-        layer.append(self.product("gate_up", {"act": _HALF_TILE}, self.whole(source)))
-        layer.append(self.down("hidden"))
+        down = self.down("hidden")
+        division = self.gate_up_tiles([*layer, down])
+        layer += [self.product("gate_up", {"act": _HALF_TILE}, self.whole(source), division), down]
         phases = tuple(self.with_semaphores(layer))
         closing = self.down("final")
         tail = (self.lm_head(), self.next_token()) if self.rounds is None else (self.lm_head(), *self.sampling(self.rounds))
@@ -217,16 +218,40 @@ class Builder:
         """Divide units over the CTAs that work in the layers; the others have none."""
         return split(units, self.workers) + [(units, units)] * (self.ctas - self.workers)
 
-    def product(self, op: Op, targets: dict[str, int], reads: tuple[Slice, ...]) -> Phase:
+    def gate_up_tiles(self, others: list[Phase]) -> list[tuple[int, int]]:
+        """Return the tiles of gate and up projection of each CTA, given the other phases of a layer.
+
+        Each CTA has about as many. If the weights of a layer are then too uneven, CTAs with fewer weights in other phases take
+        more of these tiles, which are the most numerous.
+        """
+        config, count = self.config, tiles(self.config, "gate_up")
+        even = self.over_workers(count)
+        widths = {"qkv": config.hidden_size, "o": config.query_size, "down": config.intermediate_size}
+        if self.blocks is not None:
+            widths["o"] = self.blocks.width
+        sizes = [
+            sum(widths[phase.op] * phase.assignments[cta].units for phase in others if phase.op in widths)
+            for cta in range(self.workers)
+        ]
+        weights = [size + (end - begin) * config.hidden_size for size, (begin, end) in zip(sizes, even, strict=False)]
+        mean = sum(weights) / self.workers
+        if not self.options.streams or max(weights) <= UNEVEN * mean or 2 * TILE * mean <= AHEAD_BYTES:
+            return even
+        return balanced(count, config.hidden_size, sizes) + [(count, count)] * (self.ctas - self.workers)
+
+    def product(
+        self, op: Op, targets: dict[str, int], reads: tuple[Slice, ...], division: list[tuple[int, int]] | None = None
+    ) -> Phase:
         """Return a phase that multiplies a matrix by a vector.
 
         Args:
             op: Operation, which names the matrix.
             targets: Words that a tile writes to each buffer.
             reads: Slices that every CTA with tiles reads.
+            division: Tiles of each CTA; by default as many for each CTA that works in the layers as for the others.
         """
         assignments = []
-        for begin, end in self.over_workers(tiles(self.config, op)):
+        for begin, end in division or self.over_workers(tiles(self.config, op)):
             written = tuple(
                 Slice(target, begin * width, min(end * width, self.sizes[target])) for target, width in targets.items()
             )
