@@ -1,5 +1,7 @@
 """Processes of the tests of context parallelism: ``python -m tests.parallel.ranks SIZE FOLDER`` forks SIZE, which run all checks.
 
+The names of checks may follow, to run these alone.
+
 Forking saves the imports. Groups of 2 and 3 ranks are the first ranks of all. Every rank writes the names of the checks that have
 passed, with their seconds, to a file. ``test_across_ranks.py`` starts this program, with gloo as the back end.
 """
@@ -11,6 +13,7 @@ import os
 import sys
 import time
 import traceback
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -25,7 +28,9 @@ from torch.utils.checkpoint import checkpoint
 from onelaunch import nn, parallel
 from onelaunch.errors import ArgumentError, PackingError, ShapeError, ValueRangeError, VariantUnsupported
 from onelaunch.ops import gated_scan, gla
-from onelaunch.parallel import agreement, contexts
+from onelaunch.ops.gla.slices import GlaRules
+from onelaunch.parallel import agreement, collectives, contexts
+from onelaunch.parallel.collectives import Pending
 from tests.parallel.cases import Slices, attend, close, compare, compare_layers, decay, gla_tensors, leaf, rnn, scan
 
 TIMEOUT = 60
@@ -127,6 +132,88 @@ def layers():
         for layer, bound in made:
             compare_layers(slices, layer, 2, None, mesh=slices.group, bound=bound)
             compare_layers(slices, layer, 1, cuts(slices.total)[0], mesh=slices.group, bound=bound)
+
+
+@contextmanager
+def events():
+    """Yield a list that collects, while the context lasts, what is started, waited for and computed, in order."""
+    seen, started, result, run = [], dict(vars(collectives)), Pending.result, GlaRules.run
+
+    def starting(kind):
+        def start(*arguments):
+            pending = started[f"start_{kind}"](*arguments)
+            pending.kind = kind
+            seen.append(f"{kind} started")
+            return pending
+
+        return start
+
+    def waited(pending):
+        if not pending._waited:
+            seen.append(f"{pending.kind} waited for")
+        return result(pending)
+
+    def ran(rules, tensors, *rest):
+        seen.append("call")
+        if tensors[2].requires_grad:
+            tensors[2].register_hook(lambda _: seen.append("gradients of the call"))
+        return run(rules, tensors, *rest)
+
+    def logged(owner, name, event):
+        function = getattr(owner, name)
+
+        def called(*arguments, **named):
+            seen.append(event)
+            return function(*arguments, **named)
+
+        patch.setattr(owner, name, called)
+
+    with pytest.MonkeyPatch.context() as patch:
+        for kind in ("all_gather", "all_reduce"):
+            patch.setattr(collectives, f"start_{kind}", starting(kind))
+        patch.setattr(Pending, "result", waited)
+        patch.setattr(GlaRules, "run", ran)
+        logged(GlaRules, "initial_gradient", "gradient of the initial state")
+        logged(nn.GatedLinearAttention, "log_decay", "decays")
+        logged(nn.ShortConvolution, "forward", "convolution")
+        yield seen
+
+
+@check
+def order_of_events():
+    """Collectives are started before local work that does not need them, and waited for behind it."""
+    slices, random = slices_of((4, 9, 5)), torch.Generator().manual_seed(3)
+    if slices is None:
+        return
+    made = parallel.context(slices.group, slices.lengths[slices.rank], device="cpu")
+    first, last = slices.rank == 0, slices.rank == 2
+    mine = [slices.of(each).detach().requires_grad_() for each in gla_tensors(random, 1, slices.total)[:4]]
+    with events() as seen:
+        o, state = gla(*mine, output_final_state=True, mesh=made)
+        gathered = ["all_gather started", "call", "all_gather waited for"]
+        if not first:
+            gathered = ["all_gather started", "all_gather waited for", "call"]
+        assert seen == [*gathered, "all_reduce started", "all_reduce waited for"], seen
+        seen.clear()
+        (o.sum() + state.sum()).backward()
+    local = [] if first else ["gradient of the initial state"]  # nobody waits for it where the sequence begins
+    if last:  # its message holds the gradient of the final state, and its call needs no message
+        wanted = [*local, "all_reduce waited for", "all_gather started", "gradients of the call", "all_gather waited for"]
+    else:
+        wanted = [*local, "all_gather started", "all_gather waited for", "all_reduce waited for", "gradients of the call"]
+    assert seen == ["all_reduce started", *wanted]
+
+    layer = nn.GatedLinearAttention(hidden_size=32, num_heads=2, expand_k=1.0, use_short_conv=True)
+    x = torch.randn(1, slices.lengths[slices.rank], 32, requires_grad=True)
+    with events() as seen:
+        layer.gk_proj_weight.register_hook(lambda _: seen.append("gradient of the decays' weight"))
+        o, _, _ = layer(x, mesh=made)
+        halo, convolutions = ["all_gather started", "decays"], ["convolution"] * 3
+        waited = ["all_gather waited for"]
+        assert seen[:6] == ([*halo, *convolutions, *waited] if first else [*halo, *waited, *convolutions])
+        seen.clear()
+        o.sum().backward()
+    assert seen[-3:] == ["all_reduce started", "gradient of the decays' weight", "all_reduce waited for"]
 
 
 @check
@@ -264,9 +351,9 @@ def main(rank, size, folder):
     GROUPS.update({n: distributed.new_group(list(range(n)), timeout=limit) for n in range(2, size)})
     GROUPS[size] = distributed.group.WORLD
     passed = {}
-    for name, function in CHECKS.items():
+    for name in sys.argv[3:] or CHECKS:
         begun = time.monotonic()
-        function()
+        CHECKS[name]()
         passed[name] = time.monotonic() - begun
     (folder / f"{rank}.json").write_text(json.dumps(passed))
 

@@ -22,6 +22,7 @@ CHECKS = (
     "packed_sequences",
     "low_precision_and_resets",
     "layers",
+    "order_of_events",
     "meshes_and_contexts",
     "data_parallel_modules_and_activation_checkpointing",
     "compiled_code",

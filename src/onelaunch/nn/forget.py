@@ -219,7 +219,8 @@ class ForgetGateLayer(RecurrentLayer, ABC):
         projected = {segment.name: each for segment, each in zip(self.segments, results, strict=True)}
         conv_state = None
         if self.use_short_conv:
-            convolved, conv_state = self.convolve(given, self.convolutions, [projected[name] for name in self.convolutions])
+            started = self.before_convolutions(given, self.convolutions, [projected[name] for name in self.convolutions])
+            convolved, conv_state = self.convolve(given, started)
             projected.update(zip(self.convolutions, convolved, strict=True))
             projected["f"] = F.logsigmoid(projected["f"])
         projected["f"] = given.without_padding(projected["f"])

@@ -33,7 +33,7 @@ class Projected(NamedTuple):
     gate: torch.Tensor | None
     """Gate, ``[B, T, H, V]``, or ``None``."""
     decay: torch.Tensor
-    """Log-decays, at most 0: ``[B, T, H_kv, K]`` per channel, or ``[B, T, H]`` per head."""
+    """Log-decays ``[B, T, H]``, at most 0, or what :meth:`GatedLayer.log_decay` computes them from."""
 
 
 class GatedLayer(RecurrentLayer, ABC):
@@ -138,7 +138,11 @@ class GatedLayer(RecurrentLayer, ABC):
 
     @abstractmethod
     def project(self, x: torch.Tensor) -> Projected:
-        """Return all projections of ``x [B, T, D]``: the decay activated, and the gate too unless its activation is SiLU."""
+        """Return all projections of ``x [B, T, D]``; the gate is activated unless its activation is SiLU."""
+
+    def log_decay(self, decay: torch.Tensor) -> torch.Tensor:
+        """Return log-decays, ``[B, T, H_kv, K]`` per channel or ``[B, T, H]`` per head, from those of :meth:`project`."""
+        return decay
 
     def whole(self, given: Inputs) -> torch.Tensor | None:
         """Return the result by ``gla_layer``, or ``None`` if it cannot compute this call.
@@ -245,8 +249,10 @@ class GatedLayer(RecurrentLayer, ABC):
             return whole, None, None
         q, k, v, gate, decay = self.project(given.x)
         conv_state = None
-        if self.use_short_conv:
-            (q, k, v), conv_state = self.convolve(given, "qkv", (q, k, v))
+        started = self.before_convolutions(given, "qkv", (q, k, v)) if self.use_short_conv else None
+        decay = self.log_decay(decay)  # while ranks exchange the inputs of the convolutions
+        if started is not None:
+            (q, k, v), conv_state = self.convolve(given, started)
             if child(self, "v_conv1d").bias is not None:
                 v = given.without_padding(v)  # a bias makes the values of padding nonzero
         if self._map_later:

@@ -14,8 +14,7 @@ from onelaunch.errors import ArgumentError
 from onelaunch.nn import inputs
 from onelaunch.nn.gated import GatedLayer, Projected
 from onelaunch.nn.packed import parameter
-from onelaunch.ops import Segment
-from onelaunch.ops.gla_layer.composition import project
+from onelaunch.ops import Segment, projections
 
 
 class GatedLinearAttention(GatedLayer):
@@ -123,9 +122,11 @@ class GatedLinearAttention(GatedLayer):
         self.decay_segments = tuple([replace(each, heads=each.heads // ranks) for each in self.decay_segments])
 
     def project(self, x: torch.Tensor) -> Projected:
-        """Return all projections of ``x``; the decay comes from two factors of low rank."""
-        weight, second, bias = [parameter(self, name) for name in ("in_proj_weight", "gk_proj_weight", "gk_proj_bias")]
-        *projected, decay = project(x, weight, self.segments, second, bias, self.decay_segments)
-        if self.clamp_min is not None:
-            decay = decay.clamp_min(self.clamp_min)
-        return self.with_decay(decay, *projected)
+        """Return all projections of ``x``, and the first of the two factors of low rank that the decay comes from."""
+        *projected, low_rank = projections(x, parameter(self, "in_proj_weight"), self.segments)
+        return self.with_decay(low_rank, *projected)
+
+    def log_decay(self, decay: torch.Tensor) -> torch.Tensor:
+        second, bias = parameter(self, "gk_proj_weight"), parameter(self, "gk_proj_bias")
+        (decay,) = projections(decay, second, self.decay_segments, bias=bias)
+        return decay if self.clamp_min is None else decay.clamp_min(self.clamp_min)

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -15,8 +16,19 @@ from onelaunch.nn import inputs
 from onelaunch.nn.convolution import ShortConvolution
 from onelaunch.nn.inputs import Inputs
 from onelaunch.nn.packed import PackedModule, child
-from onelaunch.parallel import previous_inputs, tied
+from onelaunch.parallel import Halo, start_halo, tied
 from onelaunch.wording import did_you_mean, listing
+
+
+class Convolved(NamedTuple):
+    """Inputs of a layer's short convolutions, returned by :meth:`RecurrentLayer.before_convolutions`."""
+
+    names: Sequence[str]
+    """Names of the convolutions without ``_conv1d``."""
+    values: Sequence[torch.Tensor]
+    """Projections, ``[B, T, ...]``."""
+    halo: Halo | None
+    """Exchange of the inputs before a slice, or ``None`` where no other rank has steps."""
 
 
 class RecurrentLayer(PackedModule):
@@ -52,10 +64,8 @@ class RecurrentLayer(PackedModule):
             if isinstance(module, (nn.Linear, nn.RMSNorm, nn.Conv1d)):
                 module.reset_parameters()
 
-    def convolve(
-        self, given: Inputs, names: Sequence[str], values: Sequence[torch.Tensor]
-    ) -> tuple[list[torch.Tensor], tuple[torch.Tensor, ...] | None]:
-        """Return projections after their short convolutions, and the convolutions' new states if the call stores any.
+    def before_convolutions(self, given: Inputs, names: Sequence[str], values: Sequence[torch.Tensor]) -> Convolved:
+        """Return the inputs of short convolutions; where other ranks have earlier steps, start to exchange the last ones.
 
         Args:
             given: Inputs of the call.
@@ -66,18 +76,29 @@ class RecurrentLayer(PackedModule):
             ArgumentError: Padding would be mixed with tokens.
         """
         inputs.check_convolved_padding(given)
-        old = None if given.last is None else given.last.conv_state
-        if given.context is not None:
-            longest = max(child(self, f"{name}_conv1d").weight.shape[2] for name in names) - 1
-            old = previous_inputs(given.context, [value.flatten(2) for value in values], longest)
+        if given.context is None:
+            return Convolved(names, values, None)
+        longest = max(child(self, f"{name}_conv1d").weight.shape[2] for name in names) - 1
+        flat, halo = start_halo(given.context, [value.flatten(2) for value in values], longest)
+        viewed = [each.unflatten(-1, value.shape[2:]) for each, value in zip(flat, values, strict=True)]
+        return Convolved(names, viewed, halo)
+
+    def convolve(self, given: Inputs, started: Convolved) -> tuple[list[torch.Tensor], tuple[torch.Tensor, ...] | None]:
+        """Return projections after their short convolutions, and the convolutions' new states if the call stores any."""
+        names, values, halo = started
+        old: Sequence[torch.Tensor] | None = None if given.last is None else given.last.conv_state
+        if halo is not None:
+            old = halo.states()
         convolved: list[torch.Tensor] = []
         states: list[torch.Tensor] = []
         for at, (name, value) in enumerate(zip(names, values, strict=True)):
             before = None if old is None else old[at]
             convolution = child(self, f"{name}_conv1d")
             y, state = convolution(value.flatten(2), before, given.cu_seqlens, output_final_state=given.use_cache)
-            if given.context is not None and before is not None:
+            if halo is not None and before is not None:
                 y = tied(y, before)
             convolved.append(y.unflatten(-1, value.shape[2:]))
             states += () if state is None else (state,)
+        if halo is not None:
+            halo.finish()
         return convolved, tuple(states) if given.use_cache else None

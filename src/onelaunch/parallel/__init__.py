@@ -7,18 +7,19 @@ the rest.
 
 from onelaunch.parallel.carry import Rules, Tensors, across, shifted
 from onelaunch.parallel.contexts import Context, Described, context, entered, offsets_of
-from onelaunch.parallel.halo import previous_inputs, tied
+from onelaunch.parallel.halo import Halo, start_halo, tied
 
 __all__ = [
     "Context",
     "Described",
+    "Halo",
     "Rules",
     "Tensors",
     "across",
     "context",
     "entered",
     "offsets_of",
-    "previous_inputs",
     "shifted",
+    "start_halo",
     "tied",
 ]

@@ -5,12 +5,14 @@
 A rank computes ``added`` from a zero state (:meth:`Rules.added`) and the product of all decays (:meth:`Rules.factors`). One
 all-gather brings those of all ranks to every rank, which folds those of its predecessors into the state that enters its slice.
 The ordinary call of the operation starts from there, so its outputs are those of one process up to rounding. Ranks without
-predecessors start it before the all-gather has ended.
+predecessors run it while the all-gather is under way.
 
 The backward pass mirrors it. The gradient of the state that leaves a slice is needed before the ordinary backward pass runs, and
 it depends on the outputs' gradients of later ranks only: a rank computes the gradient of its entering state from its own outputs
 (:meth:`Rules.initial_gradient`), one all-gather brings these to all, and each folds those of its successors. The ordinary
 backward pass of the call then returns all gradients. :class:`_Joined` does so in an identity function behind the call's results.
+Ranks without successors run it while the all-gather is under way, and :class:`_Awaited`, an identity function before the call's
+tensors, waits for it. The sum of the final states' gradients over ranks overlaps with :meth:`Rules.initial_gradient`.
 
 Source: the scheme of LASP-2 (Sun et al., 2025), and of fla.ops.cp of flash-linear-attention 0.6.
 """
@@ -26,6 +28,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from onelaunch.parallel import collectives
+from onelaunch.parallel.collectives import Pending
 from onelaunch.parallel.contexts import Context
 from onelaunch.parallel.uncompiled import uncompiled
 
@@ -120,14 +123,17 @@ def _across(
         gathered = collectives.start_all_gather(message, context.size, context.group)
         entering = None
         if context.share.before:
-            gathered = collectives.wait(gathered)
-            entering = _folded(context, rules, gathered, context.share.before, back=False)
+            entering = _folded(context, rules, gathered.result(), context.share.before, back=False)
+    awaited: list[Pending] = []
+    if rules.grad and not context.share.after:
+        initial, *viewed = _awaited(awaited, initial, *tensors)
+        tensors = tuple(viewed)
     y, final = rules.run(tensors, _starting(context, rules, initial, entering), context.cu_seqlens, want_final or rules.grad)
-    if not context.share.before:
-        collectives.wait(gathered)
+    gathered.result()
     if rules.grad:
         assert final is not None  # noqa: S101 - it was asked for
-        results = _Joined.apply(context, rules, want_final, len(readers), y, final, initial, *readers, *tensors)
+        readers = rules.readers(tensors)
+        results = _Joined.apply(context, rules, want_final, awaited, len(readers), y, final, initial, *readers, *tensors)
         return results if want_final else (results, None)
     return y, None if not want_final or final is None else _on_all_ranks(context, rules, final)
 
@@ -147,9 +153,7 @@ def _forward_message(
     return _message(context, rules, readers, state, through=not begins)
 
 
-def _backward_message(
-    context: Context, rules: Rules, readers: Tensors, dy: torch.Tensor, dwhole: torch.Tensor | None
-) -> torch.Tensor:
+def _backward_message(context: Context, rules: Rules, readers: Tensors, dy: torch.Tensor, dwhole: Pending | None) -> torch.Tensor:
     """Return what the ranks before this one need: the gradient of the state that its first sequence comes with, and factors."""
     share = context.share
     if not share.before:
@@ -157,7 +161,7 @@ def _backward_message(
     gradient = rules.initial_gradient(readers, dy, share.head_stop)
     ends = share.ends[share.head]
     if dwhole is not None and ends:
-        behind = dwhole[_global_rows(context, share.head)]
+        behind = dwhole.result()[_global_rows(context, share.head)]
         gradient = rules.advance(behind, gradient, rules.factors(readers, 0, share.head_stop), back=True)
     return _message(context, rules, readers, gradient, through=not ends)
 
@@ -251,6 +255,32 @@ def _final_gradient(
     return rows if leaving is None else torch.cat([rows[: share.tail], leaving, rows[share.tail + 1 :]])
 
 
+def _awaited(pending: list[Pending], *tensors: torch.Tensor | None) -> list[torch.Tensor | None]:
+    """Return the tensors; the backward pass of those that take gradients ends with a wait for what is in ``pending`` by then."""
+    taking = [each is not None and each.requires_grad for each in tensors]
+    viewed = iter(_Awaited.apply(pending, *(each for each, takes in zip(tensors, taking, strict=True) if takes)))
+    return [next(viewed) if takes else each for each, takes in zip(tensors, taking, strict=True)]
+
+
+class _Awaited(torch.autograd.Function):
+    """Identity of the tensors of a rank's call; backward, the last part of the call, it waits for collectives."""
+
+    @staticmethod
+    def forward(ctx: Any, pending: list[Pending], *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return the tensors; ``pending`` is empty now, and filled by the backward pass of :class:`_Joined`."""
+        ctx.pending = pending
+        ctx.set_materialize_grads(False)
+        return tuple(each.view_as(each) for each in tensors)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:  # pyrefly: ignore[bad-override]
+        """Return the gradients."""
+        while ctx.pending:
+            ctx.pending.pop().result()
+        return None, *gradients
+
+
 class _Joined(torch.autograd.Function):
     """Identity of the results of a rank's call; backward, the exchange of the gradients of the states between slices.
 
@@ -263,6 +293,7 @@ class _Joined(torch.autograd.Function):
         context: Context,
         rules: Rules,
         want_final: bool,
+        awaited: list[Pending],
         count: int,
         y: torch.Tensor,
         final: torch.Tensor,
@@ -270,7 +301,7 @@ class _Joined(torch.autograd.Function):
         *others: torch.Tensor | None,
     ) -> Any:
         """Return y, and the final states of all sequences if they are wanted; save the ``count`` readers, the first others."""
-        ctx.context, ctx.rules, ctx.want_final = context, rules, want_final
+        ctx.context, ctx.rules, ctx.want_final, ctx.awaited = context, rules, want_final, awaited
         unread = initial is not None and context.offsets is None and not context.share.begins[0]
         few = context.share.length <= 1  # one step from a zero state reads no decay
         ties = (initial if unread else None, *(others if few else (None,) * len(others)))
@@ -288,15 +319,17 @@ class _Joined(torch.autograd.Function):
         """
         context, rules, readers = ctx.context, ctx.rules, ctx.saved_tensors
         dy, dwhole = grad_outputs if ctx.want_final else (grad_outputs[0], None)
-        if dwhole is not None:
-            dwhole = collectives.all_reduce(dwhole, context.group)
-        message = _backward_message(context, rules, readers, dy, dwhole)
-        gathered = collectives.wait(collectives.start_all_gather(message, context.size, context.group))
-        after = context.share.after[::-1]
-        leaving = _folded(context, rules, gathered, after, back=True) if after else None
-        dfinal = _final_gradient(context, rules, dwhole, leaving, dy)
+        summed = None if dwhole is None else collectives.start_all_reduce(dwhole, context.group)
+        message = _backward_message(context, rules, readers, dy, summed)
+        gathered = collectives.start_all_gather(message, context.size, context.group)
+        after, leaving = context.share.after[::-1], None
+        if after:
+            leaving = _folded(context, rules, gathered.result(), after, back=True)
+        else:
+            ctx.awaited.append(gathered)
+        dfinal = _final_gradient(context, rules, None if summed is None else summed.result(), leaving, dy)
         ties = [
             dy.new_zeros(each[0], dtype=each[1]) if each is not None and needed else None
-            for each, needed in zip(ctx.ties, ctx.needs_input_grad[6:], strict=True)
+            for each, needed in zip(ctx.ties, ctx.needs_input_grad[7:], strict=True)
         ]
-        return None, None, None, None, dy, dfinal, *ties
+        return None, None, None, None, None, dy, dfinal, *ties

@@ -1,6 +1,9 @@
 """Inputs of earlier ranks that short convolutions read: the last W - 1 steps before a slice, which may lie on several ranks.
 
-The layers of ``onelaunch.nn`` call :func:`previous_inputs` and :func:`tied`.
+The layers of ``onelaunch.nn`` call :func:`start_halo` when they have the inputs of their convolutions, and :meth:`Halo.states`
+when they need the states, and so compute other projections while the exchange is under way. The backward pass starts the sum of
+the states' gradients in the place of :meth:`Halo.states` and waits for it in that of :func:`start_halo`, so that the backward
+pass of what lies between overlaps with it.
 """
 
 from __future__ import annotations
@@ -13,12 +16,50 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from onelaunch.parallel import collectives
+from onelaunch.parallel.collectives import Pending
 from onelaunch.parallel.contexts import Context
 from onelaunch.parallel.uncompiled import uncompiled
 
 
-def previous_inputs(context: Context, values: Sequence[torch.Tensor], past: int) -> list[torch.Tensor]:
-    """Return the states from which short convolutions of a slice start, after one all-gather for all of them.
+class Halo:
+    """Exchange of the inputs before a slice, made by :func:`start_halo`."""
+
+    def __init__(self, context: Context, past: int, values: Sequence[torch.Tensor]) -> None:
+        self.context, self.past = context, past
+        self.batch, self.sizes = values[0].shape[0], [each.shape[2] for each in values]
+        self.like = values[0].new_empty(0)  # for dtype and device; the inputs themselves may be freed
+        self.gathered: Pending | None = None
+        self.summed: Pending | None = None
+        """Sum of the gradients of all ranks' last inputs, once the backward pass has started it."""
+        self.token: torch.Tensor | None = None
+        """Tensor without elements that connects both ends of the exchange for autograd."""
+
+    def states(self) -> list[torch.Tensor]:
+        """Return the states from which short convolutions of the slice start.
+
+        Returns:
+            For each, the inputs before the first step of this rank's sequences, ``[N, C, past]``, the newest last; zeros before a
+            sequence begins. Differentiable: the gradients go to the ranks that hold the inputs. A rank on which all of its
+            sequences begin does not wait for the others: it calls :meth:`finish`.
+        """
+        return uncompiled(self._states)
+
+    def _states(self) -> list[torch.Tensor]:
+        """Return the result of :meth:`states`, outside of compiled code."""
+        if self.past == 0:
+            rows = self.batch if self.context.offsets is None else len(self.context.share.sequences)
+            return [self.like.new_zeros(rows, size, 0) for size in self.sizes]
+        token, self.token = self.token, None  # which would tie the graph to an object that it holds
+        return list(_Arrived.apply(self, token).split(self.sizes, dim=1))
+
+    def finish(self) -> None:
+        """Wait for the exchange if :meth:`states` did not."""
+        if self.gathered is not None:
+            uncompiled(self.gathered.result)
+
+
+def start_halo(context: Context, values: Sequence[torch.Tensor], past: int) -> tuple[list[torch.Tensor], Halo]:
+    """Start one all-gather of the last inputs of all short convolutions of a layer.
 
     Args:
         context: Slices of all ranks.
@@ -26,17 +67,18 @@ def previous_inputs(context: Context, values: Sequence[torch.Tensor], past: int)
         past: Steps that the longest of the convolutions reads before its own, W - 1.
 
     Returns:
-        For each, the inputs before the first step of this rank's sequences, ``[N, C, past]``, the newest last; zeros before a
-        sequence begins. Differentiable: the gradients go to the ranks that hold the inputs.
+        The inputs, to be used in place of ``values``, and the exchange.
     """
-    first = values[0]
+    return uncompiled(_started, context, values, past)
+
+
+def _started(context: Context, values: Sequence[torch.Tensor], past: int) -> tuple[list[torch.Tensor], Halo]:
+    """Return the results of :func:`start_halo`, outside of compiled code."""
+    halo = Halo(context, past, values)
     if past == 0:
-        sequences = first.shape[0] if context.offsets is None else len(context.share.sequences)
-        return [each.new_zeros(sequences, each.shape[2], 0) for each in values]
-    kept = min(past, context.share.length)
-    last = torch.cat([each[:, context.share.length - kept :] for each in values], dim=2)
-    states = uncompiled(_Halo.apply, context, past, F.pad(last, (0, 0, past - kept, 0)))
-    return list(states.split([each.shape[2] for each in values], dim=1))
+        return list(values), halo
+    halo.token, *viewed = _Sent.apply(halo, *values)
+    return viewed, halo
 
 
 def tied(y: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
@@ -47,36 +89,68 @@ def tied(y: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
     return _Tied.apply(y, *others)
 
 
-class _Halo(torch.autograd.Function):
-    """Gather the last inputs ``[B, past, C]`` of all ranks, and return those before this rank's slice, ``[N, C, past]``."""
+class _Sent(torch.autograd.Function):
+    """Identity of the inputs of convolutions, and a token; it starts to gather the last inputs of all ranks."""
 
     @staticmethod
-    def forward(ctx: Any, context: Context, past: int, last: torch.Tensor) -> torch.Tensor:
-        """Return the states; the message of a rank has ``past`` steps, of which a short slice fills the last ones."""
-        ctx.context, ctx.past, ctx.extent = context, past, last.shape
-        gathered = collectives.wait(collectives.start_all_gather(last[None], context.size, context.group))
-        steps = [
-            torch.zeros_like(last[:, 0]) if source is None else gathered[source[0], :, past - source[1]]
-            for source in context.share.sources(past, context.starts)
-        ]
-        halo = torch.stack(steps, dim=2)  # [B, C, past]
+    def forward(ctx: Any, halo: Halo, *values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return the token and the inputs; a message has ``past`` steps, of which a short slice fills the last ones."""
+        context = halo.context
+        kept = min(halo.past, context.share.length)
+        last = torch.cat([each[:, context.share.length - kept :] for each in values], dim=2)
+        message = F.pad(last, (0, 0, halo.past - kept, 0))
+        halo.gathered = collectives.start_all_gather(message[None], context.size, context.group)
+        ctx.halo, ctx.kept = halo, kept
+        return values[0].new_zeros(0), *(each.view_as(each) for each in values)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, _: Any, *gradients: torch.Tensor) -> Any:  # pyrefly: ignore[bad-override]
+        """Return the gradients of the inputs, with what all ranks add to those of this rank's last steps."""
+        halo, kept = ctx.halo, ctx.kept
+        assert halo.summed is not None  # noqa: S101 - the backward pass of the states has come before
+        length = halo.context.share.length
+        added = halo.summed.result()[halo.context.rank, :, halo.past - kept :].split(halo.sizes, dim=2)
+        halo.summed = None
+        parts = [each.split([length - kept, kept], dim=1) for each in gradients]
+        return None, *(torch.cat([one, end + more.to(end.dtype)], 1) for (one, end), more in zip(parts, added, strict=True))
+
+
+class _Arrived(torch.autograd.Function):
+    """Inputs before this rank's slice, ``[N, C, past]``, from the last inputs ``[B, past, C]`` of all ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, halo: Halo, _: torch.Tensor) -> torch.Tensor:
+        """Return the states; those of a rank on which its sequences begin are zeros, without a wait."""
+        ctx.halo = halo
+        context, past, like = halo.context, halo.past, halo.like
+        channels = sum(halo.sizes)
+        sources = context.share.sources(past, context.starts)
+        begun = like.new_zeros((halo.batch, channels, past))
+        if any(source is not None for source in sources):
+            assert halo.gathered is not None  # noqa: S101 - started before
+            gathered = halo.gathered.result()
+            steps = [begun[..., 0] if source is None else gathered[source[0], :, past - source[1]] for source in sources]
+            begun = torch.stack(steps, dim=2)
         if context.offsets is None:
-            return halo
-        states = halo.new_zeros((len(context.share.sequences), *halo.shape[1:]))
-        states[context.share.head] = halo[0]
+            return begun
+        states = like.new_zeros((len(context.share.sequences), channels, past))
+        states[context.share.head] = begun[0]
         return states
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dstates: torch.Tensor) -> Any:  # pyrefly: ignore[bad-override]
-        """Return the gradient of this rank's last inputs, the sum of those from all ranks."""
-        context, past = ctx.context, ctx.past
+        """Start the sum of the gradients of all ranks' last inputs; the gradient of the token is a token."""
+        halo = ctx.halo
+        context, past = halo.context, halo.past
         dhalo = dstates if context.offsets is None else dstates[context.share.head][None]
-        sent = dhalo.new_zeros((context.size, *ctx.extent), dtype=torch.float32)
+        sent = dhalo.new_zeros((context.size, dhalo.shape[0], past, dhalo.shape[1]), dtype=torch.float32)
         for step, source in enumerate(context.share.sources(past, context.starts)):
             if source is not None:
                 sent[source[0], :, past - source[1]] = dhalo[..., step]
-        return None, None, collectives.all_reduce(sent, context.group)[context.rank].to(dstates.dtype)
+        halo.summed = collectives.start_all_reduce(sent, context.group)
+        return None, dstates.new_zeros(0)
 
 
 class _Tied(torch.autograd.Function):
