@@ -1,10 +1,12 @@
 """The ranks of ``train_lm.py`` under torchrun: their mesh, the model's shards and distributed checkpoints.
 
     torchrun --nproc-per-node 8 examples/train_lm.py --size 350m --tensor-parallel 2 --fsdp    # 4 groups of 2 GPUs
+    torchrun --nproc-per-node 8 examples/train_lm.py --size 350m --context-parallel 4 --fsdp --length 65536
 
-``train_lm.py`` makes a :class:`Sharding` of its options, and asks it for what differs between ranks. All of it is PyTorch: a
-DeviceMesh, tensor parallelism by ``parallelize_module``, FSDP2, and ``torch.distributed.checkpoint``. The ranks that share heads
-get the same rows of a batch, and each group of such ranks gets other rows.
+``train_lm.py`` makes a :class:`Sharding` of its options, and asks it for what differs between ranks. All but the context is
+PyTorch: a DeviceMesh, tensor parallelism by ``parallelize_module``, FSDP2, and ``torch.distributed.checkpoint``. The ranks that
+share heads get the same tokens. Those that share a context get the same rows of a batch, and each other tokens of them. Each
+group of such ranks gets other rows.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
 from onelaunch.nn.parallel import separate_weights, tensor_parallel_plan
+from onelaunch.parallel import context
 
 
 def shard_heads(model: nn.Module, mesh: Any) -> None:
@@ -43,7 +46,9 @@ def shard_heads(model: nn.Module, mesh: Any) -> None:
 
 
 class Sharding:
-    """Ranks of a run, in groups of ``tensor_parallel`` that share the heads of each layer. One process needs no torchrun.
+    """Ranks of a run, in groups of ``context_parallel`` times ``tensor_parallel``. One process needs no torchrun.
+
+    The ``tensor_parallel`` ranks share the heads of each layer, the ``context_parallel`` the tokens of each sequence.
 
     Args:
         options: Arguments of ``train_lm.py``.
@@ -53,14 +58,17 @@ class Sharding:
     def __init__(self, options: argparse.Namespace, device: torch.device) -> None:
         self.ranks, self.rank = (int(os.environ.get(name, least)) for name, least in (("WORLD_SIZE", "1"), ("RANK", "0")))
         self.fsdp, self.device = options.fsdp, device
-        heads = options.tensor_parallel
-        if self.ranks % heads:
-            raise SystemExit(f"--tensor-parallel is {heads}; it must divide the number of processes, {self.ranks}.")
-        self.groups = self.ranks // heads
-        if self.groups > 1 and not self.fsdp:
-            raise SystemExit(f"{self.ranks} processes and --tensor-parallel {heads} leave {self.groups} groups: add --fsdp.")
-        if (heads > 1 or self.fsdp) and "RANK" not in os.environ:
-            raise SystemExit("--fsdp and --tensor-parallel need torchrun: torchrun --nproc-per-node N examples/train_lm.py ...")
+        heads, self.parts = options.tensor_parallel, options.context_parallel
+        both = f"--tensor-parallel is {heads} and --context-parallel {self.parts}"
+        if (heads > 1 or self.parts > 1 or self.fsdp) and "RANK" not in os.environ:
+            command = "torchrun --nproc-per-node N examples/train_lm.py ..."
+            raise SystemExit(f"--fsdp, --tensor-parallel and --context-parallel need torchrun: {command}")
+        if self.ranks % (heads * self.parts):
+            raise SystemExit(f"{both}; their product must divide the number of processes, {self.ranks}.")
+        self.shares = self.ranks // heads  # of the tokens of a batch
+        self.groups = self.shares // self.parts
+        if self.ranks > heads and not self.fsdp:
+            raise SystemExit(f"{both}, with {self.ranks} processes: add --fsdp, which adds up the gradients.")
         if options.impl == "fla" or options.compile:
             raise SystemExit("Several processes need --impl onelaunch, without --compile.")
         self.mesh = None
@@ -71,37 +79,50 @@ class Sharding:
             if not distributed.is_initialized():
                 backend = "nccl" if device.type == "cuda" else "gloo"
                 distributed.init_process_group(backend, timeout=timedelta(minutes=10))
-            self.mesh = init_device_mesh(device.type, (self.groups, heads), mesh_dim_names=("data", "tensor"))
+            shape, names = (self.groups, self.parts, heads), ("data", "context", "tensor")
+            self.mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
+            self.shards = self.mesh["data", "context"]._flatten("shards")  # noqa: SLF001 - FSDP2's ranks, each with other tokens
             self.mesh._flatten("all")  # noqa: SLF001 - so that DTensors sum the gradient's norm over all ranks at once
 
-    def apply(self, model: nn.Module, *, mixed: bool) -> None:
-        """Shard a model by heads, then by FSDP2. ``mixed``: parameters are gathered in bfloat16, gradients summed in float32."""
+    def apply(self, model: nn.Module, length: int, *, mixed: bool) -> None:
+        """Shard a model by heads, sequences of ``length`` tokens by their slices, then parameters by FSDP2.
+
+        With ``mixed``, parameters are gathered in bfloat16, and gradients summed in float32.
+        """
         separate_weights(model)  # so that checkpoints have the same names with any number of ranks
-        if self.mesh is not None and self.mesh["tensor"].size() > 1:
+        if self.mesh is None:
+            return
+        if self.mesh["tensor"].size() > 1:
             shard_heads(model, self.mesh["tensor"])
-        if self.mesh is None or not self.fsdp:
+        blocks = list(model.get_submodule("model.layers").children())
+        if self.parts > 1:
+            slices = context(self.mesh["context"], length // self.parts, device=self.device)
+            for block in blocks:
+                block.context = slices  # pyrefly: ignore[bad-argument-type]
+        if not self.fsdp:
             return
         policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if mixed else MixedPrecisionPolicy()
-        for block in model.get_submodule("model.layers").children():
-            fully_shard(block, mesh=self.mesh["data"], mp_policy=policy)
-        fully_shard(model, mesh=self.mesh["data"], mp_policy=policy)
+        for block in (*blocks, model):
+            fully_shard(block, mesh=self.shards, mp_policy=policy)
 
-    def rows(self, batch: torch.Tensor) -> torch.Tensor:
-        """Return the rows of a batch ``[B, T]`` that this rank's group trains with."""
+    def part(self, batch: torch.Tensor) -> torch.Tensor:
+        """Return the tokens of a batch ``[B, T]`` that this rank trains with: rows of its group, of which it may have a slice."""
         if self.mesh is None:
             return batch
-        if len(batch) % self.groups or batch.shape[1] % self.mesh["tensor"].size():
+        steps = self.parts * self.mesh["tensor"].size()
+        if len(batch) % self.groups or batch.shape[1] % steps:
             said = f"--batch and --length are {len(batch)} and {batch.shape[1]}"
-            raise SystemExit(f"{said}; they must be multiples of {self.groups} groups and of --tensor-parallel.")
-        return batch.chunk(self.groups)[self.mesh["data"].get_local_rank()]
+            raise SystemExit(f"{said}; they must be multiples of {self.groups} groups and of {steps} processes with other steps.")
+        rows = batch.chunk(self.groups)[self.mesh["data"].get_local_rank()]
+        return rows.chunk(self.parts, dim=1)[self.mesh["context"].get_local_rank()]
 
     def mean(self, loss: torch.Tensor) -> torch.Tensor:
-        """Return the mean over the groups of their losses, without a gradient."""
+        """Return the mean of the ranks' losses, without a gradient. Ranks that share heads have the same one."""
         if self.mesh is None:
             return loss.detach()
         total = loss.detach().clone()
-        distributed.all_reduce(total, group=self.mesh["data"].get_group())
-        return total / self.groups
+        distributed.all_reduce(total, group=self.shards.get_group())
+        return total / self.shares
 
     def save(self, folder: Path, state: dict[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Write a checkpoint, each rank its shards. It replaces the last one when it is complete."""

@@ -15,8 +15,8 @@ token of the sample is computed from the recurrent states of the layers, whose s
 Batches depend only on the seed and the step, and the learning rate only on the step. So on a CPU a run that was stopped and
 resumed gives the same bits as one that was not.
 
-Under torchrun, ``--tensor-parallel`` divides the heads of each layer among processes, and ``--fsdp`` the parameters, see
-``sharding.py``. Any number of processes continues the checkpoint of another number.
+Under torchrun, ``--tensor-parallel`` divides the heads of each layer among processes, ``--context-parallel`` the tokens of each
+sequence, and ``--fsdp`` the parameters, see ``sharding.py``. Any number of processes continues the checkpoint of another number.
 """
 
 from __future__ import annotations
@@ -81,6 +81,7 @@ class Block(nn.Module):
     """Block of gated linear attention and a SwiGLU MLP, each with a norm before it and a residual connection."""
 
     recompute = False  # whether activations are computed again in the backward pass instead of kept
+    context: Any = None  # slices of the sequences on other processes, set by sharding.py
 
     def __init__(self, size: Size, layer_idx: int) -> None:
         super().__init__()
@@ -98,7 +99,8 @@ class Block(nn.Module):
 
     def run(self, x: torch.Tensor, cache: Cache | None) -> torch.Tensor:
         """Return the block's output; see :meth:`forward`."""
-        mixed, _, _ = self.attn(self.attn_norm(x), past_key_values=cache, use_cache=cache is not None)
+        x_normed = self.attn_norm(x)
+        mixed, _, _ = self.attn(x_normed, past_key_values=cache, use_cache=cache is not None, mesh=self.context)
         x = x + mixed
         return x + self.mlp(self.mlp_norm(x))
 
@@ -137,15 +139,14 @@ class Model(nn.Module):
 
 
 class CrossEntropy(torch.autograd.Function):
-    """Mean cross entropy that overwrites the logits with their gradient, as the loss of fla's model does.
+    """Cross entropy that overwrites the logits with their gradient, as the loss of fla's model does.
 
     With 32,000 logits per token, copies of them in float32 would take more memory than all layers.
     """
 
     @staticmethod
-    def forward(ctx: Any, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Return the mean over those ``targets [N]`` that are not negative, in float32; ``logits`` are ``[N, vocabulary]``."""
-        count = (targets >= 0).sum()
+    def forward(ctx: Any, logits: torch.Tensor, targets: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
+        """Return the sum over those ``targets [N]`` that are not negative, over ``count``; ``logits`` are ``[N, vocabulary]``."""
         total = torch.zeros((), device=logits.device)
         for part, wanted in zip(logits.split(2048), targets.split(2048), strict=True):
             used, at = (wanted >= 0)[:, None], wanted.clamp_min(0)[:, None]
@@ -157,20 +158,26 @@ class CrossEntropy(torch.autograd.Function):
         return total / count
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         """Return the gradient of the logits."""
-        return ctx.saved_tensors[0].mul_(gradients[0]), None
+        return ctx.saved_tensors[0].mul_(gradients[0]), None, None
 
 
-def loss_of(model: Callable[..., Any], rows: torch.Tensor, impl: str) -> torch.Tensor:
-    """Return the mean loss, in nats, of predicting each token of ``rows [B, T]`` from the tokens before it."""
+def loss_of(model: Callable[..., Any], rows: torch.Tensor, impl: str, sharding: Any = None) -> torch.Tensor:
+    """Return the mean loss, in nats, of predicting each token of ``rows [B, T]`` from the tokens before it.
+
+    With a ``sharding`` these are the rows of all processes, and the mean of their results is that loss.
+    """
     if impl == "fla":
         return model(input_ids=rows, labels=rows).loss
     targets = F.pad(rows[:, 1:], (0, 1), value=-100)  # the last token of a row has no next one
+    count = (targets >= 0).sum()
+    if sharding is not None:
+        rows, targets, count = sharding.part(rows), sharding.part(targets), count / sharding.shares
     logits = model(rows)
     if hasattr(logits, "to_local"):  # a DTensor that is whole on every rank
         logits = logits.to_local()
-    return CrossEntropy.apply(logits.flatten(0, 1), targets.flatten())  # pyrefly: ignore[bad-return]
+    return CrossEntropy.apply(logits.flatten(0, 1), targets.flatten(), count)  # pyrefly: ignore[bad-return]
 
 
 def build(impl: str, size: Size, seed: int) -> nn.Module:
@@ -246,7 +253,8 @@ class Run:
         self.device = hardware.resolve(options.device)
         self.folder = Path(options.out or f"runs/{options.size}-{options.impl}")
         self.sharding: Any = None
-        if "RANK" in os.environ or options.fsdp or options.tensor_parallel > 1 or (self.folder / "checkpoint").exists():
+        asked = options.fsdp or options.tensor_parallel > 1 or options.context_parallel > 1
+        if "RANK" in os.environ or asked or (self.folder / "checkpoint").exists():
             # Beside this file. One process that begins anew does not need it.
             from sharding import Sharding  # pyrefly: ignore[missing-import]
 
@@ -272,7 +280,7 @@ class Run:
                 block.recompute = options.recompute
         self.model.to(self.device, torch.bfloat16 if self.precision == "bfloat16" else torch.float32)
         if self.sharding is not None:
-            self.sharding.apply(self.model, mixed=self.precision == "mixed")
+            self.sharding.apply(self.model, self.length, mixed=self.precision == "mixed")
         self.text = Text(self.size.vocabulary, self.device)
         matrices = [each for each in self.model.parameters() if each.dim() > 1]
         vectors = [each for each in self.model.parameters() if each.dim() <= 1]  # weights of norms, and biases
@@ -323,7 +331,7 @@ class Run:
             group["lr"] = self.rate * min(1.0, (step + 1) / max(self.options.warmup, 1))
         rows = batch_of(self.text.train, self.batch, self.length, self.options.seed, step)
         with self.autocast:
-            loss = loss_of(self.forward, rows if self.sharding is None else self.sharding.rows(rows), self.options.impl)
+            loss = loss_of(self.forward, rows, self.options.impl, self.sharding)
         loss.backward()
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         if self.sharding is not None:
@@ -362,7 +370,7 @@ class Run:
         batches = [batch_of(self.text.held_out, self.batch, self.length, 0, at) for at in range(4)]
         with self.autocast:
             if self.sharding is not None:
-                losses = [self.sharding.mean(loss_of(self.model, self.sharding.rows(rows), "onelaunch")) for rows in batches]
+                losses = [self.sharding.mean(loss_of(self.model, rows, "onelaunch", self.sharding)) for rows in batches]
             else:
                 losses = [loss_of(self.model, rows, self.options.impl) for rows in batches]
         return sum(loss.item() for loss in losses) / len(batches)
@@ -456,9 +464,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--recompute", action="store_true", help="compute activations again in the backward pass")
     said = "processes that share the heads of a layer, under torchrun; each has its part of T between the layers"
     parser.add_argument("--tensor-parallel", type=int, default=1, help=said)
+    said = "processes that share the tokens of a sequence, under torchrun with --fsdp"
+    parser.add_argument("--context-parallel", type=int, default=1, help=said)
     parser.add_argument("--fsdp", action="store_true", help="shard parameters and batch over the other processes by FSDP2")
     options = parser.parse_args(arguments)
-    for name in ("steps", "tensor_parallel"):
+    for name in ("steps", "tensor_parallel", "context_parallel"):
         if getattr(options, name) < 1:
             parser.error(f"--{name.replace('_', '-')} is {getattr(options, name)}; it must be at least 1.")
     if options.precision == "mixed" and not options.fsdp:

@@ -215,6 +215,31 @@ def fsdp2_of_packed_weights(mesh, _folder):
 
 
 @check(4)
+def heads_and_slices(_mesh, _folder):
+    """Two ranks share heads and two a sequence; the gradients of the slices add up to those of the whole sequence."""
+    both = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
+    part, others = both["cp"].get_local_rank(), both["cp"].get_group()
+    for name in ("gla-options", "linear_rnn", "hgrn2"):
+        plain, layer = separate_weights(layer_of(name)), layer_of(name)
+        parallelize_module(layer, both["tp"], tensor_parallel_plan(layer))
+        x, named = random(2, 9, D).requires_grad_(), bound_of(name)
+        wanted = first(plain(x, **named))
+        weights = random(*wanted.shape, seed=2)
+        (wanted * weights).sum().backward()
+        mine = slice(0, 5) if part == 0 else slice(5, 9)
+        own = x.detach()[:, mine].requires_grad_()
+        found = first(layer(own, **bound_of(name), mesh=both["cp"]))
+        (found * weights[:, mine]).sum().backward()
+        assert_near(found, wanted[:, mine], name)
+        assert_near(own.grad, x.grad[:, mine], (name, "x"))
+        for (key, one), (also, two) in zip(layer.named_parameters(), plain.named_parameters(), strict=True):
+            assert key == also
+            gradient = whole(one.grad).clone()
+            distributed.all_reduce(gradient, group=others)
+            assert_near(gradient, two.grad, (name, key))
+
+
+@check(4)
 def state_dicts(mesh, _folder):
     """A whole state dict loads into the unsharded layer and the other way round, with the same names and values."""
     for name in LAYERS:
@@ -275,23 +300,22 @@ little to the loss. Measured: at most 2e-6 within six steps.
 """
 
 
-def train(folder, *, tensor=1, fsdp=False, begin=0, save=None, load=None, recompute=False, mixed=False):
+def train(folder, *, tensor=1, context=1, fsdp=False, begin=0, save=None, load=None, recompute=False, mixed=False):
     """Train the tiny model with heads for four ranks, by the code of the example; return the losses of the steps."""
     size = dataclasses.replace(train_lm.SIZES["tiny"], heads=HEADS)
-    options = argparse.Namespace(tensor_parallel=tensor, fsdp=fsdp, impl="onelaunch", compile=False)
+    options = argparse.Namespace(tensor_parallel=tensor, context_parallel=context, fsdp=fsdp, impl="onelaunch", compile=False)
     ranks = sharding.Sharding(options, torch.device("cpu"))
     model = train_lm.build("onelaunch", size, seed=0 if load is None else 1)
     for block in model.model.layers:
         block.recompute = recompute
-    ranks.apply(model, mixed=mixed)
+    ranks.apply(model, LENGTH, mixed=mixed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=size.rate)
     if load is not None:
         assert ranks.load(folder / load, {"step": 0}, model, optimizer) == {"step": begin}
     tokens = torch.frombuffer(bytearray((ROOT / "examples" / "train_lm.py").read_bytes()), dtype=torch.uint8)
     losses = []
     for step in range(begin, STEPS):
-        rows = ranks.rows(train_lm.batch_of(tokens, ROWS, LENGTH, 0, step))
-        loss = train_lm.loss_of(model, rows, "onelaunch")
+        loss = train_lm.loss_of(model, train_lm.batch_of(tokens, ROWS, LENGTH, 0, step), "onelaunch", ranks)
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -308,13 +332,15 @@ def alone(folder):
 
 @check(4)
 def training_by_four(_mesh, folder):
-    """Tensor parallelism, FSDP2 and both train to the losses of one process; two of them save in the middle."""
+    """Heads, parameters, slices of sequences, and two of them on each rank: losses are those of one process; three runs save."""
     wanted = pytest.approx(alone(folder), rel=LOSS)
-    for name in ("both", "fsdp"):
+    for name in ("both", "fsdp", "slices"):
         (folder / name).mkdir(exist_ok=True)
     assert train(folder, tensor=4) == wanted
     assert train(folder, fsdp=True, save="fsdp") == wanted
     assert train(folder, tensor=2, fsdp=True, recompute=True, save="both") == wanted
+    assert train(folder, context=2, fsdp=True, recompute=True) == wanted
+    assert train(folder, context=2, tensor=2, fsdp=True, save="slices") == wanted
 
 
 @check(2)
@@ -326,6 +352,7 @@ def training_by_two(_mesh, folder):
     left = pytest.approx(wanted[SAVED_AT:], rel=LOSS)
     assert train(folder, tensor=2, load="fsdp", begin=SAVED_AT) == left
     assert train(folder, fsdp=True, load="both", begin=SAVED_AT) == left
+    assert train(folder, context=2, fsdp=True, load="slices", begin=SAVED_AT) == left
     # Roundings to bfloat16 of up to 2^-9 each are averaged over many products; the losses were within 2e-3.
     assert train(folder, fsdp=True, mixed=True, recompute=True) == pytest.approx(wanted, rel=2e-2)
 
@@ -362,6 +389,7 @@ def run(folder, rank, ranks, group):
         wanted = pytest.approx(alone(folder)[SAVED_AT:], rel=LOSS)
         assert train(folder, load="fsdp", begin=SAVED_AT) == wanted
         assert train(folder, load="both", begin=SAVED_AT) == wanted
+        assert train(folder, load="slices", begin=SAVED_AT) == wanted
         (folder / f"{group}-{rank}.json").write_text("[]")
         return
     os.environ.update({"RANK": str(rank), "WORLD_SIZE": str(ranks)})  # as torchrun does, for the example

@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 needs_gloo = pytest.mark.skipif(
     not distributed.is_available() or not distributed.is_gloo_available(), reason="needs PyTorch with gloo"
 )
-BY_FOUR = ["layers", "parts_of_time", "state_dicts", "refusals", "training_by_four"]
+BY_FOUR = ["layers", "parts_of_time", "heads_and_slices", "state_dicts", "refusals", "training_by_four"]
 BY_TWO = ["layers", "caches", "fsdp2_of_packed_weights", "training_by_two"]
 
 
@@ -50,7 +50,9 @@ ON_GPUS = [
     ("device", "processes", "division", "tolerance"),
     [
         pytest.param("cpu", 4, ("--tensor-parallel", "2", "--fsdp", "--recompute"), 5e-5, marks=pytest.mark.every),
+        pytest.param("cpu", 4, ("--tensor-parallel", "2", "--context-parallel", "2", "--fsdp"), 5e-5, marks=pytest.mark.every),
         pytest.param("cuda", 2, ("--fsdp", "--recompute"), 1e-3, marks=ON_GPUS),
+        pytest.param("cuda", 2, ("--context-parallel", "2", "--fsdp"), 1e-3, marks=ON_GPUS),
     ],
 )
 def test_torchrun_trains_the_example_and_other_ranks_continue(tmp_path, device, processes, division, tolerance):
@@ -73,7 +75,8 @@ def test_torchrun_trains_the_example_and_other_ranks_continue(tmp_path, device, 
     out, found = losses(processes, "sharded", "--steps", "2", *division)
     assert out.count("def ") == 1  # one process prints
     assert found == pytest.approx(wanted[:2], rel=tolerance)
-    losses(2, "sharded", "--steps", "4", "--resume", "--tensor-parallel", "2")
+    continued = ("--tensor-parallel", "2") if "--tensor-parallel" in division else ("--context-parallel", "2", "--fsdp")
+    losses(2, "sharded", "--steps", "4", "--resume", *continued)
     assert losses(0, "sharded", "--steps", "6", "--resume")[1] == pytest.approx(wanted, rel=tolerance)
 
 
