@@ -428,7 +428,8 @@ def emulate(monkeypatch: pytest.MonkeyPatch, *, segments: int = 1, groups: int =
         if name not in emulated:
             load_emulated(name, Path(package.__path__[0]), emulated)
     monkeypatch.setattr(launch_hopper, "Launch", EmulatedLaunch)
-    monkeypatch.setattr(launch_hopper, "described", Descriptor)
+    for module in (launch_hopper, importlib.import_module("onelaunch.ops.gla.boxes")):
+        monkeypatch.setattr(module, "described", Descriptor)
     monkeypatch.setattr(launch_hopper, "processors", lambda device: 132)
     configure = importlib.import_module("onelaunch.ops.gla.configure_hopper")
 

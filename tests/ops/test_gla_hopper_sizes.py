@@ -166,38 +166,38 @@ def test_every_size_that_is_taken_fits():
 
 
 def described(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Return the module of launches, whose TMA descriptors become pairs of the described tensor and the box."""
+    """Return the module of boxes, whose TMA descriptors become pairs of the described tensor and the box."""
     pytest.importorskip("triton", reason="launches import their kernels, which import Triton")
-    from onelaunch.ops.gla import launch_hopper
+    from onelaunch.ops.gla import boxes
 
-    monkeypatch.setattr(launch_hopper, "described", lambda tensor, box: (tensor, box))
-    return launch_hopper
+    monkeypatch.setattr(boxes, "described", lambda tensor, box: (tensor, box))
+    return boxes
 
 
 def test_heads_that_tiles_cover_are_described_as_a_matrix(monkeypatch):
-    launch_hopper = described(monkeypatch)
+    module = described(monkeypatch)
     x = torch.arange(2 * 5 * 3 * 128.0).view(2, 5, 3, 128)
-    [(flat, box)] = launch_hopper.boxes(launch_hopper.Boxes(64, 64, 128), x)
+    [(flat, box)] = module.boxes(module.Boxes(64, 64, 128), x)
     assert (flat.shape, box) == ((10, 384), [64, 64])
     assert flat.data_ptr() == x.data_ptr()
 
 
 def test_other_heads_are_described_with_a_dimension_of_their_own(monkeypatch):
-    launch_hopper = described(monkeypatch)
+    module = described(monkeypatch)
     wide = torch.zeros(2, 5, 400, dtype=torch.bfloat16)
     x = wide[..., 16:256].unflatten(2, (3, 80))
-    boxes = launch_hopper.Boxes(64, 128, 128)
-    [(flat, box)] = launch_hopper.targets(boxes, x)
+    boxes = module.Boxes(64, 128, 128)
+    [(flat, box)] = module.targets(boxes, x)
     assert (flat.shape, flat.stride(), box) == ((10, 3, 80), (400, 80, 1), [64, 1, 128])
     assert flat.data_ptr() == x.data_ptr()
     with pytest.raises(ValueError, match="TMA cannot write"):
-        launch_hopper.targets(boxes, wide[..., 13:253].unflatten(2, (3, 80)))
+        module.targets(boxes, wide[..., 13:253].unflatten(2, (3, 80)))
 
 
 def test_a_single_head_may_have_any_stride(monkeypatch):
-    launch_hopper = described(monkeypatch)
+    module = described(monkeypatch)
     x = torch.zeros(2, 5, 80, dtype=torch.bfloat16).as_strided((2, 5, 1, 80), (400, 80, 7, 1))
-    [(flat, _)] = launch_hopper.targets(launch_hopper.Boxes(64, 128, 128), x)
+    [(flat, _)] = module.targets(module.Boxes(64, 128, 128), x)
     assert flat.stride() == (80, 80, 1)
 
 

@@ -29,8 +29,8 @@ from onelaunch import nn, parallel
 from onelaunch.errors import ArgumentError, PackingError, ShapeError, ValueRangeError, VariantUnsupported
 from onelaunch.ops import gated_scan, gla
 from onelaunch.ops.gla.slices import GlaRules
-from onelaunch.parallel import agreement, collectives, contexts
-from onelaunch.parallel.collectives import Pending
+from onelaunch.parallel import agreement, contexts
+from onelaunch.parallel.collectives import Collectives, Pending
 from tests.parallel.cases import Slices, attend, close, compare, compare_layers, decay, gla_tensors, leaf, rnn, scan
 
 TIMEOUT = 60
@@ -137,7 +137,7 @@ def layers():
 @contextmanager
 def events():
     """Yield a list that collects, while the context lasts, what is started, waited for and computed, in order."""
-    seen, started, result, run = [], dict(vars(collectives)), Pending.result, GlaRules.run
+    seen, started, result, run = [], dict(vars(Collectives)), Pending.result, GlaRules.run
 
     def starting(kind):
         def start(*arguments):
@@ -170,7 +170,7 @@ def events():
 
     with pytest.MonkeyPatch.context() as patch:
         for kind in ("all_gather", "all_reduce"):
-            patch.setattr(collectives, f"start_{kind}", starting(kind))
+            patch.setattr(Collectives, f"start_{kind}", starting(kind))
         patch.setattr(Pending, "result", waited)
         patch.setattr(GlaRules, "run", ran)
         logged(GlaRules, "initial_gradient", "gradient of the initial state")

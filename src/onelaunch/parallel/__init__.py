@@ -5,14 +5,17 @@ once by :func:`context`. The operations say by :class:`Rules` how a slice of the
 the rest.
 """
 
-from onelaunch.parallel.carry import Rules, Tensors, across, shifted
+from onelaunch.parallel.carry import across
 from onelaunch.parallel.contexts import Context, Described, context, entered, offsets_of
 from onelaunch.parallel.halo import Halo, start_halo, tied
+from onelaunch.parallel.rules import Kept, Passes, Rules, Tensors, shifted
 
 __all__ = [
     "Context",
     "Described",
     "Halo",
+    "Kept",
+    "Passes",
     "Rules",
     "Tensors",
     "across",

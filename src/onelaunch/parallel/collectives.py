@@ -1,7 +1,7 @@
 """Collectives on a group given by its name: PyTorch's functional collectives, called as operators.
 
 They return new tensors and start at once, so what a caller does before it asks a :class:`Pending` for its result overlaps with
-them. ``carry.py`` and ``halo.py`` call them. None is differentiable here.
+them. A :class:`Context` has the :class:`Collectives` of its group. None is differentiable here.
 """
 
 from __future__ import annotations
@@ -22,16 +22,21 @@ class Pending:
         return self._tensor
 
 
-def start_all_gather(x: torch.Tensor, size: int, group: str) -> Pending:
-    """Start to gather the tensors ``[M, ...]`` of all ranks to ``[size * M, ...]``."""
-    return Pending(torch.ops._c10d_functional.all_gather_into_tensor(x.contiguous(), size, group))  # noqa: SLF001
+class Collectives:
+    """Collectives of a group of ranks.
 
+    Args:
+        group: Name of the process group.
+        size: Number of its ranks.
+    """
 
-def start_all_reduce(x: torch.Tensor, group: str) -> Pending:
-    """Start to sum the tensors of all ranks."""
-    return Pending(torch.ops._c10d_functional.all_reduce(x.contiguous(), "sum", group))  # noqa: SLF001
+    def __init__(self, group: str, size: int) -> None:
+        self.group, self.size = group, size
 
+    def start_all_gather(self, x: torch.Tensor) -> Pending:
+        """Start to gather the tensors ``[M, ...]`` of all ranks to ``[size * M, ...]``."""
+        return Pending(torch.ops._c10d_functional.all_gather_into_tensor(x.contiguous(), self.size, self.group))  # noqa: SLF001
 
-def all_reduce(x: torch.Tensor, group: str) -> torch.Tensor:
-    """Return the sum of the tensors of all ranks."""
-    return start_all_reduce(x, group).result()
+    def start_all_reduce(self, x: torch.Tensor) -> Pending:
+        """Start to sum the tensors of all ranks."""
+        return Pending(torch.ops._c10d_functional.all_reduce(x.contiguous(), "sum", self.group))  # noqa: SLF001

@@ -16,6 +16,7 @@ import torch
 from onelaunch import checks
 from onelaunch.errors import ArgumentError, PackingError
 from onelaunch.parallel.agreement import Facts, agree, check_device, resolve
+from onelaunch.parallel.collectives import Collectives
 from onelaunch.parallel.share import Share, share_of, starts_of
 from onelaunch.parallel.uncompiled import uncompiled
 
@@ -28,8 +29,8 @@ class Context:
     between the ranks once, later calls of that kind exchange nothing but data.
     """
 
-    group: str
-    """Name of the process group."""
+    collectives: Collectives
+    """Collectives of the process group."""
     rank: int
     lengths: tuple[int, ...]
     """Steps on each rank."""
@@ -46,6 +47,7 @@ class Context:
     given: torch.Tensor | None = None
     """Offsets among all steps as the caller passed them."""
     process_group: Any = field(default=None, repr=False)
+    """Process group, or ``None`` where one process stands for a rank (``simulated.py``)."""
     known: set[tuple[Any, ...]] = field(default_factory=set, repr=False)
     """Kinds of calls that all ranks have agreed on."""
 
@@ -122,7 +124,7 @@ def _entered(mesh: Any, cu_seqlens: torch.Tensor | None, describe: Callable[[], 
         return _agreed(resolve(mesh), cu_seqlens, describe)
     described = _fitting(mesh, cu_seqlens, describe)
     kind = tuple(described.facts.items())
-    if kind not in mesh.known:
+    if kind not in mesh.known and mesh.process_group is not None:
         agree(mesh.process_group, lambda: described.facts)
         mesh.known.add(kind)
     return mesh, described.call
@@ -158,16 +160,29 @@ def _agreed(group: Any, cu_seqlens: torch.Tensor | None, describe: Callable[[], 
     total = sum(lengths)
     if offsets is not None and offsets[-1] != total:  # on every rank, since all have the same offsets and lengths
         raise PackingError(f"runs to {offsets[-1]}", want=f"run to {total}, the number of steps of all ranks of mesh")
-    rank, device = torch.distributed.get_rank(group), described.device
+    rank, known = torch.distributed.get_rank(group), {tuple(described.facts.items())}
+    collectives = Collectives(group.group_name, len(lengths))
+    made = context_of(collectives, rank, lengths, described.device, cu_seqlens, offsets, process_group=group, known=known)
+    return made, described.call
+
+
+def context_of(
+    collectives: Collectives,
+    rank: int,
+    lengths: tuple[int, ...],
+    device: torch.device,
+    cu_seqlens: torch.Tensor | None,
+    offsets: tuple[int, ...] | None = None,
+    **rest: Any,
+) -> Context:
+    """Return the context of a rank, whose ``offsets`` are the values of ``cu_seqlens``; ``rest`` are fields of a context."""
+    if offsets is None:
+        offsets = _read(cu_seqlens)
     share = share_of(rank, lengths, offsets)
     local = None if offsets is None else torch.tensor(share.offsets, dtype=torch.int32, device=device)
     sequences = torch.tensor(share.sequences, device=device)
     ending = torch.tensor([at for at, ends in enumerate(share.ends) if ends], dtype=torch.int64, device=device)
-    known = {tuple(described.facts.items())}
-    made = Context(
-        group.group_name, rank, lengths, offsets, share, local, sequences, ending, cu_seqlens, process_group=group, known=known
-    )
-    return made, described.call
+    return Context(collectives, rank, lengths, offsets, share, local, sequences, ending, cu_seqlens, **rest)
 
 
 def _read(cu_seqlens: torch.Tensor | None) -> tuple[int, ...] | None:

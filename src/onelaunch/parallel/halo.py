@@ -15,7 +15,6 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from onelaunch.parallel import collectives
 from onelaunch.parallel.collectives import Pending
 from onelaunch.parallel.contexts import Context
 from onelaunch.parallel.uncompiled import uncompiled
@@ -99,7 +98,7 @@ class _Sent(torch.autograd.Function):
         kept = min(halo.past, context.share.length)
         last = torch.cat([each[:, context.share.length - kept :] for each in values], dim=2)
         message = F.pad(last, (0, 0, halo.past - kept, 0))
-        halo.gathered = collectives.start_all_gather(message[None], context.size, context.group)
+        halo.gathered = context.collectives.start_all_gather(message[None])
         ctx.halo, ctx.kept = halo, kept
         return values[0].new_zeros(0), *(each.view_as(each) for each in values)
 
@@ -149,7 +148,7 @@ class _Arrived(torch.autograd.Function):
         for step, source in enumerate(context.share.sources(past, context.starts)):
             if source is not None:
                 sent[source[0], :, past - source[1]] = dhalo[..., step]
-        halo.summed = collectives.start_all_reduce(sent, context.group)
+        halo.summed = context.collectives.start_all_reduce(sent)
         return None, dstates.new_zeros(0)
 
 

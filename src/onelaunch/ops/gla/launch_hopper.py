@@ -17,10 +17,12 @@ import torch
 
 from onelaunch.device.hardware import processors
 from onelaunch.kernels.common.layout import cdiv, inner_contiguous
-from onelaunch.kernels.tma import address, addressable, described
+from onelaunch.kernels.tma import address, described
 from onelaunch.launch.launch import Launch, Mma
+from onelaunch.ops.gla.boxes import Boxes, boxes, targets
 from onelaunch.ops.gla.configure_hopper import (
     NOT_RECOMPUTED,
+    Segments,
     chunk_times,
     pass_groups,
     pass_segments,
@@ -69,52 +71,6 @@ class PassOperands(NamedTuple):
     reverse: bool
 
 
-class Boxes(NamedTuple):
-    """Boxes in which TMA copies a head of a ``[B, T, H, X]`` tensor.
-
-    Where boxes cover the X channels of a head exactly, the tensor is described as a matrix ``[B T, H X]``. Elsewhere it is
-    described as ``[B T, H, X]``, so that TMA fills the channels beyond a head with zeros when it loads, and drops them when it
-    stores.
-    """
-
-    steps: int
-    channels: int
-    """Channels of one box."""
-    extent: int
-    """Channels of all boxes of a head, X or more."""
-
-    def flat(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return ``[B, T, H, X]`` as the matrix or the tensor that is described; a view where its strides allow one."""
-        rows = tensor.flatten(0, 1)
-        if self.extent == tensor.shape[3]:
-            return rows.flatten(1)
-        # The stride from head to head of a single head may be any number; TMA's must be a multiple of 16 bytes.
-        return rows if rows.shape[1] > 1 else rows.as_strided(rows.shape, (rows.stride(0), rows.shape[2], rows.stride(2)))
-
-    def describe(self, tensor: torch.Tensor) -> Any:
-        """Return the TMA descriptor of a ``[B, T, H, X]`` tensor; of a copy where TMA cannot address strides or address."""
-        flat = addressable(self.flat(tensor))
-        return described(flat, [self.steps, self.channels] if flat.dim() == 2 else [self.steps, 1, self.channels])
-
-
-def boxes(box: Boxes, *tensors: torch.Tensor) -> list[Any]:
-    """Return TMA descriptors of ``[B, T, H, X]`` tensors that are read."""
-    return [box.describe(tensor) for tensor in tensors]
-
-
-def targets(box: Boxes, *tensors: torch.Tensor) -> list[Any]:
-    """Return TMA descriptors of ``[B, T, H, X]`` tensors that are written to.
-
-    Raises:
-        ValueError: TMA cannot address a tensor where it is; a copy would not reach the caller.
-    """
-    for tensor in tensors:
-        flat = box.flat(tensor)
-        if address(flat) != address(tensor) or addressable(flat) is not flat:
-            raise ValueError(f"TMA cannot write {list(tensor.shape)} of strides {tensor.stride()}")
-    return boxes(box, *tensors)
-
-
 def _rows_of_states(states: torch.Tensor) -> torch.Tensor:
     """Return states ``[slots, H, V, K]`` as ``[rows, K]``; a matrix of :func:`aliased_state_buffers` is returned as it is."""
     return states if states.dim() == 2 else states.flatten(0, 2)
@@ -143,6 +99,114 @@ def aliased_state_buffers(call: Attention, into: Into | None) -> tuple[torch.Ten
     return both, torch.empty_like(both, memory_format=torch.contiguous_format)
 
 
+class SegmentSums(NamedTuple):
+    """Results of ``segment_sum_kernel``: what each segment of T adds to the state, or to the state's gradient, and its decay."""
+
+    states: torch.Tensor
+    """``[N, heads, segments, V, K]`` float32, with V and K as padding.py pads them."""
+    decays: torch.Tensor
+    """``[N, heads, segments, K]`` float32."""
+
+    @property
+    def segments(self) -> int:
+        """Number of segments."""
+        return self.states.shape[2]
+
+
+class Pass(NamedTuple):
+    """Configuration of a pass along time."""
+
+    heads: int
+    """Heads of its grid: those of the output, or of the states where it makes no outputs."""
+    summed: int
+    """Heads of the sums of segments."""
+    slices: int
+    """CTAs of a head and segment, each for 64 values in each of its groups."""
+    groups: int
+    """Warpgroups of a CTA that multiply."""
+    cut: Segments
+    options: dict[str, Any]
+    """Constants that its kernel and that of the sums share."""
+
+    def segment_steps(self, length: int) -> int:
+        """Return the steps of a segment, where no sequences are packed."""
+        return cdiv(cdiv(length, CHUNK), self.cut.count) * CHUNK if self.cut.count > 1 else _WHOLE
+
+
+def configured(
+    call: Attention, operands: PassOperands, *, output: bool, store_states: bool, split: bool, sums: SegmentSums | None = None,
+    recompute: bool = True,
+) -> Pass:  # fmt: skip
+    """Return the configuration of a pass, whose segments are those of ``sums`` where these are known already.
+
+    Args:
+        call: Tensors of the call.
+        operands: Queries, keys and values of this direction of time.
+        output: Flag that the pass makes outputs.
+        store_states: Flag that it stores the state that enters each chunk.
+        split: Flag that with a decay per head values have two 16-bit terms, as keys always have with one per channel.
+        sums: Sums of the segments.
+        recompute: Flag that CTAs may recompute the states at the starts of segments.
+    """
+    _, length, most, keys, values = call.sizes
+    states_heads = call.heads.state
+    # States alone are computed once for all heads of the output that share them. With outputs a CTA works for one head of these.
+    heads = most if output else states_heads
+    sequences, offsets = call.sequence_count, call.sequences.offsets
+    padded, rows = padded_keys(keys), padded_values(keys, values)
+    chunks = cdiv(length if offsets is None else cdiv(length, sequences), CHUNK)
+    multiprocessors, pairs, groups = processors(operands.keys.device), sequences * heads, value_groups(keys, values)
+    wide = _has_wide_decays(call)
+    times = chunk_times(padded, scalar=call.scalar, wide=wide, store_states=store_states)
+    can_recompute = recompute and sums is None and output and not store_states and not operands.reverse
+    recomputed = recomputed_chunk(padded, scalar=call.scalar, wide=wide) if can_recompute else NOT_RECOMPUTED
+    if groups == 2:
+        groups = pass_groups(pairs * rows // (2 * PANEL), chunks, multiprocessors, times, recomputed)
+    slices = rows // (PANEL * groups)
+    if sums is None:
+        cut = pass_segments(pairs * slices, chunks, multiprocessors, times[groups - 1], recomputed[groups - 1])
+    else:
+        cut = Segments(sums.segments)
+    options: dict[str, Any] = {
+        "SLICES": slices, "PACKED": offsets is not None, "REVERSE": operands.reverse, "SPLIT_KEYS": not call.scalar or split,
+        "KEYS": keys, "K": padded, "num_warps": 4,
+    }  # fmt: skip
+    return Pass(heads, heads if operands.reverse else states_heads, slices, groups, cut, options)
+
+
+def _sources(call: Attention, operands: PassOperands) -> tuple[Any, ...]:
+    """Return keys, values and log-decays as both kernels of a pass take them.
+
+    Log-decays are a descriptor and ``None`` with one per channel, ``None`` and a tensor with one per head.
+    """
+    *_, keys, values = call.sizes
+    padded = padded_keys(keys)
+    key_boxes, value_boxes = Boxes(CHUNK, padded, padded), Boxes(CHUNK, PANEL, padded_values(keys, values))
+    decays = (None, call.g.contiguous()) if call.scalar else (*boxes(key_boxes, call.g), None)
+    return *boxes(key_boxes, operands.keys), *boxes(value_boxes, operands.values), *decays
+
+
+def sum_segments(
+    call: Attention, operands: PassOperands, configuration: Pass, sources: tuple[Any, ...] | None = None, *, turns: bool = False,
+    last: bool = False,
+) -> SegmentSums:  # fmt: skip
+    """Sum up what each segment adds; with ``last`` also that at which the recurrence ends, from which no other one starts."""
+    from onelaunch.ops.gla.kernels.hopper_segment_sum import segment_sum_kernel
+
+    _, length, _, keys, values = call.sizes
+    sequences, heads, segments = call.sequence_count, configuration.summed, configuration.cut.count
+    shape = (sequences, heads, segments, padded_values(keys, values), padded_keys(keys))
+    sums = SegmentSums(*(operands.keys.new_empty(each, dtype=torch.float32) for each in (shape, (*shape[:3], shape[4]))))
+    tiles = segment_tiles(keys, configuration.groups, scalar=call.scalar, wide=_has_wide_decays(call))
+    Launch(
+        segment_sum_kernel, (sequences * heads * configuration.slices * segments,),
+        *(sources or _sources(call, operands)), *sums, call.sequences.offsets, length, heads, segments,
+        configuration.segment_steps(length), call.scale, values, mma=Mma.WIDEST, SHARED=_sharing(call, operands, heads),
+        ALL=last, TURNS=turns, **tiles.options(), **configuration.options,
+    ).run()  # fmt: skip
+    return sums
+
+
 def _state_pass(
     call: Attention,
     operands: PassOperands,
@@ -152,6 +216,7 @@ def _state_pass(
     initial: torch.Tensor | None,
     final: torch.Tensor | None = None,
     factors: torch.Tensor | None = None,
+    sums: SegmentSums | None = None,
     turns: bool = False,
 ) -> None:
     """Run a pass along time: fill ``out`` if given, and ``states``, if not empty, with the state that enters each chunk.
@@ -171,68 +236,41 @@ def _state_pass(
             it is not wanted.
         factors: Factors of :class:`Rescaled` if the values are a scaled gradient: ``initial`` is scaled by the first, and
             ``out`` and ``final`` by the second. Or a table of :class:`Powers`. ``None`` if nothing was scaled.
+        sums: Sums of the segments of T, if they are known. By default the pass chooses segments, and sums them first.
         turns: Flag that loads, preparing and multiplying take turns, for a control (TURNS in kernels/hopper_chunk_state.py).
     """
     from onelaunch.ops.gla.kernels.hopper_chunk_state import chunk_state_kernel
-    from onelaunch.ops.gla.kernels.hopper_segment_sum import segment_sum_kernel
 
     _, length, most, keys, values = call.sizes
-    states_heads = call.heads.state
-    # States alone are computed once for all heads of the output that share them. With outputs a CTA works for one head of these.
-    heads = states_heads if out is None else most
-    sequences, offsets = call.sequence_count, call.sequences.offsets
-    wide = _has_wide_decays(call)
+    output, store_states = out is not None, bool(states)
+    configuration = configured(
+        call, operands, output=output, store_states=store_states, split=store_states or final is not None, sums=sums
+    )
+    heads, cut = configuration.heads, configuration.cut
     padded, rows = padded_keys(keys), padded_values(keys, values)
     key_boxes, value_boxes = Boxes(CHUNK, padded, padded), Boxes(CHUNK, PANEL, rows)
-    chunks = cdiv(length if offsets is None else cdiv(length, sequences), CHUNK)
-    multiprocessors, pairs, groups = processors(operands.keys.device), sequences * heads, value_groups(keys, values)
-    times = chunk_times(padded, scalar=call.scalar, wide=wide, store_states=bool(states))
-    can_recompute = out is not None and not states and not operands.reverse
-    recompute = recomputed_chunk(padded, scalar=call.scalar, wide=wide) if can_recompute else NOT_RECOMPUTED
-    if groups == 2:
-        groups = pass_groups(pairs * rows // (2 * PANEL), chunks, multiprocessors, times, recompute)
-    tiles = pass_tiles(keys, groups, scalar=call.scalar, wide=wide, store_states=bool(states), output=out is not None)
-    slices = rows // (PANEL * groups)
-    cut = pass_segments(pairs * slices, chunks, multiprocessors, times[groups - 1], recompute[groups - 1])
-    segments, summed = cut.count, cut.count > 1 and not cut.recompute
-    sources = (*boxes(key_boxes, operands.keys), *boxes(value_boxes, operands.values))
-    # A descriptor of log-decays per channel, or a pointer to one per head.
-    decays = (None, call.g.contiguous()) if call.scalar else (*boxes(key_boxes, call.g), None)
-    segment_steps = cdiv(cdiv(length, CHUNK), segments) * CHUNK if segments > 1 else _WHOLE
-    if cut.recompute:
-        segment_steps = cut.share
-    options: dict[str, Any] = {
-        "SLICES": slices, "PACKED": offsets is not None, "REVERSE": operands.reverse,
-        "SPLIT_KEYS": not call.scalar or bool(states) or final is not None, "KEYS": keys, "K": padded, "TURNS": turns,
-        "num_warps": 4,
-    }  # fmt: skip
-    summed_heads = heads if operands.reverse else states_heads
-    sums: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
-    if summed:
-        device = operands.keys.device
-        sums = (
-            torch.empty((sequences, summed_heads, segments, rows, padded), dtype=torch.float32, device=device),
-            torch.empty((sequences, summed_heads, segments, padded), dtype=torch.float32, device=device),
-        )
-        Launch(
-            segment_sum_kernel, (sequences * summed_heads * slices * segments,),
-            *sources, *decays, *sums, offsets, length, summed_heads, segments, segment_steps,
-            call.scale, values, mma=Mma.WIDEST, SHARED=_sharing(call, operands, summed_heads),
-            **segment_tiles(keys, groups, scalar=call.scalar, wide=wide).options(), **options,
-        ).run()  # fmt: skip
+    tiles = pass_tiles(
+        keys, configuration.groups, scalar=call.scalar, wide=_has_wide_decays(call), store_states=store_states, output=output
+    )
+    sources = _sources(call, operands)
+    summed = cut.count > 1 and not cut.recompute
+    if summed and sums is None:
+        sums = sum_segments(call, operands, configuration, sources, turns=turns)
     queries = None if out is None or operands.queries is None else boxes(key_boxes, operands.queries)[0]
     # Float32 parts of a gradient are always stored from registers.
     leave = "registers" if out is not None and out.dtype is torch.float32 else tiles.leave
     target = None if out is None or leave == "registers" else targets(value_boxes, out)[0]
-    in_aliased_buffer = bool(states) and states[0].dim() == 2
+    in_aliased_buffer = store_states and states[0].dim() == 2
     stored = [described(_rows_of_states(each), [PANEL, padded]) for each in states] if tiles.staged else states
     Launch(
-        chunk_state_kernel, (sequences * heads * slices * segments,),
-        queries, *sources, *decays, out, target, initial, final, *(*stored, None, None)[:2], *sums, factors, offsets, length,
-        heads, segments, segment_steps, call.scale, values, 0 if out is None else pitch_of(out), mma=Mma.WIDEST,
-        LIMIT=LIMITS[call.q.dtype], OUTPUT=out is not None, STORE_STATES=bool(states), STAGED=bool(states) and tiles.staged,
-        ALIASED=in_aliased_buffer, SEGMENTED=summed, RECOMPUTE=cut.recompute, SCORES=tiles.scores, LEAVE=leave,
-        SHARED=_sharing(call, operands, heads), FACTORS=_factor_pitch(factors, ratio(most, heads)), **tiles.options(), **options,
+        chunk_state_kernel, (call.sequence_count * heads * configuration.slices * cut.count,),
+        queries, *sources, out, target, initial, final, *(*stored, None, None)[:2],
+        *(sums if summed and sums is not None else (None, None)), factors, call.sequences.offsets, length, heads, cut.count,
+        cut.share if cut.recompute else configuration.segment_steps(length), call.scale, values,
+        0 if out is None else pitch_of(out), mma=Mma.WIDEST, LIMIT=LIMITS[call.q.dtype], OUTPUT=output,
+        STORE_STATES=store_states, STAGED=store_states and tiles.staged, ALIASED=in_aliased_buffer, SEGMENTED=summed,
+        RECOMPUTE=cut.recompute, SCORES=tiles.scores, LEAVE=leave, SHARED=_sharing(call, operands, heads),
+        FACTORS=_factor_pitch(factors, ratio(most, heads)), TURNS=turns, **tiles.options(), **configuration.options,
     ).run()  # fmt: skip
 
 
@@ -270,21 +308,44 @@ def forward(
     states: list[torch.Tensor] | None = None,
     final: torch.Tensor | None = None,
     *,
+    sums: SegmentSums | None = None,
     turns: bool = False,
     powers: Powers | None = None,
 ) -> torch.Tensor:
     """Compute ``o [B, T, H, V]``; fill ``states`` for :func:`backward` and the final state ``[N, H, K, V]``, where given.
 
-    With ``turns`` loads, preparing and multiplying take turns (the ablation ``hopper_in_turns``). ``o`` is float32 with
-    ``powers``, by which results are multiplied.
+    ``sums`` are those of :func:`sum_segments` if they are known. With ``turns`` loads, preparing and multiplying take turns (the
+    ablation ``hopper_in_turns``). ``o`` is float32 with ``powers``, by which results are multiplied.
     """
     out = empty_output(call) if powers is None else empty_parts(call.v, call.heads.output)
     operands = PassOperands(call.q, call.k, call.v, reverse=False)
     factors = None if powers is None else powers.forward
     _state_pass(
-        call, operands, out, states or [], initial=call.sequences.initial, final=final, factors=factors, turns=turns
+        call, operands, out, states or [], initial=call.sequences.initial, final=final, factors=factors, sums=sums, turns=turns
     )  # fmt: skip
     return out
+
+
+def computed_states(
+    call: Attention, into: list[torch.Tensor] | None = None, *, sums: SegmentSums | None = None, factors: Any = None,
+    turns: bool = False,
+) -> list[torch.Tensor]:  # fmt: skip
+    """Return the state that enters each chunk, for :func:`backward`, from the inputs alone.
+
+    One dg per head is a sum over a whole state, in which the state's rounding would show, as it would in a float32 dg of strong
+    decay (kernels/hopper_gradients.py): there are two tensors of 16-bit terms then.
+
+    Args:
+        call: Tensors of the forward pass.
+        into: Matrix of :func:`aliased_state_buffers`; new memory by default.
+        sums: Sums of the segments, if they are known.
+        factors: Table of :class:`Powers`.
+        turns: See :func:`forward`.
+    """
+    states = empty_states(call, 2 if call.scalar or _has_wide_decays(call) else 1) if into is None else into
+    by_keys = PassOperands(None, call.k, call.v, reverse=False)
+    _state_pass(call, by_keys, None, states, initial=call.sequences.initial, factors=factors, sums=sums, turns=turns)
+    return states
 
 
 def _parts_of(call: Attention, gradient: torch.Tensor) -> torch.Tensor:
@@ -314,6 +375,7 @@ def backward(
     states: list[torch.Tensor] | None = None,
     dfinal: torch.Tensor | None = None,
     *,
+    sums: SegmentSums | None = None,
     turns: bool = False,
     powers: Powers | None = None,
 ) -> Gradients:
@@ -338,6 +400,7 @@ def backward(
         states: States that :func:`forward` filled. A state pass computes them again from the inputs if there are none, or only
             one tensor of them where log-decays are float32 and one per channel, which take two terms.
         dfinal: Gradient of the final state, ``[N, H, K, V]`` float32; ``None`` for zeros.
+        sums: Sums of the segments of the pass back in time, if they are known; not of a float16 ``do``, which is scaled.
         turns: Flag that in both passes loads, preparing and multiplying take turns. The kernel of dq, dk and dg has one role.
         powers: Powers by which the gradients are multiplied, where all tensors are scaled copies, ``do`` among them. They are
             float32 then, and there is neither ``into`` nor ``states``.
@@ -353,12 +416,8 @@ def backward(
     aliased = aliased_state_buffers(call, into) if states is None else None
     wide_decays = _has_wide_decays(call)
     if states is None or (wide_decays and len(states) == 1):
-        # One dg per head is a sum over a whole state, in which the state's rounding would show, as it would in a float32 dg of
-        # strong decay: see kernels/hopper_gradients.py.
-        states = empty_states(call, 2 if call.scalar or wide_decays else 1) if aliased is None else [aliased[0]]
-        by_keys = PassOperands(None, k, v, reverse=False)
         of_states = None if powers is None else powers.forward
-        _state_pass(call, by_keys, None, states, initial=call.sequences.initial, factors=of_states, turns=turns)
+        states = computed_states(call, None if aliased is None else [aliased[0]], factors=of_states, turns=turns)
     dstates = empty_states(call, 2 if wide_decays else 1, heads) if aliased is None else [aliased[1]]
     if powers is None:
         dq, dk, dv = output_like(q, to_q), output_like(k, to_k), output_like(v, to_v)
@@ -369,7 +428,7 @@ def backward(
     v_parts, initial_parts = _parts_of(call, dv), None if by_rows is None else _parts_of(call, by_rows)
     _state_pass(
         call, PassOperands(k, q, do, reverse=True), v_parts, dstates,
-        initial=None if dfinal is None else dfinal.contiguous(), final=initial_parts, factors=factors,
+        initial=None if dfinal is None else dfinal.contiguous(), final=initial_parts, factors=factors, sums=sums,
         turns=turns,
     )  # fmt: skip
     _add_parts((v_parts, dv), (initial_parts, by_rows))

@@ -1,12 +1,13 @@
 """Gated linear attention across the ranks of a group: what a slice of the steps does to the state, for :mod:`onelaunch.parallel`.
 
-The public function ``gla`` calls :func:`gla_across`. A pass that needs a state alone is the chunk state pass of ``fused`` where
+The public function ``gla`` calls :func:`gla_across`. Where the variant ``hopper`` runs the call, its kernels share the sums of
+segments with the local passes, see launch_slices.py. A pass that needs a state alone is the chunk state pass of ``fused`` where
 that variant runs the call, see launch_states.py. Elsewhere it is an ordinary call by ``auto`` whose outputs are dropped.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +16,8 @@ from onelaunch import dispatch
 from onelaunch.operation import AUTO, Query
 from onelaunch.operation.autocast import without_autocast
 from onelaunch.ops.gla.heads import expanded
-from onelaunch.parallel import Context, Described, Rules, Tensors, across, shifted
+from onelaunch.ops.gla.padding import STEP
+from onelaunch.parallel import Context, Described, Passes, Rules, Tensors, across, shifted
 
 Attend = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
 """Function ``gla``."""
@@ -47,7 +49,10 @@ class GlaRules(Rules):
             factors.append((self.heads, 1, values))
         super().__init__(batch, (self.heads, keys, values), tuple(factors), grad=call.key.grad)
         self.attend, self.scale, self.variant = attend, call.scale, variant if length else AUTO
-        self.states_alone = bool(length) and call.gv is None and dispatch.pick(variant, call.key).name == "fused"
+        name = dispatch.pick(variant, call.key).name if length and call.gv is None else ""
+        self.states_alone = name == "fused"
+        self.kernels = name in ("fused", "hopper")
+        self.shares_sums = name == "hopper" and self.heads == call.g.shape[2] and keys % STEP == values % STEP == 0
 
     def run(
         self, tensors: Tensors, initial: torch.Tensor | None, offsets: torch.Tensor | None, want_final: bool
@@ -61,6 +66,21 @@ class GlaRules(Rules):
             q, k, v, g, gv=gv, scale=self.scale, initial_state=initial, output_final_state=want_final, cu_seqlens=offsets,
             variant=self.variant,
         )  # fmt: skip
+
+    def passes(self) -> Passes | None:
+        if not self.shares_sums:
+            return None
+        from onelaunch.ops.gla.launch_slices import HopperPasses  # it needs Triton
+
+        return HopperPasses(self.scale)
+
+    def fold(self, gathered: torch.Tensor, ranks: Sequence[int], *, back: bool) -> torch.Tensor:
+        if not self.kernels or max(ranks) - min(ranks) >= len(ranks):  # between them is one without steps
+            return super().fold(gathered, ranks, back=back)
+        from onelaunch.ops.gla.launch_slices import folded
+
+        heads, keys, values = self.state
+        return folded(gathered, ranks, (heads, keys, values), self.factor_shapes[0][1], back=back)
 
     def readers(self, tensors: Tensors) -> Tensors:
         """Return all tensors; the pass for states alone reads the shapes of k and v, and the ordinary call saves them anyway."""

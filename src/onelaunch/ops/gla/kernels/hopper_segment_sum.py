@@ -30,11 +30,13 @@ Barriers   per stage: full (TMA loads have landed; all wait), decayed (keys are 
            iteration. Loads that were issued beyond it are waited for at the end, so that none arrives in a CTA that is gone.
 Memory     each CTA reads keys, values and log-decays once, up to where the loop stops and at most STAGES - 1 chunks
            beyond; the SLICES CTAs of one head and segment read the same keys and log-decays. The segment at which the
-           recurrence ends reads nothing, since no segment starts from its sum. One float32 state and K decays per segment are
-           written.
+           recurrence ends reads nothing, since no segment starts from its sum, unless ALL: then the sums of all segments
+           together are what the whole sequence adds, for a rank on which it goes on. One float32 state and K decays per segment
+           are written.
 Numerics   decayed keys, or with a decay per head and SPLIT_KEYS scaled values, are a sum of two 16-bit numbers; sums are
            float32.
-Caller     launch_hopper.py launches ``segment_sum_kernel`` before ``chunk_state_kernel``.
+Callers    launch_hopper.py launches ``segment_sum_kernel`` before ``chunk_state_kernel``, with ALL for slices of sequences on
+           several ranks (launch_slices.py).
 Source     the segmented form of a scan (reduce, then scan); docs/notebook/gla.md.
 """
 
@@ -75,19 +77,23 @@ LOG_OF_ZERO = gl.constexpr(-88.0)
 
 
 @gluon.jit
-def segment_chunks(steps, segment, segments, REVERSE: gl.constexpr):
-    """Return the number of chunks of a segment; 0 for the segment at which the recurrence ends.
+def segment_chunks(steps, segment, segments, REVERSE: gl.constexpr, ALL: gl.constexpr):
+    """Return the number of chunks of a segment; 0 for the segment at which the recurrence ends, unless ALL.
 
     That is the last segment of T, or the first with REVERSE. No other segment starts from its sum.
     """
-    last = segment == (0 if REVERSE else segments - 1)
-    return gl.where(last, 0, gl.cdiv(steps, C))
+    if ALL:
+        chunks = gl.cdiv(steps, C)
+    else:
+        last = segment == (0 if REVERSE else segments - 1)
+        chunks = gl.where(last, 0, gl.cdiv(steps, C))
+    return chunks
 
 
 @gluon.jit
 def accumulate(descriptors, segment_states, tiles, bars, offsets, T, sizes, values, GROUP: gl.constexpr, GROUPS: gl.constexpr,
                SLICES: gl.constexpr, PACKED: gl.constexpr, REVERSE: gl.constexpr, SCALAR: gl.constexpr,
-               SPLIT_KEYS: gl.constexpr, SHARED: gl.constexpr, TURNS: gl.constexpr):  # fmt: skip
+               SPLIT_KEYS: gl.constexpr, SHARED: gl.constexpr, TURNS: gl.constexpr, ALL: gl.constexpr):  # fmt: skip
     """Run the role of one warpgroup that sums v^T keys over the segment for PANEL value channels, and store the sum.
 
     Per chunk: wait for ``full`` and ``decayed``, multiply, wait for the product, arrive at ``empty``; GROUP 0 then refills the
@@ -106,7 +112,7 @@ def accumulate(descriptors, segment_states, tiles, bars, offsets, T, sizes, valu
     n, head, value_slice, segment = work_item(sizes, SLICES)
     row, steps = segment_span(offsets, n, T, segment, sizes, PACKED)
     state = gl.zeros([PANEL, K], gl.float32, layout=state_layout)
-    chunks = segment_chunks(steps, segment, segments, REVERSE)
+    chunks = segment_chunks(steps, segment, segments, REVERSE, ALL)
     limit = chunks
     issued = gl.minimum(chunks, 1 if TURNS else STAGES)
     vector: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
@@ -224,7 +230,7 @@ def decay_panels(keys, g, low, carry, weights, scale, FIRST: gl.constexpr, REVER
 
 @gluon.jit
 def decay_key_channels(tiles, segment_decays, bars, offsets, T, sizes, scale, SLICES: gl.constexpr, PACKED: gl.constexpr,
-                       REVERSE: gl.constexpr, KEYS: gl.constexpr):  # fmt: skip
+                       REVERSE: gl.constexpr, KEYS: gl.constexpr, ALL: gl.constexpr):  # fmt: skip
     """Run the decay role for a decay per channel: all chunks of the segment, from its far end; store the segment's decay.
 
     Per chunk: wait for ``full``, decay the keys, write ``stop``, arrive at ``decayed``. No wait for ``empty`` is needed, since
@@ -240,7 +246,7 @@ def decay_key_channels(tiles, segment_decays, bars, offsets, T, sizes, scale, SL
     heads, segments, _ = sizes
     n, head, value_slice, segment = work_item(sizes, SLICES)
     _, steps = segment_span(offsets, n, T, segment, sizes, PACKED)
-    chunks = segment_chunks(steps, segment, segments, REVERSE)
+    chunks = segment_chunks(steps, segment, segments, REVERSE, ALL)
     vector: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     # The matrices are operands from shared memory. In registers they leave too few for two products at once; ptxas then
     # serialized all products, and segments of a single chunk came out wrong.
@@ -289,7 +295,8 @@ def decay_key_channels(tiles, segment_decays, bars, offsets, T, sizes, scale, SL
 
 @gluon.jit
 def decay_key_heads(tiles, segment_decays, bars, offsets, log_decay, T, sizes, scale, SLICES: gl.constexpr,
-                    PACKED: gl.constexpr, REVERSE: gl.constexpr, SHARED: gl.constexpr, TURNS: gl.constexpr):  # fmt: skip
+                    PACKED: gl.constexpr, REVERSE: gl.constexpr, SHARED: gl.constexpr, TURNS: gl.constexpr,
+                    ALL: gl.constexpr):  # fmt: skip
     """Run the decay role for one decay per head: all chunks of the segment, from its far end; store the segment's decay.
 
     Keys stay as they are: the factor of each step is left for ``accumulate``, which multiplies the values by it. The log-decays
@@ -305,7 +312,7 @@ def decay_key_heads(tiles, segment_decays, bars, offsets, log_decay, T, sizes, s
     heads, segments, _ = sizes
     n, head, value_slice, segment = work_item(sizes, SLICES)
     row, steps = segment_span(offsets, n, T, segment, sizes, PACKED)
-    chunks = segment_chunks(steps, segment, segments, REVERSE)
+    chunks = segment_chunks(steps, segment, segments, REVERSE, ALL)
     # Every warp holds all 64 steps, so that sums over steps stay within a warp.
     vector: gl.constexpr = gl.BlockedLayout([C // 32], [32], [4], [0])
     step = gl.arange(0, C, layout=vector)
@@ -347,12 +354,13 @@ def decay_key_heads(tiles, segment_decays, bars, offsets, log_decay, T, sizes, s
 @gluon.jit
 def decay_keys(tiles, segment_decays, bars, offsets, log_decay, T, sizes, scale, SLICES: gl.constexpr,
                PACKED: gl.constexpr, REVERSE: gl.constexpr, SCALAR: gl.constexpr,
-               KEYS: gl.constexpr, SHARED: gl.constexpr, TURNS: gl.constexpr):  # fmt: skip
+               KEYS: gl.constexpr, SHARED: gl.constexpr, TURNS: gl.constexpr, ALL: gl.constexpr):  # fmt: skip
     """Run the role of the warpgroup that decays keys or values to the far end of the segment, for every chunk."""
     if SCALAR:
-        decay_key_heads(tiles, segment_decays, bars, offsets, log_decay, T, sizes, scale, SLICES, PACKED, REVERSE, SHARED, TURNS)
+        decay_key_heads(tiles, segment_decays, bars, offsets, log_decay, T, sizes, scale, SLICES, PACKED, REVERSE, SHARED, TURNS,
+                        ALL)  # fmt: skip
     else:
-        decay_key_channels(tiles, segment_decays, bars, offsets, T, sizes, scale, SLICES, PACKED, REVERSE, KEYS)
+        decay_key_channels(tiles, segment_decays, bars, offsets, T, sizes, scale, SLICES, PACKED, REVERSE, KEYS, ALL)
 
 
 @gluon.jit(do_not_specialize=["T", "heads", "segments", "segment_steps"])
@@ -361,7 +369,7 @@ def segment_sum_kernel(
     SLICES: gl.constexpr, PACKED: gl.constexpr, REVERSE: gl.constexpr, SPLIT_KEYS: gl.constexpr,
     KEYS: gl.constexpr, K: gl.constexpr,
     GROUPS: gl.constexpr, STAGES: gl.constexpr, PREPARE_REGISTERS: gl.constexpr, MULTIPLY_REGISTERS: gl.constexpr,
-    SHARED: gl.constexpr, TURNS: gl.constexpr,
+    SHARED: gl.constexpr, TURNS: gl.constexpr, ALL: gl.constexpr,
 ):  # fmt: skip
     """Sum up what a segment adds to the state; see the top of the file.
 
@@ -372,7 +380,8 @@ def segment_sum_kernel(
     rows of packed sequences, read with PACKED. ``segment_steps`` is the length of a segment, a multiple of C, unless PACKED
     (``segment_span``); ``values`` is V. ``scale`` is used with REVERSE only. PREPARE_REGISTERS and MULTIPLY_REGISTERS are the
     registers of a thread of the decaying warpgroup and of the second accumulating one. With TURNS a chunk is loaded when the one
-    before it is finished, so that loads, ``decay_keys`` and ``accumulate`` take turns: see hopper_chunk_state.py.
+    before it is finished, so that loads, ``decay_keys`` and ``accumulate`` take turns: see hopper_chunk_state.py. With ALL the
+    segment at which the recurrence ends is summed up as well.
     """
     SCALAR: gl.constexpr = g is None
     E: gl.constexpr = keys.dtype
@@ -417,11 +426,11 @@ def segment_sum_kernel(
         gl.warp_specialize(
             [
                 (accumulate, (descriptors, segment_states, tiles, bars, offsets, T, sizes, values, 0, GROUPS, SLICES,
-                       PACKED, REVERSE, SCALAR, SPLIT_KEYS, SHARED, TURNS)),
+                       PACKED, REVERSE, SCALAR, SPLIT_KEYS, SHARED, TURNS, ALL)),
                 (accumulate, (descriptors, segment_states, tiles, bars, offsets, T, sizes, values, 1, GROUPS, SLICES,
-                       PACKED, REVERSE, SCALAR, SPLIT_KEYS, SHARED, TURNS)),
+                       PACKED, REVERSE, SCALAR, SPLIT_KEYS, SHARED, TURNS, ALL)),
                 (decay_keys, (tiles, segment_decays, bars, offsets, log_decay, T, sizes, scale, SLICES, PACKED, REVERSE,
-                        SCALAR, KEYS, SHARED, TURNS)),
+                        SCALAR, KEYS, SHARED, TURNS, ALL)),
             ],
             [4, 4],
             [MULTIPLY_REGISTERS, PREPARE_REGISTERS],
@@ -430,9 +439,9 @@ def segment_sum_kernel(
         gl.warp_specialize(
             [
                 (accumulate, (descriptors, segment_states, tiles, bars, offsets, T, sizes, values, 0, GROUPS, SLICES,
-                       PACKED, REVERSE, SCALAR, SPLIT_KEYS, SHARED, TURNS)),
+                       PACKED, REVERSE, SCALAR, SPLIT_KEYS, SHARED, TURNS, ALL)),
                 (decay_keys, (tiles, segment_decays, bars, offsets, log_decay, T, sizes, scale, SLICES, PACKED, REVERSE,
-                        SCALAR, KEYS, SHARED, TURNS)),
+                        SCALAR, KEYS, SHARED, TURNS, ALL)),
             ],
             [4],
             [PREPARE_REGISTERS],

@@ -1,0 +1,70 @@
+"""Slices of one process that stands for a rank among others, for measurements on one GPU and for tests.
+
+``tools/time_slices.py`` calls :func:`simulated`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from onelaunch.parallel.collectives import Collectives, Pending
+from onelaunch.parallel.contexts import Context, context_of
+
+
+class Done(Pending):
+    """Result that needs no wait."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor
+
+    def result(self) -> torch.Tensor:
+        """Return the result."""
+        return self._tensor
+
+
+class Neighbours(Collectives):
+    """Collectives of one rank whose neighbours send zeros. Two gathers in turn write to the same memory again."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        super().__init__("", size)
+        self.rank = rank
+        self._calls = 0
+        self._gathered: dict[tuple[Any, ...], torch.Tensor] = {}
+
+    def start_all_gather(self, x: torch.Tensor) -> Pending:
+        """Return the messages of all ranks, of which this rank's is copied to its place as a collective would."""
+        self._calls ^= 1  # a backward pass reads what the forward pass has gathered
+        key = (self._calls, x.shape, x.dtype)
+        if key not in self._gathered:
+            self._gathered[key] = x.new_zeros((self.size * x.shape[0], *x.shape[1:]))
+        gathered = self._gathered[key]
+        gathered[self.rank * x.shape[0] : (self.rank + 1) * x.shape[0]] = x
+        return Done(gathered)
+
+    def start_all_reduce(self, x: torch.Tensor) -> Pending:
+        """Return this rank's tensor, as if the others had sent zeros."""
+        return Done(x)
+
+
+def simulated(
+    rank: int,
+    lengths: Sequence[int],
+    *,
+    device: torch.device | str,
+    cu_seqlens: torch.Tensor | None = None,
+    collectives: Collectives | None = None,
+) -> Context:
+    """Return a context for calls of one process as one of several ranks, without a process group.
+
+    Args:
+        rank: Rank that this process stands for.
+        lengths: Steps of all ranks.
+        device: Device of the calls' tensors.
+        cu_seqlens: Offsets of packed sequences among the steps of all ranks.
+        collectives: What takes the place of the group's collectives; :class:`Neighbours` by default.
+    """
+    collectives = Neighbours(rank, len(lengths)) if collectives is None else collectives
+    return context_of(collectives, rank, tuple(lengths), torch.device(device), cu_seqlens)
