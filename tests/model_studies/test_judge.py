@@ -18,7 +18,7 @@ from tests.model_studies import tiny
 
 def result(*measurements, **changes):
     study = tiny.study(**changes)
-    run = provenance(study, tiny.CPU, "small", "command")
+    run = provenance(study.rounds, tiny.CPU, "small", "command")
     return ModelResult(study=study, study_digest=study.digest(), provenance=run, measurements=measurements)
 
 

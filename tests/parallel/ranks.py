@@ -31,6 +31,8 @@ from onelaunch.ops import gated_scan, gla
 from onelaunch.ops.gla.slices import GlaRules
 from onelaunch.parallel import agreement, contexts
 from onelaunch.parallel.collectives import Collectives, Pending
+from onelaunch.rank_studies.declare import find_rank_study
+from onelaunch.rank_studies.run import measure
 from tests.parallel.cases import Slices, attend, close, compare, compare_layers, decay, gla_tensors, leaf, rnn, scan
 
 TIMEOUT = 60
@@ -270,6 +272,22 @@ def compiled_code():
     compare(slices, run, tensors, [], None, None, mesh=slices.group, final=True)
     with pytest.raises(torch._dynamo.exc.Unsupported):
         torch.compile(gated_scan, backend="eager", fullgraph=True)(*(slices.of(each) for each in tensors), mesh=slices.group)
+
+
+@check
+def study_of_ranks():
+    """Every rank gets the same measurements, and the results of slices are those of one process."""
+    study = find_rank_study("context-parallel").model_copy(update={"rounds": 2})
+    found = measure(study, torch.device("cpu"), "small")
+    assert [(each.direction, each.regime, each.ranks, len(each.one)) for each in found] == [
+        ("forward", "eager", 4, 2),
+        ("forward_backward", "eager", 4, 2),
+    ]
+    assert list(found[1].differences) == ["o", "q", "k", "v", "g"]
+    assert max(found[1].differences.values()) < 1e-5
+    same = [None] * 4
+    distributed.all_gather_object(same, [(each.one, each.sliced, each.differences) for each in found])
+    assert all(each == same[0] for each in same)
 
 
 def refused(error, message, *, others=ArgumentError, on=None, mesh=None, **given):

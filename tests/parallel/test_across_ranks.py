@@ -26,6 +26,7 @@ CHECKS = (
     "meshes_and_contexts",
     "data_parallel_modules_and_activation_checkpointing",
     "compiled_code",
+    "study_of_ranks",
     "wrong_calls_are_errors_on_every_rank",
     "a_rank_that_does_not_come_ends_the_others",
     "a_rank_that_dies_ends_the_others",

@@ -157,7 +157,7 @@ class _Run:
         self._began, self._device_seconds = time.monotonic(), 0.0
         self._wall_seconds = 0.0
         self._notes: list[str] = []
-        self._provenance = provenance(study, device, scale, command)
+        self._provenance = provenance(study.rounds, device, scale, command)
 
     def take_over(self, earlier: ModelResult) -> None:
         """Take over the finished measurements of an interrupted run, and its seconds.
@@ -301,8 +301,8 @@ def without(study: ModelStudy, task: Task, status: Status, reason: str) -> Measu
     return Timed.model_validate({"model": task.model, "activity": task.variant, "missing": each})
 
 
-def provenance(study: ModelStudy, device: torch.device, scale: Scale, command: str) -> Provenance:
-    """Return the provenance of a run that ends now."""
+def provenance(rounds: int, device: torch.device, scale: Scale, command: str) -> Provenance:
+    """Return the provenance of a run with so many rounds of timing that ends now."""
     facts, committed = hardware.describe(str(device)), commit()
     versions = {"python": platform.python_version(), "torch": str(torch.__version__), "onelaunch": onelaunch.__version__}
     found = {"cuda": torch.version.cuda, "rocm": torch.version.hip, **{name: installed_version(name) for name in PACKAGES}}
@@ -317,5 +317,5 @@ def provenance(study: ModelStudy, device: torch.device, scale: Scale, command: s
         date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
         command=command,
         scale=scale,
-        rounds=study.rounds,
+        rounds=rounds,
     )

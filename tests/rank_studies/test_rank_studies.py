@@ -1,0 +1,84 @@
+"""Tests of studies of ranks: the declared study, its judgements, and its command. ``tests/parallel/ranks.py`` measures one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from onelaunch.errors import ResultMismatch, StudyError, UnknownStudy
+from onelaunch.model_studies.run import provenance
+from onelaunch.parallel.cost import NVLINK, predict
+from onelaunch.rank_studies.__main__ import joined, main
+from onelaunch.rank_studies.declare import find_rank_study
+from onelaunch.rank_studies.judge import lines
+from onelaunch.rank_studies.result import Measured, RankResult
+
+STUDY = find_rank_study("context-parallel")
+
+
+def measured(ranks: int, one: float, sliced: float, difference: float = 1e-3, missing: str = "") -> Measured:
+    """Return a measurement of the study's first shape in training."""
+    times = {} if missing else {"one": (one,) * 12, "sliced": (sliced,) * 12, "differences": {"o": difference, "q": 1e-4}}
+    run = provenance(STUDY.rounds, torch.device("cpu"), "full", "command")
+    return Measured(
+        shape=STUDY.shapes[0].name,
+        direction="forward_backward",
+        regime="graph",
+        ranks=ranks,
+        missing=missing,
+        provenance=run,
+        **times,
+    )
+
+
+def test_the_study_declares_what_the_cost_model_predicts():
+    shape = STUDY.shapes[0]
+    for each in STUDY.predictions:
+        found = predict(each.ranks, NVLINK, length=shape.T, heads=shape.H, keys=shape.K, values=shape.V, direction=each.direction)
+        assert (each.shape, each.value) == (shape.name, pytest.approx(found.speedup, abs=6e-3))
+        assert f"takes {found.call:.0f} us" in each.why
+    assert {(each.ranks, each.direction) for each in STUDY.predictions} == {
+        (ranks, direction) for ranks in STUDY.ranks for direction in ("forward", "forward_backward")
+    }
+
+
+def test_runs_on_other_numbers_of_ranks_are_added_and_judged(tmp_path):
+    path = tmp_path / "result.json"
+    joined(STUDY, path, [measured(2, 5730.0, 3000.0)]).save(path)
+    result = joined(STUDY, path, [measured(4, 5730.0, 1900.0, difference=5e-3)])
+    result.save(path, force=True)
+    assert RankResult.load(path) == result
+    statuses = {outcome.criterion.name: outcome.status for outcome in result.outcomes}
+    assert statuses == {
+        "two GPUs train 1.8 times as fast": "met",
+        "four GPUs train 3.4 times as fast": "missed",
+        "two GPUs compute what one does": "met",
+        "four GPUs compute what one does": "missed",
+        "four GPUs compute what one does, with a decay per head": "not_measured",
+    }
+    said = list(lines(result))
+    assert "1.91x (predicted 1.89x), difference 1.0e-03" in said[0]
+    again = joined(STUDY, path, [measured(4, 0, 0, missing="rank 1: it broke")])
+    assert [each.ranks for each in again.measurements] == [2, 4]
+    assert "rank 1: it broke" in list(lines(again))[1]
+    with pytest.raises(ResultMismatch):
+        joined(STUDY.model_copy(update={"rounds": 3}), path, [])
+
+
+def test_a_study_of_ranks_is_found_and_checked(tmp_path):
+    with pytest.raises(UnknownStudy):
+        find_rank_study("no-such-study")
+    path = tmp_path / "odd.toml"
+    path.write_text('name = "odd"\nquestion = "?"\nranks = [2]\nshapes = [{ name = "a", T = 3, H = 1, K = 16, V = 16 }]\n')
+    with pytest.raises(StudyError, match="multiple of every number of ranks"):
+        find_rank_study(str(path))
+
+
+def test_torchrun_starts_a_study(monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(SystemExit, match="torchrun --nproc-per-node N"):
+        main(["context-parallel"])
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "3"), ("LOCAL_RANK", "0")):
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit, match="2 or 4 ranks, not on 3"):
+        main(["context-parallel"])
