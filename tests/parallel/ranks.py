@@ -259,19 +259,31 @@ def data_parallel_modules_and_activation_checkpointing():
 
 @check
 def compiled_code():
-    """The graph ends before a call with collectives; the results are the same."""
+    """The graph ends before a call with collectives; results, states and gradients of packed sequences are the same."""
     slices, random = slices_of((6, 9)), torch.Generator().manual_seed(3)
     if slices is None:  # two processes compile, since compiling takes long
         return
-    compiled = torch.compile(lambda tensors, named: scan([2 * tensors[0], *tensors[1:]], [], **named), backend="aot_eager")
+    compiled = torch.compile(lambda tensors, named: attend([2 * tensors[0], *tensors[1:]], [], **named), backend="aot_eager")
 
     def run(tensors, whole, **named):
-        return compiled(tensors, named) if "mesh" in named else scan([2 * tensors[0], *tensors[1:]], whole, **named)
+        return compiled(tensors, named) if "mesh" in named else attend([2 * tensors[0], *tensors[1:]], whole, **named)
 
-    tensors = [leaf(random, 2, slices.total, 5), decay(random, 2, slices.total, 5), leaf(random, 2, slices.total, 5)]
-    compare(slices, run, tensors, [], None, None, mesh=slices.group, final=True)
+    offsets = torch.tensor([0, 4, 4, 11, 15])
+    compare(slices, run, gla_tensors(random, 1, 15), [], leaf(random, 4, 2, 16, 20), offsets, mesh=slices.group, final=True)
+    layer = nn.GatedLinearAttention(hidden_size=32, num_heads=2, expand_k=1.0, use_short_conv=True)
+    for parameter in layer.parameters():
+        distributed.broadcast(parameter.data, 0, group=slices.group)
+    x = leaf(random, 1, 15, 32)
+    mine = slices.of(x).detach().requires_grad_()
+    made = parallel.context(slices.group, mine.shape[1], device="cpu")
+    found, wanted = torch.compile(layer, backend="eager")(mine, mesh=made)[0], layer(x)[0]
+    close(found, slices.of(wanted), torch.float32, "output")
+    (gradient,) = torch.autograd.grad(wanted.square().sum(), x)
+    found.square().sum().backward()
+    close(mine.grad, slices.of(gradient), torch.float32, "gradient of the input")
+    v = torch.zeros(1, 6 + 3 * slices.rank, 5)
     with pytest.raises(torch._dynamo.exc.Unsupported):
-        torch.compile(gated_scan, backend="eager", fullgraph=True)(*(slices.of(each) for each in tensors), mesh=slices.group)
+        torch.compile(gated_scan, backend="eager", fullgraph=True)(v, v, mesh=slices.group)
 
 
 @check
@@ -309,6 +321,14 @@ def wrong_calls_are_errors_on_every_rank():
     refused(ArgumentError, "sizes differs", on=1, v=wide, log_decay=wide)
     refused(ArgumentError, "gradients differs", on=1, v=torch.zeros(1, 4, 3, requires_grad=True))
     refused(ArgumentError, "cu_seqlens differs|flags differs", on=1, cu_seqlens=offsets)
+    offsets_of_this_rank = torch.tensor([0, 3 + distributed.get_rank() // 3, 16])
+    refused(
+        ArgumentError, r"cu_seqlens differs .*0, 3, 16.* on rank 0, 1, 2; .*0, 4, 16.* on rank 3", cu_seqlens=offsets_of_this_rank
+    )
+    with pytest.raises(ArgumentError, match="cu_seqlens differs"):
+        parallel.context(distributed.group.WORLD, 4, device="cpu", cu_seqlens=offsets_of_this_rank)
+    with pytest.raises(ArgumentError, match="length is -1" if distributed.get_rank() == 2 else "Rank 2 of mesh"):
+        parallel.context(distributed.group.WORLD, -1 if distributed.get_rank() == 2 else 4, device="cpu")
     refused(PackingError, "runs to 15; it must run to 16", cu_seqlens=offsets - torch.tensor([0, 1]))
     refused(PackingError, "never decrease", on=3, cu_seqlens=torch.tensor([0, 9, 4, 16]))
     refused(ValueRangeError, "log_decay holds 1", on=1, log_decay=torch.ones(1, 4, 3))
@@ -323,6 +343,17 @@ def wrong_calls_are_errors_on_every_rank():
     refused(ArgumentError, "mesh is str", mesh="world")
     if distributed.get_rank() == 3:
         refused(ArgumentError, "mesh", mesh=GROUPS[3])
+    own = distributed.get_rank()
+    q = torch.zeros(1, 4, 2, 16)
+    with pytest.raises(ArgumentError, match=r"scale differs .* 0.25 on rank 0, 1, 2; 1.0 on rank 3"):
+        gla(q, q, q, q, scale=1.0 if own == 3 else 0.25, mesh=distributed.group.WORLD)
+    with pytest.raises(ArgumentError, match="flags differs"):
+        gla(q, q[:, :, : 1 + own % 2], q, q, mesh=distributed.group.WORLD)
+    with pytest.raises(ArgumentError, match=r"sizes differs .*\(1, 32\) on rank 0, 1, 2; \(2, 32\) on rank 3"):
+        nn.LinearRNN(32)(torch.zeros(1 + own // 3, 4, 32), mesh=distributed.group.WORLD)
+    made = parallel.context(distributed.group.WORLD, 4, device="cpu")
+    with pytest.raises(ArgumentError, match="dtype differs"):  # a kind of call that the context does not know yet
+        gla(*(q.to(half if own == 1 else torch.float32) for _ in range(4)), mesh=made)
     with pytest.raises(ArgumentError, match="use_cache"):
         nn.LinearRNN(32, layer_idx=0)(torch.zeros(1, 4, 32), use_cache=True, mesh=distributed.group.WORLD)
 

@@ -63,7 +63,9 @@ def fold(added, decays, strides, count, state, *, initial=None, factors=None, gr
         factors.copy_(product[::group, : factors.shape[1]])
 
 
-def by_ranks(lengths: tuple[int, ...], arguments: dict[str, Any], incoming: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+def by_ranks(
+    lengths: tuple[int, ...], arguments: dict[str, Any], incoming: list[torch.Tensor | None], variant: str = "chunked"
+) -> dict[str, torch.Tensor]:
     """Return the results and gradients of all ranks together, by name, in float64."""
     starts = [sum(lengths[:rank]) for rank in range(len(lengths))]
     sent: dict[int, list[torch.Tensor]] = {}
@@ -73,9 +75,11 @@ def by_ranks(lengths: tuple[int, ...], arguments: dict[str, Any], incoming: list
         leaves = {name: arguments[name][:, start : start + length].clone().requires_grad_() for name in "qkvg"}
         if initial is not None:
             leaves["initial_state"] = initial.clone().requires_grad_()
-        context = simulated(rank, lengths, device="cpu", cu_seqlens=offsets, collectives=InTurn(rank, len(lengths), sent))
+        context = simulated(
+            rank, lengths, device=arguments["q"].device, cu_seqlens=offsets, collectives=InTurn(rank, len(lengths), sent)
+        )
         wanted = incoming[1] is not None
-        ranks.append((leaves, gla(**leaves, output_final_state=wanted, mesh=context, variant="chunked")))
+        ranks.append((leaves, gla(**leaves, output_final_state=wanted, mesh=context, variant=variant)))
     results = {"o": torch.cat([o for _, (o, _) in ranks], 1).detach()}
     if incoming[1] is not None:
         results["final"] = sum(final.detach() for _, (_, final) in ranks)
@@ -107,8 +111,8 @@ def expected(arguments: dict[str, Any]) -> tuple[dict[str, torch.Tensor], list[t
     exact = dict(arguments) | {name: arguments[name].double().requires_grad_() for name in names}
     o, final = GLA.reference(**exact)
     random = torch.Generator().manual_seed(1)
-    do = torch.randn(o.shape, generator=random).to(arguments["v"].dtype)
-    dfinal = None if final is None else torch.randn(final.shape, generator=random)
+    do = torch.randn(o.shape, generator=random).to(arguments["v"])
+    dfinal = None if final is None else torch.randn(final.shape, generator=random).to(o.device)
     outputs = {"o": o} if final is None else {"o": o, "final": final}
     incoming = [do.double()] if dfinal is None else [do.double(), dfinal.double()]
     gradients = torch.autograd.grad(list(outputs.values()), [exact[name] for name in names], incoming)

@@ -1,0 +1,143 @@
+"""Processes of the tests of context parallelism with NCCL: ``python -m tests.parallel.gpu_ranks FOLDER CHECK`` is one rank.
+
+``test_gpus.py`` starts one for each GPU, with the environment of torchrun. A rank writes the name of its check to a file if it
+has passed.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+from torch import distributed
+
+from onelaunch import cuda, nn, parallel
+from onelaunch.errors import ArgumentError
+from onelaunch.ops import gated_scan, gla
+from tests.parallel.cases import Slices
+
+TIMEOUT = 20
+"""Seconds that a collective may take."""
+
+LARGEST = 6e-3
+"""Largest norm-wise difference of bfloat16 results of slices from those of one GPU."""
+
+
+def inputs(steps, heads=16, size=128):
+    """Return q, k, v and g of the whole sequence, the same on every rank."""
+    random = torch.Generator("cuda").manual_seed(0)
+    q, k, v, z = (torch.randn(1, steps, heads, size, device="cuda", generator=random) for _ in range(4))
+    tensors = (q, k * size**-0.5, v, torch.nn.functional.logsigmoid(z) / 16)
+    return [each.to(torch.bfloat16).requires_grad_() for each in tensors]
+
+
+def near(found, wanted, name):
+    assert (found.double() - wanted.double()).norm() <= LARGEST * wanted.double().norm(), name
+
+
+def results(slices):
+    """Outputs, final states and gradients of gla, whole and packed, are those of one GPU."""
+    for offsets in (None, torch.tensor([0, slices.total // 3, slices.total], device="cuda")):
+        tensors = inputs(slices.total)
+        mine = [slices.of(each).detach().requires_grad_() for each in tensors]
+        named = {"cu_seqlens": offsets, "output_final_state": True}
+        (o, state), (own, last) = gla(*tensors, **named), gla(*mine, **named, mesh=slices.group)
+        near(own, slices.of(o), "output")
+        near(last, state, "final state")
+        do, dstate = torch.randn_like(o), torch.randn_like(state)
+        distributed.broadcast(do, 0)
+        distributed.broadcast(dstate, 0)
+        wanted = torch.autograd.grad([o, state], tensors, [do, dstate])
+        found = torch.autograd.grad([own, last], mine, [slices.of(do), dstate / distributed.get_world_size()])
+        for name, one, other in zip("qkvg", found, wanted, strict=True):
+            near(one, slices.of(other), name)
+
+
+def layers(slices):
+    """A layer with short convolutions, and a scan, in float32."""
+    torch.manual_seed(0)
+    torch.backends.cuda.matmul.allow_tf32 = False
+    layer = nn.GatedLinearAttention(hidden_size=64, num_heads=2, expand_k=1.0, use_short_conv=True).cuda()
+    x = torch.randn(2, slices.total, 64, device="cuda")
+    wanted = layer(x)[0]
+    mine = slices.of(x).requires_grad_()
+    found = layer(mine, mesh=slices.group)[0]
+    assert (found - slices.of(wanted)).norm() <= 1e-4 * wanted.norm()
+    found.square().sum().backward()
+    assert mine.grad.isfinite().all()
+    v = torch.randn(2, slices.total, 5, device="cuda", generator=torch.Generator("cuda").manual_seed(1))
+    assert (gated_scan(slices.of(v), -slices.of(v).abs(), mesh=slices.group) - slices.of(gated_scan(v, -v.abs()))).norm() < 1e-3
+
+
+def graphs(slices):
+    """A captured call, collectives included, gives right results for other inputs when it is replayed."""
+    tensors = inputs(slices.total)
+    mine = [slices.of(each).detach().clone().requires_grad_() for each in tensors]
+    made = parallel.context(slices.group, slices.lengths[slices.rank], device="cuda")
+    do = torch.ones_like(mine[2])
+
+    def call():
+        o, _ = gla(*mine, mesh=made)
+        return [o.detach(), *torch.autograd.grad(o, mine, do)]
+
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            call()
+    torch.cuda.synchronize()
+    found = cuda.capture(call, graph, stream)
+    for scale in (1.0, 0.5):
+        with torch.no_grad():
+            for own, each in zip(mine, tensors, strict=True):
+                own.copy_(scale * slices.of(each))
+        graph.replay()
+        whole = [(scale * each.detach()).requires_grad_() for each in tensors]
+        o, _ = gla(*whole)
+        wanted = [o, *torch.autograd.grad(o, whole, torch.ones_like(o))]
+        for name, one, other in zip("oqkvg", found, wanted, strict=True):
+            near(one, slices.of(other), (scale, name))
+
+
+def tensors_on_another_device(slices):
+    """Every rank refuses tensors of a CPU, before any collective on them."""
+    v = torch.zeros(1, 4, 3)
+    with pytest.raises(ArgumentError, match=r"nccl for cuda.*the tensors are on cpu"):
+        gated_scan(v, v, mesh=slices.group)
+    v = v.cuda()
+    assert gated_scan(v, v, mesh=slices.group).shape == v.shape  # the group is still good
+
+
+def death(slices):
+    """The last rank ends between two calls; the others end with an error within the time-out of the group, by NCCL's watchdog."""
+    v = torch.zeros(1, 4, 3, device="cuda")
+    made = parallel.context(slices.group, 4, device="cuda")
+    gated_scan(v, v, mesh=made)
+    torch.cuda.synchronize()
+    if slices.rank == len(slices.lengths) - 1:
+        os._exit(0)
+    gated_scan(v, v, mesh=made)
+    torch.cuda.synchronize()
+
+
+CHECKS = {each.__name__: each for each in (results, layers, graphs, tensors_on_another_device, death)}
+
+
+def main(folder, name):
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    torch.cuda.set_device(rank)
+    distributed.init_process_group(
+        "nccl", init_method=f"file://{folder}/store", rank=rank, world_size=size, timeout=timedelta(seconds=TIMEOUT)
+    )
+    lengths = tuple(700 + 64 * each for each in range(size))
+    CHECKS[name](Slices(distributed.group.WORLD, lengths))
+    (folder / f"{rank}.passed").write_text(name)
+    distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2])
