@@ -164,8 +164,10 @@ def _inputs_of_slice(mesh: Any, cu_seqlens: torch.Tensor | None, *rest: Any) -> 
         facts = {"sizes": (given.x.shape[0], width), "dtype": given.x.dtype, "attention_mask": attention_mask is not None}
         return Described(given.x.shape[1], given.x.device, {"operation": "layer", **facts}, given)
 
-    context, given = entered(mesh, cu_seqlens, describe)
-    return given._replace(context=context, cu_seqlens=context.cu_seqlens)
+    def of_slice(context: Context, given: Inputs) -> Inputs:
+        return given._replace(context=context, cu_seqlens=context.cu_seqlens)
+
+    return entered(mesh, cu_seqlens, describe, of_slice)
 
 
 def _cache(past_key_values: object, use_cache: bool, layer_idx: int | None) -> Cache | None:

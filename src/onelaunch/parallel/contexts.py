@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -19,6 +19,8 @@ from onelaunch.parallel.agreement import Facts, agree, check_device, resolve
 from onelaunch.parallel.collectives import Collectives
 from onelaunch.parallel.share import Share, share_of, starts_of
 from onelaunch.parallel.uncompiled import uncompiled
+
+R = TypeVar("R")
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,18 +106,25 @@ def offsets_of(mesh: Any, cu_seqlens: torch.Tensor | None) -> torch.Tensor | Non
     return mesh.given if cu_seqlens is None and isinstance(mesh, Context) else cu_seqlens
 
 
-def entered(mesh: Any, cu_seqlens: torch.Tensor | None, describe: Callable[[], Described]) -> tuple[Context, Any]:
-    """Return the context of a call, and the checked call, after all ranks have agreed on it.
+def entered(
+    mesh: Any, cu_seqlens: torch.Tensor | None, describe: Callable[[], Described], then: Callable[[Context, Any], R]
+) -> R:
+    """Run a call after all ranks have agreed on it; outside of compiled code.
 
     Args:
         mesh: The caller's argument: a group or a mesh, from which a context is made, or a context.
         cu_seqlens: The caller's offsets among all steps.
         describe: Function that checks the call's arguments on this rank and describes it.
+        then: Function from the context and the checked call to the results.
 
     Raises:
         OneLaunchError: An argument is wrong on this rank, or on another one, or differs between the ranks.
     """
-    return uncompiled(_entered, mesh, cu_seqlens, describe)
+
+    def run() -> R:
+        return then(*_entered(mesh, cu_seqlens, describe))
+
+    return uncompiled(run)
 
 
 def _entered(mesh: Any, cu_seqlens: torch.Tensor | None, describe: Callable[[], Described]) -> tuple[Context, Any]:

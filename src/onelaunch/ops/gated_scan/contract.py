@@ -17,7 +17,7 @@ from onelaunch.launch.tape import check_always
 from onelaunch.operation import Query, Shapes, fixed, operation, remembered, state_flags
 from onelaunch.operation.autocast import autocast
 from onelaunch.ops.gated_scan.slices import ScanRules, described, scan_across
-from onelaunch.parallel import Described, entered, offsets_of
+from onelaunch.parallel import Context, Described, entered, offsets_of
 
 
 class ScanCall(NamedTuple):
@@ -248,9 +248,11 @@ def gated_scan(
             )  # fmt: skip
             return described(call.key, call, variant)
 
-        context, call = entered(mesh, cu_seqlens, describe)
-        rules = ScanRules(gated_scan, gated_scan, call.key, variant)
-        return scan_across(context, rules, (v, log_decay, gate), initial_state, output_final_state)
+        def run(context: Context, call: ScanCall) -> Any:
+            rules = ScanRules(gated_scan, gated_scan, call.key, variant)
+            return scan_across(context, rules, (v, log_decay, gate), initial_state, output_final_state)
+
+        return entered(mesh, cu_seqlens, describe, run)
     call = bind(v, log_decay, gate, initial_state=initial_state, output_final_state=output_final_state, cu_seqlens=cu_seqlens)
     y, final_state = dispatch.run(gated_scan, call, variant)
     return (y, final_state) if output_final_state else y

@@ -417,8 +417,7 @@ def gla(
         call = bind_under_autocast(q, k, v, g, gv, cu_seqlens=offsets, sliced=True, **rest)
         return described(call.key, call, variant)
 
-    context, call = entered(mesh, cu_seqlens, describe)
-    return gla_across(context, call, gla, variant)
+    return entered(mesh, cu_seqlens, describe, lambda context, call: gla_across(context, call, gla, variant))
 
 
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]

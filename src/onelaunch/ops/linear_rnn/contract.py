@@ -16,7 +16,7 @@ from onelaunch.operation import SUM_OF_PRODUCTS, Query, Shapes, operation, remem
 from onelaunch.operation.autocast import autocast
 from onelaunch.ops.gated_scan.contract import ScanCall, ScanFacts, check_scan_values, gated_scan, scan_facts
 from onelaunch.ops.gated_scan.slices import ScanRules, described, scan_across
-from onelaunch.parallel import Described, entered, offsets_of
+from onelaunch.parallel import Context, Described, entered, offsets_of
 
 
 class LinearRNNCall(NamedTuple):
@@ -159,9 +159,11 @@ def linear_rnn(
             )  # fmt: skip
             return described(call.key, call, variant)
 
-        context, call = entered(mesh, cu_seqlens, describe)
-        rules = ScanRules(linear_rnn, gated_scan, call.key, variant)
-        return scan_across(context, rules, (x, weight, log_decay, gate), initial_state, output_final_state)
+        def run(context: Context, call: LinearRNNCall) -> Any:
+            rules = ScanRules(linear_rnn, gated_scan, call.key, variant)
+            return scan_across(context, rules, (x, weight, log_decay, gate), initial_state, output_final_state)
+
+        return entered(mesh, cu_seqlens, describe, run)
     call = bind(
         x,
         weight,
