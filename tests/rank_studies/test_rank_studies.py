@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
-from onelaunch.errors import ResultMismatch, StudyError, UnknownStudy
+from onelaunch.cli.study.application import study
+from onelaunch.errors import ArgumentError, ResultMismatch, StudyError, UnknownStudy
 from onelaunch.model_studies.run import provenance
 from onelaunch.parallel.cost import NVLINK, predict
-from onelaunch.rank_studies.__main__ import joined, main
 from onelaunch.rank_studies.declare import find_rank_study
 from onelaunch.rank_studies.judge import lines
+from onelaunch.rank_studies.ranks import joined, run_rank_study
 from onelaunch.rank_studies.result import Measured, RankResult
 
 STUDY = find_rank_study("context-parallel")
@@ -76,9 +78,17 @@ def test_a_study_of_ranks_is_found_and_checked(tmp_path):
 
 def test_torchrun_starts_a_study(monkeypatch):
     monkeypatch.delenv("RANK", raising=False)
-    with pytest.raises(SystemExit, match="torchrun --nproc-per-node N"):
-        main(["context-parallel"])
+    with pytest.raises(ArgumentError, match="torchrun --nproc-per-node N -m onelaunch study ranks context-parallel"):
+        run_rank_study(STUDY, "cpu", None, None)
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "3"), ("LOCAL_RANK", "0")):
         monkeypatch.setenv(name, value)
-    with pytest.raises(SystemExit, match="2 or 4 ranks, not on 3"):
-        main(["context-parallel"])
+    with pytest.raises(ArgumentError, match="2 or 4 ranks, not on 3"):
+        run_rank_study(STUDY, "cpu", None, None)
+
+
+def test_the_command_shows_a_stored_result(tmp_path):
+    path = tmp_path / "result.json"
+    joined(STUDY, path, [measured(2, 5730.0, 3000.0)]).save(path)
+    said = CliRunner().invoke(study, ["ranks", str(path)])
+    assert said.exit_code == 0, said.output
+    assert "1.91x (predicted 1.89x)" in said.output

@@ -2,5 +2,5 @@
 
 A study of ranks is declared in ``studies/ranks/NAME.toml`` (``declare.py``). ``run.py`` measures it in the processes of torchrun.
 A result (``result.py``) holds declaration, provenance, measurements and judged criteria (``judge.py``), and grows by the runs on
-other numbers of ranks. ``python -m onelaunch.rank_studies`` runs a study.
+other numbers of ranks. ``onelaunch study ranks`` runs a study (``ranks.py``).
 """

@@ -39,7 +39,7 @@ def measure(study: RankStudy, device: torch.device, scale: Scale) -> list[Measur
     Returns:
         The same measurements on every rank, but for the provenance of the rank's own device.
     """
-    command = shlex.join(["python", "-m", "onelaunch.rank_studies", *sys.argv[1:]])
+    command = shlex.join(["onelaunch", *sys.argv[1:]])
     run = provenance(study.rounds, device, scale, command)
     directions: tuple[Direction, ...] = ("forward", "forward_backward")
     return [

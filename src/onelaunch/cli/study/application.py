@@ -24,6 +24,11 @@ class Studies(LazyGroup):
             "models",
             "Run a study of whole models before and after onelaunch.accelerate, or show the result of one.",
         ),
+        "ranks": Command(
+            "onelaunch.cli.study.ranks",
+            "ranks",
+            "Run a study of calls whose steps are spread over several GPUs, or show the result of one.",
+        ),
         "report": Command(
             "onelaunch.cli.study.report",
             "report",

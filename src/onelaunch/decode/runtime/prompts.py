@@ -49,7 +49,7 @@ _GRAPH_FLOPS, _GRAPH_BYTES = 1.2e12, 8e9
 
 
 class _Between(NamedTuple):
-    """What a graph of a pass leaves for the next one."""
+    """Results of a graph of a pass that the next graph reads."""
 
     hidden: torch.Tensor
     """Residual stream ``[size, H]``."""
