@@ -13,6 +13,7 @@ from onelaunch.parallel.cost import NVLINK, predict
 from onelaunch.rank_studies.declare import find_rank_study
 from onelaunch.rank_studies.judge import lines
 from onelaunch.rank_studies.ranks import joined, run_rank_study
+from onelaunch.rank_studies.report import overview_entry
 from onelaunch.rank_studies.result import Measured, RankResult
 
 STUDY = find_rank_study("context-parallel")
@@ -92,3 +93,18 @@ def test_the_command_shows_a_stored_result(tmp_path):
     said = CliRunner().invoke(study, ["ranks", str(path)])
     assert said.exit_code == 0, said.output
     assert "1.91x (predicted 1.89x)" in said.output
+
+
+def test_results_of_ranks_are_in_the_overview_of_all_results(tmp_path):
+    measurements = [measured(2, 5730.0, 3000.0), measured(4, 0, 0, missing="rank 1: it broke")]
+    joined(STUDY, tmp_path / "x.json", measurements).save(tmp_path / "x.json")
+    said = CliRunner().invoke(study, ["report", "--all", str(tmp_path)])
+    assert said.exit_code == 0, said.output
+    assert "1 result" in said.output
+    assert "0 files left out" in said.output or "left out" not in said.output
+    entry = overview_entry(joined(STUDY, tmp_path / "x.json", measurements), "x.json")
+    assert entry.found == "2 criteria met, 3 criteria not measured."
+    assert [row[4:] for row in entry.tables[0].rows] == [
+        ("5.73 ms", "3.00 ms", "1.91x", "1.0e-03"), ("rank 1: it broke", "", "", "")
+    ]  # fmt: skip
+    assert overview_entry(joined(STUDY, tmp_path / "none.json", []), "none.json").found == "5 criteria not measured."

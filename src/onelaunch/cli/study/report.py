@@ -16,8 +16,11 @@ from rich.console import Console
 from onelaunch.cli import output
 from onelaunch.cli.study.arguments import Log
 from onelaunch.errors import OutputUnwritable, ResultExists
-from onelaunch.model_studies.report import overview_entry
+from onelaunch.model_studies import report as model_studies
 from onelaunch.model_studies.result import ModelResult
+from onelaunch.rank_studies import report as rank_studies
+from onelaunch.rank_studies.judge import judged
+from onelaunch.rank_studies.result import RankResult
 from onelaunch.wording import escaped
 from onelaunch.workbench import quantities as q
 from onelaunch.workbench.files import probe_folder, read_text, within
@@ -117,15 +120,18 @@ def _report_on_all(folder: Path, report_dir: Path | None, *, full: bool, force: 
 
 
 def _read(path: Path) -> tuple[Saved, Callable[[str], Entry]]:
-    """Read the result of a study of variants or of models."""
+    """Read the result of a study of variants, of models or of ranks."""
     try:
         kind = json.loads(read_text(path)).get("kind")
     except (OSError, ValueError, RecursionError, AttributeError):
         kind = None  # the reader of results says what is wrong
-    if kind != "models":
-        return read_result(path)
-    models = ModelResult.load(path)
-    return models, lambda file: overview_entry(models, file)
+    if kind == "models":
+        models = ModelResult.load(path)
+        return models, lambda file: model_studies.overview_entry(models, file)
+    if kind == "ranks":
+        ranks = judged(RankResult.load(path))
+        return ranks, lambda file: rank_studies.overview_entry(ranks, file)
+    return read_result(path)
 
 
 def send(result: Result, sinks: Sequence[Sink], files: Sequence[Path], console: Console) -> None:
