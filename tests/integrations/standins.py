@@ -202,7 +202,7 @@ class Bounded(nn.Module):
         return torch.stack(outputs, 1)
 
 
-@named("fla.modules.layernorm.RMSNorm")
+@named("fla.modules.norm.layernorm.RMSNorm")
 class RMSNorm(nn.Module):
     """Stand-in for fla's norm, which counts the calls of its forward."""
 

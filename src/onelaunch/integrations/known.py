@@ -64,7 +64,7 @@ KNOWN: dict[str, tuple[Library, type[Forward]]] = {
     "fla.layers.hgrn.HGRNAttention": (FLA, HgrnLayer),
     "fla.layers.hgrn2.HGRN2Attention": (FLA, Hgrn2Layer),
     "fla.modules.mlp.GatedMLP": (FLA, FlaMlp),
-    "fla.modules.layernorm.RMSNorm": (FLA, FlaNorm),
+    "fla.modules.norm.layernorm.RMSNorm": (FLA, FlaNorm),
     "transformers.models.llama.modeling_llama.LlamaMLP": (TRANSFORMERS, SwigluMlp),
     "transformers.models.mistral.modeling_mistral.MistralMLP": (TRANSFORMERS, SwigluMlp),
     "transformers.models.qwen2.modeling_qwen2.Qwen2MLP": (TRANSFORMERS, SwigluMlp),
