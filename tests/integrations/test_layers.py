@@ -62,7 +62,7 @@ def test_results_gradients_and_parameters_stay(name):
     assert all(torch.equal(state[key], value) for key, value in layer.state_dict().items())
     for each in layer.parameters():
         each.data = each.detach().clone()
-    assert replaced.layout == "packed in each call, since they no longer lie one behind the other"
+    assert replaced.layout == "packed in each call, since they are no longer adjacent in memory"
     assert_same(run(layer, x), before, 3e-5)
     assert not report.fallbacks
     report.undo()

@@ -101,6 +101,7 @@ def test_twice_is_once(prose):
     prose(str(second))
     first.undo()
     assert not any("forward" in vars(each) for each in model)
+    prose(str(first))
 
 
 def test_state_dicts_load_both_ways():

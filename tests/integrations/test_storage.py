@@ -127,7 +127,7 @@ def test_results_follow_parameters_that_move(move):
     (replaced,) = report.replaced
     assert replaced.layout == "as one weight"
     move(mlp)
-    assert replaced.layout.startswith("each by itself, since they no longer lie")
+    assert replaced.layout.startswith("each by itself, since they are no longer adjacent")
     plain.load_state_dict(mlp.state_dict())
     found, wanted = mlp(x), plain(x)
     torch.testing.assert_close(found, wanted)

@@ -112,10 +112,15 @@ class Forward(ABC):
                 continue
             self._buffers[index] = lay(group)
 
+    @property
+    def runs(self) -> bool:
+        """Flag that the module calls this forward: it was not restored, nor replaced by somebody else since."""
+        return getattr(vars(self.module).get("forward"), "__self__", None) is self
+
     def restore(self) -> None:
         """Remove this forward from the module, so that the one of its class runs, and undo :meth:`lay`."""
-        if getattr(vars(self.module).get("forward"), "__self__", None) is not self:
-            return  # restored already, or replaced by somebody else since
+        if not self.runs:
+            return
         del self.module.forward
         for index, group in enumerate(self.groups()):
             if index in self._buffers and _adjacent(group):
@@ -131,7 +136,7 @@ class Forward(ABC):
         if kinds:
             why = f"each is a {min(kinds)}, whose shards are gathered into other memory in every call"
         else:
-            why = self.why_not_laid or "they no longer lie one behind the other"
+            why = self.why_not_laid or "they are no longer adjacent in memory"
         return f"{self.separately()}, since {why}"
 
 

@@ -88,6 +88,7 @@ class Report:
 
     def __str__(self) -> str:
         lines = [*self._about(self.replaced, "Replaced"), *self._about(self.already, "Replaced by an earlier call")]
+        lines += self._restored()
         if not lines:
             from onelaunch.integrations.known import KNOWN
 
@@ -107,7 +108,8 @@ class Report:
 
     @staticmethod
     def _about(found: tuple[Replaced, ...], said: str) -> list[str]:
-        """Return lines about replaced modules, grouped by class and by how their weights are multiplied."""
+        """Return lines about modules that are still replaced, grouped by class and by how their weights are multiplied."""
+        found = tuple(each for each in found if each.by.runs)
         if not found:
             return []
         groups: dict[tuple[str, str, str], list[str]] = {}
@@ -120,6 +122,20 @@ class Report:
                 + (f"; projections are multiplied {layout}" if layout else ", in calls that were measured faster")
                 for (kind, operation, layout), names in groups.items()
             ],
+        ]
+
+    def _restored(self) -> list[str]:
+        """Return lines about modules that were replaced and no longer are, grouped by class."""
+        groups: dict[str, list[str]] = {}
+        for each in (*self.replaced, *self.already):
+            if not each.by.runs:
+                groups.setdefault(each.kind, []).append(each.name)
+        if not groups:
+            return []
+        count = sum(map(len, groups.values()))
+        return [
+            f"No longer replaced, {_modules(count)}:",
+            *[f"  {kind} ({_names(names)})" for kind, names in groups.items()],
         ]
 
 

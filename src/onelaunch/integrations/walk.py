@@ -35,19 +35,19 @@ def accelerate(model: nn.Module | None = None) -> Report | FunctionReport:
 
     The forward of each such module is replaced on the module object. Modules, parameters, their names, hooks on the module, the
     optimizer and the state dict stay as they are, so checkpoints can be exchanged both ways. Weights that are multiplied with the
-    same input are moved into one buffer, one behind the other, and each parameter becomes a view of its part; eager calls then
-    multiply them as one weight, as long as they lie so. Call this function before CUDA graphs are captured, and before DDP or
-    FSDP wraps the model.
+    same input are moved into adjacent parts of one buffer, and each parameter becomes a view of its part; eager calls then
+    multiply them as one weight, as long as they stay adjacent. Call this function before CUDA graphs are captured, and before
+    DDP or FSDP wraps the model.
 
     A call of a module that the operation cannot run, for example with padding, runs the original forward. The report counts these
-    calls. A second call of ``accelerate`` replaces nothing again; weights that lie apart since, for example after ``Module.to``,
-    are moved together again.
+    calls. A second call of ``accelerate`` leaves replaced modules as they are; weights that are no longer adjacent, for example
+    after ``Module.to``, are moved together again.
 
     Without a model, functions of fla (release 0.6) are hooked for the whole process: ``chunk_gla``, ``fused_recurrent_gla``,
     ``chunk_simple_gla``, ``fused_recurrent_simple_gla``, ``fused_chunk_simple_gla``, ``chunk_hgrn`` and
     ``fused_recurrent_hgrn``. Our function runs a call where measured times say that it is faster than fla's on this device, or
     on the Hopper GPU whose times ``auto`` borrows here. Every other call goes to fla's function, and the report counts it with
-    the reason. A second call hooks nothing again.
+    the reason. A second call changes nothing.
 
     Args:
         model: Any ``torch.nn.Module``; it may hold no known module. ``None`` hooks fla's functions.
