@@ -42,8 +42,9 @@ def test_the_command_makes_the_service_and_reports_the_address(call, monkeypatch
     server = importlib.import_module("onelaunch.decode.serve.server")
     made = []
 
-    def serve(service, *, started, **options):
+    def serve(service, *, started, ready, **options):
         started("http://127.0.0.1:8123")
+        ready()
         made.append((service, options))
 
     monkeypatch.setattr(server, "serve", serve)
@@ -65,6 +66,7 @@ def test_the_command_makes_the_service_and_reports_the_address(call, monkeypatch
     assert answer.code == 0
     assert "serving" in answer.err
     assert "http://127.0.0.1:8123/v1" in answer.err
+    assert answer.err.endswith(f"{tmp_path.name} is loaded")
     ((service, options),) = made
     assert options == {"host": "127.0.0.1", "port": 8123, "api_key": "k", "grace_seconds": 30}
     assert (service.name, service.event_per_token) == (tmp_path.name, True), "the path of a folder stays private"

@@ -77,6 +77,9 @@ def serve(
     service = Service(name, loader, limits, event_per_token=event_per_token)
 
     def started(url: str) -> None:
-        console.print(f"serving {name} at {url}/v1; {url}/health says when the model is loaded", soft_wrap=True)
+        console.print(f"serving at {url}/v1; {name} is being loaded; {url}/health has status 503 until then", soft_wrap=True)
 
-    serve(service, host=host, port=port, api_key=api_key, grace_seconds=grace, started=started)
+    def ready() -> None:
+        console.print(f"{name} is loaded", soft_wrap=True)
+
+    serve(service, host=host, port=port, api_key=api_key, grace_seconds=grace, started=started, ready=ready)

@@ -144,7 +144,7 @@ class TextCodec:
             # Code in the folder is refused without asking the user, and nothing is downloaded.
             tokenizer = AutoTokenizer.from_pretrained(str(self.folder), trust_remote_code=False, local_files_only=True)
         if not tokenizer.chat_template:
-            raise CheckpointError(f"{self.folder} has no chat template; pass the prompt as text")
+            raise CheckpointError(f"{self.folder} has no chat template: it continues texts, and answers no messages")
         return tokenizer
 
     def _check_templates(self) -> None:

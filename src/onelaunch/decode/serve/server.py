@@ -55,17 +55,21 @@ class Protocol(H11Protocol):
 
 
 class Server(uvicorn.Server):
-    """Server that reports its address, and refuses waiting requests once it shuts down.
+    """Server that reports its address and the end of loading, and refuses waiting requests once it shuts down.
 
     Args:
         config: Configuration of uvicorn.
         service: Service to shut down.
         started: Function that is called with the URL when the server listens.
+        ready: Function that is called once the model is loaded.
     """
 
-    def __init__(self, config: uvicorn.Config, service: Service, started: Callable[[str], None]) -> None:
+    def __init__(
+        self, config: uvicorn.Config, service: Service, started: Callable[[str], None], ready: Callable[[], None]
+    ) -> None:
         super().__init__(config)
-        self._service, self._tell = service, started
+        self._service, self._tell, self._ready = service, started, ready
+        self._told = False
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen, and report the URL."""
@@ -75,7 +79,10 @@ class Server(uvicorn.Server):
             self._tell(f"http://{f'[{host}]' if ':' in host else host}:{port}")
 
     async def on_tick(self, counter: int) -> bool:
-        """Return whether to end, ten times a second: also if the model could not be loaded."""
+        """Return whether to end, ten times a second: also if the model could not be loaded. Report once that it is."""
+        if self._service.loaded and not self._told:
+            self._told = True
+            self._ready()
         return await super().on_tick(counter) or self._service.failure is not None
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
@@ -92,6 +99,7 @@ def serve(
     api_key: str | None,
     grace_seconds: int,
     started: Callable[[str], None],
+    ready: Callable[[], None],
 ) -> None:
     """Serve until SIGINT or SIGTERM, whose usual effect follows an orderly shutdown.
 
@@ -102,6 +110,7 @@ def serve(
         api_key: Key that requests must show; ``None`` for none.
         grace_seconds: Time for the running request to end after the signal.
         started: Function that is called with the URL when the server listens.
+        ready: Function that is called once the model is loaded.
 
     Raises:
         OSError: the address is taken, or not this machine's.
@@ -120,7 +129,7 @@ def serve(
     before = sys.getswitchinterval()
     sys.setswitchinterval(_SWITCH_SECONDS)
     try:
-        Server(config, service, started).run(sockets=[listener])
+        Server(config, service, started, ready).run(sockets=[listener])
     finally:
         sys.setswitchinterval(before)
         listener.close()
