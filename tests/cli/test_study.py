@@ -46,7 +46,7 @@ def never_measured(monkeypatch):
 
 def test_list_names_the_studies_and_those_that_cannot_be_read(call, here):
     (here / "studies" / "broken.toml").write_text("name = ")
-    answer = call("study", "list")
+    answer = call("study", "list", width=200)  # on a narrow one, cells beside the question interrupt it
     assert answer.code == 0
     assert "toy-study" in answer.out
     assert "Is the parallel sum faster?" in answer.out  # quoted from the declaration

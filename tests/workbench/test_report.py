@@ -33,7 +33,7 @@ from onelaunch.workbench.report.plots import STAND_INS, Plot
 from onelaunch.workbench.report.summary import asked, summarize
 from onelaunch.workbench.report.tables import Table, columns, to_html, to_markdown, to_rich, words
 from onelaunch.workbench.report.terminal import show
-from onelaunch.workbench.result import Estimate, Result
+from onelaunch.workbench.result import Estimate, ProbeReport, Result
 from onelaunch.workbench.study import Criterion
 from tests.workbench import results
 
@@ -278,6 +278,14 @@ def test_missing_traffic_and_plan_are_no_error() -> None:
     Reader(page.render(stripped))
 
 
+def test_failed_probes_are_open_questions() -> None:
+    failed = ProbeReport(passed=3, failed=("odd_columns, forward: y is not finite everywhere.", "one_step, forward: TypeError"))
+    result = results.proceed_on_gpu().model_copy(update={"probes": {"semi_fused": failed, "fla": ProbeReport(passed=5)}})
+    text = " ".join(markdown.render(result).replace("\\", "").split())
+    assert "semi_fused failed 2 probes (edge cases), so it cannot be adopted: odd_columns, one_step." in text
+    assert text.count("(edge cases)") == 1
+
+
 @every_result
 def test_the_page_is_well_formed_and_fetches_nothing(make: Maker) -> None:
     text, reader = page_of(make), read(make)
@@ -450,6 +458,22 @@ def test_the_table_writer_preserves_unusual_text() -> None:
     Console(file=buffer, width=60).print(to_rich(table, 60))
     assert "x | y <z>" in buffer.getvalue()
     assert "`c` *d*" in buffer.getvalue()
+
+
+@pytest.mark.parametrize("width", [64, 73, 80, 97, 120])
+def test_a_terminal_cuts_no_table_off(width: int) -> None:
+    """rich alone makes this table wider than the terminal, since one column has a long word and the others have sentences."""
+    heads = columns("study", "device", "measured", "over the fastest peer", ">ratio")
+    said = "3.27x (1.37x to 22.0x, 59 shapes; the peer is outside the gate at 33)"
+    note = "Speed of the fastest variant: geometric mean over the shapes at which both were timed, with the smallest value."
+    table = Table("", heads, (("058-projection-chain", "NVIDIA H100 80GB HBM3", said, said, "1.25x"),), note)
+    buffer = io.StringIO()
+    console = Console(file=buffer, width=width)
+    console.print(to_rich(table, width))
+    text = buffer.getvalue()
+    assert max(map(len, text.splitlines())) <= width
+    assert note in " ".join(text.split())
+    assert {"058-projection-chain", "1.25x"} <= set(text.split())
 
 
 @pytest.mark.parametrize(

@@ -431,6 +431,9 @@ def _open(result: Result) -> tuple[str, ...]:
     if main_regime(result) and not result.noise:
         lines.append("No A/A run: the smallest difference that may be claimed here is not known.")
     lines += _notes(result)
+    for variant, failed in ((name, report.failed) for name, report in result.probes.items() if report.failed):
+        names = ", ".join(dict.fromkeys(re.split("[,:]", each)[0] for each in failed[:FEW]))
+        lines.append(f"{variant} failed {q.plural(len(failed), 'probe')} (edge cases), so it cannot be adopted: {names}.")
     never = [regime for regime in result.study.regimes if regime not in _regimes_timed(result)]
     if never and main_regime(result):
         lines.append(f"Regimes declared and not measured: {', '.join(never)}.")

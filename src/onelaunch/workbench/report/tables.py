@@ -5,6 +5,7 @@ Reports and the commands of ``onelaunch`` make and print such tables.
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
@@ -167,7 +168,33 @@ def to_rich(table: Table, width: int) -> rich.table.Table:
         )
     for row in table.rows:
         drawn.add_row(*(Text(row[index], style=STYLES[TONES[row[index]]] if row[index] in TONES else "") for index in shown))
+    if whole and _is_wider(drawn, width):
+        for column, chosen in zip(drawn.columns, _widths(table, shown, width), strict=True):
+            column.width = chosen
     return drawn
+
+
+def _is_wider(drawn: rich.table.Table, width: int) -> bool:
+    """Return whether rich draws a table wider than ``width``, so that a terminal would cut its cells and its note off.
+
+    Rich narrows all columns alike, and then widens those again that are narrower than their longest word.
+    """
+    from rich.console import Console
+
+    console = Console(width=width, file=io.StringIO())
+    text = "".join(segment.text for segment in console.render(drawn))
+    return max(map(len, text.splitlines())) > width
+
+
+def _widths(table: Table, shown: list[int], width: int) -> list[int]:
+    """Return widths of columns that fit together: the least that each needs, and more where a cell would have most lines."""
+    cells = {index: [table.columns[index].title, *(row[index] for row in table.rows)] for index in shown}
+    wanted = {index: max(map(len, texts)) for index, texts in cells.items()}
+    found = {index: max(wanted[index] if table.columns[index].right else _longest_word(table, index), 1) for index in shown}
+    for _ in range(width - 2 * len(shown) - sum(found.values())):
+        narrowest = max(shown, key=lambda index: wanted[index] / found[index])
+        found[narrowest] += found[narrowest] < wanted[narrowest]
+    return list(found.values())
 
 
 def _plain(table: Table) -> Table:
