@@ -172,7 +172,7 @@ def test_a_pass_that_does_not_fit_into_memory_leaves_the_prompt_to_op_by_op_laun
     monkeypatch.setattr(prompts, "capture_on_new_stream", exhausted)
     passes = prompts.PromptPasses(weights)
     assert [passes.note(MODEL, 20) for _ in range(2)] == [False, True]
-    with pytest.warns(FallbackNotice, match="too little memory to capture prompts of 32 tokens"):
+    with pytest.warns(FallbackNotice, match="too little memory to capture the prefill of 32 tokens"):
         assert passes.read(weights, tokens_of(20), KVCache.empty(MODEL, 20), lambda: None) is None
     assert not any(passes.note(MODEL, 20) for _ in range(3))
 

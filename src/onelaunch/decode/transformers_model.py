@@ -36,7 +36,7 @@ _INDIFFERENT = (
     "num_assistant_tokens_schedule", "assistant_confidence_threshold", "assistant_early_exit", "assistant_lookbehind",
     "target_lookbehind", "max_matching_ngram_size", "continuous_batching_config",
 )  # fmt: skip
-"""Options that change nothing here: of padding, of beams and assistants that are refused, of the way it is computed."""
+"""Options that are accepted without effect: of padding, of beams and assistants that are refused, and of how to compute."""
 
 _ABSENT = {
     "min_length": 0, "min_new_tokens": 0, "early_stopping": False, "num_beams": 1, "num_beam_groups": 1, "diversity_penalty": 0,
@@ -85,16 +85,16 @@ class TransformersModel(Model):
 
         Args:
             inputs: Token ids ``[1, T]``; the same as ``input_ids``.
-            generation_config: Options in a ``GenerationConfig``, which precede those of the model.
+            generation_config: Options in a ``GenerationConfig``, which take precedence over those of the model.
             input_ids: Token ids ``[1, T]`` of integers.
             attention_mask: Mask ``[1, T]`` of ones, or of zeros before ones for padding on the left, which is not read.
             streamer: Streamer of ``transformers``.
             tokenizer: Not used: ``stop_strings``, for which ``transformers`` needs it, is refused.
-            **options: Options of ``GenerationConfig`` by name, which precede all others: ``max_new_tokens``, ``max_length``,
-                ``do_sample``, ``temperature``, ``top_k``, ``top_p``, ``min_p``, ``repetition_penalty``, ``eos_token_id`` and
-                ``return_dict_in_generate``. Options that change nothing for one sequence are taken too, and all others if they
-                are off. The global random state of PyTorch gives the seed of a drawn text, which is another one than that of
-                ``transformers``.
+            **options: Options of ``GenerationConfig`` by name, which take precedence over all others: ``max_new_tokens``,
+                ``max_length``, ``do_sample``, ``temperature``, ``top_k``, ``top_p``, ``min_p``, ``repetition_penalty``,
+                ``eos_token_id`` and ``return_dict_in_generate``. Options that change nothing for one sequence are taken too, and
+                all others if they are off. PyTorch's global random state gives the seed when sampling; the sampled text differs
+                from that of ``transformers`` with the same state.
 
         Returns:
             Prompt and new tokens, ``[1, T + N]``, dtype and device of the input; with ``return_dict_in_generate`` a
@@ -252,7 +252,7 @@ def _limit(given: Mapping[str, Any], length: int) -> int:
 
 
 def _sampling(given: Mapping[str, Any]) -> Sampling:
-    """Return the sampling of a call; a drawn one gets its seed from PyTorch's global random state."""
+    """Return the sampling options of a call; with ``do_sample`` the seed comes from PyTorch's global random state."""
     choices: dict[str, Any] = {**recommended(given)}
     if given.get("do_sample"):
         choices["seed"] = int(torch.randint(min(LARGEST_SEED, 2**62), (), device="cpu"))

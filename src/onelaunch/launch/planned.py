@@ -1,4 +1,4 @@
-"""Functions whose calls are replayed: which state their inputs are in, and when nothing may be replayed.
+"""Functions whose calls are recorded and replayed: when a call is run, recorded or replayed, and when it must not be.
 
 Operators (``operator.py``) and operations (``operation/definition.py``) make :class:`Planned` functions, and the functions with
 fla's names are decorated by :func:`replayed`. A :class:`Planned` function runs as it is the first time that it meets inputs with
@@ -6,8 +6,8 @@ certain facts (shapes, strides, dtypes, device, alignment, see :mod:`onelaunch.l
 replayed from then on: from a :class:`~onelaunch.launch.plan.Plan`, or from a :class:`~onelaunch.launch.tape.Taped` if autograd
 follows the call.
 
-Under anything that wants to see PyTorch's operators or our launches (a dispatch mode, a tracer, a function transform, Triton's
-launch hooks) and where another device is current, the function itself runs. So it does while ``torch.compile`` traces. It is not
+Under anything that must see PyTorch's operators or our launches (a dispatch mode, a tracer, a function transform, Triton's
+launch hooks), and if another device is current, the function itself runs, as it does while ``torch.compile`` traces. It is not
 recorded during the capture of a CUDA graph, but a plan that exists can be captured: its allocations and launches are then the
 graph's.
 
@@ -44,10 +44,10 @@ MOST = 4096
 """Largest number of kinds of inputs that a function remembers. Beyond it all are forgotten."""
 
 _MOST_DISTANCES = 256
-"""Largest number of distances of inputs for which plans of otherwise equal inputs are kept."""
+"""Largest number of plans kept for equal facts that differ in the byte distances between the addresses of their inputs."""
 
 _SEEN, _REFUSED = object(), object()
-"""States of inputs without a plan: met once, and not plannable."""
+"""Entries for facts without a plan: a first call was made, or recording failed and is not tried again."""
 
 _ALL: list[Planned[Any]] = []
 """All planned functions of the process."""
@@ -60,7 +60,7 @@ class Planned(Generic[R]):
         function: Function of tensors, numbers, flags and strings, or lists of these. It depends on nothing but facts about them
             that :func:`~onelaunch.launch.facts.facts_of` finds, and on what stays the same in a process. Its results are new
             tensors.
-        taped: Flag that calls may take gradients. Otherwise the function is called where autograd is off or done with.
+        taped: Flag that calls may take gradients. Otherwise the function is only called where autograd does not record.
     """
 
     def __init__(self, function: Callable[..., R], *, taped: bool = False) -> None:
@@ -103,7 +103,7 @@ class Planned(Generic[R]):
         return self._run(inputs, named, facts, found, plans)
 
     def plan_for(self, inputs: tuple[Any, ...]) -> Plan | None:
-        """Return the plan for inputs if there is one, and only one whatever the distances of the tensors in memory are."""
+        """Return the plan for inputs, or ``None`` if there is none or if it depends on the distances between their addresses."""
         facts = facts_of(inputs)
         found = None if facts is None else self._plans.get(facts.key)
         return found if type(found) is Plan else None
@@ -191,7 +191,10 @@ class Planned(Generic[R]):
 
 
 def _repeated(found: Plan | Taped, inputs: tuple[Any, ...], named: dict[str, Any], facts: Facts) -> Repeated | None:
-    """Return what compares inputs with those of a call that has a plan or a tape, which keeps it; ``None`` if nothing can."""
+    """Return the comparison of later inputs with those of a call that was recorded, or ``None`` if they cannot be compared.
+
+    The plan or the tape of the call keeps it.
+    """
     if found.repeated is None:
         try:
             found.repeated = Repeated(inputs, named, facts)
@@ -232,7 +235,7 @@ def _launches_of_triton() -> Iterator[list[None]]:
 
 
 def _distances_of(plans: dict[Any, Any], facts: Facts) -> tuple[int, ...]:
-    """Return the distances of a call's tensors that tell plans apart."""
+    """Return the byte distances between addresses of a call's tensors by which its plans differ."""
     return tuple(facts.addresses[j] - facts.addresses[i] for i, j, _ in plans[None])
 
 

@@ -1,4 +1,4 @@
-"""Tapes: the functions of PyTorch and the operators of ours that a differentiable call consists of, to be called again.
+"""Tapes: recordings of the PyTorch functions and operators of ours in a differentiable call, which a replay calls again.
 
 A call that takes gradients cannot be replayed below autograd, as :class:`~onelaunch.launch.plan.Plan` does. Its argument checks
 and the choice of a variant can be left out all the same: what remains is a list of calls, mostly of a single operator. A tape is
@@ -29,13 +29,13 @@ _FACTS = frozenset(
         "is_floating_point", "is_neg", "ndimension", "numel", "size", "storage_offset", "stride", "untyped_storage",
     }
 )  # fmt: skip
-"""Functions that tell of a tensor what the key of a call holds, or nothing that matters, and leave it unchanged."""
+"""Functions that only read metadata of a tensor. They are not recorded, since calls that share a tape have equal metadata."""
 
 
 _ASSIGNMENTS = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift")
 
 _IN_PLACE = frozenset({f"__i{name}__" for name in _ASSIGNMENTS})
-"""Names of operators that write to their first argument, as those do that end with one underscore."""
+"""Names of operators that write to their first argument, as do all whose names end with one underscore."""
 
 LONGEST = 256
 """Largest number of steps of a tape. With more of them, what a replay leaves out no longer matters."""
@@ -100,7 +100,7 @@ class Tape(TorchFunctionMode):
     def operated(self, repeat: Callable[..., Any], run: Callable[[], Any], inputs: tuple[Any, ...]) -> Any:
         """Run a call of an operator, record that ``repeat`` is to be called with the same inputs, and return the results.
 
-        What PyTorch functions the operator calls is its own matter.
+        PyTorch functions that the operator calls itself are not recorded.
         """
         before, self._inside = self._inside, True
         try:
@@ -112,7 +112,7 @@ class Tape(TorchFunctionMode):
         return result
 
     def holds(self, inputs: tuple[Any, ...]) -> bool:
-        """Return whether all tensors among inputs are those of the taped call itself, and none is inside a list or a tuple."""
+        """Return whether all tensors among ``inputs`` are inputs of the recorded call, and none is inside a list or a tuple."""
         tensors = [each for each in inputs if isinstance(each, torch.Tensor)]
         known = all(self._at.get(id(each), self._inputs) < self._inputs for each in tensors)
         return known and not any(isinstance(each, (list, tuple)) for each in inputs)

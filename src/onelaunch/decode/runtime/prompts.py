@@ -1,13 +1,13 @@
-"""Captured forward passes for prompts: PyTorch's kernels for a whole prompt, replayed as a few CUDA graphs.
+"""Prefill by CUDA graphs: PyTorch's forward pass for a whole prompt, captured once per size and replayed.
 
-Op by op, the host takes 18 to 25 ms to launch the forward pass of 28 to 36 layers, which the device runs in a fifth of the time.
-A pass is captured for a number of tokens (:data:`SIZES`), and a shorter prompt is padded at its end: attention is causal, so the
-padding changes no result. Only the order of sums in a matrix product may depend on the number of rows.
+In eager mode the host takes 18 to 25 ms to launch the forward pass of 28 to 36 layers, which the device runs in a fifth of the
+time. A pass is captured for a number of tokens (:data:`SIZES`), and a shorter prompt is padded at its end: attention is causal,
+so the padding changes no result. Only the order of sums in a matrix product may depend on the number of rows.
 
-A pass consists of several graphs if the device needs long for it, so that a cancelled request ends between two of them. The
-first prompt of a size is read without a pass, since a capture takes several times as long; :meth:`PromptPasses.prepare` captures
-ahead.
-``engines.py`` reads prompts with it; the passes of a model are kept in ``models.py``.
+A *pass* here is the captured prefill for one number of tokens. It consists of several graphs if the device needs long for it, so
+that a cancelled request ends between two of them. The first prompt of a size is prefilled in eager mode, since a capture takes
+several times as long; :meth:`PromptPasses.prepare` captures ahead. ``engines.py`` prefills with it, and ``models.py`` keeps the
+passes of a model.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ They take a Hopper GPU about 20 ms.
 """
 
 _CAPACITIES = (512, 2048)
-"""Capacities, in positions, of the caches that passes write to. All passes of up to so many tokens share one."""
+"""Capacities, in positions, of the caches that passes write to. All passes for at most that many tokens share one."""
 
 _NEVER = -(1 << 62)
-"""Number of prompts seen, for a size whose pass did not fit into memory."""
+"""Count of prompts that marks a size whose pass did not fit into memory, so that it is never captured again."""
 
 _GRAPH_FLOPS, _GRAPH_BYTES = 1.2e12, 8e9
 """Most FLOPs and bytes of weights of one graph: about 3 ms of a Hopper GPU each. A graph has at least one layer."""
@@ -128,7 +128,7 @@ def _add_and_norm(
 
 
 def size_of(config: ModelConfig, tokens: int) -> int | None:
-    """Return the size of the pass for a prompt, in tokens, or ``None`` if the prompt should be read op by op."""
+    """Return the size of the pass for a prompt, in tokens, or ``None`` if it is prefilled in eager mode."""
     size = next((each for each in SIZES if each >= tokens), None)
     if size is None or size > config.max_position_embeddings or _flops(config, size) > _MOST_FLOPS:
         return None
@@ -165,7 +165,7 @@ class PromptPasses:
         self._steps = MODELS.captured(weights)
 
     def note(self, config: ModelConfig, tokens: int) -> bool:
-        """Note that a prompt of ``tokens`` tokens is about to be read, and return whether a pass should read it."""
+        """Count a prompt of ``tokens`` tokens that is about to be prefilled, and return whether a pass should do it."""
         size = size_of(config, tokens)
         if size is None or (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()):
             return False
@@ -176,7 +176,7 @@ class PromptPasses:
     def read(
         self, weights: Weights, prompt: torch.Tensor, cache: KVCache, pace: Callable[[], None]
     ) -> tuple[torch.Tensor, KVCache] | None:
-        """Return the logits after a prompt and its cache, or ``None`` if there is too little memory for its pass.
+        """Prefill a prompt; return its logits and its cache, or ``None`` if there is too little memory for its pass.
 
         Args:
             weights: Weights of the model.
@@ -216,7 +216,7 @@ class PromptPasses:
             return graphs.get(("prompt", size), functools.partial(CapturedPass.of, weights, size, cache))
         except torch.OutOfMemoryError:
             self._steps.seen[size] = _NEVER
-            notice = f"There is too little memory to capture prompts of {size} tokens; PyTorch reads them op by op."
+            notice = f"There is too little memory to capture the prefill of {size} tokens as CUDA graphs; it runs in eager mode."
             warnings.warn(notice, FallbackNotice, stacklevel=3)
             return None
 

@@ -23,7 +23,7 @@ from onelaunch.decode.serve.replies import Part
 from onelaunch.errors import OneLaunchError
 
 ENQUEUED_SECONDS = 8e-3
-"""Longest work, in seconds, that a request has enqueued on the device: it works on for so long after the client has hung up."""
+"""Most work in seconds that a request enqueues on the device. It is completed even if the client hangs up."""
 
 _WARM_UP = (128, 1), (8, 36)
 """Numbers of tokens of prompts and of new tokens to generate after loading. PyTorch's prefill and the kernels are then ready."""
@@ -166,7 +166,7 @@ class Service:
         return problem
 
     async def run(self, stream: Stream) -> AsyncGenerator[Part, None]:
-        """Generate a choice on the device and yield its parts. The caller has the turn.
+        """Generate a choice on the device and yield its parts. The caller must hold the turn that :class:`Queue` grants.
 
         Leaving the loop cancels the generation, and waits until the device's thread has stopped.
 
@@ -208,7 +208,7 @@ class Service:
             put(None)
 
     def _load(self) -> Model:
-        """Load the model, and generate a few tokens, so that the first request compiles nothing and the times are known."""
+        """Load the model, and generate a few tokens, so that the first request compiles nothing and the token time is known."""
         model = self._loader()
         model.require_text("a server")
         for prompt, new in _WARM_UP:
@@ -228,7 +228,7 @@ class Service:
             raise self.without_paths(of_prompt(problem)) from None
 
     def _streams(self, request: Chat | Completion) -> list[Stream]:
-        """Return the stream of each choice of a request: for each prompt ``n``, whose seeds follow one another."""
+        """Return the stream of each choice of a request: ``n`` per prompt, with consecutive seeds."""
         prompts: list[Prompt]
         if isinstance(request, Chat):
             prompts = [self._prompt(request.messages, request.chat_template_kwargs)]

@@ -18,7 +18,7 @@ Protocol   forward: CTAs do not exchange anything. Backward: when all warps of a
            their rows, and sets the counter back to 0 for the next launch. No CTA waits for another.
 Numerics   float32 between the loads and the stores. dh is orthogonal to h, but for eps, and a decay of the recurrence before the
            norm scales h: its gradient is what is left of large terms that cancel. dh is therefore rounded so that the inner
-           product of a head's dh and h stays what it is (``round_across``).
+           product of a head's dh and h, 0 but for eps, is kept by the rounding (``round_across``).
 Callers    launch.py launches the kernels; prologue.py uses ``reciprocal_rms`` and ``activate``.
 Source     study 058-output-chain; norm and gate as in fla's FusedRMSNormGated; docs/notebook/output_chain.md.
 """
@@ -91,7 +91,7 @@ def add_rows(partials, total, rows, V: tl.constexpr, BV: tl.constexpr):
 
 @triton.jit
 def round_across(exact, x, c, DTYPE: tl.constexpr, BV: tl.constexpr):
-    """Return rows [BM, BV] rounded to DTYPE, with nearly the inner product with the same row of x that they had before.
+    """Return rows [BM, BV] rounded to DTYPE so that each row's inner product with the same row of x is nearly unchanged.
 
     What rounding takes from the inner product goes into the element where |x| is largest. ``c`` numbers the elements. A row
     that is not finite, or that the correction would take out of DTYPE's range, is rounded as usual.
