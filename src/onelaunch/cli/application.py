@@ -114,7 +114,9 @@ class Commands(LazyGroup):
             "onelaunch.cli.doctor", "doctor", "List the devices and software found here, and what is missing for which purpose."
         ),
         "report": Command(
-            "onelaunch.cli.study.report", "report", "Report on a stored result, or on all results: the same as study report."
+            "onelaunch.cli.study.report",
+            "report",
+            "Print the report on a stored result, and optionally write it as Markdown and HTML.",
         ),
         "study": Command("onelaunch.cli.study.application", "study", "Declare, run, read and compare studies."),
     }

@@ -127,7 +127,7 @@ def test_a_client_that_never_reads_is_left_when_its_time_is_over(monkeypatch):
 
 
 def test_the_device_stops_within_a_prompt(model, monkeypatch):
-    entered, leave, halves, mlp = threading.Event(), threading.Event(), [], forward_file.mlp
+    entered, leave, halves, mlp = threading.Event(), threading.Event(), [], forward_file.swiglu_mlp
     with App(model) as app:
         app.ready()
 
@@ -137,7 +137,7 @@ def test_the_device_stops_within_a_prompt(model, monkeypatch):
             leave.wait(5)
             return mlp(*given)
 
-        monkeypatch.setattr(forward_file, "mlp", slow)
+        monkeypatch.setattr(forward_file, "swiglu_mlp", slow)
         gone = asyncio.Event()
         answer = app.start(COMPLETIONS, fields([1] * 300), hang_up=gone)
         assert entered.wait(5)

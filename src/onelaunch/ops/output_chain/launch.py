@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
-from onelaunch.device.hardware import is_hip, processors
+from onelaunch.device.hardware import is_hopper, processors
 from onelaunch.kernels.common.layout import cdiv, inner_contiguous, power_of_2
 from onelaunch.launch.launch import Launch
 from onelaunch.launch.workspace import counters
@@ -100,12 +100,12 @@ def _steps_of(count: int, device: torch.device) -> int:
 
 
 def _registers(h: torch.Tensor, values: int) -> dict[str, Any]:
-    """Return the limit of registers with which three CTAs of a backward launch fit on an NVIDIA GPU's SM.
+    """Return the limit of registers with which three CTAs of a backward launch fit on an SM of a Hopper GPU.
 
     Without it ptxas takes up to 180 for Hopper, in 16-bit dtypes. With it nothing spills in heads of up to 256 channels, but in
-    larger ones some would.
+    larger ones some would, and so it would on Blackwell.
     """
-    return {} if is_hip(h.device) or h.dtype == torch.float32 or values > _LIMITED_VALUES else {"maxnreg": 168}
+    return {} if not is_hopper(h.device) or h.dtype == torch.float32 or values > _LIMITED_VALUES else {"maxnreg": 168}
 
 
 def norm_gate(given: Operands, eps: float, *, keep: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
