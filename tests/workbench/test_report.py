@@ -33,7 +33,7 @@ from onelaunch.workbench.report.plots import STAND_INS, Plot
 from onelaunch.workbench.report.summary import asked, summarize
 from onelaunch.workbench.report.tables import Table, columns, to_html, to_markdown, to_rich, words
 from onelaunch.workbench.report.terminal import show
-from onelaunch.workbench.result import Estimate, ProbeReport, Result
+from onelaunch.workbench.result import Estimate, Result
 from onelaunch.workbench.study import Criterion
 from tests.workbench import results
 
@@ -276,14 +276,6 @@ def test_missing_traffic_and_plan_are_no_error() -> None:
     assert "not decided" in markdown.render(stripped)
     assert not [plot for plot in page.plots(stripped) if "bytes" in plot.title]
     Reader(page.render(stripped))
-
-
-def test_failed_probes_are_open_questions() -> None:
-    failed = ProbeReport(passed=3, failed=("odd_columns, forward: y is not finite everywhere.", "one_step, forward: TypeError"))
-    result = results.proceed_on_gpu().model_copy(update={"probes": {"semi_fused": failed, "fla": ProbeReport(passed=5)}})
-    text = " ".join(markdown.render(result).replace("\\", "").split())
-    assert "semi_fused failed 2 probes (edge cases), so it cannot be adopted: odd_columns, one_step." in text
-    assert text.count("(edge cases)") == 1
 
 
 @every_result

@@ -21,7 +21,7 @@ import pytest
 from onelaunch.workbench.report import committed, markdown, page
 from onelaunch.workbench.report.headline import counts, headline
 from onelaunch.workbench.report.summary import first_tables, summarize
-from onelaunch.workbench.result import Decision, Outcome, Result
+from onelaunch.workbench.result import Decision, Outcome, ProbeReport, Result
 from onelaunch.workbench.study import Criterion
 from tests.workbench import results
 from tests.workbench.drawn import keep_texts_alone
@@ -240,3 +240,11 @@ def test_committed_headlines_match_the_results_in_the_repository() -> None:
     assert path.read_text(encoding="utf-8") == summarized(ROOT / "results"), "run: python -m tools.summarize_results"
     for entry in json.loads(path.read_text(encoding="utf-8")):
         assert all(entry[key] for key in ("study", "study_digest", "device", "date", "commit", "decision", "sentence"))
+
+
+def test_failed_probes_are_open_questions() -> None:
+    failed = ProbeReport(passed=3, failed=("odd_columns, forward: y is not finite everywhere.", "one_step, forward: TypeError"))
+    result = results.proceed_on_gpu().model_copy(update={"probes": {"semi_fused": failed, "fla": ProbeReport(passed=5)}})
+    text = " ".join(markdown.render(result).replace("\\", "").split())
+    assert "semi_fused failed 2 probes (edge cases), so it cannot be adopted: odd_columns, one_step." in text
+    assert text.count("(edge cases)") == 1
