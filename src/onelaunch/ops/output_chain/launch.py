@@ -57,7 +57,7 @@ _TOKENS = 256
 _WARPS = 4
 """Warps of a CTA of either kernel."""
 
-_LIMITED_VALUES = 256
+_LIMITED_VALUES = 128
 """Largest number of channels of a head with which the registers of a backward launch are limited."""
 
 _CTAS_PER_SM = 4
@@ -102,7 +102,7 @@ def _steps_of(count: int, device: torch.device) -> int:
 def _registers(h: torch.Tensor, values: int) -> dict[str, Any]:
     """Return the limit of registers with which three CTAs of a backward launch fit on an SM of a Hopper GPU.
 
-    Without it ptxas takes up to 180 for Hopper, in 16-bit dtypes. With it nothing spills in heads of up to 256 channels, but in
+    Without it ptxas takes up to 180 for Hopper, in 16-bit dtypes. With it nothing spills in heads of up to 128 channels, but in
     larger ones some would, and so it would on Blackwell.
     """
     return {} if not is_hopper(h.device) or h.dtype == torch.float32 or values > _LIMITED_VALUES else {"maxnreg": 168}
