@@ -15,6 +15,7 @@ from onelaunch.rank_studies.judge import lines
 from onelaunch.rank_studies.ranks import joined, run_rank_study
 from onelaunch.rank_studies.report import overview_entry
 from onelaunch.rank_studies.result import Measured, RankResult
+from onelaunch.workbench.study.read import find_study
 
 STUDY = find_rank_study("context-parallel")
 
@@ -108,3 +109,9 @@ def test_results_of_ranks_are_in_the_overview_of_all_results(tmp_path):
         ("5.73 ms", "3.00 ms", "1.91x", "1.0e-03"), ("rank 1: it broke", "", "", "")
     ]  # fmt: skip
     assert overview_entry(joined(STUDY, tmp_path / "none.json", []), "none.json").found == "5 criteria not measured."
+
+
+def test_a_study_of_ranks_is_no_study_of_variants():
+    with pytest.raises(StudyError, match="several GPUs, not of variants") as caught:
+        find_study("context-parallel")
+    assert "onelaunch study ranks context-parallel" in str(caught.value)

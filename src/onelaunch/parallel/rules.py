@@ -1,4 +1,4 @@
-"""What an operation with a linear recurrence says about a slice of its steps: :class:`Rules`, and :class:`Passes` of kernels.
+"""Description of an operation with a linear recurrence on a slice of its steps: :class:`Rules`, and :class:`Passes` of kernels.
 
 The operations derive from these classes; ``carry.py`` and ``passes.py`` call them.
 """

@@ -6,23 +6,13 @@ Criteria and predictions are declared before anything runs on several GPUs, and 
 from __future__ import annotations
 
 import hashlib
-import sys
-from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 
-import onelaunch
-from onelaunch.errors import StudyError, UnknownStudy
-from onelaunch.wording import in_a_line, shown
-from onelaunch.workbench.files import read_text
-from onelaunch.workbench.stored import FROM_A_FILE, Name, Positive, Words
+from onelaunch.workbench.stored import Name, Positive, Words
 from onelaunch.workbench.study.declare import Declared, Scale
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib  # pyrefly: ignore[missing-import]
+from onelaunch.workbench.study.kinds import find_declared
 
 Size = Annotated[int, Field(ge=1, le=2**31 - 1)]
 
@@ -145,13 +135,6 @@ class RankStudy(Declared):
         return hashlib.sha256(self.model_dump_json().encode()).hexdigest()
 
 
-def folders() -> list[Path]:
-    """Return the folders of studies of ranks: ``./studies/ranks``, then that of the package or of its checkout."""
-    package = Path(onelaunch.__file__).parent
-    built_in = next((root / "studies" for root in (package, package.parents[1]) if (root / "studies").is_dir()), package)
-    return [folder for folder in (Path("studies") / "ranks", built_in / "ranks") if folder.is_dir()]
-
-
 def find_rank_study(name_or_path: str) -> RankStudy:
     """Return a study of ranks, by its name or by the path of its file.
 
@@ -159,16 +142,4 @@ def find_rank_study(name_or_path: str) -> RankStudy:
         UnknownStudy: No study of ranks has this name.
         StudyError: The file cannot be read or is wrong. The message names the key.
     """
-    named = [folder / f"{name_or_path}.toml" for folder in folders()] if "/" not in name_or_path else []
-    path = next((path for path in (Path(name_or_path), *named) if path.is_file()), None)
-    if path is None:
-        raise UnknownStudy(name_or_path, sorted({path.stem for folder in folders() for path in folder.glob("*.toml")}))
-    try:
-        raw: dict[str, Any] = tomllib.loads(read_text(path))
-        return RankStudy.model_validate(raw, context=FROM_A_FILE)
-    except ValidationError as error:
-        first = error.errors(include_context=False)[0]
-        where = ".".join(map(str, first["loc"]))
-        raise StudyError(path, f"{where or 'the study'}: {first['msg']} (it is {shown(first['input'])})") from error
-    except (OSError, ValueError, RecursionError) as error:
-        raise StudyError(path, in_a_line(error)) from error
+    return find_declared("ranks", RankStudy, name_or_path)

@@ -44,6 +44,7 @@ from onelaunch.workbench.study.declare import (
     Shape,
     Study,
 )
+from onelaunch.workbench.study.kinds import KINDS
 from onelaunch.workbench.study.measure import measures
 
 if sys.version_info >= (3, 11):
@@ -123,9 +124,10 @@ def find_study(name_or_path: str | Path) -> tuple[Path, Study]:
     for folder in _study_folders():
         if _is_file(candidate := folder / f"{name_or_path}.toml"):
             return candidate, load_study(candidate)
-        if _is_file(candidate := folder / "models" / f"{name_or_path}.toml"):
-            advice = f"Run it with: onelaunch study models {name_or_path}"
-            raise StudyError(candidate, "this is a study of whole models, not of variants of an operation.", advice=advice)
+        for kind, description in KINDS.items():
+            if _is_file(candidate := folder / kind / f"{name_or_path}.toml"):
+                advice = f"Run it with: onelaunch study {kind} {name_or_path}"
+                raise StudyError(candidate, f"this is {description}, not of variants of an operation.", advice=advice)
     raise UnknownStudy(str(name_or_path), _known_names())
 
 
