@@ -96,11 +96,11 @@ def test_the_code_of_the_first_quick_start_replaces_the_layers(monkeypatch, caps
     layer = names["model"].layers[0]
     ours = layer(x)[0]
     names["report"].undo()
-    torch.testing.assert_close(ours, layer(x)[0], atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(ours, layer(x)[0])
 
 
 def test_the_command_of_the_second_quick_start_runs():
-    pytest.importorskip("tokenizers")
+    pytest.importorskip("tokenizers", reason="needs the extra decode")
     (generate,) = commands("generate")
     said = CliRunner().invoke(application, generate)
     assert said.exit_code == 0, said.output

@@ -179,7 +179,7 @@ def gla_inputs() -> list[torch.Tensor]:
 @pytest.mark.parametrize("per_head", [False, True])
 def test_the_kernels_of_local_passes_compile_without_spills(per_head):
     """Those of the passes with outputs are examples of ``hopper``. Sums of a pass are launched once for both of its uses."""
-    pytest.importorskip("triton")
+    pytest.importorskip("triton", reason="it compiles kernels of Triton")
     with record("sm_90a") as (device, launches), torch.no_grad():
         q, do = (torch.empty(1, 8192, 16, 128, dtype=torch.bfloat16, device=device) for _ in range(2))
         decays = torch.empty(q.shape[: 3 if per_head else 4], dtype=q.dtype, device=device)
