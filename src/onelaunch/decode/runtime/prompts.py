@@ -1,8 +1,8 @@
 """Prefill by CUDA graphs: PyTorch's forward pass for a whole prompt, captured once per size and replayed.
 
-In eager mode the host takes 18 to 25 ms to launch the forward pass of 28 to 36 layers, which the device runs in a fifth of the
-time. A pass is captured for a number of tokens (:data:`SIZES`), and a shorter prompt is padded at its end: attention is causal,
-so the padding changes no result. Only the order of sums in a matrix product may depend on the number of rows.
+In eager mode the host takes 18 to 25 ms to launch the forward pass of 28 to 36 layers, and by estimate the device runs short
+prompts in a fifth of that. A pass is captured for a number of tokens (:data:`SIZES`), and a shorter prompt is padded at its end:
+attention is causal, so the padding changes no result. Only the order of sums in a matrix product may depend on the number of rows.
 
 A *pass* here is the captured prefill for one number of tokens. It consists of several graphs if the device needs long for it, so
 that a cancelled request ends between two of them. The first prompt of a size is prefilled in eager mode, since a capture takes
@@ -35,7 +35,7 @@ SIZES = (16, 32, 48, 64, 96, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1
 _MOST_FLOPS = 8e12
 """FLOPs of matrix products in a prompt, above which the host launches ahead of the device and padding would only cost time.
 
-They take a Hopper GPU about 20 ms.
+At 400 TFLOP/s, an estimate, they take 20 ms.
 """
 
 _CAPACITIES = (512, 2048)
@@ -45,7 +45,7 @@ _NEVER = -(1 << 62)
 """Count of prompts that marks a size whose pass did not fit into memory, so that it is never captured again."""
 
 _GRAPH_FLOPS, _GRAPH_BYTES = 1.2e12, 8e9
-"""Most FLOPs and bytes of weights of one graph: about 3 ms of a Hopper GPU each. A graph has at least one layer."""
+"""Most FLOPs and bytes of weights of one graph: about 3 ms of a Hopper GPU each, by estimate. A graph has at least one layer."""
 
 
 class _Between(NamedTuple):
