@@ -1,8 +1,9 @@
 """Prefill by CUDA graphs: PyTorch's forward pass for a whole prompt, captured once per size and replayed.
 
 In eager mode the host takes 18 to 25 ms to launch the forward pass of 28 to 36 layers, and by estimate the device runs short
-prompts in a fifth of that. A pass is captured for a number of tokens (:data:`SIZES`), and a shorter prompt is padded at its end:
-attention is causal, so the padding changes no result. Only the order of sums in a matrix product may depend on the number of rows.
+prompts in a fifth of that. A pass is captured for a number of tokens (:data:`SIZES`), and a shorter prompt is padded at its
+end: attention is causal, so the padding changes no result. Only the order of sums in a matrix product may depend on the
+number of rows.
 
 A *pass* here is the captured prefill for one number of tokens. It consists of several graphs if the device needs long for it, so
 that a cancelled request ends between two of them. The first prompt of a size is prefilled in eager mode, since a capture takes
