@@ -65,10 +65,12 @@ def tokens_of(count, seed=0):
     return torch.randint(0, MODEL.vocab_size, (count,), generator=torch.Generator().manual_seed(seed))
 
 
-def read(passes, weights, tokens, pace=lambda: None):
-    """Read a prompt by a pass, and return the logits and the filled part of the cache."""
+def read(passes, weights, tokens, pace=lambda: None, captured=True):
+    """Prefill a prompt by a pass, which is captured unless the test wants it so, and return the logits and the filled cache."""
+    if captured:
+        passes._steps.seen[prompts.size_of(MODEL, len(tokens))] += 1
     with torch.no_grad():
-        logits, cache = passes.read(weights, tokens, KVCache.empty(MODEL, len(tokens)), pace)
+        logits, cache = passes.prefill(weights, tokens, KVCache.empty(MODEL, len(tokens)), pace)
     return logits, cache.tensors()
 
 
@@ -146,12 +148,41 @@ def test_no_graph_takes_longer_than_a_few_milliseconds():
             assert max(map(len, layers)) * of_a_layer <= 1.5 * max(prompts._GRAPH_FLOPS, of_a_layer)
 
 
-def test_the_second_prompt_of_a_size_is_read_by_a_pass(weights, captures):
+def test_the_second_prompt_of_a_size_is_captured_and_gives_the_same(weights, captures):
+    passes, tokens = prompts.PromptPasses(weights), tokens_of(50)
+    found = [read(passes, weights, tokens, captured=False) for _ in range(3)]
+    assert len(captures) == 1
+    for logits, filled in found[1:]:
+        assert torch.equal(logits, found[0][0])
+        for name, tensor in filled.items():
+            assert torch.equal(tensor, found[0][1][name])
+    read(prompts.PromptPasses(weights), weights, tokens_of(33), captured=False)
+    assert len(captures) == 1
+    read(prompts.PromptPasses(weights), weights, tokens_of(40), captured=False)
+    assert len(captures) == 2, "engines of the same weights share passes"
+
+
+def test_prompts_are_prefilled_by_passes_by_their_length_alone(weights, captures):
     passes = prompts.PromptPasses(weights)
-    assert [passes.note(MODEL, count) for count in (20, 40, 30, 41)] == [False, False, True, True]
-    assert not passes.note(MODEL, 601)
-    assert prompts.PromptPasses(weights).note(MODEL, 20), "engines of the same weights share passes"
-    assert not prompts.PromptPasses(random_weights(MODEL, seed=2)).note(MODEL, 20)
+    lengths = [1, 20, 50, 512, 513, 600]
+    taken = [passes.take(MODEL, length) for length in lengths]
+    assert taken == [True, True, True, True, False, False]
+    for length in (20, 50):
+        read(passes, weights, tokens_of(length))
+    assert [passes.take(MODEL, length) for length in lengths] == taken
+
+
+def test_a_pass_in_eager_mode_ends_between_halves_of_layers(weights):
+    asked = []
+
+    def stop():
+        asked.append(1)
+        if len(asked) == 4:
+            raise Stopped
+
+    with pytest.raises(Stopped):
+        read(prompts.PromptPasses(weights), weights, tokens_of(50), stop, captured=False)
+    assert len(asked) == 4
 
 
 def test_prepared_sizes_wait_for_no_capture(weights, captures):
@@ -159,22 +190,25 @@ def test_prepared_sizes_wait_for_no_capture(weights, captures):
     passes.prepare(weights, most=64)
     made = len(captures)
     assert made == len([size for size in prompts.SIZES if size <= 64])
-    assert passes.note(MODEL, 50)
-    read(passes, weights, tokens_of(50))
+    read(passes, weights, tokens_of(50), captured=False)
     assert len(captures) == made
-    assert not passes.note(MODEL, 65)
 
 
-def test_a_pass_that_does_not_fit_into_memory_leaves_the_prompt_to_op_by_op_launches(weights, monkeypatch):
+def test_a_pass_that_does_not_fit_into_memory_stays_in_eager_mode(weights, monkeypatch):
+    tries = []
+
     def exhausted(*_, **__):
+        tries.append(1)
         raise torch.OutOfMemoryError("out of memory")
 
     monkeypatch.setattr(prompts, "capture_on_new_stream", exhausted)
-    passes = prompts.PromptPasses(weights)
-    assert [passes.note(MODEL, 20) for _ in range(2)] == [False, True]
+    passes, tokens = prompts.PromptPasses(weights), tokens_of(20)
+    first = read(passes, weights, tokens, captured=False)[0]
     with pytest.warns(FallbackNotice, match="too little memory to capture the prefill of 32 tokens"):
-        assert passes.read(weights, tokens_of(20), KVCache.empty(MODEL, 20), lambda: None) is None
-    assert not any(passes.note(MODEL, 20) for _ in range(3))
+        assert torch.equal(read(passes, weights, tokens, captured=False)[0], first)
+    for _ in range(2):
+        assert torch.equal(read(passes, weights, tokens, captured=False)[0], first)
+    assert len(tries) == 1
 
 
 @pytest.mark.parametrize("variant", ["captured", "eager"])

@@ -68,8 +68,8 @@ class TorchEngine:
     """Engine that prefills with PyTorch, then calls ``decode_step`` token by token; the device runs one step ahead of the host.
 
     A short prompt is read by ``decode_step`` too. The variant gives the longest such prompt
-    (:func:`onelaunch.decode.step.capabilities.prompt_steps`). On a GPU, prompts of a size that was seen before are read by a
-    captured pass (``prompts.py``), except for the PyTorch baseline.
+    (:func:`onelaunch.decode.step.capabilities.prompt_steps`). On a GPU, prompts are read by passes (``prompts.py``), except for
+    the PyTorch baseline. How a prompt is read depends on its length alone, so that equal requests have equal results.
 
     Args:
         weights: Weights of the model.
@@ -142,8 +142,8 @@ class TorchEngine:
             cache = KVCache.empty(self.config, len(prompt), self.weights.device)
         if not by_steps:
             with room_for(f"the activations of a prompt of {len(prompt)} tokens", self.weights.device):
-                found = self._passes.read(self.weights, prompt, cache, pace) if by_pass and self._passes else None
-                return found or prefill(self.weights, prompt, cache, pace)
+                prefilled = self._passes.prefill if by_pass and self._passes else prefill
+                return prefilled(self.weights, prompt, cache, pace)
         logits = prompt.new_empty(0)
         for token in prompt.split(1):
             pace()
@@ -152,11 +152,8 @@ class TorchEngine:
         return logits, cache
 
     def _ways(self, tokens: int) -> tuple[bool, bool]:
-        """Return whether single steps read a prompt of ``tokens`` tokens sooner than PyTorch, and whether a captured pass may.
-
-        It is asked once for each prompt, since prompts of a size are counted.
-        """
-        by_pass = self._passes is not None and self._captures() and self._passes.note(self.config, tokens)
+        """Return whether single steps read a prompt of ``tokens`` tokens sooner than PyTorch, else whether a pass may."""
+        by_pass = self._passes is not None and self._captures() and self._passes.take(self.config, tokens)
         return tokens <= capabilities.prompt_steps(self._chosen(), self.config, captured=by_pass), by_pass
 
     def _captures(self) -> bool:

@@ -5,10 +5,11 @@ prompts in a fifth of that. A pass is captured for a number of tokens (:data:`SI
 end: attention is causal, so the padding changes no result. Only the order of sums in a matrix product may depend on the
 number of rows.
 
-A *pass* here is the captured prefill for one number of tokens. It consists of several graphs if the device needs long for it, so
-that a cancelled request ends between two of them. The first prompt of a size is prefilled in eager mode, since a capture takes
-several times as long; :meth:`PromptPasses.prepare` captures ahead. ``engines.py`` prefills with it, and ``models.py`` keeps the
-passes of a model.
+A *pass* here is the prefill for one number of tokens. Its capture consists of several graphs if the device needs long for it, so
+that a cancelled request ends between two of them. The first prompt of a size is prefilled by the same pass in eager mode, since a
+capture takes several times as long; :meth:`PromptPasses.prepare` captures ahead. Both launch the same kernels with the same
+shapes, so a prompt has the same logits whichever of them prefills it. ``engines.py`` prefills with passes, and ``models.py`` keeps
+the captured ones of a model.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+from torch.nn import functional as F
 
 from onelaunch.decode.model.cache import KVCache
 from onelaunch.decode.model.config import ModelConfig
@@ -81,7 +83,7 @@ class CapturedPass:
         between: _Between | None = None
         logits, replays = tokens.new_empty(0), []
         for layers in graphs_of(weights.config, size):
-            step = functools.partial(_run_part, weights, tokens, last, cache, between, layers)
+            step = functools.partial(_run_part, weights, tokens, last, cache, between, layers, None)
             graph, (between, logits) = capture_on_new_stream(step, weights.device, warm_up=True)
             replays.append(graph.replay)
         return cls(tokens, last, cache, logits, tuple(replays))
@@ -95,20 +97,43 @@ class CapturedPass:
         for enqueue in self.replays:
             pace()
             enqueue()
-        cache.keys[:, :, :length] = self.cache.keys[:, :, :length]
-        cache.values[:, :, :length] = self.cache.values[:, :, :length]
-        return self.logits.clone(), cache.with_length(length)
+        return self.logits.clone(), _filled(cache, self.cache, length)
+
+
+def _run_in_eager_mode(
+    weights: Weights, size: int, prompt: torch.Tensor, cache: KVCache, pace: Callable[[], None]
+) -> tuple[torch.Tensor, KVCache]:
+    """Launch the pass of a prompt ``[T]`` op by op, and return what :meth:`CapturedPass.replay` returns, bit for bit."""
+    length, config = len(prompt), weights.config
+    tokens, last = F.pad(prompt, (0, size - length)), torch.full((1,), length - 1, device=weights.device)
+    padded = KVCache.empty(config, size, weights.device)
+    _, logits = _run_part(weights, tokens, last, padded, None, range(config.num_hidden_layers), pace)
+    return logits, _filled(cache, padded, length)
+
+
+def _filled(cache: KVCache, padded: KVCache, length: int) -> KVCache:
+    """Copy the first ``length`` positions of a pass's cache to a request's, and return that with its new length."""
+    cache.keys[:, :, :length] = padded.keys[:, :, :length]
+    cache.values[:, :, :length] = padded.values[:, :, :length]
+    return cache.with_length(length)
 
 
 def _run_part(
-    weights: Weights, tokens: torch.Tensor, last: torch.Tensor, cache: KVCache, between: _Between | None, layers: range
+    weights: Weights,
+    tokens: torch.Tensor,
+    last: torch.Tensor,
+    cache: KVCache,
+    between: _Between | None,
+    layers: range,
+    pace: Callable[[], None] | None,
 ) -> tuple[_Between, torch.Tensor]:
     """Run some layers of a pass, with the embedding before the first and the LM head after the last.
 
-    The logits are empty if the last layer is not among them.
+    The logits are empty if the last layer is not among them. ``pace`` is that of
+    :func:`onelaunch.decode.model.forward.prefill`; a capture has none.
     """
     hidden, rotations = between or embed(weights, tokens, 0)
-    hidden = run_layers(weights, hidden, rotations, cache, layers, add_and_norm=_add_and_norm)
+    hidden = run_layers(weights, hidden, rotations, cache, layers, add_and_norm=_add_and_norm, pace=pace)
     logits = hidden.new_empty(0)
     if layers.stop == len(weights.layers):
         logits = logits_of(weights, hidden.index_select(0, last))[0]
@@ -165,33 +190,33 @@ class PromptPasses:
     def __init__(self, weights: Weights) -> None:
         self._steps = MODELS.captured(weights)
 
-    def note(self, config: ModelConfig, tokens: int) -> bool:
-        """Count a prompt of ``tokens`` tokens that is about to be prefilled, and return whether a pass should do it."""
-        size = size_of(config, tokens)
-        if size is None or (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()):
-            return False
-        with self._steps.lock:
-            self._steps.seen[size] += 1
-            return self._steps.seen[size] > 1
+    def take(self, config: ModelConfig, tokens: int) -> bool:
+        """Return whether passes prefill prompts of ``tokens`` tokens. It depends on nothing that was prefilled before."""
+        capturing = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+        return not capturing and size_of(config, tokens) is not None
 
-    def read(
+    def prefill(
         self, weights: Weights, prompt: torch.Tensor, cache: KVCache, pace: Callable[[], None]
-    ) -> tuple[torch.Tensor, KVCache] | None:
-        """Prefill a prompt; return its logits and its cache, or ``None`` if there is too little memory for its pass.
+    ) -> tuple[torch.Tensor, KVCache]:
+        """Prefill a prompt, and return its logits ``[V]`` and its cache.
+
+        The first prompt of a size is prefilled in eager mode, and so is every one if there is too little memory for a capture.
 
         Args:
             weights: Weights of the model.
-            prompt: Tokens ``[T]`` int64 on the weights' device, for which :meth:`note` returned ``True``.
+            prompt: Tokens ``[T]`` int64 on the weights' device, for whose number :meth:`take` returns ``True``.
             cache: Empty cache with room for them.
-            pace: Function to call before each graph, which may wait, or raise to end the work here.
+            pace: Function to call before each graph, or each half of a layer, which may wait, or raise to end the work here.
         """
         size = size_of(weights.config, len(prompt))
+        assert size is not None  # noqa: S101 - `take` was asked
         with self._steps.lock:
-            captured = None if size is None else self._get(weights, size)
-            if captured is None:
-                return None
-            self._steps.order.join()
-            return captured.replay(prompt, cache, pace)
+            self._steps.seen[size] += 1
+            captured = self._get(weights, size) if self._steps.seen[size] > 1 else None
+            if captured is not None:
+                self._steps.order.join()
+                return captured.replay(prompt, cache, pace)
+        return _run_in_eager_mode(weights, size, prompt, cache, pace)
 
     def prepare(self, weights: Weights, most: int = 512) -> None:
         """Capture the passes of all sizes up to ``most`` tokens, so that no prompt of theirs waits for a capture."""
@@ -200,7 +225,7 @@ class PromptPasses:
                 with self._steps.lock:
                     if self._get(weights, size) is None:
                         return
-                    self._steps.seen[size] += 1
+                    self._steps.seen[size] = max(self._steps.seen[size], 1)
 
     def _get(self, weights: Weights, size: int) -> CapturedPass | None:
         """Return the pass for a number of tokens, captured if there is none, or ``None`` if there is too little memory.
