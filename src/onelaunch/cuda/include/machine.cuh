@@ -44,6 +44,16 @@ DEVICE bool mbarrier_try_wait(u64* bar, u32 phase) {
       : "memory");
   return completed;
 }
+// Return whether the phase with this parity has completed, at once.
+DEVICE bool mbarrier_test_wait(u64* bar, u32 phase) {
+  u32 completed;
+  asm volatile(
+      "{\n.reg .pred p;\nmbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
+      : "=r"(completed)
+      : "r"(shared_address(bar)), "r"(phase)
+      : "memory");
+  return completed;
+}
 // L2 cache policy for data that is read once per token, so that it does not evict data that is read more often.
 DEVICE u64 createpolicy_evict_first() {
   u64 policy;

@@ -52,6 +52,10 @@ class Tuning:
     """
     hold: int = 600
     """Clock cycles to wait before polling for the other CTAs' partial attention results. Polling earlier delays them."""
+    l2_chunks: int = 0
+    """Most chunks of weights that the producer prefetches into L2 while the ring is full, in plans that stream weights across phases."""
+    pace_l2: int = 350
+    """Clock cycles between two bulk copies if the second is of a chunk that was prefetched into L2."""
     stamps: bool = False
     """Flag of a kernel that writes profile markers: each CTA's clock when a phase's operand is staged and its results stored."""
 

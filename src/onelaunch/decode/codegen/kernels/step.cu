@@ -41,7 +41,8 @@
 //            is the number of row sums that a warp has room for in shared memory.
 // Pacing     in the layers of the megakernel, at most FLIGHT bulk copies are in flight, and a copy of weights begins at least PACE cycles
 //            after a copy of weights directly before it. While there is one KV split, FLIGHT_LOCAL are in flight, since CTAs then exchange
-//            no partial attention outputs (only with SPLIT_K_O; else equal to FLIGHT). HOLD cycles before a poll (parts.cuh).
+//            no partial attention outputs (only with SPLIT_K_O; else equal to FLIGHT). HOLD cycles before a poll (parts.cuh). L2_CHUNKS
+//            and PACE_L2: chunks of weights that the producer prefetches into L2 while the ring is full (Producer).
 // Flags      CROSS_PHASE_PREFETCH, KV_THROUGH_RING, LAUNCH_PER_PHASE, FLAG_IN_DATA, SPLIT_K_O, PROFILED; NORM_PHASE and ROPE_PHASE, if
 //            RMSNorm and RoPE are phases of their own.
 #include "machine.cuh"
@@ -117,13 +118,42 @@ DEVICE constexpr int chunks_of(int pieces) { return (pieces + CHUNK_PIECES - 1) 
 // a copy of weights begins at least PACE cycles after a copy of weights directly before it, because loads and polls of the consumers queue
 // behind the copies in the memory system. Keys and values are not paced. `earliest` is the clock cycle before which the next copy of
 // weights may not begin, and `issued` the number of copies so far.
+//
+// While the ring is full, the producer prefetches the next chunks of weights into L2, at most L2_CHUNKS beyond the one that waits for a
+// stage: L2 extends the ring while all CTAs wait for each other's results. Copies of such chunks begin PACE_L2 cycles after the copy
+// before. The weights are those of a token: `chunks` chunks of `pieces` pieces in all, which begin at `from`. `chunk` is the number of
+// the next one to copy, and `ahead` that of the next one to prefetch, which may be of the next token.
 struct Producer {
   const Arguments& a;
   Shared& s;
+  const char* from;
+  int pieces, chunks = chunks_of(pieces);
   Ring ring;
-  int issued = 0, flight = FLIGHT;
+  int issued = 0, flight = FLIGHT, chunk = 0, ahead = 0;
   long long earliest = 0;
   const u64 read_once = createpolicy_evict_first();
+
+  DEVICE int bytes_of(int number) const {
+    const int left = pieces - CHUNK_PIECES * number;
+    return PIECE * (left < CHUNK_PIECES ? left : CHUNK_PIECES);
+  }
+  // Wait until the next stage is empty; return false if the wait timed out.
+  DEVICE bool wait_for_stage() {
+    u64* const empty = s.empty + ring.stage;
+    const u32 phase = ring.phase ^ 1;
+    if constexpr (L2_CHUNKS > 0) {
+      const Ring landed = ring.before(flight);
+      while (!mbarrier_test_wait(empty, phase)) {
+        if (ahead < chunk) ahead = chunk;
+        if (ahead >= chunk + L2_CHUNKS) break;
+        if (clock64() < earliest || !mbarrier_test_wait(s.full + landed.stage, landed.phase)) continue;
+        const int number = ahead % chunks;
+        prefetch_l2(from + (long long)number * CHUNK, bytes_of(number));
+        ++ahead, earliest = clock64() + PACE;
+      }
+    }
+    return wait_ring(a, s, empty, phase);
+  }
 
   // Return the address for the next chunk, of `bytes` bytes, once its stage is empty, and arm its `full` barrier. Return null if the
   // wait for the stage timed out: the rest is not copied, as nobody waits for it. The other waits go on after a time-out. In plans without
@@ -131,7 +161,7 @@ struct Producer {
   // if `pace` is not 0, until the copy before it is as many cycles old as its own `pace` was.
   DEVICE char* acquire(int bytes, bool bounded, int pace) {
     if constexpr (!CROSS_PHASE_PREFETCH && !LAUNCH_PER_PHASE) spin_until(a, s, [&] { return (int)(*s.chunks_allowed - issued) > 0; });
-    if (!wait_ring(a, s, s.empty + ring.stage, ring.phase ^ 1)) return nullptr;
+    if (!wait_for_stage()) return nullptr;
     mbarrier_arrive_expect_tx(s.full + ring.stage, bytes);
     if (bounded) {
       const Ring landed = ring.before(flight);
@@ -144,10 +174,12 @@ struct Producer {
   DEVICE void copy(char* to, const void* from, int bytes) { cp_async_bulk(to, from, bytes, s.full + ring.stage, read_once); }
   DEVICE void advance() { ring.advance(), ++issued; }
 };
-// Copy chunk number `chunk` of weights that begin at `from` and have `pieces` pieces in all; the last chunk may be shorter.
-DEVICE void copy_weights(Producer& p, const char* from, int pieces, int chunk, bool bounded) {
-  const int bytes = PIECE * (pieces - CHUNK_PIECES * chunk < CHUNK_PIECES ? pieces - CHUNK_PIECES * chunk : CHUNK_PIECES);
-  if (char* to = p.acquire(bytes, bounded, PACE)) p.copy(to, from + (long long)chunk * CHUNK, bytes), p.advance();
+// Copy the next chunk of weights.
+DEVICE void copy_weights(Producer& p, bool bounded) {
+  const int bytes = p.bytes_of(p.chunk);
+  if (char* to = p.acquire(bytes, bounded, p.chunk < p.ahead ? PACE_L2 : PACE))
+    p.copy(to, p.from + (long long)p.chunk * CHUNK, bytes), p.advance();
+  ++p.chunk;
 }
 // Copy the keys and values of earlier positions for the CTA's units. Before the first layer's, wait until this CTA has completed the
 // previous token: the rows that any CTA wrote for it have then been acquired, and the proxy fence orders them before bulk copies.
@@ -173,18 +205,18 @@ DEVICE void produce(const Arguments& a, const int* assignments, Shared& s) {
   const int qkv_chunks = phase_pieces(assignments, QKV, HIDDEN) / CHUNK_PIECES, per_layer = layer_pieces(assignments);
   const int chunks_of_layers = chunks_of(per_layer * LAYERS), pieces = per_layer * LAYERS + phase_pieces(assignments, LM_HEAD, HIDDEN);
   const int position = a.position < 0 ? (int)a.state[POSITION] : a.position;
-  const char* from = a.stream + a.starts[cta_index()];
-  Producer p = {a, s};
+  Producer p = {a, s, a.stream + a.starts[cta_index()], pieces};
   for (int token = 0; token < a.count; ++token) {
     if (FLIGHT_LOCAL != FLIGHT) p.flight = kv_splits_at(position + token) == 1 ? FLIGHT_LOCAL : FLIGHT;
     // With KV_THROUGH_RING phases end at chunks. A layer's keys and values are copied between QKV's weights and the rest of the layer's:
     // before chunk `cache_before`.
     int cache_before = qkv_chunks;
-    for (int chunk = 0, layer = 0; chunk < chunks_of(pieces) && !*s.aborted; ++chunk) {
-      if (KV_THROUGH_RING && chunk == cache_before && layer < LAYERS)
+    for (int layer = 0; p.chunk < p.chunks && !*s.aborted;) {
+      if (KV_THROUGH_RING && p.chunk == cache_before && layer < LAYERS)
         copy_cache(p, assignments, layer++, token, position + token), cache_before += per_layer / CHUNK_PIECES;
-      copy_weights(p, from, pieces, chunk, chunk < chunks_of_layers);
+      copy_weights(p, p.chunk < chunks_of_layers);
     }
+    p.ahead -= p.chunk, p.chunk = 0;
   }
 }
 
@@ -236,9 +268,8 @@ DEVICE void decode_phase(const Arguments& a, int layer) {
       int before = layer * layer_pieces(assignments);
       for (int each = 0; each < PHASE && PHASE != LM_HEAD; ++each) before += phase_pieces(assignments, each, columns_of(each));
       const int pieces = phase_pieces(assignments, PHASE, columns_of(PHASE));
-      const char* from = a.stream + a.starts[cta_index()] + (long long)before * PIECE;
-      Producer p = {a, s};
-      for (int chunk = 0; chunk < chunks_of(pieces); ++chunk) copy_weights(p, from, pieces, chunk, false);
+      Producer p = {a, s, a.stream + a.starts[cta_index()] + (long long)before * PIECE, pieces};
+      while (p.chunk < p.chunks) copy_weights(p, false);
     }
   } else {
     griddepcontrol_wait();
