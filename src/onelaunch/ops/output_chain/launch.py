@@ -48,32 +48,43 @@ class Operands(NamedTuple):
 Made: TypeAlias = tuple[torch.Tensor, torch.Tensor | None]
 """Results of a forward pass: ``out [M, D]``, and ``rstd [M, H]`` float32 or ``None`` if it is not saved."""
 
-_ELEMENTS, GRADIENT_ELEMENTS = 4096, 2048
-"""Number of elements of a CTA's tile, forward and backward: 32 and 16 per thread with four warps. Not tuned yet."""
+_ELEMENTS, GRADIENT_ELEMENTS = 2048, 2048
+"""Number of elements of a CTA's tile, forward and backward: 8 per thread with eight warps.
+
+Measured at ten shapes on one H100, CUDA graphs, cold, in us with the product, against 4096 elements and 4 warps forward, and 2048
+and 4 backward: forward 10.4 and 11.1 at 8x128x1024, 479.0 and 480.6 at 8x4096x2048; in training 66.8 and 72.6 at 8x128x2048,
+546 and 617 at 8x4096x1024.
+"""
+
+_ELEMENTS_OF_FEW, _FEW_TILES = 1024, 32
+"""Number of elements of a tile of a forward launch with few tiles, and what few is: that many of this size per SM at most."""
 
 _TOKENS = 256
 """Limit on the tokens of a tile: each takes registers for its addresses, whatever the size of heads."""
 
-_WARPS = 4
+_WARPS = 8
 """Warps of a CTA of either kernel."""
 
-_LIMITED_VALUES = 128
-"""Largest number of channels of a head with which the registers of a backward launch are limited."""
+_SM_REGISTERS = 65_536
+"""Registers of an SM of a Hopper GPU."""
 
-_CTAS_PER_SM = 4
-"""Limit on the CTAs per SM in a backward launch. Each stores a row of partial sums of the norm weight's gradient.
+_MANY_TILES = 16
+"""Number of tiles per SM of a backward launch beyond which it has three CTAs per SM, and up to which it has two.
 
-It is not tuned by measurement yet.
+Each CTA stores a row of partial sums of the norm weight's gradient. Measured on one H100 in training, in us, three against two:
+528.9 and 547.4 at 8x4096x1024, 202.8 and 206.7 at 4x1024x2048 (31 tiles per SM), 113.0 and 112.6 at 4x512x2048 (15.5), 66.9 and
+65.5 at 8x128x2048 (8).
 """
 
+_NARROW_VALUES = 128
+"""Largest number of channels of a head with which three CTAs fit: with the registers that are then left, larger heads spill."""
 
-MOST_STEPS_WITH_SUM = 8
+MOST_STEPS_WITH_SUM = 32
 """Largest number of tiles of a CTA with which the last CTA of a backward launch adds up the rows of partial sums.
 
-The sum takes registers, so that 3 CTAs with heads of 128 channels fit on an SM and not 4. Beyond this number two launches of
-PyTorch take less time. Measured on one H100 in training, CUDA graphs, cold, with the sum against without it: 37.8 and 44.2 us at
-8x128x1024, 116.5 and 121.4 at 4x512x2048 (4 tiles), 210.2 and 212.6 at 4x1024x2048 (8), 402 and 397 at 4x2048x2048 (16), 1529
-and 1487 at 8x4096x2048 (63).
+Beyond it two launches of PyTorch do. Measured on one H100 in training, CUDA graphs, cold, with the sum against without it: 34.1
+and 38.9 us at 8x128x1024, 202.8 and 210.1 at 4x1024x2048 (11 tiles), 400.8 and 409.9 at 4x2048x2048 (21). Larger numbers were
+not measured.
 """
 
 
@@ -91,21 +102,27 @@ def tiles(rows: int, heads: int, values: int, elements: int) -> int:
     return cdiv(rows, _tile_of(rows, values, elements)["BM"]) * heads
 
 
-def _steps_of(count: int, device: torch.device) -> int:
+def _ctas_per_sm(count: int, values: int, device: torch.device) -> int:
+    """Return the limit on the CTAs per SM of a backward launch of ``count`` tiles with heads of ``values`` channels."""
+    return 3 if count > _MANY_TILES * processors(device) and values <= _NARROW_VALUES else 2
+
+
+def _steps_of(count: int, values: int, device: torch.device) -> int:
     """Return the number of tiles that a CTA of a backward launch takes, one after another.
 
     There is at least one tile, since the variants refuse calls without elements.
     """
-    return cdiv(count, _CTAS_PER_SM * processors(device))
+    return cdiv(count, _ctas_per_sm(count, values, device) * processors(device))
 
 
-def _registers(h: torch.Tensor, values: int) -> dict[str, Any]:
-    """Return the limit of registers with which three CTAs of a backward launch fit on an SM of a Hopper GPU.
+def _registers(h: torch.Tensor, count: int, values: int) -> dict[str, Any]:
+    """Return the limit of registers with which all CTAs of a backward launch fit on the SMs of a Hopper GPU.
 
-    Without it ptxas takes up to 180 for Hopper, in 16-bit dtypes. With it nothing spills in heads of up to 128 channels, but in
-    larger ones some would, and so it would on Blackwell.
+    Nothing spills with it in 16-bit dtypes. On Blackwell some would.
     """
-    return {} if not is_hopper(h.device) or h.dtype == torch.float32 or values > _LIMITED_VALUES else {"maxnreg": 168}
+    if not is_hopper(h.device) or h.dtype == torch.float32:
+        return {}
+    return {"maxnreg": _SM_REGISTERS // (32 * _WARPS * _ctas_per_sm(count, values, h.device)) // 8 * 8}
 
 
 def norm_gate(given: Operands, eps: float, *, keep: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -114,10 +131,12 @@ def norm_gate(given: Operands, eps: float, *, keep: bool) -> tuple[torch.Tensor,
     rows, heads = h.shape[0], given.heads
     a = torch.empty(h.shape, dtype=h.dtype, device=h.device)
     rstd = h.new_empty(rows, heads, dtype=torch.float32) if keep else None
+    few = tiles(rows, heads, given.values, _ELEMENTS_OF_FEW) <= _FEW_TILES * processors(h.device)
+    elements = _ELEMENTS_OF_FEW if few else _ELEMENTS
     Launch(
-        norm_gate_kernel, (tiles(rows, heads, given.values, _ELEMENTS),),
+        norm_gate_kernel, (tiles(rows, heads, given.values, elements),),
         h, gate, given.norm_weight, a, rstd, rows, heads, h.stride(0), 0 if gate is None else gate.stride(0), eps,
-        ACTIVATED=given.activated, **_tile_of(rows, given.values, _ELEMENTS), num_warps=_WARPS,
+        ACTIVATED=given.activated, **_tile_of(rows, given.values, elements), num_warps=_WARPS,
     ).run()  # fmt: skip
     return a, rstd
 
@@ -147,7 +166,7 @@ def norm_gate_gradients(
     da = None if da is None else inner_contiguous(da)
     (rows, inner), heads, values = h.shape, given.heads, given.values
     count = tiles(rows, heads, values, GRADIENT_ELEMENTS)
-    steps = _steps_of(count, h.device)
+    steps = _steps_of(count, values, h.device)
     ctas = cdiv(count, steps)
 
     def empty(wanted: bool) -> Any:
@@ -166,7 +185,7 @@ def norm_gate_gradients(
         da, h, gate, given.norm_weight, rstd, a, dh, dgate, partials, dnorm_weight, counter, rows, heads, steps,
         0 if da is None else da.stride(0), h.stride(0), 0 if gate is None else gate.stride(0),
         0 if dgate is None else dgate.stride(0),
-        ACTIVATED=given.activated, **_tile_of(rows, values, GRADIENT_ELEMENTS), num_warps=_WARPS, **_registers(h, values),
+        ACTIVATED=given.activated, **_tile_of(rows, values, GRADIENT_ELEMENTS), num_warps=_WARPS, **_registers(h, count, values),
     ).run()  # fmt: skip
     if weight is not None and partials is not None and dnorm_weight is None:
         dnorm_weight = partials.sum(0).to(weight.dtype)

@@ -29,7 +29,7 @@ import triton.language as tl
 from onelaunch.kernels.common.activation import silu, silu_slope
 
 SUM_ELEMENTS = tl.constexpr(8192)
-"""Elements of partial sums that the last CTA of a backward launch loads at once: 64 per thread with four warps. Not tuned."""
+"""Elements of partial sums that the last CTA of a backward launch loads at once: 32 per thread with eight warps. Not tuned."""
 
 
 @triton.jit
