@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 import torch
+from torch.backends.cuda import SDPAParams, can_use_flash_attention
 from torch.nn import functional as F
 
 from onelaunch.decode.model.cache import KVCache
@@ -192,16 +193,27 @@ def attention(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torc
     ``K`` are numbers of heads.
     """
     count, length, group = q.shape[1], keys.shape[1], len(q) // len(keys)
-    mask = None
+    scale, grouped, mask = 1 / math.sqrt(q.shape[-1]), group > 1, None
+    if count > 1 and q.is_cuda and _takes_flash_attention(q, keys, values):
+        # PyTorch itself would choose cuDNN, whose first call of a shape in a thread takes 40 to 60 ms, measured on an H100.
+        # With "is_causal" the mask is aligned with the last query and the last position.
+        flash = torch.ops.aten._scaled_dot_product_flash_attention
+        attended = flash(q[None], keys[None], values[None], is_causal=True, scale=scale)[0]
+        return attended[0].transpose(0, 1).flatten(1)
     if 1 < count < length:
         mask = torch.ones(count, length, dtype=torch.bool, device=q.device).tril(length - count)
         # PyTorch has no fast kernel for grouped queries with a mask, so the key heads are repeated.
-        keys, values = (each.repeat_interleave(group, 0) for each in (keys, values))
+        keys, values, grouped = keys.repeat_interleave(group, 0), values.repeat_interleave(group, 0), False
     attended = F.scaled_dot_product_attention(
-        q[None], keys[None], values[None], mask, is_causal=1 < count == length, scale=1 / math.sqrt(q.shape[-1]),
-        enable_gqa=len(q) != len(keys),
-    )  # fmt: skip
+        q[None], keys[None], values[None], mask, is_causal=1 < count == length, scale=scale, enable_gqa=grouped
+    )
     return attended[0].transpose(0, 1).flatten(1)
+
+
+def _takes_flash_attention(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> bool:
+    """Return whether PyTorch's FlashAttention kernel takes these tensors, which are those of :func:`attention`."""
+    dropout, causal, grouped = 0.0, False, len(q) > len(keys)  # it would refuse "causal" for fewer queries than positions
+    return can_use_flash_attention(SDPAParams(q[None], keys[None], values[None], None, dropout, causal, grouped))
 
 
 def mlp(eps: float, layer: LayerWeights, hidden: torch.Tensor) -> torch.Tensor:

@@ -42,7 +42,8 @@
 // Pacing     in the layers of the megakernel, at most FLIGHT bulk copies are in flight, and a copy of weights begins at least PACE cycles
 //            after a copy of weights directly before it. While there is one KV split, FLIGHT_LOCAL are in flight, since CTAs then exchange
 //            no partial attention outputs (only with SPLIT_K_O; else equal to FLIGHT). HOLD cycles before a poll (parts.cuh). L2_CHUNKS
-//            and PACE_L2: chunks of weights that the producer prefetches into L2 while the ring is full (Producer).
+//            and PACE_L2: chunks of weights that the producer prefetches into L2 while the ring is full; URGENT_CHUNKS: fewer unread chunks
+//            than these lift the bound on copies (Producer).
 // Flags      CROSS_PHASE_PREFETCH, KV_THROUGH_RING, LAUNCH_PER_PHASE, FLAG_IN_DATA, SPLIT_K_O, PROFILED; NORM_PHASE and ROPE_PHASE, if
 //            RMSNorm and RoPE are phases of their own.
 #include "machine.cuh"
@@ -137,6 +138,13 @@ struct Producer {
     const int left = pieces - CHUNK_PIECES * number;
     return PIECE * (left < CHUNK_PIECES ? left : CHUNK_PIECES);
   }
+  // Return whether the consumers have released all but fewer than URGENT_CHUNKS of the chunks so far, and so wait for weights, or soon
+  // will. Other CTAs wait for such a CTA: its copies are not bounded, while those of CTAs that run ahead are.
+  DEVICE bool is_behind() const {
+    if constexpr (URGENT_CHUNKS == 0) return false;
+    const Ring before = ring.before(URGENT_CHUNKS);
+    return mbarrier_test_wait(s.empty + before.stage, before.phase);
+  }
   // Wait until the next stage is empty; return false if the wait timed out.
   DEVICE bool wait_for_stage() {
     u64* const empty = s.empty + ring.stage;
@@ -164,9 +172,11 @@ struct Producer {
     if (!wait_for_stage()) return nullptr;
     mbarrier_arrive_expect_tx(s.full + ring.stage, bytes);
     if (bounded) {
-      const Ring landed = ring.before(flight);
-      wait_ring(a, s, s.full + landed.stage, landed.phase);
-      if (pace > 0) spin_until(a, s, [&] { return clock64() >= earliest; });
+      if (!is_behind()) {
+        const Ring landed = ring.before(flight);
+        wait_ring(a, s, s.full + landed.stage, landed.phase);
+        if (pace > 0) spin_until(a, s, [&] { return clock64() >= earliest; });
+      }
       earliest = clock64() + pace;
     }
     return s.stages + ring.stage * CHUNK;
