@@ -197,7 +197,7 @@ def attention(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torc
     if count > 1 and q.is_cuda and _takes_flash_attention(q, keys, values):
         # PyTorch itself would choose cuDNN, whose first call of a shape in a thread takes 40 to 60 ms, measured on an H100.
         # With "is_causal" the mask is aligned with the last query and the last position.
-        flash = torch.ops.aten._scaled_dot_product_flash_attention
+        flash = torch.ops.aten._scaled_dot_product_flash_attention  # noqa: SLF001 - torch.nn.attention.bias calls it too
         attended = flash(q[None], keys[None], values[None], is_causal=True, scale=scale)[0]
         return attended[0].transpose(0, 1).flatten(1)
     if 1 < count < length:

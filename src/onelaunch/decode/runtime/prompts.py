@@ -8,7 +8,7 @@ number of rows.
 A *pass* here is the prefill for one number of tokens. Its capture consists of several graphs if the device needs long for it, so
 that a cancelled request ends between two of them. The first prompt of a size is prefilled by the same pass in eager mode, since a
 capture takes several times as long; :meth:`PromptPasses.prepare` captures ahead. Both launch the same kernels with the same
-shapes, so a prompt has the same logits whichever of them prefills it. ``engines.py`` prefills with passes, and ``models.py`` keeps
+shapes, so a prompt has the same logits whichever prefills it. ``engines.py`` prefills with passes, and ``models.py`` keeps
 those that are captured.
 """
 
