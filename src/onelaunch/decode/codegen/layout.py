@@ -56,8 +56,8 @@ class Tuning:
     """Most chunks of weights that the producer prefetches into L2 while the ring is full, if it runs ahead across phases."""
     pace_l2: int = 350
     """Clock cycles between two bulk copies if the second is of a chunk that was prefetched into L2."""
-    urgent_chunks: int = 0
-    """Number of unread chunks in the ring below which a CTA's copies are neither bounded nor paced; 0 bounds and paces all."""
+    prefetch_cache: bool = False
+    """Flag of keys and values that the producer prefetches into L2 one layer ahead, in plans that copy them through the ring."""
     stamps: bool = False
     """Flag of a kernel that writes profile markers: each CTA's clock when a phase's operand is staged and its results stored."""
 

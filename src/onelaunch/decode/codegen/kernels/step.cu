@@ -42,8 +42,8 @@
 // Pacing     in the layers of the megakernel, at most FLIGHT bulk copies are in flight, and a copy of weights begins at least PACE cycles
 //            after a copy of weights directly before it. While there is one KV split, FLIGHT_LOCAL are in flight, since CTAs then exchange
 //            no partial attention outputs (only with SPLIT_K_O; else equal to FLIGHT). HOLD cycles before a poll (parts.cuh). L2_CHUNKS
-//            and PACE_L2: chunks of weights that the producer prefetches into L2 while the ring is full; URGENT_CHUNKS: fewer unread chunks
-//            than these lift the bound on copies (Producer).
+//            and PACE_L2: chunks of weights that the producer prefetches into L2 while the ring is full. PREFETCH_CACHE: it also prefetches a
+//            layer's keys and values, one layer ahead (Producer).
 // Flags      CROSS_PHASE_PREFETCH, KV_THROUGH_RING, LAUNCH_PER_PHASE, FLAG_IN_DATA, SPLIT_K_O, PROFILED; NORM_PHASE and ROPE_PHASE, if
 //            RMSNorm and RoPE are phases of their own.
 #include "machine.cuh"
@@ -138,13 +138,6 @@ struct Producer {
     const int left = pieces - CHUNK_PIECES * number;
     return PIECE * (left < CHUNK_PIECES ? left : CHUNK_PIECES);
   }
-  // Return whether the consumers have released all but fewer than URGENT_CHUNKS of the chunks so far, and so wait for weights, or soon
-  // will. Other CTAs wait for such a CTA: its copies are not bounded, while those of CTAs that run ahead are.
-  DEVICE bool is_behind() const {
-    if constexpr (URGENT_CHUNKS == 0) return false;
-    const Ring before = ring.before(URGENT_CHUNKS);
-    return mbarrier_test_wait(s.empty + before.stage, before.phase);
-  }
   // Wait until the next stage is empty; return false if the wait timed out.
   DEVICE bool wait_for_stage() {
     u64* const empty = s.empty + ring.stage;
@@ -172,11 +165,9 @@ struct Producer {
     if (!wait_for_stage()) return nullptr;
     mbarrier_arrive_expect_tx(s.full + ring.stage, bytes);
     if (bounded) {
-      if (!is_behind()) {
-        const Ring landed = ring.before(flight);
-        wait_ring(a, s, s.full + landed.stage, landed.phase);
-        if (pace > 0) spin_until(a, s, [&] { return clock64() >= earliest; });
-      }
+      const Ring landed = ring.before(flight);
+      wait_ring(a, s, s.full + landed.stage, landed.phase);
+      if (pace > 0) spin_until(a, s, [&] { return clock64() >= earliest; });
       earliest = clock64() + pace;
     }
     return s.stages + ring.stage * CHUNK;
@@ -191,23 +182,43 @@ DEVICE void copy_weights(Producer& p, bool bounded) {
     p.copy(to, p.from + (long long)p.chunk * CHUNK, bytes), p.advance();
   ++p.chunk;
 }
-// Copy the keys and values of earlier positions for the CTA's units. Before the first layer's, wait until this CTA has completed the
-// previous token: the rows that any CTA wrote for it have then been acquired, and the proxy fence orders them before bulk copies.
-DEVICE void copy_cache(Producer& p, const int* assignments, int layer, int token, int position) {
+// Call `each` with the key head, first position and number of positions of each chunk of earlier keys and values that the CTA's units read.
+template <class Each>
+DEVICE void for_chunks_of_cache(const int* assignments, int position, Each each) {
   for (int unit = assignments[2 * ATTENTION]; unit < assignments[2 * ATTENTION + 1]; ++unit) {
     const Span span(unit, position);
-    if (!span.active || span.begin >= span.cached) continue;
-    if (layer == 0) {
+    if (!span.active) continue;
+    for (int base = span.begin; base < span.cached; base += CHUNK_POSITIONS)
+      each(span.head, base, span.cached - base < CHUNK_POSITIONS ? span.cached - base : CHUNK_POSITIONS);
+  }
+}
+// Copy the keys and values of earlier positions for the CTA's units. Before the first layer's, wait until this CTA has completed the
+// previous token: the rows that any CTA wrote for it have then been acquired, and the proxy fence orders them before bulk copies.
+// With PREFETCH_CACHE, then prefetch the next layer's into L2. Attention waits for these copies, which queue behind weights if they come
+// from memory: by up to 5 us, measured on an H100.
+DEVICE void copy_cache(Producer& p, const int* assignments, int layer, int token, int position) {
+  const auto address = [&](int at_layer, int head, int base) {
+    return ((long long)(at_layer * KV_HEADS + head) * p.a.capacity + base) * HEAD_DIM;
+  };
+  bool waited = layer > 0;
+  for_chunks_of_cache(assignments, position, [&](int head, int base, int positions) {
+    if (!waited) {
       spin_until(p.a, p.s, [&] { return *p.s.tokens_done >= token; });
       fence_proxy_async();
+      waited = true;
     }
-    for (int base = span.begin; base < span.cached; base += CHUNK_POSITIONS) {
-      const int bytes = 2 * HEAD_DIM * (span.cached - base < CHUNK_POSITIONS ? span.cached - base : CHUNK_POSITIONS);
-      const long long at = ((long long)(layer * KV_HEADS + span.head) * p.a.capacity + base) * HEAD_DIM;
-      char* to = p.acquire(2 * bytes, true, 0);
-      if (!to) return;
-      p.copy(to, p.a.keys + at, bytes), p.copy(to + CHUNK / 2, p.a.values + at, bytes), p.advance();
-    }
+    const int bytes = 2 * HEAD_DIM * positions;
+    char* to = p.acquire(2 * bytes, true, 0);
+    if (!to) return;
+    p.copy(to, p.a.keys + address(layer, head, base), bytes);
+    p.copy(to + CHUNK / 2, p.a.values + address(layer, head, base), bytes), p.advance();
+  });
+  if constexpr (PREFETCH_CACHE) {
+    if (layer + 1 < LAYERS)
+      for_chunks_of_cache(assignments, position, [&](int head, int base, int positions) {
+        prefetch_l2(p.a.keys + address(layer + 1, head, base), 2 * HEAD_DIM * positions);
+        prefetch_l2(p.a.values + address(layer + 1, head, base), 2 * HEAD_DIM * positions);
+      });
   }
 }
 // The producer thread: copy all weights of the CTA, in the order of their use, token after token.
