@@ -18,20 +18,22 @@ import subprocess
 import sys
 from contextlib import contextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from onelaunch.decode import KVCache, decode_step, megakernel, random_weights, torch_variants
 from onelaunch.decode.model.weights import from_tensors
-from onelaunch.decode.plan.levels import LEVELS
+from onelaunch.decode.plan.levels import LEVELS, plan_for
 from onelaunch.decode.runtime import kernels as kernels_file
 from onelaunch.decode.runtime import proofs
 from onelaunch.decode.runtime.engines import KernelEngine, TorchEngine
 from onelaunch.decode.runtime.graphs import GraphCache
-from onelaunch.decode.runtime.kernels import StepKernel, make_session, session_for
+from onelaunch.decode.runtime.kernels import StepKernel, make_session, session_for, tuning_of
 from onelaunch.decode.runtime.models import MODELS
 from onelaunch.decode.step.contract import key_of
+from onelaunch.device import hardware
 from onelaunch.errors import (
     ArgumentError,
     DeviceError,
@@ -351,3 +353,27 @@ def test_each_set_of_weights_has_its_own_buffers():
     assert MODELS.kernels(first) is not MODELS.kernels(second)
     assert MODELS.kernels(first) is MODELS.kernels(first)
     assert MODELS.captured(first) is MODELS.captured(first) is not MODELS.captured(second)
+
+
+@pytest.mark.parametrize(
+    ("rate", "level", "expected"),
+    [
+        (1693.0, "streaming", proofs.Tuning(pace=1060, flight=3, l2_chunks=8)),  # an H100 SXM
+        (2483.0, "streaming", proofs.Tuning(pace=730)),  # an H200
+        (1693.0, "tagged_words", proofs.Tuning()),
+        (None, "streaming", proofs.Tuning()),
+    ],
+)
+def test_copies_are_paced_by_the_memory_of_the_device(rate, level, expected, monkeypatch):
+    monkeypatch.setattr(kernels_file, "memory_bytes_per_cycle", lambda device: rate)
+    assert tuning_of(plan_for(MODEL, level, 132), torch.device("cuda")) == expected
+
+
+def test_the_memory_of_a_gpu_is_read_from_its_clock_rates(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    facts = SimpleNamespace(memory_clock_rate=2_619_000, memory_bus_width=5120, clock_rate=1_980_000)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: facts)
+    assert hardware.memory_bytes_per_cycle(torch.device("cuda")) == pytest.approx(1693, abs=1)
+    facts.memory_bus_width = 0  # an older PyTorch does not tell
+    assert hardware.memory_bytes_per_cycle(torch.device("cuda")) is None
+    assert hardware.memory_bytes_per_cycle(torch.device("cpu")) is None

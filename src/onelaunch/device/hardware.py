@@ -171,6 +171,19 @@ def shared_bytes(device: torch.device) -> int:
     return max(getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 0), LEAST_SHARED_BYTES)
 
 
+def memory_bytes_per_cycle(device: torch.device) -> float | None:
+    """Return the bytes that a GPU's memory transfers in one cycle of its SMs, by their highest clock rates.
+
+    ``None`` if PyTorch does not tell the rates. An NVIDIA H200 has 2480 bytes per cycle, an H100 SXM 1690.
+    """
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return None
+    facts = torch.cuda.get_device_properties(device)
+    names = ("memory_clock_rate", "memory_bus_width", "clock_rate")
+    memory_clock, bits, clock = (getattr(facts, name, 0) for name in names)
+    return 2 * memory_clock * bits / 8 / clock if memory_clock and bits and clock else None  # two transfers per cycle
+
+
 def free_memory(device: torch.device) -> int:
     """Return the bytes that can still be allocated. On a GPU they include free memory that PyTorch's allocator has cached."""
     if device.type == "cpu":

@@ -11,14 +11,38 @@ import torch
 from onelaunch.decode.codegen.emit import KINDS, source
 from onelaunch.decode.codegen.layout import THREADS, Tuning, launch_of, layout_of
 from onelaunch.decode.model.weights import Weights
+from onelaunch.decode.plan.levels import plan_for
 from onelaunch.decode.plan.packing import pack
-from onelaunch.decode.plan.phases import PRODUCTS, Phase, Plan
+from onelaunch.decode.plan.phases import CHUNK, PRODUCTS, Phase, Plan
 from onelaunch.decode.runtime.memory import Constants, Memory
 from onelaunch.decode.runtime.models import MODELS
 from onelaunch.decode.runtime.proofs import check_sampling, checked_plan
 from onelaunch.decode.runtime.session import Session
-from onelaunch.device.hardware import processors, room_for
+from onelaunch.device.hardware import memory_bytes_per_cycle, processors, room_for
 from onelaunch.launch.launch import CudaKernel, CudaLaunch, Mma
+
+_FAST_MEMORY = 2000.0
+"""Bytes of memory per cycle of the SMs between those of an H100 SXM and of an H200, for which settings were measured."""
+
+_PACE_MARGIN = 1.2
+"""Factor by which all CTAs together may begin copies faster than memory delivers, where each has its own pace.
+
+With it the pace is 1060 cycles on an H100 SXM and 730 on an H200. Measured, 1050 of 700 to 1400 was the fastest on the first, and
+700 of 500 to 1100 on the second.
+"""
+
+
+def tuning_of(plan: Plan, device: torch.device) -> Tuning:
+    """Return the settings with which a plan's kernel streams weights on a GPU, by its memory's bytes per cycle.
+
+    They are those of plans whose output projection is split over heads (``streaming``). Other plans have the defaults.
+    """
+    rate = memory_bytes_per_cycle(device)
+    if rate is None or plan.blocks is None:
+        return Tuning()
+    pace = round(CHUNK * plan.ctas / (_PACE_MARGIN * rate), -1)
+    # More copies in flight than two, and chunks ahead in L2, were measured on H100s only (docs/notebook/decode.md).
+    return Tuning(pace=int(pace)) if rate > _FAST_MEMORY else Tuning(pace=int(pace), flight=3, l2_chunks=8)
 
 
 def kernels_of(plan: Plan, tuning: Tuning | None = None) -> dict[Phase | None, CudaKernel]:
@@ -96,7 +120,7 @@ def make_session(weights: Weights, level: str, tuning: Tuning | None = None) -> 
     Args:
         weights: Weights on an NVIDIA GPU.
         level: Optimization level, a name from :data:`onelaunch.decode.plan.levels.LEVELS`.
-        tuning: Settings of the ring of weight chunks, of polling and of profile markers.
+        tuning: Settings of the ring of weight chunks, of polling and of profile markers; by default :func:`tuning_of` the device.
 
     Raises:
         PlanError: the plan cannot run on this device.
@@ -104,7 +128,8 @@ def make_session(weights: Weights, level: str, tuning: Tuning | None = None) -> 
         DeviceMemoryError: the device has no memory left for a second copy of the weights or for the buffers.
         CompilerMissing, CompileError, DriverError: the kernel cannot be compiled or loaded, see :func:`onelaunch.cuda.load`.
     """
-    tuning, device = tuning or Tuning(), weights.device
+    device = weights.device
+    tuning = tuning or tuning_of(plan_for(weights.config, level, processors(device)), device)
     plan = checked_plan(weights.config, level, processors(device), tuning)
     constants = _constants(weights, plan)
     with room_for("the buffers through which CTAs exchange data", device):
