@@ -19,8 +19,12 @@ T = TypeVar("T")
 STEADY = 1.04
 """A/A noise of calls from Python on a GPU above which more rounds of this regime follow."""
 
-MOST_TIMES = 8
-"""Most rounds of calls from Python on a GPU, in those that were asked for."""
+MOST_TIMES = 24
+"""Most rounds of calls from Python on a GPU, in those that were asked for.
+
+With 8, two of 126 forms of the study everyday-calls stayed above 1.05: training of short scans, whose calls wait for PyTorch's
+thread of the backward pass.
+"""
 
 _MOST_OF_THE_TIME = 0.5
 """Fraction of the time of all rounds from which a note names the candidate that took it, if the time cap ended the rounds and its
