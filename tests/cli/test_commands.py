@@ -27,7 +27,7 @@ from onelaunch.cli.arguments import parse_case
 from onelaunch.device.hardware import describe
 from onelaunch.device.tools import find_ncu
 from onelaunch.errors import ArgumentError, InspectionError
-from onelaunch.operation import find_operation
+from onelaunch.operation import find_operation, operations
 from onelaunch.operation.entry_points import Plugin
 from onelaunch.workbench.inspection import Inspection
 from tests.ops.cases import OPERATIONS
@@ -154,10 +154,36 @@ def test_explain_refuses_what_is_wrong_in_one_line(call, arguments, prose):
     assert "Traceback" not in answer.err
 
 
-def test_explain_needs_a_shape(call):
+@pytest.mark.parametrize(
+    "operation",
+    [each for each in operations() if each.__module__.startswith("onelaunch.")],  # other tests register operations of theirs
+    ids=lambda operation: operation.name,
+)
+def test_explain_without_a_shape_takes_a_typical_call_and_lists_how_to_name_one(call, operation):
+    """``decode_step`` lists no typical calls on a CPU, so its typical call on a GPU is explained there."""
+    kind = "cpu" if operation.typical_cases("cpu") else "cuda"
+    first, *_ = cases = operation.typical_cases(kind)
+    answer = call("explain", operation.name, "--device", "cpu")
+    assert answer.code == 0, answer.err
+    chosen = dispatch.choose(operation.query(first, "cpu")).name
+    assert f"a typical call of {operation.name}, the first of those" in answer.out
+    assert str(first) in answer.out
+    assert f"{chosen} runs:" in answer.out
+    shown = [line.split() for line in answer.raw.splitlines() if line.startswith("  onelaunch explain ")]
+    assert [replace(case, name="") for case in cases] == [parse_case(operation, line[4], line[6]) for line in shown]
+
+
+def test_explain_without_a_shape_takes_a_given_dtype(call):
+    answer = call("explain", "swiglu", "--device", "cpu", "--dtype", "bfloat16")
+    assert (answer.code, "M128-N512-K256-bfloat16" in answer.out) == (0, True)
+    assert call("explain", "swiglu", "--device", "cpu", "--dtype", "float61").code == 2
+
+
+def test_explain_names_what_is_missing_where_no_call_is_typical(call, monkeypatch, prose):
+    monkeypatch.setattr(find_operation("linear_rnn"), "_typical", None)
     answer = call("explain", "linear_rnn")
     assert answer.code == 2
-    assert "--shape" in answer.err
+    prose(answer.err)
 
 
 def test_a_shape_may_hold_options_of_the_operation(prose):
