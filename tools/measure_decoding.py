@@ -2,7 +2,7 @@
 
     python tools/measure_decoding.py --model Llama-3.2-1B --json
 
-For each model of :data:`SHAPES`, with random weights in bfloat16, and each variant the script reads a prompt of 32 tokens and
+For each model of :data:`MODELS`, with random weights in bfloat16, and each variant the script reads a prompt of 32 tokens and
 decodes 127 greedy tokens behind it: once with one launch for all tokens, if the variant can, and once with a step per token, both
 by events on the device. It is the setting of a public comparison of Llama-3.2-1B at batch 1. The script then feeds 127 given
 tokens one by one and compares the logits with those of the same weights in float32: the mean Kullback-Leibler divergence, and the
@@ -24,47 +24,17 @@ from typing import Any
 import torch
 
 from onelaunch.decode import KVCache, ModelConfig, Weights, decode_step, random_weights
-from onelaunch.decode.model.config import Llama3Scaling
 from onelaunch.decode.model.forward import forward, logits_of, prefill
 from onelaunch.decode.step import capabilities
 from onelaunch.decode.step.contract import bind
 from tools.measure_first_call import provenance
+from tools.model_shapes import SHAPES
 
-_LLAMA = Llama3Scaling(32.0, 8192, 1.0, 4.0)
-"""Scaling of the RoPE frequencies of Llama 3.2."""
-
-SHAPES = {
-    "Llama-3.2-1B": ModelConfig(
-        128_256, 2048, 8192, 16, 32, 8, 64, rms_norm_eps=1e-5, rope_theta=5e5, rope_scaling=_LLAMA, tie_word_embeddings=True,
-        qk_norm=False,
-    ),
-    "Llama-3.2-3B": ModelConfig(
-        128_256, 3072, 8192, 28, 24, 8, 128, rms_norm_eps=1e-5, rope_theta=5e5, rope_scaling=_LLAMA, tie_word_embeddings=True,
-        qk_norm=False,
-    ),
-    "Qwen2.5-0.5B": ModelConfig(
-        151_936, 896, 4864, 24, 14, 2, 64, rope_theta=1e6, tie_word_embeddings=True, qk_norm=False, attention_bias=True,
-        output_bias=False,
-    ),
-    "Qwen2.5-1.5B": ModelConfig(
-        151_936, 1536, 8960, 28, 12, 2, 128, rope_theta=1e6, tie_word_embeddings=True, qk_norm=False, attention_bias=True,
-        output_bias=False,
-    ),
-    "SmolLM2-135M": ModelConfig(
-        49_152, 576, 1536, 30, 9, 3, 64, rms_norm_eps=1e-5, rope_theta=1e5, tie_word_embeddings=True, qk_norm=False
-    ),
-    "SmolLM2-360M": ModelConfig(
-        49_152, 960, 2560, 32, 15, 5, 64, rms_norm_eps=1e-5, rope_theta=1e5, tie_word_embeddings=True, qk_norm=False
-    ),
-    "Mistral-7B": ModelConfig(32_768, 4096, 14_336, 32, 32, 8, 128, rms_norm_eps=1e-5, rope_theta=1e6, qk_norm=False),
-    "SmolLM3-3B": ModelConfig(
-        128_256, 2048, 11_008, 36, 16, 4, 128, rope_theta=5e6, tie_word_embeddings=True, qk_norm=False,
-        unrotated_layers=tuple(range(3, 36, 4)),
-    ),
-    "Qwen3-0.6B": ModelConfig(151_936, 1024, 3072, 28, 16, 8, 128, rope_theta=1e6, tie_word_embeddings=True),
-    "small": ModelConfig(300, 96, 160, 2, 6, 2, 16, tie_word_embeddings=True, qk_norm=False),
-}  # fmt: skip
-"""Shapes by name; ``small`` is for machines without a GPU, and is measured only if it is named."""
+MODELS = (
+    "Llama-3.2-1B", "Llama-3.2-3B", "Qwen2.5-0.5B", "Qwen2.5-1.5B", "SmolLM2-135M", "SmolLM2-360M", "Mistral-7B", "SmolLM3-3B",
+    "Qwen3-0.6B",
+)  # fmt: skip
+"""Models of :data:`~tools.model_shapes.SHAPES` that are measured unless others are named."""
 
 PROMPT, TOKENS = 32, 127
 """Tokens of the prompt, and tokens that are decoded behind it."""
@@ -196,14 +166,15 @@ def listing(measured: list[dict[str, Any]]) -> str:
 def main() -> None:
     """Measure the models and variants that were asked for, and print lines or JSON, one record a line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--model", action="append", choices=sorted(SHAPES), help="model to measure; all but small without it")
+    parser.add_argument(
+        "--model", action="append", choices=sorted(SHAPES), help=f"model to measure; by default {', '.join(MODELS)}"
+    )
     parser.add_argument("--variant", action="append", choices=sorted(decode_step.variants), help="variant of decode_step")
     parser.add_argument("--device", default="cuda:0", help="device of the model")
     parser.add_argument("--json", action="store_true", help="print JSON lines, and the table on stderr")
     given = parser.parse_args()
-    names = given.model or [name for name in SHAPES if name != "small"]
     measured = []
-    for name in names:
+    for name in given.model or MODELS:
         measured += measure(name, given.variant or ("streaming", "graph", "captured", "eager"), torch.device(given.device))
         if given.device.startswith("cuda"):
             torch.cuda.empty_cache()

@@ -2,7 +2,7 @@
 
     python tools/measure_prompts.py --json
 
-For each model of :data:`SHAPES`, with random weights, and each length the script takes the wall time from the call until the
+For each model of :data:`MODELS`, with random weights, and each length the script takes the wall time from the call until the
 device has finished: the median of several reads, each with new tokens and an empty cache that is made before. The capture of a
 size is measured apart, once. A length that no earlier read had shows whether a pass serves every length of its size. Peak memory
 is that of the device beside the weights, with all passes captured.
@@ -28,16 +28,10 @@ from onelaunch.decode.model.forward import prefill
 from onelaunch.decode.model.weights import Weights, random_weights
 from onelaunch.decode.runtime.prompts import PromptPasses, size_of
 from tools.measure_first_call import provenance
+from tools.model_shapes import SHAPES
 
-SHAPES = {
-    "Qwen3-0.6B": ModelConfig(151_936, 1024, 3072, 28, 16, 8, 128, tie_word_embeddings=True),
-    "Qwen3-1.7B": ModelConfig(151_936, 2048, 6144, 28, 16, 8, 128, tie_word_embeddings=True),
-    "Qwen3-4B": ModelConfig(151_936, 2560, 9728, 36, 32, 8, 128, tie_word_embeddings=True),
-    "Qwen3-8B": ModelConfig(151_936, 4096, 12288, 36, 32, 8, 128),
-    "Llama-3.2-1B": ModelConfig(128_256, 2048, 8192, 16, 32, 8, 64, tie_word_embeddings=True, qk_norm=False),
-    "small": ModelConfig(300, 64, 160, 2, 4, 2, 16),
-}
-"""Shapes by name; ``small`` is for machines without a GPU, and is measured only if it is named."""
+MODELS = ("Qwen3-0.6B", "Qwen3-1.7B", "Qwen3-4B", "Qwen3-8B", "Llama-3.2-1B")
+"""Models of :data:`~tools.model_shapes.SHAPES` that are measured unless others are named."""
 
 LENGTHS = (16, 64, 128, 500, 512, 1000, 2048)
 """Numbers of tokens. 500 and 512 share a pass."""
@@ -127,13 +121,14 @@ def listing(measured: list[dict[str, Any]]) -> str:
 def main() -> None:
     """Measure the models that were asked for, and print lines or JSON, one record a line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--model", action="append", choices=sorted(SHAPES), help="model to measure; all but small without it")
+    parser.add_argument(
+        "--model", action="append", choices=sorted(SHAPES), help=f"model to measure; by default {', '.join(MODELS)}"
+    )
     parser.add_argument("--device", default="cuda:0", help="device of the model")
     parser.add_argument("--json", action="store_true", help="print JSON lines, and the table on stderr")
     given = parser.parse_args()
-    names = given.model or [name for name in SHAPES if name != "small"]
     measured = []
-    for name in names:
+    for name in given.model or MODELS:
         measured += measure(name, torch.device(given.device))
         if given.device.startswith("cuda"):
             torch.cuda.empty_cache()

@@ -14,7 +14,7 @@ from onelaunch.decode import KVCache, ModelConfig, random_weights
 from onelaunch.decode.model.config import Llama3Scaling
 from onelaunch.decode.plan.levels import LEVELS, plan_for
 from onelaunch.decode.plan.packing import pack
-from tools.measure_decoding import SHAPES
+from tools.model_shapes import SHAPES
 
 # Vocabulary, hidden size, intermediate size, layers, query heads, key heads, channels of a head.
 TINY = ModelConfig(300, 128, 96, 2, 4, 2, 16, max_position_embeddings=512, tie_word_embeddings=True)

@@ -27,6 +27,7 @@ from tests.decode.plans import FAMILIES, MODELS, TINY, packed
 from tests.decode.test_plan import QWEN, assert_in_any_order
 from tests.thorough import thorough_but
 from tools import measure_decoding
+from tools.model_shapes import SHAPES
 
 SMS = 132
 """Number of SMs of an H100 SXM and an H200."""
@@ -202,5 +203,5 @@ def test_the_tool_measures_a_small_model_on_a_cpu(monkeypatch):
     assert found["steps_us"] > 0
     assert 0 < found["kl"] < 1e-3
     assert 0 < found["error"] < 2e-2
-    assert found["weights_bytes"] == 2 * elements(measure_decoding.SHAPES["small"])
+    assert found["weights_bytes"] == 2 * elements(SHAPES["small"])
     assert "small          eager" in measure_decoding.listing([found])
