@@ -1,4 +1,4 @@
-"""Sphinx configuration. It generates the tables of variants from the registry, and those of measurements from ``results/``."""
+"""Sphinx configuration. It generates tables and plots of measurements from ``results/``, and shows what pages hide on GitHub."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ DOCS = Path(__file__).parent
 sys.path.insert(0, str(DOCS))
 
 import tables  # noqa: E402  a module in the folder of this file
+import two_readers  # noqa: E402
 
 import onelaunch  # noqa: E402
 
@@ -41,11 +42,18 @@ SECTION = re.compile(r"(Args|Returns|Yields|Raises|Attributes|Example|Examples|N
 
 
 def setup(app: Any) -> None:
-    """Write the generated files before Sphinx reads any page, and show equations in docstrings as code."""
-    tables.write(DOCS / "_generated", DOCS.parent / "results", DOCS / "notebook", DOCS.parent / "studies")
+    """Write the generated files before Sphinx reads any page, show what pages hide on GitHub, and equations as code."""
+    tables.write(DOCS / "_generated", DOCS.parent)
+    app.connect("source-read", show_hidden_parts)
     app.connect(
         "autodoc-process-docstring", show_equations, priority=100
     )  # runs before napoleon, which replaces the section headings
+
+
+def show_hidden_parts(app: Any, page: str, source: list[str]) -> None:
+    """Give Sphinx the parts of a page that are hidden on GitHub, without those that stand there in their place."""
+    del app, page
+    source[0] = two_readers.for_sphinx(source[0])
 
 
 def show_equations(app: Any, what: str, name: str, of: Any, options: Any, lines: list[str]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from onelaunch.operation import Direction
@@ -59,17 +59,24 @@ EXPERIMENTS = {
         ("eight_barriers", "redundant_norm", "head_local", "fused_phases", "tagged_words", "streaming", "graph", "compiled"),
     ),
 }
-"""What the page shows, by the name of its generated file."""
+"""What the page shows, by the name of its part."""
 
 
-def pages(results: Path) -> dict[str, str]:
-    """Return the content of the generated files by their names."""
-    return {f"experiment-{name}.md": _section(each, results) for name, each in EXPERIMENTS.items()}
+def parts(stored: Mapping[str, Result]) -> dict[str, str]:
+    """Return the written parts of the page by their names, from results by name."""
+    return {f"experiment-{name}": _section(each, stored[each.result]) for name, each in EXPERIMENTS.items()}
 
 
-def _section(experiment: Experiment, results: Path) -> str:
-    """Return the times in microseconds, the decision with its strongest evidence, and the criteria, folded."""
-    result = Result.load(results / f"{experiment.result}.json")
+def criteria(stored: Mapping[str, Result]) -> dict[str, str]:
+    """Return the content of the generated files by their names: every criterion with its evidence, folded."""
+    return {
+        f"criteria-{name}.md": folded("Every criterion with its evidence", [docs_table(stored[each.result], "criteria")]) + "\n"
+        for name, each in EXPERIMENTS.items()
+    }
+
+
+def _section(experiment: Experiment, result: Result) -> str:
+    """Return the times in microseconds, and the decision with its strongest evidence."""
     facts, decision = result.provenance, result.decision
     regime: Regime = "running" if "running" in result.study.regimes else "cold"
     several = len(experiment.directions) > 1
@@ -92,7 +99,6 @@ def _section(experiment: Experiment, results: Path) -> str:
             f"Medians in µs ({regime}; {markdown(where)}):",
             markdown_table(heads, rows, right=range(first, len(heads))),
             said,
-            folded("Every criterion with its evidence", [docs_table(result, "criteria")]),
         ]
     )
 

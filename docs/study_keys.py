@@ -28,7 +28,7 @@ MODELS: tuple[tuple[str, str, type[BaseModel]], ...] = (
     ("criterion", "Keys of a criterion: `[[criteria]]`", Criterion),
     ("prediction", "Keys of a prediction: `[[predictions]]`", Prediction),
 )
-"""Name of the generated file, heading and model of each table."""
+"""Name of the part without ``keys-``, heading and model of each table."""
 
 PREDICTION = {
     "by": "write-up 040",
@@ -50,8 +50,8 @@ NAMES = {str: "string", int: "integer", float: "number", bool: "true or false"}
 """Words for a type in the column "type"."""
 
 
-def pages(studies: Path) -> dict[str, str]:
-    """Return the content of each generated file by its name: one table for each of the four models, and one of the measures."""
+def parts(studies: Path) -> dict[str, str]:
+    """Return the written parts of pages by their names: one table for each of the four models, and one of the measures."""
     raw = [tomllib.loads(path.read_text(encoding="utf-8")) for path in sorted(studies.glob("*.toml"))]
     tables: dict[type[BaseModel], list[dict[str, Any]]] = {
         Study: raw,
@@ -59,9 +59,9 @@ def pages(studies: Path) -> dict[str, str]:
         Criterion: [table for study in raw for table in study["criteria"]],
         Prediction: [table for study in raw for table in study.get("predictions", ())] or [PREDICTION],
     }
-    keys = {f"keys-{name}.md": f"### {title}\n\n{_table(model, tables[model])}\n" for name, title, model in MODELS}
+    keys = {f"keys-{name}": f"### {title}\n\n{_table(model, tables[model])}" for name, title, model in MODELS}
     rows = [[code(measure.name), measure.meaning] for measure in measures()]
-    return {**keys, "measures.md": markdown_table(["`measure`", "value that is compared with the bound"], rows) + "\n"}
+    return {**keys, "measures": markdown_table(["`measure`", "value that is compared with the bound"], rows)}
 
 
 def _shape(table: Mapping[str, Any], operation: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Write the generated parts of the documentation: tables of variants, measurements and study keys, the notebook's contents."""
+"""Make the generated parts of the documentation: tables of variants and study keys, which the pages hold, and measurements."""
 
 from __future__ import annotations
 
@@ -29,32 +29,47 @@ ELSEWHERE = {"decode_step": "decode.md"}
 """Page of each operation whose page is not ``operations/NAME.md``."""
 
 
-def write(folder: Path, results: Path, notebook: Path, studies: Path) -> None:
-    """Write all generated pages to a folder: variants and times by operation, overview, notebook's contents, keys, measures."""
+def parts(root: Path) -> dict[str, str]:
+    """Return the written parts of pages by their names, from the registry, ``results/`` and ``studies/`` of the repository.
+
+    They stand in the pages themselves, where GitHub shows them: ``python -m tools.write_pages`` writes them.
+    """
+    stored = _stored(root / "results")
+    known = list(operations())
+    notes = sorted(path.stem for path in (root / "docs" / "notebook").glob("*.md") if path.stem != "index")
+    return {
+        **{f"variants-{operation.name}": _variants(operation) for operation in known},
+        "stated-errors": _stated_errors(known),
+        **{f"fla-arguments-{operation}": text for operation, text in _fla_arguments(FLA_ARGUMENTS).items()},
+        "overview": docs_overview(stored.values(), _page),
+        "notebook": "\n".join(f"- [{name}]({name}.md)" for name in notes),
+        **study_keys.parts(root / "studies"),
+        **experiment_tables.parts(stored),
+    }
+
+
+def write(folder: Path, root: Path) -> None:
+    """Write the generated files, which are too long for the pages themselves: times and plots by operation, and criteria."""
     folder.mkdir(parents=True, exist_ok=True)
-    stored = [(path, Result.load(path)) for path in sorted(results.glob("*/*.json"))] if results.is_dir() else []
+    stored = _stored(root / "results")
+    named = [(result, f"results/{name}.json") for name, result in stored.items()]
     for operation in operations():
-        _replace(folder / f"variants-{operation.name}.md", _variants(operation))
-        about = [(path, result) for path, result in stored if result.study.operation == operation.name]
-        measured = "\n".join(docs_section(result, str(path.relative_to(results.parent))) for path, result in about)
+        measured = "\n".join(docs_section(result, path) for result, path in named if result.study.operation == operation.name)
         _replace(folder / f"measured-{operation.name}.md", measured or NOTHING_MEASURED)
-        named = [(result, str(path.relative_to(results.parent))) for path, result in stored]
         shown = [each for each in named if operation.name in each[0].study.operation_names()]
         _replace(folder / f"sizes-{operation.name}.md", docs_sizes(shown, operation.name))
     models = [
-        to_document(ModelResult.load(path), str(path.relative_to(results.parent)))
-        for path in sorted(results.glob("*/models/*.json"))
+        to_document(ModelResult.load(path), str(path.relative_to(root))) for path in sorted(root.glob("results/*/models/*.json"))
     ]
     _replace(folder / "measured-models.md", "\n".join(models) or NO_MODEL)
-    pages = sorted(path.stem for path in notebook.glob("*.md") if path.stem != "index")
-    contents = "\n".join(["```{toctree}", *pages, "```"]) if pages else "There is no entry yet."
-    _replace(folder / "notebook.md", contents + "\n")
-    _replace(folder / "stated-errors.md", _stated_errors(list(operations())))
-    for operation, text in _fla_arguments(FLA_ARGUMENTS).items():
-        _replace(folder / f"fla-arguments-{operation}.md", text)
-    _replace(folder / "overview.md", docs_overview((result for _, result in stored), _page) + "\n")
-    for name, text in (study_keys.pages(studies) | experiment_tables.pages(results)).items():
+    for name, text in experiment_tables.criteria(stored).items():
         _replace(folder / name, text)
+
+
+def _stored(results: Path) -> dict[str, Result]:
+    """Return the stored results by name, such as ``nvidia-h200/040-linear-rnn``."""
+    paths = sorted(results.glob("*/*.json")) if results.is_dir() else []
+    return {path.relative_to(results).with_suffix("").as_posix(): Result.load(path) for path in paths}
 
 
 def _page(operation: str) -> str:
@@ -82,7 +97,7 @@ def _variants(operation: Operation) -> str:
         for variant in sorted(operation.variants.values(), key=_rank)
     ]
     heads = ["variant", "launches", "steps in one kernel", *(["matrix product"] if products else []), "what it is"]
-    return markdown_table(heads, rows) + "\n"
+    return markdown_table(heads, rows)
 
 
 def _fla_arguments(path: Path) -> dict[str, str]:
@@ -95,7 +110,7 @@ def _fla_arguments(path: Path) -> dict[str, str]:
             [code(argument), ", ".join(code(name) for name in names if argument in _taken(stored, name)), meaning]
             for argument, meaning in stored["arguments"][operation].items()
         ]
-        tables[operation] = markdown_table(["argument", "functions", "here"], rows) + "\n"
+        tables[operation] = markdown_table(["argument", "functions", "here"], rows)
     return tables
 
 
@@ -112,7 +127,7 @@ def _stated_errors(known: list[Operation]) -> str:
         for operation in known
         for errors, names in _by_errors(operation)
     ]
-    return markdown_table(["operation", "float32 results", "bfloat16", "float16"], rows) + "\n"
+    return markdown_table(["operation", "float32 results", "bfloat16", "float16"], rows)
 
 
 def _by_errors(operation: Operation) -> list[tuple[Mapping[torch.dtype, float], list[str]]]:

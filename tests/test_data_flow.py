@@ -12,8 +12,8 @@ from onelaunch.ops.gla import configure_hopper, gla
 from onelaunch.ops.gla_layer.cost import parts_of
 from onelaunch.ops.output_chain import output_chain
 from onelaunch.ops.projections import projections
-from tests.test_documents import ROOT
-from tools import draw_data_flow
+from tests.test_documents import ROOT, two_readers
+from tools import draw_data_flow, drawing
 from tools.data_flows import flows
 
 FLOWS = {flow.operation.name: flow for flow in flows()}
@@ -89,21 +89,43 @@ def test_the_committed_pictures_are_up_to_date():
     made = draw_data_flow.files(ROOT)
     for path, text in made.items():
         assert path.read_text(encoding="utf-8") == text, f"{path.name}: run python -m tools.draw_data_flow"
-    assert set(made) == set((ROOT / draw_data_flow.FOLDER).glob("*.html"))
+    assert set(made) == set((ROOT / draw_data_flow.FOLDER).iterdir())
 
 
 @pytest.mark.parametrize("name", FLOWS)
 def test_a_page_shows_its_picture(name):
     text = (ROOT / "docs" / "operations" / f"{name}.md").read_text(encoding="utf-8")
     assert f":file: ../pictures/flow/{name}.html" in text
+    assert f"](../pictures/flow/{name}.svg)" in two_readers.for_github(text)
 
 
 def test_pictures_are_well_formed_and_boxes_lie_inside():
+    seen = 0
     for text in draw_data_flow.files(ROOT).values():
-        for svg in ET.fromstring(text).iter("svg"):
+        for svg in ET.fromstring(text).iter("{http://www.w3.org/2000/svg}svg"):
+            if svg.get("class") is None:
+                continue  # the image, whose panels are looked at one by one
+            seen += 1
             _, _, width, height = map(float, svg.get("viewBox").split())
-            assert svg[0].tag == "title"
-            for box in svg.iter("rect"):
+            assert svg[0].tag.endswith("title")
+            for box in svg.iter("{http://www.w3.org/2000/svg}rect"):
                 assert float(box.get("x")) >= 0
                 assert float(box.get("x")) + float(box.get("width")) <= width
                 assert float(box.get("y")) + float(box.get("height")) <= height
+    assert seen == 4 * len(FLOWS), "two panels in each of two files"
+
+
+def test_an_image_has_the_dark_colours_of_the_pages_and_a_caption_that_fits():
+    css = (ROOT / "docs" / "_static" / "custom.css").read_text(encoding="utf-8")
+    dark = css[css.index('body[data-theme="dark"]') :]
+    for name, value in drawing.DARK.items():
+        if name not in ("ink", "soft", "barrier"):  # variables of the theme, and the same in both schemes
+            assert f"--flow-{name}: {value};" in dark, name
+    image = ET.fromstring(drawing.files(ROOT, {"gla": draw_data_flow.figure(FLOWS["gla"])})[ROOT / "gla.svg"])
+    lines = ["".join(text.itertext()) for text in image.iter("{http://www.w3.org/2000/svg}text") if text.get("font-size") == "13"]
+    assert lines[0].startswith("Forward pass of gla at B=")
+    assert "\u25a0" in lines[-1]
+    assert max(map(len, lines)) <= drawing.LETTERS + 3
+    assert float(image.get("viewBox").split()[3]) > max(
+        float(text.get("y")) for text in image.iter() if text.get("font-size") == "13"
+    )

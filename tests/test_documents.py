@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
+import inspect
+import pkgutil
 import re
 import shlex
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -15,6 +19,7 @@ from onelaunch import dispatch, operation
 from onelaunch.cli.application import application
 from onelaunch.operation import registry
 from onelaunch.workbench.study.read import load_study
+from tools import write_pages
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
@@ -26,6 +31,18 @@ BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 NEEDS = {"accelerate.md": "transformers", "decode.md": "tokenizers"}
 """Pages whose code needs a package of an extra of this project, with the package. They are skipped without it."""
 
+
+def _from_docs(name: str) -> ModuleType:
+    """Return a module of the folder docs, which is no package."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+two_readers = _from_docs("two_readers")
 
 ELSEWHERE = ("README.md",)
 """Pages whose code runs in a test of its own, in ``test_readme.py``."""
@@ -137,3 +154,60 @@ def test_pages_show_commands():
 def test_links_between_pages_have_targets(page):
     for target in re.findall(r"\]\((?!https?:|#)([^)#]+)", page.read_text()):
         assert (page.parent / target).exists(), target
+
+
+DIRECTIVE = re.compile(r"^ *(?:`{3,}|~{3,}|:{3,})\{.*|^\(\S+\)=$|^ *:[a-z-]+: .*|(?<![\w`/])\{[a-z:]+\}`", re.MULTILINE)
+"""Syntax of MyST that GitHub shows as text: directives, targets, options of directives and roles."""
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_github_shows_no_directive_of_sphinx(page):
+    text = page.read_text(encoding="utf-8")
+    assert DIRECTIVE.findall(two_readers.for_github(text)) == []
+    assert "\n<!-- sphinx" not in two_readers.for_sphinx(text)
+    assert "github -->\n" not in two_readers.for_sphinx(text)
+
+
+def test_each_reader_gets_its_parts_of_a_page():
+    page = "# Title\n<!-- sphinx\n```{toctree}\nstart\n```\n-->\n<!-- github -->\n[start](start.md)\n<!-- end github -->\nEnd\n"
+    assert two_readers.for_sphinx(page) == "# Title\n\n```{toctree}\nstart\n```\n\n\n\n\nEnd\n"
+    assert DIRECTIVE.search(two_readers.for_sphinx(page))
+    assert not DIRECTIVE.search(two_readers.for_github(page))
+    for raw in (":::{glossary}", "see {class}`Case`", "(words)=", ":members: forward"):
+        assert DIRECTIVE.search(raw)
+
+
+def documented(page: Path) -> list[tuple[str, object]]:
+    """Return what the directives of a page take from the source, each with its name."""
+    found: list[tuple[str, object]] = []
+    module = ""
+    for kind, name in re.findall(r"^ *\.\. (\w+):: (\S+)$", page.read_text(encoding="utf-8"), re.MULTILINE):
+        if kind == "currentmodule":
+            module = name
+        elif kind.startswith("auto"):
+            held = pkgutil.resolve_name(f"{module}:{name}" if not name.startswith("onelaunch") else name)
+            found.append((name, held))
+    return found
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if documented(page)], ids=lambda page: page.name)
+def test_github_links_the_source_of_what_a_page_documents(page):
+    shown = two_readers.for_github(page.read_text(encoding="utf-8"))
+    linked = {(name, (page.parent / target).resolve()) for name, target in re.findall(r"\[`([\w.]+)`\]\(([^)#]+)\)", shown)}
+    for name, what in documented(page):
+        what = what._function if isinstance(what, operation.Operation) else what
+        path = Path(inspect.getsourcefile(inspect.unwrap(what) if callable(what) else what))
+        assert {(name, path), (name, path.parent)} & linked, f"{page.name}: {name} is in {path}"
+
+
+def test_the_written_parts_of_pages_are_up_to_date():
+    pytest.importorskip("sphinx", reason="needs the packages of the dependency group docs")
+    for path, text in write_pages.files(ROOT).items():
+        assert path.read_text(encoding="utf-8") == text, f"{path.name}: run python -m tools.write_pages"
+
+
+def test_the_index_links_every_page_of_its_contents():
+    text = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
+    entries = re.findall(r"^[a-z][\w/-]+$", text, re.MULTILINE)
+    assert len(entries) > 20
+    assert {f"]({entry}.md)" for entry in entries} <= set(re.findall(r"\]\([^)]*\)", two_readers.for_github(text)))

@@ -9,7 +9,7 @@ import pytest
 
 from onelaunch.decode.plan.phases import PRODUCTS
 from onelaunch.device.architectures import HOPPER_SMS
-from tests.test_documents import ROOT
+from tests.test_documents import ROOT, two_readers
 from tools import draw_decode_plan as drawn
 
 PAGE = ROOT / "docs" / "decode.md"
@@ -18,15 +18,16 @@ PAGE = ROOT / "docs" / "decode.md"
 @pytest.fixture(scope="module")
 def made():
     """Return the files of the command, by their names."""
-    return {path.stem: text for path, text in drawn.files(ROOT).items()}
+    return {path.stem: text for path, text in drawn.files(ROOT).items() if path.suffix == ".html"}
 
 
 def test_the_committed_pictures_are_up_to_date_and_on_the_page(made):
     text = PAGE.read_text(encoding="utf-8")
-    for name, picture in made.items():
-        path = ROOT / drawn.FOLDER / f"{name}.html"
-        assert path.read_text(encoding="utf-8") == picture, f"{name}: run python -m tools.draw_decode_plan"
+    for name in made:
         assert f":file: pictures/decode/{name}.html" in text
+        assert f"](pictures/decode/{name}.svg)" in two_readers.for_github(text)
+    for path, picture in drawn.files(ROOT).items():
+        assert path.read_text(encoding="utf-8") == picture, f"{path.name}: run python -m tools.draw_decode_plan"
 
 
 def test_pictures_are_well_formed_and_lie_inside(made):

@@ -2,9 +2,9 @@
 
 Run ``python -m tools.draw_data_flow`` from the root of the repository after an operation's contract, cost or launches changed.
 ``tests/test_data_flow.py`` fails if that was forgotten. ``tools/data_flows.py`` holds what is drawn. The files depend on nothing
-else, byte for byte. Each is a piece of HTML that the page includes: text stays text, and colours are CSS variables of
+else, byte for byte. A built page includes the HTML file of its operation: text stays text, and colours are CSS variables of
 ``docs/_static/custom.css``, so that both colour schemes work. Panels stand side by side on a wide page, one below the other on a
-phone.
+phone. On GitHub the page shows the SVG file.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[1]
 """Root of the repository."""
 
 FOLDER = "docs/pictures/flow"
-"""Folder of the pictures: one file for each operation."""
+"""Folder of the pictures: two files for each operation."""
 
 WIDTH, MEMORY, CHIP = 360, 122, 206
 """Width of a panel, right edge of the tensors in memory, and left edge of the launches, in pixels of a phone."""
@@ -105,8 +105,8 @@ def _arrow(drawn: Panel, arrow: Arrow, top: int) -> Iterable[str]:
     yield drawing.text((MEMORY + CHIP) / 2, middle - 4, q.size(arrow.bytes), "ink", "middle", small=True)
 
 
-def figure(flow: Flow) -> str:
-    """Return the figure of an operation: its panels, the shape, the sentence on it, and the legend."""
+def figure(flow: Flow) -> tuple[list[str], str]:
+    """Return the panels of an operation's figure, and its caption: the shape, the sentence on it, and the legend."""
     units = ["step" if flow.operation.get(each.variant).launches is None else "launch" for each in flow.panels]
     sizes = " ".join(f"{name}={size}" for name, size in flow.case.sizes.items())
     name = flow.operation.name
@@ -117,7 +117,7 @@ def figure(flow: Flow) -> str:
         f"once and writes its results once. Any implementation moves at least {q.size(least)}. {_code(flow.about)}"
     )
     panels = [panel(each, f"Data flow of {name}", unit) for each, unit in zip(flow.panels, units, strict=True)]
-    return drawing.figure(panels, f"{said}<br/>{legend}.")
+    return panels, f"{said}<br/>{legend}."
 
 
 def _code(text: str) -> str:
@@ -128,7 +128,8 @@ def _code(text: str) -> str:
 
 def files(root: Path) -> dict[Path, str]:
     """Return the content of every file that this command writes, by its path."""
-    return {root / FOLDER / f"{flow.operation.name}.html": figure(flow) for flow in flows()}
+    figures = {flow.operation.name: figure(flow) for flow in flows()}
+    return drawing.files(root / FOLDER, figures)
 
 
 if __name__ == "__main__":

@@ -138,15 +138,15 @@ def _phase(made: Plan, index: int, phase: Phase, top: int) -> Iterable[str]:
     yield drawing.text(WIDTH - 8, box + 30, f"{weights} per CTA", "soft", "end")
 
 
-def phases_figure() -> str:
-    """Return the figure of the phases: the first level of the ablation beside the last one."""
+def phases_figure() -> tuple[list[str], str]:
+    """Return the panels and the caption of the figure of the phases: the first level of the ablation beside the last one."""
     most = len(sources(plan("streaming"), 0, READER))
     caption = (
         f"Phases of a layer of {MODEL} on {HOPPER_SMS} SMs, and what each CTA waits for before them, at position 1280 or "
         "later. A grid barrier waits for all CTAs. <code>streaming</code> waits for the words themselves, made by at most "
         f"{most} CTAs; in the first layer <code>qkv</code> reads the embedding's row instead."
     )
-    return drawing.figure([phases("eight_barriers"), phases("streaming")], caption)
+    return [phases("eight_barriers"), phases("streaming")], caption
 
 
 # Exchanges between CTAs
@@ -171,8 +171,8 @@ def exchange(made: Plan, index: int, said: Sequence[str]) -> str:
     return drawing.svg(GRID_WIDTH, height, f"CTAs that CTA {READER} waits for: {', '.join(said)}", parts, "flow-grid")
 
 
-def exchanges_figure() -> str:
-    """Return the figure of the exchanges of ``streaming``: who waits for whom, in each phase and context."""
+def exchanges_figure() -> tuple[list[str], str]:
+    """Return the panels and the caption of the exchanges of ``streaming``: who waits for whom, in each phase and context."""
     usual = plan("streaming", 8)
     names = [phase.op for phase in usual.layer]
     panels = []
@@ -188,7 +188,7 @@ def exchanges_figure() -> str:
         f"{READER} (framed) waits for before the phase; {others}other CTAs. Before <code>o</code> below position 64 these are "
         "words of its own."
     )
-    return drawing.figure(panels, caption)
+    return panels, caption
 
 
 # The weight stream
@@ -248,15 +248,15 @@ def token() -> str:
     return drawing.svg(WIDTH, 62, "Weight stream of a CTA: a token, to scale", parts, "flow-panel")
 
 
-def stream_figure() -> str:
-    """Return the figure of the weight stream."""
+def stream_figure() -> tuple[list[str], str]:
+    """Return the panels and the caption of the figure of the weight stream."""
     everything = q.size(sum(_token_bytes(cta) for cta in range(HOPPER_SMS)))
     caption = (
         f"The weights that CTA {READER} reads for each token of {MODEL}, in the order in which they lie in memory. All CTAs "
         f"together read {everything}. The producer thread copies chunk after chunk into the ring, as far ahead as the ring has "
         "room, and does not wait for other CTAs."
     )
-    return drawing.figure([stream(), token()], caption)
+    return [stream(), token()], caption
 
 
 def _token_bytes(cta: int) -> int:
@@ -269,7 +269,7 @@ def _token_bytes(cta: int) -> int:
 def files(root: Path) -> dict[Path, str]:
     """Return the content of every file that this command writes, by its path."""
     figures = {"phases": phases_figure(), "exchanges": exchanges_figure(), "stream": stream_figure()}
-    return {root / FOLDER / f"{name}.html": text for name, text in figures.items()}
+    return drawing.files(root / FOLDER, figures)
 
 
 if __name__ == "__main__":
