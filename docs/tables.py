@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import accelerate_tables
 import experiment_tables
 import study_keys
 import torch
@@ -45,6 +46,7 @@ def parts(root: Path) -> dict[str, str]:
         "notebook": "\n".join(f"- [{name}]({name}.md)" for name in notes),
         **study_keys.parts(root / "studies"),
         **experiment_tables.parts(stored),
+        **accelerate_tables.parts(stored),
     }
 
 

@@ -82,6 +82,17 @@ def test_the_python_of_a_page_runs(page, registry_of_its_own, monkeypatch):
         exec(compile(block, str(page), "exec"), module.__dict__)
 
 
+def test_the_page_of_accelerate_begins_with_a_short_example_and_its_tables():
+    """The example runs with the page. The tables are written from the code and from results."""
+    text = (ROOT / "docs" / "accelerate.md").read_text(encoding="utf-8")
+    summary = text[: text.index("\n## ")]
+    ((language, example),) = BLOCK.findall(summary)
+    assert language == "python"
+    assert "onelaunch.accelerate(model)" in example
+    assert len(example.splitlines()) <= 8
+    assert [part[1] for part in write_pages.PART.finditer(summary)] == ["accelerate-speeds", "accelerate-classes"]
+
+
 def test_the_readme_links_documentation_and_examples():
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     linked = set(re.findall(r"\]\(([^)#:]+)\)", text))
