@@ -188,7 +188,7 @@ def test_the_kernels_of_local_passes_compile_without_spills(per_head):
         from onelaunch.ops.gla.launch_slices import HopperPasses
 
         passes = HopperPasses(0.09)
-        _, kept = passes.added(tensors, 0, state)
+        _, kept = passes.local_state(tensors, 0, state)
         passes.forward(tensors, state, None, kept, want_final=True)
         _, sums = passes.initial_gradient(tensors, do, 8192, None)
         passes.gradients(tensors, state, None, do, state, passes.states(tensors, state, None, kept), sums)

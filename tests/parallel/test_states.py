@@ -23,6 +23,6 @@ def test_states_alone_are_those_of_ordinary_calls(heads, states, per_head):
     kernels, plain = GlaRules(gla, call, "fused"), GlaRules(gla, call, "chunked")
     assert (kernels.states_alone, plain.states_alone) == (True, False)
     dy = torch.randn(2, 70, max(heads), 20, generator=random)
-    close(kernels.added(tensors, 3), plain.added(tensors, 3), torch.float32, "added")
-    found, wanted = (rules.initial_gradient(rules.readers(tensors), dy, 66) for rules in (kernels, plain))
+    close(kernels.local_state(tensors, 3), plain.local_state(tensors, 3), torch.float32, "added")
+    found, wanted = (rules.initial_gradient(rules.saved(tensors), dy, 66) for rules in (kernels, plain))
     close(found, wanted, torch.float32, "gradient of the initial state")

@@ -17,7 +17,7 @@ from onelaunch import checks
 from onelaunch.errors import ArgumentError, PackingError
 from onelaunch.parallel.agreement import Facts, agree, check_device, resolve
 from onelaunch.parallel.collectives import Collectives
-from onelaunch.parallel.share import Share, share_of, starts_of
+from onelaunch.parallel.local_slice import LocalSlice, local_slice_of, starts_of
 from onelaunch.parallel.uncompiled import uncompiled
 
 R = TypeVar("R")
@@ -38,8 +38,8 @@ class Context:
     """Steps on each rank."""
     offsets: tuple[int, ...] | None
     """Offsets of the packed sequences among all steps, or ``None``."""
-    share: Share
-    """Part of this rank."""
+    local_slice: LocalSlice
+    """Steps and sequences of this rank."""
     cu_seqlens: torch.Tensor | None
     """Offsets of this rank's sequences in its slice, int32, or ``None`` where no sequences are packed."""
     sequences: torch.Tensor
@@ -187,11 +187,11 @@ def context_of(
     """Return the context of a rank, whose ``offsets`` are the values of ``cu_seqlens``; ``rest`` are fields of a context."""
     if offsets is None:
         offsets = _read(cu_seqlens)
-    share = share_of(rank, lengths, offsets)
-    local = None if offsets is None else torch.tensor(share.offsets, dtype=torch.int32, device=device)
-    sequences = torch.tensor(share.sequences, device=device)
-    ending = torch.tensor([at for at, ends in enumerate(share.ends) if ends], dtype=torch.int64, device=device)
-    return Context(collectives, rank, lengths, offsets, share, local, sequences, ending, cu_seqlens, **rest)
+    local = local_slice_of(rank, lengths, offsets)
+    cu_seqlens_here = None if offsets is None else torch.tensor(local.offsets, dtype=torch.int32, device=device)
+    sequences = torch.tensor(local.sequences, device=device)
+    ending = torch.tensor([at for at, ends in enumerate(local.ends) if ends], dtype=torch.int64, device=device)
+    return Context(collectives, rank, lengths, offsets, local, cu_seqlens_here, sequences, ending, cu_seqlens, **rest)
 
 
 def _read(cu_seqlens: torch.Tensor | None) -> tuple[int, ...] | None:

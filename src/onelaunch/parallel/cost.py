@@ -53,10 +53,10 @@ LAUNCH_US = 3.0
 """Assumed microseconds of a short launch within a graph."""
 
 MEMORY_BYTES_PER_US = 3.0e6
-"""Bytes per microsecond at which sums and messages are read and written; an assumption."""
+"""Bytes per microsecond at which segment states and messages are read and written; an assumption."""
 
 SEGMENTS = 8
-"""Segments of a slice whose sums a rank folds, as the launches choose them at 16 heads on a chip of 132 SMs."""
+"""Segments of a slice whose states a rank combines to its message: the launches' choice at 16 heads on a chip of 132 SMs."""
 
 STATES_SHARE = 0.6
 """Time of the pass that computes states alone, relative to a forward pass (docs/notebook/gla.md). The backward pass begins with
@@ -76,11 +76,11 @@ class Prediction(NamedTuple):
     call: float
     """Time of the ordinary call on a slice."""
     local: float
-    """Time of what the local passes add: folds of sums to messages, merges of messages to states."""
+    """Time that local passes and scans add: segment states to a message, and messages to the state before the slice."""
     exchange: float
     """Time of the all-gathers."""
     hidden: float
-    """Part of it that overlaps with the pass for states of the backward pass."""
+    """Part of it that overlaps with the pass that recomputes states for the backward pass."""
     speedup: float
     """Time on one GPU over ``call + local + exchange - hidden``."""
 
@@ -120,7 +120,7 @@ def predict(
         return Prediction(1, 0, 0, alone, 0.0, 0.0, 0.0, 1.0)
     received = (ranks - 1) * message
     call = time_of(length / ranks, heads, direction)
-    moved = (SEGMENTS + 1) * message + (ranks + 1) * message  # sums to a message, messages to a state
+    moved = (SEGMENTS + 1) * message + (ranks + 1) * message  # segment states to a message, messages to a state
     local = 3 * LAUNCH_US + moved / MEMORY_BYTES_PER_US
     exchange = link.first_us + (ranks - 1) * link.rank_us + received / link.bytes_per_us
     hidden = 0.0

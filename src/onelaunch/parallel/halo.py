@@ -1,9 +1,9 @@
-"""Inputs of earlier ranks that short convolutions read: the last W - 1 steps before a slice, which may lie on several ranks.
+"""Halo exchange of short convolutions: the W - 1 inputs before a slice, which may lie on several earlier ranks.
 
 The layers of ``onelaunch.nn`` call :func:`start_halo` when they have the inputs of their convolutions, and :meth:`Halo.states`
-when they need the states, and so compute other projections while the exchange is under way. The backward pass starts the sum of
-the states' gradients in the place of :meth:`Halo.states` and waits for it in that of :func:`start_halo`, so that the backward
-pass of what lies between overlaps with it.
+when they need the states. Projections that they compute in between overlap with the all-gather. The backward pass starts the
+all-reduce of the states' gradients where :meth:`Halo.states` was called, and waits for it where :func:`start_halo` was. So the
+backward pass of these projections overlaps with it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from onelaunch.parallel.uncompiled import uncompiled
 
 
 class Halo:
-    """Exchange of the inputs before a slice, made by :func:`start_halo`."""
+    """Halo exchange that :func:`start_halo` has started."""
 
     def __init__(self, context: Context, past: int, values: Sequence[torch.Tensor]) -> None:
         self.context, self.past = context, past
@@ -29,7 +29,7 @@ class Halo:
         self.like = values[0].new_empty(0)  # for dtype and device; the inputs themselves may be freed
         self.gathered: Pending | None = None
         self.summed: Pending | None = None
-        """Sum of the gradients of all ranks' last inputs, once the backward pass has started it."""
+        """All-reduce of the gradients of all ranks' last inputs, once the backward pass has started it."""
         self.token: torch.Tensor | None = None
         """Tensor without elements that connects both ends of the exchange for autograd."""
 
@@ -46,10 +46,10 @@ class Halo:
     def _states(self) -> list[torch.Tensor]:
         """Return the result of :meth:`states`, outside of compiled code."""
         if self.past == 0:
-            rows = self.batch if self.context.offsets is None else len(self.context.share.sequences)
+            rows = self.batch if self.context.offsets is None else len(self.context.local_slice.sequences)
             return [self.like.new_zeros(rows, size, 0) for size in self.sizes]
         token, self.token = self.token, None  # which would tie the graph to an object that it holds
-        return list(_Arrived.apply(self, token).split(self.sizes, dim=1))
+        return list(_ReceiveHalo.apply(self, token).split(self.sizes, dim=1))
 
     def finish(self) -> None:
         """Wait for the exchange if :meth:`states` did not."""
@@ -76,7 +76,7 @@ def _started(context: Context, values: Sequence[torch.Tensor], past: int) -> tup
     halo = Halo(context, past, values)
     if past == 0:
         return list(values), halo
-    halo.token, *viewed = _Sent.apply(halo, *values)
+    halo.token, *viewed = _SendHalo.apply(halo, *values)
     return viewed, halo
 
 
@@ -88,15 +88,15 @@ def tied(y: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
     return _Tied.apply(y, *others)
 
 
-class _Sent(torch.autograd.Function):
+class _SendHalo(torch.autograd.Function):
     """Identity of the inputs of convolutions, and a token; it starts to gather the last inputs of all ranks."""
 
     @staticmethod
     def forward(ctx: Any, halo: Halo, *values: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return the token and the inputs; a message has ``past`` steps, of which a short slice fills the last ones."""
         context = halo.context
-        kept = min(halo.past, context.share.length)
-        last = torch.cat([each[:, context.share.length - kept :] for each in values], dim=2)
+        kept = min(halo.past, context.local_slice.length)
+        last = torch.cat([each[:, context.local_slice.length - kept :] for each in values], dim=2)
         message = F.pad(last, (0, 0, halo.past - kept, 0))
         halo.gathered = context.collectives.start_all_gather(message[None])
         ctx.halo, ctx.kept = halo, kept
@@ -108,14 +108,14 @@ class _Sent(torch.autograd.Function):
         """Return the gradients of the inputs, with what all ranks add to those of this rank's last steps."""
         halo, kept = ctx.halo, ctx.kept
         assert halo.summed is not None  # noqa: S101 - the backward pass of the states has come before
-        length = halo.context.share.length
+        length = halo.context.local_slice.length
         added = halo.summed.result()[halo.context.rank, :, halo.past - kept :].split(halo.sizes, dim=2)
         halo.summed = None
         parts = [each.split([length - kept, kept], dim=1) for each in gradients]
         return None, *(torch.cat([one, end + more.to(end.dtype)], 1) for (one, end), more in zip(parts, added, strict=True))
 
 
-class _Arrived(torch.autograd.Function):
+class _ReceiveHalo(torch.autograd.Function):
     """Inputs before this rank's slice, ``[N, C, past]``, from the last inputs ``[B, past, C]`` of all ranks."""
 
     @staticmethod
@@ -124,7 +124,7 @@ class _Arrived(torch.autograd.Function):
         ctx.halo = halo
         context, past, like = halo.context, halo.past, halo.like
         channels = sum(halo.sizes)
-        sources = context.share.sources(past, context.starts)
+        sources = context.local_slice.sources(past, context.starts)
         begun = like.new_zeros((halo.batch, channels, past))
         if any(source is not None for source in sources):
             assert halo.gathered is not None  # noqa: S101 - started before
@@ -133,8 +133,8 @@ class _Arrived(torch.autograd.Function):
             begun = torch.stack(steps, dim=2)
         if context.offsets is None:
             return begun
-        states = like.new_zeros((len(context.share.sequences), channels, past))
-        states[context.share.head] = begun[0]
+        states = like.new_zeros((len(context.local_slice.sequences), channels, past))
+        states[context.local_slice.head] = begun[0]
         return states
 
     @staticmethod
@@ -143,9 +143,9 @@ class _Arrived(torch.autograd.Function):
         """Start the sum of the gradients of all ranks' last inputs; the gradient of the token is a token."""
         halo = ctx.halo
         context, past = halo.context, halo.past
-        dhalo = dstates if context.offsets is None else dstates[context.share.head][None]
+        dhalo = dstates if context.offsets is None else dstates[context.local_slice.head][None]
         sent = dhalo.new_zeros((context.size, dhalo.shape[0], past, dhalo.shape[1]), dtype=torch.float32)
-        for step, source in enumerate(context.share.sources(past, context.starts)):
+        for step, source in enumerate(context.local_slice.sources(past, context.starts)):
             if source is not None:
                 sent[source[0], :, past - source[1]] = dhalo[..., step]
         halo.summed = context.collectives.start_all_reduce(sent)

@@ -1,6 +1,9 @@
-"""Messages of a rank about its slice, and the states with which its call starts and ends; no autograd.
+"""Messages that ranks all-gather, and the initial and final states of a rank's call; no autograd.
 
-``carry.py`` and ``passes.py`` call these functions.
+A message describes a slice by a pair: its final state from a zero state, and its cumulative decays. An associative operator
+combines pairs, so the states between slices are an exclusive prefix scan over ranks (backward, a suffix scan).
+
+``state_scan.py`` and ``passes.py`` call these functions.
 """
 
 from __future__ import annotations
@@ -13,96 +16,98 @@ from onelaunch.parallel.rules import Rules, Tensors
 
 
 def forward_message(
-    context: Context, rules: Rules, tensors: Tensors, readers: Tensors, initial: torch.Tensor | None
+    context: Context, rules: Rules, tensors: Tensors, saved: Tensors, initial: torch.Tensor | None
 ) -> torch.Tensor:
-    """Return what the ranks behind this one need: the state that its last sequence leaves, and the factors of its slice."""
-    share = context.share
-    if not share.after:
-        return message(context, rules, readers, None)
-    state = rules.added(tensors, share.tail_start)
-    begins = share.begins[share.tail]
+    """Return the message to later ranks: the final state of the tail in this slice, and the cumulative decays of the slice."""
+    local = context.local_slice
+    if not local.after:
+        return message(context, rules, saved, None)
+    state = rules.local_state(tensors, local.tail_start)
+    begins = local.begins[local.tail]
     if initial is not None and begins:
-        before = initial[global_rows(context, share.tail)]
-        state = rules.advance(before, state, rules.factors(readers, share.tail_start, share.length), back=False)
-    return message(context, rules, readers, state, through=not begins)
+        before = initial[global_rows(context, local.tail)]
+        state = rules.advance(before, state, rules.cumulative_decays(saved, local.tail_start, local.length), back=False)
+    return message(context, rules, saved, state, through=not begins)
 
 
-def backward_message(context: Context, rules: Rules, readers: Tensors, dy: torch.Tensor, dwhole: Pending | None) -> torch.Tensor:
-    """Return what the ranks before this one need: the gradient of the state that its first sequence comes with, and factors."""
-    share = context.share
-    if not share.before:
-        return message(context, rules, readers, None)
-    gradient = rules.initial_gradient(readers, dy, share.head_stop)
-    ends = share.ends[share.head]
-    if dwhole is not None and ends:
-        behind = dwhole.result()[global_rows(context, share.head)]
-        gradient = rules.advance(behind, gradient, rules.factors(readers, 0, share.head_stop), back=True)
-    return message(context, rules, readers, gradient, through=not ends)
+def backward_message(
+    context: Context, rules: Rules, saved: Tensors, dy: torch.Tensor, dfinal_all: Pending | None
+) -> torch.Tensor:
+    """Return the message to earlier ranks: the gradient of the head's initial state in this slice, and the cumulative decays."""
+    local = context.local_slice
+    if not local.before:
+        return message(context, rules, saved, None)
+    gradient = rules.initial_gradient(saved, dy, local.head_stop)
+    ends = local.ends[local.head]
+    if dfinal_all is not None and ends:
+        after = dfinal_all.result()[global_rows(context, local.head)]
+        gradient = rules.advance(after, gradient, rules.cumulative_decays(saved, 0, local.head_stop), back=True)
+    return message(context, rules, saved, gradient, through=not ends)
 
 
 def state_rows(context: Context, rules: Rules) -> int:
-    """Return the number of states that go from rank to rank."""
+    """Return the number of states in a message."""
     return rules.batch if context.offsets is None else 1
 
 
 def global_rows(context: Context, position: int) -> slice:
-    """Return the rows of a sequence of this rank among the states of all."""
+    """Return the rows of one of this rank's sequences in a tensor of the states of all sequences."""
     if context.offsets is None:
         return slice(None)
-    n = context.share.sequences[position]
+    n = context.local_slice.sequences[position]
     return slice(n, n + 1)
 
 
-def message(
-    context: Context, rules: Rules, readers: Tensors, state: torch.Tensor | None, *, through: bool = False
-) -> torch.Tensor:
-    """Return a message ``[1, elements]`` float32: a state, then factors. Zeros stand for what no rank reads.
+def message(context: Context, rules: Rules, saved: Tensors, state: torch.Tensor | None, *, through: bool = False) -> torch.Tensor:
+    """Return a message ``[1, elements]`` float32: a state, then cumulative decays; zeros if no other rank reads it.
 
-    The factors are read only where one sequence goes ``through`` the whole slice.
+    Other ranks read the cumulative decays only where one sequence goes ``through`` the whole slice.
     """
     elements = rules.elements(state_rows(context, rules))
     if state is None:
-        return torch.zeros((1, elements), device=next(each.device for each in readers if each is not None))
+        return torch.zeros((1, elements), device=next(each.device for each in saved if each is not None))
     parts = [state.reshape(-1)]
     if through:
-        parts += [each.reshape(-1) for each in rules.factors(readers, 0, context.share.length)]
+        parts += [each.reshape(-1) for each in rules.cumulative_decays(saved, 0, context.local_slice.length)]
     else:
         parts.append(state.new_zeros(elements - state.numel()))
     return torch.cat(parts)[None]
 
 
-def starting(context: Context, rules: Rules, initial: torch.Tensor | None, entering: torch.Tensor | None) -> torch.Tensor | None:
-    """Return the initial states of this rank's sequences, or ``None`` for zeros."""
-    share = context.share
+def initial_states(
+    context: Context, rules: Rules, initial: torch.Tensor | None, incoming: torch.Tensor | None
+) -> torch.Tensor | None:
+    """Return the initial states of this rank's call, or ``None`` for zeros; ``incoming`` is that of the head."""
+    local = context.local_slice
     if context.offsets is None:
-        return entering if entering is not None else initial if share.begins[0] else None
+        return incoming if incoming is not None else initial if local.begins[0] else None
     if initial is not None:
         initial = initial.index_select(0, context.sequences)
-    if entering is None:
+    if incoming is None:
         return initial
     if initial is None:
-        initial = entering.new_zeros((len(share.sequences), *rules.state))
-    return torch.cat([initial[: share.head], entering, initial[share.head + 1 :]])
+        initial = incoming.new_zeros((len(local.sequences), *rules.state))
+    return torch.cat([initial[: local.head], incoming, initial[local.head + 1 :]])
 
 
-def on_all_ranks(context: Context, rules: Rules, final: torch.Tensor) -> torch.Tensor:
-    """Return the final states of all sequences, each from the rank on which its sequence ends."""
+def all_final_states(context: Context, rules: Rules, final: torch.Tensor) -> torch.Tensor:
+    """Return the final states of all sequences on every rank, by one all-reduce."""
     if context.offsets is None:
-        whole = final if context.share.ends[0] else torch.zeros_like(final)
+        all_states = final if context.local_slice.ends[0] else torch.zeros_like(final)
     else:
-        whole = final.new_zeros((len(context.offsets) - 1, *rules.state))
-        whole = whole.index_copy(0, context.sequences[context.ending], final[context.ending])
-    return context.collectives.start_all_reduce(whole).result()
+        all_states = final.new_zeros((len(context.offsets) - 1, *rules.state))
+        all_states = all_states.index_copy(0, context.sequences[context.ending], final[context.ending])
+    return context.collectives.start_all_reduce(all_states).result()
 
 
 def final_gradient(
-    context: Context, rules: Rules, dwhole: torch.Tensor | None, leaving: torch.Tensor | None, like: torch.Tensor
+    context: Context, rules: Rules, dfinal_all: torch.Tensor | None, outgoing: torch.Tensor | None, like: torch.Tensor
 ) -> torch.Tensor | None:
-    """Return the gradients of the final states of this rank's sequences, or ``None`` for zeros."""
-    share = context.share
+    """Return the gradients of the final states of this rank's call, or ``None`` for zeros; ``outgoing`` is that of the tail."""
+    local = context.local_slice
     if context.offsets is None:
-        return leaving if leaving is not None else dwhole if share.ends[0] else None
-    rows = like.new_zeros((len(share.sequences), *rules.state), dtype=torch.float32)
-    if dwhole is not None:
-        rows = rows.index_copy(0, context.ending, dwhole[context.sequences[context.ending]])
-    return rows if leaving is None else torch.cat([rows[: share.tail], leaving, rows[share.tail + 1 :]])
+        return outgoing if outgoing is not None else dfinal_all if local.ends[0] else None
+    rows = like.new_zeros((len(local.sequences), *rules.state), dtype=torch.float32)
+    if dfinal_all is not None:
+        rows = rows.index_copy(0, context.ending, dfinal_all[context.sequences[context.ending]])
+    return rows if outgoing is None else torch.cat([rows[: local.tail], outgoing, rows[local.tail + 1 :]])

@@ -1,6 +1,7 @@
-"""Description of an operation with a linear recurrence on a slice of its steps: :class:`Rules`, and :class:`Passes` of kernels.
+"""What context parallelism needs of an operation with a linear recurrence: :class:`Rules`, and :class:`Passes` of kernels.
 
-The operations derive from these classes; ``carry.py`` and ``passes.py`` call them.
+A slice of the steps changes the state by ``S_out = local_state + cumulative_decay * S_in``. These classes compute that pair for a
+slice and combine pairs. The operations derive from them; ``state_scan.py`` and ``passes.py`` call them.
 """
 
 from __future__ import annotations
@@ -21,18 +22,18 @@ Kept = tuple[torch.Tensor, ...]
 class Rules(ABC):
     """Functions of an operation with a linear recurrence, on one rank's slice.
 
-    They keep no tensors. ``tensors`` are the call's, ``readers`` those that the backward pass reads. States are float32
+    They keep no tensors. ``tensors`` are the call's, ``saved`` those that are saved for the backward pass. States are float32
     ``[N, *state]``; N is the batch size, or 1 where sequences are packed, except in :meth:`run`.
 
     Args:
         batch: Batch size.
         state: Shape of a state without N.
-        factors: Shapes of the factors without N, each of which broadcasts to the state.
+        cumulative_decays: Shapes of the cumulative decays without N, each of which broadcasts to the state.
         grad: Flag that gradients are wanted, the same on all ranks.
     """
 
-    def __init__(self, batch: int, state: tuple[int, ...], factors: tuple[tuple[int, ...], ...], *, grad: bool) -> None:
-        self.batch, self.state, self.factor_shapes, self.grad = batch, state, factors, grad
+    def __init__(self, batch: int, state: tuple[int, ...], cumulative_decays: tuple[tuple[int, ...], ...], *, grad: bool) -> None:
+        self.batch, self.state, self.decay_shapes, self.grad = batch, state, cumulative_decays, grad
 
     @abstractmethod
     def run(
@@ -41,36 +42,36 @@ class Rules(ABC):
         """Return the outputs and the final states ``[N, *state]`` of the ordinary call, N as its offsets say."""
 
     @abstractmethod
-    def readers(self, tensors: Tensors) -> Tensors:
-        """Return the tensors that :meth:`factors` and :meth:`initial_gradient` read."""
+    def saved(self, tensors: Tensors) -> Tensors:
+        """Return the tensors to save for the backward pass: those that the decays and :meth:`initial_gradient` read."""
 
     @abstractmethod
-    def added(self, tensors: Tensors, start: int) -> torch.Tensor:
-        """Return the state behind the slice from a zero state before step ``start``."""
+    def local_state(self, tensors: Tensors, start: int) -> torch.Tensor:
+        """Return the state after the slice's last step, from a zero state before step ``start``."""
 
     @abstractmethod
-    def factors(self, readers: Tensors, start: int, stop: int) -> tuple[torch.Tensor, ...]:
-        """Return the products of the decays of steps ``start`` to ``stop``, ``[N, *shape]`` for each shape of a factor."""
+    def cumulative_decays(self, saved: Tensors, start: int, stop: int) -> tuple[torch.Tensor, ...]:
+        """Return the products of the decays of steps ``start`` to ``stop``, ``[N, *shape]`` for each of ``decay_shapes``."""
 
     @abstractmethod
-    def initial_gradient(self, readers: Tensors, dy: torch.Tensor, stop: int) -> torch.Tensor:
-        """Return the gradient of the state before the slice from those of the outputs of steps 0 to ``stop``."""
+    def initial_gradient(self, saved: Tensors, dy: torch.Tensor, stop: int) -> torch.Tensor:
+        """Return the gradient of the state before the slice from those of the outputs of steps 0 to ``stop`` alone."""
 
     def passes(self) -> Passes | None:
         """Return the passes of kernels that run this rank's call, or ``None`` where it is an ordinary call of the operation."""
         return None
 
     def fold(self, gathered: torch.Tensor, ranks: Sequence[int], *, back: bool) -> torch.Tensor:
-        """Return the state that passes through the slices of ``ranks`` in order, ``[N, *state]``.
+        """Combine the messages of ``ranks`` in order, and return the state after the last slice, ``[N, *state]``.
 
         The sequence begins on the first of them; with ``back``, it ends there. Messages of other ranks are not read.
 
         Args:
-            gathered: Messages of all ranks, ``[ranks, elements]``: a state, then factors.
+            gathered: Messages of all ranks, ``[ranks, elements]``: a state, then cumulative decays.
             ranks: At least one rank.
             back: Flag that states are gradients.
         """
-        extents = [(gathered.shape[1] // self._elements, *shape) for shape in (self.state, *self.factor_shapes)]
+        extents = [(gathered.shape[1] // self._elements, *shape) for shape in (self.state, *self.decay_shapes)]
         sizes = [math.prod(extent) for extent in extents]
 
         def parts(rank: int) -> list[torch.Tensor]:
@@ -78,43 +79,45 @@ class Rules(ABC):
 
         state = parts(ranks[0])[0]
         for rank in ranks[1:]:
-            added, *factors = parts(rank)
-            state = self.advance(state, added, factors, back=back)
+            local_state, *cumulative_decays = parts(rank)
+            state = self.advance(state, local_state, cumulative_decays, back=back)
         return state
 
     @property
     def _elements(self) -> int:
-        """Number of elements of a state with its factors."""
-        return sum(math.prod(shape) for shape in (self.state, *self.factor_shapes))
+        """Number of elements of a state with its cumulative decays."""
+        return sum(math.prod(shape) for shape in (self.state, *self.decay_shapes))
 
     def elements(self, rows: int) -> int:
         """Return the number of elements of a message with ``rows`` states."""
         return rows * self._elements
 
-    def advance(self, state: torch.Tensor, added: torch.Tensor, factors: Sequence[torch.Tensor], *, back: bool) -> torch.Tensor:
-        """Return the state behind a slice from the one before it; with ``back``, of gradients, the other way round.
+    def advance(
+        self, state: torch.Tensor, local_state: torch.Tensor, cumulative_decays: Sequence[torch.Tensor], *, back: bool
+    ) -> torch.Tensor:
+        """Return the state after a slice from the one before it; with ``back``, the gradient before it from the one after it.
 
-        Factors are multiplied, so that ``back`` changes nothing. An operation whose slices multiply the state by a matrix, as
-        delta rules do, sends the matrix as a factor and overrides this method.
+        Decays are elementwise, so that ``back`` changes nothing. An operation whose slices multiply the state by a matrix, as
+        delta rules do, sends the matrix in place of a decay and overrides this method.
         """
-        for factor in factors:
-            state = state * factor
-        return added + state
+        for decay in cumulative_decays:
+            state = state * decay
+        return local_state + state
 
 
 class Passes(ABC):
-    """Passes of an operation's kernels over one rank's slice, without autograd, where these can share work.
+    """Kernels of an operation for one rank's slice, without autograd, where the passes of a call can share work.
 
-    An ordinary call starts from nothing. These keep what a local pass has computed for the pass that makes outputs or gradients,
-    and compute what the backward pass needs of the inputs alone while gradients of states are under way. States, factors and
-    ``tensors`` are those of :class:`Rules`; messages are float32 ``[1, elements]``, a state, then factors.
+    They reuse what the local pass has computed in the pass that makes outputs or gradients, and recompute states for the backward
+    pass during the all-gather of state gradients. States, cumulative decays and
+    ``tensors`` are those of :class:`Rules`; messages are float32 ``[1, elements]``, a state, then cumulative decays.
     """
 
     @abstractmethod
-    def added(self, tensors: Tensors, start: int, before: torch.Tensor | None) -> tuple[torch.Tensor, Kept]:
-        """Return the message with the state behind the slice from ``before``, or zeros, in front of step ``start``.
+    def local_state(self, tensors: Tensors, start: int, before: torch.Tensor | None) -> tuple[torch.Tensor, Kept]:
+        """Return the message with the state after the slice, from ``before`` or zeros as the state before step ``start``.
 
-        What is kept is for :meth:`forward` and :meth:`states`, or empty.
+        The tensors kept, if any, are for :meth:`forward` and :meth:`states`.
         """
 
     @abstractmethod
@@ -129,13 +132,13 @@ class Passes(ABC):
     ) -> tuple[torch.Tensor, Kept]:
         """Return the message with the gradient of the state before the slice.
 
-        It comes from the outputs of steps 0 to ``stop`` and from ``behind``, the gradient of the state behind them, or zeros.
-        What is kept is for :meth:`gradients`, or empty.
+        It comes from the gradients of the outputs of steps 0 to ``stop``, and from ``behind``, that of the state after these
+        steps, or zeros. The tensors kept, if any, are for :meth:`gradients`.
         """
 
     @abstractmethod
     def states(self, tensors: Tensors, initial: torch.Tensor | None, offsets: torch.Tensor | None, kept: Kept) -> Kept:
-        """Return what :meth:`gradients` needs of the inputs alone."""
+        """Return the states that :meth:`gradients` needs, which depend on the inputs and not on gradients."""
 
     @abstractmethod
     def gradients(
@@ -154,7 +157,8 @@ class Passes(ABC):
 def shifted(log_decay: torch.Tensor) -> torch.Tensor:
     """Return log-decays ``[B, T, ...]`` in the order of a recurrence backwards in time, for :meth:`Rules.initial_gradient`.
 
-    There a state decays after its step's input was added, by the decay of the step before which it stands. So each comes one step
-    later, the first is not read, and the caller multiplies by the last one.
+    Backward, the state's gradient receives the term of a step first, and is then multiplied by the decay of that step. So the
+    flipped log-decays are delayed by one step: the first is zero, and the caller multiplies the final state by the decay of
+    step 0.
     """
     return torch.cat([torch.zeros_like(log_decay[:, :1]), log_decay[:, 1:].flip(1)], dim=1)

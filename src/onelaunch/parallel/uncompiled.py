@@ -1,7 +1,7 @@
 """Calls that ``torch.compile`` leaves out of its graphs: those with collectives.
 
 A compiler drops a collective whose result this rank does not read, and the other ranks wait for it in vain. ``contexts.py``,
-``carry.py`` and ``halo.py`` call :func:`uncompiled`.
+``state_scan.py`` and ``halo.py`` call :func:`uncompiled`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Scans across the ranks of a group: what a slice of the steps does to the state, for :mod:`onelaunch.parallel`.
+"""Context parallelism of scans: how a slice of the steps changes the state, for :mod:`onelaunch.parallel`.
 
 The public functions of ``gated_scan`` and ``linear_rnn`` call :func:`scan_across`.
 """
@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from onelaunch import dispatch
 from onelaunch.operation import AUTO, Query
 from onelaunch.operation.autocast import without_autocast
-from onelaunch.parallel import Context, Described, Rules, Tensors, across, shifted
+from onelaunch.parallel import Context, Described, Rules, Tensors, run_across_ranks, shifted
 
 
 def described(key: Query, call: Any, variant: str) -> Described:
@@ -48,25 +48,25 @@ class ScanRules(Rules):
         result = self.operation(*tensors, output_final_state=want_final, **named)
         return result if isinstance(result, tuple) else (result, None)
 
-    def readers(self, tensors: Tensors) -> Tensors:
+    def saved(self, tensors: Tensors) -> Tensors:
         """Return the log-decay and the gate."""
         return tensors[-2:]
 
-    def added(self, tensors: Tensors, start: int) -> torch.Tensor:
+    def local_state(self, tensors: Tensors, start: int) -> torch.Tensor:
         """Return the state of a scan without a gate, whose outputs are dropped."""
         first, *rest, log_decay, _ = tensors
         _, state = self.operation(_from(first, start), *rest, _from(log_decay, start), output_final_state=True)
         return state
 
-    def factors(self, readers: Tensors, start: int, stop: int) -> tuple[torch.Tensor, ...]:
+    def cumulative_decays(self, saved: Tensors, start: int, stop: int) -> tuple[torch.Tensor, ...]:
         """Return the product of decays ``[N, V]``."""
-        log_decay = readers[0]
+        log_decay = saved[0]
         assert log_decay is not None  # noqa: S101 - a scan has decays
         return (log_decay[:, start:stop].sum(1, dtype=torch.float32).exp(),)
 
-    def initial_gradient(self, readers: Tensors, dy: torch.Tensor, stop: int) -> torch.Tensor:
+    def initial_gradient(self, saved: Tensors, dy: torch.Tensor, stop: int) -> torch.Tensor:
         """Return the state of the scan backwards: every decay is shifted by one step, and the first one comes last."""
-        log_decay, gate = readers
+        log_decay, gate = saved
         assert log_decay is not None  # noqa: S101 - a scan has decays
         ds = dy[:, :stop].float()
         if gate is not None:
@@ -88,5 +88,5 @@ def scan_across(
     first = tensors[0]
     assert first is not None  # noqa: S101 - checked
     with without_autocast(first.device):
-        y, final = across(context, rules, tensors, initial, want_final)
+        y, final = run_across_ranks(context, rules, tensors, initial, want_final)
     return y if final is None else (y, final)

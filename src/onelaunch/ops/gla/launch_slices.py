@@ -1,8 +1,8 @@
 """Launches of ``gla``'s Hopper kernels over one rank's slice of T: local passes whose sums of segments the other passes share.
 
 A pass along time in segments needs what each segment adds to the state. A rank needs what its whole slice adds. So the local pass
-is ``segment_sum_kernel`` over all segments, with one launch of ``fold_kernel`` that makes the rank's message of its sums, and the
-pass with outputs starts its segments from the same sums and the state that enters the slice. ``slices.py`` makes
+is ``segment_sum_kernel`` over all segments, and one launch of ``fold_kernel`` that combines its sums to the rank's message. The
+pass with outputs starts its segments from the same sums and the state before the slice. ``slices.py`` makes
 :class:`HopperPasses` where the variant ``hopper`` runs the call.
 """
 
@@ -38,18 +38,18 @@ def _fold(
 
 
 def message_of(sums: SegmentSums, call: Attention, before: torch.Tensor | None, *, back: bool) -> torch.Tensor:
-    """Return a rank's message ``[1, elements]``: its slice's state from ``before`` or zeros, ``[B, heads, K, V]``, and factors.
+    """Return a rank's message ``[1, elements]``: the state after its slice, ``[B, heads, K, V]``, and the cumulative decays.
 
     Args:
         sums: Sums of all segments; with ``back`` of every head of the output, else of the states.
         call: Tensors of the slice.
-        before: State before the slice; with ``back``, the gradient of the one behind it.
+        before: State before the slice, or ``None`` for zeros; with ``back``, the gradient of the state after it.
         back: Flag that the sums are gradients.
     """
     *_, keys, values = call.sizes
     rows, channels = sums.states.shape[0] * call.heads.state, 1 if call.scalar else keys
     message = sums.states.new_empty((1, rows * (keys * values + channels)))
-    state, factors = message[0].split([rows * keys * values, rows * channels])
+    state, cumulative_decays = message[0].split([rows * keys * values, rows * channels])
     *_, segments, padded_values, padded_keys = sums.states.shape
     strides = (
         segments * padded_values * padded_keys,
@@ -61,7 +61,7 @@ def message_of(sums: SegmentSums, call: Attention, before: torch.Tensor | None, 
     )
     _fold(
         sums.states, sums.decays, (*strides, 1), segments, state.view(rows, keys, values),
-        initial=None if before is None else before.contiguous(), factors=factors.view(rows, channels),
+        initial=None if before is None else before.contiguous(), factors=cumulative_decays.view(rows, channels),
         group=ratio(sums.states.shape[1], call.heads.state), back=back,
     )  # fmt: skip
     return message
@@ -70,13 +70,13 @@ def message_of(sums: SegmentSums, call: Attention, before: torch.Tensor | None, 
 def folded(
     gathered: torch.Tensor, ranks: Sequence[int], state: tuple[int, int, int], channels: int, *, back: bool
 ) -> torch.Tensor:
-    """Return the state ``[N, heads, K, V]`` that passes through the slices of neighbouring ranks, from the messages of all.
+    """Combine the messages of neighbouring ranks, and return the state after the last of their slices, ``[N, heads, K, V]``.
 
     Args:
         gathered: Messages, ``[ranks of the group, elements]``.
         ranks: Ranks in the order of the recurrence.
         state: Sizes heads, K and V.
-        channels: Factors of a head: 1 or K.
+        channels: Cumulative decays of a head: 1 or K.
         back: Flag that states are gradients, so that the order is that of falling ranks.
     """
     heads, keys, values = state
@@ -112,7 +112,7 @@ class HopperPasses(Passes):
         options = {"output": True, "store_states": operands.reverse, "split": True, "recompute": False}
         return launch_hopper.sum_segments(call, operands, launch_hopper.configured(call, operands, **options), last=True)
 
-    def added(self, tensors: Tensors, start: int, before: torch.Tensor | None) -> tuple[torch.Tensor, Kept]:
+    def local_state(self, tensors: Tensors, start: int, before: torch.Tensor | None) -> tuple[torch.Tensor, Kept]:
         call = self._call(tuple(None if each is None else each[:, start:] for each in tensors), None, None)
         sums = self._sums(call, PassOperands(call.q, call.k, call.v, reverse=False))
         return message_of(sums, call, before, back=False), sums if start == 0 else ()

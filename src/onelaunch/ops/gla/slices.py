@@ -1,4 +1,4 @@
-"""Gated linear attention across the ranks of a group: what a slice of the steps does to the state, for :mod:`onelaunch.parallel`.
+"""Context parallelism of gated linear attention: how a slice of the steps changes the state, for :mod:`onelaunch.parallel`.
 
 The public function ``gla`` calls :func:`gla_across`. Where the variant ``hopper`` runs the call, its kernels share the sums of
 segments with the local passes, see launch_slices.py. A pass that needs a state alone is the chunk state pass of ``fused`` where
@@ -17,7 +17,7 @@ from onelaunch.operation import AUTO, Query
 from onelaunch.operation.autocast import without_autocast
 from onelaunch.ops.gla.heads import expanded
 from onelaunch.ops.gla.padding import STEP
-from onelaunch.parallel import Context, Described, Passes, Rules, Tensors, across, shifted
+from onelaunch.parallel import Context, Described, Passes, Rules, Tensors, run_across_ranks, shifted
 
 Attend = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
 """Function ``gla``."""
@@ -44,10 +44,10 @@ class GlaRules(Rules):
     def __init__(self, attend: Attend, call: Any, variant: str) -> None:
         batch, length, self.most, keys, values = call.key.sizes
         self.heads = call.g.shape[2] if call.initial_state is None else call.initial_state.shape[1]
-        factors = [(self.heads, 1 if call.per_head else keys, 1)]
+        cumulative_decays = [(self.heads, 1 if call.per_head else keys, 1)]
         if call.gv is not None:
-            factors.append((self.heads, 1, values))
-        super().__init__(batch, (self.heads, keys, values), tuple(factors), grad=call.key.grad)
+            cumulative_decays.append((self.heads, 1, values))
+        super().__init__(batch, (self.heads, keys, values), tuple(cumulative_decays), grad=call.key.grad)
         self.attend, self.scale, self.variant = attend, call.scale, variant if length else AUTO
         name = dispatch.pick(variant, call.key).name if length and call.gv is None else ""
         self.states_alone = name == "fused"
@@ -80,13 +80,13 @@ class GlaRules(Rules):
         from onelaunch.ops.gla.launch_slices import folded
 
         heads, keys, values = self.state
-        return folded(gathered, ranks, (heads, keys, values), self.factor_shapes[0][1], back=back)
+        return folded(gathered, ranks, (heads, keys, values), self.decay_shapes[0][1], back=back)
 
-    def readers(self, tensors: Tensors) -> Tensors:
+    def saved(self, tensors: Tensors) -> Tensors:
         """Return all tensors; the pass for states alone reads the shapes of k and v, and the ordinary call saves them anyway."""
         return tensors
 
-    def added(self, tensors: Tensors, start: int) -> torch.Tensor:
+    def local_state(self, tensors: Tensors, start: int) -> torch.Tensor:
         """Return the state of a call whose queries are its keys, so that no more heads are computed than states differ."""
         q, k, v, g, gv = (None if each is None else each[:, start:] for each in tensors)
         assert k is not None and v is not None and g is not None  # noqa: PT018, S101 - checked
@@ -97,9 +97,9 @@ class GlaRules(Rules):
             return expanded(launch_states.final_state(queries, k, v, g), self.heads, dim=1)
         return expanded(self._state(queries, k, v, g, gv), self.heads, dim=1)
 
-    def factors(self, readers: Tensors, start: int, stop: int) -> tuple[torch.Tensor, ...]:
+    def cumulative_decays(self, saved: Tensors, start: int, stop: int) -> tuple[torch.Tensor, ...]:
         """Return the products of decays ``[N, heads, K or 1, 1]``, and of those of value channels ``[N, heads, 1, V]``."""
-        *_, g, gv = readers
+        *_, g, gv = saved
         assert g is not None  # noqa: S101 - a checked call has decays
         found = [
             product(g, self.heads, start, stop)[..., None]
@@ -110,12 +110,12 @@ class GlaRules(Rules):
             found.append(product(gv, self.heads, start, stop)[:, :, None])
         return tuple(found)
 
-    def initial_gradient(self, readers: Tensors, dy: torch.Tensor, stop: int) -> torch.Tensor:
+    def initial_gradient(self, saved: Tensors, dy: torch.Tensor, stop: int) -> torch.Tensor:
         """Return the state of a call backwards in time, with q as its keys and do as its values.
 
         Every decay is shifted by one step, and the first one comes last. Gradients of shared states are sums over their heads.
         """
-        q, k, v, g, gv = (None if each is None else each[:, :stop] for each in readers)
+        q, k, v, g, gv = (None if each is None else each[:, :stop] for each in saved)
         assert q is not None and k is not None and v is not None and g is not None  # noqa: PT018, S101 - checked
         if self.states_alone:
             from onelaunch.ops.gla import launch_states
@@ -127,12 +127,12 @@ class GlaRules(Rules):
             keys = q.flip(1)
             state = self._state(keys, keys, dy[:, :stop].flip(1), *decays)
         state = expanded(state, most, dim=1).unflatten(1, (self.heads, most // self.heads)).sum(2)
-        for factor in self.factors(readers, 0, 1):
-            state = state * factor
+        for decay in self.cumulative_decays(saved, 0, 1):
+            state = state * decay
         return state * self.scale
 
     def _state(self, q: Any, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor | None, gv: torch.Tensor | None) -> torch.Tensor:
-        """Return the state ``[B, largest number of heads, K, V]`` behind all steps from a zero state; q only gives heads."""
+        """Return the state ``[B, largest number of heads, K, V]`` after all steps; of q only the number of heads is read."""
         _, state = self.attend(q, k, v, g, gv=gv, scale=1.0, output_final_state=True)
         assert state is not None  # noqa: S101 - it was asked for
         return state
@@ -147,7 +147,9 @@ def gla_across(context: Context, call: Any, attend: Attend, variant: str) -> tup
     """Return the results of the public function for a slice, with states in the caller's layout."""
     rules = GlaRules(attend, call, variant)
     with without_autocast(call.q.device):
-        o, final = across(context, rules, (call.q, call.k, call.v, call.g, call.gv), call.initial_state, call.output_final_state)
+        o, final = run_across_ranks(
+            context, rules, (call.q, call.k, call.v, call.g, call.gv), call.initial_state, call.output_final_state
+        )
     if final is None:
         return o, None
     if call.initial_state is None:

@@ -1,10 +1,10 @@
-"""Fold of a recurrence's sums: the state behind several segments of T, or behind the slices of several ranks, in one launch.
+"""Combine local states of a recurrence: the state after segments of T, or after the slices of several ranks, in one launch.
 
 Computes   state = initial or 0, then state = state * decay[i] + added[i] for i = 0, 1, ..., with BACK from the last i down;
            factors = decay[0] * decay[1] * ...
            With GROUP > 1 heads of ``added`` share a state: the results of GROUP neighbouring heads are added up.
-Launched   by launch_slices.py: with the sums of ``segment_sum_kernel`` to make a rank's message, and with the messages of other
-           ranks to make the state that enters its slice.
+Launched   by launch_slices.py: with the segment states of ``segment_sum_kernel`` to make a rank's message, and with messages of
+           other ranks to make the state before its slice.
 Grid       one CTA per head of the result, block of BK keys and block of BV values.
 Memory     reads ``added`` and ``decays`` once. Elements of ``added`` have any strides: segments store [V, K], messages [K, V].
 Numerics   float32.

@@ -9,17 +9,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from onelaunch.parallel.cost import INFINIBAND, NVLINK, predict, table
-from onelaunch.parallel.share import share_of, starts_of
+from onelaunch.parallel.local_slice import local_slice_of, starts_of
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=5), st.lists(st.integers(0, 14), max_size=4), st.integers(1, 3))
-def test_shares_are_what_counting_steps_gives(lengths, inner, past):
+def test_local_slices_are_what_counting_steps_gives(lengths, inner, past):
     starts, lengths = starts_of(tuple(lengths)), tuple(lengths)
     total = starts[-1]
     offsets = (0, *sorted(min(each, total) for each in inner), total)
     owner = [n for n, (a, b) in enumerate(pairwise(offsets)) for _ in range(a, b)]
-    shares = [share_of(rank, lengths, offsets) for rank in range(len(lengths))]
+    shares = [local_slice_of(rank, lengths, offsets) for rank in range(len(lengths))]
     for name in ("begins", "ends"):  # each sequence once
         found = [n for share in shares for n, flag in zip(share.sequences, getattr(share, name), strict=True) if flag]
         assert sorted(found) == list(range(len(offsets) - 1))

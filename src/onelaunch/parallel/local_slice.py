@@ -1,6 +1,6 @@
-"""The part of the sequences that one rank holds, by arithmetic on the lengths of all slices and on the offsets of sequences.
+"""Slice of the sequences that one rank holds, by arithmetic on the lengths of all slices and on the offsets of sequences.
 
-Nothing here touches a tensor or a process group. ``contexts.py`` makes a :class:`Share` for its rank; ``carry.py`` and
+Nothing here touches a tensor or a process group. ``contexts.py`` makes a :class:`LocalSlice` for its rank; ``state_scan.py`` and
 ``halo.py`` read it.
 """
 
@@ -12,8 +12,10 @@ from itertools import accumulate, pairwise
 
 
 @dataclass(frozen=True)
-class Share:
-    """Steps ``[start, stop)`` of all steps, and the sequences that have some of them.
+class LocalSlice:
+    """Slice of a rank: steps ``[start, stop)`` of all steps, and the sequences to which they belong.
+
+    The *head* is the sequence of the slice's first step, the *tail* that of its last step. They may be the same.
 
     Every sequence begins on one rank, that of its first step, and ends on one, that of its last step. Sequences without steps
     begin and end on rank 0. Where no sequences are packed, all batch entries together count as one.
@@ -26,11 +28,11 @@ class Share:
     offsets: tuple[int, ...]
     """Offsets of these sequences in the slice, one more than there are sequences."""
     begins: tuple[bool, ...]
-    """Flag for each: it begins here."""
+    """Flag for each sequence: its first step is here."""
     ends: tuple[bool, ...]
-    """Flag for each: it ends here."""
+    """Flag for each sequence: its last step is here."""
     head_start: int
-    """First step of the head among all steps."""
+    """Global index of the head's first step."""
     head: int
     """Position, among the rank's sequences, of the one with the slice's first step."""
     tail: int
@@ -52,7 +54,7 @@ class Share:
 
     @property
     def head_stop(self) -> int:
-        """Step behind the last one of the head in the slice."""
+        """Number of steps of the head in the slice, which is the local index of the first step after it."""
         return self.offsets[self.head + 1]
 
     def sources(self, past: int, starts: tuple[int, ...]) -> tuple[tuple[int, int] | None, ...]:
@@ -75,8 +77,8 @@ def starts_of(lengths: tuple[int, ...]) -> tuple[int, ...]:
     return (0, *accumulate(lengths))
 
 
-def share_of(rank: int, lengths: tuple[int, ...], offsets: tuple[int, ...] | None) -> Share:
-    """Return the part of a rank; ``offsets`` are those of all sequences, or ``None`` where none are packed."""
+def local_slice_of(rank: int, lengths: tuple[int, ...], offsets: tuple[int, ...] | None) -> LocalSlice:
+    """Return the slice of a rank; ``offsets`` are those of all sequences, or ``None`` where none are packed."""
     starts = starts_of(lengths)
     start, stop, end = starts[rank], starts[rank + 1], starts[-1]
     offsets = (0, end) if offsets is None else offsets
@@ -98,4 +100,4 @@ def share_of(rank: int, lengths: tuple[int, ...], offsets: tuple[int, ...] | Non
     before = holders(here[0], range(rank)) if here else ()
     after = holders(here[-1], range(rank + 1, len(lengths))) if here else ()
     head_start = spans[mine[head]][0]
-    return Share(start, stop, tuple(mine), tuple(local), tuple(begins), tuple(ends), head_start, head, tail, before, after)
+    return LocalSlice(start, stop, tuple(mine), tuple(local), tuple(begins), tuple(ends), head_start, head, tail, before, after)
