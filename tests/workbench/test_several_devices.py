@@ -16,7 +16,7 @@ import pytest
 
 from onelaunch.errors import ArgumentError, ResultMismatch
 from onelaunch.workbench import run as module
-from onelaunch.workbench.joining import joined, refuse_other_devices
+from onelaunch.workbench.merging import merged, refuse_other_devices
 from onelaunch.workbench.options import Part
 from onelaunch.workbench.result import Result
 from onelaunch.workbench.run import partial_path, resolve_all
@@ -109,7 +109,7 @@ def test_higher_peaks_of_one_part_become_the_bounds_of_all():
         ]
         return result.model_copy(update={"ceilings": ceilings, "cells": tuple(cells), "interrupted": True})
 
-    found = joined(
+    found = merged(
         [part("first", result.ceilings, lambda cell: cell.plan), part("second", quicker, lambda cell: plans[cell.shape])]
     )
     assert found.ceilings == quicker

@@ -123,7 +123,7 @@ class Stream:
 
     @property
     def ready(self) -> int:
-        """Number of tokens on the host that :meth:`step` has not returned: those of the last launch."""
+        """Number of tokens of the last launch that :meth:`step` has not returned yet."""
         return len(self._ready)
 
     def cancel(self) -> None:
@@ -170,19 +170,19 @@ class Stream:
         return Generation(self.prompt, tuple(self.tokens), self.text, self.finish)
 
     def _emit(self, token: int) -> str:
-        """Return the text that a token completes. A stop string in it ends the sequence."""
+        """Return the characters that a token completes. A stop string in them ends the sequence."""
         if self._detokenizer is None:
             return self._release("", None)
         return self._release(self._stops.push(self._detokenizer.push(token)), None)
 
     def _finish(self, reason: Finish) -> str:
-        """End the sequence and return the text that was withheld; a stop string in that text becomes the reason instead."""
+        """End the sequence, and return the withheld characters. If they hold a stop string, that is the reason."""
         if self._detokenizer is None:
             return self._release("", reason)
         return self._release(self._stops.push(self._detokenizer.finish()) + self._stops.finish(), reason)
 
     def _release(self, piece: str, reason: Finish | None) -> str:
-        """Append a piece to the text and return it; end the sequence if there is a reason or a stop string was found."""
+        """Append characters to the text and return them. End the sequence if there is a reason or a stop string was found."""
         if self.text is not None:
             self.text += piece
         self.finish = self.finish or ("stop" if self._stops.found is not None else reason)
@@ -192,7 +192,7 @@ class Stream:
 
 
 def _launches(engine: Engine, request: Request) -> Generator[Sequence[int], None, None]:
-    """Yield the tokens that reach the host together; one at a time if the engine does not tell."""
+    """Yield the tokens of each launch, or one at a time for an engine without the method ``launches``."""
     if callable(launches := getattr(engine, "launches", None)):
         yield from launches(request)
         return
@@ -310,7 +310,7 @@ class Model:
             hf_model: ``Qwen3ForCausalLM``, ``Qwen2ForCausalLM``, ``LlamaForCausalLM``, ``MistralForCausalLM`` or
                 ``SmolLM3ForCausalLM`` with plain parameters of one dtype on one device.
             variant: Variant of ``decode_step``; by default the fastest one that fits into the device's memory. The bytes that it
-                takes beside the shared weights are the attribute ``packed_bytes``.
+                allocates in addition to the shared weights are the attribute ``packed_bytes``.
 
         Raises:
             ArgumentError: it is no such model, or its parameters are not as described.

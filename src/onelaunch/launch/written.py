@@ -1,9 +1,9 @@
-"""Python source of a replay: a plan's steps written out as one function, which the interpreter runs without looking at steps.
+"""Code generation for replays: the recorded steps of a plan become one Python function without a loop over steps.
 
-Reading steps from a list, unpacking them and looking tensors up by their numbers took half of the host time of a replay. In the
-written function a tensor is a local variable, and sizes, strides and offsets are constants. :mod:`onelaunch.launch.plan` makes
-the steps and calls :func:`write`. The text consists of numbers and of names that are made here; everything else, such as
-PyTorch's functions and dtypes, reaches the function as a value of its namespace.
+Interpreting a list of steps (reading and unpacking them, looking tensors up by number) took half of the host time of a replay.
+In the generated function a tensor is a local variable, and sizes, strides and offsets are constants. :mod:`onelaunch.launch.plan`
+records the steps and calls :func:`write`. The source holds only numbers and names that are generated here. Everything else, such
+as PyTorch's functions and dtypes, is a global variable of the function, so no input can inject code.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _reinterpret = getattr(torch._C._dynamo.guards, "_reinterpret_tensor", None)  # 
 """Function from a tensor, sizes, strides and an offset in elements to a tensor on the same memory; ``None`` if PyTorch has none.
 
 The code that ``torch.compile`` generates calls it. It takes less than half of the host time of ``as_strided``, since autograd
-learns nothing of it.
+does not record it.
 """
 
 
@@ -36,12 +36,12 @@ class View:
 
 
 def strided(tensor: torch.Tensor, size: Sequence[int], stride: Sequence[int], offset: int) -> torch.Tensor:
-    """Return a view that begins ``offset`` elements behind the first one of a tensor, as a view that autograd knows."""
+    """Return a view that begins ``offset`` elements after a tensor's first element, by an operator that autograd records."""
     return tensor.as_strided(size, stride, tensor.storage_offset() + offset)
 
 
 def viewer() -> Callable[[torch.Tensor, Sequence[int], Sequence[int], int], torch.Tensor]:
-    """Return the function for views of which autograd need not know, with the arguments of :func:`strided`."""
+    """Return the faster function for views that autograd need not record, with the arguments of :func:`strided`."""
     return _reinterpret or strided
 
 
@@ -52,22 +52,29 @@ DIRECT: Mapping[Any, Callable[..., Any]] = {
     torch.ops.aten.bmm.default: torch.bmm,
     torch.ops.aten.sum.dim_IntList: torch.sum,
 }
-"""PyTorch's functions in place of the operators that they call. Called as Python objects, operators take twice the host time."""
+"""PyTorch's functions in place of the operators that they call: calling an operator object takes twice the host time."""
 
 ALLOCATE, START, OPERATE, PROVIDE, FREE = range(5)
 """Codes of steps: the first element of a tuple.
 
-``(ALLOCATE, size, stride, dtype)`` and ``(PROVIDE, function, arguments)`` make the next tensor, ``(FREE, number)`` drops one.
-``(START, launch, words, sources)`` launches a kernel by its index in the packet, after it has written the words of the packet:
-triples of a word's index, a tensor's number, and bytes from its first element. ``(OPERATE, operator, arguments, keywords, single,
-new)`` calls an operator with arguments in which a :class:`View` stands for a tensor; ``single`` says that it returns one tensor,
-and ``new`` which of its results are the next tensors.
+Tensors are numbered in the order in which steps make them, after the inputs.
+
+- ``(ALLOCATE, size, stride, dtype)`` allocates the next tensor.
+- ``(PROVIDE, function, arguments)`` calls a function that returns the next tensor.
+- ``(FREE, number)`` drops the reference to a tensor.
+- ``(START, launch, words, sources)`` launches a kernel. ``launch`` is its index in the packet of kernel arguments. Before that it
+  writes pointers into the packet: ``words`` holds triples of a word's index, a tensor's number, and an offset in bytes.
+- ``(OPERATE, operator, arguments, keywords, single, new)`` calls an operator with arguments in which a :class:`View` stands for a
+  tensor. ``single`` is the flag that it returns one tensor, and ``new`` flags the results that are new tensors.
 """
 
 Step = tuple[Any, ...]
 Replay = Callable[[Sequence[torch.Tensor], Sequence[int], Any, Any, Any, Any], Any]
-"""Function from a call's tensors, their addresses, the words and the launches of a packet, the function that launches, and the
-function that is called with an error of it and its arguments, to the results of the call."""
+"""Replay of a call, a function that returns the call's results.
+
+Its arguments are the call's tensors, their addresses, the words of the packet of kernel arguments, the launches of the packet,
+the launch function, and a function that is called with an error code of a launch and the launch's arguments.
+"""
 
 
 def write(
@@ -92,12 +99,12 @@ def write(
         writer.add(step)
     writer.returns(results, make)
     source = "\n    ".join(["def replay(tensors, addresses, words, launches, launch, failed):", *writer.lines])
-    exec(compile(source, "<replay>", "exec"), writer.names)  # noqa: S102 - the text holds no text of others
+    exec(compile(source, "<replay>", "exec"), writer.names)  # noqa: S102 - the source holds generated names and numbers alone
     return writer.names["replay"]
 
 
 class _Writer:
-    """Lines of a replay. Tensor 3 is the local variable ``t3``, and its address ``a3``."""
+    """Generator of the lines of a replay. Tensor 3 is the local variable ``t3``, and its address ``a3``."""
 
     def __init__(self, steps: Sequence[Step], inputs: int, results: Sequence[View | None]) -> None:
         self.names: dict[str, Any] = {}
@@ -153,7 +160,7 @@ class _Writer:
             self.lines.append("made = None")
 
     def _new(self, expression: str) -> None:
-        """Write the assignment of an expression to the next tensor, and that of its address if a kernel gets it."""
+        """Write the assignment of an expression to the next tensor, and of its address if a kernel takes it."""
         self.lines.append(f"t{self._count} = {expression}")
         if self._count in self._addressed:
             self.lines.append(f"a{self._count} = t{self._count}.data_ptr()")
@@ -166,7 +173,7 @@ class _Writer:
         return name
 
     def _argument(self, template: Any) -> str:
-        """Return the expression of an operator's argument, in which views stand for tensors."""
+        """Return the expression for an operator's argument, in which views stand for tensors."""
         if type(template) is View:
             return self._view(template, "view")
         if type(template) is list:
@@ -181,10 +188,10 @@ class _Writer:
         return f"{function}({tensor}, {_numbers(view.size)}, {_numbers(view.stride)}, {int(view.offset)})"
 
     def returns(self, results: Sequence[View | None], make: Callable[[list[Any]], Any] | None) -> None:
-        """Write the return of the results.
+        """Write the return statement.
 
-        The only result on its memory is a tensor of its own to autograd. Results that share memory, or lie in that of an input,
-        are views whose version counters PyTorch shares.
+        A result that shares its memory with no other result and no input need not be a view to autograd. The others are, so that
+        PyTorch shares their version counters.
         """
         made = []
         for each in results:
@@ -208,5 +215,5 @@ def _targets(names: Any) -> str:
 
 
 def _numbers(values: Sequence[int]) -> str:
-    """Return integers as the text of a tuple."""
+    """Return the source of a tuple of integers."""
     return "(" + "".join(f"{int(value)}, " for value in values) + ")"

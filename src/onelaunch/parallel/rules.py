@@ -1,4 +1,4 @@
-"""What context parallelism needs of an operation with a linear recurrence: :class:`Rules`, and :class:`Passes` of kernels.
+"""Interface between context parallelism and an operation with a linear recurrence: :class:`Rules` and kernels (:class:`Passes`).
 
 A slice of the steps changes the state by ``S_out = local_state + cumulative_decay * S_in``. These classes compute that pair for a
 slice and combine pairs. The operations derive from them; ``state_scan.py`` and ``passes.py`` call them.

@@ -1,6 +1,6 @@
 """Cells of a result from the plan's cells: before a run reaches them, once they are measured, and with new peaks.
 
-``running.py`` makes and replaces the cells of its result with these functions, and ``joining.py`` those of several parts.
+``running.py`` makes and replaces the cells of its result with these functions, and ``merging.py`` those of several parts.
 
 ``floor_microseconds`` of a plan is the roofline bound. A cell is ``invalid`` if its cold time (inputs not in the caches) is so
 far below it that it must be wrong.

@@ -16,7 +16,7 @@ from onelaunch.errors import ArgumentError, CheckpointError, TokenizerMissing
 from onelaunch.wording import in_a_line, shown
 
 _UNFINISHED = "\N{REPLACEMENT CHARACTER}"
-"""Character by which decoded text replaces an incomplete byte sequence."""
+"""Character that stands for an incomplete UTF-8 sequence in decoded tokens."""
 
 _TEMPLATE_FILES = ("tokenizer_config.json", "chat_template.jinja")
 """Files that hold chat templates. If there are several by name, the one named ``default`` is used."""
@@ -76,10 +76,10 @@ class TextCodec:
             self._tokenizer.no_padding()
 
     def encode(self, text: str) -> tuple[int, ...]:
-        """Return the tokens of a text, with the tokenizer's special tokens around it unless it is :class:`Templated`.
+        """Tokenize a string. The tokenizer adds its special tokens, unless the string is :class:`Templated`.
 
         Raises:
-            ArgumentError: the text cannot be encoded in UTF-8; it holds surrogates, as for input bytes that were not UTF-8.
+            ArgumentError: the string cannot be encoded in UTF-8: it has surrogates, as after reading bytes that were not UTF-8.
             CheckpointError: the tokenizer fails.
         """
         try:
@@ -92,7 +92,7 @@ class TextCodec:
             return tuple(self._tokenizer.encode(text, add_special_tokens=not isinstance(text, Templated)).ids)
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Return the text of tokens; special tokens, such as end tokens, are skipped.
+        """Decode tokens to a string; special tokens, such as end tokens, are skipped.
 
         Raises:
             CheckpointError: the tokenizer fails.
@@ -101,7 +101,7 @@ class TextCodec:
             return self._tokenizer.decode(list(tokens), skip_special_tokens=True)
 
     def token(self, token: int) -> str:
-        """Return the text of one token by itself, also of a special one; incomplete characters become replacement characters.
+        """Decode a single token, which may be a special one; an incomplete UTF-8 sequence becomes replacement characters.
 
         Raises:
             CheckpointError: the tokenizer fails.
@@ -110,7 +110,7 @@ class TextCodec:
             return self._tokenizer.decode([token], skip_special_tokens=False)
 
     def chat(self, messages: Sequence[Mapping[str, Any]], **choices: Any) -> Templated:
-        """Return the prompt of a conversation by the model's chat template, ready for the answer.
+        """Format a conversation by the model's chat template, up to where the reply begins.
 
         Args:
             messages: Messages, each with ``role`` and ``content``.
@@ -194,12 +194,12 @@ class Detokenizer:
     def __init__(self, codec: TextCodec) -> None:
         self._codec = codec
         self._tokens: list[int] = []
-        # The text of the first ``_known`` tokens was returned. Decoding restarts before their end, at token ``_start``, since
-        # some tokenizers drop the space before the first token that they decode.
+        # Characters of the first ``_known`` tokens have been returned. Decoding starts at the earlier token
+        # ``_start``, since some tokenizers drop the space before the first token of a call.
         self._start, self._known = 0, 0
 
     def push(self, token: int) -> str:
-        """Add a token and return the text that it completed."""
+        """Add a token, and return the characters that it completes."""
         self._tokens.append(token)
         text = self._new()
         if not text or text.endswith(_UNFINISHED):
@@ -208,28 +208,28 @@ class Detokenizer:
         return text
 
     def finish(self) -> str:
-        """Return the remaining text; incomplete characters become replacement characters."""
+        """Return the remaining characters; an incomplete UTF-8 sequence becomes replacement characters."""
         text = self._new()
         self._start = self._known = len(self._tokens)
         return text
 
     def _new(self) -> str:
-        """Return the text of the tokens whose text was not returned yet."""
+        """Decode the tokens that have not been returned yet."""
         known = self._codec.decode(self._tokens[self._start : self._known])
         return self._codec.decode(self._tokens[self._start :])[len(known) :]
 
 
 class StopStrings:
-    """Filter that withholds text while it may be the start of a stop string, and cuts the text at a complete one."""
+    """Filter that holds characters back while they may begin a stop string, and drops everything from a complete one on."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = tuple(stops)
         self._held = ""
         self.found: str | None = None
-        """Stop string that ended the text; ``None`` before."""
+        """Stop string that was found, or ``None``."""
 
     def push(self, text: str) -> str:
-        """Add text and return the part that can be released: nothing from the earliest stop string onward."""
+        """Add characters, and return those that can be released: nothing from the first stop string on."""
         if self.found is not None:
             return ""
         self._held += text
@@ -242,11 +242,11 @@ class StopStrings:
         return out
 
     def finish(self) -> str:
-        """Return the withheld text, if no stop string was completed."""
+        """Return the characters held back, if no stop string was found."""
         out, self._held = self._held if self.found is None else "", ""
         return out
 
     def _overlap(self, stop: str) -> int:
-        """Return the number of characters at the end of the withheld text that begin ``stop``."""
+        """Return the length of the longest proper prefix of ``stop`` at the end of the characters held back."""
         longest = min(len(stop) - 1, len(self._held))
         return next((length for length in range(longest, 0, -1) if self._held.endswith(stop[:length])), 0)

@@ -171,7 +171,7 @@ class Endpoint:
             begun.add(index)
             if part.text or part.finish or every:
                 await sender.event(reply.chunk(index, part))
-        return [Part.joined(each) for each in made]
+        return [Part.merged(each) for each in made]
 
     def _reply(self, request: Chat | Completion, streams: Sequence[Stream]) -> ChatReply | CompletionReply:
         """Return the maker of a request's answers."""

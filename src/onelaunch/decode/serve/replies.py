@@ -1,4 +1,4 @@
-"""Answers in OpenAI's form: whole, or as the chunks of a stream."""
+"""Response bodies of OpenAI's API: complete, or as chunks of a stream."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from onelaunch.decode.model.request import ScoredToken
 from onelaunch.decode.serve.api import Chat, Completion
 
 FINISH_REASONS: dict[Finish, str] = {"end": "stop", "stop": "stop", "length": "length", "context": "length", "closed": "abort"}
-"""OpenAI's word for each reason why a sequence ended."""
+"""OpenAI's ``finish_reason`` for each reason why a sequence ended."""
 
 Content = dict[str, Any]
 """JSON object."""
@@ -21,7 +21,7 @@ Content = dict[str, Any]
 
 @dataclass
 class Part:
-    """Part of a choice: the tokens of one launch, or of several."""
+    """Part of a choice: the tokens that one or several launches generated."""
 
     text: str
     tokens: list[int] = field(default_factory=list)
@@ -29,31 +29,31 @@ class Part:
     """Reason why the sequence ended with this part; ``None`` if it did not."""
 
     @classmethod
-    def joined(cls, parts: Sequence[Part]) -> Part:
-        """Return the whole choice that parts make up."""
+    def merged(cls, parts: Sequence[Part]) -> Part:
+        """Return the concatenation of parts."""
         tokens = [token for part in parts for token in part.tokens]
         return cls("".join(part.text for part in parts), tokens, parts[-1].finish if parts else None)
 
     @property
     def reason(self) -> str | None:
-        """OpenAI's word for the reason."""
+        """OpenAI's ``finish_reason``; ``None`` if the sequence goes on."""
         return None if self.finish is None else FINISH_REASONS[self.finish]
 
 
 @dataclass
 class Usage:
-    """Numbers of tokens of a request."""
+    """Token counts of a request."""
 
     prompt: int = 0
     new: int = 0
 
     def content(self) -> Content:
-        """Return OpenAI's object."""
+        """Return OpenAI's ``usage`` object."""
         return {"prompt_tokens": self.prompt, "completion_tokens": self.new, "total_tokens": self.prompt + self.new}
 
 
 class ChatReply:
-    """Answers to a request of ``/v1/chat/completions``.
+    """Response to a request of ``/v1/chat/completions``.
 
     Args:
         request: Request.
@@ -65,7 +65,7 @@ class ChatReply:
         self._head = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": request.model}
 
     def whole(self, parts: Sequence[Part], usage: Usage) -> Content:
-        """Return the answer with all choices."""
+        """Return the complete response with all choices."""
         choices = [
             {
                 "index": index, "message": {"role": "assistant", "content": part.text, "refusal": None},
@@ -85,7 +85,7 @@ class ChatReply:
         return self._chunk(index, delta, self._logprobs(part), part.reason)
 
     def last(self, usage: Usage) -> Content:
-        """Return the chunk with the numbers of tokens."""
+        """Return the last chunk, which has the token counts."""
         return self._head | {"object": "chat.completion.chunk", "choices": [], "usage": usage.content()}
 
     def _chunk(self, index: int, delta: Content, logprobs: Content | None, reason: str | None) -> Content:
@@ -103,19 +103,19 @@ class ChatReply:
         return self._entry(token, token.logprob) | {"top_logprobs": top}
 
     def _entry(self, token: int, logprob: float) -> Content:
-        """Return an entry; its bytes are not known if the token's text is incomplete."""
+        """Return the entry of a token. ``bytes`` is ``None`` if the token ends within a UTF-8 sequence."""
         text = self._token_text(token)
         whole = "\N{REPLACEMENT CHARACTER}" not in text
         return {"token": text, "logprob": logprob, "bytes": list(text.encode()) if whole else None}
 
 
 class CompletionReply:
-    """Answers to a request of ``/v1/completions``.
+    """Response to a request of ``/v1/completions``.
 
     Args:
         request: Request.
         token_text: Function that returns the text of a single token.
-        prompts: Texts to begin each choice with; empty without ``echo``.
+        prompts: Prompt that each choice repeats first; empty without ``echo``.
     """
 
     def __init__(self, request: Completion, token_text: Callable[[int], str], prompts: Sequence[str]) -> None:
@@ -124,7 +124,7 @@ class CompletionReply:
         self._offsets: dict[int, int] = {}
 
     def whole(self, parts: Sequence[Part], usage: Usage) -> Content:
-        """Return the answer with all choices."""
+        """Return the complete response with all choices."""
         choices = [
             self._choice(index, (self._prompts[index] if self._prompts else "") + part.text, part)
             for index, part in enumerate(parts)
@@ -142,7 +142,7 @@ class CompletionReply:
         return self._chunk(self._choice(index, part.text, part))
 
     def last(self, usage: Usage) -> Content:
-        """Return the chunk with the numbers of tokens."""
+        """Return the last chunk, which has the token counts."""
         return self._head | {"object": "text_completion", "choices": [], "usage": usage.content()}
 
     def _chunk(self, choice: Content) -> Content:
@@ -153,7 +153,7 @@ class CompletionReply:
         return {"index": index, "text": text, "logprobs": self._logprobs(index, part), "finish_reason": part.reason}
 
     def _logprobs(self, index: int, part: Part) -> Content | None:
-        """Return the log-probabilities; offsets count the characters of the tokens' own texts from the first new token on."""
+        """Return the log-probabilities. Offsets are in characters of the tokens' decoded strings, from the first new token."""
         if self._request.logprobs is None:
             return None
         tokens = [token for token in part.tokens if isinstance(token, ScoredToken)]
@@ -167,7 +167,7 @@ class CompletionReply:
         }  # fmt: skip
 
     def _top(self, token: ScoredToken) -> dict[str, float]:
-        """Return the likeliest tokens by text; of several with one text the likeliest. The chosen token is always there."""
+        """Return log-probabilities by the decoded string, the largest if tokens share one. The chosen token is included."""
         found: dict[str, float] = {}
         for other, logprob in (*token.top, (token, token.logprob)):
             found.setdefault(self._token_text(other), logprob)

@@ -1,10 +1,10 @@
-"""Escaping of strings from studies and results for each format of a report.
+"""Escape strings of studies and results for each format of a report: terminal, Markdown, HTML and SVG.
 
-Names, questions, reasons and notes of a run may come from a file of unknown origin. Every format shows their characters
-literally, except that runs of blanks become one, invisible characters become symbols, `` us`` after a number becomes `` µs``, and
-labels of plots may be cut. None of them becomes markup (an element, link, heading or table cell) or a command to a terminal. One
-exception cannot be prevented: if a Markdown report is shown on GitHub, GitHub links e-mail addresses and names after ``@``,
-escaped or not. The modules of ``report`` that write a format call these functions, and so does command ``onelaunch study run``.
+Names, questions, reasons and notes of a run may come from an untrusted file. No string becomes markup (an element, link, heading
+or table cell) or a control sequence of a terminal. Characters are shown literally, except that runs of whitespace become one
+space, invisible characters become symbols, `` us`` after a number becomes `` µs``, and labels of plots may be cut. One exception
+cannot be prevented: GitHub links e-mail addresses and names after ``@`` in a Markdown report, escaped or not. The modules of
+``report`` that write a format call these functions, and so does command ``onelaunch study run``.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _MARKDOWN_SOMEWHERE = re.compile(
     r"|(?<=\bwww)\.",
     re.IGNORECASE,
 )
-"""Characters that begin markup in some places only, so that ordinary text keeps its look."""
+"""Characters that are markup only in some contexts. Elsewhere they are not escaped, so that the source stays readable."""
 
 _MARKDOWN_START = re.compile(
     r"(?:(?P<digits>\d{1,9})(?=[.)](?:\s|$)))?"  # the number of an ordered list

@@ -1,4 +1,4 @@
-"""The parent process: it starts children, follows them, and makes of their deaths the statuses of candidates.
+"""Parent process of a study: start child processes, time out or restart them, and record a crash as its candidate's status.
 
 ``run.py`` calls :func:`supervise`; it and command ``onelaunch study run`` name files by :func:`slug_of`.
 """
@@ -29,7 +29,7 @@ from onelaunch.device.hardware import describe
 from onelaunch.errors import MeasuringFailed, OutputUnwritable
 from onelaunch.operation import Direction
 from onelaunch.wording import listing
-from onelaunch.workbench.joining import joined, refuse_other_devices
+from onelaunch.workbench.merging import merged, refuse_other_devices
 from onelaunch.workbench.options import Part, Progress
 from onelaunch.workbench.result import Result, Status
 from onelaunch.workbench.spending import with_lost_turn
@@ -45,10 +45,10 @@ INTERRUPT_SECONDS = 30.0
 """Seconds that the child has to end its call after Ctrl-C, before it is killed. The finished cases are kept either way."""
 
 _LOOK_SECONDS = 0.2
-"""Interval in which the parent looks for how long the candidate has been running."""
+"""Interval at which the parent checks how long the candidate has been running."""
 
 _MOST_SILENT_DEATHS = 2
-"""Number of times that the child may die at one case while no candidate is running, before the case is given up."""
+"""Number of crashes of the child at one case, while no candidate is running, after which the case is skipped."""
 
 
 def supervise(
@@ -74,20 +74,20 @@ def supervise(
         ResultMismatch: The devices are not alike.
         OneLaunchError: Any error that :func:`carry_out` raises in a child.
     """
-    together = _Together(job, devices or (job.device,), on_progress, call_limit, method)
+    run = _ParallelRun(job, devices or (job.device,), on_progress, call_limit, method)
     with contextlib.ExitStack() as stack:
-        for part in together.parts:
+        for part in run.parts:
             stack.callback(part.end)
-        while not all(part.ended for part in together.parts):
+        while not all(part.ended for part in run.parts):
             try:
-                together.step()
+                run.step()
             except KeyboardInterrupt:  # noqa: PERF203 - a step waits for a fifth of a second anyway
-                together.interrupt()
-    return together.joined()
+                run.interrupt()
+    return run.merged()
 
 
-class _Together:
-    """The parts of a run that children measure side by side, each on a device of its own; a single one has all cases."""
+class _ParallelRun:
+    """Run whose cases are split into parts, each measured by a child on a device of its own; a single part has all cases."""
 
     def __init__(
         self,
@@ -99,15 +99,15 @@ class _Together:
     ) -> None:
         self._job = job
         self._partial = job.partial if len(devices) > 1 else None
-        """File of the joined partial result; ``None`` if the only child saves it."""
+        """File of the merged partial result; ``None`` if the only child saves it."""
         self._saved: list[Result | None] = []
         self._unsaved = ""
         several = len(devices) > 1
-        tell = _Sum(on_progress, len(devices))
+        total = _ProgressSum(on_progress, len(devices))
         self.parts = [
             _Supervised(
                 _part_of(job, device, Part(index, len(devices))) if several else job,
-                functools.partial(tell.of, index) if several else on_progress,
+                functools.partial(total.report, index) if several else on_progress,
                 call_limit,
                 method,
             )
@@ -135,7 +135,7 @@ class _Together:
         for part in self.parts:
             part.interrupt()
 
-    def joined(self) -> Result:
+    def merged(self) -> Result:
         """Return the result of all parts."""
         results = [part.result for part in self.parts if part.result is not None]
         if len(self.parts) == 1:
@@ -143,11 +143,11 @@ class _Together:
         names = listing([part.job.device for part in self.parts])
         note = f"Processes measured side by side on {names}, each shape on one of them."
         notes = [note, self._unsaved] if self._unsaved else [note]
-        found = joined(results, self._job.earlier)
+        found = merged(results, self._job.earlier)
         return found.model_copy(update={"notes": tuple(dict.fromkeys((*found.notes, *notes)))})
 
     def _save(self) -> None:
-        """Save the joined partial result if a part has a new one. If that fails, the run continues, and a note says so."""
+        """Save the merged partial result if a part has a new one. If that fails, the run continues with a note."""
         kept = [part.state.kept for part in self.parts]
         new = [one for one, saved in itertools.zip_longest(kept, self._saved) if one is not saved]
         if self._partial is None or not new:
@@ -155,7 +155,7 @@ class _Together:
         self._saved = kept
         if found := [each for each in kept if each is not None]:
             try:
-                joined(found, self._job.earlier).save(self._partial, force=True)
+                merged(found, self._job.earlier).save(self._partial, force=True)
             except OutputUnwritable as failure:
                 self._unsaved = f"The partial result could not be saved during the run: {failure}"
 
@@ -166,14 +166,14 @@ def _part_of(job: Job, device: str, part: Part) -> Job:
     return replace(job, device=device, part=part, partial=None, processes=processes)
 
 
-class _Sum:
-    """Callback for the progress of several parts, which counts their finished cases together."""
+class _ProgressSum:
+    """Callback for the progress of several parts, which adds up their finished cases."""
 
     def __init__(self, on_progress: Callable[[Progress], None], parts: int) -> None:
         self._tell = on_progress
         self._latest: list[Progress | None] = [None] * parts
 
-    def of(self, index: int, progress: Progress) -> None:
+    def report(self, index: int, progress: Progress) -> None:
         """Report the progress of the part with this index."""
         self._latest[index] = progress
         known = [each for each in self._latest if each is not None]
@@ -182,7 +182,7 @@ class _Sum:
 
 
 class _Supervised:
-    """A job whose child is replaced when it dies. The candidate that was running then gets a status, and is not run again."""
+    """Job whose child is restarted after a crash. The candidate that crashed it gets a status, and is not run again."""
 
     def __init__(self, job: Job, on_progress: Callable[[Progress], None], call_limit: float, method: str | None) -> None:
         self.job = job
@@ -235,7 +235,7 @@ class _Supervised:
             self._child = None
 
     def _here(self, why: str) -> None:
-        """Carry the job out in this process, since a child cannot."""
+        """Run the job in this process, since a child cannot."""
         self.state.notes.append(_in_this_process(why))
         self.ended, self.result = True, carry_out(self.job, self._on_progress, state=self.state)
         self.state.kept = self.result
@@ -282,7 +282,7 @@ def _slug(device: str) -> str:
 
 
 class Child:
-    """A child process that runs a job, as its parent sees it. :meth:`end` ends it, and all that it has started."""
+    """Handle of a child process that runs a job. :meth:`end` kills it with every process that it has started."""
 
     def __init__(self, job: Job, state: State, method: str) -> None:
         context: Any = multiprocessing.get_context(method)
@@ -302,7 +302,7 @@ class Child:
         """Time of Ctrl-C; 0 before it."""
 
     def end(self) -> None:
-        """End the process, and all that it has started."""
+        """Kill the process with every process that it has started."""
         self._kill()
         self._connection.close()
 
@@ -316,7 +316,7 @@ class Child:
         return None
 
     def step(self, on_progress: Callable[[Progress], None], call_limit: float) -> Result | Missing | Death | None:
-        """Handle the next message, or look at the clock. Return how the child ended, or ``None`` while it runs.
+        """Handle the next message, or check the time limits. Return how the child ended, or ``None`` while it runs.
 
         The finished cases that it reports become the state of the run.
         """
@@ -375,7 +375,7 @@ class Child:
 
 
 def _blame(study: Study, state: State, death: Death, silent: Counter[tuple[str, str]]) -> None:
-    """Record a death as the status of the candidate that was running. Without one the case is tried again, and then given up.
+    """Record a crash as the status of the candidate that was running. If none was, the case is retried, and then skipped.
 
     Raises:
         MeasuringFailed: The child has died twice before the first case.

@@ -1,6 +1,6 @@
-"""Join the results of the parts of one run, which processes measured side by side, each on a device of its own.
+"""Merge the results of the parts of one run, which processes measured in parallel, each on a device of its own.
 
-``supervise/parent.py`` calls :func:`joined` for partial results and for the last one. :func:`refuse_other_devices` is called once
+``supervise/parent.py`` calls :func:`merged` for partial results and for the last one. :func:`refuse_other_devices` is called once
 for each part, before its first case.
 """
 
@@ -16,7 +16,7 @@ from onelaunch.workbench.result.provenance import merge_clocks
 from onelaunch.workbench.resume import differences
 
 
-def joined(parts: Sequence[Result], earlier: Result | None = None) -> Result:
+def merged(parts: Sequence[Result], earlier: Result | None = None) -> Result:
     """Return the results of all parts of a run as one, with its outcomes and decision.
 
     Each measurement comes from the part that made it. Where a part has measured higher peaks, because a time was below its
