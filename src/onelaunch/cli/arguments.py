@@ -50,7 +50,7 @@ def parse_case(operation: Operation[..., Any], shape: str, dtype: str) -> Case:
 def spell_case(case: Case) -> str:
     """Return the options ``--shape`` and ``--dtype`` that name a case; :func:`parse_case` reads them back."""
     options = {name: value if isinstance(value, str) else json.dumps(value) for name, value in case.options.items()}
-    named = ",".join(f"{name}={value}" for name, value in (case.sizes | options).items())
+    named = ",".join(f"{name}={value}" for name, value in {**case.sizes, **options}.items())
     return f"--shape {named} --dtype {str(case.dtype).removeprefix('torch.')}"
 
 

@@ -84,7 +84,8 @@ def _typical(operation: Operation[..., Any], device_type: str) -> list[Case]:
 
 def _with_dtype(operation: Operation[..., Any], case: Case, dtype: str | None) -> Case:
     """Return a case with another dtype, or as it is if none is given."""
-    return case if dtype is None else operation.case(dtype, **case.sizes, **case.options)
+    given: dict[str, Any] = {**case.sizes, **case.options}
+    return case if dtype is None else operation.case(dtype, **given)
 
 
 def _table(answer: Explanation, summaries: Mapping[str, str]) -> Table:
