@@ -1,11 +1,12 @@
 """Measure the time from a prompt to the logits after it, op by op and by captured passes, and print it with its provenance.
 
-    python tools/measure_prompts.py --json
+    python tools/measure_prompts.py --packed --json
 
 For each model of :data:`MODELS`, with random weights, and each length the script takes the wall time from the call until the
 device has finished: the median of several reads, each with new tokens and an empty cache that is made before. The capture of a
 size is measured apart, once. A length that no earlier read had shows whether a pass serves every length of its size. Peak memory
-is that of the device beside the weights, with all passes captured.
+is that of the device beside the weights, with all passes captured. With ``--packed`` the weights are the stream of the variant
+``streaming`` alone, as ``Model.from_pretrained`` loads them, and a prompt copies the matrices out of it.
 
 The script is run by hand on an otherwise idle GPU.
 """
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import sys
 import time
@@ -25,8 +27,11 @@ import torch
 from onelaunch.decode.model.cache import KVCache
 from onelaunch.decode.model.config import ModelConfig
 from onelaunch.decode.model.forward import prefill
-from onelaunch.decode.model.weights import Weights, random_weights
+from onelaunch.decode.model.weights import ModelWeights, parts, random_weights
+from onelaunch.decode.plan.levels import plan_for
+from onelaunch.decode.runtime.packed import PackedWeights, packed_from
 from onelaunch.decode.runtime.prompts import PromptPasses, size_of
+from onelaunch.device.hardware import processors
 from tools.measure_first_call import provenance
 from tools.model_shapes import SHAPES
 
@@ -41,16 +46,16 @@ READS = 9
 
 
 @torch.no_grad()
-def measure(name: str, device: torch.device) -> list[dict[str, Any]]:
+def measure(name: str, device: torch.device, *, packed: bool = False) -> list[dict[str, Any]]:
     """Return a record for each length of a model."""
     config = SHAPES[name]
-    weights = random_weights(config, 0, device)
+    weights = random_packed(config, device) if packed else random_weights(config, 0, device)
     weights_bytes = _allocated(device)
     passes = PromptPasses(weights) if device.type == "cuda" else None
     found = []
     for length in LENGTHS:
         op_by_op, error = _median(lambda tokens, cache: prefill(weights, tokens, cache), config, length, device), None
-        record: dict[str, Any] = {"model": name, "tokens": length, "op_by_op_ms": op_by_op}
+        record: dict[str, Any] = {"model": name, "packed": packed, "tokens": length, "op_by_op_ms": op_by_op}
         if passes is not None and size_of(config, length) is not None:
             for key in ("first_ms", "capture_ms"):  # a size's first prompt is prefilled in eager mode, its second captures
                 begun = time.perf_counter()
@@ -64,7 +69,20 @@ def measure(name: str, device: torch.device) -> list[dict[str, Any]]:
     return [{**each, "bytes_beside_weights": extra, **provenance(device)} for each in found]
 
 
-def _prefill_by_pass(passes: PromptPasses, weights: Weights) -> Callable[[torch.Tensor, KVCache], Any]:
+def random_packed(config: ModelConfig, device: torch.device) -> PackedWeights:
+    """Return random weights packed for the variant ``streaming``, made tensor by tensor, so that they exist once at any time."""
+    shapes = {name: shape for name, _, shape in parts(config)}
+    generator = torch.Generator(device).manual_seed(0)
+
+    def read(name: str, begin: int = 0, end: int | None = None) -> torch.Tensor:
+        shape = (len(range(*slice(begin, end).indices(shapes[name][0]))), *shapes[name][1:])
+        drawn = torch.randn(shape, generator=generator, device=device, dtype=config.dtype)
+        return drawn.mul_(0.1).add_(1) if "norm" in name else drawn.div_(math.sqrt(shape[-1]))
+
+    return packed_from(read, plan_for(config, "streaming", processors(device)), device)
+
+
+def _prefill_by_pass(passes: PromptPasses, weights: ModelWeights) -> Callable[[torch.Tensor, KVCache], Any]:
     """Return the function that prefills a prompt by its pass."""
     return lambda tokens, cache: passes.prefill(weights, tokens, cache, lambda: None)
 
@@ -82,7 +100,7 @@ def _median(read: Callable[[torch.Tensor, KVCache], Any], config: ModelConfig, l
     return statistics.median(times[1:])
 
 
-def _difference(passes: PromptPasses, weights: Weights, config: ModelConfig, length: int, device: torch.device) -> float:
+def _difference(passes: PromptPasses, weights: ModelWeights, config: ModelConfig, length: int, device: torch.device) -> float:
     """Return the norm-wise difference of the logits of a pass from those of launches op by op."""
     tokens = _tokens(config, length, 99, device)
     ours = _prefill_by_pass(passes, weights)(tokens, KVCache.empty(config, length, device))[0]
@@ -125,11 +143,12 @@ def main() -> None:
         "--model", action="append", choices=sorted(SHAPES), help=f"model to measure; by default {', '.join(MODELS)}"
     )
     parser.add_argument("--device", default="cuda:0", help="device of the model")
+    parser.add_argument("--packed", action="store_true", help="keep the weights once, as the stream of the variant streaming")
     parser.add_argument("--json", action="store_true", help="print JSON lines, and the table on stderr")
     given = parser.parse_args()
     measured = []
     for name in given.model or MODELS:
-        measured += measure(name, torch.device(given.device))
+        measured += measure(name, torch.device(given.device), packed=given.packed)
         if given.device.startswith("cuda"):
             torch.cuda.empty_cache()
     (sys.stderr if given.json else sys.stdout).write(listing(measured) + "\n")

@@ -30,9 +30,10 @@ from onelaunch.decode.model import hub as hub_file
 from onelaunch.decode.model.hub import find_model
 from onelaunch.decode.model.weights import from_tensors
 from onelaunch.decode.plan.levels import plan_for
-from onelaunch.decode.plan.packing import pack, packing_bytes
+from onelaunch.decode.plan.packing import pack
 from onelaunch.decode.runtime import engines as engine_file
 from onelaunch.decode.runtime.engines import Request, TorchEngine, make_engine
+from onelaunch.decode.runtime.packed import packed_bytes
 from onelaunch.dispatch import AUTO
 from onelaunch.errors import (
     ArgumentError,
@@ -364,8 +365,7 @@ def test_a_device_with_too_little_memory(monkeypatch, tmp_path, prose):
         with prose.raises(DeviceMemoryError) as caught:
             Model.from_pretrained(folder, device="cuda", variant=variant)
         taken.append((caught.value.need, caught.value.free))
-    need = packing_bytes(SMALL, summed=True)
-    assert taken == [(weights.nbytes, 140), (weights.nbytes + need, 140)]
+    assert taken == [(weights.nbytes, 140), (need := packed_bytes(SMALL, summed=True), 140)]
     assert stream < need < stream + 150e6, "the estimate includes temporary buffers"
 
     def exhausted(self, config, positions):

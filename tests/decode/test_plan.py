@@ -296,15 +296,17 @@ def test_every_weight_is_in_the_stream_once(level, model):
     plan = plan_for(config, level, 7)
     stream = pack(weights, plan)
     layers = weights.layers
-    work = [(layer, op) for layer in layers for op in ("qkv", "o", "gate_up", "down")] + [(None, "lm_head")]
-    wanted = torch.cat([in_tiles(*in_order(weights, *each, plan), piece_columns(config)).flatten() for each in work])
+    work = [(matrix(layer, op), op) for layer in layers for op in ("qkv", "o", "gate_up", "down")] + [
+        (weights.lm_head, "lm_head")
+    ]
+    wanted = torch.cat([in_tiles(*in_order(*each, plan), piece_columns(config)).flatten() for each in work])
     assert torch.equal(counts(stream.data), counts(wanted))
-    for layer, op in work:  # and no weight is lost on the way to the tiles
+    for values, op in work:  # and no weight is lost on the way to the tiles
+        size = piece_columns(config)
         if op == "o" and plan.blocks:
-            tiles, values = in_tiles(*in_order(weights, layer, op, plan), piece_columns(config)), matrix(weights, layer, op)
+            tiles = in_tiles(*in_order(values, op, plan), size)
             assert torch.equal(counts(tiles[tiles != 0]), counts(values[values != 0])), "tiles are padded with zeros"
             continue
-        values, size = matrix(weights, layer, op), piece_columns(config)
         tiles = in_tiles(values, row_order(config, op), size)
         # as_operands is its own inverse
         rows = as_operands(tiles.permute(0, 3, 1, 2, 4).reshape(-1, pieces_of(config, columns(config, op)) * size))

@@ -45,10 +45,11 @@ class Replayed:
 @pytest.fixture
 def captures(monkeypatch):
     """Let captures keep functions, and return the list of all that were made."""
-    made = []
+    made, sites = [], {}
 
-    def capture(step, device, *, warm_up):
+    def capture(step, device, *, warm_up, site):
         assert warm_up
+        assert site is sites.setdefault(device, site), "all passes share a stream and a memory pool"
         made.append(Replayed(step))
         return made[-1], made[-1].made
 
@@ -234,9 +235,11 @@ def test_steps_read_only_very_short_prompts_where_a_pass_is_captured():
         assert 1 <= captured <= eager / 3, name
 
 
-def test_the_measurement_of_prompts_lists_what_it_measured(monkeypatch):
+@pytest.mark.parametrize("packed", [False, True])
+def test_the_measurement_of_prompts_lists_what_it_measured(monkeypatch, packed):
     monkeypatch.setattr(measure_prompts, "LENGTHS", (16, 20))
-    found = measure_prompts.measure("small", torch.device("cpu"))
+    monkeypatch.setattr(measure_prompts, "processors", lambda device: 5)
+    found = measure_prompts.measure("small", torch.device("cpu"), packed=packed)
     assert [each["tokens"] for each in found] == [16, 20]
     assert all(each["op_by_op_ms"] > 0 for each in found)
     assert "small              20" in measure_prompts.listing(found)

@@ -29,7 +29,7 @@ from onelaunch.decode.plan.levels import LEVELS, plan_for
 from onelaunch.decode.runtime import kernels as kernels_file
 from onelaunch.decode.runtime import proofs
 from onelaunch.decode.runtime.engines import KernelEngine, TorchEngine
-from onelaunch.decode.runtime.graphs import GraphCache
+from onelaunch.decode.runtime.graphs import CaptureSite, GraphCache
 from onelaunch.decode.runtime.kernels import StepKernel, make_session, session_for, tuning_of
 from onelaunch.decode.runtime.models import MODELS
 from onelaunch.decode.step.contract import key_of
@@ -166,7 +166,8 @@ def test_graphs_are_captured_on_the_weights_device_while_other_threads_work(capt
         make_session(weights, "graph").captured(cache)
     else:
         call = decode_step.bind(torch.tensor([1]), weights, cache)
-        torch_variants.CapturedStep.of(call, torch_variants.layer_step, torch_variants.head_step, 256)
+        site = CaptureSite(weights.device)
+        torch_variants.CapturedStep.of(call, torch_variants.layer_step, torch_variants.head_step, 256, site)
     assert ((weights.device,), {}) in seen
     (named,) = [named for _, named in seen if named]
     assert named["stream"].device == weights.device

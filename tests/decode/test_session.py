@@ -31,7 +31,8 @@ from onelaunch.decode.runtime.engines import TOKENS_PER_LAUNCH, KernelEngine, Re
 from onelaunch.decode.runtime.kernels import session_for
 from onelaunch.decode.runtime.memory import ERROR, OUT_OF_RANGE
 from onelaunch.decode.runtime.models import MODELS
-from onelaunch.decode.runtime.session import Pending, Session, StreamOrder
+from onelaunch.decode.runtime.order import StreamOrder
+from onelaunch.decode.runtime.session import Pending, Session
 from onelaunch.decode.step import capabilities
 from onelaunch.errors import (
     ArgumentError,

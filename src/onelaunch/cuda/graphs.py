@@ -10,7 +10,7 @@ import gc
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -20,7 +20,7 @@ _ONE_AT_A_TIME = threading.RLock()
 """Lock held during a capture: a capture first empties PyTorch's cache of free memory, which another capture may be using."""
 
 
-def capture(step: Callable[[], Result], graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream) -> Result:
+def capture(step: Callable[[], Result], graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream, pool: Any = None) -> Result:
     """Capture the work that a function enqueues, and return the function's result.
 
     Garbage collection is off during the capture: a collection in this thread could destroy another CUDA graph, which CUDA does
@@ -30,12 +30,14 @@ def capture(step: Callable[[], Result], graph: torch.cuda.CUDAGraph, stream: tor
         step: Function to capture. Call it once before, on the same stream, if it compiles kernels or allocates workspaces.
         graph: Empty graph to capture into.
         stream: Stream to capture on; not the default stream of its device.
+        pool: Memory pool that graphs share whose replays follow one another, by ``torch.cuda.graph_pool_handle``; by default one
+            of its own.
 
     Raises:
         Exception: The error that ``step`` raised. The broken capture raises a second error, which would hide the reason.
     """
     first: BaseException | None = None
-    pool = torch.cuda.graph_pool_handle()
+    pool = torch.cuda.graph_pool_handle() if pool is None else pool
     try:
         # PyTorch's default is a stream of the device that captured first, and a mode that other threads' CUDA calls may break.
         # Before the capture it synchronizes the current device, which is therefore made the stream's.

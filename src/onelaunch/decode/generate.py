@@ -27,8 +27,8 @@ from onelaunch.decode.model.prompts import Prompt, tokens_of
 from onelaunch.decode.model.request import Engine, Request
 from onelaunch.decode.model.sampling import Choices, recommended, sampling_of
 from onelaunch.decode.model.tokenizer import Detokenizer, StopStrings, TextCodec
-from onelaunch.decode.model.weights import check_header, elements, load_weights
-from onelaunch.decode.runtime.engines import engine_bytes, engine_that_fits, make_engine, typical_query
+from onelaunch.decode.model.weights import check_header
+from onelaunch.decode.runtime.engines import engine_that_fits, load, load_bytes, make_engine, typical_query
 from onelaunch.decode.step.contract import decode_step
 from onelaunch.device.hardware import free_memory, resolve
 from onelaunch.dispatch import AUTO
@@ -283,19 +283,17 @@ class Model:
         check_header(folder, config)  # before anything is computed from sizes in an untrusted file
         dispatch.pick(variant, typical_query(config, where))  # raises, before the weights are read, if the variant cannot run
         if where.type == "cuda":
-            need = elements(config) * config.dtype.itemsize
             free = free_memory(where)
             if variant == AUTO:
-                variant = engine_that_fits(config, where, free - need)
-            need += engine_bytes(config, where, variant)
-            if need > free:
+                variant = engine_that_fits(config, where, free, loaded=True)
+            if (need := load_bytes(config, where, variant)) > free:
                 raise DeviceMemoryError(f"the weights of {name}", device=where, need=need, free=free)
         codec, missing = None, None
         try:
             codec = TextCodec(folder)
         except TokenizerMissing as problem:
             missing = (problem.reason, problem.remedy)  # token ids still work; a prompt of text raises this error
-        model = cls(make_engine(load_weights(folder, config, where), variant), codec, defaults)
+        model = cls(make_engine(load(folder, config, where, variant), variant), codec, defaults)
         model._codec_missing = missing
         return model
 

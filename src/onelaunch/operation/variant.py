@@ -66,11 +66,15 @@ class Capabilities:
     engine: Callable[..., Any] | None = None
     """Function that makes the decoding engine for a model's weights.
 
-    :mod:`onelaunch.decode.step.capabilities` states the arguments and results of this function, of ``barriers`` and of the three
+    :mod:`onelaunch.decode.step.capabilities` states the arguments and results of this function, of ``barriers`` and of the five
     functions below.
     """
     engine_bytes: Callable[..., int] | None = None
-    """Function that returns the bytes of device memory that this engine needs in addition to the weights."""
+    """Function that returns the bytes of device memory that this engine needs in addition to plain weights."""
+    load: Callable[..., Any] | None = None
+    """Function that loads a model's weights in the form that this engine reads, from folder, configuration and device."""
+    load_bytes: Callable[..., int] | None = None
+    """Function that returns the bytes of device memory that loaded weights and this engine need."""
     prompt_steps: Callable[..., int] | None = None
     """Function that returns the longest prompt, in tokens, that this engine feeds one token per step instead of in one pass."""
     in_a_row: Callable[..., Any] | None = None
@@ -113,6 +117,8 @@ _UNSELECTABLE = (
     "engine_bytes",
     "experimental",
     "in_a_row",
+    "load",
+    "load_bytes",
     "own_tolerance",
     "prompt_steps",
     "recompiles",

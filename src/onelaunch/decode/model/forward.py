@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from onelaunch.decode.model.cache import KVCache
 from onelaunch.decode.model.config import ModelConfig
 from onelaunch.decode.model.rope import layer_rotations, rotate
-from onelaunch.decode.model.weights import LayerWeights, Weights
+from onelaunch.decode.model.weights import LayerWeights, ModelWeights
 
 PREFILL_CHUNK = 4096
 """Most tokens of a prompt that are prefilled at once. A chunk after the first needs an attention mask with as many rows."""
@@ -42,7 +42,7 @@ the same logits.
 
 
 def prefill(
-    weights: Weights, tokens: torch.Tensor, cache: KVCache, pace: Callable[[], None] | None = None
+    weights: ModelWeights, tokens: torch.Tensor, cache: KVCache, pace: Callable[[], None] | None = None
 ) -> tuple[torch.Tensor, KVCache]:
     """Return the logits after the last of several tokens, and the cache extended by all of them.
 
@@ -75,16 +75,16 @@ def chunk_tokens(config: ModelConfig, position: int) -> int:
     return tokens
 
 
-def forward(weights: Weights, tokens: torch.Tensor, cache: KVCache, pace: Callable[[], None] | None = None) -> torch.Tensor:
+def forward(weights: ModelWeights, tokens: torch.Tensor, cache: KVCache, pace: Callable[[], None] | None = None) -> torch.Tensor:
     """Run all layers on tokens ``[T]`` that follow the cache, and return the residual stream ``[T, H]``, float32 or float64.
 
     The tokens' keys and values are written to the cache, which must have room for them. ``pace`` is that of :func:`prefill`.
     """
     hidden, rotations = embed(weights, tokens, cache.length)
-    return run_layers(weights, hidden, rotations, cache, range(len(weights.layers)), pace=pace)
+    return run_layers(weights, hidden, rotations, cache, range(weights.config.num_hidden_layers), pace=pace)
 
 
-def embed(weights: Weights, tokens: torch.Tensor, start: int) -> tuple[torch.Tensor, list[Rotation]]:
+def embed(weights: ModelWeights, tokens: torch.Tensor, start: int) -> tuple[torch.Tensor, list[Rotation]]:
     """Return the residual stream ``[T, H]`` before the first layer, and each layer's rotations at positions from ``start`` on.
 
     Both are float32, or float64 for float64 weights.
@@ -95,7 +95,7 @@ def embed(weights: Weights, tokens: torch.Tensor, start: int) -> tuple[torch.Ten
 
 
 def run_layers(
-    weights: Weights,
+    weights: ModelWeights,
     hidden: torch.Tensor,
     rotations: Sequence[Rotation],
     cache: KVCache,
@@ -118,19 +118,20 @@ def run_layers(
     config, start, end = weights.config, cache.length, cache.length + len(hidden)
     eps, add = config.rms_norm_eps, plain_add_and_norm if add_and_norm is None else add_and_norm
     update: torch.Tensor | None = None
-    for number in layers:
-        layer, keys, values = weights.layers[number], cache.keys[number], cache.values[number]
-        if pace is not None:
-            pace()
-        normed, hidden = add(hidden, update, layer.input_layernorm, eps)
-        q, k, v = project_qkv(config.head_dim, eps, layer, normed, rotations[number])
-        keys[:, start:end] = k
-        values[:, start:end] = v
-        update = F.linear(attention(q, keys[:, :end], values[:, :end]), layer.o_proj, layer.o_bias)
-        if pace is not None:
-            pace()
-        normed, hidden = add(hidden, update, layer.post_attention_layernorm, eps)
-        update = swiglu_mlp(layer, normed)
+    with weights.exclusive():
+        for number in layers:
+            if pace is not None:
+                pace()
+            layer, keys, values = weights.layer(number), cache.keys[number], cache.values[number]
+            normed, hidden = add(hidden, update, layer.input_layernorm, eps)
+            q, k, v = project_qkv(config.head_dim, eps, layer, normed, rotations[number])
+            keys[:, start:end] = k
+            values[:, start:end] = v
+            update = F.linear(attention(q, keys[:, :end], values[:, :end]), layer.o_proj, layer.o_bias)
+            if pace is not None:
+                pace()
+            normed, hidden = add(hidden, update, layer.post_attention_layernorm, eps)
+            update = swiglu_mlp(layer, normed)
     return hidden if update is None else hidden + update
 
 
@@ -145,9 +146,12 @@ def plain_add_and_norm(
     return rms_norm(hidden, weight, eps), hidden
 
 
-def logits_of(weights: Weights, hidden: torch.Tensor) -> torch.Tensor:
+def logits_of(weights: ModelWeights, hidden: torch.Tensor) -> torch.Tensor:
     """Return the logits ``[..., V]`` of a residual stream ``[..., H]``: float32, or float64 for float64 weights."""
-    return upcast(F.linear(rms_norm(hidden, weights.norm, weights.config.rms_norm_eps), weights.lm_head))
+    normed = rms_norm(hidden, weights.norm, weights.config.rms_norm_eps)
+    with weights.exclusive():
+        found = [F.linear(normed, rows) for _, rows in weights.head_rows()]
+    return upcast(found[0] if len(found) == 1 else torch.cat(found, -1))
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

@@ -10,10 +10,10 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import torch
 
@@ -40,6 +40,14 @@ FLOATS = ("BF16", "F16", "F32", "F64")
 
 LAYER = re.compile(r"model\.layers\.(\d{1,9})\.")
 """Pattern of the start of a layer's tensor names in a checkpoint."""
+
+
+class Reader(Protocol):
+    """Function that reads tensors of a model one by one."""
+
+    def __call__(self, name: str, begin: int = 0, end: int | None = None) -> torch.Tensor:
+        """Return rows ``begin`` to ``end`` of a tensor by its name in :meth:`Weights.tensors`, by default all, in any dtype."""
+        ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,8 +90,63 @@ class LayerWeights(Bundle):
     """Bias of attention's output, ``[H]``; only models with ``output_bias`` as well have it."""
 
 
+class ModelWeights(Bundle):
+    """Weights of a model in some form: plain (:class:`Weights`), or packed for a kernel (``decode/runtime/packed.py``).
+
+    The forward pass reads them by the methods below. Tensors that :meth:`layer` and :meth:`head_rows` return may lie in a buffer
+    that the next call overwrites, so their readers enqueue all work on them before, within :meth:`exclusive`.
+    """
+
+    if TYPE_CHECKING:  # fields of the subclasses; a dataclass would take the properties for their defaults
+
+        @property
+        def config(self) -> ModelConfig:
+            """Configuration of the model."""
+            ...
+
+        @property
+        def embed_tokens(self) -> torch.Tensor:
+            """Embedding, one row for each token, ``[V, H]``."""
+            ...
+
+        @property
+        def norm(self) -> torch.Tensor:
+            """Factors of the RMS norm before the LM head, ``[H]``."""
+            ...
+
+    unpacks: ClassVar[bool] = False
+    """Flag that :meth:`layer` copies the matrices into a buffer."""
+
+    @property
+    def device(self) -> torch.device:
+        return self.embed_tokens.device
+
+    def layer(self, number: int) -> LayerWeights:
+        """Return the tensors of a layer."""
+        raise NotImplementedError
+
+    def vectors(self, number: int) -> dict[str, torch.Tensor]:
+        """Return the norm factors and biases of a layer by their names in :class:`LayerWeights`; no buffer is involved."""
+        raise NotImplementedError
+
+    def head_rows(self) -> Iterator[tuple[int, torch.Tensor]]:
+        """Yield the matrix of the LM head in pieces: the first row and the rows ``[R, H]``, which :meth:`layer` overwrites."""
+        raise NotImplementedError
+
+    def exclusive(self) -> AbstractContextManager[object]:
+        """Return a context in which other threads and streams leave the buffer alone; threads may enter it again."""
+        return nullcontext()
+
+    def check(self) -> None:
+        """Raise unless every tensor is as the kernels assume."""
+
+    def alias(self) -> Self:
+        """Return another object with the same tensors. Caches hold it, so that they do not keep the model itself alive."""
+        return replace(self)  # pyrefly: ignore[bad-argument-type]  # subclasses are dataclasses
+
+
 @dataclass(frozen=True, eq=False)
-class Weights(Bundle):
+class Weights(ModelWeights):
     """All tensors of a model, with the configuration that gives their shapes: ``V`` tokens, hidden size ``H``.
 
     As a :class:`~onelaunch.operation.Bundle` it is one argument of ``decode_step``, of which the workbench copies, casts and
@@ -110,9 +173,17 @@ class Weights(Bundle):
         """Matrix of the LM head, ``[V, H]``: the embedding if they are tied."""
         return self.embed_tokens if self.untied_head is None else self.untied_head
 
-    @property
-    def device(self) -> torch.device:
-        return self.embed_tokens.device
+    def layer(self, number: int) -> LayerWeights:
+        """Return the tensors of a layer."""
+        return self.layers[number]
+
+    def vectors(self, number: int) -> dict[str, torch.Tensor]:
+        """Return the norm factors and biases of a layer by their names in :class:`LayerWeights`."""
+        return {name: tensor for name, tensor in self.layers[number].tensors().items() if tensor.dim() == 1}
+
+    def head_rows(self) -> Iterator[tuple[int, torch.Tensor]]:
+        """Yield the whole matrix of the LM head."""
+        yield 0, self.lm_head
 
     def check(self) -> None:
         """Raise unless every tensor has the shape and dtype of the configuration and is contiguous, as the kernels assume.
@@ -220,10 +291,29 @@ def load_weights(folder: str | Path, config: ModelConfig, device: torch.device |
     """
     folder, where = folder_path("folder", folder), device_of("device", device)
     instance("config", config, ModelConfig)
-    with ExitStack() as opened:
-        files = _open_checked(folder, config, where, opened)
-        tensors = {name: files[file_name].get_tensor(file_name).to(config.dtype) for name, file_name, _ in parts(config)}
+    with reader_of(folder, config, where) as read:
+        tensors = {name: read(name).to(config.dtype) for name, _, _ in parts(config)}
     return from_tensors(config, tensors)
+
+
+@contextmanager
+def reader_of(folder: Path, config: ModelConfig, device: torch.device) -> Iterator[Reader]:
+    """Open the files of a checkpoint, check their headers, and return the function that reads a tensor, in the file's dtype.
+
+    Raises:
+        CheckpointError: The same errors as those of :func:`load_weights`.
+    """
+    with ExitStack() as opened:
+        files = _open_checked(folder, config, device, opened)
+        names = {name: file_name for name, file_name, _ in parts(config)}
+
+        def read(name: str, begin: int = 0, end: int | None = None) -> torch.Tensor:
+            file = files[names[name]]
+            if (begin, end) == (0, None):
+                return file.get_tensor(names[name])
+            return file.get_slice(names[name])[begin:end]
+
+        yield read
 
 
 def _open_checked(folder: Path, config: ModelConfig, device: torch.device, opened: ExitStack) -> dict[str, Any]:

@@ -16,11 +16,12 @@ from __future__ import annotations
 import functools
 import itertools
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 from onelaunch.decode.model.config import ModelConfig
-from onelaunch.decode.model.weights import LayerWeights, Weights
+from onelaunch.decode.model.weights import LayerWeights, ModelWeights
 from onelaunch.decode.plan.division import tiles
 from onelaunch.decode.plan.phases import (
     PRODUCTS,
@@ -110,10 +111,8 @@ def row_order(config: ModelConfig, op: Op) -> torch.Tensor:
     return rows.view(-1, TILE)
 
 
-def matrix(weights: Weights, layer: LayerWeights | None, op: Op) -> torch.Tensor:
-    """Return a phase's matrix, ``[rows, columns]`` in the order of Hugging Face; without a layer that of the LM head."""
-    if layer is None:
-        return weights.lm_head
+def matrix(layer: LayerWeights, op: Op) -> torch.Tensor:
+    """Return the matrix of a phase of a layer, ``[rows, columns]`` in the order of Hugging Face."""
     if op == "qkv":
         return torch.cat([layer.q_proj, layer.k_proj, layer.v_proj])
     if op == "gate_up":
@@ -153,15 +152,14 @@ def _by_warps(values: torch.Tensor, blocks: Blocks) -> torch.Tensor:
 
 
 def from_warps(values: torch.Tensor, blocks: Blocks) -> torch.Tensor:
-    """Undo :func:`_by_warps`. Only tests call it, to run plans in PyTorch."""
+    """Undo :func:`_by_warps`."""
     if blocks.tile_columns == blocks.width:
         return values
     return values.unflatten(-1, (-1, WARPS, WARP_COLUMNS)).transpose(-3, -2).reshape(values.shape)
 
 
-def in_order(weights: Weights, layer: LayerWeights | None, op: Op, plan: Plan) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return a phase's matrix, and the indices of its rows in the order of tiles, ``[tiles, 8]``."""
-    values = matrix(weights, layer, op)
+def in_order(values: torch.Tensor, op: Op, plan: Plan) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a phase's matrix as the stream has it, and the indices of its rows in the order of tiles, ``[tiles, 8]``."""
     if op != "o" or plan.blocks is None:
         return values, row_order(plan.config, op)
     values = _by_query_splits(values, plan.blocks)
@@ -206,7 +204,95 @@ def packing_bytes(config: ModelConfig, *, summed: bool = False) -> int:
     return stream_bytes(config, summed=summed) + max(sizes.values()) + 4 * BATCH_BYTES
 
 
-def pack(weights: Weights, plan: Plan, again: Stream | None = None) -> Stream:
+def division(plan: Plan) -> tuple[object, ...]:
+    """Return a key of how a plan divides the matrices among CTAs. Plans with the same key can share a stream."""
+    units = (phase.assignments[cta].units for phase in plan.phases() for cta in range(plan.ctas) if phase.op in PRODUCTS)
+    return (plan.ctas, plan.blocks, *units)
+
+
+class Places(NamedTuple):
+    """Places of the pieces of a phase's matrices in the stream, as indices of pieces."""
+
+    indices: torch.Tensor
+    """Index of each piece of the first layer, ``[tiles, pieces]`` int32."""
+    to_next_layer: torch.Tensor
+    """Pieces from a tile to the same tile of the next layer, ``[tiles]`` int32; 0 for the LM head."""
+
+    def of(self, layer: int, first: int = 0, end: int | None = None) -> torch.Tensor:
+        """Return the index of each piece of some tiles of a layer, ``[tiles, pieces]`` int64; by default of all tiles."""
+        return (self.indices[first:end] + layer * self.to_next_layer[first:end, None]).long()
+
+
+class Layout(NamedTuple):
+    """Layout of a plan's stream."""
+
+    places: dict[Op, Places]
+    """Places of the matrices of each product, on the CPU."""
+    starts: torch.Tensor
+    """Index of each CTA's first piece, ``[CTAs]`` int64."""
+    pieces: int
+    """Pieces of the whole stream."""
+
+
+def layout_of_stream(plan: Plan) -> Layout:
+    """Return where a plan's stream has each piece of the matrices."""
+    head, layers = PRODUCTS[-1], plan.config.num_hidden_layers
+    sizes = {op: torch.tensor([pieces(plan, op, cta) for cta in range(plan.ctas)], device="cpu") for op in PRODUCTS}
+    layer = torch.stack([sizes[op] for op in PRODUCTS[:-1]]).sum(0)
+    sizes_of_ctas = layer * layers + sizes[head]
+    begin = starts = sizes_of_ctas.cumsum(0) - sizes_of_ctas
+    places = {}
+    for op in PRODUCTS:
+        units = torch.tensor([assignment.units for assignment in plan.phase(op).assignments], device="cpu")
+        to_next_layer = (torch.zeros_like(layer) if op == head else layer).repeat_interleave(units)
+        indices = _piece_indices(plan, op, starts + layer * layers if op == head else begin)
+        places[op] = Places(indices.int(), to_next_layer.int())
+        begin = begin + sizes[op]  # not in place: ``starts`` is the same tensor at first
+    return Layout(places, starts, int(sizes_of_ctas.sum()))
+
+
+class Packer:
+    """Writer of a stream, which takes the matrices of a model one by one, in any order.
+
+    Args:
+        plan: Plan that says which tiles each CTA multiplies.
+        like: Tensor with the dtype and the device of the stream.
+        again: Earlier stream to overwrite, so that addresses in captured CUDA graphs stay valid.
+
+    Attributes:
+        stream: Stream; complete once every matrix was given.
+        places: Places of the matrices of each product, on the stream's device.
+    """
+
+    def __init__(self, plan: Plan, like: torch.Tensor, again: Stream | None = None) -> None:
+        self._plan = plan
+        places, starts, count = layout_of_stream(plan)
+        self.places = {op: Places(*(table.to(like.device) for table in each)) for op, each in places.items()}
+        size = piece_bytes(plan.config)
+        if again is None:
+            again = Stream(like.new_empty((count * size // 2,)), (starts * size).to(like.device))
+        self.stream = again
+
+    def put(self, op: Op, layer: int, values: torch.Tensor) -> None:
+        """Write a phase's matrix of a layer, ``[rows, columns]`` as :func:`matrix` returns it, on the stream's device."""
+        self._scatter(*in_order(values, op, self._plan), self.places[op].of(layer))
+
+    def put_head(self, first: int, values: torch.Tensor) -> None:
+        """Write some rows of the LM head: a multiple of 8, unless they are the last ones, from row ``first``, such a multiple."""
+        tile, count = first // TILE, -(-len(values) // TILE)
+        rows = torch.arange(len(values), device="cpu")
+        order = torch.cat([rows, rows.new_full((-len(rows) % TILE,), -1)]).view(-1, TILE)
+        self._scatter(values, order, self.places[PRODUCTS[-1]].of(0, tile, tile + count))
+
+    def _scatter(self, values: torch.Tensor, order: torch.Tensor, indices: torch.Tensor) -> None:
+        """Write a matrix's pieces to ``indices``, a batch of tiles at a time to bound the temporary memory."""
+        stream, columns = self.stream.data.view(-1, piece_bytes(self._plan.config) // 2), piece_columns(self._plan.config)
+        batch = max(BATCH_BYTES // (TILE * values.shape[1] * values.itemsize), 1)
+        for rows, piece in zip(order.split(batch), indices.split(batch), strict=True):
+            stream.index_copy_(0, piece.flatten(), in_tiles(values, rows, columns).flatten(0, 1).flatten(1))
+
+
+def pack(weights: ModelWeights, plan: Plan, again: Stream | None = None) -> Stream:
     """Repack a model's weights for the CTAs of a plan. Plans that divide all matrices alike can share a stream.
 
     Args:
@@ -214,31 +300,15 @@ def pack(weights: Weights, plan: Plan, again: Stream | None = None) -> Stream:
         plan: Plan that says which tiles each CTA multiplies.
         again: Earlier result to overwrite, so that addresses in captured CUDA graphs stay valid.
     """
-    config, size = plan.config, piece_bytes(plan.config)
-    sizes = {op: torch.tensor([pieces(plan, op, cta) for cta in range(plan.ctas)], device="cpu") for op in PRODUCTS}
-    layer = torch.stack([sizes[op] for op in PRODUCTS[:-1]]).sum(0)
-    sizes_of_ctas = layer * len(weights.layers) + sizes[PRODUCTS[-1]]
-    begin = starts = sizes_of_ctas.cumsum(0) - sizes_of_ctas
-    data = again.data if again else weights.embed_tokens.new_empty((int(sizes_of_ctas.sum()) * size // 2,))
-    stream = data.view(-1, size // 2)
-    for op in PRODUCTS[:-1]:
-        tiles_per_cta = torch.tensor([assignment.units for assignment in plan.phase(op).assignments], device="cpu")
-        # pieces between a tile and the same tile of the next layer
-        to_next_layer = layer.repeat_interleave(tiles_per_cta)[:, None]
-        indices, to_next_layer = (each.to(data.device) for each in (_piece_indices(plan, op, begin), to_next_layer))
-        for number, each in enumerate(weights.layers):
-            _scatter(config, *in_order(weights, each, op, plan), indices + number * to_next_layer, stream)
-        begin = begin + sizes[op]  # not in place: ``starts`` is the same tensor at first
-    indices = _piece_indices(plan, PRODUCTS[-1], starts + layer * len(weights.layers)).to(data.device)
-    _scatter(config, *in_order(weights, None, PRODUCTS[-1], plan), indices, stream)
-    return again or Stream(data, (starts * size).to(data.device))
-
-
-def _scatter(config: ModelConfig, values: torch.Tensor, order: torch.Tensor, indices: torch.Tensor, stream: torch.Tensor) -> None:
-    """Write a matrix's pieces to ``indices`` of the stream, a batch of tiles at a time to bound the temporary memory."""
-    batch = max(BATCH_BYTES // (TILE * values.shape[1] * values.itemsize), 1)
-    for rows, piece in zip(order.split(batch), indices.split(batch), strict=True):
-        stream.index_copy_(0, piece.flatten(), in_tiles(values, rows, piece_columns(config)).flatten(0, 1).flatten(1))
+    packer = Packer(plan, weights.embed_tokens, again)
+    with weights.exclusive():
+        for number in range(plan.config.num_hidden_layers):
+            layer = weights.layer(number)
+            for op in PRODUCTS[:-1]:
+                packer.put(op, number, matrix(layer, op))
+        for first, values in weights.head_rows():
+            packer.put_head(first, values)
+    return packer.stream
 
 
 def _piece_indices(plan: Plan, op: Op, at: torch.Tensor) -> torch.Tensor:

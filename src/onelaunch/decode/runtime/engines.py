@@ -12,6 +12,7 @@ import itertools
 import warnings
 from collections import deque
 from collections.abc import Generator
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -22,7 +23,7 @@ from onelaunch.decode.model.config import ModelConfig
 from onelaunch.decode.model.forward import prefill
 from onelaunch.decode.model.request import Engine, Request, ScoredToken
 from onelaunch.decode.model.sampling import Sampler
-from onelaunch.decode.model.weights import Weights
+from onelaunch.decode.model.weights import ModelWeights
 from onelaunch.decode.plan.levels import LEVELS
 from onelaunch.decode.runtime.pace import Mark, Pace, Stopped, TokenTimes, mark
 from onelaunch.decode.runtime.prompts import PromptPasses
@@ -76,7 +77,7 @@ class TorchEngine:
         variant: Variant of ``decode_step``.
     """
 
-    def __init__(self, weights: Weights, variant: str = AUTO) -> None:
+    def __init__(self, weights: ModelWeights, variant: str = AUTO) -> None:
         self.weights = weights
         self.variant = variant
         self._passes = PromptPasses(weights) if weights.device.type == "cuda" else None
@@ -154,7 +155,8 @@ class TorchEngine:
     def _ways(self, tokens: int) -> tuple[bool, bool]:
         """Return whether single steps read a prompt of ``tokens`` tokens sooner than PyTorch, else whether a pass may."""
         by_pass = self._passes is not None and self._captures() and self._passes.take(self.config, tokens)
-        return tokens <= capabilities.prompt_steps(self._chosen(), self.config, captured=by_pass), by_pass
+        unpacked = self.weights.unpacks
+        return tokens <= capabilities.prompt_steps(self._chosen(), self.config, captured=by_pass, unpacked=unpacked), by_pass
 
     def _captures(self) -> bool:
         """Return whether prompts may be read by captured passes: not for the PyTorch baseline, which runs op by op."""
@@ -202,7 +204,7 @@ class KernelEngine(TorchEngine):
         variant: Name of the optimization level.
     """
 
-    def __init__(self, weights: Weights, variant: str) -> None:
+    def __init__(self, weights: ModelWeights, variant: str) -> None:
         super().__init__(weights, variant)
         config = weights.config
         position_bytes = 2 * config.num_hidden_layers * config.key_value_size * config.dtype.itemsize
@@ -284,34 +286,51 @@ def typical_query(config: ModelConfig, device: torch.device) -> Query:
 
 
 def engine_bytes(config: ModelConfig, device: torch.device, variant: str = AUTO) -> int:
-    """Return the most bytes that a variant's engine takes on the device in addition to the weights."""
+    """Return the most bytes that a variant's engine takes on the device in addition to plain weights."""
     return capabilities.engine_bytes(dispatch.pick(variant, typical_query(config, device)), config)
 
 
-def engine_that_fits(config: ModelConfig, device: torch.device, room: int) -> str:
-    """Return ``"auto"`` if its engine needs at most ``room`` bytes in addition to the weights, else the next variant that fits.
+def load(folder: Path, config: ModelConfig, device: torch.device, variant: str = AUTO) -> ModelWeights:
+    """Return the weights of a checkpoint in the form that a variant's engine reads.
+
+    Raises:
+        CheckpointError: The same errors as those of :func:`~onelaunch.decode.model.weights.load_weights`.
+        UnknownVariant, VariantUnsupported: there is no such variant, or it cannot run this model on this device.
+    """
+    return capabilities.load(dispatch.pick(variant, typical_query(config, device)), folder, config, device)
+
+
+def load_bytes(config: ModelConfig, device: torch.device, variant: str = AUTO) -> int:
+    """Return the most bytes that loaded weights and a variant's engine take on the device, also while they are loaded."""
+    return capabilities.load_bytes(dispatch.pick(variant, typical_query(config, device)), config)
+
+
+def engine_that_fits(config: ModelConfig, device: torch.device, room: int, *, loaded: bool = False) -> str:
+    """Return ``"auto"`` if its engine needs at most ``room`` bytes in addition to plain weights, else the next variant that fits.
+
+    With ``loaded`` the weights are to be loaded in the form that the engine reads, and their bytes count too.
 
     Only variants that ``"auto"`` may choose are tried, in the order of preference for a typical position. A
     :class:`~onelaunch.errors.FallbackNotice` reports the second case. If no variant fits, the result is ``"auto"``, so that
     the caller's error is about the preferred variant.
     """
-    need, query = engine_bytes(config, device), typical_query(config, device)
+    bytes_of = load_bytes if loaded else engine_bytes
+    need, query = bytes_of(config, device), typical_query(config, device)
     if need <= room:
         return AUTO
     chosen = dispatch.pick(AUTO, query).name
     for name in decode_step.preference(query):
         variant = decode_step.variants[name]
         able = name != chosen and variant.why_not(query) is None and variant.capabilities.automatic
-        if able and engine_bytes(config, device, name) <= room:
-            reason = (
-                f"{chosen} keeps the weights a second time, {need / 1e9:.1f} GB, and there is room for {max(room, 0) / 1e9:.1f}"
-            )
+        if able and bytes_of(config, device, name) <= room:
+            takes = f"needs {need / 1e9:.1f} GB" if loaded else f"keeps the weights a second time, {need / 1e9:.1f} GB"
+            reason = f"{chosen} {takes}, and there is room for {max(room, 0) / 1e9:.1f}"
             warnings.warn(f"{reason}; {name} runs instead.", FallbackNotice, stacklevel=3)
             return name
     return AUTO
 
 
-def make_engine(weights: Weights, variant: str = AUTO) -> Engine:
+def make_engine(weights: ModelWeights, variant: str = AUTO) -> Engine:
     """Return the engine of a variant of ``decode_step``: the one that the variant registers, else :class:`TorchEngine`.
 
     On a GPU, a :class:`~onelaunch.errors.FallbackNotice` says why the engine that ``"auto"`` would prefer cannot run there.

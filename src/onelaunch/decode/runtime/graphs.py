@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 
@@ -45,8 +45,29 @@ class GraphCache(Generic[Captured]):
         return steps[key]
 
 
+class CaptureSite:
+    """Stream and memory pool for captures whose replays run one after another, and whose results are copied before the next one.
+
+    Their temporary tensors share memory. cuBLAS keeps a workspace of 32 MB for each stream that it ever ran on, so captures on
+    streams of their own would add up to a gigabyte.
+
+    Args:
+        device: Device of the work.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._made: tuple[torch.cuda.Stream, Any] | None = None
+
+    def get(self) -> tuple[torch.cuda.Stream, Any]:
+        """Return the stream and the pool, made at the first call; the owner holds a lock."""
+        if self._made is None:
+            self._made = torch.cuda.Stream(self._device), torch.cuda.graph_pool_handle()
+        return self._made
+
+
 def capture_on_new_stream(
-    step: Callable[[], Result], device: torch.device, *, warm_up: bool = False
+    step: Callable[[], Result], device: torch.device, *, warm_up: bool = False, site: CaptureSite | None = None
 ) -> tuple[torch.cuda.CUDAGraph, Result]:
     """Capture the work that a function enqueues, and return the graph and the function's result.
 
@@ -55,13 +76,14 @@ def capture_on_new_stream(
         device: Device of its work.
         warm_up: Flag to call the function once before the capture, on the same stream, so that compilation and the allocation
             of workspaces are not captured.
+        site: Stream and pool that captures share; by default new ones.
     """
     with torch.cuda.device(device):
-        stream = torch.cuda.Stream(device)
+        stream, pool = (torch.cuda.Stream(device), None) if site is None else site.get()
         if warm_up:
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
                 step()
             torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        return graph, capture(step, graph, stream)
+        return graph, capture(step, graph, stream, pool)

@@ -10,12 +10,13 @@ import torch
 
 from onelaunch.decode.codegen.emit import KINDS, source
 from onelaunch.decode.codegen.layout import THREADS, Tuning, launch_of, layout_of
-from onelaunch.decode.model.weights import Weights
+from onelaunch.decode.model.weights import ModelWeights
 from onelaunch.decode.plan.levels import plan_for
-from onelaunch.decode.plan.packing import pack
+from onelaunch.decode.plan.packing import division, pack
 from onelaunch.decode.plan.phases import CHUNK, PRODUCTS, Phase, Plan
 from onelaunch.decode.runtime.memory import Constants, Memory
 from onelaunch.decode.runtime.models import MODELS
+from onelaunch.decode.runtime.packed import PackedWeights
 from onelaunch.decode.runtime.proofs import check_sampling, checked_plan
 from onelaunch.decode.runtime.session import Session
 from onelaunch.device.hardware import memory_bytes_per_cycle, processors, room_for
@@ -111,7 +112,7 @@ class StepKernel:
             self._sampling_proved = True
 
 
-def make_session(weights: Weights, level: str, tuning: Tuning | None = None) -> Session:
+def make_session(weights: ModelWeights, level: str, tuning: Tuning | None = None) -> Session:
     """Repack a model's weights, compile and load the kernel, allocate its buffers, and return the session that owns them.
 
     Each call makes a new session; :func:`session_for` caches them. If several threads may make sessions of a model, the caller
@@ -139,7 +140,7 @@ def make_session(weights: Weights, level: str, tuning: Tuning | None = None) -> 
 
 @torch.inference_mode(mode=False)  # cached tensors must be usable outside of inference mode too
 @torch.no_grad()
-def session_for(weights: Weights, level: str) -> Session:
+def session_for(weights: ModelWeights, level: str) -> Session:
     """Return the cached session of an optimization level for a model.
 
     It is kept as long as the weights exist. Weights that were written to since the last call are repacked.
@@ -151,17 +152,15 @@ def session_for(weights: Weights, level: str) -> Session:
         return sessions[level]
 
 
-def _constants(weights: Weights, plan: Plan) -> Constants:
+def _constants(weights: ModelWeights, plan: Plan) -> Constants:
     """Return the repacked weights of a plan. Plans that divide the matrices among CTAs in the same way share them."""
-    key = (
-        plan.ctas,
-        plan.blocks,
-        *(phase.assignments[cta].units for phase in plan.phases() for cta in range(plan.ctas) if phase.op in PRODUCTS),
-    )
+    key = division(plan)
     cached = MODELS.kernels(weights).constants
     if key not in cached:
-        with room_for("a second copy of the weights, in the order in which CTAs stream them", weights.device):
-            # A new object with the same tensors: a cache entry that held the model itself would keep it alive.
-            own, stream = weights.map(lambda tensor: tensor), pack(weights, plan)
-            cached[key] = plan, Constants.of(own, stream, weights.config.max_position_embeddings)
+        context, own = weights.config.max_position_embeddings, weights.alias()  # the model itself would be kept alive
+        if isinstance(own, PackedWeights) and division(own.plan) == key:
+            cached[key] = plan, Constants.of(own, own.stream, context)
+        else:
+            with room_for("a second copy of the weights, in the order in which CTAs stream them", weights.device):
+                cached[key] = plan, Constants.of(own, pack(weights, plan), context)
     return cached[key][1]

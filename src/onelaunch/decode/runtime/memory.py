@@ -14,9 +14,10 @@ from onelaunch.decode.codegen.layout import BINS, arrivals_table, assignments_ta
 from onelaunch.decode.model.cache import KVCache
 from onelaunch.decode.model.rope import rotation
 from onelaunch.decode.model.sampling import Sampler
-from onelaunch.decode.model.weights import Weights
+from onelaunch.decode.model.weights import ModelWeights
 from onelaunch.decode.plan.packing import Stream, pack, row_order
 from onelaunch.decode.plan.phases import ROUNDS, Plan
+from onelaunch.decode.runtime.packed import PackedWeights
 
 STATE_WORDS, ERROR = 4, 3
 """Number of words of the kernel's state (position, tokens, barriers, error), and the index of the error word.
@@ -31,23 +32,24 @@ _COUNTER_WORDS = 32
 """Distance between two counters in 32-bit words, so that each counter has 128 bytes to itself."""
 
 
-def _parameters_of(weights: Weights) -> torch.Tensor:
+def _parameters_of(weights: ModelWeights) -> torch.Tensor:
     """Return the factors of all norms and all biases in one row, in the order of ``codegen/layout.py``, ``parameter_offsets``.
 
     The factors of the norm before the LM head come last.
     """
     order = row_order(weights.config, "qkv").flatten().to(weights.device)
     parts = []
-    for layer in weights.layers:
-        parts += [layer.input_layernorm, layer.post_attention_layernorm]
-        parts += [part for part in (layer.q_norm, layer.k_norm) if part is not None]
-        biases = [part for part in (layer.q_bias, layer.k_bias, layer.v_bias) if part is not None]
+    for number in range(weights.config.num_hidden_layers):
+        vectors = weights.vectors(number)
+        names = ("input_layernorm", "post_attention_layernorm", "q_norm", "k_norm")
+        parts += [vectors[name] for name in names if name in vectors]
+        biases = [vectors[name] for name in ("q_bias", "k_bias", "v_bias") if name in vectors]
         parts += [torch.cat(biases)[order]] if biases else []
-        parts += [] if layer.o_bias is None else [layer.o_bias]
+        parts += [vectors["o_bias"]] if "o_bias" in vectors else []
     return torch.cat([*parts, weights.norm])
 
 
-def _rotations_of(weights: Weights, positions: int) -> torch.Tensor:
+def _rotations_of(weights: ModelWeights, positions: int) -> torch.Tensor:
     """Return the RoPE table, ``[positions, D]`` float32: cosines, then sines, of each position's angles.
 
     If some layers do not rotate, a row of the identity precedes it: ``[1 + positions, D]``.
@@ -65,7 +67,7 @@ def _rotations_of(weights: Weights, positions: int) -> torch.Tensor:
 class Constants:
     """Tensors of a model that kernels only read, for one division of its matrices among CTAs. All sequences share them."""
 
-    weights: Weights
+    weights: ModelWeights
     stream: Stream
     """Repacked weights: one contiguous stream per CTA."""
     parameters: torch.Tensor
@@ -74,7 +76,7 @@ class Constants:
     """RoPE table, see :func:`_rotations_of`."""
 
     @classmethod
-    def of(cls, weights: Weights, stream: Stream, context: int) -> Constants:
+    def of(cls, weights: ModelWeights, stream: Stream, context: int) -> Constants:
         """Return the constants for sequences of up to ``context`` positions."""
         return cls(weights, stream, _parameters_of(weights), _rotations_of(weights, context))
 
@@ -83,7 +85,8 @@ class Constants:
 
         ``plan`` is any plan with the division of matrices that the stream has.
         """
-        pack(self.weights, plan, self.stream)
+        if not (isinstance(self.weights, PackedWeights) and self.stream is self.weights.stream):
+            pack(self.weights, plan, self.stream)
         self.parameters.copy_(_parameters_of(self.weights))
 
 

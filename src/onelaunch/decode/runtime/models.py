@@ -13,11 +13,12 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from onelaunch.decode.model.weights import Weights
+from onelaunch.decode.model.weights import ModelWeights
 from onelaunch.decode.plan.phases import Plan
-from onelaunch.decode.runtime.graphs import GraphCache
+from onelaunch.decode.runtime.graphs import CaptureSite, GraphCache
 from onelaunch.decode.runtime.memory import Constants
-from onelaunch.decode.runtime.session import Session, StreamOrder
+from onelaunch.decode.runtime.order import StreamOrder
+from onelaunch.decode.runtime.session import Session
 
 Captured = TypeVar("Captured")
 
@@ -43,7 +44,7 @@ class PreparedKernels:
         ArgumentError, ShapeError, DTypeError, DeviceError: the weights do not match, and the kernels would misread them.
     """
 
-    def __init__(self, weights: Weights) -> None:
+    def __init__(self, weights: ModelWeights) -> None:
         weights.check()
         self._tensors = tuple(weights.tensors().values())
         self._written = self._writes()
@@ -79,12 +80,14 @@ class CapturedSteps(Generic[Captured]):
         lock: Lock held from the search for a step until its replay is enqueued.
         order: Stream order of the replays.
         graphs: Captured steps.
+        site: Stream and memory pool of the captures.
         seen: Number of prompts by the size of the captured pass that would read them; see ``prompts.py``.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.lock = threading.Lock()
         self.order = StreamOrder(device)
+        self.site = CaptureSite(device)
         self.graphs: GraphCache[Captured] = GraphCache(_GRAPHS)
         self.seen: Counter[int] = Counter()
 
@@ -99,10 +102,10 @@ class Models:
 
     def __init__(self) -> None:
         self.making = threading.RLock()
-        self._kernels: WeakKeyDictionary[Weights, PreparedKernels] = WeakKeyDictionary()
-        self._captured: WeakKeyDictionary[Weights, CapturedSteps[Any]] = WeakKeyDictionary()
+        self._kernels: WeakKeyDictionary[ModelWeights, PreparedKernels] = WeakKeyDictionary()
+        self._captured: WeakKeyDictionary[ModelWeights, CapturedSteps[Any]] = WeakKeyDictionary()
 
-    def kernels(self, weights: Weights) -> PreparedKernels:
+    def kernels(self, weights: ModelWeights) -> PreparedKernels:
         """Return a model's prepared kernels, repacked if the weights changed. The caller holds :attr:`making`."""
         found = self._kernels.get(weights)
         if found is None:
@@ -110,12 +113,12 @@ class Models:
         found.renew()
         return found
 
-    def captured(self, weights: Weights) -> CapturedSteps[Any]:
+    def captured(self, weights: ModelWeights) -> CapturedSteps[Any]:
         """Return the captured steps of a model."""
         found = self._captured.get(weights)  # no lock: two threads that come here at once get one object from ``setdefault``
         return self._captured.setdefault(weights, CapturedSteps(weights.device)) if found is None else found
 
-    def discard(self, weights: Weights) -> None:
+    def discard(self, weights: ModelWeights) -> None:
         """Drop a model's entries. Only tests call it; otherwise they go with the weights."""
         with self.making:
             self._kernels.pop(weights, None)

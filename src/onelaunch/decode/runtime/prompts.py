@@ -27,8 +27,8 @@ from torch.nn import functional as F
 from onelaunch.decode.model.cache import KVCache
 from onelaunch.decode.model.config import ModelConfig
 from onelaunch.decode.model.forward import Rotation, embed, logits_of, plain_add_and_norm, run_layers
-from onelaunch.decode.model.weights import Weights, elements
-from onelaunch.decode.runtime.graphs import capture_on_new_stream
+from onelaunch.decode.model.weights import ModelWeights, elements
+from onelaunch.decode.runtime.graphs import CaptureSite, capture_on_new_stream
 from onelaunch.decode.runtime.models import MODELS
 from onelaunch.errors import FallbackNotice
 
@@ -76,32 +76,35 @@ class CapturedPass:
     """Functions that enqueue the graphs, in their order."""
 
     @classmethod
-    def of(cls, weights: Weights, size: int, cache: KVCache) -> CapturedPass:
-        """Capture the pass of a model for ``size`` tokens, which writes to an empty cache."""
+    def of(cls, weights: ModelWeights, size: int, cache: KVCache, site: CaptureSite) -> CapturedPass:
+        """Capture the pass of a model for ``size`` tokens, which writes to an empty cache, at a model's site."""
         with torch.inference_mode(mode=False):  # replays outside of inference mode could not write to inference tensors
             tokens, last = (torch.zeros(count, dtype=torch.int64, device=weights.device) for count in (size, 1))
         between: _Between | None = None
         logits, replays = tokens.new_empty(0), []
-        for layers in graphs_of(weights.config, size):
+        for layers in graphs_of(weights.config, size, unpacked=weights.unpacks):
             step = functools.partial(_run_part, weights, tokens, last, cache, between, layers, None)
-            graph, (between, logits) = capture_on_new_stream(step, weights.device, warm_up=True)
+            graph, (between, logits) = capture_on_new_stream(step, weights.device, warm_up=True, site=site)
             replays.append(graph.replay)
         return cls(tokens, last, cache, logits, tuple(replays))
 
-    def replay(self, prompt: torch.Tensor, cache: KVCache, pace: Callable[[], None]) -> tuple[torch.Tensor, KVCache]:
+    def replay(
+        self, weights: ModelWeights, prompt: torch.Tensor, cache: KVCache, pace: Callable[[], None]
+    ) -> tuple[torch.Tensor, KVCache]:
         """Enqueue the pass of a prompt ``[T]``, and return what :func:`onelaunch.decode.model.forward.prefill` returns."""
         length = len(prompt)
         self.tokens[:length] = prompt
         self.tokens[length:] = 0
         self.last.fill_(length - 1)
-        for enqueue in self.replays:
-            pace()
-            enqueue()
+        with weights.exclusive():
+            for enqueue in self.replays:
+                pace()
+                enqueue()
         return self.logits.clone(), _filled(cache, self.cache, length)
 
 
 def _run_in_eager_mode(
-    weights: Weights, size: int, prompt: torch.Tensor, cache: KVCache, pace: Callable[[], None]
+    weights: ModelWeights, size: int, prompt: torch.Tensor, cache: KVCache, pace: Callable[[], None]
 ) -> tuple[torch.Tensor, KVCache]:
     """Launch the pass of a prompt ``[T]`` op by op, and return what :meth:`CapturedPass.replay` returns, bit for bit."""
     length, config = len(prompt), weights.config
@@ -119,7 +122,7 @@ def _filled(cache: KVCache, padded: KVCache, length: int) -> KVCache:
 
 
 def _run_part(
-    weights: Weights,
+    weights: ModelWeights,
     tokens: torch.Tensor,
     last: torch.Tensor,
     cache: KVCache,
@@ -135,7 +138,7 @@ def _run_part(
     hidden, rotations = between or embed(weights, tokens, 0)
     hidden = run_layers(weights, hidden, rotations, cache, layers, add_and_norm=_add_and_norm, pace=pace)
     logits = hidden.new_empty(0)
-    if layers.stop == len(weights.layers):
+    if layers.stop == weights.config.num_hidden_layers:
         logits = logits_of(weights, hidden.index_select(0, last))[0]
     return _Between(hidden, rotations), logits
 
@@ -161,9 +164,10 @@ def size_of(config: ModelConfig, tokens: int) -> int | None:
     return size
 
 
-def graphs_of(config: ModelConfig, size: int) -> list[range]:
-    """Return the layers of each graph of a pass."""
+def graphs_of(config: ModelConfig, size: int, *, unpacked: bool = False) -> list[range]:
+    """Return the layers of each graph of a pass; ``unpacked`` says that it copies the matrices out of a stream first."""
     layers, weights_bytes = config.num_hidden_layers, config.dtype.itemsize * _elements_of_layers(config)
+    weights_bytes *= 3 if unpacked else 1  # the copy reads and writes them
     graphs = math.ceil(max(_flops(config, size) / _GRAPH_FLOPS, weights_bytes / _GRAPH_BYTES))
     graphs = min(max(graphs, 1), layers)
     return [range(index * layers // graphs, (index + 1) * layers // graphs) for index in range(graphs)]
@@ -187,7 +191,7 @@ class PromptPasses:
         weights: Weights of the model. The passes read them in place; nothing here keeps them alive.
     """
 
-    def __init__(self, weights: Weights) -> None:
+    def __init__(self, weights: ModelWeights) -> None:
         self._steps = MODELS.captured(weights)
 
     def take(self, config: ModelConfig, tokens: int) -> bool:
@@ -196,7 +200,7 @@ class PromptPasses:
         return not capturing and size_of(config, tokens) is not None
 
     def prefill(
-        self, weights: Weights, prompt: torch.Tensor, cache: KVCache, pace: Callable[[], None]
+        self, weights: ModelWeights, prompt: torch.Tensor, cache: KVCache, pace: Callable[[], None]
     ) -> tuple[torch.Tensor, KVCache]:
         """Prefill a prompt, and return its logits ``[V]`` and its cache.
 
@@ -214,11 +218,10 @@ class PromptPasses:
             self._steps.seen[size] += 1
             captured = self._get(weights, size) if self._steps.seen[size] > 1 else None
             if captured is not None:
-                self._steps.order.join()
-                return captured.replay(prompt, cache, pace)
+                return captured.replay(weights, prompt, cache, pace)
         return _run_in_eager_mode(weights, size, prompt, cache, pace)
 
-    def prepare(self, weights: Weights, most: int = 512) -> None:
+    def prepare(self, weights: ModelWeights, most: int = 512) -> None:
         """Capture the passes of all sizes up to ``most`` tokens, so that no prompt of theirs waits for a capture."""
         for size in SIZES:
             if size <= most and size_of(weights.config, size) == size:
@@ -227,11 +230,13 @@ class PromptPasses:
                         return
                     self._steps.seen[size] = max(self._steps.seen[size], 1)
 
-    def _get(self, weights: Weights, size: int) -> CapturedPass | None:
+    def _get(self, weights: ModelWeights, size: int) -> CapturedPass | None:
         """Return the pass for a number of tokens, captured if there is none, or ``None`` if there is too little memory.
 
-        The caller holds the lock.
+        The caller holds the lock. Work that is enqueued from here on follows that of other streams on the model's passes: a capture
+        runs the pass once.
         """
+        self._steps.order.join()
         config, graphs = weights.config, self._steps.graphs
         capacity = next(each for each in _CAPACITIES if each >= size)
         try:
@@ -239,7 +244,8 @@ class PromptPasses:
                 cache = graphs.get(
                     ("prompts", capacity), lambda: KVCache.empty(config, _within(capacity, config), weights.device)
                 )
-            return graphs.get(("prompt", size), functools.partial(CapturedPass.of, weights, size, cache))
+            with weights.exclusive():  # no other stream may wait for the stream of a capture
+                return graphs.get(("prompt", size), functools.partial(CapturedPass.of, weights, size, cache, self._steps.site))
         except torch.OutOfMemoryError:
             self._steps.seen[size] = _NEVER
             notice = f"There is too little memory to capture the prefill of {size} tokens as CUDA graphs; it runs in eager mode."

@@ -22,6 +22,7 @@ from onelaunch.decode.model.sampling import Sampler
 from onelaunch.decode.plan.phases import Plan
 from onelaunch.decode.runtime.graphs import GraphCache, capture_on_new_stream
 from onelaunch.decode.runtime.memory import ERROR, OUT_OF_RANGE, Memory
+from onelaunch.decode.runtime.order import StreamOrder
 from onelaunch.errors import ArgumentError, DecodeOverflow, DecodeStalled, LogitsNotFinite
 
 if TYPE_CHECKING:
@@ -46,34 +47,6 @@ class Kernel(Protocol):
     def prove_sampling(self) -> None:
         """Raise :class:`~onelaunch.errors.PlanError` unless the plan is sound for sampled tokens too."""
         ...
-
-
-class StreamOrder:
-    """Order of the work of several CUDA streams on the same device memory: a session's, or captured steps of ``models.py``.
-
-    Args:
-        device: Device of the memory.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._last: torch.cuda.Stream | None = None
-
-    def join(self) -> None:
-        """Make later work on the current stream wait for the work of the stream that joined before.
-
-        The caller holds a lock until its work is enqueued. Nothing happens while the current stream is captured into a graph,
-        since the graph may be replayed on another stream.
-        """
-        if self._device.type != "cuda":
-            return
-        current = torch.cuda.current_stream(self._device)
-        with torch.cuda.device(self._device):
-            if torch.cuda.is_current_stream_capturing():
-                return
-        if self._last is not None and self._last != current:
-            current.wait_stream(self._last)
-        self._last = current
 
 
 class Pending:

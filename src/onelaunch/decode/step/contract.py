@@ -15,7 +15,7 @@ from onelaunch import checks, dispatch
 from onelaunch.decode.model.arguments import class_name
 from onelaunch.decode.model.cache import KVCache
 from onelaunch.decode.model.config import ModelConfig
-from onelaunch.decode.model.weights import Weights
+from onelaunch.decode.model.weights import ModelWeights, Weights
 from onelaunch.errors import ArgumentError, ContextExceeded, ShapeError, ValueRangeError
 from onelaunch.operation import Query, Shapes, operation
 
@@ -34,7 +34,7 @@ class DecodeCall(NamedTuple):
 
     token: torch.Tensor
     """Token to process, ``[1]`` int64, on the device."""
-    weights: Weights
+    weights: ModelWeights
     cache: KVCache
     """Cache of ``position`` filled positions, with room for at least one more."""
     key: Query
@@ -80,11 +80,11 @@ def key_of(config: ModelConfig, position: int, device: str) -> Query:
     return Query("decode_step", device, config.dtype, sizes, flags=flags)
 
 
-def bind(token: torch.Tensor, weights: Weights, cache: KVCache) -> DecodeCall:
+def bind(token: torch.Tensor, weights: ModelWeights, cache: KVCache) -> DecodeCall:
     """Return the checked call; the errors are those that :func:`decode_step` lists."""
-    for name, value, kind in (("weights", weights, Weights), ("cache", cache, KVCache)):
+    for name, value, kind, shown in (("weights", weights, ModelWeights, Weights), ("cache", cache, KVCache, KVCache)):
         if not isinstance(value, kind):
-            raise ArgumentError(f"{name} is {type(value).__name__}; it must be {class_name(kind)}.")
+            raise ArgumentError(f"{name} is {type(value).__name__}; it must be {class_name(shown)}.")
     config = weights.config
     checks.tensor("token", token)
     checks.shape("token", token, (1,), "[1]", "decoding one token at a time")
@@ -130,7 +130,7 @@ def bind(token: torch.Tensor, weights: Weights, cache: KVCache) -> DecodeCall:
     # off after 28 layers.
     stages=64,
 )
-def decode_step(token: torch.Tensor, weights: Weights, cache: KVCache, *, variant: str = "auto") -> Results:
+def decode_step(token: torch.Tensor, weights: ModelWeights, cache: KVCache, *, variant: str = "auto") -> Results:
     """Run one token through a model: return the logits for the next token, and append the token's keys and values to the cache.
 
     Every layer adds attention to the residual stream, then a SwiGLU MLP; each of them reads the RMS-normalised stream.
@@ -140,7 +140,8 @@ def decode_step(token: torch.Tensor, weights: Weights, cache: KVCache, *, varian
 
     Args:
         token: Token at position ``cache.length``, ``[1]`` int64.
-        weights: Weights in ``weights.config.dtype`` (bfloat16, float16 or float32), on the device of ``token``.
+        weights: :class:`Weights` in ``weights.config.dtype`` (bfloat16, float16 or float32), on the device of ``token``; or those
+            of the engine of a loaded model, which may be packed for a kernel.
         cache: Cache of the positions before. Its row at ``cache.length`` is written; ``cache.with_length(cache.length + 1)`` is
             the cache of the next step. Filled rows are only read, and the contents of later rows never matter.
         variant: Name from ``decode_step.variants``, or ``"auto"`` for the fastest measured variant.

@@ -4,23 +4,26 @@ The plan of a level says which CTA computes what in each phase of a token, and h
 from it. Each level is registered as a variant at the end of this module, with the engine that decodes whole requests with it.
 
 The dispatcher, studies and tests find registered variants by name. Tags and capabilities: ``fuses`` names what one launch
-computes, a whole ``token``, or nothing with a launch per phase. ``barriers``, ``in_a_row``, ``engine``, ``engine_bytes`` and
-``prompt_steps`` are functions that ``decode/step/capabilities.py`` explains. Of a level, ``separate`` says that each phase is a
-launch, and ``summed`` that the output projection is split over heads.
+computes, a whole ``token``, or nothing with a launch per phase. ``barriers``, ``in_a_row``, ``engine``, ``engine_bytes``,
+``load``, ``load_bytes`` and ``prompt_steps`` are functions that ``decode/step/capabilities.py`` explains. Of a level,
+``separate`` says that each phase is a launch, and ``summed`` that the output projection is split over heads.
 """
 
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
+from pathlib import Path
 
 import torch
 
 from onelaunch.decode.model.config import ModelConfig
 from onelaunch.decode.model.request import Engine
-from onelaunch.decode.model.weights import Weights
+from onelaunch.decode.model.weights import ModelWeights
 from onelaunch.decode.plan.levels import LEVELS, plan_for, unsupported
 from onelaunch.decode.plan.packing import packing_bytes, stream_bytes
 from onelaunch.decode.runtime.engines import KernelEngine
+from onelaunch.decode.runtime.packed import builds_of_copies, packed_bytes
 from onelaunch.decode.step.contract import DecodeCall, Results, decode_step
 from onelaunch.device.architectures import find_architecture
 from onelaunch.device.hardware import processors
@@ -47,6 +50,9 @@ On an H100 passes for 16 tokens take 3.73 ms for Qwen3-0.6B, 2.46 for Llama-3.2-
 they take 3.5, 2.5 and 8.2.
 """
 
+_COPY_BYTES_PER_SECOND = 3e12
+"""Bytes read and written per second by the kernel that copies matrices out of the stream; predicted, not measured yet."""
+
 
 def run(level: str, call: DecodeCall) -> Results:
     """Run one token: in a launch of its own, or with ``graph`` in a launch per phase."""
@@ -71,9 +77,16 @@ def _run_in_a_row(level: str, call: DecodeCall, count: int) -> tuple[torch.Tenso
         return sequence.tokens().long(), logits
 
 
-def make_engine(level: str, weights: Weights) -> Engine:
+def make_engine(level: str, weights: ModelWeights) -> Engine:
     """Return the engine of an optimization level."""
     return KernelEngine(weights, level)
+
+
+def load(level: str, folder: Path, config: ModelConfig, device: torch.device) -> ModelWeights:
+    """Return the weights of a checkpoint, packed for the plan of a level on this device; they exist once there."""
+    from onelaunch.decode.runtime.packed import load_packed
+
+    return load_packed(folder, config, device, plan_for(config, level, processors(device)))
 
 
 def _config_in(query: Query) -> ModelConfig:
@@ -117,18 +130,21 @@ def has_a_plan(level: str, query: Query) -> str | None:
     return unsupported(config) or not_resident(level, config, processors(torch.device(query.device)))
 
 
-def prompt_steps(level: str, config: ModelConfig, *, captured: bool = False) -> int:
+def prompt_steps(level: str, config: ModelConfig, *, captured: bool = False, unpacked: bool = False) -> int:
     """Return the longest prompt, in tokens, that single launches read before the host has launched PyTorch's prefill.
 
-    With ``captured`` it is the longest that they read before the device has run the captured pass.
+    With ``captured`` it is the longest that they read before the device has run the captured pass; with ``unpacked`` that pass
+    first copies the matrices of each layer out of the stream.
 
     A process whose prompts are all that short does not load cuBLAS either, which takes a tenth of a second.
     """
     if LEVELS[level].separate:
         return 0
-    weights = stream_bytes(config, summed=LEVELS[level].summed) / _WEIGHT_BYTES_PER_SECOND
-    layers = config.num_hidden_layers
+    stream, layers = stream_bytes(config, summed=LEVELS[level].summed), config.num_hidden_layers
+    weights = stream / _WEIGHT_BYTES_PER_SECOND
     other = layers * _PASS_LAYER_SECONDS + weights if captured else layers * _PREFILL_LAYER_SECONDS
+    if captured and unpacked:
+        other += 2 * stream / _COPY_BYTES_PER_SECOND
     return int(other / (_LAUNCH_SECONDS + weights))
 
 
@@ -163,6 +179,8 @@ def builds(level: str, architecture: str) -> list[Build]:
         plan = plan_for(config, level, find_architecture(architecture).processors)
         for phase, kernel in kernels_of(plan).items():
             found.append(build_of_kernel(kernel, f"{name}, {phase.name}" if phase else name))
+        if level == "streaming":
+            found += [replace(build, name=f"{name}, {build.name}") for build in builds_of_copies(plan, architecture)]
     return found
 
 
@@ -174,6 +192,7 @@ for level, options in LEVELS.items():
         architectures=_ARCHITECTURES, barriers=functools.partial(count_barriers, level),
         in_a_row=functools.partial(_run_in_a_row, level),
         engine=functools.partial(make_engine, level), engine_bytes=functools.partial(packing_bytes, summed=options.summed),
+        load=functools.partial(load, level), load_bytes=functools.partial(packed_bytes, summed=options.summed),
         prompt_steps=functools.partial(prompt_steps, level),
     )(functools.wraps(run)(functools.partial(run, level)))  # fmt: skip
     variant.summary = options.summary

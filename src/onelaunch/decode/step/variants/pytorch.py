@@ -22,8 +22,8 @@ from torch.nn import functional as F
 
 from onelaunch.decode.model.forward import forward, logits_of, mlp, project_qkv, rms_norm, upcast
 from onelaunch.decode.model.rope import layer_rotations
-from onelaunch.decode.model.weights import LayerWeights, Weights
-from onelaunch.decode.runtime.graphs import capture_on_new_stream
+from onelaunch.decode.model.weights import LayerWeights, ModelWeights
+from onelaunch.decode.runtime.graphs import CaptureSite, capture_on_new_stream
 from onelaunch.decode.runtime.models import MODELS
 from onelaunch.decode.step.contract import DecodeCall, Results, decode_step
 from onelaunch.dispatch.capture import compile_static, compiler_missing
@@ -109,7 +109,7 @@ def head_step(hidden: torch.Tensor, norm: torch.Tensor, lm_head: torch.Tensor, e
 
 
 def step(
-    layer: Part, head: Part, weights: Weights, token: torch.Tensor, position: torch.Tensor, call: DecodeCall, window: int
+    layer: Part, head: Part, weights: ModelWeights, token: torch.Tensor, position: torch.Tensor, call: DecodeCall, window: int
 ) -> torch.Tensor:
     """Run one token through ``layer`` and ``head``, and return its logits ``[V]``.
 
@@ -121,10 +121,13 @@ def step(
     hidden = upcast(embedded)
     rotations = layer_rotations(config, position, hidden.dtype)
     mask = (torch.arange(window, device=token.device) <= position).expand(config.queries_per_key, window)
-    for each, keys, values, rotary in zip(weights.layers, call.cache.keys, call.cache.values, rotations, strict=True):
-        tensors = tuple(getattr(each, name) for name in _LAYER_FIELDS)
-        hidden = layer(tensors, config.head_dim, config.rms_norm_eps, hidden, keys, values, position, *rotary, mask)
-    return head(hidden, weights.norm, weights.lm_head, config.rms_norm_eps)
+    with weights.exclusive():
+        for number, rotary in enumerate(rotations):
+            keys, values, each = call.cache.keys[number], call.cache.values[number], weights.layer(number)
+            tensors = tuple(getattr(each, name) for name in _LAYER_FIELDS)
+            hidden = layer(tensors, config.head_dim, config.rms_norm_eps, hidden, keys, values, position, *rotary, mask)
+        logits = [head(hidden, weights.norm, rows, config.rms_norm_eps) for _, rows in weights.head_rows()]
+    return logits[0] if len(logits) == 1 else torch.cat(logits)
 
 
 # Graph capture
@@ -140,12 +143,12 @@ class CapturedStep:
     logits: torch.Tensor
 
     @classmethod
-    def of(cls, call: DecodeCall, layer: Part, head: Part, window: int) -> CapturedStep:
-        """Capture the step of a call."""
+    def of(cls, call: DecodeCall, layer: Part, head: Part, window: int, site: CaptureSite) -> CapturedStep:
+        """Capture the step of a call, at the site of the model's captures."""
         with torch.inference_mode(mode=False):  # a step outside of inference mode could not write to inference tensors
             token, position = call.token.clone(), torch.full_like(call.token, call.position)
         run = functools.partial(step, layer, head, call.weights, token, position, call, window)
-        graph, logits = capture_on_new_stream(run, call.token.device, warm_up=True)
+        graph, logits = capture_on_new_stream(run, call.token.device, warm_up=True, site=site)
         return cls(graph, token, position, logits)
 
     def replay(self, call: DecodeCall) -> torch.Tensor:
@@ -168,7 +171,7 @@ def _replay(call: DecodeCall, layer: Part, head: Part) -> torch.Tensor:
     captured_steps = MODELS.captured(call.weights)
     # ``layer`` differs between the variants that share the model's captured steps.
     key = (layer, window, call.cache.capacity, call.cache.keys.data_ptr(), call.cache.values.data_ptr())
-    with captured_steps.lock:
-        captured_step = captured_steps.graphs.get(key, functools.partial(CapturedStep.of, call, layer, head, window))
-        captured_steps.order.join()
-        return captured_step.replay(call)
+    with captured_steps.lock, call.weights.exclusive():
+        captured_steps.order.join()  # before a capture too, which runs the step once
+        capture = functools.partial(CapturedStep.of, call, layer, head, window, captured_steps.site)
+        return captured_steps.graphs.get(key, capture).replay(call)

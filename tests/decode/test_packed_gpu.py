@@ -1,0 +1,124 @@
+"""Tests of weights that exist once, as a kernel's stream, on a Hopper GPU. ``test_packed.py`` has those that need no GPU.
+
+``device`` is the first GPU. ``packed_on`` packs random weights of a model tensor by tensor, and returns both forms.
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+
+import pytest
+import torch
+
+from onelaunch.decode import KVCache, ModelConfig, random_weights
+from onelaunch.decode.model.forward import prefill
+from onelaunch.decode.model.request import Request
+from onelaunch.decode.model.weights import elements
+from onelaunch.decode.plan.levels import plan_for
+from onelaunch.decode.runtime.engines import make_engine
+from onelaunch.decode.runtime.packed import packed_from
+from onelaunch.decode.runtime.prompts import PromptPasses
+from onelaunch.device.hardware import processors
+from tests.decode.plans import MODELS
+from tools.measure_prompts import random_packed
+
+pytestmark = pytest.mark.gpu
+
+LARGER = {
+    "whole chunks": ModelConfig(3000, 1024, 3072, 3, 16, 8, 128, tie_word_embeddings=True),
+    "parts": ModelConfig(3001, 896, 4864, 2, 14, 2, 64, qk_norm=False, attention_bias=True, output_bias=False),
+    "wide": ModelConfig(40_000, 4096, 12_288, 2, 32, 8, 128),
+}
+SIZES = {**{name: MODELS[name] for name in ("odd sizes", "llama", "biases everywhere", "smollm3", "half chunks")}, **LARGER}
+
+
+def packed_on(config, device, level="streaming"):
+    weights = random_weights(config, 2, device)
+    tensors, plan = weights.tensors(), plan_for(config, level, processors(device))
+    return weights, packed_from(lambda name, begin=0, end=None: tensors[name][begin:end], plan, device)
+
+
+@pytest.mark.parametrize("level", ["streaming", "tagged_words"])
+@pytest.mark.parametrize("model", SIZES)
+@torch.no_grad()
+def test_the_kernel_copies_every_matrix(model, level, device):
+    weights, packed = packed_on(SIZES[model], device, level)
+    for number, layer in enumerate(weights.layers):
+        for matrix in packed.buffer.matrices.values():
+            matrix.fill_(float("nan"))
+        found = packed.layer(number).tensors()
+        assert all(torch.equal(found[name], tensor) for name, tensor in layer.tensors().items())
+    for first, rows in packed.buffer.rows_of(weights.config.vocab_size):
+        packed.unpacker.copy_head(first, rows.fill_(float("nan")))
+        assert torch.equal(rows, weights.lm_head[first : first + len(rows)])
+
+
+@pytest.mark.parametrize("model", LARGER)
+@torch.no_grad()
+def test_prompts_and_texts_are_those_of_plain_weights(model, device):
+    weights, packed = packed_on(LARGER[model], device)
+    for count in (5, 130, 700):
+        tokens = torch.arange(count, device=device)
+        expected, plain = prefill(weights, tokens, KVCache.empty(weights.config, count, device))
+        logits, cache = prefill(packed, tokens, KVCache.empty(weights.config, count, device))
+        torch.testing.assert_close(logits, expected, rtol=1e-2, atol=1e-2)  # an LM head in pieces may be summed in another order
+        assert torch.equal(cache.keys, plain.keys)
+        assert torch.equal(cache.values, plain.values)
+        passes = PromptPasses(packed), PromptPasses(weights)
+        for _ in range(3):  # op by op, captured, replayed
+            logits, plain_logits = (
+                each.prefill(given, tokens, KVCache.empty(weights.config, count, device), lambda: None)[0]
+                for each, given in zip(passes, (packed, weights), strict=True)
+            )
+            torch.testing.assert_close(logits, plain_logits, rtol=1e-2, atol=1e-2)
+    requests = [Request(tuple(range(length)), 40) for length in (3, 100, 100, 100)]  # steps, op by op, captured, replayed
+    plain_engine, engine = make_engine(weights, "streaming"), make_engine(packed, "streaming")
+    for request in requests[:2]:
+        assert list(engine.run(request)) == list(plain_engine.run(request))
+    assert list(engine.run(requests[2])) == list(engine.run(requests[3]))
+
+
+def test_streams_and_threads_share_the_buffer(device):
+    _, packed = packed_on(LARGER["whole chunks"], device)
+    engine = make_engine(packed, "streaming")
+    requests = [Request(tuple((7 * index + step) % 3000 for step in range(90 + 40 * index)), 4) for index in range(4)]
+    engine.prepare()
+    alone = [list(engine.run(request)) for request in requests]
+    found = []
+
+    def read_often(index):
+        with torch.cuda.stream(torch.cuda.Stream(device)):
+            found.extend((index, list(engine.run(requests[index]))) for _ in range(10))
+
+    threads = [threading.Thread(target=read_often, args=(index,)) for index in range(len(requests))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 40
+    assert all(tokens == alone[index] for index, tokens in found)
+
+
+def test_the_weights_are_on_the_device_once_at_any_moment(device):
+    """A fifth of Qwen3-8B's layers: 3.2 GB of weights without its vocabulary."""
+    config = ModelConfig(8192, 4096, 12_288, 8, 32, 8, 128)
+    gc.collect()
+    torch.cuda.empty_cache()
+    begun, weights_bytes = torch.cuda.memory_allocated(device), 2 * elements(config)
+    torch.cuda.reset_peak_memory_stats(device)
+    packed = random_packed(config, device)
+    torch.cuda.synchronize(device)
+    loaded = torch.cuda.max_memory_allocated(device) - begun
+    layer = sum(matrix.nbytes for matrix in packed.buffer.matrices.values())
+    # The buffer, a matrix that the host would hold, and the copies of a batch of tiles.
+    assert loaded < weights_bytes + layer + 2 * 4096 * 12_288 + (160 << 20)
+    engine = make_engine(packed, "streaming")
+    engine.prepare()
+    for length in (30, 500, 500, 1500):
+        list(engine.run(Request(tuple(range(length)), 40)))
+    torch.cuda.synchronize(device)
+    position = 2 * config.num_hidden_layers * config.key_value_size * 2
+    caches, activations = 2 * 2600 * position, 1500 * 4 * (6 * 4096 + 4 * 12_288)
+    most = torch.cuda.max_memory_allocated(device) - begun
+    assert most < weights_bytes + layer + caches + activations + (256 << 20)
