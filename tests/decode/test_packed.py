@@ -10,7 +10,9 @@ from __future__ import annotations
 import itertools
 import math
 import threading
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -24,7 +26,15 @@ from onelaunch.decode.plan.packing import BATCH_BYTES, layout_of_stream, pack, p
 from onelaunch.decode.runtime import engines, kernels
 from onelaunch.decode.runtime import packed as packed_file
 from onelaunch.decode.runtime.models import MODELS as REGISTRY
-from onelaunch.decode.runtime.packed import LayerBuffer, PackedWeights, load_packed, packed_bytes, packed_from
+from onelaunch.decode.runtime.packed import (
+    LAYERS_HELD,
+    LayerBuffer,
+    Matrices,
+    PackedWeights,
+    load_packed,
+    packed_bytes,
+    packed_from,
+)
 from onelaunch.decode.runtime.unpacking import Unpacker
 from onelaunch.decode.step.contract import bind
 from onelaunch.dispatch import AUTO
@@ -119,7 +129,7 @@ def test_the_kernel_copies_what_pytorch_does(model, level, monkeypatch):
     config = replace(MODELS[model], num_hidden_layers=2)
     weights, packed = packed_of(config, level)
     monkeypatch.setattr(Unpacker, "_copy", lambda self, op, *rest: self._launch(op, *rest))
-    for matrix in packed.buffer.matrices.values():
+    for matrix in packed.buffer.places[0].phases.values():
         matrix.fill_(math.nan)
     assert_same_layers(packed, weights)
     rows = weights.lm_head.new_full((len(weights.lm_head) - 16, config.hidden_size), math.nan)
@@ -215,6 +225,59 @@ def test_threads_take_turns_at_the_buffer():
     assert all(torch.equal(found[index], expected[index]) for index in range(len(prompts)))
 
 
+class Clock:
+    """Stream that knows which work precedes what is enqueued on it next."""
+
+    def __init__(self):
+        self.before = frozenset()
+
+    def wait_stream(self, other):
+        self.before |= other.before
+
+
+@pytest.mark.parametrize("cancelled_in", [None, 3])
+def test_a_layer_is_copied_beside_the_products_of_the_one_before(monkeypatch, cancelled_in):
+    """Emulate two streams, and check which work precedes which; a second prompt on another stream follows the first."""
+    buffer, current, previous, work = LayerBuffer(MODELS["tied"], CPU), [Clock()], Clock(), {}
+    buffer.places = tuple(Matrices({}, {}) for _ in range(LAYERS_HELD))
+    buffer._side = Clock()
+
+    @contextmanager
+    def stream(other):
+        current.append(other)
+        yield
+        current.pop()
+
+    def enqueue(*name):
+        work[name] = current[-1].before
+        current[-1].before |= {name}
+
+    for name, value in {
+        "current_stream": lambda: current[-1],
+        "stream": stream,
+        "is_current_stream_capturing": lambda: False,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    for prompt, count in (("first", cancelled_in or 6), ("second", 6)):
+        with buffer.exclusive():
+            current[-1].wait_stream(previous)  # as StreamOrder does on a GPU
+            for number in range(count):
+                copy = partial(enqueue, "copy", prompt)
+                place = buffer.layer(lambda layer, _, copy=copy: copy(layer), number, number + 1 if number < 5 else None)
+                assert place is buffer.places[number % LAYERS_HELD]
+                enqueue("products", prompt, number)
+        previous = current.pop()
+        current.append(Clock())
+    for (kind, prompt, number), before in work.items():
+        if kind == "products":
+            assert ("copy", prompt, number) in before
+            continue
+        same_place = [each for each in work if each[1] == prompt and each[2] in range(number % 2, number, 2)]
+        assert before.issuperset(same_place), "all that read or wrote the place before"
+        assert ("products", prompt, number - 1) not in before, "both run at the same time"
+        assert prompt == "first" or before.issuperset(each for each in work if each[1] == "first")
+
+
 # Memory
 
 
@@ -236,12 +299,11 @@ def test_loading_takes_the_stated_memory_and_no_second_copy(monkeypatch):
     tensors, plan = random_weights(config).tensors(), plan_for(config, "streaming", 7)
     most, packed = most_bytes(lambda: packed_from(lambda name, begin=0, end=None: tensors[name][begin:end].clone(), plan, CPU))
     matrix = 2 * config.intermediate_size * config.hidden_size
-    need = packed_bytes(config, summed=True)
+    need = packed_bytes(config, summed=True) - packed.buffer.nbytes  # a CPU's buffer holds one layer, and a GPU's two
     assert most <= need + matrix
-    assert need + matrix < 1.5 * 2 * elements(config), "a second copy would need twice the weights"
+    assert need + matrix < 1.4 * 2 * elements(config), "a second copy would need twice the weights"
     kept = sum(tensor.nbytes for tensor in packed.tensors().values()) + packed.unpacker.nbytes
-    buffer = sum(matrix.nbytes for matrix in packed.buffer.matrices.values())
-    assert 2 * elements(config) <= kept + buffer <= need
+    assert 2 * elements(config) <= kept + packed.buffer.nbytes <= need
 
 
 def test_the_next_engine_runs_if_loaded_weights_do_not_fit(monkeypatch, prose):
@@ -258,18 +320,18 @@ def test_untied_models_need_at_most_a_tenth_more_than_their_weights(name):
     config = QWEN_8B if name == "Qwen3-8B" else FAMILIES[name]
     weights_bytes = 2 * elements(config)
     need = packed_bytes(config, summed=True)
-    assert weights_bytes < need < 1.06 * weights_bytes
+    assert weights_bytes < need < 1.08 * weights_bytes
     plan = plan_for(config, "streaming", 132)
     stream = layout_of_stream(plan)
-    buffer = LayerBuffer(config, torch.device("meta"))
+    buffer = LAYERS_HELD * LayerBuffer(config, torch.device("meta")).nbytes
     tables = sum(table.nbytes for places in stream.places.values() for table in places)
     vectors = 2 * (elements(config) - elements(config, matrices_only=True))
-    kept = stream.pieces * piece_bytes(config) + sum(matrix.nbytes for matrix in buffer.matrices.values()) + tables + vectors
+    kept = stream.pieces * piece_bytes(config) + buffer + tables + vectors
     kept += 2 * config.vocab_size * config.hidden_size
     assert kept + 4 * BATCH_BYTES <= need
     # Beside the weights: the table of rotations, the norms once more, and the buffers of the kernel.
     rotations = 4 * config.head_dim * config.max_position_embeddings
-    assert kept + rotations + vectors + (64 << 20) < 1.05 * weights_bytes
+    assert kept + rotations + vectors + (64 << 20) < 1.08 * weights_bytes
 
 
 def test_the_measurement_of_memory_shows_shares_of_the_weights():

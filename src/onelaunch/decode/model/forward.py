@@ -122,7 +122,8 @@ def run_layers(
         for number in layers:
             if pace is not None:
                 pace()
-            layer, keys, values = weights.layer(number), cache.keys[number], cache.values[number]
+            layer = weights.layer(number, number + 1 if number + 1 in layers else None)
+            keys, values = cache.keys[number], cache.values[number]
             normed, hidden = add(hidden, update, layer.input_layernorm, eps)
             q, k, v = project_qkv(config.head_dim, eps, layer, normed, rotations[number])
             keys[:, start:end] = k

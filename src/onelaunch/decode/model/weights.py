@@ -121,8 +121,8 @@ class ModelWeights(Bundle):
     def device(self) -> torch.device:
         return self.embed_tokens.device
 
-    def layer(self, number: int) -> LayerWeights:
-        """Return the tensors of a layer."""
+    def layer(self, number: int, ahead: int | None = None) -> LayerWeights:
+        """Return the tensors of a layer. ``ahead`` is the layer that will be asked for next, if that is known."""
         raise NotImplementedError
 
     def vectors(self, number: int) -> dict[str, torch.Tensor]:
@@ -173,8 +173,9 @@ class Weights(ModelWeights):
         """Matrix of the LM head, ``[V, H]``: the embedding if they are tied."""
         return self.embed_tokens if self.untied_head is None else self.untied_head
 
-    def layer(self, number: int) -> LayerWeights:
+    def layer(self, number: int, ahead: int | None = None) -> LayerWeights:
         """Return the tensors of a layer."""
+        del ahead
         return self.layers[number]
 
     def vectors(self, number: int) -> dict[str, torch.Tensor]:

@@ -1,9 +1,10 @@
 """Weights of a model that exist once on the device: as the stream that a kernel reads, and not in the layout of PyTorch.
 
 PyTorch's prefill needs plain matrices. :class:`PackedWeights` copies them out of the stream, layer by layer, into a buffer of the
-size of one layer, and the LM head in pieces of that size. So a prompt reads the same numbers, by the same products, as with plain
-weights. :func:`packed_from` packs a model tensor by tensor, by way of the same buffer. ``Model.from_pretrained`` loads models for
-the megakernel's engines by :func:`load_packed`; ``decode/model/forward.py`` and ``kernels.py`` read them.
+size of two layers, and the LM head in pieces. While products read one layer, the next one is copied on a stream beside them. So a
+prompt reads the same numbers, by the same products, as with plain weights. :func:`packed_from` packs a model tensor by tensor, by
+way of the same buffer. ``Model.from_pretrained`` loads models for the megakernel's engines by :func:`load_packed`;
+``decode/model/forward.py`` and ``kernels.py`` read them.
 """
 
 from __future__ import annotations
@@ -11,10 +12,10 @@ from __future__ import annotations
 import contextlib
 import math
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 
@@ -34,44 +35,97 @@ _MATRICES: dict[Op, tuple[str, ...]] = {
 """Matrices of a layer, by the phase that multiplies them, in the order in which the phase's matrix stacks them."""
 
 
+LAYERS_HELD = 2
+"""Number of layers for whose matrices the buffer has room on a GPU."""
+
+
+class Matrices(NamedTuple):
+    """Memory for the matrices of one layer, in the layout of Hugging Face."""
+
+    phases: dict[Op, torch.Tensor]
+    """Matrix of each phase of a layer, ``[rows, columns]``."""
+    projections: dict[str, torch.Tensor]
+    """Matrices by their names in :class:`~onelaunch.decode.model.weights.LayerWeights`, as parts of the former."""
+
+    @classmethod
+    def within(cls, flat: torch.Tensor, config: ModelConfig) -> Matrices:
+        """Divide memory of the size of a layer's matrices among them."""
+        shapes = {name.removeprefix("layers.0."): shape for name, _, shape in parts(config)}
+        phases: dict[Op, torch.Tensor] = {}
+        projections: dict[str, torch.Tensor] = {}
+        at = 0
+        for op, names in _MATRICES.items():
+            rows, columns = [shapes[name][0] for name in names], shapes[names[0]][1]
+            phases[op] = flat[at : at + sum(rows) * columns].view(-1, columns)
+            projections |= zip(names, phases[op].split(rows), strict=True)
+            at += phases[op].numel()
+        return cls(phases, projections)
+
+
 class LayerBuffer:
-    """Buffer on the device for the matrices of one layer, in the layout of Hugging Face.
+    """Buffer on the device for the matrices of layers. On a GPU it has room for two, of which one is read and one written.
 
     Args:
         config: Configuration of the model.
         device: Device of the buffer.
 
     Attributes:
-        matrices: Matrix of each phase of a layer, ``[rows, columns]``, in the buffer.
-        projections: Matrices by their names in :class:`~onelaunch.decode.model.weights.LayerWeights`, as parts of these.
+        places: Memory for the matrices of a layer: one, or two that layers use in turn.
     """
 
     def __init__(self, config: ModelConfig, device: torch.device) -> None:
-        shapes = {name.removeprefix("layers.0."): shape for name, _, shape in parts(config)}
+        size, count = _layer_elements(config), LAYERS_HELD if device.type == "cuda" else 1
         self._lock, self._order = threading.RLock(), StreamOrder(device)
-        self._rows = TILE * (_layer_elements(config) // (TILE * config.hidden_size))
-        self._flat = torch.empty(_layer_elements(config), dtype=config.dtype, device=device)
-        self._columns = config.hidden_size
-        self.matrices: dict[Op, torch.Tensor] = {}
-        self.projections: dict[str, torch.Tensor] = {}
-        at = 0
-        for op, names in _MATRICES.items():
-            rows = [shapes[name][0] for name in names]
-            columns = shapes[names[0]][1]
-            matrix = self._flat[at : at + sum(rows) * columns].view(-1, columns)
-            self.matrices[op] = matrix
-            self.projections |= zip(names, matrix.split(rows), strict=True)
-            at += matrix.numel()
+        self._flat = torch.empty(count * size, dtype=config.dtype, device=device)
+        self._rows, self._columns = TILE * (size // (TILE * config.hidden_size)), config.hidden_size
+        self.places = tuple(Matrices.within(each, config) for each in self._flat.split(size))
+        self._side: torch.cuda.Stream | None = None
+        self._ahead: int | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the buffer."""
+        return self._flat.nbytes
 
     @contextlib.contextmanager
     def exclusive(self) -> Iterator[None]:
-        """Let no other thread use the buffer, and the current stream wait for the stream that used it before.
+        """Let no other thread use the buffer, and the current stream wait for the streams that used it before.
 
         The buffer's device is the current one inside, since Triton's launches run there.
         """
         with self._lock, torch.cuda.device(self._flat.device) if self._flat.is_cuda else contextlib.nullcontext():
             self._order.join()
+            self._ahead = None
+            if self._side is not None and not torch.cuda.is_current_stream_capturing():
+                torch.cuda.current_stream().wait_stream(self._side)  # a request that was cancelled may have left a copy there
             yield
+
+    def layer(self, copy: Callable[[int, Matrices], None], number: int, ahead: int | None) -> Matrices:
+        """Return the place of a layer's matrices, once the current stream has them there.
+
+        Args:
+            copy: Function that enqueues the copy of a layer's matrices to a place.
+            number: Number of the layer.
+            ahead: Number of the layer that will be asked for next, which is copied meanwhile, on a stream of its own; the next
+                one, or ``None`` for none.
+        """
+        if len(self.places) == 1:
+            copy(number, self.places[0])
+            return self.places[0]
+        current, place = torch.cuda.current_stream(), self.places[number % LAYERS_HELD]
+        if self._side is None:
+            self._side = torch.cuda.Stream(self._flat.device)
+            self._flat.record_stream(self._side)
+        if self._ahead == number:
+            current.wait_stream(self._side)
+        else:
+            copy(number, place)
+        self._ahead = ahead
+        if ahead is not None:
+            self._side.wait_stream(current)  # the last products that read the other place are enqueued
+            with torch.cuda.stream(self._side):
+                copy(ahead, self.places[ahead % LAYERS_HELD])
+        return place
 
     def rows_of(self, count: int) -> Iterator[tuple[int, torch.Tensor]]:
         """Yield the first row, and memory in the buffer for the rows ``[R, H]``, of each piece of a matrix of ``count`` rows."""
@@ -115,11 +169,15 @@ class PackedWeights(ModelWeights):
         """Return the norm factors and biases of a layer."""
         return self.layers[number]
 
-    def layer(self, number: int) -> LayerWeights:
+    def layer(self, number: int, ahead: int | None = None) -> LayerWeights:
         """Copy the matrices of a layer to the buffer, and return the layer's tensors."""
-        for op, matrix in self.buffer.matrices.items():
+        place = self.buffer.layer(self._copy, number, ahead)
+        return LayerWeights(**place.projections, **self.layers[number])
+
+    def _copy(self, number: int, place: Matrices) -> None:
+        """Copy the matrices of a layer to a place."""
+        for op, matrix in place.phases.items():
             self.unpacker.copy(op, number, matrix)
-        return LayerWeights(**self.buffer.projections, **self.layers[number])
 
     def head_rows(self) -> Iterator[tuple[int, torch.Tensor]]:
         """Yield the matrix of the LM head in pieces, each copied to the buffer."""
@@ -146,7 +204,7 @@ def packed_bytes(config: ModelConfig, *, summed: bool = False) -> int:
     ``summed`` says that the output projection is split over heads.
     """
     size = config.dtype.itemsize
-    plain = config.vocab_size * config.hidden_size + _layer_elements(config)
+    plain = config.vocab_size * config.hidden_size + LAYERS_HELD * _layer_elements(config)
     vectors = sum(math.prod(shape) for _, _, shape in parts(config) if len(shape) == 1)
     stream = stream_bytes(config, summed=summed)
     tables = 4 * stream // piece_bytes(config)  # as if every layer had tables of its own
@@ -167,6 +225,7 @@ def packed_from(read: Reader, plan: Plan, device: torch.device) -> PackedWeights
     """
     config = plan.config
     buffer = LayerBuffer(config, device)
+    place = buffer.places[0]
 
     def taken(name: str) -> torch.Tensor:
         return read(name).to(device, config.dtype)
@@ -176,9 +235,9 @@ def packed_from(read: Reader, plan: Plan, device: torch.device) -> PackedWeights
     names = {name.removeprefix("layers.0."): len(shape) for name, _, shape in parts(config) if name.startswith("layers.0.")}
     layers = []
     for number in range(config.num_hidden_layers):
-        for name, matrix in buffer.projections.items():
+        for name, matrix in place.projections.items():
             matrix.copy_(read(f"layers.{number}.{name}"))
-        for op, matrix in buffer.matrices.items():
+        for op, matrix in place.phases.items():
             packer.put(op, number, matrix)
         layers.append({name: taken(f"layers.{number}.{name}") for name, dims in names.items() if dims == 1})
     if config.tie_word_embeddings:
@@ -203,11 +262,11 @@ def builds_of_copies(plan: Plan, architecture: str) -> list[Build]:
         places = {op: Places(*map(empty, each)) for op, each in layout.places.items()}
         unpacker = Unpacker(plan, Stream(data, data), places, {op: empty(each) for op, each in rows.items()})
         buffer = LayerBuffer(plan.config, device)
-        for op, matrix in buffer.matrices.items():
+        for op, matrix in buffer.places[0].phases.items():
             unpacker.copy(op, 0, matrix)
         if not plan.config.tie_word_embeddings:
             unpacker.copy_head(*next(buffer.rows_of(plan.config.vocab_size)))
-    named = list(zip([*buffer.matrices, "lm_head"], launches, strict=False))
+    named = list(zip([*buffer.places[0].phases, "lm_head"], launches, strict=False))
     return builds_of(named, find_architecture(architecture))
 
 

@@ -233,8 +233,8 @@ class PromptPasses:
     def _get(self, weights: ModelWeights, size: int) -> CapturedPass | None:
         """Return the pass for a number of tokens, captured if there is none, or ``None`` if there is too little memory.
 
-        The caller holds the lock. Work that is enqueued from here on follows that of other streams on the model's passes: a capture
-        runs the pass once.
+        The caller holds the lock. What is enqueued from here on follows the work of other streams on the model's passes, since a
+        capture runs the pass once.
         """
         self._steps.order.join()
         config, graphs = weights.config, self._steps.graphs

@@ -142,9 +142,8 @@ def prompt_steps(level: str, config: ModelConfig, *, captured: bool = False, unp
         return 0
     stream, layers = stream_bytes(config, summed=LEVELS[level].summed), config.num_hidden_layers
     weights = stream / _WEIGHT_BYTES_PER_SECOND
-    other = layers * _PASS_LAYER_SECONDS + weights if captured else layers * _PREFILL_LAYER_SECONDS
-    if captured and unpacked:
-        other += 2 * stream / _COPY_BYTES_PER_SECOND
+    copies = 2 * stream / _COPY_BYTES_PER_SECOND if unpacked else 0.0  # beside the launches
+    other = max(layers * _PASS_LAYER_SECONDS, copies) + weights if captured else layers * _PREFILL_LAYER_SECONDS
     return int(other / (_LAUNCH_SECONDS + weights))
 
 
