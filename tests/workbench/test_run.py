@@ -13,6 +13,7 @@ parameter of an entry is gone.
 
 from __future__ import annotations
 
+import gc
 import importlib.metadata
 import re
 import shutil
@@ -68,6 +69,15 @@ def test_the_result_is_saved_at_the_given_path_and_readable(tmp_path):
     assert default_path(study(), "cpu").as_posix() == "results/cpu/toy-study.json"
     assert Result.load(tmp_path / "results" / "cpu" / "toy-study.json") == result
     assert [path.name for path in (tmp_path / "results" / "cpu").iterdir()] == ["toy-study.json"]
+
+
+@pytest.mark.parametrize("frozen", [0, 1])
+def test_what_a_run_has_frozen_is_unfrozen_unless_the_caller_had_frozen_objects(frozen, monkeypatch):
+    unfrozen = []
+    monkeypatch.setattr(gc, "get_freeze_count", lambda: frozen)
+    monkeypatch.setattr(gc, "unfreeze", lambda: unfrozen.append("once"))
+    run(study())
+    assert unfrozen == ([] if frozen else ["once"])
 
 
 def test_an_existing_result_is_refused_before_anything_runs(tmp_path):

@@ -191,7 +191,7 @@ class Run:
             processes: Number of processes that compile before anything is measured; 0 for none.
             partial: File of the partial result; ``None`` if the parent process saves it, together with other parts.
         """
-        tuning = self.options.tuning
+        tuning, frozen = self.options.tuning, gc.get_freeze_count()
         if tuning is not None and (note := restore(tuning, hardware.describe(str(self.device)).name)):
             self.notes.append(note)
         try:
@@ -209,7 +209,8 @@ class Run:
         except KeyboardInterrupt:
             self.stopped = True
         finally:
-            gc.unfreeze()
+            if not frozen:  # otherwise it would let every later collection traverse what the caller has frozen
+                gc.unfreeze()
             if tuning is not None and (note := keep(tuning, hardware.describe(str(self.device)).name)):
                 self.notes.append(note)
 
