@@ -20,6 +20,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch._dynamo  # which DDP imports when it wraps a module: here once instead of in each rank
 from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
@@ -433,7 +434,16 @@ def forked(rank, size, folder):
     os._exit(code)
 
 
+def import_what_calls_import() -> None:
+    """Make a first call of each operation before the ranks are forked: it imports Triton and SymPy, once instead of in each."""
+    with torch.no_grad():
+        v, q = torch.zeros(1, 2, 3), torch.zeros(1, 2, 1, 16)
+        gated_scan(v, v)
+        gla(q, q, q, q)
+
+
 if __name__ == "__main__":
+    import_what_calls_import()
     count, place = int(sys.argv[1]), Path(sys.argv[2])
     children = [forked(rank, count, place) for rank in range(count)]
     codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
