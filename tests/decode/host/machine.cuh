@@ -56,6 +56,7 @@ void mbarrier_arrive(u64* bar);
 bool mbarrier_try_wait(u64* bar, u32 phase);
 DEVICE bool mbarrier_test_wait(u64* bar, u32 phase) { return mbarrier_try_wait(bar, phase) || (host::yield(), false); }
 DEVICE u64 createpolicy_evict_first() { return 0; }
+DEVICE u64 createpolicy_evict_last() { return 0; }
 void cp_async_bulk(void* to, const void* from, u32 bytes, u64* bar, u64);
 // Tensor map of 16-bit elements in three dimensions, innermost first. Boxes of 64 columns have the 128-byte swizzle, those of 256 columns have
 // none. Strides are in bytes.

@@ -71,6 +71,7 @@ def header(plan: Plan, tuning: Tuning) -> str:
         "FLIGHT_LOCAL": min(tuning.flight_local if plan.blocks else tuning.flight, layout.stages),
         "RADIX_PASSES": ROUNDS, "BINS": BINS, "PACE": (700 if plan.blocks else 800) if tuning.pace is None else tuning.pace,
         "L2_CHUNKS": tuning.l2_chunks if plan.streams else 0, "PACE_L2": tuning.pace_l2,
+        "KEPT_CHUNKS": tuning.kept_chunks,
     }  # fmt: skip
     # Plans without blocks do not run the code that uses these constants, but it must compile.
     blocks = plan.blocks or blocks_of(config, plan.query_splits)
