@@ -54,12 +54,12 @@ docs: $(VENV)/.developer ## build the documentation; warnings are errors
 	$(BIN)/python -m sphinx -W --keep-going -q -b html docs docs/_build/html
 	@echo "docs/_build/html/index.html"
 
-check: ARCHITECTURES = all
 check: export ONELAUNCH_TEST_CACHE ?= $(CURDIR)/build/compiled
 # The tests of pages look at the pages that `docs` has just built, and build none.
 check: export ONELAUNCH_TEST_PAGES = $(CURDIR)/docs/_build/html
-.NOTPARALLEL: check
-check: lint types layers docs test ## run lint, types, layers, docs and test, with every kernel compiled for every architecture
+check: $(VENV)/.developer ## run lint, types, layers, docs and test, with every kernel compiled for every architecture
+	@$(MAKE) --no-print-directory --jobs=2 --output-sync=target lint types layers docs
+	@$(MAKE) --no-print-directory test ARCHITECTURES=all
 
 format: $(VENV)/.developer ## let ruff rewrite what it can
 	$(BIN)/ruff check --fix .
