@@ -43,7 +43,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 """True if this process interprets Triton's kernels. Triton decides that at its import, so a process does one or the other."""
 
 if INTERPRETED and importlib.util.find_spec("triton") is not None:
-    spare_repeated_work()  # patches the interpreter, which then needs a third of the time
+    spare_repeated_work()  # patches the interpreter, which then needs a quarter of the time
 
 # Otherwise each process compiles a file for seconds to find out the CPU's vector instructions.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")

@@ -1,4 +1,4 @@
-"""Patches of Triton's interpreter that avoid repeated or useless work: the same bits in a third of the time.
+"""Patches of Triton's interpreter that avoid repeated or useless work: the same bits in a quarter of the time.
 
 Each function replaces one part of ``triton.runtime.interpreter``, or of the types in ``triton.language`` that it makes, as they
 are in versions 3.6 and 3.7. All but :func:`scan_slab_by_slab` fail at once if a later version lacks that part. If a later version
@@ -23,7 +23,13 @@ def spare_repeated_work() -> None:
     describe_types_once()
     compare_types_by_identity_first()
     combine_types_once()
-    leave_equal_shapes()
+    skip_checks_of_equal_types()
+    keep_operands_made_of_numbers()
+    broadcast_by_shapes()
+    call_builtins_directly()
+    unwrap_by_exact_type()
+    look_up_sizes_once()
+    add_dimensions_directly()
     scan_slab_by_slab()
 
 
@@ -170,19 +176,201 @@ def combine_types_once() -> None:
     semantic.computation_type_impl = combined
 
 
-def leave_equal_shapes() -> None:
-    """Return two blocks of the same shape at once where the interpreter would look for dimensions to broadcast."""
+def skip_checks_of_equal_types() -> None:
+    """Return two tensors at once as the operands of an operation where neither has to be converted.
+
+    Neither has to where a pointer has an offset, or where both types are the result's, as equal types mostly are.
+    """
+    from triton import language as tl
     from triton.runtime import interpreter
 
-    semantic = type(interpreter.interpreter_semantic)
+    semantic, tensor = type(interpreter.interpreter_semantic), tl.tensor
+    check = semantic.binary_op_type_checking_impl
+    kept: dict[tuple[str, bool], bool] = {}
+
+    def is_kept(self: Any, kind: Any, div_or_mod: bool) -> bool:
+        """Return whether the result of two operands of this type, which is no pointer, has this type."""
+        key = kind.name, div_or_mod
+        if key not in kept:
+            is_number = False
+            kept[key] = not kind.is_ptr() and self.computation_type_impl(kind, is_number, kind, is_number, div_or_mod) == kind
+        return kept[key]
+
+    def check_others(
+        self: Any,
+        left: Any,
+        right: Any,
+        allow_lhs_ptr: bool = False,
+        allow_rhs_ptr: bool = False,
+        arithmetic_check: bool = True,
+        div_or_mod: bool = False,
+    ) -> Any:
+        if type(left) is tensor and type(right) is tensor:
+            offset = allow_lhs_ptr and left.dtype.is_ptr() and right.dtype.is_int()
+            if offset or (left.dtype.name == right.dtype.name and is_kept(self, left.dtype, div_or_mod)):
+                return self.broadcast_impl_value(left, right)
+        return check(self, left, right, allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod)
+
+    semantic.binary_op_type_checking_impl = check_others
+
+
+def keep_operands_made_of_numbers() -> None:
+    """Cache the operand that a Python number becomes beside a tensor, by the number and the tensor's type.
+
+    It becomes a tensor of one element, twice, and then a block. No operation writes to its operands, so that they are read-only
+    here. A number that converts the tensor is not cached, nor is nan, which equals nothing.
+    """
+    from triton import language as tl
+    from triton.runtime import interpreter
+
+    semantic, tensor, block_type = type(interpreter.interpreter_semantic), tl.tensor, tl.block_type
+    check = semantic.binary_op_type_checking_impl
+    operands: dict[tuple[Any, ...], Any] = {}
+
+    def operand(self: Any, given: Any, number: Any, div_or_mod: bool, first: bool) -> Any:
+        """Return the number as the first or second operand beside a tensor, or ``None`` if the tensor has to be converted."""
+        shape = given.type.shape.values if type(given.type) is block_type else ()
+        key = type(number), number, given.dtype.name, *shape, div_or_mod, first
+        if (made := operands.get(key)) is None:
+            pair = check(self, *((number, given) if first else (given, number)), div_or_mod=div_or_mod)
+            if pair[first] is not given:
+                return None
+            made = pair[not first]
+            made.handle.data.flags.writeable = False
+            if len(operands) > 1000:
+                operands.clear()
+            operands[key] = made
+        return made
+
+    def check_others(
+        self: Any,
+        left: Any,
+        right: Any,
+        allow_lhs_ptr: bool = False,
+        allow_rhs_ptr: bool = False,
+        arithmetic_check: bool = True,
+        div_or_mod: bool = False,
+    ) -> Any:
+        first = type(right) is tensor
+        given, number = (right, left) if first else (left, right)
+        known = arithmetic_check and type(number) in (int, float) and type(given) is tensor and not given.dtype.is_ptr()
+        if known and number == number and (made := operand(self, given, number, div_or_mod, first)) is not None:
+            return (made, given) if first else (given, made)
+        return check(self, left, right, allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod)
+
+    semantic.binary_op_type_checking_impl = check_others
+
+
+def broadcast_by_shapes() -> None:
+    """Broadcast operands by lists of integers, where the interpreter compares Triton's tuples.
+
+    Operands are two blocks of as many dimensions, a block and a tensor of one element, or two of these.
+    """
+    from triton import language as tl
+    from triton.runtime import interpreter
+
+    semantic, tensor, block_type = type(interpreter.interpreter_semantic), tl.tensor, tl.block_type
     broadcast = semantic.broadcast_impl_value
 
+    def expanded(self: Any, given: Any, shape: list[int]) -> Any:
+        if given.type.shape.values == shape:
+            return given
+        return tensor(self.builder.create_broadcast(given.handle, shape), block_type(given.dtype, shape))
+
+    def filled(self: Any, given: Any, shape: list[int]) -> Any:
+        kind = block_type(given.dtype, shape)
+        return tensor(self.builder.create_splat(kind.to_ir(self.builder), given.handle), kind)
+
     def broadcast_others(self: Any, left: Any, right: Any) -> Any:
-        if left.type.is_block() and right.type.is_block() and left.type.shape.values == right.type.shape.values:
+        if type(left.type) is not block_type:
+            return (left if type(right.type) is not block_type else filled(self, left, right.type.shape.values)), right
+        if type(right.type) is not block_type:
+            return left, filled(self, right, left.type.shape.values)
+        one, other = left.type.shape.values, right.type.shape.values
+        if one == other:
             return left, right
+        if len(one) == len(other):
+            shape = [theirs if ours == 1 else ours for ours, theirs in zip(one, other, strict=True)]
+            if all(theirs in (1, size) for theirs, size in zip(other, shape, strict=True)):
+                return expanded(self, left, shape), expanded(self, right, shape)
         return broadcast(self, left, right)
 
     semantic.broadcast_impl_value = broadcast_others
+
+
+def call_builtins_directly() -> None:
+    """Call the functions of ``triton.language`` without the two that pass on arguments and check that there is a builder."""
+    from triton.runtime import interpreter
+
+    semantic = interpreter.interpreter_semantic
+
+    def patch(owner: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
+        assert builder is semantic.builder
+        function = getattr(member, "__wrapped__", member)
+
+        def call(*arguments: Any, **named: Any) -> Any:
+            named["_semantic"] = semantic
+            return function(*arguments, **named)
+
+        scope.set_attr(owner, name, call)
+
+    interpreter._patch_attr = patch
+
+
+def unwrap_by_exact_type() -> None:
+    """Unwrap a ``constexpr``, and return tensors and numbers, before the look at the types that contain others."""
+    from triton.language import core
+
+    unwrap, constexpr, plain = core._unwrap_if_constexpr, core.constexpr, (core.tensor, int, float, type(None))
+
+    def unwrap_others(given: Any) -> Any:
+        kind = type(given)
+        if kind is constexpr:
+            return given.value
+        return given if kind in plain else unwrap(given)
+
+    core._unwrap_if_constexpr = unwrap_others
+
+
+def look_up_sizes_once() -> None:
+    """Cache the largest number of bytes of an element of a type, which the interpreter checks twice for each result."""
+    from triton import language as tl
+    from triton.runtime import interpreter
+
+    validate = interpreter._validate_np_data_size
+    bytes_of = {kind.name: max(8, kind.primitive_bitwidth) // 8 for kind in vars(tl).values() if type(kind) is tl.dtype}
+
+    def fits(array: np.ndarray, kind: Any) -> bool:
+        most = bytes_of.get(kind.name)
+        return validate(array, kind) if most is None else array.itemsize <= most
+
+    interpreter._validate_np_data_size = fits
+
+
+def add_dimensions_directly() -> None:
+    """Add a dimension of one element, and fill a block with one value, without the checks of NumPy's functions for that."""
+    from triton import language as tl
+    from triton.runtime import interpreter
+
+    builder, semantic = type(interpreter.interpreter_builder), type(interpreter.interpreter_semantic)
+    handle, tensor, block_type, expand = interpreter.TensorHandle, tl.tensor, tl.block_type, semantic.expand_dims
+
+    def create_expand_dims(self: Any, given: Any, axis: int) -> Any:
+        return handle(given.data[(slice(None),) * axis + (None,)], given.dtype.scalar)
+
+    def create_splat(self: Any, kind: Any, given: Any) -> Any:
+        data = np.empty(kind.shape.values, dtype=interpreter._get_np_dtype(given.dtype))
+        data[...] = given.data
+        return handle(data, given.dtype.scalar)
+
+    def expand_block(self: Any, given: Any, axis: int) -> Any:
+        if axis < 0 or type(given.type) is not block_type:
+            return expand(self, given, axis)
+        shape = list(given.type.shape.values)
+        shape.insert(axis, 1)
+        return tensor(self.builder.create_expand_dims(given.handle, axis), block_type(given.dtype, shape))
+
+    builder.create_expand_dims, builder.create_splat, semantic.expand_dims = create_expand_dims, create_splat, expand_block
 
 
 def scan_slab_by_slab() -> None:
