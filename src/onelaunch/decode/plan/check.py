@@ -145,12 +145,20 @@ def _who(phase: Phase, cta: int) -> str:
     return f"CTA {cta} in phase {phase.name}"
 
 
+def _unsure(known: np.ndarray, writer: np.ndarray, written: np.ndarray) -> list[bool]:
+    """Return for each CTA whether it is not certain that some writes are finished, by the clocks ``known``."""
+    return (known[:, writer] < written).any(axis=1).tolist()
+
+
 class _State:
-    """Accesses to one buffer: last and previous writer of each word with their times, and each CTA's last read and addition."""
+    """Accesses to one buffer: last and previous writer of each word with their times, and each CTA's last read and addition.
+
+    ``read`` and ``added`` are ``[word, CTA]``, so that the words of a slice are contiguous.
+    """
 
     def __init__(self, words: int, ctas: int) -> None:
         self.writer, self.written, self.writer_before, self.written_before = (np.zeros(words, np.int32) for _ in range(4))
-        self.read, self.added = (np.zeros((ctas, words), np.int32) for _ in range(2))
+        self.read, self.added = (np.zeros((words, ctas), np.int32) for _ in range(2))
         self.count = np.zeros(words, np.int32)
         """Number of additions to each word since it was written."""
 
@@ -163,8 +171,27 @@ class _Past:
     written: np.ndarray
     writer_before: np.ndarray
     written_before: np.ndarray
-    knew: np.ndarray | None = None
+
+
+@dataclass(slots=True)
+class _Awaited:
+    """Flag-in-data words that CTAs spin on in the current phase."""
+
+    knew: np.ndarray
     """Join of the clocks that the writers had when they finished; for sums that count, of the CTAs that added."""
+    stale: list[bool]
+    """Flags of the CTAs that were not certain before the phase that the previous epoch's writes were over."""
+
+
+@dataclass(slots=True)
+class _Readable:
+    """Words that CTAs read in the current phase."""
+
+    state: _State
+    early: list[bool]
+    """Flags of the CTAs that are not certain that the writes are finished."""
+    late: list[bool] | None
+    """Flags of the CTAs that are not certain that the additions are finished; ``None`` if the words are not sums."""
 
 
 class _Clocks:
@@ -178,8 +205,10 @@ class _Clocks:
         self.history: list[np.ndarray] = [self.known.copy()]
         """Copy of ``known`` after each phase, by time."""
         self.states: dict[tuple[str, int, int], _State] = {}
-        self.pasts: dict[tuple[str, int, int], _Past] = {}
-        """Cache of past accesses to the slices that are read in the current phase; several CTAs often read the same."""
+        # Caches by the slices that are read in the current phase; several CTAs often read the same.
+        self.pasts: dict[Slice, _Past] = {}
+        self.awaited: dict[Slice, _Awaited] = {}
+        self.readable: dict[Slice, _Readable] = {}
         self.begun = self.known
         """Copy of ``known`` at the start of the token. Keys and values that are prefetched can rely on nothing later."""
         self.arrivals: dict[int, tuple[int, list[int]]] = {}
@@ -192,7 +221,8 @@ class _Clocks:
     def follow(self, phase: Phase, layer: int, where: str) -> None:
         """Follow one phase: its synchronization, its reads, its writes and additions, and what is known at its end."""
         self.time += 1
-        self.pasts.clear()
+        for cache in (self.pasts, self.awaited, self.readable):
+            cache.clear()
         if phase.edge == "grid":
             self.known[:] = np.maximum(self.known, self.known.max(axis=0))
         else:
@@ -239,6 +269,19 @@ class _Clocks:
         An epoch is one use of a buffer, in one layer of one token. The CTA must be certain that the writes of the previous
         epoch are over: a tag of two bits tells only a few epochs apart, and a count restarts.
         """
+        awaited = self.awaited.get(slice_)
+        if awaited is None:
+            awaited = self.awaited[slice_] = self._look_at_polls(phase, cta, slice_, layer, where)
+        if awaited.stale[cta]:
+            stale = f"may take a word of {slice_.buffer} of an old use for a new one: it does not follow every use"
+            raise PlanError(self.plan.level, f"{_who(phase, cta)} {stale} ({where})")
+        return awaited.knew
+
+    def _look_at_polls(self, phase: Phase, cta: int, slice_: Slice, layer: int, where: str) -> _Awaited:
+        """Return what holds for every CTA that spins on a slice in this phase, of which ``cta`` is the first.
+
+        No CTA has learnt anything in this phase before it asks for its own flag.
+        """
         buffer, state = _buffer(self.plan, slice_), self._state(slice_, layer)
         if not (buffer.tagged or buffer.counts):
             raise PlanError(
@@ -252,15 +295,10 @@ class _Clocks:
                 self.plan.level, f"{_who(phase, cta)} waits for words of {slice_.buffer} that nobody writes ({where})"
             )
         writer, written = (past.writer, past.written) if buffer.counts else (past.writer_before, past.written_before)
-        if (self.known[cta, writer] < written).any():
-            stale = f"may take a word of {slice_.buffer} of an old use for a new one: it does not follow every use"
-            raise PlanError(self.plan.level, f"{_who(phase, cta)} {stale} ({where})")
-        if past.knew is None:
-            writers = enumerate(state.added[:, slice_.begin : slice_.end].max(axis=1, initial=0))
-            pairs = writers if buffer.counts else zip(past.writer, past.written, strict=True)
-            knew = [self.history[time][writer] for writer, time in pairs]
-            past.knew = np.max([np.zeros(self.plan.ctas, np.int32), *knew], axis=0)
-        return past.knew
+        writers = enumerate(state.added[slice_.begin : slice_.end].max(axis=0, initial=0))
+        pairs = writers if buffer.counts else zip(past.writer, past.written, strict=True)
+        knew = [self.history[time][writer] for writer, time in pairs]
+        return _Awaited(np.max([np.zeros(self.plan.ctas, np.int32), *knew], axis=0), _unsure(self.known, writer, written))
 
     def _counted(self, phase: Phase, cta: int, slice_: Slice, layer: int, where: str) -> None:
         """Raise unless words have exactly the additions that are waited for.
@@ -274,28 +312,45 @@ class _Clocks:
 
     def _read(self, phase: Phase, cta: int, slice_: Slice, layer: int, where: str) -> None:
         """Raise unless all writes of a slice are certain to be finished; note the read."""
-        state = self._state(slice_, layer)
-        if _embedded(phase, slice_, layer):
-            return
-        past = self._past(state, slice_)
-        # The first rows of the cache are the caller's, and sums begin as zero.
-        if not past.written.all() and slice_.buffer != "cache" and not _buffer(self.plan, slice_).sums:
-            raise PlanError(self.plan.level, f"{_who(phase, cta)} reads words of {slice_.buffer} that nobody writes ({where})")
-        known = self.begun if self.plan.kv_through_ring and slice_.buffer == "cache" else self.known
-        if (early := known[cta, past.writer] < past.written).any():
-            writer = int(past.writer[early.argmax()])
+        readable = self.readable.get(slice_)
+        if readable is None:
+            if _embedded(phase, slice_, layer):
+                return
+            readable = self.readable[slice_] = self._look_at_reads(phase, cta, slice_, layer, where)
+        if readable.early[cta]:
+            past = self._past(readable.state, slice_)
+            writer = int(past.writer[(self._known_of(slice_)[cta, past.writer] < past.written).argmax()])
             problem = (
                 f"reads words {slice_.begin} to {slice_.end} of {slice_.buffer} before CTA {writer} has written them for certain"
             )
             raise PlanError(self.plan.level, f"{_who(phase, cta)} {problem} ({where})")
-        self._follows_sums(phase, cta, "reads", slice_, state, where)
-        state.read[cta, slice_.begin : slice_.end] = self.time
+        if readable.late is not None and readable.late[cta]:
+            self._follows_sums(phase, cta, "reads", slice_, readable.state, where)
+        readable.state.read[slice_.begin : slice_.end, cta] = self.time
+
+    def _look_at_reads(self, phase: Phase, cta: int, slice_: Slice, layer: int, where: str) -> _Readable:
+        """Return what holds for every CTA that reads a slice in this phase, of which ``cta`` is the first.
+
+        All have learnt what they learn in this phase, and writes and additions follow later.
+        """
+        state, sums = self._state(slice_, layer), _buffer(self.plan, slice_).sums
+        past = self._past(state, slice_)
+        # The first rows of the cache are the caller's, and sums begin as zero.
+        if not past.written.all() and slice_.buffer != "cache" and not sums:
+            raise PlanError(self.plan.level, f"{_who(phase, cta)} reads words of {slice_.buffer} that nobody writes ({where})")
+        added = state.added[slice_.begin : slice_.end].max(axis=0, initial=0)
+        late = (self.known < added).any(axis=1).tolist() if sums else None
+        return _Readable(state, _unsure(self._known_of(slice_), past.writer, past.written), late)
+
+    def _known_of(self, slice_: Slice) -> np.ndarray:
+        """Return the clocks on which a read can rely, ``[c, d]``."""
+        return self.begun if self.plan.kv_through_ring and slice_.buffer == "cache" else self.known
 
     def _follows_sums(self, phase: Phase, cta: int, what: str, slice_: Slice, state: _State, where: str) -> None:
         """Raise unless all additions to sums are certain to be finished."""
         if not _buffer(self.plan, slice_).sums:
             return
-        if (late := self.known[cta] < state.added[:, slice_.begin : slice_.end].max(axis=1, initial=0)).any():
+        if (late := self.known[cta] < state.added[slice_.begin : slice_.end].max(axis=0, initial=0)).any():
             problem = f"{what} sums of {slice_.buffer} to which CTA {int(late.argmax())} may still add"
             raise PlanError(self.plan.level, f"{_who(phase, cta)} {problem} ({where})")
 
@@ -306,7 +361,7 @@ class _Clocks:
         additions; these reads must have finished too.
         """
         state, at = self._state(slice_, layer), slice(slice_.begin, slice_.end)
-        read = state.read[:, at].max(axis=1, initial=0)
+        read = state.read[at].max(axis=0, initial=0)
         others = np.where(np.arange(self.plan.ctas) == cta, 0, read)
         if read.any() and not _buffer(self.plan, slice_).counts:
             problem = f"adds to sums of {slice_.buffer} that were read and not cleared since"
@@ -315,7 +370,7 @@ class _Clocks:
         elif (self.known[cta, state.writer[at]] < state.written[at]).any():
             problem = f"adds to sums of {slice_.buffer} before they are cleared for certain"
         else:
-            state.added[cta, at] = self.time
+            state.added[at, cta] = self.time
             state.count[at] += 1
             return
         raise PlanError(self.plan.level, f"{_who(phase, cta)} {problem} ({where})")
@@ -324,9 +379,9 @@ class _Clocks:
         """Raise unless all earlier reads, writes and additions of a slice have finished; note the write."""
         state = self._state(slice_, layer)
         at = slice(slice_.begin, slice_.end)
-        read = state.read[:, at]  # a view, in which reads are cleared below
+        read = state.read[at]  # a view, in which reads are cleared below
         # In the same phase, other positions of the cache are written than are read.
-        last = (np.where(read == self.time, 0, read) if slice_.buffer == "cache" else read).max(axis=1, initial=0)
+        last = (np.where(read == self.time, 0, read) if slice_.buffer == "cache" else read).max(axis=0, initial=0)
         last[cta] = 0
         if (late := self.known[cta] < last).any():
             problem = f"overwrites words of {slice_.buffer} that CTA {int(late.argmax())} may still read"
@@ -337,7 +392,7 @@ class _Clocks:
             raise PlanError(self.plan.level, f"{_who(phase, cta)} {problem} ({where})")
         self._follows_sums(phase, cta, "clears", slice_, state, where)
         read[read != self.time] = 0  # those of this phase are the writer's own, or of other positions of the cache
-        state.added[:, at] = 0
+        state.added[at] = 0
         state.count[at] = 0
         state.writer_before[at], state.written_before[at] = state.writer[at], state.written[at]
         state.writer[at], state.written[at] = cta, self.time
