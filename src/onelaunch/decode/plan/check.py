@@ -147,7 +147,7 @@ def _who(phase: Phase, cta: int) -> str:
 
 def _unsure(known: np.ndarray, writer: np.ndarray, written: np.ndarray) -> list[bool]:
     """Return for each CTA whether it is not certain that some writes are finished, by the clocks ``known``."""
-    return (known[:, writer] < written).any(axis=1).tolist()
+    return np.any(known[:, writer] < written, axis=1).tolist()
 
 
 class _State:
