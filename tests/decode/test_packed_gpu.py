@@ -58,12 +58,14 @@ def test_the_kernel_copies_every_matrix(model, level, device):
 @pytest.mark.parametrize("model", LARGER)
 @torch.no_grad()
 def test_prompts_and_texts_are_those_of_plain_weights(model, device):
+    """The results have the same bits: the heads of these models fit into the buffer in one piece."""
     weights, packed = packed_on(LARGER[model], device)
+    assert len(list(packed.buffer.rows_of(weights.config.vocab_size))) == 1
     for count in (5, 130, 700):
         tokens = torch.arange(count, device=device)
         expected, plain = prefill(weights, tokens, KVCache.empty(weights.config, count, device))
         logits, cache = prefill(packed, tokens, KVCache.empty(weights.config, count, device))
-        torch.testing.assert_close(logits, expected, rtol=1e-2, atol=1e-2)  # an LM head in pieces may be summed in another order
+        assert torch.equal(logits, expected)
         assert torch.equal(cache.keys, plain.keys)
         assert torch.equal(cache.values, plain.values)
         passes = PromptPasses(packed), PromptPasses(weights)
@@ -72,7 +74,7 @@ def test_prompts_and_texts_are_those_of_plain_weights(model, device):
                 each.prefill(given, tokens, KVCache.empty(weights.config, count, device), lambda: None)[0]
                 for each, given in zip(passes, (packed, weights), strict=True)
             )
-            torch.testing.assert_close(logits, plain_logits, rtol=1e-2, atol=1e-2)
+            assert torch.equal(logits, plain_logits)
     requests = [Request(tuple(range(length)), 40) for length in (3, 100, 100, 100)]  # steps, op by op, captured, replayed
     plain_engine, engine = make_engine(weights, "streaming"), make_engine(packed, "streaming")
     for request in requests[:2]:

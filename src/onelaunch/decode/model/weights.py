@@ -7,6 +7,7 @@ the tensors. ``decode/generate.py`` and the cost of ``decode_step`` count the nu
 
 from __future__ import annotations
 
+import abc
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -90,7 +91,7 @@ class LayerWeights(Bundle):
     """Bias of attention's output, ``[H]``; only models with ``output_bias`` as well have it."""
 
 
-class ModelWeights(Bundle):
+class ModelWeights(Bundle, abc.ABC):
     """Weights of a model in some form: plain (:class:`Weights`), or packed for a kernel (``decode/runtime/packed.py``).
 
     The forward pass reads them by the methods below. Tensors that :meth:`layer` and :meth:`head_rows` return may lie in a buffer
@@ -121,17 +122,17 @@ class ModelWeights(Bundle):
     def device(self) -> torch.device:
         return self.embed_tokens.device
 
+    @abc.abstractmethod
     def layer(self, number: int, ahead: int | None = None) -> LayerWeights:
         """Return the tensors of a layer. ``ahead`` is the layer that will be asked for next, if that is known."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def vectors(self, number: int) -> dict[str, torch.Tensor]:
         """Return the norm factors and biases of a layer by their names in :class:`LayerWeights`; no buffer is involved."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def head_rows(self) -> Iterator[tuple[int, torch.Tensor]]:
         """Yield the matrix of the LM head in pieces: the first row and the rows ``[R, H]``, which :meth:`layer` overwrites."""
-        raise NotImplementedError
 
     def exclusive(self) -> AbstractContextManager[object]:
         """Return a context in which other threads and streams leave the buffer alone; threads may enter it again."""
