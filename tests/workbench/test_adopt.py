@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import warnings
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -401,6 +402,16 @@ def test_a_row_of_auto_alone_replaces_no_row_that_compares(folder, together, pro
     with pytest.warns(AdoptNotice, match="loses its times of peer"):
         adopt([comparing], folder)
     assert nearest(MEGA.sizes).microseconds == {"one": 9.0, "two": 8.0}, "though its run is older"
+
+
+def test_a_row_of_one_variant_and_its_ablations_replaces_no_row_with_peers(folder, monkeypatch, prose):
+    ablation = find_operation("ladder").variants["two"]
+    monkeypatch.setattr(ablation, "capabilities", replace(ablation.capabilities, by_name_only=True))
+    adopt([run_of(OLD, ok_cell("one", 9.0), ok_cell("peer", 8.0))], folder)
+    with pytest.warns(AdoptNotice, match="is not adopted") as said:
+        adopt([run_of(NEW, ok_cell("one", 5.0), ok_cell("two", 7.0))], folder)
+    prose([str(each.message) for each in said if "no variant that a caller" in str(each.message)], name="notice")
+    assert nearest(MEGA.sizes).microseconds == {"one": 9.0, "peer": 8.0}
 
 
 def test_neither_the_choice_of_auto_nor_a_peer_is_asked_for_probes(folder, monkeypatch):

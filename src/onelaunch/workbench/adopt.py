@@ -20,7 +20,7 @@ from onelaunch.device.hardware import SLUG, table_name
 from onelaunch.dispatch.measured import TUNE, Key, is_time, key_of, read
 from onelaunch.errors import AdoptNotice, OutputUnwritable, ResultMismatch, TableCorrupt, TableFolderError
 from onelaunch.files import reason, replace
-from onelaunch.operation import AUTO, Direction, Operation
+from onelaunch.operation import AUTO, Direction, Operation, find_operation
 from onelaunch.wording import in_a_line, listing
 from onelaunch.workbench.result import Cell, Result
 from onelaunch.workbench.result.consistency import BELOW_BOUND
@@ -52,7 +52,9 @@ def adopt(results: Sequence[Result], into: Path | None = None, *, tuned: bool = 
 
     The time of ``auto`` counts as that of the variant that it chose, unless that one was measured by its name too. If no other
     variant that ``auto`` may choose has a time there, the row names it under ``auto``: it compares one variant with those of
-    other libraries, and takes part in no choice among ours. It never replaces a row that compares several.
+    other libraries, and takes part in no choice among ours. It never replaces a row that compares several. A row
+    with one variant that ``auto`` may choose beside ablations, from a study of causes, never replaces one that compares it with
+    others.
 
     A variant whose probes (edge cases of the operation) failed or were not run is left out of its rows, with three exceptions.
     ``torch.compile`` makes its kernels anew for each set of sizes (capability ``recompiles``). It needs another library
@@ -166,6 +168,12 @@ def _merge(
                 "chose, and the table holds a row that compares several."
             )
             continue
+        if earlier is not None and _alone(row) and _alone(row) < earlier["microseconds"].keys():
+            _notice(
+                f"{_described(key)} of {_source(result)} is not adopted, because it compares {listing(sorted(_alone(row)))} with "
+                "no variant that a caller may take, and the table holds a row that does."
+            )
+            continue
         comparing = earlier is not None and _AUTO in earlier and _AUTO not in row
         if earlier is not None and not comparing and (newer := _newer(earlier, sources, result)):
             _notice(f"{_described(key)} of {_source(result)} is not adopted, because the table holds a row of {newer}.")
@@ -173,6 +181,14 @@ def _merge(
         if earlier is not None and (lost := sorted(earlier["microseconds"].keys() - row["microseconds"].keys())):
             _notice(f"{_described(key)} loses its times of {listing(lost)}, which {_source(result)} did not measure.")
         rows[key] = {**row, _RUN: result.provenance.date}
+
+
+def _alone(row: Mapping[str, Any]) -> set[str]:
+    """Return the variant of a row that ``auto`` may choose, if all others are ablations of ours; an empty set otherwise."""
+    known = find_operation(row["operation"]).variants
+    own = {name for name in row["microseconds"] if name in known and known[name].capabilities.requires is None}
+    taken = row["microseconds"].keys() - {name for name in own if not known[name].capabilities.automatic}
+    return taken if len(taken) == 1 and len(row["microseconds"]) > 1 else set()
 
 
 def _check(result: Result, *, tuned: bool) -> None:
