@@ -8,6 +8,7 @@ from typing import Any
 
 import accelerate_tables
 import experiment_tables
+import rank_tables
 import study_keys
 import torch
 from study_keys import tomllib
@@ -47,6 +48,7 @@ def parts(root: Path) -> dict[str, str]:
         **study_keys.parts(root / "studies"),
         **experiment_tables.parts(stored),
         **accelerate_tables.parts(stored),
+        **rank_tables.parts(root / "results"),
     }
 
 

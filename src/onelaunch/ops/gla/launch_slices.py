@@ -14,6 +14,7 @@ import torch
 
 from onelaunch.kernels.common.layout import cdiv, inner_contiguous
 from onelaunch.launch.launch import Launch, Mma
+from onelaunch.launch.planned import Planned
 from onelaunch.ops.gla import launch_hopper
 from onelaunch.ops.gla.kernels.fold import fold_kernel
 from onelaunch.ops.gla.launch import Attention, empty_final, ratio
@@ -79,13 +80,20 @@ def folded(
         channels: Cumulative decays of a head: 1 or K.
         back: Flag that states are gradients, so that the order is that of falling ranks.
     """
-    heads, keys, values = state
+    return _folded(gathered, min(ranks), len(ranks), *state, channels, back)
+
+
+@Planned
+def _folded(
+    gathered: torch.Tensor, first: int, count: int, heads: int, keys: int, values: int, channels: int, back: bool
+) -> torch.Tensor:
+    """Return the state of :func:`folded` from the messages of ``count`` ranks, of which ``first`` is the lowest."""
     elements = gathered.shape[1]
     rows = elements // (keys * values + channels)
     found = gathered.new_empty((rows // heads, heads, keys, values))
-    first = gathered[min(ranks)]
+    lowest = gathered[first]
     strides = (keys * values, elements, values, 1, channels, elements, 0 if channels == 1 else 1)
-    _fold(first, first[rows * keys * values :], strides, len(ranks), found.view(rows, keys, values), back=back)
+    _fold(lowest, lowest[rows * keys * values :], strides, count, found.view(rows, keys, values), back=back)
     return found
 
 
@@ -93,7 +101,8 @@ class HopperPasses(Passes):
     """Passes of the Hopper kernels; tensors are q, k, v, g and ``None``.
 
     Sums are shared where a slice is one sequence, or one for each batch entry. In float16 the pass backwards in time scales the
-    outputs' gradients, and sums its segments again.
+    outputs' gradients, and sums its segments again. The functions below do the work, each of which is replayed from a plan of its
+    launches where its inputs are as before.
 
     Args:
         scale: Factor of q.
@@ -102,39 +111,24 @@ class HopperPasses(Passes):
     def __init__(self, scale: float) -> None:
         self.scale = scale
 
-    def _call(self, tensors: Tensors, initial: torch.Tensor | None, offsets: torch.Tensor | None) -> Attention:
-        """Return the tensors as launches take them."""
-        q, k, v, g = (each for each in tensors if each is not None)
-        return Attention.of(q, k, v, g, initial, offsets, self.scale)
-
-    def _sums(self, call: Attention, operands: PassOperands) -> SegmentSums:
-        """Return the sums of all segments, cut as the pass with outputs in this direction of time is."""
-        options = {"output": True, "store_states": operands.reverse, "split": True, "recompute": False}
-        return launch_hopper.sum_segments(call, operands, launch_hopper.configured(call, operands, **options), last=True)
-
     def local_state(self, tensors: Tensors, start: int, before: torch.Tensor | None) -> tuple[torch.Tensor, Kept]:
-        call = self._call(tuple(None if each is None else each[:, start:] for each in tensors), None, None)
-        sums = self._sums(call, PassOperands(call.q, call.k, call.v, reverse=False))
-        return message_of(sums, call, before, back=False), sums if start == 0 else ()
+        sent, *sums = _local_state(*tensors[:4], before, start, self.scale)
+        return sent, tuple(sums) if start == 0 else ()
 
     def forward(
         self, tensors: Tensors, initial: torch.Tensor | None, offsets: torch.Tensor | None, kept: Kept, *, want_final: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        call = self._call(tensors, initial, offsets)
-        final = empty_final(call, wanted=True) if want_final else None
-        return launch_hopper.forward(call, final=final, sums=_shared(kept, offsets)), final
+        return _forward(*tensors[:4], initial, offsets, *_shared(kept, offsets), want_final, self.scale)
 
     def initial_gradient(
         self, tensors: Tensors, dy: torch.Tensor, stop: int, behind: torch.Tensor | None
     ) -> tuple[torch.Tensor, Kept]:
-        call = self._call(tuple(None if each is None else each[:, :stop] for each in tensors), None, None)
-        sums = self._sums(call, PassOperands(call.k, call.q, inner_contiguous(dy[:, :stop]), reverse=True))
+        sent, *sums = _initial_gradient(*tensors[:4], dy, behind, stop, self.scale)
         whole = stop == dy.shape[1] and dy.dtype is not torch.float16
-        return message_of(sums, call, behind, back=True), sums if whole else ()
+        return sent, tuple(sums) if whole else ()
 
     def states(self, tensors: Tensors, initial: torch.Tensor | None, offsets: torch.Tensor | None, kept: Kept) -> Kept:
-        call = self._call(tensors, initial, offsets)
-        return tuple(launch_hopper.computed_states(call, sums=_shared(kept, offsets)))
+        return tuple(_states(*tensors[:4], initial, offsets, *_shared(kept, offsets), self.scale))
 
     def gradients(
         self,
@@ -146,12 +140,79 @@ class HopperPasses(Passes):
         states: Kept,
         kept: Kept,
     ) -> tuple[Tensors, torch.Tensor | None]:
-        call = self._call(tensors, initial, offsets)
-        found = launch_hopper.backward(call, dy, states=list(states), dfinal=dfinal, sums=_shared(kept, offsets))
-        gradients = (found.q, found.k, found.v, found.g, *(None,) * (len(tensors) - 4))
-        return gradients, None if initial is None else found.initial
+        both = (*states, None)[:2]
+        *found, dinitial = _gradients(*tensors[:4], initial, offsets, dy, dfinal, *both, *_shared(kept, offsets), self.scale)
+        return (*found, *(None,) * (len(tensors) - 4)), None if initial is None else dinitial
 
 
-def _shared(kept: Kept, offsets: torch.Tensor | None) -> SegmentSums | None:
+def _shared(kept: Kept, offsets: torch.Tensor | None) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Return the sums of a slice's segments, or ``None`` where there are none. Packed sequences are cut each for itself."""
-    return SegmentSums(*kept) if kept and offsets is None else None
+    return (kept[0], kept[1]) if kept and offsets is None else (None, None)
+
+
+def _summed(states: torch.Tensor | None, decays: torch.Tensor | None) -> SegmentSums | None:
+    return None if states is None or decays is None else SegmentSums(states, decays)
+
+
+def _sums(call: Attention, operands: PassOperands) -> SegmentSums:
+    """Return the sums of all segments, cut as the pass with outputs in this direction of time is."""
+    options = {"output": True, "store_states": operands.reverse, "split": True, "recompute": False}
+    return launch_hopper.sum_segments(call, operands, launch_hopper.configured(call, operands, **options), last=True)
+
+
+@Planned
+def _local_state(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, before: torch.Tensor | None, start: int, scale: float
+) -> tuple[torch.Tensor, ...]:
+    """Return the message of :meth:`HopperPasses.local_state`, and the sums of all segments."""
+    call = Attention.of(q[:, start:], k[:, start:], v[:, start:], g[:, start:], None, None, scale)
+    sums = _sums(call, PassOperands(call.q, call.k, call.v, reverse=False))
+    return message_of(sums, call, before, back=False), *sums
+
+
+@Planned
+def _forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, initial: torch.Tensor | None,
+    offsets: torch.Tensor | None, states: torch.Tensor | None, decays: torch.Tensor | None, want_final: bool, scale: float,
+) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
+    """Return the results of :meth:`HopperPasses.forward`; ``states`` and ``decays`` are sums of segments."""
+    call = Attention.of(q, k, v, g, initial, offsets, scale)
+    final = empty_final(call, wanted=True) if want_final else None
+    return launch_hopper.forward(call, final=final, sums=_summed(states, decays)), final
+
+
+@Planned
+def _initial_gradient(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, dy: torch.Tensor, behind: torch.Tensor | None,
+    stop: int, scale: float,
+) -> tuple[torch.Tensor, ...]:  # fmt: skip
+    """Return the message of :meth:`HopperPasses.initial_gradient`, and the sums of all segments."""
+    call = Attention.of(q[:, :stop], k[:, :stop], v[:, :stop], g[:, :stop], None, None, scale)
+    sums = _sums(call, PassOperands(call.k, call.q, inner_contiguous(dy[:, :stop]), reverse=True))
+    return message_of(sums, call, behind, back=True), *sums
+
+
+@Planned
+def _states(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, initial: torch.Tensor | None,
+    offsets: torch.Tensor | None, states: torch.Tensor | None, decays: torch.Tensor | None, scale: float,
+) -> list[torch.Tensor]:  # fmt: skip
+    """Return the states of :meth:`HopperPasses.states`; ``states`` and ``decays`` are sums of segments."""
+    call = Attention.of(q, k, v, g, initial, offsets, scale)
+    return launch_hopper.computed_states(call, sums=_summed(states, decays))
+
+
+@Planned
+def _gradients(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, initial: torch.Tensor | None,
+    offsets: torch.Tensor | None, dy: torch.Tensor, dfinal: torch.Tensor | None, entering: torch.Tensor,
+    second: torch.Tensor | None, states: torch.Tensor | None, decays: torch.Tensor | None, scale: float,
+) -> tuple[torch.Tensor | None, ...]:  # fmt: skip
+    """Return the gradients of q, k, v, g and the initial states.
+
+    ``entering`` and ``second`` are the tensors of :func:`_states`; ``states`` and ``decays`` are sums of segments.
+    """
+    call = Attention.of(q, k, v, g, initial, offsets, scale)
+    kept = [entering] if second is None else [entering, second]
+    found = launch_hopper.backward(call, dy, states=kept, dfinal=dfinal, sums=_summed(states, decays))
+    return found.q, found.k, found.v, found.g, found.initial
