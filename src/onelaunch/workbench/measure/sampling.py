@@ -21,6 +21,7 @@ from onelaunch import cuda
 from onelaunch.device.hardware import describe
 from onelaunch.wording import in_a_line
 from onelaunch.workbench.measure.contents import poison_outputs
+from onelaunch.workbench.measure.cores import one_core
 from onelaunch.workbench.measure.rotation import CACHES, MOST_CALLS, Rotation
 from onelaunch.workbench.result import Regime, Status
 from onelaunch.workbench.verify.calls import Candidate, Inputs, OutputTensors, duplicate, status_of
@@ -375,7 +376,7 @@ class GpuSampler:
         left = calls
         while left:
             # Garbage collection would charge one call with the garbage of all others.
-            with torch.cuda.stream(self._stream), cuda.no_garbage_collection():
+            with one_core(), torch.cuda.stream(self._stream), cuda.no_garbage_collection():
                 sets = [self._rotation.next() for _ in range(min(left, self._eager_part))]
                 self._stream.synchronize()
                 start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
