@@ -145,6 +145,17 @@ def test_measure_more_when_inconclusive_or_not_measured():
     assert "needs it" in all_of(missing)
 
 
+def test_an_equal_criterion_leaves_the_decision_to_the_others(prose):
+    """``two`` takes as long as ``one``, which is as fast as ``three`` is slow."""
+    no_slower = Criterion(name="no slower", measure="speedup", of="one", over="two", at_least=1.0)
+    cells = ok_cell("three", 10.1), ok_cell("two", 5.02), ok_cell("one", 5.0)
+    decision = decided(study(FASTER, no_slower), *cells)
+    assert decision.kind == "proceed"
+    prose(all_of(decision))
+    assert decided(study(no_slower), *cells).kind == "measure_more"
+    assert decided(study(FASTER, no_slower), ok_cell("three", 6.0), *cells[1:]).kind == "debug"
+
+
 def test_an_uncounted_criterion_prevents_proceed():
     feasible = Criterion(name="fewer bytes", measure="dram_bytes_ratio", of="one", at_least=1.5)
     cells = ok_cell("three", 10.0), ok_cell("one", 5.0)

@@ -93,7 +93,11 @@ def geometric_mean(values: Sequence[float]) -> float:
     return float(np.exp(np.mean(np.log(np.asarray(values, dtype=np.float64)))))
 
 
-def noise_floor(again: Estimate, least: float = 1.01) -> float:
+LEAST_NOISE = 1.01
+"""Smallest noise floor, however well two copies of a variant agree: 1 %."""
+
+
+def noise_floor(again: Estimate, least: float = LEAST_NOISE) -> float:
     """Return the smallest factor that may be claimed after an A/A run, in which one variant is timed twice in the same rounds.
 
     It is the distance of the far end of the A/A ratio's interval from 1, as a factor, and at least ``least``.

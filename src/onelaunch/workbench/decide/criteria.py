@@ -1,9 +1,10 @@
-"""Judge each declared criterion: met, missed, inconclusive, not measured or infeasible, in one sentence with numbers.
+"""Judge each declared criterion: met, missed, equal, inconclusive, not measured or infeasible, in one sentence with numbers.
 
 Times are compared round by round. A criterion on times is *met* when the whole interval of the ratio lies on the right side of
 the bound and its median does so by more than the A/A noise of that shape. It is *missed* when the whole interval lies on the
-wrong side and the median does so by more than the noise. Everything else is *inconclusive*, with the reason: the interval
-contains the bound, or the noise is larger than the distance to it. A comparison of two times that is not met is *infeasible*
+wrong side and the median does so by more than the noise. It is *equal* when it asks for no loss, a bound of 1, and the noise is
+1 %, the least that there is, and the whole interval lies within it. Everything else is *inconclusive*, with the reason: the
+interval contains the bound, or the noise is larger than the distance to it. A comparison of two times that is not met is *infeasible*
 when meeting it would take a run below the roofline bound by more than the noise, given the measured time of the other side. A
 criterion that arithmetic alone refutes is *infeasible* whatever was measured.
 
@@ -82,14 +83,16 @@ def _outcome(result: Result, criterion: Criterion, refuted: str | None) -> Outco
 
 def _combine(statuses: Sequence[CriterionStatus], needed: int) -> CriterionStatus:
     """Return a criterion's status from its statuses at each shape, of which ``needed`` must be met."""
-    count = {status: statuses.count(status) for status in ("met", "missed", "inconclusive", "infeasible")}
+    count = {status: statuses.count(status) for status in ("met", "missed", "equal", "inconclusive", "infeasible")}
     if count["met"] >= needed:
         return "met"
     if len(statuses) - count["infeasible"] < needed:
         return "infeasible"
     if len(statuses) - count["infeasible"] - count["missed"] < needed:
         return "missed"
-    return "inconclusive" if count["met"] + count["inconclusive"] >= needed else "not_measured"
+    if count["met"] + count["equal"] >= needed:
+        return "equal"
+    return "inconclusive" if count["met"] + count["equal"] + count["inconclusive"] >= needed else "not_measured"
 
 
 def _mean(criterion: Criterion, findings: Sequence[Finding]) -> Finding:

@@ -6,10 +6,11 @@ The first of these rules that applies decides:
    than its roofline bound: *debug*.
 2. The measured baseline is so near the roofline bound that no variant can reach a criterion's gain: *abandon*.
 3. A criterion is missed although the roofline bound leaves room for it: *debug*, with the likely bottleneck named.
-4. A criterion is inconclusive or not measured, or is refuted by arithmetic and was not measured either: *measure more*.
+4. A criterion is inconclusive or not measured, or is refuted by arithmetic and was not measured either: *measure more*. A
+   criterion whose two times are equal within 1 % is settled, since more rounds would not tell them apart.
 5. A met speed-up is mostly explained by neither saved bytes nor saved launches, and no measured variant that differs from the
    faster one in one factor only is slower by more than the noise, so that its cause is unknown: *measure more*.
-6. Otherwise, and if at least one criterion is met: *proceed*. If none is left to decide on: *measure more*.
+6. Otherwise, and if at least one criterion is met: *proceed*. If none is met or left to decide on: *measure more*.
 
 Four kinds of criteria are excluded, with the reason, and never count as met:
 
@@ -172,10 +173,10 @@ def _grounds(result: Result, deciding: list[Outcome]) -> tuple[DecisionKind, lis
         return "abandon", [f"{outcome.criterion.name!r} is out of reach: {outcome.evidence}" for outcome in unreachable]
     if missed := [outcome for outcome in deciding if outcome.status == "missed"]:
         return "debug", [_missed(result, outcome) for outcome in missed]
-    if unsettled := [outcome for outcome in deciding if outcome.status != "met"]:
+    if unsettled := [outcome for outcome in deciding if outcome.status not in ("met", "equal")]:
         return "measure_more", _unsettled(unsettled)
-    if not deciding:
-        return "measure_more", ["Declare a criterion that can be met and missed."]
+    if all(outcome.status == "equal" for outcome in deciding):
+        return "measure_more", ["Declare a criterion that can be met and missed.", *_unsettled(deciding)]
     if loose := list(dict.fromkeys(chain.from_iterable(_uncontrolled(result, outcome) for outcome in deciding))):
         return "measure_more", loose
     return "proceed", [f"{outcome.criterion.name!r}: {outcome.evidence}" for outcome in deciding]
@@ -191,7 +192,7 @@ def excluded(result: Result, outcome: Outcome) -> str | None:
     scales = {shape.scale for shape in result.study.shapes_of(criterion)}
     if scales == {"small"} and result.provenance.scale == "full" and outcome.status == "not_measured":
         return "is declared for small-scale shapes, which a full-scale run leaves out."
-    if outcome.status in ("met", "inconclusive") and (why := guarantee(result.study, criterion)) is not None:
+    if outcome.status in ("met", "equal", "inconclusive") and (why := guarantee(result.study, criterion)) is not None:
         return f"is vacuous and never counts as met: {why}."
     return None
 
@@ -253,7 +254,7 @@ def _worst_first(result: Result, outcome: Outcome) -> list[Asked]:
 
 
 def _unsettled(outcomes: list[Outcome]) -> list[str]:
-    """Describe inconclusive and unmeasured criteria. Those with the same status and evidence share a sentence."""
+    """Describe equal, inconclusive and unmeasured criteria. Those with the same status and evidence share a sentence."""
     grouped: dict[tuple[str, str], list[Outcome]] = {}
     for outcome in outcomes:
         status = "infeasible, and what it asks about was not measured" if _refuted(outcome) else outcome.status.replace("_", " ")

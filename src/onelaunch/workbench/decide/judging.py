@@ -15,6 +15,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from onelaunch.workbench import stats
 from onelaunch.workbench.decide.selection import asked_of_over, compared
 from onelaunch.workbench.result import CriterionStatus, Estimate, Result
 from onelaunch.workbench.study import Criterion, Study
@@ -69,10 +70,11 @@ def noise_of(result: Result, criterion: Criterion, shapes: Sequence[str]) -> flo
 
 
 def judge_time(ratio: Estimate, criterion: Criterion, noise: float | None) -> tuple[CriterionStatus, str]:
-    """Judge a ratio of times against the bound: return the status, and the reason if it is inconclusive.
+    """Judge a ratio of times against the bound: return the status, and the reason if it is equal or inconclusive.
 
     *Met* and *missed* ask for the same: the whole interval on one side of the bound, and the median beyond it by more than the
-    A/A noise.
+    A/A noise. *Equal* asks for a bound of 1, which is no loss, for an A/A noise of the least that there is, and for the whole
+    interval within it.
     """
     if ratio.samples < _FEWEST_ROUNDS:
         return "inconclusive", f"{ratio.samples} round{'s' * (ratio.samples != 1)} give no interval"
@@ -83,6 +85,8 @@ def judge_time(ratio: Estimate, criterion: Criterion, noise: float | None) -> tu
         return "met", ""
     if high < bound and median < bound / noise:
         return "missed", ""
+    if bound == 1 and noise <= stats.LEAST_NOISE and 1 / noise <= low and high <= noise:
+        return "equal", f"the times differ by less than {noise:.3g}x, the least that is ever claimed"
     if low < bound <= high:
         return "inconclusive", "the interval contains the bound"
     return "inconclusive", f"the A/A noise of {noise:.3g} is larger than the distance to the bound"

@@ -39,6 +39,7 @@ TONES: Mapping[str, Tone] = {
     "missing": "bad",
     "measure more": "open",
     "inconclusive": "open",
+    "equal": "quiet",
     "infeasible": "open",
     "interrupted": "open",
     "peer outside the gate": "open",
@@ -54,6 +55,7 @@ TONES: Mapping[str, Tone] = {
     "met (excluded)": "quiet",
     "missed (excluded)": "quiet",
     "inconclusive (excluded)": "quiet",
+    "equal (excluded)": "quiet",
     "not measured (excluded)": "quiet",
     "infeasible (excluded)": "quiet",
 }

@@ -307,11 +307,12 @@ class Noise(Stored):
         return self
 
 
-CriterionStatus = Literal["met", "missed", "inconclusive", "not_measured", "infeasible"]
+CriterionStatus = Literal["met", "missed", "equal", "inconclusive", "not_measured", "infeasible"]
 """Status of a criterion.
 
-``inconclusive``: The interval or the noise allows neither *met* nor *missed*. ``infeasible``: Arithmetic or the roofline bound
-refutes it.
+``equal``: The bound asks that one side be no slower, and both take the same time within 1 %, with no more noise. It does not
+count as met. ``inconclusive``: The interval or the noise allows neither *met* nor *missed*. ``infeasible``: Arithmetic or the
+roofline bound refutes it.
 """
 
 
