@@ -156,6 +156,19 @@ def test_an_equal_criterion_leaves_the_decision_to_the_others(prose):
     assert decided(study(FASTER, no_slower), ok_cell("three", 6.0), *cells[1:]).kind == "debug"
 
 
+@pytest.mark.parametrize(("time", "kind"), [(10.0, "proceed"), (7.0, "proceed"), (9.05, "measure_more"), (None, "measure_more")])
+def test_an_abandoned_criterion_decides_unless_it_is_missed(time, kind, prose):
+    """1.3x is asked of ``one``: 1.2x is missed, 1.71x met, and 1.326x within the noise of 2 %."""
+    abandoned = FASTER.model_copy(update={"abandoned": "Three designs came to 1.2x, and the product alone takes 9 us."})
+    gains = Criterion(name="gains", measure="speedup", of="two", at_least=1.1)
+    one = bad_cell("one", "not_installed", "needs it") if time is None else ok_cell("one", time)
+    decision = decided(study(gains, abandoned), ok_cell("three", 12.0), ok_cell("two", 10.5), one, floor=1.02)
+    assert decision.kind == kind
+    if time == 10.0:
+        prose(decision.because)
+    assert decided(study(gains, FASTER), ok_cell("three", 12.0), ok_cell("two", 10.5), ok_cell("one", 10.0)).kind == "debug"
+
+
 def test_an_uncounted_criterion_prevents_proceed():
     feasible = Criterion(name="fewer bytes", measure="dram_bytes_ratio", of="one", at_least=1.5)
     cells = ok_cell("three", 10.0), ok_cell("one", 5.0)

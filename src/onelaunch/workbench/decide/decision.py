@@ -12,13 +12,14 @@ The first of these rules that applies decides:
    faster one in one factor only is slower by more than the noise, so that its cause is unknown: *measure more*.
 6. Otherwise, and if at least one criterion is met: *proceed*. If none is met or left to decide on: *measure more*.
 
-Four kinds of criteria are excluded, with the reason, and never count as met:
+Five kinds of criteria are excluded, with the reason, and never count as met:
 
 - Criteria that arithmetic refutes, once they were measured all the same. The measured number says how near one comes. Without it
   the criterion is not excluded, because a study must not be decided on a question that it neither asked well nor measured.
 - Criteria declared for small-scale shapes alone, in a full-scale run. A small-scale run excludes no criterion of full-scale
   shapes, because a study asks its question at full scale.
 - Criteria that are declared not to decide.
+- Criteria that are missed or infeasible, and whose part of the question is declared abandoned, with the reason.
 - Criteria that no measurement can miss, such as one that compares a variant with itself.
 
 Times are *cold*: the inputs are not in the caches. ``floor_microseconds`` of a plan is the roofline bound. Bytes have the source
@@ -187,6 +188,8 @@ def excluded(result: Result, outcome: Outcome) -> str | None:
     criterion = outcome.criterion
     if not criterion.decides:
         return f"is {outcome.status.replace('_', ' ')} and declared not to decide: {outcome.evidence}"
+    if criterion.abandoned and outcome.status in ("missed", "infeasible") and outcome.values:
+        return f"is {outcome.status} and abandoned: {criterion.abandoned.rstrip('.')}. {outcome.evidence}"
     if _refuted(outcome) and outcome.values:
         return f"is infeasible and never counts as met: {outcome.evidence}"
     scales = {shape.scale for shape in result.study.shapes_of(criterion)}

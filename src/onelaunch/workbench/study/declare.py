@@ -152,7 +152,18 @@ class Criterion(Declared):
     too.
     """
 
-    LATER = ("combine", "over_at", "per", "decides", "over_regime", "equals", "directions", "most_noise", "leave_out")
+    LATER = (
+        "combine",
+        "over_at",
+        "per",
+        "decides",
+        "over_regime",
+        "equals",
+        "directions",
+        "most_noise",
+        "leave_out",
+        "abandoned",
+    )
 
     name: str
     """Name of the criterion in results and reports; each criterion of a study has its own."""
@@ -195,6 +206,11 @@ class Criterion(Declared):
     """Largest A/A noise, as a factor such as 1.05, at which a time counts. With more noise it counts as not measured."""
     leave_out: bool = False
     """Switch for leaving out, and listing, the shapes at which no variant of ``over`` can run, whatever package is installed."""
+
+    abandoned: str = ""
+    """Reason why this part of the question is abandoned once its bound was missed: the designs that were measured, and the
+    arithmetic or the measurement that leaves no room. A missed or infeasible criterion with a reason takes no part in the
+    decision, which quotes it; one that is met or not measured does."""
 
     _names = field_validator("name", "of", "over", "at", "over_at", "per")(check_names)
     _bounds = field_validator("at_least", "at_most", "equals", "most_noise")(_check_bound)
