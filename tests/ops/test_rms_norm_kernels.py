@@ -123,12 +123,20 @@ def test_operands_and_gradients_of_any_strides():
 
 @pytest.mark.interpret
 @pytest.mark.parametrize(
-    ("processors", "channels"), [(1, 40), (2, 40), (5, 40), pytest.param(2, 4100, marks=pytest.mark.thorough, id="2-long")]
+    ("processors", "channels"),
+    [
+        *[(1, 40), (2, 40), (5, 40)],
+        *[
+            pytest.param(2, size, marks=pytest.mark.thorough, id=f"2-{name}")
+            for name, size in (("long", 4100), ("longest", 8200))
+        ],
+    ],
 )
 def test_partial_sums_do_not_depend_on_the_number_of_ctas(processors, channels, small_device):
     """CTAs of the backward pass, of which a GPU with more SMs gets more, each sum a part of the weight's gradient.
 
-    They take several tiles each here. Float32 rows of 4100 channels are long: a CTA's sum of several rows is in memory.
+    They take several tiles each here. Float32 rows of 4100 channels are long, and those of 8200 so long that a CTA's sum of
+    several rows is in memory.
     """
     launch = small_device(processors)
     tile = launch.backward_tile(21, channels, 4, processors)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from onelaunch.device.hardware import processors
+from onelaunch.device.hardware import compute_capability, is_hip, processors
 from onelaunch.kernels.common.layout import cdiv, inner_contiguous, power_of_2
 from onelaunch.launch.launch import Launch
 from onelaunch.ops.rms_norm.kernels.norm import (
@@ -23,13 +23,17 @@ _FORWARD_ELEMENTS, _BACKWARD_BYTES = 4096, 8192
 """Elements of a tile of short rows forward, and bytes of its sum backward. Longer rows are a tile each. Not tuned yet."""
 
 _LONGEST_BYTES = 16384
-"""Bytes of a row of the sum up to which a CTA keeps its own sum of the weight's gradient, and the next tile, in registers."""
+"""Bytes of a row of the sum up to which a CTA keeps the next tile and the weight in registers too. Longer rows have a kernel of
+their own."""
+
+_LONGEST_KEPT_BYTES = 32768
+"""Bytes of a long row of the sum up to which a CTA keeps its own sum of the weight's gradient, and the next row, in registers."""
 
 _MOST_ROWS_OF_A_TILE = 64
 """Limit on the rows of a tile: each takes registers for its addresses, however short rows are."""
 
 _MOST_WARPS = 16
-"""Limit on the warps of a CTA. More would leave a thread too few registers for rows of 16384 channels."""
+"""Limit on the warps of a CTA, but for long rows that it keeps in registers: there 32 warps of 64 registers leave none over."""
 
 _CTAS_PER_SM = 4
 """Number of tiles per SM below which tiles are made smaller, to occupy more SMs; limit on the CTAs per SM backward."""
@@ -80,6 +84,11 @@ def backward_tile(rows: int, channels: int, itemsize: int, sms: int) -> Tile:
 def is_long(tile: Tile, itemsize: int) -> bool:
     """Return whether a CTA cannot keep its sum of the weight's gradient in registers."""
     return tile.BD * itemsize > _LONGEST_BYTES
+
+
+def keeps_long_rows(device: torch.device) -> bool:
+    """Return whether a CTA can have 32 warps, and 64 registers suffice its threads: AMD's has 16, and for sm_100a they do not."""
+    return not is_hip(device) and (compute_capability(device) or 0) < 10
 
 
 def backward_ctas(rows: int, tile: Tile, itemsize: int, sms: int) -> int:
@@ -139,6 +148,9 @@ def gradients(
     itemsize = total.element_size()
     tile = backward_tile(rows, channels, itemsize, sms)
     ctas, long = backward_ctas(rows, tile, itemsize, sms), is_long(tile, itemsize)
+    kept = long and tile.BD * itemsize <= _LONGEST_KEPT_BYTES and keeps_long_rows(device)
+    if kept:
+        tile = tile._replace(warps=2 * _MOST_WARPS)
 
     def empty(wanted: bool, dtype: torch.dtype) -> Any:
         return torch.empty(shape, dtype=dtype, device=device) if wanted else None
@@ -148,14 +160,14 @@ def gradients(
     if weight is not None and want_weight:
         dweight = torch.empty(channels, dtype=weight.dtype, device=device)
         # A single CTA stores its sum as the gradient, unless it would add up rows there.
-        alone = ctas == 1 and not (long and rows > 1)
+        alone = ctas == 1 and not (long and not kept and rows > 1)
         partials = dweight if alone else torch.empty(ctas, channels, dtype=torch.float32, device=device)
-    rows_of_a_tile: dict[str, Any] = {} if long else {"BM": tile.BM}
+    constants: dict[str, Any] = {"KEEP": kept} if long else {"BM": tile.BM}
     Launch(
         long_rows_gradients_kernel if long else rms_norm_gradients_kernel, (ctas,),
         dy, dtotal, total, None if weight is None else weight.contiguous(), rstd, dx, dresidual, partials, rows,
         dy.stride(0), 0 if dtotal is None else dtotal.stride(0), total.stride(0),
-        D=channels, BD=tile.BD, num_warps=tile.warps, **rows_of_a_tile,
+        D=channels, BD=tile.BD, num_warps=tile.warps, **constants,
     ).run()  # fmt: skip
     if dweight is not None and partials is not dweight:
         block = min(power_of_2(ctas), _MOST_SUMMED_ROWS)

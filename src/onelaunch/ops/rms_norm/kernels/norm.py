@@ -6,8 +6,8 @@ Computes   s = x + residual (s = x without residual), rstd = 1 / sqrt(mean(s^2) 
 Grid       forward: one CTA per BM rows. Backward: a fixed number of CTAs, each of which takes every num_programs-th tile of BM
            rows. The sum of dweight: one CTA per BC channels. All warps do the same work.
 On chip    whole rows [BM, BD] in float32 registers, with BD the power of 2 that holds the D channels; backward also the next
-           tile as it lies in memory, and the CTA's own sum of dweight, [BM, BD]. Rows so long that this does not fit are not
-           loaded ahead, and the CTA's sum is a row of ``partials``, which stays in the L2 cache.
+           tile as it lies in memory, and the CTA's own sum of dweight, [BM, BD]. The longest rows are not loaded ahead, and the
+           CTA's sum is a row of ``partials``, which stays in the L2 cache.
 Memory     forward reads x, the residual and the weight once, writes y and s once, and rstd, one float32 per row, if there is a
            buffer for it. Backward reads s, dy, ds and rstd once and the weight once per CTA, writes dx (and dresidual, if its
            dtype is another) once, and a row of partial sums of dweight per CTA, which another launch reads and adds.
@@ -112,33 +112,60 @@ def rms_norm_gradients_kernel(
 @triton.jit
 def long_rows_gradients_kernel(
     dy, dtotal, total, weight, rstd, dx, dresidual, partials, M, dy_stride, dtotal_stride, total_stride,
-    D: tl.constexpr, BD: tl.constexpr,
+    D: tl.constexpr, BD: tl.constexpr, KEEP: tl.constexpr,
 ):  # fmt: skip
-    """Do the same for long rows, one at a time: the CTA adds to its row of ``partials [CTAs, D]`` in memory."""
+    """Do the same for long rows, one at a time, with the weight and ``dtotal`` loaded late, since registers are full before.
+
+    With KEEP a CTA keeps its sum of dweight in registers and loads the next row ahead. Else it adds to its row of ``partials
+    [CTAs, D]`` in memory.
+    """
     c = tl.arange(0, BD)
     valid = c < D
     partial = partials + tl.program_id(0).to(tl.int64) * D + c if partials is not None else None
     m = tl.program_id(0).to(tl.int64)
-    for _ in range(tl.program_id(0), M, tl.num_programs(0)):
-        r = tl.load(rstd + m)
-        n = tl.load(total + m * total_stride + c, mask=valid, other=0.0).to(tl.float32) * r  # [BD]
-        g = tl.load(dy + m * dy_stride + c, mask=valid, other=0.0).to(tl.float32)
+    if KEEP:
+        s = tl.load(total + m * total_stride + c, mask=valid, other=0.0)
+        d = tl.load(dy + m * dy_stride + c, mask=valid, other=0.0)
         if partials is not None:
-            # Nothing is there before the first row. L1 is left to the weight.
-            before = tl.load(partial, mask=valid & (m >= tl.num_programs(0)), other=0.0, cache_modifier=".cg")
-            tl.store(partial, (before + g * n).to(partials.dtype.element_ty), mask=valid)
+            dweight = tl.zeros([BD], tl.float32)
+    for _ in range(tl.program_id(0), M, tl.num_programs(0)):
+        following = m + tl.num_programs(0)
+        ahead = tl.minimum(following, M - 1)  # a row that exists; the last one's is not used
+        r = tl.load(rstd + m)
+        if KEEP:
+            n, g = s.to(tl.float32) * r, d.to(tl.float32)  # [BD]; pyrefly: ignore[unbound-name]
+        else:
+            n = tl.load(total + m * total_stride + c, mask=valid, other=0.0).to(tl.float32) * r
+            g = tl.load(dy + m * dy_stride + c, mask=valid, other=0.0).to(tl.float32)
+        if partials is not None:
+            if KEEP:
+                dweight += g * n  # pyrefly: ignore[unbound-name]
+            else:
+                # Nothing is there before the first row. L1 is left to the weight.
+                before = tl.load(partial, mask=valid & (m >= tl.num_programs(0)), other=0.0, cache_modifier=".cg")
+                tl.store(partial, (before + g * n).to(partials.dtype.element_ty), mask=valid)
         if dx is not None or dresidual is not None:
             if weight is not None:
                 g *= tl.load(weight + c, mask=valid, other=0.0).to(tl.float32)
-            found = r * (g - n * (tl.sum(g * n, axis=0) * (1.0 / D)))
-            if dtotal is not None:  # loaded late, since registers are full before
+            mean = tl.sum(g * n, axis=0) * (1.0 / D)
+            if KEEP:
+                s = tl.load(total + ahead * total_stride + c, mask=valid, other=0.0)
+                d = tl.load(dy + ahead * dy_stride + c, mask=valid, other=0.0)
+            found = r * (g - n * mean)
+            if dtotal is not None:
                 found += tl.load(dtotal + m * dtotal_stride + c, mask=valid, other=0.0).to(tl.float32)
             if dx is not None:
                 tl.store(dx + m * D + c, found.to(dx.dtype.element_ty), mask=valid)
             if dresidual is not None:
                 tl.store(dresidual + m * D + c, found.to(dresidual.dtype.element_ty), mask=valid)
-        m += tl.num_programs(0)
-        tl.debug_barrier()  # the next row's loads of ``partial`` see this row's stores, whichever thread made them
+        elif KEEP:
+            s = tl.load(total + ahead * total_stride + c, mask=valid, other=0.0)
+            d = tl.load(dy + ahead * dy_stride + c, mask=valid, other=0.0)
+        m = following
+        if not KEEP:
+            tl.debug_barrier()  # the next row's loads of ``partial`` see this row's stores, whichever thread made them
+    if KEEP and partials is not None:
+        tl.store(partial, dweight.to(partials.dtype.element_ty), mask=valid)  # pyrefly: ignore[unbound-name]
 
 
 @triton.jit
