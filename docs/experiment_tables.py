@@ -32,6 +32,12 @@ EXPERIMENTS = {
         ("4x1024x32x64", "4x2048x32x64", "4x4096x32x64", "4x2048x16x128"),
         ("sequential", "pipelined", "hopper", "fla"),
     ),
+    "039-overlap": Experiment(
+        "nvidia-h100/039-overlap",
+        ("4x1024x32x64", "4x2048x32x64", "4x4096x32x64", "4x2048x16x128", "4x2048x16x128-head"),
+        ("sequential", "hopper_in_turns", "hopper"),
+        BOTH,
+    ),
     "040": Experiment(
         "nvidia-h200/040-linear-rnn",
         ("1x512", "4x512", "target", "8x2048", "16x512", "16x1024", "16x2048"),
@@ -41,6 +47,20 @@ EXPERIMENTS = {
         "nvidia-h200/058-projection-chain",
         ("8x4096x2048", "4x512x2048", "4x1024x2048", "4x2048x2048", "4x4096x2048"),
         ("unfused", "wide", "compiled", "wide_activated", "cluster_weight", "epilogue_persistent"),
+    ),
+    "058-input-h100": Experiment(
+        "nvidia-h100/058-projection-chain",
+        ("8x4096x2048", "4x512x2048", "4x1024x2048", "4x2048x2048", "4x4096x2048"),
+        ("unfused", "wide", "compiled", "wide_activated", "cluster_weight", "epilogue_persistent"),
+    ),
+    "058-output-h100": Experiment(
+        "nvidia-h100/058-output-chain", ("8x4096x2048",), ("unfused", "compiled", "norm_gate", "prologue"), BOTH
+    ),
+    "058-layer-h100": Experiment(
+        "nvidia-h100/058-gla-layer",
+        ("4x2048x2048", "8x4096x2048-fla"),
+        ("unfused", "compiled", "composed", "packed", "fla"),
+        BOTH,
     ),
     "058-output": Experiment(
         "nvidia-h200/058-output-chain", ("8x4096x2048",), ("unfused", "compiled", "norm_gate", "prologue"), BOTH
