@@ -348,9 +348,20 @@ def test_kernels_on_a_gpu(variant, name, device):
 
 @pytest.mark.gpu
 @each_own
-@pytest.mark.parametrize("sizes", [{"V": 64}, {"V": 100}, {"V": 128}, {"V": 256}, {"V": 128, "B": 1, "T": 1}])
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        *({"V": values} for values in (64, 100, 128, 256)),
+        {"V": 128, "B": 1, "T": 1},
+        {"V": 128, "B": 16, "T": 1, "H": 16, "D": 2048, "norm_weight": "none"},
+        {"V": 64, "B": 17, "T": 1, "gate": "activated", "bias": True},
+        {"V": 256, "B": 33, "T": 1, "gate": "none"},
+        {"V": 32, "B": 64, "T": 1, "H": 32, "D": 1024},
+    ],
+)
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 def test_products_of_usual_sizes_on_a_gpu(variant, sizes, dtype, device):
+    """Few rows in bfloat16 take a kernel of their own on Hopper."""
     case = OUTPUT_CHAIN.case(dtype, **{"B": 2, "T": 500, "H": 8, "D": 1000, **sizes})
     assert_ok(judge(OUTPUT_CHAIN, case, variant=variant, device=device, directions=BOTH), OUTPUT_CHAIN, case, variant)
 

@@ -40,12 +40,16 @@ struct Block {
   std::vector<Warp> warps;
   Barrier all, workers;  // of all threads, and of the consumer warps: the kernels' only named barrier
   bool delayed = false;
+  int begun = 0, ended = 0;  // threads
+  std::shared_ptr<Barrier> cluster;  // of all threads of the CTAs of its cluster
+  std::vector<Block*> members;  // the CTAs of its cluster
   IF_WATCHED(std::unique_ptr<races::Detector> watch;)
 };
 struct Fiber : Thread {
   bool done = false, begun = false;
   const Barrier* barrier = nullptr;  // the one at which it waits
   u32 generation;  // of that barrier, when it began to wait
+  u32 cluster_generation;  // of the barrier of the cluster, when it arrived there
   Block* block;
   jmp_buf at;  // where it continues
 };
@@ -114,7 +118,7 @@ static char* aligned(Block& block) {
 // The function that a fiber's stack begins with.
 static void trampoline() {
   body();
-  fiber().done = true;
+  fiber().done = true, ++fiber().block->ended;
   _longjmp(scheduler, 1);
 }
 
@@ -135,7 +139,7 @@ static void resume(Fiber& f, size_t number) {
   current = &f;
   if (_setjmp(scheduler)) return;
   if (f.begun) _longjmp(f.at, 1);
-  f.begun = true;
+  f.begun = true, ++f.block->begun;
   static ucontext_t context;
   getcontext(&context);
   context.uc_stack.ss_sp = stack_of(number), context.uc_stack.ss_size = STACK, context.uc_link = nullptr;
@@ -166,7 +170,9 @@ bool launch(const Launch& options, void (*what)()) {
   std::vector<Block> blocks(options.ctas);
   std::vector<Fiber> fibers(options.ctas * options.threads);
   for (int cta = 0; cta < options.ctas; ++cta) {
-    Block& block = blocks[cta];
+    Block &block = blocks[cta], &leader = blocks[cta / options.cluster * options.cluster];
+    block.cluster = &block == &leader ? std::make_shared<Barrier>() : leader.cluster;
+    for (int member = 0; member < options.cluster; ++member) block.members.push_back(&leader + member);
     block.shared.assign(options.shared_bytes + 1024, (char)0xFF);  // NaN, so that a read of memory that was not written shows
     block.warps.resize(options.threads / LANES);
     IF_WATCHED(block.watch.reset(new races::Detector(aligned(block), options.unwatched, options.barriers, options.threads));)
@@ -270,9 +276,36 @@ void tma_load_3d(void* to, const TensorMap* map, int c0, int c1, int c2, u64* ba
     }
   enqueue(to, box->data(), box->size(), bar, box, __builtin_return_address(0));
 }
+// Arrive at the barrier of the cluster, and wait until all its threads have.
+void cluster_arrive_relaxed() {
+  host::Fiber& f = host::fiber();
+  host::Barrier& m = *f.block->cluster;
+  f.cluster_generation = m.generation;
+  if (++m.arrived == (int)(f.block->members.size() * f.block->warps.size()) * host::LANES) m.arrived = 0, ++m.generation;
+}
+void cluster_wait() {
+  host::Fiber& f = host::fiber();
+  if (f.block->cluster->generation != f.cluster_generation) return;
+  f.barrier = f.block->cluster.get(), f.generation = f.cluster_generation;
+  host::yield();
+}
+void cluster_sync() {
+  syncthreads();  // tells the race detector, which knows one CTA
+  cluster_arrive_relaxed(), cluster_wait();
+}
 void trap() {
   ++host::traps;
   for (;;) host::yield();
+}
+// It lands like a bulk copy. The other CTA must run.
+void st_async(uint4* to, u32 rank, const uint4& v, u64* bar) {
+  host::Block &mine = *host::fiber().block, &there = *mine.members.at(rank);
+  if (!there.begun || there.ended) trap();
+  auto box = std::make_shared<std::vector<char>>((const char*)&v, (const char*)(&v + 1));
+  if (&there == &mine) return enqueue(to, box->data(), sizeof v, bar, box, __builtin_return_address(0));
+  auto moved = [&](void* at) { return host::aligned(there) + ((char*)at - host::aligned(mine)); };
+  memset(moved(to), 0xFF, sizeof v);
+  host::copies.push_back({moved(to), box->data(), sizeof v, (u64*)moved(bar), &there, box IF_WATCHED(, {})});
 }
 void syncwarp() { host::synchronize(host::warp().barrier, host::LANES); }
 void syncthreads() { host::synchronize(host::fiber().block->all, (int)host::fiber().block->warps.size() * host::LANES); }

@@ -31,11 +31,13 @@ void yield();                        // let other fibers run
 u64 exchange(u64 v, int mask);       // return the value of the lane whose number is this lane's ^ mask
 void multiply(float (&d)[4], const u32 (&operands)[6]);  // mma.m16n8k16 of a warp: four registers of A, then two of B
 // A launch: its grid; bytes of shared memory, of which the race detector checks those before offset `unwatched`; the number of mbarriers
-// at that offset; the seed of all delays; and the sweeps after which the launch counts as hanging.
+// at that offset; the seed of all delays; the sweeps after which the launch counts as hanging; and the CTAs of a cluster. The detector
+// does not see stores to the shared memory of another CTA.
 struct Launch {
   int ctas, threads, shared_bytes, unwatched, barriers;
   u32 seed;
   long long most_sweeps;
+  int cluster = 1;
 };
 bool launch(const Launch& of, void (*body)());  // body() is the kernel, with its arguments in variables of the library
 }  // namespace host
@@ -58,6 +60,11 @@ DEVICE bool mbarrier_test_wait(u64* bar, u32 phase) { return mbarrier_try_wait(b
 DEVICE u64 createpolicy_evict_first() { return 0; }
 DEVICE u64 createpolicy_evict_last() { return 0; }
 void cp_async_bulk(void* to, const void* from, u32 bytes, u64* bar, u64);
+DEVICE void cp_async_bulk(void* to, const void* from, u32 bytes, u64* bar) { cp_async_bulk(to, from, bytes, bar, 0); }
+void cluster_arrive_relaxed();
+void cluster_wait();
+void cluster_sync();
+void st_async(uint4* to, u32 rank, const uint4& v, u64* bar);
 // Tensor map of 16-bit elements in three dimensions, innermost first. Boxes of 64 columns have the 128-byte swizzle, those of 256 columns have
 // none. Strides are in bytes.
 struct TensorMap {

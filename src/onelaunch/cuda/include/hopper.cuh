@@ -68,6 +68,9 @@ __device__ __forceinline__ void cluster_sync() {
 __device__ __forceinline__ void cluster_sync_relaxed() {
   asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
 }
+// The same in two halves: arrive, go on, and wait later.
+__device__ __forceinline__ void cluster_arrive_relaxed() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
+__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 // Store to the same shared-memory address of another CTA of the cluster.
 __device__ __forceinline__ void st_shared_cluster_v4(u32 at, u32 rank, float a, float b, float c, float d) {
   asm volatile(

@@ -1,8 +1,8 @@
 // Hardware primitives of kernels that tests also run on a CPU, as thin wrappers with the names that CUDA or PTX give them.
 //
-// The decode kernels (decode/codegen/kernels) and the one-launch GLA layer (ops/gla_layer/kernels) include it before their other files.
-// These are plain C++ over clock64(), the functions below, and a few that hopper.cuh already gives (bar_sync, fence_mbarrier_init,
-// griddepcontrol_..., shared_address). tests/decode/host/machine.cuh implements all of them for a CPU, so that tests run the kernels' own
+// The decode kernels (decode/codegen/kernels), the one-launch GLA layer (ops/gla_layer/kernels) and the output projection of few rows
+// (ops/output_chain/kernels/few_rows.cu) include it before their other files. These are plain C++ over clock64(), the functions below, and
+// a few that hopper.cuh already gives (bar_sync, cluster_..., fence_mbarrier_init, griddepcontrol_..., shared_address). tests/decode/host/machine.cuh implements all of them for a CPU, so that tests run the kernels' own
 // source on a host. A primitive that is added here must be added there too.
 //
 // Memory orders: "relaxed" and "acquire"/"release" are those of the PTX memory model, at GPU scope. A relaxed access is atomic (each
@@ -73,6 +73,21 @@ DEVICE void cp_async_bulk(void* to, const void* from, u32 bytes, u64* bar, u64 p
                    shared_address(to)),
                "l"(from), "r"(bytes), "r"(shared_address(bar)), "l"(policy)
                : "memory");
+}
+// The same with the usual policy of L2.
+DEVICE void cp_async_bulk(void* to, const void* from, u32 bytes, u64* bar) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared_address(to)),
+               "l"(from), "r"(bytes), "r"(shared_address(bar))
+               : "memory");
+}
+// Store 16 bytes to the same shared-memory address of CTA `rank` of the cluster, which may be the own one. The store subtracts its bytes
+// from the transaction count of that CTA's mbarrier at the address of `bar` when it is visible there.
+DEVICE void st_async(uint4* to, u32 rank, const uint4& v, u64* bar) {
+  asm volatile(
+      "{\n.reg .b32 there, bar;\nmapa.shared::cluster.u32 there, %0, %2;\nmapa.shared::cluster.u32 bar, %1, %2;\n"
+      "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [there], {%3, %4, %5, %6}, [bar];\n}" ::"r"(shared_address(to)),
+      "r"(shared_address(bar)), "r"(rank), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
+      : "memory");
 }
 // Copy a box of a tensor of three dimensions by TMA, see tma_load_3d() of hopper.cuh.
 DEVICE void tma_load_3d(void* to, const TensorMap* map, int c0, int c1, int c2, u64* bar) {

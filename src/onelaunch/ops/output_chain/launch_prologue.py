@@ -17,6 +17,7 @@ from onelaunch.kernels.gemm.choice import LEAST_COLUMNS, columns_for, mma_of, mm
 from onelaunch.launch.launch import Launch
 from onelaunch.ops.output_chain.kernels.prologue import prologue_kernel
 from onelaunch.ops.output_chain.launch import Made, Operands
+from onelaunch.ops.output_chain.launch_few_rows import config_for, few_rows
 
 _HEAD = 4096
 """Number of elements of a head's tile, for h and for the gate each: 32 per thread with four warps."""
@@ -80,7 +81,13 @@ def _prologue_tiles(rows: int, columns: int, values: int, size: int, count: int,
 
 
 def prologue(given: Operands, w_out: torch.Tensor, bias: torch.Tensor | None, eps: float, *, keep: bool) -> Made:
-    """Launch the projection; return ``out [M, D]`` and, with ``keep``, rstd ``[M, H]`` float32."""
+    """Launch the projection; return ``out [M, D]`` and, with ``keep``, rstd ``[M, H]`` float32.
+
+    Few rows in bfloat16 take a kernel of their own on Hopper (``launch_few_rows.py``).
+    """
+    few = config_for(given, w_out, eps)
+    if few is not None:
+        return few_rows(few, given, w_out, bias, eps, keep=keep)
     h, w_out = inner_contiguous(given.h), inner_contiguous(w_out)
     gate = None if given.gate is None else inner_contiguous(given.gate)
     rows, columns = h.shape[0], w_out.shape[0]

@@ -15,7 +15,8 @@ Numerics   a is rounded to the dtype of the weights for the product. Products of
            once, BK = BV.
 Edges      rows beyond the end repeat the last one and are not stored; channels beyond the end of a head are zeros.
 Caller     ``prologue`` in launch_prologue.py launches it.
-Source     experiment 058; docs/notebook/output_chain.md: this form is slower than norm_gate at all measured sizes.
+Source     experiment 058; docs/notebook/output_chain.md: this form is slower than norm_gate at all measured sizes. few_rows.cu
+           takes its place where rows are few, on Hopper in bfloat16.
 """
 
 import triton

@@ -1,4 +1,6 @@
-"""Variants of ``output_chain`` in Triton: norm and gate in a kernel before PyTorch's product, and inside our own product.
+"""Variants of ``output_chain`` of our own: norm and gate in a kernel before PyTorch's product, and inside our own product.
+
+The kernels are in Triton; ``prologue`` has another one in CUDA C++ for few rows on Hopper.
 
 The dispatcher, studies and tests find registered variants by name. Tags: ``fuses`` names the steps that share a kernel. ``hands``
 names the intermediates that go through device memory (``a``, the normalized and gated heads), and ``keeps`` what is saved for the
@@ -101,7 +103,8 @@ def run_prologue(given: Operands, w_out: torch.Tensor, bias: torch.Tensor | None
 def prologue(call: OutputChainCall) -> Results:
     """Run one launch: a product that normalizes and gates every head as it loads it.
 
-    Every tile of columns repeats this work. The backward pass is that of ``norm_gate``.
+    Every tile of columns repeats this work. With at most 64 rows in bfloat16 on Hopper, CTAs of a cluster share it instead, and
+    do it while the weights are on their way. The backward pass is that of ``norm_gate``.
     """
     return compute(call, "prologue")
 
@@ -161,9 +164,15 @@ def every_form() -> Iterator[Example]:
 
 @prologue.examples
 def few_and_many_rows() -> Iterator[Example]:
-    """Yield calls to compile and inspect the kernel for: few and many rows, uneven and the largest heads, several forms."""
+    """Yield calls to compile and inspect the kernels for: few and many rows, uneven and the largest heads, several forms.
+
+    On Hopper, few rows in bfloat16 take a kernel of their own.
+    """
     for tokens, said in ((_FEW, "few"), (_MANY, "many")):
         yield Example(_case_of("bfloat16", 128, tokens), name=f"{said} rows")
+    yield Example(_case_of("float16", 128, _FEW), name="few rows, float16")
+    slabs = output_chain.case("bfloat16", B=64, T=1, H=8, V=256, D=2048, norm_weight="float32", bias=True)
+    yield Example(slabs, "forward_backward", name="64 rows, heads of 256, rstd kept")
     for values in (100, _LARGEST_MULTIPLIED_HEAD):
         yield Example(_case_of("float16", values), "forward_backward", name=f"heads of {values}, rstd kept")
     for said in ("bias", "activated", "bare"):

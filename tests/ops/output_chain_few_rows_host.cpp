@@ -1,0 +1,17 @@
+// Entry point of a shared library that runs output_chain's kernel for few rows on the emulated GPU (tests/decode/host).
+//
+// build() of output_chain_few_rows_host.py puts this file, the kernel's source and header, and the host's machine.cuh in place of the
+// GPU's into one folder, compiles it there, and links machine.cpp, and races.cpp if the library is watched.
+#define ON_HOST
+#include "few_rows.cu"
+
+static Arguments arguments;
+static void body() { run_few_rows(arguments); }
+
+// Launch `ctas` CTAs with the pointers p in the order of `output_chain_few_rows` in few_rows.cu. Return whether the launch ended.
+EXPORTED int run(void** p, int rows, int columns, long long h_pitch, long long gate_pitch, long long weight_pitch, float eps, int ctas,
+                 int shared_bytes, unsigned seed, long long sweeps) {
+  arguments = {(const u16*)p[0], (const u16*)p[1], p[2],   (const u16*)p[3], (const u16*)p[4], (u16*)p[5],   (float*)p[6],
+               rows,             columns,          h_pitch, gate_pitch,      weight_pitch,     eps};
+  return host::launch({ctas, THREADS, shared_bytes, FULL_AT, CHUNKS + 1, seed, sweeps, CLUSTER}, body);
+}

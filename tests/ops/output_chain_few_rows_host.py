@@ -1,0 +1,101 @@
+"""The kernel of ``output_chain`` for few rows, compiled for the CPU and linked with the emulated GPU.
+
+The emulated GPU is that of ``tests/decode/host``. :func:`use_host` lets the launches that ``launch_few_rows.py`` makes run so.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from onelaunch.device.architectures import HOPPER_SHARED_BYTES
+from onelaunch.ops.output_chain import configure_few_rows, launch_few_rows
+from tests.decode.host_machine import HERE, LINKER, compile_to, found_races, key_of, machine
+
+
+def build(
+    config: configure_few_rows.FewRowsConfig, folder: Path, *, watched: bool = False, change: tuple[str, str] | None = None
+) -> Path:
+    """Compile the kernel of a configuration into a shared library, once per content, and return the library's path.
+
+    ``change`` is a string that occurs exactly once in the kernel's source, and its replacement.
+    """
+    code = configure_few_rows.source_of(config)
+    text = code.text
+    if change:
+        assert text.count(change[0]) == 1
+        text = text.replace(*change)
+    files = {**dict(code.headers), "few_rows.cu": text, "machine.cuh": (HERE / "machine.cuh").read_text()}
+    files["run.cpp"] = Path(__file__).with_suffix(".cpp").read_text()
+    pieces = [machine(name, folder, watched=watched) for name in ("machine.cpp", "races.cpp")[: 1 + watched]]
+    told = ["-O1", "-g1", "-fsanitize=thread"] if watched else ["-O1"]
+    library = folder / f"few-rows-{key_of(files, [piece.name for piece in pieces], told)}.so"
+    if not library.exists():
+        with tempfile.TemporaryDirectory(dir=folder) as work:
+            for name, content in files.items():
+                (Path(work) / name).write_text(content)
+            piece, whole = Path(work) / "run.o", Path(work) / library.name
+            compile_to(piece, "-c", *told, f"-I{work}", Path(work) / "run.cpp")
+            compile_to(whole, "-shared", *LINKER, piece, *pieces)
+            whole.replace(library)
+    return library
+
+
+class HostLaunch:
+    """Stand-in for ``CudaLaunch`` that runs the kernel on the CPU.
+
+    Attributes:
+        options: Arguments of :func:`build`.
+        seed: Seed of the delays of CTAs, warps and copies.
+        launched: Configurations of the launches.
+        races: Races that watched launches have found.
+        strict: Flag that a launch must end.
+        sweeps: Sweeps of the emulated scheduler over all threads after which a launch counts as hanging.
+    """
+
+    folder: Path
+    options: dict[str, Any]
+    seed, strict, sweeps = 1, True, 1_000_000
+    launched: list[configure_few_rows.FewRowsConfig]
+    races: list[str]
+
+    def __init__(
+        self, config: configure_few_rows.FewRowsConfig, device: torch.device, grid: tuple[int, int, int], *arguments: Any
+    ):
+        assert device.type == "cpu"
+        self.config, self.ctas, self.arguments = config, grid[0], arguments
+
+    def run(self) -> None:
+        """Launch, and require that the launch ended, if ``strict``."""
+        host, binary = type(self), build(self.config, self.folder, **self.options)
+        kernel = ctypes.CDLL(str(binary))
+        tensors, (rows, columns, *pitches, eps) = self.arguments[:7], self.arguments[7:]
+        pointers = (ctypes.c_void_p * len(tensors))(*(None if each is None else each.data_ptr() for each in tensors))
+        long = ctypes.c_longlong
+        ended = kernel.run(
+            pointers, rows, columns, *map(long, pitches), ctypes.c_float(eps), self.ctas, self.config.shared_bytes, host.seed,
+            long(host.sweeps),
+        )  # fmt: skip
+        assert ended or not host.strict, "the launch did not end"
+        host.launched.append(self.config)
+        if self.options.get("watched"):
+            host.races += found_races(kernel, binary)
+
+
+def use_host(monkeypatch: Any, folder: Path, sms: int, **options: Any) -> type[HostLaunch]:
+    """Let ``launch_few_rows`` run its launches on the CPU, for a device with ``sms`` SMs; return the class of its launches."""
+    host = type("Launches", (HostLaunch,), {"folder": folder, "options": options, "launched": [], "races": []})
+    for name, value in {
+        "CudaLaunch": host,
+        "kernel_of": lambda config: config,
+        "processors": lambda device: sms,
+        "shared_bytes": lambda device: HOPPER_SHARED_BYTES,
+        "is_hopper": lambda device: True,
+    }.items():
+        monkeypatch.setattr(launch_few_rows, name, value)
+    monkeypatch.setattr(launch_few_rows.cuda, "missing", lambda: None)
+    return host
