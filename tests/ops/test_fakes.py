@@ -151,7 +151,10 @@ def test_fakes_equal_the_results_of_launches(name, every, monkeypatch):
         for grad in (False, True):
             for variant in able(operation, case, grad):
                 with record(ARCHITECTURE) as (device, _), torch.no_grad(), comparisons(module, monkeypatch) as compared:
-                    call = operation.bind(**operation.make_inputs(case, device, 0).arguments)
+                    reading = operation.make_inputs(case, device, 0)
+                    for name in reading.differentiable if grad else ():
+                        reading.arguments[name].requires_grad_()
+                    call = operation.bind(**reading.arguments)
                     if call.query().grad is not grad:
                         call = _differentiable(variant, call)
                     variant.run(call)

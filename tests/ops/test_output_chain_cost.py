@@ -42,15 +42,15 @@ def test_variants_add_intermediate_results_between_launches():
     assert OUTPUT_CHAIN.cost(case, prologue, "forward_backward").launches == 4
 
 
-def test_the_backward_pass_recomputes_its_operand_and_saves_one_number_per_head():
+def test_the_backward_pass_reads_the_products_operand_and_one_number_per_head():
     case = OUTPUT_CHAIN.case("bfloat16", **SIZES)
     least, rstd = OUTPUT_CHAIN.cost(case, None, "forward_backward").bytes, 4 * ROWS * 16
-    # All variants write and read da, the gradient of the product's operand. Those that save rstd recompute a as well.
+    # All variants write and read da, the gradient of the product's operand. "prologue" also writes a, and reads it.
     da, a = 2 * H, 2 * H
     prologue = OUTPUT_CHAIN.cost(case, OUTPUT_CHAIN.get("prologue"), "forward_backward").bytes
     assert prologue == least + da + a + 2 * rstd
     norm_gate = OUTPUT_CHAIN.cost(case, OUTPUT_CHAIN.get("norm_gate"), "forward_backward").bytes
-    assert norm_gate == prologue + 2 * H  # a of the forward pass
+    assert norm_gate == prologue + H  # a is written and read in the forward pass, and not written again
     unfused = OUTPUT_CHAIN.cost(case, OUTPUT_CHAIN.get("unfused"), "forward_backward").bytes
     # three intermediates in the forward pass, da, the three read again, and the gradients of two written and read
     assert unfused == least + 6 * H + da + 3 * H + 4 * H

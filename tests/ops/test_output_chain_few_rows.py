@@ -46,7 +46,7 @@ def launched(host: type[HostLaunch], given: dict[str, Any], eps: float = 1e-5) -
 
     before = len(host.launched)
     operands = Operands.of(given["h"], given["gate"], given["norm_weight"], given["activated"])
-    out, rstd = prologue(operands, given["w_out"], given.get("bias"), eps, keep=True)
+    out, rstd, _ = prologue(operands, given["w_out"], given.get("bias"), eps, keep=True)
     assert len(host.launched) == before + 1
     assert rstd is not None
     return out, rstd
@@ -54,14 +54,14 @@ def launched(host: type[HostLaunch], given: dict[str, Any], eps: float = 1e-5) -
 
 def expected(given: dict[str, Any], eps: float = 1e-5) -> dict[str, torch.Tensor]:
     """Return out and rstd by the definition in float64, but for the operand of the product, which is rounded to bfloat16."""
-    h, gate, norm_weight, w_out, bias = (
-        None if (value := given.get(name)) is None else value.double() for name in ("h", "gate", "norm_weight", "w_out", "bias")
-    )
+    wide = {name: value.double() for name, value in given.items() if isinstance(value, torch.Tensor)}
+    h = wide["h"]
     rstd = 1 / (h.square().mean(-1) + eps).sqrt()
-    a = h * rstd[..., None] * (1 if norm_weight is None else norm_weight)
-    if gate is not None:
+    a = h * rstd[..., None] * wide.get("norm_weight", 1)
+    if "gate" in wide:
+        gate = wide["gate"]
         a = a * (gate if given["activated"] else gate * torch.sigmoid(gate))
-    out = a.flatten(-2).bfloat16().double() @ w_out.mT + (0 if bias is None else bias)
+    out = a.flatten(-2).bfloat16().double() @ wide["w_out"].mT + wide.get("bias", 0)
     return {"out": out.flatten(0, 1), "rstd": rstd.flatten(0, 1)}
 
 

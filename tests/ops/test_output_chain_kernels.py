@@ -200,14 +200,18 @@ def test_nan_stays_in_its_row_or_column(variant):
 @pytest.mark.interpret
 @each_own
 @pytest.mark.parametrize("values", [20, 64])
-def test_one_number_per_head_is_saved_for_the_backward_pass(variant, values):
+def test_the_backward_pass_finds_one_number_per_head_and_the_operand_if_it_was_written(variant, values):
     given = made(V=values, T=35, D=150)
     arguments = {name: given[name] for name in (*TENSORS, "activated", "eps")}
-    out, rstd = run_forward(**arguments, keep=True, variant=variant)
+    out, rstd, a = run_forward(**arguments, keep=True, keep_a=variant == "norm_gate", variant=variant)
     assert rstd.shape == (70, 3)
     assert torch.allclose(rstd, (given["h"].square().mean(-1) + 1e-5).rsqrt().view(70, 3))
-    alone, nothing = run_forward(**arguments, keep=False, variant=variant)
-    assert nothing.numel() == 0
+    if variant == "norm_gate":
+        assert torch.equal(torch.nn.functional.linear(a, given["w_out"], given["bias"]).view(out.shape), out)
+    else:
+        assert a.numel() == 0
+    alone, *nothing = run_forward(**arguments, keep=False, keep_a=False, variant=variant)
+    assert not any(each.numel() for each in nothing)
     assert torch.equal(alone, out)
 
 
@@ -271,19 +275,30 @@ def test_a_gradient_of_h_that_leaves_float16_is_infinite_and_changes_no_other_ro
     assert torch.equal(dh, usual)
 
 
+# The launches of the backward pass, each with whether it recomputes the operand, by the tensors that take gradients
+BACKWARD_LAUNCHES = {
+    "norm_gate": {TENSORS: [False], ("h", "gate"): [False], ("w_out",): [], ("bias",): []},
+    "prologue": {TENSORS: [True], ("h", "gate"): [False], ("w_out",): [True], ("bias",): []},
+}
+
+
 @pytest.mark.interpret
-def test_the_backward_pass_recomputes_the_products_operand_once(monkeypatch):
+@pytest.mark.parametrize(("variant", "asking"), [(name, each) for name, found in BACKWARD_LAUNCHES.items() for each in found])
+def test_the_backward_pass_recomputes_only_an_operand_that_was_not_written(variant, asking, monkeypatch):
     from onelaunch.ops.output_chain import launch
 
-    calls = []
-    for name in ("norm_gate", "norm_gate_gradients"):
-        counted = getattr(launch, name)
-        monkeypatch.setattr(launch, name, lambda *a, counted=counted, name=name, **k: (calls.append(name), counted(*a, **k))[1])
-    given = made(grad=True)
-    out = output_chain(**given, variant="norm_gate")
-    assert calls == ["norm_gate"]
+    calls, counted = [], launch.norm_gate_gradients
+    monkeypatch.setattr(launch, "norm_gate_gradients", lambda *a, want_a: (calls.append(want_a), counted(*a, want_a=want_a))[1])
+    given = made()
+    for name in asking:
+        given[name].requires_grad_()
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: (saved.append(tensor), tensor)[1], lambda tensor: tensor):
+        out = output_chain(**given, variant=variant)
+    operands = [tensor for tensor in saved if tensor is not None and tensor.shape == (18, 60)]
+    assert len(operands) == (variant == "norm_gate" and "w_out" in asking)
     out.sum().backward()
-    assert calls == ["norm_gate", "norm_gate_gradients"]
+    assert calls == BACKWARD_LAUNCHES[variant][asking]
 
 
 @pytest.mark.interpret
@@ -294,12 +309,13 @@ def test_the_backward_pass_recomputes_the_products_operand_once(monkeypatch):
 def test_the_operators_keep_pytorchs_rules(variant, keep, options):
     given = made(grad=keep, dtype="float16" if options.get("norm_weight") == "float32" else "float32", **options)
     arguments = [given.get(name) for name in (*TENSORS, "activated", "eps")]
+    flags = (keep, keep and variant == "norm_gate", variant)
     forward = torch.ops.onelaunch.output_chain_forward.default
-    library.opcheck(forward, (*arguments, keep, variant), test_utils=UTILITIES)
+    library.opcheck(forward, (*arguments, *flags), test_utils=UTILITIES)
     if not keep:
         return
     detached = [each.detach() if isinstance(each, torch.Tensor) else each for each in arguments]
-    _, rstd = forward(*detached, keep, variant)
+    _, rstd, _ = forward(*detached, *flags)
     h, gate, norm_weight = detached[:3]
     backward = torch.ops.onelaunch.output_chain_gradients.default
     da = torch.randn(18, 60).to(h.dtype)

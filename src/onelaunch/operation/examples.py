@@ -41,7 +41,8 @@ def recorded_launches(variant: Variant, example: Example, architecture: str) -> 
     # PyTorch builds no autograd graph on a pretended device, so only the query says that gradients are wanted.
     with record(architecture) as (device, launches), torch.no_grad():
         reading = operation.make_inputs(example.case, device, 0)
-        for name in example.wants:  # the recorded backward pass reads which inputs require a gradient, see launch/operator.py
+        # The recorded backward pass reads which inputs require a gradient (launch/operator.py), and so may the call.
+        for name in example.wants or (reading.differentiable if grad else ()):
             reading.arguments[name].requires_grad_()
         call = operation.bind(**reading.arguments)
         variant.run(_differentiable(variant, call) if grad else call)

@@ -199,7 +199,7 @@ def run_forward(
     else:
         o, final = launch.forward(call, want_final=want_final)
     given = chain_launch.Operands.of(o, gate, norm_weight, activated=False)
-    out, rstd = chain.launches[plan.kernels.way_out](given, w_out, None, eps, _KEEP)
+    out, rstd, _ = chain.launches[plan.kernels.way_out](given, w_out, None, eps, _KEEP)
     assert rstd is not None  # noqa: S101 - _KEEP is set
     return out.view(x.shape), final, y, gk, o, rstd, states[0] if states else x.new_empty(0)
 

@@ -20,8 +20,8 @@ def cost(case: Case, variant: Variant | None, direction: Direction) -> Cost:
     At least, forward reads all tensors and writes the result; backward reads all tensors and dout and writes the gradients. A
     variant writes and reads the intermediates between its launches (tag ``hands``): ``norm``, the normalized heads; ``silu``,
     the activated gate; ``a``, their product, which without a gate is the normalized heads. Its backward pass writes and reads
-    da, and reads what products and gradients need. A variant that saves rstd (tag ``keeps``) recomputes ``a``, which is written
-    and read. Another reads all intermediates, and writes and reads the gradients of those before ``a``.
+    da, and reads what products and gradients need. A variant that saves rstd (tag ``keeps``) reads ``a``, and writes it before
+    unless it saves it too. Another reads all intermediates, and writes and reads the gradients of those before ``a``.
     """
     gate, norm_weight, bias = options_of(case)
     batch, length, heads, values, columns = (case.sizes[name] for name in output_chain.dimensions)
@@ -41,9 +41,11 @@ def cost(case: Case, variant: Variant | None, direction: Direction) -> Cost:
         if variant is not None:
             moved += 2 * passed  # da
             written += passed
-            if "rstd" in variant.tags.get("keeps", ()):
-                moved += 2 * passed + 2 * 4 * rows * heads
-                written += passed + 4 * rows * heads
+            keeps = variant.tags.get("keeps", ())
+            if "rstd" in keeps:
+                recomputed = 0 if "a" in keeps else passed
+                moved += passed + recomputed + 2 * 4 * rows * heads
+                written += recomputed + 4 * rows * heads
             else:
                 moved += passed * len(hands) + 2 * passed * (len(hands) - 1)
                 written += passed * (len(hands) - 1)

@@ -19,12 +19,17 @@ def forward(
     activated: bool,
     eps: float,
     keep: bool,
+    keep_a: bool,
     variant: str,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return empty tensors for out and rstd; all variants make the same ones."""
-    leading = h.shape[:-2]
-    rstd = (math.prod(leading), h.shape[-2]) if keep else (0,)
-    return h.new_empty(*leading, w_out.shape[0]), h.new_empty(rstd, dtype=torch.float32)
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return empty tensors for out, rstd and a; ``keep_a`` is set for variants alone that write a."""
+    *leading, heads, values = h.shape
+    rows = math.prod(leading)
+    return (
+        h.new_empty(*leading, w_out.shape[0]),
+        h.new_empty((rows, heads) if keep else (0,), dtype=torch.float32),
+        h.new_empty((rows, heads * values) if keep_a else (0,)),
+    )
 
 
 def gradients(

@@ -7,7 +7,7 @@ and that of ``gla_layer``. Both callers, and the launch in ``launch_prologue.py`
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 
@@ -45,8 +45,16 @@ class Operands(NamedTuple):
         return self.h.shape[1] // self.heads
 
 
-Made: TypeAlias = tuple[torch.Tensor, torch.Tensor | None]
-"""Results of a forward pass: ``out [M, D]``, and ``rstd [M, H]`` float32 or ``None`` if it is not saved."""
+class Made(NamedTuple):
+    """Results of a forward pass."""
+
+    out: torch.Tensor
+    """Result, ``[M, D]``."""
+    rstd: torch.Tensor | None
+    """Reciprocal root mean square of every head, ``[M, H]`` float32; ``None`` if it is not saved."""
+    a: torch.Tensor | None = None
+    """Operand of the output projection, ``[M, H * V]``; ``None`` if it was not written."""
+
 
 _ELEMENTS, GRADIENT_ELEMENTS = 2048, 2048
 """Number of elements of a CTA's tile, forward and backward: 8 per thread with eight warps.
@@ -157,7 +165,7 @@ class Gradients(NamedTuple):
 def norm_gate_gradients(
     da: torch.Tensor | None, given: Operands, rstd: torch.Tensor, *, want_a: bool, into: torch.Tensor | None = None
 ) -> Gradients:
-    """Recompute ``a``, and compute the gradients of all given tensors if there is a ``da [M, H * V]``.
+    """Compute the gradients of all given tensors if there is a ``da [M, H * V]``, and with ``want_a`` recompute ``a``.
 
     The gate's gradient is written to ``into``, ``[M, H * V]`` with any row pitch (such as columns of another matrix), or to a
     new tensor.

@@ -50,4 +50,4 @@ def few_rows(
         h, gate, weight, w_out, None if bias is None else bias.contiguous(), out, rstd, rows, columns,
         h.stride(0), 0 if gate is None else gate.stride(0), w_out.stride(0), eps,
     ).run()  # fmt: skip
-    return out, rstd
+    return Made(out, rstd)

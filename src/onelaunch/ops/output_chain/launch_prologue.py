@@ -102,4 +102,4 @@ def prologue(given: Operands, w_out: torch.Tensor, bias: torch.Tensor | None, ep
         h.stride(0), 0 if gate is None else gate.stride(0), w_out.stride(0), eps,
         mma=mma_with(h, mma_of(tiles.n)), PRECISION=precision_of(h), **flags, **tiles.options(),
     ).run()  # fmt: skip
-    return out, rstd
+    return Made(out, rstd)

@@ -1,7 +1,7 @@
 """RMSNorm of every head times the gate, and the gradients of both, each in one pass.
 
 Computes   a = h * rstd * norm_weight * act(gate), rstd = 1 / sqrt(mean(h^2) + eps) of every head. act is SiLU, or the identity
-           if the gate is activated already. Backward, from da: dh, dgate, dnorm_weight, and a again, which was not saved.
+           if the gate is activated already. Backward, from da: dh, dgate, dnorm_weight, and a again if it was not saved.
            With x = h * rstd and f = act(gate) * norm_weight:
              a = x f,  dh = rstd (da f - x mean(da x f)) with the mean over the head,  dgate = da x norm_weight act'(gate),
              dnorm_weight = sum of da x act(gate) over tokens and heads.
@@ -10,7 +10,7 @@ Grid       forward: one CTA per BM tokens and head. Backward: one CTA per ``step
 On chip    whole heads [BM, BV] in float32 registers, with BV the power of 2 that holds the V channels of a head; backward also
            the CTA's own sum of dnorm_weight, [BM, BV].
 Memory     forward reads h and the gate once, writes a once, and rstd, one float32 per token and head, if there is a buffer for
-           it. Backward reads h, the gate, da and rstd once, writes dh, dgate and a once, and a row of partial sums of
+           it. Backward reads h, the gate, da and rstd once, writes dh, dgate and maybe a once, and a row of partial sums of
            dnorm_weight per CTA. If CTAs have few tiles, the one that ends last reads those rows and adds them in a fixed order,
            so the result does not depend on which CTA that is. Otherwise PyTorch adds them (MOST_STEPS_WITH_SUM in launch.py).
 Protocol   forward: CTAs do not exchange anything. Backward: when all warps of a CTA have stored its row (bar.sync), one thread

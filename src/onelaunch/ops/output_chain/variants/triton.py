@@ -4,8 +4,9 @@ The kernels are in Triton; ``prologue`` has another one in CUDA C++ for few rows
 
 The dispatcher, studies and tests find registered variants by name. Tags: ``fuses`` names the steps that share a kernel. ``hands``
 names the intermediates that go through device memory (``a``, the normalized and gated heads), and ``keeps`` what is saved for the
-backward pass in place of them (``rstd``, the reciprocal root mean square of every head); ``cost.py`` reads both. ``gemm`` says
-who makes the product. Other keywords are capabilities, which the class ``Capabilities`` of ``onelaunch.operation`` explains.
+backward pass in addition to inputs: ``rstd``, the reciprocal root mean square of every head, and ``a``, which a variant without
+it recomputes. ``cost.py`` reads both. ``gemm`` says who makes the product. Other keywords are capabilities, which the class
+``Capabilities`` of ``onelaunch.operation`` explains.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ def run_norm_gate(given: Operands, w_out: torch.Tensor, bias: torch.Tensor | Non
     from onelaunch.ops.output_chain import launch
 
     a, rstd = launch.norm_gate(given, eps, keep=keep)
-    return F.linear(a, w_out, bias), rstd
+    return launch.Made(F.linear(a, w_out, bias), rstd, a)
 
 
 @output_chain.variant(
@@ -53,16 +54,17 @@ def run_norm_gate(given: Operands, w_out: torch.Tensor, bias: torch.Tensor | Non
     backward_launches=3,
     fuses=("norm", "gate"),
     hands=("a",),
-    keeps=("rstd",),
+    keeps=("rstd", "a"),
     gemm="cublas",
 )
 def norm_gate(call: OutputChainCall) -> Results:
     """Run one kernel for norm and gate of all heads, and the product with PyTorch.
 
+    For the gradient of the output weight it saves the product's operand: H * V elements per token, as PyTorch's chain does.
     A bias adds one launch to the backward pass. With many tokens the gradient of the norm's weight adds one too, and another one
     where the weight has 16 bits.
     """
-    return compute(call, "norm_gate")
+    return compute(call, "norm_gate", writes_a=True)
 
 
 @norm_gate.supports
@@ -106,7 +108,7 @@ def prologue(call: OutputChainCall) -> Results:
     Every tile of columns repeats this work. With at most 64 rows in bfloat16 on Hopper, CTAs of a cluster share it instead, and
     do it while the weights are on their way. The backward pass is that of ``norm_gate``.
     """
-    return compute(call, "prologue")
+    return compute(call, "prologue", writes_a=False)
 
 
 prologue.supports(needs_triton)
@@ -155,7 +157,6 @@ def every_form() -> Iterator[Example]:
         yield Example(_case_of("bfloat16", 128, **_FORMS[said]), "forward_backward", name=f"{said}, rstd kept")
     bare = _case_of("bfloat16", 128, **_FORMS["bare"])
     yield Example(bare, "forward_backward", name="bare, gradient of h alone", wants=("h",))
-    yield Example(usual, "forward_backward", name="gradient of the output weight alone", wants=("w_out",))
     yield Example(usual, name="heads of 128")
     yield Example(bare, name="bare")
     for dtype, values in (("float16", 100), ("float32", _LARGEST_HEAD)):
@@ -166,8 +167,12 @@ def every_form() -> Iterator[Example]:
 def few_and_many_rows() -> Iterator[Example]:
     """Yield calls to compile and inspect the kernels for: few and many rows, uneven and the largest heads, several forms.
 
-    On Hopper, few rows in bfloat16 take a kernel of their own.
+    On Hopper, few rows in bfloat16 take a kernel of their own. Unlike ``norm_gate``'s, the launch of the backward pass writes the
+    product's operand.
     """
+    usual = _case_of("bfloat16", 128)
+    yield Example(usual, "forward_backward", name="heads of 128, rstd kept")
+    yield Example(usual, "forward_backward", name="gradient of the output weight alone", wants=("w_out",))
     for tokens, said in ((_FEW, "few"), (_MANY, "many")):
         yield Example(_case_of("bfloat16", 128, tokens), name=f"{said} rows")
     yield Example(_case_of("float16", 128, _FEW), name="few rows, float16")
