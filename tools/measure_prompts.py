@@ -6,7 +6,8 @@ For each model of :data:`MODELS`, with random weights, and each length the scrip
 device has finished: the median of several reads, each with new tokens and an empty cache that is made before. The capture of a
 size is measured apart, once. A length that no earlier read had shows whether a pass serves every length of its size. Peak memory
 is that of the device beside the weights, with all passes captured. With ``--packed`` the weights are the stream of the variant
-``streaming`` alone, as ``Model.from_pretrained`` loads them, and a prompt copies the matrices out of it.
+``streaming`` alone, as ``Model.from_pretrained`` loads them: launches op by op copy the matrices out of it, and passes of at most
+512 tokens multiply by it.
 
 The script is run by hand on an otherwise idle GPU.
 """

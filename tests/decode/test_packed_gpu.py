@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import threading
 
 import pytest
@@ -16,11 +17,14 @@ from onelaunch.decode.model.forward import prefill
 from onelaunch.decode.model.request import Request
 from onelaunch.decode.model.weights import elements
 from onelaunch.decode.plan.levels import plan_for
+from onelaunch.decode.plan.phases import PRODUCTS
+from onelaunch.decode.runtime import prompts
 from onelaunch.decode.runtime.engines import make_engine
 from onelaunch.decode.runtime.packed import packed_from
 from onelaunch.decode.runtime.prompts import PromptPasses
 from onelaunch.device.hardware import processors
 from tests.decode.plans import MODELS
+from tests.decode.products import by_matrix, operands
 from tools.measure_prompts import random_packed
 
 pytestmark = pytest.mark.gpu
@@ -55,10 +59,48 @@ def test_the_kernel_copies_every_matrix(model, level, device):
         assert torch.equal(rows, weights.lm_head[first : first + len(rows)])
 
 
+@pytest.mark.parametrize("level", ["streaming", "tagged_words"])
+@pytest.mark.parametrize("model", ["odd sizes", "half chunks", *LARGER])
+@torch.no_grad()
+def test_products_are_those_of_plain_matrices(model, level, device):
+    """Every matrix is multiplied by 2 to 512 tokens. Results are rounded once, and always have the same bits."""
+    weights, packed = packed_on(SIZES[model], device, level)
+    for op, tokens in itertools.product(PRODUCTS, (2, 17, 128, 130, 300, 512)):
+        layer = 0 if op == "lm_head" else weights.config.num_hidden_layers - 1
+        x, bias = operands(packed.products, op, tokens, weights.config.dtype, biased=op in ("qkv", "o"))
+        found, again = (packed.products.multiply(op, layer, x, bias) for _ in range(2))
+        expected = by_matrix(weights, op, layer, x, bias)
+        assert found.shape == expected.shape
+        assert (found - expected).norm() < 3e-3 * expected.norm()
+        assert torch.equal(found, again)
+
+
 @pytest.mark.parametrize("model", LARGER)
 @torch.no_grad()
-def test_prompts_and_texts_are_those_of_plain_weights(model, device):
-    """The results have the same bits: the heads of these models fit into the buffer in one piece."""
+def test_passes_by_the_stream_are_as_exact_as_those_by_plain_matrices(model, device):
+    weights, packed = packed_on(LARGER[model], device)
+    exact_weights = weights.map(torch.Tensor.double)
+    passes = PromptPasses(packed), PromptPasses(weights)
+    for count in (5, 17, 100, 130, 500, 512):
+        tokens = torch.arange(count, device=device)
+        exact, exact_cache = prefill(exact_weights, tokens, KVCache.empty(weights.config, count, device, torch.float64))
+        results, errors = [], []
+        for each, given in ((passes[0], packed), (passes[0], packed), (passes[0], packed), (passes[1], weights)):
+            logits, cache = each.prefill(given, tokens, KVCache.empty(weights.config, count, device), lambda: None)
+            results.append((logits, cache.keys[:, :, :count], cache.values[:, :, :count]))
+            pairs = zip(results[-1], (exact, exact_cache.keys[:, :, :count], exact_cache.values[:, :, :count]), strict=True)
+            errors.append([float((found.double() - want).norm() / want.norm()) for found, want in pairs])
+        assert all(torch.equal(*pair) for each in results[1:3] for pair in zip(results[0], each, strict=True)), (
+            "op by op, captured"
+        )
+        assert all(error < 1.5 * plain for error, plain in zip(errors[0], errors[3], strict=True))
+
+
+@pytest.mark.parametrize("model", LARGER)
+@torch.no_grad()
+def test_prompts_and_texts_are_those_of_plain_weights(model, device, monkeypatch):
+    """With copied matrices the results have the same bits: the heads of these models fit into the buffer in one piece."""
+    monkeypatch.setattr(prompts, "MOST_TOKENS", 0)
     weights, packed = packed_on(LARGER[model], device)
     assert len(list(packed.buffer.rows_of(weights.config.vocab_size))) == 1
     for count in (5, 130, 700):
@@ -82,7 +124,10 @@ def test_prompts_and_texts_are_those_of_plain_weights(model, device):
     assert list(engine.run(requests[2])) == list(engine.run(requests[3]))
 
 
-def test_streams_and_threads_share_the_buffer(device):
+@pytest.mark.parametrize("most", [0, 512])
+def test_streams_and_threads_share_the_buffer(device, monkeypatch, most):
+    """Each thread reads its prompts on a stream of its own, by copied matrices or by the weight stream itself."""
+    monkeypatch.setattr(prompts, "MOST_TOKENS", most)
     _, packed = packed_on(LARGER["whole chunks"], device)
     engine = make_engine(packed, "streaming")
     requests = [Request(tuple((7 * index + step) % 3000 for step in range(90 + 40 * index)), 4) for index in range(4)]

@@ -185,10 +185,13 @@ def project_qkv(
     q = F.linear(normed, layer.q_proj, layer.q_bias).view(shape)
     k = F.linear(normed, layer.k_proj, layer.k_bias).view(shape)
     v = F.linear(normed, layer.v_proj, layer.v_bias).view(shape)
-    q = upcast(q) if layer.q_norm is None else _unrounded_rms_norm(q, layer.q_norm, eps)
-    k = upcast(k) if layer.k_norm is None else _unrounded_rms_norm(k, layer.k_norm, eps)
-    q, k = (rotate(each, *rotary).to(v.dtype) for each in (q, k))
-    return q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1)
+    return normed_and_rotated(q, layer.q_norm, eps, rotary), normed_and_rotated(k, layer.k_norm, eps, rotary), v.transpose(0, 1)
+
+
+def normed_and_rotated(heads: torch.Tensor, weight: torch.Tensor | None, eps: float, rotary: Rotation) -> torch.Tensor:
+    """Return projected queries or keys ``[T, N, D]``, normalized if there is a ``weight``, and rotated, as ``[N, T, D]``."""
+    normed = upcast(heads) if weight is None else _unrounded_rms_norm(heads, weight, eps)
+    return rotate(normed, *rotary).to(heads.dtype).transpose(0, 1)
 
 
 def attention(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:

@@ -155,7 +155,7 @@ class TorchEngine:
     def _ways(self, tokens: int) -> tuple[bool, bool]:
         """Return whether single steps read a prompt of ``tokens`` tokens sooner than PyTorch, else whether a pass may."""
         by_pass = self._passes is not None and self._captures() and self._passes.take(self.config, tokens)
-        unpacked = self.weights.unpacks
+        unpacked = self._passes.copies_matrices(self.weights, tokens) if by_pass and self._passes else self.weights.unpacks
         return tokens <= capabilities.prompt_steps(self._chosen(), self.config, captured=by_pass, unpacked=unpacked), by_pass
 
     def _captures(self) -> bool:

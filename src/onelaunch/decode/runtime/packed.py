@@ -1,8 +1,9 @@
 """Weights of a model that exist once on the device: as the stream that a kernel reads, and not in the layout of PyTorch.
 
-PyTorch's prefill needs plain matrices. :class:`PackedWeights` copies them out of the stream, layer by layer, into a buffer of the
-size of two layers, and the LM head in pieces. While products read one layer, the next one is copied on a stream beside them. So a
-prompt reads the same numbers, by the same products, as with plain weights. :func:`packed_from` packs a model tensor by tensor, by
+Short prompts are multiplied by the stream itself (``products.py``). PyTorch's prefill, which reads the others, needs plain
+matrices. :class:`PackedWeights` copies them out of the stream, layer by layer, into a buffer of the size of two layers, and the
+LM head in pieces. While products read one layer, the next one is copied on a stream beside them. So such a prompt reads the same
+numbers, by the same products, as with plain weights. :func:`packed_from` packs a model tensor by tensor, by
 way of the same buffer. ``Model.from_pretrained`` loads models for the megakernel's engines by :func:`load_packed`;
 ``decode/model/forward.py`` and ``kernels.py`` read them.
 """
@@ -24,8 +25,10 @@ from onelaunch.decode.model.weights import LayerWeights, ModelWeights, Reader, p
 from onelaunch.decode.plan.packing import BATCH_BYTES, Packer, Places, Stream, layout_of_stream, piece_bytes, stream_bytes
 from onelaunch.decode.plan.phases import TILE, Op, Plan
 from onelaunch.decode.runtime.order import StreamOrder
+from onelaunch.decode.runtime.products import StreamProducts, tables_of, takes
 from onelaunch.decode.runtime.unpacking import Unpacker, other_rows
 from onelaunch.device.architectures import find_architecture
+from onelaunch.device.hardware import is_hopper
 from onelaunch.launch.build import Build, builds_of
 from onelaunch.launch.imitation import record
 
@@ -157,6 +160,8 @@ class PackedWeights(ModelWeights):
     """Buffer for the matrices of a layer."""
     unpacker: Unpacker
     """Functions that copy matrices from the stream to the buffer."""
+    products: StreamProducts | None = None
+    """Products that read the stream in place; ``None`` on other devices than Hopper GPUs, and if they do not take the plan."""
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return every tensor once, without the buffer."""
@@ -247,7 +252,10 @@ def packed_from(read: Reader, plan: Plan, device: torch.device) -> PackedWeights
             rows.copy_(read("untied_head", first, first + len(rows)))
             packer.put_head(first, rows)
     unpacker = Unpacker(plan, packer.stream, packer.places, other_rows(config, device))
-    return PackedWeights(config, plan, embed_tokens, norm, packer.stream, tuple(layers), buffer, unpacker)
+    products = None
+    if device.type == "cuda" and is_hopper(device) and takes(plan):
+        products = StreamProducts(packer.stream, tables_of(plan, packer.places))
+    return PackedWeights(config, plan, embed_tokens, norm, packer.stream, tuple(layers), buffer, unpacker, products)
 
 
 def builds_of_copies(plan: Plan, architecture: str) -> list[Build]:

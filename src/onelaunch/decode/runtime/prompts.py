@@ -28,8 +28,12 @@ from onelaunch.decode.model.cache import KVCache
 from onelaunch.decode.model.config import ModelConfig
 from onelaunch.decode.model.forward import Rotation, embed, logits_of, plain_add_and_norm, run_layers
 from onelaunch.decode.model.weights import ModelWeights, elements
+from onelaunch.decode.plan.packing import as_operands
 from onelaunch.decode.runtime.graphs import CaptureSite, capture_on_new_stream
 from onelaunch.decode.runtime.models import MODELS
+from onelaunch.decode.runtime.packed import PackedWeights
+from onelaunch.decode.runtime.packed_prompts import logits_by_stream, run_layers_by_stream
+from onelaunch.decode.runtime.products import StreamProducts
 from onelaunch.errors import FallbackNotice
 
 SIZES = (16, 32, 48, 64, 96, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024, 1280, 1536, 1792, 2048)
@@ -47,6 +51,12 @@ _CAPACITIES = (512, 2048)
 _NEVER = -(1 << 62)
 """Count of prompts that marks a size whose pass did not fit into memory, so that it is never captured again."""
 
+MOST_TOKENS = 512
+"""Most tokens of a pass that multiplies by a stream itself; longer ones copy the matrices out of it and multiply with cuBLAS.
+
+By estimate, not measured: a copy takes the same time at any length, and cuBLAS is faster where products are the bound.
+"""
+
 _GRAPH_FLOPS, _GRAPH_BYTES = 1.2e12, 8e9
 """Most FLOPs and bytes of weights of one graph: about 3 ms of a Hopper GPU each, by estimate. A graph has at least one layer."""
 
@@ -55,7 +65,7 @@ class _Between(NamedTuple):
     """Results of a graph of a pass that the next graph reads."""
 
     hidden: torch.Tensor
-    """Residual stream ``[size, H]``."""
+    """Residual stream ``[size, H]``, its channels in the order of operands if the pass multiplies by the stream itself."""
     rotations: list[Rotation]
     """Rotations of each layer."""
 
@@ -82,7 +92,7 @@ class CapturedPass:
             tokens, last = (torch.zeros(count, dtype=torch.int64, device=weights.device) for count in (size, 1))
         between: _Between | None = None
         logits, replays = tokens.new_empty(0), []
-        for layers in graphs_of(weights.config, size, unpacked=weights.unpacks):
+        for layers in graphs_of(weights.config, size, unpacked=_copies_matrices(weights, size)):
             step = functools.partial(_run_part, weights, tokens, last, cache, between, layers, None)
             graph, (between, logits) = capture_on_new_stream(step, weights.device, warm_up=True, site=site)
             replays.append(graph.replay)
@@ -136,11 +146,26 @@ def _run_part(
     :func:`onelaunch.decode.model.forward.prefill`; a capture has none.
     """
     hidden, rotations = between or embed(weights, tokens, 0)
-    hidden = run_layers(weights, hidden, rotations, cache, layers, add_and_norm=_add_and_norm, pace=pace)
+    if (products := _products_of(weights, len(tokens))) is not None:
+        hidden = hidden if between else as_operands(hidden)
+        hidden = run_layers_by_stream(weights, products, hidden, rotations, cache, layers, _add_and_norm, pace)
+    else:
+        hidden = run_layers(weights, hidden, rotations, cache, layers, add_and_norm=_add_and_norm, pace=pace)
     logits = hidden.new_empty(0)
     if layers.stop == weights.config.num_hidden_layers:
-        logits = logits_of(weights, hidden.index_select(0, last))[0]
+        newest = hidden.index_select(0, last)
+        logits = (logits_of(weights, newest) if products is None else logits_by_stream(weights, products, newest))[0]
     return _Between(hidden, rotations), logits
+
+
+def _products_of(weights: ModelWeights, size: int) -> StreamProducts | None:
+    """Return the products with a model's stream that a pass for ``size`` tokens makes, or ``None`` if it takes plain matrices."""
+    return weights.products if isinstance(weights, PackedWeights) and size <= MOST_TOKENS else None
+
+
+def _copies_matrices(weights: ModelWeights, size: int) -> bool:
+    """Return whether a pass for ``size`` tokens copies the matrices out of a stream."""
+    return weights.unpacks and _products_of(weights, size) is None
 
 
 def _add_and_norm(
@@ -198,6 +223,12 @@ class PromptPasses:
         """Return whether passes prefill prompts of ``tokens`` tokens. It depends on nothing that was prefilled before."""
         capturing = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
         return not capturing and size_of(config, tokens) is not None
+
+    def copies_matrices(self, weights: ModelWeights, tokens: int) -> bool:
+        """Return whether the pass for a prompt of ``tokens`` tokens, for which :meth:`take` returns ``True``, copies matrices."""
+        size = size_of(weights.config, tokens)
+        assert size is not None  # noqa: S101 - `take` was asked
+        return _copies_matrices(weights, size)
 
     def prefill(
         self, weights: ModelWeights, prompt: torch.Tensor, cache: KVCache, pace: Callable[[], None]

@@ -24,6 +24,7 @@ from onelaunch.decode.plan.levels import LEVELS, plan_for, unsupported
 from onelaunch.decode.plan.packing import packing_bytes, stream_bytes
 from onelaunch.decode.runtime.engines import KernelEngine
 from onelaunch.decode.runtime.packed import builds_of_copies, packed_bytes
+from onelaunch.decode.runtime.products import builds_of_products, takes
 from onelaunch.decode.step.contract import DecodeCall, Results, decode_step
 from onelaunch.device.architectures import find_architecture
 from onelaunch.device.hardware import processors
@@ -179,7 +180,9 @@ def builds(level: str, architecture: str) -> list[Build]:
         for phase, kernel in kernels_of(plan).items():
             found.append(build_of_kernel(kernel, f"{name}, {phase.name}" if phase else name))
         if level == "streaming":
-            found += [replace(build, name=f"{name}, {build.name}") for build in builds_of_copies(plan, architecture)]
+            copies = builds_of_copies(plan, architecture)
+            products = builds_of_products(plan, architecture) if takes(plan) else []
+            found += [replace(build, name=f"{name}, {build.name}") for build in copies + products]
     return found
 
 
