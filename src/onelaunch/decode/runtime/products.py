@@ -267,7 +267,9 @@ def _builds(tables: Mapping[Op, Table], dtype: torch.dtype, calls: Sequence[_Cal
             return torch.empty(shape, dtype=dtype, device=device)
 
         fakes = {
-            op: table._replace(**{name: empty(*getattr(table, name).shape, dtype=torch.int32) for name in ("sources", "starts")})
+            op: table._replace(
+                sources=empty(*table.sources.shape, dtype=torch.int32), starts=empty(*table.starts.shape, dtype=torch.int32)
+            )
             for op, table in tables.items()
         }
         data = empty(1)

@@ -133,7 +133,7 @@ def long_rows_gradients_kernel(
         ahead = tl.minimum(following, M - 1)  # a row that exists; the last one's is not used
         r = tl.load(rstd + m)
         if KEEP:
-            n, g = s.to(tl.float32) * r, d.to(tl.float32)  # [BD]; pyrefly: ignore[unbound-name]
+            n, g = s.to(tl.float32) * r, d.to(tl.float32)  # [BD]  # pyrefly: ignore[unbound-name]
         else:
             n = tl.load(total + m * total_stride + c, mask=valid, other=0.0).to(tl.float32) * r
             g = tl.load(dy + m * dy_stride + c, mask=valid, other=0.0).to(tl.float32)
