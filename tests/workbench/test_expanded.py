@@ -26,8 +26,9 @@ def swiglu(x, w_gate, w_up):
 
 
 def in_another_order(call):
-    """Sum the products of expanded rows from the last to the first, which is correct and rounds differently."""
-    return swiglu(*(each.flip(-1) if 0 in each.stride() else each for each in (call.x, call.w_gate, call.w_up)))
+    """Sum the products from the last to the first if rows are expanded, which is correct and rounds differently."""
+    given = (call.x, call.w_gate, call.w_up)
+    return swiglu(*(each.flip(-1) for each in given) if any(0 in each.stride() for each in given) else given)
 
 
 def one_element_late(call):

@@ -146,12 +146,24 @@ def norm_error(given: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) 
     """
     if not expected.numel():
         return 0.0
-    root = math.sqrt(expected.numel())
-    scale = float(torch.linalg.vector_norm(expected))
-    if scale / root < _negligible(dtype):
-        scale = root
-    error = float(torch.linalg.vector_norm(given - expected)) / scale
+    error = difference(given, expected) / scale_of(expected, dtype)
     return error if math.isfinite(error) else math.inf
+
+
+def difference(given: torch.Tensor, expected: torch.Tensor) -> float:
+    """Return ``||given - expected||`` of float64 tensors, or infinity if an element is not finite."""
+    norm = float(torch.linalg.vector_norm(given - expected))
+    return norm if math.isfinite(norm) else math.inf
+
+
+def scale_of(expected: torch.Tensor, dtype: torch.dtype) -> float:
+    """Return the norm of a float64 tensor that has elements, in which :func:`norm_error` gives errors.
+
+    It is the square root of the number of elements if all are zero, or too small for ``dtype`` to represent.
+    """
+    root = math.sqrt(expected.numel())
+    norm = float(torch.linalg.vector_norm(expected))
+    return root if norm / root < _negligible(dtype) else norm
 
 
 def _negligible(dtype: torch.dtype) -> float:

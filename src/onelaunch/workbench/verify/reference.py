@@ -8,7 +8,7 @@ that judge outputs, and the timing in ``measure``, are given its :class:`Referen
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,7 +19,16 @@ from onelaunch.moved import renamed
 from onelaunch.operation import Case, Control, Direction, Operation, StatedErrors, Variant
 from onelaunch.operation.accuracy import stated_error
 from onelaunch.workbench.result import ComponentError
-from onelaunch.workbench.verify.bounds import SLACK, Bound, bound_of, errors_by_position, largest_error, norm_error
+from onelaunch.workbench.verify.bounds import (
+    SLACK,
+    Bound,
+    bound_of,
+    difference,
+    errors_by_position,
+    largest_error,
+    norm_error,
+    scale_of,
+)
 from onelaunch.workbench.verify.calls import Candidate, Inputs, OutputTensors, draw_gradients, make_inputs
 
 CAPS = {torch.float32: (1e-4, 1e-4), torch.float16: (5e-3, 1e-2), torch.bfloat16: (5e-3, 1e-2)}
@@ -33,6 +42,18 @@ _CAP_ALONE = "PyTorch's form of the operation could not run at this case, so tha
 
 # Names that were renamed; each still works, with a DeprecationWarning.
 __getattr__ = renamed(__name__, {"Truth": "Reference", "find_truth": "compute_reference", "yardstick": "pytorch_baseline"})
+
+
+@dataclass
+class Rounded:
+    """Errors that plain PyTorch makes at contents other than those of a reference."""
+
+    errors: dict[str, float] = field(default_factory=dict)
+    """Largest norm of the error by the name of the output or gradient."""
+    scales: dict[str, float] = field(default_factory=dict)
+    """Norm of the exact result at the first contents, by name."""
+    failure: str = ""
+    """Reason why not all contents were tried; empty if they were."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +75,11 @@ class Reference:
     """Strides of the results of the PyTorch baseline by name; empty if it could not run."""
     notes: tuple[str, ...] = ()
     """Limits of every verdict on this case, in sentences."""
+    rounded: dict[str | None, Rounded] = field(default_factory=dict, compare=False)
+    """Errors of the PyTorch baseline for expanded inputs, by the input that is expanded alone, or ``None`` for all together.
+
+    ``repeated.py`` adds them when the first candidate needs them, for those that follow.
+    """
 
     @property
     def nbytes(self) -> int:
@@ -222,23 +248,34 @@ def _visible(exact: OutputTensors, plain: OutputTensors | None) -> OutputTensors
     return {name: exact[name] for name in (plain or exact) if exact.get(name) is not None}
 
 
-def baseline_errors(operation: Operation[..., Any], forms: Sequence[Inputs]) -> dict[str, tuple[float, float]]:
-    """Return the largest norm-wise error of the PyTorch baseline by output or gradient, and the norm of what the oracle returns.
+def oracle_results(operation: Operation[..., Any], inputs: Inputs) -> OutputTensors:
+    """Return the outputs and gradients of the oracle for the upcast inputs, in float64."""
+    return _oracle(operation, None)(upcast(inputs))
 
-    An output is left out that one of the two lacks. All are if the baseline cannot run.
+
+def baseline_differences(
+    operation: Operation[..., Any], inputs: Inputs, expected: OutputTensors
+) -> dict[str, tuple[float, float]]:
+    """Return by output or gradient the norm of the PyTorch baseline's error, and the scale in which it would be judged.
+
+    Neither is divided by the other, since the result may be zero but for roundings. The scale is that of ``scale_of``. An output
+    is left out that one of the two lacks; all are if the operation has no baseline.
 
     Args:
         operation: Operation to compute.
-        forms: Inputs of equal contents, such as views and contiguous copies.
+        inputs: Inputs to call the baseline with.
+        expected: What the oracle returns for inputs of the same contents.
+
+    Raises:
+        OneLaunchError: The baseline cannot run this call.
+        RuntimeError: PyTorch failed, for instance for lack of memory.
     """
-    exact = _oracle(operation, None)(upcast(forms[0]))
+    baseline = _baseline(operation, None)
     found: dict[str, tuple[float, float]] = {}
-    for inputs in forms:
-        for name, value in (_baseline_outputs(operation, None, inputs) or {}).items():
-            expected = exact.get(name)
-            if value is not None and expected is not None and expected.shape == value.shape:
-                error, norm = norm_error(value.double(), expected, value.dtype), float(torch.linalg.vector_norm(expected))
-                found[name] = max(found.get(name, (0.0, norm)), (error, norm))
+    for name, value in ({} if baseline is None else baseline(inputs)).items():
+        exact = expected.get(name)
+        if value is not None and exact is not None and exact.shape == value.shape and exact.numel():
+            found[name] = difference(value.double(), exact), scale_of(exact, value.dtype)
     return found
 
 

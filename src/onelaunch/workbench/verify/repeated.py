@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 
-from onelaunch.errors import VariantResultError
+from onelaunch.errors import OneLaunchError, VariantResultError
 from onelaunch.operation import AUTO, Case, Direction, Operation
 from onelaunch.wording import in_a_line
 from onelaunch.workbench.result import Verdict
-from onelaunch.workbench.verify.bounds import SLACK, norm_error
+from onelaunch.workbench.verify.bounds import SLACK, norm_error, scale_of
 from onelaunch.workbench.verify.calls import Candidate, Inputs, OutputTensors, duplicate
 from onelaunch.workbench.verify.examine import (
     Findings,
@@ -31,9 +31,9 @@ from onelaunch.workbench.verify.examine import (
 )
 from onelaunch.workbench.verify.gate import Judge, with_tolerances
 from onelaunch.workbench.verify.memory import odd_results, reused
-from onelaunch.workbench.verify.reference import Reference, baseline_errors
+from onelaunch.workbench.verify.reference import Reference, Rounded, baseline_differences, oracle_results
 from onelaunch.workbench.verify.switches import unchanged_switches
-from onelaunch.workbench.verify.views import expanded, moved, slices
+from onelaunch.workbench.verify.views import expandable, expanded, moved, slices
 
 CALLS = 20
 """Number of calls with equal inputs.
@@ -161,7 +161,11 @@ def _examine_direction(
     for bundles in (True, False) if bundles_of(inputs) else (False,):
         if check_slices(candidate, reference, slices(inputs, _ODD, bundles=bundles), found, finish):
             break
-    _check_expanded(operation, candidate, reference, inputs, found, finish)
+    names = expandable(inputs)
+    for only in (None, *(names if len(names) > 1 else ())):
+        _check_expanded(operation, candidate, reference, found, finish, only)
+        if found.problems:
+            break
     _check_gradients_one_by_one(candidate, reference, found, finish)
     if compiles:
         _check_compiled(candidate, reference, found, finish)
@@ -206,74 +210,105 @@ def _check_expanded(
     operation: Operation[..., Any],
     candidate: Candidate,
     reference: Reference,
-    inputs: Inputs,
     found: Findings,
     finish: Callable[[], None],
+    only: str | None = None,
 ) -> None:
     """Call with expanded inputs, and with contiguous inputs of the same contents, and compare the results.
 
+    With ``only``, one argument alone is expanded. Where all rows of all inputs are alike, a result may not depend on how an input
+    is read: if all channels of a head are equal, its norm takes away all that decays do. It does depend on it where the rows of
+    the other inputs differ.
+
     The results for contiguous inputs count as right, since the gate has judged such a call. Each of the two calls may have the
-    error that the reference allows, or the one that :func:`_tolerances_where_rows_are_alike` allows if that is larger.
+    error that the reference allows, or the one that :func:`_errors_where_rows_are_alike` returns if that is larger.
     """
-    given, expected = call_with_views(candidate, expanded(inputs), "expanded tensors", found)
+    given, expected = call_with_views(candidate, expanded(reference.inputs, only), "expanded tensors", found)
     if given is None or expected is None:
         return
     finish()
-    errors: dict[str, float] = {}
+    said = "With expanded inputs" if only is None else f"With {only} expanded"
+    suspects: dict[str, tuple[float, float]] = {}
     for name, value in expected.items():
         view = given.get(name)
         if value is None or view is None or name not in reference.allowed:
             if (value is None) != (view is None):
-                found.add(
-                    [f"With expanded inputs: {name} is {'missing' if view is None else 'there'}, unlike with contiguous ones."]
-                )
+                found.add([f"{said}: {name} is {'missing' if view is None else 'there'}, unlike with contiguous inputs."])
             continue
         error = norm_error(view.double(), value.double(), value.dtype) if view.shape == value.shape else math.inf
         if not error <= 2 * reference.allowed[name]:
-            errors[name] = error
-    alike = {}
-    if any(map(math.isfinite, errors.values())):
-        alike = _tolerances_where_rows_are_alike(operation, reference.inputs, found)
-    for name, error in errors.items():
-        allowed = 2 * max(reference.allowed[name], alike.get(name, 0.0))
+            suspects[name] = error, scale_of(value.double(), value.dtype) if value.numel() else 1.0
+    given = expected = None  # the memory may be needed to judge them
+    alike: dict[str, float] = {}
+    if any(math.isfinite(error) for error, _ in suspects.values()):
+        alike = _errors_where_rows_are_alike(operation, reference, only, found)
+    for name, (error, scale) in suspects.items():
+        allowed = 2 * max(reference.allowed[name], alike.get(name, 0.0) / scale)
         if not error <= allowed:
             against = "norm-wise, against contiguous inputs of the same contents"
-            found.add([f"With expanded inputs: {name} is off by {error:.2e}; {allowed:.2e} is allowed ({against})."])
+            found.add([f"{said}: {name} is off by {error:.2e}; {allowed:.2e} is allowed ({against})."])
 
 
-def _tolerances_where_rows_are_alike(operation: Operation[..., Any], inputs: Inputs, found: Findings) -> dict[str, float]:
-    """Return by name the norm-wise error that the result of a call with expanded inputs may have, if PyTorch's form can run.
+def _errors_where_rows_are_alike(
+    operation: Operation[..., Any], reference: Reference, only: str | None, found: Findings
+) -> dict[str, float]:
+    """Return by name the largest norm that the error of a call with expanded inputs may have.
 
     The tolerances of the reference hold for its own inputs, whose rows are independent. The rows of expanded inputs are all
-    alike, so that one sum that cancels by chance makes every element of a result small against the terms that it sums, and the
-    roundings of these terms large against the result. The rule is therefore that of the gate, at such contents: twice the error
-    of plain PyTorch in the same dtype, plus the slack. The error is the largest of calls with expanded inputs and with contiguous
-    ones, at these contents and at others that differ from them by the last bit of every number, where roundings are others: see
-    :data:`ROUNDINGS`. Contents count only if they leave the norm of the result as it is within a factor of 2, since one that
-    cancels less, or more, says nothing about this one.
+    alike, so that the terms of a sum may cancel, by chance or because they must: if all channels of a head are equal, its norm
+    takes away what the head has in common, and the gradients of queries, keys and decays are zero but for the norm's epsilon.
+    Roundings of the terms are then large against the result, or all that is left of it. They do not become smaller with it, so
+    errors are compared as they are, not as fractions of a result that says nothing about them. The rule is that of the gate, at
+    such contents: twice the error of plain PyTorch in the same dtype, plus the slack. The error is the largest of calls with
+    expanded inputs and with contiguous ones, at these contents and at others that differ from them by the last bit of every
+    number, where roundings are others: see :data:`ROUNDINGS`. Contents do not count if they make the exact result more than twice
+    as large as at first, or as PyTorch's first error, since more may be rounded there.
 
-    A wrong result stays apart from a rounded one, because both grow alike. If a result is a fraction c of its terms, roundings of
-    a relative size u make an error of about u / c of it, and terms from wrong places one of about 1 / c. No cap applies, since it
-    is one for results about as large as their terms. A result of zeros has the error 1, and is found where PyTorch's is below
-    a quarter.
+    If PyTorch's form cannot run, such as for lack of memory, the error is the largest that the reference allows to a result of
+    its own inputs, whose terms are about as large.
+
+    A wrong result stays apart from a rounded one: roundings of a relative size u make an error of about u of the terms that are
+    summed, and terms from wrong places one about as large as the terms. No cap applies, since it is one for results about as
+    large as their terms. A result of zeros in the place of one that is not small is found where PyTorch's error is below a
+    quarter of it.
 
     Args:
         operation: Operation that is computed.
-        inputs: Inputs before they are expanded; they stay as they are.
-        found: Findings, which get a note if there is too little memory.
+        reference: Reference whose inputs are expanded; they stay as they are.
+        only: Name of the argument that is expanded alone; ``None`` for all together.
+        found: Findings, which get a note if PyTorch's form cannot run.
     """
-    largest: dict[str, float] = {}
-    norms: dict[str, float] = {}
+    if only not in reference.rounded:
+        reference.rounded[only] = _rounded(operation, reference.inputs, only)
+    rounded = reference.rounded[only]
+    if rounded.failure:
+        found.note(f"PyTorch's own results for expanded tensors are not fully known, since it failed: {rounded.failure}")
+    return {
+        name: 2 * rounded.errors[name] + SLACK * rounded.scales[name]
+        if name in rounded.errors
+        else reference.allowed[name] * float(torch.linalg.vector_norm(expected))
+        for name, expected in reference.expected.items()
+        if expected is not None
+    }
+
+
+def _rounded(operation: Operation[..., Any], inputs: Inputs, only: str | None) -> Rounded:
+    """Return the errors of PyTorch's form for expanded inputs; see :func:`_errors_where_rows_are_alike`."""
+    rounded = Rounded()
+    most: dict[str, float] = {}
     try:
         for index in range(ROUNDINGS):
-            forms = expanded(inputs if index == 0 else moved(inputs, index))
-            for name, (error, norm) in baseline_errors(operation, forms).items():
-                usual = norms.setdefault(name, norm)
-                if math.isfinite(error) and usual / 2 <= norm <= 2 * usual:  # an overflow must not allow everything
-                    largest[name] = max(largest.get(name, 0.0), error)
-    except torch.OutOfMemoryError:
-        found.note("There is too little memory to find out how exact the results for expanded tensors can be.")
-    return {name: 2 * error + SLACK for name, error in largest.items()}
+            forms = expanded(inputs if index == 0 else moved(inputs, index), only)
+            exact = oracle_results(operation, forms[0])
+            for form in forms:
+                for name, (error, scale) in baseline_differences(operation, form, exact).items():
+                    rounded.scales.setdefault(name, scale)
+                    most.setdefault(name, 2 * max(scale, error if math.isfinite(error) else 0.0))
+                    if math.isfinite(error) and scale <= most[name]:  # an overflow must not allow everything
+                        rounded.errors[name] = max(rounded.errors.get(name, 0.0), error)
+    except (OneLaunchError, RuntimeError) as failure:
+        rounded.failure = in_a_line(failure)
+    return rounded
 
 
 def _check_gradients_one_by_one(candidate: Candidate, reference: Reference, found: Findings, finish: Callable[[], None]) -> None:

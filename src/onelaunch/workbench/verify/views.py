@@ -6,6 +6,7 @@ expanded inputs are determined.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -45,11 +46,22 @@ def slices(inputs: Inputs, pad: int = _PAD, *, bundles: bool = False) -> Inputs:
     return _with_views(inputs, cut, bundles=bundles)
 
 
-def expanded(inputs: Inputs) -> tuple[Inputs, Inputs]:
+def expandable(inputs: Inputs) -> tuple[str, ...]:
+    """Return the names of the arguments that :func:`expanded` expands: floating-point tensors of more than one row."""
+    tensors = ((name, value) for name, value in inputs.arguments.items() if isinstance(value, torch.Tensor))
+    return tuple(name for name, value in tensors if value.is_floating_point() and max(value.shape, default=0) > 1)
+
+
+def expanded(inputs: Inputs, only: str | None = None) -> tuple[Inputs, Inputs]:
     """Return inputs that are expanded along their first dimension of more than one entry, and contiguous ones of equal contents.
 
     All entries along that dimension equal the first one. Integers, such as offsets, are copied as they are. Bundles, whose parts
     belong together, are passed as they are.
+
+    Args:
+        inputs: Inputs whose contents are copied.
+        only: Name of the argument that is expanded alone, while everything else is copied as it is. By default all arguments and
+            incoming gradients are expanded.
     """
 
     def expand(tensor: torch.Tensor) -> torch.Tensor:
@@ -58,7 +70,7 @@ def expanded(inputs: Inputs) -> tuple[Inputs, Inputs]:
             return tensor.detach().clone()
         return tensor.detach().narrow(axis, 0, 1).clone().expand_as(tensor)
 
-    views = _with_views(inputs, expand, bundles=False)
+    views = _with_views(inputs, expand, bundles=False, only=only)
     return views, _with_views(views, lambda tensor: tensor.detach().contiguous().clone(), bundles=False)
 
 
@@ -86,16 +98,19 @@ def moved(inputs: Inputs, seed: int) -> Inputs:
     return _with_views(inputs, move, bundles=False)
 
 
-def _with_views(inputs: Inputs, view: Any, *, bundles: bool) -> Inputs:
-    """Return inputs with a function applied to each tensor, incoming gradients included."""
+def _with_views(
+    inputs: Inputs, view: Callable[[torch.Tensor], torch.Tensor], *, bundles: bool, only: str | None = None
+) -> Inputs:
+    """Return inputs with a function applied to each tensor, incoming gradients included, or to one argument alone."""
 
     def each(name: str, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
-            return view(value).requires_grad_(name in inputs.differentiable)
+            given = view(value) if only in (None, name) else value.detach().clone()
+            return given.requires_grad_(name in inputs.differentiable)
         if isinstance(value, Bundle):
             return value.map(view) if bundles else value
         return value
 
     arguments = {name: each(name, value) for name, value in inputs.arguments.items()}
-    gradients = {name: view(gradient) for name, gradient in inputs.output_gradients.items()}
+    gradients = {name: view(gradient) if only is None else gradient.clone() for name, gradient in inputs.output_gradients.items()}
     return Inputs(arguments, inputs.differentiable, gradients)
