@@ -281,12 +281,12 @@ def test_the_kernel_executes_the_barriers_of_its_plan(level, libraries):
     ("model", "tuning"),
     thorough_but(
         ("tied", Tuning(stages=2, flight=2)),
-        ("tied", Tuning(stages=3, flight=2, l2_chunks=3, pace_l2=0, kept_chunks=2, prefetch_cache=True)),
+        ("tied", Tuning(stages=3, flight=2, l2_chunks=3, pace_l2=0)),
         of=[
             *(("tied", Tuning(stages=stages, flight=2)) for stages in (2, 4, 5)),
             ("half chunks", Tuning(stages=1, flight=1)),
             ("half chunks", Tuning(stages=2, flight=2)),
-            ("tied", Tuning(stages=3, flight=2, l2_chunks=3, pace_l2=0, kept_chunks=2, prefetch_cache=True)),
+            ("tied", Tuning(stages=3, flight=2, l2_chunks=3, pace_l2=0)),
         ],
     ),
     ids=str,

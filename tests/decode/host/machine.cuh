@@ -58,7 +58,6 @@ void mbarrier_arrive(u64* bar);
 bool mbarrier_try_wait(u64* bar, u32 phase);
 DEVICE bool mbarrier_test_wait(u64* bar, u32 phase) { return mbarrier_try_wait(bar, phase) || (host::yield(), false); }
 DEVICE u64 createpolicy_evict_first() { return 0; }
-DEVICE u64 createpolicy_evict_last() { return 0; }
 void cp_async_bulk(void* to, const void* from, u32 bytes, u64* bar, u64);
 DEVICE void cp_async_bulk(void* to, const void* from, u32 bytes, u64* bar) { cp_async_bulk(to, from, bytes, bar, 0); }
 void cluster_arrive_relaxed();

@@ -60,12 +60,6 @@ DEVICE u64 createpolicy_evict_first() {
   asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
   return policy;
 }
-// L2 cache policy for data that is to stay there.
-DEVICE u64 createpolicy_evict_last() {
-  u64 policy;
-  asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
-  return policy;
-}
 // Copy `bytes` from global to shared memory; addresses and size are multiples of 16. One thread issues it, and the copy subtracts its
 // bytes from the transaction count of `bar` when it has landed.
 DEVICE void cp_async_bulk(void* to, const void* from, u32 bytes, u64* bar, u64 policy) {

@@ -71,7 +71,6 @@ def header(plan: Plan, tuning: Tuning) -> str:
         "FLIGHT_LOCAL": min(tuning.flight_local if plan.blocks else tuning.flight, layout.stages),
         "RADIX_PASSES": ROUNDS, "BINS": BINS, "PACE": (700 if plan.blocks else 800) if tuning.pace is None else tuning.pace,
         "L2_CHUNKS": tuning.l2_chunks if plan.streams else 0, "PACE_L2": tuning.pace_l2,
-        "KEPT_CHUNKS": tuning.kept_chunks,
     }  # fmt: skip
     # Plans without blocks do not run the code that uses these constants, but it must compile.
     blocks = plan.blocks or blocks_of(config, plan.query_splits)
@@ -94,7 +93,7 @@ def header(plan: Plan, tuning: Tuning) -> str:
         "CROSS_PHASE_PREFETCH": plan.streams, "LAUNCH_PER_PHASE": plan.separate,
         "FLAG_IN_DATA": any(buffer.tagged for buffer in plan.buffers),
         "ROPE_PHASE": "rope" in ops, "NORM_PHASE": "norm" in ops, "PROFILED": tuning.stamps,
-        "KV_THROUGH_RING": plan.kv_through_ring, "PREFETCH_CACHE": tuning.prefetch_cache, "SPLIT_K_O": plan.blocks is not None,
+        "KV_THROUGH_RING": plan.kv_through_ring, "SPLIT_K_O": plan.blocks is not None,
         "QK_NORM": config.qk_norm, "QKV_BIAS": config.attention_bias, "O_BIAS": config.attention_bias and config.output_bias,
         "SOME_UNROTATED": bool(config.unrotated_layers),
     }  # fmt: skip

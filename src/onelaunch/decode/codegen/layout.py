@@ -56,10 +56,6 @@ class Tuning:
     """Most chunks of weights that the producer prefetches into L2 while the ring is full, if it runs ahead across phases."""
     pace_l2: int = 350
     """Clock cycles between two bulk copies if the second is of a chunk that was prefetched into L2."""
-    kept_chunks: int = 0
-    """Number of each CTA's first chunks of weights that stay in L2 from token to token."""
-    prefetch_cache: bool = False
-    """Flag of keys and values that the producer prefetches into L2 one layer ahead, in plans that copy them through the ring."""
     stamps: bool = False
     """Flag of a kernel that writes profile markers: each CTA's clock when a phase's operand is staged and its results stored."""
 

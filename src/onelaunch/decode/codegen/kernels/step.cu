@@ -42,8 +42,7 @@
 // Pacing     in the layers of the megakernel, at most FLIGHT bulk copies are in flight, and a copy of weights begins at least PACE cycles
 //            after a copy of weights directly before it. While there is one KV split, FLIGHT_LOCAL are in flight, since CTAs then exchange
 //            no partial attention outputs (only with SPLIT_K_O; else equal to FLIGHT). HOLD cycles before a poll (parts.cuh). L2_CHUNKS
-//            and PACE_L2: chunks of weights that the producer prefetches into L2 while the ring is full. PREFETCH_CACHE: it also prefetches a
-//            layer's keys and values, one layer ahead. KEPT_CHUNKS: chunks of each CTA that stay in L2 (Producer).
+//            and PACE_L2: chunks of weights that the producer prefetches into L2 while the ring is full (Producer).
 // Flags      CROSS_PHASE_PREFETCH, KV_THROUGH_RING, LAUNCH_PER_PHASE, FLAG_IN_DATA, SPLIT_K_O, PROFILED; NORM_PHASE and ROPE_PHASE, if
 //            RMSNorm and RoPE are phases of their own.
 #include "machine.cuh"
@@ -124,9 +123,6 @@ DEVICE constexpr int chunks_of(int pieces) { return (pieces + CHUNK_PIECES - 1) 
 // stage: L2 extends the ring while all CTAs wait for each other's results. Copies of such chunks begin PACE_L2 cycles after the copy
 // before. The weights are those of a token: `chunks` chunks of `pieces` pieces in all, which begin at `from`. `chunk` is the number of
 // the next one to copy, and `ahead` that of the next one to prefetch, which may be of the next token.
-//
-// Weights are read once per token, and so evict themselves first from L2. The first KEPT_CHUNKS chunks of a CTA are kept there instead, so
-// that the next token reads them from L2.
 struct Producer {
   const Arguments& a;
   Shared& s;
@@ -135,7 +131,7 @@ struct Producer {
   Ring ring;
   int issued = 0, flight = FLIGHT, chunk = 0, ahead = 0;
   long long earliest = 0;
-  const u64 read_once = createpolicy_evict_first(), kept = KEPT_CHUNKS > 0 ? createpolicy_evict_last() : 0;
+  const u64 read_once = createpolicy_evict_first();
 
   DEVICE int bytes_of(int number) const {
     const int left = pieces - CHUNK_PIECES * number;
@@ -175,36 +171,21 @@ struct Producer {
     }
     return s.stages + ring.stage * CHUNK;
   }
-  DEVICE void copy(char* to, const void* from, int bytes, u64 policy) { cp_async_bulk(to, from, bytes, s.full + ring.stage, policy); }
+  DEVICE void copy(char* to, const void* from, int bytes) { cp_async_bulk(to, from, bytes, s.full + ring.stage, read_once); }
   DEVICE void advance() { ring.advance(), ++issued; }
 };
 // Copy the next chunk of weights.
 DEVICE void copy_weights(Producer& p, bool bounded) {
   const int bytes = p.bytes_of(p.chunk);
   if (char* to = p.acquire(bytes, bounded, p.chunk < p.ahead ? PACE_L2 : PACE))
-    p.copy(to, p.from + (long long)p.chunk * CHUNK, bytes, p.chunk < KEPT_CHUNKS ? p.kept : p.read_once), p.advance();
+    p.copy(to, p.from + (long long)p.chunk * CHUNK, bytes), p.advance();
   ++p.chunk;
-}
-// Call `each` with the key head, first position and number of positions of each chunk of earlier keys and values that the CTA's units read.
-template <class Each>
-DEVICE void for_chunks_of_cache(const int* assignments, int position, Each each) {
-  for (int unit = assignments[2 * ATTENTION]; unit < assignments[2 * ATTENTION + 1]; ++unit) {
-    const Span span(unit, position);
-    if (!span.active) continue;
-    for (int base = span.begin; base < span.cached; base += CHUNK_POSITIONS)
-      each(span.head, base, span.cached - base < CHUNK_POSITIONS ? span.cached - base : CHUNK_POSITIONS);
-  }
 }
 // Copy the keys and values of earlier positions for the CTA's units. Before the first layer's, wait until this CTA has completed the
 // previous token: the rows that any CTA wrote for it have then been acquired, and the proxy fence orders them before bulk copies.
-// With PREFETCH_CACHE, then prefetch the next layer's into L2. Attention waits for these copies, which queue behind weights if they come
-// from memory: by up to 5 us, measured on an H100.
 DEVICE void copy_cache(Producer& p, const int* assignments, int layer, int token, int position) {
-  const auto address = [&](int at_layer, int head, int base) {
-    return ((long long)(at_layer * KV_HEADS + head) * p.a.capacity + base) * HEAD_DIM;
-  };
   bool waited = layer > 0;
-  for_chunks_of_cache(assignments, position, [&](int head, int base, int positions) {
+  const auto copy = [&](int head, int base, int positions) {
     if (!waited) {
       spin_until(p.a, p.s, [&] { return *p.s.tokens_done >= token; });
       fence_proxy_async();
@@ -213,15 +194,14 @@ DEVICE void copy_cache(Producer& p, const int* assignments, int layer, int token
     const int bytes = 2 * HEAD_DIM * positions;
     char* to = p.acquire(2 * bytes, true, 0);
     if (!to) return;
-    p.copy(to, p.a.keys + address(layer, head, base), bytes, p.read_once);
-    p.copy(to + CHUNK / 2, p.a.values + address(layer, head, base), bytes, p.read_once), p.advance();
-  });
-  if constexpr (PREFETCH_CACHE) {
-    if (layer + 1 < LAYERS)
-      for_chunks_of_cache(assignments, position, [&](int head, int base, int positions) {
-        prefetch_l2(p.a.keys + address(layer + 1, head, base), 2 * HEAD_DIM * positions);
-        prefetch_l2(p.a.values + address(layer + 1, head, base), 2 * HEAD_DIM * positions);
-      });
+    const long long at = ((long long)(layer * KV_HEADS + head) * p.a.capacity + base) * HEAD_DIM;
+    p.copy(to, p.a.keys + at, bytes), p.copy(to + CHUNK / 2, p.a.values + at, bytes), p.advance();
+  };
+  for (int unit = assignments[2 * ATTENTION]; unit < assignments[2 * ATTENTION + 1]; ++unit) {
+    const Span span(unit, position);
+    if (!span.active) continue;
+    for (int base = span.begin; base < span.cached; base += CHUNK_POSITIONS)
+      copy(span.head, base, span.cached - base < CHUNK_POSITIONS ? span.cached - base : CHUNK_POSITIONS);
   }
 }
 // The producer thread: copy all weights of the CTA, in the order of their use, token after token.
