@@ -393,6 +393,7 @@ def test_rotated_sets_exceed_three_caches_unless_memory_is_short(monkeypatch):
     monkeypatch.setattr(rotation, "free_memory", lambda device: 40 << 20)
     assert count_sets(1 << 20, 1 << 20, device) == (5, False)  # a quarter of 40 MiB
     assert count_sets(1 << 30, 1 << 20, device) == (1, False)
+    assert count_sets(1 << 20, 1 << 20, device, candidates=4) == (2, False)  # each keeps outputs of its own
     assert count_sets(0, 0, device)[0] > 0
 
 

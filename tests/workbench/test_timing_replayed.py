@@ -10,6 +10,7 @@ that it does so in the order of a stream is left to the tests on a GPU. The hone
 from __future__ import annotations
 
 import contextlib
+import weakref
 
 import pytest
 import torch
@@ -105,6 +106,22 @@ def test_an_honest_variant_passes_in_every_regime(direction):
         judged = list(sampler.outputs(regime))
         assert 1 <= len(judged) <= rotation.JUDGED_CALLS
         assert all(judge_outputs(reference, outputs).ok for outputs in judged)
+
+
+def test_outputs_of_a_part_are_freed_before_other_candidates_take_theirs():
+    made = []
+
+    def watched(call):
+        outputs = parallel(call)
+        made.extend(weakref.ref(output) for output in outputs)
+        return outputs
+
+    sampler, _ = sampled(watched, samples=0)
+    parts = sampler.parts("eager")
+    made.clear()
+    next(parts)
+    assert made
+    assert not any(output() is not None for output in made)
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 from onelaunch.operation import Control, Loop
 from onelaunch.workbench.measure.contents import InputsChanged
+from onelaunch.workbench.measure.garbage import free_what_is_held_by
 from onelaunch.workbench.measure.outcomes import CandidateResult
 from onelaunch.workbench.measure.sampling import Sampler
 from onelaunch.workbench.result import OUTSIDE, Regime, Verdict
@@ -59,6 +60,9 @@ class Entry:
         else:
             self.result.status, self.result.reason = status_of(error)
         self.release()
+        if self.result.status == "out_of_memory":
+            # Or the candidates that follow would find no memory either.
+            free_what_is_held_by(error)
 
     def misses(self, verdict: Verdict, said: str = "") -> None:
         """Set the status after a verdict that fails: a peer outside the gate, which runs on, or incorrect.

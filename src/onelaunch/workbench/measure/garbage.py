@@ -1,12 +1,13 @@
-"""Collection of garbage between the cases of a run, which keeps the collections within a case short.
+"""Collection of garbage between the cases of a run, which keeps the collections within a case short, and after a lack of memory.
 
-``running.py`` calls :func:`collect_garbage` after each case.
+``running.py`` calls :func:`collect_garbage` after each case, and ``entry.py`` :func:`free_what_is_held_by`.
 """
 
 from __future__ import annotations
 
 import gc
 import sys
+import traceback
 
 import torch
 
@@ -22,3 +23,20 @@ def collect_garbage() -> None:
         torch.compiler.reset()
     gc.collect()
     gc.freeze()
+
+
+def free_what_is_held_by(error: BaseException) -> None:
+    """Free the memory of the calls that ended with an exception, and what PyTorch has cached, for those that follow.
+
+    The exception's traceback holds the local variables of these calls. Graphs of autograd hold each other, until they are
+    collected. A GPU's memory that a destroyed CUDA graph had is not returned before PyTorch's cache is emptied.
+    """
+    link: BaseException | None = error
+    seen: set[int] = set()
+    while link is not None and id(link) not in seen:
+        seen.add(id(link))
+        traceback.clear_frames(link.__traceback__)
+        link = link.__cause__ or link.__context__
+    gc.collect()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()

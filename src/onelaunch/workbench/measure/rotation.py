@@ -52,11 +52,14 @@ class Rotation:
     """Inputs of the same case from another seed; see :class:`~onelaunch.workbench.measure.contents.Contents`."""
     seed: int = 0
     """Seed of the changing contents and of the choice of the calls that are judged."""
+    short_of_memory: bool = False
+    """True if more sets would not fit into memory, although these exceed three last-level caches."""
     _next: int = field(default=0, init=False)
     _begun: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
         self.contents = Contents(self.reference.inputs, self.other, self.seed)
+        self.other = None  # contents keep what they need of it
 
     def begin(self) -> None:
         """Replace the judged contents of all sets by others, before the first candidate runs."""
@@ -95,10 +98,15 @@ class Rotation:
         """Number and size of the input sets, in a sentence for the result."""
         size = sum(one.nbytes for one in self.sets) / 2**20
         short = "" if self.full else f"; too few to exceed {CACHES:g} last-level caches"
-        return f"{len(self.sets)} input sets rotated, {size:.0f} MiB in all{short}"
+        if self.short_of_memory:
+            short = "; more would not fit into memory, so caches are flushed before samples"
+        sets = "1 input set" if len(self.sets) == 1 else f"{len(self.sets)} input sets"
+        return f"{sets} rotated, {size:.0f} MiB in all{short}"
 
 
-def rotate(reference: Reference, device: torch.device, other: Inputs | None = None, seed: int = 0) -> Rotation:
+def rotate(
+    reference: Reference, device: torch.device, other: Inputs | None = None, seed: int = 0, candidates: int = 1
+) -> Rotation:
     """Make enough input sets to exceed three last-level caches, as far as memory allows.
 
     Args:
@@ -106,13 +114,15 @@ def rotate(reference: Reference, device: torch.device, other: Inputs | None = No
         device: Device to run on.
         other: Inputs of the same case from another seed, which show by comparison which tensors are random.
         seed: Seed of the contents in between.
+        candidates: Number of candidates that share the sets. On a GPU, each keeps outputs of its own for every set.
     """
     output_bytes = sum(
         value.numel() * reference.case.dtype.itemsize for value in reference.expected.values() if value is not None
     )
-    count, full = count_sets(reference.inputs.nbytes, output_bytes, device)
     stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-    return Rotation(reference, [_copy(reference.inputs) for _ in range(count)], full, stream, other, seed)
+    count, full = count_sets(reference.inputs.nbytes, output_bytes, device, candidates if device.type == "cuda" else 1)
+    short = not full and count * reference.inputs.nbytes > CACHES * describe(str(device)).cache_bytes
+    return Rotation(reference, [_copy(reference.inputs) for _ in range(count)], full, stream, other, seed, short)
 
 
 def _copy(inputs: Inputs) -> Inputs:
@@ -126,14 +136,16 @@ def _copy(inputs: Inputs) -> Inputs:
     return copy
 
 
-def count_sets(input_bytes: int, output_bytes: int, device: torch.device) -> tuple[int, bool]:
-    """Return the number of input sets to rotate through, and whether their inputs exceed three last-level caches.
+def count_sets(input_bytes: int, output_bytes: int, device: torch.device, candidates: int = 1) -> tuple[int, bool]:
+    """Return the number of input sets to rotate through, and whether there are enough to exceed three last-level caches.
 
-    The outputs of each set stay allocated too. Inputs and outputs together take at most a quarter of the free memory.
+    Where graphs are replayed, each candidate keeps the outputs of each set too, since they are all captured before the first
+    round. Inputs and outputs together take at most a quarter of the free memory. The rest is for what is left free within the
+    graphs' pools, for calls from Python and for the reference.
     """
     one = max(input_bytes, 1)
     # One set more than exceeds the caches, so that the others alone exceed them between two uses of a set.
     wanted = int(CACHES * describe(str(device)).cache_bytes) // one + 2
-    fit = int(_SHARE_OF_MEMORY * free_memory(device)) // (one + output_bytes)
+    fit = int(_SHARE_OF_MEMORY * free_memory(device)) // (one + candidates * output_bytes)
     count = max(1, min(wanted, fit, MOST_CALLS))
     return count, count == wanted

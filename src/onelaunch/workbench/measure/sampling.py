@@ -319,6 +319,7 @@ class GpuSampler:
         elif len(sets) > 1:
             needed = min(math.ceil(needed / len(sets)), max(1, MOST_CALLS // len(sets))) * len(sets)  # whole passes
         if needed > capture.calls:
+            del capture  # two graphs would take twice the memory
             capture = self._capture(sets, needed)
             self._replay_seconds(capture)
         return capture
@@ -384,6 +385,7 @@ class GpuSampler:
                 left -= len(sets)
                 if not left:
                     poison_outputs(outputs, sets[-1])
+                outputs = {}  # not held while the other candidates take their parts
                 self._rotation.contents.renew(sets)
                 self._stream.synchronize()
             timed.append(start.elapsed_time(end) / 1e3 / len(sets))

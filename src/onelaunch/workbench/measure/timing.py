@@ -224,6 +224,7 @@ class _Session:
                 self.progress("examine", done, len(self.entries))
                 self._examine(entry)
         self._note_what_the_case_cannot_tell()
+        self.judge.make_room(self.device)  # other contents are timed than were verified
 
     def _examine(self, entry: Entry) -> None:
         """Make the checks of a variant that take many calls."""
@@ -444,7 +445,9 @@ class _Session:
         if entry.control not in rotations:
             reference = self._reference(entry, self.timing_seed)
             other = make_inputs(self.operation, self.case, self.device, self.timing_seed + 1, self.direction)
-            rotations[entry.control] = rotate(reference, self.device, other, self.timing_seed)
+            sharing = [each for each in self.entries.values() if each.runs and each.control is entry.control]
+            copies = len(sharing) + (entry.control is None)  # of the baseline there will be a second one
+            rotations[entry.control] = rotate(reference, self.device, other, self.timing_seed, copies)
         rotation = rotations[entry.control]
         with self.running(entry, "prepared"):
             entry.sampler = make_sampler(entry.candidate, rotation, self.device)

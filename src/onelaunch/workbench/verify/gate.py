@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from onelaunch.device.hardware import free_memory
 from onelaunch.errors import VariantResultError
 from onelaunch.operation import Case, Control, Direction, Operation
 from onelaunch.workbench.result import ComponentError, Verdict
@@ -29,6 +30,10 @@ from onelaunch.workbench.verify.switches import unchanged_switches
 
 _ALWAYS_CACHED = 3
 """Number of references that a :class:`Judge` caches whatever their size: those of the operation and its controls at one case."""
+
+
+_PART_OF_FREE = 16
+"""Share of the free memory, one part in so many, that references may take after :meth:`Judge.make_room`."""
 
 
 class Tolerances(NamedTuple):
@@ -81,12 +86,20 @@ class Judge:
             return self._references[key]
         found = compute_reference(operation, case, device, seed, direction, control)
         self._references[key] = found
-        while (
-            len(self._references) > _ALWAYS_CACHED
-            and sum(reference.nbytes for reference in self._references.values()) > self._keep_bytes
-        ):
-            self._references.popitem(last=False)
+        self._drop(self._keep_bytes, _ALWAYS_CACHED)
         return found
+
+    def make_room(self, device: torch.device) -> None:
+        """Drop the least recently used references, all if need be, until the others take a small part of what is free.
+
+        ``measure/timing.py`` calls it between the verification and the captures, which are of other contents.
+        """
+        self._drop(free_memory(device) // _PART_OF_FREE, 0)
+
+    def _drop(self, keep_bytes: int, always: int) -> None:
+        """Drop references until they take ``keep_bytes``, but for the ``always`` that were used last."""
+        while len(self._references) > always and sum(each.nbytes for each in self._references.values()) > keep_bytes:
+            self._references.popitem(last=False)
 
     def truth(self, *arguments: Any, **options: Any) -> Reference:
         """Return what :meth:`reference` returns, which is the new name of this method, after a warning."""
