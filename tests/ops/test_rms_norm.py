@@ -52,6 +52,36 @@ def test_the_compiled_variant_is_correct():
     assert_compiled_correct(RMS_NORM, case)
 
 
+class _RoundedGradient(torch.autograd.Function):
+    """Identity whose gradient is rounded to bfloat16, as fla rounds that of a float32 residual."""
+
+    @staticmethod
+    def forward(ctx, residual):
+        return residual.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient.bfloat16().float()
+
+
+def test_the_rounded_gradient_of_a_float32_residual_is_outside_the_gate_and_timed():
+    """The tolerance is the one that the variant ``fla`` states, whose kernels do not run here."""
+
+    def rounded(call):
+        return RMS_NORM.get("functional").run(call._replace(residual=_RoundedGradient.apply(call.residual)))
+
+    own = RMS_NORM.get("fla").capabilities.own_tolerance
+    RMS_NORM.variant("of_this_test", requires="torch", own_tolerance=own, maker="a test")(rounded)
+    try:
+        case = RMS_NORM.case("bfloat16", M=64, D=1024, residual="float32")
+        verdict = Judge(settle_seconds=0.0).judge(RMS_NORM, case, variant="of_this_test", directions=("forward_backward",))
+    finally:
+        del RMS_NORM.variants["of_this_test"]
+    assert not verdict.ok
+    assert verdict.outside
+    assert [part.name for part in verdict.components if part.error > part.allowed] == ["grad residual"]
+
+
 # A single number shifted by one place is itself.
 @pytest.mark.parametrize("name", [name for name in CASES if name != "one_of_everything"])
 def test_trivial_outputs_do_not_pass(name):

@@ -111,7 +111,7 @@ def test_only_a_variant_of_another_project_may_have_a_tolerance_of_its_own(prose
 
 
 def test_fla_states_the_tolerance_of_its_tests():
-    for name in ("gla", "linear_rnn"):
+    for name in ("gla", "linear_rnn", "rms_norm"):
         assert find_operation(name).get("fla").capabilities.own_tolerance == 5e-3
         assert "own_tolerance" not in find_operation(name).get("fla").tags, "studies do not select by it"
 

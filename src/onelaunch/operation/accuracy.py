@@ -31,7 +31,8 @@ rounding, such as that of a state between two chunks.
 FLA_TESTS = 5e-3
 """Largest norm-wise error that the tests of flash-linear-attention 0.6.0 allow for gradients and states (``assert_close``).
 
-Variants of ``gated_scan``, ``gla`` and ``linear_rnn`` that call fla state it as their own tolerance, those of ``gla_layer`` not.
+Variants of ``gated_scan``, ``gla``, ``linear_rnn`` and ``rms_norm`` that call fla state it as their own tolerance, those of
+``gla_layer`` not.
 """
 
 
