@@ -102,14 +102,16 @@ def examine_once(
     Raises:
         Exception: Any exception of the variant. :func:`onelaunch.workbench.verify.calls.status_of` classifies it.
     """
-    candidate, compiles = Candidate.variant(operation, variant), variant != AUTO and operation.get(variant).capabilities.compiles
+    facts = None if variant == AUTO else operation.get(variant).capabilities
+    candidate, compiles = Candidate.variant(operation, variant), facts is not None and facts.compiles
+    alone = facts is None or not facts.recompiles  # each set of strides would be compiled anew, which takes seconds
 
     def judged(tolerance: float | None) -> Verdict:
         references = (
             judge.reference(operation, case, device=device, direction=direction, seed=seed).within(tolerance)
             for direction in directions
         )
-        return _examined_once(operation, candidate, references, torch.device(device), calls, compiles=compiles)
+        return _examined_once(operation, candidate, references, torch.device(device), calls, compiles=compiles, alone=alone)
 
     return with_tolerances(judged, judge.tolerances_of(operation, variant))
 
@@ -122,6 +124,7 @@ def _examined_once(
     calls: int,
     *,
     compiles: bool,
+    alone: bool,
 ) -> Verdict:
     """Make the checks with the reference of each direction, until one of them finds a problem."""
     found = Findings()
@@ -132,7 +135,7 @@ def _examined_once(
             context, finish = own_stream(device)
             try:
                 with context:
-                    _examine_direction(operation, candidate, reference, found, finish, calls, compiles=compiles)
+                    _examine_direction(operation, candidate, reference, found, finish, calls, compiles=compiles, alone=alone)
             except VariantResultError as error:  # the call itself found its outputs to be wrong, so this is no failure to run
                 found.add([str(error)])
             if found.problems:
@@ -151,8 +154,12 @@ def _examine_direction(
     calls: int,
     *,
     compiles: bool,
+    alone: bool,
 ) -> None:
-    """Make all checks in one direction, or only the first if it finds a problem, which the others would meet again."""
+    """Make all checks in one direction, or only the first if it finds a problem, which the others would meet again.
+
+    With ``alone``, each input is expanded alone too.
+    """
     _check_repetition(candidate, reference, found, finish, calls)
     if found.problems:
         return
@@ -161,7 +168,7 @@ def _examine_direction(
     for bundles in (True, False) if bundles_of(inputs) else (False,):
         if check_slices(candidate, reference, slices(inputs, _ODD, bundles=bundles), found, finish):
             break
-    names = expandable(inputs)
+    names = expandable(inputs) if alone else ()
     for only in (None, *(names if len(names) > 1 else ())):
         _check_expanded(operation, candidate, reference, found, finish, only)
         if found.problems:
