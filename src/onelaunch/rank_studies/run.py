@@ -24,8 +24,9 @@ from onelaunch.rank_studies.result import Measured
 from onelaunch.workbench.result import Provenance
 from onelaunch.workbench.study import Scale
 
-CALLS = {"cuda": 5, "cpu": 1}
-"""Calls in a row of a timing, by the type of the device: the launches of one hide behind the work of another."""
+CALLS = {"cuda": 20, "cpu": 1}
+"""Calls in a row of a timing, by the type of the device: the launches of one hide behind the work of another, and what the ranks
+begin apart is divided by their number."""
 
 NAMES = ("o", "q", "k", "v", "g")
 """Names of what is compared: the outputs, then gradients of the inputs."""
