@@ -83,7 +83,8 @@ def model_folder(name: str, folder: Path, device: torch.device) -> Path:
     if name == BUNDLED:
         return tokenizer_folder()
     known = json.loads((tokenizer_folder() / "config.json").read_text(encoding="utf-8"))["vocab_size"]
-    weights = random_weights(replace(SHAPES[name], tie_word_embeddings=True), 0, device)
+    shape = SHAPES[name]
+    weights = random_weights(replace(shape, tie_word_embeddings=True, vocab_size=max(shape.vocab_size, known)), 0, device)
     weights.embed_tokens[known:] = 0
     write(folder, weights)
     for each in ("tokenizer.json", "tokenizer_config.json"):
