@@ -424,12 +424,14 @@ def test_every_variant_with_portable_kernels_is_tested():
 
 
 def test_example_calls_reach_the_backward_kernel_in_every_form():
-    """An absent tensor is compiled as a constant. ``builds`` are the kernels that the variant's example calls launch.
+    """An absent tensor is compiled as a constant. ``builds`` are the kernels that the variants' example calls launch.
 
-    Two forms are special: no weight is trained, so ``a`` is not recomputed, or only the output weight, so only ``a`` is.
+    ``norm_gate`` has saved ``a`` and ``prologue`` recomputes it, unless no weight is trained; if only the output weight is,
+    only ``a`` is recomputed.
     """
     pytest.importorskip("triton")
-    builds = [build for build in OUTPUT_CHAIN.get("norm_gate").builds("sm_90a") if "gradients" in build.name]
+    variants = [OUTPUT_CHAIN.get(name) for name in ("norm_gate", "prologue")]
+    builds = [build for variant in variants for build in variant.builds("sm_90a") if "gradients" in build.name]
     absent = [{name for name in ("a", "da", "gate", "norm_weight") if build.signature[name] == "constexpr"} for build in builds]
-    for form in (set(), {"gate"}, {"a", "gate", "norm_weight"}, {"da"}):
+    for form in (set(), {"gate"}, {"a"}, {"a", "gate", "norm_weight"}, {"da"}):
         assert form in absent

@@ -65,11 +65,12 @@ def norm_gate_kernel(
     r = reciprocal_rms(x, eps, V, 1)  # [BM]
     if rstd is not None:
         tl.store(rstd + m * H + head, r, mask=tokens_valid)
-    x *= r[:, None]
-    if norm_weight is not None:
-        x *= tl.load(norm_weight + c, mask=c < V, other=0.0).to(tl.float32)[None, :]
+    factor = 1.0  # multiplied in the order of the backward pass, so that computing a again gives the same bits
     if gate is not None:
-        x *= activate(tl.load(gate + m[:, None] * gate_stride + column, mask=valid, other=0.0), ACTIVATED)
+        factor = activate(tl.load(gate + m[:, None] * gate_stride + column, mask=valid, other=0.0), ACTIVATED)
+    if norm_weight is not None:
+        factor *= tl.load(norm_weight + c, mask=c < V, other=0.0).to(tl.float32)[None, :]
+    x = x * r[:, None] * factor
     tl.store(a + m[:, None] * (H * V) + column, x.to(a.dtype.element_ty), mask=valid)
 
 

@@ -173,6 +173,7 @@ def few_and_many_rows() -> Iterator[Example]:
     usual = _case_of("bfloat16", 128)
     yield Example(usual, "forward_backward", name="heads of 128, rstd kept")
     yield Example(usual, "forward_backward", name="gradient of the output weight alone", wants=("w_out",))
+    yield Example(_case_of("bfloat16", 128, **_FORMS["no gate"]), "forward_backward", name="no gate, rstd kept")
     for tokens, said in ((_FEW, "few"), (_MANY, "many")):
         yield Example(_case_of("bfloat16", 128, tokens), name=f"{said} rows")
     yield Example(_case_of("float16", 128, _FEW), name="few rows, float16")
