@@ -6,8 +6,8 @@ For each model of :data:`MODELS`, with random weights, and each length the scrip
 device has finished: the median of several reads, each with new tokens and an empty cache that is made before. The capture of a
 size is measured apart, once. A length that no earlier read had shows whether a pass serves every length of its size. Peak memory
 is that of the device beside the weights, with all passes captured. With ``--packed`` the weights are the stream of the variant
-``streaming`` alone, as ``Model.from_pretrained`` loads them: launches op by op copy the matrices out of it, and passes of at most
-512 tokens multiply by it.
+``streaming`` alone, as ``Model.from_pretrained`` loads them: the matrices are copied out of it, or passes of at most
+``--from-stream`` tokens multiply by it.
 
 The script is run by hand on an otherwise idle GPU.
 """
@@ -30,6 +30,7 @@ from onelaunch.decode.model.config import ModelConfig
 from onelaunch.decode.model.forward import prefill
 from onelaunch.decode.model.weights import ModelWeights, parts, random_weights
 from onelaunch.decode.plan.levels import plan_for
+from onelaunch.decode.runtime import prompts
 from onelaunch.decode.runtime.packed import PackedWeights, packed_from
 from onelaunch.decode.runtime.prompts import PromptPasses, size_of
 from onelaunch.device.hardware import processors
@@ -57,6 +58,8 @@ def measure(name: str, device: torch.device, *, packed: bool = False) -> list[di
     for length in LENGTHS:
         op_by_op, error = _median(lambda tokens, cache: prefill(weights, tokens, cache), config, length, device), None
         record: dict[str, Any] = {"model": name, "packed": packed, "tokens": length, "op_by_op_ms": op_by_op}
+        if packed:
+            record["from_stream"] = prompts.MOST_TOKENS
         if passes is not None and size_of(config, length) is not None:
             for key in ("first_ms", "capture_ms"):  # a size's first prompt is prefilled in eager mode, its second captures
                 begun = time.perf_counter()
@@ -145,8 +148,10 @@ def main() -> None:
     )
     parser.add_argument("--device", default="cuda:0", help="device of the model")
     parser.add_argument("--packed", action="store_true", help="keep the weights once, as the stream of the variant streaming")
+    parser.add_argument("--from-stream", type=int, default=prompts.MOST_TOKENS, help="most tokens multiplied by the stream")
     parser.add_argument("--json", action="store_true", help="print JSON lines, and the table on stderr")
     given = parser.parse_args()
+    prompts.MOST_TOKENS = given.from_stream
     measured = []
     for name in given.model or MODELS:
         measured += measure(name, torch.device(given.device), packed=given.packed)

@@ -51,10 +51,12 @@ _CAPACITIES = (512, 2048)
 _NEVER = -(1 << 62)
 """Count of prompts that marks a size whose pass did not fit into memory, so that it is never captured again."""
 
-MOST_TOKENS = 512
+MOST_TOKENS = 0
 """Most tokens of a pass that multiplies by a stream itself; longer ones copy the matrices out of it and multiply with cuBLAS.
 
-By estimate, not measured: a copy takes the same time at any length, and cuBLAS is faster where products are the bound.
+It is 0, so that all passes copy, until a GPU has run these products. By estimate 512 will do: a copy takes the same time at any
+length, and cuBLAS is faster where products are the bound. Rows whose columns are no multiple of 64 need care then: their product
+has a masked and transposed operand, with which WGMMA code of Triton 3.6 gave wrong numbers elsewhere (launch/warp_mma.py).
 """
 
 _GRAPH_FLOPS, _GRAPH_BYTES = 1.2e12, 8e9
