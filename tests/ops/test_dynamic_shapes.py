@@ -9,7 +9,7 @@ TRITON_INTERPRET=1. ``thorough_but`` marks all parameters but the named ones ``t
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -70,8 +70,11 @@ def draw(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 
 @pytest.fixture(autouse=True)
-def _fresh():
+def _fresh() -> Iterator[None]:
+    """Compile each test anew. PyTorch's cache of fake results takes longer than it saves where sizes are symbols."""
     torch.compiler.reset()
+    with torch._dynamo.config.patch(fake_tensor_cache_enabled=False):
+        yield
 
 
 @pytest.mark.parametrize("name", slow_if_chunked(CALLS))
