@@ -115,3 +115,10 @@ def test_a_study_of_ranks_is_no_study_of_variants():
     with pytest.raises(StudyError, match="several GPUs, not of variants") as caught:
         find_study("context-parallel")
     assert "onelaunch study ranks context-parallel" in str(caught.value)
+
+
+def test_committed_results_name_no_folder_of_the_machine_that_measured_them(pytestconfig):
+    paths = sorted((pytestconfig.rootpath / "results").glob("*/ranks/*.json"))
+    commands = [each.provenance.command for path in paths for each in RankResult.load(path).measurements]
+    assert commands
+    assert [command for command in commands if "/" in command] == []

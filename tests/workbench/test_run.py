@@ -422,5 +422,5 @@ def test_the_toy_operation_is_registered():
 
 
 def test_the_stored_command_omits_folders_of_this_machine():
-    given = ["/somewhere/bin/onelaunch", "study", "run", "x.toml", "--out", "/elsewhere/a/r.json"]
-    assert spelled(given) == "onelaunch study run x.toml --out r.json"
+    given = ["/somewhere/bin/onelaunch", "study", "run", "x.toml", "--out", "/elsewhere/a/r.json", "--tuning=/elsewhere/t"]
+    assert spelled(given) == "onelaunch study run x.toml --out r.json --tuning=t"

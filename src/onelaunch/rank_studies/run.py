@@ -6,7 +6,6 @@ with a context on its slice. Outputs and gradients are compared, then both are t
 
 from __future__ import annotations
 
-import shlex
 import sys
 import time
 from collections.abc import Callable
@@ -22,6 +21,7 @@ from onelaunch.parallel import Context, context
 from onelaunch.rank_studies.declare import Direction, RankShape, RankStudy, Regime
 from onelaunch.rank_studies.result import Measured
 from onelaunch.workbench.result import Provenance
+from onelaunch.workbench.result.provenance import spelled
 from onelaunch.workbench.study import Scale
 
 CALLS = {"cuda": 20, "cpu": 1}
@@ -40,7 +40,7 @@ def measure(study: RankStudy, device: torch.device, scale: Scale) -> list[Measur
     Returns:
         The same measurements on every rank, but for the provenance of the rank's own device.
     """
-    command = shlex.join(["onelaunch", *sys.argv[1:]])
+    command = spelled(["onelaunch", *sys.argv[1:]])
     run = provenance(study.rounds, device, scale, command)
     directions: tuple[Direction, ...] = ("forward", "forward_backward")
     return [

@@ -118,7 +118,12 @@ def packages(study: Study) -> set[str]:
 
 def spelled(arguments: Sequence[str]) -> str:
     """Return the command line with absolute paths reduced to their last part, since other machines have other folders."""
-    return shlex.join([Path(part).name if Path(part).is_absolute() else part for part in arguments])
+
+    def shortened(part: str) -> str:
+        option, given, path = part.rpartition("=")
+        return f"{option}{given}{Path(path).name}" if Path(path).is_absolute() else part
+
+    return shlex.join(map(shortened, arguments))
 
 
 def commit() -> str:
