@@ -48,19 +48,35 @@ def build(plan, tuning: Tuning, folder: Path, *, watched: bool = False, change: 
         change: A string that occurs exactly once in the kernel's source, and its replacement.
     """
     code = source(plan, tuning)
-    files = {**dict(code.headers), "step.cu": code.text, "machine.cuh": (HERE / "machine.cuh").read_text()}
+    files = {**dict(code.headers), "step.cu": code.text, "run.cpp": (HERE / "run.cpp").read_text()}
+    return library_of("decode", files, folder, watched=watched, change=change, level="-O0")
+
+
+def library_of(
+    name: str, files: dict[str, str], folder: Path, *, watched: bool, change: tuple[str, str] | None = None, level: str = "-O1"
+) -> Path:
+    """Compile a kernel with the program that calls it and the emulated GPU, once per content, and return the library's path.
+
+    Args:
+        name: Beginning of the library's name.
+        files: Content of the source files by name; ``run.cpp`` calls the kernel and includes the others.
+        folder: Folder of the library.
+        watched: Whether the library looks for races in shared memory. It is compiled with the first level of optimization then.
+        change: A string that occurs exactly once in the files, and its replacement.
+        level: Level of optimization otherwise.
+    """
+    files = {**files, "machine.cuh": (HERE / "machine.cuh").read_text()}
     if change:
-        (name,) = (name for name, text in files.items() if change[0] in text)
-        assert files[name].count(change[0]) == 1
-        files[name] = files[name].replace(*change)
-    files["run.cpp"] = (HERE / "run.cpp").read_text()
-    pieces = [machine(name, folder, watched=watched) for name in ("machine.cpp", "races.cpp")[: 1 + watched]]
-    told = ["-O1", "-g1", "-fsanitize=thread"] if watched else ["-O0"]
-    library = folder / f"decode-{key_of(files, [piece.name for piece in pieces], told)}.so"
+        (changed,) = (file for file, text in files.items() if change[0] in text)
+        assert files[changed].count(change[0]) == 1
+        files[changed] = files[changed].replace(*change)
+    pieces = [machine(part, folder, watched=watched) for part in ("machine.cpp", "races.cpp")[: 1 + watched]]
+    told = ["-O1", "-g1", "-fsanitize=thread"] if watched else [level]
+    library = folder / f"{name}-{key_of(files, [piece.name for piece in pieces], told)}.so"
     if not library.exists():
         with tempfile.TemporaryDirectory(dir=folder) as work:
-            for name, text in files.items():
-                (Path(work) / name).write_text(text)
+            for file, text in files.items():
+                (Path(work) / file).write_text(text)
             piece, whole = Path(work) / "run.o", Path(work) / library.name
             compile_to(piece, "-c", *told, f"-I{work}", Path(work) / "run.cpp")
             compile_to(whole, "-shared", *LINKER, piece, *pieces)

@@ -10,14 +10,13 @@ CUDA threads are fibers, TMA copies land late, and CTAs progress unevenly, so th
 from __future__ import annotations
 
 import ctypes
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from onelaunch.ops.gla_layer import configure_step, launch_step
-from tests.decode.host_machine import HERE, LINKER, compile_to, found_races, key_of, machine
+from tests.decode.host_machine import found_races, library_of
 
 SWEEPS = 1_000_000
 """Sweeps of the emulated scheduler over all threads after which a launch counts as hanging."""
@@ -32,24 +31,8 @@ def build(
     ``configure_step.header``.
     """
     code = configure_step.source_of(config, **options)
-    files = {**dict(code.headers), "step.cu": code.text, "machine.cuh": (HERE / "machine.cuh").read_text()}
-    if change:
-        (name,) = (name for name, text in files.items() if change[0] in text)
-        assert files[name].count(change[0]) == 1
-        files[name] = files[name].replace(*change)
-    files["run.cpp"] = Path(__file__).with_suffix(".cpp").read_text()
-    pieces = [machine(name, folder, watched=watched) for name in ("machine.cpp", "races.cpp")[: 1 + watched]]
-    told = ["-O1", "-g1", "-fsanitize=thread"] if watched else ["-O1"]
-    library = folder / f"step-{key_of(files, [piece.name for piece in pieces], told)}.so"
-    if not library.exists():
-        with tempfile.TemporaryDirectory(dir=folder) as work:
-            for name, text in files.items():
-                (Path(work) / name).write_text(text)
-            piece, whole = Path(work) / "run.o", Path(work) / library.name
-            compile_to(piece, "-c", *told, f"-I{work}", Path(work) / "run.cpp")
-            compile_to(whole, "-shared", *LINKER, piece, *pieces)
-            whole.replace(library)
-    return library
+    files = {**dict(code.headers), "step.cu": code.text, "run.cpp": Path(__file__).with_suffix(".cpp").read_text()}
+    return library_of("step", files, folder, watched=watched, change=change)
 
 
 class HostLaunch:

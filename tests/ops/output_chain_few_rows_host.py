@@ -6,7 +6,6 @@ The emulated GPU is that of ``tests/decode/host``. :func:`use_host` lets the lau
 from __future__ import annotations
 
 import ctypes
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ import torch
 
 from onelaunch.device.architectures import HOPPER_SHARED_BYTES
 from onelaunch.ops.output_chain import configure_few_rows, launch_few_rows
-from tests.decode.host_machine import HERE, LINKER, compile_to, found_races, key_of, machine
+from tests.decode.host_machine import found_races, library_of
 
 
 def build(
@@ -22,27 +21,11 @@ def build(
 ) -> Path:
     """Compile the kernel of a configuration into a shared library, once per content, and return the library's path.
 
-    ``change`` is a string that occurs exactly once in the kernel's source, and its replacement.
+    ``change`` is a string that occurs exactly once in the source files, and its replacement.
     """
     code = configure_few_rows.source_of(config)
-    text = code.text
-    if change:
-        assert text.count(change[0]) == 1
-        text = text.replace(*change)
-    files = {**dict(code.headers), "few_rows.cu": text, "machine.cuh": (HERE / "machine.cuh").read_text()}
-    files["run.cpp"] = Path(__file__).with_suffix(".cpp").read_text()
-    pieces = [machine(name, folder, watched=watched) for name in ("machine.cpp", "races.cpp")[: 1 + watched]]
-    told = ["-O1", "-g1", "-fsanitize=thread"] if watched else ["-O1"]
-    library = folder / f"few-rows-{key_of(files, [piece.name for piece in pieces], told)}.so"
-    if not library.exists():
-        with tempfile.TemporaryDirectory(dir=folder) as work:
-            for name, content in files.items():
-                (Path(work) / name).write_text(content)
-            piece, whole = Path(work) / "run.o", Path(work) / library.name
-            compile_to(piece, "-c", *told, f"-I{work}", Path(work) / "run.cpp")
-            compile_to(whole, "-shared", *LINKER, piece, *pieces)
-            whole.replace(library)
-    return library
+    files = {**dict(code.headers), "few_rows.cu": code.text, "run.cpp": Path(__file__).with_suffix(".cpp").read_text()}
+    return library_of("few-rows", files, folder, watched=watched, change=change)
 
 
 class HostLaunch:

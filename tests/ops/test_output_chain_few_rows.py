@@ -24,7 +24,7 @@ from tests.ops.cases import assert_near
 from tests.ops.output_chain_cases import made
 from tests.ops.output_chain_few_rows_host import HostLaunch, use_host
 
-pytest.importorskip("triton")  # the portable kernel of the same launch code
+pytest.importorskip("triton", reason="the module with the launches imports Triton for the portable kernel")
 
 CASES: dict[str, dict[str, Any]] = {  # sizes and options, and the SMs of the emulated GPU
     "three_rows": {"sms": 20, "B": 3, "T": 1, "H": 4, "V": 64, "D": 100},
