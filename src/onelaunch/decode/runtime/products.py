@@ -75,27 +75,32 @@ class Table(NamedTuple):
 
 @functools.lru_cache(maxsize=1024)
 def configure(tokens: int, rows: int, columns: int) -> Tiles:
-    """Return the tiles of a product ``[tokens, columns]`` by ``[rows, columns]``, by an estimate of its time on an H100.
+    """Return the tiles of a product ``[tokens, columns]`` by ``[rows, columns]``.
 
-    A tile of at most 128 tokens leaves room for two CTAs on an SM. One of 256 tokens has the best ratio of products to bytes in
-    shared memory. Splits fill the device if the matrix has few rows, at the cost of the sums that are stored and added.
+    They follow from times on an H100, with 16, 128 and 512 tokens and the matrices of Qwen3-0.6B and 8B (notebook of decoding).
+    Tiles of 64 rows were faster where tiles of 128 rows give fewer CTAs than the device has SMs, and for few tokens except in LM
+    heads. Splits were faster where even those tiles fill less than half of the SMs, or with 64 and 128 tokens not all of
+    them, at the cost of the sums that are stored and added.
     """
     if tokens <= 128:
         block = max(16, 1 << (tokens - 1).bit_length())
     else:
         block = 256 if -(-tokens // 256) * 256 <= -(-tokens // 128) * 128 else 128
-    stages, warps = {16: (6, 4), 32: (5, 4), 64: (4, 4), 128: (3, 8), 256: (4, 8)}[block]
-
-    def seconds(splits: int) -> float:
-        ctas = -(-tokens // block) * -(-rows // 128) * splits
-        flops = 2.0 * 128 * max(block, 64) * -(-columns // splits)  # a WGMMA of fewer than 64 columns is bound by reads
-        computing = -(-ctas // HOPPER_SMS) * flops / (5e14 / HOPPER_SMS)
-        reading = 2.0 * rows * columns / (3e12 * min(1.0, ctas / HOPPER_SMS))
-        adding = 2e-6 + 8.0 * splits * tokens * rows / 3e12 if splits > 1 else 0.0
-        return max(computing, reading) + adding
-
-    most = max(1, columns // (2 * _BLOCK_COLUMNS))
-    return Tiles(128, block, min((splits for splits in (1, 2, 4, 8) if splits <= most), key=seconds), stages, warps)
+    ctas = -(-tokens // block) * -(-rows // 128)
+    if block <= 32:
+        tall = rows > 128 * 2 * HOPPER_SMS
+    elif block <= 128:
+        tall = ctas >= HOPPER_SMS
+    else:
+        tall = ctas > HOPPER_SMS // 2 or columns > 4096
+    if not tall:
+        ctas = -(-tokens // block) * -(-rows // 64)
+    splits, enough = 1, HOPPER_SMS if block in (64, 128) else HOPPER_SMS // 2
+    while ctas * splits <= enough and splits < 8 and columns > 1024 and columns >= 4 * splits * _BLOCK_COLUMNS:
+        splits *= 2
+    if tall:
+        return Tiles(128, block, splits, *{16: (6, 4), 32: (5, 4), 64: (4, 4), 128: (3, 4), 256: (4, 8)}[block])
+    return Tiles(64, block, splits, *{16: (8, 4), 32: (6, 4), 64: (5, 4), 128: (4, 4), 256: (3, 4)}[block])
 
 
 def run_columns(plan: Plan, op: Op) -> int:
