@@ -70,6 +70,20 @@ def test_tasks_keep_choices_of_autotuners_and_read_them_unless_caches_are_empty(
     assert done == [*([] if empty else [("restore", kept)]), ("run", "alone"), ("keep", kept)]
 
 
+def test_first_steps_begin_with_empty_caches_but_for_tuned_ones_of_the_library():
+    study = tiny.study()
+    model = study.models[0]
+    found = {
+        (task.task, task.variant, tuned): run_module.begins_empty(task, model, tuned=tuned)
+        for task in tasks.tasks_of(study, model)
+        for tuned in (False, True)
+    }
+    assert {key for key, empty in found.items() if empty} == {
+        ("alone", "fla", False),
+        *[("alone", ours, tuned) for ours in ("accelerated", "layers") for tuned in (False, True)],
+    }
+
+
 @pytest.mark.usefixtures("standin")
 def test_a_wrong_gradient_is_seen(monkeypatch):
     """An error in one parameter of one variant shows in that variant's error, with the parameter's name."""

@@ -23,7 +23,7 @@ import onelaunch
 from onelaunch.device import hardware
 from onelaunch.errors import ResultExists, ResultMismatch, StudyError
 from onelaunch.model_studies.child import ANSWER, Job, carry_out
-from onelaunch.model_studies.declare import ModelStudy
+from onelaunch.model_studies.declare import LanguageModel, ModelStudy
 from onelaunch.model_studies.judge import judged
 from onelaunch.model_studies.result import Alone, Gradients, Measurement, Missing, ModelResult, Timed, Training, key_of
 from onelaunch.model_studies.tasks import Task, absent, tasks_of
@@ -83,8 +83,9 @@ def run_model_study(
         time_limit: Seconds after which no task begins, and running ones are stopped. The result can then be continued. With 0
             nothing runs.
         in_process: Whether to carry the tasks out in this process. Then first steps have no empty caches.
-        tuning: File that keeps the choices of peers' autotuners from run to run; first steps begin without them. See
-            :mod:`onelaunch.workbench.measure.tuning`.
+        tuning: File that keeps the choices of peers' autotuners from run to run (:mod:`onelaunch.workbench.measure.tuning`).
+            First steps of our variants begin without them, with empty caches. Those of a model's first variant, the library's
+            own, begin with them if the file is there, since fla tunes for minutes, and are marked as begun with other caches.
         on_progress: Callback with the words for each task that begins.
         command: Command line for the provenance; this process's own by default.
 
@@ -150,7 +151,7 @@ class _Run:
         command: str,
         tuning: Path | None = None,
     ) -> None:
-        self._tuning = tuning
+        self._tuning, self._tuned = tuning, tuning is not None and tuning.exists()
         self.study, self.device, self.state, self.in_process = study, device, state, in_process
         self.tasks: list[Task] = []
         self.measured: dict[tuple[str | int, ...], Measurement] = {}
@@ -196,14 +197,14 @@ class _Run:
         caches = self.state / "caches" / task.model.replace(" ", "-")
         of_one = task.task in ("alone", "training")  # other tasks run all variants
         caches /= task.variant if of_one else self.study.model(task.model).names[0]
-        empty = task.task == "alone" and not self.in_process and self.device.type == "cuda"
+        compiles = self.device.type == "cuda" and not self.in_process
         job = Job(
             study=self.study,
             task=task,
             device=str(self.device),
             state=self.state,
             deadline=deadline,
-            empty_caches=empty,
+            empty_caches=compiles and begins_empty(task, self.study.model(task.model), tuned=self._tuned),
             tuning=None if self._tuning is None else self._tuning.absolute(),
         )
         goes_on = True
@@ -256,6 +257,14 @@ class _Run:
             spent=spent,
         )
         return judged(found)
+
+
+def begins_empty(task: Task, model: LanguageModel, *, tuned: bool) -> bool:
+    """Return whether a task begins with empty caches of compiled kernels: first steps do.
+
+    Those of the model's first variant, the library's own, begin with the choices of its autotuners where a run is given some.
+    """
+    return task.task == "alone" and not (tuned and task.variant == model.names[0])
 
 
 def _wait(process: subprocess.Popen[bytes], job: Job) -> tuple[Status, str]:
