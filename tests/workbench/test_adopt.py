@@ -414,6 +414,20 @@ def test_a_row_of_one_variant_and_its_ablations_replaces_no_row_with_peers(folde
     assert nearest(MEGA.sizes).microseconds == {"one": 9.0, "peer": 8.0}
 
 
+@pytest.mark.filterwarnings("ignore::onelaunch.errors.AdoptNotice")
+def test_a_row_of_auto_and_a_peer_replaces_one_of_a_variant_and_its_ablations(folder, monkeypatch):
+    """In whatever order: callers are to know how their call compares with the peer."""
+    ablation = find_operation("ladder").variants["two"]
+    monkeypatch.setattr(ablation, "capabilities", replace(ablation.capabilities, by_name_only=True))
+    causes = run_of(OLD, ok_cell("one", 9.0), ok_cell("two", 7.0))
+    calls = of_auto(auto_cell("one", 5.0), ok_cell("peer", 8.0))
+    calls = calls.model_copy(update={"provenance": calls.provenance.model_copy(update={"date": NEW})})
+    for results in ([causes, calls], [calls, causes]):
+        adopt(results, folder)
+        assert nearest(MEGA.sizes).microseconds == {"one": 5.0, "peer": 8.0}
+        (folder / "some-gpu.json").unlink()
+
+
 def test_neither_the_choice_of_auto_nor_a_peer_is_asked_for_probes(folder, monkeypatch):
     """``two`` has passed its probes, so that the result holds some. A variant of another package needs its own."""
     result = of_auto(auto_cell("one", 5.0), ok_cell("two", 6.0), ok_cell("peer", 9.0))

@@ -42,6 +42,12 @@ def zeros_behind(call):
     return swiglu(x, call.w_gate, call.w_up)
 
 
+def in_fewer_bits_if_expanded(call):
+    """Round expanded operands to about 16 bits, which is off by 1e-5 of each term and by more of a sum that cancels."""
+    given = (call.x, call.w_gate, call.w_up)
+    return swiglu(*(257 * each - 256 * each if 0 in each.stride() else each for each in given))
+
+
 def cancelling(arguments):
     """Reduce the products of the first row of ``x`` with the first row of each weight to a three-hundredth."""
     x, weights = arguments["x"].clone(), torch.stack([arguments["w_gate"][0], arguments["w_up"][0]]).double()
@@ -57,10 +63,10 @@ def examined():
     The error is in twice the tolerance that holds for rows that are independent.
     """
 
-    def examine(run, dtype):
+    def examine(run, dtype, **tags):
         case = SWIGLU.case(dtype, M=4, N=16, K=16)
         operation, judge = Prepared(SWIGLU, Probe(case, cancelling)), Judge()
-        SWIGLU.variant("of_this_test")(run)
+        SWIGLU.variant("of_this_test", **tags)(run)
         try:
             verdict = examine_once(judge, operation, case, variant="of_this_test", directions=("forward_backward",))
             reference = judge.reference(operation, case, direction="forward_backward")
@@ -86,6 +92,16 @@ def test_a_wrong_variant_is_found_although_roundings_are_large(run, dtype, exami
     verdict, error = examined(run, dtype)
     assert error > 10
     assert "With expanded inputs: h is off by" in verdict.explain()
+
+
+def test_a_peer_may_round_as_many_times_more_where_rows_are_alike_as_elsewhere(examined):
+    """Such a peer is less accurate than PyTorch at any contents. A wrong one is found with a tolerance of its own too."""
+    peer = {"requires": "torch", "own_tolerance": 1e-2}
+    verdict, error = examined(in_fewer_bits_if_expanded, "float32", **peer)
+    assert verdict.own_tolerance == 1e-2, verdict.explain()
+    assert error * 6e-7 > 2 * 1e-2, "the peer's own tolerance does, so that this tests nothing"
+    for wrong in (one_element_late, zeros_behind):
+        assert examined(wrong, "float32", **peer)[0].status == "incorrect"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

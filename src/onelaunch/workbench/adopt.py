@@ -52,9 +52,8 @@ def adopt(results: Sequence[Result], into: Path | None = None, *, tuned: bool = 
 
     The time of ``auto`` counts as that of the variant that it chose, unless that one was measured by its name too. If no other
     variant that ``auto`` may choose has a time there, the row names it under ``auto``: it compares one variant with those of
-    other libraries, and takes part in no choice among ours. It never replaces a row that compares several. A row
-    with one variant that ``auto`` may choose beside ablations, from a study of causes, never replaces one that compares it with
-    others.
+    other libraries, and takes part in no choice among ours. It never replaces a row that compares several that ``auto`` may
+    choose. A row with one of them beside ablations, from a study of causes, never replaces one that compares it with others.
 
     A variant whose probes (edge cases of the operation) failed or were not run is left out of its rows, with three exceptions.
     ``torch.compile`` makes its kernels anew for each set of sizes (capability ``recompiles``). It needs another library
@@ -162,7 +161,7 @@ def _merge(
     for index, key in by_date:
         result, row = results[index], found[index, key]
         earlier = rows.get(key)
-        if earlier is not None and _AUTO in row and _AUTO not in earlier:
+        if earlier is not None and _AUTO in row and _AUTO not in earlier and not _alone(earlier):
             _notice(
                 f"{_described(key)} of {_source(result)} is not adopted, because of our variants it holds only the one that auto "
                 "chose, and the table holds a row that compares several."

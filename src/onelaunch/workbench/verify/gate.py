@@ -180,6 +180,8 @@ class Judge:
 def with_tolerances(judged: Callable[[float | None], Verdict], tolerances: Tolerances) -> Verdict:
     """Return a verdict by the gate. If it fails, and another one with a tolerance for peers passes, it names the tolerance.
 
+    A problem says why one with a tolerance failed.
+
     Args:
         judged: Function that judges, with ``None`` by the gate, or with a norm-wise error to allow in addition.
         tolerances: Tolerances that are tried, in this order.
@@ -190,8 +192,11 @@ def with_tolerances(judged: Callable[[float | None], Verdict], tolerances: Toler
     for name, tolerance in tolerances._asdict().items():
         if tolerance is None or any(not part.error <= max(part.allowed, tolerance) for part in verdict.components):
             continue  # the comparison saves the second time
-        if judged(tolerance).ok:
+        tolerant = judged(tolerance)
+        if tolerant.ok:
             return verdict.model_copy(update={name: tolerance})
+        still = f"It fails with errors of up to {tolerance:g} allowed too: {' '.join(tolerant.problems)}"
+        verdict = verdict.model_copy(update={"problems": (*verdict.problems, still)})
     return verdict
 
 

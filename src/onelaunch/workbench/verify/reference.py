@@ -75,6 +75,8 @@ class Reference:
     """Strides of the results of the PyTorch baseline by name; empty if it could not run."""
     notes: tuple[str, ...] = ()
     """Limits of every verdict on this case, in sentences."""
+    times_gate: dict[str, float] = field(default_factory=dict)
+    """How many times the gate's tolerance ``allowed`` is, by name, for a peer with a tolerance of its own; else empty."""
     rounded: dict[str | None, Rounded] = field(default_factory=dict, compare=False)
     """Errors of the PyTorch baseline for expanded inputs, by the input that is expanded alone, or ``None`` for all together.
 
@@ -99,7 +101,8 @@ class Reference:
             return self
         allowed = {name: max(value, tolerance) for name, value in self.allowed.items()}
         bounds = {name: bound.of_a_peer(tolerance) for name, bound in self.bounds.items()}
-        return replace(self, allowed=allowed, bounds=bounds)
+        times = {name: value / self.allowed[name] for name, value in allowed.items() if self.allowed[name] > 0}
+        return replace(self, allowed=allowed, bounds=bounds, times_gate=times)
 
     def loosened(self, factor: float) -> Reference:
         """Return this reference for float64 sums of gradients, with tolerances and bounds multiplied by a factor."""

@@ -228,7 +228,8 @@ def _check_expanded(
     the other inputs differ.
 
     The results for contiguous inputs count as right, since the gate has judged such a call. Each of the two calls may have the
-    error that the reference allows, or the one that :func:`_errors_where_rows_are_alike` returns if that is larger.
+    error that the reference allows, or the one that :func:`_errors_where_rows_are_alike` returns if that is larger. A peer with a
+    tolerance of its own may have as many times the latter as that tolerance is of the gate's.
     """
     given, expected = call_with_views(candidate, expanded(reference.inputs, only), "expanded tensors", found)
     if given is None or expected is None:
@@ -250,7 +251,7 @@ def _check_expanded(
     if any(math.isfinite(error) for error, _ in suspects.values()):
         alike = _errors_where_rows_are_alike(operation, reference, only, found)
     for name, (error, scale) in suspects.items():
-        allowed = 2 * max(reference.allowed[name], alike.get(name, 0.0) / scale)
+        allowed = 2 * max(reference.allowed[name], reference.times_gate.get(name, 1.0) * alike.get(name, 0.0) / scale)
         if not error <= allowed:
             against = "norm-wise, against contiguous inputs of the same contents"
             found.add([f"{said}: {name} is off by {error:.2e}; {allowed:.2e} is allowed ({against})."])
