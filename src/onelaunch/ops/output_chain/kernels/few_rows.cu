@@ -4,13 +4,13 @@
 // Work       a CTA has TILE columns of out, that is TILE rows of W. Grids are chosen so that all CTAs run at once, most of them on an SM of
 //            its own (configure_few_rows.py). CTAs of a cluster share the work on a: each normalizes and gates every CLUSTER-th (row,
 //            head) and stores it (st.async) to the shared memory of all of them. So nothing is computed more often than there are clusters.
-// Stream     warps ask for the CTA's whole part of W before anything else, by cp.async.bulk, in CHUNKS blocks of columns with an
-//            mbarrier each. a is ready before the last of W arrives.
+// Stream     a warp asks for the CTA's whole part of W before anything else, by cp.async.bulk, a row by each lane, with one mbarrier: blocks of
+//            columns with an mbarrier each were slower. a is ready before the last of W arrives.
 // On chip    W [TILE][PITCH] and a [ROWS][PITCH], bfloat16, whole rows; sums of every warp [WARPS][TILE][ROWS + 1], float32. More than ROWS
 //            rows come one slab after the other, while W stays.
 // mma        the fragments are those of gla_layer's product.cuh: TILE rows of W are operand A, 8 rows of a are operand B, and a lane takes
 //            8 consecutive columns, 16 bytes, of its row as the two halves of two mma's. PITCH is an odd multiple of 64 bytes, so that the
-//            eight lanes that read at once, of two rows, use all banks. Warps share the columns of a chunk, 32 at a time.
+//            eight lanes that read at once, of two rows, use all banks. Warps share the columns, 32 at a time.
 // Sync       stores to another CTA complete on its mbarrier `ready`, which expects the bytes of a whole slab, so that no fence is needed.
 //            Before the first store all CTAs of the cluster must have begun and initialized it: a barrier of the cluster, at which
 //            they arrive before they load anything. Before the stores of a next slab all of them must have read this one: another
@@ -30,16 +30,16 @@ typedef unsigned short u16;
 enum Gate { NO_GATE, ACTIVATED_GATE, SILU_GATE };
 enum Norm { NO_WEIGHT, BFLOAT16_WEIGHT, FLOAT_WEIGHT };
 
-constexpr int THREADS = 32 * WARPS, INNER = HEADS * VALUES, ROW_BYTES = 2 * INNER, CHUNK_BYTES = ROW_BYTES / CHUNKS;
+constexpr int THREADS = 32 * WARPS, INNER = HEADS * VALUES, ROW_BYTES = 2 * INNER;
 // LANES threads have a row of a head, 8 channels each, and a CTA has GROUPS of them at once.
 constexpr int LANES = VALUES / 8, GROUPS = THREADS / LANES;
 constexpr int ITEMS = (ROWS * HEADS + CLUSTER * GROUPS - 1) / (CLUSTER * GROUPS), AT_ONCE = ITEMS < 4 ? ITEMS : 4;
-constexpr int W_TILES = TILE > 16 ? TILE / 16 : 1, A_TILES = ROWS / 8, SUM_PITCH = ROWS + 1, STEPS = CHUNK_BYTES / 64;
+constexpr int W_TILES = (TILE + 15) / 16, A_TILES = ROWS / 8, SUM_PITCH = ROWS + 1, STEPS = ROW_BYTES / 64;
+constexpr int STORING = THREADS / TILE * TILE;  // threads that store out, each of them one column
 constexpr float LOG2_E = 1.4426950408889634f;
 static_assert(LANES <= 32 && 32 % LANES == 0, "a warp has whole rows of heads");
-static_assert(CHUNKS <= WARPS && TILE <= 32, "a warp copies a chunk, a lane a row of it");
-static_assert(THREADS % TILE == 0, "a thread has one column of out");
-static_assert(CHUNK_BYTES % 64 == 0 && PITCH % 128 == 64, "steps of 32 columns; bank conflicts");
+static_assert(TILE % 8 == 0 && TILE <= 32, "whole rows of quads; a lane copies a row");
+static_assert(ROW_BYTES % 64 == 0 && PITCH % 128 == 64, "steps of 32 columns; bank conflicts");
 
 struct Arguments {
   const u16 *h, *gate;       // [rows, INNER], with any row pitch in multiples of 8
@@ -60,23 +60,22 @@ DEVICE void unpack(const uint4& v, float (&to)[8]) {
 }
 DEVICE float activate(float gate) { return GATE == SILU_GATE ? gate * rcp_approx(1.0f + exp2_approx(-gate * LOG2_E)) : gate; }
 
-// Initialize the mbarriers and ask for this CTA's rows of W, a chunk by each warp: the lanes of several warps issue copies at the same time.
-// `bytes` are those of the first slab of a. The CTA arrives at the cluster's barrier in between.
+// Initialize the mbarriers and ask for this CTA's rows of W. `bytes` are those of the first slab of a. The CTA arrives at the cluster's
+// barrier in between.
 DEVICE void copy_weight(const Arguments& a, char* weight, u64* full, u64* ready, u32 bytes, int first, int warp, int lane) {
-  const bool copies = warp < CHUNKS && first < a.columns;
-  if (lane == 0) {
-    if (warp == 0) mbarrier_init(ready, 1);
-    if (copies) mbarrier_init(full + warp, 1);
+  const bool copies = warp == 0 && first < a.columns;
+  if (lane == 0 && warp == 0) {
+    mbarrier_init(ready, 1);
+    mbarrier_init(full, 1);
     fence_mbarrier_init();
-    if (warp == 0) mbarrier_arrive_expect_tx(ready, bytes);
-    if (copies) mbarrier_arrive_expect_tx(full + warp, TILE * CHUNK_BYTES);
+    mbarrier_arrive_expect_tx(ready, bytes);
+    if (copies) mbarrier_arrive_expect_tx(full, TILE * ROW_BYTES);
   }
   syncwarp();
   cluster_arrive_relaxed();
   if (copies && lane < TILE) {
     const int column = first + lane < a.columns ? first + lane : a.columns - 1;
-    const char* from = (const char*)(a.weight + column * a.weight_pitch) + warp * CHUNK_BYTES;
-    cp_async_bulk(weight + lane * PITCH + warp * CHUNK_BYTES, from, CHUNK_BYTES, full + warp);
+    cp_async_bulk(weight + lane * PITCH, (const char*)(a.weight + column * a.weight_pitch), ROW_BYTES, full);
   }
   syncwarp();
 }
@@ -133,32 +132,29 @@ DEVICE void make_operand(const Arguments& a, char* operand, u64* ready, int begi
   }
 }
 
-// Multiply W by a, chunk by chunk as they arrive; leave each warp's sums [TILE][SUM_PITCH].
+// Multiply W by a when it has arrived; leave each warp's sums [TILE][SUM_PITCH].
 DEVICE void multiply(const char* weight, const char* operand, float* sums, u64* full, int warp, int lane) {
   const int quad = lane / 4, unit = lane % 4;
   float d[W_TILES][A_TILES][4];
 #pragma unroll
   for (int i = 0; i < W_TILES * A_TILES * 4; ++i) d[i / 4 / A_TILES][i / 4 % A_TILES][i % 4] = 0.0f;
-#pragma unroll 1
-  for (int chunk = 0; chunk < CHUNKS; ++chunk) {
-    while (!mbarrier_try_wait(full + chunk, 0)) spin_pause();
+  while (!mbarrier_try_wait(full, 0)) spin_pause();
 #pragma unroll 2
-    for (int step = warp; step < STEPS; step += WARPS) {
-      const int at = chunk * CHUNK_BYTES + step * 64 + unit * 16;
-      uint4 b[A_TILES];
+  for (int step = warp; step < STEPS; step += WARPS) {
+    const int at = step * 64 + unit * 16;
+    uint4 b[A_TILES];
 #pragma unroll
-      for (int n = 0; n < A_TILES; ++n) b[n] = *(const uint4*)(operand + (n * 8 + quad) * PITCH + at);
+    for (int n = 0; n < A_TILES; ++n) b[n] = *(const uint4*)(operand + (n * 8 + quad) * PITCH + at);
 #pragma unroll
-      for (int m = 0; m < W_TILES; ++m) {
-        const char* row = weight + (m * 16 + quad) * PITCH + at;
-        const uint4 low = *(const uint4*)row;
-        uint4 high = {0, 0, 0, 0};
-        if constexpr (TILE >= 16) high = *(const uint4*)(row + 8 * PITCH);
+    for (int m = 0; m < W_TILES; ++m) {
+      const char* row = weight + (m * 16 + quad) * PITCH + at;
+      const uint4 low = *(const uint4*)row;
+      uint4 high = {0, 0, 0, 0};
+      if (m * 16 + 8 < TILE) high = *(const uint4*)(row + 8 * PITCH);
 #pragma unroll
-        for (int n = 0; n < A_TILES; ++n) {
-          mma_m16n8k16(d[m][n], {low.x, high.x, low.y, high.y}, {b[n].x, b[n].y});
-          mma_m16n8k16(d[m][n], {low.z, high.z, low.w, high.w}, {b[n].z, b[n].w});
-        }
+      for (int n = 0; n < A_TILES; ++n) {
+        mma_m16n8k16(d[m][n], {low.x, high.x, low.y, high.y}, {b[n].x, b[n].y});
+        mma_m16n8k16(d[m][n], {low.z, high.z, low.w, high.w}, {b[n].z, b[n].w});
       }
     }
   }
@@ -170,15 +166,15 @@ DEVICE void multiply(const char* weight, const char* operand, float* sums, u64* 
       const float(&v)[4] = d[m][n];
       float* at = to + m * 16 * SUM_PITCH + n * 8;
       at[0] = v[0], at[1] = v[1];
-      if constexpr (TILE >= 16) at[8 * SUM_PITCH] = v[2], at[8 * SUM_PITCH + 1] = v[3];
+      if (m * 16 + 8 < TILE) at[8 * SUM_PITCH] = v[2], at[8 * SUM_PITCH + 1] = v[3];
     }
 }
 
 // Add the warps' sums to the bias, and store rows `begin` to `end` of out. Neighboring threads have neighboring columns, and each thread
-// has one column of all its rows, thread % TILE.
+// has one column of all its rows, thread % TILE; threads from STORING on have none.
 DEVICE void store_sums(const Arguments& a, const float* sums, float bias, int first, int begin, int end, int thread) {
 #pragma unroll
-  for (int i = thread; i < TILE * ROWS; i += THREADS) {
+  for (int i = thread < STORING ? thread : TILE * ROWS; i < TILE * ROWS; i += STORING) {
     const int column = i % TILE, row = i / TILE;
     if (begin + row >= end || first + column >= a.columns) continue;
     float sum = bias;
@@ -191,7 +187,7 @@ DEVICE void store_sums(const Arguments& a, const float* sums, float bias, int fi
 DEVICE void run_few_rows(const Arguments& a) {
   char *weight = shared_memory(), *operand = weight + OPERAND_AT;
   float* sums = (float*)(weight + SUMS_AT);
-  u64 *full = (u64*)(weight + FULL_AT), *ready = full + CHUNKS;
+  u64 *full = (u64*)(weight + FULL_AT), *ready = full + 1;
   const int thread = thread_index(), warp = thread / 32, lane = thread % 32, first = cta_index() * TILE;
   auto end_of = [&](int begin) { return begin + ROWS < a.rows ? begin + ROWS : a.rows; };
   copy_weight(a, weight, full, ready, end_of(0) * ROW_BYTES, first, warp, lane);
