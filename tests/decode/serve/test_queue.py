@@ -6,13 +6,16 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import threading
 import time
 
 import pytest
+import uvicorn
+from uvicorn.server import ServerState
 
 from onelaunch.decode.model import forward as forward_file
-from onelaunch.decode.serve import endpoint
+from onelaunch.decode.serve import endpoint, server
 from onelaunch.decode.serve.service import Limits
 from tests.decode.serve.driver import App, events_of, scripted
 
@@ -217,3 +220,30 @@ def test_a_flood_of_requests_gets_answers_or_refusals(held):
     assert all(answer.json["choices"][0]["text"] == "abcdefgh" for answer in found if answer.status == 200)
     assert held.first.result(20).status == 200
     assert waiting(held) == 0
+
+
+# Connections
+
+
+def test_connections_send_each_event_at_once():
+    """Nagle's algorithm would hold an event back until the client acknowledges the one before, after up to 40 ms."""
+
+    async def connect() -> int:
+        loop, made = asyncio.get_running_loop(), []
+
+        def make() -> server.Protocol:
+            made.append(server.Protocol(config, ServerState(), {}))
+            return made[-1]
+
+        config = uvicorn.Config(lambda: None, log_level="error")
+        config.load()
+        listening = await loop.create_server(make, sock=socket.create_server(("127.0.0.1", 0)))
+        _, writer = await asyncio.open_connection(*listening.sockets[0].getsockname())
+        while not made or made[0].transport is None:
+            await asyncio.sleep(0)
+        found = made[0].transport.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+        writer.close()
+        listening.close()
+        return found
+
+    assert asyncio.run(connect())
