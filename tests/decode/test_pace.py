@@ -180,6 +180,16 @@ def test_a_bound_changes_no_token(name, weights, timed, device):
     assert max(timed) == TOKENS_PER_LAUNCH
 
 
+@pytest.mark.parametrize("name", GREEDY)
+def test_with_a_bound_the_first_token_comes_before_the_next_launch_is_enqueued(name, weights, timed):
+    """The device is done with the prompt then, so the token would only wait for the host."""
+    launches = KernelEngine(weights, "streaming").launches(replace(GREEDY[name], max_enqueued_seconds=BOUND))
+    assert next(launches) == alone(weights, GREEDY[name])[:1]
+    of_prompt = len(timed)
+    next(launches)
+    assert (of_prompt, timed[of_prompt:]) == (sum(timed[:of_prompt]), [1, 1]), "the times of tokens are not known yet"
+
+
 def test_a_bound_of_less_than_two_tokens_leaves_one_at_a_time(weights, timed, device):
     request = replace(GREEDY["second"], max_enqueued_seconds=1.5e-3)
     assert list(KernelEngine(weights, "streaming").run(request)) == alone(weights, GREEDY["second"])

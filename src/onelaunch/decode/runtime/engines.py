@@ -249,12 +249,14 @@ class KernelEngine(TorchEngine):
             sequence, made = session.sequence(cache, sampler(logits, cache.length), sampler), 1
             launches = deque([_Launch(Pending(device, sequence.token, logits, session if by_steps else None))])
         pace.drain()
-        while launches:
+        if bound is not None:  # the token is on the host already, and need not wait until the next launch is enqueued
+            yield launches.popleft().pending.wait()
+        while launches or made < request.max_new_tokens:
             # The device runs one launch while the host yields the tokens of another, unless the bound is that of one launch.
             many, each = self._times.launches(bound, sequence.cache.length, sampled=sampled)
-            if many == 1:
-                launches[0].pending.wait()
             while len(launches) < 2 and made < request.max_new_tokens:
+                if many == 1 and launches:
+                    launches[0].pending.wait()
                 pace.check()
                 count, position = min(each, request.max_new_tokens - made), sequence.cache.length
                 sequence.cache = self._grown(sequence.cache, position + count)
