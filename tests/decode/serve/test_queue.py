@@ -15,7 +15,7 @@ import uvicorn
 from uvicorn.server import ServerState
 
 from onelaunch.decode.model import forward as forward_file
-from onelaunch.decode.serve import endpoint, server
+from onelaunch.decode.serve import endpoint, server, service
 from onelaunch.decode.serve.service import Limits
 from tests.decode.serve.driver import App, events_of, scripted
 
@@ -220,6 +220,50 @@ def test_a_flood_of_requests_gets_answers_or_refusals(held):
     assert all(answer.json["choices"][0]["text"] == "abcdefgh" for answer in found if answer.status == 200)
     assert held.first.result(20).status == 200
     assert waiting(held) == 0
+
+
+# First texts
+
+
+def test_the_first_part_is_sent_before_the_next_launch_is_enqueued(monkeypatch):
+    """Without a wait the device's thread would enqueue it while the event loop waits for Python's lock."""
+    monkeypatch.setattr(service, "HANDOVER_SECONDS", 20)
+    sent, event = [], endpoint.Sender.event
+
+    async def recorded(sender, content):
+        await event(sender, content)
+        sent.append(content["choices"][0]["text"])
+
+    monkeypatch.setattr(endpoint.Sender, "event", recorded)
+    with scripted("abc.", per_launch=2) as app:
+        launches, found = app.ready().engine.launches, []
+
+        def watched(request):
+            for launch in launches(request):
+                found.append(list(sent))
+                yield launch
+
+        app.engine.launches = watched
+        answer = app.ask(COMPLETIONS, fields(stream=True))
+    assert [event["choices"][0]["text"] for event in answer.events] == ["ab", "c"]
+    assert found == [[], ["ab"]]
+
+
+def test_only_long_prompts_are_tokenized_in_threads(monkeypatch):
+    """The event loop would be held up by them, and a switch to a thread takes longer than to tokenize a short one."""
+    with scripted() as app:
+        threads, encode = [], app.ready().service.codec.encode
+
+        def recorded(text):
+            threads.append(threading.current_thread().name)
+            return encode(text)
+
+        monkeypatch.setattr(app.service.codec, "encode", recorded)
+        for prompt, status in (("a", 200), ("a" * 5000, 400), (["a"] * 60, 200)):
+            assert app.ask(COMPLETIONS, fields(prompt)).status == status
+        assert app.ask(COMPLETIONS, fields(["a"], n=3)).status == 200
+    loop = app._thread.name
+    assert [name == loop for name in threads] == [True, False, *[False] * 60, True]
 
 
 # Connections

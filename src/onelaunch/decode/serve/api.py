@@ -58,6 +58,11 @@ def _without_fraction(value: object) -> object:
 Whole = Annotated[int, BeforeValidator(_without_fraction)]
 """Integer of a request."""
 
+_Element = TypeVar("_Element")
+
+_Listed = Annotated[list[_Element], Field(fail_fast=True)]
+"""List among other types, whose first wrong element is its only error. A list of tokens has as many that are no texts."""
+
 
 class _Fields(BaseModel):
     """Object whose fields have exactly the declared types; other fields are refused."""
@@ -167,7 +172,7 @@ class Chat(Generation):
 class Completion(Generation):
     """Request of ``/v1/completions``."""
 
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: str | _Listed[str] | _Listed[int] | _Listed[list[int]]
     logprobs: Whole | None = Field(None, ge=0, le=MOST_LOGPROBS)
     max_tokens: Whole = Field(16, ge=1)
     echo: bool = False

@@ -85,14 +85,14 @@ def make_app(service: Service, *, api_key: str | None = None, hosts: Collection[
         del problem  # Starlette raises it again, and uvicorn logs it
         return _failed(service, RequestError(500, "The server failed on this request; its log says why.", code="internal_error"))
 
-    routes = [
+    routes = [  # a request is compared with each in turn, so those whose latency counts come first
+        Route("/v1/chat/completions", Endpoint(service, "chat"), methods=["POST"]),
+        Route("/v1/completions", Endpoint(service, "completions"), methods=["POST"]),
         Route("/health", health),
         Route("/metrics", metrics),
         Route("/v1/models", models),
         Route("/v1/models/{name:path}", one_model),
         Route("/tokenize", tokenize, methods=["POST"]),
-        Route("/v1/chat/completions", Endpoint(service, "chat"), methods=["POST"]),
-        Route("/v1/completions", Endpoint(service, "completions"), methods=["POST"]),
     ]
     return Starlette(
         routes=routes,

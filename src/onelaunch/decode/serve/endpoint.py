@@ -11,7 +11,6 @@ import contextlib
 import logging
 import time
 from collections.abc import Sequence
-from contextlib import aclosing
 from typing import Any, Literal
 
 from starlette.datastructures import Headers
@@ -126,26 +125,30 @@ class Endpoint:
         The parts, each with the index of its choice, are put into a queue, and ``None`` at the end. A client that reads slowly
         therefore does not keep the device from other requests.
         """
-        metrics = self._service.metrics
+        metrics, loop = self._service.metrics, asyncio.get_running_loop()
         try:
             async with place.turn():
-                metrics.queue_seconds.observe(time.perf_counter() - started)
+                # Metrics are noted once the device's thread has begun, or a part is sent: neither need wait for them.
+                loop.call_soon(metrics.queue_seconds.observe, time.perf_counter() - started)
                 clock = _Clock(metrics, started)
                 for index, stream in enumerate(streams):
-                    metrics.prompt_sizes.observe(len(stream.prompt))
-                    metrics.prompt_tokens.inc(len(stream.prompt))
+                    loop.call_soon(metrics.prompt_sizes.observe, len(stream.prompt))
+                    loop.call_soon(metrics.prompt_tokens.inc, len(stream.prompt))
                     clock.begin()
-                    reason = "abort"
+                    ended = "abort"
+
+                    def take(part: Part, index: int = index) -> None:
+                        nonlocal ended
+                        ended = part.reason or ended
+                        parts.put_nowait((index, part))
+                        loop.call_soon(clock.tick, len(part.tokens), time.perf_counter())
+
                     try:
-                        async with aclosing(self._service.run(stream)) as made:
-                            async for part in made:
-                                clock.tick(len(part.tokens))
-                                reason = part.reason or reason
-                                parts.put_nowait((index, part))
+                        await self._service.run(stream, take)
                     finally:
                         metrics.new_tokens.inc(len(stream.tokens))
                         metrics.text_sizes.observe(len(stream.tokens))
-                        metrics.finished(reason)
+                        metrics.finished(ended)
         finally:
             parts.put_nowait(None)
 
@@ -209,11 +212,10 @@ class _Clock:
         """Note that a choice begins: the time to its first tokens is no time between tokens."""
         self._last = None
 
-    def tick(self, tokens: int) -> None:
-        """Note that so many tokens have arrived."""
+    def tick(self, tokens: int, now: float) -> None:
+        """Note that so many tokens have arrived, at a time of the host's clock in seconds."""
         if not tokens:
             return
-        now = time.perf_counter()
         if self._first:
             self._metrics.first_token_seconds.observe(now - self._started)
             self._first = False

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
+import threading
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -25,6 +26,9 @@ from onelaunch.errors import OneLaunchError
 ENQUEUED_SECONDS = 8e-3
 """Most work in seconds that a request enqueues on the device. It is completed even if the client hangs up."""
 
+HANDOVER_SECONDS = 2e-3
+"""Longest time, in seconds, that the device's thread waits until the event loop has sent the first part of a choice."""
+
 _WARM_UP = (128, 1), (8, 36)
 """Numbers of tokens of prompts and of new tokens to generate after loading. PyTorch's prefill and the kernels are then ready."""
 
@@ -32,6 +36,36 @@ _TOKENIZER_THREADS = 4
 """Threads that tokenize prompts, so that a long one does not hold up the others."""
 
 Result = TypeVar("Result")
+
+
+class _Handover:
+    """Function that hands the parts of a choice from the device's thread to the event loop.
+
+    Args:
+        loop: Event loop.
+        take: Function that is called with each part, in the event loop.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, take: Callable[[Part], None]) -> None:
+        self._loop, self._take, self._taken = loop, take, threading.Event()
+
+    def __call__(self, part: Part, *, first: bool) -> None:
+        """Hand a part over, from the device's thread. For the first one, wait until the loop has sent it.
+
+        Both threads need Python's lock. The loop would get it only after this thread has enqueued the next launch.
+        """
+        with contextlib.suppress(RuntimeError):  # the loop has ended
+            self._loop.call_soon_threadsafe(self._receive, part)
+            if first:
+                self._taken.wait(HANDOVER_SECONDS)
+
+    def _receive(self, part: Part) -> None:
+        self._take(part)
+        self._loop.call_soon(self._taken.set)  # runs after the task that the part has woken
+
+
+_SHORT = 4096
+"""Largest :func:`_size` of a request that the event loop tokenizes itself, in 1 to 2 ms: a thread costs two more switches."""
 
 
 @dataclass(frozen=True)
@@ -132,6 +166,9 @@ class Service:
         Raises:
             RequestError: a prompt or a parameter is wrong.
         """
+        if isinstance(request, Completion) and _size(request) <= _SHORT:
+            with self._errors():
+                return self._streams(request)
         return await self._tokenize(self._streams, request)
 
     async def tokenized(self, request: Tokenize) -> bytes:
@@ -165,26 +202,22 @@ class Service:
             problem.message = problem.message.replace(str(folder), self.name)
         return problem
 
-    async def run(self, stream: Stream) -> AsyncGenerator[Part, None]:
-        """Generate a choice on the device and yield its parts. The caller must hold the turn that :class:`Queue` grants.
+    async def run(self, stream: Stream, take: Callable[[Part], None]) -> None:
+        """Generate a choice on the device. The caller must hold the turn that :class:`Queue` grants.
 
-        Leaving the loop cancels the generation, and waits until the device's thread has stopped.
+        A cancelled call cancels the generation, and ends once the device's thread has stopped.
+
+        Args:
+            stream: Stream of the choice.
+            take: Function that is called with each part, in the event loop.
 
         Raises:
             OneLaunchError: the generation failed.
         """
         loop = asyncio.get_running_loop()
-        parts: asyncio.Queue[Part | None] = asyncio.Queue()
-
-        def put(part: Part | None) -> None:
-            with contextlib.suppress(RuntimeError):  # the loop has ended
-                loop.call_soon_threadsafe(parts.put_nowait, part)
-
-        job = loop.run_in_executor(self._device, self._generate, stream, put)
+        job = loop.run_in_executor(self._device, self._generate, stream, _Handover(loop, take))
         try:
-            while (part := await parts.get()) is not None:
-                yield part
-            await job
+            await asyncio.shield(job)
         finally:
             stream.cancel()
             while not job.done():
@@ -193,19 +226,16 @@ class Service:
             if not job.cancelled():
                 job.exception()  # marks an exception as seen
 
-    def _generate(self, stream: Stream, put: Callable[[Part | None], None]) -> None:
+    def _generate(self, stream: Stream, handover: _Handover) -> None:
         """Generate a choice, in the device's thread."""
         text, sent = "", 0
-        try:
-            with stream:
-                while (piece := stream.step()) is not None:
-                    text += piece
-                    if stream.ready and not self.event_per_token and stream.finish is None:
-                        continue  # more tokens of this launch
-                    put(Part(text, stream.tokens[sent:], stream.finish))
-                    text, sent = "", len(stream.tokens)
-        finally:
-            put(None)
+        with stream:
+            while (piece := stream.step()) is not None:
+                text += piece
+                if stream.ready and not self.event_per_token and stream.finish is None:
+                    continue  # more tokens of this launch
+                handover(Part(text, stream.tokens[sent:], stream.finish), first=not sent)
+                text, sent = "", len(stream.tokens)
 
     def _load(self) -> Model:
         """Load the model, and generate a few tokens, so that the first request compiles nothing and the token time is known."""
@@ -222,8 +252,14 @@ class Service:
 
     async def _tokenize(self, function: Callable[..., Result], *given: object) -> Result:
         """Run a function in a thread of the tokenizer, and turn its errors into those of a request."""
-        try:
+        with self._errors():
             return await asyncio.get_running_loop().run_in_executor(self._tokenizing, function, *given)
+
+    @contextlib.contextmanager
+    def _errors(self) -> Iterator[None]:
+        """Turn errors of the library into those of a request."""
+        try:
+            yield
         except OneLaunchError as problem:
             raise self.without_paths(of_prompt(problem)) from None
 
@@ -251,3 +287,8 @@ class Service:
     def _prompt(self, messages: list[Message], choices: dict[str, Any]) -> str:
         """Return the prompt of a conversation by the model's chat template."""
         return self.codec.chat([message.plain() for message in messages], **choices)
+
+
+def _size(request: Completion) -> int:
+    """Return the characters or tokens of a request's prompts, and 100 for each choice, which takes as long to prepare."""
+    return sum(len(prompt) + 100 * request.n for prompt in request.prompts())
