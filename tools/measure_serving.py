@@ -7,7 +7,9 @@ For each model of ``model_shapes.py`` the script writes a folder with random wei
 tokens that this tokenizer does not have are zero, so that greedy text consists of tokens that it has. It loads the folder by the
 library, then starts the server as a process of its own. Both generate the same tokens behind the same prompt, :data:`RUNS` times:
 seconds to the first piece of text, and tokens per second between the first piece and the end. The client is a raw socket that
-reads events; what it counts are the tokens of ``usage``. Texts must agree.
+reads events; what it counts are the tokens of ``usage``. It keeps its connection from one request to the next, as OpenAI's client
+does, so ``served`` includes no connecting. ``served_by_new_connections`` does: each request has a connection of its own. Both
+include the encoding of the request. Texts must agree.
 
 With ``--requests`` it then sends so many requests from several threads: short completions, of which many are abandoned at a
 random moment, wait without being read, or are malformed, and now and then a flood. Each complete text is compared with the
@@ -31,12 +33,13 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import torch
+from typing_extensions import Self
 
 from onelaunch.decode import Model, random_weights
 from onelaunch.decode.model.hub import BUNDLED
@@ -60,6 +63,16 @@ MALFORMED = (
     b"POST /v1/completions HTTP/1.1\r\nContent-Length: many\r\n\r\n",
     b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 9\r\n\r\n{\"model\"}",
 )  # fmt: skip
+
+
+class Run(NamedTuple):
+    """Generation that was timed."""
+
+    text: str
+    first_seconds: float
+    """Seconds from the call or request to the first piece of text."""
+    later_seconds: float
+    """Seconds from there to the end."""
 
 
 class Speed(NamedTuple):
@@ -92,8 +105,8 @@ def model_folder(name: str, folder: Path, device: torch.device) -> Path:
     return folder
 
 
-def of_library(model: Model, prompt: list[int], tokens: int) -> tuple[str, float, float]:
-    """Return the text of a generation, the seconds to its first piece, and those from there to the end."""
+def of_library(model: Model, prompt: list[int], tokens: int) -> Run:
+    """Generate a text by the library."""
     begin = time.perf_counter()
     first = None
     with model.stream(prompt, max_new_tokens=tokens, temperature=0, ignore_end=True) as stream:
@@ -101,7 +114,14 @@ def of_library(model: Model, prompt: list[int], tokens: int) -> tuple[str, float
             first = first or time.perf_counter()
         text = stream.text or ""
     end = time.perf_counter()
-    return text, (first or end) - begin, end - (first or end)
+    return Run(text, (first or end) - begin, end - (first or end))
+
+
+def request_of(fields: dict[str, Any], *, close: bool) -> bytes:
+    """Return a request for a completion; ``close`` says that the connection ends with the answer."""
+    body = json.dumps({"model": "model", "temperature": 0, **fields}).encode()
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    return head + b"Connection: close\r\n" * close + b"Content-Length: %d\r\n\r\n" % len(body) + body
 
 
 class Server:
@@ -135,9 +155,8 @@ class Server:
 
     def send(self, fields: dict[str, Any]) -> socket.socket:
         """Send a request for a completion, and return the connection."""
-        connection, body = self.connect(), json.dumps({"model": "model", "temperature": 0, **fields}).encode()
-        head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nConnection: close\r\n"
-        connection.sendall(head + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+        connection = self.connect()
+        connection.sendall(request_of(fields, close=True))
         return connection
 
     def ask(self, request: bytes | dict[str, Any]) -> tuple[int, bytes]:
@@ -185,15 +204,47 @@ def running(folder: Path, device: str) -> Iterator[Server]:
 
 
 def events_of(connection: socket.socket) -> Iterator[dict[str, Any]]:
-    """Yield the events of a streamed answer as they come."""
+    """Yield the events of a streamed answer as they come, and close its connection."""
     with connection, connection.makefile("rb") as lines:
-        for line in lines:
-            if line.startswith(b"data: ") and not line.startswith(b"data: [DONE]"):
-                yield json.loads(line[6:])
+        yield from _events(lines)
 
 
-def of_server(server: Server, prompt: list[int], tokens: int) -> tuple[str, float, float]:
-    """Return what :func:`of_library` does, as a client sees it."""
+def _events(lines: BinaryIO) -> Iterator[dict[str, Any]]:
+    """Yield the events of a streamed answer, whose lines are read up to the last chunk, which is empty."""
+    for line in lines:
+        if line.startswith(b"data: ") and not line.startswith(b"data: [DONE]"):
+            yield json.loads(line[6:])
+        elif line == b"0\r\n":
+            lines.readline()
+            return
+
+
+class Connection:
+    """Connection over which one request follows the other, as clients of OpenAI's API keep one.
+
+    Args:
+        server: The server.
+    """
+
+    def __init__(self, server: Server) -> None:
+        self._socket = server.connect()
+        self._lines = self._socket.makefile("rb")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._lines.close()
+        self._socket.close()
+
+    def events(self, fields: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """Send a request for a streamed completion, and yield the events of its answer as they come."""
+        self._socket.sendall(request_of(fields, close=False))
+        return _events(self._lines)
+
+
+def of_server(prompt: list[int], tokens: int, send: Callable[[dict[str, Any]], Iterator[dict[str, Any]]]) -> Run:
+    """Return what :func:`of_library` does, as a client sees it; ``send`` sends a request and returns the events of its answer."""
     fields = {
         "prompt": prompt,
         "max_tokens": tokens,
@@ -203,7 +254,7 @@ def of_server(server: Server, prompt: list[int], tokens: int) -> tuple[str, floa
     }
     begin = time.perf_counter()
     first, text, made = None, "", 0
-    for event in events_of(server.send(fields)):
+    for event in send(fields):
         for choice in event["choices"]:
             if choice["text"]:
                 first = first or time.perf_counter()
@@ -212,14 +263,13 @@ def of_server(server: Server, prompt: list[int], tokens: int) -> tuple[str, floa
     end = time.perf_counter()
     if made != tokens:
         raise SystemExit(f"The server made {made} tokens of {tokens}.")
-    return text, (first or end) - begin, end - (first or end)
+    return Run(text, (first or end) - begin, end - (first or end))
 
 
-def speed(runs: list[tuple[str, float, float]], tokens: int) -> Speed:
+def speed(runs: list[Run], tokens: int) -> Speed:
     """Return the medians of runs, of which the first is left out."""
-    later = runs[1:]
-    seconds = statistics.median(behind for _, _, behind in later)
-    return Speed(1e3 * statistics.median(first for _, first, _ in later), (tokens - 1) / seconds)
+    seconds = statistics.median(run.later_seconds for run in runs[1:])
+    return Speed(1e3 * statistics.median(run.first_seconds for run in runs[1:]), (tokens - 1) / seconds)
 
 
 class Clients:
@@ -298,11 +348,16 @@ def measure(name: str, device: torch.device, given: argparse.Namespace) -> dict[
         if device.type == "cuda":
             torch.cuda.empty_cache()
         with running(folder, str(device)) as server:
-            served = [of_server(server, prompt, given.tokens) for _ in range(given.runs + 1)]
+            with Connection(server) as kept:
+                served = [of_server(prompt, given.tokens, kept.events) for _ in range(given.runs + 1)]
+            alone = [
+                of_server(prompt, given.tokens, lambda fields: events_of(server.send(fields))) for _ in range(given.runs + 1)
+            ]
             record: dict[str, Any] = {
                 "model": name, "prompt_tokens": len(prompt), "tokens": given.tokens,
                 "library": speed(library, given.tokens)._asdict(), "served": speed(served, given.tokens)._asdict(),
-                "texts_agree": len({text for text, *_ in (*library, *served)}) == 1,
+                "served_by_new_connections": speed(alone, given.tokens)._asdict(),
+                "texts_agree": len({run.text for run in (*library, *served, *alone)}) == 1,
             }  # fmt: skip
             if given.requests:
                 clients = Clients(server, texts)
@@ -333,7 +388,9 @@ def main() -> None:
         record = measure(name, torch.device(given.device), given)
         library, served = Speed(**record["library"]), Speed(**record["served"])
         share = served.tokens_per_second / library.tokens_per_second
-        table = f"first text {library.first_ms:.1f} ms, served {served.first_ms:.1f}; tokens/s {library.tokens_per_second:.0f}, "
+        alone = Speed(**record["served_by_new_connections"])
+        table = f"first text {library.first_ms:.1f} ms, served {served.first_ms:.1f} ({alone.first_ms:.1f} by a new connection); "
+        table += f"tokens/s {library.tokens_per_second:.0f}, "
         table += f"served {served.tokens_per_second:.0f} ({share:.0%})"
         sys.stderr.write(f"{name}: {table}; {record.get('answers', '')} {record.get('before', '')} {record.get('after', '')}\n")
         if given.json:
