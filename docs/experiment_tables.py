@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -84,7 +85,8 @@ EXPERIMENTS = {
 
 def parts(stored: Mapping[str, Result]) -> dict[str, str]:
     """Return the written parts of the page by their names, from results by name."""
-    return {f"experiment-{name}": _section(each, stored[each.result]) for name, each in EXPERIMENTS.items()}
+    sections = {f"experiment-{name}": _section(each, stored[each.result]) for name, each in EXPERIMENTS.items()}
+    return sections | {"experiment-cards": _cards(stored)}
 
 
 def criteria(stored: Mapping[str, Result]) -> dict[str, str]:
@@ -121,6 +123,42 @@ def _section(experiment: Experiment, result: Result) -> str:
             said,
         ]
     )
+
+
+def _cards(stored: Mapping[str, Result]) -> str:
+    """Return the times of studies on an H100 over those on an H200, for the variants of the page that both results hold."""
+    shown: dict[str, tuple[str, ...]] = {}
+    for each in EXPERIMENTS.values():
+        name = each.result.partition("/")[2]
+        shown[name] = tuple(dict.fromkeys((*shown.get(name, ()), *each.variants)))
+    rows, runs = [], []
+    for name, variants in shown.items():
+        pair = [stored.get(f"{slug}/{name}") for slug in ("nvidia-h100", "nvidia-h200")]
+        if (h100 := pair[0]) is None or (h200 := pair[1]) is None:
+            continue
+        runs.append(f"{name} {h100.provenance.commit[:7]} and {h200.provenance.commit[:7]}")
+        for direction in BOTH:
+            rows += [row for variant in variants if (row := _ratios(name, h100, h200, variant, direction))]
+    heads = ["study", "measured", "variant", "shapes", "H100 over H200", "by peaks", "least", "most"]
+    said = f"Cold medians on an H100 over those on an H200, geometric means (commits: {markdown('; '.join(runs))}):"
+    return "\n\n".join([said, markdown_table(heads, rows, right=range(3, 6))])
+
+
+def _ratios(name: str, h100: Result, h200: Result, variant: str, direction: Direction) -> list[str] | None:
+    """Return the row of a variant in a direction, or ``None`` if there is no shape at which both results hold its time."""
+    found: dict[str, tuple[float, float]] = {}
+    for shape in h200.study.shapes:
+        cells = [result.cell(shape.name, variant, direction) for result in (h100, h200)]
+        if all(cell is not None and valid_timing(cell, "cold") and cell.plan is not None for cell in cells):
+            times = [median(cell, "cold") for cell in cells if cell is not None]
+            plans = [cell.plan.planned_microseconds for cell in cells if cell is not None and cell.plan is not None]
+            found[shape.name] = times[0] / times[1], plans[0] / plans[1]
+    if not found:
+        return None
+    means = [math.exp(sum(math.log(each[index]) for each in found.values()) / len(found)) for index in (0, 1)]
+    least, most = (pick(found, key=lambda shape: found[shape][0]) for pick in (min, max))
+    ends = [f"{found[shape][0]:.2f} at {markdown(shape)}" for shape in (least, most)]
+    return [name, direction.replace("_", " and "), code(variant), str(len(found)), *(f"{mean:.2f}" for mean in means), *ends]
 
 
 def _times(result: Result, experiment: Experiment, shape: str, direction: Direction, regime: Regime) -> list[str]:
