@@ -8,8 +8,10 @@ acts in a chosen call.
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -20,6 +22,7 @@ from onelaunch.workbench.merging import merged, refuse_other_devices
 from onelaunch.workbench.options import Part
 from onelaunch.workbench.result import Result
 from onelaunch.workbench.run import partial_path, resolve_all
+from onelaunch.workbench.running import Run
 from tests.workbench.rogues_timing import at_count, registered
 from tests.workbench.runs import FASTER, interrupted_at, quick, run, statuses, study
 
@@ -89,6 +92,42 @@ def test_each_shape_is_of_one_part():
     parts = [Part(index, 3).of(shapes) for index in range(3)]
     assert sorted(shape for part in parts for shape in part) == shapes
     assert max(map(len, parts)) - min(map(len, parts)) <= 1
+
+
+def test_a_part_that_is_done_takes_over_what_others_have_not_begun(tmp_path):
+    shapes = list("abcdefg")
+    first, second = (Part(index, 2, tmp_path).claimed(shapes) for index in range(2))
+    assert [next(first), next(second), next(second), next(second)] == ["a", "b", "d", "f"]
+    assert next(second) == "g", "the last one of the other part"
+    assert Part(0, 2, tmp_path).open(shapes) == ["a", "c", "e"]
+    assert list(second) == ["e", "c"]
+    assert not list(first)
+    again = Part(1, 2, tmp_path)
+    assert list(again.claimed(shapes)) == ["b", "c", "d", "e", "f", "g"], "a process that is started again goes on with its own"
+    assert again.open(shapes) == ["b", "c", "d", "e", "f", "g"]
+
+
+def test_a_slow_process_leaves_its_shapes_to_the_other(side_by_side, monkeypatch):
+    """Each shape is measured once, most of them by the process that does not wait at its first one."""
+    toy = study().shape("first")
+    names = tuple("abcdefgh")
+    declared = study(FASTER.model_copy(update={"at": "a"}), shapes=tuple(toy.model_copy(update={"name": name}) for name in names))
+    begun = multiprocessing.get_context("fork").Array("i", 2 * len(names))
+
+    def measure(self, shape, direction):
+        begun[self.part.index * len(names) + names.index(shape.name)] += 1
+        if shape.name == "a":
+            deadline = time.monotonic() + 30
+            while sum(begun) < len(names) and time.monotonic() < deadline:
+                time.sleep(0.01)
+        return before(self, shape, direction)
+
+    before = Run.measure
+    monkeypatch.setattr(Run, "measure", measure)
+    result = supervised(declared)
+    assert not result.interrupted
+    assert list(begun)[: len(names)] == [1] + [0] * 7
+    assert list(begun)[len(names) :] == [0] + [1] * 7
 
 
 def test_higher_peaks_of_one_part_become_the_bounds_of_all():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, NamedTuple, TypeVar
@@ -15,15 +15,53 @@ T = TypeVar("T")
 
 
 class Part(NamedTuple):
-    """Part of a run that one process measures, where several processes share it, each on a device of its own."""
+    """Part of a run that one process measures, where several processes share it, each on a device of its own.
+
+    A process claims each shape before it measures it, so that one that is done with its own shapes takes over those that others
+    have not begun. A claim is a symbolic link in a folder, from the shape's index to the part's. The system makes a link whole or
+    not at all, and only if there is none, so that no lock is needed which a process could hold when it is killed.
+    """
 
     index: int
     number: int
     """Number of parts."""
+    claims: Path | None = None
+    """Folder of the claims; ``None`` if each part measures its own shapes alone."""
 
     def of(self, shapes: Sequence[T]) -> Sequence[T]:
         """Return the shapes of this part: every ``number``-th, since shapes that stand together often take alike."""
         return shapes[self.index :: self.number]
+
+    def claimed(self, shapes: Sequence[T]) -> Iterator[T]:
+        """Yield shapes that this process measures now, each claimed when it is asked for.
+
+        First come those that an earlier process of this part has claimed, then its own, then others' from the last one on.
+        """
+        if self.claims is None:
+            yield from self.of(shapes)
+            return
+        yield from [shape for at, shape in enumerate(shapes) if self._owner(at) == self.index]
+        own = range(len(shapes))[self.index :: self.number]
+        for at in (*own, *(at for at in reversed(range(len(shapes))) if at not in own)):
+            try:
+                (self.claims / str(at)).symlink_to(str(self.index))
+            except FileExistsError:
+                continue
+            yield shapes[at]
+
+    def open(self, shapes: Sequence[T]) -> Sequence[T]:
+        """Return the shapes that this process measures or may still measure: those that no other one has claimed."""
+        if self.claims is None:
+            return self.of(shapes)
+        return [shape for at, shape in enumerate(shapes) if self._owner(at) in (None, self.index)]
+
+    def _owner(self, at: int) -> int | None:
+        """Return the index of the part that has claimed the shape with this index, or ``None``."""
+        assert self.claims is not None  # noqa: S101 - both callers have looked
+        try:
+            return int(str((self.claims / str(at)).readlink()))
+        except FileNotFoundError:
+            return None
 
 
 WHOLE = Part(0, 1)

@@ -26,7 +26,8 @@ from onelaunch.workbench.files import probe_file, within
 from onelaunch.workbench.options import Progress, RunOptions
 from onelaunch.workbench.result import Result
 from onelaunch.workbench.result.provenance import spelled
-from onelaunch.workbench.running import QUICK_SECONDS, Steps
+from onelaunch.workbench.running import QUICK_SECONDS
+from onelaunch.workbench.steps import Steps
 from onelaunch.workbench.stored import FROM_A_FILE
 from onelaunch.workbench.study import Scale, Shape, Study
 from onelaunch.workbench.study.plan import scale_for

@@ -8,35 +8,35 @@ made.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from onelaunch.device import hardware, peaks
+from onelaunch.device import hardware
 from onelaunch.errors import OutputUnwritable, ResultMismatch
 from onelaunch.operation import AUTO, Case, Direction, Operation
 from onelaunch.workbench.asked import cases_of, cases_to_count, measures_of_bytes, named_for
 from onelaunch.workbench.cells import Key, bounded, by_arithmetic, cell_of, key_of, unreached
 from onelaunch.workbench.decide.decision import concluded
 from onelaunch.workbench.decide.measured import TakenMeasure, kept_as, taken_measures
-from onelaunch.workbench.measure.compiling import calls_to_compile, compile_ahead, compile_probes
-from onelaunch.workbench.measure.count import Request, count_all
+from onelaunch.workbench.measure.compiling import calls_to_compile, compile_probes
+from onelaunch.workbench.measure.count import Request
 from onelaunch.workbench.measure.garbage import collect_garbage
 from onelaunch.workbench.measure.outcomes import Interrupted, Measurements
-from onelaunch.workbench.measure.timing import measure
 from onelaunch.workbench.measure.tuning import keep, restore
 from onelaunch.workbench.options import WHOLE, Part, Progress, RunOptions
-from onelaunch.workbench.result import Beside, Cell, Noise, ProbeReport, Result, Status, StoredCeilings, Traffic, Verdict
+from onelaunch.workbench.result import Cell, Noise, ProbeReport, Result, Status, StoredCeilings, Traffic, Verdict
 from onelaunch.workbench.result.provenance import provenance
 from onelaunch.workbench.result.sources import variant_sources
 from onelaunch.workbench.resume import differences
 from onelaunch.workbench.spending import Meter
+from onelaunch.workbench.steps import Steps
 from onelaunch.workbench.study import Shape, Study
 from onelaunch.workbench.study.plan import PlannedCell, StudyPlan, plan_study
-from onelaunch.workbench.verify import Judge, run_probes
+from onelaunch.workbench.verify import Judge
 from onelaunch.workbench.verify.calls import status_of
 
 QUICK_SECONDS = 3.0
@@ -44,22 +44,6 @@ QUICK_SECONDS = 3.0
 
 _ORACLE_BYTES = {"cuda": 24 << 30, "cpu": 1 << 30}
 """Most bytes that the cached references of a run (inputs and oracle outputs) may take, by device type; see :class:`Judge`."""
-
-
-@dataclass(frozen=True)
-class Steps:
-    """Functions that use the device, as fields so that tests can replace them."""
-
-    ceilings: Callable[[str], hardware.Ceilings] = peaks.ceilings
-    """Function that returns the peaks of a device, from the cache or measured."""
-    remeasure: Callable[[str, hardware.Ceilings], hardware.Ceilings] = peaks.remeasure
-    """Function that measures the peaks again; it returns its argument itself if no new peak is higher."""
-    probe: Callable[..., ProbeReport] = run_probes
-    measure: Callable[..., Measurements] = measure
-    count: Callable[..., Sequence[Traffic]] = count_all
-    counters: Mapping[str, Callable[..., Sequence[int | Beside | str]]] = field(default_factory=dict)
-    """Functions by the kept name of a measure that count in place of the measure's own ``count``; none but in tests."""
-    compile: Callable[..., list[str]] = compile_ahead
 
 
 @dataclass
@@ -99,6 +83,8 @@ class Run:
     """Meter of the time and money that the run takes."""
     part: Part = WHOLE
     """Part of the cases that this process probes, compiles and measures."""
+    _claimed: set[str] = field(default_factory=set)
+    """Names of the shapes that this process has begun, or found finished."""
 
     def __post_init__(self) -> None:
         variant_sources(self.study)  # caches the digests now, so that files changed during the run are not taken for what ran
@@ -134,10 +120,26 @@ class Run:
         return list({(cell.shape.name, cell.direction): (cell.shape, cell.direction) for cell in self.plan.cells}.values())
 
     @property
+    def _names(self) -> list[str]:
+        """Names of the planned shapes in the order in which they run."""
+        return list(dict.fromkeys(shape.name for shape, _ in self.cases))
+
+    @property
     def mine(self) -> list[tuple[Shape, Direction]]:
-        """Cases that this process measures, in their order. Both directions of a shape are of one part."""
-        names = self.part.of(list(dict.fromkeys(shape.name for shape, _ in self.cases)))
+        """Cases that this process compiles and measures first, in their order. Both directions of a shape are of one part."""
+        names = self.part.of(self._names)
         return [case for case in self.cases if case[0].name in names]
+
+    def _turns(self) -> Iterator[tuple[Shape, Direction]]:
+        """Yield the cases that this process measures, one after the other; see :meth:`Part.claimed`."""
+        for name in self.part.claimed(self._names):
+            self._claimed.add(name)
+            yield from [case for case in self.cases if case[0].name == name and case not in self.finished]
+
+    def _more(self) -> bool:
+        """Return whether there are cases left that this process may measure."""
+        names = self.part.open(self._names)
+        return any(case[0].name in names and case not in self.finished for case in self.cases)
 
     def resume_from(self, earlier: Result, path: Path) -> None:
         """Take over the cases that an interrupted run finished.
@@ -200,12 +202,12 @@ class Run:
             self.probe_variants()
             self.save_partial(partial)
             gc.freeze()  # as after each case: see collect_garbage
-            waiting = [case for case in self.mine if case not in self.finished]
-            for case in waiting:
-                if not self.stopped:
-                    self.measure(*case)
-                    self.save_partial(partial)
-                    self.stopped = self.options.out_of_time and case != waiting[-1]
+            for case in self._turns():
+                self.measure(*case)
+                self.save_partial(partial)
+                self.stopped = self.options.out_of_time and self._more()
+                if self.stopped:
+                    break
         except KeyboardInterrupt:
             self.stopped = True
         finally:
@@ -489,5 +491,6 @@ class Run:
         self.cells[key_of(planned)] = cell_of(self._replanned(planned), **facts)
 
     def _report(self, shape: str, direction: Direction, step: str, done: int, total: int) -> None:
-        finished = sum(case in self.finished for case in self.mine)
+        names = self._claimed if self.part.claims is not None else {case[0].name for case in self.mine}
+        finished = sum(shape.name in names for shape, _ in self.finished)
         self.on_progress(Progress(shape, direction, step, done, total, finished, len(self.mine)))

@@ -16,8 +16,9 @@ import torch
 from onelaunch.operation import Direction
 from onelaunch.workbench.options import WHOLE, Part, Progress, RunOptions
 from onelaunch.workbench.result import Result, Status, StoredCeilings
-from onelaunch.workbench.running import Key, Run, Steps
+from onelaunch.workbench.running import Key, Run
 from onelaunch.workbench.spending import Meter
+from onelaunch.workbench.steps import Steps
 from onelaunch.workbench.study import Scale, Study
 from onelaunch.workbench.study.plan import plan_study
 

@@ -14,6 +14,7 @@ import os
 import pickle
 import signal
 import sys
+import tempfile
 import time
 import warnings
 from collections import Counter
@@ -21,6 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from multiprocessing.connection import wait
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -74,8 +76,9 @@ def supervise(
         ResultMismatch: The devices are not alike.
         OneLaunchError: Any error that :func:`carry_out` raises in a child.
     """
-    run = _ParallelRun(job, devices or (job.device,), on_progress, call_limit, method)
     with contextlib.ExitStack() as stack:
+        claims = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="onelaunch-claims-"))) if len(devices) > 1 else None
+        run = _ParallelRun(job, devices or (job.device,), on_progress, call_limit, method, claims)
         for part in run.parts:
             stack.callback(part.end)
         while not all(part.ended for part in run.parts):
@@ -87,7 +90,10 @@ def supervise(
 
 
 class _ParallelRun:
-    """Run whose cases are split into parts, each measured by a child on a device of its own; a single part has all cases."""
+    """Run whose cases are split into parts, each measured by a child on a device of its own; a single part has all cases.
+
+    A child that is done with its part goes on with shapes that others have not begun.
+    """
 
     def __init__(
         self,
@@ -96,6 +102,7 @@ class _ParallelRun:
         on_progress: Callable[[Progress], None],
         call_limit: float,
         method: str | None,
+        claims: Path | None,
     ) -> None:
         self._job = job
         self._partial = job.partial if len(devices) > 1 else None
@@ -106,7 +113,7 @@ class _ParallelRun:
         total = _ProgressSum(on_progress, len(devices))
         self.parts = [
             _Supervised(
-                _part_of(job, device, Part(index, len(devices))) if several else job,
+                _part_of(job, device, Part(index, len(devices), claims)) if several else job,
                 functools.partial(total.report, index) if several else on_progress,
                 call_limit,
                 method,
