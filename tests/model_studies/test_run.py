@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import sys
 
 import pytest
 import torch
 
-from onelaunch.errors import ResultCorrupt, ResultExists, ResultMismatch
-from onelaunch.model_studies import child, tasks, training
+from onelaunch.errors import ArgumentError, ResultCorrupt, ResultExists, ResultMismatch
+from onelaunch.model_studies import ahead, child, tasks, training
 from onelaunch.model_studies import run as run_module
 from onelaunch.model_studies.report import to_document
 from onelaunch.model_studies.result import Alone, ModelResult
@@ -82,6 +84,86 @@ def test_first_steps_begin_with_empty_caches_but_for_tuned_ones_of_the_library()
         ("alone", "fla", False),
         *[("alone", ours, tuned) for ours in ("accelerated", "layers") for tuned in (False, True)],
     }
+
+
+@pytest.mark.usefixtures("standin")
+def test_a_part_of_the_configurations_is_compiled_by_steps_of_one_layer(tmp_path, monkeypatch):
+    seen = []
+
+    class Recorded(ahead.Trainer):
+        def loss(self, rows):
+            seen.append((self.variant, len(self.module.model.layers), "loss", tuple(rows.shape)))
+            return super().loss(rows)
+
+        def logits(self, rows, **more):
+            seen.append((self.variant, self.module.training, "logits", tuple(rows.shape)))
+            return super().logits(rows, **more)
+
+    @contextlib.contextmanager
+    def part_of_tuning(*part):
+        seen.append(part)
+        yield
+        seen.append("end")
+
+    monkeypatch.setattr(ahead, "Trainer", Recorded)
+    monkeypatch.setattr(ahead, "part_of_tuning", part_of_tuning)
+    job = ahead.AheadJob(model=tiny.study(layers=3).models[0], device="cpu", parts=4)
+    (tmp_path / "job.json").write_text(job.model_dump_json())
+    ahead.main(str(tmp_path / "job.json"), "2")
+    step = [("fla", 1, "loss", (2, 12)), ("fla", False, "logits", (2, 12)), ("fla", 1, "loss", (1, 8))]
+    assert seen == [(2, 4), *step, "end"]
+
+
+@pytest.mark.parametrize("works", [True, False])
+def test_processes_that_compile_ahead_and_fail_are_noted(works, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "executable", "/bin/true" if works else "/bin/false")
+    ended = []
+    job = ahead.AheadJob(model=tiny.study().models[0], device="cpu", parts=2)
+    notes = ahead.compile_ahead(job, tmp_path / "state", dict(os.environ), 60.0, ended.append)
+    assert ended == [1, 2]
+    said = [f"Not compiled ahead: part {part} of 2 of tiny: its process ended with code 1" for part in (1, 2)]
+    assert sorted(notes) == ([] if works else said)
+
+
+def test_processes_that_compile_ahead_for_too_long_are_stopped(tmp_path, monkeypatch):
+    real = ahead.subprocess.Popen
+    monkeypatch.setattr(ahead.subprocess, "Popen", lambda command, **more: real(["sleep", "60"], **more))
+    job = ahead.AheadJob(model=tiny.study().models[0], device="cpu", parts=1)
+    (note,) = ahead.compile_ahead(job, tmp_path, dict(os.environ), 0.0, lambda _: None)
+    assert note.endswith("of tiny: stopped after 0 s")
+
+
+@pytest.mark.usefixtures("standin")
+def test_configurations_are_compiled_ahead_once_into_the_caches_of_the_library_s_variant(path, monkeypatch):
+    """First steps of fla's own model then do not begin with empty caches, and those of the others do."""
+    done, jobs = [], []
+
+    def compile_ahead(job, folder, environment, limit, report):
+        done.append((job.model.name, job.parts, environment["TRITON_CACHE_DIR"]))
+        report(1)
+        return ["Not compiled ahead: part 1"] if len(done) == 1 else []
+
+    def in_a_child(run, job):
+        jobs.append((job.task.task, job.task.variant, job.empty_caches))
+        return child.carry_out(job)
+
+    monkeypatch.setattr(run_module, "compile_ahead", compile_ahead)
+    monkeypatch.setattr(run_module._Run, "_compiles", True)
+    monkeypatch.setattr(run_module._Run, "_in_a_child", in_a_child)
+    study, seen = tiny.measuring(activities=["training"], steps=0, variants=["fla", "accelerated"]), []
+    facts = {"device": "cpu", "save_to": path, "on_progress": seen.append, "processes": 4}
+    result = run_model_study(study, only=["alone"], **facts)
+    triton = path.with_name("tiny-study.state") / "caches" / "tiny" / "fla" / "triton"
+    assert done == [("tiny", 4, str(triton))]
+    assert result.notes == ("Not compiled ahead: part 1",)
+    said = "tiny: configurations of fla's autotuners"
+    assert seen[:3] == [f"{said}, compiled in 4 processes", f"{said}, 1/4 parts", "tiny: first steps of fla"]
+    assert jobs == [("alone", "fla", False), ("alone", "accelerated", True)]
+    run_model_study(study, only=["timed"], resume=True, **facts)  # again, since a process failed
+    assert not run_model_study(study, resume=True, **facts).interrupted  # not again
+    assert done == 2 * [("tiny", 4, str(triton))]
+    with pytest.raises(ArgumentError, match="at least 0"):
+        run_model_study(study, processes=-1)
 
 
 @pytest.mark.usefixtures("standin")

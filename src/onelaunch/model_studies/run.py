@@ -21,7 +21,8 @@ import torch
 
 import onelaunch
 from onelaunch.device import hardware
-from onelaunch.errors import ResultExists, ResultMismatch, StudyError
+from onelaunch.errors import ArgumentError, ResultExists, ResultMismatch, StudyError
+from onelaunch.model_studies.ahead import TUNED, AheadJob, compile_ahead
 from onelaunch.model_studies.child import ANSWER, Job, carry_out
 from onelaunch.model_studies.declare import LanguageModel, ModelStudy
 from onelaunch.model_studies.judge import judged
@@ -64,6 +65,7 @@ def run_model_study(
     time_limit: float | None = None,
     in_process: bool = False,
     tuning: Path | None = None,
+    processes: int = 0,
     on_progress: Callable[[str], None] = lambda _: None,
     command: str = "",
 ) -> ModelResult:
@@ -86,6 +88,10 @@ def run_model_study(
         tuning: File that keeps the choices of peers' autotuners from run to run (:mod:`onelaunch.workbench.measure.tuning`).
             First steps of our variants begin without them, with empty caches. Those of a model's first variant, the library's
             own, begin with them if the file is there, since fla tunes for minutes, and are marked as begun with other caches.
+        processes: Number of processes that compile the configurations of the library's autotuners ahead, before the first task of
+            a model whose own variant is tuned (:mod:`onelaunch.model_studies.ahead`). With 0 or 1, with ``in_process``, and on a
+            CPU nothing is compiled ahead. First steps of that variant are then marked as begun with other caches. All processes
+            run at once, so the device needs memory for as many training steps of one layer. Failures are notes in the result.
         on_progress: Callback with the words for each task that begins.
         command: Command line for the provenance; this process's own by default.
 
@@ -93,11 +99,14 @@ def run_model_study(
         The result, as saved. Its ``interrupted`` is true if tasks are left.
 
     Raises:
+        ArgumentError: ``processes`` is negative.
         StudyError: The study has no models of this scale.
         ResultExists: The file exists, and neither ``force`` nor ``resume`` applies.
         ResultMismatch: An interrupted run has another study, device, software or commit.
         OutputUnwritable: The file cannot be written. Raised before anything is measured.
     """
+    if processes < 0:
+        raise ArgumentError(f"processes is {processes}; it must be at least 0.")
     where = hardware.resolve(device)
     path = save_to or default_path(study, str(where))
     chosen = scale or scale_for(where.type)
@@ -111,13 +120,14 @@ def run_model_study(
     state = path.with_name(f"{path.stem}.state")
     if earlier is None:
         shutil.rmtree(state, ignore_errors=True)
-    run = _Run(study, where, chosen, state, in_process=in_process, command=command or spelled(sys.argv), tuning=tuning)
+    words = command or spelled(sys.argv)
+    run = _Run(study, where, chosen, state, in_process=in_process, command=words, tuning=tuning, processes=processes)
     run.tasks = [task for model in models for task in tasks_of(study, model)]
     for each in ([earlier] if earlier else []) + [ModelResult.load(part) for part in also]:
         run.take_over(each)
     deadline = None if time_limit is None else time.time() + time_limit
     for task in run.left(only):
-        if deadline is not None and time.time() >= deadline:
+        if _is_late(deadline) or not run.prepare(task, deadline, on_progress) or _is_late(deadline):
             break
         on_progress(task.words)
         kept = run.do(task, deadline)
@@ -129,6 +139,10 @@ def run_model_study(
     if not result.interrupted:
         shutil.rmtree(state, ignore_errors=True)
     return result
+
+
+def _is_late(deadline: float | None) -> bool:
+    return deadline is not None and time.time() >= deadline
 
 
 def _is_interrupted(path: Path) -> bool:
@@ -150,8 +164,12 @@ class _Run:
         in_process: bool,
         command: str,
         tuning: Path | None = None,
+        processes: int = 0,
     ) -> None:
         self._tuning, self._tuned = tuning, tuning is not None and tuning.exists()
+        self._processes = processes
+        self._compiled: set[str] = set()
+        """Models whose first variant was compiled ahead."""
         self.study, self.device, self.state, self.in_process = study, device, state, in_process
         self.tasks: list[Task] = []
         self.measured: dict[tuple[str | int, ...], Measurement] = {}
@@ -194,46 +212,91 @@ class _Run:
     def do(self, task: Task, deadline: float | None) -> bool:
         """Carry out a task, and return whether the run goes on; it ends at the deadline and after Ctrl-C."""
         began = time.monotonic()
-        caches = self.state / "caches" / task.model.replace(" ", "-")
-        of_one = task.task in ("alone", "training")  # other tasks run all variants
-        caches /= task.variant if of_one else self.study.model(task.model).names[0]
-        compiles = self.device.type == "cuda" and not self.in_process
+        tuned = self._tuned or task.model in self._compiled
         job = Job(
             study=self.study,
             task=task,
             device=str(self.device),
             state=self.state,
             deadline=deadline,
-            empty_caches=compiles and begins_empty(task, self.study.model(task.model), tuned=self._tuned),
+            empty_caches=self._compiles and begins_empty(task, self.study.model(task.model), tuned=tuned),
             tuning=None if self._tuning is None else self._tuning.absolute(),
         )
         goes_on = True
         try:
-            missing = absent(self.study.model(task.model), task.variant, self.device) if of_one else None
+            missing = absent(self.study.model(task.model), task.variant, self.device) if task.of_one else None
             if missing is not None:
                 found = without(self.study, task, missing.status, missing.reason)
             else:
-                found = carry_out(job) if self.in_process else self._in_a_child(job, caches)
+                found = carry_out(job) if self.in_process else self._in_a_child(job)
         except KeyboardInterrupt:
             found, goes_on = without(self.study, task, "interrupted", "stopped by Ctrl-C"), False
         self._device_seconds += time.monotonic() - began
         self.measured[task.key] = found
         return goes_on and not _unfinished(found)
 
-    def _in_a_child(self, job: Job, caches: Path) -> Measurement:
+    @property
+    def _compiles(self) -> bool:
+        """Whether tasks run in processes whose kernels have caches of their own."""
+        return self.device.type == "cuda" and not self.in_process
+
+    def _caches(self, task: Task) -> Path:
+        """Return the folder of the caches of a task. Tasks that run all variants share that of the model's first variant."""
+        model = self.study.model(task.model)
+        return self.state / "caches" / model.name.replace(" ", "-") / (task.variant if task.of_one else model.names[0])
+
+    def _environment(self, caches: Path) -> dict[str, str]:
+        """Return the environment of a process with its caches in a folder."""
+        names = {"TRITON_CACHE_DIR": "triton", "ONELAUNCH_CACHE": "onelaunch", "TORCHINDUCTOR_CACHE_DIR": "inductor"}
+        places = {name: str((caches / folder).absolute()) for name, folder in names.items()}
+        return {**os.environ, **(places if self._compiles else {})}
+
+    def prepare(self, task: Task, deadline: float | None, on_progress: Callable[[str], None]) -> bool:
+        """Compile configurations of the library's autotuners ahead of a model's first task with them.
+
+        Returns:
+            Whether the run goes on; it ends after Ctrl-C.
+        """
+        model, caches = self.study.model(task.model), self._caches(task)
+        wanted = self._processes > 1 and self._compiles and caches.name == model.names[0] and model.names[0] in TUNED
+        if not wanted or model.name in self._compiled or absent(model, model.names[0], self.device) is not None:
+            return True
+        self._compiled.add(model.name)
+        done = caches / "compiled_ahead"  # by an earlier part of this run
+        if done.exists():
+            return True
+        began, parts = time.monotonic(), self._processes
+        words = f"{model.name}: configurations of {model.names[0]}'s autotuners"
+        on_progress(f"{words}, compiled in {parts} processes")
+        tuning = None if self._tuning is None else self._tuning.absolute()
+        job = AheadJob(model=model, device=str(self.device), parts=parts, tuning=tuning)
+        limit = min(TASK_LIMIT_SECONDS, TASK_LIMIT_SECONDS if deadline is None else max(1.0, deadline - time.time()))
+        try:
+            failed = compile_ahead(
+                job, self.state, self._environment(caches), limit, lambda ended: on_progress(f"{words}, {ended}/{parts} parts")
+            )
+        except KeyboardInterrupt:
+            return False
+        finally:
+            self._device_seconds += time.monotonic() - began
+        self._notes += failed
+        if not failed:
+            caches.mkdir(parents=True, exist_ok=True)
+            done.touch()
+        return True
+
+    def _in_a_child(self, job: Job) -> Measurement:
         """Carry out a job in a process of its own. First steps begin with empty caches, which later tasks of the model use."""
+        caches = self._caches(job.task)
         if job.empty_caches:
             shutil.rmtree(caches, ignore_errors=True)
         self.state.mkdir(parents=True, exist_ok=True)
         job_path, answer, log = (self.state / name for name in ("job.json", "answer.json", "log.txt"))
         answer.unlink(missing_ok=True)
         job_path.write_text(job.model_dump_json(), encoding="utf-8")
-        names = {"TRITON_CACHE_DIR": "triton", "ONELAUNCH_CACHE": "onelaunch", "TORCHINDUCTOR_CACHE_DIR": "inductor"}
-        places = {name: str((caches / folder).absolute()) for name, folder in names.items()}
-        environment = {**os.environ, **(places if self.device.type == "cuda" else {})}
         command = [sys.executable, "-m", "onelaunch.model_studies.child", str(job_path), str(answer)]
         with log.open("ab") as output:
-            process = subprocess.Popen(command, env=environment, stdout=output, stderr=output)
+            process = subprocess.Popen(command, env=self._environment(caches), stdout=output, stderr=output)
             status, reason = _wait(process, job)
         if answer.is_file() and process.returncode == 0:
             return ANSWER.validate_json(answer.read_bytes())
@@ -262,7 +325,8 @@ class _Run:
 def begins_empty(task: Task, model: LanguageModel, *, tuned: bool) -> bool:
     """Return whether a task begins with empty caches of compiled kernels: first steps do.
 
-    Those of the model's first variant, the library's own, begin with the choices of its autotuners where a run is given some.
+    Those of the model's first variant, the library's own, begin with the choices of its autotuners where a run is given some, or
+    with their configurations where they were compiled ahead; ``tuned`` says so.
     """
     return task.task == "alone" and not (tuned and task.variant == model.names[0])
 

@@ -42,6 +42,11 @@ class Task(NamedTuple):
         return self.task, self.model, self.variant, self.seed
 
     @property
+    def of_one(self) -> bool:
+        """Whether the task runs one variant; others run all."""
+        return self.task in ("alone", "training")
+
+    @property
     def words(self) -> str:
         """The task in words, for progress."""
         if self.task == "training":

@@ -60,6 +60,9 @@ def models(
         Path | None,
         typer.Option("--tuning", help="File that keeps the choices of peers' autotuners from run to run.", show_default="none"),
     ] = None,
+    processes: Annotated[
+        int, typer.Option("--processes", min=0, help="Number of processes that compile fla's configurations ahead; 0 for none.")
+    ] = 0,
     force: Annotated[bool, typer.Option("--force", help="Replace an existing result.")] = False,
     resume: Annotated[bool, typer.Option("--resume", help="Continue an interrupted run with the tasks that are left.")] = False,
     in_process: Annotated[
@@ -92,6 +95,7 @@ def models(
         time_limit=time_limit,
         in_process=in_process,
         tuning=tuning,
+        processes=processes,
         on_progress=lambda words: errors.print(words, soft_wrap=True, markup=False),
     )
     _show(result, console)
