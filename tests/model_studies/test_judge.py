@@ -91,6 +91,47 @@ def test_losses_are_compared_at_each_tenth_and_at_the_end():
     assert "same text" in judge(mixed, criterion(mixed, "end")).evidence
 
 
+@pytest.mark.parametrize(
+    ("ours", "control", "status"),
+    [(1.004, 1.0, "met"), (1.02, 1.03, "met"), (1.02, 0.97, "met"), (1.02, 1.01, "missed"), (1.02, None, "not_measured")],
+)
+@pytest.mark.parametrize("name", ["losses", "end"])
+def test_losses_within_the_distance_of_two_runs_of_the_library_are_met(name, ours, control, status):
+    """The control and our variant differ from fla's run by a factor at every step."""
+    theirs = tuple(3.0 - 0.1 * step for step in range(20))
+    measured = runs(tuple(ours * loss for loss in theirs), theirs)
+    if control is not None:
+        again = tuple(control * loss for loss in theirs)
+        measured.append(measured[0].model_copy(update={"losses": again, "control": True, "perturbation": 2.0**-9}))
+    found = result(*measured)
+    outcome = judge(found, criterion(found, name, within_noise=True))
+    assert outcome.status == status
+    if control is not None:
+        assert f"one rounding apart differ by {100 * abs(control - 1):.2g} %" in outcome.evidence
+        assert outcome.value.median == pytest.approx(ours if name == "end" else ours - 1)
+    assert judge(found, criterion(found, name)).status == ("met" if ours < 1.005 else "missed")
+
+
+def test_a_bound_that_is_kept_needs_no_control():
+    found = result(*runs((3.0,) * 20, (3.0,) * 20))
+    outcome = judge(found, criterion(found, "end", within_noise=True))
+    assert outcome.status == "met"
+    assert "no second run of fla" in outcome.evidence
+
+
+def test_a_report_says_how_far_apart_two_runs_of_the_library_are():
+    first, *rest = runs((3.03,) * 20, (3.0,) * 20)
+    again = first.model_copy(update={"losses": (3.06,) * 20, "control": True, "perturbation": 2.0**-9})
+    text = to_document(judged(result(first, *rest, again)), "results/x.json")
+    assert "a part of 2^-9, up or down" in text
+    rows = {tuple(each.strip() for each in line.strip("|").split("|")) for line in text.splitlines() if line.startswith("| tiny")}
+    assert {(row[1], *row[-2:]) for row in rows} == {
+        ("fla", "–", "–"),
+        ("accelerated", "1 %", "1 %"),
+        ("fla, control", "2 %", "2 %"),
+    }
+
+
 def test_gradients_are_compared():
     errors = {
         name: GradientError(error=error, loss=1.0, worst="x", worst_error=error)
@@ -149,7 +190,7 @@ def test_a_declaration_that_does_not_fit_is_refused(changes, words):
     [
         ({"at_most": 1.0}, "exactly one"),
         ({"measure": "loss_distance"}, "a speedup has a bound at_least"),
-        ({"measure": "loss_distance", "at_least": None, "at_most": 1.0, "within_noise": True}, "for speedup alone"),
+        ({"measure": "peak_memory_ratio", "at_least": None, "at_most": 1.0, "within_noise": True}, "within_noise is for speedup"),
     ],
 )
 def test_a_criterion_that_does_not_fit_is_refused(changes, words):

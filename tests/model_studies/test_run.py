@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import os
 import sys
 
 import pytest
 import torch
+from torch import nn
 
 from onelaunch.errors import ArgumentError, ResultCorrupt, ResultExists, ResultMismatch
-from onelaunch.model_studies import ahead, child, tasks, training
+from onelaunch.model_studies import ahead, build, child, tasks, training
 from onelaunch.model_studies import run as run_module
 from onelaunch.model_studies.report import to_document
 from onelaunch.model_studies.result import Alone, ModelResult
@@ -30,7 +32,7 @@ def test_a_study_measures_every_variant_and_judges_every_criterion(path):
     seen = []
     result = run_model_study(tiny.study(), device="cpu", save_to=path, in_process=True, on_progress=seen.append)
     assert not result.interrupted
-    assert len(seen) == len(result.measurements) == 3 + 2 + 1 + 6
+    assert len(seen) == len(result.measurements) == 3 + 2 + 1 + 6 + 1
     assert {outcome.criterion.name: outcome.status for outcome in result.outcomes} == {
         "faster": "met",
         "memory": "not_measured",  # on a CPU
@@ -48,6 +50,9 @@ def test_a_study_measures_every_variant_and_judges_every_criterion(path):
     assert result.find("alone", "tiny", "fla").replaced == 0
     run = result.find("training", "tiny", "accelerated", 1)
     assert run.losses[-1] < run.losses[0]
+    control, first = (result.training("tiny", "fla", 0, control=control) for control in (True, False))
+    assert (control.perturbation, first.perturbation) == (2**-24, 0)
+    assert max(control.apart(first)) < 1e-5
     assert ModelResult.load(path) == result
     assert not path.with_name("tiny-study.state").exists()
     text = to_document(result, "results/x.json")
@@ -184,6 +189,50 @@ def test_a_wrong_gradient_is_seen(monkeypatch):
     assert errors["fla"].error < 1e-5 < errors["accelerated"].error
 
 
+def test_a_control_begins_with_weights_that_differ_by_one_rounding():
+    torch.manual_seed(0)
+    norm, linear = nn.LayerNorm(300), nn.Linear(300, 300)
+    module = nn.Sequential(norm, linear)
+    before = [each.detach().clone() for each in module.parameters()]
+    build.perturb(module, build.ROUNDINGS["float32"])
+    weight, moved = before[2], linear.weight.detach()
+    up, down = (weight.nextafter(torch.tensor(end)) for end in (torch.inf, -torch.inf))
+    assert bool(((moved == up) | (moved == down)).all())
+    assert 0.45 < float((moved == up).float().mean()) < 0.55
+    assert not norm.bias.any()
+    again = copy.deepcopy(module)
+    for each, saved in zip(again.parameters(), before, strict=True):
+        each.data.copy_(saved)
+    build.perturb(again, build.ROUNDINGS["float32"])
+    assert again[1].weight.equal(linear.weight)
+    build.perturb(again, build.ROUNDINGS["bfloat16"])
+    steps = (again[1].weight.bfloat16().view(torch.int16) - linear.weight.bfloat16().view(torch.int16)).abs()
+    assert int(steps.max()) == 1
+    assert 0.25 < float(steps.float().mean()) < 0.5
+
+
+@pytest.mark.usefixtures("standin")
+def test_a_control_has_a_checkpoint_of_its_own(tmp_path):
+    """It begins with other weights than the run which it is compared with, and goes on with its own."""
+    study = tiny.study(steps=10, precision="autocast")
+    task = tasks.tasks_of(study, study.models[0])[-4]
+    assert (task.key, task.words) == (
+        ("control", "tiny", "fla", 0),
+        "tiny: training run of fla, seed 0, again from weights one rounding away",
+    )
+    job = child.Job(study=study, task=task, device="cpu", state=tmp_path)
+    job = child.Job.model_validate_json(job.model_dump_json())
+    whole = child.carry_out(job)
+    assert (whole.control, whole.perturbation) == (True, 2**-9)
+    plain = job.model_copy(update={"task": task._replace(control=False)})
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(training, "READ_EVERY", 5)
+        for each in (plain, job):
+            assert child.carry_out(each, lambda: True).missing.status == "interrupted"
+    assert child.carry_out(job).losses == whole.losses
+    assert child.carry_out(plain).losses != whole.losses
+
+
 @pytest.mark.usefixtures("standin")
 def test_a_stopped_training_run_goes_on_with_the_same_bits(tmp_path, monkeypatch):
     model = tiny.study().models[0]
@@ -218,6 +267,7 @@ def test_an_interrupted_run_goes_on_with_the_tasks_that_are_left(path, monkeypat
         second = run_model_study(short, resume=True, on_progress=seen.append, **facts)
     assert second.interrupted
     assert seen == ["tiny: training run of layers, seed 0"]
+    assert (second.measurements[-1].variant, second.measurements[-1].control) == ("layers", False)
     assert second.measurements[-1].missing.status == "interrupted"
     third = run_model_study(short, resume=True, **facts)
     assert not third.interrupted

@@ -66,6 +66,25 @@ def why_not(model: LanguageModel, variant: str, device: torch.device) -> tuple[s
     return None
 
 
+ROUNDINGS = {"bfloat16": 2.0**-9, "autocast": 2.0**-9, "float32": 2.0**-24}
+"""Relative size of one rounding in a step, by the precision of a model; autocast rounds weights and products to bfloat16."""
+
+SIGNS = 20_000
+"""Seed of the signs of :func:`perturb`."""
+
+
+def perturb(module: nn.Module, size: float) -> None:
+    """Multiply each weight of a module by 1 + size or 1 - size, with random signs that are the same for every run.
+
+    The products are computed in float64 and rounded to the dtype of the weights once.
+    """
+    generator = torch.Generator().manual_seed(SIGNS)
+    with torch.no_grad():
+        for each in module.parameters():
+            signs = 2 * torch.randint(2, each.shape, generator=generator, dtype=torch.int8) - 1
+            each.copy_(each.double() * (1 + size * signs.double()))
+
+
 class Trainer:
     """A variant of a model on a device, with its optimizer.
 
@@ -75,10 +94,15 @@ class Trainer:
         optimizer: AdamW, fused on a GPU.
     """
 
-    def __init__(self, model: LanguageModel, variant: str, device: torch.device, seed: int = 0) -> None:
+    def __init__(
+        self, model: LanguageModel, variant: str, device: torch.device, seed: int = 0, perturbation: float = 0.0
+    ) -> None:
         self.model, self.variant, self.device = model, variant, device
         dtype = torch.bfloat16 if model.precision == "bfloat16" else torch.float32
-        self.module = _module(model, variant, seed).to(device, dtype).train()
+        module = _module(model, variant, seed)
+        if perturbation:
+            perturb(module, perturbation)  # in float32, before weights are rounded to the model's dtype
+        self.module = module.to(device, dtype).train()
         self.report: Report | None = accelerate(self.module) if variant == "accelerated" else None
         matrices = [each for each in self.module.parameters() if each.dim() > 1]
         vectors = [each for each in self.module.parameters() if each.dim() <= 1]

@@ -62,12 +62,13 @@ def carry_out(job: Job, stop: Callable[[], bool] = lambda: False) -> Measurement
         return timed(model, cast("Activity", task.variant), job.study.rounds, device)
     if task.task == "gradients":
         return gradients(model, device)
-    checkpoint = job.state / f"{model.name}-{task.variant}-{task.seed}.pt".replace(" ", "-")
+    name = f"{model.name}-{task.variant}-{task.seed}{'-control' if task.control else ''}.pt"
+    checkpoint = job.state / name.replace(" ", "-")
 
     def ends() -> bool:
         return stop() or (job.deadline is not None and time.time() >= job.deadline)
 
-    return training(model, task.variant, task.seed, device, checkpoint, ends)
+    return training(model, task.variant, task.seed, device, checkpoint, ends, control=task.control)
 
 
 def main(job_path: str, answer_path: str) -> None:

@@ -1,6 +1,7 @@
 """Judge the criteria of a study of models from its measurements.
 
 A speed-up is judged with its interval and the noise of the baseline's second run in each round; other measures are exact numbers.
+Losses may be judged by the distance of two runs of the baseline as well.
 """
 
 from __future__ import annotations
@@ -95,9 +96,30 @@ def _losses(result: ModelResult, criterion: ModelCriterion, over: str) -> ModelO
         spread = max(run.final for _, run in pairs) - min(run.final for _, run in pairs)
         apart = f"{seeds}, among which {over} varies by {spread:.4f}" if len(pairs) > 1 else seeds
         text = f"the final loss of {criterion.of} is {mine:.4f}, that of {over} {theirs:.4f} ({apart})"
-        return _exact(criterion, value, text)
-    value = max(abs(a / b - 1) for of, other in pairs for a, b in zip(of.tenths, other.tenths, strict=True))
-    return _exact(criterion, value, f"the losses of {criterion.of} and {over} are at most {100 * value:.2g} % apart ({seeds})")
+        return _near(result, criterion, value, text)
+    value = max(distance for of, other in pairs for distance in of.apart(other))
+    text = f"the losses of {criterion.of} and {over} are at most {100 * value:.2g} % apart ({seeds})"
+    return _near(result, criterion, value, text)
+
+
+def _near(result: ModelResult, criterion: ModelCriterion, value: float, text: str) -> ModelOutcome:
+    """Judge a distance of losses by its bound, and with ``within_noise`` by the distance of the control of losses too."""
+    outcome = _exact(criterion, value, text)
+    if not criterion.within_noise:
+        return outcome
+    model = result.study.model(criterion.model)
+    baseline, seed, final = model.names[0], model.seeds[0], criterion.measure == "final_loss_ratio"
+    first, control = result.training(model.name, baseline, seed), result.training(model.name, baseline, seed, control=True)
+    if first is None or control is None or first.text != control.text:
+        without = f"no second run of {baseline} on the same text shows the noise"
+        if outcome.status == "met":
+            return outcome.model_copy(update={"evidence": f"{outcome.evidence}; {without}"})
+        return _not_measured(criterion, f"{text}, {criterion.bound} was asked, and {without}")
+    noise = abs(control.final / first.final - 1) if final else max(control.apart(first))
+    reached = 1 + noise if final else noise
+    apart = f"two runs of {baseline} from weights one rounding apart differ by {100 * noise:.2g} %"
+    status: CriterionStatus = "met" if outcome.status == "met" or value <= reached else "missed"
+    return outcome.model_copy(update={"status": status, "evidence": f"{outcome.evidence}; {apart}"})
 
 
 def _exact(criterion: ModelCriterion, value: float, text: str) -> ModelOutcome:

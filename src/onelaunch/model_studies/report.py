@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 
 from onelaunch.model_studies.declare import LanguageModel
 from onelaunch.model_studies.judge import summary
-from onelaunch.model_studies.result import SCHEMA, Alone, Gradients, Missing, ModelResult, Timed, Training
+from onelaunch.model_studies.result import SCHEMA, Alone, Gradients, Missing, ModelResult, Timed, Training, key_of
 from onelaunch.workbench import quantities as q
 from onelaunch.workbench import stats
 from onelaunch.workbench.report.overview import Entry, Mark, run_marks, short_commit, versions
@@ -144,11 +145,36 @@ def _activities(result: ModelResult) -> Table:
 def _losses(result: ModelResult) -> Table:
     runs = [each for each in result.measurements if isinstance(each, Training) and not each.missing]
     rows = tuple(
-        (run.model, run.variant, str(run.seed), *(f"{loss:.4f}" for loss in (*run.tenths[::4], run.tenths[-1], run.final)))
+        (
+            run.model,
+            f"{run.variant}, control" if run.control else run.variant,
+            str(run.seed),
+            *(f"{loss:.4f}" for loss in (*run.tenths[::4], run.tenths[-1], run.final)),
+            *_apart(result, run),
+        )
         for run in runs
     )
-    heads = columns("model", "variant", ">seed", ">after 1/10", ">5/10", ">9/10", ">10/10", ">last 1/20")
-    return Table("Training losses", heads, rows, "In nats per token. Last 1/20: the mean over the last twentieth of the steps.")
+    ends = (">after 1/10", ">5/10", ">9/10", ">10/10", ">last 1/20", ">furthest apart", ">last 1/20 apart")
+    said = [
+        "In nats per token. Last 1/20: the mean over the last twentieth of the steps.",
+        "Apart: from the run of the first variant with this seed, at the tenth where it is furthest, and in the last twentieth.",
+    ]
+    changes = dict.fromkeys(run.perturbation for run in runs if run.control)
+    if changes:
+        sizes = " or ".join(f"2^{math.log2(size):.0f}" for size in changes if size)
+        said.append(
+            "Control: the first variant once more, each initial weight changed by one rounding of the precision (a part of "
+            f"{sizes}, up or down); so far apart are two runs of one library."
+        )
+    return Table("Training losses", columns("model", "variant", ">seed", *ends), rows, " ".join(said))
+
+
+def _apart(result: ModelResult, run: Training) -> tuple[str, str]:
+    """Return how far a run is from that of its model's first variant with the same seed, in percent."""
+    first = result.training(run.model, result.study.model(run.model).names[0], run.seed)
+    if first is None or first is run:
+        return q.NONE, q.NONE
+    return f"{100 * max(run.apart(first)):.2g} %", f"{100 * abs(run.final / first.final - 1):.2g} %"
 
 
 def _gradients(result: ModelResult) -> Table:
@@ -165,7 +191,7 @@ def _gradients(result: ModelResult) -> Table:
 def _missing(result: ModelResult) -> Table:
     rows: dict[tuple[str, ...], list[str]] = {}
     for each in result.measurements:
-        task = each.activity if isinstance(each, Timed) else each.task
+        task = each.activity if isinstance(each, Timed) else key_of(each)[0]
         found = each.missing if isinstance(each.missing, dict) else {each.variant: each.missing} if _has_one(each) else {}
         for variant, why in found.items():
             if isinstance(why, Missing):

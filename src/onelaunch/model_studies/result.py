@@ -107,6 +107,11 @@ class Training(Stored):
     model: Name
     variant: Name
     seed: Count
+    control: bool = False
+    """True for the run that shows how far two runs of one library lie apart: that of the first variant once more, with the first
+    seed, from weights that differ by one rounding."""
+    perturbation: Amount = 0.0
+    """Relative change of each initial weight, up or down; 0 but in the control."""
     missing: Missing | None = None
     losses: tuple[Finite, ...] = ()
     """Loss of each step before it, in order."""
@@ -126,6 +131,10 @@ class Training(Stored):
         part = len(self.losses) // 10
         return tuple(self.losses[part * each - 1] for each in range(1, 11))
 
+    def apart(self, other: Training) -> tuple[float, ...]:
+        """Return ``|loss / other's loss - 1|`` after each tenth of the steps."""
+        return tuple(abs(mine / theirs - 1) for mine, theirs in zip(self.tenths, other.tenths, strict=True))
+
 
 Measurement = Annotated[Alone | Timed | Gradients | Training, Field(discriminator="task")]
 
@@ -139,7 +148,7 @@ def _once(measurements: tuple[Measurement, ...]) -> tuple[Measurement, ...]:
 
 
 Key = tuple[str, str, str, int]
-"""Task, model, variant (or activity), seed."""
+"""Task (``control`` for the control of losses), model, variant (or activity), seed."""
 
 
 def key_of(measurement: Measurement) -> Key:
@@ -151,7 +160,7 @@ def key_of(measurement: Measurement) -> Key:
             return "timed", measurement.model, measurement.activity, 0
         case Gradients():
             return "gradients", measurement.model, "", 0
-    return "training", measurement.model, measurement.variant, measurement.seed
+    return "control" if measurement.control else "training", measurement.model, measurement.variant, measurement.seed
 
 
 class ModelOutcome(Stored):
@@ -186,6 +195,11 @@ class ModelResult(Saved):
     def find(self, *key: str | int) -> Measurement | None:
         """Return the measurement of a task by its key; the seed may be left out."""
         return next((each for each in self.measurements if key_of(each)[: len(key)] == key), None)
+
+    def training(self, model: str, variant: str, seed: int, *, control: bool = False) -> Training | None:
+        """Return a finished training run, or ``None``."""
+        found = self.find("control" if control else "training", model, variant, seed)
+        return found if isinstance(found, Training) and not found.missing else None
 
     def inconsistency(self) -> str | None:
         """Return what does not fit together in the result, as a clause, or ``None``."""

@@ -367,7 +367,7 @@ def without(study: ModelStudy, task: Task, status: Status, reason: str) -> Measu
     if task.task == "alone":
         return Alone(model=task.model, variant=task.variant, missing=missing)
     if task.task == "training":
-        return Training(model=task.model, variant=task.variant, seed=task.seed, missing=missing)
+        return Training(model=task.model, variant=task.variant, seed=task.seed, control=task.control, missing=missing)
     each = dict.fromkeys(study.model(task.model).names, missing)
     if task.task == "gradients":
         return Gradients(model=task.model, missing=each)

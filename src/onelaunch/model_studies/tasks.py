@@ -35,11 +35,13 @@ class Task(NamedTuple):
     variant: str = ""
     """Variant; for ``timed`` the activity."""
     seed: int = 0
+    control: bool = False
+    """Whether a training run is the control of losses: that of the first variant once more, from weights one rounding away."""
 
     @property
     def key(self) -> Key:
         """Key of the measurement."""
-        return self.task, self.model, self.variant, self.seed
+        return "control" if self.control else self.task, self.model, self.variant, self.seed
 
     @property
     def of_one(self) -> bool:
@@ -50,7 +52,8 @@ class Task(NamedTuple):
     def words(self) -> str:
         """The task in words, for progress."""
         if self.task == "training":
-            return f"{self.model}: training run of {self.variant}, seed {self.seed}"
+            more = ", again from weights one rounding away" if self.control else ""
+            return f"{self.model}: training run of {self.variant}, seed {self.seed}{more}"
         said = {"alone": f"first steps of {self.variant}", "timed": f"times of {self.variant}", "gradients": "gradients"}
         return f"{self.model}: {said[self.task]}"
 
@@ -60,8 +63,11 @@ def tasks_of(study: ModelStudy, model: LanguageModel) -> list[Task]:
     tasks = [Task("alone", model.name, variant) for variant in model.names]
     tasks += [Task("timed", model.name, activity) for activity in model.activities]
     tasks += [Task("gradients", model.name)] if model.gradient_length else []
-    runs = [(seed, variant) for seed in model.seeds for variant in model.names] if model.steps else []
-    return tasks + [Task("training", model.name, variant, seed) for seed, variant in runs]
+    if model.steps:
+        for index, seed in enumerate(model.seeds):
+            tasks += [Task("training", model.name, variant, seed) for variant in model.names]
+            tasks += [] if index else [Task("training", model.name, model.names[0], seed, control=True)]
+    return tasks
 
 
 def wait_for(device: torch.device) -> None:

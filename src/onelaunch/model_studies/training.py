@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from onelaunch.model_studies.build import Trainer, example
+from onelaunch.model_studies.build import ROUNDINGS, Trainer, example
 from onelaunch.model_studies.declare import LanguageModel
 from onelaunch.model_studies.result import Missing, Training
 from onelaunch.model_studies.tasks import absent, failure
@@ -29,7 +29,14 @@ SAVE_SECONDS = 60.0
 
 
 def training(
-    model: LanguageModel, variant: str, seed: int, device: torch.device, checkpoint: Path, stop: Callable[[], bool]
+    model: LanguageModel,
+    variant: str,
+    seed: int,
+    device: torch.device,
+    checkpoint: Path,
+    stop: Callable[[], bool],
+    *,
+    control: bool = False,
 ) -> Training:
     """Train a variant, from its checkpoint if there is one.
 
@@ -40,18 +47,22 @@ def training(
         device: Device of the run.
         checkpoint: File to continue from and to save to. It is removed at the end of the run.
         stop: Function that says whether the run must save and stop. It is asked every few steps.
+        control: Whether each initial weight is changed by one rounding of the model's precision
+            (:data:`~onelaunch.model_studies.build.ROUNDINGS`).
 
     Returns:
         The finished run. One that was stopped has the status ``interrupted``.
     """
+    perturbation = ROUNDINGS[model.precision] if control else 0.0
+    facts = {"model": model.name, "variant": variant, "seed": seed, "control": control, "perturbation": perturbation}
     if (missing := absent(model, variant, device)) is not None:
-        return Training(model=model.name, variant=variant, seed=seed, missing=missing)
+        return Training(missing=missing, **facts)
     try:
-        run = _Run(model, variant, seed, device, checkpoint)
+        run = _Run(model, variant, seed, device, checkpoint, perturbation)
         finished = run.train(stop)
     except Exception as error:  # noqa: BLE001 - whatever a library raises is the variant's status
-        return Training(model=model.name, variant=variant, seed=seed, missing=failure(error))
-    facts = {"model": model.name, "variant": variant, "seed": seed, "seconds": run.seconds, "text": run.text.digest}
+        return Training(missing=failure(error), **facts)
+    facts |= {"seconds": run.seconds, "text": run.text.digest}
     if not finished:
         why = f"stopped after {len(run.losses)} of {model.steps} steps"
         return Training(missing=Missing(status="interrupted", reason=why), **facts)
@@ -66,11 +77,19 @@ def training(
 class _Run:
     """State of a training run."""
 
-    def __init__(self, model: LanguageModel, variant: str, seed: int, device: torch.device, checkpoint: Path) -> None:
+    def __init__(
+        self, model: LanguageModel, variant: str, seed: int, device: torch.device, checkpoint: Path, perturbation: float
+    ) -> None:
         self.model, self.seed, self.checkpoint = model, seed, checkpoint
-        self.trainer = Trainer(model, variant, device, seed)
+        self.trainer = Trainer(model, variant, device, seed, perturbation)
         self.text = example().Text(model.vocabulary, device)
-        self.settings = {"model": model.model_dump_json(), "variant": variant, "seed": seed, "text": self.text.digest}
+        self.settings = {
+            "model": model.model_dump_json(),
+            "variant": variant,
+            "seed": seed,
+            "text": self.text.digest,
+            "perturbation": perturbation,
+        }
         self.losses: list[float] = []
         self.seconds = 0.0
         if checkpoint.is_file():
