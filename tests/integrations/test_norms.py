@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import copy
+import json
 
 import pytest
 import torch
 from torch import nn
 
 from onelaunch import accelerate, dispatch
+from onelaunch.dispatch import choice, measured
 from onelaunch.integrations.norms import FlaNorm
-from tests.integrations.standins import GatedLinearAttention, RMSNorm
+from onelaunch.ops import rms_norm
+from onelaunch.workbench.study.read import load_study
+from tests.devices import HOPPERS, forget, pretend
+from tests.integrations.standins import GatedLinearAttention, GatedMLP, RMSNorm
 
 pytestmark = pytest.mark.usefixtures("fla")
 
@@ -104,6 +109,82 @@ def test_fla_runs_what_was_not_measured(prose):
     norm(x, residual=x.double())
     assert norm.calls == 3
     prose(str(report))
+
+
+class Block(nn.Module):
+    """Block of fla's ``GLAForCausalLM``, whose second norm adds the residual."""
+
+    def __init__(self):
+        super().__init__()
+        self.attn_norm, self.attn = RMSNorm(), GatedLinearAttention(32)
+        self.mlp_norm, self.mlp = RMSNorm(), GatedMLP()
+
+    def forward(self, residual):
+        x = self.attn(hidden_states=self.attn_norm(residual))[0]
+        x, residual = self.mlp_norm(x, residual, prenorm=True)
+        return residual + self.mlp(x)
+
+
+@pytest.fixture
+def queries(faster):
+    """Return the dispatch keys of the norms of a model with float32 parameters, trained under autocast."""
+    model = nn.Sequential(nn.Embedding(8, 32), Block(), Block(), RMSNorm())
+    accelerate(model)
+    with torch.autocast("cpu", torch.bfloat16):
+        model(torch.zeros(2, 4, dtype=torch.long)).sum().backward()
+    return {query.dtype: query for query, _ in faster}
+
+
+def test_norms_under_autocast_read_float32_or_add_to_a_float32_residual(queries):
+    """Embeddings and residuals are float32, and what products return bfloat16; two forms for the four norms of the model."""
+    assert {query.dtype: (query.grad, query.flags) for query in queries.values()} == {
+        torch.float32: (True, ("weight",)),
+        torch.bfloat16: (True, ("weight", "residual", "float32_residual")),
+    }
+
+
+@pytest.fixture
+def adopt(tmp_path, monkeypatch, pytestconfig):
+    """Return a function that writes made-up rows of groups of the study as the only table of a pretended H100.
+
+    It returns the device's name. In each row of the study's training calls our variant takes half of fla's time.
+    """
+    monkeypatch.setattr(measured, "TABLES", tmp_path / "none")
+    monkeypatch.setenv("ONELAUNCH_TABLES", str(tmp_path))
+    study, device = load_study(pytestconfig.rootpath / "studies" / "rms-norm.toml"), HOPPERS["H100"]
+
+    def write(*groups):
+        rows = []
+        for shape in study.at_scale("full"):
+            if {*groups} & {*shape.groups}:
+                query = rms_norm.query(study.case(shape), "cuda:0", grad=True)
+                row = {"operation": "rms_norm", "direction": query.direction, "dtype": str(query.dtype).removeprefix("torch.")}
+                row |= {"flags": query.flags, "sizes": dict(shape.sizes), "microseconds": {"fused": 1.0, "fla": 2.0}}
+                rows.append(row)
+        (tmp_path / f"{device.table}.json").write_text(json.dumps({"device": device.name, "source": [], "rows": rows}))
+        return pretend(device, monkeypatch)
+
+    yield write
+    forget()
+
+
+def test_norms_under_autocast_are_decided_by_the_rows_of_the_study(queries, adopt):
+    """Rows of 16 bits alone, as the first run of the study gave, say nothing of norms that read float32."""
+    pytest.importorskip("triton", reason="without Triton, the kernel refuses every call")
+
+    def reasons(device):
+        """Return why calls at the sizes of the models 30m and 350m are left to fla, by dtype."""
+        return {
+            dtype: {
+                choice.why_not_faster(query._replace(device=device, sizes=sizes), "fla")
+                for sizes in ((32768, 512), (16384, 1024))
+            }
+            for dtype, query in queries.items()
+        }
+
+    before = reasons(adopt("training", "alone", "float32"))
+    assert before == {torch.float32: {"no similar call was measured"}, torch.bfloat16: {None}}
+    assert reasons(adopt("autocast")) == {torch.float32: {None}, torch.bfloat16: {None}}
 
 
 def test_a_compiled_call_stays_with_fla(faster):
