@@ -93,30 +93,29 @@ def test_losses_are_compared_at_each_tenth_and_at_the_end():
 
 @pytest.mark.parametrize(
     ("ours", "control", "status"),
-    [(1.004, 1.0, "met"), (1.02, 1.03, "met"), (1.02, 0.97, "met"), (1.02, 1.01, "missed"), (1.02, None, "not_measured")],
+    [
+        (1.004, 1.0, "met"),
+        (1.004, 1.03, "met"),
+        (1.02, 1.03, "inconclusive"),
+        (1.02, 0.97, "inconclusive"),
+        (1.02, 1.01, "missed"),
+        (1.02, None, "missed"),
+    ],
 )
 @pytest.mark.parametrize("name", ["losses", "end"])
-def test_losses_within_the_distance_of_two_runs_of_the_library_are_met(name, ours, control, status):
-    """The control and our variant differ from fla's run by a factor at every step."""
+def test_losses_no_further_apart_than_two_runs_of_the_library_tell_nothing(name, ours, control, status):
+    """The control and our variant differ from fla's run by a factor at every step. The bound is 1.005."""
     theirs = tuple(3.0 - 0.1 * step for step in range(20))
     measured = runs(tuple(ours * loss for loss in theirs), theirs)
     if control is not None:
         again = tuple(control * loss for loss in theirs)
         measured.append(measured[0].model_copy(update={"losses": again, "control": True, "perturbation": 2.0**-9}))
     found = result(*measured)
-    outcome = judge(found, criterion(found, name, within_noise=True))
+    outcome = judge(found, criterion(found, name))
     assert outcome.status == status
+    assert outcome.value.median == pytest.approx(ours if name == "end" else ours - 1)
     if control is not None:
         assert f"one rounding apart differ by {100 * abs(control - 1):.2g} %" in outcome.evidence
-        assert outcome.value.median == pytest.approx(ours if name == "end" else ours - 1)
-    assert judge(found, criterion(found, name)).status == ("met" if ours < 1.005 else "missed")
-
-
-def test_a_bound_that_is_kept_needs_no_control():
-    found = result(*runs((3.0,) * 20, (3.0,) * 20))
-    outcome = judge(found, criterion(found, "end", within_noise=True))
-    assert outcome.status == "met"
-    assert "no second run of fla" in outcome.evidence
 
 
 def test_a_report_says_how_far_apart_two_runs_of_the_library_are():

@@ -12,7 +12,6 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from onelaunch.wording import listing
 from onelaunch.workbench.stored import Name, Positive, check_names
 from onelaunch.workbench.study.declare import Declared, Scale
 from onelaunch.workbench.study.kinds import find_declared
@@ -119,9 +118,6 @@ Measure = Literal[
 ALONE: tuple[Measure, ...] = ("first_step_seconds",)
 """Measures of ``of`` alone."""
 
-NOISY: tuple[Measure, ...] = ("speedup", "loss_distance", "final_loss_ratio")
-"""Measures whose noise a run measures, by a second run of the first variant."""
-
 
 class ModelCriterion(Declared):
     """One condition of success."""
@@ -141,12 +137,8 @@ class ModelCriterion(Declared):
     at_most: Positive | None = None
     """Upper bound."""
     within_noise: bool = False
-    """Switch for taking a difference that is no larger than the noise as met.
-
-    A speed-up is met too if it is below its bound by no more than the A/A noise: *never slower* is ``at_least = 1.0`` with this
-    switch. Losses are met too if they are no further apart than those of two runs of the model's first variant whose weights
-    differ by one rounding (the control of losses).
-    """
+    """Switch for taking a speed-up that is below its bound by no more than the A/A noise as met: *never slower* is
+    ``at_least = 1.0`` with this switch."""
 
     @model_validator(mode="after")
     def _one_bound(self) -> ModelCriterion:
@@ -154,8 +146,8 @@ class ModelCriterion(Declared):
             raise ValueError(f"criterion {self.name!r} needs exactly one of at_least and at_most")
         if (self.at_least is not None) != (self.measure == "speedup"):
             raise ValueError(f"criterion {self.name!r}: a speedup has a bound at_least, and every other measure one at_most")
-        if self.within_noise and self.measure not in NOISY:
-            raise ValueError(f"criterion {self.name!r}: within_noise is for {listing(NOISY)}")
+        if self.within_noise and self.measure != "speedup":
+            raise ValueError(f"criterion {self.name!r}: within_noise is for speedup alone")
         return self
 
     @property

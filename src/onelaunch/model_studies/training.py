@@ -54,24 +54,24 @@ def training(
         The finished run. One that was stopped has the status ``interrupted``.
     """
     perturbation = ROUNDINGS[model.precision] if control else 0.0
-    facts = {"model": model.name, "variant": variant, "seed": seed, "control": control, "perturbation": perturbation}
-    if (missing := absent(model, variant, device)) is not None:
-        return Training(missing=missing, **facts)
+    found = Training(model=model.name, variant=variant, seed=seed, control=control, perturbation=perturbation)
+    if (why_absent := absent(model, variant, device)) is not None:
+        return found.model_copy(update={"missing": why_absent})
     try:
         run = _Run(model, variant, seed, device, checkpoint, perturbation)
         finished = run.train(stop)
     except Exception as error:  # noqa: BLE001 - whatever a library raises is the variant's status
-        return Training(missing=failure(error), **facts)
-    facts |= {"seconds": run.seconds, "text": run.text.digest}
+        return found.model_copy(update={"missing": failure(error)})
+    found = found.model_copy(update={"seconds": run.seconds, "text": run.text.digest})
     if not finished:
         why = f"stopped after {len(run.losses)} of {model.steps} steps"
-        return Training(missing=Missing(status="interrupted", reason=why), **facts)
+        return found.model_copy(update={"missing": Missing(status="interrupted", reason=why)})
     checkpoint.unlink(missing_ok=True)
     losses = torch.tensor(run.losses)
     if not bool(losses.isfinite().all()):
         step = int((~losses.isfinite()).nonzero()[0])
-        return Training(missing=Missing(status="incorrect", reason=f"the loss of step {step} is not finite"), **facts)
-    return Training(losses=tuple(round(loss, 6) for loss in run.losses), **facts)
+        return found.model_copy(update={"missing": Missing(status="incorrect", reason=f"the loss of step {step} is not finite")})
+    return found.model_copy(update={"losses": tuple(round(loss, 6) for loss in run.losses)})
 
 
 class _Run:
