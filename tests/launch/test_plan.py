@@ -25,7 +25,7 @@ from onelaunch.launch.packet import Address, Image, Packet, Parameters, place
 from onelaunch.launch.parameters import NotPlannable, with_map
 from onelaunch.launch.plan import Plan
 from onelaunch.launch.planned import Planned, refuse_plan
-from onelaunch.launch.recording import recorder
+from onelaunch.launch.recording import Recorder, Recording, recorder
 from tests.launch.replayed import Kernel, machine  # noqa: F401 - a fixture
 
 N = 16
@@ -117,6 +117,12 @@ def test_a_plan_of_one_device_is_not_replayed_while_another_is_current(sum_of, m
     machine.device = 1
     sum_of(*vectors(), 0.5)
     assert (len(machine.launches), sum_of.count) == (1, 3)
+
+
+def test_a_plan_that_allocates_nothing_is_one_of_the_device_of_its_inputs():
+    assert Recorder([0.5, torch.zeros(2)]).recording.device == torch.device("cpu")
+    assert Plan(Recording(device=torch.device("cuda", 1)), None, lambda _: None).index == 1
+    assert Plan(Recording(), None, lambda _: None).index == 0
 
 
 def test_inputs_in_one_storage_are_told_apart(adding):

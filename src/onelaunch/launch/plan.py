@@ -142,7 +142,7 @@ class _Maker:
         self._count = len(inputs)
         self.steps: list[tuple[Any, ...]] = []
         self.image, self.placed, self.owners = Image(), [], []
-        self.device = next(iter(devices), None)
+        self.device = next(iter(devices), recording.device)
         self._share({each.source for each in wanted if each is not None})
         for step in recording.steps:
             self._add(step)

@@ -99,12 +99,14 @@ class Recording:
         steps: What was executed.
         sources: Geometry of every source: the inputs first.
         differences: Pairs of inputs whose distance in memory the function depends on, with that distance in bytes.
+        device: Device of the first input that is a tensor.
     """
 
     inputs: list[Geometry | None] = field(default_factory=list)
     steps: list[Step] = field(default_factory=list)
     sources: list[Geometry | None] = field(default_factory=list)
     differences: dict[tuple[int, int], int] = field(default_factory=dict)
+    device: torch.device | None = None
 
 
 class _Active(threading.local):
@@ -161,6 +163,7 @@ class Recorder(TorchDispatchMode):
         for each in self.inputs:
             if isinstance(each, torch.Tensor):
                 self.recording.inputs.append(self._add(each))
+                self.recording.device = self.recording.device or each.device
             else:
                 self.recording.sources.append(None)
                 self.recording.inputs.append(None)
