@@ -17,8 +17,10 @@ import torch
 from torch import distributed
 
 from onelaunch import cuda, nn, parallel
+from onelaunch.cuda.driver import reaches
 from onelaunch.errors import ArgumentError
 from onelaunch.ops import gated_scan, gla
+from onelaunch.parallel.exchange import PEER_STORES, STORES
 from tests.parallel.cases import Slices
 
 TIMEOUT = 20
@@ -105,6 +107,63 @@ def graphs(slices):
             near(one, slices.of(other), (scale, name))
 
 
+def exchanges(slices):
+    """All-gathers give the bits that NCCL gives: many in a row on two streams, some ranks late, and in graphs between them."""
+    rank, size = slices.rank, len(slices.lengths)
+    made = parallel.context(slices.group, 4, device="cuda").collectives
+    current, other = torch.cuda.current_stream(), torch.cuda.Stream()
+    random = torch.Generator("cuda").manual_seed(rank)
+
+    def bits(elements):
+        return torch.randint(-(2**31), 2**31 - 1, (1, elements), dtype=torch.int32, device="cuda", generator=random)
+
+    def by_nccl(x):
+        wanted = x.new_empty(size, x.shape[1])
+        distributed.all_gather_into_tensor(wanted, x, group=slices.group)
+        return wanted
+
+    def gathered(x, turn):
+        stream = (current, other)[turn // 3 % 2]
+        stream.wait_stream(current)
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(10**6 if turn % size == rank else 1)
+            pending = made.start_all_gather(x)
+            torch.cuda._sleep(10**6 if (turn + rank) % 3 == 0 else 1)
+            found = pending.result()
+        current.wait_stream(stream)
+        return found
+
+    def captured(x):
+        stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+        stream.wait_stream(current)
+        with torch.cuda.stream(stream):
+            made.start_all_gather(x).result()
+        torch.cuda.synchronize()
+        found = cuda.capture(lambda: [made.start_all_gather(x + each).result() for each in range(3)], graph, stream)
+        return x, graph, found
+
+    kinds = (1, 37, 4096, 264192)
+    for turn in range(80):
+        x = bits(kinds[turn % 4])
+        assert torch.equal(gathered(x, turn), by_nccl(x)), turn
+    replays = [captured(bits(elements)) for elements in (4096, 264192)]
+    for turn in range(20):
+        x, graph, found = replays[turn % 3 % 2]
+        x.copy_(bits(x.shape[1]))
+        torch.cuda._sleep(10**6 if turn % size == rank else 1)
+        graph.replay()
+        between = bits(37)
+        assert torch.equal(gathered(between, turn), by_nccl(between))
+        for each, one in enumerate(found):
+            assert torch.equal(one, by_nccl(x + each)), (turn, each)
+    expected = {STORES}
+    if os.environ.get(PEER_STORES) == "0":
+        expected = {f"collective, since {PEER_STORES}=0 (rank 0)"}
+    elif not all(reaches(rank, peer) for peer in range(size) if peer != rank):
+        expected = {each for each in made.used if "no peer access" in each}
+    assert made.used == expected
+
+
 def tensors_on_another_device(slices):
     """Every rank refuses tensors of a CPU, before any collective on them."""
     v = torch.zeros(1, 4, 3)
@@ -115,7 +174,10 @@ def tensors_on_another_device(slices):
 
 
 def death(slices):
-    """The last rank ends between two calls; the others end with an error within the time-out of the group, by NCCL's watchdog."""
+    """The last rank ends between two calls; the others end with an error within the time-out of the group.
+
+    The kernel that waits for the messages ends by a trap, or NCCL's watchdog ends the process.
+    """
     v = torch.zeros(1, 4, 3, device="cuda")
     made = parallel.context(slices.group, 4, device="cuda")
     gated_scan(v, v, mesh=made)
@@ -126,7 +188,7 @@ def death(slices):
     torch.cuda.synchronize()
 
 
-CHECKS = {each.__name__: each for each in (results, layers, graphs, tensors_on_another_device, death)}
+CHECKS = {each.__name__: each for each in (results, layers, graphs, exchanges, tensors_on_another_device, death)}
 
 
 def main(folder, name):

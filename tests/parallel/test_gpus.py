@@ -1,4 +1,4 @@
-"""Tests of context parallelism on GPUs: with NCCL on two of them, and on one that takes the parts of all ranks in turn."""
+"""Tests of context parallelism on GPUs: with NCCL on two or four, and on one that takes the parts of all ranks in turn."""
 
 from __future__ import annotations
 
@@ -20,24 +20,31 @@ from tests.parallel.gpu_ranks import TIMEOUT
 from tests.parallel.test_passes import BOUND, by_ranks, expected
 from tests.thorough import thorough_but
 
-RANKS = 2
-two_gpus = pytest.mark.skipif(torch.cuda.device_count() < RANKS, reason="needs two GPUs")
+
+def gpus(ranks):
+    """Return the mark of tests that need this number of GPUs."""
+    return pytest.mark.skipif(torch.cuda.device_count() < ranks, reason=f"needs {ranks} GPUs")
+
+
+NUMBERS = [pytest.param(ranks, marks=gpus(ranks)) for ranks in (2, 4)]
+"""Numbers of ranks."""
+
 a_hopper = pytest.mark.skipif(not torch.cuda.is_available() or not is_hopper(torch.device("cuda:0")), reason="needs a Hopper GPU")
 
 
-def run(folder, check):
+def run(folder, check, ranks, **environment):
     """Run a check in a process for each GPU, and return their exit codes and outputs."""
     command = [sys.executable, "-m", "tests.parallel.gpu_ranks", str(folder), check]
     processes = [
         subprocess.Popen(
             command,
             cwd=Path(__file__).parents[2],
-            env={**os.environ, "RANK": str(rank), "WORLD_SIZE": str(RANKS)},
+            env={**os.environ, "RANK": str(rank), "WORLD_SIZE": str(ranks), **environment},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
         )
-        for rank in range(RANKS)
+        for rank in range(ranks)
     ]
     try:
         outputs = [process.communicate(timeout=200)[0] for process in processes]
@@ -47,21 +54,35 @@ def run(folder, check):
     return [process.returncode for process in processes], outputs
 
 
-@pytest.mark.gpu
-@two_gpus
-@pytest.mark.parametrize("check", ["results", "layers", "graphs", "tensors_on_another_device"])
-def test_ranks_with_nccl(check, tmp_path):
-    codes, outputs = run(tmp_path, check)
-    assert codes == [0] * RANKS, "\n".join(outputs)
-    assert all((tmp_path / f"{rank}.passed").exists() for rank in range(RANKS))
+def passes(folder, check, ranks, **environment):
+    """Assert that a check passes on every rank."""
+    codes, outputs = run(folder, check, ranks, **environment)
+    assert codes == [0] * ranks, "\n".join(outputs)
+    assert all((folder / f"{rank}.passed").exists() for rank in range(ranks))
 
 
 @pytest.mark.gpu
-@two_gpus
-def test_a_rank_that_dies_ends_the_others(tmp_path):
+@pytest.mark.parametrize("ranks", NUMBERS)
+@pytest.mark.parametrize("check", ["results", "layers", "graphs", "exchanges", "tensors_on_another_device"])
+def test_ranks_with_nccl(check, ranks, tmp_path):
+    """All-gathers are stores to the memory of peers where NVLink connects the GPUs."""
+    passes(tmp_path, check, ranks)
+
+
+@pytest.mark.gpu
+@gpus(2)
+@pytest.mark.parametrize("check", ["results", "graphs", "exchanges"])
+def test_ranks_without_stores_to_peers(check, tmp_path):
+    passes(tmp_path, check, 2, ONELAUNCH_PEER_STORES="0")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("ranks", NUMBERS)
+@pytest.mark.parametrize("stores", ["0", "1"])
+def test_a_rank_that_dies_ends_the_others(stores, ranks, tmp_path):
     """Others end with an error in twice the time-out, which leaves time for starting, and do not hang."""
     begun = time.monotonic()
-    codes, outputs = run(tmp_path, "death")
+    codes, outputs = run(tmp_path, "death", ranks, ONELAUNCH_PEER_STORES=stores)
     assert codes[-1] == 0
     assert all(code != 0 for code in codes[:-1]), "\n".join(outputs)
     assert time.monotonic() - begun < 60 + 2 * TIMEOUT

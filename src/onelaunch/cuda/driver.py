@@ -3,8 +3,8 @@
 Contexts, tensor maps and the nodes of captured graphs need only a few driver calls. These go through :mod:`ctypes`, which needs
 nothing installed but the driver. Modules of CUDA C++ are loaded through ``cuda-bindings``, which their compiler (NVRTC) needs
 anyway. ``module.py`` and ``tensor_maps.py`` of this folder call it. So do ``kernels/tma.py``, before Triton encodes a tensor map;
-the replay of recorded launches (``onelaunch.launch``); the workbench's count of launches; and ``cli/ahead.py``, which creates a
-context early for ``onelaunch generate``.
+the replay of recorded launches (``onelaunch.launch``); ``parallel/exchange.py``, which asks for captures and peer access; the
+workbench's count of launches; and ``cli/ahead.py``, which creates a context early for ``onelaunch generate``.
 """
 
 from __future__ import annotations
@@ -16,6 +16,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from onelaunch.errors import DriverError
+
+_ACCESS_SUPPORTED, _NATIVE_ATOMIC_SUPPORTED = 2, 3
+"""Values of ``CUdevice_P2PAttribute``."""
 
 
 @functools.cache
@@ -102,3 +105,33 @@ def current_context(index: int) -> Iterator[None]:
         yield
     finally:
         accept("cuCtxPopCurrent", driver.cuCtxPopCurrent_v2(ctypes.byref(popped)))
+
+
+def capture_of(stream: int) -> int | None:
+    """Return the number of the capture that a stream is part of, one that no other capture of the process has, or ``None``.
+
+    Args:
+        stream: Handle of the stream.
+
+    Raises:
+        DriverError: The driver returned an error.
+    """
+    driver, status, number = library(), ctypes.c_int(), ctypes.c_uint64()
+    found = (ctypes.c_void_p(stream), ctypes.byref(status), ctypes.byref(number), None, None, None)
+    accept("cuStreamGetCaptureInfo", driver.cuStreamGetCaptureInfo_v2(*found), "a stream")
+    return number.value if status.value else None
+
+
+def reaches(index: int, other: int) -> bool:
+    """Return whether a device can read, write and atomically change the memory of another one, as over NVLink.
+
+    Raises:
+        DriverError: The driver returned an error.
+    """
+    driver, value = library(), ctypes.c_int()
+    for attribute in (_ACCESS_SUPPORTED, _NATIVE_ATOMIC_SUPPORTED):
+        error = driver.cuDeviceGetP2PAttribute(ctypes.byref(value), attribute, index, other)
+        accept("cuDeviceGetP2PAttribute", error, f"devices {index} and {other}")
+        if not value.value:
+            return False
+    return True

@@ -1,7 +1,8 @@
 """Collectives on a group given by its name: PyTorch's functional collectives, called as operators.
 
 They return new tensors and start at once, so what a caller does before it asks a :class:`Pending` for its result overlaps with
-them. A :class:`Context` has the :class:`Collectives` of its group. None is differentiable here.
+them. A :class:`Context` has the :class:`Collectives` of its group, or the class of ``exchange.py`` derived from it. None is
+differentiable here.
 """
 
 from __future__ import annotations
@@ -32,10 +33,17 @@ class Collectives:
 
     def __init__(self, group: str, size: int) -> None:
         self.group, self.size = group, size
+        self.used: set[str] = set()
+        """Ways that the all-gathers so far have taken, for reports."""
 
     def start_all_gather(self, x: torch.Tensor) -> Pending:
         """Start to gather the tensors ``[M, ...]`` of all ranks to ``[size * M, ...]``."""
-        return Pending(torch.ops._c10d_functional.all_gather_into_tensor(x.contiguous(), self.size, self.group))  # noqa: SLF001
+        return self._start_collective(x.contiguous())
+
+    def _start_collective(self, x: torch.Tensor, why: str = "") -> Pending:
+        """Start the group's own all-gather of a contiguous tensor; ``why`` no other way was taken."""
+        self.used.add(f"collective{why}")
+        return Pending(torch.ops._c10d_functional.all_gather_into_tensor(x, self.size, self.group))  # noqa: SLF001
 
     def start_all_reduce(self, x: torch.Tensor) -> Pending:
         """Start to sum the tensors of all ranks."""

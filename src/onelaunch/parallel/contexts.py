@@ -17,6 +17,7 @@ from onelaunch import checks
 from onelaunch.errors import ArgumentError, PackingError
 from onelaunch.parallel.agreement import Facts, agree, check_device, resolve
 from onelaunch.parallel.collectives import Collectives
+from onelaunch.parallel.exchange import collectives_of
 from onelaunch.parallel.local_slice import LocalSlice, local_slice_of, starts_of
 from onelaunch.parallel.uncompiled import uncompiled
 
@@ -170,7 +171,7 @@ def _agreed(group: Any, cu_seqlens: torch.Tensor | None, describe: Callable[[], 
     if offsets is not None and offsets[-1] != total:  # on every rank, since all have the same offsets and lengths
         raise PackingError(f"runs to {offsets[-1]}", want=f"run to {total}, the number of steps of all ranks of mesh")
     rank, known = torch.distributed.get_rank(group), {tuple(described.facts.items())}
-    collectives = Collectives(group.group_name, len(lengths))
+    collectives = collectives_of(group, len(lengths), described.device)
     made = context_of(collectives, rank, lengths, described.device, cu_seqlens, offsets, process_group=group, known=known)
     return made, described.call
 

@@ -1,0 +1,148 @@
+"""Channels of exchanges by stores to the memory of peers: launches of the kernels, and their order on this rank.
+
+A channel is memory that every rank of a group has and that all others can write: flags, epochs and two slots (``kernels.py``).
+``exchange.py`` makes channels and decides which one an all-gather takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from triton import knobs
+
+from onelaunch.launch.launch import Launch, Mma
+from onelaunch.launch.planned import Planned
+from onelaunch.parallel.collectives import Pending
+from onelaunch.parallel.kernels import receive_kernel, send_kernel
+
+WORD = 4
+"""Bytes of the words that a message consists of."""
+
+SLOTS = 4096
+"""Bytes from the beginning of a channel to its slots. The flags and epochs of 8 ranks, the most there are, take 2560."""
+
+CTAS = 32
+"""CTAs that send a message, and that copy the message of one rank; not measured yet.
+
+They end before the next launch of the stream begins, so they need not fit beside it. By prediction 16 CTAs could fill NVLink 4,
+450 GB/s each way: an SM stores 30 to 60 GB/s. Their number does not follow the size of the message, since each CTA counts
+exchanges for itself.
+"""
+
+_BLOCK, _WARPS = 4096, 8
+"""Words that a CTA moves at once, 16 for each thread, and its warps."""
+
+
+def channel_bytes(ranks: int, capacity: int) -> int:
+    """Return the size of a channel whose slots hold ``capacity`` words of each rank."""
+    return SLOTS + 2 * ranks * capacity * WORD
+
+
+class Channel:
+    """Memory for exchanges that follow one another, the same number in the same order on all ranks.
+
+    Args:
+        memory: This rank's memory, int64, zeros at first.
+        addresses: Addresses of it at all ranks, by rank.
+        rank: This rank.
+        capacity: Largest message in words, a multiple of 16.
+        limit: Nanoseconds to wait for a peer before the kernel ends with an error.
+    """
+
+    def __init__(self, memory: torch.Tensor, addresses: Sequence[int], rank: int, capacity: int, limit: int) -> None:
+        self.memory, self.rank, self.ranks, self.capacity, self.limit = memory, rank, len(addresses), capacity, limit
+        self.targets = (*addresses[rank + 1 :], *addresses[: rank + 1])
+        """Addresses in the order in which this rank stores, so that not all ranks begin with the same one; its own comes last."""
+        self._sent: Sent | None = None
+        self._stream: torch.cuda.Stream | None = None
+        self._done: torch.cuda.Event | None = None
+
+    def start(self, x: torch.Tensor) -> Sent:
+        """Send a contiguous tensor ``[M, ...]`` to all ranks. An exchange that was started before is received first."""
+        if self._sent is not None:
+            self._sent.result()
+        if x.data_ptr() % 16:
+            x = x.clone()
+        self.order()
+        _send(x, self.memory, self.targets, self.rank, self.capacity, self.limit)
+        self._launched()
+        self._sent = Sent(self, (self.ranks * x.shape[0], *x.shape[1:]), x.dtype)
+        return self._sent
+
+    def receive(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Return the messages of all ranks of the exchange that was started last."""
+        self.order()
+        gathered = _receive(self.memory, shape, dtype, self.ranks, self.capacity, self.limit)
+        self._launched()
+        self._sent = None
+        return gathered
+
+    def order(self) -> None:
+        """Let the current stream wait for the last launch of this channel, if that was on another stream."""
+        if not self.memory.is_cuda:
+            return
+        stream = torch.cuda.current_stream(self.memory.device)
+        if self._stream is not None and self._done is not None and self._stream != stream:
+            stream.wait_event(self._done)
+        self._stream = stream
+
+    def _launched(self) -> None:
+        """Record that a kernel has been launched, for :meth:`order`."""
+        if self._stream is not None:
+            if self._done is None:
+                self._done = torch.cuda.Event()
+            self._done.record(self._stream)
+
+
+class Sent(Pending):
+    """All-gather of which this rank has sent its message.
+
+    Args:
+        channel: Channel of the exchange.
+        shape: Shape of the result.
+        dtype: Dtype of the result.
+    """
+
+    def __init__(self, channel: Channel, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        self._channel, self._shape, self._dtype = channel, shape, dtype
+        self._gathered: torch.Tensor | None = None
+
+    def result(self) -> torch.Tensor:
+        """Return the result, a new tensor; at the first call the current stream waits for the messages of all ranks."""
+        if self._gathered is None:
+            self._gathered = self._channel.receive(self._shape, self._dtype)
+        else:
+            self._channel.order()  # a later exchange may have received it, on another stream
+        return self._gathered
+
+
+def _parts(memory: torch.Tensor, ranks: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the flags, epochs and slots of a channel."""
+    flags, epochs = memory[: ranks * CTAS], memory[ranks * CTAS : (ranks + 2) * CTAS]
+    return flags, epochs, memory[SLOTS // 8 :].view(torch.int32)
+
+
+@Planned
+def _send(x: torch.Tensor, memory: torch.Tensor, targets: tuple[int, ...], rank: int, capacity: int, limit: int) -> None:
+    """Launch ``send_kernel``; the kernel explains the arguments."""
+    ranks, words = len(targets), x.view(-1).view(torch.int32)
+    flags, epochs, _ = _parts(memory, ranks)
+    Launch(
+        send_kernel, (CTAS,), words, flags, epochs, targets, rank, words.numel(), capacity, limit,
+        mma=Mma.NONE, SLOTS=SLOTS, RANKS=ranks, BLOCK=_BLOCK, TIMED=not knobs.runtime.interpret, num_warps=_WARPS,
+    ).run()  # fmt: skip
+
+
+@Planned
+def _receive(
+    memory: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype, ranks: int, capacity: int, limit: int
+) -> torch.Tensor:
+    """Launch ``receive_kernel``, and return the messages of all ranks."""
+    gathered = memory.new_empty(shape, dtype=dtype)
+    words = gathered.view(-1).view(torch.int32)
+    Launch(
+        receive_kernel, (CTAS, ranks), words, *_parts(memory, ranks), words.numel() // ranks, capacity, limit,
+        mma=Mma.NONE, RANKS=ranks, BLOCK=_BLOCK, TIMED=not knobs.runtime.interpret, num_warps=_WARPS,
+    ).run()  # fmt: skip
+    return gathered
