@@ -22,8 +22,12 @@ def parts(results: Path) -> dict[str, str]:
 def _section(result: RankResult, file: str) -> str:
     """Return the times of a result in all its shapes, and every criterion with its evidence."""
     measured = [each for each in result.measurements if not each.missing]
-    rows = [_row(result, each) for each in sorted(measured, key=lambda each: (each.shape, each.direction, each.ranks))]
+    ordered = sorted(measured, key=lambda each: (each.shape, each.direction, each.ranks))
+    rows = [_row(result, each) for each in ordered]
     heads = ["shape", "measured", "ranks", "regime", "one GPU", "all ranks", "speedup", "predicted", "largest difference"]
+    if any(each.exchange for each in ordered):
+        heads.append("exchange")
+        rows = [[*row, markdown(each.exchange) or NONE] for row, each in zip(rows, ordered, strict=True)]
     runs = [each.provenance for each in measured]
     latest = max(runs, key=lambda run: run.date)
     where = f"{latest.device}, {latest.date[:10]}, commit {latest.commit[:12]}, {file}"

@@ -304,6 +304,7 @@ def study_of_ranks():
         ("forward", "eager", 4, 2),
         ("forward_backward", "eager", 4, 2),
     ]
+    assert [each.exchange for each in found] == ["collective"] * 2
     assert list(found[1].differences) == ["o", "q", "k", "v", "g"]
     assert max(found[1].differences.values()) < 1e-5
     same = [None] * 4

@@ -20,7 +20,7 @@ from onelaunch.workbench.study.read import find_study
 STUDY = find_rank_study("context-parallel")
 
 
-def measured(ranks: int, one: float, sliced: float, difference: float = 1e-3, missing: str = "") -> Measured:
+def measured(ranks: int, one: float, sliced: float, difference: float = 1e-3, missing: str = "", exchange: str = "") -> Measured:
     """Return a measurement of the study's first shape in training."""
     times = {} if missing else {"one": (one,) * 12, "sliced": (sliced,) * 12, "differences": {"o": difference, "q": 1e-4}}
     run = provenance(STUDY.rounds, torch.device("cpu"), "full", "command")
@@ -30,6 +30,7 @@ def measured(ranks: int, one: float, sliced: float, difference: float = 1e-3, mi
         regime="graph",
         ranks=ranks,
         missing=missing,
+        exchange=exchange,
         provenance=run,
         **times,
     )
@@ -49,7 +50,7 @@ def test_the_study_declares_what_the_cost_model_predicts():
 def test_runs_on_other_numbers_of_ranks_are_added_and_judged(tmp_path):
     path = tmp_path / "result.json"
     joined(STUDY, path, [measured(2, 5730.0, 3000.0)]).save(path)
-    result = joined(STUDY, path, [measured(4, 5730.0, 1900.0, difference=5e-3)])
+    result = joined(STUDY, path, [measured(4, 5730.0, 1900.0, difference=5e-3, exchange="stores to peers")])
     result.save(path, force=True)
     assert RankResult.load(path) == result
     statuses = {outcome.criterion.name: outcome.status for outcome in result.outcomes}
@@ -61,7 +62,8 @@ def test_runs_on_other_numbers_of_ranks_are_added_and_judged(tmp_path):
         "four GPUs compute what one does, with a decay per head": "not_measured",
     }
     said = list(lines(result))
-    assert "1.91x (predicted 1.89x), difference 1.0e-03" in said[0]
+    assert said[0].endswith("1.91x (predicted 1.89x), difference 1.0e-03")
+    assert said[1].endswith("difference 5.0e-03, exchange: stores to peers")
     again = joined(STUDY, path, [measured(4, 0, 0, missing="rank 1: it broke")])
     assert [each.ranks for each in again.measurements] == [2, 4]
     assert "rank 1: it broke" in list(lines(again))[1]

@@ -53,6 +53,7 @@ def lines(result: RankResult) -> Iterator[str]:
         one, sliced = each.medians()
         expected = f" (predicted {predicted[each.key]:g}x)" if each.key in predicted else ""
         worst = max(each.differences.values(), default=0.0)
-        yield f"{name}: {q.time(sliced)}, one GPU {q.time(one)}, {one / sliced:.3g}x{expected}, difference {worst:.1e}"
+        exchange = f", exchange: {each.exchange}" if each.exchange else ""
+        yield f"{name}: {q.time(sliced)}, one GPU {q.time(one)}, {one / sliced:.3g}x{expected}, difference {worst:.1e}{exchange}"
     for outcome in result.outcomes:
         yield f"{outcome.status.replace('_', ' ')}: {outcome.criterion.name}: {outcome.evidence}"

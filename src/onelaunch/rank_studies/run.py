@@ -100,6 +100,7 @@ def _measured(study: RankStudy, shape: RankShape, direction: Direction, device: 
     regimes: tuple[Regime, ...] = ("graph", "eager") if device.type == "cuda" else ("eager",)
     for regime in regimes:
         known: dict[str, Any] = {"shape": shape.name, "direction": direction, "regime": regime, "ranks": ranks, "provenance": run}
+        made.collectives.used.clear()
         clocks, why = _clocks(regime, one, sliced, device)
         if why:
             found.append(Measured(**known, missing=why))
@@ -112,7 +113,9 @@ def _measured(study: RankStudy, shape: RankShape, direction: Direction, device: 
         first, slowest = (torch.tensor(each, dtype=torch.float64, device=device) for each in times)
         distributed.broadcast(first, 0)
         distributed.all_reduce(slowest, distributed.ReduceOp.MAX)
-        found.append(Measured(**known, one=tuple(first.tolist()), sliced=tuple(slowest.tolist()), differences=differences))
+        times_of = {"one": tuple(first.tolist()), "sliced": tuple(slowest.tolist())}
+        exchange = "; ".join(sorted(made.collectives.used))
+        found.append(Measured(**known, **times_of, differences=differences, exchange=exchange))
     return found
 
 
