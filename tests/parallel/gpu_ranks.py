@@ -157,8 +157,8 @@ def exchanges(slices):
         for each, one in enumerate(found):
             assert torch.equal(one, by_nccl(x + each)), (turn, each)
     expected = {STORES}
-    if os.environ.get(PEER_STORES) == "0":
-        expected = {f"collective, since {PEER_STORES}=0 (rank 0)"}
+    if os.environ[PEER_STORES] != "1":
+        expected = {f"collective, since {PEER_STORES} is not 1 (rank 0)"}
     elif not all(reaches(rank, peer) for peer in range(size) if peer != rank):
         expected = {each for each in made.used if "no peer access" in each}
     assert made.used == expected

@@ -391,6 +391,7 @@ def test_a_rank_tells_its_peers_what_it_can_do(peers, monkeypatch):
     assert peers.capture() == 2**33
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     assert peers.capture() is None
+    monkeypatch.setenv("ONELAUNCH_PEER_STORES", "1")
     host, uuid, why = peers.facts()
     assert (bool(host), uuid, why) == (True, "gpu 1", "")
     assert peers.unreachable(["gpu 2", "gpu 1"]) == ""
@@ -402,8 +403,9 @@ def test_a_rank_tells_its_peers_what_it_can_do(peers, monkeypatch):
     monkeypatch.setattr(driver_module, "library", lambda: Driver(refuses=True))
     assert "cuStreamGetCaptureInfo" in peers.facts()[2]
     assert "cuDeviceGetP2PAttribute" in peers.unreachable(["gpu 2", "gpu 1"])
-    monkeypatch.setenv("ONELAUNCH_PEER_STORES", "0")
-    assert peers.facts()[2] == "ONELAUNCH_PEER_STORES=0"
+    for value in ("0", None):
+        monkeypatch.delenv("ONELAUNCH_PEER_STORES") if value is None else monkeypatch.setenv("ONELAUNCH_PEER_STORES", value)
+        assert peers.facts()[2] == "ONELAUNCH_PEER_STORES is not 1"
 
 
 def test_memory_of_all_ranks_has_an_address_on_each(peers, monkeypatch):

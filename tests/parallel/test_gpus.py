@@ -66,7 +66,7 @@ def passes(folder, check, ranks, **environment):
 @pytest.mark.parametrize("check", ["results", "layers", "graphs", "exchanges", "tensors_on_another_device"])
 def test_ranks_with_nccl(check, ranks, tmp_path):
     """All-gathers are stores to the memory of peers where NVLink connects the GPUs."""
-    passes(tmp_path, check, ranks)
+    passes(tmp_path, check, ranks, ONELAUNCH_PEER_STORES="1")
 
 
 @pytest.mark.gpu

@@ -22,6 +22,14 @@ class Pending:
             self._tensor, self._waited = torch.ops._c10d_functional.wait_tensor(self._tensor), True  # noqa: SLF001
         return self._tensor
 
+    def settle(self) -> None:
+        """Let a GPU's stream wait for the result now, before a pass whose CTAs keep nearly all SMs until it ends.
+
+        A collective of NCCL is a kernel. If the pass has the SMs first, the transfer waits for its end, and so do other ranks.
+        """
+        if self._tensor.is_cuda:
+            self.result()
+
 
 class Collectives:
     """Collectives of a group of ranks.

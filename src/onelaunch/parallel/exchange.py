@@ -37,7 +37,10 @@ STORES = "stores to peers"
 """Name of this way in :attr:`Collectives.used`."""
 
 PEER_STORES = "ONELAUNCH_PEER_STORES"
-"""Environment variable that, when it is 0 on any rank, leaves all exchanges to the group's collectives."""
+"""Environment variable with which exchanges by stores are switched on: where it is not 1 on some rank, all take collectives."""
+
+_DEFAULT = "0"
+"""Value where the variable is not set: off, until a GPU has run the kernels."""
 
 MOST_RANKS = 8
 """Largest number of ranks, for whose flags and epochs the beginning of a channel has room."""
@@ -93,8 +96,8 @@ class Peers:
     def facts(self) -> tuple[str, str, str]:
         """Return the host, the GPU's UUID, and why this rank cannot take part, or an empty string."""
         why = ""
-        if os.environ.get(PEER_STORES) == "0":
-            why = f"{PEER_STORES}=0"
+        if os.environ.get(PEER_STORES, _DEFAULT) != "1":
+            why = f"{PEER_STORES} is not 1"
         else:
             try:
                 import triton  # noqa: F401 - whether it is installed

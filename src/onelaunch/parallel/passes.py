@@ -1,7 +1,8 @@
 """The state scan of ``state_scan.py`` with an operation's own kernels (:class:`Passes`), as one autograd function.
 
-The pass after the all-gather reuses what the local pass has computed. During the all-gather of state gradients a rank recomputes
-the states that its backward pass needs from the inputs. ``state_scan.py`` calls :func:`run_passes`.
+The pass after the all-gather reuses what the local pass has computed. After it has sent its state gradients, a rank recomputes
+the states that its backward pass needs from the inputs; it waits for the all-gather first if that is a kernel
+(``Pending.settle``). ``state_scan.py`` calls :func:`run_passes`.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ class _Passes(torch.autograd.Function):
         else:
             sent = message(context, rules, tensors, None)
         gathered = context.collectives.start_all_gather(sent)
+        gathered.settle()
         incoming = rules.fold(gathered.result(), local.before, back=False) if local.before else None
         first = initial_states(context, rules, initial, incoming)
         y, final = passes.forward(tensors, first, offsets, kept, want_final=want_final)
@@ -64,6 +66,7 @@ class _Passes(torch.autograd.Function):
         else:
             sent = message(context, rules, tensors, None)
         gathered = context.collectives.start_all_gather(sent)
+        gathered.settle()
         states = passes.states(tensors, first, context.cu_seqlens, kept)
         outgoing = rules.fold(gathered.result(), local.after[::-1], back=True) if local.after else None
         dfinal = final_gradient(context, rules, None if summed is None else summed.result(), outgoing, dy)

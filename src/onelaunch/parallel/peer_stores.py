@@ -108,6 +108,9 @@ class Sent(Pending):
         self._channel, self._shape, self._dtype = channel, shape, dtype
         self._gathered: torch.Tensor | None = None
 
+    def settle(self) -> None:
+        """Do nothing: the message is sent before the pass begins, and peers wait for no kernel of this rank."""
+
     def result(self) -> torch.Tensor:
         """Return the result, a new tensor; at the first call the current stream waits for the messages of all ranks."""
         if self._gathered is None:
