@@ -95,16 +95,19 @@ def test_losses_are_compared_at_each_tenth_and_at_the_end():
     ("ours", "control", "status"),
     [
         (1.004, 1.0, "met"),
-        (1.004, 1.03, "met"),
-        (1.02, 1.03, "inconclusive"),
-        (1.02, 0.97, "inconclusive"),
+        (1.004, 1.04, "met"),
+        (1.02, 1.04, "inconclusive"),
+        (1.02, 0.96, "inconclusive"),
         (1.02, 1.01, "missed"),
         (1.02, None, "missed"),
     ],
 )
 @pytest.mark.parametrize("name", ["losses", "end"])
 def test_losses_no_further_apart_than_two_runs_of_the_library_tell_nothing(name, ours, control, status):
-    """The control and our variant differ from fla's run by a factor at every step. The bound is 1.005."""
+    """The control and our variant differ from fla's run by a factor at every step. The bound is 1.005.
+
+    A final loss is a mean over two seeds, so the control's distance counts divided by the root of 2.
+    """
     theirs = tuple(3.0 - 0.1 * step for step in range(20))
     measured = runs(tuple(ours * loss for loss in theirs), theirs)
     if control is not None:
@@ -115,7 +118,8 @@ def test_losses_no_further_apart_than_two_runs_of_the_library_tell_nothing(name,
     assert outcome.status == status
     assert outcome.value.median == pytest.approx(ours if name == "end" else ours - 1)
     if control is not None:
-        assert f"one rounding apart differ by {100 * abs(control - 1):.2g} %" in outcome.evidence
+        noise = abs(control - 1) / (len(found.study.models[0].seeds) ** 0.5 if name == "end" else 1)
+        assert f"one rounding apart differ by {100 * noise:.2g} %" in outcome.evidence
 
 
 def test_a_report_says_how_far_apart_two_runs_of_the_library_are():

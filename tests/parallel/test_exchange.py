@@ -18,7 +18,7 @@ import torch
 
 from onelaunch.cuda import driver as driver_module
 from onelaunch.device.architectures import find_architecture
-from onelaunch.errors import DriverError
+from onelaunch.errors import ArgumentError, DriverError
 from onelaunch.launch.build import builds_of
 from onelaunch.launch.imitation import record
 from onelaunch.parallel import collectives, exchange
@@ -246,6 +246,9 @@ def test_channels_are_made_once_and_for_larger_messages_again(started):
         assert found.start(torch.zeros(0)) == "messages of 0 bytes"
         assert "bytes" in found.start(torch.zeros(1, (4 << 20) + 4, dtype=torch.int8))
         assert "meta" in found.start(torch.zeros(1, 4, device="meta"))
+        peers.device = torch.device("cpu", 1)
+        with pytest.raises(ArgumentError, match=r"first exchange on this rank was on cpu:1, and this one is on cpu\."):
+            found.start(torch.zeros(1, 4))
         first = found._all[0]
         assert first.targets[-1] == first.memory.data_ptr()
         assert all(each.memory.numel() == channel_bytes(2, each.capacity) // 8 for each in found._all)
@@ -274,7 +277,7 @@ def test_each_capture_takes_a_channel_of_its_own(started, monkeypatch):
         peers.under_way = 4
         assert found.start(x) == "a capture found no channel"
         peers.under_way = None
-        assert found.start(x)._tensor not in taken  # none was left, so new ones are made
+        assert found.start(x)._tensor is taken[0]  # none was left for captures, so new ones are made for these
         peers.under_way = 5
         assert found.start(x)._tensor not in taken
         assert found.start(torch.zeros(1, 20000)) == "a capture found no channel"

@@ -1,12 +1,13 @@
 """Judge the criteria of a study of models from its measurements.
 
 A speed-up is judged with its interval and the noise of the baseline's second run in each round; other measures are exact numbers.
-The distance of two runs of the baseline says whether a
-distance of losses above its bound tells anything.
+Where losses are further apart than a bound allows, the control of losses says whether that tells anything: a run of the baseline
+from weights one rounding away from those of its first run.
 """
 
 from __future__ import annotations
 
+import math
 import statistics
 
 from onelaunch.model_studies.declare import ModelCriterion, ModelStudy
@@ -106,8 +107,9 @@ def _losses(result: ModelResult, criterion: ModelCriterion, over: str) -> ModelO
 def _near(result: ModelResult, criterion: ModelCriterion, value: float, text: str) -> ModelOutcome:
     """Judge a distance of losses by its bound, and say how far apart two runs of the baseline are (the control of losses).
 
-    Where the distance is above the bound and the baseline's own is as large or larger, this measure cannot tell two variants from
-    one library that runs twice: the outcome is inconclusive.
+    Where the distance is above the bound and the control's is as large or larger, a rounding of the weights moves the losses as
+    much as the variant does: the outcome is inconclusive. The mean of a final loss over several seeds is held to the control's
+    distance divided by the square root of their number, as the control is one run.
     """
     outcome = _exact(criterion, value, text)
     model = result.study.model(criterion.model)
@@ -115,8 +117,9 @@ def _near(result: ModelResult, criterion: ModelCriterion, value: float, text: st
     first, control = result.training(model.name, baseline, seed), result.training(model.name, baseline, seed, control=True)
     if first is None or control is None or first.text != control.text:
         return outcome
-    noise = abs(control.final / first.final - 1) if final else max(control.apart(first))
-    apart = f"two runs of {baseline} from weights one rounding apart differ by {100 * noise:.2g} %"
+    noise = abs(control.final / first.final - 1) / math.sqrt(len(model.seeds)) if final else max(control.apart(first))
+    seeds = f", divided by the root of {len(model.seeds)} seeds" if final and len(model.seeds) > 1 else ""
+    apart = f"two runs of {baseline} from weights one rounding apart differ by {100 * noise:.2g} %{seeds}"
     noisy = outcome.status == "missed" and value <= (1 + noise if final else noise)
     status: CriterionStatus = "inconclusive" if noisy else outcome.status
     return outcome.model_copy(update={"status": status, "evidence": f"{outcome.evidence}; {apart}"})

@@ -164,7 +164,7 @@ def _losses(result: ModelResult) -> Table:
         sizes = " or ".join(f"2^{math.log2(size):.0f}" for size in changes if size)
         said.append(
             "Control: the first variant once more, each initial weight changed by one rounding of the precision (a part of "
-            f"{sizes}, up or down); so far apart are two runs of one library."
+            f"{sizes}, up or down); so much does a rounding of the weights move the losses of one library."
         )
     return Table("Training losses", columns("model", "variant", ">seed", *ends), rows, " ".join(said))
 

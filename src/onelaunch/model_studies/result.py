@@ -108,8 +108,8 @@ class Training(Stored):
     variant: Name
     seed: Count
     control: bool = False
-    """True for the run that shows how far two runs of one library lie apart: that of the first variant once more, with the first
-    seed, from weights that differ by one rounding."""
+    """True for the run that shows how far a rounding of the weights moves the losses: the first variant once more, with the first
+    seed, from weights that each differ by one rounding (``perturbation``)."""
     perturbation: Amount = 0.0
     """Relative change of each initial weight, up or down; 0 but in the control."""
     missing: Missing | None = None

@@ -261,9 +261,9 @@ class _Run:
         wanted = self._processes > 1 and self._compiles and caches.name == model.names[0] and model.names[0] in TUNED
         if not wanted or model.name in self._compiled or absent(model, model.names[0], self.device) is not None:
             return True
-        self._compiled.add(model.name)
         done = caches / "compiled_ahead"  # by an earlier part of this run
         if done.exists():
+            self._compiled.add(model.name)
             return True
         began, parts = time.monotonic(), self._processes
         words = f"{model.name}: configurations of {model.names[0]}'s autotuners"
@@ -280,6 +280,8 @@ class _Run:
         finally:
             self._device_seconds += time.monotonic() - began
         self._notes += failed
+        if len(failed) < parts:
+            self._compiled.add(model.name)
         if not failed:
             caches.mkdir(parents=True, exist_ok=True)
             done.touch()

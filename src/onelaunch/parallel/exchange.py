@@ -24,7 +24,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from onelaunch.cuda import driver
-from onelaunch.errors import DriverError
+from onelaunch.errors import ArgumentError, DriverError
 from onelaunch.parallel.agreement import backends
 from onelaunch.parallel.collectives import Collectives, Pending
 
@@ -178,8 +178,11 @@ class Exchange:
             return self.why_not
         if not 0 < x.nbytes <= MOST_BYTES or x.nbytes % 4:
             return f"messages of {x.nbytes} bytes"
-        if x.device != self.peers.device or type(x) is not torch.Tensor:  # such as one without memory
-            return f"a {type(x).__name__} on {x.device}"
+        if type(x) is not torch.Tensor or x.device.type != self.peers.device.type:  # such as one without memory, on all ranks
+            return f"a {type(x).__name__} on {x.device.type}"
+        if x.device != self.peers.device:
+            problem = f"the group's first exchange on this rank was on {self.peers.device}, and this one is on {x.device}."
+            raise ArgumentError(f"A process group exchanges states on one GPU of each rank: {problem}")
         channel = self._channel(x.nbytes)
         return channel.start(x) if channel is not None else self.why_not or "a capture found no channel"
 
@@ -191,7 +194,7 @@ class Exchange:
                 self._captured[capture] = self._spare.pop()
             found = self._captured.get(capture)
             return None if found is None or found.capacity < words else found
-        if self._eager is None or self._eager.capacity < words or not (self._spare or len(self._all) >= MOST_CHANNELS):
+        if self._too_small(nbytes) or not (self._spare or len(self._all) >= MOST_CHANNELS):
             self._make(nbytes)
         return None if self.why_not else self._eager
 
@@ -221,7 +224,10 @@ class Exchange:
             for at in range(count)
         ]
         self._all += made
-        self._eager, *self._spare = made
+        if self._too_small(nbytes):
+            self._eager, *self._spare = made
+        else:  # captures have taken all others
+            self._spare = made
 
     def _agreed(self, function: Callable[[], R]) -> R | None:
         """Return what a function returns, or ``None`` if it failed on any rank; a collective call."""
@@ -234,14 +240,22 @@ class Exchange:
         return None if self.why_not else result
 
     def _sizes(self, nbytes: int) -> tuple[int, int]:
-        """Return the words of a rank in a slot of new channels, and the number of these: one for calls that are not captured."""
+        """Return the words of a rank in a slot of new channels, and the number of these.
+
+        One is for calls that are not captured, unless they have one that is large enough.
+        """
         from onelaunch.parallel.peer_stores import channel_bytes  # it needs Triton
 
         before = 0 if self._eager is None else 4 * self._eager.capacity
         most = before if nbytes <= before else max(nbytes, 3 * before // 2)
         capacity = -(-most // _STEP) * _STEP // 4
-        room = max(MOST_CHANNELS - len(self._all) - 1, 0)
-        return capacity, 1 + min(_MOST_IN_ADVANCE, max(_RESERVE // channel_bytes(self.peers.size, capacity), 1), room)
+        eager = int(self._too_small(nbytes))
+        room = max(MOST_CHANNELS - len(self._all) - eager, 0)
+        return capacity, eager + min(_MOST_IN_ADVANCE, max(_RESERVE // channel_bytes(self.peers.size, capacity), 1), room)
+
+    def _too_small(self, nbytes: int) -> bool:
+        """Return whether calls that are not captured need another channel for messages of this size."""
+        return self._eager is None or 4 * self._eager.capacity < nbytes
 
 
 class PeerCollectives(Collectives):

@@ -18,7 +18,7 @@ import torch
 from onelaunch.decode.model.config import ModelConfig
 from onelaunch.decode.plan.packing import Places, Stream, as_operands, columns, layout_of_stream, row_order, width
 from onelaunch.decode.plan.phases import PRODUCTS, STEP, TILE, WARP_COLUMNS, Op, Plan, depth, piece_columns
-from onelaunch.device.architectures import HOPPER_SHARED_BYTES, HOPPER_SMS, find_architecture
+from onelaunch.device.architectures import HOPPER_SMS, find_architecture
 from onelaunch.launch.build import Build, builds_of
 from onelaunch.launch.imitation import record
 from onelaunch.launch.side_by_side import compile_builds, jobs
@@ -28,9 +28,6 @@ _BLOCK_COLUMNS = 64
 
 _ARCHITECTURE = "sm_90a"
 """Architecture of the devices on which :class:`StreamProducts` is made."""
-
-_RESERVED = 4096
-"""Bytes of shared memory of two CTAs beside their blocks of columns: 1 KB each for the device, and what the kernel adds."""
 
 
 class Tiles(NamedTuple):
@@ -51,11 +48,6 @@ class Tiles(NamedTuple):
     def shared_bytes(self) -> int:
         """Bytes of shared memory of the blocks of columns."""
         return 2 * self.stages * _BLOCK_COLUMNS * (self.rows + self.tokens)
-
-    @property
-    def limits(self) -> dict[str, int]:
-        """Options of the compiler that let an SM have two CTAs of 256 threads, if its shared memory has room for them."""
-        return {"maxnreg": 128} if self.warps == 8 and 2 * self.shared_bytes <= HOPPER_SHARED_BYTES - _RESERVED else {}
 
 
 class Table(NamedTuple):
@@ -232,7 +224,7 @@ class StreamProducts:
             layer * table.starts[0].numel(), tokens, rows, table.columns // 8, table.starts.shape[2], table.run,
             mma=Mma.WIDEST, STEPS=table.steps, EVEN=table.columns % _BLOCK_COLUMNS == 0, GATED=gated and tiles.splits == 1,
             SPLIT=tiles.splits > 1, BR=tiles.rows, BT=tiles.tokens, BK=_BLOCK_COLUMNS,
-            num_warps=tiles.warps, num_stages=tiles.stages, **tiles.limits,
+            num_warps=tiles.warps, num_stages=tiles.stages,
         ).run()  # fmt: skip
         if tiles.splits > 1:
             Launch(

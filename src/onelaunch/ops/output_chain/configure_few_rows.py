@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from itertools import product
 
 from onelaunch import cuda
 from onelaunch.device.architectures import HOPPER_SHARED_BYTES
@@ -88,10 +89,11 @@ class FewRowsConfig:
 def config_of(rows: int, columns: int, heads: int, values: int, gate: str, norm: str, sms: int) -> FewRowsConfig | None:
     """Return the configuration of a call, or ``None`` if the kernel cannot run it with all CTAs at once.
 
-    The tile is the smallest with which all clusters run at once. Slabs have as many rows as there are, up to 32, and fewer if
-    shared memory has no space for more. Up to 8 rows take clusters of 2 with 8 warps: on an H100, 6.6 us at 1 row and 2048
-    columns, where clusters of 4 took 7.0. More rows take clusters of 4 if they fit, which halves what a CTA normalizes, and 16
-    warps: 8.0 us at 16 rows, where 8 took 8.8.
+    Slabs have as many rows as there are, up to 32, and fewer if shared memory has no space for more. Then clusters of 4 CTAs come
+    before those of 2, since their CTAs normalize and gate half as much, small tiles before large ones, of those with which all
+    clusters run at once, and 16 warps before 8. Up to 8 rows take clusters of 2 and 8 warps alone. By single changes to an
+    earlier form on an H100: 6.6 us at 1 row and 2048 columns, where clusters of 4 took 7.0; at 16 rows 8.8 with 8 warps and 8.0
+    with 16. Clusters of 4 with more rows have not run yet.
 
     Args:
         rows: Rows of h.
@@ -106,12 +108,11 @@ def config_of(rows: int, columns: int, heads: int, values: int, gate: str, norm:
         return None
     enough = next((n for n in _ROWS if n >= rows), _ROWS[-1])
     few = rows <= _ROWS[0]
-    for cluster in CLUSTERS[1:] if few else CLUSTERS:
-        for tile in _TILES:
-            for slab in (n for n in reversed(_ROWS) if n <= enough):
-                config = FewRowsConfig(heads, values, slab, tile, gate, norm, cluster, warps=8 if few else 16)
-                if config.ctas(columns) <= at_once(cluster, sms) and config.shared_bytes <= HOPPER_SHARED_BYTES:
-                    return config
+    slabs = [slab for slab in reversed(_ROWS) if slab <= enough]
+    for slab, cluster, tile, warps in product(slabs, CLUSTERS[1:] if few else CLUSTERS, _TILES, (8,) if few else (16, 8)):
+        config = FewRowsConfig(heads, values, slab, tile, gate, norm, cluster, warps)
+        if config.ctas(columns) <= at_once(cluster, sms) and config.shared_bytes <= HOPPER_SHARED_BYTES:
+            return config
     return None
 
 

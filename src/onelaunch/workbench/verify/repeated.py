@@ -62,6 +62,10 @@ Beyond its own limit of 8, a function that must be traced as a whole raises an e
 """
 
 
+_MOST_OF_A_PEER = 0.45
+"""Largest error of a peer in each of two calls with alike rows, in parts of the result: zeros in its place are then found."""
+
+
 def calls_needed(rate: float, chance: float) -> int:
     """Return how many calls find, with a chance, a variant that is wrong at a rate: ``calls_needed(0.01, 0.98)`` is 390.
 
@@ -229,7 +233,7 @@ def _check_expanded(
 
     The results for contiguous inputs count as right, since the gate has judged such a call. Each of the two calls may have the
     error that the reference allows, or the one that :func:`_errors_where_rows_are_alike` returns if that is larger. A peer with a
-    tolerance of its own may have as many times the latter as that tolerance is of the gate's.
+    tolerance of its own may have as many times the latter as that tolerance is of the gate's, up to :data:`_MOST_OF_A_PEER`.
     """
     given, expected = call_with_views(candidate, expanded(reference.inputs, only), "expanded tensors", found)
     if given is None or expected is None:
@@ -251,7 +255,9 @@ def _check_expanded(
     if any(math.isfinite(error) for error, _ in suspects.values()):
         alike = _errors_where_rows_are_alike(operation, reference, only, found)
     for name, (error, scale) in suspects.items():
-        allowed = 2 * max(reference.allowed[name], reference.times_gate.get(name, 1.0) * alike.get(name, 0.0) / scale)
+        rounded = alike.get(name, 0.0) / scale
+        peers = min(reference.times_gate.get(name, 1.0) * rounded, _MOST_OF_A_PEER)
+        allowed = 2 * max(reference.allowed[name], rounded, peers)
         if not error <= allowed:
             against = "norm-wise, against contiguous inputs of the same contents"
             found.add([f"{said}: {name} is off by {error:.2e}; {allowed:.2e} is allowed ({against})."])

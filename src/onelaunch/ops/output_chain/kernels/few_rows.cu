@@ -4,8 +4,8 @@
 // Work       a CTA has TILE columns of out, that is TILE rows of W. Grids are chosen so that all CTAs run at once, most of them on an SM of
 //            its own (configure_few_rows.py). CTAs of a cluster share the work on a: each normalizes and gates every CLUSTER-th (row,
 //            head) and stores it (st.async) to the shared memory of all of them. So nothing is computed more often than there are clusters.
-// Stream     a warp asks for the CTA's whole part of W before anything else, by cp.async.bulk, a row by each lane, with one mbarrier: blocks of
-//            columns with an mbarrier each were slower. a is ready before the last of W arrives.
+// Stream     a warp asks for the CTA's whole part of W before anything else, by cp.async.bulk, a row by each lane, with one mbarrier: four
+//            blocks of columns with an mbarrier each were slower. a is ready before the last of W arrives.
 // On chip    W [TILE][PITCH] and a [ROWS][PITCH], bfloat16, whole rows; sums of every warp [WARPS][TILE][ROWS + 1], float32. More than ROWS
 //            rows come one slab after the other, while W stays.
 // mma        the fragments are those of gla_layer's product.cuh: TILE rows of W are operand A, 8 rows of a are operand B, and a lane takes
