@@ -99,12 +99,12 @@ def test_a_part_that_is_done_takes_over_what_others_have_not_begun(tmp_path):
     first, second = (Part(index, 2, tmp_path).claimed(shapes) for index in range(2))
     assert [next(first), next(second), next(second), next(second)] == ["a", "b", "d", "f"]
     assert next(second) == "g", "the last one of the other part"
-    assert Part(0, 2, tmp_path).open(shapes) == ["a", "c", "e"]
+    assert Part(0, 2, tmp_path).left(shapes) == ["a", "c", "e"]
     assert list(second) == ["e", "c"]
     assert not list(first)
     again = Part(1, 2, tmp_path)
     assert list(again.claimed(shapes)) == ["b", "c", "d", "e", "f", "g"], "a process that is started again goes on with its own"
-    assert again.open(shapes) == ["b", "c", "d", "e", "f", "g"]
+    assert again.left(shapes) == ["b", "c", "d", "e", "f", "g"]
 
 
 def test_a_slow_process_leaves_its_shapes_to_the_other(side_by_side, monkeypatch):

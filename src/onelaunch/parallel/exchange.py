@@ -305,6 +305,6 @@ def _first(reasons: Any) -> str:
 def _host() -> str:
     """Return what tells hosts apart: the number of this start of the system, else its name."""
     try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError:
         return socket.gethostname()

@@ -49,7 +49,7 @@ class Part(NamedTuple):
                 continue
             yield shapes[at]
 
-    def open(self, shapes: Sequence[T]) -> Sequence[T]:
+    def left(self, shapes: Sequence[T]) -> Sequence[T]:
         """Return the shapes that this process measures or may still measure: those that no other one has claimed."""
         if self.claims is None:
             return self.of(shapes)

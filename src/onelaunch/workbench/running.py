@@ -138,7 +138,7 @@ class Run:
 
     def _more(self) -> bool:
         """Return whether there are cases left that this process may measure."""
-        names = self.part.open(self._names)
+        names = self.part.left(self._names)
         return any(case[0].name in names and case not in self.finished for case in self.cases)
 
     def resume_from(self, earlier: Result, path: Path) -> None:
