@@ -231,9 +231,8 @@ def test_the_first_part_is_sent_before_the_next_launch_is_enqueued(monkeypatch):
     sent, event = [], endpoint.Sender.event
 
     async def recorded(sender, content):
-        sent.append(
-            content["choices"][0]["text"]
-        )  # before the await: uvicorn writes at once, where ``App`` lets others run first
+        # Before it is awaited: uvicorn writes at once, where ``App`` lets others run first.
+        sent.append(content["choices"][0]["text"])
         await event(sender, content)
 
     monkeypatch.setattr(endpoint.Sender, "event", recorded)
