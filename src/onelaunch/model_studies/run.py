@@ -237,7 +237,7 @@ class _Run:
 
     @property
     def _compiles(self) -> bool:
-        """Whether tasks run in processes whose kernels have caches of their own."""
+        """True if tasks run in processes of their own, whose compiled kernels are cached in folders of the run."""
         return self.device.type == "cuda" and not self.in_process
 
     def _caches(self, task: Task) -> Path:

@@ -36,7 +36,7 @@ class Task(NamedTuple):
     """Variant; for ``timed`` the activity."""
     seed: int = 0
     control: bool = False
-    """Whether a training run is the control of losses: that of the first variant once more, from weights one rounding away."""
+    """True for the control of losses: a training run of the first variant once more, from weights one rounding away."""
 
     @property
     def key(self) -> Key:
@@ -45,7 +45,7 @@ class Task(NamedTuple):
 
     @property
     def of_one(self) -> bool:
-        """Whether the task runs one variant; others run all."""
+        """True if the task runs one variant of its model; other tasks run all of them."""
         return self.task in ("alone", "training")
 
     @property

@@ -65,7 +65,7 @@ _LIMIT = 600.0
 
 
 class Peers:
-    """What an :class:`Exchange` needs of a group, its devices and PyTorch; tests replace it.
+    """Functions of a group, its devices and PyTorch that an :class:`Exchange` needs; tests replace them.
 
     Args:
         group: Process group.
