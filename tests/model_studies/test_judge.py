@@ -118,8 +118,9 @@ def test_losses_no_further_apart_than_two_runs_of_the_library_tell_nothing(name,
     assert outcome.status == status
     assert outcome.value.median == pytest.approx(ours if name == "end" else ours - 1)
     if control is not None:
-        noise = abs(control - 1) / (len(found.study.models[0].seeds) ** 0.5 if name == "end" else 1)
-        assert f"one rounding apart differ by {100 * noise:.2g} %" in outcome.evidence
+        assert f"one rounding apart differ by {100 * abs(control - 1):.2g} %" in outcome.evidence
+        mean = f"which is {100 * abs(control - 1) / 2**0.5:.2g} % for a mean over 2 seeds"
+        assert (mean in outcome.evidence) == (name == "end")
 
 
 def test_a_report_says_how_far_apart_two_runs_of_the_library_are():

@@ -117,9 +117,10 @@ def _near(result: ModelResult, criterion: ModelCriterion, value: float, text: st
     first, control = result.training(model.name, baseline, seed), result.training(model.name, baseline, seed, control=True)
     if first is None or control is None or first.text != control.text:
         return outcome
-    noise = abs(control.final / first.final - 1) / math.sqrt(len(model.seeds)) if final else max(control.apart(first))
-    seeds = f", divided by the root of {len(model.seeds)} seeds" if final and len(model.seeds) > 1 else ""
-    apart = f"two runs of {baseline} from weights one rounding apart differ by {100 * noise:.2g} %{seeds}"
+    distance, count = abs(control.final / first.final - 1) if final else max(control.apart(first)), len(model.seeds)
+    noise = distance / math.sqrt(count) if final else distance
+    mean = f", which is {100 * noise:.2g} % for a mean over {count} seeds" if final and count > 1 else ""
+    apart = f"two runs of {baseline} from weights one rounding apart differ by {100 * distance:.2g} %{mean}"
     noisy = outcome.status == "missed" and value <= (1 + noise if final else noise)
     status: CriterionStatus = "inconclusive" if noisy else outcome.status
     return outcome.model_copy(update={"status": status, "evidence": f"{outcome.evidence}; {apart}"})
