@@ -1,6 +1,6 @@
 """Results of studies: the versioned schema of what is stored. ``provenance`` collects device, time and software of a run."""
 
-from onelaunch.workbench.result.facts import Provenance, Spent, StoredCeilings, VariantSource
+from onelaunch.workbench.result.facts import EarlierCommit, Provenance, Spent, StoredCeilings, VariantSource
 from onelaunch.workbench.result.schema import (
     MEASURED,
     OUTSIDE,
@@ -37,6 +37,7 @@ __all__ = [
     "CriterionStatus",
     "Decision",
     "DecisionKind",
+    "EarlierCommit",
     "Estimate",
     "Noise",
     "Outcome",

@@ -19,10 +19,20 @@ class VariantSource(Stored):
     """Name and version of the distribution that provides the variant, such as ``onelaunch 0.3.0``; empty if it has none."""
 
 
+class EarlierCommit(Stored):
+    """Measurements of a result that an earlier run made at another commit of onelaunch, with everything else alike."""
+
+    commit: Words
+    date: Words
+    """End of the earlier run in ISO 8601, UTC."""
+    measured: tuple[Words, ...]
+    """Names of the shapes that were taken over; in a study of models, what its tasks do."""
+
+
 class Provenance(Grown, Stored):
     """Provenance of a result: device, time, software and command."""
 
-    LATER = ("variants", "package", "timing_seed")
+    LATER = ("variants", "package", "timing_seed", "earlier")
 
     device: Words
     slug: Slug
@@ -50,6 +60,8 @@ class Provenance(Grown, Stored):
     """SHA-256 of the sources of onelaunch where ``commit`` does not determine them: it is empty or ends in ``-dirty``."""
     timing_seed: Count | None = None
     """Seed of the inputs that were timed, drawn for the run; ``None`` in results from before it was drawn."""
+    earlier: tuple[EarlierCommit, ...] = ()
+    """What was measured at other commits than ``commit``, and taken over."""
 
 
 class StoredCeilings(Grown, Stored):

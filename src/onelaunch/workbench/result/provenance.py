@@ -13,7 +13,7 @@ import shlex
 import statistics
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -23,7 +23,7 @@ import onelaunch
 from onelaunch.device.hardware import describe
 from onelaunch.operation.sources import distributions as _distributions
 from onelaunch.operation.sources import installed_version
-from onelaunch.workbench.result.facts import Provenance
+from onelaunch.workbench.result.facts import EarlierCommit, Provenance
 from onelaunch.workbench.result.sources import package_digest, variant_sources
 from onelaunch.workbench.study import Scale, Study
 
@@ -69,6 +69,21 @@ def provenance(
         variants=variant_sources(study),
         timing_seed=timing_seed,
     )
+
+
+def taken_over(earlier: Provenance, kept: Collection[str], commit: str) -> tuple[EarlierCommit, ...]:
+    """Return what a run takes over from an earlier result that was measured at other commits than its own.
+
+    Args:
+        earlier: Provenance of the earlier result, which may have taken over measurements itself.
+        kept: Names of the measurements that are taken over, in order: shapes, or in a study of models what its tasks do.
+        commit: Commit of the run.
+    """
+    before = [each.model_copy(update={"measured": tuple(filter(each.measured.__contains__, kept))}) for each in earlier.earlier]
+    older = {name for each in before for name in each.measured}
+    own = tuple(name for name in kept if name not in older)
+    found = [*before, EarlierCommit(commit=earlier.commit, date=earlier.date, measured=own)]
+    return tuple(each for each in found if each.measured and each.commit != commit)
 
 
 def driver(device: torch.device) -> str:
