@@ -28,7 +28,7 @@ class AdvisedError(OneLaunchError):
         advice: Sentence that says what to do, with arguments in braces, such as ``Pass {force} to replace it.``
     """
 
-    ARGUMENTS: ClassVar[Mapping[str, str]] = {"force": "force=True", "resume": "resume=True"}
+    ARGUMENTS: ClassVar[Mapping[str, str]] = {name: f"{name}=True" for name in ("force", "resume", "across_commits")}
     """Spelling of those arguments that are shown with a value. All others are shown by their name."""
 
     def __init__(self, problem: str, *, advice: str = "") -> None:

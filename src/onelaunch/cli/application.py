@@ -26,7 +26,14 @@ from onelaunch.wording import escaped
 _FAILED, _INTERRUPTED, _PIPE_CLOSED = 1, 130, 141
 """Exit codes other than 0. An error of onelaunch has its own: :attr:`onelaunch.errors.OneLaunchError.exit_code`."""
 
-OPTIONS = {"save_to": "--out", "folder": "--report-dir", "force": "--force", "resume": "--resume", "scale": "--scale"}
+OPTIONS = {
+    "save_to": "--out",
+    "folder": "--report-dir",
+    "force": "--force",
+    "resume": "--resume",
+    "across_commits": "--across-commits",
+    "scale": "--scale",
+}
 """Command-line options by the name of the function argument that an error advises to pass."""
 
 

@@ -473,4 +473,4 @@ def _source(result: Result) -> str:
     """Return the line that names a result as a source of a table: study, date, commit and versions."""
     facts = result.provenance
     software = ", ".join(f"{name} {facts.versions[name]}" for name in ("torch", "triton") if name in facts.versions)
-    return f"{result.study.name} of {facts.date}, commit {facts.commit}, {software}"
+    return f"{result.study.name} of {facts.date}, commit {facts.commits}, {software}"

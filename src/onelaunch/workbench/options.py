@@ -91,6 +91,10 @@ class RunOptions:
     """Seconds from ``began`` after which no new case begins; ``None`` for no limit."""
     tuning: Path | None = None
     """File of the choices of Triton's autotuner, see :mod:`onelaunch.workbench.measure.tuning`; ``None`` for none."""
+    across_commits: bool = False
+    """True if a resumed run may take over what another commit of onelaunch measured."""
+    anew: tuple[str, ...] = ()
+    """Names of shapes that a resumed run measures even if the earlier run has finished them."""
 
     @property
     def out_of_time(self) -> bool:

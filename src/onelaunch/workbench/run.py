@@ -12,7 +12,7 @@ import hashlib
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Literal
 
@@ -26,6 +26,7 @@ from onelaunch.workbench.files import probe_file, within
 from onelaunch.workbench.options import Progress, RunOptions
 from onelaunch.workbench.result import Result
 from onelaunch.workbench.result.provenance import spelled
+from onelaunch.workbench.resume import refuse_unknown
 from onelaunch.workbench.running import QUICK_SECONDS
 from onelaunch.workbench.steps import Steps
 from onelaunch.workbench.stored import FROM_A_FILE
@@ -94,6 +95,8 @@ def run_study(
     save_to: Path | None = None,
     force: bool = False,
     resume: bool = False,
+    across_commits: bool = False,
+    anew: Collection[str] = (),
     processes: int = 0,
     command: str = "",
     steps: Steps | None = None,
@@ -125,6 +128,10 @@ def run_study(
         force: Whether to replace an existing result.
         resume: Whether to continue an interrupted or killed run, whose partial result is read from its file. Without one the run
             begins anew. Study, device, software, commit and rounds must be the same.
+        across_commits: Whether a resumed run may take over what another commit of onelaunch measured. The result's provenance
+            then names the commit of each shape. Both commits must be known and without changes.
+        anew: Names of shapes that a resumed run measures even if the earlier run has finished them, such as after a change of
+            a kernel or of the verification gate that concerns them alone. A finished run can be resumed for their sake.
         processes: Number of processes that make every call of the study once before anything is measured, so that its compiled
             kernels are in the cache; 0 for none. Each makes one call at a time, and the device needs memory for all of them.
         command: Command line for the result's provenance; this process's own by default.
@@ -146,7 +153,7 @@ def run_study(
 
     Raises:
         NoDeviceError: The device does not exist here.
-        StudyError: The study has no shapes of this scale, or a name in it is not allowed in a file.
+        StudyError: The study has no shapes of this scale, none of a name in ``anew``, or a name that is not allowed in a file.
         ResultExists: The file, or the partial result of a killed run, exists, and neither ``force`` nor ``resume`` applies.
             Raised before anything is measured.
         OutputUnwritable: The file cannot be written. Raised before anything is measured.
@@ -165,7 +172,7 @@ def run_study(
     where = hardware.resolve(devices[0])
     path = save_to or default_path(study, str(where))
     with _alone(path):
-        earlier = _before_anything_runs(study, path, force=force, resume=resume)
+        earlier = _before_anything_runs(study, path, force=force, resume=resume, anew=anew)
         before = _stamp(path)
         chosen = scale_for(where.type) if scale == "auto" else scale
         if not study.at_scale(chosen):
@@ -181,6 +188,8 @@ def run_study(
             price_per_hour=price_per_hour,
             time_limit=time_limit,
             tuning=tuning,
+            across_commits=across_commits,
+            anew=tuple(anew),
         )
         job = Job(
             study=study,
@@ -238,7 +247,7 @@ def _stamp(path: Path) -> tuple[int, ...] | None:
     return found.st_ino, found.st_size, found.st_mtime_ns
 
 
-def _before_anything_runs(study: Study, path: Path, *, force: bool, resume: bool) -> Result | None:
+def _before_anything_runs(study: Study, path: Path, *, force: bool, resume: bool, anew: Collection[str]) -> Result | None:
     """Check the study's names and the output file, and return the interrupted run to continue, or ``None`` for a new run."""
     # A study made in Python may have names that a study file may not, such as ones with markup. They become names of files and
     # parts of reports and plots, so the study is validated again by the rules for files.
@@ -252,8 +261,9 @@ def _before_anything_runs(study: Study, path: Path, *, force: bool, resume: bool
     if both := sorted(set(study.variant_names()) & set(study.controls)):
         problem = f"{shown(both[0])} is a variant and a control, so its times would be ambiguous."
         raise StudyError(study.name, problem, advice="Leave the control out, or rename it in its operation.")
+    refuse_unknown(study, anew)
     probe_file(path)
-    earlier = interrupted_run(path, force=force) if resume else None
+    earlier = interrupted_run(path, force=force, finished=bool(anew)) if resume else None
     for existing in (path, partial_path(path)):
         if existing.exists() and not force and earlier is None:
             raise ResultExists(existing, argument="save_to", resumable=is_resumable(existing))
@@ -291,22 +301,23 @@ def is_resumable(path: Path) -> bool:
         return False
 
 
-def interrupted_run(path: Path, *, force: bool = False) -> Result | None:
+def interrupted_run(path: Path, *, force: bool = False, finished: bool = False) -> Result | None:
     """Return the result of an interrupted run, or the partial result of a killed one.
 
     Args:
         path: File of the result. It is looked at first, then :func:`partial_path` of it.
         force: Flag to treat a finished run as absent, so that a new one replaces it.
+        finished: Whether the result of a finished run is wanted too, as some of its shapes are measured anew.
 
     Returns:
         The result to resume, or ``None`` if there is none and a new run begins.
 
     Raises:
-        ResultExists: The run was finished, and ``force`` is not set.
+        ResultExists: The run was finished, and neither ``force`` nor ``finished`` is set.
         ResultCorrupt: The file is damaged, is no result, or is too new.
     """
     found = next((Result.load(each) for each in (path, partial_path(path)) if each.exists()), None)
-    if found is None or found.interrupted:
+    if found is None or found.interrupted or (finished and not force):
         return found
     if not force:
         raise ResultExists(path, argument="save_to")

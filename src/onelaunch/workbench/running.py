@@ -8,7 +8,7 @@ made.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from onelaunch.device import hardware
-from onelaunch.errors import OutputUnwritable, ResultMismatch
+from onelaunch.errors import OutputUnwritable
 from onelaunch.operation import AUTO, Case, Direction, Operation
 from onelaunch.workbench.asked import cases_of, cases_to_count, measures_of_bytes, named_for
 from onelaunch.workbench.cells import Key, bounded, by_arithmetic, cell_of, key_of, unreached
@@ -28,13 +28,13 @@ from onelaunch.workbench.measure.garbage import collect_garbage
 from onelaunch.workbench.measure.outcomes import Interrupted, Measurements
 from onelaunch.workbench.measure.tuning import keep, restore
 from onelaunch.workbench.options import WHOLE, Part, Progress, RunOptions
-from onelaunch.workbench.result import Cell, Noise, ProbeReport, Result, Status, StoredCeilings, Traffic, Verdict
-from onelaunch.workbench.result.provenance import provenance
+from onelaunch.workbench.result import Cell, EarlierCommit, Noise, ProbeReport, Result, Status, StoredCeilings, Traffic, Verdict
+from onelaunch.workbench.result.provenance import provenance, taken_over
 from onelaunch.workbench.result.sources import variant_sources
-from onelaunch.workbench.resume import differences
+from onelaunch.workbench.resume import is_counted, refuse_others
 from onelaunch.workbench.spending import Meter
 from onelaunch.workbench.steps import Steps
-from onelaunch.workbench.study import Shape, Study
+from onelaunch.workbench.study import Shape, Study, case_name
 from onelaunch.workbench.study.plan import PlannedCell, StudyPlan, plan_study
 from onelaunch.workbench.verify import Judge
 from onelaunch.workbench.verify.calls import status_of
@@ -83,6 +83,8 @@ class Run:
     """Meter of the time and money that the run takes."""
     part: Part = WHOLE
     """Part of the cases that this process probes, compiles and measures."""
+    earlier_commits: tuple[EarlierCommit, ...] = ()
+    """What was measured at other commits, and taken over."""
     _claimed: set[str] = field(default_factory=set)
     """Names of the shapes that this process has begun, or found finished."""
 
@@ -142,45 +144,48 @@ class Run:
         return any(case[0].name in names and case not in self.finished for case in self.cases)
 
     def resume_from(self, earlier: Result, path: Path) -> None:
-        """Take over the cases that an interrupted run finished.
+        """Take over the cases that an earlier run finished, but for the shapes that are measured anew.
 
         Args:
-            earlier: Result of the interrupted run.
+            earlier: Result of the earlier run.
             path: File of that result, for messages.
 
         Raises:
-            ResultMismatch: The study, the device, the software, the scale or the number of rounds differ.
+            ResultMismatch: A fact that influences measurements differs, see :func:`refuse_others`.
         """
-        if found := differences(earlier, self.result(interrupted=True)):
-            facts = "; ".join(found)
-            advice = "Restore the earlier state, or pass {force} instead of {resume} to begin again."
-            raise ResultMismatch(f"{path} cannot be resumed: {facts}.", advice=advice)
-        self.take_over(earlier)
-        begun = f"{len(self.finished) + len(self.uncounted)} of {len(self.cases)} shapes and directions"
-        self.notes = [*earlier.notes, f"{begun} were measured by a run that ended on {earlier.provenance.date}."]
+        commit = refuse_others(earlier, self.result(interrupted=True), path, across_commits=self.options.across_commits)
+        self.take_over(earlier, anew=self.options.anew)
+        done = [*self.finished, *self.uncounted]
+        names = [case_name(shape.name, direction) for shape, direction in done]
+        self.earlier_commits = taken_over(earlier.provenance, names, commit)
+        at = ""
+        if earlier.provenance.commit != commit:  # the sources of the variants that are measured now may be others
+            at = f", at commit {earlier.provenance.commit}"
+            left = {self._label(cell) for cell in self.plan.cells if (cell.shape, cell.direction) not in done}
+            self.probes = {label: each for label, each in self.probes.items() if label not in left}
+        by = f"were measured by a run that ended on {earlier.provenance.date}{at}"
+        self.notes = [*earlier.notes, f"{len(done)} of {len(self.cases)} shapes and directions {by}."]
         # The stored seed is that of all times, so the rest is timed with it too.
         if (seed := earlier.provenance.timing_seed) is not None:
             self.options = replace(self.options, timing_seed=seed)
 
-    def take_over(self, earlier: Result) -> None:
+    def take_over(self, earlier: Result, anew: Collection[str] = ()) -> None:
         """Take over the finished cases of an earlier result of this run, with their noise and clocks.
 
         Times are taken over whether or not everything that this run counts was counted. What is missing, such as after Ctrl-C in
-        the profiler, is counted without measuring the times again.
+        the profiler, is counted without measuring the times again. Shapes in ``anew`` are left out.
         """
         for case in self.cases:
             name = case[0].name, case[1]
             cells = [cell for cell in earlier.cells if (cell.shape, cell.direction) == name]
-            if any(cell.status == "interrupted" for cell in cells):
+            if case[0].name in anew or any(cell.status == "interrupted" for cell in cells):
                 continue
-            counted = name not in self.counted or any(cell.traffic and cell.traffic.source == "ncu" for cell in cells)
-            for what, (_, asked) in self.counts.items():
-                counted = counted and (name not in asked or any(cell.has(what) for cell in cells))
+            counted = is_counted(name, cells, self.counted, self.counts)
             (self.finished if counted else self.uncounted).append(case)
             self.cells |= {(cell.shape, cell.direction, cell.variant, cell.control): cell for cell in cells}
         done = {(shape.name, direction) for shape, direction in (*self.finished, *self.uncounted)}
         self.noise = [noise for noise in earlier.noise if (noise.shape, noise.direction) in done]
-        self.probes = dict(earlier.probes)
+        self.probes, self.earlier_commits = dict(earlier.probes), earlier.provenance.earlier
         if earlier.provenance.clocks and done:
             self.clocks.append(earlier.provenance.clocks)
 
@@ -246,15 +251,13 @@ class Run:
                 continue
             shape, direction, name, _ = key_of(planned)
             here = {each.shape.name for each in self.plan.cells if self._label(each) == label}
-            ended = [reason for key, (_, reason) in self.failures.items() if key[2:] == (name, False) and key[0] in here]
-            if ended:  # perhaps at a probe, which would end this process too
-                self.probes[label] = ProbeReport(passed=0, failed=tuple(ended))
+            if ended := [reason for key, (_, reason) in self.failures.items() if key[2:] == (name, False) and key[0] in here]:
+                self.probes[label] = ProbeReport(passed=0, failed=tuple(ended))  # perhaps at a probe
                 continue
             self._report(shape, direction, "probe", done, len(asked))
             self.on_turn(shape, direction, name, control=False, step="probed")
-            self.probes[label] = self.steps.probe(
-                judge, self.study.operation_at(planned.shape), name, self.device, self._directions(planned)
-            )
+            operation = self.study.operation_at(planned.shape)
+            self.probes[label] = self.steps.probe(judge, operation, name, self.device, self._directions(planned))
             self.on_turn(shape, direction, None, control=False, step="")
 
     def _is_probed(self, planned: PlannedCell) -> bool:
@@ -315,18 +318,19 @@ class Run:
     def result(self, *, interrupted: bool) -> Result:
         """Return the measurements so far with outcomes and a decision. Those that are missing have the status ``interrupted``."""
         cells = [self.cells.get(key_of(planned)) or unreached(planned) for planned in self.plan.cells]
+        facts = provenance(
+            self.study,
+            self.device,
+            scale=self.plan.scale,
+            rounds=self.options.rounds,
+            clocks=self.clocks,
+            command=self.options.command,
+            timing_seed=self.options.timing_seed,
+        )
         found = Result(
             study=self.study,
             study_digest=self.study.digest(),
-            provenance=provenance(
-                self.study,
-                self.device,
-                scale=self.plan.scale,
-                rounds=self.options.rounds,
-                clocks=self.clocks,
-                command=self.options.command,
-                timing_seed=self.options.timing_seed,
-            ),
+            provenance=facts.model_copy(update={"earlier": self.earlier_commits}),
             ceilings=self.ceilings,
             cells=tuple(cells),
             noise=tuple(self.noise),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -62,4 +63,28 @@ Log = Annotated[
         "or a tracking URI.",
         show_default=False,
     ),
+]
+
+Resume = Annotated[bool, typer.Option("--resume", help="Continue an interrupted run after the shapes that it finished.")]
+
+AcrossCommits = Annotated[
+    bool, typer.Option("--across-commits", help="Let --resume keep what another commit measured; the result names it.")
+]
+
+Anew = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--anew",
+        metavar="SHAPE",
+        help="Let --resume measure this shape even if it is finished, as in a finished run; may be repeated.",
+    ),
+]
+
+Processes = Annotated[
+    int, typer.Option("--processes", min=0, help="Number of processes that compile before anything is measured; 0 for none.")
+]
+
+Tuning = Annotated[
+    Path | None,
+    typer.Option("--tuning", help="File that keeps the choices of peers' autotuners from run to run.", show_default="none"),
 ]

@@ -10,7 +10,21 @@ import typer
 
 from onelaunch.cli import output
 from onelaunch.cli.measuring import INTERRUPTED, reported_termination, shown_progress
-from onelaunch.cli.study.arguments import CallLimit, Devices, InProcess, Log, PricePerHour, ScaleName, StudyName, TimeCap
+from onelaunch.cli.study.arguments import (
+    AcrossCommits,
+    Anew,
+    CallLimit,
+    Devices,
+    InProcess,
+    Log,
+    PricePerHour,
+    Processes,
+    Resume,
+    ScaleName,
+    StudyName,
+    TimeCap,
+    Tuning,
+)
 from onelaunch.cli.study.report import send, write_into
 from onelaunch.device.peaks import ceilings
 from onelaunch.errors import ResultExists
@@ -63,16 +77,11 @@ def run(
     ] = True,
     count_all: Annotated[bool, typer.Option("--count-all", help="Count DRAM bytes at every shape (slow).")] = False,
     force: Annotated[bool, typer.Option("--force", help="Replace an existing result and report.")] = False,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Continue an interrupted run after the shapes that it finished.")
-    ] = False,
-    processes: Annotated[
-        int, typer.Option("--processes", min=0, help="Number of processes that compile before anything is measured; 0 for none.")
-    ] = 0,
-    tuning: Annotated[
-        Path | None,
-        typer.Option("--tuning", help="File that keeps the choices of peers' autotuners from run to run.", show_default="none"),
-    ] = None,
+    resume: Resume = False,
+    across_commits: AcrossCommits = False,
+    anew: Anew = None,
+    processes: Processes = 0,
+    tuning: Tuning = None,
     in_process: InProcess = False,
     call_limit: CallLimit = CALL_LIMIT_SECONDS,
     price_per_hour: PricePerHour = None,
@@ -91,7 +100,7 @@ def run(
     devices = resolve_all(device)
     where = devices[0]
     result_path, report_path = _paths(study, where, out, report_dir)
-    replace = _probe(result_path, report_path, force=force, resume=resume)
+    replace = _probe(result_path, report_path, force=force, resume=resume, anew=bool(anew))
     if in_process or where == "cpu":  # else the child does it, since this process must not initialise CUDA
         with output.busy(f"Reading the measured peaks of {where} (measured once, then stored)"):
             ceilings(where)
@@ -111,6 +120,8 @@ def run(
                 save_to=result_path,
                 force=force,
                 resume=resume,
+                across_commits=across_commits,
+                anew=anew or (),
                 processes=processes,
                 in_process=in_process,  # by default run_study, called from Python, measures in the calling process
                 call_limit=call_limit,
@@ -122,12 +133,12 @@ def run(
     _finish(result, unsaved, result_path, report_path, replace=replace, sinks=sinks)
 
 
-def _probe(result_path: Path, report_path: Path, *, force: bool, resume: bool) -> bool:
+def _probe(result_path: Path, report_path: Path, *, force: bool, resume: bool, anew: bool) -> bool:
     """Check that a result and a report can be written, and return whether they may replace existing ones."""
     probe_file(result_path)
     probe_folder(report_path)
     replace = force or (
-        resume and interrupted_run(result_path) is not None
+        resume and interrupted_run(result_path, finished=anew) is not None
     )  # a resumed run replaces its own partial result and report
     for path, argument in ((result_path, "save_to"), (partial_path(result_path), "save_to"), (report_path / RESULT, "folder")):
         if path.exists() and not replace:

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from onelaunch.operation import Direction
+from onelaunch.wording import listing
 from onelaunch.workbench import quantities as q
 from onelaunch.workbench.decide.measured import counted_measures
 from onelaunch.workbench.report.predictions import predictions
@@ -32,8 +33,8 @@ from onelaunch.workbench.report.summary import (
     valid_timing,
 )
 from onelaunch.workbench.report.tables import Table, columns, words
-from onelaunch.workbench.result import Cell, ComponentError, Estimate, Result
-from onelaunch.workbench.study import Shape
+from onelaunch.workbench.result import Cell, ComponentError, EarlierCommit, Estimate, Result
+from onelaunch.workbench.study import Shape, case_name
 
 MANY = 3
 """Largest number of tables, or of notes of the run, that a section of a page shows unfolded."""
@@ -316,6 +317,15 @@ def _spent(result: Result) -> tuple[tuple[str, str], ...]:
     return (*rows, ("cost", f"{q.money(spent.cost)}, at {q.money(spent.price_per_hour)} an hour of wall time"))
 
 
+def _taken_over(result: Result, earlier: EarlierCommit) -> str:
+    """Return which measurements of a result were made at an earlier commit. More than half are told by the others."""
+    every = list(dict.fromkeys(case_name(cell.shape, cell.direction) for cell in result.cells))
+    if 2 * len(earlier.measured) <= len(every):
+        return f"measured {listing(earlier.measured)}"
+    others = [name for name in every if name not in earlier.measured]
+    return f"measured {'all but ' if others else 'everything'}{listing(others) if others else ''}"
+
+
 def _provenance(result: Result) -> Section:
     """Return the section with the provenance and the measured peaks."""
     facts, ceilings = result.provenance, result.ceilings
@@ -324,6 +334,7 @@ def _provenance(result: Result) -> Section:
         ("driver", facts.driver or "none"),
         *((name, version) for name, version in facts.versions.items()),
         ("commit", facts.commit or "not known"),
+        *((f"commit {each.commit}, {each.date}", _taken_over(result, each)) for each in facts.earlier),
         ("date", facts.date),
         ("command", facts.command or "not recorded"),
         *_spent(result),

@@ -110,7 +110,7 @@ def docs_section(result: Result, source: str) -> str:
         facts.date.replace("T", " ")[:16],
         *(f"{name} {facts.versions[name]}" for name in known),
         f"driver {facts.driver or NONE}",
-        f"commit {facts.commit[:12] or NONE}",
+        f"commit {facts.commits or NONE}",
         f"{facts.rounds} rounds",
     ]
     blocks = [f"### {markdown(result.study.name)} on {markdown(facts.device)}", f"{markdown(', '.join(where))}; {code(source)}."]

@@ -312,7 +312,7 @@ def _facts(result: Result) -> tuple[str, ...]:
         f"{facts.device} ({facts.architecture})",
         f"{scale}{q.plural(facts.rounds, 'round')}",
         facts.date.replace("T", " ")[:16],
-        f"onelaunch {facts.versions.get('onelaunch', '?')} at {_short(facts.commit) or 'an unknown commit'}",
+        f"onelaunch {facts.versions.get('onelaunch', '?')} at {_short(facts.commits) or 'an unknown commit'}",
         *_spent(result),
     )
 

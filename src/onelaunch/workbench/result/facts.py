@@ -26,7 +26,8 @@ class EarlierCommit(Stored):
     date: Words
     """End of the earlier run in ISO 8601, UTC."""
     measured: tuple[Words, ...]
-    """Names of the shapes that were taken over; in a study of models, what its tasks do."""
+    """Names of the measurements that were taken over: shapes, with the direction where it is not the forward one; in a study of
+    models, what its tasks do."""
 
 
 class Provenance(Grown, Stored):
@@ -62,6 +63,12 @@ class Provenance(Grown, Stored):
     """Seed of the inputs that were timed, drawn for the run; ``None`` in results from before it was drawn."""
     earlier: tuple[EarlierCommit, ...] = ()
     """What was measured at other commits than ``commit``, and taken over."""
+
+    @property
+    def commits(self) -> str:
+        """Commit of the run, and those of the measurements that it took over, as a phrase; empty if the commit is not known."""
+        older = [f"{each.commit} for {len(each.measured)} earlier measurements" for each in self.earlier]
+        return "; ".join([self.commit, *older])
 
 
 class StoredCeilings(Grown, Stored):

@@ -76,7 +76,7 @@ def taken_over(earlier: Provenance, kept: Collection[str], commit: str) -> tuple
 
     Args:
         earlier: Provenance of the earlier result, which may have taken over measurements itself.
-        kept: Names of the measurements that are taken over, in order: shapes, or in a study of models what its tasks do.
+        kept: Names of the measurements that are taken over, in order, as :class:`EarlierCommit` has them.
         commit: Commit of the run.
     """
     before = [each.model_copy(update={"measured": tuple(filter(each.measured.__contains__, kept))}) for each in earlier.earlier]
