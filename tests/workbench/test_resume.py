@@ -98,6 +98,24 @@ def test_shapes_of_a_finished_result_are_measured_anew_and_the_others_keep_their
         run(study(), save_to=path, resume=True, across_commits=True)
 
 
+def test_a_finished_result_takes_new_shapes_and_changed_ones_and_keeps_the_others(tmp_path):
+    path = tmp_path / "mine.json"
+    run(study(), save_to=path)
+    first, second = study().shapes
+    changed = second.model_copy(update={"sizes": second.sizes | {"T": 32}})
+    third = second.model_copy(update={"name": "third"})
+    measured = []
+    declared = study(FASTER, shapes=(first, changed, third), question="Does it still run?", notes="Once more.")
+    result = run(declared, save_to=path, resume=True, steps=watched(measured))
+    assert measured == ["second", "third"]
+    assert result.study == declared
+    assert result.outcomes[0].status != "not_measured"  # it is asked at a shape that was measured before
+    assert statuses(result, "third") == {"eager": "ok", "parallel": "ok"}
+    assert Result.load(path) == result
+    with pytest.raises(ResultExists):
+        run(declared, save_to=path, resume=True)
+
+
 def test_a_shape_that_is_not_declared_is_not_measured_anew(tmp_path, prose):
     with prose.raises(StudyError, match="third"):
         run(study(), save_to=tmp_path / "mine.json", resume=True, anew=("second", "third"))

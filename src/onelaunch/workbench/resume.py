@@ -1,11 +1,13 @@
 """What a run takes over from an earlier result: which facts must be equal, and which measurements are kept.
 
-``running.py`` calls :func:`refuse_others` and :func:`is_counted` before it takes over the measurements of an interrupted run, or
-of a finished one of which some shapes are measured anew. ``merging.py`` compares the parts of one run by :func:`differences`.
+``running.py`` calls :func:`refuse_others`, :func:`changed_shapes` and :func:`is_counted` before it takes over the measurements of
+an interrupted run, or of a finished one of which some shapes are measured anew. ``merging.py`` compares the parts of one run by
+:func:`differences`.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,9 @@ from onelaunch.workbench.study import Study
 
 
 def differences(earlier: Result, now: Result, *, across_commits: bool = False) -> list[str]:
-    """Return a clause for each fact that influences measurements and differs between two results.
+    """Return a clause for each fact that influences all measurements and differs between two results.
+
+    Criteria, predictions and texts of a study influence none, and a shape only its own: :func:`changed_shapes`.
 
     Args:
         earlier: Earlier result.
@@ -27,7 +31,7 @@ def differences(earlier: Result, now: Result, *, across_commits: bool = False) -
     """
     then, here = earlier.provenance, now.provenance
     across = across_commits and all(_names_its_files(each) for each in (then, here))
-    facts = {"study": (earlier.study_digest[:12], now.study_digest[:12])}
+    facts = {"study": tuple(_how_it_measures(each.study)[:12] for each in (earlier, now))}
     same = ("device", "driver", "scale", "rounds") if across else ("device", "driver", "commit", "scale", "rounds")
     facts |= {name: (getattr(then, name), getattr(here, name)) for name in same}
     # The digest of the files is stored only where the commit does not determine them: it is empty, or ends in "-dirty".
@@ -45,6 +49,18 @@ def differences(earlier: Result, now: Result, *, across_commits: bool = False) -
     if then.commit == here.commit and then.commit.endswith("-dirty") and not (then.package and then.variants):
         found.append(f"commit {then.commit} both times, with changes that may differ, because the earlier run stored no digests")
     return found
+
+
+def _how_it_measures(study: Study) -> str:
+    """Return the SHA-256 of what a study declares for the measurements of all its shapes."""
+    declared = study.model_dump_json(exclude={"question", "shapes", "criteria", "predictions", "notes"})
+    return hashlib.sha256(f"{declared} {study.operation_names()}".encode()).hexdigest()
+
+
+def changed_shapes(earlier: Study, now: Study) -> set[str]:
+    """Return the names of the shapes that a study declares otherwise than an earlier form of it did, or that are new."""
+    before = {shape.name: shape for shape in earlier.shapes}
+    return {shape.name for shape in now.shapes if shape != before.get(shape.name)}
 
 
 def refuse_others(earlier: Result, now: Result, path: Path, *, across_commits: bool) -> str:

@@ -26,7 +26,7 @@ from onelaunch.workbench.files import probe_file, within
 from onelaunch.workbench.options import Progress, RunOptions
 from onelaunch.workbench.result import Result
 from onelaunch.workbench.result.provenance import spelled
-from onelaunch.workbench.resume import refuse_unknown
+from onelaunch.workbench.resume import changed_shapes, refuse_unknown
 from onelaunch.workbench.running import QUICK_SECONDS
 from onelaunch.workbench.steps import Steps
 from onelaunch.workbench.stored import FROM_A_FILE
@@ -127,7 +127,8 @@ def run_study(
         save_to: File of the result; :func:`default_path` by default.
         force: Whether to replace an existing result.
         resume: Whether to continue an interrupted or killed run, whose partial result is read from its file. Without one the run
-            begins anew. Study, device, software, commit and rounds must be the same.
+            begins anew. Device, software, commit, rounds, and what the study declares for all its shapes must be the same. Shapes
+            that it declares otherwise by now are measured anew, and criteria may be others.
         across_commits: Whether a resumed run may take over what another commit of onelaunch measured. The result's provenance
             then names the commit of each shape. Both commits must be known and without changes.
         anew: Names of shapes that a resumed run measures even if the earlier run has finished them, such as after a change of
@@ -263,7 +264,7 @@ def _before_anything_runs(study: Study, path: Path, *, force: bool, resume: bool
         raise StudyError(study.name, problem, advice="Leave the control out, or rename it in its operation.")
     refuse_unknown(study, anew)
     probe_file(path)
-    earlier = interrupted_run(path, force=force, finished=bool(anew)) if resume else None
+    earlier = run_to_resume(study, path, force=force, anew=anew) if resume else None
     for existing in (path, partial_path(path)):
         if existing.exists() and not force and earlier is None:
             raise ResultExists(existing, argument="save_to", resumable=is_resumable(existing))
@@ -301,23 +302,26 @@ def is_resumable(path: Path) -> bool:
         return False
 
 
-def interrupted_run(path: Path, *, force: bool = False, finished: bool = False) -> Result | None:
-    """Return the result of an interrupted run, or the partial result of a killed one.
+def run_to_resume(study: Study, path: Path, *, force: bool = False, anew: Collection[str] = ()) -> Result | None:
+    """Return the result of an interrupted run, the partial result of a killed one, or a finished result with shapes to measure.
 
     Args:
+        study: Study that runs. A finished result is resumed if the study declares other shapes by now.
         path: File of the result. It is looked at first, then :func:`partial_path` of it.
         force: Flag to treat a finished run as absent, so that a new one replaces it.
-        finished: Whether the result of a finished run is wanted too, as some of its shapes are measured anew.
+        anew: Names of shapes that are measured even if they are finished.
 
     Returns:
         The result to resume, or ``None`` if there is none and a new run begins.
 
     Raises:
-        ResultExists: The run was finished, and neither ``force`` nor ``finished`` is set.
+        ResultExists: The run was finished, nothing is left to measure, and ``force`` is not set.
         ResultCorrupt: The file is damaged, is no result, or is too new.
     """
     found = next((Result.load(each) for each in (path, partial_path(path)) if each.exists()), None)
-    if found is None or found.interrupted or (finished and not force):
+    if found is None or found.interrupted:
+        return found
+    if not force and (anew or changed_shapes(found.study, study)):
         return found
     if not force:
         raise ResultExists(path, argument="save_to")

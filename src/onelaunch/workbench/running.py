@@ -31,7 +31,7 @@ from onelaunch.workbench.options import WHOLE, Part, Progress, RunOptions
 from onelaunch.workbench.result import Cell, EarlierCommit, Noise, ProbeReport, Result, Status, StoredCeilings, Traffic, Verdict
 from onelaunch.workbench.result.provenance import provenance, taken_over
 from onelaunch.workbench.result.sources import variant_sources
-from onelaunch.workbench.resume import is_counted, refuse_others
+from onelaunch.workbench.resume import changed_shapes, is_counted, refuse_others
 from onelaunch.workbench.spending import Meter
 from onelaunch.workbench.steps import Steps
 from onelaunch.workbench.study import Shape, Study, case_name
@@ -154,7 +154,7 @@ class Run:
             ResultMismatch: A fact that influences measurements differs, see :func:`refuse_others`.
         """
         commit = refuse_others(earlier, self.result(interrupted=True), path, across_commits=self.options.across_commits)
-        self.take_over(earlier, anew=self.options.anew)
+        self.take_over(earlier, anew={*self.options.anew, *changed_shapes(earlier.study, self.study)})
         done = [*self.finished, *self.uncounted]
         names = [case_name(shape.name, direction) for shape, direction in done]
         self.earlier_commits = taken_over(earlier.provenance, names, commit)

@@ -35,11 +35,11 @@ from onelaunch.workbench.result import Result
 from onelaunch.workbench.run import (
     ResultUnsaved,
     default_path,
-    interrupted_run,
     is_resumable,
     partial_path,
     resolve_all,
     run_study,
+    run_to_resume,
 )
 from onelaunch.workbench.sinks import Sink, make_sink
 from onelaunch.workbench.study import Study
@@ -100,7 +100,7 @@ def run(
     devices = resolve_all(device)
     where = devices[0]
     result_path, report_path = _paths(study, where, out, report_dir)
-    replace = _probe(result_path, report_path, force=force, resume=resume, anew=bool(anew))
+    replace = _probe(study, result_path, report_path, force=force, resume=resume, anew=anew or ())
     if in_process or where == "cpu":  # else the child does it, since this process must not initialise CUDA
         with output.busy(f"Reading the measured peaks of {where} (measured once, then stored)"):
             ceilings(where)
@@ -133,12 +133,12 @@ def run(
     _finish(result, unsaved, result_path, report_path, replace=replace, sinks=sinks)
 
 
-def _probe(result_path: Path, report_path: Path, *, force: bool, resume: bool, anew: bool) -> bool:
+def _probe(study: Study, result_path: Path, report_path: Path, *, force: bool, resume: bool, anew: Sequence[str]) -> bool:
     """Check that a result and a report can be written, and return whether they may replace existing ones."""
     probe_file(result_path)
     probe_folder(report_path)
     replace = force or (
-        resume and interrupted_run(result_path, finished=anew) is not None
+        resume and run_to_resume(study, result_path, anew=anew) is not None
     )  # a resumed run replaces its own partial result and report
     for path, argument in ((result_path, "save_to"), (partial_path(result_path), "save_to"), (report_path / RESULT, "folder")):
         if path.exists() and not replace:
