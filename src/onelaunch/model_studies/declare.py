@@ -8,7 +8,7 @@ declaration.
 from __future__ import annotations
 
 import hashlib
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -43,6 +43,9 @@ Activity = Literal["training", "forward", "decoding"]
 
 class LanguageModel(Declared):
     """A language model, and what is measured of it."""
+
+    SELECTING: ClassVar[tuple[str, ...]] = ("activities", "seeds")
+    """Fields that say which tasks there are. They change the measurement of none."""
 
     name: Name
     """Name in criteria, results and reports; each model of a study has its own."""
@@ -90,6 +93,11 @@ class LanguageModel(Declared):
         if self.steps % 10:
             raise ValueError("steps must be a multiple of 10, since losses are compared at each tenth")
         return self
+
+    def as_measured(self) -> LanguageModel:
+        """Return the declaration without :attr:`SELECTING`, on which a measurement depends."""
+        fields = type(self).model_fields
+        return self.model_copy(update={name: fields[name].get_default() for name in self.SELECTING})
 
     @property
     def names(self) -> tuple[str, ...]:

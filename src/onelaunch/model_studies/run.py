@@ -21,12 +21,13 @@ import torch
 
 import onelaunch
 from onelaunch.device import hardware
-from onelaunch.errors import ArgumentError, ResultExists, ResultMismatch, StudyError
+from onelaunch.errors import ArgumentError, ResultExists, StudyError
 from onelaunch.model_studies.ahead import TUNED, AheadJob, compile_ahead
 from onelaunch.model_studies.child import ANSWER, Job, carry_out
+from onelaunch.model_studies.continued import Source, check_alike, earlier_commits, select, taken, unfinished
 from onelaunch.model_studies.declare import LanguageModel, ModelStudy
 from onelaunch.model_studies.judge import judged
-from onelaunch.model_studies.result import Alone, Gradients, Measurement, Missing, ModelResult, Timed, Training, key_of
+from onelaunch.model_studies.result import Alone, Gradients, Key, Measurement, Missing, ModelResult, Timed, Training
 from onelaunch.model_studies.tasks import Task, absent, tasks_of
 from onelaunch.operation.sources import installed_version
 from onelaunch.workbench.files import probe_file, within
@@ -60,7 +61,9 @@ def run_model_study(
     save_to: Path | None = None,
     force: bool = False,
     resume: bool = False,
+    across_commits: bool = False,
     only: Collection[str] = (),
+    anew: Collection[str] = (),
     also: Sequence[Path] = (),
     time_limit: float | None = None,
     in_process: bool = False,
@@ -78,8 +81,16 @@ def run_model_study(
         save_to: File of the result; :func:`default_path` by default. A folder beside it, named ``NAME.state``, holds checkpoints
             and caches until the run is finished.
         force: Whether to replace an existing result and begin again.
-        resume: Whether to continue an interrupted run; without one the run begins anew.
-        only: Tasks to carry out now: ``alone``, ``timed``, ``gradients`` and ``training``, and names of models. All by default.
+        resume: Whether to continue an interrupted run; without one the run begins anew. A finished result is continued where
+            tasks are to be carried out ``anew``, or where its study declares something else by now. Measurements of models that
+            are declared otherwise than then are left out, with a note.
+        across_commits: Whether to take over measurements of another commit, which the result then names in
+            ``provenance.earlier``. Both commits must be without changes, and everything else alike. Training runs that are
+            not finished begin again.
+        only: Tasks to carry out now: kinds (``alone``, ``timed``, ``gradients``, ``training``, or ``control`` for control
+            runs), names of models, and pairs such as ``30m/gradients``. Kinds and models together mean these kinds of these
+            models. All by default.
+        anew: Tasks whose measurements in the result that is continued are removed, named as in ``only``. They are left to do.
         also: Interrupted results of the same study whose finished tasks are taken over, such as those of another GPU of the
             machine that ran another part of the tasks at the same time.
         time_limit: Seconds after which no task begins, and running ones are stopped. The result can then be continued. With 0
@@ -99,34 +110,41 @@ def run_model_study(
         The result, as saved. Its ``interrupted`` is true if tasks are left.
 
     Raises:
-        ArgumentError: ``processes`` is negative.
+        ArgumentError: ``processes`` is negative, a name in ``only`` or ``anew`` is unknown, or ``anew`` is given without
+            ``resume``.
         StudyError: The study has no models of this scale.
         ResultExists: The file exists, and neither ``force`` nor ``resume`` applies.
-        ResultMismatch: An interrupted run has another study, device, software or commit.
+        ResultMismatch: An earlier run has another study, device, software or commit.
         OutputUnwritable: The file cannot be written. Raised before anything is measured.
     """
     if processes < 0:
         raise ArgumentError(f"processes is {processes}; it must be at least 0.")
+    if anew and not resume:
+        raise ArgumentError("anew removes measurements of the result that resume continues, and resume is off.")
     where = hardware.resolve(device)
     path = save_to or default_path(study, str(where))
     chosen = scale or scale_for(where.type)
     models = study.at_scale(chosen)
     if not models:
         raise StudyError(study.name, f"declares no model of {chosen} scale.", advice="Pass another {scale}.")
+    tasks = [task for model in models for task in tasks_of(study, model)]
+    wanted, again = select(tasks, study, only, "only"), select(tasks, study, anew, "anew") if anew else []
     probe_file(path)
     earlier = ModelResult.load(path) if resume and path.exists() and not force else None
-    if path.exists() and not force and (earlier is None or not earlier.interrupted):
+    if path.exists() and not force and (earlier is None or not (earlier.interrupted or anew or _changed(earlier, study))):
         raise ResultExists(path, argument="save_to", resumable=earlier is None and _is_interrupted(path))
     state = path.with_name(f"{path.stem}.state")
     if earlier is None:
         shutil.rmtree(state, ignore_errors=True)
     words = command or spelled(sys.argv)
     run = _Run(study, where, chosen, state, in_process=in_process, command=words, tuning=tuning, processes=processes)
-    run.tasks = [task for model in models for task in tasks_of(study, model)]
-    for each in ([earlier] if earlier else []) + [ModelResult.load(part) for part in also]:
-        run.take_over(each)
+    run.tasks = tasks
+    if earlier is not None:
+        run.take_over(earlier, across_commits=across_commits, anew=[task.key for task in again])
+    for part in also:
+        run.take_over(ModelResult.load(part), across_commits=across_commits)
     deadline = None if time_limit is None else time.time() + time_limit
-    for task in run.left(only):
+    for task in run.left(wanted):
         if _is_late(deadline) or not run.prepare(task, deadline, on_progress) or _is_late(deadline):
             break
         on_progress(task.words)
@@ -143,6 +161,11 @@ def run_model_study(
 
 def _is_late(deadline: float | None) -> bool:
     return deadline is not None and time.time() >= deadline
+
+
+def _changed(earlier: ModelResult, study: ModelStudy) -> bool:
+    """Return whether a study declares something else than an earlier result does."""
+    return earlier.study_digest != study.digest()
 
 
 def _is_interrupted(path: Path) -> bool:
@@ -172,42 +195,32 @@ class _Run:
         """Models whose first variant was compiled ahead."""
         self.study, self.device, self.state, self.in_process = study, device, state, in_process
         self.tasks: list[Task] = []
-        self.measured: dict[tuple[str | int, ...], Measurement] = {}
+        self.measured: dict[Key, Measurement] = {}
+        self._sources: list[Source] = []
+        """Earlier results that measurements were taken over from."""
         self._began, self._device_seconds = time.monotonic(), 0.0
         self._wall_seconds = 0.0
         self._notes: list[str] = []
         self._provenance = provenance(study.rounds, device, scale, command)
 
-    def take_over(self, earlier: ModelResult) -> None:
-        """Take over the finished measurements of an interrupted run, and its seconds.
+    def take_over(self, earlier: ModelResult, *, across_commits: bool = False, anew: Collection[Key] = ()) -> None:
+        """Take over the finished measurements of an earlier run but for those of tasks to carry out ``anew``, and its seconds.
 
         Raises:
             ResultMismatch: A fact that influences measurements differs.
         """
-        then, now = earlier.provenance, self._provenance
-        facts = {"study": (earlier.study_digest, self.study.digest()), "versions": (then.versions, now.versions)}
-        facts |= {name: (getattr(then, name), getattr(now, name)) for name in ("device", "driver", "scale", "commit", "package")}
-        if changed := [f"{name} was {before}, is {after}" for name, (before, after) in facts.items() if before != after]:
-            advice = "Restore the earlier state, or pass {force} instead of {resume} to begin again."
-            raise ResultMismatch(f"The interrupted run cannot be resumed: {'; '.join(changed)}.", advice=advice)
-        finished = {key_of(each): each for each in earlier.measurements if not _unfinished(each)}
-        self.measured = finished | self.measured
-        self._notes += [*earlier.notes, f"{len(finished)} tasks were finished by a run that ended on {then.date}."]
+        check_alike(earlier, self.study, self._provenance, across_commits=across_commits)
+        kept, notes = taken(earlier, self.study, self.tasks, anew)
+        self._sources.append(Source(earlier.provenance, kept.keys() - self.measured.keys()))
+        self.measured = kept | self.measured
+        self._notes += notes
         if earlier.spent is not None:
             self._wall_seconds += earlier.spent.wall_seconds
             self._device_seconds += earlier.spent.device_seconds
 
-    def left(self, only: Collection[str] = ()) -> list[Task]:
-        """Return the tasks that are left, of the models and kinds in ``only`` if there are any."""
-        models = {model.name for model in self.study.models} & set(only)
-        kinds = {task.task for task in self.tasks} & set(only)
-        return [
-            task
-            for task in self.tasks
-            if (task.key not in self.measured or _unfinished(self.measured[task.key]))
-            and (not models or task.model in models)
-            and (not kinds or task.task in kinds)
-        ]
+    def left(self, tasks: Sequence[Task]) -> list[Task]:
+        """Return those of some tasks that are left to do."""
+        return [task for task in tasks if task.key not in self.measured or unfinished(self.measured[task.key])]
 
     def do(self, task: Task, deadline: float | None) -> bool:
         """Carry out a task, and return whether the run goes on; it ends at the deadline and after Ctrl-C."""
@@ -233,7 +246,9 @@ class _Run:
             found, goes_on = without(self.study, task, "interrupted", "stopped by Ctrl-C"), False
         self._device_seconds += time.monotonic() - began
         self.measured[task.key] = found
-        return goes_on and not _unfinished(found)
+        for source in self._sources:
+            source.keys.discard(task.key)
+        return goes_on and not unfinished(found)
 
     @property
     def _compiles(self) -> bool:
@@ -308,6 +323,7 @@ class _Run:
     def result(self) -> ModelResult:
         """Return the result so far, judged."""
         now = datetime.now(timezone.utc).isoformat(timespec="seconds")
+        earlier = earlier_commits(self._sources, self.tasks, self._provenance.commit)
         spent = Spent(
             wall_seconds=self._wall_seconds + time.monotonic() - self._began,
             device_seconds=self._device_seconds,
@@ -315,10 +331,10 @@ class _Run:
         found = ModelResult(
             study=self.study,
             study_digest=self.study.digest(),
-            provenance=self._provenance.model_copy(update={"date": now}),
+            provenance=self._provenance.model_copy(update={"date": now, "earlier": earlier}),
             measurements=tuple(self.measured[task.key] for task in self.tasks if task.key in self.measured),
             notes=tuple(self._notes),
-            interrupted=bool(self.left()),
+            interrupted=bool(self.left(self.tasks)),
             spent=spent,
         )
         return judged(found)
@@ -354,13 +370,6 @@ def _wait(process: subprocess.Popen[bytes], job: Job) -> tuple[Status, str]:
         process.wait()
         return "interrupted", "stopped by Ctrl-C"
     return "crashed", f"its process ended with code {code}"
-
-
-def _unfinished(measurement: Measurement) -> bool:
-    """Return whether a task has to be carried out again."""
-    missing = measurement.missing
-    found = missing.values() if isinstance(missing, dict) else [missing] if missing else []
-    return any(each.status == "interrupted" for each in found)
 
 
 def without(study: ModelStudy, task: Task, status: Status, reason: str) -> Measurement:

@@ -26,6 +26,10 @@ PROMPT, DECODED = 64, 32
 """Tokens of the prompt of a decoding, and tokens that are decoded and timed after it."""
 
 
+KINDS = ("alone", "timed", "gradients", "training", "control")
+"""Kinds of tasks as they are named. ``training`` means the control runs too, which ``control`` means alone."""
+
+
 class Task(NamedTuple):
     """One piece of work, which gives one measurement."""
 

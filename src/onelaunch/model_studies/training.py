@@ -17,6 +17,8 @@ from onelaunch.model_studies.build import ROUNDINGS, Trainer, example
 from onelaunch.model_studies.declare import LanguageModel
 from onelaunch.model_studies.result import Missing, Training
 from onelaunch.model_studies.tasks import absent, failure
+from onelaunch.workbench.result.provenance import commit
+from onelaunch.workbench.result.sources import package_digest
 
 WARM_UP = 20
 """Steps in which the learning rate grows to its value."""
@@ -74,6 +76,12 @@ def training(
     return found.model_copy(update={"losses": tuple(round(loss, 6) for loss in run.losses)})
 
 
+def _code() -> str:
+    """Return what identifies the code of this process: the commit, and a digest of the files where it does not determine them."""
+    found = commit()
+    return found if found and not found.endswith("-dirty") else f"{found} {package_digest()}"
+
+
 class _Run:
     """State of a training run."""
 
@@ -89,6 +97,7 @@ class _Run:
             "seed": seed,
             "text": self.text.digest,
             "perturbation": perturbation,
+            "code": _code(),
         }
         self.losses: list[float] = []
         self.seconds = 0.0
@@ -134,7 +143,7 @@ class _Run:
         partial.replace(self.checkpoint)
 
     def _load(self) -> None:
-        """Continue from the checkpoint, unless it is of another model, seed or text."""
+        """Continue from the checkpoint, unless it is of another model, seed, text or commit."""
         state = torch.load(self.checkpoint, map_location=self.trainer.device, weights_only=True)
         if state["settings"] != self.settings:
             return

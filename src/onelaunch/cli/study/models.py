@@ -19,6 +19,45 @@ from onelaunch.model_studies.report import facts, tables
 from onelaunch.model_studies.result import ModelResult
 from onelaunch.model_studies.run import default_path, run_model_study
 
+Only = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--only",
+        metavar="TASK",
+        help="Carry out these tasks now: alone, timed, gradients, training, control, the name of a model, or both as "
+        "MODEL/gradients. May be repeated.",
+        show_default="all",
+    ),
+]
+
+Anew = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--anew",
+        metavar="TASK",
+        help="With --resume, measure these tasks once more, named as for --only. May be repeated.",
+        show_default=False,
+    ),
+]
+
+Also = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--also",
+        metavar="RESULT",
+        help="Take over the finished tasks of another run, such as one on another GPU. May be repeated.",
+        show_default=False,
+    ),
+]
+
+AcrossCommits = Annotated[
+    bool,
+    typer.Option(
+        "--across-commits",
+        help="With --resume or --also, keep what was measured at other commits; the result names them.",
+    ),
+]
+
 
 def models(
     name: Annotated[
@@ -34,24 +73,9 @@ def models(
     out: Annotated[
         Path | None, typer.Option("--out", help="JSON file of the result.", show_default="results/DEVICE/models/NAME.json")
     ] = None,
-    only: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--only",
-            metavar="TASK",
-            help="Carry out these tasks now: alone, timed, gradients, training, or the name of a model. May be repeated.",
-            show_default="all",
-        ),
-    ] = None,
-    also: Annotated[
-        list[Path] | None,
-        typer.Option(
-            "--also",
-            metavar="RESULT",
-            help="Take over the finished tasks of another run, such as one on another GPU. May be repeated.",
-            show_default=False,
-        ),
-    ] = None,
+    only: Only = None,
+    anew: Anew = None,
+    also: Also = None,
     time_limit: Annotated[
         float | None,
         typer.Option("--time-limit", min=0.0, help="Seconds after which the run stops; --resume goes on.", show_default="none"),
@@ -65,6 +89,7 @@ def models(
     ] = 0,
     force: Annotated[bool, typer.Option("--force", help="Replace an existing result.")] = False,
     resume: Annotated[bool, typer.Option("--resume", help="Continue an interrupted run with the tasks that are left.")] = False,
+    across_commits: AcrossCommits = False,
     in_process: Annotated[
         bool, typer.Option("--in-process", help="Measure in this process; first steps then have no empty caches.")
     ] = False,
@@ -90,7 +115,9 @@ def models(
         save_to=path,
         force=force,
         resume=resume,
+        across_commits=across_commits,
         only=only or (),
+        anew=anew or (),
         also=also or (),
         time_limit=time_limit,
         in_process=in_process,

@@ -1,0 +1,195 @@
+"""Tests of continuing a study of models: at another commit, with a changed study, and with tasks to carry out anew."""
+
+from __future__ import annotations
+
+import pytest
+
+from onelaunch.errors import ArgumentError, ResultExists, ResultMismatch
+from onelaunch.model_studies import continued, training
+from onelaunch.model_studies.declare import ModelStudy
+from onelaunch.model_studies.result import ModelResult
+from onelaunch.model_studies.run import run_model_study
+from onelaunch.model_studies.tasks import tasks_of
+from onelaunch.model_studies.training import training as train
+from tests.model_studies import tiny
+
+SHORT = {"variants": ["layers", "fla"], "activities": ["training"], "steps": 0}
+"""Four tasks: first steps of two variants, times, gradients."""
+
+FIRST, SECOND, THIRD = (digit * 12 for digit in "abc")
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "tiny-study.json"
+
+
+@pytest.fixture(autouse=True)
+def at(monkeypatch):
+    """Return a function that sets the commit of the checkout; it is the first one at the beginning."""
+
+    def at(commit):
+        monkeypatch.setenv("ONELAUNCH_COMMIT", commit)
+
+    at(FIRST)
+    return at
+
+
+def run(path, study, **more):
+    return run_model_study(study, device="cpu", save_to=path, in_process=True, **more)
+
+
+@pytest.mark.usefixtures("standin")
+def test_a_run_is_continued_at_another_commit_and_says_what_was_measured_where(path, at):
+    study = tiny.measuring(**SHORT)
+    first = run(path, study, only=["tiny/alone"])
+    at(SECOND)
+    with pytest.raises(ResultMismatch, match=f"commit was {FIRST}, is {SECOND}. Pass across_commits=True to keep"):
+        run(path, study, resume=True)
+    second = run(path, study, resume=True, across_commits=True, only=["timed"])
+    assert second.measurements[:2] == first.measurements
+    (entry,) = second.provenance.earlier
+    names = ("tiny: first steps of layers", "tiny: first steps of fla")
+    assert (entry.commit, entry.date, entry.measured) == (FIRST, first.provenance.date, names)
+    at(THIRD)
+    third = run(path, study, resume=True, across_commits=True)
+    assert not third.interrupted
+    assert [(each.commit, each.measured) for each in third.provenance.earlier] == [
+        (FIRST, names),
+        (SECOND, ("tiny: times of training",)),
+    ]
+    assert ModelResult.load(path) == third
+
+
+@pytest.mark.usefixtures("standin")
+def test_tasks_of_a_finished_result_are_carried_out_anew(path, at):
+    study, seen = tiny.measuring(**SHORT), []
+    first = run(path, study)
+    assert not first.interrupted
+    at(SECOND)
+    with pytest.raises(ResultExists):
+        run(path, study, resume=True, across_commits=True)
+    with pytest.raises(ArgumentError, match="resume is off"):
+        run(path, study, anew=["timed"])
+    removed = run(path, study, resume=True, across_commits=True, anew=["timed", "tiny/gradients"], time_limit=0)
+    assert removed.interrupted
+    assert [each.task for each in removed.measurements] == ["alone", "alone"]
+    again = run(path, study, resume=True, on_progress=seen.append)  # at the commit of the file, whose tasks are left
+    assert seen == ["tiny: times of training", "tiny: gradients"]
+    assert [each.measured for each in again.provenance.earlier] == [("tiny: first steps of layers", "tiny: first steps of fla")]
+    at(FIRST)
+    back = run(path, study, resume=True, across_commits=True, anew=["timed"])
+    assert [(each.commit, each.measured) for each in back.provenance.earlier] == [(SECOND, ("tiny: gradients",))]
+
+
+@pytest.mark.usefixtures("standin")
+def test_parts_of_several_commits_are_put_together(path, at, tmp_path):
+    study, part = tiny.measuring(**SHORT), tmp_path / "part.json"
+    run(path, study, only=["alone"])
+    at(SECOND)
+    run(part, study, only=["timed", "gradients"])
+    whole = run(path, study, resume=True, across_commits=True, also=[part], time_limit=0)
+    assert not whole.interrupted
+    assert [(each.commit, len(each.measured)) for each in whole.provenance.earlier] == [(FIRST, 2)]
+    at(THIRD)
+    other = run(tmp_path / "x.json", study, across_commits=True, also=[part, path], time_limit=0)
+    assert [(each.commit, each.date) for each in other.provenance.earlier] == [
+        (SECOND, ModelResult.load(part).provenance.date),
+        (FIRST, whole.provenance.earlier[0].date),
+    ]
+
+
+@pytest.mark.usefixtures("standin")
+@pytest.mark.parametrize(("then", "now"), [(f"{FIRST}-dirty", SECOND), (FIRST, f"{SECOND}-dirty"), ("", SECOND)])
+def test_measurements_of_a_dirty_commit_are_not_taken_over(then, now, path, at, monkeypatch):
+    study = tiny.measuring(**SHORT)
+    at(then or FIRST)
+    found = run(path, study, only=["timed"], time_limit=0)
+    if not then:
+        found.model_copy(update={"provenance": found.provenance.model_copy(update={"commit": ""})}).save(path, force=True)
+    at(now)
+    with pytest.raises(ResultMismatch, match="only commits without changes can be told apart later"):
+        run(path, study, resume=True, across_commits=True)
+    with pytest.raises(ResultMismatch, match="commit was") as raised:
+        run(path, study, resume=True)
+    assert "across_commits" not in str(raised.value)
+
+
+@pytest.mark.usefixtures("standin")
+@pytest.mark.parametrize(
+    ("fact", "words"),
+    [
+        ({"device": "another GPU"}, "device was another GPU, is "),
+        ({"driver": "1.2"}, "driver was 1.2, is none"),
+        ({"versions": {}}, "python was none, is "),
+        ({"rounds": 4}, "rounds was 4, is 3"),
+        ({"scale": "full"}, "scale was full, is small"),
+    ],
+)
+def test_everything_but_the_commit_must_be_alike(fact, words, path, at):
+    study = tiny.measuring(**SHORT)
+    found = run(path, study, time_limit=0)
+    found.model_copy(update={"provenance": found.provenance.model_copy(update=fact)}).save(path, force=True)
+    at(SECOND)
+    with pytest.raises(ResultMismatch, match=words):
+        run(path, study, resume=True, across_commits=True)
+
+
+@pytest.mark.usefixtures("standin")
+def test_a_changed_criterion_changes_no_measurement(path):
+    short = {**SHORT, "variants": ["accelerated", "layers", "fla"]}
+    first = run(path, tiny.measuring(**short))
+    (model,) = tiny.measuring(**short).models
+    study = ModelStudy(name="tiny-study", question="Q", rounds=3, models=(model,), criteria=tiny.study().criteria[:1])
+    seen = []
+    second = run(path, study, resume=True, on_progress=seen.append)
+    assert (seen, second.measurements) == ([], first.measurements)
+    assert [outcome.status for outcome in second.outcomes] == ["met"]
+
+
+@pytest.mark.usefixtures("standin")
+def test_measurements_of_a_changed_model_are_left_out(path):
+    (model,) = tiny.measuring(**SHORT).models
+    other = model.model_copy(update={"name": "other"})
+
+    def study(*models):
+        return ModelStudy(name="tiny-study", question="Q", rounds=3, models=models)
+
+    first = run(path, study(model, other), only=["alone"])
+    changed = other.model_copy(update={"width": 64})
+    second = run(path, study(model, changed), resume=True, time_limit=0)
+    assert second.measurements == first.measurements[:2]
+    assert second.notes[-1].startswith("Measurements of other by a run that ended on ")
+    more = model.model_copy(update={"activities": ("training", "forward")})  # which changes no measurement
+    assert run(path, study(more, changed), resume=True, time_limit=0).measurements == first.measurements[:2]
+    with pytest.raises(ResultMismatch, match="declares no model as it did then"):
+        run(path, study(changed), resume=True)
+
+
+@pytest.mark.usefixtures("standin")
+def test_a_training_run_of_another_commit_begins_again(tmp_path, monkeypatch, at):
+    model = tiny.study().models[0]
+    monkeypatch.setattr(training, "READ_EVERY", 10)
+    facts = (model, "layers", 0, tiny.CPU, tmp_path / "run.pt")
+    for commit, steps in ((FIRST, 10), (SECOND, 10), (SECOND, 20)):
+        at(commit)
+        found = train(*facts, lambda: True)
+        assert found.losses if steps == 20 else found.missing.reason == f"stopped after {steps} of 20 steps"
+
+
+def test_tasks_are_named_by_model_by_kind_and_by_both():
+    models = [model.model_copy(update={"name": name}) for name in ("one", "two") for model in tiny.study().models]
+    study = ModelStudy(name="x", question="Q", models=tuple(models))
+    tasks = [task for model in models for task in tasks_of(study, model)]
+
+    def named(*names):
+        return [(task.model, task.key[0]) for task in dict.fromkeys(continued.select(tasks, study, names, "only"))]
+
+    assert len(named()) == len(tasks)
+    assert named("gradients", "two") == [("two", "gradients")]
+    assert named("gradients") == [("one", "gradients"), ("two", "gradients")]
+    assert named("one/gradients", "two/control") == [("one", "gradients"), ("two", "control")]
+    assert named("one/gradients", "two", "alone") == [("one", "gradients"), *3 * [("two", "alone")]]
+    assert ("one", "control") in named("one/training")
+    with pytest.raises(ArgumentError, match="only is 'three'; it takes kinds"):
+        named("three")
