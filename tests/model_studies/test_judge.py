@@ -9,9 +9,10 @@ from onelaunch.errors import ResultCorrupt, ResultMissing, StudyError, UnknownSt
 from onelaunch.model_studies.build import example, random_rows
 from onelaunch.model_studies.declare import ModelStudy, find_model_study
 from onelaunch.model_studies.judge import judge, judged, summary
-from onelaunch.model_studies.report import to_document
+from onelaunch.model_studies.report import overview_entry, tables, to_document
 from onelaunch.model_studies.result import Alone, GradientError, Gradients, ModelResult, Timed, Training
 from onelaunch.model_studies.run import provenance
+from onelaunch.workbench.result import EarlierCommit
 from onelaunch.workbench.study.read import find_study
 from tests.model_studies import tiny
 
@@ -134,6 +135,26 @@ def test_a_report_says_how_far_apart_two_runs_of_the_library_are():
         ("accelerated", "1 %", "1 %"),
         ("fla, control", "2 %", "2 %"),
     }
+
+
+def test_a_report_says_what_was_measured_at_which_commit():
+    found = result(*runs((1.0,) * 20, (1.0,) * 20), Alone(model="tiny", variant="fla"))
+    assert "**Commits**" not in to_document(found, "results/x.json")
+    assert not overview_entry(found, "x.json").marks[1:]
+    measured = ("tiny: first steps of fla", "tiny: training run of fla, seed 1")
+    earlier = EarlierCommit(commit="a" * 12, date="2026-01-02T03:04:05+00:00", measured=measured)
+    now = {"commit": "b" * 12, "date": "2026-02-03T04:05:06+00:00", "package": "", "earlier": (earlier,)}
+    found = found.model_copy(update={"provenance": found.provenance.model_copy(update=now)})
+    text = to_document(found, "results/x.json")
+    assert f"commit {'b' * 12}; {'a' * 12} for 2 earlier measurements, 2026-02-03T" in text
+    (table,) = (each for each in tables(found) if each.title == "Commits")
+    own = "training run of fla, seed 0; training run of accelerated, seed 0; training run of accelerated, seed 1"
+    assert table.rows == (
+        ("a" * 12, "2026-01-02T03:04:05+00:00", "tiny", "first steps of fla; training run of fla, seed 1"),
+        ("b" * 12, "2026-02-03T04:05:06+00:00", "tiny", own),
+    )
+    (mark,) = overview_entry(found, "x.json").marks
+    assert mark.sentence == f"2 tasks of 5 were measured at other commits: {'a' * 12} (2026-01-02)."
 
 
 def test_gradients_are_compared():

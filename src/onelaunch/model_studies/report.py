@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 from onelaunch.model_studies.declare import LanguageModel
 from onelaunch.model_studies.judge import summary
 from onelaunch.model_studies.result import SCHEMA, Alone, Gradients, Missing, ModelResult, Timed, Training, key_of
+from onelaunch.model_studies.tasks import task_of
 from onelaunch.workbench import quantities as q
 from onelaunch.workbench import stats
 from onelaunch.workbench.report.overview import Entry, Mark, run_marks, short_commit, versions
@@ -18,7 +19,7 @@ from onelaunch.workbench.report.text import markdown as escape
 def tables(result: ModelResult) -> list[Table]:
     """Return the tables of a report; those without rows are left out."""
     found = [_criteria(result), _steps(result), _activities(result), _losses(result), _gradients(result), _missing(result)]
-    return [table for table in found if table.rows]
+    return [table for table in [*found, _commits(result)] if table.rows]
 
 
 def facts(result: ModelResult) -> str:
@@ -26,7 +27,7 @@ def facts(result: ModelResult) -> str:
     run = result.provenance
     software = ", ".join(f"{name} {version}" for name, version in run.versions.items())
     spent = f", {q.duration(result.spent.wall_seconds)}" if result.spent else ""
-    return f"{run.device}, commit {run.commit or 'unknown'}, {run.date}{spent}; {software}"
+    return f"{run.device}, commit {run.commits or 'unknown'}, {run.date}{spent}; {software}"
 
 
 def to_document(result: ModelResult, path: str, level: int = 3) -> str:
@@ -63,9 +64,17 @@ def overview_entry(result: ModelResult, file: str) -> Entry:
         date=facts.date,
         commit=short_commit(facts.commit),
         versions=versions(facts),
-        marks=(*unfinished, *run_marks(facts, result.schema_version, SCHEMA)),
+        marks=(*unfinished, *_several_commits(result), *run_marks(facts, result.schema_version, SCHEMA)),
         tables=tuple(tables(result)),
     )
+
+
+def _several_commits(result: ModelResult) -> Iterator[Mark]:
+    """Yield the mark of a result whose tasks were measured at several commits."""
+    if earlier := result.provenance.earlier:
+        commits = ", ".join(f"{short_commit(each.commit)} ({each.date[:10]})" for each in earlier)
+        count = q.plural(sum(len(each.measured) for each in earlier), "task")
+        yield Mark("several commits", f"{count} of {len(result.measurements)} were measured at other commits: {commits}.")
 
 
 def _models(result: ModelResult) -> Iterable[LanguageModel]:
@@ -201,6 +210,24 @@ def _missing(result: ModelResult) -> Table:
         for (model, variant, status, reason), tasks in rows.items()
     )
     return Table("Not measured", columns("model", "variant", "status", "tasks", "reason"), listed)
+
+
+def _commits(result: ModelResult) -> Table:
+    """Return the table of the commits at which tasks were measured; it has no rows if there is one commit alone."""
+    run = result.provenance
+    if not run.earlier:
+        return Table("Commits", (), ())
+    older = {name for each in run.earlier for name in each.measured}
+    own = tuple(words for each in result.measurements if (words := task_of(key_of(each)).words) not in older)
+    runs = [*((each.commit, each.date, each.measured) for each in run.earlier), (run.commit or "unknown", run.date, own)]
+    rows: list[tuple[str, ...]] = []
+    for commit, date, names in runs:
+        for model in result.study.models:
+            start = f"{model.name}: "
+            if tasks := [name.removeprefix(start) for name in names if name.startswith(start)]:
+                rows.append((short_commit(commit), date, model.name, "; ".join(tasks)))
+    note = "Tasks by the commit that ran, with the end of the run in which they were measured."
+    return Table("Commits", columns("commit", "date", "model", "tasks"), tuple(rows), note)
 
 
 def _has_one(each: object) -> bool:

@@ -62,6 +62,12 @@ class Task(NamedTuple):
         return f"{self.model}: {said[self.task]}"
 
 
+def task_of(key: Key) -> Task:
+    """Return the task of a measurement, by its key."""
+    kind, model, variant, seed = key
+    return Task("training" if kind == "control" else kind, model, variant, seed, control=kind == "control")
+
+
 def tasks_of(study: ModelStudy, model: LanguageModel) -> list[Task]:
     """Return the tasks of a model, in the order in which they run."""
     tasks = [Task("alone", model.name, variant) for variant in model.names]
