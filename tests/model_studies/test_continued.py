@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from onelaunch.errors import ArgumentError, ResultExists, ResultMismatch
-from onelaunch.model_studies import continued, training
+from onelaunch.model_studies import child, continued, training
 from onelaunch.model_studies.declare import ModelStudy
 from onelaunch.model_studies.result import ModelResult
 from onelaunch.model_studies.run import run_model_study
@@ -145,6 +145,41 @@ def test_a_changed_criterion_changes_no_measurement(path):
     second = run(path, study, resume=True, on_progress=seen.append)
     assert (seen, second.measurements) == ([], first.measurements)
     assert [outcome.status for outcome in second.outcomes] == ["met"]
+
+
+@pytest.mark.usefixtures("standin")
+def test_more_controls_and_seeds_of_gradients_are_measured_beside_those_that_are_there(path, at):
+    facts = {"variants": ["fla"], "activities": ["training"], "steps": 10, "seeds": [0], "precision": "autocast"}
+    first, seen = run(path, tiny.measuring(**facts)), []
+    assert "index" not in path.read_text()  # files of older versions keep their bytes and digests
+    assert "gradient_seeds" not in path.read_text()
+    at(SECOND)
+    study = tiny.measuring(**facts, controls=3, gradient_seeds=3)
+    second = run(path, study, resume=True, across_commits=True, on_progress=seen.append)
+    control = "tiny: training run of fla, seed 0, again from weights one rounding away (control 2)"
+    assert seen == ["tiny: gradients, seed 1, and 1 more", f"{control}, and 1 more"]
+    assert all(each in second.measurements for each in first.measurements)
+    assert [len(each.measured) for each in second.provenance.earlier] == [len(first.measurements)]
+    losses = [each.losses for each in (*second.controls("tiny"), second.training("tiny", "fla", 0))]
+    assert len(set(losses)) == 4
+    errors = [second.find("gradients", "tiny", "", seed) for seed in range(3)]
+    assert len({each.loss for each in errors}) == 3
+    assert all(each.errors["fla"].error < 0.1 for each in errors)
+    assert ModelResult.load(path) == second
+
+
+@pytest.mark.usefixtures("standin")
+def test_tasks_after_one_that_was_stopped_or_late_are_left(tmp_path, monkeypatch):
+    study = tiny.measuring(controls=3)
+    first, *more = (task for task in tasks_of(study, study.models[0]) if task.control)
+    assert [task.index for task in (first, *more)] == [0, 1, 2]
+    job = child.Job(study=study, task=first, more=tuple(more), device="cpu", state=tmp_path)
+    monkeypatch.setattr(training, "READ_EVERY", 10)
+    (found,) = child.carry_out_all(job, lambda: True)
+    assert found.missing.reason == "stopped after 10 of 20 steps"
+    first, *more = (task for task in tasks_of(study, study.models[0]) if task.task == "alone")
+    late = child.Job(study=study, task=first, more=tuple(more), device="cpu", state=tmp_path, deadline=0.0)
+    assert len(child.carry_out_all(late)) == 1
 
 
 @pytest.mark.usefixtures("standin")

@@ -124,11 +124,36 @@ def test_losses_no_further_apart_than_two_runs_of_the_library_tell_nothing(name,
         assert (mean in outcome.evidence) == (name == "end")
 
 
+@pytest.mark.parametrize(
+    ("ours", "factors", "status"),
+    [
+        (1.02, (1.01, 0.985), "inconclusive"),  # no further than the two controls from one another
+        (1.03, (1.01, 0.985), "missed"),
+        (1.02, (1.03, 1.001), "inconclusive"),
+        (1.004, (1.03, 0.97), "met"),
+    ],
+)
+def test_losses_are_compared_with_all_pairs_of_the_library_s_runs(ours, factors, status):
+    (first, *rest) = runs((3.0 * ours,) * 20, (3.0,) * 20)
+    controls = [
+        first.model_copy(update={"losses": (3.0 * factor,) * 20, "control": True, "index": index, "perturbation": 2.0**-9})
+        for index, factor in enumerate(factors)
+    ]
+    found = result(first, *rest, *controls, controls=2)
+    outcome = judge(found, criterion(found, "losses"))
+    assert outcome.status == status
+    _, median, most = sorted([*(abs(each - 1) for each in factors), abs(factors[1] / factors[0] - 1)])
+    assert "2 control runs of fla from weights one rounding away and its first run differ" in outcome.evidence
+    assert f"by at most {100 * most:.2g} %, in the median by {100 * median:.2g} %" in outcome.evidence
+    (table,) = (each for each in tables(found) if each.title == "Training losses")
+    assert [row[1] for row in table.rows[-2:]] == ["fla, control", "fla, control 2"]
+
+
 def test_a_report_says_how_far_apart_two_runs_of_the_library_are():
     first, *rest = runs((3.03,) * 20, (3.0,) * 20)
     again = first.model_copy(update={"losses": (3.06,) * 20, "control": True, "perturbation": 2.0**-9})
     text = to_document(judged(result(first, *rest, again)), "results/x.json")
-    assert "a part of 2^-9, up or down" in text
+    assert "a part of 2^-9, up or down at random" in text
     rows = {tuple(each.strip() for each in line.strip("|").split("|")) for line in text.splitlines() if line.startswith("| tiny")}
     assert {(row[1], *row[-2:]) for row in rows} == {
         ("fla", "–", "–"),
@@ -169,6 +194,27 @@ def test_gradients_are_compared():
     assert summary(judged(found)) == "1 of 6 criteria met (5 not measured)"
 
 
+def test_gradients_at_several_seeds_are_compared_by_their_root_mean_squares():
+    def at(seed, theirs, ours):
+        errors = {
+            name: GradientError(error=error, loss=1.0, worst=f"x{seed}", worst_error=error)
+            for name, error in (("fla", theirs), ("layers", ours))
+        }
+        return Gradients(model="tiny", seed=seed, loss=1.0, errors=errors)
+
+    both = at(0, 0.03, 0.04), at(1, 0.04, 0.03)
+    found = result(*both, gradient_seeds=2)
+    outcome = judge(found, criterion(found, "gradient", at_most=1.0))
+    assert (outcome.status, outcome.value.median) == ("met", pytest.approx(1.0))
+    assert (
+        "fla 3.536e-02: 1x (root mean squares over 2 seeds, 0.75x to 1.33x at each, 1x in the geometric mean)" in outcome.evidence
+    )
+    (table,) = (each for each in tables(found) if each.title == "Gradients")
+    assert table.rows[1] == ("tiny", "layers", "2", "3.5e-02", "3.0e-02 to 4.0e-02", "x0 (4.0e-02)")
+    part = result(both[0], gradient_seeds=2)
+    assert judge(part, criterion(part, "gradient")).evidence == "not measured: seed 1: it did not run"
+
+
 def test_a_damaged_result_is_refused(tmp_path):
     path = tmp_path / "x.json"
     with pytest.raises(ResultMissing):
@@ -202,6 +248,8 @@ def test_a_damaged_result_is_refused(tmp_path):
         ({"variants": ["layers"]}, "has no variant 'accelerated'"),
         ({"activities": ["forward"]}, "training of 'tiny' is not timed"),
         ({"name": "other"}, "there is no model 'tiny'"),
+        ({"controls": 17}, "less than or equal to 16"),
+        ({"gradient_seeds": 0}, "greater than or equal to 1"),
         ({"heads": 0}, "greater than or equal to 1"),
     ],
 )

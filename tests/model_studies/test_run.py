@@ -50,7 +50,7 @@ def test_a_study_measures_every_variant_and_judges_every_criterion(path):
     assert result.find("alone", "tiny", "fla").replaced == 0
     run = result.find("training", "tiny", "accelerated", 1)
     assert run.losses[-1] < run.losses[0]
-    control, first = (result.training("tiny", "fla", 0, control=control) for control in (True, False))
+    (control,), first = result.controls("tiny"), result.training("tiny", "fla", 0)
     assert (control.perturbation, first.perturbation) == (2**-24, 0)
     assert max(control.apart(first)) < 1e-5
     assert ModelResult.load(path) == result
@@ -150,7 +150,7 @@ def test_configurations_are_compiled_ahead_once_into_the_caches_of_the_library_s
 
     def in_a_child(run, job):
         jobs.append((job.task.task, job.task.variant, job.empty_caches))
-        return child.carry_out(job)
+        return child.carry_out_all(job)
 
     monkeypatch.setattr(run_module, "compile_ahead", compile_ahead)
     monkeypatch.setattr(run_module._Run, "_compiles", True)
@@ -205,6 +205,11 @@ def test_a_control_begins_with_weights_that_differ_by_one_rounding():
         each.data.copy_(saved)
     build.perturb(again, build.ROUNDINGS["float32"])
     assert again[1].weight.equal(linear.weight)
+    other = copy.deepcopy(module)
+    for each, saved in zip(other.parameters(), before, strict=True):
+        each.data.copy_(saved)
+    build.perturb(other, build.ROUNDINGS["float32"], 1)
+    assert 0.45 < float((other[1].weight == linear.weight).float().mean()) < 0.55  # signs of its own
     build.perturb(again, build.ROUNDINGS["bfloat16"])
     steps = (again[1].weight.bfloat16().view(torch.int16) - linear.weight.bfloat16().view(torch.int16)).abs()
     assert int(steps.max()) == 1
@@ -217,7 +222,7 @@ def test_a_control_has_a_checkpoint_of_its_own(tmp_path):
     study = tiny.study(steps=10, precision="autocast")
     task = tasks.tasks_of(study, study.models[0])[-4]
     assert (task.key, task.words) == (
-        ("control", "tiny", "fla", 0),
+        ("control", "tiny", "fla", 0, 0),
         "tiny: training run of fla, seed 0, again from weights one rounding away",
     )
     job = child.Job(study=study, task=task, device="cpu", state=tmp_path)
@@ -263,7 +268,7 @@ def test_an_interrupted_run_goes_on_with_the_tasks_that_are_left(path, monkeypat
 
     seen = []
     with monkeypatch.context() as patched:
-        patched.setattr(run_module, "carry_out", stop)
+        patched.setattr(run_module, "carry_out_all", stop)
         second = run_model_study(short, resume=True, on_progress=seen.append, **facts)
     assert second.interrupted
     assert seen == ["tiny: training run of layers, seed 0"]

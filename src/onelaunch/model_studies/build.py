@@ -6,6 +6,7 @@ can train by hand. The weights depend on the seed alone, so all variants of a mo
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
 import sys
@@ -70,15 +71,15 @@ ROUNDINGS = {"bfloat16": 2.0**-9, "autocast": 2.0**-9, "float32": 2.0**-24}
 """Relative size of one rounding in a step, by the precision of a model; autocast rounds weights and products to bfloat16."""
 
 SIGNS = 20_000
-"""Seed of the signs of :func:`perturb`."""
+"""Seed of the signs of :func:`perturb`, to which the index of the control is added."""
 
 
-def perturb(module: nn.Module, size: float) -> None:
-    """Multiply each weight of a module by 1 + size or 1 - size, with random signs that are the same for every run.
+def perturb(module: nn.Module, size: float, index: int = 0) -> None:
+    """Multiply each weight of a module by 1 + size or 1 - size, with random signs that are the same for every run of an index.
 
     The products are computed in float64 and rounded to the dtype of the weights once.
     """
-    generator = torch.Generator().manual_seed(SIGNS)
+    generator = torch.Generator().manual_seed(SIGNS + index)
     with torch.no_grad():
         for each in module.parameters():
             signs = 2 * torch.randint(2, each.shape, generator=generator, dtype=torch.int8) - 1
@@ -88,6 +89,16 @@ def perturb(module: nn.Module, size: float) -> None:
 class Trainer:
     """A variant of a model on a device, with its optimizer.
 
+    Args:
+        model: Declaration of the model.
+        variant: Name of the variant.
+        device: Device that it is moved to.
+        seed: Seed of the weights.
+        perturbation: Size of :func:`perturb`; 0 leaves the weights as they are.
+        index: Index of the control, for :func:`perturb`.
+        drawn_there: Whether the weights are drawn on the device, which takes seconds less for a large model than on the CPU. The
+            same seed then gives other weights on another device.
+
     Attributes:
         module: The model. It is in training mode.
         report: Report of ``accelerate`` for the variant ``accelerated``, else ``None``.
@@ -95,13 +106,22 @@ class Trainer:
     """
 
     def __init__(
-        self, model: LanguageModel, variant: str, device: torch.device, seed: int = 0, perturbation: float = 0.0
+        self,
+        model: LanguageModel,
+        variant: str,
+        device: torch.device,
+        seed: int = 0,
+        perturbation: float = 0.0,
+        index: int = 0,
+        *,
+        drawn_there: bool = False,
     ) -> None:
         self.model, self.variant, self.device = model, variant, device
         dtype = torch.bfloat16 if model.precision == "bfloat16" else torch.float32
-        module = _module(model, variant, seed)
+        with device if drawn_there else contextlib.nullcontext():
+            module = _module(model, variant, seed)
         if perturbation:
-            perturb(module, perturbation)  # in float32, before weights are rounded to the model's dtype
+            perturb(module, perturbation, index)  # in float32, before weights are rounded to the model's dtype
         self.module = module.to(device, dtype).train()
         self.report: Report | None = accelerate(self.module) if variant == "accelerated" else None
         matrices = [each for each in self.module.parameters() if each.dim() > 1]
@@ -141,7 +161,7 @@ def random_rows(model: LanguageModel, device: torch.device, seed: int = 0) -> to
 
 
 def _module(model: LanguageModel, variant: str, seed: int) -> nn.Module:
-    """Return a new model on the CPU, in float32."""
+    """Return a new model on PyTorch's default device, in float32."""
     if model.kind == "llama":
         return _llama(model, seed)
     shape = {name: getattr(model, name) for name in ("width", "heads", "layers", "vocabulary", "batch", "length", "rate")}

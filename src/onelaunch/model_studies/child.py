@@ -1,11 +1,13 @@
-"""Process that carries out one task: ``python -m onelaunch.model_studies.child JOB ANSWER``.
+"""Process that carries out the tasks of a job: ``python -m onelaunch.model_studies.child JOB ANSWER``.
 
-``run.py`` writes the job and reads the answer, both JSON. A process of its own gives each task an empty memory, and the first
-steps empty caches. A library that ends the process ends its own task alone.
+``run.py`` writes the job and reads the answer, both JSON. A process of its own gives a task an empty memory, and the first
+steps empty caches; the gradients of a model at several seeds share one, and so do its controls. A library that ends the process
+ends no other tasks.
 """
 
 from __future__ import annotations
 
+import gc
 import signal
 import sys
 import time
@@ -17,6 +19,7 @@ import torch
 from pydantic import TypeAdapter
 
 from onelaunch.device.hardware import describe
+from onelaunch.model_studies.continued import unfinished
 from onelaunch.model_studies.declare import Activity, ModelStudy
 from onelaunch.model_studies.result import Measurement
 from onelaunch.model_studies.tasks import Task, alone, gradients, timed
@@ -30,6 +33,8 @@ class Job(Stored):
 
     study: ModelStudy
     task: Task
+    more: tuple[Task, ...] = ()
+    """Tasks that the same process carries out after it."""
     device: str
     state: Path
     """Folder of the checkpoints of training runs."""
@@ -41,8 +46,25 @@ class Job(Stored):
     """File of choices of peers' autotuners, which is read unless the caches must be empty, and written after the task."""
 
 
-ANSWER: TypeAdapter[Measurement] = TypeAdapter(Measurement)
-"""Reader of an answer."""
+ANSWER: TypeAdapter[list[Measurement]] = TypeAdapter(list[Measurement])
+"""Reader of an answer: a measurement for each task that was carried out."""
+
+
+def carry_out_all(job: Job, stop: Callable[[], bool] = lambda: False) -> list[Measurement]:
+    """Carry out all tasks of a job in this process, in order; the arguments are those of :func:`carry_out`.
+
+    Returns:
+        A measurement for each task. They end with the first that was stopped, and after one that ends past the job's deadline.
+    """
+    found: list[Measurement] = []
+    for task in (job.task, *job.more):
+        if found and job.deadline is not None and time.time() >= job.deadline:
+            break
+        found.append(carry_out(job.model_copy(update={"task": task}), stop))
+        if unfinished(found[-1]):
+            break
+        gc.collect()  # frees the memory of the task's model
+    return found
 
 
 def carry_out(job: Job, stop: Callable[[], bool] = lambda: False) -> Measurement:
@@ -61,14 +83,15 @@ def carry_out(job: Job, stop: Callable[[], bool] = lambda: False) -> Measurement
     if task.task == "timed":
         return timed(model, cast("Activity", task.variant), job.study.rounds, device)
     if task.task == "gradients":
-        return gradients(model, device)
-    name = f"{model.name}-{task.variant}-{task.seed}{'-control' if task.control else ''}.pt"
+        return gradients(model, device, task.seed)
+    control = f"-control-{task.index}" if task.control else ""
+    name = f"{model.name}-{task.variant}-{task.seed}{control}.pt"
     checkpoint = job.state / name.replace(" ", "-")
 
     def ends() -> bool:
         return stop() or (job.deadline is not None and time.time() >= job.deadline)
 
-    return training(model, task.variant, task.seed, device, checkpoint, ends, control=task.control)
+    return training(model, task.variant, task.seed, device, checkpoint, ends, control=task.control, index=task.index)
 
 
 def main(job_path: str, answer_path: str) -> None:
@@ -80,7 +103,7 @@ def main(job_path: str, answer_path: str) -> None:
     device = describe(job.device).name
     if job.tuning is not None and not job.empty_caches:
         restore(job.tuning, device)
-    found = carry_out(job, lambda: bool(stopped))
+    found = carry_out_all(job, lambda: bool(stopped))
     if job.tuning is not None and (problem := keep(job.tuning, device)):
         sys.stderr.write(f"{problem}\n")
     Path(answer_path).write_bytes(ANSWER.dump_json(found))

@@ -44,7 +44,9 @@ Activity = Literal["training", "forward", "decoding"]
 class LanguageModel(Declared):
     """A language model, and what is measured of it."""
 
-    SELECTING: ClassVar[tuple[str, ...]] = ("activities", "seeds")
+    LATER = ("controls", "gradient_seeds")
+
+    SELECTING: ClassVar[tuple[str, ...]] = ("activities", "seeds", "controls", "gradient_seeds")
     """Fields that say which tasks there are. They change the measurement of none."""
 
     name: Name
@@ -71,10 +73,15 @@ class LanguageModel(Declared):
     """Steps of a training run on the source text of Python's standard library; 0 for no run. Only for ``gla``."""
     seeds: tuple[int, ...] = (0,)
     """Seeds of the training runs: of the initial weights and of the batches."""
+    controls: int = Field(default=1, ge=1, le=16)
+    """Control runs of the losses: the first variant once more with the first seed, from weights that each differ by one rounding.
+    Each has random signs of its own. Only with ``steps``."""
     rate: Positive = 1e-3
     """Learning rate of AdamW after 20 steps of warm-up."""
     gradient_length: int = Field(default=0, ge=0)
     """Tokens of the sequence whose gradient is compared with plain PyTorch in float32; 0 for none. Only for ``gla``."""
+    gradient_seeds: int = Field(default=1, ge=1, le=16)
+    """Seeds, from 0 on, of the weights and sequences whose gradients are compared."""
     kv_heads: Size | None = None
     """Heads of keys and values of a ``llama``; ``heads`` when left out."""
     intermediate: Size | None = None
@@ -120,7 +127,8 @@ Measure = Literal[
 - ``first_step_seconds``: seconds of the first training step of ``of`` in a new process with empty caches of compiled kernels.
 - ``loss_distance``: largest ``|loss of of / loss of over - 1|`` after each tenth of the training run, over all seeds.
 - ``final_loss_ratio``: mean loss in the last twentieth of the training run of ``of`` / that of ``over``, means over the seeds.
-- ``gradient_error_ratio``: error of the whole gradient of ``of`` / that of ``over``, both against plain PyTorch in float32.
+- ``gradient_error_ratio``: error of the whole gradient of ``of`` / that of ``over``, both against plain PyTorch in float32, and
+  root mean squares over the seeds.
 """
 
 ALONE: tuple[Measure, ...] = ("first_step_seconds",)

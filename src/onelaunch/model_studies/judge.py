@@ -1,12 +1,13 @@
 """Judge the criteria of a study of models from its measurements.
 
 A speed-up is judged with its interval and the noise of the baseline's second run in each round; other measures are exact numbers.
-Where losses are further apart than a bound allows, the control of losses says whether that tells anything: a run of the baseline
+Where losses are further apart than a bound allows, the controls of losses say whether that tells anything: runs of the baseline
 from weights one rounding away from those of its first run.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 
@@ -71,13 +72,23 @@ def _alone(result: ModelResult, criterion: ModelCriterion, over: str) -> ModelOu
 
 
 def _gradients(result: ModelResult, criterion: ModelCriterion, over: str) -> ModelOutcome:
-    found = result.find("gradients", criterion.model)
-    if not isinstance(found, Gradients) or criterion.of not in found.errors or over not in found.errors:
-        return _not_measured(criterion, _why(found, criterion.of, over))
-    mine, theirs = found.errors[criterion.of].error, found.errors[over].error
-    if not theirs > 0:
+    pairs: list[tuple[float, float]] = []
+    for seed in range(result.study.model(criterion.model).gradient_seeds):
+        found = result.find("gradients", criterion.model, "", seed)
+        if not isinstance(found, Gradients) or criterion.of not in found.errors or over not in found.errors:
+            which = f"seed {seed}: " if seed else ""
+            return _not_measured(criterion, f"{which}{_why(found, criterion.of, over)}")
+        pairs.append((found.errors[criterion.of].error, found.errors[over].error))
+    if not all(0 < theirs < math.inf for _, theirs in pairs):
         return _not_measured(criterion, f"the gradient of {over} has no error to compare with")
+    mine, theirs = (math.sqrt(statistics.fmean(error**2 for error in side)) for side in zip(*pairs, strict=True))
     text = f"the gradient of {criterion.of} is {mine:.3e} off, that of {over} {theirs:.3e}: {mine / theirs:.3g}x"
+    if len(pairs) > 1:
+        ratios = [of / other for of, other in pairs]
+        text += f" (root mean squares over {len(pairs)} seeds, {min(ratios):.3g}x to {max(ratios):.3g}x at each"
+        text += (
+            f", {statistics.geometric_mean(ratios):.3g}x in the geometric mean)" if min(ratios) > 0 and mine < math.inf else ")"
+        )
     return _exact(criterion, mine / theirs, text)
 
 
@@ -105,22 +116,30 @@ def _losses(result: ModelResult, criterion: ModelCriterion, over: str) -> ModelO
 
 
 def _near(result: ModelResult, criterion: ModelCriterion, value: float, text: str) -> ModelOutcome:
-    """Judge a distance of losses by its bound, and say how far apart two runs of the baseline are (the control of losses).
+    """Judge a distance of losses by its bound, and say how far apart runs of the baseline are (the controls of losses).
 
-    Where the distance is above the bound and the control's is as large or larger, a rounding of the weights moves the losses as
-    much as the variant does: the outcome is inconclusive. The mean of a final loss over several seeds is held to the control's
-    distance divided by the square root of their number, as the control is one run.
+    These are its first run and the controls, each from weights one rounding away from those of the first run. Where the distance
+    is above the bound and no larger than the largest between two of them, a rounding of the weights moves the losses as much as
+    the variant does: the outcome is inconclusive. The mean of a final loss over several seeds is held to that distance divided by
+    the square root of their number, as each control is one run.
     """
     outcome = _exact(criterion, value, text)
     model = result.study.model(criterion.model)
     baseline, seed, final = model.names[0], model.seeds[0], criterion.measure == "final_loss_ratio"
-    first, control = result.training(model.name, baseline, seed), result.training(model.name, baseline, seed, control=True)
-    if first is None or control is None or first.text != control.text:
+    first, controls = result.training(model.name, baseline, seed), result.controls(model.name)
+    if first is None or not controls or any(each.text != first.text for each in controls):
         return outcome
-    distance, count = abs(control.final / first.final - 1) if final else max(control.apart(first)), len(model.seeds)
+    pairs = itertools.combinations([first, *controls], 2)
+    distances = [abs(other.final / one.final - 1) if final else max(other.apart(one)) for one, other in pairs]
+    distance, count = max(distances), len(model.seeds)
     noise = distance / math.sqrt(count) if final else distance
     mean = f", which is {100 * noise:.2g} % for a mean over {count} seeds" if final and count > 1 else ""
-    apart = f"two runs of {baseline} from weights one rounding apart differ by {100 * distance:.2g} %{mean}"
+    if len(controls) == 1:
+        apart = f"two runs of {baseline} from weights one rounding apart differ by {100 * distance:.2g} %{mean}"
+    else:
+        median = 100 * statistics.median(distances)
+        runs = f"{len(controls)} control runs of {baseline} from weights one rounding away and its first run"
+        apart = f"{runs} differ from one another by at most {100 * distance:.2g} %{mean}, in the median by {median:.2g} %"
     noisy = outcome.status == "missed" and value <= (1 + noise if final else noise)
     status: CriterionStatus = "inconclusive" if noisy else outcome.status
     return outcome.model_copy(update={"status": status, "evidence": f"{outcome.evidence}; {apart}"})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Iterable, Iterator
 
 from onelaunch.model_studies.declare import LanguageModel
@@ -156,7 +157,7 @@ def _losses(result: ModelResult) -> Table:
     rows = tuple(
         (
             run.model,
-            f"{run.variant}, control" if run.control else run.variant,
+            f"{run.variant}{_control(run)}",
             str(run.seed),
             *(f"{loss:.4f}" for loss in (*run.tenths[::4], run.tenths[-1], run.final)),
             *_apart(result, run),
@@ -173,9 +174,14 @@ def _losses(result: ModelResult) -> Table:
         sizes = " or ".join(f"2^{math.log2(size):.0f}" for size in changes if size)
         said.append(
             "Control: the first variant once more, each initial weight changed by one rounding of the precision (a part of "
-            f"{sizes}, up or down); so much does a rounding of the weights move the losses of one library."
+            f"{sizes}, up or down at random); so much does a rounding of the weights move the losses of one library."
         )
     return Table("Training losses", columns("model", "variant", ">seed", *ends), rows, " ".join(said))
+
+
+def _control(run: Training) -> str:
+    """Return the mark of a control run, with its number from the second one on."""
+    return f", control{f' {run.index + 1}' if run.index else ''}" if run.control else ""
 
 
 def _apart(result: ModelResult, run: Training) -> tuple[str, str]:
@@ -187,14 +193,24 @@ def _apart(result: ModelResult, run: Training) -> tuple[str, str]:
 
 
 def _gradients(result: ModelResult) -> Table:
-    rows = tuple(
-        (each.model, variant, q.scientific(found.error), f"{found.worst} ({q.scientific(found.worst_error)})")
-        for each in result.measurements
-        if isinstance(each, Gradients)
-        for variant, found in each.errors.items()
+    rows: list[tuple[str, ...]] = []
+    for model in _models(result):
+        measured = [each for each in result.measurements if isinstance(each, Gradients) and each.model == model.name]
+        for variant in model.names:
+            found = [each.errors[variant] for each in measured if variant in each.errors]
+            if not found:
+                continue
+            errors, worst = [each.error for each in found], max(found, key=lambda each: each.worst_error)
+            mean = math.sqrt(statistics.fmean(error**2 for error in errors))
+            ends = f"{q.scientific(min(errors))} to {q.scientific(max(errors))}" if len(errors) > 1 else q.NONE
+            said = f"{worst.worst} ({q.scientific(worst.worst_error)})"
+            rows.append((model.name, variant, str(len(errors)), q.scientific(mean), ends, said))
+    heads = columns("model", "variant", ">seeds", ">error", "?>at each seed", "?parameter with the largest error")
+    note = (
+        "Norm-wise error of the gradient of all parameters against plain PyTorch in float32; over several seeds of weights and "
+        "sequences their root mean square."
     )
-    heads = columns("model", "variant", ">error", "?parameter with the largest error")
-    return Table("Gradients", heads, rows, "Norm-wise error of the gradient of all parameters against plain PyTorch in float32.")
+    return Table("Gradients", heads, tuple(rows), note)
 
 
 def _missing(result: ModelResult) -> Table:

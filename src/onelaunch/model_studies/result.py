@@ -15,7 +15,7 @@ from onelaunch.model_studies.declare import Activity, ModelCriterion, ModelStudy
 from onelaunch.workbench import stats
 from onelaunch.workbench.result import CriterionStatus, Provenance, Spent, Status
 from onelaunch.workbench.result.saved import Saved
-from onelaunch.workbench.stored import Amount, Count, Error, Estimate, Finite, Name, Stored, Time, Words
+from onelaunch.workbench.stored import Amount, Count, Error, Estimate, Finite, Grown, Name, Stored, Time, Words
 
 SCHEMA = 1
 """Version of the schema."""
@@ -89,29 +89,37 @@ class GradientError(Stored):
     worst_error: Error
 
 
-class Gradients(Stored):
+class Gradients(Grown, Stored):
     """Gradients of a model at its initial weights, for one sequence."""
+
+    LATER = ("seed",)
 
     task: Literal["gradients"] = "gradients"
     model: Name
+    seed: Count = 0
+    """Seed of the weights and of the sequence."""
     loss: Finite | None = None
     """Loss of plain PyTorch in float32; ``None`` if it could not be computed."""
     errors: dict[Name, GradientError] = Field(default_factory=dict)
     missing: dict[Name, Missing] = Field(default_factory=dict)
 
 
-class Training(Stored):
+class Training(Grown, Stored):
     """Training run of a variant with one seed."""
+
+    LATER = ("index",)
 
     task: Literal["training"] = "training"
     model: Name
     variant: Name
     seed: Count
     control: bool = False
-    """True for the run that shows how far a rounding of the weights moves the losses: the first variant once more, with the first
+    """True for a run that shows how far a rounding of the weights moves the losses: the first variant once more, with the first
     seed, from weights that each differ by one rounding (``perturbation``)."""
+    index: Count = 0
+    """Index of the control, which seeds the signs of its roundings."""
     perturbation: Amount = 0.0
-    """Relative change of each initial weight, up or down; 0 but in the control."""
+    """Relative change of each initial weight, up or down; 0 but in a control."""
     missing: Missing | None = None
     losses: tuple[Finite, ...] = ()
     """Loss of each step before it, in order."""
@@ -147,20 +155,21 @@ def _once(measurements: tuple[Measurement, ...]) -> tuple[Measurement, ...]:
     return measurements
 
 
-Key = tuple[str, str, str, int]
-"""Task (``control`` for the control of losses), model, variant (or activity), seed."""
+Key = tuple[str, str, str, int, int]
+"""Task (``control`` for a control of losses), model, variant (or activity), seed, index of the control."""
 
 
 def key_of(measurement: Measurement) -> Key:
     """Return the key of the task that a measurement belongs to."""
     match measurement:
         case Alone():
-            return "alone", measurement.model, measurement.variant, 0
+            return "alone", measurement.model, measurement.variant, 0, 0
         case Timed():
-            return "timed", measurement.model, measurement.activity, 0
+            return "timed", measurement.model, measurement.activity, 0, 0
         case Gradients():
-            return "gradients", measurement.model, "", 0
-    return "control" if measurement.control else "training", measurement.model, measurement.variant, measurement.seed
+            return "gradients", measurement.model, "", measurement.seed, 0
+    kind = "control" if measurement.control else "training"
+    return kind, measurement.model, measurement.variant, measurement.seed, measurement.index
 
 
 class ModelOutcome(Stored):
@@ -193,13 +202,18 @@ class ModelResult(Saved):
     spent: Spent | None = None
 
     def find(self, *key: str | int) -> Measurement | None:
-        """Return the measurement of a task by its key; the seed may be left out."""
+        """Return the measurement of a task by its key, whose last parts may be left out for the first one."""
         return next((each for each in self.measurements if key_of(each)[: len(key)] == key), None)
 
-    def training(self, model: str, variant: str, seed: int, *, control: bool = False) -> Training | None:
-        """Return a finished training run, or ``None``."""
-        found = self.find("control" if control else "training", model, variant, seed)
+    def training(self, model: str, variant: str, seed: int) -> Training | None:
+        """Return a finished training run that is no control, or ``None``."""
+        found = self.find("training", model, variant, seed)
         return found if isinstance(found, Training) and not found.missing else None
+
+    def controls(self, model: str) -> list[Training]:
+        """Return the finished control runs of a model."""
+        runs = [each for each in self.measurements if isinstance(each, Training) and each.control and each.model == model]
+        return [each for each in runs if not each.missing]
 
     def inconsistency(self) -> str | None:
         """Return what does not fit together in the result, as a clause, or ``None``."""

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -23,12 +24,12 @@ import onelaunch
 from onelaunch.device import hardware
 from onelaunch.errors import ArgumentError, ResultExists, StudyError
 from onelaunch.model_studies.ahead import TUNED, AheadJob, compile_ahead
-from onelaunch.model_studies.child import ANSWER, Job, carry_out
+from onelaunch.model_studies.child import ANSWER, Job, carry_out_all
 from onelaunch.model_studies.continued import Source, check_alike, earlier_commits, select, taken, unfinished
 from onelaunch.model_studies.declare import LanguageModel, ModelStudy
 from onelaunch.model_studies.judge import judged
 from onelaunch.model_studies.result import Alone, Gradients, Key, Measurement, Missing, ModelResult, Timed, Training
-from onelaunch.model_studies.tasks import Task, absent, tasks_of
+from onelaunch.model_studies.tasks import Task, absent, batches, tasks_of
 from onelaunch.operation.sources import installed_version
 from onelaunch.workbench.files import probe_file, within
 from onelaunch.workbench.result import Provenance, Spent, Status
@@ -144,11 +145,11 @@ def run_model_study(
     for part in also:
         run.take_over(ModelResult.load(part), across_commits=across_commits)
     deadline = None if time_limit is None else time.time() + time_limit
-    for task in run.left(wanted):
-        if _is_late(deadline) or not run.prepare(task, deadline, on_progress) or _is_late(deadline):
+    for group in batches(run.left(wanted)):
+        if _is_late(deadline) or not run.prepare(group[0], deadline, on_progress) or _is_late(deadline):
             break
-        on_progress(task.words)
-        kept = run.do(task, deadline)
+        on_progress(group[0].words if len(group) == 1 else f"{group[0].words}, and {len(group) - 1} more")
+        kept = run.do(group, deadline)
         run.result().save(path, force=True)
         if not kept:
             break
@@ -222,13 +223,14 @@ class _Run:
         """Return those of some tasks that are left to do."""
         return [task for task in tasks if task.key not in self.measured or unfinished(self.measured[task.key])]
 
-    def do(self, task: Task, deadline: float | None) -> bool:
-        """Carry out a task, and return whether the run goes on; it ends at the deadline and after Ctrl-C."""
-        began = time.monotonic()
+    def do(self, tasks: Sequence[Task], deadline: float | None) -> bool:
+        """Carry out tasks in one process, and return whether the run goes on; it ends at the deadline and after Ctrl-C."""
+        began, task = time.monotonic(), tasks[0]
         tuned = self._tuned or task.model in self._compiled
         job = Job(
             study=self.study,
             task=task,
+            more=tuple(tasks[1:]),
             device=str(self.device),
             state=self.state,
             deadline=deadline,
@@ -239,16 +241,16 @@ class _Run:
         try:
             missing = absent(self.study.model(task.model), task.variant, self.device) if task.of_one else None
             if missing is not None:
-                found = without(self.study, task, missing.status, missing.reason)
+                found = [without(self.study, each, missing.status, missing.reason) for each in tasks]
             else:
-                found = carry_out(job) if self.in_process else self._in_a_child(job)
+                found = carry_out_all(job) if self.in_process else self._in_a_child(job)
         except KeyboardInterrupt:
-            found, goes_on = without(self.study, task, "interrupted", "stopped by Ctrl-C"), False
+            found, goes_on = [without(self.study, each, "interrupted", "stopped by Ctrl-C") for each in tasks], False
         self._device_seconds += time.monotonic() - began
-        self.measured[task.key] = found
+        self.measured |= {each.key: measured for each, measured in zip(tasks, found, strict=False)}
         for source in self._sources:
-            source.keys.discard(task.key)
-        return goes_on and not unfinished(found)
+            source.keys.difference_update(each.key for each in tasks)
+        return goes_on and len(found) == len(tasks) and not any(map(unfinished, found))
 
     @property
     def _compiles(self) -> bool:
@@ -302,7 +304,7 @@ class _Run:
             done.touch()
         return True
 
-    def _in_a_child(self, job: Job) -> Measurement:
+    def _in_a_child(self, job: Job) -> list[Measurement]:
         """Carry out a job in a process of its own. First steps begin with empty caches, which later tasks of the model use."""
         caches = self._caches(job.task)
         if job.empty_caches:
@@ -318,7 +320,8 @@ class _Run:
         if answer.is_file() and process.returncode == 0:
             return ANSWER.validate_json(answer.read_bytes())
         last = log.read_bytes()[-4000:].decode(errors="replace").strip().splitlines()[-1:] or [""]
-        return without(self.study, job.task, status, f"{reason}; its output ended with: {last[0][:300]}")
+        why = f"{reason}; its output ended with: {last[0][:300]}"
+        return [without(self.study, task, status, why) for task in (job.task, *job.more)]
 
     def result(self) -> ModelResult:
         """Return the result so far, judged."""
@@ -378,10 +381,11 @@ def without(study: ModelStudy, task: Task, status: Status, reason: str) -> Measu
     if task.task == "alone":
         return Alone(model=task.model, variant=task.variant, missing=missing)
     if task.task == "training":
-        return Training(model=task.model, variant=task.variant, seed=task.seed, control=task.control, missing=missing)
+        known: dict[str, Any] = {"model": task.model, "variant": task.variant, "seed": task.seed}
+        return Training(**known, control=task.control, index=task.index, missing=missing)
     each = dict.fromkeys(study.model(task.model).names, missing)
     if task.task == "gradients":
-        return Gradients(model=task.model, missing=each)
+        return Gradients(model=task.model, seed=task.seed, missing=each)
     return Timed.model_validate({"model": task.model, "activity": task.variant, "missing": each})
 
 

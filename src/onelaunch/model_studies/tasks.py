@@ -7,8 +7,9 @@ fails, gets a status with its reason, and the others are measured without it.
 from __future__ import annotations
 
 import gc
+import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -40,12 +41,14 @@ class Task(NamedTuple):
     """Variant; for ``timed`` the activity."""
     seed: int = 0
     control: bool = False
-    """True for the control of losses: a training run of the first variant once more, from weights one rounding away."""
+    """True for a control of losses: a training run of the first variant once more, from weights one rounding away."""
+    index: int = 0
+    """Index of the control, which seeds the signs of its roundings."""
 
     @property
     def key(self) -> Key:
         """Key of the measurement."""
-        return "control" if self.control else self.task, self.model, self.variant, self.seed
+        return "control" if self.control else self.task, self.model, self.variant, self.seed, self.index
 
     @property
     def of_one(self) -> bool:
@@ -57,27 +60,40 @@ class Task(NamedTuple):
         """The task in words, for progress."""
         if self.task == "training":
             more = ", again from weights one rounding away" if self.control else ""
-            return f"{self.model}: training run of {self.variant}, seed {self.seed}{more}"
-        said = {"alone": f"first steps of {self.variant}", "timed": f"times of {self.variant}", "gradients": "gradients"}
+            which = f" (control {self.index + 1})" if self.index else ""
+            return f"{self.model}: training run of {self.variant}, seed {self.seed}{more}{which}"
+        said = {"alone": f"first steps of {self.variant}", "timed": f"times of {self.variant}"}
+        said["gradients"] = f"gradients, seed {self.seed}" if self.seed else "gradients"
         return f"{self.model}: {said[self.task]}"
 
 
 def task_of(key: Key) -> Task:
     """Return the task of a measurement, by its key."""
-    kind, model, variant, seed = key
-    return Task("training" if kind == "control" else kind, model, variant, seed, control=kind == "control")
+    kind, model, variant, seed, index = key
+    return Task("training" if kind == "control" else kind, model, variant, seed, kind == "control", index)
 
 
 def tasks_of(study: ModelStudy, model: LanguageModel) -> list[Task]:
     """Return the tasks of a model, in the order in which they run."""
     tasks = [Task("alone", model.name, variant) for variant in model.names]
     tasks += [Task("timed", model.name, activity) for activity in model.activities]
-    tasks += [Task("gradients", model.name)] if model.gradient_length else []
+    tasks += [Task("gradients", model.name, "", seed) for seed in range(model.gradient_seeds)] if model.gradient_length else []
     if model.steps:
         for index, seed in enumerate(model.seeds):
             tasks += [Task("training", model.name, variant, seed) for variant in model.names]
-            tasks += [] if index else [Task("training", model.name, model.names[0], seed, control=True)]
+            controls = 0 if index else model.controls
+            tasks += [Task("training", model.name, model.names[0], seed, control=True, index=each) for each in range(controls)]
     return tasks
+
+
+def batches(tasks: Sequence[Task]) -> Iterator[tuple[Task, ...]]:
+    """Yield tasks in the groups that share a process, in order: the gradients and the controls of a model; others are alone.
+
+    A process takes longer to start than one of these, and none of them measures a first step or memory.
+    """
+    shared = ("gradients", "control")
+    for _, group in itertools.groupby(enumerate(tasks), lambda at: at[1].key[:2] if at[1].key[0] in shared else at[0]):
+        yield tuple(task for _, task in group)
 
 
 def wait_for(device: torch.device) -> None:
@@ -216,12 +232,13 @@ def _decode(trainer: Trainer, prompt: torch.Tensor) -> float:
     return (time.perf_counter() - begin) / DECODED
 
 
-def gradients(model: LanguageModel, device: torch.device) -> Gradients:
+def gradients(model: LanguageModel, device: torch.device, seed: int = 0) -> Gradients:
     """Compare the gradients of all variants at the initial weights with those of plain PyTorch in float32.
 
-    The weights of the reference are those of the variants, so rounded to bfloat16 where the model is.
+    The weights of the reference are those of the variants, so rounded to bfloat16 where the model is. Weights of other seeds than
+    the first are drawn on the device.
     """
-    rows = random_rows(model, device)[:1, : model.gradient_length]
+    rows = random_rows(model, device, seed)[:1, : model.gradient_length]
     errors: dict[str, GradientError] = {}
     missing: dict[str, Missing] = {}
     wanted: dict[str, torch.Tensor] | None = None
@@ -231,7 +248,7 @@ def gradients(model: LanguageModel, device: torch.device) -> Gradients:
             missing[variant] = why
             continue
         try:
-            trainer = Trainer(model, variant, device)
+            trainer = Trainer(model, variant, device, seed, drawn_there=seed > 0)
             if wanted is None:
                 weights = {name: each.detach().float() for name, each in trainer.module.state_dict().items()}
                 loss, wanted = _reference(weights, model, rows)
@@ -242,7 +259,7 @@ def gradients(model: LanguageModel, device: torch.device) -> Gradients:
             missing[variant] = failure(error)
         trainer = None
         gc.collect()
-    return Gradients(model=model.name, loss=loss, errors=errors, missing=missing)
+    return Gradients(model=model.name, seed=seed, loss=loss, errors=errors, missing=missing)
 
 
 def _reference(

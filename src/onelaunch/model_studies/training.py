@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -39,6 +40,7 @@ def training(
     stop: Callable[[], bool],
     *,
     control: bool = False,
+    index: int = 0,
 ) -> Training:
     """Train a variant, from its checkpoint if there is one.
 
@@ -51,16 +53,18 @@ def training(
         stop: Function that says whether the run must save and stop. It is asked every few steps.
         control: Whether each initial weight is changed by one rounding of the model's precision
             (:data:`~onelaunch.model_studies.build.ROUNDINGS`).
+        index: Index of the control, which seeds the signs of the roundings.
 
     Returns:
         The finished run. One that was stopped has the status ``interrupted``.
     """
     perturbation = ROUNDINGS[model.precision] if control else 0.0
-    found = Training(model=model.name, variant=variant, seed=seed, control=control, perturbation=perturbation)
+    known: dict[str, Any] = {"model": model.name, "variant": variant, "seed": seed, "control": control, "index": index}
+    found = Training(**known, perturbation=perturbation)
     if (why_absent := absent(model, variant, device)) is not None:
         return found.model_copy(update={"missing": why_absent})
     try:
-        run = _Run(model, variant, seed, device, checkpoint, perturbation)
+        run = _Run(model, variant, seed, device, checkpoint, perturbation, index)
         finished = run.train(stop)
     except Exception as error:  # noqa: BLE001 - whatever a library raises is the variant's status
         return found.model_copy(update={"missing": failure(error)})
@@ -86,17 +90,25 @@ class _Run:
     """State of a training run."""
 
     def __init__(
-        self, model: LanguageModel, variant: str, seed: int, device: torch.device, checkpoint: Path, perturbation: float
+        self,
+        model: LanguageModel,
+        variant: str,
+        seed: int,
+        device: torch.device,
+        checkpoint: Path,
+        perturbation: float,
+        index: int,
     ) -> None:
         self.model, self.seed, self.checkpoint = model, seed, checkpoint
-        self.trainer = Trainer(model, variant, device, seed, perturbation)
+        self.trainer = Trainer(model, variant, device, seed, perturbation, index)
         self.text = example().Text(model.vocabulary, device)
         self.settings = {
-            "model": model.model_dump_json(),
+            "model": model.as_measured().model_dump_json(),
             "variant": variant,
             "seed": seed,
             "text": self.text.digest,
             "perturbation": perturbation,
+            "index": index,
             "code": _code(),
         }
         self.losses: list[float] = []
