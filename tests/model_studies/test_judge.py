@@ -194,7 +194,7 @@ def test_gradients_are_compared():
     assert summary(judged(found)) == "1 of 6 criteria met (5 not measured)"
 
 
-def test_gradients_at_several_seeds_are_compared_by_their_root_mean_squares():
+def test_gradients_at_several_seeds_are_compared_by_the_mean_of_their_ratios():
     def at(seed, theirs, ours):
         errors = {
             name: GradientError(error=error, loss=1.0, worst=f"x{seed}", worst_error=error)
@@ -205,10 +205,13 @@ def test_gradients_at_several_seeds_are_compared_by_their_root_mean_squares():
     both = at(0, 0.03, 0.04), at(1, 0.04, 0.03)
     found = result(*both, gradient_seeds=2)
     outcome = judge(found, criterion(found, "gradient", at_most=1.0))
-    assert (outcome.status, outcome.value.median) == ("met", pytest.approx(1.0))
-    assert (
-        "fla 3.536e-02: 1x (root mean squares over 2 seeds, 0.75x to 1.33x at each, 1x in the geometric mean)" in outcome.evidence
-    )
+    assert (outcome.status, outcome.value.median) == ("inconclusive", pytest.approx(1.0))
+    assert outcome.value.high == pytest.approx((4 / 3) ** 12.706)  # Student's t with one degree of freedom
+    assert "fla 3.536e-02 (root mean squares over 2 seeds): 1x in the geometric mean of the seeds' ratios" in outcome.evidence
+    assert "0.75 to 1.33 at each), at most 1 was asked" in outcome.evidence
+    for ours, status in ((0.02, "met"), (0.05, "missed")):
+        apart = result(at(0, 0.03, ours), at(1, 0.0301, ours), gradient_seeds=2)
+        assert judge(apart, criterion(apart, "gradient", at_most=1.0)).status == status
     (table,) = (each for each in tables(found) if each.title == "Gradients")
     assert table.rows[1] == ("tiny", "layers", "2", "3.5e-02", "3.0e-02 to 4.0e-02", "x0 (4.0e-02)")
     part = result(both[0], gradient_seeds=2)

@@ -82,14 +82,16 @@ def _gradients(result: ModelResult, criterion: ModelCriterion, over: str) -> Mod
     if not all(0 < theirs < math.inf for _, theirs in pairs):
         return _not_measured(criterion, f"the gradient of {over} has no error to compare with")
     mine, theirs = (math.sqrt(statistics.fmean(error**2 for error in side)) for side in zip(*pairs, strict=True))
-    text = f"the gradient of {criterion.of} is {mine:.3e} off, that of {over} {theirs:.3e}: {mine / theirs:.3g}x"
-    if len(pairs) > 1:
-        ratios = [of / other for of, other in pairs]
-        text += f" (root mean squares over {len(pairs)} seeds, {min(ratios):.3g}x to {max(ratios):.3g}x at each"
-        text += (
-            f", {statistics.geometric_mean(ratios):.3g}x in the geometric mean)" if min(ratios) > 0 and mine < math.inf else ")"
-        )
-    return _exact(criterion, mine / theirs, text)
+    text = f"the gradient of {criterion.of} is {mine:.3e} off, that of {over} {theirs:.3e}"
+    if len(pairs) == 1 or not all(0 < error < math.inf for error, _ in pairs):
+        return _exact(criterion, mine / theirs, f"{text}: {mine / theirs:.3g}x")
+    ratio = stats.mean_ratio(*zip(*pairs, strict=True))
+    each = [of / other for of, other in pairs]
+    text += f" (root mean squares over {len(pairs)} seeds): {ratio.median:.3g}x in the geometric mean of the seeds' ratios"
+    text += f" ({ratio.low:.3g} to {ratio.high:.3g}; {min(each):.3g} to {max(each):.3g} at each), {criterion.bound} was asked"
+    bound = criterion.at_most or 0.0
+    status: CriterionStatus = "met" if ratio.high <= bound else "missed" if ratio.low > bound else "inconclusive"
+    return ModelOutcome(criterion=criterion, status=status, evidence=text, value=ratio)
 
 
 def _losses(result: ModelResult, criterion: ModelCriterion, over: str) -> ModelOutcome:
