@@ -206,15 +206,14 @@ def test_the_operators_pass_opcheck(want_final):
     given = made(grad=True, T=20, initial_state=want_final)
     tensors = [given[name] for name in TENSORS]
     kernels = "wide_activated,fused,norm_gate"
-    arguments = (*tensors, given.get("initial_state"), 2, 16.0, 1e-5, want_final, False, kernels)
+    arguments = (*tensors, given.get("initial_state"), 2, 16.0, 1e-5, want_final, False, want_final, kernels)
     forward, backward = (getattr(torch.ops.onelaunch, f"gla_layer_{way}").default for way in ("forward", "backward"))
     library.opcheck(forward, arguments, test_utils=UTILITIES)
     with torch.no_grad():
         out, final, *kept = autograd.run_forward(*arguments)
-    x, in_proj_weight, gk_weight, _, norm_weight, w_out = (each.detach() for each in tensors)
     state = arguments[6] if arguments[6] is None else arguments[6].detach()
     given_back = (torch.ones_like(out), torch.ones_like(final) if want_final else None)
-    saved = (x, in_proj_weight, gk_weight, norm_weight, w_out, state, *kept)
+    saved = (*(each.detach() for each in tensors), state, *kept)
     # ``wants`` says which gradients are asked for, in the order of the tensors: all, or that of ``w_out`` alone.
     for wants in ([True] * 6 + [want_final], [False] * 5 + [True, False]):
         library.opcheck(backward, (*given_back, *saved, 2, 16.0, kernels, wants), test_utils=UTILITIES)

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple, Optional
 import torch
 
 from onelaunch import dispatch
+from onelaunch.launch import recomputed
 from onelaunch.launch.operator import Operator
 from onelaunch.operation import Query, SymbolicSizes, find_operation
 from onelaunch.ops.gla.padding import STEP
@@ -171,13 +172,14 @@ def run_forward(
     eps: float,
     want_final: bool,
     keep_states: bool,
+    keep_decays: bool,
     kernels: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Compute ``out [B, T, D]`` and the final state; return them and the tensors to save for the backward pass.
 
-    Saved are the packed projections of x (y) ``[B, T, pitch]``, packed log-decays (gk) ``[B, T, pitch]``, ``o [B, T, H, V]``, the
-    norms' ``rstd [B T, H]`` and, with ``keep_states``, a state per chunk ``[slots, H, V, K]``. A result that is not wanted has no
-    elements. ``kernels`` is the result of :func:`_kernels_for`.
+    Saved are the packed projections of x (y) ``[B, T, pitch]``, with ``keep_decays`` packed log-decays (gk) ``[B, T, pitch]``,
+    ``o [B, T, H, V]``, the norms' ``rstd [B T, H]`` and, with ``keep_states``, a state per chunk ``[slots, H, V, K]``. A result
+    that is not wanted has no elements. ``kernels`` is the result of :func:`_kernels_for`.
     """
     from onelaunch.ops.gla import launch, launch_hopper
     from onelaunch.ops.output_chain import launch as chain_launch
@@ -187,9 +189,7 @@ def run_forward(
     y = rows.new_empty(*x.shape[:-1], plan.layout.pitch)
     torch.mm(rows, in_proj_weight.mT, out=y.view(-1, plan.layout.pitch)[:, : plan.layout.rows])
     q, k, v, gate, low_rank = plan.layout.cut(y)
-    wanted = way_in.Wanted(plan.decays, eps=0.0, keep=_KEEP)  # eps has no effect: no segment has a norm
-    packed = way_in.launches[plan.kernels.decays](low_rank.reshape(-1, plan.sizes.projected_decays), gk_weight, gk_bias, wanted)
-    gk = packed.y.view(*x.shape[:-1], plan.decays.pitch)
+    gk = _log_decays(plan, low_rank, gk_weight, gk_bias)
     (g,) = plan.decays.cut(gk)
     call = launch.Attention.of(q, k, v, g, initial, None, plan.scale)
     states: list[torch.Tensor] = []
@@ -201,7 +201,15 @@ def run_forward(
     given = chain_launch.Operands.of(o, gate, norm_weight, activated=False)
     out, rstd, _ = chain.launches[plan.kernels.way_out](given, w_out, None, eps, _KEEP)
     assert rstd is not None  # noqa: S101 - _KEEP is set
+    gk = gk if keep_decays else x.new_empty(0)
     return out.view(x.shape), final, y, gk, o, rstd, states[0] if states else x.new_empty(0)
+
+
+def _log_decays(plan: Plan, low_rank: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    """Return the packed log-decays (gk) ``[B, T, pitch]`` from the factor r ``[B, T, 1, rank]``, the same bits each time."""
+    wanted = way_in.Wanted(plan.decays, eps=0.0, keep=_KEEP)  # eps has no effect: no segment has a norm
+    packed = way_in.launches[plan.kernels.decays](low_rank.reshape(-1, plan.sizes.projected_decays), weight, bias, wanted)
+    return packed.y.view(*low_rank.shape[:2], plan.decays.pitch)
 
 
 def run_backward(
@@ -210,6 +218,7 @@ def run_backward(
     x: torch.Tensor,
     in_proj_weight: torch.Tensor,
     gk_weight: torch.Tensor,
+    gk_bias: torch.Tensor,
     norm_weight: torch.Tensor,
     w_out: torch.Tensor,
     initial: Optional[torch.Tensor],  # noqa: UP045
@@ -245,15 +254,14 @@ def run_backward(
         da, given, rstd, want_a=wants_out, into=dgate.flatten(0, 1).view(-1, inner)
     )
     del da
-    if a is not None:
-        found[5] = dout.mT @ a
-    if wants_norm and dnorm is not None:
-        found[4] = dnorm
+    found[5] = None if a is None else dout.mT @ a
+    found[4] = dnorm if wants_norm else None
     del a
     if not inside or do is None:
         return _wanted(found, wants)
+    gk = gk if gk.numel() else _log_decays(plan, plan.layout.cut(y)[-1], gk_weight, gk_bias)
     dgk, sums, dinitial = _recurrence_gradients(plan, do.view(o.shape), dfinal, y, gk, initial, states, dz)
-    del do
+    del do, gk
     columns, dz = plan.layout.rows, dz.view(-1, plan.layout.pitch)
     of_low_rank = slice(columns - plan.sizes.projected_decays, columns)
     low_rank = y.view(-1, plan.layout.pitch)[:, of_low_rank]
@@ -286,8 +294,8 @@ def _decay_gradients(
     """Write the gradient of r ``[B T, rank]`` into columns of dz; return those of the decays' weight and bias.
 
     ``wants`` says for each of the three whether it is wanted. ``sums`` are those of the columns of dgk, in float32, if they were
-    computed with it. The launch, and PyTorch's products where there is none, are those
-    of the backward pass of ``projections``, so that gradients are equal to the last bit.
+    computed with it. The launch, and PyTorch's products where there is none, are those of the backward pass of ``projections``,
+    so that gradients are equal to the last bit.
     """
     from onelaunch.ops.projections import launch_low_rank
 
@@ -341,12 +349,16 @@ def _recurrence_gradients(
 
 
 def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-    """Save all input tensors except the bias of the decays, and the tensors that :func:`run_forward` returns for it."""
-    x, in_proj_weight, gk_weight, _, norm_weight, w_out, initial, heads, normalizer, _, ctx.want_final, _, kernels = inputs
-    ctx.save_for_backward(x, in_proj_weight, gk_weight, norm_weight, w_out, initial, *output[2:])
+    """Save all input tensors and those that :func:`run_forward` returns for it; for x what makes it again, if it can be."""
+    x, *tensors, heads, normalizer, _, ctx.want_final, _, _, kernels = inputs
+    ctx.x_again, sources = recomputed.instead_of(x)
+    ctx.save_for_backward(*tensors, *output[2:], *sources)
     ctx.numbers = (heads, normalizer, kernels)
     ctx.set_materialize_grads(False)
 
+
+_SAVED = 11
+"""Number of saved tensors beside x: six other inputs, and five results of :func:`run_forward`."""
 
 _WANTS: dict[tuple[bool, ...], tuple[bool, ...]] = {}
 """Flags for the gradients of the tensors, by themselves: one object for equal flags, which replays compare by identity."""
@@ -354,13 +366,14 @@ _WANTS: dict[tuple[bool, ...], tuple[bool, ...]] = {}
 
 def gradients(ctx: Any, backward: Any, dout: torch.Tensor | None, dfinal: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
     """Return the gradient of every input of :func:`run_forward`."""
-    x, *rest = ctx.saved_tensors
+    saved = ctx.saved_tensors  # once: each access unpacks them
     asked = ctx.needs_input_grad[:7]
     wants = _WANTS.setdefault(asked, asked)
+    x = recomputed.once_more(ctx.x_again, saved[_SAVED:])
     dout = torch.zeros_like(x) if dout is None else dout
-    found = backward(dout, dfinal if ctx.want_final else None, x, *rest, *ctx.numbers, wants)
+    found = backward(dout, dfinal if ctx.want_final else None, x, *saved[:_SAVED], *ctx.numbers, wants)
     given = iter(found)
-    return *[next(given) if wanted else None for wanted in wants], None, None, None, None, None, None
+    return *[next(given) if wanted else None for wanted in wants], *(None,) * 7
 
 
 def fake_forward(
@@ -376,6 +389,7 @@ def fake_forward(
     eps: float,
     want_final: bool,
     keep_states: bool,
+    keep_decays: bool,
     kernels: str,
 ) -> tuple[torch.Tensor, ...]:
     """Return empty tensors for the results of :func:`run_forward`, whose sizes B and T may be symbolic."""
@@ -388,6 +402,7 @@ def fake_forward(
     call = launch.Attention.of(q, k, v, g, initial, None, plan.scale)
     kept = launch_hopper.empty_states(call, int(keep_states and plan.kernels.recurrence == "hopper")) or [x.new_empty(0)]
     final, rstd = launch.empty_final(call, wanted=want_final), x.new_empty(math.prod(leading), heads, dtype=torch.float32)
+    gk = gk if keep_decays else x.new_empty(0)
     return x.new_empty(x.shape), final, y, gk, launch.empty_output(call), rstd, kept[0]
 
 
@@ -397,6 +412,7 @@ def fake_backward(
     x: torch.Tensor,
     in_proj_weight: torch.Tensor,
     gk_weight: torch.Tensor,
+    gk_bias: torch.Tensor,
     norm_weight: torch.Tensor,
     w_out: torch.Tensor,
     initial: torch.Tensor | None,
@@ -411,7 +427,6 @@ def fake_backward(
     wants: Sequence[bool],
 ) -> list[torch.Tensor]:
     """Return empty tensors for the results of :func:`run_backward`."""
-    gk_bias = gk_weight.select(1, 0)  # as large as the bias, which is not saved
     tensors = (x, in_proj_weight, gk_weight, gk_bias, norm_weight, w_out, initial)
     return _wanted([None if tensor is None else tensor.new_empty(tensor.shape) for tensor in tensors], wants)
 
@@ -425,15 +440,18 @@ forward = Operator(
 def compute(call: GlaLayerCall, *, keep_states: bool = False) -> Results:
     """Compute the layer of a call that :func:`why_not` accepts; ``keep_states`` saves the states for the backward pass."""
     key, sizes = call.query(), call.sizes
+    keep_decays = False  # a comparison would be a guard of compiled code
     if torch.compiler.is_compiling() or type(key.sizes) is SymbolicSizes:
         dispatch.note_sizes(key.sizes)
         decided = _constant_kernels(*key[:3], *key[4:], sizes.rank, sizes.normalizer)
         kernels = dispatch.within(key.sizes, decided)
     else:
         kernels = _kernels_for(*key, sizes.rank, sizes.normalizer)
+        keep_decays = key.sizes[0] * key.sizes[1] * sizes.heads * sizes.keys * key.dtype.itemsize < recomputed.LEAST_BYTES
     out, final, *_ = forward(
         call.x, call.in_proj_weight, call.gk_weight, call.gk_bias, call.norm_weight, call.w_out, call.initial_state,
-        sizes.heads, sizes.normalizer, call.eps, call.output_final_state, keep_states, kernels, grad=True,
+        sizes.heads, sizes.normalizer, call.eps, call.output_final_state, keep_states, keep_decays,
+        kernels, grad=True,
     )  # fmt: skip
     return out, final if call.output_final_state else None
 

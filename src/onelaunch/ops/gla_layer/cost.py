@@ -9,6 +9,7 @@ import math
 from dataclasses import replace
 
 from onelaunch.dispatch import AUTO
+from onelaunch.launch.recomputed import LEAST_BYTES
 from onelaunch.operation import Case, Cost, Direction, Variant, launch_count
 from onelaunch.ops.gla import gla
 from onelaunch.ops.gla_layer.contract import gla_layer
@@ -51,7 +52,8 @@ def cost(case: Case, variant: Variant | None, direction: Direction) -> Cost:
     the tensors' gradients. A variant moves what its parts move (tag ``parts``): all intermediates between them go through
     memory. A variant without that tag is one launch, and moves in addition what its CTAs pass to each other. For a part whose
     variant the dispatcher chooses, the least cost of that part is counted. Short convolutions read q, k and v and write them;
-    their FLOPs are not those of a matrix product.
+    their FLOPs are not those of a matrix product. ``packed`` and ``packed_states`` read the low-rank factor and write the
+    log-decays once more in the backward pass, unless these are small; the FLOPs of that product, a thousandth, are left out.
     """
     named = (AUTO,) * 3 if variant is None else variant.tags.get("parts", (AUTO,) * 3)
     costs = []
@@ -62,8 +64,9 @@ def cost(case: Case, variant: Variant | None, direction: Direction) -> Cost:
     if variant is not None and "parts" in variant.tags:
         written = _filtered_bytes(case) * (1 if direction == "forward" else 2)  # results, and gradients of what was filtered
         moved = total.bytes + _filtered_bytes(case) * (2 if direction == "forward" else 5)
-        more = None if total.written is None else total.written + written
-        return replace(total, bytes=moved, written=more, launches=launch_count(variant, direction))
+        read, again = _decays_again(case, variant, direction)
+        more = None if total.written is None else total.written + written + again
+        return replace(total, bytes=moved + read + again, written=more, launches=launch_count(variant, direction))
     shapes, dtypes = shapes_of(case), dtypes_of(case)
     operands = sum(math.prod(extent) * dtypes.get(name, case.dtype).itemsize for name, extent in shapes.items())
     results = math.prod(shapes["x"]) * case.dtype.itemsize
@@ -80,6 +83,16 @@ def _filtered_bytes(case: Case) -> int:
     """Return the bytes of q, k and v together if they go through short convolutions, else 0."""
     batch, length, _, heads, keys, values = (case.sizes[name] for name in gla_layer.dimensions)
     return batch * length * heads * (2 * keys + values) * case.dtype.itemsize if options_of(case).conv_size else 0
+
+
+def _decays_again(case: Case, variant: Variant, direction: Direction) -> tuple[int, int]:
+    """Return the bytes that a variant reads and writes to compute the log-decays again for its backward pass."""
+    batch, length, _, heads, keys, _ = (case.sizes[name] for name in gla_layer.dimensions)
+    rows, value, rank = batch * length, case.dtype.itemsize, options_of(case).rank
+    decays = rows * heads * keys * value
+    if direction == "forward" or rank is None or "gradients" not in variant.tags["fuses"] or decays < LEAST_BYTES:
+        return 0, 0
+    return rows * rank * value, decays
 
 
 def _passed_bytes(case: Case) -> int:

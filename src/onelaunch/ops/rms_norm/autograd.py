@@ -3,16 +3,19 @@
 ``onelaunch::rms_norm_forward`` computes both results in one launch. For a backward pass it saves rstd, the reciprocal root mean
 square of every row, beside the sum, which is a result (without residual the input). ``onelaunch::rms_norm_backward`` computes
 the gradient of the sum in one launch, with the gradient that comes in through the sum, and adds up the gradient of the weight in
-another. The gradients of the input and of the residual are this one tensor if both have the same dtype. The variant in
-``variants/triton.py`` calls :func:`compute`.
+another. The gradients of the input and of the residual are this one tensor if both have the same dtype. An operator of ours that
+multiplies y need not save it: its backward pass computes y from the sum again. The variant in ``variants/triton.py`` calls
+:func:`compute`.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 
+from onelaunch.launch import recomputed
 from onelaunch.launch.operator import Operator
 from onelaunch.ops.rms_norm import fakes
 from onelaunch.ops.rms_norm.contract import RMSNormCall
@@ -62,10 +65,22 @@ def run_backward(
 
 def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> None:
     """Save the sum (the input without residual), the weight and rstd. A result that is not used gets no gradient of zeros."""
-    x, weight, residual, *_ = inputs
+    x, weight, residual, eps, _ = inputs
     ctx.set_materialize_grads(False)
     ctx.x_dtype, ctx.added = x.dtype, residual is not None
-    ctx.save_for_backward(x if residual is None else output[1], weight, output[2])
+    total = x if residual is None else output[1]
+    ctx.save_for_backward(total, weight, output[2])
+    if total.dtype is x.dtype:  # from float32 sums, y would be float32 too
+        recomputed.attach(output[0], partial(_normalized, eps), (total,), () if weight is None else (weight,))
+
+
+_KEEP = True
+"""Flag of a launch that stores rstd. Recomputing y does not need it, but has the same kernel as a forward pass then."""
+
+
+def _normalized(eps: float, total: torch.Tensor, weight: torch.Tensor | None = None) -> torch.Tensor:
+    """Return y for a saved sum. It is that of the forward pass, but for the rounding of the sum to its dtype."""
+    return forward.planned(total, weight, None, eps, _KEEP)[0]
 
 
 def gradients(ctx: Any, backward: Any, dy: torch.Tensor | None, dtotal: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:

@@ -9,11 +9,12 @@ products. *Gate* and *up* also name the two products x w_gate^T and x w_up^T. Th
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
+from onelaunch.launch import recomputed
 from onelaunch.launch.by_variant import Launches
 from onelaunch.launch.operator import Operator
 from onelaunch.ops.swiglu import fakes
@@ -113,26 +114,41 @@ def run_forward(
 
 
 def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-    """Save x, the weights and both products for the backward pass."""
-    ctx.save_for_backward(*inputs[:3], output[1])
+    """Save x, the weights and both products for the backward pass; for x what makes it again, if it can be."""
+    ctx.x_again, sources = recomputed.instead_of(inputs[0])
+    ctx.save_for_backward(*inputs[1:3], output[1], *sources)
     ctx.set_materialize_grads(False)  # no zeros are allocated as the gradient of the products, which no caller can use
 
 
 def gradients(ctx: Any, backward: Any, dh: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     """Return the gradients of x and the weights; the other inputs have none."""
-    x, w_gate, w_up, products = ctx.saved_tensors
+    w_gate, w_up, products, *sources = ctx.saved_tensors
     dproducts = backward(dh, products, None)  # [M, 2 N]
-    wants_x, *wants_weights = ctx.needs_input_grad[:3]
+    found = product_gradients(dproducts, lambda: recomputed.once_more(ctx.x_again, sources), w_gate, w_up, ctx.needs_input_grad)
+    return *found, *(None,) * 11  # run_forward has 14 inputs
+
+
+def product_gradients(
+    dproducts: torch.Tensor,
+    x: Callable[[], torch.Tensor],
+    w_gate: torch.Tensor,
+    w_up: torch.Tensor | None,
+    wants: Sequence[bool],
+) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    """Return the gradients of x and of both weights that are wanted, from those of both products ``[M, 2 N]``.
+
+    ``x`` returns the rows ``[M, K]``, which the weights' gradients alone need. Without ``w_up``, ``w_gate`` holds both weights.
+    """
     dx = dw_gate = dw_up = None
-    if w_up is None:
-        dx = dproducts @ w_gate if wants_x else None
-        dw_gate = dproducts.mT @ x if wants_weights[0] else None
-    else:
+    if wants[0] and w_up is None:
+        dx = dproducts @ w_gate
+    elif wants[0]:
         dgate, dup = dproducts.chunk(2, 1)
-        dx = torch.addmm(dgate @ w_gate, dup, w_up) if wants_x else None
-        if any(wants_weights):
-            dw_gate, dw_up = (dproducts.mT @ x).chunk(2)
-    return dx, dw_gate, dw_up, *(None,) * 11  # run_forward has 14 inputs
+        dx = torch.addmm(dgate @ w_gate, dup, w_up)
+    if any(wants[1:3]):
+        dw_gate = dproducts.mT @ x()
+        dw_gate, dw_up = (dw_gate, None) if w_up is None else dw_gate.chunk(2)
+    return dx, dw_gate, dw_up
 
 
 forward = Operator("swiglu_forward", run_forward, fake=fakes.forward, save=save, gradients=gradients, backward=gate_backward)
