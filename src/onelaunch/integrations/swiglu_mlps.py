@@ -13,7 +13,7 @@ from torch import nn
 
 from onelaunch.integrations.forward import Forward, linear_refusals
 from onelaunch.integrations.storage import together
-from onelaunch.ops import swiglu
+from onelaunch.ops.swiglu.mlp import mlp
 
 _SILU = ("silu", "swish")
 _SILU_CLASSES = ("SiLUActivation", "SiLU")
@@ -23,7 +23,8 @@ _SILU_CLASSES = ("SiLUActivation", "SiLU")
 class SwigluMlp(Forward):
     """Forward of an MLP with the submodules ``gate_proj``, ``up_proj`` and ``down_proj``.
 
-    ``down_proj`` is called as a module, so it may be of any class and have a bias and hooks.
+    ``down_proj`` may be of any class and have a bias and hooks. In training a plain ``torch.nn.Linear`` without hooks is not
+    called, so that its input need not be kept for the backward pass.
     """
 
     operation = "swiglu"
@@ -75,8 +76,7 @@ class SwigluMlp(Forward):
             return self.original(reason, x, **kwargs)
         gate, up = self.weights()
         whole = together((gate, up))
-        h = swiglu(x, gate, up) if whole is None else swiglu(x, whole)
-        return self.module.down_proj(h)  # pyrefly: ignore[not-callable]
+        return mlp(x, *((gate, up) if whole is None else (whole, None)), self.module.down_proj)  # pyrefly: ignore[bad-argument-type]
 
 
 class FlaMlp(SwigluMlp):

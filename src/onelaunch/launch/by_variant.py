@@ -32,5 +32,8 @@ class Launches(Generic[F]):
 
         return register
 
+    def __contains__(self, name: str) -> bool:
+        return name in self._by_name
+
     def __getitem__(self, name: str) -> F:
         return self._by_name[name]

@@ -9,7 +9,7 @@ from onelaunch import checks
 from onelaunch.errors import ArgumentError, ShapeError
 from onelaunch.nn import inputs
 from onelaunch.nn.packed import PackedModule, parameter
-from onelaunch.ops import swiglu
+from onelaunch.ops.swiglu.mlp import mlp
 
 _ROUNDED_TO = 256
 """Number of channels that a default ``intermediate_size`` is rounded up to a multiple of."""
@@ -87,4 +87,4 @@ class SwiGLU(PackedModule):
             raise ShapeError(
                 "x", got=x.shape, want=f"[..., D] of at least 2 dimensions, with D = hidden_size = {self.hidden_size}"
             )
-        return self.down_proj(swiglu(x, parameter(self, "gate_up_weight")))
+        return mlp(x, parameter(self, "gate_up_weight"), None, self.down_proj)

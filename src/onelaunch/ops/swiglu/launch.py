@@ -50,8 +50,8 @@ def gate(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     return h
 
 
-def gate_backward(dh: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """Return the gradients of gate and up side by side, ``[M, 2 N]``, contiguous."""
+def gate_backward(dh: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, h: torch.Tensor | None = None) -> torch.Tensor:
+    """Return the gradients of gate and up side by side, ``[M, 2 N]``, contiguous; write ``h [M, N]``, contiguous, if given."""
     dh, gate, up = (inner_contiguous(each) for each in (dh, gate, up))
     rows, columns = gate.shape
     both = torch.empty((rows, 2 * columns), dtype=gate.dtype, device=gate.device)
@@ -59,7 +59,7 @@ def gate_backward(dh: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> tor
     block = block_columns(columns)
     Launch(
         gate_kernels.gate_backward_kernel, (rows * cdiv(columns, block),),
-        dh, gate, up, dgate, dup, columns, dh.stride(0), gate.stride(0), up.stride(0), dgate.stride(0), dup.stride(0),
+        dh, gate, up, dgate, dup, h, columns, dh.stride(0), gate.stride(0), up.stride(0), dgate.stride(0), dup.stride(0),
         BC=block, num_warps=4,
     ).run()  # fmt: skip
     return both

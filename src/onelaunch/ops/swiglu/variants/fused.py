@@ -14,6 +14,9 @@ from typing import Any
 
 import torch
 
+from onelaunch.device.architectures import find_architecture
+from onelaunch.launch.build import Build, builds_of
+from onelaunch.launch.imitation import record
 from onelaunch.operation import Direction, Example, Query
 from onelaunch.operation.requirements import cannot_launch, interprets_bfloat16_wrongly
 from onelaunch.ops.swiglu.autograd import Wanted, compute, launches
@@ -71,6 +74,18 @@ def fused(call: SwigluCall) -> tuple[torch.Tensor]:
     plain order. The backward pass takes three launches with stacked weights and four with separate ones.
     """
     return compute(call, "fused")
+
+
+@fused.kernels
+def gradients_of_an_mlp(architecture: str) -> list[Build]:
+    """Return the launch of a whole MLP's backward pass, which writes ``h`` as well (``mlp.py``), in 16 bits and float32."""
+    from onelaunch.ops.swiglu import mlp
+
+    with record(architecture) as (device, launches), torch.no_grad():
+        for dtype in (torch.bfloat16, torch.float32):
+            dh, products = (torch.empty(8192, columns, dtype=dtype, device=device) for columns in (2816, 2 * 2816))
+            mlp.run_gradients(dh, products)
+    return builds_of([("gradients of an MLP", each) for each in launches], find_architecture(architecture))
 
 
 _LARGEST = 2**30
