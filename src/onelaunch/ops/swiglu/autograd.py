@@ -9,6 +9,7 @@ products. *Gate* and *up* also name the two products x w_gate^T and x w_up^T. Th
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -124,7 +125,8 @@ def gradients(ctx: Any, backward: Any, dh: torch.Tensor) -> tuple[torch.Tensor |
     """Return the gradients of x and the weights; the other inputs have none."""
     w_gate, w_up, products, *sources = ctx.saved_tensors
     dproducts = backward(dh, products, None)  # [M, 2 N]
-    found = product_gradients(dproducts, lambda: recomputed.once_more(ctx.x_again, sources), w_gate, w_up, ctx.needs_input_grad)
+    x = functools.partial(recomputed.once_more, ctx.x_again, tuple(sources))
+    found = product_gradients(dproducts, x, w_gate, w_up, ctx.needs_input_grad)
     return *found, *(None,) * 11  # run_forward has 14 inputs
 
 
@@ -140,11 +142,12 @@ def product_gradients(
     ``x`` returns the rows ``[M, K]``, which the weights' gradients alone need. Without ``w_up``, ``w_gate`` holds both weights.
     """
     dx = dw_gate = dw_up = None
-    if wants[0] and w_up is None:
-        dx = dproducts @ w_gate
-    elif wants[0]:
-        dgate, dup = dproducts.chunk(2, 1)
-        dx = torch.addmm(dgate @ w_gate, dup, w_up)
+    if wants[0]:
+        if w_up is None:
+            dx = dproducts @ w_gate
+        else:
+            dgate, dup = dproducts.chunk(2, 1)
+            dx = torch.addmm(dgate @ w_gate, dup, w_up)
     if any(wants[1:3]):
         dw_gate = dproducts.mT @ x()
         dw_gate, dw_up = (dw_gate, None) if w_up is None else dw_gate.chunk(2)

@@ -10,6 +10,7 @@ The module ``SwiGLU`` and the MLPs of ``accelerate`` call :func:`mlp`.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -137,7 +138,8 @@ def gradients(ctx: Any, backward: Any, dout: torch.Tensor) -> tuple[torch.Tensor
         dproducts, h = backward(dout @ w_down, products)  # [M, 2 N] and [M, N]
         dw_down = dout.mT @ h if wants_down else None
         del h  # before the gradients of the other weights take as much memory
-        found = product_gradients(dproducts, lambda: recomputed.once_more(ctx.x_again, sources), w_gate, w_up, wants)
+        x = functools.partial(recomputed.once_more, ctx.x_again, tuple(sources))
+        found = product_gradients(dproducts, x, w_gate, w_up, wants)
     return *found, dw_down, dout.sum(0) if wants_bias else None, None
 
 
