@@ -37,7 +37,7 @@ class Recipe(NamedTuple):
 
 
 class Again(NamedTuple):
-    """What a backward pass needs beside the saved tensors to compute a tensor again."""
+    """Data with which a backward pass computes a tensor again from the saved ones."""
 
     compute: Callable[..., torch.Tensor]
     shape: torch.Size

@@ -1,4 +1,4 @@
-"""What a run takes over from an earlier result: which facts must be equal, and which measurements are kept.
+"""Rules of resumed runs: facts that must be equal to those of an earlier result, and measurements that are taken over from it.
 
 ``running.py`` calls :func:`refuse_others`, :func:`changed_shapes` and :func:`is_counted` before it takes over the measurements of
 an interrupted run, or of a finished one of which some shapes are measured anew. ``merging.py`` compares the parts of one run by
