@@ -8,11 +8,13 @@ tensor saves what the recipe reads in its place (:func:`instead_of`). ``rms_norm
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from torch.compiler import is_compiling
+
+from onelaunch.tracing import is_traced
 
 LEAST_BYTES = 8 << 20
 """Smallest size of a tensor that is computed again. Below it a launch takes as long as the pass over the tensor, and all
@@ -30,10 +32,14 @@ class Recipe(NamedTuple):
     tensors: tuple[torch.Tensor, ...]
     """Tensors that the function reads first."""
     parameters: tuple[torch.Tensor, ...]
-    """Small parameters of a module that it reads after them. A copy of each is saved: FSDP frees parameters until the backward
-    pass of their module, which may come after the one that computes the tensor again."""
+    """Copies of small parameters of a module, which it reads after them. FSDP frees a module's parameters after its forward pass,
+    before a module behind it saves anything, and no version counter tells."""
     versions: tuple[int, ...]
-    """Version counters of the tensor itself, of ``tensors`` and of ``parameters`` when the recipe was attached."""
+    """Version counters of the tensor itself and of ``tensors`` when the recipe was attached."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Make a pickled tensor lose its recipe: pickle stores the attributes of tensors, and cannot read this one back."""
+        return OrderedDict, ()
 
 
 class Again(NamedTuple):
@@ -51,29 +57,31 @@ def attach(
 ) -> None:
     """Note that ``compute(*tensors, *parameters)`` makes a new contiguous tensor again, unless a tracer runs.
 
-    It is called when autograd saves tensors, so neither the recipe nor its tensors have a graph.
+    It is called when autograd saves tensors, so neither the recipe nor its tensors have a graph. Tensors of less than
+    :data:`LEAST_BYTES` get no recipe.
     """
-    if type(made) is torch.Tensor and not is_compiling():
+    if type(made) is torch.Tensor and made.nbytes >= LEAST_BYTES and not is_traced(made):
         tensors = tuple([each.detach() for each in tensors])
-        setattr(made, _NAME, Recipe(compute, tensors, parameters, _versions(made, *tensors, *parameters)))
+        copies = tuple([each.detach().clone() for each in parameters])
+        setattr(made, _NAME, Recipe(compute, tensors, copies, _versions(made, *tensors)))
 
 
 def instead_of(tensor: torch.Tensor) -> tuple[Again | None, tuple[torch.Tensor, ...]]:
     """Return what to save for the backward pass in place of a tensor: the tensors of its recipe, or else the tensor itself.
 
     A view of all elements in their order, as ``flatten`` returns it, counts as the tensor that it is a view of. A recipe does not
-    count for a tensor of less than :data:`LEAST_BYTES`, nor once its tensor, or one that it reads, has been modified in place.
+    count once its tensor, or one that it reads, has been modified in place; modifications through ``.data`` go unnoticed.
     :func:`once_more` takes the results.
     """
-    if type(tensor) is not torch.Tensor or is_compiling():
+    if type(tensor) is not torch.Tensor:
         return None, (tensor,)
     made = tensor if tensor._base is None else tensor._base  # noqa: SLF001 - PyTorch has no public name
-    recipe: Recipe | None = getattr(made, _NAME, None)
-    if recipe is None or recipe.versions != _versions(made, *recipe.tensors, *recipe.parameters):
+    recipe = getattr(made, _NAME, None)
+    if type(recipe) is not Recipe or is_traced(tensor) or recipe.versions != _versions(made, *recipe.tensors):
         return None, (tensor,)
-    if tensor.numel() != made.numel() or not tensor.is_contiguous() or tensor.nbytes < LEAST_BYTES:
+    if tensor.numel() != made.numel() or not tensor.is_contiguous():
         return None, (tensor,)
-    return Again(recipe.compute, tensor.shape), (*recipe.tensors, *(each.detach().clone() for each in recipe.parameters))
+    return Again(recipe.compute, tensor.shape), (*recipe.tensors, *recipe.parameters)
 
 
 def once_more(again: Again | None, saved: tuple[torch.Tensor, ...]) -> torch.Tensor:

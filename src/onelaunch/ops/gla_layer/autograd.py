@@ -202,7 +202,7 @@ def run_forward(
     out, rstd, _ = chain.launches[plan.kernels.way_out](given, w_out, None, eps, _KEEP)
     assert rstd is not None  # noqa: S101 - _KEEP is set
     gk = gk if keep_decays else x.new_empty(0)
-    return out.view(x.shape), final, y, gk, o, rstd, states[0] if states else x.new_empty(0)
+    return torch.ops.aten._unsafe_view.default(out, x.shape), final, y, gk, o, rstd, states[0] if states else x.new_empty(0)  # noqa: SLF001 - no view
 
 
 def _log_decays(plan: Plan, low_rank: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:

@@ -73,7 +73,8 @@ def _trained(
             return F.linear(run(x, call, dispatch.AUTO), w_down, bias)
         weights = (call.w_gate, call.w_up) if call.stacked is None else (call.stacked, None)
         out, *_ = forward(call.x, *weights, w_down, bias, chosen.name, grad=True)
-    return out.unflatten(0, x.shape[:-1]) if x.dim() > 2 else out
+    # No view: FSDP hooks none, and an addition in place would copy it.
+    return torch.ops.aten._unsafe_view.default(out, (*x.shape[:-1], out.shape[1])) if x.dim() > 2 else out  # noqa: SLF001
 
 
 def run_forward(
