@@ -18,6 +18,8 @@ import time
 
 import pytest
 
+from onelaunch.device.tools import package_installed
+
 PROMPT = "def main("
 LONG = {"model": "tiny", "prompt": PROMPT, "max_tokens": 2000, "ignore_eos": True, "stream": True, "seed": 1}
 """Request whose text takes many seconds."""
@@ -35,6 +37,7 @@ MALFORMED = {
     "two lengths": START + b"Content-Length: 2\r\nContent-Length: 3\r\n\r\n{}",
     "broken chunks": START + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n{}",
     "an unknown method": b"BREW /v1/completions HTTP/1.1\r\nHost: localhost\r\n\r\n",
+    "a tunnel": b"CONNECT evil.example:443 HTTP/1.1\r\nHost: evil.example:443\r\n\r\n",
     "a path of another machine": b"GET http://evil.example/health HTTP/1.1\r\nHost: evil.example\r\n\r\n",
 }
 
@@ -42,19 +45,25 @@ MALFORMED = {
 class Process:
     """Server in a process of its own.
 
+    Args:
+        options: Options of the command.
+        hidden: Packages that the process does not find.
+
     Attributes:
         port: Its port.
         process: The process.
+        said: First line that it has printed.
     """
 
-    def __init__(self, *options: str) -> None:
-        command = f"-m onelaunch serve tiny --port 0 --device cpu --dtype float32 {' '.join(options)}".split()
+    def __init__(self, *options: str, hidden: tuple[str, ...] = ()) -> None:
+        start = f"import sys; sys.modules.update(dict.fromkeys({hidden})); from onelaunch.cli.main import app; app()"
+        command = ["-c", start, *f"serve tiny --port 0 --device cpu --dtype float32 {' '.join(options)}".split()]
         self.process = subprocess.Popen(
             [sys.executable, *command], stderr=subprocess.PIPE, encoding="utf-8",
             env=os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "200"},
         )  # fmt: skip
-        said = self.process.stderr.readline()
-        self.port = int(re.search(r"http://127\.0\.0\.1:(\d+)/v1", said)[1])
+        self.said = self.process.stderr.readline()
+        self.port = int(re.search(r"http://127\.0\.0\.1:(\d+)/v1", self.said)[1])
         end = time.monotonic() + 60
         while self.ask("/health")[0] != 200:
             assert time.monotonic() < end
@@ -103,10 +112,20 @@ def answer_of(connection: socket.socket) -> tuple[int, str]:
     return int(head.split()[1]) if head else 0, body.decode()
 
 
-@pytest.fixture(scope="module")
-def server():
-    """Return a running server. After SIGTERM it must let the running request end, and end by the signal without an error."""
-    server = Process("--max-waiting", "4")
+def found(package, hidden):
+    return package not in hidden and package_installed(package)
+
+
+@pytest.fixture(scope="module", params=["installed", pytest.param("h11", marks=pytest.mark.every)])
+def server(request):
+    """Return a running server. After SIGTERM it must let the running request end, and end by the signal without an error.
+
+    It takes httptools and uvloop if they are installed. The other server runs without them.
+    """
+    hidden = ("httptools", "uvloop") if request.param == "h11" else ()
+    server = Process("--max-waiting", "4", hidden=hidden)
+    parser, loop = "httptools" if found("httptools", hidden) else "h11", "uvloop" if found("uvloop", hidden) else "asyncio"
+    assert f" by {parser} and {loop};" in server.said
     yield server
     with server.send(LONG | {"max_tokens": 100}) as running:
         received = running.recv(4096)

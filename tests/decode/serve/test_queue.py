@@ -6,16 +6,13 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 import threading
 import time
 
 import pytest
-import uvicorn
-from uvicorn.server import ServerState
 
 from onelaunch.decode.model import forward as forward_file
-from onelaunch.decode.serve import endpoint, server, service
+from onelaunch.decode.serve import endpoint, service
 from onelaunch.decode.serve.service import Limits
 from tests.decode.serve.driver import App, events_of, scripted
 
@@ -265,30 +262,3 @@ def test_only_long_prompts_are_tokenized_in_threads(monkeypatch):
         assert app.ask(COMPLETIONS, fields(["a"], n=3)).status == 200
     loop = app._thread.name
     assert [name == loop for name in threads] == [True, False, *[False] * 60, True]
-
-
-# Connections
-
-
-def test_connections_send_each_event_at_once():
-    """Nagle's algorithm would hold an event back until the client acknowledges the one before, after up to 40 ms."""
-
-    async def connect() -> int:
-        loop, made = asyncio.get_running_loop(), []
-
-        def make() -> server.Protocol:
-            made.append(server.Protocol(config, ServerState(), {}))
-            return made[-1]
-
-        config = uvicorn.Config(lambda: None, log_level="error")
-        config.load()
-        listening = await loop.create_server(make, sock=socket.create_server(("127.0.0.1", 0)))
-        _, writer = await asyncio.open_connection(*listening.sockets[0].getsockname())
-        while not made or made[0].transport is None:
-            await asyncio.sleep(0)
-        found = made[0].transport.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
-        writer.close()
-        listening.close()
-        return found
-
-    assert asyncio.run(connect())

@@ -8,10 +8,11 @@ import sys
 from collections.abc import Callable
 
 import uvicorn
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from onelaunch.decode.serve.app import make_app
+from onelaunch.decode.serve.connection import H11Connection
 from onelaunch.decode.serve.service import Service
+from onelaunch.device.tools import package_installed
 
 LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
 """Addresses that only this machine reaches."""
@@ -22,44 +23,21 @@ _HOST_HEADERS = frozenset({"127.0.0.1", "localhost", "[::1]"})
 _IDLE_CONNECTIONS = 256
 """Connections beyond those of requests that wait; further ones get status 503."""
 
-_MOST_EARLY = 65_536
-"""Bytes that a connection may send ahead of the answer to its request."""
-
 _SWITCH_SECONDS = 1e-3
 """Longest time in which the thread of the device keeps the event loop from running Python code: a hang-up is noticed so soon."""
 
 
-class Protocol(H11Protocol):
-    """HTTP/1.1 connection that is read even while it waits for an answer, so that a hang-up is noticed.
+def protocols() -> tuple[type[asyncio.Protocol], str, str]:
+    """Return the class of connections, its parser's name, and the event loop's: httptools and uvloop where they are installed.
 
-    uvicorn stops reading once a client has sent more than its request (pipelining), and would see its end only much later. Here
-    such bytes wait apart; a client that sends too many is cut off.
+    Without them requests are parsed by h11, and asyncio's own loop runs.
     """
+    loop = "uvloop" if package_installed("uvloop") else "asyncio"
+    if package_installed("httptools"):
+        from onelaunch.decode.serve.httptools_connection import HttpToolsConnection
 
-    _early = b""
-
-    def connection_made(self, transport: asyncio.Transport) -> None:
-        """Take a connection, and let it send each event at once."""
-        super().connection_made(transport)
-        # asyncio does this only for sockets that name their protocol, and those of the listener do not. By Nagle's algorithm an
-        # event would wait until the client acknowledges the one before, which takes it 40 ms on a connection that is kept.
-        transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-
-    def data_received(self, data: bytes) -> None:
-        """Take bytes from the connection."""
-        if self.cycle is None or self.cycle.response_complete or self.cycle.more_body:
-            super().data_received(data)
-            return
-        self._early += data
-        if len(self._early) > _MOST_EARLY:
-            self.transport.close()
-
-    def on_response_complete(self) -> None:
-        """Go on with the bytes that came early."""
-        super().on_response_complete()
-        data, self._early = self._early, b""
-        if data and not self.transport.is_closing():
-            self.data_received(data)
+        return HttpToolsConnection, "httptools", loop
+    return H11Connection, "h11", loop
 
 
 class Server(uvicorn.Server):
@@ -128,8 +106,9 @@ def serve(
     app = make_app(service, api_key=api_key, hosts=hosts)
     # The server's own socket: uvicorn would end the process if the address was taken.
     listener = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=1024)
+    http, _, loop = protocols()
     config = uvicorn.Config(
-        app, http=Protocol, loop="asyncio", ws="none", lifespan="on", proxy_headers=False, server_header=False, access_log=False,
+        app, http=http, loop=loop, ws="none", lifespan="on", proxy_headers=False, server_header=False, access_log=False,
         log_level="error", limit_concurrency=service.limits.waiting + _IDLE_CONNECTIONS,
         timeout_graceful_shutdown=grace_seconds,
     )  # fmt: skip

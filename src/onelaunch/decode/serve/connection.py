@@ -1,0 +1,65 @@
+"""HTTP/1.1 connections: uvicorn's protocols, read on while a request is answered, and with bounds on what a client may send.
+
+:class:`H11Connection` parses by h11, in Python. ``httptools_connection.py`` has the same by httptools, whose parser is in C.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from typing import Any
+
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+_MOST_EARLY = 65_536
+"""Bytes that a connection may send ahead of the answer to its request."""
+
+
+class Reading:
+    """Part of a connection that the parsers share; the class of uvicorn's protocol comes behind it.
+
+    A connection is read even while it waits for an answer, so that a hang-up is noticed. uvicorn stops reading once a client has
+    sent more than its request (pipelining), and would see its end only much later. Here such bytes wait apart; a client that
+    sends too many is cut off.
+    """
+
+    transport: asyncio.Transport
+    cycle: Any
+    """Newest request, with its answer; ``None`` before the first."""
+
+    _early = b""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:
+        """Take a connection, and let it send each event at once."""
+        super().connection_made(transport)  # pyrefly: ignore[missing-attribute]
+        # asyncio does this only for sockets that name their protocol, and those of the listener do not. By Nagle's algorithm an
+        # event would wait until the client acknowledges the one before, which takes it 40 ms on a connection that is kept.
+        transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def data_received(self, data: bytes) -> None:
+        """Take bytes from the connection."""
+        if not self.answering():
+            self.parse(data)
+            return
+        self._early += data
+        if len(self._early) > _MOST_EARLY:
+            self.transport.close()
+
+    def answering(self) -> bool:
+        """Return whether a complete request waits for its answer, or for the rest of it."""
+        return self.cycle is not None and not self.cycle.response_complete and not self.cycle.more_body
+
+    def parse(self, data: bytes) -> None:
+        """Give bytes to uvicorn."""
+        super().data_received(data)  # pyrefly: ignore[missing-attribute]
+
+    def on_response_complete(self) -> None:
+        """Go on with the bytes that came early."""
+        super().on_response_complete()  # pyrefly: ignore[missing-attribute]
+        data, self._early = self._early, b""
+        if data and not self.transport.is_closing():
+            self.data_received(data)
+
+
+class H11Connection(Reading, H11Protocol):
+    """Connection whose requests are parsed by h11. It parses one request at a time and bounds their heads itself."""
