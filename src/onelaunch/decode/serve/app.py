@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
-from collections.abc import AsyncIterator, Collection
+from collections.abc import AsyncIterator, Collection, Mapping
 from typing import Any
 
 from h11 import LocalProtocolError
@@ -85,9 +85,12 @@ def make_app(service: Service, *, api_key: str | None = None, hosts: Collection[
         del problem  # Starlette raises it again, and uvicorn logs it
         return _failed(service, RequestError(500, "The server failed on this request; its log says why.", code="internal_error"))
 
-    routes = [  # a request is compared with each in turn, so those whose latency counts come first
-        Route("/v1/chat/completions", Endpoint(service, "chat"), methods=["POST"]),
-        Route("/v1/completions", Endpoint(service, "completions"), methods=["POST"]),
+    completions = {
+        "/v1/chat/completions": Endpoint(service, "chat"),
+        "/v1/completions": Endpoint(service, "completions"),
+    }
+    routes = [
+        *(Route(path, endpoint, methods=["POST"]) for path, endpoint in completions.items()),
         Route("/health", health),
         Route("/metrics", metrics),
         Route("/v1/models", models),
@@ -97,7 +100,7 @@ def make_app(service: Service, *, api_key: str | None = None, hosts: Collection[
     return Starlette(
         routes=routes,
         lifespan=lifespan,
-        middleware=[Middleware(Guard, service=service, api_key=api_key, hosts=hosts)],
+        middleware=[Middleware(Guard, service=service, api_key=api_key, hosts=hosts, direct=completions)],
         exception_handlers={RequestError: refused, HTTPException: no_route, Exception: broken},
     )
 
@@ -110,10 +113,18 @@ class Guard:
         service: Service whose metrics count refused requests.
         api_key: Key; ``None`` for none.
         hosts: Permitted names of the header ``Host``, without ports; ``None`` for any.
+        direct: Application for each path whose POST requests need none of Starlette's routing.
     """
 
-    def __init__(self, app: ASGIApp, service: Service, api_key: str | None, hosts: Collection[str] | None) -> None:
-        self._app, self._service, self._api_key, self._hosts = app, service, api_key, hosts
+    def __init__(
+        self,
+        app: ASGIApp,
+        service: Service,
+        api_key: str | None,
+        hosts: Collection[str] | None,
+        direct: Mapping[str, ASGIApp],
+    ) -> None:
+        self._app, self._service, self._api_key, self._hosts, self._direct = app, service, api_key, hosts, direct
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -127,9 +138,10 @@ class Guard:
                 # uvicorn has closed the connection itself, since what came after the head is not HTTP.
                 raise ClientGone from problem
 
+        app = self._direct.get(scope["path"], self._app) if scope["method"] == "POST" else self._app
         problem = self._problem(scope)
         with contextlib.suppress(ClientGone):
-            await (self._app if problem is None else _failed(self._service, problem))(scope, receive, guarded_send)
+            await (app if problem is None else _failed(self._service, problem))(scope, receive, guarded_send)
 
     def _problem(self, scope: Scope) -> RequestError | None:
         """Return why a request is refused, or ``None``."""

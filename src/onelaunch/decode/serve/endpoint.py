@@ -9,9 +9,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import sys
 import time
-from collections.abc import Sequence
-from typing import Any, Literal
+from collections.abc import Coroutine, Sequence
+from typing import Any, Literal, TypeVar
 
 from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
@@ -34,8 +35,13 @@ _LARGE_BODY = 100_000
 _MOST_DRAINED = 64 * 2**20
 """Largest number of bytes of a refused body that are read, so that the client gets to read the answer."""
 
+_EVENT_HEADERS = ((b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"))
+"""Headers of an answer by server-sent events."""
+
 _LAST_WORDS_SECONDS = 5.0
 """Longest time to send the error of a request whose time is over, to a client that may have stopped reading."""
+
+Result = TypeVar("Result")
 
 
 class Endpoint:
@@ -56,8 +62,8 @@ class Endpoint:
         except RequestError as problem:
             await self._fail(sender, problem)
             return
-        work = asyncio.create_task(self._work(body, sender))
-        watcher = asyncio.create_task(_hung_up(receive))
+        work = _begun(self._work(body, sender))
+        watcher = _begun(_hung_up(receive))
         try:
             done, _ = await asyncio.wait({work, watcher}, timeout=service.limits.seconds, return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -100,7 +106,7 @@ class Endpoint:
             usage = Usage(prompt=sum(len(stream.prompt) for stream in streams[:: request.n]))
             reply = self._reply(request, streams)
             parts: asyncio.Queue[tuple[int, Part] | None] = asyncio.Queue()
-            generation = asyncio.create_task(self._generate(place, streams, parts, started))
+            generation = _begun(self._generate(place, streams, parts, started))
             try:
                 choices = await self._forward(request, reply, parts, sender, len(streams))
                 await generation  # raises the error with which it ended
@@ -128,7 +134,8 @@ class Endpoint:
         metrics, loop = self._service.metrics, asyncio.get_running_loop()
         try:
             async with place.turn():
-                # Metrics are noted once the device's thread has begun, or a part is sent: neither need wait for them.
+                # Metrics are noted once the device's thread has begun, or a part is sent: neither need wait for them. uvloop
+                # writes at the end of a turn of the loop, so those of a part are noted in the turn after that which sends it.
                 loop.call_soon(metrics.queue_seconds.observe, time.perf_counter() - started)
                 clock = _Clock(metrics, started)
                 for index, stream in enumerate(streams):
@@ -141,7 +148,7 @@ class Endpoint:
                         nonlocal ended
                         ended = part.reason or ended
                         parts.put_nowait((index, part))
-                        loop.call_soon(clock.tick, len(part.tokens), time.perf_counter())
+                        loop.call_soon(loop.call_soon, clock.tick, len(part.tokens), time.perf_counter())
 
                     try:
                         await self._service.run(stream, take)
@@ -238,13 +245,14 @@ class Sender:
 
     async def json(self, status: int, body: bytes, headers: dict[str, str] | None = None) -> None:
         """Send a whole answer."""
-        await self._start(status, {"content-type": "application/json", "content-length": str(len(body))} | (headers or {}))
+        fields = {"content-type": "application/json", "content-length": str(len(body))} | (headers or {})
+        await self._start(status, [(name.encode(), value.encode()) for name, value in fields.items()])
         await self._send({"type": "http.response.body", "body": body})
 
     async def event(self, content: Content) -> None:
         """Send an event, and the status before the first."""
         if not self.started:
-            await self._start(200, {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"})
+            await self._start(200, _EVENT_HEADERS)
         await self._send({"type": "http.response.body", "body": b"data: " + to_json(content) + b"\n\n", "more_body": True})
 
     async def end(self, word: str = "") -> None:
@@ -252,10 +260,9 @@ class Sender:
         body = f"data: {word}\n\n".encode() if word else b""
         await self._send({"type": "http.response.body", "body": body})
 
-    async def _start(self, status: int, headers: dict[str, str]) -> None:
+    async def _start(self, status: int, headers: Sequence[tuple[bytes, bytes]]) -> None:
         self.started = True
-        raw = [(name.encode(), value.encode()) for name, value in headers.items()]
-        await self._send({"type": "http.response.start", "status": status, "headers": raw})
+        await self._send({"type": "http.response.start", "status": status, "headers": headers})
 
 
 async def read_body(scope: Scope, receive: Receive, limits: Limits) -> bytes:
@@ -298,6 +305,17 @@ async def _hung_up(receive: Receive) -> None:
     """Return when the client has hung up."""
     while (await receive())["type"] != "http.disconnect":
         pass
+
+
+def _begun(work: Coroutine[Any, Any, Result]) -> asyncio.Task[Result]:
+    """Return a task that has run up to where it waits first, on Python 3.12 or newer; earlier ones begin it later.
+
+    Each task on a request's way to the device would otherwise wait for a turn of the event loop.
+    """
+    loop = asyncio.get_running_loop()
+    if sys.version_info >= (3, 12):
+        return asyncio.Task(work, loop=loop, eager_start=True)
+    return loop.create_task(work)
 
 
 async def _settle(task: asyncio.Task[Any]) -> None:

@@ -6,6 +6,8 @@ import json
 import re
 from typing import Any
 
+import pydantic_core
+
 from onelaunch.errors import ArgumentError, CheckpointError, ContextExceeded, DeviceMemoryError, OneLaunchError, TokenizerMissing
 from onelaunch.wording import escaped
 
@@ -50,7 +52,10 @@ class ClientGone(Exception):
 
 def to_json(content: object) -> bytes:
     """Return an object as JSON in UTF-8. A lone surrogate becomes its escape, which JSON permits."""
-    return json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "backslashreplace")
+    try:
+        return pydantic_core.to_json(content)
+    except pydantic_core.PydanticSerializationError:
+        return json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "backslashreplace")
 
 
 def of_prompt(problem: OneLaunchError) -> RequestError:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import secrets
 import time
-import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -62,7 +62,7 @@ class ChatReply:
 
     def __init__(self, request: Chat, token_text: Callable[[int], str]) -> None:
         self._request, self._token_text = request, token_text
-        self._head = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": request.model}
+        self._head = {"id": f"chatcmpl-{secrets.token_hex(16)}", "created": int(time.time()), "model": request.model}
 
     def whole(self, parts: Sequence[Part], usage: Usage) -> Content:
         """Return the complete response with all choices."""
@@ -120,7 +120,7 @@ class CompletionReply:
 
     def __init__(self, request: Completion, token_text: Callable[[int], str], prompts: Sequence[str]) -> None:
         self._request, self._token_text, self._prompts = request, token_text, prompts
-        self._head = {"id": f"cmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": request.model}
+        self._head = {"id": f"cmpl-{secrets.token_hex(16)}", "created": int(time.time()), "model": request.model}
         self._offsets: dict[int, int] = {}
 
     def whole(self, parts: Sequence[Part], usage: Usage) -> Content:

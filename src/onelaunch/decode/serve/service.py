@@ -27,7 +27,7 @@ ENQUEUED_SECONDS = 8e-3
 """Most work in seconds that a request enqueues on the device. It is completed even if the client hangs up."""
 
 HANDOVER_SECONDS = 2e-3
-"""Longest time, in seconds, that the device's thread waits until the event loop has sent the first part of a choice."""
+"""Longest time, in seconds, that the event loop and the device's thread wait for each other to take over a choice."""
 
 _WARM_UP = (128, 1), (8, 36)
 """Numbers of tokens of prompts and of new tokens to generate after loading. PyTorch's prefill and the kernels are then ready."""
@@ -39,7 +39,10 @@ Result = TypeVar("Result")
 
 
 class _Handover:
-    """Function that hands the parts of a choice from the device's thread to the event loop.
+    """Hand-over of a choice: from the event loop to the device's thread, and of its parts back.
+
+    Both threads need Python's lock. The one that has handed something over waits without it until the other has begun. Otherwise
+    the other would get the lock only when this one is done with what can wait.
 
     Args:
         loop: Event loop.
@@ -47,21 +50,31 @@ class _Handover:
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, take: Callable[[Part], None]) -> None:
-        self._loop, self._take, self._taken = loop, take, threading.Event()
+        self._loop, self._take = loop, take
+        self._begun, self._sent = threading.Lock(), threading.Lock()
+        self._begun.acquire()
+        self._sent.acquire()
+
+    def wait(self) -> None:
+        """Wait, in the event loop, until the device's thread has begun, which takes it 0.1 ms after a sleep."""
+        self._begun.acquire(timeout=HANDOVER_SECONDS)
+
+    def begin(self) -> None:
+        """Note that the device's thread has begun."""
+        self._begun.release()
 
     def __call__(self, part: Part, *, first: bool) -> None:
-        """Hand a part over, from the device's thread. For the first one, wait until the loop has sent it.
-
-        Both threads need Python's lock. The loop would get it only after this thread has enqueued the next launch.
-        """
+        """Hand a part over, from the device's thread. For the first one, wait until the loop has sent it."""
         with contextlib.suppress(RuntimeError):  # the loop has ended
-            self._loop.call_soon_threadsafe(self._receive, part)
+            self._loop.call_soon_threadsafe(self._receive, part, first)
             if first:
-                self._taken.wait(HANDOVER_SECONDS)
+                self._sent.acquire(timeout=HANDOVER_SECONDS)
 
-    def _receive(self, part: Part) -> None:
+    def _receive(self, part: Part, first: bool) -> None:
         self._take(part)
-        self._loop.call_soon(self._taken.set)  # runs after the task that the part has woken
+        if first:
+            # The next turn of the loop runs the task that the part has woken, and uvloop writes at its end.
+            self._loop.call_soon(self._loop.call_soon, self._sent.release)
 
 
 _SHORT = 4096
@@ -215,7 +228,9 @@ class Service:
             OneLaunchError: the generation failed.
         """
         loop = asyncio.get_running_loop()
-        job = loop.run_in_executor(self._device, self._generate, stream, _Handover(loop, take))
+        handover = _Handover(loop, take)
+        job = loop.run_in_executor(self._device, self._generate, stream, handover)
+        handover.wait()
         try:
             await asyncio.shield(job)
         finally:
@@ -228,6 +243,7 @@ class Service:
 
     def _generate(self, stream: Stream, handover: _Handover) -> None:
         """Generate a choice, in the device's thread."""
+        handover.begin()
         text, sent = "", 0
         with stream:
             while (piece := stream.step()) is not None:
