@@ -21,3 +21,7 @@ def test_served_text_is_the_librarys_and_the_server_is_idle_afterwards(model, py
     assert record["texts_agree"] and record["idle"]  # noqa: PT018 - both are said by the exit status too
     assert sum(record["answers"].values()) >= 16
     assert record["library"]["tokens_per_second"] > 0 and record["served"]["tokens_per_second"] > 0  # noqa: PT018
+    for kind in ("served", "served_by_new_connections"):
+        assert 0 < record[kind]["first_bytes_ms"] < record[kind]["first_ms"]
+    assert record["library"]["first_bytes_ms"] is None
+    assert record["server"].split(" and ")[0] in ("h11", "httptools")

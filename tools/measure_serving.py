@@ -8,8 +8,10 @@ tokens that this tokenizer does not have are zero, so that greedy text consists 
 library, then starts the server as a process of its own. Both generate the same tokens behind the same prompt, :data:`RUNS` times:
 seconds to the first piece of text, and tokens per second between the first piece and the end. The client is a raw socket that
 reads events; what it counts are the tokens of ``usage``. It keeps its connection from one request to the next, as OpenAI's client
-does, so ``served`` includes no connecting. ``served_by_new_connections`` does: each request has a connection of its own. Both
-include the encoding of the request. Texts must agree.
+does, so ``served`` includes no connecting. ``served_by_new_connections`` does: each request has a connection of its own. The
+prompt is token ids for the library as for the server, so neither tokenizes. ``first_ms`` includes the client's own work, the
+encoding of the request and the decoding of the event; ``first_bytes_ms`` is the time between, from the request's bytes to those
+of the first event with text. ``server`` names the parser and the event loop. Texts must agree.
 
 With ``--requests`` it then sends so many requests from several threads: short completions, of which many are abandoned at a
 random moment, wait without being read, or are malformed, and now and then a flood. Each complete text is compared with the
@@ -73,6 +75,8 @@ class Run(NamedTuple):
     """Seconds from the call or request to the first piece of text."""
     later_seconds: float
     """Seconds from there to the end."""
+    bytes_seconds: float | None = None
+    """Seconds from the bytes of the request to those of the first event with text; ``None`` for the library."""
 
 
 class Speed(NamedTuple):
@@ -82,6 +86,8 @@ class Speed(NamedTuple):
     """Milliseconds from the call or request to the first piece of text."""
     tokens_per_second: float
     """Tokens per second behind it."""
+    first_bytes_ms: float | None = None
+    """Milliseconds from the bytes of the request to those of the first event with text; ``None`` for the library."""
 
 
 def tokenizer_folder() -> Path:
@@ -137,10 +143,10 @@ class Server:
         self.process = subprocess.Popen([*command, "--served-model-name", "model"], stderr=subprocess.PIPE, encoding="utf-8")
         assert self.process.stderr is not None  # noqa: S101 - it is a pipe
         said = self.process.stderr.readline()
-        found = re.search(r"http://127\.0\.0\.1:(\d+)/v1", said)
+        found = re.search(r"http://127\.0\.0\.1:(\d+)/v1 by (.+?);", said)
         if found is None:
             raise SystemExit(f"The server did not start: {said}{self.process.stderr.read()}")
-        self.port = int(found[1])
+        self.port, self.parser_and_loop = int(found[1]), found[2]
         threading.Thread(target=self.process.stderr.read, daemon=True).start()  # so that the pipe is never full
         while self.ask(b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")[0] != 200:
             time.sleep(0.1)
@@ -155,17 +161,17 @@ class Server:
 
     def send(self, fields: dict[str, Any]) -> socket.socket:
         """Send a request for a completion, and return the connection."""
+        return self.send_bytes(request_of(fields, close=True))
+
+    def send_bytes(self, request: bytes) -> socket.socket:
+        """Send a request over a new connection, and return that."""
         connection = self.connect()
-        connection.sendall(request_of(fields, close=True))
+        connection.sendall(request)
         return connection
 
     def ask(self, request: bytes | dict[str, Any]) -> tuple[int, bytes]:
         """Return the status and the body of an answer; the status is 0 if none came."""
-        if isinstance(request, dict):
-            connection = self.send(request)
-        else:
-            connection = self.connect()
-            connection.sendall(request)
+        connection = self.send(request) if isinstance(request, dict) else self.send_bytes(request)
         received = b""
         with connection, contextlib.suppress(ConnectionError, TimeoutError):
             while piece := connection.recv(65_536):
@@ -210,10 +216,14 @@ def events_of(connection: socket.socket) -> Iterator[dict[str, Any]]:
 
 
 def _events(lines: BinaryIO) -> Iterator[dict[str, Any]]:
-    """Yield the events of a streamed answer, whose lines are read up to the last chunk, which is empty."""
+    """Yield the events of a streamed answer, whose lines are read up to the last chunk, which is empty.
+
+    Each has the host time in seconds at which its bytes came, as ``came``.
+    """
     for line in lines:
         if line.startswith(b"data: ") and not line.startswith(b"data: [DONE]"):
-            yield json.loads(line[6:])
+            came = time.perf_counter()
+            yield {**json.loads(line[6:]), "came": came}
         elif line == b"0\r\n":
             lines.readline()
             return
@@ -237,14 +247,21 @@ class Connection:
         self._lines.close()
         self._socket.close()
 
-    def events(self, fields: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """Send a request for a streamed completion, and yield the events of its answer as they come."""
-        self._socket.sendall(request_of(fields, close=False))
+    def events(self, request: bytes) -> Iterator[dict[str, Any]]:
+        """Send a request for a streamed completion, and return the events of its answer as they come."""
+        self._socket.sendall(request)
         return _events(self._lines)
 
 
-def of_server(prompt: list[int], tokens: int, send: Callable[[dict[str, Any]], Iterator[dict[str, Any]]]) -> Run:
-    """Return what :func:`of_library` does, as a client sees it; ``send`` sends a request and returns the events of its answer."""
+def of_server(prompt: list[int], tokens: int, send: Callable[[bytes], Iterator[dict[str, Any]]], *, close: bool = False) -> Run:
+    """Return what :func:`of_library` does, as a client sees it.
+
+    Args:
+        prompt: Prompt.
+        tokens: Number of new tokens.
+        send: Function that sends a request and returns the events of its answer.
+        close: Flag of a connection that ends with the answer.
+    """
     fields = {
         "prompt": prompt,
         "max_tokens": tokens,
@@ -253,23 +270,27 @@ def of_server(prompt: list[int], tokens: int, send: Callable[[dict[str, Any]], I
         "stream_options": {"include_usage": True},
     }
     begin = time.perf_counter()
-    first, text, made = None, "", 0
-    for event in send(fields):
+    request = request_of(fields, close=close)
+    sent = time.perf_counter()
+    first, came, text, made = None, None, "", 0
+    for event in send(request):
         for choice in event["choices"]:
             if choice["text"]:
-                first = first or time.perf_counter()
+                first, came = first or time.perf_counter(), came or event["came"]
                 text += choice["text"]
         made = (event.get("usage") or {}).get("completion_tokens", made)
     end = time.perf_counter()
     if made != tokens:
         raise SystemExit(f"The server made {made} tokens of {tokens}.")
-    return Run(text, (first or end) - begin, end - (first or end))
+    return Run(text, (first or end) - begin, end - (first or end), (came or end) - sent)
 
 
 def speed(runs: list[Run], tokens: int) -> Speed:
     """Return the medians of runs, of which the first is left out."""
     seconds = statistics.median(run.later_seconds for run in runs[1:])
-    return Speed(1e3 * statistics.median(run.first_seconds for run in runs[1:]), (tokens - 1) / seconds)
+    bare = [run.bytes_seconds for run in runs[1:] if run.bytes_seconds is not None]
+    first = 1e3 * statistics.median(run.first_seconds for run in runs[1:])
+    return Speed(first, (tokens - 1) / seconds, 1e3 * statistics.median(bare) if bare else None)
 
 
 class Clients:
@@ -350,11 +371,13 @@ def measure(name: str, device: torch.device, given: argparse.Namespace) -> dict[
         with running(folder, str(device)) as server:
             with Connection(server) as kept:
                 served = [of_server(prompt, given.tokens, kept.events) for _ in range(given.runs + 1)]
-            alone = [
-                of_server(prompt, given.tokens, lambda fields: events_of(server.send(fields))) for _ in range(given.runs + 1)
-            ]
+
+            def send(request: bytes) -> Iterator[dict[str, Any]]:
+                return events_of(server.send_bytes(request))
+
+            alone = [of_server(prompt, given.tokens, send, close=True) for _ in range(given.runs + 1)]
             record: dict[str, Any] = {
-                "model": name, "prompt_tokens": len(prompt), "tokens": given.tokens,
+                "model": name, "prompt_tokens": len(prompt), "tokens": given.tokens, "server": server.parser_and_loop,
                 "library": speed(library, given.tokens)._asdict(), "served": speed(served, given.tokens)._asdict(),
                 "served_by_new_connections": speed(alone, given.tokens)._asdict(),
                 "texts_agree": len({run.text for run in (*library, *served, *alone)}) == 1,
@@ -389,7 +412,9 @@ def main() -> None:
         library, served = Speed(**record["library"]), Speed(**record["served"])
         share = served.tokens_per_second / library.tokens_per_second
         alone = Speed(**record["served_by_new_connections"])
-        table = f"first text {library.first_ms:.1f} ms, served {served.first_ms:.1f} ({alone.first_ms:.1f} by a new connection); "
+        early = library.first_ms / served.first_ms
+        table = f"first text {library.first_ms:.1f} ms, served {served.first_ms:.1f} ({early:.0%}; its bytes "
+        table += f"{served.first_bytes_ms:.1f}; {alone.first_ms:.1f} by a new connection) by {record['server']}; "
         table += f"tokens/s {library.tokens_per_second:.0f}, "
         table += f"served {served.tokens_per_second:.0f} ({share:.0%})"
         sys.stderr.write(f"{name}: {table}; {record.get('answers', '')} {record.get('before', '')} {record.get('after', '')}\n")
