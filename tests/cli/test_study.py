@@ -1,4 +1,4 @@
-"""Tests of ``onelaunch study`` and its commands list, show, run, report and judge, and of errors of all of them.
+"""Tests of ``onelaunch study`` and its commands list, show, run and report, and of errors of all of them.
 
 The fixtures are those of ``conftest.py``. ``call`` runs ``onelaunch`` with arguments in this process and returns its exit
 ``code``, its stdout (``out`` with single blanks, ``raw`` unchanged) and its stderr (``err``, ``raw_err``). The working
@@ -28,7 +28,6 @@ from onelaunch.cli.study import run as run_module
 from onelaunch.errors import OutputUnwritable
 from onelaunch.wording import UNSAFE
 from onelaunch.workbench import files
-from onelaunch.workbench.decide.decision import concluded
 from onelaunch.workbench.result import SCHEMA, Result
 from onelaunch.workbench.result import saved as result_module
 from onelaunch.workbench.run import Progress
@@ -68,29 +67,6 @@ def test_show_prints_declaration_and_plan_and_runs_nothing(call, here, prose):
 
 def test_show_reports_a_scale_without_shapes(call, prose):
     prose(lines_with(call("study", "show", "toy-study", "--scale", "full").raw, "scale full"))
-
-
-def test_judge_decides_again_from_the_stored_result_and_notes_it(call, stored, prose):
-    path = stored[0]
-    before = concluded(Result.load(path))
-    before.model_copy(update={"outcomes": (), "decision": None}).save(path, force=True)
-    for _ in range(2):  # judging again adds no second, equal note
-        answer = call("study", "judge", str(path))
-        assert answer.code == 0
-        assert "Decision: proceed" in answer.out
-        after = Result.load(path)
-        assert (after.outcomes, after.decision) == (before.outcomes, before.decision)
-        assert after.cells == before.cells
-        (note,) = set(after.notes) - set(before.notes)
-        assert f"Measured at {before.provenance.commit}" in note
-        prose(note, mask={r"again at [^ ]+": "again at <date>"})
-
-
-def test_judge_accepts_only_results(call, here):
-    (here / "other.json").write_text("{}")
-    answer = call("study", "judge", "other.json")
-    assert answer.code != 0
-    assert "schema_version" in answer.err
 
 
 def test_run_ends_in_a_decision_and_names_its_files(call, here):

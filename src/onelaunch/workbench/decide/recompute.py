@@ -1,17 +1,19 @@
 """Recompute a stored decision from the criteria and the measurements of its result, and say where the stored one differs.
 
 Only what decides is compared: the kind of the decision, and the statuses and values of the criteria. The sentences of older
-results have other words for the same numbers. ``report/summary.py`` calls both functions, and a report warns of what they find.
+results have other words for the same numbers. ``report/summary.py`` calls :func:`recompute` and :func:`differences`, and a report
+warns of what they find. :func:`declared_again` serves the command ``onelaunch study judge``.
 """
 
 from __future__ import annotations
 
 import math
 
-from onelaunch.errors import OneLaunchError
+from onelaunch.errors import OneLaunchError, ResultMismatch
 from onelaunch.workbench import quantities as q
 from onelaunch.workbench.decide.decision import concluded
 from onelaunch.workbench.result import Estimate, Outcome, Result
+from onelaunch.workbench.study import Study, members
 
 FEW = 3
 """Largest number of criteria that are named."""
@@ -29,6 +31,33 @@ def recompute(result: Result) -> Result | str:
         return concluded(result)
     except OneLaunchError as error:
         return str(error)
+
+
+def declared_again(stored: Result, study: Study) -> Result:
+    """Return a result with the criteria, predictions, question and notes that its study declares now, not judged yet.
+
+    Shapes, variants and all else that was measured stay as they were declared when the run began.
+
+    Args:
+        stored: Result of an earlier form of the study.
+        study: Its present form.
+
+    Raises:
+        ResultMismatch: It is another study, or a criterion asks for a shape or a group that the result does not have.
+    """
+    if study.name != stored.study.name:
+        raise ResultMismatch(f"The result is one of {stored.study.name}, and the study is {study.name}.")
+    known = {shape.name for shape in stored.study.shapes} | set(stored.study.groups())
+    for criterion in study.criteria:
+        places = [*members(criterion.at or ()), *members(criterion.over_at or ())]
+        if missing := [name for name in places if name not in known]:
+            raise ResultMismatch(
+                f"The criterion {criterion.name!r} asks for {missing[0]!r}, which the result does not have.",
+                advice="Measure it first with onelaunch study run and {resume}.",
+            )
+    taken = {name: getattr(study, name) for name in ("question", "criteria", "predictions", "notes")}
+    declared = stored.study.model_copy(update=taken)
+    return stored.model_copy(update={"study": declared, "study_digest": declared.digest(), "outcomes": (), "decision": None})
 
 
 def differences(stored: Result, again: Result) -> tuple[str, ...]:
