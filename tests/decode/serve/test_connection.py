@@ -226,6 +226,22 @@ def test_a_client_that_sends_too_much_ahead_is_cut_off(run, flood):
     assert run(test) == (b"", [b"one"])
 
 
+def test_a_client_that_does_not_read_is_cut_off_all_the_same(run):
+    """A connection that waited until its client has read the answer would be kept, and the request not told."""
+
+    async def test(peer):
+        async with peer.connected() as (reader, writer):
+            reader._transport.pause_reading()
+            writer.write(REQUEST % b"one")
+            await peer.app.came.wait()
+            peer.made[0].transport.write(bytes(2**24))  # more than the sockets hold
+            writer.write(b"x" * 200_000)
+            await peer.app.left.wait()
+            return peer.app.gone
+
+    assert run(test) == [b"one"]
+
+
 def test_requests_in_one_go_are_bounded_by_httptools_connections(run):
     """h11 parses one at a time, so that the others are bytes."""
     if run.parser == "h11":
@@ -259,3 +275,79 @@ def test_what_is_not_http_is_refused(run, wrong):
     received, bodies = run(test)
     assert received.startswith(b"HTTP/1.1 400")
     assert bodies == []
+
+
+LAST_OFFERS = [OFFER.replace(b"Upgrade, ", b"close, Upgrade, "), OFFER.replace(b"HTTP/1.1", b"HTTP/1.0")]
+"""Offers of another protocol with the last request of a connection."""
+
+
+@pytest.mark.parametrize("offer", LAST_OFFERS, ids=["Connection: close", "HTTP/1.0"])
+def test_an_offer_with_the_last_request_is_answered(run, offer):
+    async def test(peer):
+        peer.app.gate.set()
+        async with peer.connected() as (reader, writer):
+            writer.write(offer % b"one" + REQUEST % b"two")
+            return await rest_of(reader), peer.app.bodies
+
+    received, bodies = run(test)
+    assert (received.count(b"HTTP/1.1 200"), bodies) == (1, [b"one"])
+
+
+def test_a_client_of_http_1_0_gets_no_chunks_and_no_status_100(run):
+    async def test(peer):
+        async def events(scope, receive, send):
+            await receive()
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+            await send({"type": "http.response.body", "body": b"data: 1\n\n", "more_body": True})
+            await send({"type": "http.response.body", "body": b"data: 2\n\n"})
+
+        peer.config.loaded_app = events
+        async with peer.connected() as (reader, writer):
+            writer.write(b"POST / HTTP/1.0\r\nExpect: 100-continue\r\nContent-Length: 3\r\n\r\none")
+            return await rest_of(reader)
+
+    head, _, body = run(test).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 200")
+    assert b"transfer-encoding" not in head.lower()
+    assert body == b"data: 1\n\ndata: 2\n\n"
+
+
+def test_trailers_are_no_headers(run):
+    """An application that saw them would take a key, or a media type, that nothing before it has seen."""
+
+    async def test(peer):
+        seen = []
+
+        async def headers(scope, receive, send):
+            while (await receive()).get("more_body"):
+                pass
+            seen.append([name for name, _ in scope["headers"]])
+            await send({"type": "http.response.start", "status": 204, "headers": []})
+            await send({"type": "http.response.body", "body": b""})
+
+        peer.config.loaded_app = headers
+        async with peer.connected() as (reader, writer):
+            head = b"POST / HTTP/1.1\r\nHost: x\r\nConnection: close\r\nTransfer-Encoding: chunked\r\n\r\n"
+            writer.write(head + b"3\r\none\r\n0\r\nAuthorization: Bearer key\r\n\r\n")
+            await rest_of(reader)
+        return seen
+
+    assert run(test) == [[b"host", b"connection", b"transfer-encoding"]]
+
+
+def test_nothing_is_parsed_behind_a_head_that_is_too_large(run):
+    if run.parser == "h11":
+        pytest.skip("parses nothing ahead")
+
+    async def test(peer):
+        async with peer.connected() as (reader, writer):
+            writer.write(REQUEST % b"one" + b"GET /")
+            await peer.app.came.wait()
+            peer.made[0].send_400_response("The head of the request is too large.")
+            writer.write(b" HTTP/1.1\r\nHost: x\r\n\r\n")
+            await asyncio.sleep(0.01)
+            peer.app.gate.set()
+            return await rest_of(reader), peer.app.bodies
+
+    received, bodies = run(test)
+    assert (received.count(b"HTTP/1.1 200"), received.count(b"HTTP/1.1 400"), bodies) == (1, 1, [b"one"])

@@ -43,7 +43,7 @@ class Reading:
             return
         self._early += data
         if len(self._early) > _MOST_EARLY:
-            self.transport.close()
+            self.transport.abort()  # close would first wait until the client has read what is sent to it
 
     def answering(self) -> bool:
         """Return whether a complete request waits for its answer, or for the rest of it."""

@@ -23,8 +23,12 @@ class _Parser(HttpRequestParser):
     """
 
     def __init__(self, connection: HttpToolsConnection) -> None:
-        super().__init__(connection)
         self._connection = connection
+        self._begin()
+
+    def _begin(self) -> None:
+        """Expect the first request of a connection."""
+        super().__init__(self._connection)
         self.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn does; such requests are not answered
 
     def feed_data(self, data: bytes) -> None:  # pyrefly: ignore[bad-override] - event loops give bytes
@@ -34,6 +38,7 @@ class _Parser(HttpRequestParser):
                 super().feed_data(data)
             except HttpParserUpgrade as offered:  # noqa: PERF203 - once per offer
                 data = self._connection.head_without_offer() + data[offered.args[0] :]
+                self._begin()  # behind a head of HTTP/1.0 or with Connection: close, the parser would pass over all bytes
             else:
                 return
 
@@ -70,10 +75,13 @@ class HttpToolsConnection(Reading, HttpToolsProtocol):
         if self.parser.should_upgrade():
             return  # the head is parsed again
         super().on_headers_complete()
+        self.headers = []  # trailers, which are no part of the head
+        if self.parser.get_http_version() in {"0.9", "1.0"}:
+            _answer_without_chunks(self.cycle)
         if before is not None and not before.response_complete:
             self._ahead.append(before)
             if len(self._ahead) > _MOST_AHEAD:
-                self.transport.close()
+                self.transport.abort()
                 raise ValueError  # ends the parsing
 
     def on_body(self, body: bytes) -> None:
@@ -113,6 +121,8 @@ class HttpToolsConnection(Reading, HttpToolsProtocol):
         """Go on with the next request, or with the bytes that came early."""
         self._ahead = [cycle for cycle in self._ahead if not cycle.response_complete]
         wrong, self._wrong = self._wrong, None
+        if wrong is not None:
+            self._early = b""
         super().on_response_complete()
         if wrong is not None and not self.transport.is_closing():
             self.send_400_response(wrong)
@@ -123,3 +133,24 @@ class HttpToolsConnection(Reading, HttpToolsProtocol):
             cycle.disconnected = True
             cycle.message_event.set()
         super().connection_lost(exc)
+
+
+def _answer_without_chunks(cycle: Any) -> None:
+    """Let the end of the connection end an answer without Content-Length, since a client of HTTP/1.0 knows no chunks.
+
+    uvicorn closes the connection behind each answer to such a client, but sends chunks, and status 100, to it as to any other.
+    """
+    send, unframed = cycle.send, False
+    cycle.waiting_for_100_continue = False
+
+    async def send_without_chunks(message: Any) -> None:
+        nonlocal unframed
+        if message["type"] == "http.response.start":
+            unframed = all(name.lower() != b"content-length" for name, _ in message.get("headers", ()))
+            if unframed:
+                cycle.chunked_encoding = False
+        elif unframed:
+            cycle.expected_content_length = len(message.get("body", b""))
+        await send(message)
+
+    cycle.send = send_without_chunks
