@@ -12,6 +12,7 @@ from contextlib import asynccontextmanager
 import pytest
 import uvicorn
 
+from onelaunch.decode.serve import connection
 from onelaunch.decode.serve.connection import H11Connection
 from onelaunch.device.tools import package_installed
 
@@ -351,3 +352,39 @@ def test_nothing_is_parsed_behind_a_head_that_is_too_large(run):
 
     received, bodies = run(test)
     assert (received.count(b"HTTP/1.1 200"), received.count(b"HTTP/1.1 400"), bodies) == (1, 1, [b"one"])
+
+
+@pytest.mark.parametrize("before", [b"", REQUEST % b"one"], ids=["first", "second"])
+@pytest.mark.parametrize("start", [b"", b"GET / HTTP/1.1\r\nX: "])
+def test_a_client_that_sends_no_head_is_cut_off(run, monkeypatch, before, start):
+    monkeypatch.setattr(connection, "_HEAD_SECONDS", 0.05)
+
+    async def test(peer):
+        peer.config.timeout_keep_alive = 0.05
+        peer.app.gate.set()
+        async with peer.connected() as (reader, writer):
+            writer.write(before + start)
+            ended = asyncio.create_task(rest_of(reader))
+            while not ended.done():
+                if start:
+                    writer.write(b"y")
+                await asyncio.wait([ended], timeout=0.005)
+            return (await ended).count(b"HTTP/1.1")
+
+    assert run(test) == bool(before)
+
+
+def test_the_time_for_a_head_is_no_time_for_its_answer(run, monkeypatch):
+    monkeypatch.setattr(connection, "_HEAD_SECONDS", 0.02)
+
+    async def test(peer):
+        async with peer.connected() as (reader, writer):
+            writer.write((REQUEST % b"one")[:-1])
+            await asyncio.sleep(0.04)
+            writer.write(b"e")
+            await peer.app.came.wait()
+            await asyncio.sleep(0.04)
+            peer.app.gate.set()
+            return await reader.readuntil(b"one")
+
+    assert run(test).startswith(b"HTTP/1.1 200")

@@ -14,6 +14,9 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 _MOST_EARLY = 65_536
 """Bytes that a connection may send ahead of the answer to its request."""
 
+_HEAD_SECONDS = 30.0
+"""Longest time for the head of a request to arrive: connections without a request would otherwise take up those there are."""
+
 
 class Reading:
     """Part of a connection that the parsers share; the class of uvicorn's protocol comes behind it.
@@ -27,7 +30,9 @@ class Reading:
     cycle: Any
     """Newest request, with its answer; ``None`` before the first."""
 
+    loop: asyncio.AbstractEventLoop
     _early = b""
+    _deadline: asyncio.TimerHandle | None = None  # for the head that is awaited
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         """Take a connection, and let it send each event at once."""
@@ -35,6 +40,12 @@ class Reading:
         # asyncio does this only for sockets that name their protocol, and those of the listener do not. By Nagle's algorithm an
         # event would wait until the client acknowledges the one before, which takes it 40 ms on a connection that is kept.
         transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._await_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Tell the request that the client hung up."""
+        self._await_no_head()
+        super().connection_lost(exc)  # pyrefly: ignore[missing-attribute]
 
     def data_received(self, data: bytes) -> None:
         """Take bytes from the connection."""
@@ -50,8 +61,12 @@ class Reading:
         return self.cycle is not None and not self.cycle.response_complete and not self.cycle.more_body
 
     def parse(self, data: bytes) -> None:
-        """Give bytes to uvicorn."""
+        """Give bytes to uvicorn, which bounds the time between requests, but none from the first byte of a request on."""
         super().data_received(data)  # pyrefly: ignore[missing-attribute]
+        if self.cycle is not None and not self.cycle.response_complete:
+            self._await_no_head()
+        elif self._deadline is None and not self.transport.is_closing():
+            self._await_head()
 
     def on_response_complete(self) -> None:
         """Go on with the bytes that came early."""
@@ -59,6 +74,15 @@ class Reading:
         data, self._early = self._early, b""
         if data and not self.transport.is_closing():
             self.data_received(data)
+
+    def _await_head(self) -> None:
+        """Cut the client off unless a request begins in time."""
+        self._deadline = self.loop.call_later(_HEAD_SECONDS, self.transport.abort)
+
+    def _await_no_head(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
 
 
 class H11Connection(Reading, H11Protocol):
