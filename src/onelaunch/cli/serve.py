@@ -59,7 +59,7 @@ def serve(
     Example: onelaunch serve Qwen/Qwen3-0.6B --port 8000
     """
     try:
-        from onelaunch.decode.serve.server import LOOPBACK, protocols, serve
+        from onelaunch.decode.serve.server import LOOPBACK, event_loop, serve
         from onelaunch.decode.serve.service import Limits, Service
     except ModuleNotFoundError as missing:
         package = (missing.name or "").partition(".")[0]
@@ -76,10 +76,8 @@ def serve(
     loader = functools.partial(Model.from_pretrained, model, device=device, dtype=dtype, variant=variant)
     service = Service(name, loader, limits, event_per_token=event_per_token)
 
-    _, parser, loop = protocols()
-
     def started(url: str) -> None:
-        said = f"serving at {url}/v1 by {parser} and {loop}; {name} is being loaded; {url}/health has status 503 until then"
+        said = f"serving at {url}/v1 by {event_loop()}; {name} is being loaded; {url}/health has status 503 until then"
         console.print(said, soft_wrap=True)
 
     def ready() -> None:

@@ -1,4 +1,4 @@
-"""Tests of connections by each parser and event loop: bytes ahead of an answer, bytes that are not HTTP, and bounds.
+"""Tests of connections in each event loop: bytes ahead of an answer, bytes that are not HTTP, and bounds.
 
 A server in this process answers by a small ASGI application: the body of a request, as soon as the test allows it.
 """
@@ -71,14 +71,16 @@ class Peer:
         made: Connections that the server has taken.
     """
 
-    def __init__(self, kind) -> None:
-        self.app, self.made, self._kind = Application(), [], kind
-        self.config = uvicorn.Config(self.app, http=kind, ws="none", log_level="critical", access_log=False, lifespan="off")
+    def __init__(self) -> None:
+        self.app, self.made = Application(), []
+        self.config = uvicorn.Config(
+            self.app, http=H11Connection, ws="none", log_level="critical", access_log=False, lifespan="off"
+        )
         self.config.load()
         self._state = uvicorn.server.ServerState()
 
     def make(self):
-        self.made.append(self._kind(self.config, self._state, {}))
+        self.made.append(H11Connection(self.config, self._state, {}))
         return self.made[-1]
 
     @asynccontextmanager
@@ -95,23 +97,17 @@ class Peer:
             listening.close()
 
 
-@pytest.fixture(params=["h11-asyncio", "httptools-asyncio", "httptools-uvloop"])
+@pytest.fixture(params=["asyncio", "uvloop"])
 def run(request):
-    """Return a function that runs a test with a :class:`Peer` of each parser, in each event loop."""
-    parser, loop = request.param.split("-")
-    if not all(package_installed(name) for name in (parser, loop)):
-        pytest.skip(f"needs {parser} and {loop}")
-    kind = H11Connection
-    if parser == "httptools":
-        from onelaunch.decode.serve.httptools_connection import HttpToolsConnection
-
-        kind = HttpToolsConnection
+    """Return a function that runs a test with a :class:`Peer` in each event loop."""
+    if not package_installed(request.param):
+        pytest.skip(f"needs {request.param}")
 
     def run(test):
         async def timed():
-            return await asyncio.wait_for(test(Peer(kind)), SECONDS)
+            return await asyncio.wait_for(test(Peer()), SECONDS)
 
-        if loop == "asyncio":
+        if request.param == "asyncio":
             return asyncio.run(timed())
         import uvloop
 
@@ -121,7 +117,6 @@ def run(request):
         finally:
             own.close()
 
-    run.parser = parser
     return run
 
 
@@ -243,22 +238,6 @@ def test_a_client_that_does_not_read_is_cut_off_all_the_same(run):
     assert run(test) == [b"one"]
 
 
-def test_requests_in_one_go_are_bounded_by_httptools_connections(run):
-    """h11 parses one at a time, so that the others are bytes."""
-    if run.parser == "h11":
-        pytest.skip("bounds bytes")
-
-    async def test(peer):
-        async with peer.connected() as (reader, writer):
-            writer.write(REQUEST % b"one" * 500)
-            return await rest_of(reader), peer.app.bodies
-
-    received, bodies = run(test)
-    assert received == b""
-    assert set(bodies) <= {b"one"}
-    assert len(bodies) <= 1
-
-
 @pytest.mark.parametrize(
     "wrong",
     [
@@ -334,24 +313,6 @@ def test_trailers_are_no_headers(run):
         return seen
 
     assert run(test) == [[b"host", b"connection", b"transfer-encoding"]]
-
-
-def test_nothing_is_parsed_behind_a_head_that_is_too_large(run):
-    if run.parser == "h11":
-        pytest.skip("parses nothing ahead")
-
-    async def test(peer):
-        async with peer.connected() as (reader, writer):
-            writer.write(REQUEST % b"one" + b"GET /")
-            await peer.app.came.wait()
-            peer.made[0].send_400_response("The head of the request is too large.")
-            writer.write(b" HTTP/1.1\r\nHost: x\r\n\r\n")
-            await asyncio.sleep(0.01)
-            peer.app.gate.set()
-            return await rest_of(reader), peer.app.bodies
-
-    received, bodies = run(test)
-    assert (received.count(b"HTTP/1.1 200"), received.count(b"HTTP/1.1 400"), bodies) == (1, 1, [b"one"])
 
 
 @pytest.mark.parametrize("before", [b"", REQUEST % b"one"], ids=["first", "second"])

@@ -116,16 +116,15 @@ def found(package, hidden):
     return package not in hidden and package_installed(package)
 
 
-@pytest.fixture(scope="module", params=["installed", pytest.param("h11", marks=pytest.mark.every)])
+@pytest.fixture(scope="module", params=["installed", pytest.param("asyncio", marks=pytest.mark.every)])
 def server(request):
     """Return a running server. After SIGTERM it must let the running request end, and end by the signal without an error.
 
-    It takes httptools and uvloop if they are installed. The other server runs without them.
+    It takes uvloop if it is installed. The other server runs without it.
     """
-    hidden = ("httptools", "uvloop") if request.param == "h11" else ()
+    hidden = ("uvloop",) if request.param == "asyncio" else ()
     server = Process("--max-waiting", "4", hidden=hidden)
-    parser, loop = "httptools" if found("httptools", hidden) else "h11", "uvloop" if found("uvloop", hidden) else "asyncio"
-    assert f" by {parser} and {loop};" in server.said
+    assert f" by {'uvloop' if found('uvloop', hidden) else 'asyncio'};" in server.said
     yield server
     with server.send(LONG | {"max_tokens": 100}) as running:
         received = running.recv(4096)

@@ -1,13 +1,14 @@
-"""HTTP/1.1 connections: uvicorn's protocols, read on while a request is answered, and with bounds on what a client may send.
+"""HTTP/1.1 connections: uvicorn's protocol by h11, read on while a request is answered, with bounds on what a client may send.
 
-:class:`H11Connection` parses by h11, in Python. ``httptools_connection.py`` has the same by httptools, whose parser is in C.
+uvicorn's protocol by httptools, whose parser is in C, takes 0.2 ms less of a request. It parses all requests that come in one go,
+bounds no head, loses the body behind an offer of another protocol, takes trailers for headers and sends chunks to clients of
+HTTP/1.0, so that this project would answer for a second HTTP/1.1 implementation.
 """
 
 from __future__ import annotations
 
 import asyncio
 import socket
-from typing import Any
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
@@ -18,8 +19,8 @@ _HEAD_SECONDS = 30.0
 """Longest time for the head of a request to arrive: connections without a request would otherwise take up those there are."""
 
 
-class Reading:
-    """Part of a connection that the parsers share; the class of uvicorn's protocol comes behind it.
+class H11Connection(H11Protocol):
+    """Connection whose requests are parsed by h11, one at a time. h11 bounds their heads itself.
 
     A connection is read even while it waits for an answer, so that a hang-up is noticed. uvicorn stops reading once a client has
     sent more than its request (pipelining), and would see its end only much later. Here such bytes wait apart; a client that
@@ -27,16 +28,12 @@ class Reading:
     """
 
     transport: asyncio.Transport
-    cycle: Any
-    """Newest request, with its answer; ``None`` before the first."""
-
-    loop: asyncio.AbstractEventLoop
     _early = b""
     _deadline: asyncio.TimerHandle | None = None  # for the head that is awaited
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         """Take a connection, and let it send each event at once."""
-        super().connection_made(transport)  # pyrefly: ignore[missing-attribute]
+        super().connection_made(transport)
         # asyncio does this only for sockets that name their protocol, and those of the listener do not. By Nagle's algorithm an
         # event would wait until the client acknowledges the one before, which takes it 40 ms on a connection that is kept.
         transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -45,7 +42,7 @@ class Reading:
     def connection_lost(self, exc: Exception | None) -> None:
         """Tell the request that the client hung up."""
         self._await_no_head()
-        super().connection_lost(exc)  # pyrefly: ignore[missing-attribute]
+        super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
         """Take bytes from the connection."""
@@ -62,7 +59,7 @@ class Reading:
 
     def parse(self, data: bytes) -> None:
         """Give bytes to uvicorn, which bounds the time between requests, but none from the first byte of a request on."""
-        super().data_received(data)  # pyrefly: ignore[missing-attribute]
+        super().data_received(data)
         if self.cycle is not None and not self.cycle.response_complete:
             self._await_no_head()
         elif self._deadline is None and not self.transport.is_closing():
@@ -70,7 +67,7 @@ class Reading:
 
     def on_response_complete(self) -> None:
         """Go on with the bytes that came early."""
-        super().on_response_complete()  # pyrefly: ignore[missing-attribute]
+        super().on_response_complete()
         data, self._early = self._early, b""
         if data and not self.transport.is_closing():
             self.data_received(data)
@@ -83,7 +80,3 @@ class Reading:
         if self._deadline is not None:
             self._deadline.cancel()
             self._deadline = None
-
-
-class H11Connection(Reading, H11Protocol):
-    """Connection whose requests are parsed by h11. It parses one request at a time and bounds their heads itself."""

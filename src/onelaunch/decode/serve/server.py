@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import socket
 import sys
 from collections.abc import Callable
+from typing import Literal
 
 import uvicorn
 
@@ -27,17 +27,9 @@ _SWITCH_SECONDS = 1e-3
 """Longest time in which the thread of the device keeps the event loop from running Python code: a hang-up is noticed so soon."""
 
 
-def protocols() -> tuple[type[asyncio.Protocol], str, str]:
-    """Return the class of connections, its parser's name, and the event loop's: httptools and uvloop where they are installed.
-
-    Without them requests are parsed by h11, and asyncio's own loop runs.
-    """
-    loop = "uvloop" if package_installed("uvloop") else "asyncio"
-    if package_installed("httptools"):
-        from onelaunch.decode.serve.httptools_connection import HttpToolsConnection
-
-        return HttpToolsConnection, "httptools", loop
-    return H11Connection, "h11", loop
+def event_loop() -> Literal["uvloop", "asyncio"]:
+    """Return the name of the event loop: that of uvloop where it is installed, as it writes an event sooner."""
+    return "uvloop" if package_installed("uvloop") else "asyncio"
 
 
 class Server(uvicorn.Server):
@@ -106,10 +98,9 @@ def serve(
     app = make_app(service, api_key=api_key, hosts=hosts)
     # The server's own socket: uvicorn would end the process if the address was taken.
     listener = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=1024)
-    http, _, loop = protocols()
     config = uvicorn.Config(
-        app, http=http, loop=loop, ws="none", lifespan="on", proxy_headers=False, server_header=False, access_log=False,
-        log_level="error", limit_concurrency=service.limits.waiting + _IDLE_CONNECTIONS,
+        app, http=H11Connection, loop=event_loop(), ws="none", lifespan="on", proxy_headers=False, server_header=False,
+        access_log=False, log_level="error", limit_concurrency=service.limits.waiting + _IDLE_CONNECTIONS,
         timeout_graceful_shutdown=grace_seconds,
     )  # fmt: skip
     # Only errors are logged: bytes that are not HTTP would otherwise be a line each.
