@@ -84,7 +84,7 @@ class Run:
     part: Part = WHOLE
     """Part of the cases that this process probes, compiles and measures."""
     earlier_commits: tuple[EarlierCommit, ...] = ()
-    """What was measured at other commits, and taken over."""
+    """Measurements that were made at other commits, and taken over."""
     _claimed: set[str] = field(default_factory=set)
     """Names of the shapes that this process has begun, or found finished."""
 

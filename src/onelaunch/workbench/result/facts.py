@@ -62,7 +62,7 @@ class Provenance(Grown, Stored):
     timing_seed: Count | None = None
     """Seed of the inputs that were timed, drawn for the run; ``None`` in results from before it was drawn."""
     earlier: tuple[EarlierCommit, ...] = ()
-    """What was measured at other commits than ``commit``, and taken over."""
+    """Measurements that were made at other commits than ``commit``, and taken over."""
 
     @property
     def commits(self) -> str:
