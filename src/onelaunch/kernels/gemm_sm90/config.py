@@ -76,7 +76,7 @@ class GemmConfig:
         nvfp4: Flag that A consists of NVFP4 codes. Consumer warpgroups dequantize them into the registers from which WGMMA reads
             A; converter warps prepare the block scales.
         arithmetic: Flag that NVFP4 codes are decoded by arithmetic, and not looked up in a table in shared memory. It takes three
-            more instructions for two codes, and a quarter less of shared memory's time.
+            more instructions for two codes, and, counted with 64 rows of x, a quarter less of shared memory's time.
         chunks: Number of 128-byte pieces of each row of B in a k-block: 1, or for NVFP4 1, 2 or 4. A row of A has 32 bytes of
             codes per chunk.
         narrow: N dimension of a second, narrower WGMMA for tiles with few columns (``projections`` has such tiles at the end of

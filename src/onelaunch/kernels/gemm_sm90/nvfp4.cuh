@@ -5,8 +5,8 @@
 // Computes:   element = e2m1 code * e4m3 scale of its block of 16 channels. The product has at most 6 significant bits, so
 //             float16 and bfloat16 hold it exactly. Scales of whole tensors are applied by the epilogue. NaN scales stay NaN.
 // Codes:      a byte holds two neighbouring channels. It is looked up in a table in shared memory, which gives both elements, or
-//             with ARITHMETIC = 1 becomes both by two multiplications and two masks. Look-ups take fewer instructions; but with
-//             64 rows of x, shared memory is busy all the time, a quarter of it with them.
+//             with ARITHMETIC = 1 becomes both by two multiplications and two masks. Look-ups take fewer instructions; but by
+//             a count of accesses, not timed yet, shared memory decides with 64 rows of x, and look-ups take a quarter of it.
 // Table:      256 rows of 256 bytes. Each row repeats the pair of one byte once for every bank (128 bytes), so that 32 lanes
 //             that look up different bytes at once do not conflict. The other 128 bytes of each row hold block scales. Thus the
 //             offset of an entry is a byte of codes followed by a byte that selects the bank, and one PRMT composes it.
