@@ -11,7 +11,7 @@ from rich.console import Console
 from onelaunch.cli import output
 from onelaunch.cli.arguments import DeviceName
 from onelaunch.cli.measuring import INTERRUPTED
-from onelaunch.cli.study.arguments import ScaleName
+from onelaunch.cli.study.arguments import ScaleName, Tuning
 from onelaunch.device.hardware import resolve
 from onelaunch.model_studies.declare import find_model_study
 from onelaunch.model_studies.judge import judged, summary
@@ -80,10 +80,7 @@ def models(
         float | None,
         typer.Option("--time-limit", min=0.0, help="Seconds after which the run stops; --resume goes on.", show_default="none"),
     ] = None,
-    tuning: Annotated[
-        Path | None,
-        typer.Option("--tuning", help="File that keeps the choices of peers' autotuners from run to run.", show_default="none"),
-    ] = None,
+    tuning: Tuning = None,
     processes: Annotated[
         int, typer.Option("--processes", min=0, help="Number of processes that compile fla's configurations ahead; 0 for none.")
     ] = 0,
