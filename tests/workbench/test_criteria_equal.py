@@ -18,6 +18,8 @@ from tests.workbench.test_criteria import SWEEP, faster, outcome
         (14.9, 0.0, 1.01, "equal"),  # 1.007x
         (15.1, 0.0, 1.01, "equal"),  # 0.993x
         (14.8, 0.0, 1.01, "met"),  # 1.0135x
+        (14.9, 0.006, 1.01, "equal"),  # 1.007x, no loss in the interval, whose upper end is above 1.01x
+        (15.05, 0.02, 1.01, "inconclusive"),  # the interval has a loss of more than 1 %
         (15.2, 0.0, 1.01, "missed"),  # 0.987x
         (15.0, 0.03, 1.01, "inconclusive"),  # the interval reaches beyond the noise
         (14.9, 0.0, 1.02, "inconclusive"),  # another run of the same code differs by as much

@@ -73,8 +73,8 @@ def judge_time(ratio: Estimate, criterion: Criterion, noise: float | None) -> tu
     """Judge a ratio of times against the bound: return the status, and the reason if it is equal or inconclusive.
 
     *Met* and *missed* ask for the same: the whole interval on one side of the bound, and the median beyond it by more than the
-    A/A noise. *Equal* asks for a bound of 1, which is no loss, for an A/A noise of the least that there is, and for the whole
-    interval within it.
+    A/A noise. *Equal* asks for a bound of 1, which is no loss, for an A/A noise of the least that there is, and for no loss
+    beyond it in the whole interval. A gain, where there is one, is then too small to be claimed.
     """
     if ratio.samples < _FEWEST_ROUNDS:
         return "inconclusive", f"{ratio.samples} round{'s' * (ratio.samples != 1)} give no interval"
@@ -85,8 +85,10 @@ def judge_time(ratio: Estimate, criterion: Criterion, noise: float | None) -> tu
         return "met", ""
     if high < bound and median < bound / noise:
         return "missed", ""
-    if bound == 1 and noise <= stats.LEAST_NOISE and 1 / noise <= low and high <= noise:
-        return "equal", f"the times differ by less than {noise:.3g}x, the least that is ever claimed"
+    if bound == 1 and noise <= stats.LEAST_NOISE and 1 / noise <= low:
+        if high <= noise:
+            return "equal", f"the times differ by less than {noise:.3g}x, the least that is ever claimed"
+        return "equal", f"there is no loss, and the gain is not surely more than {noise:.3g}x, the least that is ever claimed"
     if low < bound <= high:
         return "inconclusive", "the interval contains the bound"
     return "inconclusive", f"the A/A noise of {noise:.3g} is larger than the distance to the bound"
