@@ -20,6 +20,8 @@ from onelaunch import cuda, nn, parallel
 from onelaunch.cuda.driver import reaches
 from onelaunch.errors import ArgumentError
 from onelaunch.ops import gated_scan, gla
+from onelaunch.ops.gla.contract import bind
+from onelaunch.ops.gla.slices import GlaRules
 from onelaunch.parallel.exchange import PEER_STORES, STORES
 from tests.parallel.cases import Slices
 
@@ -164,6 +166,54 @@ def exchanges(slices):
     assert made.used == expected
 
 
+def scans(slices):
+    """States behind the slices of other ranks are those of all-gathered messages, with some ranks late and in replayed graphs."""
+    rank, size = slices.rank, len(slices.lengths)
+    made = parallel.context(slices.group, 4, device="cuda").collectives
+    rules = GlaRules(gla, bind(*(torch.zeros(1, 1, 4, each, device="cuda") for each in (32, 32, 96, 32))), "auto")
+    random = torch.Generator("cuda").manual_seed(rank)
+    sizes = {back: (range(rank + 1, size), range(rank)[::-1])[back] for back in (False, True)}
+
+    def scanned(x, *, back):
+        exchange = made.start_scan(x, tuple(sizes[back]))
+        torch.cuda._sleep(10**6 if rank == size // 2 else 1)
+        ranks = sizes[not back][::-1]
+        found = rules.scan(exchange, ranks, back=back) if ranks else None
+        exchange.finish()
+        return found
+
+    def wanted(x, *, back):
+        every = x.new_empty(size, x.shape[1])
+        distributed.all_gather_into_tensor(every, x, group=slices.group)
+        ranks = sizes[not back][::-1]
+        return rules.fold(every, ranks, back=back) if ranks else None
+
+    def drawn(turn):
+        x = torch.rand(1, 4 * (32 * 96 + 32), device="cuda", generator=random)
+        x[0, 4 * 32 * 96 :] *= turn % 3 > 0  # decays of zero
+        return x
+
+    def same(found, expected, turn):
+        assert (found is None) == (expected is None)
+        if found is not None:
+            torch.testing.assert_close(found, expected, msg=lambda text: f"{turn}: {text}")
+
+    scanned(drawn(0), back=False)
+    for turn in range(60):
+        x = drawn(turn)
+        torch.cuda._sleep(10**6 if turn % size == rank else 1)
+        back = turn // 4 % 2 == 1  # several in a row in one direction, in which a rank that reads nothing is ahead
+        same(scanned(x, back=back), wanted(x, back=back), turn)
+    x, graph, stream = drawn(1), torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    torch.cuda.synchronize()
+    both = cuda.capture(lambda: [scanned(x, back=back) for back in (False, True)], graph, stream)
+    for turn in range(20):
+        x.copy_(drawn(turn))
+        graph.replay()
+        for back, found in zip((False, True), both, strict=True):
+            same(found, wanted(x, back=back), turn)
+
+
 def tensors_on_another_device(slices):
     """Every rank refuses tensors of a CPU, before any collective on them."""
     v = torch.zeros(1, 4, 3)
@@ -188,7 +238,7 @@ def death(slices):
     torch.cuda.synchronize()
 
 
-CHECKS = {each.__name__: each for each in (results, layers, graphs, exchanges, tensors_on_another_device, death)}
+CHECKS = {each.__name__: each for each in (results, layers, graphs, exchanges, scans, tensors_on_another_device, death)}
 
 
 def main(folder, name):

@@ -27,6 +27,7 @@ from onelaunch.parallel.exchange import STORES, Exchange, PeerCollectives
 from onelaunch.workbench.inspection import inspect_build
 
 pytest.importorskip("triton", reason="it launches kernels of Triton")
+from onelaunch.ops.gla import launch_slices
 from onelaunch.parallel import peer_stores
 from onelaunch.parallel.peer_stores import Channel, channel_bytes
 
@@ -129,7 +130,9 @@ def test_exchanges_that_nobody_receives_keep_the_ranks_together(channels):
 
     def send(rank, x):
         channel = made[rank]
-        peer_stores._send(x, channel.memory, channel.targets, rank, CAPACITY, channel.limit)
+        order, readers = channel.order_of(None)
+        targets = tuple(channel.addresses[each] for each in order)
+        peer_stores._send(x, channel.memory, targets, order, readers, rank, CAPACITY, channel.limit)
 
     lost, sent = messages(2, (1, 70), torch.float32, 0), messages(2, (1, 70), torch.float32, 1)
     send(0, lost[0])
@@ -148,6 +151,85 @@ def test_exchanges_that_nobody_receives_keep_the_ranks_together(channels):
         same(each.result(), lost)
 
 
+def scan(messages, nearest_first, state, channels):
+    """Return the state behind the slices of some ranks, from messages ``[1, elements]`` of all."""
+    heads, keys, values = state
+    found, factor = 0.0, 1.0
+    for rank in nearest_first:
+        rows = messages[rank].numel() // (keys * values + channels)
+        added, decays = messages[rank][0].split([rows * keys * values, rows * channels])
+        found = found + factor * added.view(rows, keys, values)
+        factor = factor * decays.view(rows, channels, 1)
+    return found.view(-1, heads, keys, values)
+
+
+def random_messages(ranks, elements, seed):
+    return list(torch.rand(ranks, 1, elements, generator=torch.Generator().manual_seed(seed)))
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize(("state", "decays"), [((2, 8, 12), 8), ((1, 20, 10), 1)])
+def test_readers_fold_messages_where_they_arrive(state, decays, channels, monkeypatch):
+    """Forwards and backwards in turn, with all-gathers between them; ranks send and read in any order."""
+    monkeypatch.setattr(launch_slices, "_TILE", 8)
+    made, (heads, keys, values) = channels(3), state
+    elements = 2 * heads * (keys * values + decays)  # a batch of two
+    for seed, order in enumerate(itertools.permutations(range(3))):
+        messages = random_messages(3, elements, seed)
+        nearest = {rank: (range(rank)[::-1], range(rank + 1, 3))[seed % 2] for rank in range(3)}
+        readers = {rank: (range(rank + 1, 3), range(rank)[::-1])[seed % 2] for rank in range(3)}
+        exchanges = {rank: made[rank].start(messages[rank], readers[rank]) for rank in order}
+        for rank in reversed(order):
+            if nearest[rank]:
+                found = launch_slices.folded_in_place(exchanges[rank].in_place(), nearest[rank][::-1], state, decays)
+                torch.testing.assert_close(found, scan(messages, nearest[rank], state, decays))
+            exchanges[rank].settle()
+            exchanges[rank].finish()
+            with pytest.raises(RuntimeError, match="their readers alone"):
+                exchanges[rank].result()
+        gathered = [each.start(x) for each, x in zip(made, messages, strict=True)]
+        for each in gathered:
+            same(each.result(), messages)
+
+
+@pytest.mark.interpret
+def test_a_message_behind_decays_of_zero_is_not_waited_for(channels):
+    state = (1, 8, 12)
+    for decay in (0.0, 0.5):
+        made, messages = channels(3), random_messages(3, 8 * 12 + 8, 0)
+        messages[1][0, 8 * 12 :] = decay
+        made[1].start(messages[1], (2,))
+        in_place = made[2].start(messages[2], ()).in_place()  # rank 0 has not sent
+        if decay:
+            with pytest.raises(Exception, match="Assume failed"):
+                launch_slices.folded_in_place(in_place, (0, 1), state, 8)
+        else:
+            found = launch_slices.folded_in_place(in_place, (0, 1), state, 8)
+            torch.testing.assert_close(found, scan(messages, (1,), state, 8))
+
+
+@pytest.mark.interpret
+def test_no_rank_overwrites_a_message_before_its_reader_has_sent_again(channels):
+    """A rank that reads nothing may be one exchange ahead of its readers, and no more."""
+    made, messages = channels(2), random_messages(2, 8 * 12 + 8, 0)
+    late = made[1].start(messages[1], ())
+    made[0].start(messages[0], (1,))
+    made[0].start(torch.zeros(1, 8 * 12 + 8), (1,))
+    with pytest.raises(Exception, match="Assume failed"):
+        made[0].start(torch.zeros(1, 8 * 12 + 8), (1,))
+    found = launch_slices.folded_in_place(late.in_place(), (0,), (1, 8, 12), 8)
+    torch.testing.assert_close(found, scan(messages, (0,), (1, 8, 12), 8))
+
+
+@pytest.mark.interpret
+def test_a_message_of_another_size_is_not_read_in_place(channels):
+    made = channels(2)
+    made[0].start(torch.zeros(1, 8), (1,))
+    exchange = made[1].start(torch.zeros(1, 8 * 12 + 8), ())
+    with pytest.raises(Exception, match="Assume failed"):
+        launch_slices.folded_in_place(exchange.in_place(), (0,), (1, 8, 12), 8)
+
+
 @pytest.mark.thorough
 def test_the_kernels_compile_to_few_registers():
     """A message whose size is no multiple of 64 bytes takes narrower accesses."""
@@ -155,11 +237,16 @@ def test_the_kernels_compile_to_few_registers():
         with record("sm_90a") as (device, launches), torch.no_grad():
             memory = torch.empty(channel_bytes(ranks, 1 << 20) // 8, dtype=torch.int64, device=device)
             addresses = tuple((1 << 40) + 4096 * each for each in range(ranks))
-            peer_stores._send(torch.empty(1, words, device=device), memory, addresses, 1, 1 << 20, 20 * 10**9)
-            found = peer_stores._receive(memory, (ranks, words), torch.float32, ranks, 1 << 20, 20 * 10**9)
+            limit = 20 * 10**9
+            order = tuple(range(ranks))
+            peer_stores._send(torch.empty(1, words, device=device), memory, addresses, order, ranks, 1, 1 << 20, limit)
+            found = peer_stores._receive(memory, (ranks, words), torch.float32, ranks, 1 << 20, limit)
+            if words == 264192:
+                folded = launch_slices._folded_in_place(memory, order[1:], 16, 128, 128, 128, ranks, 1 << 20, limit, words)
+                assert folded.shape == (1, 16, 128, 128)
         assert found.shape == (ranks, words)
         builds = builds_of([(each.kernel.__name__, each) for each in launches], find_architecture("sm_90a"))
-        assert len(builds) == 2
+        assert len(builds) == (3 if words == 264192 else 2)
         for build in builds:
             inspection = inspect_build(build, "sm_90a")
             assert inspection.ok, build.name
@@ -229,7 +316,7 @@ def on_ranks(ranks, function, odd=None):
 @pytest.fixture
 def started(monkeypatch):
     """Replace the start of an exchange by a pending result that holds its channel."""
-    monkeypatch.setattr(Channel, "start", lambda channel, x: Pending(channel))
+    monkeypatch.setattr(Channel, "start", lambda channel, x, readers: Pending(channel))
 
 
 def test_channels_are_made_once_and_for_larger_messages_again(started):
@@ -250,10 +337,11 @@ def test_channels_are_made_once_and_for_larger_messages_again(started):
         with pytest.raises(ArgumentError, match=r"first exchange on this rank was on cpu:1, and this one is on cpu\."):
             found.start(torch.zeros(1, 4))
         first = found._all[0]
-        assert first.targets[-1] == first.memory.data_ptr()
+        assert first.addresses[peers.rank] == first.memory.data_ptr()
+        assert first.order_of(None)[0][-1] == peers.rank
         assert all(each.memory.numel() == channel_bytes(2, each.capacity) // 8 for each in found._all)
         assert len({each.memory.data_ptr() for each in found._all}) == len(found._all)
-        return [(each.capacity, sorted(each.targets)) for each in found._all]
+        return [(each.capacity, each.addresses) for each in found._all]
 
     first, second = on_ranks(2, run)
     assert first == second
@@ -406,9 +494,10 @@ def test_a_rank_tells_its_peers_what_it_can_do(peers, monkeypatch):
     monkeypatch.setattr(driver_module, "library", lambda: Driver(refuses=True))
     assert "cuStreamGetCaptureInfo" in peers.facts()[2]
     assert "cuDeviceGetP2PAttribute" in peers.unreachable(["gpu 2", "gpu 1"])
-    for value in ("0", None):
+    monkeypatch.setattr(driver_module, "library", Driver)
+    for value, why in (("0", "ONELAUNCH_PEER_STORES is not 1"), (None, "")):
         monkeypatch.delenv("ONELAUNCH_PEER_STORES") if value is None else monkeypatch.setenv("ONELAUNCH_PEER_STORES", value)
-        assert peers.facts()[2] == "ONELAUNCH_PEER_STORES is not 1"
+        assert peers.facts()[2] == why
 
 
 def test_memory_of_all_ranks_has_an_address_on_each(peers, monkeypatch):

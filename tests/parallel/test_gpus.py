@@ -63,7 +63,7 @@ def passes(folder, check, ranks, **environment):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("ranks", NUMBERS)
-@pytest.mark.parametrize("check", ["results", "layers", "graphs", "exchanges", "tensors_on_another_device"])
+@pytest.mark.parametrize("check", ["results", "layers", "graphs", "exchanges", "scans", "tensors_on_another_device"])
 def test_ranks_with_nccl(check, ranks, tmp_path):
     """All-gathers are stores to the memory of peers where NVLink connects the GPUs."""
     passes(tmp_path, check, ranks, ONELAUNCH_PEER_STORES="1")

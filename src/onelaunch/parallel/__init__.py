@@ -5,6 +5,7 @@ once by :func:`context`. The operations say by :class:`Rules` how a slice of the
 :func:`run_across_ranks` exchanges and scans these changes.
 """
 
+from onelaunch.parallel.collectives import InPlace, Pending
 from onelaunch.parallel.contexts import Context, Described, context, entered, offsets_of
 from onelaunch.parallel.halo import Halo, start_halo, tied
 from onelaunch.parallel.rules import Kept, Passes, Rules, Tensors, shifted
@@ -14,8 +15,10 @@ __all__ = [
     "Context",
     "Described",
     "Halo",
+    "InPlace",
     "Kept",
     "Passes",
+    "Pending",
     "Rules",
     "Tensors",
     "context",

@@ -7,7 +7,27 @@ differentiable here.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
 import torch
+
+
+class InPlace(NamedTuple):
+    """Memory in which the messages of an exchange arrive, for a kernel that waits for them (``parallel/kernels.py``)."""
+
+    memory: torch.Tensor
+    """Channel of the exchange on this rank, int64."""
+    ranks: int
+    """Number of ranks."""
+    capacity: int
+    """Words that a slot holds for a rank."""
+    limit: int
+    """Nanoseconds to wait for a message."""
+    shape: tuple[int, ...]
+    """Shape of a message, float32."""
+    read: Callable[[Callable[[], torch.Tensor]], torch.Tensor]
+    """Function that calls a function which launches such a kernel, in the order of the channel's launches."""
 
 
 class Pending:
@@ -21,6 +41,14 @@ class Pending:
         if not self._waited:
             self._tensor, self._waited = torch.ops._c10d_functional.wait_tensor(self._tensor), True  # noqa: SLF001
         return self._tensor
+
+    def finish(self) -> None:
+        """Wait as :meth:`result` does, where this rank reads no message, or has read all that it reads in place."""
+        self.result()
+
+    def in_place(self) -> InPlace | None:
+        """Return where messages lie that this rank can read, or ``None`` if :meth:`result` returns them."""
+        return None
 
     def settle(self) -> None:
         """Let a GPU's stream wait for the result now, before a pass whose CTAs keep nearly all SMs until it ends.
@@ -47,6 +75,14 @@ class Collectives:
     def start_all_gather(self, x: torch.Tensor) -> Pending:
         """Start to gather the tensors ``[M, ...]`` of all ranks to ``[size * M, ...]``."""
         return self._start_collective(x.contiguous())
+
+    def start_scan(self, x: torch.Tensor, readers: Sequence[int]) -> Pending:
+        """Start to send the message ``[1, elements]`` float32 to the ranks that read it, the nearest one first.
+
+        All ranks make the call, with messages of one size. A rank reads what it needs, by :meth:`Pending.in_place` or
+        :meth:`Pending.result`, before its next call, and ends with :meth:`Pending.finish`.
+        """
+        return self.start_all_gather(x)
 
     def _start_collective(self, x: torch.Tensor, why: str = "") -> Pending:
         """Start the group's own all-gather of a contiguous tensor; ``why`` no other way was taken."""

@@ -16,7 +16,7 @@ from __future__ import annotations
 import os
 import socket
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakKeyDictionary
@@ -37,10 +37,10 @@ STORES = "stores to peers"
 """Name of this way in :attr:`Collectives.used`."""
 
 PEER_STORES = "ONELAUNCH_PEER_STORES"
-"""Environment variable with which exchanges by stores are switched on: where it is not 1 on some rank, all take collectives."""
+"""Environment variable with which exchanges by stores are switched off: where it is not 1 on some rank, all take collectives."""
 
-_DEFAULT = "0"
-"""Value where the variable is not set: off, until a GPU has run the kernels."""
+_DEFAULT = "1"
+"""Value where the variable is not set."""
 
 MOST_RANKS = 8
 """Largest number of ranks, for whose flags and epochs the beginning of a channel has room."""
@@ -172,8 +172,11 @@ class Exchange:
         self._all: list[Channel] = []
         """All channels. None is freed: graphs hold their addresses, and peers may still store into them."""
 
-    def start(self, x: torch.Tensor) -> Pending | str:
-        """Start to gather the contiguous tensors of all ranks, or return why that is left to the group's collective."""
+    def start(self, x: torch.Tensor, readers: Sequence[int] | None = None) -> Pending | str:
+        """Start to send a contiguous tensor of each rank, or return why that is left to the group's collective.
+
+        All ranks gather the tensors of all, unless each says which ``readers`` read its own.
+        """
         if self.why_not:
             return self.why_not
         if not 0 < x.nbytes <= MOST_BYTES or x.nbytes % 4:
@@ -184,7 +187,7 @@ class Exchange:
             problem = f"the group's first exchange on this rank was on {self.peers.device}, and this one is on {x.device}."
             raise ArgumentError(f"A process group exchanges states on one GPU of each rank: {problem}")
         channel = self._channel(x.nbytes)
-        return channel.start(x) if channel is not None else self.why_not or "a capture found no channel"
+        return channel.start(x, readers) if channel is not None else self.why_not or "a capture found no channel"
 
     def _channel(self, nbytes: int) -> Channel | None:
         """Return the channel of a message of this rank, or ``None``."""
@@ -274,7 +277,15 @@ class PeerCollectives(Collectives):
     def start_all_gather(self, x: torch.Tensor) -> Pending:
         """Start to gather the tensors ``[M, ...]`` of all ranks to ``[size * M, ...]``."""
         x = x.contiguous()
-        started = self._exchange.start(x)
+        return self._started(x, None)
+
+    def start_scan(self, x: torch.Tensor, readers: Sequence[int]) -> Pending:
+        """Start to send a message to its readers; they read it where it arrives."""
+        return self._started(x.contiguous(), readers)
+
+    def _started(self, x: torch.Tensor, readers: Sequence[int] | None) -> Pending:
+        """Start an exchange by stores, or the group's own all-gather."""
+        started = self._exchange.start(x, readers)
         if isinstance(started, Pending):
             self.used.add(STORES)
             return started

@@ -39,12 +39,12 @@ class _Passes(torch.autograd.Function):
             sent, kept = passes.local_state(tensors, local.tail_start, before)
         else:
             sent = message(context, rules, tensors, None)
-        gathered = context.collectives.start_all_gather(sent)
-        gathered.settle()
-        incoming = rules.fold(gathered.result(), local.before, back=False) if local.before else None
+        exchange = context.collectives.start_scan(sent, local.after)
+        exchange.settle()
+        incoming = rules.scan(exchange, local.before, back=False) if local.before else None
         first = initial_states(context, rules, initial, incoming)
         y, final = passes.forward(tensors, first, offsets, kept, want_final=want_final)
-        gathered.result()
+        exchange.finish()
         ctx.context, ctx.rules, ctx.passes, ctx.want_final, ctx.count = context, rules, passes, want_final, len(tensors)
         ctx.rows = None if initial is None else len(initial)
         ctx.save_for_backward(first, *tensors, *kept)
@@ -65,13 +65,13 @@ class _Passes(torch.autograd.Function):
             sent, sums = passes.initial_gradient(tensors, dy, local.head_stop, behind)
         else:
             sent = message(context, rules, tensors, None)
-        gathered = context.collectives.start_all_gather(sent)
-        gathered.settle()
+        exchange = context.collectives.start_scan(sent, local.before[::-1])
+        exchange.settle()
         states = passes.states(tensors, first, context.cu_seqlens, kept)
-        outgoing = rules.fold(gathered.result(), local.after[::-1], back=True) if local.after else None
+        outgoing = rules.scan(exchange, local.after[::-1], back=True) if local.after else None
         dfinal = final_gradient(context, rules, None if summed is None else summed.result(), outgoing, dy)
         gradients, dfirst = passes.gradients(tensors, first, context.cu_seqlens, dy, dfinal, states, sums)
-        gathered.result()
+        exchange.finish()
         return None, None, None, None, _initial_state_gradients(context, rules, ctx.rows, dfirst, dy), *gradients
 
 

@@ -6,21 +6,21 @@ A channel is memory that every rank of a group has and that all others can write
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from triton import knobs
 
 from onelaunch.launch.launch import Launch, Mma
 from onelaunch.launch.planned import Planned
-from onelaunch.parallel.collectives import Pending
+from onelaunch.parallel.collectives import InPlace, Pending
 from onelaunch.parallel.kernels import receive_kernel, send_kernel
 
 WORD = 4
 """Bytes of the words that a message consists of."""
 
 SLOTS = 4096
-"""Bytes from the beginning of a channel to its slots. The flags and epochs of 8 ranks, the most there are, take 2560."""
+"""Bytes from the beginning of a channel to its slots. The flags and epochs of 8 ranks, the most there are, take 2304."""
 
 CTAS = 32
 """CTAs that send a message, and that copy the message of one rank; not measured yet.
@@ -52,23 +52,39 @@ class Channel:
 
     def __init__(self, memory: torch.Tensor, addresses: Sequence[int], rank: int, capacity: int, limit: int) -> None:
         self.memory, self.rank, self.ranks, self.capacity, self.limit = memory, rank, len(addresses), capacity, limit
-        self.targets = (*addresses[rank + 1 :], *addresses[: rank + 1])
-        """Addresses in the order in which this rank stores, so that not all ranks begin with the same one; its own comes last."""
+        self.addresses = tuple(addresses)
+        """Addresses of the channel at all ranks, by rank."""
         self._sent: Sent | None = None
         self._stream: torch.cuda.Stream | None = None
         self._done: torch.cuda.Event | None = None
 
-    def start(self, x: torch.Tensor) -> Sent:
-        """Send a contiguous tensor ``[M, ...]`` to all ranks. An exchange that was started before is received first."""
+    def start(self, x: torch.Tensor, readers: Sequence[int] | None = None) -> Pending:
+        """Send a contiguous tensor ``[M, ...]`` to all ranks, or to its ``readers`` alone, the first one first.
+
+        An all-gather that was started before is received first.
+        """
         if self._sent is not None:
             self._sent.result()
         if x.data_ptr() % 16:
             x = x.clone()
         self.order()
-        _send(x, self.memory, self.targets, self.rank, self.capacity, self.limit)
+        order, count = self.order_of(readers)
+        targets = tuple(self.addresses[each] for each in order)
+        _send(x, self.memory, targets, order, count, self.rank, self.capacity, self.limit)
         self._launched()
+        if readers is not None:
+            return SentToReaders(self, x.shape)
         self._sent = Sent(self, (self.ranks * x.shape[0], *x.shape[1:]), x.dtype)
         return self._sent
+
+    def order_of(self, readers: Sequence[int] | None) -> tuple[tuple[int, ...], int]:
+        """Return all ranks in the order in which this rank stores, and how many of them, the first ones, read its message.
+
+        Where all read it, not all ranks begin with the same one, and its own comes last.
+        """
+        first = () if readers is None else tuple(readers)
+        behind = (*range(self.rank + 1, self.ranks), *range(self.rank + 1))
+        return (*first, *(each for each in behind if each not in first)), self.ranks if readers is None else len(first)
 
     def receive(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Return the messages of all ranks of the exchange that was started last."""
@@ -86,6 +102,13 @@ class Channel:
         if self._stream is not None and self._done is not None and self._stream != stream:
             stream.wait_event(self._done)
         self._stream = stream
+
+    def launched(self, launch: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """Return what a function returns that launches a kernel which reads this channel, in the order of its launches."""
+        self.order()
+        result = launch()
+        self._launched()
+        return result
 
     def _launched(self) -> None:
         """Record that a kernel has been launched, for :meth:`order`."""
@@ -120,19 +143,49 @@ class Sent(Pending):
         return self._gathered
 
 
-def _parts(memory: torch.Tensor, ranks: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+class SentToReaders(Pending):
+    """Exchange of which this rank has sent its message to the ranks that read it.
+
+    Args:
+        channel: Channel of the exchange.
+        shape: Shape of a message.
+    """
+
+    def __init__(self, channel: Channel, shape: Sequence[int]) -> None:
+        self._channel, self._shape = channel, tuple(shape)
+
+    def settle(self) -> None:
+        """Do nothing, as in :class:`Sent`."""
+
+    def finish(self) -> None:
+        """Do nothing: a message that this rank does not read was not sent to it."""
+
+    def in_place(self) -> InPlace:
+        """Return where the messages for this rank lie, once the flags of their senders are set."""
+        channel = self._channel
+        return InPlace(channel.memory, channel.ranks, channel.capacity, channel.limit, self._shape, channel.launched)
+
+    def result(self) -> torch.Tensor:
+        """Raise an error, since not every message was sent to this rank."""
+        raise RuntimeError("messages were sent to their readers alone, which read them in place")
+
+
+def parts_of(memory: torch.Tensor, ranks: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the flags, epochs and slots of a channel."""
-    flags, epochs = memory[: ranks * CTAS], memory[ranks * CTAS : (ranks + 2) * CTAS]
+    flags, epochs = memory[: ranks * CTAS], memory[ranks * CTAS : (ranks + 1) * CTAS]
     return flags, epochs, memory[SLOTS // 8 :].view(torch.int32)
 
 
 @Planned
-def _send(x: torch.Tensor, memory: torch.Tensor, targets: tuple[int, ...], rank: int, capacity: int, limit: int) -> None:
+def _send(
+    x: torch.Tensor, memory: torch.Tensor, targets: tuple[int, ...], order: tuple[int, ...], readers: int, rank: int,
+    capacity: int, limit: int,
+) -> None:  # fmt: skip
     """Launch ``send_kernel``; the kernel explains the arguments."""
     ranks, words = len(targets), x.view(-1).view(torch.int32)
-    flags, epochs, _ = _parts(memory, ranks)
+    flags, epochs, _ = parts_of(memory, ranks)
     Launch(
-        send_kernel, (CTAS,), words, flags, epochs, targets, rank, words.numel(), capacity, limit,
+        send_kernel, (CTAS,), words, flags, epochs, targets, order, rank, readers, words.numel(), capacity, limit,
         mma=Mma.NONE, SLOTS=SLOTS, RANKS=ranks, BLOCK=_BLOCK, TIMED=not knobs.runtime.interpret, num_warps=_WARPS,
     ).run()  # fmt: skip
 
@@ -145,7 +198,7 @@ def _receive(
     gathered = memory.new_empty(shape, dtype=dtype)
     words = gathered.view(-1).view(torch.int32)
     Launch(
-        receive_kernel, (CTAS, ranks), words, *_parts(memory, ranks), words.numel() // ranks, capacity, limit,
+        receive_kernel, (CTAS, ranks), words, *parts_of(memory, ranks), words.numel() // ranks, capacity, limit,
         mma=Mma.NONE, RANKS=ranks, BLOCK=_BLOCK, TIMED=not knobs.runtime.interpret, num_warps=_WARPS,
     ).run()  # fmt: skip
     return gathered

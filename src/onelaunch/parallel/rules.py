@@ -12,6 +12,8 @@ from collections.abc import Sequence
 
 import torch
 
+from onelaunch.parallel.collectives import Pending
+
 Tensors = tuple[torch.Tensor | None, ...]
 """Tensors of a call in an order that the operation's :class:`Rules` know."""
 
@@ -82,6 +84,13 @@ class Rules(ABC):
             local_state, *cumulative_decays = parts(rank)
             state = self.advance(state, local_state, cumulative_decays, back=back)
         return state
+
+    def scan(self, exchange: Pending, ranks: Sequence[int], *, back: bool) -> torch.Tensor:
+        """Return the state of :meth:`fold` from the messages of an exchange, for which the current stream waits.
+
+        An operation with :class:`Passes` can read them where they arrive (:meth:`Pending.in_place`).
+        """
+        return self.fold(exchange.result(), ranks, back=back)
 
     @property
     def _elements(self) -> int:

@@ -11,15 +11,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from triton import knobs
 
 from onelaunch.kernels.common.layout import cdiv, inner_contiguous
 from onelaunch.launch.launch import Launch, Mma
 from onelaunch.launch.planned import Planned
 from onelaunch.ops.gla import launch_hopper
-from onelaunch.ops.gla.kernels.fold import fold_kernel
+from onelaunch.ops.gla.kernels.fold import fold_in_place_kernel, fold_kernel
 from onelaunch.ops.gla.launch import Attention, empty_final, ratio
 from onelaunch.ops.gla.launch_hopper import PassOperands, SegmentSums
-from onelaunch.parallel import Kept, Passes, Tensors
+from onelaunch.parallel import InPlace, Kept, Passes, Tensors, peer_stores
+from onelaunch.parallel.peer_stores import parts_of
 
 _TILE = 32
 """Keys and values of a CTA of ``fold_kernel``; not measured yet."""
@@ -94,6 +96,36 @@ def _folded(
     lowest = gathered[first]
     strides = (keys * values, elements, values, 1, channels, elements, 0 if channels == 1 else 1)
     _fold(lowest, lowest[rows * keys * values :], strides, count, found.view(rows, keys, values), back=back)
+    return found
+
+
+def folded_in_place(messages: InPlace, ranks: Sequence[int], state: tuple[int, int, int], channels: int) -> torch.Tensor:
+    """Return the state of :func:`folded` from messages that arrive in memory of this rank, for which the kernel waits.
+
+    Args:
+        messages: Where they arrive.
+        ranks: Ranks in the order of the recurrence.
+        state: Sizes heads, K and V.
+        channels: Cumulative decays of a head: 1 or K.
+    """
+    facts = (messages.ranks, messages.capacity, messages.limit, messages.shape[1])
+    return messages.read(lambda: _folded_in_place(messages.memory, tuple(ranks)[::-1], *state, channels, *facts))
+
+
+@Planned
+def _folded_in_place(
+    memory: torch.Tensor, nearest_first: tuple[int, ...], heads: int, keys: int, values: int, channels: int,
+    ranks: int, capacity: int, limit: int, words: int,
+) -> torch.Tensor:  # fmt: skip
+    """Launch ``fold_in_place_kernel``, which explains the arguments, and return the state ``[N, heads, K, V]``."""
+    rows = words // (keys * values + channels)
+    found = memory.new_empty((rows // heads, heads, keys, values), dtype=torch.float32)
+    Launch(
+        fold_in_place_kernel, (rows, cdiv(keys, _TILE), cdiv(values, _TILE)),
+        *parts_of(memory, ranks), found, nearest_first, rows, words, capacity, limit, keys, values, channels,
+        mma=Mma.NONE, COUNT=len(nearest_first), RANKS=ranks, CTAS=peer_stores.CTAS, BK=_TILE, BV=_TILE,
+        TIMED=not knobs.runtime.interpret, num_warps=4,
+    ).run()  # fmt: skip
     return found
 
 

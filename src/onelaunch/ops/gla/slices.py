@@ -17,7 +17,7 @@ from onelaunch.operation import AUTO, Query
 from onelaunch.operation.autocast import without_autocast
 from onelaunch.ops.gla.heads import expanded
 from onelaunch.ops.gla.padding import STEP
-from onelaunch.parallel import Context, Described, Passes, Rules, Tensors, run_across_ranks, shifted
+from onelaunch.parallel import Context, Described, Passes, Pending, Rules, Tensors, run_across_ranks, shifted
 
 Attend = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
 """Function ``gla``."""
@@ -81,6 +81,15 @@ class GlaRules(Rules):
 
         heads, keys, values = self.state
         return folded(gathered, ranks, (heads, keys, values), self.decay_shapes[0][1], back=back)
+
+    def scan(self, exchange: Pending, ranks: Sequence[int], *, back: bool) -> torch.Tensor:
+        messages = exchange.in_place()
+        if messages is None:
+            return self.fold(exchange.result(), ranks, back=back)
+        from onelaunch.ops.gla.launch_slices import folded_in_place
+
+        heads, keys, values = self.state
+        return folded_in_place(messages, ranks, (heads, keys, values), self.decay_shapes[0][1])
 
     def saved(self, tensors: Tensors) -> Tensors:
         """Return all tensors; the pass for states alone reads the shapes of k and v, and the ordinary call saves them anyway."""

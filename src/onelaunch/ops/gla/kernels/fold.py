@@ -1,10 +1,15 @@
 """Combine local states of a recurrence: the state after segments of T, or after the slices of several ranks, in one launch.
 
+``fold_kernel`` reads tensors, and ``fold_in_place_kernel`` the messages of other ranks where these have stored them.
+
 Computes   state = initial or 0, then state = state * decay[i] + added[i] for i = 0, 1, ..., with BACK from the last i down;
            factors = decay[0] * decay[1] * ...
            With GROUP > 1 heads of ``added`` share a state: the results of GROUP neighbouring heads are added up.
+           ``fold_in_place_kernel`` goes from the last i to the first: state = added[n] + decay[n] * (added[n - 1] + ...), and
+           reads no further message where the product of the decays so far is 0 in all channels of its block, as it is with
+           decays of trained models after one slice. So it does not wait for the message either.
 Launched   by launch_slices.py: with the segment states of ``segment_sum_kernel`` to make a rank's message, and with messages of
-           other ranks to make the state before its slice.
+           other ranks to make the state before its slice, which arrive by parallel/kernels.py or in a tensor.
 Grid       one CTA per head of the result, block of BK keys and block of BV values.
 Memory     reads ``added`` and ``decays`` once. Elements of ``added`` have any strides: segments store [V, K], messages [K, V].
 Numerics   float32.
@@ -12,6 +17,8 @@ Numerics   float32.
 
 import triton
 import triton.language as tl
+
+from onelaunch.parallel.kernels import wait_for_message
 
 
 @triton.jit
@@ -54,3 +61,51 @@ def fold_kernel(
     tl.store(state + place, total, mask=inside)
     if factors is not None:
         tl.store(factors + head * factor_channels + k, factor, mask=(k < factor_channels) & (tl.program_id(2) == 0))
+
+
+@triton.jit
+def fold_in_place_kernel(
+    flags, epochs, slots, state, ranks, rows, words, capacity, limit, keys, values, factor_channels,
+    COUNT: tl.constexpr, RANKS: tl.constexpr, CTAS: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, TIMED: tl.constexpr,
+):  # fmt: skip
+    """Store ``state`` [rows, keys, values], the state behind the slices of some ranks, as soon as their messages arrive.
+
+    A message is float32: states [rows, keys, values], then cumulative decays [rows, factor_channels], 1 or keys.
+
+    Args:
+        flags: Pointer to the flags of this rank's channel, int64 [RANKS, CTAS]; see parallel/kernels.py for the channel.
+        epochs: Pointer to the epochs of this rank's CTAs, int64 [CTAS], as ``send_kernel`` of the exchange left them.
+        slots: Pointer to the slots of this rank's channel, 32-bit words [2, RANKS, capacity].
+        state: Pointer to the result, float32.
+        ranks: The COUNT ranks whose messages are combined, the nearest one first.
+        rows: States of a message.
+        words: Words of a message.
+        capacity: Number of words that a slot holds for a rank.
+        limit: Nanoseconds after which the kernel ends by a trap; a number of polls without ``TIMED``.
+        keys: K.
+        values: V.
+        factor_channels: Cumulative decays of a state, 1 or K.
+        COUNT: Number of messages that are combined.
+        RANKS: Number of ranks of the group.
+        CTAS: Number of CTAs that send a message.
+        BK: Keys of a block.
+        BV: Values of a block.
+        TIMED: Flag that the kernel is compiled; False in Triton's interpreter, which has no timer.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    k = tl.program_id(1) * BK + tl.arange(0, BK)
+    v = tl.program_id(2) * BV + tl.arange(0, BV)
+    inside = (k < keys)[:, None] & (v < values)[None, :]
+    place = (row * keys + k[:, None]) * values + v[None, :]
+    p_factor = rows.to(tl.int64) * keys * values + row * factor_channels + tl.where(factor_channels > 1, k, 0)
+    sender = tl.minimum(tl.arange(0, triton.next_power_of_2(CTAS)), CTAS - 1)
+    epoch = tl.load(epochs)
+    total = tl.zeros([BK, BV], tl.float32)
+    factor = tl.where(k < keys, 1.0, 0.0)
+    for i in tl.static_range(COUNT):
+        if tl.sum(factor, 0) != 0.0:  # not a number if one of the decays is
+            wait_for_message(flags + ranks[i] * CTAS + sender, epoch, words, limit, TIMED)
+            message = slots.to(tl.pointer_type(tl.float32)) + ((epoch & 1) * RANKS + ranks[i]) * capacity
+            total += factor[:, None] * tl.load(message + place, mask=inside, other=0.0, cache_modifier=".cg")
+            factor *= tl.load(message + p_factor, mask=k < keys, other=0.0, cache_modifier=".cg")
+    tl.store(state + place, total, mask=inside)
