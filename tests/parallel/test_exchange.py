@@ -132,7 +132,7 @@ def test_exchanges_that_nobody_receives_keep_the_ranks_together(channels):
         channel = made[rank]
         order, readers = channel.order_of(None)
         targets = tuple(channel.addresses[each] for each in order)
-        peer_stores._send(x, channel.memory, targets, order, readers, rank, CAPACITY, channel.limit)
+        peer_stores._send(x, channel.memory, targets, readers, rank, CAPACITY, channel.limit)
 
     lost, sent = messages(2, (1, 70), torch.float32, 0), messages(2, (1, 70), torch.float32, 1)
     send(0, lost[0])
@@ -238,11 +238,12 @@ def test_the_kernels_compile_to_few_registers():
             memory = torch.empty(channel_bytes(ranks, 1 << 20) // 8, dtype=torch.int64, device=device)
             addresses = tuple((1 << 40) + 4096 * each for each in range(ranks))
             limit = 20 * 10**9
-            order = tuple(range(ranks))
-            peer_stores._send(torch.empty(1, words, device=device), memory, addresses, order, ranks, 1, 1 << 20, limit)
+            peer_stores._send(torch.empty(1, words, device=device), memory, addresses, ranks, 1, 1 << 20, limit)
             found = peer_stores._receive(memory, (ranks, words), torch.float32, ranks, 1 << 20, limit)
             if words == 264192:
-                folded = launch_slices._folded_in_place(memory, order[1:], 16, 128, 128, 128, ranks, 1 << 20, limit, words)
+                folded = launch_slices._folded_in_place(
+                    memory, tuple(range(1, ranks)), 16, 128, 128, 128, ranks, 1 << 20, limit, words
+                )
                 assert folded.shape == (1, 16, 128, 128)
         assert found.shape == (ranks, words)
         builds = builds_of([(each.kernel.__name__, each) for each in launches], find_architecture("sm_90a"))

@@ -36,7 +36,7 @@ from triton.language.extra.cuda import globaltimer
 
 @triton.jit
 def send_kernel(
-    message, flags, epochs, addresses, order, rank, readers, count, capacity, limit,
+    message, flags, epochs, addresses, rank, readers, count, capacity, limit,
     SLOTS: tl.constexpr, RANKS: tl.constexpr, BLOCK: tl.constexpr, TIMED: tl.constexpr,
 ):  # fmt: skip
     """Store ``message``, ``count`` 32-bit words, into this rank's slot at its readers, and set this rank's flags at every rank.
@@ -46,7 +46,6 @@ def send_kernel(
         flags: Pointer to the flags of this rank's channel, int64 [RANKS, CTAs].
         epochs: Pointer to the epochs of this rank's CTAs, int64 [CTAs].
         addresses: Addresses of the channel at all ranks as integers, in the order in which they are written.
-        order: The ranks in that order.
         rank: This rank.
         readers: Number of ranks, the first ones in that order, that read the message.
         count: Number of words.

@@ -70,7 +70,7 @@ class Channel:
         self.order()
         order, count = self.order_of(readers)
         targets = tuple(self.addresses[each] for each in order)
-        _send(x, self.memory, targets, order, count, self.rank, self.capacity, self.limit)
+        _send(x, self.memory, targets, count, self.rank, self.capacity, self.limit)
         self._launched()
         if readers is not None:
             return SentToReaders(self, x.shape)
@@ -178,14 +178,13 @@ def parts_of(memory: torch.Tensor, ranks: int) -> tuple[torch.Tensor, torch.Tens
 
 @Planned
 def _send(
-    x: torch.Tensor, memory: torch.Tensor, targets: tuple[int, ...], order: tuple[int, ...], readers: int, rank: int,
-    capacity: int, limit: int,
+    x: torch.Tensor, memory: torch.Tensor, targets: tuple[int, ...], readers: int, rank: int, capacity: int, limit: int
 ) -> None:  # fmt: skip
     """Launch ``send_kernel``; the kernel explains the arguments."""
     ranks, words = len(targets), x.view(-1).view(torch.int32)
     flags, epochs, _ = parts_of(memory, ranks)
     Launch(
-        send_kernel, (CTAS,), words, flags, epochs, targets, order, rank, readers, words.numel(), capacity, limit,
+        send_kernel, (CTAS,), words, flags, epochs, targets, rank, readers, words.numel(), capacity, limit,
         mma=Mma.NONE, SLOTS=SLOTS, RANKS=ranks, BLOCK=_BLOCK, TIMED=not knobs.runtime.interpret, num_warps=_WARPS,
     ).run()  # fmt: skip
 
