@@ -6,6 +6,7 @@ import contextlib
 import copy
 import os
 import sys
+import types
 
 import pytest
 import torch
@@ -187,6 +188,49 @@ def test_a_wrong_gradient_is_seen(monkeypatch):
     assert errors["accelerated"].worst == "lm_head.weight"
     assert errors["accelerated"].worst_error == pytest.approx(0.1, rel=1e-3)
     assert errors["fla"].error < 1e-5 < errors["accelerated"].error
+
+
+@pytest.mark.usefixtures("standin")
+def test_the_declared_epsilon_is_that_of_all_norms_in_the_comparison_of_gradients_alone(monkeypatch):
+    """Gradients agree with the reference at either epsilon, so all variants have that of the reference."""
+    seen, right = {}, tasks.Trainer
+
+    def recorded(model, variant, *more, **named):
+        trainer = right(model, variant, *more, **named)
+        seen[variant] = {each.eps for each in trainer.module.modules() if isinstance(getattr(each, "eps", None), float)}
+        return trainer
+
+    monkeypatch.setattr(tasks, "Trainer", recorded)
+    model, declared = tiny.measuring().models[0], tiny.measuring(gradient_eps=1e-2).models[0]
+    usual, other = (gradients(each, tiny.CPU) for each in (model, declared))
+    assert seen == {"fla": {1e-2}, "accelerated": {1e-2}, "layers": {1e-2}}
+    assert (usual.eps, other.eps) == (1e-6, 1e-2)
+    assert abs(other.loss / usual.loss - 1) > 1e-3  # far more than an error
+    for found in (usual, other):
+        assert found.missing == {}
+        assert all(each.error < 1e-5 for each in found.errors.values())
+        assert all(each.loss == pytest.approx(found.loss, rel=1e-5) for each in found.errors.values())
+    tasks.timed(declared, "training", 1, tiny.CPU)
+    assert seen == {"fla": {1e-6}, "accelerated": {1e-6}, "layers": {1e-6}}
+
+
+def test_the_declared_epsilon_is_that_of_fla_s_configuration(monkeypatch):
+    """The class of fla gets it as ``norm_eps``, from which it makes its norms, those fused with a gate among them."""
+    made = []
+
+    class Known(nn.Module):
+        def load_state_dict(self, state):
+            made.append(len(state))
+
+    models = types.ModuleType("fla.models")
+    models.GLAConfig = lambda **named: made.append(named["norm_eps"])
+    models.GLAForCausalLM = lambda config: Known()
+    monkeypatch.setitem(sys.modules, "fla", types.ModuleType("fla"))
+    monkeypatch.setitem(sys.modules, "fla.models", models)
+    model = tiny.measuring().models[0]
+    for eps in (1e-2, build.NORM_EPS):
+        build._module(model, "fla", 0, eps)
+    assert (made[0], made[2]) == (1e-2, 1e-6)
 
 
 def test_a_control_begins_with_weights_that_differ_by_one_rounding():

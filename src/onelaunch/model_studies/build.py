@@ -23,12 +23,9 @@ import onelaunch
 from onelaunch.errors import StudyError
 from onelaunch.integrations import accelerate
 from onelaunch.integrations.report import Report
-from onelaunch.model_studies.declare import LanguageModel
+from onelaunch.model_studies.declare import NORM_EPS, LanguageModel
 from onelaunch.operation.sources import installed_version
 from onelaunch.ops.gla_layer import gla_layer
-
-NORM_EPS = 1e-6
-"""Epsilon of all norms, the default of fla's ``GLAConfig``."""
 
 PACKAGES = {"gla": "fla", "llama": "transformers"}
 """Package that has the baseline, by the kind of a model."""
@@ -98,6 +95,7 @@ class Trainer:
         index: Index of the control, for :func:`perturb`.
         drawn_there: Whether the weights are drawn on the device, which takes seconds less for a large model than on the CPU. The
             same seed then gives other weights on another device.
+        eps: Epsilon of all norms.
 
     Attributes:
         module: The model. It is in training mode.
@@ -115,11 +113,12 @@ class Trainer:
         index: int = 0,
         *,
         drawn_there: bool = False,
+        eps: float = NORM_EPS,
     ) -> None:
         self.model, self.variant, self.device = model, variant, device
         dtype = torch.bfloat16 if model.precision == "bfloat16" else torch.float32
         with device if drawn_there else contextlib.nullcontext():
-            module = _module(model, variant, seed)
+            module = _module(model, variant, seed, eps)
         if perturbation:
             perturb(module, perturbation, index)  # in float32, before weights are rounded to the model's dtype
         self.module = module.to(device, dtype).train()
@@ -160,15 +159,15 @@ def random_rows(model: LanguageModel, device: torch.device, seed: int = 0) -> to
     return torch.randint(model.vocabulary, (model.batch, model.length), generator=generator).to(device)
 
 
-def _module(model: LanguageModel, variant: str, seed: int) -> nn.Module:
+def _module(model: LanguageModel, variant: str, seed: int, eps: float) -> nn.Module:
     """Return a new model on PyTorch's default device, in float32."""
     if model.kind == "llama":
-        return _llama(model, seed)
+        return _llama(model, seed, eps)
     shape = {name: getattr(model, name) for name in ("width", "heads", "layers", "vocabulary", "batch", "length", "rate")}
-    return example().build("onelaunch" if variant == "layers" else "fla", example().Size(**shape), seed)
+    return example().build("onelaunch" if variant == "layers" else "fla", example().Size(**shape, eps=eps), seed)
 
 
-def _llama(model: LanguageModel, seed: int) -> nn.Module:
+def _llama(model: LanguageModel, seed: int, eps: float) -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(seed)
@@ -180,12 +179,15 @@ def _llama(model: LanguageModel, seed: int) -> nn.Module:
         num_key_value_heads=model.kv_heads or model.heads,
         vocab_size=model.vocabulary,
         max_position_embeddings=max(model.length, 2048),
+        rms_norm_eps=eps,
         attn_implementation="sdpa",
     )
     return LlamaForCausalLM(config)
 
 
-def plain_loss(weights: Mapping[str, torch.Tensor], model: LanguageModel, rows: torch.Tensor) -> torch.Tensor:
+def plain_loss(
+    weights: Mapping[str, torch.Tensor], model: LanguageModel, rows: torch.Tensor, eps: float = NORM_EPS
+) -> torch.Tensor:
     """Return the loss of a model of the kind ``gla`` in plain PyTorch, in the dtype of the weights.
 
     The layers are the definition of ``gla_layer``, with a loop over time.
@@ -194,10 +196,11 @@ def plain_loss(weights: Mapping[str, torch.Tensor], model: LanguageModel, rows: 
         weights: The parameters by their names in a state dict.
         model: The model's declaration.
         rows: Token ids ``[B, T]``.
+        eps: Epsilon of all norms.
     """
 
     def norm(x: torch.Tensor, name: str) -> torch.Tensor:
-        return F.rms_norm(x, x.shape[-1:], weights[f"{name}.weight"], NORM_EPS)
+        return F.rms_norm(x, x.shape[-1:], weights[f"{name}.weight"], eps)
 
     x = F.embedding(rows, weights["model.embeddings.weight"])
     for index in range(model.layers):
@@ -212,7 +215,7 @@ def plain_loss(weights: Mapping[str, torch.Tensor], model: LanguageModel, rows: 
             norm_weight=weights[f"{attn}.g_norm_swish_gate.weight"],
             w_out=weights[f"{attn}.o_proj.weight"],
             heads=model.heads,
-            eps=NORM_EPS,
+            eps=eps,
         )
         assert out is not None  # noqa: S101 - the first result is always there
         x = x + out
