@@ -47,7 +47,7 @@ from onelaunch.device import hardware
 from onelaunch.nn import Cache, GatedLinearAttention, SwiGLU
 
 NORM_EPS = 1e-6
-"""Usual epsilon of all norms, the default of fla's ``GLAConfig``. The default of the layers, ours and fla's, is 1e-5."""
+"""Epsilon of all norms, the default of fla's ``GLAConfig``. The default of the layers, ours and fla's, is 1e-5."""
 
 PIECE = re.compile(rb" ?[A-Za-z_]+|\n *|[0-9]+| +|.", re.DOTALL)
 """Pattern of the pieces that text is cut into: words with the space before them, indentation, numbers, other bytes."""
@@ -67,7 +67,6 @@ class Size:
     batch: int
     length: int
     rate: float
-    eps: float = NORM_EPS  # of all norms
 
 
 SIZES = {
@@ -86,10 +85,10 @@ class Block(nn.Module):
 
     def __init__(self, size: Size, layer_idx: int) -> None:
         super().__init__()
-        self.attn_norm = nn.RMSNorm(size.width, eps=size.eps)
+        self.attn_norm = nn.RMSNorm(size.width, eps=NORM_EPS)
         heads = {"expand_k": 1.0, "num_heads": size.heads}
-        self.attn = GatedLinearAttention(hidden_size=size.width, **heads, norm_eps=size.eps, layer_idx=layer_idx)
-        self.mlp_norm = nn.RMSNorm(size.width, eps=size.eps)
+        self.attn = GatedLinearAttention(hidden_size=size.width, **heads, norm_eps=NORM_EPS, layer_idx=layer_idx)
+        self.mlp_norm = nn.RMSNorm(size.width, eps=NORM_EPS)
         self.mlp = SwiGLU(size.width)
 
     def forward(self, x: torch.Tensor, cache: Cache | None) -> torch.Tensor:
@@ -113,7 +112,7 @@ class Backbone(nn.Module):
         super().__init__()
         self.embeddings = nn.Embedding(size.vocabulary, size.width)
         self.layers = nn.ModuleList(Block(size, index) for index in range(size.layers))
-        self.norm = nn.RMSNorm(size.width, eps=size.eps)
+        self.norm = nn.RMSNorm(size.width, eps=NORM_EPS)
 
     def forward(self, tokens: torch.Tensor, cache: Cache | None) -> torch.Tensor:
         """Return the last hidden states ``[B, T, width]`` of ``tokens [B, T]``."""
@@ -193,7 +192,7 @@ def build(impl: str, size: Size, seed: int) -> nn.Module:
         advice = "Run: pip install flash-linear-attention==0.6.0, or take --impl onelaunch."
         raise SystemExit(f"--impl fla cannot import fla: {problem}. {advice}") from problem
     shape = {"hidden_size": size.width, "num_heads": size.heads, "num_hidden_layers": size.layers, "vocab_size": size.vocabulary}
-    theirs = GLAForCausalLM(GLAConfig(**shape, expand_k=1.0, norm_eps=size.eps))
+    theirs = GLAForCausalLM(GLAConfig(**shape, expand_k=1.0, norm_eps=NORM_EPS))
     theirs.load_state_dict(model.state_dict())
     return theirs
 

@@ -283,7 +283,7 @@ def test_a_gradient_taken_with_another_epsilon_than_declared_does_not_fit(tmp_pa
         found.save(path, force=True)
         if fits:
             assert ModelResult.load(path) == found
-            assert "those of the reference among them: 0.01 (tiny); 1e-06 in all other" in to_document(found, "results/x.json")
+            assert "heads' outputs, in the reference too: 0.01 (tiny); 1e-06 in all other" in to_document(found, "results/x.json")
         else:
             with pytest.raises(ResultCorrupt, match=r"taken with an eps of 1e-06, and its study declares 0\.01"):
                 ModelResult.load(path)

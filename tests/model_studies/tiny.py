@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from onelaunch.model_studies import build
 from onelaunch.model_studies.declare import ModelStudy
 from tests.integrations.standins import GatedLinearAttention, GatedMLP
 
@@ -63,10 +64,12 @@ class Block(nn.Module):
 
     def __init__(self, size):
         super().__init__()
-        self.attn_norm = nn.RMSNorm(size.width, eps=size.eps)
+        self.attn_norm = nn.RMSNorm(size.width, eps=build.NORM_EPS)
         head = size.width // size.heads
-        self.attn = GatedLinearAttention(size.width, num_heads=size.heads, head_k_dim=head, head_v_dim=head, norm_eps=size.eps)
-        self.mlp_norm = nn.RMSNorm(size.width, eps=size.eps)
+        self.attn = GatedLinearAttention(
+            size.width, num_heads=size.heads, head_k_dim=head, head_v_dim=head, norm_eps=build.NORM_EPS
+        )
+        self.mlp_norm = nn.RMSNorm(size.width, eps=build.NORM_EPS)
         self.mlp = GatedMLP(size.width, 256)
 
     def forward(self, x):
@@ -82,7 +85,7 @@ class Model(nn.Module):
         self.model = nn.Module()
         self.model.embeddings = nn.Embedding(size.vocabulary, size.width)
         self.model.layers = nn.ModuleList(Block(size) for _ in range(size.layers))
-        self.model.norm = nn.RMSNorm(size.width, eps=size.eps)
+        self.model.norm = nn.RMSNorm(size.width, eps=build.NORM_EPS)
         self.lm_head = nn.Linear(size.width, size.vocabulary, bias=False)
 
     def forward(self, input_ids, labels=None, use_cache=None):

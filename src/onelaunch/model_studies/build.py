@@ -83,6 +83,25 @@ def perturb(module: nn.Module, size: float, index: int = 0) -> None:
             each.copy_(each.double() * (1 + size * signs.double()))
 
 
+HEAD_NORM = "g_norm_swish_gate"
+"""Name of the norm of the heads' outputs in a layer of gated linear attention, of fla and of ours."""
+
+
+def set_head_eps(module: nn.Module, eps: float) -> None:
+    """Set the epsilon of the norms of heads' outputs in a model of the kind ``gla``, before it is accelerated.
+
+    fla's configuration has one epsilon for all norms, so it is set on the modules: fla's norm reads its own ``eps`` in each call,
+    and a layer of onelaunch its ``norm_eps``.
+    """
+    layers: list[Any] = [each for each in module.modules() if hasattr(each, HEAD_NORM)]
+    if not layers:
+        raise ValueError(f"no module of the model has a norm {HEAD_NORM}")
+    for layer in layers:
+        getattr(layer, HEAD_NORM).eps = eps
+        if hasattr(layer, "norm_eps"):
+            layer.norm_eps = eps
+
+
 class Trainer:
     """A variant of a model on a device, with its optimizer.
 
@@ -95,7 +114,7 @@ class Trainer:
         index: Index of the control, for :func:`perturb`.
         drawn_there: Whether the weights are drawn on the device, which takes seconds less for a large model than on the CPU. The
             same seed then gives other weights on another device.
-        eps: Epsilon of all norms.
+        eps: Epsilon of the norms of heads' outputs, for :func:`set_head_eps`. That of all other norms is :data:`NORM_EPS`.
 
     Attributes:
         module: The model. It is in training mode.
@@ -118,7 +137,9 @@ class Trainer:
         self.model, self.variant, self.device = model, variant, device
         dtype = torch.bfloat16 if model.precision == "bfloat16" else torch.float32
         with device if drawn_there else contextlib.nullcontext():
-            module = _module(model, variant, seed, eps)
+            module = _module(model, variant, seed)
+        if eps != NORM_EPS:
+            set_head_eps(module, eps)
         if perturbation:
             perturb(module, perturbation, index)  # in float32, before weights are rounded to the model's dtype
         self.module = module.to(device, dtype).train()
@@ -159,15 +180,15 @@ def random_rows(model: LanguageModel, device: torch.device, seed: int = 0) -> to
     return torch.randint(model.vocabulary, (model.batch, model.length), generator=generator).to(device)
 
 
-def _module(model: LanguageModel, variant: str, seed: int, eps: float) -> nn.Module:
+def _module(model: LanguageModel, variant: str, seed: int) -> nn.Module:
     """Return a new model on PyTorch's default device, in float32."""
     if model.kind == "llama":
-        return _llama(model, seed, eps)
+        return _llama(model, seed)
     shape = {name: getattr(model, name) for name in ("width", "heads", "layers", "vocabulary", "batch", "length", "rate")}
-    return example().build("onelaunch" if variant == "layers" else "fla", example().Size(**shape, eps=eps), seed)
+    return example().build("onelaunch" if variant == "layers" else "fla", example().Size(**shape), seed)
 
 
-def _llama(model: LanguageModel, seed: int, eps: float) -> nn.Module:
+def _llama(model: LanguageModel, seed: int) -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(seed)
@@ -179,7 +200,6 @@ def _llama(model: LanguageModel, seed: int, eps: float) -> nn.Module:
         num_key_value_heads=model.kv_heads or model.heads,
         vocab_size=model.vocabulary,
         max_position_embeddings=max(model.length, 2048),
-        rms_norm_eps=eps,
         attn_implementation="sdpa",
     )
     return LlamaForCausalLM(config)
@@ -196,11 +216,11 @@ def plain_loss(
         weights: The parameters by their names in a state dict.
         model: The model's declaration.
         rows: Token ids ``[B, T]``.
-        eps: Epsilon of all norms.
+        eps: Epsilon of the norms of heads' outputs. That of all other norms is :data:`NORM_EPS`.
     """
 
     def norm(x: torch.Tensor, name: str) -> torch.Tensor:
-        return F.rms_norm(x, x.shape[-1:], weights[f"{name}.weight"], eps)
+        return F.rms_norm(x, x.shape[-1:], weights[f"{name}.weight"], NORM_EPS)
 
     x = F.embedding(rows, weights["model.embeddings.weight"])
     for index in range(model.layers):

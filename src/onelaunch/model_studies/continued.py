@@ -2,7 +2,7 @@
 
 ``run.py`` calls this module for the result that it continues and for the parts of other machines. A measurement depends on the
 declaration of its model, on the rounds, and on device, software and commit; criteria and other models change none. A measurement
-of gradients depends on the epsilon of the norms too, which it stores.
+of gradients depends on the epsilon of heads' norms too, which it stores.
 """
 
 from __future__ import annotations

@@ -91,8 +91,9 @@ class LanguageModel(Declared):
     gradient_seeds: int = Field(default=1, ge=1, le=16)
     """Seeds, from 0 on, of the weights and sequences whose gradients are compared."""
     gradient_eps: Positive | None = None
-    """Epsilon of all norms in the comparison of gradients alone, in all variants and in the reference; :data:`NORM_EPS` when left
-    out. Everything else is measured with :data:`NORM_EPS`. Only with ``gradient_length``."""
+    """Epsilon of the norms of heads' outputs in the comparison of gradients alone, in all variants and in the reference;
+    :data:`NORM_EPS` when left out. All other norms, and all other measurements, have :data:`NORM_EPS`. Only with
+    ``gradient_length``."""
     kv_heads: Size | None = None
     """Heads of keys and values of a ``llama``; ``heads`` when left out."""
     intermediate: Size | None = None
@@ -126,7 +127,7 @@ class LanguageModel(Declared):
 
     @property
     def eps_of_gradients(self) -> float:
-        """Epsilon of all norms in the comparison of gradients."""
+        """Epsilon of the norms of heads' outputs in the comparison of gradients."""
         return NORM_EPS if self.gradient_eps is None else self.gradient_eps
 
     @property

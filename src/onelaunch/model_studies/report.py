@@ -213,7 +213,7 @@ def _gradients(result: ModelResult) -> Table:
     )
     if eps:
         said = ", ".join(f"{value:g} ({name})" for name, value in eps.items())
-        note += f" Epsilon of all norms, those of the reference among them: {said}; {NORM_EPS:g} in all other measurements."
+        note += f" Epsilon of the norms of heads' outputs, in the reference too: {said}; {NORM_EPS:g} in all other measurements."
     return Table("Gradients", heads, tuple(rows), note)
 
 
