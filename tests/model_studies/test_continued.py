@@ -169,6 +169,33 @@ def test_more_controls_and_seeds_of_gradients_are_measured_beside_those_that_are
 
 
 @pytest.mark.usefixtures("standin")
+def test_gradients_with_another_epsilon_are_left_to_do_and_all_else_is_kept(path, at, tmp_path):
+    """A result of the time before ``gradient_eps`` was declared is continued, and so is one with another value."""
+    facts = {"variants": ["fla", "layers"], "activities": ["training"], "steps": 10, "seeds": [0]}
+    first, part = run(path, tiny.measuring(**facts)), tmp_path / "part.json"
+    assert '"eps"' not in path.read_text()  # as in files of older versions
+    first.save(part)
+    at(SECOND)
+    study, seen = tiny.measuring(**facts, gradient_eps=1e-2), []
+    left = run(path, study, resume=True, across_commits=True, time_limit=0)
+    assert left.interrupted
+    assert left.measurements == tuple(each for each in first.measurements if each.task != "gradients")
+    said = "since they were taken with another gradient_eps."
+    assert left.notes[-1] == f"Gradients of tiny by a run that ended on {first.provenance.date} are left out, {said}"
+    whole = run(path, study, resume=True, across_commits=True, on_progress=seen.append)
+    assert seen == ["tiny: gradients"]
+    before, after = (each.find("gradients", "tiny") for each in (first, whole))
+    assert (before.eps, after.eps) == (1e-6, 1e-2)
+    assert after.loss != before.loss
+    assert ModelResult.load(path) == whole
+    other = run(tmp_path / "x.json", study, across_commits=True, also=[part], time_limit=0)  # as of another machine
+    assert (other.measurements, other.notes[-1][-len(said) :]) == (left.measurements, said)
+    again = run(path, tiny.measuring(**facts, gradient_eps=1e-3), resume=True, time_limit=0)
+    assert again.interrupted
+    assert again.measurements == left.measurements
+
+
+@pytest.mark.usefixtures("standin")
 def test_tasks_after_one_that_was_stopped_or_late_are_left(tmp_path, monkeypatch):
     study = tiny.measuring(controls=3)
     first, *more = (task for task in tasks_of(study, study.models[0]) if task.control)

@@ -149,6 +149,40 @@ def test_losses_are_compared_with_all_pairs_of_the_library_s_runs(ours, factors,
     assert [row[1] for row in table.rows[-2:]] == ["fla, control", "fla, control 2"]
 
 
+@pytest.mark.parametrize(
+    ("ours", "factors", "value", "status"),
+    [
+        (1.02, (1.01, 0.985), 0.8, "met"),  # the two controls are 0.025 / 1.01 or 0.025 / 0.985 apart
+        (1.03, (1.01, 0.985), 1.2, "missed"),
+        (1.02, (1.02, 1.01), 1.0, "met"),
+    ],
+)
+def test_losses_are_compared_relative_to_the_largest_distance_of_the_library_s_runs(ours, factors, value, status):
+    (first, *rest) = runs((3.0 * ours,) * 20, (3.0,) * 20)
+    controls = [
+        first.model_copy(update={"losses": (3.0 * factor,) * 20, "control": True, "index": index, "perturbation": 2.0**-9})
+        for index, factor in enumerate(factors)
+    ]
+
+    def judged_with(*controls, declared=2):
+        found = result(first, *rest, *controls, controls=declared)
+        return judge(found, criterion(found, "losses", measure="loss_distance_over_control", at_most=1.0 + 1e-9))
+
+    outcome = judged_with(*controls)
+    assert (outcome.status, outcome.value.median) == (status, pytest.approx(value, rel=0.02))
+    assert "and two of 3 runs of fla from weights one rounding apart at most" in outcome.evidence
+    for these, declared in (((), 1), (controls[:1], 1), (controls[:1], 2), (controls, 3)):
+        few = judged_with(*these, declared=declared)
+        assert few.status == "not_measured"
+        assert few.evidence.endswith(
+            f"at least two control runs, and all that are declared: {len(these)} of {declared} are finished"
+        )
+    alike = [each.model_copy(update={"losses": first.losses}) for each in controls]
+    assert "the runs of fla do not differ" in judged_with(*alike).evidence
+    other = [each.model_copy(update={"text": "b"}) for each in controls]
+    assert "did not train on the same text" in judged_with(*other).evidence
+
+
 def test_a_report_says_how_far_apart_two_runs_of_the_library_are():
     first, *rest = runs((3.03,) * 20, (3.0,) * 20)
     again = first.model_copy(update={"losses": (3.06,) * 20, "control": True, "perturbation": 2.0**-9})
@@ -194,14 +228,16 @@ def test_gradients_are_compared():
     assert summary(judged(found)) == "1 of 6 criteria met (5 not measured)"
 
 
-def test_gradients_at_several_seeds_are_compared_by_the_mean_of_their_ratios():
-    def at(seed, theirs, ours):
-        errors = {
-            name: GradientError(error=error, loss=1.0, worst=f"x{seed}", worst_error=error)
-            for name, error in (("fla", theirs), ("layers", ours))
-        }
-        return Gradients(model="tiny", seed=seed, loss=1.0, errors=errors)
+def at(seed, theirs, ours, **more):
+    """Return the gradients of a seed with the errors of fla and of our layers."""
+    errors = {
+        name: GradientError(error=error, loss=1.0, worst=f"x{seed}", worst_error=error)
+        for name, error in (("fla", theirs), ("layers", ours))
+    }
+    return Gradients(model="tiny", seed=seed, loss=1.0, errors=errors, **more)
 
+
+def test_gradients_at_several_seeds_are_compared_by_the_mean_of_their_ratios():
     both = at(0, 0.03, 0.04), at(1, 0.04, 0.03)
     found = result(*both, gradient_seeds=2)
     outcome = judge(found, criterion(found, "gradient", at_most=1.0))
@@ -216,6 +252,44 @@ def test_gradients_at_several_seeds_are_compared_by_the_mean_of_their_ratios():
     assert table.rows[1] == ("tiny", "layers", "2", "3.5e-02", "3.0e-02 to 4.0e-02", "x0 (4.0e-02)")
     part = result(both[0], gradient_seeds=2)
     assert judge(part, criterion(part, "gradient")).evidence == "not measured: seed 1: it did not run"
+
+
+@pytest.mark.parametrize(
+    ("ratios", "strict", "status"),
+    [
+        ((0.90, 0.91, 0.92), "met", "met"),
+        ((1.00, 1.01, 1.02), "inconclusive", "met"),  # the mean is above the bound by less than the interval's factor of 1.025
+        ((1.03, 1.04, 1.05), "missed", "missed"),  # the whole interval is above the bound
+        ((1.00, 1.05, 1.15), "inconclusive", "inconclusive"),  # an interval of a factor of 1.19
+        ((0.5, 1.0, 1.0), "inconclusive", "inconclusive"),  # a mean below the bound, of a comparison that sees nothing
+        ((0.5, 0.5, 0.6), "met", "inconclusive"),  # the same, though the whole interval is below the bound
+        ((1.5, 1.9, 2.4), "missed", "missed"),  # a wide interval, all of it above the bound
+    ],
+)
+def test_a_gradient_within_the_noise_of_the_seeds_is_met_if_the_noise_is_small(ratios, strict, status):
+    found = result(*(at(seed, 0.01, 0.01 * ratio) for seed, ratio in enumerate(ratios)), gradient_seeds=3)
+    assert judge(found, criterion(found, "gradient", at_most=1.0)).status == strict
+    outcome = judge(found, criterion(found, "gradient", at_most=1.0, within_noise=True))
+    assert outcome.status == status
+    noise = outcome.value.high / outcome.value.median
+    words = " (at most 1.1)" if noise <= 1.1 else ", which is above 1.1 and too wide to meet it"
+    assert outcome.evidence.endswith(f"at most 1 was asked within the interval's factor of {noise:.3g}{words}")
+
+
+def test_a_gradient_taken_with_another_epsilon_than_declared_does_not_fit(tmp_path):
+    path = tmp_path / "x.json"
+    for eps, fits in ((1e-2, True), (1e-6, False)):
+        found = judged(result(at(0, 0.01, 0.01, eps=eps), gradient_eps=1e-2))
+        found.save(path, force=True)
+        if fits:
+            assert ModelResult.load(path) == found
+            assert "heads' outputs, in the reference too: 0.01 (tiny); 1e-06 in all other" in to_document(found, "results/x.json")
+        else:
+            with pytest.raises(ResultCorrupt, match=r"taken with an eps of 1e-06, and its study declares 0\.01"):
+                ModelResult.load(path)
+    old = at(0, 0.01, 0.01)
+    assert old.eps == 1e-6
+    assert "eps" not in old.model_dump()  # files of older versions keep their bytes
 
 
 def test_a_damaged_result_is_refused(tmp_path):
@@ -253,6 +327,8 @@ def test_a_damaged_result_is_refused(tmp_path):
         ({"name": "other"}, "there is no model 'tiny'"),
         ({"controls": 17}, "less than or equal to 16"),
         ({"gradient_seeds": 0}, "greater than or equal to 1"),
+        ({"gradient_eps": 0.0}, "greater than 0"),
+        ({"gradient_eps": 0.01, "gradient_length": 0}, "for models with gradient_length alone"),
         ({"heads": 0}, "greater than or equal to 1"),
     ],
 )
@@ -266,7 +342,14 @@ def test_a_declaration_that_does_not_fit_is_refused(changes, words):
     [
         ({"at_most": 1.0}, "exactly one"),
         ({"measure": "loss_distance"}, "a speedup has a bound at_least"),
-        ({"measure": "peak_memory_ratio", "at_least": None, "at_most": 1.0, "within_noise": True}, "within_noise is for speedup"),
+        (
+            {"measure": "peak_memory_ratio", "at_least": None, "at_most": 1.0, "within_noise": True},
+            "within_noise is for speedup and g",
+        ),
+        (
+            {"measure": "gradient_error_ratio", "at_least": None, "at_most": 1.0, "within_noise": True},
+            "needs several gradient_seeds",
+        ),
     ],
 )
 def test_a_criterion_that_does_not_fit_is_refused(changes, words):

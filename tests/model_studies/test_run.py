@@ -189,6 +189,51 @@ def test_a_wrong_gradient_is_seen(monkeypatch):
     assert errors["fla"].error < 1e-5 < errors["accelerated"].error
 
 
+@pytest.mark.usefixtures("standin")
+def test_the_declared_epsilon_is_that_of_heads_norms_in_the_comparison_of_gradients_alone(monkeypatch):
+    """Gradients agree with the reference at either epsilon, so all variants have that of the reference."""
+    seen, right = {}, tasks.Trainer
+
+    def recorded(model, variant, *more, **named):
+        trainer = right(model, variant, *more, **named)
+        norms = {name: each.eps for name, each in trainer.module.named_modules() if isinstance(getattr(each, "eps", None), float)}
+        heads = {eps for name, eps in norms.items() if name.endswith(build.HEAD_NORM)}
+        seen[variant] = heads, {eps for name, eps in norms.items() if not name.endswith(build.HEAD_NORM)}
+        return trainer
+
+    monkeypatch.setattr(tasks, "Trainer", recorded)
+    model, declared = tiny.measuring().models[0], tiny.measuring(gradient_eps=1e-2).models[0]
+    usual, other = (gradients(each, tiny.CPU) for each in (model, declared))
+    assert seen == dict.fromkeys(("fla", "accelerated", "layers"), ({1e-2}, {1e-6}))
+    assert (usual.eps, other.eps) == (1e-6, 1e-2)
+    assert abs(other.loss / usual.loss - 1) > 1e-4  # far more than an error
+    for found in (usual, other):
+        assert found.missing == {}
+        assert all(each.error < 1e-5 for each in found.errors.values())
+        assert all(each.loss == pytest.approx(found.loss, rel=1e-6) for each in found.errors.values())
+    tasks.timed(declared, "training", 1, tiny.CPU)
+    assert seen == dict.fromkeys(("fla", "accelerated", "layers"), ({1e-6}, {1e-6}))
+
+
+def test_an_epsilon_that_reaches_no_norm_is_refused():
+    with pytest.raises(ValueError, match="no module of the model has a norm g_norm_swish_gate"):
+        build.set_head_eps(nn.Linear(2, 2), 1e-2)
+
+
+@pytest.mark.gpu
+def test_the_epsilon_of_heads_norms_reaches_fla_s_kernels():
+    """Gradients and losses agree with the reference that has the epsilon; the loss with another is ten times further off."""
+    pytest.importorskip("fla", reason="the norm is one of fla")
+    changes = {"width": 256, "length": 128, "gradient_length": 128, "steps": 0}
+    model = tiny.measuring(**changes, gradient_eps=1e-1).models[0]
+    usual, other = (gradients(each, torch.device("cuda")) for each in (tiny.measuring(**changes).models[0], model))
+    apart = abs(other.loss - usual.loss)
+    assert apart > 1e-4
+    for variant, error in other.errors.items():
+        assert error.error < 0.05, variant
+        assert abs(error.loss - other.loss) < 0.1 * apart, variant
+
+
 def test_a_control_begins_with_weights_that_differ_by_one_rounding():
     torch.manual_seed(0)
     norm, linear = nn.LayerNorm(300), nn.Linear(300, 300)

@@ -23,12 +23,9 @@ import onelaunch
 from onelaunch.errors import StudyError
 from onelaunch.integrations import accelerate
 from onelaunch.integrations.report import Report
-from onelaunch.model_studies.declare import LanguageModel
+from onelaunch.model_studies.declare import NORM_EPS, LanguageModel
 from onelaunch.operation.sources import installed_version
 from onelaunch.ops.gla_layer import gla_layer
-
-NORM_EPS = 1e-6
-"""Epsilon of all norms, the default of fla's ``GLAConfig``."""
 
 PACKAGES = {"gla": "fla", "llama": "transformers"}
 """Package that has the baseline, by the kind of a model."""
@@ -86,6 +83,25 @@ def perturb(module: nn.Module, size: float, index: int = 0) -> None:
             each.copy_(each.double() * (1 + size * signs.double()))
 
 
+HEAD_NORM = "g_norm_swish_gate"
+"""Name of the norm of the heads' outputs in a layer of gated linear attention, of fla and of ours."""
+
+
+def set_head_eps(module: nn.Module, eps: float) -> None:
+    """Set the epsilon of the norms of heads' outputs in a model of the kind ``gla``, before it is accelerated.
+
+    fla's configuration has one epsilon for all norms, so it is set on the modules: fla's norm reads its own ``eps`` in each call,
+    and a layer of onelaunch its ``norm_eps``.
+    """
+    layers: list[Any] = [each for each in module.modules() if hasattr(each, HEAD_NORM)]
+    if not layers:
+        raise ValueError(f"no module of the model has a norm {HEAD_NORM}")
+    for layer in layers:
+        getattr(layer, HEAD_NORM).eps = eps
+        if hasattr(layer, "norm_eps"):
+            layer.norm_eps = eps
+
+
 class Trainer:
     """A variant of a model on a device, with its optimizer.
 
@@ -98,6 +114,7 @@ class Trainer:
         index: Index of the control, for :func:`perturb`.
         drawn_there: Whether the weights are drawn on the device, which takes seconds less for a large model than on the CPU. The
             same seed then gives other weights on another device.
+        eps: Epsilon of the norms of heads' outputs, for :func:`set_head_eps`. That of all other norms is :data:`NORM_EPS`.
 
     Attributes:
         module: The model. It is in training mode.
@@ -115,11 +132,14 @@ class Trainer:
         index: int = 0,
         *,
         drawn_there: bool = False,
+        eps: float = NORM_EPS,
     ) -> None:
         self.model, self.variant, self.device = model, variant, device
         dtype = torch.bfloat16 if model.precision == "bfloat16" else torch.float32
         with device if drawn_there else contextlib.nullcontext():
             module = _module(model, variant, seed)
+        if eps != NORM_EPS:
+            set_head_eps(module, eps)
         if perturbation:
             perturb(module, perturbation, index)  # in float32, before weights are rounded to the model's dtype
         self.module = module.to(device, dtype).train()
@@ -185,7 +205,9 @@ def _llama(model: LanguageModel, seed: int) -> nn.Module:
     return LlamaForCausalLM(config)
 
 
-def plain_loss(weights: Mapping[str, torch.Tensor], model: LanguageModel, rows: torch.Tensor) -> torch.Tensor:
+def plain_loss(
+    weights: Mapping[str, torch.Tensor], model: LanguageModel, rows: torch.Tensor, eps: float = NORM_EPS
+) -> torch.Tensor:
     """Return the loss of a model of the kind ``gla`` in plain PyTorch, in the dtype of the weights.
 
     The layers are the definition of ``gla_layer``, with a loop over time.
@@ -194,6 +216,7 @@ def plain_loss(weights: Mapping[str, torch.Tensor], model: LanguageModel, rows: 
         weights: The parameters by their names in a state dict.
         model: The model's declaration.
         rows: Token ids ``[B, T]``.
+        eps: Epsilon of the norms of heads' outputs. That of all other norms is :data:`NORM_EPS`.
     """
 
     def norm(x: torch.Tensor, name: str) -> torch.Tensor:
@@ -212,7 +235,7 @@ def plain_loss(weights: Mapping[str, torch.Tensor], model: LanguageModel, rows: 
             norm_weight=weights[f"{attn}.g_norm_swish_gate.weight"],
             w_out=weights[f"{attn}.o_proj.weight"],
             heads=model.heads,
-            eps=NORM_EPS,
+            eps=eps,
         )
         assert out is not None  # noqa: S101 - the first result is always there
         x = x + out

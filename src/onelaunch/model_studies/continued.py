@@ -1,7 +1,8 @@
 """Measurements that a run takes over from earlier results: what must be alike, and which tasks the results have finished.
 
 ``run.py`` calls this module for the result that it continues and for the parts of other machines. A measurement depends on the
-declaration of its model, on the rounds, and on device, software and commit; criteria and other models change none.
+declaration of its model, on the rounds, and on device, software and commit; criteria and other models change none. A measurement
+of gradients depends on the epsilon of heads' norms too, which it stores.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import NamedTuple
 
 from onelaunch.errors import ArgumentError, ResultMismatch
 from onelaunch.model_studies.declare import LanguageModel, ModelStudy
-from onelaunch.model_studies.result import Key, Measurement, ModelResult, key_of
+from onelaunch.model_studies.result import Gradients, Key, Measurement, ModelResult, key_of
 from onelaunch.model_studies.tasks import KINDS, Task
 from onelaunch.workbench.result import EarlierCommit, Provenance
 from onelaunch.workbench.result.provenance import taken_over
@@ -112,6 +113,11 @@ def declared_alike(then: ModelStudy, now: ModelStudy, name: str) -> bool:
     return len(pair) == 2 and pair[0].as_measured() == pair[1].as_measured()
 
 
+def _other_eps(measurement: Measurement, study: ModelStudy) -> bool:
+    """Return whether a measurement of gradients was taken with another epsilon than a study declares for the model."""
+    return isinstance(measurement, Gradients) and measurement.eps != study.model(measurement.model).eps_of_gradients
+
+
 def taken(
     earlier: ModelResult, study: ModelStudy, tasks: Sequence[Task], anew: Collection[Key] = ()
 ) -> tuple[dict[Key, Measurement], list[str]]:
@@ -127,11 +133,16 @@ def taken(
     models = dict.fromkeys(each.model for each in finished.values())
     changed = [name for name in models if not declared_alike(earlier.study, study, name)]
     wanted = {task.key for task in tasks} - set(anew)
-    kept = {key: each for key, each in finished.items() if key in wanted and each.model not in changed}
+    alike = {key: each for key, each in finished.items() if key in wanted and each.model not in changed}
+    kept = {key: each for key, each in alike.items() if not _other_eps(each, study)}
     ended = f"a run that ended on {earlier.provenance.date}"
     notes = [*earlier.notes, f"{len(kept)} tasks were finished by {ended}."]
     if changed:
         notes.append(f"Measurements of {', '.join(changed)} by {ended} are left out, since the study declares it otherwise now.")
+    if others := dict.fromkeys(each.model for key, each in alike.items() if key not in kept):
+        notes.append(
+            f"Gradients of {', '.join(others)} by {ended} are left out, since they were taken with another gradient_eps."
+        )
     return kept, notes
 
 

@@ -41,13 +41,21 @@ Activity = Literal["training", "forward", "decoding"]
 """
 
 
+NORM_EPS = 1e-6
+"""Epsilon of all norms where nothing else is declared, the default of fla's ``GLAConfig``."""
+
+
 class LanguageModel(Declared):
     """A language model, and what is measured of it."""
 
-    LATER = ("controls", "gradient_seeds")
+    LATER = ("controls", "gradient_seeds", "gradient_eps")
 
-    SELECTING: ClassVar[tuple[str, ...]] = ("activities", "seeds", "controls", "gradient_seeds")
-    """Fields that say which tasks there are. They change the measurement of none."""
+    SELECTING: ClassVar[tuple[str, ...]] = ("activities", "seeds", "controls", "gradient_seeds", "gradient_eps")
+    """Fields that say which tasks there are, and those whose value is stored in each measurement that depends on it.
+
+    A measurement that was taken with the same values of all other fields can be taken over; one of gradients, if its stored
+    epsilon is the declared one too.
+    """
 
     name: Name
     """Name in criteria, results and reports; each model of a study has its own."""
@@ -82,6 +90,10 @@ class LanguageModel(Declared):
     """Tokens of the sequence whose gradient is compared with plain PyTorch in float32; 0 for none. Only for ``gla``."""
     gradient_seeds: int = Field(default=1, ge=1, le=16)
     """Seeds, from 0 on, of the weights and sequences whose gradients are compared."""
+    gradient_eps: Positive | None = None
+    """Epsilon of the norms of heads' outputs in the comparison of gradients alone, in all variants and in the reference;
+    :data:`NORM_EPS` when left out. All other norms, and all other measurements, have :data:`NORM_EPS`. Only with
+    ``gradient_length``."""
     kv_heads: Size | None = None
     """Heads of keys and values of a ``llama``; ``heads`` when left out."""
     intermediate: Size | None = None
@@ -97,12 +109,14 @@ class LanguageModel(Declared):
             raise ValueError("steps and gradient_length are for the kind gla alone")
         if self.kind == "gla" and "decoding" in self.activities:
             raise ValueError("decoding is for the kind llama alone")
+        if self.gradient_eps is not None and not self.gradient_length:
+            raise ValueError("gradient_eps is for models with gradient_length alone")
         if self.steps % 10:
             raise ValueError("steps must be a multiple of 10, since losses are compared at each tenth")
         return self
 
     def as_measured(self) -> LanguageModel:
-        """Return the declaration without :attr:`SELECTING`, on which a measurement depends."""
+        """Return the declaration without :attr:`SELECTING`, on which every measurement depends."""
         fields = type(self).model_fields
         return self.model_copy(update={name: fields[name].get_default() for name in self.SELECTING})
 
@@ -112,13 +126,24 @@ class LanguageModel(Declared):
         return self.variants or VARIANTS[self.kind]
 
     @property
+    def eps_of_gradients(self) -> float:
+        """Epsilon of the norms of heads' outputs in the comparison of gradients."""
+        return NORM_EPS if self.gradient_eps is None else self.gradient_eps
+
+    @property
     def tokens(self) -> int:
         """Tokens of a step."""
         return self.batch * self.length
 
 
 Measure = Literal[
-    "speedup", "peak_memory_ratio", "first_step_seconds", "loss_distance", "final_loss_ratio", "gradient_error_ratio"
+    "speedup",
+    "peak_memory_ratio",
+    "first_step_seconds",
+    "loss_distance",
+    "loss_distance_over_control",
+    "final_loss_ratio",
+    "gradient_error_ratio",
 ]
 """Quantity that a criterion asks for.
 
@@ -126,13 +151,18 @@ Measure = Literal[
 - ``peak_memory_ratio``: peak memory of a training step of ``of`` / that of ``over``, parameters and optimizer included.
 - ``first_step_seconds``: seconds of the first training step of ``of`` in a new process with empty caches of compiled kernels.
 - ``loss_distance``: largest ``|loss of of / loss of over - 1|`` after each tenth of the training run, over all seeds.
+- ``loss_distance_over_control``: ``loss_distance`` / the largest such distance between two runs of the model's baseline with the
+  first seed, its first run and all its controls. It needs at least two controls.
 - ``final_loss_ratio``: mean loss in the last twentieth of the training run of ``of`` / that of ``over``, means over the seeds.
-- ``gradient_error_ratio``: error of the whole gradient of ``of`` / that of ``over``, both against plain PyTorch in float32, and
-  root mean squares over the seeds.
+- ``gradient_error_ratio``: error of the whole gradient of ``of`` / that of ``over``, both against plain PyTorch in float32; over
+  several seeds the geometric mean of the seeds' ratios.
 """
 
 ALONE: tuple[Measure, ...] = ("first_step_seconds",)
 """Measures of ``of`` alone."""
+
+NOISY: tuple[Measure, ...] = ("speedup", "gradient_error_ratio")
+"""Measures with an interval, whose criteria may have ``within_noise``."""
 
 
 class ModelCriterion(Declared):
@@ -153,8 +183,12 @@ class ModelCriterion(Declared):
     at_most: Positive | None = None
     """Upper bound."""
     within_noise: bool = False
-    """Switch for taking a speed-up that is below its bound by no more than the A/A noise as met: *never slower* is
-    ``at_least = 1.0`` with this switch."""
+    """Switch for taking a value that misses its bound by no more than the noise as met.
+
+    *Never slower* is ``at_least = 1.0`` with this switch: a speed-up below its bound by no more than the A/A noise is met. A
+    ``gradient_error_ratio`` above its bound by no more than a factor is met, if that factor, the half-width of the 95 % interval
+    of the mean over the seeds, is at most :data:`~onelaunch.model_studies.judge.MOST_GRADIENT_NOISE`. It needs several seeds.
+    """
 
     @model_validator(mode="after")
     def _one_bound(self) -> ModelCriterion:
@@ -162,8 +196,8 @@ class ModelCriterion(Declared):
             raise ValueError(f"criterion {self.name!r} needs exactly one of at_least and at_most")
         if (self.at_least is not None) != (self.measure == "speedup"):
             raise ValueError(f"criterion {self.name!r}: a speedup has a bound at_least, and every other measure one at_most")
-        if self.within_noise and self.measure != "speedup":
-            raise ValueError(f"criterion {self.name!r}: within_noise is for speedup alone")
+        if self.within_noise and self.measure not in NOISY:
+            raise ValueError(f"criterion {self.name!r}: within_noise is for {' and '.join(NOISY)} alone")
         return self
 
     @property
@@ -199,6 +233,8 @@ class ModelStudy(Declared):
                     raise ValueError(f"criterion {each.name!r}: {model.name!r} has no variant {variant!r}")
             if each.measure == "speedup" and each.activity not in model.activities:
                 raise ValueError(f"criterion {each.name!r}: {each.activity} of {model.name!r} is not timed")
+            if each.measure == "gradient_error_ratio" and each.within_noise and model.gradient_seeds < 2:
+                raise ValueError(f"criterion {each.name!r}: within_noise needs several gradient_seeds of {model.name!r}")
         return self
 
     def model(self, name: str) -> LanguageModel:

@@ -1,6 +1,7 @@
 """Judge the criteria of a study of models from its measurements.
 
-A speed-up is judged with its interval and the noise of the baseline's second run in each round; other measures are exact numbers.
+A speed-up is judged with its interval and the noise of the baseline's second run in each round, and the error of a gradient with
+the interval of the mean over the seeds; other measures are exact numbers.
 Where losses are further apart than a bound allows, the controls of losses say whether that tells anything: runs of the baseline
 from weights one rounding away from those of its first run.
 """
@@ -17,6 +18,12 @@ from onelaunch.workbench import quantities as q
 from onelaunch.workbench import stats
 from onelaunch.workbench.result import CriterionStatus
 from onelaunch.workbench.stored import Estimate
+
+MOST_GRADIENT_NOISE = 1.1
+"""Largest half-width, as a factor, of the interval of a ``gradient_error_ratio`` with which ``within_noise`` can be met.
+
+A comparison that cannot see a difference of 10 % decides nothing: the noisier it was, the larger a ratio it would allow.
+"""
 
 
 def judged(result: ModelResult) -> ModelResult:
@@ -72,6 +79,7 @@ def _alone(result: ModelResult, criterion: ModelCriterion, over: str) -> ModelOu
 
 
 def _gradients(result: ModelResult, criterion: ModelCriterion, over: str) -> ModelOutcome:
+    """Judge the error of a gradient. One seed gives a number without an interval; several are judged by :func:`_judge_mean`."""
     pairs: list[tuple[float, float]] = []
     for seed in range(result.study.model(criterion.model).gradient_seeds):
         found = result.find("gradients", criterion.model, "", seed)
@@ -89,9 +97,28 @@ def _gradients(result: ModelResult, criterion: ModelCriterion, over: str) -> Mod
     each = [of / other for of, other in pairs]
     text += f" (root mean squares over {len(pairs)} seeds): {ratio.median:.3g}x in the geometric mean of the seeds' ratios"
     text += f" ({ratio.low:.3g} to {ratio.high:.3g}; {min(each):.3g} to {max(each):.3g} at each), {criterion.bound} was asked"
+    if criterion.within_noise:
+        noise, most = ratio.high / ratio.median, MOST_GRADIENT_NOISE
+        text += f" within the interval's factor of {noise:.3g}"
+        text += f", which is above {most:g} and too wide to meet it" if noise > most else f" (at most {most:g})"
+    return ModelOutcome(criterion=criterion, status=_judge_mean(ratio, criterion), evidence=text, value=ratio)
+
+
+def _judge_mean(ratio: Estimate, criterion: ModelCriterion) -> CriterionStatus:
+    """Judge the mean of a gradient's error ratios over several seeds, against an upper bound.
+
+    It is missed if its whole interval is above the bound. Without ``within_noise`` it is met if the whole interval is at most
+    the bound. With ``within_noise`` it is met if the mean is at most the bound times the half-width of the interval as a factor,
+    which is the upper end / the mean, and if that factor is at most :data:`MOST_GRADIENT_NOISE`. So a mean that is met may lie
+    above the bound by up to 10 %, and the upper end of its interval by up to 21 %.
+    """
     bound = criterion.at_most or 0.0
-    status: CriterionStatus = "met" if ratio.high <= bound else "missed" if ratio.low > bound else "inconclusive"
-    return ModelOutcome(criterion=criterion, status=status, evidence=text, value=ratio)
+    if ratio.low > bound:
+        return "missed"
+    if criterion.within_noise:
+        noise = ratio.high / ratio.median
+        return "met" if noise <= MOST_GRADIENT_NOISE and ratio.median <= bound * noise else "inconclusive"
+    return "met" if ratio.high <= bound else "inconclusive"
 
 
 def _losses(result: ModelResult, criterion: ModelCriterion, over: str) -> ModelOutcome:
@@ -114,6 +141,8 @@ def _losses(result: ModelResult, criterion: ModelCriterion, over: str) -> ModelO
         return _near(result, criterion, value, text)
     value = max(distance for of, other in pairs for distance in of.apart(other))
     text = f"the losses of {criterion.of} and {over} are at most {100 * value:.2g} % apart ({seeds})"
+    if criterion.measure == "loss_distance_over_control":
+        return _over_control(result, criterion, value, text)
     return _near(result, criterion, value, text)
 
 
@@ -145,6 +174,30 @@ def _near(result: ModelResult, criterion: ModelCriterion, value: float, text: st
     noisy = outcome.status == "missed" and value <= (1 + noise if final else noise)
     status: CriterionStatus = "inconclusive" if noisy else outcome.status
     return outcome.model_copy(update={"status": status, "evidence": f"{outcome.evidence}; {apart}"})
+
+
+def _over_control(result: ModelResult, criterion: ModelCriterion, value: float, text: str) -> ModelOutcome:
+    """Judge a distance of losses relative to the largest between two runs of the baseline, its first run and its controls.
+
+    It is not measured with fewer than two controls, whose single pair would be a sample and no largest distance, nor before all
+    declared controls are finished, since each adds pairs and the largest distance can only grow.
+    """
+    model = result.study.model(criterion.model)
+    baseline = model.names[0]
+    first, controls = result.training(model.name, baseline, model.seeds[0]), result.controls(model.name)
+    if first is None:
+        return _not_measured(criterion, f"{baseline} has no finished run with seed {model.seeds[0]}")
+    if len(controls) < max(2, model.controls):
+        asked = "at least two control runs, and all that are declared"
+        return _not_measured(criterion, f"it needs {asked}: {len(controls)} of {model.controls} are finished")
+    if any(each.text != first.text for each in controls):
+        return _not_measured(criterion, "the runs did not train on the same text")
+    pairs = list(itertools.combinations([first, *controls], 2))
+    largest = max(max(other.apart(one)) for one, other in pairs)
+    if not largest:
+        return _not_measured(criterion, f"the runs of {baseline} do not differ, so there is no distance to compare with")
+    runs = f"two of {len(controls) + 1} runs of {baseline} from weights one rounding apart at most {100 * largest:.2g} %"
+    return _exact(criterion, value / largest, f"{text}, and {runs} ({len(pairs)} pairs): {value / largest:.3g}x")
 
 
 def _exact(criterion: ModelCriterion, value: float, text: str) -> ModelOutcome:

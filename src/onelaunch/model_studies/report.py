@@ -6,7 +6,7 @@ import math
 import statistics
 from collections.abc import Iterable, Iterator
 
-from onelaunch.model_studies.declare import LanguageModel
+from onelaunch.model_studies.declare import NORM_EPS, LanguageModel
 from onelaunch.model_studies.judge import summary
 from onelaunch.model_studies.result import SCHEMA, Alone, Gradients, Missing, ModelResult, Timed, Training, key_of
 from onelaunch.model_studies.tasks import task_of
@@ -205,11 +205,15 @@ def _gradients(result: ModelResult) -> Table:
             ends = f"{q.scientific(min(errors))} to {q.scientific(max(errors))}" if len(errors) > 1 else q.NONE
             said = f"{worst.worst} ({q.scientific(worst.worst_error)})"
             rows.append((model.name, variant, str(len(errors)), q.scientific(mean), ends, said))
+    eps = {each.model: each.eps for each in result.measurements if isinstance(each, Gradients) and each.eps != NORM_EPS}
     heads = columns("model", "variant", ">seeds", ">error", "?>at each seed", "?parameter with the largest error")
     note = (
         "Norm-wise error of the gradient of all parameters against plain PyTorch in float32; over several seeds of weights and "
         "sequences their root mean square."
     )
+    if eps:
+        said = ", ".join(f"{value:g} ({name})" for name, value in eps.items())
+        note += f" Epsilon of the norms of heads' outputs, in the reference too: {said}; {NORM_EPS:g} in all other measurements."
     return Table("Gradients", heads, tuple(rows), note)
 
 

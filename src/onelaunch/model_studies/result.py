@@ -11,11 +11,11 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
-from onelaunch.model_studies.declare import Activity, ModelCriterion, ModelStudy
+from onelaunch.model_studies.declare import NORM_EPS, Activity, ModelCriterion, ModelStudy
 from onelaunch.workbench import stats
 from onelaunch.workbench.result import CriterionStatus, Provenance, Spent, Status
 from onelaunch.workbench.result.saved import Saved
-from onelaunch.workbench.stored import Amount, Count, Error, Estimate, Finite, Grown, Name, Stored, Time, Words
+from onelaunch.workbench.stored import Amount, Count, Error, Estimate, Finite, Grown, Name, Positive, Stored, Time, Words
 
 SCHEMA = 1
 """Version of the schema."""
@@ -92,12 +92,14 @@ class GradientError(Stored):
 class Gradients(Grown, Stored):
     """Gradients of a model at its initial weights, for one sequence."""
 
-    LATER = ("seed",)
+    LATER = ("seed", "eps")
 
     task: Literal["gradients"] = "gradients"
     model: Name
     seed: Count = 0
     """Seed of the weights and of the sequence."""
+    eps: Positive = NORM_EPS
+    """Epsilon of the norms of heads' outputs, those of the reference among them."""
     loss: Finite | None = None
     """Loss of plain PyTorch in float32; ``None`` if it could not be computed."""
     errors: dict[Name, GradientError] = Field(default_factory=dict)
@@ -230,6 +232,8 @@ def _inconsistency(result: ModelResult) -> str | None:
             return f"its study has no model {each.model!r}"
         if isinstance(each, Training) and not each.missing and len(each.losses) != models[each.model].steps:
             return f"a training run of {each.model!r} has {len(each.losses)} losses, and not one for each step"
+        if isinstance(each, Gradients) and each.eps != (declared := models[each.model].eps_of_gradients):
+            return f"gradients of {each.model!r} were taken with an eps of {each.eps:g}, and its study declares {declared:g}"
         if isinstance(each, Timed) and len({len(each.again), *map(len, each.rounds.values())}) > 1:
             return f"the variants of {each.model!r} have different numbers of rounds in {each.activity}"
     if result.outcomes and tuple(outcome.criterion for outcome in result.outcomes) != result.study.criteria:

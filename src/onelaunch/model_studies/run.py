@@ -385,7 +385,7 @@ def without(study: ModelStudy, task: Task, status: Status, reason: str) -> Measu
         return Training(**known, control=task.control, index=task.index, missing=missing)
     each = dict.fromkeys(study.model(task.model).names, missing)
     if task.task == "gradients":
-        return Gradients(model=task.model, seed=task.seed, missing=each)
+        return Gradients(model=task.model, seed=task.seed, eps=study.model(task.model).eps_of_gradients, missing=each)
     return Timed.model_validate({"model": task.model, "activity": task.variant, "missing": each})
 
 

@@ -236,8 +236,10 @@ def gradients(model: LanguageModel, device: torch.device, seed: int = 0) -> Grad
     """Compare the gradients of all variants at the initial weights with those of plain PyTorch in float32.
 
     The weights of the reference are those of the variants, so rounded to bfloat16 where the model is. Weights of other seeds than
-    the first are drawn on the device.
+    the first are drawn on the device. The norms of heads' outputs have the epsilon
+    ``model.eps_of_gradients``, in the reference too.
     """
+    eps = model.eps_of_gradients
     rows = random_rows(model, device, seed)[:1, : model.gradient_length]
     errors: dict[str, GradientError] = {}
     missing: dict[str, Missing] = {}
@@ -248,10 +250,10 @@ def gradients(model: LanguageModel, device: torch.device, seed: int = 0) -> Grad
             missing[variant] = why
             continue
         try:
-            trainer = Trainer(model, variant, device, seed, drawn_there=seed > 0)
+            trainer = Trainer(model, variant, device, seed, drawn_there=seed > 0, eps=eps)
             if wanted is None:
                 weights = {name: each.detach().float() for name, each in trainer.module.state_dict().items()}
-                loss, wanted = _reference(weights, model, rows)
+                loss, wanted = _reference(weights, model, rows, eps)
             found = trainer.loss(rows)
             found.backward()
             errors[variant] = _distance(_gradient(trainer), wanted, float(found.detach()))
@@ -259,18 +261,18 @@ def gradients(model: LanguageModel, device: torch.device, seed: int = 0) -> Grad
             missing[variant] = failure(error)
         trainer = None
         gc.collect()
-    return Gradients(model=model.name, seed=seed, loss=loss, errors=errors, missing=missing)
+    return Gradients(model=model.name, seed=seed, eps=eps, loss=loss, errors=errors, missing=missing)
 
 
 def _reference(
-    weights: dict[str, torch.Tensor], model: LanguageModel, rows: torch.Tensor
+    weights: dict[str, torch.Tensor], model: LanguageModel, rows: torch.Tensor, eps: float
 ) -> tuple[float, dict[str, torch.Tensor]]:
     """Return the loss of plain PyTorch in float32, and its gradient by the parameters' names, without TF32."""
     leaves = {name: each.clone().requires_grad_() for name, each in weights.items()}
     allowed = torch.backends.cuda.matmul.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = False
     try:
-        loss = plain_loss(leaves, model, rows)
+        loss = plain_loss(leaves, model, rows, eps)
         found = torch.autograd.grad(loss, list(leaves.values()))
     finally:
         torch.backends.cuda.matmul.allow_tf32 = allowed
