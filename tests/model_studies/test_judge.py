@@ -45,6 +45,12 @@ def test_a_speedup_is_judged_with_the_noise(ours, within, status):
     assert "A/A noise 1.02" in outcome.evidence
 
 
+@pytest.mark.parametrize(("again", "status"), [(105.0, "met"), (106.0, "inconclusive")])
+def test_no_loss_within_a_large_noise_is_not_met(again, status):
+    found = timed((103.0,) * 5, (100.0,) * 5, (again,) * 5)
+    assert judge(found, criterion(found, "faster", at_least=1.0, within_noise=True)).status == status
+
+
 @pytest.mark.parametrize(("ours", "status"), [(90, "met"), (91, "missed")])
 def test_peak_memory_is_compared(ours, status):
     alone = [Alone(model="tiny", variant=name, peak_bytes=peak) for name, peak in (("fla", 100), ("accelerated", ours))]

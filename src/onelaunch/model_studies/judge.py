@@ -19,6 +19,9 @@ from onelaunch.workbench import stats
 from onelaunch.workbench.result import CriterionStatus
 from onelaunch.workbench.stored import Estimate
 
+MOST_SPEEDUP_NOISE = 1.05
+"""Largest A/A noise with which ``within_noise`` can be met by a speed-up, as that of eager calls in studies of variants."""
+
 MOST_GRADIENT_NOISE = 1.1
 """Largest half-width, as a factor, of the interval of a ``gradient_error_ratio`` with which ``within_noise`` can be met.
 
@@ -51,12 +54,15 @@ def _speedup(result: ModelResult, criterion: ModelCriterion, over: str) -> Model
 
 
 def _judge_ratio(ratio: Estimate, criterion: ModelCriterion, noise: float) -> CriterionStatus:
-    """Judge a speed-up. Without ``within_noise`` it must lie beyond the bound by more than the noise, on either side."""
+    """Judge a speed-up. Without ``within_noise`` it must lie beyond the bound by more than the noise, on either side.
+
+    With it the noise must be at most :data:`MOST_SPEEDUP_NOISE`: twice the same code may differ by no more.
+    """
     bound = criterion.at_least or 1.0
     if ratio.high < bound and ratio.median < bound / noise:
         return "missed"
     if criterion.within_noise:
-        return "met" if ratio.median >= bound / noise else "inconclusive"
+        return "met" if noise <= MOST_SPEEDUP_NOISE and ratio.median >= bound / noise else "inconclusive"
     return "met" if ratio.low >= bound and ratio.median >= bound * noise else "inconclusive"
 
 

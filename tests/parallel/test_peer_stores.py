@@ -1,0 +1,243 @@
+"""Tests of the kernels that store to the memory of peers, and of channels, in Triton's interpreter.
+
+The ranks of one process take turns on memory of the CPU. ``gpu_ranks.py`` compares exchanges with NCCL's on GPUs.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from onelaunch.device.architectures import find_architecture
+from onelaunch.launch.build import builds_of
+from onelaunch.launch.imitation import record
+from onelaunch.workbench.inspection import inspect_build
+
+pytest.importorskip("triton", reason="it launches kernels of Triton")
+from onelaunch.ops.gla import launch_slices
+from onelaunch.parallel import peer_stores
+from onelaunch.parallel.peer_stores import Channel, channel_bytes
+
+CAPACITY = 512
+"""Words of a rank in a slot, in the tests of kernels."""
+
+
+@pytest.fixture
+def channels(monkeypatch):
+    """Return a function that makes the channels of a number of ranks, with few small CTAs."""
+    monkeypatch.setattr(peer_stores, "CTAS", 3)
+    monkeypatch.setattr(peer_stores, "_BLOCK", 64)
+
+    def make(ranks, limit=3):
+        memory = [torch.zeros(channel_bytes(ranks, CAPACITY) // 8, dtype=torch.int64) for _ in range(ranks)]
+        addresses = [each.data_ptr() for each in memory]
+        return [Channel(each, addresses, rank, CAPACITY, limit) for rank, each in enumerate(memory)]
+
+    return make
+
+
+def messages(ranks, shape, dtype, seed):
+    """Return messages of any bits, NaNs among them."""
+    random = torch.Generator().manual_seed(seed)
+    words = torch.randint(-(2**15), 2**15, (ranks, *shape, dtype.itemsize // 2), generator=random, dtype=torch.int16)
+    return [each.view(dtype).view(shape) for each in words]
+
+
+def same(found, sent):
+    """Assert that a gathered tensor has the bits of the messages that were sent."""
+    wanted = torch.cat(sent)
+    assert found.shape == wanted.shape
+    assert found.dtype == wanted.dtype
+    assert torch.equal(found.view(torch.int16), wanted.view(torch.int16))
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_every_rank_gathers_the_messages_of_all_in_any_order(ranks, channels):
+    made = channels(ranks)
+    shapes = itertools.cycle([((1, 1), torch.float32), ((1, 512), torch.float32), ((2, 3, 5), torch.float32)])
+    for seed, (order, (shape, dtype)) in enumerate(zip(itertools.permutations(range(ranks)), shapes, strict=False)):
+        sent = messages(ranks, shape, dtype, seed)
+        pending = {rank: made[rank].start(sent[rank]) for rank in order}
+        for rank in reversed(order):
+            same(pending[rank].result(), sent)
+            assert pending[rank].result() is pending[rank].result()
+
+
+@pytest.mark.interpret
+def test_a_rank_may_be_one_exchange_ahead(channels):
+    """It sends the next message when it has received this one, which the others have not yet."""
+    ahead, *others = channels(3)
+    sent, results = messages(3, (1, 130), torch.bfloat16, 0), []
+    pending = [each.start(x) for each, x in zip((ahead, *others), sent, strict=True)]
+    for seed in range(1, 5):
+        same(pending[0].result(), sent)
+        later = messages(3, (1, 130), torch.bfloat16, seed)
+        first = ahead.start(later[0])
+        results += [(each.result(), sent) for each in pending[1:]]
+        pending = [first, *(each.start(x) for each, x in zip(others, later[1:], strict=True))]
+        sent = later
+    for found, wanted in results:  # later exchanges have not changed them
+        same(found, wanted)
+
+
+@pytest.mark.interpret
+def test_an_exchange_is_received_before_the_next_one_starts(channels):
+    made = channels(2)
+    early, late = (messages(2, (1, 8), torch.bfloat16, seed) for seed in range(2))
+    pending = [each.start(x) for each, x in zip(made, early, strict=True)]
+    shifted = torch.cat([late[1][0, :1], late[1][0]])[1:][None]  # an address that is no multiple of 4 bytes
+    again = [made[0].start(late[0]), made[1].start(shifted)]
+    for each, sent in ((again, late), (pending, early)):
+        for one in each:
+            same(one.result(), sent)
+
+
+@pytest.mark.interpret
+def test_a_rank_that_does_not_send_ends_the_others(channels):
+    made = channels(3)
+    pending = [each.start(torch.ones(1, 8)) for each in made[:2]]
+    with pytest.raises(Exception, match="Assume failed"):  # on a GPU a trap
+        pending[0].result()
+
+
+@pytest.mark.interpret
+def test_a_message_of_another_size_is_an_error(channels):
+    made = channels(2)
+    pending = [each.start(torch.ones(1, size)) for each, size in zip(made, (8, 200), strict=True)]
+    for each in pending:
+        with pytest.raises(Exception, match="Assume failed"):
+            each.result()
+
+
+@pytest.mark.interpret
+def test_exchanges_that_nobody_receives_keep_the_ranks_together(channels):
+    """As if their results were dropped in a captured graph: no rank sends before the others have sent the exchange before."""
+    made = channels(2)
+
+    def send(rank, x):
+        channel = made[rank]
+        order, readers = channel.order_of(None)
+        targets = tuple(channel.addresses[each] for each in order)
+        peer_stores._send(x, channel.memory, targets, readers, rank, CAPACITY, channel.limit)
+
+    lost, sent = messages(2, (1, 70), torch.float32, 0), messages(2, (1, 70), torch.float32, 1)
+    send(0, lost[0])
+    with pytest.raises(Exception, match="Assume failed"):
+        send(0, lost[0])
+    send(1, lost[1])
+    send(1, lost[1])
+    send(0, lost[0])
+    for each, x in zip(made, sent, strict=True):
+        each.start(x)
+    for each in made:
+        same(each._sent.result(), sent)
+    pending = [each.start(x) for each, x in zip(made, lost, strict=True)]
+    assert all(int(each.memory[2 * 3]) == 4 for each in made)  # the first CTA's own epoch
+    for each in pending:
+        same(each.result(), lost)
+
+
+def scan(messages, nearest_first, state, channels):
+    """Return the state behind the slices of some ranks, from messages ``[1, elements]`` of all."""
+    heads, keys, values = state
+    found, factor = 0.0, 1.0
+    for rank in nearest_first:
+        rows = messages[rank].numel() // (keys * values + channels)
+        added, decays = messages[rank][0].split([rows * keys * values, rows * channels])
+        found = found + factor * added.view(rows, keys, values)
+        factor = factor * decays.view(rows, channels, 1)
+    return found.view(-1, heads, keys, values)
+
+
+def random_messages(ranks, elements, seed):
+    return list(torch.rand(ranks, 1, elements, generator=torch.Generator().manual_seed(seed)))
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize(("state", "decays"), [((2, 8, 12), 8), ((1, 20, 10), 1)])
+def test_readers_fold_messages_where_they_arrive(state, decays, channels, monkeypatch):
+    """Forwards and backwards in turn, with all-gathers between them; ranks send and read in any order."""
+    monkeypatch.setattr(launch_slices, "_TILE", 8)
+    made, (heads, keys, values) = channels(3), state
+    elements = 2 * heads * (keys * values + decays)  # a batch of two
+    for seed, order in enumerate(itertools.permutations(range(3))):
+        messages = random_messages(3, elements, seed)
+        nearest = {rank: (range(rank)[::-1], range(rank + 1, 3))[seed % 2] for rank in range(3)}
+        readers = {rank: (range(rank + 1, 3), range(rank)[::-1])[seed % 2] for rank in range(3)}
+        exchanges = {rank: made[rank].start(messages[rank], readers[rank]) for rank in order}
+        for rank in reversed(order):
+            if nearest[rank]:
+                found = launch_slices.folded_in_place(exchanges[rank].in_place(), nearest[rank][::-1], state, decays)
+                torch.testing.assert_close(found, scan(messages, nearest[rank], state, decays))
+            exchanges[rank].settle()
+            exchanges[rank].finish()
+            with pytest.raises(RuntimeError, match="their readers alone"):
+                exchanges[rank].result()
+        gathered = [each.start(x) for each, x in zip(made, messages, strict=True)]
+        for each in gathered:
+            same(each.result(), messages)
+
+
+@pytest.mark.interpret
+def test_a_message_behind_decays_of_zero_is_not_waited_for(channels):
+    state = (1, 8, 12)
+    for decay in (0.0, 0.5):
+        made, messages = channels(3), random_messages(3, 8 * 12 + 8, 0)
+        messages[1][0, 8 * 12 :] = decay
+        made[1].start(messages[1], (2,))
+        in_place = made[2].start(messages[2], ()).in_place()  # rank 0 has not sent
+        if decay:
+            with pytest.raises(Exception, match="Assume failed"):
+                launch_slices.folded_in_place(in_place, (0, 1), state, 8)
+        else:
+            found = launch_slices.folded_in_place(in_place, (0, 1), state, 8)
+            torch.testing.assert_close(found, scan(messages, (1,), state, 8))
+
+
+@pytest.mark.interpret
+def test_no_rank_overwrites_a_message_before_its_reader_has_sent_again(channels):
+    """A rank that reads nothing may be one exchange ahead of its readers, and no more."""
+    made, messages = channels(2), random_messages(2, 8 * 12 + 8, 0)
+    late = made[1].start(messages[1], ())
+    made[0].start(messages[0], (1,))
+    made[0].start(torch.zeros(1, 8 * 12 + 8), (1,))
+    with pytest.raises(Exception, match="Assume failed"):
+        made[0].start(torch.zeros(1, 8 * 12 + 8), (1,))
+    found = launch_slices.folded_in_place(late.in_place(), (0,), (1, 8, 12), 8)
+    torch.testing.assert_close(found, scan(messages, (0,), (1, 8, 12), 8))
+
+
+@pytest.mark.interpret
+def test_a_message_of_another_size_is_not_read_in_place(channels):
+    made = channels(2)
+    made[0].start(torch.zeros(1, 8), (1,))
+    exchange = made[1].start(torch.zeros(1, 8 * 12 + 8), ())
+    with pytest.raises(Exception, match="Assume failed"):
+        launch_slices.folded_in_place(exchange.in_place(), (0,), (1, 8, 12), 8)
+
+
+@pytest.mark.thorough
+def test_the_kernels_compile_to_few_registers():
+    """A message whose size is no multiple of 64 bytes takes narrower accesses."""
+    for ranks, words in ((4, 264192), (8, 264192), (2, 37)):
+        with record("sm_90a") as (device, launches), torch.no_grad():
+            memory = torch.empty(channel_bytes(ranks, 1 << 20) // 8, dtype=torch.int64, device=device)
+            addresses = tuple((1 << 40) + 4096 * each for each in range(ranks))
+            limit = 20 * 10**9
+            peer_stores._send(torch.empty(1, words, device=device), memory, addresses, ranks, 1, 1 << 20, limit)
+            found = peer_stores._receive(memory, (ranks, words), torch.float32, ranks, 1 << 20, limit)
+            if words == 264192:
+                folded = launch_slices._folded_in_place(
+                    memory, tuple(range(1, ranks)), 16, 128, 128, 128, ranks, 1 << 20, limit, words
+                )
+                assert folded.shape == (1, 16, 128, 128)
+        assert found.shape == (ranks, words)
+        builds = builds_of([(each.kernel.__name__, each) for each in launches], find_architecture("sm_90a"))
+        assert len(builds) == (3 if words == 264192 else 2)
+        for build in builds:
+            inspection = inspect_build(build, "sm_90a")
+            assert inspection.ok, build.name
+            assert inspection.registers <= 80, (build.name, inspection.registers)
