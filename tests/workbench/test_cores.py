@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 
 import pytest
 
-from onelaunch.workbench.measure.cores import one_core
+from onelaunch.workbench.measure.cores import give_way, one_core
 
 pytestmark = pytest.mark.skipif(
     not hasattr(os, "sched_setaffinity") or len(os.sched_getaffinity(0)) < 2, reason="needs Linux and two cores"
@@ -47,6 +49,15 @@ def test_all_threads_share_one_core_inside_and_get_theirs_back(others):
     assert core in before[0]
     assert inside == [{core}] * 3
     assert [os.sched_getaffinity(each) for each in threads] == before
+
+
+def _niceness() -> int:
+    return os.getpriority(os.PRIO_PROCESS, 0)
+
+
+def test_processes_that_compile_give_way_to_others():
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"), initializer=give_way) as pool:
+        assert pool.submit(_niceness).result() == min(_niceness() + 10, 19)
 
 
 def test_a_thread_that_starts_inside_gets_all_cores_and_an_error_changes_nothing():

@@ -21,6 +21,7 @@ from onelaunch.model_studies.declare import LanguageModel
 from onelaunch.model_studies.tasks import wait_for
 from onelaunch.wording import in_a_line
 from onelaunch.workbench.measure.compiling import part_of_tuning
+from onelaunch.workbench.measure.cores import give_way
 from onelaunch.workbench.measure.tuning import restore
 from onelaunch.workbench.stored import Stored
 
@@ -140,4 +141,5 @@ def main(path: str, part: str) -> None:
 
 
 if __name__ == "__main__":
+    give_way()
     main(*sys.argv[1:])

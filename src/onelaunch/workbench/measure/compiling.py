@@ -25,6 +25,7 @@ from onelaunch.launch.side_by_side import compile_builds, current_architecture, 
 from onelaunch.operation import Direction, Operation
 from onelaunch.operation.examples import builds_for_case
 from onelaunch.wording import in_a_line
+from onelaunch.workbench.measure.cores import give_way
 from onelaunch.workbench.study import Study
 from onelaunch.workbench.study.plan import PlannedCell
 from onelaunch.workbench.verify.calls import Candidate, Inputs, draw_gradients, make_inputs
@@ -71,7 +72,7 @@ def compile_ahead(
     if not waiting:
         return failed
     context = multiprocessing.get_context("spawn")  # a forked process cannot use CUDA
-    pool = ProcessPoolExecutor(min(processes, len(waiting)), mp_context=context)
+    pool = ProcessPoolExecutor(min(processes, len(waiting)), mp_context=context, initializer=give_way)
     try:
         futures = {pool.submit(call_once, study, call, device): call for call in waiting}
         for done, future in enumerate(as_completed(futures), 1):

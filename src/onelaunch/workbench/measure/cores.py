@@ -1,4 +1,4 @@
-"""One CPU core for all threads of this process, while calls from Python are timed.
+"""CPU cores of processes that measure: one for all threads while calls from Python are timed, and processes that give way.
 
 PyTorch runs a backward pass of GPU tensors in a thread of its own, for which the caller's thread waits. On two cores each of
 these waits ends by waking an idle core, which takes from a few to some hundred microseconds, most in virtual machines, and varies
@@ -40,6 +40,17 @@ def one_core() -> Iterator[None]:
         for thread in _threads():
             with suppress(OSError):
                 os.sched_setaffinity(thread, before.get(thread, own))
+
+
+_NICENESS = 10
+"""Niceness that processes which compile add to their own: on a shared core one that measures then has nine tenths of the time."""
+
+
+def give_way() -> None:
+    """Lower the priority of this process, which compiles, beneath that of processes which measure on the same machine."""
+    if hasattr(os, "nice"):
+        with suppress(OSError):  # a sandbox may forbid it
+            os.nice(_NICENESS)
 
 
 def _threads() -> list[int]:
