@@ -44,8 +44,8 @@ ROWS = (
     Row("gated_scan", "operations/gated_scan", "nvidia-h100/everyday-calls", "chunk_hgrn 4x2048", BOTH),
     Row("linear_rnn", "operations/linear_rnn", "nvidia-h100/everyday-calls", "linear_rnn 4x2048", BOTH),
     Row("gla_layer", "operations/gla_layer", "nvidia-h100/everyday-calls", "GatedLinearAttention 4x2048x1024", BOTH),
-    Row("projections", "operations/projections", "nvidia-h200/058-projection-chain", "8x4096x2048", BOTH),
-    Row("output_chain", "operations/output_chain", "nvidia-h200/058-output-chain", "8x4096x2048", BOTH),
+    Row("projections", "operations/projections", "nvidia-h100/058-projection-chain", "8x4096x2048", BOTH),
+    Row("output_chain", "operations/output_chain", "nvidia-h100/058-output-chain", "8x4096x2048", BOTH),
     Row("swiglu", "operations/swiglu", "nvidia-h200/dual-gemm-swiglu", "512x4096x7168", BOTH),
     Row("decode_step", "decode", "nvidia-h200/decode-megakernel", "position 1000", ("forward",)),
 )
