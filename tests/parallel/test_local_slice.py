@@ -1,14 +1,12 @@
-"""Tests of the arithmetic of slices against a count of steps, and of the predicted cost against the page that shows it."""
+"""Tests of the arithmetic of slices against a count of steps."""
 
 from __future__ import annotations
 
 from itertools import pairwise
-from pathlib import Path
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from onelaunch.parallel.cost import INFINIBAND, NVLINK, predict, table
 from onelaunch.parallel.local_slice import local_slice_of, starts_of
 
 
@@ -41,17 +39,3 @@ def test_local_slices_are_what_counting_steps_gives(lengths, inner, past):
             else:
                 assert starts[source[0] + 1] - source[1] == step
                 assert starts[source[0]] <= step
-
-
-def test_the_page_shows_the_predictions():
-    page = (Path(__file__).parents[2] / "docs/parallel.md").read_text(encoding="utf-8")
-    for link in (NVLINK, INFINIBAND):
-        assert "\n".join(table(link, length=131072, heads=16)) in page
-
-
-def test_more_steps_on_a_rank_hide_the_exchange():
-    """The speedup approaches the number of ranks, and one rank has neither messages nor gains."""
-    far = [predict(8, INFINIBAND, length=length, heads=16).speedup for length in (1 << 14, 1 << 18, 1 << 26)]
-    assert far == sorted(far)
-    assert 7.9 < far[-1] < 8
-    assert predict(1, NVLINK, length=4096, heads=16)[1:3] == (0, 0)

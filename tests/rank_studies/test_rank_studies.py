@@ -9,7 +9,6 @@ from typer.testing import CliRunner
 from onelaunch.cli.study.application import study
 from onelaunch.errors import ArgumentError, ResultMismatch, StudyError, UnknownStudy
 from onelaunch.model_studies.run import provenance
-from onelaunch.parallel.cost import NVLINK, predict
 from onelaunch.rank_studies.declare import find_rank_study
 from onelaunch.rank_studies.judge import lines
 from onelaunch.rank_studies.ranks import joined, run_rank_study
@@ -36,15 +35,20 @@ def measured(ranks: int, one: float, sliced: float, difference: float = 1e-3, mi
     )
 
 
-def test_the_study_declares_what_the_cost_model_predicts():
-    shape = STUDY.shapes[0]
+def test_the_study_keeps_the_predictions_that_were_made_before_it_ran():
+    """Speedups by an earlier form of onelaunch.parallel.cost: an H200's times, assumed latencies, one all-gather of two hidden.
+
+    The study's notes say that a test compares them with the model. It did until the study had run: the model has been fitted to
+    the measured times since (tests/parallel/test_cost.py), and a declared prediction does not change behind its result.
+    """
+    assert {(each.shape, each.ranks, each.direction): (each.by, each.value) for each in STUDY.predictions} == {
+        (STUDY.shapes[0].name, ranks, direction): ("onelaunch.parallel.cost", value)
+        for ranks, direction, value in (
+            (2, "forward", 1.75), (4, "forward", 2.88), (2, "forward_backward", 1.89), (4, "forward_backward", 3.44)
+        )
+    }  # fmt: skip
     for each in STUDY.predictions:
-        found = predict(each.ranks, NVLINK, length=shape.T, heads=shape.H, keys=shape.K, values=shape.V, direction=each.direction)
-        assert (each.shape, each.value) == (shape.name, pytest.approx(found.speedup, abs=6e-3))
-        assert f"takes {found.call:.0f} us" in each.why
-    assert {(each.ranks, each.direction) for each in STUDY.predictions} == {
-        (ranks, direction) for ranks in STUDY.ranks for direction in ("forward", "forward_backward")
-    }
+        assert each.why.startswith("The slice takes ")
 
 
 def test_runs_on_other_numbers_of_ranks_are_added_and_judged(tmp_path):

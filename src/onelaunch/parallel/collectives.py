@@ -70,7 +70,7 @@ class Collectives:
     def __init__(self, group: str, size: int) -> None:
         self.group, self.size = group, size
         self.used: set[str] = set()
-        """Ways that the all-gathers so far have taken, for reports."""
+        """Ways that the exchanges so far have taken, for reports: stores to peers, or the collective and why."""
 
     def start_all_gather(self, x: torch.Tensor) -> Pending:
         """Start to gather the tensors ``[M, ...]`` of all ranks to ``[size * M, ...]``."""

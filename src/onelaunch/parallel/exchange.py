@@ -1,4 +1,4 @@
-"""All-gathers of a group by stores to the memory of peers, where every GPU reaches all others, else by the group's collective.
+"""Exchanges of a group by stores to the memory of peers, where every GPU reaches all others, else by the group's all-gather.
 
 ``contexts.py`` asks :func:`collectives_of` for the collectives of a group. All ranks of a group must take the same way. So each
 decision depends on facts that are the same on all ranks (the size of the message, whether a graph is captured, how many captures
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 R = TypeVar("R")
 
 STORES = "stores to peers"
-"""Name of this way in :attr:`Collectives.used`."""
+"""Name of exchanges by stores in :attr:`Collectives.used`."""
 
 PEER_STORES = "ONELAUNCH_PEER_STORES"
 """Environment variable with which exchanges by stores are switched off: where it is not 1 on some rank, all take collectives."""
@@ -262,7 +262,7 @@ class Exchange:
 
 
 class PeerCollectives(Collectives):
-    """Collectives of a group whose all-gathers store to the memory of peers where that is possible.
+    """Collectives of a group whose all-gathers and scans store to the memory of peers where that is possible.
 
     Args:
         group: Name of the process group.

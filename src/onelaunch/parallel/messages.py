@@ -1,4 +1,4 @@
-"""Messages that ranks all-gather, and the initial and final states of a rank's call; no autograd.
+"""Messages that ranks exchange, and the initial and final states of a rank's call; no autograd.
 
 A message describes a slice by a pair: its final state from a zero state, and its cumulative decays. An associative operator
 combines pairs, so the states between slices are an exclusive prefix scan over ranks (backward, a suffix scan).

@@ -1,8 +1,12 @@
 """The state scan of ``state_scan.py`` with an operation's own kernels (:class:`Passes`), as one autograd function.
 
-The pass after the all-gather reuses what the local pass has computed. After it has sent its state gradients, a rank recomputes
-the states that its backward pass needs from the inputs; it waits for the all-gather first if that is a kernel
-(``Pending.settle``). ``state_scan.py`` calls :func:`run_passes`.
+By stores to the memory of peers, a rank sends its message to its readers, the nearest first: later ranks of the sequence in the
+forward pass, earlier ones in the backward pass. It scans the messages that it reads itself where they arrive, and a rank that
+reads none waits for none. Elsewhere all ranks gather all messages (``Collectives.start_scan``).
+
+The pass after the exchange reuses what the local pass has computed. After it has sent its state gradients, a rank recomputes the
+states that its backward pass needs from the inputs, while messages arrive. If the exchange is a kernel of NCCL, a rank waits for
+it before this pass and before that with outputs (``Pending.settle``). ``state_scan.py`` calls :func:`run_passes`.
 """
 
 from __future__ import annotations
@@ -26,7 +30,7 @@ def run_passes(
 
 
 class _Passes(torch.autograd.Function):
-    """Call of an operation on a slice: local pass, all-gather, scan of the states, pass with outputs; backward likewise."""
+    """Call of an operation on a slice: local pass, exchange, scan of the states, pass with outputs; backward likewise."""
 
     @staticmethod
     def forward(

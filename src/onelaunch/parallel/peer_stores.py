@@ -1,7 +1,7 @@
 """Channels of exchanges by stores to the memory of peers: launches of the kernels, and their order on this rank.
 
 A channel is memory that every rank of a group has and that all others can write: flags, epochs and two slots (``kernels.py``).
-``exchange.py`` makes channels and decides which one an all-gather takes.
+``exchange.py`` makes channels and decides which one an exchange takes.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ SLOTS = 4096
 """Bytes from the beginning of a channel to its slots. The flags and epochs of 8 ranks, the most there are, take 2304."""
 
 CTAS = 32
-"""CTAs that send a message, and that copy the message of one rank; not measured yet.
+"""CTAs that send a message, and that copy the message of one rank.
 
-They end before the next launch of the stream begins, so they need not fit beside it. By prediction 16 CTAs could fill NVLink 4,
-450 GB/s each way: an SM stores 30 to 60 GB/s. Their number does not follow the size of the message, since each CTA counts
-exchanges for itself.
+No other number was measured. They end before the next launch of the stream begins, so they need not fit beside it. By prediction
+16 CTAs could fill NVLink 4, 450 GB/s each way: an SM stores 30 to 60 GB/s. Their number does not follow the size of the message,
+since each CTA counts exchanges for itself.
 """
 
 _BLOCK, _WARPS = 4096, 8

@@ -118,8 +118,8 @@ class Passes(ABC):
     """Kernels of an operation for one rank's slice, without autograd, where the passes of a call can share work.
 
     They reuse what the local pass has computed in the pass that makes outputs or gradients, and recompute states for the backward
-    pass during the all-gather of state gradients. States, cumulative decays and
-    ``tensors`` are those of :class:`Rules`; messages are float32 ``[1, elements]``, a state, then cumulative decays.
+    pass while the messages with state gradients arrive. States, cumulative decays and ``tensors`` are those of :class:`Rules`;
+    messages are float32 ``[1, elements]``, a state, then cumulative decays.
     """
 
     @abstractmethod

@@ -1,12 +1,12 @@
-"""Context parallelism of a linear recurrence: a prefix scan of states over the ranks of a group, by one all-gather.
+"""Context parallelism of a linear recurrence: a prefix scan of states over the ranks of a group, by one exchange.
 
     S_out = local_state + cumulative_decay * S_in        over the slice of a rank, for the sequence that continues on later ranks
 
 Forward:
     1. Local pass: the state after the slice from a zero state (:meth:`Rules.local_state`), and the product of the decays of all
        steps (:meth:`Rules.cumulative_decays`).
-    2. One all-gather of these pairs. Each rank combines those of earlier ranks (:meth:`Rules.fold`), an exclusive prefix scan, to
-       the state before its slice.
+    2. One exchange, an all-gather of these pairs. Each rank combines those of earlier ranks (:meth:`Rules.fold`), an exclusive
+       prefix scan, to the state before its slice.
     3. The ordinary call of the operation from that state. Its outputs are those of one process up to rounding. A rank with no
        earlier ranks in its sequence runs it during the all-gather.
 
@@ -20,7 +20,8 @@ Backward, with gradients of states and from later ranks to earlier ones:
 the backward pass of the call. A rank with no later ranks in its sequence does not wait for the all-gather there, but in
 :class:`_WaitForCollectives`, an identity function of the call's tensors, which autograd calls last.
 
-Where an operation has :class:`Passes` of kernels, ``passes.py`` runs these in place of ordinary calls.
+Where an operation has :class:`Passes` of kernels, ``passes.py`` runs these in place of ordinary calls. The exchange then has
+readers in place of the all-gather: by stores to the memory of peers, a rank sends its pair only to the ranks that read it.
 
 Source: the scheme of LASP-2 (Sun et al., 2025), and of fla.ops.cp of flash-linear-attention 0.6.
 """
