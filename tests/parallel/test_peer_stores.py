@@ -140,6 +140,29 @@ def test_exchanges_that_nobody_receives_keep_the_ranks_together(channels):
         same(each.result(), lost)
 
 
+@pytest.mark.interpret
+def test_exchanges_are_counted_beyond_31_bits(channels):
+    """A graph with many short exchanges passes that number in some days."""
+    made = channels(2)
+    first, last = messages(2, (1, 5), torch.float32, 0), messages(2, (1, CAPACITY), torch.float32, 1)
+    for each in made:
+        flags, epochs, _ = peer_stores.parts_of(each.memory, 2)
+        epochs += 2**31 - 2
+        flags += (2**31 - 2) * (_flag_of(made[0], first[0]) - 5)
+    for sent in (first, last, first, last):
+        pending = [each.start(x) for each, x in zip(made, sent, strict=True)]
+        for each in pending:
+            same(each.result(), sent)
+    assert int(peer_stores.parts_of(made[0].memory, 2)[1][0]) == 2**31 + 2
+
+
+def _flag_of(channel, x):
+    """Return the flag that the first exchange of other channels of this kind sets."""
+    memory = torch.zeros_like(channel.memory)
+    Channel(memory, [memory.data_ptr()], 0, CAPACITY, 3).start(x)
+    return int(memory[0])
+
+
 def scan(messages, nearest_first, state, channels):
     """Return the state behind the slices of some ranks, from messages ``[1, elements]`` of all."""
     heads, keys, values = state
