@@ -242,6 +242,18 @@ def test_a_message_of_another_size_is_not_read_in_place(channels):
         launch_slices.folded_in_place(exchange.in_place(), (0,), (1, 8, 12), 8)
 
 
+@pytest.mark.interpret
+def test_messages_are_not_read_after_the_next_exchange_has_started(channels):
+    """The kernel would take messages of the next exchange for these."""
+    made, elements = channels(2), 8 * 12 + 8
+    made[0].start(torch.ones(1, elements), (1,))
+    late = made[1].start(torch.ones(1, elements), ()).in_place()
+    for each in made:
+        each.start(torch.zeros(1, elements))
+    with pytest.raises(RuntimeError, match="before the next exchange"):
+        launch_slices.folded_in_place(late, (0,), (1, 8, 12), 8)
+
+
 @pytest.mark.thorough
 def test_the_kernels_compile_to_few_registers():
     """A message whose size is no multiple of 64 bytes takes narrower accesses."""
