@@ -6,6 +6,8 @@ The ranks of one process take turns on memory of the CPU. ``gpu_ranks.py`` compa
 from __future__ import annotations
 
 import itertools
+from functools import partial
+from random import Random
 
 import pytest
 import torch
@@ -16,6 +18,8 @@ from onelaunch.launch.imitation import record
 from onelaunch.workbench.inspection import inspect_build
 
 pytest.importorskip("triton", reason="it launches kernels of Triton")
+from triton.runtime.errors import InterpreterError
+
 from onelaunch.ops.gla import launch_slices
 from onelaunch.parallel import peer_stores
 from onelaunch.parallel.peer_stores import Channel, channel_bytes
@@ -252,6 +256,78 @@ def test_messages_are_not_read_after_the_next_exchange_has_started(channels):
         each.start(torch.zeros(1, elements))
     with pytest.raises(RuntimeError, match="before the next exchange"):
         launch_slices.folded_in_place(late, (0,), (1, 8, 12), 8)
+
+
+def mixed_steps(made, random, seed, state, exchanges):
+    """Return the steps of each rank, functions that start an exchange, or read it and compare what they have read.
+
+    Readers are those of slices of packed sequences, which end at random ranks. A rank may take part in an exchange with readers
+    by an all-gather, as one without steps does. An all-gather may be read after the next exchange has started.
+    """
+    size, elements = len(made), state[1] * state[2] + state[1]
+    steps, late = [[] for _ in made], [None] * size
+
+    def start(rank, sent, pending, readers):
+        pending[rank] = made[rank].start(sent[rank], readers)
+
+    def gathered(rank, sent, pending, senders):
+        same(pending[rank].result()[list(senders)], [sent[each] for each in senders])
+
+    def folded(rank, sent, pending, nearest):
+        found = launch_slices.folded_in_place(pending[rank].in_place(), nearest[::-1], state, state[1])
+        torch.testing.assert_close(found, scan(sent, nearest, state, state[1]))
+
+    for number in range(exchanges):
+        sent, pending = random_messages(size, elements, 100 * seed + number), {}
+        for each in sent:
+            each[0, -state[1] :] *= random.random() < 0.7
+        gathers, back, through = random.random() < 0.4, random.random() < 0.5, [random.random() < 0.8 for _ in made]
+        for rank in range(size):
+            earlier = [each for each in range(rank)[::-1] if all(through[each:rank])]
+            later = [each for each in range(rank + 1, size) if all(through[rank:each])]
+            readers, nearest = (earlier, later) if back else (later, earlier)
+            gathers_here = gathers or random.random() < 0.2
+            steps[rank].append(partial(start, rank, sent, pending, None if gathers_here else readers))
+            if late[rank]:
+                steps[rank].append(late[rank])
+            late[rank] = None
+            if gathers or (gathers_here and nearest):
+                late[rank] = partial(gathered, rank, sent, pending, range(size) if gathers else nearest)
+                if random.random() < 0.5:
+                    steps[rank].append(late[rank])
+                    late[rank] = None
+            elif nearest:  # it reads before it starts another exchange
+                steps[rank].append(partial(folded, rank, sent, pending, nearest))
+    return steps
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize("seed", range(3))
+def test_ranks_read_any_mix_of_exchanges_right_in_any_order_of_their_steps(seed, channels, monkeypatch):
+    """A step that would spin on a GPU raises an error here, and is tried again when other ranks have gone on."""
+    monkeypatch.setattr(launch_slices, "_TILE", 16)
+    random = Random(seed)
+    steps = mixed_steps(channels(3, limit=0), random, seed, (1, 8, 12), 10)
+    failures = 0
+    while any(steps):
+        mine = random.choice([each for each in steps if each])
+        for _ in range(random.randrange(1, 6)):  # some steps in a row, so that a rank gets as far ahead as it can
+            if not (mine and ends(mine[0])):
+                failures += bool(mine)
+                break
+            del mine[0]
+        assert failures < 500, "the ranks wait for one another"
+
+
+def ends(step):
+    """Take a step, and return whether it ended; it would have spun on a GPU otherwise."""
+    try:
+        step()
+    except InterpreterError as error:
+        if "Assume failed" not in str(error):
+            raise
+        return False
+    return True
 
 
 @pytest.mark.thorough
