@@ -6,6 +6,7 @@ The ranks of one process take turns on memory of the CPU. ``gpu_ranks.py`` compa
 from __future__ import annotations
 
 import itertools
+import re
 from functools import partial
 from random import Random
 
@@ -352,3 +353,21 @@ def test_the_kernels_compile_to_few_registers():
             inspection = inspect_build(build, "sm_90a")
             assert inspection.ok, build.name
             assert inspection.registers <= 80, (build.name, inspection.registers)
+            order = order_of(inspection.assembly["sass"])
+            if build.name == "send":
+                assert re.fullmatch("(AI)+B[SB]*BFR[SB]*BFRS", order), order
+            else:
+                assert re.fullmatch("((AI)+B[LSB]+)+", order), (build.name, order)
+
+
+def order_of(machine_code):
+    """Return what orders the accesses to a channel in a kernel's machine code, one letter for each instruction.
+
+    A loads flags, I drops L1, B is a barrier, L loads messages past L1, S stores, F is a fence at system scope, R sets flags.
+    """
+    letters = {
+        "A": r"LDG?\.\S*STRONG\.SYS", "I": r"CCTL\.IVALL", "B": r"BAR\.SYNC", "L": r"LDG?\.\S*STRONG\.GPU",
+        "S": r"STG?\.", "F": r"MEMBAR\.\S*SYS", "R": r"ATOMG\.\S*STRONG\.SYS",
+    }  # fmt: skip
+    found = re.finditer("|".join(f"(?P<{letter}>{each})" for letter, each in letters.items()), machine_code)
+    return "".join(str(each.lastgroup) for each in found)
