@@ -9,6 +9,7 @@ import itertools
 import re
 from functools import partial
 from random import Random
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ from triton.runtime.errors import InterpreterError
 
 from onelaunch.ops.gla import launch_slices
 from onelaunch.parallel import peer_stores
-from onelaunch.parallel.peer_stores import Channel, channel_bytes
+from onelaunch.parallel.peer_stores import Channel, Sent, channel_bytes
 
 CAPACITY = 512
 """Words of a rank in a slot, in the tests of kernels."""
@@ -98,6 +99,17 @@ def test_an_exchange_is_received_before_the_next_one_starts(channels):
     for each, sent in ((again, late), (pending, early)):
         for one in each:
             same(one.result(), sent)
+
+
+def test_memory_of_a_result_is_kept_for_a_stream_that_did_not_receive_it(monkeypatch):
+    """The next exchange, on another stream, has received it into memory that PyTorch would use again in that stream's order."""
+    reading = []
+    gathered = SimpleNamespace(is_cuda=True, device="cuda:1", record_stream=reading.append)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"a stream of {device}")
+    pending = Sent(SimpleNamespace(receive=lambda *_: gathered, order=lambda: None), (2, 8), torch.float32)
+    assert pending.result() is gathered
+    assert pending.result() is gathered
+    assert reading == ["a stream of cuda:1"]
 
 
 @pytest.mark.interpret

@@ -144,6 +144,8 @@ class Sent(Pending):
             self._gathered = self._channel.receive(self._shape, self._dtype)
         else:
             self._channel.order()  # a later exchange may have received it, on another stream
+            if self._gathered.is_cuda:  # so its memory must not be used again before this stream has read it
+                self._gathered.record_stream(torch.cuda.current_stream(self._gathered.device))
         return self._gathered
 
 
