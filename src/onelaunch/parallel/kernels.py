@@ -27,6 +27,10 @@ Two slots  suffice if the launches of a rank on a channel follow one another, an
 Progress   A send_kernel waits for the send_kernels of the exchange before, of all ranks; what reads an exchange waits for the
            send_kernels of that exchange. If a flag does not come within ``limit`` ns, or its message has another size, the
            kernel ends by a trap, an error of the CUDA context: a rank that died ends the others.
+           CTAs that wait keep their registers, and those of one launch may be on all SMs, where a large CTA as NCCL's finds no
+           room then. So a rank must not send after a kernel that also has to run on its readers, such as a collective of NCCL on
+           another stream or a send_kernel of another channel, unless its readers wait for that kernel before they read, as
+           passes.py does.
 """
 
 import triton

@@ -8,9 +8,9 @@ The pass after the exchange reuses what the local pass has computed. After it ha
 states that its backward pass needs from the inputs, while messages arrive. If the exchange is a kernel of NCCL, a rank waits for
 it before this pass and before that with outputs (``Pending.settle``). ``state_scan.py`` calls :func:`run_passes`.
 
-A rank waits for the all-reduce of the final states' gradients before it scans. The CTAs of a scan that wait for messages may fill
-all SMs. The last rank sends its message after the all-reduce, a kernel of NCCL that needs SMs of every rank: if the scan of
-another rank had them first, both would wait for ever.
+A rank waits for the all-reduce of the final states' gradients before it scans. The last rank sends its message after that
+all-reduce, a kernel of NCCL that must run on every rank. CTAs of a scan that wait for messages leave too few registers for it on
+their SMs, and may be on all SMs: if they were there first, this rank and the last one would wait for each other.
 """
 
 from __future__ import annotations
