@@ -202,8 +202,8 @@ def order_of_events():
     local = [] if first else ["gradient of the initial state"]  # nobody waits for it where the sequence begins
     if last:  # its message holds the gradient of the final state, and its call needs no message
         wanted = [*local, "all_reduce waited for", "all_gather started", "gradients of the call", "all_gather waited for"]
-    else:
-        wanted = [*local, "all_gather started", "all_gather waited for", "all_reduce waited for", "gradients of the call"]
+    else:  # the last rank sends after the all-reduce, which must have run here before a kernel waits for messages (passes.py)
+        wanted = [*local, "all_gather started", "all_reduce waited for", "all_gather waited for", "gradients of the call"]
     assert seen == ["all_reduce started", *wanted]
 
     layer = nn.GatedLinearAttention(hidden_size=32, num_heads=2, expand_k=1.0, use_short_conv=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+from itertools import pairwise, product
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -21,6 +21,8 @@ def test_local_slices_are_what_counting_steps_gives(lengths, inner, past):
     for name in ("begins", "ends"):  # each sequence once
         found = [n for share in shares for n, flag in zip(share.sequences, getattr(share, name), strict=True) if flag]
         assert sorted(found) == list(range(len(offsets) - 1))
+    for reader, sender in product(range(len(lengths)), repeat=2):  # a message is sent to all ranks that read it, and to no other
+        assert (sender in shares[reader].before) == (reader in shares[sender].after)
     for rank, share in enumerate(shares):
         mine = owner[share.start : share.stop]
         assert (share.offsets[0], share.offsets[-1]) == (0, share.length)

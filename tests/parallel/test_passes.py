@@ -17,7 +17,8 @@ from onelaunch.launch.build import builds_of
 from onelaunch.launch.imitation import record
 from onelaunch.ops.gla.contract import bind, gla
 from onelaunch.ops.gla.slices import GlaRules
-from onelaunch.parallel.collectives import Collectives
+from onelaunch.parallel.collectives import Collectives, Pending
+from onelaunch.parallel.rules import Passes
 from onelaunch.parallel.simulated import Done, simulated
 from onelaunch.workbench.inspection import inspect_build
 from tests.ops.cases import GLA, arguments_of, assert_near
@@ -140,6 +141,62 @@ def test_ranks_that_share_sums_give_what_one_process_gives(name, monkeypatch):
     wanted, incoming = expected(arguments)
     found = by_ranks(slices, arguments, incoming)
     assert_near({name: found[name] for name in wanted}, wanted, BOUND)
+
+
+class Logged(Collectives):
+    """Collectives of a rank whose neighbours send zeros, with a log of the collectives that it waits for."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__("", size)
+        self.log: list[str] = []
+
+    def _pending(self, name: str, tensor: torch.Tensor) -> Pending:
+        class Waited(Done):
+            def result(done) -> torch.Tensor:  # noqa: N805 - self is the outer object
+                self.log.append(name)
+                return tensor
+
+        return Waited(tensor)
+
+    def start_all_gather(self, x: torch.Tensor) -> Pending:
+        return self._pending("all-gather", torch.cat([torch.zeros_like(x)] * self.size))
+
+    def start_all_reduce(self, x: torch.Tensor) -> Pending:
+        return self._pending("all-reduce", x)
+
+
+class Zeros(Passes):
+    """Passes whose states and gradients are zeros."""
+
+    def local_state(self, tensors: Any, start: int, before: Any) -> Any:
+        return torch.zeros(1, 2 * (16 * 24 + 16)), ()
+
+    def forward(self, tensors: Any, initial: Any, offsets: Any, kept: Any, *, want_final: bool) -> Any:
+        return torch.zeros_like(tensors[2]), torch.zeros(1, 2, 16, 24) if want_final else None
+
+    def initial_gradient(self, tensors: Any, dy: Any, stop: int, behind: Any) -> Any:
+        return self.local_state(tensors, 0, None)
+
+    def states(self, *_: Any) -> Any:
+        return ()
+
+    def gradients(self, tensors: Any, initial: Any, *_: Any) -> Any:
+        gradients = tuple(None if each is None else torch.zeros_like(each) for each in tensors)
+        return gradients, None if initial is None else torch.zeros_like(initial)
+
+
+@pytest.mark.parametrize("passes", [None, Zeros()])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_all_reduce_has_ended_before_a_kernel_waits_for_messages(rank, passes, monkeypatch):
+    """The last rank sends after it. If the kernel that waits had all SMs of another rank first, it could not run there."""
+    monkeypatch.setattr(GlaRules, "passes", lambda _: passes)
+    made = Logged(3)
+    tensors = [each.clone().requires_grad_() for each in gla_inputs()]
+    o, final = gla(*tensors, output_final_state=True, mesh=simulated(rank, (3, 3, 3), device="cpu", collectives=made))
+    made.log.clear()
+    torch.autograd.backward([o, final], [torch.ones_like(o), torch.ones_like(final)])
+    assert "all-gather" in made.log
+    assert "all-reduce" not in made.log[made.log.index("all-gather") :], made.log
 
 
 @pytest.mark.interpret

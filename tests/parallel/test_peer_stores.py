@@ -6,6 +6,10 @@ The ranks of one process take turns on memory of the CPU. ``gpu_ranks.py`` compa
 from __future__ import annotations
 
 import itertools
+import re
+from functools import partial
+from random import Random
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,9 +20,11 @@ from onelaunch.launch.imitation import record
 from onelaunch.workbench.inspection import inspect_build
 
 pytest.importorskip("triton", reason="it launches kernels of Triton")
+from triton.runtime.errors import InterpreterError
+
 from onelaunch.ops.gla import launch_slices
 from onelaunch.parallel import peer_stores
-from onelaunch.parallel.peer_stores import Channel, channel_bytes
+from onelaunch.parallel.peer_stores import Channel, Sent, channel_bytes
 
 CAPACITY = 512
 """Words of a rank in a slot, in the tests of kernels."""
@@ -95,6 +101,17 @@ def test_an_exchange_is_received_before_the_next_one_starts(channels):
             same(one.result(), sent)
 
 
+def test_memory_of_a_result_is_kept_for_a_stream_that_did_not_receive_it(monkeypatch):
+    """The next exchange, on another stream, has received it into memory that PyTorch would use again in that stream's order."""
+    reading = []
+    gathered = SimpleNamespace(is_cuda=True, device="cuda:1", record_stream=reading.append)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"a stream of {device}")
+    pending = Sent(SimpleNamespace(receive=lambda *_: gathered, order=lambda: None), (2, 8), torch.float32)
+    assert pending.result() is gathered
+    assert pending.result() is gathered
+    assert reading == ["a stream of cuda:1"]
+
+
 @pytest.mark.interpret
 def test_a_rank_that_does_not_send_ends_the_others(channels):
     made = channels(3)
@@ -138,6 +155,29 @@ def test_exchanges_that_nobody_receives_keep_the_ranks_together(channels):
     assert all(int(each.memory[2 * 3]) == 4 for each in made)  # the first CTA's own epoch
     for each in pending:
         same(each.result(), lost)
+
+
+@pytest.mark.interpret
+def test_exchanges_are_counted_beyond_31_bits(channels):
+    """A graph with many short exchanges passes that number in some days."""
+    made = channels(2)
+    first, last = messages(2, (1, 5), torch.float32, 0), messages(2, (1, CAPACITY), torch.float32, 1)
+    for each in made:
+        flags, epochs, _ = peer_stores.parts_of(each.memory, 2)
+        epochs += 2**31 - 2
+        flags += (2**31 - 2) * (_flag_of(made[0], first[0]) - 5)
+    for sent in (first, last, first, last):
+        pending = [each.start(x) for each, x in zip(made, sent, strict=True)]
+        for each in pending:
+            same(each.result(), sent)
+    assert int(peer_stores.parts_of(made[0].memory, 2)[1][0]) == 2**31 + 2
+
+
+def _flag_of(channel, x):
+    """Return the flag that the first exchange of other channels of this kind sets."""
+    memory = torch.zeros_like(channel.memory)
+    Channel(memory, [memory.data_ptr()], 0, CAPACITY, 3).start(x)
+    return int(memory[0])
 
 
 def scan(messages, nearest_first, state, channels):
@@ -219,6 +259,90 @@ def test_a_message_of_another_size_is_not_read_in_place(channels):
         launch_slices.folded_in_place(exchange.in_place(), (0,), (1, 8, 12), 8)
 
 
+@pytest.mark.interpret
+def test_messages_are_not_read_after_the_next_exchange_has_started(channels):
+    """The kernel would take messages of the next exchange for these."""
+    made, elements = channels(2), 8 * 12 + 8
+    made[0].start(torch.ones(1, elements), (1,))
+    late = made[1].start(torch.ones(1, elements), ()).in_place()
+    for each in made:
+        each.start(torch.zeros(1, elements))
+    with pytest.raises(RuntimeError, match="before the next exchange"):
+        launch_slices.folded_in_place(late, (0,), (1, 8, 12), 8)
+
+
+def mixed_steps(made, random, seed, state, exchanges):
+    """Return the steps of each rank, functions that start an exchange, or read it and compare what they have read.
+
+    Readers are those of slices of packed sequences, which end at random ranks. A rank may take part in an exchange with readers
+    by an all-gather, as one without steps does. An all-gather may be read after the next exchange has started.
+    """
+    size, elements = len(made), state[1] * state[2] + state[1]
+    steps, late = [[] for _ in made], [None] * size
+
+    def start(rank, sent, pending, readers):
+        pending[rank] = made[rank].start(sent[rank], readers)
+
+    def gathered(rank, sent, pending, senders):
+        same(pending[rank].result()[list(senders)], [sent[each] for each in senders])
+
+    def folded(rank, sent, pending, nearest):
+        found = launch_slices.folded_in_place(pending[rank].in_place(), nearest[::-1], state, state[1])
+        torch.testing.assert_close(found, scan(sent, nearest, state, state[1]))
+
+    for number in range(exchanges):
+        sent, pending = random_messages(size, elements, 100 * seed + number), {}
+        for each in sent:
+            each[0, -state[1] :] *= random.random() < 0.7
+        gathers, back, through = random.random() < 0.4, random.random() < 0.5, [random.random() < 0.8 for _ in made]
+        for rank in range(size):
+            earlier = [each for each in range(rank)[::-1] if all(through[each:rank])]
+            later = [each for each in range(rank + 1, size) if all(through[rank:each])]
+            readers, nearest = (earlier, later) if back else (later, earlier)
+            gathers_here = gathers or random.random() < 0.2
+            steps[rank].append(partial(start, rank, sent, pending, None if gathers_here else readers))
+            if late[rank]:
+                steps[rank].append(late[rank])
+            late[rank] = None
+            if gathers or (gathers_here and nearest):
+                late[rank] = partial(gathered, rank, sent, pending, range(size) if gathers else nearest)
+                if random.random() < 0.5:
+                    steps[rank].append(late[rank])
+                    late[rank] = None
+            elif nearest:  # it reads before it starts another exchange
+                steps[rank].append(partial(folded, rank, sent, pending, nearest))
+    return steps
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize("seed", range(3))
+def test_ranks_read_any_mix_of_exchanges_right_in_any_order_of_their_steps(seed, channels, monkeypatch):
+    """A step that would spin on a GPU raises an error here, and is tried again when other ranks have gone on."""
+    monkeypatch.setattr(launch_slices, "_TILE", 16)
+    random = Random(seed)
+    steps = mixed_steps(channels(3, limit=0), random, seed, (1, 8, 12), 10)
+    failures = 0
+    while any(steps):
+        mine = random.choice([each for each in steps if each])
+        for _ in range(random.randrange(1, 6)):  # some steps in a row, so that a rank gets as far ahead as it can
+            if not (mine and ends(mine[0])):
+                failures += bool(mine)
+                break
+            del mine[0]
+        assert failures < 500, "the ranks wait for one another"
+
+
+def ends(step):
+    """Take a step, and return whether it ended; it would have spun on a GPU otherwise."""
+    try:
+        step()
+    except InterpreterError as error:
+        if "Assume failed" not in str(error):
+            raise
+        return False
+    return True
+
+
 @pytest.mark.thorough
 def test_the_kernels_compile_to_few_registers():
     """A message whose size is no multiple of 64 bytes takes narrower accesses."""
@@ -241,3 +365,21 @@ def test_the_kernels_compile_to_few_registers():
             inspection = inspect_build(build, "sm_90a")
             assert inspection.ok, build.name
             assert inspection.registers <= 80, (build.name, inspection.registers)
+            order = order_of(inspection.assembly["sass"])
+            if build.name == "send":
+                assert re.fullmatch("(AI)+B[SB]*BFR[SB]*BFRS", order), order
+            else:
+                assert re.fullmatch("((AI)+B[LSB]+)+", order), (build.name, order)
+
+
+def order_of(machine_code):
+    """Return what orders the accesses to a channel in a kernel's machine code, one letter for each instruction.
+
+    A loads flags, I drops L1, B is a barrier, L loads messages past L1, S stores, F is a fence at system scope, R sets flags.
+    """
+    letters = {
+        "A": r"LDG?\.\S*STRONG\.SYS", "I": r"CCTL\.IVALL", "B": r"BAR\.SYNC", "L": r"LDG?\.\S*STRONG\.GPU",
+        "S": r"STG?\.", "F": r"MEMBAR\.\S*SYS", "R": r"ATOMG\.\S*STRONG\.SYS",
+    }  # fmt: skip
+    found = re.finditer("|".join(f"(?P<{letter}>{each})" for letter, each in letters.items()), machine_code)
+    return "".join(str(each.lastgroup) for each in found)

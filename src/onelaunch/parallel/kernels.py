@@ -12,8 +12,8 @@ Memory     a channel, at every rank: an int64 flag for each rank and CTA, an int
            stored once at every rank that reads it.
 Epochs     Exchanges of a channel are counted from 1 by all ranks alike. A CTA of ``send_kernel`` reads its own epoch from
            memory and adds 1, so that a captured graph can be replayed. A flag holds the epoch of the last exchange that its CTA
-           has sent, in bits 32 to 63, and the number of words of its message, in bits 0 to 31. Every rank gets every flag, also
-           of messages that it does not read.
+           has sent, in bits 24 to 63, and the number of words of its message, in bits 0 to 23. Epochs of 31 bits would end after
+           a day and a half of 15,000 exchanges a second. Every rank gets every flag, also of messages that it does not read.
 Ordering   The first reader, which is the nearest rank, is served before the others, since with strong decay it alone matters. All
            threads of a CTA store for it, meet at a barrier, and then one thread sets the flag by an exchange with release
            semantics at system scope. The same follows for all others together, since a release waits for all stores. The
@@ -27,11 +27,21 @@ Two slots  suffice if the launches of a rank on a channel follow one another, an
 Progress   A send_kernel waits for the send_kernels of the exchange before, of all ranks; what reads an exchange waits for the
            send_kernels of that exchange. If a flag does not come within ``limit`` ns, or its message has another size, the
            kernel ends by a trap, an error of the CUDA context: a rank that died ends the others.
+           CTAs that wait keep their registers, and those of one launch may be on all SMs, where a large CTA as NCCL's finds no
+           room then. So a rank must not send after a kernel that also has to run on its readers, such as a collective of NCCL on
+           another stream or a send_kernel of another channel, unless its readers wait for that kernel before they read, as
+           passes.py does.
 """
 
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import globaltimer
+
+_EPOCH = tl.constexpr(24)
+"""Lowest bit of the epoch in a flag. The bits below it hold the number of words of a message, at most 2^20."""
+
+_COUNT = tl.constexpr((1 << 24) - 1)
+"""Mask of the number of words in a flag."""
 
 
 @triton.jit
@@ -65,7 +75,7 @@ def send_kernel(
     for i in tl.static_range(RANKS):
         targets = tl.where(lane == i, addresses[i], targets)
     targets = (targets + (rank * ctas + cta).to(tl.int64) * 8).to(tl.pointer_type(tl.int64))
-    flag = tl.zeros_like(lane).to(tl.int64) + (epoch << 32 | count)
+    flag = tl.zeros_like(lane).to(tl.int64) + (epoch << _EPOCH | count)
     place = ((epoch & 1) * RANKS + rank) * capacity
     for i in tl.static_range(RANKS):
         if i < readers:
@@ -119,7 +129,7 @@ def wait_for_message(flags, epoch, count, limit, TIMED: tl.constexpr):
     ``flags`` is a tensor of pointers. A message of another size ends the kernel by a trap.
     """
     seen = wait_for_all(flags, epoch, limit, TIMED)
-    wrong = ((seen >> 32) == epoch) & ((seen & 0x7FFFFFFF) != count)  # one of a later epoch says nothing about this message
+    wrong = ((seen >> _EPOCH) == epoch) & ((seen & _COUNT) != count)  # one of a later epoch says nothing about this message
     end_unless(tl.max(wrong.to(tl.int32), 0) == 0, TIMED)
     tl.debug_barrier()
 
@@ -133,7 +143,7 @@ def wait_for_all(flags, epoch, limit, TIMED: tl.constexpr):
     begun = globaltimer() if TIMED else 0
     seen = acquired(flags, TIMED)
     polls = 0
-    while tl.min(seen >> 32, 0) < epoch:
+    while tl.min(seen >> _EPOCH, 0) < epoch:
         polls += 1
         end_unless((globaltimer() - begun if TIMED else polls) <= limit, TIMED)
         seen = acquired(flags, TIMED)

@@ -7,6 +7,10 @@ reads none waits for none. Elsewhere all ranks gather all messages (``Collective
 The pass after the exchange reuses what the local pass has computed. After it has sent its state gradients, a rank recomputes the
 states that its backward pass needs from the inputs, while messages arrive. If the exchange is a kernel of NCCL, a rank waits for
 it before this pass and before that with outputs (``Pending.settle``). ``state_scan.py`` calls :func:`run_passes`.
+
+A rank waits for the all-reduce of the final states' gradients before it scans. The last rank sends its message after that
+all-reduce, a kernel of NCCL that must run on every rank. CTAs of a scan that wait for messages leave too few registers for it on
+their SMs, and may be on all SMs: if they were there first, this rank and the last one would wait for each other.
 """
 
 from __future__ import annotations
@@ -72,8 +76,9 @@ class _Passes(torch.autograd.Function):
         exchange = context.collectives.start_scan(sent, local.before[::-1])
         exchange.settle()
         states = passes.states(tensors, first, context.cu_seqlens, kept)
+        dfinal_all = None if summed is None else summed.result()  # before the scan, see the module's docstring
         outgoing = rules.scan(exchange, local.after[::-1], back=True) if local.after else None
-        dfinal = final_gradient(context, rules, None if summed is None else summed.result(), outgoing, dy)
+        dfinal = final_gradient(context, rules, dfinal_all, outgoing, dy)
         gradients, dfirst = passes.gradients(tensors, first, context.cu_seqlens, dy, dfinal, states, sums)
         exchange.finish()
         return None, None, None, None, _initial_state_gradients(context, rules, ctx.rows, dfirst, dy), *gradients

@@ -54,6 +54,8 @@ class Channel:
         self.memory, self.rank, self.ranks, self.capacity, self.limit = memory, rank, len(addresses), capacity, limit
         self.addresses = tuple(addresses)
         """Addresses of the channel at all ranks, by rank."""
+        self.started = 0
+        """Number of exchanges that this object has started."""
         self._sent: Sent | None = None
         self._stream: torch.cuda.Stream | None = None
         self._done: torch.cuda.Event | None = None
@@ -61,7 +63,8 @@ class Channel:
     def start(self, x: torch.Tensor, readers: Sequence[int] | None = None) -> Pending:
         """Send a contiguous tensor ``[M, ...]`` to all ranks, or to its ``readers`` alone, the first one first.
 
-        An all-gather that was started before is received first.
+        An all-gather that was started before is received first. Messages of an exchange with readers cannot be read after this
+        call, since the kernel that reads takes the exchange that was started last.
         """
         if self._sent is not None:
             self._sent.result()
@@ -71,6 +74,7 @@ class Channel:
         order, count = self.order_of(readers)
         targets = tuple(self.addresses[each] for each in order)
         _send(x, self.memory, targets, count, self.rank, self.capacity, self.limit)
+        self.started += 1
         self._launched()
         if readers is not None:
             return SentToReaders(self, x.shape)
@@ -140,6 +144,8 @@ class Sent(Pending):
             self._gathered = self._channel.receive(self._shape, self._dtype)
         else:
             self._channel.order()  # a later exchange may have received it, on another stream
+            if self._gathered.is_cuda:  # so its memory must not be used again before this stream has read it
+                self._gathered.record_stream(torch.cuda.current_stream(self._gathered.device))
         return self._gathered
 
 
@@ -152,7 +158,7 @@ class SentToReaders(Pending):
     """
 
     def __init__(self, channel: Channel, shape: Sequence[int]) -> None:
-        self._channel, self._shape = channel, tuple(shape)
+        self._channel, self._shape, self._number = channel, tuple(shape), channel.started
 
     def settle(self) -> None:
         """Do nothing, as in :class:`Sent`."""
@@ -163,7 +169,13 @@ class SentToReaders(Pending):
     def in_place(self) -> InPlace:
         """Return where the messages for this rank lie, once the flags of their senders are set."""
         channel = self._channel
-        return InPlace(channel.memory, channel.ranks, channel.capacity, channel.limit, self._shape, channel.launched)
+        return InPlace(channel.memory, channel.ranks, channel.capacity, channel.limit, self._shape, self._read)
+
+    def _read(self, launch: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """Launch a kernel that reads the messages, which it finds by the epoch of the exchange that was started last."""
+        if self._channel.started != self._number:
+            raise RuntimeError("messages are read before the next exchange of their channel starts; these were not")
+        return self._channel.launched(launch)
 
     def result(self) -> torch.Tensor:
         """Raise an error, since not every message was sent to this rank."""

@@ -156,12 +156,13 @@ class _GatherStateGradients(torch.autograd.Function):
         summed = None if dfinal_all is None else context.collectives.start_all_reduce(dfinal_all)
         message = backward_message(context, rules, saved, dy, summed)
         gathered = context.collectives.start_all_gather(message)
+        dfinal_all = None if summed is None else summed.result()  # before kernels that wait for messages, see passes.py
         after, outgoing = context.local_slice.after[::-1], None
         if after:
             outgoing = rules.fold(gathered.result(), after, back=True)
         else:
             ctx.unfinished.append(gathered)
-        dfinal = final_gradient(context, rules, None if summed is None else summed.result(), outgoing, dy)
+        dfinal = final_gradient(context, rules, dfinal_all, outgoing, dy)
         if dfinal is None:
             dfinal = dy.new_zeros((rules.batch, *rules.state), dtype=torch.float32)
         zeros = [

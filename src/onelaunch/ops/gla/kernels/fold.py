@@ -7,7 +7,8 @@ Computes   state = initial or 0, then state = state * decay[i] + added[i] for i 
            With GROUP > 1 heads of ``added`` share a state: the results of GROUP neighbouring heads are added up.
            ``fold_in_place_kernel`` goes from the last i to the first: state = added[n] + decay[n] * (added[n - 1] + ...), and
            reads no further message where the product of the decays so far is 0 in all channels of its block, as it is with
-           decays of trained models after one slice. So it does not wait for the message either.
+           decays of trained models after one slice. So it does not wait for the message either, and a state behind such decays
+           that is no number stays unseen, where ``fold_kernel`` would multiply it by 0.
 Launched   by launch_slices.py: with the segment states of ``segment_sum_kernel`` to make a rank's message, and with messages of
            other ranks to make the state before its slice, which arrive by parallel/kernels.py or in a tensor.
 Grid       one CTA per head of the result, block of BK keys and block of BV values.
