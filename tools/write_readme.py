@@ -6,16 +6,19 @@ if that was forgotten. The files depend on nothing but the results, byte for byt
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 from xml.sax.saxutils import escape
 
+from onelaunch.model_studies.result import Alone, ModelResult, Timed
 from onelaunch.operation import Direction
 from onelaunch.workbench.report.comparison import Comparison, compare
 from onelaunch.workbench.report.documents import NONE, code, markdown_table
 from onelaunch.workbench.result import Result
+from onelaunch.workbench.stats import ratio
 
 ROOT = Path(__file__).parents[1]
 """Root of the repository."""
@@ -58,6 +61,10 @@ SIZES = {"decode_step": ("layers", "hidden", "position")}
 """Sizes that the table shows of an operation that has too many for it; all sizes of the others."""
 
 
+MODELS, MODEL = "nvidia-h100/models/in-model", "12 layers"
+"""Result of whole models, and the model of it that README names."""
+
+
 @dataclass(frozen=True)
 class Entry:
     """A line of the table and of the picture."""
@@ -87,8 +94,8 @@ def entries(results: Path) -> list[Entry]:
     ]
 
 
-def written(lines: Sequence[Entry]) -> str:
-    """Return the written part of README: the picture, the table, and where the times come from."""
+def written(lines: Sequence[Entry], model: str) -> str:
+    """Return the written part of README: the picture, the table, where the times come from, and a sentence on a whole model."""
     light, dark = PICTURES["light"], PICTURES["dark"]
     picture = (
         f'<picture><source media="(prefers-color-scheme: dark)" srcset="{dark}">'
@@ -97,7 +104,7 @@ def written(lines: Sequence[Entry]) -> str:
     table = markdown_table(
         ["operation", "sizes", "pass", "GPU", "ours", "fastest other", "bound", "speed"], map(_cells, lines), right=(4, 6, 7)
     )
-    return "\n\n".join([BEGIN, picture, table, *_sources(lines), END]) + "\n"
+    return "\n\n".join([BEGIN, picture, table, "  \n".join([*_sources(lines), model]), END]) + "\n"
 
 
 def _cells(line: Entry) -> list[str]:
@@ -148,7 +155,25 @@ def _sources(lines: Sequence[Entry]) -> list[str]:
         drivers = " and ".join(dict.fromkeys(str(each.driver) for each in facts))
         files = ", ".join(f"[{name.partition('/')[2]}](results/{name}.json)" for name in results)
         said.append(f"{gpu}: {facts[0].device}, driver {drivers}, {', '.join(known)}; measured {when}; {files}.")
-    return ["  \n".join(said)]
+    return said
+
+
+def whole_model(results: Path) -> str:
+    """Return a sentence on a whole model before and after ``accelerate``, from the result of a study of models."""
+    found = ModelResult.load(results / f"{MODELS}.json")
+    timed, size = found.find("timed", MODEL, "training"), found.study.model(MODEL)
+    peaks = [found.find("alone", MODEL, variant) for variant in ("accelerated", "fla")]
+    if not isinstance(timed, Timed) or not all(isinstance(each, Alone) and each.peak_bytes for each in peaks):
+        raise ValueError(f"{MODELS}.json has no times or no memory of {MODEL!r}")
+    ours, theirs = (statistics.median(timed.rounds[variant]) for variant in ("accelerated", "fla"))
+    speed = ratio(timed.rounds["fla"], timed.rounds["accelerated"]).median
+    memory = peaks[0].peak_bytes / peaks[1].peak_bytes  # pyrefly: ignore[missing-attribute]
+    return (
+        f"A whole model, fla's `GLAForCausalLM` of {size.layers} layers and {size.width:,} channels in {size.precision}: with "
+        f"[`accelerate`](docs/accelerate.md#whole-models) a training step takes {_number(ours / 1e3)} ms in place of "
+        f"{_number(theirs / 1e3)} ({speed:.2f}x) and {memory:.2f} of the memory, on an "
+        f"{found.provenance.device.split()[1]} ([{found.study.name}](results/{MODELS}.json))."
+    )
 
 
 def _number(value: float | None) -> str:
@@ -231,7 +256,7 @@ def files(root: Path) -> dict[Path, str]:
     before, rest = readme.split(BEGIN, 1)
     _, after = rest.split(END + "\n", 1)
     drawn = {root / path: picture(lines, scheme) for scheme, path in PICTURES.items()}
-    return {root / "README.md": before + written(lines) + after, **drawn}
+    return {root / "README.md": before + written(lines, whole_model(root / "results")) + after, **drawn}
 
 
 if __name__ == "__main__":
