@@ -6,7 +6,7 @@
 ``measurements.toml`` declares the measurements, and ``measurement_queue.py`` decides which of them run side by side. One is
 stopped at its own limit, or shortly before the deadline: by SIGINT as if by Ctrl-C, so that it saves what it has, and by SIGKILL
 later. Results are written into the folder of ``--out``; the next call with this folder continues them. Ctrl-C stops all
-measurements. The exit code is 0 if all of them ended by themselves and well, else 1.
+measurements. The exit code is 0 if all of them ended by themselves with an exit code of success, else 1.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def read(path: Path = DECLARED) -> dict[str, Measurement]:
     """Return the measurements that a file declares, by name.
 
     Raises:
-        ValueError: A table has an unknown key, lacks one, has the name of another, or a number of GPUs that is none.
+        ValueError: A table has an unknown key, lacks one, has the name of another table, or an invalid number of GPUs.
     """
     raw = tomllib.loads(path.read_text(encoding="utf-8"))
     found: dict[str, Measurement] = {}
@@ -69,7 +69,7 @@ def read(path: Path = DECLARED) -> dict[str, Measurement]:
 
 
 def copy_results(source: Path, out: Path) -> None:
-    """Copy the stored results of a device and the choices of peers' autotuners, where ``out`` has none of that name."""
+    """Copy the stored results of a device and the choices of peers' autotuners to ``out``, without replacing a file there."""
     for folder in (source, source / "models", source / "ranks"):
         for path in (*folder.glob("*.json"), *folder.glob("*.tuning")):
             if not (out / path.name).exists():
@@ -102,7 +102,7 @@ def packing(folder: Path, file: Path | None) -> Iterator[None]:
 
 
 def pack(folder: Path, file: Path) -> None:
-    """Write the files of a folder, but for large ones and those of :data:`STATE`, to a tar.gz, in one step."""
+    """Write the files of a folder, but for large ones and those of :data:`STATE`, to a tar.gz, which is replaced in one step."""
     part = file.with_name(f"{file.name}.part")
     with tarfile.open(part, "w:gz", compresslevel=1) as archive:
         for path in files(folder):

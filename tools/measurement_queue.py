@@ -1,8 +1,8 @@
 """Queue of measurements on the GPUs of a machine: which starts when, and how one is stopped; ``measure_on_gpus.py`` uses it.
 
 A measurement starts when as many GPUs as it needs are free. The order of the queue is kept: a measurement that has to wait holds
-back those behind it. Quiet measurements are times that compilers on the machine's cores would disturb. They run side by side with
-one another, and with no measurement that is not quiet.
+back those behind it. Quiet measurements are those that compilers on the machine's cores would disturb. They run side by side with
+other quiet ones only.
 """
 
 from __future__ import annotations

@@ -3,10 +3,11 @@
     python tools/time_nvfp4_choices.py --rows 64 --rows 48
 
 Needs a Hopper GPU. For each number of rows it prints the times of ``auto`` with bfloat16 and with NVFP4 weights, then a line for
-each configuration, the fastest first: its median time over a flushed L2 cache, all in turn; how many times as fast as bfloat16 it
-is; the columns of a tile, the warpgroups that share its rows (split), the chunks of a k-block, and whether codes are looked up or
-decoded by arithmetic. ``narrow_config`` of ``ops/swiglu/configure_hopper.py`` should name what comes first. All of them are
-compiled in parallel before anything is timed. The script exits with 1 if a result is wrong, and is run by hand.
+each configuration, the fastest first: its median time over a flushed L2 cache; how many times as fast as bfloat16 it is; the
+columns of a tile, the warpgroups that share its rows (split), the chunks of a k-block, and whether codes are looked up or decoded
+by arithmetic. ``narrow_config`` of ``ops/swiglu/configure_hopper.py`` should return the first one. All configurations are
+compiled in parallel before anything is timed, and then timed in turn. The script is run by hand, and exits with 1 if a result is
+wrong.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ def timed(call: Callable[[], object], flushed: torch.Tensor) -> Timed:
     def once() -> float:
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         flushed.zero_()
-        torch.cuda._sleep(60_000)  # noqa: SLF001 - so that the host has enqueued the launch before it can begin
+        torch.cuda._sleep(60_000)  # noqa: SLF001 - gives the host time to enqueue the launch before the GPU reaches it
         start.record()
         call()
         end.record()
@@ -91,7 +92,7 @@ def timed(call: Callable[[], object], flushed: torch.Tensor) -> Timed:
 
 
 def arguments_of(rows: int, form: str) -> dict[str, Any]:
-    """Return the arguments of a call with weights of a format, which may be read early."""
+    """Return the arguments of a call with weights of a format, which the kernel may read before earlier launches end."""
     case = SWIGLU.case("bfloat16", M=rows, N=COLUMNS, K=CHANNELS, format=form, stacked=True, constant_weights=True)
     return dict(SWIGLU.make_inputs(case, torch.device("cuda"), 0).arguments)
 

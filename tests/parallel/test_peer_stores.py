@@ -74,7 +74,7 @@ def test_every_rank_gathers_the_messages_of_all_in_any_order(ranks, channels):
 
 @pytest.mark.interpret
 def test_a_rank_may_be_one_exchange_ahead(channels):
-    """It sends the next message when it has received this one, which the others have not yet."""
+    """A rank may send its next message once it has received an exchange, even if other ranks have not received it yet."""
     ahead, *others = channels(3)
     sent, results = messages(3, (1, 130), torch.bfloat16, 0), []
     pending = [each.start(x) for each, x in zip((ahead, *others), sent, strict=True)]
@@ -102,7 +102,7 @@ def test_an_exchange_is_received_before_the_next_one_starts(channels):
 
 
 def test_memory_of_a_result_is_kept_for_a_stream_that_did_not_receive_it(monkeypatch):
-    """The next exchange, on another stream, has received it into memory that PyTorch would use again in that stream's order."""
+    """The next exchange, on another stream, receives the result, so PyTorch would reuse its memory in that stream's order."""
     reading = []
     gathered = SimpleNamespace(is_cuda=True, device="cuda:1", record_stream=reading.append)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"a stream of {device}")
@@ -131,7 +131,7 @@ def test_a_message_of_another_size_is_an_error(channels):
 
 @pytest.mark.interpret
 def test_exchanges_that_nobody_receives_keep_the_ranks_together(channels):
-    """As if their results were dropped in a captured graph: no rank sends before the others have sent the exchange before."""
+    """A captured graph may drop the results of exchanges. No rank sends before the others have sent the exchange before."""
     made = channels(2)
 
     def send(rank, x):
@@ -159,7 +159,7 @@ def test_exchanges_that_nobody_receives_keep_the_ranks_together(channels):
 
 @pytest.mark.interpret
 def test_exchanges_are_counted_beyond_31_bits(channels):
-    """A graph with many short exchanges passes that number in some days."""
+    """A graph with many short exchanges, replayed for days, counts that many."""
     made = channels(2)
     first, last = messages(2, (1, 5), torch.float32, 0), messages(2, (1, CAPACITY), torch.float32, 1)
     for each in made:
@@ -199,7 +199,7 @@ def random_messages(ranks, elements, seed):
 @pytest.mark.interpret
 @pytest.mark.parametrize(("state", "decays"), [((2, 8, 12), 8), ((1, 20, 10), 1)])
 def test_readers_fold_messages_where_they_arrive(state, decays, channels, monkeypatch):
-    """Forwards and backwards in turn, with all-gathers between them; ranks send and read in any order."""
+    """Scans go forwards and backwards in turn, with all-gathers between them, and ranks send and read in any order."""
     monkeypatch.setattr(launch_slices, "_TILE", 8)
     made, (heads, keys, values) = channels(3), state
     elements = 2 * heads * (keys * values + decays)  # a batch of two

@@ -151,8 +151,8 @@ Measure = Literal[
 - ``peak_memory_ratio``: peak memory of a training step of ``of`` / that of ``over``, parameters and optimizer included.
 - ``first_step_seconds``: seconds of the first training step of ``of`` in a new process with empty caches of compiled kernels.
 - ``loss_distance``: largest ``|loss of of / loss of over - 1|`` after each tenth of the training run, over all seeds.
-- ``loss_distance_over_control``: ``loss_distance`` / the largest such distance between two runs of the model's baseline with the
-  first seed, its first run and all its controls. It needs at least two controls.
+- ``loss_distance_over_control``: ``loss_distance`` / the largest such distance between two of these runs of the model's baseline:
+  its first run and all its controls. It needs at least two controls.
 - ``final_loss_ratio``: mean loss in the last twentieth of the training run of ``of`` / that of ``over``, means over the seeds.
 - ``gradient_error_ratio``: error of the whole gradient of ``of`` / that of ``over``, both against plain PyTorch in float32; over
   several seeds the geometric mean of the seeds' ratios.
@@ -185,9 +185,9 @@ class ModelCriterion(Declared):
     within_noise: bool = False
     """Switch for taking a value that misses its bound by no more than the noise as met.
 
-    *Never slower* is ``at_least = 1.0`` with this switch: a speed-up below its bound by no more than the A/A noise is met. A
-    ``gradient_error_ratio`` above its bound by no more than a factor is met, if that factor, the half-width of the 95 % interval
-    of the mean over the seeds, is at most :data:`~onelaunch.model_studies.judge.MOST_GRADIENT_NOISE`. It needs several seeds.
+    *Never slower* is ``at_least = 1.0`` with this switch. The noise of a speed-up is its A/A noise, and at most
+    :data:`~onelaunch.model_studies.judge.MOST_SPEEDUP_NOISE`. A ``gradient_error_ratio`` needs several seeds; its noise is the
+    upper end of the mean's 95 % interval over the mean, and at most :data:`~onelaunch.model_studies.judge.MOST_GRADIENT_NOISE`.
     """
 
     @model_validator(mode="after")

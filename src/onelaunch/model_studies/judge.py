@@ -20,12 +20,15 @@ from onelaunch.workbench.result import CriterionStatus
 from onelaunch.workbench.stored import Estimate
 
 MOST_SPEEDUP_NOISE = 1.05
-"""Largest A/A noise with which ``within_noise`` can be met by a speed-up, as that of eager calls in studies of variants."""
+"""Largest A/A noise, as a factor, with which a speed-up can be met by ``within_noise``.
+
+The same noise is allowed for the eager calls of the study everyday-calls (``most_noise``).
+"""
 
 MOST_GRADIENT_NOISE = 1.1
-"""Largest half-width, as a factor, of the interval of a ``gradient_error_ratio`` with which ``within_noise`` can be met.
+"""Largest noise with which a ``gradient_error_ratio`` can be met by ``within_noise``: upper end of its interval over its mean.
 
-A comparison that cannot see a difference of 10 % decides nothing: the noisier it was, the larger a ratio it would allow.
+The noisier a comparison is, the larger a ratio would be met. One that cannot see a difference of 10 % decides nothing.
 """
 
 
@@ -56,7 +59,7 @@ def _speedup(result: ModelResult, criterion: ModelCriterion, over: str) -> Model
 def _judge_ratio(ratio: Estimate, criterion: ModelCriterion, noise: float) -> CriterionStatus:
     """Judge a speed-up. Without ``within_noise`` it must lie beyond the bound by more than the noise, on either side.
 
-    With it the noise must be at most :data:`MOST_SPEEDUP_NOISE`: twice the same code may differ by no more.
+    With it, the noise must be at most :data:`MOST_SPEEDUP_NOISE`.
     """
     bound = criterion.at_least or 1.0
     if ratio.high < bound and ratio.median < bound / noise:
@@ -114,9 +117,9 @@ def _judge_mean(ratio: Estimate, criterion: ModelCriterion) -> CriterionStatus:
     """Judge the mean of a gradient's error ratios over several seeds, against an upper bound.
 
     It is missed if its whole interval is above the bound. Without ``within_noise`` it is met if the whole interval is at most
-    the bound. With ``within_noise`` it is met if the mean is at most the bound times the half-width of the interval as a factor,
-    which is the upper end / the mean, and if that factor is at most :data:`MOST_GRADIENT_NOISE`. So a mean that is met may lie
-    above the bound by up to 10 %, and the upper end of its interval by up to 21 %.
+    the bound. With ``within_noise``, the noise is the upper end of the interval over the mean. The ratio is met if the mean is at
+    most the bound times the noise, and the noise is at most :data:`MOST_GRADIENT_NOISE`. So a mean that is met may exceed the
+    bound by up to 10 %, and the upper end of its interval by up to 21 %.
     """
     bound = criterion.at_most or 0.0
     if ratio.low > bound:
@@ -185,8 +188,8 @@ def _near(result: ModelResult, criterion: ModelCriterion, value: float, text: st
 def _over_control(result: ModelResult, criterion: ModelCriterion, value: float, text: str) -> ModelOutcome:
     """Judge a distance of losses relative to the largest between two runs of the baseline, its first run and its controls.
 
-    It is not measured with fewer than two controls, whose single pair would be a sample and no largest distance, nor before all
-    declared controls are finished, since each adds pairs and the largest distance can only grow.
+    It is not measured with fewer than two controls, since one pair of runs is too small a sample for a largest distance. Nor is
+    it before all declared controls are finished, since the largest distance can only grow with each.
     """
     model = result.study.model(criterion.model)
     baseline = model.names[0]

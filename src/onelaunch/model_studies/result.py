@@ -99,7 +99,7 @@ class Gradients(Grown, Stored):
     seed: Count = 0
     """Seed of the weights and of the sequence."""
     eps: Positive = NORM_EPS
-    """Epsilon of the norms of heads' outputs, those of the reference among them."""
+    """Epsilon of the norms of heads' outputs, in all variants and in the reference."""
     loss: Finite | None = None
     """Loss of plain PyTorch in float32; ``None`` if it could not be computed."""
     errors: dict[Name, GradientError] = Field(default_factory=dict)

@@ -236,8 +236,8 @@ def gradients(model: LanguageModel, device: torch.device, seed: int = 0) -> Grad
     """Compare the gradients of all variants at the initial weights with those of plain PyTorch in float32.
 
     The weights of the reference are those of the variants, so rounded to bfloat16 where the model is. Weights of other seeds than
-    the first are drawn on the device. The norms of heads' outputs have the epsilon
-    ``model.eps_of_gradients``, in the reference too.
+    the first are drawn on the device. In all variants and the reference the norms of heads' outputs have the epsilon
+    ``model.eps_of_gradients``.
     """
     eps = model.eps_of_gradients
     rows = random_rows(model, device, seed)[:1, : model.gradient_length]

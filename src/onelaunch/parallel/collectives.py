@@ -19,15 +19,15 @@ class InPlace(NamedTuple):
     memory: torch.Tensor
     """Channel of the exchange on this rank, int64."""
     ranks: int
-    """Number of ranks."""
+    """Number of ranks of the group."""
     capacity: int
-    """Words that a slot holds for a rank."""
+    """Number of 32-bit words that a slot holds for a rank."""
     limit: int
-    """Nanoseconds to wait for a message."""
+    """Nanoseconds that the kernel waits for a message before it ends with an error."""
     shape: tuple[int, ...]
     """Shape of a message, float32."""
     read: Callable[[Callable[[], torch.Tensor]], torch.Tensor]
-    """Function that calls a function which launches such a kernel, in the order of the channel's launches."""
+    """Function that takes a launch of such a kernel, as a function, and calls it in the order of the channel's launches."""
 
 
 class Pending:
@@ -43,11 +43,11 @@ class Pending:
         return self._tensor
 
     def finish(self) -> None:
-        """Wait as :meth:`result` does, where this rank reads no message, or has read all that it reads in place."""
+        """Complete the collective without using its result: this rank reads no message, or has read its messages already."""
         self.result()
 
     def in_place(self) -> InPlace | None:
-        """Return where messages lie that this rank can read, or ``None`` if :meth:`result` returns them."""
+        """Return the memory in which kernels can read messages as they arrive, or ``None`` if only :meth:`result` has them."""
         return None
 
     def settle(self) -> None:
@@ -70,7 +70,7 @@ class Collectives:
     def __init__(self, group: str, size: int) -> None:
         self.group, self.size = group, size
         self.used: set[str] = set()
-        """Ways that the exchanges so far have taken, for reports: stores to peers, or the collective and why."""
+        """Kinds of the exchanges so far, for reports: stores to peers, or the collective and the reason for it."""
 
     def start_all_gather(self, x: torch.Tensor) -> Pending:
         """Start to gather the tensors ``[M, ...]`` of all ranks to ``[size * M, ...]``."""
@@ -85,7 +85,7 @@ class Collectives:
         return self.start_all_gather(x)
 
     def _start_collective(self, x: torch.Tensor, why: str = "") -> Pending:
-        """Start the group's own all-gather of a contiguous tensor; ``why`` no other way was taken."""
+        """Start the group's own all-gather of a contiguous tensor; ``why`` is the reason for reports, with its punctuation."""
         self.used.add(f"collective{why}")
         return Pending(torch.ops._c10d_functional.all_gather_into_tensor(x, self.size, self.group))  # noqa: SLF001
 

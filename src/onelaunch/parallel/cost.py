@@ -1,13 +1,14 @@
 """Prediction of what context parallelism costs for ``gla``: bytes and times on several GPUs from the measured times of one.
 
-A call on the slowest rank takes the ordinary call on its slice, local passes, and an exchange of messages in each direction.
-There are two ways to exchange them (``exchange.py``): stores to the memory of peers, and a collective such as NCCL's all-gather.
+The predicted time of the slowest rank is that of the ordinary call on its slice, of local passes, and of an exchange of messages
+in each direction: by stores to the memory of peers, or by a collective such as NCCL's all-gather (``exchange.py``).
 
-Its few constants are fitted to calls on four H100s, or assumed, as each says. ``tests/parallel/test_cost.py`` compares it with
-the committed result of the study ``context-parallel`` on two and four, of which one time, the forward call on four, is fitted.
-The predictions which that study declares were made by an earlier form of this model, before anything had run on several GPUs:
-from an H200's times, with assumed latencies, and with one all-gather of two hidden. ``docs/parallel.md`` shows the tables of
-the present form.
+The constants are fitted to calls on four H100s, or assumed; each docstring says which. ``tests/parallel/test_cost.py`` compares
+the model with the committed result of the study ``context-parallel`` on two and four H100s. One of its times is fitted, that of
+the forward call on four. ``docs/parallel.md`` shows the model's tables.
+
+The predictions which that study declares are older than any run on several GPUs. An earlier form of this model made them, from an
+H200's times, with assumed latencies, and with one of two all-gathers hidden.
 """
 
 from __future__ import annotations
@@ -70,8 +71,8 @@ LOCAL_US = 14.0
 """Microseconds of the two folds and of the last segment's sum in a call, without the bytes that the folds move.
 
 Fitted: a forward call on four H100s took 332 us without a transfer, of which the ordinary call takes 313.5 and the bytes 5. The
-backward pass adds only the bytes, since it repeats no sums of the forward pass: trained calls without a transfer took 1700 to
-1767 us, and the ordinary one takes 1716."""
+backward pass adds only the bytes, since it repeats no sums of the forward pass: calls with both passes took 1700 to 1767 us
+without a transfer, and the ordinary one takes 1716."""
 
 STORES_US = 25.0
 """Microseconds of an exchange by stores without the transfer: the launch of the send, flags, waits for late ranks.
@@ -82,16 +83,16 @@ local pass take 332 and two messages 5."""
 SEND_US = 3.0
 """Part of :data:`STORES_US` that the backward pass does not hide: the launch of the send; an assumption.
 
-Trained calls cannot tell it: they leave 20 us for it on four H100s and -19 on two, which is about 1 % of the call."""
+Measured calls with both passes do not determine it: they leave 20 us for it on four H100s and -19 on two, about 1 % of a call."""
 
 Direction = Literal["forward", "forward_backward"]
 Pass = Literal["forward", "backward"]
 
 LATE_US: dict[Pass, float] = {"forward": 16.0, "backward": 105.0}
-"""Microseconds by which a collective takes longer within a pass of ``hopper`` than alone.
+"""Microseconds by which a collective takes longer in a call's forward or backward pass with ``hopper`` than alone.
 
 Fitted: with NCCL and no overlap four H100s took 387 us forward and 1939 us trained, by a script (docs/notebook/gla.md). Why it is
-so much more in the backward pass is not known."""
+so much more in the backward pass is unknown."""
 
 STATES_SHARE = 0.6
 """Time of the pass that computes states alone, relative to a forward pass (docs/notebook/gla.md). The backward pass begins with
@@ -121,7 +122,7 @@ class Prediction(NamedTuple):
 
     @property
     def total(self) -> float:
-        """Return the time of the call."""
+        """Predicted time of the call in microseconds."""
         return self.call + self.local + self.exchange - self.hidden
 
 
@@ -154,8 +155,8 @@ def predict(
         values: Channels of a value, V.
         direction: ``forward``, or ``forward_backward`` for both passes.
         stores: Flag that messages are exchanged by stores to the memory of peers where the link, the number of ranks and the size
-            of a message allow it. They go to later ranks only, the nearest first, and the decays of a slice are strong enough
-            that a rank reads the nearest alone.
+            of a message allow it. A rank then sends only to its readers, the nearest first. The decays of a slice are assumed
+            to be so strong that a rank reads only the nearest message.
     """
     message = 4 * heads * (keys * values + keys)
     alone = time_of(length, heads, direction)
@@ -177,9 +178,9 @@ def predict(
 def _exchange(ranks: int, link: Link, message: int, within: Pass, *, stores: bool) -> float:
     """Return the time of an exchange on the slowest rank within a pass.
 
-    A launch that sends ends when all its messages are stored, before the next launch of its stream begins. So with stores the
-    slowest rank is the second, which sends to all but two ranks and then reads the message of the first. Of two ranks, the second
-    waits for the one message that is sent.
+    A launch that sends ends when all its messages are stored, before the next launch of its stream begins. So by stores the
+    second rank is the slowest: it sends to all later ranks, all but two, and then reads the message of the first. With two ranks
+    it sends nothing and waits for the one message.
     """
     if stores:
         return STORES_US + max(ranks - 2, 1) * message / link.bytes_per_us

@@ -175,7 +175,7 @@ class Exchange:
     def start(self, x: torch.Tensor, readers: Sequence[int] | None = None) -> Pending | str:
         """Start to send a contiguous tensor of each rank, or return why that is left to the group's collective.
 
-        All ranks gather the tensors of all, unless each says which ``readers`` read its own.
+        Without ``readers`` all ranks gather the tensors of all. With it each rank names the ranks that read its tensor.
         """
         if self.why_not:
             return self.why_not

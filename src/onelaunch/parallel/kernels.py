@@ -1,8 +1,8 @@
-"""Exchange of messages by stores to the memory of peers: a kernel that sends a rank's message, and what waits for messages.
+"""Exchange of messages by stores to the memory of peers: kernels that send a message and gather all, and waits for other kernels.
 
-Computes   gathered[r] = message of rank r, the same bits, for an all-gather (``receive_kernel``). In an exchange with readers a
-           rank sends its message only to the ranks that read it, and these read it in its slot (``wait_for_message``, which
-           ops/gla/kernels/fold.py calls). A message is a number of 32-bit words.
+Computes   for an all-gather, gathered[r] = message of rank r, the same bits (``receive_kernel``). In an exchange with readers a
+           rank sends its message only to the ranks that read it, and these read it in its slot: the kernel in
+           ops/gla/kernels/fold.py calls ``wait_for_message`` first. A message is a sequence of 32-bit words.
 Launched   by peer_stores.py, where all GPUs of a group can write each other's memory.
 Grid       ``send_kernel`` one dimension of CTAs; ``receive_kernel`` the same CTAs by the ranks that have sent. CTA i of a
            sender stores blocks i, i + CTAs, ... of its message, and CTA (i, r) of a receiver copies the same blocks of rank r.
@@ -12,25 +12,25 @@ Memory     a channel, at every rank: an int64 flag for each rank and CTA, an int
            stored once at every rank that reads it.
 Epochs     Exchanges of a channel are counted from 1 by all ranks alike. A CTA of ``send_kernel`` reads its own epoch from
            memory and adds 1, so that a captured graph can be replayed. A flag holds the epoch of the last exchange that its CTA
-           has sent, in bits 24 to 63, and the number of words of its message, in bits 0 to 23. Epochs of 31 bits would end after
-           a day and a half of 15,000 exchanges a second. Every rank gets every flag, also of messages that it does not read.
+           has sent, in bits 24 to 63, and the number of words of its message, in bits 0 to 23. Epochs of 31 bits would overflow
+           after a day and a half at 15,000 exchanges a second. Every rank gets all flags, also of messages that it does not read.
 Ordering   The first reader, which is the nearest rank, is served before the others, since with strong decay it alone matters. All
            threads of a CTA store for it, meet at a barrier, and then one thread sets the flag by an exchange with release
            semantics at system scope. The same follows for all others together, since a release waits for all stores. The
            reader loads the flag with acquire semantics at system scope, and its threads meet at a barrier before they read the
            slot, past L1.
 Two slots  suffice if the launches of a rank on a channel follow one another, and a rank reads the messages of an exchange
-           before it sends the next one, or never. Let p store exchange e + 2 into its slot at r, where e was. By then p has
-           seen r's flags of e + 1, at the beginning of this send_kernel. The CTAs of r set these flags in the send_kernel of
-           e + 1, which began after r had read e. One slot would not do: r may not have read e when p sends e + 1. So a reader
-           that waits for e may find flags of e + 1; it waits for at least e.
-Progress   A send_kernel waits for the send_kernels of the exchange before, of all ranks; what reads an exchange waits for the
+           before it sends the next one, or does not read them at all. Let p store exchange e + 2 into its slot at r, where e
+           was. By then p has seen r's flags of e + 1, at the beginning of this send_kernel. The CTAs of r set these flags in the
+           send_kernel of e + 1, which began after r had read e. One slot would not suffice: r may not have read e when p sends
+           e + 1. For the same reason a reader that waits for e may find flags of e + 1, so it waits for an epoch of at least e.
+Progress   A send_kernel waits for all ranks' send_kernels of the exchange before. A kernel that reads an exchange waits for the
            send_kernels of that exchange. If a flag does not come within ``limit`` ns, or its message has another size, the
            kernel ends by a trap, an error of the CUDA context: a rank that died ends the others.
-           CTAs that wait keep their registers, and those of one launch may be on all SMs, where a large CTA as NCCL's finds no
-           room then. So a rank must not send after a kernel that also has to run on its readers, such as a collective of NCCL on
-           another stream or a send_kernel of another channel, unless its readers wait for that kernel before they read, as
-           passes.py does.
+           Waiting CTAs of one launch may occupy all SMs and leave too few registers for a large CTA, such as those of NCCL. So
+           there is a deadlock if a rank sends only after a kernel that also has to run on its readers, while they wait for its
+           message. Such kernels are collectives of NCCL on another stream and send_kernels of another channel. The readers must
+           wait for that kernel before they launch the one that reads, as in passes.py.
 """
 
 import triton
@@ -70,7 +70,7 @@ def send_kernel(
     epoch = tl.load(epochs + cta) + 1
     lane = tl.arange(0, triton.next_power_of_2(RANKS))
     wait_for_all(flags + tl.minimum(lane, RANKS - 1) * ctas + cta, epoch - 1, limit, TIMED)
-    tl.debug_barrier()  # each thread has loaded one flag
+    tl.debug_barrier()  # Each thread has waited for one flag only.
     targets = tl.zeros_like(lane).to(tl.int64)
     for i in tl.static_range(RANKS):
         targets = tl.where(lane == i, addresses[i], targets)
@@ -124,12 +124,12 @@ def receive_kernel(
 
 @triton.jit
 def wait_for_message(flags, epoch, count, limit, TIMED: tl.constexpr):
-    """Wait for some flags of a message of ``count`` words in exchange ``epoch``; what they stand for can be read then.
+    """Wait until flags of a message in exchange ``epoch`` are set, after which the blocks that they stand for can be read.
 
-    ``flags`` is a tensor of pointers. A message of another size ends the kernel by a trap.
+    ``flags`` is a tensor of pointers. A message that has not ``count`` words ends the kernel by a trap.
     """
     seen = wait_for_all(flags, epoch, limit, TIMED)
-    wrong = ((seen >> _EPOCH) == epoch) & ((seen & _COUNT) != count)  # one of a later epoch says nothing about this message
+    wrong = ((seen >> _EPOCH) == epoch) & ((seen & _COUNT) != count)  # The size in a later flag is another message's.
     end_unless(tl.max(wrong.to(tl.int32), 0) == 0, TIMED)
     tl.debug_barrier()
 

@@ -6,11 +6,11 @@ reads none waits for none. Elsewhere all ranks gather all messages (``Collective
 
 The pass after the exchange reuses what the local pass has computed. After it has sent its state gradients, a rank recomputes the
 states that its backward pass needs from the inputs, while messages arrive. If the exchange is a kernel of NCCL, a rank waits for
-it before this pass and before that with outputs (``Pending.settle``). ``state_scan.py`` calls :func:`run_passes`.
+it before this pass, and forward before the pass with outputs (``Pending.settle``). ``state_scan.py`` calls :func:`run_passes`.
 
 A rank waits for the all-reduce of the final states' gradients before it scans. The last rank sends its message after that
-all-reduce, a kernel of NCCL that must run on every rank. CTAs of a scan that wait for messages leave too few registers for it on
-their SMs, and may be on all SMs: if they were there first, this rank and the last one would wait for each other.
+all-reduce, a kernel of NCCL that must run on every rank. CTAs of a scan that wait for messages may occupy all SMs and leave too
+few registers for NCCL's CTAs. If the scan came first, this rank and the last one would wait for each other.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class _Passes(torch.autograd.Function):
         exchange = context.collectives.start_scan(sent, local.before[::-1])
         exchange.settle()
         states = passes.states(tensors, first, context.cu_seqlens, kept)
-        dfinal_all = None if summed is None else summed.result()  # before the scan, see the module's docstring
+        dfinal_all = None if summed is None else summed.result()  # The module's docstring says why this precedes the scan.
         outgoing = rules.scan(exchange, local.after[::-1], back=True) if local.after else None
         dfinal = final_gradient(context, rules, dfinal_all, outgoing, dy)
         gradients, dfirst = passes.gradients(tensors, first, context.cu_seqlens, dy, dfinal, states, sums)

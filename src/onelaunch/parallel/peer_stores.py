@@ -63,8 +63,8 @@ class Channel:
     def start(self, x: torch.Tensor, readers: Sequence[int] | None = None) -> Pending:
         """Send a contiguous tensor ``[M, ...]`` to all ranks, or to its ``readers`` alone, the first one first.
 
-        An all-gather that was started before is received first. Messages of an exchange with readers cannot be read after this
-        call, since the kernel that reads takes the exchange that was started last.
+        An all-gather that was started before is received first. Messages of an earlier exchange with readers cannot be read after
+        this call, since a kernel that reads takes the messages of the exchange that was started last.
         """
         if self._sent is not None:
             self._sent.result()
@@ -84,7 +84,7 @@ class Channel:
     def order_of(self, readers: Sequence[int] | None) -> tuple[tuple[int, ...], int]:
         """Return all ranks in the order in which this rank stores, and how many of them, the first ones, read its message.
 
-        Where all read it, not all ranks begin with the same one, and its own comes last.
+        Where all read it, each rank begins with the one after it, so that they do not all store to the same rank at once.
         """
         first = () if readers is None else tuple(readers)
         behind = (*range(self.rank + 1, self.ranks), *range(self.rank + 1))
@@ -108,7 +108,7 @@ class Channel:
         self._stream = stream
 
     def launched(self, launch: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """Return what a function returns that launches a kernel which reads this channel, in the order of its launches."""
+        """Call a function that launches a kernel which reads this channel, in the order of the channel's launches."""
         self.order()
         result = launch()
         self._launched()
@@ -144,13 +144,13 @@ class Sent(Pending):
             self._gathered = self._channel.receive(self._shape, self._dtype)
         else:
             self._channel.order()  # a later exchange may have received it, on another stream
-            if self._gathered.is_cuda:  # so its memory must not be used again before this stream has read it
+            if self._gathered.is_cuda:  # The allocator must not reuse its memory before this stream has read it.
                 self._gathered.record_stream(torch.cuda.current_stream(self._gathered.device))
         return self._gathered
 
 
 class SentToReaders(Pending):
-    """Exchange of which this rank has sent its message to the ranks that read it.
+    """Exchange with readers, of which this rank has sent its own message.
 
     Args:
         channel: Channel of the exchange.
@@ -164,22 +164,22 @@ class SentToReaders(Pending):
         """Do nothing, as in :class:`Sent`."""
 
     def finish(self) -> None:
-        """Do nothing: a message that this rank does not read was not sent to it."""
+        """Do nothing: messages that this rank does not read were not sent to it, so there is nothing to wait for."""
 
     def in_place(self) -> InPlace:
-        """Return where the messages for this rank lie, once the flags of their senders are set."""
+        """Return the memory in which the messages for this rank can be read once the flags of their senders are set."""
         channel = self._channel
         return InPlace(channel.memory, channel.ranks, channel.capacity, channel.limit, self._shape, self._read)
 
     def _read(self, launch: Callable[[], torch.Tensor]) -> torch.Tensor:
         """Launch a kernel that reads the messages, which it finds by the epoch of the exchange that was started last."""
         if self._channel.started != self._number:
-            raise RuntimeError("messages are read before the next exchange of their channel starts; these were not")
+            raise RuntimeError("messages must be read before the next exchange of their channel starts")
         return self._channel.launched(launch)
 
     def result(self) -> torch.Tensor:
         """Raise an error, since not every message was sent to this rank."""
-        raise RuntimeError("messages were sent to their readers alone, which read them in place")
+        raise RuntimeError("messages were sent to their readers alone, and must be read in place")
 
 
 def parts_of(memory: torch.Tensor, ranks: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

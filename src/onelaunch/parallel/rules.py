@@ -86,7 +86,7 @@ class Rules(ABC):
         return state
 
     def scan(self, exchange: Pending, ranks: Sequence[int], *, back: bool) -> torch.Tensor:
-        """Return the state of :meth:`fold` from the messages of an exchange, for which the current stream waits.
+        """Return the state that :meth:`fold` returns, from the messages of an exchange, for which the current stream waits.
 
         An operation with :class:`Passes` can read them where they arrive (:meth:`Pending.in_place`).
         """

@@ -20,8 +20,8 @@ Backward, with gradients of states and from later ranks to earlier ones:
 the backward pass of the call. A rank with no later ranks in its sequence does not wait for the all-gather there, but in
 :class:`_WaitForCollectives`, an identity function of the call's tensors, which autograd calls last.
 
-Where an operation has :class:`Passes` of kernels, ``passes.py`` runs these in place of ordinary calls. The exchange then has
-readers in place of the all-gather: by stores to the memory of peers, a rank sends its pair only to the ranks that read it.
+Where an operation has :class:`Passes` of kernels, ``passes.py`` runs these in place of ordinary calls. By stores to the memory of
+peers, a rank then sends its pair only to the ranks that read it, in place of the all-gather.
 
 Source: the scheme of LASP-2 (Sun et al., 2025), and of fla.ops.cp of flash-linear-attention 0.6.
 """

@@ -30,7 +30,7 @@ class Measured(Stored):
     differences: dict[Name, Error] = Field(default_factory=dict)
     """Norm-wise differences of outputs and gradients from those of one GPU, by name; the largest of all ranks."""
     exchange: Words = ""
-    """Ways that the exchanges of the call over all ranks took: stores to peers, or the group's collective and why. Empty in
+    """Kinds of exchanges in the call over all ranks: stores to peers, or the group's collective and the reason for it. Empty in
     results from before it was recorded."""
     missing: Words = ""
     """Reason why nothing was measured."""

@@ -100,10 +100,12 @@ def _folded(
 
 
 def folded_in_place(messages: InPlace, ranks: Sequence[int], state: tuple[int, int, int], channels: int) -> torch.Tensor:
-    """Return the state of :func:`folded` from messages that arrive in memory of this rank, for which the kernel waits.
+    """Return the state that :func:`folded` returns, from messages that peers store in memory of this rank.
+
+    The kernel waits for the messages.
 
     Args:
-        messages: Where they arrive.
+        messages: Memory in which they arrive.
         ranks: Ranks in the order of the recurrence.
         state: Sizes heads, K and V.
         channels: Cumulative decays of a head: 1 or K.

@@ -2,11 +2,11 @@
 
 Times are compared round by round. A criterion on times is *met* when the whole interval of the ratio lies on the right side of
 the bound and its median does so by more than the A/A noise of that shape. It is *missed* when the whole interval lies on the
-wrong side and the median does so by more than the noise. It is *equal* when it asks for no loss, a bound of 1, and the noise is
-1 %, the least that there is, and no loss in the whole interval is larger. Everything else is *inconclusive*, with the reason: the
-interval contains the bound, or the noise is larger than the distance to it. A comparison of two times that is not met is
-*infeasible* when meeting it would take a run below the roofline bound by more than the noise, given the measured time of the
-other side. A criterion that arithmetic alone refutes is *infeasible* whatever was measured.
+wrong side and the median does so by more than the noise. It is *equal* when it asks for no loss, which is a bound of 1, the noise
+is 1 %, the smallest value that is used, and the whole interval is above a loss of 1 %. Everything else is *inconclusive*, with
+the reason: the interval contains the bound, or the noise is larger than the distance to it. A comparison of two times that is
+not met is *infeasible* when meeting it would take a run below the roofline bound by more than the noise, given the measured time
+of the other side. A criterion that arithmetic alone refutes is *infeasible* whatever was measured.
 
 A variant that is itself the fastest is compared with the fastest of the others. Bytes count as measured only if the hardware
 counted them. Memory, bytes and counts are exact numbers and are compared with the bound directly.

@@ -73,8 +73,8 @@ def judge_time(ratio: Estimate, criterion: Criterion, noise: float | None) -> tu
     """Judge a ratio of times against the bound: return the status, and the reason if it is equal or inconclusive.
 
     *Met* and *missed* ask for the same: the whole interval on one side of the bound, and the median beyond it by more than the
-    A/A noise. *Equal* asks for a bound of 1, which is no loss, for an A/A noise of the least that there is, and for no loss
-    beyond it in the whole interval. A gain, where there is one, is then too small to be claimed.
+    A/A noise. *Equal* needs a bound of 1, an A/A noise of :data:`~onelaunch.workbench.stats.LEAST_NOISE`, and an interval without
+    a loss above that noise. A gain, where there is one, is then too small or too uncertain to be claimed.
     """
     if ratio.samples < _FEWEST_ROUNDS:
         return "inconclusive", f"{ratio.samples} round{'s' * (ratio.samples != 1)} give no interval"

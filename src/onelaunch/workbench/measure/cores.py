@@ -1,4 +1,4 @@
-"""CPU cores of processes that measure: one for all threads while calls from Python are timed, and processes that give way.
+"""Keep the threads of a process on one CPU core while calls from Python are timed, and lower the priority of compilers beside it.
 
 PyTorch runs a backward pass of GPU tensors in a thread of its own, for which the caller's thread waits. On two cores each of
 these waits ends by waking an idle core, which takes from a few to some hundred microseconds, most in virtual machines, and varies
@@ -43,11 +43,11 @@ def one_core() -> Iterator[None]:
 
 
 _NICENESS = 10
-"""Niceness that processes which compile add to their own: on a shared core one that measures then has nine tenths of the time."""
+"""Niceness that processes which compile add to their own. A process that measures then gets nine tenths of a core it shares."""
 
 
 def give_way() -> None:
-    """Lower the priority of this process, which compiles, beneath that of processes which measure on the same machine."""
+    """Lower the priority of this process, which compiles, below that of processes that measure on the same machine."""
     if hasattr(os, "nice"):
         with suppress(OSError):  # a sandbox may forbid it
             os.nice(_NICENESS)

@@ -1,16 +1,16 @@
 """Combine local states of a recurrence: the state after segments of T, or after the slices of several ranks, in one launch.
 
-``fold_kernel`` reads tensors, and ``fold_in_place_kernel`` the messages of other ranks where these have stored them.
+``fold_kernel`` reads tensors. ``fold_in_place_kernel`` waits for messages of other ranks and reads them where they are stored.
 
 Computes   state = initial or 0, then state = state * decay[i] + added[i] for i = 0, 1, ..., with BACK from the last i down;
            factors = decay[0] * decay[1] * ...
            With GROUP > 1 heads of ``added`` share a state: the results of GROUP neighbouring heads are added up.
-           ``fold_in_place_kernel`` goes from the last i to the first: state = added[n] + decay[n] * (added[n - 1] + ...), and
-           reads no further message where the product of the decays so far is 0 in all channels of its block, as it is with
-           decays of trained models after one slice. So it does not wait for the message either, and a state behind such decays
-           that is no number stays unseen, where ``fold_kernel`` would multiply it by 0.
+           ``fold_in_place_kernel`` goes from the last i to the first: state = added[n] + decay[n] * (added[n - 1] + ...). A CTA
+           stops where the product of the decays so far is 0 in all channels of its block, as with decays of trained models
+           after one slice. It neither waits for further messages nor reads them. So a NaN in one of these does not reach the
+           result, whereas ``fold_kernel`` multiplies it by 0, which is NaN.
 Launched   by launch_slices.py: with the segment states of ``segment_sum_kernel`` to make a rank's message, and with messages of
-           other ranks to make the state before its slice, which arrive by parallel/kernels.py or in a tensor.
+           other ranks to make the state before its slice. These are in a tensor, or arrive by parallel/kernels.py.
 Grid       one CTA per head of the result, block of BK keys and block of BV values.
 Memory     reads ``added`` and ``decays`` once. Elements of ``added`` have any strides: segments store [V, K], messages [K, V].
 Numerics   float32.
@@ -69,9 +69,9 @@ def fold_in_place_kernel(
     flags, epochs, slots, state, ranks, rows, words, capacity, limit, keys, values, factor_channels,
     COUNT: tl.constexpr, RANKS: tl.constexpr, CTAS: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, TIMED: tl.constexpr,
 ):  # fmt: skip
-    """Store ``state`` [rows, keys, values], the state behind the slices of some ranks, as soon as their messages arrive.
+    """Wait for the messages of some ranks, and store ``state`` [rows, keys, values], the state after their slices.
 
-    A message is float32: states [rows, keys, values], then cumulative decays [rows, factor_channels], 1 or keys.
+    A message is float32: states [rows, keys, values], then cumulative decays [rows, factor_channels].
 
     Args:
         flags: Pointer to the flags of this rank's channel, int64 [RANKS, CTAS]; see parallel/kernels.py for the channel.
@@ -79,13 +79,13 @@ def fold_in_place_kernel(
         slots: Pointer to the slots of this rank's channel, 32-bit words [2, RANKS, capacity].
         state: Pointer to the result, float32.
         ranks: The COUNT ranks whose messages are combined, the nearest one first.
-        rows: States of a message.
-        words: Words of a message.
+        rows: Number of states in a message.
+        words: Number of 32-bit words in a message.
         capacity: Number of words that a slot holds for a rank.
         limit: Nanoseconds after which the kernel ends by a trap; a number of polls without ``TIMED``.
         keys: K.
         values: V.
-        factor_channels: Cumulative decays of a state, 1 or K.
+        factor_channels: Number of cumulative decays of a state, 1 or K.
         COUNT: Number of messages that are combined.
         RANKS: Number of ranks of the group.
         CTAS: Number of CTAs that send a message.
@@ -104,7 +104,7 @@ def fold_in_place_kernel(
     total = tl.zeros([BK, BV], tl.float32)
     factor = tl.where(k < keys, 1.0, 0.0)
     for i in tl.static_range(COUNT):
-        if tl.sum(factor, 0) != 0.0:  # not a number if one of the decays is
+        if tl.sum(factor, 0) != 0.0:  # The sum is NaN, and so not 0, if a decay is NaN.
             wait_for_message(flags + ranks[i] * CTAS + sender, epoch, words, limit, TIMED)
             message = slots.to(tl.pointer_type(tl.float32)) + ((epoch & 1) * RANKS + ranks[i]) * capacity
             total += factor[:, None] * tl.load(message + place, mask=inside, other=0.0, cache_modifier=".cg")
