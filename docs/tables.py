@@ -13,6 +13,7 @@ import study_keys
 import torch
 from study_keys import tomllib
 
+from onelaunch.model_studies.judge import judged
 from onelaunch.model_studies.report import to_document
 from onelaunch.model_studies.result import ModelResult
 from onelaunch.operation import Operation, Variant, operations
@@ -63,7 +64,8 @@ def write(folder: Path, root: Path) -> None:
         shown = [each for each in named if operation.name in each[0].study.operation_names()]
         _replace(folder / f"sizes-{operation.name}.md", docs_sizes(shown, operation.name))
     models = [
-        to_document(ModelResult.load(path), str(path.relative_to(root))) for path in sorted(root.glob("results/*/models/*.json"))
+        to_document(judged(ModelResult.load(path)), str(path.relative_to(root)))
+        for path in sorted(root.glob("results/*/models/*.json"))
     ]
     _replace(folder / "measured-models.md", "\n".join(models) or NO_MODEL)
     for name, text in experiment_tables.criteria(stored).items():

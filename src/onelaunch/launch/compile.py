@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from typing import Any
 
 from onelaunch.device.architectures import Architecture
@@ -44,7 +44,7 @@ def compile_triton(build: KernelBuild, target: Architecture) -> Any:
         raise InspectionError(
             "TRITON_INTERPRET=1 is set, so Triton interprets kernels and cannot compile them. Unset this environment variable."
         )
-    _again_after_system_error(complete_key, build.kernel)
+    _again_after_system_errors(complete_key, build.kernel)
     signature, constants, attributes = _specialized(build)
     source = (GluonASTSource if build.kernel.is_gluon() else ASTSource)(
         build.kernel, signature=signature, constexprs=constants, attrs=attributes
@@ -53,7 +53,7 @@ def compile_triton(build: KernelBuild, target: Architecture) -> Any:
     atomics = global_atomics() if target.backend == "hip" else nullcontext()
     try:
         with instructions, atomics:
-            return _again_after_system_error(
+            return _again_after_system_errors(
                 triton.compile,
                 source,
                 target=GPUTarget(target.backend, target.target, target.warp),
@@ -66,16 +66,21 @@ def compile_triton(build: KernelBuild, target: Architecture) -> Any:
         ) from error
 
 
-def _again_after_system_error(function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-    """Return what a function that parses a kernel returns, and call it once more if it raises :class:`SystemError`.
+_ATTEMPTS = 6
+"""Calls of a function whose parser other threads disturb, before its error counts."""
+
+
+def _again_after_system_errors(function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    """Return what a function that parses a kernel returns, and call it again while it raises :class:`SystemError`.
 
     ``ast.parse`` of CPython 3.11 counts nested nodes for all threads together, and raises that error if another thread parses in
-    between: "AST constructor recursion depth mismatch", seen once in many runs of kernels compiled side by side.
+    between: "AST constructor recursion depth mismatch". It was seen once in many runs of kernels compiled side by side, and once
+    twice in a row.
     """
-    try:
-        return function(*arguments, **options)
-    except SystemError:
-        return function(*arguments, **options)
+    for _ in range(_ATTEMPTS - 1):
+        with suppress(SystemError):
+            return function(*arguments, **options)
+    return function(*arguments, **options)
 
 
 def _specialized(build: KernelBuild) -> tuple[dict[str, Any], dict[Any, Any], dict[Any, Any]]:
