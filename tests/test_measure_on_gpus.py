@@ -411,7 +411,7 @@ def check_tool(module, arguments, pytestconfig):
     class Parsed(Exception):
         pass
 
-    def parse_and_stop(parser):
+    def parse_and_stop(parser, *_):
         parse(parser, arguments)
         raise Parsed
 
