@@ -57,7 +57,15 @@ def looks_often(monkeypatch):
 
 
 @pytest.fixture
-def run(tmp_path):
+def interruptible():
+    """Let processes that a test starts receive SIGINT: they would ignore it if this process does, as in a shell's background."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.fixture
+def run(tmp_path, interruptible):
     """Return a function that runs measurements on some GPUs, and returns their outcomes by name."""
 
     def run(measurements, gpus=1, seconds=100.0, margins=None):
