@@ -38,8 +38,8 @@ COLUMNS, CHANNELS = 4096, 7168
 FLUSHED_BYTES = 256 << 20
 """Bytes that are written before each call, several L2 caches."""
 
-LARGEST_DIFFERENCE = 2e-2
-"""Largest norm-wise difference of a right result from that of ``auto``; both round h to bfloat16."""
+LARGEST_DIFFERENCE = 5e-3
+"""Largest norm-wise difference of a right result from that of ``auto``; each rounds h to bfloat16 once, 1.7e-3 by norm."""
 
 SHARED_BYTES = 232448
 """Shared memory that a CTA can have on Hopper."""
