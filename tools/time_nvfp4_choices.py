@@ -81,7 +81,7 @@ def timed(call: Callable[[], object], flushed: torch.Tensor) -> Timed:
     def once() -> float:
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         flushed.zero_()
-        torch.cuda._sleep(60_000)  # noqa: SLF001 - gives the host time to enqueue the launch before the GPU reaches it
+        torch.cuda._sleep(1_000_000)  # noqa: SLF001 - gives the host time to enqueue the launch before the GPU reaches it
         start.record()
         call()
         end.record()

@@ -303,11 +303,76 @@ def test_forgotten_choices_forget_tapes():
     assert taped(gla) == 0
 
 
-def test_calls_under_autocast_are_not_replayed():
+LOW = (torch.bfloat16, torch.float16)
+
+
+def test_calls_under_autocast_are_replayed_for_its_dtype():
     for _ in range(3):
         gla(**arguments())
+    plain = taped(gla)
+    for low in LOW:
+        with torch.autocast("cpu", dtype=low):
+            given = arguments()
+            results = [gla(**given)[0] for _ in range(4)]
+            assert torch.is_autocast_enabled("cpu")
+        assert [each.dtype for each in results] == 4 * [low]
+        assert all(torch.equal(each, results[0]) for each in results)
+    assert taped(gla) == plain + len(LOW)
+    assert gla(**arguments())[0].dtype is torch.float32
+
+
+@pytest.mark.parametrize("low", LOW)
+def test_steps_of_a_replay_run_with_autocast_on_or_off_as_they_were(low):
+    seen = []
+
+    def run(a, b):
+        a, b = a.to(torch.get_autocast_dtype("cpu")), b.float()
+        lowered = torch.mm(b, b)  # by autocast
+        with torch.autocast("cpu", enabled=False):
+            seen.append(torch.is_autocast_enabled("cpu"))
+            kept = torch.mm(b, b)  # in float32
+            product = a @ a
+        return lowered, kept, product, torch.mm(b, b)
+
+    called = Counted(run)
+    for call in range(4):
+        a, b = (torch.randn(3, 3, requires_grad=True) for _ in range(2))
+        with torch.autocast("cpu", dtype=low):
+            found, wanted = called(a, b), run(a, b)
+            assert torch.is_autocast_enabled("cpu")
+        assert [each.dtype for each in found] == [low, torch.float32, low, low]
+        assert all(map(torch.equal, found, wanted))
+        gradients = [torch.autograd.grad(sum(each.float().sum() for each in results), (a, b)) for results in (found, wanted)]
+        assert all(map(torch.equal, *gradients))
+        assert called.count == min(call + 1, 2)
+    with torch.no_grad(), torch.autocast("cpu", dtype=low):
+        for _ in range(4):
+            found, wanted = called(a, b), run(a, b)
+            assert all(map(torch.equal, found, wanted))
+    assert called.count == 4
+    assert not torch.is_autocast_enabled("cpu")
+    assert len(called.planned.plans()) == 2
+
+
+def test_autocast_is_on_again_behind_a_replay_that_raises():
+    def refuse(value):
+        if value.max() > 0:
+            raise ValueError("a is positive")
+
+    def run(a):
+        with torch.autocast("cpu", enabled=False):
+            check_always(refuse, a)
+            return a + 1
+
+    called = Counted(run)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert gla(**arguments())[0].dtype is torch.bfloat16
+        for _ in range(3):
+            called(-torch.rand(4))
+        with pytest.raises(ValueError, match="positive"):
+            called(torch.ones(4))
+        assert torch.is_autocast_enabled("cpu")
+        assert torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype is torch.bfloat16
+    assert called.count == 2
 
 
 def step(q, k, v, g, state, scale):

@@ -129,6 +129,23 @@ def test_gradients_through_rows_that_are_computed_again(kernels):
 
 
 @interpret
+@pytest.mark.parametrize("low", [None, torch.float16])
+@pytest.mark.parametrize("stacked", [False, True])
+def test_the_third_call_is_replayed(kernels, monkeypatch, low, stacked):
+    """Under autocast the casts and the launches are, and their results and gradients are those of the first call."""
+    leaves = made(stacked=stacked)
+    down = down_of(leaves)
+
+    def run(x, gate, up, down):
+        with torch.autocast("cpu", dtype=low, enabled=low is not None):
+            return mlp(x, gate, up, down).float()
+
+    first, _ = (results(run, leaves, down, [*leaves]) for _ in range(2))
+    monkeypatch.setattr(module, "bind", None)  # calling it would be an error
+    assert_near(results(run, leaves, down, [*leaves]), first, 0.0)
+
+
+@interpret
 @pytest.mark.thorough
 def test_the_operators_pass_opcheck(kernels):
     utilities = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_static")

@@ -60,13 +60,19 @@ class Planned(Generic[R]):
         function: Function of tensors, numbers, flags and strings, or lists of these. It depends on nothing but facts about them
             that :func:`~onelaunch.launch.facts.facts_of` finds, and on what stays the same in a process. Its results are new
             tensors.
-        taped: Flag that calls may take gradients. Otherwise the function is only called where autograd does not record.
+        taped: Flag that calls may take gradients. Otherwise the function is only called where autograd does not record, and
+            where autocast is off.
+        autocast: Flag that all calls are made under autocast, for one dtype of it. They are replayed from tapes, with gradients
+            or without, since a plan holds no casts.
     """
 
-    def __init__(self, function: Callable[..., R], *, taped: bool = False) -> None:
+    def __init__(self, function: Callable[..., R], *, taped: bool = False, autocast: bool = False) -> None:
         functools.update_wrapper(self, function)
         self._function = function
         self._taped = taped
+        self._autocast = autocast
+        self._lowered: dict[torch.dtype, Planned[R]] = {}
+        """Objects that make the calls under autocast, by its dtype, which decides what a call casts."""
         self._plans: dict[tuple[Any, ...], Any] = {}
         self._latest: tuple[tuple[Any, ...], Any, dict[tuple[Any, ...], Any], Repeated | None] | None = None
         _ALL.append(self)
@@ -75,8 +81,20 @@ class Planned(Generic[R]):
         """Return the function's results."""
         if is_compiling() or sees_operators() or is_observed():
             return self._function(*inputs, **named)
-        if not (_is_plain_call(inputs, named) if self._taped else not _hooked()):
+        if not self._taped:
+            return self._function(*inputs, **named) if _hooked() else self._call(inputs, named)
+        kind = _replayed_on(inputs, named)
+        if kind is None:
             return self._function(*inputs, **named)
+        if not torch.is_autocast_enabled(kind):
+            return self._call(inputs, named)
+        low = torch.get_autocast_dtype(kind)
+        if low not in self._lowered:
+            self._lowered.setdefault(low, Planned(self._function, taped=True, autocast=True))
+        return self._lowered[low]._call(inputs, named)  # noqa: SLF001 - an object of this class
+
+    def _call(self, inputs: tuple[Any, ...], named: dict[str, Any]) -> R:
+        """Return the function's results for a call that may be replayed."""
         latest, plans = self._latest, self._plans
         if latest is not None and latest[2] is plans:
             repeated, found = latest[3], latest[1]
@@ -127,7 +145,7 @@ class Planned(Generic[R]):
                     self._remember(facts, _SEEN, plans)
                 return results
             return self._function(*inputs, **named)
-        if self._taped and (_takes_gradients(facts) or facts.tensors[0].device.type not in Device.types):
+        if self._autocast or (self._taped and (_takes_gradients(facts) or facts.tensors[0].device.type not in Device.types)):
             return self._tape(inputs, named, facts, plans)
         if any(each.device.index != Device.current() for each in facts.tensors if each.is_cuda) or Device.is_capturing():
             return self._function(*inputs, **named)
@@ -135,7 +153,7 @@ class Planned(Generic[R]):
 
     def _tape(self, inputs: tuple[Any, ...], named: dict[str, Any], facts: Facts, plans: dict[Any, Any]) -> R:
         """Run the function on its inputs, and remember the tape made of it."""
-        tape = Tape(facts.tensors)
+        tape = Tape(facts.tensors, facts.tensors[0].device.type if self._autocast else None)
         with tape:
             results = self._function(*inputs, **named)
         try:
@@ -184,10 +202,11 @@ class Planned(Generic[R]):
         self._latest = None
 
     def plans(self) -> list[Plan | Taped]:
-        """Return all plans and tapes."""
+        """Return all plans and tapes, those for calls under autocast included."""
         found = [*self._plans.values()]
         nested = [plan for each in found if type(each) is dict for plan in each.values() if type(plan) is Plan]
-        return [each for each in found if type(each) in (Plan, Taped)] + nested
+        lowered = [plan for each in self._lowered.values() for plan in each.plans()]
+        return [each for each in found if type(each) in (Plan, Taped)] + nested + lowered
 
 
 def _repeated(found: Plan | Taped, inputs: tuple[Any, ...], named: dict[str, Any], facts: Facts) -> Repeated | None:
@@ -279,19 +298,19 @@ def _takes_gradients(facts: Facts) -> bool:
     return torch.is_grad_enabled() and any(each.requires_grad for each in facts.tensors)
 
 
-def _is_plain_call(inputs: tuple[Any, ...], named: dict[str, Any]) -> bool:
-    """Return whether a call with gradients or without may be replayed: on a device of :class:`Device`, and not inside a tape.
+def _replayed_on(inputs: tuple[Any, ...], named: dict[str, Any]) -> str | None:
+    """Return the device type of a call, with gradients or without, that may be replayed; ``None`` if it may not.
 
-    Values of GPU tensors are not checked in a replay, so there is none while ``ONELAUNCH_CHECK_VALUES`` is set. Autocast decides
-    what a call casts, and is not part of a key.
+    It may on devices of :class:`Device`, and not inside a tape. Values of GPU tensors are not checked in a replay, so there is
+    none while ``ONELAUNCH_CHECK_VALUES`` is set.
     """
     first = inputs[0] if inputs else next(iter(named.values()), None)
     if not isinstance(first, torch.Tensor) or active_tape() is not None:
-        return False
+        return None
     kind = first.device.type
     if kind in Device.types:
-        return not (asks_for_values() or _hooked() or torch.is_autocast_enabled(kind))
-    return kind in Device.taped and not torch.is_autocast_enabled(kind)
+        return None if asks_for_values() or _hooked() else kind
+    return kind if kind in Device.taped else None
 
 
 @functools.cache

@@ -2,7 +2,9 @@
 
 A call that takes gradients cannot be replayed below autograd, as :class:`~onelaunch.launch.plan.Plan` does. Its argument checks
 and the choice of a variant can be left out all the same: what remains is a list of calls, mostly of a single operator. A tape is
-recorded by a mode that sees PyTorch's functions, and :class:`~onelaunch.launch.operator.Operator` reports its own calls.
+recorded by a mode that sees PyTorch's functions, and :class:`~onelaunch.launch.operator.Operator` reports its own calls. A call
+under ``torch.autocast`` casts its inputs and turns autocast off for the rest. The tape repeats each step with autocast on or off
+as it was.
 ``planned.py`` records tapes and replays them; the contracts of ``gated_scan`` and ``gla`` read values by :func:`check_always`.
 """
 
@@ -13,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from operator import itemgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -25,7 +27,7 @@ _CONSTANTS = (type(None), bool, int, float, str, slice, torch.dtype, torch.devic
 
 _FACTS = frozenset(
     {
-        "__get__", "__len__", "data_ptr", "dim", "element_size", "get_device", "is_complex", "is_contiguous",
+        "__get__", "__len__", "data_ptr", "device", "dim", "element_size", "get_device", "is_complex", "is_contiguous",
         "is_floating_point", "is_neg", "ndimension", "numel", "size", "storage_offset", "stride", "untyped_storage",
     }
 )  # fmt: skip
@@ -39,6 +41,20 @@ _IN_PLACE = frozenset({f"__i{name}__" for name in _ASSIGNMENTS})
 
 LONGEST = 256
 """Largest number of steps of a tape. With more of them, what a replay leaves out no longer matters."""
+
+
+class TapedCall(NamedTuple):
+    """Call that a tape holds, with slots in the place of tensors."""
+
+    function: Callable[..., Any]
+    arguments: Any
+    keywords: Any
+    made: tuple[int, ...]
+    """Slots of its results."""
+    several: bool
+    """Flag that it returns a tuple or a list of tensors."""
+    lowered: bool
+    """Flag that autocast was on in the call."""
 
 
 @dataclass(frozen=True)
@@ -67,15 +83,17 @@ class Tape(TorchFunctionMode):
 
     Args:
         inputs: Tensors of the call.
+        autocast: Device type for which autocast is on where the call is made; ``None`` if it is off.
     """
 
-    def __init__(self, inputs: Sequence[torch.Tensor]) -> None:
+    def __init__(self, inputs: Sequence[torch.Tensor], autocast: str | None = None) -> None:
         super().__init__()
         self.problem: str | None = None
+        self._autocast = autocast
         self._inside = False
         self._slots: list[torch.Tensor] = []  # keeps the tensors alive, so that their identities stay theirs
         self._at: dict[int, int] = {}
-        self._calls: list[tuple[Callable[..., Any], Any, Any, tuple[int, ...], bool]] = []
+        self._calls: list[TapedCall] = []
         for each in inputs:
             self._add(each)
         self._inputs = len(self._slots)
@@ -152,7 +170,8 @@ class Tape(TorchFunctionMode):
             return
         if not several and not operator and any(result is each for each in args):
             return  # a conversion that changes nothing
-        self._calls.append((func, *given, tuple(self._add(each) for each in results), several))
+        lowered = self._autocast is not None and torch.is_autocast_enabled(self._autocast)
+        self._calls.append(TapedCall(func, *given, tuple(self._add(each) for each in results), several, lowered))
 
     def _add(self, tensor: torch.Tensor) -> int:
         """Give a tensor a slot, and return its index."""
@@ -189,17 +208,17 @@ class Tape(TorchFunctionMode):
             raise NotPlannable(self.problem)
         wanted = self._template(results)
         needed = _slots(wanted)
-        steps = []
-        for func, args, keywords, made, several in reversed(self._calls):
+        calls = []
+        for each in reversed(self._calls):
             # A call without results is a check. One that takes gradients saves tensors for a backward pass, and activation
             # checkpointing wants as many of them when it repeats a call.
-            if not made or needed & set(made) or any(self._slots[index].requires_grad for index in made):
-                needed |= _slots((args, keywords))
-                steps.append((func, args, keywords, made, several))
-        if len(steps) > LONGEST:
+            if not each.made or needed & set(each.made) or any(self._slots[index].requires_grad for index in each.made):
+                needed |= _slots((each.arguments, each.keywords))
+                calls.append(each)
+        if len(calls) > LONGEST:
             raise NotPlannable("the call consists of too many steps")
-        steps.reverse()
-        return Taped(self._inputs, steps, wanted)
+        calls.reverse()
+        return Taped(self._inputs, calls, wanted, self._autocast)
 
 
 def check_always(check: Callable[..., None], *arguments: Any) -> None:
@@ -243,27 +262,28 @@ class Taped:
 
     Args:
         inputs: Number of the tensors of the call.
-        calls: For each call the function, the templates of its arguments and keywords, the slots of its results, and whether it
-            returns several tensors.
+        calls: Calls in their order.
         results: Template of the results of the whole.
+        autocast: Device type for which autocast is on where the whole is called; ``None`` if it is off.
     """
 
-    __slots__ = ("_constants", "_results", "_steps", "repeated")
+    __slots__ = ("_autocast", "_constants", "_parts", "_results", "repeated")
 
-    def __init__(self, inputs: int, calls: Sequence[tuple[Any, Any, Any, tuple[int, ...], bool]], results: Any) -> None:
+    def __init__(self, inputs: int, calls: Sequence[TapedCall], results: Any, autocast: str | None = None) -> None:
         self.repeated: Any = None
         """Comparison with later inputs that ``planned.py`` keeps here; ``None`` before it was made, false if it cannot be."""
-        constants = [None, *(each for _, arguments, *_ in calls for each in arguments if not _slots(each))]
+        constants = [None, *(each for call in calls for each in call.arguments if not _slots(each))]
         places = {index: index for index in range(inputs)}
-        for *_, made, _ in calls:
-            for index in made:
+        for call in calls:
+            for index in call.made:
                 places[index] = inputs + len(constants) + len(places) - inputs
-        self._constants = tuple(constants)
-        steps, next_constant = [], inputs + 1  # the first constant is for the results
-        for function, arguments, keywords, _, several in calls:
+        self._autocast, self._constants = autocast, tuple(constants)
+        next_constant = inputs + 1  # the first constant is for the results
+        parts: list[tuple[bool, list[Any]]] = []
+        for call in calls:
             indices: list[int] = []
             nested = False
-            for each in arguments:
+            for each in call.arguments:
                 if not _slots(each):
                     indices.append(next_constant)
                     next_constant += 1
@@ -271,28 +291,44 @@ class Taped:
                     indices.append(places[each.index])
                 else:
                     nested = True
-            named = tuple(_moved(keywords, places).items())
+            named = tuple(_moved(call.keywords, places).items())
             flat = None if nested or named or not indices else itemgetter(*indices)
             given = None if flat else [
-                _moved(each, places) if _slots(each) else each for each in arguments
+                _moved(each, places) if _slots(each) else each for each in call.arguments
             ]  # fmt: skip
-            steps.append((function, flat, len(indices) == 1, given, named, several))
-        self._steps, self._results = tuple(steps), _getter(_moved(results, places), inputs)
+            if not parts or parts[-1][0] is not call.lowered:
+                parts.append((call.lowered, []))
+            parts[-1][1].append((call.function, flat, len(indices) == 1, given, named, call.several))
+        self._parts, self._results = tuple(parts), _getter(_moved(results, places), inputs)
 
     def replay(self, tensors: Sequence[torch.Tensor]) -> Any:
         """Return the results for the tensors of a call."""
         values = [*tensors, *self._constants]
-        for function, flat, single, given, named, several in self._steps:
-            if flat is None:
-                arguments = [_filled(each, values) for each in given]
-                made = function(*arguments, **{name: _filled(each, values) for name, each in named})
-            else:
-                made = function(flat(values)) if single else function(*flat(values))
-            if several:
-                values += made
-            else:
-                values.append(made)
+        if self._autocast is None:
+            for _, steps in self._parts:
+                _repeat(steps, values)
+        else:
+            try:
+                for lowered, steps in self._parts:
+                    torch.set_autocast_enabled(self._autocast, lowered)
+                    _repeat(steps, values)
+            finally:
+                torch.set_autocast_enabled(self._autocast, True)
         return self._results(values)
+
+
+def _repeat(steps: Sequence[tuple[Any, ...]], values: list[Any]) -> None:
+    """Make the calls of a replay, and append their results to the values."""
+    for function, flat, single, given, named, several in steps:
+        if flat is None:
+            arguments = [_filled(each, values) for each in given]
+            made = function(*arguments, **{name: _filled(each, values) for name, each in named})
+        else:
+            made = function(flat(values)) if single else function(*flat(values))
+        if several:
+            values += made
+        else:
+            values.append(made)
 
 
 def _getter(results: Any, nothing: int) -> Callable[[list[Any]], Any]:
