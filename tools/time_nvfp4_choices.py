@@ -17,7 +17,6 @@ import statistics
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import replace
 from itertools import product
 from multiprocessing import get_context
 from typing import Any
@@ -51,7 +50,7 @@ def configurations(rows: int) -> Iterator[tuple[str, GemmConfig]]:
     """Yield the configurations that a call can have, with their names: 2 to 4 consumer warpgroups and two stages or more."""
     formats = configure_hopper.Formats(torch.bfloat16, torch.bfloat16, nvfp4=True)
     first = configure_hopper.narrow_config(rows, CHANNELS, formats)
-    for columns, split, chunks, arithmetic in product((32, 64), (1, 2, 3, 4), (1, 2, 4), (False, True)):
+    for columns, split, chunks in product((32, 64), (1, 2, 3, 4), (1, 2, 4)):
         config = formats.config(first.b_rows, columns, split, chunks=chunks)
         if not 2 <= columns // 32 * split <= 4:
             continue
@@ -60,8 +59,7 @@ def configurations(rows: int) -> Iterator[tuple[str, GemmConfig]]:
         except ValueError:  # no stage fits
             continue
         if fits:
-            decoded = "arithmetic" if arithmetic else "looked up"
-            yield f"{columns} columns, split {split}, {chunks} chunks, {decoded}", replace(config, arithmetic=arithmetic)
+            yield f"{columns} columns, split {split}, {chunks} chunks", config
 
 
 def compiled(config: GemmConfig) -> str:

@@ -14,7 +14,6 @@ if it does not compare one of its entries, and ``tests/test_prose.py`` if the te
 from __future__ import annotations
 
 import functools
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -22,11 +21,9 @@ import torch
 
 from onelaunch.device.hardware import processors
 from onelaunch.kernels.gemm_sm90.wgmma import wgmma_header
-from onelaunch.launch.build import CudaBuild
 from onelaunch.operation import Query, find_operation
 from onelaunch.ops import NVFP4Tensor, quantize_fp8, swiglu
 from onelaunch.ops.swiglu.variants import hopper
-from onelaunch.workbench.inspection import inspect_build
 from tests.ops.cases import BOTH, assert_ok, assert_same_bits_beside_other_work_and_in_graphs, judge
 
 pytest.importorskip("triton")
@@ -276,32 +273,6 @@ def test_pairs_of_ctas(tiles, given, device, monkeypatch):
     for _ in range(5):
         graph.replay()
         assert all(torch.equal(each, expected) for each in held)
-
-
-NVFP4_CASES = {name: given for name, given in CASES.items() if given.get("format") == "nvfp4_weights"}
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("name", NVFP4_CASES)
-def test_codes_decoded_by_arithmetic_give_the_same_bits_as_looked_up_ones(name, device, monkeypatch):
-    """Both decode exactly, and the sums have the same order; the factor that is left for the sums is a power of two."""
-    case = SWIGLU.case(name=name, **NVFP4_CASES[name])
-    arguments = SWIGLU.make_inputs(case, device, 0).arguments
-    expected = swiglu(**arguments, variant="stream_k")
-    monkeypatch.setattr(configure_hopper, "configuration", lambda *given: replace(configuration(*given), arithmetic=True))
-    assert torch.equal(swiglu(**arguments, variant="stream_k"), expected)
-    assert_ok(judge(SWIGLU, case, variant="stream_k", device=device, directions=BOTH[:1]), SWIGLU, case, "stream_k")
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_kernels_that_decode_by_arithmetic_compile_without_spills(dtype):
-    config = configure_hopper.narrow_config(64, 7168, configure_hopper.Formats(dtype, dtype, nvfp4=True))
-    kernel = launch_hopper.gemm_for(replace(config, arithmetic=True), scaled=True, keep=False).kernel
-    build = CudaBuild("arithmetic", kernel.source, kernel.threads, kernel.shared_bytes, matrix=True)
-    found = inspect_build(build, "sm_90a")
-    assert found.spills == 0
-    assert not found.problems
 
 
 @pytest.mark.gpu

@@ -75,8 +75,6 @@ class GemmConfig:
         split: Number of consumer warpgroups that share rows of A; each takes every ``split``-th k-block.
         nvfp4: Flag that A consists of NVFP4 codes. Consumer warpgroups dequantize them into the registers from which WGMMA reads
             A; converter warps prepare the block scales.
-        arithmetic: Flag that NVFP4 codes are decoded by arithmetic, and not looked up in a table in shared memory. It takes three
-            more instructions for two codes, and, counted with 64 rows of x, a quarter less of shared memory's time.
         chunks: Number of 128-byte pieces of each row of B in a k-block: 1, or for NVFP4 1, 2 or 4. A row of A has 32 bytes of
             codes per chunk.
         narrow: N dimension of a second, narrower WGMMA for tiles with few columns (``projections`` has such tiles at the end of
@@ -93,7 +91,6 @@ class GemmConfig:
     result: torch.dtype = torch.bfloat16
     split: int = 1
     nvfp4: bool = False
-    arithmetic: bool = False
     chunks: int = 1
     narrow: int = 0
     multicast: Multicast = "nothing"

@@ -104,7 +104,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) gemm_sm90(PARAMETERS) {
     }
   } else {
     setmaxnreg_inc<CONSUMER_REGISTERS>();
-#if NVFP4 && !ARITHMETIC
+#if NVFP4
     fill_table(dynamic_shared, threadIdx.x);
     bar_sync(ALL_WARPGROUPS, CONSUMERS);
 #endif

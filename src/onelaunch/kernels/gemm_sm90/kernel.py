@@ -71,8 +71,7 @@ def gemm_of(
         "A_ROWS": config.a_rows, "B_ROWS": config.b_rows, "NARROW": narrow, "SPLIT": config.split, "CHUNKS": config.chunks,
         "STAGES": config.stages, "STORE_BYTES": config.store_bytes, "SCHEDULE": _SCHEDULES[config.schedule],
         "MULTICAST": _MULTICASTS[config.multicast], "ELEMENT": ELEMENTS[config.element], "RESULT": ELEMENTS[config.result],
-        "NVFP4": int(config.nvfp4), "ARITHMETIC": int(config.arithmetic), "OPERANDS": f'"operands/{epilogue}.cuh"',
-        "EPILOGUE": f'"epilogue/{epilogue}.cuh"', **defines,
+        "NVFP4": int(config.nvfp4), "OPERANDS": f'"operands/{epilogue}.cuh"', "EPILOGUE": f'"epilogue/{epilogue}.cuh"', **defines,
     }  # fmt: skip
     source = cuda.Source("gemm.cu", cuda.read(package, "gemm.cu"), "gemm_sm90", sources, tuple(macros.items()))
     kernel = CudaKernel(

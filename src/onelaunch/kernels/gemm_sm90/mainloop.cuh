@@ -141,7 +141,7 @@ __device__ __forceinline__ void zero(float (&d)[COUNT]) {
 
 #if NVFP4
 // Set d to the products summed over this warpgroup's share of the next `count` k-blocks, with A dequantized into registers.
-// Without ARITHMETIC, fill_table() and a barrier must precede. All stages are released and all WGMMAs have ended on return.
+// fill_table() and a barrier must precede. All stages are released and all WGMMAs have ended on return.
 template <int WIDTH>
 __device__ __forceinline__ void multiply(
     float (&d)[WIDTH / 2], const SharedMemory& smem, int count, PipelineState& state, int m_block, int split) {
@@ -167,23 +167,17 @@ __device__ __forceinline__ void multiply(
       decoder.load_factors(smem.table, c);
       if (c > 1) wgmma_wait_group<1>();  // the WGMMAs that read w[c % 2] have ended
       decoder.scale(w[c % 2], c);
-      if (!ARITHMETIC && c + 1 < CHUNKS) decoder.look_up();
-      if (!ARITHMETIC && c + 2 < CHUNKS) decoder.load(c + 2);
+      if (c + 1 < CHUNKS) decoder.look_up();
+      if (c + 2 < CHUNKS) decoder.load(c + 2);
       wgmma_fence();
       // A descriptor's address is in units of 16 bytes: a chunk of B is B_ROWS rows of 128 bytes; a WGMMA reads 32 of each.
 #pragma unroll
       for (int part = 0; part < 4; ++part) wgmma(d, w[c % 2][part], b + c * (B_ROWS * 128 / 16) + 2 * part);
       wgmma_commit_group();
-      if (ARITHMETIC && c + 1 < CHUNKS) decoder.look_up();  // arithmetic beside the products; look-ups begin before them
-      if (ARITHMETIC && c + 2 < CHUNKS) decoder.load(c + 2);
     }
     wgmma_wait_group<0>();
     if (lane == 0) release(smem, mine.stage);
     mine.advance(SPLIT);
-  }
-  if constexpr (ARITHMETIC) {
-#pragma unroll
-    for (int i = 0; i < WIDTH / 2; ++i) d[i] *= PAIR_SCALE;
   }
   state.advance(count);
 }

@@ -4,18 +4,13 @@
 //             of 64 channels; each is multiplied by four WGMMAs of 16 channels, one block of the format each.
 // Computes:   element = e2m1 code * e4m3 scale of its block of 16 channels. The product has at most 6 significant bits, so
 //             float16 and bfloat16 hold it exactly. Scales of whole tensors are applied by the epilogue. NaN scales stay NaN.
-// Codes:      a byte holds two neighbouring channels. It is looked up in a table in shared memory, which gives both elements, or
-//             with ARITHMETIC = 1 becomes both by two multiplications and two masks. Look-ups take fewer instructions; but by
-//             a count of accesses, not timed yet, shared memory decides with 64 rows of x, and look-ups take a quarter of it.
+// Codes:      a byte holds two neighbouring channels. It is looked up in a table in shared memory, which gives both elements.
 // Table:      256 rows of 256 bytes. Each row repeats the pair of one byte once for every bank (128 bytes), so that 32 lanes
 //             that look up different bytes at once do not conflict. The other 128 bytes of each row hold block scales. Thus the
 //             offset of an entry is a byte of codes followed by a byte that selects the bank, and one PRMT composes it.
 // Scales:     the producer warp copies a k-block's e4m3 scales with cp.async; three converter warps turn them into 16-bit
 //             factors. Otherwise each decoding thread would convert all scales of its rows, and four threads share a row.
-// Arithmetic: the three bits of a magnitude are the lowest bits of an exponent and the highest bit of a mantissa. In these places
-//             they are the magnitude times 2^-126 (float16: 2^-14), exact, a subnormal number or not. The factors are larger by as
-//             much, but for 2^-7, or a scale of 448 would overflow; the sums are multiplied by 2^7 at the end, exactly.
-// Steps:      fill_table() once per CTA, unless ARITHMETIC; copy_scales() and convert_scales() per k-block; a Decoder in each consumer thread.
+// Steps:      fill_table() once per CTA; copy_scales() and convert_scales() per k-block; a Decoder in each consumer thread.
 // Callers:    gemm.cu fills the table; mainloop.cuh calls the other steps.
 // Protocol:   scales_full[s], scales_converted[s] and empty[s]: see mainloop.cuh.
 // Requires:   K is a multiple of K_BLOCK, since nothing masks the codes and scales beyond the end.
@@ -78,17 +73,6 @@ __device__ __forceinline__ u32 look_up_pair(const char* table, u32 word, u32 sel
   return *reinterpret_cast<const u32*>(table + prmt(word, bank, selector));
 }
 
-// Place the two e2m1 codes of byte t of `word` in the halves of a word, the lower code in the lower half, times 2^-126 (float16:
-// 2^-14). `selector` is 0x4440 + t: that byte, and three of zeros. Both products add up shifted copies that do not overlap: one
-// has the magnitudes in their places, the other the signs.
-__device__ __forceinline__ u32 compute_pair(u32 word, u32 selector) {
-  constexpr u32 SHIFT = ELEMENT == BFLOAT16 ? 6 : 9;
-  const u32 byte = prmt(word, 0, selector);
-  const u32 magnitudes = byte * ((1u << SHIFT) + (1u << (SHIFT + 12))), signs = byte * ((1u << 12) + (1u << 24));
-  return (magnitudes & (0x00070007u << SHIFT)) | (signs & 0x80008000u);
-}
-constexpr float PAIR_SCALE = ARITHMETIC ? 128.0f : 1.0f;  // factor that is left for the sums
-
 // Block scales of a k-block: ROW_SCALES e4m3 scales of each row of A become as many 16-bit factors, FACTOR_BYTES in a stage.
 // Factors are grouped by pairs of chunks (64 channels, 4 factors each): within a pair, row after row, one vector of
 // FACTOR_VECTOR_BYTES per row. cp.async puts the e4m3 scales of a row where its last factors will be written; the thread that
@@ -126,10 +110,6 @@ __device__ __forceinline__ void convert(u32 four, u32& first, u32& second) {
 #pragma unroll
   for (int i = 0; i < 2; ++i)
     asm("{\n.reg .b16 x;\ncvt.u16.u32 x, %1;\ncvt.rn.f16x2.e4m3x2 %0, x;\n}" : "=r"(pairs[i]) : "r"(four >> (16 * i)));
-  if (ARITHMETIC && ELEMENT == FLOAT16) {
-#pragma unroll
-    for (int i = 0; i < 2; ++i) pairs[i] = multiply_x2(pairs[i], 0x58005800);  // 2^14 / PAIR_SCALE = 2^7
-  }
   if (ELEMENT == BFLOAT16) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -137,7 +117,6 @@ __device__ __forceinline__ void convert(u32 four, u32& first, u32& second) {
       asm("{\n.reg .b16 x, y;\nmov.b32 {x, y}, %2;\ncvt.f32.f16 %0, x;\ncvt.f32.f16 %1, y;\n}"
           : "=f"(low), "=f"(high)
           : "r"(pairs[i]));
-      if (ARITHMETIC) low *= 0x1p119f, high *= 0x1p119f;  // 2^126 / PAIR_SCALE
       pairs[i] = prmt(__float_as_uint(low), __float_as_uint(high), 0x7632);  // the upper halves, exact
     }
   }
@@ -179,19 +158,14 @@ struct Decoder {
   u32 at;             // address of the stage, where its codes begin
   int stage, r;       // stage; the first of the thread's two rows of A
   // PRMT selector of look_up_pair, and this lane's bank as an offset in bytes. From the lowest byte, the selector takes byte 0
-  // of `bank`, this lane's byte of the word, and twice byte 1 of `bank`, which is 0. With ARITHMETIC it is that of compute_pair.
+  // of `bank`, this lane's byte of the word, and twice byte 1 of `bank`, which is 0.
   u32 selector, bank;
   uint4 codes[2][2];  // [row][half of the chunk]: 32 channels
   u32 pairs[2][8];    // [row][group of 8 channels]: this lane's two channels of the group
   u32 factors[2][4];  // [row][pair of factors]: those of two chunks, if CHUNKS > 1
 
   __device__ __forceinline__ Decoder(const char* table, u32 at, int stage, int r, int lane)
-      : table(table), at(at), stage(stage), r(r), selector(ARITHMETIC ? 0x4440 | lane % 4 : 0x5504 | lane % 4 << 4), bank(4 * lane) {}
-
-  // Return the pair of this lane's byte of a word of codes.
-  __device__ __forceinline__ u32 pair_of(u32 word) const {
-    return ARITHMETIC ? compute_pair(word, selector) : look_up_pair(table, word, selector, bank);
-  }
+      : table(table), at(at), stage(stage), r(r), selector(0x5504 | lane % 4 << 4), bank(4 * lane) {}
 
   // Load the codes of chunk c.
   __device__ __forceinline__ void load(int c) {
@@ -201,7 +175,7 @@ struct Decoder {
       for (int half = 0; half < 2; ++half) codes[i][half] = load_codes(at, r + 8 * i, 2 * c + half);
   }
 
-  // Look up, or compute, the codes that load() has loaded. WGMMA takes channels 2 t and 2 t + 1 of each group of 8 from lane t of four: byte
+  // Look up the codes that load() has loaded. WGMMA takes channels 2 t and 2 t + 1 of each group of 8 from lane t of four: byte
   // t of each word.
   __device__ __forceinline__ void look_up() {
 #pragma unroll
@@ -209,10 +183,10 @@ struct Decoder {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const uint4 four = codes[i][half];
-        pairs[i][4 * half] = pair_of(four.x);
-        pairs[i][4 * half + 1] = pair_of(four.y);
-        pairs[i][4 * half + 2] = pair_of(four.z);
-        pairs[i][4 * half + 3] = pair_of(four.w);
+        pairs[i][4 * half] = look_up_pair(table, four.x, selector, bank);
+        pairs[i][4 * half + 1] = look_up_pair(table, four.y, selector, bank);
+        pairs[i][4 * half + 2] = look_up_pair(table, four.z, selector, bank);
+        pairs[i][4 * half + 3] = look_up_pair(table, four.w, selector, bank);
       }
   }
 

@@ -10,7 +10,6 @@
 //          SPLIT           consumer warpgroups that share rows of A and take every SPLIT-th k-block (split-K within a CTA)
 //          NARROW          width of the WGMMAs for tiles of few columns, B_ROWS if there are none
 //          NVFP4           1 if A consists of NVFP4 codes, 0 otherwise
-//          ARITHMETIC      1 if NVFP4 codes are decoded by arithmetic, 0 if they are looked up (nvfp4.cuh)
 //          ELEMENT         type of the operands, an enumerator below; with NVFP4 that of B, to which A is decoded
 //          RESULT          type of the stored results, an enumerator below: 16 bits
 //          SCHEDULE        scheduler.cuh explains the enumerators

@@ -180,13 +180,17 @@ def narrow_config(rows: int, channels: int, formats: Formats) -> GemmConfig:
 
     Tiles are small and many, so that CTAs seldom have to share one. ``split`` consumer warpgroups take turns with k-blocks.
     Single runs on an H200, N=4096 K=7168, in us: at M=1 31.0 with a split of three and 31.5 with two; at M=64 32.9 and 32.5.
-    With NVFP4 at M=1, 14.0 with four, 14.5 with three, 15.7 with two. With more rows there are no registers for four.
+    With NVFP4 at M=1, 14.0 with four, 14.5 with three, 15.7 with two. With more rows there are no registers for four. On an H100,
+    with NVFP4: at M=32 26.0 with two and k-blocks of four chunks, 27.7 with three and two chunks; at M=64 32.5 with tiles of 32
+    columns, and 31.1 with 64 columns, which load half as much of x.
     """
     width = _tile_rows_for(rows, _NARROW)
     if not formats.nvfp4:
         return formats.config(width, 32, split=3 if width <= 16 else 2)
+    if 48 < width <= 64:
+        return formats.config(width, 64, chunks=_chunks_for(channels, 2))
     # most: largest number of chunks (64 channels each) of a k-block
-    split, most = (4, 4) if width <= 16 else (3, 2) if width <= 32 else (2, 2) if width <= 64 else (2, 1)
+    split, most = (4, 4) if width <= 16 else (2, 4) if width <= 32 else (2, 2) if width <= 48 else (2, 1)
     return formats.config(width, 32, split, chunks=_chunks_for(channels, most))
 
 
