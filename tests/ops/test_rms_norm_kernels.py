@@ -178,7 +178,8 @@ def test_tiles_hold_whole_rows_and_occupy_the_device(rows, channels):
     from onelaunch.ops.rms_norm import launch
 
     for itemsize in (2, 4):
-        for tile in (launch.forward_tile(rows, channels, itemsize, 132), launch.backward_tile(rows, channels, itemsize, 132)):
+        forward = [launch.forward_tile(rows, channels, itemsize, 132, residual=each) for each in (False, True)]
+        for tile in (*forward, launch.backward_tile(rows, channels, itemsize, 132)):
             assert channels <= tile.BD
             assert tile.BM == 1 or rows >= 4 * 132 * tile.BM
             assert 32 * 32 * max(tile.warps, 4) >= tile.BD * tile.BM  # at most 32 elements per thread

@@ -313,7 +313,7 @@ class Taped:
                     torch.set_autocast_enabled(self._autocast, lowered)
                     _repeat(steps, values)
             finally:
-                torch.set_autocast_enabled(self._autocast, True)
+                torch.set_autocast_enabled(self._autocast, True)  # noqa: FBT003 - PyTorch names no such argument
         return self._results(values)
 
 
