@@ -24,7 +24,7 @@ from onelaunch.launch.launch import Launch
 from onelaunch.launch.packet import Address, Image, Packet, Parameters, place
 from onelaunch.launch.parameters import NotPlannable, with_map
 from onelaunch.launch.plan import Plan
-from onelaunch.launch.planned import Planned, refuse_plan
+from onelaunch.launch.planned import Planned, refuse_plan, refused_calls
 from onelaunch.launch.recording import Recorder, Recording, recorder
 from tests.launch.replayed import Kernel, machine  # noqa: F401 - a fixture
 
@@ -341,6 +341,10 @@ def test_a_call_that_cannot_be_repeated_runs_every_time(adding, machine, reason)
         called(*vectors(1))
         assert called.count == call + 1
     assert not machine.launches
+    (why,) = called.planned.refused()
+    assert refused_calls()["counted"] == [why]
+    called.planned.forget()
+    assert "counted" not in refused_calls()
 
 
 def test_a_kernel_with_other_parameters_than_expected_is_left_to_triton(sum_of, machine, monkeypatch):  # noqa: F811

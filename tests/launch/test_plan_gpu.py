@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from onelaunch.launch.plan import Device, Plan
-from onelaunch.launch.planned import _ALL, forget_plans
+from onelaunch.launch.planned import _ALL, forget_plans, refused_calls
 from onelaunch.ops import gated_scan, gla, gla_layer, linear_rnn, rms_norm, swiglu
 
 pytestmark = pytest.mark.gpu
@@ -55,6 +55,8 @@ CALLS = {
         lambda: (values(24, 128), values(256, 128), values(256, 128)),
     ),
     "swiglu stacked": (swiglu, lambda: (values(2, 12, 128), values(512, 128))),
+    "swiglu of one token": (swiglu, lambda: (values(1, 1, 2048), values(16_384, 2048))),
+    "swiglu of 64 tokens": (swiglu, lambda: (values(1, 64, 2048), values(16_384, 2048))),
     "linear_rnn": (linear_rnn, lambda: (values(2, 96, 64), values(64, 64), decays(2, 96, 64), values(2, 96, 64))),
     "gated_scan": (gated_scan, lambda: (values(2, 96, 64), decays(2, 96, 64), values(2, 96, 64))),
     "rms_norm": (rms_norm, lambda: (values(2, 96, 64), values(64), values(2, 96, 64))),
@@ -97,6 +99,7 @@ def test_replays_equal_the_calls_themselves(call):
     function, make = call
     replayed(function, make)
     assert planned() >= 1
+    assert refused_calls() == {}
     for _ in range(3):
         given = make()
         for found, wanted in zip(tensors(function(*given)), results(function, given), strict=True):

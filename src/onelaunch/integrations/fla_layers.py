@@ -69,14 +69,6 @@ class FlaLayer(Forward):
             )
 
 
-def find(module: nn.Module, name: str) -> Any:
-    """Return a submodule by its name, which may hold dots, or ``None``."""
-    found: Any = module
-    for key in name.split("."):
-        found = getattr(found, key, None)
-    return found
-
-
 def head_refusals(said: str, size: int, operation: str) -> Iterator[str]:
     """Yield the reason why an operation does not take heads of ``size`` channels; ``said`` are their arguments and a verb."""
     if not SMALLEST_HEAD <= size <= LARGEST_HEAD:

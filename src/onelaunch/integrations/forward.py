@@ -16,6 +16,7 @@ from torch.compiler import is_compiling
 
 from onelaunch import checks
 from onelaunch.integrations.storage import Owners, are_adjacent, lay, part, together
+from onelaunch.nn.packed import child
 from onelaunch.tracing import is_transformed
 
 
@@ -40,7 +41,7 @@ class Forward(ABC):
         """Reason why the weights were not moved into one buffer."""
         self._buffers: dict[int, int] = {}
         """Address of the buffer that each group was moved into, by the group's index."""
-        self._unseen = [(name, child, type(child)) for name, child in self.not_called()]
+        self._unseen = [(name, each, type(each)) for name, each in self.not_called()]
 
     @classmethod
     @abstractmethod
@@ -77,29 +78,26 @@ class Forward(ABC):
         """Return why this call must run the original forward, or ``None``."""
         if type(x) is not torch.Tensor and type(x) is not nn.Parameter:
             return f"the input is a {type(x).__name__}"
-        for name, child, kind in self._unseen:
-            if self._submodule(name) is not child or "forward" in child.__dict__:
+        for name, module, kind in self._unseen:
+            if find(self.module, name) is not module or "forward" in module.__dict__:
                 return f"{name} was replaced"
-            if type(child) is not kind:  # as FSDP2 does with each module that it is applied to
-                return f"{name} is of the class {type(child).__name__} now"
-            if is_hooked(child):
+            if type(module) is not kind:  # as FSDP2 does with each module that it is applied to
+                return f"{name} is of the class {type(module).__name__} now"
+            if is_hooked(module):
                 return f"{name} has hooks"
-        weights = self.weights()
-        for weight in weights:
+        dtype = x.dtype
+        known, alike = dtype in _FLOATS, True
+        for weight in self.weights():
             if type(weight) is not nn.Parameter and type(weight) is not torch.Tensor:
                 return f"a weight is a {type(weight).__name__}"
-        dtypes = {x.dtype, *[weight.dtype for weight in weights]}
-        if not dtypes <= _FLOATS:
+            if weight.dtype is not dtype:
+                alike = False
+                known = known and weight.dtype in _FLOATS
+        if not known:
             return "the input or a weight is neither float16, bfloat16 nor float32"
-        if len(dtypes) > 1 and not torch.is_autocast_enabled(x.device.type):
+        if not alike and not torch.is_autocast_enabled(x.device.type):
             return "the input and the weights differ in dtype"
         return "the call is inside a transform of torch.func" if is_transformed() else None
-
-    def _submodule(self, name: str) -> object:
-        found: Any = self.module
-        for key in name.split("."):
-            found = getattr(found, key, None)
-        return found
 
     def lay(self, owners: Owners) -> None:
         """Move each group of weights into one buffer, unless it lies in one or cannot be moved."""
@@ -151,6 +149,17 @@ def _adjacent(group: Sequence[torch.Tensor]) -> bool:
         return False
 
 
+def find(module: nn.Module, name: str) -> Any:
+    """Return a submodule by its name, which may hold dots, or ``None``."""
+    found: Any = module
+    try:
+        for key in name.split("."):
+            found = child(found, key)
+    except AttributeError:
+        return None
+    return found
+
+
 def joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return tensors as one: over their own memory where they lie one behind the other, otherwise a copy made for this call."""
     whole = together(parts)
@@ -159,13 +168,8 @@ def joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
 
 def is_hooked(module: nn.Module) -> bool:
     """Return whether hooks would run if the module were called."""
-    hooks = (
-        module._forward_hooks,  # noqa: SLF001 - PyTorch has no public names for these
-        module._forward_pre_hooks,  # noqa: SLF001
-        module._backward_hooks,  # noqa: SLF001
-        module._backward_pre_hooks,  # noqa: SLF001
-    )
-    return any(hooks)
+    forward = module._forward_hooks or module._forward_pre_hooks  # noqa: SLF001 - PyTorch has no public names for these
+    return bool(forward or module._backward_hooks or module._backward_pre_hooks)  # noqa: SLF001
 
 
 def linear_refusals(name: str, linear: object, *, bias: bool = False) -> Iterator[str]:

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from onelaunch.integrations.fla_layers import SWISH, FlaLayer, convolution_refusals, find, head_refusals, norm_refusals
-from onelaunch.integrations.forward import joined, linear_refusals
+from onelaunch.integrations.fla_layers import SWISH, FlaLayer, convolution_refusals, head_refusals, norm_refusals
+from onelaunch.integrations.forward import find, joined, linear_refusals
+from onelaunch.nn.packed import child, parameter
 from onelaunch.ops import gla_layer
 
 _OPERATION = "onelaunch.ops.gla_layer"
@@ -50,16 +51,16 @@ class GlaLayer(FlaLayer):
 
     def groups(self) -> tuple[tuple[nn.Parameter, ...], ...]:
         """Return the weights of the projections of the input and, if there are any, of the convolutions."""
-        projected = tuple([find(self.module, name).weight for name in self.projections])
-        filters = tuple([find(self.module, name).weight for name in self.convolutions]) if self.convolved else ()
+        projected = tuple([parameter(find(self.module, name), "weight") for name in self.projections])
+        filters = tuple([parameter(find(self.module, name), "weight") for name in self.convolutions]) if self.convolved else ()
         return (projected, filters) if filters else (projected,)
 
     def weights(self) -> tuple[torch.Tensor, ...]:
         """Return all tensors that must have the dtype of the input."""
         decay, module = find(self.module, self.decay), self.module
-        more = () if self.decay in self.projections else (decay.weight,)
-        named = (*more, decay.bias, module.o_proj.weight)  # pyrefly: ignore[missing-attribute]
-        return (*[weight for group in self.groups() for weight in group], *named)  # pyrefly: ignore[bad-return]
+        more = () if self.decay in self.projections else (parameter(decay, "weight"),)
+        named = (*more, parameter(decay, "bias"), parameter(child(module, "o_proj"), "weight"))
+        return (*[weight for group in self.groups() for weight in group], *named)
 
     def forward(
         self,

@@ -10,11 +10,12 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from onelaunch.integrations.fla_layers import SWISH, FlaLayer, convolution_refusals, find, head_refusals, norm_refusals
-from onelaunch.integrations.forward import joined, linear_refusals
+from onelaunch.integrations.fla_layers import SWISH, FlaLayer, convolution_refusals, head_refusals, norm_refusals
+from onelaunch.integrations.forward import find, joined, linear_refusals
 from onelaunch.nn.convolution import short_convolution
 from onelaunch.nn.forget import Span, hgrn, hgrn2, hgrn2_segments, hgrn_segments, one_head
 from onelaunch.nn.hgrn import FLA_EPS
+from onelaunch.nn.packed import parameter
 from onelaunch.operation.states import float32_state
 from onelaunch.ops import Segment, output_chain, projections
 
@@ -67,13 +68,13 @@ class ForgetGateForward(FlaLayer):
 
     def groups(self) -> tuple[tuple[nn.Parameter, ...], ...]:
         """Return the weights of the projections of the input."""
-        return (tuple([find(self.module, name).weight for name in self.projections]),)
+        return (tuple([parameter(find(self.module, name), "weight") for name in self.projections]),)
 
     def weights(self) -> tuple[torch.Tensor, ...]:
         """Return all tensors that must have the dtype of the input."""
         convolutions = [find(self.module, name) for name in self.convolutions] if self.convolved else []
         filters = [value for each in convolutions for value in (each.weight, each.bias) if value is not None]
-        return (*self.groups()[0], *filters, find(self.module, "o_proj").weight)
+        return (*self.groups()[0], *filters, parameter(find(self.module, "o_proj"), "weight"))
 
     def forward(
         self,
@@ -107,7 +108,7 @@ class ForgetGateForward(FlaLayer):
         bound = None if self.module.layer_idx == 0 else lower_bound
         o, state = self.recur(projected, bound, Span(initial, past_key_values is not None, offsets))
         self.store(past_key_values, state, hidden_states.shape[1])
-        norm_weight, w_out = find(self.module, "g_norm").weight, find(self.module, "o_proj").weight
+        norm_weight, w_out = parameter(find(self.module, "g_norm"), "weight"), parameter(find(self.module, "o_proj"), "weight")
         return output_chain(one_head(o), projected.get("g"), norm_weight, w_out, eps=self.eps()), None, past_key_values
 
     def _convolve(

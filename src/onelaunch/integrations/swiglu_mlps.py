@@ -13,6 +13,7 @@ from torch import nn
 
 from onelaunch.integrations.forward import Forward, linear_refusals
 from onelaunch.integrations.storage import together
+from onelaunch.nn.packed import child, parameter
 from onelaunch.ops.swiglu.mlp import mlp
 
 _SILU = ("silu", "swish")
@@ -57,7 +58,7 @@ class SwigluMlp(Forward):
 
     def weights(self) -> tuple[torch.Tensor, ...]:
         """Return the weights of the gate and of the up projection."""
-        return self.module.gate_proj.weight, self.module.up_proj.weight  # pyrefly: ignore[bad-return, missing-attribute]
+        return parameter(child(self.module, "gate_proj"), "weight"), parameter(child(self.module, "up_proj"), "weight")
 
     def groups(self) -> tuple[tuple[nn.Parameter, ...], ...]:
         """Return the weights of the gate and of the up projection, the gate's first."""
@@ -76,7 +77,7 @@ class SwigluMlp(Forward):
             return self.original(reason, x, **kwargs)
         gate, up = self.weights()
         whole = together((gate, up))
-        return mlp(x, *((gate, up) if whole is None else (whole, None)), self.module.down_proj)  # pyrefly: ignore[bad-argument-type]
+        return mlp(x, *((gate, up) if whole is None else (whole, None)), child(self.module, "down_proj"))
 
 
 class FlaMlp(SwigluMlp):

@@ -22,7 +22,7 @@ import functools
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Generic, ParamSpec, TypeVar
+from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch.compiler import is_compiling
@@ -46,11 +46,17 @@ MOST = 4096
 _MOST_DISTANCES = 256
 """Largest number of plans kept for equal facts that differ in the byte distances between the addresses of their inputs."""
 
-_SEEN, _REFUSED = object(), object()
-"""Entries for facts without a plan: a first call was made, or recording failed and is not tried again."""
+_SEEN = object()
+"""Entry for facts without a plan of which a first call was made."""
 
 _ALL: list[Planned[Any]] = []
 """All planned functions of the process."""
+
+
+class Refused(NamedTuple):
+    """Entry for facts whose calls cannot be replayed; recording is not tried again."""
+
+    reason: str
 
 
 class Planned(Generic[R]):
@@ -158,8 +164,8 @@ class Planned(Generic[R]):
             results = self._function(*inputs, **named)
         try:
             self._remember(facts, tape.finish(results), plans)
-        except NotPlannable:
-            self._remember(facts, _REFUSED, plans)
+        except NotPlannable as problem:
+            self._remember(facts, Refused(str(problem)), plans)
         return results
 
     def _record(self, inputs: tuple[Any, ...], named: dict[str, Any], facts: Facts, found: Any, plans: dict[Any, Any]) -> R:
@@ -175,8 +181,8 @@ class Planned(Generic[R]):
             if len(launched) != active.launches:
                 raise NotPlannable("kernels were launched that were not reported")
             plan = Plan(active.recording, results, active.geometry_of)
-        except NotPlannable:
-            self._remember(facts, _REFUSED, plans)
+        except NotPlannable as problem:
+            self._remember(facts, Refused(str(problem)), plans)
             return results
         if plan.distances():
             kept = found if type(found) is dict and len(found) < _MOST_DISTANCES else {}
@@ -200,6 +206,11 @@ class Planned(Generic[R]):
         """
         self._plans = {}
         self._latest = None
+
+    def refused(self) -> list[str]:
+        """Return the reason of each kind of call that cannot be replayed and runs as if there were no plans."""
+        lowered = [reason for each in self._lowered.values() for reason in each.refused()]
+        return [each.reason for each in self._plans.values() if type(each) is Refused] + lowered
 
     def plans(self) -> list[Plan | Taped]:
         """Return all plans and tapes, those for calls under autocast included."""
@@ -285,6 +296,15 @@ def unrecorded(problem: str) -> Iterator[None]:
 def is_recording() -> bool:
     """Return whether a call is recorded in this thread."""
     return active_tape() is not None or recorder() is not None
+
+
+def refused_calls() -> dict[str, list[str]]:
+    """Return the reasons why calls of this process are not replayed, by the name of the function. Tests ask for them."""
+    found: dict[str, list[str]] = {}
+    for each in _ALL:
+        if not each._autocast and (reasons := each.refused()):  # noqa: SLF001 - objects of a class here
+            found.setdefault(getattr(each, "__name__", repr(each)), []).extend(reasons)
+    return found
 
 
 def forget_plans() -> None:
