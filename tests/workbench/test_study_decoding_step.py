@@ -1,0 +1,45 @@
+"""Tests of the studies of single steps of decoding: their shapes can run in one launch on Hopper GPUs, and are few rows.
+
+The GPUs are pretended (``tests/devices.py``).
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from onelaunch.workbench.study.read import load_study
+from tests.devices import HOPPERS, forget, pretend
+
+STEPS = {"058-decoding-step": "one_launch"}
+"""Variant in one launch by study."""
+
+pytest.importorskip("triton", reason="without Triton, kernels refuse every call")
+
+
+@pytest.fixture(params=STEPS)
+def study(request, pytestconfig):
+    return load_study(pytestconfig.rootpath / "studies" / f"{request.param}.toml")
+
+
+@pytest.mark.parametrize("gpu", ["H100", "H200"])
+def test_every_shape_runs_in_one_launch(study, gpu, monkeypatch):
+    device = pretend(HOPPERS[gpu], monkeypatch)
+    try:
+        for shape in study.at_scale("full"):
+            operation, case = study.operation_at(shape), study.case(shape)
+            assert operation.get(STEPS[study.name]).why_not(operation.query(case, device)) is None, shape.name
+    finally:
+        monkeypatch.undo()
+        forget()
+
+
+def test_shapes_are_steps_with_states_of_at_most_64_rows(study):
+    shapes = study.at_scale("full")
+    assert all(shape.sizes["B"] * shape.sizes["T"] <= 64 for shape in shapes)
+    assert all(study.case(shape).options["initial_state"] and study.case(shape).options["final_state"] for shape in shapes)
+    assert {shape.sizes["B"] for shape in shapes if shape.sizes["T"] == 1} >= {1, 16, 64}
+
+
+def test_bounds_are_those_that_were_asked_for(study):
+    bounds = {each.at[0]: each.at_most for each in study.criteria if each.measure == "time_over_floor"}
+    assert bounds == {"058-decoding-step": {"1x1": 1.45, "16x1": 1.25}}[study.name]
