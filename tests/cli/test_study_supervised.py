@@ -88,8 +88,8 @@ timing.WARM_UP_SECONDS["cpu"] = 0.0
 rotation.CACHES, sampling.CPU_SAMPLE_SECONDS = 0, 1e-4
 parent = os.getpid()
 keep = running.Run.save_partial
-def keep_and_be_interrupted(self, path):
-    keep(self, path)
+def keep_and_be_interrupted(self):
+    keep(self)
     if len(self.finished) == 1:
         os.kill(parent, signal.SIGINT)
         for _ in range(6000):  # the interruption comes between two of the pauses; on a busy machine only after seconds

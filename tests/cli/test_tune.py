@@ -150,8 +150,8 @@ def interrupt_after_the_first_call(monkeypatch):
     """Press Ctrl-C once the first call is measured."""
     keep = running.Run.save_partial
 
-    def keep_and_interrupt(self, path):
-        keep(self, path)
+    def keep_and_interrupt(self):
+        keep(self)
         if len(self.finished) == 1:
             raise KeyboardInterrupt
 

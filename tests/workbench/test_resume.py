@@ -13,6 +13,7 @@ import pytest
 
 from onelaunch.errors import ResultExists, ResultMismatch, StudyError
 from onelaunch.operation import entry_points
+from onelaunch.workbench import probing
 from onelaunch.workbench.measure import timing
 from onelaunch.workbench.options import RunOptions
 from onelaunch.workbench.report import markdown
@@ -66,21 +67,49 @@ def test_a_run_is_resumed_at_another_commit_and_says_what_was_measured_where(at_
     assert "measured first, first, forward and backward" in report
 
 
-def test_variants_that_are_measured_at_the_new_commit_are_judged_on_probes_there(at_commit, tmp_path, monkeypatch):
+def test_variants_that_are_measured_at_a_new_commit_are_judged_on_probes_there_if_their_code_differs(
+    at_commit, tmp_path, monkeypatch
+):
+    """The third run is of the code of the second. The code of the last one is not known."""
     probed = []
 
     def probe(judge, operation, name, device, directions):
         probed.append(name)
         return ProbeReport(passed=1, directions=directions)
 
-    monkeypatch.setattr("onelaunch.workbench.running.Run._has_probes", lambda self, planned: True)
+    monkeypatch.setattr(probing, "has_probes", lambda operation, name: True)
     monkeypatch.setattr("onelaunch.workbench.running.compile_probes", lambda calls, device: None)
     path = tmp_path / "mine.json"
-    for commit, expected in ((OLD, ["eager", "parallel"]), (NEW, ["eager", "parallel"]), (NEW, [])):
+    both = ["eager", "parallel"]
+    runs = [
+        (OLD, {"eager": "a", "parallel": "b"}, both),
+        (NEW, {"eager": "a", "parallel": "c"}, ["parallel"]),
+        (NEWEST, {"eager": "a", "parallel": "c"}, []),
+        (OLD, {}, both),
+        (NEW, {}, both),
+        (NEW, {}, []),  # at an equal commit its earlier reports hold
+    ]
+    for commit, codes, expected in runs:
         at_commit(commit)
-        run(study(), save_to=path, resume=path.exists(), across_commits=True, anew=("second",), steps=steps(probe=probe))
-        assert sorted(probed) == expected  # at an equal commit its earlier reports hold
+        monkeypatch.setattr("onelaunch.workbench.running.code_of", lambda study, codes=codes: codes)
+        found = run(study(), save_to=path, resume=path.exists(), across_commits=True, anew=("second",), steps=steps(probe=probe))
+        assert sorted(probed) == expected
+        assert {label: each.code for label, each in found.probes.items()} == (codes or {"eager": "", "parallel": ""})
         probed.clear()
+
+
+def test_the_code_of_a_report_is_that_of_the_variant_the_probes_and_the_gate(monkeypatch):
+    scan = study().model_copy(update={"operation": "gated_scan", "baseline": "eager", "variants": ("eager", "fused")})
+    first = probing.code_of(scan)
+    assert sorted(first) == ["eager", "fused"]
+    assert len({*first.values()}) == 2
+    assert probing.code_of(scan) == first
+    for name, changed in (("digest_of", "code"), ("module_digest", "probes"), ("digest_of_files", "gate")):
+        with monkeypatch.context() as patch:
+            patch.setattr(probing, name, lambda *_, changed=changed: changed)
+            assert not {*probing.code_of(scan).values()} & {*first.values()}
+    monkeypatch.setattr(probing, "digest_of", lambda variant: "")
+    assert probing.code_of(scan) == {}
 
 
 def test_shapes_of_a_finished_result_are_measured_anew_and_the_others_keep_their_commit(at_commit, tmp_path):

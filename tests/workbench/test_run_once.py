@@ -11,6 +11,8 @@ returns a small case of ``toy_sum``.
 from __future__ import annotations
 
 import json
+import os
+import sys
 from dataclasses import replace
 
 import pytest
@@ -136,6 +138,40 @@ def test_a_variant_that_ended_a_process_is_not_probed_again(probed, monkeypatch)
     assert result.probes["parallel"].failed == ("It was killed by SIGSEGV.",)
     assert statuses(result)["parallel"] == "crashed"
     assert statuses(result, "second")["parallel"] == "ok"
+
+
+def test_the_reports_of_variants_that_were_judged_before_an_interruption_are_kept(probed, tmp_path):
+    asked, path = [], tmp_path / "mine.json"
+
+    def probe(judge, operation, name, device, directions):
+        asked.append(name)
+        if asked == ["eager", "parallel"]:
+            raise KeyboardInterrupt
+        return ProbeReport(passed=7)
+
+    stopped = run(study(), save_to=path, steps=steps(probe=probe))
+    assert stopped.interrupted
+    assert list(stopped.probes) == ["eager"]
+    result = run(study(), save_to=path, resume=True, steps=steps(probe=probe))
+    assert asked == ["eager", "parallel", "parallel"]
+    assert list(result.probes) == ["eager", "parallel"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the child must be forked, to know its variants")
+def test_the_reports_of_variants_that_were_judged_before_a_crash_are_kept(probed, tmp_path):
+    asked = tmp_path / "asked"
+
+    def probe(judge, operation, name, device, directions):
+        with asked.open("a") as file:
+            file.write(f"{name}\n")
+        if name == "parallel":
+            os._exit(3)
+        return ProbeReport(passed=1)
+
+    result = run(study(), save_to=tmp_path / "mine.json", in_process=False, steps=steps(probe=probe))
+    assert asked.read_text().split() == ["eager", "parallel"]
+    assert result.probes["eager"].met
+    assert result.probes["parallel"].failed == ("The measuring process ended with exit code 3 while parallel was probed.",)
 
 
 def test_a_variant_that_fails_its_probes_is_not_adopted(probed, monkeypatch, tmp_path):

@@ -2,7 +2,8 @@
 
 On a CPU there is one device, so ``side_by_side`` lets two processes share it. The helpers are those of ``runs.py``: ``study``
 declares ``toy_sum`` at the shapes ``first`` and ``second`` with the variants ``eager`` and ``parallel``. ``quick`` is a fixture
-that makes runs fast in an empty folder, for every test of the file. ``at_count`` of ``rogues_timing.py`` makes a variant that
+that makes runs fast in an empty folder, for every test of the file, and ``steps`` replaces functions that use the device.
+``toy_case`` returns a small case of ``toy_sum``. ``at_count`` of ``rogues_timing.py`` makes a variant that
 acts in a chosen call.
 """
 
@@ -17,14 +18,16 @@ from pathlib import Path
 import pytest
 
 from onelaunch.errors import ArgumentError, ResultMismatch
+from onelaunch.operation import Probe
 from onelaunch.workbench import run as module
 from onelaunch.workbench.merging import merged, refuse_other_devices
 from onelaunch.workbench.options import Part
-from onelaunch.workbench.result import Result
+from onelaunch.workbench.result import ProbeReport, Result
 from onelaunch.workbench.run import partial_path, resolve_all
 from onelaunch.workbench.running import Run
 from tests.workbench.rogues_timing import at_count, registered
-from tests.workbench.runs import FASTER, interrupted_at, quick, run, statuses, study
+from tests.workbench.runs import FASTER, interrupted_at, quick, run, statuses, steps, study
+from tests.workbench.toy import toy_case, toy_sum
 
 __all__ = ["quick"]  # an automatic fixture: an empty working directory, short samples, no warm-up
 
@@ -128,6 +131,19 @@ def test_a_slow_process_leaves_its_shapes_to_the_other(side_by_side, monkeypatch
     assert not result.interrupted
     assert list(begun)[: len(names)] == [1] + [0] * 7
     assert list(begun)[len(names) :] == [0] + [1] * 7
+
+
+def test_each_variant_is_judged_on_probes_by_one_process(side_by_side, monkeypatch):
+    """The first shape is of the first process, and so is the first variant; the second variant is of the other process."""
+    monkeypatch.setattr(toy_sum, "listed_probes", lambda: (Probe(toy_case(T=1, name="one step")),))
+
+    def probe(judge, operation, name, device, directions):
+        return ProbeReport(passed=os.getpid())
+
+    result = supervised(study(FASTER, variants=("eager", "parallel", "auto")), steps=steps(probe=probe))
+    judges = {label: report.passed for label, report in result.probes.items()}
+    assert set(judges) == {"eager", "parallel"}
+    assert judges["eager"] != judges["parallel"]
 
 
 def test_higher_peaks_of_one_part_become_the_bounds_of_all():

@@ -253,6 +253,11 @@ class Operation(Generic[P, R]):
             raise ArgumentError(f"Two probes of {self.name} are named {twice!r}; each needs a name of its own.")
         return probes
 
+    @property
+    def probes_module(self) -> str:
+        """Name of the module that lists the operation's probes; empty if none does."""
+        return getattr(self._probes, "__module__", None) or ""
+
     def preference(self, query: Query) -> list[str]:
         """Return the names of all variants in the order of preference that decides where no similar call was measured.
 

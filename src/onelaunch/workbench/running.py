@@ -17,7 +17,7 @@ import torch
 
 from onelaunch.device import hardware
 from onelaunch.errors import OutputUnwritable
-from onelaunch.operation import AUTO, Case, Direction, Operation
+from onelaunch.operation import Case, Direction, Operation
 from onelaunch.workbench.asked import cases_of, cases_to_count, measures_of_bytes, named_for
 from onelaunch.workbench.cells import Key, bounded, by_arithmetic, cell_of, key_of, unreached
 from onelaunch.workbench.decide.decision import concluded
@@ -28,6 +28,7 @@ from onelaunch.workbench.measure.garbage import collect_garbage
 from onelaunch.workbench.measure.outcomes import Interrupted, Measurements
 from onelaunch.workbench.measure.tuning import keep, restore
 from onelaunch.workbench.options import WHOLE, Part, Progress, RunOptions
+from onelaunch.workbench.probing import code_of, still_holding, to_probe
 from onelaunch.workbench.result import Cell, EarlierCommit, Noise, ProbeReport, Result, Status, StoredCeilings, Traffic, Verdict
 from onelaunch.workbench.result.provenance import provenance, taken_over
 from onelaunch.workbench.result.sources import variant_sources
@@ -78,18 +79,22 @@ class Run:
     on_turn: Callable[..., None] = lambda *_, **__: None
     """Callback ``on_turn(shape, direction, name, control=..., step=...)`` before a candidate runs, and with no name after."""
     on_kept: Callable[[Result], None] = lambda _: None
-    """Callback with the partial result, which is called at the beginning, after the probes, and after each case."""
+    """Callback with the partial result, called at the beginning, after the probes of each variant, and after each case."""
     meter: Meter = field(default_factory=Meter)
     """Meter of the time and money that the run takes."""
     part: Part = WHOLE
     """Part of the cases that this process probes, compiles and measures."""
+    partial: Path | None = None
+    """File of the partial result; ``None`` if the parent process saves it, together with other parts."""
     earlier_commits: tuple[EarlierCommit, ...] = ()
     """Measurements that were made at other commits, and taken over."""
     _claimed: set[str] = field(default_factory=set)
     """Names of the shapes that this process has begun, or found finished."""
 
     def __post_init__(self) -> None:
-        variant_sources(self.study)  # caches the digests now, so that files changed during the run are not taken for what ran
+        # Digests are taken now, so that files changed during the run are not taken for what ran.
+        variant_sources(self.study)
+        self._codes = code_of(self.study)
         self.judge = Judge(_ORACLE_BYTES.get(self.device.type, 1 << 30), timed_up_to=self.study.timed_up_to)
         self.counted = cases_to_count(self.study, self.options.count)
         """Cases at which DRAM bytes are counted."""
@@ -162,7 +167,7 @@ class Run:
         if earlier.provenance.commit != commit:  # the sources of the variants that are measured now may be others
             at = f", at commit {earlier.provenance.commit}"
             left = {self._label(cell) for cell in self.plan.cells if (cell.shape, cell.direction) not in done}
-            self.probes = {label: each for label, each in self.probes.items() if label not in left}
+            self.probes = still_holding(self.probes, self._codes, left)
         by = f"were measured by a run that ended on {earlier.provenance.date}{at}"
         self.notes = [*earlier.notes, f"{len(done)} of {len(self.cases)} shapes and directions {by}."]
         # The stored seed is that of all times, so the rest is timed with it too.
@@ -189,14 +194,14 @@ class Run:
         if earlier.provenance.clocks and done:
             self.clocks.append(earlier.provenance.clocks)
 
-    def measure_all(self, processes: int, partial: Path | None) -> None:
+    def measure_all(self, processes: int) -> None:
         """Probe the variants and measure the cases that are not finished. Ctrl-C or the time limit ends the run early.
 
-        The partial result is saved after the probes and after each case. The time limit is looked at after each case.
+        The partial result is saved after the probes of each variant and after each case. The time limit is looked at after each
+        case.
 
         Args:
             processes: Number of processes that compile before anything is measured; 0 for none.
-            partial: File of the partial result; ``None`` if the parent process saves it, together with other parts.
         """
         tuning, frozen = self.options.tuning, gc.get_freeze_count()
         if tuning is not None and (note := restore(tuning, hardware.describe(str(self.device)).name)):
@@ -205,11 +210,11 @@ class Run:
             if processes:
                 self.compile_ahead(processes)
             self.probe_variants()
-            self.save_partial(partial)
+            self.save_partial()
             gc.freeze()  # as after each case: see collect_garbage
             for case in self._turns():
                 self.measure(*case)
-                self.save_partial(partial)
+                self.save_partial()
                 self.stopped = self.options.out_of_time and self._more()
                 if self.stopped:
                     break
@@ -232,50 +237,30 @@ class Run:
     def probe_variants(self) -> None:
         """Judge the variants on the probes of their operation, each at its turn before anything is measured.
 
-        Variants of other projects' packages are left out: ``auto`` never chooses them, and some tune for minutes at each size.
-        So are those that ``torch.compile`` compiles anew for each size. The kernels of the others are compiled side by side.
+        The partial result is saved after each variant. Unless processes have compiled for the probes, the kernels of all probes
+        are compiled side by side first.
         """
-        # Reversed, so that each variant keeps its first case.
-        first = {self._label(cell): cell for cell in reversed(self.plan.cells) if not cell.control and cell.status is None}
-        mine = {shape.name for shape, _ in self.mine}
-        asked = [(label, each) for label, each in first.items() if self._has_probes(each) and each.shape.name in mine]
+        asked = to_probe(self.study, self.plan.cells, self.part)
         # A result that changes after its call is found when the variant is verified, so no probe waits for that.
         judge = Judge(_ORACLE_BYTES.get(self.device.type, 1 << 30), settle_seconds=0.0)
-        if waiting := [planned for _, planned in asked if not self._is_probed(planned)]:
-            self._report(waiting[0].shape.name, waiting[0].direction, "compile", 0, len(waiting))
-            compile_probes(
-                [(self.study.operation_at(each.shape), each.variant, self._directions(each)) for each in waiting], self.device
-            )
-        for done, (label, planned) in enumerate(asked):
-            if self._is_probed(planned):
+        if waiting := [each for each in asked if not each.is_in(self.probes)]:
+            first = waiting[0].planned
+            self._report(first.shape.name, first.direction, "compile", 0, len(waiting))
+            compile_probes([(each.operation, each.planned.variant, each.directions) for each in waiting], self.device)
+        for done, each in enumerate(asked):
+            if each.is_in(self.probes):
                 continue
-            shape, direction, name, _ = key_of(planned)
-            here = {each.shape.name for each in self.plan.cells if self._label(each) == label}
+            shape, direction, name, _ = key_of(each.planned)
+            here = {cell.shape.name for cell in self.plan.cells if self._label(cell) == each.label}
             if ended := [reason for key, (_, reason) in self.failures.items() if key[2:] == (name, False) and key[0] in here]:
-                self.probes[label] = ProbeReport(passed=0, failed=tuple(ended))  # perhaps at a probe
+                self.probes[each.label] = ProbeReport(passed=0, failed=tuple(ended))  # perhaps at a probe
                 continue
             self._report(shape, direction, "probe", done, len(asked))
             self.on_turn(shape, direction, name, control=False, step="probed")
-            operation = self.study.operation_at(planned.shape)
-            self.probes[label] = self.steps.probe(judge, operation, name, self.device, self._directions(planned))
+            report = self.steps.probe(judge, each.operation, name, self.device, each.directions)
             self.on_turn(shape, direction, None, control=False, step="")
-
-    def _is_probed(self, planned: PlannedCell) -> bool:
-        """Return whether the report of a variant, perhaps of an interrupted quick run, covers the directions of this run."""
-        report = self.probes.get(self._label(planned))
-        return report is not None and set(self._directions(planned)) <= set(report.directions)
-
-    def _directions(self, planned: PlannedCell) -> tuple[Direction, ...]:
-        """Return the directions in which a planned variant is measured anywhere."""
-        return tuple(dict.fromkeys(each.direction for each in self.plan.cells if self._label(each) == self._label(planned)))
-
-    def _has_probes(self, planned: PlannedCell) -> bool:
-        """Return whether a variant is judged on probes. The variants that ``auto`` chooses have been, in their own tests."""
-        operation = self.study.operation_at(planned.shape)
-        if planned.variant == AUTO or not operation.listed_probes():
-            return False
-        facts = operation.get(planned.variant).capabilities
-        return facts.requires is None and not facts.recompiles
+            self.probes[each.label] = report.model_copy(update={"code": self._codes.get(each.label, "")})
+            self.save_partial()
 
     def measure(self, shape: Shape, direction: Direction) -> None:
         """Verify, time and count all variants and controls of one case."""
@@ -304,14 +289,14 @@ class Run:
             return verdict.status, verdict.explain()
         return self.failures.get(key_of(planned))
 
-    def save_partial(self, path: Path | None) -> None:
-        """Save the finished cases. If that fails, such as on a full disk, the run continues, and a note says so."""
+    def save_partial(self) -> None:
+        """Save what is finished. If that fails, such as on a full disk, the run continues, and a note says so."""
         result = self.result(interrupted=True)
         self.on_kept(result)
-        if path is None:
+        if self.partial is None:
             return
         try:
-            result.save(path, force=True)
+            result.save(self.partial, force=True)
         except OutputUnwritable as failure:
             self.notes.append(f"The partial result could not be saved during the run: {failure}")
 

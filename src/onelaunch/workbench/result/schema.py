@@ -138,7 +138,7 @@ class Verdict(Grown, Stored):
 class ProbeReport(Grown, Stored):
     """Outcome of judging a variant on the probes of its operation (edge cases), each in the directions that were measured."""
 
-    LATER = ("directions",)
+    LATER = ("directions", "code")
 
     passed: Count
     """Number of calls that were judged correct."""
@@ -148,6 +148,8 @@ class ProbeReport(Grown, Stored):
     """One sentence for each call that was wrong or raised an error; it begins with the name of the probe."""
     directions: tuple[Direction, ...] = ("forward", "forward_backward")
     """Directions that were asked for. Older results, which do not say so, asked for both."""
+    code: str = ""
+    """Digest of the code of the variant, the probes and the gate; empty if it is not known, as in older results."""
 
     @property
     def met(self) -> bool:

@@ -98,7 +98,7 @@ def carry_out(
         on_progress: Callback for the progress.
         state: Finished cases and failed candidates of earlier processes of this run.
         on_turn: Callback before a candidate runs, as :attr:`Run.on_turn`.
-        on_kept: Callback with the partial result, at the beginning, after the probes, and after each case.
+        on_kept: Callback with the partial result, at the beginning, after the probes of each variant, and after each case.
 
     Raises:
         ResultMismatch: The run that is to be continued has another study, device, software, commit, scale or number of rounds.
@@ -110,7 +110,7 @@ def carry_out(
     # bounds of a result are computed from the same peaks.
     ceilings = known.ceilings if known else job.ceilings or StoredCeilings(**asdict(job.steps.ceilings(job.device)))
     plan = plan_study(job.study, ceilings, job.device, job.scale)
-    run = Run(plan, torch.device(job.device), ceilings, job.options, job.steps, on_progress, part=job.part)
+    run = Run(plan, torch.device(job.device), ceilings, job.options, job.steps, on_progress, part=job.part, partial=job.partial)
     run.meter = Meter(job.options.began, job.options.price_per_hour, earlier=job.earlier, kept=state.kept)
     run.failures, run.on_turn, run.on_kept = state.failures, run.meter.watching(on_turn), on_kept
     if state.kept is not None:
@@ -120,5 +120,5 @@ def carry_out(
         run.resume_from(job.earlier, job.earlier_path)
     run.notes += state.notes
     on_kept(run.result(interrupted=True))
-    run.measure_all(job.processes if state.kept is None else 0, job.partial)
+    run.measure_all(job.processes if state.kept is None else 0)
     return run.result(interrupted=run.stopped or job.part != WHOLE)  # other processes measure the rest

@@ -1,0 +1,96 @@
+"""Variants that a run judges on the probes of their operation, and earlier reports of such probes that still hold.
+
+``running.py`` calls :func:`to_probe` before anything is measured, and :func:`still_holding` when it continues an earlier run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from onelaunch.operation import AUTO, Direction, Operation
+from onelaunch.operation.sources import digest_of, digest_of_files, module_digest
+from onelaunch.workbench import verify
+from onelaunch.workbench.options import Part
+from onelaunch.workbench.result import ProbeReport
+from onelaunch.workbench.study import Study
+from onelaunch.workbench.study.plan import PlannedCell
+
+
+class Probed(NamedTuple):
+    """A variant that is judged on the probes of its operation."""
+
+    label: str
+    """Name of its report, :meth:`~onelaunch.workbench.study.Study.label`."""
+    planned: PlannedCell
+    """First measurement of the variant."""
+    operation: Operation[..., Any]
+    directions: tuple[Direction, ...]
+    """Directions in which the variant is measured anywhere."""
+
+    def is_in(self, reports: Mapping[str, ProbeReport]) -> bool:
+        """Return whether the variant's report, perhaps of an interrupted quick run, covers the directions of this run."""
+        report = reports.get(self.label)
+        return report is not None and set(self.directions) <= set(report.directions)
+
+
+def to_probe(study: Study, cells: Sequence[PlannedCell], part: Part) -> list[Probed]:
+    """Return the variants that this part of a run judges on probes; each variant is of one part.
+
+    Variants of other projects' packages are left out: ``auto`` never chooses them, and some tune for minutes at each size.
+    So are those that ``torch.compile`` compiles anew for each size, and those that ``auto`` chooses, which have been judged in
+    their own tests.
+    """
+    found: dict[str, Probed] = {}
+    for cell in cells:
+        if cell.control or cell.status is not None:
+            continue
+        operation = study.operation_at(cell.shape)
+        label = study.label(operation.name, cell.variant)
+        if label not in found and has_probes(operation, cell.variant):
+            planned = [each for each in cells if (each.variant, study.operation_at(each.shape)) == (cell.variant, operation)]
+            found[label] = Probed(label, cell, operation, tuple(dict.fromkeys(each.direction for each in planned)))
+    return list(part.of(list(found.values())))
+
+
+def has_probes(operation: Operation[..., Any], variant: str) -> bool:
+    """Return whether a variant of an operation is judged on probes."""
+    if variant == AUTO or not operation.listed_probes():
+        return False
+    facts = operation.get(variant).capabilities
+    return facts.requires is None and not facts.recompiles
+
+
+def code_of(study: Study) -> dict[str, str]:
+    """Return a digest by label of all code on which the report of a variant rests: its own, the probes', and the gate's.
+
+    Variants whose code no file holds are left out.
+    """
+    files = Path(verify.__file__).parent.glob("*.py")
+    gate = digest_of_files({path.name: path for path in files})
+    digests = {}
+    for label, variant in study.registered():
+        if own := digest_of(variant):
+            parts = own, module_digest(variant.operation.probes_module), gate
+            digests[label] = hashlib.sha256(" ".join(parts).encode()).hexdigest()
+    return digests
+
+
+def still_holding(
+    reports: Mapping[str, ProbeReport], codes: Mapping[str, str], measured_now: Collection[str]
+) -> dict[str, ProbeReport]:
+    """Return the reports of an earlier run, at another commit, that this run may take over.
+
+    Args:
+        reports: Reports by label.
+        codes: Present digests by label, of :func:`code_of`.
+        measured_now: Labels of the variants that this run measures. Their reports must be of the present code; the others belong
+            to measurements of the earlier run.
+    """
+    return {
+        label: each
+        for label, each in reports.items()
+        if label not in measured_now or (each.code != "" and each.code == codes.get(label))
+    }
