@@ -158,18 +158,32 @@ def test_the_reports_of_variants_that_were_judged_before_an_interruption_are_kep
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the child must be forked, to know its variants")
-def test_the_reports_of_variants_that_were_judged_before_a_crash_are_kept(probed, tmp_path):
-    asked = tmp_path / "asked"
+@pytest.mark.parametrize(("last", "compilations"), [("raises", 2), ("parallel", 1)])
+def test_a_crash_at_a_probe_loses_no_report_and_the_next_process_compiles_what_is_left(last, compilations, probed, tmp_path):
+    """The next process compiles if it has variants to judge, since the one before it had not ended its compilations."""
+    seen = tmp_path / "seen"
+
+    def note(what):
+        with seen.open("a") as file:
+            file.write(f"{what}\n")
 
     def probe(judge, operation, name, device, directions):
-        with asked.open("a") as file:
-            file.write(f"{name}\n")
+        note(name)
         if name == "parallel":
             os._exit(3)
         return ProbeReport(passed=1)
 
-    result = run(study(), save_to=tmp_path / "mine.json", in_process=False, steps=steps(probe=probe))
-    assert asked.read_text().split() == ["eager", "parallel"]
+    def compiled(declared, calls, device, processes, tell, judge):
+        note(" ".join(["compile", *(call.variant for call in calls if call.shape == "first")]))
+        judge()
+        return []
+
+    declared = study(variants=tuple(dict.fromkeys(("eager", "parallel", last))))
+    replaced = steps(probe=probe, compile=compiled)
+    result = run(declared, save_to=tmp_path / "mine.json", in_process=False, processes=2, steps=replaced)
+    again = [f"compile eager {last}", last] if compilations == 2 else []
+    everything = " ".join(("compile", *declared.variants))
+    assert seen.read_text().splitlines() == [everything, "eager", "parallel", *again]
     assert result.probes["eager"].met
     assert result.probes["parallel"].failed == ("The measuring process ended with exit code 3 while parallel was probed.",)
 

@@ -146,6 +146,14 @@ def test_each_variant_is_judged_on_probes_by_one_process(side_by_side, monkeypat
     assert judges["eager"] != judges["parallel"]
 
 
+@pytest.mark.parametrize("order", [1, -1])
+def test_the_report_in_more_directions_is_that_of_the_run(order):
+    result = run(study(FASTER), save_to=PATH)
+    quick_run, judged = ProbeReport(passed=1, directions=("forward",)), ProbeReport(passed=2)
+    parts = [result.model_copy(update={"probes": {"eager": each}}) for each in (quick_run, judged)]
+    assert merged(parts[::order]).probes == {"eager": judged}
+
+
 def test_higher_peaks_of_one_part_become_the_bounds_of_all():
     result = run(study(FASTER), save_to=PATH)
     quicker = result.ceilings.model_copy(update={"measured_at": "2027-01-01T00:00:00+00:00", "launch_seconds": 5e-7})

@@ -100,6 +100,19 @@ def test_a_variant_that_ends_its_process_gets_a_status_and_the_rest_goes_on(end,
         prose([rogue.reason, *(note for note in result.notes if "rogue" in note)])
 
 
+def test_processes_that_a_measuring_process_leaves_are_ended_with_it(tmp_path):
+    """They may be processes that compile, which would go on while the next process measures."""
+    left = tmp_path / "left"
+
+    def end():
+        left.write_text(str(subprocess.Popen(["sleep", "600"]).pid))
+        os._exit(3)
+
+    assert statuses(with_rogue(at_count(1, end)))["rogue"] == "crashed"
+    state = Path(f"/proc/{left.read_text()}/stat")
+    assert not state.exists() or state.read_text().split()[2] == "Z", "without a parent that reaps it, it may be a zombie"
+
+
 def test_sys_exit_in_a_variant_is_its_status_in_either_process():
     for in_process in (True, False):
         result = with_rogue(at_count(1, lambda: sys.exit(0)), in_process=in_process, save_to=Path(f"{in_process}.json"))

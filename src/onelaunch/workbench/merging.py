@@ -34,7 +34,10 @@ def merged(parts: Sequence[Result], earlier: Result | None = None) -> Result:
     probes: dict[str, ProbeReport] = {}
     for part in parts:
         noise |= {(each.shape, each.direction, each.regime): each for each in part.noise}
-        probes |= part.probes
+        for label, report in part.probes.items():
+            # Parts that have not judged a variant may hold an earlier report, of a quick run in one direction.
+            if label not in probes or len(report.directions) > len(probes[label].directions):
+                probes[label] = report
     provenance = max((part.provenance for part in parts), key=lambda each: each.date)
     clocks = [part.provenance.clocks for part in parts if part.provenance.clocks]
     found = Result(

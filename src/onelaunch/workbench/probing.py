@@ -1,18 +1,22 @@
 """Variants that a run judges on the probes of their operation, and earlier reports of such probes that still hold.
 
-``running.py`` calls :func:`to_probe` before anything is measured, and :func:`still_holding` when it continues an earlier run.
+``running.py`` calls :func:`to_probe` and :func:`calls_at_probes` before anything is measured, and :func:`still_holding` when it
+continues an earlier run.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import torch
 
 from onelaunch.operation import AUTO, Direction, Operation
 from onelaunch.operation.sources import digest_of, digest_of_files, module_digest
 from onelaunch.workbench import verify
+from onelaunch.workbench.measure.compiling import ProbeCall
 from onelaunch.workbench.options import Part
 from onelaunch.workbench.result import ProbeReport
 from onelaunch.workbench.study import Study
@@ -53,6 +57,19 @@ def to_probe(study: Study, cells: Sequence[PlannedCell], part: Part) -> list[Pro
             planned = [each for each in cells if (each.variant, study.operation_at(each.shape)) == (cell.variant, operation)]
             found[label] = Probed(label, cell, operation, tuple(dict.fromkeys(each.direction for each in planned)))
     return list(part.of(list(found.values())))
+
+
+def calls_at_probes(probed: Iterable[Probed], device: torch.device) -> Iterator[ProbeCall]:
+    """Yield the calls by which processes compile the kernels of variants for their probes; none on a CPU.
+
+    All probes of one variant come before those of the next: variants share kernels at the same probe, and those of one that were
+    compiled earlier are in the cache.
+    """
+    for each in probed if device.type != "cpu" else ():
+        direction: Direction = "forward_backward" if "forward_backward" in each.directions else "forward"
+        for index, probe in enumerate(each.operation.listed_probes()):
+            if not probe.refused:
+                yield ProbeCall(each.planned.shape.name, direction, each.planned.variant, index)
 
 
 def has_probes(operation: Operation[..., Any], variant: str) -> bool:

@@ -7,6 +7,7 @@ made.
 
 from __future__ import annotations
 
+import functools
 import gc
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -28,7 +29,7 @@ from onelaunch.workbench.measure.garbage import collect_garbage
 from onelaunch.workbench.measure.outcomes import Interrupted, Measurements
 from onelaunch.workbench.measure.tuning import keep, restore
 from onelaunch.workbench.options import WHOLE, Part, Progress, RunOptions
-from onelaunch.workbench.probing import code_of, still_holding, to_probe
+from onelaunch.workbench.probing import Probed, calls_at_probes, code_of, still_holding, to_probe
 from onelaunch.workbench.result import Cell, EarlierCommit, Noise, ProbeReport, Result, Status, StoredCeilings, Traffic, Verdict
 from onelaunch.workbench.result.provenance import provenance, taken_over
 from onelaunch.workbench.result.sources import variant_sources
@@ -209,7 +210,8 @@ class Run:
         try:
             if processes:
                 self.compile_ahead(processes)
-            self.probe_variants()
+            else:
+                self.probe_variants()
             self.save_partial()
             gc.freeze()  # as after each case: see collect_garbage
             for case in self._turns():
@@ -227,35 +229,44 @@ class Run:
                 self.notes.append(note)
 
     def compile_ahead(self, processes: int) -> None:
-        """Let several processes compile the kernels of the cases that are not finished."""
+        """Let several processes compile the kernels of probes and of unfinished cases, and judge the variants meanwhile."""
         waiting = {(case[0].name, case[1]) for case in self.mine if case not in (*self.finished, *self.uncounted)}
-        cells = [cell for cell in self.plan.cells if (cell.shape.name, cell.direction) in waiting]
+        cells = [cell for cell in self.plan.cells if (cell.shape.name, cell.direction) in waiting and self._failure(cell) is None]
         report = lambda call, count, total: self._report(call.shape, call.direction, "compile", count, total)  # noqa: E731
-        calls = calls_to_compile(self.study, cells, processes)
-        self.notes += self.steps.compile(self.study, calls, str(self.device), processes, report)
+        calls = (*calls_at_probes(self.to_judge(), self.device), *calls_to_compile(self.study, cells, processes))
+        judge = functools.partial(self.probe_variants, compiled=True)
+        self.notes += self.steps.compile(self.study, calls, str(self.device), processes, report, judge)
 
-    def probe_variants(self) -> None:
+    def to_judge(self) -> list[Probed]:
+        """Return the variants that this process has yet to judge on probes, without those that ended a process."""
+        asked = to_probe(self.study, self.plan.cells, self.part)
+        return [each for each in asked if not each.is_in(self.probes) and not self._ended(each)]
+
+    def _ended(self, probed: Probed) -> tuple[str, ...]:
+        """Return the reasons for which a variant is not judged on probes: it ended a process, perhaps at a probe."""
+        here = {cell.shape.name for cell in self.plan.cells if self._label(cell) == probed.label}
+        of_it = (probed.planned.variant, False)
+        return tuple(reason for key, (_, reason) in self.failures.items() if key[2:] == of_it and key[0] in here)
+
+    def probe_variants(self, *, compiled: bool = False) -> None:
         """Judge the variants on the probes of their operation, each at its turn before anything is measured.
 
-        The partial result is saved after each variant. Unless processes have compiled for the probes, the kernels of all probes
-        are compiled side by side first.
+        The partial result is saved after each variant. Unless processes have ``compiled`` the kernels of all probes, they are
+        compiled side by side first.
         """
-        asked = to_probe(self.study, self.plan.cells, self.part)
+        asked, waiting = to_probe(self.study, self.plan.cells, self.part), self.to_judge()
+        for each in asked:
+            if not each.is_in(self.probes) and (reasons := self._ended(each)):
+                self.probes[each.label] = ProbeReport(passed=0, failed=reasons)
         # A result that changes after its call is found when the variant is verified, so no probe waits for that.
         judge = Judge(_ORACLE_BYTES.get(self.device.type, 1 << 30), settle_seconds=0.0)
-        if waiting := [each for each in asked if not each.is_in(self.probes)]:
+        if waiting and not compiled:
             first = waiting[0].planned
             self._report(first.shape.name, first.direction, "compile", 0, len(waiting))
             compile_probes([(each.operation, each.planned.variant, each.directions) for each in waiting], self.device)
-        for done, each in enumerate(asked):
-            if each.is_in(self.probes):
-                continue
+        for each in waiting:
             shape, direction, name, _ = key_of(each.planned)
-            here = {cell.shape.name for cell in self.plan.cells if self._label(cell) == each.label}
-            if ended := [reason for key, (_, reason) in self.failures.items() if key[2:] == (name, False) and key[0] in here]:
-                self.probes[each.label] = ProbeReport(passed=0, failed=tuple(ended))  # perhaps at a probe
-                continue
-            self._report(shape, direction, "probe", done, len(asked))
+            self._report(shape, direction, "probe", asked.index(each), len(asked))
             self.on_turn(shape, direction, name, control=False, step="probed")
             report = self.steps.probe(judge, each.operation, name, self.device, each.directions)
             self.on_turn(shape, direction, None, control=False, step="")

@@ -1,9 +1,12 @@
 """Make every call of a study once, in several processes at the same time, so that the measuring process need not compile.
 
+The calls at the probes of operations come first. The measuring process then judges variants on the probes, while the others go on
+with the calls that will be measured.
+
 Triton, NVRTC and torch.compile cache compiled code on disk, where the measuring process finds it. Autotuning is
 left to it, because several processes share the device and disturb each other's times. But the configurations that an autotuner
 will try can be compiled: each process compiles a part of them. ``running.py`` calls :func:`compile_ahead` with the calls of
-:func:`calls_to_compile`, and :func:`compile_probes`, which needs no processes, before variants are judged on probes.
+:func:`calls_to_compile` and of ``probing.py``. Without processes it calls :func:`compile_probes` before variants are judged.
 """
 
 from __future__ import annotations
@@ -11,8 +14,9 @@ from __future__ import annotations
 import contextlib
 import gc
 import multiprocessing
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from typing import Any, NamedTuple
 
@@ -22,13 +26,15 @@ from onelaunch.device.architectures import ARCHITECTURES, architecture_of
 from onelaunch.device.tools import package_installed
 from onelaunch.launch.build import Build
 from onelaunch.launch.side_by_side import compile_builds, current_architecture, jobs
-from onelaunch.operation import Direction, Operation
+from onelaunch.operation import Case, Direction, Operation
 from onelaunch.operation.examples import builds_for_case
 from onelaunch.wording import in_a_line
 from onelaunch.workbench.measure.cores import give_way
 from onelaunch.workbench.study import Study
 from onelaunch.workbench.study.plan import PlannedCell
 from onelaunch.workbench.verify.calls import Candidate, Inputs, draw_gradients, make_inputs
+from onelaunch.workbench.verify.probes import Prepared
+from onelaunch.workbench.verify.views import slices
 
 
 class CompileCall(NamedTuple):
@@ -42,49 +48,115 @@ class CompileCall(NamedTuple):
     """Number of parts of the configurations of Triton's autotuner; ``part`` is the index of the part for this call."""
 
 
+class ProbeCall(NamedTuple):
+    """Calls of a variant at one probe of its operation that a process makes once, so that their kernels are compiled."""
+
+    shape: str
+    """First shape at which the variant is measured."""
+    direction: Direction
+    """Direction of the calls. One with gradients includes the forward call without gradients."""
+    variant: str
+    probe: int
+    """Index of the probe among those of the operation."""
+
+
+PATIENCE = 300.0
+"""Seconds in which no process ends a call, after which all of them are given up."""
+
+
 def calls_to_compile(study: Study, cells: Iterable[PlannedCell], processes: int) -> Iterator[CompileCall]:
-    """Yield the calls of variants that can run here; controls are left out. A variant that autotunes has one for each process."""
+    """Yield the calls of variants that can run here; controls are left out. A variant that autotunes has one for each process.
+
+    Variants that ``torch.compile`` compiles for each set of sizes come first. They take the longest, and the last call of all
+    keeps one process busy while the others have nothing left to do.
+    """
+    later = []
     for cell in cells:
         if cell.status is None and not cell.control:
             variant = study.operation_at(cell.shape).variants.get(cell.variant)  # none for auto
             parts = processes if variant is not None and variant.capabilities.tunes else 1
-            yield from (CompileCall(cell.shape.name, cell.direction, cell.variant, part, parts) for part in range(parts))
+            calls = [CompileCall(cell.shape.name, cell.direction, cell.variant, part, parts) for part in range(parts)]
+            if variant is not None and variant.capabilities.recompiles:
+                yield from calls
+            else:
+                later += calls
+    yield from later
 
 
 def compile_ahead(
-    study: Study, calls: Iterable[CompileCall], device: str, processes: int, report: Callable[[CompileCall, int, int], None]
+    study: Study,
+    calls: Iterable[CompileCall | ProbeCall],
+    device: str,
+    processes: int,
+    report: Callable[[CompileCall | ProbeCall, int, int], None],
+    judge: Callable[[], None] = lambda: None,
 ) -> list[str]:
     """Make calls of a study in several processes, and report the progress after each.
 
     Args:
         study: Study of the calls. Each process receives a copy.
-        calls: Calls to make.
+        calls: Calls to make, in this order, those at probes first.
         device: Device of all processes. Each process makes one call at a time, so the device needs memory for as many calls as
             there are processes.
         processes: Number of processes.
         report: Callback in this process, with the call, the number of calls that are done, and the number of all calls.
+        judge: Callback in this process that judges variants on probes. It is called once the calls at probes are made, and other
+            processes make the rest meanwhile.
 
     Returns:
-        One line for each call that failed. These are no errors, because the call is made again when it is measured.
+        One line for each call that failed. These are no errors, because the call is made again when it is measured. Calls at
+        probes are left out, because many are refused.
     """
     waiting = list(calls)
     failed: list[str] = []
     if not waiting:
+        judge()
         return failed
+    before = set(multiprocessing.active_children())
     context = multiprocessing.get_context("spawn")  # a forked process cannot use CUDA
     pool = ProcessPoolExecutor(min(processes, len(waiting)), mp_context=context, initializer=give_way)
     try:
         futures = {pool.submit(call_once, study, call, device): call for call in waiting}
-        for done, future in enumerate(as_completed(futures), 1):
-            call = futures[future]
-            if problem := future.result():
-                failed.append(f"Not compiled ahead: {call.variant} at {call.shape}: {problem}")
-            report(call, done, len(futures))
-    except BrokenProcessPool:
-        failed.append("A process died while it compiled. The calls that were left are compiled when they are measured.")
+        workers = set(multiprocessing.active_children()) - before
+        done, given_up = 0, ""
+        for at_probes in (True, False):
+            group = [future for future, call in futures.items() if isinstance(call, ProbeCall) is at_probes and not given_up]
+            try:
+                for future in _ended(group):
+                    done += 1
+                    call = futures[future]
+                    if problem := future.result():
+                        failed.append(f"Not compiled ahead: {call.variant} at {call.shape}: {problem}")
+                    report(call, done, len(futures))
+            except BrokenProcessPool:
+                given_up = "A process died while it compiled."
+            except TimeoutError as stuck:
+                given_up = str(stuck)
+                for worker in workers:
+                    worker.kill()
+            if at_probes:
+                judge()
     finally:
         pool.shutdown(wait=False, cancel_futures=True)  # so that Ctrl-C need not wait for a compiler
-    return failed
+    return [*failed, f"{given_up} The calls that were left are compiled when they are measured."] if given_up else failed
+
+
+def _ended(futures: Collection[Future[str | None]]) -> Iterator[Future[str | None]]:
+    """Yield the futures of calls as they end.
+
+    The waits are short, since Ctrl-C is raised in this thread by another one, and not before a wait is over.
+
+    Raises:
+        TimeoutError: No call ended for :data:`PATIENCE`.
+    """
+    waiting, latest = set(futures), time.monotonic()
+    while waiting:
+        done, waiting = wait(waiting, timeout=1.0, return_when=FIRST_COMPLETED)
+        if done:
+            latest = time.monotonic()
+        elif time.monotonic() - latest > PATIENCE:
+            raise TimeoutError(f"Processes that compile were ended, since none was done with its call within {PATIENCE:g} s.")
+        yield from done
 
 
 def compile_probes(asked: Iterable[tuple[Operation[..., Any], str, Sequence[Direction]]], device: torch.device) -> int:
@@ -198,14 +270,17 @@ def _not_stored() -> None:
     raise LookupError
 
 
-def call_once(study: Study, call: CompileCall, device: str) -> str | None:
-    """Make a call as it will be measured, and return the problem if it failed, else ``None``."""
+def call_once(study: Study, call: CompileCall | ProbeCall, device: str) -> str | None:
+    """Make a call as it will be measured or judged, and return the problem if it failed, else ``None``."""
+    if isinstance(call, ProbeCall):
+        _call(study, call, device)
+        return None  # the judge meets the problem again
     with part_of_tuning(call.part, call.parts):
         problem = _call(study, call, device)
     return problem if call.parts == 1 else None  # a part of the configurations may hold none that can be launched
 
 
-def _call(study: Study, call: CompileCall, device: str) -> str | None:
+def _call(study: Study, call: CompileCall | ProbeCall, device: str) -> str | None:
     """Make a call, free its memory, and return the error if it raised."""
     try:
         _make(study, call, torch.device(device))
@@ -219,13 +294,28 @@ def _call(study: Study, call: CompileCall, device: str) -> str | None:
     return problem
 
 
-def _make(study: Study, call: CompileCall, device: torch.device) -> None:
+def _make(study: Study, call: CompileCall | ProbeCall, device: torch.device) -> None:
     """Make one call of a variant, with its backward pass if the direction asks for it."""
-    operation, case = study.operation_at(study.shape(call.shape)), study.case(study.shape(call.shape))
-    inputs = make_inputs(operation, case, device, 0, call.direction)
+    shape = study.shape(call.shape)
+    operation, case = study.operation_at(shape), study.case(shape)
     candidate = Candidate.variant(operation, call.variant)
-    if inputs.differentiable:
-        inputs.output_gradients = draw_gradients(candidate(Inputs(inputs.arguments)), case.dtype, 0, inputs.through)
-    candidate(inputs)
+    if isinstance(call, ProbeCall):
+        probe = operation.listed_probes()[call.probe]
+        inputs = make_inputs(Prepared(operation, probe), probe.case, device, 0, call.direction)
+        # As examine.py judges it: in both directions, then with slices, whose strides may need kernels of their own.
+        candidate(Inputs(inputs.arguments))
+        _call_with_gradients(candidate, inputs, probe.case)
+        candidate(slices(inputs))
+    else:
+        inputs = make_inputs(operation, case, device, 0, call.direction)
+        _call_with_gradients(candidate, inputs, case)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def _call_with_gradients(candidate: Candidate, inputs: Inputs, case: Case) -> None:
+    """Call once and, if the inputs are differentiable, run the backward pass with gradients that the inputs then hold."""
+    outputs = candidate.forward(inputs)
+    if inputs.differentiable:
+        inputs.output_gradients = draw_gradients(outputs, case.dtype, 0, inputs.through)
+        candidate.backward(outputs, inputs)

@@ -120,5 +120,6 @@ def carry_out(
         run.resume_from(job.earlier, job.earlier_path)
     run.notes += state.notes
     on_kept(run.result(interrupted=True))
-    run.measure_all(job.processes if state.kept is None else 0)
+    # A process that follows one which ended compiles only what that one may not have: it ended while it judged on probes.
+    run.measure_all(job.processes if state.kept is None or run.to_judge() else 0)
     return run.result(interrupted=run.stopped or job.part != WHOLE)  # other processes measure the rest

@@ -365,12 +365,23 @@ class Child:
         )
 
     def _dead(self) -> Result | Death:
+        self._end_others()
         self._process.join()
         if self._interrupted and self._state.kept is not None:
             return self._state.kept
         began, turn = read_turn(self._shared)
         seconds = time.monotonic() - began if turn is not None else 0.0
         return Death(turn, self._place, _how(self._process.exitcode or 0), seconds=seconds)
+
+    def _end_others(self) -> None:
+        """Kill what a child that has ended by itself has left: processes that compile while it judges variants.
+
+        The child is reaped after that, so that its number, which is that of its group, cannot be another process's yet.
+        """
+        if (number := self._process.pid) is not None and hasattr(os, "waitid"):
+            with contextlib.suppress(OSError):
+                os.waitid(os.P_PID, number, os.WEXITED | os.WNOWAIT)
+                os.killpg(number, signal.SIGKILL)
 
     def _kill(self) -> None:
         """Kill the child with its process group, to which compilers and profilers that it has started belong."""
