@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from onelaunch import accelerate, nn
+from tests.untuned import untuned
 
 triton = pytest.importorskip("triton", reason="fla's layers are written in Triton")
 
@@ -35,11 +36,9 @@ devices = pytest.mark.parametrize(
 
 
 @pytest.fixture
-def made(name, device, monkeypatch):
-    """Return fla's layer, ours with its state dict, an input and a lower bound."""
+def made(name, device):
+    """Return fla's layer, ours with its state dict, an input and a lower bound. Autotuners take their first configuration."""
     pytest.importorskip("fla", reason="it compares with fla's layers")
-    if device == "cpu":  # the interpreter has no driver that could measure configurations
-        monkeypatch.setattr("triton.runtime.autotuner.Autotuner._bench", lambda *given, config, **rest: [1.0, 1.0, 1.0])
     path, options = CASES[name]
     module, kind = path.split(".")
     layers = importlib.import_module(f"fla.layers.{module}")
@@ -52,7 +51,8 @@ def made(name, device, monkeypatch):
     assert {key: value.dtype for key, value in ours.state_dict().items()} == {
         key: value.dtype for key, value in theirs.state_dict().items()
     }
-    return theirs, ours, torch.randn(2, 9, SIZE, device=device), torch.rand(theirs.f_proj.out_features, device=device)
+    with untuned():
+        yield theirs, ours, torch.randn(2, 9, SIZE, device=device), torch.rand(theirs.f_proj.out_features, device=device)
 
 
 def assert_near(found, wanted):

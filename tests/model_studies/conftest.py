@@ -10,6 +10,7 @@ import torch
 
 from onelaunch.model_studies import build, tasks
 from tests.model_studies import tiny
+from tests.untuned import interpreter, untuned
 
 
 @pytest.fixture
@@ -36,3 +37,11 @@ def standin(monkeypatch):
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def untuned_processes(tmp_path, monkeypatch):
+    """Let fla's autotuners take their first configuration, here and in the processes of tasks."""
+    monkeypatch.setattr(sys, "executable", interpreter(tmp_path))
+    with untuned():
+        yield

@@ -221,6 +221,7 @@ def test_an_epsilon_that_reaches_no_norm_is_refused():
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("untuned_processes")
 def test_the_epsilon_of_heads_norms_reaches_fla_s_kernels():
     """Gradients and losses agree with the reference that has the epsilon; the loss with another is ten times further off."""
     pytest.importorskip("fla", reason="the norm is one of fla")
@@ -382,10 +383,12 @@ def test_a_task_runs_in_a_process_of_its_own(path):
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("untuned_processes")
 def test_the_gradient_of_an_accelerated_model_is_no_further_off_than_that_of_fla(path):
     pytest.importorskip("fla", reason="the accelerated model is one of fla")
-    study = tiny.measuring(precision="bfloat16", width=256, layers=2, batch=4, length=256, gradient_length=256, steps=0)
-    result = run_model_study(study, device="cuda", scale="small", save_to=path)
+    sizes = {"width": 256, "layers": 2, "batch": 4, "length": 256, "gradient_length": 256, "steps": 0}
+    study = tiny.measuring(precision="bfloat16", variants=["fla", "accelerated"], **sizes)
+    result = run_model_study(study, device="cuda", scale="small", save_to=path, only=["alone", "gradients"])
     errors = result.find("gradients", "tiny").errors
     assert errors["accelerated"].error <= 1.1 * errors["fla"].error
     alone = result.find("alone", "tiny", "accelerated")
