@@ -339,14 +339,17 @@ def test_a_run_compiles_unfinished_cases_before_it_measures_and_judges_variants_
         tell(asked[-1], 1, len(asked))
         return ["eager at first: too large"]
 
-    def probe(*_):
-        order.append("asked")
-        return ProbeReport(passed=1)
+    def probe(judge, operation, name, *_):
+        order.append(name)
+        return ProbeReport(passed=1, failed=("out of memory",) if name == "parallel" and "judged" not in order else ())
 
     monkeypatch.setattr(running, "calls_at_probes", lambda probed, device: [each.label for each in probed])
     replaced = steps(compile=compiled, probe=probe)
     result = run(study(), processes=3, steps=replaced, on_progress=lambda step: order.append(step.step))
-    assert order[:9] == ["compile", *3 * ["probe", "asked"], "judged", "compile"]
+    judged = [step for step in order[:12] if step != "probe"]
+    # What fails beside other processes is judged again, alone.
+    assert judged == ["compile", "eager", "parallel", "raises", "judged", "compile", "compile", "parallel"]
+    assert {label: report.failed for label, report in result.probes.items()} == dict.fromkeys(("eager", "parallel", "raises"), ())
     assert "verify" in order
     assert asked == ["eager", "parallel", "raises", *calls(study())]
     prose([note for note in result.notes if "too large" in note])

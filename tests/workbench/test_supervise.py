@@ -23,13 +23,14 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 
 from onelaunch.errors import MeasuringFailed, ResultBusy, ResultMismatch, StudyError
-from onelaunch.workbench.measure import timing
+from onelaunch.workbench.measure import compiling, timing
 from onelaunch.workbench.options import WHOLE, Part
 from onelaunch.workbench.result import Result
 from onelaunch.workbench.run import ResultUnsaved, Steps, _alone, partial_path
@@ -231,6 +232,32 @@ def test_a_variant_that_raises_keyboard_interrupt_ends_the_run_as_before():
     result = with_rogue(at_count(1, stop))
     assert result.interrupted
     assert result.cell("first", "rogue").status == "interrupted"
+
+
+def test_ctrl_c_ends_a_child_that_waits_for_processes_that_compile(monkeypatch):
+    """It need not be killed, which would lose what it has not told its parent."""
+    monkeypatch.setattr(parent, "INTERRUPT_SECONDS", 60.0)
+
+    class Pool(ThreadPoolExecutor):
+        """Stand-in for processes that make one call and never end the next."""
+
+        def __init__(self, *_, **__):
+            super().__init__(1)
+            self.made = 0
+
+        def submit(self, *_):
+            future, self.made = Future(), self.made + 1
+            if self.made == 1:
+                future.set_result(None)
+            return future
+
+    def stop(step):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(compiling, "ProcessPoolExecutor", Pool)
+    began = time.monotonic()
+    assert supervised(study(FASTER), processes=2, on_progress=stop).interrupted
+    assert time.monotonic() - began < 30
 
 
 def test_a_child_that_does_not_end_after_ctrl_c_is_killed(monkeypatch):

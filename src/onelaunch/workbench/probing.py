@@ -16,9 +16,10 @@ import torch
 from onelaunch.operation import AUTO, Direction, Operation
 from onelaunch.operation.sources import digest_of, digest_of_files, module_digest
 from onelaunch.workbench import verify
+from onelaunch.workbench.cells import Key
 from onelaunch.workbench.measure.compiling import ProbeCall
 from onelaunch.workbench.options import Part
-from onelaunch.workbench.result import ProbeReport
+from onelaunch.workbench.result import ProbeReport, Status
 from onelaunch.workbench.study import Study
 from onelaunch.workbench.study.plan import PlannedCell
 
@@ -33,11 +34,18 @@ class Probed(NamedTuple):
     operation: Operation[..., Any]
     directions: tuple[Direction, ...]
     """Directions in which the variant is measured anywhere."""
+    shapes: frozenset[str]
+    """Names of the shapes at which it is measured."""
 
     def is_in(self, reports: Mapping[str, ProbeReport]) -> bool:
         """Return whether the variant's report, perhaps of an interrupted quick run, covers the directions of this run."""
         report = reports.get(self.label)
         return report is not None and set(self.directions) <= set(report.directions)
+
+    def ended(self, failures: Mapping[Key, tuple[Status, str]]) -> tuple[str, ...]:
+        """Return why the variant is not judged, by the failures of a run: it ended a process, perhaps at a probe."""
+        of_it = (self.planned.variant, False)
+        return tuple(reason for key, (_, reason) in failures.items() if key[2:] == of_it and key[0] in self.shapes)
 
 
 def to_probe(study: Study, cells: Sequence[PlannedCell], part: Part) -> list[Probed]:
@@ -55,7 +63,8 @@ def to_probe(study: Study, cells: Sequence[PlannedCell], part: Part) -> list[Pro
         label = study.label(operation.name, cell.variant)
         if label not in found and has_probes(operation, cell.variant):
             planned = [each for each in cells if (each.variant, study.operation_at(each.shape)) == (cell.variant, operation)]
-            found[label] = Probed(label, cell, operation, tuple(dict.fromkeys(each.direction for each in planned)))
+            directions = tuple(dict.fromkeys(each.direction for each in planned))
+            found[label] = Probed(label, cell, operation, directions, frozenset(each.shape.name for each in planned))
     return list(part.of(list(found.values())))
 
 

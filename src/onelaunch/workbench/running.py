@@ -234,33 +234,32 @@ class Run:
         cells = [cell for cell in self.plan.cells if (cell.shape.name, cell.direction) in waiting and self._failure(cell) is None]
         report = lambda call, count, total: self._report(call.shape, call.direction, "compile", count, total)  # noqa: E731
         calls = (*calls_at_probes(self.to_judge(), self.device), *calls_to_compile(self.study, cells, processes))
-        judge = functools.partial(self.probe_variants, compiled=True)
+        judge = functools.partial(self.probe_variants, beside=True)
         self.notes += self.steps.compile(self.study, calls, str(self.device), processes, report, judge)
+        self.probe_variants()
 
     def to_judge(self) -> list[Probed]:
         """Return the variants that this process has yet to judge on probes, without those that ended a process."""
         asked = to_probe(self.study, self.plan.cells, self.part)
-        return [each for each in asked if not each.is_in(self.probes) and not self._ended(each)]
+        return [each for each in asked if not each.is_in(self.probes) and not each.ended(self.failures)]
 
-    def _ended(self, probed: Probed) -> tuple[str, ...]:
-        """Return the reasons for which a variant is not judged on probes: it ended a process, perhaps at a probe."""
-        here = {cell.shape.name for cell in self.plan.cells if self._label(cell) == probed.label}
-        of_it = (probed.planned.variant, False)
-        return tuple(reason for key, (_, reason) in self.failures.items() if key[2:] == of_it and key[0] in here)
-
-    def probe_variants(self, *, compiled: bool = False) -> None:
+    def probe_variants(self, *, beside: bool = False) -> None:
         """Judge the variants on the probes of their operation, each at its turn before anything is measured.
 
-        The partial result is saved after each variant. Unless processes have ``compiled`` the kernels of all probes, they are
-        compiled side by side first.
+        The partial result is saved after each variant.
+
+        Args:
+            beside: Whether other processes compile meanwhile, and have compiled the kernels of all probes; otherwise these are
+                compiled side by side first. The other processes may take the memory that a call needs, so that a variant which
+                fails is judged again when they are done.
         """
         asked, waiting = to_probe(self.study, self.plan.cells, self.part), self.to_judge()
         for each in asked:
-            if not each.is_in(self.probes) and (reasons := self._ended(each)):
+            if not each.is_in(self.probes) and (reasons := each.ended(self.failures)):
                 self.probes[each.label] = ProbeReport(passed=0, failed=reasons)
         # A result that changes after its call is found when the variant is verified, so no probe waits for that.
         judge = Judge(_ORACLE_BYTES.get(self.device.type, 1 << 30), settle_seconds=0.0)
-        if waiting and not compiled:
+        if waiting and not beside:
             first = waiting[0].planned
             self._report(first.shape.name, first.direction, "compile", 0, len(waiting))
             compile_probes([(each.operation, each.planned.variant, each.directions) for each in waiting], self.device)
@@ -270,8 +269,9 @@ class Run:
             self.on_turn(shape, direction, name, control=False, step="probed")
             report = self.steps.probe(judge, each.operation, name, self.device, each.directions)
             self.on_turn(shape, direction, None, control=False, step="")
-            self.probes[each.label] = report.model_copy(update={"code": self._codes.get(each.label, "")})
-            self.save_partial()
+            if not (beside and report.failed):
+                self.probes[each.label] = report.model_copy(update={"code": self._codes.get(each.label, "")})
+                self.save_partial()
 
     def measure(self, shape: Shape, direction: Direction) -> None:
         """Verify, time and count all variants and controls of one case."""
