@@ -1,0 +1,231 @@
+"""The whole linear-RNN layer in one launch for few rows, as in steps of decoding, where loading the weight takes the time.
+
+Computes   v = x W,  s_t = exp(log_decay_t) * s_{t-1} + v_t,  y_t = s_t * silu(gate_t)   (or y = s where GATED is false)
+Grid       one CTA per slice of BN columns and part of D, PARTS times ceil(V / BN). The slices of a part are neighbours, so that
+           CTAs which read the same lines of W run at the same time. A CTA has all M = B T rows, in BM rows of a tile.
+On chip    VECTOR, for the fewest rows: blocks [BK, BN] of W and [BK] of each row of x in registers, multiplied and summed on CUDA
+           cores. Else blocks of x and W in shared memory, multiplied by matrix units: each of the WARPS warps
+           multiplies its own BK / WARPS rows of a block of W, and has its own sums [BM, BN]. Triton copies blocks by cp.async
+           into STAGES - 1 buffers; a CTA's part of W fits into these for usual layers, so all of it is in flight from the start.
+Memory     reads W once, x once per slice, mostly from L2, and decays, gates and states once per part; writes y and final states.
+           With several parts also writes and reads the float32 sums of each, M V PARTS numbers in L2.
+Protocol   with several parts (SPLIT) one counter per slice: when all warps of a CTA have stored its sums (bar.sync), one thread
+           adds 1 with release and acquire semantics at GPU scope. The CTA that finds all others of its slice counted adds the
+           sums, finishes the slice, and sets the counter back to 0. No CTA waits for another.
+Order      sums are added in the order of the parts, so results do not depend on which CTA is last.
+Scan       SCAN: a segmented scan over the rows of a tile, whose segments are sequences; without it every sequence has one step. A
+           sequence never reads states of another, so NaN stays in its own.
+Numerics   v stays in float32; float32 operands are multiplied in TF32 only if PRECISION is "tf32" (kernels/common/tf32.py).
+           Decays multiply in linear space, and nothing is divided by a decay, so -inf is safe. y is rounded once.
+Caller     ``few_rows`` in launch_few_rows.py, for the variant ``fused_few_rows``.
+Source     split-K products with a last CTA that adds; docs/notebook/linear_rnn.md has the counts of bytes and latencies.
+"""
+
+import triton
+import triton.language as tl
+
+from onelaunch.kernels.common.activation import decay_of, silu
+from onelaunch.kernels.common.tf32 import to_precision
+from onelaunch.kernels.scan.forward import copy_empty_sequences, sequence_of
+
+
+@triton.jit
+def combine_in_sequences(starts_1, decay_1, state_1, starts_2, decay_2, state_2):
+    """Return the map of steps 1 followed by steps 2; where a sequence starts in steps 2, nothing of steps 1 enters."""
+    state = tl.where(starts_2 != 0, state_2, decay_2 * state_1 + state_2)
+    return starts_1 | starts_2, decay_1 * decay_2, state
+
+
+@triton.jit
+def row_offsets(m, T, stride_b, stride_t):
+    """Return the offset of each row m = b T + t of a [B, T, N] tensor, 64-bit."""
+    b = m // T
+    return b.to(tl.int64) * stride_b + (m - b * T).to(tl.int64) * stride_t
+
+
+@triton.jit
+def project_by_vectors(
+    x, weight, M, T, c, first_k, blocks, width, channels, x_stride_b, x_stride_t, weight_stride,
+    BM: tl.constexpr, BK: tl.constexpr, EVEN_D: tl.constexpr, EVEN_V: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Return x W for all rows and the columns ``c`` over ``blocks`` blocks of D from ``first_k``, float32 [BM, BN].
+
+    CUDA cores multiply and sum. EVEN_D: blocks end where D ends, so k needs no mask. EVEN_V: so for columns and V.
+    """
+    rows = tl.arange(0, BM)
+    k = tl.arange(0, BK)
+    in_v = (c < channels)[None, :]
+    p_x = x + first_k + k
+    p_weight = weight + (first_k + k).to(tl.int64)[:, None] * weight_stride + c[None, :]  # [BK, BN]
+    v = tl.zeros([BM, c.shape[0]], tl.float32)
+    for block in tl.range(0, blocks, num_stages=STAGES):
+        in_d = first_k + block * BK + k < width
+        if EVEN_D and EVEN_V:
+            b_weight = tl.load(p_weight)
+        elif EVEN_D:
+            b_weight = tl.load(p_weight, mask=in_v, other=0.0)
+        else:
+            b_weight = tl.load(p_weight, mask=in_d[:, None] & in_v, other=0.0)
+        loaded = ()  # all rows are loaded before the first is multiplied
+        for m in tl.static_range(BM):
+            p_row = p_x + row_offsets(tl.full((), m, tl.int32), T, x_stride_b, x_stride_t)
+            loaded = loaded + (tl.load(p_row, mask=in_d & (m < M), other=0.0),)
+        for m in tl.static_range(BM):
+            products = loaded[m].to(tl.float32)[:, None] * b_weight.to(tl.float32)
+            v += tl.where((rows == m)[:, None], tl.sum(products, 0)[None, :], 0.0)
+        p_x += BK
+        p_weight += BK * tl.cast(weight_stride, tl.int64)
+    return v
+
+
+@triton.jit
+def project_by_matrix_units(
+    x, weight, M, T, c, first_k, blocks, width, channels, x_stride_b, x_stride_t, weight_stride,
+    BM: tl.constexpr, BK: tl.constexpr, WARPS: tl.constexpr, EVEN_D: tl.constexpr, EVEN_V: tl.constexpr,
+    STAGES: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Return x W as :func:`project_by_vectors` does, by matrix units; each warp sums a part of each block."""
+    SHARE: tl.constexpr = BK // WARPS  # rows of a block of W that a warp multiplies
+    rows = tl.arange(0, BM)
+    share = tl.arange(0, SHARE)
+    k = tl.arange(0, WARPS)[:, None] * SHARE + share[None, :]  # [WARPS, SHARE]
+    of_rows = row_offsets(rows, T, x_stride_b, x_stride_t)
+    p_x = x + first_k + (of_rows[None, :, None] + k[:, None, :])  # [WARPS, BM, SHARE]
+    of_weight = (first_k + k).to(tl.int64)[:, :, None] * weight_stride
+    p_weight = weight + of_weight + c[None, None, :]  # [WARPS, SHARE, BN]
+    in_m = (rows < M)[None, :, None]
+    in_v = (c < channels)[None, None, :]
+    sums = tl.zeros([WARPS, BM, c.shape[0]], tl.float32)
+    for block in tl.range(0, blocks, num_stages=STAGES):
+        in_d = first_k + block * BK + k < width
+        if EVEN_D and EVEN_V:
+            b_x = tl.load(p_x, mask=in_m, other=0.0)
+            b_weight = tl.load(p_weight)
+        elif EVEN_D:
+            b_x = tl.load(p_x, mask=in_m, other=0.0)
+            b_weight = tl.load(p_weight, mask=in_v, other=0.0)
+        else:
+            b_x = tl.load(p_x, mask=in_m & in_d[:, None, :], other=0.0)
+            b_weight = tl.load(p_weight, mask=in_d[:, :, None] & in_v, other=0.0)
+        sums = tl.dot(to_precision(b_x, PRECISION), to_precision(b_weight, PRECISION), sums, input_precision=PRECISION)
+        p_x += BK
+        p_weight += BK * tl.cast(weight_stride, tl.int64)
+    return tl.sum(sums, 0)
+
+
+@triton.jit
+def add_parts(terms, parts, distance, AT_ONCE: tl.constexpr):
+    """Return the sum of ``parts`` tiles, ``distance`` elements apart, read from L2, since other CTAs have just written them.
+
+    AT_ONCE of them are loaded before they are added: one after the other, each would take the latency of L2.
+    """
+    total = tl.zeros(terms.shape, tl.float32)
+    for first in range(0, parts, AT_ONCE):
+        for i in tl.static_range(AT_ONCE):
+            there = tl.full(terms.shape, 1, tl.int1) & (first + i < parts)
+            total += tl.load(terms + (first + i) * tl.cast(distance, tl.int64), mask=there, other=0.0, cache_modifier=".cg")
+    return total
+
+
+@triton.jit
+def finish(
+    v, decays, gates, entering, initial, offsets, y, final, m, c, M, T, channels, sequences,
+    STEPS: tl.constexpr, SCAN: tl.constexpr, GATED: tl.constexpr, INITIAL: tl.constexpr, PACKED: tl.constexpr,
+    FINAL: tl.constexpr,
+):  # fmt: skip
+    """Scan v [BM, BN] over the rows of each sequence, gate, and store y and the final states.
+
+    ``entering`` are the initial states in the rows of first steps, unless sequences are packed: their offsets are read here.
+    """
+    valid = (m < M)[:, None] & (c < channels)[None, :]
+    if PACKED:
+        sequence, start, after = sequence_of(offsets, sequences, m, STEPS)
+        starts, ends = m == start, m + 1 == after
+        if INITIAL:
+            own = initial + sequence.to(tl.int64)[:, None] * channels + c[None, :]
+            entering = tl.load(own, mask=valid & starts[:, None], other=0.0)
+    else:
+        sequence = m // T
+        t = m - sequence * T
+        starts, ends = t == 0, t == T - 1
+    s = v
+    if INITIAL:
+        s = tl.where(starts[:, None], decays * entering + v, v)
+    if SCAN:
+        flags = tl.where(starts[:, None], 1, tl.zeros(v.shape, tl.int32))
+        _, _, s = tl.associative_scan((flags, decays, s), 0, combine_in_sequences)
+    out = s
+    if GATED:
+        out = s * silu(gates)
+    of_y = m.to(tl.int64)[:, None] * channels + c[None, :]
+    tl.store(y + of_y, out.to(y.dtype.element_ty), mask=valid)
+    if FINAL:
+        of_final = sequence.to(tl.int64)[:, None] * channels + c[None, :]
+        tl.store(final + of_final, s, mask=valid & ends[:, None])
+        if PACKED:
+            copy_empty_sequences(initial, final, offsets, sequences, 0, 1, c, channels, INITIAL)
+
+
+# Without do_not_specialize, Triton would compile again for a number that is 1 or a multiple of 16.
+@triton.jit(do_not_specialize=["M", "T", "sequences", "parts", "blocks"])
+def few_rows_kernel(
+    x, weight, log_decay, gate, initial, offsets, y, final, terms, counters,
+    M, T, width, channels, sequences, parts, blocks,
+    x_stride_b, x_stride_t, weight_stride, decay_stride_b, decay_stride_t, gate_stride_b, gate_stride_t,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, WARPS: tl.constexpr, VECTOR: tl.constexpr, STAGES: tl.constexpr,
+    EVEN_D: tl.constexpr, EVEN_V: tl.constexpr, SPLIT: tl.constexpr, AT_ONCE: tl.constexpr, STEPS: tl.constexpr,
+    SCAN: tl.constexpr, GATED: tl.constexpr, INITIAL: tl.constexpr, PACKED: tl.constexpr, FINAL: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Compute one slice of y and of the final states, or one part of its sums: see the top of the file.
+
+    A part has ``blocks`` blocks of BK rows of W. ``terms`` [parts, slices, BM, BN] is float32 scratch, and ``counters`` [slices],
+    int64, are 0 before and after the launch; both are None unless SPLIT.
+    """
+    slices = tl.cdiv(channels, BN)
+    own, part = tl.program_id(0) % slices, tl.program_id(0) // slices
+    m = tl.arange(0, BM)
+    n = tl.arange(0, BN)
+    c = own * BN + n
+    valid = (m < M)[:, None] & (c < channels)[None, :]
+    # Loads that the scan needs are issued before the product, so that they arrive while the weight does.
+    p_decay = log_decay + row_offsets(m, T, decay_stride_b, decay_stride_t)[:, None] + c[None, :]
+    log_decays = tl.load(p_decay, mask=valid, other=0.0)
+    gates = log_decays  # stands for the argument, which is not read if GATED is false
+    if GATED:
+        p_gate = gate + row_offsets(m, T, gate_stride_b, gate_stride_t)[:, None] + c[None, :]
+        gates = tl.load(p_gate, mask=valid, other=0.0)
+    entering = tl.zeros([BM, BN], tl.float32)
+    if INITIAL and not PACKED:
+        b = m // T
+        p_initial = initial + b.to(tl.int64)[:, None] * channels + c[None, :]
+        entering = tl.load(p_initial, mask=valid & (m == b * T)[:, None], other=0.0)
+    first_k = part * blocks * BK
+    if VECTOR:
+        v = project_by_vectors(
+            x, weight, M, T, c, first_k, blocks, width, channels, x_stride_b, x_stride_t, weight_stride,
+            BM, BK, EVEN_D, EVEN_V, STAGES,
+        )  # fmt: skip
+    else:
+        v = project_by_matrix_units(
+            x, weight, M, T, c, first_k, blocks, width, channels, x_stride_b, x_stride_t, weight_stride,
+            BM, BK, WARPS, EVEN_D, EVEN_V, STAGES, PRECISION,
+        )  # fmt: skip
+    decays = decay_of(log_decays)
+    if SPLIT:
+        of_tile = m[:, None] * BN + n[None, :]
+        p_terms = terms + own * (BM * BN) + of_tile
+        distance = slices * (BM * BN)
+        tl.store(p_terms + part * tl.cast(distance, tl.int64), v)
+        tl.debug_barrier()  # all warps have stored before one thread counts the CTA
+        if tl.atomic_add(counters + own, 1, sem="acq_rel", scope="gpu") == parts - 1:
+            finish(
+                add_parts(p_terms, parts, distance, AT_ONCE), decays, gates, entering, initial, offsets, y, final,
+                m, c, M, T, channels, sequences, STEPS, SCAN, GATED, INITIAL, PACKED, FINAL,
+            )  # fmt: skip
+            tl.store(counters + own, 0)
+    else:
+        finish(
+            v, decays, gates, entering, initial, offsets, y, final, m, c, M, T, channels, sequences,
+            STEPS, SCAN, GATED, INITIAL, PACKED, FINAL,
+        )  # fmt: skip

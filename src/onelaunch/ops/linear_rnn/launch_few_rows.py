@@ -1,0 +1,40 @@
+"""Launch of the layer's kernel for few rows: the whole layer, of at most 64 rows B T, in one launch.
+
+``variants/few_rows.py`` calls :func:`few_rows`, through the operator in ``autograd.py``, which makes a
+:class:`~onelaunch.ops.linear_rnn.launch.Layer`.
+"""
+
+from __future__ import annotations
+
+from onelaunch.device.hardware import processors, shared_bytes
+from onelaunch.kernels.gemm.choice import mma_with, precision_of
+from onelaunch.launch.launch import Launch, Mma
+from onelaunch.launch.workspace import counters
+from onelaunch.ops.linear_rnn.configure_few_rows import config_of
+from onelaunch.ops.linear_rnn.kernels.few_rows import few_rows_kernel
+from onelaunch.ops.linear_rnn.launch import Layer, Results
+
+_AT_ONCE = 4
+"""Parts whose sums are loaded at once."""
+
+
+def few_rows(layer: Layer) -> Results:
+    """Launch the kernel for few rows; it takes any dtype and packed sequences, and keeps nothing for a backward pass."""
+    layer, results, sequences = layer.in_rows(), layer.results(), layer.sequences
+    batch, length, width, channels = layer.sizes
+    rows, device, size = batch * length, layer.x.device, layer.x.element_size()
+    config = config_of(rows, width, channels, size, processors(device), shared_bytes(device))
+    split, packed = config.parts > 1, sequences.offsets is not None
+    terms = results.final.new_empty(config.term_elements) if split else None
+    flags = {name: flag for name, flag in layer.flags().items() if name != "KEEP"}
+    Launch(
+        few_rows_kernel, (config.slices * config.parts,),
+        *layer[:4], *sequences,  # x, weight, log_decay, gate, initial, offsets
+        results.y, results.final, terms, counters(device, config.slices) if split else None,
+        rows, length, width, channels, sequences.count(batch), config.parts, config.blocks, *layer.strides(),
+        BM=config.rows, BN=config.columns, BK=config.inner, WARPS=config.warps, VECTOR=config.vector, STAGES=config.stages,
+        EVEN_D=width == config.inner * config.blocks * config.parts, EVEN_V=channels % config.columns == 0, SPLIT=split, AT_ONCE=_AT_ONCE,
+        STEPS=sequences.bisection_steps(), SCAN=packed or length > 1, PACKED=packed, PRECISION=precision_of(layer.x),
+        num_warps=config.warps, **flags, mma=Mma.NONE if config.vector else mma_with(layer.x, Mma.SMALL),
+    ).run()  # fmt: skip
+    return results

@@ -1,0 +1,77 @@
+"""The variant ``fused_few_rows`` of ``linear_rnn``: one launch for steps of decoding, in Triton for any GPU.
+
+It has never run on a GPU. It is marked experimental until a study has measured it, and ``auto`` never takes it.
+
+The dispatcher, studies and tests find registered variants by name. Tags: ``fuses`` names the steps that share a kernel, here all
+three; ``cost.py`` reads it. ``gemm`` says how the product is made, and ``partial_sums`` that parts of it may be summed through
+memory, whose bytes ``cost.py`` counts. Other keywords are capabilities, which the class ``Capabilities`` of
+``onelaunch.operation`` explains.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from onelaunch.operation import Example, Query
+from onelaunch.operation.requirements import cannot_scan
+from onelaunch.ops.linear_rnn.autograd import launches, one_launch
+from onelaunch.ops.linear_rnn.configure_few_rows import MOST_ROWS
+from onelaunch.ops.linear_rnn.contract import LinearRNNCall, linear_rnn
+
+if TYPE_CHECKING:
+    from onelaunch.ops.linear_rnn.launch import Layer, Results
+
+
+@launches("few_rows")
+def run_few_rows(layer: Layer) -> Results:
+    """Project, scan and gate by CTAs that each have all rows, and a slice of the weight."""
+    from onelaunch.ops.linear_rnn import launch_few_rows
+
+    return launch_few_rows.few_rows(layer)
+
+
+@linear_rnn.variant(
+    "fused_few_rows", compiles=True, launches=1, fuses=("projection", "scan", "gate"), gemm="triton", partial_sums=True,
+    backward=False, experimental=True,
+)  # fmt: skip
+def fused_few_rows(call: LinearRNNCall) -> tuple[torch.Tensor, torch.Tensor]:
+    """Run one launch for at most 64 rows B T, as in decoding: every CTA has all rows and loads its slice of the weight at once.
+
+    Product, scan and gate of a slice share a CTA, so neither v nor the states of steps go through memory. With more than 16 rows,
+    parts of a slice's product do, as float32 sums, and the CTA that ends last finishes the slice. Forward only.
+    """
+    return one_launch(call, "few_rows")
+
+
+fused_few_rows.supports(cannot_scan)
+
+
+@fused_few_rows.supports
+def has_few_rows(query: Query) -> str | None:
+    """Return why a call has too many rows for a tile, or ``None``."""
+    batch, length, _, _ = query.sizes
+    return f"takes at most {MOST_ROWS} rows B * T, not {batch * length}" if batch * length > MOST_ROWS else None
+
+
+@fused_few_rows.examples
+def steps_of_decoding() -> list[Example]:
+    """Return steps of one and more sequences with states, a few steps of one sequence, most rows, and packed sequences.
+
+    The numbers of rows take each way to multiply, and each number of parts. D=260 and V=100 are no multiples of a tile.
+    """
+    states = {"initial_state": True, "final_state": True}
+    wide: dict[str, Any] = {"D": 2048, "V": 2048, **states}
+    return [
+        Example(linear_rnn.case("bfloat16", B=1, T=1, **wide), name="1 row"),
+        Example(linear_rnn.case("float16", B=2, T=1, **wide, gate=False), name="2 rows, no gate"),
+        Example(linear_rnn.case("bfloat16", B=16, T=1, **wide), name="16 rows"),
+        Example(linear_rnn.case("bfloat16", B=1, T=16, **wide), name="16 steps"),
+        Example(linear_rnn.case("bfloat16", B=32, T=1, **wide), name="32 rows"),
+        Example(linear_rnn.case("float16", B=4, T=16, **wide, log_decay_dtype="float32"), name="64 rows, float32 decays"),
+        Example(linear_rnn.case("bfloat16", B=1, T=1, **{**wide, "D": 8192}), name="1 row, D=8192"),
+        Example(linear_rnn.case("float16", B=1, T=20, D=260, V=100, lengths=(0, 12, 8), **states), name="packed, D=260 V=100"),
+        Example(linear_rnn.case("float32", B=1, T=1, **wide), name="1 row, float32"),
+        Example(linear_rnn.case("float32", B=16, T=1, **wide), name="16 rows, float32"),
+    ]
