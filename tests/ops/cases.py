@@ -47,7 +47,7 @@ OPERATIONS = (*SCANS, GLA)
 """The operations with a recurrence over time, not all of onelaunch: the cases of the others are in files of their own."""
 
 PROBES = runnable(LINEAR_RNN, linear_rnn_probes.CASES)
-"""Probes of ``linear_rnn``; without D, all but ``odd_columns`` are those of ``gated_scan``.
+"""Probes of ``linear_rnn``; without D, most are those of ``gated_scan``.
 
 A tile has at most 64 steps, and 256 in ``fused_hopper``.
 """
@@ -135,9 +135,11 @@ def pytorch_variants(operation: Operation[..., Any]) -> list[str]:
 def triton_variants(operation: Operation[..., Any]) -> list[str]:
     """Return the variants with kernels of our own that run on any GPU. Only variants with own kernels state their launches.
 
-    ``fused_recurrent`` of ``gla`` is left out: it takes what the other kernels refuse, and test_gla_recurrence.py tests it.
+    ``fused_recurrent`` of ``gla`` is left out: it takes what the other kernels refuse, and test_gla_recurrence.py tests it. So is
+    ``fused_few_rows`` of ``linear_rnn``, which takes few rows, without gradients: test_linear_rnn_few_rows.py tests it.
     """
-    own = [name for name, variant in operation.variants.items() if variant.launches is not None and name != FUSED_RECURRENT]
+    apart = (FUSED_RECURRENT, "fused_few_rows")
+    own = [name for name, variant in operation.variants.items() if variant.launches is not None and name not in apart]
     return [name for name in own if operation.variants[name].capabilities.architectures is None]
 
 

@@ -6,7 +6,10 @@
 
 from __future__ import annotations
 
+import torch
+
 from onelaunch.device.hardware import processors, shared_bytes
+from onelaunch.kernels.common.layout import inner_contiguous
 from onelaunch.kernels.gemm.choice import mma_with, precision_of
 from onelaunch.launch.launch import Launch, Mma
 from onelaunch.launch.workspace import counters
@@ -18,23 +21,39 @@ _AT_ONCE = 4
 """Parts whose sums are loaded at once."""
 
 
+_FARTHEST = 2**31 - 2**20
+"""Bound of the distance between the first and the last row of a tile in elements: offsets in a tile are 32-bit."""
+
+
+def _in_rows(matrix: torch.Tensor, rows: int) -> torch.Tensor:
+    """Return a matrix, copied if its columns are not next to each other, or if that many rows lie too far apart."""
+    matrix = inner_contiguous(matrix)
+    return matrix if 0 <= matrix.stride(0) * rows <= _FARTHEST else matrix.contiguous()
+
+
 def few_rows(layer: Layer) -> Results:
     """Launch the kernel for few rows; it takes any dtype and packed sequences, and keeps nothing for a backward pass."""
-    layer, results, sequences = layer.in_rows(), layer.results(), layer.sequences
+    results, sequences = layer.results(), layer.sequences
     batch, length, width, channels = layer.sizes
     rows, device, size = batch * length, layer.x.device, layer.x.element_size()
     config = config_of(rows, width, channels, size, processors(device), shared_bytes(device))
+    x, log_decay = (_in_rows(tensor.flatten(0, 1), config.rows) for tensor in (layer.x, layer.log_decay))
+    gate = None if layer.gate is None else _in_rows(layer.gate.flatten(0, 1), config.rows)
+    weight = _in_rows(layer.weight, config.inner)
     split, packed = config.parts > 1, sequences.offsets is not None
     terms = results.final.new_empty(config.term_elements) if split else None
     flags = {name: flag for name, flag in layer.flags().items() if name != "KEEP"}
     Launch(
         few_rows_kernel, (config.slices * config.parts,),
-        *layer[:4], *sequences,  # x, weight, log_decay, gate, initial, offsets
+        x, weight, log_decay, gate, *sequences,  # initial, offsets
         results.y, results.final, terms, counters(device, config.slices) if split else None,
-        rows, length, width, channels, sequences.count(batch), config.parts, config.blocks, *layer.strides(),
+        rows, length, width, channels, sequences.count(batch), config.parts, config.blocks,
+        x.stride(0), weight.stride(0), log_decay.stride(0), 0 if gate is None else gate.stride(0),
         BM=config.rows, BN=config.columns, BK=config.inner, WARPS=config.warps, VECTOR=config.vector, STAGES=config.stages,
-        EVEN_D=width == config.inner * config.blocks * config.parts, EVEN_V=channels % config.columns == 0, SPLIT=split, AT_ONCE=_AT_ONCE,
-        STEPS=sequences.bisection_steps(), SCAN=packed or length > 1, PACKED=packed, PRECISION=precision_of(layer.x),
-        num_warps=config.warps, **flags, mma=Mma.NONE if config.vector else mma_with(layer.x, Mma.SMALL),
+        EVEN_D=width == config.inner * config.blocks * config.parts,
+        EVEN_V=channels % config.columns == 0,
+        SPLIT=split, AT_ONCE=_AT_ONCE, STEPS=sequences.bisection_steps(), SCAN=packed or length > 1, PACKED=packed,
+        PRECISION=precision_of(layer.x), num_warps=config.warps, **flags,
+        mma=Mma.NONE if config.vector else mma_with(layer.x, Mma.SMALL),
     ).run()  # fmt: skip
     return results

@@ -1,6 +1,6 @@
 """Edge cases of ``linear_rnn``, on which studies and tests judge its variants.
 
-They are those of ``gated_scan`` with D columns of x, and two more about D.
+They are those of ``gated_scan`` with D columns of x, two more about D, and two of steps of decoding.
 """
 
 from __future__ import annotations
@@ -26,6 +26,9 @@ CASES: dict[str, dict[str, Any]] = {
     **{name: {**case, "D": COLUMNS.get(name, 24)} for name, case in scan.CASES.items()},
     "no_columns": {"dtype": "float32", "B": 2, "T": 9, "D": 0, "V": 6, **scan.STATES},
     "odd_columns": {"dtype": "bfloat16", "B": 1, "T": 33, "D": 101, "V": 19, **scan.STATES},
+    "a_step_of_16_sequences": {"dtype": "bfloat16", "B": 16, "T": 1, "D": 200, "V": 80, **scan.STATES},
+    # fused_few_rows divides the product of 32 rows and 2048 columns into two parts.
+    "a_step_of_32_sequences": {"dtype": "float16", "B": 32, "T": 1, "D": 2048, "V": 40, **scan.STATES},
 }
 """Cases by name, as arguments of ``linear_rnn.case``."""
 

@@ -1,14 +1,15 @@
 """The whole linear-RNN layer in one launch for few rows, as in steps of decoding, where loading the weight takes the time.
 
 Computes   v = x W,  s_t = exp(log_decay_t) * s_{t-1} + v_t,  y_t = s_t * silu(gate_t)   (or y = s where GATED is false)
-Grid       one CTA per slice of BN columns and part of D, PARTS times ceil(V / BN). The slices of a part are neighbours, so that
-           CTAs which read the same lines of W run at the same time. A CTA has all M = B T rows, in BM rows of a tile.
-On chip    VECTOR, for the fewest rows: blocks [BK, BN] of W and [BK] of each row of x in registers, multiplied and summed on CUDA
-           cores. Else blocks of x and W in shared memory, multiplied by matrix units: each of the WARPS warps
-           multiplies its own BK / WARPS rows of a block of W, and has its own sums [BM, BN]. Triton copies blocks by cp.async
-           into STAGES - 1 buffers; a CTA's part of W fits into these for usual layers, so all of it is in flight from the start.
+Grid       one CTA per slice of BN columns and part of D, ceil(V / BN) times parts. The slices of a part are neighbours, so that
+           CTAs which read the same lines of W run at the same time. A CTA has all M = B T rows, in one tile of BM rows.
+On chip    blocks of x [BM, BK] and W [BK, BN], which Triton copies by cp.async into STAGES - 1 buffers of shared memory. A CTA's
+           part of W fits into them for usual layers, so all of it is in flight from the start. Matrix units multiply: each of
+           the WARPS warps takes its own BK / WARPS rows of a block of W, and has its own sums [BM, BN], so that no two warps
+           read the same data. With VECTOR, for float32 and the fewest rows, CUDA cores multiply and sum row by row instead.
+           The sums of all warps are added through shared memory, into a layout that gives each thread its own elements.
 Memory     reads W once, x once per slice, mostly from L2, and decays, gates and states once per part; writes y and final states.
-           With several parts also writes and reads the float32 sums of each, M V PARTS numbers in L2.
+           With several parts also writes and reads the float32 sums of each, BM V parts numbers, in L2.
 Protocol   with several parts (SPLIT) one counter per slice: when all warps of a CTA have stored its sums (bar.sync), one thread
            adds 1 with release and acquire semantics at GPU scope. The CTA that finds all others of its slice counted adds the
            sums, finishes the slice, and sets the counter back to 0. No CTA waits for another.
@@ -37,28 +38,38 @@ def combine_in_sequences(starts_1, decay_1, state_1, starts_2, decay_2, state_2)
 
 
 @triton.jit
-def row_offsets(m, T, stride_b, stride_t):
-    """Return the offset of each row m = b T + t of a [B, T, N] tensor, 64-bit."""
-    b = m // T
-    return b.to(tl.int64) * stride_b + (m - b * T).to(tl.int64) * stride_t
+def take_second(first, second):
+    """Return the second argument; an inclusive scan with this function returns its input."""
+    return second
+
+
+@triton.jit
+def spread(tile):
+    """Return the tile with its elements spread over the threads.
+
+    In the layout of a product's sums each warp has a whole tile [BM, BN]. Triton keeps this layout for all that follows, so that
+    every warp would compute all exponentials. It does not keep it across a scan, here one along a new axis of size 1. On sm_90a
+    the kernel for 16 rows has 448 instructions with it and 654 without.
+    """
+    return tl.sum(tl.associative_scan(tl.expand_dims(tile, 0), 0, take_second), 0)
 
 
 @triton.jit
 def project_by_vectors(
-    x, weight, M, T, c, first_k, blocks, width, channels, x_stride_b, x_stride_t, weight_stride,
+    x, weight, M, c, first_k, blocks, width, channels, x_stride, weight_stride,
     BM: tl.constexpr, BK: tl.constexpr, EVEN_D: tl.constexpr, EVEN_V: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Return x W for all rows and the columns ``c`` over ``blocks`` blocks of D from ``first_k``, float32 [BM, BN].
 
-    CUDA cores multiply and sum. EVEN_D: blocks end where D ends, so k needs no mask. EVEN_V: so for columns and V.
+    CUDA cores multiply and sum row by row. EVEN_D: blocks end where D ends, so k needs no mask. EVEN_V: so for columns and V.
     """
     rows = tl.arange(0, BM)
     k = tl.arange(0, BK)
     in_v = (c < channels)[None, :]
     p_x = x + first_k + k
-    p_weight = weight + (first_k + k).to(tl.int64)[:, None] * weight_stride + c[None, :]  # [BK, BN]
+    p_weight = weight + first_k * tl.cast(weight_stride, tl.int64) + (k[:, None] * weight_stride + c[None, :])  # [BK, BN]
     v = tl.zeros([BM, c.shape[0]], tl.float32)
-    for block in tl.range(0, blocks, num_stages=STAGES):
+    for block in tl.range(0, 1 if STAGES == 1 else blocks, num_stages=STAGES):
         in_d = first_k + block * BK + k < width
         if EVEN_D and EVEN_V:
             b_weight = tl.load(p_weight)
@@ -68,19 +79,18 @@ def project_by_vectors(
             b_weight = tl.load(p_weight, mask=in_d[:, None] & in_v, other=0.0)
         loaded = ()  # all rows are loaded before the first is multiplied
         for m in tl.static_range(BM):
-            p_row = p_x + row_offsets(tl.full((), m, tl.int32), T, x_stride_b, x_stride_t)
-            loaded = loaded + (tl.load(p_row, mask=in_d & (m < M), other=0.0),)
+            loaded = loaded + (tl.load(p_x + m * tl.cast(x_stride, tl.int64), mask=in_d & (m < M), other=0.0),)
         for m in tl.static_range(BM):
             products = loaded[m].to(tl.float32)[:, None] * b_weight.to(tl.float32)
             v += tl.where((rows == m)[:, None], tl.sum(products, 0)[None, :], 0.0)
         p_x += BK
         p_weight += BK * tl.cast(weight_stride, tl.int64)
-    return v
+    return spread(v)
 
 
 @triton.jit
 def project_by_matrix_units(
-    x, weight, M, T, c, first_k, blocks, width, channels, x_stride_b, x_stride_t, weight_stride,
+    x, weight, M, c, first_k, blocks, width, channels, x_stride, weight_stride,
     BM: tl.constexpr, BK: tl.constexpr, WARPS: tl.constexpr, EVEN_D: tl.constexpr, EVEN_V: tl.constexpr,
     STAGES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -89,14 +99,13 @@ def project_by_matrix_units(
     rows = tl.arange(0, BM)
     share = tl.arange(0, SHARE)
     k = tl.arange(0, WARPS)[:, None] * SHARE + share[None, :]  # [WARPS, SHARE]
-    of_rows = row_offsets(rows, T, x_stride_b, x_stride_t)
-    p_x = x + first_k + (of_rows[None, :, None] + k[:, None, :])  # [WARPS, BM, SHARE]
-    of_weight = (first_k + k).to(tl.int64)[:, :, None] * weight_stride
-    p_weight = weight + of_weight + c[None, None, :]  # [WARPS, SHARE, BN]
+    p_x = x + first_k + (rows[None, :, None] * x_stride + k[:, None, :])  # [WARPS, BM, SHARE]
+    of_weight = k[:, :, None] * weight_stride + c[None, None, :]  # [WARPS, SHARE, BN]
+    p_weight = weight + first_k * tl.cast(weight_stride, tl.int64) + of_weight
     in_m = (rows < M)[None, :, None]
     in_v = (c < channels)[None, None, :]
     sums = tl.zeros([WARPS, BM, c.shape[0]], tl.float32)
-    for block in tl.range(0, blocks, num_stages=STAGES):
+    for block in tl.range(0, 1 if STAGES == 1 else blocks, num_stages=STAGES):
         in_d = first_k + block * BK + k < width
         if EVEN_D and EVEN_V:
             b_x = tl.load(p_x, mask=in_m, other=0.0)
@@ -110,7 +119,7 @@ def project_by_matrix_units(
         sums = tl.dot(to_precision(b_x, PRECISION), to_precision(b_weight, PRECISION), sums, input_precision=PRECISION)
         p_x += BK
         p_weight += BK * tl.cast(weight_stride, tl.int64)
-    return tl.sum(sums, 0)
+    return tl.sum(spread(sums), 0)
 
 
 @triton.jit
@@ -144,10 +153,12 @@ def finish(
         if INITIAL:
             own = initial + sequence.to(tl.int64)[:, None] * channels + c[None, :]
             entering = tl.load(own, mask=valid & starts[:, None], other=0.0)
-    else:
+    elif SCAN:
         sequence = m // T
-        t = m - sequence * T
-        starts, ends = t == 0, t == T - 1
+        starts, ends = m == sequence * T, m + 1 == (sequence + 1) * T
+    else:
+        sequence = m
+        starts, ends = m >= 0, m >= 0
     s = v
     if INITIAL:
         s = tl.where(starts[:, None], decays * entering + v, v)
@@ -156,9 +167,8 @@ def finish(
         _, _, s = tl.associative_scan((flags, decays, s), 0, combine_in_sequences)
     out = s
     if GATED:
-        out = s * silu(gates)
-    of_y = m.to(tl.int64)[:, None] * channels + c[None, :]
-    tl.store(y + of_y, out.to(y.dtype.element_ty), mask=valid)
+        out = s * gates
+    tl.store(y + (m[:, None] * channels + c[None, :]), out.to(y.dtype.element_ty), mask=valid)
     if FINAL:
         of_final = sequence.to(tl.int64)[:, None] * channels + c[None, :]
         tl.store(final + of_final, s, mask=valid & ends[:, None])
@@ -171,7 +181,7 @@ def finish(
 def few_rows_kernel(
     x, weight, log_decay, gate, initial, offsets, y, final, terms, counters,
     M, T, width, channels, sequences, parts, blocks,
-    x_stride_b, x_stride_t, weight_stride, decay_stride_b, decay_stride_t, gate_stride_b, gate_stride_t,
+    x_stride, weight_stride, decay_stride, gate_stride,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, WARPS: tl.constexpr, VECTOR: tl.constexpr, STAGES: tl.constexpr,
     EVEN_D: tl.constexpr, EVEN_V: tl.constexpr, SPLIT: tl.constexpr, AT_ONCE: tl.constexpr, STEPS: tl.constexpr,
     SCAN: tl.constexpr, GATED: tl.constexpr, INITIAL: tl.constexpr, PACKED: tl.constexpr, FINAL: tl.constexpr,
@@ -179,8 +189,10 @@ def few_rows_kernel(
 ):  # fmt: skip
     """Compute one slice of y and of the final states, or one part of its sums: see the top of the file.
 
-    A part has ``blocks`` blocks of BK rows of W. ``terms`` [parts, slices, BM, BN] is float32 scratch, and ``counters`` [slices],
-    int64, are 0 before and after the launch; both are None unless SPLIT.
+    x [M, D], log_decay and gate [M, V] have a row for each step of each sequence, ``x_stride`` and so on elements apart. BM of
+    these strides, and BK of ``weight_stride``, are below 2^31. A part has ``blocks`` blocks of BK rows of W, one if STAGES is 1.
+    ``terms`` [parts, slices, BM, BN] is float32 scratch, and ``counters`` [slices], int64, are 0 before and after the launch;
+    both are None unless SPLIT.
     """
     slices = tl.cdiv(channels, BN)
     own, part = tl.program_id(0) % slices, tl.program_id(0) // slices
@@ -189,29 +201,28 @@ def few_rows_kernel(
     c = own * BN + n
     valid = (m < M)[:, None] & (c < channels)[None, :]
     # Loads that the scan needs are issued before the product, so that they arrive while the weight does.
-    p_decay = log_decay + row_offsets(m, T, decay_stride_b, decay_stride_t)[:, None] + c[None, :]
-    log_decays = tl.load(p_decay, mask=valid, other=0.0)
+    log_decays = tl.load(log_decay + (m[:, None] * decay_stride + c[None, :]), mask=valid, other=0.0)
     gates = log_decays  # stands for the argument, which is not read if GATED is false
     if GATED:
-        p_gate = gate + row_offsets(m, T, gate_stride_b, gate_stride_t)[:, None] + c[None, :]
-        gates = tl.load(p_gate, mask=valid, other=0.0)
+        gates = tl.load(gate + (m[:, None] * gate_stride + c[None, :]), mask=valid, other=0.0)
     entering = tl.zeros([BM, BN], tl.float32)
     if INITIAL and not PACKED:
-        b = m // T
-        p_initial = initial + b.to(tl.int64)[:, None] * channels + c[None, :]
-        entering = tl.load(p_initial, mask=valid & (m == b * T)[:, None], other=0.0)
+        b = m // T if SCAN else m
+        p_initial = initial + (b[:, None] * channels + c[None, :])
+        entering = tl.load(p_initial, mask=valid & (m == b * T)[:, None] if SCAN else valid, other=0.0)
+    decays = decay_of(log_decays)
+    gates = silu(gates)
     first_k = part * blocks * BK
     if VECTOR:
         v = project_by_vectors(
-            x, weight, M, T, c, first_k, blocks, width, channels, x_stride_b, x_stride_t, weight_stride,
+            x, weight, M, c, first_k, blocks, width, channels, x_stride, weight_stride,
             BM, BK, EVEN_D, EVEN_V, STAGES,
         )  # fmt: skip
     else:
         v = project_by_matrix_units(
-            x, weight, M, T, c, first_k, blocks, width, channels, x_stride_b, x_stride_t, weight_stride,
+            x, weight, M, c, first_k, blocks, width, channels, x_stride, weight_stride,
             BM, BK, WARPS, EVEN_D, EVEN_V, STAGES, PRECISION,
         )  # fmt: skip
-    decays = decay_of(log_decays)
     if SPLIT:
         of_tile = m[:, None] * BN + n[None, :]
         p_terms = terms + own * (BM * BN) + of_tile
