@@ -13,6 +13,7 @@ import pytest
 
 from onelaunch.errors import ResultExists, ResultMismatch, StudyError
 from onelaunch.operation import entry_points
+from onelaunch.operation import sources as digests
 from onelaunch.workbench import probing
 from onelaunch.workbench.measure import timing
 from onelaunch.workbench.options import RunOptions
@@ -110,6 +111,23 @@ def test_the_code_of_a_report_is_that_of_the_variant_the_probes_and_the_gate(mon
             assert not {*probing.code_of(scan).values()} & {*first.values()}
     monkeypatch.setattr(probing, "digest_of", lambda variant: "")
     assert probing.code_of(scan) == {}
+
+
+@pytest.mark.parametrize("changed", ["probes.py", "reference.py", "torch.py"])
+def test_the_code_of_a_report_is_another_if_what_judges_the_variant_changes(changed, monkeypatch):
+    """These list the probes, compute the reference outputs from inputs that they make, and hold the PyTorch baseline."""
+    scan = study().model_copy(update={"operation": "gated_scan", "baseline": "eager", "variants": ("fused",)})
+    first, read = probing.code_of(scan), digests._read
+
+    def edited(path):
+        return read(path) + b"#" if "gated_scan" in path.parts and path.name == changed else read(path)
+
+    monkeypatch.setattr(digests, "_read", edited)
+    digests.forget()
+    try:
+        assert probing.code_of(scan)["fused"] != first["fused"]
+    finally:
+        digests.forget()
 
 
 def test_shapes_of_a_finished_result_are_measured_anew_and_the_others_keep_their_commit(at_commit, tmp_path):

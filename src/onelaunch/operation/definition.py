@@ -254,9 +254,10 @@ class Operation(Generic[P, R]):
         return probes
 
     @property
-    def probes_module(self) -> str:
-        """Name of the module that lists the operation's probes; empty if none does."""
-        return getattr(self._probes, "__module__", None) or ""
+    def judging_modules(self) -> tuple[str, ...]:
+        """Names of the modules that list the operation's probes, compute its reference outputs and make its inputs."""
+        names = [getattr(each, "__module__", None) for each in (self._probes, self._oracle, self._inputs)]
+        return tuple(dict.fromkeys(name for name in names if name))
 
     def preference(self, query: Query) -> list[str]:
         """Return the names of all variants in the order of preference that decides where no similar call was measured.

@@ -22,6 +22,7 @@ from onelaunch.workbench.options import Part
 from onelaunch.workbench.result import ProbeReport, Status
 from onelaunch.workbench.study import Study
 from onelaunch.workbench.study.plan import PlannedCell
+from onelaunch.workbench.verify.reference import pytorch_baseline
 
 
 class Probed(NamedTuple):
@@ -90,16 +91,19 @@ def has_probes(operation: Operation[..., Any], variant: str) -> bool:
 
 
 def code_of(study: Study) -> dict[str, str]:
-    """Return a digest by label of all code on which the report of a variant rests: its own, the probes', and the gate's.
+    """Return a digest by label of all code on which the report of a variant rests.
 
-    Variants whose code no file holds are left out.
+    That is its own code, and that of the probes, the reference outputs, the inputs, the PyTorch baseline, whose error sets the
+    tolerance, and the gate. Variants whose code no file holds are left out.
     """
     files = Path(verify.__file__).parent.glob("*.py")
     gate = digest_of_files({path.name: path for path in files})
     digests = {}
     for label, variant in study.registered():
         if own := digest_of(variant):
-            parts = own, module_digest(variant.operation.probes_module), gate
+            baseline = pytorch_baseline(variant.operation)
+            judging = [module_digest(name) for name in variant.operation.judging_modules]
+            parts = own, *judging, digest_of(baseline) if baseline else "", gate
             digests[label] = hashlib.sha256(" ".join(parts).encode()).hexdigest()
     return digests
 

@@ -149,7 +149,7 @@ class ProbeReport(Grown, Stored):
     directions: tuple[Direction, ...] = ("forward", "forward_backward")
     """Directions that were asked for. Older results, which do not say so, asked for both."""
     code: str = ""
-    """Digest of the code of the variant, the probes and the gate; empty if it is not known, as in older results."""
+    """Digest of the code of the variant and of all that judges it on probes; empty if it is not known, as in older results."""
 
     @property
     def met(self) -> bool:
