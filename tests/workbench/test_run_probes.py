@@ -20,7 +20,7 @@ import torch
 from onelaunch import dispatch
 from onelaunch.device import hardware
 from onelaunch.dispatch import measured
-from onelaunch.errors import AdoptNotice, ArgumentError, UnknownVariant
+from onelaunch.errors import AdoptNotice, ArgumentError, CompileError, DriverError, UnknownVariant
 from onelaunch.operation import Probe, Query, find_operation
 from onelaunch.operation.probe import elsewhere, mixed_magnitudes, transposed
 from onelaunch.workbench.adopt import adopt
@@ -232,16 +232,20 @@ def test_refusals_are_counted_apart_from_failures(probed, variant):
 
 
 @pytest.mark.parametrize(
-    "error", [RuntimeError("fell over"), SystemExit(0), AssertionError(), torch.OutOfMemoryError("no memory")]
-)
+    "error",
+    [
+        RuntimeError("fell over"), SystemExit(0), AssertionError(), torch.OutOfMemoryError("no memory"),
+        DriverError("cuModuleLoadData", got="CUDA_ERROR_OUT_OF_MEMORY", about="sum"), CompileError("sum", "sm_90a", log="error"),
+    ],
+)  # fmt: skip
 def test_whatever_a_variant_raises_is_a_failure(probed, variant, error):
     def run(call):
         raise error
 
     variant("raising", run)
-    probed(toy_case(name="any"))
+    probed(toy_case(name="any"), Probe(toy_case(name="not_taken"), refused=True))
     report = run_probes(Judge(), toy_sum, "raising")
-    assert (report.passed, report.refused, len(report.failed)) == (0, 0, 2)
+    assert (report.passed, report.refused, len(report.failed)) == (0, 0, 3)
     assert all(type(error).__name__ in line for line in report.failed)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from onelaunch.errors import OneLaunchError
+from onelaunch.errors import CompileError, DecodeStalled, DeviceMemoryError, DriverError, OneLaunchError
 from onelaunch.operation import Case, Direction, Operation, Probe, Reading
 from onelaunch.wording import in_a_line
 from onelaunch.workbench.result import ProbeReport
@@ -21,6 +21,9 @@ from onelaunch.workbench.verify.gate import Judge
 
 REFUSALS = ("unsupported", "not_installed")
 """Statuses of a call that the variant refused with a reason."""
+
+FAULTS = (CompileError, DriverError, DecodeStalled, DeviceMemoryError)
+"""Errors of onelaunch that are failures. The others say that the variant or the contract does not take the call."""
 
 SEED = 0
 """Seed of the inputs of every probe."""
@@ -106,7 +109,7 @@ def _outcome(
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # noqa: BLE001 - another package's code may raise anything, SystemExit too
-        return "" if isinstance(error, OneLaunchError) or status_of(error)[0] in REFUSALS else _said(error)
+        return "" if _refuses(error) or status_of(error)[0] in REFUSALS else _said(error)
     return None if verdict.ok else verdict.explain()
 
 
@@ -116,13 +119,16 @@ def _refusal(operation: Operation[..., Any], probe: Probe, variant: str, device:
     try:
         with torch.no_grad():
             operation(**arguments, variant=variant)
-    except OneLaunchError:
-        return ""
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # noqa: BLE001 - as above
-        return _said(error)
+        return "" if _refuses(error) else _said(error)
     return "It took arguments that the operation must refuse."
+
+
+def _refuses(error: BaseException) -> bool:
+    """Return whether an error of onelaunch says that a call is not taken."""
+    return isinstance(error, OneLaunchError) and not isinstance(error, FAULTS)
 
 
 def _said(error: BaseException) -> str:
