@@ -114,6 +114,23 @@ def test_processes_that_a_measuring_process_leaves_are_ended_with_it(tmp_path):
     assert not state.exists() or state.read_text().split()[2] == "Z", "without a parent that reaps it, it may be a zombie"
 
 
+def test_processes_that_a_measuring_process_leaves_are_ended_after_its_result(tmp_path, monkeypatch):
+    """After Ctrl-C processes may still compile. The child has often exited when its parent has read the result."""
+    left, read = tmp_path / "left", parent._read
+
+    def leave():
+        left.write_text(str(subprocess.Popen(["sleep", "600"]).pid))
+
+    def slowly(text):
+        time.sleep(0.3)
+        return read(text)
+
+    monkeypatch.setattr(parent, "_read", slowly)
+    with_rogue(at_count(1, leave))
+    state = Path(f"/proc/{left.read_text()}/stat")
+    assert not state.exists() or state.read_text().split()[2] == "Z", "without a parent that reaps it, it may be a zombie"
+
+
 def test_sys_exit_in_a_variant_is_its_status_in_either_process():
     for in_process in (True, False):
         result = with_rogue(at_count(1, lambda: sys.exit(0)), in_process=in_process, save_to=Path(f"{in_process}.json"))

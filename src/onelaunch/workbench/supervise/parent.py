@@ -373,18 +373,22 @@ class Child:
         seconds = time.monotonic() - began if turn is not None else 0.0
         return Death(turn, self._place, _how(self._process.exitcode or 0), seconds=seconds)
 
-    def _end_others(self) -> None:
-        """Kill what a child that has ended by itself has left: processes that compile while it judges variants.
+    def _end_others(self, *, waiting: bool = True) -> None:
+        """Kill what a child that has ended by itself has left: processes that compile while it judges variants, or after Ctrl-C.
 
         The child is reaped after that, so that its number, which is that of its group, cannot be another process's yet.
+
+        Args:
+            waiting: Whether to wait for the child's end first. Otherwise one that still runs is killed too.
         """
         if (number := self._process.pid) is not None and hasattr(os, "waitid"):
-            with contextlib.suppress(OSError):
-                os.waitid(os.P_PID, number, os.WEXITED | os.WNOWAIT)
+            with contextlib.suppress(OSError):  # the child was reaped before, or has left nothing
+                os.waitid(os.P_PID, number, os.WEXITED | os.WNOWAIT | (0 if waiting else os.WNOHANG))
                 os.killpg(number, signal.SIGKILL)
 
     def _kill(self) -> None:
         """Kill the child with its process group, to which compilers and profilers that it has started belong."""
+        self._end_others(waiting=False)
         if self._process.pid is not None and self._process.is_alive():
             with contextlib.suppress(OSError):
                 os.killpg(self._process.pid, signal.SIGKILL)
