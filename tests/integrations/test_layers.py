@@ -195,6 +195,19 @@ def test_hooks_on_inner_modules_run():
     assert report.fallbacks == {"gk_proj.1 has hooks": 1}
 
 
+@pytest.mark.parametrize("name", ["q_proj", "o_proj"])
+def test_a_projection_that_is_given_a_bias_later_is_called(name):
+    layer, x = GatedLinearAttention(), torch.randn(2, 5, 64)
+    report = accelerate(layer)
+    projection = layer.get_submodule(name)
+    projection.bias = nn.Parameter(torch.randn(projection.out_features))
+    found = layer(x)[0]
+    assert report.fallbacks == {f"{name} has a bias now": 1}
+    projection.bias = None
+    assert (layer(x)[0] - found).norm() > 1e-2 * found.norm()
+    assert report.fallbacks.total() == 1
+
+
 def test_a_model_of_several_kinds_has_one_report(prose):
     layers = [nn.ModuleDict({"attn": GatedLinearAttention(), "mlp": GatedMLP()}) for _ in range(5)]
     report = accelerate(nn.Sequential(*layers, nn.ModuleDict({"attn": GatedLinearAttention(clamp_min=-1.0)})))

@@ -41,7 +41,7 @@ class Forward(ABC):
         """Reason why the weights were not moved into one buffer."""
         self._buffers: dict[int, int] = {}
         """Address of the buffer that each group was moved into, by the group's index."""
-        self._unseen = [(name, each, type(each)) for name, each in self.not_called()]
+        self._unseen = [(name, each, type(each), getattr(each, "bias", None) is not None) for name, each in self.not_called()]
 
     @classmethod
     @abstractmethod
@@ -78,11 +78,13 @@ class Forward(ABC):
         """Return why this call must run the original forward, or ``None``."""
         if type(x) is not torch.Tensor and type(x) is not nn.Parameter:
             return f"the input is a {type(x).__name__}"
-        for name, module, kind in self._unseen:
+        for name, module, kind, biased in self._unseen:
             if find(self.module, name) is not module or "forward" in module.__dict__:
                 return f"{name} was replaced"
             if type(module) is not kind:  # as FSDP2 does with each module that it is applied to
                 return f"{name} is of the class {type(module).__name__} now"
+            if not biased and module._parameters.get("bias") is not None:  # noqa: SLF001 - as onelaunch.nn.packed looks it up
+                return f"{name} has a bias now"
             if is_hooked(module):
                 return f"{name} has hooks"
         dtype = x.dtype
