@@ -186,6 +186,33 @@ def test_an_operator_is_called_by_a_tape_with_gradients_and_without():
     assert called.count == 4
 
 
+def test_a_backward_pass_under_autocast_is_that_outside():
+    def forward(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return x @ w
+
+    def backward(dy: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return dy @ w.mT
+
+    def save(ctx, inputs, output):
+        ctx.save_for_backward(inputs[1])
+
+    def gradients(ctx, run, dy):
+        (w,) = ctx.saved_tensors
+        return run(dy, w), dy.mT @ w
+
+    product = Operator(
+        "tape_product", forward, save=save, gradients=gradients, backward=Operator("tape_product_backward", backward)
+    )
+    x, w = (torch.randn(4, 4, requires_grad=True) for _ in range(2))
+    wanted = torch.autograd.grad(product(x, w, grad=True).sum(), (x, w))
+    for create_graph in (False, True):
+        y = product(x, w, grad=True).sum()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            found = torch.autograd.grad(y, (x, w), create_graph=create_graph)
+            assert torch.is_autocast_enabled("cpu")
+        assert all(map(torch.equal, found, wanted))
+
+
 # Operations on a CPU
 
 

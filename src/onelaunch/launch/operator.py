@@ -120,7 +120,13 @@ class Operator:
 
         def differentiate_once(ctx: Any, *grad_outputs: Any) -> Gradients:
             # Without ``create_graph`` the mode is off already, and nothing has to be marked.
-            return once(ctx, *grad_outputs) if torch.is_grad_enabled() else differentiate(ctx, *grad_outputs)
+            run = once if torch.is_grad_enabled() else differentiate
+            # ``backward()`` may be called under autocast, which would lower products that the gradients have, and their plans.
+            for each in grad_outputs:
+                if each is not None and torch.is_autocast_enabled(each.device.type):
+                    with torch.autocast(each.device.type, enabled=False):
+                        return run(ctx, *grad_outputs)
+            return run(ctx, *grad_outputs)
 
         methods = {"forward": staticmethod(forward_and_save), "backward": staticmethod(differentiate_once)}
         function: Any = type(name, (torch.autograd.Function,), methods)  # profilers show this name
