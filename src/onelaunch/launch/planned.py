@@ -87,20 +87,9 @@ class Planned(Generic[R]):
         """Return the function's results."""
         if is_compiling() or sees_operators() or is_observed():
             return self._function(*inputs, **named)
-        if not self._taped:
-            return self._function(*inputs, **named) if _hooked() else self._call(inputs, named)
-        kind = _replayed_on(inputs, named)
-        if kind is None:
-            return self._function(*inputs, **named)
-        if not torch.is_autocast_enabled(kind):
-            return self._call(inputs, named)
-        low = torch.get_autocast_dtype(kind)
-        if low not in self._lowered:
-            self._lowered.setdefault(low, Planned(self._function, taped=True, autocast=True))
-        return self._lowered[low]._call(inputs, named)  # noqa: SLF001 - an object of this class
-
-    def _call(self, inputs: tuple[Any, ...], named: dict[str, Any]) -> R:
-        """Return the function's results for a call that may be replayed."""
+        other = self._in_its_place(inputs, named) if self._taped else self._function if _hooked() else None
+        if other is not None:
+            return other(*inputs, **named)
         latest, plans = self._latest, self._plans
         if latest is not None and latest[2] is plans:
             repeated, found = latest[3], latest[1]
@@ -125,6 +114,26 @@ class Planned(Generic[R]):
         if type(found) is Taped:
             return found.replay(facts.tensors)
         return self._run(inputs, named, facts, found, plans)
+
+    def _in_its_place(self, inputs: tuple[Any, ...], named: dict[str, Any]) -> Callable[..., R] | None:
+        """Return what makes a call, with gradients or without, in the place of this object; ``None`` if the object makes it.
+
+        It is the function itself on devices that are not those of :class:`Device` and inside a tape; where functions are to be
+        called around launches; and on GPUs while ``ONELAUNCH_CHECK_VALUES`` is set, since a replay checks no values of their
+        tensors. Under autocast it is the object for autocast's dtype.
+        """
+        first = inputs[0] if inputs else next(iter(named.values()), None)
+        if not isinstance(first, torch.Tensor) or active_tape() is not None:
+            return self._function
+        kind = first.device.type
+        if (asks_for_values() or _hooked()) if kind in Device.types else kind not in Device.taped:
+            return self._function
+        if torch.is_autocast_enabled(kind) is self._autocast:
+            return None
+        low = torch.get_autocast_dtype(kind)
+        if low not in self._lowered:
+            self._lowered.setdefault(low, Planned(self._function, taped=True, autocast=True))
+        return self._lowered[low]
 
     def plan_for(self, inputs: tuple[Any, ...]) -> Plan | None:
         """Return the plan for inputs, or ``None`` if there is none or if it depends on the distances between their addresses."""
@@ -316,21 +325,6 @@ def forget_plans() -> None:
 def _takes_gradients(facts: Facts) -> bool:
     """Return whether autograd follows a call."""
     return torch.is_grad_enabled() and any(each.requires_grad for each in facts.tensors)
-
-
-def _replayed_on(inputs: tuple[Any, ...], named: dict[str, Any]) -> str | None:
-    """Return the device type of a call, with gradients or without, that may be replayed; ``None`` if it may not.
-
-    It may on devices of :class:`Device`, and not inside a tape. Values of GPU tensors are not checked in a replay, so there is
-    none while ``ONELAUNCH_CHECK_VALUES`` is set.
-    """
-    first = inputs[0] if inputs else next(iter(named.values()), None)
-    if not isinstance(first, torch.Tensor) or active_tape() is not None:
-        return None
-    kind = first.device.type
-    if kind in Device.types:
-        return None if asks_for_values() or _hooked() else kind
-    return kind if kind in Device.taped else None
 
 
 @functools.cache

@@ -304,31 +304,25 @@ class Taped:
     def replay(self, tensors: Sequence[torch.Tensor]) -> Any:
         """Return the results for the tensors of a call."""
         values = [*tensors, *self._constants]
-        if self._autocast is None:
-            for _, steps in self._parts:
-                _repeat(steps, values)
-        else:
-            try:
-                for lowered, steps in self._parts:
-                    torch.set_autocast_enabled(self._autocast, lowered)
-                    _repeat(steps, values)
-            finally:
-                torch.set_autocast_enabled(self._autocast, True)  # noqa: FBT003 - PyTorch names no such argument
+        autocast = self._autocast
+        try:
+            for lowered, steps in self._parts:
+                if autocast is not None:
+                    torch.set_autocast_enabled(autocast, lowered)
+                for function, flat, single, given, named, several in steps:
+                    if flat is None:
+                        arguments = [_filled(each, values) for each in given]
+                        made = function(*arguments, **{name: _filled(each, values) for name, each in named})
+                    else:
+                        made = function(flat(values)) if single else function(*flat(values))
+                    if several:
+                        values += made
+                    else:
+                        values.append(made)
+        finally:
+            if autocast is not None:
+                torch.set_autocast_enabled(autocast, True)  # noqa: FBT003 - PyTorch names no such argument
         return self._results(values)
-
-
-def _repeat(steps: Sequence[tuple[Any, ...]], values: list[Any]) -> None:
-    """Make the calls of a replay, and append their results to the values."""
-    for function, flat, single, given, named, several in steps:
-        if flat is None:
-            arguments = [_filled(each, values) for each in given]
-            made = function(*arguments, **{name: _filled(each, values) for name, each in named})
-        else:
-            made = function(flat(values)) if single else function(*flat(values))
-        if several:
-            values += made
-        else:
-            values.append(made)
 
 
 def _getter(results: Any, nothing: int) -> Callable[[list[Any]], Any]:
