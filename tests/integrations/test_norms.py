@@ -139,7 +139,7 @@ def test_norms_under_autocast_read_float32_or_add_to_a_float32_residual(queries)
     """Embeddings and residuals are float32, and what products return bfloat16; two forms for the four norms of the model."""
     assert {query.dtype: (query.grad, query.flags) for query in queries.values()} == {
         torch.float32: (True, ("weight",)),
-        torch.bfloat16: (True, ("weight", "residual", "float32_residual")),
+        torch.bfloat16: (True, ("weight", "residual", "float32_residual", "float32_weight")),
     }
 
 

@@ -80,6 +80,7 @@ def key_of(x: Facts, weight: Facts | None, residual: Facts | None, grad_enabled:
         "weight": weight is not None,
         "residual": residual is not None,
         "float32_residual": residual is not None and residual.dtype is not x.dtype,
+        "float32_weight": weight is not None and weight.dtype is not x.dtype,
     }
     grad = grad_enabled and checks.grad_wanted(x, weight, residual)
     sizes = fixed(math.prod(x.shape[:-1]), channels, free=1)
