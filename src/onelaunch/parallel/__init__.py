@@ -1,8 +1,8 @@
 """Context parallelism: sequences whose steps are spread over the processes of a ``torch.distributed`` group.
 
 Users pass ``mesh`` to ``gated_scan``, ``linear_rnn``, ``gla`` and the layers of ``onelaunch.nn``, or make a :class:`Context`
-once by :func:`context`. The operations say by :class:`Rules` how a slice of the sequence changes the state, and
-:func:`run_across_ranks` exchanges and scans these changes.
+once by :func:`context`. An operation derives a class from :class:`Rules`, which computes how a slice of the sequence changes the
+state. :func:`run_across_ranks` exchanges these changes between ranks and scans them.
 """
 
 from onelaunch.parallel.collectives import InPlace, Pending

@@ -1,7 +1,7 @@
 """An exchange of facts between the ranks of a group, so that a wrong argument on one rank is an error on all of them.
 
-``contexts.py`` calls it before the first collective on data: all ranks then know what the others are going to do, and none waits
-for a collective that another rank will not join, or joins with other sizes.
+``contexts.py`` calls :func:`agree` before the first collective on data. So no rank waits for a collective that another rank does
+not join, or joins with other sizes.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def check_device(group: Any, device: torch.device) -> None:
 
 
 def agree(group: Any, describe: Callable[[], Facts]) -> list[Facts]:
-    """Return the facts of all ranks, after one exchange between them; a collective call.
+    """Exchange the facts of a call, compare them, and return those of all ranks by rank; a collective call.
 
     Args:
         group: Process group.
@@ -108,5 +108,5 @@ def _compare(found: list[dict[str, Any]]) -> None:
 
 
 def _shown(value: Any) -> str:
-    """Return a value as text."""
+    """Return a value as text for a message; a dtype without the prefix ``torch.``."""
     return str(value).removeprefix("torch.")

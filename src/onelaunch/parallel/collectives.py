@@ -1,8 +1,8 @@
 """Collectives on a group given by its name: PyTorch's functional collectives, called as operators.
 
-They return new tensors and start at once, so what a caller does before it asks a :class:`Pending` for its result overlaps with
-them. A :class:`Context` has the :class:`Collectives` of its group, or the class of ``exchange.py`` derived from it. None is
-differentiable here.
+They start at once and return new tensors in a :class:`Pending`. What the caller does before it asks for the result overlaps with
+them. They are not differentiable. The :class:`Context` of a call holds the :class:`Collectives` of its group, or an object of the
+class in ``exchange.py`` that is derived from it and stores to the memory of other GPUs.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ class InPlace(NamedTuple):
     """Memory in which the messages of an exchange arrive, for a kernel that waits for them (``parallel/kernels.py``)."""
 
     memory: torch.Tensor
-    """Channel of the exchange on this rank, int64."""
+    """This rank's memory of the exchange, int64: flags, epochs and slots, as ``parallel/kernels.py`` describes."""
     ranks: int
     """Number of ranks of the group."""
     capacity: int
-    """Number of 32-bit words that a slot holds for a rank."""
+    """Number of 32-bit words that a slot has for the message of each rank."""
     limit: int
     """Nanoseconds that the kernel waits for a message before it ends with an error."""
     shape: tuple[int, ...]
     """Shape of a message, float32."""
     read: Callable[[Callable[[], torch.Tensor]], torch.Tensor]
-    """Function that takes a launch of such a kernel, as a function, and calls it in the order of the channel's launches."""
+    """Function that calls its argument, which launches such a kernel, in order with the other launches that use this memory."""
 
 
 class Pending:
@@ -37,7 +37,7 @@ class Pending:
         self._tensor, self._waited = tensor, False
 
     def result(self) -> torch.Tensor:
-        """Return the result, which may be read now; at the first call the current stream, on a CPU the caller, waits for it."""
+        """Return the result. The first call makes the current stream wait for it; on a CPU the caller waits."""
         if not self._waited:
             self._tensor, self._waited = torch.ops._c10d_functional.wait_tensor(self._tensor), True  # noqa: SLF001
         return self._tensor

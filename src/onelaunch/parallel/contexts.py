@@ -28,8 +28,8 @@ R = TypeVar("R")
 class Context:
     """Slices of the steps of a group's ranks, made by :func:`context`; pass it as ``mesh``.
 
-    It is good for any number of calls with slices of these lengths. A call of a new kind (sizes, dtype, flags) is compared
-    between the ranks once, later calls of that kind exchange nothing but data.
+    One object serves any number of calls with slices of these lengths. The ranks compare a call of a new kind (sizes, dtype,
+    flags) once; later calls of that kind exchange only data.
     """
 
     collectives: Collectives
@@ -44,11 +44,11 @@ class Context:
     cu_seqlens: torch.Tensor | None
     """Offsets of this rank's sequences in its slice, int32, or ``None`` where no sequences are packed."""
     sequences: torch.Tensor
-    """Indices of this rank's sequences among all, int64."""
+    """Indices of this rank's sequences among those of all ranks, int64."""
     ending: torch.Tensor
     """Positions among this rank's sequences of those that end here, int64."""
     given: torch.Tensor | None = None
-    """Offsets among all steps as the caller passed them."""
+    """Tensor ``cu_seqlens`` of the caller, with offsets among the steps of all ranks."""
     process_group: Any = field(default=None, repr=False)
     """Process group, or ``None`` where one process stands for a rank (``simulated.py``)."""
     known: set[tuple[Any, ...]] = field(default_factory=set, repr=False)
@@ -66,7 +66,7 @@ class Context:
 
 
 class Described(NamedTuple):
-    """This rank's side of a call, whose arguments have been checked."""
+    """Description of a checked call on this rank, which is compared with those of the other ranks."""
 
     length: int
     """Steps on this rank."""
@@ -110,10 +110,10 @@ def offsets_of(mesh: Any, cu_seqlens: torch.Tensor | None) -> torch.Tensor | Non
 def entered(
     mesh: Any, cu_seqlens: torch.Tensor | None, describe: Callable[[], Described], then: Callable[[Context, Any], R]
 ) -> R:
-    """Run a call after all ranks have agreed on it; outside of compiled code.
+    """Compare a call between all ranks, then run it; both outside of the graphs of ``torch.compile``.
 
     Args:
-        mesh: The caller's argument: a group or a mesh, from which a context is made, or a context.
+        mesh: The caller's argument: a context, or a group or a mesh from which one is made.
         cu_seqlens: The caller's offsets among all steps.
         describe: Function that checks the call's arguments on this rank and describes it.
         then: Function from the context and the checked call to the results.
@@ -196,7 +196,7 @@ def context_of(
 
 
 def _read(cu_seqlens: torch.Tensor | None) -> tuple[int, ...] | None:
-    """Return the values of offsets; raise :class:`PackingError` unless they can be those of packed sequences."""
+    """Return the offsets as integers, after checks of their form: they must start at 0 and never decrease."""
     if cu_seqlens is None:
         return None
     checks.packing(checks.facts("cu_seqlens", cu_seqlens), 1)

@@ -4,11 +4,11 @@ The predicted time of the slowest rank is that of the ordinary call on its slice
 in each direction: by stores to the memory of peers, or by a collective such as NCCL's all-gather (``exchange.py``).
 
 The constants are fitted to calls on four H100s, or assumed; each docstring says which. ``tests/parallel/test_cost.py`` compares
-the model with the committed result of the study ``context-parallel`` on two and four H100s. One of its times is fitted, that of
-the forward call on four. ``docs/parallel.md`` shows the model's tables.
+the model with the committed result of the study ``context-parallel`` on two and four H100s. Constants are fitted to one time of
+that result, the forward call on four. ``docs/parallel.md`` shows the model's tables.
 
-The predictions which that study declares are older than any run on several GPUs. An earlier form of this model made them, from an
-H200's times, with assumed latencies, and with one of two all-gathers hidden.
+The predictions that the study declares are not of this model: they rest on an H200's times, assumed latencies, and one of two
+all-gathers hidden, and were made before any run on several GPUs.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Link(NamedTuple):
 
     name: str
     bytes_per_us: float
-    """Bytes that a GPU sends, and that it receives, per microsecond."""
+    """Bytes per microsecond that a GPU can send, and receive at the same time."""
     first_us: float
     """Latency of a collective, in microseconds, its launch included."""
     rank_us: float
@@ -68,7 +68,7 @@ SEGMENTS = 8
 """Segments of a slice whose states a rank combines to its message: the launches' choice at 16 heads on a chip of 132 SMs."""
 
 LOCAL_US = 14.0
-"""Microseconds of the two folds and of the last segment's sum in a call, without the bytes that the folds move.
+"""Microseconds of the last segment's sum and of the two launches that combine states, without the bytes that these move.
 
 Fitted: a forward call on four H100s took 332 us without a transfer, of which the ordinary call takes 313.5 and the bytes 5. The
 backward pass adds only the bytes, since it repeats no sums of the forward pass: calls with both passes took 1700 to 1767 us
@@ -91,8 +91,8 @@ Pass = Literal["forward", "backward"]
 LATE_US: dict[Pass, float] = {"forward": 16.0, "backward": 105.0}
 """Microseconds by which a collective takes longer in a call's forward or backward pass with ``hopper`` than alone.
 
-Fitted: with NCCL and no overlap four H100s took 387 us forward and 1939 us trained, by a script (docs/notebook/gla.md). Why it is
-so much more in the backward pass is unknown."""
+Fitted: with NCCL and no overlap four H100s took 387 us for the forward pass and 1939 us for both passes, by a script
+(docs/notebook/gla.md). Why it is so much more in the backward pass is unknown."""
 
 STATES_SHARE = 0.6
 """Time of the pass that computes states alone, relative to a forward pass (docs/notebook/gla.md). The backward pass begins with
@@ -114,7 +114,7 @@ class Prediction(NamedTuple):
     exchange: float
     """Time of the exchanges, one in each direction."""
     hidden: float
-    """Part of it that overlaps with the pass that recomputes states for the backward pass."""
+    """Part of :attr:`exchange` that overlaps with the pass that recomputes states for the backward pass."""
     speedup: float
     """Time on one GPU over ``call + local + exchange - hidden``."""
     stores: bool
@@ -129,7 +129,7 @@ class Prediction(NamedTuple):
 def time_of(steps: float, heads: int, direction: Direction) -> float:
     """Return the microseconds of a call on one GPU, from the times of :data:`MEASURED`, linear between and beyond them.
 
-    Other numbers of heads count as so many more steps. Fewer steps than the first point's take as long.
+    The time depends on the product of steps and heads. Calls smaller than the first point take as long as that one.
     """
     equivalent = steps * heads / MEASURED_HEADS
     points = [(each.steps, each.forward if direction == "forward" else each.trained) for each in MEASURED]

@@ -1,14 +1,15 @@
 """Exchanges of a group by stores to the memory of peers, where every GPU reaches all others, else by the group's all-gather.
 
-``contexts.py`` asks :func:`collectives_of` for the collectives of a group. All ranks of a group must take the same way. So each
-decision depends on facts that are the same on all ranks (the size of the message, whether a graph is captured, how many captures
+``contexts.py`` asks :func:`collectives_of` for the collectives of a group. All ranks must choose the same of the two. So each
+choice depends on facts that are the same on all ranks (the size of the message, whether a graph is captured, how many captures
 came before), or that the ranks have exchanged. Symmetric memory of PyTorch (``torch.distributed._symmetric_memory``) gives every
 rank the addresses of its peers' memory.
 
-Calls of a process that are not captured share a channel, and are ordered by their streams. Each capture of a CUDA graph takes a
-channel of its own, since a graph may be replayed at any time: its replays follow one another, as its exchanges do. Channels are
-made where nothing is captured, in the first exchange and where a message is larger than before, with some for later captures. A
-capture that finds none takes the collective.
+A channel is memory on every rank that all ranks can write, for exchanges one after the other (``peer_stores.py``). Calls of a
+process that are not captured share a channel, and are ordered by their streams. Each capture of a CUDA graph takes a channel of
+its own, since the graph may be replayed between other calls. Channels are made in calls that are not captured: in the first
+exchange, where a message is larger than before, and where none is left for captures. A capture that finds none takes the
+collective.
 """
 
 from __future__ import annotations
@@ -37,13 +38,13 @@ STORES = "stores to peers"
 """Name of exchanges by stores in :attr:`Collectives.used`."""
 
 PEER_STORES = "ONELAUNCH_PEER_STORES"
-"""Environment variable with which exchanges by stores are switched off: where it is not 1 on some rank, all take collectives."""
+"""Environment variable that switches exchanges by stores off: if it is not 1 on one rank, all ranks take collectives."""
 
 _DEFAULT = "1"
 """Value where the variable is not set."""
 
 MOST_RANKS = 8
-"""Largest number of ranks, for whose flags and epochs the beginning of a channel has room."""
+"""Largest number of ranks whose flags and epochs fit into the beginning of a channel."""
 
 MOST_BYTES = 4 << 20
 """Largest message of a rank. A larger one is bound by the links, which NCCL fills too, and its slots would take much memory."""
@@ -52,20 +53,20 @@ MOST_CHANNELS = 32
 """Largest number of channels of a group; captures beyond them take the collective."""
 
 _RESERVE = 64 << 20
-"""Bytes of the channels that are made in advance for captures, of which there is at least one."""
+"""Most bytes of the channels that are made in advance for captures. One is made even if it is larger."""
 
 _MOST_IN_ADVANCE = 7
 """Largest number of channels that are made in advance at a time."""
 
 _STEP = 64 << 10
-"""Bytes that the size of a slot is a multiple of."""
+"""Bytes to a multiple of which the part of a slot for one rank's message is rounded up."""
 
 _LIMIT = 600.0
 """Seconds to wait for a peer where the time-out of the group cannot be read: that of NCCL's groups by default."""
 
 
 class Peers:
-    """Functions of a group, its devices and PyTorch that an :class:`Exchange` needs; tests replace them.
+    """Functions of the process group, the driver and PyTorch that an :class:`Exchange` needs; tests replace this class.
 
     Args:
         group: Process group.
@@ -78,7 +79,7 @@ class Peers:
         self._handles: list[Any] = []
 
     def _group(self) -> Any:
-        """Return the process group, which is not kept: its entry in :data:`_EXCHANGES` would then keep it alive."""
+        """Return the process group. An attribute for it would let its entry in :data:`_EXCHANGES` keep it alive."""
         return torch.distributed.distributed_c10d._resolve_process_group(self.name)  # noqa: SLF001 - no public name
 
     def gather(self, value: Any) -> list[Any]:
@@ -126,10 +127,10 @@ class Peers:
         """Return int64 zeros that :meth:`connect` can make known to all ranks."""
         from torch.distributed import _symmetric_memory as symmetric
 
-        # Not by `empty`, which may take a part of a larger allocation, at an offset of its own on each rank.
+        # `symmetric.empty` may return a part of a larger allocation, at an offset that differs between ranks.
         memory = symmetric._SymmetricMemory.empty_strided_p2p((words,), (1,), torch.int64, self.device)  # noqa: SLF001
         memory.zero_()
-        torch.cuda.synchronize(self.device)  # peers may store after the next exchange of values
+        torch.cuda.synchronize(self.device)  # After the ranks' next exchange of values, peers may store here.
         return memory
 
     def connect(self, memory: torch.Tensor) -> list[int]:
@@ -173,15 +174,15 @@ class Exchange:
         """All channels. None is freed: graphs hold their addresses, and peers may still store into them."""
 
     def start(self, x: torch.Tensor, readers: Sequence[int] | None = None) -> Pending | str:
-        """Start to send a contiguous tensor of each rank, or return why that is left to the group's collective.
+        """Start to send a contiguous tensor of each rank, or return the reason why the group's collective has to do it.
 
-        Without ``readers`` all ranks gather the tensors of all. With it each rank names the ranks that read its tensor.
+        Without ``readers`` all ranks gather the tensors of all ranks. With it each rank names the ranks that read its tensor.
         """
         if self.why_not:
             return self.why_not
         if not 0 < x.nbytes <= MOST_BYTES or x.nbytes % 4:
             return f"messages of {x.nbytes} bytes"
-        if type(x) is not torch.Tensor or x.device.type != self.peers.device.type:  # such as one without memory, on all ranks
+        if type(x) is not torch.Tensor or x.device.type != self.peers.device.type:  # as a fake tensor, on all ranks
             return f"a {type(x).__name__} on {x.device.type}"
         if x.device != self.peers.device:
             problem = f"the group's first exchange on this rank was on {self.peers.device}, and this one is on {x.device}."
@@ -190,7 +191,7 @@ class Exchange:
         return channel.start(x, readers) if channel is not None else self.why_not or "a capture found no channel"
 
     def _channel(self, nbytes: int) -> Channel | None:
-        """Return the channel of a message of this rank, or ``None``."""
+        """Return the channel for a message of this rank, or ``None`` if there is none."""
         words, capture = nbytes // 4, self.peers.capture()
         if capture is not None:
             if capture not in self._captured and self._spare:
@@ -243,9 +244,9 @@ class Exchange:
         return None if self.why_not else result
 
     def _sizes(self, nbytes: int) -> tuple[int, int]:
-        """Return the words of a rank in a slot of new channels, and the number of these.
+        """Return the capacity of new channels, in words of each rank in a slot, and the number of channels to make.
 
-        One is for calls that are not captured, unless they have one that is large enough.
+        One of them is for calls that are not captured, unless these already have one that is large enough.
         """
         from onelaunch.parallel.peer_stores import channel_bytes  # it needs Triton
 
@@ -314,7 +315,7 @@ def _first(reasons: Any) -> str:
 
 
 def _host() -> str:
-    """Return what tells hosts apart: the number of this start of the system, else its name."""
+    """Return an identifier of this host: Linux's boot ID, else the host name."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError:

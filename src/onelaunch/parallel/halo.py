@@ -2,8 +2,8 @@
 
 The layers of ``onelaunch.nn`` call :func:`start_halo` when they have the inputs of their convolutions, and :meth:`Halo.states`
 when they need the states. Projections that they compute in between overlap with the all-gather. The backward pass starts the
-all-reduce of the states' gradients where :meth:`Halo.states` was called, and waits for it where :func:`start_halo` was. So the
-backward pass of these projections overlaps with it.
+all-reduce of the states' gradients where :meth:`Halo.states` was called, and waits for it where :func:`start_halo` was called. So
+the backward pass of these projections overlaps with it.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Halo:
         if self.past == 0:
             rows = self.batch if self.context.offsets is None else len(self.context.local_slice.sequences)
             return [self.like.new_zeros(rows, size, 0) for size in self.sizes]
-        token, self.token = self.token, None  # which would tie the graph to an object that it holds
+        token, self.token = self.token, None  # kept, it would close a reference cycle with the autograd graph
         return list(_ReceiveHalo.apply(self, token).split(self.sizes, dim=1))
 
     def finish(self) -> None:
@@ -83,13 +83,13 @@ def _started(context: Context, values: Sequence[torch.Tensor], past: int) -> tup
 def tied(y: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
     """Return ``y``, whose backward pass also reaches ``others``, with gradients of zero.
 
-    So the backward pass of a collective runs on ranks whose outputs do not read its result, such as those without steps.
+    So the backward pass of a collective runs also on ranks whose outputs do not read its result, such as those without steps.
     """
     return _Tied.apply(y, *others)
 
 
 class _SendHalo(torch.autograd.Function):
-    """Identity of the inputs of convolutions, and a token; it starts to gather the last inputs of all ranks."""
+    """Identity function of the convolutions' inputs, with a token as one more output; starts to gather all ranks' last inputs."""
 
     @staticmethod
     def forward(ctx: Any, halo: Halo, *values: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -105,7 +105,7 @@ class _SendHalo(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, _: Any, *gradients: torch.Tensor) -> Any:  # pyrefly: ignore[bad-override]
-        """Return the gradients of the inputs, with what all ranks add to those of this rank's last steps."""
+        """Return the gradients of the inputs; later ranks, which read this rank's last inputs, add to those of its last steps."""
         halo, kept = ctx.halo, ctx.kept
         assert halo.summed is not None  # noqa: S101 - the backward pass of the states has come before
         length = halo.context.local_slice.length
@@ -116,11 +116,11 @@ class _SendHalo(torch.autograd.Function):
 
 
 class _ReceiveHalo(torch.autograd.Function):
-    """Inputs before this rank's slice, ``[N, C, past]``, from the last inputs ``[B, past, C]`` of all ranks."""
+    """Function from the last inputs ``[B, past, C]`` of all ranks to the inputs before this rank's slice, ``[N, C, past]``."""
 
     @staticmethod
     def forward(ctx: Any, halo: Halo, _: torch.Tensor) -> torch.Tensor:
-        """Return the states; those of a rank on which its sequences begin are zeros, without a wait."""
+        """Return the states. A rank on which all of its sequences begin returns zeros and does not wait."""
         ctx.halo = halo
         context, past, like = halo.context, halo.past, halo.like
         channels = sum(halo.sizes)
@@ -140,7 +140,7 @@ class _ReceiveHalo(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dstates: torch.Tensor) -> Any:  # pyrefly: ignore[bad-override]
-        """Start the sum of the gradients of all ranks' last inputs; the gradient of the token is a token."""
+        """Start the sum of the gradients of all ranks' last inputs, and return a gradient without elements for the token."""
         halo = ctx.halo
         context, past = halo.context, halo.past
         dhalo = dstates if context.offsets is None else dstates[context.local_slice.head][None]
@@ -153,7 +153,7 @@ class _ReceiveHalo(torch.autograd.Function):
 
 
 class _Tied(torch.autograd.Function):
-    """Identity of the first input, with gradients of zero for the others."""
+    """Identity function of the first input, with gradients of zero for the others."""
 
     @staticmethod
     def forward(ctx: Any, y: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
@@ -164,5 +164,5 @@ class _Tied(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: torch.Tensor) -> Any:  # pyrefly: ignore[bad-override]
-        """Return its gradient, and zeros."""
+        """Return the gradient of y, and zeros for the others."""
         return dy, *(dy.new_zeros(shape, dtype=dtype) for shape, dtype in ctx.others)

@@ -1,8 +1,8 @@
-"""Exchange of messages by stores to the memory of peers: kernels that send a message and gather all, and waits for other kernels.
+"""Exchange of messages between GPUs by stores to the memory of peers: a kernel that sends a message, and one that gathers all.
 
 Computes   for an all-gather, gathered[r] = message of rank r, the same bits (``receive_kernel``). In an exchange with readers a
-           rank sends its message only to the ranks that read it, and these read it in its slot: the kernel in
-           ops/gla/kernels/fold.py calls ``wait_for_message`` first. A message is a sequence of 32-bit words.
+           rank sends its message only to the ranks that read it. Their kernels call ``wait_for_message`` and read the message in
+           its slot, as in ops/gla/kernels/fold.py. A message is a sequence of 32-bit words.
 Launched   by peer_stores.py, where all GPUs of a group can write each other's memory.
 Grid       ``send_kernel`` one dimension of CTAs; ``receive_kernel`` the same CTAs by the ranks that have sent. CTA i of a
            sender stores blocks i, i + CTAs, ... of its message, and CTA (i, r) of a receiver copies the same blocks of rank r.
@@ -20,10 +20,11 @@ Ordering   The first reader, which is the nearest rank, is served before the oth
            reader loads the flag with acquire semantics at system scope, and its threads meet at a barrier before they read the
            slot, past L1.
 Two slots  suffice if the launches of a rank on a channel follow one another, and a rank reads the messages of an exchange
-           before it sends the next one, or does not read them at all. Let p store exchange e + 2 into its slot at r, where e
-           was. By then p has seen r's flags of e + 1, at the beginning of this send_kernel. The CTAs of r set these flags in the
-           send_kernel of e + 1, which began after r had read e. One slot would not suffice: r may not have read e when p sends
-           e + 1. For the same reason a reader that waits for e may find flags of e + 1, so it waits for an epoch of at least e.
+           before it sends the next one, or does not read them at all. Let rank p store exchange e + 2 into its slot at rank r,
+           where e was. By then p has seen r's flags of e + 1, at the beginning of this send_kernel. The CTAs of r set these
+           flags in the send_kernel of e + 1, which began after r had read e. One slot would not suffice: r may not have read e
+           when p sends e + 1. For the same reason a reader that waits for e may find flags of e + 1, so it waits for an epoch of
+           at least e.
 Progress   A send_kernel waits for all ranks' send_kernels of the exchange before. A kernel that reads an exchange waits for the
            send_kernels of that exchange. If a flag does not come within ``limit`` ns, or its message has another size, the
            kernel ends by a trap, an error of the CUDA context: a rank that died ends the others.
@@ -60,7 +61,7 @@ def send_kernel(
         readers: Number of ranks, the first ones in that order, that read the message.
         count: Number of words.
         capacity: Number of words that a slot holds for a rank, a multiple of 4.
-        limit: Nanoseconds to wait for the flags of the exchange before; a number of polls without ``TIMED``.
+        limit: Nanoseconds to wait for the flags of the previous exchange; a number of polls without ``TIMED``.
         SLOTS: Distance in bytes of the slots from the beginning of the channel, where the flags are.
         RANKS: Number of ranks.
         BLOCK: Words that a CTA loads at once.

@@ -1,4 +1,4 @@
-"""Slice of the sequences that one rank holds, by arithmetic on the lengths of all slices and on the offsets of sequences.
+"""Slice of the sequences that one rank holds, computed from the lengths of all slices and the offsets of sequences.
 
 Nothing here touches a tensor or a process group. ``contexts.py`` makes a :class:`LocalSlice` for its rank; ``state_scan.py`` and
 ``halo.py`` read it.
@@ -58,9 +58,10 @@ class LocalSlice:
         return self.offsets[self.head + 1]
 
     def sources(self, past: int, starts: tuple[int, ...]) -> tuple[tuple[int, int] | None, ...]:
-        """Return where the ``past`` steps before the slice are, oldest first: their rank, and how many steps before its end.
+        """Return the location of each of the ``past`` steps before the slice, oldest first: a rank and a distance.
 
-        ``None`` stands for a step that does not belong to the head. ``starts`` holds the first step of every slice, and the end.
+        The distance counts steps from the end of that rank's slice, 1 for its last step. ``None`` stands for a step that does not
+        belong to the head. ``starts`` holds the first step of every slice, and the end.
         """
         ranks = {
             step: rank for rank in self.before for step in range(max(starts[rank], starts[rank + 1] - past), starts[rank + 1])

@@ -3,6 +3,9 @@
 A message describes a slice by a pair: its final state from a zero state, and its cumulative decays. An associative operator
 combines pairs, so the states between slices are an exclusive prefix scan over ranks (backward, a suffix scan).
 
+The head is the sequence of a slice's first step, and the tail that of its last step (:class:`LocalSlice`). Either may have steps
+on other ranks.
+
 ``state_scan.py`` and ``passes.py`` call these functions.
 """
 
@@ -103,7 +106,7 @@ def all_final_states(context: Context, rules: Rules, final: torch.Tensor) -> tor
 def final_gradient(
     context: Context, rules: Rules, dfinal_all: torch.Tensor | None, outgoing: torch.Tensor | None, like: torch.Tensor
 ) -> torch.Tensor | None:
-    """Return the gradients of the final states of this rank's call, or ``None`` for zeros; ``outgoing`` is that of the tail."""
+    """Return the gradients of this rank's final states, or ``None`` for zeros; ``outgoing`` is that of the tail."""
     local = context.local_slice
     if context.offsets is None:
         return outgoing if outgoing is not None else dfinal_all if local.ends[0] else None

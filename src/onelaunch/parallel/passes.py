@@ -1,12 +1,13 @@
 """The state scan of ``state_scan.py`` with an operation's own kernels (:class:`Passes`), as one autograd function.
 
-By stores to the memory of peers, a rank sends its message to its readers, the nearest first: later ranks of the sequence in the
-forward pass, earlier ones in the backward pass. It scans the messages that it reads itself where they arrive, and a rank that
-reads none waits for none. Elsewhere all ranks gather all messages (``Collectives.start_scan``).
+Where ranks can store to the memory of peers, a rank sends its message to its readers, the nearest first: later ranks of the
+sequence in the forward pass, earlier ones in the backward pass. Each rank scans the messages that it reads in the memory where
+they arrive, and a rank that reads none waits for none. Elsewhere all ranks gather all messages (``Collectives.start_scan``).
 
-The pass after the exchange reuses what the local pass has computed. After it has sent its state gradients, a rank recomputes the
-states that its backward pass needs from the inputs, while messages arrive. If the exchange is a kernel of NCCL, a rank waits for
-it before this pass, and forward before the pass with outputs (``Pending.settle``). ``state_scan.py`` calls :func:`run_passes`.
+The pass after the exchange reuses what the local pass has computed. In the backward pass a rank sends its state gradients, and
+while messages arrive it recomputes the states that it needs from the inputs. If the exchange is a kernel of NCCL, a rank waits
+for it before it recomputes states, and in the forward pass before it computes outputs (``Pending.settle``). ``state_scan.py``
+calls :func:`run_passes`.
 
 A rank waits for the all-reduce of the final states' gradients before it scans. The last rank sends its message after that
 all-reduce, a kernel of NCCL that must run on every rank. CTAs of a scan that wait for messages may occupy all SMs and leave too
@@ -61,7 +62,7 @@ class _Passes(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> Any:  # pyrefly: ignore[bad-override]
-        """Return the gradients of the initial states, zeros for sequences that begin on other ranks, and of the tensors."""
+        """Return the gradients of the tensors and of the initial states, with zeros for states that only other ranks read."""
         context, rules, passes, local = ctx.context, ctx.rules, ctx.passes, ctx.context.local_slice
         first, *saved = ctx.saved_tensors
         tensors, kept = tuple(saved[: ctx.count]), tuple(saved[ctx.count :])

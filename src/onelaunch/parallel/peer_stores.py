@@ -17,7 +17,7 @@ from onelaunch.parallel.collectives import InPlace, Pending
 from onelaunch.parallel.kernels import receive_kernel, send_kernel
 
 WORD = 4
-"""Bytes of the words that a message consists of."""
+"""Bytes of a word; a message consists of words."""
 
 SLOTS = 4096
 """Bytes from the beginning of a channel to its slots. The flags and epochs of 8 ranks, the most there are, take 2304."""
@@ -63,8 +63,8 @@ class Channel:
     def start(self, x: torch.Tensor, readers: Sequence[int] | None = None) -> Pending:
         """Send a contiguous tensor ``[M, ...]`` to all ranks, or to its ``readers`` alone, the first one first.
 
-        An all-gather that was started before is received first. Messages of an earlier exchange with readers cannot be read after
-        this call, since a kernel that reads takes the messages of the exchange that was started last.
+        If the result of an earlier all-gather has not been received, it is received first. Messages of an earlier exchange with
+        readers cannot be read after this call, since kernels read the messages of the exchange that was started last.
         """
         if self._sent is not None:
             self._sent.result()
@@ -82,9 +82,9 @@ class Channel:
         return self._sent
 
     def order_of(self, readers: Sequence[int] | None) -> tuple[tuple[int, ...], int]:
-        """Return all ranks in the order in which this rank stores, and how many of them, the first ones, read its message.
+        """Return all ranks in the order in which this rank stores to them, and the number of readers, which come first.
 
-        Where all read it, each rank begins with the one after it, so that they do not all store to the same rank at once.
+        Where all ranks are readers, each one begins with the next rank, so that they do not all store to one rank at once.
         """
         first = () if readers is None else tuple(readers)
         behind = (*range(self.rank + 1, self.ranks), *range(self.rank + 1))
@@ -123,7 +123,7 @@ class Channel:
 
 
 class Sent(Pending):
-    """All-gather of which this rank has sent its message.
+    """All-gather for which this rank has sent its message.
 
     Args:
         channel: Channel of the exchange.
@@ -150,7 +150,7 @@ class Sent(Pending):
 
 
 class SentToReaders(Pending):
-    """Exchange with readers, of which this rank has sent its own message.
+    """Exchange with readers for which this rank has sent its message.
 
     Args:
         channel: Channel of the exchange.

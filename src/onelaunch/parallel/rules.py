@@ -41,7 +41,7 @@ class Rules(ABC):
     def run(
         self, tensors: Tensors, initial: torch.Tensor | None, offsets: torch.Tensor | None, want_final: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the outputs and the final states ``[N, *state]`` of the ordinary call, N as its offsets say."""
+        """Return the outputs and final states ``[N, *state]`` of the ordinary call; with offsets N is the number of sequences."""
 
     @abstractmethod
     def saved(self, tensors: Tensors) -> Tensors:
@@ -53,11 +53,11 @@ class Rules(ABC):
 
     @abstractmethod
     def cumulative_decays(self, saved: Tensors, start: int, stop: int) -> tuple[torch.Tensor, ...]:
-        """Return the products of the decays of steps ``start`` to ``stop``, ``[N, *shape]`` for each of ``decay_shapes``."""
+        """Return the products of the decays of steps ``[start, stop)``, ``[N, *shape]`` for each of ``decay_shapes``."""
 
     @abstractmethod
     def initial_gradient(self, saved: Tensors, dy: torch.Tensor, stop: int) -> torch.Tensor:
-        """Return the gradient of the state before the slice from those of the outputs of steps 0 to ``stop`` alone."""
+        """Return the gradient of the state before the slice that comes from the outputs of steps ``[0, stop)`` alone."""
 
     def passes(self) -> Passes | None:
         """Return the passes of kernels that run this rank's call, or ``None`` where it is an ordinary call of the operation."""
@@ -117,9 +117,9 @@ class Rules(ABC):
 class Passes(ABC):
     """Kernels of an operation for one rank's slice, without autograd, where the passes of a call can share work.
 
-    They reuse what the local pass has computed in the pass that makes outputs or gradients, and recompute states for the backward
-    pass while the messages with state gradients arrive. States, cumulative decays and ``tensors`` are those of :class:`Rules`;
-    messages are float32 ``[1, elements]``, a state, then cumulative decays.
+    The pass that computes outputs or gradients reuses results of the local pass. The backward pass recomputes states while the
+    messages with state gradients arrive. States, cumulative decays and ``tensors`` are those of :class:`Rules`; messages are
+    float32 ``[1, elements]``, a state, then cumulative decays.
     """
 
     @abstractmethod
@@ -141,8 +141,8 @@ class Passes(ABC):
     ) -> tuple[torch.Tensor, Kept]:
         """Return the message with the gradient of the state before the slice.
 
-        It comes from the gradients of the outputs of steps 0 to ``stop``, and from ``behind``, that of the state after these
-        steps, or zeros. The tensors kept, if any, are for :meth:`gradients`.
+        It comes from the gradients of the outputs of steps ``[0, stop)``, and from ``behind``, the gradient of the state after
+        these steps, ``None`` for zeros. The tensors kept, if any, are for :meth:`gradients`.
         """
 
     @abstractmethod

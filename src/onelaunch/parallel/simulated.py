@@ -1,4 +1,4 @@
-"""Slices of one process that stands for a rank among others, for measurements on one GPU and for tests.
+"""Context of one process that stands for one of several ranks, for measurements on one GPU and for tests.
 
 ``tools/time_slices.py`` calls :func:`simulated`.
 """
@@ -26,7 +26,7 @@ class Done(Pending):
 
 
 class Neighbours(Collectives):
-    """Collectives of one rank whose neighbours send zeros. Two gathers in turn write to the same memory again."""
+    """Collectives of one rank whose neighbours send zeros. Gathers of one shape write to two buffers in turn."""
 
     def __init__(self, rank: int, size: int) -> None:
         super().__init__("", size)
@@ -35,7 +35,7 @@ class Neighbours(Collectives):
         self._gathered: dict[tuple[Any, ...], torch.Tensor] = {}
 
     def start_all_gather(self, x: torch.Tensor) -> Pending:
-        """Return the messages of all ranks, of which this rank's is copied to its place as a collective would."""
+        """Return zeros as the messages of the other ranks, and a copy of this rank's message in its row."""
         self._calls ^= 1  # a backward pass reads what the forward pass has gathered
         key = (self._calls, x.shape, x.dtype)
         if key not in self._gathered:
@@ -64,7 +64,7 @@ def simulated(
         lengths: Steps of all ranks.
         device: Device of the calls' tensors.
         cu_seqlens: Offsets of packed sequences among the steps of all ranks.
-        collectives: What takes the place of the group's collectives; :class:`Neighbours` by default.
+        collectives: Collectives in the place of a group's; :class:`Neighbours` by default.
     """
     collectives = Neighbours(rank, len(lengths)) if collectives is None else collectives
     return context_of(collectives, rank, tuple(lengths), torch.device(device), cu_seqlens)

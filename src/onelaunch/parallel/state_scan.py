@@ -48,8 +48,8 @@ def run_across_ranks(
 
     Args:
         context: Slices of all ranks.
-        rules: The operation.
-        tensors: Its tensors on this rank.
+        rules: Rules of the operation.
+        tensors: Tensors of the operation on this rank.
         initial: Initial states of all sequences, ``[N, *state]``, or ``None``. A rank reads those of sequences that begin on it.
         want_final: Flag that the final states of all sequences are wanted, on every rank.
 
@@ -118,7 +118,8 @@ class _WaitForCollectives(torch.autograd.Function):
 class _GatherStateGradients(torch.autograd.Function):
     """Identity function of a call's results, whose backward pass all-gathers and scans the gradients of states.
 
-    All tensors of the call are inputs, so that the backward pass, which is collective, runs on every rank if any takes gradients.
+    All tensors of the call are inputs. So its backward pass, which contains collectives, runs on every rank if any tensor
+    requires gradients.
     """
 
     @staticmethod

@@ -16,7 +16,7 @@ R = TypeVar("R")
 
 
 def uncompiled(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-    """Call a function; while ``torch.compile`` traces, end the graph before it, so that ``fullgraph=True`` is an error."""
+    """Call a function; while ``torch.compile`` traces, break the graph before it, which ``fullgraph=True`` makes an error."""
     if torch.compiler.is_compiling():
         return torch.compiler.disable(function)(*args, **kwargs)
     return function(*args, **kwargs)

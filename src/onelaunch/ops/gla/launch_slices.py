@@ -1,8 +1,8 @@
 """Launches of ``gla``'s Hopper kernels over one rank's slice of T: local passes whose sums of segments the other passes share.
 
-A pass along time in segments needs what each segment adds to the state. A rank needs what its whole slice adds. So the local pass
-is ``segment_sum_kernel`` over all segments, and one launch of ``fold_kernel`` that combines its sums to the rank's message. The
-pass with outputs starts its segments from the same sums and the state before the slice. ``slices.py`` makes
+A pass that cuts time into segments needs what each segment adds to the state. Context parallelism needs what a whole slice adds.
+So the local pass is ``segment_sum_kernel`` over all segments, and one launch of ``fold_kernel`` that combines its sums to the
+rank's message. The pass with outputs starts its segments from the same sums and the state before the slice. ``slices.py`` makes
 :class:`HopperPasses` where the variant ``hopper`` runs the call.
 """
 
@@ -80,7 +80,7 @@ def folded(
         ranks: Ranks in the order of the recurrence.
         state: Sizes heads, K and V.
         channels: Cumulative decays of a head: 1 or K.
-        back: Flag that states are gradients, so that the order is that of falling ranks.
+        back: Flag that states are gradients, so that ranks are in descending order.
     """
     return _folded(gathered, min(ranks), len(ranks), *state, channels, back)
 
@@ -135,8 +135,8 @@ class HopperPasses(Passes):
     """Passes of the Hopper kernels; tensors are q, k, v, g and ``None``.
 
     Sums are shared where a slice is one sequence, or one for each batch entry. In float16 the pass backwards in time scales the
-    outputs' gradients, and sums its segments again. The functions below do the work, each of which is replayed from a plan of its
-    launches where its inputs are as before.
+    outputs' gradients, and sums its segments again. The functions below do the work. Each replays its launches from a plan if its
+    inputs have the same shapes, dtypes and so on as those of an earlier call.
 
     Args:
         scale: Factor of q.
@@ -180,7 +180,7 @@ class HopperPasses(Passes):
 
 
 def _shared(kept: Kept, offsets: torch.Tensor | None) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Return the sums of a slice's segments, or ``None`` where there are none. Packed sequences are cut each for itself."""
+    """Return the sums of a slice's segments, or ``None``. Packed sequences have other segments, since each is cut by itself."""
     return (kept[0], kept[1]) if kept and offsets is None else (None, None)
 
 
@@ -189,7 +189,7 @@ def _summed(states: torch.Tensor | None, decays: torch.Tensor | None) -> Segment
 
 
 def _sums(call: Attention, operands: PassOperands) -> SegmentSums:
-    """Return the sums of all segments, cut as the pass with outputs in this direction of time is."""
+    """Return the sums of all segments, which are those of the pass with outputs in this direction of time."""
     options = {"output": True, "store_states": operands.reverse, "split": True, "recompute": False}
     return launch_hopper.sum_segments(call, operands, launch_hopper.configured(call, operands, **options), last=True)
 

@@ -20,11 +20,11 @@ from onelaunch.ops.gla.padding import STEP
 from onelaunch.parallel import Context, Described, Passes, Pending, Rules, Tensors, run_across_ranks, shifted
 
 Attend = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
-"""Function ``gla``."""
+"""Type of the public function ``gla``."""
 
 
 def described(key: Query, call: Any, variant: str) -> Described:
-    """Return this rank's side of a checked call; raise if the variant cannot run it."""
+    """Return the description of a checked call on this rank; raise if the variant cannot run it."""
     if key.sizes[1]:
         dispatch.pick(variant, key)
     facts = {"dtype": key.dtype, "sizes": (key.sizes[0], *key.sizes[2:]), "flags": key.flags, "gradients": key.grad}
@@ -33,7 +33,9 @@ def described(key: Query, call: Any, variant: str) -> Described:
 
 
 class GlaRules(Rules):
-    """Gated linear attention; its tensors are q, k, v, g and gv, and a state has as many heads as g, or as the initial one.
+    """Rules of gated linear attention.
+
+    Its tensors are q, k, v, g and gv. A state has as many heads as the initial state if there is one, else as g.
 
     Args:
         attend: Function ``gla``.
@@ -59,7 +61,8 @@ class GlaRules(Rules):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the outputs and the final states ``[N, heads, K, V]``."""
         q, k, v, g, gv = tensors
-        if initial is None and self.heads < self.most and want_final and q is not None:  # else it would have the output's heads
+        # Without an initial state, the final state would have as many heads as the output.
+        if initial is None and self.heads < self.most and want_final and q is not None:
             sequences = self.batch if offsets is None else offsets.shape[0] - 1
             initial = q.new_zeros((sequences, *self.state), dtype=torch.float32)
         return self.attend(
@@ -75,7 +78,7 @@ class GlaRules(Rules):
         return HopperPasses(self.scale)
 
     def fold(self, gathered: torch.Tensor, ranks: Sequence[int], *, back: bool) -> torch.Tensor:
-        if not self.kernels or max(ranks) - min(ranks) >= len(ranks):  # between them is one without steps
+        if not self.kernels or max(ranks) - min(ranks) >= len(ranks):  # a rank between them has no steps
             return super().fold(gathered, ranks, back=back)
         from onelaunch.ops.gla.launch_slices import folded
 
@@ -96,7 +99,7 @@ class GlaRules(Rules):
         return tensors
 
     def local_state(self, tensors: Tensors, start: int) -> torch.Tensor:
-        """Return the state of a call whose queries are its keys, so that no more heads are computed than states differ."""
+        """Return the final state of a call with k in the place of q, so that no state is computed for several heads of q."""
         q, k, v, g, gv = (None if each is None else each[:, start:] for each in tensors)
         assert k is not None and v is not None and g is not None  # noqa: PT018, S101 - checked
         queries = q if g.shape[2] > max(k.shape[2], v.shape[2]) else k
@@ -120,9 +123,10 @@ class GlaRules(Rules):
         return tuple(found)
 
     def initial_gradient(self, saved: Tensors, dy: torch.Tensor, stop: int) -> torch.Tensor:
-        """Return the state of a call backwards in time, with q as its keys and do as its values.
+        """Return the final state of a call backwards in time, with q as its keys and dy as its values.
 
-        Every decay is shifted by one step, and the first one comes last. Gradients of shared states are sums over their heads.
+        Decays are delayed by one step (:func:`shifted`), and that of step 0 is applied last. The gradient of a state that several
+        heads share is the sum over these heads.
         """
         q, k, v, g, gv = (None if each is None else each[:, :stop] for each in saved)
         assert q is not None and k is not None and v is not None and g is not None  # noqa: PT018, S101 - checked
@@ -141,7 +145,7 @@ class GlaRules(Rules):
         return state * self.scale
 
     def _state(self, q: Any, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor | None, gv: torch.Tensor | None) -> torch.Tensor:
-        """Return the state ``[B, largest number of heads, K, V]`` after all steps; of q only the number of heads is read."""
+        """Return the state ``[B, largest number of heads, K, V]`` after all steps; q only decides the number of heads."""
         _, state = self.attend(q, k, v, g, gv=gv, scale=1.0, output_final_state=True)
         assert state is not None  # noqa: S101 - it was asked for
         return state

@@ -10,7 +10,8 @@ Computes   state = initial or 0, then state = state * decay[i] + added[i] for i 
            after one slice. It neither waits for further messages nor reads them. So a NaN in one of these does not reach the
            result, whereas ``fold_kernel`` multiplies it by 0, which is NaN.
 Launched   by launch_slices.py: with the segment states of ``segment_sum_kernel`` to make a rank's message, and with messages of
-           other ranks to make the state before its slice. These are in a tensor, or arrive by parallel/kernels.py.
+           other ranks to make the state before its slice. The messages are in a tensor, or peers store them in this rank's
+           memory (parallel/kernels.py).
 Grid       one CTA per head of the result, block of BK keys and block of BV values.
 Memory     reads ``added`` and ``decays`` once. Elements of ``added`` have any strides: segments store [V, K], messages [K, V].
 Numerics   float32.
@@ -30,8 +31,8 @@ def fold_kernel(
 ):  # fmt: skip
     """Store ``state`` [heads, keys, values] and, if it is not None, ``factors`` [heads, factor_channels], 1 or keys.
 
-    ``added`` and ``decays`` are float32 with strides in elements by head, item and channel; ``count`` is the number of items, and
-    ``initial`` [heads, keys, values] or None. All tensors are float32.
+    ``added`` and ``decays`` have strides in elements by head, item and channel. An item is a segment or a slice; ``count`` is the
+    number of items. ``initial`` is [heads, keys, values] or None. All tensors are float32.
     """
     head = tl.program_id(0).to(tl.int64)
     k = tl.program_id(1) * BK + tl.arange(0, BK)
@@ -49,7 +50,7 @@ def fold_kernel(
             p_decays += (count - 1) * decays_item
         folded = tl.zeros([BK, BV], tl.float32)
         if initial is not None:
-            if each == 0:  # the sum of the group starts from it once
+            if each == 0:  # The sum over the group contains it once.
                 folded = tl.load(initial + place, mask=inside, other=0.0)
         for _ in range(count):
             decay = tl.load(p_decays, mask=k < keys, other=0.0)
